@@ -1,0 +1,61 @@
+# Two commands: `make demo` and `make test`. Each does all its own set-up (.venv, torch, the extension); a second call is quick.
+#   make demo ARGS="--steps 40 --layers 4"     make test ARGS="tests/test_cli.py -k info"     make PYTHON=python3.12 test
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PY_DIRS := src compiler runtime examples tests benchmarks
+CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.hpp' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null | sort)
+SOURCES := $(shell find src compiler runtime csrc -type f -not -path '*/__pycache__/*' -not -path '*.egg-info/*' 2>/dev/null)
+SOURCES += $(wildcard setup.py pyproject.toml LICENSE)
+
+.PHONY: help demo test lint format install clean
+help:
+	@echo "make demo     train a small Llama on 2 local ranks, eager and through ub_overlap, side by side"
+	@echo "make test     all tests"
+	@echo "make lint     ruff, clang-format, pyrefly          make format   let ruff and clang-format rewrite"
+	@echo "make install  set up .venv and install the package make clean    remove .venv and all that was built"
+
+demo: $(VENV)/.package
+	@$(BIN)/python examples/llama_tp/demo.py $(ARGS)
+
+test: $(VENV)/.package $(VENV)/.test
+	@$(BIN)/python -m pytest $(if $(ARGS),$(ARGS),tests)
+
+# The type checker looks ub_overlap up where it is installed.
+lint: $(VENV)/.package $(VENV)/.lint $(VENV)/.test
+	@$(BIN)/ruff check $(PY_DIRS) setup.py
+	@$(BIN)/ruff format --check $(PY_DIRS) setup.py
+	@$(if $(CXX_FILES),$(BIN)/clang-format --dry-run -Werror $(CXX_FILES),:)
+	@$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+
+format: $(VENV)/.base $(VENV)/.lint
+	@$(BIN)/ruff check --fix $(PY_DIRS) setup.py
+	@$(BIN)/ruff format $(PY_DIRS) setup.py
+	@$(if $(CXX_FILES),$(BIN)/clang-format -i $(CXX_FILES),:)
+
+install: $(VENV)/.package
+
+$(VENV)/.base: .ci/setup .ci/torch.txt .ci/build.txt
+	@.ci/setup base $(VENV) $(PYTHON)
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.base .ci/test.txt $(wildcard tests/models/requirements.txt)
+	@.ci/setup test $(VENV) $(PYTHON)
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.base .ci/lint.txt
+	@.ci/setup lint $(VENV) $(PYTHON)
+	@touch $@
+
+# build/lib is removed so that a module that was deleted here does not live on in the wheel; compiled objects are kept.
+$(VENV)/.package: $(VENV)/.base $(SOURCES)
+	@echo "setup: building and installing ub_overlap"
+	@rm -rf build/lib* build/bdist*
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps .
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name '*.egg-info' -o -name __pycache__ -not -path './.git/*' | xargs rm -rf

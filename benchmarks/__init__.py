@@ -1,0 +1,1 @@
+"""Measurements that stand in docs/. Never tests: timings gate nothing."""

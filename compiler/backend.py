@@ -1,0 +1,69 @@
+"""The torch.compile backend.
+
+    torch.compile(model, backend="ub_overlap", options={"overlap": "force"})
+
+Dynamo's graph goes to Inductor with our two passes at its hooks (or, with inner="aot_eager", through AOTAutograd with the same passes
+called by hand). Everything Inductor can do it still does; see docs/architecture.md for the way through the folders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import GraphModule
+
+from ub_overlap import _torch_compat as compat
+from ub_overlap.runtime import ops, settings
+
+from .options import Options, parse
+from .passes import JointPass, RewritePass
+
+
+def ub_overlap(
+    gm: GraphModule, example_inputs: list[Any], *, options: dict[str, Any] | None = None, mode: str | None = None
+) -> Callable[..., Any]:
+    """The entry point that torch.compile finds under "ub_overlap".
+
+    `options`: ours (compiler/options.py) and Inductor's by name. `mode`: Inductor's; torch allows it only without options, beside
+    which it is written options={"mode": ...}. OptionError for anything else.
+    """
+    ours, theirs = parse(options, compat.inductor_option_names())
+    ops.load()
+    if ours.timeout_s is not None:
+        settings.configure(step_timeout_s=ours.timeout_s)
+    if ours.inner == "aot_eager":
+        return _aot_eager(gm, example_inputs, ours)
+    return _inductor(gm, example_inputs, ours, theirs, mode or ours.mode)
+
+
+def _inductor(
+    gm: GraphModule, example_inputs: list[Any], ours: Options, theirs: dict[str, Any], mode: str | None
+) -> Callable[..., Any]:
+    patches = {**(compat.list_mode_options(mode) if mode else {}), **theirs}
+    for hook, own in (("joint_custom_pre_pass", JointPass(ours)), ("post_grad_custom_pre_pass", RewritePass(ours))):
+        patches[hook] = compat.chained(compat.user_pass(hook, patches), own)
+    return compat.compile_fx(gm, example_inputs, config_patches=patches)
+
+
+def _aot_eager(gm: GraphModule, example_inputs: list[Any], ours: Options) -> Callable[..., Any]:
+    joint, rewrite = JointPass(ours), RewritePass(ours)
+
+    def compiled(graph: GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
+        rewrite(graph.graph)
+        graph.recompile()
+        return compat.make_boxed_func(graph.forward)
+
+    def inference(graph: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        joint(graph.graph)
+        return compiled(graph, inputs)
+
+    def partition(graph: GraphModule, *args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        joint(graph.graph)
+        graph.recompile()
+        return compat.min_cut_rematerialization_partition(graph, *args, **kwargs)
+
+    backend = compat.aot_autograd(
+        fw_compiler=compiled, bw_compiler=compiled, inference_compiler=inference, partition_fn=partition
+    )
+    return backend(gm, example_inputs)

@@ -1,0 +1,46 @@
+"""The plain rule of overlap="auto", and how many products a bulk collective takes along.
+
+Legend: R ranks. Bytes are what one rank sends: an all_gather or reduce_scatter sends (R - 1) shards, an all_reduce twice that.
+"""
+
+from __future__ import annotations
+
+from ..sites.collectives import Op
+from ..sites.match import Bulk, Gather, Reduction
+from ..sites.matmuls import Product
+from ..sites.sizes import Size, product
+from ..sites.values import dtype_of, shape_of
+
+FLOPS_PER_BYTE = 2000
+"""Arithmetic that hides one sent byte: about 770 TFLOP/s bf16 over 380 GB/s, an H200 on NVLink (docs/architecture.md)."""
+BULK_PRODUCTS = 8
+"""A bulk op takes no more products than this, however small: their operands all live until the op."""
+
+
+def bytes_sent(site: Gather | Reduction | Bulk) -> int | None:
+    """Bytes one rank sends at this site, None where dynamic."""
+    c = site.collective
+    dtype = site.dtype if isinstance(site, Gather) else dtype_of(site.terms[0].node if isinstance(site, Reduction) else c.input)
+    elements: Size = product(shape_of(c.input))
+    if not isinstance(elements, int):
+        return None
+    shard = elements if c.op is Op.ALL_GATHER else elements // c.ranks
+    return shard * dtype.itemsize * (c.ranks - 1) * (2 if c.op is Op.ALL_REDUCE else 1)
+
+
+def flops(p: Product) -> int | None:
+    """Operations of one product, None where dynamic."""
+    count = 2 * product((*p.shape, p.inner))
+    return count if isinstance(count, int) else None
+
+
+def enough(products: tuple[Product, ...], sent: int | None) -> tuple[Product, ...]:
+    """The nearest of `products` that together hide `sent` bytes: at least one, at most `BULK_PRODUCTS`."""
+    need = (sent or 0) * FLOPS_PER_BYTE
+    taken: list[Product] = []
+    for p in products[:BULK_PRODUCTS]:
+        if taken and need <= 0:
+            break
+        taken.append(p)
+        need -= flops(p) or 0
+    return tuple(taken)

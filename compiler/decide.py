@@ -1,0 +1,237 @@
+"""candidates -> plan. Every collective gets a Decision; a pure function of graph, options and transport."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+
+from .cost.threshold import bytes_sent, enough, flops
+from .describe import groups_of, row
+from .merge import MERGED
+from .options import Options
+from .plan import NONE, Decision, Kind, Mode, Plan, Reason, Strategy
+from .sites import Bulk, Candidate, Gather, Miss, Reduction, find
+from .sites.collectives import Op
+from .sites.order import Order
+from .sites.sizes import Size, size
+
+Site = Gather | Reduction | Bulk
+Transport = Callable[[str, str, int], str | None]
+"""(device type, group name, ranks) -> why the runtime cannot serve this group, or None."""
+
+_MATCHED = {
+    Op.ALL_GATHER: Kind.ALL_GATHER_MATMUL,
+    Op.REDUCE_SCATTER: Kind.MATMUL_REDUCE_SCATTER,
+    Op.ALL_REDUCE: Kind.MATMUL_ALL_REDUCE,
+}
+_PLAIN = {
+    Op.ALL_GATHER: Kind.ALL_GATHER,
+    Op.REDUCE_SCATTER: Kind.REDUCE_SCATTER,
+    Op.ALL_REDUCE: Kind.ALL_REDUCE,
+    None: Kind.OTHER,
+}
+
+
+@dataclass(slots=True)
+class Decided:
+    """A plan and, beside each overlapped decision, the site that the rewrite needs."""
+
+    plan: Plan
+    chosen: list[tuple[Site, Strategy, str]] = field(default_factory=list)
+
+
+def decide(graph: Graph, options: Options, phase: str, transport: Transport) -> Decided:
+    """Decides every collective of `graph`; `phase` is "forward" or "backward"."""
+    order = Order(graph)
+    candidates = find(graph)
+    ordinals = groups_of(candidates)
+    known = _symbols(graph)
+    decisions: list[Decision] = []
+    sites: list[tuple[Site, Strategy, str]] = []
+    for number, candidate in enumerate(candidates):
+        name = f"{phase}.{number}"
+        site, strategy, miss = _one(candidate, options, name, order, transport, known)
+        decisions.append(_decision(candidate, site, strategy, miss, name, phase, ordinals))
+        decisions += _merged_away(candidate, decisions[-1])
+        if site is not None:
+            sites.append((site, strategy, name))
+    plan = Plan(phase, tuple(decisions))
+    return Decided(plan, [(site, strategy, f"{plan.digest}/{name}") for site, strategy, name in sites])
+
+
+def _one(
+    candidate: Candidate, options: Options, name: str, order: Order, transport: Transport, known: frozenset[sympy.Symbol]
+) -> tuple[Site | None, Strategy, Miss | None]:
+    """The site to rewrite and its strategy, or the reason for none."""
+    miss = candidate.miss
+    c = candidate.collective
+    hopeless = (Reason.COLLECTIVE_UNSUPPORTED, Reason.GROUP_NOT_STATIC, Reason.TRIVIAL_GROUP, Reason.DTYPE_UNSUPPORTED)
+    if miss is not None and miss.reason in (*hopeless, Reason.REDUCE_OP_UNSUPPORTED):
+        return None, NONE, miss
+    forced = options.forced(name)
+    if forced == NONE or (options.overlap == "off" and forced is None):
+        return None, NONE, Miss(Reason.DISABLED_BY_USER, "the plan says none" if forced == NONE else "overlap='off'")
+    assert c.group is not None
+    if why := transport(c.node.meta["val"].device.type, c.group, c.ranks):
+        return None, NONE, Miss(Reason.NO_TRANSPORT, why)
+    modes = [forced.mode] if forced else [Mode.PIPELINED, Mode.BULK]
+    for mode in modes:
+        site = _pipelined(candidate, order) if mode is Mode.PIPELINED else _bulk(candidate, order)
+        if isinstance(site, Miss):
+            # The reason of the pipelined form explains more than "nothing to run beside it".
+            miss = miss or site
+            continue
+        if small := _too_small(site, options, forced):
+            return None, NONE, small
+        if unknown := _unknown_size(site, known):
+            miss = miss or unknown
+            continue
+        if failed := order.fuse(site.members):
+            miss = miss or failed
+            continue
+        chunks = forced.chunks if forced else (options.chunks if mode is Mode.PIPELINED else 0)
+        return site, Strategy(mode, chunks), None
+    return None, NONE, miss or Miss(Reason.NO_MATMUL, "no matmul produces, consumes or can run beside it")
+
+
+def _pipelined(candidate: Candidate, order: Order) -> Site | Miss:
+    match = candidate.match
+    if match is None:
+        return candidate.miss or Miss(Reason.NO_MATMUL, "no matmul touches its tensor")
+    taken = order.taken
+    if isinstance(match, Reduction):
+        if any(t.node in taken for t in match.terms):
+            return Miss(Reason.MATMUL_TAKEN, "its matmul already hides another collective")
+        return match
+    free = _without(match, {k.product.node for k in match.consumers if k.product.node in taken})
+    if not free.consumers:
+        return Miss(Reason.MATMUL_TAKEN, "its matmuls already hide another collective")
+    # Consumers whose other operand needs a result of the site would close a circle: they read the kept tensor instead.
+    while circle := order.conflicts(free.members):
+        late = {k.product.node for k in free.consumers if k.operand.node in circle}
+        if not late or len(late) == len(free.consumers):
+            return Miss(
+                Reason.DEPENDENT_OPERAND, f"{min(n.name for n in circle)} needs the gathered tensor and feeds its matmul"
+            )
+        free = _without(free, late)
+    return free
+
+
+def _without(match: Gather, products: set[Node]) -> Gather:
+    """`match` less some consumers, which become other users of the gathered tensor."""
+    if not products:
+        return match
+    gone = [k for k in match.consumers if k.product.node in products]
+    holders = [n for k in gone for n in k.product.node.all_input_nodes if n in match.holders]
+    kept = tuple(k for k in match.consumers if k.product.node not in products)
+    return replace(match, consumers=kept, roots=tuple(dict.fromkeys((*match.roots, *holders))))
+
+
+def _bulk(candidate: Candidate, order: Order) -> Site | Miss:
+    free = [p for p in candidate.beside if p.node not in order.taken]
+    if not free:
+        if candidate.beside:
+            return Miss(Reason.MATMUL_TAKEN, "every independent matmul already hides another collective")
+        return Miss(Reason.NO_MATMUL, "no matmul produces, consumes or can run beside it")
+    chosen: list = []
+    for p in free:  # pairwise independent, and no circle through what was fused before
+        trial = Bulk(candidate.collective, (*chosen, p))
+        if not order.conflicts(trial.members) and not _feeds(trial):
+            chosen.append(p)
+            if len(enough(tuple(chosen), bytes_sent(trial))) < len(chosen):
+                break
+    if not chosen:
+        return Miss(Reason.DEPENDENT_OPERAND, "every independent matmul is tied to it through another site")
+    chosen = list(enough(tuple(chosen), bytes_sent(Bulk(candidate.collective, tuple(chosen)))))
+    return Bulk(candidate.collective, tuple(chosen))
+
+
+def _feeds(site: Bulk) -> bool:
+    """Does a product read another member directly?"""
+    inside = set(site.members)
+    return any(n in inside for p in site.products for n in p.node.all_input_nodes)
+
+
+def _symbols(graph: Graph) -> frozenset[sympy.Symbol]:
+    """The size symbols that the graph's inputs carry plainly."""
+    found: set[sympy.Symbol] = set()
+    for node in graph.find_nodes(op="placeholder"):
+        val = node.meta.get("val")
+        plain = [val] if isinstance(val, torch.SymInt) else list(val.shape) if isinstance(val, torch.Tensor) else []
+        found.update(s for x in plain if isinstance(s := size(x), sympy.Symbol))
+    return frozenset(found)
+
+
+def _unknown_size(site: Site, known: frozenset[sympy.Symbol]) -> Miss | None:
+    """A size the op would need that cannot be computed from the graph's inputs."""
+    needed: list[Size] = [] if isinstance(site, Bulk) else [site.blocks.outer, site.rows, site.cols]
+    needed += [s for p in _products(site) for o in (p.lhs, p.rhs) for s in o.shape]
+    for s in needed:
+        if isinstance(s, int):
+            continue
+        atoms = [a for a in sympy.preorder_traversal(s) if not isinstance(a, sympy.Mul | sympy.Add)]
+        if not all(a in known or (a.is_Integer and a.is_positive) for a in atoms):
+            return Miss(Reason.DYNAMIC_SHAPE, f"size {s} cannot be computed from the graph's inputs")
+    return None
+
+
+def _too_small(site: Site, options: Options, forced: Strategy | None) -> Miss | None:
+    if options.overlap == "force" or forced is not None:
+        return None
+    sent = bytes_sent(site)
+    if sent is None or sent >= options.min_bytes:
+        return None
+    return Miss(Reason.BELOW_THRESHOLD, f"a rank sends {sent} bytes; overlap='auto' starts at min_bytes={options.min_bytes}")
+
+
+def _decision(
+    candidate: Candidate,
+    site: Site | None,
+    strategy: Strategy,
+    miss: Miss | None,
+    name: str,
+    phase: str,
+    ordinals: dict[str, str],
+) -> Decision:
+    shown = site or candidate.match
+    op = candidate.collective.op
+    matched = candidate.match is not None and not isinstance(site, Bulk)
+    products = _products(shown)
+    known = [flops(p) for p in products]
+    legal = ((Mode.PIPELINED.value,) if candidate.match is not None else ()) + ((Mode.BULK.value,) if candidate.beside else ())
+    return Decision(
+        id=name, phase=phase, strategy=strategy, reason=miss.reason if miss else None, detail=miss.detail if miss else _instead(candidate, site),
+        kind=_MATCHED[op] if matched and op else _PLAIN[op], options=legal, matmuls=tuple(p.node.name for p in products),
+        bytes=bytes_sent(shown) if shown else None, flops=sum(f or 0 for f in known) if known and None not in known else None,
+        **row(candidate, shown, ordinals),
+    )  # fmt: skip
+
+
+def _merged_away(candidate: Candidate, into: Decision) -> list[Decision]:
+    """One decision for each all_reduce that the joint pass summed into this one."""
+    gone = candidate.collective.node.meta.get(MERGED, 1) - 1
+    return [
+        Decision(
+            id=f"{into.id}.merged{i}", phase=into.phase, kind=Kind.ALL_REDUCE, strategy=Strategy(Mode.MERGED), detail=f"summed into {into.id}",
+            group=into.group, ranks=into.ranks, dtype=into.dtype, module=into.module, source=into.source,
+        )
+        for i in range(gone)
+    ]  # fmt: skip
+
+
+def _instead(candidate: Candidate, site: Site | None) -> str:
+    """Why a bulk site is no pipelined one."""
+    why = candidate.miss
+    return f"not pipelined: {why.reason.value}: {why.detail}" if isinstance(site, Bulk) and why else ""
+
+
+def _products(site: Site | None) -> list:
+    if site is None:
+        return []
+    if isinstance(site, Gather):
+        return [k.product for k in site.consumers]
+    return list(site.terms if isinstance(site, Reduction) else site.products)

@@ -1,0 +1,82 @@
+"""What a Decision shows of a site: shapes, types, group, module path, source line."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch.fx import Node
+
+from .sites import Bulk, Candidate, Gather, Reduction
+from .sites.sizes import Size
+from .sites.values import dtype_of, shape_of, tensor_of
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s+(.*)')
+_LIBRARY = re.compile(r"[/\\]torch[/\\](distributed|nn|_dynamo|_tensor|utils|autograd)")
+
+
+def groups_of(candidates: list[Candidate]) -> dict[str, str]:
+    """Names that are the same on all ranks for the groups of a graph: g0, g1, ... by first use."""
+    out: dict[str, str] = {}
+    for c in candidates:
+        if c.collective.group is not None:
+            out.setdefault(c.collective.group, f"g{len(out)}")
+    return out
+
+
+def row(candidate: Candidate, site: Gather | Reduction | Bulk | None, groups: dict[str, str]) -> dict[str, Any]:
+    """The descriptive fields of a Decision."""
+    c = candidate.collective
+    shapes: list[tuple[str, str]] = []
+    if tensor_of(c.input) is not None:
+        shapes.append(("input", _text(shape_of(c.input))))
+    if isinstance(site, Gather):
+        shapes.append(("gathered", _text((site.rows, site.cols))))
+        shapes += [(f"matmul{i}", _product(k.product)) for i, k in enumerate(site.consumers)]
+    elif isinstance(site, Reduction):
+        shapes += [(f"matmul{i}", _product(t)) for i, t in enumerate(site.terms)]
+    elif isinstance(site, Bulk):
+        shapes += [(f"matmul{i}", _product(p)) for i, p in enumerate(site.products)]
+    nodes = [c.node]
+    if isinstance(site, Gather):
+        nodes = [k.product.node for k in site.consumers] + nodes
+    elif isinstance(site, Reduction):
+        nodes = [t.node for t in site.terms] + nodes
+    return {
+        "group": groups.get(c.group or "", ""),
+        "ranks": c.ranks,
+        "shapes": tuple(shapes),
+        "dtype": str(dtype_of(c.input)).removeprefix("torch.") if tensor_of(c.input) is not None else "",
+        "module": next((m for n in nodes if (m := _module(n))), ""),
+        "source": next((s for n in nodes if (s := _source(n))), ""),
+    }
+
+
+def _text(shape: tuple[Size, ...]) -> str:
+    return "[" + ", ".join(str(s) for s in shape) + "]"
+
+
+def _product(p: Any) -> str:
+    return f"{_text(p.lhs.shape if not p.lhs.swapped else p.lhs.shape[::-1])} @ {_text((p.rhs.rows, p.rhs.cols))}"
+
+
+def _module(node: Node) -> str:
+    """Path of the innermost nn.Module, in forward order also for backward nodes (torch copies the stack)."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    paths = [path for path, _ in stack.values()] if isinstance(stack, dict) else []
+    if not paths:
+        return ""
+    path = re.sub(r"L\['self'\]\.?", "", paths[-1])
+    path = re.sub(r"_modules\['(\w+)'\]", r"\1", path)
+    return re.sub(r"\._orig_mod|_orig_mod\.", "", path).replace("['", ".").replace("']", "").lstrip(".")
+
+
+def _source(node: Node) -> str:
+    """file:line: code of the innermost frame outside of torch."""
+    trace = node.stack_trace or ""
+    frames = _FRAME.findall(trace)
+    own = [f for f in frames if not _LIBRARY.search(f[0])] or frames
+    if not own:
+        return ""
+    path, line, _, code = own[-1]
+    return f"{path}:{line}: {code.strip()}"

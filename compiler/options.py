@@ -1,0 +1,147 @@
+"""The backend's options: parsed, validated, hashable.
+
+`torch.compile(model, backend="ub_overlap", options={...})`. Keys that are not ours go to Inductor by their names; a key that
+neither knows is an `OptionError` that lists what is allowed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+from ub_overlap.runtime.errors import OptionError
+
+from .plan import Plan, Strategy
+
+DEFAULT_MIN_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the user can switch."""
+
+    overlap: Literal["auto", "force", "off"] = "auto"
+    """auto: sites that move at least `min_bytes`; force: every legal site; off: none."""
+    min_bytes: int = DEFAULT_MIN_BYTES
+    """Threshold of auto: bytes that a rank sends in the collective."""
+    chunks: int = 0
+    """Pieces a gathered or scattered dim is cut into, over all ranks; 0: one a rank."""
+    save: Literal["gathered", "shard"] = "gathered"
+    """What backward keeps of a gathered activation or weight: all of it (fast), or the shard (gathered again, overlapped)."""
+    on_miss: Literal["ignore", "warn", "error"] = "ignore"
+    """What a collective beside a matmul that could not be matched causes."""
+    merge_all_reduces: bool = True
+    """all_reduce(a) + all_reduce(b) -> all_reduce(a + b)."""
+    inner: Literal["inductor", "aot_eager"] = "inductor"
+    """Who compiles the rewritten graph."""
+    mode: str | None = None
+    """Inductor's mode ("max-autotune", ...), which torch.compile refuses beside options."""
+    timeout_s: float | None = None
+    """Deadline of every wait for a peer, in seconds (None: UB_OVERLAP_STEP_TIMEOUT_S, else 100)."""
+    plan: tuple[tuple[str, str], ...] = ()
+    """Strategies forced by site: (pattern of site ids, strategy). Given as a dict, a path of such a JSON file, or a stored plan."""
+
+    def forced(self, site: str) -> Strategy | None:
+        """The strategy that `plan` forces on this site id, if any; the last matching pattern wins."""
+        found = None
+        for pattern, strategy in self.plan:
+            if fnmatchcase(site, pattern):
+                found = Strategy.parse(strategy)
+        return found
+
+    def key(self) -> str:
+        """Everything that a compiled graph depends on, as text for cache keys (`timeout_s` is the runtime's)."""
+        return repr([(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "timeout_s"])
+
+
+_CHOICES = {
+    "overlap": ("auto", "force", "off"),
+    "save": ("gathered", "shard"),
+    "on_miss": ("ignore", "warn", "error"),
+    "inner": ("inductor", "aot_eager"),
+    "merge_all_reduces": (True, False),
+}
+_NAMES = tuple(f.name for f in fields(Options))
+
+
+def parse(options: Mapping[str, Any] | None, inductor_names: frozenset[str]) -> tuple[Options, dict[str, Any]]:
+    """(our options, Inductor's options) of a user's dict. OptionError names the option, its value and the allowed ones."""
+    ours: dict[str, Any] = {}
+    theirs: dict[str, Any] = {}
+    for name, value in (options or {}).items():
+        if name in _NAMES:
+            ours[name] = _checked(name, value)
+        elif name.replace("-", "_") in inductor_names:
+            theirs[name] = value
+        else:
+            near = difflib.get_close_matches(name, [*_NAMES, *inductor_names], n=3)
+            raise OptionError(
+                what=f"unknown option {name!r}",
+                where="torch.compile(..., options=...)",
+                got=f"{name}={value!r}",
+                expected=f"one of {', '.join(_NAMES)}, or an option of torch._inductor.config",
+                fix=f"did you mean {' or '.join(near)}?" if near else "remove it",
+            )
+    if ours.get("inner") == "aot_eager" and (theirs or ours.get("mode")):
+        raise _bad("inner", "aot_eager", "no options or mode of Inductor beside it", "drop them, or use inner='inductor'")
+    return Options(**ours), theirs
+
+
+def _checked(name: str, value: Any) -> Any:
+    if name in _CHOICES:
+        if not any(value is c or (isinstance(c, str) and value == c) for c in _CHOICES[name]):
+            raise _bad(name, value, "one of " + ", ".join(map(repr, _CHOICES[name])))
+        return value
+    if name in ("min_bytes", "chunks"):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise _bad(name, value, "an integer of at least 0")
+        return value
+    if name == "timeout_s":
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+            raise _bad(name, value, "a number of seconds above 0, or None")
+        return None if value is None else float(value)
+    if name == "mode":
+        if value is not None and not isinstance(value, str):
+            raise _bad(name, value, "the name of an Inductor mode, or None")
+        return value
+    return _plan(value)
+
+
+def _plan(value: Any) -> tuple[tuple[str, str], ...]:
+    """Normalises the forms that `plan` takes to (pattern, strategy) pairs."""
+    if isinstance(value, str | Path):
+        try:
+            value = json.loads(Path(value).read_text())
+        except (OSError, ValueError) as e:
+            raise _bad("plan", str(value), "a readable JSON file", str(e)) from e
+    if isinstance(value, Plan):
+        value = json.loads(value.to_json())
+    if isinstance(value, Mapping) and "sites" in value:
+        # A stored plan or report: force each of its sites to what was decided then.
+        rows = value["sites"]
+        value = {r["id"]: r["strategy"] for r in rows if Strategy.is_forceable(r["strategy"])}
+    if isinstance(value, list | tuple):
+        value = dict(value)
+    if not isinstance(value, Mapping):
+        raise _bad("plan", value, "a dict {site pattern: strategy}, a path of such a JSON file, or a Plan")
+    for pattern, strategy in value.items():
+        try:
+            Strategy.parse(strategy)
+        except (ValueError, TypeError) as e:
+            raise _bad("plan", {pattern: strategy}, "none, pipelined, bulk, pipelined:chunks=N or bulk:chunks=N", str(e)) from e
+    return tuple(value.items())
+
+
+def _bad(name: str, value: Any, expected: str, fix: str = "") -> OptionError:
+    return OptionError(
+        what=f"bad value of option {name!r}",
+        where="torch.compile(..., options=...)",
+        got=f"{name}={value!r}",
+        expected=expected,
+        fix=fix or f"set {name} to {expected}",
+    )

@@ -1,0 +1,78 @@
+"""The two passes that torch runs for us, with everything they depend on in their cache key.
+
+    JointPass    on the joint graph, before the partitioner (for inference: on the only graph): what is computed and saved
+    RewritePass  on the forward and on the backward graph, before Inductor folds mm + add: sites -> plan -> ops
+
+The same objects serve Inductor (hooks joint_custom_pre_pass, post_grad_custom_pre_pass) and inner="aot_eager" (called by hand).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Graph
+
+from ub_overlap import _torch_compat as compat
+from ub_overlap.runtime import transport
+
+from .decide import decide
+from .history import HISTORY
+from .merge import merge_all_reduces
+from .miss import handle_misses
+from .options import Options
+from .rewrite import rewrite
+from .save import keep_shards
+from .summary import announce
+
+log = logging.getLogger(__name__)
+
+
+@functools.cache
+def _sources() -> str:
+    """A hash of every Python file of compiler and runtime: another version never reuses an old graph."""
+    import ub_overlap.runtime
+
+    folders = [Path(__file__).parent, Path(ub_overlap.runtime.__file__).parent]
+    return compat.hash_of_files([p for f in folders for p in sorted(f.rglob("*.py"))])
+
+
+def phase_of(graph: Graph) -> str:
+    """ "backward" for graphs that take tangents, "forward" for the others (inference included)."""
+    return "backward" if any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph.nodes) else "forward"
+
+
+class _Pass(compat.custom_graph_pass()):  # type: ignore[misc]
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        self.options = options
+
+    def uuid(self) -> Any:
+        return (type(self).__name__, _sources(), self.options.key(), torch.__version__, transport.signature())
+
+
+class JointPass(_Pass):
+    """Merges all_reduces and applies the save policy."""
+
+    def __call__(self, graph: Graph) -> None:
+        merged = merge_all_reduces(graph) if self.options.merge_all_reduces and self.options.overlap != "off" else 0
+        marked = keep_shards(graph) if self.options.save == "shard" else 0
+        if merged or marked:
+            graph.lint()
+            log.info("joint graph: %d all_reduces merged away, %d gathers keep the shard", merged, marked)
+
+
+class RewritePass(_Pass):
+    """Finds, decides, records, rewrites."""
+
+    def __call__(self, graph: Graph) -> None:
+        decided = decide(graph, self.options, phase_of(graph), transport.why_not)
+        if not decided.plan.decisions:
+            return
+        HISTORY.record(decided.plan)
+        announce(decided.plan)
+        handle_misses(decided.plan, self.options)
+        rewrite(graph, decided.chosen)

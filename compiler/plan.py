@@ -1,0 +1,196 @@
+"""The vocabulary of a compilation: Strategy, Reason, Decision, Plan.
+
+A `Plan` holds one `Decision` for every collective of a graph, in graph order. It is frozen, hashable by its digest and
+JSON: the rewrite obeys it, the report shows it, and all ranks of a group compare its digest before the first call.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, ClassVar
+
+
+class Kind(str, Enum):
+    """What meets a matmul, and how. The gathers and scatters are named after the collective, whichever operand it feeds."""
+
+    ALL_GATHER_MATMUL = "all_gather_matmul"
+    MATMUL_REDUCE_SCATTER = "matmul_reduce_scatter"
+    MATMUL_ALL_REDUCE = "matmul_all_reduce"
+    ALL_GATHER = "all_gather"
+    """An all_gather that feeds no matmul: only bulk overlap can hide it."""
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+    OTHER = "other"
+    """A collective of another kind (all_to_all, broadcast, coalesced forms), listed so that nothing is silent."""
+
+
+class Reason(str, Enum):
+    """Why a collective is left alone. Closed: each value is documented here and has a test."""
+
+    DISABLED_BY_USER = "disabled_by_user"
+    """overlap="off", or the plan file says none."""
+    BELOW_THRESHOLD = "below_threshold"
+    """overlap="auto" and the payload is smaller than `min_bytes`."""
+    NO_MATMUL = "no_matmul"
+    """No matmul produces or consumes the collective's tensor, and no independent matmul can run beside it."""
+    TRIVIAL_GROUP = "trivial_group"
+    """The group has one rank: nothing travels."""
+    NO_TRANSPORT = "no_transport"
+    """The runtime cannot reach the group's ranks: the device has no executor in this build, or the ranks share no host."""
+    GROUP_NOT_STATIC = "group_not_static"
+    """The group is a value of the graph (compile_on_one_rank), not a name."""
+    DTYPE_UNSUPPORTED = "dtype_unsupported"
+    """Not float32, bfloat16 or float16 on both sides."""
+    REDUCE_OP_UNSUPPORTED = "reduce_op_unsupported"
+    """Another reduction than sum and avg."""
+    COLLECTIVE_UNSUPPORTED = "collective_unsupported"
+    """Coalesced, in-place or other collectives."""
+    UNEVEN_SHARDS = "uneven_shards"
+    """The gathered or scattered tensor is padded and trimmed: rows of the pad would be computed and moved."""
+    SHARD_ORDER = "shard_order"
+    """A cat puts the shards back in another order, or its slices do not cover them exactly: not a plain gather."""
+    LAYOUT = "layout"
+    """Views or permutes between collective and matmul mix the sharded dimension with others."""
+    CAST_IN_BETWEEN = "cast_in_between"
+    """A cast that cannot move: other users need the tensor uncast, or it narrows before a sum."""
+    SCALE_NOT_CONSTANT = "scale_not_constant"
+    """The product is scaled by a tensor before the reduction; only a constant commutes on every rank."""
+    NON_LINEAR = "non_linear"
+    """Something that does not commute with the collective stands between it and the matmul."""
+    BROADCAST_SUM = "broadcast_sum"
+    """A sum before the reduction broadcasts its terms."""
+    DEPENDENT_OPERAND = "dependent_operand"
+    """The matmul's other operand depends on the collective, or on another matmul of the site."""
+    MATMUL_TAKEN = "matmul_taken"
+    """Every matmul that could hide this collective already hides another."""
+    MUTATION_BARRIER = "mutation_barrier"
+    """An op with side effects lies between the members of the site; they cannot move across it."""
+    DYNAMIC_SHAPE = "dynamic_shape"
+    """A size that the op needs is symbolic and cannot be read off the shard."""
+
+
+class Mode(str, Enum):
+    NONE = "none"
+    PIPELINED = "pipelined"
+    BULK = "bulk"
+    MERGED = "merged"
+    """An all_reduce that was summed into another one: it no longer exists."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """How a site is run. `chunks`: pieces over the whole gathered or scattered dimension; 0 means one a rank."""
+
+    mode: Mode
+    chunks: int = 0
+
+    _PATTERN: ClassVar[re.Pattern[str]] = re.compile(r"(none|pipelined|bulk)(?::chunks=([1-9][0-9]{0,3}))?\Z")
+
+    def __str__(self) -> str:
+        return self.mode.value + (f":chunks={self.chunks}" if self.chunks else "")
+
+    @classmethod
+    def parse(cls, text: str) -> Strategy:
+        """Reads "none", "pipelined", "bulk", "pipelined:chunks=4". ValueError for anything else."""
+        match = cls._PATTERN.match(text)
+        if not match or (match[1] == "none" and match[2]):
+            raise ValueError(f"strategy {text!r}: expected none, pipelined, bulk, pipelined:chunks=N or bulk:chunks=N")
+        return cls(Mode(match[1]), int(match[2] or 0))
+
+    @classmethod
+    def is_forceable(cls, text: str) -> bool:
+        """Can a plan file ask for it? ("merged" is an outcome, not a choice.)"""
+        return cls._PATTERN.match(text) is not None
+
+
+NONE = Strategy(Mode.NONE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What was decided for one collective, and everything needed to explain it."""
+
+    id: str
+    """"<phase>.<number in graph order>"; a site of the op's `site` argument."""
+    kind: Kind
+    phase: str
+    """"forward" (also inference) or "backward"."""
+    strategy: Strategy
+    reason: Reason | None = None
+    """Set exactly when strategy.mode is none."""
+    detail: str = ""
+    """The reason (or the choice) in a sentence, with values."""
+    group: str = ""
+    """"g<ordinal>": groups numbered by first use in the graph, because c10d names differ between ranks."""
+    ranks: int = 0
+    shapes: tuple[tuple[str, str], ...] = ()
+    """(what, "[rows, cols]") pairs; symbols stand for dynamic sizes."""
+    dtype: str = ""
+    matmuls: tuple[str, ...] = ()
+    """Names of the graph's matmul nodes that the site takes."""
+    options: tuple[str, ...] = ()
+    """Modes that would be legal for this site."""
+    bytes: int | None = None
+    """Bytes each rank sends (None where dynamic)."""
+    flops: int | None = None
+    module: str = ""
+    """Path of the nn.Module that traced the collective or its matmul."""
+    source: str = ""
+    """"file:line: code" of the same."""
+
+    @property
+    def overlapped(self) -> bool:
+        return self.strategy.mode in (Mode.PIPELINED, Mode.BULK)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.id, "kind": self.kind.value, "phase": self.phase, "strategy": str(self.strategy),
+            "reason": self.reason.value if self.reason else None, "detail": self.detail, "group": self.group,
+            "ranks": self.ranks, "shapes": dict(self.shapes), "dtype": self.dtype, "matmuls": list(self.matmuls),
+            "options": list(self.options), "bytes": self.bytes, "flops": self.flops, "module": self.module,
+            "source": self.source,
+        }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> Decision:
+        mode, _, chunks = d["strategy"].partition(":chunks=")
+        return cls(
+            id=d["id"], kind=Kind(d["kind"]), phase=d["phase"], strategy=Strategy(Mode(mode), int(chunks or 0)),
+            reason=Reason(d["reason"]) if d["reason"] else None, detail=d["detail"], group=d["group"], ranks=d["ranks"],
+            shapes=tuple(d["shapes"].items()), dtype=d["dtype"], matmuls=tuple(d["matmuls"]), options=tuple(d["options"]),
+            bytes=d["bytes"], flops=d["flops"], module=d["module"], source=d["source"],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decisions of one graph. `digest` names it in ops, stores and fingerprints: equal on all ranks of a group."""
+
+    phase: str
+    decisions: tuple[Decision, ...]
+    digest: str = field(init=False)
+
+    # What decides how ranks talk to each other, and the module so that stored plans of twins do not mix. Node names,
+    # source lines and sentences are left out: they only explain.
+    _FINGERPRINT: ClassVar[tuple[str, ...]] = ("id", "kind", "strategy", "group", "ranks", "shapes", "dtype", "module")
+
+    def __post_init__(self) -> None:
+        rows = [{k: d.to_dict()[k] for k in self._FINGERPRINT} for d in self.decisions]
+        text = json.dumps([self.phase, rows], sort_keys=True)
+        object.__setattr__(self, "digest", hashlib.sha256(text.encode()).hexdigest()[:16])
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {"version": 1, "digest": self.digest, "phase": self.phase, "sites": [d.to_dict() for d in self.decisions]}
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        d = json.loads(text)
+        if d.get("version") != 1:
+            raise ValueError(f"plan: got version {d.get('version')!r}, expected 1; made by another version of ub_overlap")
+        return cls(d["phase"], tuple(Decision.from_dict(s) for s in d["sites"]))

@@ -1,0 +1,128 @@
+"""What the compiler decided and what the runtime then did, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from ub_overlap.runtime import plan_store
+from ub_overlap.runtime.stats import SiteStats, site_stats
+
+from .history import HISTORY
+from .plan import Decision, Plan
+from .summary import line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportedDecision(Decision):
+    """A Decision with what happened to it at run time (None before its first call, and for sites left alone)."""
+
+    plan: str
+    """Digest of the plan it belongs to."""
+    calls: int | None = None
+    executed: str | None = None
+    """The strategy that ran: the decided one, or "c10d" where the group turned out to have no transport."""
+    transport: str | None = None
+    bytes_copied: int | None = None
+    bytes_beside_matmul: int | None = None
+    """Bytes that really moved beside a matmul of the same call."""
+
+    def to_dict(self) -> dict[str, Any]:
+        own = ("plan", "calls", "executed", "transport", "bytes_copied", "bytes_beside_matmul")
+        return {**super(ReportedDecision, self).to_dict(), **{k: getattr(self, k) for k in own}}
+
+
+class Report:
+    """The plans of one or more graphs, in the order in which they were compiled.
+
+    `decisions`: every collective with its outcome, run-time figures as of now minus those of `since` (a snapshot of site_stats).
+    """
+
+    def __init__(self, plans: list[Plan], since: dict[str, SiteStats] | None = None) -> None:
+        self.plans = plans
+        self._since = since or {}
+
+    @property
+    def decisions(self) -> list[ReportedDecision]:
+        now = site_stats()
+        return [
+            _reported(p, d, now.get(f"{p.digest}/{d.id}"), self._since.get(f"{p.digest}/{d.id}"))
+            for p in self.plans
+            for d in p.decisions
+        ]
+
+    @property
+    def paths(self) -> list[Path]:
+        """Where the plans are stored."""
+        return [plan_store.path_of(p.digest) for p in self.plans]
+
+    def summary(self) -> str:
+        """One line a graph."""
+        return "\n".join(line(p) for p in self.plans) or "no graph with collectives was compiled"
+
+    def table(self) -> str:
+        """A row a collective."""
+        rows = []
+        for d in self.decisions:
+            shapes = dict(d.shapes)
+            products = [v for k, v in shapes.items() if k.startswith("matmul")]
+            why = (
+                d.reason.value
+                if d.reason
+                else (
+                    f"{d.bytes_beside_matmul / d.bytes_copied:.0%}"
+                    if d.bytes_copied and d.bytes_beside_matmul is not None
+                    else ""
+                )
+            )
+            rows.append([
+                d.id, d.kind.value, d.module.rpartition("layers.")[2] or d.module, products[0] if products else shapes.get("input", ""),
+                len(products), f"{d.group} x{d.ranks}", d.bytes, str(d.strategy), d.calls, why,
+            ])  # fmt: skip
+        heads = [
+            "site",
+            "kind",
+            "module",
+            "shape",
+            "matmuls",
+            "group",
+            "bytes sent",
+            "strategy",
+            "calls",
+            "hidden bytes / reason",
+        ]
+        return tabulate(rows, heads, tablefmt="simple", missingval="-")
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {"version": 1, "plans": [p.digest for p in self.plans], "sites": [d.to_dict() for d in self.decisions]}, indent=1
+        )
+
+    def __str__(self) -> str:
+        return f"{self.summary()}\n{self.table()}"
+
+
+def _reported(plan: Plan, d: Decision, now: SiteStats | None, before: SiteStats | None) -> ReportedDecision:
+    base = {f.name: getattr(d, f.name) for f in fields(Decision)}
+    calls = now.calls - (before.calls if before else 0) if now else 0
+    if now is None or calls == 0:
+        return ReportedDecision(**base, plan=plan.digest)
+    copied, beside = (before.bytes_copied, before.bytes_beside_matmul) if before else (0, 0)
+    return ReportedDecision(
+        **base, plan=plan.digest, calls=calls, executed=now.strategy, transport=now.transport, bytes_copied=now.bytes_copied - copied,
+        bytes_beside_matmul=now.bytes_beside_matmul - beside,
+    )  # fmt: skip
+
+
+def reports() -> Report:
+    """Everything that this process compiled, and every plan that it ran out of a warm compile cache."""
+    plans = {p.digest: p for p in HISTORY.plans()}
+    for site in site_stats():
+        digest = site.partition("/")[0]
+        if digest not in plans and (stored := HISTORY.find(digest)) is not None:
+            plans[digest] = stored
+    return Report(list(plans.values()))

@@ -1,0 +1,61 @@
+"""graph + plan -> graph. Obeys the plan; decides nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+
+from ub_overlap import _torch_compat as compat
+
+from ..plan import Strategy
+from ..sites.match import Bulk, Gather, Reduction
+from ..sites.sizes import sizes
+from .bulk import rewrite_bulk
+from .emit import Emitter
+from .gather import rewrite_gather
+from .reduction import rewrite_reduction
+
+Site = Gather | Reduction | Bulk
+
+
+def rewrite(graph: Graph, chosen: list[tuple[Site, Strategy, str]]) -> None:
+    """Replaces each (site, strategy, name) by its op, in place.
+
+    Only nodes that a site replaced are removed: a wider dead-code predicate would also delete updates of buffers.
+    """
+    if not chosen:
+        return
+    replaced: dict[Node, Node] = {}
+    for site, strategy, name in chosen:
+        _one(graph, site, strategy, name, replaced)
+    compat.stable_topological_sort(graph)
+    graph.lint()
+
+
+def _one(graph: Graph, site: Site, strategy: Strategy, name: str, so_far: dict[Node, Node]) -> None:
+    members = site.members
+    inside = set(members)
+    inputs = {i for m in members for i in m.all_input_nodes if i not in inside}
+    # Behind the input that comes last now; the sort at the end puts users behind us.
+    behind = max(inputs)  # nodes of one graph compare by their place in it
+    e = Emitter(graph, site.collective.node, so_far)
+    with graph.inserting_before(behind.next):
+        if isinstance(site, Gather):
+            replaced = rewrite_gather(e, site, strategy, name)
+        elif isinstance(site, Reduction):
+            replaced = rewrite_reduction(e, site, strategy, name)
+        else:
+            replaced = rewrite_bulk(e, site, strategy, name)
+        for user in {u: None for m in members for u in m.users if u.target is torch.ops.aten.sym_size.int}:
+            replaced[user] = e.size(sizes([user.meta["val"]])[0])  # the tensor goes, its size stays
+    for old, new in replaced.items():
+        # Nodes of the site keep reading the old value until they are removed: only outside users move.
+        if isinstance(new, Node):
+            old.replace_all_uses_with(new, delete_user_cb=lambda u: u not in inside)
+    so_far.update(replaced)
+    dead = sorted({*members, *replaced}, reverse=True)
+    while gone := [n for n in dead if not n.users]:
+        for node in gone:
+            graph.erase_node(node)
+        dead = [n for n in dead if n not in gone]
+    assert not dead, f"{name}: {dead} are still used after the rewrite"

@@ -1,0 +1,108 @@
+"""Emits nodes with values: every node a rewrite makes carries meta["val"] and the trace of the collective it replaces."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+
+from ub_overlap import _torch_compat as compat
+
+from ..sites.matmuls import Operand
+from ..sites.sizes import Size, product, same, same_shape, sizes
+from ..sites.values import aten, shape_of
+
+_KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "original_aten", "custom", "seq_nr")
+
+
+class SizeUnknown(Exception):
+    """A symbolic size that no node at hand can produce."""
+
+
+class Emitter:
+    """Adds nodes to `graph` before its insertion point, traced as `origin`.
+
+    `replaced`: what earlier sites replaced by what; matches were made before, so their nodes are looked up in it.
+    """
+
+    def __init__(self, graph: Graph, origin: Node, replaced: dict[Node, Node]) -> None:
+        self.graph = graph
+        self._replaced = replaced
+        self._meta = {k: origin.meta[k] for k in _KEPT_META if k in origin.meta}
+        self._mode = compat.fake_mode_of(origin.meta["val"])
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        args, kwargs = torch.fx.node.map_arg((args, kwargs), self._now)  # type: ignore[assignment]
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta.update(self._meta)
+
+        def value(a: Any) -> Any:
+            return a.meta["val"] if isinstance(a, Node) else a
+
+        real_args, real_kwargs = torch.fx.node.map_aggregate((args, kwargs), value)  # type: ignore[misc]
+        with self._mode:
+            node.meta["val"] = target(*real_args, **real_kwargs)
+        return node
+
+    def _now(self, node: Node) -> Node:
+        while node in self._replaced:
+            node = self._replaced[node]
+        return node
+
+    def item(self, node: Node, index: int) -> Node:
+        return self.call(operator.getitem, node, index)
+
+    def cast(self, node: Node, dtype: torch.dtype) -> Node:
+        if node.meta["val"].dtype == dtype:
+            return node
+        return self.call(torch.ops.prims.convert_element_type.default, node, dtype)
+
+    def reshape(self, node: Node, shape: tuple[Size, ...]) -> Node:
+        now = shape_of(node)
+        if same_shape(now, shape):
+            return node
+        dims: list[Any] = list(shape)
+        symbolic = [i for i, d in enumerate(shape) if not isinstance(d, int)]
+        if len(symbolic) == 1 and product(d for d in shape if isinstance(d, int)) != 0:
+            dims[symbolic[0]] = -1
+        else:
+            dims = [self.size(d) for d in shape]
+        return self.call(aten.reshape.default, node, dims)
+
+    def transpose(self, node: Node) -> Node:
+        return self.call(aten.permute.default, node, [1, 0])
+
+    def operand(self, op: Operand) -> Node:
+        node = self.reshape(op.node, op.shape)
+        return self.transpose(node) if op.swapped else node
+
+    def size(self, expr: Size) -> int | Node:
+        """`expr` as an int or as a node that computes it from the graph's inputs (never from a site's operand: no circles)."""
+        if isinstance(expr, int):
+            return expr
+        if expr.is_Integer:
+            return int(expr)
+        tensors = []
+        for node in self.graph.nodes:
+            if node.op != "placeholder":
+                break
+            val = node.meta.get("val")
+            if isinstance(val, torch.SymInt) and same(sizes([val])[0], expr):
+                return node
+            if isinstance(val, torch.Tensor):
+                tensors.append(node)
+        for node in tensors:
+            for dim, have in enumerate(shape_of(node)):
+                if not isinstance(have, int) and same(have, expr):
+                    return self.call(aten.sym_size.int, node, dim)
+        if isinstance(expr, sympy.Mul | sympy.Add):
+            target = operator.mul if isinstance(expr, sympy.Mul) else operator.add
+            parts = [self.size(a) for a in expr.args]
+            total = parts[0]
+            for part in parts[1:]:
+                total = self.call(target, total, part)
+            return total
+        raise SizeUnknown(str(expr))

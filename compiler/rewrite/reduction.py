@@ -1,0 +1,70 @@
+"""sum of matmuls -> reduce_scatter or all_reduce becomes one op; scales that commute follow it."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from ..plan import Strategy
+from ..sites.collectives import Op
+from ..sites.match import Reduction
+from ..sites.reductions import is_row
+from ..sites.values import aten, dtype_of, shape_of
+from .emit import Emitter
+
+
+def rewrite_reduction(e: Emitter, m: Reduction, strategy: Strategy, site: str) -> dict[Node, Node]:
+    """Emits the op; returns which node replaces which. Insertion point: behind every operand and addend."""
+    c = m.collective
+    assert c.wait is not None
+    lhs, rhs = [e.operand(t.lhs) for t in m.terms], [e.operand(t.rhs) for t in m.terms]
+    addend = _addend(e, m)
+    out_dtype = dtype_of(c.node)
+    keep = m.root is not None
+    if c.op is Op.REDUCE_SCATTER:
+        outer = 1 if m.last else e.size(m.blocks.outer)
+        op = e.call(
+            torch.ops.ub_overlap.matmul_reduce_scatter.default, lhs, rhs, addend, outer, m.last, c.reduce_op, out_dtype, keep,
+            str(strategy), c.group, site,
+        )  # fmt: skip
+    else:
+        op = e.call(
+            torch.ops.ub_overlap.matmul_all_reduce.default,
+            lhs,
+            rhs,
+            addend,
+            c.reduce_op,
+            out_dtype,
+            keep,
+            str(strategy),
+            c.group,
+            site,
+        )
+    value = e.reshape(e.item(op, 0), shape_of(c.wait))
+    for target, constant in m.after:
+        value = e.call(target, value, constant)
+    replaced = {c.wait: value}
+    if m.root is not None:
+        partial = e.item(op, 1)
+        if m.root_swapped:
+            partial = e.transpose(partial)
+        replaced[m.root] = e.reshape(partial, shape_of(m.root))
+    return replaced
+
+
+def _addend(e: Emitter, m: Reduction) -> Node | None:
+    """One tensor for all addends: a row [cols] if there is only a bias, else a full [rows, cols]."""
+    dtype = dtype_of(m.terms[0].node)
+    full: Node | None = None
+    row: Node | None = None
+    for node, swapped in m.addends:
+        if is_row(node, (m.rows, m.cols)):
+            node = e.cast(e.reshape(node, (m.cols,)), dtype)
+            row = node if row is None else e.call(aten.add.Tensor, row, node)
+            continue
+        matrix = e.reshape(node, (m.cols, m.rows) if swapped else (m.rows, m.cols))
+        matrix = e.cast(e.transpose(matrix) if swapped else matrix, dtype)
+        full = matrix if full is None else e.call(aten.add.Tensor, full, matrix)
+    if full is None or row is None:
+        return full if full is not None else row
+    return e.call(aten.add.Tensor, full, row)

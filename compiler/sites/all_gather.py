@@ -1,0 +1,216 @@
+"""all_gather -> matmuls.
+
+    all_gather_into_tensor -> wait -> [view | permute | cast]* -> mm / addmm / bmm            gather dim 0, weights, gradients
+    ... wait -> split -> getitem* -> cat(dim d) -> ...                                        gather dim d, forward
+    ... wait -> slice* -> cat(dim d) -> ...                                                   gather dim d, backward
+    ... wait -> view [1, S, K] -> view [S, K] -> ...                                          gather dim 1 of a batch of 1
+
+The walk follows the gathered elements forward. Every matmul that meets them on either side, in either orientation, is
+a consumer; everything else that reads them is another user, for whom the op keeps the gathered tensor.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch.fx import Node
+
+from ..plan import Reason
+from .collectives import Collective
+from .match import Consumer, Gather, Holder, Miss
+from .matmuls import FLOATS, Product, as_product, is_matmul
+from .sizes import divide, product, same, same_shape, squeezed
+from .values import Blocks, Effect, aten, dtype_of, effect, regroup, shape_of, tensor_of
+
+_CUTS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
+
+
+def match_all_gather(c: Collective, position: dict[Node, int]) -> Gather | Miss:
+    """The consumers of one all_gather as a `Gather`, in graph order (`position`), or the exact reason why there are none."""
+    if dtype_of(c.node) not in FLOATS:
+        return Miss(Reason.DTYPE_UNSUPPORTED, f"gathers {dtype_of(c.node)}; float32, bfloat16 and float16 are overlapped")
+    assert c.wait is not None
+    return _Walk(c).result(position)
+
+
+class _Walk:
+    def __init__(self, c: Collective) -> None:
+        self.c = c
+        self.holders: dict[Node, Holder] = {}
+        self.uses: list[tuple[Node, Consumer, Holder]] = []
+        self.others: list[Node] = []
+        self.blocked: list[Miss] = []
+        self.cuts: dict[Node, None] = {}
+        assert c.wait is not None
+        inner = divide(product(shape_of(c.wait)), c.ranks)
+        assert inner is not None, "an all_gather's output is a multiple of its ranks"
+        todo = [c.wait]
+        self.holders[c.wait] = Holder(Blocks(1, c.ranks, inner), dtype_of(c.wait))
+        while todo:
+            node = todo.pop()
+            for user in node.users:
+                todo += self._user(node, self.holders[node], user)
+
+    def _user(self, node: Node, held: Holder, user: Node) -> list[Node]:
+        """Files `user` under holders, consumers or others; returns the new holders."""
+        if user in self.holders or user.target is aten.sym_size.int:
+            return []
+        p = as_product(user)
+        if p is not None and p.bias is not node:
+            self._matmul(node, held, p)
+            return []
+        step = effect(user)
+        if step is None and (user.target in _CUTS or user.target is aten.slice.Tensor):
+            return self._cut(node, held, user)
+        moved = _through(held, user, step.effect) if step else None
+        if moved is None:
+            self.others.append(node)
+            if step is not None or user.target in (aten.permute.default, aten.expand.default):
+                self.blocked.append(Miss(Reason.LAYOUT, f"{user.name} mixes the gathered dim with others"))
+            elif (product := _product_behind(user)) is not None:
+                self.blocked.append(Miss(Reason.NON_LINEAR, f"{user.name} ({user.target}) stands between the gather and {product.name}"))
+            return []
+        self.holders[user] = moved
+        return [user]
+
+    def _cut(self, node: Node, held: Holder, cut: Node) -> list[Node]:
+        """A split, chunk or slice: part of a regroup by a cat, or the end of the walk."""
+        pieces = [cut] if cut.target is aten.slice.Tensor else list(cut.users)
+        cats = {u for p in pieces for u in p.users if u.target is aten.cat.default}
+        only_cats = all(u in cats for p in pieces for u in p.users)
+        found: list[Node] = []
+        for cat in cats:
+            moved = self._regrouped(node, held, cat)
+            if moved is None:
+                only_cats = False
+                self.blocked.append(
+                    Miss(Reason.SHARD_ORDER, f"{cat.name} is no plain gather: it permutes, repeats or drops shards")
+                )
+            elif cat not in self.holders:
+                self.holders[cat] = moved
+                found.append(cat)
+        if cats and only_cats:
+            self.cuts.update(dict.fromkeys((cut, *pieces)))
+        else:
+            self.others.append(node)
+            if not cats:
+                self.blocked.append(Miss(Reason.UNEVEN_SHARDS, f"{cut.name} trims or cuts the gathered tensor"))
+        return found
+
+    def _regrouped(self, node: Node, held: Holder, cat: Node) -> Holder | None:
+        pieces = cat.args[0]
+        group = regroup(list(pieces), 0, self.c.ranks)  # type: ignore[arg-type]
+        if group is None or group[0] is not node or held.swapped:
+            return None
+        axis = group[1]
+        piece = shape_of(pieces[0])  # type: ignore[index]
+        if not same(product(piece[:axis]), held.blocks.outer) or not same(product(piece[axis:]), held.blocks.inner):
+            return None
+        dim = (cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)) % len(piece)  # type: ignore[operator]
+        return Holder(Blocks(product(piece[:dim]), self.c.ranks, product(piece[dim:])), held.dtype)
+
+    def _matmul(self, node: Node, held: Holder, p: Product) -> None:
+        for operand, other, lhs in ((p.lhs, p.rhs, True), (p.rhs, p.lhs, False)):
+            if operand.node is not node:
+                continue
+            # The operand as the matmul reads it is G (or G^T where a permute came before).
+            mode = (2 if held.swapped else 0) if lhs else (1 if held.swapped else 3)
+            if other.node in self.holders or other.node is node:
+                self.blocked.append(Miss(Reason.DEPENDENT_OPERAND, f"{p.node.name} multiplies the gathered tensor with itself"))
+                self.others.append(node)
+                return
+            if held.swapped and not same_shape(squeezed((operand.cols, operand.rows)), squeezed(held.matrix)):
+                self.others.append(node)
+                self.blocked.append(Miss(Reason.LAYOUT, f"{p.node.name} reads another matrix than the permute before it made"))
+                return
+            self.uses.append((node, Consumer(p, mode, other if lhs else other.t), held))
+            return
+        self.others.append(node)
+
+    def result(self, position: dict[Node, int]) -> Gather | Miss:
+        groups: dict[object, list[tuple[Node, Consumer, Holder]]] = defaultdict(list)
+        for use in self.uses:
+            node, consumer, held = use
+            matrix = _matrix(consumer)
+            rows, cols = matrix
+            if held.blocks.rows(rows, cols) is not None:
+                last = False
+            elif held.blocks.is_last(rows, cols):
+                last = True
+            else:
+                self.blocked.append(
+                    Miss(Reason.LAYOUT, f"{consumer.product.node.name}: a shard is no block of its rows or columns")
+                )
+                self.others.append(node)
+                continue
+            groups[held.blocks.outer, last, rows, cols, held.dtype].append(use)
+        if not groups:
+            return self.blocked[0] if self.blocked else Miss(Reason.NO_MATMUL, "no matmul reads the gathered tensor")
+        key, chosen = max(groups.items(), key=lambda kv: len(kv[1]))
+        for other, uses in groups.items():
+            if other != key:
+                self.others += [u[0] for u in uses]
+        _, last, rows, cols, dtype = key  # type: ignore[misc]
+        wire = dtype_of(self.c.node)
+        if dtype.itemsize < wire.itemsize:  # the cast moves before the gather: fewer bytes travel, the numbers stay
+            if any(self.holders[n].dtype == wire for n in self.others):
+                return Miss(Reason.CAST_IN_BETWEEN, f"multiplied as {dtype}, but others need the gathered tensor as {wire}")
+            wire = dtype
+        elif dtype.itemsize == wire.itemsize and dtype != wire:
+            return Miss(Reason.CAST_IN_BETWEEN, f"gathered as {wire}, multiplied as {dtype}")
+        if dtype not in FLOATS:
+            return Miss(Reason.DTYPE_UNSUPPORTED, f"multiplied as {dtype}")
+        consumers = sorted((u[1] for u in chosen), key=lambda k: position[k.product.node])
+        return Gather(
+            self.c,
+            chosen[0][2].blocks,
+            rows,
+            cols,
+            last,
+            wire,
+            tuple(consumers),
+            self.holders,
+            tuple(dict.fromkeys(self.others)),
+            tuple(self.cuts),
+        )
+
+
+def _product_behind(node: Node) -> Node | None:
+    """The matmul that reads `node`, directly or through views."""
+    todo, seen = [node], 0
+    while todo and seen < 8:
+        for user in todo.pop().users:
+            seen += 1
+            if is_matmul(user):
+                return user
+            if effect(user) is not None:
+                todo.append(user)
+    return None
+
+
+def _matrix(consumer: Consumer) -> tuple[object, object]:
+    """[rows, cols] of G as this consumer needs it."""
+    p = consumer.product
+    if consumer.mode == 0:
+        return p.lhs.rows, p.lhs.cols
+    if consumer.mode == 2:
+        return p.lhs.cols, p.lhs.rows
+    if consumer.mode == 1:
+        return p.rhs.cols, p.rhs.rows
+    return p.rhs.rows, p.rhs.cols
+
+
+def _through(held: Holder, user: Node, kind: Effect) -> Holder | None:
+    """`held` after a view, a transposition or a cast, or None where the order of elements is lost."""
+    shape = squeezed(shape_of(user))
+    if kind is Effect.CAST:
+        dtype = tensor_of(user).dtype  # type: ignore[union-attr]
+        return Holder(held.blocks, dtype, held.matrix) if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
+    if kind is Effect.SAME:
+        if held.swapped and not same_shape(shape, squeezed(held.matrix)[::-1]):
+            return None
+        return held
+    if held.swapped:
+        return Holder(held.blocks, held.dtype) if same_shape(shape, squeezed(held.matrix)) else None
+    return Holder(held.blocks, held.dtype, matrix=shape[::-1])

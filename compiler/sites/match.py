@@ -1,0 +1,122 @@
+"""What the finders hand on: a match (how a collective and its matmuls can become one op) or a miss (why not)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+
+from ..plan import Reason
+from .collectives import Collective
+from .matmuls import Operand, Product
+from .sizes import Size
+from .values import Blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    reason: Reason
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Consumer:
+    """A product with the gathered matrix G [rows, cols]: `mode` 0 G@B, 1 (G@B)^T, 2 G^T@B, 3 (G^T@B)^T; B is `operand`."""
+
+    product: Product
+    mode: int
+    operand: Operand
+
+    def contracts(self, last: bool) -> bool:
+        return (self.mode >= 2) != last
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """all_gather -> matmuls. G [rows, cols] is the gathered matrix; with `last` its columns are dealt out, else its rows.
+
+    `holders`: nodes that carry G's elements, mapped to how. `roots`: holders that others use too, so that their values must
+    survive. `dtype`: what travels; narrower than the collective's type where a cast moved before the gather. Where the matmul's type is wider
+    than that, shards are cast as they arrive.
+    """
+
+    collective: Collective
+    blocks: Blocks
+    rows: Size
+    cols: Size
+    last: bool
+    dtype: torch.dtype
+    consumers: tuple[Consumer, ...]
+    holders: dict[Node, Holder]
+    roots: tuple[Node, ...]
+    cuts: tuple[Node, ...]
+    """Splits, getitems and slices between two holders, read by nobody else."""
+
+    @property
+    def members(self) -> list[Node]:
+        return [self.collective.node, *self.holders, *self.cuts, *(c.product.node for c in self.consumers)]
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A node that holds gathered elements: in row-major order they are `blocks`; `swapped` means of the transposed matrix
+    `matrix` [a, b] (the node's own squeezed shape is (b, a))."""
+
+    blocks: Blocks
+    dtype: torch.dtype
+    matrix: tuple[Size, ...] = ()
+
+    @property
+    def swapped(self) -> bool:
+        return bool(self.matrix)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """sum of products (+ addends) -> reduce_scatter or all_reduce. partial [rows, cols] in the collective's row-major order.
+
+    `addends`: (node, swapped) in the same shape (or one row) added before the reduction. `after`: (op, constant) pairs to apply
+    to the result, in order. `root`: the node whose value is `partial` (transposed where `root_swapped`) if others use it too.
+    """
+
+    collective: Collective
+    blocks: Blocks
+    rows: Size
+    cols: Size
+    last: bool
+    terms: tuple[Product, ...]
+    addends: tuple[tuple[Node, bool], ...]
+    after: tuple[tuple[object, object], ...]
+    inner: tuple[Node, ...]
+    root: Node | None
+    root_swapped: bool
+
+    @property
+    def members(self) -> list[Node]:
+        wait = [self.collective.wait] if self.collective.wait else []
+        return [*(t.node for t in self.terms), *self.inner, self.collective.node, *wait]
+
+
+@dataclass(frozen=True, slots=True)
+class Bulk:
+    """A collective beside products that neither need it nor feed it."""
+
+    collective: Collective
+    products: tuple[Product, ...]
+
+    @property
+    def members(self) -> list[Node]:
+        assert self.collective.wait is not None
+        return [self.collective.node, self.collective.wait, *(p.node for p in self.products)]
+
+
+@dataclass(slots=True)
+class Candidate:
+    """One collective of the graph and everything that could be done with it."""
+
+    collective: Collective
+    match: Gather | Reduction | None = None
+    miss: Miss | None = None
+    beside: tuple[Product, ...] = field(default_factory=tuple)
+    """Independent products, nearest first."""

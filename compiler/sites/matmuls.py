@@ -1,0 +1,98 @@
+"""Every spelling of a matmul as one 2D product, with operands that are views of graph values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Node
+
+from .sizes import Size, same_shape, squeezed
+from .values import Effect, aten, dtype_of, effect, shape_of, tensor_of
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """The matrix `node` reshaped to `shape` [rows, cols], then transposed if `swapped` (shape is the one before that)."""
+
+    node: Node
+    shape: tuple[Size, Size]
+    swapped: bool = False
+
+    @property
+    def t(self) -> Operand:
+        return replace(self, swapped=not self.swapped)
+
+    @property
+    def rows(self) -> Size:
+        return self.shape[1] if self.swapped else self.shape[0]
+
+    @property
+    def cols(self) -> Size:
+        return self.shape[0] if self.swapped else self.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """lhs [M, K] @ rhs [K, N] (+ bias, which broadcasts to [M, N]); the node's value is the product in row-major order."""
+
+    node: Node
+    lhs: Operand
+    rhs: Operand
+    bias: Node | None = None
+
+    @property
+    def shape(self) -> tuple[Size, Size]:
+        return self.lhs.rows, self.rhs.cols
+
+    @property
+    def inner(self) -> Size:
+        return self.lhs.cols
+
+
+def is_matmul(node: Node) -> bool:
+    return node.op == "call_function" and node.target in (aten.mm.default, aten.addmm.default, aten.bmm.default)
+
+
+def as_product(node: Node) -> Product | None:
+    """The 2D product that `node` computes, or None (not a matmul, a true batch, scaled terms, other dtypes)."""
+    if not is_matmul(node) or tensor_of(node) is None or dtype_of(node) not in FLOATS:
+        return None
+    bias: Node | None = None
+    args = list(node.args)
+    if node.target is aten.addmm.default:
+        if node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1 or len(args) > 3:
+            return None
+        bias = args.pop(0)  # type: ignore[assignment]
+    lhs, rhs = args[:2]
+    if not isinstance(lhs, Node) or not isinstance(rhs, Node):
+        return None
+    if tensor_of(lhs) is None or tensor_of(rhs) is None or not dtype_of(lhs) == dtype_of(rhs) == dtype_of(node):
+        return None
+    if node.target is aten.bmm.default:
+        return _from_bmm(node, lhs, rhs)
+    return Product(node, Operand(lhs, shape_of(lhs)), Operand(rhs, shape_of(rhs)), bias)  # type: ignore[arg-type]
+
+
+def _from_bmm(node: Node, lhs: Node, rhs: Node) -> Product | None:
+    (batch, m, k), n = shape_of(lhs), shape_of(rhs)[2]
+    if isinstance(batch, int) and batch == 1:
+        return Product(node, Operand(lhs, (m, k)), Operand(rhs, (k, n)))
+    weight = _broadcast_source(rhs, (k, n))
+    return Product(node, Operand(lhs, (batch * m, k)), Operand(weight, (k, n))) if weight else None
+
+
+def _broadcast_source(node: Node, shape: tuple[Size, Size]) -> Node | None:
+    """The [K, N] value that `node` repeats along the batch, as F.linear and einsum trace it, or None."""
+    while True:
+        if node.target is aten.expand.default:
+            source = node.args[0]
+            assert isinstance(source, Node)
+            if same_shape(squeezed(shape_of(source)), squeezed(shape)):
+                return source
+        step = effect(node)
+        if step is None or step.effect is not Effect.SAME:
+            return None
+        node = step.source

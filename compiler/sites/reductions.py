@@ -1,0 +1,221 @@
+"""matmul(s) -> reduce_scatter or all_reduce.
+
+    mm -> [view | permute | cast]* -> reduce_scatter_tensor -> wait                           scatter dim 0, weight gradients
+    mm -> view -> split(dim d) -> getitem* -> cat(dim 0) -> reduce_scatter_tensor -> wait     scatter dim d (or slice* -> cat)
+    add(view(mm), view(mm)) | addmm(mm, a, b) -> ...                                          several products, one scatter
+    add(mm, residual) | addmm(bias, a, b) | mul(mm, constant) -> ...                          what commutes with a sum
+
+The walk goes backward from the collective's input: down a spine of views to the root of a sum, then over the sum's leaves.
+A leaf that is a matmul becomes a term; any other leaf becomes an addend, which every rank adds before the reduction,
+exactly as the graph did.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from ..plan import Reason
+from .collectives import Collective, Op
+from .match import Miss, Reduction
+from .matmuls import FLOATS, Product, as_product, is_matmul
+from .sizes import Size, product, same, same_shape, squeezed
+from .values import Blocks, Effect, aten, dtype_of, effect, readers, regroup, shape_of, tensor_of
+
+_ADDS = (aten.add.Tensor,)
+_SCALES = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
+_PADS = (aten.constant_pad_nd.default, aten.slice_scatter.default, aten.slice_backward.default, aten.slice.Tensor, aten.pad.default)
+
+
+def match_reduction(c: Collective) -> Reduction | Miss:
+    """The sum of products that one reduce_scatter or all_reduce reduces, or the exact reason why there is none."""
+    if c.reduce_op not in ("sum", "avg"):
+        return Miss(Reason.REDUCE_OP_UNSUPPORTED, f"reduces with {c.reduce_op!r}; sum and avg are overlapped")
+    if dtype_of(c.input) not in FLOATS:
+        return Miss(Reason.DTYPE_UNSUPPORTED, f"reduces {dtype_of(c.input)}; float32, bfloat16 and float16 are overlapped")
+    spine = _spine(c)
+    return spine if isinstance(spine, Miss) else _sum(c, *spine)
+
+
+def _spine(c: Collective) -> tuple[Node, Blocks, tuple[Size, ...], list[tuple[object, object]], list[Node]] | Miss:
+    """From the collective's input down to the root of the sum: (root, blocks, matrix, scales, nodes passed).
+
+    `matrix` is (rows, cols) where the root is the transposed of what the collective reads, else ().
+    """
+    total = product(shape_of(c.input))
+    inner = total // c.ranks if isinstance(total, int) else total / c.ranks
+    blocks = Blocks(1, c.ranks, inner)
+    matrix: tuple[Size, ...] = ()
+    after: list[tuple[object, object]] = []
+    passed: list[Node] = []
+    node = c.input
+    while True:
+        step = effect(node)
+        if step is not None and step.effect is Effect.CAST:
+            if dtype_of(step.source).itemsize > dtype_of(node).itemsize:
+                return Miss(
+                    Reason.CAST_IN_BETWEEN, f"{node.name} narrows {dtype_of(step.source)} to {dtype_of(node)} before the sum"
+                )
+        elif step is not None and step.effect is Effect.SWAP:
+            now = squeezed(shape_of(node))
+            if matrix and not same_shape(now, matrix[::-1]):
+                return Miss(Reason.LAYOUT, f"{node.name} permutes a reshaped transpose")
+            matrix = () if matrix else now
+        elif step is not None:
+            if matrix and not same_shape(squeezed(shape_of(step.source)), matrix[::-1]):
+                return Miss(Reason.LAYOUT, f"{node.name} reshapes a transposed product")
+        elif node.target is aten.cat.default and c.op is Op.REDUCE_SCATTER:
+            group = regroup(list(node.args[0]), 0, c.ranks)  # type: ignore[arg-type]
+            dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(shape_of(node))  # type: ignore[operator]
+            if group is None and any(p.target in _PADS[:1] for p in node.args[0]):  # type: ignore[union-attr]
+                return Miss(Reason.UNEVEN_SHARDS, f"{node.name} pads shards to one size")
+            if group is None:
+                return Miss(Reason.SHARD_ORDER, f"{node.name} is no plain scatter: it permutes, repeats, drops or pads shards")
+            source, axis = group
+            piece = shape_of(node.args[0][0])  # type: ignore[index,arg-type]
+            if matrix or not same(product(piece[:dim]), blocks.outer) or not same(product(piece[dim:]), blocks.inner):
+                return Miss(Reason.LAYOUT, f"{node.name} cuts shards apart")
+            blocks = Blocks(product(piece[:axis]), c.ranks, product(piece[axis:]))
+            passed += [node, *node.args[0]]  # type: ignore[misc]
+            passed += dict.fromkeys(p.args[0] for p in node.args[0] if p.args[0] is not source)  # type: ignore[union-attr,misc]
+            node = source
+            continue
+        elif node.target in _SCALES and isinstance(node.args[1], int | float):
+            after.append((node.target, node.args[1]))
+        else:
+            return node, blocks, matrix, after[::-1], passed
+        passed.append(node)
+        node = node.args[0]  # type: ignore[assignment]
+
+
+def _sum(
+    c: Collective, root: Node, blocks: Blocks, matrix: tuple[Size, ...], after: list[tuple[object, object]], passed: list[Node]
+) -> Reduction | Miss:
+    absorbed = {*passed, c.node}
+    outside = [u for n in (*passed, root) for u in readers(n) if u not in absorbed]
+    terms: list[tuple[Product, bool]] = []
+    addends: list[tuple[Node, bool]] = []
+    inner: list[Node] = []
+    problem: list[Miss] = []
+
+    def leaf(node: Node, swapped: bool, alone: bool) -> None:
+        """Files one summand of the root; `alone`: every user of `node` is inside the sum."""
+        step = effect(node) if alone and node is not root else None
+        if step is not None and step.effect is not Effect.CAST:
+            turn = swapped != (step.effect is Effect.SWAP)
+            if not turn or step.effect is Effect.SWAP:
+                inner.append(node)
+                leaf(step.source, turn, len(readers(step.source)) == 1)
+                return
+        p = as_product(node) if alone else None
+        if p is not None:
+            if p.bias is not None and not _add_bias(p, swapped):
+                addends.append((node, swapped))
+                return
+            terms.append((p, swapped))
+        elif (
+            alone and node.target in _ADDS and node.kwargs.get("alpha", 1) == 1 and all(isinstance(a, Node) for a in node.args)
+        ):
+            a, b = node.args
+            if not swapped and (row := _row_beside(node)) is not None:
+                inner.append(node)
+                addends.append((row[1], False))
+                leaf(row[0], swapped, len(readers(row[0])) == 1)
+                return
+            if not same_shape(squeezed(shape_of(a)), squeezed(shape_of(node))) or not same_shape(  # type: ignore[arg-type]
+                squeezed(shape_of(b)),  # type: ignore[arg-type]
+                squeezed(shape_of(node)),
+            ):
+                problem.append(Miss(Reason.BROADCAST_SUM, f"{node.name} broadcasts a term of the sum"))
+                addends.append((node, swapped))
+                return
+            inner.append(node)
+            for n in (a, b):
+                leaf(n, swapped, len(readers(n)) == 1 and a is not b)  # type: ignore[union-attr,arg-type]
+        else:
+            addends.append((node, swapped))
+
+    def _add_bias(p: Product, swapped: bool) -> bool:
+        """Files an addmm's first operand: a row to broadcast, or a further summand. False where it broadcasts otherwise."""
+        bias = p.bias
+        assert bias is not None
+        if len(shape_of(bias)) == 1 and same(shape_of(bias)[0], p.shape[1]) and not swapped:
+            addends.append((bias, False))
+            return True
+        if same_shape(shape_of(bias), p.shape):
+            leaf(bias, swapped, len(readers(bias)) == 1)
+            return True
+        return False
+
+    leaf(root, False, True)
+    if matrix:
+        terms = [(p, not s) for p, s in terms]
+    if not terms:
+        return problem[0] if problem else _diagnose(root)
+    products = [_swap(p) if s else p for p, s in terms]
+    first = products[0]
+    rows, cols = first.shape
+    if not all(same_shape(p.shape, (rows, cols)) for p in products):
+        return Miss(Reason.LAYOUT, "the products of the sum have different shapes as matrices")
+    if any(is_row(n, (rows, cols)) and not same(squeezed(shape_of(n))[0], cols) for n, _ in addends):
+        return Miss(Reason.BROADCAST_SUM, "a row is added to the product in another shape than the matmul's")
+    if len({p.node.meta["val"].dtype for p in products}) != 1:
+        return Miss(Reason.CAST_IN_BETWEEN, "the products of the sum have different types")
+    if c.op is Op.ALL_REDUCE or blocks.rows(rows, cols) is not None:
+        last = False
+    elif blocks.is_last(rows, cols):
+        last = True
+    else:
+        return Miss(Reason.LAYOUT, f"a shard is no block of the rows or columns of {first.node.name}")
+    flipped = bool(matrix)
+    return Reduction(
+        c, blocks, rows, cols, last, tuple(products), tuple((n, s != flipped) for n, s in addends), tuple(after),
+        (*inner, *passed), root if outside else None, flipped,
+    )  # fmt: skip
+
+
+def is_row(node: Node, matrix: tuple[Size, Size]) -> bool:
+    """Is this addend a row to broadcast over `matrix`, and not a whole matrix of one row or column?"""
+    shape = squeezed(shape_of(node))
+    return len(shape) == 1 and not same_shape(shape, squeezed(matrix))
+
+
+def _row_beside(add: Node) -> tuple[Node, Node] | None:
+    """(matrix, row) where `add` adds one row to every row of a matrix."""
+    for matrix, row in (add.args, add.args[::-1]):
+        assert isinstance(matrix, Node) and isinstance(row, Node)
+        wide, narrow = shape_of(add), squeezed(shape_of(row))
+        if same_shape(shape_of(matrix), wide) and len(squeezed(wide)) > 1 and same_shape(narrow, wide[-1:]):
+            return matrix, row
+    return None
+
+
+def _swap(p: Product) -> Product:
+    return Product(p.node, p.rhs.t, p.lhs.t, p.bias)
+
+
+def _diagnose(root: Node) -> Miss:
+    """Why the root of a sum without products is none."""
+    near = [n for n in root.all_input_nodes if _reaches_matmul(n)]
+    if is_matmul(root):
+        return Miss(Reason.LAYOUT, f"{root.name} is a batched product")
+    if root.target in _PADS:
+        return Miss(Reason.UNEVEN_SHARDS, f"{root.name} pads or cuts the product before it is scattered")
+    if near and root.target in _SCALES:
+        return Miss(Reason.SCALE_NOT_CONSTANT, f"{root.name} scales the product by a tensor")
+    if near and root.target in (aten.permute.default, aten.transpose.int):
+        return Miss(Reason.LAYOUT, f"{root.name} mixes the scattered dim with others")
+    if near and tensor_of(root) is not None:
+        return Miss(Reason.NON_LINEAR, f"{root.name} ({root.target}) does not commute with the reduction")
+    return Miss(
+        Reason.NO_MATMUL,
+        f"the reduced tensor comes from {root.name} ({root.target if root.op == 'call_function' else root.op})",
+    )
+
+
+def _reaches_matmul(node: Node) -> bool:
+    while not is_matmul(node):
+        step = effect(node)
+        if step is None:
+            return False
+        node = step.source
+    return True

@@ -1,0 +1,61 @@
+"""Exact arithmetic on sizes that may be symbolic: int where static, a sympy expression where dynamic.
+
+Nothing here adds a guard: a question that the expressions do not answer is answered "no".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import sympy
+import torch
+
+Size = int | sympy.Expr
+
+
+def size(x: Any) -> Size:
+    """int or SymInt -> int or expression."""
+    if isinstance(x, torch.SymInt):
+        expr = x.node.expr
+        return int(expr) if expr.is_Integer else expr
+    return int(x)
+
+
+def sizes(shape: Iterable[Any]) -> tuple[Size, ...]:
+    return tuple(size(s) for s in shape)
+
+
+def product(shape: Iterable[Size]) -> Size:
+    out: Size = 1
+    for s in shape:
+        out = out * s
+    return out
+
+
+def divide(a: Size, b: Size) -> Size | None:
+    """a / b where it is certainly whole, else None. 0 / b is 0; a / 0 is None."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b if b and a % b == 0 else None
+    if b == 0:
+        return None
+    q = sympy.cancel(sympy.sympify(a) / b)
+    if q.as_numer_denom()[1] != 1:
+        return None
+    return int(q) if q.is_Integer else q
+
+
+def same(a: Size, b: Size) -> bool:
+    """True where a == b for certain."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return sympy.expand(sympy.sympify(a) - b) == 0
+
+
+def same_shape(a: tuple[Size, ...], b: tuple[Size, ...]) -> bool:
+    return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+
+
+def squeezed(shape: tuple[Size, ...]) -> tuple[Size, ...]:
+    """The dims that are not statically 1."""
+    return tuple(s for s in shape if not (isinstance(s, int) and s == 1))

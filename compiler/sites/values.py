@@ -1,0 +1,189 @@
+"""What one ATen node does to the elements of its input, as far as sites care.
+
+Both walks (forward from a gather, backward from a reduction) see a graph through `effect`: a node passes its input's
+elements on in the same row-major order (`SAME`: views, clones), as the transposed matrix (`SWAP`), cast to another type
+(`CAST`), or does something else (None). The spelling (Inductor's decomposed ops, AOTAutograd's plain ones, einsum's permutes of
+size-1 dims) stays in this file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch.fx import Node
+
+from .sizes import Size, divide, same, same_shape, sizes, squeezed
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+_VIEWS = {
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.flatten.using_ints,
+    aten.clone.default, aten.contiguous.default, aten.lift_fresh_copy.default, aten._reshape_alias.default,
+}  # fmt: skip
+_PERMUTES = {aten.permute.default, aten.t.default, aten.transpose.int, aten.numpy_T.default}
+_CASTS = {aten._to_copy.default, aten.to.dtype, prims.convert_element_type.default}
+
+
+class Effect(Enum):
+    SAME = auto()
+    SWAP = auto()
+    CAST = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    effect: Effect
+    source: Node
+
+
+def tensor_of(node: Node) -> torch.Tensor | None:
+    val = node.meta.get("val")
+    return val if isinstance(val, torch.Tensor) else None
+
+
+def shape_of(node: Node) -> tuple[Size, ...]:
+    val = tensor_of(node)
+    assert val is not None, f"{node} has no tensor value"
+    return sizes(val.shape)
+
+
+def dtype_of(node: Node) -> torch.dtype:
+    val = tensor_of(node)
+    assert val is not None, f"{node} has no tensor value"
+    return val.dtype
+
+
+def readers(node: Node) -> list[Node]:
+    """The users that read `node`'s elements: all but those that only ask for a size."""
+    return [u for u in node.users if u.target is not aten.sym_size.int]
+
+
+def _permutation(node: Node) -> list[int] | None:
+    src = node.args[0]
+    assert isinstance(src, Node)
+    rank = len(shape_of(src))
+    if node.target is aten.permute.default:
+        return [d % rank for d in node.args[1]]  # type: ignore[union-attr,operator]
+    if node.target is aten.transpose.int:
+        a, b = (int(d) % rank for d in node.args[1:3])  # type: ignore[call-overload]
+        dims = list(range(rank))
+        dims[a], dims[b] = dims[b], dims[a]
+        return dims
+    return list(range(rank))[::-1]
+
+
+def effect(node: Node) -> Step | None:
+    """How `node` relates to its (one) tensor input, or None when it is not a plain pass-through."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
+        return None
+    src = node.args[0]
+    if node.target is aten.copy.default and isinstance(node.args[1], Node):  # an in-place collective, functionalised
+        full = same_shape(shape_of(node.args[1]), shape_of(node)) and dtype_of(node.args[1]) == dtype_of(node)
+        return Step(Effect.SAME, node.args[1]) if full else None
+    before, after = tensor_of(src), tensor_of(node)
+    if before is None or after is None:
+        return None
+    if node.target in _VIEWS:
+        return Step(Effect.SAME, src) if before.dtype == after.dtype else None
+    if node.target in _CASTS:
+        if before.device != after.device:
+            return None
+        return Step(Effect.SAME if before.dtype == after.dtype else Effect.CAST, src)
+    if node.target in _PERMUTES:
+        dims, shape = _permutation(node), shape_of(src)
+        kept = [d for d in dims or () if not (isinstance(shape[d], int) and shape[d] == 1)]
+        if kept == sorted(kept):
+            return Step(Effect.SAME, src)
+        return Step(Effect.SWAP, src) if len(kept) == 2 else None
+    if node.target is aten.expand.default and same_shape(squeezed(shape_of(src)), squeezed(shape_of(node))):
+        return Step(Effect.SAME, src)
+    if node.target is aten.slice.Tensor and same_shape(shape_of(src), shape_of(node)):
+        return Step(Effect.SAME, src) if len(node.args) < 5 or node.args[4] == 1 else None
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Where rank r's elements sit in a value, in row-major order: element (o, r, i) of [outer, ranks, inner]."""
+
+    outer: Size
+    ranks: int
+    inner: Size
+
+    def rows(self, rows: Size, cols: Size) -> Size | None:
+        """For the value read as [rows, cols] with whole rows a rank: rows of one (outer, rank) block, else None."""
+        return divide(self.inner, cols)
+
+    def is_last(self, rows: Size, cols: Size) -> bool:
+        """For the value read as [rows, cols]: is it the columns that are dealt out?"""
+        return same(self.outer, rows) and same(self.inner * self.ranks, cols)
+
+
+def regroup(pieces: list[Node], dim: int, ranks: int) -> tuple[Node, int] | None:
+    """For pieces cut off one tensor in order, the equal and complete `ranks` parts of its dim c: (tensor, c). Else None.
+
+    Checks the source, the index or bounds and the order of every piece: a permuted or trimmed cat is no regroup.
+    """
+    if len(pieces) != ranks:
+        return None
+    cuts = [_cut(p) for p in pieces]
+    if any(c is None for c in cuts):
+        return None
+    source, axis = cuts[0][0], cuts[0][1]  # type: ignore[index]
+    part = divide(shape_of(source)[axis], ranks)
+    if part is None:
+        return None
+    for i, c in enumerate(cuts):
+        assert c is not None
+        if c[0] is not source or c[1] != axis or not same(c[2], part * i) or not same(c[3], part * (i + 1)):
+            return None
+    return source, axis
+
+
+def _cut(piece: Node) -> tuple[Node, int, Size, Size] | None:
+    """(source, dim, start, end) of a slice, a getitem of a split or of a chunk."""
+    if piece.op != "call_function":
+        return None
+    if piece.target is aten.slice.Tensor:
+        src = piece.args[0]
+        assert isinstance(src, Node)
+        rank = len(shape_of(src))
+        dim = int(piece.args[1]) % rank if len(piece.args) > 1 else 0  # type: ignore[call-overload]
+        full = shape_of(src)[dim]
+        start = _scalar(piece.args[2]) if len(piece.args) > 2 and piece.args[2] is not None else 0
+        length = shape_of(piece)[dim]
+        if start is None or (len(piece.args) > 4 and piece.args[4] != 1):
+            return None
+        if isinstance(start, int) and start < 0:
+            start = full + start
+        return src, dim, start, start + length
+    split = piece.args[0] if piece.args else None
+    if not isinstance(split, Node) or not isinstance(piece.args[1] if len(piece.args) > 1 else None, int):
+        return None
+    if split.target not in (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int):
+        return None
+    if split.target is aten.unbind.int or "val" not in split.meta:
+        return None
+    src = split.args[0]
+    assert isinstance(src, Node)
+    rank = len(shape_of(src))
+    dim = split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)
+    dim = int(dim) % rank  # type: ignore[call-overload,arg-type]
+    lengths = [sizes(v.shape)[dim] for v in split.meta["val"]]
+    index = piece.args[1] % len(lengths)  # type: ignore[operator]
+    start: Size = 0
+    for length in lengths[:index]:
+        start = start + length
+    return src, dim, start, start + lengths[index]
+
+
+def _scalar(x: object) -> Size | None:
+    if isinstance(x, int):
+        return x
+    if isinstance(x, Node) and isinstance(x.meta.get("val"), int | torch.SymInt):
+        return sizes([x.meta["val"]])[0]
+    return None

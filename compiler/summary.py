@@ -1,0 +1,36 @@
+"""One line a graph at INFO, every decision at DEBUG, and the plan as an artifact of TORCH_TRACE."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from ub_overlap import _torch_compat as compat
+
+from .plan import Plan
+
+log = logging.getLogger("ub_overlap")
+
+
+def line(plan: Plan) -> str:
+    """E.g. "backward 3f2a...: 7 of 8 collectives overlapped (all_gather_matmul 3, ...); left alone: no_matmul 1"."""
+    done = Counter(f"{d.kind.value} {d.strategy.mode.value}" for d in plan.decisions if d.overlapped)
+    left = Counter(d.reason.value for d in plan.decisions if d.reason)
+    text = f"{plan.phase} {plan.digest}: {sum(done.values())} of {len(plan.decisions)} collectives overlapped"
+    if done:
+        text += " (" + ", ".join(f"{k} {v}" for k, v in sorted(done.items())) + ")"
+    if left:
+        text += "; left alone: " + ", ".join(f"{k} {v}" for k, v in sorted(left.items()))
+    return text
+
+
+def announce(plan: Plan) -> None:
+    """Logs the plan and hands it to TORCH_TRACE."""
+    log.info("%s", line(plan))
+    for d in plan.decisions:
+        log.debug(
+            "%s %s: %s%s %s", d.id, d.kind.value, d.strategy, f" ({d.reason.value}: {d.detail})" if d.reason else "", d.source
+        )
+    compat.trace_structured(
+        "artifact", metadata_fn=lambda: {"name": f"ub_overlap_plan_{plan.phase}", "encoding": "json"}, payload_fn=plan.to_json
+    )

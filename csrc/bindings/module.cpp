@@ -1,0 +1,212 @@
+// ub_overlap._C: the control plane. Python drives sessions, settings and statistics through plain types; ops are in ops.cpp.
+#include <pybind11/functional.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "bindings/python.h"
+#include "core/registry.h"
+#include "core/settings.h"
+#include "cpu/shm_arena.h"
+
+namespace py = pybind11;
+
+namespace ub_overlap {
+namespace {
+
+// A Python object that C++ may let go of on any thread.
+std::shared_ptr<void> hold(py::object object) {
+    return {object.release().ptr(), [](void* pointer) {
+                if (!Py_IsInitialized()) return;
+                WithGil gil;
+                Py_DECREF(static_cast<PyObject*>(pointer));
+            }};
+}
+
+py::handle handle_of(const std::shared_ptr<void>& held) { return {static_cast<PyObject*>(held.get())}; }
+
+// Runs a callback into Python from any thread; a Python exception travels on as PythonRaised.
+template <typename Body>
+auto in_python(Body body) {
+    WithGil gil;
+    try {
+        return body();
+    } catch (py::error_already_set& error) {
+        const std::string text = error.what();
+        throw PythonRaised(hold(error.value()), text);
+    }
+}
+
+void set_provider(py::object provide) {
+    auto held = hold(std::move(provide));
+    ProgramCache::set_provider([held](const Key& key, int rank) {
+        return in_python([&] {
+            py::tuple contracts(key.contracts.size());
+            for (size_t i = 0; i < key.contracts.size(); ++i) contracts[i] = py::bool_(key.contracts[i]);
+            const py::tuple tuple = py::make_tuple(key.kind, key.ranks, key.chunks, contracts, key.terms, key.whole, key.keep);
+            return handle_of(held)(tuple, rank).cast<EncodedSchedule>();
+        });
+    });
+    ProgramCache::clear();
+}
+
+// `bind(group, device, slot_bytes)` makes a runtime.session.Session; C++ keeps it and calls its verify and grow.
+void set_bind(py::object bind) {
+    auto held = hold(std::move(bind));
+    python_hooks().bind = [held](const std::string& group, const std::string& device, int64_t slot_bytes) {
+        return in_python([&] {
+            py::object made = handle_of(held)(group, device, slot_bytes);
+            auto session = made.attr("core").cast<std::shared_ptr<Session>>();
+            auto owner = hold(std::move(made));
+            SessionHooks hooks;
+            hooks.verify = [owner](const std::string& digest, const std::string& site) {
+                in_python([&] { handle_of(owner).attr("verify")(digest, site); });
+            };
+            hooks.grow = [owner](int64_t bytes) { in_python([&] { handle_of(owner).attr("grow")(bytes); }); };
+            session->set_hooks(std::move(hooks));
+            return session;
+        });
+    };
+}
+
+py::dict site_stats() {
+    py::dict all;
+    for (const auto& [site, stats] : Stats::get().sites()) {
+        py::dict one;
+        one["calls"] = stats.calls;
+        one["strategy"] = stats.strategy;
+        one["transport"] = stats.transport;
+        one["reason"] = stats.reason;
+        one["bytes_copied"] = stats.bytes_copied;
+        one["bytes_beside_matmul"] = static_cast<int64_t>(stats.bytes_beside_matmul);
+        all[py::str(site)] = one;
+    }
+    return all;
+}
+
+py::list last_trace(const std::string& site) {
+    static const char* kinds[] = {"copy", "signal", "wait", "matmul", "reduce", "finish"};
+    py::list steps;
+    for (const StepTime& time : Stats::get().trace(site)) {
+        steps.append(py::make_tuple(time.step, time.queue == copy_queue ? "COPY" : "COMPUTE", kinds[time.kind], time.begin_ns,
+                                    time.end_ns, time.bytes));
+    }
+    return steps;
+}
+
+py::dict build_info() {
+    py::dict info;
+    info["version"] = UB_OVERLAP_VERSION;
+    info["torch"] = UB_OVERLAP_TORCH_VERSION;
+#ifdef UB_OVERLAP_CUDA
+    info["cuda"] = true;
+#else
+    info["cuda"] = false;
+#endif
+    info["compiler"] = __VERSION__;
+    return info;
+}
+
+// What went wrong in the group, in words, or None.
+py::object abort_text(ShmArena& arena) {
+    const Failure* failure = arena.aborted();
+    if (!failure) return py::none();
+    set_python_error(std::make_exception_ptr(CallFailed(*failure)));
+    throw py::error_already_set();
+}
+
+void define_testing(py::module_ m) {
+    struct State {
+        std::mutex mutex;
+        Injection injection;
+        std::string host_id;
+    };
+    static auto* state = new State;
+    static const auto publish = [] {
+        const Injection& i = state->injection;
+        const bool any = !i.latches.empty() || i.max_delay_us > 0 || !i.delays_us.empty();
+        Injections::set(any ? std::make_shared<const Injection>(i) : nullptr);
+    };
+    m.def("set_latches", [](std::vector<std::pair<int, int>> latches) {
+        state->injection.latches = std::move(latches);
+        publish();
+    }, py::arg("latches"), "(i, j): matmul step i of a call may not end before its copy step j has begun.");
+    m.def("set_random_delay", [](int64_t max_us, uint64_t seed) {
+        state->injection.max_delay_us = max_us;
+        state->injection.seed = seed;
+        publish();
+    }, py::arg("max_us"), py::arg("seed") = 0, "Delay every step by up to max_us microseconds; 0 turns it off.");
+    m.def("set_step_delays", [](std::map<int, int64_t> delays_us, int only_rank) {
+        state->injection.delays_us = std::move(delays_us);
+        state->injection.only_rank = only_rank;
+        publish();
+    }, py::arg("delays_us"), py::arg("only_rank") = -1, "Delay step n of every schedule by so many microseconds.");
+    m.def("set_host_id", [](std::string id) { state->host_id = std::move(id); }, "Pretend to be on this host; empty: the true one.");
+    m.def("host_id", [] { return state->host_id; });
+    m.def("reset", [] {
+        state->injection = {};
+        state->host_id.clear();
+        publish();
+    });
+    m.def("provider_calls", &ProgramCache::provider_calls, "How often the schedule provider has been asked.");
+    m.def("clear_programs", &ProgramCache::clear);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+    m.doc() = "Runtime of ub_overlap: sessions, settings, statistics. Importing it registers torch.ops.ub_overlap.";
+    py::register_local_exception_translator([](std::exception_ptr error) {
+        if (error && !set_python_error(error)) std::rethrow_exception(error);
+    });
+
+    py::class_<ShmArena, std::shared_ptr<ShmArena>>(m, "ShmArena")
+        .def(py::init<int, int, int64_t>(), py::arg("rank"), py::arg("ranks"), py::arg("slot_bytes"))
+        .def_property_readonly("control_name", &ShmArena::control_name)
+        .def_property_readonly("data_name", &ShmArena::data_name)
+        .def_property_readonly("slot_bytes", &ShmArena::slot_bytes)
+        .def("attach", &ShmArena::attach, py::arg("rank"), py::arg("control_name"), py::arg("data_name"))
+        .def("grow_begin", &ShmArena::grow_begin, py::arg("slot_bytes"))
+        .def("grow_attach", &ShmArena::grow_attach, py::arg("rank"), py::arg("data_name"))
+        .def("grow_commit", &ShmArena::grow_commit)
+        .def("unlink", &ShmArena::unlink)
+        .def("check", &abort_text, "Raises what a peer reported; None while nobody has given up.");
+
+    py::class_<Session, std::shared_ptr<Session>>(m, "Session")
+        .def(py::init([](std::string group, std::string device, int rank, int ranks, std::shared_ptr<ShmArena> arena,
+                         std::string transport, std::string reason) {
+            return std::make_shared<Session>(group, device, rank, ranks, arena, transport, reason);
+        }), py::arg("group"), py::arg("device"), py::arg("rank"), py::arg("ranks"), py::arg("arena"), py::arg("transport"),
+             py::arg("reason"))
+        .def_property_readonly("group", &Session::group)
+        .def_property_readonly("device", &Session::device)
+        .def_property_readonly("rank", &Session::rank)
+        .def_property_readonly("ranks", &Session::ranks)
+        .def_property_readonly("transport", &Session::transport)
+        .def_property_readonly("reason", &Session::reason)
+        .def_property_readonly("epoch", &Session::epoch)
+        .def_property_readonly("poisoned", &Session::poisoned)
+        .def("close", &Session::close, py::call_guard<py::gil_scoped_release>());
+
+    m.def("install", [](py::object provide, py::object bind, py::object reference, py::object make_error) {
+        set_provider(std::move(provide));
+        set_bind(std::move(bind));
+        python_hooks().reference = hold(std::move(reference));
+        python_hooks().make_error = hold(std::move(make_error));
+    }, py::arg("provide"), py::arg("bind"), py::arg("reference"), py::arg("make_error"));
+    m.def("set_provider", &set_provider, py::arg("provide"), "Replaces the schedule provider and forgets its schedules.");
+    m.def("set_step_timeout", [](double seconds) { settings().step_timeout_ns.store(static_cast<int64_t>(seconds * 1e9)); });
+    m.def("set_trace", [](bool on) { settings().trace.store(on); }, "Keep the step times of the last call of every site.");
+    m.def("site_stats", &site_stats);
+    m.def("clear_stats", [] { Stats::get().clear(); });
+    m.def("last_trace", &last_trace, py::arg("site"), "(step, queue, kind, begin_ns, end_ns, bytes) for each step.");
+    m.def("sessions", [] { return Registry::get().all(); });
+    m.def("generation", [] { return Registry::get().generation(); });
+    m.def("close", [](const std::string& group, const std::string& device) { Registry::get().drop(group, device); },
+          py::call_guard<py::gil_scoped_release>());
+    m.def("close_all", [] { Registry::get().clear(); }, py::call_guard<py::gil_scoped_release>());
+    m.def("unlink_name", &unlink_name);
+    m.def("build_info", &build_info);
+    define_testing(m.def_submodule("testing", "Hooks for tests."));
+}
+
+}  // namespace ub_overlap

@@ -1,0 +1,442 @@
+// The four ops: their schemas, the checks of what a caller brings, and its translation into a Call. docs/ops.md is the contract.
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/library.h>
+
+#include <optional>
+#include <tuple>
+
+#include "bindings/matmul.h"
+#include "bindings/python.h"
+#include "bindings/reference.h"
+#include "core/registry.h"
+#include "core/settings.h"
+#include "cpu/executor.h"
+
+namespace ub_overlap {
+namespace {
+
+using at::Tensor;
+using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+template <typename T>
+std::string text_of(const T& value) {
+    std::ostringstream out;
+    out << value;
+    return out.str();
+}
+
+// What is known of a call before its tensors are looked at: where it is, with whom, and by which strategy.
+class Builder {
+  public:
+    Builder(std::string op, const std::string& strategy, const std::string& group, const std::string& site)
+        : group_name_(group), group_(c10d::resolve_process_group(group)) {
+        call.op_name = std::move(op);
+        call.site = site;
+        call.strategy = strategy;
+        call.rank = group_->getRank();
+        call.ranks = group_->getSize();
+        call.key.ranks = call.ranks;
+        call.key.chunks = chunks_of(strategy);
+    }
+
+    Call call;
+
+    [[noreturn]] void refuse(const std::string& what, const std::string& got, const std::string& expected) const {
+        throw NamedError("OptionError", {{"what", what},
+                                         {"where", call.op_name + " at site '" + call.site + "'"},
+                                         {"got", got},
+                                         {"expected", expected}});
+    }
+    void check(bool good, const std::string& what, const std::string& got, const std::string& expected) const {
+        if (!good) refuse(what, got, expected);
+    }
+
+    DType type_of(at::ScalarType type) const {
+        if (type == at::kFloat) return DType::f32;
+        if (type == at::kBFloat16) return DType::bf16;
+        if (type == at::kHalf) return DType::f16;
+        refuse("this dtype is not supported", c10::toString(type), "float32, bfloat16 or float16");
+    }
+
+    // A 2D tensor as it lies in memory; it must outlive the call.
+    Matrix matrix(const Tensor& t, const char* name) const {
+        check(t.device().is_cpu(), std::string(name) + " is on another device", text_of(t.device()), "cpu");
+        check(t.dim() == 2, std::string(name) + " is not a matrix", text_of(t.sizes()), "two dims");
+        return {static_cast<char*>(t.data_ptr()), t.size(0), t.size(1), t.stride(0), t.stride(1), type_of(t.scalar_type())};
+    }
+
+    // Equal shards of `rows` rows each.
+    void deal_equally(int64_t outer, int64_t rows, int64_t inner) {
+        call.outer = outer, call.inner = inner;
+        call.begin.resize(call.ranks + 1);
+        for (int r = 0; r <= call.ranks; ++r) call.begin[r] = r * rows;
+    }
+    // Any number of rows: shard s ends where floor says.
+    void deal_floor(int64_t rows, int64_t inner) {
+        call.outer = 1, call.inner = inner;
+        call.begin.resize(call.ranks + 1);
+        for (int r = 0; r <= call.ranks; ++r) call.begin[r] = rows * r / call.ranks;
+    }
+
+    void reduce_by(const std::string& op) {
+        check(op == "sum" || op == "avg", "this reduce_op is not supported", "'" + op + "'", "'sum' or 'avg'");
+        call.average = op == "avg";
+    }
+
+    void describe(const char* name, const Tensor& t) { shape_ << name << text_of(t.sizes()) << ' ' << t.dtype().name() << "; "; }
+    void describe(const char* name, at::TensorList list) {
+        for (const Tensor& t : list) describe(name, t);
+    }
+    template <typename T>
+    void note(const char* name, const T& value) {
+        shape_ << name << '=' << value << "; ";
+    }
+
+    // Finds or makes the session of the group.
+    std::shared_ptr<Session> session() {
+        std::shared_ptr<Session> found = Registry::get().find(group_name_, "cpu", group_.get());
+        if (found) return found;
+        if (!python_hooks().bind) {
+            throw NamedError("UbOverlapError", {{"what", "the runtime is not loaded"}, {"fix", "import ub_overlap.runtime.ops"}});
+        }
+        found = python_hooks().bind(group_name_, "cpu", call.slot_bytes());
+        auto weak = std::make_shared<c10::weak_intrusive_ptr<c10d::ProcessGroup>>(group_);
+        Registry::get().put(found, group_.get(), weak);
+        return found;
+    }
+
+    // What is to be compared between ranks, and its hash: equal on all ranks in a program that is in step.
+    void seal() {
+        call.shape_text = shape_.str();
+        call.key.whole = call.last;
+        if (call.last && call.key.chunks > call.ranks) call.key.chunks = call.ranks;
+        uint32_t hash = 2166136261u;  // FNV-1a
+        for (const std::string* part : {&call.op_name, &call.site, &call.strategy, &call.shape_text}) {
+            for (const char c : *part) hash = (hash ^ static_cast<unsigned char>(c)) * 16777619u;
+            hash = (hash ^ 0xffu) * 16777619u;
+        }
+        call.tag = hash ? hash : 1;
+    }
+
+  private:
+    int64_t chunks_of(const std::string& strategy) const {
+        const size_t colon = strategy.find(':');
+        const std::string name = strategy.substr(0, colon), rest = colon == std::string::npos ? "" : strategy.substr(colon + 1);
+        const std::string expected = "'pipelined', 'pipelined:chunks=N', 'bulk' or 'bulk:chunks=N' with N of 1 or more";
+        check(name == "pipelined" || name == "bulk", "this strategy is unknown", "'" + strategy + "'", expected);
+        if (colon == std::string::npos) return 0;
+        const std::string label = "chunks=";
+        const bool digits = rest.rfind(label, 0) == 0 && rest.size() > label.size() && rest.size() < label.size() + 7 &&
+                            rest.find_first_not_of("0123456789", label.size()) == std::string::npos;
+        const int64_t chunks = digits ? std::stoll(rest.substr(label.size())) : 0;
+        check(chunks > 0, "this strategy is not understood", "'" + strategy + "'", expected);
+        const int64_t most = static_cast<int64_t>(max_pieces) * call.ranks;
+        check(chunks <= most, "too many chunks", std::to_string(chunks), "at most " + std::to_string(most));
+        return chunks;
+    }
+
+    std::string group_name_;
+    GroupPtr group_;
+    std::ostringstream shape_;
+};
+
+CpuExecutor& executor() {
+    static CpuExecutor one(&aten_matmul);
+    return one;
+}
+
+// Runs `call` on our transport and returns true, or returns false where the group has none.
+bool run(Builder& b) {
+    b.seal();
+    std::shared_ptr<Session> session = b.session();
+    if (session->transport() == "c10d") {
+        session->verify_only(b.call.site);
+        Stats::get().add(b.call.site, b.call.strategy, session->transport(), session->reason(), {}, false);
+        return false;
+    }
+    session->run(b.call, executor());
+    return true;
+}
+
+// Every op's frame: no GIL while it blocks, no autograd below it, and our exceptions as Python's.
+template <typename Body>
+auto framed(Body body) {
+    WithoutGil without_gil;
+    at::AutoDispatchBelowADInplaceOrView below;
+    try {
+        return body();
+    } catch (...) {
+        throw_as_python();
+    }
+}
+
+char* data_of(const Tensor& t) { return t.defined() ? static_cast<char*>(t.data_ptr()) : nullptr; }
+
+std::tuple<Tensor, std::vector<Tensor>> all_gather_matmul(const Tensor& shard, at::TensorList operands, at::IntArrayRef modes,
+                                                          int64_t outer, bool last, bool keep, std::string strategy,
+                                                          std::string group, std::string site) {
+    return framed([&]() -> std::tuple<Tensor, std::vector<Tensor>> {
+        Builder b("all_gather_matmul", strategy, group, site);
+        Call& call = b.call;
+        call.op = OpKind::all_gather_matmul;
+        call.collective = Collective::gather;
+        call.key.kind = "all_gather_matmul";
+        call.key.keep = keep;
+        call.last = last;
+        call.type = call.out_type = b.type_of(shard.scalar_type());
+        b.check(shard.dim() >= 1, "shard has no dims", text_of(shard.sizes()), "at least one dim");
+        b.check(modes.size() == operands.size(), "modes and operands differ in number", std::to_string(modes.size()),
+                std::to_string(operands.size()));
+        b.check(outer >= 0 && (!last || outer == 1), "outer is wrong", std::to_string(outer), last ? "1" : "0 or more");
+        const int64_t width = shard.size(-1);
+        int64_t rows = 1;
+        for (int64_t d = 0; d + 1 < shard.dim(); ++d) rows *= shard.size(d);
+        b.check(outer ? rows % outer == 0 : rows == 0, "the shard's rows do not divide by outer", std::to_string(rows),
+                "a multiple of " + std::to_string(outer));
+        if (last) {
+            b.deal_equally(rows, width, 1);
+        } else {
+            b.deal_equally(outer, outer ? rows / outer : 0, width);
+        }
+        const int64_t whole_rows = last ? rows : rows * call.ranks, whole_cols = last ? width * call.ranks : width;
+
+        const Tensor input = shard.contiguous();
+        call.input = data_of(input);
+        std::vector<Tensor> outs, sums;
+        for (size_t j = 0; j < operands.size(); ++j) {
+            const int64_t mode = modes[j];
+            b.check(mode >= 0 && mode <= 3, "this mode is unknown", std::to_string(mode), "0, 1, 2 or 3");
+            const bool flip = mode >= 2, contracts = flip != last;
+            const Matrix operand = b.matrix(operands[j], "an operand");
+            b.check(operand.type == call.type, "an operand has another dtype than the shard", name_of(operand.type),
+                    name_of(call.type));
+            b.check(operand.rows == (flip ? whole_rows : whole_cols), "an operand does not fit the gathered matrix",
+                    text_of(operands[j].sizes()), std::to_string(flip ? whole_rows : whole_cols) + " rows");
+            const int64_t product_rows = flip ? whole_cols : whole_rows;
+            const std::vector<int64_t> sizes = mode % 2 ? std::vector<int64_t>{operand.cols, product_rows}
+                                                        : std::vector<int64_t>{product_rows, operand.cols};
+            outs.push_back(at::empty(sizes, shard.options()));
+            call.rhs.push_back(operand);
+            call.modes.push_back(mode);
+            call.key.contracts.push_back(contracts);
+            call.results.push_back(b.matrix(outs.back(), "a result"));
+            call.accumulators.push_back(call.results.back());
+            if (contracts && call.type != DType::f32) {
+                sums.push_back(at::empty(sizes, shard.options().dtype(at::kFloat)));
+                call.accumulators.back() = b.matrix(sums.back(), "an accumulator");
+            }
+        }
+        Tensor gathered = keep ? at::empty({whole_rows, whole_cols}, shard.options()) : at::empty({0}, shard.options());
+        call.output = data_of(gathered);
+        if (!keep && operands.empty()) return {gathered, outs};  // nobody wants anything
+        b.describe("shard", shard);
+        b.describe("operand", operands);
+        b.note("modes", modes);
+        b.note("outer", outer);
+        b.note("last", last);
+        if (run(b)) return {gathered, outs};
+        WithGil gil;
+        std::vector<Tensor> results = ReferenceCall("all_gather_matmul").tensor(shard).tensors(operands).integers(modes)
+            .integer(outer).flag(last).flag(keep).text(group).run();
+        gathered = results.at(0);
+        return {gathered, std::vector<Tensor>(results.begin() + 1, results.end())};
+    });
+}
+
+// What matmul_reduce_scatter and matmul_all_reduce share: the terms of the product, checked, and where it is put.
+struct Product {
+    Product(Builder& b, at::TensorList lhs, at::TensorList rhs, const std::optional<Tensor>& addend, at::ScalarType out_dtype,
+            const std::string& reduce_op) {
+        Call& call = b.call;
+        b.check(!lhs.empty() && lhs.size() == rhs.size(), "lhs and rhs are not the terms of a sum",
+                std::to_string(lhs.size()) + " and " + std::to_string(rhs.size()), "as many of one as of the other, one or more");
+        b.reduce_by(reduce_op);
+        call.key.terms = static_cast<int64_t>(lhs.size());
+        call.type = b.type_of(lhs[0].scalar_type());
+        call.out_type = b.type_of(out_dtype);
+        rows = lhs[0].size(0);
+        cols = rhs[0].size(-1);
+        for (size_t t = 0; t < lhs.size(); ++t) {
+            call.lhs.push_back(b.matrix(lhs[t], "a left operand"));
+            call.rhs.push_back(b.matrix(rhs[t], "a right operand"));
+            const Matrix &x = call.lhs.back(), &y = call.rhs.back();
+            b.check(x.rows == rows && y.cols == cols && x.cols == y.rows, "the operands of a term do not fit",
+                    text_of(lhs[t].sizes()) + " @ " + text_of(rhs[t].sizes()),
+                    "[" + std::to_string(rows) + ", K] @ [K, " + std::to_string(cols) + "]");
+            b.check(x.type == call.type && y.type == call.type, "the operands differ in dtype",
+                    std::string(name_of(x.type)) + " and " + name_of(y.type), name_of(call.type));
+        }
+        if (addend && addend->defined()) {
+            const bool fits = addend->dim() <= 2 && addend->dim() >= 1 && addend->size(-1) == cols &&
+                              (addend->dim() == 1 || addend->size(0) == rows);
+            b.check(fits, "the addend does not fit", text_of(addend->sizes()),
+                    "[" + std::to_string(cols) + "] or [" + std::to_string(rows) + ", " + std::to_string(cols) + "]");
+            call.addend = b.matrix(addend->dim() == 1 ? addend->unsqueeze(0).expand({rows, cols}) : *addend, "the addend");
+            b.check(call.addend.type == call.type, "the addend has another dtype than the product", name_of(call.addend.type),
+                    name_of(call.type));
+            b.describe("addend", *addend);
+        }
+        partial = at::empty({rows, cols}, lhs[0].options());
+        call.partial = data_of(partial);
+        b.describe("lhs", lhs);
+        b.describe("rhs", rhs);
+        b.note("reduce_op", reduce_op);
+        b.note("out_dtype", c10::toString(out_dtype));
+    }
+    int64_t rows = 0, cols = 0;
+    Tensor partial;
+};
+
+std::tuple<Tensor, Tensor> matmul_reduce_scatter(at::TensorList lhs, at::TensorList rhs, const std::optional<Tensor>& addend,
+                                                 int64_t outer, bool last, std::string reduce_op, at::ScalarType out_dtype,
+                                                 bool keep, std::string strategy, std::string group, std::string site) {
+    return framed([&]() -> std::tuple<Tensor, Tensor> {
+        Builder b("matmul_reduce_scatter", strategy, group, site);
+        Call& call = b.call;
+        call.op = OpKind::matmul_reduce_scatter;
+        call.collective = Collective::scatter;
+        call.key.kind = "matmul_reduce_scatter";
+        call.last = last;
+        Product product(b, lhs, rhs, addend, out_dtype, reduce_op);
+        const int64_t parts = last ? call.ranks : outer * call.ranks, size = last ? product.cols : product.rows;
+        b.check(outer >= 0 && (!last || outer == 1), "outer is wrong", std::to_string(outer), last ? "1" : "0 or more");
+        b.check(parts ? size % parts == 0 : size == 0, "the product cannot be scattered evenly",
+                std::to_string(size) + (last ? " columns" : " rows"), "a multiple of " + std::to_string(parts));
+        const int64_t shard = parts ? size / parts : 0;
+        if (last) {
+            b.deal_equally(product.rows, shard, 1);
+        } else {
+            b.deal_equally(outer, shard, product.cols);
+        }
+        Tensor out = at::empty({last ? product.rows : outer * shard, last ? shard : product.cols}, lhs[0].options().dtype(out_dtype));
+        call.output = data_of(out);
+        b.note("outer", outer);
+        b.note("last", last);
+        if (run(b)) return {out, keep ? product.partial : at::empty({0}, product.partial.options())};
+        WithGil gil;
+        std::vector<Tensor> results = ReferenceCall("matmul_reduce_scatter").tensors(lhs).tensors(rhs)
+            .tensor(addend ? *addend : Tensor()).integer(outer).flag(last).text(reduce_op).dtype(out_dtype).flag(keep)
+            .text(group).run();
+        return {results.at(0), results.at(1)};
+    });
+}
+
+std::tuple<Tensor, Tensor> matmul_all_reduce(at::TensorList lhs, at::TensorList rhs, const std::optional<Tensor>& addend,
+                                             std::string reduce_op, at::ScalarType out_dtype, bool keep, std::string strategy,
+                                             std::string group, std::string site) {
+    return framed([&]() -> std::tuple<Tensor, Tensor> {
+        Builder b("matmul_all_reduce", strategy, group, site);
+        Call& call = b.call;
+        call.op = OpKind::matmul_all_reduce;
+        call.collective = Collective::reduce;
+        call.key.kind = "matmul_all_reduce";
+        Product product(b, lhs, rhs, addend, out_dtype, reduce_op);
+        b.deal_floor(product.rows, product.cols);
+        Tensor out = at::empty({product.rows, product.cols}, lhs[0].options().dtype(out_dtype));
+        call.output = data_of(out);
+        if (run(b)) return {out, keep ? product.partial : at::empty({0}, product.partial.options())};
+        WithGil gil;
+        std::vector<Tensor> results = ReferenceCall("matmul_all_reduce").tensors(lhs).tensors(rhs)
+            .tensor(addend ? *addend : Tensor()).text(reduce_op).dtype(out_dtype).flag(keep).text(group).run();
+        return {results.at(0), results.at(1)};
+    });
+}
+
+std::tuple<Tensor, std::vector<Tensor>> bulk(const Tensor& input, at::TensorList lhs, at::TensorList rhs, std::string collective,
+                                             std::string reduce_op, std::string strategy, std::string group, std::string site) {
+    return framed([&]() -> std::tuple<Tensor, std::vector<Tensor>> {
+        Builder b("bulk " + collective, strategy, group, site);
+        Call& call = b.call;
+        call.op = OpKind::bulk;
+        call.key.kind = "bulk_" + collective;
+        call.key.terms = static_cast<int64_t>(lhs.size());
+        call.type = call.out_type = b.type_of(input.scalar_type());
+        const int64_t rows = input.dim() ? input.size(0) : 1;
+        int64_t inner = 1;
+        for (int64_t d = 1; d < input.dim(); ++d) inner *= input.size(d);
+        std::vector<int64_t> sizes = input.sizes().vec();
+        if (collective == "all_gather") {
+            b.check(input.dim() > 0, "a tensor without dims cannot be gathered", "[]", "at least one dim");
+            call.collective = Collective::gather;
+            b.deal_equally(1, rows, inner);
+            sizes[0] = rows * call.ranks;
+        } else if (collective == "reduce_scatter") {
+            b.check(input.dim() > 0 && rows % call.ranks == 0, "the input cannot be scattered evenly", text_of(input.sizes()),
+                    "a multiple of " + std::to_string(call.ranks) + " rows");
+            call.collective = Collective::scatter;
+            b.reduce_by(reduce_op);
+            b.deal_equally(1, rows / call.ranks, inner);
+            sizes[0] = rows / call.ranks;
+        } else {
+            b.check(collective == "all_reduce", "this collective is unknown", "'" + collective + "'",
+                    "'all_gather', 'reduce_scatter' or 'all_reduce'");
+            call.collective = Collective::reduce;
+            b.reduce_by(reduce_op);
+            b.deal_floor(rows, inner);
+        }
+        b.check(lhs.size() == rhs.size(), "lhs and rhs differ in number", std::to_string(lhs.size()), std::to_string(rhs.size()));
+        const Tensor dense = input.contiguous();
+        call.input = data_of(dense);
+        Tensor out = at::empty(sizes, input.options());
+        call.output = data_of(out);
+        std::vector<Tensor> outs;
+        for (size_t j = 0; j < lhs.size(); ++j) {
+            call.lhs.push_back(b.matrix(lhs[j], "a left operand"));
+            call.rhs.push_back(b.matrix(rhs[j], "a right operand"));
+            b.check(call.lhs[j].cols == call.rhs[j].rows && call.lhs[j].type == call.rhs[j].type, "the operands of a product do not fit",
+                    text_of(lhs[j].sizes()) + " @ " + text_of(rhs[j].sizes()), "[M, K] @ [K, N] of one dtype");
+            outs.push_back(at::empty({lhs[j].size(0), rhs[j].size(1)}, lhs[j].options()));
+            call.results.push_back(b.matrix(outs[j], "a result"));
+        }
+        b.describe("input", input);
+        b.describe("lhs", lhs);
+        b.describe("rhs", rhs);
+        b.note("reduce_op", reduce_op);
+        if (run(b)) return {out, outs};
+        WithGil gil;
+        std::vector<Tensor> results =
+            ReferenceCall("bulk").tensor(input).tensors(lhs).tensors(rhs).text(collective).text(reduce_op).text(group).run();
+        return {results.at(0), std::vector<Tensor>(results.begin() + 1, results.end())};
+    });
+}
+
+// For devices whose executor this build does not have.
+void no_executor(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack*) {
+    framed([&]() -> int {
+        throw NamedError("TransportError", {{"what", "the CUDA executor is not part of this build"},
+                                            {"where", op.schema().name()},
+                                            {"got", "CUDA tensors"},
+                                            {"fix", "rebuild with UB_OVERLAP_BUILD_CUDA=1 on a machine with nvcc and a CUDA torch"}});
+    });
+}
+
+}  // namespace
+
+TORCH_LIBRARY(ub_overlap, m) {
+    const std::vector<at::Tag> tags{at::Tag::needs_fixed_stride_order, at::Tag::pt2_compliant_tag};
+    m.def("all_gather_matmul(Tensor shard, Tensor[] operands, int[] modes, SymInt outer, bool last, bool keep, str strategy, "
+          "str group, str site) -> (Tensor gathered, Tensor[] outs)", tags);
+    m.def("matmul_reduce_scatter(Tensor[] lhs, Tensor[] rhs, Tensor? addend, SymInt outer, bool last, str reduce_op, "
+          "ScalarType out_dtype, bool keep, str strategy, str group, str site) -> (Tensor out, Tensor partial)", tags);
+    m.def("matmul_all_reduce(Tensor[] lhs, Tensor[] rhs, Tensor? addend, str reduce_op, ScalarType out_dtype, bool keep, "
+          "str strategy, str group, str site) -> (Tensor out, Tensor partial)", tags);
+    m.def("bulk(Tensor input, Tensor[] lhs, Tensor[] rhs, str collective, str reduce_op, str strategy, str group, str site) "
+          "-> (Tensor out, Tensor[] outs)", tags);
+}
+
+TORCH_LIBRARY_IMPL(ub_overlap, CPU, m) {
+    m.impl("all_gather_matmul", &all_gather_matmul);
+    m.impl("matmul_reduce_scatter", &matmul_reduce_scatter);
+    m.impl("matmul_all_reduce", &matmul_all_reduce);
+    m.impl("bulk", &bulk);
+}
+
+TORCH_LIBRARY_IMPL(ub_overlap, CUDA, m) {
+    for (const char* op : {"all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "bulk"}) {
+        m.impl(op, torch::CppFunction::makeFromBoxedFunction<&no_executor>());
+    }
+}
+
+}  // namespace ub_overlap

@@ -1,0 +1,54 @@
+// Crossing between C++ and Python without pybind11 or torch types in the interface, so that either side sees one of them.
+#pragma once
+
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "core/failure.h"
+#include "core/session.h"
+
+namespace ub_overlap {
+
+// A Python exception caught in a callback, on its way through code that knows no Python. `value` is the exception object.
+struct PythonRaised : std::exception {
+    PythonRaised(std::shared_ptr<void> value, std::string text) : value(std::move(value)), text(std::move(text)) {}
+    const char* what() const noexcept override { return text.c_str(); }
+    std::shared_ptr<void> value;
+    std::string text;
+};
+
+// What Python installs. `make_error` and `reference` are callables: (class name, fields) -> exception, (op name, *args) -> tuple.
+struct PythonHooks {
+    std::function<std::shared_ptr<Session>(const std::string& group, const std::string& device, int64_t slot_bytes)> bind;
+    std::shared_ptr<void> make_error, reference;
+};
+PythonHooks& python_hooks();
+
+// Sets Python's error indicator for one of our C++ exceptions. Needs the GIL. False where it is not one of ours.
+bool set_python_error(const std::exception_ptr& error);
+
+// Throws the exception being handled again, one of ours as the Python exception it stands for, in the form that torch passes on
+// unchanged from eager calls as well as from autograd's threads.
+[[noreturn]] void throw_as_python();
+
+struct WithGil {
+    WithGil();
+    ~WithGil();
+    WithGil(const WithGil&) = delete;
+    WithGil& operator=(const WithGil&) = delete;
+    int state;
+};
+
+// For code that blocks. Does nothing on a thread that does not hold the GIL.
+struct WithoutGil {
+    WithoutGil();
+    ~WithoutGil();
+    WithoutGil(const WithoutGil&) = delete;
+    WithoutGil& operator=(const WithoutGil&) = delete;
+    void* state;
+};
+
+}  // namespace ub_overlap

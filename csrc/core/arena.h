@@ -1,0 +1,73 @@
+// The memory that the ranks of a group share, as an executor sees it: for every rank a control block and the slots.
+//
+//     control block of rank r   header | descriptors of r's current calls | abort record | flag words that r waits on
+//     slot s of rank r          LANDING | LANDING2: what peers pushed to r in the calls whose epoch modulo 2 is s
+//
+// Who writes what in the control block of rank r:
+//     r itself      descriptor of the call (before its first flag), heartbeat and `waiting` (while it waits)
+//     any peer      its own flag words (release, after the data), the abort record (first one wins, by compare-and-swap)
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "core/failure.h"
+#include "core/flags.h"
+
+namespace ub_overlap {
+
+constexpr uint64_t arena_magic = 0x75625f6f7665726cULL;
+constexpr uint32_t arena_version = 1;
+
+// What a rank is doing in the call of one epoch. `stamp` (epoch, tag) is stored last, with release; the text of an epoch stays
+// until the epoch after the next, which its owner cannot reach before all peers have left this one.
+struct CallDescriptor {
+    std::atomic<uint64_t> stamp;
+    char op[32], site[224], shape[640];
+};
+
+struct ControlBlock {
+    uint64_t magic;
+    uint32_t version;
+    int32_t rank, ranks, pid;
+    uint64_t start_time;                // of the process, in clock ticks since boot: tells a reused pid
+    std::atomic<int64_t> heartbeat_ns;  // CLOCK_MONOTONIC, the same for all processes of a host
+    std::atomic<int32_t> waiting[2];    // by queue: 1 + the rank whose flag this rank waits for, 0 when it waits for none
+    std::atomic<uint32_t> abort_state;  // 0 none, 1 being written, 2 readable
+    Failure abort;
+    CallDescriptor calls[slots];
+};
+
+class Arena {
+  public:
+    virtual ~Arena() = default;
+    virtual int rank() const = 0;
+    virtual int ranks() const = 0;
+    virtual ControlBlock* control(int rank) = 0;
+    virtual FlagWord* flags(int rank) = 0;
+    virtual char* slot(int rank, int slot) = 0;
+    virtual int64_t slot_bytes() const = 0;
+
+    FlagWord& flag(int rank, FlagKind kind, int slot, int source, int index) {
+        return flags(rank)[flag_place(kind, slot, source, index, ranks())];
+    }
+    // Tell every rank, this one too, that the group is broken. A record that is there already stays.
+    void abort(const Failure& failure) {
+        for (int r = 0; r < ranks(); ++r) {
+            ControlBlock* block = control(r);
+            uint32_t none = 0;
+            if (block && block->abort_state.compare_exchange_strong(none, 1, std::memory_order_acq_rel)) {
+                block->abort = failure;
+                block->abort_state.store(2, std::memory_order_release);
+            }
+        }
+    }
+    // Null while nobody has given up.
+    const Failure* aborted() {
+        ControlBlock* block = control(rank());
+        return block->abort_state.load(std::memory_order_acquire) == 2 ? &block->abort : nullptr;
+    }
+};
+
+}  // namespace ub_overlap

@@ -1,0 +1,167 @@
+#include "core/call.h"
+
+#include <algorithm>
+
+namespace ub_overlap {
+namespace {
+
+constexpr int64_t line = 256;
+
+// Rows [first, last) of every block of a buffer, merged from regions that lie side by side.
+struct Range {
+    Buf buf;
+    int64_t first, last;
+};
+
+std::vector<Range> merge(const Call& call, const std::vector<Region>& regions) {
+    std::vector<Range> ranges;
+    for (const Region& r : regions) {
+        const int64_t rows = call.rows(r.shard), base = call.begin[r.shard];
+        const Range next{r.buf, base + r.lo.of(rows), base + r.hi.of(rows)};
+        if (!ranges.empty() && ranges.back().buf == next.buf && ranges.back().last == next.first) {
+            ranges.back().last = next.last;
+        } else {
+            ranges.push_back(next);
+        }
+    }
+    return ranges;
+}
+
+}  // namespace
+
+int64_t Call::max_rows() const {
+    int64_t most = 0;
+    for (int s = 0; s < ranks; ++s) most = std::max(most, rows(s));
+    return most;
+}
+
+int64_t Call::landing_bytes() const {
+    const int64_t rows = collective == Collective::gather ? total_rows() : ranks * max_rows();
+    return (outer * rows * inner * size_of(type) + line - 1) / line * line;
+}
+
+int64_t Call::landing2_bytes() const {
+    return collective == Collective::reduce ? (outer * total_rows() * inner * size_of(out_type) + line - 1) / line * line : 0;
+}
+
+char* Call::landing(int of) const { return arena->slot(of, slot()); }
+
+Span Call::span(const Region& r) const {
+    const int64_t row = inner * size_of(type_of(r));
+    const bool stacked = r.buf == Buf::landing && collective != Collective::gather;
+    const bool single = (r.buf == Buf::input && collective == Collective::gather) ||
+                        (r.buf == Buf::output && collective == Collective::scatter);
+    // Whose rows a shard number stands for: a lone shard is its owner's, a stacked one that of the memory's owner.
+    const int owner = stacked || single ? r.rank : r.shard;
+    const int64_t count = rows(owner), lo = r.lo.of(count), hi = r.hi.of(count);
+    char* base = nullptr;
+    switch (r.buf) {
+        case Buf::input: base = input; break;
+        case Buf::partial: base = partial; break;
+        case Buf::output: base = output; break;
+        case Buf::landing: base = landing(r.rank); break;
+        case Buf::landing2: base = landing(r.rank) + landing_bytes(); break;
+        default: break;
+    }
+    Span span{base, outer, (stacked || single ? count : total_rows()) * row, (hi - lo) * row};
+    if (stacked) {
+        span.data += r.shard * outer * count * row + lo * row;
+    } else {
+        span.data += ((single ? 0 : begin[owner]) + lo) * row;
+    }
+    return span;
+}
+
+std::vector<MatmulTask> Call::matmuls(const Step& step) const {
+    std::vector<MatmulTask> tasks;
+    if (op == OpKind::all_gather_matmul) {
+        gathered_matmuls(step, tasks);
+    } else if (op == OpKind::bulk) {
+        MatmulTask task;
+        task.out = results[step.index];
+        task.a = lhs[step.index];
+        task.b = rhs[step.index];
+        tasks.push_back(task);
+    } else {
+        product_matmuls(step, tasks);
+    }
+    return tasks;
+}
+
+// Consumer of a gathered matrix G. Modes 1 and 3 return the transpose, so their out is seen transposed; modes 2 and 3 multiply
+// G^T. The gathered rows (or, where shards lie along the last dim, columns) are either rows of the product or summed over.
+void Call::gathered_matmuls(const Step& step, std::vector<MatmulTask>& tasks) const {
+    const int64_t mode = modes[step.index];
+    const bool flip = mode >= 2, contracts = key.contracts[step.index];
+    const Matrix& whole = contracts ? accumulators[step.index] : results[step.index];
+    const Matrix out = mode % 2 ? whole.transposed() : whole;
+    const Matrix& b = rhs[step.index];
+    bool add = step.accumulate;
+    for (const Range& range : merge(*this, step.reads)) {
+        const bool own = range.buf == Buf::input;
+        const int64_t width = range.last - range.first, held = own ? rows(rank) : total_rows();
+        char* base = own ? input : landing(rank);
+        const int64_t skip = own ? range.first - begin[rank] : range.first;
+        if (last) {  // o = P rows, a block is `width` columns of one row
+            const Matrix g{base + skip * size_of(type), outer, width, held, 1, type};
+            MatmulTask task;
+            if (contracts) {
+                task.out = out, task.a = g, task.b = b.row_block(range.first, width), task.accumulate = add;
+            } else {
+                task.out = out.row_block(range.first, width), task.a = g.transposed(), task.b = b, task.accumulate = step.accumulate;
+            }
+            tasks.push_back(task);
+            add = true;
+            continue;
+        }
+        const Matrix g{base + skip * inner * size_of(type), width, inner, inner, 1, type};
+        if (!contracts) {
+            MatmulTask task;
+            task.out = out.row_block(range.first, width), task.a = g, task.b = b, task.accumulate = step.accumulate;
+            task.batch = outer, task.out_step = total_rows() * out.row_stride, task.a_step = held * inner;
+            tasks.push_back(task);
+            continue;
+        }
+        for (int64_t block = 0; block < outer; ++block) {  // a sum over blocks: one after the other into the same place
+            MatmulTask task;
+            Matrix piece = g;
+            piece.data += block * held * inner * size_of(type);
+            task.out = out, task.a = flip ? piece.transposed() : piece;
+            task.b = b.row_block(block * total_rows() + range.first, width), task.accumulate = add;
+            tasks.push_back(task);
+            add = true;
+        }
+    }
+    if (contracts && !add) {  // nothing to sum: store zeros, as a product over an empty dim does
+        MatmulTask task;
+        task.out = out, task.a = Matrix{input, out.rows, 0, 1, 1, type}, task.b = b.row_block(0, 0);
+        tasks.push_back(task);
+    }
+}
+
+// Term `index` of a product that is to be scattered or reduced: some rows of PARTIAL, or some columns where shards lie there.
+void Call::product_matmuls(const Step& step, std::vector<MatmulTask>& tasks) const {
+    const Matrix &a = lhs[step.index], &b = rhs[step.index];
+    const bool first = step.index == 0 && addend.data != nullptr;
+    for (const Range& range : merge(*this, step.writes)) {
+        const int64_t width = range.last - range.first;
+        MatmulTask task;
+        task.accumulate = step.accumulate;
+        if (last) {
+            const Matrix all{partial, outer, total_rows(), total_rows(), 1, type};
+            task.out = all.col_block(range.first, width), task.a = a, task.b = b.col_block(range.first, width);
+            if (first) task.addend = addend.col_block(range.first, width);
+        } else {
+            const Matrix all{partial, outer * total_rows(), inner, inner, 1, type};
+            task.out = all.row_block(range.first, width), task.a = a.row_block(range.first, width), task.b = b;
+            task.batch = outer, task.out_step = total_rows() * inner, task.a_step = total_rows() * a.row_stride;
+            if (first) {
+                task.addend = addend.row_block(range.first, width);
+                task.addend_step = total_rows() * addend.row_stride;
+            }
+        }
+        tasks.push_back(task);
+    }
+}
+
+}  // namespace ub_overlap

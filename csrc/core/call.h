@@ -1,0 +1,83 @@
+// One call of an op: its sizes, its buffers, and the work that each step of its schedule means for them.
+//
+// Legend: R ranks; o outer blocks; rows(s) rows of shard s in every block (equal for gathers and scatters, dealt out as
+// floor(P * s / R) for all_reduces); Q elements a row. How a buffer holds shards (flat, row-major):
+//
+//     whole     [o, rows(0) + .. + rows(R-1), Q]   all shards interleaved as in the user's tensor
+//     single    [o, rows(s), Q]                    one shard
+//     stacked   [R, o, rows(me), Q]                what each rank sent for the shard of the rank that owns the memory
+//
+//     kind                  INPUT     PARTIAL   LANDING   LANDING2   OUTPUT
+//     gathers               single    -         whole     -          whole
+//     scatters              whole     whole     stacked   -          single
+//     all_reduces           whole     whole     stacked   whole      whole
+//
+// A split along the last dim of [P, R * q] is the same thing with o = P, rows = q, Q = 1.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/arena.h"
+#include "core/schedule.h"
+#include "core/types.h"
+
+namespace ub_overlap {
+
+enum class OpKind { all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, bulk };
+enum class Collective { gather, scatter, reduce };
+
+// `blocks` runs of `bytes` bytes, `stride` bytes apart.
+struct Span {
+    char* data = nullptr;
+    int64_t blocks = 0, stride = 0, bytes = 0;
+};
+
+struct Call {
+    OpKind op = OpKind::bulk;
+    Collective collective = Collective::gather;
+    std::string op_name, site, strategy, shape_text;
+    uint32_t tag = 0;
+    Key key;
+    bool last = false;     // shards lie along the last dim of 2D matrices
+    bool average = false;  // divide the sum by R
+
+    int rank = 0, ranks = 1;
+    int64_t outer = 1, inner = 1;
+    std::vector<int64_t> begin;  // R + 1: first row of every shard within a block
+
+    DType type = DType::f32;      // of INPUT, PARTIAL and LANDING
+    DType out_type = DType::f32;  // of OUTPUT and LANDING2
+    char *input = nullptr, *partial = nullptr, *output = nullptr;
+    std::vector<Matrix> lhs, rhs, results;  // operands; results in the orientation of the tensor returned
+    std::vector<int64_t> modes;             // all_gather_matmul: mode of each consumer
+    std::vector<Matrix> accumulators;       // contracting consumers: fp32, the result itself where that is fp32
+    Matrix addend;
+
+    // Filled in by the session.
+    uint64_t epoch = 0;
+    Arena* arena = nullptr;
+    std::shared_ptr<const Program> program;
+
+    int slot() const { return static_cast<int>(epoch % slots); }
+    int64_t rows(int shard) const { return begin[shard + 1] - begin[shard]; }
+    int64_t total_rows() const { return begin[ranks]; }
+    int64_t max_rows() const;
+    int64_t landing_bytes() const;   // rounded up to a cache line, so that LANDING2 begins at one
+    int64_t landing2_bytes() const;
+    int64_t slot_bytes() const { return landing_bytes() + landing2_bytes(); }
+
+    Span span(const Region& region) const;
+    DType type_of(const Region& region) const { return region.buf == Buf::output || region.buf == Buf::landing2 ? out_type : type; }
+    // The matmuls of a step, to be run in this order.
+    std::vector<MatmulTask> matmuls(const Step& step) const;
+
+  private:
+    char* landing(int rank) const;
+    void gathered_matmuls(const Step& step, std::vector<MatmulTask>& tasks) const;
+    void product_matmuls(const Step& step, std::vector<MatmulTask>& tasks) const;
+};
+
+}  // namespace ub_overlap

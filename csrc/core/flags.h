@@ -1,0 +1,42 @@
+// Flag words: how ranks tell each other that data has landed or has been read.
+//
+// A word is 64 bits in the memory of the rank that waits: epoch in the high half, site tag in the low half. One rank alone
+// writes it, with release, after the data it stands for; its owner reads it with acquire, before it touches that data.
+// Epochs count up and are compared modularly; words are never reset.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace ub_overlap {
+
+using FlagWord = std::atomic<uint64_t>;
+static_assert(FlagWord::is_always_lock_free, "flag words live in memory that processes share");
+
+enum class FlagKind : int32_t { ready = 0, done = 1, ready2 = 2 };
+constexpr int flag_kinds = 3;
+
+// Arena slots, taken in turn: slot = epoch modulo slots.
+constexpr int slots = 2;
+
+// Pieces of a shard that can be signalled one by one.
+constexpr int max_pieces = 256;
+
+inline const char* name_of(FlagKind kind) {
+    return kind == FlagKind::ready ? "READY" : kind == FlagKind::done ? "DONE" : "READY2";
+}
+
+inline uint64_t flag_value(uint64_t epoch, uint32_t tag) { return (epoch << 32) | tag; }
+inline uint32_t epoch_of(uint64_t value) { return static_cast<uint32_t>(value >> 32); }
+inline uint32_t tag_of(uint64_t value) { return static_cast<uint32_t>(value); }
+
+// Has `seen` come to `wanted`? Right as long as two ranks are fewer than 2^31 calls apart.
+inline bool reached(uint32_t seen, uint32_t wanted) { return static_cast<int32_t>(seen - wanted) >= 0; }
+
+// Place of a word among the flags of one rank: [kind][slot][source][index]. Words of one source lie together: one writer a line.
+inline int64_t flag_place(FlagKind kind, int slot, int source, int index, int ranks) {
+    return ((static_cast<int64_t>(kind) * slots + slot) * ranks + source) * max_pieces + index;
+}
+inline int64_t flag_count(int ranks) { return static_cast<int64_t>(flag_kinds) * slots * ranks * max_pieces; }
+
+}  // namespace ub_overlap

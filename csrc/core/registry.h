@@ -1,0 +1,44 @@
+// Sessions by (group name, device type).
+//
+// A name is not an identity: a process group can be destroyed and made again under the same name, and a forked child inherits
+// this table. An entry therefore remembers the group object it was made for (held weakly, so that its address cannot be given
+// to another one) and the process it was made in.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/session.h"
+
+namespace ub_overlap {
+
+class Registry {
+  public:
+    static Registry& get();
+
+    // The session made for `owner`, or null. Throws NamedError("ForkError") in a child of the process that made it.
+    std::shared_ptr<Session> find(const std::string& group, const std::string& device, const void* owner);
+    // `keep` keeps the address `owner` from being used again. A session that was there before is closed.
+    void put(std::shared_ptr<Session> session, const void* owner, std::shared_ptr<void> keep);
+    void drop(const std::string& group, const std::string& device);
+    std::vector<std::shared_ptr<Session>> all();
+    void clear();
+    int64_t generation();
+
+  private:
+    struct Entry {
+        std::shared_ptr<Session> session;
+        const void* owner;
+        std::shared_ptr<void> keep;
+        int pid;
+    };
+    std::mutex mutex_;
+    std::map<std::pair<std::string, std::string>, Entry> entries_;
+    int64_t generation_ = 0;  // sessions made so far
+};
+
+}  // namespace ub_overlap

@@ -1,0 +1,89 @@
+// Schedules as C++ sees them: the decoded steps of runtime/schedule/steps.py. Sizes are fractions; geometry.h makes them rows.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "core/flags.h"
+
+namespace ub_overlap {
+
+enum class StepKind : int32_t { copy = 0, signal = 1, wait = 2, matmul = 3, reduce = 4, finish = 5 };
+enum class Buf : int32_t { input = 0, partial = 1, landing = 2, landing2 = 3, output = 4, result = 5, operand = 6 };
+enum Queue : int32_t { compute_queue = 0, copy_queue = 1 };
+
+// A fraction of a shard; `of` maps it to a row. Monotone, so disjoint pieces stay disjoint and a cover stays a cover.
+struct Cut {
+    int64_t num = 0, den = 1;
+    int64_t of(int64_t rows) const { return rows * num / den; }
+};
+
+struct Region {
+    Buf buf = Buf::input;
+    int rank = 0, shard = 0;
+    Cut lo, hi;
+    int index = 0;
+};
+
+struct FlagId {
+    FlagKind kind = FlagKind::ready;
+    int rank = 0, source = 0, index = 0;
+};
+
+struct FlagWait {
+    FlagId flag;
+    int back = 0;
+};
+
+struct Step {
+    StepKind kind = StepKind::copy;
+    int queue = compute_queue;
+    int record = -1;
+    std::vector<int> after;
+    int index = 0;                // matmul, finish: consumer or term
+    bool accumulate = false;      // matmul
+    std::vector<Region> reads;    // copy: the source; reduce: the sources
+    std::vector<Region> writes;   // copy, reduce: the destination
+    FlagId flag;                  // signal
+    std::vector<FlagWait> waits;  // wait: one; matmul: its gates
+};
+
+struct Key {
+    std::string kind;
+    int ranks = 1;
+    int64_t chunks = 0;
+    std::vector<bool> contracts;
+    int64_t terms = 0;
+    bool whole = false, keep = false;
+
+    auto tied() const { return std::tie(kind, ranks, chunks, contracts, terms, whole, keep); }
+    bool operator<(const Key& other) const { return tied() < other.tied(); }
+};
+
+// The steps of one rank, and for each queue their numbers in issue order.
+struct Program {
+    std::vector<Step> steps;
+    std::vector<int> queues[2];
+    int events = 0;
+};
+
+using EncodedSchedule = std::vector<std::vector<int64_t>>;
+
+// Throws NamedError("ScheduleEncodingError") on what no executor can run.
+Program decode(const EncodedSchedule& encoded, int rank, int ranks);
+
+// Decoded programs by key and rank, for the whole process; asks `provider` for what it has not met.
+class ProgramCache {
+  public:
+    using Provider = std::function<EncodedSchedule(const Key&, int rank)>;
+    static std::shared_ptr<const Program> get(const Key& key, int rank);
+    static void set_provider(Provider provider);
+    static int64_t provider_calls();
+    static void clear();
+};
+
+}  // namespace ub_overlap

@@ -1,0 +1,107 @@
+#include "core/session.h"
+
+#include "core/settings.h"
+
+namespace ub_overlap {
+
+std::string digest_of(const std::string& site) {
+    const size_t slash = site.find('/');
+    return slash == std::string::npos ? "" : site.substr(0, slash);
+}
+
+Session::Session(std::string group, std::string device, int rank, int ranks, std::shared_ptr<Arena> arena, std::string transport,
+                 std::string reason)
+    : group_(std::move(group)), device_(std::move(device)), transport_(std::move(transport)), reason_(std::move(reason)),
+      rank_(rank), ranks_(ranks), arena_(std::move(arena)) {}
+
+void Session::set_hooks(SessionHooks hooks) { hooks_ = std::move(hooks); }
+
+void Session::refuse_if_unusable() {
+    if (closed_) {
+        throw NamedError("SessionPoisonedError", {{"what", "the session of group '" + group_ + "' is closed"},
+                                                  {"fix", "make a new process group, or do not close the session before its last call"}});
+    }
+    if (!poisoned_.empty()) {
+        throw NamedError("SessionPoisonedError",
+                         {{"what", "an earlier error broke group '" + group_ + "', its ranks are no longer in step"},
+                          {"got", poisoned_},
+                          {"fix", "handle the first error; to go on, destroy the process group on all ranks and make it again"}});
+    }
+}
+
+void Session::poison(const std::string& text, const Failure* failure) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    if (poisoned_.empty()) poisoned_ = text;
+    if (!arena_) return;
+    Failure record;
+    if (failure) {
+        record = *failure;
+    } else {
+        record.code = FailureCode::peer_failed;
+        record.reporter = record.culprit = rank_;
+        set_text(record.got, text);
+    }
+    arena_->abort(record);
+}
+
+// Lets peers see where this rank is before it waits for them, so that a rank at another site, or with other sizes, is told
+// from one that is late.
+void Session::publish(const Call& call) {
+    CallDescriptor& descriptor = arena_->control(rank_)->calls[call.slot()];
+    set_text(descriptor.op, call.op_name);
+    set_text(descriptor.site, call.site);
+    set_text(descriptor.shape, call.shape_text);
+    descriptor.stamp.store(flag_value(call.epoch, call.tag), std::memory_order_release);
+}
+
+void Session::verify(const std::string& site) {
+    const std::string digest = digest_of(site);
+    if (ranks_ == 1 || digest.empty() || verified_.count(digest)) return;
+    if (hooks_.verify) hooks_.verify(digest, site);
+    verified_.insert(digest);
+}
+
+void Session::verify_only(const std::string& site) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    refuse_if_unusable();
+    try {
+        verify(site);
+    } catch (const std::exception& error) {
+        poison(error.what(), nullptr);
+        throw;
+    }
+}
+
+void Session::run(Call& call, Executor& executor) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    refuse_if_unusable();
+    // Before the epoch moves: an unknown strategy is this rank's own mistake and leaves the group usable.
+    call.program = ProgramCache::get(call.key, rank_);
+    call.epoch = ++epoch_;
+    try {
+        if (arena_) publish(call);
+        verify(call.site);
+        if (arena_ && arena_->slot_bytes() < call.slot_bytes()) hooks_.grow(call.slot_bytes());
+        call.arena = arena_.get();
+        const bool trace = settings().trace.load(std::memory_order_relaxed);
+        Stats::get().add(call.site, call.strategy, transport_, reason_, executor.run(call), trace);
+    } catch (const CallFailed& failed) {
+        poison("epoch " + std::to_string(call.epoch) + " at site '" + call.site + "'", &failed.failure);
+        throw;
+    } catch (const std::exception& error) {
+        poison(error.what(), nullptr);
+        throw;
+    } catch (...) {
+        poison("unknown error", nullptr);
+        throw;
+    }
+}
+
+void Session::close() {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    closed_ = true;
+    hooks_ = {};
+    arena_.reset();
+}
+
+}  // namespace ub_overlap

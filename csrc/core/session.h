@@ -1,0 +1,64 @@
+// One group of ranks on one device type: its arena, its epoch, its verified plans, and whether it is still usable.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+
+#include "core/executor.h"
+
+namespace ub_overlap {
+
+// What a session asks Python for. All may throw; the session is then poisoned and its peers are told.
+struct SessionHooks {
+    std::function<void(const std::string& digest, const std::string& site)> verify;
+    std::function<void(int64_t slot_bytes)> grow;
+};
+
+class Session {
+  public:
+    Session(std::string group, std::string device, int rank, int ranks, std::shared_ptr<Arena> arena, std::string transport,
+            std::string reason);
+
+    // Runs one call; the arguments have been checked. Blocks until the results are there.
+    void run(Call& call, Executor& executor);
+    // Plan check alone, for calls that another transport carries out.
+    void verify_only(const std::string& site);
+    // Marks the session unusable and tells the peers; `text` is what later calls quote.
+    void poison(const std::string& text, const Failure* failure);
+    void set_hooks(SessionHooks hooks);
+    void close();
+
+    const std::string& group() const { return group_; }
+    const std::string& device() const { return device_; }
+    const std::string& transport() const { return transport_; }
+    const std::string& reason() const { return reason_; }
+    int rank() const { return rank_; }
+    int ranks() const { return ranks_; }
+    uint64_t epoch() const { return epoch_; }
+    const std::string& poisoned() const { return poisoned_; }
+    Arena* arena() { return arena_.get(); }
+
+  private:
+    void refuse_if_unusable();
+    void publish(const Call& call);
+    void verify(const std::string& site);
+
+    const std::string group_, device_, transport_, reason_;
+    const int rank_, ranks_;
+    std::shared_ptr<Arena> arena_;  // null where there are no peers or no transport
+    SessionHooks hooks_;
+    std::recursive_mutex mutex_;  // one call at a time
+    uint64_t epoch_ = 0;
+    std::set<std::string> verified_;
+    std::string poisoned_;
+    bool closed_ = false;
+};
+
+// "9f2c/backward.3" -> "9f2c"; empty without a slash: such a site belongs to no plan and is not verified.
+std::string digest_of(const std::string& site);
+
+}  // namespace ub_overlap

@@ -1,0 +1,56 @@
+// Process-wide knobs that Python sets: deadlines, tracing, and what tests inject.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace ub_overlap {
+
+struct Settings {
+    std::atomic<int64_t> step_timeout_ns{100'000'000'000};
+    std::atomic<bool> trace{false};
+};
+
+inline Settings& settings() {
+    static Settings one;
+    return one;
+}
+
+// What tests do to a call. Null in real life: one pointer test a call.
+struct Injection {
+    // (i, j): matmul step i (counted from 0 within the call) may not end before copy step j of the COPY queue has begun.
+    std::vector<std::pair<int, int>> latches;
+    int64_t max_delay_us = 0;           // random delay before every step
+    uint64_t seed = 0;
+    std::map<int, int64_t> delays_us;   // fixed delay before step number n of the schedule
+    int only_rank = -1;                 // the fixed delays hold for this rank of a group alone, -1: for all
+};
+
+class Injections {
+  public:
+    static std::shared_ptr<const Injection> current() {
+        return active().load(std::memory_order_relaxed) ? std::atomic_load(&slot()) : nullptr;
+    }
+    static void set(std::shared_ptr<const Injection> next) {
+        active().store(next != nullptr);
+        std::atomic_store(&slot(), std::move(next));
+    }
+
+  private:
+    static std::atomic<bool>& active() {
+        static std::atomic<bool> one{false};
+        return one;
+    }
+    static std::shared_ptr<const Injection>& slot() {
+        static std::shared_ptr<const Injection> one;
+        return one;
+    }
+};
+
+}  // namespace ub_overlap

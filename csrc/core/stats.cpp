@@ -1,0 +1,61 @@
+#include "core/stats.h"
+
+#include <algorithm>
+
+#include "core/schedule.h"
+
+namespace ub_overlap {
+
+Overlap overlap_of(const std::vector<StepTime>& times) {
+    Overlap sum;
+    for (const StepTime& copy : times) {
+        if (copy.queue != copy_queue || copy.kind != static_cast<int>(StepKind::copy)) continue;
+        sum.copied += copy.bytes;
+        int64_t beside = 0;  // matmuls of a call run one after the other, so their times do not overlap
+        for (const StepTime& matmul : times) {
+            if (matmul.kind != static_cast<int>(StepKind::matmul)) continue;
+            beside += std::max<int64_t>(0, std::min(copy.end_ns, matmul.end_ns) - std::max(copy.begin_ns, matmul.begin_ns));
+        }
+        const int64_t lasted = copy.end_ns - copy.begin_ns;
+        if (lasted > 0) sum.beside += static_cast<double>(copy.bytes) * static_cast<double>(beside) / static_cast<double>(lasted);
+    }
+    return sum;
+}
+
+Stats& Stats::get() {
+    static Stats one;
+    return one;
+}
+
+void Stats::add(const std::string& site, const std::string& strategy, const std::string& transport, const std::string& reason,
+                const std::vector<StepTime>& times, bool keep_trace) {
+    const Overlap overlap = overlap_of(times);
+    std::lock_guard<std::mutex> lock(mutex_);
+    SiteStats& stats = sites_[site];
+    stats.calls += 1;
+    stats.bytes_copied += overlap.copied;
+    stats.bytes_beside_matmul += overlap.beside;
+    stats.strategy = strategy;
+    stats.transport = transport;
+    stats.reason = reason;
+    if (keep_trace) traces_[site] = times;
+}
+
+std::map<std::string, SiteStats> Stats::sites() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return sites_;
+}
+
+std::vector<StepTime> Stats::trace(const std::string& site) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = traces_.find(site);
+    return found == traces_.end() ? std::vector<StepTime>() : found->second;
+}
+
+void Stats::clear() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    sites_.clear();
+    traces_.clear();
+}
+
+}  // namespace ub_overlap

@@ -1,0 +1,46 @@
+// What happened, by site: how often, over which transport, how many bytes travelled, and how many of them beside a matmul.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace ub_overlap {
+
+// When a step ran, in CLOCK_MONOTONIC nanoseconds.
+struct StepTime {
+    int step = 0, queue = 0, kind = 0;
+    int64_t begin_ns = 0, end_ns = 0, bytes = 0;
+};
+
+struct SiteStats {
+    int64_t calls = 0, bytes_copied = 0;
+    double bytes_beside_matmul = 0;
+    std::string strategy, transport, reason;
+};
+
+// Bytes of the copies on the COPY queue, and those weighted by the share of each copy's time in which some matmul ran.
+struct Overlap {
+    int64_t copied = 0;
+    double beside = 0;
+};
+Overlap overlap_of(const std::vector<StepTime>& times);
+
+class Stats {
+  public:
+    static Stats& get();
+    void add(const std::string& site, const std::string& strategy, const std::string& transport, const std::string& reason,
+             const std::vector<StepTime>& times, bool keep_trace);
+    std::map<std::string, SiteStats> sites();
+    std::vector<StepTime> trace(const std::string& site);
+    void clear();
+
+  private:
+    std::mutex mutex_;
+    std::map<std::string, SiteStats> sites_;
+    std::map<std::string, std::vector<StepTime>> traces_;
+};
+
+}  // namespace ub_overlap

@@ -1,0 +1,159 @@
+// Signal protocol (words and who writes them: core/flags.h, core/arena.h):
+//
+//     push     copy into a peer's slot, then store READY or READY2 there with release; both on the copy engine's thread, or the
+//              copy on one thread and the signal on another behind an event (release and acquire too)
+//     arrive   load the word with acquire until it holds this epoch, then read the slot
+//     free     after the last read of its own slot a rank stores DONE at every peer; a push two epochs later waits for that
+//
+// Events are local to a call: stored with release by the thread that ran the step, loaded with acquire by the one that needs it.
+#include "cpu/executor.h"
+
+#include <atomic>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <random>
+
+#include "core/settings.h"
+#include "cpu/copy_engine.h"
+#include "cpu/kernels.h"
+#include "cpu/shm_arena.h"
+#include "cpu/waiter.h"
+
+namespace ub_overlap {
+namespace {
+
+// One call under way on its two threads.
+class Run {
+  public:
+    Run(const Call& call, MatmulFn matmul)
+        : call_(call), program_(*call.program), matmul_(matmul), injection_(Injections::current()),
+          begun_(new std::atomic<uint8_t>[program_.steps.size()]()), events_(new std::atomic<uint8_t>[program_.events + 1]()),
+          times_(program_.steps.size()) {}
+
+    std::vector<StepTime> go() {
+        CopyEngine::Job job{[this] { queue(copy_queue); }};
+        const bool copies = !program_.queues[copy_queue].empty();
+        if (copies) CopyEngine::get().submit(job);
+        queue(compute_queue);
+        if (copies) CopyEngine::get().wait(job);
+        if (error_) std::rethrow_exception(error_);
+        return std::move(times_);
+    }
+
+  private:
+    void queue(int which) noexcept {
+        try {
+            for (int number : program_.queues[which]) {
+                const Step& step = program_.steps[number];
+                for (int event : step.after) wait_for_event(event);
+                delay(number);
+                const int64_t begin = now_ns();
+                begun_[number].store(1, std::memory_order_release);
+                const int64_t bytes = execute(step);
+                if (step.kind == StepKind::matmul) hold_until_latched(which);
+                times_[number] = StepTime{number, which, static_cast<int>(step.kind), begin, now_ns(), bytes};
+                if (step.record >= 0) events_[step.record].store(1, std::memory_order_release);
+            }
+        } catch (const CallStopped&) {
+        } catch (...) {
+            {
+                std::lock_guard<std::mutex> lock(error_mutex_);
+                if (!error_) error_ = std::current_exception();
+            }
+            stop_.store(true, std::memory_order_release);
+        }
+    }
+
+    int64_t execute(const Step& step) {
+        switch (step.kind) {
+            case StepKind::copy: {
+                const Span src = call_.span(step.reads[0]), dst = call_.span(step.writes[0]);
+                copy_spans(src, dst);
+                return src.blocks * src.bytes;
+            }
+            case StepKind::signal:
+                call_.arena->flag(step.flag.rank, step.flag.kind, call_.slot(), step.flag.source, step.flag.index)
+                    .store(flag_value(call_.epoch, call_.tag), std::memory_order_release);
+                return 0;
+            case StepKind::wait:
+                wait_for_flag(call_, step.waits[0], step.queue, stop_);
+                return 0;
+            case StepKind::matmul:
+                for (const FlagWait& gate : step.waits) wait_for_flag(call_, gate, step.queue, stop_);
+                for (const MatmulTask& task : call_.matmuls(step)) matmul_(task);
+                return 0;
+            case StepKind::reduce: {
+                std::vector<Span> sources;
+                for (const Region& region : step.reads) sources.push_back(call_.span(region));
+                const float divisor = call_.average ? static_cast<float>(call_.ranks) : 1.0f;
+                reduce_spans(sources, call_.type, call_.span(step.writes[0]), call_.out_type, divisor);
+                return 0;
+            }
+            case StepKind::finish: {
+                const Matrix &sum = call_.accumulators[step.index], &result = call_.results[step.index];
+                if (sum.data != result.data) round_from_f32(sum.data, result.data, sum.rows * sum.cols, result.type);
+                return 0;
+            }
+        }
+        return 0;
+    }
+
+    // What another thread of this call does; its own waits have deadlines, so this one needs none.
+    void wait_for(const std::function<bool()>& condition) {
+        wait_until(condition, INT64_MAX, [&] {
+            if (call_.arena) call_.arena->control(call_.rank)->heartbeat_ns.store(now_ns(), std::memory_order_relaxed);
+            if (stop_.load(std::memory_order_acquire)) throw CallStopped();
+        });
+    }
+    void wait_for_event(int event) {
+        wait_for([&] { return events_[event].load(std::memory_order_acquire) != 0; });
+    }
+
+    void delay(int number) {
+        if (!injection_) return;
+        int64_t us = 0;
+        auto fixed = injection_->delays_us.find(number);
+        if (fixed != injection_->delays_us.end() && (injection_->only_rank < 0 || injection_->only_rank == call_.rank)) {
+            us += fixed->second;
+        }
+        if (injection_->max_delay_us > 0) {
+            std::mt19937_64 random(injection_->seed + call_.epoch * 1000003 + static_cast<uint64_t>(number) * 7919 + call_.rank);
+            us += static_cast<int64_t>(random() % static_cast<uint64_t>(injection_->max_delay_us + 1));
+        }
+        const int64_t end = now_ns() + us * 1000;
+        if (us > 0) wait_until([&] { return now_ns() >= end; }, INT64_MAX, [] {});
+    }
+
+    void hold_until_latched(int which) {
+        const int ordinal = matmuls_[which]++;
+        if (!injection_) return;
+        const auto& copy_queue_steps = program_.queues[copy_queue];
+        for (const auto& latch : injection_->latches) {
+            if (latch.first != ordinal) continue;
+            int left = latch.second;
+            for (int number : copy_queue_steps) {
+                if (program_.steps[number].kind != StepKind::copy || left-- > 0) continue;
+                wait_for([&, number] { return begun_[number].load(std::memory_order_acquire) != 0; });
+                break;
+            }
+        }
+    }
+
+    const Call& call_;
+    const Program& program_;
+    MatmulFn matmul_;
+    std::shared_ptr<const Injection> injection_;
+    std::unique_ptr<std::atomic<uint8_t>[]> begun_, events_;
+    std::vector<StepTime> times_;
+    std::atomic<bool> stop_{false};
+    std::mutex error_mutex_;
+    std::exception_ptr error_;
+    int matmuls_[2] = {0, 0};
+};
+
+}  // namespace
+
+std::vector<StepTime> CpuExecutor::run(const Call& call) { return Run(call, matmul_).go(); }
+
+}  // namespace ub_overlap

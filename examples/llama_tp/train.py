@@ -1,0 +1,131 @@
+"""One rank of the demo: the same model trained twice side by side, eager and compiled, step by step on the same batches."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from console import Progress
+from data import Batches, load_corpus
+from model import ModelArgs, Transformer
+from parallelize import parallelize
+from ub_overlap import reports
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What the command line decides; travels to every rank."""
+
+    ranks: int
+    """Processes, each on a GPU of its own or all on the CPU."""
+    device: str
+    """"cuda" or "cpu"."""
+    steps: int
+    batch: int
+    seq: int
+    args: ModelArgs
+    options: dict[str, str]
+    """Handed to torch.compile(backend="ub_overlap", options=...)."""
+    dtype: torch.dtype
+    """Of weights and activations; losses are computed in fp32."""
+    lr: float = 3e-3
+    seed: int = 0
+    timeout_s: int = 120
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """What one of the two trainings did: the loss of each step and its wall time in seconds, the first step's included."""
+
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+
+@dataclass(kw_only=True, slots=True)
+class Outcome:
+    """What rank 0 reports: both trainings, the compiled model's sites as text, and where its reports are stored."""
+
+    eager: Run
+    ours: Run
+    sites: str
+    paths: list[str]
+
+
+def build(settings: Settings, mesh: DeviceMesh) -> Transformer:
+    """The model, its weights drawn from the seed on the CPU and then distributed over `mesh`."""
+    model = Transformer(settings.args)
+    model.init_weights(settings.seed)
+    rope = model.rope.to(settings.device)
+    model.to(settings.device, settings.dtype)
+    model.rope = rope  # angles stay in fp32: bf16 has too few digits for positions past 256
+    return parallelize(model, mesh)
+
+
+class Trainer:
+    """A model, its AdamW and its record. `forward` is the model or the compiled model."""
+
+    def __init__(self, model: Transformer, forward: nn.Module | Callable[[Tensor], Tensor], settings: Settings) -> None:
+        self.forward, self.device, self.run = forward, settings.device, Run()
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), foreach=False)
+
+    def step(self, tokens: Tensor, targets: Tensor) -> float:
+        """One step of training; the loss before it, in nats a byte."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        logits = self.forward(tokens)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        value = loss.item()
+        self.run.seconds.append(time.perf_counter() - begin)
+        self.run.losses.append(value)
+        return value
+
+
+def start(rank: int, settings: Settings, rendezvous: str) -> DeviceMesh:
+    """Join the process group through the file `rendezvous`; the mesh over all ranks."""
+    if settings.device == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
+    dist.init_process_group(
+        "nccl" if settings.device == "cuda" else "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=settings.ranks,
+        timeout=timedelta(seconds=settings.timeout_s),
+    )
+    return init_device_mesh(settings.device, (settings.ranks,))
+
+
+def train(rank: int, settings: Settings, rendezvous: str, deliver: Callable[[Outcome], None]) -> None:
+    """A rank's whole life. Rank 0 shows progress and hands the outcome to `deliver`."""
+    mesh = start(rank, settings, rendezvous)
+    try:
+        eager_model, compiled_model = build(settings, mesh), build(settings, mesh)
+        compiled = torch.compile(compiled_model, backend="ub_overlap", options=settings.options)
+        eager = Trainer(eager_model, eager_model, settings)
+        ours = Trainer(compiled_model, compiled, settings)
+        batches = Batches(load_corpus(), batch=settings.batch, seq=settings.seq, seed=settings.seed)
+        progress = Progress(settings.steps, enabled=rank == 0)
+        for _ in range(settings.steps):
+            tokens, targets = (t.to(settings.device) for t in batches.next())
+            progress.update(f"loss: eager {eager.step(tokens, targets):.4f}  ub_overlap {ours.step(tokens, targets):.4f}")
+        if rank == 0:
+            report = reports()
+            paths = [str(path) for path in report.paths]
+            deliver(Outcome(eager=eager.run, ours=ours.run, sites=str(report), paths=paths))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()

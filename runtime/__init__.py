@@ -1,0 +1,1 @@
+"""The runtime half of ub_overlap: schedules, sessions and the custom ops."""

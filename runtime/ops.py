@@ -1,0 +1,175 @@
+"""The ops `torch.ops.ub_overlap.*`: loads the extension that implements them, and tells torch their shapes.
+
+Importing this module registers the ops. It starts no process group and touches no device; sessions are made at first calls.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import errors, reference, session, settings
+
+_REBUILD = "reinstall ub_overlap in this environment: pip install --no-build-isolation --force-reinstall --no-deps ."
+
+
+def extension() -> Any:
+    """The extension module, already checked and installed."""
+    return _C
+
+
+def check_build(info: dict[str, Any], torch_version: str) -> None:
+    """BuildMismatchError unless the extension was compiled against the torch that runs: C++ layouts change between them."""
+    if info["torch"] != torch_version:
+        raise errors.BuildMismatchError(
+            "the compiled part of ub_overlap was built for another torch",
+            where="ub_overlap._C",
+            got=f"torch {torch_version}",
+            expected=f"torch {info['torch']}",
+            fix=_REBUILD,
+        )
+
+
+def load() -> Any:
+    """Import the extension. BuildMismatchError where it is missing or does not fit the torch that runs."""
+    name = "ub_overlap._C"
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        what = "the compiled part of ub_overlap is missing"
+        raise errors.BuildMismatchError(what, where=name, got="no such module", fix=_REBUILD)
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        raise errors.BuildMismatchError(
+            "the compiled part of ub_overlap cannot be loaded",
+            where=name,
+            got=str(error),
+            expected=f"an extension built for torch {torch.__version__}",
+            fix=_REBUILD,
+        ) from error
+    check_build(module.build_info(), torch.__version__)
+    return module
+
+
+class _Provider:
+    """Schedules for C++. A key that is new is also proven to share an arena with every key of its group size met before:
+    calls of one group follow each other in any order."""
+
+    def __init__(self) -> None:
+        self._met: set[tuple[Any, ...]] = set()
+
+    def __call__(self, key: tuple[Any, ...], rank: int) -> list[tuple[int, ...]]:
+        from .schedule.encode import prove_pair, provide
+
+        steps = provide(key, rank)
+        for other in self._met:
+            if other != key and other[1] == key[1]:
+                prove_pair(key, other)
+        self._met.add(key)
+        return steps
+
+
+def _group_size(group: str) -> int:
+    from ub_overlap import _torch_compat
+
+    return _torch_compat.group_of(group).size()
+
+
+def _empty(like: Tensor, sizes: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
+    return like.new_empty(tuple(sizes), dtype=dtype or like.dtype)
+
+
+def _fake_all_gather_matmul(
+    shard: Tensor,
+    operands: Sequence[Tensor],
+    modes: Sequence[int],
+    outer: int,
+    last: bool,
+    keep: bool,
+    strategy: str,
+    group: str,
+    site: str,
+) -> tuple[Tensor, list[Tensor]]:
+    ranks = _group_size(group)
+    rows: Any = 1
+    for size in shard.shape[:-1]:
+        rows = rows * size
+    cols: Any = shard.shape[-1]
+    rows, cols = (rows, cols * ranks) if last else (rows * ranks, cols)
+    outs = []
+    for operand, mode in zip(operands, modes, strict=True):
+        torch._check(operand.shape[0] == (rows if mode >= 2 else cols), lambda: "an operand does not fit the gathered matrix")
+        sizes = (cols if mode >= 2 else rows, operand.shape[1])
+        outs.append(_empty(shard, sizes[::-1] if mode % 2 else sizes))
+    return _empty(shard, (rows, cols) if keep else (0,)), outs
+
+
+def _fake_matmul_reduce_scatter(
+    lhs: Sequence[Tensor],
+    rhs: Sequence[Tensor],
+    addend: Tensor | None,
+    outer: int,
+    last: bool,
+    reduce_op: str,
+    out_dtype: torch.dtype,
+    keep: bool,
+    strategy: str,
+    group: str,
+    site: str,
+) -> tuple[Tensor, Tensor]:
+    ranks = _group_size(group)
+    rows, cols = lhs[0].shape[0], rhs[0].shape[1]
+    torch._check((cols if last else rows) % ranks == 0, lambda: "the product cannot be scattered evenly")
+    out = (rows, cols // ranks) if last else (rows // ranks, cols)
+    return _empty(lhs[0], out, out_dtype), _empty(lhs[0], (rows, cols) if keep else (0,))
+
+
+def _fake_matmul_all_reduce(
+    lhs: Sequence[Tensor],
+    rhs: Sequence[Tensor],
+    addend: Tensor | None,
+    reduce_op: str,
+    out_dtype: torch.dtype,
+    keep: bool,
+    strategy: str,
+    group: str,
+    site: str,
+) -> tuple[Tensor, Tensor]:
+    sizes = (lhs[0].shape[0], rhs[0].shape[1])
+    return _empty(lhs[0], sizes, out_dtype), _empty(lhs[0], sizes if keep else (0,))
+
+
+def _fake_bulk(
+    input: Tensor,
+    lhs: Sequence[Tensor],
+    rhs: Sequence[Tensor],
+    collective: str,
+    reduce_op: str,
+    strategy: str,
+    group: str,
+    site: str,
+) -> tuple[Tensor, list[Tensor]]:
+    ranks, sizes = _group_size(group), list(input.shape)
+    if collective == "all_gather":
+        sizes[0] = sizes[0] * ranks
+    elif collective == "reduce_scatter":
+        torch._check(sizes[0] % ranks == 0, lambda: "the input cannot be scattered evenly")
+        sizes[0] = sizes[0] // ranks
+    return _empty(input, sizes), [_empty(a, (a.shape[0], b.shape[1])) for a, b in zip(lhs, rhs, strict=True)]
+
+
+_C = load()
+torch.library.register_fake("ub_overlap::all_gather_matmul", _fake_all_gather_matmul)
+torch.library.register_fake("ub_overlap::matmul_reduce_scatter", _fake_matmul_reduce_scatter)
+torch.library.register_fake("ub_overlap::matmul_all_reduce", _fake_matmul_all_reduce)
+torch.library.register_fake("ub_overlap::bulk", _fake_bulk)
+_C.install(provide=_Provider(), bind=session.bind, reference=reference.run, make_error=errors.make)
+settings.apply()
+# Sessions hold Python objects: they must go while there is an interpreter.
+atexit.register(_C.close_all)

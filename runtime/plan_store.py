@@ -1,0 +1,51 @@
+"""Plans by digest, on disk: what a warm compile cache, the session's mismatch error and the command line read.
+
+A compile-cache hit skips the pass that made the plan, yet the cached code still carries the plan's digest in every op.
+The plan text is therefore kept beside the caches, under its digest, and written once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+
+_DIGEST = re.compile(r"[0-9a-f]{8,64}\Z")
+
+
+def directory() -> Path:
+    """$UB_OVERLAP_CACHE_DIR/plans, else $XDG_CACHE_HOME/ub_overlap/plans, else ~/.cache/ub_overlap/plans."""
+    root = os.environ.get("UB_OVERLAP_CACHE_DIR")
+    if root:
+        return Path(root) / "plans"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ub_overlap" / "plans"
+
+
+def path_of(digest: str) -> Path:
+    if not _DIGEST.match(digest):
+        raise ValueError(f"plan digest {digest!r}: expected 8 to 64 hexadecimal digits")
+    return directory() / f"{digest}.json"
+
+
+def save(digest: str, text: str) -> Path:
+    """Writes `text` under `digest` atomically: readers see the old text or the new, never a part."""
+    path = path_of(digest)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd, name = tempfile.mkstemp(dir=path.parent, prefix=".plan-")
+    try:
+        with os.fdopen(fd, "w") as f:
+            f.write(text)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+    return path
+
+
+def load(digest: str) -> str | None:
+    """The plan's JSON text, or None where this machine has none under `digest`."""
+    try:
+        return path_of(digest).read_text()
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,63 @@
+"""Builders: a pure function a kind, from (key, rank) to a `Schedule`.
+
+A builder proves nothing; `checker.check` does, for whatever a builder (or a person) wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from ..faults import ScheduleError
+from ..steps import Key, Schedule
+from . import all_gather_matmul, bulk, matmul_all_reduce, matmul_reduce_scatter
+
+BUILDERS: dict[str, Callable[[Key, int], Schedule]] = {
+    "all_gather_matmul": all_gather_matmul.build,
+    "matmul_reduce_scatter": matmul_reduce_scatter.build,
+    "matmul_all_reduce": matmul_all_reduce.build,
+    "bulk_all_gather": bulk.build_all_gather,
+    "bulk_reduce_scatter": bulk.build_reduce_scatter,
+    "bulk_all_reduce": bulk.build_all_reduce,
+}
+
+
+def build(key: Key, rank: int) -> Schedule:
+    """What `rank` does for `key`."""
+    check_key(key)
+    if not 0 <= rank < key.ranks:
+        raise ScheduleError("key", f"rank {rank} is not in a group of {key.ranks} ranks (0 to {key.ranks - 1})")
+    return BUILDERS[key.kind](key, rank)
+
+
+@lru_cache(maxsize=256)
+def build_all(key: Key) -> tuple[Schedule, ...]:
+    """The schedules of all ranks, in rank order."""
+    return tuple(build(key, rank) for rank in range(key.ranks))
+
+
+def check_key(key: Key) -> None:
+    """Refuse keys that mean nothing, saying which field and why."""
+
+    def refuse(what: str) -> None:
+        raise ScheduleError("key", f"{what}; in {key}")
+
+    gathers, scatters = key.kind == "all_gather_matmul", key.kind.startswith("matmul_")
+    if key.kind not in BUILDERS:
+        refuse(f"kind {key.kind!r} is unknown, expected one of {', '.join(BUILDERS)}")
+    if key.ranks < 1:
+        refuse(f"a group has at least one rank, got {key.ranks}")
+    if key.chunks < 0:
+        refuse(f"chunks must be 0 (one a rank) or more, got {key.chunks}")
+    if key.whole and key.chunks > key.ranks:
+        refuse(f"shards cannot be cut (whole), so chunks is at most {key.ranks}, got {key.chunks}")
+    if key.contracts and not gathers:
+        refuse("only all_gather_matmul has consumers that contract: leave contracts empty")
+    if gathers and key.terms:
+        refuse("all_gather_matmul counts its consumers by contracts: leave terms at 0")
+    if gathers and not key.contracts and not key.keep:
+        refuse("nobody uses what is gathered: name a consumer or set keep")
+    if scatters and key.terms < 1:
+        refuse("a product has at least one term: set terms")
+    if key.terms < 0:
+        refuse(f"terms must be 0 or more, got {key.terms}")

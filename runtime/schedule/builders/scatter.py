@@ -1,0 +1,82 @@
+"""The two phases that reductions are made of, shared by the scatter, all_reduce and bulk builders.
+
+Scatter: every rank computes the shards of its partial product up the ring, own shard last, and pushes each to its owner as
+soon as it is there; the owner sums all ranks' shards in rank order, in fp32. Rank 1 of 4::
+
+    COMPUTE   mm(2)   mm(3)      mm(0)      mm(own 1)   wait all, reduce
+    COPY              push to 2  push to 3  push to 0
+
+Share (all_reduce): the owner pushes the reduced shard to every peer; arriving shards are copied into the result.
+"""
+
+from __future__ import annotations
+
+from ..steps import ONE, ZERO, Buf, FlagKind, Matmul, Queue, Reduce, Region
+from .script import Script, pieces, regions, runs, split
+
+
+def scatter_products(script: Script) -> None:
+    """Compute PARTIAL shard by shard and push each to its owner's LANDING."""
+    key, rank = script.key, script.rank
+    order = [*script.peers_up, rank]
+    free: set[int] = set()
+    for batch in split(order, key.chunks if 0 < key.chunks < key.ranks else key.ranks):
+        for run in runs(batch):
+            # Nothing waits for the own shard alone: it is not cut.
+            cuts = pieces(key) if run != [rank] else [(ZERO, ONE)]
+            for index, (lo, hi) in enumerate(cuts):
+                owners = [shard for shard in batch if shard in run and shard != rank]
+                made = script.event() if owners else None
+                writes = regions(Region(Buf.PARTIAL, rank, 0, lo, hi), run)
+                for term in range(key.terms):
+                    record = made if term == key.terms - 1 else None
+                    add = term > 0
+                    script.add(Matmul(queue=Queue.COMPUTE, index=term, reads=(), writes=writes, accumulate=add, record=record))
+                after = () if made is None else (made,)
+                for owner in owners:
+                    if owner not in free:
+                        script.wait_slot_free(owner)
+                        free.add(owner)
+                    src, dst = Region(Buf.PARTIAL, rank, owner, lo, hi), Region(Buf.LANDING, owner, rank, lo, hi)
+                    script.push(src, dst, FlagKind.READY, index, after)
+                    after = ()  # the pushes behind it on the queue need not wait again
+
+
+def scatter_input(script: Script) -> None:
+    """Push the shards of INPUT to their owners' LANDING (bulk: they are all there when the call begins)."""
+    rank = script.rank
+    for owner in script.peers_up:
+        script.wait_slot_free(owner)
+        for index, (lo, hi) in enumerate(pieces(script.key)):
+            src, dst = Region(Buf.INPUT, rank, owner, lo, hi), Region(Buf.LANDING, owner, rank, lo, hi)
+            script.push(src, dst, FlagKind.READY, index)
+
+
+def reduce_own(script: Script, own: Buf, shard: int, *, share: bool) -> None:
+    """Sum what landed and this rank's own shard (in `own`) into OUTPUT shard `shard`, piece by piece, in rank order.
+
+    share: push every reduced piece on to all peers' LANDING2 at once. Their slots are known to be free: the scatter phase
+    waited for that, earlier on the same queue.
+    """
+    rank = script.rank
+    for index, (lo, hi) in enumerate(pieces(script.key)):
+        for source in script.peers_down:  # the order in which they arrive: rank r-1 computes shard r first
+            script.wait(FlagKind.READY, source, index)
+        sources = tuple(
+            Region(own if source == rank else Buf.LANDING, rank, source, lo, hi) for source in range(script.key.ranks)
+        )
+        reduced = Region(Buf.OUTPUT, rank, shard, lo, hi)
+        made = script.event() if share and script.peers_down else None
+        script.add(Reduce(queue=Queue.COMPUTE, srcs=sources, dst=reduced, record=made))
+        after = () if made is None else (made,)
+        for peer in script.peers_down if share else ():
+            script.push(reduced, Region(Buf.LANDING2, peer, rank, lo, hi), FlagKind.READY2, index, after)
+            after = ()  # the pushes behind it on the queue need not wait again
+
+
+def collect(script: Script, landing: Buf, kind: FlagKind) -> None:
+    """Copy the peers' shards from a landing area to OUTPUT as they arrive."""
+    for source in script.peers_up:
+        for index, (lo, hi) in enumerate(pieces(script.key)):
+            script.wait(kind, source, index)
+            script.local_copy(Region(landing, script.rank, source, lo, hi), Region(Buf.OUTPUT, script.rank, source, lo, hi))

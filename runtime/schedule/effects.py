@@ -1,0 +1,100 @@
+"""What a step does to memory and to flags, whatever its type: the one place that knows every step class.
+
+The checker, the flag rules and the order of steps are written over these effects, so a new step class is a new case here
+and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .steps import Buf, Copy, Finish, Flag, Matmul, Opaque, Reduce, Region, Signal, Step, Wait
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One region read or written. `adds`: the write accumulates (or rounds in place), so it needs a store before it."""
+
+    region: Region
+    write: bool
+    adds: bool = False
+
+
+def accesses(step: Step, rank: int) -> Iterator[Access]:
+    """The regions `step` touches on behalf of `rank`: reads first, as every step reads before it writes."""
+    match step:
+        case Copy():
+            yield Access(step.src, False)
+            yield Access(step.dst, True)
+        case Matmul():
+            yield from (Access(region, False) for region in step.reads)
+            yield from (Access(region, True, step.accumulate) for region in step.writes)
+        case Reduce():
+            yield from (Access(region, False) for region in step.srcs)
+            yield Access(step.dst, True)
+        case Finish():
+            yield Access(Region(Buf.RESULT, rank, 0, index=step.index), True, True)
+        case Opaque():
+            yield from (Access(region, False) for region in step.reads)
+            yield from (Access(region, True) for region in step.writes)
+
+
+def waits(step: Step) -> tuple[Wait, ...]:
+    """The flag waits that `step` is or contains."""
+    match step:
+        case Wait():
+            return (step,)
+        case Matmul():
+            return step.gates
+        case Opaque():
+            return step.waits
+    return ()
+
+
+def signals(step: Step) -> tuple[Flag, ...]:
+    """The flags that `step` writes."""
+    match step:
+        case Signal():
+            return (step.flag,)
+        case Opaque():
+            return tuple(signal.flag for signal in step.signals)
+    return ()
+
+
+def show_region(region: Region) -> str:
+    """``LANDING@2[3:1/2..1]``: buffer, rank, shard, interval; ``RESULT.1`` for consumer 1."""
+    piece = "" if (region.lo, region.hi) == (0, 1) else f":{region.lo}..{region.hi}"
+    index = f".{region.index}" if region.buf is Buf.RESULT else ""
+    return f"{region.buf.name}{index}@{region.rank}[{region.shard}{piece}]"
+
+
+def show_flag(flag: Flag, back: int = 0) -> str:
+    """``READY@2 from 1 #0``: where the word is, who writes it, which piece."""
+    when = f" of epoch e-{back}" if back else ""
+    return f"{flag.kind.name}@{flag.rank} from {flag.source} #{flag.index}{when}"
+
+
+def show(step: Step) -> str:
+    """One step in a few words, for errors and drawings."""
+    match step:
+        case Copy():
+            text = f"{show_region(step.src)} -> {show_region(step.dst)}"
+        case Signal():
+            text = show_flag(step.flag)
+        case Wait():
+            text = show_flag(step.flag, step.back)
+        case Matmul():
+            reads = " ".join(show_region(region) for region in step.reads)
+            writes = " ".join(show_region(region) for region in step.writes)
+            text = f"{step.index} {reads}{' ' if reads else ''}{'+>' if step.accumulate else '->'} {writes}"
+            text += "".join(f" gate {show_flag(gate.flag, gate.back)}" for gate in step.gates)
+        case Reduce():
+            text = f"{' + '.join(show_region(region) for region in step.srcs)} -> {show_region(step.dst)}"
+        case Finish():
+            text = str(step.index)
+        case Opaque():
+            text = step.name
+        case _:
+            text = ""
+    return f"{type(step).__name__} {text}"

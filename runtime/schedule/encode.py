@@ -1,0 +1,147 @@
+"""Schedules as plain integers, for C++: the layout is the table in docs/ops.md.
+
+`provide` is what C++ calls (with the GIL, once for each new key): it builds the schedules of all ranks, proves them, and
+hands over the ones of the asking rank. Every rank proves on its own; equal keys give equal schedules, so no rank needs to
+hear another's verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from .builders import build_all
+from .checker import check_reuse, check_sequence
+from .effects import show
+from .faults import ScheduleError
+from .steps import Buf, Copy, Finish, Flag, FlagKind, Key, Matmul, Queue, Reduce, Region, Schedule, Signal, Step, Wait
+
+COPY, SIGNAL, WAIT, MATMUL, REDUCE, FINISH = range(6)
+Row = tuple[int, ...]
+
+
+def provide(key: tuple[Any, ...], rank: int) -> list[Row]:
+    """The proven, encoded schedule of `rank` for `key`, a `Key` as a plain tuple."""
+    return list(_proven(_key(key))[rank])
+
+
+def prove_pair(key_a: tuple[Any, ...], key_b: tuple[Any, ...]) -> None:
+    """Prove that calls of both keys may share a group's arena in any order, or raise `ScheduleError`. Cached, symmetric."""
+    first, second = sorted((_key(key_a), _key(key_b)), key=repr)
+    check_reuse(first, second)
+
+
+def encode(schedule: Schedule) -> list[Row]:
+    """One tuple a step: opcode, queue, record or -1, number of events waited for, those events, payload."""
+    return [_encode_step(step) for step in schedule.steps]
+
+
+def decode(rows: Sequence[Sequence[int]], key: Key, rank: int) -> Schedule:
+    """The inverse of `encode`."""
+    return Schedule(key, rank, tuple(_decode_step(row) for row in rows))
+
+
+def _key(fields: tuple[Any, ...]) -> Key:
+    kind, ranks, chunks, contracts, terms, whole, keep = fields
+    return Key(str(kind), int(ranks), int(chunks), tuple(map(bool, contracts)), int(terms), bool(whole), bool(keep))
+
+
+@lru_cache(maxsize=1024)
+def _proven(key: Key) -> tuple[tuple[Row, ...], ...]:
+    schedules = build_all(key)
+    check_reuse(key, key)
+    check_sequence([schedules] * 4)
+    return tuple(tuple(encode(schedule)) for schedule in schedules)
+
+
+def _encode_step(step: Step) -> Row:
+    match step:
+        case Copy():
+            opcode, payload = COPY, [*_encode_region(step.src), *_encode_region(step.dst)]
+        case Signal():
+            opcode, payload = SIGNAL, [*_encode_flag(step.flag)]
+        case Wait():
+            opcode, payload = WAIT, [*_encode_flag(step.flag), step.back]
+        case Matmul():
+            gates = [number for gate in step.gates for number in (*_encode_flag(gate.flag), gate.back)]
+            opcode = MATMUL
+            payload = [step.index, int(step.accumulate), *_encode_regions(step.reads), *_encode_regions(step.writes)]
+            payload += [len(step.gates), *gates]
+        case Reduce():
+            opcode, payload = REDUCE, [*_encode_regions(step.srcs), *_encode_region(step.dst)]
+        case Finish():
+            opcode, payload = FINISH, [step.index]
+        case _:
+            raise ScheduleError("encode", f"the executors run no {type(step).__name__}: {show(step)}")
+    record = -1 if step.record is None else step.record
+    return (opcode, int(step.queue), record, len(step.after), *step.after, *payload)
+
+
+def _encode_region(region: Region) -> Row:
+    lo, hi = region.lo, region.hi
+    ends = (lo.numerator, lo.denominator, hi.numerator, hi.denominator)
+    return (int(region.buf), region.rank, region.shard, *ends, region.index)
+
+
+def _encode_regions(regions: tuple[Region, ...]) -> list[int]:
+    return [len(regions), *(number for region in regions for number in _encode_region(region))]
+
+
+def _encode_flag(flag: Flag) -> Row:
+    return (int(flag.kind), flag.rank, flag.source, flag.index)
+
+
+def _decode_step(row: Sequence[int]) -> Step:
+    numbers = iter(row)
+    opcode, queue, recorded = next(numbers), Queue(next(numbers)), next(numbers)
+    after = tuple(next(numbers) for _ in range(next(numbers)))
+    record = None if recorded < 0 else recorded
+    step: Step
+    match opcode:
+        case 0:
+            step = Copy(queue=queue, after=after, record=record, src=_decode_region(numbers), dst=_decode_region(numbers))
+        case 1:
+            step = Signal(queue=queue, after=after, record=record, flag=_decode_flag(numbers))
+        case 2:
+            step = Wait(queue=queue, after=after, record=record, flag=_decode_flag(numbers), back=next(numbers))
+        case 3:
+            index, accumulate = next(numbers), bool(next(numbers))
+            reads, writes = _decode_regions(numbers), _decode_regions(numbers)
+            # A gate inside a matmul has no queue of its own to run on: it takes the matmul's.
+            gates = tuple(Wait(queue=queue, flag=_decode_flag(numbers), back=next(numbers)) for _ in range(next(numbers)))
+            step = Matmul(
+                queue=queue,
+                after=after,
+                record=record,
+                index=index,
+                reads=reads,
+                writes=writes,
+                accumulate=accumulate,
+                gates=gates,
+            )
+        case 4:
+            sources = _decode_regions(numbers)
+            step = Reduce(queue=queue, after=after, record=record, srcs=sources, dst=_decode_region(numbers))
+        case 5:
+            step = Finish(queue=queue, after=after, record=record, index=next(numbers))
+        case _:
+            raise ScheduleError("encode", f"opcode {opcode} is unknown, expected 0 to 5, in {tuple(row)}")
+    if left := list(numbers):
+        raise ScheduleError("encode", f"{len(left)} numbers too many in {tuple(row)}")
+    return step
+
+
+def _decode_region(numbers: Iterator[int]) -> Region:
+    buf, rank, shard = Buf(next(numbers)), next(numbers), next(numbers)
+    lo, hi = Fraction(next(numbers), next(numbers)), Fraction(next(numbers), next(numbers))
+    return Region(buf, rank, shard, lo, hi, next(numbers))
+
+
+def _decode_regions(numbers: Iterator[int]) -> tuple[Region, ...]:
+    return tuple(_decode_region(numbers) for _ in range(next(numbers)))
+
+
+def _decode_flag(numbers: Iterator[int]) -> Flag:
+    return Flag(FlagKind(next(numbers)), next(numbers), next(numbers), next(numbers))

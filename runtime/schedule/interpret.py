@@ -1,0 +1,246 @@
+"""The reference executor: runs all ranks' schedules on rows of symbols, under a random interleaving.
+
+It shares nothing with the checker but the step classes, so that the two can be held against each other: what the checker
+accepts must give the right rows under every interleaving, and what gives wrong rows must be refused. It is also the shortest
+statement of what an executor does.
+
+Every rank has two threads, one a queue, that advance one *row* at a time, so that torn copies show. A tick runs the ready
+thread with the highest priority; priorities are drawn at random and redrawn now and then, which finds rare orders (a rank
+that is very late) more often than a fair draw would. Arena slots are flat lists that ops of every kind and size share;
+inputs and partials turn to `FREED` when their call ends. Flag words hold (epoch, tag), as in the real arena.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .effects import show, waits
+from .promises import EMPTY, extent, promised
+from .steps import Buf, Copy, Finish, Key, Matmul, Queue, Reduce, Region, Schedule, Signal, Step, Wait
+
+FREED = "freed"
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One call: the schedules of its ranks, the global ranks of its group, its tag, and the rows of every shard."""
+
+    schedules: tuple[Schedule, ...]
+    group: tuple[int, ...]
+    tag: int
+    rows: tuple[int, ...]
+
+    @property
+    def key(self) -> Key:
+        return self.schedules[0].key
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run ended with; ranks are global. `wrong`: calls that ended with wrong rows."""
+
+    ended: list[tuple[int, int]] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    blocked: list[str] = field(default_factory=list)
+
+    @property
+    def clean(self) -> bool:
+        return not (self.wrong or self.mismatched or self.blocked)
+
+
+class Mismatch(Exception):
+    """A READY word holds this epoch with another site's tag, or a later epoch."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """One call on one rank, under way."""
+
+    site: Site
+    number: int
+    rank: int
+    epoch: int
+    queues: dict[Queue, list[Step]]
+    events: set[int] = field(default_factory=set)
+    memory: dict[tuple[Buf, int, int, int], Any] = field(default_factory=dict)  # user tensors: buf, index, shard, row
+
+
+class Machine:
+    """All ranks, their arenas and their threads. `skip`: (call number, global rank) pairs that do not take part."""
+
+    def __init__(self, sites: Sequence[Site], seed: int, slots: int = 2, skip: Sequence[tuple[int, int]] = ()) -> None:
+        self.random = random.Random(seed)
+        self.slots = slots
+        self.outcome = Outcome()
+        self.words: dict[tuple[Any, ...], tuple[int, int]] = {}
+        self.arenas: dict[tuple[Any, ...], list[Any]] = {}
+        self.programs: dict[int, list[_Run]] = {}
+        for number, site in enumerate(sites):
+            for rank, me in enumerate(site.group):
+                program = self.programs.setdefault(me, [])
+                if (number, me) in skip:
+                    continue
+                epoch = 1 + sum(run.site.group == site.group for run in program)  # a skipped call counts no epoch
+                steps = site.schedules[rank].steps
+                queues = {queue: [step for step in steps if step.queue is queue] for queue in Queue}
+                program.append(_Run(site, number, rank, epoch, queues))
+        self.at = {(me, queue): [0, 0] for me in self.programs for queue in Queue}  # call and step of each thread
+        self.active: dict[tuple[int, Queue], Iterator[None]] = {}
+        self.halted: set[int] = set()
+
+    def run(self) -> Outcome:
+        """Until nothing can move."""
+        threads = list(self.at)
+        self.random.shuffle(threads)
+        while True:
+            for thread in threads:
+                if thread[0] not in self.halted and self._tick(*thread):
+                    break
+            else:
+                break
+            if self.random.random() < 0.1:
+                threads.insert(self.random.randrange(len(threads)), threads.pop(self.random.randrange(len(threads))))
+        for me, program in self.programs.items():
+            number, place = self.at[me, Queue.COMPUTE]
+            if number < len(program) and me not in self.halted:
+                run = program[number]
+                self.outcome.blocked.append(f"rank {me} call {run.number}: {show(run.queues[Queue.COMPUTE][place])}")
+        return self.outcome
+
+    def _tick(self, me: int, queue: Queue) -> bool:
+        """Advance a thread by one row or one step; False if it has to wait."""
+        thread = (me, queue)
+        self._leave_ended(me, queue)
+        number, place = self.at[thread]
+        if number >= len(self.programs[me]) or number > self.at[me, Queue.COMPUTE][0]:
+            return False  # a call begins when the rank's call before has ended
+        run = self.programs[me][number]
+        step = run.queues[queue][place]
+        if thread not in self.active:
+            try:
+                if not run.events.issuperset(step.after) or not all(self._seen(run, wait) for wait in waits(step)):
+                    return False
+            except Mismatch as error:
+                self.outcome.mismatched.append(f"rank {me} call {run.number}: {error}")
+                self.halted.add(me)
+                return True
+            self.active[thread] = self._execute(run, step)
+        if next(self.active[thread], self) is not self:
+            return True
+        del self.active[thread]
+        if step.record is not None:
+            run.events.add(step.record)
+        self.at[thread][1] += 1
+        if queue is Queue.COMPUTE and self.at[thread][1] == len(run.queues[queue]):
+            self._end(me, run)
+            self.at[thread][:] = [number + 1, 0]
+        return True
+
+    def _leave_ended(self, me: int, queue: Queue) -> None:
+        """COPY goes on to the next call once its steps of this one are done."""
+        at = self.at[me, queue]
+        while at[0] < len(self.programs[me]) and at[1] == len(self.programs[me][at[0]].queues[queue]):
+            at[:] = [at[0] + 1, 0]
+
+    def _seen(self, run: _Run, wait: Wait) -> bool:
+        epoch = run.epoch - wait.back
+        if epoch < 1:
+            return True
+        held, tag = self.words.get((run.site.group, epoch % self.slots, wait.flag), (0, 0))
+        if wait.back == 0 and (held > epoch or (held == epoch and tag != run.site.tag)):
+            raise Mismatch(f"{show(wait)} holds epoch {held} of site {tag}, expected epoch {epoch} of site {run.site.tag}")
+        return held >= epoch
+
+    def _execute(self, run: _Run, step: Step) -> Iterator[None]:
+        """Do a step, row by row."""
+        match step:
+            case Copy():
+                for source, target in zip(self._rows(run, step.src), self._rows(run, step.dst), strict=True):
+                    self._write(run, step.dst, target, self._read(run, step.src, source))
+                    yield
+            case Signal():
+                slot = run.epoch % self.slots
+                self.words[run.site.group, slot, step.flag] = (run.epoch, run.site.tag)
+            case Matmul():
+                yield from self._matmul(run, step)
+            case Reduce():
+                columns = zip(*(self._rows(run, src) for src in step.srcs), strict=True)
+                for target, column in zip(self._rows(run, step.dst), columns, strict=True):
+                    parts = [self._read(run, src, row) for src, row in zip(step.srcs, column, strict=True)]
+                    self._write(run, step.dst, target, ("sum", *parts))
+                    yield
+            case Finish():
+                sums = Region(Buf.RESULT, run.rank, 0, index=step.index)
+                self._write(run, sums, 0, ("rounded", self._read(run, sums, 0)))
+
+    def _matmul(self, run: _Run, step: Matmul) -> Iterator[None]:
+        key = run.site.key
+        if key.kind.startswith("matmul_"):
+            for region in step.writes:
+                for row in self._rows(run, region):
+                    before = self._read(run, region, row) if step.accumulate else ()
+                    self._write(run, region, row, (*before, (*_stamp(run), "term", step.index, run.rank, region.shard, row)))
+                    yield
+        elif not key.contracts:
+            for region in step.writes:
+                self._write(run, region, 0, ("matmul", step.index))
+        elif key.contracts[step.index]:
+            region = step.writes[0]
+            parts = self._read(run, region, 0) if step.accumulate else ()
+            for source in step.reads:
+                for row in self._rows(run, source):
+                    parts = (*parts, self._read(run, source, row))
+                    yield
+            self._write(run, region, 0, parts)
+        else:
+            for source, target in zip(step.reads, step.writes, strict=True):
+                for row, to in zip(self._rows(run, source), self._rows(run, target), strict=True):
+                    self._write(run, target, to, ("matmul", step.index, self._read(run, source, row)))
+                    yield
+
+    def _rows(self, run: _Run, region: Region) -> range:
+        return range(*extent(run.site.key, run.site.rows, region))
+
+    def _read(self, run: _Run, region: Region, row: int) -> Any:
+        if region.buf.in_arena:
+            arena, offset = self._arena(run, region, row)
+            return arena[offset]
+        at = (region.buf, region.index, region.shard, row)
+        if region.buf is Buf.INPUT and at not in run.memory:
+            return (*_stamp(run), "input", run.rank, region.shard, row)
+        return run.memory.get(at, EMPTY)
+
+    def _write(self, run: _Run, region: Region, row: int, value: Any) -> None:
+        if region.buf.in_arena:
+            arena, offset = self._arena(run, region, row)
+            arena[offset] = value
+        else:
+            run.memory[region.buf, region.index, region.shard, row] = value
+
+    def _arena(self, run: _Run, region: Region, row: int) -> tuple[list[Any], int]:
+        stride = max(1, *run.site.rows)
+        offset = (region.shard + (region.buf is Buf.LANDING2) * len(run.site.group)) * stride + row
+        arena = self.arenas.setdefault((run.site.group, run.epoch % self.slots, region.rank), [])
+        arena.extend([EMPTY] * (offset + 1 - len(arena)))
+        return arena, offset
+
+    def _end(self, me: int, run: _Run) -> None:
+        """The call ends: what it returns must be right, what it was given is gone."""
+        self.outcome.ended.append((run.number, me))
+        for (buf, index, shard, row), wanted in promised(run.site.key, run.site.rows, run.rank, _stamp(run), run.memory):
+            held = run.memory.get((buf, index, shard, row), EMPTY)
+            if held != wanted:
+                self.outcome.wrong.append(f"rank {me} call {run.number} {buf.name}.{index}[{shard}] row {row}: {held}")
+        for shard in range(len(run.site.group)):
+            for row in range(max(run.site.rows)):
+                run.memory[Buf.INPUT, 0, shard, row] = FREED
+                run.memory[Buf.PARTIAL, 0, shard, row] = (FREED,)
+
+
+def _stamp(run: _Run) -> tuple[int, int]:
+    """What tells this call's data from any other's; ranks that count calls alike stamp alike."""
+    return (run.site.tag, run.epoch)

@@ -1,0 +1,207 @@
+"""The schedule language: what one rank does for one strategy, as data.
+
+Legend: R ranks of the group; a *shard* is one rank's share of the split dimension; a *piece* is an interval ``[lo, hi)``
+of a shard, in fractions of it; e is the epoch, the running number of the call on its group.
+
+A `Schedule` is a list of steps in issue order. Every step sits on one named queue. Steps of a queue run one after the
+other; queues run beside each other and meet only through events (inside a rank) and flags (between ranks). A schedule
+knows no size: pieces are fractions, so one schedule is a template for every shape, is proven once, and the executor turns
+fractions into rows (``floor(m * lo) .. floor(m * hi)``, a monotone map, so disjoint fractions stay disjoint rows and a cover
+stays a cover, also when m does not divide or is smaller than the number of pieces).
+
+Four readers share this file: the checker (`checker.py`), the executors (csrc), the cost model's simulator and the drawing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from fractions import Fraction
+
+ZERO, ONE = Fraction(0), Fraction(1)
+
+
+class Queue(IntEnum):
+    """Where a step runs. COMPUTE is the caller's own stream (or thread); COPY the device's one copy-engine queue, shared
+    by all groups of the process."""
+
+    COMPUTE = 0
+    COPY = 1
+
+
+class Buf(IntEnum):
+    """The buffers of one call.
+
+    =========  ===========  ================================================================================
+    name       lives in     holds
+    =========  ===========  ================================================================================
+    INPUT      user tensor  the collective's input: the local shard (gathers), R shards (bulk scatters, reduces)
+    PARTIAL    user tensor  R shards of this rank's unreduced product, shard s belongs to rank s
+    LANDING    arena slot   R shards; shard s is what rank s sent here. Symmetric: peers write it
+    LANDING2   arena slot   R shards; the second phase of an all_reduce
+    OUTPUT     user tensor  the collective's result: R shards (gathers, reduces) or one shard, number 0 (scatters)
+    RESULT     user tensor  product of consumer j (`Matmul.index`): R shards, or one (number 0) when it accumulates
+    OPERAND    user tensor  matmul operands that no step of the schedule writes (never raced, never checked)
+    =========  ===========  ================================================================================
+    """
+
+    INPUT = 0
+    PARTIAL = 1
+    LANDING = 2
+    LANDING2 = 3
+    OUTPUT = 4
+    RESULT = 5
+    OPERAND = 6
+
+    @property
+    def in_arena(self) -> bool:
+        return self in (Buf.LANDING, Buf.LANDING2)
+
+
+class FlagKind(IntEnum):
+    """READY: data of `source` for piece `index` has landed. READY2: the same for LANDING2. DONE: `source` has finished
+    reading its own arena slot of that epoch, so peers may write it again."""
+
+    READY = 0
+    DONE = 1
+    READY2 = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The piece ``[lo, hi)`` of one shard of one buffer in the memory of `rank` (a rank of the group).
+
+    `index` tells RESULT buffers of several consumers apart; it is 0 everywhere else. Where shards differ in rows (an
+    all_reduce of rows that R does not divide), a shard has the rows of the rank it belongs to in the end: LANDING of a
+    scatter phase and OUTPUT of a reduce_scatter hold shards of the rank whose memory they are in (`promises.extent`).
+    """
+
+    buf: Buf
+    rank: int
+    shard: int
+    lo: Fraction = ZERO
+    hi: Fraction = ONE
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag word. It lives in the memory of `rank`, is written by `source` alone, and holds (epoch, site tag).
+
+    Each (kind, slot, source, index) is a word of its own; the slot is epoch modulo the arena's number of slots, so READY
+    words are written again only after DONE of the epoch that used the slot before.
+    """
+
+    kind: FlagKind
+    rank: int
+    source: int
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """`queue`: where it runs. `after`: events (numbers that other steps `record`) that must have happened first.
+    `record`: the event number that this step sets at its end, or None. Events are local to a rank and to a call."""
+
+    queue: Queue
+    after: tuple[int, ...] = ()
+    record: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy(Step):
+    """Copy `src` to `dst`; `dst.rank` may be a peer (a push). On COMPUTE it is a local copy by the compute units."""
+
+    src: Region
+    dst: Region
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signal(Step):
+    """Write this call's (epoch, site tag) to `flag`, after everything before it on its queue (release)."""
+
+    flag: Flag
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait(Step):
+    """Wait (acquire) until `flag`, which lives here, holds epoch e - `back`. back=0 also compares the site tag. Waits for
+    an epoch before the group's first call pass at once. READY and READY2 waits have back=0, DONE waits a multiple of the
+    slots (DONE carries no tag that is compared, so it orders the past and never this call's data)."""
+
+    flag: Flag
+    back: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matmul(Step):
+    """One matmul of consumer (gathers, bulk) or term (scatters, reduces) `index`, restricted to one piece.
+
+    `reads`: the pieces of INPUT or LANDING that are its gathered operand (empty when all operands are OPERANDs).
+    `writes`: the pieces of RESULT or PARTIAL it produces. `accumulate`: add to what `writes` holds instead of storing:
+    term > 0 of a sum of products, or a further shard of a contraction. A contraction writes the whole of RESULT
+    shard 0 at every step. `gates`: flags it waits for by itself (a kernel that gates its own loads; no builder of the
+    chunked tier uses it, the checker knows it)."""
+
+    index: int
+    reads: tuple[Region, ...]
+    writes: tuple[Region, ...]
+    accumulate: bool = False
+    gates: tuple[Wait, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduce(Step):
+    """`dst` = sum over `srcs` in the order given, accumulated in fp32 (in the data's own type where that is wider)."""
+
+    srcs: tuple[Region, ...]
+    dst: Region
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish(Step):
+    """Round the fp32 accumulator of contraction consumer `index` to its result's type: a read and a write of RESULT."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opaque(Step):
+    """A step that only declares: an NCCL call, later a fused kernel. `waits` and `signals` are what it does inside."""
+
+    name: str
+    reads: tuple[Region, ...] = ()
+    writes: tuple[Region, ...] = ()
+    waits: tuple[Wait, ...] = ()
+    signals: tuple[Signal, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a schedule depends on; equal keys mean equal schedules, so it is also the cache key in C++.
+
+    kind: "all_gather_matmul" | "matmul_reduce_scatter" | "matmul_all_reduce" | "bulk_all_gather" | "bulk_reduce_scatter" |
+    "bulk_all_reduce". chunks: pieces the split dimension is cut into over the whole group (0: one a rank).
+    contracts: one bool a consumer: True where the consumer's product contracts over the gathered dimension.
+    terms: matmuls summed before a scatter or reduce, or independent matmuls of a bulk op. whole: shards cannot be cut
+    (the gathered or scattered dimension is not the leading one, so a piece would not be a block of rows); chunks is
+    then at most R. keep: the gathered tensor (gathers) is wanted as an output too.
+    """
+
+    kind: str
+    ranks: int
+    chunks: int = 0
+    contracts: tuple[bool, ...] = ()
+    terms: int = 0
+    whole: bool = False
+    keep: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What `rank` does for `key`, in issue order: a step's events and flags are recorded before whatever waits for
+    them is issued on the same rank, so that one host thread can issue it to any number of queues."""
+
+    key: Key
+    rank: int
+    steps: tuple[Step, ...] = field(default_factory=tuple)

@@ -1,0 +1,324 @@
+"""Sessions: how the ranks of a group find each other, agree, grow, and part. All of it through the group's c10d Store.
+
+A *session* is one group on one device type, made at the group's first call (`bind`, called by C++). Its steps are all-to-all
+exchanges of small JSON texts with a deadline (`Exchange.all`), so a rank that does not come is named, whatever the step:
+
+    card       host, pid, versions, wanted slot size   -> all on one host? then shared memory, else plain c10d
+    arena      names of the shared memory segments     -> attach to all peers'
+    attached   nothing                                 -> unlink: from here on nothing can be left in /dev/shm
+    plan/N     digest and text of the N-th plan        -> equal, or PlanMismatchError at the first site that differs
+    grow/N     name of the bigger segment              -> attach; grown/N: all have moved, the old one is let go
+
+A rank that fails says so under "failed", so that the others fail at once, and with its text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ub_overlap import _torch_compat
+
+from . import errors, plan_store, settings
+
+log = logging.getLogger(__name__)
+
+_GRAIN = 1 << 16
+_FIRST_SLOT = 1 << 18
+_MOST_SPARE = 1 << 26
+
+
+def host_id() -> str:
+    """Equal for two processes exactly when they can share memory: same machine, same boot, same /dev/shm."""
+    from .ops import extension
+
+    pretended = extension().testing.host_id()
+    if pretended:
+        return pretended
+    boot = ""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{socket.gethostname()}:{boot}:{os.stat('/dev/shm').st_dev}"
+
+
+def slot_size(needed: int, held: int = 0) -> int:
+    """Bytes of a slot that must hold `needed`: at least double what is `held` (or 64 MiB more), so that growth is rare."""
+    size = max(needed, held + min(held, _MOST_SPARE), _FIRST_SLOT)
+    return -(-size // _GRAIN) * _GRAIN
+
+
+class Exchange:
+    """All-to-all exchanges of texts between the ranks of a group, each under a topic that is used once."""
+
+    def __init__(self, store: Any, group: str, device: str, rank: int, ranks: int) -> None:
+        self.store, self.group, self.rank, self.ranks = store, group, rank, ranks
+        # The same store may serve several lives of a group name: count them. All ranks live through the same ones.
+        life = store.add(f"ub_overlap/{device}/lives/{rank}", 1)
+        self._prefix = f"ub_overlap/{device}/{life}"
+
+    def _key(self, topic: str, rank: int) -> str:
+        return f"{self._prefix}/{topic}/{rank}"
+
+    def fail(self, text: str) -> None:
+        """Tell whoever waits for this rank that it will not come."""
+        with contextlib.suppress(Exception):
+            self.store.set(self._key("failed", self.rank), text)
+
+    def peek(self, topic: str) -> dict[int, dict[str, Any]]:
+        """What is there by now, without waiting."""
+        found = {}
+        for rank in range(self.ranks):
+            with contextlib.suppress(Exception):
+                if self.store.check([self._key(topic, rank)]):
+                    found[rank] = json.loads(self.store.get(self._key(topic, rank)))
+        return found
+
+    def all(
+        self, topic: str, mine: dict[str, Any], timeout_s: float, doing: str, check: Callable[[], None] | None = None
+    ) -> list[dict[str, Any]]:
+        """Every rank's text, in rank order. `doing` completes "... did not come to ..."; `check` may raise while we wait."""
+        self.store.set(self._key(topic, self.rank), json.dumps(mine))
+        found: dict[int, dict[str, Any]] = {self.rank: mine}
+        deadline, pause = time.monotonic() + timeout_s, 0.0005
+        stopped: Exception | None = None
+        while True:
+            for rank in range(self.ranks):
+                if rank not in found and self.store.check([self._key(topic, rank)]):
+                    found[rank] = json.loads(self.store.get(self._key(topic, rank)))
+            missing = [rank for rank in range(self.ranks) if rank not in found]
+            if not missing:
+                return [found[rank] for rank in range(self.ranks)]
+            if stopped:
+                raise stopped
+            stopped = self._stopped(missing, check)
+            if stopped:
+                continue  # what a peer said before it gave up counts first: look once more
+            if time.monotonic() > deadline:
+                error = errors.PeerTimeoutError(
+                    f"{errors.ranks_text(missing)} of the group did not come to {doing} within {timeout_s:g} s",
+                    where=f"group '{self.group}' of {self.ranks} ranks; noticed by rank {self.rank}",
+                    got=f"{errors.ranks_text(sorted(found))}",
+                    expected=f"{self.ranks} ranks",
+                    fix=f"look at the log and the stack of {errors.ranks_text(missing)}; if it is only slow, raise "
+                    "UB_OVERLAP_INIT_TIMEOUT_S",
+                )
+                error.ranks, error.phase, error.reporter = tuple(missing), topic, self.rank
+                raise error
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.02)
+
+    def _stopped(self, missing: Sequence[int], check: Callable[[], None] | None) -> Exception | None:
+        try:
+            if check:
+                check()
+        except errors.UbOverlapError as error:
+            return error
+        for rank in missing:
+            if self.store.check([self._key("failed", rank)]):
+                text = self.store.get(self._key("failed", rank)).decode()
+                return errors.make("PeerFailedError", {"ranks": str(rank), "got": text})
+        return None
+
+
+class Session:
+    """One group on one device type. `core` is what C++ runs calls with; it calls `verify` and `grow` when it needs them."""
+
+    def __init__(self, core: Any, exchange: Exchange | None, arena: Any) -> None:
+        self.core = core
+        self._exchange, self._arena = exchange, arena
+        self._plans = self._growths = 0
+
+    def verify(self, digest: str, site: str) -> None:
+        """All ranks must be about to run the same plan. PlanMismatchError names those that are not, and where it starts."""
+        exchange = self._exchange
+        if exchange is None:
+            return
+        self._plans += 1
+        mine = {"digest": digest, "site": site, "text": plan_text(digest)}
+        cards = exchange.all(
+            f"plan/{self._plans}", mine, settings.current().init_timeout_s, f"the first call of plan {digest}", self._check
+        )
+        other = [rank for rank, card in enumerate(cards) if card["digest"] != digest]
+        if other:
+            raise plan_mismatch(exchange, cards, other)
+
+    def grow(self, needed: int) -> None:
+        """Bigger slots on all ranks, in step: all of them see the same sizes at the same call."""
+        exchange, arena, timeout_s = self._exchange, self._arena, settings.current().step_timeout_s
+        if exchange is None or arena is None:
+            raise AssertionError("a session without an arena cannot grow")
+        self._growths += 1
+        before, size = arena.slot_bytes, slot_size(needed, arena.slot_bytes)
+        doing = f"a call that needs {needed} bytes of landing area"
+        try:
+            arena.grow_begin(size)
+            mine = {"name": arena.data_name, "size": size, "needed": needed}
+            cards = exchange.all(f"grow/{self._growths}", mine, timeout_s, doing, self._check)
+            for rank, card in enumerate(cards):
+                if card["needed"] != needed:
+                    raise size_mismatch(exchange, rank, card["needed"], needed)
+                if rank != exchange.rank:
+                    arena.grow_attach(rank, card["name"])
+            exchange.all(f"grown/{self._growths}", {}, timeout_s, doing, self._check)
+        finally:
+            arena.unlink()
+        arena.grow_commit()
+        log.info("group '%s': landing area grew from %d to %d bytes a slot", exchange.group, before, size)
+
+    def _check(self) -> None:
+        """Raises when a peer of this group has given up."""
+        if self._arena is not None:
+            self._arena.check()
+
+
+def bind(group: str, device: str, slot_bytes: int) -> Session:
+    """The session of a group, made together with its other ranks. PeerTimeoutError names the ranks that do not come."""
+    process_group = _torch_compat.group_of(group)
+    rank, ranks = process_group.rank(), process_group.size()
+    if ranks == 1:
+        return _session(group, device, rank, ranks, None, None, "local", "a group of one rank")
+    exchange = Exchange(_torch_compat.store_of(process_group), group, device, rank, ranks)
+    try:
+        session = _bind(exchange, group, device, rank, ranks, slot_bytes)
+    except Exception as error:
+        exchange.fail(f"{type(error).__name__}: {error}")
+        _sweep(exchange)
+        raise
+    log.info("group '%s' on %s: rank %d of %d, transport %s", group, device, rank, ranks, session.core.transport)
+    return session
+
+
+def _session(
+    group: str, device: str, rank: int, ranks: int, exchange: Exchange | None, arena: Any, transport: str, reason: str
+) -> Session:
+    from .ops import extension
+
+    core = extension().Session(
+        group=group, device=device, rank=rank, ranks=ranks, arena=arena, transport=transport, reason=reason
+    )
+    return Session(core, exchange, arena)
+
+
+def _bind(exchange: Exchange, group: str, device: str, rank: int, ranks: int, slot_bytes: int) -> Session:
+    from .ops import extension
+
+    c, timeout_s = extension(), settings.current().init_timeout_s
+    doing = f"the first call of group '{group}'"
+    info = c.build_info()
+    versions = {"version": info["version"], "torch": info["torch"]}
+    card = {**versions, "host": host_id(), "pid": os.getpid(), "slot": slot_bytes}
+    cards = exchange.all("card", card, timeout_s, doing)
+    for other, their in enumerate(cards):
+        theirs = {key: their[key] for key in versions}
+        if theirs != versions:
+            raise errors.BuildMismatchError(
+                f"ranks {rank} and {other} of the group run different builds",
+                got=f"rank {other}: {theirs}",
+                expected=f"rank {rank}: {versions}",
+                fix="install the same ub_overlap and torch on all ranks",
+            )
+    hosts = sorted({their["host"] for their in cards})
+    if len(hosts) > 1:
+        names = sorted({host.split(":")[0] for host in hosts})
+        reason = f"its ranks do not share memory ({len(hosts)} hosts: {', '.join(names)})"
+        log.info("group '%s': plain c10d collectives, because %s", group, reason)
+        return _session(group, device, rank, ranks, exchange, None, "c10d", reason)
+
+    arena = c.ShmArena(rank=rank, ranks=ranks, slot_bytes=slot_size(max(their["slot"] for their in cards)))
+    try:
+        mine = {"control": arena.control_name, "data": arena.data_name}
+        for other, names in enumerate(exchange.all("arena", mine, timeout_s, doing)):
+            if other != rank:
+                arena.attach(other, names["control"], names["data"])
+        exchange.all("attached", {}, timeout_s, doing)
+    finally:
+        arena.unlink()
+    return _session(group, device, rank, ranks, exchange, arena, "shared memory", "")
+
+
+def _sweep(exchange: Exchange) -> None:
+    """A bind failed: remove the segments of peers that can no longer do it themselves."""
+    from .ops import extension
+
+    for names in exchange.peek("arena").values():
+        for name in names.values():
+            extension().unlink_name(name)
+
+
+def plan_text(digest: str) -> str | None:
+    """The text of a plan where this machine has it. Never an error: it only makes a mismatch readable."""
+    try:
+        return plan_store.load(digest)
+    except (OSError, ValueError):
+        return None
+
+
+def plan_mismatch(exchange: Exchange, cards: Sequence[dict[str, Any]], other: Sequence[int]) -> errors.PlanMismatchError:
+    rank, first = exchange.rank, other[0]
+    mine, theirs = cards[rank], cards[first]
+    difference = first_difference(mine["text"], theirs["text"])
+    if difference is None:
+        here, there = f"plan {mine['digest']}, at site '{mine['site']}'", f"plan {theirs['digest']}, at site '{theirs['site']}'"
+    else:
+        here, there = difference
+    error = errors.PlanMismatchError(
+        f"{errors.ranks_text(other)} of the group compiled another plan than rank {rank}",
+        where=f"group '{exchange.group}' at site '{mine['site']}'",
+        got=f"rank {first}: {there}",
+        expected=f"rank {rank}: {here}",
+        fix="give all ranks the same model, shapes, options and device profile; look for rank-dependent code",
+    )
+    error.ranks = tuple(other)
+    return error
+
+
+def first_difference(mine: str | None, theirs: str | None) -> tuple[str, str] | None:
+    """The first site that two plans do not have in common, as each of them has it; None where that cannot be told."""
+
+    def show(site: Any) -> str:
+        if not isinstance(site, dict):
+            return "no such site"
+        first = [f"{key}={site[key]}" for key in ("id", "kind", "strategy") if key in site]
+        return " ".join(first) or json.dumps(site)
+
+    try:
+        a, b = (json.loads(text or "")["sites"] for text in (mine, theirs))
+    except (ValueError, KeyError, TypeError):
+        return None
+    for i in range(max(len(a), len(b))):
+        x, y = (sites[i] if i < len(sites) else None for sites in (a, b))
+        if x != y:
+            if show(x) != show(y) or not (isinstance(x, dict) and isinstance(y, dict)):
+                return f"site {show(x)}", f"site {show(y)}"
+            keys = [key for key in sorted({*x, *y}) if x.get(key) != y.get(key)]
+            return tuple(f"site {show(s)} " + " ".join(f"{k}={s.get(k)}" for k in keys) for s in (x, y))  # type: ignore[return-value]
+    return None
+
+
+def size_mismatch(exchange: Exchange, rank: int, got: int, expected: int) -> errors.ShapeMismatchError:
+    error = errors.ShapeMismatchError(
+        f"ranks {exchange.rank} and {rank} brought different sizes to one call",
+        where=f"group '{exchange.group}'",
+        got=f"rank {rank}: {got} bytes of landing area",
+        expected=f"rank {exchange.rank}: {expected} bytes",
+        fix="give all ranks of a group the same shapes and dtypes, or disable the site",
+    )
+    error.ranks = (rank,)
+    return error
+
+
+def close(group: str | None = None, device: str = "cpu") -> None:
+    """Let go of the session of `group`, or of all sessions. May be called any number of times; the group can bind again only
+    if all its ranks do so."""
+    from .ops import extension
+
+    if group is None:
+        extension().close_all()
+    else:
+        extension().close(group, device)

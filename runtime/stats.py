@@ -1,0 +1,29 @@
+"""What the ops did, by site: counted in C++ at every call, read here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class SiteStats:
+    """Totals of one site in this process."""
+
+    calls: int
+    strategy: str
+    """As executed: "pipelined", "bulk:chunks=4", ...; "c10d" where the group has no transport."""
+    transport: str
+    bytes_copied: int
+    """Bytes that this rank pushed to its peers."""
+    bytes_beside_matmul: int
+    """Those of them that moved while a matmul of the same call ran, by the steps' own clocks."""
+
+
+def site_stats() -> dict[str, SiteStats]:
+    """Site ("<plan digest>/<site id>") -> totals since the process began. Empty before the extension is loaded."""
+    from ub_overlap.runtime import ops
+
+    names = {f.name for f in fields(SiteStats)}
+    rows: dict[str, dict[str, Any]] = ops.load().site_stats()
+    return {site: SiteStats(**{k: v for k, v in row.items() if k in names}) for site, row in rows.items()}

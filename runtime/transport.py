@@ -1,0 +1,25 @@
+"""Which groups the runtime can serve, as far as every rank can tell alike at compile time.
+
+What only a look at the peers shows (ranks on several hosts) is found when the group is bound, at its first call.
+"""
+
+from __future__ import annotations
+
+_EXECUTORS = frozenset({"cpu"})
+"""Device types that csrc has an executor for."""
+
+
+def why_not(device: str, group: str, ranks: int) -> str | None:
+    """Why a group of `ranks` ranks cannot be served on tensors of `device`, or None where it can."""
+    from ub_overlap import _torch_compat as compat
+
+    if device not in _EXECUTORS:
+        return f"this build has no executor for {device} tensors (it has: {', '.join(sorted(_EXECUTORS))})"
+    if compat.is_fake_group(group):
+        return "the group is a fake process group: its ranks do not exist"
+    return None
+
+
+def signature() -> tuple[str, ...]:
+    """What `why_not` depends on beside its arguments, for cache keys."""
+    return tuple(sorted(_EXECUTORS))

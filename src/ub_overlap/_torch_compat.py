@@ -1,0 +1,152 @@
+"""The only file that names private parts of torch. Everything else imports them from here.
+
+`_PRIVATE` maps our name to where torch keeps it, oldest place first when it moved (supported: torch 2.11 to 2.13); the name is
+resolved at its first use, so importing this file imports no torch. What needs more than a name (a changed signature, say) is a
+function below, with its torch imports inside. `tests/test_torch_compat.py` resolves every name on the installed torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_PRIVATE: dict[str, tuple[str, ...]] = {
+    # compiler
+    "OpOverload": ("torch._ops:OpOverload",),
+    "CustomGraphPass": ("torch._inductor.custom_graph_pass:CustomGraphPass",),
+    "aot_autograd": ("torch._dynamo.backends.common:aot_autograd",),
+    "compile_fx": ("torch._inductor.compile_fx:compile_fx",),
+    "detect_fake_mode": ("torch._guards:detect_fake_mode",),
+    "inductor_config": ("torch._inductor.config",),
+    "list_mode_options": ("torch._inductor:list_mode_options",),
+    "min_cut_rematerialization_partition": ("torch._functorch.partitioners:min_cut_rematerialization_partition",),
+    "stable_topological_sort": ("torch._inductor.pattern_matcher:stable_topological_sort",),
+    "trace_structured": ("torch._logging:trace_structured",),
+    "tree_leaves": ("torch.utils._pytree:tree_leaves",),
+    "make_boxed_func": ("functorch.compile:make_boxed_func",),
+    "_get_hash_for_files": ("torch._inductor.custom_graph_pass:get_hash_for_files",),
+    "_resolve_process_group": ("torch.distributed.distributed_c10d:_resolve_process_group",),
+    "_group_size_by_name": ("torch.distributed.distributed_c10d:_get_group_size_by_name",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Resolve a private torch name. AttributeError for one not listed, ImportError for one that this torch does not have."""
+    if name not in _PRIVATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: list it in _PRIVATE")
+    for place in _PRIVATE[name]:
+        module, _, attribute = place.partition(":")
+        try:
+            value: Any = importlib.import_module(module)
+            for part in attribute.split(".") if attribute else ():
+                value = getattr(value, part)
+        except (ImportError, AttributeError):
+            continue
+        globals()[name] = value
+        return value
+    import torch
+
+    raise ImportError(
+        f"torch {torch.__version__} has {name!r} at none of {', '.join(_PRIVATE[name])}; ub_overlap supports torch 2.11 to 2.13"
+    )
+
+
+def names() -> list[str]:
+    """The private torch names that `__getattr__` resolves."""
+    return sorted(_PRIVATE)
+
+
+# --- compiler -----------------------------------------------------------------------------------------------------------
+
+
+def fake_mode_of(value: Any) -> Any:
+    """The FakeTensorMode that a node's meta["val"] lives in."""
+    mode = __getattr__("detect_fake_mode")([value])
+    if mode is None:
+        raise ValueError(f"a graph value without a FakeTensorMode: got {type(value).__name__}, expected a FakeTensor")
+    return mode
+
+
+def group_size(name: str) -> int:
+    """Ranks of the process group registered under `name`."""
+    return int(__getattr__("_group_size_by_name")(name))
+
+
+def inductor_option_names() -> frozenset[str]:
+    """Names of torch._inductor.config, as torch.compile(options=) takes them."""
+    config = __getattr__("inductor_config")
+    return frozenset(k.replace("-", "_") for k in config.get_config_copy())
+
+
+def user_pass(name: str, options: dict[str, Any]) -> list[Any]:
+    """The user's own passes at Inductor's hook `name`, from their options or the global config, as a list."""
+    value = options.get(name, getattr(__getattr__("inductor_config"), name))
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def must_recompute() -> Any:
+    """The tag in node.meta["recompute"] that makes the partitioner compute a node again in backward."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
+def hash_of_files(paths: list[Any]) -> str:
+    """One hash over the contents of files."""
+    digest = __getattr__("_get_hash_for_files")(tuple(str(p) for p in paths))
+    return digest.hex() if isinstance(digest, bytes) else str(digest)
+
+
+def custom_graph_pass() -> type:
+    """Inductor's base class of passes with a cache key."""
+    return __getattr__("CustomGraphPass")
+
+
+def chained(before: list[Any], own: Any) -> Any:
+    """What a hook of Inductor takes to run the user's passes `before` and then ours (torch 2.11 takes one pass, not a list)."""
+    return _Chain(before, own) if before else own
+
+
+class _Chain:
+    """Several passes as one, made a CustomGraphPass when it is first built (torch is imported then)."""
+
+    def __new__(cls, before: list[Any], own: Any) -> Any:
+        base = custom_graph_pass()
+
+        class Chain(base):  # type: ignore[misc,valid-type]
+            def __call__(self, graph: Any) -> None:
+                for p in (*before, own):
+                    p(graph)
+
+            def uuid(self) -> Any:
+                # A user's pass without a key has none: like torch, do not cache then.
+                keys = [p.uuid() if isinstance(p, base) else None for p in (*before, own)]
+                return None if any(k is None for k in keys) else tuple(keys)
+
+        return Chain()
+
+
+def is_fake_group(name: str) -> bool:
+    """Is the group registered under `name` torch's fake process group (one process that plays one of many ranks)?"""
+    import torch.distributed as dist
+
+    return dist.get_backend(__getattr__("_resolve_process_group")(name)) == "fake"
+
+
+# ---- runtime ---------------------------------------------------------------------------------------------------------------
+
+
+def group_of(name: str) -> Any:
+    """The c10d process group registered under `name`, as c10d and the functional collectives know it."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._resolve_process_group(name)
+
+
+def store_of(group: Any) -> Any:
+    """The Store through which `group` was made: all its ranks see the same keys in it."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._world.pg_map[group][1]

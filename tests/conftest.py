@@ -1,0 +1,18 @@
+"""What all tests share: pools of ranks, hypothesis' settings, and a report store that is not the user's."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+from hypothesis import settings
+
+from tests.harness.fixtures import pool2, pool4  # noqa: F401  (fixtures, found by name)
+
+# Reports that tests make go to a folder of their own; ranks and subprocesses inherit it.
+_STORE = tempfile.TemporaryDirectory(prefix="ub_overlap_tests_")
+os.environ["UB_OVERLAP_CACHE_DIR"] = _STORE.name
+
+# derandomize: a CI run tries the same examples as the run before it. deadline: two shared cores keep no deadline.
+settings.register_profile("ub_overlap", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("ub_overlap")

@@ -1,0 +1,1 @@
+"""What tests share: pools of ranks, graph traces, comparisons."""

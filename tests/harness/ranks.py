@@ -1,0 +1,265 @@
+"""Pools of gloo ranks: long-lived spawned processes that run functions of tests.
+
+    pool = RankPool(2)
+    results = pool.run(function, *args, timeout=30)  # function(rank, world, *args) on each rank -> [of rank 0, of rank 1]
+    pool.close()
+
+A rank that dies, hangs or fails alone costs the whole pool: it is killed, and made anew at the next run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import pickle
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+SETTINGS = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+GRACE = 5.0  # seconds that the other ranks have to finish after one has failed
+
+
+class RankError(RuntimeError):
+    """One or more ranks raised. `failures` maps rank -> (exception type name, message, traceback text)."""
+
+    def __init__(self, world: int, failures: dict[int, tuple[str, str, str]], unfinished: list[int]) -> None:
+        self.failures = failures
+        parts = [f"rank {rank} of {world} raised {failure[0]}:\n{failure[2]}" for rank, failure in sorted(failures.items())]
+        if unfinished:
+            parts.append(f"ranks {unfinished} did not finish within {GRACE:g} s after that and were killed")
+        super().__init__("\n".join(parts))
+
+
+class RankDied(RuntimeError):
+    """A rank's process ended while it ran a function."""
+
+
+class RankTimeout(TimeoutError):
+    """A function did not end on all ranks in time. The text holds the stacks of those that were still in it."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    function: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    path: list[str]
+    env: dict[str, str]
+
+
+def name_of(function: Callable[..., Any] | str) -> str:
+    """ "module:qualified.name" of a function that a fresh process can import."""
+    if isinstance(function, str):
+        return function
+    if "<" in function.__qualname__ or function.__module__ == "__main__":
+        raise ValueError(f"ranks import functions by name; {function.__module__}.{function.__qualname__} cannot be imported")
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+def _resolve(name: str) -> Callable[..., Any]:
+    module, _, path = name.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _run_job(job: _Job, rank: int, world: int) -> Any:
+    import torch
+
+    sys.path[:] = job.path
+    previous = {key: os.environ.get(key) for key in job.env}
+    os.environ.update(job.env)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    torch.manual_seed(0)
+    random.seed(0)
+    try:
+        return _resolve(job.function)(rank, world, *job.args, **job.kwargs)
+    finally:
+        for key, value in previous.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+
+def _serve(rank: int, world: int, port: int, timeout: float, folder: str, pipe: Connection) -> None:
+    """Life of one worker: join the world, then run jobs until the pipe closes."""
+    os.setsid()
+    stacks = Path(folder, f"stacks.{rank}").open("w")  # noqa: SIM115 (open as long as the process lives)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    pipe.send(("ready", None))
+    while True:
+        try:
+            job = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            break
+        try:
+            answer = pickle.dumps(("result", _run_job(job, rank, world)))
+        except BaseException as error:  # noqa: BLE001 (all of it goes to the parent)
+            answer = pickle.dumps(("error", (type(error).__name__, str(error), traceback.format_exc())))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pipe.send_bytes(answer)
+    os._exit(0)
+
+
+class RankPool:
+    """`world` processes with an initialised gloo world, started at the first run.
+
+    `collective_timeout`: seconds after which gloo itself gives up; `env` adds to the workers' environment for good.
+    """
+
+    def __init__(self, world: int, collective_timeout: float = 120.0, env: dict[str, str] | None = None) -> None:
+        self.world = world
+        self._collective_timeout = collective_timeout
+        self._env = {**SETTINGS, **(env or {})}
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._folder = ""
+        self._store: Any = None
+        atexit.register(self.close)
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank; empty while no worker runs."""
+        return [process.pid for process in self._processes]
+
+    def run(
+        self,
+        function: Callable[..., Any] | str,
+        *args: Any,
+        timeout: float = 60.0,
+        env: dict[str, str] | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Results by rank of `function(rank, world, *args, **kwargs)`. `env` holds for this call only."""
+        job = pickle.dumps(_Job(name_of(function), args, kwargs, list(sys.path), env or {}))
+        if not self._processes:
+            self._start()
+        try:
+            for pipe in self._pipes:
+                pipe.send_bytes(job)
+            answers = self._collect(timeout, name_of(function))
+        except BaseException:
+            self.close()
+            raise
+        failures = {rank: payload for rank, (kind, payload) in answers.items() if kind == "error"}
+        if failures:
+            unfinished = [rank for rank in range(self.world) if rank not in answers]
+            in_step = len(failures) == self.world and len({failure[0] for failure in failures.values()}) == 1
+            if not in_step:
+                self.close()
+            raise RankError(self.world, failures, unfinished)
+        return [answers[rank][1] for rank in range(self.world)]
+
+    def close(self) -> None:
+        """Kill the workers and everything that they started."""
+        for process in self._processes:
+            for kill in (lambda pid: os.killpg(pid, signal.SIGKILL), lambda pid: os.kill(pid, signal.SIGKILL)):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    kill(process.pid)
+            process.join(10)
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes, self._store = [], [], None
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = ""
+
+    def _start(self) -> None:
+        import torch.distributed as dist
+
+        self._folder = tempfile.mkdtemp(prefix="ranks-")
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("spawn")
+        previous = {key: os.environ.get(key) for key in self._env}
+        os.environ.update(self._env)
+        try:
+            for rank in range(self.world):
+                ours, theirs = context.Pipe()
+                args = (rank, self.world, self._store.port, self._collective_timeout, self._folder, theirs)
+                process = context.Process(target=_serve, args=args, name=f"rank{rank}")
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
+        finally:
+            for key, value in previous.items():
+                if value is None:
+                    os.environ.pop(key, None)
+                else:
+                    os.environ[key] = value
+        try:
+            self._collect(120.0, "start of the ranks")
+        except BaseException:
+            self.close()
+            raise
+
+    def _collect(self, timeout: float, what: str) -> dict[int, tuple[str, Any]]:
+        """One answer a rank; fewer when a rank failed and others did not finish within GRACE."""
+        answers: dict[int, tuple[str, Any]] = {}
+        deadline = time.monotonic() + timeout
+        failed = False
+        while len(answers) < self.world:
+            open_pipes = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
+            ready = wait(list(open_pipes), max(0.0, deadline - time.monotonic()))
+            if not ready and failed:
+                return answers
+            if not ready:
+                late = list(open_pipes.values())
+                raise RankTimeout(f"{what}: ranks {late} not done after {timeout:g} s\n{self._stacks(late)}")
+            for pipe in ready:
+                rank = open_pipes[pipe]
+                try:
+                    answers[rank] = pickle.loads(pipe.recv_bytes())
+                except (EOFError, OSError):
+                    self._processes[rank].join(1)
+                    code = self._processes[rank].exitcode
+                    raise RankDied(f"{what}: the process of rank {rank} of {self.world} ended with code {code}") from None
+                if answers[rank][0] == "error" and not failed:
+                    failed, deadline = True, min(deadline, time.monotonic() + GRACE)
+        return answers
+
+    def _stacks(self, ranks: Any) -> str:
+        """Python stacks of all threads of ranks that are still running."""
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.3)
+        files = {rank: Path(self._folder, f"stacks.{rank}") for rank in ranks}
+        return "\n".join(f"rank {rank}:\n{file.read_text()}" for rank, file in files.items() if file.exists())
+
+
+def run_ranks(function: Callable[..., Any] | str, world: int, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+    """One run in a fresh pool: for tests that kill ranks or leave processes in a bad state."""
+    with RankPool(world) as pool:
+        return pool.run(function, *args, timeout=timeout, **kwargs)

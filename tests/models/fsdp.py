@@ -1,0 +1,74 @@
+"""Weights gathered in the forward, as SimpleFSDP does: parameters are Shard(0) DTensors, replicated inside a parametrization.
+
+Legend: M rows of the batch (this rank's own), D width, F feed-forward width; a weight [F, D] lives as [F / R, D].
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from tests.models.case import Case, Expected, Sites, noise, settle
+
+
+class Gathered(nn.Module):
+    """A linear whose weight is Shard(0). Forward gathers it in `param`; its gradient is reduce-scattered in `reduce` dtype."""
+
+    def __init__(
+        self, rows: int, columns: int, mesh: DeviceMesh, param: torch.dtype | None, reduce: torch.dtype | None
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, columns) / columns**0.5)
+        self.mesh, self.param, self.reduce = mesh, param, reduce
+
+    def shard(self) -> None:
+        """Turn the whole weight into this rank's share; after dtype changes."""
+        self.weight = nn.Parameter(distribute_tensor(self.weight.detach(), self.mesh, [Shard(0)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        assert isinstance(weight, DTensor)
+        whole = weight.redistribute(placements=[Replicate()], forward_dtype=self.param, backward_dtype=self.reduce)
+        return F.linear(x, whole.to_local(grad_placements=[Partial("avg")]))
+
+
+class MLP(nn.Module):
+    """[M, D] or [B, S, D] -> the same."""
+
+    def __init__(self, dim: int, hidden: int, mesh: DeviceMesh, param: torch.dtype | None, reduce: torch.dtype | None) -> None:
+        super().__init__()
+        self.up = Gathered(hidden, dim, mesh, param, reduce)
+        self.down = Gathered(dim, hidden, mesh, param, reduce)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+def build(
+    rank: int,
+    world: int,
+    mixed: bool = False,
+    dims: int = 2,
+    dtype: torch.dtype = torch.float32,
+    exact: bool = False,
+    dynamic: bool | None = None,
+) -> Case:
+    """`mixed`: parameters in `dtype`, gathered and multiplied in bf16, gradients reduced in `dtype` (SimpleFSDP's mixed
+    precision).
+
+    Forward: one gather a linear, on the right operand. Backward: one weight gradient -> reduce_scatter a linear; the gathered
+    weight is saved, so none is gathered again.
+    """
+    mesh = DeviceMesh("cpu", torch.arange(world), mesh_dim_names=("fsdp",))
+    low = (torch.float64 if exact else torch.bfloat16) if mixed else None
+    high = (torch.float64 if exact else dtype) if mixed else None
+    torch.manual_seed(7)
+    module = settle(MLP(64, 96, mesh, low, high), dtype, exact)
+    assert isinstance(module, MLP)
+    module.up.shard()
+    module.down.shard()
+    x = noise((24, 64) if dims == 2 else (2, 12, 64), 11 + rank, torch.bfloat16 if mixed else dtype, exact)
+    return Case(module, (x,), Expected(Sites(gather=2), Sites(scatter=2)), dynamic=dynamic)

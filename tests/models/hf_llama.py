@@ -1,0 +1,98 @@
+"""transformers' Llama, parallelised by its own tensor-parallel plan and loaded by its own from_pretrained.
+
+The checkpoint is random, made here from a tiny LlamaConfig; nothing is downloaded. torch.compile sees the whole causal model.
+Needs the packages of tests/models/requirements.txt.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.models.case import Case, Expected, Sites
+
+
+class Logits(nn.Module):
+    """Tokens [B, S] -> logits [B, S, V] of a causal model, without its cache."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(input_ids=tokens, use_cache=False).logits
+
+
+def load(world: int, layers: int, kv_heads: int, dtype: torch.dtype, bias: bool) -> Any:
+    """A tiny LlamaForCausalLM with `tp_plan="auto"` over all ranks of the existing process group."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=kv_heads,
+        vocab_size=160,
+        max_position_embeddings=64,
+        attention_bias=bias,
+        mlp_bias=bias,
+        attn_implementation="sdpa",
+        initializer_range=0.1,
+    )
+    folder = [""]
+    with tempfile.TemporaryDirectory(prefix="hf-llama-") as mine:
+        if dist.get_rank() == 0:
+            torch.manual_seed(7)
+            LlamaForCausalLM(config).to(dtype).save_pretrained(mine)
+            folder = [mine]
+        dist.broadcast_object_list(folder, src=0)
+        previous = {key: os.environ.get(key) for key in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
+        os.environ.update(WORLD_SIZE=str(world), RANK=str(dist.get_rank()), LOCAL_RANK=str(dist.get_rank()))
+        try:
+            plan = DistributedConfig(tp_size=world, tp_plan="auto")
+            model = LlamaForCausalLM.from_pretrained(
+                folder[0], distributed_config=plan, dtype=dtype, attn_implementation="sdpa"
+            )
+        finally:
+            for key, value in previous.items():
+                if value is None:
+                    os.environ.pop(key, None)
+                else:
+                    os.environ[key] = value
+        dist.barrier()
+    return model
+
+
+def build(
+    rank: int,
+    world: int,
+    layers: int = 1,
+    batch: int = 2,
+    kv_heads: int = 8,
+    bias: bool = False,
+    dtype: torch.dtype = torch.float32,
+    exact: bool = False,
+    dynamic: bool | None = None,
+) -> Case:
+    """The plan is all_reduce tensor parallelism: o_proj and down_proj reduce in the forward.
+
+    Backward: one all_reduce a column-wise linear: q k v (merge into one) and gate up (merge into one), and the head's. The
+    head's logits are gathered after its matmul, and the vocabulary-parallel embedding is summed without one. In the first layer
+    the input of q k v comes from the embedding, which takes a gradient too.
+    """
+    model = load(world, layers, kv_heads, dtype, bias)
+    if exact:
+        model = model.to(torch.float64)
+    model.train()
+    tokens = torch.randint(160, (batch, 16), generator=torch.Generator().manual_seed(11))
+    expected = Expected(
+        Sites(reduce=2 * layers, plain_gather=1, plain_reduce=1), Sites(reduce=2 * layers + 1, merged=3 * layers)
+    )
+    return Case(Logits(model), (tokens,), expected, dynamic=dynamic)

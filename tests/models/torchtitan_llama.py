@@ -1,0 +1,137 @@
+"""torchtitan's Llama 3, parallelised by torchtitan's own parallelize code, on CPU ranks.
+
+torchtitan imports Triton kernels, loggers and data sets that nothing here calls; where they are not installed they are mocked
+during the import. Its default device is patched to "cpu". Needs the packages of tests/models/requirements.txt.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tests.models.absent import stand_ins
+from tests.models.case import Case, Expected, Sites
+
+UNUSED = ("triton", "tensorboard", "datasets", "torch_checkpointing", "wandb", "torchdata")
+
+
+@functools.cache
+def package() -> SimpleNamespace:
+    """The names of torchtitan that the model is built from."""
+    import torch._inductor.compile_fx  # noqa: F401  (before the stand-ins: Inductor looks for Triton itself)
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    init = FakeTensorMode.__init__
+    with stand_ins(*UNUSED):
+        from torchtitan import config, distributed
+        from torchtitan.distributed import parallel_dims, utils
+        from torchtitan.models import common, llama3
+        from torchtitan.models.common import attention
+        from torchtitan.models.llama3 import sharding
+    FakeTensorMode.__init__ = init  # torchtitan patches it for all of the process
+    parallel_dims.device_type = "cpu"
+    return SimpleNamespace(
+        CompileConfig=config.CompileConfig,
+        ParallelismConfig=config.ParallelismConfig,
+        TrainingConfig=config.TrainingConfig,
+        ParallelDims=distributed.ParallelDims,
+        get_spmd_context=utils.get_spmd_context,
+        set_spmd_backend=utils.set_spmd_backend,
+        llama3=llama3,
+        ComplexRoPE=common.ComplexRoPE,
+        Embedding=common.Embedding,
+        Linear=common.Linear,
+        RMSNorm=common.RMSNorm,
+        ScaledDotProductAttention=attention.ScaledDotProductAttention,
+        set_llama3_sharding_config=sharding.set_llama3_sharding_config,
+    )
+
+
+def configuration(titan: SimpleNamespace, layers: int, kv_heads: int, fuse_qkv: bool) -> Any:
+    """A tiny Llama 3, built as torchtitan's own debug model is."""
+    llama3, dim, vocab, heads = titan.llama3, 64, 160, 8
+    config = llama3.Llama3Model.Config(
+        dim=dim,
+        vocab_size=vocab,
+        tok_embeddings=titan.Embedding.Config(num_embeddings=vocab, embedding_dim=dim, param_init=llama3._EMBEDDING_INIT),
+        norm=titan.RMSNorm.Config(normalized_shape=dim, param_init=llama3._NORM_INIT),
+        lm_head=titan.Linear.Config(in_features=dim, out_features=vocab, param_init=llama3._output_linear_init(dim)),
+        layers=llama3._build_llama3_layers(
+            n_layers=layers,
+            dim=dim,
+            n_heads=heads,
+            n_kv_heads=kv_heads,
+            hidden_dim=96,
+            fuse_qkv=fuse_qkv,
+            rope=titan.ComplexRoPE.Config(dim=dim // heads, max_seq_len=64, theta=500000, scaling="llama"),
+            attn_backend="flex",
+        ),
+    )
+    for layer in config.layers:  # torchtitan's own kernel that runs on a CPU; its builder offers only flex and varlen
+        layer.attention.inner_attention = titan.ScaledDotProductAttention.Config()
+    return config
+
+
+def sites(layers: int, sequence: bool, whole: bool) -> Expected:
+    """Sequence-parallel blocks as in dtensor_llama; the embedding's sum is scattered without a matmul (its gradient gathered);
+    the final norm's output is gathered into the head, whose logits stay sharded. FSDP's hooks cut the graph between that gather
+    and the head. Without sequence parallelism: one all_reduce a region each way, for q k v share theirs; the embedding's has no
+    matmul."""
+    inner = 2 * layers
+    if not sequence:
+        return Expected(Sites(reduce=inner, plain_reduce=1), Sites(reduce=inner + 1))
+    if whole:
+        forward = Sites(gather=inner, scatter=inner, plain_scatter=1, plain_gather=1)
+        return Expected(forward, Sites(gather=inner, scatter=inner, contracted=inner, plain_gather=1))
+    forward = Sites(gather=inner + 1, scatter=inner, plain_scatter=1)
+    return Expected(forward, Sites(gather=inner, scatter=inner + 1, contracted=inner, plain_gather=1))
+
+
+def build(
+    rank: int,
+    world: int,
+    layers: int = 1,
+    batch: int = 2,
+    kv_heads: int = 8,
+    fuse_qkv: bool = True,
+    sequence: bool = True,
+    spmd: str = "partial_dtensor",
+    whole: bool = False,
+    dtype: torch.dtype = torch.float32,
+    exact: bool = False,
+    dynamic: bool | None = None,
+) -> Case:
+    """`spmd`: torchtitan's spmd_backend. `whole`: all of parallelize_llama, FSDP2 over one rank and its hooks too; else its
+    tensor parallelism alone (Module.parallelize). `sequence=False` is for spmd="spmd_types": the DTensor form gathers saved
+    activations again."""
+    titan = package()
+    parallelism = titan.ParallelismConfig(tensor_parallel_degree=world, enable_sequence_parallel=sequence, spmd_backend=spmd)
+    titan.set_spmd_backend(spmd)
+    dims = titan.ParallelDims.from_config(parallelism, world)
+    dims.build_mesh()
+    config = configuration(titan, layers, kv_heads, fuse_qkv)
+    titan.set_llama3_sharding_config(config, enable_sp=sequence)  # what Config.update_from_config does, without the trainer
+    torch.manual_seed(7)
+    model: Any = config.build()
+    model.init_states()
+    for parameter in model.parameters():  # not the module: its rotary table is complex
+        parameter.data = parameter.data.to(dtype).to(torch.float64 if exact else dtype)
+    if whole:
+        titan.llama3.parallelize_llama(
+            model,
+            parallel_dims=dims,
+            training=titan.TrainingConfig(mixed_precision_param="float32"),
+            parallelism=parallelism,
+            compile_config=titan.CompileConfig(enable=False),
+            ac_config=None,
+            dump_folder="",
+        )
+    else:
+        model.parallelize(dims)
+    tokens = torch.randint(160, (batch, 16), generator=torch.Generator().manual_seed(11))
+    return Case(
+        model, (tokens,), sites(layers, sequence, whole), dynamic=dynamic, context=titan.get_spmd_context(parallel_dims=dims)
+    )

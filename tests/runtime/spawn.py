@@ -1,0 +1,99 @@
+"""Ranks of their own, for tests that kill, stop or abandon them. `tests/harness` has the pools for all others.
+
+    outcomes = run_ranks("tests.runtime.work_failures:dies", 3, args=(1,), timeout=40)
+
+Every rank is a fresh process with a gloo world; the Store lives in the caller, so that no rank's death takes it away. Whatever
+happens, all processes are gone when `run_ranks` returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank ended: the value it returned, or the name and text of what it raised, or neither (killed, or still running)."""
+
+    rank: int
+    value: Any = None
+    error: str = ""
+    text: str = ""
+    seconds: float = 0.0
+    ended: bool = False
+
+
+def run_ranks(
+    function: str, world: int, args: tuple[Any, ...] = (), timeout: float = 60.0, wait_for: list[int] | None = None, **env: str
+) -> list[Outcome]:
+    """Run "module:function"(rank, world, *args) on every rank. `wait_for`: only these have to end; the others are killed then."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+        command = [sys.executable, "-m", "tests.runtime.spawn", folder, str(store.port), str(world), function, repr(args)]
+        ranks = [
+            subprocess.Popen([*command, str(rank)], cwd=ROOT, env=environment, start_new_session=True) for rank in range(world)
+        ]
+        try:
+            deadline = time.monotonic() + timeout
+            for rank in range(world) if wait_for is None else wait_for:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    ranks[rank].wait(max(0.0, deadline - time.monotonic()))
+        finally:
+            for process in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait(10)
+        return [_read(Path(folder, str(rank)), rank) for rank in range(world)]
+
+
+def _read(file: Path, rank: int) -> Outcome:
+    return pickle.loads(file.read_bytes()) if file.exists() else Outcome(rank)
+
+
+def _main(folder: str, port: str, world: str, function: str, args: str, rank: str) -> None:
+    import ast
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    me, size = int(rank), int(world)
+    store = dist.TCPStore("127.0.0.1", int(port), is_master=False, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=me, world_size=size, timeout=timedelta(seconds=60))
+    module, _, name = function.partition(":")
+    begin = time.monotonic()
+    try:
+        outcome = Outcome(me, value=getattr(importlib.import_module(module), name)(me, size, *ast.literal_eval(args)), ended=True)
+    except BaseException as error:
+        outcome = Outcome(
+            me, error=type(error).__name__, text=str(error), seconds=getattr(error, "seconds", time.monotonic() - begin), ended=True
+        )
+    file = Path(folder, rank)
+    file.with_suffix(".part").write_bytes(pickle.dumps(outcome))
+    file.with_suffix(".part").rename(file)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    from tests.runtime.spawn import _main as main
+
+    main(*sys.argv[1:])

@@ -1,0 +1,173 @@
+"""What ranks run in test_ops.py: every op over many cases; each returns a list of complaints."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ub_overlap.runtime.ops  # noqa: F401  (registers the ops)
+
+from . import oracle
+from .oracle import data, far
+
+OPS = torch.ops.ub_overlap
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def group() -> str:
+    return dist.group.WORLD.group_name  # type: ignore[union-attr]
+
+
+def strategies(world: int) -> list[str]:
+    return ["pipelined", "pipelined:chunks=1", f"pipelined:chunks={world - 1 or 1}", f"pipelined:chunks={2 * world}", f"pipelined:chunks={3 * world - 1}"]
+
+
+def gather_case(
+    rank: int, world: int, dtype: torch.dtype, outer: int, m: int, q: int, n: int, last: bool, keep: bool, strategy: str, modes: list[int], seed: int
+) -> list[str]:
+    sizes = (m, q) if last else (outer * m, q)
+    shards = [data(*sizes, seed=seed + r, dtype=dtype) for r in range(world)]
+    whole = oracle.gathered([s.double() for s in shards], outer, last)
+    operands = []
+    for j, mode in enumerate(modes):
+        rows = whole.shape[0] if mode >= 2 else whole.shape[1]
+        b = data(n, rows, seed=seed + 100 + j, dtype=dtype).T if j % 2 else data(rows, n, seed=seed + 100 + j, dtype=dtype)
+        operands.append(b)
+    shard = shards[rank]
+    if seed % 3 == 0:  # a view that is not contiguous
+        shard = torch.empty(sizes[1], sizes[0], dtype=dtype).T.copy_(shard)
+    got, outs = OPS.all_gather_matmul(shard, operands, modes, 1 if last else outer, last, keep, strategy, group(), f"/ag.{seed}")
+    name = f"gather {dtype} outer={outer} m={m} q={q} n={n} last={last} {strategy}"
+    bad = []
+    if keep:
+        if not torch.equal(got, oracle.gathered(shards, outer, last)):
+            bad.append(f"{name}: gathered differs")
+    elif tuple(got.shape) != (0,):
+        bad.append(f"{name}: gathered is {tuple(got.shape)}")
+    for mode, operand, out in zip(modes, operands, outs, strict=True):
+        want = oracle.product(whole, operand.double(), mode)
+        bad += far(f"{name} mode {mode}", out, want, operand.shape[0])
+        if out.dtype != dtype:
+            bad.append(f"{name}: dtype {out.dtype}")
+    return bad
+
+
+def gathers(rank: int, world: int) -> list[str]:
+    bad: list[str] = []
+    seed = 1000
+    for dtype, strategy, last in itertools.product(DTYPES, strategies(world), (False, True)):
+        for outer, m, q, n, keep in ((1, 12, 16, 8, True), (3, 5, 7, 9, False), (1, 1, 4, 3, True), (20, 2, 6, 5, False)):
+            seed += 10
+            bad += gather_case(rank, world, dtype, outer, m, q, n, last, keep, strategy, [0, 1, 2, 3], seed)
+    for outer, m, q, n in ((1, 0, 4, 3), (1, 3, 0, 2), (0, 3, 4, 2), (1, 3, 4, 0), (2, 0, 0, 0)):
+        for last in (False, True):
+            if last and outer != 1:
+                continue
+            seed += 10
+            bad += gather_case(rank, world, torch.float32, outer, m, q, n, last, True, "pipelined", [0, 1, 2, 3], seed)
+            bad += gather_case(rank, world, torch.bfloat16, outer, m, q, n, last, False, "pipelined", [0, 1, 2, 3], seed + 5)
+    bad += gather_case(rank, world, torch.float32, 1, 4, 5, 6, False, True, "pipelined", [], 9)
+    return bad
+
+
+def term(world: int, rank: int, t: int, p: int, k: int, q: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
+    a = data(p, k, seed=seed + 31 * rank + t, dtype=dtype)
+    b = data(q, k, seed=seed + 57 * rank + t + 5, dtype=dtype).T if t % 2 == 0 else data(k, q, seed=seed + 57 * rank + t + 5, dtype=dtype)
+    return a, b
+
+
+def reduce_case(
+    rank: int, world: int, dtype: torch.dtype, out_dtype: torch.dtype, p: int, ks: list[int], q: int, outer: int, last: bool,
+    reduce_op: str, keep: bool, addend_dims: int, strategy: str, seed: int, scatter: bool,
+) -> list[str]:  # fmt: skip
+    partials, mine = [], None
+    for r in range(world):
+        terms = [term(world, r, t, p, k, q, dtype, seed) for t, k in enumerate(ks)]
+        addend = [None, data(q, seed=seed + r + 900, dtype=dtype), data(p, q, seed=seed + r + 900, dtype=dtype)][addend_dims]
+        partial = sum((a.double() @ b.double() for a, b in terms), torch.zeros(p, q).double())
+        partials.append(partial if addend is None else partial + addend.double())
+        if r == rank:
+            mine = (*map(list, zip(*terms, strict=True)), addend)
+    assert mine is not None
+    lhs, rhs, addend = mine
+    if scatter:
+        want = oracle.scattered(partials, outer, last, rank)
+        out, partial = OPS.matmul_reduce_scatter(lhs, rhs, addend, outer, last, reduce_op, out_dtype, keep, strategy, group(), f"/rs.{seed}")
+    else:
+        want = sum(partials)
+        out, partial = OPS.matmul_all_reduce(lhs, rhs, addend, reduce_op, out_dtype, keep, strategy, group(), f"/ar.{seed}")
+    if reduce_op == "avg":
+        want = want / world
+    coarse = max((dtype, out_dtype), key=lambda d: torch.finfo(d).eps)
+    name = f"{'scatter' if scatter else 'reduce'} {dtype}->{out_dtype} p={p} ks={ks} q={q} outer={outer} last={last} {reduce_op} addend={addend_dims} {strategy}"
+    bad = far(name, out, want, sum(ks) * world, coarse)
+    if out.dtype != out_dtype:
+        bad.append(f"{name}: dtype {out.dtype}")
+    if keep:
+        bad += far(f"{name} partial", partial, partials[rank], sum(ks), dtype)
+    elif tuple(partial.shape) != (0,):
+        bad.append(f"{name}: partial is {tuple(partial.shape)}")
+    return bad
+
+
+def scatters(rank: int, world: int) -> list[str]:
+    bad: list[str] = []
+    seed = 5000
+    for dtype, strategy, last in itertools.product(DTYPES, strategies(world), (False, True)):
+        for outer, m, ks, q, op, addend, keep in ((1, 6, [16], 8, "sum", 0, False), (3, 2, [7, 3], 5, "avg", 1, True), (1, 1, [4, 5, 6], 3, "sum", 2, False)):
+            seed += 1000
+            o = 1 if last else outer
+            p, cols = (m, q * world) if last else (outer * m * world, q)
+            out_dtype = torch.float32 if seed % 2000 else dtype
+            bad += reduce_case(rank, world, dtype, out_dtype, p, ks, cols, o, last, op, keep, addend, strategy, seed, True)
+    for outer, p, k, q in ((1, 0, 4, 3), (1, 2 * world, 0, 3), (1, 2 * world, 3, 0), (0, 0, 3, 3), (20, 20 * world, 3, 4)):
+        seed += 1000
+        bad += reduce_case(rank, world, torch.float32, torch.bfloat16, p, [k], q, outer, False, "sum", True, 1, "pipelined", seed, True)
+    return bad
+
+
+def reduces(rank: int, world: int) -> list[str]:
+    bad: list[str] = []
+    seed = 2_000_000
+    for dtype, strategy in itertools.product(DTYPES, strategies(world)):
+        for p, ks, q, op, addend, keep in ((4 * world, [16], 8, "sum", 0, False), (4 * world + 3, [7, 3], 5, "avg", 1, True), (1, [4], 3, "sum", 2, False), (0, [4], 3, "sum", 0, True)):
+            seed += 1000
+            out_dtype = dtype if seed % 2000 else torch.float32
+            bad += reduce_case(rank, world, dtype, out_dtype, p, ks, q, 1, False, op, keep, addend, strategy, seed, False)
+    return bad
+
+
+def bulks(rank: int, world: int) -> list[str]:
+    bad: list[str] = []
+    seed = 4_000_000
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    for dtype, collective, chunks in itertools.product(DTYPES, kinds, ("", ":chunks=1", f":chunks={3 * world}")):
+        for sizes, count, op in (((5, 3), 2, "sum"), ((7,), 1, "avg"), ((2, 3, 4), 0, "sum"), ((0, 3), 1, "sum"), ((), 1, "sum")):
+            if not sizes and collective != "all_reduce":
+                continue
+            seed += 1000
+            full = (sizes[0] * world, *sizes[1:]) if collective == "reduce_scatter" else sizes
+            inputs = [data(*full, seed=seed + r, dtype=dtype) for r in range(world)]
+            other = DTYPES[seed // 1000 % 3]
+            lhs = [data(6, 5, seed=seed + 50 + j, dtype=other) for j in range(count)]
+            rhs = [data(4, 5, seed=seed + 70 + j, dtype=other).T for j in range(count)]
+            out, outs = OPS.bulk(inputs[rank], lhs, rhs, collective, op, "bulk" + chunks, group(), f"/bulk.{seed}")
+            total = sum(i.double() for i in inputs)
+            if collective == "all_gather":
+                want = torch.cat(inputs).double()
+            else:
+                want = total if collective == "all_reduce" else total[rank * sizes[0] : (rank + 1) * sizes[0]]  # type: ignore[index,misc]
+                want = want / world if op == "avg" else want
+            name = f"bulk {collective} {dtype} {sizes} {op} {chunks}"
+            bad += far(name, out, want, world)
+            for a, b, c in zip(lhs, rhs, outs, strict=True):
+                bad += far(f"{name} product", c, a.double() @ b.double(), 5)
+    return bad
+
+
+def everything(rank: int, world: int) -> dict[str, Any]:
+    return {f.__name__: f(rank, world)[:20] for f in (gathers, scatters, reduces, bulks)}

@@ -1,0 +1,1 @@
+"""Tests of runtime/schedule: builders, proofs, mutations, the reference executor, encoding."""

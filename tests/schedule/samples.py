@@ -1,0 +1,25 @@
+"""Keys that the schedule tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ub_overlap.runtime.schedule import Key
+
+
+def keys(ranks: int, chunks: int) -> Iterator[Key]:
+    """One key or more of every kind."""
+    yield Key("all_gather_matmul", ranks, chunks, contracts=(False,))
+    yield Key("all_gather_matmul", ranks, chunks, contracts=(True, False, True), keep=True)
+    yield Key("all_gather_matmul", ranks, chunks, keep=True)
+    for kind in ("matmul_reduce_scatter", "matmul_all_reduce"):
+        yield Key(kind, ranks, chunks, terms=1)
+        yield Key(kind, ranks, chunks, terms=2, keep=True)
+    for kind in ("bulk_all_gather", "bulk_reduce_scatter", "bulk_all_reduce"):
+        yield Key(kind, ranks, chunks)
+        yield Key(kind, ranks, chunks, terms=2)
+
+
+def chunk_counts(ranks: int) -> list[int]:
+    """Fewer than the ranks, as many, more, multiples and not."""
+    return sorted({0, 1, 2, ranks // 2, max(1, ranks - 1), ranks, ranks + 1, 2 * ranks, 3 * ranks - 1, 4 * ranks})

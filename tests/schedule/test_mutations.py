@@ -1,0 +1,48 @@
+"""The checker refuses broken schedules: every harmful change of one step, on one rank, for every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ub_overlap.runtime.schedule import Key, Schedule, ScheduleError, build_all, check_sequence
+from ub_overlap.runtime.schedule.interpret import Machine, Site
+
+from .mutations import Broken, any_order, harmful
+from .samples import keys
+
+SAMPLES = [key for ranks, chunks in [(1, 0), (2, 4), (3, 0), (4, 2)] for key in keys(ranks, chunks)]
+
+
+def accepted(schedules: tuple[Schedule, ...]) -> bool:
+    """Whether three calls, two epochs apart, are proven: nothing between them helps to order them."""
+    try:
+        check_sequence([schedules] * 3, epochs=[1, 3, 5])
+    except ScheduleError:
+        return False
+    return True
+
+
+def broken_groups(key: Key, mutate: Callable[[Schedule], Iterator[Broken]]) -> list[tuple[str, tuple[Schedule, ...]]]:
+    good = build_all(key)
+    at = key.ranks // 2
+    return [(name, (*good[:at], schedule, *good[at + 1 :])) for name, schedule in mutate(good[at])]
+
+
+@pytest.mark.parametrize("key", SAMPLES, ids=str)
+def test_harmful_changes_are_refused(key: Key) -> None:
+    assert accepted(build_all(key))
+    groups = broken_groups(key, harmful)
+    assert len(groups) > 3
+    assert [name for name, schedules in groups if accepted(schedules)] == []
+
+
+@pytest.mark.parametrize("key", SAMPLES, ids=str)
+def test_what_is_accepted_computes_the_right_rows(key: Key) -> None:
+    kept = [(name, schedules) for name, schedules in broken_groups(key, any_order) if accepted(schedules)]
+    for name, schedules in kept:
+        site = Site(schedules, tuple(range(key.ranks)), 1, tuple(2 + rank for rank in range(key.ranks)))
+        for seed in range(4):
+            outcome = Machine([site] * 3, seed).run()
+            assert outcome.clean, (name, outcome)

@@ -1,0 +1,173 @@
+"""The layers stay layers: imports run one way, private torch names sit in one file, and no file grows without end."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_LINES = 450
+
+# Import-name prefix -> folder. The face may import all, compiler may import runtime, runtime only itself, the extension
+# and the compatibility file; the schedules are plain Python.
+LAYERS = {
+    "ub_overlap.compiler": ROOT / "compiler",
+    "ub_overlap.runtime": ROOT / "runtime",
+    "ub_overlap": ROOT / "src/ub_overlap",
+}
+FORBIDDEN = {
+    "compiler": ("ub_overlap._C", "ub_overlap.__main__", "torch.cuda", "triton", "cuda", "cupy"),
+    "runtime": ("ub_overlap.compiler", "ub_overlap.__main__", "torch.fx"),
+    "runtime/schedule": ("ub_overlap.compiler", "ub_overlap._C", "ub_overlap._torch_compat", "torch"),
+    "src/ub_overlap": (),
+}
+PRIVATE_TORCH_HOME = ROOT / "src/ub_overlap/_torch_compat.py"
+NO_TORCH_HEADERS = ("csrc/core", "csrc/cpu", "csrc/cuda")
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def package_of(path: Path) -> str:
+    """The import package that `path` lies in, "" for a file outside the package's folders."""
+    for prefix, folder in LAYERS.items():
+        if path.is_relative_to(folder):
+            return ".".join((prefix, *path.relative_to(folder).parts[:-1]))
+    return ""
+
+
+def imported_names(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything imported, relative imports resolved; `from a import b` gives a.b."""
+    package = package_of(path)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            home = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{home}.{alias.name}") for alias in node.names)
+
+
+def is_or_is_in(name: str, module: str) -> bool:
+    return name == module or name.startswith(module + ".")
+
+
+@pytest.mark.parametrize("folder", FORBIDDEN)
+def test_imports_run_one_way(folder: str) -> None:
+    """src (face) -> compiler -> runtime -> _C, never back; runtime/schedule is plain Python."""
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: imports {name}"
+        for path in python_files(folder)
+        for line, name in imported_names(path)
+        if any(is_or_is_in(name, module) for module in FORBIDDEN[folder])
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_the_layers_are_there() -> None:
+    """The other tests would pass on empty folders."""
+    for folder in FORBIDDEN:
+        assert python_files(folder), folder
+
+
+def private_torch_names(source: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every torch name with a private part, through aliases (`import torch.distributed as dist`).
+
+    `torch.ops` namespaces are names of operators, not of modules, and end the search.
+    """
+    tree = ast.parse(source)
+    aliases: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.asname:
+                    aliases[alias.asname] = alias.name
+                else:
+                    root = alias.name.split(".")[0]
+                    aliases[root] = root
+                if is_private_torch(alias.name):
+                    yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                aliases[alias.asname or alias.name] = name
+                if is_private_torch(name):
+                    yield node.lineno, name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (name := dotted(node, aliases)) and is_private_torch(name):
+            yield node.lineno, name
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and is_private_torch(node.value):
+            yield node.lineno, repr(node.value)
+
+
+def dotted(node: ast.expr, aliases: dict[str, str]) -> str:
+    """ "torch._dynamo.reset" of the expression, "" where it is not a chain of names."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name):
+        return ""
+    return ".".join([aliases.get(node.id, ""), *reversed(parts)])
+
+
+def is_private_torch(name: str) -> bool:
+    """torch.a._b is; torch.ops._c10d_functional (an operator namespace) and dunders (torch.__version__) are not."""
+    if not re.fullmatch(r"torch(\.\w+)+(:[\w.]+)?", name) or is_or_is_in(name, "torch.ops"):
+        return False
+    return any(part.startswith("_") and not part.startswith("__") for part in re.split(r"[.:]", name))
+
+
+@pytest.mark.parametrize(
+    ("source", "private"),
+    [
+        ("import torch._inductor", True),
+        ("from torch._inductor import config", True),
+        ("from torch.distributed import _functional_collectives as f", True),
+        ("import torch\ntorch._dynamo.reset()", True),
+        ("import torch.distributed as dist\ndist._symmetric_memory.rendezvous(x)", True),
+        ("import importlib\nimportlib.import_module('torch._inductor.config')", True),
+        ("import torch\ntorch.ops._c10d_functional.wait_tensor.default", False),
+        ("import torch\ntorch.__version__", False),
+        ("self._torch.x\nx = 'see torch._inductor for more'", False),
+    ],
+)
+def test_the_scan_for_private_names(source: str, private: bool) -> None:
+    assert bool(list(private_torch_names(source))) is private
+
+
+def test_private_torch_names_sit_in_one_file() -> None:
+    """A torch release then breaks one file, and tests/test_torch_compat.py says which name."""
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in python_files("src", "compiler", "runtime", "examples")
+        if path != PRIVATE_TORCH_HOME
+        for line, name in private_torch_names(path.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("folder", NO_TORCH_HEADERS)
+def test_executors_include_no_torch_header(folder: str) -> None:
+    """Matmuls come in as functions that csrc/bindings injects."""
+    header = re.compile(r'^\s*#\s*include\s*[<"](torch|ATen|c10|caffe2|pybind11|Python\.h)', re.MULTILINE)
+    found = [
+        f"{path.relative_to(ROOT)}: {match.group().strip()}"
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.suffix in {".h", ".hpp", ".cpp", ".cu", ".cuh"}
+        for match in header.finditer(path.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_python_files_stay_small() -> None:
+    sizes = {
+        path.relative_to(ROOT): len(path.read_text().splitlines())
+        for path in [*python_files("src", "compiler", "runtime", "examples", "tests", "benchmarks"), ROOT / "setup.py"]
+    }
+    assert not {str(path): lines for path, lines in sizes.items() if lines > MAX_LINES}

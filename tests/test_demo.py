@@ -1,0 +1,135 @@
+"""The demo and the README's example run, and the demo notices curves that do not agree."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+SMALL = ["--device", "cpu", "--steps", "3", "--dim", "64", "--layers", "1", "--seq", "32", "--inner", "aot_eager"]
+
+
+def demo(arguments: Sequence[str], *, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, EXAMPLES / "llama_tp/demo.py", *arguments],
+        cwd=cwd,
+        text=True,
+        capture_output=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.fixture
+def console(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """examples/llama_tp/console.py as a module."""
+    spec = importlib.util.spec_from_file_location("demo_console", EXAMPLES / "llama_tp/console.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "demo_console", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_curves_agree(batch: int, tmp_path: Path) -> None:
+    """Batch 1 traces other views than batch 2. Run from elsewhere: the demo finds its own files."""
+    done = demo([*SMALL, "--batch", str(batch)], cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "The loss curves agree." in done.stdout
+    for kind in ("all_gather_matmul", "matmul_reduce_scatter"):
+        assert kind in done.stdout
+    assert os.environ["UB_OVERLAP_CACHE_DIR"] in done.stdout
+
+
+def test_more_ranks_and_no_overlap() -> None:
+    done = demo([*SMALL, "--ranks", "4", "--overlap", "off", "--batch", "2"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "disabled_by_user" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps 0: expected at least 1"),
+        (["--dim", "100"], "--dim 100: expected a multiple of 64"),
+        (["--ranks", "3"], "num_heads=8 must divide by the number of ranks, 3"),
+        (["--device", "cuda", "--ranks", "512"], "512 ranks need as many GPUs"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], message: str) -> None:
+    done = demo(arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_curves_that_differ_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The demo's own verdict, on an outcome whose curves part at the second step, and on one that is not finite."""
+    monkeypatch.syspath_prepend(EXAMPLES / "llama_tp")
+    import demo
+    from train import Outcome, Run
+
+    def outcome(last: float) -> Outcome:
+        eager, ours = Run(losses=[5.5, 5.0], seconds=[1.0, 0.1]), Run(losses=[5.5, last], seconds=[2.0, 0.1])
+        return Outcome(eager=eager, ours=ours, sites="", paths=[])
+
+    for last, code, verdict in ((5.0005, 0, "agree"), (5.01, 1, "DO NOT AGREE"), (float("nan"), 1, "DO NOT AGREE")):
+        monkeypatch.setattr(demo, "launch", lambda settings, last=last: outcome(last))
+        assert demo.main(["--device", "cpu"]) == code
+        assert f"The loss curves {verdict}." in capsys.readouterr().out
+
+
+def test_a_rank_that_dies_fails_the_demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES / "llama_tp")
+    from torch.multiprocessing import ProcessExitedException
+
+    import demo
+
+    def launch(settings: object) -> None:
+        raise ProcessExitedException("process 1 terminated with signal SIGKILL", error_index=1, error_pid=1, exit_code=-9)
+
+    monkeypatch.setattr(demo, "launch", launch)
+    assert demo.main(["--device", "cpu"]) == 1
+    assert "demo failed: process 1 terminated with signal SIGKILL" in capsys.readouterr().err
+
+
+def test_readme_example() -> None:
+    """examples/tp_mlp.py under torchrun, and the README shows it as it is."""
+    example = EXAMPLES / "tp_mlp.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    done = subprocess.run(
+        [*torchrun, "--rdzv-endpoint", "localhost:0", example], text=True, capture_output=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all_gather_matmul" in done.stdout
+    body = example.read_text().partition('"""\n\n')[2]
+    assert body in (ROOT / "README.md").read_text()
+
+
+def test_plot(console: ModuleType) -> None:
+    lines = console.plot([4.0, 2.0, 1.0], [4.0, 3.0, 1.0], height=4).splitlines()
+    assert lines[0] == "  4.0000 |*  "
+    assert lines[1] == "         | u "
+    assert lines[2] == "         | e "
+    assert lines[3] == "  1.0000 |  *"
+    with pytest.raises(ValueError, match="curves of 1 and 2 values"):
+        console.plot([1.0], [1.0, 2.0])
+
+
+def test_progress_in_a_log(console: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not on a terminal: a line every tenth, none where it is switched off (ranks other than 0)."""
+    for enabled in (True, False):
+        progress = console.Progress(40, enabled=enabled)
+        for _ in range(40):
+            progress.update("loss")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 10
+    assert lines[-1] == f"  [{'#' * 30}] 40/40  loss"
