@@ -1,7 +1,7 @@
 """Builds ub_overlap: three pure Python trees mapped to one package, and the extension ub_overlap._C.
 
-    UB_OVERLAP_BUILD=1|0             0: no extension, for those who only look at graphs (the ops then say what is missing)
-    UB_OVERLAP_BUILD_CUDA=auto|0|1   CUDA sources: if nvcc and a CUDA torch are here (auto), never (0), or fail (1)
+UB_OVERLAP_BUILD=1|0             0: no extension, for those who only look at graphs (the ops then say what is missing)
+UB_OVERLAP_BUILD_CUDA=auto|0|1   CUDA sources: if nvcc and a CUDA torch are here (auto), never (0), or fail (1)
 """
 
 from __future__ import annotations

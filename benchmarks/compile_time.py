@@ -9,6 +9,8 @@ run inside a real AOTAutograd trace of its forward and backward, and only they a
 from __future__ import annotations
 
 import argparse
+import copy
+import gc
 import json
 import sys
 import time
@@ -21,31 +23,15 @@ from tabulate import tabulate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ub_overlap.compiler import passes
-from ub_overlap.compiler.backend import ub_overlap
+from ub_overlap import _torch_compat as compat
 from ub_overlap.compiler.history import HISTORY
+from ub_overlap.compiler.options import Options
+from ub_overlap.compiler.passes import JointPass, RewritePass, transport
+from ub_overlap.runtime import ops
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "llama_tp"))
-from model import ModelArgs, Transformer  # noqa: E402
-from parallelize import parallelize  # noqa: E402
-
-
-class _Clock:
-    """Adds up the seconds spent in the passes, by pass."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    def wrap(self, cls: type) -> None:
-        inner = cls.__call__
-
-        def timed(this: Any, graph: Any) -> None:
-            begin = time.perf_counter()
-            inner(this, graph)
-            name = cls.__name__ + ("" if cls is passes.JointPass else " " + passes.phase_of(graph))
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
-
-        cls.__call__ = timed  # type: ignore[method-assign,assignment]
+from model import ModelArgs, Transformer
+from parallelize import parallelize
 
 
 def main() -> None:
@@ -54,36 +40,53 @@ def main() -> None:
     parser.add_argument("--save", default="gathered", choices=("gathered", "shard"))
     parser.add_argument("--json")
     args = parser.parse_args()
+    ops.load()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     mesh = init_device_mesh("cpu", (4,))
-    passes.transport.why_not = lambda *_: None  # type: ignore[assignment]  # a fake group has no transport, but costs as much
-    clock = _Clock()
-    clock.wrap(passes.JointPass)
-    clock.wrap(passes.RewritePass)
+    transport.why_not = lambda *_: None  # type: ignore[assignment]  # a fake group has no transport, but costs as much
     rows = []
     for layers in args.layers:
-        clock.seconds.clear()
         torch._dynamo.reset()
         mark = HISTORY.mark()
         sizes = ModelArgs(dim=64, num_layers=layers, num_heads=8, num_kv_heads=4, hidden_dim=128, max_seq_len=32)
-        model = parallelize(Transformer(sizes), mesh)
-        _trace(model, torch.randint(0, 256, (2, 32)), {"overlap": "force", "inner": "aot_eager", "save": args.save})
-        plans = HISTORY.since(mark)
-        count = sum(len(p.decisions) for p in plans)
-        done = sum(d.overlapped for p in plans for d in p.decisions)
-        total = sum(clock.seconds.values())
-        row = {"layers": layers, "collectives": count, "overlapped": done, **clock.seconds, "total": total}
-        rows.append({**row, "ms a layer": 1000 * total / layers})
+        seconds = measure(parallelize(Transformer(sizes), mesh), torch.randint(0, 256, (2, 32)), args.save)
+        decisions = [d for p in HISTORY.since(mark) for d in p.decisions]
+        total = sum(seconds.values())
+        row = {"layers": layers, "collectives": len(decisions), "overlapped": sum(d.overlapped for d in decisions), **seconds}
+        rows.append({**row, "total s": total, "ms a layer": 1000 * total / layers})
     print(tabulate(rows, headers="keys", floatfmt=".3f"))
     if args.json:
         with open(args.json, "w") as f:
             json.dump(rows, f, indent=1)
 
 
-def _trace(model: torch.nn.Module, tokens: torch.Tensor, options: dict[str, Any]) -> None:
-    """Forward and backward once, so that both graphs are compiled."""
-    compiled = torch.compile(model, backend=lambda gm, inputs: ub_overlap(gm, inputs, options=options))
-    compiled(tokens).sum().backward()
+def measure(model: torch.nn.Module, tokens: torch.Tensor, save: str) -> dict[str, float]:
+    """Seconds of each pass on the joint, forward and backward graphs of `model`. The graphs as they were are what then runs."""
+    options = Options(overlap="force", save=save)  # type: ignore[arg-type]
+    seconds = {"joint s": 0.0, "forward s": 0.0, "backward s": 0.0}
+
+    def timed(run: Any, graph: torch.fx.Graph, name: str) -> None:
+        gc.collect()
+        gc.disable()  # a collection of what torch's own tracing left behind is not our cost
+        begin = time.perf_counter()
+        run(graph)
+        seconds[name] += time.perf_counter() - begin
+        gc.enable()
+
+    def compiler(phase: str) -> Any:
+        def compiled(gm: torch.fx.GraphModule, _: Any) -> Any:
+            timed(RewritePass(options), copy.deepcopy(gm.graph), f"{phase} s")
+            return compat.make_boxed_func(gm.forward)
+
+        return compiled
+
+    def partition(gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        timed(JointPass(options), gm.graph, "joint s")
+        return compat.min_cut_rematerialization_partition(gm, *args, **kwargs)
+
+    backend = compat.aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"), partition_fn=partition)
+    torch.compile(model, backend=backend)(tokens).sum().backward()
+    return seconds
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     torch.compile(model, backend="ub_overlap", options={"overlap": "force"})
 
-Dynamo's graph goes to Inductor with our two passes at its hooks (or, with inner="aot_eager", through AOTAutograd with the same passes
-called by hand). Everything Inductor can do it still does; see docs/architecture.md for the way through the folders.
+Dynamo's graph goes to Inductor with our two passes at its hooks (or, with inner="aot_eager", through AOTAutograd with the
+same passes called by hand). Everything Inductor can do it still does; see docs/architecture.md for the way through the folders.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def ub_overlap(
 ) -> Callable[..., Any]:
     """The entry point that torch.compile finds under "ub_overlap".
 
-    `options`: ours (compiler/options.py) and Inductor's by name. `mode`: Inductor's; torch allows it only without options, beside
-    which it is written options={"mode": ...}. OptionError for anything else.
+    `options`: ours (compiler/options.py) and Inductor's by name. `mode`: Inductor's; torch allows it only without options,
+    beside which it is written options={"mode": ...}. OptionError for anything else.
     """
     ours, theirs = parse(options, compat.inductor_option_names())
     ops.load()

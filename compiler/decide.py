@@ -201,14 +201,21 @@ def _decision(
     op = candidate.collective.op
     matched = candidate.match is not None and not isinstance(site, Bulk)
     products = _products(shown)
-    known = [flops(p) for p in products]
+    work = [flops(p) for p in products]
     legal = ((Mode.PIPELINED.value,) if candidate.match is not None else ()) + ((Mode.BULK.value,) if candidate.beside else ())
     return Decision(
-        id=name, phase=phase, strategy=strategy, reason=miss.reason if miss else None, detail=miss.detail if miss else _instead(candidate, site),
-        kind=_MATCHED[op] if matched and op else _PLAIN[op], options=legal, matmuls=tuple(p.node.name for p in products),
-        bytes=bytes_sent(shown) if shown else None, flops=sum(f or 0 for f in known) if known and None not in known else None,
+        id=name,
+        phase=phase,
+        strategy=strategy,
+        reason=miss.reason if miss else None,
+        detail=miss.detail if miss else _instead(candidate, site),
+        kind=_MATCHED[op] if matched and op else _PLAIN[op],
+        options=legal,
+        matmuls=tuple(p.node.name for p in products),
+        bytes=bytes_sent(shown) if shown else None,
+        flops=sum(f for f in work if f is not None) if work and None not in work else None,
         **row(candidate, shown, ordinals),
-    )  # fmt: skip
+    )
 
 
 def _merged_away(candidate: Candidate, into: Decision) -> list[Decision]:
@@ -216,11 +223,19 @@ def _merged_away(candidate: Candidate, into: Decision) -> list[Decision]:
     gone = candidate.collective.node.meta.get(MERGED, 1) - 1
     return [
         Decision(
-            id=f"{into.id}.merged{i}", phase=into.phase, kind=Kind.ALL_REDUCE, strategy=Strategy(Mode.MERGED), detail=f"summed into {into.id}",
-            group=into.group, ranks=into.ranks, dtype=into.dtype, module=into.module, source=into.source,
+            id=f"{into.id}.merged{i}",
+            phase=into.phase,
+            kind=Kind.ALL_REDUCE,
+            strategy=Strategy(Mode.MERGED),
+            detail=f"summed into {into.id}",
+            group=into.group,
+            ranks=into.ranks,
+            dtype=into.dtype,
+            module=into.module,
+            source=into.source,
         )
         for i in range(gone)
-    ]  # fmt: skip
+    ]
 
 
 def _instead(candidate: Candidate, site: Site | None) -> str:

@@ -1,4 +1,7 @@
-"""ub_overlap.explain(model, options)(*args, **kwargs): what would be, and was, overlapped. The form of torch._dynamo.explain."""
+"""ub_overlap.explain(model, options)(*args, **kwargs): what was overlapped, and why not the rest.
+
+The form of torch._dynamo.explain.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,9 @@ from .report import Report
 def explain(model: Callable[..., Any], options: Mapping[str, Any] | None = None) -> Callable[..., Report]:
     """Compiles `model` (a module or function, compiled or not), runs it once and reports every collective.
 
-    All ranks of the model's groups must call it together. The forward runs once; where an output needs a gradient, so does the backward,
-    through torch.autograd.grad, so that no .grad changes. Buffers that a forward updates are updated.
+    All ranks of the model's groups must call it together. The forward runs once; where an output needs a
+    gradient, so does the backward, through torch.autograd.grad, so that no .grad changes. Buffers that a forward updates are
+    updated.
     """
     plain = getattr(model, "_orig_mod", None) or getattr(model, "_torchdynamo_orig_callable", None) or model
 

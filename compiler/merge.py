@@ -4,8 +4,8 @@
                                         add         becomes     add(x1, x2) -> all_reduce -> wait
     x2 -> all_reduce -> wait -> view* /
 
-Runs on the joint graph, before the partitioner, because it changes what is computed. Sound for "sum" and "avg" over the same group
-when nobody else reads either result.
+Runs on the joint graph, before the partitioner, because it changes what is computed. Sound for "sum" and "avg" over the same
+group when nobody else reads either result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ MERGED = "ub_overlap_merged"
 
 def merge_all_reduces(graph: Graph) -> int:
     """Merges in place; returns how many all_reduces went away."""
-    reduces = {c.wait: c for c in collectives(graph) if c.op is Op.ALL_REDUCE and c.wait is not None and c.group is not None}
+    found = [c for c in collectives(graph) if c.op is Op.ALL_REDUCE and c.group is not None]
+    reduces: dict[Node, Collective] = {c.wait: c for c in found if c.wait is not None}
     if len(reduces) < 2:
         return 0
     count = 0
@@ -45,6 +46,7 @@ def merge_all_reduces(graph: Graph) -> int:
         if not all(same_shape(shape_of(x), shape_of(node)) for x in node.args):  # type: ignore[arg-type]
             continue
         merged = _merge(graph, node, a, b)
+        assert merged.wait is not None
         reduces[merged.wait] = merged
         count += 1
     return count
@@ -74,7 +76,6 @@ def _merge(graph: Graph, add: Node, a: Collective, b: Collective) -> Collective:
         if key in add.meta:
             for n in (total, reduce, wait):
                 n.meta[key] = add.meta[key]
-    chains = [add]
     todo = [x for x in add.args if isinstance(x, Node)]
     add.replace_all_uses_with(wait)
     graph.erase_node(add)
@@ -84,5 +85,4 @@ def _merge(graph: Graph, add: Node, a: Collective, b: Collective) -> Collective:
             continue
         todo += node.all_input_nodes
         graph.erase_node(node)
-        chains.append(node)
     return Collective(Op.ALL_REDUCE, reduce, wait, total, a.group, a.ranks, a.reduce_op)

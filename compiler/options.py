@@ -44,7 +44,7 @@ class Options:
     timeout_s: float | None = None
     """Deadline of every wait for a peer, in seconds (None: UB_OVERLAP_STEP_TIMEOUT_S, else 100)."""
     plan: tuple[tuple[str, str], ...] = ()
-    """Strategies forced by site: (pattern of site ids, strategy). Given as a dict, a path of such a JSON file, or a stored plan."""
+    """Strategies forced by site: (pattern of site ids, strategy). Given as a dict, the path of such a JSON file, or a Plan."""
 
     def forced(self, site: str) -> Strategy | None:
         """The strategy that `plan` forces on this site id, if any; the last matching pattern wins."""
@@ -125,7 +125,7 @@ def _plan(value: Any) -> tuple[tuple[str, str], ...]:
         # A stored plan or report: force each of its sites to what was decided then.
         rows = value["sites"]
         value = {r["id"]: r["strategy"] for r in rows if Strategy.is_forceable(r["strategy"])}
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple) and all(isinstance(row, list | tuple) and len(row) == 2 for row in value):
         value = dict(value)
     if not isinstance(value, Mapping):
         raise _bad("plan", value, "a dict {site pattern: strategy}, a path of such a JSON file, or a Plan")

@@ -104,7 +104,11 @@ class Strategy:
     @classmethod
     def is_forceable(cls, text: str) -> bool:
         """Can a plan file ask for it? ("merged" is an outcome, not a choice.)"""
-        return cls._PATTERN.match(text) is not None
+        try:
+            cls.parse(text)
+        except ValueError:
+            return False
+        return True
 
 
 NONE = Strategy(Mode.NONE)

@@ -39,7 +39,7 @@ class ReportedDecision(Decision):
 class Report:
     """The plans of one or more graphs, in the order in which they were compiled.
 
-    `decisions`: every collective with its outcome, run-time figures as of now minus those of `since` (a snapshot of site_stats).
+    `decisions`: every collective with its outcome; run-time figures are today's less those of `since` (earlier site_stats).
     """
 
     def __init__(self, plans: list[Plan], since: dict[str, SiteStats] | None = None) -> None:
@@ -70,32 +70,21 @@ class Report:
         for d in self.decisions:
             shapes = dict(d.shapes)
             products = [v for k, v in shapes.items() if k.startswith("matmul")]
-            why = (
-                d.reason.value
-                if d.reason
-                else (
-                    f"{d.bytes_beside_matmul / d.bytes_copied:.0%}"
-                    if d.bytes_copied and d.bytes_beside_matmul is not None
-                    else ""
-                )
+            rows.append(
+                {
+                    "site": d.id,
+                    "kind": d.kind.value,
+                    "module": d.module,
+                    "shape": products[0] if products else shapes.get("input", ""),
+                    "matmuls": len(products),
+                    "group": f"{d.group} x{d.ranks}",
+                    "bytes sent": d.bytes,
+                    "strategy": str(d.strategy),
+                    "calls": d.calls,
+                    "hidden bytes / reason": d.reason.value if d.reason else _hidden(d),
+                }
             )
-            rows.append([
-                d.id, d.kind.value, d.module.rpartition("layers.")[2] or d.module, products[0] if products else shapes.get("input", ""),
-                len(products), f"{d.group} x{d.ranks}", d.bytes, str(d.strategy), d.calls, why,
-            ])  # fmt: skip
-        heads = [
-            "site",
-            "kind",
-            "module",
-            "shape",
-            "matmuls",
-            "group",
-            "bytes sent",
-            "strategy",
-            "calls",
-            "hidden bytes / reason",
-        ]
-        return tabulate(rows, heads, tablefmt="simple", missingval="-")
+        return tabulate(rows, headers="keys", tablefmt="simple", missingval="-")
 
     def to_json(self) -> str:
         return json.dumps(
@@ -106,6 +95,11 @@ class Report:
         return f"{self.summary()}\n{self.table()}"
 
 
+def _hidden(d: ReportedDecision) -> str:
+    """The share of the bytes that moved beside a matmul."""
+    return f"{d.bytes_beside_matmul / d.bytes_copied:.0%}" if d.bytes_copied and d.bytes_beside_matmul is not None else ""
+
+
 def _reported(plan: Plan, d: Decision, now: SiteStats | None, before: SiteStats | None) -> ReportedDecision:
     base = {f.name: getattr(d, f.name) for f in fields(Decision)}
     calls = now.calls - (before.calls if before else 0) if now else 0
@@ -113,9 +107,14 @@ def _reported(plan: Plan, d: Decision, now: SiteStats | None, before: SiteStats 
         return ReportedDecision(**base, plan=plan.digest)
     copied, beside = (before.bytes_copied, before.bytes_beside_matmul) if before else (0, 0)
     return ReportedDecision(
-        **base, plan=plan.digest, calls=calls, executed=now.strategy, transport=now.transport, bytes_copied=now.bytes_copied - copied,
+        **base,
+        plan=plan.digest,
+        calls=calls,
+        executed=now.strategy,
+        transport=now.transport,
+        bytes_copied=now.bytes_copied - copied,
         bytes_beside_matmul=now.bytes_beside_matmul - beside,
-    )  # fmt: skip
+    )
 
 
 def reports() -> Report:

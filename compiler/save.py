@@ -1,8 +1,8 @@
 """What backward keeps of a gathered tensor: decided on the joint graph, before the partitioner, from the same site finder.
 
-torch saves the gathered tensor by default (R times the shard). With save="shard" every node that carries gathered elements is marked
-for recomputation, so the partitioner saves the shard and backward gathers again: a gather that meets the weight-gradient
-matmuls and is overlapped with them like any other site.
+torch saves the gathered tensor by default (R times the shard). With save="shard" every node that carries gathered elements is
+marked for recomputation, so the partitioner saves the shard and backward gathers again: a gather that meets the
+weight-gradient matmuls and is overlapped with them like any other site.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def load() -> Any:
     return module
 
 
-class _Provider:
+class Provider:
     """Schedules for C++. A key that is new is also proven to share an arena with every key of its group size met before:
     calls of one group follow each other in any order."""
 
@@ -169,7 +169,7 @@ torch.library.register_fake("ub_overlap::all_gather_matmul", _fake_all_gather_ma
 torch.library.register_fake("ub_overlap::matmul_reduce_scatter", _fake_matmul_reduce_scatter)
 torch.library.register_fake("ub_overlap::matmul_all_reduce", _fake_matmul_all_reduce)
 torch.library.register_fake("ub_overlap::bulk", _fake_bulk)
-_C.install(provide=_Provider(), bind=session.bind, reference=reference.run, make_error=errors.make)
+_C.install(provide=Provider(), bind=session.bind, reference=reference.run, make_error=errors.make)
 settings.apply()
 # Sessions hold Python objects: they must go while there is an interpreter.
 atexit.register(_C.close_all)

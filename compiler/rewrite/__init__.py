@@ -9,7 +9,7 @@ from ub_overlap import _torch_compat as compat
 
 from ..plan import Strategy
 from ..sites.match import Bulk, Gather, Reduction
-from ..sites.sizes import sizes
+from ..sites.sizes import size
 from .bulk import rewrite_bulk
 from .emit import Emitter
 from .gather import rewrite_gather
@@ -46,16 +46,27 @@ def _one(graph: Graph, site: Site, strategy: Strategy, name: str, so_far: dict[N
             replaced = rewrite_reduction(e, site, strategy, name)
         else:
             replaced = rewrite_bulk(e, site, strategy, name)
+        sizes_kept: dict[Node, int | Node] = {}
         for user in {u: None for m in members for u in m.users if u.target is torch.ops.aten.sym_size.int}:
-            replaced[user] = e.size(sizes([user.meta["val"]])[0])  # the tensor goes, its size stays
+            sizes_kept[user] = e.size(size(user.meta["val"]))  # the tensor goes, its size stays
     for old, new in replaced.items():
         # Nodes of the site keep reading the old value until they are removed: only outside users move.
-        if isinstance(new, Node):
-            old.replace_all_uses_with(new, delete_user_cb=lambda u: u not in inside)
+        old.replace_all_uses_with(new, delete_user_cb=lambda u: u not in inside)
+    for old, known in sizes_kept.items():
+        _replace_size(old, known)
     so_far.update(replaced)
-    dead = sorted({*members, *replaced}, reverse=True)
+    dead = sorted({*members, *replaced, *sizes_kept}, reverse=True)
     while gone := [n for n in dead if not n.users]:
         for node in gone:
             graph.erase_node(node)
         dead = [n for n in dead if n not in gone]
     assert not dead, f"{name}: {dead} are still used after the rewrite"
+
+
+def _replace_size(old: Node, new: int | Node) -> None:
+    if isinstance(new, Node):
+        old.replace_all_uses_with(new)
+        return
+    for user in list(old.users):
+        user.args = torch.fx.node.map_arg(user.args, lambda n: new if n is old else n)  # type: ignore[assignment]
+        user.kwargs = torch.fx.node.map_arg(user.kwargs, lambda n: new if n is old else n)  # type: ignore[assignment]

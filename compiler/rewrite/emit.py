@@ -34,10 +34,15 @@ class Emitter:
         self._meta = {k: origin.meta[k] for k in _KEPT_META if k in origin.meta}
         self._mode = compat.fake_mode_of(origin.meta["val"])
 
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+    def call(self, target: Any, *args: Any, value_is: Any = None, **kwargs: Any) -> Node:
+        """One node. `value_is`: its meta["val"] where that is known (else it is computed on fake tensors, at about 1 ms)."""
         args, kwargs = torch.fx.node.map_arg((args, kwargs), self._now)  # type: ignore[assignment]
         node = self.graph.call_function(target, args, kwargs)
         node.meta.update(self._meta)
+
+        if value_is is not None:
+            node.meta["val"] = value_is
+            return node
 
         def value(a: Any) -> Any:
             return a.meta["val"] if isinstance(a, Node) else a
@@ -47,20 +52,35 @@ class Emitter:
             node.meta["val"] = target(*real_args, **real_kwargs)
         return node
 
+    def empty(self, shape: tuple[Size, ...], dtype: torch.dtype, like: Node) -> torch.Tensor | None:
+        """A fake contiguous tensor of static `shape` on the device of `like`; None where the shape is dynamic."""
+        if not all(isinstance(s, int) for s in shape):
+            return None
+        with self._mode:
+            return torch.empty(shape, dtype=dtype, device=like.meta["val"].device)
+
+    def result(self, shape: tuple[Size, ...], old: Node) -> torch.Tensor | None:
+        """The value of an op's output [rows, cols] that takes the place of `old`: old's own where it has that form."""
+        val = old.meta["val"]
+        if same_shape(shape_of(old), shape) and all(isinstance(s, int) for s in shape) and val.is_contiguous():
+            return val
+        return self.empty(shape, val.dtype, old)
+
     def _now(self, node: Node) -> Node:
         while node in self._replaced:
             node = self._replaced[node]
         return node
 
     def item(self, node: Node, index: int) -> Node:
-        return self.call(operator.getitem, node, index)
+        return self.call(operator.getitem, node, index, value_is=node.meta["val"][index])
 
     def cast(self, node: Node, dtype: torch.dtype) -> Node:
         if node.meta["val"].dtype == dtype:
             return node
         return self.call(torch.ops.prims.convert_element_type.default, node, dtype)
 
-    def reshape(self, node: Node, shape: tuple[Size, ...]) -> Node:
+    def reshape(self, node: Node, shape: tuple[Size, ...], old: Node | None = None) -> Node:
+        """`node` in another shape; `old`: a contiguous node of that shape that it replaces."""
         now = shape_of(node)
         if same_shape(now, shape):
             return node
@@ -70,7 +90,8 @@ class Emitter:
             dims[symbolic[0]] = -1
         else:
             dims = [self.size(d) for d in shape]
-        return self.call(aten.reshape.default, node, dims)
+        known = old.meta["val"] if old is not None and old.meta["val"].is_contiguous() else None
+        return self.call(aten.reshape.default, node, dims, value_is=known)
 
     def transpose(self, node: Node) -> Node:
         return self.call(aten.permute.default, node, [1, 0])

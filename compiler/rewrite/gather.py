@@ -8,7 +8,7 @@ from torch.fx import Node
 from ..plan import Strategy
 from ..sites.match import Gather, Holder
 from ..sites.sizes import divide, product
-from ..sites.values import aten, shape_of
+from ..sites.values import aten, dtype_of, shape_of
 from .emit import Emitter
 
 
@@ -25,14 +25,23 @@ def rewrite_gather(e: Emitter, m: Gather, strategy: Strategy, site: str) -> dict
     operands = [e.operand(k.operand) for k in m.consumers]
     outer = 1 if m.last else e.size(m.blocks.outer)
     op = e.call(
-        torch.ops.ub_overlap.all_gather_matmul.default, shard, operands, [k.mode for k in m.consumers], outer, m.last, bool(m.roots),
-        str(strategy), c.group, site,
-    )  # fmt: skip
+        torch.ops.ub_overlap.all_gather_matmul.default,
+        shard,
+        operands,
+        [k.mode for k in m.consumers],
+        outer,
+        m.last,
+        bool(m.roots),
+        str(strategy),
+        c.group,
+        site,
+        value_is=_values(e, m, shard),
+    )
     replaced: dict[Node, Node] = {}
     outs = e.item(op, 1)
     for i, k in enumerate(m.consumers):
         node = k.product.node
-        value = e.reshape(e.item(outs, i), shape_of(node))
+        value = e.reshape(e.item(outs, i), shape_of(node), old=node)
         if k.product.bias is not None:
             value = e.call(aten.add.Tensor, value, k.product.bias)
         replaced[node] = value
@@ -41,6 +50,13 @@ def rewrite_gather(e: Emitter, m: Gather, strategy: Strategy, site: str) -> dict
         for root in m.roots:
             replaced[root] = _restore(e, m, gathered, root)
     return replaced
+
+
+def _values(e: Emitter, m: Gather, shard: Node) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
+    """The op's results where all sizes are static."""
+    gathered = e.empty((m.rows, m.cols) if m.roots else (0,), dtype_of(shard), shard)
+    outs = [e.result(k.product.shape, k.product.node) for k in m.consumers]
+    return None if gathered is None or any(o is None for o in outs) else (gathered, outs)  # type: ignore[return-value]
 
 
 def _restore(e: Emitter, m: Gather, gathered: Node, root: Node) -> Node:

@@ -20,12 +20,12 @@ def rewrite_reduction(e: Emitter, m: Reduction, strategy: Strategy, site: str) -
     lhs, rhs = [e.operand(t.lhs) for t in m.terms], [e.operand(t.rhs) for t in m.terms]
     addend = _addend(e, m)
     out_dtype = dtype_of(c.node)
-    keep = m.root is not None
+    keep = bool(m.live)
     if c.op is Op.REDUCE_SCATTER:
         outer = 1 if m.last else e.size(m.blocks.outer)
         op = e.call(
             torch.ops.ub_overlap.matmul_reduce_scatter.default, lhs, rhs, addend, outer, m.last, c.reduce_op, out_dtype, keep,
-            str(strategy), c.group, site,
+            str(strategy), c.group, site, value_is=_values(e, m, lhs[0]),
         )  # fmt: skip
     else:
         op = e.call(
@@ -40,16 +40,40 @@ def rewrite_reduction(e: Emitter, m: Reduction, strategy: Strategy, site: str) -
             c.group,
             site,
         )
-    value = e.reshape(e.item(op, 0), shape_of(c.wait))
+    value = e.reshape(e.item(op, 0), shape_of(c.wait), old=c.wait)
     for target, constant in m.after:
         value = e.call(target, value, constant)
     replaced = {c.wait: value}
-    if m.root is not None:
+    if m.live:
         partial = e.item(op, 1)
-        if m.root_swapped:
-            partial = e.transpose(partial)
-        replaced[m.root] = e.reshape(partial, shape_of(m.root))
+        root = e.reshape(e.transpose(partial) if m.root_swapped else partial, shape_of(m.root))
+        replaced.update(_alive(e, m, root))
     return replaced
+
+
+def _alive(e: Emitter, m: Reduction, root: Node) -> dict[Node, Node]:
+    """The live nodes between root and collective, computed again from the kept partial product."""
+    copies = {m.root: root}
+
+    def copy(node: Node) -> Node:
+        if node not in copies:
+            args = torch.fx.node.map_arg(node.args, lambda n: copy(n) if n in spine else n)
+            copies[node] = e.call(node.target, *args, value_is=node.meta["val"], **node.kwargs)
+        return copies[node]
+
+    spine = {m.root, *m.spine}
+    return {node: copy(node) for node in m.live}
+
+
+def _values(e: Emitter, m: Reduction, lhs: Node) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The results of a reduce_scatter where all sizes are static."""
+    rows, cols, ranks = m.rows, m.cols, m.collective.ranks
+    if not isinstance(rows, int) or not isinstance(cols, int):
+        return None
+    assert m.collective.wait is not None
+    out = e.result((rows, cols // ranks) if m.last else (rows // ranks, cols), m.collective.wait)
+    partial = e.empty((rows, cols) if m.live else (0,), dtype_of(m.terms[0].node), lhs)
+    return None if out is None or partial is None else (out, partial)
 
 
 def _addend(e: Emitter, m: Reduction) -> Node | None:

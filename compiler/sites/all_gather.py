@@ -20,10 +20,8 @@ from ..plan import Reason
 from .collectives import Collective
 from .match import Consumer, Gather, Holder, Miss
 from .matmuls import FLOATS, Product, as_product, is_matmul
-from .sizes import divide, product, same, same_shape, squeezed
-from .values import Blocks, Effect, aten, dtype_of, effect, regroup, shape_of, tensor_of
-
-_CUTS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
+from .sizes import Size, divide, product, same, same_shape, squeezed
+from .values import CUTS, Blocks, Effect, aten, dim_of, dtype_of, effect, pieces_of, regroup, shape_of, tensor_of
 
 
 def match_all_gather(c: Collective, position: dict[Node, int]) -> Gather | Miss:
@@ -61,15 +59,20 @@ class _Walk:
             self._matmul(node, held, p)
             return []
         step = effect(user)
-        if step is None and (user.target in _CUTS or user.target is aten.slice.Tensor):
+        if step is None and (user.target in CUTS or user.target is aten.slice.Tensor):
             return self._cut(node, held, user)
         moved = _through(held, user, step.effect) if step else None
         if moved is None:
             self.others.append(node)
-            if step is not None or user.target in (aten.permute.default, aten.expand.default):
+            if is_matmul(user) and p is None:
+                self.blocked.append(Miss(Reason.LAYOUT, f"{user.name} ({user.target}) is no single product: batched or scaled"))
+            elif step is not None or user.target in (aten.permute.default, aten.expand.default):
                 self.blocked.append(Miss(Reason.LAYOUT, f"{user.name} mixes the gathered dim with others"))
             elif (product := _product_behind(user)) is not None:
-                self.blocked.append(Miss(Reason.NON_LINEAR, f"{user.name} ({user.target}) stands between the gather and {product.name}"))
+                if user.target is aten.constant_pad_nd.default:
+                    self.blocked.append(Miss(Reason.UNEVEN_SHARDS, f"{user.name} pads or trims the gathered tensor"))
+                    return []
+                self.blocked.append(Miss(Reason.NON_LINEAR, f"{user.name} stands between the gather and {product.name}"))
             return []
         self.holders[user] = moved
         return [user]
@@ -99,15 +102,13 @@ class _Walk:
         return found
 
     def _regrouped(self, node: Node, held: Holder, cat: Node) -> Holder | None:
-        pieces = cat.args[0]
-        group = regroup(list(pieces), 0, self.c.ranks)  # type: ignore[arg-type]
+        pieces = pieces_of(cat)
+        group = regroup(pieces, self.c.ranks)
         if group is None or group[0] is not node or held.swapped:
             return None
-        axis = group[1]
-        piece = shape_of(pieces[0])  # type: ignore[index]
+        axis, dim, piece = group[1], dim_of(cat), shape_of(pieces[0])
         if not same(product(piece[:axis]), held.blocks.outer) or not same(product(piece[axis:]), held.blocks.inner):
             return None
-        dim = (cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)) % len(piece)  # type: ignore[operator]
         return Holder(Blocks(product(piece[:dim]), self.c.ranks, product(piece[dim:])), held.dtype)
 
     def _matmul(self, node: Node, held: Holder, p: Product) -> None:
@@ -157,7 +158,9 @@ class _Walk:
             if any(self.holders[n].dtype == wire for n in self.others):
                 return Miss(Reason.CAST_IN_BETWEEN, f"multiplied as {dtype}, but others need the gathered tensor as {wire}")
             wire = dtype
-        elif dtype.itemsize == wire.itemsize and dtype != wire:
+        elif dtype.itemsize > wire.itemsize:  # the op multiplies what travels; widening early changes no number
+            wire = dtype
+        elif dtype != wire:
             return Miss(Reason.CAST_IN_BETWEEN, f"gathered as {wire}, multiplied as {dtype}")
         if dtype not in FLOATS:
             return Miss(Reason.DTYPE_UNSUPPORTED, f"multiplied as {dtype}")
@@ -189,7 +192,7 @@ def _product_behind(node: Node) -> Node | None:
     return None
 
 
-def _matrix(consumer: Consumer) -> tuple[object, object]:
+def _matrix(consumer: Consumer) -> tuple[Size, Size]:
     """[rows, cols] of G as this consumer needs it."""
     p = consumer.product
     if consumer.mode == 0:

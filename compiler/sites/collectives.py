@@ -51,7 +51,7 @@ def _group_arg(node: Node) -> object:
 def is_collective(node: Node) -> bool:
     return (
         node.op == "call_function"
-        and isinstance(node.target, torch._ops.OpOverload)
+        and isinstance(node.target, compat.OpOverload)
         and node.target.namespace == "_c10d_functional"
         and "wait_tensor" not in node.target._schema.name
     )

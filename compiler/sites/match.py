@@ -37,8 +37,8 @@ class Gather:
     """all_gather -> matmuls. G [rows, cols] is the gathered matrix; with `last` its columns are dealt out, else its rows.
 
     `holders`: nodes that carry G's elements, mapped to how. `roots`: holders that others use too, so that their values must
-    survive. `dtype`: what travels; narrower than the collective's type where a cast moved before the gather. Where the matmul's type is wider
-    than that, shards are cast as they arrive.
+    survive. `dtype`: what travels; narrower than the collective's type where a cast moved before the gather. Where the
+    matmul's type is wider than that, shards are cast as they arrive.
     """
 
     collective: Collective
@@ -77,7 +77,8 @@ class Reduction:
     """sum of products (+ addends) -> reduce_scatter or all_reduce. partial [rows, cols] in the collective's row-major order.
 
     `addends`: (node, swapped) in the same shape (or one row) added before the reduction. `after`: (op, constant) pairs to apply
-    to the result, in order. `root`: the node whose value is `partial` (transposed where `root_swapped`) if others use it too.
+    to the result, in order. `root`: the node whose value is `partial` (transposed where `root_swapped`); `spine`: the nodes
+    between it and the collective. `live`: root and spine nodes that others read too.
     """
 
     collective: Collective
@@ -89,13 +90,15 @@ class Reduction:
     addends: tuple[tuple[Node, bool], ...]
     after: tuple[tuple[object, object], ...]
     inner: tuple[Node, ...]
-    root: Node | None
+    root: Node
     root_swapped: bool
+    spine: tuple[Node, ...]
+    live: tuple[Node, ...]
 
     @property
     def members(self) -> list[Node]:
         wait = [self.collective.wait] if self.collective.wait else []
-        return [*(t.node for t in self.terms), *self.inner, self.collective.node, *wait]
+        return [*(t.node for t in self.terms), *self.inner, *self.spine, self.collective.node, *wait]
 
 
 @dataclass(frozen=True, slots=True)

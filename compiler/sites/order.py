@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import torch
 from torch.fx import Graph, Node
+
+from ub_overlap import _torch_compat as compat
 
 from ..plan import Reason
 from .match import Miss
@@ -45,7 +46,7 @@ class Order:
         return self._after(inside, self._last(inside, inputs)) & inputs
 
     def _after(self, inside: set[Node], last: int) -> set[Node]:
-        """Everything up to position `last`, outside of `inside`, that needs a member (sizes are read off the graph's inputs)."""
+        """Everything up to position `last`, outside of `inside`, that reads a member's elements (sizes do not count)."""
         seen: set[Node] = set()
         todo = [u for m in inside for u in readers(m)]
         while todo:
@@ -86,7 +87,7 @@ class Order:
 
 def _has_effects(node: Node) -> bool:
     """Does `node` write to a tensor (collectives and their waits are functional and only look impure)?"""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, compat.OpOverload):
         return False
     if node.target.namespace in ("_c10d_functional", "ub_overlap"):
         return False

@@ -19,11 +19,12 @@ from .collectives import Collective, Op
 from .match import Miss, Reduction
 from .matmuls import FLOATS, Product, as_product, is_matmul
 from .sizes import Size, product, same, same_shape, squeezed
-from .values import Blocks, Effect, aten, dtype_of, effect, readers, regroup, shape_of, tensor_of
+from .values import Blocks, Effect, aten, dim_of, dtype_of, effect, pieces_of, readers, regroup, shape_of, source, tensor_of
 
 _ADDS = (aten.add.Tensor,)
 _SCALES = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
-_PADS = (aten.constant_pad_nd.default, aten.slice_scatter.default, aten.slice_backward.default, aten.slice.Tensor, aten.pad.default)
+_PADS = (aten.constant_pad_nd.default, aten.pad.default)
+_CUTS = (*_PADS, aten.slice_scatter.default, aten.slice_backward.default, aten.slice.Tensor)
 
 
 def match_reduction(c: Collective) -> Reduction | Miss:
@@ -64,34 +65,33 @@ def _spine(c: Collective) -> tuple[Node, Blocks, tuple[Size, ...], list[tuple[ob
             if matrix and not same_shape(squeezed(shape_of(step.source)), matrix[::-1]):
                 return Miss(Reason.LAYOUT, f"{node.name} reshapes a transposed product")
         elif node.target is aten.cat.default and c.op is Op.REDUCE_SCATTER:
-            group = regroup(list(node.args[0]), 0, c.ranks)  # type: ignore[arg-type]
-            dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(shape_of(node))  # type: ignore[operator]
-            if group is None and any(p.target in _PADS[:1] for p in node.args[0]):  # type: ignore[union-attr]
+            pieces = pieces_of(node)
+            group = regroup(pieces, c.ranks)
+            if group is None and any(p.target in _PADS for p in pieces):
                 return Miss(Reason.UNEVEN_SHARDS, f"{node.name} pads shards to one size")
             if group is None:
                 return Miss(Reason.SHARD_ORDER, f"{node.name} is no plain scatter: it permutes, repeats, drops or pads shards")
-            source, axis = group
-            piece = shape_of(node.args[0][0])  # type: ignore[index,arg-type]
+            whole, axis = group
+            dim, piece = dim_of(node), shape_of(pieces[0])
             if matrix or not same(product(piece[:dim]), blocks.outer) or not same(product(piece[dim:]), blocks.inner):
                 return Miss(Reason.LAYOUT, f"{node.name} cuts shards apart")
             blocks = Blocks(product(piece[:axis]), c.ranks, product(piece[axis:]))
-            passed += [node, *node.args[0]]  # type: ignore[misc]
-            passed += dict.fromkeys(p.args[0] for p in node.args[0] if p.args[0] is not source)  # type: ignore[union-attr,misc]
-            node = source
+            passed += [node, *pieces, *dict.fromkeys(source(p) for p in pieces if source(p) is not whole)]
+            node = whole
             continue
         elif node.target in _SCALES and isinstance(node.args[1], int | float):
             after.append((node.target, node.args[1]))
         else:
             return node, blocks, matrix, after[::-1], passed
         passed.append(node)
-        node = node.args[0]  # type: ignore[assignment]
+        node = step.source if step is not None else source(node)
 
 
 def _sum(
     c: Collective, root: Node, blocks: Blocks, matrix: tuple[Size, ...], after: list[tuple[object, object]], passed: list[Node]
 ) -> Reduction | Miss:
     absorbed = {*passed, c.node}
-    outside = [u for n in (*passed, root) for u in readers(n) if u not in absorbed]
+    live = tuple(n for n in (root, *passed) if any(u not in absorbed for u in readers(n)))
     terms: list[tuple[Product, bool]] = []
     addends: list[tuple[Node, bool]] = []
     inner: list[Node] = []
@@ -169,7 +169,7 @@ def _sum(
     flipped = bool(matrix)
     return Reduction(
         c, blocks, rows, cols, last, tuple(products), tuple((n, s != flipped) for n, s in addends), tuple(after),
-        (*inner, *passed), root if outside else None, flipped,
+        tuple(inner), root, flipped, tuple(passed), live,
     )  # fmt: skip
 
 
@@ -198,7 +198,7 @@ def _diagnose(root: Node) -> Miss:
     near = [n for n in root.all_input_nodes if _reaches_matmul(n)]
     if is_matmul(root):
         return Miss(Reason.LAYOUT, f"{root.name} is a batched product")
-    if root.target in _PADS:
+    if root.target in _CUTS:
         return Miss(Reason.UNEVEN_SHARDS, f"{root.name} pads or cuts the product before it is scattered")
     if near and root.target in _SCALES:
         return Miss(Reason.SCALE_NOT_CONSTANT, f"{root.name} scales the product by a tensor")

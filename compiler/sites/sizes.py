@@ -11,7 +11,8 @@ from typing import Any
 import sympy
 import torch
 
-Size = int | sympy.Expr
+Size = Any
+"""int or sympy.Expr. (Any to type checkers: sympy declares no types for its operators.)"""
 
 
 def size(x: Any) -> Size:

@@ -8,6 +8,7 @@ size-1 dims) stays in this file.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -24,6 +25,7 @@ _VIEWS = {
     aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.flatten.using_ints,
     aten.clone.default, aten.contiguous.default, aten.lift_fresh_copy.default, aten._reshape_alias.default,
 }  # fmt: skip
+CUTS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
 _PERMUTES = {aten.permute.default, aten.t.default, aten.transpose.int, aten.numpy_T.default}
 _CASTS = {aten._to_copy.default, aten.to.dtype, prims.convert_element_type.default}
 
@@ -57,23 +59,42 @@ def dtype_of(node: Node) -> torch.dtype:
     return val.dtype
 
 
+def source(node: Node, index: int = 0) -> Node:
+    """Argument `index` of `node`, which is a node."""
+    arg = node.args[index]
+    assert isinstance(arg, Node), f"{node}: argument {index} is {arg!r}, expected a node"
+    return arg
+
+
+def pieces_of(cat: Node) -> list[Node]:
+    """The tensors that a cat joins."""
+    return [n for n in cat.args[0] if isinstance(n, Node)]  # type: ignore[union-attr]
+
+
+def dim_of(node: Node, index: int = 1) -> int:
+    """The `dim` argument of a cat, split or slice, at position `index` or by name, counted from the front."""
+    dim = node.args[index] if len(node.args) > index else node.kwargs.get("dim", 0)
+    assert isinstance(dim, int)
+    first = pieces_of(node)[0] if node.target is aten.cat.default else source(node)
+    return dim % len(shape_of(first))
+
+
 def readers(node: Node) -> list[Node]:
     """The users that read `node`'s elements: all but those that only ask for a size."""
     return [u for u in node.users if u.target is not aten.sym_size.int]
 
 
-def _permutation(node: Node) -> list[int] | None:
-    src = node.args[0]
-    assert isinstance(src, Node)
-    rank = len(shape_of(src))
+def _permutation(node: Node) -> list[int]:
+    """The order of dims that a permute, transpose or t gives."""
+    rank = len(shape_of(source(node)))
     if node.target is aten.permute.default:
-        return [d % rank for d in node.args[1]]  # type: ignore[union-attr,operator]
-    if node.target is aten.transpose.int:
-        a, b = (int(d) % rank for d in node.args[1:3])  # type: ignore[call-overload]
-        dims = list(range(rank))
-        dims[a], dims[b] = dims[b], dims[a]
-        return dims
-    return list(range(rank))[::-1]
+        return [int(d) % rank for d in node.args[1]]  # type: ignore[union-attr,arg-type]
+    dims = list(range(rank))
+    if node.target is not aten.transpose.int:
+        return dims[::-1]
+    a, b = (int(d) % rank for d in node.args[1:3])  # type: ignore[arg-type]
+    dims[a], dims[b] = dims[b], dims[a]
+    return dims
 
 
 def effect(node: Node) -> Step | None:
@@ -95,7 +116,7 @@ def effect(node: Node) -> Step | None:
         return Step(Effect.SAME if before.dtype == after.dtype else Effect.CAST, src)
     if node.target in _PERMUTES:
         dims, shape = _permutation(node), shape_of(src)
-        kept = [d for d in dims or () if not (isinstance(shape[d], int) and shape[d] == 1)]
+        kept = [d for d in dims if not (isinstance(shape[d], int) and shape[d] == 1)]
         if kept == sorted(kept):
             return Step(Effect.SAME, src)
         return Step(Effect.SWAP, src) if len(kept) == 2 else None
@@ -123,62 +144,49 @@ class Blocks:
         return same(self.outer, rows) and same(self.inner * self.ranks, cols)
 
 
-def regroup(pieces: list[Node], dim: int, ranks: int) -> tuple[Node, int] | None:
+def regroup(pieces: list[Node], ranks: int) -> tuple[Node, int] | None:
     """For pieces cut off one tensor in order, the equal and complete `ranks` parts of its dim c: (tensor, c). Else None.
 
     Checks the source, the index or bounds and the order of every piece: a permuted or trimmed cat is no regroup.
     """
-    if len(pieces) != ranks:
+    cuts = [c for p in pieces if (c := _cut(p)) is not None]
+    if len(pieces) != ranks or len(cuts) != ranks:
         return None
-    cuts = [_cut(p) for p in pieces]
-    if any(c is None for c in cuts):
-        return None
-    source, axis = cuts[0][0], cuts[0][1]  # type: ignore[index]
-    part = divide(shape_of(source)[axis], ranks)
+    whole, axis = cuts[0][:2]
+    part = divide(shape_of(whole)[axis], ranks)
     if part is None:
         return None
-    for i, c in enumerate(cuts):
-        assert c is not None
-        if c[0] is not source or c[1] != axis or not same(c[2], part * i) or not same(c[3], part * (i + 1)):
+    for i, (tensor, dim, start, end) in enumerate(cuts):
+        if tensor is not whole or dim != axis or not same(start, part * i) or not same(end, part * (i + 1)):
             return None
-    return source, axis
+    return whole, axis
 
 
 def _cut(piece: Node) -> tuple[Node, int, Size, Size] | None:
     """(source, dim, start, end) of a slice, a getitem of a split or of a chunk."""
-    if piece.op != "call_function":
-        return None
     if piece.target is aten.slice.Tensor:
-        src = piece.args[0]
-        assert isinstance(src, Node)
-        rank = len(shape_of(src))
-        dim = int(piece.args[1]) % rank if len(piece.args) > 1 else 0  # type: ignore[call-overload]
-        full = shape_of(src)[dim]
+        dim = dim_of(piece)
         start = _scalar(piece.args[2]) if len(piece.args) > 2 and piece.args[2] is not None else 0
-        length = shape_of(piece)[dim]
         if start is None or (len(piece.args) > 4 and piece.args[4] != 1):
             return None
         if isinstance(start, int) and start < 0:
-            start = full + start
-        return src, dim, start, start + length
+            start = shape_of(source(piece))[dim] + start
+        return source(piece), dim, start, start + shape_of(piece)[dim]
     split = piece.args[0] if piece.args else None
-    if not isinstance(split, Node) or not isinstance(piece.args[1] if len(piece.args) > 1 else None, int):
+    if (
+        piece.target is not operator.getitem
+        or not isinstance(split, Node)
+        or split.target not in CUTS
+        or "val" not in split.meta
+    ):
         return None
-    if split.target not in (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int):
-        return None
-    if split.target is aten.unbind.int or "val" not in split.meta:
-        return None
-    src = split.args[0]
-    assert isinstance(src, Node)
-    rank = len(shape_of(src))
-    dim = split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)
-    dim = int(dim) % rank  # type: ignore[call-overload,arg-type]
+    dim = dim_of(split, 2)
     lengths = [sizes(v.shape)[dim] for v in split.meta["val"]]
-    index = piece.args[1] % len(lengths)  # type: ignore[operator]
-    start: Size = 0
-    for length in lengths[:index]:
-        start = start + length
-    return src, dim, start, start + lengths[index]
+    index = piece.args[1]
+    assert isinstance(index, int)
+    index %= len(lengths)
+    begin: Size = sum(lengths[:index])
+    return source(split), dim, begin, begin + lengths[index]
 
 
 def _scalar(x: object) -> Size | None:

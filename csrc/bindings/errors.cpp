@@ -20,10 +20,14 @@ std::string seconds(double value) {
 
 const char* class_of(FailureCode code) {
     switch (code) {
-        case FailureCode::shape_mismatch: return "ShapeMismatchError";
-        case FailureCode::site_mismatch: return "SiteMismatchError";
-        case FailureCode::peer_failed: return "PeerFailedError";
-        default: return "PeerTimeoutError";
+        case FailureCode::shape_mismatch:
+            return "ShapeMismatchError";
+        case FailureCode::site_mismatch:
+            return "SiteMismatchError";
+        case FailureCode::peer_failed:
+            return "PeerFailedError";
+        default:
+            return "PeerTimeoutError";
     }
 }
 
@@ -100,7 +104,9 @@ void throw_as_python() {
 }
 
 WithGil::WithGil() : state(static_cast<int>(PyGILState_Ensure())) {}
-WithGil::~WithGil() { PyGILState_Release(static_cast<PyGILState_STATE>(state)); }
+WithGil::~WithGil() {
+    PyGILState_Release(static_cast<PyGILState_STATE>(state));
+}
 
 WithoutGil::WithoutGil() : state(PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
 WithoutGil::~WithoutGil() {

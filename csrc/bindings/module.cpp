@@ -22,7 +22,9 @@ std::shared_ptr<void> hold(py::object object) {
             }};
 }
 
-py::handle handle_of(const std::shared_ptr<void>& held) { return {static_cast<PyObject*>(held.get())}; }
+py::handle handle_of(const std::shared_ptr<void>& held) {
+    return {static_cast<PyObject*>(held.get())};
+}
 
 // Runs a callback into Python from any thread; a Python exception travels on as PythonRaised.
 template <typename Body>
@@ -115,8 +117,7 @@ py::object abort_text(ShmArena& arena) {
 }
 
 void define_testing(py::module_ m) {
-    struct State {
-        std::mutex mutex;
+    struct State {  // only touched with the GIL held
         Injection injection;
         std::string host_id;
     };
@@ -126,21 +127,32 @@ void define_testing(py::module_ m) {
         const bool any = !i.latches.empty() || i.max_delay_us > 0 || !i.delays_us.empty();
         Injections::set(any ? std::make_shared<const Injection>(i) : nullptr);
     };
-    m.def("set_latches", [](std::vector<std::pair<int, int>> latches) {
-        state->injection.latches = std::move(latches);
-        publish();
-    }, py::arg("latches"), "(i, j): matmul step i of a call may not end before its copy step j has begun.");
-    m.def("set_random_delay", [](int64_t max_us, uint64_t seed) {
-        state->injection.max_delay_us = max_us;
-        state->injection.seed = seed;
-        publish();
-    }, py::arg("max_us"), py::arg("seed") = 0, "Delay every step by up to max_us microseconds; 0 turns it off.");
-    m.def("set_step_delays", [](std::map<int, int64_t> delays_us, int only_rank) {
-        state->injection.delays_us = std::move(delays_us);
-        state->injection.only_rank = only_rank;
-        publish();
-    }, py::arg("delays_us"), py::arg("only_rank") = -1, "Delay step n of every schedule by so many microseconds.");
-    m.def("set_host_id", [](std::string id) { state->host_id = std::move(id); }, "Pretend to be on this host; empty: the true one.");
+    m.def(
+        "set_latches",
+        [](std::vector<std::pair<int, int>> latches) {
+            state->injection.latches = std::move(latches);
+            publish();
+        },
+        py::arg("latches"), "(i, j): matmul step i of a call may not end before its copy step j has begun.");
+    m.def(
+        "set_random_delay",
+        [](int64_t max_us, uint64_t seed) {
+            state->injection.max_delay_us = max_us;
+            state->injection.seed = seed;
+            publish();
+        },
+        py::arg("max_us"), py::arg("seed") = 0, "Delay every step by up to max_us microseconds; 0 turns it off.");
+    m.def(
+        "set_step_delays",
+        [](std::map<int, int64_t> delays_us, int only_rank) {
+            state->injection.delays_us = std::move(delays_us);
+            state->injection.only_rank = only_rank;
+            publish();
+        },
+        py::arg("delays_us"), py::arg("only_rank") = -1, "Delay step n of every schedule by so many microseconds.");
+    m.def(
+        "set_host_id", [](std::string id) { state->host_id = std::move(id); },
+        "Pretend to be on this host; empty: the true one.");
     m.def("host_id", [] { return state->host_id; });
     m.def("reset", [] {
         state->injection = {};
@@ -174,8 +186,9 @@ PYBIND11_MODULE(_C, m) {
     py::class_<Session, std::shared_ptr<Session>>(m, "Session")
         .def(py::init([](std::string group, std::string device, int rank, int ranks, std::shared_ptr<ShmArena> arena,
                          std::string transport, std::string reason) {
-            return std::make_shared<Session>(group, device, rank, ranks, arena, transport, reason);
-        }), py::arg("group"), py::arg("device"), py::arg("rank"), py::arg("ranks"), py::arg("arena"), py::arg("transport"),
+                 return std::make_shared<Session>(group, device, rank, ranks, arena, transport, reason);
+             }),
+             py::arg("group"), py::arg("device"), py::arg("rank"), py::arg("ranks"), py::arg("arena"), py::arg("transport"),
              py::arg("reason"))
         .def_property_readonly("group", &Session::group)
         .def_property_readonly("device", &Session::device)
@@ -187,12 +200,15 @@ PYBIND11_MODULE(_C, m) {
         .def_property_readonly("poisoned", &Session::poisoned)
         .def("close", &Session::close, py::call_guard<py::gil_scoped_release>());
 
-    m.def("install", [](py::object provide, py::object bind, py::object reference, py::object make_error) {
-        set_provider(std::move(provide));
-        set_bind(std::move(bind));
-        python_hooks().reference = hold(std::move(reference));
-        python_hooks().make_error = hold(std::move(make_error));
-    }, py::arg("provide"), py::arg("bind"), py::arg("reference"), py::arg("make_error"));
+    m.def(
+        "install",
+        [](py::object provide, py::object bind, py::object reference, py::object make_error) {
+            set_provider(std::move(provide));
+            set_bind(std::move(bind));
+            python_hooks().reference = hold(std::move(reference));
+            python_hooks().make_error = hold(std::move(make_error));
+        },
+        py::arg("provide"), py::arg("bind"), py::arg("reference"), py::arg("make_error"));
     m.def("set_provider", &set_provider, py::arg("provide"), "Replaces the schedule provider and forgets its schedules.");
     m.def("set_step_timeout", [](double seconds) { settings().step_timeout_ns.store(static_cast<int64_t>(seconds * 1e9)); });
     m.def("set_trace", [](bool on) { settings().trace.store(on); }, "Keep the step times of the last call of every site.");
@@ -201,8 +217,9 @@ PYBIND11_MODULE(_C, m) {
     m.def("last_trace", &last_trace, py::arg("site"), "(step, queue, kind, begin_ns, end_ns, bytes) for each step.");
     m.def("sessions", [] { return Registry::get().all(); });
     m.def("generation", [] { return Registry::get().generation(); });
-    m.def("close", [](const std::string& group, const std::string& device) { Registry::get().drop(group, device); },
-          py::call_guard<py::gil_scoped_release>());
+    m.def(
+        "close", [](const std::string& group, const std::string& device) { Registry::get().drop(group, device); },
+        py::call_guard<py::gil_scoped_release>());
     m.def("close_all", [] { Registry::get().clear(); }, py::call_guard<py::gil_scoped_release>());
     m.def("unlink_name", &unlink_name);
     m.def("build_info", &build_info);

@@ -1,10 +1,12 @@
-// The four ops: their schemas, the checks of what a caller brings, and its translation into a Call. docs/ops.md is the contract.
+// The four ops: their schemas, the checks of what a caller brings, and its translation into a Call. docs/ops.md is the
+// contract.
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/library.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <optional>
+#include <sstream>
 #include <tuple>
 
 #include "bindings/matmul.h"
@@ -44,10 +46,9 @@ class Builder {
     Call call;
 
     [[noreturn]] void refuse(const std::string& what, const std::string& got, const std::string& expected) const {
-        throw NamedError("OptionError", {{"what", what},
-                                         {"where", call.op_name + " at site '" + call.site + "'"},
-                                         {"got", got},
-                                         {"expected", expected}});
+        throw NamedError(
+            "OptionError",
+            {{"what", what}, {"where", call.op_name + " at site '" + call.site + "'"}, {"got", got}, {"expected", expected}});
     }
     void check(bool good, const std::string& what, const std::string& got, const std::string& expected) const {
         if (!good) refuse(what, got, expected);
@@ -85,7 +86,9 @@ class Builder {
         call.average = op == "avg";
     }
 
-    void describe(const char* name, const Tensor& t) { shape_ << name << text_of(t.sizes()) << ' ' << t.dtype().name() << "; "; }
+    void describe(const char* name, const Tensor& t) {
+        shape_ << name << text_of(t.sizes()) << ' ' << t.dtype().name() << "; ";
+    }
     void describe(const char* name, at::TensorList list) {
         for (const Tensor& t : list) describe(name, t);
     }
@@ -99,7 +102,8 @@ class Builder {
         std::shared_ptr<Session> found = Registry::get().find(group_name_, "cpu", group_.get());
         if (found) return found;
         if (!python_hooks().bind) {
-            throw NamedError("UbOverlapError", {{"what", "the runtime is not loaded"}, {"fix", "import ub_overlap.runtime.ops"}});
+            throw NamedError("UbOverlapError",
+                             {{"what", "the runtime is not loaded"}, {"fix", "import ub_overlap.runtime.ops"}});
         }
         found = python_hooks().bind(group_name_, "cpu", call.slot_bytes());
         auto weak = std::make_shared<c10::weak_intrusive_ptr<c10d::ProcessGroup>>(group_);
@@ -172,7 +176,9 @@ auto framed(Body body) {
     }
 }
 
-char* data_of(const Tensor& t) { return t.defined() ? static_cast<char*>(t.data_ptr()) : nullptr; }
+char* data_of(const Tensor& t) {
+    return t.defined() ? static_cast<char*>(t.data_ptr()) : nullptr;
+}
 
 std::tuple<Tensor, std::vector<Tensor>> all_gather_matmul(const Tensor& shard, at::TensorList operands, at::IntArrayRef modes,
                                                           int64_t outer, bool last, bool keep, std::string strategy,
@@ -215,8 +221,8 @@ std::tuple<Tensor, std::vector<Tensor>> all_gather_matmul(const Tensor& shard, a
             b.check(operand.rows == (flip ? whole_rows : whole_cols), "an operand does not fit the gathered matrix",
                     text_of(operands[j].sizes()), std::to_string(flip ? whole_rows : whole_cols) + " rows");
             const int64_t product_rows = flip ? whole_cols : whole_rows;
-            const std::vector<int64_t> sizes = mode % 2 ? std::vector<int64_t>{operand.cols, product_rows}
-                                                        : std::vector<int64_t>{product_rows, operand.cols};
+            const std::vector<int64_t> sizes =
+                mode % 2 ? std::vector<int64_t>{operand.cols, product_rows} : std::vector<int64_t>{product_rows, operand.cols};
             outs.push_back(at::empty(sizes, shard.options()));
             call.rhs.push_back(operand);
             call.modes.push_back(mode);
@@ -238,8 +244,15 @@ std::tuple<Tensor, std::vector<Tensor>> all_gather_matmul(const Tensor& shard, a
         b.note("last", last);
         if (run(b)) return {gathered, outs};
         WithGil gil;
-        std::vector<Tensor> results = ReferenceCall("all_gather_matmul").tensor(shard).tensors(operands).integers(modes)
-            .integer(outer).flag(last).flag(keep).text(group).run();
+        std::vector<Tensor> results = ReferenceCall("all_gather_matmul")
+                                          .tensor(shard)
+                                          .tensors(operands)
+                                          .integers(modes)
+                                          .integer(outer)
+                                          .flag(last)
+                                          .flag(keep)
+                                          .text(group)
+                                          .run();
         gathered = results.at(0);
         return {gathered, std::vector<Tensor>(results.begin() + 1, results.end())};
     });
@@ -251,7 +264,8 @@ struct Product {
             const std::string& reduce_op) {
         Call& call = b.call;
         b.check(!lhs.empty() && lhs.size() == rhs.size(), "lhs and rhs are not the terms of a sum",
-                std::to_string(lhs.size()) + " and " + std::to_string(rhs.size()), "as many of one as of the other, one or more");
+                std::to_string(lhs.size()) + " and " + std::to_string(rhs.size()),
+                "as many of one as of the other, one or more");
         b.reduce_by(reduce_op);
         call.key.terms = static_cast<int64_t>(lhs.size());
         call.type = b.type_of(lhs[0].scalar_type());
@@ -310,15 +324,24 @@ std::tuple<Tensor, Tensor> matmul_reduce_scatter(at::TensorList lhs, at::TensorL
         } else {
             b.deal_equally(outer, shard, product.cols);
         }
-        Tensor out = at::empty({last ? product.rows : outer * shard, last ? shard : product.cols}, lhs[0].options().dtype(out_dtype));
+        Tensor out =
+            at::empty({last ? product.rows : outer * shard, last ? shard : product.cols}, lhs[0].options().dtype(out_dtype));
         call.output = data_of(out);
         b.note("outer", outer);
         b.note("last", last);
         if (run(b)) return {out, keep ? product.partial : at::empty({0}, product.partial.options())};
         WithGil gil;
-        std::vector<Tensor> results = ReferenceCall("matmul_reduce_scatter").tensors(lhs).tensors(rhs)
-            .tensor(addend ? *addend : Tensor()).integer(outer).flag(last).text(reduce_op).dtype(out_dtype).flag(keep)
-            .text(group).run();
+        std::vector<Tensor> results = ReferenceCall("matmul_reduce_scatter")
+                                          .tensors(lhs)
+                                          .tensors(rhs)
+                                          .tensor(addend ? *addend : Tensor())
+                                          .integer(outer)
+                                          .flag(last)
+                                          .text(reduce_op)
+                                          .dtype(out_dtype)
+                                          .flag(keep)
+                                          .text(group)
+                                          .run();
         return {results.at(0), results.at(1)};
     });
 }
@@ -338,14 +361,22 @@ std::tuple<Tensor, Tensor> matmul_all_reduce(at::TensorList lhs, at::TensorList 
         call.output = data_of(out);
         if (run(b)) return {out, keep ? product.partial : at::empty({0}, product.partial.options())};
         WithGil gil;
-        std::vector<Tensor> results = ReferenceCall("matmul_all_reduce").tensors(lhs).tensors(rhs)
-            .tensor(addend ? *addend : Tensor()).text(reduce_op).dtype(out_dtype).flag(keep).text(group).run();
+        std::vector<Tensor> results = ReferenceCall("matmul_all_reduce")
+                                          .tensors(lhs)
+                                          .tensors(rhs)
+                                          .tensor(addend ? *addend : Tensor())
+                                          .text(reduce_op)
+                                          .dtype(out_dtype)
+                                          .flag(keep)
+                                          .text(group)
+                                          .run();
         return {results.at(0), results.at(1)};
     });
 }
 
-std::tuple<Tensor, std::vector<Tensor>> bulk(const Tensor& input, at::TensorList lhs, at::TensorList rhs, std::string collective,
-                                             std::string reduce_op, std::string strategy, std::string group, std::string site) {
+std::tuple<Tensor, std::vector<Tensor>> bulk(const Tensor& input, at::TensorList lhs, at::TensorList rhs,
+                                             std::string collective, std::string reduce_op, std::string strategy,
+                                             std::string group, std::string site) {
     return framed([&]() -> std::tuple<Tensor, std::vector<Tensor>> {
         Builder b("bulk " + collective, strategy, group, site);
         Call& call = b.call;
@@ -376,7 +407,8 @@ std::tuple<Tensor, std::vector<Tensor>> bulk(const Tensor& input, at::TensorList
             b.reduce_by(reduce_op);
             b.deal_floor(rows, inner);
         }
-        b.check(lhs.size() == rhs.size(), "lhs and rhs differ in number", std::to_string(lhs.size()), std::to_string(rhs.size()));
+        b.check(lhs.size() == rhs.size(), "lhs and rhs differ in number", std::to_string(lhs.size()),
+                std::to_string(rhs.size()));
         const Tensor dense = input.contiguous();
         call.input = data_of(dense);
         Tensor out = at::empty(sizes, input.options());
@@ -385,8 +417,9 @@ std::tuple<Tensor, std::vector<Tensor>> bulk(const Tensor& input, at::TensorList
         for (size_t j = 0; j < lhs.size(); ++j) {
             call.lhs.push_back(b.matrix(lhs[j], "a left operand"));
             call.rhs.push_back(b.matrix(rhs[j], "a right operand"));
-            b.check(call.lhs[j].cols == call.rhs[j].rows && call.lhs[j].type == call.rhs[j].type, "the operands of a product do not fit",
-                    text_of(lhs[j].sizes()) + " @ " + text_of(rhs[j].sizes()), "[M, K] @ [K, N] of one dtype");
+            b.check(call.lhs[j].cols == call.rhs[j].rows && call.lhs[j].type == call.rhs[j].type,
+                    "the operands of a product do not fit", text_of(lhs[j].sizes()) + " @ " + text_of(rhs[j].sizes()),
+                    "[M, K] @ [K, N] of one dtype");
             outs.push_back(at::empty({lhs[j].size(0), rhs[j].size(1)}, lhs[j].options()));
             call.results.push_back(b.matrix(outs[j], "a result"));
         }
@@ -405,10 +438,11 @@ std::tuple<Tensor, std::vector<Tensor>> bulk(const Tensor& input, at::TensorList
 // For devices whose executor this build does not have.
 void no_executor(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack*) {
     framed([&]() -> int {
-        throw NamedError("TransportError", {{"what", "the CUDA executor is not part of this build"},
-                                            {"where", op.schema().name()},
-                                            {"got", "CUDA tensors"},
-                                            {"fix", "rebuild with UB_OVERLAP_BUILD_CUDA=1 on a machine with nvcc and a CUDA torch"}});
+        throw NamedError("TransportError",
+                         {{"what", "the CUDA executor is not part of this build"},
+                          {"where", op.schema().name()},
+                          {"got", "CUDA tensors"},
+                          {"fix", "rebuild with UB_OVERLAP_BUILD_CUDA=1 on a machine with nvcc and a CUDA torch"}});
     });
 }
 
@@ -416,14 +450,22 @@ void no_executor(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit:
 
 TORCH_LIBRARY(ub_overlap, m) {
     const std::vector<at::Tag> tags{at::Tag::needs_fixed_stride_order, at::Tag::pt2_compliant_tag};
-    m.def("all_gather_matmul(Tensor shard, Tensor[] operands, int[] modes, SymInt outer, bool last, bool keep, str strategy, "
-          "str group, str site) -> (Tensor gathered, Tensor[] outs)", tags);
-    m.def("matmul_reduce_scatter(Tensor[] lhs, Tensor[] rhs, Tensor? addend, SymInt outer, bool last, str reduce_op, "
-          "ScalarType out_dtype, bool keep, str strategy, str group, str site) -> (Tensor out, Tensor partial)", tags);
-    m.def("matmul_all_reduce(Tensor[] lhs, Tensor[] rhs, Tensor? addend, str reduce_op, ScalarType out_dtype, bool keep, "
-          "str strategy, str group, str site) -> (Tensor out, Tensor partial)", tags);
-    m.def("bulk(Tensor input, Tensor[] lhs, Tensor[] rhs, str collective, str reduce_op, str strategy, str group, str site) "
-          "-> (Tensor out, Tensor[] outs)", tags);
+    m.def(
+        "all_gather_matmul(Tensor shard, Tensor[] operands, int[] modes, SymInt outer, bool last, bool keep, str strategy, "
+        "str group, str site) -> (Tensor gathered, Tensor[] outs)",
+        tags);
+    m.def(
+        "matmul_reduce_scatter(Tensor[] lhs, Tensor[] rhs, Tensor? addend, SymInt outer, bool last, str reduce_op, "
+        "ScalarType out_dtype, bool keep, str strategy, str group, str site) -> (Tensor out, Tensor partial)",
+        tags);
+    m.def(
+        "matmul_all_reduce(Tensor[] lhs, Tensor[] rhs, Tensor? addend, str reduce_op, ScalarType out_dtype, bool keep, "
+        "str strategy, str group, str site) -> (Tensor out, Tensor partial)",
+        tags);
+    m.def(
+        "bulk(Tensor input, Tensor[] lhs, Tensor[] rhs, str collective, str reduce_op, str strategy, str group, str site) "
+        "-> (Tensor out, Tensor[] outs)",
+        tags);
 }
 
 TORCH_LIBRARY_IMPL(ub_overlap, CPU, m) {

@@ -20,7 +20,8 @@ struct PythonRaised : std::exception {
     std::string text;
 };
 
-// What Python installs. `make_error` and `reference` are callables: (class name, fields) -> exception, (op name, *args) -> tuple.
+// What Python installs. `make_error` and `reference` are callables: (class name, fields) -> exception, (op name, *args) ->
+// tuple.
 struct PythonHooks {
     std::function<std::shared_ptr<Session>(const std::string& group, const std::string& device, int64_t slot_bytes)> bind;
     std::shared_ptr<void> make_error, reference;

@@ -33,8 +33,12 @@ void flatten(PyObject* object, std::vector<at::Tensor>& to) {
 
 }  // namespace
 
-ReferenceCall::ReferenceCall(const std::string& op) : list_(checked(PyList_New(0))) { text(op); }
-ReferenceCall::~ReferenceCall() { Py_DECREF(static_cast<PyObject*>(list_)); }
+ReferenceCall::ReferenceCall(const std::string& op) : list_(checked(PyList_New(0))) {
+    text(op);
+}
+ReferenceCall::~ReferenceCall() {
+    Py_DECREF(static_cast<PyObject*>(list_));
+}
 
 void ReferenceCall::add(void* object) {
     auto* item = checked(static_cast<PyObject*>(object));

@@ -44,7 +44,9 @@ int64_t Call::landing2_bytes() const {
     return collective == Collective::reduce ? (outer * total_rows() * inner * size_of(out_type) + line - 1) / line * line : 0;
 }
 
-char* Call::landing(int of) const { return arena->slot(of, slot()); }
+char* Call::landing(int of) const {
+    return arena->slot(of, slot());
+}
 
 Span Call::span(const Region& r) const {
     const int64_t row = inner * size_of(type_of(r));
@@ -56,12 +58,23 @@ Span Call::span(const Region& r) const {
     const int64_t count = rows(owner), lo = r.lo.of(count), hi = r.hi.of(count);
     char* base = nullptr;
     switch (r.buf) {
-        case Buf::input: base = input; break;
-        case Buf::partial: base = partial; break;
-        case Buf::output: base = output; break;
-        case Buf::landing: base = landing(r.rank); break;
-        case Buf::landing2: base = landing(r.rank) + landing_bytes(); break;
-        default: break;
+        case Buf::input:
+            base = input;
+            break;
+        case Buf::partial:
+            base = partial;
+            break;
+        case Buf::output:
+            base = output;
+            break;
+        case Buf::landing:
+            base = landing(r.rank);
+            break;
+        case Buf::landing2:
+            base = landing(r.rank) + landing_bytes();
+            break;
+        default:
+            break;
     }
     Span span{base, outer, (stacked || single ? count : total_rows()) * row, (hi - lo) * row};
     if (stacked) {
@@ -108,7 +121,8 @@ void Call::gathered_matmuls(const Step& step, std::vector<MatmulTask>& tasks) co
             if (contracts) {
                 task.out = out, task.a = g, task.b = b.row_block(range.first, width), task.accumulate = add;
             } else {
-                task.out = out.row_block(range.first, width), task.a = g.transposed(), task.b = b, task.accumulate = step.accumulate;
+                task.out = out.row_block(range.first, width), task.a = g.transposed(), task.b = b,
+                task.accumulate = step.accumulate;
             }
             tasks.push_back(task);
             add = true;

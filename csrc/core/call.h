@@ -65,12 +65,14 @@ struct Call {
     int64_t rows(int shard) const { return begin[shard + 1] - begin[shard]; }
     int64_t total_rows() const { return begin[ranks]; }
     int64_t max_rows() const;
-    int64_t landing_bytes() const;   // rounded up to a cache line, so that LANDING2 begins at one
+    int64_t landing_bytes() const;  // rounded up to a cache line, so that LANDING2 begins at one
     int64_t landing2_bytes() const;
     int64_t slot_bytes() const { return landing_bytes() + landing2_bytes(); }
 
     Span span(const Region& region) const;
-    DType type_of(const Region& region) const { return region.buf == Buf::output || region.buf == Buf::landing2 ? out_type : type; }
+    DType type_of(const Region& region) const {
+        return region.buf == Buf::output || region.buf == Buf::landing2 ? out_type : type;
+    }
     // The matmuls of a step, to be run in this order.
     std::vector<MatmulTask> matmuls(const Step& step) const;
 

@@ -26,17 +26,28 @@ inline const char* name_of(FlagKind kind) {
     return kind == FlagKind::ready ? "READY" : kind == FlagKind::done ? "DONE" : "READY2";
 }
 
-inline uint64_t flag_value(uint64_t epoch, uint32_t tag) { return (epoch << 32) | tag; }
-inline uint32_t epoch_of(uint64_t value) { return static_cast<uint32_t>(value >> 32); }
-inline uint32_t tag_of(uint64_t value) { return static_cast<uint32_t>(value); }
+inline uint64_t flag_value(uint64_t epoch, uint32_t tag) {
+    return (epoch << 32) | tag;
+}
+inline uint32_t epoch_of(uint64_t value) {
+    return static_cast<uint32_t>(value >> 32);
+}
+inline uint32_t tag_of(uint64_t value) {
+    return static_cast<uint32_t>(value);
+}
 
 // Has `seen` come to `wanted`? Right as long as two ranks are fewer than 2^31 calls apart.
-inline bool reached(uint32_t seen, uint32_t wanted) { return static_cast<int32_t>(seen - wanted) >= 0; }
+inline bool reached(uint32_t seen, uint32_t wanted) {
+    return static_cast<int32_t>(seen - wanted) >= 0;
+}
 
-// Place of a word among the flags of one rank: [kind][slot][source][index]. Words of one source lie together: one writer a line.
+// Place of a word among the flags of one rank: [kind][slot][source][index]. Words of one source lie together: one writer a
+// line.
 inline int64_t flag_place(FlagKind kind, int slot, int source, int index, int ranks) {
     return ((static_cast<int64_t>(kind) * slots + slot) * ranks + source) * max_pieces + index;
 }
-inline int64_t flag_count(int ranks) { return static_cast<int64_t>(flag_kinds) * slots * ranks * max_pieces; }
+inline int64_t flag_count(int ranks) {
+    return static_cast<int64_t>(flag_kinds) * slots * ranks * max_pieces;
+}
 
 }  // namespace ub_overlap

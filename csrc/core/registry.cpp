@@ -14,11 +14,12 @@ std::shared_ptr<Session> Registry::find(const std::string& group, const std::str
     auto found = entries_.find({group, device});
     if (found == entries_.end() || found->second.owner != owner) return nullptr;
     if (found->second.pid != getpid()) {
-        throw NamedError("ForkError",
-                         {{"what", "this process was forked from the one that uses group '" + group + "'"},
-                          {"got", "pid " + std::to_string(getpid())},
-                          {"expected", "pid " + std::to_string(found->second.pid) + ", which owns the session and its copy thread"},
-                          {"fix", "start workers with the spawn method, or make a process group of their own in the child"}});
+        throw NamedError(
+            "ForkError",
+            {{"what", "this process was forked from the one that uses group '" + group + "'"},
+             {"got", "pid " + std::to_string(getpid())},
+             {"expected", "pid " + std::to_string(found->second.pid) + ", which owns the session and its copy thread"},
+             {"fix", "start workers with the spawn method, or make a process group of their own in the child"}});
     }
     return found->second.session;
 }

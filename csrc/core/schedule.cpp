@@ -35,7 +35,8 @@ class Reader {
         r.lo.den = next(1, INT32_MAX, "denominator");
         r.hi.num = next();
         r.hi.den = next(1, INT32_MAX, "denominator");
-        if (r.lo.num < 0 || r.hi.num > r.hi.den || r.lo.num * r.hi.den > r.hi.num * r.lo.den) fail("a piece is not within 0..1");
+        if (r.lo.num < 0 || r.hi.num > r.hi.den || r.lo.num * r.hi.den > r.hi.num * r.lo.den)
+            fail("a piece is not within 0..1");
         r.index = static_cast<int>(next(0, INT32_MAX, "index"));
         return r;
     }
@@ -152,7 +153,8 @@ std::shared_ptr<const Program> ProgramCache::get(const Key& key, int rank) {
         ++c.calls;
     }
     if (!provider) {
-        throw NamedError("UbOverlapError", {{"what", "no schedule provider is installed"}, {"fix", "import ub_overlap.runtime.ops"}});
+        throw NamedError("UbOverlapError",
+                         {{"what", "no schedule provider is installed"}, {"fix", "import ub_overlap.runtime.ops"}});
     }
     // Outside the lock: the provider takes the GIL, whose holder may be waiting for the lock.
     auto program = std::make_shared<const Program>(decode(provider(key, rank), rank, key.ranks));

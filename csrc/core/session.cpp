@@ -9,23 +9,37 @@ std::string digest_of(const std::string& site) {
     return slash == std::string::npos ? "" : site.substr(0, slash);
 }
 
-Session::Session(std::string group, std::string device, int rank, int ranks, std::shared_ptr<Arena> arena, std::string transport,
-                 std::string reason)
-    : group_(std::move(group)), device_(std::move(device)), transport_(std::move(transport)), reason_(std::move(reason)),
-      rank_(rank), ranks_(ranks), arena_(std::move(arena)) {}
+Session::Session(std::string group, std::string device, int rank, int ranks, std::shared_ptr<Arena> arena,
+                 std::string transport, std::string reason)
+    : group_(std::move(group)),
+      device_(std::move(device)),
+      transport_(std::move(transport)),
+      reason_(std::move(reason)),
+      rank_(rank),
+      ranks_(ranks),
+      arena_(std::move(arena)) {}
 
-void Session::set_hooks(SessionHooks hooks) { hooks_ = std::move(hooks); }
+void Session::set_hooks(SessionHooks hooks) {
+    hooks_ = std::move(hooks);
+}
 
 void Session::refuse_if_unusable() {
     if (closed_) {
-        throw NamedError("SessionPoisonedError", {{"what", "the session of group '" + group_ + "' is closed"},
-                                                  {"fix", "make a new process group, or do not close the session before its last call"}});
+        throw NamedError("SessionPoisonedError",
+                         {{"what", "the session of group '" + group_ + "' is closed"},
+                          {"fix", "make a new process group, or do not close the session before its last call"}});
     }
     if (!poisoned_.empty()) {
-        throw NamedError("SessionPoisonedError",
-                         {{"what", "an earlier error broke group '" + group_ + "', its ranks are no longer in step"},
-                          {"got", poisoned_},
-                          {"fix", "handle the first error; to go on, destroy the process group on all ranks and make it again"}});
+        throw NamedError(
+            "SessionPoisonedError",
+            {{"what", "an earlier error broke group '" + group_ + "', its ranks are no longer in step"},
+             {"got", poisoned_},
+             {"fix", "handle the first error; to go on, destroy the process group on all ranks and make it again"}});
+    }
+    // A peer may have given up between two calls of ours. The data it left would still fit, but it will not come again.
+    if (const Failure* failure = arena_ ? arena_->aborted() : nullptr) {
+        poisoned_ = "a peer gave up before this call";
+        throw CallFailed(*failure);
     }
 }
 
@@ -75,10 +89,9 @@ void Session::verify_only(const std::string& site) {
 void Session::run(Call& call, Executor& executor) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     refuse_if_unusable();
-    // Before the epoch moves: an unknown strategy is this rank's own mistake and leaves the group usable.
-    call.program = ProgramCache::get(call.key, rank_);
     call.epoch = ++epoch_;
     try {
+        call.program = ProgramCache::get(call.key, rank_);
         if (arena_) publish(call);
         verify(call.site);
         if (arena_ && arena_->slot_bytes() < call.slot_bytes()) hooks_.grow(call.slot_bytes());

@@ -26,29 +26,35 @@ inline Settings& settings() {
 struct Injection {
     // (i, j): matmul step i (counted from 0 within the call) may not end before copy step j of the COPY queue has begun.
     std::vector<std::pair<int, int>> latches;
-    int64_t max_delay_us = 0;           // random delay before every step
+    int64_t max_delay_us = 0;  // random delay before every step
     uint64_t seed = 0;
-    std::map<int, int64_t> delays_us;   // fixed delay before step number n of the schedule
-    int only_rank = -1;                 // the fixed delays hold for this rank of a group alone, -1: for all
+    std::map<int, int64_t> delays_us;  // fixed delay before step number n of the schedule
+    int only_rank = -1;                // the fixed delays hold for this rank of a group alone, -1: for all
 };
 
 class Injections {
   public:
     static std::shared_ptr<const Injection> current() {
-        return active().load(std::memory_order_relaxed) ? std::atomic_load(&slot()) : nullptr;
+        State& s = state();
+        if (!s.active.load(std::memory_order_relaxed)) return nullptr;
+        std::lock_guard<std::mutex> lock(s.mutex);
+        return s.injection;
     }
     static void set(std::shared_ptr<const Injection> next) {
-        active().store(next != nullptr);
-        std::atomic_store(&slot(), std::move(next));
+        State& s = state();
+        std::lock_guard<std::mutex> lock(s.mutex);
+        s.active.store(next != nullptr, std::memory_order_relaxed);
+        s.injection = std::move(next);
     }
 
   private:
-    static std::atomic<bool>& active() {
-        static std::atomic<bool> one{false};
-        return one;
-    }
-    static std::shared_ptr<const Injection>& slot() {
-        static std::shared_ptr<const Injection> one;
+    struct State {
+        std::atomic<bool> active{false};
+        std::mutex mutex;
+        std::shared_ptr<const Injection> injection;
+    };
+    static State& state() {
+        static State one;
         return one;
     }
 };

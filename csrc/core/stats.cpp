@@ -17,7 +17,8 @@ Overlap overlap_of(const std::vector<StepTime>& times) {
             beside += std::max<int64_t>(0, std::min(copy.end_ns, matmul.end_ns) - std::max(copy.begin_ns, matmul.begin_ns));
         }
         const int64_t lasted = copy.end_ns - copy.begin_ns;
-        if (lasted > 0) sum.beside += static_cast<double>(copy.bytes) * static_cast<double>(beside) / static_cast<double>(lasted);
+        if (lasted > 0)
+            sum.beside += static_cast<double>(copy.bytes) * static_cast<double>(beside) / static_cast<double>(lasted);
     }
     return sum;
 }

@@ -7,7 +7,9 @@ namespace ub_overlap {
 
 enum class DType : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
 
-inline int64_t size_of(DType type) { return type == DType::f32 ? 4 : 2; }
+inline int64_t size_of(DType type) {
+    return type == DType::f32 ? 4 : 2;
+}
 
 inline const char* name_of(DType type) {
     return type == DType::f32 ? "float32" : type == DType::bf16 ? "bfloat16" : "float16";
@@ -21,7 +23,11 @@ struct Matrix {
 
     Matrix part(int64_t row, int64_t row_count, int64_t col, int64_t col_count) const {
         return {data ? data + (row * row_stride + col * col_stride) * size_of(type) : nullptr,
-                row_count, col_count, row_stride, col_stride, type};
+                row_count,
+                col_count,
+                row_stride,
+                col_stride,
+                type};
     }
     Matrix row_block(int64_t row, int64_t count) const { return part(row, count, 0, cols); }
     Matrix col_block(int64_t col, int64_t count) const { return part(0, rows, col, count); }

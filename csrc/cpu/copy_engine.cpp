@@ -8,8 +8,8 @@
 namespace ub_overlap {
 
 CopyEngine& CopyEngine::get() {
-    // Never destroyed: the thread may outlive static destruction. A child's copy of the parent's engine is left alone, since its
-    // mutex may be held by a thread that the child does not have.
+    // Never destroyed: the thread may outlive static destruction. A child's copy of the parent's engine is left alone, since
+    // its mutex may be held by a thread that the child does not have.
     static std::atomic<CopyEngine*> engine{nullptr};
     static std::atomic<int> owner{0};
     if (owner.load() != getpid()) {

@@ -5,7 +5,8 @@
 //     arrive   load the word with acquire until it holds this epoch, then read the slot
 //     free     after the last read of its own slot a rank stores DONE at every peer; a push two epochs later waits for that
 //
-// Events are local to a call: stored with release by the thread that ran the step, loaded with acquire by the one that needs it.
+// Events are local to a call: stored with release by the thread that ran the step, loaded with acquire by the one that needs
+// it.
 #include "cpu/executor.h"
 
 #include <atomic>
@@ -27,8 +28,12 @@ namespace {
 class Run {
   public:
     Run(const Call& call, MatmulFn matmul)
-        : call_(call), program_(*call.program), matmul_(matmul), injection_(Injections::current()),
-          begun_(new std::atomic<uint8_t>[program_.steps.size()]()), events_(new std::atomic<uint8_t>[program_.events + 1]()),
+        : call_(call),
+          program_(*call.program),
+          matmul_(matmul),
+          injection_(Injections::current()),
+          begun_(new std::atomic<uint8_t>[program_.steps.size()]()),
+          events_(new std::atomic<uint8_t>[program_.events + 1]()),
           times_(program_.steps.size()) {}
 
     std::vector<StepTime> go() {
@@ -118,7 +123,8 @@ class Run {
             us += fixed->second;
         }
         if (injection_->max_delay_us > 0) {
-            std::mt19937_64 random(injection_->seed + call_.epoch * 1000003 + static_cast<uint64_t>(number) * 7919 + call_.rank);
+            std::mt19937_64 random(injection_->seed + call_.epoch * 1000003 + static_cast<uint64_t>(number) * 7919 +
+                                   call_.rank);
             us += static_cast<int64_t>(random() % static_cast<uint64_t>(injection_->max_delay_us + 1));
         }
         const int64_t end = now_ns() + us * 1000;
@@ -154,6 +160,8 @@ class Run {
 
 }  // namespace
 
-std::vector<StepTime> CpuExecutor::run(const Call& call) { return Run(call, matmul_).go(); }
+std::vector<StepTime> CpuExecutor::run(const Call& call) {
+    return Run(call, matmul_).go();
+}
 
 }  // namespace ub_overlap

@@ -78,17 +78,23 @@ void store(const float* sum, char* dst, int64_t count, float divisor) {
 
 void accumulate(DType type, const char* src, float* sum, int64_t count, bool first) {
     switch (type) {
-        case DType::f32: return accumulate<F32>(src, sum, count, first);
-        case DType::bf16: return accumulate<BF16>(src, sum, count, first);
-        case DType::f16: return accumulate<F16>(src, sum, count, first);
+        case DType::f32:
+            return accumulate<F32>(src, sum, count, first);
+        case DType::bf16:
+            return accumulate<BF16>(src, sum, count, first);
+        case DType::f16:
+            return accumulate<F16>(src, sum, count, first);
     }
 }
 
 void store(DType type, const float* sum, char* dst, int64_t count, float divisor) {
     switch (type) {
-        case DType::f32: return store<F32>(sum, dst, count, divisor);
-        case DType::bf16: return store<BF16>(sum, dst, count, divisor);
-        case DType::f16: return store<F16>(sum, dst, count, divisor);
+        case DType::f32:
+            return store<F32>(sum, dst, count, divisor);
+        case DType::bf16:
+            return store<BF16>(sum, dst, count, divisor);
+        case DType::f16:
+            return store<F16>(sum, dst, count, divisor);
     }
 }
 

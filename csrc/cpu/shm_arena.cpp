@@ -23,12 +23,13 @@ int64_t control_bytes(int ranks) {
 }
 
 [[noreturn]] void fail(const std::string& what, const std::string& name, int64_t bytes, int code) {
-    throw NamedError("ArenaError", {{"what", "cannot " + what + " shared memory: " + std::strerror(code)},
-                                    {"where", "/dev/shm" + name},
-                                    {"expected", std::to_string(bytes) + " bytes"},
-                                    {"fix", code == ENOSPC || code == ENOMEM
-                                                ? "make /dev/shm larger (docker run --shm-size=..., or mount -o remount,size=...)"
-                                                : "check that all ranks share /dev/shm and run as the same user"}});
+    throw NamedError("ArenaError",
+                     {{"what", "cannot " + what + " shared memory: " + std::strerror(code)},
+                      {"where", "/dev/shm" + name},
+                      {"expected", std::to_string(bytes) + " bytes"},
+                      {"fix", code == ENOSPC || code == ENOMEM
+                                  ? "make /dev/shm larger (docker run --shm-size=..., or mount -o remount,size=...)"
+                                  : "check that all ranks share /dev/shm and run as the same user"}});
 }
 
 std::string random_name() {

@@ -39,13 +39,16 @@ void compare_calls(const Call& call, const FlagWait& wait, uint32_t seen_tag, in
     const bool same_site = described && call.site == theirs.site && call.op_name == theirs.op;
     Failure failure = failure_at(call, wait, same_site ? FailureCode::shape_mismatch : FailureCode::site_mismatch,
                                  wait.flag.source, waited_ns);
-    set_text(failure.got, same_site ? std::string(theirs.shape) : described ? std::string(theirs.op) + " at site '" + theirs.site + "'"
-                                                                               : std::string("a call of another epoch"));
+    set_text(failure.got, same_site   ? std::string(theirs.shape)
+                          : described ? std::string(theirs.op) + " at site '" + theirs.site + "'"
+                                      : std::string("a call of another epoch"));
     set_text(failure.wanted, same_site ? call.shape_text : call.op_name + " at site '" + call.site + "'");
     throw CallFailed(failure);
 }
 
-bool gone(const ControlBlock* block) { return start_time_of(block->pid) != block->start_time; }
+bool gone(const ControlBlock* block) {
+    return start_time_of(block->pid) != block->start_time;
+}
 
 // Who is to blame when `peer` is late: `peer` itself, unless it is alive and waits for somebody in its turn.
 int culprit_behind(const Call& call, int peer) {
@@ -101,7 +104,8 @@ void wait_for_flag(const Call& call, const FlagWait& wait, int queue, const std:
             mine->heartbeat_ns.store(now, std::memory_order_relaxed);
             if (stop.load(std::memory_order_acquire)) throw CallStopped();
             if (const Failure* failure = call.arena->aborted()) throw CallFailed(*failure);
-            const uint64_t stamp = call.arena->control(wait.flag.source)->calls[call.slot()].stamp.load(std::memory_order_acquire);
+            const uint64_t stamp =
+                call.arena->control(wait.flag.source)->calls[call.slot()].stamp.load(std::memory_order_acquire);
             if (epoch_of(stamp) == static_cast<uint32_t>(call.epoch)) compare_calls(call, wait, call.tag, now - begin);
             if (now - looked_for_dead > look_for_dead_ns) {
                 looked_for_dead = now;

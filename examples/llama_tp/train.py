@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ class Settings:
     batch: int
     seq: int
     args: ModelArgs
-    options: dict[str, str]
+    options: dict[str, Any]
     """Handed to torch.compile(backend="ub_overlap", options=...)."""
     dtype: torch.dtype
     """Of weights and activations; losses are computed in fp32."""

@@ -11,6 +11,7 @@ import importlib
 from typing import Any
 
 _PRIVATE: dict[str, tuple[str, ...]] = {
+    "check": ("torch:_check",),
     # compiler
     "OpOverload": ("torch._ops:OpOverload",),
     "CustomGraphPass": ("torch._inductor.custom_graph_pass:CustomGraphPass",),
@@ -25,7 +26,6 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "tree_leaves": ("torch.utils._pytree:tree_leaves",),
     "make_boxed_func": ("functorch.compile:make_boxed_func",),
     "_get_hash_for_files": ("torch._inductor.custom_graph_pass:get_hash_for_files",),
-    "_resolve_process_group": ("torch.distributed.distributed_c10d:_resolve_process_group",),
     "_group_size_by_name": ("torch.distributed.distributed_c10d:_get_group_size_by_name",),
 }
 
@@ -132,7 +132,7 @@ def is_fake_group(name: str) -> bool:
     """Is the group registered under `name` torch's fake process group (one process that plays one of many ranks)?"""
     import torch.distributed as dist
 
-    return dist.get_backend(__getattr__("_resolve_process_group")(name)) == "fake"
+    return dist.get_backend(group_of(name)) == "fake"
 
 
 # ---- runtime ---------------------------------------------------------------------------------------------------------------
@@ -142,7 +142,8 @@ def group_of(name: str) -> Any:
     """The c10d process group registered under `name`, as c10d and the functional collectives know it."""
     from torch.distributed import distributed_c10d
 
-    return distributed_c10d._resolve_process_group(name)
+    resolve: Any = distributed_c10d._resolve_process_group
+    return resolve(name)
 
 
 def store_of(group: Any) -> Any:

@@ -137,7 +137,7 @@ def gather_other_user(env: Env, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return g @ w, g.square().mean(-1), g
 
 
-@form(lambda r: ((8, 64), (64, 48)), GATHERED)
+@form(lambda r: ((8, 64), (64, 48)), refused(GATHERED, backward="narrowed before the sum"))
 def gather_cast(env: Env, x: Tensor, w: Tensor) -> Tensor:
     """Gathered in low precision, multiplied in high."""
     return env.gather(x.to(env.low)).to(env.high) @ w

@@ -38,14 +38,14 @@ class Outcome:
 
 
 def run_ranks(
-    function: str, world: int, args: tuple[Any, ...] = (), timeout: float = 60.0, wait_for: list[int] | None = None, **env: str
+    function: str, world: int, args: tuple[Any, ...] = (), timeout: float = 60.0, wait_for: list[int] | None = None
 ) -> list[Outcome]:
-    """Run "module:function"(rank, world, *args) on every rank. `wait_for`: only these have to end; the others are killed then."""
+    """Run "module:function"(rank, world, *args) on every rank. `wait_for`: only these have to end, then the others are killed."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "tests.runtime.spawn", folder, str(store.port), str(world), function, repr(args)]
         ranks = [
             subprocess.Popen([*command, str(rank)], cwd=ROOT, env=environment, start_new_session=True) for rank in range(world)
@@ -80,10 +80,16 @@ def _main(folder: str, port: str, world: str, function: str, args: str, rank: st
     module, _, name = function.partition(":")
     begin = time.monotonic()
     try:
-        outcome = Outcome(me, value=getattr(importlib.import_module(module), name)(me, size, *ast.literal_eval(args)), ended=True)
-    except BaseException as error:
         outcome = Outcome(
-            me, error=type(error).__name__, text=str(error), seconds=getattr(error, "seconds", time.monotonic() - begin), ended=True
+            me, value=getattr(importlib.import_module(module), name)(me, size, *ast.literal_eval(args)), ended=True
+        )
+    except BaseException as error:  # noqa: BLE001  (whatever it is, the caller wants to see it)
+        outcome = Outcome(
+            me,
+            error=type(error).__name__,
+            text=str(error),
+            seconds=getattr(error, "seconds", time.monotonic() - begin),
+            ended=True,
         )
     file = Path(folder, rank)
     file.with_suffix(".part").write_bytes(pickle.dumps(outcome))

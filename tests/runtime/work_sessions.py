@@ -31,7 +31,9 @@ def reset() -> Iterator[None]:
         settings.configure(init_timeout_s=before.init_timeout_s, step_timeout_s=before.step_timeout_s, trace=before.trace)
 
 
-def gather(name: str, rank: int, world: int, rows: int, seed: int = 0, cols: int = 4, site: str = "/g", strategy: str = "pipelined") -> list[str]:
+def gather(
+    name: str, rank: int, world: int, rows: int, seed: int = 0, cols: int = 4, site: str = "/g", strategy: str = "pipelined"
+) -> list[str]:
     """One gather on a group, checked."""
     shards = [data(rows, cols, seed=seed + r) for r in range(world)]
     operand = data(cols, 3, seed=seed + 99)
@@ -39,10 +41,14 @@ def gather(name: str, rank: int, world: int, rows: int, seed: int = 0, cols: int
     return far("gather", out, torch.cat(shards).double() @ operand.double(), cols)
 
 
-def scatter(name: str, rank: int, world: int, rows: int, seed: int = 0, site: str = "/s", strategy: str = "pipelined") -> list[str]:
+def scatter(
+    name: str, rank: int, world: int, rows: int, seed: int = 0, site: str = "/s", strategy: str = "pipelined"
+) -> list[str]:
     lhs = [data(rows * world, 5, seed=seed + r) for r in range(world)]
     operand = data(5, 3, seed=seed + 98)
-    out, _ = OPS.matmul_reduce_scatter([lhs[rank]], [operand], None, 1, False, "sum", torch.float32, False, strategy, name, site)
+    out, _ = OPS.matmul_reduce_scatter(
+        [lhs[rank]], [operand], None, 1, False, "sum", torch.float32, False, strategy, name, site
+    )
     total = sum(a.double() @ operand.double() for a in lhs)
     return far("scatter", out, total[rank * rows : (rank + 1) * rows], 5 * world)
 
@@ -55,7 +61,9 @@ def bitwise(rank: int, world: int) -> list[str]:
         operand = data(16, 32, seed=77, dtype=dtype).T
         for pieces in (1, 3):
             strategy = f"pipelined:chunks={world * pieces}"
-            _, (out, flipped) = OPS.all_gather_matmul(shards[rank], [operand, operand], [0, 1], 1, False, False, strategy, name, "/bits")
+            _, (out, flipped) = OPS.all_gather_matmul(
+                shards[rank], [operand, operand], [0, 1], 1, False, False, strategy, name, "/bits"
+            )
             for r in range(world):
                 for piece in [shards[r]] if r == rank else shards[r].chunk(pieces):
                     at = r * 24 + (piece.data_ptr() - shards[r].data_ptr()) // (32 * piece.element_size())
@@ -109,7 +117,9 @@ def every_fp16(rank: int, world: int) -> list[str]:
             bad.append(f"{dtype}: {int((~same).sum())} values change, first {bits[~same][0]} -> {out[~same][0]}")
         numbers = data(50_000, seed=3).mul(torch.logspace(-9, 5, 50_000))
         product = torch.ones(50_000, 1, dtype=torch.float32) * (numbers[:, None] if rank == 0 else -0.0)
-        rounded, _ = OPS.matmul_all_reduce([product], [torch.ones(1, 1)], None, "sum", dtype, False, "pipelined", work_ops.group(), "/round")
+        rounded, _ = OPS.matmul_all_reduce(
+            [product], [torch.ones(1, 1)], None, "sum", dtype, False, "pipelined", work_ops.group(), "/round"
+        )
         if not torch.equal(rounded[:, 0], numbers.to(dtype)):
             off = rounded[:, 0] != numbers.to(dtype)
             bad.append(f"{dtype}: rounding differs for {numbers[off][:3].tolist()}: {rounded[:, 0][off][:3].tolist()}")
@@ -149,7 +159,12 @@ def shapes(rank: int, world: int) -> dict[str, Any]:
 def groups(rank: int, world: int) -> list[str]:
     """Overlapping groups, one of them not contiguous and in another order than the world's, in one program."""
     lists = ([0, 2], [1, 3], [3, 0], [0, 1, 3])
-    made = [dist.new_group(ranks, sort_ranks=False) if "sort_ranks" in dist.new_group.__code__.co_varnames else dist.new_group(ranks) for ranks in lists]
+    made = [
+        dist.new_group(ranks, sort_ranks=False)
+        if "sort_ranks" in dist.new_group.__code__.co_varnames
+        else dist.new_group(ranks)
+        for ranks in lists
+    ]
     bad = []
     for turn in range(6):
         for ranks, group in zip(lists, made, strict=True):
@@ -191,7 +206,9 @@ def hosts(rank: int, world: int) -> dict[str, Any]:
         original = work_ops.group
         work_ops.group = lambda: group.group_name
         try:
-            bad = {f.__name__: f(rank, world)[:5] for f in (work_ops.gathers, work_ops.scatters, work_ops.reduces, work_ops.bulks)}
+            bad = {
+                f.__name__: f(rank, world)[:5] for f in (work_ops.gathers, work_ops.scatters, work_ops.reduces, work_ops.bulks)
+            }
         finally:
             work_ops.group = original
         gather(group.group_name, rank, world, 4, site="/hosts")
@@ -205,7 +222,10 @@ def closed(rank: int, world: int) -> dict[str, Any]:
     dist.barrier()
     session.close(name)
     session.close(name)
-    return {"bad": bad + gather(name, rank, world, 4), "left": [n for n in os.listdir("/dev/shm") if n.startswith("ub_overlap-")]}
+    return {
+        "bad": bad + gather(name, rank, world, 4),
+        "left": [n for n in os.listdir("/dev/shm") if n.startswith("ub_overlap-")],
+    }
 
 
 def checked(rank: int, world: int) -> list[str]:
@@ -214,9 +234,23 @@ def checked(rank: int, world: int) -> list[str]:
     a, b = data(6, 4, seed=rank), data(4, 5, seed=rank + 9)
     for last, keep in ((False, True), (True, False)):
         operands = [data(4 * world if last else 4, 3, seed=1), data(6 if last else 6 * world, 3, seed=2)]
-        torch.library.opcheck(OPS.all_gather_matmul.default, (a, operands, [0, 3], 1, last, keep, "pipelined", name, "/c"), test_utils=tests)
+        torch.library.opcheck(
+            OPS.all_gather_matmul.default, (a, operands, [0, 3], 1, last, keep, "pipelined", name, "/c"), test_utils=tests
+        )
         p, q = (6, 4 * world) if last else (6 * world, 4)
-        args = ([data(p, 2, seed=3)], [data(2, q, seed=4)], data(q, seed=5), 1, last, "avg", torch.bfloat16, keep, "pipelined", name, "/c")
+        args = (
+            [data(p, 2, seed=3)],
+            [data(2, q, seed=4)],
+            data(q, seed=5),
+            1,
+            last,
+            "avg",
+            torch.bfloat16,
+            keep,
+            "pipelined",
+            name,
+            "/c",
+        )
         torch.library.opcheck(OPS.matmul_reduce_scatter.default, args, test_utils=tests)
     torch.library.opcheck(
         OPS.matmul_all_reduce.default, ([a], [b], None, "sum", torch.float32, True, "pipelined", name, "/c"), test_utils=tests

@@ -1,0 +1,1 @@
+"""The compiler on graphs that torch traces while the tests run."""

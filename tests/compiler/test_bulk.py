@@ -1,0 +1,104 @@
+"""Collectives beside matmuls that do not depend on them: found by dependency, run as one op."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+from ub_overlap.compiler.history import HISTORY
+from ub_overlap.compiler.sites import find
+
+from tests.compiler.work import build, check
+from tests.harness.ranks import RankPool
+from tests.harness.traces import as_loss, capture
+from tests.models.compare import uncached
+
+LLAMA = ("tests.models.dtensor_llama", {})
+MLP = ("tests.models.megatron", {"dims": 2, "gated": True})
+BULK = {"overlap": "force", "plan": {"backward.*": "bulk"}}
+
+
+def independent(rank: int, world: int, stage: str) -> dict[str, list[tuple[str, int]]]:
+    """Phase -> (collective, products independent of it) in graph order."""
+    return {
+        trace.phase: [(c.collective.op.value if c.collective.op else "", len(c.beside)) for c in find(trace.module.graph)]
+        for trace in capture(build(rank, world, *LLAMA), stage)
+    }
+
+
+@pytest.mark.parametrize("stage", ["aot", "inductor"])
+def test_independent_products_of_a_llama_block(pool2: RankPool, stage: str) -> None:
+    """Forward: none. Backward: the weight gradients that are ready (w2 w1 w3; then also wo v k q)."""
+    for found in pool2.run(independent, stage, timeout=120):
+        assert [n for _, n in found["forward"]] == [0, 0, 0, 0]
+        assert found["backward"] == [("all_gather", 0), ("reduce_scatter", 3), ("all_gather", 3), ("reduce_scatter", 7)]
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_forced_bulk(pool2: RankPool, inner: str) -> None:
+    for outcome in pool2.run(forced, inner, timeout=240):
+        outcome.check()
+        backward = [d for d in outcome.decisions if d["phase"] == "backward"]
+        assert [d["strategy"] for d in backward] == ["none", "bulk", "none", "bulk"]
+        assert [d["reason"] for d in backward] == ["no_matmul", None, "matmul_taken", None]
+        assert [len(d["matmuls"]) for d in backward if d["strategy"] == "bulk"] == [3, 4]
+        taken = [m for d in backward for m in d["matmuls"] if d["strategy"] == "bulk"]
+        assert len(taken) == len(set(taken))
+
+
+def forced(rank: int, world: int, inner: str) -> Any:
+    from tests.models.compare import compare
+
+    return compare(rank, world, *LLAMA, {**BULK, "inner": inner})
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_forced_bulk_chunks(pool2: RankPool, chunks: int) -> None:
+    options = {"overlap": "force", "inner": "aot_eager", "plan": {"backward.1": f"bulk:chunks={chunks}"}}
+    for outcome in pool2.run(compare_name, *MLP, options):
+        outcome.check()
+        assert [d["strategy"] for d in outcome.decisions if d["id"] == "backward.1"] == [f"bulk:chunks={chunks}"]
+
+
+compare_name = "tests.models.compare:compare"
+
+
+def code(rank: int, world: int) -> tuple[list[str], int]:
+    """(what Inductor wrote, bulk decisions) of forward and backward."""
+    case = build(rank, world, *MLP)
+    compiled = torch.compile(case.module, backend="ub_overlap", options=BULK)
+
+    def step() -> None:
+        as_loss(compiled(*case.inputs)).backward()
+
+    mark = HISTORY.mark()
+    with uncached():
+        _, written = run_and_get_code(step)
+    return written, sum(str(d.strategy) == "bulk" for p in HISTORY.since(mark) for d in p.decisions)
+
+
+def test_generated_code(pool2: RankPool) -> None:
+    """One call takes the collective's input and the products' operands, all of them alive."""
+    for written, decided in pool2.run(code, timeout=240):
+        lines = [line.strip() for text in written for line in text.splitlines()]
+        calls = [i for i, line in enumerate(lines) if "ub_overlap.bulk.default(" in line]
+        assert len(calls) == decided == 1
+        arguments = re.search(r"bulk\.default\((\w+), \[(.*?)\], \[(.*?)\], 'reduce_scatter'", lines[calls[0]])
+        assert arguments, lines[calls[0]]
+        for operands in arguments.groups()[1:]:
+            assert operands
+        names = set(re.findall(r"\b(?:buf|primals_|tangents_|arg)\w*", " ".join(arguments.groups())))
+        assert len(names) >= 3
+        start = max(i for i in range(calls[0]) if lines[i].startswith("def call("))
+        gone = {name for line in lines[start : calls[0]] for name in re.findall(r"\bdel (\w+)", line)}
+        assert not names & gone
+        assert not any("_c10d_functional.reduce_scatter" in line and "=" in line for line in lines[start:])
+
+
+def test_pipelined_first(pool2: RankPool) -> None:
+    """Without a plan the pipelined form is preferred: no bulk in a graph where everything matches."""
+    for outcome in check(pool2, *MLP, {"overlap": "force", "inner": "aot_eager"}):
+        assert {d["strategy"] for d in outcome.decisions} == {"pipelined"}

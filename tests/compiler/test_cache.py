@@ -1,0 +1,108 @@
+"""Compile caches: an unchanged program hits them in a fresh process, a changed option never reuses an old graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import ub_overlap
+from ub_overlap.compiler.history import HISTORY
+
+from tests.compiler.work import build
+from tests.harness.ranks import RankPool
+from tests.harness.traces import as_loss
+from tests.models.compare import error
+
+MODEL = ("tests.models.megatron", {"dims": 2})
+BASE: dict[str, Any] = {"overlap": "force"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Hits and misses of both caches, plans the passes made, error against eager, rows of explain."""
+
+    hits: tuple[int, int]
+    misses: tuple[int, int]
+    made: int
+    error: float
+    explained: list[tuple[str, str, str | None, int | None]]
+
+
+def run(rank: int, world: int, options: dict[str, Any], explain: bool) -> Run:
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    case, eager = (build(rank, world, *MODEL) for _ in range(2))
+    as_loss(eager.module(*eager.inputs)).backward()
+    mark, rows = HISTORY.mark(), []
+    if explain:
+        report = ub_overlap.explain(case.module, options)(*case.inputs)
+        rows = [(d.id, str(d.strategy), d.executed, d.calls) for d in report.decisions]
+        torch._dynamo.reset()
+    as_loss(torch.compile(case.module, backend="ub_overlap", options=options)(*case.inputs)).backward()
+    pairs = zip((*case.inputs, *case.module.parameters()), (*eager.inputs, *eager.module.parameters()), strict=True)
+    worst = max(error(a.grad, b.grad, "gradient") for a, b in pairs)
+    inductor, autograd = counters["inductor"], counters["aot_autograd"]
+    hits = inductor["fxgraph_cache_hit"], autograd["autograd_cache_hit"]
+    misses = inductor["fxgraph_cache_miss"], autograd["autograd_cache_miss"]
+    return Run(hits, misses, HISTORY.mark() - mark, worst, rows)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root: Path = tmp_path_factory.mktemp("caches")
+    return {"TORCHINDUCTOR_CACHE_DIR": str(root / "inductor"), "UB_OVERLAP_CACHE_DIR": str(root / "ub_overlap")}
+
+
+@pytest.fixture(scope="module")
+def cold(folders: dict[str, str]) -> list[Run]:
+    """The first run of the program, in processes that end with it."""
+    with RankPool(2, env=folders) as pool:
+        return pool.run(run, BASE, False, timeout=200)
+
+
+@pytest.fixture(scope="module")
+def warm(folders: dict[str, str], cold: list[Run]) -> Iterator[RankPool]:
+    """Fresh processes that find what the first ones left."""
+    with RankPool(2, env=folders) as pool:
+        yield pool
+
+
+def test_cold(cold: list[Run]) -> None:
+    for got in cold:
+        assert got.made == 2
+        assert got.misses[1] == 1 and got.hits == (0, 0)
+        assert got.error < 1e-5
+
+
+@pytest.mark.timeout(300)
+def test_warm(warm: RankPool) -> None:
+    """No pass runs, yet the ops do, and explain tells the decisions out of the store."""
+    for got in warm.run(run, BASE, True, timeout=200):
+        assert got.made == 0
+        assert got.hits[1] >= 1 and got.misses == (0, 0)
+        assert got.error < 1e-5
+        sites = ["forward.0", "forward.1", "backward.0", "backward.1"]
+        assert got.explained == [(site, "pipelined", "pipelined", 1) for site in sites]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"chunks": 4}, {"save": "shard"}, {"overlap": "off"}, {"overlap": "auto"}, {"overlap": "auto", "min_bytes": 1}],
+    ids=str,
+)
+@pytest.mark.timeout(300)
+def test_changed_option(warm: RankPool, changed: dict[str, Any]) -> None:
+    for got in warm.run(run, {**BASE, **changed}, False, timeout=200):
+        assert got.made == 2
+        assert got.hits == (0, 0) and got.misses[1] == 1
+        assert got.error < 1e-5
+
+
+def test_unchanged_after_all_that(warm: RankPool) -> None:
+    for got in warm.run(run, {**BASE, "timeout_s": 60}, False, timeout=200):
+        assert got.made == 0 and got.misses == (0, 0)

@@ -1,0 +1,109 @@
+"""The plan's vocabulary: text forms, JSON, and a digest that ranks share whatever their groups are called."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+from ub_overlap.compiler.plan import NONE, Decision, Kind, Mode, Plan, Reason, Strategy
+
+from tests.compiler.work import plans_of
+from tests.harness.ranks import RankPool
+from tests.models.dtensor_llama import tensor_mesh
+
+SITE = Decision(
+    id="forward.0",
+    kind=Kind.ALL_GATHER_MATMUL,
+    phase="forward",
+    strategy=Strategy(Mode.PIPELINED, 4),
+    group="g0",
+    ranks=2,
+    shapes=(("input", "[8, 64]"), ("matmul0", "[16, 64] @ [64, 48]")),
+    dtype="float32",
+    matmuls=("mm",),
+    options=("pipelined",),
+    bytes=2048,
+    flops=98304,
+    module="layers.0.wq",
+    source="model.py:7: self.wq(x)",
+)
+LEFT = replace(SITE, id="forward.1", strategy=NONE, reason=Reason.LAYOUT, detail="rows are mixed", bytes=None, flops=None)
+GONE = replace(SITE, id="forward.2.merged0", strategy=Strategy(Mode.MERGED))
+PLAN = Plan("forward", (SITE, LEFT, GONE))
+
+
+@pytest.mark.parametrize("text", ["none", "pipelined", "bulk", "pipelined:chunks=4", "bulk:chunks=16"])
+def test_strategy_text(text: str) -> None:
+    assert str(Strategy.parse(text)) == text
+    assert Strategy.is_forceable(text)
+
+
+@pytest.mark.parametrize("text", ["", "auto", "merged", "none:chunks=2", "bulk:chunks=0", "pipelined:chunks=x", "bulk\n", "Bulk"])
+def test_bad_strategy(text: str) -> None:
+    assert not Strategy.is_forceable(text)
+    with pytest.raises(ValueError, match="expected none, pipelined, bulk"):
+        Strategy.parse(text)
+
+
+def test_json_round_trip() -> None:
+    again = Plan.from_json(PLAN.to_json())
+    assert again == PLAN
+    assert again.digest == PLAN.digest == json.loads(PLAN.to_json())["digest"]
+
+
+def test_other_version_is_refused() -> None:
+    with pytest.raises(ValueError, match="version 2"):
+        Plan.from_json(PLAN.to_json().replace('"version": 1', '"version": 2'))
+
+
+def other(**changes: object) -> str:
+    return Plan("forward", (replace(SITE, **changes), LEFT, GONE)).digest  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"strategy": Strategy(Mode.PIPELINED, 8)},
+        {"strategy": Strategy(Mode.BULK, 4)},
+        {"group": "g1"},
+        {"ranks": 4},
+        {"dtype": "bfloat16"},
+        {"shapes": (("input", "[4, 64]"),)},
+        {"module": "layers.1.wq"},
+    ],
+    ids=str,
+)
+def test_digest_follows_what_ranks_must_share(changes: dict[str, object]) -> None:
+    assert other(**changes) != PLAN.digest
+
+
+@pytest.mark.parametrize("changes", [{"matmuls": ("mm_7",)}, {"source": "other.py:1: f(x)"}, {"detail": "else"}], ids=str)
+def test_digest_leaves_out_what_only_explains(changes: dict[str, object]) -> None:
+    assert other(**changes) == PLAN.digest
+
+
+def test_digest_follows_phase_and_order() -> None:
+    assert len({PLAN.digest, Plan("backward", PLAN.decisions).digest, Plan("forward", PLAN.decisions[::-1]).digest}) == 3
+
+
+def in_rows(rank: int, world: int) -> tuple[str, list[str], set[str]]:
+    """(c10d name of this rank's group, plan digests, names of the group in the plan) on a 2D mesh."""
+    name = tensor_mesh(world, True).get_group().group_name
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return funcol.reduce_scatter_tensor_autograd(funcol.all_gather_tensor_autograd(x, 0, name) @ w @ w.t(), "sum", 0, name)
+
+    plans = plans_of(function, (torch.randn(4, 8, requires_grad=True), torch.randn(8, 6, requires_grad=True)))
+    return name, [p.digest for p in plans], {d.group for p in plans for d in p.decisions}
+
+
+def test_digest_is_the_same_where_group_names_differ(pool4: RankPool) -> None:
+    names, digests, groups = zip(*pool4.run(in_rows), strict=True)
+    assert len(set(names)) == 2
+    assert len(digests[0]) == 2
+    assert all(d == digests[0] for d in digests)
+    assert groups == ({"g0"},) * 4

@@ -1,0 +1,212 @@
+"""Each Reason, provoked on a graph that torch traced: what is left alone says exactly why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import Graph
+from ub_overlap.compiler.decide import decide
+from ub_overlap.compiler.options import parse
+from ub_overlap.compiler.plan import Decision, Reason
+
+from tests.compiler.work import FORCE, build, decisions_of
+from tests.harness.ranks import RankPool
+from tests.harness.traces import capture
+from tests.models.compare import compare
+from tests.models.forms import FORMS
+
+c10d = torch.ops._c10d_functional
+R = Reason
+FORM_REASONS: dict[str, tuple[Reason | None, Reason | None]] = {
+    "gather_bmm": (R.LAYOUT, R.LAYOUT),
+    "gather_cast": (None, R.CAST_IN_BETWEEN),
+    "gather_permuted": (R.SHARD_ORDER, R.SHARD_ORDER),
+    "gather_wrong_bounds": (R.SHARD_ORDER, R.UNEVEN_SHARDS),
+    "gather_shifted": (R.SHARD_ORDER, None),
+    "gather_trimmed": (R.UNEVEN_SHARDS, R.UNEVEN_SHARDS),
+    "gather_trimmed_rows": (R.UNEVEN_SHARDS, R.UNEVEN_SHARDS),
+    "gather_squared": (R.DEPENDENT_OPERAND, None),
+    "gather_without_matmul": (R.NO_MATMUL, R.NO_MATMUL),
+    "relu_scatter": (R.NON_LINEAR, R.NON_LINEAR),
+    "scatter_permuted": (R.SHARD_ORDER, R.SHARD_ORDER),
+    "scatter_wrong_bounds": (R.SHARD_ORDER, R.UNEVEN_SHARDS),
+    "scatter_padded": (R.UNEVEN_SHARDS, R.UNEVEN_SHARDS),
+}
+"""Form -> why its forward and its backward collective are not pipelined (None: numbers alone decide)."""
+
+
+def why(d: dict[str, Any]) -> str:
+    """The reason of a decision, also where the collective found something else to run beside (bulk)."""
+    return d["reason"] or d["detail"].removeprefix("not pipelined: ").partition(":")[0]
+
+
+@pytest.mark.parametrize("name", FORM_REASONS)
+def test_form_is_refused(pool2: RankPool, name: str) -> None:
+    """What looks like a site and is none: rivals compute wrong numbers for some of these."""
+    for outcome in pool2.run(compare, "tests.models.forms", {"name": name}, FORCE):
+        outcome.check()
+        for phase, reason in zip(("forward", "backward"), FORM_REASONS[name], strict=True):
+            if reason is not None:
+                assert [why(d) for d in outcome.decisions if d["phase"] == phase] == [reason.value]
+
+
+class Maker:
+    """Tensors and collectives of one rank."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+        self.group = dist.group.WORLD.group_name
+
+    def x(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+    def gather(self, x: Tensor, group: Any = None) -> Tensor:
+        return funcol.all_gather_tensor(x, 0, group or self.group)
+
+    def scatter(self, x: Tensor) -> Tensor:
+        return funcol.reduce_scatter_tensor(x, "sum", 0, self.group)
+
+
+Case = tuple[Callable[..., Any], tuple[Tensor, ...], dict[str, Any]]
+
+
+def gather_mm(m: Maker, group: Any = None, **options: Any) -> Case:
+    return (lambda x, w: m.gather(x, group) @ w), (m.x(8, 64), m.x(64, 48)), {**FORCE, **options}
+
+
+def scatter_of(m: Maker, function: Callable[..., Tensor], *extra: Tensor) -> Case:
+    return (lambda x, w, *e: m.scatter(function(x @ w, *e))), (m.x(8 * m.world, 32), m.x(32, 64), *extra), FORCE
+
+
+def off(m: Maker) -> Case:
+    return gather_mm(m, overlap="off")
+
+
+def plan_says_none(m: Maker) -> Case:
+    return gather_mm(m, plan={"forward.0": "none"})
+
+
+def small(m: Maker) -> Case:
+    return gather_mm(m, overlap="auto", min_bytes=8 * 64 * 4 + 1)
+
+
+def one_rank(m: Maker) -> Case:
+    mesh = DeviceMesh("cpu", torch.arange(m.world).view(m.world, 1), mesh_dim_names=("dp", "tp"))
+    group = mesh["tp"].get_group().group_name
+    return (lambda x, w: funcol.wait_tensor(c10d.all_gather_into_tensor(x, 1, group)) @ w), (m.x(8, 64), m.x(64, 48)), FORCE
+
+
+def no_transport(m: Maker) -> Case:
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend)
+
+    return gather_mm(m, dist.new_group(list(range(m.world)), backend="fake").group_name)
+
+
+def float64(m: Maker) -> Case:
+    return (lambda x, w: m.gather(x) @ w), (m.x(8, 64).double(), m.x(64, 48).double()), FORCE
+
+
+def maximum(m: Maker) -> Case:
+    return (lambda x, w: funcol.all_reduce(x @ w, "max", m.group)), (m.x(16, 32), m.x(32, 64)), FORCE
+
+
+def all_to_all(m: Maker) -> Case:
+    return (lambda x, w: funcol.all_to_all_single(x, None, None, m.group) @ w), (m.x(8, 64), m.x(64, 48)), FORCE
+
+
+def narrowed(m: Maker) -> Case:
+    return scatter_of(m, lambda y: y.bfloat16())
+
+
+def scaled(m: Maker) -> Case:
+    return scatter_of(m, lambda y, s: y * s, m.x(64))
+
+
+def column_added(m: Maker) -> Case:
+    return scatter_of(m, lambda y, c: y + c, m.x(8 * m.world, 1))
+
+
+def taken(m: Maker) -> Case:
+    """One matmul between a gather and a scatter: it can hide one of them."""
+    return (lambda x, w: m.scatter(m.gather(x) @ w)), (m.x(8, 64), m.x(64, 48)), FORCE
+
+
+def unbacked(m: Maker) -> Case:
+    """A size that only the data tells."""
+    return (lambda x, w: m.gather(x.nonzero().float()) @ w), (torch.eye(6), m.x(2, 48)), FORCE
+
+
+SITUATIONS: dict[Callable[[Maker], Case], Reason] = {
+    off: R.DISABLED_BY_USER,
+    plan_says_none: R.DISABLED_BY_USER,
+    small: R.BELOW_THRESHOLD,
+    one_rank: R.TRIVIAL_GROUP,
+    no_transport: R.NO_TRANSPORT,
+    float64: R.DTYPE_UNSUPPORTED,
+    maximum: R.REDUCE_OP_UNSUPPORTED,
+    all_to_all: R.COLLECTIVE_UNSUPPORTED,
+    narrowed: R.CAST_IN_BETWEEN,
+    scaled: R.SCALE_NOT_CONSTANT,
+    column_added: R.BROADCAST_SUM,
+    taken: R.MATMUL_TAKEN,
+    unbacked: R.DYNAMIC_SHAPE,
+}
+
+
+def situation(rank: int, world: int, name: str) -> Decision:
+    """The last collective's decision."""
+    function, inputs, options = globals()[name](Maker(rank, world))
+    with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        return decisions_of(function, inputs, options)[-1]
+
+
+@pytest.mark.parametrize("make", SITUATIONS, ids=lambda f: f.__name__)
+def test_situation(pool2: RankPool, make: Callable[[Maker], Case]) -> None:
+    for decision in pool2.run(situation, make.__name__):
+        assert decision.reason is SITUATIONS[make], decision
+        assert str(decision.strategy) == "none"
+        assert decision.detail
+
+
+def group_in_graph(rank: int, world: int) -> list[Decision]:
+    """The group comes from a mesh inside the graph, so that one graph serves all ranks."""
+    m, mesh = Maker(rank, world), DeviceMesh("cpu", torch.arange(world), mesh_dim_names=("tp",))
+    with torch.no_grad(), torch.distributed.config.patch(compile_on_one_rank=True):
+        return decisions_of(lambda x, w: m.gather(x, (mesh, 0)) @ w, (m.x(8, 64), m.x(64, 48)))
+
+
+def test_group_in_graph(pool2: RankPool) -> None:
+    for decisions in pool2.run(group_in_graph):
+        assert [d.reason for d in decisions] == [R.GROUP_NOT_STATIC]
+
+
+def with_write(rank: int, world: int) -> list[Decision]:
+    """A traced graph into which a user's pass put a write between the gather and its matmul."""
+    graph: Graph = capture(build(rank, world, "tests.models.forms", {"name": "gather_mm"}))[0].module.graph
+    matmul = next(n for n in graph.nodes if n.target is torch.ops.aten.mm.default)
+    weight = next(n for n in graph.nodes if n.op == "placeholder")
+    with graph.inserting_before(matmul):
+        graph.call_function(torch.ops.aten.add_.Tensor, (weight, 1))
+    return list(decide(graph, parse(FORCE, frozenset())[0], "forward", lambda *_: None).plan.decisions)
+
+
+def test_write_between(pool2: RankPool) -> None:
+    for decisions in pool2.run(with_write):
+        assert [d.reason for d in decisions] == [R.MUTATION_BARRIER]
+
+
+def test_every_reason_is_provoked() -> None:
+    forms = {r for pair in FORM_REASONS.values() for r in pair if r is not None}
+    assert forms | set(SITUATIONS.values()) | {R.GROUP_NOT_STATIC, R.MUTATION_BARRIER} == set(Reason)
+
+
+def test_every_refused_form_is_here() -> None:
+    """Forms whose forward looks like a site and is none."""
+    assert {name for name, form in FORMS.items() if form.expected.refused} <= set(FORM_REASONS)

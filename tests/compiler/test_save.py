@@ -1,0 +1,124 @@
+"""What backward keeps of a gathered tensor: all of it, or the shard, gathered again beside matmuls."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from ub_overlap.compiler.history import HISTORY
+from ub_overlap.compiler.plan import Decision
+
+from tests.compiler.work import FORCE, build, saved_sizes
+from tests.harness.ranks import RankPool
+from tests.harness.traces import as_loss
+from tests.models.compare import Values, error, uncached, values
+
+ACTIVATION = ("tests.models.megatron", {"gated": True, "dims": 2})
+WEIGHT = ("tests.models.fsdp", {})
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Elements of each tensor kept for backward, decisions, and the largest error of any value against eager."""
+
+    sizes: list[int]
+    decisions: list[Decision]
+    error: float
+
+
+def difference(ours: Values, eager: Values) -> float:
+    return max(error(ours[n], eager[n], n) for n in eager)
+
+
+def run(rank: int, world: int, module: str, variant: dict[str, Any], options: dict[str, Any]) -> Saved:
+    eager_case, case = (build(rank, world, module, variant) for _ in range(2))
+    eager = values(eager_case, eager_case.module)
+    mark = HISTORY.mark()
+    with uncached(), saved_sizes() as sizes:
+        ours = values(case, torch.compile(case.module, backend="ub_overlap", options=options))
+    return Saved(sizes, [d for p in HISTORY.since(mark) for d in p.decisions], difference(ours, eager))
+
+
+def backward_gathers(saved: Saved) -> list[Decision]:
+    return [d for d in saved.decisions if d.phase == "backward" and d.kind.value.startswith("all_gather")]
+
+
+@pytest.mark.parametrize(
+    ("model", "gathered", "shard", "before", "after"),
+    [(ACTIVATION, 2 * 8 * 64, 8 * 64, 1, 2), (WEIGHT, 96 * 64, 48 * 64, 0, 2)],
+    ids=["activation", "weight"],
+)
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_shard_is_kept(
+    pool2: RankPool, model: tuple[str, dict[str, Any]], gathered: int, shard: int, before: int, after: int, inner: str
+) -> None:
+    """`gathered`, `shard`: elements of the tensor; `before`, `after`: gathers in backward without and with the policy."""
+    options = {"overlap": "force", "inner": inner}
+    for whole, part in zip(
+        pool2.run(run, *model, {**options, "save": "gathered"}, timeout=200),
+        pool2.run(run, *model, {**options, "save": "shard"}, timeout=200),
+        strict=True,
+    ):
+        assert whole.error < 1e-5 and part.error < 1e-5
+        assert gathered in whole.sizes and gathered not in part.sizes
+        assert shard in part.sizes
+        assert sum(part.sizes) < sum(whole.sizes)
+        assert (len(backward_gathers(whole)), len(backward_gathers(part))) == (before, after)
+        assert all(d.overlapped for d in (*backward_gathers(whole), *backward_gathers(part)))
+
+
+def test_gathered_again_along_the_contraction(pool2: RankPool) -> None:
+    """The activation's second gather feeds the weight gradients: [D, R * rows] @ [R * rows, F / R]."""
+    for saved in pool2.run(run, *ACTIVATION, {**FORCE, "save": "shard"}):
+        products = [[v for k, v in d.shapes if k.startswith("matmul")] for d in backward_gathers(saved)]
+        contracted = [[p.split(" @ ")[1].startswith("[16, ") for p in row] for row in products]
+        assert sorted(contracted) == [[False, True], [True, True]]
+
+
+def keep_matmuls(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Checkpointed(nn.Module):
+    """`inner` under torch.utils.checkpoint, whole or with its matmuls' results kept."""
+
+    def __init__(self, inner: nn.Module, selective: bool) -> None:
+        super().__init__()
+        self.inner, self.selective = inner, selective
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.selective:
+            contexts = functools.partial(create_selective_checkpoint_contexts, keep_matmuls)
+            return checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts)
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def run_checkpointed(rank: int, world: int, selective: bool, options: dict[str, Any]) -> Saved:
+    module, variant = ACTIVATION
+    eager_case, case = (build(rank, world, module, variant) for _ in range(2))
+    as_loss(eager_case.module(*eager_case.inputs)).backward()
+    mark = HISTORY.mark()
+    with uncached(), saved_sizes() as sizes:
+        compiled = torch.compile(Checkpointed(case.module, selective), backend="ub_overlap", options=options)
+        as_loss(compiled(*case.inputs)).backward()
+    pairs = zip((*case.inputs, *case.module.parameters()), (*eager_case.inputs, *eager_case.module.parameters()), strict=True)
+    worst = max(error(a.grad, b.grad, "gradient") for a, b in pairs)
+    return Saved(sizes, [d for p in HISTORY.since(mark) for d in p.decisions], worst)
+
+
+@pytest.mark.parametrize("selective", [False, True], ids=["full", "selective"])
+@pytest.mark.parametrize("save", ["gathered", "shard"])
+def test_activation_checkpointing(pool2: RankPool, selective: bool, save: str) -> None:
+    """The user's region decides: its gather runs again in backward, and is overlapped there too."""
+    for saved in pool2.run(run_checkpointed, selective, {**FORCE, "save": save}):
+        assert saved.error < 1e-5
+        assert 2 * 8 * 64 not in saved.sizes
+        forward = [d for d in saved.decisions if d.phase == "forward"]
+        assert [d.kind.value for d in forward if d.overlapped] == ["all_gather_matmul", "matmul_reduce_scatter"]
+        gathers = backward_gathers(saved)
+        assert len(gathers) == 2 and all(d.overlapped for d in gathers)

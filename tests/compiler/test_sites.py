@@ -1,0 +1,79 @@
+"""Every model and form of the catalogue, compiled forward and backward: numbers against float64, sites against structure."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.compiler.work import FORCE, INDUCTOR, check
+from tests.harness.ranks import RankPool
+from tests.models.catalogue import DTENSOR, EXTERNAL, FSDP, MEGATRON, MESH, SINGLE, Named
+
+ALL: Named = {**DTENSOR, **MEGATRON, **FSDP, **SINGLE}
+MODELS: Named = {**DTENSOR, **MEGATRON, **FSDP}
+INNER = ("llama_b1", "llama_b2", "llama_dynamic", "mlp_gated_bias", "fsdp_mixed_2d", "mlp_reduce_gated", "attention_dim1_bias")
+LOW = ("llama_b2", "mlp_gated_bias", "mlp_dim1", "mlp_reduce_gated", "gather_k", "mm_scatter_n", "gather_other_user")
+ODD = ("mlp_2d", "gather_mm", "gather_linear_3d_dim1", "gather_contracted", "linear_scatter_dim1", "mm_reduce", "two_mm_scatter")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_case(pool2: RankPool, name: str) -> None:
+    check(pool2, *ALL[name], FORCE)
+
+
+@pytest.mark.parametrize("name", MESH)
+def test_mesh(pool4: RankPool, name: str) -> None:
+    """Groups {0, 2} and {1, 3} of 4 ranks."""
+    check(pool4, *MESH[name], FORCE)
+
+
+@pytest.mark.parametrize("name", [*INNER, "gather_other_user"])
+def test_inductor(pool2: RankPool, name: str) -> None:
+    check(pool2, *ALL[name], INDUCTOR)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", LOW)
+def test_low_precision(pool2: RankPool, name: str, dtype: torch.dtype) -> None:
+    module, variant = ALL[name]
+    check(pool2, module, {**variant, "dtype": dtype}, FORCE)
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_three_ranks(pool3: RankPool, name: str) -> None:
+    check(pool3, *ALL[name], FORCE)
+
+
+@pytest.mark.parametrize("name", ["llama_b2", "mlp_dim1", "gather_weight", "fsdp_2d"])
+def test_four_ranks(pool4: RankPool, name: str) -> None:
+    check(pool4, *ALL[name], FORCE)
+
+
+@pytest.mark.parametrize("chunks", [4, 8])
+def test_more_chunks_than_ranks(pool2: RankPool, chunks: int) -> None:
+    for outcome in check(pool2, *ALL["llama_b2"], {**FORCE, "chunks": chunks}):
+        assert {d["strategy"] for d in outcome.decisions} == {f"pipelined:chunks={chunks}"}
+
+
+@pytest.fixture(scope="module", params=[(w, p) for w in (2, 4) for p in ("hf", "titan")], ids=lambda p: f"{p[1]}-{p[0]}")
+def package_pool(request: pytest.FixtureRequest) -> Iterator[tuple[RankPool, dict[str, Any]]]:
+    """Ranks that import one foreign package only: torchtitan after transformers in one process breaks the partitioner."""
+    world, prefix = request.param
+    package = {"hf": "transformers", "titan": "torchtitan"}[prefix]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: pip install --no-deps -r tests/models/requirements.txt")
+    with RankPool(world) as pool:
+        yield pool, {name: entry for name, entry in EXTERNAL.items() if name.startswith(prefix)}
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_external(package_pool: tuple[RankPool, dict[str, Any]], inner: str) -> None:
+    """Models that we did not write, parallelised by their own code. The long list runs once, on 2 ranks."""
+    pool, named = package_pool
+    chosen = named if pool.world == 2 and inner == "aot_eager" else dict(list(named.items())[:1])
+    for module, variant in chosen.values():
+        check(pool, module, variant, {"overlap": "force", "inner": inner})

@@ -1,0 +1,133 @@
+"""Whatever a peer does: an error on time, that names it, and nothing left in /dev/shm (conftest.py looks)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.ranks import RankPool
+
+from . import work_failures
+from .spawn import run_ranks
+
+STEP = 1.5
+
+
+def test_a_rank_that_skips_a_call(pools: dict[int, RankPool]) -> None:
+    found = pools[3].run(work_failures.never_calls, STEP, timeout=60)
+    for first, then in found[:2]:
+        assert (first["error"], first["ranks"]) == ("PeerTimeoutError", (2,)), first
+        assert STEP * 0.9 < first["seconds"] < 2 * STEP
+        assert "rank 2 of the group did not come" in first["text"]
+        assert "all_gather_matmul at site '/g', phase READY" in first["text"]
+        assert then["error"] == "SessionPoisonedError"
+        assert then["seconds"] < 0.5
+    # The one that skipped it hears of it at its next call.
+    assert found[2][1]["error"] == "PeerTimeoutError"
+    assert found[2][1]["ranks"] == (2,)
+
+
+def test_a_rank_that_never_binds(pools: dict[int, RankPool]) -> None:
+    found = pools[3].run(work_failures.never_binds, STEP, timeout=60)
+    for rank in (0, 2):
+        assert found[rank]["error"] in ("PeerTimeoutError", "PeerFailedError"), found[rank]
+        assert "rank 1 of the group did not come to the first call of group" in found[rank]["text"]
+        assert found[rank]["seconds"] < 2 * STEP
+
+
+@pytest.mark.parametrize("rows", [5, 300_000])
+def test_other_shapes(pools: dict[int, RankPool], rows: int) -> None:
+    """Also where only one of the ranks would have to grow."""
+    for rank, found in enumerate(pools[3].run(work_failures.other_shapes, rows, timeout=60)):
+        assert found["error"] == "ShapeMismatchError", (rank, found)
+        assert f"[{rows}, 4]" in found["text"]
+        assert "[4, 4]" in found["text"]
+        assert "rank 1: " in found["text"]
+        assert found["seconds"] < 5
+
+
+def test_other_sites(pools: dict[int, RankPool]) -> None:
+    for found in pools[3].run(work_failures.other_sites, timeout=60):
+        assert found["error"] == "SiteMismatchError", found
+        assert "rank 1: matmul_reduce_scatter at site '/of.scatter'" in found["text"]
+        assert "all_gather_matmul at site '/of.gather'" in found["text"]
+        assert found["seconds"] < 5
+
+
+def test_other_plans(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    found = pools[3].run(work_failures.other_plans, str(tmp_path), timeout=60)
+    for rank in (0, 2):
+        assert (found[rank]["error"], found[rank]["ranks"]) == ("PlanMismatchError", (1,)), found[rank]
+        assert "rank 1: site id=forward.1 kind=all_gather_matmul strategy=bulk" in found[rank]["text"]
+    assert (found[1]["error"], found[1]["ranks"]) == ("PlanMismatchError", (0, 2))
+
+
+def test_same_plans(pools: dict[int, RankPool]) -> None:
+    assert {found["error"] for found in pools[3].run(work_failures.same_plans, timeout=60)} == {""}
+
+
+def test_a_rank_that_raises_alone(pools: dict[int, RankPool]) -> None:
+    found = pools[3].run(work_failures.raises_alone, timeout=60)
+    assert found[1]["error"] == "MemoryError"
+    for rank in (0, 2):
+        assert found[rank]["error"] == "PeerFailedError", found[rank]
+        assert "rank 1 of the group gave up" in found[rank]["text"]
+        assert "no room for schedules" in found[rank]["text"]
+        assert found[rank]["seconds"] < 4
+
+
+def test_bad_arguments(pools: dict[int, RankPool]) -> None:
+    assert pools[2].run(work_failures.bad_arguments, timeout=60) == [[]] * 2
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_errors_come_out_of_backward(pools: dict[int, RankPool], compiled: bool) -> None:
+    found = pools[2].run(work_failures.in_backward, compiled, timeout=120)[0]
+    assert (found["error"], found["ranks"], found["ours"]) == ("PeerTimeoutError", (1,), True), found
+    assert "gradient changed" not in found["text"]
+
+
+def _names_rank_1(found: Any, step: float) -> None:
+    first, then = found
+    assert (first["error"], first["ranks"]) == ("PeerTimeoutError", (1,)), first
+    assert first["seconds"] < 2 * step + 0.5
+    assert then["error"] == "SessionPoisonedError"
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGKILL-during"])
+def test_killed(how: str) -> None:
+    """A death is seen long before the deadline."""
+    outcomes = run_ranks("tests.runtime.work_failures:dies", 3, args=(how, 10.0), timeout=60)
+    for rank in (0, 2):
+        _names_rank_1(outcomes[rank].value, 2.0)
+        assert "rank 1 of the group is gone" in outcomes[rank].value[0]["text"]
+
+
+@pytest.mark.parametrize("how", ["SIGSTOP", "SIGSTOP-during"])
+def test_stopped(how: str) -> None:
+    outcomes = run_ranks("tests.runtime.work_failures:dies", 3, args=(how, 3.0), timeout=60, wait_for=[0, 2])
+    for rank in (0, 2):
+        _names_rank_1(outcomes[rank].value, 3.0)
+        assert "no sign of life for" in outcomes[rank].value[0]["text"]
+
+
+def test_killed_while_binding() -> None:
+    """Its segments have names then: its peers remove them."""
+    outcomes = run_ranks("tests.runtime.work_failures:dies_binding", 2, timeout=60)
+    assert outcomes[0].value["error"] == "PeerTimeoutError"
+    assert "rank 1 of the group did not come" in outcomes[0].value["text"]
+
+
+def test_fork() -> None:
+    for outcome in run_ranks("tests.runtime.work_failures:forks", 2, timeout=60):
+        child, later = outcome.value
+        assert child["error"] == "ForkError"
+        assert later == []
+
+
+def test_no_room_in_shared_memory(pools: dict[int, RankPool]) -> None:
+    for found in pools[2].run(work_failures.no_room, timeout=60):
+        assert found["error"] == "ArenaError", found
+        assert "--shm-size" in found["text"]

@@ -1,0 +1,77 @@
+"""Settings, error texts and the check of the build: no ranks needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ub_overlap.runtime import errors, ops, session, settings
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "100", None, True])
+@pytest.mark.parametrize("name", ["init_timeout_s", "step_timeout_s"])
+def test_deadlines_are_deadlines(name: str, value: object) -> None:
+    before = settings.current()
+    with pytest.raises(errors.OptionError, match=name):
+        settings.configure(**{name: value})
+    assert settings.current() == before
+
+
+def test_unknown_setting() -> None:
+    with pytest.raises(ValueError, match=r"unknown setting 'timeout'.*\n.*init_timeout_s"):
+        settings.configure(timeout=3)
+
+
+def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UB_OVERLAP_STEP_TIMEOUT_S", "7.5")
+    assert settings.from_environment() == settings.Settings(step_timeout_s=7.5)
+    monkeypatch.setenv("UB_OVERLAP_INIT_TIMEOUT_S", "soon")
+    with pytest.raises(errors.OptionError, match="UB_OVERLAP_INIT_TIMEOUT_S"):
+        settings.from_environment()
+
+
+def test_built_for_another_torch() -> None:
+    with pytest.raises(errors.BuildMismatchError, match=r"9\.9\.9") as caught:
+        ops.check_build({"torch": "9.9.9"}, torch.__version__)
+    assert torch.__version__ in str(caught.value)
+    assert "pip install" in caught.value.fix
+
+
+def test_no_extension() -> None:
+    code = (
+        "import sys, importlib.util as u; found = u.find_spec\n"
+        "u.find_spec = lambda n, *a: None if n == 'ub_overlap._C' else found(n, *a)\n"
+        "try:\n import ub_overlap.runtime.ops\nexcept Exception as e: print(type(e).__name__, e)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=60, check=False)
+    assert done.stdout.startswith("BuildMismatchError the compiled part of ub_overlap is missing"), done.stdout + done.stderr
+
+
+def test_messages_say_all() -> None:
+    text = str(errors.ArenaError("no", where="there", got="this", expected="that", fix="so"))
+    assert text == "no\n  where:    there\n  got:      this\n  expected: that\n  fix:      so"
+    assert issubclass(errors.OptionError, ValueError)
+
+
+def test_slot_sizes() -> None:
+    assert session.slot_size(1) == 1 << 18
+    assert session.slot_size(300_000, 1 << 18) == 1 << 19
+    assert session.slot_size((1 << 28) + 1, 1 << 28) == (1 << 28) + (1 << 26)
+    assert session.slot_size(10**9, 1 << 18) % (1 << 16) == 0
+
+
+def test_first_difference() -> None:
+    a = '{"sites": [{"id": "f.0", "strategy": "bulk"}, {"id": "f.1", "strategy": "bulk", "bytes": 3}]}'
+    b = a.replace("3", "4")
+    assert session.first_difference(a, b) == ("site id=f.1 strategy=bulk bytes=3", "site id=f.1 strategy=bulk bytes=4")
+    assert session.first_difference(a, None) is None
+    assert session.first_difference('{"sites": []}', a) == ("site no such site", "site id=f.0 strategy=bulk")
+
+
+def test_process_wide_values_are_pushed() -> None:
+    info = ops.extension().build_info()
+    assert info["torch"] == torch.__version__
+    assert info["version"] == "0.1.0"
