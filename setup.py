@@ -55,12 +55,14 @@ def cuda_sources() -> tuple[list[str], str]:
 def extension() -> cpp_extension.CppExtension:
     cuda, said = cuda_sources()
     sources = [str(p.relative_to(ROOT)) for part in ("core", "cpu", "bindings") for p in (ROOT / "csrc" / part).glob("*.cpp")]
-    cxx = ["-O3", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-Wall", "-Wextra", "-DUSE_C10D"]
+    cxx = ["-O3", "-g0", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-Wall", "-Wextra", "-DUSE_C10D"]
+    system = [f"-isystem{path}" for path in cpp_extension.include_paths()]  # torch's headers are not ours to warn about
     macros = [("UB_OVERLAP_VERSION", f'"{VERSION}"'), ("UB_OVERLAP_TORCH_VERSION", f'"{torch.__version__}"')]
     if cuda:
         macros.append(("UB_OVERLAP_CUDA", "1"))
     make = cpp_extension.CUDAExtension if cuda else cpp_extension.CppExtension
-    flags = {"cxx": cxx, "nvcc": ["-O3", "--extended-lambda", "-Xcompiler=-fvisibility=hidden"]} if cuda else {"cxx": cxx}
+    nvcc = ["-O3", "--extended-lambda", "-Xcompiler=-fvisibility=hidden"]
+    flags = {"cxx": cxx + system, "nvcc": nvcc} if cuda else {"cxx": cxx + system}
     print(
         f"ub_overlap {VERSION} build summary\n"
         f"  sources   {len(sources)} C++, {len(cuda)} CUDA\n"

@@ -40,12 +40,8 @@ def explain(model: Callable[..., Any], options: Mapping[str, Any] | None = None)
             torch.autograd.grad(outputs, inputs, seeds, allow_unused=True)
         plans = {p.digest: p for p in HISTORY.since(known)}
         # A warm compile cache runs no pass: the ops name the plans.
-        for site, now in site_stats().items():
-            digest = site.partition("/")[0]
-            if digest not in plans and (site not in before or now.calls > before[site].calls):
-                stored = HISTORY.find(digest)
-                if stored is not None:
-                    plans[digest] = stored
+        ran = (s.partition("/")[0] for s, now in site_stats().items() if s not in before or now.calls > before[s].calls)
+        plans |= {p.digest: p for p in HISTORY.found(d for d in ran if d not in plans)}
         return Report(list(plans.values()), since=before)
 
     return run

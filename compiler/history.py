@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from ub_overlap.runtime import plan_store
 
@@ -55,6 +56,11 @@ class History:
                 return self._plans[digest]
         text = plan_store.load(digest)
         return Plan.from_json(text) if text is not None else None
+
+    def found(self, digests: Iterable[str]) -> list[Plan]:
+        """Those of `digests` that this process or the store knows, forward plans first."""
+        plans = [p for d in dict.fromkeys(digests) if (p := self.find(d)) is not None]
+        return sorted(plans, key=lambda p: p.phase != "forward")
 
 
 HISTORY = History()

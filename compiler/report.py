@@ -120,8 +120,6 @@ def _reported(plan: Plan, d: Decision, now: SiteStats | None, before: SiteStats 
 def reports() -> Report:
     """Everything that this process compiled, and every plan that it ran out of a warm compile cache."""
     plans = {p.digest: p for p in HISTORY.plans()}
-    for site in site_stats():
-        digest = site.partition("/")[0]
-        if digest not in plans and (stored := HISTORY.find(digest)) is not None:
-            plans[digest] = stored
+    ran = (site.partition("/")[0] for site in site_stats())
+    plans |= {p.digest: p for p in HISTORY.found(d for d in ran if d not in plans)}
     return Report(list(plans.values()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -92,6 +93,11 @@ class Emitter:
             dims = [self.size(d) for d in shape]
         known = old.meta["val"] if old is not None and old.meta["val"].is_contiguous() else None
         return self.call(aten.reshape.default, node, dims, value_is=known)
+
+    def permute(self, node: Node, dims: Sequence[int]) -> Node:
+        """A permuted copy: contiguous, as the collective's own result would be."""
+        turned = self.call(aten.permute.default, node, list(dims))
+        return self.call(aten.clone.default, turned, memory_format=torch.contiguous_format)
 
     def transpose(self, node: Node) -> Node:
         return self.call(aten.permute.default, node, [1, 0])

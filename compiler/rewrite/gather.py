@@ -7,8 +7,8 @@ from torch.fx import Node
 
 from ..plan import Strategy
 from ..sites.match import Gather, Holder
-from ..sites.sizes import divide, product
-from ..sites.values import aten, dtype_of, shape_of
+from ..sites.sizes import divide, product, same
+from ..sites.values import Blocks, aten, dtype_of, shape_of
 from .emit import Emitter
 
 
@@ -17,6 +17,8 @@ def rewrite_gather(e: Emitter, m: Gather, strategy: Strategy, site: str) -> dict
     c = m.collective
     assert c.wait is not None
     shard = e.cast(c.input, m.dtype)
+    for turn in m.turns:
+        shard = e.permute(e.reshape(shard, turn.shard), turn.dims)
     cols = m.cols if not m.last else m.blocks.inner
     if not shape_of(shard) or shape_of(shard)[-1] != cols:
         rows = divide(product(shape_of(shard)), cols)
@@ -63,14 +65,31 @@ def _restore(e: Emitter, m: Gather, gathered: Node, root: Node) -> Node:
     """The value of the holder `root`, from G."""
     held: Holder = m.holders[root]
     shape = shape_of(root)
-    value = gathered
-    if held.blocks.outer != m.blocks.outer:
-        # `root` holds the shards one after the other (as the wait gives them), G in the order of the matmul.
-        here, there = m.blocks, held.blocks
-        value = e.reshape(value, (here.outer, here.ranks, here.inner))
-        assert there.outer == 1
-        value = e.call(aten.permute.default, value, [1, 0, 2])
-        value = e.call(aten.clone.default, value, memory_format=torch.contiguous_format)
+    value, here = gathered, m.blocks
+    shared = 0
+    while m.turns[shared : shared + 1] == held.turns[shared : shared + 1] and shared < len(m.turns):
+        shared += 1
+    for turn in m.turns[shared:][::-1]:
+        value, here = (
+            e.permute(e.reshape(_in_order(e, value, here, turn.blocks_after), turn.after), turn.back),
+            turn.blocks_before,
+        )
+    for turn in held.turns[shared:]:
+        value, here = (
+            e.permute(e.reshape(_in_order(e, value, here, turn.blocks_before), turn.before), turn.dims),
+            turn.blocks_after,
+        )
+    value = _in_order(e, value, here, held.blocks)
     if held.swapped:
         value = e.transpose(e.reshape(value, held.matrix))  # type: ignore[arg-type]
     return e.cast(e.reshape(value, shape), held.dtype)
+
+
+def _in_order(e: Emitter, value: Node, here: Blocks, there: Blocks) -> Node:
+    """Gathered elements in order `here`, put in order `there`, by way of the wait's own (shards one after the other)."""
+    if same(here.outer, there.outer):
+        return value
+    if same(there.outer, 1):
+        return e.permute(e.reshape(value, (here.outer, here.ranks, here.inner)), [1, 0, 2])
+    value = _in_order(e, value, here, Blocks(1, here.ranks, here.outer * here.inner))
+    return e.permute(e.reshape(value, (there.ranks, there.outer, there.inner)), [1, 0, 2])

@@ -40,7 +40,10 @@ def rewrite_reduction(e: Emitter, m: Reduction, strategy: Strategy, site: str) -
             c.group,
             site,
         )
-    value = e.reshape(e.item(op, 0), shape_of(c.wait), old=c.wait)
+    value = e.item(op, 0)
+    for turn in m.turns:
+        value = e.permute(e.reshape(value, turn.shard if c.op is Op.REDUCE_SCATTER else turn.before), turn.dims)
+    value = e.reshape(value, shape_of(c.wait), old=c.wait)
     for target, constant in m.after:
         value = e.call(target, value, constant)
     replaced = {c.wait: value}

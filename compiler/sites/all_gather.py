@@ -12,6 +12,7 @@ a consumer; everything else that reads them is another user, for whom the op kee
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
 import torch
 from torch.fx import Node
@@ -21,6 +22,7 @@ from .collectives import Collective
 from .match import Consumer, Gather, Holder, Miss
 from .matmuls import FLOATS, Product, as_product, is_matmul
 from .sizes import Size, divide, product, same, same_shape, squeezed
+from .turns import turn_of
 from .values import CUTS, Blocks, Effect, aten, dim_of, dtype_of, effect, pieces_of, regroup, shape_of, tensor_of
 
 
@@ -62,6 +64,8 @@ class _Walk:
         if step is None and (user.target in CUTS or user.target is aten.slice.Tensor):
             return self._cut(node, held, user)
         moved = _through(held, user, step.effect) if step else None
+        if moved is None and not held.swapped and (turn := turn_of(user, held.blocks, reads=True)) is not None:
+            moved = Holder(turn.blocks_after, held.dtype, turns=(*held.turns, turn))
         if moved is None:
             self.others.append(node)
             if is_matmul(user) and p is None:
@@ -109,7 +113,7 @@ class _Walk:
         axis, dim, piece = group[1], dim_of(cat), shape_of(pieces[0])
         if not same(product(piece[:axis]), held.blocks.outer) or not same(product(piece[axis:]), held.blocks.inner):
             return None
-        return Holder(Blocks(product(piece[:dim]), self.c.ranks, product(piece[dim:])), held.dtype)
+        return Holder(Blocks(product(piece[:dim]), self.c.ranks, product(piece[dim:])), held.dtype, turns=held.turns)
 
     def _matmul(self, node: Node, held: Holder, p: Product) -> None:
         for operand, other, lhs in ((p.lhs, p.rhs, True), (p.rhs, p.lhs, False)):
@@ -145,14 +149,14 @@ class _Walk:
                 )
                 self.others.append(node)
                 continue
-            groups[held.blocks.outer, last, rows, cols, held.dtype].append(use)
+            groups[held.blocks.outer, last, rows, cols, held.dtype, held.turns].append(use)
         if not groups:
             return self.blocked[0] if self.blocked else Miss(Reason.NO_MATMUL, "no matmul reads the gathered tensor")
         key, chosen = max(groups.items(), key=lambda kv: len(kv[1]))
         for other, uses in groups.items():
             if other != key:
                 self.others += [u[0] for u in uses]
-        _, last, rows, cols, dtype = key  # type: ignore[misc]
+        _, last, rows, cols, dtype, turns = key  # type: ignore[misc]
         wire = dtype_of(self.c.node)
         if dtype.itemsize < wire.itemsize:  # the cast moves before the gather: fewer bytes travel, the numbers stay
             if any(self.holders[n].dtype == wire for n in self.others):
@@ -175,6 +179,7 @@ class _Walk:
             tuple(consumers),
             self.holders,
             tuple(dict.fromkeys(self.others)),
+            turns,
             tuple(self.cuts),
         )
 
@@ -209,11 +214,11 @@ def _through(held: Holder, user: Node, kind: Effect) -> Holder | None:
     shape = squeezed(shape_of(user))
     if kind is Effect.CAST:
         dtype = tensor_of(user).dtype  # type: ignore[union-attr]
-        return Holder(held.blocks, dtype, held.matrix) if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
+        return replace(held, dtype=dtype) if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
     if kind is Effect.SAME:
         if held.swapped and not same_shape(shape, squeezed(held.matrix)[::-1]):
             return None
         return held
     if held.swapped:
-        return Holder(held.blocks, held.dtype) if same_shape(shape, squeezed(held.matrix)) else None
-    return Holder(held.blocks, held.dtype, matrix=shape[::-1])
+        return replace(held, matrix=()) if same_shape(shape, squeezed(held.matrix)) else None
+    return replace(held, matrix=shape[::-1])

@@ -11,6 +11,7 @@ from ..plan import Reason
 from .collectives import Collective
 from .matmuls import Operand, Product
 from .sizes import Size
+from .turns import Turn
 from .values import Blocks
 
 
@@ -50,6 +51,8 @@ class Gather:
     consumers: tuple[Consumer, ...]
     holders: dict[Node, Holder]
     roots: tuple[Node, ...]
+    turns: tuple[Turn, ...]
+    """Permutes between the wait and the matmuls: the shard goes through them before it travels."""
     cuts: tuple[Node, ...]
     """Splits, getitems and slices between two holders, read by nobody else."""
 
@@ -66,6 +69,8 @@ class Holder:
     blocks: Blocks
     dtype: torch.dtype
     matrix: tuple[Size, ...] = ()
+    turns: tuple[Turn, ...] = ()
+    """Permutes that the elements went through since the wait."""
 
     @property
     def swapped(self) -> bool:
@@ -93,6 +98,8 @@ class Reduction:
     root: Node
     root_swapped: bool
     spine: tuple[Node, ...]
+    turns: tuple[Turn, ...]
+    """Permutes between the sum and the collective: the result goes through them, in this order."""
     live: tuple[Node, ...]
 
     @property

@@ -19,6 +19,7 @@ from .collectives import Collective, Op
 from .match import Miss, Reduction
 from .matmuls import FLOATS, Product, as_product, is_matmul
 from .sizes import Size, product, same, same_shape, squeezed
+from .turns import Turn, turn_of
 from .values import Blocks, Effect, aten, dim_of, dtype_of, effect, pieces_of, readers, regroup, shape_of, source, tensor_of
 
 _ADDS = (aten.add.Tensor,)
@@ -37,8 +38,8 @@ def match_reduction(c: Collective) -> Reduction | Miss:
     return spine if isinstance(spine, Miss) else _sum(c, *spine)
 
 
-def _spine(c: Collective) -> tuple[Node, Blocks, tuple[Size, ...], list[tuple[object, object]], list[Node]] | Miss:
-    """From the collective's input down to the root of the sum: (root, blocks, matrix, scales, nodes passed).
+def _spine(c: Collective) -> tuple[Node, Blocks, tuple[Size, ...], list[tuple[object, object]], list[Node], list[Turn]] | Miss:
+    """From the collective's input down to the root of the sum: (root, blocks, matrix, scales, nodes, turns).
 
     `matrix` is (rows, cols) where the root is the transposed of what the collective reads, else ().
     """
@@ -48,6 +49,7 @@ def _spine(c: Collective) -> tuple[Node, Blocks, tuple[Size, ...], list[tuple[ob
     matrix: tuple[Size, ...] = ()
     after: list[tuple[object, object]] = []
     passed: list[Node] = []
+    turns: list[Turn] = []
     node = c.input
     while True:
         step = effect(node)
@@ -79,16 +81,25 @@ def _spine(c: Collective) -> tuple[Node, Blocks, tuple[Size, ...], list[tuple[ob
             passed += [node, *pieces, *dict.fromkeys(source(p) for p in pieces if source(p) is not whole)]
             node = whole
             continue
+        elif not matrix and (turn := turn_of(node, blocks, reads=False)) is not None:
+            blocks = turn.blocks_before
+            turns.append(turn)
         elif node.target in _SCALES and isinstance(node.args[1], int | float):
             after.append((node.target, node.args[1]))
         else:
-            return node, blocks, matrix, after[::-1], passed
+            return node, blocks, matrix, after[::-1], passed, turns[::-1]
         passed.append(node)
         node = step.source if step is not None else source(node)
 
 
 def _sum(
-    c: Collective, root: Node, blocks: Blocks, matrix: tuple[Size, ...], after: list[tuple[object, object]], passed: list[Node]
+    c: Collective,
+    root: Node,
+    blocks: Blocks,
+    matrix: tuple[Size, ...],
+    after: list[tuple[object, object]],
+    passed: list[Node],
+    turns: list[Turn],
 ) -> Reduction | Miss:
     absorbed = {*passed, c.node}
     live = tuple(n for n in (root, *passed) if any(u not in absorbed for u in readers(n)))
@@ -169,7 +180,7 @@ def _sum(
     flipped = bool(matrix)
     return Reduction(
         c, blocks, rows, cols, last, tuple(products), tuple((n, s != flipped) for n, s in addends), tuple(after),
-        tuple(inner), root, flipped, tuple(passed), live,
+        tuple(inner), root, flipped, tuple(passed), tuple(turns), live,
     )  # fmt: skip
 
 

@@ -84,7 +84,7 @@ def readers(node: Node) -> list[Node]:
     return [u for u in node.users if u.target is not aten.sym_size.int]
 
 
-def _permutation(node: Node) -> list[int]:
+def permutation(node: Node) -> list[int]:
     """The order of dims that a permute, transpose or t gives."""
     rank = len(shape_of(source(node)))
     if node.target is aten.permute.default:
@@ -115,7 +115,7 @@ def effect(node: Node) -> Step | None:
             return None
         return Step(Effect.SAME if before.dtype == after.dtype else Effect.CAST, src)
     if node.target in _PERMUTES:
-        dims, shape = _permutation(node), shape_of(src)
+        dims, shape = permutation(node), shape_of(src)
         kept = [d for d in dims if not (isinstance(shape[d], int) and shape[d] == 1)]
         if kept == sorted(kept):
             return Step(Effect.SAME, src)

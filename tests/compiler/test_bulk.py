@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
-from ub_overlap.compiler.history import HISTORY
-from ub_overlap.compiler.sites import find
 
 from tests.compiler.work import build, check
 from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss, capture
 from tests.models.compare import uncached
+from ub_overlap.compiler.history import HISTORY
+from ub_overlap.compiler.sites import find
 
 LLAMA = ("tests.models.dtensor_llama", {})
 MLP = ("tests.models.megatron", {"dims": 2, "gated": True})

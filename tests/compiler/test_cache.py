@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import ub_overlap
-from ub_overlap.compiler.history import HISTORY
 
+import ub_overlap
 from tests.compiler.work import build
 from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss
 from tests.models.compare import error
+from ub_overlap.compiler.history import HISTORY
 
 MODEL = ("tests.models.megatron", {"dims": 2})
 BASE: dict[str, Any] = {"overlap": "force"}

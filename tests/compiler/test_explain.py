@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import ub_overlap
 from torch import Tensor
-from ub_overlap.runtime import plan_store
 
+import ub_overlap
 from tests.compiler.work import FORCE, build
 from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss
 from tests.models.compare import uncached
+from ub_overlap.runtime import plan_store
 
 MEGATRON = "tests.models.megatron"
 

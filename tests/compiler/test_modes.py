@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from ub_overlap.compiler.history import HISTORY
 
 from tests.compiler.work import FORCE, build
 from tests.harness.ranks import RankPool
@@ -17,6 +16,7 @@ from tests.harness.traces import as_loss
 from tests.models.compare import error, uncached
 from tests.models.dtensor_llama import tensor_mesh
 from tests.models.megatron import MLP, Mappings
+from ub_overlap.compiler.history import HISTORY
 
 MEGATRON = "tests.models.megatron"
 Answer = tuple[float, list[str]]

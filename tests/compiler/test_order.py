@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.fx import Graph, Node
+
 from ub_overlap.compiler.plan import Reason
 from ub_overlap.compiler.sites.order import Order
 

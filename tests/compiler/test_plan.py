@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
-from ub_overlap.compiler.plan import NONE, Decision, Kind, Mode, Plan, Reason, Strategy
 
 from tests.compiler.work import plans_of
 from tests.harness.ranks import RankPool
 from tests.models.dtensor_llama import tensor_mesh
+from ub_overlap.compiler.plan import NONE, Decision, Kind, Mode, Plan, Reason, Strategy
 
 SITE = Decision(
     id="forward.0",
@@ -42,7 +42,9 @@ def test_strategy_text(text: str) -> None:
     assert Strategy.is_forceable(text)
 
 
-@pytest.mark.parametrize("text", ["", "auto", "merged", "none:chunks=2", "bulk:chunks=0", "pipelined:chunks=x", "bulk\n", "Bulk"])
+@pytest.mark.parametrize(
+    "text", ["", "auto", "merged", "none:chunks=2", "bulk:chunks=0", "pipelined:chunks=x", "bulk\n", "Bulk"]
+)
 def test_bad_strategy(text: str) -> None:
     assert not Strategy.is_forceable(text)
     with pytest.raises(ValueError, match="expected none, pipelined, bulk"):

@@ -12,15 +12,15 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph
-from ub_overlap.compiler.decide import decide
-from ub_overlap.compiler.options import parse
-from ub_overlap.compiler.plan import Decision, Reason
 
 from tests.compiler.work import FORCE, build, decisions_of
 from tests.harness.ranks import RankPool
 from tests.harness.traces import capture
 from tests.models.compare import compare
 from tests.models.forms import FORMS
+from ub_overlap.compiler.decide import decide
+from ub_overlap.compiler.options import parse
+from ub_overlap.compiler.plan import Decision, Reason
 
 c10d = torch.ops._c10d_functional
 R = Reason

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from ub_overlap.compiler.history import HISTORY
-from ub_overlap.compiler.plan import Decision
 
 from tests.compiler.work import FORCE, build, saved_sizes
 from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss
 from tests.models.compare import Values, error, uncached, values
+from ub_overlap.compiler.history import HISTORY
+from ub_overlap.compiler.plan import Decision
 
 ACTIVATION = ("tests.models.megatron", {"gated": True, "dims": 2})
 WEIGHT = ("tests.models.fsdp", {})
@@ -77,7 +77,7 @@ def test_gathered_again_along_the_contraction(pool2: RankPool) -> None:
     for saved in pool2.run(run, *ACTIVATION, {**FORCE, "save": "shard"}):
         products = [[v for k, v in d.shapes if k.startswith("matmul")] for d in backward_gathers(saved)]
         contracted = [[p.split(" @ ")[1].startswith("[16, ") for p in row] for row in products]
-        assert sorted(contracted) == [[False, True], [True, True]]
+        assert sorted(map(sum, contracted)) == [1, 2]
 
 
 def keep_matmuls(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
@@ -117,7 +117,8 @@ def test_activation_checkpointing(pool2: RankPool, selective: bool, save: str) -
     """The user's region decides: its gather runs again in backward, and is overlapped there too."""
     for saved in pool2.run(run_checkpointed, selective, {**FORCE, "save": save}):
         assert saved.error < 1e-5
-        assert 2 * 8 * 64 not in saved.sizes
+        kept = [n for n in saved.sizes if n == 2 * 8 * 64]
+        assert len(kept) == selective, "the gathered tensor is kept; w2's product has its size"
         forward = [d for d in saved.decisions if d.phase == "forward"]
         assert [d.kind.value for d in forward if d.overlapped] == ["all_gather_matmul", "matmul_reduce_scatter"]
         gathers = backward_gathers(saved)

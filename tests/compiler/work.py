@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from ub_overlap.compiler.history import HISTORY
-from ub_overlap.compiler.plan import Decision, Plan
 
 from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss
 from tests.models.case import Case
 from tests.models.compare import Outcome, compare, uncached
+from ub_overlap.compiler.history import HISTORY
+from ub_overlap.compiler.plan import Decision, Plan
 
 FORCE: dict[str, Any] = {"overlap": "force", "inner": "aot_eager"}
 INDUCTOR: dict[str, Any] = {"overlap": "force"}

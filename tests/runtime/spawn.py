@@ -38,9 +38,9 @@ class Outcome:
 
 
 def run_ranks(
-    function: str, world: int, args: tuple[Any, ...] = (), timeout: float = 60.0, wait_for: list[int] | None = None
+    function: str, world: int, args: tuple[Any, ...] = (), timeout: float = 60.0, wait_for: tuple[int, ...] = ()
 ) -> list[Outcome]:
-    """Run "module:function"(rank, world, *args) on every rank. `wait_for`: only these have to end, then the others are killed."""
+    """Run "module:function"(rank, world, *args) on every rank. `wait_for`: only these have to end."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -52,7 +52,7 @@ def run_ranks(
         ]
         try:
             deadline = time.monotonic() + timeout
-            for rank in range(world) if wait_for is None else wait_for:
+            for rank in wait_for or range(world):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     ranks[rank].wait(max(0.0, deadline - time.monotonic()))
         finally:

@@ -107,7 +107,7 @@ def test_killed(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["SIGSTOP", "SIGSTOP-during"])
 def test_stopped(how: str) -> None:
-    outcomes = run_ranks("tests.runtime.work_failures:dies", 3, args=(how, 3.0), timeout=60, wait_for=[0, 2])
+    outcomes = run_ranks("tests.runtime.work_failures:dies", 3, args=(how, 3.0), timeout=60, wait_for=(0, 2))
     for rank in (0, 2):
         _names_rank_1(outcomes[rank].value, 3.0)
         assert "no sign of life for" in outcomes[rank].value[0]["text"]

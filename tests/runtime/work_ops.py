@@ -125,7 +125,8 @@ def reduce_case(
     if reduce_op == "avg":
         want = want / world
     coarse = max((dtype, out_dtype), key=lambda d: torch.finfo(d).eps)
-    name = f"{'scatter' if scatter else 'reduce'} {dtype}->{out_dtype} p={p} ks={ks} q={q} outer={outer} last={last} {reduce_op} addend={addend_dims} {strategy}"
+    sizes = f"p={p} ks={ks} q={q} outer={outer} last={last}"
+    name = f"{'scatter' if scatter else 'reduce'} {dtype}->{out_dtype} {sizes} {reduce_op} addend={addend_dims} {strategy}"
     bad = far(name, out, want, sum(ks) * world, coarse)
     if out.dtype != out_dtype:
         bad.append(f"{name}: dtype {out.dtype}")

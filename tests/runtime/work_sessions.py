@@ -127,7 +127,7 @@ def every_fp16(rank: int, world: int) -> list[str]:
 
 
 def latched(rank: int, world: int) -> dict[str, Any]:
-    """Each matmul is held until a copy of the same call has begun: if copies did not run beside matmuls, this would time out."""
+    """A matmul is held until a copy of its call has begun: if copies did not run beside matmuls, this would time out."""
     name = work_ops.group()
     with reset():
         settings.configure(step_timeout_s=15.0, trace=True)
@@ -199,7 +199,7 @@ def alone(rank: int, world: int) -> list[str]:
 
 
 def hosts(rank: int, world: int) -> dict[str, Any]:
-    """Ranks that pretend to be on two hosts run plain c10d, and say so. All ops, by temporarily naming the world's sub group."""
+    """Ranks that pretend to be on two hosts run plain c10d, and say so. All ops, on a group of their own."""
     group = dist.new_group(list(range(world)))
     with reset():
         C.testing.set_host_id(f"host{rank % 2}:boot:1")
