@@ -21,5 +21,8 @@ def why_not(device: str, group: str, ranks: int) -> str | None:
 
 
 def signature() -> tuple[str, ...]:
-    """What `why_not` depends on beside its arguments, for cache keys."""
-    return tuple(sorted(_EXECUTORS))
+    """What `why_not` depends on beside its arguments, for cache keys: a graph compiled over a fake group is none for a real one."""
+    import torch.distributed as dist
+
+    backend = dist.get_backend() if dist.is_available() and dist.is_initialized() else "none"
+    return (*sorted(_EXECUTORS), backend)

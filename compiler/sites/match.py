@@ -38,8 +38,7 @@ class Gather:
     """all_gather -> matmuls. G [rows, cols] is the gathered matrix; with `last` its columns are dealt out, else its rows.
 
     `holders`: nodes that carry G's elements, mapped to how. `roots`: holders that others use too, so that their values must
-    survive. `dtype`: what travels; narrower than the collective's type where a cast moved before the gather. Where the
-    matmul's type is wider than that, shards are cast as they arrive.
+    survive. `dtype`: what travels and is multiplied; a cast that stood between gather and matmul moves before the gather.
     """
 
     collective: Collective

@@ -33,7 +33,8 @@ auto in_python(Body body) {
     try {
         return body();
     } catch (py::error_already_set& error) {
-        const std::string text = error.what();
+        const std::string text =
+            py::str(error.type().attr("__name__")).cast<std::string>() + ": " + py::str(error.value()).cast<std::string>();
         throw PythonRaised(hold(error.value()), text);
     }
 }
@@ -133,7 +134,7 @@ void define_testing(py::module_ m) {
             state->injection.latches = std::move(latches);
             publish();
         },
-        py::arg("latches"), "(i, j): matmul step i of a call may not end before its copy step j has begun.");
+        py::arg("latches"), "(i, j): matmul i of a call and its copy j must run at the same time.");
     m.def(
         "set_random_delay",
         [](int64_t max_us, uint64_t seed) {

@@ -24,7 +24,8 @@ inline Settings& settings() {
 
 // What tests do to a call. Null in real life: one pointer test a call.
 struct Injection {
-    // (i, j): matmul step i (counted from 0 within the call) may not end before copy step j of the COPY queue has begun.
+    // (i, j): matmul i of a call (counted from 0) may not end before copy j of its COPY queue has begun, nor that copy begin
+    // before that matmul: they do run at the same time, or the call fails.
     std::vector<std::pair<int, int>> latches;
     int64_t max_delay_us = 0;  // random delay before every step
     uint64_t seed = 0;

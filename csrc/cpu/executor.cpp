@@ -34,7 +34,9 @@ class Run {
           injection_(Injections::current()),
           begun_(new std::atomic<uint8_t>[program_.steps.size()]()),
           events_(new std::atomic<uint8_t>[program_.events + 1]()),
-          times_(program_.steps.size()) {}
+          times_(program_.steps.size()) {
+        find_latched_steps();
+    }
 
     std::vector<StepTime> go() {
         CopyEngine::Job job{[this] { queue(copy_queue); }};
@@ -53,10 +55,15 @@ class Run {
                 const Step& step = program_.steps[number];
                 for (int event : step.after) wait_for_event(event);
                 delay(number);
+                for (const auto& latch : latches_) {
+                    if (latch.second == number) wait_until_begun(latch.first);
+                }
                 const int64_t begin = now_ns();
                 begun_[number].store(1, std::memory_order_release);
                 const int64_t bytes = execute(step);
-                if (step.kind == StepKind::matmul) hold_until_latched(which);
+                for (const auto& latch : latches_) {
+                    if (latch.first == number) wait_until_begun(latch.second);
+                }
                 times_[number] = StepTime{number, which, static_cast<int>(step.kind), begin, now_ns(), bytes};
                 if (step.record >= 0) events_[step.record].store(1, std::memory_order_release);
             }
@@ -131,19 +138,24 @@ class Run {
         if (us > 0) wait_until([&] { return now_ns() >= end; }, INT64_MAX, [] {});
     }
 
-    void hold_until_latched(int which) {
-        const int ordinal = matmuls_[which]++;
+    // Latches count matmuls and copies; steps have numbers.
+    void find_latched_steps() {
         if (!injection_) return;
-        const auto& copy_queue_steps = program_.queues[copy_queue];
-        for (const auto& latch : injection_->latches) {
-            if (latch.first != ordinal) continue;
-            int left = latch.second;
-            for (int number : copy_queue_steps) {
-                if (program_.steps[number].kind != StepKind::copy || left-- > 0) continue;
-                wait_for([&, number] { return begun_[number].load(std::memory_order_acquire) != 0; });
-                break;
+        std::vector<int> matmuls, copies;
+        for (int number : program_.queues[compute_queue]) {
+            if (program_.steps[number].kind == StepKind::matmul) matmuls.push_back(number);
+        }
+        for (int number : program_.queues[copy_queue]) {
+            if (program_.steps[number].kind == StepKind::copy) copies.push_back(number);
+        }
+        for (const auto& [matmul, copy] : injection_->latches) {
+            if (matmul < static_cast<int>(matmuls.size()) && copy < static_cast<int>(copies.size())) {
+                latches_.emplace_back(matmuls[matmul], copies[copy]);
             }
         }
+    }
+    void wait_until_begun(int number) {
+        wait_for([&, number] { return begun_[number].load(std::memory_order_acquire) != 0; });
     }
 
     const Call& call_;
@@ -155,7 +167,7 @@ class Run {
     std::atomic<bool> stop_{false};
     std::mutex error_mutex_;
     std::exception_ptr error_;
-    int matmuls_[2] = {0, 0};
+    std::vector<std::pair<int, int>> latches_;  // (step number of a matmul, step number of a copy)
 };
 
 }  // namespace

@@ -38,7 +38,7 @@ class Outcome:
 
 
 def run_ranks(
-    function: str, world: int, args: tuple[Any, ...] = (), timeout: float = 60.0, wait_for: tuple[int, ...] = ()
+    function: str, world: int, args: tuple[Any, ...] = (), timeout: float = 60, wait_for: tuple[int, ...] = ()
 ) -> list[Outcome]:
     """Run "module:function"(rank, world, *args) on every rank. `wait_for`: only these have to end."""
     import torch.distributed as dist
