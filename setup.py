@@ -81,6 +81,8 @@ def extension() -> cpp_extension.CppExtension:
         define_macros=macros,
         extra_compile_args=flags,
         libraries=["rt"],
+        # By name: some compilers carry only a static libstdc++, and a second copy of it in one process breaks iostreams.
+        extra_link_args=["-l:libstdc++.so.6"] if sys.platform == "linux" else [],
     )
 
 

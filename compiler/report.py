@@ -110,7 +110,7 @@ def _reported(plan: Plan, d: Decision, now: SiteStats | None, before: SiteStats 
         **base,
         plan=plan.digest,
         calls=calls,
-        executed=now.strategy,
+        executed=now.strategy if now.transport != "c10d" else "c10d",
         transport=now.transport,
         bytes_copied=now.bytes_copied - copied,
         bytes_beside_matmul=now.bytes_beside_matmul - beside,

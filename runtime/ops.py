@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ub_overlap import _torch_compat as compat
+
 from . import errors, reference, session, settings
 
 _REBUILD = "reinstall ub_overlap in this environment: pip install --no-build-isolation --force-reinstall --no-deps ."
@@ -104,7 +106,7 @@ def _fake_all_gather_matmul(
     rows, cols = (rows, cols * ranks) if last else (rows * ranks, cols)
     outs = []
     for operand, mode in zip(operands, modes, strict=True):
-        torch._check(operand.shape[0] == (rows if mode >= 2 else cols), lambda: "an operand does not fit the gathered matrix")
+        compat.check(operand.shape[0] == (rows if mode >= 2 else cols), lambda: "an operand does not fit the gathered matrix")
         sizes = (cols if mode >= 2 else rows, operand.shape[1])
         outs.append(_empty(shard, sizes[::-1] if mode % 2 else sizes))
     return _empty(shard, (rows, cols) if keep else (0,)), outs
@@ -125,7 +127,7 @@ def _fake_matmul_reduce_scatter(
 ) -> tuple[Tensor, Tensor]:
     ranks = _group_size(group)
     rows, cols = lhs[0].shape[0], rhs[0].shape[1]
-    torch._check((cols if last else rows) % ranks == 0, lambda: "the product cannot be scattered evenly")
+    compat.check((cols if last else rows) % ranks == 0, lambda: "the product cannot be scattered evenly")
     out = (rows, cols // ranks) if last else (rows // ranks, cols)
     return _empty(lhs[0], out, out_dtype), _empty(lhs[0], (rows, cols) if keep else (0,))
 
@@ -159,7 +161,7 @@ def _fake_bulk(
     if collective == "all_gather":
         sizes[0] = sizes[0] * ranks
     elif collective == "reduce_scatter":
-        torch._check(sizes[0] % ranks == 0, lambda: "the input cannot be scattered evenly")
+        compat.check(sizes[0] % ranks == 0, lambda: "the input cannot be scattered evenly")
         sizes[0] = sizes[0] // ranks
     return _empty(input, sizes), [_empty(a, (a.shape[0], b.shape[1])) for a, b in zip(lhs, rhs, strict=True)]
 

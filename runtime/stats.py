@@ -12,8 +12,9 @@ class SiteStats:
 
     calls: int
     strategy: str
-    """As executed: "pipelined", "bulk:chunks=4", ...; "c10d" where the group has no transport."""
+    """As asked for: "pipelined", "bulk:chunks=4", ..."""
     transport: str
+    """What ran it: "shared_memory", or "c10d" (plain collective, then matmul) where the ranks share no memory."""
     bytes_copied: int
     """Bytes that this rank pushed to its peers."""
     bytes_beside_matmul: int

@@ -21,7 +21,7 @@ def why_not(device: str, group: str, ranks: int) -> str | None:
 
 
 def signature() -> tuple[str, ...]:
-    """What `why_not` depends on beside its arguments, for cache keys: a graph compiled over a fake group is none for a real one."""
+    """What `why_not` depends on beside its arguments, for cache keys: a graph compiled over a fake group serves no real one."""
     import torch.distributed as dist
 
     backend = dist.get_backend() if dist.is_available() and dist.is_initialized() else "none"

@@ -103,7 +103,9 @@ void wait_for_flag(const Call& call, const FlagWait& wait, int queue, const std:
             const int64_t now = now_ns();
             mine->heartbeat_ns.store(now, std::memory_order_relaxed);
             if (stop.load(std::memory_order_acquire)) throw CallStopped();
-            if (const Failure* failure = call.arena->aborted()) throw CallFailed(*failure);
+            // A peer that failed in a later call has sent all of this one: what has arrived still counts.
+            const Failure* failure = call.arena->aborted();
+            if (failure && !arrived()) throw CallFailed(*failure);
             const uint64_t stamp =
                 call.arena->control(wait.flag.source)->calls[call.slot()].stamp.load(std::memory_order_acquire);
             if (epoch_of(stamp) == static_cast<uint32_t>(call.epoch)) compare_calls(call, wait, call.tag, now - begin);

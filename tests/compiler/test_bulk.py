@@ -16,9 +16,9 @@ from tests.models.compare import uncached
 from ub_overlap.compiler.history import HISTORY
 from ub_overlap.compiler.sites import find
 
-LLAMA = ("tests.models.dtensor_llama", {})
-MLP = ("tests.models.megatron", {"dims": 2, "gated": True})
-BULK = {"overlap": "force", "plan": {"backward.*": "bulk"}}
+LLAMA: tuple[str, dict[str, Any]] = ("tests.models.dtensor_llama", {})
+MLP: tuple[str, dict[str, Any]] = ("tests.models.megatron", {"dims": 2, "gated": True})
+BULK: dict[str, Any] = {"overlap": "force", "plan": {"backward.*": "bulk"}}
 
 
 def independent(rank: int, world: int, stage: str) -> dict[str, list[tuple[str, int]]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import ub_overlap
-from tests.compiler.work import FORCE, build
+from tests.compiler.work import FORCE, build, world_name
 from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss
 from tests.models.compare import uncached
@@ -41,7 +41,7 @@ def explain(rank: int, world: int, variant: dict[str, Any], options: dict[str, A
     module = torch.compile(case.module, backend="ub_overlap", options=options) if compiled else case.module
     with uncached():
         report = ub_overlap.explain(module, options)(*case.inputs)
-    untouched = all(torch.equal(t.grad, torch.full_like(t, 3.0)) for t in tensors)
+    untouched = all(t.grad is not None and torch.equal(t.grad, torch.full_like(t, 3.0)) for t in tensors)
     rows = [d.to_dict() for d in report.decisions]
     stored = [path.is_file() for path in report.paths]
     return Told(rows, report.to_json(), report.table(), str(report), stored, untouched)
@@ -65,7 +65,8 @@ def check_fields(told: Told) -> None:
     for row in told.rows:
         file, line, code = row["source"].split(":", 2)
         assert Path(file).name == "megatron.py" and int(line) > 0 and "self." in code
-        assert (row["calls"], row["executed"], row["transport"]) == (1, "pipelined", "cpu-shm") or row["calls"] == 1
+        assert (row["calls"], row["executed"]) == (1, "pipelined")
+        assert row["transport"] not in (None, "", "c10d")
         assert row["bytes_copied"] > 0
         assert 0 <= row["bytes_beside_matmul"] <= row["bytes_copied"]
 
@@ -158,10 +159,9 @@ def test_reports(pool2: RankPool) -> None:
 
 def plain_function(rank: int, world: int) -> list[str]:
     """A function instead of a module, without gradients."""
-    import torch.distributed as dist
     import torch.distributed._functional_collectives as funcol
 
-    group = dist.group.WORLD.group_name
+    group = world_name()
 
     def function(x: Tensor, w: Tensor) -> Tensor:
         return funcol.all_gather_tensor(x, 0, group) @ w

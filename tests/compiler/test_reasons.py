@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph
 
-from tests.compiler.work import FORCE, build, decisions_of
+from tests.compiler.work import FORCE, build, decisions_of, world_name
 from tests.harness.ranks import RankPool
 from tests.harness.traces import capture
 from tests.models.compare import compare
@@ -62,7 +62,7 @@ class Maker:
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
-        self.group = dist.group.WORLD.group_name
+        self.group = world_name()
 
     def x(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.harness.ranks import RankPool
@@ -19,6 +20,13 @@ from ub_overlap.compiler.plan import Decision, Plan
 
 FORCE: dict[str, Any] = {"overlap": "force", "inner": "aot_eager"}
 INDUCTOR: dict[str, Any] = {"overlap": "force"}
+
+
+def world_name() -> Any:
+    """The name of the group of all ranks."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group.group_name
 
 
 def build(rank: int, world: int, module: str, variant: Mapping[str, Any]) -> Case:

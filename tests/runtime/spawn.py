@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rank ended: the value it returned, or the name and text of what it raised, or neither (killed, or still running)."""
+    """How a rank ended: the value it returned, the name and text of what it raised, or neither (killed or still running)."""
 
     rank: int
     value: Any = None
@@ -38,9 +39,9 @@ class Outcome:
 
 
 def run_ranks(
-    function: str, world: int, args: tuple[Any, ...] = (), timeout: float = 60, wait_for: tuple[int, ...] = ()
+    function: str, world: int, args: tuple[Any, ...] = (), timeout: float = 60, wait_for: Sequence[int] = ()
 ) -> list[Outcome]:
-    """Run "module:function"(rank, world, *args) on every rank. `wait_for`: only these have to end."""
+    """Run "module:function"(rank, world, *args) on every rank. `wait_for`: the ranks that have to end, () for all."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
