@@ -11,7 +11,7 @@ import torch
 
 from tests.compiler.work import FORCE, INDUCTOR, check
 from tests.harness.ranks import RankPool
-from tests.models.catalogue import DTENSOR, EXTERNAL, FSDP, MEGATRON, MESH, SINGLE, Named
+from tests.models.catalogue import DTENSOR, EXTERNAL, FSDP, MEGATRON, MESH, SINGLE, Named, unfit
 
 ALL: Named = {**DTENSOR, **MEGATRON, **FSDP, **SINGLE}
 MODELS: Named = {**DTENSOR, **MEGATRON, **FSDP}
@@ -30,6 +30,8 @@ ODD = (
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_case(pool2: RankPool, name: str) -> None:
+    if why := unfit(name):
+        pytest.skip(why)
     check(pool2, *ALL[name], FORCE)
 
 

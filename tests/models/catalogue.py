@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from tests.models.forms import FORMS
 
 Named = dict[str, tuple[str, dict[str, Any]]]
@@ -69,5 +71,20 @@ EXTERNAL: Named = {
     "titan_spmd_types_reduce": (_TITAN, {"spmd": "spmd_types", "sequence": False}),
     "titan_whole": (_TITAN, {"whole": True}),
 }
+
+# What one of the supported torch versions cannot run or trace without us: name -> (first version that can, why).
+NEEDS: dict[str, tuple[tuple[int, int], str]] = {
+    "mlp_uneven": ((2, 12), "eager DTensor: F.linear takes no view of an uneven shard"),
+    "mlp_function_gated_dim1": ((2, 12), "Dynamo breaks the graph at the autograd.Function"),
+    "mm_scatter_avg": ((2, 12), "reduce_scatter_tensor_autograd takes sum only"),
+}
+
+
+def unfit(name: str) -> str:
+    """Why the installed torch cannot run or trace this case; "" where it can."""
+    first, why = NEEDS.get(name, ((0, 0), ""))
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return f"torch {torch.__version__}: {why}" if version < first else ""
+
 
 SINGLE: Named = {name: ("tests.models.forms", {"name": name}) for name in FORMS}

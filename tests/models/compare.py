@@ -42,8 +42,8 @@ class Outcome:
         )
 
     def check_sites(self) -> None:
-        """AssertionError where rewritten sites of a phase differ from the structure's; phases with refused sites are
-        skipped."""
+        """AssertionError where a phase differs from the structure: in the collectives that were decided, or in the sites that
+        were rewritten (not counted in phases with refused sites)."""
         for phase, sites, why in (
             ("forward", self.expected.forward, self.expected.refused),
             ("backward", self.expected.backward, self.expected.refused_backward),
@@ -53,6 +53,9 @@ class Outcome:
             merged = sum(d["strategy"] == "merged" for d in mine)
             wanted = {kind: n for kind, n in _kinds(sites).items() if n}
             rows = "\n".join(f"  {d['id']} {d['kind']} {d['strategy']} {d['reason']} {d['detail']}" for d in mine)
+            seen = tuple(sum(op in d["kind"] for d in mine) for op in ("all_gather", "reduce_scatter", "all_reduce"))
+            there = (sites.all_gathers, sites.reduce_scatters, sites.all_reduces)
+            assert seen == there, f"{phase}: {seen} all_gathers, reduce_scatters, all_reduces; structure has {there}\n{rows}"
             assert why or (found, merged) == (wanted, sites.merged), (
                 f"{phase}: {found}, {merged} merged; structure says {sites}\n{rows}"
             )
