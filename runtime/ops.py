@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import importlib.util
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,15 +66,17 @@ class Provider:
 
     def __init__(self) -> None:
         self._met: set[tuple[Any, ...]] = set()
+        self._lock = threading.Lock()  # two threads with a new key each: one of them has to prove the pair
 
     def __call__(self, key: tuple[Any, ...], rank: int) -> list[tuple[int, ...]]:
         from .schedule.encode import prove_pair, provide
 
-        steps = provide(key, rank)
-        for other in self._met:
-            if other != key and other[1] == key[1]:
-                prove_pair(key, other)
-        self._met.add(key)
+        with self._lock:
+            steps = provide(key, rank)
+            for other in self._met:
+                if other != key and other[1] == key[1]:
+                    prove_pair(key, other)
+            self._met.add(key)
         return steps
 
 

@@ -1,4 +1,4 @@
-// Schedules as C++ sees them: the decoded steps of runtime/schedule/steps.py. Sizes are fractions; geometry.h makes them rows.
+// Schedules as C++ sees them: the decoded steps of runtime/schedule/steps.py. Sizes are fractions; Call::span makes them rows.
 #pragma once
 
 #include <cstdint>
@@ -73,7 +73,7 @@ struct Program {
 
 using EncodedSchedule = std::vector<std::vector<int64_t>>;
 
-// Throws NamedError("ScheduleEncodingError") on what no executor can run.
+// Throws NamedError on what no executor can run.
 Program decode(const EncodedSchedule& encoded, int rank, int ranks);
 
 // Decoded programs by key and rank, for the whole process; asks `provider` for what it has not met.

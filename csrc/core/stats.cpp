@@ -24,8 +24,8 @@ Overlap overlap_of(const std::vector<StepTime>& times) {
 }
 
 Stats& Stats::get() {
-    static Stats one;
-    return one;
+    static Stats* one = new Stats;  // never destroyed: a thread may be in a call while the process exits
+    return *one;
 }
 
 void Stats::add(const std::string& site, const std::string& strategy, const std::string& transport, const std::string& reason,

@@ -26,10 +26,7 @@ CopyEngine& CopyEngine::get() {
 
 void CopyEngine::submit(Job& job) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!started_) {
-        std::thread([this] { loop(); }).detach();
-        started_ = true;
-    }
+    if (idle_ <= jobs_.size()) std::thread([this] { loop(); }).detach();
     jobs_.push_back(&job);
     wake_.notify_one();
 }
@@ -43,7 +40,9 @@ void CopyEngine::loop() {
     pthread_setname_np(pthread_self(), "ub_overlap-copy");
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
+        ++idle_;
         wake_.wait(lock, [&] { return !jobs_.empty(); });
+        --idle_;
         Job* job = jobs_.front();
         jobs_.pop_front();
         lock.unlock();

@@ -1,7 +1,8 @@
-// The process's one copy engine: a thread that runs COPY queues, first come first served, for all groups.
+// The process's copy engine: a thread that runs COPY queues, for all groups.
 //
 // It stands for the device's copy-engine stream. Started at the first job; a forked child, which has no such thread, starts its
-// own.
+// own. Where several threads call ops at once there are as many engine threads: the COPY queue of an all_reduce waits for its
+// peers, so two queues behind each other, in one order here and in the other there, would wait for ever.
 #pragma once
 
 #include <condition_variable>
@@ -30,7 +31,7 @@ class CopyEngine {
     std::mutex mutex_;
     std::condition_variable wake_, done_;
     std::deque<Job*> jobs_;
-    bool started_ = false;
+    size_t idle_ = 0;  // threads that wait for a job
 };
 
 }  // namespace ub_overlap

@@ -68,7 +68,8 @@ std::unique_ptr<ShmSegment> ShmSegment::create(int64_t bytes) {
     if (fd.fd < 0) fail("create", name, bytes, errno);
     try {
         if (ftruncate(fd.fd, bytes) != 0) fail("size", name, bytes, errno);
-        const int code = posix_fallocate(fd.fd, 0, bytes);
+        int code = EINTR;  // a signal (a profiler's, say) may come in between
+        while (code == EINTR) code = posix_fallocate(fd.fd, 0, bytes);
         if (code != 0) fail("allocate", name, bytes, code);
         return std::unique_ptr<ShmSegment>(new ShmSegment(name, map(fd.fd, bytes, name), bytes, true));
     } catch (...) {

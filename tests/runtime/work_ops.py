@@ -175,6 +175,28 @@ def reduces(rank: int, world: int) -> list[str]:
     return bad
 
 
+def bulk_case(
+    rank: int, world: int, dtype: torch.dtype, collective: str, sizes: tuple[int, ...], count: int, op: str, chunks: str,
+    other: torch.dtype, seed: int,
+) -> list[str]:  # fmt: skip
+    full = (sizes[0] * world, *sizes[1:]) if collective == "reduce_scatter" else sizes
+    inputs = [data(*full, seed=seed + r, dtype=dtype) for r in range(world)]
+    lhs = [data(6, 5, seed=seed + 50 + j, dtype=other) for j in range(count)]
+    rhs = [data(4, 5, seed=seed + 70 + j, dtype=other).T for j in range(count)]
+    out, outs = OPS.bulk(inputs[rank], lhs, rhs, collective, op, "bulk" + chunks, group(), f"/bulk.{seed}")
+    total = sum(i.double() for i in inputs)
+    if collective == "all_gather":
+        want = torch.cat(inputs).double()
+    else:
+        want = total if collective == "all_reduce" else total[rank * sizes[0] : (rank + 1) * sizes[0]]  # type: ignore[index,misc]
+        want = want / world if op == "avg" else want
+    name = f"bulk {collective} {dtype} {sizes} {op} {chunks}"
+    bad = far(name, out, want, world)
+    for a, b, c in zip(lhs, rhs, outs, strict=True):
+        bad += far(f"{name} product", c, a.double() @ b.double(), 5)
+    return bad
+
+
 def bulks(rank: int, world: int) -> list[str]:
     bad: list[str] = []
     seed = 4_000_000
@@ -190,22 +212,7 @@ def bulks(rank: int, world: int) -> list[str]:
             if not sizes and collective != "all_reduce":
                 continue
             seed += 1000
-            full = (sizes[0] * world, *sizes[1:]) if collective == "reduce_scatter" else sizes
-            inputs = [data(*full, seed=seed + r, dtype=dtype) for r in range(world)]
-            other = DTYPES[seed // 1000 % 3]
-            lhs = [data(6, 5, seed=seed + 50 + j, dtype=other) for j in range(count)]
-            rhs = [data(4, 5, seed=seed + 70 + j, dtype=other).T for j in range(count)]
-            out, outs = OPS.bulk(inputs[rank], lhs, rhs, collective, op, "bulk" + chunks, group(), f"/bulk.{seed}")
-            total = sum(i.double() for i in inputs)
-            if collective == "all_gather":
-                want = torch.cat(inputs).double()
-            else:
-                want = total if collective == "all_reduce" else total[rank * sizes[0] : (rank + 1) * sizes[0]]  # type: ignore[index,misc]
-                want = want / world if op == "avg" else want
-            name = f"bulk {collective} {dtype} {sizes} {op} {chunks}"
-            bad += far(name, out, want, world)
-            for a, b, c in zip(lhs, rhs, outs, strict=True):
-                bad += far(f"{name} product", c, a.double() @ b.double(), 5)
+            bad += bulk_case(rank, world, dtype, collective, sizes, count, op, chunks, DTYPES[seed // 1000 % 3], seed)
     return bad
 
 
