@@ -18,6 +18,7 @@ from .sites import Bulk, Candidate, Gather, Miss, Reduction, find
 from .sites.collectives import Op
 from .sites.order import Order
 from .sites.sizes import Size, size
+from .sites.values import shape_of, tensor_of
 
 Site = Gather | Reduction | Bulk
 Transport = Callable[[str, str, int], str | None]
@@ -170,7 +171,8 @@ def _unknown_size(site: Site, known: frozenset[sympy.Symbol]) -> Miss | None:
     """A size the op would need that cannot be computed from the graph's inputs."""
     needed: list[Size] = [] if isinstance(site, Bulk) else [site.blocks.outer, site.rows, site.cols]
     needed += [s for p in _products(site) for o in (p.lhs, p.rhs) for s in o.shape]
-    for s in needed:
+    needed += [s for n in site.members if tensor_of(n) is not None for s in shape_of(n)]
+    for s in dict.fromkeys(needed):
         if isinstance(s, int):
             continue
         atoms = [a for a in sympy.preorder_traversal(s) if not isinstance(a, sympy.Mul | sympy.Add)]

@@ -34,6 +34,7 @@ def row(candidate: Candidate, site: Gather | Reduction | Bulk | None, groups: di
         shapes.append(("gathered", _text((site.rows, site.cols))))
         shapes += [(f"matmul{i}", _product(k.product)) for i, k in enumerate(site.consumers)]
     elif isinstance(site, Reduction):
+        shapes.append(("product", _text((site.rows, site.cols))))
         shapes += [(f"matmul{i}", _product(t)) for i, t in enumerate(site.terms)]
     elif isinstance(site, Bulk):
         shapes += [(f"matmul{i}", _product(p)) for i, p in enumerate(site.products)]

@@ -20,28 +20,37 @@ from .report import Report
 def explain(model: Callable[..., Any], options: Mapping[str, Any] | None = None) -> Callable[..., Report]:
     """Compiles `model` (a module or function, compiled or not), runs it once and reports every collective.
 
-    All ranks of the model's groups must call it together. The forward runs once; where an output needs a
-    gradient, so does the backward, through torch.autograd.grad, so that no .grad changes. Buffers that a forward updates are
-    updated.
+    Compile caches are passed by. All ranks of the model's groups must call it together. The forward runs once; where an output
+    needs a gradient, so does the backward, through torch.autograd.grad, so that no .grad changes. Buffers that a forward
+    updates are updated.
     """
     plain = getattr(model, "_orig_mod", None) or getattr(model, "_torchdynamo_orig_callable", None) or model
 
     def run(*args: Any, **kwargs: Any) -> Report:
         before = site_stats()
         known = HISTORY.mark()
-        compiled = torch.compile(plain, backend="ub_overlap", options=dict(options) if options else None)
-        outputs = [o for o in compat.tree_leaves(compiled(*args, **kwargs)) if isinstance(o, torch.Tensor) and o.requires_grad]
-        if outputs:
-            leaves = compat.tree_leaves((args, kwargs))
-            inputs = [t for t in leaves if isinstance(t, torch.Tensor) and t.is_leaf and t.requires_grad]
-            if isinstance(plain, torch.nn.Module):
-                inputs += [p for p in plain.parameters() if p.requires_grad]
-            seeds = [torch.ones_like(o) for o in outputs]
-            torch.autograd.grad(outputs, inputs, seeds, allow_unused=True)
-        plans = {p.digest: p for p in HISTORY.since(known)}
-        # A warm compile cache runs no pass: the ops name the plans.
-        ran = (s.partition("/")[0] for s, now in site_stats().items() if s not in before or now.calls > before[s].calls)
-        plans |= {p.digest: p for p in HISTORY.found(d for d in ran if d not in plans)}
-        return Report(list(plans.values()), since=before)
+        with compat.caches_off():  # a hit would run no pass, and a graph without sites would then leave no trace
+            compiled = torch.compile(plain, backend="ub_overlap", options=dict(options) if options else None)
+            leaves = compat.tree_leaves(compiled(*args, **kwargs))
+            outputs = [o for o in leaves if isinstance(o, torch.Tensor) and o.requires_grad]
+            if outputs:
+                seeds = [torch.ones_like(o) for o in outputs]
+                torch.autograd.grad(outputs, _leaves(outputs), seeds, allow_unused=True)
+        return Report(HISTORY.since(known), since=before)
 
     return run
+
+
+def _leaves(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors whose .grad a backward from `outputs` would fill, wherever the model holds them."""
+    found = [o for o in outputs if o.grad_fn is None]
+    todo, seen = [o.grad_fn for o in outputs], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.append(leaf)
+        todo += [n for n, _ in node.next_functions]
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 
 from ub_overlap.runtime import plan_store
@@ -20,7 +20,8 @@ class History:
     def __init__(self, limit: int = 1024) -> None:
         self._limit = limit
         self._plans: OrderedDict[str, Plan] = OrderedDict()
-        self._made: list[str] = []
+        self._made: deque[tuple[int, str]] = deque(maxlen=limit)
+        self._count = 0
         self._lock = threading.Lock()  # Inductor compiles on several threads
 
     def record(self, plan: Plan) -> None:
@@ -28,7 +29,8 @@ class History:
         with self._lock:
             self._plans[plan.digest] = plan
             self._plans.move_to_end(plan.digest)
-            self._made.append(plan.digest)
+            self._made.append((self._count, plan.digest))
+            self._count += 1
             while len(self._plans) > self._limit:
                 self._plans.popitem(last=False)
         try:
@@ -38,12 +40,14 @@ class History:
 
     def mark(self) -> int:
         """A point in time, for `since`."""
-        return len(self._made)
+        with self._lock:
+            return self._count
 
     def since(self, mark: int) -> list[Plan]:
         """The plans made after `mark`, in order."""
         with self._lock:
-            return [self._plans[d] for d in dict.fromkeys(self._made[mark:]) if d in self._plans]
+            made = dict.fromkeys(digest for number, digest in self._made if number >= mark)
+            return [self._plans[d] for d in made if d in self._plans]
 
     def plans(self) -> list[Plan]:
         with self._lock:

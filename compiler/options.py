@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
+from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime.errors import OptionError
 
-from .plan import Plan, Strategy
+from .plan import MAX_CHUNKS, Plan, Strategy
 
 DEFAULT_MIN_BYTES = 1 << 20
 
@@ -98,16 +100,17 @@ def _checked(name: str, value: Any) -> Any:
             raise _bad(name, value, "one of " + ", ".join(map(repr, _CHOICES[name])))
         return value
     if name in ("min_bytes", "chunks"):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise _bad(name, value, "an integer of at least 0")
+        most = MAX_CHUNKS if name == "chunks" else math.inf
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+            raise _bad(name, value, f"an integer from 0 to {MAX_CHUNKS}" if name == "chunks" else "an integer of at least 0")
         return value
     if name == "timeout_s":
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
-            raise _bad(name, value, "a number of seconds above 0, or None")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1e9):
+            raise _bad(name, value, "a number of seconds above 0 (1e9 at most), or None")
         return None if value is None else float(value)
     if name == "mode":
-        if value is not None and not isinstance(value, str):
-            raise _bad(name, value, "the name of an Inductor mode, or None")
+        if value is not None and value not in (modes := compat.inductor_modes()):
+            raise _bad(name, value, "None or one of " + ", ".join(map(repr, modes)))
         return value
     return _plan(value)
 

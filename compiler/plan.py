@@ -56,7 +56,7 @@ class Reason(str, Enum):
     LAYOUT = "layout"
     """Views or permutes between collective and matmul mix the sharded dimension with others."""
     CAST_IN_BETWEEN = "cast_in_between"
-    """A cast that cannot move: other users need the tensor uncast, or it narrows before a sum."""
+    """A cast that cannot move: other users need other bits, a cast came before, or it narrows before a sum."""
     SCALE_NOT_CONSTANT = "scale_not_constant"
     """The product is scaled by a tensor before the reduction; only a constant commutes on every rank."""
     NON_LINEAR = "non_linear"
@@ -68,9 +68,13 @@ class Reason(str, Enum):
     MATMUL_TAKEN = "matmul_taken"
     """Every matmul that could hide this collective already hides another."""
     MUTATION_BARRIER = "mutation_barrier"
-    """An op with side effects lies between the members of the site; they cannot move across it."""
+    """An op with side effects lies between the members of the site, or random numbers would be drawn in another order."""
     DYNAMIC_SHAPE = "dynamic_shape"
     """A size that the op needs is symbolic and cannot be read off the shard."""
+
+
+MAX_CHUNKS = 64
+"""Pieces of a whole gathered or scattered dim: the flag words of the smallest group, 2 ranks, allow no more."""
 
 
 class Mode(str, Enum):
@@ -97,8 +101,10 @@ class Strategy:
     def parse(cls, text: str) -> Strategy:
         """Reads "none", "pipelined", "bulk", "pipelined:chunks=4". ValueError for anything else."""
         match = cls._PATTERN.match(text)
-        if not match or (match[1] == "none" and match[2]):
-            raise ValueError(f"strategy {text!r}: expected none, pipelined, bulk, pipelined:chunks=N or bulk:chunks=N")
+        if not match or (match[1] == "none" and match[2]) or int(match[2] or 0) > MAX_CHUNKS:
+            raise ValueError(
+                f"strategy {text!r}: expected none, pipelined, bulk, or one of the last two with :chunks=1..{MAX_CHUNKS}"
+            )
         return cls(Mode(match[1]), int(match[2] or 0))
 
     @classmethod
@@ -150,6 +156,11 @@ class Decision:
     def overlapped(self) -> bool:
         return self.strategy.mode in (Mode.PIPELINED, Mode.BULK)
 
+    @property
+    def shared_shapes(self) -> dict[str, str]:
+        """The shapes that all ranks must bring alike."""
+        return {what: shape for what, shape in self.shapes if self.overlapped and not what.startswith("matmul")}
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "id": self.id, "kind": self.kind.value, "phase": self.phase, "strategy": str(self.strategy),
@@ -179,11 +190,12 @@ class Plan:
     digest: str = field(init=False)
 
     # What decides how ranks talk to each other, and the module so that stored plans of twins do not mix. Node names,
-    # source lines and sentences are left out: they only explain.
-    _FINGERPRINT: ClassVar[tuple[str, ...]] = ("id", "kind", "strategy", "group", "ranks", "shapes", "dtype", "module")
+    # source lines and sentences are left out: they only explain. Of the shapes only those count that the ranks must share:
+    # not the matmuls' own (the last columns of a weight may lie on fewer ranks), none of what is left alone.
+    _FINGERPRINT: ClassVar[tuple[str, ...]] = ("id", "kind", "strategy", "group", "ranks", "dtype", "module")
 
     def __post_init__(self) -> None:
-        rows = [{k: d.to_dict()[k] for k in self._FINGERPRINT} for d in self.decisions]
+        rows = [{**{k: d.to_dict()[k] for k in self._FINGERPRINT}, "shapes": d.shared_shapes} for d in self.decisions]
         text = json.dumps([self.phase, rows], sort_keys=True)
         object.__setattr__(self, "digest", hashlib.sha256(text.encode()).hexdigest()[:16])
 

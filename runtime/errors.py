@@ -151,7 +151,12 @@ def make(name: str, fields: dict[str, str]) -> UbOverlapError:
         return _mismatch(name, fields)
     if name == "PeerFailedError":
         rank = int(fields["ranks"])
-        failed = PeerFailedError(f"rank {rank} of the group gave up", got=fields["got"], fix=f"look at the log of rank {rank}")
+        failed = PeerFailedError(
+            f"rank {rank} of the group gave up",
+            where=f"{fields['op']} at site '{fields['site']}'",
+            got=fields["got"],
+            fix=f"look at the log of rank {rank}",
+        )
         failed.ranks = (rank,)
         return failed
     cls = globals().get(name, UbOverlapError)

@@ -6,8 +6,6 @@ Importing this module registers the ops. It starts no process group and touches 
 from __future__ import annotations
 
 import atexit
-import importlib
-import importlib.util
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -18,46 +16,7 @@ from torch import Tensor
 from ub_overlap import _torch_compat as compat
 
 from . import errors, reference, session, settings
-
-_REBUILD = "reinstall ub_overlap in this environment: pip install --no-build-isolation --force-reinstall --no-deps ."
-
-
-def extension() -> Any:
-    """The extension module, already checked and installed."""
-    return _C
-
-
-def check_build(info: dict[str, Any], torch_version: str) -> None:
-    """BuildMismatchError unless the extension was compiled against the torch that runs: C++ layouts change between them."""
-    if info["torch"] != torch_version:
-        raise errors.BuildMismatchError(
-            "the compiled part of ub_overlap was built for another torch",
-            where="ub_overlap._C",
-            got=f"torch {torch_version}",
-            expected=f"torch {info['torch']}",
-            fix=_REBUILD,
-        )
-
-
-def load() -> Any:
-    """Import the extension. BuildMismatchError where it is missing or does not fit the torch that runs."""
-    name = "ub_overlap._C"
-    spec = importlib.util.find_spec(name)
-    if spec is None:
-        what = "the compiled part of ub_overlap is missing"
-        raise errors.BuildMismatchError(what, where=name, got="no such module", fix=_REBUILD)
-    try:
-        module = importlib.import_module(name)
-    except ImportError as error:
-        raise errors.BuildMismatchError(
-            "the compiled part of ub_overlap cannot be loaded",
-            where=name,
-            got=str(error),
-            expected=f"an extension built for torch {torch.__version__}",
-            fix=_REBUILD,
-        ) from error
-    check_build(module.build_info(), torch.__version__)
-    return module
+from .extension import extension
 
 
 class Provider:
@@ -78,6 +37,11 @@ class Provider:
                     prove_pair(key, other)
             self._met.add(key)
         return steps
+
+
+def load() -> Any:
+    """The extension, its ops registered (importing this module did that)."""
+    return extension()
 
 
 def _group_size(group: str) -> int:
@@ -111,7 +75,7 @@ def _fake_all_gather_matmul(
     for operand, mode in zip(operands, modes, strict=True):
         compat.check(operand.shape[0] == (rows if mode >= 2 else cols), lambda: "an operand does not fit the gathered matrix")
         sizes = (cols if mode >= 2 else rows, operand.shape[1])
-        outs.append(_empty(shard, sizes[::-1] if mode % 2 else sizes))
+        outs.append(_empty(operand, sizes[::-1] if mode % 2 else sizes))
     return _empty(shard, (rows, cols) if keep else (0,)), outs
 
 
@@ -169,7 +133,7 @@ def _fake_bulk(
     return _empty(input, sizes), [_empty(a, (a.shape[0], b.shape[1])) for a, b in zip(lhs, rhs, strict=True)]
 
 
-_C = load()
+_C = extension()
 torch.library.register_fake("ub_overlap::all_gather_matmul", _fake_all_gather_matmul)
 torch.library.register_fake("ub_overlap::matmul_reduce_scatter", _fake_matmul_reduce_scatter)
 torch.library.register_fake("ub_overlap::matmul_all_reduce", _fake_matmul_all_reduce)

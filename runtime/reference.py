@@ -59,7 +59,7 @@ def all_gather_matmul(
         whole = gathered.transpose(0, 1).reshape(gathered.shape[0] * outer * blocks.shape[1], cols)
     outs = []
     for operand, mode in zip(operands, modes, strict=True):
-        product = (whole.T if mode >= 2 else whole) @ operand
+        product = (whole.T if mode >= 2 else whole).to(operand.dtype) @ operand
         outs.append((product.T if mode % 2 else product).contiguous())
     return (whole.contiguous() if keep else shard.new_empty(0)), outs
 

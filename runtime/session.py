@@ -3,13 +3,14 @@
 A *session* is one group on one device type, made at the group's first call (`bind`, called by C++). Its steps are all-to-all
 exchanges of small JSON texts with a deadline (`Exchange.all`), so a rank that does not come is named, whatever the step:
 
-    card       host, pid, versions, wanted slot size   -> all on one host? then shared memory, else plain c10d
+    card       host, versions, wanted slot size        -> all on one host? then shared memory, else plain c10d
     arena      names of the shared memory segments     -> attach to all peers'
     attached   nothing                                 -> unlink: from here on nothing can be left in /dev/shm
-    plan/N     digest and text of the N-th plan        -> equal, or PlanMismatchError at the first site that differs
+    plan/N     digest of the N-th plan                 -> equal; else text/N, and PlanMismatchError at the site that differs
     grow/N     name of the bigger segment              -> attach; grown/N: all have moved, the old one is let go
 
-A rank that fails says so under "failed", so that the others fail at once, and with its text.
+A rank that fails says so under "failed", so that the others fail at once, and with its text. The Store itself may fail or fall
+silent with the process that hosts it; c10d waits for it without a deadline, so it is asked on a thread of its own.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from ub_overlap import _torch_compat
 
 from . import errors, plan_store, settings
+from .extension import extension
 
 log = logging.getLogger(__name__)
 
@@ -35,16 +39,18 @@ _MOST_SPARE = 1 << 26
 
 
 def host_id() -> str:
-    """Equal for two processes exactly when they can share memory: same machine, same boot, same /dev/shm."""
-    from .ops import extension
+    """Equal for two processes exactly when they can share memory: same machine, same boot, same /dev/shm.
 
+    And the same process ids, by which peers see that a rank is gone (containers may share the rest)."""
     pretended = extension().testing.host_id()
     if pretended:
         return pretended
-    boot = ""
+    boot = pids = ""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
-    return f"{socket.gethostname()}:{boot}:{os.stat('/dev/shm').st_dev}"
+    with contextlib.suppress(OSError):
+        pids = os.readlink("/proc/self/ns/pid")
+    return f"{socket.gethostname()}:{boot}:{os.stat('/dev/shm').st_dev}:{pids}"
 
 
 def slot_size(needed: int, held: int = 0) -> int:
@@ -53,13 +59,41 @@ def slot_size(needed: int, held: int = 0) -> int:
     return -(-size // _GRAIN) * _GRAIN
 
 
-class Exchange:
-    """All-to-all exchanges of texts between the ranks of a group, each under a topic that is used once."""
+T = TypeVar("T")
 
-    def __init__(self, store: Any, group: str, device: str, rank: int, ranks: int) -> None:
+
+def _within(timeout_s: float, body: Callable[[threading.Event], T]) -> T:
+    """What `body` returns or raises, or TimeoutError. It runs on a daemon thread, for it may block for ever; the event that it
+    is given is set once nobody waits for it any more."""
+    over, outcome = threading.Event(), Future[T]()
+
+    def run() -> None:
+        try:
+            outcome.set_result(body(over))
+        except BaseException as error:  # noqa: BLE001  (raised again by the thread that waits)
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="ub_overlap-store", daemon=True).start()
+    try:
+        return outcome.result(timeout_s)
+    finally:
+        over.set()
+
+
+class Exchange:
+    """All-to-all exchanges of texts between the ranks of a group, each under a topic that is used once.
+
+    `op`, `site`: the call that needs them, for errors.
+    """
+
+    def __init__(
+        self, store: Any, group: str, device: str, rank: int, ranks: int, op: str, site: str, timeout_s: float
+    ) -> None:
         self.store, self.group, self.rank, self.ranks = store, group, rank, ranks
+        self.op, self.site = op, site
+        self._silent = False  # the Store has not answered: whoever asks it again may never return
         # The same store may serve several lives of a group name: count them. All ranks live through the same ones.
-        life = store.add(f"ub_overlap/{device}/lives/{rank}", 1)
+        life = self._ask(lambda _: store.add(f"ub_overlap/{device}/lives/{rank}", 1), timeout_s, {})
         self._prefix = f"ub_overlap/{device}/{life}"
 
     def _key(self, topic: str, rank: int) -> str:
@@ -68,12 +102,13 @@ class Exchange:
     def fail(self, text: str) -> None:
         """Tell whoever waits for this rank that it will not come."""
         with contextlib.suppress(Exception):
-            self.store.set(self._key("failed", self.rank), text)
+            if not self._silent:
+                self.store.set(self._key("failed", self.rank), text)
 
     def peek(self, topic: str) -> dict[int, dict[str, Any]]:
         """What is there by now, without waiting."""
         found = {}
-        for rank in range(self.ranks):
+        for rank in range(self.ranks if not self._silent else 0):
             with contextlib.suppress(Exception):
                 if self.store.check([self._key(topic, rank)]):
                     found[rank] = json.loads(self.store.get(self._key(topic, rank)))
@@ -83,34 +118,73 @@ class Exchange:
         self, topic: str, mine: dict[str, Any], timeout_s: float, doing: str, check: Callable[[], None] | None = None
     ) -> list[dict[str, Any]]:
         """Every rank's text, in rank order. `doing` completes "... did not come to ..."; `check` may raise while we wait."""
-        self.store.set(self._key(topic, self.rank), json.dumps(mine))
         found: dict[int, dict[str, Any]] = {self.rank: mine}
+        self._ask(lambda over: self._collect(topic, found, timeout_s, doing, check, over), timeout_s, found, check)
+        return [found[rank] for rank in range(self.ranks)]
+
+    def _ask(
+        self,
+        body: Callable[[threading.Event], T],
+        timeout_s: float,
+        found: dict[int, Any],
+        check: Callable[[], None] | None = None,
+    ) -> T:
+        """`body`, which asks the Store, with the Store's own failures as errors of ours."""
+        try:
+            return _within(1.25 * timeout_s, body)  # `body` has a deadline of its own, as long as the Store answers
+        except errors.UbOverlapError:
+            raise
+        except TimeoutError:
+            self._silent = True
+            what = f"the Store of group '{self.group}' did not answer within {1.25 * timeout_s:g} s"
+        except RuntimeError as broken:  # all errors of c10d
+            self._silent = True
+            what = f"the Store of group '{self.group}' failed: {str(broken).splitlines()[0]}"
+        with contextlib.suppress(errors.PeerFailedError):  # a peer that only met the same as this rank
+            if check:
+                check()  # names the peer that has taken the Store with it, where that can be seen
+        missing = [rank for rank in range(self.ranks) if rank not in found and rank != self.rank]
+        fix = "look at the process that hosts the Store: rank 0 of the world, or the launcher"
+        raise self._late(what, missing, "store", f"{errors.ranks_text(missing)} unheard", fix)
+
+    def _late(self, what: str, missing: Sequence[int], phase: str, got: str, fix: str) -> errors.PeerTimeoutError:
+        where = f"{self.op} at site '{self.site}', group '{self.group}' of {self.ranks} ranks; noticed by rank {self.rank}"
+        error = errors.PeerTimeoutError(what, where=where, got=got, expected=f"{self.ranks} ranks", fix=fix)
+        error.ranks, error.phase, error.reporter = tuple(missing), phase, self.rank
+        error.op, error.site = self.op, self.site
+        return error
+
+    def _collect(
+        self,
+        topic: str,
+        found: dict[int, dict[str, Any]],
+        timeout_s: float,
+        doing: str,
+        check: Callable[[], None] | None,
+        over: threading.Event,
+    ) -> None:
+        self.store.set(self._key(topic, self.rank), json.dumps(found[self.rank]))
         deadline, pause = time.monotonic() + timeout_s, 0.0005
         stopped: Exception | None = None
-        while True:
+        while not over.is_set():
             for rank in range(self.ranks):
                 if rank not in found and self.store.check([self._key(topic, rank)]):
                     found[rank] = json.loads(self.store.get(self._key(topic, rank)))
             missing = [rank for rank in range(self.ranks) if rank not in found]
             if not missing:
-                return [found[rank] for rank in range(self.ranks)]
+                return
             if stopped:
                 raise stopped
             stopped = self._stopped(missing, check)
             if stopped:
                 continue  # what a peer said before it gave up counts first: look once more
             if time.monotonic() > deadline:
-                error = errors.PeerTimeoutError(
-                    f"{errors.ranks_text(missing)} of the group did not come to {doing} within {timeout_s:g} s",
-                    where=f"group '{self.group}' of {self.ranks} ranks; noticed by rank {self.rank}",
-                    got=f"{errors.ranks_text(sorted(found))}",
-                    expected=f"{self.ranks} ranks",
-                    fix=f"look at the log and the stack of {errors.ranks_text(missing)}; if it is only slow, raise "
-                    "UB_OVERLAP_INIT_TIMEOUT_S",
-                )
-                error.ranks, error.phase, error.reporter = tuple(missing), topic, self.rank
-                raise error
-            time.sleep(pause)
+                who = errors.ranks_text(missing)
+                what = f"{who} of the group did not come to {doing} within {timeout_s:g} s"
+                setting = "STEP" if topic.startswith("grow") else "INIT"
+                fix = f"look at the log and the stack of {who}; if it is only slow, raise UB_OVERLAP_{setting}_TIMEOUT_S"
+                raise self._late(what, missing, topic, errors.ranks_text(sorted(found)), fix)
+            over.wait(pause)
             pause = min(pause * 1.5, 0.02)
 
     def _stopped(self, missing: Sequence[int], check: Callable[[], None] | None) -> Exception | None:
@@ -122,7 +196,7 @@ class Exchange:
         for rank in missing:
             if self.store.check([self._key("failed", rank)]):
                 text = self.store.get(self._key("failed", rank)).decode()
-                return errors.make("PeerFailedError", {"ranks": str(rank), "got": text})
+                return errors.make("PeerFailedError", {"ranks": str(rank), "got": text, "op": self.op, "site": self.site})
         return None
 
 
@@ -134,25 +208,31 @@ class Session:
         self._exchange, self._arena = exchange, arena
         self._plans = self._growths = 0
 
-    def verify(self, digest: str, site: str) -> None:
+    def verify(self, digest: str, op: str, site: str) -> None:
         """All ranks must be about to run the same plan. PlanMismatchError names those that are not, and where it starts."""
-        exchange = self._exchange
+        exchange, timeout_s = self._exchange, settings.current().init_timeout_s
         if exchange is None:
             return
+        exchange.op, exchange.site = op, site
         self._plans += 1
-        mine = {"digest": digest, "site": site, "text": plan_text(digest)}
-        cards = exchange.all(
-            f"plan/{self._plans}", mine, settings.current().init_timeout_s, f"the first call of plan {digest}", self._check
-        )
-        other = [rank for rank, card in enumerate(cards) if card["digest"] != digest]
-        if other:
-            raise plan_mismatch(exchange, cards, other)
+        topic, doing = f"plan/{self._plans}", f"the first call of plan {digest}"
+        try:
+            cards = exchange.all(topic, {"digest": digest, "site": site}, timeout_s, doing, self._check)
+            other = [rank for rank, card in enumerate(cards) if card["digest"] != digest]
+            if other:  # all ranks see that: now the texts, which are long, are worth a look
+                mine = {"text": plan_text(digest)}
+                texts = exchange.all(f"text/{self._plans}", mine, timeout_s, "compare plans", self._check)
+                raise plan_mismatch(exchange, [{**card, **text} for card, text in zip(cards, texts, strict=True)], other)
+        except BaseException as error:  # also Ctrl-C: a group without an arena has no other way to hear of it
+            exchange.fail(f"{type(error).__name__}: {error}")
+            raise
 
-    def grow(self, needed: int) -> None:
+    def grow(self, needed: int, op: str, site: str) -> None:
         """Bigger slots on all ranks, in step: all of them see the same sizes at the same call."""
         exchange, arena, timeout_s = self._exchange, self._arena, settings.current().step_timeout_s
         if exchange is None or arena is None:
             raise AssertionError("a session without an arena cannot grow")
+        exchange.op, exchange.site = op, site
         self._growths += 1
         before, size = arena.slot_bytes, slot_size(needed, arena.slot_bytes)
         doing = f"a call that needs {needed} bytes of landing area"
@@ -163,6 +243,7 @@ class Session:
             for rank, card in enumerate(cards):
                 if card["needed"] != needed:
                     raise size_mismatch(exchange, rank, card["needed"], needed)
+            for rank, card in enumerate(cards):  # once all agree: a rank that does not takes its names away
                 if rank != exchange.rank:
                     arena.grow_attach(rank, card["name"])
             exchange.all(f"grown/{self._growths}", {}, timeout_s, doing, self._check)
@@ -172,21 +253,22 @@ class Session:
         log.info("group '%s': landing area grew from %d to %d bytes a slot", exchange.group, before, size)
 
     def _check(self) -> None:
-        """Raises when a peer of this group has given up."""
-        if self._arena is not None:
-            self._arena.check()
+        """Raises when a peer of this group has given up, or is gone."""
+        if self._arena is not None and self._exchange is not None:
+            self._arena.check(self._exchange.op, self._exchange.site)
 
 
-def bind(group: str, device: str, slot_bytes: int) -> Session:
+def bind(group: str, device: str, slot_bytes: int, op: str, site: str) -> Session:
     """The session of a group, made together with its other ranks. PeerTimeoutError names the ranks that do not come."""
     process_group = _torch_compat.group_of(group)
     rank, ranks = process_group.rank(), process_group.size()
     if ranks == 1:
         return _session(group, device, rank, ranks, None, None, "local", "a group of one rank")
-    exchange = Exchange(_torch_compat.store_of(process_group), group, device, rank, ranks)
+    store, timeout_s = _torch_compat.store_of(process_group), settings.current().init_timeout_s
+    exchange = Exchange(store, group, device, rank, ranks, op, site, timeout_s)
     try:
         session = _bind(exchange, group, device, rank, ranks, slot_bytes)
-    except Exception as error:
+    except BaseException as error:  # also Ctrl-C: the others need not wait for this rank
         exchange.fail(f"{type(error).__name__}: {error}")
         _sweep(exchange)
         raise
@@ -197,8 +279,6 @@ def bind(group: str, device: str, slot_bytes: int) -> Session:
 def _session(
     group: str, device: str, rank: int, ranks: int, exchange: Exchange | None, arena: Any, transport: str, reason: str
 ) -> Session:
-    from .ops import extension
-
     core = extension().Session(
         group=group, device=device, rank=rank, ranks=ranks, arena=arena, transport=transport, reason=reason
     )
@@ -206,13 +286,11 @@ def _session(
 
 
 def _bind(exchange: Exchange, group: str, device: str, rank: int, ranks: int, slot_bytes: int) -> Session:
-    from .ops import extension
-
     c, timeout_s = extension(), settings.current().init_timeout_s
     doing = f"the first call of group '{group}'"
     info = c.build_info()
     versions = {"version": info["version"], "torch": info["torch"]}
-    card = {**versions, "host": host_id(), "pid": os.getpid(), "slot": slot_bytes}
+    card = {**versions, "host": host_id(), "slot": slot_bytes}
     cards = exchange.all("card", card, timeout_s, doing)
     for other, their in enumerate(cards):
         theirs = {key: their[key] for key in versions}
@@ -244,8 +322,6 @@ def _bind(exchange: Exchange, group: str, device: str, rank: int, ranks: int, sl
 
 def _sweep(exchange: Exchange) -> None:
     """A bind failed: remove the segments of peers that can no longer do it themselves."""
-    from .ops import extension
-
     for names in exchange.peek("arena").values():
         for name in names.values():
             extension().unlink_name(name)
@@ -304,7 +380,7 @@ def first_difference(mine: str | None, theirs: str | None) -> tuple[str, str] | 
 def size_mismatch(exchange: Exchange, rank: int, got: int, expected: int) -> errors.ShapeMismatchError:
     error = errors.ShapeMismatchError(
         f"ranks {exchange.rank} and {rank} brought different sizes to one call",
-        where=f"group '{exchange.group}'",
+        where=f"{exchange.op} at site '{exchange.site}', group '{exchange.group}'",
         got=f"rank {rank}: {got} bytes of landing area",
         expected=f"rank {exchange.rank}: {expected} bytes",
         fix="give all ranks of a group the same shapes and dtypes, or disable the site",
@@ -316,8 +392,6 @@ def size_mismatch(exchange: Exchange, rank: int, got: int, expected: int) -> err
 def close(group: str | None = None, device: str = "cpu") -> None:
     """Let go of the session of `group`, or of all sessions. May be called any number of times; the group can bind again only
     if all its ranks do so."""
-    from .ops import extension
-
     if group is None:
         extension().close_all()
     else:

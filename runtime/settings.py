@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .errors import OptionError
+from .extension import extension
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,8 +77,6 @@ def configure(**changes: Any) -> Settings:
 
 def apply() -> None:
     """Push the settings in force to C++."""
-    from .ops import extension
-
     c = extension()
     c.set_step_timeout(current().step_timeout_s)
     c.set_trace(current().trace)

@@ -14,7 +14,8 @@ class SiteStats:
     strategy: str
     """As asked for: "pipelined", "bulk:chunks=4", ..."""
     transport: str
-    """What ran it: "shared memory", "local" (a group of one rank), or "c10d" (plain collective, then matmul) where the ranks share no memory."""
+    """What ran it: "shared memory", "local" (a group of one rank), or "c10d" (plain collective, then matmul) where the ranks
+    share no memory."""
     bytes_copied: int
     """Bytes that this rank pushed to its peers."""
     bytes_beside_matmul: int

@@ -21,8 +21,8 @@ def why_not(device: str, group: str, ranks: int) -> str | None:
 
 
 def signature() -> tuple[str, ...]:
-    """What `why_not` depends on beside its arguments, for cache keys: a graph compiled over a fake group serves no real one."""
-    import torch.distributed as dist
+    """What decisions depend on beside graph and options, for cache keys: backend and size of every group. A graph compiled over
+    a fake group serves no real one, and an all_reduce's node does not tell how many ranks its group has."""
+    from ub_overlap import _torch_compat as compat
 
-    backend = dist.get_backend() if dist.is_available() and dist.is_initialized() else "none"
-    return (*sorted(_EXECUTORS), backend)
+    return (*sorted(_EXECUTORS), *compat.groups())

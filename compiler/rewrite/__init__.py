@@ -38,6 +38,8 @@ def _one(graph: Graph, site: Site, strategy: Strategy, name: str, so_far: dict[N
     inputs = {i for m in members for i in m.all_input_nodes if i not in inside}
     # Behind the input that comes last now; the sort at the end puts users behind us.
     behind = max(inputs)  # nodes of one graph compare by their place in it
+    while behind.next.op == "placeholder":
+        behind = behind.next
     e = Emitter(graph, site.collective.node, so_far)
     with graph.inserting_before(behind.next):
         if isinstance(site, Gather):

@@ -19,5 +19,5 @@ def rewrite_bulk(e: Emitter, m: Bulk, strategy: Strategy, site: str) -> dict[Nod
     op = e.call(torch.ops.ub_overlap.bulk.default, c.input, lhs, rhs, c.op.value, c.reduce_op, str(strategy), c.group, site)
     outs = e.item(op, 1)
     replaced = {p.node: e.reshape(e.item(outs, i), shape_of(p.node)) for i, p in enumerate(m.products)}
-    replaced[c.wait] = e.item(op, 0)
+    replaced[c.wait] = replaced[c.node] = e.item(op, 0)
     return replaced

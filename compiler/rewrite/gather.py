@@ -81,7 +81,9 @@ def _restore(e: Emitter, m: Gather, gathered: Node, root: Node) -> Node:
         )
     value = _in_order(e, value, here, held.blocks)
     if held.swapped:
-        value = e.transpose(e.reshape(value, held.matrix))  # type: ignore[arg-type]
+        value = e.reshape(value, held.matrix)  # type: ignore[arg-type]
+        # Contiguous where the root was: its users may view it.
+        value = e.permute(value, [1, 0]) if root.meta["val"].is_contiguous() else e.transpose(value)
     return e.cast(e.reshape(value, shape), held.dtype)
 
 

@@ -8,7 +8,7 @@ from torch.fx import Node
 from ..plan import Strategy
 from ..sites.collectives import Op
 from ..sites.match import Reduction
-from ..sites.reductions import is_row
+from ..sites.sizes import squeezed
 from ..sites.values import aten, dtype_of, shape_of
 from .emit import Emitter
 
@@ -19,7 +19,8 @@ def rewrite_reduction(e: Emitter, m: Reduction, strategy: Strategy, site: str) -
     assert c.wait is not None
     lhs, rhs = [e.operand(t.lhs) for t in m.terms], [e.operand(t.rhs) for t in m.terms]
     addend = _addend(e, m)
-    out_dtype = dtype_of(c.node)
+    # A scale that kept the sum in range comes after it now: until then the sum stays in float32.
+    out_dtype = torch.float32 if m.after else dtype_of(c.node)
     keep = bool(m.live)
     if c.op is Op.REDUCE_SCATTER:
         outer = 1 if m.last else e.size(m.blocks.outer)
@@ -43,13 +44,14 @@ def rewrite_reduction(e: Emitter, m: Reduction, strategy: Strategy, site: str) -
     value = e.item(op, 0)
     for turn in m.turns:
         value = e.permute(e.reshape(value, turn.shard if c.op is Op.REDUCE_SCATTER else turn.before), turn.dims)
-    value = e.reshape(value, shape_of(c.wait), old=c.wait)
+    value = e.reshape(value, shape_of(c.wait), old=None if m.after else c.wait)
     for target, constant in m.after:
         value = e.call(target, value, constant)
-    replaced = {c.wait: value}
+    value = e.cast(value, dtype_of(c.wait))
+    replaced = {c.wait: value, c.node: value}
     if m.live:
         partial = e.item(op, 1)
-        root = e.reshape(e.transpose(partial) if m.root_swapped else partial, shape_of(m.root))
+        root = e.reshape(e.permute(partial, [1, 0]) if m.root_swapped else partial, shape_of(m.root))
         replaced.update(_alive(e, m, root))
     return replaced
 
@@ -61,7 +63,7 @@ def _alive(e: Emitter, m: Reduction, root: Node) -> dict[Node, Node]:
     def copy(node: Node) -> Node:
         if node not in copies:
             args = torch.fx.node.map_arg(node.args, lambda n: copy(n) if n in spine else n)
-            copies[node] = e.call(node.target, *args, value_is=node.meta["val"], **node.kwargs)
+            copies[node] = e.call(node.target, *args, **node.kwargs)
         return copies[node]
 
     spine = {m.root, *m.spine}
@@ -74,7 +76,8 @@ def _values(e: Emitter, m: Reduction, lhs: Node) -> tuple[torch.Tensor, torch.Te
     if not isinstance(rows, int) or not isinstance(cols, int):
         return None
     assert m.collective.wait is not None
-    out = e.result((rows, cols // ranks) if m.last else (rows // ranks, cols), m.collective.wait)
+    shape = (rows, cols // ranks) if m.last else (rows // ranks, cols)
+    out = e.empty(shape, torch.float32, lhs) if m.after else e.result(shape, m.collective.wait)
     partial = e.empty((rows, cols) if m.live else (0,), dtype_of(m.terms[0].node), lhs)
     return None if out is None or partial is None else (out, partial)
 
@@ -84,13 +87,13 @@ def _addend(e: Emitter, m: Reduction) -> Node | None:
     dtype = dtype_of(m.terms[0].node)
     full: Node | None = None
     row: Node | None = None
+    for node in m.biases:
+        node = e.cast(e.reshape(node, (m.cols,)), dtype)
+        row = node if row is None else e.call(aten.add.Tensor, row, node)
     for node, swapped in m.addends:
-        if is_row(node, (m.rows, m.cols)):
-            node = e.cast(e.reshape(node, (m.cols,)), dtype)
-            row = node if row is None else e.call(aten.add.Tensor, row, node)
-            continue
-        matrix = e.reshape(node, (m.cols, m.rows) if swapped else (m.rows, m.cols))
-        matrix = e.cast(e.transpose(matrix) if swapped else matrix, dtype)
+        if swapped:
+            node = e.transpose(e.reshape(node, squeezed(shape_of(node))))
+        matrix = e.cast(e.reshape(node, (m.rows, m.cols)), dtype)
         full = matrix if full is None else e.call(aten.add.Tensor, full, matrix)
     if full is None or row is None:
         return full if full is not None else row

@@ -23,7 +23,7 @@ from .match import Consumer, Gather, Holder, Miss
 from .matmuls import FLOATS, Product, as_product, is_matmul
 from .sizes import Size, divide, product, same, same_shape, squeezed
 from .turns import turn_of
-from .values import CUTS, Blocks, Effect, aten, dim_of, dtype_of, effect, pieces_of, regroup, shape_of, tensor_of
+from .values import CUTS, Blocks, Effect, aten, dim_of, dtype_of, effect, pieces_of, readers, regroup, shape_of, tensor_of
 
 
 def match_all_gather(c: Collective, position: dict[Node, int]) -> Gather | Miss:
@@ -47,6 +47,9 @@ class _Walk:
         assert inner is not None, "an all_gather's output is a multiple of its ranks"
         todo = [c.wait]
         self.holders[c.wait] = Holder(Blocks(1, c.ranks, inner), dtype_of(c.wait))
+        if any(u is not c.wait for u in readers(c.node)):  # saved for backward, which waits itself
+            self.holders[c.node] = self.holders[c.wait]
+            self.others.append(c.node)
         while todo:
             node = todo.pop()
             for user in node.users:
@@ -61,8 +64,14 @@ class _Walk:
             self._matmul(node, held, p)
             return []
         step = effect(user)
+        if step is not None and step.source is not node:
+            step = None  # only written over
         if step is None and (user.target in CUTS or user.target is aten.slice.Tensor):
             return self._cut(node, held, user)
+        if step is not None and step.effect is Effect.CAST and not _exact(dtype_of(self.c.node), held.dtype):
+            self.others.append(node)
+            self.blocked.append(Miss(Reason.CAST_IN_BETWEEN, f"{user.name} is a second cast, of values rounded by the first"))
+            return []
         moved = _through(held, user, step.effect) if step else None
         if moved is None and not held.swapped and (turn := turn_of(user, held.blocks, reads=True)) is not None:
             moved = Holder(turn.blocks_after, held.dtype, turns=(*held.turns, turn))
@@ -121,10 +130,6 @@ class _Walk:
                 continue
             # The operand as the matmul reads it is G (or G^T where a permute came before).
             mode = (2 if held.swapped else 0) if lhs else (1 if held.swapped else 3)
-            if other.node in self.holders or other.node is node:
-                self.blocked.append(Miss(Reason.DEPENDENT_OPERAND, f"{p.node.name} multiplies the gathered tensor with itself"))
-                self.others.append(node)
-                return
             if held.swapped and not same_shape(squeezed((operand.cols, operand.rows)), squeezed(held.matrix)):
                 self.others.append(node)
                 self.blocked.append(Miss(Reason.LAYOUT, f"{p.node.name} reads another matrix than the permute before it made"))
@@ -137,8 +142,12 @@ class _Walk:
         groups: dict[object, list[tuple[Node, Consumer, Holder]]] = defaultdict(list)
         for use in self.uses:
             node, consumer, held = use
-            matrix = _matrix(consumer)
-            rows, cols = matrix
+            rows, cols = _matrix(consumer)
+            if consumer.operand.node in self.holders:
+                name = consumer.product.node.name
+                self.blocked.append(Miss(Reason.DEPENDENT_OPERAND, f"{name} multiplies the gathered tensor with itself"))
+                self.others += [n for n in consumer.product.node.all_input_nodes if n in self.holders]
+                continue
             if held.blocks.rows(rows, cols) is not None:
                 last = False
             elif held.blocks.is_last(rows, cols):
@@ -159,12 +168,11 @@ class _Walk:
         _, last, rows, cols, dtype, turns = key  # type: ignore[misc]
         wire = dtype_of(self.c.node)
         if dtype.itemsize < wire.itemsize:  # the cast moves before the gather: fewer bytes travel, the numbers stay
-            if any(self.holders[n].dtype == wire for n in self.others):
-                return Miss(Reason.CAST_IN_BETWEEN, f"multiplied as {dtype}, but others need the gathered tensor as {wire}")
+            if others := {self.holders[n].dtype for n in self.others} - {dtype}:
+                wanted = ", ".join(sorted(map(str, others)))
+                return Miss(Reason.CAST_IN_BETWEEN, f"multiplied as {dtype}, but others need the gathered tensor as {wanted}")
             wire = dtype
-        elif dtype.itemsize > wire.itemsize:  # the op multiplies what travels; widening early changes no number
-            wire = dtype
-        elif dtype != wire:
+        elif dtype.itemsize == wire.itemsize and dtype != wire:
             return Miss(Reason.CAST_IN_BETWEEN, f"gathered as {wire}, multiplied as {dtype}")
         if dtype not in FLOATS:
             return Miss(Reason.DTYPE_UNSUPPORTED, f"multiplied as {dtype}")
@@ -207,6 +215,11 @@ def _matrix(consumer: Consumer) -> tuple[Size, Size]:
     if consumer.mode == 1:
         return p.rhs.cols, p.rhs.rows
     return p.rhs.rows, p.rhs.cols
+
+
+def _exact(wire: torch.dtype, dtype: torch.dtype) -> bool:
+    """Does a cast from `wire`, one of FLOATS, to `dtype` keep every value?"""
+    return dtype in (wire, torch.float32, torch.float64)
 
 
 def _through(held: Holder, user: Node, kind: Effect) -> Holder | None:

@@ -38,7 +38,8 @@ class Gather:
     """all_gather -> matmuls. G [rows, cols] is the gathered matrix; with `last` its columns are dealt out, else its rows.
 
     `holders`: nodes that carry G's elements, mapped to how. `roots`: holders that others use too, so that their values must
-    survive. `dtype`: what travels and is multiplied; a cast that stood between gather and matmul moves before the gather.
+    survive. `dtype`: what travels. A narrowing cast between gather and matmul moves before the gather; after a widening one
+    the op multiplies in the operands' type, casting pieces as they arrive.
     """
 
     collective: Collective
@@ -80,7 +81,8 @@ class Holder:
 class Reduction:
     """sum of products (+ addends) -> reduce_scatter or all_reduce. partial [rows, cols] in the collective's row-major order.
 
-    `addends`: (node, swapped) in the same shape (or one row) added before the reduction. `after`: (op, constant) pairs to apply
+    `addends`: (node, swapped) of as many elements, added before the reduction; swapped ones hold the transposed matrix in their
+    own squeezed shape. `biases`: rows [cols] added to every row. `after`: (op, constant) pairs to apply
     to the result, in order. `root`: the node whose value is `partial` (transposed where `root_swapped`); `spine`: the nodes
     between it and the collective. `live`: root and spine nodes that others read too.
     """
@@ -92,6 +94,7 @@ class Reduction:
     last: bool
     terms: tuple[Product, ...]
     addends: tuple[tuple[Node, bool], ...]
+    biases: tuple[Node, ...]
     after: tuple[tuple[object, object], ...]
     inner: tuple[Node, ...]
     root: Node

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
-from .sizes import Size, same_shape, squeezed
+from .sizes import Size, same, same_shape, squeezed
 from .values import Effect, aten, dtype_of, effect, shape_of, tensor_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -90,9 +90,17 @@ def _broadcast_source(node: Node, shape: tuple[Size, Size]) -> Node | None:
         if node.target is aten.expand.default:
             source = node.args[0]
             assert isinstance(source, Node)
-            if same_shape(squeezed(shape_of(source)), squeezed(shape)):
+            if same_shape(squeezed(shape_of(source)), squeezed(shape)) and _repeats_whole(source, node):
                 return source
         step = effect(node)
         if step is None or step.effect is not Effect.SAME:
             return None
         node = step.source
+
+
+def _repeats_whole(source: Node, expand: Node) -> bool:
+    """Does `expand` repeat the whole of `source`, one copy after the other (no dim behind a real one is repeated)?"""
+    before, after = shape_of(source), shape_of(expand)
+    before = (1,) * (len(after) - len(before)) + before
+    repeated = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if not same(a, b)]
+    return not repeated or not squeezed(before[: repeated[-1]])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import torch
 from torch.fx import Graph, Node
 
 from ub_overlap import _torch_compat as compat
@@ -74,6 +75,9 @@ class Order:
         window = self.items[first : last + 1]
         if wall := next((n for n in window if _has_effects(n) and n not in inside), None):
             return Miss(Reason.MUTATION_BARRIER, f"{wall.name} ({wall.target}) lies between the nodes of the site")
+        late = [n in after for n in window if _is_random(n)]
+        if late != sorted(late):
+            return Miss(Reason.MUTATION_BARRIER, "random numbers between the nodes of the site would be drawn in another order")
         ordered = sorted(inside, key=self.position.__getitem__)
         layout = [n for n in window if n not in inside and n not in after] + ordered + [n for n in window if n in after]
         self.items[first : last + 1] = layout
@@ -86,9 +90,11 @@ class Order:
 
 
 def _has_effects(node: Node) -> bool:
-    """Does `node` write to a tensor (collectives and their waits are functional and only look impure)?"""
+    """Does `node` write to a tensor (functional collectives and their waits only look impure)?"""
     if node.op != "call_function" or not isinstance(node.target, compat.OpOverload):
         return False
-    if node.target.namespace in ("_c10d_functional", "ub_overlap"):
-        return False
     return node.target._schema.is_mutable
+
+
+def _is_random(node: Node) -> bool:
+    return isinstance(node.target, compat.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags

@@ -12,6 +12,8 @@ exactly as the graph did.
 
 from __future__ import annotations
 
+import math
+
 from torch.fx import Node
 
 from ..plan import Reason
@@ -84,7 +86,7 @@ def _spine(c: Collective) -> tuple[Node, Blocks, tuple[Size, ...], list[tuple[ob
         elif not matrix and (turn := turn_of(node, blocks, reads=False)) is not None:
             blocks = turn.blocks_before
             turns.append(turn)
-        elif node.target in _SCALES and isinstance(node.args[1], int | float):
+        elif node.target in _SCALES and _commutes(node):
             after.append((node.target, node.args[1]))
         else:
             return node, blocks, matrix, after[::-1], passed, turns[::-1]
@@ -105,21 +107,26 @@ def _sum(
     live = tuple(n for n in (root, *passed) if any(u not in absorbed for u in readers(n)))
     terms: list[tuple[Product, bool]] = []
     addends: list[tuple[Node, bool]] = []
+    biases: list[Node] = []
     inner: list[Node] = []
     problem: list[Miss] = []
 
     def leaf(node: Node, swapped: bool, alone: bool) -> None:
-        """Files one summand of the root; `alone`: every user of `node` is inside the sum."""
+        """Files one summand of the root. `swapped`: its matrix is the transposed of what is reduced, so that no view may give
+        it another shape; `alone`: every user of `node` is inside the sum."""
         step = effect(node) if alone and node is not root else None
         if step is not None and step.effect is not Effect.CAST:
-            turn = swapped != (step.effect is Effect.SWAP)
-            if not turn or step.effect is Effect.SWAP:
+            turned = step.effect is Effect.SWAP
+            if turned or not swapped or same_shape(squeezed(shape_of(step.source)), squeezed(shape_of(node))):
                 inner.append(node)
-                leaf(step.source, turn, len(readers(step.source)) == 1)
+                leaf(step.source, swapped != turned, len(readers(step.source)) == 1)
                 return
         p = as_product(node) if alone else None
+        if p is not None and swapped and not same_shape(squeezed(p.shape), squeezed(shape_of(node))):
+            p = None  # batches that only look like a matrix
         if p is not None:
             if p.bias is not None and not _add_bias(p, swapped):
+                problem.append(Miss(Reason.BROADCAST_SUM, f"{node.name} broadcasts its bias over something else than rows"))
                 addends.append((node, swapped))
                 return
             terms.append((p, swapped))
@@ -129,7 +136,7 @@ def _sum(
             a, b = node.args
             if not swapped and (row := _row_beside(node)) is not None:
                 inner.append(node)
-                addends.append((row[1], False))
+                biases.append(row[1])
                 leaf(row[0], swapped, len(readers(row[0])) == 1)
                 return
             if not same_shape(squeezed(shape_of(a)), squeezed(shape_of(node))) or not same_shape(  # type: ignore[arg-type]
@@ -150,16 +157,14 @@ def _sum(
         bias = p.bias
         assert bias is not None
         if len(shape_of(bias)) == 1 and same(shape_of(bias)[0], p.shape[1]) and not swapped:
-            addends.append((bias, False))
+            biases.append(bias)
             return True
         if same_shape(shape_of(bias), p.shape):
             leaf(bias, swapped, len(readers(bias)) == 1)
             return True
         return False
 
-    leaf(root, False, True)
-    if matrix:
-        terms = [(p, not s) for p, s in terms]
+    leaf(root, bool(matrix), True)
     if not terms:
         return problem[0] if problem else _diagnose(root)
     products = [_swap(p) if s else p for p, s in terms]
@@ -167,35 +172,37 @@ def _sum(
     rows, cols = first.shape
     if not all(same_shape(p.shape, (rows, cols)) for p in products):
         return Miss(Reason.LAYOUT, "the products of the sum have different shapes as matrices")
-    if any(is_row(n, (rows, cols)) and not same(squeezed(shape_of(n))[0], cols) for n, _ in addends):
+    if not all(same(product(shape_of(n)), cols) for n in biases):
         return Miss(Reason.BROADCAST_SUM, "a row is added to the product in another shape than the matmul's")
-    if len({p.node.meta["val"].dtype for p in products}) != 1:
-        return Miss(Reason.CAST_IN_BETWEEN, "the products of the sum have different types")
+    if len({dtype_of(n) for n in (*(p.node for p in products), *inner)}) != 1:
+        return Miss(Reason.CAST_IN_BETWEEN, "the products of the sum, or the sum, have different types")
     if c.op is Op.ALL_REDUCE or blocks.rows(rows, cols) is not None:
         last = False
     elif blocks.is_last(rows, cols):
         last = True
     else:
         return Miss(Reason.LAYOUT, f"a shard is no block of the rows or columns of {first.node.name}")
-    flipped = bool(matrix)
     return Reduction(
-        c, blocks, rows, cols, last, tuple(products), tuple((n, s != flipped) for n, s in addends), tuple(after),
-        tuple(inner), root, flipped, tuple(passed), tuple(turns), live,
+        c, blocks, rows, cols, last, tuple(products), tuple(addends), tuple(biases), tuple(after),
+        tuple(inner), root, bool(matrix), tuple(passed), tuple(turns), live,
     )  # fmt: skip
 
 
-def is_row(node: Node, matrix: tuple[Size, Size]) -> bool:
-    """Is this addend a row to broadcast over `matrix`, and not a whole matrix of one row or column?"""
-    shape = squeezed(shape_of(node))
-    return len(shape) == 1 and not same_shape(shape, squeezed(matrix))
+def _commutes(scale: Node) -> bool:
+    """Is it by a constant that may as well follow the reduction? (One that makes infinities or NaNs may not.)"""
+    by = scale.args[1]
+    divides = scale.target in (aten.div.Tensor, aten.div.Scalar)
+    return isinstance(by, int | float) and math.isfinite(by) and not (divides and by == 0)
 
 
 def _row_beside(add: Node) -> tuple[Node, Node] | None:
     """(matrix, row) where `add` adds one row to every row of a matrix."""
     for matrix, row in (add.args, add.args[::-1]):
         assert isinstance(matrix, Node) and isinstance(row, Node)
-        wide, narrow = shape_of(add), squeezed(shape_of(row))
-        if same_shape(shape_of(matrix), wide) and len(squeezed(wide)) > 1 and same_shape(narrow, wide[-1:]):
+        wide, narrow = shape_of(add), shape_of(row)
+        # The row's own last dim: a column [n, 1] over [n, n] has the same elements and is another sum.
+        is_row = len(squeezed(narrow)) == 1 and same_shape(narrow[-1:], wide[-1:])
+        if is_row and same_shape(shape_of(matrix), wide) and len(squeezed(wide)) > 1:
             return matrix, row
     return None
 

@@ -164,7 +164,7 @@ def regroup(pieces: list[Node], ranks: int) -> tuple[Node, int] | None:
 
 def _cut(piece: Node) -> tuple[Node, int, Size, Size] | None:
     """(source, dim, start, end) of a slice, a getitem of a split or of a chunk."""
-    if piece.target is aten.slice.Tensor:
+    if piece.target is aten.slice.Tensor and not piece.kwargs:
         dim = dim_of(piece)
         start = _scalar(piece.args[2]) if len(piece.args) > 2 and piece.args[2] is not None else 0
         if start is None or (len(piece.args) > 4 and piece.args[4] != 1):

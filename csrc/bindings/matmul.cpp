@@ -26,8 +26,8 @@ at::Tensor views(const Matrix& m, int64_t batch, int64_t step) {
 
 void aten_matmul(const MatmulTask& t) {
     if (t.batch == 0 || t.out.rows == 0 || t.out.cols == 0) return;
-    const bool widen = t.out.type != t.a.type;  // a contraction: products and sums in fp32
-    const auto operand = [&](at::Tensor tensor) { return widen ? tensor.to(at::kFloat) : tensor; };
+    // A contraction is formed in fp32, and so is a product of a narrow gathered piece with a wide operand.
+    const auto operand = [&](at::Tensor tensor) { return tensor.to(scalar_type(t.out.type)); };
     if (t.batch > most_single_blocks) {
         at::Tensor out = views(t.out, t.batch, t.out_step);
         const at::Tensor a = operand(views(t.a, t.batch, t.a_step)), b = operand(views(t.b, t.batch, t.b_step));

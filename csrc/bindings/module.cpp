@@ -2,6 +2,7 @@
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 #include "bindings/python.h"
 #include "core/registry.h"
@@ -52,19 +53,21 @@ void set_provider(py::object provide) {
     ProgramCache::clear();
 }
 
-// `bind(group, device, slot_bytes)` makes a runtime.session.Session; C++ keeps it and calls its verify and grow.
+// `bind(group, device, slot_bytes, op, site)` makes a runtime.session.Session; C++ keeps it and calls its verify and grow.
 void set_bind(py::object bind) {
     auto held = hold(std::move(bind));
-    python_hooks().bind = [held](const std::string& group, const std::string& device, int64_t slot_bytes) {
+    python_hooks().bind = [held](const std::string& group, const std::string& device, const Call& call) {
         return in_python([&] {
-            py::object made = handle_of(held)(group, device, slot_bytes);
+            py::object made = handle_of(held)(group, device, call.slot_bytes(), call.op_name, call.site);
             auto session = made.attr("core").cast<std::shared_ptr<Session>>();
             auto owner = hold(std::move(made));
             SessionHooks hooks;
-            hooks.verify = [owner](const std::string& digest, const std::string& site) {
-                in_python([&] { handle_of(owner).attr("verify")(digest, site); });
+            hooks.verify = [owner](const std::string& digest, const Call& call) {
+                in_python([&] { handle_of(owner).attr("verify")(digest, call.op_name, call.site); });
             };
-            hooks.grow = [owner](int64_t bytes) { in_python([&] { handle_of(owner).attr("grow")(bytes); }); };
+            hooks.grow = [owner](const Call& call) {
+                in_python([&] { handle_of(owner).attr("grow")(call.slot_bytes(), call.op_name, call.site); });
+            };
             session->set_hooks(std::move(hooks));
             return session;
         });
@@ -96,6 +99,14 @@ py::list last_trace(const std::string& site) {
     return steps;
 }
 
+// Python runs signal handlers on its main thread alone; on others there is nothing to do, and no need for the GIL.
+void check_signals() {
+    if (gettid() != getpid() || !Py_IsInitialized()) return;
+    in_python([] {
+        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    });
+}
+
 py::dict build_info() {
     py::dict info;
     info["version"] = UB_OVERLAP_VERSION;
@@ -109,12 +120,20 @@ py::dict build_info() {
     return info;
 }
 
-// What went wrong in the group, in words, or None.
-py::object abort_text(ShmArena& arena) {
-    const Failure* failure = arena.aborted();
-    if (!failure) return py::none();
-    set_python_error(std::make_exception_ptr(CallFailed(*failure)));
-    throw py::error_already_set();
+// Throws what a peer reported, or that a peer is gone. For waits outside of the executor.
+void check_peers(ShmArena& arena, const std::string& op, const std::string& site) {
+    if (const Failure* failure = arena.aborted()) throw CallFailed(*failure);
+    for (int rank = 0; rank < arena.ranks(); ++rank) {
+        if (!gone(arena.control(rank))) continue;
+        Failure failure;
+        failure.code = FailureCode::peer_died;
+        failure.reporter = arena.rank();
+        failure.culprit = rank;
+        set_text(failure.op, op);
+        set_text(failure.site, site);
+        set_text(failure.phase, "STORE");
+        throw CallFailed(failure);
+    }
 }
 
 void define_testing(py::module_ m) {
@@ -182,7 +201,7 @@ PYBIND11_MODULE(_C, m) {
         .def("grow_attach", &ShmArena::grow_attach, py::arg("rank"), py::arg("data_name"))
         .def("grow_commit", &ShmArena::grow_commit)
         .def("unlink", &ShmArena::unlink)
-        .def("check", &abort_text, "Raises what a peer reported; None while nobody has given up.");
+        .def("check", &check_peers, py::arg("op"), py::arg("site"), "Raises when a peer has given up or is gone.");
 
     py::class_<Session, std::shared_ptr<Session>>(m, "Session")
         .def(py::init([](std::string group, std::string device, int rank, int ranks, std::shared_ptr<ShmArena> arena,
@@ -208,6 +227,7 @@ PYBIND11_MODULE(_C, m) {
             set_bind(std::move(bind));
             python_hooks().reference = hold(std::move(reference));
             python_hooks().make_error = hold(std::move(make_error));
+            settings().check_signals.store(&check_signals);
         },
         py::arg("provide"), py::arg("bind"), py::arg("reference"), py::arg("make_error"));
     m.def("set_provider", &set_provider, py::arg("provide"), "Replaces the schedule provider and forgets its schedules.");

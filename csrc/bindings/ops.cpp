@@ -1,150 +1,20 @@
-// The four ops: their schemas, the checks of what a caller brings, and its translation into a Call. docs/ops.md is the
-// contract.
+// The four ops: their schemas, and the translation of their arguments into a Call. docs/ops.md is the contract.
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/library.h>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <optional>
-#include <sstream>
 #include <tuple>
 
+#include "bindings/builder.h"
 #include "bindings/matmul.h"
 #include "bindings/python.h"
 #include "bindings/reference.h"
-#include "core/registry.h"
 #include "core/settings.h"
 #include "cpu/executor.h"
 
 namespace ub_overlap {
 namespace {
-
-using at::Tensor;
-using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
-
-template <typename T>
-std::string text_of(const T& value) {
-    std::ostringstream out;
-    out << value;
-    return out.str();
-}
-
-// What is known of a call before its tensors are looked at: where it is, with whom, and by which strategy.
-class Builder {
-  public:
-    Builder(std::string op, const std::string& strategy, const std::string& group, const std::string& site)
-        : group_name_(group), group_(c10d::resolve_process_group(group)) {
-        call.op_name = std::move(op);
-        call.site = site;
-        call.strategy = strategy;
-        call.rank = group_->getRank();
-        call.ranks = group_->getSize();
-        call.key.ranks = call.ranks;
-        call.key.chunks = chunks_of(strategy);
-    }
-
-    Call call;
-
-    [[noreturn]] void refuse(const std::string& what, const std::string& got, const std::string& expected) const {
-        throw NamedError(
-            "OptionError",
-            {{"what", what}, {"where", call.op_name + " at site '" + call.site + "'"}, {"got", got}, {"expected", expected}});
-    }
-    void check(bool good, const std::string& what, const std::string& got, const std::string& expected) const {
-        if (!good) refuse(what, got, expected);
-    }
-
-    DType type_of(at::ScalarType type) const {
-        if (type == at::kFloat) return DType::f32;
-        if (type == at::kBFloat16) return DType::bf16;
-        if (type == at::kHalf) return DType::f16;
-        refuse("this dtype is not supported", c10::toString(type), "float32, bfloat16 or float16");
-    }
-
-    // A 2D tensor as it lies in memory; it must outlive the call.
-    Matrix matrix(const Tensor& t, const char* name) const {
-        check(t.device().is_cpu(), std::string(name) + " is on another device", text_of(t.device()), "cpu");
-        check(t.dim() == 2, std::string(name) + " is not a matrix", text_of(t.sizes()), "two dims");
-        return {static_cast<char*>(t.data_ptr()), t.size(0), t.size(1), t.stride(0), t.stride(1), type_of(t.scalar_type())};
-    }
-
-    // Equal shards of `rows` rows each.
-    void deal_equally(int64_t outer, int64_t rows, int64_t inner) {
-        call.outer = outer, call.inner = inner;
-        call.begin.resize(call.ranks + 1);
-        for (int r = 0; r <= call.ranks; ++r) call.begin[r] = r * rows;
-    }
-    // Any number of rows: shard s ends where floor says.
-    void deal_floor(int64_t rows, int64_t inner) {
-        call.outer = 1, call.inner = inner;
-        call.begin.resize(call.ranks + 1);
-        for (int r = 0; r <= call.ranks; ++r) call.begin[r] = rows * r / call.ranks;
-    }
-
-    void reduce_by(const std::string& op) {
-        check(op == "sum" || op == "avg", "this reduce_op is not supported", "'" + op + "'", "'sum' or 'avg'");
-        call.average = op == "avg";
-    }
-
-    void describe(const char* name, const Tensor& t) {
-        shape_ << name << text_of(t.sizes()) << ' ' << t.dtype().name() << "; ";
-    }
-    void describe(const char* name, at::TensorList list) {
-        for (const Tensor& t : list) describe(name, t);
-    }
-    template <typename T>
-    void note(const char* name, const T& value) {
-        shape_ << name << '=' << value << "; ";
-    }
-
-    // Finds or makes the session of the group.
-    std::shared_ptr<Session> session() {
-        std::shared_ptr<Session> found = Registry::get().find(group_name_, "cpu", group_.get());
-        if (found) return found;
-        if (!python_hooks().bind) {
-            throw NamedError("UbOverlapError",
-                             {{"what", "the runtime is not loaded"}, {"fix", "import ub_overlap.runtime.ops"}});
-        }
-        found = python_hooks().bind(group_name_, "cpu", call.slot_bytes());
-        auto weak = std::make_shared<c10::weak_intrusive_ptr<c10d::ProcessGroup>>(group_);
-        Registry::get().put(found, group_.get(), weak);
-        return found;
-    }
-
-    // What is to be compared between ranks, and its hash: equal on all ranks in a program that is in step.
-    void seal() {
-        call.shape_text = shape_.str();
-        call.key.whole = call.last;
-        if (call.last && call.key.chunks > call.ranks) call.key.chunks = call.ranks;
-        uint32_t hash = 2166136261u;  // FNV-1a
-        for (const std::string* part : {&call.op_name, &call.site, &call.strategy, &call.shape_text}) {
-            for (const char c : *part) hash = (hash ^ static_cast<unsigned char>(c)) * 16777619u;
-            hash = (hash ^ 0xffu) * 16777619u;
-        }
-        call.tag = hash ? hash : 1;
-    }
-
-  private:
-    int64_t chunks_of(const std::string& strategy) const {
-        const size_t colon = strategy.find(':');
-        const std::string name = strategy.substr(0, colon), rest = colon == std::string::npos ? "" : strategy.substr(colon + 1);
-        const std::string expected = "'pipelined', 'pipelined:chunks=N', 'bulk' or 'bulk:chunks=N' with N of 1 or more";
-        check(name == "pipelined" || name == "bulk", "this strategy is unknown", "'" + strategy + "'", expected);
-        if (colon == std::string::npos) return 0;
-        const std::string label = "chunks=";
-        const bool digits = rest.rfind(label, 0) == 0 && rest.size() > label.size() && rest.size() < label.size() + 7 &&
-                            rest.find_first_not_of("0123456789", label.size()) == std::string::npos;
-        const int64_t chunks = digits ? std::stoll(rest.substr(label.size())) : 0;
-        check(chunks > 0, "this strategy is not understood", "'" + strategy + "'", expected);
-        const int64_t most = static_cast<int64_t>(max_pieces) * call.ranks;
-        check(chunks <= most, "too many chunks", std::to_string(chunks), "at most " + std::to_string(most));
-        return chunks;
-    }
-
-    std::string group_name_;
-    GroupPtr group_;
-    std::ostringstream shape_;
-};
 
 CpuExecutor& executor() {
     static CpuExecutor one(&aten_matmul);
@@ -156,7 +26,7 @@ bool run(Builder& b) {
     b.seal();
     std::shared_ptr<Session> session = b.session();
     if (session->transport() == "c10d") {
-        session->verify_only(b.call.site);
+        session->verify_only(b.call);
         Stats::get().add(b.call.site, b.call.strategy, session->transport(), session->reason(), {}, false);
         return false;
     }
@@ -164,11 +34,12 @@ bool run(Builder& b) {
     return true;
 }
 
-// Every op's frame: no GIL while it blocks, no autograd below it, and our exceptions as Python's.
+// Every op's frame: no GIL while it blocks, no autograd and no autocast below it, and our exceptions as Python's.
 template <typename Body>
 auto framed(Body body) {
     WithoutGil without_gil;
     at::AutoDispatchBelowADInplaceOrView below;
+    c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     try {
         return body();
     } catch (...) {
@@ -216,20 +87,21 @@ std::tuple<Tensor, std::vector<Tensor>> all_gather_matmul(const Tensor& shard, a
             b.check(mode >= 0 && mode <= 3, "this mode is unknown", std::to_string(mode), "0, 1, 2 or 3");
             const bool flip = mode >= 2, contracts = flip != last;
             const Matrix operand = b.matrix(operands[j], "an operand");
-            b.check(operand.type == call.type, "an operand has another dtype than the shard", name_of(operand.type),
-                    name_of(call.type));
+            // A wider operand widens the product: what travels stays narrow, and each piece is cast as it is multiplied.
+            b.check(operand.type == call.type || operand.type == DType::f32, "an operand has another dtype than the shard",
+                    name_of(operand.type), std::string(name_of(call.type)) + " or float32");
             b.check(operand.rows == (flip ? whole_rows : whole_cols), "an operand does not fit the gathered matrix",
                     text_of(operands[j].sizes()), std::to_string(flip ? whole_rows : whole_cols) + " rows");
             const int64_t product_rows = flip ? whole_cols : whole_rows;
             const std::vector<int64_t> sizes =
                 mode % 2 ? std::vector<int64_t>{operand.cols, product_rows} : std::vector<int64_t>{product_rows, operand.cols};
-            outs.push_back(at::empty(sizes, shard.options()));
+            outs.push_back(at::empty(sizes, operands[j].options()));
             call.rhs.push_back(operand);
             call.modes.push_back(mode);
             call.key.contracts.push_back(contracts);
             call.results.push_back(b.matrix(outs.back(), "a result"));
             call.accumulators.push_back(call.results.back());
-            if (contracts && call.type != DType::f32) {
+            if (contracts && operand.type != DType::f32) {
                 sums.push_back(at::empty(sizes, shard.options().dtype(at::kFloat)));
                 call.accumulators.back() = b.matrix(sums.back(), "an accumulator");
             }
@@ -238,7 +110,6 @@ std::tuple<Tensor, std::vector<Tensor>> all_gather_matmul(const Tensor& shard, a
         call.output = data_of(gathered);
         if (!keep && operands.empty()) return {gathered, outs};  // nobody wants anything
         b.describe("shard", shard);
-        b.describe("operand", operands);
         b.note("modes", modes);
         b.note("outer", outer);
         b.note("last", last);
@@ -290,12 +161,11 @@ struct Product {
             call.addend = b.matrix(addend->dim() == 1 ? addend->unsqueeze(0).expand({rows, cols}) : *addend, "the addend");
             b.check(call.addend.type == call.type, "the addend has another dtype than the product", name_of(call.addend.type),
                     name_of(call.type));
-            b.describe("addend", *addend);
         }
         partial = at::empty({rows, cols}, lhs[0].options());
         call.partial = data_of(partial);
-        b.describe("lhs", lhs);
-        b.describe("rhs", rhs);
+        // The inner sizes are a rank's own: the last channels of a layer may lie on fewer ranks.
+        b.describe("product", partial);
         b.note("reduce_op", reduce_op);
         b.note("out_dtype", c10::toString(out_dtype));
     }
@@ -424,8 +294,6 @@ std::tuple<Tensor, std::vector<Tensor>> bulk(const Tensor& input, at::TensorList
             call.results.push_back(b.matrix(outs[j], "a result"));
         }
         b.describe("input", input);
-        b.describe("lhs", lhs);
-        b.describe("rhs", rhs);
         b.note("reduce_op", reduce_op);
         if (run(b)) return {out, outs};
         WithGil gil;

@@ -23,7 +23,7 @@ struct PythonRaised : std::exception {
 // What Python installs. `make_error` and `reference` are callables: (class name, fields) -> exception, (op name, *args) ->
 // tuple.
 struct PythonHooks {
-    std::function<std::shared_ptr<Session>(const std::string& group, const std::string& device, int64_t slot_bytes)> bind;
+    std::function<std::shared_ptr<Session>(const std::string& group, const std::string& device, const Call& call)> bind;
     std::shared_ptr<void> make_error, reference;
 };
 PythonHooks& python_hooks();

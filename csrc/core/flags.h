@@ -19,8 +19,9 @@ constexpr int flag_kinds = 3;
 // Arena slots, taken in turn: slot = epoch modulo slots.
 constexpr int slots = 2;
 
-// Pieces of a shard that can be signalled one by one.
-constexpr int max_pieces = 256;
+// Pieces of a shard that can be signalled one by one. Proofs grow with the square of the pieces of all ranks: at this many, on
+// 8 ranks, one takes seconds.
+constexpr int max_pieces = 32;
 
 inline const char* name_of(FlagKind kind) {
     return kind == FlagKind::ready ? "READY" : kind == FlagKind::done ? "DONE" : "READY2";

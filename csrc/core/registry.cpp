@@ -24,28 +24,40 @@ std::shared_ptr<Session> Registry::find(const std::string& group, const std::str
     return found->second.session;
 }
 
-void Registry::put(std::shared_ptr<Session> session, const void* owner, std::shared_ptr<void> keep) {
-    Entry old;
+void Registry::put(std::shared_ptr<Session> session, const void* owner, std::function<bool()> alive) {
+    std::vector<Entry> old;
     {
         std::lock_guard<std::mutex> lock(mutex_);
-        Entry& entry = entries_[{session->group(), session->device()}];
-        old = std::move(entry);
-        entry = Entry{std::move(session), owner, std::move(keep), getpid()};
+        const std::pair<std::string, std::string> name{session->group(), session->device()};
+        for (auto at = entries_.begin(); at != entries_.end();) {
+            const bool ends = at->first == name || !at->second.alive();
+            if (ends) old.push_back(std::move(at->second));
+            at = ends ? entries_.erase(at) : std::next(at);
+        }
+        entries_[name] = Entry{std::move(session), owner, std::move(alive), getpid()};
         ++generation_;
     }
-    if (old.session) old.session->close();
+    close(std::move(old));
+}
+
+// Without the lock: closing waits for the session's call to end, and lets go of Python objects.
+void Registry::close(std::vector<Entry> entries) {
+    for (Entry& entry : entries) {
+        // A forked child has none of the threads that may hold the parent's session: it leaves that alone.
+        if (entry.pid == getpid()) entry.session->close();
+    }
 }
 
 void Registry::drop(const std::string& group, const std::string& device) {
-    Entry old;
+    std::vector<Entry> old;
     {
         std::lock_guard<std::mutex> lock(mutex_);
         auto found = entries_.find({group, device});
         if (found == entries_.end()) return;
-        old = std::move(found->second);
+        old.push_back(std::move(found->second));
         entries_.erase(found);
     }
-    old.session->close();
+    close(std::move(old));
 }
 
 std::vector<std::shared_ptr<Session>> Registry::all() {
@@ -56,12 +68,13 @@ std::vector<std::shared_ptr<Session>> Registry::all() {
 }
 
 void Registry::clear() {
-    std::map<std::pair<std::string, std::string>, Entry> old;
+    std::vector<Entry> old;
     {
         std::lock_guard<std::mutex> lock(mutex_);
-        old.swap(entries_);
+        for (auto& entry : entries_) old.push_back(std::move(entry.second));
+        entries_.clear();
     }
-    for (auto& entry : old) entry.second.session->close();
+    close(std::move(old));
 }
 
 int64_t Registry::generation() {

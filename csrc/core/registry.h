@@ -5,6 +5,7 @@
 // to another one) and the process it was made in.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -22,8 +23,9 @@ class Registry {
 
     // The session made for `owner`, or null. Throws NamedError("ForkError") in a child of the process that made it.
     std::shared_ptr<Session> find(const std::string& group, const std::string& device, const void* owner);
-    // `keep` keeps the address `owner` from being used again. A session that was there before is closed.
-    void put(std::shared_ptr<Session> session, const void* owner, std::shared_ptr<void> keep);
+    // `alive` says whether `owner` still exists, and keeps its address from being used again. The session that was there before
+    // is closed, and so are those whose owners are gone.
+    void put(std::shared_ptr<Session> session, const void* owner, std::function<bool()> alive);
     void drop(const std::string& group, const std::string& device);
     std::vector<std::shared_ptr<Session>> all();
     void clear();
@@ -33,9 +35,11 @@ class Registry {
     struct Entry {
         std::shared_ptr<Session> session;
         const void* owner;
-        std::shared_ptr<void> keep;
+        std::function<bool()> alive;
         int pid;
     };
+    static void close(std::vector<Entry> entries);
+
     std::mutex mutex_;
     std::map<std::pair<std::string, std::string>, Entry> entries_;
     int64_t generation_ = 0;  // sessions made so far

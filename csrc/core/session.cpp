@@ -43,8 +43,7 @@ void Session::refuse_if_unusable() {
     }
 }
 
-void Session::poison(const std::string& text, const Failure* failure) {
-    std::lock_guard<std::recursive_mutex> lock(mutex_);
+void Session::poison(const Call& call, const std::string& text, const Failure* failure) {
     if (poisoned_.empty()) poisoned_ = text;
     if (!arena_) return;
     Failure record;
@@ -53,6 +52,8 @@ void Session::poison(const std::string& text, const Failure* failure) {
     } else {
         record.code = FailureCode::peer_failed;
         record.reporter = record.culprit = rank_;
+        set_text(record.op, call.op_name);
+        set_text(record.site, call.site);
         set_text(record.got, text);
     }
     arena_->abort(record);
@@ -68,20 +69,20 @@ void Session::publish(const Call& call) {
     descriptor.stamp.store(flag_value(call.epoch, call.tag), std::memory_order_release);
 }
 
-void Session::verify(const std::string& site) {
-    const std::string digest = digest_of(site);
+void Session::verify(const Call& call) {
+    const std::string digest = digest_of(call.site);
     if (ranks_ == 1 || digest.empty() || verified_.count(digest)) return;
-    if (hooks_.verify) hooks_.verify(digest, site);
+    if (hooks_.verify) hooks_.verify(digest, call);
     verified_.insert(digest);
 }
 
-void Session::verify_only(const std::string& site) {
+void Session::verify_only(const Call& call) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     refuse_if_unusable();
     try {
-        verify(site);
+        verify(call);
     } catch (const std::exception& error) {
-        poison(error.what(), nullptr);
+        poison(call, error.what(), nullptr);
         throw;
     }
 }
@@ -93,19 +94,19 @@ void Session::run(Call& call, Executor& executor) {
     try {
         call.program = ProgramCache::get(call.key, rank_);
         if (arena_) publish(call);
-        verify(call.site);
-        if (arena_ && arena_->slot_bytes() < call.slot_bytes()) hooks_.grow(call.slot_bytes());
+        verify(call);
+        if (arena_ && arena_->slot_bytes() < call.slot_bytes()) hooks_.grow(call);
         call.arena = arena_.get();
         const bool trace = settings().trace.load(std::memory_order_relaxed);
         Stats::get().add(call.site, call.strategy, transport_, reason_, executor.run(call), trace);
     } catch (const CallFailed& failed) {
-        poison("epoch " + std::to_string(call.epoch) + " at site '" + call.site + "'", &failed.failure);
+        poison(call, "epoch " + std::to_string(call.epoch) + " at site '" + call.site + "'", &failed.failure);
         throw;
     } catch (const std::exception& error) {
-        poison(error.what(), nullptr);
+        poison(call, error.what(), nullptr);
         throw;
     } catch (...) {
-        poison("unknown error", nullptr);
+        poison(call, "unknown error", nullptr);
         throw;
     }
 }

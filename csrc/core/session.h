@@ -14,8 +14,8 @@ namespace ub_overlap {
 
 // What a session asks Python for. All may throw; the session is then poisoned and its peers are told.
 struct SessionHooks {
-    std::function<void(const std::string& digest, const std::string& site)> verify;
-    std::function<void(int64_t slot_bytes)> grow;
+    std::function<void(const std::string& digest, const Call& call)> verify;
+    std::function<void(const Call& call)> grow;
 };
 
 class Session {
@@ -26,9 +26,7 @@ class Session {
     // Runs one call; the arguments have been checked. Blocks until the results are there.
     void run(Call& call, Executor& executor);
     // Plan check alone, for calls that another transport carries out.
-    void verify_only(const std::string& site);
-    // Marks the session unusable and tells the peers; `text` is what later calls quote.
-    void poison(const std::string& text, const Failure* failure);
+    void verify_only(const Call& call);
     void set_hooks(SessionHooks hooks);
     void close();
 
@@ -45,7 +43,9 @@ class Session {
   private:
     void refuse_if_unusable();
     void publish(const Call& call);
-    void verify(const std::string& site);
+    void verify(const Call& call);
+    // Marks the session unusable and tells the peers; `text` is what later calls quote.
+    void poison(const Call& call, const std::string& text, const Failure* failure);
 
     const std::string group_, device_, transport_, reason_;
     const int rank_, ranks_;

@@ -169,6 +169,10 @@ uint64_t start_time_of(int pid) {
     return field.empty() ? 0 : std::stoull(field);
 }
 
+bool gone(const ControlBlock* block) {
+    return start_time_of(block->pid) != block->start_time;
+}
+
 int64_t now_ns() {
     timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);

@@ -67,6 +67,8 @@ void unlink_name(const std::string& name);
 
 // Start time of a process in clock ticks since boot, 0 where there is none (or only a zombie).
 uint64_t start_time_of(int pid);
+// Has the process that made this block ended?
+bool gone(const ControlBlock* block);
 
 int64_t now_ns();
 

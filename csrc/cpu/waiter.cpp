@@ -46,10 +46,6 @@ void compare_calls(const Call& call, const FlagWait& wait, uint32_t seen_tag, in
     throw CallFailed(failure);
 }
 
-bool gone(const ControlBlock* block) {
-    return start_time_of(block->pid) != block->start_time;
-}
-
 // Who is to blame when `peer` is late: `peer` itself, unless it is alive and waits for somebody in its turn.
 int culprit_behind(const Call& call, int peer) {
     int blamed = peer;
@@ -111,6 +107,7 @@ void wait_for_flag(const Call& call, const FlagWait& wait, int queue, const std:
             if (epoch_of(stamp) == static_cast<uint32_t>(call.epoch)) compare_calls(call, wait, call.tag, now - begin);
             if (now - looked_for_dead > look_for_dead_ns) {
                 looked_for_dead = now;
+                if (const auto check_signals = settings().check_signals.load()) check_signals();
                 // Its last signal may have come between our look at the word and its end.
                 if (gone(call.arena->control(wait.flag.source)) && !arrived()) {
                     throw CallFailed(failure_at(call, wait, FailureCode::peer_died, wait.flag.source, now - begin));

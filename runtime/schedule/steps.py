@@ -167,9 +167,13 @@ class Finish(Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opaque(Step):
-    """A step that only declares: an NCCL call, later a fused kernel. `waits` and `signals` are what it does inside."""
+    """A step that only declares: an NCCL call, later a fused kernel. `waits` and `signals` are what it does inside.
+
+    `cost_us`: what the one who declares it expects it to take, in microseconds; for the simulator, since nothing else can know.
+    """
 
     name: str
+    cost_us: float = 0.0
     reads: tuple[Region, ...] = ()
     writes: tuple[Region, ...] = ()
     waits: tuple[Wait, ...] = ()

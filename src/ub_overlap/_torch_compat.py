@@ -78,6 +78,23 @@ def inductor_option_names() -> frozenset[str]:
     return frozenset(k.replace("-", "_") for k in config.get_config_copy())
 
 
+def inductor_modes() -> list[str]:
+    """The modes that torch.compile(mode=) knows."""
+    return sorted(__getattr__("list_mode_options")())
+
+
+def caches_off() -> Any:
+    """A context in which compiled graphs are neither looked up in Inductor's and AOTAutograd's caches nor put there."""
+    import contextlib
+
+    import torch._functorch.config as functorch
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(__getattr__("inductor_config").patch(fx_graph_cache=False))
+    stack.enter_context(functorch.patch(enable_autograd_cache=False))
+    return stack
+
+
 def user_pass(name: str, options: dict[str, Any]) -> list[Any]:
     """The user's own passes at Inductor's hook `name`, from their options or the global config, as a list."""
     value = options.get(name, getattr(__getattr__("inductor_config"), name))
@@ -144,6 +161,17 @@ def group_of(name: str) -> Any:
 
     resolve: Any = distributed_c10d._resolve_process_group
     return resolve(name)
+
+
+def groups() -> list[str]:
+    """Name, backend and size of every c10d process group of this process."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    known: Any = distributed_c10d._world.pg_map
+    return sorted(f"{g.group_name}:{dist.get_backend(g)}:{g.size()}" for g in known)
 
 
 def store_of(group: Any) -> Any:

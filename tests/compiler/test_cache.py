@@ -24,7 +24,7 @@ BASE: dict[str, Any] = {"overlap": "force"}
 
 @dataclass(frozen=True)
 class Run:
-    """Hits and misses of both caches, plans the passes made, error against eager, rows of explain."""
+    """Hits and misses of both caches, plans the passes made, error against eager, rows of the report."""
 
     hits: tuple[int, int]
     misses: tuple[int, int]
@@ -42,12 +42,10 @@ def run(rank: int, world: int, options: dict[str, Any], explain: bool) -> Run:
     case, eager = (build(rank, world, *MODEL) for _ in range(2))
     as_loss(eager.module(*eager.inputs)).backward()
     mark, rows = HISTORY.mark(), []
-    if explain:
-        report = ub_overlap.explain(case.module, options)(*case.inputs)
-        rows = [(d.id, str(d.strategy), d.executed, d.calls) for d in report.decisions]
-        torch._dynamo.reset()
     as_loss(torch.compile(case.module, backend="ub_overlap", options=options)(*case.inputs)).backward()
     pairs = zip((*case.inputs, *case.module.parameters()), (*eager.inputs, *eager.module.parameters()), strict=True)
+    if explain:
+        rows = [(d.id, str(d.strategy), d.executed, d.calls) for d in ub_overlap.reports().decisions]
     worst = max(error(a.grad, b.grad, "gradient") for a, b in pairs)
     inductor, autograd = counters["inductor"], counters["aot_autograd"]
     hits = inductor["fxgraph_cache_hit"], autograd["autograd_cache_hit"]
@@ -84,7 +82,7 @@ def test_cold(cold: list[Run]) -> None:
 
 @pytest.mark.timeout(300)
 def test_warm(warm: RankPool) -> None:
-    """No pass runs, yet the ops do, and explain tells the decisions out of the store."""
+    """No pass runs, yet the ops do, and the report tells the decisions out of the store."""
     for got in warm.run(run, BASE, True, timeout=200):
         assert got.made == 0
         assert got.hits[1] >= 1 and got.misses == (0, 0)

@@ -34,6 +34,7 @@ def test_a_rank_that_never_binds(pools: dict[int, RankPool]) -> None:
     for rank in (0, 2):
         assert found[rank]["error"] in ("PeerTimeoutError", "PeerFailedError"), found[rank]
         assert "rank 1 of the group did not come to the first call of group" in found[rank]["text"]
+        assert "all_gather_matmul at site '/g'" in found[rank]["text"]
         assert found[rank]["seconds"] < 2 * STEP
 
 
@@ -75,6 +76,7 @@ def test_a_rank_that_raises_alone(pools: dict[int, RankPool]) -> None:
         assert found[rank]["error"] == "PeerFailedError", found[rank]
         assert "rank 1 of the group gave up" in found[rank]["text"]
         assert "no room for schedules" in found[rank]["text"]
+        assert "all_gather_matmul at site '/g'" in found[rank]["text"]
         assert found[rank]["seconds"] < 4
 
 
@@ -118,6 +120,30 @@ def test_killed_while_binding() -> None:
     outcomes = run_ranks("tests.runtime.work_failures:dies_binding", 2, timeout=60)
     assert outcomes[0].value["error"] == "PeerTimeoutError"
     assert "rank 1 of the group did not come" in outcomes[0].value["text"]
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_the_host_of_the_store(how: str) -> None:
+    """c10d's own waits for a Store that has fallen silent have no deadline; ours do."""
+    outcomes = run_ranks("tests.runtime.work_failures:store_ends", 3, args=(how, 3.0), timeout=60, wait_for=(1, 2))
+    for outcome in outcomes[1:]:
+        found = outcome.value
+        assert found["error"] == "PeerTimeoutError", found
+        assert 0 in found["ranks"]
+        assert "all_gather_matmul at site 'dddddddd44444444/forward.0'" in found["text"]
+        assert found["seconds"] < (6 if how == "SIGSTOP" else 2)
+        assert "the Store of group" in found["text"] or (how == "SIGKILL" and "is gone" in found["text"])
+
+
+@pytest.mark.parametrize("binding", [False, True])
+def test_ctrl_c(binding: bool) -> None:
+    """It ends a wait at once, and the peers hear of it."""
+    first, second = (o.value for o in run_ranks("tests.runtime.work_failures:interrupted", 2, args=(binding,), timeout=60))
+    assert first["error"] == "KeyboardInterrupt"
+    assert first["seconds"] < 1
+    assert (second["error"], second["ranks"]) == ("PeerFailedError", (0,)), second
+    assert "KeyboardInterrupt" in second["text"]
+    assert second["seconds"] < 1
 
 
 def test_fork() -> None:

@@ -39,3 +39,15 @@ def test_same_name_again() -> None:
     for outcome in run_ranks("tests.runtime.work_sessions:again", 2, args=(0,), timeout=60):
         assert outcome.error == "", outcome.text
         assert outcome.value == {"bad": [], "same": True, "sessions": 2}
+
+
+def test_autocast(pools: dict[int, RankPool]) -> None:
+    assert pools[2].run(work_sessions.autocast, timeout=60) == [[]] * 2
+
+
+def test_two_threads_with_a_group_each(pools: dict[int, RankPool]) -> None:
+    assert pools[2].run(work_sessions.threads, timeout=60) == [[]] * 2
+
+
+def test_a_destroyed_group_leaves_no_session(pools: dict[int, RankPool]) -> None:
+    assert pools[2].run(work_sessions.gone, timeout=60) == [[]] * 2

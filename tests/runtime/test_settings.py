@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ub_overlap.runtime import errors, ops, session, settings
+from ub_overlap.runtime.extension import check_build
 
 
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "100", None, True])
@@ -35,7 +36,7 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_built_for_another_torch() -> None:
     with pytest.raises(errors.BuildMismatchError, match=r"9\.9\.9") as caught:
-        ops.check_build({"torch": "9.9.9"}, torch.__version__)
+        check_build({"torch": "9.9.9"}, torch.__version__)
     assert torch.__version__ in str(caught.value)
     assert "pip install" in caught.value.fix
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,7 @@ def attempt(body: Callable[[], Any]) -> dict[str, Any]:
     begin = time.monotonic()
     try:
         body()
-    except Exception as error:  # noqa: BLE001  (told to the test)
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  (told to the test)
         return {
             "error": type(error).__name__,
             "text": str(error),
@@ -182,8 +183,6 @@ def dies(rank: int, world: int, how: str, step_s: float) -> Any:
     if rank == 1:
         if how.endswith("during"):
             C.testing.set_step_delays({2: 60_000_000})  # between its first matmul and that one's copy
-            import threading
-
             threading.Timer(0.5, os.kill, (os.getpid(), getattr(signal, how.partition("-")[0]))).start()
         else:
             os.kill(os.getpid(), getattr(signal, how))
@@ -206,6 +205,39 @@ def dies_binding(rank: int, world: int) -> Any:
 
         Exchange.all = after_arena  # type: ignore[method-assign]
     return attempt(lambda: gather(work_ops.group(), rank, world, 4))
+
+
+def store_ends(rank: int, world: int, how: str, init_s: float) -> Any:
+    """Rank 0 hosts the Store, and ends or stops; the others meet a plan that they have to compare."""
+    first = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        first.set("second", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(first.get("second")), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    settings.configure(init_timeout_s=init_s)
+    gather(work_ops.group(), rank, world, 4)
+    dist.barrier()
+    if rank == 0:
+        os.kill(os.getpid(), getattr(signal, how))
+    time.sleep(0.3)
+    return attempt(lambda: gather(work_ops.group(), rank, world, 4, site="dddddddd44444444/forward.0"))
+
+
+def interrupted(rank: int, world: int, binding: bool) -> Any:
+    """Ctrl-C at rank 0 while it waits for rank 1, in a call or in the first one; rank 1 comes a second later."""
+    name = work_ops.group()
+    settings.configure(init_timeout_s=20.0, step_timeout_s=20.0)
+    if not binding:
+        gather(name, rank, world, 4)
+    dist.barrier()
+    if rank == 0:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    else:
+        time.sleep(1.0)
+    return attempt(lambda: gather(name, rank, world, 4))
 
 
 def forks(rank: int, world: int) -> Any:

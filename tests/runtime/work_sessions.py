@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -259,3 +261,62 @@ def checked(rank: int, world: int) -> list[str]:
         inputs = data(2 * world, 3, seed=rank)
         torch.library.opcheck(OPS.bulk.default, (inputs, [a], [b], collective, "sum", "bulk", name, "/c"), test_utils=tests)
     return []
+
+
+def autocast(rank: int, world: int) -> list[str]:
+    """An op's types are those of its operands, whatever autocast says, on our transport and on plain c10d."""
+    bad = []
+    a, b = data(8, 16, seed=1), data(16, 4, seed=2)
+    for host in ("", f"host{rank}:boot:1"):
+        with reset(), torch.autocast("cpu"):
+            C.testing.set_host_id(host)
+            name = dist.new_group(list(range(world))).group_name
+            out, partial = OPS.matmul_all_reduce([a], [b], None, "sum", a.dtype, True, "pipelined", name, "/autocast")
+            _, (product,) = OPS.all_gather_matmul(a, [b], [0], 1, False, False, "pipelined", name, "/autocast")
+        want = a.double() @ b.double()
+        bad += far("all_reduce", out, world * want, 16) + far("partial", partial, want, 16)
+        bad += far("gather", product, torch.cat([want] * world), 16)
+        bad += [f"{t.dtype}" for t in (out, partial, product) if t.dtype is not torch.float32]
+    return bad
+
+
+def threads(rank: int, world: int) -> list[str]:
+    """Two threads, a group each, that begin in one order here and in the other there: neither may wait for the other."""
+    names = [dist.new_group(list(range(world))).group_name for _ in range(2)]
+    bad: list[str] = []
+
+    def reduce(which: int, seed: int) -> None:
+        inputs = [data(50, 4, seed=seed + r) for r in range(world)]
+        out, _ = OPS.bulk(inputs[rank], [], [], "all_reduce", "sum", "bulk", names[which], f"/threads.{which}")
+        bad.extend(far("all_reduce", out, sum(x.double() for x in inputs), world))
+
+    def work(which: int) -> None:
+        try:
+            for turn in range(3):
+                reduce(which, 10 * turn)
+                time.sleep(0.3 if which == (rank + turn) % 2 else 0.0)
+        except Exception as error:  # noqa: BLE001  (told to the test)
+            bad.append(f"{type(error).__name__}: {error}")
+
+    with reset():
+        settings.configure(step_timeout_s=4.0)
+        reduce(0, 1)
+        reduce(1, 2)
+        C.testing.set_step_delays({3: 200_000})  # both first pushes are under way before either is reduced
+        both = [threading.Thread(target=work, args=(which,)) for which in ((0, 1) if rank else (1, 0))]
+        for thread in both:
+            thread.start()
+            time.sleep(0.1)
+        for thread in both:
+            thread.join()
+    return bad
+
+
+def gone(rank: int, world: int) -> list[str]:
+    """A destroyed group's session, and its memory, go at the latest when the next one is made."""
+    first = dist.new_group(list(range(world)))
+    name, bad = first.group_name, gather(first.group_name, rank, world, 4)
+    dist.destroy_process_group(first)
+    del first
+    bad += gather(dist.new_group(list(range(world))).group_name, rank, world, 4)
+    return bad + [f"{s.group} is still there" for s in C.sessions() if s.group == name]

@@ -1,0 +1,141 @@
+// From what a caller brings to a Call: the checks, the texts that ranks compare, and the group's session.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include <sstream>
+
+#include "bindings/python.h"
+#include "core/registry.h"
+
+namespace ub_overlap {
+
+using at::Tensor;
+using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+template <typename T>
+std::string text_of(const T& value) {
+    std::ostringstream out;
+    out << value;
+    return out.str();
+}
+
+// What is known of a call before its tensors are looked at: where it is, with whom, and by which strategy.
+class Builder {
+  public:
+    Builder(std::string op, const std::string& strategy, const std::string& group, const std::string& site)
+        : group_name_(group), group_(c10d::resolve_process_group(group)) {
+        call.op_name = std::move(op);
+        call.site = site;
+        call.strategy = strategy;
+        call.rank = group_->getRank();
+        call.ranks = group_->getSize();
+        call.key.ranks = call.ranks;
+        call.key.chunks = chunks_of(strategy);
+    }
+
+    Call call;
+
+    [[noreturn]] void refuse(const std::string& what, const std::string& got, const std::string& expected) const {
+        throw NamedError(
+            "OptionError",
+            {{"what", what}, {"where", call.op_name + " at site '" + call.site + "'"}, {"got", got}, {"expected", expected}});
+    }
+    void check(bool good, const std::string& what, const std::string& got, const std::string& expected) const {
+        if (!good) refuse(what, got, expected);
+    }
+
+    DType type_of(at::ScalarType type) const {
+        if (type == at::kFloat) return DType::f32;
+        if (type == at::kBFloat16) return DType::bf16;
+        if (type == at::kHalf) return DType::f16;
+        refuse("this dtype is not supported", c10::toString(type), "float32, bfloat16 or float16");
+    }
+
+    // A 2D tensor as it lies in memory; it must outlive the call.
+    Matrix matrix(const Tensor& t, const char* name) const {
+        check(t.device().is_cpu(), std::string(name) + " is on another device", text_of(t.device()), "cpu");
+        check(t.dim() == 2, std::string(name) + " is not a matrix", text_of(t.sizes()), "two dims");
+        return {static_cast<char*>(t.data_ptr()), t.size(0), t.size(1), t.stride(0), t.stride(1), type_of(t.scalar_type())};
+    }
+
+    // Equal shards of `rows` rows each.
+    void deal_equally(int64_t outer, int64_t rows, int64_t inner) {
+        call.outer = outer, call.inner = inner;
+        call.begin.resize(call.ranks + 1);
+        for (int r = 0; r <= call.ranks; ++r) call.begin[r] = r * rows;
+    }
+    // Any number of rows: shard s ends where floor says.
+    void deal_floor(int64_t rows, int64_t inner) {
+        call.outer = 1, call.inner = inner;
+        call.begin.resize(call.ranks + 1);
+        for (int r = 0; r <= call.ranks; ++r) call.begin[r] = rows * r / call.ranks;
+    }
+
+    void reduce_by(const std::string& op) {
+        check(op == "sum" || op == "avg", "this reduce_op is not supported", "'" + op + "'", "'sum' or 'avg'");
+        call.average = op == "avg";
+    }
+
+    void describe(const char* name, const Tensor& t) {
+        shape_ << name << text_of(t.sizes()) << ' ' << t.dtype().name() << "; ";
+    }
+    void describe(const char* name, at::TensorList list) {
+        for (const Tensor& t : list) describe(name, t);
+    }
+    template <typename T>
+    void note(const char* name, const T& value) {
+        shape_ << name << '=' << value << "; ";
+    }
+
+    // Finds or makes the session of the group.
+    std::shared_ptr<Session> session() {
+        std::shared_ptr<Session> found = Registry::get().find(group_name_, "cpu", group_.get());
+        if (found) return found;
+        if (!python_hooks().bind) {
+            throw NamedError("UbOverlapError",
+                             {{"what", "the runtime is not loaded"}, {"fix", "import ub_overlap.runtime.ops"}});
+        }
+        found = python_hooks().bind(group_name_, "cpu", call);
+        const c10::weak_intrusive_ptr<c10d::ProcessGroup> weak(group_);
+        Registry::get().put(found, group_.get(), [weak] { return !weak.expired(); });
+        return found;
+    }
+
+    // What is to be compared between ranks, and its hash: equal on all ranks in a program that is in step.
+    void seal() {
+        call.shape_text = shape_.str();
+        call.key.whole = call.last;
+        if (call.last && call.key.chunks > call.ranks) call.key.chunks = call.ranks;
+        uint32_t hash = 2166136261u;  // FNV-1a
+        for (const std::string* part : {&call.op_name, &call.site, &call.strategy, &call.shape_text}) {
+            for (const char c : *part) hash = (hash ^ static_cast<unsigned char>(c)) * 16777619u;
+            hash = (hash ^ 0xffu) * 16777619u;
+        }
+        call.tag = hash ? hash : 1;
+    }
+
+  private:
+    int64_t chunks_of(const std::string& strategy) const {
+        const size_t colon = strategy.find(':');
+        const std::string name = strategy.substr(0, colon), rest = colon == std::string::npos ? "" : strategy.substr(colon + 1);
+        const std::string expected = "'pipelined', 'pipelined:chunks=N', 'bulk' or 'bulk:chunks=N' with N of 1 or more";
+        check(name == "pipelined" || name == "bulk", "this strategy is unknown", "'" + strategy + "'", expected);
+        if (colon == std::string::npos) return 0;
+        const std::string label = "chunks=";
+        const bool digits = rest.rfind(label, 0) == 0 && rest.size() > label.size() && rest.size() < label.size() + 7 &&
+                            rest.find_first_not_of("0123456789", label.size()) == std::string::npos;
+        const int64_t chunks = digits ? std::stoll(rest.substr(label.size())) : 0;
+        check(chunks > 0, "this strategy is not understood", "'" + strategy + "'", expected);
+        const int64_t most = static_cast<int64_t>(max_pieces) * call.ranks;
+        check(chunks <= most, "too many chunks", std::to_string(chunks), "at most " + std::to_string(most));
+        return chunks;
+    }
+
+    std::string group_name_;
+    GroupPtr group_;
+    std::ostringstream shape_;
+};
+
+}  // namespace ub_overlap
