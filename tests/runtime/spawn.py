@@ -75,6 +75,7 @@ def _main(folder: str, port: str, world: str, function: str, args: str, rank: st
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
     me, size = int(rank), int(world)
     store = dist.TCPStore("127.0.0.1", int(port), is_master=False, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=me, world_size=size, timeout=timedelta(seconds=60))
