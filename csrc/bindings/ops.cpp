@@ -2,6 +2,7 @@
 // contract.
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
@@ -15,6 +16,11 @@
 #include "core/registry.h"
 #include "core/settings.h"
 #include "cpu/executor.h"
+#ifdef UB_OVERLAP_CUDA
+#include <c10/cuda/CUDAStream.h>
+
+#include "cuda/executor.h"
+#endif
 
 namespace ub_overlap {
 namespace {
@@ -32,8 +38,8 @@ std::string text_of(const T& value) {
 // What is known of a call before its tensors are looked at: where it is, with whom, and by which strategy.
 class Builder {
   public:
-    Builder(std::string op, const std::string& strategy, const std::string& group, const std::string& site)
-        : group_name_(group), group_(c10d::resolve_process_group(group)) {
+    Builder(std::string op, at::Device device, const std::string& strategy, const std::string& group, const std::string& site)
+        : device_(device), group_name_(group), group_(c10d::resolve_process_group(group)) {
         call.op_name = std::move(op);
         call.site = site;
         call.strategy = strategy;
@@ -63,7 +69,7 @@ class Builder {
 
     // A 2D tensor as it lies in memory; it must outlive the call.
     Matrix matrix(const Tensor& t, const char* name) const {
-        check(t.device().is_cpu(), std::string(name) + " is on another device", text_of(t.device()), "cpu");
+        check(t.device() == device_, std::string(name) + " is on another device", text_of(t.device()), text_of(device_));
         check(t.dim() == 2, std::string(name) + " is not a matrix", text_of(t.sizes()), "two dims");
         return {static_cast<char*>(t.data_ptr()), t.size(0), t.size(1), t.stride(0), t.stride(1), type_of(t.scalar_type())};
     }
@@ -99,17 +105,20 @@ class Builder {
 
     // Finds or makes the session of the group.
     std::shared_ptr<Session> session() {
-        std::shared_ptr<Session> found = Registry::get().find(group_name_, "cpu", group_.get());
+        const std::string device = c10::DeviceTypeName(device_.type(), true);
+        std::shared_ptr<Session> found = Registry::get().find(group_name_, device, group_.get());
         if (found) return found;
         if (!python_hooks().bind) {
             throw NamedError("UbOverlapError",
                              {{"what", "the runtime is not loaded"}, {"fix", "import ub_overlap.runtime.ops"}});
         }
-        found = python_hooks().bind(group_name_, "cpu", call.slot_bytes());
+        found = python_hooks().bind(group_name_, device, call.slot_bytes());
         auto weak = std::make_shared<c10::weak_intrusive_ptr<c10d::ProcessGroup>>(group_);
         Registry::get().put(found, group_.get(), weak);
         return found;
     }
+
+    at::Device device() const { return device_; }
 
     // What is to be compared between ranks, and its hash: equal on all ranks in a program that is in step.
     void seal() {
@@ -141,14 +150,25 @@ class Builder {
         return chunks;
     }
 
+    const at::Device device_;
     std::string group_name_;
     GroupPtr group_;
     std::ostringstream shape_;
 };
 
-CpuExecutor& executor() {
-    static CpuExecutor one(&aten_matmul);
-    return one;
+// The executor of a call's device; tells the call its stream.
+Executor& executor_of(at::Device device, Call& call) {
+#ifdef UB_OVERLAP_CUDA
+    if (device.is_cuda()) {
+        static CudaExecutor cuda(&aten_matmul_cuda);
+        call.device = device.index();
+        call.stream = c10::cuda::getCurrentCUDAStream(device.index()).stream();
+        return cuda;
+    }
+#endif
+    (void)device, (void)call;
+    static CpuExecutor cpu(&aten_matmul);
+    return cpu;
 }
 
 // Runs `call` on our transport and returns true, or returns false where the group has none.
@@ -160,15 +180,21 @@ bool run(Builder& b) {
         Stats::get().add(b.call.site, b.call.strategy, session->transport(), session->reason(), {}, false);
         return false;
     }
-    session->run(b.call, executor());
+    session->run(b.call, executor_of(b.device(), b.call));
     return true;
 }
 
-// Every op's frame: no GIL while it blocks, no autograd below it, and our exceptions as Python's.
+at::Device device_of(at::TensorList list) {
+    return list.empty() ? at::Device(at::kCPU) : list[0].device();
+}
+
+// Every op's frame: its device is current, no GIL while it blocks, no autograd below it, and our exceptions as Python's.
 template <typename Body>
-auto framed(Body body) {
+auto framed(at::Device device, Body body) {
     WithoutGil without_gil;
     at::AutoDispatchBelowADInplaceOrView below;
+    c10::OptionalDeviceGuard guard;
+    if (!device.is_cpu()) guard.reset_device(device);
     try {
         return body();
     } catch (...) {
@@ -183,8 +209,8 @@ char* data_of(const Tensor& t) {
 std::tuple<Tensor, std::vector<Tensor>> all_gather_matmul(const Tensor& shard, at::TensorList operands, at::IntArrayRef modes,
                                                           int64_t outer, bool last, bool keep, std::string strategy,
                                                           std::string group, std::string site) {
-    return framed([&]() -> std::tuple<Tensor, std::vector<Tensor>> {
-        Builder b("all_gather_matmul", strategy, group, site);
+    return framed(shard.device(), [&]() -> std::tuple<Tensor, std::vector<Tensor>> {
+        Builder b("all_gather_matmul", shard.device(), strategy, group, site);
         Call& call = b.call;
         call.op = OpKind::all_gather_matmul;
         call.collective = Collective::gather;
@@ -306,8 +332,8 @@ struct Product {
 std::tuple<Tensor, Tensor> matmul_reduce_scatter(at::TensorList lhs, at::TensorList rhs, const std::optional<Tensor>& addend,
                                                  int64_t outer, bool last, std::string reduce_op, at::ScalarType out_dtype,
                                                  bool keep, std::string strategy, std::string group, std::string site) {
-    return framed([&]() -> std::tuple<Tensor, Tensor> {
-        Builder b("matmul_reduce_scatter", strategy, group, site);
+    return framed(device_of(lhs), [&]() -> std::tuple<Tensor, Tensor> {
+        Builder b("matmul_reduce_scatter", device_of(lhs), strategy, group, site);
         Call& call = b.call;
         call.op = OpKind::matmul_reduce_scatter;
         call.collective = Collective::scatter;
@@ -349,8 +375,8 @@ std::tuple<Tensor, Tensor> matmul_reduce_scatter(at::TensorList lhs, at::TensorL
 std::tuple<Tensor, Tensor> matmul_all_reduce(at::TensorList lhs, at::TensorList rhs, const std::optional<Tensor>& addend,
                                              std::string reduce_op, at::ScalarType out_dtype, bool keep, std::string strategy,
                                              std::string group, std::string site) {
-    return framed([&]() -> std::tuple<Tensor, Tensor> {
-        Builder b("matmul_all_reduce", strategy, group, site);
+    return framed(device_of(lhs), [&]() -> std::tuple<Tensor, Tensor> {
+        Builder b("matmul_all_reduce", device_of(lhs), strategy, group, site);
         Call& call = b.call;
         call.op = OpKind::matmul_all_reduce;
         call.collective = Collective::reduce;
@@ -377,8 +403,8 @@ std::tuple<Tensor, Tensor> matmul_all_reduce(at::TensorList lhs, at::TensorList 
 std::tuple<Tensor, std::vector<Tensor>> bulk(const Tensor& input, at::TensorList lhs, at::TensorList rhs,
                                              std::string collective, std::string reduce_op, std::string strategy,
                                              std::string group, std::string site) {
-    return framed([&]() -> std::tuple<Tensor, std::vector<Tensor>> {
-        Builder b("bulk " + collective, strategy, group, site);
+    return framed(input.device(), [&]() -> std::tuple<Tensor, std::vector<Tensor>> {
+        Builder b("bulk " + collective, input.device(), strategy, group, site);
         Call& call = b.call;
         call.op = OpKind::bulk;
         call.key.kind = "bulk_" + collective;
@@ -435,9 +461,10 @@ std::tuple<Tensor, std::vector<Tensor>> bulk(const Tensor& input, at::TensorList
     });
 }
 
+#ifndef UB_OVERLAP_CUDA
 // For devices whose executor this build does not have.
 void no_executor(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack*) {
-    framed([&]() -> int {
+    framed(at::kCPU, [&]() -> int {
         throw NamedError("TransportError",
                          {{"what", "the CUDA executor is not part of this build"},
                           {"where", op.schema().name()},
@@ -445,6 +472,7 @@ void no_executor(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit:
                           {"fix", "rebuild with UB_OVERLAP_BUILD_CUDA=1 on a machine with nvcc and a CUDA torch"}});
     });
 }
+#endif
 
 }  // namespace
 
@@ -468,17 +496,25 @@ TORCH_LIBRARY(ub_overlap, m) {
         tags);
 }
 
-TORCH_LIBRARY_IMPL(ub_overlap, CPU, m) {
+static void register_ops(torch::Library& m) {
     m.impl("all_gather_matmul", &all_gather_matmul);
     m.impl("matmul_reduce_scatter", &matmul_reduce_scatter);
     m.impl("matmul_all_reduce", &matmul_all_reduce);
     m.impl("bulk", &bulk);
 }
 
+TORCH_LIBRARY_IMPL(ub_overlap, CPU, m) {
+    register_ops(m);
+}
+
 TORCH_LIBRARY_IMPL(ub_overlap, CUDA, m) {
+#ifdef UB_OVERLAP_CUDA
+    register_ops(m);
+#else
     for (const char* op : {"all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "bulk"}) {
         m.impl(op, torch::CppFunction::makeFromBoxedFunction<&no_executor>());
     }
+#endif
 }
 
 }  // namespace ub_overlap
