@@ -1,8 +1,9 @@
 """The CUDA executor on real GPUs, self-checking: torchrun --nproc-per-node 2 tests/gpu/smoke.py [--skip-timing] [--only TEXT]
 
 Every op in several shapes, dtypes and strategies against fp64 and against NCCL + matmul; back-to-back calls under random
-delays, bitwise; two streams; a captured graph; times; a peer at another site, with another shape, and one that never comes. Prints one
-table last, and exits with 0 if every row is good. A case that outlasts its deadline ends the program, with the table so far.
+delays, bitwise; two streams; a captured graph; times; a peer at another site, with another shape, and one that never comes.
+Prints one table last, and exits with 0 if every row is good. A case that outlasts its deadline ends the program, with the table
+so far.
 """
 
 # ruff: noqa: B023   the environment comes before torch; cases run as soon as they are named
