@@ -97,8 +97,9 @@ class SymmetricArena:
     def data_name(self) -> str:
         return ""
 
-    def check(self) -> None:
-        """Raises when a rank of the group has given up."""
+    def check(self, op: str, site: str) -> None:
+        """Raises when a rank of the group has given up, or is gone; `op` and `site` are what waits for it."""
+        self._host.check(op, site)
         self.core.check()
 
     def grow_begin(self, slot_bytes: int) -> None:
