@@ -11,10 +11,14 @@ import shutil
 import sys
 from pathlib import Path
 
-import pybind11
 import torch
 from setuptools import find_packages, setup
 from torch.utils import cpp_extension
+
+try:
+    import pybind11
+except ImportError:  # torch carries its headers
+    pybind11 = None
 
 ROOT = Path(__file__).resolve().parent
 VERSION = "0.1.0"
@@ -60,6 +64,7 @@ def extension() -> cpp_extension.CppExtension:
     macros = [("UB_OVERLAP_VERSION", f'"{VERSION}"'), ("UB_OVERLAP_TORCH_VERSION", f'"{torch.__version__}"')]
     if cuda:
         macros.append(("UB_OVERLAP_CUDA", "1"))
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")
     make = cpp_extension.CUDAExtension if cuda else cpp_extension.CppExtension
     nvcc = ["-O3", "--extended-lambda", "-Xcompiler=-fvisibility=hidden"]
     flags = {"cxx": cxx + system, "nvcc": nvcc} if cuda else {"cxx": cxx + system}
@@ -68,7 +73,7 @@ def extension() -> cpp_extension.CppExtension:
         f"  sources   {len(sources)} C++, {len(cuda)} CUDA\n"
         f"  flags     {' '.join(cxx)}\n"
         f"  torch     {torch.__version__}\n"
-        f"  pybind11  {pybind11.__version__}\n"
+        f"  pybind11  {pybind11.__version__ if pybind11 else 'in torch'}\n"
         f"  python    {sys.version.split()[0]}\n"
         f"  CUDA      {said}",
         file=sys.stderr,
@@ -77,7 +82,7 @@ def extension() -> cpp_extension.CppExtension:
         "ub_overlap._C",
         sorted(sources) + cuda,
         # pybind11's own headers before the copy that torch carries: one version in all of our files.
-        include_dirs=[str(ROOT / "csrc"), pybind11.get_include()],
+        include_dirs=[str(ROOT / "csrc"), *([pybind11.get_include()] if pybind11 else [])],
         define_macros=macros,
         extra_compile_args=flags,
         libraries=["rt"],

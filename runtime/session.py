@@ -4,8 +4,10 @@ A *session* is one group on one device type, made at the group's first call (`bi
 exchanges of small JSON texts with a deadline (`Exchange.all`), so a rank that does not come is named, whatever the step:
 
     card       host, versions, wanted slot size        -> all on one host? then shared memory, else plain c10d
+    peers      CUDA: ranks whose GPU cannot be reached -> none? then symmetric memory, else plain c10d
     arena      names of the shared memory segments     -> attach to all peers'
     attached   nothing                                 -> unlink: from here on nothing can be left in /dev/shm
+    made       CUDA: size of the slots allocated       -> torch's rendezvous; met: all words are zero
     plan/N     digest of the N-th plan                 -> equal; else text/N, and PlanMismatchError at the site that differs
     grow/N     name of the bigger segment              -> attach; grown/N: all have moved, the old one is let go
 
@@ -279,8 +281,9 @@ def bind(group: str, device: str, slot_bytes: int, op: str, site: str) -> Sessio
 def _session(
     group: str, device: str, rank: int, ranks: int, exchange: Exchange | None, arena: Any, transport: str, reason: str
 ) -> Session:
+    memory = getattr(arena, "core", arena)
     core = extension().Session(
-        group=group, device=device, rank=rank, ranks=ranks, arena=arena, transport=transport, reason=reason
+        group=group, device=device, rank=rank, ranks=ranks, arena=memory, transport=transport, reason=reason
     )
     return Session(core, exchange, arena)
 
@@ -291,6 +294,11 @@ def _bind(exchange: Exchange, group: str, device: str, rank: int, ranks: int, sl
     info = c.build_info()
     versions = {"version": info["version"], "torch": info["torch"]}
     card = {**versions, "host": host_id(), "slot": slot_bytes}
+    if device == "cuda":
+        from . import symmetric
+
+        symmetric.refuse_capture(f"bind group '{group}'")
+        card["gpu"] = symmetric.gpu()
     cards = exchange.all("card", card, timeout_s, doing)
     for other, their in enumerate(cards):
         theirs = {key: their[key] for key in versions}
@@ -308,7 +316,17 @@ def _bind(exchange: Exchange, group: str, device: str, rank: int, ranks: int, sl
         log.info("group '%s': plain c10d collectives, because %s", group, reason)
         return _session(group, device, rank, ranks, exchange, None, "c10d", reason)
 
-    arena = c.ShmArena(rank=rank, ranks=ranks, slot_bytes=slot_size(max(their["slot"] for their in cards)))
+    wanted = slot_size(max(their["slot"] for their in cards))
+    if device == "cuda":
+        gpus = [their["gpu"] for their in cards]
+        verdicts = exchange.all("peers", {"cannot": symmetric.unreachable(gpus, rank)}, timeout_s, doing)
+        why = symmetric.reason(gpus, [their["cannot"] for their in verdicts])
+        if why is not None:
+            log.info("group '%s': plain c10d collectives, because %s", group, why)
+            return _session(group, device, rank, ranks, exchange, None, "c10d", why)
+
+    # On CUDA the slots lie elsewhere: shared memory then holds what hosts tell each other.
+    arena = c.ShmArena(rank=rank, ranks=ranks, slot_bytes=_GRAIN if device == "cuda" else wanted)
     try:
         mine = {"control": arena.control_name, "data": arena.data_name}
         for other, names in enumerate(exchange.all("arena", mine, timeout_s, doing)):
@@ -317,7 +335,14 @@ def _bind(exchange: Exchange, group: str, device: str, rank: int, ranks: int, sl
         exchange.all("attached", {}, timeout_s, doing)
     finally:
         arena.unlink()
-    return _session(group, device, rank, ranks, exchange, arena, "shared memory", "")
+    if device != "cuda":
+        return _session(group, device, rank, ranks, exchange, arena, "shared memory", "")
+    shared = symmetric.SymmetricArena(arena, group, rank, ranks, wanted)
+    exchange.all("made", {"slot": wanted}, timeout_s, doing)
+    shared.meet()
+    exchange.all("met", {}, timeout_s, doing)
+    log.info("group '%s': %d bytes of symmetric memory a slot, deadline %g s", group, wanted, settings.current().step_timeout_s)
+    return _session(group, device, rank, ranks, exchange, shared, "symmetric memory", "")
 
 
 def _sweep(exchange: Exchange) -> None:
@@ -387,6 +412,14 @@ def size_mismatch(exchange: Exchange, rank: int, got: int, expected: int) -> err
     )
     error.ranks = (rank,)
     return error
+
+
+def check(group: str | None = None) -> None:
+    """Raise what has gone wrong so far in `group`, or in any group. On CUDA a call returns before its peers have come: what
+    fails then shows at the next op of the group, or here. Look after torch.cuda.synchronize() to know about all calls."""
+    for core in extension().sessions():
+        if group is None or core.group == group:
+            core.check()
 
 
 def close(group: str | None = None, device: str = "cpu") -> None:

@@ -24,8 +24,8 @@ std::string text_of(const T& value) {
 // What is known of a call before its tensors are looked at: where it is, with whom, and by which strategy.
 class Builder {
   public:
-    Builder(std::string op, const std::string& strategy, const std::string& group, const std::string& site)
-        : group_name_(group), group_(c10d::resolve_process_group(group)) {
+    Builder(std::string op, at::Device device, const std::string& strategy, const std::string& group, const std::string& site)
+        : device_(device), group_name_(group), group_(c10d::resolve_process_group(group)) {
         call.op_name = std::move(op);
         call.site = site;
         call.strategy = strategy;
@@ -55,7 +55,7 @@ class Builder {
 
     // A 2D tensor as it lies in memory; it must outlive the call.
     Matrix matrix(const Tensor& t, const char* name) const {
-        check(t.device().is_cpu(), std::string(name) + " is on another device", text_of(t.device()), "cpu");
+        check(t.device() == device_, std::string(name) + " is on another device", text_of(t.device()), text_of(device_));
         check(t.dim() == 2, std::string(name) + " is not a matrix", text_of(t.sizes()), "two dims");
         return {static_cast<char*>(t.data_ptr()), t.size(0), t.size(1), t.stride(0), t.stride(1), type_of(t.scalar_type())};
     }
@@ -91,17 +91,20 @@ class Builder {
 
     // Finds or makes the session of the group.
     std::shared_ptr<Session> session() {
-        std::shared_ptr<Session> found = Registry::get().find(group_name_, "cpu", group_.get());
+        const std::string device = c10::DeviceTypeName(device_.type(), true);
+        std::shared_ptr<Session> found = Registry::get().find(group_name_, device, group_.get());
         if (found) return found;
         if (!python_hooks().bind) {
             throw NamedError("UbOverlapError",
                              {{"what", "the runtime is not loaded"}, {"fix", "import ub_overlap.runtime.ops"}});
         }
-        found = python_hooks().bind(group_name_, "cpu", call);
+        found = python_hooks().bind(group_name_, device, call);
         const c10::weak_intrusive_ptr<c10d::ProcessGroup> weak(group_);
         Registry::get().put(found, group_.get(), [weak] { return !weak.expired(); });
         return found;
     }
+
+    at::Device device() const { return device_; }
 
     // What is to be compared between ranks, and its hash: equal on all ranks in a program that is in step.
     void seal() {
@@ -133,6 +136,7 @@ class Builder {
         return chunks;
     }
 
+    const at::Device device_;
     std::string group_name_;
     GroupPtr group_;
     std::ostringstream shape_;

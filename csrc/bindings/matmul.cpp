@@ -1,6 +1,9 @@
 #include "bindings/matmul.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <atomic>
 
 namespace ub_overlap {
 namespace {
@@ -12,45 +15,92 @@ at::ScalarType scalar_type(DType type) {
     return type == DType::f32 ? at::kFloat : type == DType::bf16 ? at::kBFloat16 : at::kHalf;
 }
 
-at::Tensor view(const Matrix& m, int64_t block, int64_t step) {
+at::Tensor tensor(const Matrix& m, char* data, at::IntArrayRef sizes, at::IntArrayRef strides, at::Device device) {
+    const at::TensorOptions options = at::TensorOptions(scalar_type(m.type)).device(device);
+    return at::for_blob(data, sizes).strides(strides).options(options).target_device(device).make_tensor();
+}
+
+at::Tensor view(const Matrix& m, int64_t block, int64_t step, at::Device device) {
     char* data = m.data ? m.data + block * step * size_of(m.type) : nullptr;
-    return at::from_blob(data, {m.rows, m.cols}, {m.row_stride, m.col_stride}, at::TensorOptions(scalar_type(m.type)));
+    return tensor(m, data, {m.rows, m.cols}, {m.row_stride, m.col_stride}, device);
 }
 
-at::Tensor views(const Matrix& m, int64_t batch, int64_t step) {
-    const at::TensorOptions options(scalar_type(m.type));
-    return at::from_blob(m.data, {batch, m.rows, m.cols}, {step, m.row_stride, m.col_stride}, options);
+at::Tensor views(const Matrix& m, int64_t batch, int64_t step, at::Device device) {
+    return tensor(m, m.data, {batch, m.rows, m.cols}, {step, m.row_stride, m.col_stride}, device);
 }
 
-}  // namespace
+// out (fp32) = a @ b (+ out) of narrower types, formed in fp32 by cuBLAS itself. False where this ATen cannot.
+bool widening_mm(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accumulate) {
+    static std::atomic<bool> can_add{true}, can_multiply{true};
+    if (a.size(1) == 0) return false;
+    if (accumulate && can_add.load(std::memory_order_relaxed)) {
+        try {
+            at::addmm_out(out, out, a, b, at::kFloat);
+            return true;
+        } catch (const c10::Error&) {  // refused by its checks, before any work: some versions want an addend of a's type
+            can_add.store(false, std::memory_order_relaxed);
+        }
+    }
+    if (!can_multiply.load(std::memory_order_relaxed)) return false;
+    try {
+        if (accumulate) {
+            at::Tensor product = at::empty(out.sizes(), out.options());
+            at::mm_out(product, a, b, at::kFloat);
+            out.add_(product);
+        } else {
+            at::mm_out(out, a, b, at::kFloat);
+        }
+        return true;
+    } catch (const c10::OutOfMemoryError&) {
+        throw;
+    } catch (const c10::Error&) {
+        can_multiply.store(false, std::memory_order_relaxed);
+        return false;
+    }
+}
 
-void aten_matmul(const MatmulTask& t) {
+void multiply(const MatmulTask& t, at::Device device) {
     if (t.batch == 0 || t.out.rows == 0 || t.out.cols == 0) return;
     // A contraction is formed in fp32, and so is a product of a narrow gathered piece with a wide operand.
     const auto operand = [&](at::Tensor tensor) { return tensor.to(scalar_type(t.out.type)); };
     if (t.batch > most_single_blocks) {
-        at::Tensor out = views(t.out, t.batch, t.out_step);
-        const at::Tensor a = operand(views(t.a, t.batch, t.a_step)), b = operand(views(t.b, t.batch, t.b_step));
+        at::Tensor out = views(t.out, t.batch, t.out_step, device);
+        const at::Tensor a = operand(views(t.a, t.batch, t.a_step, device)), b = operand(views(t.b, t.batch, t.b_step, device));
         if (t.accumulate) {
             at::baddbmm_out(out, out, a, b);
         } else if (t.addend.data) {
-            at::baddbmm_out(out, views(t.addend, t.batch, t.addend_step), a, b);
+            at::baddbmm_out(out, views(t.addend, t.batch, t.addend_step, device), a, b);
         } else {
             at::bmm_out(out, a, b);
         }
         return;
     }
     for (int64_t block = 0; block < t.batch; ++block) {
-        at::Tensor out = view(t.out, block, t.out_step);
-        const at::Tensor a = operand(view(t.a, block, t.a_step)), b = operand(view(t.b, block, t.b_step));
+        at::Tensor out = view(t.out, block, t.out_step, device);
+        const bool narrow = t.out.type == DType::f32 && t.a.type == t.b.type && t.a.type != DType::f32;
+        if (narrow && device.is_cuda() &&
+            widening_mm(out, view(t.a, block, t.a_step, device), view(t.b, block, t.b_step, device), t.accumulate)) {
+            continue;
+        }
+        const at::Tensor a = operand(view(t.a, block, t.a_step, device)), b = operand(view(t.b, block, t.b_step, device));
         if (t.accumulate) {
             at::addmm_out(out, out, a, b);
         } else if (t.addend.data) {
-            at::addmm_out(out, view(t.addend, block, t.addend_step), a, b);
+            at::addmm_out(out, view(t.addend, block, t.addend_step, device), a, b);
         } else {
             at::mm_out(out, a, b);
         }
     }
+}
+
+}  // namespace
+
+void aten_matmul(const MatmulTask& task) {
+    multiply(task, at::kCPU);
+}
+
+void aten_matmul_cuda(const MatmulTask& task) {
+    multiply(task, c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getDevice());
 }
 
 }  // namespace ub_overlap

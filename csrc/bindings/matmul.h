@@ -4,7 +4,8 @@
 
 namespace ub_overlap {
 
-// The CPU executor's matmul: ATen's, on views of raw memory.
+// The executors' matmul: ATen's, on views of raw memory. On CUDA it is enqueued on the current stream of the current device.
 void aten_matmul(const MatmulTask& task);
+void aten_matmul_cuda(const MatmulTask& task);
 
 }  // namespace ub_overlap

@@ -8,6 +8,9 @@
 #include "core/registry.h"
 #include "core/settings.h"
 #include "cpu/shm_arena.h"
+#ifdef UB_OVERLAP_CUDA
+#include "cuda/arena.h"
+#endif
 
 namespace py = pybind11;
 
@@ -136,6 +139,15 @@ void check_peers(ShmArena& arena, const std::string& op, const std::string& site
     }
 }
 
+// What went wrong in the group, in words, or None.
+py::object abort_text(Arena& arena) {
+    arena.poll();
+    const Failure* failure = arena.aborted();
+    if (!failure) return py::none();
+    set_python_error(std::make_exception_ptr(CallFailed(*failure)));
+    throw py::error_already_set();
+}
+
 void define_testing(py::module_ m) {
     struct State {  // only touched with the GIL held
         Injection injection;
@@ -191,11 +203,14 @@ PYBIND11_MODULE(_C, m) {
         if (error && !set_python_error(error)) std::rethrow_exception(error);
     });
 
-    py::class_<ShmArena, std::shared_ptr<ShmArena>>(m, "ShmArena")
+    py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
+        .def_property_readonly("slot_bytes", &Arena::slot_bytes)
+        .def("check", &abort_text, "Raises what a peer reported; None while nobody has given up.");
+
+    py::class_<ShmArena, Arena, std::shared_ptr<ShmArena>>(m, "ShmArena")
         .def(py::init<int, int, int64_t>(), py::arg("rank"), py::arg("ranks"), py::arg("slot_bytes"))
         .def_property_readonly("control_name", &ShmArena::control_name)
         .def_property_readonly("data_name", &ShmArena::data_name)
-        .def_property_readonly("slot_bytes", &ShmArena::slot_bytes)
         .def("attach", &ShmArena::attach, py::arg("rank"), py::arg("control_name"), py::arg("data_name"))
         .def("grow_begin", &ShmArena::grow_begin, py::arg("slot_bytes"))
         .def("grow_attach", &ShmArena::grow_attach, py::arg("rank"), py::arg("data_name"))
@@ -203,8 +218,17 @@ PYBIND11_MODULE(_C, m) {
         .def("unlink", &ShmArena::unlink)
         .def("check", &check_peers, py::arg("op"), py::arg("site"), "Raises when a peer has given up or is gone.");
 
+#ifdef UB_OVERLAP_CUDA
+    py::class_<cuda::CudaArena, Arena, std::shared_ptr<cuda::CudaArena>>(m, "CudaArena")
+        .def(py::init<int, std::shared_ptr<ShmArena>, const std::vector<uint64_t>&, const std::vector<uint64_t>&, int64_t>(),
+             py::arg("device"), py::arg("host"), py::arg("words"), py::arg("data"), py::arg("slot_bytes"))
+        .def_property_readonly("captured", &cuda::CudaArena::captured, "Whether some graph holds the slots' addresses.")
+        .def("replace", &cuda::CudaArena::replace, py::arg("data"), py::arg("slot_bytes"));
+    m.def("words_bytes", &cuda::words_bytes, py::arg("ranks"), "Symmetric memory that a rank needs beside its slots.");
+#endif
+
     py::class_<Session, std::shared_ptr<Session>>(m, "Session")
-        .def(py::init([](std::string group, std::string device, int rank, int ranks, std::shared_ptr<ShmArena> arena,
+        .def(py::init([](std::string group, std::string device, int rank, int ranks, std::shared_ptr<Arena> arena,
                          std::string transport, std::string reason) {
                  return std::make_shared<Session>(group, device, rank, ranks, arena, transport, reason);
              }),
@@ -218,6 +242,7 @@ PYBIND11_MODULE(_C, m) {
         .def_property_readonly("reason", &Session::reason)
         .def_property_readonly("epoch", &Session::epoch)
         .def_property_readonly("poisoned", &Session::poisoned)
+        .def("check", &Session::check, py::call_guard<py::gil_scoped_release>(), "Raises what has gone wrong so far.")
         .def("close", &Session::close, py::call_guard<py::gil_scoped_release>());
 
     m.def(

@@ -1,6 +1,7 @@
 // The four ops: their schemas, and the translation of their arguments into a Call. docs/ops.md is the contract.
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
 #include <optional>
@@ -12,13 +13,28 @@
 #include "bindings/reference.h"
 #include "core/settings.h"
 #include "cpu/executor.h"
+#ifdef UB_OVERLAP_CUDA
+#include <c10/cuda/CUDAStream.h>
+
+#include "cuda/executor.h"
+#endif
 
 namespace ub_overlap {
 namespace {
 
-CpuExecutor& executor() {
-    static CpuExecutor one(&aten_matmul);
-    return one;
+// The executor of a call's device; tells the call its stream.
+Executor& executor_of(at::Device device, Call& call) {
+#ifdef UB_OVERLAP_CUDA
+    if (device.is_cuda()) {
+        static CudaExecutor cuda(&aten_matmul_cuda);
+        call.device = device.index();
+        call.stream = c10::cuda::getCurrentCUDAStream(device.index()).stream();
+        return cuda;
+    }
+#endif
+    (void)device, (void)call;
+    static CpuExecutor cpu(&aten_matmul);
+    return cpu;
 }
 
 // Runs `call` on our transport and returns true, or returns false where the group has none.
@@ -30,16 +46,22 @@ bool run(Builder& b) {
         Stats::get().add(b.call.site, b.call.strategy, session->transport(), session->reason(), {}, false);
         return false;
     }
-    session->run(b.call, executor());
+    session->run(b.call, executor_of(b.device(), b.call));
     return true;
 }
 
-// Every op's frame: no GIL while it blocks, no autograd and no autocast below it, and our exceptions as Python's.
+at::Device device_of(at::TensorList list) {
+    return list.empty() ? at::Device(at::kCPU) : list[0].device();
+}
+
+// Every op's frame: its device is current, no GIL while it blocks, no autograd below it, and our exceptions as Python's.
 template <typename Body>
-auto framed(Body body) {
+auto framed(at::Device device, Body body) {
     WithoutGil without_gil;
     at::AutoDispatchBelowADInplaceOrView below;
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    c10::OptionalDeviceGuard guard;
+    if (!device.is_cpu()) guard.reset_device(device);
     try {
         return body();
     } catch (...) {
@@ -54,8 +76,8 @@ char* data_of(const Tensor& t) {
 std::tuple<Tensor, std::vector<Tensor>> all_gather_matmul(const Tensor& shard, at::TensorList operands, at::IntArrayRef modes,
                                                           int64_t outer, bool last, bool keep, std::string strategy,
                                                           std::string group, std::string site) {
-    return framed([&]() -> std::tuple<Tensor, std::vector<Tensor>> {
-        Builder b("all_gather_matmul", strategy, group, site);
+    return framed(shard.device(), [&]() -> std::tuple<Tensor, std::vector<Tensor>> {
+        Builder b("all_gather_matmul", shard.device(), strategy, group, site);
         Call& call = b.call;
         call.op = OpKind::all_gather_matmul;
         call.collective = Collective::gather;
@@ -176,8 +198,8 @@ struct Product {
 std::tuple<Tensor, Tensor> matmul_reduce_scatter(at::TensorList lhs, at::TensorList rhs, const std::optional<Tensor>& addend,
                                                  int64_t outer, bool last, std::string reduce_op, at::ScalarType out_dtype,
                                                  bool keep, std::string strategy, std::string group, std::string site) {
-    return framed([&]() -> std::tuple<Tensor, Tensor> {
-        Builder b("matmul_reduce_scatter", strategy, group, site);
+    return framed(device_of(lhs), [&]() -> std::tuple<Tensor, Tensor> {
+        Builder b("matmul_reduce_scatter", device_of(lhs), strategy, group, site);
         Call& call = b.call;
         call.op = OpKind::matmul_reduce_scatter;
         call.collective = Collective::scatter;
@@ -219,8 +241,8 @@ std::tuple<Tensor, Tensor> matmul_reduce_scatter(at::TensorList lhs, at::TensorL
 std::tuple<Tensor, Tensor> matmul_all_reduce(at::TensorList lhs, at::TensorList rhs, const std::optional<Tensor>& addend,
                                              std::string reduce_op, at::ScalarType out_dtype, bool keep, std::string strategy,
                                              std::string group, std::string site) {
-    return framed([&]() -> std::tuple<Tensor, Tensor> {
-        Builder b("matmul_all_reduce", strategy, group, site);
+    return framed(device_of(lhs), [&]() -> std::tuple<Tensor, Tensor> {
+        Builder b("matmul_all_reduce", device_of(lhs), strategy, group, site);
         Call& call = b.call;
         call.op = OpKind::matmul_all_reduce;
         call.collective = Collective::reduce;
@@ -247,8 +269,8 @@ std::tuple<Tensor, Tensor> matmul_all_reduce(at::TensorList lhs, at::TensorList 
 std::tuple<Tensor, std::vector<Tensor>> bulk(const Tensor& input, at::TensorList lhs, at::TensorList rhs,
                                              std::string collective, std::string reduce_op, std::string strategy,
                                              std::string group, std::string site) {
-    return framed([&]() -> std::tuple<Tensor, std::vector<Tensor>> {
-        Builder b("bulk " + collective, strategy, group, site);
+    return framed(input.device(), [&]() -> std::tuple<Tensor, std::vector<Tensor>> {
+        Builder b("bulk " + collective, input.device(), strategy, group, site);
         Call& call = b.call;
         call.op = OpKind::bulk;
         call.key.kind = "bulk_" + collective;
@@ -303,9 +325,10 @@ std::tuple<Tensor, std::vector<Tensor>> bulk(const Tensor& input, at::TensorList
     });
 }
 
+#ifndef UB_OVERLAP_CUDA
 // For devices whose executor this build does not have.
 void no_executor(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack*) {
-    framed([&]() -> int {
+    framed(at::kCPU, [&]() -> int {
         throw NamedError("TransportError",
                          {{"what", "the CUDA executor is not part of this build"},
                           {"where", op.schema().name()},
@@ -313,6 +336,7 @@ void no_executor(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit:
                           {"fix", "rebuild with UB_OVERLAP_BUILD_CUDA=1 on a machine with nvcc and a CUDA torch"}});
     });
 }
+#endif
 
 }  // namespace
 
@@ -336,17 +360,25 @@ TORCH_LIBRARY(ub_overlap, m) {
         tags);
 }
 
-TORCH_LIBRARY_IMPL(ub_overlap, CPU, m) {
+static void register_ops(torch::Library& m) {
     m.impl("all_gather_matmul", &all_gather_matmul);
     m.impl("matmul_reduce_scatter", &matmul_reduce_scatter);
     m.impl("matmul_all_reduce", &matmul_all_reduce);
     m.impl("bulk", &bulk);
 }
 
+TORCH_LIBRARY_IMPL(ub_overlap, CPU, m) {
+    register_ops(m);
+}
+
 TORCH_LIBRARY_IMPL(ub_overlap, CUDA, m) {
+#ifdef UB_OVERLAP_CUDA
+    register_ops(m);
+#else
     for (const char* op : {"all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "bulk"}) {
         m.impl(op, torch::CppFunction::makeFromBoxedFunction<&no_executor>());
     }
+#endif
 }
 
 }  // namespace ub_overlap

@@ -52,8 +52,12 @@ class Arena {
     FlagWord& flag(int rank, FlagKind kind, int slot, int source, int index) {
         return flags(rank)[flag_place(kind, slot, source, index, ranks())];
     }
+    // Looks for a failure that a device has written down, and tells the group of it.
+    virtual void poll() {}
+    // Returns when no device works on this arena any more.
+    virtual void quiesce() {}
     // Tell every rank, this one too, that the group is broken. A record that is there already stays.
-    void abort(const Failure& failure) {
+    virtual void abort(const Failure& failure) {
         for (int r = 0; r < ranks(); ++r) {
             ControlBlock* block = control(r);
             uint32_t none = 0;

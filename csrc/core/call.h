@@ -56,6 +56,9 @@ struct Call {
     std::vector<Matrix> accumulators;       // contracting consumers: fp32, the result itself where that is fp32
     Matrix addend;
 
+    int device = -1;  // CUDA: index of the tensors' device, and the caller's current stream on it
+    void* stream = nullptr;
+
     // Filled in by the session.
     uint64_t epoch = 0;
     Arena* arena = nullptr;

@@ -11,8 +11,8 @@ namespace ub_overlap {
 class Executor {
   public:
     virtual ~Executor() = default;
-    // Returns when the call's results are there (CPU), with the times of its steps. Throws CallFailed when a peer does not
-    // come. No step of the call is running any more when it returns or throws.
+    // CPU: returns when the call's results are there, with the times of its steps. Throws CallFailed when a peer does not
+    // come. No step of the call is running any more when it returns or throws. CUDA: returns when all is issued.
     virtual std::vector<StepTime> run(const Call& call) = 0;
 };
 

@@ -36,6 +36,7 @@ void Session::refuse_if_unusable() {
              {"got", poisoned_},
              {"fix", "handle the first error; to go on, destroy the process group on all ranks and make it again"}});
     }
+    if (arena_) arena_->poll();
     // A peer may have given up between two calls of ours. The data it left would still fit, but it will not come again.
     if (const Failure* failure = arena_ ? arena_->aborted() : nullptr) {
         poisoned_ = "a peer gave up before this call";
@@ -87,6 +88,11 @@ void Session::verify_only(const Call& call) {
     }
 }
 
+void Session::check() {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    refuse_if_unusable();
+}
+
 void Session::run(Call& call, Executor& executor) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     refuse_if_unusable();
@@ -114,6 +120,7 @@ void Session::run(Call& call, Executor& executor) {
 void Session::close() {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     closed_ = true;
+    if (arena_) arena_->quiesce();
     hooks_ = {};
     arena_.reset();
 }

@@ -23,10 +23,14 @@ class Session {
     Session(std::string group, std::string device, int rank, int ranks, std::shared_ptr<Arena> arena, std::string transport,
             std::string reason);
 
-    // Runs one call; the arguments have been checked. Blocks until the results are there.
+    // Runs one call; the arguments have been checked. Blocks until the results are there (CPU) or on their way (CUDA).
     void run(Call& call, Executor& executor);
     // Plan check alone, for calls that another transport carries out.
     void verify_only(const Call& call);
+    // Throws what has gone wrong in a call that was only issued (CUDA), or at a peer.
+    void check();
+    // Marks the session unusable and tells the peers; `text` is what later calls quote.
+    void poison(const std::string& text, const Failure* failure);
     void set_hooks(SessionHooks hooks);
     void close();
 

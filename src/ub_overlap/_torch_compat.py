@@ -26,6 +26,8 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "tree_leaves": ("torch.utils._pytree:tree_leaves",),
     "make_boxed_func": ("functorch.compile:make_boxed_func",),
     "_get_hash_for_files": ("torch._inductor.custom_graph_pass:get_hash_for_files",),
+    "_SymmetricMemory": ("torch._C._distributed_c10d:_SymmetricMemory",),
+    "_rendezvous": ("torch.distributed._symmetric_memory:rendezvous",),
     "_group_size_by_name": ("torch.distributed.distributed_c10d:_get_group_size_by_name",),
 }
 
@@ -179,3 +181,15 @@ def store_of(group: Any) -> Any:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._world.pg_map[group][1]
+
+
+def symmetric_empty(size: int, device: Any) -> Any:
+    """`size` bytes of memory that peers can map, an allocation of its own."""
+    import torch
+
+    return __getattr__("_SymmetricMemory").empty_strided_p2p((size,), (1,), torch.uint8, device)
+
+
+def symmetric_rendezvous(tensor: Any, group: str) -> Any:
+    """Map the ranks' tensors, made by `symmetric_empty` with equal sizes, into each other's processes. Collective."""
+    return __getattr__("_rendezvous")(tensor, group)

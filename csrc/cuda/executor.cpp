@@ -1,0 +1,301 @@
+// How a schedule becomes work on two streams:
+//
+//     begin    first kernel on COMPUTE: counts the epoch, and makes all the call's waits for free slots (DONE of earlier
+//     calls).
+//              So COPY holds no kernel: a push never waits for a multiprocessor that a matmul holds. Earlier is safe: what
+//              these waits wait for belongs to past calls, of which every step has been issued on all ranks.
+//     push     peer copy on COPY, then the slot's word copied to the peer's flag: the stream orders the flag after the data
+//     arrive   a kernel of one warp on COMPUTE, for all neighbouring waits at once
+//     end      last kernel on COMPUTE: the DONE signals, and NaN in the outputs if a wait failed
+//
+// Events join the streams; COMPUTE ends after COPY, so the caller's stream alone says when inputs may be freed.
+#include "cuda/executor.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "core/settings.h"
+#include "cuda/arena.h"
+#include "cuda/kernels.h"
+
+namespace ub_overlap {
+namespace {
+
+using namespace cuda;
+
+// What a device has once, for all groups: the copy stream, and events. An event may be recorded again as soon as the wait for
+// it has been issued, so the events of one call serve the next; calls of a device are issued one at a time.
+struct Device {
+    std::mutex mutex;
+    cudaStream_t copies = nullptr;
+    std::vector<cudaEvent_t> events;
+
+    cudaEvent_t event(size_t number) {
+        while (events.size() <= number) {
+            cudaEvent_t made = nullptr;
+            check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "make an event");
+            events.push_back(made);
+        }
+        return events[number];
+    }
+};
+
+Device& device_of(int index) {
+    static std::mutex mutex;
+    static auto* all = new std::map<int, std::unique_ptr<Device>>;  // never destroyed: the driver may go first
+    const std::lock_guard<std::mutex> lock(mutex);
+    std::unique_ptr<Device>& one = (*all)[index];
+    if (!one) {
+        auto made = std::make_unique<Device>();
+        int least = 0, greatest = 0;
+        check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "read the stream priorities");
+        check(cudaStreamCreateWithPriority(&made->copies, cudaStreamNonBlocking, greatest), "make the copy stream");
+        one = std::move(made);
+    }
+    return *one;
+}
+
+class Run {
+  public:
+    Run(const Call& call, MatmulFn matmul, Device& device)
+        : call_(call),
+          program_(*call.program),
+          matmul_(matmul),
+          device_(device),
+          arena_(static_cast<CudaArena*>(call.arena)),
+          compute_(static_cast<cudaStream_t>(call.stream)),
+          timeout_ns_(settings().step_timeout_ns.load(std::memory_order_relaxed)),
+          start_(static_cast<size_t>(program_.events)) {}
+
+    std::vector<StepTime> go() {
+        if (arena_) begin();
+        try {
+            for (size_t number = 0; number < program_.steps.size(); ++number) issue(static_cast<int>(number));
+            if (arena_) end();
+        } catch (...) {
+            // The caller frees its tensors in the order of its own stream.
+            if (copying_) join(compute_, device_.copies, start_ + 1);
+            throw;
+        }
+        return std::move(times_);
+    }
+
+  private:
+    void begin() {
+        cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+        check(cudaStreamIsCapturing(compute_, &status), "ask whether the stream is being captured");
+        capturing_ = status != cudaStreamCaptureStatusNone;
+        if (capturing_) {
+            arena_->set_captured();
+        } else if (arena_->called && arena_->last_stream != compute_) {
+            check(cudaStreamWaitEvent(compute_, arena_->last_call, 0), "order two calls of a group");
+        }
+        arena_->note(call_);
+        WaitList free;
+        for (const Step& step : program_.steps) {
+            for (const FlagWait& wait : step.waits) {
+                if (wait.back == 0) continue;
+                if (free.count == max_words) throw too_many("peers");
+                free.words[free.count++] = word_of(wait);
+            }
+        }
+        launch_begin(arena_->group(), call_.slot(), call_.tag, free, timeout_ns_, compute_);
+    }
+
+    // COPY begins after the call's first kernel: its signals read what that kernel wrote.
+    void begin_copies() {
+        if (copying_) return;
+        join(device_.copies, compute_, start_);
+        copying_ = true;
+    }
+
+    void issue(int number) {
+        const Step& step = program_.steps[number];
+        const bool copies = step.queue == copy_queue;
+        const cudaStream_t stream = copies ? device_.copies : compute_;
+        const bool waits = step.kind == StepKind::wait, signals = step.kind == StepKind::signal;
+        if (!copies && !(waits && step.after.empty())) flush_waits();
+        if (!copies && !signals) flush_signals();
+        if (copies) begin_copies();
+        for (int event : step.after) {
+            check(cudaStreamWaitEvent(stream, device_.event(static_cast<size_t>(event)), 0), "wait for an event");
+        }
+        const int64_t bytes = execute(step, stream);
+        times_.push_back(StepTime{number, step.queue, static_cast<int>(step.kind), 0, 0, bytes});
+        if (step.record < 0) return;
+        if (!copies) flush_waits(), flush_signals();
+        check(cudaEventRecord(device_.event(static_cast<size_t>(step.record)), stream), "record an event");
+    }
+
+    int64_t execute(const Step& step, cudaStream_t stream) {
+        switch (step.kind) {
+            case StepKind::copy:
+                return copy(step, stream);
+            case StepKind::signal: {
+                const SignalWord word{place_of(step.flag), step.flag.rank};
+                if (step.queue == copy_queue) {
+                    check(cudaMemcpyAsync(arena_->flag_word(word.rank, word.place), arena_->source_word(call_.slot()),
+                                          sizeof(uint64_t), cudaMemcpyDeviceToDevice, stream),
+                          "signal a peer");
+                } else {
+                    if (signals_.count == max_words) flush_signals();
+                    signals_.words[signals_.count++] = word;
+                }
+                return 0;
+            }
+            case StepKind::wait: {
+                if (step.waits[0].back != 0) return 0;  // made by the call's first kernel
+                if (step.queue == copy_queue) {
+                    WaitList one;
+                    one.words[one.count++] = word_of(step.waits[0]);
+                    launch_wait(arena_->group(), call_.slot(), one, timeout_ns_, stream);
+                } else {
+                    if (waits_.count == max_words) flush_waits();
+                    waits_.words[waits_.count++] = word_of(step.waits[0]);
+                }
+                return 0;
+            }
+            case StepKind::matmul:
+                for (const FlagWait& gate : step.waits) {
+                    if (gate.back != 0) continue;
+                    if (waits_.count == max_words) flush_waits();
+                    waits_.words[waits_.count++] = word_of(gate);
+                }
+                flush_waits();
+                for (const MatmulTask& task : call_.matmuls(step)) matmul_(task);
+                return 0;
+            case StepKind::reduce: {
+                if (step.reads.size() > max_ranks) throw too_many("sources");
+                std::vector<Span> sources;
+                for (const Region& region : step.reads) sources.push_back(call_.span(region));
+                const float divisor = call_.average ? static_cast<float>(call_.ranks) : 1.0f;
+                launch_reduce(sources, call_.type, call_.span(step.writes[0]), call_.out_type, divisor, stream);
+                return 0;
+            }
+            case StepKind::finish: {
+                const Matrix &sum = call_.accumulators[step.index], &result = call_.results[step.index];
+                if (sum.data == result.data) return 0;
+                const int64_t count = sum.rows * sum.cols;
+                const Span from{sum.data, 1, count * size_of(sum.type), count * size_of(sum.type)};
+                const Span to{result.data, 1, count * size_of(result.type), count * size_of(result.type)};
+                launch_reduce({from}, sum.type, to, result.type, 1.0f, stream);
+                return 0;
+            }
+        }
+        return 0;
+    }
+
+    int64_t copy(const Step& step, cudaStream_t stream) {
+        const Span src = call_.span(step.reads[0]), dst = call_.span(step.writes[0]);
+        const int64_t bytes = src.blocks * src.bytes;
+        if (bytes == 0) return 0;
+        if (step.queue == compute_queue) {
+            launch_copy(src, dst, stream);
+            return 0;
+        }
+        const auto kind = cudaMemcpyDeviceToDevice;
+        const int64_t widest = INT32_MAX;
+        if (src.blocks == 1 || (src.stride == src.bytes && dst.stride == dst.bytes)) {
+            check(cudaMemcpyAsync(dst.data, src.data, static_cast<size_t>(bytes), kind, stream), "push to a peer");
+        } else if (src.stride < widest && dst.stride < widest) {
+            check(cudaMemcpy2DAsync(dst.data, static_cast<size_t>(dst.stride), src.data, static_cast<size_t>(src.stride),
+                                    static_cast<size_t>(src.bytes), static_cast<size_t>(src.blocks), kind, stream),
+                  "push to a peer");
+        } else {
+            for (int64_t block = 0; block < src.blocks; ++block) {
+                check(cudaMemcpyAsync(dst.data + block * dst.stride, src.data + block * src.stride,
+                                      static_cast<size_t>(src.bytes), kind, stream),
+                      "push to a peer");
+            }
+        }
+        return bytes;
+    }
+
+    void end() {
+        flush_waits();
+        PoisonList outputs;
+        const auto add = [&](char* data, int64_t bytes) {
+            if (!data || bytes == 0) return;
+            if (outputs.count == 16) {
+                launch_end(arena_->group(), call_.slot(), SignalList{}, outputs, compute_);
+                outputs.count = 0;
+            }
+            outputs.parts[outputs.count].data = data;
+            outputs.parts[outputs.count++].bytes = bytes;
+        };
+        const bool scatter = call_.collective == Collective::scatter;
+        const int64_t rows = scatter ? call_.rows(call_.rank) : call_.total_rows();
+        add(call_.output, call_.outer * rows * call_.inner * size_of(call_.out_type));
+        for (const Matrix& result : call_.results) add(result.data, result.rows * result.cols * size_of(result.type));
+        launch_end(arena_->group(), call_.slot(), signals_, outputs, compute_);
+        signals_.count = 0;
+        if (capturing_) return;
+        check(cudaEventRecord(arena_->last_call, compute_), "record an event");
+        arena_->last_stream = compute_;
+        arena_->called = true;
+    }
+
+    void join(cudaStream_t later, cudaStream_t earlier, size_t number) {
+        const cudaEvent_t event = device_.event(number);
+        check(cudaEventRecord(event, earlier), "record an event");
+        check(cudaStreamWaitEvent(later, event, 0), "wait for an event");
+    }
+
+    void flush_waits() {
+        if (waits_.count) launch_wait(arena_->group(), call_.slot(), waits_, timeout_ns_, compute_);
+        waits_.count = 0;
+    }
+    void flush_signals() {
+        if (signals_.count) launch_signal(arena_->group(), call_.slot(), signals_, compute_);
+        signals_.count = 0;
+    }
+
+    uint32_t place_of(const FlagId& flag) const {
+        return static_cast<uint32_t>(flag_place(flag.kind, call_.slot(), flag.source, flag.index, call_.ranks));
+    }
+    WaitWord word_of(const FlagWait& wait) const {
+        // The call that used the slot before signalled DONE in the slot's own words.
+        return {place_of(wait.flag), static_cast<uint16_t>(wait.flag.source), static_cast<uint16_t>(wait.flag.index),
+                static_cast<uint8_t>(wait.flag.kind), static_cast<uint8_t>(wait.back != 0)};
+    }
+    NamedError too_many(const char* what) const {
+        return NamedError("UbOverlapError", {{"what", std::string("too many ") + what + " for one call"},
+                                             {"where", call_.op_name + " at site '" + call_.site + "'"},
+                                             {"expected", "at most " + std::to_string(max_words)}});
+    }
+
+    const Call& call_;
+    const Program& program_;
+    MatmulFn matmul_;
+    Device& device_;
+    CudaArena* arena_;
+    const cudaStream_t compute_;
+    const int64_t timeout_ns_;
+    const size_t start_;  // number of the first event that is not the schedule's
+    std::vector<StepTime> times_;
+    WaitList waits_;      // on COMPUTE, not launched yet
+    SignalList signals_;  // on COMPUTE, not launched yet
+    bool copying_ = false, capturing_ = false;
+};
+
+}  // namespace
+
+std::vector<StepTime> CudaExecutor::run(const Call& call) {
+    const OnDevice here(call.device);
+    if (auto* arena = static_cast<CudaArena*>(call.arena); arena && arena->device() != call.device) {
+        throw NamedError("OptionError", {{"what", "the tensors are on another device than the group's arena"},
+                                         {"where", call.op_name + " at site '" + call.site + "'"},
+                                         {"got", "cuda:" + std::to_string(call.device)},
+                                         {"expected", "cuda:" + std::to_string(arena->device())},
+                                         {"fix", "call torch.cuda.set_device before the first op, and keep to one device"}});
+    }
+    Device& device = device_of(call.device);
+    const std::lock_guard<std::mutex> lock(device.mutex);
+    return Run(call, matmul_, device).go();
+}
+
+}  // namespace ub_overlap

@@ -1,0 +1,32 @@
+// Launches of the executor's own kernels. All are asynchronous and throw NamedError when a launch is refused.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <vector>
+
+#include "core/call.h"
+#include "cuda/state.h"
+
+namespace ub_overlap::cuda {
+
+// Loads every kernel onto the current device: loading one later could wait for a kernel that spins.
+void preload();
+
+// First kernel of a call: counts the epoch, stores the slot's word, and waits until the peers have left the slot.
+void launch_begin(const Group& group, int slot, uint32_t tag, const WaitList& free, int64_t timeout_ns, cudaStream_t stream);
+void launch_wait(const Group& group, int slot, const WaitList& list, int64_t timeout_ns, cudaStream_t stream);
+void launch_signal(const Group& group, int slot, const SignalList& list, cudaStream_t stream);
+// Last kernel of a call: the signals that are left, and NaN everywhere in `outputs` if a wait of this group has failed.
+void launch_end(const Group& group, int slot, const SignalList& list, const PoisonList& outputs, cudaStream_t stream);
+
+// By the compute units, 16 bytes a thread where the addresses allow it.
+void launch_copy(const Span& src, const Span& dst, cudaStream_t stream);
+// dst = (sum of sources in their order, in fp32) / divisor, rounded once.
+void launch_reduce(const std::vector<Span>& sources, DType source_type, const Span& dst, DType dst_type, float divisor,
+                   cudaStream_t stream);
+
+// Throws NamedError("UbOverlapError") saying what could not be done.
+void check(cudaError_t code, const char* what);
+
+}  // namespace ub_overlap::cuda
