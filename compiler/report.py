@@ -113,7 +113,8 @@ def _reported(plan: Plan, d: Decision, now: SiteStats | None, before: SiteStats 
         executed=now.strategy if now.transport != "c10d" else "c10d",
         transport=now.transport,
         bytes_copied=now.bytes_copied - copied,
-        bytes_beside_matmul=now.bytes_beside_matmul - beside,
+        # Steps on a GPU are issued, not timed: what moved beside what is not known there.
+        bytes_beside_matmul=None if now.transport == "symmetric memory" else now.bytes_beside_matmul - beside,
     )
 
 

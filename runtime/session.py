@@ -294,9 +294,9 @@ def _bind(exchange: Exchange, group: str, device: str, rank: int, ranks: int, sl
     info = c.build_info()
     versions = {"version": info["version"], "torch": info["torch"]}
     card = {**versions, "host": host_id(), "slot": slot_bytes}
-    if device == "cuda":
-        from . import symmetric
+    from . import symmetric
 
+    if device == "cuda":
         symmetric.refuse_capture(f"bind group '{group}'")
         card["gpu"] = symmetric.gpu()
     cards = exchange.all("card", card, timeout_s, doing)
