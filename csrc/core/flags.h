@@ -19,9 +19,9 @@ constexpr int flag_kinds = 3;
 // Arena slots, taken in turn: slot = epoch modulo slots.
 constexpr int slots = 2;
 
-// Pieces of a shard that can be signalled one by one. Proofs grow with the square of the pieces of all ranks: at this many, on
-// 8 ranks, one takes seconds.
-constexpr int max_pieces = 32;
+// Pieces of a shard that can be signalled one by one: as many as options may ask for, even of a group of one rank. Proofs of
+// more would take long (the square of the pieces of all ranks).
+constexpr int max_pieces = 64;
 
 inline const char* name_of(FlagKind kind) {
     return kind == FlagKind::ready ? "READY" : kind == FlagKind::done ? "DONE" : "READY2";

@@ -195,6 +195,7 @@ def alone(rank: int, world: int) -> list[str]:
     """A group of one rank."""
     mine = [dist.new_group([r]) for r in range(world)][rank].group_name
     bad = gather(mine, 0, 1, 5) + scatter(mine, 0, 1, 5) + gather(mine, 0, 1, 6, strategy="pipelined:chunks=3")
+    bad += gather(mine, 0, 1, 70, strategy="pipelined:chunks=64")  # the most that options allow
     out, _ = OPS.matmul_all_reduce([torch.eye(3)], [torch.eye(3)], None, "avg", torch.float32, False, "pipelined", mine, "/one")
     whole, _ = OPS.bulk(torch.ones(4), [], [], "all_reduce", "sum", "bulk", mine, "/one")
     return bad + ([] if torch.equal(out, torch.eye(3)) and torch.equal(whole, torch.ones(4)) else ["values differ"])
