@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <sstream>
+#include <string_view>
 
 #include "bindings/python.h"
 #include "core/registry.h"
@@ -32,7 +33,7 @@ class Builder {
         call.rank = group_->getRank();
         call.ranks = group_->getSize();
         call.key.ranks = call.ranks;
-        call.key.chunks = chunks_of(strategy);
+        read_strategy(strategy);
     }
 
     Call call;
@@ -79,14 +80,18 @@ class Builder {
     }
 
     void describe(const char* name, const Tensor& t) {
-        shape_ << name << text_of(t.sizes()) << ' ' << t.dtype().name() << "; ";
-    }
-    void describe(const char* name, at::TensorList list) {
-        for (const Tensor& t : list) describe(name, t);
+        shape_ += name;
+        append(t.sizes());
+        shape_ += ' ';
+        shape_ += t.dtype().name();
+        shape_ += "; ";
     }
     template <typename T>
     void note(const char* name, const T& value) {
-        shape_ << name << '=' << value << "; ";
+        shape_ += name;
+        shape_ += '=';
+        append(value);
+        shape_ += "; ";
     }
 
     // Finds or makes the session of the group.
@@ -108,9 +113,10 @@ class Builder {
 
     // What is to be compared between ranks, and its hash: equal on all ranks in a program that is in step.
     void seal() {
-        call.shape_text = shape_.str();
+        call.shape_text = shape_;
         call.key.whole = call.last;
-        if (call.last && call.key.chunks > call.ranks) call.key.chunks = call.ranks;
+        if (call.last && (call.key.striped || call.key.chunks > call.ranks)) call.key.chunks = call.ranks;
+        if (call.last) call.key.striped = false;  // such shards cannot be cut
         uint32_t hash = 2166136261u;  // FNV-1a
         for (const std::string* part : {&call.op_name, &call.site, &call.strategy, &call.shape_text}) {
             for (const char c : *part) hash = (hash ^ static_cast<unsigned char>(c)) * 16777619u;
@@ -120,26 +126,46 @@ class Builder {
     }
 
   private:
-    int64_t chunks_of(const std::string& strategy) const {
+    // Sets chunks and striped. The texts are built for errors alone: this runs at every call.
+    void read_strategy(const std::string& strategy) {
         const size_t colon = strategy.find(':');
-        const std::string name = strategy.substr(0, colon), rest = colon == std::string::npos ? "" : strategy.substr(colon + 1);
-        const std::string expected = "'pipelined', 'pipelined:chunks=N', 'bulk' or 'bulk:chunks=N' with N of 1 or more";
-        check(name == "pipelined" || name == "bulk", "this strategy is unknown", "'" + strategy + "'", expected);
-        if (colon == std::string::npos) return 0;
-        const std::string label = "chunks=";
-        const bool digits = rest.rfind(label, 0) == 0 && rest.size() > label.size() && rest.size() < label.size() + 7 &&
-                            rest.find_first_not_of("0123456789", label.size()) == std::string::npos;
-        const int64_t chunks = digits ? std::stoll(rest.substr(label.size())) : 0;
-        check(chunks > 0, "this strategy is not understood", "'" + strategy + "'", expected);
-        const int64_t most = static_cast<int64_t>(max_pieces) * call.ranks;
-        check(chunks <= most, "too many chunks", std::to_string(chunks), "at most " + std::to_string(most));
-        return chunks;
+        const std::string_view text(strategy), name = text.substr(0, colon);
+        const auto need = [&](bool good, const char* what) {
+            if (good) return;
+            refuse(what, "'" + strategy + "'",
+                   "'pipelined', 'pipelined:chunks=N', 'pipelined:stripes=N' (reductions), 'bulk' or 'bulk:chunks=N', N of 1 or more");
+        };
+        need(name == "pipelined" || name == "bulk", "this strategy is unknown");
+        if (colon == std::string::npos) return;
+        const std::string_view rest = text.substr(colon + 1), label = rest.substr(0, rest.find('=') + 1);
+        const std::string_view digits = rest.substr(label.size());
+        call.key.striped = label == "stripes=";
+        need(label == "chunks=" || (call.key.striped && name == "pipelined"), "this strategy is not understood");
+        need(!digits.empty() && digits.size() < 7 && digits.find_first_not_of("0123456789") == std::string_view::npos,
+             "this strategy is not understood");
+        for (const char digit : digits) call.key.chunks = call.key.chunks * 10 + (digit - '0');
+        need(call.key.chunks > 0, "this strategy is not understood");
+        const int64_t most = static_cast<int64_t>(max_pieces) * (call.key.striped ? 1 : call.ranks);
+        if (call.key.chunks > most) refuse("too many chunks", std::to_string(call.key.chunks), "at most " + std::to_string(most));
+    }
+
+    void append(int64_t value) { shape_ += std::to_string(value); }
+    void append(bool value) { shape_ += value ? '1' : '0'; }
+    void append(const std::string& value) { shape_ += value; }
+    void append(const char* value) { shape_ += value; }
+    void append(at::IntArrayRef values) {
+        shape_ += '[';
+        for (size_t i = 0; i < values.size(); ++i) {
+            if (i) shape_ += ", ";
+            append(values[i]);
+        }
+        shape_ += ']';
     }
 
     const at::Device device_;
     std::string group_name_;
     GroupPtr group_;
-    std::ostringstream shape_;
+    std::string shape_;
 };
 
 }  // namespace ub_overlap

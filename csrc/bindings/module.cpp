@@ -49,7 +49,8 @@ void set_provider(py::object provide) {
         return in_python([&] {
             py::tuple contracts(key.contracts.size());
             for (size_t i = 0; i < key.contracts.size(); ++i) contracts[i] = py::bool_(key.contracts[i]);
-            const py::tuple tuple = py::make_tuple(key.kind, key.ranks, key.chunks, contracts, key.terms, key.whole, key.keep);
+            const py::tuple tuple = py::make_tuple(key.kind, key.ranks, key.chunks, contracts, key.terms, key.whole,
+                                                   key.keep, key.striped);
             return handle_of(held)(tuple, rank).cast<EncodedSchedule>();
         });
     });

@@ -37,8 +37,10 @@ Executor& executor_of(at::Device device, Call& call) {
     return cpu;
 }
 
-// Runs `call` on our transport and returns true, or returns false where the group has none.
-bool run(Builder& b) {
+// Runs `call` on our transport and returns true, or returns false where the group has none. `prepare` is called once it is known
+// what the schedule will need.
+template <typename Prepare>
+bool run(Builder& b, Prepare prepare) {
     b.seal();
     std::shared_ptr<Session> session = b.session();
     if (session->transport() == "c10d") {
@@ -46,8 +48,11 @@ bool run(Builder& b) {
         Stats::get().add(b.call.site, b.call.strategy, session->transport(), session->reason(), {}, false);
         return false;
     }
-    session->run(b.call, executor_of(b.device(), b.call));
+    session->run(b.call, executor_of(b.device(), b.call), prepare);
     return true;
+}
+bool run(Builder& b) {
+    return run(b, [](Call&) {});
 }
 
 at::Device device_of(at::TensorList list) {
@@ -85,6 +90,7 @@ std::tuple<Tensor, std::vector<Tensor>> all_gather_matmul(const Tensor& shard, a
         call.key.keep = keep;
         call.last = last;
         call.type = call.out_type = b.type_of(shard.scalar_type());
+        b.check(!call.key.striped, "a gather has no stripes", strategy, "'pipelined' or 'pipelined:chunks=N'");
         b.check(shard.dim() >= 1, "shard has no dims", text_of(shard.sizes()), "at least one dim");
         b.check(modes.size() == operands.size(), "modes and operands differ in number", std::to_string(modes.size()),
                 std::to_string(operands.size()));
@@ -122,11 +128,6 @@ std::tuple<Tensor, std::vector<Tensor>> all_gather_matmul(const Tensor& shard, a
             call.modes.push_back(mode);
             call.key.contracts.push_back(contracts);
             call.results.push_back(b.matrix(outs.back(), "a result"));
-            call.accumulators.push_back(call.results.back());
-            if (contracts && operand.type != DType::f32) {
-                sums.push_back(at::empty(sizes, shard.options().dtype(at::kFloat)));
-                call.accumulators.back() = b.matrix(sums.back(), "an accumulator");
-            }
         }
         Tensor gathered = keep ? at::empty({whole_rows, whole_cols}, shard.options()) : at::empty({0}, shard.options());
         call.output = data_of(gathered);
@@ -135,7 +136,15 @@ std::tuple<Tensor, std::vector<Tensor>> all_gather_matmul(const Tensor& shard, a
         b.note("modes", modes);
         b.note("outer", outer);
         b.note("last", last);
-        if (run(b)) return {gathered, outs};
+        const auto accumulators = [&](Call& call) {
+            call.accumulators = call.results;
+            for (size_t j = 0; j < outs.size(); ++j) {
+                if (call.results[j].type == DType::f32 || !call.program->accumulates(static_cast<int>(j))) continue;
+                sums.push_back(at::empty(outs[j].sizes(), shard.options().dtype(at::kFloat)));
+                call.accumulators[j] = b.matrix(sums.back(), "an accumulator");
+            }
+        };
+        if (run(b, accumulators)) return {gathered, outs};
         WithGil gil;
         std::vector<Tensor> results = ReferenceCall("all_gather_matmul")
                                           .tensor(shard)

@@ -128,6 +128,14 @@ void Call::gathered_matmuls(const Step& step, std::vector<MatmulTask>& tasks) co
             add = true;
             continue;
         }
+        if (width == total_rows() && width == held) {  // all of it, in order: one matrix
+            const Matrix all{base, outer * width, inner, inner, 1, type};
+            MatmulTask task;
+            task.out = out, task.a = flip ? all.transposed() : all, task.b = b, task.accumulate = add;
+            tasks.push_back(task);
+            add = true;
+            continue;
+        }
         const Matrix g{base + skip * inner * size_of(type), width, inner, inner, 1, type};
         if (!contracts) {
             MatmulTask task;
@@ -157,7 +165,29 @@ void Call::gathered_matmuls(const Step& step, std::vector<MatmulTask>& tasks) co
 void Call::product_matmuls(const Step& step, std::vector<MatmulTask>& tasks) const {
     const Matrix &a = lhs[step.index], &b = rhs[step.index];
     const bool first = step.index == 0 && addend.data != nullptr;
-    for (const Range& range : merge(*this, step.writes)) {
+    const std::vector<Range> ranges = merge(*this, step.writes);
+    // A stripe of equal shards: blocks of rows at equal distances, one batched matmul.
+    const auto batch = static_cast<int64_t>(ranges.size());
+    bool even = !last && outer == 1 && batch > 1;
+    for (int64_t i = 1; even && i < batch; ++i) {
+        even = ranges[i].first - ranges[i - 1].first == ranges[1].first - ranges[0].first &&
+               ranges[i].last - ranges[i].first == ranges[0].last - ranges[0].first;
+    }
+    if (even) {
+        const int64_t step_rows = ranges[1].first - ranges[0].first, rows = ranges[0].last - ranges[0].first;
+        const Matrix all{partial, total_rows(), inner, inner, 1, type};
+        MatmulTask task;
+        task.out = all.row_block(ranges[0].first, rows), task.a = a.row_block(ranges[0].first, rows), task.b = b;
+        task.batch = batch, task.out_step = step_rows * inner, task.a_step = step_rows * a.row_stride;
+        task.accumulate = step.accumulate;
+        if (first) {
+            task.addend = addend.row_block(ranges[0].first, rows);
+            task.addend_step = step_rows * addend.row_stride;
+        }
+        tasks.push_back(task);
+        return;
+    }
+    for (const Range& range : ranges) {
         const int64_t width = range.last - range.first;
         MatmulTask task;
         task.accumulate = step.accumulate;

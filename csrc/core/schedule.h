@@ -58,9 +58,9 @@ struct Key {
     int64_t chunks = 0;
     std::vector<bool> contracts;
     int64_t terms = 0;
-    bool whole = false, keep = false;
+    bool whole = false, keep = false, striped = false;
 
-    auto tied() const { return std::tie(kind, ranks, chunks, contracts, terms, whole, keep); }
+    auto tied() const { return std::tie(kind, ranks, chunks, contracts, terms, whole, keep, striped); }
     bool operator<(const Key& other) const { return tied() < other.tied(); }
 };
 
@@ -69,6 +69,14 @@ struct Program {
     std::vector<Step> steps;
     std::vector<int> queues[2];
     int events = 0;
+
+    // Is the sum of this consumer put together in fp32, by several matmuls?
+    bool accumulates(int consumer) const {
+        for (const Step& step : steps) {
+            if (step.kind == StepKind::finish && step.index == consumer) return true;
+        }
+        return false;
+    }
 };
 
 using EncodedSchedule = std::vector<std::vector<int64_t>>;

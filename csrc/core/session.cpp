@@ -93,12 +93,13 @@ void Session::check() {
     refuse_if_unusable();
 }
 
-void Session::run(Call& call, Executor& executor) {
+void Session::run(Call& call, Executor& executor, const std::function<void(Call&)>& prepare) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     refuse_if_unusable();
     call.epoch = ++epoch_;
     try {
         call.program = ProgramCache::get(call.key, rank_);
+        prepare(call);
         if (arena_) publish(call);
         verify(call);
         if (arena_ && arena_->slot_bytes() < call.slot_bytes()) hooks_.grow(call);

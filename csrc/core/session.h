@@ -24,7 +24,7 @@ class Session {
             std::string reason);
 
     // Runs one call; the arguments have been checked. Blocks until the results are there (CPU) or on their way (CUDA).
-    void run(Call& call, Executor& executor);
+    void run(Call& call, Executor& executor, const std::function<void(Call&)>& prepare);
     // Plan check alone, for calls that another transport carries out.
     void verify_only(const Call& call);
     // Throws what has gone wrong in a call that was only issued (CUDA), or at a peer.

@@ -44,8 +44,8 @@ def decode(rows: Sequence[Sequence[int]], key: Key, rank: int) -> Schedule:
 
 
 def _key(fields: tuple[Any, ...]) -> Key:
-    kind, ranks, chunks, contracts, terms, whole, keep = fields
-    return Key(str(kind), int(ranks), int(chunks), tuple(map(bool, contracts)), int(terms), bool(whole), bool(keep))
+    kind, ranks, chunks, contracts, terms, *flags = fields
+    return Key(str(kind), int(ranks), int(chunks), tuple(map(bool, contracts)), int(terms), *map(bool, flags))
 
 
 @lru_cache(maxsize=1024)

@@ -140,7 +140,7 @@ class Matmul(Step):
     `reads`: the pieces of INPUT or LANDING that are its gathered operand (empty when all operands are OPERANDs).
     `writes`: the pieces of RESULT or PARTIAL it produces. `accumulate`: add to what `writes` holds instead of storing:
     term > 0 of a sum of products, or a further shard of a contraction. A contraction writes the whole of RESULT
-    shard 0 at every step. `gates`: flags it waits for by itself (a kernel that gates its own loads; no builder of the
+    shard 0 at every step; one that reads the whole gathered matrix at once rounds by itself, so it needs no Finish. `gates`: flags it waits for by itself (a kernel that gates its own loads; no builder of the
     chunked tier uses it, the checker knows it)."""
 
     index: int
@@ -189,7 +189,8 @@ class Key:
     contracts: one bool a consumer: True where the consumer's product contracts over the gathered dimension.
     terms: matmuls summed before a scatter or reduce, or independent matmuls of a bulk op. whole: shards cannot be cut
     (the gathered or scattered dimension is not the leading one, so a piece would not be a block of rows); chunks is
-    then at most R. keep: the gathered tensor (gathers) is wanted as an output too.
+    then at most R. keep: the gathered tensor (gathers) is wanted as an output too. striped (scatters): every matmul makes one
+    piece of every shard, instead of all of some shards; chunks then counts the pieces of a shard.
     """
 
     kind: str
@@ -199,6 +200,7 @@ class Key:
     terms: int = 0
     whole: bool = False
     keep: bool = False
+    striped: bool = False
 
 
 @dataclass(frozen=True, slots=True)

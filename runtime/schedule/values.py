@@ -15,7 +15,7 @@ from .effects import show_region
 from .faults import ScheduleError
 from .memory import Cell, Grid
 from .order import Node, Order
-from .steps import Buf, Copy, Finish, Key, Matmul, Reduce, Region
+from .steps import ONE, ZERO, Buf, Copy, Finish, Key, Matmul, Reduce, Region
 
 Value = tuple[Any, ...]
 
@@ -25,7 +25,7 @@ class _Sum:
 
     def __init__(self) -> None:
         self.parts: set[Value] = set()
-        self.rounded = False
+        self.rounded = False  # by a Finish, or because one matmul has made all of it
 
 
 class Run:
@@ -116,11 +116,19 @@ class Run:
         total = self.sums[at]
         if total.rounded:
             raise self._fail(node, "adds to a sum that is rounded already")
+        total.rounded = self._at_once(step)
         for region in step.reads:
             for value in self._load(region):
                 if value in total.parts:
                     raise self._fail(node, f"adds {value} a second time")
                 total.parts.add(value)
+
+    def _at_once(self, step: Matmul) -> bool:
+        """Is this a product with the whole gathered matrix, as it lies in one buffer?"""
+        buffers = {region.buf for region in step.reads}
+        places = [(region.shard, region.lo, region.hi) for region in step.reads]
+        whole = places == [(shard, ZERO, ONE) for shard in range(self.key.ranks)]
+        return not step.accumulate and whole and len(buffers) == 1
 
     def _reduce(self, node: Node, step: Reduce) -> None:
         if any((src.lo, src.hi) != (step.dst.lo, step.dst.hi) for src in step.srcs):

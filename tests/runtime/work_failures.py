@@ -119,6 +119,8 @@ def bad_arguments(rank: int, world: int) -> list[str]:
         attempt(lambda: call(a, [b], [0], 1, False, False, "sometimes", name, "/x")),
         attempt(lambda: call(a, [b], [0], 1, False, False, "pipelined:chunks=0", name, "/x")),
         attempt(lambda: call(a, [b], [0], 1, False, False, "pipelined:chunks=99999", name, "/x")),
+        attempt(lambda: call(a, [b], [0], 1, False, False, "pipelined:stripes=2", name, "/x")),
+        attempt(lambda: call(a, [b], [0], 1, False, False, "bulk:stripes=2", name, "/x")),
         attempt(lambda: call(a, [b], [7], 1, False, False, "pipelined", name, "/x")),
         attempt(lambda: call(a, [b], [2], 1, False, False, "pipelined", name, "/x")),
         attempt(lambda: call(a, [b], [0], 3, False, False, "pipelined", name, "/x")),

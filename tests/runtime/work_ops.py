@@ -28,6 +28,11 @@ def strategies(world: int) -> list[str]:
     return ["pipelined", *(f"pipelined:chunks={n}" for n in chunks)]
 
 
+def striped(world: int) -> list[str]:
+    """What reductions have beside these."""
+    return [*strategies(world), "pipelined:stripes=1", f"pipelined:stripes={world + 1}"]
+
+
 def gather_case(
     rank: int,
     world: int,
@@ -140,7 +145,7 @@ def reduce_case(
 def scatters(rank: int, world: int) -> list[str]:
     bad: list[str] = []
     seed = 5000
-    for dtype, strategy, last in itertools.product(DTYPES, strategies(world), (False, True)):
+    for dtype, strategy, last in itertools.product(DTYPES, striped(world), (False, True)):
         for outer, m, ks, q, op, addend, keep in (
             (1, 6, [16], 8, "sum", 0, False),
             (3, 2, [7, 3], 5, "avg", 1, True),
@@ -162,7 +167,7 @@ def scatters(rank: int, world: int) -> list[str]:
 def reduces(rank: int, world: int) -> list[str]:
     bad: list[str] = []
     seed = 2_000_000
-    for dtype, strategy in itertools.product(DTYPES, strategies(world)):
+    for dtype, strategy in itertools.product(DTYPES, striped(world)):
         for p, ks, q, op, addend, keep in (
             (4 * world, [16], 8, "sum", 0, False),
             (4 * world + 3, [7, 3], 5, "avg", 1, True),

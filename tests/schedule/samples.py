@@ -11,10 +11,13 @@ def keys(ranks: int, chunks: int) -> Iterator[Key]:
     """One key or more of every kind."""
     yield Key("all_gather_matmul", ranks, chunks, contracts=(False,))
     yield Key("all_gather_matmul", ranks, chunks, contracts=(True, False, True), keep=True)
+    yield Key("all_gather_matmul", ranks, chunks, contracts=(True, True))
     yield Key("all_gather_matmul", ranks, chunks, keep=True)
     for kind in ("matmul_reduce_scatter", "matmul_all_reduce"):
         yield Key(kind, ranks, chunks, terms=1)
         yield Key(kind, ranks, chunks, terms=2, keep=True)
+        if chunks <= 8:  # of every shard
+            yield Key(kind, ranks, chunks, terms=2, striped=True)
     for kind in ("bulk_all_gather", "bulk_reduce_scatter", "bulk_all_reduce"):
         yield Key(kind, ranks, chunks)
         yield Key(kind, ranks, chunks, terms=2)

@@ -47,18 +47,17 @@ def test_gather_pushes_down_the_ring_and_consumes_up_the_ring() -> None:
 
 
 def test_gather_starts_computing_before_any_wait_on_compute() -> None:
-    for chunks in (0, 1, 3, 8):
-        compute = [
-            s for s in build(Key("all_gather_matmul", 4, chunks, contracts=(True,)), 2).steps if s.queue is Queue.COMPUTE
-        ]
-        assert isinstance(compute[0], Matmul)
+    for chunks in (0, 2, 3, 8):
+        for contracts in ((True,), (True, False)):
+            schedule = build(Key("all_gather_matmul", 4, chunks, contracts=contracts), 2)
+            assert isinstance(next(s for s in schedule.steps if s.queue is Queue.COMPUTE), Matmul)
 
 
 @pytest.mark.parametrize(
     ("chunks", "read"),
     [
-        (1, [[2], [3], [0, 1]]),  # own, then all others at once: two runs, as shard 2 lies in another buffer
-        (2, [[2], [3], [0, 1]]),
+        (1, [[0, 1, 2, 3]]),  # nothing is pipelined
+        (2, [[2], [3], [0, 1]]),  # own, then all others at once: two runs, as shard 2 lies in another buffer
         (3, [[2], [3], [0], [1]]),  # batches (3, 0) and (1): the ring wraps inside the first
         (4, [[2], [3], [0], [1]]),
     ],
@@ -68,12 +67,29 @@ def test_gather_takes_neighbouring_shards_together(chunks: int, read: list[list[
     assert [[region.shard for region in matmul.reads] for matmul in of(schedule, Matmul)] == read
 
 
-def test_contractions_accumulate_and_are_finished_once() -> None:
-    schedule = build(Key("all_gather_matmul", 3, 0, contracts=(True, False)), 0)
+def test_contractions_alone_accumulate_and_are_finished_once() -> None:
+    schedule = build(Key("all_gather_matmul", 3, 0, contracts=(True, True)), 0)
     contraction = [step for step in of(schedule, Matmul) if step.index == 0]
     assert [step.accumulate for step in contraction] == [False, True, True]
     assert all(step.writes == (Region(Buf.RESULT, 0, 0),) for step in contraction)
-    assert [step.index for step in of(schedule, Finish)] == [0]
+    assert [step.index for step in of(schedule, Finish)] == [0, 1]
+
+
+def test_contractions_beside_others_come_last_and_whole() -> None:
+    schedule = build(Key("all_gather_matmul", 3, 6, contracts=(True, False)), 1)
+    *others, last = of(schedule, Matmul)
+    assert (last.index, last.accumulate, [step.index for step in others]) == (0, False, 5 * [1])
+    assert [(region.buf, region.shard) for region in last.reads] == [(Buf.LANDING, shard) for shard in range(3)]
+    assert not of(schedule, Finish)
+
+
+def test_a_sum_of_several_matmuls_must_be_finished() -> None:
+    key = Key("all_gather_matmul", 2, 0, contracts=(True,))
+    schedules = [
+        Schedule(key, rank, tuple(step for step in build(key, rank).steps if not isinstance(step, Finish))) for rank in range(2)
+    ]
+    with pytest.raises(ScheduleError, match="never rounded"):
+        check(schedules)
 
 
 @pytest.mark.parametrize("kind", ["matmul_reduce_scatter", "matmul_all_reduce"])
@@ -90,6 +106,18 @@ def test_scatter_aggregates_matmuls_but_not_pushes() -> None:
     schedule = build(Key("matmul_reduce_scatter", 8, 2, terms=1), 2)
     assert [[w.shard for w in step.writes] for step in of(schedule, Matmul)] == [[3, 4, 5, 6], [7], [0, 1, 2]]
     assert [step.dst.rank for step in of(schedule, Copy)] == [3, 4, 5, 6, 7, 0, 1]
+
+
+@pytest.mark.parametrize("kind", ["matmul_reduce_scatter", "matmul_all_reduce"])
+def test_stripes_are_made_of_all_shards_and_pushed_at_once(kind: str) -> None:
+    schedule = build(Key(kind, 4, 3, terms=1, striped=True), 1)
+    matmuls = of(schedule, Matmul)
+    assert [[(w.shard, w.lo) for w in step.writes] for step in matmuls] == [
+        [(shard, Fraction(i, 3)) for shard in range(4)] for i in range(3)
+    ]
+    pushes = [step for step in of(schedule, Copy) if step.dst.buf is Buf.LANDING]
+    assert [(push.dst.rank, push.src.lo) for push in pushes] == [(d, Fraction(i, 3)) for i in range(3) for d in (2, 3, 0)]
+    assert [push.after for push in pushes] == [(step.record,) if i == 0 else () for step in matmuls for i in range(3)]
 
 
 def test_sums_are_in_rank_order_on_every_rank() -> None:
@@ -149,6 +177,8 @@ def test_runs_and_splits() -> None:
         (Key("matmul_reduce_scatter", 2), "set terms"),
         (Key("matmul_all_reduce", 2, terms=1, contracts=(True,)), "contracts"),
         (Key("bulk_all_reduce", 2, terms=-1), "terms"),
+        (Key("matmul_reduce_scatter", 2, terms=1, whole=True, striped=True), "stripes"),
+        (Key("all_gather_matmul", 2, contracts=(False,), striped=True), "stripes"),
     ],
 )
 def test_meaningless_keys_are_refused(key: Key, says: str) -> None:

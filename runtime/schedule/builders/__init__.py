@@ -51,6 +51,8 @@ def check_key(key: Key) -> None:
         refuse(f"chunks must be 0 (one a rank) or more, got {key.chunks}")
     if key.whole and key.chunks > key.ranks:
         refuse(f"shards cannot be cut (whole), so chunks is at most {key.ranks}, got {key.chunks}")
+    if key.striped and (key.whole or not scatters):
+        refuse("only a product whose shards can be cut is made in stripes")
     if key.contracts and not gathers:
         refuse("only all_gather_matmul has consumers that contract: leave contracts empty")
     if gathers and key.terms:

@@ -6,40 +6,58 @@ soon as it is there; the owner sums all ranks' shards in rank order, in fp32. Ra
     COMPUTE   mm(2)   mm(3)      mm(0)      mm(own 1)   wait all, reduce
     COPY              push to 2  push to 3  push to 0
 
+Striped, every matmul makes one piece of all shards (R blocks of rows, one batched matmul), so each is a small reduce_scatter of
+its own: the last one's pushes have nothing to hide behind, but all earlier pieces are summed meanwhile. Rank 1 of 4, 2 pieces::
+
+    COMPUTE   mm(#0 of all)   mm(#1 of all)             wait #0, reduce #0    wait #1, reduce #1
+    COPY                      push #0 to 2, 3, 0        push #1 to 2, 3, 0
+
 Share (all_reduce): the owner pushes the reduced shard to every peer; arriving shards are copied into the result.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+
 from ..steps import ONE, ZERO, Buf, FlagKind, Matmul, Queue, Reduce, Region
 from .script import Script, pieces, regions, runs, split
 
+Portion = tuple[Sequence[int], int, tuple[Fraction, Fraction], Sequence[int]]
+"""What one matmul makes: shards, number of the piece and its interval; and the owners it is pushed to, in their order."""
+
 
 def scatter_products(script: Script) -> None:
-    """Compute PARTIAL shard by shard and push each to its owner's LANDING."""
-    key, rank = script.key, script.rank
-    order = [*script.peers_up, rank]
+    """Compute PARTIAL, some shards or one stripe at a time, and push what is there to its owner's LANDING."""
     free: set[int] = set()
-    for batch in split(order, key.chunks if 0 < key.chunks < key.ranks else key.ranks):
+    for shards, index, cut, owners in _portions(script):
+        made = script.event() if owners else None
+        writes = regions(Region(Buf.PARTIAL, script.rank, 0, *cut), shards)
+        for term in range(script.key.terms):
+            record = made if term == script.key.terms - 1 else None
+            add = term > 0
+            script.add(Matmul(queue=Queue.COMPUTE, index=term, reads=(), writes=writes, accumulate=add, record=record))
+        after = () if made is None else (made,)
+        for owner in owners:
+            if owner not in free:
+                script.wait_slot_free(owner)
+                free.add(owner)
+            src, dst = Region(Buf.PARTIAL, script.rank, owner, *cut), Region(Buf.LANDING, owner, script.rank, *cut)
+            script.push(src, dst, FlagKind.READY, index, after)
+            after = ()  # the pushes behind it on the queue need not wait again
+
+
+def _portions(script: Script) -> Iterator[Portion]:
+    key, rank = script.key, script.rank
+    if key.striped:
+        for index, cut in enumerate(pieces(key)):
+            yield range(key.ranks), index, cut, script.peers_up
+        return
+    for batch in split([*script.peers_up, rank], key.chunks if 0 < key.chunks < key.ranks else key.ranks):
         for run in runs(batch):
             # Nothing waits for the own shard alone: it is not cut.
-            cuts = pieces(key) if run != [rank] else [(ZERO, ONE)]
-            for index, (lo, hi) in enumerate(cuts):
-                owners = [shard for shard in batch if shard in run and shard != rank]
-                made = script.event() if owners else None
-                writes = regions(Region(Buf.PARTIAL, rank, 0, lo, hi), run)
-                for term in range(key.terms):
-                    record = made if term == key.terms - 1 else None
-                    add = term > 0
-                    script.add(Matmul(queue=Queue.COMPUTE, index=term, reads=(), writes=writes, accumulate=add, record=record))
-                after = () if made is None else (made,)
-                for owner in owners:
-                    if owner not in free:
-                        script.wait_slot_free(owner)
-                        free.add(owner)
-                    src, dst = Region(Buf.PARTIAL, rank, owner, lo, hi), Region(Buf.LANDING, owner, rank, lo, hi)
-                    script.push(src, dst, FlagKind.READY, index, after)
-                    after = ()  # the pushes behind it on the queue need not wait again
+            for index, cut in enumerate(pieces(key) if run != [rank] else [(ZERO, ONE)]):
+                yield run, index, cut, [shard for shard in batch if shard in run and shard != rank]
 
 
 def scatter_input(script: Script) -> None:

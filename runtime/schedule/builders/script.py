@@ -18,8 +18,8 @@ SLOTS = 2
 
 
 def pieces(key: Key) -> list[tuple[Fraction, Fraction]]:
-    """The intervals a shard is cut into: ceil(chunks / R) equal ones, or one where chunks <= R."""
-    count = max(1, -(-key.chunks // key.ranks))
+    """The intervals a shard is cut into: ceil(chunks / R) equal ones, or one where chunks <= R. Striped: chunks, or R."""
+    count = key.chunks or key.ranks if key.striped else max(1, -(-key.chunks // key.ranks))
     return [(Fraction(i, count), Fraction(i + 1, count)) for i in range(count)]
 
 
