@@ -64,7 +64,7 @@ def extension() -> cpp_extension.CppExtension:
     macros = [("UB_OVERLAP_VERSION", f'"{VERSION}"'), ("UB_OVERLAP_TORCH_VERSION", f'"{torch.__version__}"')]
     if cuda:
         macros.append(("UB_OVERLAP_CUDA", "1"))
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
     make = cpp_extension.CUDAExtension if cuda else cpp_extension.CppExtension
     nvcc = ["-O3", "--extended-lambda", "-Xcompiler=-fvisibility=hidden"]
     flags = {"cxx": cxx + system, "nvcc": nvcc} if cuda else {"cxx": cxx + system}

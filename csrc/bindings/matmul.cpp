@@ -1,9 +1,17 @@
 #include "bindings/matmul.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <atomic>
+#ifdef UB_OVERLAP_CUDA
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <map>
+#include <mutex>
+
+#include "cuda/blas.h"
+#endif
 
 namespace ub_overlap {
 namespace {
@@ -99,8 +107,32 @@ void aten_matmul(const MatmulTask& task) {
     multiply(task, at::kCPU);
 }
 
-void aten_matmul_cuda(const MatmulTask& task) {
-    multiply(task, c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getDevice());
+#ifdef UB_OVERLAP_CUDA
+namespace {
+
+// A stream's matmuls run one after the other, so they share one workspace. A graph's are captured with one of their own, from
+// the graph's pool: the graph may run beside whatever its stream does then.
+at::Tensor workspace_of(c10::cuda::CUDAStream stream) {
+    const auto allocate = [&] {
+        return at::empty({static_cast<int64_t>(cuda::blas_workspace_bytes)},
+                         at::TensorOptions(at::kByte).device(at::kCUDA, stream.device_index()));
+    };
+    if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) return allocate();
+    static std::mutex mutex;
+    static auto* all = new std::map<std::pair<int, cudaStream_t>, at::Tensor>;  // never destroyed: CUDA may go first
+    const std::lock_guard<std::mutex> lock(mutex);
+    at::Tensor& one = (*all)[{stream.device_index(), stream.stream()}];
+    if (!one.defined()) one = allocate();
+    return one;
 }
+
+}  // namespace
+
+void matmul_cuda(const MatmulTask& task) {
+    const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+    if (cuda::blas_matmul(task, workspace_of(stream).data_ptr(), stream.stream())) return;
+    multiply(task, stream.device());
+}
+#endif
 
 }  // namespace ub_overlap

@@ -26,7 +26,7 @@ namespace {
 Executor& executor_of(at::Device device, Call& call) {
 #ifdef UB_OVERLAP_CUDA
     if (device.is_cuda()) {
-        static CudaExecutor cuda(&aten_matmul_cuda);
+        static CudaExecutor cuda(&matmul_cuda);
         call.device = device.index();
         call.stream = c10::cuda::getCurrentCUDAStream(device.index()).stream();
         return cuda;
@@ -37,8 +37,8 @@ Executor& executor_of(at::Device device, Call& call) {
     return cpu;
 }
 
-// Runs `call` on our transport and returns true, or returns false where the group has none. `prepare` is called once it is known
-// what the schedule will need.
+// Runs `call` on our transport and returns true, or returns false where the group has none. `prepare` is called once it is
+// known what the schedule will need.
 template <typename Prepare>
 bool run(Builder& b, Prepare prepare) {
     b.seal();

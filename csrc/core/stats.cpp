@@ -42,21 +42,41 @@ void Stats::add(const std::string& site, const std::string& strategy, const std:
     if (keep_trace) traces_[site] = times;
 }
 
-std::map<std::string, SiteStats> Stats::sites() {
+void Stats::defer(const std::string& site, std::function<std::vector<StepTime>()> read) {
     std::lock_guard<std::mutex> lock(mutex_);
-    return sites_;
+    deferred_[site] = std::move(read);
+}
+
+std::map<std::string, SiteStats> Stats::sites() {
+    std::map<std::string, SiteStats> found;
+    std::map<std::string, std::function<std::vector<StepTime>()>> deferred;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        found = sites_, deferred = deferred_;
+    }
+    for (const auto& [site, read] : deferred) {  // without the lock: it waits for a device
+        SiteStats& stats = found[site];
+        stats.bytes_beside_matmul = overlap_of(read()).beside * static_cast<double>(stats.calls);
+    }
+    return found;
 }
 
 std::vector<StepTime> Stats::trace(const std::string& site) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    auto found = traces_.find(site);
-    return found == traces_.end() ? std::vector<StepTime>() : found->second;
+    std::function<std::vector<StepTime>()> read;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (const auto found = deferred_.find(site); found != deferred_.end()) read = found->second;
+        const auto found = traces_.find(site);
+        if (!read) return found == traces_.end() ? std::vector<StepTime>() : found->second;
+    }
+    return read();
 }
 
 void Stats::clear() {
     std::lock_guard<std::mutex> lock(mutex_);
     sites_.clear();
     traces_.clear();
+    deferred_.clear();
 }
 
 }  // namespace ub_overlap

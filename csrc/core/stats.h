@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <string>
@@ -9,7 +10,7 @@
 
 namespace ub_overlap {
 
-// When a step ran, in CLOCK_MONOTONIC nanoseconds.
+// When a step ran, in nanoseconds: of CLOCK_MONOTONIC, or of the GPU's clock.
 struct StepTime {
     int step = 0, queue = 0, kind = 0;
     int64_t begin_ns = 0, end_ns = 0, bytes = 0;
@@ -33,6 +34,10 @@ class Stats {
     static Stats& get();
     void add(const std::string& site, const std::string& strategy, const std::string& transport, const std::string& reason,
              const std::vector<StepTime>& times, bool keep_trace);
+    // Step times that only the device knows, of the site's last traced call (or of the last replay of its graph): asked for
+    // when somebody wants to see them.
+    void defer(const std::string& site, std::function<std::vector<StepTime>()> read);
+    // Where times are deferred, bytes_beside_matmul is that of the last traced call, for every call.
     std::map<std::string, SiteStats> sites();
     std::vector<StepTime> trace(const std::string& site);
     void clear();
@@ -41,6 +46,7 @@ class Stats {
     std::mutex mutex_;
     std::map<std::string, SiteStats> sites_;
     std::map<std::string, std::vector<StepTime>> traces_;
+    std::map<std::string, std::function<std::vector<StepTime>()>> deferred_;
 };
 
 }  // namespace ub_overlap

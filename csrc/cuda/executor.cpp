@@ -21,6 +21,7 @@
 #include "core/settings.h"
 #include "cuda/arena.h"
 #include "cuda/kernels.h"
+#include "cuda/trace.h"
 
 namespace ub_overlap {
 namespace {
@@ -72,10 +73,15 @@ class Run {
           start_(static_cast<size_t>(program_.events)) {}
 
     std::vector<StepTime> go() {
+        if (settings().trace.load(std::memory_order_relaxed)) trace_ = std::make_shared<Trace>(program_.steps.size());
+        if (trace_) trace_->begin(compute_);
         if (arena_) begin();
+        if (trace_) trace_->begun(compute_);
         try {
             for (size_t number = 0; number < program_.steps.size(); ++number) issue(static_cast<int>(number));
+            flush_copy();
             if (arena_) end();
+            if (trace_) Stats::get().defer(call_.site, [trace = trace_, times = times_] { return trace->read(times); });
         } catch (...) {
             // The caller frees its tensors in the order of its own stream.
             if (copying_) join(compute_, device_.copies, start_ + 1);
@@ -120,14 +126,18 @@ class Run {
         const bool waits = step.kind == StepKind::wait, signals = step.kind == StepKind::signal;
         if (!copies && !(waits && step.after.empty())) flush_waits();
         if (!copies && !signals) flush_signals();
+        if (!copies && !(step.kind == StepKind::copy && step.after.empty())) flush_copy();
         if (copies) begin_copies();
         for (int event : step.after) {
             check(cudaStreamWaitEvent(stream, device_.event(static_cast<size_t>(event)), 0), "wait for an event");
         }
-        const int64_t bytes = execute(step, stream);
+        const bool first = waits && step.waits[0].back != 0;  // made by the call's first kernel
+        if (trace_ && !first) trace_->step_begins(number, stream);
+        const int64_t bytes = first ? 0 : execute(step, stream);
         times_.push_back(StepTime{number, step.queue, static_cast<int>(step.kind), 0, 0, bytes});
+        if (!copies && (trace_ || step.record >= 0)) flush_waits(), flush_signals(), flush_copy();
+        if (trace_ && !first) trace_->step_ends(number, stream);
         if (step.record < 0) return;
-        if (!copies) flush_waits(), flush_signals();
         check(cudaEventRecord(device_.event(static_cast<size_t>(step.record)), stream), "record an event");
     }
 
@@ -148,7 +158,6 @@ class Run {
                 return 0;
             }
             case StepKind::wait: {
-                if (step.waits[0].back != 0) return 0;  // made by the call's first kernel
                 if (step.queue == copy_queue) {
                     WaitList one;
                     one.words[one.count++] = word_of(step.waits[0]);
@@ -194,7 +203,7 @@ class Run {
         const int64_t bytes = src.blocks * src.bytes;
         if (bytes == 0) return 0;
         if (step.queue == compute_queue) {
-            launch_copy(src, dst, stream);
+            later_copy(src, dst);
             return 0;
         }
         const auto kind = cudaMemcpyDeviceToDevice;
@@ -245,6 +254,21 @@ class Run {
         check(cudaStreamWaitEvent(later, event, 0), "wait for an event");
     }
 
+    // Local copies of neighbouring pieces are one launch.
+    void later_copy(const Span& src, const Span& dst) {
+        const bool runs = src.blocks == 1 && dst.blocks == 1 && copy_src_.data;
+        if (runs && copy_src_.data + copy_src_.bytes == src.data && copy_dst_.data + copy_dst_.bytes == dst.data) {
+            copy_src_.bytes = copy_dst_.bytes = copy_src_.bytes + src.bytes;
+            return;
+        }
+        flush_copy();
+        copy_src_ = src, copy_dst_ = dst;
+        if (src.blocks != 1 || dst.blocks != 1) flush_copy();
+    }
+    void flush_copy() {
+        if (copy_src_.data) launch_copy(copy_src_, copy_dst_, compute_);
+        copy_src_ = copy_dst_ = Span{};
+    }
     void flush_waits() {
         if (waits_.count) launch_wait(arena_->group(), call_.slot(), waits_, timeout_ns_, compute_);
         waits_.count = 0;
@@ -277,8 +301,10 @@ class Run {
     const int64_t timeout_ns_;
     const size_t start_;  // number of the first event that is not the schedule's
     std::vector<StepTime> times_;
-    WaitList waits_;      // on COMPUTE, not launched yet
-    SignalList signals_;  // on COMPUTE, not launched yet
+    WaitList waits_;            // on COMPUTE, not launched yet
+    SignalList signals_;        // on COMPUTE, not launched yet
+    Span copy_src_, copy_dst_;  // of a local copy that is not launched yet; no data: there is none
+    std::shared_ptr<Trace> trace_;
     bool copying_ = false, capturing_ = false;
 };
 

@@ -157,6 +157,10 @@ __global__ void __launch_bounds__(end_threads) end_kernel(Group g, int slot, Sig
     }
 }
 
+__global__ void __launch_bounds__(1) stamp_kernel(uint64_t* where) {
+    *reinterpret_cast<volatile uint64_t*>(where) = now_ns();
+}
+
 // ---- data ----
 
 template <typename Vec>
@@ -298,7 +302,7 @@ void check(cudaError_t code, const char* what) {
 }
 
 void preload() {
-    load(&begin_kernel), load(&wait_kernel), load(&signal_kernel), load(&end_kernel);
+    load(&begin_kernel), load(&wait_kernel), load(&signal_kernel), load(&end_kernel), load(&stamp_kernel);
     load(&copy_kernel<uint4>), load(&copy_kernel<uint2>), load(&copy_kernel<uint32_t>), load(&copy_kernel<uint16_t>);
     for (DType from : {DType::f32, DType::bf16, DType::f16}) {
         for (DType to : {DType::f32, DType::bf16, DType::f16}) {
@@ -327,6 +331,11 @@ void launch_signal(const Group& group, int slot, const SignalList& list, cudaStr
 void launch_end(const Group& group, int slot, const SignalList& list, const PoisonList& outputs, cudaStream_t stream) {
     end_kernel<<<end_blocks, end_threads, 0, stream>>>(group, slot, list, outputs);
     check(cudaGetLastError(), "launch the last kernel of a call");
+}
+
+void launch_stamp(uint64_t* where, cudaStream_t stream) {
+    stamp_kernel<<<1, 1, 0, stream>>>(where);
+    check(cudaGetLastError(), "launch a time stamp");
 }
 
 void launch_copy(const Span& from, const Span& to, cudaStream_t stream) {

@@ -20,6 +20,9 @@ void launch_signal(const Group& group, int slot, const SignalList& list, cudaStr
 // Last kernel of a call: the signals that are left, and NaN everywhere in `outputs` if a wait of this group has failed.
 void launch_end(const Group& group, int slot, const SignalList& list, const PoisonList& outputs, cudaStream_t stream);
 
+// Writes the device's clock (globaltimer, ns) to `where`, in pinned or device memory.
+void launch_stamp(uint64_t* where, cudaStream_t stream);
+
 // By the compute units, 16 bytes a thread where the addresses allow it.
 void launch_copy(const Span& src, const Span& dst, cudaStream_t stream);
 // dst = (sum of sources in their order, in fp32) / divisor, rounded once.

@@ -1,0 +1,165 @@
+#include "cuda/blas.h"
+
+#include <cublasLt.h>
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "core/failure.h"
+#include "cuda/kernels.h"
+
+namespace ub_overlap::cuda {
+namespace {
+
+// One operand as cuBLASLt sees it: column-major, `rows` x `cols` in memory.
+struct Operand {
+    const char* data = nullptr;
+    int64_t rows = 0, cols = 0, stride = 0, batch_step = 0;
+    bool row_major = false;
+    DType type = DType::f32;
+
+    // A row-major matrix is the column-major one of its transpose.
+    bool take(const Matrix& m, int64_t step) {
+        data = m.data, batch_step = step, type = m.type;
+        if (m.col_stride == 1 && m.row_stride >= std::max<int64_t>(m.cols, 1)) {
+            row_major = true, rows = m.cols, cols = m.rows, stride = m.row_stride;
+            return true;
+        }
+        row_major = false, rows = m.rows, cols = m.cols, stride = m.col_stride;
+        return m.row_stride == 1 && m.col_stride >= std::max<int64_t>(m.rows, 1);
+    }
+    // Bytes that the address, and every row and batch after it, is a multiple of.
+    uint32_t alignment() const {
+        const auto size = static_cast<uint64_t>(size_of(type));
+        const uint64_t bits = reinterpret_cast<uint64_t>(data) | (static_cast<uint64_t>(batch_step) * size) | 256;
+        return static_cast<uint32_t>(bits & (~bits + 1));
+    }
+};
+
+using Shape = std::array<int64_t, 19>;
+
+struct Plan {
+    cublasLtMatmulDesc_t desc = nullptr;
+    cublasLtMatrixLayout_t a = nullptr, b = nullptr, c = nullptr;
+    cublasLtMatmulAlgo_t algo{};
+    bool usable = false;
+};
+
+void need(cublasStatus_t status, const char* what) {
+    if (status == CUBLAS_STATUS_SUCCESS) return;
+    throw NamedError("UbOverlapError", {{"what", std::string("cannot ") + what}, {"got", cublasLtGetStatusName(status)}});
+}
+
+cudaDataType_t data_type(DType type) {
+    return type == DType::f32 ? CUDA_R_32F : type == DType::bf16 ? CUDA_R_16BF : CUDA_R_16F;
+}
+
+cublasLtMatrixLayout_t layout(const Operand& x, int64_t batch) {
+    cublasLtMatrixLayout_t made = nullptr;
+    need(cublasLtMatrixLayoutCreate(&made, data_type(x.type), static_cast<uint64_t>(x.rows), static_cast<uint64_t>(x.cols),
+                                    x.stride),
+         "describe a matrix to cuBLASLt");
+    if (batch > 1) {
+        const auto count = static_cast<int32_t>(batch);
+        need(cublasLtMatrixLayoutSetAttribute(made, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count), "set a batch");
+        need(cublasLtMatrixLayoutSetAttribute(made, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &x.batch_step,
+                                              sizeof x.batch_step),
+             "set a batch's stride");
+    }
+    return made;
+}
+
+// Plans of one device; never freed.
+class Planner {
+  public:
+    Planner() { need(cublasLtCreate(&handle), "start cuBLASLt"); }
+
+    const Plan& plan(const Operand& a, const Operand& b, const Operand& out, int64_t batch) {
+        const Shape shape{a.rows,        a.cols,   a.stride,   a.batch_step,   a.row_major,     static_cast<int64_t>(a.type),
+                          a.alignment(), b.rows,   b.cols,     b.stride,       b.batch_step,    b.row_major,
+                          b.alignment(), out.rows, out.stride, out.batch_step, out.alignment(), static_cast<int64_t>(out.type),
+                          batch};
+        const std::lock_guard<std::mutex> lock(mutex_);
+        const auto found = plans_.find(shape);
+        if (found != plans_.end()) return *found->second;
+        return *plans_.emplace(shape, std::make_unique<Plan>(make(a, b, out, batch))).first->second;
+    }
+
+    cublasLtHandle_t handle = nullptr;
+
+  private:
+    Plan make(const Operand& a, const Operand& b, const Operand& out, int64_t batch) {
+        Plan plan;
+        need(cublasLtMatmulDescCreate(&plan.desc, CUBLAS_COMPUTE_32F, CUDA_R_32F), "describe a matmul to cuBLASLt");
+        // In column-major terms out^T = b^T a^T: the right operand comes first.
+        const cublasOperation_t first = b.row_major ? CUBLAS_OP_N : CUBLAS_OP_T,
+                                second = a.row_major ? CUBLAS_OP_N : CUBLAS_OP_T;
+        need(cublasLtMatmulDescSetAttribute(plan.desc, CUBLASLT_MATMUL_DESC_TRANSA, &first, sizeof first), "set an operation");
+        need(cublasLtMatmulDescSetAttribute(plan.desc, CUBLASLT_MATMUL_DESC_TRANSB, &second, sizeof second),
+             "set an operation");
+        plan.a = layout(b, batch), plan.b = layout(a, batch), plan.c = layout(out, batch);
+
+        cublasLtMatmulPreference_t wish = nullptr;
+        need(cublasLtMatmulPreferenceCreate(&wish), "state a preference");
+        const auto set = [&](cublasLtMatmulPreferenceAttributes_t which, auto value) {
+            need(cublasLtMatmulPreferenceSetAttribute(wish, which, &value, sizeof value), "state a preference");
+        };
+        set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<size_t>(blas_workspace_bytes));
+        set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
+        set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, b.alignment());
+        set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, a.alignment());
+        set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, out.alignment());
+        set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, out.alignment());
+        cublasLtMatmulHeuristicResult_t best{};
+        int count = 0;
+        const cublasStatus_t status =
+            cublasLtMatmulAlgoGetHeuristic(handle, plan.desc, plan.a, plan.b, plan.c, plan.c, wish, 1, &best, &count);
+        cublasLtMatmulPreferenceDestroy(wish);
+        plan.usable = status == CUBLAS_STATUS_SUCCESS && count == 1 && best.state == CUBLAS_STATUS_SUCCESS;
+        plan.algo = best.algo;
+        return plan;
+    }
+
+    std::mutex mutex_;
+    std::map<Shape, std::unique_ptr<Plan>> plans_;
+};
+
+Planner& planner_of_current_device() {
+    static std::mutex mutex;
+    static auto* all = new std::map<int, std::unique_ptr<Planner>>;  // never destroyed: the driver may go first
+    int device = 0;
+    check(cudaGetDevice(&device), "find the current device");
+    const std::lock_guard<std::mutex> lock(mutex);
+    std::unique_ptr<Planner>& one = (*all)[device];
+    if (!one) one = std::make_unique<Planner>();
+    return *one;
+}
+
+}  // namespace
+
+bool blas_matmul(const MatmulTask& t, void* workspace, cudaStream_t stream) {
+    const bool narrow = t.a.type != DType::f32 && t.b.type == t.a.type && (t.out.type == t.a.type || t.out.type == DType::f32);
+    if (!narrow || t.addend.data || t.a.cols == 0 || t.batch > INT32_MAX) return false;
+    if (t.batch == 0 || t.out.rows == 0 || t.out.cols == 0) return true;
+    Operand a, b, out;
+    // A column-major result is the row-major one of the transposed problem.
+    const bool turned = t.out.col_stride != 1;
+    const bool known = turned ? out.take(t.out.transposed(), t.out_step) && a.take(t.b.transposed(), t.b_step) &&
+                                    b.take(t.a.transposed(), t.a_step)
+                              : out.take(t.out, t.out_step) && a.take(t.a, t.a_step) && b.take(t.b, t.b_step);
+    if (!known || !out.row_major) return false;
+    Planner& planner = planner_of_current_device();
+    const Plan& plan = planner.plan(a, b, out, t.batch);
+    if (!plan.usable) return false;
+    const float one = 1.0f, beta = t.accumulate ? 1.0f : 0.0f;
+    char* result = const_cast<char*>(out.data);
+    need(cublasLtMatmul(planner.handle, plan.desc, &one, b.data, plan.a, a.data, plan.b, &beta, result, plan.c, result, plan.c,
+                        &plan.algo, workspace, blas_workspace_bytes, stream),
+         "launch a matmul");
+    return true;
+}
+
+}  // namespace ub_overlap::cuda

@@ -1,0 +1,20 @@
+// Matmuls by cuBLASLt with plans that are made once a shape: a launch costs the host a few microseconds.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+#include "core/types.h"
+
+namespace ub_overlap::cuda {
+
+constexpr size_t blas_workspace_bytes = 32u << 20;  // what cuBLAS itself takes on Hopper
+
+// Enqueues `task` on `stream` and returns true; returns false, having done nothing, where the task is not for cuBLASLt: fp32
+// operands (whose precision torch's settings choose), an addend, strides that are neither row- nor column-major, or a shape
+// that it has no algorithm for. Sums are formed in fp32, split ones too. `workspace`: `blas_workspace_bytes`, used by no other
+// stream.
+bool blas_matmul(const MatmulTask& task, void* workspace, cudaStream_t stream);
+
+}  // namespace ub_overlap::cuda
