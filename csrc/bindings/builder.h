@@ -117,7 +117,7 @@ class Builder {
         call.key.whole = call.last;
         if (call.last && (call.key.striped || call.key.chunks > call.ranks)) call.key.chunks = call.ranks;
         if (call.last) call.key.striped = false;  // such shards cannot be cut
-        uint32_t hash = 2166136261u;  // FNV-1a
+        uint32_t hash = 2166136261u;              // FNV-1a
         for (const std::string* part : {&call.op_name, &call.site, &call.strategy, &call.shape_text}) {
             for (const char c : *part) hash = (hash ^ static_cast<unsigned char>(c)) * 16777619u;
             hash = (hash ^ 0xffu) * 16777619u;
@@ -133,7 +133,8 @@ class Builder {
         const auto need = [&](bool good, const char* what) {
             if (good) return;
             refuse(what, "'" + strategy + "'",
-                   "'pipelined', 'pipelined:chunks=N', 'pipelined:stripes=N' (reductions), 'bulk' or 'bulk:chunks=N', N of 1 or more");
+                   "'pipelined', 'pipelined:chunks=N', 'pipelined:stripes=N' (reductions), 'bulk' or 'bulk:chunks=N', N of 1 "
+                   "or more");
         };
         need(name == "pipelined" || name == "bulk", "this strategy is unknown");
         if (colon == std::string::npos) return;
@@ -146,7 +147,8 @@ class Builder {
         for (const char digit : digits) call.key.chunks = call.key.chunks * 10 + (digit - '0');
         need(call.key.chunks > 0, "this strategy is not understood");
         const int64_t most = static_cast<int64_t>(max_pieces) * (call.key.striped ? 1 : call.ranks);
-        if (call.key.chunks > most) refuse("too many chunks", std::to_string(call.key.chunks), "at most " + std::to_string(most));
+        if (call.key.chunks > most)
+            refuse("too many chunks", std::to_string(call.key.chunks), "at most " + std::to_string(most));
     }
 
     void append(int64_t value) { shape_ += std::to_string(value); }

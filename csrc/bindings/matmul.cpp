@@ -103,35 +103,38 @@ void multiply(const MatmulTask& t, at::Device device) {
 
 }  // namespace
 
-void aten_matmul(const MatmulTask& task) {
+bool matmul_cpu(const MatmulTask& task, void*, void*) {
     multiply(task, at::kCPU);
+    return false;
 }
 
 #ifdef UB_OVERLAP_CUDA
 namespace {
 
-// A stream's matmuls run one after the other, so they share one workspace. A graph's are captured with one of their own, from
-// the graph's pool: the graph may run beside whatever its stream does then.
-at::Tensor workspace_of(c10::cuda::CUDAStream stream) {
+// A stream's matmuls run one after the other, so they share one workspace. A graph that torch captures gets one of its own,
+// from its pool: it may run beside whatever its stream does then.
+at::Tensor workspace_of(cudaStream_t owner, c10::DeviceIndex device) {
     const auto allocate = [&] {
         return at::empty({static_cast<int64_t>(cuda::blas_workspace_bytes)},
-                         at::TensorOptions(at::kByte).device(at::kCUDA, stream.device_index()));
+                         at::TensorOptions(at::kByte).device(at::kCUDA, device));
     };
     if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) return allocate();
     static std::mutex mutex;
     static auto* all = new std::map<std::pair<int, cudaStream_t>, at::Tensor>;  // never destroyed: CUDA may go first
     const std::lock_guard<std::mutex> lock(mutex);
-    at::Tensor& one = (*all)[{stream.device_index(), stream.stream()}];
+    at::Tensor& one = (*all)[{device, owner}];
     if (!one.defined()) one = allocate();
     return one;
 }
 
 }  // namespace
 
-void matmul_cuda(const MatmulTask& task) {
-    const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
-    if (cuda::blas_matmul(task, workspace_of(stream).data_ptr(), stream.stream())) return;
-    multiply(task, stream.device());
+bool matmul_cuda(const MatmulTask& task, void* stream, void* owner) {
+    const c10::DeviceIndex device = c10::cuda::current_device();
+    const at::Tensor workspace = workspace_of(static_cast<cudaStream_t>(owner), device);
+    if (cuda::blas_matmul(task, workspace.data_ptr(), static_cast<cudaStream_t>(stream))) return true;
+    multiply(task, at::Device(at::kCUDA, device));
+    return false;
 }
 #endif
 

@@ -49,8 +49,8 @@ void set_provider(py::object provide) {
         return in_python([&] {
             py::tuple contracts(key.contracts.size());
             for (size_t i = 0; i < key.contracts.size(); ++i) contracts[i] = py::bool_(key.contracts[i]);
-            const py::tuple tuple = py::make_tuple(key.kind, key.ranks, key.chunks, contracts, key.terms, key.whole,
-                                                   key.keep, key.striped);
+            const py::tuple tuple =
+                py::make_tuple(key.kind, key.ranks, key.chunks, contracts, key.terms, key.whole, key.keep, key.striped);
             return handle_of(held)(tuple, rank).cast<EncodedSchedule>();
         });
     });
@@ -259,6 +259,7 @@ PYBIND11_MODULE(_C, m) {
     m.def("set_provider", &set_provider, py::arg("provide"), "Replaces the schedule provider and forgets its schedules.");
     m.def("set_step_timeout", [](double seconds) { settings().step_timeout_ns.store(static_cast<int64_t>(seconds * 1e9)); });
     m.def("set_trace", [](bool on) { settings().trace.store(on); }, "Keep the step times of the last call of every site.");
+    m.def("set_replay", [](bool on) { settings().replay.store(on); });
     m.def("site_stats", &site_stats);
     m.def("clear_stats", [] { Stats::get().clear(); });
     m.def("last_trace", &last_trace, py::arg("site"), "(step, queue, kind, begin_ns, end_ns, bytes) for each step.");

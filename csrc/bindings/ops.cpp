@@ -33,7 +33,7 @@ Executor& executor_of(at::Device device, Call& call) {
     }
 #endif
     (void)device, (void)call;
-    static CpuExecutor cpu(&aten_matmul);
+    static CpuExecutor cpu(&matmul_cpu);
     return cpu;
 }
 

@@ -1,6 +1,7 @@
 #include "core/schedule.h"
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <mutex>
 
@@ -86,7 +87,9 @@ Cache& cache() {
 }  // namespace
 
 Program decode(const EncodedSchedule& encoded, int rank, int ranks) {
+    static std::atomic<uint64_t> count{0};
     Program program;
+    program.id = ++count;
     for (size_t place = 0; place < encoded.size(); ++place) {
         Reader in(encoded[place], place);
         Step step;

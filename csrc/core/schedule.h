@@ -69,6 +69,7 @@ struct Program {
     std::vector<Step> steps;
     std::vector<int> queues[2];
     int events = 0;
+    uint64_t id = 0;  // no other program of this process has it
 
     // Is the sum of this consumer put together in fp32, by several matmuls?
     bool accumulates(int consumer) const {

@@ -55,8 +55,9 @@ std::map<std::string, SiteStats> Stats::sites() {
         found = sites_, deferred = deferred_;
     }
     for (const auto& [site, read] : deferred) {  // without the lock: it waits for a device
+        const Overlap last = overlap_of(read());
         SiteStats& stats = found[site];
-        stats.bytes_beside_matmul = overlap_of(read()).beside * static_cast<double>(stats.calls);
+        if (last.copied) stats.bytes_beside_matmul = static_cast<double>(stats.bytes_copied) * last.beside / last.copied;
     }
     return found;
 }

@@ -37,7 +37,7 @@ class Stats {
     // Step times that only the device knows, of the site's last traced call (or of the last replay of its graph): asked for
     // when somebody wants to see them.
     void defer(const std::string& site, std::function<std::vector<StepTime>()> read);
-    // Where times are deferred, bytes_beside_matmul is that of the last traced call, for every call.
+    // Where times are deferred, the share of the bytes that moved beside a matmul is that of the last traced call.
     std::map<std::string, SiteStats> sites();
     std::vector<StepTime> trace(const std::string& site);
     void clear();

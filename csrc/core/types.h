@@ -43,7 +43,9 @@ struct MatmulTask {
     bool accumulate = false;
 };
 
-// Injected by the bindings, so that executors need no torch headers. Runs (or enqueues) on the caller's thread (or stream).
-using MatmulFn = void (*)(const MatmulTask&);
+// Injected by the bindings, so that executors need no torch headers. CPU: runs on the caller's thread, `stream` and `owner` are
+// null. CUDA: enqueued on `stream`; `owner` is the stream whose order keeps scratch memory safe. Returns false where that took
+// ATen, which knows no stream but its current one: such a call cannot be captured on another.
+using MatmulFn = bool (*)(const MatmulTask&, void* stream, void* owner);
 
 }  // namespace ub_overlap

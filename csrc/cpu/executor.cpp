@@ -93,7 +93,7 @@ class Run {
                 return 0;
             case StepKind::matmul:
                 for (const FlagWait& gate : step.waits) wait_for_flag(call_, gate, step.queue, stop_);
-                for (const MatmulTask& task : call_.matmuls(step)) matmul_(task);
+                for (const MatmulTask& task : call_.matmuls(step)) matmul_(task, nullptr, nullptr);
                 return 0;
             case StepKind::reduce: {
                 std::vector<Span> sources;

@@ -68,6 +68,7 @@ CudaArena::~CudaArena() {
     if (cudaGetDevice(&before) != cudaSuccess) return;  // the driver is shutting down
     cudaSetDevice(device_);
     if (cudaDeviceSynchronize() == cudaSuccess) {
+        replays_.clear();
         cudaFree(group_.local);
         cudaFreeHost(group_.failure);
         cudaFreeHost(abort_source_);
@@ -84,6 +85,7 @@ uint64_t* CudaArena::flag_word(int rank, uint32_t place) const {
 void CudaArena::replace(const std::vector<uint64_t>& data, int64_t slot_bytes) {
     data_ = pointers(data, ranks());
     slot_bytes_ = slot_bytes;
+    replays_.clear();
 }
 
 void CudaArena::note(const Call& call) {

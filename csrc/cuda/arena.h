@@ -13,6 +13,7 @@
 #include "core/arena.h"
 #include "core/call.h"
 #include "cpu/shm_arena.h"
+#include "cuda/replay.h"
 #include "cuda/state.h"
 
 namespace ub_overlap::cuda {
@@ -50,6 +51,8 @@ class CudaArena final : public Arena {
     void set_captured() { captured_ = true; }
     bool captured() const { return captured_; }
 
+    Replays& replays() { return replays_; }
+
     // Calls of a group run in issue order, whatever streams they are on: the end of the last call, and its stream.
     cudaEvent_t last_call = nullptr;
     cudaStream_t last_stream = nullptr;
@@ -68,6 +71,7 @@ class CudaArena final : public Arena {
     std::vector<char*> data_;
     int64_t slot_bytes_;
     Group group_{};
+    Replays replays_;
     uint64_t* abort_source_ = nullptr;  // pinned
     cudaStream_t abort_stream_ = nullptr;
     std::mutex mutex_;

@@ -21,6 +21,7 @@
 #include "core/settings.h"
 #include "cuda/arena.h"
 #include "cuda/kernels.h"
+#include "cuda/replay.h"
 #include "cuda/trace.h"
 
 namespace ub_overlap {
@@ -32,8 +33,14 @@ using namespace cuda;
 // it has been issued, so the events of one call serve the next; calls of a device are issued one at a time.
 struct Device {
     std::mutex mutex;
-    cudaStream_t copies = nullptr;
+    cudaStream_t copies = nullptr, records = nullptr;
     std::vector<cudaEvent_t> events;
+
+    // Never runs anything: calls are captured on it.
+    cudaStream_t recorder() {
+        if (!records) check(cudaStreamCreateWithFlags(&records, cudaStreamNonBlocking), "make a stream to record on");
+        return records;
+    }
 
     cudaEvent_t event(size_t number) {
         while (events.size() <= number) {
@@ -62,14 +69,15 @@ Device& device_of(int index) {
 
 class Run {
   public:
-    Run(const Call& call, MatmulFn matmul, Device& device)
+    // `compute`: what COMPUTE steps are issued to, which is not the caller's stream where the call is being recorded.
+    Run(const Call& call, MatmulFn matmul, Device& device, cudaStream_t compute, int64_t timeout_ns)
         : call_(call),
           program_(*call.program),
           matmul_(matmul),
           device_(device),
           arena_(static_cast<CudaArena*>(call.arena)),
-          compute_(static_cast<cudaStream_t>(call.stream)),
-          timeout_ns_(settings().step_timeout_ns.load(std::memory_order_relaxed)),
+          compute_(compute),
+          timeout_ns_(timeout_ns),
           start_(static_cast<size_t>(program_.events)) {}
 
     std::vector<StepTime> go() {
@@ -90,17 +98,11 @@ class Run {
         return std::move(times_);
     }
 
+    // Whether all of it could be captured on another stream than the current one.
+    bool recordable() const { return recordable_; }
+
   private:
     void begin() {
-        cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-        check(cudaStreamIsCapturing(compute_, &status), "ask whether the stream is being captured");
-        capturing_ = status != cudaStreamCaptureStatusNone;
-        if (capturing_) {
-            arena_->set_captured();
-        } else if (arena_->called && arena_->last_stream != compute_) {
-            check(cudaStreamWaitEvent(compute_, arena_->last_call, 0), "order two calls of a group");
-        }
-        arena_->note(call_);
         WaitList free;
         for (const Step& step : program_.steps) {
             for (const FlagWait& wait : step.waits) {
@@ -175,7 +177,9 @@ class Run {
                     waits_.words[waits_.count++] = word_of(gate);
                 }
                 flush_waits();
-                for (const MatmulTask& task : call_.matmuls(step)) matmul_(task);
+                for (const MatmulTask& task : call_.matmuls(step)) {
+                    recordable_ = matmul_(task, compute_, call_.stream) && recordable_;
+                }
                 return 0;
             case StepKind::reduce: {
                 if (step.reads.size() > max_ranks) throw too_many("sources");
@@ -242,10 +246,6 @@ class Run {
         for (const Matrix& result : call_.results) add(result.data, result.rows * result.cols * size_of(result.type));
         launch_end(arena_->group(), call_.slot(), signals_, outputs, compute_);
         signals_.count = 0;
-        if (capturing_) return;
-        check(cudaEventRecord(arena_->last_call, compute_), "record an event");
-        arena_->last_stream = compute_;
-        arena_->called = true;
     }
 
     void join(cudaStream_t later, cudaStream_t earlier, size_t number) {
@@ -305,14 +305,53 @@ class Run {
     SignalList signals_;        // on COMPUTE, not launched yet
     Span copy_src_, copy_dst_;  // of a local copy that is not launched yet; no data: there is none
     std::shared_ptr<Trace> trace_;
-    bool copying_ = false, capturing_ = false;
+    bool copying_ = false, recordable_ = true;
 };
+
+// Records what Run issues as a graph. Leaves `replay.never` where that fails, for whatever reason: nothing has run then.
+void record(Replay& replay, const Call& call, MatmulFn matmul, Device& device, int64_t timeout_ns) {
+    cudaGraph_t graph = nullptr;
+    check(cudaStreamBeginCapture(device.recorder(), cudaStreamCaptureModeThreadLocal), "begin to record a call");
+    try {
+        Run run(call, matmul, device, device.recorder(), timeout_ns);
+        replay.steps = run.go();
+        replay.never = !run.recordable();
+    } catch (const std::exception&) {
+        replay.never = true;
+    }
+    const cudaError_t ended = cudaStreamEndCapture(device.recorder(), &graph);
+    replay.never = replay.never || ended != cudaSuccess || cudaGraphInstantiate(&replay.graph, graph, 0) != cudaSuccess;
+    if (graph) cudaGraphDestroy(graph);
+    if (!replay.never) return;
+    replay.graph = nullptr;
+    cudaGetLastError();
+}
+
+// A call outside of any graph of torch's: as a graph of ours if it comes for the third time, when its plans and modules are
+// loaded, and if nobody watches its steps.
+std::vector<StepTime> issue(const Call& call, MatmulFn matmul, Device& device, CudaArena* arena, int64_t timeout_ns) {
+    constexpr int often = 3;
+    const auto stream = static_cast<cudaStream_t>(call.stream);
+    const bool plain =
+        !arena || !settings().replay.load(std::memory_order_relaxed) || settings().trace.load(std::memory_order_relaxed);
+    Replay* replay = plain ? nullptr : &arena->replays().meet(fingerprint(call, timeout_ns));
+    if (replay && !replay->never && !replay->graph && replay->met >= often) record(*replay, call, matmul, device, timeout_ns);
+    if (replay && replay->graph) {
+        check(cudaGraphLaunch(replay->graph, stream), "launch a recorded call");
+        return replay->steps;
+    }
+    Run run(call, matmul, device, stream, timeout_ns);
+    std::vector<StepTime> steps = run.go();
+    if (replay) replay->never = !run.recordable();
+    return steps;
+}
 
 }  // namespace
 
 std::vector<StepTime> CudaExecutor::run(const Call& call) {
     const OnDevice here(call.device);
-    if (auto* arena = static_cast<CudaArena*>(call.arena); arena && arena->device() != call.device) {
+    auto* arena = static_cast<CudaArena*>(call.arena);
+    if (arena && arena->device() != call.device) {
         throw NamedError("OptionError", {{"what", "the tensors are on another device than the group's arena"},
                                          {"where", call.op_name + " at site '" + call.site + "'"},
                                          {"got", "cuda:" + std::to_string(call.device)},
@@ -321,7 +360,25 @@ std::vector<StepTime> CudaExecutor::run(const Call& call) {
     }
     Device& device = device_of(call.device);
     const std::lock_guard<std::mutex> lock(device.mutex);
-    return Run(call, matmul_, device).go();
+    const auto stream = static_cast<cudaStream_t>(call.stream);
+    const int64_t timeout_ns = settings().step_timeout_ns.load(std::memory_order_relaxed);
+    if (arena) arena->note(call);
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(stream, &status), "ask whether the stream is being captured");
+    if (status != cudaStreamCaptureStatusNone) {
+        if (arena) arena->set_captured();
+        return Run(call, matmul_, device, stream, timeout_ns).go();
+    }
+    if (arena && arena->called && arena->last_stream != stream) {
+        check(cudaStreamWaitEvent(stream, arena->last_call, 0), "order two calls of a group");
+    }
+    std::vector<StepTime> steps = issue(call, matmul_, device, arena, timeout_ns);
+    if (arena) {
+        check(cudaEventRecord(arena->last_call, stream), "record an event");
+        arena->last_stream = stream;
+        arena->called = true;
+    }
+    return steps;
 }
 
 }  // namespace ub_overlap

@@ -140,8 +140,9 @@ class Matmul(Step):
     `reads`: the pieces of INPUT or LANDING that are its gathered operand (empty when all operands are OPERANDs).
     `writes`: the pieces of RESULT or PARTIAL it produces. `accumulate`: add to what `writes` holds instead of storing:
     term > 0 of a sum of products, or a further shard of a contraction. A contraction writes the whole of RESULT
-    shard 0 at every step; one that reads the whole gathered matrix at once rounds by itself, so it needs no Finish. `gates`: flags it waits for by itself (a kernel that gates its own loads; no builder of the
-    chunked tier uses it, the checker knows it)."""
+    shard 0 at every step; one that reads the whole gathered matrix at once rounds by itself, so it needs no Finish.
+    `gates`: flags it waits for by itself (a kernel that gates its own loads; no builder of the chunked tier uses it, the
+    checker knows it)."""
 
     index: int
     reads: tuple[Region, ...]
