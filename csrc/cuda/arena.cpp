@@ -59,7 +59,8 @@ CudaArena::CudaArena(int device, std::shared_ptr<ShmArena> host, const std::vect
     check(cudaHostAlloc(reinterpret_cast<void**>(&abort_source_), sizeof(uint64_t), pinned), "allocate the abort word");
     check(cudaStreamCreateWithFlags(&abort_stream_, cudaStreamNonBlocking), "make a stream");
     check(cudaEventCreateWithFlags(&last_call, cudaEventDisableTiming), "make an event");
-    preload();
+    preload_waits();
+    preload_data();
     check(cudaDeviceSynchronize(), "set up the arena");
 }
 

@@ -10,8 +10,9 @@
 
 namespace ub_overlap::cuda {
 
-// Loads every kernel onto the current device: loading one later could wait for a kernel that spins.
-void preload();
+// Load the kernels of waits.cu and data.cu onto the current device: loading one later could wait for a kernel that spins.
+void preload_waits();
+void preload_data();
 
 // First kernel of a call: counts the epoch, stores the slot's word, and waits until the peers have left the slot.
 void launch_begin(const Group& group, int slot, uint32_t tag, const WaitList& free, int64_t timeout_ns, cudaStream_t stream);
@@ -31,5 +32,11 @@ void launch_reduce(const std::vector<Span>& sources, DType source_type, const Sp
 
 // Throws NamedError("UbOverlapError") saying what could not be done.
 void check(cudaError_t code, const char* what);
+
+template <typename Kernel>
+void load(Kernel* kernel) {
+    cudaFuncAttributes attributes;
+    check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)), "load a kernel");
+}
 
 }  // namespace ub_overlap::cuda

@@ -1,7 +1,4 @@
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <algorithm>
+// Kernels of few threads: how ranks wait for one another, tell one another, and give up.
 #include <cstdint>
 
 #include "core/failure.h"
@@ -9,8 +6,6 @@
 
 namespace ub_overlap::cuda {
 namespace {
-
-// ---- words between ranks ----
 
 __device__ inline uint64_t load_acquire(const uint64_t* at) {
     uint64_t value;
@@ -161,137 +156,6 @@ __global__ void __launch_bounds__(1) stamp_kernel(uint64_t* where) {
     *reinterpret_cast<volatile uint64_t*>(where) = now_ns();
 }
 
-// ---- data ----
-
-template <typename Vec>
-__global__ void copy_kernel(const char* src, int64_t src_stride, char* dst, int64_t dst_stride, int64_t per_block,
-                            int64_t total) {
-    const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-    for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < total; i += step) {
-        const int64_t block = i / per_block, at = i - block * per_block;
-        reinterpret_cast<Vec*>(dst + block * dst_stride)[at] = reinterpret_cast<const Vec*>(src + block * src_stride)[at];
-    }
-}
-
-__device__ inline float to_float(float v) {
-    return v;
-}
-__device__ inline float to_float(__nv_bfloat16 v) {
-    return __bfloat162float(v);
-}
-__device__ inline float to_float(__half v) {
-    return __half2float(v);
-}
-__device__ inline void from_float(float v, float& to) {
-    to = v;
-}
-__device__ inline void from_float(float v, __nv_bfloat16& to) {
-    to = __float2bfloat16_rn(v);
-}
-__device__ inline void from_float(float v, __half& to) {
-    to = __float2half_rn(v);
-}
-
-constexpr int sources_at_once = 8;  // loads in flight a thread
-
-struct Sources {
-    int32_t count;
-    const char* data[max_ranks];
-    int64_t stride[max_ranks];
-};
-
-constexpr int vector_bytes(int bytes) {
-    return bytes > 16 ? 16 : bytes;
-}
-
-template <typename T, int n>
-struct alignas(vector_bytes(sizeof(T) * n)) Pack {
-    T v[n];
-};
-
-template <typename S, typename D, int n>
-__global__ void __launch_bounds__(256)
-    reduce_kernel(Sources sources, char* dst, int64_t dst_stride, int64_t per_block, int64_t total, float divisor) {
-    const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-    for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < total; i += step) {
-        const int64_t block = i / per_block, at = i - block * per_block;
-        float sum[n];
-        for (int first = 0; first < sources.count; first += sources_at_once) {
-            Pack<S, n> loaded[sources_at_once];
-#pragma unroll
-            for (int k = 0; k < sources_at_once; ++k) {
-                if (first + k < sources.count) {
-                    const char* from = sources.data[first + k] + block * sources.stride[first + k];
-                    loaded[k] = reinterpret_cast<const Pack<S, n>*>(from)[at];
-                }
-            }
-#pragma unroll
-            for (int k = 0; k < sources_at_once; ++k) {
-                if (first + k < sources.count) {
-#pragma unroll
-                    for (int e = 0; e < n; ++e) {
-                        const float value = to_float(loaded[k].v[e]);
-                        sum[e] = first + k == 0 ? value : sum[e] + value;
-                    }
-                }
-            }
-        }
-        Pack<D, n> out;
-#pragma unroll
-        for (int e = 0; e < n; ++e) from_float(divisor == 1.0f ? sum[e] : sum[e] / divisor, out.v[e]);
-        reinterpret_cast<Pack<D, n>*>(dst + block * dst_stride)[at] = out;
-    }
-}
-
-// Calls `body` with a value of the C++ type that `type` stands for.
-template <typename Body>
-void with_type(DType type, Body body) {
-    switch (type) {
-        case DType::f32:
-            return body(float{});
-        case DType::bf16:
-            return body(__nv_bfloat16{});
-        case DType::f16:
-            return body(__half{});
-    }
-}
-
-unsigned blocks_for(int64_t items, int threads) {
-    constexpr int64_t most = 132 * 8;
-    return static_cast<unsigned>(std::min((items + threads - 1) / threads, most));
-}
-
-// Everything that must be a multiple of the vector's size, or-ed together.
-uint64_t low_bits(const Span& span) {
-    return reinterpret_cast<uint64_t>(span.data) | (span.blocks > 1 ? static_cast<uint64_t>(span.stride) : 0);
-}
-
-// One block of all, where the blocks lie one behind the other.
-Span joined(Span span) {
-    if (span.stride != span.bytes && span.blocks != 1) return span;
-    span.bytes *= span.blocks;
-    span.blocks = 1, span.stride = span.bytes;
-    return span;
-}
-
-template <typename Vec>
-void copy_as(const Span& src, const Span& dst, cudaStream_t stream) {
-    const int64_t per_block = src.bytes / static_cast<int64_t>(sizeof(Vec)), total = per_block * src.blocks;
-    copy_kernel<Vec><<<blocks_for(total, 256), 256, 0, stream>>>(src.data, src.stride, dst.data, dst.stride, per_block, total);
-}
-
-template <typename Kernel>
-void load(Kernel* kernel) {
-    cudaFuncAttributes attributes;
-    check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)), "load a kernel");
-}
-
-template <typename S, typename D>
-void load_reduce() {
-    load(&reduce_kernel<S, D, 16 / static_cast<int>(sizeof(S))>);
-    load(&reduce_kernel<S, D, 1>);
-}
-
 }  // namespace
 
 void check(cudaError_t code, const char* what) {
@@ -301,14 +165,8 @@ void check(cudaError_t code, const char* what) {
                                         {"got", cudaGetErrorName(code)}});
 }
 
-void preload() {
+void preload_waits() {
     load(&begin_kernel), load(&wait_kernel), load(&signal_kernel), load(&end_kernel), load(&stamp_kernel);
-    load(&copy_kernel<uint4>), load(&copy_kernel<uint2>), load(&copy_kernel<uint32_t>), load(&copy_kernel<uint16_t>);
-    for (DType from : {DType::f32, DType::bf16, DType::f16}) {
-        for (DType to : {DType::f32, DType::bf16, DType::f16}) {
-            with_type(from, [&](auto s) { with_type(to, [&](auto d) { load_reduce<decltype(s), decltype(d)>(); }); });
-        }
-    }
 }
 
 void launch_begin(const Group& group, int slot, uint32_t tag, const WaitList& free, int64_t timeout_ns, cudaStream_t stream) {
@@ -336,53 +194,6 @@ void launch_end(const Group& group, int slot, const SignalList& list, const Pois
 void launch_stamp(uint64_t* where, cudaStream_t stream) {
     stamp_kernel<<<1, 1, 0, stream>>>(where);
     check(cudaGetLastError(), "launch a time stamp");
-}
-
-void launch_copy(const Span& from, const Span& to, cudaStream_t stream) {
-    Span src = from, dst = to;
-    if (src.bytes == 0 || src.blocks == 0) return;
-    if (joined(src).blocks == 1 && joined(dst).blocks == 1) src = joined(src), dst = joined(dst);
-    const uint64_t bits = low_bits(src) | low_bits(dst) | static_cast<uint64_t>(src.bytes);
-    if (bits % 16 == 0) {
-        copy_as<uint4>(src, dst, stream);
-    } else if (bits % 8 == 0) {
-        copy_as<uint2>(src, dst, stream);
-    } else if (bits % 4 == 0) {
-        copy_as<uint32_t>(src, dst, stream);
-    } else {
-        copy_as<uint16_t>(src, dst, stream);
-    }
-    check(cudaGetLastError(), "launch a local copy");
-}
-
-void launch_reduce(const std::vector<Span>& sources, DType source_type, const Span& to, DType dst_type, float divisor,
-                   cudaStream_t stream) {
-    Span dst = to;
-    if (dst.bytes == 0 || dst.blocks == 0 || sources.empty()) return;
-    bool flat = joined(dst).blocks == 1;
-    for (const Span& source : sources) flat = flat && joined(source).blocks == 1;
-    if (flat) dst = joined(dst);
-    Sources list{static_cast<int32_t>(sources.size()), {}, {}};
-    uint64_t source_bits = 0;
-    for (size_t i = 0; i < sources.size(); ++i) {
-        const Span source = flat ? joined(sources[i]) : sources[i];
-        list.data[i] = source.data, list.stride[i] = source.stride;
-        source_bits |= low_bits(source);
-    }
-    const int64_t count = dst.bytes / size_of(dst_type), most = 16 / size_of(source_type);
-    const uint64_t dst_vector = static_cast<uint64_t>(vector_bytes(static_cast<int>(most * size_of(dst_type))));
-    const bool vectors = count % most == 0 && source_bits % 16 == 0 && low_bits(dst) % dst_vector == 0;
-    with_type(source_type, [&](auto s) {
-        with_type(dst_type, [&](auto d) {
-            using S = decltype(s);
-            using D = decltype(d);
-            constexpr int wide = 16 / static_cast<int>(sizeof(S));
-            const int64_t per_block = vectors ? count / wide : count, total = per_block * dst.blocks;
-            const auto kernel = vectors ? &reduce_kernel<S, D, wide> : &reduce_kernel<S, D, 1>;
-            kernel<<<blocks_for(total, 256), 256, 0, stream>>>(list, dst.data, dst.stride, per_block, total, divisor);
-        });
-    });
-    check(cudaGetLastError(), "launch a reduction");
 }
 
 }  // namespace ub_overlap::cuda

@@ -1,0 +1,258 @@
+// Kernels of the whole device: local copies, and sums of what has landed, at the speed of the memory.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/kernels.h"
+
+namespace ub_overlap::cuda {
+namespace {
+
+// Read once, by nobody else: not to be kept.
+template <typename T>
+__device__ inline T load_streaming(const char* base, int64_t at) {
+    if constexpr (sizeof(T) == 16) {
+        const int4 raw = __ldcs(reinterpret_cast<const int4*>(base) + at);
+        return *reinterpret_cast<const T*>(&raw);
+    } else {
+        return reinterpret_cast<const T*>(base)[at];
+    }
+}
+
+template <typename Vec>
+__global__ void copy_kernel(const char* src, int64_t src_stride, char* dst, int64_t dst_stride, int64_t per_block,
+                            int64_t total) {
+    const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+    for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < total; i += step) {
+        const int64_t block = i / per_block, at = i - block * per_block;
+        reinterpret_cast<Vec*>(dst + block * dst_stride)[at] = reinterpret_cast<const Vec*>(src + block * src_stride)[at];
+    }
+}
+
+template <typename Vec>
+__global__ void __launch_bounds__(256) flat_copy_kernel(const char* src, char* dst, int64_t total) {
+    constexpr int unroll = 4;
+    const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+    for (int64_t first = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; first < total; first += step * unroll) {
+        Vec held[unroll];
+#pragma unroll
+        for (int u = 0; u < unroll; ++u) {
+            if (first + u * step < total) held[u] = load_streaming<Vec>(src, first + u * step);
+        }
+#pragma unroll
+        for (int u = 0; u < unroll; ++u) {
+            if (first + u * step < total) reinterpret_cast<Vec*>(dst)[first + u * step] = held[u];
+        }
+    }
+}
+
+__device__ inline float to_float(float v) {
+    return v;
+}
+__device__ inline float to_float(__nv_bfloat16 v) {
+    return __bfloat162float(v);
+}
+__device__ inline float to_float(__half v) {
+    return __half2float(v);
+}
+__device__ inline void from_float(float v, float& to) {
+    to = v;
+}
+__device__ inline void from_float(float v, __nv_bfloat16& to) {
+    to = __float2bfloat16_rn(v);
+}
+__device__ inline void from_float(float v, __half& to) {
+    to = __float2half_rn(v);
+}
+
+struct Sources {
+    int32_t count;
+    const char* data[max_ranks];
+    int64_t stride[max_ranks];
+};
+
+constexpr int vector_bytes(int bytes) {
+    return bytes > 16 ? 16 : bytes;
+}
+
+template <typename T, int n>
+struct alignas(vector_bytes(sizeof(T) * n)) Pack {
+    T v[n];
+};
+
+// A thread has `width` sources of `unroll` elements on their way at a time: what it takes to fill the memory's pipe. Where all
+// blocks lie one behind the other (`flat`) there is one block, and no division.
+template <typename S, typename D, int n, int width, int unroll, bool flat>
+__global__ void __launch_bounds__(256)
+    reduce_kernel(Sources sources, char* dst, int64_t dst_stride, int64_t per_block, int64_t total, float divisor) {
+    const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+    for (int64_t first = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; first < total; first += step * unroll) {
+        float sum[unroll][n];
+        int64_t block[unroll], at[unroll];
+#pragma unroll
+        for (int u = 0; u < unroll; ++u) {
+            const int64_t item = first + u * step;
+            block[u] = flat ? 0 : item / per_block, at[u] = item - block[u] * per_block;
+        }
+        for (int base = 0; base < sources.count; base += width) {
+            Pack<S, n> loaded[unroll][width];
+#pragma unroll
+            for (int u = 0; u < unroll; ++u) {
+#pragma unroll
+                for (int k = 0; k < width; ++k) {
+                    if (base + k >= sources.count || first + u * step >= total) continue;
+                    const char* from = sources.data[base + k] + (flat ? 0 : block[u] * sources.stride[base + k]);
+                    loaded[u][k] = load_streaming<Pack<S, n>>(from, at[u]);
+                }
+            }
+#pragma unroll
+            for (int u = 0; u < unroll; ++u) {
+#pragma unroll
+                for (int k = 0; k < width; ++k) {
+                    if (base + k >= sources.count) continue;
+#pragma unroll
+                    for (int e = 0; e < n; ++e) {
+                        const float value = to_float(loaded[u][k].v[e]);
+                        sum[u][e] = base + k == 0 ? value : sum[u][e] + value;
+                    }
+                }
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < unroll; ++u) {
+            if (first + u * step >= total) continue;
+            Pack<D, n> out;
+#pragma unroll
+            for (int e = 0; e < n; ++e) from_float(divisor == 1.0f ? sum[u][e] : sum[u][e] / divisor, out.v[e]);
+            reinterpret_cast<Pack<D, n>*>(dst + (flat ? 0 : block[u] * dst_stride))[at[u]] = out;
+        }
+    }
+}
+
+// Calls `body` with a value of the C++ type that `type` stands for.
+template <typename Body>
+void with_type(DType type, Body body) {
+    switch (type) {
+        case DType::f32:
+            return body(float{});
+        case DType::bf16:
+            return body(__nv_bfloat16{});
+        case DType::f16:
+            return body(__half{});
+    }
+}
+
+unsigned blocks_for(int64_t items, int threads) {
+    constexpr int64_t most = 132 * 8;
+    return static_cast<unsigned>(std::min((items + threads - 1) / threads, most));
+}
+
+// Everything that must be a multiple of the vector's size, or-ed together.
+uint64_t low_bits(const Span& span) {
+    return reinterpret_cast<uint64_t>(span.data) | (span.blocks > 1 ? static_cast<uint64_t>(span.stride) : 0);
+}
+
+// One block of all, where the blocks lie one behind the other.
+Span joined(Span span) {
+    if (span.stride != span.bytes && span.blocks != 1) return span;
+    span.bytes *= span.blocks;
+    span.blocks = 1, span.stride = span.bytes;
+    return span;
+}
+
+template <typename Vec>
+void copy_as(const Span& src, const Span& dst, cudaStream_t stream) {
+    const int64_t per_block = src.bytes / static_cast<int64_t>(sizeof(Vec)), total = per_block * src.blocks;
+    if (src.blocks == 1) {
+        flat_copy_kernel<Vec><<<blocks_for(total, 256), 256, 0, stream>>>(src.data, dst.data, total);
+        return;
+    }
+    copy_kernel<Vec><<<blocks_for(total, 256), 256, 0, stream>>>(src.data, src.stride, dst.data, dst.stride, per_block, total);
+}
+
+using ReduceKernel = void (*)(Sources, char*, int64_t, int64_t, int64_t, float);
+
+// Elements of 16 bytes where the addresses allow it (`vectors`), and as many sources at a time as there are.
+template <typename S, typename D>
+ReduceKernel reduce_for(bool vectors, bool flat, int sources) {
+    constexpr int wide = 16 / static_cast<int>(sizeof(S));
+    if (!vectors) return flat ? &reduce_kernel<S, D, 1, 4, 1, true> : &reduce_kernel<S, D, 1, 4, 1, false>;
+    if (!flat) return &reduce_kernel<S, D, wide, 4, 1, false>;
+    if (sources <= 2) return &reduce_kernel<S, D, wide, 2, 4, true>;
+    return sources <= 4 ? &reduce_kernel<S, D, wide, 4, 2, true> : &reduce_kernel<S, D, wide, 8, 1, true>;
+}
+
+template <typename Vec>
+void load_copy() {
+    load(&copy_kernel<Vec>), load(&flat_copy_kernel<Vec>);
+}
+
+template <typename S, typename D>
+void load_reduce() {
+    for (const bool flat : {false, true}) {
+        load(reduce_for<S, D>(false, flat, 1));
+        for (const int sources : {2, 4, 8}) load(reduce_for<S, D>(true, flat, sources));
+    }
+}
+
+}  // namespace
+
+void preload_data() {
+    load_copy<uint4>(), load_copy<uint2>(), load_copy<uint32_t>(), load_copy<uint16_t>();
+    for (DType from : {DType::f32, DType::bf16, DType::f16}) {
+        for (DType to : {DType::f32, DType::bf16, DType::f16}) {
+            with_type(from, [&](auto s) { with_type(to, [&](auto d) { load_reduce<decltype(s), decltype(d)>(); }); });
+        }
+    }
+}
+
+void launch_copy(const Span& from, const Span& to, cudaStream_t stream) {
+    Span src = from, dst = to;
+    if (src.bytes == 0 || src.blocks == 0) return;
+    if (joined(src).blocks == 1 && joined(dst).blocks == 1) src = joined(src), dst = joined(dst);
+    const uint64_t bits = low_bits(src) | low_bits(dst) | static_cast<uint64_t>(src.bytes);
+    if (bits % 16 == 0) {
+        copy_as<uint4>(src, dst, stream);
+    } else if (bits % 8 == 0) {
+        copy_as<uint2>(src, dst, stream);
+    } else if (bits % 4 == 0) {
+        copy_as<uint32_t>(src, dst, stream);
+    } else {
+        copy_as<uint16_t>(src, dst, stream);
+    }
+    check(cudaGetLastError(), "launch a local copy");
+}
+
+void launch_reduce(const std::vector<Span>& sources, DType source_type, const Span& to, DType dst_type, float divisor,
+                   cudaStream_t stream) {
+    Span dst = to;
+    if (dst.bytes == 0 || dst.blocks == 0 || sources.empty()) return;
+    bool flat = joined(dst).blocks == 1;
+    for (const Span& source : sources) flat = flat && joined(source).blocks == 1;
+    if (flat) dst = joined(dst);
+    Sources list{static_cast<int32_t>(sources.size()), {}, {}};
+    uint64_t source_bits = 0;
+    for (size_t i = 0; i < sources.size(); ++i) {
+        const Span source = flat ? joined(sources[i]) : sources[i];
+        list.data[i] = source.data, list.stride[i] = source.stride;
+        source_bits |= low_bits(source);
+    }
+    const int64_t count = dst.bytes / size_of(dst_type), most = 16 / size_of(source_type);
+    const uint64_t dst_vector = static_cast<uint64_t>(vector_bytes(static_cast<int>(most * size_of(dst_type))));
+    const bool vectors = count % most == 0 && source_bits % 16 == 0 && low_bits(dst) % dst_vector == 0;
+    with_type(source_type, [&](auto s) {
+        with_type(dst_type, [&](auto d) {
+            using S = decltype(s);
+            using D = decltype(d);
+            constexpr int wide = 16 / static_cast<int>(sizeof(S));
+            const int64_t per_block = vectors ? count / wide : count, total = per_block * dst.blocks;
+            const ReduceKernel kernel = reduce_for<S, D>(vectors, dst.blocks == 1, list.count);
+            kernel<<<blocks_for(total, 256), 256, 0, stream>>>(list, dst.data, dst.stride, per_block, total, divisor);
+        });
+    });
+    check(cudaGetLastError(), "launch a reduction");
+}
+
+}  // namespace ub_overlap::cuda
