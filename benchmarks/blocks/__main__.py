@@ -1,0 +1,221 @@
+"""Times of a Llama block, forward + backward and forward alone: how much of the communication each system hides.
+
+    torchrun --nproc-per-node N -m benchmarks.blocks [--size 70b,8b] [--tp T] [--json OUT] [--ours NAME=JSON ...]
+
+inductor: torch.compile; asynctp: with Inductor's async-TP; ours: backend="ub_overlap"; compute: one rank's compute alone, the
+collectives replaced by views. Hidden = (inductor - variant) / (inductor - compute). Milliseconds, median over --iters, maximum
+over ranks; the variants take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from .. import facts
+from ..ranks import Deadline, World, end, start
+from ..report import draw
+from ..timing import Clock, graphed
+from .model import SIZES
+from .profile import write_profile
+from .table import text
+from .variants import Setting, Variant, differences, make
+
+BOUND = {torch.bfloat16: 4e-2, torch.float32: 1e-3}
+"""Most that ours may differ from inductor, ||a - b|| / ||b||, in any gradient."""
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="70b,8b", help=f"of {', '.join(SIZES)}, with commas between")
+    parser.add_argument("--seq", type=int, default=8192, help="tokens; batch 1")
+    parser.add_argument("--tp", type=int, help="ranks that take part (default: all that torchrun started)")
+    parser.add_argument("--variants", default="inductor,asynctp,ours,compute")
+    parser.add_argument("--ours", action="append", default=[], metavar="NAME=JSON", help="a variant of ours with these options")
+    parser.add_argument("--compiler", choices=("inductor", "aot_eager"), help="default: inductor on CUDA, aot_eager on the CPU")
+    parser.add_argument("--iters", type=int, default=20)
+    parser.add_argument("--warm", type=int, default=5)
+    parser.add_argument("--graphs", action="store_true", help="time each as a CUDA graph too, last")
+    parser.add_argument("--profile", metavar="DIR", help="write what the device does in a step of ours, on rank 0")
+    parser.add_argument("--budget-s", type=float, default=0.0, help="begin nothing more after so many seconds (0: no limit)")
+    parser.add_argument("--deadline-s", type=float, default=240.0, help="a compilation or a round of times may take so long")
+    parser.add_argument("--device", choices=("cpu", "cuda"))
+    parser.add_argument("--json")
+    parser.add_argument("--png")
+    args = parser.parse_args()
+    named = [given.partition("=") for given in args.ours]
+    args.options = {name: json.loads(options or "{}") for name, _, options in named} or {"ours": {"overlap": "auto"}}
+    unknown = [
+        *({*args.variants.split(",")} - {"inductor", "asynctp", "ours", "compute"}),
+        *({*args.size.split(",")} - {*SIZES}),
+    ]
+    if unknown:
+        parser.error(
+            f"{', '.join(unknown)}: expected sizes of {', '.join(SIZES)} and variants inductor, asynctp, ours, compute"
+        )
+    return args
+
+
+class Run:
+    """One run over all sizes; `document` is written whenever there is something new."""
+
+    def __init__(self, args: argparse.Namespace, world: World, document: dict[str, Any]) -> None:
+        self.args, self.world, self.document, self.begun = args, world, document, time.monotonic()
+        self.clock = Clock(world)
+
+    def save(self) -> None:
+        if self.world.rank == 0 and self.args.json:
+            facts.write(self.args.json, self.document)
+
+    def deadline(self, name: str) -> Deadline:
+        return Deadline(name, self.args.deadline_s, lambda: self.world.say(text(self.document)))
+
+    def spent(self) -> bool:
+        return bool(self.args.budget_s) and self.world.worst([time.monotonic() - self.begun])[0] > self.args.budget_s
+
+    def size(self, size: str) -> None:
+        args, world = self.args, self.world
+        dtype = torch.bfloat16 if world.cuda else torch.float32
+        mesh = init_device_mesh(world.device.type, (world.ranks,))
+        compiler = args.compiler or ("inductor" if world.cuda else "aot_eager")
+        setting = Setting(world, mesh, SIZES[size], args.seq, dtype, compiler, args.options)
+        rows: dict[str, Any] = {}
+        self.document["rows"].append({"size": size, "seq": args.seq, "compiler": compiler, "variants": rows})
+        names = [n for name in args.variants.split(",") for n in (args.options if name == "ours" else [name])]
+        torch._dynamo.reset()
+        variants: dict[str, Variant] = {}
+        for name in names:
+            rows[name] = {"why": {}}
+            self.build(name, setting, variants, rows)
+        self.compare(setting, variants, rows)
+        self.times(variants, rows)
+        for name in args.options if args.profile else ():
+            if name in variants:
+                with self.deadline(f"profile of {name}"):
+                    title = f"{size}_tp{world.ranks}_{name}"
+                    said, why = world.agreed(lambda n=name, t=title: write_profile(variants[n], world, args.profile, t))
+                    world.say(said or why)
+        if args.graphs and not self.spent():
+            self.graphs(variants, rows)
+
+    def build(self, name: str, setting: Setting, variants: dict[str, Variant], rows: dict[str, Any]) -> None:
+        world, begun = self.world, time.monotonic()
+        if name == "asynctp" and not world.cuda:
+            rows[name]["why"]["*"] = "needs CUDA"
+            return
+        if setting.sizes.kv_heads % world.ranks or setting.tokens % world.ranks:
+            rows[name]["why"]["*"] = f"{setting.sizes.kv_heads} heads or {setting.tokens} tokens for {world.ranks} ranks"
+            return
+        with self.deadline(f"compile {name}"):
+            variant, why = world.agreed(lambda: make(name, setting))
+            if why:
+                rows[name]["why"]["*"] = why
+                world.say(f"{name}: {why}")
+                return
+            variant.step()
+            if world.cuda:
+                world.sync()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                variant.step()
+                world.sync()
+                mib = (torch.cuda.max_memory_allocated() - before) / 2**20
+                rows[name]["peak_mib"] = world.worst([mib])[0]
+        variants[name] = variant
+        rows[name] |= {"sites": variant.sites, "compile_s": time.monotonic() - begun}
+        world.say(f"{name}: compiled in {rows[name]['compile_s']:.1f} s {variant.sites}")
+
+    def compare(self, setting: Setting, variants: dict[str, Variant], rows: dict[str, Any]) -> None:
+        """Ours must give inductor's output and gradients; a variant that does not gets no times."""
+        reference = variants.get("inductor")
+        if reference is None:
+            return
+        for name in [n for n in variants if n not in ("inductor", "compute")]:
+            with self.deadline(f"compare {name}"):
+                errors, why = self.world.agreed(lambda name=name: differences(variants[name], reference, self.world))
+            worst = max(errors, key=errors.__getitem__) if errors else ""
+            if not why and not errors[worst] <= BOUND[setting.dtype]:
+                why = f"wrong numbers: {worst} differs from inductor by {errors[worst]:.3g} of its norm"
+            rows[name]["error"] = errors[worst] if errors else None
+            if why:
+                rows[name]["why"]["*"] = why
+                self.world.say(f"{name}: {why}")
+                del variants[name]
+
+    def times(self, variants: dict[str, Variant], rows: dict[str, Any]) -> None:
+        calls = {f"{n} {what}": getattr(v, what) for n, v in variants.items() for what in ("step", "forward")}
+        self.rounds(calls, rows, "")
+
+    def rounds(self, calls: dict[str, Any], rows: dict[str, Any], suffix: str) -> None:
+        """Time all calls ("VARIANT KIND") in turns, into rows[VARIANT][KIND + suffix]."""
+        with self.deadline("times"):
+            found, why = self.world.agreed(lambda: self.clock.rounds(calls, self.args.iters, self.args.warm))
+        ms, iqr = found or ({}, {})
+        for call in calls:
+            name, _, kind = call.rpartition(" ")
+            if call in ms:
+                rows[name] |= {kind + suffix: ms[call], f"{kind}{suffix}_iqr": iqr[call]}
+            else:
+                rows[name]["why"][kind + suffix] = why
+        self.save()
+
+    def graphs(self, variants: dict[str, Variant], rows: dict[str, Any]) -> None:
+        """Each variant's step and forward as a CUDA graph. Last: a capture that fails may leave little working."""
+        calls = {}
+        for name, variant in variants.items():
+            for kind in ("step", "forward"):
+                if not self.world.cuda:
+                    rows[name]["why"][f"{kind}_g"] = "needs CUDA"
+                    continue
+                with self.deadline(f"capture {name} {kind}"):
+                    made, why = self.world.agreed(lambda v=variant, k=kind: graphed(getattr(v, k), self.world))
+                if why:
+                    rows[name]["why"][f"{kind}_g"] = why
+                    self.world.say(f"{name} {kind}: no graph: {why}")
+                else:
+                    calls[f"{name} {kind}"] = made[0]
+        self.rounds(calls, rows, "_g")
+
+
+def main() -> None:
+    args = parsed()
+    try:
+        world = start(args.tp, args.device)
+    except ValueError as error:
+        sys.exit(f"benchmarks.blocks: {error}")
+    if world is None:
+        return
+    from ub_overlap.runtime import ops, settings
+
+    ops.load()
+    settings.configure(step_timeout_s=60, init_timeout_s=240)  # ranks compile for as long as they like
+    with Deadline("set-up", 120):
+        document: dict[str, Any] = {"benchmark": "blocks", **facts.facts(world, "benchmarks.blocks"), "iters": args.iters}
+        document |= {"ours": args.options, "rows": []}
+        run = Run(args, world, document)
+    for size in args.size.split(","):
+        if run.spent():
+            world.say(f"--budget-s {args.budget_s:g} is spent: no {size}")
+            break
+        run.size(size)
+        run.save()
+        gc.collect()
+        if world.cuda:
+            torch.cuda.empty_cache()
+    if world.rank == 0:
+        print(text(document), flush=True)
+        if args.png:
+            print(draw(document, args.png), flush=True)
+    wrong = any("wrong numbers" in w for row in document["rows"] for v in row["variants"].values() for w in v["why"].values())
+    end(world, 1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""What a stored measurement of blocks says. Needs no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tabulate import tabulate
+
+NONE = "-"
+KINDS = {"step": "fwd + bwd", "forward": "fwd", "step_g": "fwd + bwd (g)", "forward_g": "fwd (g)"}
+
+
+def hidden(variants: dict[str, Any], name: str, kind: str) -> float | None:
+    """Share of the exposed communication, inductor minus compute alone, that a variant hides; None where that is unknown."""
+    times = [variants.get(v, {}).get(kind) for v in ("inductor", "compute", name)]
+    if name in ("inductor", "compute") or not all(times) or times[0] <= times[1]:
+        return None
+    return (times[0] - times[2]) / (times[0] - times[1])
+
+
+def share(value: float | None) -> str:
+    return NONE if value is None else f"{100 * value:.0f}%"
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return NONE if value is None else f"{value:.{digits}f}"
+
+
+def text(document: dict[str, Any], style: str = "simple") -> str:
+    """One table a size: ms, speed-up over the better of inductor and async-TP, share hidden, peak memory of a step."""
+    parts = []
+    for size in document["rows"]:
+        variants = size["variants"]
+        kinds = [kind for kind in KINDS if any(v.get(kind) for v in variants.values())]
+        heads = [f"{size['size']} block, {size['seq']} tokens"]
+        for kind in kinds:
+            heads += [f"{KINDS[kind]} ms", "x best of torch", "hidden"]
+        lines = []
+        for name, v in variants.items():
+            line = [name]
+            for kind in kinds:
+                torch_s = [variants[t][kind] for t in ("inductor", "asynctp") if variants.get(t, {}).get(kind)]
+                gain = min(torch_s) / v[kind] if torch_s and v.get(kind) else None
+                line += [number(v.get(kind)), number(gain), share(hidden(variants, name, kind))]
+            lines.append([*line, number(v.get("peak_mib"), 0), v.get("sites") or ""])
+        parts.append(tabulate(lines, [*heads, "peak MiB", "sites"], tablefmt=style, disable_numparse=True))
+        notes = [f"no {name} {what}: {why}" for name, v in variants.items() for what, why in v.get("why", {}).items()]
+        parts.append("\n".join(notes))
+    return "\n\n".join(part for part in parts if part) or "no rows"

@@ -1,0 +1,123 @@
+"""The ways to run a block: compiled by Inductor, with async-TP, by ours, and one rank's compute alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+from ub_overlap.compiler.history import HISTORY
+
+from ..ranks import World
+from .model import Sizes, alone, parallel
+
+
+@dataclass
+class Variant:
+    """A compiled block with an input of its own. `sites`: how many collectives ours overlapped, "8 of 8"."""
+
+    name: str
+    block: torch.nn.Module
+    call: Any
+    x: Tensor
+    grad: Tensor
+    sites: str = ""
+    why: dict[str, str] = field(default_factory=dict)
+
+    def step(self) -> None:
+        """Forward and backward; gradients add up, as in a training step after the first microbatch."""
+        local(self.call(self.x)).backward(self.grad)
+
+    def forward(self) -> None:
+        with torch.no_grad():
+            self.call(self.x)
+
+    def results(self) -> dict[str, Tensor]:
+        """Output and gradients of one step from scratch."""
+        self.block.zero_grad(set_to_none=True)
+        self.x.grad = None
+        out = local(self.call(self.x))
+        out.backward(self.grad)
+        grads = {"input": self.x.grad, **{name: p.grad for name, p in self.block.named_parameters()}}
+        return {"output": out.detach(), **{name: local(g).clone() for name, g in grads.items() if g is not None}}
+
+
+def local(value: Any) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+@dataclass
+class Setting:
+    """What all variants share. `compiler`: "inductor" or "aot_eager". `ours`: name -> options of our backend."""
+
+    world: World
+    mesh: DeviceMesh
+    sizes: Sizes
+    tokens: int
+    dtype: torch.dtype
+    compiler: str
+    ours: dict[str, dict[str, Any]]
+
+
+def make(name: str, setting: Setting) -> Variant:
+    """A variant with everything compiled: forward, backward, and forward without gradients."""
+    world, sizes = setting.world, setting.sizes
+    if name == "compute":
+        block = alone(sizes, world.ranks, setting.tokens, world.device, setting.dtype)
+        call = torch.compile(block, backend=setting.compiler)
+    else:
+        block = parallel(sizes, setting.mesh, world.device, setting.dtype)
+        if name in setting.ours:
+            options = dict(setting.ours[name])
+            if setting.compiler == "aot_eager":
+                options["inner"] = "aot_eager"
+            call = torch.compile(block, backend="ub_overlap", fullgraph=True, options=options)
+        elif name == "asynctp":
+            call = torch.compile(block, fullgraph=True, options={"_micro_pipeline_tp": True})
+        else:
+            call = torch.compile(block, backend=setting.compiler, fullgraph=True)
+    torch.manual_seed(100 + world.rank)
+    shape = (1, setting.tokens // world.ranks, sizes.dim)
+    x, grad = (torch.randn(shape, device=world.device, dtype=setting.dtype) for _ in range(2))
+    variant = Variant(name, block, call, x.requires_grad_(), grad)
+    mark = HISTORY.mark()
+    if name == "asynctp":
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        enable_symm_mem_for_group(mesh_group(setting.mesh))
+    variant.step()
+    mine = [d for plan in HISTORY.since(mark) for d in plan.decisions]
+    variant.forward()
+    world.sync()
+    if name in setting.ours:
+        variant.sites = f"{sum(d.overlapped for d in mine)} of {len(mine)}"
+    if name == "asynctp":
+        variant.sites = f"{fused_ops(variant, world)} fused"
+    return variant
+
+
+def mesh_group(mesh: DeviceMesh) -> Any:
+    return mesh.get_group().group_name
+
+
+def fused_ops(variant: Variant, world: World) -> int:
+    """How many of torch's fused ops one step runs: none would mean that async-TP is not on."""
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        variant.step()
+        world.sync()
+    return sum(event.name.startswith("symm_mem::fused") for event in found.events())
+
+
+def differences(variant: Variant, reference: Variant, world: World) -> dict[str, float]:
+    """||a - b|| / ||b|| of output and gradients, the worst rank's; NaN counts as 1e9."""
+    theirs, mine = reference.results(), variant.results()
+    errors = []
+    for name, value in theirs.items():
+        error = ((mine[name].float() - value.float()).norm() / value.float().norm().clamp_min(1e-30)).item()
+        errors.append(error if error == error else 1e9)
+    return dict(zip(theirs, world.worst(errors), strict=True))

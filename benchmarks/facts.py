@@ -1,0 +1,76 @@
+"""Where and how a measurement was made: what stands beside every stored table."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .ranks import World
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def facts(world: World, module: str) -> dict[str, Any]:
+    """Metadata as JSON values; None where this machine does not tell. Collective: it asks every rank for its device."""
+    from ub_overlap.runtime.extension import extension
+
+    name = torch.cuda.get_device_name(world.device) if world.cuda else platform.processor() or platform.machine()
+    nccl: Any = torch.cuda.nccl.version() if world.cuda else None
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "ranks": world.ranks,
+        "device": world.device.type,
+        "devices": world.gather(name),
+        "driver": _asked("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0")
+        if world.cuda
+        else None,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, nccl)) if nccl else None,
+        "python": platform.python_version(),
+        "commit": _asked("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
+        "dirty": _dirty(),
+        "build": {key: str(value) for key, value in extension().build_info().items()},
+        "max_connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
+        "command": f"torchrun --nproc-per-node {os.environ.get('WORLD_SIZE')} -m {module} {' '.join(sys.argv[1:])}".strip(),
+    }
+
+
+def write(path: str | Path, document: dict[str, Any]) -> None:
+    """Replace `path` as a whole, so that a run that is cut off leaves the rows it had."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_suffix(target.suffix + ".part")
+    part.write_text(json.dumps(rounded(document), indent=1) + "\n")
+    part.replace(target)
+
+
+def rounded(value: Any) -> Any:
+    """Floats to five significant digits: more is noise."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _dirty() -> bool | None:
+    found = _asked("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
+    return None if found is None else bool(found)
+
+
+def _asked(*command: str) -> str | None:
+    """What a command prints, None where it is not there or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,1 @@
+"""One op: all_gather -> matmul and matmul -> reduce_scatter against every rival and the floor."""

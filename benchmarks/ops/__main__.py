@@ -1,0 +1,121 @@
+"""Times of one op, ours against every rival and the floor.
+
+    torchrun --nproc-per-node N -m benchmarks.ops [--suite quick] [--tp T] [--rows 'AG*8192'] [--json OUT] [--png OUT]
+
+Columns (ms, median over --iters, maximum over ranks; _g: as a CUDA graph):
+  gemm, nccl, push   the matmul, the collective, a copy-engine push of the same bytes, each alone (graphs)
+  B                  the floor: the matmul beside an independent push (graph)
+  seq, torch         the collective and then the matmul; torch.ops.symm_mem.fused_*
+  ours S, cut S, last S   our op by strategy S; the matmul alone in its pieces; the piece that nothing hides
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from typing import Any
+
+import torch
+
+from .. import facts
+from ..ranks import Deadline, World, end, start
+from ..report import draw, ops_text
+from .measure import Setting, measure
+from .peers import Peers
+from .suite import Row, load
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", default="h200", help="a file, or a name in benchmarks/suites (h200, quick, tiny)")
+    parser.add_argument("--rows", default="*", help="patterns of 'KIND name M', with commas between")
+    parser.add_argument("--tp", type=int, help="ranks that take part (default: all that torchrun started)")
+    parser.add_argument("--strategies", default="", help="with commas between (default: from the number of ranks)")
+    parser.add_argument("--variants", default="*", help="patterns of columns to time, with commas between")
+    parser.add_argument("--iters", type=int, default=30)
+    parser.add_argument("--warm", type=int, default=6)
+    parser.add_argument("--budget-s", type=float, default=0.0, help="begin no row after so many seconds (0: no limit)")
+    parser.add_argument("--row-deadline-s", type=float, default=60.0, help="a row that takes longer ends the run")
+    parser.add_argument("--device", choices=("cpu", "cuda"))
+    parser.add_argument("--json")
+    parser.add_argument("--png")
+    return parser.parse_args()
+
+
+def default_strategies(ranks: int) -> list[str]:
+    """One piece a rank, fewer pieces than ranks, and more."""
+    counts = [c for c in sorted({2, ranks // 2, 2 * ranks}) if c > 1 and c != ranks]
+    return ["pipelined", *(f"pipelined:chunks={c}" for c in counts)]
+
+
+def run(args: argparse.Namespace, world: World, rows: list[Row], document: dict[str, Any], setting: Setting) -> None:
+    """Measure row after row into document["rows"]; what is there so far is on disk after each."""
+    begun = time.monotonic()
+    for row in rows:
+        spent = time.monotonic() - begun
+        if args.budget_s and world.worst([spent])[0] > args.budget_s:
+            document["left_out"] = [r.title for r in rows[len(document["rows"]) :]]
+            world.say(f"--budget-s {args.budget_s:g} is spent: {len(document['left_out'])} rows left out")
+            return
+        clock = time.monotonic()
+        with Deadline(row.title, args.row_deadline_s, lambda: world.say(ops_text(document))):
+            found, why = world.agreed(lambda row=row: measure(row, setting))
+        if why:
+            found = {**vars(row), "ranks": world.ranks, "ms": {}, "why": {"*": why}}
+        document["rows"].append(found)
+        gc.collect()
+        if world.cuda:
+            torch.cuda.empty_cache()
+        times = ", ".join(f"{name} {ms:.3f}" for name, ms in found["ms"].items() if not name.startswith(("cut", "last")))
+        bad = "; ".join(f"{name}: {text}" for name, text in found["why"].items() if text != "needs CUDA")
+        world.say(f"[{time.monotonic() - clock:.1f} s] {row.title}: {times}{' !! ' + bad if bad else ''}")
+        if world.rank == 0 and args.json:
+            facts.write(args.json, document)
+
+
+def main() -> None:
+    args = parsed()
+    try:
+        rows = load(args.suite, args.rows)
+        world = start(args.tp, args.device)
+    except ValueError as error:
+        sys.exit(f"benchmarks.ops: {error}")
+    if world is None:
+        return
+    from ub_overlap.runtime import ops, settings
+    from ub_overlap.runtime.extension import extension
+
+    ops.load()
+    settings.configure(step_timeout_s=20, init_timeout_s=60)
+    gc.freeze()  # what imports left behind need not be looked at before every capture
+    with Deadline("set-up", 120):
+        peers = Peers(world, max(row.shard_bytes(world.ranks) for row in rows)) if world.cuda else None
+        strategies = args.strategies.split(",") if args.strategies else default_strategies(world.ranks)
+        dtype = torch.bfloat16 if world.cuda else torch.float32
+        setting = Setting(world, dtype, strategies, args.variants, args.iters, args.warm, peers, world.new_group())
+        meta = facts.facts(world, "benchmarks.ops")
+    document: dict[str, Any] = {
+        "benchmark": "ops",
+        **meta,
+        "dtype": str(dtype)[6:],
+        "iters": args.iters,
+        "strategies": strategies,
+        "rows": [],
+    }
+    world.say(f"torch {meta['torch']}, {world.ranks} x {meta['devices'][0]}, {len(rows)} rows, strategies {strategies}")
+    run(args, world, rows, document, setting)
+    document["transports"] = sorted({str(s.transport) for s in extension().sessions() if s.group == setting.group})
+    if world.rank == 0:
+        print(ops_text(document), flush=True)
+        if args.json:
+            facts.write(args.json, document)
+        if args.png:
+            print(draw(document, args.png), flush=True)
+    failed = [row for row in document["rows"] if any("wrong numbers" in w for w in row["why"].values())]
+    end(world, 1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""One row's tensors, and every way to compute it. Each call enqueues the op once and returns its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ub_overlap.runtime.schedule.builders import build
+from ub_overlap.runtime.schedule.steps import Key, Matmul
+
+from ..ranks import World
+from .suite import Row
+
+Call = Callable[[], Any]
+
+
+class Case:
+    """AG: `shard` [M/R, K], `full` [M, K] (for the matmul alone), `weight` [K, N/R] -> [M, N/R].
+    RS: `full` [M, K/R], `weight` [K/R, N] -> [M/R, N]. The weight is transposed, as a Linear's is; values are random normal.
+    """
+
+    def __init__(self, row: Row, world: World, dtype: torch.dtype) -> None:
+        self.row, self.world, self.dtype = row, world, dtype
+        m, n, k = row.sizes(world.ranks)
+        few = m // world.ranks
+
+        def randn(*sizes: int) -> torch.Tensor:
+            return torch.randn(*sizes, device=world.device, dtype=dtype)
+
+        def empty(*sizes: int) -> torch.Tensor:
+            return torch.empty(*sizes, device=world.device, dtype=dtype)
+
+        self.weight = (randn(n, k) * 0.02).t()
+        self.full, self.product = randn(m, k), empty(m, n)
+        self.gather = row.kind == "AG"
+        self.shard = randn(few, k) if self.gather else empty(0)
+        self.gathered = empty(m, k) if self.gather else empty(0)
+        self.reduced = empty(0) if self.gather else empty(few, n)
+
+    def refresh(self) -> None:
+        """Other values in the same tensors, which captured graphs read."""
+        for tensor in (self.full, self.shard):
+            tensor.normal_()
+
+    def gemm(self) -> torch.Tensor:
+        return torch.mm(self.full, self.weight, out=self.product)
+
+    def collective(self) -> torch.Tensor:
+        if self.gather:
+            dist.all_gather_into_tensor(self.gathered, self.shard)
+            return self.gathered
+        dist.reduce_scatter_tensor(self.reduced, self.product)
+        return self.reduced
+
+    def seq(self) -> torch.Tensor:
+        """The plain way: the collective and the matmul, one after the other."""
+        if self.gather:
+            dist.all_gather_into_tensor(self.gathered, self.shard)
+            return torch.mm(self.gathered, self.weight, out=self.product)
+        torch.mm(self.full, self.weight, out=self.product)
+        dist.reduce_scatter_tensor(self.reduced, self.product)
+        return self.reduced
+
+    def torch_fused(self) -> torch.Tensor:
+        """torch's own overlapped op over symmetric memory, as async-TP uses it."""
+        if self.gather:
+            return torch.ops.symm_mem.fused_all_gather_matmul(self.shard, [self.weight], 0, self.world.group)[1][0]
+        return torch.ops.symm_mem.fused_matmul_reduce_scatter(self.full, self.weight, "sum", 0, self.world.group)
+
+    def ours(self, strategy: str, group: str, keep: bool = False) -> Call:
+        site = f"bench {self.row.title} {strategy}{' keep' if keep else ''}"
+        if self.gather:
+            shard, weight = self.shard.unsqueeze(0), self.weight
+            op: Any = torch.ops.ub_overlap.all_gather_matmul.default
+            return lambda: op(shard, [weight], [0], 1, False, keep, strategy, group, site)[1][0]
+        op = torch.ops.ub_overlap.matmul_reduce_scatter.default
+        lhs, rhs, dtype = [self.full], [self.weight], self.dtype
+        return lambda: op(lhs, rhs, None, 1, False, "sum", dtype, keep, strategy, group, site)[0]
+
+    def pieces(self, strategy: str) -> list[int]:
+        """Rows of each matmul that this rank's schedule makes of the one, in order. Empty where rows do not come out whole."""
+        chunks = int(strategy.partition(":chunks=")[2] or 0)
+        contracts, terms = ((False,), 0) if self.gather else ((), 1)
+        kind = "all_gather_matmul" if self.gather else "matmul_reduce_scatter"
+        steps = build(Key(kind, self.world.ranks, chunks, contracts, terms), self.world.rank).steps
+        shares = [sum(w.hi - w.lo for w in step.writes) for step in steps if isinstance(step, Matmul)]
+        rows = [share * (self.row.M // self.world.ranks) for share in shares]
+        return [int(r) for r in rows] if all(r == int(r) for r in rows) else []
+
+    def cut(self, rows: list[int]) -> Call:
+        """The matmul alone, in pieces of so many rows one after the other."""
+        begins = [sum(rows[:i]) for i in range(len(rows))]
+        pairs = [(self.full[b : b + r], self.product[b : b + r]) for b, r in zip(begins, rows, strict=True)]
+
+        def call() -> None:
+            for left, out in pairs:
+                torch.mm(left, self.weight, out=out)
+
+        return call

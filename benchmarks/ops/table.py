@@ -1,0 +1,137 @@
+"""What a stored measurement of ops says: ratios, tables, geometric means. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from tabulate import tabulate
+
+NONE = "-"
+
+
+def strategies_of(ms: dict[str, float], prefix: str) -> dict[str, float]:
+    """strategy -> ms of ours; the column that also keeps the gathered tensor is no strategy."""
+    return {name.removeprefix(prefix): t for name, t in ms.items() if name.startswith(prefix) and name != f"{prefix}keep"}
+
+
+def derive(row: dict[str, Any]) -> dict[str, Any]:
+    """The best strategy of a row and its ratios; None where a column is missing. Graph times where there are any."""
+    ms, host = row["ms"], row.get("host_us") or {}
+    graphs, eager = strategies_of(ms, "ours_g "), strategies_of(ms, "ours ")
+    best = min(graphs or eager, key=(graphs or eager).__getitem__, default=None)
+    time = (graphs or eager).get(best) if best else None
+    rivals = {name: ms[name] for name in (("seq_g", "torch_g") if graphs else ("seq", "torch")) if name in ms}
+    rival = min(rivals, key=rivals.__getitem__, default=None)
+    floor, push, last = ms.get("B"), ms.get("push"), ms.get(f"last {best}")
+    return {
+        "best": best,
+        "ours": min(eager.values(), default=None),
+        "ours_g": min(graphs.values(), default=None),
+        "T/B": ratio(time, floor),
+        "bound": ratio(last + push, floor) if last and push else None,
+        "split": ratio(ms.get(f"cut {best}"), ms.get("gemm")),
+        "eager/graph": ratio(min(eager.values(), default=None), min(graphs.values(), default=None)),
+        "rival": rival,
+        "gain": ratio(rivals[rival], time) if rival else None,
+        "host_us": host.get(f"ours {best}"),
+    }
+
+
+def ratio(a: float | None, b: float | None) -> float | None:
+    return a / b if a and b else None
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Geometric mean of those that are there."""
+    there = [v for v in values if v]
+    return math.exp(sum(map(math.log, there)) / len(there)) if there else None
+
+
+def show(value: float | None, digits: int = 3) -> str:
+    return NONE if value is None else f"{value:.{digits}f}"
+
+
+def short(strategy: str | None) -> str:
+    return (strategy or NONE).replace("pipelined:chunks=", "").replace("pipelined", "1 a rank")
+
+
+def main_table(rows: list[dict[str, Any]], style: str) -> str:
+    heads = ["op", "M,N,K", "GEMM", "NCCL", "push", "**B**", "seq", "seq (g)", "torch", "torch (g)", "ours", "ours (g)"]
+    heads += ["chunks", "T/B", "bound", "split", "eager/graph", "best rival", "rival/ours", "host us"]
+    lines = []
+    for row in rows:
+        d, ms = derive(row), row["ms"]
+        times = [show(ms.get(name)) for name in ("gemm", "nccl", "push", "B", "seq", "seq_g", "torch", "torch_g")]
+        ratios = [show(d[name], 2) for name in ("T/B", "bound", "split", "eager/graph")]
+        line = [f"{row['kind']} {row['name']}", f"{row['M']},{row['N']},{row['K']}", *times, show(d["ours"]), show(d["ours_g"])]
+        lines.append([*line, short(d["best"]), *ratios, d["rival"] or NONE, show(d["gain"], 2), show(d["host_us"], 0)])
+    return tabulate(lines, heads, tablefmt=style, disable_numparse=True)
+
+
+def strategy_table(rows: list[dict[str, Any]], style: str) -> str:
+    """Each strategy's graph and eager time."""
+    names = sorted({s for row in rows for p in ("ours ", "ours_g ") for s in strategies_of(row["ms"], p)}, key=_chunks)
+    heads = ["op", "M"] + [f"{short(s)}{kind}" for s in names for kind in ("", " (g)")] + ["keep (g)"]
+    lines = []
+    for row in rows:
+        ms = row["ms"]
+        times = [show(ms.get(f"{kind} {s}")) for s in names for kind in ("ours", "ours_g")]
+        lines.append([f"{row['kind']} {row['name']}", row["M"], *times, show(ms.get("ours_g keep"))])
+    return tabulate(lines, heads, tablefmt=style, disable_numparse=True)
+
+
+def _chunks(strategy: str) -> int:
+    return int(strategy.partition("chunks=")[2] or 0)
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """The figures that the targets are about."""
+    lines = []
+    for kind in ("AG", "RS"):
+        full = [row for row in rows if row["kind"] == kind and row["M"] == 8192 and derive(row)["T/B"]]
+        if not full:
+            continue
+        others = {name: mean(ratio(row["ms"].get(name), row["ms"].get("B")) for row in full) for name in ("torch_g", "seq_g")}
+        bound, eager = mean(derive(row)["bound"] for row in full), [derive(row)["eager/graph"] for row in full]
+        text = (
+            f"{kind}, {len(full)} rows of M 8192, geometric mean: ours {show(mean(derive(row)['T/B'] for row in full), 2)} x B"
+        )
+        text += f" (bound {show(bound, 2)}), torch {show(others['torch_g'], 2)}, NCCL + cuBLAS {show(others['seq_g'], 2)};"
+        lines.append(f"{text} eager/graph at most {show(max((e for e in eager if e), default=None), 2)}")
+    for title, fits in (("M >= 2048", lambda m: m >= 2048), ("M < 2048", lambda m: m < 2048)):
+        gains = {f"{r['kind']} {r['name']} {r['M']}": g for r in rows if fits(r["M"]) and (g := derive(r)["gain"])}
+        if gains:
+            least = min(gains, key=gains.__getitem__)
+            lost = sum(g < 0.98 for g in gains.values())
+            where = f"{title}, {len(gains)} rows, better rival / ours"
+            lines.append(
+                f"{where}: mean {show(mean(gains.values()), 2)}, least {gains[least]:.2f} ({least}), {lost} under 0.98"
+            )
+    hosts = [t for row in rows for name, t in (row.get("host_us") or {}).items() if name.startswith("ours")]
+    theirs = [row["host_us"]["torch"] for row in rows if "torch" in (row.get("host_us") or {})]
+    if hosts:
+        hosts.sort()
+        lines.append(f"host time of one op of ours: median {hosts[len(hosts) // 2]:.0f} us, most {hosts[-1]:.0f} us")
+    if theirs:
+        lines[-1] += f"; torch's fused ops: median {sorted(theirs)[len(theirs) // 2]:.0f} us"
+    return "\n".join(lines)
+
+
+def missing(rows: list[dict[str, Any]]) -> str:
+    """Why columns have no time: each reason once, with how many rows it holds for."""
+    counts: dict[str, int] = {}
+    for row in rows:
+        for name, why in row["why"].items():
+            counts[f"{name}: {why}"] = counts.get(f"{name}: {why}", 0) + 1
+    return "\n".join(f"no {text} ({count} row{'s' * (count > 1)})" for text, count in counts.items())
+
+
+def text(document: dict[str, Any], style: str = "simple") -> str:
+    """All of it, for a terminal ("simple") or for docs ("github")."""
+    rows = document["rows"]
+    if not rows:
+        return "no rows"
+    parts = [main_table(rows, style), summary(rows), strategy_table(rows, style), missing(rows)]
+    return "\n\n".join(part for part in parts if part)

@@ -1,0 +1,181 @@
+"""The benchmarks run on CPU ranks, and what they store says what it should. Times gate nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks import report
+from benchmarks.blocks.table import hidden
+from benchmarks.ops import measure as measuring
+from benchmarks.ops.suite import Row, load
+from benchmarks.ops.table import derive, mean, summary
+from benchmarks.plot import draw
+from benchmarks.ranks import World
+from tests.harness.ranks import RankPool
+
+ROOT = Path(__file__).resolve().parents[1]
+FACTS = {"date", "ranks", "device", "devices", "driver", "torch", "cuda", "nccl", "commit", "command", "build", "rows"}
+
+
+def torchrun(ranks: int, module: str, arguments: Sequence[str], timeout: float = 240) -> str:
+    """Output of a benchmark on CPU ranks."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
+    command = [*launch, "--rdzv-endpoint", "localhost:0", "-m", module, "--device", "cpu", *arguments]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=timeout, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def printed(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """What benchmarks.report makes of a file."""
+    monkeypatch.setattr(sys, "argv", ["report", str(path)])
+    assert report.main() == 0
+    return capsys.readouterr().out
+
+
+def test_ops_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of three ranks take part. Columns that need CUDA are left out with that reason; all others have times."""
+    path = tmp_path / "ops.json"
+    arguments = ["--suite", "tiny", "--rows", "* tiny 64", "--tp", "2", "--iters", "2", "--warm", "1", "--json", str(path)]
+    out = torchrun(3, "benchmarks.ops", [*arguments, "--strategies", "pipelined,pipelined:chunks=4,nonsense"])
+    document: dict[str, Any] = json.loads(path.read_text())
+    assert document.keys() >= FACTS
+    assert document["benchmark"] == "ops" and document["ranks"] == 2 and document["transports"] == ["shared memory"]
+    assert [(row["kind"], row["M"]) for row in document["rows"]] == [("AG", 64), ("RS", 64)]
+    for row in document["rows"]:
+        timed = {"gemm", "nccl", "seq", "ours pipelined", "ours pipelined:chunks=4", "cut pipelined", "last pipelined"}
+        assert row["ms"].keys() >= timed and all(ms > 0 for ms in row["ms"].values())
+        assert row["host_us"].keys() == {"seq", "ours pipelined", "ours pipelined:chunks=4"}
+        assert all(row["why"][name] == "needs CUDA" for name in ("push", "B", "seq_g", "torch", "torch_g", "ours_g pipelined"))
+        assert "OptionError" in row["why"]["ours nonsense"]
+        assert 0 <= row["error"]["ours pipelined"] < 1e-4
+        assert not row["why"].keys() & row["ms"].keys()
+    text = printed(path, capsys, monkeypatch)
+    assert document["command"] in text and "torchrun --nproc-per-node 3 -m benchmarks.ops" in document["command"]
+    for op in ("AG tiny", "RS tiny"):
+        assert f"| {op}" in text and op in out
+
+
+def test_blocks_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    path, folder = tmp_path / "blocks.json", tmp_path / "profile"
+    arguments = ["--size", "tiny", "--seq", "32", "--iters", "2", "--warm", "1", "--json", str(path), "--profile", str(folder)]
+    out = torchrun(2, "benchmarks.blocks", [*arguments, "--ours", 'forced={"overlap": "force"}'])
+    document: dict[str, Any] = json.loads(path.read_text())
+    assert document.keys() >= FACTS and document["benchmark"] == "blocks"
+    (size,) = document["rows"]
+    variants = size["variants"]
+    assert list(variants) == ["inductor", "asynctp", "forced", "compute"]
+    assert variants["asynctp"]["why"] == {"*": "needs CUDA"}
+    for name in ("inductor", "forced", "compute"):
+        assert variants[name]["step"] > 0 and variants[name]["forward"] > 0, name
+    assert variants["forced"]["sites"].startswith("8 of ")
+    assert 0 <= variants["forced"]["error"] < 1e-3
+    assert "by time" in (folder / "tiny_tp2_forced.txt").read_text()
+    text = printed(path, capsys, monkeypatch)
+    assert "| tiny block, 32 tokens" in text and "forced" in out
+
+
+def guarded(rank: int, world: int) -> dict[str, Any]:
+    """A row on these ranks, one of whose strategies gives wrong numbers on the last rank, and one NaN."""
+    group: Any = dist.group.WORLD
+    here = World(rank, world, torch.device("cpu"), group.group_name, dist.new_group(backend="gloo"))
+
+    class Wrong(measuring.Case):
+        def ours(self, strategy: str, group: str, keep: bool = False) -> Any:
+            right = self.seq
+
+            def call() -> torch.Tensor:
+                out = right().clone()
+                if strategy == "stale" and rank == world - 1:
+                    out[-1] += 0.1
+                return out / 0 * 0 if strategy == "nan" else out
+
+            return call
+
+        def pieces(self, strategy: str) -> list[int]:
+            return [self.row.M]
+
+    measuring.Case = Wrong  # type: ignore[misc]
+    setting = measuring.Setting(here, torch.float32, ["right", "stale", "nan"], "seq,ours*", 2, 1, None, here.group)
+    return measuring.measure(Row("AG", "guard", 8 * world, 4 * world, 16), setting)
+
+
+def test_wrong_numbers_get_no_time(pool2: RankPool) -> None:
+    for row in pool2.run(guarded, timeout=60):
+        assert row["ms"].keys() == {"seq", "ours right"}
+        assert "wrong numbers" in row["why"]["ours stale"] and "wrong numbers" in row["why"]["ours nan"]
+
+
+def stored(**ms: float) -> dict[str, Any]:
+    """A row of a CUDA run, as stored."""
+    times = {
+        name.replace("__", ":chunks=").replace("ours_g_", "ours_g ").replace("last_", "last "): t for name, t in ms.items()
+    }
+    return {"kind": "AG", "name": "x", "M": 8192, "N": 8, "K": 8, "ms": times, "why": {}, "host_us": {"ours pipelined": 50.0}}
+
+
+def test_ratios() -> None:
+    """The best strategy over the floor and under the better rival; the column that keeps the gathered tensor is none."""
+    row = stored(B=1.0, push=0.5, seq_g=2.0, torch_g=1.5, ours_g_pipelined=1.2, ours_g_pipelined__4=1.25, ours_g_keep=1.1)
+    row["ms"] |= {"last pipelined": 0.25, "ours pipelined": 1.5}
+    found = derive(row)
+    assert found["best"] == "pipelined" and found["T/B"] == 1.2 and found["bound"] == 0.75
+    assert found["rival"] == "torch_g" and found["gain"] == 1.25 and found["eager/graph"] == 1.25 and found["host_us"] == 50
+    assert mean([2.0, None, 8.0]) == pytest.approx(4.0) and mean([]) is None
+    lost = stored(B=1.0, push=0.5, seq_g=1.1, ours_g_pipelined=1.2)
+    assert "1 under 0.98" in summary([row, lost]) and "ours 1.20 x B" in summary([row, lost])
+    assert derive({"ms": {}})["T/B"] is None
+
+
+def test_share_hidden() -> None:
+    times = {"inductor": {"step": 10.0}, "compute": {"step": 6.0}, "ours": {"step": 8.0}, "worse": {"step": 11.0}}
+    assert hidden(times, "ours", "step") == 0.5 and hidden(times, "worse", "step") == -0.25
+    assert hidden(times, "inductor", "step") is None and hidden(times, "ours", "forward") is None
+
+
+def test_suites(tmp_path: Path) -> None:
+    rows = load("h200")
+    assert len(set(rows)) == len(rows) == 34
+    assert {row.M for row in rows if "70b fc1" in row.name} == {512, 1024, 2048, 4096, 8192, 16384}
+    assert set(load("quick")) <= set(rows) and len(load("h200", "RS te*,AG te*")) == 6
+    assert Row("AG", "x", 8, 16, 4).sizes(4) == (8, 4, 4) and Row("RS", "x", 8, 16, 4).sizes(4) == (8, 16, 1)
+    assert Row("RS", "x", 8, 16, 6).why_not(4) == "K 6 cannot be shared by 4 ranks"
+    with pytest.raises(ValueError, match="fits none of 34 rows"):
+        load("h200", "XX*")
+    bad = tmp_path / "bad.json"
+    bad.write_text('[{"kind": "AR", "name": "x", "M": 1, "N": 1, "K": 1}]')
+    with pytest.raises(ValueError, match="row 0 is .* expected kind AG or RS"):
+        load(str(bad))
+
+
+def test_report_refuses_other_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "other.json"
+    path.write_text('{"benchmark": "other"}')
+    monkeypatch.setattr(sys, "argv", ["report", str(path)])
+    assert report.main() == 1
+    assert "expected one of ops, blocks" in capsys.readouterr().err
+
+
+def test_plot(tmp_path: Path) -> None:
+    """With matplotlib a PNG, without it a notice; never an error."""
+    row = stored(B=1.0, push=0.5, seq_g=2.0, torch_g=1.5, ours_g_pipelined=1.2, last_pipelined=0.25)
+    document = {"benchmark": "ops", "ranks": 4, "devices": ["H200"], "torch": "2.11", "date": "today", "rows": [row]}
+    path = tmp_path / "plot.png"
+    said = draw(document, str(path))
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        assert "matplotlib is not installed" in said and not path.exists()
+    else:
+        assert said.endswith("is drawn") and path.read_bytes().startswith(b"\x89PNG")
