@@ -138,6 +138,13 @@ class _Walk:
             return
         self.others.append(node)
 
+    def _no_matmul(self) -> Miss:
+        """Nobody multiplies the gathered elements here; of those that the graph returns, it says where else to look."""
+        detail = "no matmul reads the gathered tensor"
+        if any(u.op == "output" for n in self.holders for u in n.users):
+            detail += ", which leaves the graph: a matmul of another graph may (after a graph break or DDPOptimizer's split)"
+        return Miss(Reason.NO_MATMUL, detail)
+
     def result(self, position: dict[Node, int]) -> Gather | Miss:
         groups: dict[object, list[tuple[Node, Consumer, Holder]]] = defaultdict(list)
         for use in self.uses:
@@ -160,7 +167,7 @@ class _Walk:
                 continue
             groups[held.blocks.outer, last, rows, cols, held.dtype, held.turns].append(use)
         if not groups:
-            return self.blocked[0] if self.blocked else Miss(Reason.NO_MATMUL, "no matmul reads the gathered tensor")
+            return self.blocked[0] if self.blocked else self._no_matmul()
         key, chosen = max(groups.items(), key=lambda kv: len(kv[1]))
         for other, uses in groups.items():
             if other != key:

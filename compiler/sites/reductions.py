@@ -224,10 +224,10 @@ def _diagnose(root: Node) -> Miss:
         return Miss(Reason.LAYOUT, f"{root.name} mixes the scattered dim with others")
     if near and tensor_of(root) is not None:
         return Miss(Reason.NON_LINEAR, f"{root.name} ({root.target}) does not commute with the reduction")
-    return Miss(
-        Reason.NO_MATMUL,
-        f"the reduced tensor comes from {root.name} ({root.target if root.op == 'call_function' else root.op})",
-    )
+    origin = root.target if root.op == "call_function" else root.op
+    if root.op == "placeholder":
+        origin = "an input of the graph: a matmul of another graph may make it, before a graph break or DDPOptimizer's split"
+    return Miss(Reason.NO_MATMUL, f"the reduced tensor comes from {root.name} ({origin})")
 
 
 def _reaches_matmul(node: Node) -> bool:

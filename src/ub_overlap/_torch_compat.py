@@ -18,6 +18,7 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "aot_autograd": ("torch._dynamo.backends.common:aot_autograd",),
     "compile_fx": ("torch._inductor.compile_fx:compile_fx",),
     "detect_fake_mode": ("torch._guards:detect_fake_mode",),
+    "dynamo_config": ("torch._dynamo.config",),
     "inductor_config": ("torch._inductor.config",),
     "list_mode_options": ("torch._inductor:list_mode_options",),
     "min_cut_rematerialization_partition": ("torch._functorch.partitioners:min_cut_rematerialization_partition",),
@@ -27,6 +28,8 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "make_boxed_func": ("functorch.compile:make_boxed_func",),
     "_get_hash_for_files": ("torch._inductor.custom_graph_pass:get_hash_for_files",),
     "_SymmetricMemory": ("torch._C._distributed_c10d:_SymmetricMemory",),
+    "_DeviceType": ("torch._C._autograd:DeviceType",),
+    "_detect_dma_connectivity": ("torch._C._distributed_c10d:_detect_dma_connectivity",),
     "_rendezvous": ("torch.distributed._symmetric_memory:rendezvous",),
     "_group_size_by_name": ("torch.distributed.distributed_c10d:_get_group_size_by_name",),
 }
@@ -193,3 +196,17 @@ def symmetric_empty(size: int, device: Any) -> Any:
 def symmetric_rendezvous(tensor: Any, group: str) -> Any:
     """Map the ranks' tensors, made by `symmetric_empty` with equal sizes, into each other's processes. Collective."""
     return __getattr__("_rendezvous")(tensor, group)
+
+
+def nvlinks() -> list[list[int]] | None:
+    """NVLinks between the GPUs that this process sees, [i][j] by CUDA index; None where this torch or machine cannot tell."""
+    try:
+        found = __getattr__("_detect_dma_connectivity")(__getattr__("_DeviceType").CUDA, "nvlink").matrix
+    except (ImportError, AttributeError, TypeError, RuntimeError):
+        return None
+    return [[int(count) for count in row] for row in found]
+
+
+def device_types(group: Any) -> list[str]:
+    """The device types that the backends of `group` serve."""
+    return sorted({device.type for device in group._device_types})

@@ -1,0 +1,27 @@
+"""What Dynamo does with a model that is compiled under DistributedDataParallel, DDP(compile(m)) and compile(DDP(m)) alike.
+
+DDPOptimizer, Dynamo's default there, splits a graph at the borders of gradient buckets before any backend sees it. A border
+between an all_gather and its matmul parts the two, and DTensor graphs do not survive it at all in torch 2.13. A backend cannot
+mend either; this switch can.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from ub_overlap import _torch_compat as compat
+from ub_overlap.runtime.errors import OptionError
+
+DDPGraphs = Literal["no_optimization", "ddp_optimizer", "python_reducer"]
+
+
+def optimize_ddp(mode: DDPGraphs) -> None:
+    """Sets torch._dynamo.config.optimize_ddp for this process, before DistributedDataParallel wraps the model.
+
+    "no_optimization": graphs stay whole, gradients are averaged after backward. "ddp_optimizer": torch's default.
+    "python_reducer": the averaging is traced into backward by compiled autograd, which is switched on. OptionError for others.
+    """
+    if mode not in get_args(DDPGraphs):
+        raise OptionError(f"unknown mode of optimize_ddp {mode!r}", expected=f"one of {', '.join(get_args(DDPGraphs))}")
+    compat.dynamo_config.optimize_ddp = mode
+    compat.dynamo_config.compiled_autograd = mode == "python_reducer"

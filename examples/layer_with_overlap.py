@@ -1,0 +1,39 @@
+"""Train a tensor-parallel layer with and without overlap of its communication, on CPU or CUDA ranks.
+
+    torchrun --standalone --nproc-per-node 4 examples/layer_with_overlap.py --layer block --num-replicas 2 --overlap force
+
+A LayerNorm-MLP (--layer mlp) or a transformer block (--layer block) with sequence parallelism, sharded by DTensor's
+parallelize_module and compiled by torch.compile(backend="ub_overlap"). Of W ranks, T = W / num_replicas share a layer: the
+tensor-parallel groups are [0 .. T-1], [T .. 2T-1], ..., the data-parallel ones [0, T, ...], [1, T+1, ...], ..., averaged by
+DistributedDataParallel, around the compiled layer or inside it (--ddp). --accumulate K sums K passes under no_sync.
+
+By default (--compare) the layer trains twice, step by step in turn on the same data and dropout masks: once with the
+collectives left alone, once overlapped. The table at the end has the median step times (the slowest rank's) and their ratio.
+
+Exit code 0: the losses of both agree, and the replicas' weights; 1: they do not; 2: bad arguments (torchrun itself exits with
+1 then). The bound on losses is a relative one on rounding: the same sums in another order differ in the last bits, and training
+carries that on; a wrong gradient moves a loss by far more in a few steps.
+
+    layer/flags.py     the command line              layer/rng.py    dropout masks from DTensor's RNG tracker
+    layer/model.py     the layers and their plan     layer/train.py  a training step, its phases and times
+    layer/run.py       groups, variants, table       layer/replicas.py  DistributedDataParallel with DTensor, and graphs
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# No NVLink multicast; and one compiler thread a rank, not a pool for each. torch reads these when it is imported.
+for _name, _value in (
+    ("NCCL_NVLS_ENABLE", "0"),
+    ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"),
+    ("NVSHMEM_DISABLE_NVLS", "1"),
+    ("TORCHINDUCTOR_COMPILE_THREADS", "1"),
+):
+    os.environ.setdefault(_name, _value)
+
+from layer.run import main  # noqa: E402  (after the environment: it imports torch)
+
+if __name__ == "__main__":
+    sys.exit(main())
