@@ -1,18 +1,16 @@
 """Sessions: how the ranks of a group find each other, agree, grow, and part. All of it through the group's c10d Store.
 
 A *session* is one group on one device type, made at the group's first call (`bind`, called by C++). Its steps are all-to-all
-exchanges of small JSON texts with a deadline (`Exchange.all`), so a rank that does not come is named, whatever the step:
+exchanges of small JSON texts with a deadline (runtime/exchange.py), so a rank that does not come is named, whatever the step:
 
-    card       host, versions, wanted slot size        -> all on one host? then shared memory, else plain c10d
-    peers      CUDA: ranks whose GPU cannot be reached -> none? then symmetric memory, else plain c10d
+    card       host, GPU, versions, wanted slot size   -> which transport (runtime/topology.py)
+    links      CUDA: what each GPU sees of the others
     arena      names of the shared memory segments     -> attach to all peers'
     attached   nothing                                 -> unlink: from here on nothing can be left in /dev/shm
     made       CUDA: size of the slots allocated       -> torch's rendezvous; met: all words are zero
-    plan/N     digest of the N-th plan                 -> equal; else text/N, and PlanMismatchError at the site that differs
+    plan/N     digest of the N-th plan                 -> equal; else text/N, and PlanMismatchError at the site that differs;
+               also for `initialize`, with the slot size wanted -> grow to the largest
     grow/N     name of the bigger segment              -> attach; grown/N: all have moved, the old one is let go
-
-A rank that fails says so under "failed", so that the others fail at once, and with its text. The Store itself may fail or fall
-silent with the process that hosts it; c10d waits for it without a deadline, so it is asked on a thread of its own.
 """
 
 from __future__ import annotations
@@ -22,22 +20,21 @@ import json
 import logging
 import os
 import socket
-import threading
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Any, TypeVar
+import weakref
+from collections.abc import Sequence
+from typing import Any
 
 from ub_overlap import _torch_compat
 
-from . import errors, plan_store, settings
+from . import errors, plan_store, settings, topology, watchdog
+from .exchange import Exchange
 from .extension import extension
 
 log = logging.getLogger(__name__)
 
 _GRAIN = 1 << 16
 _FIRST_SLOT = 1 << 18
-_MOST_SPARE = 1 << 26
+_SLOTS = 2  # a rank, as in csrc/core/flags.h
 
 
 def host_id() -> str:
@@ -55,151 +52,11 @@ def host_id() -> str:
     return f"{socket.gethostname()}:{boot}:{os.stat('/dev/shm').st_dev}:{pids}"
 
 
-def slot_size(needed: int, held: int = 0) -> int:
-    """Bytes of a slot that must hold `needed`: at least double what is `held` (or 64 MiB more), so that growth is rare."""
-    size = max(needed, held + min(held, _MOST_SPARE), _FIRST_SLOT)
-    return -(-size // _GRAIN) * _GRAIN
-
-
-T = TypeVar("T")
-
-
-def _within(timeout_s: float, body: Callable[[threading.Event], T]) -> T:
-    """What `body` returns or raises, or TimeoutError. It runs on a daemon thread, for it may block for ever; the event that it
-    is given is set once nobody waits for it any more."""
-    over, outcome = threading.Event(), Future[T]()
-
-    def run() -> None:
-        try:
-            outcome.set_result(body(over))
-        except BaseException as error:  # noqa: BLE001  (raised again by the thread that waits)
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="ub_overlap-store", daemon=True).start()
-    try:
-        return outcome.result(timeout_s)
-    finally:
-        over.set()
-
-
-class Exchange:
-    """All-to-all exchanges of texts between the ranks of a group, each under a topic that is used once.
-
-    `op`, `site`: the call that needs them, for errors.
-    """
-
-    def __init__(
-        self, store: Any, group: str, device: str, rank: int, ranks: int, op: str, site: str, timeout_s: float
-    ) -> None:
-        self.store, self.group, self.rank, self.ranks = store, group, rank, ranks
-        self.op, self.site = op, site
-        self._silent = False  # the Store has not answered: whoever asks it again may never return
-        # The same store may serve several lives of a group name: count them. All ranks live through the same ones.
-        life = self._ask(lambda _: store.add(f"ub_overlap/{device}/lives/{rank}", 1), timeout_s, {})
-        self._prefix = f"ub_overlap/{device}/{life}"
-
-    def _key(self, topic: str, rank: int) -> str:
-        return f"{self._prefix}/{topic}/{rank}"
-
-    def fail(self, text: str) -> None:
-        """Tell whoever waits for this rank that it will not come."""
-        with contextlib.suppress(Exception):
-            if not self._silent:
-                self.store.set(self._key("failed", self.rank), text)
-
-    def peek(self, topic: str) -> dict[int, dict[str, Any]]:
-        """What is there by now, without waiting."""
-        found = {}
-        for rank in range(self.ranks if not self._silent else 0):
-            with contextlib.suppress(Exception):
-                if self.store.check([self._key(topic, rank)]):
-                    found[rank] = json.loads(self.store.get(self._key(topic, rank)))
-        return found
-
-    def all(
-        self, topic: str, mine: dict[str, Any], timeout_s: float, doing: str, check: Callable[[], None] | None = None
-    ) -> list[dict[str, Any]]:
-        """Every rank's text, in rank order. `doing` completes "... did not come to ..."; `check` may raise while we wait."""
-        found: dict[int, dict[str, Any]] = {self.rank: mine}
-        self._ask(lambda over: self._collect(topic, found, timeout_s, doing, check, over), timeout_s, found, check)
-        return [found[rank] for rank in range(self.ranks)]
-
-    def _ask(
-        self,
-        body: Callable[[threading.Event], T],
-        timeout_s: float,
-        found: dict[int, Any],
-        check: Callable[[], None] | None = None,
-    ) -> T:
-        """`body`, which asks the Store, with the Store's own failures as errors of ours."""
-        try:
-            return _within(1.25 * timeout_s, body)  # `body` has a deadline of its own, as long as the Store answers
-        except errors.UbOverlapError:
-            raise
-        except TimeoutError:
-            self._silent = True
-            what = f"the Store of group '{self.group}' did not answer within {1.25 * timeout_s:g} s"
-        except RuntimeError as broken:  # all errors of c10d
-            self._silent = True
-            what = f"the Store of group '{self.group}' failed: {str(broken).splitlines()[0]}"
-        with contextlib.suppress(errors.PeerFailedError):  # a peer that only met the same as this rank
-            if check:
-                check()  # names the peer that has taken the Store with it, where that can be seen
-        missing = [rank for rank in range(self.ranks) if rank not in found and rank != self.rank]
-        fix = "look at the process that hosts the Store: rank 0 of the world, or the launcher"
-        raise self._late(what, missing, "store", f"{errors.ranks_text(missing)} unheard", fix)
-
-    def _late(self, what: str, missing: Sequence[int], phase: str, got: str, fix: str) -> errors.PeerTimeoutError:
-        where = f"{self.op} at site '{self.site}', group '{self.group}' of {self.ranks} ranks; noticed by rank {self.rank}"
-        error = errors.PeerTimeoutError(what, where=where, got=got, expected=f"{self.ranks} ranks", fix=fix)
-        error.ranks, error.phase, error.reporter = tuple(missing), phase, self.rank
-        error.op, error.site = self.op, self.site
-        return error
-
-    def _collect(
-        self,
-        topic: str,
-        found: dict[int, dict[str, Any]],
-        timeout_s: float,
-        doing: str,
-        check: Callable[[], None] | None,
-        over: threading.Event,
-    ) -> None:
-        self.store.set(self._key(topic, self.rank), json.dumps(found[self.rank]))
-        deadline, pause = time.monotonic() + timeout_s, 0.0005
-        stopped: Exception | None = None
-        while not over.is_set():
-            for rank in range(self.ranks):
-                if rank not in found and self.store.check([self._key(topic, rank)]):
-                    found[rank] = json.loads(self.store.get(self._key(topic, rank)))
-            missing = [rank for rank in range(self.ranks) if rank not in found]
-            if not missing:
-                return
-            if stopped:
-                raise stopped
-            stopped = self._stopped(missing, check)
-            if stopped:
-                continue  # what a peer said before it gave up counts first: look once more
-            if time.monotonic() > deadline:
-                who = errors.ranks_text(missing)
-                what = f"{who} of the group did not come to {doing} within {timeout_s:g} s"
-                setting = "STEP" if topic.startswith("grow") else "INIT"
-                fix = f"look at the log and the stack of {who}; if it is only slow, raise UB_OVERLAP_{setting}_TIMEOUT_S"
-                raise self._late(what, missing, topic, errors.ranks_text(sorted(found)), fix)
-            over.wait(pause)
-            pause = min(pause * 1.5, 0.02)
-
-    def _stopped(self, missing: Sequence[int], check: Callable[[], None] | None) -> Exception | None:
-        try:
-            if check:
-                check()
-        except errors.UbOverlapError as error:
-            return error
-        for rank in missing:
-            if self.store.check([self._key("failed", rank)]):
-                text = self.store.get(self._key("failed", rank)).decode()
-                return errors.make("PeerFailedError", {"ranks": str(rank), "got": text, "op": self.op, "site": self.site})
-        return None
+def slot_size(needed: int) -> int:
+    """Bytes of a slot that must hold `needed`: at most an eighth more, so that sizes that creep up rarely make it grow."""
+    size = max(needed, _FIRST_SLOT)
+    grain = max(_GRAIN, 1 << (size.bit_length() - 4))
+    return -(-size // grain) * grain
 
 
 class Session:
@@ -208,7 +65,43 @@ class Session:
     def __init__(self, core: Any, exchange: Exchange | None, arena: Any) -> None:
         self.core = core
         self._exchange, self._arena = exchange, arena
-        self._plans = self._growths = 0
+        self._plans = self._growths = self._reservations = 0
+        self._reserved = ("", 0)
+
+    @property
+    def group(self) -> str:
+        return str(self.core.group)
+
+    @property
+    def slot_bytes(self) -> int:
+        """What a call's landing area may take without growth; 0 without an arena (one rank, or plain c10d)."""
+        return 0 if self._arena is None else int(self._arena.slot_bytes)
+
+    @property
+    def arena_bytes(self) -> int:
+        """All slots of this rank."""
+        return _SLOTS * self.slot_bytes
+
+    @property
+    def growths(self) -> int:
+        """How often the arena has grown since it was made."""
+        return self._growths
+
+    def reserve(self, slot_bytes: int) -> str:
+        """The digest under which the next call makes room for `slot_bytes`, as `verify` then sees it: within a call, so that
+        all ranks are in step, and nothing else of this group is under way."""
+        self._reservations += 1
+        self._reserved = (f"initialize-{self._reservations}", slot_bytes)
+        return self._reserved[0]
+
+    def trouble(self) -> errors.UbOverlapError | None:
+        """What has gone wrong in this group, without taking it from the next op or from `check`, which raise it."""
+        try:
+            if self._arena is not None:
+                extension().Arena.check(getattr(self._arena, "core", self._arena))
+        except errors.UbOverlapError as error:
+            return error
+        return None
 
     def verify(self, digest: str, op: str, site: str) -> None:
         """All ranks must be about to run the same plan. PlanMismatchError names those that are not, and where it starts."""
@@ -219,12 +112,16 @@ class Session:
         self._plans += 1
         topic, doing = f"plan/{self._plans}", f"the first call of plan {digest}"
         try:
-            cards = exchange.all(topic, {"digest": digest, "site": site}, timeout_s, doing, self._check)
+            wanted = self._reserved[1] if digest == self._reserved[0] else 0
+            cards = exchange.all(topic, {"digest": digest, "site": site, "slot": wanted}, timeout_s, doing, self._check)
             other = [rank for rank, card in enumerate(cards) if card["digest"] != digest]
             if other:  # all ranks see that: now the texts, which are long, are worth a look
                 mine = {"text": plan_text(digest)}
                 texts = exchange.all(f"text/{self._plans}", mine, timeout_s, "compare plans", self._check)
                 raise plan_mismatch(exchange, [{**card, **text} for card, text in zip(cards, texts, strict=True)], other)
+            wanted = max(card["slot"] for card in cards)
+            if self._arena is not None and wanted > self._arena.slot_bytes:
+                self.grow(wanted, op, site)
         except BaseException as error:  # also Ctrl-C: a group without an arena has no other way to hear of it
             exchange.fail(f"{type(error).__name__}: {error}")
             raise
@@ -236,7 +133,7 @@ class Session:
             raise AssertionError("a session without an arena cannot grow")
         exchange.op, exchange.site = op, site
         self._growths += 1
-        before, size = arena.slot_bytes, slot_size(needed, arena.slot_bytes)
+        before, size = arena.slot_bytes, slot_size(needed)
         doing = f"a call that needs {needed} bytes of landing area"
         try:
             arena.grow_begin(size)
@@ -252,7 +149,10 @@ class Session:
         finally:
             arena.unlink()
         arena.grow_commit()
-        log.info("group '%s': landing area grew from %d to %d bytes a slot", exchange.group, before, size)
+        log.info(
+            "group '%s': landing area grew from %d to %d bytes a slot (%d of arena), for %s at site '%s'",
+            exchange.group, before, size, self.arena_bytes, op, site,
+        )  # fmt: skip
 
     def _check(self) -> None:
         """Raises when a peer of this group has given up, or is gone."""
@@ -260,22 +160,62 @@ class Session:
             self._arena.check(self._exchange.op, self._exchange.site)
 
 
+_wanted: dict[tuple[str, str], int] = {}
+_bound: weakref.WeakValueDictionary[tuple[str, str], Session] = weakref.WeakValueDictionary()
+
+
+def want(group: str, device: str, slot_bytes: int) -> None:
+    """The size of a slot that `group` is to begin with, should its next call be its first."""
+    _wanted[group, device] = slot_bytes
+
+
+def unwant(group: str, device: str) -> None:
+    """It was bound before: nothing is left of `want`."""
+    _wanted.pop((group, device), None)
+
+
+def bound(group: str, device: str) -> Session | None:
+    """The session of `group` that was made last in this process, if it is still there."""
+    return _bound.get((group, device))
+
+
 def bind(group: str, device: str, slot_bytes: int, op: str, site: str) -> Session:
     """The session of a group, made together with its other ranks. PeerTimeoutError names the ranks that do not come."""
     process_group = _torch_compat.group_of(group)
     rank, ranks = process_group.rank(), process_group.size()
+    slot_bytes = max(slot_bytes, _wanted.pop((group, device), 0))
     if ranks == 1:
-        return _session(group, device, rank, ranks, None, None, "local", "a group of one rank")
-    store, timeout_s = _torch_compat.store_of(process_group), settings.current().init_timeout_s
-    exchange = Exchange(store, group, device, rank, ranks, op, site, timeout_s)
-    try:
-        session = _bind(exchange, group, device, rank, ranks, slot_bytes)
-    except BaseException as error:  # also Ctrl-C: the others need not wait for this rank
-        exchange.fail(f"{type(error).__name__}: {error}")
-        _sweep(exchange)
-        raise
-    log.info("group '%s' on %s: rank %d of %d, transport %s", group, device, rank, ranks, session.core.transport)
+        session = _session(group, device, rank, ranks, None, None, "local", "a group of one rank")
+    else:
+        store, timeout_s = _torch_compat.store_of(process_group), settings.current().init_timeout_s
+        exchange = Exchange(store, group, device, rank, ranks, op, site, timeout_s)
+        try:
+            session = _bind(exchange, group, device, rank, ranks, slot_bytes)
+        except BaseException as error:  # also Ctrl-C: the others need not wait for this rank
+            exchange.fail(f"{type(error).__name__}: {error}")
+            _sweep(exchange)
+            raise
+    _bound[group, device] = session
+    if session.slot_bytes:
+        watchdog.watch(session)
+    _announce(session)
     return session
+
+
+def _announce(session: Session) -> None:
+    """One line a group: who, where, how, how much memory, how patient."""
+    core = session.core
+    device = core.device
+    if device == "cuda":
+        from . import symmetric
+
+        device = symmetric.label()
+    text = f"group '{core.group}' on {device}: rank {core.rank} of {core.ranks}, transport {core.transport}"
+    if session.slot_bytes:
+        text += f", {session.slot_bytes} bytes a slot, {session.arena_bytes} bytes of arena"
+    if core.transport == "c10d":
+        text += f" (plain collectives, because {core.reason})"
+    log.info("%s, deadline %g s", text, settings.current().step_timeout_s)
 
 
 def _session(
@@ -309,22 +249,18 @@ def _bind(exchange: Exchange, group: str, device: str, rank: int, ranks: int, sl
                 expected=f"rank {rank}: {versions}",
                 fix="install the same ub_overlap and torch on all ranks",
             )
-    hosts = sorted({their["host"] for their in cards})
-    if len(hosts) > 1:
-        names = sorted({host.split(":")[0] for host in hosts})
-        reason = f"its ranks do not share memory ({len(hosts)} hosts: {', '.join(names)})"
-        log.info("group '%s': plain c10d collectives, because %s", group, reason)
-        return _session(group, device, rank, ranks, exchange, None, "c10d", reason)
+    place = topology.Topology(hosts=tuple(their["host"] for their in cards))
+    if device == "cuda" and topology.choose(place).transport != "c10d":
+        uuids = [their["gpu"]["uuid"] for their in cards]
+        seen = {**symmetric.links(uuids, rank), "any": settings.current().links == "any"}
+        place = topology.described(cards, exchange.all("links", seen, timeout_s, doing))
+    choice = topology.choose(place)
+    if choice.unknown:
+        log.info("group '%s': nobody could tell the links between ranks %s; taken as good", group, _pairs(choice.unknown))
+    if choice.transport == "c10d":
+        return _session(group, device, rank, ranks, exchange, None, "c10d", choice.reason)
 
     wanted = slot_size(max(their["slot"] for their in cards))
-    if device == "cuda":
-        gpus = [their["gpu"] for their in cards]
-        verdicts = exchange.all("peers", {"cannot": symmetric.unreachable(gpus, rank)}, timeout_s, doing)
-        why = symmetric.reason(gpus, [their["cannot"] for their in verdicts])
-        if why is not None:
-            log.info("group '%s': plain c10d collectives, because %s", group, why)
-            return _session(group, device, rank, ranks, exchange, None, "c10d", why)
-
     # On CUDA the slots lie elsewhere: shared memory then holds what hosts tell each other.
     arena = c.ShmArena(rank=rank, ranks=ranks, slot_bytes=_GRAIN if device == "cuda" else wanted)
     try:
@@ -341,8 +277,12 @@ def _bind(exchange: Exchange, group: str, device: str, rank: int, ranks: int, sl
     exchange.all("made", {"slot": wanted}, timeout_s, doing)
     shared.meet()
     exchange.all("met", {}, timeout_s, doing)
-    log.info("group '%s': %d bytes of symmetric memory a slot, deadline %g s", group, wanted, settings.current().step_timeout_s)
     return _session(group, device, rank, ranks, exchange, shared, "symmetric memory", "")
+
+
+def _pairs(pairs: Sequence[tuple[int, int]]) -> str:
+    few = ", ".join(f"{i} and {j}" for i, j in pairs[:4])
+    return few if len(pairs) <= 4 else f"{few} and {len(pairs) - 4} more pairs"
 
 
 def _sweep(exchange: Exchange) -> None:

@@ -7,6 +7,8 @@ init_timeout_s           UB_OVERLAP_INIT_TIMEOUT_S       300      how long to wa
                                                                   at the first call of a plan (they may be compiling)
 step_timeout_s           UB_OVERLAP_STEP_TIMEOUT_S       100      how long one wait within a call may take
 trace                    UB_OVERLAP_TRACE                0        keep the step times of every site's last call
+links                    UB_OVERLAP_LINKS                nvlink   "nvlink": GPUs that reach each other over PCIe only
+                                                                  run plain collectives; "any" takes them too
 =======================  ==============================  =======  =====================================================
 """
 
@@ -26,6 +28,7 @@ class Settings:
     init_timeout_s: float = 300.0
     step_timeout_s: float = 100.0
     trace: bool = False
+    links: str = "nvlink"
 
     def __post_init__(self) -> None:
         for name in ("init_timeout_s", "step_timeout_s"):
@@ -34,6 +37,8 @@ class Settings:
                 raise OptionError(f"{name} is not a deadline", got=repr(value), expected="a finite number of seconds above 0")
             if value > 1e9:
                 raise OptionError(f"{name} is too long", got=repr(value), expected="at most 1e9 seconds")
+        if self.links not in ("nvlink", "any"):
+            raise OptionError("links is unknown", got=repr(self.links), expected="'nvlink' or 'any'")
 
 
 def from_environment() -> Settings:
@@ -50,6 +55,7 @@ def from_environment() -> Settings:
         init_timeout_s=seconds("UB_OVERLAP_INIT_TIMEOUT_S", Settings().init_timeout_s),
         step_timeout_s=seconds("UB_OVERLAP_STEP_TIMEOUT_S", Settings().step_timeout_s),
         trace=os.environ.get("UB_OVERLAP_TRACE", "0") not in ("", "0"),
+        links=os.environ.get("UB_OVERLAP_LINKS") or Settings().links,
     )
 
 

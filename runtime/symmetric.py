@@ -9,6 +9,8 @@ before it, so that it begins when all ranks are there). No NVLink multicast is a
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -22,33 +24,72 @@ from . import errors
 _SLOTS = 2
 
 
-def gpu() -> str:
-    """The current device, by a name that all processes of the host give it."""
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+def gpu() -> dict[str, Any]:
+    """The current device: a name that all processes of the host give it, and what it is."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "uuid": str(properties.uuid),
+        "name": properties.name,
+        "capability": [properties.major, properties.minor],
+    }
 
 
-def unreachable(gpus: Sequence[str], rank: int) -> list[int]:
-    """Ranks whose device this rank's cannot address. Devices that this process does not see are left to the rendezvous."""
+def label() -> str:
+    """The current device in words, for the log."""
+    index = torch.cuda.current_device()
+    return f"cuda:{index} ({torch.cuda.get_device_name(index)})"
+
+
+def links(uuids: Sequence[str], rank: int) -> dict[str, list[bool | None]]:
+    """What this rank sees of the ranks' devices: "peer" access, and whether it goes over "nvlink". None: it cannot tell
+    (a device that this process does not see, no NVML): the rendezvous will show."""
     here = torch.cuda.current_device()
     seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-    return [
-        other
-        for other, name in enumerate(gpus)
-        if other != rank and name in seen and not torch.cuda.can_device_access_peer(here, seen[name])
-    ]
+    by_torch, nvml = _torch_compat.nvlinks(), _Nvml()
+    peer: list[bool | None] = []
+    nvlink: list[bool | None] = []
+    for other, uuid in enumerate(uuids):
+        if other == rank or uuid == uuids[rank]:
+            peer.append(True)
+            nvlink.append(True)
+            continue
+        there = seen.get(uuid)
+        peer.append(None if there is None else torch.cuda.can_device_access_peer(here, there))
+        counted = None if by_torch is None or there is None else by_torch[here][there] > 0
+        # Counting links by their far ends misses those through switches that a virtual machine does not see: that it counts
+        # none is no proof, what NVML says of the pair is.
+        nvlink.append(True if counted else nvml.nvlink(uuids[rank], uuid))
+    return {"peer": peer, "nvlink": nvlink}
 
 
-def reason(gpus: Sequence[str], cannot: Sequence[Sequence[int]]) -> str | None:
-    """Why these ranks cannot share an arena, in the same words on all of them; None where they can."""
-    for rank, name in enumerate(gpus):
-        if name in gpus[:rank]:
-            return (
-                f"its ranks {gpus.index(name)} and {rank} are on one GPU ({name}), where one would wait for the other for ever"
-            )
-    for rank, others in enumerate(cannot):
-        if others:
-            return f"the GPU of its rank {rank} has no peer access to that of {errors.ranks_text(others)}"
-    return None
+class _Nvml:
+    """The driver's management library, as far as it is there. Everything it refuses is None."""
+
+    _NVLINK = 2  # of nvmlGpuP2PCapsIndex_t
+    _KNOWN = range(6)  # of nvmlGpuP2PStatus_t: 0 is good, 1 to 5 are reasons why not, beyond that it is unknown
+
+    def __init__(self) -> None:
+        self._library: Any = None
+        with contextlib.suppress(OSError, AttributeError):
+            library = ctypes.CDLL("libnvidia-ml.so.1")
+            if library.nvmlInit_v2() == 0:
+                self._library = library
+
+    def nvlink(self, one: str, other: str) -> bool | None:
+        """Do the GPUs of these uuids reach each other over NVLink?"""
+        if self._library is None:
+            return None
+        try:
+            a, b, status = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int(-1)
+            for uuid, handle in ((one, a), (other, b)):
+                name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+                if self._library.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)) != 0:
+                    return None
+            if self._library.nvmlDeviceGetP2PStatus(a, b, ctypes.c_int(self._NVLINK), ctypes.byref(status)) != 0:
+                return None
+        except AttributeError:
+            return None
+        return status.value == 0 if status.value in self._KNOWN else None
 
 
 def refuse_capture(doing: str) -> None:

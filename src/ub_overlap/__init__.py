@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ub_overlap.compiler.report import Report, reports
     from ub_overlap.runtime import errors
     from ub_overlap.runtime.errors import UbOverlapError
+    from ub_overlap.runtime.functional import all_gather_matmul, check, initialize, matmul_all_reduce, matmul_reduce_scatter
 
 __version__ = "0.1.0"
 
@@ -26,9 +27,27 @@ _HOME = {
     "reports": ("ub_overlap.compiler.report", "reports"),
     "errors": ("ub_overlap.runtime.errors", ""),
     "UbOverlapError": ("ub_overlap.runtime.errors", "UbOverlapError"),
+    "all_gather_matmul": ("ub_overlap.runtime.functional", "all_gather_matmul"),
+    "matmul_reduce_scatter": ("ub_overlap.runtime.functional", "matmul_reduce_scatter"),
+    "matmul_all_reduce": ("ub_overlap.runtime.functional", "matmul_all_reduce"),
+    "initialize": ("ub_overlap.runtime.functional", "initialize"),
+    "check": ("ub_overlap.runtime.functional", "check"),
 }
 
-__all__ = ["Report", "UbOverlapError", "__version__", "backend", "errors", "explain", "reports"]
+__all__ = [
+    "Report",
+    "UbOverlapError",
+    "__version__",
+    "all_gather_matmul",
+    "backend",
+    "check",
+    "errors",
+    "explain",
+    "initialize",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "reports",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -59,9 +59,10 @@ def test_messages_say_all() -> None:
 
 def test_slot_sizes() -> None:
     assert session.slot_size(1) == 1 << 18
-    assert session.slot_size(300_000, 1 << 18) == 1 << 19
-    assert session.slot_size((1 << 28) + 1, 1 << 28) == (1 << 28) + (1 << 26)
-    assert session.slot_size(10**9, 1 << 18) % (1 << 16) == 0
+    assert session.slot_size(300_000) == 5 << 16
+    assert session.slot_size(1 << 27) == 1 << 27
+    assert session.slot_size((1 << 28) + 1) == (1 << 28) + (1 << 25)
+    assert session.slot_size(10**9) % (1 << 16) == 0
 
 
 def test_first_difference() -> None:

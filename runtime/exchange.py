@@ -1,0 +1,158 @@
+"""All-to-all exchanges of small texts between the ranks of a group, through its c10d Store, each with a deadline.
+
+A rank that does not come is named, whatever the step. A rank that fails says so under "failed", so that the others fail at
+once, and with its text. The Store itself may fail or fall silent with the process that hosts it; c10d waits for it without a
+deadline, so it is asked on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from . import errors
+
+T = TypeVar("T")
+
+
+def _within(timeout_s: float, body: Callable[[threading.Event], T]) -> T:
+    """What `body` returns or raises, or TimeoutError. It runs on a daemon thread, for it may block for ever; the event that it
+    is given is set once nobody waits for it any more."""
+    over, outcome = threading.Event(), Future[T]()
+
+    def run() -> None:
+        try:
+            outcome.set_result(body(over))
+        except BaseException as error:  # noqa: BLE001  (raised again by the thread that waits)
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="ub_overlap-store", daemon=True).start()
+    try:
+        return outcome.result(timeout_s)
+    finally:
+        over.set()
+
+
+class Exchange:
+    """All-to-all exchanges of texts between the ranks of a group, each under a topic that is used once.
+
+    `op`, `site`: the call that needs them, for errors.
+    """
+
+    def __init__(
+        self, store: Any, group: str, device: str, rank: int, ranks: int, op: str, site: str, timeout_s: float
+    ) -> None:
+        self.store, self.group, self.rank, self.ranks = store, group, rank, ranks
+        self.op, self.site = op, site
+        self._silent = False  # the Store has not answered: whoever asks it again may never return
+        # The same store may serve several lives of a group name: count them. All ranks live through the same ones.
+        life = self._ask(lambda _: store.add(f"ub_overlap/{device}/lives/{rank}", 1), timeout_s, {})
+        self._prefix = f"ub_overlap/{device}/{life}"
+
+    def _key(self, topic: str, rank: int) -> str:
+        return f"{self._prefix}/{topic}/{rank}"
+
+    def fail(self, text: str) -> None:
+        """Tell whoever waits for this rank that it will not come."""
+        with contextlib.suppress(Exception):
+            if not self._silent:
+                self.store.set(self._key("failed", self.rank), text)
+
+    def peek(self, topic: str) -> dict[int, dict[str, Any]]:
+        """What is there by now, without waiting."""
+        found = {}
+        for rank in range(self.ranks if not self._silent else 0):
+            with contextlib.suppress(Exception):
+                if self.store.check([self._key(topic, rank)]):
+                    found[rank] = json.loads(self.store.get(self._key(topic, rank)))
+        return found
+
+    def all(
+        self, topic: str, mine: dict[str, Any], timeout_s: float, doing: str, check: Callable[[], None] | None = None
+    ) -> list[dict[str, Any]]:
+        """Every rank's text, in rank order. `doing` completes "... did not come to ..."; `check` may raise while we wait."""
+        found: dict[int, dict[str, Any]] = {self.rank: mine}
+        self._ask(lambda over: self._collect(topic, found, timeout_s, doing, check, over), timeout_s, found, check)
+        return [found[rank] for rank in range(self.ranks)]
+
+    def _ask(
+        self,
+        body: Callable[[threading.Event], T],
+        timeout_s: float,
+        found: dict[int, Any],
+        check: Callable[[], None] | None = None,
+    ) -> T:
+        """`body`, which asks the Store, with the Store's own failures as errors of ours."""
+        try:
+            return _within(1.25 * timeout_s, body)  # `body` has a deadline of its own, as long as the Store answers
+        except errors.UbOverlapError:
+            raise
+        except TimeoutError:
+            self._silent = True
+            what = f"the Store of group '{self.group}' did not answer within {1.25 * timeout_s:g} s"
+        except RuntimeError as broken:  # all errors of c10d
+            self._silent = True
+            what = f"the Store of group '{self.group}' failed: {str(broken).splitlines()[0]}"
+        with contextlib.suppress(errors.PeerFailedError):  # a peer that only met the same as this rank
+            if check:
+                check()  # names the peer that has taken the Store with it, where that can be seen
+        missing = [rank for rank in range(self.ranks) if rank not in found and rank != self.rank]
+        fix = "look at the process that hosts the Store: rank 0 of the world, or the launcher"
+        raise self._late(what, missing, "store", f"{errors.ranks_text(missing)} unheard", fix)
+
+    def _late(self, what: str, missing: Sequence[int], phase: str, got: str, fix: str) -> errors.PeerTimeoutError:
+        where = f"{self.op} at site '{self.site}', group '{self.group}' of {self.ranks} ranks; noticed by rank {self.rank}"
+        error = errors.PeerTimeoutError(what, where=where, got=got, expected=f"{self.ranks} ranks", fix=fix)
+        error.ranks, error.phase, error.reporter = tuple(missing), phase, self.rank
+        error.op, error.site = self.op, self.site
+        return error
+
+    def _collect(
+        self,
+        topic: str,
+        found: dict[int, dict[str, Any]],
+        timeout_s: float,
+        doing: str,
+        check: Callable[[], None] | None,
+        over: threading.Event,
+    ) -> None:
+        self.store.set(self._key(topic, self.rank), json.dumps(found[self.rank]))
+        deadline, pause = time.monotonic() + timeout_s, 0.0005
+        stopped: Exception | None = None
+        while not over.is_set():
+            for rank in range(self.ranks):
+                if rank not in found and self.store.check([self._key(topic, rank)]):
+                    found[rank] = json.loads(self.store.get(self._key(topic, rank)))
+            missing = [rank for rank in range(self.ranks) if rank not in found]
+            if not missing:
+                return
+            if stopped:
+                raise stopped
+            stopped = self._stopped(missing, check)
+            if stopped:
+                continue  # what a peer said before it gave up counts first: look once more
+            if time.monotonic() > deadline:
+                who = errors.ranks_text(missing)
+                what = f"{who} of the group did not come to {doing} within {timeout_s:g} s"
+                setting = "STEP" if topic.startswith("grow") else "INIT"
+                fix = f"look at the log and the stack of {who}; if it is only slow, raise UB_OVERLAP_{setting}_TIMEOUT_S"
+                raise self._late(what, missing, topic, errors.ranks_text(sorted(found)), fix)
+            over.wait(pause)
+            pause = min(pause * 1.5, 0.02)
+
+    def _stopped(self, missing: Sequence[int], check: Callable[[], None] | None) -> Exception | None:
+        try:
+            if check:
+                check()
+        except errors.UbOverlapError as error:
+            return error
+        for rank in missing:
+            if self.store.check([self._key("failed", rank)]):
+                text = self.store.get(self._key("failed", rank)).decode()
+                return errors.make("PeerFailedError", {"ranks": str(rank), "got": text, "op": self.op, "site": self.site})
+        return None

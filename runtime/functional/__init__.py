@@ -1,0 +1,21 @@
+"""The ops as plain functions with gradients, for people who write their own layers; `ub_overlap.all_gather_matmul` and its kin.
+
+    groups.py    which group and which device is meant
+    layout.py    what a caller brings, checked, as the two-dimensional arguments of the ops
+    gather.py    all_gather_matmul       forward: gather op; backward: the sum's scatter and the weights' gradients, overlapped
+    scatter.py   matmul_reduce_scatter   forward: scatter op; backward: one gather op
+    reduce.py    matmul_all_reduce       backward: local
+    plain.py     strategy="none": c10d's functional collectives and matmuls
+    arena.py     initialize and check
+
+They run on the same sessions and schedules, and raise the same errors, as what the compiler emits; torch.compile traces them.
+"""
+
+from __future__ import annotations
+
+from .arena import check, initialize
+from .gather import all_gather_matmul
+from .reduce import matmul_all_reduce
+from .scatter import matmul_reduce_scatter
+
+__all__ = ["all_gather_matmul", "check", "initialize", "matmul_all_reduce", "matmul_reduce_scatter"]

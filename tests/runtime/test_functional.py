@@ -1,0 +1,99 @@
+"""The plain functions: values and gradients against fp64, also compiled; what they keep, and what they refuse."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.harness.ranks import RankPool
+
+from . import work_compiled
+from . import work_functional as work
+
+both = pytest.mark.parametrize("world", [2, 4])
+
+
+@both
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("what", ["gathers", "scatters", "reduces", "smallest", "partly_used", "groups", "autocast"])
+def test_values_and_gradients(pools: dict[int, RankPool], world: int, what: str) -> None:
+    for bad in pools[world].run(getattr(work, what), timeout=120):
+        assert not bad, "\n".join(bad[:20])
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("backend", "batch"), [("aot_eager", 1), ("aot_eager", 2), ("inductor", 2), ("ub_overlap", 1), ("ub_overlap", 2)]
+)
+def test_compiled(pools: dict[int, RankPool], backend: str, batch: int) -> None:
+    for bad in pools[2].run(work_compiled.compiled, backend, batch, timeout=180):
+        assert not bad, "\n".join(bad)
+
+
+def test_what_is_kept(pools: dict[int, RankPool]) -> None:
+    for found in pools[2].run(work.kept, timeout=60):
+        assert found == {"gathered": [[8, 8]], "shard": [], "no weight gradient": [], "no_grad": []}
+
+
+def test_what_runs(pools: dict[int, RankPool]) -> None:
+    """As docs/api.md tables it."""
+    both, one = {"/s": 1, "/s.backward": 1, "/s.backward.gather": 1}, {"/s": 1, "/s.backward": 1}
+    for found in pools[2].run(work.sites, timeout=60):
+        scatters = {name: found.pop(name) for name in list(found) if name.startswith("scatter")}
+        assert set(map(str, scatters.values())) == {str({"/r": 1, "/r.backward": 1})}
+        assert found == {
+            **{f"gathered {dim} {wants}": one for dim in (0, 1) for wants in ("xw", "x")},
+            **{f"gathered {dim} w": {"/s": 1} for dim in (0, 1)},
+            **{f"shard {dim} xw": both for dim in (0, 1)},
+            **{f"shard {dim} x": one for dim in (0, 1)},
+            **{f"shard {dim} w": {"/s": 1, "/s.backward.gather": 1} for dim in (0, 1)},
+        }
+
+
+def test_dynamic_shapes(pools: dict[int, RankPool]) -> None:
+    assert pools[2].run(work_compiled.dynamic, timeout=100) == [[]] * 2
+
+
+def test_compiled_with_groups(pools: dict[int, RankPool]) -> None:
+    assert pools[2].run(work_compiled.named, timeout=100) == [[]] * 2
+
+
+def test_no_second_gradients(pools: dict[int, RankPool]) -> None:
+    for text in pools[2].run(work.twice, timeout=60):
+        assert "once_differentiable" in text
+
+
+def test_the_documented_layer(pools: dict[int, RankPool]) -> None:
+    assert pools[2].run(work_compiled.documented, timeout=60) == [[]] * 2
+
+
+def test_misuse_is_refused(pools: dict[int, RankPool]) -> None:
+    for found in pools[2].run(work.refusals, timeout=60):
+        assert [case for case in found if case[1]] == []
+
+
+def test_ranks_out_of_step() -> None:
+    with RankPool(2) as pool:
+        for rank, text in enumerate(pool.run(work.out_of_step, timeout=60)):
+            assert text.startswith("ShapeMismatchError"), text
+            assert "'/odd'" in text, rank
+
+
+def test_without_a_process_group() -> None:
+    code = """
+import torch, ub_overlap
+try:
+    ub_overlap.all_gather_matmul(torch.ones(2, 2), torch.ones(2, 2))
+except ub_overlap.errors.OptionError as error:
+    print(error.what)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "there is no process group\n", done.stderr
+
+
+def test_the_face_is_lazy() -> None:
+    code = "import sys, ub_overlap; assert 'torch' not in sys.modules; print(ub_overlap.matmul_reduce_scatter.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "matmul_reduce_scatter\n", done.stderr

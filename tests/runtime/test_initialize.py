@@ -1,0 +1,90 @@
+"""initialize: no growth afterwards, the largest request counts, one line in the log; and how large arenas become."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.harness.ranks import RankPool
+from ub_overlap.runtime import session
+
+from . import work_initialize as work
+
+MIB = 1 << 20
+BUDGET = 600 * MIB  # of a rank's slots, for 8192 tokens of 8192 in bf16
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_no_growth_after_it(pools: dict[int, RankPool], world: int) -> None:
+    for rank, found in enumerate(pools[world].run(work.ahead, timeout=60)):
+        assert found["bad"] == []
+        assert found["slot"] == MIB
+        assert found["again"] == [MIB, MIB]
+        assert found["growths"] == 0
+        (line,) = found["lines"]
+        sizes = (f"{MIB} bytes a slot", f"{2 * MIB} bytes of arena")
+        for text in (f"rank {rank} of {world}", "on cpu", "transport shared memory", *sizes):
+            assert text in line
+        assert "deadline 100 s" in line
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_largest_request_counts(pools: dict[int, RankPool], world: int) -> None:
+    for found in pools[world].run(work.later, timeout=60):
+        assert found["bad"] == []
+        assert found["first"] < MIB
+        assert found["mixed"] == world * MIB
+        assert found["most"] == 3 * MIB
+        assert found["growths"] == 1
+        (line,) = found["lines"]
+        assert f"grew from {found['first']} to {world * MIB} bytes a slot" in line
+
+
+def test_groups_that_need_no_memory(pools: dict[int, RankPool]) -> None:
+    for found in pools[2].run(work.without_arena, timeout=60):
+        assert found["bad"] == []
+        assert (found["alone"], found["hosts"]) == (0, 0)
+        (line,) = found["lines"]
+        assert "transport c10d" in line
+        assert "host0, host1" in line
+
+
+def test_a_rank_that_does_not_come(pools: dict[int, RankPool]) -> None:
+    first, last = pools[2].run(work.alone_in_it, timeout=60)
+    assert "rank 1 of the group did not come to the first call" in first
+    assert last == ""
+
+
+@pytest.mark.timeout(300)
+def test_arena_of_a_large_block(pools: dict[int, RankPool]) -> None:
+    """S = H = 8192: a slot is exactly one activation, [8192, 8192] bf16, whatever number of ranks shares it."""
+    for found in pools[2].run(work.block, 1, 8192, 8192, timeout=240):
+        assert found["slots"][-1] == 128 * MIB, found
+        assert found["own"] <= BUDGET, found  # as the kernel sees it, control blocks and all
+        assert found["peak"] <= BUDGET, found  # the old slots go when the new ones are there
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_order_of_first_use(pools: dict[int, RankPool], seed: int) -> None:
+    """A 64th of that, in other orders: the largest call counts, and later ones reuse it."""
+    for found in pools[4].run(work.block, seed, 1024, 1024, timeout=60):
+        slots = found["slots"]
+        assert slots == sorted(slots)
+        assert slots[-1] == 2 * MIB
+        assert 64 * found["peak"] <= BUDGET
+
+
+def test_growth_keeps_the_budget() -> None:
+    """Sizes that creep up to the largest, by any steps: what is held, and what is held while it grows."""
+    largest = 8192 * 8192 * 2
+    for start, step in itertools.product((1, 1 << 18, 100 * MIB), (1 << 12, 1 << 20, 5_000_003, 50 * MIB)):
+        held = growths = 0
+        for needed in [*range(start, largest, step), largest]:
+            if needed > held:
+                size = session.slot_size(needed)
+                assert needed <= size <= max(1 << 18, needed + needed // 8 + (1 << 16))
+                assert 2 * (held + size) <= BUDGET
+                held, growths = size, growths + 1
+        assert held == largest
+        assert growths <= 1 + 9 * 10  # eight an octave, ten octaves above the first slot

@@ -1,0 +1,200 @@
+"""Which transport a group gets, on machines that are not here: a fake description in, a transport and a reason out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness.ranks import RankPool
+from ub_overlap import _torch_compat
+from ub_overlap.runtime import settings, symmetric
+from ub_overlap.runtime.errors import OptionError
+from ub_overlap.runtime.topology import Choice, Gpu, Topology, choose, described
+
+from . import work_initialize
+
+HOPPER, AMPERE, VOLTA = ("NVIDIA H200", (9, 0)), ("NVIDIA A100-SXM4-80GB", (8, 0)), ("Tesla V100-SXM2-32GB", (7, 0))
+
+
+def matrix(ranks: int, value: bool | None = True) -> tuple[tuple[bool | None, ...], ...]:
+    return tuple(tuple(True if i == j else value for j in range(ranks)) for i in range(ranks))
+
+
+def box(ranks: int, kind: tuple[str, tuple[int, int]] = HOPPER, **changes: Any) -> Topology:
+    """One host, a GPU a rank, all joined by NVLink."""
+    gpus = tuple(Gpu(uuid=f"uuid{r}", name=kind[0], capability=kind[1]) for r in range(ranks))
+    whole = Topology(hosts=("h:boot:1",) * ranks, gpus=gpus, peer=matrix(ranks), nvlink=matrix(ranks))
+    return dataclasses.replace(whole, **changes)
+
+
+def without(ranks: int, *pairs: tuple[int, int]) -> tuple[tuple[bool, ...], ...]:
+    return tuple(tuple((i, j) not in pairs for j in range(ranks)) for i in range(ranks))
+
+
+@pytest.mark.parametrize("kind", [HOPPER, AMPERE, VOLTA])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_nvlink_peers_of_any_generation(ranks: int, kind: tuple[str, tuple[int, int]]) -> None:
+    assert choose(box(ranks, kind)) == Choice(transport="symmetric memory")
+
+
+def test_cpu_ranks() -> None:
+    assert choose(Topology(hosts=("h:1",) * 3)) == Choice(transport="shared memory")
+    found = choose(Topology(hosts=("b:1", "a:1", "b:1")))
+    assert found == Choice(transport="c10d", reason="its ranks do not share memory (2 hosts: a, b)")
+
+
+def test_hosts_come_first() -> None:
+    """GPUs on other hosts may have the same uuid (partitions, say) and no matrix entry: the hosts are the reason."""
+    found = choose(box(2, hosts=("node1:x", "node2:y"), peer=matrix(2, None), nvlink=matrix(2, None)))
+    assert found.transport == "c10d"
+    assert found.reason == "its ranks do not share memory (2 hosts: node1, node2)"
+
+
+def test_two_boots_of_one_name_are_two_hosts() -> None:
+    assert choose(box(2, hosts=("node:boot1", "node:boot2"))).reason == "its ranks do not share memory (2 hosts: node)"
+
+
+def test_two_ranks_on_one_gpu() -> None:
+    gpus = (*box(3).gpus, Gpu(uuid="uuid1"))
+    found = choose(box(4, gpus=gpus))
+    assert found.transport == "c10d"
+    assert "ranks 1 and 3 are on one GPU (uuid1)" in found.reason
+
+
+def test_no_peer_access() -> None:
+    found = choose(box(4, peer=without(4, (2, 0), (2, 3))))
+    assert found == Choice(transport="c10d", reason="the GPU of its rank 2 has no peer access to that of ranks 0, 3")
+
+
+def test_pcie_only() -> None:
+    """Two NVLink islands joined by PCIe, as in machines with bridges: peers, but slow ones."""
+    islands = without(4, *((i, j) for i in range(4) for j in range(4) if i // 2 != j // 2))
+    found = choose(box(4, AMPERE, nvlink=islands))
+    assert found.transport == "c10d"
+    assert "rank 0 reaches that of ranks 2, 3 over PCIe only, not over NVLink" in found.reason
+    assert "UB_OVERLAP_LINKS=any" in found.reason
+    assert choose(box(2, AMPERE)).transport == "symmetric memory"
+    assert choose(box(4, AMPERE, nvlink=islands, any_link=True)).transport == "symmetric memory"
+    assert choose(box(4, AMPERE, peer=without(4, (0, 1)), any_link=True)).transport == "c10d"
+
+
+def test_what_is_unknown_counts_as_good_and_is_told() -> None:
+    nvlink = ((True, None, True), (True, True, True), (True, True, True))
+    assert choose(box(3, nvlink=nvlink)) == Choice(transport="symmetric memory", unknown=((0, 1),))
+    assert choose(box(2, peer=matrix(2, None))).unknown == ((0, 1),)
+    assert choose(box(2, nvlink=matrix(2, None))).unknown == ((0, 1),)
+
+
+def test_described_from_what_ranks_exchange() -> None:
+    """Through JSON, as the exchange does it; PCIe counts as good only if all ranks say so."""
+    cards = [{"host": "h:1", "gpu": {"uuid": f"u{r}", "name": "X", "capability": [8, 6]}} for r in range(2)]
+    rows: list[dict[str, Any]] = [
+        {"peer": [True, True], "nvlink": [True, False], "any": True},
+        {"peer": [True, True], "nvlink": [None, True], "any": False},
+    ]
+    found = described(*json.loads(json.dumps([cards, rows])))
+    assert found == Topology(
+        hosts=("h:1", "h:1"),
+        gpus=(Gpu(uuid="u0", name="X", capability=(8, 6)), Gpu(uuid="u1", name="X", capability=(8, 6))),
+        peer=((True, True), (True, True)),
+        nvlink=((True, False), (None, True)),
+    )
+    assert choose(found).transport == "c10d"
+    rows[1]["any"] = True
+    assert choose(described(cards, rows)).transport == "symmetric memory"
+
+
+class Properties:
+    name, major, minor = "NVIDIA Fake", 9, 0
+
+    def __init__(self, uuid: str) -> None:
+        self.uuid = uuid
+
+
+@pytest.mark.parametrize(
+    ("by_torch", "by_nvml", "expected"),
+    [
+        ([[0, 18], [18, 0]], None, True),
+        ([[0, 0], [0, 0]], True, True),  # switches that a virtual machine does not see
+        ([[0, 0], [0, 0]], False, False),
+        ([[0, 0], [0, 0]], None, None),
+        (None, False, False),
+        (None, None, None),
+    ],
+)
+def test_links_as_one_rank_sees_them(
+    monkeypatch: pytest.MonkeyPatch, by_torch: list[list[int]] | None, by_nvml: bool | None, expected: bool | None
+) -> None:
+    """Rank 1 of 3 on device 1 of the 2 that it sees: rank 0's is the other one, rank 2's is hidden from it."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: Properties(f"u{i}"))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: (i, j) == (1, 0))
+    monkeypatch.setattr(_torch_compat, "nvlinks", lambda: by_torch)
+    monkeypatch.setattr(symmetric._Nvml, "nvlink", lambda self, a, b: by_nvml if {a, b} == {"u0", "u1"} else None)
+    assert symmetric.links(["u0", "u1", "hidden"], 1) == {"peer": [True, True, None], "nvlink": [expected, True, None]}
+    assert symmetric.gpu() == {"uuid": "u1", "name": "NVIDIA Fake", "capability": [9, 0]}
+
+
+class Library:
+    """As much of NVML as is asked for. `status`: of the pair; `known`: the uuids it has."""
+
+    def __init__(self, status: int, known: tuple[bytes, ...] = (b"GPU-a", b"GPU-b")) -> None:
+        self.status, self.known = status, known
+
+    def nvmlDeviceGetHandleByUUID(self, name: bytes, handle: Any) -> int:
+        return 0 if name in self.known else 6
+
+    def nvmlDeviceGetP2PStatus(self, a: Any, b: Any, index: Any, status: Any) -> int:
+        assert index.value == 2
+        status._obj.value = self.status
+        return 0
+
+
+@pytest.mark.parametrize(("status", "expected"), [(0, True), (1, False), (5, False), (6, None), (-1, None)])
+def test_what_nvml_says_of_a_pair(status: int, expected: bool | None) -> None:
+    nvml = symmetric._Nvml()
+    nvml._library = Library(status)
+    assert nvml.nvlink("a", "GPU-b") is expected
+    assert nvml.nvlink("a", "c") is None
+    nvml._library = None
+    assert nvml.nvlink("a", "b") is None
+    nvml._library = object()  # a library without these functions
+    assert nvml.nvlink("a", "b") is None
+
+
+def test_torch_without_gpus_cannot_tell() -> None:
+    if not torch.cuda.is_available():
+        assert _torch_compat.nvlinks() is None
+
+
+def test_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UB_OVERLAP_LINKS", "any")
+    assert settings.from_environment().links == "any"
+    monkeypatch.setenv("UB_OVERLAP_LINKS", "")
+    assert settings.from_environment().links == "nvlink"
+    monkeypatch.setenv("UB_OVERLAP_LINKS", "fast")
+    with pytest.raises(OptionError, match="links"):
+        settings.from_environment()
+
+
+@pytest.mark.parametrize("any_link", [False, True])
+@pytest.mark.parametrize("nvlink", [True, False, None])
+def test_a_group_bound_on_faked_gpus(pools: dict[int, RankPool], nvlink: bool | None, any_link: bool) -> None:
+    for rank, found in enumerate(pools[2].run(work_initialize.gpus, nvlink, any_link, timeout=60)):
+        line = found["lines"][-1]
+        assert f"on cuda:{rank} (Fake): rank {rank} of 2, transport {found['transport']}" in line
+        assert found["trouble"] is None
+        if nvlink is False and not any_link:
+            assert (found["transport"], found["slot"]) == ("c10d", 0)
+            assert "over PCIe only" in found["reason"]
+            assert found["reason"] in line
+        else:
+            assert (found["transport"], found["slot"], found["reason"]) == ("symmetric memory", 1 << 20, "")
+            assert "1048576 bytes a slot, 2097152 bytes of arena" in line
+        unknown = [text for text in found["lines"] if "nobody could tell the links between ranks 0 and 1" in text]
+        assert len(unknown) == (nvlink is None)

@@ -1,0 +1,95 @@
+"""Failures show in the log by themselves, once, and are raised all the same."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+import weakref
+
+import pytest
+
+from tests.harness.ranks import RankPool
+from ub_overlap.runtime import errors
+from ub_overlap.runtime.watchdog import Watchdog
+
+from . import work_initialize as work
+
+
+class Patient:
+    group = "g7"
+
+    def __init__(self, error: errors.UbOverlapError | None = None) -> None:
+        self.error, self.asked = error, 0
+
+    def trouble(self) -> errors.UbOverlapError | None:
+        self.asked += 1
+        return self.error
+
+
+def until(condition: object) -> bool:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if condition():  # type: ignore[operator]
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_logs_once_with_the_full_text(caplog: pytest.LogCaptureFixture) -> None:
+    dog, well, ill = Watchdog(0.01), Patient(), Patient()
+    dog.watch(well)
+    dog.watch(ill)
+    with caplog.at_level(logging.ERROR, "ub_overlap.runtime"):
+        assert until(lambda: well.asked > 3)
+        assert caplog.records == []
+        ill.error = errors.ArenaError("it broke", where="here", fix="mend it")
+        assert until(lambda: caplog.records)
+        seen = well.asked
+        assert until(lambda: well.asked > seen + 5)
+    dog.stop()
+    (record,) = caplog.records
+    assert record.name == "ub_overlap.runtime"
+    assert record.getMessage() == f"group 'g7' has failed: ArenaError: {ill.error}"
+    assert "mend it" in record.getMessage()
+
+
+def test_stops_and_starts_again() -> None:
+    dog, patient = Watchdog(0.01), Patient()
+    dog.watch(patient)
+    assert until(lambda: patient.asked)
+    dog.stop()
+    asked = patient.asked
+    time.sleep(0.1)
+    assert patient.asked == asked
+    dog.watch(patient)
+    assert until(lambda: patient.asked > asked)
+    dog.stop()
+
+
+def test_holds_nothing_alive() -> None:
+    dog, patient = Watchdog(0.01), Patient()
+    dog.watch(patient)
+    seen = weakref.ref(patient)
+    del patient
+    gc.collect()
+    assert until(lambda: seen() is None)
+    assert until(lambda: dog._thread is None), "the thread ends when there is nothing to watch"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_peer_that_gave_up(world: int) -> None:
+    """All ranks log it, the idle ones too; it is still theirs to raise, with its own class and text."""
+    with RankPool(world) as pool:
+        for rank, found in enumerate(pool.run(work.watched, timeout=60)):
+            assert found["bad"] == []
+            (line,) = found["lines"]
+            for text in (line, found["raised"]):
+                assert "PeerTimeoutError" in text, (rank, text)
+                assert "/lonely" in text, (rank, text)
+                assert "noticed by rank 0" in text, (rank, text)
+
+
+def test_check_where_all_is_well() -> None:
+    with RankPool(2) as pool:  # of its own: check() looks at all groups, and other tests break theirs
+        assert pool.run(work.unpoisoned, timeout=60) == [[]] * 2
