@@ -12,8 +12,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +24,7 @@ from ub_overlap import _torch_compat
 from . import errors
 
 _SLOTS = 2
+T = TypeVar("T")
 
 
 def gpu() -> dict[str, Any]:
@@ -163,7 +166,7 @@ class SymmetricArena:
         """Symmetric memory has no names that could stay behind."""
 
     def _rendezvous(self, tensor: torch.Tensor) -> tuple[list[int], Any]:
-        handle = _torch_compat.symmetric_rendezvous(tensor, self._group)
+        handle = _outside_pools(lambda: _torch_compat.symmetric_rendezvous(tensor, self._group))
         pointers = [int(pointer) for pointer in handle.buffer_ptrs]
         offset = tensor.data_ptr() - pointers[self._rank]  # of the tensor within its allocation, the same on all ranks
         if len(pointers) != self._ranks or not 0 <= offset < 1 << 30:
@@ -177,3 +180,20 @@ class SymmetricArena:
 
 def _allocate(size: int) -> torch.Tensor:
     return _torch_compat.symmetric_empty(size, torch.device("cuda", torch.cuda.current_device()))
+
+
+def _outside_pools(body: Callable[[], T]) -> T:
+    """`body` on a thread of its own. While torch warms up for a CUDA graph, what this thread allocates comes from that graph's
+    pool, where nothing may outlive the graph; what a rendezvous allocates (tables of pointers) does."""
+    device, outcome = torch.cuda.current_device(), Future[T]()
+
+    def run() -> None:
+        try:
+            with torch.cuda.device(device):
+                outcome.set_result(body())
+        except BaseException as error:  # noqa: BLE001  (raised again by the thread that waits)
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=run, name="ub_overlap-rendezvous", daemon=True)
+    thread.start()
+    return outcome.result()
