@@ -2,9 +2,10 @@
 
     python tests/gpu/programs/sanitize.py [--tool memcheck] [--ranks 2] [--quick]
 
-Only kernels whose name holds "ub_overlap" are checked, where the installed version can choose. Every rank's summary must
-be clean. As a worker (under torchrun) it runs each kernel of csrc/cuda/kernels.cu, the poisoning of a failed call included,
-over gloo alone.
+Only kernels whose name holds "ub_overlap" are checked, where the installed version can choose. Every rank runs under a
+sanitizer of its own, and each one's summary must be clean. That they look at all is shown by a control: a kernel that writes
+out of bounds, which memcheck must find. As a worker (under torchrun) it runs each kernel of csrc/cuda/*.cu, the poisoning of
+a failed call included, over gloo alone.
 """
 
 # ruff: noqa: E402   the path comes first
@@ -80,6 +81,20 @@ def fails(frame: Frame, group: str) -> str:
     return ""
 
 
+CONTROL = 'extern "C" __global__ void ub_overlap_control(float* x) { x[1 << 20] = 1.0f; }'
+
+
+def control() -> int:
+    """Writes out of bounds, by a kernel that the filter lets through. 3: this torch compiles no kernels."""
+    build = getattr(torch.cuda, "_compile_kernel", None)
+    if build is None:
+        return 3
+    kernel = build(CONTROL, "ub_overlap_control")
+    kernel((1, 1, 1), (1, 1, 1), (torch.empty(16, device="cuda"),))
+    torch.cuda.synchronize()
+    return 0
+
+
 def worker() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--worker", action="store_true")
@@ -100,7 +115,8 @@ def sanitizer() -> str:
 
 
 def command(tool: str, path: str, help_text: str, ranks: int, arguments: list[str]) -> list[str]:
-    flags = ["--tool", tool, "--target-processes", "all"]
+    """`ranks` 0: the control, without a launcher."""
+    flags = ["--tool", tool]
     # The option had several names; without any of them all kernels are checked.
     for name in ("--kernel-name", "--kernel-regex", "--filter"):
         if f"{name} " in help_text or f"{name}=" in help_text:
@@ -108,8 +124,9 @@ def command(tool: str, path: str, help_text: str, ranks: int, arguments: list[st
             break
     if tool == "memcheck" and "--report-api-errors" in help_text:
         flags += ["--report-api-errors", "no"]  # torch asks the driver what it may do, and is told no
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return [path, *flags, *launcher, str(PROGRAMS / "sanitize.py"), "--worker", *arguments]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", f"--nproc-per-node={ranks}"]
+    what = "--worker" if ranks else "--control"
+    return [*(launcher if ranks else []), path, *flags, sys.executable, str(PROGRAMS / "sanitize.py"), what, *arguments]
 
 
 def judge(code: int | None, output: str, ranks: int) -> tuple[str, str]:
@@ -131,6 +148,10 @@ def main() -> int:
         print(text_table("sanitizer", [("compute-sanitizer", "skip", "not found on this machine")]))
         return 0
     shown = subprocess.run([path, "--help"], capture_output=True, text=True, timeout=60, check=False)
+    done = run(command("memcheck", path, shown.stdout + shown.stderr, 0, []), LIMIT_S)
+    found = sum(int(n) for n in SUMMARY.findall(done.output))
+    absent = done.code == 3 and not found
+    rows.append(("control", "skip" if absent else "ok" if found else "FAIL", f"{found} errors found in a wrong kernel"))
     for tool in chosen.tool or (TOOLS[:1] if chosen.quick else TOOLS):
         done = run(command(tool, path, shown.stdout + shown.stderr, chosen.ranks, ["--device", chosen.device]), LIMIT_S)
         word, note = judge(done.code, done.output, chosen.ranks)
@@ -142,4 +163,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(worker() if "--worker" in sys.argv else main())
+    sys.exit(worker() if "--worker" in sys.argv else control() if "--control" in sys.argv else main())
