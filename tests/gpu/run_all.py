@@ -38,6 +38,7 @@ PROGRAMS = (
     Program("races", 240, 75),
     Program("broken", 240, 75),
     Program("numerics", 150, 50),
+    Program("functions", 120, 60),
     Program("graphs", 300, 90),
     Program("recorded", 120, 50),
     Program("faults", 400, 110, alone=True),
