@@ -156,7 +156,8 @@ def main() -> int:
         done = run(command(tool, path, shown.stdout + shown.stderr, chosen.ranks, ["--device", chosen.device]), LIMIT_S)
         word, note = judge(done.code, done.output, chosen.ranks)
         if word == "FAIL":
-            print(done.output[-6000:], flush=True)
+            lines = [line for line in done.output.splitlines() if line.startswith("=====")]
+            print("\n".join(lines[:80]), done.output[-4000:], sep="\n", flush=True)
         rows.append((tool, word, f"{note}, {done.seconds:.0f} s"))
     print(text_table(f"sanitizer, {chosen.ranks} ranks", rows), flush=True)
     return int(any(row[1] == "FAIL" for row in rows))
