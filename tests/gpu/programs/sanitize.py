@@ -34,6 +34,7 @@ from ub_overlap.runtime import errors, session
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 LIMIT_S = 240
+BROKEN = "Internal Sanitizer Error"
 SUMMARY = re.compile(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+) (?:errors?|hazards?)")
 
 # Odd sizes take the kernels' narrow paths, even ones the 16-byte ones.
@@ -133,6 +134,8 @@ def judge(code: int | None, output: str, ranks: int) -> tuple[str, str]:
     summaries = [int(n) for n in SUMMARY.findall(output)]
     found = [line.strip("= ") for line in output.splitlines() if "ub_overlap" in line and "=====" in line]
     note = f"{len(summaries)} summaries, {sum(summaries)} errors, exit code {code}"
+    if BROKEN in output:  # racecheck of CUDA 13.0 does, at the first kernel that touches memory that ranks share
+        return "skip", f"the sanitizer itself failed: {BROKEN}"
     if code == 0 and len(summaries) >= ranks and not any(summaries):
         return "ok", note
     return "FAIL", f"{note}; {' | '.join(found[:3])}"
