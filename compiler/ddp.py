@@ -24,4 +24,5 @@ def optimize_ddp(mode: DDPGraphs) -> None:
     if mode not in get_args(DDPGraphs):
         raise OptionError(f"unknown mode of optimize_ddp {mode!r}", expected=f"one of {', '.join(get_args(DDPGraphs))}")
     compat.dynamo_config.optimize_ddp = mode
-    compat.dynamo_config.compiled_autograd = mode == "python_reducer"
+    if mode == "python_reducer":
+        compat.dynamo_config.compiled_autograd = True

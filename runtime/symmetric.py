@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -111,6 +111,8 @@ class SymmetricArena:
         from .extension import extension
 
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+        if torch.cuda.device_count() == 1:  # each rank calls its own GPU 0; topology.py has told them apart by their uuids
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         self._host, self._group, self._rank, self._ranks = host, group, rank, ranks
         self._slot_bytes = slot_bytes
         self._words = _allocate(extension().words_bytes(ranks))
@@ -170,6 +172,10 @@ class SymmetricArena:
         self._data, self._data_handle = self._next, handle
         self._slot_bytes, self._next = self._next_slot_bytes, None
 
+    def __del__(self) -> None:
+        if self.core is not None and self.core.captured:
+            _Process.graphs_name.append((self._words, self._data, self._words_handle, self._data_handle, self._held))
+
     def unlink(self) -> None:
         """Symmetric memory has no names that could stay behind."""
 
@@ -196,6 +202,8 @@ def _allocate(size: int) -> torch.Tensor:
 
 class _Process:
     rendezvous = 0
+    graphs_name: ClassVar[list[Any]] = []
+    """Memory of arenas that are gone, but not the graphs that hold its addresses: a replay must not find it unmapped."""
 
 
 def _outside_pools(body: Callable[[], T]) -> T:

@@ -64,7 +64,10 @@ class Watchdog:
         with self._lock:
             sessions = list(self._watched)
         for session in sessions:
-            error = session.trouble()
+            try:
+                error: Exception | None = session.trouble()
+            except Exception as other:  # noqa: BLE001  (the other sessions go on being watched)
+                error = other
             if error is not None:
                 with self._lock:
                     self._watched.discard(session)

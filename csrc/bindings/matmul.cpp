@@ -139,7 +139,9 @@ Workspace workspace_of(cudaStream_t owner, c10::DeviceIndex device) {
 bool matmul_cuda(const MatmulTask& task, void* stream, void* owner) {
     const c10::DeviceIndex device = c10::cuda::current_device();
     const Workspace workspace = workspace_of(static_cast<cudaStream_t>(owner), device);
-    if (cuda::blas_matmul(task, workspace.data, static_cast<cudaStream_t>(stream))) return true;
+    // What is given back at once must not be named by a graph of ours.
+    const bool kept = stream == owner || !workspace.held.defined();
+    if (cuda::blas_matmul(task, workspace.data, static_cast<cudaStream_t>(stream))) return kept;
     multiply(task, at::Device(at::kCUDA, device));
     return false;
 }

@@ -80,7 +80,12 @@ void set_bind(py::object bind) {
 
 py::dict site_stats() {
     py::dict all;
-    for (const auto& [site, stats] : Stats::get().sites()) {
+    std::map<std::string, SiteStats> sites;
+    {
+        const py::gil_scoped_release released;  // it may wait for a device
+        sites = Stats::get().sites();
+    }
+    for (const auto& [site, stats] : sites) {
         py::dict one;
         one["calls"] = stats.calls;
         one["strategy"] = stats.strategy;
@@ -96,7 +101,12 @@ py::dict site_stats() {
 py::list last_trace(const std::string& site) {
     static const char* kinds[] = {"copy", "signal", "wait", "matmul", "reduce", "finish"};
     py::list steps;
-    for (const StepTime& time : Stats::get().trace(site)) {
+    std::vector<StepTime> times;
+    {
+        const py::gil_scoped_release released;  // it may wait for a device
+        times = Stats::get().trace(site);
+    }
+    for (const StepTime& time : times) {
         steps.append(py::make_tuple(time.step, time.queue == copy_queue ? "COPY" : "COMPUTE", kinds[time.kind], time.begin_ns,
                                     time.end_ns, time.bytes));
     }

@@ -282,6 +282,7 @@ std::tuple<Tensor, std::vector<Tensor>> bulk(const Tensor& input, at::TensorList
         Builder b("bulk " + collective, input.device(), strategy, group, site);
         Call& call = b.call;
         call.op = OpKind::bulk;
+        b.check(!call.key.striped, "bulk has no stripes", strategy, "'bulk' or 'bulk:chunks=N'");
         call.key.kind = "bulk_" + collective;
         call.key.terms = static_cast<int64_t>(lhs.size());
         call.type = call.out_type = b.type_of(input.scalar_type());

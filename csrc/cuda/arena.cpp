@@ -68,6 +68,10 @@ CudaArena::~CudaArena() {
     int before = 0;
     if (cudaGetDevice(&before) != cudaSuccess) return;  // the driver is shutting down
     cudaSetDevice(device_);
+    if (captured_) {  // a graph may still be replayed: what it names stays
+        cudaSetDevice(before);
+        return;
+    }
     if (cudaDeviceSynchronize() == cudaSuccess) {
         replays_.clear();
         cudaFree(group_.local);

@@ -14,6 +14,10 @@
 namespace ub_overlap::cuda {
 namespace {
 
+uint32_t lowest_bit(uint64_t bits) {
+    return static_cast<uint32_t>(bits & (~bits + 1));
+}
+
 // One operand as cuBLASLt sees it: column-major, `rows` x `cols` in memory.
 struct Operand {
     const char* data = nullptr;
@@ -34,8 +38,7 @@ struct Operand {
     // Bytes that the address, and every row and batch after it, is a multiple of.
     uint32_t alignment() const {
         const auto size = static_cast<uint64_t>(size_of(type));
-        const uint64_t bits = reinterpret_cast<uint64_t>(data) | (static_cast<uint64_t>(batch_step) * size) | 256;
-        return static_cast<uint32_t>(bits & (~bits + 1));
+        return lowest_bit(reinterpret_cast<uint64_t>(data) | (static_cast<uint64_t>(batch_step) * size) | 256);
     }
 };
 
@@ -77,35 +80,24 @@ class Planner {
   public:
     Planner() { need(cublasLtCreate(&handle), "start cuBLASLt"); }
 
-    // `c`: what is added, where it is not `out` itself. `bias`: one number a column is added.
-    const Plan& plan(const Operand& a, const Operand& b, const Operand& c, const Operand& out, bool bias, int64_t batch) {
-        const Shape shape{a.rows,
-                          a.cols,
-                          a.stride,
-                          a.batch_step,
-                          a.row_major,
-                          static_cast<int64_t>(a.type),
-                          a.alignment(),
-                          b.rows,
-                          b.cols,
-                          b.stride,
-                          b.batch_step,
-                          b.row_major,
-                          b.alignment(),
-                          c.stride,
-                          c.batch_step,
-                          c.alignment(),
-                          out.rows,
-                          out.stride,
-                          out.batch_step,
-                          out.alignment(),
-                          static_cast<int64_t>(out.type),
-                          bias,
-                          batch};
+    // `c`: what is added, where it is not `out` itself. `bias`: one number a column is added, or null.
+    const Plan& plan(const Operand& a, const Operand& b, const Operand& c, const Operand& out, const char* bias,
+                     int64_t batch) {
+        // A bias is loaded as wide as the result is stored.
+        const uint32_t aligned = std::min(out.alignment(), lowest_bit(reinterpret_cast<uint64_t>(bias) | 256));
+        const Shape shape{a.rows,          a.cols,       a.stride,
+                          a.batch_step,    a.row_major,  static_cast<int64_t>(a.type),
+                          a.alignment(),   b.rows,       b.cols,
+                          b.stride,        b.batch_step, b.row_major,
+                          b.alignment(),   c.stride,     c.batch_step,
+                          c.alignment(),   out.rows,     out.stride,
+                          out.batch_step,  aligned,      static_cast<int64_t>(out.type),
+                          bias != nullptr, batch};
         const std::lock_guard<std::mutex> lock(mutex_);
         const auto found = plans_.find(shape);
         if (found != plans_.end()) return *found->second;
-        return *plans_.emplace(shape, std::make_unique<Plan>(make(a, b, c, out, bias, batch))).first->second;
+        return *plans_.emplace(shape, std::make_unique<Plan>(make(a, b, c, out, bias != nullptr, aligned, batch)))
+                    .first->second;
     }
 
     // A bias is named in the plan's description, so a plan with one is launched by one thread at a time.
@@ -113,7 +105,8 @@ class Planner {
     cublasLtHandle_t handle = nullptr;
 
   private:
-    Plan make(const Operand& a, const Operand& b, const Operand& c, const Operand& out, bool bias, int64_t batch) {
+    Plan make(const Operand& a, const Operand& b, const Operand& c, const Operand& out, bool bias, uint32_t aligned,
+              int64_t batch) {
         Plan plan;
         need(cublasLtMatmulDescCreate(&plan.desc, CUBLAS_COMPUTE_32F, CUDA_R_32F), "describe a matmul to cuBLASLt");
         // In column-major terms out^T = b^T a^T: the right operand comes first.
@@ -137,7 +130,7 @@ class Planner {
         set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, b.alignment());
         set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, a.alignment());
         set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, c.alignment());
-        set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, out.alignment());
+        set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, aligned);
         cublasLtMatmulHeuristicResult_t best{};
         int count = 0;
         const cublasStatus_t status =
@@ -192,7 +185,7 @@ bool blas_matmul(const MatmulTask& t, void* workspace, cudaStream_t stream) {
     c = out;
     if (adds && !bias && (!c.take(t.addend, t.addend_step) || !c.row_major)) return false;
     Planner& planner = planner_of_current_device();
-    const Plan& plan = planner.plan(a, b, c, out, bias, t.batch);
+    const Plan& plan = planner.plan(a, b, c, out, bias ? t.addend.data : nullptr, t.batch);
     if (!plan.usable) return false;
     const float one = 1.0f, beta = t.accumulate || (adds && !bias) ? 1.0f : 0.0f;
     std::unique_lock<std::mutex> alone(planner.biased, std::defer_lock);

@@ -311,7 +311,11 @@ class Run {
 // Records what Run issues as a graph. Leaves `replay.never` where that fails, for whatever reason: nothing has run then.
 void record(Replay& replay, const Call& call, MatmulFn matmul, Device& device, int64_t timeout_ns) {
     cudaGraph_t graph = nullptr;
-    check(cudaStreamBeginCapture(device.recorder(), cudaStreamCaptureModeThreadLocal), "begin to record a call");
+    if (cudaStreamBeginCapture(device.recorder(), cudaStreamCaptureModeThreadLocal) != cudaSuccess) {
+        cudaGetLastError();
+        replay.never = true;
+        return;
+    }
     try {
         Run run(call, matmul, device, device.recorder(), timeout_ns);
         replay.steps = run.go();
@@ -342,7 +346,7 @@ std::vector<StepTime> issue(const Call& call, MatmulFn matmul, Device& device, C
     }
     Run run(call, matmul, device, stream, timeout_ns);
     std::vector<StepTime> steps = run.go();
-    if (replay) replay->never = !run.recordable();
+    if (replay) replay->never = replay->never || !run.recordable();
     return steps;
 }
 

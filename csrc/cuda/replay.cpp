@@ -3,8 +3,9 @@
 namespace ub_overlap::cuda {
 namespace {
 
-// Beyond that many, buffers come and go without a pattern, and what was recorded is not met again.
-constexpr size_t most = 512;
+// More than the ops of a step of a large model, in both slots. Beyond that many, buffers come and go without a pattern, and
+// what was recorded is not met again.
+constexpr size_t most = 8192;
 
 void add(Fingerprint& print, const Matrix& m) {
     print.push_back(reinterpret_cast<uint64_t>(m.data));

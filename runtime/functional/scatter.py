@@ -121,7 +121,8 @@ class _MatmulScatter(torch.autograd.Function):
         lhs, rhs = list(terms[:count]), list(terms[count:])
         out, _ = OPS.matmul_reduce_scatter(lhs, rhs, addend, outer, last, reduce_op, lhs[0].dtype, False, strategy, group, site)
         ctx.outer, ctx.last, ctx.count, ctx.divide = outer, last, count, ranks if reduce_op == "avg" else 1
-        ctx.strategy, ctx.group, ctx.site = strategy, group, f"{site}.backward"
+        gather = "pipelined" if "stripes" in strategy else strategy  # a gather has none
+        ctx.strategy, ctx.group, ctx.site = gather, group, f"{site}.backward"
         ctx.row = addend is not None and addend.dim() == 1
         # An input is kept only for its weight's gradient, and the other way round.
         wants = ctx.needs_input_grad[9:]
