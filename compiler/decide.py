@@ -10,10 +10,12 @@ import torch
 from torch.fx import Graph, Node
 
 from .cost.threshold import bytes_sent, enough, flops
-from .describe import groups_of, row
+from .describe import groups_of, place_of, row
 from .merge import MERGED
 from .options import Options
 from .plan import NONE, Decision, Kind, Mode, Plan, Reason, Strategy
+from .rules import UNMATCHED, Forced, Place, forced_by_rules
+from .saved import fit
 from .sites import Bulk, Candidate, Gather, Miss, Reduction, find
 from .sites.collectives import Op
 from .sites.order import Order
@@ -53,10 +55,12 @@ def decide(graph: Graph, options: Options, phase: str, transport: Transport) -> 
     known = _symbols(graph)
     decisions: list[Decision] = []
     sites: list[tuple[Site, Strategy, str]] = []
+    wishes = _wishes(candidates, options, phase)
     for number, candidate in enumerate(candidates):
         name = f"{phase}.{number}"
-        site, strategy, miss = _one(candidate, options, name, order, transport, known)
-        decisions.append(_decision(candidate, site, strategy, miss, name, phase, ordinals))
+        wish = wishes.get(name)
+        site, strategy, miss = _one(candidate, options, wish, order, transport, known)
+        decisions.append(_decision(candidate, site, strategy, miss, wish, name, phase, ordinals))
         decisions += _merged_away(candidate, decisions[-1])
         if site is not None:
             sites.append((site, strategy, name))
@@ -64,8 +68,36 @@ def decide(graph: Graph, options: Options, phase: str, transport: Transport) -> 
     return Decided(plan, [(site, strategy, f"{plan.digest}/{name}") for site, strategy, name in sites])
 
 
+def _wishes(candidates: list[Candidate], options: Options, phase: str) -> dict[str, Forced]:
+    """What the user forces, by site id: the plan, else the last rule that matches. OptionError where a whole saved plan does
+    not fit the graph."""
+    if not candidates or not (options.plan or options.rules or options.saved):
+        return {}
+    places = [place_of(c, f"{phase}.{i}", phase, _kinds(c)) for i, c in enumerate(candidates)]
+    UNMATCHED.check(phase, places, () if options.saved else [pattern for pattern, _ in options.plan], options.rules)
+    saved = fit(options.saved, phase, places)
+
+    def wish(place: Place) -> Forced | None:
+        by_plan = saved.get(place.id) if options.saved else options.forced_by_plan(place.id)
+        return by_plan or forced_by_rules(options.rules, place)
+
+    return {p.id: found for p in places if (found := wish(p)) is not None}
+
+
+def _kinds(candidate: Candidate) -> tuple[str, ...]:
+    """What a rule may call a candidate: its collective, and the site that it makes with its matmuls."""
+    op = candidate.collective.op
+    matched = (_MATCHED[op].value,) if op is not None and candidate.match is not None else ()
+    return (_PLAIN[op].value, *matched)
+
+
 def _one(
-    candidate: Candidate, options: Options, name: str, order: Order, transport: Transport, known: frozenset[sympy.Symbol]
+    candidate: Candidate,
+    options: Options,
+    wish: Forced | None,
+    order: Order,
+    transport: Transport,
+    known: frozenset[sympy.Symbol],
 ) -> tuple[Site | None, Strategy, Miss | None]:
     """The site to rewrite and its strategy, or the reason for none."""
     miss = candidate.miss
@@ -73,9 +105,11 @@ def _one(
     hopeless = (Reason.COLLECTIVE_UNSUPPORTED, Reason.GROUP_NOT_STATIC, Reason.TRIVIAL_GROUP, Reason.DTYPE_UNSUPPORTED)
     if miss is not None and miss.reason in (*hopeless, Reason.REDUCE_OP_UNSUPPORTED):
         return None, NONE, miss
-    forced = options.forced(name)
+    forced = wish.strategy if wish else None
     if forced == NONE or (options.overlap == "off" and forced is None):
-        return None, NONE, Miss(Reason.DISABLED_BY_USER, "the plan says none" if forced == NONE else "overlap='off'")
+        return None, NONE, Miss(Reason.DISABLED_BY_USER, f"{wish.by} says none" if wish else "overlap='off'")
+    if forced is not None and forced.striped and (illegal := _no_stripes(candidate.match)):
+        return None, NONE, Miss(Reason.STRATEGY_ILLEGAL, illegal)
     assert c.group is not None
     if why := transport(c.node.meta["val"].device.type, c.group, c.ranks):
         return None, NONE, Miss(Reason.NO_TRANSPORT, why)
@@ -94,9 +128,15 @@ def _one(
         if failed := order.fuse(site.members):
             miss = miss or failed
             continue
-        chunks = forced.chunks if forced else (options.chunks if mode is Mode.PIPELINED else 0)
-        return site, Strategy(mode, chunks), None
+        return site, forced or Strategy(mode, options.chunks if mode is Mode.PIPELINED else 0), None
     return None, NONE, miss or Miss(Reason.NO_MATMUL, "no matmul produces, consumes or can run beside it")
+
+
+def _no_stripes(match: Gather | Reduction | None) -> str:
+    """Why this cannot run in stripes, "" where it can (or where something else keeps it from being pipelined)."""
+    if isinstance(match, Gather):
+        return "stripes cut a product that is reduced; here shards are gathered"
+    return "stripes cut shards, and those of the last dim cannot be cut" if match is not None and match.last else ""
 
 
 def _pipelined(candidate: Candidate, order: Order) -> Site | Miss:
@@ -195,6 +235,7 @@ def _decision(
     site: Site | None,
     strategy: Strategy,
     miss: Miss | None,
+    wish: Forced | None,
     name: str,
     phase: str,
     ordinals: dict[str, str],
@@ -210,7 +251,7 @@ def _decision(
         phase=phase,
         strategy=strategy,
         reason=miss.reason if miss else None,
-        detail=miss.detail if miss else _instead(candidate, site),
+        detail=_detail(candidate, site, miss, wish),
         kind=_MATCHED[op] if matched and op else _PLAIN[op],
         options=legal,
         matmuls=tuple(p.node.name for p in products),
@@ -238,6 +279,14 @@ def _merged_away(candidate: Candidate, into: Decision) -> list[Decision]:
         )
         for i in range(gone)
     ]
+
+
+def _detail(candidate: Candidate, site: Site | None, miss: Miss | None, wish: Forced | None) -> str:
+    """The reason or the choice in a sentence, and who asked for it."""
+    said = miss.detail if miss else _instead(candidate, site)
+    if wish is None or wish.by in said:
+        return said
+    return "; ".join(filter(None, [said, f"{wish.strategy} forced by {wish.by}"]))
 
 
 def _instead(candidate: Candidate, site: Site | None) -> str:
