@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -131,6 +131,23 @@ NONE = Strategy(Mode.NONE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a site computes and moves, in elements: all that a prediction needs beside kind, ranks and dtype."""
+
+    matmuls: tuple[tuple[int, int, int, bool], ...]
+    """(M, N, K, contracts) of this rank, as whole products: M of a gather's product counts the gathered rows."""
+    rows: int
+    cols: int
+    """[rows, cols] of the collective's whole tensor: what all ranks gather, or what is reduced."""
+    keep: bool = False
+    """The gathered tensor is wanted as well."""
+    whole: bool = False
+    """Shards of the last dim, which cannot be cut."""
+    outer: int = 1
+    """Blocks of rows that a shard consists of: a batch in front of the gathered or scattered dim."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """What was decided for one collective, and everything needed to explain it."""
 
@@ -161,6 +178,8 @@ class Decision:
     """Path of the nn.Module that traced the collective or its matmul."""
     source: str = ""
     """"file:line: code" of the same."""
+    work: Work | None = None
+    """None where a size is dynamic."""
 
     @property
     def overlapped(self) -> bool:
@@ -177,7 +196,7 @@ class Decision:
             "reason": self.reason.value if self.reason else None, "detail": self.detail, "group": self.group,
             "ranks": self.ranks, "shapes": dict(self.shapes), "dtype": self.dtype, "matmuls": list(self.matmuls),
             "options": list(self.options), "bytes": self.bytes, "flops": self.flops, "module": self.module,
-            "source": self.source,
+            "source": self.source, "work": asdict(self.work) if self.work else None,
         }  # fmt: skip
 
     @classmethod
@@ -189,7 +208,12 @@ class Decision:
             reason=Reason(d["reason"]) if d["reason"] else None, detail=d["detail"], group=d["group"], ranks=d["ranks"],
             shapes=tuple(d["shapes"].items()), dtype=d["dtype"], matmuls=tuple(d["matmuls"]), options=tuple(d["options"]),
             bytes=d["bytes"], flops=d["flops"], module=d["module"], source=d["source"],
+            work=_work(d.get("work")),
         )  # fmt: skip
+
+
+def _work(d: dict[str, Any] | None) -> Work | None:
+    return None if d is None else Work(**{**d, "matmuls": tuple(map(tuple, d["matmuls"]))})
 
 
 @dataclass(frozen=True)
