@@ -87,25 +87,32 @@ class Mode(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How a site is run. `chunks`: pieces over the whole gathered or scattered dimension; 0 means one a rank."""
+    """How a site is run. `chunks`: pieces over the whole gathered or scattered dimension; 0 means one a rank.
+
+    `striped` (pipelined reductions): every matmul makes one piece of every shard, and chunks counts the pieces of a shard.
+    """
 
     mode: Mode
     chunks: int = 0
+    striped: bool = False
 
-    _PATTERN: ClassVar[re.Pattern[str]] = re.compile(r"(none|pipelined|bulk)(?::chunks=([1-9][0-9]{0,3}))?\Z")
+    _PATTERN: ClassVar[re.Pattern[str]] = re.compile(r"(none|pipelined|bulk)(?::(chunks|stripes)=([1-9][0-9]{0,3}))?\Z")
 
     def __str__(self) -> str:
-        return self.mode.value + (f":chunks={self.chunks}" if self.chunks else "")
+        return self.mode.value + (f":{'stripes' if self.striped else 'chunks'}={self.chunks}" if self.chunks else "")
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
-        """Reads "none", "pipelined", "bulk", "pipelined:chunks=4". ValueError for anything else."""
+        """Reads "none", "pipelined", "bulk", "pipelined:chunks=4", "pipelined:stripes=2". ValueError for anything else."""
         match = cls._PATTERN.match(text)
-        if not match or (match[1] == "none" and match[2]) or int(match[2] or 0) > MAX_CHUNKS:
+        mode, what, count = match.groups() if match else ("none", "", "0")
+        striped = what == "stripes"
+        if not match or (mode == "none" and what) or int(count or 0) > MAX_CHUNKS or (striped and mode != "pipelined"):
             raise ValueError(
-                f"strategy {text!r}: expected none, pipelined, bulk, or one of the last two with :chunks=1..{MAX_CHUNKS}"
+                f"strategy {text!r}: expected none, pipelined, bulk, one of the last two with :chunks=1..{MAX_CHUNKS}, "
+                f"or pipelined:stripes=1..{MAX_CHUNKS}"
             )
-        return cls(Mode(match[1]), int(match[2] or 0))
+        return cls(Mode(mode), int(count or 0), striped)
 
     @classmethod
     def is_forceable(cls, text: str) -> bool:
@@ -172,9 +179,10 @@ class Decision:
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> Decision:
-        mode, _, chunks = d["strategy"].partition(":chunks=")
+        merged = Strategy(Mode.MERGED)
         return cls(
-            id=d["id"], kind=Kind(d["kind"]), phase=d["phase"], strategy=Strategy(Mode(mode), int(chunks or 0)),
+            id=d["id"], kind=Kind(d["kind"]), phase=d["phase"],
+            strategy=merged if d["strategy"] == str(merged) else Strategy.parse(d["strategy"]),
             reason=Reason(d["reason"]) if d["reason"] else None, detail=d["detail"], group=d["group"], ranks=d["ranks"],
             shapes=tuple(d["shapes"].items()), dtype=d["dtype"], matmuls=tuple(d["matmuls"]), options=tuple(d["options"]),
             bytes=d["bytes"], flops=d["flops"], module=d["module"], source=d["source"],
