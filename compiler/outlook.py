@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from .cost.choose import choose
 from .cost.predict import Prediction, predict
@@ -19,6 +19,10 @@ class Outlook:
     """Microseconds of one site. `by_strategy`: predictions of all that could run it, none first, and of what was decided.
 
     `exposed_us`: what the communication adds to the matmuls alone, as decided; `gain_us`: against none."""
+
+    FIELDS: ClassVar[tuple[str, ...]] = (
+        "matmul_us", "communication_us", "predicted_us", "choice", "best", "gain_us", "choice_reason",
+    )  # fmt: skip
 
     by_strategy: dict[str, Prediction]
     decided: str
@@ -49,8 +53,12 @@ class Outlook:
             "choice": self.decided,
             "best": self.best,
             "gain_us": round(self.gain_us, 3),
-            "reason": self.reason,
+            "choice_reason": self.reason,
         }
+
+    def times(self) -> str:
+        """ "none 615, pipelined 432, ..."."""
+        return ", ".join(f"{s} {p.us:.0f}" for s, p in self.by_strategy.items())
 
 
 def shape_of(d: Decision) -> SiteShape | None:

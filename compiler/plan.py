@@ -146,6 +146,13 @@ class Work:
     outer: int = 1
     """Blocks of rows that a shard consists of: a batch in front of the gathered or scattered dim."""
 
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "matmuls": [list(m) for m in self.matmuls]}
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> Work:
+        return cls(**{**d, "matmuls": tuple(map(tuple, d["matmuls"]))})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
@@ -196,7 +203,7 @@ class Decision:
             "reason": self.reason.value if self.reason else None, "detail": self.detail, "group": self.group,
             "ranks": self.ranks, "shapes": dict(self.shapes), "dtype": self.dtype, "matmuls": list(self.matmuls),
             "options": list(self.options), "bytes": self.bytes, "flops": self.flops, "module": self.module,
-            "source": self.source, "work": asdict(self.work) if self.work else None,
+            "source": self.source, "work": self.work.to_dict() if self.work else None,
         }  # fmt: skip
 
     @classmethod
@@ -208,12 +215,8 @@ class Decision:
             reason=Reason(d["reason"]) if d["reason"] else None, detail=d["detail"], group=d["group"], ranks=d["ranks"],
             shapes=tuple(d["shapes"].items()), dtype=d["dtype"], matmuls=tuple(d["matmuls"]), options=tuple(d["options"]),
             bytes=d["bytes"], flops=d["flops"], module=d["module"], source=d["source"],
-            work=_work(d.get("work")),
+            work=Work.from_dict(d["work"]) if d.get("work") else None,
         )  # fmt: skip
-
-
-def _work(d: dict[str, Any] | None) -> Work | None:
-    return None if d is None else Work(**{**d, "matmuls": tuple(map(tuple, d["matmuls"]))})
 
 
 @dataclass(frozen=True)
