@@ -93,6 +93,16 @@ def plan_says_none(m: Maker) -> Case:
     return gather_mm(m, plan={"forward.0": "none"})
 
 
+def gather_in_stripes(m: Maker) -> Case:
+    return gather_mm(m, plan={"forward.0": "pipelined:stripes=2"})
+
+
+def last_dim_in_stripes(m: Maker) -> Case:
+    """A scatter of columns: its shards are no blocks of rows."""
+    function = lambda x, w: funcol.reduce_scatter_tensor(x @ w, "sum", 1, m.group)  # noqa: E731
+    return function, (m.x(16, 32), m.x(32, 8 * m.world)), {**FORCE, "plan": {"forward.0": "pipelined:stripes=2"}}
+
+
 def small(m: Maker) -> Case:
     return gather_mm(m, overlap="auto", min_bytes=8 * 64 * 4 + 1)
 
@@ -146,6 +156,8 @@ def unbacked(m: Maker) -> Case:
 SITUATIONS: dict[Callable[[Maker], Case], Reason] = {
     off: R.DISABLED_BY_USER,
     plan_says_none: R.DISABLED_BY_USER,
+    gather_in_stripes: R.STRATEGY_ILLEGAL,
+    last_dim_in_stripes: R.STRATEGY_ILLEGAL,
     small: R.BELOW_THRESHOLD,
     one_rank: R.TRIVIAL_GROUP,
     no_transport: R.NO_TRANSPORT,
