@@ -1,9 +1,11 @@
-"""`python -m ub_overlap`: what is installed here, and the stored reports.
+"""`python -m ub_overlap`: what is installed here, the stored reports, and the measuring of this machine.
 
     python -m ub_overlap --version
     python -m ub_overlap info [--json]                  versions, the extension, CUDA
     python -m ub_overlap report list [--json]           stored reports, newest first
     python -m ub_overlap report show DIGEST [--json]    one of them; the first digits of the digest suffice
+    torchrun --nproc-per-node N -m ub_overlap calibrate [--quick] [--out FILE]
+                                                        measure this machine for the cost model
 
 Exit codes: 0 it worked; 1 it did not (`info`: the package cannot run here; `report`: no such report); 2 bad usage.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -118,6 +121,22 @@ def show_report(digest: str, *, as_json: bool) -> int:
     return 0
 
 
+def measure_machine(out: str | None, device: str | None, *, quick: bool) -> int:
+    """Calibrate; 1 with a message where that cannot be done."""
+    # NVLink multicast is never used: said before torch is imported.
+    for name, value in (("NCCL_NVLS_ENABLE", "0"), ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"), ("NVSHMEM_DISABLE_NVLS", "1")):
+        os.environ[name] = value
+    from ub_overlap.compiler.cost.calibration import calibrate
+    from ub_overlap.runtime.errors import UbOverlapError
+
+    try:
+        calibrate(out, device, quick=quick)
+    except UbOverlapError as error:
+        print(f"calibrate: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Rows of the same keys under a header; values as they are (a digest of digits is not a number)."""
     return tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True)
@@ -131,13 +150,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"ub_overlap {__version__}")
     as_json = argparse.ArgumentParser(add_help=False)
     as_json.add_argument("--json", action="store_true", help="print JSON")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="{info,report}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="{info,report,calibrate}")
     verbs.add_parser("info", parents=[as_json], help="versions, the extension, CUDA")
     report = verbs.add_parser("report", help="stored reports").add_subparsers(dest="what", required=True, metavar="{list,show}")
     report.add_parser("list", parents=[as_json], help="stored reports, newest first")
     show = report.add_parser("show", parents=[as_json], help="one stored report")
     show.add_argument("digest", help="the report's digest, or its first digits")
+    calibrate = verbs.add_parser("calibrate", help="measure this machine for the cost model (under torchrun)")
+    calibrate.add_argument("--out", help="write the profile there, and not to the user's cache")
+    calibrate.add_argument("--quick", action="store_true", help="a quarter of the points")
+    calibrate.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     flags = parser.parse_args(argv)
+    if flags.verb == "calibrate":
+        return measure_machine(flags.out, flags.device, quick=flags.quick)
     if flags.verb == "info":
         return show_info(as_json=flags.json)
     if flags.what == "list":
