@@ -18,6 +18,7 @@ from typing import Any, Literal
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime.errors import OptionError
 
+from .cost.load import load
 from .plan import MAX_CHUNKS, Plan, Strategy
 
 DEFAULT_MIN_BYTES = 1 << 20
@@ -48,6 +49,9 @@ class Options:
     plan: tuple[tuple[str, str], ...] = ()
     """Strategies forced by site: (pattern of site ids, strategy). Given as a dict, the path of such a JSON file, or a Plan."""
 
+    profile: str | None = None
+    """Device profile that choices rest on: the name of a shipped one, or a path (None: this machine's)."""
+
     def forced(self, site: str) -> Strategy | None:
         """The strategy that `plan` forces on this site id, if any; the last matching pattern wins."""
         found = None
@@ -68,6 +72,7 @@ _CHOICES = {
     "inner": ("inductor", "aot_eager"),
     "merge_all_reduces": (True, False),
 }
+_STRATEGIES = "none, pipelined, bulk, pipelined:chunks=N or bulk:chunks=N; for reductions pipelined:stripes=N"
 _NAMES = tuple(f.name for f in fields(Options))
 
 
@@ -108,6 +113,12 @@ def _checked(name: str, value: Any) -> Any:
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1e9):
             raise _bad(name, value, "a number of seconds above 0 (1e9 at most), or None")
         return None if value is None else float(value)
+    if name == "profile":
+        if value is not None and not isinstance(value, str | Path):
+            raise _bad(name, value, "None, the name of a shipped profile, or a path")
+        if value is not None:
+            load(str(value))  # OptionError names file and field
+        return None if value is None else str(value)
     if name == "mode":
         if value is not None and value not in (modes := compat.inductor_modes()):
             raise _bad(name, value, "None or one of " + ", ".join(map(repr, modes)))
@@ -136,7 +147,7 @@ def _plan(value: Any) -> tuple[tuple[str, str], ...]:
         try:
             Strategy.parse(strategy)
         except (ValueError, TypeError) as e:
-            raise _bad("plan", {pattern: strategy}, "none, pipelined, bulk, pipelined:chunks=N or bulk:chunks=N", str(e)) from e
+            raise _bad("plan", {pattern: strategy}, _STRATEGIES, str(e)) from e
     return tuple(value.items())
 
 

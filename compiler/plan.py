@@ -35,6 +35,8 @@ class Reason(str, Enum):
     """overlap="off", or the plan file says none."""
     BELOW_THRESHOLD = "below_threshold"
     """overlap="auto" and the payload is smaller than `min_bytes`."""
+    NO_GAIN = "no_gain"
+    """overlap="auto" and no strategy is predicted to be faster than the plain way, by more than predictions err."""
     NO_MATMUL = "no_matmul"
     """No matmul produces or consumes the collective's tensor, and no independent matmul can run beside it."""
     TRIVIAL_GROUP = "trivial_group"
@@ -158,6 +160,8 @@ class Decision:
     """Path of the nn.Module that traced the collective or its matmul."""
     source: str = ""
     """"file:line: code" of the same."""
+    predicted: tuple[tuple[str, float], ...] = ()
+    """(strategy, microseconds) of everything that was weighed; empty where nothing was."""
 
     @property
     def overlapped(self) -> bool:
@@ -174,7 +178,7 @@ class Decision:
             "reason": self.reason.value if self.reason else None, "detail": self.detail, "group": self.group,
             "ranks": self.ranks, "shapes": dict(self.shapes), "dtype": self.dtype, "matmuls": list(self.matmuls),
             "options": list(self.options), "bytes": self.bytes, "flops": self.flops, "module": self.module,
-            "source": self.source,
+            "source": self.source, "predicted": dict(self.predicted),
         }  # fmt: skip
 
     @classmethod
@@ -186,6 +190,7 @@ class Decision:
             reason=Reason(d["reason"]) if d["reason"] else None, detail=d["detail"], group=d["group"], ranks=d["ranks"],
             shapes=tuple(d["shapes"].items()), dtype=d["dtype"], matmuls=tuple(d["matmuls"]), options=tuple(d["options"]),
             bytes=d["bytes"], flops=d["flops"], module=d["module"], source=d["source"],
+            predicted=tuple(d.get("predicted", {}).items()),
         )  # fmt: skip
 
 
@@ -195,6 +200,8 @@ class Plan:
 
     phase: str
     decisions: tuple[Decision, ...]
+    profile: str = ""
+    """The device profiles that its choices rest on, by name and digest; "" where no choice needed one."""
     digest: str = field(init=False)
 
     # What decides how ranks talk to each other, and the module so that stored plans of twins do not mix. Node names,
@@ -204,12 +211,18 @@ class Plan:
 
     def __post_init__(self) -> None:
         rows = [{**{k: d.to_dict()[k] for k in self._FINGERPRINT}, "shapes": d.shared_shapes} for d in self.decisions]
-        text = json.dumps([self.phase, rows], sort_keys=True)
+        text = json.dumps([self.phase, rows, *([self.profile] if self.profile else [])], sort_keys=True)
         object.__setattr__(self, "digest", hashlib.sha256(text.encode()).hexdigest()[:16])
 
     def to_json(self) -> str:
         return json.dumps(
-            {"version": 1, "digest": self.digest, "phase": self.phase, "sites": [d.to_dict() for d in self.decisions]}
+            {
+                "version": 1,
+                "digest": self.digest,
+                "phase": self.phase,
+                "profile": self.profile,
+                "sites": [d.to_dict() for d in self.decisions],
+            }
         )
 
     @classmethod
@@ -217,4 +230,4 @@ class Plan:
         d = json.loads(text)
         if d.get("version") != 1:
             raise ValueError(f"plan: got version {d.get('version')!r}, expected 1; made by another version of ub_overlap")
-        return cls(d["phase"], tuple(Decision.from_dict(s) for s in d["sites"]))
+        return cls(d["phase"], tuple(Decision.from_dict(s) for s in d["sites"]), d.get("profile", ""))
