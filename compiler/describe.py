@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from typing import Any
 
 from torch.fx import Node
 
+from .cost.of_site import Hints, shape_of_site
 from .plan import Work
 from .rules import Place
 from .sites import Bulk, Candidate, Gather, Reduction
-from .sites.collectives import Op
-from .sites.matmuls import Product
-from .sites.sizes import Size, product
+from .sites.sizes import Size
 from .sites.values import dtype_of, shape_of, tensor_of
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s+(.*)')
@@ -50,33 +50,16 @@ def row(candidate: Candidate, site: Gather | Reduction | Bulk | None, groups: di
         "dtype": str(dtype_of(c.input)).removeprefix("torch.") if tensor_of(c.input) is not None else "",
         "module": next((m for n in nodes if (m := _module(n))), ""),
         "source": next((s for n in nodes if (s := _source(n))), ""),
-        "work": work_of(candidate, site),
     }
 
 
-def work_of(candidate: Candidate, site: Gather | Reduction | Bulk | None) -> Work | None:
-    """The sizes of `site`, or of the collective alone; None where one is dynamic."""
+def work_of(candidate: Candidate, site: Gather | Reduction | Bulk | None, hints: Hints) -> Work | None:
+    """The sizes of `site`, or of the collective alone; None where the cost model knows nothing of it."""
     c = candidate.collective
-    if isinstance(site, Gather):
-        products = [(*_mnk(k.product), k.contracts(site.last)) for k in site.consumers]
-        rows, cols, keep, whole, outer = site.rows, site.cols, bool(site.roots), site.last, site.blocks.outer
-    elif isinstance(site, Reduction):
-        products = [(*_mnk(t), False) for t in site.terms]
-        rows, cols, keep, whole, outer = site.rows, site.cols, bool(site.live), site.last, site.blocks.outer
-    else:
-        if tensor_of(c.input) is None or c.op is None:
-            return None
-        shape = shape_of(c.input)
-        products = [(*_mnk(p), False) for p in site.products] if site else []
-        rows, cols = (product(shape[:-1]), shape[-1]) if shape else (1, 1)
-        rows, keep, whole, outer = rows * (c.ranks if c.op is Op.ALL_GATHER else 1), False, False, 1
-    if not all(isinstance(n, int) for n in (rows, cols, outer, *(n for p in products for n in p[:3]))):
+    if c.op is None or c.ranks < 2 or tensor_of(c.input) is None:
         return None
-    return Work(matmuls=tuple(products), rows=rows, cols=cols, keep=keep, whole=whole, outer=1 if whole else outer)
-
-
-def _mnk(p: Product) -> tuple[Size, Size, Size]:
-    return (*p.shape, p.inner)
+    shape = shape_of_site(site or Bulk(c, ()), hints)
+    return Work(**asdict(shape)) if shape is not None else None
 
 
 def _makers(candidate: Candidate, site: Gather | Reduction | Bulk | None) -> list[Node]:

@@ -24,7 +24,18 @@ from .plan import MAX_CHUNKS
 from .rules import Rule, refused
 
 LAYERS: dict[str, tuple[str, ...]] = {
-    "qkv": ("*.wq", "*.wk", "*.wv", "*.wqkv", "*.q_proj", "*.k_proj", "*.v_proj", "*.qkv*", "*.linear_qkv", "*.query_key_value"),
+    "qkv": (
+        "*.wq",
+        "*.wk",
+        "*.wv",
+        "*.wqkv",
+        "*.q_proj",
+        "*.k_proj",
+        "*.v_proj",
+        "*.qkv*",
+        "*.linear_qkv",
+        "*.query_key_value",
+    ),
     "proj": ("*.wo", "*.o_proj", "*.out_proj", "*.linear_proj", "*.attention.dense"),
     "fc1": ("*.w1", "*.w3", "*.gate_proj", "*.up_proj", "*.gate_up_proj", "*.linear_fc1", "*.fc1", "*.dense_h_to_4h"),
     "fc2": ("*.w2", "*.down_proj", "*.linear_fc2", "*.fc2", "*.dense_4h_to_h"),
@@ -71,7 +82,12 @@ def read_text(path: str | Path, option: str) -> Any:
         import yaml
     except ImportError as e:
         raise refused(
-            str(path), "", "a YAML file, and no PyYAML", "PyYAML to read it with", option, fix="pip install pyyaml, or write it as JSON"
+            str(path),
+            "",
+            "a YAML file, and no PyYAML",
+            "PyYAML to read it with",
+            option,
+            fix="pip install pyyaml, or write it as JSON",
         ) from e
     try:
         return yaml.safe_load(text)
@@ -113,7 +129,8 @@ def _rule(name: str, entry: Mapping[str, Any], origin: str, unused: list[str]) -
     unused += [f"{name}.{f}" for f in entry if _means_something_there(f, entry[f], method)]
     scatters = entry.get("is_reduce_scatter")
     if scatters is not None and bool(scatters) != (kind == _SCATTER):
-        said = f"{int(kind == _SCATTER)}: with method {method!r} it is {'a reduce_scatter' if kind == _SCATTER else 'an all_gather'}"
+        here = "1: {} it is a reduce_scatter" if kind == _SCATTER else "0: {} it is an all_gather"
+        said = here.format(f"with method {method!r}")
         raise refused(origin, f"{name}.is_reduce_scatter", scatters, said)
     strategy = _strategy(name, entry, method, kind, origin)
     if strategy is None:
@@ -159,7 +176,9 @@ def import_file(path: str | Path) -> tuple[tuple[Rule, ...], list[str]]:
         raise OptionError(
             what="this is no tp_comm_overlap_cfg",
             where=f"file {path}",
-            got=f"{type(cfg).__name__} of {', '.join(map(str, cfg)) or 'nothing'}" if isinstance(cfg, Mapping) else repr(cfg)[:80],
+            got=f"{type(cfg).__name__} of {', '.join(map(str, cfg)) or 'nothing'}"
+            if isinstance(cfg, Mapping)
+            else repr(cfg)[:80],
             expected=f"a table with some of {', '.join(_ENTRIES)}",
         )
     told: list[str] = []

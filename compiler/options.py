@@ -11,11 +11,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, Literal
 
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime.errors import OptionError
 
+from .cost.load import load
 from .plan import MAX_CHUNKS, Strategy
 from .rules import Forced, Rule, parse_rules
 from .saved import SavedGraph, parse_plan
@@ -52,6 +54,8 @@ class Options:
     tp_comm_overlap_cfg, or the path of a JSON or YAML file with either."""
     saved: tuple[SavedGraph, ...] = ()
     """What the sites of a whole saved `plan` were: no option of its own."""
+    profile: str | None = None
+    """Device profile that choices rest on: the name of a shipped one, or a path (None: this machine's)."""
 
     def forced(self, site: str) -> Strategy | None:
         """The strategy that `plan` forces on this site id, if any; the last matching pattern wins."""
@@ -120,6 +124,12 @@ def _checked(name: str, value: Any) -> Any:
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1e9):
             raise _bad(name, value, "a number of seconds above 0 (1e9 at most), or None")
         return None if value is None else float(value)
+    if name == "profile":
+        if value is not None and not isinstance(value, str | Path):
+            raise _bad(name, value, "None, the name of a shipped profile, or a path")
+        if value is not None:
+            load(str(value))  # OptionError names file and field
+        return None if value is None else str(value)
     if name == "mode":
         if value is not None and value not in (modes := compat.inductor_modes()):
             raise _bad(name, value, "None or one of " + ", ".join(map(repr, modes)))

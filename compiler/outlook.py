@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from .cost.choose import choose
 from .cost.predict import Prediction, predict
 from .cost.profile import Profile
-from .cost.shape import KINDS, SIZES, SiteShape
-from .plan import NONE, Decision, Mode, Strategy
-from .saved import collective_of
+from .cost.shape import SiteShape
+from .plan import NONE, Decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,26 +61,9 @@ class Outlook:
 
 
 def shape_of(d: Decision) -> SiteShape | None:
-    """The site as the cost model knows it; None where a size is dynamic, or for what it has no model of (other collectives,
-    other dtypes, groups of one rank, what was merged away)."""
-    if d.work is None or d.dtype not in SIZES or d.ranks < 2 or d.strategy.mode is Mode.MERGED:
-        return None
-    w, kind = d.work, d.kind.value
-    if kind not in KINDS:
-        kind = f"bulk_{collective_of(kind)}"  # beside its matmuls, or with none: the collective alone
-    if kind not in KINDS:
-        return None
-    return SiteShape(
-        kind=kind,
-        ranks=d.ranks,
-        dtype=d.dtype,
-        matmuls=w.matmuls,
-        rows=w.rows,
-        cols=w.cols,
-        keep=w.keep,
-        whole=w.whole,
-        outer=w.outer,
-    )
+    """The site as the cost model knows it; None for what it has no model of (other collectives, other dtypes, groups of one
+    rank, sizes without a value, what was merged away)."""
+    return None if d.work is None else SiteShape(**{f.name: getattr(d.work, f.name) for f in fields(d.work)})
 
 
 def outlook(d: Decision, profile: Profile) -> Outlook | None:
@@ -98,12 +80,6 @@ def outlook(d: Decision, profile: Profile) -> Outlook | None:
     if decided not in known:
         known[decided] = predict(shape, d.strategy, profile)
     return Outlook(known, decided, str(choice.strategy), choice.reason)
-
-
-def preferred(d: Decision, profile: Profile) -> Strategy:
-    """The strategy that the cost model would take for this site, as it was matched."""
-    found = outlook(d, profile)
-    return Strategy.parse(found.best) if found is not None else d.strategy
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,8 @@ class Reason(str, Enum):
     """overlap="off", or the plan file says none."""
     BELOW_THRESHOLD = "below_threshold"
     """overlap="auto" and the payload is smaller than `min_bytes`."""
+    NO_GAIN = "no_gain"
+    """overlap="auto" and no strategy is predicted to be faster than the plain way, by more than predictions err."""
     NO_MATMUL = "no_matmul"
     """No matmul produces or consumes the collective's tensor, and no independent matmul can run beside it."""
     TRIVIAL_GROUP = "trivial_group"
@@ -132,8 +134,12 @@ NONE = Strategy(Mode.NONE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a site computes and moves, in elements: all that a prediction needs beside kind, ranks and dtype."""
+    """What a site computes and moves, in elements: the fields of cost.shape.SiteShape, for predictions of stored plans too."""
 
+    kind: str
+    """Of the schedule: "bulk_..." for a collective beside its matmuls, and for one that has none."""
+    ranks: int
+    dtype: str
     matmuls: tuple[tuple[int, int, int, bool], ...]
     """(M, N, K, contracts) of this rank, as whole products: M of a gather's product counts the gathered rows."""
     rows: int
@@ -151,7 +157,8 @@ class Work:
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> Work:
-        return cls(**{**d, "matmuls": tuple(map(tuple, d["matmuls"]))})
+        known: dict[str, Any] = {**d, "matmuls": tuple(tuple(m) for m in d["matmuls"])}
+        return cls(**known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,8 +192,10 @@ class Decision:
     """Path of the nn.Module that traced the collective or its matmul."""
     source: str = ""
     """"file:line: code" of the same."""
+    predicted: tuple[tuple[str, float], ...] = ()
+    """(strategy, microseconds) of everything that was weighed; empty where nothing was."""
     work: Work | None = None
-    """None where a size is dynamic."""
+    """None where a size has no value, or the dtype or the collective no cost."""
 
     @property
     def overlapped(self) -> bool:
@@ -203,7 +212,7 @@ class Decision:
             "reason": self.reason.value if self.reason else None, "detail": self.detail, "group": self.group,
             "ranks": self.ranks, "shapes": dict(self.shapes), "dtype": self.dtype, "matmuls": list(self.matmuls),
             "options": list(self.options), "bytes": self.bytes, "flops": self.flops, "module": self.module,
-            "source": self.source, "work": self.work.to_dict() if self.work else None,
+            "source": self.source, "predicted": dict(self.predicted), "work": self.work.to_dict() if self.work else None,
         }  # fmt: skip
 
     @classmethod
@@ -215,6 +224,7 @@ class Decision:
             reason=Reason(d["reason"]) if d["reason"] else None, detail=d["detail"], group=d["group"], ranks=d["ranks"],
             shapes=tuple(d["shapes"].items()), dtype=d["dtype"], matmuls=tuple(d["matmuls"]), options=tuple(d["options"]),
             bytes=d["bytes"], flops=d["flops"], module=d["module"], source=d["source"],
+            predicted=tuple(d.get("predicted", {}).items()),
             work=Work.from_dict(d["work"]) if d.get("work") else None,
         )  # fmt: skip
 
@@ -225,6 +235,8 @@ class Plan:
 
     phase: str
     decisions: tuple[Decision, ...]
+    profile: str = ""
+    """The device profiles that its choices rest on, by name and digest; "" where no choice needed one."""
     digest: str = field(init=False)
 
     # What decides how ranks talk to each other, and the module so that stored plans of twins do not mix. Node names,
@@ -234,12 +246,18 @@ class Plan:
 
     def __post_init__(self) -> None:
         rows = [{**{k: d.to_dict()[k] for k in self._FINGERPRINT}, "shapes": d.shared_shapes} for d in self.decisions]
-        text = json.dumps([self.phase, rows], sort_keys=True)
+        text = json.dumps([self.phase, rows, *([self.profile] if self.profile else [])], sort_keys=True)
         object.__setattr__(self, "digest", hashlib.sha256(text.encode()).hexdigest()[:16])
 
     def to_json(self) -> str:
         return json.dumps(
-            {"version": 1, "digest": self.digest, "phase": self.phase, "sites": [d.to_dict() for d in self.decisions]}
+            {
+                "version": 1,
+                "digest": self.digest,
+                "phase": self.phase,
+                "profile": self.profile,
+                "sites": [d.to_dict() for d in self.decisions],
+            }
         )
 
     @classmethod
@@ -247,4 +265,4 @@ class Plan:
         d = json.loads(text)
         if d.get("version") != 1:
             raise ValueError(f"plan: got version {d.get('version')!r}, expected 1; made by another version of ub_overlap")
-        return cls(d["phase"], tuple(Decision.from_dict(s) for s in d["sites"]))
+        return cls(d["phase"], tuple(Decision.from_dict(s) for s in d["sites"]), d.get("profile", ""))

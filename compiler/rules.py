@@ -29,7 +29,9 @@ from .plan import Kind, Strategy
 
 AUTO = "auto"
 PHASES = ("forward", "backward")
-STRATEGIES = "auto, none, pipelined, bulk, pipelined:chunks=N, pipelined:stripes=N or bulk:chunks=N (N of chunks: also R, R/2, 2R)"
+STRATEGIES = (
+    "auto, none, pipelined, bulk, pipelined:chunks=N, pipelined:stripes=N or bulk:chunks=N (N of chunks: also R, R/2, 2R)"
+)
 _OF_RANKS = re.compile(r"((?:pipelined|bulk):chunks=)(R/2|2R|R)\Z")
 _FIELDS = ("module", "kind", "phase", "strategy", "optional")
 
@@ -77,8 +79,9 @@ class Rule:
         return {k: v for k, v in out.items() if v not in ("", "*")} | ({"optional": True} if self.optional else {})
 
     def __str__(self) -> str:
-        said = [f"module {', '.join(self.module)}" if self.module != ("*",) else "", f"kind {self.kind}" if self.kind != "*" else ""]
-        return "; ".join(filter(None, [*said, self.phase])) or "any site"
+        module = f"module {', '.join(self.module)}" if self.module != ("*",) else ""
+        kind = f"kind {self.kind}" if self.kind != "*" else ""
+        return "; ".join(part for part in (module, kind, self.phase) if part) or "any site"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +118,8 @@ def forced_by_rules(rules: Sequence[Rule], place: Place) -> Forced | None:
 
 
 def parse_rules(value: Any) -> tuple[Rule, ...]:
-    """The forms that the option takes: a list of rules (dicts), a Megatron / NeMo tp_comm_overlap_cfg (a dict), or the path of a
-    JSON or YAML file with either. OptionError names what is wrong, and where in the file."""
+    """The forms that the option takes: a list of rules (dicts), a Megatron / NeMo tp_comm_overlap_cfg (a dict), or the path of
+    a JSON or YAML file with either. OptionError names what is wrong, and where in the file."""
     from .megatron import is_cfg, read_text, rules_of
 
     origin = ""
@@ -129,7 +132,10 @@ def parse_rules(value: Any) -> tuple[Rule, ...]:
         return rules_of(value, origin)
     if isinstance(value, Mapping) or not isinstance(value, list | tuple):
         raise refused(
-            origin, "", value, "a list of rules {module, kind, phase, strategy}, a tp_comm_overlap_cfg, or the path of such a file"
+            origin,
+            "",
+            value,
+            "a list of rules {module, kind, phase, strategy}, a tp_comm_overlap_cfg, or the path of such a file",
         )
     return tuple(_rule(row, origin, f"rules[{i}]") for i, row in enumerate(value))
 
@@ -165,7 +171,7 @@ def _rule(row: Any, origin: str, field: str) -> Rule:
 
 
 def refused(origin: str, field: str, got: Any, expected: str, option: str = "rules", fix: str = "") -> OptionError:
-    """The error for a part of an option: `origin` is the file it came from ("": given as it is), `field` the way to the part."""
+    """The error for a part of an option: `origin` is the file it came from ("": none), `field` the way to the part."""
     where = ", ".join(filter(None, [origin and f"file {origin}", field and f"field {field}"]))
     return OptionError(
         what=f"bad value of option {option!r}",

@@ -143,7 +143,7 @@ def _first_difference(graph: SavedGraph, places: Sequence[Place]) -> tuple[int, 
             where=f"{graph.origin}, site {site}, field {field}",
             got=f"{field}={got!r} in the graph",
             expected=f"{field}={expected!r} in the plan",
-            fix="make the plan anew for this model, group and options, or force sites by patterns: options={'plan': {pattern: strategy}}",
+            fix="make the plan anew for this model, group and options, or force sites by patterns: plan={pattern: strategy}",
         )
 
     for number, (saved, place) in enumerate(zip(graph.sites, places, strict=False)):

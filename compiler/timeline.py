@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,8 +78,8 @@ def write(path: str | Path, lanes: Sequence[Lane]) -> Path:
 
 def _png(path: Path, lanes: Sequence[Lane]) -> None:
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        FigureCanvasAgg = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg
+        Figure = importlib.import_module("matplotlib.figure").Figure
     except ImportError as e:
         raise OptionError(
             "a PNG timeline needs matplotlib",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..plan import NONE, Strategy
+from ..plan import NONE, Mode, Strategy
 from .predict import Prediction, candidates, predict
 from .profile import Profile
 from .shape import SiteShape
@@ -25,19 +25,24 @@ class Choice:
     gain_us: float
 
 
-def choose(shape: SiteShape, profile: Profile, overlap_only: bool = False) -> Choice:
-    """The cheapest strategy. `overlap_only`: of those that overlap (the plain way is still predicted).
+def choose(shape: SiteShape, profile: Profile, overlap_only: bool = False, chunks: int = 0) -> Choice:
+    """The cheapest strategy. `overlap_only`: of those that overlap (the plain way is still predicted). `chunks`: in so many
+    pieces if at all; 0: in any number.
 
     Strategies are met from the simplest to the most complicated (none, one piece, few pieces, many, stripes); one takes the
     place of the best so far only if it saves MARGIN of its time and MARGIN_US.
     """
-    return _choose(shape, profile, overlap_only)
+    return _choose(shape, profile, overlap_only, chunks)
 
 
 @lru_cache(maxsize=1024)
-def _choose(shape: SiteShape, profile: Profile, overlap_only: bool) -> Choice:
-    found = {strategy: predict(shape, strategy, profile) for strategy in candidates(shape)}
-    open_to = [s for s in found if s != NONE or not overlap_only] or [NONE]
+def _choose(shape: SiteShape, profile: Profile, overlap_only: bool, chunks: int) -> Choice:
+    open_to = candidates(shape)
+    if chunks and not shape.bulk and len(open_to) > 1:
+        open_to = [NONE, Strategy(Mode.PIPELINED, chunks)]
+    found = {strategy: predict(shape, strategy, profile) for strategy in open_to}
+    if overlap_only and len(open_to) > 1:
+        open_to = open_to[1:]
     best = open_to[0]
     for strategy in open_to[1:]:
         saved = found[best].us - found[strategy].us
@@ -49,4 +54,5 @@ def _choose(shape: SiteShape, profile: Profile, overlap_only: bool) -> Choice:
 
 def _reason(found: dict[Strategy, Prediction], best: Strategy, profile: Profile) -> str:
     times = ", ".join(f"{s} {p.us:.0f}" for s, p in found.items())
-    return f"predicted us by profile {profile}: {times}; {best} saves {found[NONE].us - found[best].us:.0f}"
+    saved = f"{best} saves {found[NONE].us - found[best].us:.0f}" if best != NONE else "nothing saves enough"
+    return f"predicted us by profile {profile}: {times}; {saved}"

@@ -76,13 +76,17 @@ def _of_this_machine(device: str, ranks: int) -> Profile:
             continue
         log.info("profile %s, measured on this machine: %s", profile, path)
         return profile
+    return fallback(device, str(key.get("gpu", "")))
+
+
+def fallback(device: str, gpu: str) -> Profile:
+    """What is used where nobody has measured: the shipped profile of a near kind of device, else an analytic one."""
     if device == "cpu":
         return read(FOLDER / "cpu.json")
-    name = str(key.get("gpu", ""))
     for part, stem in _BY_GPU:
-        if part in name:
+        if part in gpu:
             profile = read(FOLDER / f"{stem}.json")
-            log.info("profile %s, shipped; %s is not calibrated (torchrun ... -m ub_overlap calibrate)", profile, name)
+            log.info("profile %s, shipped; this %s is not calibrated (torchrun ... -m ub_overlap calibrate)", profile, gpu)
             return profile
     if machine.device() != "cuda":  # graphs of CUDA tensors without a GPU: only in tests
         return read(FOLDER / "h200.json")

@@ -1,6 +1,6 @@
 """Decoder blocks with tensor and sequence parallelism, as DTensor users write them.
 
-Legend: B batch, S sequence (S/R a rank between the parallel regions), D hidden, F feed-forward width, H query heads, G key/value heads, R ranks.
+Legend: R ranks, B batch, S sequence (S/R a rank between the parallel regions), D hidden, H query heads, d width of a head.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class Sizes:
 
 
 def _refused(name: str, got: Any, expected: str) -> OptionError:
-    return OptionError(what=f"this block cannot be planned: {name}", where=f"--{name.replace('_', '-')}", got=str(got), expected=expected)
+    return OptionError(
+        what=f"this block cannot be planned: {name}", where=f"--{name.replace('_', '-')}", got=str(got), expected=expected
+    )
 
 
 MODELS = {

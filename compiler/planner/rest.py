@@ -1,13 +1,12 @@
 """What a graph computes beside its sites, in numbers, and how long a machine takes for it.
 
-Matmuls that are in no site go by the profile's own matmul model. The profile knows no attention kernel and no fusion, so these two are rough:
-attention runs at a share of the matmul rate, and elementwise work (norms, activations, rotary positions, residuals) is fused
-into kernels that each read their inputs and write their outputs once, at the speed of memory.
+Matmuls that are in no site go by the profile's own matmul model. The profile knows no attention kernel and no fusion, so these
+two are rough: attention runs at a share of the matmul rate, and elementwise work (norms, activations, rotary positions,
+residuals) is fused into kernels that each read their inputs and write their outputs once, at the speed of memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +16,11 @@ from torch.fx import Graph, Node
 from ..cost.matmul import matmul_us
 from ..cost.profile import Profile
 from ..sites.collectives import is_collective
-from ..sites.match import Bulk, Gather, Reduction
 from ..sites.matmuls import as_product, is_matmul
 from ..sites.values import CUTS, aten, effect, tensor_of
 
 ATTENTION_SHARE = (0.55, 0.45)
-"""Forward and backward: flash attention's rate over that of a large matmul, as torch's kernels on Hopper come; an assumption."""
+"""Forward and backward: flash attention's rate over that of a large matmul, as torch's kernels are on Hopper; an assumption."""
 _BACKWARD_FLOPS = 2.5
 """Five matmuls in the backward of flash attention, two in the forward."""
 _FREE = {aten.sym_size.int, torch.ops._c10d_functional.wait_tensor.default}
@@ -50,14 +48,13 @@ def _attention_us(profile: Profile, dtype: str, operations: float, backward: boo
     return operations / (rates.get(dtype, rates["bfloat16"]) * 1e6 * ATTENTION_SHARE[backward])
 
 
-def rest_of(graph: Graph, sites: Sequence[Gather | Reduction | Bulk]) -> Rest:
-    """What `graph` computes outside of `sites`. Sizes must be static."""
-    inside = {n for site in sites for n in site.members}
+def rest_of(graph: Graph, taken: set[Node]) -> Rest:
+    """What `graph` computes outside of the nodes `taken`. Sizes must be static."""
     matmuls: list[tuple[str, int, int, int]] = []
     attention: list[tuple[str, float, bool]] = []
     light: list[Node] = []
     for node in graph.nodes:
-        if node.op != "call_function" or node in inside or node.target in _FREE or is_collective(node):
+        if node.op != "call_function" or node in taken or node.target in _FREE or is_collective(node):
             continue
         if is_matmul(node):
             p = as_product(node)

@@ -8,10 +8,12 @@ from typing import Any
 
 from tabulate import tabulate
 
+from ..cost.load import load
 from ..cost.profile import Profile
 from ..options import Options
-from ..outlook import Outlook, Totals, outlook, preferred, totals
-from ..plan import Decision, Mode, Plan, Reason, Strategy
+from ..outlook import Outlook, Totals, outlook, totals
+from ..plan import Decision, Mode, Plan, Strategy
+from ..saved import collective_of
 from .models import Sizes
 from .trace import trace
 
@@ -71,8 +73,8 @@ class Step:
         s, t = self.sizes, self.totals
         rest = ", ".join(f"{name} {us:.0f}" for name, us in self.rest.items())
         return (
-            f"hidden {s.hidden}, ffn {s.ffn}, heads {s.heads} (kv {s.kv_heads}), batch {s.batch} x {s.seq} tokens, {s.dtype}, TP {s.tp}, "
-            f"{s.layers} layer{'s' if s.layers > 1 else ''}, forward + backward; profile {self.profile}\n\n"
+            f"hidden {s.hidden}, ffn {s.ffn}, heads {s.heads} (kv {s.kv_heads}), batch {s.batch} x {s.seq} tokens, "
+            f"{s.dtype}, TP {s.tp}, layers {s.layers}, forward + backward; profile {self.profile}\n\n"
             f"{table(self.rows)}\n\n{t}\n"
             f"the rest: {rest} us (attention and elementwise work by rule of thumb)\n"
             f"the step: {self.none_us / 1000:.2f} ms without overlap, {self.chosen_us / 1000:.2f} ms as chosen, "
@@ -88,13 +90,16 @@ def table(rows: tuple[Row, ...] | list[Row]) -> str:
     for row in rows:
         d, o = row.site, row.outlook
         line: dict[str, Any] = {
-            "site": d.id, "module": d.module, "kind": d.kind.value, "M N K": mnk(d), "MB": None if d.bytes is None else d.bytes / 1e6,
+            "site": d.id, "module": d.module, "kind": d.kind.value, "M N K": mnk(d),
+            "MB": None if d.bytes is None else d.bytes / 1e6,
         }  # fmt: skip
         line |= {"matmul": o and o.none.matmul_us, "comm": o and o.none.communication_us}
         line |= {short(n): o.by_strategy[n].us if o and n in o.by_strategy else None for n in names}
         line |= {"choice": str(d.strategy), "gain": o and o.gain_us}
         out.append(line)
-    heads = "us: matmul, comm: alone; none; c: pipelined in N chunks (pipelined: one a rank); s: in N stripes; bulk; gain: over none"
+    heads = (
+        "microseconds; matmul, comm: alone; pipelined: in one chunk a rank; cN: in N chunks; sN: in N stripes; gain: over none"
+    )
     return tabulate(out, headers="keys", tablefmt="simple", floatfmt=".0f", missingval="-") + f"\n{heads}"
 
 
@@ -114,25 +119,24 @@ def mnk(d: Decision) -> str:
     return " + ".join(text if count == 1 else f"{count} of {text}" for text, count in counts.items())
 
 
-def plan_step(sizes: Sizes, profile: Profile, options: Options | None = None) -> Step:
-    """Traces the block, chooses for every site and adds it all up. `options`: what of them decides which sites there are
-    (save, merge_all_reduces, rules, plan); overlap="force" is implied. OptionError where a saved plan does not fit."""
-    options = replace(options or Options(), overlap="force")
+def plan_step(sizes: Sizes, options: Options) -> Step:
+    """Traces the block, decides every site as `options` say (its profile is what the step is predicted for) and adds it all up.
+    OptionError where a saved plan does not fit."""
+    profile = load(options.profile, sizes.tp)
     graphs = trace(sizes, options)
-    plans = tuple(Plan(g.plan.phase, tuple(_chosen(d, profile, options) for d in g.plan.decisions)) for g in graphs)
-    rows = tuple(Row(d, outlook(d, profile)) for p in plans for d in p.decisions)
+    rows = tuple(Row(d, outlook(_own_work(d, g.plan), profile)) for g in graphs for d in g.plan.decisions)
     rest: dict[str, float] = {}
     for graph in graphs:
         for name, us in graph.rest.us(profile).items():
             rest[name] = rest.get(name, 0.0) + us
-    return Step(sizes, profile, rows, plans, rest)
+    return Step(sizes, profile, rows, tuple(g.plan for g in graphs), rest)
 
 
-def _chosen(d: Decision, profile: Profile, options: Options) -> Decision:
-    """`d` with the strategy that the cost model takes, where the user forces none."""
-    if not d.overlapped or "forced by" in d.detail:
+def _own_work(d: Decision, plan: Plan) -> Decision:
+    """A site that is left alone, without the matmuls that another site of the plan runs: they are counted there."""
+    if d.overlapped or d.work is None or not d.matmuls:
         return d
-    best = preferred(d, profile)
-    if best.mode is Mode.NONE:
-        return replace(d, strategy=best, reason=Reason.BELOW_THRESHOLD, detail="overlap is predicted to be slower")
-    return replace(d, strategy=best)
+    others = {m for o in plan.decisions if o.overlapped for m in o.matmuls}
+    if not others.intersection(d.matmuls):
+        return d
+    return replace(d, work=replace(d.work, kind=f"bulk_{collective_of(d.kind.value)}", matmuls=(), keep=False))

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime.errors import UbOverlapError
 
-from ..decide import decide
+from ..decide import Decided, decide
 from ..options import Options
 from ..passes import JointPass, phase_of
 from ..plan import Plan
@@ -38,7 +38,7 @@ def trace(sizes: Sizes, options: Options) -> list[Traced]:
 
     def compiled(gm: GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
         decided = decide(gm.graph, options, phase_of(gm.graph), lambda *_: None)
-        graphs.append(Traced(decided.plan, rest_of(gm.graph, [site for site, _, _ in decided.chosen])))
+        graphs.append(Traced(decided.plan, rest_of(gm.graph, _taken(gm.graph, decided))))
         return compat.make_boxed_func(gm.forward)
 
     joint = JointPass(options)
@@ -54,6 +54,12 @@ def trace(sizes: Sizes, options: Options) -> list[Traced]:
         out = torch.compile(blocks, backend=backend, fullgraph=True, dynamic=False)(block_input(sizes))
         out.sum().backward()
     return graphs
+
+
+def _taken(graph: Graph, decided: Decided) -> set[Node]:
+    """The nodes that the decisions account for: members of sites, and the matmuls of those that are left alone."""
+    names = {m for d in decided.plan.decisions for m in d.matmuls}
+    return {n for site, _, _ in decided.chosen for n in site.members} | {n for n in graph.nodes if n.name in names}
 
 
 @contextmanager

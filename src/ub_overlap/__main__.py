@@ -4,6 +4,8 @@
     python -m ub_overlap info [--json]                  versions, the extension, CUDA
     python -m ub_overlap report list [--json]           stored reports, newest first
     python -m ub_overlap report show DIGEST [--json]    one of them; the first digits of the digest suffice
+    torchrun --nproc-per-node N -m ub_overlap calibrate [--quick] [--out FILE]
+                                                        measure this machine for the cost model
     python -m ub_overlap plan --model llama-70b [...]   the predicted step of a block, on a machine without a GPU
     python -m ub_overlap import-cfg FILE [--json]       a tp_comm_overlap_cfg of Megatron, NeMo or TransformerEngine as rules
 

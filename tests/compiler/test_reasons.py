@@ -107,6 +107,11 @@ def small(m: Maker) -> Case:
     return gather_mm(m, overlap="auto", min_bytes=8 * 64 * 4 + 1)
 
 
+def no_gain(m: Maker) -> Case:
+    """An H200 multiplies this long before its first push has arrived."""
+    return gather_mm(m, overlap="auto", min_bytes=0, profile="h200")
+
+
 def one_rank(m: Maker) -> Case:
     mesh = DeviceMesh("cpu", torch.arange(m.world).view(m.world, 1), mesh_dim_names=("dp", "tp"))
     group = mesh["tp"].get_group().group_name
@@ -159,6 +164,7 @@ SITUATIONS: dict[Callable[[Maker], Case], Reason] = {
     gather_in_stripes: R.STRATEGY_ILLEGAL,
     last_dim_in_stripes: R.STRATEGY_ILLEGAL,
     small: R.BELOW_THRESHOLD,
+    no_gain: R.NO_GAIN,
     one_rank: R.TRIVIAL_GROUP,
     no_transport: R.NO_TRANSPORT,
     float64: R.DTYPE_UNSUPPORTED,

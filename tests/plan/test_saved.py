@@ -136,7 +136,9 @@ def test_other_sizes_are_a_warning() -> None:
 def saved_and_loaded(rank: int, world: int, path: str) -> tuple[list[tuple[str, str]], str, str]:
     """Decisions under a plan saved from the same model with other strategies; the error of another model."""
     case = build(rank, world, MEGATRON, {"dims": 2})
-    plans = plans_of(case.module, case.inputs, {**FORCE, "plan": {"*.0": "none", "*.1": "pipelined:stripes=2", "backward.1": "bulk"}})
+    plans = plans_of(
+        case.module, case.inputs, {**FORCE, "plan": {"*.0": "none", "*.1": "pipelined:stripes=2", "backward.1": "bulk"}}
+    )
     mine = f"{path}.{rank}"
     rows = [{**d.to_dict(), "plan": p.digest} for p in plans for d in p.decisions]
     Path(mine).write_text(json.dumps({"version": 1, "plans": [p.digest for p in plans], "sites": rows}))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ub_overlap import __version__
 from ub_overlap.runtime.errors import UbOverlapError
 
-from . import cfg, info, plan, stored
+from . import calibrate, cfg, info, plan, stored
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     as_json = argparse.ArgumentParser(add_help=False)
     as_json.add_argument("--json", action="store_true", help="print JSON")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in (info, stored, plan, cfg):
+    for verb in (info, stored, calibrate, plan, cfg):
         verb.add(verbs, as_json)
     flags = parser.parse_args(argv)
     try:

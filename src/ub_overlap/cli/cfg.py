@@ -26,9 +26,7 @@ def run(path: str, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps([rule.to_dict() for rule in rules], indent=1))
     else:
-        rows = [
-            {"kind": r.kind, "phase": r.phase, "strategy": r.strategy, "modules": ", ".join(r.module)} for r in rules
-        ]
+        rows = [{"kind": r.kind, "phase": r.phase, "strategy": r.strategy, "modules": ", ".join(r.module)} for r in rules]
         print(tabulate(rows, headers="keys", tablefmt="simple"))
     if unused:
         print(f"without meaning here: {', '.join(unused)}", file=sys.stderr)

@@ -6,7 +6,6 @@ import argparse
 import logging
 import os
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,8 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
     parser.add_argument("--dtype", help="bf16 (default), fp16 or fp32")
     parser.add_argument("--ungated", action="store_true", help="GELU, LayerNorm and biases (GPT) instead of SwiGLU and RMSNorm")
-    parser.add_argument("--profile", help="a shipped profile (h200, cpu) or a file (default: this machine's)")
+    parser.add_argument("--profile", default="h200", help="a shipped profile (h200, cpu) or a file (default: h200)")
+    parser.add_argument("--min-bytes", type=int, metavar="N", help="the option min_bytes=")
     parser.add_argument("--backward-keeps", choices=("gathered", "shard"), default="gathered", help="the option save=")
     parser.add_argument("--rules", metavar="FILE", help="the option rules=: JSON or YAML, or a tp_comm_overlap_cfg")
     parser.add_argument("--plan", metavar="FILE", help="the option plan=: a saved plan whose strategies are forced")
@@ -35,7 +35,7 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
 
 def run(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Prints the step; exit code 0. SystemExit(2) where sizes are missing, OptionError where they cannot be."""
-    given = {name: value for name in (*SIZES, "dtype") if (value := getattr(flags, name)) is not None}
+    given: dict[str, Any] = {name: value for name in (*SIZES, "dtype") if (value := getattr(flags, name)) is not None}
     if flags.ungated:
         given["gated"] = False
     missing = [f"--{name}" for name in NEEDED if name not in given]
@@ -45,16 +45,16 @@ def run(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         # Inductor's modules make their cache folder when they are imported; nothing of a plan belongs in the user's.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
         logging.getLogger("torch").setLevel(logging.ERROR)  # what it says of ranks that do not exist
-        from ub_overlap.compiler.cost.load import load
         from ub_overlap.compiler.options import parse
         from ub_overlap.compiler.planner.models import Sizes, named
         from ub_overlap.compiler.planner.step import plan_step
 
-        sizes = named(flags.model, **given) if flags.model else Sizes(**{"kv_heads": given.get("heads"), **given})
-        options: dict[str, Any] = {"save": flags.backward_keeps}
-        options |= {name: value for name in ("rules", "plan") if (value := getattr(flags, name))}
-        ours = replace(parse(options, frozenset())[0], overlap="force")
-        step = plan_step(sizes, load(flags.profile), ours)
+        if not flags.model:
+            given.setdefault("kv_heads", given["heads"])
+        sizes = named(flags.model, **given) if flags.model else Sizes(**given)
+        options: dict[str, Any] = {"save": flags.backward_keeps, "profile": flags.profile}
+        options |= {name: value for name in ("rules", "plan", "min_bytes") if (value := getattr(flags, name)) is not None}
+        step = plan_step(sizes, parse(options, frozenset())[0])
     if flags.save:
         Path(flags.save).write_text(step.saved_plan())
     print(step.to_json() if flags.json else step)
