@@ -17,7 +17,7 @@ from . import timeline
 from .cost.load import load
 from .cost.profile import Profile
 from .history import HISTORY
-from .measured import Measured, StepTime
+from .measured import Measured
 from .outlook import Outlook, outlook, totals
 from .plan import Decision, Plan
 from .summary import line
@@ -140,10 +140,9 @@ class Report:
                 if site not in (None, d.id, f"{plan.digest}/{d.id}"):
                     continue
                 if predicted and (o := outlook(d, self.profile)) is not None:
-                    steps = tuple(StepTime(queue, text, begin, end) for queue, text, begin, end in o.chosen.timeline)
-                    lanes.append(timeline.Lane(d.id, "predicted", steps))
+                    lanes.append(timeline.predicted(d.id, o.chosen))
                 if measured and (m := self._measured.get(f"{plan.digest}/{d.id}")) is not None:
-                    lanes.append(timeline.Lane(d.id, "measured", timeline.from_zero(m.steps)))
+                    lanes.append(timeline.measured(d.id, m))
         if site is not None and not lanes:
             ids = ", ".join(d.id for p in self.plans for d in p.decisions)
             raise OptionError("no such site, or nothing known of it", where="timeline", got=site, expected=f"one of {ids}")

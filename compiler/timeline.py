@@ -11,7 +11,8 @@ from typing import Any
 
 from ub_overlap.runtime.errors import OptionError
 
-from .measured import StepTime
+from .cost.predict import Prediction
+from .measured import Measured, StepTime
 
 COLOURS = {"matmul": "#4878d0", "copy": "#ee854a", "push": "#ee854a", "wait": "#d5d5d5", "reduce": "#6acc64"}
 _OTHER_COLOUR = "#956cb4"
@@ -28,6 +29,14 @@ class Lane:
     @property
     def us(self) -> float:
         return max((s.end_us for s in self.steps), default=0.0)
+
+
+def predicted(site: str, prediction: Prediction) -> Lane:
+    return Lane(site, "predicted", tuple(StepTime(*step) for step in prediction.timeline))
+
+
+def measured(site: str, found: Measured) -> Lane:
+    return Lane(site, "measured", from_zero(found.steps))
 
 
 def shifted(steps: Sequence[StepTime], by: float) -> tuple[StepTime, ...]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
+from .. import timeline
 from ..cost.load import load
 from ..cost.profile import Profile
 from ..options import Options
@@ -68,6 +70,10 @@ class Step:
             },
             indent=1,
         )
+
+    def timeline(self, path: str | Path) -> Path:
+        """Writes the steps of all sites as predicted: .png (needs matplotlib), else JSON for chrome://tracing."""
+        return timeline.write(path, [timeline.predicted(r.site.id, r.outlook.chosen) for r in self.rows if r.outlook])
 
     def __str__(self) -> str:
         s, t = self.sizes, self.totals

@@ -43,7 +43,7 @@ def flags(s: Sizes) -> list[str]:
 
 def test_a_large_model_on_this_machine(tmp_path: Path) -> None:
     """From a folder without the checkout; sums of the 70B block, whose compute was measured at 9.3 ms on one of 8 H200s."""
-    step = run("--model", "llama-70b", "--profile", "h200", cwd=tmp_path)
+    step = run("--model", "llama-70b", "--profile", "h200", "--timeline", "step.json", cwd=tmp_path)
     sites = step["sites"]
     assert [(s["phase"], s["kind"]) for s in sites] == [
         (phase, kind) for phase in ("forward", "backward") for kind in ("all_gather_matmul", "matmul_reduce_scatter") * 2
@@ -61,6 +61,10 @@ def test_a_large_model_on_this_machine(tmp_path: Path) -> None:
     assert totals["none_us"] == pytest.approx(sum(s["predicted_us"]["none"] for s in sites), abs=0.1)
     assert totals["chosen_us"] == pytest.approx(sum(s["predicted_us"][s["choice"]] for s in sites), abs=0.1)
     assert 0 < totals["hidden"] < 1
+    events = [e for e in json.loads((tmp_path / "step.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert {e["cat"] for e in events} == set(by_id)
+    end = max(e["ts"] + e["dur"] for e in events)
+    assert end == pytest.approx(totals["chosen_us"], rel=0.02), "site after site"
     compute = totals["matmul_us"] + sum(step["step"]["rest_us"].values())
     assert compute == pytest.approx(9290, rel=0.15)
     assert step["step"]["none_us"] == pytest.approx(13060, rel=0.15), "compiled without overlap, measured"

@@ -30,6 +30,7 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
     parser.add_argument("--rules", metavar="FILE", help="the option rules=: JSON or YAML, or a tp_comm_overlap_cfg")
     parser.add_argument("--plan", metavar="FILE", help="the option plan=: a saved plan whose strategies are forced")
     parser.add_argument("--save", metavar="FILE", help="write the plan; options={'plan': FILE} loads it")
+    parser.add_argument("--timeline", metavar="FILE", help="write the predicted steps of all sites: JSON for Perfetto, or .png")
     parser.set_defaults(run=lambda flags: run(flags, parser))
 
 
@@ -57,5 +58,7 @@ def run(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         step = plan_step(sizes, parse(options, frozenset())[0])
     if flags.save:
         Path(flags.save).write_text(step.saved_plan())
+    if flags.timeline:
+        step.timeline(flags.timeline)
     print(step.to_json() if flags.json else step)
     return 0
