@@ -14,8 +14,8 @@ from ub_overlap.runtime.errors import OptionError
 from .cost.predict import Prediction
 from .measured import Measured, StepTime
 
-COLOURS = {"matmul": "#4878d0", "copy": "#ee854a", "push": "#ee854a", "wait": "#d5d5d5", "reduce": "#6acc64"}
-_OTHER_COLOUR = "#956cb4"
+COLOURS = {"matmul": "#4878d0", "copy": "#ee854a", "collective": "#d65f5f", "reduce": "#6acc64", "other": "#c0c0c0"}
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,12 @@ def predicted(site: str, prediction: Prediction) -> Lane:
 
 def measured(site: str, found: Measured) -> Lane:
     return Lane(site, "measured", from_zero(found.steps))
+
+
+def kind(step: StepTime) -> str:
+    """What a step's text begins with, as one of COLOURS."""
+    word = step.text.lower().partition(" ")[0]
+    return "collective" if word in _COLLECTIVES else word if word in COLOURS else "other"
 
 
 def shifted(steps: Sequence[StepTime], by: float) -> tuple[StepTime, ...]:
@@ -100,9 +106,13 @@ def _png(path: Path, lanes: Sequence[Lane]) -> None:
     axes = figure.add_subplot()
     for row, lane in enumerate(lanes):
         for s in lane.steps:
-            colour = next((c for name, c in COLOURS.items() if s.text.startswith(name)), _OTHER_COLOUR)
-            height = row + (0.0 if s.queue == "COPY" else 0.4)
-            axes.broken_barh([(s.begin_us, s.end_us - s.begin_us)], (height, 0.36), facecolors=colour, edgecolor="white")
+            height = row + (0.4 if s.queue == "COPY" else 0.0)  # rows grow downwards
+            axes.broken_barh(
+                [(s.begin_us, s.end_us - s.begin_us)], (height, 0.36), facecolors=COLOURS[kind(s)], edgecolor="white"
+            )
+    for name, colour in COLOURS.items():
+        axes.broken_barh([], (0, 0), facecolors=colour, label=name)
+    axes.legend(loc="lower right", ncols=len(COLOURS), fontsize="small")
     axes.set_yticks([row + 0.4 for row in range(len(lanes))], [f"{lane.site}\n{lane.what}" for lane in lanes])
     axes.set_xlabel("microseconds; above: compute, below: copies")
     axes.invert_yaxis()

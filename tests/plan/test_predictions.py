@@ -20,7 +20,7 @@ from ub_overlap.compiler.cost.predict import predict
 from ub_overlap.compiler.measured import StepTime
 from ub_overlap.compiler.outlook import outlook, shape_of, totals
 from ub_overlap.compiler.plan import NONE, Kind, Mode, Plan, Strategy, Work
-from ub_overlap.compiler.timeline import Lane, events, write
+from ub_overlap.compiler.timeline import Lane, events, kind, write
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.errors import OptionError
 
@@ -56,7 +56,7 @@ def test_an_outlook_is_the_cost_models() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "kind"),
+    ("changes", "known"),
     [
         ({"work": None}, None),
         ({"work": replace(WORK, kind="bulk_reduce_scatter"), "strategy": Strategy(Mode.BULK)}, "bulk_reduce_scatter"),
@@ -64,12 +64,12 @@ def test_an_outlook_is_the_cost_models() -> None:
     ],
     ids=str,
 )
-def test_what_the_model_knows(changes: dict[str, Any], kind: str | None) -> None:
+def test_what_the_model_knows(changes: dict[str, Any], known: str | None) -> None:
     decision = replace(SITE8, **changes)
     shape = shape_of(decision)
-    assert (shape.kind if shape else None) == kind
+    assert (shape.kind if shape else None) == known
     found = outlook(decision, H200)
-    assert (found is None) == (kind is None)
+    assert (found is None) == (known is None)
     if found is not None and decision.work is not None and not decision.work.matmuls:
         assert found.none.us == found.none.communication_us > 0 and found.gain_us == 0
 
@@ -160,6 +160,15 @@ def test_sites_follow_each_other_in_a_timeline() -> None:
         ("forward.0", 1, 0, 0.0, 5.0), ("forward.0", 1, 1, 1.0, 2.0), ("forward.0", 2, 0, 0.0, 8.0),
         ("forward.1", 1, 0, 8.0, 2.0),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("matmul 3", "matmul"), ("Matmul 0 -> PARTIAL", "matmul"), ("Copy a -> b", "copy"), ("reduce 6", "reduce"),
+     ("reduce_scatter", "collective"), ("wait 0", "other")],
+)  # fmt: skip
+def test_kinds_of_steps(text: str, expected: str) -> None:
+    assert kind(StepTime("COMPUTE", text, 0.0, 1.0)) == expected
 
 
 def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
