@@ -25,21 +25,25 @@ class Choice:
     gain_us: float
 
 
-def choose(shape: SiteShape, profile: Profile, overlap_only: bool = False, chunks: int = 0) -> Choice:
+def choose(
+    shape: SiteShape, profile: Profile, overlap_only: bool = False, chunks: int = 0, timed: tuple[str, ...] = ()
+) -> Choice:
     """The cheapest strategy. `overlap_only`: of those that overlap (the plain way is still predicted). `chunks`: in so many
-    pieces if at all; 0: in any number.
+    pieces if at all; 0: in any number. `timed`: of these alone, where any are given (for comparisons with measured times).
 
     Strategies are met from the simplest to the most complicated (none, one piece, few pieces, many, stripes); one takes the
     place of the best so far only if it saves MARGIN of its time and MARGIN_US.
     """
-    return _choose(shape, profile, overlap_only, chunks)
+    return _choose(shape, profile, overlap_only, chunks, timed)
 
 
 @lru_cache(maxsize=1024)
-def _choose(shape: SiteShape, profile: Profile, overlap_only: bool, chunks: int) -> Choice:
+def _choose(shape: SiteShape, profile: Profile, overlap_only: bool, chunks: int, timed: tuple[str, ...]) -> Choice:
     open_to = candidates(shape)
     if chunks and not shape.bulk and len(open_to) > 1:
         open_to = [NONE, Strategy(Mode.PIPELINED, chunks)]
+    if timed:
+        open_to = [s for s in open_to if str(s) in timed]
     found = {strategy: predict(shape, strategy, profile) for strategy in open_to}
     if overlap_only and len(open_to) > 1:
         open_to = open_to[1:]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..plan import Strategy
+from .matmul import analytic_us
 from .predict import predict
 from .profile import Profile
 from .shape import SiteShape
@@ -21,13 +22,28 @@ def shape_of(check: Mapping[str, Any]) -> SiteShape:
 
 
 def fit(profile: Profile, checks: Sequence[Mapping[str, Any]]) -> Profile:
-    """`profile` with begin and end such that half of the timed calls take more and half less than predicted."""
+    """`profile` with rates such that half of its matmuls, and with begin and end such that half of the timed calls, take more
+    than predicted and half less."""
+    profile = rates(profile)
     if not checks:
         return profile
     bare = replace(profile, steps=replace(profile.steps, begin_us=0.0, end_us=0.0))
     left = statistics.median(c["us"] - predict(shape_of(c), Strategy.parse(c["strategy"]), bare).us for c in checks)
     half = float(f"{max(0.0, left) / 2:.4g}")
     return replace(profile, steps=replace(profile.steps, begin_us=half, end_us=half))
+
+
+def rates(profile: Profile) -> Profile:
+    """`profile` with the analytic model's rate of every dtype set by the measured matmuls that are long enough to show it."""
+    tflops = dict(profile.compute.tflops)
+    for dtype in sorted({row[1] for row in profile.matmuls}):
+        mine = [row for row in profile.matmuls if row[1] == dtype]
+        longest = sorted(mine, key=lambda row: row[5])[len(mine) // 3 :]
+        for _ in range(3):  # launches and memory are no part of the rate, so one step does not get there
+            now = replace(profile, compute=replace(profile.compute, tflops=dict(tflops)))
+            off = statistics.median(us / analytic_us(now, dtype, layout, m, n, k) for layout, _, m, n, k, us in longest)
+            tflops[dtype] = float(f"{tflops[dtype] / off:.4g}")
+    return replace(profile, compute=replace(profile.compute, tflops=tflops))
 
 
 def errors(profile: Profile, checks: Sequence[Mapping[str, Any]]) -> list[tuple[str, float, float]]:

@@ -19,8 +19,10 @@ from .shape import SIZES
 
 NEAREST = 6
 """Measured shapes that count."""
-_SPLITS = (1, 2, 4, 8)
-_SPLIT_US = 2.0
+_SPLITS = (1, 2, 3, 4)
+_SPLIT_US = 3.0
+_SPLIT_WAVES = 1.6
+"""K is split only as long as the pieces make no more waves than that."""
 _OTHER_LAYOUT = 1.0
 """Distance of another layout, in octaves."""
 _SAME = 0.02
@@ -45,14 +47,14 @@ def analytic_us(profile: Profile, dtype: str, layout: str, m: int, n: int, k: in
     for tm, tn, efficiency in c.tiles:
         tiles = batch * -(-m // tm) * -(-n // tn)
         for split in _SPLITS:
-            if split > 1 and (tiles * split > 2 * c.units or k // split < 512):
+            if split > 1 and (tiles * split > _SPLIT_WAVES * c.units or k // split < 512):
                 break
             waves = -(-tiles * split // c.units)
             us = waves * (2 * tm * tn * (k / split) / (unit * efficiency) + c.wave_us)
             if split > 1:
                 us += _SPLIT_US + split * batch * m * n * 8 / (c.memory_gbs * 1e3)
             best = min(best, us)
-    moved = batch * (m * k + k * n + m * n) * size / (c.memory_gbs * 1e3)
+    moved = (batch * (m * k + m * n) + k * n) * size / (c.memory_gbs * 1e3)  # a batch is of rows: it shares the right operand
     return (c.launch_us + max(best, moved)) * c.layouts.get(layout, 1.0)
 
 

@@ -14,6 +14,10 @@ from dataclasses import dataclass
 from .program import FlagName, Item, Work
 
 
+SHARE = 0.7
+"""n pushes to one rank at a time run at n ** -SHARE of their speed each: one copy engine alone does not fill a port."""
+
+
 @dataclass(frozen=True, slots=True)
 class Contention:
     """Slow-downs as factors from 1 on, and what it costs to meet."""
@@ -150,7 +154,7 @@ class _Game:
         if multiplies:
             self.set(compute, now, 1 / self.with_.matmul if pushes or self.moves[rank] else 1.0)
         if pushes:
-            self.set(copy, now, 1 / ((self.with_.push if multiplies else 1.0) * max(1, self.moves[self.target[rank]])))
+            self.set(copy, now, 1 / ((self.with_.push if multiplies else 1.0) * max(1, self.moves[self.target[rank]]) ** SHARE))
 
     def set(self, q: int, now: float, speed: float) -> None:
         if self.running[q] < 0 or self.speed[q] == speed:

@@ -56,7 +56,7 @@ def run(
         found = matmuls.measure(world, burst, progress, quick, MATMULS_UNTIL_S)
     if found:
         made["matmuls"] = [list(row) for row in found]
-        _rates(made, world.cuda)
+        _layouts(made)
     progress.step("done", total)
     progress.close()
     made["holes"] = list(world.holes)
@@ -99,15 +99,9 @@ def _kernels(world: World, burst: Burst, progress: Progress, quick: bool, made: 
     return world.probe("whole calls", lambda: kernels.checks(world, burst, calls, progress, quick)) or []
 
 
-def _rates(made: dict[str, Any], cuda: bool) -> None:
-    """The analytic model's rates: the best that a dtype reached. Layouts against "nt", by pairs of the same shape."""
+def _layouts(made: dict[str, Any]) -> None:
+    """Layouts against "nt", by pairs of the same shape."""
     times = {(layout, dtype, *shape): us for layout, dtype, *shape, us in made["matmuls"]}
-    rates: dict[str, float] = {}
-    for (_, dtype, m, n, k), us in times.items():
-        rates[dtype] = max(rates.get(dtype, 0.0), 2e-6 * m * n * k / us)
-    known = made["compute"]["tflops"]
-    share = rates.get("bfloat16", known["bfloat16"]) / known["bfloat16"]
-    made["compute"]["tflops"] = {d: rates.get(d, known[d] * share) for d in sorted({*rates, *known})}
     for layout in ("nn", "tn"):
         pairs = [us / times[("nt", *rest)] for (own, *rest), us in times.items() if own == layout and ("nt", *rest) in times]
         if pairs:
