@@ -53,7 +53,7 @@ _METHODS: dict[tuple[tuple[str, ...], str], dict[str, str]] = {
     (_COLUMN, "wgrad"): {"bulk": _SCATTER},
     (_ROW, "wgrad"): {"external": ""},
 }
-_ENTRIES = {f"{layer}_{stage}": methods for (layers, stage), methods in _METHODS.items() for layer in layers}
+ENTRIES = {f"{layer}_{stage}": methods for (layers, stage), methods in _METHODS.items() for layer in layers}
 _DEFAULT_SPLITS = 4
 # Fields that change nothing here, and the value at which they do not mean to: pushes take no SM, so there is nothing to share.
 _NO_MEANING: dict[str, Any] = {
@@ -64,7 +64,7 @@ _NO_MEANING: dict[str, Any] = {
 
 def is_cfg(value: Mapping[Any, Any]) -> bool:
     """Does a dict look like such a cfg: is one of its keys one of theirs?"""
-    return any(key in _ENTRIES for key in value)
+    return any(key in ENTRIES for key in value)
 
 
 def read_text(path: str | Path, option: str) -> Any:
@@ -105,14 +105,14 @@ def rules_of(cfg: Mapping[Any, Any], origin: str = "", told: list[str] | None = 
     rules: list[Rule] = []
     unused: list[str] = []
     for name, entry in cfg.items():
-        if name not in _ENTRIES:
+        if name not in ENTRIES:
             unused.append(f"{name} (no entry of this kind)")
         elif not isinstance(entry, Mapping):
             raise refused(origin, str(name), entry, "a table with method, num_splits, aggregate, ...")
         elif (rule := _rule(name, entry, origin, unused)) is not None:
             rules.append(rule)
     if not rules and not unused:
-        raise refused(origin, "", dict(cfg), f"some of {', '.join(_ENTRIES)}")
+        raise refused(origin, "", dict(cfg), f"some of {', '.join(ENTRIES)}")
     if told is not None:
         told += unused
     elif unused:
@@ -121,7 +121,7 @@ def rules_of(cfg: Mapping[Any, Any], origin: str = "", told: list[str] | None = 
 
 
 def _rule(name: str, entry: Mapping[str, Any], origin: str, unused: list[str]) -> Rule | None:
-    methods = _ENTRIES[name]
+    methods = ENTRIES[name]
     method = entry.get("method", next(iter(methods)))
     if method not in methods:
         raise refused(origin, f"{name}.method", method, " or ".join(map(repr, methods)))
@@ -179,7 +179,7 @@ def import_file(path: str | Path) -> tuple[tuple[Rule, ...], list[str]]:
             got=f"{type(cfg).__name__} of {', '.join(map(str, cfg)) or 'nothing'}"
             if isinstance(cfg, Mapping)
             else repr(cfg)[:80],
-            expected=f"a table with some of {', '.join(_ENTRIES)}",
+            expected=f"a table with some of {', '.join(ENTRIES)}",
         )
     told: list[str] = []
     return rules_of(cfg, str(path), told), told

@@ -33,7 +33,8 @@ class Traced:
 
 def trace(sizes: Sizes, options: Options) -> list[Traced]:
     """The forward and the backward graph of the blocks, in this order. UbOverlapError where this process has a process group
-    already: the ranks that are planned for do not exist, and the default group has to be theirs."""
+    already: the ranks that are planned for do not exist, and the default group has to be theirs. OptionError where a saved plan
+    among the options does not fit."""
     graphs: list[Traced] = []
 
     def compiled(gm: GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
@@ -51,8 +52,13 @@ def trace(sizes: Sizes, options: Options) -> list[Traced]:
     backend = compat.aot_autograd(fw_compiler=compiled, bw_compiler=compiled, partition_fn=partition)
     with _ranks(sizes.tp) as mesh, compat.caches_off(), compat.FakeTensorMode():
         blocks = parallel_blocks(sizes, mesh)
-        out = torch.compile(blocks, backend=backend, fullgraph=True, dynamic=False)(block_input(sizes))
-        out.sum().backward()
+        try:
+            out = torch.compile(blocks, backend=backend, fullgraph=True, dynamic=False)(block_input(sizes))
+            out.sum().backward()
+        except Exception as error:
+            if isinstance(own := getattr(error, "inner_exception", None), UbOverlapError):
+                raise own from None  # Dynamo's wrapping says nothing about a plan
+            raise
     return graphs
 
 

@@ -99,6 +99,17 @@ def test_what_cannot_be_planned(arguments: list[str], said: str, capsys: pytest.
     assert said in text
 
 
+def test_a_plan_of_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "plan.json")
+    sizes = flags(replace(SMALL, tp=4))
+    assert main(["plan", *sizes, "--save", path]) == 0
+    assert main(["plan", *sizes, "--plan", path]) == 0
+    assert main(["plan", *flags(SMALL), "--plan", path]) == 1
+    error = capsys.readouterr().err
+    assert "the first site that differs is forward.0" in error and path in error and "field ranks" in error
+    assert "ranks=2 in the graph" in error and "ranks=4 in the plan" in error and "Traceback" not in error
+
+
 def test_planning_needs_a_process_of_its_own(pool2: RankPool) -> None:
     for text in pool2.run(plan_beside_a_group):
         assert "planning needs a process without a process group" in text and "gloo group of 2 ranks" in text
