@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +39,16 @@ def run(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     missing = [f"--{name}" for name in NEEDED if name not in given]
     if not flags.model and missing:
         parser.error(f"give --model, or {', '.join(missing)}")
-    with tempfile.TemporaryDirectory(prefix="ub_overlap_plan_") as folder:
-        # Inductor's modules make their cache folder when they are imported; nothing of a plan belongs in the user's.
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
-        logging.getLogger("torch").setLevel(logging.ERROR)  # what it says of ranks that do not exist
-        from ub_overlap.compiler.options import parse
-        from ub_overlap.compiler.planner.models import Sizes, named
-        from ub_overlap.compiler.planner.step import plan_step
+    from ub_overlap.compiler.options import parse
+    from ub_overlap.compiler.planner.models import Sizes, named
+    from ub_overlap.compiler.planner.step import plan_step
 
-        if not flags.model:
-            given.setdefault("kv_heads", given["heads"])
-        sizes = named(flags.model, **given) if flags.model else Sizes(**given)
-        options: dict[str, Any] = {"save": flags.backward_keeps, "profile": flags.profile}
-        options |= {name: value for name in ("rules", "plan", "min_bytes") if (value := getattr(flags, name)) is not None}
-        step = plan_step(sizes, parse(options, frozenset())[0])
+    if not flags.model:
+        given.setdefault("kv_heads", given["heads"])
+    sizes = named(flags.model, **given) if flags.model else Sizes(**given)
+    options: dict[str, Any] = {"save": flags.backward_keeps, "profile": flags.profile}
+    options |= {name: value for name in ("rules", "plan", "min_bytes") if (value := getattr(flags, name)) is not None}
+    step = plan_step(sizes, parse(options, frozenset())[0])
     if flags.save:
         Path(flags.save).write_text(step.saved_plan())
     if flags.timeline:
