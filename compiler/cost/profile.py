@@ -143,13 +143,17 @@ def _plain(p: Profile) -> dict[str, Any]:
         },
         "steps": {name: getattr(p.steps, name) for name in Steps.__slots__},
         "beside": {"matmul": p.matmul_beside, "push": p.push_beside},
-        "push": [list(x) for x in p.push],
-        "copy": [list(x) for x in p.copy],
-        "reduce": [list(x) for x in p.reduce],
-        "collectives": {k: {str(r): [list(x) for x in c] for r, c in v.items()} for k, v in p.collectives.items()},
-        "matmuls": [list(x) for x in p.matmuls],
+        "push": _points(p.push),
+        "copy": _points(p.copy),
+        "reduce": _points(p.reduce),
+        "collectives": {k: {str(r): _points(c) for r, c in v.items()} for k, v in p.collectives.items()},
+        "matmuls": [[*row[:5], float(row[5])] for row in p.matmuls],
         "holes": list(p.holes),
     }
+
+
+def _points(curve: Curve) -> list[list[float]]:
+    return [[float(size), float(us)] for size, us in curve]
 
 
 class _Reader:

@@ -146,7 +146,7 @@ def checks(world: World, burst: Burst, calls: Calls, progress: Progress, quick: 
             for strategy in ("pipelined:chunks=1", "pipelined"):
                 call = _whole(calls, kind, rows, n, k, strategy)
                 count = 6 if world.cuda else 3
-                us = burst.us(call, count, rounds=5, together=True, warm=4, ahead=2)
+                us = burst.us(call, count, rounds=5 if world.cuda else 15, together=True, warm=4, ahead=2)
                 sizes = {"ranks": ranks, "dtype": str(calls.dtype)[6:], "M": rows, "N": n, "K": k}
                 found.append({"kind": kind, **sizes, "strategy": strategy, "us": us})
                 progress.step("whole calls", 2)

@@ -124,6 +124,6 @@ def _of_dtype(
         shape = point[2:]
         us = 2e-6 * shape[0] * shape[1] * shape[2] / (600 if world.cuda else 0.03)  # about
         count = max(2, min(16, int(1500 / (us + 4)))) if world.cuda else max(1, min(20, int(2000 / (us + 4))))
-        found.append((point, burst.us(pool.call(point[0], shape), count, rounds=5 if world.cuda else 3)))
+        found.append((point, burst.us(pool.call(point[0], shape), count, rounds=5 if world.cuda else 7)))
         progress.step("matmuls", 1)
     return found

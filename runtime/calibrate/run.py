@@ -109,9 +109,9 @@ def _layouts(made: dict[str, Any]) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """Floats to five significant digits: more is noise."""
+    """Floats to five significant digits: more is noise. Whole numbers are sizes, and stay."""
     if isinstance(value, float):
-        return float(f"{value:.5g}")
+        return value if value.is_integer() else float(f"{value:.5g}")
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value

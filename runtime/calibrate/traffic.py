@@ -138,7 +138,7 @@ def collectives(world: World, burst: Burst, progress: Progress, quick: bool) -> 
                 "all_reduce": lambda b=big: dist.all_reduce(b),
             }
             count = max(2, min(10, 32 * MIB // size)) if world.cuda else 2
-            us = burst.us(calls[kind], count, rounds=5 if world.cuda else 3, together=True, warm=2, ahead=2)
+            us = burst.us(calls[kind], count, rounds=5 if world.cuda else 15, together=True, warm=2, ahead=2)
             times.append(us)
             sent.append(few * item * (ranks - 1) * (2 if kind == "all_reduce" else 1))
             progress.step(kind, 2)
