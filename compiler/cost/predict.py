@@ -161,4 +161,7 @@ def _piece_us(shape: SiteShape, profile: Profile, work: Work) -> float:
         return us + max(0.0, more / (profile.compute.memory_gbs * 1e3))
     if shape.whole and not shape.gathers and not shape.bulk:
         return matmul_us(profile, shape.dtype, layout, m, round(n * part), k)
-    return matmul_us(profile, shape.dtype, layout, round(m * part / pieces), n, k, pieces)
+    rows, count = round(m * part / pieces), max(1, round(1 / part)) if part else 1
+    first = matmul_us(profile, shape.dtype, layout, rows, n, k, pieces)
+    # All pieces but one find the right operand where the one before left it; which one this is makes no difference here.
+    return (first + (count - 1) * matmul_us(profile, shape.dtype, layout, rows, n, k, pieces, True)) / count

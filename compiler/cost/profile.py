@@ -41,6 +41,8 @@ class Compute:
     memory_gbs: float
     layouts: Mapping[str, float]
     """Time over that of "nt"."""
+    cache_mib: float = 0.0
+    """Last-level cache: an operand that fits stays for the next piece of the same product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,7 @@ def _plain(p: Profile) -> dict[str, Any]:
             "launch_us": p.compute.launch_us,
             "memory_gbs": p.compute.memory_gbs,
             "layouts": dict(p.compute.layouts),
+            "cache_mib": p.compute.cache_mib,
         },
         "steps": {name: getattr(p.steps, name) for name in Steps.__slots__},
         "beside": {"matmul": p.matmul_beside, "push": p.push_beside},
@@ -176,6 +179,7 @@ class _Reader:
                 launch_us=self.number(compute, "compute.launch_us"),
                 memory_gbs=self.number(compute, "compute.memory_gbs", 1e-3),
                 layouts=self.named(compute, "compute.layouts", LAYOUTS, "nt"),
+                cache_mib=self.number(compute, "compute.cache_mib"),
             ),
             matmuls=self.matmuls(),
             push=self.curve(self.found.get("push"), "push"),

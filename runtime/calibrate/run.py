@@ -46,7 +46,7 @@ def run(
     progress = Progress(world, total)
     peers: traffic.Peers | None = None
     if world.cuda:
-        made["compute"]["units"] = keys[0]["units"]
+        made["compute"].update(units=keys[0]["units"], cache_mib=machine.cache_mib())
         peers = world.probe("symmetric memory", lambda: traffic.Peers(world, (64 if quick else 256) * traffic.MIB))
     burst = Burst(world, peers.together if peers else None)
     burst.settle(0.2)
