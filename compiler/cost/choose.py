@@ -10,8 +10,8 @@ from .predict import Prediction, candidates, predict
 from .profile import Profile
 from .shape import SiteShape
 
-MARGIN = 0.03
-MARGIN_US = 5.0
+MARGIN = 0.02
+MARGIN_US = 3.0
 """What a more complicated strategy must save, as a share and in microseconds: predictions err by as much."""
 
 

@@ -17,7 +17,7 @@ from heapq import nsmallest
 from .profile import Profile
 from .shape import SIZES
 
-NEAREST = 6
+NEAREST = 12
 """Measured shapes that count."""
 _SPLITS = (1, 2, 3, 4)
 _SPLIT_US = 3.0
@@ -26,8 +26,8 @@ _SPLIT_WAVES = 1.6
 _CACHE_SHARE = 0.8
 _OTHER_LAYOUT = 1.0
 """Distance of another layout, in octaves."""
-_SAME = 0.02
-"""Squared octaves that count as no distance."""
+_SAME = 0.3
+"""Squared octaves within which measured shapes count about alike: one measurement is off by some percent, their mean is not."""
 
 
 @lru_cache(maxsize=65536)
@@ -86,5 +86,5 @@ def _residual(profile: Profile, dtype: str, layout: str, m: int, n: int, k: int)
     near = nsmallest(NEAREST, found)
     if not near:
         return 0.0
-    weights = [1.0 / (distance + _SAME) ** 2 for distance, _ in near]
+    weights = [1.0 / (distance + _SAME) for distance, _ in near]
     return sum(w * ratio for w, (_, ratio) in zip(weights, near, strict=True)) / sum(weights)

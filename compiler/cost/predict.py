@@ -15,6 +15,8 @@ from .program import Work, programs
 from .shape import SIZES, SiteShape
 
 STRIPES = (2, 4)
+LEAST_BLOCK = 128
+"""Rows of a shard's share of a stripe: libraries batch smaller blocks badly."""
 LEAST_ROWS = 8
 """Candidates cut a product into no pieces of fewer rows."""
 
@@ -45,7 +47,7 @@ def candidates(shape: SiteShape) -> list[Strategy]:
     limit = ranks if shape.whole else max(1, rows // LEAST_ROWS)
     found = [Strategy(Mode.PIPELINED, 0 if c == ranks else c) for c in sorted(counts) if c <= limit or c == 1]
     if not shape.gathers and not shape.whole:
-        found += [Strategy(Mode.PIPELINED, c, striped=True) for c in STRIPES if c * ranks <= limit]
+        found += [Strategy(Mode.PIPELINED, c, striped=True) for c in STRIPES if c * ranks * LEAST_BLOCK <= rows]
     return [NONE, *found]
 
 
