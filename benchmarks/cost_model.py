@@ -126,7 +126,8 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
 def said(rows: Sequence[Row]) -> str:
     s = summary(rows)
     return (
-        f"{s['times']} times of {s['rows']} rows: median |error| {s['median error']:.1%}, 90th percentile {s['p90 error']:.1%}; "
+        f"{s['times']} times of {s['rows']} rows: "
+        f"median |error| {s['median error']:.1%}, 90th percentile {s['p90 error']:.1%}; "
         f"regret of the choice mean {s['mean regret']:.1%}, worst {s['worst regret']:.1%}; "
         f"auto against the plain way mean {s['mean gain']:.2f}x, least {s['least gain']:.2f}x"
     )

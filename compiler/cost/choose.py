@@ -10,8 +10,8 @@ from .predict import Prediction, candidates, predict
 from .profile import Profile
 from .shape import SiteShape
 
-MARGIN = 0.03
-MARGIN_US = 5.0
+MARGIN = 0.02
+MARGIN_US = 3.0
 """What a more complicated strategy must save, as a share and in microseconds: predictions err by as much."""
 
 
@@ -43,9 +43,9 @@ def _choose(shape: SiteShape, profile: Profile, overlap_only: bool, chunks: int,
     if chunks and not shape.bulk and len(open_to) > 1:
         open_to = [NONE, Strategy(Mode.PIPELINED, chunks)]
     if timed:
-        open_to = [s for s in open_to if str(s) in timed]
+        open_to = [NONE, *(s for s in open_to if s != NONE and str(s) in timed)]
     found = {strategy: predict(shape, strategy, profile) for strategy in open_to}
-    if overlap_only and len(open_to) > 1:
+    if (overlap_only or (timed and str(NONE) not in timed)) and len(open_to) > 1:
         open_to = open_to[1:]
     best = open_to[0]
     for strategy in open_to[1:]:

@@ -110,6 +110,7 @@ def analytic(name: str, units: int, capability: tuple[int, int]) -> Profile:
         launch_us=base.compute.launch_us,
         memory_gbs=memory,
         layouts=base.compute.layouts,
+        cache_mib=base.compute.cache_mib,
     )
 
     def scaled(curve: tuple[tuple[float, float], ...], factor: float) -> tuple[tuple[float, float], ...]:

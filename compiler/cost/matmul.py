@@ -17,27 +17,33 @@ from heapq import nsmallest
 from .profile import Profile
 from .shape import SIZES
 
-NEAREST = 6
+NEAREST = 12
 """Measured shapes that count."""
 _SPLITS = (1, 2, 3, 4)
 _SPLIT_US = 3.0
 _SPLIT_WAVES = 1.6
 """K is split only as long as the pieces make no more waves than that."""
+_CACHE_SHARE = 0.8
 _OTHER_LAYOUT = 1.0
 """Distance of another layout, in octaves."""
-_SAME = 0.02
-"""Squared octaves that count as no distance."""
+_SAME = 0.3
+"""Squared octaves within which measured shapes count about alike: one measurement is off by some percent, their mean is not."""
 
 
 @lru_cache(maxsize=65536)
-def matmul_us(profile: Profile, dtype: str, layout: str, m: int, n: int, k: int, batch: int = 1) -> float:
-    """Microseconds of `batch` products [m, k] @ [k, n], launch included. 0 where there is nothing to do."""
+def matmul_us(profile: Profile, dtype: str, layout: str, m: int, n: int, k: int, batch: int = 1, again: bool = False) -> float:
+    """Microseconds of `batch` products [m, k] @ [k, n], launch included. 0 where there is nothing to do. `again`: the
+    product before had the same right operand."""
     if min(m, n, k, batch) <= 0:
         return 0.0
-    return analytic_us(profile, dtype, layout, m, n, k, batch) * math.exp(_residual(profile, dtype, layout, m * batch, n, k))
+    # How far the model is off where operands came from memory (that is how they are measured), it is off where they did not.
+    residual = _residual(profile, dtype, layout, m * batch, n, k)
+    return analytic_us(profile, dtype, layout, m, n, k, batch, again) * math.exp(residual)
 
 
-def analytic_us(profile: Profile, dtype: str, layout: str, m: int, n: int, k: int, batch: int = 1) -> float:
+def analytic_us(
+    profile: Profile, dtype: str, layout: str, m: int, n: int, k: int, batch: int = 1, again: bool = False
+) -> float:
     """The same by the analytic model alone."""
     c = profile.compute
     rate = c.tflops.get(dtype) or c.tflops["bfloat16"] * (0.07 if dtype == "float32" else 1.0)
@@ -54,7 +60,9 @@ def analytic_us(profile: Profile, dtype: str, layout: str, m: int, n: int, k: in
             if split > 1:
                 us += _SPLIT_US + split * batch * m * n * 8 / (c.memory_gbs * 1e3)
             best = min(best, us)
-    moved = (batch * (m * k + m * n) + k * n) * size / (c.memory_gbs * 1e3)  # a batch is of rows: it shares the right operand
+    # A batch is one of rows: all of it has the same right operand.
+    stays = again and k * n * size <= _CACHE_SHARE * c.cache_mib * 2**20
+    moved = (batch * (m * k + m * n) + (0 if stays else k * n)) * size / (c.memory_gbs * 1e3)
     return (c.launch_us + max(best, moved)) * c.layouts.get(layout, 1.0)
 
 
@@ -78,5 +86,5 @@ def _residual(profile: Profile, dtype: str, layout: str, m: int, n: int, k: int)
     near = nsmallest(NEAREST, found)
     if not near:
         return 0.0
-    weights = [1.0 / (distance + _SAME) ** 2 for distance, _ in near]
+    weights = [1.0 / (distance + _SAME) for distance, _ in near]
     return sum(w * ratio for w, (_, ratio) in zip(weights, near, strict=True)) / sum(weights)

@@ -49,27 +49,29 @@ def shape_of_site(site: Gather | Reduction | Bulk, hints: Hints) -> SiteShape | 
     try:
         if isinstance(site, Gather):
             rows, cols = number(site.rows), number(site.cols)
+            matmuls = []
+            for k in site.consumers:
+                own = _about(number(k.operand.cols))
+                m, inner = (rows, cols) if k.mode < 2 else (cols, rows)
+                matmuls.append((m, own, inner, k.contracts(site.last)))
             return SiteShape(
                 kind="all_gather_matmul",
                 ranks=c.ranks,
                 dtype=_dtype(site.dtype),
-                matmuls=tuple(
-                    (*((rows, number(k.operand.cols), cols) if k.mode < 2 else (cols, number(k.operand.cols), rows)),
-                     k.contracts(site.last)) for k in site.consumers
-                ),
+                matmuls=tuple(matmuls),
                 rows=rows,
                 cols=cols,
                 keep=bool(site.roots),
                 whole=site.last,
                 outer=1 if site.last else number(site.blocks.outer),
-            )  # fmt: skip
+            )
         if isinstance(site, Reduction):
             rows, cols = number(site.rows), number(site.cols)
             return SiteShape(
                 kind="matmul_all_reduce" if c.op is Op.ALL_REDUCE else "matmul_reduce_scatter",
                 ranks=c.ranks,
                 dtype=_dtype(dtype_of(site.terms[0].node)),
-                matmuls=tuple((rows, cols, number(t.inner), False) for t in site.terms),
+                matmuls=tuple((rows, cols, _about(number(t.inner)), False) for t in site.terms),
                 rows=rows,
                 cols=cols,
                 whole=site.last,
@@ -88,6 +90,15 @@ def shape_of_site(site: Gather | Reduction | Bulk, hints: Hints) -> SiteShape | 
         )
     except ValueError:
         return None
+
+
+def _about(x: int) -> int:
+    """A size that may differ a little between ranks, so that they reckon alike: sizes that are no multiple of 64 are rounded up
+    to an eighth of their octave (the last columns of a weight may lie on fewer ranks)."""
+    if x % 64 == 0:
+        return x
+    step = max(1, 1 << max(0, x.bit_length() - 4))
+    return -(-x // step) * step
 
 
 def _dtype(dtype: torch.dtype) -> str:

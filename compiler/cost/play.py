@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from .program import FlagName, Item, Work
 
-
 SHARE = 0.7
 """n pushes to one rank at a time run at n ** -SHARE of their speed each: one copy engine alone does not fill a port."""
 

@@ -15,6 +15,8 @@ from .program import Work, programs
 from .shape import SIZES, SiteShape
 
 STRIPES = (2, 4)
+LEAST_BLOCK = 128
+"""Rows of a shard's share of a stripe: libraries batch smaller blocks badly."""
 LEAST_ROWS = 8
 """Candidates cut a product into no pieces of fewer rows."""
 
@@ -45,7 +47,7 @@ def candidates(shape: SiteShape) -> list[Strategy]:
     limit = ranks if shape.whole else max(1, rows // LEAST_ROWS)
     found = [Strategy(Mode.PIPELINED, 0 if c == ranks else c) for c in sorted(counts) if c <= limit or c == 1]
     if not shape.gathers and not shape.whole:
-        found += [Strategy(Mode.PIPELINED, c, striped=True) for c in STRIPES if c * ranks <= limit]
+        found += [Strategy(Mode.PIPELINED, c, striped=True) for c in STRIPES if c * ranks * LEAST_BLOCK <= rows]
     return [NONE, *found]
 
 
@@ -161,4 +163,7 @@ def _piece_us(shape: SiteShape, profile: Profile, work: Work) -> float:
         return us + max(0.0, more / (profile.compute.memory_gbs * 1e3))
     if shape.whole and not shape.gathers and not shape.bulk:
         return matmul_us(profile, shape.dtype, layout, m, round(n * part), k)
-    return matmul_us(profile, shape.dtype, layout, round(m * part / pieces), n, k, pieces)
+    rows, count = round(m * part / pieces), max(1, round(1 / part)) if part else 1
+    first = matmul_us(profile, shape.dtype, layout, rows, n, k, pieces)
+    # All pieces but one find the right operand where the one before left it; which one this is makes no difference here.
+    return (first + (count - 1) * matmul_us(profile, shape.dtype, layout, rows, n, k, pieces, True)) / count

@@ -41,6 +41,8 @@ class Compute:
     memory_gbs: float
     layouts: Mapping[str, float]
     """Time over that of "nt"."""
+    cache_mib: float = 0.0
+    """Last-level cache: an operand that fits stays for the next piece of the same product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +142,21 @@ def _plain(p: Profile) -> dict[str, Any]:
             "launch_us": p.compute.launch_us,
             "memory_gbs": p.compute.memory_gbs,
             "layouts": dict(p.compute.layouts),
+            "cache_mib": p.compute.cache_mib,
         },
         "steps": {name: getattr(p.steps, name) for name in Steps.__slots__},
         "beside": {"matmul": p.matmul_beside, "push": p.push_beside},
-        "push": [list(x) for x in p.push],
-        "copy": [list(x) for x in p.copy],
-        "reduce": [list(x) for x in p.reduce],
-        "collectives": {k: {str(r): [list(x) for x in c] for r, c in v.items()} for k, v in p.collectives.items()},
-        "matmuls": [list(x) for x in p.matmuls],
+        "push": _points(p.push),
+        "copy": _points(p.copy),
+        "reduce": _points(p.reduce),
+        "collectives": {k: {str(r): _points(c) for r, c in v.items()} for k, v in p.collectives.items()},
+        "matmuls": [[*row[:5], float(row[5])] for row in p.matmuls],
         "holes": list(p.holes),
     }
+
+
+def _points(curve: Curve) -> list[list[float]]:
+    return [[float(size), float(us)] for size, us in curve]
 
 
 class _Reader:
@@ -172,6 +179,7 @@ class _Reader:
                 launch_us=self.number(compute, "compute.launch_us"),
                 memory_gbs=self.number(compute, "compute.memory_gbs", 1e-3),
                 layouts=self.named(compute, "compute.layouts", LAYOUTS, "nt"),
+                cache_mib=self.number(compute, "compute.cache_mib"),
             ),
             matmuls=self.matmuls(),
             push=self.curve(self.found.get("push"), "push"),

@@ -19,7 +19,7 @@ Trace = list[tuple[int, str, str, int, int, int]]
 def small_kernel(world: World, burst: Burst) -> float:
     """Microseconds of a kernel that does next to nothing, in a row of them."""
     cell = torch.zeros(1, device=world.device)
-    return world.worst([burst.us(lambda: cell.add_(1), 40)])[0]
+    return world.worst([burst.us(lambda: cell.add_(1), 40, rounds=15, ahead=3)])[0]
 
 
 def events(world: World, burst: Burst, kernel_us: float) -> float:
@@ -37,7 +37,7 @@ def events(world: World, burst: Burst, kernel_us: float) -> float:
             marks[1].record(there)
         here.wait_event(marks[1])
 
-    us = burst.us(call, 12, ahead=2)
+    us = burst.us(call, 12, rounds=15, ahead=3)
     return world.worst([max(0.5, us / 2 - kernel_us)])[0]
 
 
@@ -146,7 +146,7 @@ def checks(world: World, burst: Burst, calls: Calls, progress: Progress, quick: 
             for strategy in ("pipelined:chunks=1", "pipelined"):
                 call = _whole(calls, kind, rows, n, k, strategy)
                 count = 6 if world.cuda else 3
-                us = burst.us(call, count, rounds=5, together=True, warm=4, ahead=2)
+                us = burst.us(call, count, rounds=15, together=True, warm=4, ahead=2)
                 sizes = {"ranks": ranks, "dtype": str(calls.dtype)[6:], "M": rows, "N": n, "K": k}
                 found.append({"kind": kind, **sizes, "strategy": strategy, "us": us})
                 progress.step("whole calls", 2)

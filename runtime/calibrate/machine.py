@@ -69,6 +69,14 @@ def properties() -> dict[str, Any]:
     return {"name": found.name, "units": found.multi_processor_count, "capability": (found.major, found.minor)}
 
 
+def cache_mib() -> float:
+    """Last-level cache of the current GPU."""
+    import torch
+
+    found: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return float(round(getattr(found, "L2_cache_size", 0) / 2**20, 1))
+
+
 def _driver() -> str | None:
     with contextlib.suppress(OSError):
         found = re.search(r"Kernel Module[^\n]*?\s(\d+\.\d+(?:\.\d+)?)\s", Path("/proc/driver/nvidia/version").read_text())

@@ -16,12 +16,14 @@ Shape = tuple[int, int, int]
 Point = tuple[str, str, int, int, int]
 """layout, dtype, M, N, K; layouts as in the cost model: "nt" x @ w.t(), "nn" x @ w, "tn" x.t() @ y."""
 
-_ROWS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_ROWS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 16384)
 _PLANES = (
-    (512, 8192), (1024, 4096), (1024, 8192), (1280, 8192), (2048, 2048), (2048, 8192), (3072, 4096), (3584, 8192),
-    (4096, 512), (4096, 1024), (4096, 2048), (4096, 4096), (4096, 12288), (6144, 6144), (7168, 8192), (8192, 1024),
-    (8192, 2048), (8192, 3584), (8192, 6144), (8192, 8192), (8192, 14336), (12288, 4096), (16384, 8192), (14336, 4096),
-    (24576, 4096), (28672, 8192), (1024, 16384), (512, 512),
+    (512, 512), (512, 2048), (512, 8192), (1024, 1024), (1024, 4096), (1024, 8192), (1024, 16384), (1280, 8192),
+    (1536, 4096), (2048, 512), (2048, 2048), (2048, 8192), (2560, 5120), (3072, 4096), (3584, 8192), (4096, 512),
+    (4096, 1024), (4096, 2048), (4096, 4096), (4096, 7168), (4096, 14336), (5120, 8192), (6144, 3072), (6144, 6144),
+    (6144, 12288), (7168, 4096), (7168, 8192), (8192, 1024), (8192, 2048), (8192, 3584), (8192, 5120), (8192, 8192),
+    (8192, 14336), (8192, 16384), (10240, 4096), (12288, 1536), (12288, 4096), (12288, 12288), (14336, 4096), (14336, 8192),
+    (16384, 8192), (24576, 4096), (28672, 4096), (28672, 8192),
 )  # fmt: skip
 """(N, K) of the grid."""
 _FEW = ((1024, 4096, 4096), (4096, 4096, 4096), (8192, 8192, 2048), (8192, 2048, 8192), (2048, 8192, 8192), (8192, 8192, 8192))
@@ -34,7 +36,7 @@ POOL = 1 << 28
 def points(cuda: bool, quick: bool) -> list[Point]:
     """What is measured, in an order that mixes sizes: drifting clocks then hit no one part of the grid."""
     if cuda:
-        grid = [(m, n, k) for m in _ROWS[:: 2 if quick else 1] for n, k in _PLANES[:: 2 if quick else 1]]
+        grid = [(m, n, k) for m in _ROWS[:: 2 if quick else 1] for n, k in _PLANES[:: 3 if quick else 1]]
         few: tuple[Shape, ...] = _FEW[:3] if quick else _FEW
         wide = "bfloat16"
         others: list[Point] = [(layout, wide, s[0], s[1], s[2]) for layout in ("nn", "tn") for s in few]
@@ -124,6 +126,6 @@ def _of_dtype(
         shape = point[2:]
         us = 2e-6 * shape[0] * shape[1] * shape[2] / (600 if world.cuda else 0.03)  # about
         count = max(2, min(16, int(1500 / (us + 4)))) if world.cuda else max(1, min(20, int(2000 / (us + 4))))
-        found.append((point, burst.us(pool.call(point[0], shape), count, rounds=5 if world.cuda else 3)))
+        found.append((point, burst.us(pool.call(point[0], shape), count, rounds=5 if world.cuda else 7)))
         progress.step("matmuls", 1)
     return found

@@ -46,7 +46,7 @@ def run(
     progress = Progress(world, total)
     peers: traffic.Peers | None = None
     if world.cuda:
-        made["compute"]["units"] = keys[0]["units"]
+        made["compute"].update(units=keys[0]["units"], cache_mib=machine.cache_mib())
         peers = world.probe("symmetric memory", lambda: traffic.Peers(world, (64 if quick else 256) * traffic.MIB))
     burst = Burst(world, peers.together if peers else None)
     burst.settle(0.2)
@@ -109,9 +109,9 @@ def _layouts(made: dict[str, Any]) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """Floats to five significant digits: more is noise."""
+    """Floats to five significant digits: more is noise. Whole numbers are sizes, and stay."""
     if isinstance(value, float):
-        return float(f"{value:.5g}")
+        return value if value.is_integer() else float(f"{value:.5g}")
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
