@@ -55,7 +55,7 @@ def test_a_large_model_on_this_machine(tmp_path: Path) -> None:
     assert sorted(by_id["backward.0"]["work"]["matmuls"]) == both, "the weight's gradient contracts"
     for s in sites:
         assert s["bytes"] == 7 * 8192 * 1024 * 2
-        assert s["choice"] == s["strategy"] and s["predicted_us"]["none"] >= s["matmul_us"] + s["communication_us"]
+        assert s["choice"] == s["strategy"] and s["predicted_us"]["none"] >= s["matmul_us"] + s["communication_us"] - 0.01
         assert s["gain_us"] == pytest.approx(s["predicted_us"]["none"] - s["predicted_us"][s["choice"]], abs=0.01)
     totals = step["totals"]
     assert totals["none_us"] == pytest.approx(sum(s["predicted_us"]["none"] for s in sites), abs=0.1)
