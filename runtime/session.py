@@ -274,8 +274,8 @@ def _bind(exchange: Exchange, group: str, device: str, rank: int, ranks: int, sl
     if device != "cuda":
         return _session(group, device, rank, ranks, exchange, arena, "shared memory", "")
     shared = symmetric.SymmetricArena(arena, group, rank, ranks, wanted)
-    exchange.all("made", {"slot": wanted}, timeout_s, doing)
-    shared.meet()
+    cards = exchange.all("made", {"slot": wanted, "history": shared.data_name}, timeout_s, doing)
+    shared.meet([card["history"] for card in cards])
     exchange.all("met", {}, timeout_s, doing)
     return _session(group, device, rank, ranks, exchange, shared, "symmetric memory", "")
 

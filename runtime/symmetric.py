@@ -12,16 +12,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import torch
 
 from ub_overlap import _torch_compat
 
-from . import errors
+from . import errors, settings
 
 _SLOTS = 2
+T = TypeVar("T")
 
 
 def gpu() -> dict[str, Any]:
@@ -115,15 +118,19 @@ class SymmetricArena:
         self._held: list[Any] = []
         self._next: Any = None
         self._next_slot_bytes = 0
-        self._next_pointers: list[int] | None = None
+        self._histories: set[str] = set()
+        self._met = 0
         self.core: Any = None
 
-    def meet(self) -> None:
-        """Collective, once all ranks have made theirs: exchange the pointers, and clear this rank's words."""
+    def meet(self, histories: Sequence[str]) -> None:
+        """Collective, once all ranks have made theirs: exchange the pointers, and clear this rank's words.
+
+        `histories`: every rank's `data_name`."""
         from .extension import extension
 
-        words, self._words_handle = self._rendezvous(self._words)
-        data, self._data_handle = self._rendezvous(self._data)
+        alike = len(set(histories)) == 1
+        words, self._words_handle = self._rendezvous(self._words, alike)
+        data, self._data_handle = self._rendezvous(self._data, alike)
         self._words.zero_()
         torch.cuda.synchronize()
         self.core = extension().CudaArena(
@@ -136,7 +143,9 @@ class SymmetricArena:
 
     @property
     def data_name(self) -> str:
-        return ""
+        """How many rendezvous this process has been through. torch counts them in the keys by which ranks find each other,
+        whatever group they are of: ranks with other numbers would wait for each other for ever."""
+        return str(_Process.rendezvous)
 
     def check(self, op: str, site: str) -> None:
         """Raises when a rank of the group has given up, or is gone; `op` and `site` are what waits for it."""
@@ -145,25 +154,31 @@ class SymmetricArena:
 
     def grow_begin(self, slot_bytes: int) -> None:
         refuse_capture("make the landing area larger")
-        self._next, self._next_slot_bytes, self._next_pointers = _allocate(_SLOTS * slot_bytes), slot_bytes, None
+        self._next, self._next_slot_bytes = _allocate(_SLOTS * slot_bytes), slot_bytes
+        self._histories = {self.data_name}
         torch.cuda.synchronize()  # nothing of ours is on its way any more, to us or to a peer
 
     def grow_attach(self, rank: int, name: str) -> None:
-        if self._next_pointers is None:
-            self._next_pointers, self._next_handle = self._rendezvous(self._next)
+        self._histories.add(name)
 
     def grow_commit(self) -> None:
-        self.core.replace(data=self._next_pointers, slot_bytes=self._next_slot_bytes)
+        """All ranks come to this: the rendezvous is theirs together."""
+        pointers, handle = self._rendezvous(self._next, len(self._histories) == 1)
+        self.core.replace(data=pointers, slot_bytes=self._next_slot_bytes)
         if self.core.captured:
             self._held.append((self._data, self._data_handle))
-        self._data, self._data_handle = self._next, self._next_handle
-        self._slot_bytes, self._next, self._next_handle = self._next_slot_bytes, None, None
+        self._data, self._data_handle = self._next, handle
+        self._slot_bytes, self._next = self._next_slot_bytes, None
 
     def unlink(self) -> None:
         """Symmetric memory has no names that could stay behind."""
 
-    def _rendezvous(self, tensor: torch.Tensor) -> tuple[list[int], Any]:
-        handle = _torch_compat.symmetric_rendezvous(tensor, self._group)
+    def _rendezvous(self, tensor: torch.Tensor, alike: bool) -> tuple[list[int], Any]:
+        """`alike`: the ranks have been through equally many of these."""
+        self._met += 1
+        apart = "" if alike else f"ub_overlap/rendezvous/{self._met}"
+        handle = _outside_pools(lambda: _torch_compat.symmetric_rendezvous(tensor, self._group, apart))
+        _Process.rendezvous += 1
         pointers = [int(pointer) for pointer in handle.buffer_ptrs]
         offset = tensor.data_ptr() - pointers[self._rank]  # of the tensor within its allocation, the same on all ranks
         if len(pointers) != self._ranks or not 0 <= offset < 1 << 30:
@@ -177,3 +192,36 @@ class SymmetricArena:
 
 def _allocate(size: int) -> torch.Tensor:
     return _torch_compat.symmetric_empty(size, torch.device("cuda", torch.cuda.current_device()))
+
+
+class _Process:
+    rendezvous = 0
+
+
+def _outside_pools(body: Callable[[], T]) -> T:
+    """`body` on a thread of its own, with a deadline, which a rendezvous of torch's has not.
+
+    While torch warms up for a CUDA graph, what this thread allocates comes from that graph's pool, where nothing may outlive
+    the graph; what a rendezvous allocates (tables of pointers) does."""
+    device, outcome = torch.cuda.current_device(), Future[T]()
+
+    def run() -> None:
+        try:
+            with torch.cuda.device(device):
+                outcome.set_result(body())
+        except BaseException as error:  # noqa: BLE001  (raised again by the thread that waits)
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=run, name="ub_overlap-rendezvous", daemon=True)
+    thread.start()
+    timeout_s = settings.current().init_timeout_s
+    try:
+        return outcome.result(timeout_s)
+    except TimeoutError:
+        if outcome.done():
+            raise  # the body's own
+        raise errors.ArenaError(
+            f"torch's rendezvous for symmetric memory did not end within {timeout_s:g} s",
+            got="every rank came to it, then silence",
+            fix="look at the other ranks' logs; groups that only some ranks shared memory in before may confuse torch",
+        ) from None

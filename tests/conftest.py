@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 
+import pytest
 from hypothesis import settings
 
 from tests.harness.fixtures import pool2, pool4  # noqa: F401  (fixtures, found by name)
@@ -16,3 +17,7 @@ os.environ["UB_OVERLAP_CACHE_DIR"] = _STORE.name
 # derandomize: a CI run tries the same examples as the run before it. deadline: two shared cores keep no deadline.
 settings.register_profile("ub_overlap", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ub_overlap")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: runs on GPUs, and skips with a reason where there are too few")

@@ -45,9 +45,9 @@ def parsed() -> argparse.Namespace:
 
 
 def default_strategies(ranks: int) -> list[str]:
-    """One piece a rank, fewer pieces than ranks, and more."""
-    counts = [c for c in sorted({2, ranks // 2, 2 * ranks}) if c > 1 and c != ranks]
-    return ["pipelined", *(f"pipelined:chunks={c}" for c in counts)]
+    """One piece a rank, none at all, fewer pieces than ranks, and more; stripes, for reductions."""
+    counts = [c for c in sorted({1, 2, ranks // 2, 2 * ranks}) if c and c != ranks]
+    return ["pipelined", *(f"pipelined:chunks={c}" for c in counts), "pipelined:stripes=2", "pipelined:stripes=4"]
 
 
 def run(args: argparse.Namespace, world: World, rows: list[Row], document: dict[str, Any], setting: Setting) -> None:

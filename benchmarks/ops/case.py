@@ -71,7 +71,7 @@ class Case:
         return torch.ops.symm_mem.fused_matmul_reduce_scatter(self.full, self.weight, "sum", 0, self.world.group)
 
     def ours(self, strategy: str, group: str, keep: bool = False) -> Call:
-        site = f"bench {self.row.title} {strategy}{' keep' if keep else ''}"
+        site = self.site(strategy, keep)
         if self.gather:
             shard, weight = self.shard.unsqueeze(0), self.weight
             op: Any = torch.ops.ub_overlap.all_gather_matmul.default
@@ -79,6 +79,9 @@ class Case:
         op = torch.ops.ub_overlap.matmul_reduce_scatter.default
         lhs, rhs, dtype = [self.full], [self.weight], self.dtype
         return lambda: op(lhs, rhs, None, 1, False, "sum", dtype, keep, strategy, group, site)[0]
+
+    def site(self, strategy: str, keep: bool = False) -> str:
+        return f"bench {self.row.title} {strategy}{' keep' if keep else ''}"
 
     def pieces(self, strategy: str) -> list[int]:
         """Rows of each matmul that this rank's schedule makes of the one, in order. Empty where rows do not come out whole."""

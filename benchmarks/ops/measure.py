@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from statistics import median
 from typing import Any
 
 import torch
 
-from ub_overlap.runtime import session
+from ub_overlap.runtime import session, settings
 from ub_overlap.runtime.extension import extension
 
 from ..ranks import World
@@ -73,6 +74,8 @@ def measure(row: Row, setting: Setting) -> dict[str, Any]:
             columns.why[name] = f"wrong numbers after timing: differs from seq by {error:.3g} of its norm"
     if world.cuda:
         session.check(setting.group)
+        if not case.gather and "ours pipelined" in ms:
+            found["reduce_gbs"] = _reduce_rate(case, setting)
     return {**found, "ms": ms, "iqr": iqr, "host_us": host, "error": wrong, "why": columns.why}
 
 
@@ -115,17 +118,34 @@ def _build(case: Case, setting: Setting, columns: Columns) -> dict[str, Call]:
     add("seq_g", lambda: case.seq, True)
     add("torch", lambda: case.torch_fused, False, cuda_only=True)
     add("torch_g", lambda: case.torch_fused, True, cuda_only=True)
-    for strategy in setting.strategies:  # all eager ones first: the group's memory may grow, which no graph outlives
+    strategies = [s for s in setting.strategies if not (case.gather and "stripes" in s)]
+    for strategy in strategies:  # all eager ones first: the group's memory may grow, which no graph outlives
         add(f"ours {strategy}", lambda s=strategy: case.ours(s, setting.group), False)
-    for strategy in setting.strategies:
+    for strategy in strategies:
         add(f"ours_g {strategy}", lambda s=strategy: case.ours(s, setting.group), True)
-        _cuts(case, strategy, add)
+        if "stripes" not in strategy:  # their pieces are one batched matmul
+            _cuts(case, strategy, add)
     if case.gather:
-        add("ours_g keep", lambda: case.ours(setting.strategies[0], setting.group, keep=True), True)
-    for name in ("seq", "torch", *(f"ours {s}" for s in setting.strategies)):
+        add("ours_g keep", lambda: case.ours(strategies[0], setting.group, keep=True), True)
+    for name in ("seq", "torch", *(f"ours {s}" for s in strategies)):
         if name in columns.calls:
             eager[name] = columns.calls[name]
     return eager
+
+
+def _reduce_rate(case: Case, setting: Setting) -> float | None:
+    """GB/s of the kernel that sums what has landed, bytes read and written, by its own time stamps; the slowest rank's."""
+    call, site, rates = case.ours("pipelined", setting.group), case.site("pipelined"), []
+    before = settings.current().trace
+    settings.configure(trace=True)
+    for _ in range(5):
+        call()
+        setting.world.sync()
+        spans = [end - begin for _, _, kind, begin, end, _ in extension().last_trace(site) if kind == "reduce"]
+        moved = case.row.shard_bytes(setting.world.ranks) * (setting.world.ranks + 1)
+        rates.append(moved / sum(spans) if spans and sum(spans) else 0.0)
+    settings.configure(trace=before)
+    return -setting.world.worst([-median(rates)])[0] or None
 
 
 def _really_ours(setting: Setting) -> None:

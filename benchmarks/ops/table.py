@@ -54,7 +54,8 @@ def show(value: float | None, digits: int = 3) -> str:
 
 
 def short(strategy: str | None) -> str:
-    return (strategy or NONE).replace("pipelined:chunks=", "").replace("pipelined", "1 a rank")
+    named = (strategy or NONE).replace("pipelined:chunks=", "").replace("pipelined:stripes=", "stripes ")
+    return named.replace("pipelined", "1 a rank")
 
 
 def main_table(rows: list[dict[str, Any]], style: str) -> str:
@@ -109,6 +110,13 @@ def summary(rows: list[dict[str, Any]]) -> str:
             lines.append(
                 f"{where}: mean {show(mean(gains.values()), 2)}, least {gains[least]:.2f} ({least}), {lost} under 0.98"
             )
+    rates = {f"{row['kind']} {row['name']} {row['M']}": row["reduce_gbs"] for row in rows if row.get("reduce_gbs")}
+    if rates:
+        best = max(rates, key=rates.__getitem__)
+        lines.append(
+            f"kernel that sums what has landed, GB/s read and written: median {sorted(rates.values())[len(rates) // 2]:.0f}, "
+            f"most {rates[best]:.0f} ({best})"
+        )
     hosts = [t for row in rows for name, t in (row.get("host_us") or {}).items() if name.startswith("ours")]
     theirs = [row["host_us"]["torch"] for row in rows if "torch" in (row.get("host_us") or {})]
     if hosts:

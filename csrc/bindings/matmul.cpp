@@ -111,28 +111,35 @@ bool matmul_cpu(const MatmulTask& task, void*, void*) {
 #ifdef UB_OVERLAP_CUDA
 namespace {
 
-// A stream's matmuls run one after the other, so they share one workspace. A graph that torch captures gets one of its own,
-// from its pool: it may run beside whatever its stream does then.
-at::Tensor workspace_of(cudaStream_t owner, c10::DeviceIndex device) {
+// A stream's matmuls run one after the other, so they share one workspace, which outlives everything: torch may be filling a
+// pool for a graph now, in which nothing may stay. A graph's own matmuls get one of that pool: the graph may run beside
+// whatever its stream does then.
+struct Workspace {
+    void* data = nullptr;
+    at::Tensor held;
+};
+
+Workspace workspace_of(cudaStream_t owner, c10::DeviceIndex device) {
     const auto allocate = [&] {
-        return at::empty({static_cast<int64_t>(cuda::blas_workspace_bytes)},
-                         at::TensorOptions(at::kByte).device(at::kCUDA, device));
+        const at::TensorOptions options = at::TensorOptions(at::kByte).device(at::kCUDA, device);
+        const at::Tensor held = at::empty({static_cast<int64_t>(cuda::blas_workspace_bytes)}, options);
+        return Workspace{held.data_ptr(), held};
     };
     if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) return allocate();
     static std::mutex mutex;
-    static auto* all = new std::map<std::pair<int, cudaStream_t>, at::Tensor>;  // never destroyed: CUDA may go first
+    static auto* all = new std::map<std::pair<int, cudaStream_t>, void*>;  // never destroyed: CUDA may go first
     const std::lock_guard<std::mutex> lock(mutex);
-    at::Tensor& one = (*all)[{device, owner}];
-    if (!one.defined()) one = allocate();
-    return one;
+    void*& one = (*all)[{device, owner}];
+    if (!one) one = cuda::allocate_for_good(cuda::blas_workspace_bytes);
+    return one ? Workspace{one, {}} : allocate();
 }
 
 }  // namespace
 
 bool matmul_cuda(const MatmulTask& task, void* stream, void* owner) {
     const c10::DeviceIndex device = c10::cuda::current_device();
-    const at::Tensor workspace = workspace_of(static_cast<cudaStream_t>(owner), device);
-    if (cuda::blas_matmul(task, workspace.data_ptr(), static_cast<cudaStream_t>(stream))) return true;
+    const Workspace workspace = workspace_of(static_cast<cudaStream_t>(owner), device);
+    if (cuda::blas_matmul(task, workspace.data, static_cast<cudaStream_t>(stream))) return true;
     multiply(task, at::Device(at::kCUDA, device));
     return false;
 }

@@ -39,11 +39,11 @@ struct Operand {
     }
 };
 
-using Shape = std::array<int64_t, 19>;
+using Shape = std::array<int64_t, 23>;
 
 struct Plan {
     cublasLtMatmulDesc_t desc = nullptr;
-    cublasLtMatrixLayout_t a = nullptr, b = nullptr, c = nullptr;
+    cublasLtMatrixLayout_t a = nullptr, b = nullptr, c = nullptr, d = nullptr;
     cublasLtMatmulAlgo_t algo{};
     bool usable = false;
 };
@@ -77,21 +77,43 @@ class Planner {
   public:
     Planner() { need(cublasLtCreate(&handle), "start cuBLASLt"); }
 
-    const Plan& plan(const Operand& a, const Operand& b, const Operand& out, int64_t batch) {
-        const Shape shape{a.rows,        a.cols,   a.stride,   a.batch_step,   a.row_major,     static_cast<int64_t>(a.type),
-                          a.alignment(), b.rows,   b.cols,     b.stride,       b.batch_step,    b.row_major,
-                          b.alignment(), out.rows, out.stride, out.batch_step, out.alignment(), static_cast<int64_t>(out.type),
+    // `c`: what is added, where it is not `out` itself. `bias`: one number a column is added.
+    const Plan& plan(const Operand& a, const Operand& b, const Operand& c, const Operand& out, bool bias, int64_t batch) {
+        const Shape shape{a.rows,
+                          a.cols,
+                          a.stride,
+                          a.batch_step,
+                          a.row_major,
+                          static_cast<int64_t>(a.type),
+                          a.alignment(),
+                          b.rows,
+                          b.cols,
+                          b.stride,
+                          b.batch_step,
+                          b.row_major,
+                          b.alignment(),
+                          c.stride,
+                          c.batch_step,
+                          c.alignment(),
+                          out.rows,
+                          out.stride,
+                          out.batch_step,
+                          out.alignment(),
+                          static_cast<int64_t>(out.type),
+                          bias,
                           batch};
         const std::lock_guard<std::mutex> lock(mutex_);
         const auto found = plans_.find(shape);
         if (found != plans_.end()) return *found->second;
-        return *plans_.emplace(shape, std::make_unique<Plan>(make(a, b, out, batch))).first->second;
+        return *plans_.emplace(shape, std::make_unique<Plan>(make(a, b, c, out, bias, batch))).first->second;
     }
 
+    // A bias is named in the plan's description, so a plan with one is launched by one thread at a time.
+    std::mutex biased;
     cublasLtHandle_t handle = nullptr;
 
   private:
-    Plan make(const Operand& a, const Operand& b, const Operand& out, int64_t batch) {
+    Plan make(const Operand& a, const Operand& b, const Operand& c, const Operand& out, bool bias, int64_t batch) {
         Plan plan;
         need(cublasLtMatmulDescCreate(&plan.desc, CUBLAS_COMPUTE_32F, CUDA_R_32F), "describe a matmul to cuBLASLt");
         // In column-major terms out^T = b^T a^T: the right operand comes first.
@@ -100,7 +122,10 @@ class Planner {
         need(cublasLtMatmulDescSetAttribute(plan.desc, CUBLASLT_MATMUL_DESC_TRANSA, &first, sizeof first), "set an operation");
         need(cublasLtMatmulDescSetAttribute(plan.desc, CUBLASLT_MATMUL_DESC_TRANSB, &second, sizeof second),
              "set an operation");
-        plan.a = layout(b, batch), plan.b = layout(a, batch), plan.c = layout(out, batch);
+        plan.a = layout(b, batch), plan.b = layout(a, batch), plan.c = layout(c, batch), plan.d = layout(out, batch);
+        const cublasLtEpilogue_t epilogue = bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+        need(cublasLtMatmulDescSetAttribute(plan.desc, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof epilogue),
+             "set an epilogue");
 
         cublasLtMatmulPreference_t wish = nullptr;
         need(cublasLtMatmulPreferenceCreate(&wish), "state a preference");
@@ -111,12 +136,12 @@ class Planner {
         set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
         set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, b.alignment());
         set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, a.alignment());
-        set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, out.alignment());
+        set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, c.alignment());
         set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, out.alignment());
         cublasLtMatmulHeuristicResult_t best{};
         int count = 0;
         const cublasStatus_t status =
-            cublasLtMatmulAlgoGetHeuristic(handle, plan.desc, plan.a, plan.b, plan.c, plan.c, wish, 1, &best, &count);
+            cublasLtMatmulAlgoGetHeuristic(handle, plan.desc, plan.a, plan.b, plan.c, plan.d, wish, 1, &best, &count);
         cublasLtMatmulPreferenceDestroy(wish);
         plan.usable = status == CUBLAS_STATUS_SUCCESS && count == 1 && best.state == CUBLAS_STATUS_SUCCESS;
         plan.algo = best.algo;
@@ -140,24 +165,44 @@ Planner& planner_of_current_device() {
 
 }  // namespace
 
+void* allocate_for_good(size_t bytes) {
+    void* memory = nullptr;
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    check(cudaThreadExchangeStreamCaptureMode(&mode), "relax the capture");
+    const cudaError_t made = cudaMalloc(&memory, bytes);
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    if (made == cudaSuccess) return memory;
+    cudaGetLastError();
+    return nullptr;
+}
+
 bool blas_matmul(const MatmulTask& t, void* workspace, cudaStream_t stream) {
     const bool narrow = t.a.type != DType::f32 && t.b.type == t.a.type && (t.out.type == t.a.type || t.out.type == DType::f32);
-    if (!narrow || t.addend.data || t.a.cols == 0 || t.batch > INT32_MAX) return false;
+    const bool adds = t.addend.data != nullptr, bias = adds && t.addend.row_stride == 0 && t.addend.col_stride == 1;
+    if (!narrow || t.a.cols == 0 || t.batch > INT32_MAX || (adds && (t.accumulate || t.addend.type != t.out.type)))
+        return false;
     if (t.batch == 0 || t.out.rows == 0 || t.out.cols == 0) return true;
-    Operand a, b, out;
+    Operand a, b, c, out;
     // A column-major result is the row-major one of the transposed problem.
     const bool turned = t.out.col_stride != 1;
     const bool known = turned ? out.take(t.out.transposed(), t.out_step) && a.take(t.b.transposed(), t.b_step) &&
                                     b.take(t.a.transposed(), t.a_step)
                               : out.take(t.out, t.out_step) && a.take(t.a, t.a_step) && b.take(t.b, t.b_step);
-    if (!known || !out.row_major) return false;
+    if (!known || !out.row_major || (turned && adds) || (bias && t.batch > 1)) return false;
+    c = out;
+    if (adds && !bias && (!c.take(t.addend, t.addend_step) || !c.row_major)) return false;
     Planner& planner = planner_of_current_device();
-    const Plan& plan = planner.plan(a, b, out, t.batch);
+    const Plan& plan = planner.plan(a, b, c, out, bias, t.batch);
     if (!plan.usable) return false;
-    const float one = 1.0f, beta = t.accumulate ? 1.0f : 0.0f;
-    char* result = const_cast<char*>(out.data);
-    need(cublasLtMatmul(planner.handle, plan.desc, &one, b.data, plan.a, a.data, plan.b, &beta, result, plan.c, result, plan.c,
-                        &plan.algo, workspace, blas_workspace_bytes, stream),
+    const float one = 1.0f, beta = t.accumulate || (adds && !bias) ? 1.0f : 0.0f;
+    std::unique_lock<std::mutex> alone(planner.biased, std::defer_lock);
+    if (bias) {
+        alone.lock();
+        need(cublasLtMatmulDescSetAttribute(plan.desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &t.addend.data, sizeof(void*)),
+             "set a bias");
+    }
+    need(cublasLtMatmul(planner.handle, plan.desc, &one, b.data, plan.a, a.data, plan.b, &beta, c.data, plan.c,
+                        const_cast<char*>(out.data), plan.d, &plan.algo, workspace, blas_workspace_bytes, stream),
          "launch a matmul");
     return true;
 }

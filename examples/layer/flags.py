@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--warmup", type=int, default=3, help="first steps that are not timed: the first one compiles (default %(default)s)")
     add("--seed", type=int, default=1234, help="of weights, data and dropout (default %(default)s)")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: bfloat16 on CUDA, float32 on the CPU")
-    add("--lr", type=float, default=1e-3, help="AdamW's step size (default %(default)s)")
+    add("--lr", type=float, help="AdamW's step size (default: 0.1 / hidden size, stable at any width)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA if there is a GPU for each rank")
     add("--timeout", type=int, default=120, metavar="S", help="seconds that a process group waits for a rank")
     add("--option", action="append", default=[], metavar="NAME=VALUE", help="an option of torch.compile; may be repeated")
@@ -119,10 +119,11 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
                  "mlp_ratio", "num_iters", "timeout"):  # fmt: skip
         if getattr(given, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(given, name)}: expected at least 1")
-    if given.warmup < 0 or given.bucket_mb <= 0 or given.lr <= 0 or not 0 <= given.dropout < 1:
+    if given.warmup < 0 or given.bucket_mb <= 0 or not (given.lr is None or given.lr > 0) or not 0 <= given.dropout < 1:
         parser.error("expected --warmup of at least 0, --bucket-mb and --lr above 0, --dropout from 0 to below 1")
     if world % given.num_replicas:
         parser.error(f"--num-replicas {given.num_replicas}: expected a divisor of the {world} ranks")
+    given.lr = given.lr or 0.1 / (given.num_heads * given.head_dim)
     ranks = world // given.num_replicas
     for name, size in (("num-heads", given.num_heads), ("seq-length", given.seq_length)):
         if size % ranks:

@@ -196,9 +196,24 @@ def symmetric_empty(size: int, device: Any) -> Any:
     return __getattr__("_SymmetricMemory").empty_strided_p2p((size,), (1,), torch.uint8, device)
 
 
-def symmetric_rendezvous(tensor: Any, group: str) -> Any:
-    """Map the ranks' tensors, made by `symmetric_empty` with equal sizes, into each other's processes. Collective."""
-    return __getattr__("_rendezvous")(tensor, group)
+def symmetric_rendezvous(tensor: Any, group: str, apart: str = "") -> Any:
+    """Map the ranks' tensors, made by `symmetric_empty` with equal sizes, into each other's processes. Collective.
+
+    `apart`: a name that this group has not used before, where its ranks have been through unequal numbers of rendezvous: then
+    torch's keys, which carry that number, are counted from here on."""
+    if not apart:
+        return __getattr__("_rendezvous")(tensor, group)
+    from ub_overlap._recount import Recounted
+
+    members, memory = group_of(group), __getattr__("_SymmetricMemory")
+    name, store = f"{group}/{apart}", Recounted(store_of(members), apart)
+    memory.set_group_info(name, members.rank(), members.size(), store)
+    _recounted.append(store)
+    return memory.rendezvous(tensor, name)
+
+
+_recounted: list[Any] = []
+"""C++ does not keep the Python half of a Store alive."""
 
 
 def nvlinks() -> list[list[int]] | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,15 +61,34 @@ class Expected:
     refused_backward: str = ""
 
 
+class _Place:
+    device = torch.device("cpu")
+
+
+def device() -> torch.device:
+    """Where cases are built: the CPU, or what `on` says."""
+    return _Place.device
+
+
+@contextlib.contextmanager
+def on(where: torch.device | str) -> Iterator[None]:
+    """Cases built inside live on this device, with the values that they have on the CPU."""
+    before, _Place.device = _Place.device, torch.device(where)
+    try:
+        yield
+    finally:
+        _Place.device = before
+
+
 def settle(module: nn.Module, dtype: torch.dtype, exact: bool) -> nn.Module:
     """`module` with weights in dtype; exact: the same rounded values as float64, for reference runs."""
-    return module.to(dtype).to(torch.float64 if exact else dtype)
+    return module.to(dtype).to(device(), torch.float64 if exact else dtype)
 
 
 def noise(shape: tuple[int, ...], seed: int, dtype: torch.dtype, exact: bool, grad: bool = True) -> Tensor:
     """Normal values, the same for each dtype up to its rounding."""
     value = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    return value.to(torch.float64 if exact else dtype).requires_grad_(grad)
+    return value.to(device(), torch.float64 if exact else dtype).requires_grad_(grad)
 
 
 @dataclass(frozen=True)

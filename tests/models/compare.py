@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.harness.traces import as_loss
-from tests.models.case import Case, Expected, Sites
+from tests.models.case import Case, Expected, Sites, on
 
 SLACK = 8  # roundings of the dtype that are forgiven where eager happens to be exact
 
@@ -111,10 +111,17 @@ def compare(
     options: dict[str, Any] | None = None,
     backend: str = "ub_overlap",
     fresh: bool = True,
+    device: torch.device | str = "cpu",
 ) -> Outcome:
-    """Run `module`.build(**variant) three ways. `fresh`: compile caches are passed by, so that the passes do run."""
+    """Run `module`.build(**variant) three ways on `device`. `fresh`: compile caches are passed by, so the passes do run."""
+    with on(device):
+        return _compare(rank, world, module, variant or {}, options, backend, fresh)
+
+
+def _compare(
+    rank: int, world: int, module: str, variant: dict[str, Any], options: dict[str, Any] | None, backend: str, fresh: bool
+) -> Outcome:
     build = importlib.import_module(module).build
-    variant = variant or {}
     true_case: Case = build(rank, world, **variant, exact=True)
     truth = values(true_case, true_case.module)
     eager_case: Case = build(rank, world, **variant)

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.models.case import Case, Expected, Sites, noise, settle
+from tests.models.case import Case, Expected, Sites, device, noise, settle
 
 
 @dataclass(frozen=True)
@@ -171,9 +171,9 @@ def reduce_plan() -> dict[str, Any]:
 def tensor_mesh(world: int, two_dims: bool) -> DeviceMesh:
     """All ranks; or tensor parallelism over {0, 2} and {1, 3} of 4 ranks, data parallelism over the other dim."""
     if not two_dims:
-        return DeviceMesh("cpu", torch.arange(world), mesh_dim_names=("tp",))
+        return DeviceMesh(device().type, torch.arange(world), mesh_dim_names=("tp",))
     grid = torch.arange(world).view(-1, 2).t().contiguous() if world == 4 else torch.arange(world).view(1, -1)
-    return DeviceMesh("cpu", grid, mesh_dim_names=("dp", "tp"))["tp"]
+    return DeviceMesh(device().type, grid, mesh_dim_names=("dp", "tp"))["tp"]
 
 
 def blocks_sites(layers: int, sequence: bool, needs_input_grad: bool = True) -> Expected:
@@ -235,7 +235,7 @@ def build(
         outer["norm"] = SequenceParallel()
     parallelize_module(model, mesh, outer)
     generator = torch.Generator().manual_seed(11)
-    tokens, labels = torch.randint(config.vocab, (2, batch, length), generator=generator).unbind(0)
+    tokens, labels = torch.randint(config.vocab, (2, batch, length), generator=generator).to(device()).unbind(0)
     expected = head_sites(layers, sequence, sharded)
     if head == "logits":
         return Case(model, (tokens,), expected, dynamic=dynamic)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from tests.models.case import Case, Expected, Sites, noise, settle
+from tests.models.case import Case, Expected, Sites, device, noise, settle
 
 
 class Gathered(nn.Module):
@@ -62,7 +62,7 @@ def build(
     Forward: one gather a linear, on the right operand. Backward: one weight gradient -> reduce_scatter a linear; the gathered
     weight is saved, so none is gathered again.
     """
-    mesh = DeviceMesh("cpu", torch.arange(world), mesh_dim_names=("fsdp",))
+    mesh = DeviceMesh(device().type, torch.arange(world), mesh_dim_names=("fsdp",))
     low = (torch.float64 if exact else torch.bfloat16) if mixed else None
     high = (torch.float64 if exact else dtype) if mixed else None
     torch.manual_seed(7)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.models.case import Case, Expected, Sites
+from tests.models.case import Case, Expected, Sites, device
 
 
 class Logits(nn.Module):
@@ -90,8 +90,8 @@ def build(
     model = load(world, layers, kv_heads, dtype, bias)
     if exact:
         model = model.to(torch.float64)
-    model.train()
-    tokens = torch.randint(160, (batch, 16), generator=torch.Generator().manual_seed(11))
+    model.to(device()).train()
+    tokens = torch.randint(160, (batch, 16), generator=torch.Generator().manual_seed(11)).to(device())
     expected = Expected(
         Sites(reduce=2 * layers, plain_gather=1, plain_reduce=1), Sites(reduce=2 * layers + 1, merged=3 * layers)
     )

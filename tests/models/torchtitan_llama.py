@@ -1,7 +1,7 @@
 """torchtitan's Llama 3, parallelised by torchtitan's own parallelize code, on CPU ranks.
 
 torchtitan imports Triton kernels, loggers and data sets that nothing here calls; where they are not installed they are mocked
-during the import. Its default device is patched to "cpu". Needs the packages of tests/models/requirements.txt.
+during the import. Its default device is patched to the case's. Needs the packages of tests/models/requirements.txt.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tests.models.absent import stand_ins
-from tests.models.case import Case, Expected, Sites
+from tests.models.case import Case, Expected, Sites, device
 
 UNUSED = ("triton", "tensorboard", "datasets", "torch_checkpointing", "wandb", "torchdata")
 
@@ -32,7 +32,7 @@ def package() -> SimpleNamespace:
         from torchtitan.models.common import attention
         from torchtitan.models.llama3 import sharding
     FakeTensorMode.__init__ = init  # torchtitan patches it for all of the process
-    parallel_dims.device_type = "cpu"
+    parallel_dims.device_type = device().type
     return SimpleNamespace(
         CompileConfig=config.CompileConfig,
         ParallelismConfig=config.ParallelismConfig,
@@ -117,6 +117,7 @@ def build(
     torch.manual_seed(7)
     model: Any = config.build()
     model.init_states()
+    model.to(device())
     for parameter in model.parameters():  # not the module: its rotary table is complex
         parameter.data = parameter.data.to(dtype).to(torch.float64 if exact else dtype)
     if whole:
@@ -131,7 +132,7 @@ def build(
         )
     else:
         model.parallelize(dims)
-    tokens = torch.randint(160, (batch, 16), generator=torch.Generator().manual_seed(11))
+    tokens = torch.randint(160, (batch, 16), generator=torch.Generator().manual_seed(11)).to(device())
     return Case(
         model, (tokens,), sites(layers, sequence, whole), dynamic=dynamic, context=titan.get_spmd_context(parallel_dims=dims)
     )

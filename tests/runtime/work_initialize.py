@@ -184,8 +184,10 @@ class FakeArena:
     def __init__(self, host: Any, group: str, rank: int, ranks: int, slot_bytes: int) -> None:
         self.core, self.slot_bytes = host, slot_bytes
 
-    def meet(self) -> None:
-        pass
+    data_name = "0"
+
+    def meet(self, histories: list[str]) -> None:
+        assert histories == ["0"] * len(histories)
 
 
 def gpus(rank: int, world: int, nvlink: bool | None, any_link: bool = False) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Run under torchrun, or by run_all.py."""

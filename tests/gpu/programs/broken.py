@@ -1,0 +1,258 @@
+"""Schedules with a Wait or a Signal removed, run all the same: the race test must see it, or it could not fail.
+
+    torchrun --nproc-per-node 4 tests/gpu/programs/broken.py [--quick] [--only TEXT] [--device cpu]
+
+The hook by which C++ asks for schedules is replaced, so the proof is skipped. Each row breaks one step and says how it
+was caught; a row that is not caught fails.
+
+    without a READY wait    the peer's piece is held up behind idle copies: rank 0 computes with what the slot held before
+    without a DONE wait     rank 1 hears nobody and runs ahead; rank 0 reads slowly, is overwritten; with the wait all is well
+    without a signal        whoever waits for it raises PeerTimeoutError
+"""
+
+# ruff: noqa: E402   the path comes first
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[3])
+
+from tests.gpu.frame import Frame  # isort: skip
+
+from tests.gpu import cases
+from tests.gpu.programs.races import VERSIONS, Site, sites
+from tests.schedule.mutations import delete
+from ub_overlap.runtime import errors, ops, session, settings
+from ub_overlap.runtime.schedule.effects import accesses, show
+from ub_overlap.runtime.schedule.encode import decode, encode
+from ub_overlap.runtime.schedule.encode import provide as proven
+from ub_overlap.runtime.schedule.steps import Copy, FlagKind, Key, Queue, Region, Schedule, Signal, Step, Wait
+
+Edit = Callable[[Schedule], Schedule]
+DEADLINE_S = 1.5
+
+
+def use(edit: Edit | None) -> None:
+    """From now on schedules are the proven ones, changed by `edit`; None: the proven ones."""
+    if edit is None:
+        ops.extension().set_provider(ops.Provider())
+        return
+
+    def provide(key: tuple[Any, ...], rank: int) -> list[tuple[int, ...]]:
+        return encode(edit(decode(proven(key, rank), Key(*key), rank)))
+
+    ops.extension().set_provider(provide)
+
+
+def schedule_of(site: Site, rank: int) -> Schedule:
+    """The proven schedule of a site, as C++ asks for it: the key is caught at a call."""
+    return decode(proven(KEYS[site.name], rank), Key(*KEYS[site.name]), rank)
+
+
+KEYS: dict[str, tuple[Any, ...]] = {}
+
+
+def learn(frame: Frame, group: str, kind: str) -> Site:
+    """A site with its expected results, and its key."""
+    asked: list[tuple[Any, ...]] = []
+    provider = ops.Provider()
+
+    def listen(key: tuple[Any, ...], rank: int) -> list[tuple[int, ...]]:
+        asked.append(key)
+        return provider(key, rank)
+
+    ops.extension().set_provider(listen)
+    (site,) = sites(frame, group, [kind], 256 if frame.cuda else 64)
+    KEYS[site.name] = asked[-1]
+    return site
+
+
+def place_of(schedule: Schedule, step: Step) -> int:
+    return next(i for i, other in enumerate(schedule.steps) if other == step)
+
+
+def insert(schedule: Schedule, place: int, steps: list[Step]) -> Schedule:
+    return replace(schedule, steps=(*schedule.steps[:place], *steps, *schedule.steps[place:]))
+
+
+def held_up(schedule: Schedule, wait: Wait, copies: int) -> Schedule:
+    """The source's schedule with idle copies before the push that `wait` is about: into the own shard of its own landing area,
+    which no step reads."""
+    signal = next(i for i, s in enumerate(schedule.steps) if isinstance(s, Signal) and s.flag == wait.flag)
+    push = schedule.steps[signal - 1]
+    assert isinstance(push, Copy), f"expected a push before {show(schedule.steps[signal])}, got {show(push)}"
+    me = schedule.rank
+    own = Region(push.src.buf, me, me)
+    idle = Copy(queue=Queue.COPY, src=own, dst=Region(push.dst.buf, me, me))
+    return insert(schedule, signal - 1, [replace(idle, after=push.after), *[idle] * (copies - 1)])
+
+
+def slow_reader(schedule: Schedule, times: int) -> Schedule:
+    """Its last step that reads the arena, so many times over."""
+    place = max(
+        i
+        for i, step in enumerate(schedule.steps)
+        if any(a.region.buf.in_arena and not a.write for a in accesses(step, schedule.rank))
+        and not getattr(step, "accumulate", 0)
+    )
+    return insert(schedule, place, [replace(schedule.steps[place], after=(), record=None)] * times)
+
+
+def wrong_calls(frame: Frame, group: str, site: Site, calls: int, in_step: bool) -> list[int]:
+    """Which of so many calls gave this rank other bits than the proven schedule; `in_step`: ranks meet before each."""
+    found = []
+    for call in range(calls):
+        version = (call * 2 + call // 3) % VERSIONS  # not that of two calls before, which used the slot
+        if in_step:
+            frame.sync()
+            frame.barrier()
+        case = site.versions[version]
+        found.append(cases.differs(cases.run_op(case, site.strategy, group, site.name), site.expected[version]))
+    frame.sync()
+    return [call for call, wrong in enumerate(found) if bool(wrong)]
+
+
+def without_ready(frame: Frame, group: str, site: Site, wait: Wait) -> str:
+    def edit(schedule: Schedule) -> Schedule:
+        if schedule.rank == wait.flag.source:
+            return held_up(schedule, wait, 4000 if frame.cuda else 20000)
+        return delete(schedule, place_of(schedule, wait)) if schedule.rank == 0 else schedule
+
+    use(edit)
+    try:
+        wrong = wrong_calls(frame, group, site, VERSIONS, in_step=True)
+    finally:
+        use(None)
+        frame.barrier()
+    if frame.rank == 0 and not wrong:
+        raise AssertionError(f"missed: without {show(wait)} rank 0 still computes the right numbers")
+    return f"caught: wrong numbers in {len(wrong)} of {VERSIONS} calls"
+
+
+def without_done(frame: Frame, group: str, kind: str, waits: bool) -> str:
+    """Rank 1 hears nobody, with its wait for rank 0's slot or without."""
+    site = learn(frame, group, kind)
+
+    def edit(schedule: Schedule) -> Schedule:
+        if schedule.rank == 0:
+            return slow_reader(schedule, 1000)
+        if schedule.rank != 1:
+            return schedule
+        for step in schedule.steps:
+            if isinstance(step, Wait) and (step.back == 0 or (step.flag.source == 0 and not waits)):
+                schedule = delete(schedule, place_of(schedule, step))
+        return schedule
+
+    use(edit)
+    note = ""
+    try:
+        calls = 12
+        wrong = wrong_calls(frame, group, site, calls, in_step=False)
+        note = f"wrong numbers in {len(wrong)} of {calls} calls" if wrong else ""
+        session.check(group)
+    except errors.UbOverlapError as error:
+        note = f"{type(error).__name__}: {error.what}"
+    finally:
+        use(None)
+        frame.barrier()
+    if frame.rank != 0:
+        return ""
+    if waits and note:
+        raise AssertionError(f"with all its waits for free slots: {note}")
+    if not waits and not note:
+        raise AssertionError("missed: without the wait for a free slot rank 0 still computes the right numbers")
+    return "all is well with it" if waits else f"caught: {note}"
+
+
+def without_signal(frame: Frame, group: str, kind: str, kind_of_flag: FlagKind) -> str:
+    """Rank 1 does not send its last signal of a kind to rank 0."""
+    site = learn(frame, group, kind)
+    schedule = schedule_of(site, 1)
+    gone = [s for s in schedule.steps if isinstance(s, Signal) and s.flag.kind is kind_of_flag and s.flag.rank == 0][-1]
+    before = settings.current().step_timeout_s
+    settings.configure(step_timeout_s=DEADLINE_S)
+    use(lambda s: delete(s, place_of(s, gone)) if s.rank == 1 else s)
+    frame.barrier()
+    clock, found = time.monotonic(), None
+    try:
+        for version in range(4):
+            cases.run_op(site.versions[version], site.strategy, group, site.name)
+        frame.sync()
+        session.check(group)
+    except errors.UbOverlapError as error:
+        found = error
+    finally:
+        use(None)
+        settings.configure(step_timeout_s=before)
+        seconds = time.monotonic() - clock
+        frame.barrier()
+    if frame.rank == 0 and found is None:
+        raise AssertionError(f"missed: rank 0 does not notice that {show(gone)} is not sent")
+    if frame.rank == 0 and not isinstance(found, errors.PeerTimeoutError):
+        # Whom it names is a matter of who waited first: a rank that is only not heard waits for others too.
+        raise AssertionError(f"expected PeerTimeoutError, got {type(found).__name__}: {found}")
+    return f"caught after {seconds:.1f} s: {type(found).__name__} naming {getattr(found, 'ranks', ())}"
+
+
+def waits_of(schedule: Schedule, quick: bool) -> list[Wait]:
+    """Its waits for this call's data; quick: the first and the last of each kind of flag."""
+    every = [s for s in schedule.steps if isinstance(s, Wait) and s.back == 0]
+    if not quick:
+        return every
+    kinds = {wait.flag.kind for wait in every}
+    return [
+        w
+        for kind in sorted(kinds)
+        for of in [[w for w in every if w.flag.kind is kind]]
+        for w in dict.fromkeys((of[0], of[-1]))
+    ]
+
+
+def data_rows(frame: Frame, kind: str) -> None:
+    """One row a wait, all on one group: a wait that is missing breaks numbers, not the group."""
+    name = f"{kind}: without Wait"
+    if frame.options.only not in name:
+        return
+    held: list[Site] = []
+    group = frame.fresh(backend="gloo")
+
+    def first(_: str) -> str:
+        held.append(learn(frame, group, kind))
+        return f"{len(waits_of(schedule_of(held[0], 0), False))} waits for data"
+
+    only, frame.options.only = frame.options.only, ""
+    frame.row(f"{kind}: as proven", first)
+    if frame.rows[-1][1] != "FAIL":  # so on all ranks alike
+        for wait in waits_of(schedule_of(held[0], 0), frame.options.quick):
+            frame.row(f"{kind}: without {show(wait)}", lambda _, w=wait: without_ready(frame, group, held[0], w))
+    frame.options.only = only
+
+
+def main() -> int:
+    with Frame("broken schedules") as frame:
+        quick = frame.options.quick
+        kinds = ("AG2", "RS", "AR") if quick else ("AG2", "AG", "RS", "AR", "bulk", "bulk RS")
+        for kind in kinds:
+            data_rows(frame, kind)
+        for kind in ("AG2", "RS") if quick else ("AG2", "RS", "AR", "bulk", "bulk RS"):
+            for waits in (True, False):
+                name = f"{kind}: deaf and {'with' if waits else 'without'} its wait for a free slot"
+                frame.row(name, lambda g, k=kind, w=waits: without_done(frame, g, k, w), own=True)
+        flags = {"AG2": (FlagKind.READY, FlagKind.DONE), "RS": (FlagKind.READY, FlagKind.DONE), "AR": (FlagKind.READY2,)}
+        if not quick:
+            flags |= {"AR": tuple(FlagKind), "bulk": (FlagKind.READY, FlagKind.DONE), "bulk RS": (FlagKind.READY,)}
+        for kind, list_of in flags.items():
+            for flag in list_of:
+                name = f"{kind}: without a {flag.name} signal"
+                frame.row(name, lambda g, k=kind, f=flag: without_signal(frame, g, k, f), own=True)
+    return frame.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

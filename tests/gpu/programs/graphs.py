@@ -1,0 +1,201 @@
+"""CUDA graphs: capture on all ranks, replays with changing inputs, eager calls between, two graphs in turns; and compiled
+models whose graphs torch captures itself.
+
+    torchrun --nproc-per-node 4 tests/gpu/programs/graphs.py [--replays 1000] [--quick] [--only TEXT]
+"""
+
+# ruff: noqa: E402   the path comes first
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[3])
+
+from tests.gpu.frame import Frame, Skip  # isort: skip
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.gpu.cases import BF16, Maker, differs
+from tests.harness.traces import as_loss
+from tests.models.megatron import MLP, Mappings
+from ub_overlap.runtime import ops, session, stats
+
+
+class Layer:
+    """all_gather_matmul, then matmul_reduce_scatter, on fixed weights; `static` is what a graph reads."""
+
+    def __init__(self, frame: Frame, group: str, name: str, rows: int, wide: int) -> None:
+        make = Maker(frame.device, frame.world)
+        self.up, self.down = make.randn(512, wide, dtype=BF16, scale=0.1), make.randn(wide, 512, dtype=BF16, scale=0.1)
+        self.static = make.randn(1, rows, 512, dtype=BF16)
+        self.group, self.name = group, name
+        self.inputs = [make.randn(1, rows, 512, dtype=BF16) for _ in range(7)]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        ub = torch.ops.ub_overlap
+        _, (h,) = ub.all_gather_matmul(x, [self.up], [0], 1, False, False, "pipelined", self.group, f"{self.name}.ag")
+        scattered = ub.matmul_reduce_scatter(
+            [h], [self.down], None, 1, False, "sum", BF16, False, "pipelined", self.group, f"{self.name}.rs"
+        )
+        return scattered[0]
+
+    def expect(self, frame: Frame) -> list[torch.Tensor]:
+        found = []
+        for x in self.inputs:
+            found.append(self(x).clone())
+            frame.sync()
+        session.check(self.group)
+        return found
+
+    def capture(self, frame: Frame) -> tuple[Any, torch.Tensor]:
+        """The graph and its output. Capturing runs nothing, so no rank waits for another in it."""
+        self(self.static)
+        frame.sync()
+        frame.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = self(self.static)
+        frame.sync()
+        frame.barrier()
+        return graph, out
+
+
+def alternate(frame: Frame, group: str, layers: int, count: int, eager: bool) -> str:
+    """Graphs of so many layers in turns, with changing inputs; `eager`: every third turn is a plain call instead."""
+    made = [Layer(frame, group, f"graph{i}", 64 * (i + 1), 256 + 128 * i) for i in range(layers)]
+    expected = [layer.expect(frame) for layer in made]
+    captured = [layer.capture(frame) for layer in made]
+    wrong = torch.zeros(count, dtype=torch.bool, device=frame.device)
+    clock = time.monotonic()
+    for turn in range(count):
+        which, version = turn % layers, (turn * 3 + turn // 5) % 7
+        layer, (graph, out) = made[which], captured[which]
+        if eager and turn % 3 == 2:
+            got = layer(layer.inputs[version])
+        else:
+            layer.static.copy_(layer.inputs[version])
+            graph.replay()
+            got = out
+        wrong[turn] = differs([got], [expected[which][version]])
+        if turn % 250 == 249:
+            frame.sync()
+            session.check(group)
+    frame.sync()
+    session.check(group)
+    bad = wrong.nonzero().flatten().tolist()
+    if bad:
+        raise AssertionError(f"{len(bad)} of {count} turns are wrong, the first {bad[:5]}")
+    del captured
+    return f"{count} turns in {time.monotonic() - clock:.1f} s, bitwise"
+
+
+class Model(nn.Module):
+    """Two tensor-parallel MLPs, sequence-parallel between them."""
+
+    def __init__(self, world: int, dim: int, hidden: int) -> None:
+        super().__init__()
+        ends = Mappings("functional", 0, str(dist.group.WORLD.group_name))  # type: ignore[union-attr]
+        self.layers = nn.ModuleList(MLP(dim, -(-hidden // world), ends, True, False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def compiled(frame: Frame, steps: int, kwargs: dict[str, Any], captures: bool) -> str:
+    """Forward and backward of a compiled model, `steps` times with new inputs: outputs and gradients are eager's. `captures`:
+    torch must have captured graphs, and skipped none."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    if captures:
+        from torch._inductor import cudagraph_trees
+
+        cudagraph_trees.reset_cudagraph_trees()
+    counters.clear()
+    ops.extension().clear_stats()
+    rows, dim, hidden = (1024, 1024, 2048) if frame.cuda else (32, 64, 128)  # above min_bytes on GPUs
+    torch.manual_seed(3 + frame.rank)
+    with torch.device(frame.device):
+        eager, ours = Model(frame.world, dim, hidden), Model(frame.world, dim, hidden)
+    ours.load_state_dict(eager.state_dict())
+    run: Any = torch.compile(ours, backend="ub_overlap", **kwargs)
+    worst = 0.0
+    for step in range(steps):
+        if frame.cuda:
+            torch.compiler.cudagraph_mark_step_begin()
+        generator = torch.Generator(frame.device).manual_seed(100 * step + frame.rank)
+        results = []
+        for module, call in ((eager, eager), (ours, run)):
+            generator.manual_seed(100 * step + frame.rank)
+            x = torch.randn(rows // frame.world, 1, dim, device=frame.device, generator=generator).requires_grad_()
+            out = call(x)
+            as_loss(out).backward()
+            results.append([out.detach().clone(), x.grad, *(p.grad.clone() for p in module.parameters())])  # type: ignore[union-attr]
+            module.zero_grad(set_to_none=True)
+        for a, b in zip(*results, strict=True):
+            error = ((a - b).abs().max() / a.abs().max().clamp(min=1e-6)).item()
+            worst = max(worst, error)
+            if not error < 2e-5:
+                raise AssertionError(f"step {step}: off by {error:.3g} of the largest value")
+    frame.sync()
+    session.check()
+    used = [s for s in stats.site_stats().values() if s.calls and s.strategy.startswith("pipelined")]
+    if not used:
+        raise AssertionError("no site was overlapped")
+    note = f"{steps} steps, error {worst:.2g}, {len(used)} sites"
+    if not captures:
+        return note
+    skips = counters["inductor"]["cudagraph_skips"]
+    manager = cudagraph_trees.get_manager(frame.device.index, create_if_none_exists=False)
+    graphs = manager.new_graph_id().id if manager is not None else 0
+    if skips or not graphs:
+        raise AssertionError(f"{graphs} graphs captured, {skips} skipped")
+    return f"{note}, {graphs} graphs captured"
+
+
+def compiled_rows(frame: Frame) -> None:
+    steps = 20
+    rows: dict[str, tuple[dict[str, Any], bool]] = {
+        "compiled, no graphs": ({"options": {"overlap": "force"}}, False),
+        "compiled, triton.cudagraphs": ({"options": {"overlap": "force", "triton.cudagraphs": True}}, True),
+        "compiled, options mode reduce-overhead": ({"options": {"overlap": "force", "mode": "reduce-overhead"}}, True),
+        "compiled, mode= reduce-overhead": ({"mode": "reduce-overhead"}, True),
+    }
+    for name, (kwargs, captures) in rows.items():
+        if frame.options.quick and name not in ("compiled, triton.cudagraphs",):
+            continue
+
+        def body(_: str, kwargs: dict[str, Any] = kwargs, captures: bool = captures) -> str:
+            if captures and not frame.cuda:
+                raise Skip("the CPU has no graphs")
+            return compiled(frame, steps, kwargs, captures)
+
+        frame.row(name, body, 150)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--replays", type=int, default=1000)
+    with Frame("graphs", parser) as frame:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        count = frame.options.replays
+        if frame.cuda:
+            frame.row("replays", lambda g: alternate(frame, g, 1, count, False))
+            frame.row("replays and eager calls", lambda g: alternate(frame, g, 1, count, True))
+            frame.row("two graphs in turns", lambda g: alternate(frame, g, 2, count, False))
+            frame.row("two graphs and eager calls in turns", lambda g: alternate(frame, g, 2, count, True))
+        compiled_rows(frame)
+    return frame.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

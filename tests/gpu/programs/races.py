@@ -1,0 +1,236 @@
+"""Races: loops of ops under random delays, bitwise against the same calls without; eager, on two streams, and as replays of a
+captured graph.
+
+    torchrun --nproc-per-node 4 tests/gpu/programs/races.py [--iterations 1000] [--quick] [--only TEXT] [--device cpu]
+
+Rank by rank, random host sleeps and device sleeps of 0 to 5 ms stand between the calls. Inputs are copied into one set of
+tensors a site just before a call and overwritten with NaN just behind it, so an op that reads late, or that a peer overtakes,
+computes with other numbers. Outputs are compared on the device; the host looks at the verdict now and then.
+"""
+
+# ruff: noqa: E402   the path comes first
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[3])
+
+from tests.gpu.frame import Frame, Skip  # isort: skip
+
+import torch
+import torch.distributed as dist
+
+from tests.gpu import cases
+from tests.gpu.cases import Case, Maker, Truth
+from ub_overlap.runtime import session
+
+VERSIONS = 6  # different inputs of a site
+LOOPS = {
+    "AG only": ["AG", "AG2"],
+    "RS only": ["RS", "RS1", "RS striped"],
+    "AR only": ["AR"],
+    "bulk only": ["bulk", "bulk RS"],
+    "mixed": ["AG", "RS", "AR", "bulk", "RS striped"],
+}
+
+
+def tensors_of(case: Case) -> list[torch.Tensor]:
+    """The floating tensors among a case's arguments, in order."""
+    found: list[torch.Tensor] = []
+    for value in case[1]:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list):
+            found += [v for v in value if isinstance(v, torch.Tensor)]
+    return found
+
+
+def with_tensors(case: Case, tensors: list[torch.Tensor]) -> Case:
+    rest = iter(tensors)
+
+    def put(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return next(rest)
+        if isinstance(value, list):
+            return [put(v) for v in value]
+        return value
+
+    return case[0], tuple(put(value) for value in case[1])
+
+
+@dataclass
+class Site:
+    """One place of the loop: `versions` of its inputs, what each gives when nothing races, and the tensors that it reads."""
+
+    strategy: str
+    name: str
+    versions: list[Case]
+    expected: list[list[torch.Tensor]]
+    static: Case
+
+    def load(self, version: int) -> None:
+        for to, source in zip(tensors_of(self.static), tensors_of(self.versions[version]), strict=True):
+            to.copy_(source)
+
+    def spoil(self) -> None:
+        for tensor in tensors_of(self.static):
+            tensor.fill_(float("nan"))
+
+    def call(self, group: str) -> list[torch.Tensor]:
+        return cases.run_op(self.static, self.strategy, group, self.name)
+
+
+def sites(frame: Frame, group: str, kinds: list[str], size: int = 256) -> list[Site]:
+    """Sites with their expected results, each computed alone, all ranks synchronised, and checked against the plain op."""
+    make, made = Maker(frame.device, frame.world), []
+    world = str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+    for number, kind in enumerate(kinds):
+        versions = [make.kind(kind, size) for _ in range(VERSIONS)]
+        strategy, expected = versions[0][1], []
+        static = with_tensors(versions[0][0], [t.clone() for t in tensors_of(versions[0][0])])
+        site = Site(strategy, f"race.{number}.{kind}", [case for case, _ in versions], expected, static)
+        for version, (case, _) in enumerate(versions):
+            truth = Truth.of(case, world)
+            site.load(version)
+            frame.sync()
+            frame.barrier()
+
+            def alone(site: Site = site, truth: Truth = truth, kind: str = kind) -> list[torch.Tensor]:
+                outs = [t.clone() for t in site.call(group)]
+                frame.sync()
+                session.check(group)
+                truth.check(outs, f"{kind} alone")
+                return outs
+
+            expected.append(frame.together(alone))
+        made.append(site)
+    return made
+
+
+class Delays:
+    """Random sleeps of 0 to 5 ms, of the host and of the device, on some ranks at a time."""
+
+    def __init__(self, frame: Frame, seed: int) -> None:
+        self.frame, self.random = frame, frame.own_random(seed)
+
+    def host(self) -> None:
+        if self.random.random() < 0.2:
+            time.sleep(self.random.random() * 0.005)
+
+    def device(self) -> None:
+        if self.frame.cuda and self.random.random() < 0.2:
+            self.frame.device_sleep(self.random.random() * 0.005)
+
+
+class Verdict:
+    """Which calls were wrong: one bool a call on the device."""
+
+    def __init__(self, frame: Frame, calls: int) -> None:
+        self.frame, self.wrong, self.names = frame, torch.zeros(calls, dtype=torch.bool, device=frame.device), [""] * calls
+
+    def note(self, call: int, name: str, outs: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+        self.names[call] = name
+        self.wrong[call] = cases.differs(outs, expected)
+
+    def check(self, group: str) -> None:
+        self.frame.sync()
+        session.check(group)
+        bad = self.wrong.nonzero().flatten().tolist()
+        if bad:
+            first = ", ".join(f"{i} ({self.names[i]})" for i in bad[:5])
+            raise AssertionError(f"{len(bad)} of {len(self.names)} calls are wrong; the first: {first}")
+
+
+def loop(frame: Frame, group: str, kinds: list[str], calls: int, lanes: int = 1) -> str:
+    """`calls` calls of random sites with random versions, delayed at random; `lanes`: streams that take turns."""
+    if lanes > 1 and not frame.cuda:
+        raise Skip("the CPU has no streams")
+    places = sites(frame, group, kinds)
+    order, delays, verdict = frame.shared_random(7), Delays(frame, 11), Verdict(frame, calls)
+    streams: list[Any] = [torch.cuda.Stream() for _ in range(lanes)] if lanes > 1 else [None]
+    # One set of inputs a stream: those of the other stream's call may still be read.
+    sets = [[Site(p.strategy, p.name, p.versions, p.expected, cloned(p.static)) for p in places] for _ in range(lanes)]
+    frame.sync()
+    clock = time.monotonic()
+    for call in range(calls):
+        site, version = sets[call % lanes][order.randrange(len(places))], order.randrange(VERSIONS)
+        delays.host()
+        with torch.cuda.stream(streams[call % lanes]):
+            delays.device()
+            site.load(version)
+            outs = site.call(group)
+            site.spoil()
+            verdict.note(call, site.name, outs, site.expected[version])
+        if call % 100 == 99:
+            verdict.check(group)
+    verdict.check(group)
+    return f"{calls} calls in {time.monotonic() - clock:.1f} s, bitwise"
+
+
+def cloned(case: Case) -> Case:
+    return with_tensors(case, [t.clone() for t in tensors_of(case)])
+
+
+def replays(frame: Frame, group: str, kinds: list[str], count: int) -> str:
+    """A graph of one call of each kind, replayed with changing inputs under delays; every fifth turn is eager instead, and on
+    some a rank-dependent delay comes between."""
+    if not frame.cuda:
+        raise Skip("the CPU has no graphs")
+    places = sites(frame, group, kinds)
+    order, delays, verdict = frame.shared_random(17), Delays(frame, 21), Verdict(frame, count)
+    captured = torch.cuda.CUDAGraph()
+    frame.sync()
+    frame.barrier()
+    # thread_local: NCCL's watchdog asks for events on a thread of its own.
+    with torch.cuda.graph(captured, capture_error_mode="thread_local"):
+        outs = [site.call(group) for site in places]
+    frame.sync()
+    frame.barrier()
+    clock = time.monotonic()
+    for turn in range(count):
+        versions = [order.randrange(VERSIONS) for _ in places]
+        delays.host()
+        delays.device()
+        for site, version in zip(places, versions, strict=True):
+            site.load(version)
+        if order.random() < 0.2:
+            found, what = [site.call(group) for site in places], "eager"
+        else:
+            captured.replay()
+            found, what = outs, "replay"
+        for site in places:
+            site.spoil()
+        expected = [t for site, version in zip(places, versions, strict=True) for t in site.expected[version]]
+        verdict.note(turn, what, [t for out in found for t in out], expected)
+        if turn % 100 == 99:
+            verdict.check(group)
+    verdict.check(group)
+    seconds = time.monotonic() - clock
+    del captured
+    return f"{count} turns of {len(kinds)} ops in {seconds:.1f} s, a fifth of them eager, bitwise"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--iterations", type=int, default=0, help="calls of a loop (default 1000, 200 with --quick)")
+    with Frame("races", parser) as frame:
+        count = frame.options.iterations or (200 if frame.options.quick else 1000)
+        for name, kinds in LOOPS.items():
+            if name in ("AG only", "RS only", "mixed") or not frame.options.quick:
+                frame.row(f"eager, {name}", lambda g, k=kinds: loop(frame, g, k, count), 120)
+        frame.row("eager, mixed, two streams", lambda g: loop(frame, g, LOOPS["mixed"], count // 2, lanes=2), 120)
+        frame.row("replays, mixed", lambda g: replays(frame, g, LOOPS["mixed"], count), 120)
+        if not frame.options.quick:
+            for name in ("AG only", "RS only"):
+                frame.row(f"replays, {name}", lambda g, k=LOOPS[name]: replays(frame, g, k, count), 120)
+    return frame.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

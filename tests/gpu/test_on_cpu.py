@@ -1,0 +1,123 @@
+"""The programs' own sanity without a GPU: some run over gloo, and the replay of recorded steps refuses what it must."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu.launch import python, run, torchrun
+from tests.gpu.replay import Record, Violation, replay
+from tests.gpu.run_all import PROGRAMS
+from ub_overlap.runtime.schedule import Schedule
+from ub_overlap.runtime.schedule.builders import build_all
+from ub_overlap.runtime.schedule.order import Call, Order
+from ub_overlap.runtime.schedule.steps import Copy, Finish, Key, Matmul, Reduce, Signal, Wait
+
+KINDS = {Copy: "copy", Signal: "signal", Wait: "wait", Matmul: "matmul", Reduce: "reduce", Finish: "finish"}
+KEYS = [
+    Key("all_gather_matmul", 3, 6, contracts=(False, True), keep=True),
+    Key("matmul_reduce_scatter", 3, 0, terms=1),
+    Key("matmul_all_reduce", 2, 4, terms=1),
+    Key("bulk_all_gather", 4, 0, terms=2),
+]
+
+
+def timed(schedules: tuple[Schedule, ...]) -> list[list[Record]]:
+    """Records of a run in which one step of all ranks runs at a time."""
+    order = Order([Call(schedules, tuple(range(len(schedules))), 1)], 2)
+    records: list[list[Record]] = [[] for _ in schedules]
+    for i, node in enumerate(order.sequence):
+        begin = 1_000_000 * (i + 1)
+        row = (node.place, node.step.queue.name, KINDS[type(node.step)], begin, begin + 900_000, 0)
+        records[node.rank].append(row)
+    return records
+
+
+def shifted(records: list[list[Record]], rank: int, by: int) -> list[list[Record]]:
+    """One rank's clock is `by` ns ahead."""
+    moved = [(s, q, k, begin + by, end + by, size) for s, q, k, begin, end, size in records[rank]]
+    return [moved if r == rank else of for r, of in enumerate(records)]
+
+
+@pytest.mark.parametrize("key", KEYS, ids=lambda key: key.kind)
+def test_a_run_in_order_is_accepted(key: Key) -> None:
+    schedules = build_all(key)
+    records = timed(schedules)
+    done = replay(schedules, records, one_clock=True)
+    assert done.edges > 10
+    assert done.pairs > 0
+    assert any(replay(schedules, shifted(records, 1, 10**12), one_clock=False).offsets_ns)
+
+
+@pytest.mark.parametrize("key", KEYS, ids=lambda key: key.kind)
+def test_another_clock_is_told_from_one(key: Key) -> None:
+    schedules = build_all(key)
+    with pytest.raises(Violation):
+        replay(schedules, shifted(timed(schedules), 1, 10**12), one_clock=True)
+
+
+@pytest.mark.parametrize("one_clock", [True, False])
+@pytest.mark.parametrize("key", KEYS, ids=lambda key: key.kind)
+def test_every_step_that_ran_too_early_is_seen(key: Key, one_clock: bool) -> None:
+    """Each step that waits for anything, moved before everything, also where clocks may differ."""
+    schedules = build_all(key)
+    records, order = timed(schedules), Order([Call(schedules, tuple(range(key.ranks)), 1)], 2)
+    tried = 0
+    for node in order.nodes:
+        free = isinstance(node.step, Wait) and node.step.back
+        if not any(order.nodes[i].rank == node.rank for i in node.before) or free:
+            continue
+        at = next(i for i, r in enumerate(records[node.rank]) if r[0] == node.place)
+        row = records[node.rank][at]
+        early = [list(of) for of in records]
+        early[node.rank][at] = (*row[:3], 1, 2, row[5])
+        with pytest.raises(Violation):
+            replay(schedules, early, one_clock)
+        tried += 1
+    assert tried > 10
+
+
+def test_missing_times_are_refused() -> None:
+    schedules = build_all(KEYS[1])
+    records = timed(schedules)
+    with pytest.raises(Violation, match="recorded"):
+        replay(schedules, [records[0][:-1], *records[1:]], True)
+    zero = [(*records[0][0][:3], 0, 0, 0), *records[0][1:]]
+    with pytest.raises(Violation, match="no times"):
+        replay(schedules, [zero, *records[1:]], True)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [
+        ("ops", ["--quick", "--only", "pipelined"]),
+        ("races", ["--quick", "--iterations", "60"]),
+        ("broken", ["--quick", "--only", "AG2"]),
+        ("numerics", ["--quick", "--only", "scatter"]),
+        ("recorded", ["--quick", "--only", "RS"]),
+    ],
+)
+def test_program_on_cpu_ranks(program: str, arguments: list[str]) -> None:
+    done = torchrun(f"{program}.py", 2, ["--device", "cpu", *arguments], limit_s=150)
+    assert done.code == 0, f"{done.why()}\n{done.output[-6000:]}"
+    assert "0 of" in done.table().splitlines()[0]
+
+
+@pytest.mark.timeout(120)
+def test_a_fault_on_cpu_ranks() -> None:
+    done = python(
+        "faults.py", ["--device", "cpu", "--ranks", "2", "--deadline", "2", "--only", "RS: dies SIGKILL"], limit_s=100
+    )
+    assert done.code == 0, f"{done.why()}\n{done.output[-6000:]}"
+
+
+def test_every_program_shows_its_help() -> None:
+    for program in PROGRAMS:
+        done = python(f"{program.name}.py", ["--help"], limit_s=60)
+        assert done.code == 0 and "--quick" in done.output, done.output
+
+
+def test_a_program_that_hangs_is_ended() -> None:
+    done = run(["sh", "-c", "sleep 1000 & sleep 1000"], limit_s=1)
+    assert done.code is None
+    assert done.seconds < 20

@@ -1,0 +1,53 @@
+"""Stores whose users count by themselves: ranks with a different past meet, through c10d's C++ as torch's rendezvous does."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ub_overlap._recount import Recounted
+
+
+def exchange(store: dist.Store, n: int, rank: int, ranks: int, found: dict[int, list[bytes]]) -> None:
+    """torch's StoreExchange, call for call: an all_gather, then a barrier."""
+    store.set(f"CUDASymmetricMemory/{n}/{rank}", f"of {rank}")
+    found[rank] = store.multi_get([f"CUDASymmetricMemory/{n}/{r}" for r in range(ranks)])
+    key = f"CUDASymmetricMemory/{n + 1}"
+    if store.add(key, 1) == ranks:
+        store.set(f"{key}/last", "1")
+    store.wait([f"{key}/last"], timedelta(seconds=10))
+
+
+def test_ranks_with_another_past_meet_again_and_again() -> None:
+    base = dist.HashStore()
+    base.set_timeout(timedelta(seconds=10))
+    counts = [0, 4, 11]  # exchanges that each rank has been through before
+    for meeting in range(3):
+        kept = [Recounted(base, f"meeting {meeting}") for _ in counts]
+        found: dict[int, list[bytes]] = {}
+        threads = [
+            # The C++ half alone reaches the other side.
+            threading.Thread(target=exchange, args=(dist.PrefixStore("group", kept[rank]), n, rank, 3, found), daemon=True)
+            for rank, n in enumerate(counts)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert found == {rank: [b"of 0", b"of 1", b"of 2"] for rank in range(3)}
+        counts = [n + 2 for n in counts]
+
+
+def test_other_keys_pass() -> None:
+    base = dist.HashStore()
+    kept = Recounted(base, "p")
+    kept.set("plain", "1")
+    assert kept.get("plain") == b"1"
+    assert base.get("p/plain") == b"1"
+    kept.set("a/17/x", "2")
+    assert base.get("p/a/0/x") == b"2"
+    kept.set("a/19", "3")
+    assert base.get("p/a/2") == b"3"
+    assert kept.check(["a/19"])
