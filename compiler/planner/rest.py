@@ -17,7 +17,7 @@ from ..cost.matmul import matmul_us
 from ..cost.profile import Profile
 from ..sites.collectives import is_collective
 from ..sites.matmuls import as_product, is_matmul
-from ..sites.values import CUTS, aten, effect, tensor_of
+from ..sites.values import CUTS, aten, effect, shape_of, source, tensor_of
 
 ATTENTION_SHARE = (0.55, 0.45)
 """Forward and backward: flash attention's rate over that of a large matmul, as torch's kernels are on Hopper; an assumption."""
@@ -57,9 +57,11 @@ def rest_of(graph: Graph, taken: set[Node]) -> Rest:
         if node.op != "call_function" or node in taken or node.target in _FREE or is_collective(node):
             continue
         if is_matmul(node):
-            p = as_product(node)
-            if p is not None:
-                matmuls.append((_dtype(node), int(p.shape[0]), int(p.shape[1]), int(p.inner)))
+            p, left = as_product(node), tensor_of(source(node, 1 if node.target is aten.addmm.default else 0))
+            assert left is not None
+            # A true batch is counted as one product with the rows of all.
+            m, n = p.shape if p is not None else (left.numel() // left.shape[-1], shape_of(node)[-1])
+            matmuls.append((_dtype(node), int(m), int(n), int(left.shape[-1])))
         elif "scaled_dot_product" in str(node.target):
             attention.append(_attention(node))
         else:
@@ -90,8 +92,8 @@ def _kernels(light: list[Node]) -> list[int]:
     works = [n for n in light if not _is_view(n)]
     depth: dict[Node, int] = {}
     for node in light[0].graph.nodes if light else []:
-        before = [depth[i] for i in node.all_input_nodes]
-        depth[node] = max(before, default=0) + (node.op == "call_function" and node not in inside)
+        depths = [depth[i] for i in node.all_input_nodes]
+        depth[node] = max(depths, default=0) + (node.op == "call_function" and node not in inside)
     group = {n: n for n in works}
 
     def find(node: Node) -> Node:
@@ -102,18 +104,18 @@ def _kernels(light: list[Node]) -> list[int]:
 
     read: dict[Node, set[Node]] = {n: {_holder(i, inside) for i in n.all_input_nodes} for n in works}
     for node in works:
-        for source in read[node]:
-            if source in group and depth[source] == depth[node]:
-                group[find(node)] = find(source)
+        for before in read[node]:
+            if before in group and depth[before] == depth[node]:
+                group[find(node)] = find(before)
     reads: dict[Node, set[Node]] = {}
     writes: dict[Node, set[Node]] = {}
     for node in works:
         root = find(node)
-        for source in read[node]:
-            if source not in group or find(source) is not root:
-                reads.setdefault(root, set()).add(source)
-                if source in group:
-                    writes.setdefault(find(source), set()).add(source)
+        for before in read[node]:
+            if before not in group or find(before) is not root:
+                reads.setdefault(root, set()).add(before)
+                if before in group:
+                    writes.setdefault(find(before), set()).add(before)
         if any(u not in inside for u in _users(node, inside)):
             writes.setdefault(root, set()).add(node)
     roots = dict.fromkeys(find(n) for n in works)

@@ -106,3 +106,4 @@ def test_ranks_with_different_profiles_are_told(pool2: RankPool, tmp_path: Path)
         assert error.startswith("PlanMismatchError")
         for path in paths:
             assert f"device profile {load(path)}" in error
+    pool2.close()  # its group is poisoned now; the next test gets a new one

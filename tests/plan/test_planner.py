@@ -165,6 +165,7 @@ def test_the_rest_counts_each_kernel_once() -> None:
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y = torch.ops.aten.mm.default(torch.ops.aten.add.Tensor(torch.ops.aten.relu.default(x), 1), w)
         z = torch.ops.aten.view.default(y, [8, 4, 16])
+        torch.ops.aten.bmm.default(z, torch.ops.aten.view.default(w, [8, 16, 1]))
         return torch.ops.aten.add.Tensor(torch.ops.aten.neg.default(z), torch.ops.aten.sin.default(z))
 
     graph = symbolic_trace(function).graph
@@ -178,6 +179,6 @@ def test_the_rest_counts_each_kernel_once() -> None:
         if node in values:
             node.meta["val"] = values[node]
     rest = rest_of(graph, set())
-    assert rest.matmuls == (("float32", 32, 16, 8),)
+    assert rest.matmuls == (("float32", 32, 16, 8), ("float32", 32, 1, 16))
     assert sorted(rest.kernels) == [2 * 32 * 8 * 4, 2 * 32 * 16 * 4]
     assert rest.attention == ()
