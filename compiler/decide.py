@@ -1,4 +1,4 @@
-"""candidates -> plan. Every collective gets a Decision; a pure function of graph, options and transport."""
+"""candidates -> plan. Every collective gets a Decision; a pure function of graph, options, transport and device profile."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
+from .cost.choose import Choice, choose
+from .cost.load import load
+from .cost.of_site import Hints, hints_of, shape_of_site
+from .cost.profile import Profile
 from .cost.threshold import bytes_sent, enough, flops
-from .describe import groups_of, row
+from .describe import groups_of, place_of, row, work_of
 from .merge import MERGED
 from .options import Options
 from .plan import NONE, Decision, Kind, Mode, Plan, Reason, Strategy
+from .rules import UNMATCHED, Forced, Place, forced_by_rules
+from .saved import fit
 from .sites import Bulk, Candidate, Gather, Miss, Reduction, find
 from .sites.collectives import Op
 from .sites.order import Order
@@ -38,6 +44,37 @@ _PLAIN = {
 
 
 @dataclass(slots=True)
+class _Costs:
+    """What decisions of one graph share: the options, the sizes that stand for symbols, and the profiles that were used."""
+
+    options: Options
+    hints: dict[sympy.Symbol, int]
+    used: dict[str, Profile] = field(default_factory=dict)
+
+    def choose(self, site: Site, chunks: int) -> Choice | None:
+        """The predicted best of what the options leave open; None where the site is forced to the standard form, or its sizes
+        have no values.
+
+        overlap="force" asks for overlap and not for speed: without a GPU and without a profile of the user's it keeps one
+        piece a rank, whatever the shape.
+        """
+        forced = self.options.overlap == "force"
+        device = site.collective.node.meta["val"].device.type
+        if forced and (chunks or isinstance(site, Bulk) or (self.options.profile is None and device != "cuda")):
+            return None
+        shape = shape_of_site(site, self.hints)
+        if shape is None:
+            return None
+        profile = load(self.options.profile, shape.ranks, device)
+        self.used[profile.digest] = profile
+        return choose(shape, profile, forced, chunks)
+
+    def profile(self) -> str:
+        """The names of the profiles that were used, the same on all ranks."""
+        return ", ".join(sorted(str(p) for p in self.used.values()))
+
+
+@dataclass(slots=True)
 class Decided:
     """A plan and, beside each overlapped decision, the site that the rewrite needs."""
 
@@ -51,34 +88,67 @@ def decide(graph: Graph, options: Options, phase: str, transport: Transport) -> 
     candidates = find(graph)
     ordinals = groups_of(candidates)
     known = _symbols(graph)
+    costs = _Costs(options, hints_of(graph))
     decisions: list[Decision] = []
     sites: list[tuple[Site, Strategy, str]] = []
+    wishes = _wishes(candidates, options, phase)
     for number, candidate in enumerate(candidates):
         name = f"{phase}.{number}"
-        site, strategy, miss = _one(candidate, options, name, order, transport, known)
-        decisions.append(_decision(candidate, site, strategy, miss, name, phase, ordinals))
+        wish = wishes.get(name)
+        site, strategy, miss, choice = _one(candidate, costs, wish, order, transport, known)
+        decisions.append(_decision(candidate, site, strategy, miss, choice, wish, costs.hints, name, phase, ordinals))
         decisions += _merged_away(candidate, decisions[-1])
         if site is not None:
             sites.append((site, strategy, name))
-    plan = Plan(phase, tuple(decisions))
+    plan = Plan(phase, tuple(decisions), costs.profile())
     return Decided(plan, [(site, strategy, f"{plan.digest}/{name}") for site, strategy, name in sites])
 
 
+def _wishes(candidates: list[Candidate], options: Options, phase: str) -> dict[str, Forced]:
+    """What the user forces, by site id: the plan, else the last rule that matches. OptionError where a whole saved plan does
+    not fit the graph."""
+    if not candidates or not (options.plan or options.rules or options.saved):
+        return {}
+    places = [place_of(c, f"{phase}.{i}", phase, _kinds(c)) for i, c in enumerate(candidates)]
+    UNMATCHED.check(phase, places, () if options.saved else [pattern for pattern, _ in options.plan], options.rules)
+    saved = fit(options.saved, phase, places)
+
+    def wish(place: Place) -> Forced | None:
+        by_plan = saved.get(place.id) if options.saved else options.forced_by_plan(place.id)
+        return by_plan or forced_by_rules(options.rules, place)
+
+    return {p.id: found for p in places if (found := wish(p)) is not None}
+
+
+def _kinds(candidate: Candidate) -> tuple[str, ...]:
+    """What a rule may call a candidate: its collective, and the site that it makes with its matmuls."""
+    op = candidate.collective.op
+    matched = (_MATCHED[op].value,) if op is not None and candidate.match is not None else ()
+    return (_PLAIN[op].value, *matched)
+
+
 def _one(
-    candidate: Candidate, options: Options, name: str, order: Order, transport: Transport, known: frozenset[sympy.Symbol]
-) -> tuple[Site | None, Strategy, Miss | None]:
-    """The site to rewrite and its strategy, or the reason for none."""
-    miss = candidate.miss
+    candidate: Candidate,
+    costs: _Costs,
+    wish: Forced | None,
+    order: Order,
+    transport: Transport,
+    known: frozenset[sympy.Symbol],
+) -> tuple[Site | None, Strategy, Miss | None, Choice | None]:
+    """The site to rewrite and its strategy, or the reason for none; and the reckoning behind either, where there was one."""
+    miss, options, choice = candidate.miss, costs.options, None
     c = candidate.collective
     hopeless = (Reason.COLLECTIVE_UNSUPPORTED, Reason.GROUP_NOT_STATIC, Reason.TRIVIAL_GROUP, Reason.DTYPE_UNSUPPORTED)
     if miss is not None and miss.reason in (*hopeless, Reason.REDUCE_OP_UNSUPPORTED):
-        return None, NONE, miss
-    forced = options.forced(name)
+        return None, NONE, miss, None
+    forced = wish.strategy if wish else None
     if forced == NONE or (options.overlap == "off" and forced is None):
-        return None, NONE, Miss(Reason.DISABLED_BY_USER, "the plan says none" if forced == NONE else "overlap='off'")
+        return None, NONE, Miss(Reason.DISABLED_BY_USER, f"{wish.by} says none" if wish else "overlap='off'"), None
+    if forced is not None and forced.striped and (illegal := _no_stripes(candidate.match)):
+        return None, NONE, Miss(Reason.STRATEGY_ILLEGAL, illegal), None
     assert c.group is not None
     if why := transport(c.node.meta["val"].device.type, c.group, c.ranks):
-        return None, NONE, Miss(Reason.NO_TRANSPORT, why)
+        return None, NONE, Miss(Reason.NO_TRANSPORT, why), None
     modes = [forced.mode] if forced else [Mode.PIPELINED, Mode.BULK]
     for mode in modes:
         site = _pipelined(candidate, order) if mode is Mode.PIPELINED else _bulk(candidate, order)
@@ -87,16 +157,30 @@ def _one(
             miss = miss or site
             continue
         if small := _too_small(site, options, forced):
-            return None, NONE, small
+            return None, NONE, small, None
         if unknown := _unknown_size(site, known):
             miss = miss or unknown
             continue
+        strategy = forced or Strategy(mode, options.chunks if mode is Mode.PIPELINED else 0)
+        found = None if forced else costs.choose(site, options.chunks if mode is Mode.PIPELINED else 0)
+        if found is not None:
+            choice = choice or found
+            if found.strategy == NONE:
+                miss = miss or Miss(Reason.NO_GAIN, found.reason)
+                continue
+            strategy = found.strategy
         if failed := order.fuse(site.members):
             miss = miss or failed
             continue
-        chunks = forced.chunks if forced else (options.chunks if mode is Mode.PIPELINED else 0)
-        return site, Strategy(mode, chunks), None
-    return None, NONE, miss or Miss(Reason.NO_MATMUL, "no matmul produces, consumes or can run beside it")
+        return site, strategy, None, found
+    return None, NONE, miss or Miss(Reason.NO_MATMUL, "no matmul produces, consumes or can run beside it"), choice
+
+
+def _no_stripes(match: Gather | Reduction | None) -> str:
+    """Why this cannot run in stripes, "" where it can (or where something else keeps it from being pipelined)."""
+    if isinstance(match, Gather):
+        return "stripes cut a product that is reduced; here shards are gathered"
+    return "stripes cut shards, and those of the last dim cannot be cut" if match is not None and match.last else ""
 
 
 def _pipelined(candidate: Candidate, order: Order) -> Site | Miss:
@@ -195,6 +279,9 @@ def _decision(
     site: Site | None,
     strategy: Strategy,
     miss: Miss | None,
+    choice: Choice | None,
+    wish: Forced | None,
+    hints: Hints,
     name: str,
     phase: str,
     ordinals: dict[str, str],
@@ -210,7 +297,9 @@ def _decision(
         phase=phase,
         strategy=strategy,
         reason=miss.reason if miss else None,
-        detail=miss.detail if miss else _instead(candidate, site),
+        detail=_detail(candidate, site, miss, choice, wish),
+        predicted=tuple((text, round(p.us, 2)) for text, p in choice.predictions.items()) if choice else (),
+        work=work_of(candidate, shown, hints),
         kind=_MATCHED[op] if matched and op else _PLAIN[op],
         options=legal,
         matmuls=tuple(p.node.name for p in products),
@@ -238,6 +327,14 @@ def _merged_away(candidate: Candidate, into: Decision) -> list[Decision]:
         )
         for i in range(gone)
     ]
+
+
+def _detail(candidate: Candidate, site: Site | None, miss: Miss | None, choice: Choice | None, wish: Forced | None) -> str:
+    """The reason or the choice in a sentence, and who asked for it."""
+    said = miss.detail if miss else "; ".join(filter(None, (_instead(candidate, site), choice.reason if choice else "")))
+    if wish is None or wish.by in said:
+        return said
+    return "; ".join(filter(None, [said, f"{wish.strategy} forced by {wish.by}"]))
 
 
 def _instead(candidate: Candidate, site: Site | None) -> str:

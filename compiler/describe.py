@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from typing import Any
 
 from torch.fx import Node
 
+from .cost.of_site import Hints, shape_of_site
+from .plan import Work
+from .rules import Place
 from .sites import Bulk, Candidate, Gather, Reduction
 from .sites.sizes import Size
 from .sites.values import dtype_of, shape_of, tensor_of
@@ -38,11 +42,7 @@ def row(candidate: Candidate, site: Gather | Reduction | Bulk | None, groups: di
         shapes += [(f"matmul{i}", _product(t)) for i, t in enumerate(site.terms)]
     elif isinstance(site, Bulk):
         shapes += [(f"matmul{i}", _product(p)) for i, p in enumerate(site.products)]
-    nodes = [c.node]
-    if isinstance(site, Gather):
-        nodes = [k.product.node for k in site.consumers] + nodes
-    elif isinstance(site, Reduction):
-        nodes = [t.node for t in site.terms] + nodes
+    nodes = _makers(candidate, site)
     return {
         "group": groups.get(c.group or "", ""),
         "ranks": c.ranks,
@@ -51,6 +51,40 @@ def row(candidate: Candidate, site: Gather | Reduction | Bulk | None, groups: di
         "module": next((m for n in nodes if (m := _module(n))), ""),
         "source": next((s for n in nodes if (s := _source(n))), ""),
     }
+
+
+def work_of(candidate: Candidate, site: Gather | Reduction | Bulk | None, hints: Hints) -> Work | None:
+    """The sizes of `site`, or of the collective alone; None where the cost model knows nothing of it."""
+    c = candidate.collective
+    if c.op is None or c.ranks < 2 or tensor_of(c.input) is None:
+        return None
+    shape = shape_of_site(site or Bulk(c, ()), hints)
+    return Work(**asdict(shape)) if shape is not None else None
+
+
+def _makers(candidate: Candidate, site: Gather | Reduction | Bulk | None) -> list[Node]:
+    """The nodes whose modules and lines a site is shown with: the matmuls that its tensor meets, then the collective."""
+    if isinstance(site, Gather):
+        return [*(k.product.node for k in site.consumers), candidate.collective.node]
+    if isinstance(site, Reduction):
+        return [*(t.node for t in site.terms), candidate.collective.node]
+    return [candidate.collective.node]
+
+
+def place_of(candidate: Candidate, id: str, phase: str, kinds: tuple[str, ...]) -> Place:
+    """What rules and saved plans see of a candidate, whatever is decided on it."""
+    c = candidate.collective
+    modules = dict.fromkeys(m for n in _makers(candidate, candidate.match) if (m := _module(n)))
+    known = tensor_of(c.input)
+    return Place(
+        id=id,
+        phase=phase,
+        kinds=kinds,
+        modules=tuple(modules),
+        ranks=c.ranks,
+        dtype=str(dtype_of(c.input)).removeprefix("torch.") if known is not None else "",
+        input=_text(shape_of(c.input)) if known is not None else "",
+    )
 
 
 def _text(shape: tuple[Size, ...]) -> str:

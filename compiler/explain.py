@@ -13,12 +13,18 @@ import torch
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime.stats import site_stats
 
+from .cost.load import load
 from .history import HISTORY
+from .measured import measure as measure_sites
 from .report import Report
 
 
-def explain(model: Callable[..., Any], options: Mapping[str, Any] | None = None) -> Callable[..., Report]:
+def explain(
+    model: Callable[..., Any], options: Mapping[str, Any] | None = None, *, measure: bool = False
+) -> Callable[..., Report]:
     """Compiles `model` (a module or function, compiled or not), runs it once and reports every collective.
+
+    `measure`: runs it three times more, with tracing on, and reports what each site took beside what was predicted.
 
     Compile caches are passed by. All ranks of the model's groups must call it together. The forward runs once; where an output
     needs a gradient, so does the backward, through torch.autograd.grad, so that no .grad changes. Buffers that a forward
@@ -31,12 +37,20 @@ def explain(model: Callable[..., Any], options: Mapping[str, Any] | None = None)
         known = HISTORY.mark()
         with compat.caches_off():  # a hit would run no pass, and a graph without sites would then leave no trace
             compiled = torch.compile(plain, backend="ub_overlap", options=dict(options) if options else None)
-            leaves = compat.tree_leaves(compiled(*args, **kwargs))
-            outputs = [o for o in leaves if isinstance(o, torch.Tensor) and o.requires_grad]
-            if outputs:
-                seeds = [torch.ones_like(o) for o in outputs]
-                torch.autograd.grad(outputs, _leaves(outputs), seeds, allow_unused=True)
-        return Report(HISTORY.since(known), since=before)
+
+            def once() -> None:
+                leaves = compat.tree_leaves(compiled(*args, **kwargs))
+                outputs = [o for o in leaves if isinstance(o, torch.Tensor) and o.requires_grad]
+                if outputs:
+                    seeds = [torch.ones_like(o) for o in outputs]
+                    torch.autograd.grad(outputs, _leaves(outputs), seeds, allow_unused=True)
+
+            once()
+            plans = HISTORY.since(known)
+            sites = [f"{p.digest}/{d.id}" for p in plans for d in p.decisions if d.overlapped]
+            measured = measure_sites(once, sites) if measure else {}
+        wish = (options or {}).get("profile")
+        return Report(plans, before, load(wish) if wish is not None else None, measured)
 
     return run
 

@@ -10,7 +10,14 @@ from .options import Options
 from .plan import Decision, Mode, Plan, Reason
 
 # Left alone by choice, or with nothing to hide behind: no missed candidates.
-_NOT_MISSED = {Reason.DISABLED_BY_USER, Reason.BELOW_THRESHOLD, Reason.NO_MATMUL, Reason.TRIVIAL_GROUP, Reason.MATMUL_TAKEN}
+_NOT_MISSED = {
+    Reason.DISABLED_BY_USER,
+    Reason.BELOW_THRESHOLD,
+    Reason.NO_GAIN,
+    Reason.NO_MATMUL,
+    Reason.TRIVIAL_GROUP,
+    Reason.MATMUL_TAKEN,
+}
 
 
 def missed(plan: Plan) -> list[Decision]:

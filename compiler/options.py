@@ -7,7 +7,6 @@ neither knows is an `OptionError` that lists what is allowed.
 from __future__ import annotations
 
 import difflib
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -18,7 +17,10 @@ from typing import Any, Literal
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime.errors import OptionError
 
-from .plan import MAX_CHUNKS, Plan, Strategy
+from .cost.load import load
+from .plan import MAX_CHUNKS, Strategy
+from .rules import Forced, Rule, parse_rules
+from .saved import SavedGraph, parse_plan
 
 DEFAULT_MIN_BYTES = 1 << 20
 
@@ -47,13 +49,25 @@ class Options:
     """Deadline of every wait for a peer, in seconds (None: UB_OVERLAP_STEP_TIMEOUT_S, else 100)."""
     plan: tuple[tuple[str, str], ...] = ()
     """Strategies forced by site: (pattern of site ids, strategy). Given as a dict, the path of such a JSON file, or a Plan."""
+    rules: tuple[Rule, ...] = ()
+    """Strategies forced by module, kind and phase (rules.py); `plan` wins. Given as a list of dicts, a Megatron / NeMo
+    tp_comm_overlap_cfg, or the path of a JSON or YAML file with either."""
+    saved: tuple[SavedGraph, ...] = ()
+    """What the sites of a whole saved `plan` were: no option of its own."""
+    profile: str | None = None
+    """Device profile that choices rest on: the name of a shipped one, or a path (None: this machine's)."""
 
     def forced(self, site: str) -> Strategy | None:
         """The strategy that `plan` forces on this site id, if any; the last matching pattern wins."""
+        found = self.forced_by_plan(site)
+        return found.strategy if found else None
+
+    def forced_by_plan(self, site: str) -> Forced | None:
+        """The same, with the pattern that says so."""
         found = None
         for pattern, strategy in self.plan:
             if fnmatchcase(site, pattern):
-                found = Strategy.parse(strategy)
+                found = Forced(Strategy.parse(strategy), f"the plan ({pattern!r})")
         return found
 
     def key(self) -> str:
@@ -68,7 +82,7 @@ _CHOICES = {
     "inner": ("inductor", "aot_eager"),
     "merge_all_reduces": (True, False),
 }
-_NAMES = tuple(f.name for f in fields(Options))
+_NAMES = tuple(f.name for f in fields(Options) if f.name != "saved")
 
 
 def parse(options: Mapping[str, Any] | None, inductor_names: frozenset[str]) -> tuple[Options, dict[str, Any]]:
@@ -76,7 +90,9 @@ def parse(options: Mapping[str, Any] | None, inductor_names: frozenset[str]) -> 
     ours: dict[str, Any] = {}
     theirs: dict[str, Any] = {}
     for name, value in (options or {}).items():
-        if name in _NAMES:
+        if name == "plan":
+            ours["plan"], ours["saved"] = parse_plan(value)
+        elif name in _NAMES:
             ours[name] = _checked(name, value)
         elif name.replace("-", "_") in inductor_names:
             theirs[name] = value
@@ -108,36 +124,17 @@ def _checked(name: str, value: Any) -> Any:
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1e9):
             raise _bad(name, value, "a number of seconds above 0 (1e9 at most), or None")
         return None if value is None else float(value)
+    if name == "profile":
+        if value is not None and not isinstance(value, str | Path):
+            raise _bad(name, value, "None, the name of a shipped profile, or a path")
+        if value is not None:
+            load(str(value))  # OptionError names file and field
+        return None if value is None else str(value)
     if name == "mode":
         if value is not None and value not in (modes := compat.inductor_modes()):
             raise _bad(name, value, "None or one of " + ", ".join(map(repr, modes)))
         return value
-    return _plan(value)
-
-
-def _plan(value: Any) -> tuple[tuple[str, str], ...]:
-    """Normalises the forms that `plan` takes to (pattern, strategy) pairs."""
-    if isinstance(value, str | Path):
-        try:
-            value = json.loads(Path(value).read_text())
-        except (OSError, ValueError) as e:
-            raise _bad("plan", str(value), "a readable JSON file", str(e)) from e
-    if isinstance(value, Plan):
-        value = json.loads(value.to_json())
-    if isinstance(value, Mapping) and "sites" in value:
-        # A stored plan or report: force each of its sites to what was decided then.
-        rows = value["sites"]
-        value = {r["id"]: r["strategy"] for r in rows if Strategy.is_forceable(r["strategy"])}
-    if isinstance(value, list | tuple) and all(isinstance(row, list | tuple) and len(row) == 2 for row in value):
-        value = dict(value)
-    if not isinstance(value, Mapping):
-        raise _bad("plan", value, "a dict {site pattern: strategy}, a path of such a JSON file, or a Plan")
-    for pattern, strategy in value.items():
-        try:
-            Strategy.parse(strategy)
-        except (ValueError, TypeError) as e:
-            raise _bad("plan", {pattern: strategy}, "none, pipelined, bulk, pipelined:chunks=N or bulk:chunks=N", str(e)) from e
-    return tuple(value.items())
+    return parse_rules(value)
 
 
 def _bad(name: str, value: Any, expected: str, fix: str = "") -> OptionError:

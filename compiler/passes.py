@@ -19,6 +19,7 @@ from torch.fx import Graph
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime import transport
 
+from .cost.load import signature
 from .decide import decide
 from .history import HISTORY
 from .merge import merge_all_reduces
@@ -51,7 +52,8 @@ class _Pass(compat.custom_graph_pass()):  # type: ignore[misc]
         self.options = options
 
     def uuid(self) -> Any:
-        return (type(self).__name__, _sources(), self.options.key(), torch.__version__, transport.signature())
+        profiles = signature(self.options.profile, tuple(sorted(transport.executors())))
+        return (type(self).__name__, _sources(), self.options.key(), torch.__version__, transport.signature(), profiles)
 
 
 class JointPass(_Pass):

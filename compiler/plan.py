@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -35,6 +35,8 @@ class Reason(str, Enum):
     """overlap="off", or the plan file says none."""
     BELOW_THRESHOLD = "below_threshold"
     """overlap="auto" and the payload is smaller than `min_bytes`."""
+    NO_GAIN = "no_gain"
+    """overlap="auto" and no strategy is predicted to be faster than the plain way, by more than predictions err."""
     NO_MATMUL = "no_matmul"
     """No matmul produces or consumes the collective's tensor, and no independent matmul can run beside it."""
     TRIVIAL_GROUP = "trivial_group"
@@ -71,6 +73,9 @@ class Reason(str, Enum):
     """An op with side effects lies between the members of the site, or random numbers would be drawn in another order."""
     DYNAMIC_SHAPE = "dynamic_shape"
     """A size that the op needs is symbolic and cannot be read off the shard."""
+    STRATEGY_ILLEGAL = "strategy_illegal"
+    """The plan or a rule forces a strategy that this kind of site does not have: stripes where nothing is reduced, or where
+    the shards cannot be cut."""
 
 
 MAX_CHUNKS = 64
@@ -87,25 +92,32 @@ class Mode(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How a site is run. `chunks`: pieces over the whole gathered or scattered dimension; 0 means one a rank."""
+    """How a site is run. `chunks`: pieces over the whole gathered or scattered dimension; 0 means one a rank.
+
+    `striped` (pipelined reductions): every matmul makes one piece of every shard, and chunks counts the pieces of a shard.
+    """
 
     mode: Mode
     chunks: int = 0
+    striped: bool = False
 
-    _PATTERN: ClassVar[re.Pattern[str]] = re.compile(r"(none|pipelined|bulk)(?::chunks=([1-9][0-9]{0,3}))?\Z")
+    _PATTERN: ClassVar[re.Pattern[str]] = re.compile(r"(none|pipelined|bulk)(?::(chunks|stripes)=([1-9][0-9]{0,3}))?\Z")
 
     def __str__(self) -> str:
-        return self.mode.value + (f":chunks={self.chunks}" if self.chunks else "")
+        return self.mode.value + (f":{'stripes' if self.striped else 'chunks'}={self.chunks}" if self.chunks else "")
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
-        """Reads "none", "pipelined", "bulk", "pipelined:chunks=4". ValueError for anything else."""
+        """Reads "none", "pipelined", "bulk", "pipelined:chunks=4", "pipelined:stripes=2". ValueError for anything else."""
         match = cls._PATTERN.match(text)
-        if not match or (match[1] == "none" and match[2]) or int(match[2] or 0) > MAX_CHUNKS:
+        mode, what, count = match.groups() if match else ("none", "", "0")
+        striped = what == "stripes"
+        if not match or (mode == "none" and what) or int(count or 0) > MAX_CHUNKS or (striped and mode != "pipelined"):
             raise ValueError(
-                f"strategy {text!r}: expected none, pipelined, bulk, or one of the last two with :chunks=1..{MAX_CHUNKS}"
+                f"strategy {text!r}: expected none, pipelined, bulk, one of the last two with :chunks=1..{MAX_CHUNKS}, "
+                f"or pipelined:stripes=1..{MAX_CHUNKS}"
             )
-        return cls(Mode(match[1]), int(match[2] or 0))
+        return cls(Mode(mode), int(count or 0), striped)
 
     @classmethod
     def is_forceable(cls, text: str) -> bool:
@@ -118,6 +130,35 @@ class Strategy:
 
 
 NONE = Strategy(Mode.NONE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a site computes and moves, in elements: the fields of cost.shape.SiteShape, for predictions of stored plans too."""
+
+    kind: str
+    """Of the schedule: "bulk_..." for a collective beside its matmuls, and for one that has none."""
+    ranks: int
+    dtype: str
+    matmuls: tuple[tuple[int, int, int, bool], ...]
+    """(M, N, K, contracts) of this rank, as whole products: M of a gather's product counts the gathered rows."""
+    rows: int
+    cols: int
+    """[rows, cols] of the collective's whole tensor: what all ranks gather, or what is reduced."""
+    keep: bool = False
+    """The gathered tensor is wanted as well."""
+    whole: bool = False
+    """Shards of the last dim, which cannot be cut."""
+    outer: int = 1
+    """Blocks of rows that a shard consists of: a batch in front of the gathered or scattered dim."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "matmuls": [list(m) for m in self.matmuls]}
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> Work:
+        known: dict[str, Any] = {**d, "matmuls": tuple(tuple(m) for m in d["matmuls"])}
+        return cls(**known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +192,10 @@ class Decision:
     """Path of the nn.Module that traced the collective or its matmul."""
     source: str = ""
     """"file:line: code" of the same."""
+    predicted: tuple[tuple[str, float], ...] = ()
+    """(strategy, microseconds) of everything that was weighed; empty where nothing was."""
+    work: Work | None = None
+    """None where a size has no value, or the dtype or the collective no cost."""
 
     @property
     def overlapped(self) -> bool:
@@ -167,17 +212,20 @@ class Decision:
             "reason": self.reason.value if self.reason else None, "detail": self.detail, "group": self.group,
             "ranks": self.ranks, "shapes": dict(self.shapes), "dtype": self.dtype, "matmuls": list(self.matmuls),
             "options": list(self.options), "bytes": self.bytes, "flops": self.flops, "module": self.module,
-            "source": self.source,
+            "source": self.source, "predicted": dict(self.predicted), "work": self.work.to_dict() if self.work else None,
         }  # fmt: skip
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> Decision:
-        mode, _, chunks = d["strategy"].partition(":chunks=")
+        merged = Strategy(Mode.MERGED)
         return cls(
-            id=d["id"], kind=Kind(d["kind"]), phase=d["phase"], strategy=Strategy(Mode(mode), int(chunks or 0)),
+            id=d["id"], kind=Kind(d["kind"]), phase=d["phase"],
+            strategy=merged if d["strategy"] == str(merged) else Strategy.parse(d["strategy"]),
             reason=Reason(d["reason"]) if d["reason"] else None, detail=d["detail"], group=d["group"], ranks=d["ranks"],
             shapes=tuple(d["shapes"].items()), dtype=d["dtype"], matmuls=tuple(d["matmuls"]), options=tuple(d["options"]),
             bytes=d["bytes"], flops=d["flops"], module=d["module"], source=d["source"],
+            predicted=tuple(d.get("predicted", {}).items()),
+            work=Work.from_dict(d["work"]) if d.get("work") else None,
         )  # fmt: skip
 
 
@@ -187,6 +235,8 @@ class Plan:
 
     phase: str
     decisions: tuple[Decision, ...]
+    profile: str = ""
+    """The device profiles that its choices rest on, by name and digest; "" where no choice needed one."""
     digest: str = field(init=False)
 
     # What decides how ranks talk to each other, and the module so that stored plans of twins do not mix. Node names,
@@ -196,12 +246,18 @@ class Plan:
 
     def __post_init__(self) -> None:
         rows = [{**{k: d.to_dict()[k] for k in self._FINGERPRINT}, "shapes": d.shared_shapes} for d in self.decisions]
-        text = json.dumps([self.phase, rows], sort_keys=True)
+        text = json.dumps([self.phase, rows, *([self.profile] if self.profile else [])], sort_keys=True)
         object.__setattr__(self, "digest", hashlib.sha256(text.encode()).hexdigest()[:16])
 
     def to_json(self) -> str:
         return json.dumps(
-            {"version": 1, "digest": self.digest, "phase": self.phase, "sites": [d.to_dict() for d in self.decisions]}
+            {
+                "version": 1,
+                "digest": self.digest,
+                "phase": self.phase,
+                "profile": self.profile,
+                "sites": [d.to_dict() for d in self.decisions],
+            }
         )
 
     @classmethod
@@ -209,4 +265,4 @@ class Plan:
         d = json.loads(text)
         if d.get("version") != 1:
             raise ValueError(f"plan: got version {d.get('version')!r}, expected 1; made by another version of ub_overlap")
-        return cls(d["phase"], tuple(Decision.from_dict(s) for s in d["sites"]))
+        return cls(d["phase"], tuple(Decision.from_dict(s) for s in d["sites"]), d.get("profile", ""))

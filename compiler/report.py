@@ -10,9 +10,15 @@ from typing import Any
 from tabulate import tabulate
 
 from ub_overlap.runtime import plan_store
+from ub_overlap.runtime.errors import OptionError
 from ub_overlap.runtime.stats import SiteStats, site_stats
 
+from . import timeline
+from .cost.load import load
+from .cost.profile import Profile
 from .history import HISTORY
+from .measured import Measured
+from .outlook import Outlook, outlook, totals
 from .plan import Decision, Plan
 from .summary import line
 
@@ -30,29 +36,51 @@ class ReportedDecision(Decision):
     bytes_copied: int | None = None
     bytes_beside_matmul: int | None = None
     """Bytes that really moved beside a matmul of the same call."""
+    outlook: Outlook | None = None
+    """Predicted times; None for what the cost model does not know."""
+    measured_us: float | None = None
+    """A call of the site, median over a few; None without explain(..., measure=True)."""
 
     def to_dict(self) -> dict[str, Any]:
-        own = ("plan", "calls", "executed", "transport", "bytes_copied", "bytes_beside_matmul")
-        return {**super(ReportedDecision, self).to_dict(), **{k: getattr(self, k) for k in own}}
+        own = ("plan", "calls", "executed", "transport", "bytes_copied", "bytes_beside_matmul", "measured_us")
+        predicted = self.outlook.to_dict() if self.outlook else dict.fromkeys(Outlook.FIELDS)
+        return {**super(ReportedDecision, self).to_dict(), **{k: getattr(self, k) for k in own}, **predicted}
 
 
 class Report:
     """The plans of one or more graphs, in the order in which they were compiled.
 
     `decisions`: every collective with its outcome; run-time figures are today's less those of `since` (earlier site_stats).
+    `profile`: what predictions are made by (None: this machine's). `measured`: times by "<plan digest>/<site id>".
     """
 
-    def __init__(self, plans: list[Plan], since: dict[str, SiteStats] | None = None) -> None:
+    def __init__(
+        self,
+        plans: list[Plan],
+        since: dict[str, SiteStats] | None = None,
+        profile: Profile | None = None,
+        measured: dict[str, Measured] | None = None,
+    ) -> None:
         self.plans = plans
         self._since = since or {}
+        self._profile = profile
+        self._measured = measured or {}
+
+    @property
+    def profile(self) -> Profile:
+        """What predictions are made by."""
+        if self._profile is None:
+            self._profile = load(None, max((d.ranks for p in self.plans for d in p.decisions), default=0) or None)
+        return self._profile
 
     @property
     def decisions(self) -> list[ReportedDecision]:
         now = site_stats()
         return [
-            _reported(p, d, now.get(f"{p.digest}/{d.id}"), self._since.get(f"{p.digest}/{d.id}"))
+            _reported(p, d, now.get(site), self._since.get(site), outlook(d, self.profile), self._measured.get(site))
             for p in self.plans
             for d in p.decisions
+            for site in (f"{p.digest}/{d.id}",)
         ]
 
     @property
@@ -75,16 +103,50 @@ class Report:
                     "site": d.id,
                     "kind": d.kind.value,
                     "module": d.module,
+                    "line": d.source.rpartition("/")[2].split(": ")[0],
                     "shape": products[0] if products else shapes.get("input", ""),
                     "matmuls": len(products),
                     "group": f"{d.group} x{d.ranks}",
                     "bytes sent": d.bytes,
+                    "matmul us": _us(d.outlook.none.matmul_us if d.outlook else None),
+                    "comm us": _us(d.outlook.none.communication_us if d.outlook else None),
+                    "predicted us": d.outlook.times() if d.outlook else None,
                     "strategy": str(d.strategy),
+                    "gain us": _us(d.outlook.gain_us if d.outlook else None),
+                    **({"measured us": _us(d.measured_us)} if self._measured else {}),
                     "calls": d.calls,
                     "hidden bytes / reason": d.reason.value if d.reason else _hidden(d),
                 }
             )
-        return tabulate(rows, headers="keys", tablefmt="simple", missingval="-")
+        return tabulate(rows, headers="keys", tablefmt="simple", missingval="-", disable_numparse=True)
+
+    def totals(self) -> str:
+        """Predicted times over all sites, and the measured ones of those that were measured."""
+        decisions = self.decisions
+        text = f"profile {self.profile}; {totals([d.outlook for d in decisions])}"
+        known = [d for d in decisions if d.measured_us is not None and d.outlook is not None]
+        if known:
+            predicted, took = sum(d.outlook.chosen.us for d in known if d.outlook), sum(d.measured_us or 0.0 for d in known)
+            text += f"; {len(known)} measured sites took {took:.0f} us, predicted {predicted:.0f} us"
+        return text
+
+    def timeline(self, path: str | Path, site: str | None = None, predicted: bool = True, measured: bool = True) -> Path:
+        """Writes the steps of one site, or of all in their order, predicted and (after explain(..., measure=True)) measured:
+        .png (needs matplotlib), else JSON for chrome://tracing or ui.perfetto.dev. OptionError for an unknown site, and
+        where there is nothing to show."""
+        lanes = []
+        for plan in self.plans:
+            for d in plan.decisions:
+                if site not in (None, d.id, f"{plan.digest}/{d.id}"):
+                    continue
+                if predicted and (o := outlook(d, self.profile)) is not None:
+                    lanes.append(timeline.predicted(d.id, o.chosen))
+                if measured and (m := self._measured.get(f"{plan.digest}/{d.id}")) is not None:
+                    lanes.append(timeline.measured(d.id, m))
+        if site is not None and not lanes:
+            ids = ", ".join(d.id for p in self.plans for d in p.decisions)
+            raise OptionError("no such site, or nothing known of it", where="timeline", got=site, expected=f"one of {ids}")
+        return timeline.write(path, lanes)
 
     def to_json(self) -> str:
         return json.dumps(
@@ -92,7 +154,7 @@ class Report:
         )
 
     def __str__(self) -> str:
-        return f"{self.summary()}\n{self.table()}"
+        return f"{self.summary()}\n{self.table()}\n{self.totals()}" if self.plans else self.summary()
 
 
 def _hidden(d: ReportedDecision) -> str:
@@ -100,8 +162,20 @@ def _hidden(d: ReportedDecision) -> str:
     return f"{d.bytes_beside_matmul / d.bytes_copied:.0%}" if d.bytes_copied and d.bytes_beside_matmul is not None else ""
 
 
-def _reported(plan: Plan, d: Decision, now: SiteStats | None, before: SiteStats | None) -> ReportedDecision:
-    base = {f.name: getattr(d, f.name) for f in fields(Decision)}
+def _us(value: float | None) -> str | None:
+    return None if value is None else f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def _reported(
+    plan: Plan,
+    d: Decision,
+    now: SiteStats | None,
+    before: SiteStats | None,
+    predicted: Outlook | None,
+    measured: Measured | None,
+) -> ReportedDecision:
+    base: dict[str, Any] = {f.name: getattr(d, f.name) for f in fields(Decision)}
+    base |= {"outlook": predicted, "measured_us": measured.us if measured else None}
     calls = now.calls - (before.calls if before else 0) if now else 0
     if now is None or calls == 0:
         return ReportedDecision(**base, plan=plan.digest)

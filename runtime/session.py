@@ -320,7 +320,8 @@ def plan_mismatch(exchange: Exchange, cards: Sequence[dict[str, Any]], other: Se
 
 
 def first_difference(mine: str | None, theirs: str | None) -> tuple[str, str] | None:
-    """The first site that two plans do not have in common, as each of them has it; None where that cannot be told."""
+    """The device profile, or the first site, that two plans do not have in common, as each of them has it; None where that
+    cannot be told."""
 
     def show(site: Any) -> str:
         if not isinstance(site, dict):
@@ -329,9 +330,13 @@ def first_difference(mine: str | None, theirs: str | None) -> tuple[str, str] | 
         return " ".join(first) or json.dumps(site)
 
     try:
-        a, b = (json.loads(text or "")["sites"] for text in (mine, theirs))
-    except (ValueError, KeyError, TypeError):
+        plans = [json.loads(text or "") for text in (mine, theirs)]
+        a, b = (plan["sites"] for plan in plans)
+        here, there = (f"device profile {plan['profile']}" if plan.get("profile") else "no device profile" for plan in plans)
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
+    if here != there:
+        return here, there
     for i in range(max(len(a), len(b))):
         x, y = (sites[i] if i < len(sites) else None for sites in (a, b))
         if x != y:

@@ -13,6 +13,8 @@ from typing import Any
 _PRIVATE: dict[str, tuple[str, ...]] = {
     "check": ("torch:_check",),
     # compiler
+    "FakeStore": ("torch.testing._internal.distributed.fake_pg:FakeStore",),
+    "FakeTensorMode": ("torch._subclasses.fake_tensor:FakeTensorMode",),
     "OpOverload": ("torch._ops:OpOverload",),
     "CustomGraphPass": ("torch._inductor.custom_graph_pass:CustomGraphPass",),
     "aot_autograd": ("torch._dynamo.backends.common:aot_autograd",),
@@ -31,6 +33,7 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "_DeviceType": ("torch._C._autograd:DeviceType",),
     "_detect_dma_connectivity": ("torch._C._distributed_c10d:_detect_dma_connectivity",),
     "_rendezvous": ("torch.distributed._symmetric_memory:rendezvous",),
+    "scaled_mm": ("torch:_scaled_mm",),
     "_group_size_by_name": ("torch.distributed.distributed_c10d:_get_group_size_by_name",),
 }
 

@@ -93,8 +93,23 @@ def plan_says_none(m: Maker) -> Case:
     return gather_mm(m, plan={"forward.0": "none"})
 
 
+def gather_in_stripes(m: Maker) -> Case:
+    return gather_mm(m, plan={"forward.0": "pipelined:stripes=2"})
+
+
+def last_dim_in_stripes(m: Maker) -> Case:
+    """A scatter of columns: its shards are no blocks of rows."""
+    function = lambda x, w: funcol.reduce_scatter_tensor(x @ w, "sum", 1, m.group)  # noqa: E731
+    return function, (m.x(16, 32), m.x(32, 8 * m.world)), {**FORCE, "plan": {"forward.0": "pipelined:stripes=2"}}
+
+
 def small(m: Maker) -> Case:
     return gather_mm(m, overlap="auto", min_bytes=8 * 64 * 4 + 1)
+
+
+def no_gain(m: Maker) -> Case:
+    """An H200 multiplies this long before its first push has arrived."""
+    return gather_mm(m, overlap="auto", min_bytes=0, profile="h200")
 
 
 def one_rank(m: Maker) -> Case:
@@ -146,7 +161,10 @@ def unbacked(m: Maker) -> Case:
 SITUATIONS: dict[Callable[[Maker], Case], Reason] = {
     off: R.DISABLED_BY_USER,
     plan_says_none: R.DISABLED_BY_USER,
+    gather_in_stripes: R.STRATEGY_ILLEGAL,
+    last_dim_in_stripes: R.STRATEGY_ILLEGAL,
     small: R.BELOW_THRESHOLD,
+    no_gain: R.NO_GAIN,
     one_rank: R.TRIVIAL_GROUP,
     no_transport: R.NO_TRANSPORT,
     float64: R.DTYPE_UNSUPPORTED,

@@ -1,0 +1,170 @@
+"""The cost model against what was measured: python -m benchmarks.cost_model [--profile h200] [docs/data/ops_*.json ...]
+
+Reads what benchmarks.ops stored and predicts every row by every strategy that was timed; needs no GPU. Predicted and measured
+times are of CUDA graphs (ours_g, seq_g), which the host does not slow down; where there are none (CPU), of eager calls.
+
+    error     predicted / measured - 1
+    regret    measured time of the chosen strategy over the best measured one - 1
+    gain      measured time of the plain way over that of the chosen strategy
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from ub_overlap.compiler.cost import Profile, SiteShape, choose, load, predict
+from ub_overlap.compiler.plan import Strategy
+from ub_overlap.runtime.errors import UbOverlapError
+
+DATA = Path(__file__).resolve().parents[1] / "docs" / "data"
+
+
+@dataclass
+class Row:
+    """One row of a stored table: `measured` and `predicted` microseconds by strategy, and what the model chose."""
+
+    title: str
+    ranks: int
+    chosen: str
+    measured: dict[str, float]
+    predicted: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def errors(self) -> dict[str, float]:
+        return {name: self.predicted[name] / us - 1 for name, us in self.measured.items()}
+
+    @property
+    def regret(self) -> float | None:
+        """None where the chosen strategy was not timed."""
+        at = self.measured.get(self.chosen)
+        return None if at is None else at / min(self.measured.values()) - 1
+
+    @property
+    def gain(self) -> float | None:
+        at, plain = self.measured.get(self.chosen), self.measured.get("none")
+        return None if at is None or plain is None else plain / at
+
+
+def shape_of(row: dict[str, Any], dtype: str) -> SiteShape:
+    """The site of a stored row."""
+    ranks = row["ranks"]
+    if row["kind"] == "AG":
+        matmul = (row["M"], row["N"] // ranks, row["K"], False)
+        return SiteShape("all_gather_matmul", ranks, dtype, (matmul,), row["M"], row["K"])
+    matmul = (row["M"], row["N"], row["K"] // ranks, False)
+    return SiteShape("matmul_reduce_scatter", ranks, dtype, (matmul,), row["M"], row["N"])
+
+
+def measured(row: dict[str, Any]) -> dict[str, float]:
+    """Microseconds by strategy, as graphs where there are any."""
+    ms = row["ms"]
+    graphs = any(name.startswith("ours_g pipelined") for name in ms)
+    ours, plain = ("ours_g ", "seq_g") if graphs else ("ours ", "seq")
+    found = {"none": 1e3 * ms[plain]} if plain in ms else {}
+    for name, value in ms.items():
+        if name.startswith(ours + "pipelined"):
+            found[str(Strategy.parse(name.removeprefix(ours)))] = 1e3 * value
+    return found
+
+
+def rows_of(document: dict[str, Any], profile: Profile) -> list[Row]:
+    """Every row that has times. Only strategies that were timed are open to the choice, so that its regret is known."""
+    made = []
+    for row in document["rows"]:
+        times = measured(row)
+        if not times:
+            continue
+        shape = shape_of(row, document["dtype"])
+        predicted = {name: predict(shape, Strategy.parse(name), profile).us for name in times}
+        chosen = str(choose(shape, profile, timed=tuple(times)).strategy)
+        made.append(Row(f"{row['kind']} {row['name']} {row['M']}", row["ranks"], chosen, times, predicted))
+    return made
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line a row: predicted / measured of every strategy, in microseconds, the chosen one marked."""
+    names = list(dict.fromkeys(name for row in rows for name in row.measured))
+    lines = []
+    for row in rows:
+        cells: dict[str, Any] = {"op": row.title, "TP": row.ranks}
+        for name in names:
+            if name in row.measured:
+                mark = "*" if name == row.chosen else ""
+                cells[name] = f"{row.predicted[name]:.0f} / {row.measured[name]:.0f} {row.errors[name]:+.1%}{mark}"
+        cells["regret"] = "-" if row.regret is None else f"{row.regret:.1%}"
+        cells["gain"] = "-" if row.gain is None else f"{row.gain:.2f}"
+        lines.append(cells)
+    return tabulate(lines, headers="keys", tablefmt="simple", missingval="-", disable_numparse=True)
+
+
+def summary(rows: Sequence[Row]) -> dict[str, float]:
+    """median and p90 of |error|, regret of the choice, and its gain on the plain way."""
+    off = sorted(abs(error) for row in rows for error in row.errors.values())
+    regrets = [row.regret for row in rows if row.regret is not None]
+    gains = [row.gain for row in rows if row.gain is not None]
+    return {
+        "rows": len(rows),
+        "times": len(off),
+        "median error": statistics.median(off) if off else 0.0,
+        "p90 error": off[min(len(off) - 1, int(0.9 * len(off)))] if off else 0.0,
+        "mean regret": statistics.mean(regrets) if regrets else 0.0,
+        "worst regret": max(regrets, default=0.0),
+        "least gain": min(gains, default=0.0),
+        "mean gain": statistics.geometric_mean(gains) if gains else 0.0,
+    }
+
+
+def said(rows: Sequence[Row]) -> str:
+    s = summary(rows)
+    return (
+        f"{s['times']} times of {s['rows']} rows: "
+        f"median |error| {s['median error']:.1%}, 90th percentile {s['p90 error']:.1%}; "
+        f"regret of the choice mean {s['mean regret']:.1%}, worst {s['worst regret']:.1%}; "
+        f"auto against the plain way mean {s['mean gain']:.2f}x, least {s['least gain']:.2f}x"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", help="stored tables of benchmarks.ops (default: docs/data/ops_*.json)")
+    parser.add_argument("--profile", help="a shipped profile's name, or a path (default: this machine's)")
+    parser.add_argument("--json", help="write rows and summary there")
+    flags = parser.parse_args(argv)
+    files = [Path(f) for f in flags.files] or sorted(DATA.glob("ops_*.json"))
+    if not files:
+        print(f"benchmarks.cost_model: no file given, and no ops_*.json in {DATA}", file=sys.stderr)
+        return 1
+    every: list[Row] = []
+    try:
+        for file in files:
+            document = json.loads(file.read_text())
+            if document.get("benchmark") != "ops":
+                raise ValueError(f"{file}: benchmark is {document.get('benchmark')!r}, expected 'ops'")
+            name = flags.profile or ("cpu" if document["device"] == "cpu" else "h200")
+            profile = load(name, document["ranks"])
+            rows = rows_of(document, profile)
+            every += rows
+            print(f"{file.name}: {document['ranks']} x {document['devices'][0]}, {document['date']}; profile {profile}")
+            print(f"{table(rows)}\n{said(rows)}\n")
+    except (OSError, ValueError, KeyError, UbOverlapError) as error:
+        print(f"benchmarks.cost_model: {error}", file=sys.stderr)
+        return 1
+    if len(files) > 1:
+        print(f"all: {said(every)}")
+    if flags.json:
+        found = [{**vars(row), "errors": row.errors, "regret": row.regret, "gain": row.gain} for row in every]
+        Path(flags.json).write_text(json.dumps({"benchmark": "cost_model", **summary(every), "rows": found}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""(shape, profile) -> the strategy that is predicted to be fastest, with a preference for the simpler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ..plan import NONE, Mode, Strategy
+from .predict import Prediction, candidates, predict
+from .profile import Profile
+from .shape import SiteShape
+
+MARGIN = 0.02
+MARGIN_US = 3.0
+"""What a more complicated strategy must save, as a share and in microseconds: predictions err by as much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`predictions`: by strategy, as text. `reason`: the reckoning in a sentence. `gain_us`: against the plain way."""
+
+    strategy: Strategy
+    predictions: dict[str, Prediction]
+    reason: str
+    gain_us: float
+
+
+def choose(
+    shape: SiteShape, profile: Profile, overlap_only: bool = False, chunks: int = 0, timed: tuple[str, ...] = ()
+) -> Choice:
+    """The cheapest strategy. `overlap_only`: of those that overlap (the plain way is still predicted). `chunks`: in so many
+    pieces if at all; 0: in any number. `timed`: of these alone, where any are given (for comparisons with measured times).
+
+    Strategies are met from the simplest to the most complicated (none, one piece, few pieces, many, stripes); one takes the
+    place of the best so far only if it saves MARGIN of its time and MARGIN_US.
+    """
+    return _choose(shape, profile, overlap_only, chunks, timed)
+
+
+@lru_cache(maxsize=1024)
+def _choose(shape: SiteShape, profile: Profile, overlap_only: bool, chunks: int, timed: tuple[str, ...]) -> Choice:
+    open_to = candidates(shape)
+    if chunks and not shape.bulk and len(open_to) > 1:
+        open_to = [NONE, Strategy(Mode.PIPELINED, chunks)]
+    if timed:
+        open_to = [NONE, *(s for s in open_to if s != NONE and str(s) in timed)]
+    found = {strategy: predict(shape, strategy, profile) for strategy in open_to}
+    if (overlap_only or (timed and str(NONE) not in timed)) and len(open_to) > 1:
+        open_to = open_to[1:]
+    best = open_to[0]
+    for strategy in open_to[1:]:
+        saved = found[best].us - found[strategy].us
+        if saved > max(MARGIN * found[best].us, MARGIN_US):
+            best = strategy
+    gain = found[NONE].us - found[best].us
+    return Choice(best, {str(s): p for s, p in found.items()}, _reason(found, best, profile), gain)
+
+
+def _reason(found: dict[Strategy, Prediction], best: Strategy, profile: Profile) -> str:
+    times = ", ".join(f"{s} {p.us:.0f}" for s, p in found.items())
+    saved = f"{best} saves {found[NONE].us - found[best].us:.0f}" if best != NONE else "nothing saves enough"
+    return f"predicted us by profile {profile}: {times}; {saved}"

@@ -1,0 +1,163 @@
+"""Plays programs against the clock: two queues a rank, events, flags, and what runs beside what.
+
+A rank's compute queue and its copy queue run at once. While bytes move in or out of a rank its matmul runs slower, while it
+multiplies its pushes do, and pushes to one rank at the same time share its port. Flags are the only thing that ties ranks
+together. Where all ranks do the same, one is played and its peers are taken to be exactly as far as itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .program import FlagName, Item, Work
+
+SHARE = 0.7
+"""n pushes to one rank at a time run at n ** -SHARE of their speed each: one copy engine alone does not fill a port."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contention:
+    """Slow-downs as factors from 1 on, and what it costs to meet."""
+
+    matmul: float
+    push: float
+    event_us: float
+    wait_us: float
+    arrive_us: float
+
+
+Times = list[tuple[float, float]]
+"""(begin, end) of every item, in microseconds from the begin of the call."""
+
+
+def play(programs: Sequence[Sequence[Item]], cost: Callable[[Work], float], contention: Contention) -> list[Times]:
+    """Times of every item of every program. ValueError if they wait for each other in a circle."""
+    return _Game(programs, cost, contention).run()
+
+
+class _Game:
+    """Queue q of the game is the compute queue (even) or the copy queue (odd) of rank q // 2."""
+
+    def __init__(self, programs: Sequence[Sequence[Item]], cost: Callable[[Work], float], contention: Contention) -> None:
+        self.programs, self.cost, self.with_ = programs, cost, contention
+        self.ranks = len(programs)
+        queues = 2 * self.ranks
+        self.lists = [[i for i, x in enumerate(programs[q // 2]) if x.copies == bool(q % 2)] for q in range(queues)]
+        self.head = [0] * queues
+        self.running = [-1] * queues  # the item that runs, -1 for none
+        self.blocked = [math.nan] * queues  # since when the head item waits
+        self.left = [0.0] * queues
+        self.speed = [1.0] * queues
+        self.since = [0.0] * queues
+        self.ends = [math.inf] * queues
+        self.times: list[Times] = [[(0.0, math.inf)] * len(p) for p in programs]
+        self.flags: set[tuple[int, FlagName]] = set()
+        self.moves = [0] * self.ranks  # pushes that arrive at a rank now
+        self.target = [-1] * self.ranks  # where a rank's push goes now
+
+    def run(self) -> list[Times]:
+        for q in range(len(self.lists)):
+            self.start(q, 0.0)
+        ends = self.ends
+        while True:
+            now = min(ends)
+            if now == math.inf:
+                break
+            self.finish(ends.index(now), now)
+        stuck = [self.programs[q // 2][x[self.head[q]]].text for q, x in enumerate(self.lists) if self.head[q] < len(x)]
+        if stuck:
+            raise ValueError(f"these steps wait for each other: {'; '.join(stuck)}")
+        return self.times
+
+    def start(self, q: int, now: float) -> None:
+        """Begin the queue's next item if nothing keeps it."""
+        if self.running[q] >= 0 or self.head[q] == len(self.lists[q]):
+            return
+        rank, place = q // 2, self.lists[q][self.head[q]]
+        item, times = self.programs[rank][place], self.times[rank]
+        latency = 0.0
+        for before in item.after:
+            if times[before][1] > now:
+                break
+            if self.programs[rank][before].copies != item.copies:
+                latency = self.with_.event_us
+        else:
+            missing = any((rank, flag) not in self.flags for flag in item.waits)
+            if not missing:
+                self.begin(q, rank, place, item, now, latency)
+                return
+        if math.isnan(self.blocked[q]):
+            self.blocked[q] = now
+
+    def begin(self, q: int, rank: int, place: int, item: Item, now: float, latency: float) -> None:
+        what, begun = item.work.what, now
+        if what == "wait":
+            if math.isnan(self.blocked[q]):
+                us = self.with_.wait_us
+            else:
+                begun = self.blocked[q]
+                us = max(self.with_.arrive_us, self.with_.wait_us - (now - begun))
+        else:
+            us = self.cost(item.work) + (self.with_.arrive_us if item.waits and not math.isnan(self.blocked[q]) else 0.0)
+        self.blocked[q] = math.nan
+        self.running[q] = place
+        self.times[rank][place] = (begun, math.inf)
+        self.left[q], self.since[q], self.speed[q] = us + latency, now, 1.0
+        self.ends[q] = now + us + latency
+        if what == "push":
+            target = (rank + item.work.peer) % self.ranks if self.ranks > 1 else rank
+            self.target[rank] = target
+            self.moves[target] += 1
+            self.traffic(target, now)
+            self.rate(rank, now)
+        elif what == "matmul":
+            self.rate(rank, now)
+
+    def finish(self, q: int, now: float) -> None:
+        rank, place = q // 2, self.running[q]
+        item = self.programs[rank][place]
+        self.times[rank][place] = (self.times[rank][place][0], now)
+        self.running[q], self.ends[q] = -1, math.inf
+        self.head[q] += 1
+        what = item.work.what
+        if what == "push":
+            target, self.target[rank] = self.target[rank], -1
+            self.moves[target] -= 1
+            self.traffic(target, now)
+            self.rate(rank, now)
+        elif what == "matmul":
+            self.rate(rank, now)
+        woken = {rank}
+        for flag in item.signals:
+            there = (rank + flag[1]) % self.ranks if self.ranks > 1 else rank
+            self.flags.add((there, flag))
+            woken.add(there)
+        for other in sorted(woken):
+            self.start(2 * other, now)
+            self.start(2 * other + 1, now)
+
+    def traffic(self, target: int, now: float) -> None:
+        """A push to `target` began or ended: it concerns the target's matmul and every push that goes there."""
+        for rank in range(self.ranks):
+            if rank == target or self.target[rank] == target:
+                self.rate(rank, now)
+
+    def rate(self, rank: int, now: float) -> None:
+        """Set the speeds of a rank's two queues for what runs now."""
+        compute, copy = 2 * rank, 2 * rank + 1
+        place = self.running[compute]
+        multiplies = place >= 0 and self.programs[rank][place].work.what == "matmul"
+        pushes = self.target[rank] >= 0
+        if multiplies:
+            self.set(compute, now, 1 / self.with_.matmul if pushes or self.moves[rank] else 1.0)
+        if pushes:
+            self.set(copy, now, 1 / ((self.with_.push if multiplies else 1.0) * max(1, self.moves[self.target[rank]]) ** SHARE))
+
+    def set(self, q: int, now: float, speed: float) -> None:
+        if self.running[q] < 0 or self.speed[q] == speed:
+            return
+        self.left[q] = max(0.0, self.left[q] - (now - self.since[q]) * self.speed[q])
+        self.since[q], self.speed[q] = now, speed
+        self.ends[q] = now + self.left[q] / speed

@@ -1,0 +1,169 @@
+"""(shape, strategy, profile) -> how long the site takes, and when each of its steps runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ..plan import NONE, Mode, Strategy
+from .curve import at, between
+from .matmul import matmul_us
+from .play import Contention, play
+from .profile import Profile
+from .program import Work, programs
+from .shape import SIZES, SiteShape
+
+STRIPES = (2, 4)
+LEAST_BLOCK = 128
+"""Rows of a shard's share of a stripe: libraries batch smaller blocks badly."""
+LEAST_ROWS = 8
+"""Candidates cut a product into no pieces of fewer rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Microseconds of one site by one strategy.
+
+    `matmul_us`: its whole matmuls alone. `communication_us`: its transfers alone. `timeline`: (queue, step, begin, end), of
+    rank 0.
+    """
+
+    us: float
+    matmul_us: float
+    communication_us: float
+    timeline: tuple[tuple[str, str, float, float], ...] = ()
+
+
+def candidates(shape: SiteShape) -> list[Strategy]:
+    """What could run the site, the plain way first."""
+    if shape.ranks == 1:
+        return [NONE]
+    if shape.bulk:
+        return [NONE, Strategy(Mode.BULK)]
+    ranks = shape.ranks
+    counts = {1, 2, ranks // 2, ranks, 2 * ranks} - {0}
+    rows = max((m[2] if m[3] else m[0] for m in shape.matmuls), default=shape.rows)
+    limit = ranks if shape.whole else max(1, rows // LEAST_ROWS)
+    found = [Strategy(Mode.PIPELINED, 0 if c == ranks else c) for c in sorted(counts) if c <= limit or c == 1]
+    if not shape.gathers and not shape.whole:
+        found += [Strategy(Mode.PIPELINED, c, striped=True) for c in STRIPES if c * ranks * LEAST_BLOCK <= rows]
+    return [NONE, *found]
+
+
+def predict(shape: SiteShape, strategy: Strategy, profile: Profile) -> Prediction:
+    """ValueError where the strategy cannot run the site."""
+    return _predict(shape, strategy, profile)
+
+
+@lru_cache(maxsize=4096)
+def _predict(shape: SiteShape, strategy: Strategy, profile: Profile) -> Prediction:
+    matmuls = [_whole_us(shape, profile, index) for index in range(len(shape.matmuls))]
+    if strategy == NONE:
+        return _plain(shape, profile, matmuls)
+    steps = profile.steps
+    made = programs(shape.key(strategy))
+    cost = _costs(shape, profile)
+    contention = Contention(1 + profile.matmul_beside, 1 + profile.push_beside, steps.event_us, steps.wait_us, steps.arrive_us)
+    times = play(made, cost, contention)
+    pushes = sum(cost(item.work) for item in made[0] if item.work.what in ("push", "flag"))
+    us = max(end for rank in times for _, end in rank)
+    # A piece's time comes from other measurements than the whole's: cutting never makes a product faster than its floor.
+    floor = max(sum(matmuls), sum(cost(item.work) for item in made[0] if item.work.what == "push"))
+    timeline = tuple(
+        ("COPY" if item.copies else "COMPUTE", item.text, begin, end)
+        for item, (begin, end) in zip(made[0], times[0], strict=True)
+    )
+    return Prediction(max(us, floor), sum(matmuls), pushes, timeline)
+
+
+def collective_us(shape: SiteShape, profile: Profile) -> float:
+    """Microseconds of the plain collective."""
+    if shape.ranks == 1:
+        return 0.0
+    found = between(profile.collectives[shape.collective], shape.ranks, shape.bytes_sent)
+    # Nothing measured: a ring at the port's speed.
+    return 15.0 + at(profile.push, shape.bytes_sent) if found is None else found
+
+
+def _plain(shape: SiteShape, profile: Profile, matmuls: list[float]) -> Prediction:
+    """The collective and the matmuls, one after the other."""
+    collective, at_us = collective_us(shape, profile), 0.0
+    work = [(f"matmul {i}", us) for i, us in enumerate(matmuls)]
+    steps = (
+        [(shape.collective, collective), *work]
+        if "gather" in shape.kind or shape.bulk
+        else [*work, (shape.collective, collective)]
+    )
+    timeline = []
+    for text, us in steps:
+        timeline.append(("COMPUTE", text, at_us, at_us + us))
+        at_us += us + profile.steps.gap_us
+    return Prediction(max(0.0, at_us - profile.steps.gap_us), sum(matmuls), collective, tuple(timeline))
+
+
+def _layout(shape: SiteShape, contracts: bool) -> str:
+    return "tn" if contracts else "nt"
+
+
+def _whole_us(shape: SiteShape, profile: Profile, index: int) -> float:
+    m, n, k, contracts = shape.matmuls[index]
+    return matmul_us(profile, shape.dtype, _layout(shape, contracts), m, n, k)
+
+
+def _costs(shape: SiteShape, profile: Profile) -> Callable[[Work], float]:
+    """What each piece of work takes at this shape."""
+    steps = profile.steps
+    fixed = {
+        "begin": steps.begin_us, "end": steps.end_us, "flag": steps.flag_us, "signal": steps.signal_us, "wait": steps.wait_us,
+    }  # fmt: skip
+    known: dict[Work, float] = {}
+
+    def cost(work: Work) -> float:
+        us = fixed.get(work.what)
+        if us is None:
+            us = known.get(work)
+            if us is None:
+                us = known[work] = _cost(shape, profile, work)
+        return us
+
+    return cost
+
+
+def _cost(shape: SiteShape, profile: Profile, work: Work) -> float:
+    size = work.share * shape.shard_bytes
+    match work.what:
+        case "push":
+            return at(profile.push, size)
+        case "copy":
+            return at(profile.copy, size)
+        case "reduce":
+            return at(profile.reduce, size * (work.pieces + 1))
+        case "matmul":
+            return _piece_us(shape, profile, work)
+        case "finish":
+            m, n, _, _ = shape.matmuls[work.index]
+            return at(profile.reduce, m * n * (4 + SIZES[shape.dtype]))
+        case "opaque":
+            return work.us
+    raise AssertionError(work)
+
+
+def _piece_us(shape: SiteShape, profile: Profile, work: Work) -> float:
+    """A matmul of some shards of the product: fewer rows, a shorter inner dim (contractions), or fewer columns (whole)."""
+    m, n, k, contracts = shape.matmuls[work.index]
+    part = work.share / shape.ranks
+    layout, pieces = _layout(shape, contracts), work.pieces
+    if shape.outer > 1 and part < 1:
+        pieces *= shape.outer
+    if contracts and part < 1:
+        us = matmul_us(profile, shape.dtype, layout, m, n, round(k * part))
+        # Accumulated in fp32: the sum is written so, and read again by every further piece.
+        more = m * n * (4 - SIZES[shape.dtype] + (4 if work.adds else 0))
+        return us + max(0.0, more / (profile.compute.memory_gbs * 1e3))
+    if shape.whole and not shape.gathers and not shape.bulk:
+        return matmul_us(profile, shape.dtype, layout, m, round(n * part), k)
+    rows, count = round(m * part / pieces), max(1, round(1 / part)) if part else 1
+    first = matmul_us(profile, shape.dtype, layout, rows, n, k, pieces)
+    # All pieces but one find the right operand where the one before left it; which one this is makes no difference here.
+    return (first + (count - 1) * matmul_us(profile, shape.dtype, layout, rows, n, k, pieces, True)) / count

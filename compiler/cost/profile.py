@@ -1,0 +1,284 @@
+"""What is known of a machine: plain numbers, read from JSON, checked field by field.
+
+`python -m ub_overlap calibrate` writes such a file (runtime/calibrate); profiles of an H200 and of the CPU executor ship with
+the package (profiles/*.json), so that a laptop can plan for an H200. Times are microseconds, sizes bytes, rates GB/s or
+TFLOP/s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+from ub_overlap.runtime.errors import OptionError
+
+from .curve import Curve
+
+FORMAT = "ub_overlap profile"
+VERSION = 1
+LAYOUTS = ("nt", "nn", "tn")
+"""nt: x @ w.t(), a Linear; nn: its input's gradient; tn: its weight's, x.t() @ y."""
+DTYPES = ("bfloat16", "float16", "float32", "float8")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+_AGAIN = "make it again: torchrun --nproc-per-node N -m ub_overlap calibrate"
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """The analytic model of a matmul: `units` work on tiles (rows, columns, efficiency) in waves; see matmul.py."""
+
+    units: int
+    tiles: tuple[tuple[int, int, float], ...]
+    tflops: Mapping[str, float]
+    """By dtype, of all units together."""
+    wave_us: float
+    launch_us: float
+    """From one matmul's end to the next one's begin."""
+    memory_gbs: float
+    layouts: Mapping[str, float]
+    """Time over that of "nt"."""
+    cache_mib: float = 0.0
+    """Last-level cache: an operand that fits stays for the next piece of the same product."""
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What the small steps of a call take."""
+
+    begin_us: float
+    """The call's first kernel."""
+    end_us: float
+    """Its last one: the signals that the slot was read."""
+    wait_us: float
+    """A wait for flags that are there."""
+    arrive_us: float
+    """From a flag's write to the end of the wait for it."""
+    flag_us: float
+    """A flag behind a push, on the copy queue."""
+    event_us: float
+    """From the end of a step to the begin of one on the other queue that waits for it."""
+    signal_us: float
+    """A flag written from the compute queue."""
+    gap_us: float
+    """Between a collective and a matmul, one after the other."""
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """Everything that the simulator needs; a pure value, named by its digest."""
+
+    name: str
+    """ "h200", "cpu", "analytic:<gpu>", or what calibration called it."""
+    key: Mapping[str, Any]
+    """What it was measured on; another machine's key differs."""
+    source: str
+    """Where the numbers come from, in words."""
+    compute: Compute
+    matmuls: tuple[tuple[str, str, int, int, int, float], ...]
+    """Measured: (layout, dtype, M, N, K, microseconds)."""
+    push: Curve
+    """Microseconds of one push to a peer, in a row of pushes."""
+    copy: Curve
+    """A local copy by the compute units, by bytes copied."""
+    reduce: Curve
+    """A reduction, by bytes read and written."""
+    collectives: Mapping[str, Mapping[int, Curve]]
+    """Plain collectives by ranks, by bytes that a rank sends."""
+    steps: Steps
+    matmul_beside: float
+    """Slow-down of a matmul beside traffic: 0.03 is 3% more time while it lasts."""
+    push_beside: float
+    """Slow-down of traffic beside a matmul."""
+    holes: tuple[str, ...] = ()
+    """What could not be measured and was taken from elsewhere."""
+    digest: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        text = json.dumps(_plain(self), sort_keys=True)
+        object.__setattr__(self, "digest", hashlib.sha256(text.encode()).hexdigest()[:16])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Profile) and other.digest == self.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.digest[:8]}"
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, "version": VERSION, **_plain(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, where: str) -> Profile:
+        """Reads a profile; OptionError names `where` (its file), the field, what it got and what it expected."""
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            raise _broken(where, "the whole file", str(error), "JSON") from error
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            got = found.get("format") if isinstance(found, dict) else type(found).__name__
+            raise _broken(where, "format", repr(got), repr(FORMAT), "give the path of a profile")
+        if found.get("version") != VERSION:
+            raise _broken(where, "version", repr(found.get("version")), repr(VERSION))
+        return _Reader(found, where).profile()
+
+
+def _plain(p: Profile) -> dict[str, Any]:
+    """A profile as JSON values."""
+    return {
+        "name": p.name,
+        "source": p.source,
+        "key": dict(p.key),
+        "compute": {
+            "units": p.compute.units,
+            "tiles": [list(t) for t in p.compute.tiles],
+            "tflops": dict(p.compute.tflops),
+            "wave_us": p.compute.wave_us,
+            "launch_us": p.compute.launch_us,
+            "memory_gbs": p.compute.memory_gbs,
+            "layouts": dict(p.compute.layouts),
+            "cache_mib": p.compute.cache_mib,
+        },
+        "steps": {name: getattr(p.steps, name) for name in Steps.__slots__},
+        "beside": {"matmul": p.matmul_beside, "push": p.push_beside},
+        "push": _points(p.push),
+        "copy": _points(p.copy),
+        "reduce": _points(p.reduce),
+        "collectives": {k: {str(r): _points(c) for r, c in v.items()} for k, v in p.collectives.items()},
+        "matmuls": [[*row[:5], float(row[5])] for row in p.matmuls],
+        "holes": list(p.holes),
+    }
+
+
+def _points(curve: Curve) -> list[list[float]]:
+    return [[float(size), float(us)] for size, us in curve]
+
+
+class _Reader:
+    """Takes a profile out of parsed JSON."""
+
+    def __init__(self, found: dict[str, Any], where: str) -> None:
+        self.found, self.where = found, where
+
+    def profile(self) -> Profile:
+        compute, beside = self.part("compute"), self.part("beside")
+        return Profile(
+            name=self.text("name"),
+            key=self.part("key"),
+            source=self.text("source"),
+            compute=Compute(
+                units=round(self.number(compute, "compute.units", 1)),
+                tiles=self.tiles(compute),
+                tflops=self.named(compute, "compute.tflops", DTYPES, "bfloat16"),
+                wave_us=self.number(compute, "compute.wave_us"),
+                launch_us=self.number(compute, "compute.launch_us"),
+                memory_gbs=self.number(compute, "compute.memory_gbs", 1e-3),
+                layouts=self.named(compute, "compute.layouts", LAYOUTS, "nt"),
+                cache_mib=self.number(compute, "compute.cache_mib"),
+            ),
+            matmuls=self.matmuls(),
+            push=self.curve(self.found.get("push"), "push"),
+            copy=self.curve(self.found.get("copy"), "copy"),
+            reduce=self.curve(self.found.get("reduce"), "reduce"),
+            collectives=self.collectives(),
+            steps=Steps(**{name: self.number(self.part("steps"), f"steps.{name}") for name in Steps.__slots__}),
+            matmul_beside=self.number(beside, "beside.matmul"),
+            push_beside=self.number(beside, "beside.push"),
+            holes=tuple(map(str, self.found.get("holes") or ())),
+        )
+
+    def part(self, name: str) -> dict[str, Any]:
+        found = self.found.get(name)
+        if not isinstance(found, dict):
+            raise self.bad(name, found, "an object")
+        return found
+
+    def text(self, name: str) -> str:
+        found = self.found.get(name)
+        if not isinstance(found, str) or not found:
+            raise self.bad(name, found, "a text")
+        return found
+
+    def number(self, where: Mapping[str, Any], name: str, least: float = 0.0) -> float:
+        found = where.get(name.rpartition(".")[2])
+        if not _is_number(found) or found < least:
+            raise self.bad(name, found, f"a number of at least {least:g}")
+        return float(found)
+
+    def named(self, where: Mapping[str, Any], name: str, names: tuple[str, ...], needed: str) -> dict[str, float]:
+        found = where.get(name.rpartition(".")[2])
+        if not isinstance(found, dict) or needed not in found or not set(found) <= set(names):
+            raise self.bad(name, found, f"numbers by name: {needed}, and perhaps others of {', '.join(names)}")
+        return {key: self.number(found, f"{name}.{key}", 1e-6) for key in sorted(found)}
+
+    def tiles(self, compute: Mapping[str, Any]) -> tuple[tuple[int, int, float], ...]:
+        found = compute.get("tiles")
+        if not isinstance(found, list) or not found:
+            raise self.bad("compute.tiles", found, "a list of [rows, columns, efficiency]")
+        for number, tile in enumerate(found):
+            if not isinstance(tile, list) or len(tile) != 3 or not all(_is_number(x) and x > 0 for x in tile):
+                raise self.bad(f"compute.tiles[{number}]", tile, "[rows, columns, efficiency], all above 0")
+        return tuple((int(m), int(n), float(e)) for m, n, e in found)
+
+    def curve(self, found: Any, name: str) -> Curve:
+        if not isinstance(found, list) or not found:
+            raise self.bad(name, found, "a list of [bytes, microseconds]")
+        last = 0.0
+        for number, point in enumerate(found):
+            if not isinstance(point, list) or len(point) != 2 or not all(_is_number(x) and x > 0 for x in point):
+                raise self.bad(f"{name}[{number}]", point, "[bytes, microseconds], both above 0")
+            if point[0] <= last:
+                raise self.bad(f"{name}[{number}]", point, f"more bytes than the point before, {last:g}")
+            last = point[0]
+        return rising((float(x), float(y)) for x, y in found)
+
+    def collectives(self) -> dict[str, dict[int, Curve]]:
+        found = self.part("collectives")
+        out: dict[str, dict[int, Curve]] = {}
+        for kind in COLLECTIVES:
+            curves = found.get(kind)
+            if not isinstance(curves, dict):
+                raise self.bad(f"collectives.{kind}", curves, "curves by number of ranks")
+            for ranks in curves:
+                if not ranks.isdigit() or int(ranks) < 2:
+                    raise self.bad(f"collectives.{kind}", ranks, "a number of ranks from 2 on, as text")
+            by_ranks = sorted(curves, key=int)
+            out[kind] = {int(r): self.curve(curves[r], f"collectives.{kind}.{r}") for r in by_ranks}
+        return out
+
+    def matmuls(self) -> tuple[tuple[str, str, int, int, int, float], ...]:
+        found = self.found.get("matmuls")
+        if not isinstance(found, list):
+            raise self.bad("matmuls", found, "a list of [layout, dtype, M, N, K, microseconds]")
+        for number, row in enumerate(found):
+            good = isinstance(row, list) and len(row) == 6 and row[0] in LAYOUTS and row[1] in DTYPES
+            if not good or not all(_is_number(x) and x > 0 for x in row[2:]):
+                raise self.bad(
+                    f"matmuls[{number}]", row, f"[one of {'/'.join(LAYOUTS)}, one of {'/'.join(DTYPES)}, M, N, K, microseconds]"
+                )
+        return tuple((a, t, int(m), int(n), int(k), float(us)) for a, t, m, n, k, us in found)
+
+    def bad(self, name: str, got: Any, expected: str) -> OptionError:
+        text = repr(got)
+        return _broken(self.where, name, text if len(text) <= 80 else text[:77] + "...", expected)
+
+
+def rising(points: Any) -> Curve:
+    """Points whose time never falls with size: noise must not make more bytes cheaper."""
+    out: list[tuple[float, float]] = []
+    for size, us in points:
+        out.append((size, max(us, out[-1][1]) if out else us))
+    return tuple(out)
+
+
+def _is_number(x: Any) -> TypeGuard[float]:
+    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def _broken(where: str, name: str, got: str, expected: str, fix: str = _AGAIN) -> OptionError:
+    return OptionError(what=f"bad profile: field {name!r}", where=where, got=got, expected=expected, fix=fix)

@@ -1,0 +1,177 @@
+"""A rank's schedule as the executor issues it: items on two queues, each with what it costs to look up.
+
+As csrc/cuda/executor.cpp does it: one kernel begins the call and makes all waits for free slots; neighbouring waits are one
+kernel, neighbouring local copies one launch; the last kernel tells the peers that the slot was read.
+
+Costs are looked up by `Work`, which knows no sizes, only shares of a shard: one program serves every shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from ub_overlap.runtime.schedule.builders import build_all
+from ub_overlap.runtime.schedule.effects import show
+from ub_overlap.runtime.schedule.steps import (
+    Copy,
+    Finish,
+    Flag,
+    FlagKind,
+    Key,
+    Matmul,
+    Opaque,
+    Queue,
+    Reduce,
+    Region,
+    Schedule,
+    Signal,
+    Step,
+    Wait,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """`what`: "begin", "end", "matmul", "push", "flag", "copy", "reduce", "finish", "wait", "signal" or "opaque".
+
+    `share`: shards it covers (matmul: of its product; a contraction: of what it reads). `index`: consumer or term of a matmul.
+    `pieces`: blocks of a matmul that do not lie together; sources of a reduction. `adds`: to what is there. `peer`: ranks
+    from here to where a push goes. `us`: of an opaque step.
+    """
+
+    what: str
+    share: float = 0.0
+    index: int = 0
+    pieces: int = 1
+    adds: bool = False
+    peer: int = 0
+    us: float = 0.0
+
+
+FlagName = tuple[FlagKind, int, int]
+"""A flag by kind, ranks from its writer to where it lies, and index: the same word under rotation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One step of a queue. `after`: items that must have ended. `waits` and `signals`: flags, seen from this rank."""
+
+    copies: bool
+    work: Work
+    after: tuple[int, ...] = ()
+    waits: tuple[FlagName, ...] = ()
+    signals: tuple[FlagName, ...] = ()
+    text: str = ""
+
+
+@lru_cache(maxsize=512)
+def programs(key: Key) -> tuple[tuple[Item, ...], ...]:
+    """One program a rank; a single one where every rank does the same but for where it stands in the ring."""
+    made = [_program(schedule) for schedule in build_all(key)]
+    shapes = {tuple(replace(item, text="") for item in program) for program in made}
+    return (made[0],) if len(shapes) == 1 else tuple(made)
+
+
+def _program(schedule: Schedule) -> tuple[Item, ...]:
+    rank, ranks = schedule.rank, schedule.key.ranks
+    items: list[Item] = [Item(False, Work("begin"), text="begin")]
+    events: dict[int, int] = {}
+    ended: dict[int, tuple[Region, Region]] = {}  # local copies by item, which a neighbour may join
+    copying = False
+
+    def name(flag: Flag) -> FlagName:
+        return (flag.kind, (flag.rank - flag.source) % ranks, flag.index)
+
+    for step in schedule.steps:
+        after = tuple(events[event] for event in step.after)
+        copies = step.queue is Queue.COPY
+        if isinstance(step, Wait) and step.back:
+            continue  # made by the call's first kernel
+        if isinstance(step, Signal) and not copies and step.flag.kind is FlagKind.DONE:
+            if items[-1].work.what != "end":
+                items.append(Item(False, Work("end"), after, text="end"))
+            continue
+        if copies and not copying:
+            copying, after = True, (*after, 0)
+        last, before = items[-1], ended.get(len(items) - 1)
+        if isinstance(step, Wait) and not copies and last.work.what == "wait" and not last.copies and not after:
+            items[-1] = replace(last, waits=(*last.waits, name(step.flag)), text=f"{last.text}, {show(step)}")
+        elif (
+            isinstance(step, Copy)
+            and not copies
+            and (before := ended.get(len(items) - 1))
+            and not after
+            and _joins(before, step)
+        ):
+            work = replace(last.work, share=last.work.share + _share(step.src))
+            items[-1] = replace(last, work=work, text=f"{last.text}, {show(step)}")
+            ended[len(items) - 1] = (step.src, step.dst)
+        else:
+            waits = tuple(name(w.flag) for w in _waits(step) if not w.back)
+            signals = tuple(name(s.flag) for s in _signals(step))
+            items.append(Item(copies, _work(step, rank, schedule.key), after, waits, signals, show(step)))
+            if isinstance(step, Copy) and not copies:
+                ended[len(items) - 1] = (step.src, step.dst)
+        if step.record is not None:
+            events[step.record] = len(items) - 1
+    return tuple(items)
+
+
+def _waits(step: Step) -> tuple[Wait, ...]:
+    match step:
+        case Wait():
+            return (step,)
+        case Matmul():
+            return step.gates
+        case Opaque():
+            return step.waits
+    return ()
+
+
+def _signals(step: Step) -> tuple[Signal, ...]:
+    match step:
+        case Signal():
+            return (step,)
+        case Opaque():
+            return step.signals
+    return ()
+
+
+def _work(step: Step, rank: int, key: Key) -> Work:
+    match step:
+        case Copy():
+            if step.queue is Queue.COMPUTE:
+                return Work("copy", _share(step.src))
+            return Work("push", _share(step.src), peer=(step.dst.rank - rank) % key.ranks)
+        case Signal():
+            return Work("flag" if step.queue is Queue.COPY else "signal")
+        case Wait():
+            return Work("wait")
+        case Matmul():
+            contracts = bool(key.contracts) and key.contracts[step.index]
+            parts = step.reads if contracts else step.writes
+            # A bulk op's matmul is whole; its one write is all of its result.
+            share = float(key.ranks) if key.kind.startswith("bulk_") else sum(map(_share, parts))
+            pieces = len(step.writes) if key.striped else 1
+            return Work("matmul", share, step.index, pieces, step.accumulate)
+        case Reduce():
+            return Work("reduce", _share(step.dst), pieces=len(step.srcs))
+        case Finish():
+            return Work("finish", index=step.index)
+        case Opaque():
+            return Work("opaque", us=step.cost_us)
+    raise TypeError(f"no cost for {show(step)}")
+
+
+def _share(region: Region) -> float:
+    return float(region.hi - region.lo)
+
+
+def _joins(before: tuple[Region, Region], step: Copy) -> bool:
+    """Does a local copy lie behind the one before, in source and in destination, so that both are one launch?"""
+    for old, new in zip(before, (step.src, step.dst), strict=True):
+        along = (old.shard == new.shard and old.hi == new.lo) or (old.shard + 1 == new.shard and old.hi == 1 and new.lo == 0)
+        if old.buf is not new.buf or not along:
+            return False
+    return True

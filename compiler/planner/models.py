@@ -1,0 +1,181 @@
+"""Decoder blocks with tensor and sequence parallelism, as DTensor users write them.
+
+Legend: R ranks, B batch, S sequence (S/R a rank between the parallel regions), D hidden, H query heads, d width of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from ub_overlap.runtime.errors import OptionError
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What is planned. `gated`: SwiGLU, RMSNorm, rotary positions, no biases (Llama); else GELU, LayerNorm and biases (GPT)."""
+
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    seq: int
+    tp: int
+    batch: int = 1
+    layers: int = 1
+    dtype: str = "bf16"
+    gated: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "ffn", "heads", "kv_heads", "seq", "tp", "batch", "layers"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise _refused(name, value, "an integer of at least 1")
+        if self.tp < 2:
+            raise _refused("tp", self.tp, "at least 2 ranks: one has nobody to talk to")
+        if self.dtype not in DTYPES:
+            raise _refused("dtype", self.dtype, " or ".join(DTYPES))
+        if self.hidden % self.heads:
+            raise _refused("hidden", self.hidden, f"a multiple of heads={self.heads}")
+        if self.gated and self.hidden // self.heads % 2:
+            raise _refused("hidden", self.hidden, "heads of an even size, for rotary positions")
+        if self.heads % self.kv_heads:
+            raise _refused("heads", self.heads, f"a multiple of kv_heads={self.kv_heads}")
+        for name in ("ffn", "heads", "kv_heads", "seq"):
+            if getattr(self, name) % self.tp:
+                raise _refused(name, getattr(self, name), f"a multiple of tp={self.tp}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+
+def _refused(name: str, got: Any, expected: str) -> OptionError:
+    return OptionError(
+        what=f"this block cannot be planned: {name}", where=f"--{name.replace('_', '-')}", got=str(got), expected=expected
+    )
+
+
+MODELS = {
+    "llama-8b": Sizes(hidden=4096, ffn=14336, heads=32, kv_heads=8, seq=8192, tp=8),
+    "llama-70b": Sizes(hidden=8192, ffn=28672, heads=64, kv_heads=8, seq=8192, tp=8),
+    "gpt3-175b": Sizes(hidden=12288, ffn=49152, heads=96, kv_heads=96, seq=2048, tp=8, gated=False),
+}
+
+
+def named(name: str, **changes: Any) -> Sizes:
+    """The sizes of a known model, with changes. OptionError for another name."""
+    if name not in MODELS:
+        raise OptionError(what="unknown model", where="--model", got=name, expected=f"one of {', '.join(MODELS)}")
+    return replace(MODELS[name], **changes)
+
+
+class Attention(nn.Module):
+    """[B, S, D] -> [B, S, D], causal."""
+
+    def __init__(self, s: Sizes) -> None:
+        super().__init__()
+        few, bias = s.kv_heads * s.head_dim, not s.gated
+        self.head_dim, self.rotary = s.head_dim, s.gated
+        self.wq, self.wk, self.wv = (nn.Linear(s.hidden, n, bias=bias) for n in (s.hidden, few, few))
+        self.wo = nn.Linear(s.hidden, s.hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (w(x).view(batch, length, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        if self.rotary:
+            q, k = rotate(q), rotate(k)
+        if (repeat := q.shape[1] // k.shape[1]) > 1:
+            k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(out.transpose(1, 2).reshape(batch, length, -1))
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Rotary positions, halves form. [B, H, S, d] -> the same."""
+    half = x.shape[-1] // 2
+    frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float32, device=x.device) / half)
+    angle = torch.arange(x.shape[-2], dtype=torch.float32, device=x.device)[:, None] * frequency
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+class FeedForward(nn.Module):
+    """[B, S, D] -> [B, S, D]."""
+
+    def __init__(self, s: Sizes) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(s.hidden, s.ffn, bias=not s.gated)
+        self.w2 = nn.Linear(s.ffn, s.hidden, bias=not s.gated)
+        self.w3 = nn.Linear(s.hidden, s.ffn, bias=False) if s.gated else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x) if self.w3 is not None else F.gelu(self.w1(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """[B, S/R, D] of this rank -> the same."""
+
+    def __init__(self, s: Sizes) -> None:
+        super().__init__()
+        norm = nn.RMSNorm if s.gated else nn.LayerNorm
+        self.attention_norm, self.attention = norm(s.hidden, eps=1e-5), Attention(s)
+        self.ffn_norm, self.feed_forward = norm(s.hidden, eps=1e-5), FeedForward(s)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x + self.attention(self.attention_norm(x))
+        return h + self.feed_forward(self.ffn_norm(h))
+
+
+class Blocks(nn.Module):
+    """`layers` blocks, one after the other."""
+
+    def __init__(self, s: Sizes) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(s) for _ in range(s.layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def parallel_blocks(s: Sizes, mesh: DeviceMesh) -> nn.Module:
+    """The blocks as DTensors over `mesh`: sequence-parallel norms, column- then row-parallel layers."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPES[s.dtype])  # a fake module cannot be cast afterwards
+    try:
+        blocks = Blocks(s)
+    finally:
+        torch.set_default_dtype(before)
+    gathered = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    plan: dict[str, ParallelStyle] = {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
+    plan |= {"attention": gathered, "feed_forward": gathered}
+    plan |= {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
+    plan |= {f"feed_forward.{name}": ColwiseParallel() for name in (("w1", "w3") if s.gated else ("w1",))}
+    plan |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in ("attention.wo", "feed_forward.w2")}
+    for block in blocks.layers:
+        parallelize_module(block, mesh, plan)
+    return blocks
+
+
+def block_input(s: Sizes) -> Tensor:
+    """This rank's share of the hidden states, [B, S/R, D], that a gradient goes back through."""
+    return torch.zeros(s.batch, s.seq // s.tp, s.hidden, dtype=DTYPES[s.dtype], requires_grad=True)

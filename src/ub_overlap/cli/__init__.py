@@ -1,0 +1,34 @@
+"""The command line: one file a verb, each with `add(verbs, as_json)`, which adds its parser and the function that runs it.
+
+Verbs import what they need when they run, so that `--version` and `report` load no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ub_overlap import __version__
+from ub_overlap.runtime.errors import UbOverlapError
+
+from . import calibrate, cfg, info, plan, stored
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command line and returns its exit code. SystemExit(2) with a message for bad usage."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ub_overlap", description="Hides tensor-parallel communication behind matmuls."
+    )
+    parser.add_argument("--version", action="version", version=f"ub_overlap {__version__}")
+    as_json = argparse.ArgumentParser(add_help=False)
+    as_json.add_argument("--json", action="store_true", help="print JSON")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for verb in (info, stored, calibrate, plan, cfg):
+        verb.add(verbs, as_json)
+    flags = parser.parse_args(argv)
+    try:
+        return flags.run(flags)
+    except UbOverlapError as error:
+        print(error, file=sys.stderr)
+        return 1

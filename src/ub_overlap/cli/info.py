@@ -1,0 +1,53 @@
+"""`info`: what is installed here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from typing import Any
+
+from ub_overlap import __version__
+from ub_overlap.runtime import plan_store
+
+
+def info() -> dict[str, Any]:
+    """What is installed. `problem` is None, or why the package cannot run here. Imports torch and the extension."""
+    facts: dict[str, Any] = {
+        "ub_overlap": __version__,
+        "python": platform.python_version(),
+        "torch": None,
+        "extension": None,
+        "cuda_devices": 0,
+        "reports": str(plan_store.directory()),
+        "problem": None,
+    }
+    try:
+        import torch
+
+        facts["torch"] = str(torch.__version__)
+        facts["cuda_devices"] = torch.cuda.device_count()
+        from ub_overlap.runtime import ops
+
+        facts["extension"] = ops.load().build_info()
+    except Exception as error:  # noqa: BLE001  (whatever keeps the package from running is what this command is for)
+        facts["problem"] = f"{type(error).__name__}: {error}"
+    return facts
+
+
+def show_info(*, as_json: bool) -> int:
+    facts = info()
+    if as_json:
+        print(json.dumps(facts))
+    else:
+        width = max(map(len, facts))
+        for key, value in facts.items():
+            if isinstance(value, dict):
+                value = ", ".join(f"{k} {v}" for k, v in value.items())
+            print(f"{key:<{width}}  {'none' if value is None else value}")
+    return 1 if facts["problem"] else 0
+
+
+def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
+    parser = verbs.add_parser("info", parents=[as_json], help="versions, the extension, CUDA")
+    parser.set_defaults(run=lambda flags: show_info(as_json=flags.json))

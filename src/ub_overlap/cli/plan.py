@@ -1,0 +1,57 @@
+"""`plan`: the predicted step of a tensor-parallel block, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+SIZES = {
+    "hidden": "width of the model", "ffn": "width of the feed-forward layer", "heads": "query heads",
+    "kv_heads": "key/value heads (default: heads)", "seq": "tokens of a sequence, over all ranks", "tp": "ranks",
+    "batch": "sequences (default 1)", "layers": "blocks, one after the other (default 1)",
+}  # fmt: skip
+NEEDED = ("hidden", "ffn", "heads", "seq", "tp")
+
+
+def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
+    parser = verbs.add_parser("plan", parents=[as_json], help="the predicted step of a block, site by site; needs no GPU")
+    parser.add_argument("--model", help="llama-8b, llama-70b or gpt3-175b; sizes given beside it replace its own")
+    for name, text in SIZES.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
+    parser.add_argument("--dtype", help="bf16 (default), fp16 or fp32")
+    parser.add_argument("--ungated", action="store_true", help="GELU, LayerNorm and biases (GPT) instead of SwiGLU and RMSNorm")
+    parser.add_argument("--profile", default="h200", help="a shipped profile (h200, cpu) or a file (default: h200)")
+    parser.add_argument("--min-bytes", type=int, metavar="N", help="the option min_bytes=")
+    parser.add_argument("--backward-keeps", choices=("gathered", "shard"), default="gathered", help="the option save=")
+    parser.add_argument("--rules", metavar="FILE", help="the option rules=: JSON or YAML, or a tp_comm_overlap_cfg")
+    parser.add_argument("--plan", metavar="FILE", help="the option plan=: a saved plan whose strategies are forced")
+    parser.add_argument("--save", metavar="FILE", help="write the plan; options={'plan': FILE} loads it")
+    parser.add_argument("--timeline", metavar="FILE", help="write the predicted steps of all sites: JSON for Perfetto, or .png")
+    parser.set_defaults(run=lambda flags: run(flags, parser))
+
+
+def run(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Prints the step; exit code 0. SystemExit(2) where sizes are missing, OptionError where they cannot be."""
+    given: dict[str, Any] = {name: value for name in (*SIZES, "dtype") if (value := getattr(flags, name)) is not None}
+    if flags.ungated:
+        given["gated"] = False
+    missing = [f"--{name}" for name in NEEDED if name not in given]
+    if not flags.model and missing:
+        parser.error(f"give --model, or {', '.join(missing)}")
+    from ub_overlap.compiler.options import parse
+    from ub_overlap.compiler.planner.models import Sizes, named
+    from ub_overlap.compiler.planner.step import plan_step
+
+    if not flags.model:
+        given.setdefault("kv_heads", given["heads"])
+    sizes = named(flags.model, **given) if flags.model else Sizes(**given)
+    options: dict[str, Any] = {"save": flags.backward_keeps, "profile": flags.profile}
+    options |= {name: value for name in ("rules", "plan", "min_bytes") if (value := getattr(flags, name)) is not None}
+    step = plan_step(sizes, parse(options, frozenset())[0])
+    if flags.save:
+        Path(flags.save).write_text(step.saved_plan())
+    if flags.timeline:
+        step.timeline(flags.timeline)
+    print(step.to_json() if flags.json else step)
+    return 0

@@ -1,0 +1,92 @@
+"""Calibration on CPU ranks: it ends in time, and what it writes is a profile of this machine that is then used."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from ub_overlap.compiler.cost import SiteShape, choose, load
+from ub_overlap.runtime.calibrate import machine, matmuls
+
+PACE = 120
+
+
+def calibrate(ranks: int, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
+    return subprocess.run(
+        [*launch, "--rdzv-endpoint", "localhost:0", "-m", "ub_overlap", "calibrate", "--device", "cpu", *arguments],
+        cwd=folder,
+        env={**os.environ, "UB_OVERLAP_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"},
+        text=True,
+        capture_output=True,
+        timeout=PACE,
+        check=False,
+    )
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    done = calibrate(2, tmp_path, "--quick")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = (tmp_path / "profiles").glob("*.json")
+    assert str(path) in done.stdout and "whole calls: median error" in done.stdout
+    assert "[" in done.stderr and "100%" in done.stderr and "matmuls" in done.stderr
+    profile = load(path)
+    assert dict(profile.key) == json.loads(json.dumps(machine.key("cpu", 2)))
+    assert profile.holes == () and "measured" in profile.source
+    assert len(profile.matmuls) == len(matmuls.points(False, True))
+    assert all(set(curves) == {2} for curves in profile.collectives.values())
+    assert profile.matmuls != load("cpu").matmuls and profile.push != load("cpu").push
+    shape = SiteShape("matmul_reduce_scatter", 2, "float32", ((4096, 512, 512, False),), 4096, 512)
+    assert all(p.us > 0 for p in choose(shape, profile).predictions.values())
+
+
+def test_out_file_and_no_cache(tmp_path: Path) -> None:
+    done = calibrate(3, tmp_path, "--quick", "--out", str(tmp_path / "mine.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert load(tmp_path / "mine.json").key["ranks"] == 3
+    assert not (tmp_path / "profiles").exists()
+
+
+def test_outside_of_torchrun(tmp_path: Path) -> None:
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, "-m", "ub_overlap", "calibrate", "--device", "cpu"],
+        cwd=tmp_path,
+        env=clean,
+        text=True,
+        capture_output=True,
+        timeout=PACE,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "torchrun --nproc-per-node N -m ub_overlap calibrate" in done.stderr
+
+
+def test_a_probe_that_fails_leaves_a_hole(tmp_path: Path) -> None:
+    """One probe that raises on all ranks: named, filled from the shipped profile, and the rest is measured."""
+    program = tmp_path / "failing.py"
+    program.write_text(
+        "import sys\n"
+        "from ub_overlap.runtime.calibrate import traffic\n"
+        "def fails(*_):\n    raise RuntimeError('no collectives today')\n"
+        "traffic.collectives = fails\n"
+        "from ub_overlap.__main__ import main\n"
+        f"sys.exit(main(['calibrate', '--quick', '--device', 'cpu', '--out', {str(tmp_path / 'out.json')!r}]))\n"
+    )
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    done = subprocess.run(
+        [*launch, "--rdzv-endpoint", "localhost:0", str(program)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        text=True,
+        capture_output=True,
+        timeout=PACE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    profile = load(tmp_path / "out.json")
+    assert [hole.partition(":")[0] for hole in profile.holes] == ["collectives"] and "no collectives today" in profile.holes[0]
+    assert profile.collectives == load("cpu").collectives
+    assert profile.matmuls != load("cpu").matmuls

@@ -1,0 +1,109 @@
+"""The choice in the compiler: what is chosen, what is said, and that all ranks must rest on one profile."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+
+from tests.compiler.work import decisions_of, plans_of, world_name
+from tests.harness.ranks import RankPool
+from tests.models.compare import uncached
+from ub_overlap.compiler.cost import load
+from ub_overlap.compiler.plan import Mode, Plan, Reason
+
+AUTO: dict[str, Any] = {"overlap": "auto", "inner": "aot_eager", "min_bytes": 0}
+
+
+def gather_mm(rows: int, cols: int, wide: int) -> tuple[Any, tuple[Tensor, Tensor]]:
+    name = world_name()
+    inputs = (torch.zeros(rows, cols, dtype=torch.bfloat16), torch.zeros(cols, wide, dtype=torch.bfloat16))
+    return (lambda x, w: funcol.all_gather_tensor(x, 0, name) @ w), inputs
+
+
+def decided(rank: int, world: int, options: dict[str, Any], sizes: tuple[int, int, int], dynamic: bool | None) -> list[Plan]:
+    function, inputs = gather_mm(*sizes)
+    with torch.no_grad():
+        return plans_of(function, inputs, options, dynamic)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_auto_weighs_and_says_so(pool2: RankPool, dynamic: bool | None) -> None:
+    """A site that an H200 would overlap, on a machine that is none; with dynamic shapes by the sizes it was traced with."""
+    plans = pool2.run(decided, {**AUTO, "profile": "h200"}, (512, 512, 512), dynamic, timeout=120)
+    assert len({plan.digest for (plan,) in plans}) == 1
+    for (plan,) in plans:
+        (site,) = plan.decisions
+        predicted = dict(site.predicted)
+        assert set(predicted) >= {"none", "pipelined", "pipelined:chunks=1"} and all(us > 0 for us in predicted.values())
+        assert plan.profile == str(load("h200")) and plan.profile in site.detail and "predicted us" in site.detail
+        best = min(predicted, key=predicted.__getitem__)
+        assert predicted[str(site.strategy)] <= 1.03 * predicted[best] + 5
+        assert (site.reason is Reason.NO_GAIN) == (site.strategy.mode is Mode.NONE)
+        assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_profile_is_part_of_the_plan(pool2: RankPool, tmp_path: Path) -> None:
+    """The same decisions by another profile are another plan; where no choice was made there is none to name."""
+    found = json.loads(load("h200").to_json())
+    found["source"] = "another day"
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(found))
+    sizes = (512, 512, 512)
+    one, other, forced = (
+        pool2.run(decided, options, sizes, None, timeout=120)[0][0]
+        for options in ({**AUTO, "profile": "h200"}, {**AUTO, "profile": str(path)}, {**AUTO, "overlap": "force"})
+    )
+    assert one.decisions[0].strategy == other.decisions[0].strategy
+    assert one.digest != other.digest
+    assert forced.profile == "" and forced.decisions[0].predicted == () and str(forced.decisions[0].strategy) == "pipelined"
+
+
+def forced_by_profile(rank: int, world: int) -> list[str]:
+    """Strategies under "force": in the best predicted form where a profile is given, in the asked number of pieces always."""
+    function, inputs = gather_mm(8, 64, 64)
+    force = {**AUTO, "overlap": "force", "profile": "h200"}
+    with torch.no_grad():
+        return [
+            str(d.strategy)
+            for options in (force, {**force, "chunks": 4}, {**force, "plan": {"*": "pipelined:chunks=8"}})
+            for d in decisions_of(function, inputs, options)
+        ]
+
+
+def test_force(pool2: RankPool) -> None:
+    """An H200 would leave this site alone; forced, it is best done in one piece."""
+    for strategies in pool2.run(forced_by_profile, timeout=120):
+        assert strategies == ["pipelined:chunks=1", "pipelined:chunks=4", "pipelined:chunks=8"]
+
+
+def with_two_profiles(rank: int, world: int, paths: list[str]) -> str:
+    """The error of a first call for which the ranks used different profiles."""
+    name = world_name()
+    function = lambda x, w: funcol.all_gather_tensor(x, 0, name) @ w  # noqa: E731
+    options = {"overlap": "force", "inner": "aot_eager", "profile": paths[rank]}
+    with torch.no_grad(), uncached():
+        try:
+            torch.compile(function, backend="ub_overlap", options=options)(torch.randn(8, 64), torch.randn(64, 48))
+        except Exception as error:  # noqa: BLE001 (torch may wrap it; the text goes to the test)
+            return f"{type(getattr(error, 'inner_exception', error)).__name__}: {error}"
+    return ""
+
+
+def test_ranks_with_different_profiles_are_told(pool2: RankPool, tmp_path: Path) -> None:
+    found = json.loads(load("h200").to_json())
+    paths = []
+    for rank in range(2):
+        found["source"] = f"rank {rank}"
+        paths.append(str(tmp_path / f"{rank}.json"))
+        Path(paths[-1]).write_text(json.dumps(found))
+    for error in pool2.run(with_two_profiles, paths, timeout=120):
+        assert error.startswith("PlanMismatchError")
+        for path in paths:
+            assert f"device profile {load(path)}" in error
+    pool2.close()  # its group is poisoned now; the next test gets a new one

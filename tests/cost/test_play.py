@@ -1,0 +1,156 @@
+"""The simulator against schedules that are small enough to work out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.cost.machine import MIB, PLAIN
+from ub_overlap.compiler.cost.play import SHARE, Contention, play
+from ub_overlap.compiler.cost.predict import predict
+from ub_overlap.compiler.cost.program import Item, Work, programs
+from ub_overlap.compiler.cost.shape import SiteShape
+from ub_overlap.compiler.plan import NONE, Strategy
+from ub_overlap.runtime.schedule.builders import build_all
+from ub_overlap.runtime.schedule.steps import FlagKind, Key
+
+FREE = Contention(matmul=1.0, push=1.0, event_us=0.0, wait_us=0.0, arrive_us=0.0)
+
+
+def strategy(text: str) -> Strategy:
+    return Strategy.parse(text)
+
+
+def gather(ranks: int, mib: float, us: float) -> SiteShape:
+    """Shards of `mib` MiB; a product that takes `us` microseconds (less launches) as a whole."""
+    rows, cols = ranks * 1024, int(mib * 512)
+    n = int(us * 1e9 / (2 * rows * cols))
+    return SiteShape("all_gather_matmul", ranks, "bfloat16", ((rows, n, cols, False),), rows, cols)
+
+
+def scatter(ranks: int, mib: float, us: float) -> SiteShape:
+    rows, cols = ranks * 1024, int(mib * 512)
+    k = int(us * 1e9 / (2 * rows * cols))
+    return SiteShape("matmul_reduce_scatter", ranks, "bfloat16", ((rows, cols, k, False),), rows, cols)
+
+
+def test_plain_way_is_the_sum() -> None:
+    shape = gather(2, 8, 100)
+    product = predict(shape, NONE, PLAIN).matmul_us
+    assert product == pytest.approx(101, rel=0.03)
+    assert predict(shape, NONE, PLAIN).us == pytest.approx(product + 16)
+
+
+def test_gather_behind_its_matmul() -> None:
+    """2 ranks, the matmul is long: own half beside the push, then the other half: nothing is seen but one more launch."""
+    shape = gather(2, 8, 100)
+    found = predict(shape, strategy("pipelined"), PLAIN)
+    assert found.us == pytest.approx(found.matmul_us + 1)
+    assert found.communication_us == pytest.approx(8)
+
+
+def test_gather_that_the_matmul_cannot_hide() -> None:
+    """The push of 80 us ends long after the own half; the other half is what is seen beside it."""
+    shape = gather(2, 80, 20)
+    found = predict(shape, strategy("pipelined"), PLAIN)
+    assert found.us == pytest.approx(80 + (found.matmul_us + 1) / 2)
+    whole = predict(shape, strategy("pipelined:chunks=1"), PLAIN)
+    assert whole.us == pytest.approx(80 + found.matmul_us)
+
+
+def test_scatter() -> None:
+    """The shard for the peer is made first and pushed beside the own half; then both are read and one is written."""
+    shape = scatter(2, 8, 100)
+    found = predict(shape, strategy("pipelined"), PLAIN)
+    assert found.us == pytest.approx(found.matmul_us + 1 + 3 * 8)
+    late = predict(scatter(2, 80, 20), strategy("pipelined"), PLAIN)
+    assert late.us == pytest.approx((late.matmul_us + 1) / 2 + 80 + 3 * 80)
+
+
+def test_bulk() -> None:
+    """All pushes beside the matmul, then one copy of the own shard and one of each peer's."""
+    shape = SiteShape("bulk_all_gather", 2, "bfloat16", ((1000, 1000, 50000, False),), 8 * MIB, 1)
+    found = predict(shape, strategy("bulk"), PLAIN)
+    assert found.matmul_us == pytest.approx(101)
+    assert found.us == pytest.approx(101 + 2 * 8)
+
+
+def test_slow_down_lasts_as_long_as_the_traffic() -> None:
+    """A matmul of 100 us beside 30 us of traffic at 1.5: it does 20 us' worth in these, and the other 80 at full speed."""
+    items = [Item(False, Work("matmul", 1.0)), Item(True, Work("push", 1.0))]
+    costs = {"matmul": 100.0, "push": 30.0}
+    (times,) = play([items], lambda work: costs[work.what], replace(FREE, matmul=1.5))
+    assert times == [(0.0, pytest.approx(110.0)), (0.0, pytest.approx(30.0))]
+    (times,) = play([items], lambda work: costs[work.what], replace(FREE, push=2.0))
+    assert times == [(0.0, pytest.approx(100.0)), (0.0, pytest.approx(60.0))]
+
+
+def test_pushes_to_one_rank_share_its_port() -> None:
+    """Ranks 0 and 1 both push to rank 2 from the begin; rank 2 to nobody."""
+    items = [[Item(True, Work("push", 1.0, peer=2))], [Item(True, Work("push", 1.0, peer=1))], []]
+    times = play(items, lambda _: 10.0, FREE)
+    assert [end for rank in times for _, end in rank] == [pytest.approx(10 * 2**SHARE)] * 2
+
+
+def test_events_flags_and_waits() -> None:
+    """rank 0 pushes after its matmul, and signals; rank 1 waits. What it costs to meet is added once each."""
+    flag = (FlagKind.READY, 1, 0)
+    first = [
+        Item(False, Work("matmul")),
+        Item(True, Work("push", peer=1), after=(0,)),
+        Item(True, Work("flag"), signals=(flag,)),
+    ]
+    second = [Item(False, Work("wait"), waits=(flag,)), Item(False, Work("reduce"))]
+    costs = {"matmul": 10.0, "push": 5.0, "flag": 1.0, "reduce": 3.0}
+    with_costs = replace(FREE, event_us=2.0, wait_us=0.5, arrive_us=4.0)
+    one, two = play([first, second], lambda work: costs[work.what], with_costs)
+    assert one == [(0, 10), (10, 17), (17, 18)]
+    assert two == [(0, 22), (22, 25)]
+
+
+def test_a_circle_is_an_error() -> None:
+    waits = [Item(False, Work("wait"), waits=((FlagKind.READY, 1, 0),), text="for ever")]
+    with pytest.raises(ValueError, match="for ever"):
+        play([waits, waits], lambda _: 1.0, FREE)
+
+
+KEYS = [
+    Key("all_gather_matmul", 4, 0, (False,)),
+    Key("all_gather_matmul", 4, 8, (False, True), keep=True),
+    Key("all_gather_matmul", 4, 0, (True,)),
+    Key("matmul_reduce_scatter", 4, 0, terms=2),
+    Key("matmul_reduce_scatter", 4, 2, terms=1, striped=True),
+    Key("matmul_all_reduce", 3, 0, terms=1),
+    Key("bulk_all_reduce", 4, 0, terms=1),
+]
+
+
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_one_rank_stands_for_all(key: Key) -> None:
+    """Where programs are equal but for where they stand in the ring, playing one gives what playing all gives."""
+    (one,) = programs(key)
+    costs = {"matmul": 10.0, "push": 7.0, "copy": 2.0, "reduce": 3.0}
+
+    def cost(work: Work) -> float:
+        return costs.get(work.what, 1.0) * (work.share or 1.0)
+
+    alone = play([one], cost, FREE)[0]
+    for times in play([one] * key.ranks, cost, FREE):
+        assert times == [(pytest.approx(begin), pytest.approx(end)) for begin, end in alone]
+
+
+def test_every_step_is_played() -> None:
+    """No matmul, push or reduction is lost on the way from a schedule to a program."""
+    from ub_overlap.runtime.schedule.steps import Copy, Matmul, Queue, Reduce
+
+    for key in KEYS:
+        for schedule, program in zip(build_all(key), programs(key), strict=False):
+            works = [item.work.what for item in program]
+            pushes = [s for s in schedule.steps if isinstance(s, Copy) and s.queue is Queue.COPY]
+            assert works.count("matmul") == sum(isinstance(s, Matmul) for s in schedule.steps)
+            assert works.count("reduce") == sum(isinstance(s, Reduce) for s in schedule.steps)
+            assert works.count("push") == len(pushes)
+            assert sum(item.work.share for item in program if item.work.what == "push") == sum(
+                float(s.src.hi - s.src.lo) for s in pushes
+            )

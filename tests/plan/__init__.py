@@ -1,0 +1,1 @@
+"""Rules, imported configurations, saved plans, plans made ahead, predictions in reports."""

@@ -1,0 +1,184 @@
+"""Plans made ahead: the same sites as a compilation has, sane sums, and a saved plan that compiling obeys."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import symbolic_trace
+
+from tests.compiler.work import decisions_of
+from tests.harness.ranks import RankPool
+from ub_overlap.cli import main
+from ub_overlap.compiler.planner.models import MODELS, Sizes, block_input, named, parallel_blocks
+from ub_overlap.compiler.planner.rest import rest_of
+from ub_overlap.runtime.errors import OptionError
+
+SMALL = Sizes(hidden=64, ffn=128, heads=8, kv_heads=4, seq=32, tp=2, batch=2, dtype="fp32")
+
+
+def run(*arguments: str, code: int = 0, cwd: Path | None = None) -> Any:
+    """`python -m ub_overlap plan ... --json` in a process of its own, as its JSON (the error's text where it fails)."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ub_overlap", "plan", *arguments, "--json"],
+        text=True, capture_output=True, timeout=120, check=False, cwd=cwd,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    return json.loads(done.stdout) if code == 0 else done.stderr
+
+
+def flags(s: Sizes) -> list[str]:
+    names = ("hidden", "ffn", "heads", "kv_heads", "seq", "tp", "batch", "layers", "dtype")
+    pairs = [(f"--{n.replace('_', '-')}", str(getattr(s, n))) for n in names]
+    return [x for pair in pairs for x in pair] + ([] if s.gated else ["--ungated"])
+
+
+def test_a_large_model_on_this_machine(tmp_path: Path) -> None:
+    """From a folder without the checkout; sums of the 70B block, whose compute was measured at 9.3 ms on one of 8 H200s."""
+    step = run("--model", "llama-70b", "--profile", "h200", "--timeline", "step.json", cwd=tmp_path)
+    sites = step["sites"]
+    assert [(s["phase"], s["kind"]) for s in sites] == [
+        (phase, kind) for phase in ("forward", "backward") for kind in ("all_gather_matmul", "matmul_reduce_scatter") * 2
+    ]
+    by_id = {s["id"]: s for s in sites}
+    assert by_id["forward.0"]["module"] == "layers.0.attention.wq"
+    assert by_id["forward.0"]["work"]["matmuls"] == [[8192, 1024, 8192, False], *[[8192, 128, 8192, False]] * 2]
+    both = [[8192, 3584, 8192, False], [8192, 3584, 8192, True]]
+    assert sorted(by_id["backward.0"]["work"]["matmuls"]) == both, "the weight's gradient contracts"
+    for s in sites:
+        assert s["bytes"] == 7 * 8192 * 1024 * 2
+        assert s["choice"] == s["strategy"] and s["predicted_us"]["none"] >= s["matmul_us"] + s["communication_us"] - 0.01
+        assert s["gain_us"] == pytest.approx(s["predicted_us"]["none"] - s["predicted_us"][s["choice"]], abs=0.01)
+    totals = step["totals"]
+    assert totals["none_us"] == pytest.approx(sum(s["predicted_us"]["none"] for s in sites), abs=0.1)
+    assert totals["chosen_us"] == pytest.approx(sum(s["predicted_us"][s["choice"]] for s in sites), abs=0.1)
+    assert 0 < totals["hidden"] < 1
+    events = [e for e in json.loads((tmp_path / "step.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert {e["cat"] for e in events} == set(by_id)
+    end = max(e["ts"] + e["dur"] for e in events)
+    assert end == pytest.approx(totals["chosen_us"], rel=0.02), "site after site"
+    compute = totals["matmul_us"] + sum(step["step"]["rest_us"].values())
+    assert compute == pytest.approx(9290, rel=0.15)
+    assert step["step"]["none_us"] == pytest.approx(13060, rel=0.15), "compiled without overlap, measured"
+
+
+def test_sizes_beside_a_model_and_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = ["--seq", "1024", "--tp", "4", "--layers", "2", "--backward-keeps", "shard"]
+    assert main(["plan", "--model", "llama-8b", "--profile", "h200", "--json", *wanted]) == 0
+    step = json.loads(capsys.readouterr().out)
+    modules = {s["module"].split(".")[1] for s in step["sites"]}
+    assert modules == {"0", "1"} and step["block"]["seq"] == 1024
+    assert {s["ranks"] for s in step["sites"]} == {4}
+    assert len(step["sites"]) == 2 * (4 + 6), "the shard is gathered again in backward"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--hidden", "64"], "--ffn, --heads, --seq, --tp"),
+        (["--model", "llama-9b"], "expected: llama-8b"),
+        (["--model", "llama-8b", "--tp", "3"], "a multiple of tp=3"),
+        (["--model", "llama-8b", "--tp", "1"], "at least 2 ranks"),
+        (["--model", "llama-8b", "--dtype", "fp8"], "bf16 or fp16 or fp32"),
+        (["--model", "llama-8b", "--profile", "/nowhere/h900.json"], "h900"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_planned(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):  # bad usage, not bad sizes
+        assert main(["plan", *arguments]) == 1
+    text = " ".join(capsys.readouterr().err.split()).replace("expected: one of", "expected:")
+    assert said in text
+
+
+def test_a_plan_of_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "plan.json")
+    sizes = flags(replace(SMALL, tp=4))
+    assert main(["plan", *sizes, "--save", path]) == 0
+    assert main(["plan", *sizes, "--plan", path]) == 0
+    assert main(["plan", *flags(SMALL), "--plan", path]) == 1
+    error = capsys.readouterr().err
+    assert "the first site that differs is forward.0" in error and path in error and "field ranks" in error
+    assert "ranks=2 in the graph" in error and "ranks=4 in the plan" in error and "Traceback" not in error
+
+
+def test_planning_needs_a_process_of_its_own(pool2: RankPool) -> None:
+    for text in pool2.run(plan_beside_a_group):
+        assert "planning needs a process without a process group" in text and "gloo group of 2 ranks" in text
+
+
+def plan_beside_a_group(rank: int, world: int) -> str:
+    from ub_overlap.compiler.options import Options
+    from ub_overlap.compiler.planner.trace import trace
+
+    try:
+        trace(SMALL, Options())
+    except RuntimeError as e:
+        return str(e)
+    return ""
+
+
+def compiled(rank: int, world: int, sizes: Sizes, path: str, inner: str) -> list[tuple[str, str, str, str]]:
+    torch.manual_seed(3)
+    blocks = parallel_blocks(sizes, DeviceMesh("cpu", torch.arange(world), mesh_dim_names=("tp",)))
+    x = torch.randn(block_input(sizes).shape, requires_grad=True)
+    options = {"overlap": "force", "inner": inner, "plan": path, "on_miss": "error"}
+    found = decisions_of(blocks, (x,), options)
+    return [(d.id, d.kind.value, str(d.strategy), d.module) for d in found]
+
+
+@pytest.mark.parametrize(("gated", "inner"), [(True, "inductor"), (False, "aot_eager")])
+def test_a_saved_plan_is_what_compiling_the_block_gives(pool2: RankPool, tmp_path: Path, gated: bool, inner: str) -> None:
+    """Also with forced strategies, so that they cannot agree by being the default."""
+    sizes, path = replace(SMALL, gated=gated), str(tmp_path / "plan.json")
+    forced = tmp_path / "rules.json"
+    forced.write_text(
+        '[{"kind": "matmul_*", "strategy": "pipelined:stripes=2"}, {"kind": "all_gather*", "strategy": "pipelined:chunks=2R"}]'
+    )
+    step = run(*flags(sizes), "--profile", "cpu", "--save", path, "--rules", str(forced))
+    planned = [(s["id"], s["kind"], s["strategy"], s["module"]) for s in step["sites"]]
+    assert {s for _, _, s, _ in planned} >= {"pipelined:stripes=2", "pipelined:chunks=4"}
+    for found in pool2.run(compiled, sizes, path, inner):
+        assert found == planned
+
+
+def test_known_models() -> None:
+    assert {name: (s.hidden, s.ffn, s.heads, s.kv_heads) for name, s in MODELS.items()} == {
+        "llama-8b": (4096, 14336, 32, 8), "llama-70b": (8192, 28672, 64, 8), "gpt3-175b": (12288, 49152, 96, 96),
+    }  # fmt: skip
+    assert named("gpt3-175b", seq=4096).seq == 4096
+    with pytest.raises(OptionError, match="hidden"):
+        replace(SMALL, hidden=60)
+
+
+def test_the_rest_counts_each_kernel_once() -> None:
+    """relu(x) + 1, a matmul, and three elementwise nodes behind it: two kernels."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = torch.ops.aten.mm.default(torch.ops.aten.add.Tensor(torch.ops.aten.relu.default(x), 1), w)
+        z = torch.ops.aten.view.default(y, [8, 4, 16])
+        torch.ops.aten.bmm.default(z, torch.ops.aten.view.default(w, [8, 16, 1]))
+        return torch.ops.aten.add.Tensor(torch.ops.aten.neg.default(z), torch.ops.aten.sin.default(z))
+
+    graph = symbolic_trace(function).graph
+    x, w = torch.randn(32, 8), torch.randn(8, 16)
+    values: dict[Any, Any] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            values[node] = x if node.name == "x" else w
+        elif node.op == "call_function":
+            values[node] = node.target(*torch.fx.node.map_arg(node.args, lambda n: values[n]))
+        if node in values:
+            node.meta["val"] = values[node]
+    rest = rest_of(graph, set())
+    assert rest.matmuls == (("float32", 32, 16, 8), ("float32", 32, 1, 16))
+    assert sorted(rest.kernels) == [2 * 32 * 8 * 4, 2 * 32 * 16 * 4]
+    assert rest.attention == ()

@@ -1,0 +1,196 @@
+"""Rules: what they match, what they refuse, and what they make of a graph."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compiler.work import FORCE, build, check, decisions_of
+from tests.harness.ranks import RankPool
+from ub_overlap.compiler.options import Options, parse
+from ub_overlap.compiler.plan import Mode, Strategy
+from ub_overlap.compiler.rules import Place, Unmatched, forced_by_rules, parse_rules
+from ub_overlap.runtime.errors import OptionError
+
+NAMES: frozenset[str] = frozenset()
+LLAMA = "tests.models.dtensor_llama"
+
+
+def place(**changes: Any) -> Place:
+    base: dict[str, Any] = {
+        "id": "forward.0", "phase": "forward", "kinds": ("all_gather", "all_gather_matmul"),
+        "modules": ("layers.0.attention.wq", "layers.0.attention"), "ranks": 8,
+    }  # fmt: skip
+    return Place(**{**base, **changes})
+
+
+@pytest.mark.parametrize(
+    ("rule", "matches"),
+    [
+        ({}, True),
+        ({"module": "layers.0.attention.wq"}, True),
+        ({"module": "layers.0"}, True),
+        ({"module": "layers.1"}, False),
+        ({"module": "*.wq"}, True),
+        ({"module": "wq"}, False),
+        ({"module": ["*.w9", "layers.*.attention"]}, True),
+        ({"module": "attention"}, False),
+        ({"kind": "all_gather"}, True),
+        ({"kind": "all_gather_matmul"}, True),
+        ({"kind": "matmul_*"}, False),
+        ({"phase": "forward"}, True),
+        ({"phase": "backward"}, False),
+        ({"module": "layers.0", "kind": "all_gather*", "phase": "forward"}, True),
+        ({"module": "layers.1", "kind": "all_gather*", "phase": "forward"}, False),
+    ],
+    ids=str,
+)
+def test_matching(rule: dict[str, Any], matches: bool) -> None:
+    (parsed,) = parse_rules([{**rule, "strategy": "bulk"}])
+    assert parsed.matches(place()) is matches
+
+
+def test_a_module_at_the_root_is_anywhere() -> None:
+    (rule,) = parse_rules([{"module": "*.wq", "strategy": "none"}])
+    assert rule.matches(place(modules=("wq",)))
+    assert not rule.matches(place(modules=("xwq",)))
+    assert not rule.matches(place(modules=()))
+
+
+def test_last_matching_rule_wins_and_auto_gives_back() -> None:
+    rules = parse_rules(
+        [
+            {"strategy": "none"},
+            {"module": "layers.0", "strategy": "pipelined:chunks=R/2"},
+            {"module": "*.wk", "strategy": "auto"},
+            {"phase": "backward", "strategy": "bulk"},
+        ]
+    )
+    forced = forced_by_rules(rules, place())
+    assert forced is not None and forced.strategy == Strategy(Mode.PIPELINED, 4)
+    assert forced.by == "rule 2 (module layers.0)"
+    assert forced_by_rules(rules, place(modules=("layers.0.attention.wk",))) is None
+    assert str(forced_by_rules(rules, place(phase="backward")).strategy) == "bulk"  # type: ignore[union-attr]
+    assert str(forced_by_rules(rules, place(modules=("layers.5",))).strategy) == "none"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "strategy"),
+    [
+        ("pipelined:chunks=R/2", 8, "pipelined:chunks=4"),
+        ("pipelined:chunks=R/2", 3, "pipelined:chunks=1"),
+        ("pipelined:chunks=2R", 6, "pipelined:chunks=12"),
+        ("bulk:chunks=R", 2, "bulk:chunks=2"),
+        ("pipelined:stripes=4", 8, "pipelined:stripes=4"),
+    ],
+)
+def test_chunks_of_ranks(text: str, ranks: int, strategy: str) -> None:
+    (rule,) = parse_rules([{"strategy": text}])
+    assert str(rule.strategy_for(ranks)) == strategy
+
+
+@pytest.mark.parametrize(
+    ("value", "field", "got", "expected"),
+    [
+        (7, "rules", "7", "a list of rules"),
+        ({"layers": 1}, "rules", "layers", "a list of rules"),
+        (["none"], "rules[0]", "none", "a dict with strategy"),
+        ([{"module": "a"}], "rules[0].strategy", "nothing", "auto, none, pipelined"),
+        ([{"strategy": "fast"}], "rules[0].strategy", "fast", "auto, none, pipelined"),
+        ([{"strategy": "bulk:stripes=2"}], "rules[0].strategy", "bulk:stripes=2", "auto, none, pipelined"),
+        ([{"strategy": "none"}, {"strategy": "pipelined:chunks=R/3"}], "rules[1].strategy", "R/3", "R/2"),
+        ([{"strategy": "none", "kind": "gather"}], "rules[0].kind", "gather", "all_gather_matmul"),
+        ([{"strategy": "none", "phase": "back"}], "rules[0].phase", "back", "'forward' or 'backward'"),
+        ([{"strategy": "none", "module": 3}], "rules[0].module", "3", "a glob of module paths"),
+        ([{"strategy": "none", "modules": "a"}], "rules[0].modules", "a", "one of the fields module"),
+        ("/nowhere/rules.json", "rules", "/nowhere/rules.json", "a readable JSON or YAML file"),
+    ],
+    ids=str,
+)
+def test_bad_rules_name_field_got_and_expected(value: Any, field: str, got: str, expected: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        parse({"rules": value}, NAMES)
+    error = caught.value
+    assert f"{field}=" in error.got and got in error.got and expected in error.expected
+
+
+def test_a_bad_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rules.json"
+    path.write_text('[{"strategy": "fast"}]')
+    with pytest.raises(OptionError, match="rules.json, field rules\\[0\\].strategy"):
+        parse({"rules": str(path)}, NAMES)
+    path.write_text("[{")
+    with pytest.raises(OptionError, match="rules.json") as caught:
+        parse({"rules": path}, NAMES)
+    assert caught.value.expected == "JSON"
+
+
+def test_rules_are_part_of_the_cache_key() -> None:
+    one, two = (parse({"rules": [{"strategy": s}]}, NAMES)[0] for s in ("none", "bulk"))
+    assert len({one.key(), two.key(), Options().key()}) == 3
+    assert parse({"rules": [r.to_dict() for r in one.rules]}, NAMES)[0] == one
+
+
+def told(unmatched: Unmatched, phase: str, patterns: list[str], rules: list[dict[str, Any]]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        unmatched.check(phase, [place(phase=phase, id=f"{phase}.0")], patterns, parse_rules(rules))
+    return [str(w.message) for w in caught]
+
+
+def test_what_matches_nothing_is_told_once() -> None:
+    unmatched = Unmatched()
+    (text,) = told(unmatched, "forward", ["forward.7", "forward.*", "backward.9"], [{"module": "lyers", "strategy": "none"}])
+    assert "plan pattern 'forward.7'" in text and "rule 1 (module lyers)" in text
+    assert "forward.*" not in text and "backward.9" not in text
+    assert "layers.0.attention.wq" in text, "says what there is"
+    assert told(unmatched, "forward", ["forward.7"], [{"module": "lyers", "strategy": "none"}]) == []
+    (text,) = told(unmatched, "backward", ["backward.9"], [{"module": "layers", "phase": "forward", "strategy": "none"}])
+    assert "backward.9" in text and "rule" not in text
+
+
+STRIPES = [
+    {"kind": "matmul_*", "strategy": "pipelined:stripes=2"},
+    {"module": "*.w2", "phase": "forward", "strategy": "pipelined:stripes=3"},
+    {"module": "*.wo", "kind": "all_gather*", "strategy": "pipelined:chunks=2R"},
+]
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_stripes_by_rules_compute_the_same(pool2: RankPool, inner: str) -> None:
+    """Sequence-parallel Llama block: numbers of outputs and gradients, and which rule decided which site."""
+    options = {"overlap": "force", "inner": inner, "rules": STRIPES, "plan": {"backward.3": "pipelined"}}
+    for outcome in check(pool2, LLAMA, {"sequence": True}, options):
+        by_site = {d["id"]: (d["strategy"], d["detail"]) for d in outcome.decisions}
+        assert by_site["forward.1"] == (
+            "pipelined:stripes=2", "pipelined:stripes=2 forced by rule 1 (kind matmul_*)",
+        )  # fmt: skip
+        assert by_site["forward.3"][0] == "pipelined:stripes=3" and "rule 2 (module *.w2; forward)" in by_site["forward.3"][1]
+        assert by_site["forward.0"] == ("pipelined", "")
+        assert by_site["backward.1"][0] == "pipelined:stripes=2"
+        assert by_site["backward.2"][0] == "pipelined:chunks=4" and "rule 3" in by_site["backward.2"][1]
+        assert by_site["backward.3"] == ("pipelined", "pipelined forced by the plan ('backward.3')"), "the plan wins"
+
+
+def test_stripes_of_an_all_reduce(pool2: RankPool) -> None:
+    options = {**FORCE, "rules": [{"kind": "matmul_all_reduce", "strategy": "pipelined:stripes=2"}]}
+    for outcome in check(pool2, LLAMA, {"sequence": False}, options):
+        assert {d["strategy"] for d in outcome.decisions if d["kind"] == "matmul_all_reduce"} == {"pipelined:stripes=2"}
+
+
+def illegal(rank: int, world: int) -> list[tuple[str, str | None, str]]:
+    case = build(rank, world, "tests.models.megatron", {"dims": 2})
+    options = {**FORCE, "rules": [{"strategy": "pipelined:stripes=2"}, {"phase": "backward", "strategy": "none"}]}
+    found = decisions_of(case.module, case.inputs, options)
+    return [(str(d.strategy), d.reason.value if d.reason else None, d.detail) for d in found]
+
+
+def test_illegal_stripes_leave_a_site_alone(pool2: RankPool) -> None:
+    for gather, scatter, *backward in pool2.run(illegal):
+        assert gather[:2] == ("none", "strategy_illegal")
+        assert "shards are gathered" in gather[2] and "rule 1 (any site)" in gather[2]
+        assert scatter[:2] == ("pipelined:stripes=2", None)
+        assert backward == [("none", "disabled_by_user", "rule 2 (backward) says none")] * 2
