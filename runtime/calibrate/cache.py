@@ -48,8 +48,10 @@ def found(key: dict[str, Any]) -> tuple[list[tuple[int, Path]], list[str]]:
     """([(ranks, file)] of profiles of the machine of `key`, why others of the same GPU are not), both in order of names."""
     mine: list[tuple[int, Path]] = []
     others: list[str] = []
-    folder = directory()
-    for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
+    paths: list[Path] = []
+    with contextlib.suppress(OSError):  # a directory that is not there, or not ours to read
+        paths = sorted(directory().glob("*.json"))
+    for path in paths:
         try:
             theirs = json.loads(path.read_text())["key"]
             differ = same_machine(key, theirs)
