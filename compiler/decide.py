@@ -18,7 +18,8 @@ from .describe import groups_of, place_of, row, work_of
 from .merge import MERGED
 from .options import Options
 from .plan import NONE, Decision, Kind, Mode, Plan, Reason, Strategy
-from .rules import UNMATCHED, Forced, Place, forced_by_rules
+from .rule import Forced, Place
+from .rules import UNMATCHED, forced_by_rules
 from .saved import fit
 from .sites import Bulk, Candidate, Gather, Miss, Reduction, find
 from .sites.collectives import Op

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from .cost.of_site import Hints, shape_of_site
 from .plan import Work
-from .rules import Place
+from .rule import Place
 from .sites import Bulk, Candidate, Gather, Reduction
 from .sites.sizes import Size
 from .sites.values import dtype_of, shape_of, tensor_of

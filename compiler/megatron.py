@@ -21,7 +21,7 @@ from typing import Any
 from ub_overlap.runtime.errors import OptionError
 
 from .plan import MAX_CHUNKS
-from .rules import Rule, refused
+from .rule import Rule, refused
 
 LAYERS: dict[str, tuple[str, ...]] = {
     "qkv": (

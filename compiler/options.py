@@ -19,7 +19,8 @@ from ub_overlap.runtime.errors import OptionError
 
 from .cost.load import load
 from .plan import MAX_CHUNKS, Strategy
-from .rules import Forced, Rule, parse_rules
+from .rule import Forced, Rule
+from .rules import parse_rules
 from .saved import SavedGraph, parse_plan
 
 DEFAULT_MIN_BYTES = 1 << 20

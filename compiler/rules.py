@@ -18,93 +18,15 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ub_overlap.runtime.errors import OptionError
-
+from .megatron import is_cfg, read_text, rules_of
 from .plan import Kind, Strategy
+from .rule import AUTO, PHASES, STRATEGIES, Forced, Place, Rule, refused, resolved
 
-AUTO = "auto"
-PHASES = ("forward", "backward")
-STRATEGIES = (
-    "auto, none, pipelined, bulk, pipelined:chunks=N, pipelined:stripes=N or bulk:chunks=N (N of chunks: also R, R/2, 2R)"
-)
-_OF_RANKS = re.compile(r"((?:pipelined|bulk):chunks=)(R/2|2R|R)\Z")
 _FIELDS = ("module", "kind", "phase", "strategy", "optional")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """What rules and plans see of a site before it is decided."""
-
-    id: str
-    phase: str
-    kinds: tuple[str, ...]
-    """What it may be called: the plain collective, and the site it makes with its matmuls if it makes one."""
-    modules: tuple[str, ...]
-    ranks: int
-    dtype: str = ""
-    input: str = ""
-    """Shape of the collective's input, "[8, 64]"."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """One rule; see the top of this file."""
-
-    strategy: str
-    module: tuple[str, ...] = ("*",)
-    kind: str = "*"
-    phase: str = ""
-    optional: bool = False
-    """No warning where it matches nothing."""
-
-    def matches(self, place: Place) -> bool:
-        if self.phase not in ("", place.phase) or not any(fnmatchcase(k, self.kind) for k in place.kinds):
-            return False
-        return self.module == ("*",) or any(_within(path, glob) for path in place.modules for glob in self.module)
-
-    def strategy_for(self, ranks: int) -> Strategy | None:
-        """What it forces in a group of `ranks`; None for "auto"."""
-        if self.strategy == AUTO:
-            return None
-        return Strategy.parse(_resolved(self.strategy, ranks))
-
-    def to_dict(self) -> dict[str, Any]:
-        module = self.module[0] if len(self.module) == 1 else list(self.module)
-        out: dict[str, Any] = {"module": module, "kind": self.kind, "phase": self.phase, "strategy": self.strategy}
-        return {k: v for k, v in out.items() if v not in ("", "*")} | ({"optional": True} if self.optional else {})
-
-    def __str__(self) -> str:
-        module = f"module {', '.join(self.module)}" if self.module != ("*",) else ""
-        kind = f"kind {self.kind}" if self.kind != "*" else ""
-        return "; ".join(part for part in (module, kind, self.phase) if part) or "any site"
-
-
-@dataclass(frozen=True, slots=True)
-class Forced:
-    """A strategy that the user asked for, and where: "rule 2 (module ...)", "the plan ('backward.*')"."""
-
-    strategy: Strategy
-    by: str
-
-
-def _within(path: str, glob: str) -> bool:
-    """Does `glob` take the module `path` or one that holds it?"""
-    parts = path.split(".")
-    above = (".".join(parts[: i + 1]) for i in range(len(parts)))
-    return any(fnmatchcase(p, glob) or fnmatchcase(f".{p}", glob) for p in above)
-
-
-def _resolved(strategy: str, ranks: int) -> str:
-    """`strategy` with R, R/2 (one at least) and 2R as numbers."""
-    match = _OF_RANKS.match(strategy)
-    if not match:
-        return strategy
-    return f"{match[1]}{ {'R': ranks, 'R/2': max(1, ranks // 2), '2R': 2 * ranks}[match[2]] }"
 
 
 def forced_by_rules(rules: Sequence[Rule], place: Place) -> Forced | None:
@@ -120,8 +42,6 @@ def forced_by_rules(rules: Sequence[Rule], place: Place) -> Forced | None:
 def parse_rules(value: Any) -> tuple[Rule, ...]:
     """The forms that the option takes: a list of rules (dicts), a Megatron / NeMo tp_comm_overlap_cfg (a dict), or the path of
     a JSON or YAML file with either. OptionError names what is wrong, and where in the file."""
-    from .megatron import is_cfg, read_text, rules_of
-
     origin = ""
     if isinstance(value, str | Path):
         origin = str(value)
@@ -162,24 +82,12 @@ def _rule(row: Any, origin: str, field: str) -> Rule:
     if phase not in ("", *PHASES):
         raise refused(origin, f"{field}.phase", row["phase"], "'forward' or 'backward'")
     strategy = row["strategy"]
-    if not isinstance(strategy, str) or not (strategy == AUTO or Strategy.is_forceable(_resolved(strategy, 2))):
+    if not isinstance(strategy, str) or not (strategy == AUTO or Strategy.is_forceable(resolved(strategy, 2))):
         raise refused(origin, f"{field}.strategy", strategy, STRATEGIES)
     optional = row.get("optional", False)
     if not isinstance(optional, bool):
         raise refused(origin, f"{field}.optional", optional, "True or False")
     return Rule(strategy=strategy, module=tuple(module), kind=kind, phase=phase, optional=optional)
-
-
-def refused(origin: str, field: str, got: Any, expected: str, option: str = "rules", fix: str = "") -> OptionError:
-    """The error for a part of an option: `origin` is the file it came from ("": none), `field` the way to the part."""
-    where = ", ".join(filter(None, [origin and f"file {origin}", field and f"field {field}"]))
-    return OptionError(
-        what=f"bad value of option {option!r}",
-        where=where or "torch.compile(..., options=...)",
-        got=f"{field or option}={got!r}",
-        expected=expected,
-        fix=fix,
-    )
 
 
 class Unmatched:

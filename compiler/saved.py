@@ -17,7 +17,7 @@ from typing import Any
 from ub_overlap.runtime.errors import OptionError
 
 from .plan import Kind, Mode, Plan, Strategy
-from .rules import PHASES, Forced, Place, refused
+from .rule import PHASES, Forced, Place, refused
 
 VERSION = 1
 _EXPECTED = "a dict {site pattern: strategy}, a path of such a JSON file, or a Plan"
