@@ -173,7 +173,7 @@ class SymmetricArena:
         self._slot_bytes, self._next = self._next_slot_bytes, None
 
     def __del__(self) -> None:
-        if self.core is not None and self.core.captured:
+        if getattr(getattr(self, "core", None), "captured", False):
             _Process.graphs_name.append((self._words, self._data, self._words_handle, self._data_handle, self._held))
 
     def unlink(self) -> None:
