@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 from ub_overlap import _torch_compat as compat
@@ -41,9 +42,17 @@ def _inductor(
     gm: GraphModule, example_inputs: list[Any], ours: Options, theirs: dict[str, Any], mode: str | None
 ) -> Callable[..., Any]:
     patches = {**(compat.list_mode_options(mode) if mode else {}), **theirs}
-    for hook, own in (("joint_custom_pre_pass", JointPass(ours)), ("post_grad_custom_pre_pass", RewritePass(ours))):
+    hints = _hints(example_inputs)
+    own_passes = (JointPass(ours, hints), RewritePass(ours, hints))
+    for hook, own in zip(("joint_custom_pre_pass", "post_grad_custom_pre_pass"), own_passes, strict=True):
         patches[hook] = compat.chained(compat.user_pass(hook, patches), own)
     return compat.compile_fx(gm, example_inputs, config_patches=patches)
+
+
+def _hints(example_inputs: list[Any]) -> tuple[Any, ...]:
+    """The values that the symbolic sizes of these inputs were traced with."""
+    sizes = [s for x in example_inputs for s in (x.shape if isinstance(x, torch.Tensor) else (x,))]
+    return tuple(getattr(s.node, "hint", None) for s in sizes if isinstance(s, torch.SymInt))
 
 
 def _aot_eager(gm: GraphModule, example_inputs: list[Any], ours: Options) -> Callable[..., Any]:

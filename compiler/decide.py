@@ -168,6 +168,8 @@ def _one(
             choice = choice or found
             if found.strategy == NONE:
                 miss = miss or Miss(Reason.NO_GAIN, found.reason)
+                if mode is Mode.PIPELINED:
+                    break  # what it could run beside may be another site's own matmul, which gains more by it
                 continue
             strategy = found.strategy
         if failed := order.fuse(site.members):

@@ -123,7 +123,7 @@ def rules_of(cfg: Mapping[Any, Any], origin: str = "", told: list[str] | None = 
 def _rule(name: str, entry: Mapping[str, Any], origin: str, unused: list[str]) -> Rule | None:
     methods = ENTRIES[name]
     method = entry.get("method", next(iter(methods)))
-    if method not in methods:
+    if not isinstance(method, str) or method not in methods:
         raise refused(origin, f"{name}.method", method, " or ".join(map(repr, methods)))
     kind, layer = methods[method], name.partition("_")[0]
     unused += [f"{name}.{f}" for f in entry if _means_something_there(f, entry[f], method)]

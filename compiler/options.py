@@ -31,11 +31,11 @@ class Options:
     """What the user can switch."""
 
     overlap: Literal["auto", "force", "off"] = "auto"
-    """auto: sites that move at least `min_bytes`; force: every legal site; off: none."""
+    """auto: sites where overlap is predicted to be faster; force: every legal site; off: none."""
     min_bytes: int = DEFAULT_MIN_BYTES
     """Threshold of auto: bytes that a rank sends in the collective."""
     chunks: int = 0
-    """Pieces a gathered or scattered dim is cut into, over all ranks; 0: one a rank."""
+    """Pieces a gathered or scattered dim is cut into, over all ranks; 0: as many as are predicted to be best."""
     save: Literal["gathered", "shard"] = "gathered"
     """What backward keeps of a gathered activation or weight: all of it (fast), or the shard (gathered again, overlapped)."""
     on_miss: Literal["ignore", "warn", "error"] = "ignore"

@@ -47,13 +47,16 @@ def phase_of(graph: Graph) -> str:
 
 
 class _Pass(compat.custom_graph_pass()):  # type: ignore[misc]
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, hints: tuple[Any, ...] = ()) -> None:
+        """`hints`: the values of the symbolic sizes that the graph is traced with. Decisions rest on them; torch's own keys
+        leave them out."""
         super().__init__()
-        self.options = options
+        self.options, self.hints = options, hints
 
     def uuid(self) -> Any:
         profiles = signature(self.options.profile, tuple(sorted(transport.executors())))
-        return (type(self).__name__, _sources(), self.options.key(), torch.__version__, transport.signature(), profiles)
+        key = (self.options.key(), self.hints, torch.__version__, transport.signature(), profiles)
+        return (type(self).__name__, _sources(), *key)
 
 
 class JointPass(_Pass):

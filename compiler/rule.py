@@ -9,7 +9,7 @@ from typing import Any
 
 from ub_overlap.runtime.errors import OptionError
 
-from .plan import Strategy
+from .plan import MAX_CHUNKS, Strategy
 
 AUTO = "auto"
 PHASES = ("forward", "backward")
@@ -87,7 +87,8 @@ def resolved(strategy: str, ranks: int) -> str:
     match = _OF_RANKS.match(strategy)
     if not match:
         return strategy
-    return f"{match[1]}{ {'R': ranks, 'R/2': max(1, ranks // 2), '2R': 2 * ranks}[match[2]] }"
+    chunks = {"R": ranks, "R/2": max(1, ranks // 2), "2R": 2 * ranks}[match[2]]
+    return f"{match[1]}{min(chunks, MAX_CHUNKS)}"
 
 
 def refused(origin: str, field: str, got: Any, expected: str, option: str = "rules", fix: str = "") -> OptionError:

@@ -319,6 +319,14 @@ def plan_mismatch(exchange: Exchange, cards: Sequence[dict[str, Any]], other: Se
     return error
 
 
+_TOLD = ("predicted", "work", "detail", "matmuls", "source", "flops")
+"""What a plan tells of a site beside what all ranks must have in common: ranks with other local sizes may reckon otherwise."""
+
+
+def _decided(site: Any) -> Any:
+    return {key: value for key, value in site.items() if key not in _TOLD} if isinstance(site, dict) else site
+
+
 def first_difference(mine: str | None, theirs: str | None) -> tuple[str, str] | None:
     """The device profile, or the first site, that two plans do not have in common, as each of them has it; None where that
     cannot be told."""
@@ -331,7 +339,7 @@ def first_difference(mine: str | None, theirs: str | None) -> tuple[str, str] | 
 
     try:
         plans = [json.loads(text or "") for text in (mine, theirs)]
-        a, b = (plan["sites"] for plan in plans)
+        a, b = ([_decided(site) for site in plan["sites"]] for plan in plans)
         here, there = (f"device profile {plan['profile']}" if plan.get("profile") else "no device profile" for plan in plans)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None

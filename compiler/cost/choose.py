@@ -45,7 +45,9 @@ def _choose(shape: SiteShape, profile: Profile, overlap_only: bool, chunks: int,
     if timed:
         open_to = [NONE, *(s for s in open_to if s != NONE and str(s) in timed)]
     found = {strategy: predict(shape, strategy, profile) for strategy in open_to}
-    if (overlap_only or (timed and str(NONE) not in timed)) and len(open_to) > 1:
+    if overlap_only and len(open_to) > 1:  # one piece is a plain gather or scatter over our transport
+        open_to = [s for s in open_to[1:] if s.mode is Mode.BULK or s.chunks != 1] or open_to[1:]
+    elif timed and str(NONE) not in timed and len(open_to) > 1:
         open_to = open_to[1:]
     best = open_to[0]
     for strategy in open_to[1:]:

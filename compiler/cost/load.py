@@ -31,7 +31,7 @@ def read(path: Path) -> Profile:
     """The profile in a file. OptionError names file, field, got and expected."""
     try:
         text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: no text, or no path
         raise OptionError(
             what="a profile cannot be read",
             where=str(path),
@@ -59,7 +59,15 @@ def signature(which: str | Path | None, devices: tuple[str, ...]) -> tuple[str, 
     """What `load` may return, as digests: for the cache keys of compiled graphs. `devices`: types that graphs may be on."""
     if which is not None:
         return (load(which).digest,)
-    return tuple(sorted({load(None, ranks, device).digest for device in devices for ranks in (2, 3, 4, 6, 8)}))
+    return tuple(sorted({digest for device in devices for digest in _digests(device)}))
+
+
+@lru_cache(maxsize=8)
+def _digests(device: str) -> frozenset[str]:
+    """Of all that `_of_this_machine` may return, for groups of whatever size."""
+    mine, _ = cache.found(machine.key(device, 2)) if device == "cpu" or machine.device() == "cuda" else ([], [])
+    ranks = {at for at, _ in mine} or {2}
+    return frozenset({_of_this_machine(device, at).digest for at in ranks})
 
 
 @lru_cache(maxsize=64)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..plan import NONE, Mode, Strategy
+from ..plan import MAX_CHUNKS, NONE, Mode, Strategy
 from .curve import at, between
 from .matmul import matmul_us
 from .play import Contention, play
@@ -42,7 +42,7 @@ def candidates(shape: SiteShape) -> list[Strategy]:
     if shape.bulk:
         return [NONE, Strategy(Mode.BULK)]
     ranks = shape.ranks
-    counts = {1, 2, ranks // 2, ranks, 2 * ranks} - {0}
+    counts = {c for c in (1, 2, ranks // 2, ranks, 2 * ranks) if 0 < c <= MAX_CHUNKS or c == ranks}
     rows = max((m[2] if m[3] else m[0] for m in shape.matmuls), default=shape.rows)
     limit = ranks if shape.whole else max(1, rows // LEAST_ROWS)
     found = [Strategy(Mode.PIPELINED, 0 if c == ranks else c) for c in sorted(counts) if c <= limit or c == 1]

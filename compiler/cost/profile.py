@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
@@ -118,7 +117,7 @@ class Profile:
         """Reads a profile; OptionError names `where` (its file), the field, what it got and what it expected."""
         try:
             found = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _broken(where, "the whole file", str(error), "JSON") from error
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             got = found.get("format") if isinstance(found, dict) else type(found).__name__
@@ -189,7 +188,7 @@ class _Reader:
             steps=Steps(**{name: self.number(self.part("steps"), f"steps.{name}") for name in Steps.__slots__}),
             matmul_beside=self.number(beside, "beside.matmul"),
             push_beside=self.number(beside, "beside.push"),
-            holes=tuple(map(str, self.found.get("holes") or ())),
+            holes=self.holes(),
         )
 
     def part(self, name: str) -> dict[str, Any]:
@@ -221,7 +220,12 @@ class _Reader:
         if not isinstance(found, list) or not found:
             raise self.bad("compute.tiles", found, "a list of [rows, columns, efficiency]")
         for number, tile in enumerate(found):
-            if not isinstance(tile, list) or len(tile) != 3 or not all(_is_number(x) and x > 0 for x in tile):
+            if (
+                not isinstance(tile, list)
+                or len(tile) != 3
+                or not all(_is_number(x) and x > 0 for x in tile)
+                or min(tile[:2]) < 1
+            ):
                 raise self.bad(f"compute.tiles[{number}]", tile, "[rows, columns, efficiency], all above 0")
         return tuple((int(m), int(n), float(e)) for m, n, e in found)
 
@@ -245,11 +249,17 @@ class _Reader:
             if not isinstance(curves, dict):
                 raise self.bad(f"collectives.{kind}", curves, "curves by number of ranks")
             for ranks in curves:
-                if not ranks.isdigit() or int(ranks) < 2:
+                if not (ranks.isascii() and ranks.isdigit()) or int(ranks) < 2:
                     raise self.bad(f"collectives.{kind}", ranks, "a number of ranks from 2 on, as text")
             by_ranks = sorted(curves, key=int)
             out[kind] = {int(r): self.curve(curves[r], f"collectives.{kind}.{r}") for r in by_ranks}
         return out
+
+    def holes(self) -> tuple[str, ...]:
+        found = self.found.get("holes") or []
+        if not isinstance(found, list):
+            raise self.bad("holes", found, "a list of texts")
+        return tuple(map(str, found))
 
     def matmuls(self) -> tuple[tuple[str, str, int, int, int, float], ...]:
         found = self.found.get("matmuls")
@@ -257,7 +267,7 @@ class _Reader:
             raise self.bad("matmuls", found, "a list of [layout, dtype, M, N, K, microseconds]")
         for number, row in enumerate(found):
             good = isinstance(row, list) and len(row) == 6 and row[0] in LAYOUTS and row[1] in DTYPES
-            if not good or not all(_is_number(x) and x > 0 for x in row[2:]):
+            if not good or not all(_is_number(x) and x > 0 for x in row[2:]) or min(row[2:5]) < 1 or row[5] < 1e-3:
                 raise self.bad(
                     f"matmuls[{number}]", row, f"[one of {'/'.join(LAYOUTS)}, one of {'/'.join(DTYPES)}, M, N, K, microseconds]"
                 )
@@ -277,7 +287,7 @@ def rising(points: Any) -> Curve:
 
 
 def _is_number(x: Any) -> TypeGuard[float]:
-    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+    return isinstance(x, int | float) and not isinstance(x, bool) and abs(x) < 1e15  # not NaN either
 
 
 def _broken(where: str, name: str, got: str, expected: str, fix: str = _AGAIN) -> OptionError:

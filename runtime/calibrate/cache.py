@@ -49,14 +49,16 @@ def found(key: dict[str, Any]) -> tuple[list[tuple[int, Path]], list[str]]:
     mine: list[tuple[int, Path]] = []
     others: list[str] = []
     paths: list[Path] = []
-    with contextlib.suppress(OSError):  # a directory that is not there, or not ours to read
+    with contextlib.suppress(OSError, RuntimeError):  # a directory that is not there or not ours to read; no home at all
         paths = sorted(directory().glob("*.json"))
     for path in paths:
         try:
             theirs = json.loads(path.read_text())["key"]
-            differ = same_machine(key, theirs)
+            differ = same_machine(key, dict(theirs))
             ranks = int(theirs["ranks"])
-        except (OSError, ValueError, KeyError, TypeError):
+            if ranks < 1:
+                raise ValueError(ranks)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             others.append(f"{path}: not a profile")
             continue
         if not differ:

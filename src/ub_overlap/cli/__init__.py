@@ -29,6 +29,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(argv)
     try:
         return flags.run(flags)
-    except UbOverlapError as error:
+    except (UbOverlapError, OSError) as error:  # OSError: a file that cannot be written
         print(error, file=sys.stderr)
         return 1
