@@ -62,7 +62,6 @@ def signature(which: str | Path | None, devices: tuple[str, ...]) -> tuple[str, 
     return tuple(sorted({digest for device in devices for digest in _digests(device)}))
 
 
-@lru_cache(maxsize=8)
 def _digests(device: str) -> frozenset[str]:
     """Of all that `_of_this_machine` may return, for groups of whatever size."""
     mine, _ = cache.found(machine.key(device, 2)) if device == "cpu" or machine.device() == "cuda" else ([], [])

@@ -155,6 +155,16 @@ def test_which_profile_is_used(own_cache: Path) -> None:
     assert load(None, 2, "cpu") == eight
 
 
+@pytest.mark.parametrize(
+    "text", ['{"key": []}', '{"key": "x"}', '{"key": {"ranks": 0}}', '{"key": {"ranks": 1e400}}', "[" * 100_000]
+)
+def test_what_else_lies_in_the_cache_is_no_matter(own_cache: Path, text: str) -> None:
+    own_cache.mkdir(parents=True, exist_ok=True)
+    (own_cache / "other.json").write_text(text)
+    assert load(None, 2, "cpu") == load("cpu")
+    assert signature(None, ("cpu",)) == (load("cpu").digest,)
+
+
 def test_fit_sets_begin_and_end() -> None:
     """Calls that take 20 us more than their parts: 10 to begin, 10 to end."""
     check = {"kind": "all_gather_matmul", "ranks": 2, "dtype": "bfloat16", "M": 2048, "N": 512, "K": 512}
