@@ -1,12 +1,12 @@
 // How a schedule becomes work on two streams:
 //
-//     begin    first kernel on COMPUTE: counts the epoch, and makes all the call's waits for free slots (DONE of earlier
-//     calls).
-//              So COPY holds no kernel: a push never waits for a multiprocessor that a matmul holds. Earlier is safe: what
-//              these waits wait for belongs to past calls, of which every step has been issued on all ranks.
+//     begin    first kernel on COMPUTE: takes the group's turn, counts the epoch, and makes all the call's waits for free
+//              slots (DONE of earlier calls). So COPY holds no kernel: a push never waits for a multiprocessor that a
+//              matmul holds. Earlier is safe: what these waits wait for belongs to past calls, of which every step has been
+//              issued on all ranks.
 //     push     peer copy on COPY, then the slot's word copied to the peer's flag: the stream orders the flag after the data
 //     arrive   a kernel of one warp on COMPUTE, for all neighbouring waits at once
-//     end      last kernel on COMPUTE: the DONE signals, and NaN in the outputs if a wait failed
+//     end      last kernel on COMPUTE: the DONE signals, NaN in the outputs if a wait failed, and the turn is free
 //
 // Events join the streams; COMPUTE ends after COPY, so the caller's stream alone says when inputs may be freed.
 #include "cuda/executor.h"
@@ -29,12 +29,36 @@ namespace {
 
 using namespace cuda;
 
-// What a device has once, for all groups: the copy stream, and events. An event may be recorded again as soon as the wait for
+// What a device has once, for all groups: the copy stream, and events. A stream that takes part in a capture of torch's belongs
+// to it until that ends, so captures have copy streams of their own. An event may be recorded again as soon as the wait for
 // it has been issued, so the events of one call serve the next; calls of a device are issued one at a time.
 struct Device {
     std::mutex mutex;
     cudaStream_t copies = nullptr, records = nullptr;
+    std::vector<cudaStream_t> captured;
     std::vector<cudaEvent_t> events;
+
+    static cudaStream_t make_copy_stream() {
+        cudaStream_t made = nullptr;
+        int least = 0, greatest = 0;
+        check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "read the stream priorities");
+        check(cudaStreamCreateWithPriority(&made, cudaStreamNonBlocking, greatest), "make a copy stream");
+        return made;
+    }
+
+    // The copy stream of the capture that is going on under this id: the one that has joined it, else one that is free.
+    cudaStream_t copies_of(unsigned long long capture) {
+        cudaStream_t free = nullptr;
+        for (cudaStream_t stream : captured) {
+            cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+            unsigned long long id = 0;
+            check(cudaStreamGetCaptureInfo(stream, &status, &id), "ask whether a copy stream is being captured");
+            if (status == cudaStreamCaptureStatusNone) free = stream;
+            if (status == cudaStreamCaptureStatusActive && id == capture) return stream;
+        }
+        if (!free) captured.push_back(free = make_copy_stream());
+        return free;
+    }
 
     // Never runs anything: calls are captured on it.
     cudaStream_t recorder() {
@@ -59,9 +83,7 @@ Device& device_of(int index) {
     std::unique_ptr<Device>& one = (*all)[index];
     if (!one) {
         auto made = std::make_unique<Device>();
-        int least = 0, greatest = 0;
-        check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "read the stream priorities");
-        check(cudaStreamCreateWithPriority(&made->copies, cudaStreamNonBlocking, greatest), "make the copy stream");
+        made->copies = Device::make_copy_stream();
         one = std::move(made);
     }
     return *one;
@@ -70,13 +92,14 @@ Device& device_of(int index) {
 class Run {
   public:
     // `compute`: what COMPUTE steps are issued to, which is not the caller's stream where the call is being recorded.
-    Run(const Call& call, MatmulFn matmul, Device& device, cudaStream_t compute, int64_t timeout_ns)
+    Run(const Call& call, MatmulFn matmul, Device& device, cudaStream_t compute, cudaStream_t copies, int64_t timeout_ns)
         : call_(call),
           program_(*call.program),
           matmul_(matmul),
           device_(device),
           arena_(static_cast<CudaArena*>(call.arena)),
           compute_(compute),
+          copies_(copies),
           timeout_ns_(timeout_ns),
           start_(static_cast<size_t>(program_.events)) {}
 
@@ -92,7 +115,8 @@ class Run {
             if (trace_) Stats::get().defer(call_.site, [trace = trace_, times = times_] { return trace->read(times); });
         } catch (...) {
             // The caller frees its tensors in the order of its own stream.
-            if (copying_) join(compute_, device_.copies, start_ + 1);
+            if (copying_) join(compute_, copies_, start_ + 1);
+            if (begun_) leave();
             throw;
         }
         return std::move(times_);
@@ -112,19 +136,28 @@ class Run {
             }
         }
         launch_begin(arena_->group(), call_.slot(), call_.tag, free, timeout_ns_, compute_);
+        begun_ = true;
+    }
+
+    // The turn must not stay taken by a call that could not be issued to its end. Its error is being thrown: this one's is not.
+    void leave() {
+        try {
+            launch_end(arena_->group(), call_.slot(), SignalList{}, PoisonList{}, true, compute_);
+        } catch (const std::exception&) {
+        }
     }
 
     // COPY begins after the call's first kernel: its signals read what that kernel wrote.
     void begin_copies() {
         if (copying_) return;
-        join(device_.copies, compute_, start_);
+        join(copies_, compute_, start_);
         copying_ = true;
     }
 
     void issue(int number) {
         const Step& step = program_.steps[number];
         const bool copies = step.queue == copy_queue;
-        const cudaStream_t stream = copies ? device_.copies : compute_;
+        const cudaStream_t stream = copies ? copies_ : compute_;
         const bool waits = step.kind == StepKind::wait, signals = step.kind == StepKind::signal;
         if (!copies && !(waits && step.after.empty())) flush_waits();
         if (!copies && !signals) flush_signals();
@@ -234,7 +267,7 @@ class Run {
         const auto add = [&](char* data, int64_t bytes) {
             if (!data || bytes == 0) return;
             if (outputs.count == 16) {
-                launch_end(arena_->group(), call_.slot(), SignalList{}, outputs, compute_);
+                launch_end(arena_->group(), call_.slot(), SignalList{}, outputs, false, compute_);
                 outputs.count = 0;
             }
             outputs.parts[outputs.count].data = data;
@@ -244,7 +277,7 @@ class Run {
         const int64_t rows = scatter ? call_.rows(call_.rank) : call_.total_rows();
         add(call_.output, call_.outer * rows * call_.inner * size_of(call_.out_type));
         for (const Matrix& result : call_.results) add(result.data, result.rows * result.cols * size_of(result.type));
-        launch_end(arena_->group(), call_.slot(), signals_, outputs, compute_);
+        launch_end(arena_->group(), call_.slot(), signals_, outputs, true, compute_);
         signals_.count = 0;
     }
 
@@ -297,7 +330,7 @@ class Run {
     MatmulFn matmul_;
     Device& device_;
     CudaArena* arena_;
-    const cudaStream_t compute_;
+    const cudaStream_t compute_, copies_;
     const int64_t timeout_ns_;
     const size_t start_;  // number of the first event that is not the schedule's
     std::vector<StepTime> times_;
@@ -305,7 +338,7 @@ class Run {
     SignalList signals_;        // on COMPUTE, not launched yet
     Span copy_src_, copy_dst_;  // of a local copy that is not launched yet; no data: there is none
     std::shared_ptr<Trace> trace_;
-    bool copying_ = false, recordable_ = true;
+    bool begun_ = false, copying_ = false, recordable_ = true;
 };
 
 // Records what Run issues as a graph. Leaves `replay.never` where that fails, for whatever reason: nothing has run then.
@@ -317,7 +350,7 @@ void record(Replay& replay, const Call& call, MatmulFn matmul, Device& device, i
         return;
     }
     try {
-        Run run(call, matmul, device, device.recorder(), timeout_ns);
+        Run run(call, matmul, device, device.recorder(), device.copies, timeout_ns);
         replay.steps = run.go();
         replay.never = !run.recordable();
     } catch (const std::exception&) {
@@ -344,7 +377,7 @@ std::vector<StepTime> issue(const Call& call, MatmulFn matmul, Device& device, C
         check(cudaGraphLaunch(replay->graph, stream), "launch a recorded call");
         return replay->steps;
     }
-    Run run(call, matmul, device, stream, timeout_ns);
+    Run run(call, matmul, device, stream, device.copies, timeout_ns);
     std::vector<StepTime> steps = run.go();
     if (replay) replay->never = replay->never || !run.recordable();
     return steps;
@@ -368,10 +401,11 @@ std::vector<StepTime> CudaExecutor::run(const Call& call) {
     const int64_t timeout_ns = settings().step_timeout_ns.load(std::memory_order_relaxed);
     if (arena) arena->note(call);
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    check(cudaStreamIsCapturing(stream, &status), "ask whether the stream is being captured");
+    unsigned long long capture = 0;
+    check(cudaStreamGetCaptureInfo(stream, &status, &capture), "ask whether the stream is being captured");
     if (status != cudaStreamCaptureStatusNone) {
         if (arena) arena->set_captured();
-        return Run(call, matmul_, device, stream, timeout_ns).go();
+        return Run(call, matmul_, device, stream, device.copies_of(capture), timeout_ns).go();
     }
     if (arena && arena->called && arena->last_stream != stream) {
         check(cudaStreamWaitEvent(stream, arena->last_call, 0), "order two calls of a group");

@@ -14,12 +14,15 @@ namespace ub_overlap::cuda {
 void preload_waits();
 void preload_data();
 
-// First kernel of a call: counts the epoch, stores the slot's word, and waits until the peers have left the slot.
+// First kernel of a call: takes the group's turn, counts the epoch, stores the slot's word, and waits until the peers have left
+// the slot.
 void launch_begin(const Group& group, int slot, uint32_t tag, const WaitList& free, int64_t timeout_ns, cudaStream_t stream);
 void launch_wait(const Group& group, int slot, const WaitList& list, int64_t timeout_ns, cudaStream_t stream);
 void launch_signal(const Group& group, int slot, const SignalList& list, cudaStream_t stream);
-// Last kernel of a call: the signals that are left, and NaN everywhere in `outputs` if a wait of this group has failed.
-void launch_end(const Group& group, int slot, const SignalList& list, const PoisonList& outputs, cudaStream_t stream);
+// End of a call: the signals that are left, and NaN everywhere in `outputs` if a wait of this group has failed. The last one
+// gives the turn away.
+void launch_end(const Group& group, int slot, const SignalList& list, const PoisonList& outputs, bool last,
+                cudaStream_t stream);
 
 // Writes the device's clock (globaltimer, ns) to `where`, in pinned or device memory.
 void launch_stamp(uint64_t* where, cudaStream_t stream);

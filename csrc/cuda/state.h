@@ -24,8 +24,11 @@ struct SharedState {
     uint64_t unused[30];
 };
 
+// Set in LocalState::begun while a call runs: calls of a group on several streams, replayed graphs among them, take turns.
+constexpr uint64_t busy = 1ull << 32;
+
 struct LocalState {
-    uint32_t epoch;          // of the last call begun
+    uint64_t begun;          // low half: epoch of the last call begun
     uint32_t used[slots];    // epoch of the last call that used the slot
     uint32_t before[slots];  // epoch of the call that used it before that one, 0: none
     uint32_t failed;         // never cleared: a failed group is done with

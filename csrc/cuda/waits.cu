@@ -100,12 +100,33 @@ __device__ void wait_for(const Group& g, int slot, const WaitWord& w, uint64_t t
     if (!w.past && seen != word) fail(g, w, WaitOutcome::mismatch, word, seen, 0, 0);
 }
 
+// Takes the group's turn and returns the epoch of the call that had it before. The host orders the eager calls of several
+// streams by events, but nobody tells it when a graph is replayed: such calls meet here. The call that has the turn ends by
+// itself, as each of its waits has a deadline; `patience_ns` is for one that was never issued to its end.
+__device__ uint32_t take_turn(const Group& g, uint64_t patience_ns) {
+    auto* begun = reinterpret_cast<unsigned long long*>(&g.local->begun);
+    unsigned long long old = atomicOr(begun, busy);
+    if ((old & busy) == 0) return static_cast<uint32_t>(old);
+    const uint64_t begin = now_ns();
+    while (load_failed(g.local) == 0) {
+        __nanosleep(256);
+        old = atomicOr(begun, busy);
+        if ((old & busy) == 0) break;
+        const uint64_t waited = now_ns() - begin;
+        if (waited <= patience_ns) continue;
+        WaitWord own{};
+        own.source = static_cast<uint16_t>(g.rank);
+        fail(g, own, WaitOutcome::timeout, (old & 0xffffffffu) << 32, old, 0, waited);
+    }
+    return static_cast<uint32_t>(old);
+}
+
 __global__ void __launch_bounds__(32) begin_kernel(Group g, int slot, uint32_t tag, WaitList free, uint64_t timeout_ns) {
     if (threadIdx.x == 0) {
         LocalState* s = g.local;
-        uint32_t epoch = s->epoch + 1;
+        uint32_t epoch = take_turn(g, 8 * timeout_ns) + 1;
         if (epoch == 0) epoch = 1;
-        s->epoch = epoch;
+        *reinterpret_cast<volatile uint64_t*>(&s->begun) = busy | epoch;
         s->before[slot] = s->used[slot];
         s->used[slot] = epoch;
         s->word[slot] = static_cast<uint64_t>(epoch) << 32 | tag;
@@ -133,8 +154,15 @@ __global__ void __launch_bounds__(32) signal_kernel(Group g, int slot, SignalLis
 
 constexpr int end_blocks = 32, end_threads = 128;
 
-__global__ void __launch_bounds__(end_threads) end_kernel(Group g, int slot, SignalList list, PoisonList outputs) {
-    if (blockIdx.x == 0) signal_all(g, slot, list);
+__global__ void __launch_bounds__(end_threads) end_kernel(Group g, int slot, SignalList list, PoisonList outputs, bool last) {
+    if (blockIdx.x == 0) {
+        signal_all(g, slot, list);
+        __syncthreads();  // `word[slot]` is the next call's from here on
+        if (last && threadIdx.x == 0) {
+            __threadfence();
+            atomicAnd(reinterpret_cast<unsigned long long*>(&g.local->begun), ~static_cast<unsigned long long>(busy));
+        }
+    }
     // A peer that gave up may have pushed before we had left the slot: what this call read is not to be trusted either.
     bool broken = false;
     if (threadIdx.x == 0) {
@@ -186,8 +214,9 @@ void launch_signal(const Group& group, int slot, const SignalList& list, cudaStr
     check(cudaGetLastError(), "launch a signal");
 }
 
-void launch_end(const Group& group, int slot, const SignalList& list, const PoisonList& outputs, cudaStream_t stream) {
-    end_kernel<<<end_blocks, end_threads, 0, stream>>>(group, slot, list, outputs);
+void launch_end(const Group& group, int slot, const SignalList& list, const PoisonList& outputs, bool last,
+                cudaStream_t stream) {
+    end_kernel<<<end_blocks, end_threads, 0, stream>>>(group, slot, list, outputs, last);
     check(cudaGetLastError(), "launch the last kernel of a call");
 }
 

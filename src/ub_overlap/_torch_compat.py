@@ -203,13 +203,22 @@ def symmetric_rendezvous(tensor: Any, group: str, apart: str = "") -> Any:
     torch's keys, which carry that number, are counted from here on."""
     if not apart:
         return __getattr__("_rendezvous")(tensor, group)
+    from torch._C import _distributed_c10d as c10d
+
     from ub_overlap._recount import Recounted
 
     members, memory = group_of(group), __getattr__("_SymmetricMemory")
-    name, store = f"{group}/{apart}", Recounted(store_of(members), apart)
-    memory.set_group_info(name, members.rank(), members.size(), store)
+    name: Any = f"{group}/{apart}"
+    store = Recounted(store_of(members), apart)
     _recounted.append(store)
-    return memory.rendezvous(tensor, name)
+    # torch finds a name's Store in a table of its own (2.13) or through the process group of that name (2.11): it gets both.
+    memory.set_group_info(name, members.rank(), members.size(), store)
+    named = c10d.ProcessGroup(store, members.rank(), members.size())  # the registry does not keep it
+    c10d._register_process_group(name, named)
+    try:
+        return memory.rendezvous(tensor, name)
+    finally:
+        c10d._unregister_process_group(name)
 
 
 _recounted: list[Any] = []

@@ -51,3 +51,19 @@ def test_other_keys_pass() -> None:
     kept.set("a/19", "3")
     assert base.get("p/a/2") == b"3"
     assert kept.check(["a/19"])
+
+
+def test_a_process_group_hands_out_the_store() -> None:
+    """As torch 2.11 comes by it: the name, the process group of that name, its Store."""
+    from torch._C import _distributed_c10d as c10d
+
+    kept = Recounted(dist.HashStore(), "apart")
+    named = c10d.ProcessGroup(kept, 1, 3)
+    c10d._register_process_group("of/apart", named)
+    try:
+        found = c10d._resolve_process_group("of/apart")
+        assert (found.rank(), found.size()) == (1, 3)
+        found.get_group_store().set("a/7/1", "x")
+        assert kept.get("a/7/1") == b"x"
+    finally:
+        c10d._unregister_process_group("of/apart")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,89 @@ def alternate(frame: Frame, group: str, layers: int, count: int, eager: bool) ->
         raise AssertionError(f"{len(bad)} of {count} turns are wrong, the first {bad[:5]}")
     del captured
     return f"{count} turns in {time.monotonic() - clock:.1f} s, bitwise"
+
+
+def beside(frame: Frame, group: str, count: int) -> str:
+    """A replay on one stream and a plain call on another that begins while the replay runs: the one waits for the other."""
+    make = Maker(frame.device, frame.world)
+    weight = make.randn(8192, 8192, dtype=BF16, scale=0.02)  # a call of milliseconds: ranks are further apart than a launch
+    static, inputs = make.randn(1, 4096, 8192, dtype=BF16), [make.randn(1, 4096, 8192, dtype=BF16) for _ in range(3)]
+
+    def call(x: torch.Tensor, site: str) -> torch.Tensor:
+        gathered = torch.ops.ub_overlap.all_gather_matmul(x, [weight], [0], 1, False, False, "pipelined", group, site)
+        return gathered[1][0]
+
+    expected = []
+    for x in inputs:
+        expected.append(call(x, "beside").clone())
+        frame.sync()
+    graph = torch.cuda.CUDAGraph()
+    frame.barrier()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out = call(static, "beside.graph")
+    lanes = [torch.cuda.Stream() for _ in range(2)]
+    wrong, met = 0, 0
+    for turn in range(count):
+        a, b = turn % 3, (turn * 2 + 1) % 3
+        static.copy_(inputs[a])
+        frame.sync()
+        frame.barrier()
+        with torch.cuda.stream(lanes[0]):
+            graph.replay()
+        time.sleep(0.0005)
+        with torch.cuda.stream(lanes[1]):
+            eager = call(inputs[b], "beside")
+        met += not lanes[0].query()
+        frame.sync()
+        session.check(group)
+        wrong += bool(differs([out, eager], [expected[a], expected[b]]))
+    if wrong or not met:
+        raise AssertionError(f"{wrong} of {count} turns are wrong; {met} replays still ran when the plain call came")
+    return f"{count} turns, {met} replays still ran when the plain call came, bitwise"
+
+
+def two_threads(frame: Frame, group: str, count: int) -> str:
+    """One thread captures calls of a group again and again while another makes plain calls of a second group."""
+    mine, other = Layer(frame, group, "captures", 64, 256), Layer(frame, frame.fresh(), "plain", 96, 384)
+    expected, plain = mine.expect(frame), other.expect(frame)
+    wrong = torch.zeros(count, dtype=torch.bool, device=frame.device)
+    failed: list[BaseException] = []
+
+    def calls() -> None:
+        try:
+            torch.cuda.set_device(frame.device)
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for turn in range(count):
+                    wrong[turn] = differs([other(other.inputs[turn % 7])], [plain[turn % 7]])
+                torch.cuda.current_stream().synchronize()
+        except BaseException as error:  # noqa: BLE001  (told by the row)
+            failed.append(error)
+
+    thread = threading.Thread(target=calls, daemon=True)
+    thread.start()
+    graphs = 0
+    while thread.is_alive() or graphs == 0:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = mine(mine.static)
+        graphs += 1
+        time.sleep(0.001)
+    thread.join(60)
+    if failed:
+        raise failed[0]
+    frame.sync()
+    frame.barrier()
+    for version in range(7):
+        mine.static.copy_(mine.inputs[version])
+        graph.replay()
+        if differs([out], [expected[version]]):
+            raise AssertionError(f"the replay of input {version} is wrong")
+    frame.sync()
+    session.check()
+    bad = wrong.nonzero().flatten().tolist()
+    if bad:
+        raise AssertionError(f"{len(bad)} of {count} plain calls are wrong, the first {bad[:5]}")
+    return f"{graphs} captures beside {count} plain calls, bitwise"
 
 
 class Model(nn.Module):
@@ -193,6 +277,8 @@ def main() -> int:
             frame.row("replays and eager calls", lambda g: alternate(frame, g, 1, count, True))
             frame.row("two graphs in turns", lambda g: alternate(frame, g, 2, count, False))
             frame.row("two graphs and eager calls in turns", lambda g: alternate(frame, g, 2, count, True))
+            frame.row("a replay and an eager call at once", lambda g: beside(frame, g, 20))
+            frame.row("captures and eager calls of two threads", lambda g: two_threads(frame, g, 200))
         compiled_rows(frame)
     return frame.code
 
