@@ -26,23 +26,23 @@ def calibrate(out: str | None = None, device: str | None = None, *, quick: bool 
     begun = time.monotonic()
     base = fallback(here.device.type, str(machine.key(here.device.type, here.ranks).get("gpu", "")))
     command = f"torchrun --nproc-per-node {here.ranks} -m ub_overlap calibrate{' --quick' if quick else ''}"
-    made, checks = run.run(here, json.loads(base.to_json()), quick, command)
-    profile = fit(Profile.from_json(json.dumps(made), "this calibration"), checks)
+    made = run.run(here, json.loads(base.to_json()), quick, command)
+    profile = fit(Profile.from_json(json.dumps(made), "this calibration"))
     path = Path(out) if out else cache.path_of(dict(profile.key))
     if here.rank == 0:
         cache.write(path, profile.to_json())
-        print(summary(profile, checks, path, time.monotonic() - begun), flush=True)
+        print(summary(profile, path, time.monotonic() - begun), flush=True)
         sys.stdout.flush()
     world.end(here)
     return path
 
 
-def summary(profile: Profile, checks: list[dict[str, object]], path: Path, seconds: float) -> str:
+def summary(profile: Profile, path: Path, seconds: float) -> str:
     """What was measured, in a few lines."""
     rates = [(2e-6 * m * n * k / us, f"{m}x{n}x{k}") for _, dtype, m, n, k, us in profile.matmuls if dtype == "bfloat16"]
     rate, where = max(rates, default=(0.0, "-"))
     size, us = profile.push[-1]
-    found = errors(profile, checks)
+    found = errors(profile)
     off = [abs(p / m - 1) for _, p, m in found]
     steps, slow, slowed = profile.steps, profile.matmul_beside, profile.push_beside
     lines = [

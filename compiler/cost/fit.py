@@ -1,11 +1,10 @@
-"""What is left of whole calls when their parts are taken off: the cost of beginning and ending one."""
+"""What is left of whole calls when their parts are taken off: the cost of beginning and ending one, and of its small steps."""
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from ..plan import Strategy
 from .matmul import analytic_us
@@ -13,25 +12,41 @@ from .predict import predict
 from .profile import Profile
 from .shape import SiteShape
 
-
-def shape_of(check: Mapping[str, Any]) -> SiteShape:
-    """The site of a timed call {"kind", "ranks", "dtype", "M", "N", "K"}, with one rank's matmul [M, K] @ [K, N]."""
-    m, n, k = check["M"], check["N"], check["K"]
-    cols = k if check["kind"] == "all_gather_matmul" else n
-    return SiteShape(check["kind"], check["ranks"], check["dtype"], ((m, n, k, False),), m, cols)
+SMALL = ("wait_us", "arrive_us", "signal_us", "flag_us", "event_us")
+"""Steps that are measured alone, in rows of their like; within a call they overlap more, or less."""
 
 
-def fit(profile: Profile, checks: Sequence[Mapping[str, Any]]) -> Profile:
-    """`profile` with rates such that half of its matmuls, and with begin and end such that half of the timed calls, take more
-    than predicted and half less."""
+def shape_of(kind: str, ranks: int, dtype: str, m: int, n: int, k: int) -> SiteShape:
+    """The site of a timed call of `ranks` with one rank's matmul [m, k] @ [k, n]."""
+    return SiteShape(kind, ranks, dtype, ((m, n, k, False),), m, k if kind == "all_gather_matmul" else n)
+
+
+def fit(profile: Profile) -> Profile:
+    """`profile` with rates such that half of its matmuls take more than predicted and half less, and with those costs of
+    beginning, ending and of small steps that predict its whole calls best: in the mean over calls of |log(predicted /
+    measured)|, which no single call that was disturbed can sway far."""
     profile = rates(profile)
-    if not checks:
+    if not profile.checks:
         return profile
-    bare = replace(profile, steps=replace(profile.steps, begin_us=0.0, end_us=0.0))
-    short = sorted(checks, key=lambda c: c["us"])[: len(checks) // 2 + 1]  # of long ones the matmul's own error is most
-    left = statistics.median(c["us"] - predict(shape_of(c), Strategy.parse(c["strategy"]), bare).us for c in short)
-    half = float(f"{max(0.0, left) / 2:.4g}")
-    return replace(profile, steps=replace(profile.steps, begin_us=half, end_us=half))
+    best, least = profile, math.inf
+    # Coarse, then fine: the error is flat around its least value and has one.
+    fixed, scale, width = 4.0, 1.0, 4.0
+    for _ in range(4):
+        for half in sorted({max(0.0, fixed + width * i / 2) for i in range(-2, 3)}):
+            for factor in sorted({max(0.25, scale + width * i / 16) for i in range(-2, 3)}):
+                tried = with_steps(profile, half, factor)
+                error = statistics.fmean(abs(math.log(p / us)) for _, p, us in errors(tried))
+                if error < least - 1e-9:
+                    best, least, at = tried, error, (half, factor)
+        fixed, scale = at
+        width /= 2
+    return best
+
+
+def with_steps(profile: Profile, half: float, factor: float) -> Profile:
+    small = {name: float(f"{getattr(profile.steps, name) * factor:.4g}") for name in SMALL}
+    half = float(f"{half:.4g}")
+    return replace(profile, steps=replace(profile.steps, begin_us=half, end_us=half, **small))
 
 
 def rates(profile: Profile) -> Profile:
@@ -47,13 +62,9 @@ def rates(profile: Profile) -> Profile:
     return replace(profile, compute=replace(profile.compute, tflops=tflops))
 
 
-def errors(profile: Profile, checks: Sequence[Mapping[str, Any]]) -> list[tuple[str, float, float]]:
-    """(call in words, predicted us, measured us)."""
+def errors(profile: Profile) -> list[tuple[str, float, float]]:
+    """(call in words, predicted us, measured us) of its whole calls."""
     return [
-        (
-            f"{check['kind']} {check['M']}x{check['N']}x{check['K']} {check['strategy']}",
-            predict(shape_of(check), Strategy.parse(check["strategy"]), profile).us,
-            check["us"],
-        )
-        for check in checks
+        (f"{kind} {m}x{n}x{k} {how}", predict(shape_of(kind, ranks, dtype, m, n, k), Strategy.parse(how), profile).us, us)
+        for kind, ranks, dtype, m, n, k, how, us in profile.checks
     ]

@@ -92,6 +92,8 @@ class Profile:
     """Slow-down of a matmul beside traffic: 0.03 is 3% more time while it lasts."""
     push_beside: float
     """Slow-down of traffic beside a matmul."""
+    checks: tuple[tuple[str, int, str, int, int, int, str, float], ...] = ()
+    """Whole calls that were timed: (kind, ranks, dtype, M, N, K of one rank's matmul, strategy, microseconds)."""
     holes: tuple[str, ...] = ()
     """What could not be measured and was taken from elsewhere."""
     digest: str = field(default="", compare=False)
@@ -150,6 +152,7 @@ def _plain(p: Profile) -> dict[str, Any]:
         "reduce": _points(p.reduce),
         "collectives": {k: {str(r): _points(c) for r, c in v.items()} for k, v in p.collectives.items()},
         "matmuls": [[*row[:5], float(row[5])] for row in p.matmuls],
+        "checks": [[*row[:7], float(row[7])] for row in p.checks],
         "holes": list(p.holes),
     }
 
@@ -188,6 +191,7 @@ class _Reader:
             steps=Steps(**{name: self.number(self.part("steps"), f"steps.{name}") for name in Steps.__slots__}),
             matmul_beside=self.number(beside, "beside.matmul"),
             push_beside=self.number(beside, "beside.push"),
+            checks=self.checks(),
             holes=self.holes(),
         )
 
@@ -272,6 +276,17 @@ class _Reader:
                     f"matmuls[{number}]", row, f"[one of {'/'.join(LAYOUTS)}, one of {'/'.join(DTYPES)}, M, N, K, microseconds]"
                 )
         return tuple((a, t, int(m), int(n), int(k), float(us)) for a, t, m, n, k, us in found)
+
+    def checks(self) -> tuple[tuple[str, int, str, int, int, int, str, float], ...]:
+        found = self.found.get("checks") or []
+        if not isinstance(found, list):
+            raise self.bad("checks", found, "a list of [kind, ranks, dtype, M, N, K, strategy, microseconds]")
+        for number, row in enumerate(found):
+            texts = [row[i] for i in (0, 2, 6)] if isinstance(row, list) and len(row) == 8 else []
+            numbers = [row[i] for i in (1, 3, 4, 5, 7)] if texts else []
+            if not texts or not all(isinstance(x, str) for x in texts) or not all(_is_number(x) and x > 0 for x in numbers):
+                raise self.bad(f"checks[{number}]", row, "[kind, ranks, dtype, M, N, K, strategy, microseconds]")
+        return tuple((kind, int(r), t, int(m), int(n), int(k), how, float(us)) for kind, r, t, m, n, k, how, us in found)
 
     def bad(self, name: str, got: Any, expected: str) -> OptionError:
         text = repr(got)

@@ -129,31 +129,33 @@ def cpu_steps(world: World, calls: Calls) -> dict[str, float]:
     return dict(zip(found, world.worst(list(found.values())), strict=True))
 
 
-Check = dict[str, Any]
-"""A whole call that was timed: {"kind", "ranks", "dtype", "M", "N", "K", "strategy", "us"}; sizes are one rank's matmul's."""
+Check = list[Any]
+"""A whole call that was timed: [kind, ranks, dtype, M, N, K, strategy, us]; sizes are one rank's matmul's."""
 
 
 def checks(world: World, burst: Burst, calls: Calls, progress: Progress, quick: bool) -> list[Check]:
-    """Whole calls, small ones first: what they take beside their parts is the cost of beginning and ending. Collective."""
+    """Whole calls, small ones first: what they take beside their parts is the cost of their small steps. Collective."""
     ranks = world.ranks
-    shapes = [(128, 512, 512), (512, 1024, 1024), (2048, 4096, 4096), (4096, 8192, 2048)]
-    if not world.cuda:
+    shapes = [(512, 1024, 1024), (4096, 8192, 2048), (128, 512, 512), (2048, 4096, 4096)]
+    if world.cuda:
+        shapes += [(768, 2304, 6144), (768, 6144, 1536), (1536, 3072, 5120), (3072, 5120, 3072)]
+    else:
         shapes = [(32, 64, 64), (128, 128, 128), (512, 256, 256)]
+    strategies = ["pipelined:chunks=1", "pipelined", *([f"pipelined:chunks={2 * ranks}"] if world.cuda else [])]
     found: list[Check] = []
     for m, n, k in shapes[: 2 if quick else None]:
-        rows = -(-m // (8 * ranks)) * 8 * ranks
+        rows = -(-m // (16 * ranks)) * 16 * ranks
         for kind in ("all_gather_matmul", "matmul_reduce_scatter"):
-            for strategy in ("pipelined:chunks=1", "pipelined"):
+            for strategy in strategies:
                 call = _whole(calls, kind, rows, n, k, strategy)
                 count = 6 if world.cuda else 3
                 us = burst.us(call, count, rounds=15, together=True, warm=4, ahead=2)
-                sizes = {"ranks": ranks, "dtype": str(calls.dtype)[6:], "M": rows, "N": n, "K": k}
-                found.append({"kind": kind, **sizes, "strategy": strategy, "us": us})
-                progress.step("whole calls", 2)
+                found.append([kind, ranks, str(calls.dtype)[6:], rows, n, k, strategy, us])
+                progress.step("whole calls", 1)
     if world.cuda:
         session.check(world.group)
-    for check, us in zip(found, world.worst([c["us"] for c in found]), strict=True):
-        check["us"] = round(us, 2)
+    for check, us in zip(found, world.worst([c[-1] for c in found]), strict=True):
+        check[-1] = us
     return found
 
 

@@ -20,10 +20,8 @@ BUDGET_S = 90.0
 MATMULS_UNTIL_S = 70.0
 
 
-def run(
-    world: World, base: dict[str, Any], quick: bool = False, source: str = ""
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(a profile as JSON values, whole calls to fit it to). Collective; the same on every rank.
+def run(world: World, base: dict[str, Any], quick: bool = False, source: str = "") -> dict[str, Any]:
+    """A profile as JSON values, not fitted to its whole calls yet. Collective; the same on every rank.
 
     `base`: a profile as JSON values, for what cannot be measured here. `source`: the command, for the profile's own account.
     """
@@ -52,7 +50,7 @@ def run(
     burst.settle(0.2)
     with torch.no_grad():
         _traffic(world, burst, peers, progress, quick, made, here)
-        whole = _kernels(world, burst, progress, quick, made)
+        made["checks"] = _kernels(world, burst, progress, quick, made)
         found = matmuls.measure(world, burst, progress, quick, MATMULS_UNTIL_S)
     if found:
         made["matmuls"] = [list(row) for row in found]
@@ -60,7 +58,7 @@ def run(
     progress.step("done", total)
     progress.close()
     made["holes"] = list(world.holes)
-    return _rounded(made), whole
+    return _rounded(made)
 
 
 def _traffic(
@@ -81,7 +79,7 @@ def _traffic(
             made["collectives"][kind] = {**(made["collectives"].get(kind, {}) if here else {}), str(world.ranks): curve}
 
 
-def _kernels(world: World, burst: Burst, progress: Progress, quick: bool, made: dict[str, Any]) -> list[dict[str, Any]]:
+def _kernels(world: World, burst: Burst, progress: Progress, quick: bool, made: dict[str, Any]) -> list[kernels.Check]:
     steps = made["steps"]
     kernel_us = world.probe("small kernels", lambda: kernels.small_kernel(world, burst)) or 2.0
     if world.cuda:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cost.machine import PLAIN
 from ub_overlap.compiler.cost import Profile, load
-from ub_overlap.compiler.cost.fit import fit, rates, shape_of
+from ub_overlap.compiler.cost.fit import with_steps, errors, fit, rates, shape_of
 from ub_overlap.compiler.cost.load import _of_this_machine, analytic, read, shipped, signature
 from ub_overlap.compiler.cost.matmul import analytic_us
 from ub_overlap.compiler.cost.predict import predict
@@ -165,15 +165,24 @@ def test_what_else_lies_in_the_cache_is_no_matter(own_cache: Path, text: str) ->
     assert signature(None, ("cpu",)) == (load("cpu").digest,)
 
 
-def test_fit_sets_begin_and_end() -> None:
-    """Calls that take 20 us more than their parts: 10 to begin, 10 to end."""
-    check = {"kind": "all_gather_matmul", "ranks": 2, "dtype": "bfloat16", "M": 2048, "N": 512, "K": 512}
-    checks = [{**check, "strategy": s} for s in ("pipelined", "pipelined:chunks=1")]
-    for c in checks:
-        c["us"] = predict(shape_of(c), Strategy.parse(c["strategy"]), PLAIN).us + 20
-    steps = fit(PLAIN, checks).steps
-    assert (steps.begin_us, steps.end_us) == (pytest.approx(10, rel=0.1), pytest.approx(10, rel=0.1))
-    assert fit(PLAIN, []) == PLAIN
+def test_fit_finds_the_costs_that_whole_calls_show() -> None:
+    """Calls that begin and end in 10 us each, and whose small steps take half of what they take alone."""
+    from dataclasses import replace
+
+    truth = with_steps(PLAIN, 10.0, 0.5)
+    calls = [
+        (kind, 2, "bfloat16", m, n, 512, how)
+        for kind in ("all_gather_matmul", "matmul_reduce_scatter")
+        for m, n in ((64, 64), (256, 512), (2048, 512))
+        for how in ("pipelined:chunks=1", "pipelined", "pipelined:chunks=8")
+    ]
+    checks = tuple((*call, predict(shape_of(*call[:6]), Strategy.parse(call[6]), truth).us) for call in calls)
+    found = fit(replace(PLAIN, checks=checks))
+    assert (found.steps.begin_us, found.steps.end_us) == (pytest.approx(10, rel=0.1), pytest.approx(10, rel=0.1))
+    assert found.steps.wait_us == pytest.approx(truth.steps.wait_us, rel=0.3)
+    assert max(abs(p / us - 1) for _, p, us in errors(found)) < 0.1
+    assert Profile.from_json(found.to_json(), "itself") == found
+    assert fit(PLAIN) == PLAIN
 
 
 def test_rates_follow_what_was_measured() -> None:
