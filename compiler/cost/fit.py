@@ -28,17 +28,17 @@ def fit(profile: Profile) -> Profile:
     profile = rates(profile)
     if not profile.checks:
         return profile
-    best, least = profile, math.inf
+    best, least, at = profile, math.inf, (4.0, 1.0)
     # Coarse, then fine: the error is flat around its least value and has one.
-    fixed, scale, width = 4.0, 1.0, 4.0
+    width = 4.0
     for _ in range(4):
+        fixed, scale = at
         for half in sorted({max(0.0, fixed + width * i / 2) for i in range(-2, 3)}):
             for factor in sorted({max(0.25, scale + width * i / 16) for i in range(-2, 3)}):
                 tried = with_steps(profile, half, factor)
                 error = statistics.fmean(abs(math.log(p / us)) for _, p, us in errors(tried))
                 if error < least - 1e-9:
                     best, least, at = tried, error, (half, factor)
-        fixed, scale = at
         width /= 2
     return best
 

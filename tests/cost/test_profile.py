@@ -11,7 +11,7 @@ import pytest
 
 from tests.cost.machine import PLAIN
 from ub_overlap.compiler.cost import Profile, load
-from ub_overlap.compiler.cost.fit import with_steps, errors, fit, rates, shape_of
+from ub_overlap.compiler.cost.fit import errors, fit, rates, shape_of, with_steps
 from ub_overlap.compiler.cost.load import _of_this_machine, analytic, read, shipped, signature
 from ub_overlap.compiler.cost.matmul import analytic_us
 from ub_overlap.compiler.cost.predict import predict
