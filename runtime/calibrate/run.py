@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from . import kernels, machine, matmuls, traffic
-from .world import Burst, Progress, World
+from .world import Burst, Calibration, Progress
 
 BUDGET_S = 90.0
 MATMULS_UNTIL_S = 70.0
 
 
 def run(
-    world: World, base: dict[str, Any], quick: bool = False, source: str = ""
+    world: Calibration, base: dict[str, Any], quick: bool = False, source: str = ""
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(a profile as JSON values, whole calls to fit it to). Collective; the same on every rank.
 
@@ -64,7 +64,13 @@ def run(
 
 
 def _traffic(
-    world: World, burst: Burst, peers: traffic.Peers | None, progress: Progress, quick: bool, made: dict[str, Any], here: bool
+    world: Calibration,
+    burst: Burst,
+    peers: traffic.Peers | None,
+    progress: Progress,
+    quick: bool,
+    made: dict[str, Any],
+    here: bool,
 ) -> None:
     if peers:
         curve = world.probe("pushes", lambda: traffic.pushes(world, burst, peers, progress, quick))
@@ -81,7 +87,7 @@ def _traffic(
             made["collectives"][kind] = {**(made["collectives"].get(kind, {}) if here else {}), str(world.ranks): curve}
 
 
-def _kernels(world: World, burst: Burst, progress: Progress, quick: bool, made: dict[str, Any]) -> list[dict[str, Any]]:
+def _kernels(world: Calibration, burst: Burst, progress: Progress, quick: bool, made: dict[str, Any]) -> list[dict[str, Any]]:
     steps = made["steps"]
     kernel_us = world.probe("small kernels", lambda: kernels.small_kernel(world, burst)) or 2.0
     if world.cuda:
