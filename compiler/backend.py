@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
 from ub_overlap import _torch_compat as compat
@@ -19,6 +18,7 @@ from ub_overlap.runtime import ops, settings
 
 from .options import Options, parse
 from .passes import JointPass, RewritePass
+from .sites.sizes import hint, symbolic
 
 
 def ub_overlap(
@@ -51,8 +51,7 @@ def _inductor(
 
 def _hints(example_inputs: list[Any]) -> tuple[Any, ...]:
     """The values that the symbolic sizes of these inputs were traced with."""
-    sizes = [s for x in example_inputs for s in (x.shape if isinstance(x, torch.Tensor) else (x,))]
-    return tuple(getattr(s.node, "hint", None) for s in sizes if isinstance(s, torch.SymInt))
+    return tuple(hint(x) for x in symbolic(example_inputs))
 
 
 def _aot_eager(gm: GraphModule, example_inputs: list[Any], ours: Options) -> Callable[..., Any]:

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import sympy
-import torch
 from torch.fx import Graph, Node
 
+from .cost.amounts import bytes_sent, enough, flops
 from .cost.choose import Choice, choose
 from .cost.load import load
 from .cost.of_site import Hints, hints_of, shape_of_site
 from .cost.profile import Profile
-from .cost.threshold import bytes_sent, enough, flops
 from .describe import groups_of, place_of, row, work_of
 from .merge import MERGED
 from .options import Options
@@ -24,7 +23,7 @@ from .saved import fit
 from .sites import Bulk, Candidate, Gather, Miss, Reduction, find
 from .sites.collectives import Op
 from .sites.order import Order
-from .sites.sizes import Size, size
+from .sites.sizes import Size, symbols
 from .sites.values import shape_of, tensor_of
 
 Site = Gather | Reduction | Bulk
@@ -88,7 +87,7 @@ def decide(graph: Graph, options: Options, phase: str, transport: Transport) -> 
     order = Order(graph)
     candidates = find(graph)
     ordinals = groups_of(candidates)
-    known = _symbols(graph)
+    known = frozenset(symbol for symbol, _ in symbols(graph))
     costs = _Costs(options, hints_of(graph))
     decisions: list[Decision] = []
     sites: list[tuple[Site, Strategy, str]] = []
@@ -242,16 +241,6 @@ def _feeds(site: Bulk) -> bool:
     """Does a product read another member directly?"""
     inside = set(site.members)
     return any(n in inside for p in site.products for n in p.node.all_input_nodes)
-
-
-def _symbols(graph: Graph) -> frozenset[sympy.Symbol]:
-    """The size symbols that the graph's inputs carry plainly."""
-    found: set[sympy.Symbol] = set()
-    for node in graph.find_nodes(op="placeholder"):
-        val = node.meta.get("val")
-        plain = [val] if isinstance(val, torch.SymInt) else list(val.shape) if isinstance(val, torch.Tensor) else []
-        found.update(s for x in plain if isinstance(s := size(x), sympy.Symbol))
-    return frozenset(found)
 
 
 def _unknown_size(site: Site, known: frozenset[sympy.Symbol]) -> Miss | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .cost.choose import choose
@@ -63,7 +63,7 @@ class Outlook:
 def shape_of(d: Decision) -> SiteShape | None:
     """The site as the cost model knows it; None for what it has no model of (other collectives, other dtypes, groups of one
     rank, sizes without a value, what was merged away)."""
-    return None if d.work is None else SiteShape(**{f.name: getattr(d.work, f.name) for f in fields(d.work)})
+    return None if d.work is None else SiteShape.from_dict(d.work.to_dict())
 
 
 def outlook(d: Decision, profile: Profile) -> Outlook | None:

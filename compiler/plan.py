@@ -11,7 +11,7 @@ import json
 import re
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 
 class Kind(str, Enum):
@@ -132,16 +132,17 @@ class Strategy:
 NONE = Strategy(Mode.NONE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Work:
-    """What a site computes and moves, in elements: the fields of cost.shape.SiteShape, for predictions of stored plans too."""
+    """What a site computes and moves, in elements, as one rank sees it; cost.shape.SiteShape reckons with it."""
 
     kind: str
     """Of the schedule: "bulk_..." for a collective beside its matmuls, and for one that has none."""
     ranks: int
     dtype: str
     matmuls: tuple[tuple[int, int, int, bool], ...]
-    """(M, N, K, contracts) of this rank, as whole products: M of a gather's product counts the gathered rows."""
+    """(M, N, K, contracts) of this rank, as whole products: M of a gather's product counts the gathered rows, K of one that
+    contracts over the gathered dim the gathered K."""
     rows: int
     cols: int
     """[rows, cols] of the collective's whole tensor: what all ranks gather, or what is reduced."""
@@ -156,7 +157,7 @@ class Work:
         return {**asdict(self), "matmuls": [list(m) for m in self.matmuls]}
 
     @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> Work:
+    def from_dict(cls, d: dict[str, Any]) -> Self:
         known: dict[str, Any] = {**d, "matmuls": tuple(tuple(m) for m in d["matmuls"])}
         return cls(**known)
 

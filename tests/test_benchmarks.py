@@ -19,8 +19,8 @@ from benchmarks.ops import measure as measuring
 from benchmarks.ops.suite import Row, load
 from benchmarks.ops.table import derive, mean, summary
 from benchmarks.plot import draw
-from benchmarks.ranks import World
 from tests.harness.ranks import RankPool
+from ub_overlap.runtime.ranks import World
 
 ROOT = Path(__file__).resolve().parents[1]
 FACTS = {"date", "ranks", "device", "devices", "driver", "torch", "cuda", "nccl", "commit", "command", "build", "rows"}

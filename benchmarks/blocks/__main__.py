@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from ub_overlap.runtime.ranks import Deadline, World
+
 from .. import facts
-from ..ranks import Deadline, World, end, start
+from ..ranks import end, start
 from ..report import draw
 from ..timing import Clock, graphed
 from .model import SIZES

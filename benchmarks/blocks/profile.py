@@ -8,7 +8,8 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from ..ranks import World
+from ub_overlap.runtime.ranks import World
+
 from .variants import Variant
 
 STEPS = 3

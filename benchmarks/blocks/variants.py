@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from ub_overlap.compiler.history import HISTORY
+from ub_overlap.runtime.ranks import World
 
-from ..ranks import World
 from .model import Sizes, alone, parallel
 
 

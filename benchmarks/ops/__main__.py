@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 
+from ub_overlap.runtime.ranks import Deadline, World
+
 from .. import facts
-from ..ranks import Deadline, World, end, start
+from ..ranks import end, start
 from ..report import draw, ops_text
 from .measure import Setting, measure
 from .peers import Peers

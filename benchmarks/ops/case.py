@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ub_overlap.runtime.ranks import World
 from ub_overlap.runtime.schedule.builders import build
 from ub_overlap.runtime.schedule.steps import Key, Matmul
 
-from ..ranks import World
 from .suite import Row
 
 Call = Callable[[], Any]

@@ -12,8 +12,8 @@ import torch
 
 from ub_overlap.runtime import session, settings
 from ub_overlap.runtime.extension import extension
+from ub_overlap.runtime.ranks import World
 
-from ..ranks import World
 from ..timing import Clock, graphed, settle
 from .case import Call, Case
 from .peers import Peers

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from ub_overlap import _torch_compat as compat
-
-from ..ranks import World
+from ub_overlap.runtime.ranks import World
 
 
 class Peers:

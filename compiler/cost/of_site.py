@@ -10,7 +10,7 @@ from torch.fx import Graph
 
 from ..sites.collectives import Op
 from ..sites.match import Bulk, Gather, Reduction
-from ..sites.sizes import Size, product, size
+from ..sites.sizes import Size, hint, product, symbols
 from ..sites.values import dtype_of, shape_of
 from .shape import SIZES, SiteShape
 
@@ -22,16 +22,7 @@ _BULK = {Op.ALL_GATHER: "bulk_all_gather", Op.REDUCE_SCATTER: "bulk_reduce_scatt
 
 def hints_of(graph: Graph) -> dict[sympy.Symbol, int]:
     """The values behind the symbols that the graph's inputs carry plainly."""
-    found: dict[sympy.Symbol, int] = {}
-    for node in graph.find_nodes(op="placeholder"):
-        val = node.meta.get("val")
-        plain = [val] if isinstance(val, torch.SymInt) else list(val.shape) if isinstance(val, torch.Tensor) else []
-        for x in plain:
-            if isinstance(x, torch.SymInt) and isinstance(symbol := size(x), sympy.Symbol):
-                hint = getattr(x.node, "hint", None)
-                if isinstance(hint, int):
-                    found[symbol] = hint
-    return found
+    return {symbol: value for symbol, x in symbols(graph) if (value := hint(x)) is not None}
 
 
 def shape_of_site(site: Gather | Reduction | Bulk, hints: Hints) -> SiteShape | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ub_overlap.runtime.schedule.builders import build_all
-from ub_overlap.runtime.schedule.effects import show
+from ub_overlap.runtime.schedule.effects import show, signals, waits
 from ub_overlap.runtime.schedule.steps import (
     Copy,
     Finish,
@@ -97,45 +97,19 @@ def _program(schedule: Schedule) -> tuple[Item, ...]:
         last, before = items[-1], ended.get(len(items) - 1)
         if isinstance(step, Wait) and not copies and last.work.what == "wait" and not last.copies and not after:
             items[-1] = replace(last, waits=(*last.waits, name(step.flag)), text=f"{last.text}, {show(step)}")
-        elif (
-            isinstance(step, Copy)
-            and not copies
-            and (before := ended.get(len(items) - 1))
-            and not after
-            and _joins(before, step)
-        ):
+        elif isinstance(step, Copy) and not copies and before and not after and _joins(before, step):
             work = replace(last.work, share=last.work.share + _share(step.src))
             items[-1] = replace(last, work=work, text=f"{last.text}, {show(step)}")
             ended[len(items) - 1] = (step.src, step.dst)
         else:
-            waits = tuple(name(w.flag) for w in _waits(step) if not w.back)
-            signals = tuple(name(s.flag) for s in _signals(step))
-            items.append(Item(copies, _work(step, rank, schedule.key), after, waits, signals, show(step)))
+            work = _work(step, rank, schedule.key)
+            awaited = tuple(name(w.flag) for w in waits(step) if not w.back)
+            items.append(Item(copies, work, after, awaited, tuple(map(name, signals(step))), show(step)))
             if isinstance(step, Copy) and not copies:
                 ended[len(items) - 1] = (step.src, step.dst)
         if step.record is not None:
             events[step.record] = len(items) - 1
     return tuple(items)
-
-
-def _waits(step: Step) -> tuple[Wait, ...]:
-    match step:
-        case Wait():
-            return (step,)
-        case Matmul():
-            return step.gates
-        case Opaque():
-            return step.waits
-    return ()
-
-
-def _signals(step: Step) -> tuple[Signal, ...]:
-    match step:
-        case Signal():
-            return (step,)
-        case Opaque():
-            return step.signals
-    return ()
 
 
 def _work(step: Step, rank: int, key: Key) -> Work:

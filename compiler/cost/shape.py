@@ -1,4 +1,4 @@
-"""What has to be computed and moved at one site, in numbers.
+"""A site in numbers, as the cost model reckons with it.
 
 Legend: R ranks; a shard is one rank's share of the gathered, scattered or reduced tensor.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ub_overlap.runtime.schedule.steps import Key
 
-from ..plan import Mode, Strategy
+from ..plan import Mode, Strategy, Work
 
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 KINDS = (
@@ -23,24 +23,8 @@ KINDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class SiteShape:
-    """One site, as one rank sees it.
-
-    `matmuls`: (M, N, K, contracts) of this rank as whole products (M of a gather's product is the gathered M; K of one that
-    contracts over the gathered dim the gathered K). `rows`, `cols`: the collective's whole tensor, in elements. `keep`: the
-    gathered tensor is wanted too. `whole`: the last dim is dealt out, so shards cannot be cut. `outer`: blocks of rows that a
-    shard consists of (a batch in front of the gathered dim).
-    """
-
-    kind: str
-    ranks: int
-    dtype: str
-    matmuls: tuple[tuple[int, int, int, bool], ...]
-    rows: int
-    cols: int
-    keep: bool = False
-    whole: bool = False
-    outer: int = 1
+class SiteShape(Work):
+    """The work of one site, checked, and what follows from it. ValueError for a kind or dtype without a cost, or a bad size."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

@@ -37,7 +37,7 @@ def rewrite_gather(e: Emitter, m: Gather, strategy: Strategy, site: str) -> dict
         str(strategy),
         c.group,
         site,
-        value_is=_values(e, m, shard),
+        value_is=_gathered(e, m, shard),
     )
     replaced: dict[Node, Node] = {}
     outs = e.item(op, 1)
@@ -54,7 +54,7 @@ def rewrite_gather(e: Emitter, m: Gather, strategy: Strategy, site: str) -> dict
     return replaced
 
 
-def _values(e: Emitter, m: Gather, shard: Node) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
+def _gathered(e: Emitter, m: Gather, shard: Node) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
     """The op's results where all sizes are static."""
     gathered = e.empty((m.rows, m.cols) if m.roots else (0,), dtype_of(shard), shard)
     outs = [e.result(k.product.shape, k.product.node) for k in m.consumers]

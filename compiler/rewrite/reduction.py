@@ -26,7 +26,7 @@ def rewrite_reduction(e: Emitter, m: Reduction, strategy: Strategy, site: str) -
         outer = 1 if m.last else e.size(m.blocks.outer)
         op = e.call(
             torch.ops.ub_overlap.matmul_reduce_scatter.default, lhs, rhs, addend, outer, m.last, c.reduce_op, out_dtype, keep,
-            str(strategy), c.group, site, value_is=_values(e, m, lhs[0]),
+            str(strategy), c.group, site, value_is=_scattered(e, m, lhs[0]),
         )  # fmt: skip
     else:
         op = e.call(
@@ -70,7 +70,7 @@ def _alive(e: Emitter, m: Reduction, root: Node) -> dict[Node, Node]:
     return {node: copy(node) for node in m.live}
 
 
-def _values(e: Emitter, m: Reduction, lhs: Node) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _scattered(e: Emitter, m: Reduction, lhs: Node) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The results of a reduce_scatter where all sizes are static."""
     rows, cols, ranks = m.rows, m.cols, m.collective.ranks
     if not isinstance(rows, int) or not isinstance(cols, int):

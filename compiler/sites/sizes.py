@@ -5,11 +5,12 @@ Nothing here adds a guard: a question that the expressions do not answer is answ
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import sympy
 import torch
+from torch.fx import Graph
 
 Size = Any
 """int or sympy.Expr. (Any to type checkers: sympy declares no types for its operators.)"""
@@ -25,6 +26,25 @@ def size(x: Any) -> Size:
 
 def sizes(shape: Iterable[Any]) -> tuple[Size, ...]:
     return tuple(size(s) for s in shape)
+
+
+def symbolic(values: Iterable[Any]) -> Iterator[torch.SymInt]:
+    """The symbolic ones among `values` and among the sizes of those that are tensors."""
+    for value in values:
+        yield from (s for s in (value.shape if isinstance(value, torch.Tensor) else (value,)) if isinstance(s, torch.SymInt))
+
+
+def symbols(graph: Graph) -> Iterator[tuple[sympy.Symbol, torch.SymInt]]:
+    """The size symbols that the graph's inputs carry plainly, as often as they do."""
+    for x in symbolic(node.meta.get("val") for node in graph.find_nodes(op="placeholder")):
+        if isinstance(symbol := size(x), sympy.Symbol):
+            yield symbol, x
+
+
+def hint(x: torch.SymInt) -> int | None:
+    """The value that a symbolic size was traced with, where it has one."""
+    value = getattr(x.node, "hint", None)
+    return value if isinstance(value, int) else None
 
 
 def product(shape: Iterable[Size]) -> Size:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from .. import ops, session, settings
-from .world import Burst, Progress, World
+from ..ranks import World
+from .world import Burst, Progress
 
 MIB = 1 << 20
 Trace = list[tuple[int, str, str, int, int, int]]

@@ -10,7 +10,7 @@ import torch
 
 from ub_overlap import _torch_compat as compat
 
-from .world import Burst, Progress, World
+from .world import Burst, Calibration, Progress
 
 Shape = tuple[int, int, int]
 Point = tuple[str, str, int, int, int]
@@ -61,7 +61,7 @@ def _fits(shape: Shape) -> bool:
 class Pool:
     """Memory for operands, sized for the device; views of it begin at other places from call to call."""
 
-    def __init__(self, world: World, dtype: str) -> None:
+    def __init__(self, world: Calibration, dtype: str) -> None:
         self.dtype = dtype
         size = POOL if world.cuda else 1 << 21
         kind: torch.dtype = getattr(torch, "float8_e4m3fn" if dtype == "float8" else dtype)
@@ -97,7 +97,7 @@ class Pool:
         return [self.parts[part][at : at + count] for at in list(places)[:8]]
 
 
-def measure(world: World, burst: Burst, progress: Progress, quick: bool, limit_s: float) -> list[tuple[Any, ...]]:
+def measure(world: Calibration, burst: Burst, progress: Progress, quick: bool, limit_s: float) -> list[tuple[Any, ...]]:
     """[layout, dtype, M, N, K, microseconds] of every point that the budget allows, the slowest rank's. Collective."""
     every = points(world.cuda, quick)
     taken: list[tuple[Point, float]] = []
@@ -113,7 +113,7 @@ def measure(world: World, burst: Burst, progress: Progress, quick: bool, limit_s
 
 
 def _of_dtype(
-    world: World, burst: Burst, progress: Progress, dtype: str, mine: list[Point], limit_s: float
+    world: Calibration, burst: Burst, progress: Progress, dtype: str, mine: list[Point], limit_s: float
 ) -> list[tuple[Point, float]]:
     pool = Pool(world, dtype)
     burst.settle(0.2)

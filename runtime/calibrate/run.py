@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from . import kernels, machine, matmuls, traffic
-from .world import Burst, Progress, World
+from .world import Burst, Calibration, Progress
 
 BUDGET_S = 90.0
 MATMULS_UNTIL_S = 70.0
 
 
-def run(world: World, base: dict[str, Any], quick: bool = False, source: str = "") -> dict[str, Any]:
+def run(world: Calibration, base: dict[str, Any], quick: bool = False, source: str = "") -> dict[str, Any]:
     """A profile as JSON values, not fitted to its whole calls yet. Collective; the same on every rank.
 
     `base`: a profile as JSON values, for what cannot be measured here. `source`: the command, for the profile's own account.
@@ -62,7 +62,13 @@ def run(world: World, base: dict[str, Any], quick: bool = False, source: str = "
 
 
 def _traffic(
-    world: World, burst: Burst, peers: traffic.Peers | None, progress: Progress, quick: bool, made: dict[str, Any], here: bool
+    world: Calibration,
+    burst: Burst,
+    peers: traffic.Peers | None,
+    progress: Progress,
+    quick: bool,
+    made: dict[str, Any],
+    here: bool,
 ) -> None:
     if peers:
         curve = world.probe("pushes", lambda: traffic.pushes(world, burst, peers, progress, quick))
@@ -79,7 +85,7 @@ def _traffic(
             made["collectives"][kind] = {**(made["collectives"].get(kind, {}) if here else {}), str(world.ranks): curve}
 
 
-def _kernels(world: World, burst: Burst, progress: Progress, quick: bool, made: dict[str, Any]) -> list[kernels.Check]:
+def _kernels(world: Calibration, burst: Burst, progress: Progress, quick: bool, made: dict[str, Any]) -> list[kernels.Check]:
     steps = made["steps"]
     kernel_us = world.probe("small kernels", lambda: kernels.small_kernel(world, burst)) or 2.0
     if world.cuda:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from ub_overlap import _torch_compat as compat
 
-from .world import Burst, Progress, World
+from ..ranks import World
+from .world import Burst, Progress
 
 MIB = 1 << 20
 PUSHES = tuple(int(x * MIB) for x in (0.0625, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256))

@@ -1,65 +1,32 @@
-"""The ranks that calibrate together: start, agreement, budget, progress, end."""
+"""The ranks that calibrate together: start, budget, progress, end; and how a call is timed."""
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import statistics
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..errors import OptionError
+from ..ranks import Deadline, World, leave, this_device
 
 START_S = 180.0
 PROBE_S = 60.0
-"""A probe that takes longer ends the process: nothing else gets a thread out of a driver call."""
+"""A probe that takes longer ends the process."""
 
 
 @dataclass
-class World:
-    """This process among the ranks. `control`: all of them over gloo. `group`: name of a group for our ops."""
+class Calibration(World):
+    """The ranks, when they began, and what could not be measured."""
 
-    rank: int
-    ranks: int
-    device: torch.device
-    control: Any
-    group: str
     begun: float = field(default_factory=time.monotonic)
     holes: list[str] = field(default_factory=list)
-
-    @property
-    def cuda(self) -> bool:
-        return self.device.type == "cuda"
-
-    def sync(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
-
-    def barrier(self) -> None:
-        """All ranks have come here, and their devices have nothing to do."""
-        self.sync()
-        dist.barrier(group=self.control)
-
-    def gather(self, mine: Any) -> list[Any]:
-        found: list[Any] = [None] * self.ranks
-        dist.all_gather_object(found, mine, group=self.control)
-        return found
-
-    def worst(self, values: Sequence[float]) -> list[float]:
-        """Each value's maximum over the ranks: what waits for all waits for the slowest."""
-        if not values:
-            return []
-        result = torch.tensor(list(values), dtype=torch.float64)
-        dist.all_reduce(result, op=dist.ReduceOp.MAX, group=self.control)
-        return result.tolist()
 
     def spent(self) -> float:
         """Seconds since the begin, the same on all ranks. Collective."""
@@ -67,24 +34,16 @@ class World:
 
     def probe(self, name: str, body: Callable[[], Any]) -> Any:
         """What `body` returns if it works on all ranks; else None, and a named hole. Collective."""
-        value, error = None, ""
         with Deadline(f"calibration, {name}", PROBE_S):
-            try:
-                value = body()
-                self.sync()
-            except Exception as caught:  # noqa: BLE001  any failure is a hole, not the end
-                first = (str(caught).splitlines() or [""])[0]
-                error = f"rank {self.rank}: {type(caught).__name__}: {first}"[:200]
-            errors = [text for text in self.gather(error) if text]
-        if errors:
-            self.holes.append(f"{name}: {errors[0]}")
+            value, error = self.agreed(body)
+        if error:
+            self.holes.append(f"{name}: {error}")
             if self.rank == 0:
-                print(f"calibrate: no {name}: {errors[0]}", file=sys.stderr, flush=True)
-            return None
+                print(f"calibrate: no {name}: {error}", file=sys.stderr, flush=True)
         return value
 
 
-def start(kind: str | None = None) -> World:
+def start(kind: str | None = None) -> Calibration:
     """Join the ranks of torchrun. `kind`: "cuda" or "cpu". OptionError outside of torchrun, or with one rank."""
     ranks = int(os.environ.get("WORLD_SIZE", "0"))
     if "RANK" not in os.environ or ranks < 2:
@@ -95,31 +54,18 @@ def start(kind: str | None = None) -> World:
             fix="torchrun --nproc-per-node N -m ub_overlap calibrate",
         )
     rank = int(os.environ["RANK"])
-    device = kind or ("cuda" if torch.cuda.is_available() else "cpu")
     with Deadline("start of calibration", START_S):
-        where = torch.device("cpu")
-        more: dict[str, Any] = {}
-        if device == "cuda":
-            where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
-            torch.cuda.set_device(where)
-            more["device_id"] = where
-        backend = "nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, rank=rank, world_size=ranks, timeout=timedelta(seconds=90), **more)
-        control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=120))
-        ours: Any = dist.new_group(backend=backend)
-        dist.barrier(group=control)
-    torch.manual_seed(rank)
-    return World(rank, ranks, where, control, str(ours.group_name))
+        here = Calibration.join(rank, ranks, this_device(kind, rank), control_s=120)
+        here.group = here.new_group()
+    return here
 
 
-def end(world: World) -> None:
-    """Leave together. On CUDA the process ends here: what the driver would still tidy up may wait for a peer that has gone."""
+def end(world: Calibration) -> None:
+    """Leave together. On CUDA the process ends here."""
     with Deadline("end of calibration", PROBE_S):
         world.barrier()
         if world.cuda:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)
+            leave(0)
         dist.destroy_process_group()
 
 
@@ -128,7 +74,7 @@ class Progress:
 
     WIDTH = 28
 
-    def __init__(self, world: World, total: float) -> None:
+    def __init__(self, world: Calibration, total: float) -> None:
         self.world, self.total, self.done, self.text = world, total, 0.0, ""
         self.live = sys.stderr.isatty()
 
@@ -147,26 +93,6 @@ class Progress:
     def close(self) -> None:
         if self.live and self.world.rank == 0:
             print(file=sys.stderr, flush=True)
-
-
-class Deadline:
-    """Ends the process when the body takes longer."""
-
-    def __init__(self, name: str, seconds: float) -> None:
-        self.name, self.seconds = name, seconds
-        self.timer = threading.Timer(seconds, self._over)
-        self.timer.daemon = True
-
-    def _over(self) -> None:
-        print(f"rank {os.environ.get('RANK')}: {self.name}: not done after {self.seconds:g} s", file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(all_threads=True)
-        os._exit(3)
-
-    def __enter__(self) -> None:
-        self.timer.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.timer.cancel()
 
 
 class Burst:

@@ -11,21 +11,12 @@ import torch
 
 from tests.compiler.work import FORCE, INDUCTOR, check
 from tests.harness.ranks import RankPool
-from tests.models.catalogue import DTENSOR, EXTERNAL, FSDP, MEGATRON, MESH, SINGLE, Named, unfit
+from tests.models.catalogue import DTENSOR, EXTERNAL, FSDP, MEGATRON, MESH, ODD, SINGLE, Named, unfit
 
 ALL: Named = {**DTENSOR, **MEGATRON, **FSDP, **SINGLE}
 MODELS: Named = {**DTENSOR, **MEGATRON, **FSDP}
 INNER = ("llama_b1", "llama_b2", "llama_dynamic", "mlp_gated_bias", "fsdp_mixed_2d", "mlp_reduce_gated", "attention_dim1_bias")
 LOW = ("llama_b2", "mlp_gated_bias", "mlp_dim1", "mlp_reduce_gated", "gather_k", "mm_scatter_n", "gather_other_user")
-ODD = (
-    "mlp_2d",
-    "gather_mm",
-    "gather_linear_3d_dim1",
-    "gather_contracted",
-    "linear_scatter_dim1",
-    "mm_reduce",
-    "two_mm_scatter",
-)
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import faulthandler
 import os
 import random
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -35,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from ub_overlap.runtime import ops, session, settings
+from ub_overlap.runtime.ranks import Deadline, leave
 
 TABLE = "== "
 """Begins the line above the table, by which run_all.py finds it."""
@@ -66,25 +65,6 @@ def text_table(title: str, rows: list[tuple[str, str, str]]) -> str:
     bad = sum(row[1] in ("FAIL", "HANG") for row in rows)
     lines = [f"{TABLE}{title}: {bad} of {len(rows)} rows are bad", f"{'case':<{width}}  {'result':<{word}}  notes"]
     return "\n".join([*lines, "-" * (width + word + 30), *(f"{a:<{width}}  {b:<{word}}  {c}" for a, b, c in rows)])
-
-
-class Deadline:
-    """Ends the process when the body takes longer: nothing else gets a thread out of a driver call."""
-
-    def __init__(self, name: str, seconds: float, tell: Callable[[str], None]) -> None:
-        self.name, self.tell, self.timer = name, tell, threading.Timer(seconds, self._over)
-        self.timer.daemon = True
-
-    def _over(self) -> None:
-        faulthandler.dump_traceback(all_threads=True)
-        self.tell(self.name)
-        os._exit(3)
-
-    def __enter__(self) -> None:
-        self.timer.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.timer.cancel()
 
 
 class Frame:
@@ -128,27 +108,23 @@ class Frame:
             print(f"rank {self.rank}: the program itself failed", file=sys.stderr, flush=True)
             self.rows.append(("the program itself", "FAIL", repr(error)[:200]))
         self.say(text_table(f"{self.title}, {self.world} ranks, {time.monotonic() - self._began:.0f} s", self.rows))
-        sys.stdout.flush()
         if error is not None:
-            os._exit(1)
+            leave(1)
         with self.deadline("end", 60):
             dist.barrier(group=self.control)
             with contextlib.suppress(Exception):  # a failed group's device work has been told of in its row
                 session.close()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(self.code)  # whatever state the device is in
+        leave(self.code)
 
     @property
     def code(self) -> int:
         return int(any(row[1] in ("FAIL", "HANG") for row in self.rows))
 
     def deadline(self, name: str, seconds: float) -> Deadline:
-        return Deadline(name, seconds, self._hung)
+        return Deadline(name, seconds, lambda: self._hung(name))
 
     def _hung(self, name: str) -> None:
         self.rows.append((name, "HANG", f"rank {self.rank}"))
-        print(f"rank {self.rank}: {name}: DEADLINE", file=sys.stderr, flush=True)
         if self.rank == 0:
             print(text_table(self.title, self.rows), flush=True)
         else:

@@ -88,3 +88,14 @@ def unfit(name: str) -> str:
 
 
 SINGLE: Named = {name: ("tests.models.forms", {"name": name}) for name in FORMS}
+
+# For numbers of ranks that divide no model's heads and widths: 3, 5, 6, 7.
+ODD = (
+    "mlp_2d",
+    "gather_mm",
+    "gather_linear_3d_dim1",
+    "gather_contracted",
+    "linear_scatter_dim1",
+    "mm_reduce",
+    "two_mm_scatter",
+)

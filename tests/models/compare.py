@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.harness.traces import as_loss
 from tests.models.case import Case, Expected, Sites, on
+from ub_overlap._torch_compat import caches_off as uncached
 
 SLACK = 8  # roundings of the dtype that are forgiven where eager happens to be exact
 
@@ -137,16 +138,6 @@ def _compare(
     errors = {n: (error(eager[n], truth[n], n), error(ours[n], truth[n], n)) for n in truth}
     roundings = {n: torch.finfo(t.dtype).eps if t is not None else 0.0 for n, t in eager.items()}
     return Outcome(errors, roundings, decisions, case.expected)
-
-
-@contextlib.contextmanager
-def uncached() -> Any:
-    """Inductor's and AOTAutograd's caches are neither read nor written."""
-    import torch._functorch.config as functorch
-    import torch._inductor.config as inductor
-
-    with inductor.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
-        yield
 
 
 def _mark() -> int:

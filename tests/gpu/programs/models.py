@@ -24,7 +24,7 @@ from tests.gpu.frame import Frame, Result, Skip  # isort: skip
 
 import torch
 
-from tests.models.catalogue import DTENSOR, EXTERNAL, FSDP, MEGATRON, MESH, SINGLE, Named, unfit
+from tests.models.catalogue import DTENSOR, EXTERNAL, FSDP, MEGATRON, MESH, ODD, SINGLE, Named, unfit
 from tests.models.compare import compare
 from ub_overlap.runtime import session
 
@@ -41,16 +41,6 @@ FIRST = (
 )
 INNER = ("llama_b2", "mlp_gated_bias", "fsdp_mixed_2d", "mlp_reduce_gated", "llama_dynamic")
 LOW = ("llama_b2", "mlp_gated_bias", "mlp_dim1", "mlp_reduce_gated", "gather_k", "mm_scatter_n")
-# Models whose heads and widths 3, 5, 6 and 7 ranks do not divide are left out there.
-ODD = (
-    "mlp_2d",
-    "gather_mm",
-    "gather_linear_3d_dim1",
-    "gather_contracted",
-    "linear_scatter_dim1",
-    "mm_reduce",
-    "two_mm_scatter",
-)
 
 
 def run(frame: Frame, entry: tuple[str, dict[str, Any]], options: dict[str, Any], group: str) -> str:

@@ -1,4 +1,4 @@
-"""The plain rule of overlap="auto", and how many products a bulk collective takes along.
+"""What a site sends and computes, and how many products a bulk collective takes along.
 
 Legend: R ranks. Bytes are what one rank sends: an all_gather or reduce_scatter sends (R - 1) shards, an all_reduce twice that.
 """
@@ -12,7 +12,7 @@ from ..sites.sizes import Size, product
 from ..sites.values import dtype_of, shape_of
 
 FLOPS_PER_BYTE = 2000
-"""Arithmetic that hides one sent byte: about 770 TFLOP/s bf16 over 380 GB/s, an H200 on NVLink (docs/architecture.md)."""
+"""Arithmetic that hides one sent byte: about 770 TFLOP/s bf16 over 380 GB/s, an H200 on NVLink."""
 BULK_PRODUCTS = 8
 """A bulk op takes no more products than this, however small: their operands all live until the op."""
 
