@@ -117,6 +117,9 @@ def inside(frame: Frame, groups: list[list[int]], dtype: torch.dtype = BF16) -> 
 
 def subgroups(frame: Frame) -> None:
     world = frame.world
+    if world >= 4 and world % 2 == 0:
+        # First: torch names a mesh's groups after how many groups the process is in, which must be alike on all ranks.
+        frame.row("2D mesh, both dims", lambda _: mesh(frame), 90)
     for size in range(2, world):
         frame.row(f"group of {size}: ranks 0..{size - 1}", lambda _, s=size: inside(frame, [list(range(s))]), 90)
     if world >= 4:
@@ -125,8 +128,6 @@ def subgroups(frame: Frame) -> None:
         frame.row(f"groups {halves[0]} and {halves[1]}", lambda _: inside(frame, halves), 90)
     if world >= 3:
         frame.row("group of the last and the first", lambda _: inside(frame, [[0, world - 1]]), 90)
-    if world >= 4 and world % 2 == 0:
-        frame.row("2D mesh, both dims", lambda _: mesh(frame), 90)
 
 
 def mesh(frame: Frame) -> str:
