@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from typing import Any
 
 from torch.fx import Node
@@ -58,7 +59,7 @@ def work_of(candidate: Candidate, site: Gather | Reduction | Bulk | None, hints:
     if c.op is None or c.ranks < 2 or tensor_of(c.input) is None:
         return None
     shape = shape_of_site(site or Bulk(c, ()), hints)
-    return Work.from_dict(shape.to_dict()) if shape is not None else None
+    return Work(**asdict(shape)) if shape is not None else None
 
 
 def _makers(candidate: Candidate, site: Gather | Reduction | Bulk | None) -> list[Node]:

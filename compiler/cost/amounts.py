@@ -6,7 +6,7 @@ Legend: R ranks. Bytes are what one rank sends: an all_gather or reduce_scatter 
 from __future__ import annotations
 
 from ..sites.collectives import Op
-from ..sites.match import Bulk, Gather, Reduction
+from ..sites.match import Gather, Reduction, Site
 from ..sites.matmuls import Product
 from ..sites.sizes import Size, product
 from ..sites.values import dtype_of, shape_of
@@ -17,7 +17,7 @@ BULK_PRODUCTS = 8
 """A bulk op takes no more products than this, however small: their operands all live until the op."""
 
 
-def bytes_sent(site: Gather | Reduction | Bulk) -> int | None:
+def bytes_sent(site: Site) -> int | None:
     """Bytes one rank sends at this site, None where dynamic."""
     c = site.collective
     dtype = site.dtype if isinstance(site, Gather) else dtype_of(site.terms[0].node if isinstance(site, Reduction) else c.input)

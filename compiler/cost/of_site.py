@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph
 
 from ..sites.collectives import Op
-from ..sites.match import Bulk, Gather, Reduction
+from ..sites.match import Gather, Reduction, Site
 from ..sites.sizes import Size, hint, product, symbols
 from ..sites.values import dtype_of, shape_of
 from .shape import SIZES, SiteShape
@@ -25,7 +25,7 @@ def hints_of(graph: Graph) -> dict[sympy.Symbol, int]:
     return {symbol: value for symbol, x in symbols(graph) if (value := hint(x)) is not None}
 
 
-def shape_of_site(site: Gather | Reduction | Bulk, hints: Hints) -> SiteShape | None:
+def shape_of_site(site: Site, hints: Hints) -> SiteShape | None:
     """None where a size has no hint, or a dtype no cost."""
     c = site.collective
 

@@ -8,14 +8,12 @@ from torch.fx import Graph, Node
 from ub_overlap import _torch_compat as compat
 
 from ..plan import Strategy
-from ..sites.match import Bulk, Gather, Reduction
+from ..sites.match import Gather, Reduction, Site
 from ..sites.sizes import size
 from .bulk import rewrite_bulk
 from .emit import Emitter
 from .gather import rewrite_gather
 from .reduction import rewrite_reduction
-
-Site = Gather | Reduction | Bulk
 
 
 def rewrite(graph: Graph, chosen: list[tuple[Site, Strategy, str]]) -> None:

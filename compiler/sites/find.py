@@ -34,16 +34,10 @@ def find(graph: Graph) -> list[Candidate]:
         else:
             candidate.match = result
         if c.op is not None and c.wait is not None:
-            taken = {p.node for p in _products(candidate.match)}
+            taken = {p.node for p in candidate.match.products} if candidate.match else set()
             candidate.beside = tuple(p for p in beside.of(c.node) if p.node not in taken)
         out.append(candidate)
     return out
-
-
-def _products(match: Gather | Reduction | None) -> list[Product]:
-    if match is None:
-        return []
-    return [k.product for k in match.consumers] if isinstance(match, Gather) else list(match.terms)
 
 
 def _match(c: Collective, position: dict[Node, int]) -> Gather | Reduction | Miss:

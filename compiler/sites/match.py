@@ -57,6 +57,10 @@ class Gather:
     """Splits, getitems and slices between two holders, read by nobody else."""
 
     @property
+    def products(self) -> tuple[Product, ...]:
+        return tuple(k.product for k in self.consumers)
+
+    @property
     def members(self) -> list[Node]:
         return [self.collective.node, *self.holders, *self.cuts, *(c.product.node for c in self.consumers)]
 
@@ -105,6 +109,10 @@ class Reduction:
     live: tuple[Node, ...]
 
     @property
+    def products(self) -> tuple[Product, ...]:
+        return self.terms
+
+    @property
     def members(self) -> list[Node]:
         wait = [self.collective.wait] if self.collective.wait else []
         return [*(t.node for t in self.terms), *self.inner, *self.spine, self.collective.node, *wait]
@@ -121,6 +129,9 @@ class Bulk:
     def members(self) -> list[Node]:
         assert self.collective.wait is not None
         return [self.collective.node, self.collective.wait, *(p.node for p in self.products)]
+
+
+Site = Gather | Reduction | Bulk
 
 
 @dataclass(slots=True)

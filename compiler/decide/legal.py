@@ -1,0 +1,97 @@
+"""candidate -> the site that can still be made of it, after what was fused before, or why there is none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import sympy
+from torch.fx import Node
+
+from ..cost.amounts import bytes_sent, enough
+from ..plan import Reason
+from ..sites import Bulk, Candidate, Gather, Miss, Reduction, Site
+from ..sites.matmuls import Product
+from ..sites.order import Order
+from ..sites.sizes import Size
+from ..sites.values import shape_of, tensor_of
+
+
+def no_stripes(match: Gather | Reduction | None) -> str:
+    """Why this cannot run in stripes, "" where it can (or where something else keeps it from being pipelined)."""
+    if isinstance(match, Gather):
+        return "stripes cut a product that is reduced; here shards are gathered"
+    return "stripes cut shards, and those of the last dim cannot be cut" if match is not None and match.last else ""
+
+
+def pipelined(candidate: Candidate, order: Order) -> Site | Miss:
+    """The match, less the matmuls that others took or that would close a circle."""
+    match = candidate.match
+    if match is None:
+        return candidate.miss or Miss(Reason.NO_MATMUL, "no matmul touches its tensor")
+    taken = order.taken
+    if isinstance(match, Reduction):
+        if any(t.node in taken for t in match.terms):
+            return Miss(Reason.MATMUL_TAKEN, "its matmul already hides another collective")
+        return match
+    free = _without(match, {k.product.node for k in match.consumers if k.product.node in taken})
+    if not free.consumers:
+        return Miss(Reason.MATMUL_TAKEN, "its matmuls already hide another collective")
+    # Consumers whose other operand needs a result of the site would close a circle: they read the kept tensor instead.
+    while circle := order.conflicts(free.members):
+        late = {k.product.node for k in free.consumers if k.operand.node in circle}
+        if not late or len(late) == len(free.consumers):
+            return Miss(
+                Reason.DEPENDENT_OPERAND, f"{min(n.name for n in circle)} needs the gathered tensor and feeds its matmul"
+            )
+        free = _without(free, late)
+    return free
+
+
+def _without(match: Gather, products: set[Node]) -> Gather:
+    """`match` less some consumers, which become other users of the gathered tensor."""
+    if not products:
+        return match
+    gone = [k for k in match.consumers if k.product.node in products]
+    holders = [n for k in gone for n in k.product.node.all_input_nodes if n in match.holders]
+    kept = tuple(k for k in match.consumers if k.product.node not in products)
+    return replace(match, consumers=kept, roots=tuple(dict.fromkeys((*match.roots, *holders))))
+
+
+def bulk(candidate: Candidate, order: Order) -> Site | Miss:
+    """The collective beside the nearest independent matmuls that together hide it."""
+    free = [p for p in candidate.beside if p.node not in order.taken]
+    if not free:
+        if candidate.beside:
+            return Miss(Reason.MATMUL_TAKEN, "every independent matmul already hides another collective")
+        return Miss(Reason.NO_MATMUL, "no matmul produces, consumes or can run beside it")
+    chosen: list[Product] = []
+    for p in free:  # pairwise independent, and no circle through what was fused before
+        trial = Bulk(candidate.collective, (*chosen, p))
+        if not order.conflicts(trial.members) and not _feeds(trial):
+            chosen.append(p)
+            if len(enough(tuple(chosen), bytes_sent(trial))) < len(chosen):
+                break
+    if not chosen:
+        return Miss(Reason.DEPENDENT_OPERAND, "every independent matmul is tied to it through another site")
+    chosen = list(enough(tuple(chosen), bytes_sent(Bulk(candidate.collective, tuple(chosen)))))
+    return Bulk(candidate.collective, tuple(chosen))
+
+
+def _feeds(site: Bulk) -> bool:
+    """Does a product read another member directly?"""
+    inside = set(site.members)
+    return any(n in inside for p in site.products for n in p.node.all_input_nodes)
+
+
+def unknown_size(site: Site, known: frozenset[sympy.Symbol]) -> Miss | None:
+    """A size the op would need that cannot be computed from the graph's inputs."""
+    needed: list[Size] = [] if isinstance(site, Bulk) else [site.blocks.outer, site.rows, site.cols]
+    needed += [s for p in site.products for o in (p.lhs, p.rhs) for s in o.shape]
+    needed += [s for n in site.members if tensor_of(n) is not None for s in shape_of(n)]
+    for s in dict.fromkeys(needed):
+        if isinstance(s, int):
+            continue
+        atoms = [a for a in sympy.preorder_traversal(s) if not isinstance(a, sympy.Mul | sympy.Add)]
+        if not all(a in known or (a.is_Integer and a.is_positive) for a in atoms):
+            return Miss(Reason.DYNAMIC_SHAPE, f"size {s} cannot be computed from the graph's inputs")
+    return None

@@ -1,0 +1,102 @@
+"""What came out for a candidate, as a Decision: everything needed to explain it."""
+
+from __future__ import annotations
+
+from ..cost.amounts import bytes_sent, flops
+from ..cost.choose import Choice
+from ..cost.of_site import Hints
+from ..describe import row, work_of
+from ..merge import MERGED
+from ..plan import Decision, Kind, Mode, Strategy
+from ..rule import Forced
+from ..sites import Bulk, Candidate, Miss, Site
+from ..sites.collectives import Op
+
+_MATCHED = {
+    Op.ALL_GATHER: Kind.ALL_GATHER_MATMUL,
+    Op.REDUCE_SCATTER: Kind.MATMUL_REDUCE_SCATTER,
+    Op.ALL_REDUCE: Kind.MATMUL_ALL_REDUCE,
+}
+_PLAIN = {
+    Op.ALL_GATHER: Kind.ALL_GATHER,
+    Op.REDUCE_SCATTER: Kind.REDUCE_SCATTER,
+    Op.ALL_REDUCE: Kind.ALL_REDUCE,
+    None: Kind.OTHER,
+}
+
+
+def kinds_of(candidate: Candidate) -> tuple[str, ...]:
+    """What a rule may call a candidate: its collective, and the site that it makes with its matmuls."""
+    op = candidate.collective.op
+    matched = (_MATCHED[op].value,) if op is not None and candidate.match is not None else ()
+    return (_PLAIN[op].value, *matched)
+
+
+def decision(
+    candidate: Candidate,
+    site: Site | None,
+    strategy: Strategy,
+    miss: Miss | None,
+    choice: Choice | None,
+    wish: Forced | None,
+    hints: Hints,
+    name: str,
+    phase: str,
+    ordinals: dict[str, str],
+) -> Decision:
+    """`name`: the site's id. `ordinals`: groups by c10d name, as describe.groups_of numbers them."""
+    shown = site or candidate.match
+    op = candidate.collective.op
+    matched = candidate.match is not None and not isinstance(site, Bulk)
+    products = shown.products if shown else ()
+    work = [flops(p) for p in products]
+    legal = ((Mode.PIPELINED.value,) if candidate.match is not None else ()) + ((Mode.BULK.value,) if candidate.beside else ())
+    return Decision(
+        id=name,
+        phase=phase,
+        strategy=strategy,
+        reason=miss.reason if miss else None,
+        detail=_detail(candidate, site, miss, choice, wish),
+        predicted=tuple((text, round(p.us, 2)) for text, p in choice.predictions.items()) if choice else (),
+        work=work_of(candidate, shown, hints),
+        kind=_MATCHED[op] if matched and op else _PLAIN[op],
+        options=legal,
+        matmuls=tuple(p.node.name for p in products),
+        bytes=bytes_sent(shown) if shown else None,
+        flops=sum(f for f in work if f is not None) if work and None not in work else None,
+        **row(candidate, shown, ordinals),
+    )
+
+
+def merged_away(candidate: Candidate, into: Decision) -> list[Decision]:
+    """One decision for each all_reduce that the joint pass summed into this one."""
+    gone = candidate.collective.node.meta.get(MERGED, 1) - 1
+    return [
+        Decision(
+            id=f"{into.id}.merged{i}",
+            phase=into.phase,
+            kind=Kind.ALL_REDUCE,
+            strategy=Strategy(Mode.MERGED),
+            detail=f"summed into {into.id}",
+            group=into.group,
+            ranks=into.ranks,
+            dtype=into.dtype,
+            module=into.module,
+            source=into.source,
+        )
+        for i in range(gone)
+    ]
+
+
+def _detail(candidate: Candidate, site: Site | None, miss: Miss | None, choice: Choice | None, wish: Forced | None) -> str:
+    """The reason or the choice in a sentence, and who asked for it."""
+    said = miss.detail if miss else "; ".join(filter(None, (_instead(candidate, site), choice.reason if choice else "")))
+    if wish is None or wish.by in said:
+        return said
+    return "; ".join(filter(None, [said, f"{wish.strategy} forced by {wish.by}"]))
+
+
+def _instead(candidate: Candidate, site: Site | None) -> str:
+    """Why a bulk site is no pipelined one."""
+    why = candidate.miss
+    return f"not pipelined: {why.reason.value}: {why.detail}" if isinstance(site, Bulk) and why else ""

@@ -1,0 +1,62 @@
+"""Is a site worth it, and how is it run: the options' floor, then the cost model with the device's profile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import sympy
+from torch.fx import Graph
+
+from ..cost.amounts import bytes_sent
+from ..cost.choose import Choice, choose
+from ..cost.load import load
+from ..cost.of_site import hints_of, shape_of_site
+from ..cost.profile import Profile
+from ..options import Options
+from ..plan import Reason, Strategy
+from ..sites import Bulk, Miss, Site
+
+
+@dataclass(slots=True)
+class Costs:
+    """What decisions of one graph share: the options, the sizes that stand for symbols, and the profiles that were used."""
+
+    options: Options
+    hints: dict[sympy.Symbol, int]
+    used: dict[str, Profile] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, graph: Graph, options: Options) -> Costs:
+        return cls(options, hints_of(graph))
+
+    def choose(self, site: Site, chunks: int) -> Choice | None:
+        """The predicted best of what the options leave open; None where the site is forced to the standard form, or its sizes
+        have no values.
+
+        overlap="force" asks for overlap and not for speed: without a GPU and without a profile of the user's it keeps one
+        piece a rank, whatever the shape.
+        """
+        forced = self.options.overlap == "force"
+        device = site.collective.node.meta["val"].device.type
+        if forced and (chunks or isinstance(site, Bulk) or (self.options.profile is None and device != "cuda")):
+            return None
+        shape = shape_of_site(site, self.hints)
+        if shape is None:
+            return None
+        profile = load(self.options.profile, shape.ranks, device)
+        self.used[profile.digest] = profile
+        return choose(shape, profile, forced, chunks)
+
+    def profile(self) -> str:
+        """The names of the profiles that were used, the same on all ranks."""
+        return ", ".join(sorted(str(p) for p in self.used.values()))
+
+
+def too_small(site: Site, options: Options, forced: Strategy | None) -> Miss | None:
+    """The miss of a site below the floor of overlap="auto"; None above it, and where overlap is forced."""
+    if options.overlap == "force" or forced is not None:
+        return None
+    sent = bytes_sent(site)
+    if sent is None or sent >= options.min_bytes:
+        return None
+    return Miss(Reason.BELOW_THRESHOLD, f"a rank sends {sent} bytes; overlap='auto' starts at min_bytes={options.min_bytes}")
