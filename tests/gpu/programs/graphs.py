@@ -196,7 +196,7 @@ class Model(nn.Module):
 
 def compiled(frame: Frame, steps: int, kwargs: dict[str, Any], captures: bool) -> str:
     """Forward and backward of a compiled model, `steps` times with new inputs: outputs and gradients are eager's. `captures`:
-    torch must have captured graphs, and skipped none."""
+    torch must have captured graphs, and skipped none. Sites this small are overlapped where options force them."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -233,7 +233,7 @@ def compiled(frame: Frame, steps: int, kwargs: dict[str, Any], captures: bool) -
     frame.sync()
     session.check()
     used = [s for s in stats.site_stats().values() if s.calls and s.strategy.startswith("pipelined")]
-    if not used:
+    if not used and "options" in kwargs:
         raise AssertionError("no site was overlapped")
     note = f"{steps} steps, error {worst:.2g}, {len(used)} sites"
     if not captures:
