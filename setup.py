@@ -58,7 +58,7 @@ def cuda_sources() -> tuple[list[str], str]:
 
 def extension() -> cpp_extension.CppExtension:
     cuda, said = cuda_sources()
-    sources = [str(p.relative_to(ROOT)) for part in ("core", "cpu", "bindings") for p in (ROOT / "csrc" / part).glob("*.cpp")]
+    sources = [str(p.relative_to(ROOT)) for part in ("core", "cpu", "bindings") for p in (ROOT / "csrc" / part).rglob("*.cpp")]
     cxx = ["-O3", "-g0", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-Wall", "-Wextra", "-DUSE_C10D"]
     system = [f"-isystem{path}" for path in cpp_extension.include_paths()]  # torch's headers are not ours to warn about
     macros = [("UB_OVERLAP_VERSION", f'"{VERSION}"'), ("UB_OVERLAP_TORCH_VERSION", f'"{torch.__version__}"')]

@@ -1,4 +1,4 @@
-// ub_overlap._C: the control plane. Python drives sessions, settings and statistics through plain types; ops are in ops.cpp.
+// ub_overlap._C: the control plane. Python drives sessions, settings and statistics through plain types; ops are in ops/.
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -269,7 +269,6 @@ PYBIND11_MODULE(_C, m) {
     m.def("set_provider", &set_provider, py::arg("provide"), "Replaces the schedule provider and forgets its schedules.");
     m.def("set_step_timeout", [](double seconds) { settings().step_timeout_ns.store(static_cast<int64_t>(seconds * 1e9)); });
     m.def("set_trace", [](bool on) { settings().trace.store(on); }, "Keep the step times of the last call of every site.");
-    m.def("set_replay", [](bool on) { settings().replay.store(on); });
     m.def("site_stats", &site_stats);
     m.def("clear_stats", [] { Stats::get().clear(); });
     m.def("last_trace", &last_trace, py::arg("site"), "(step, queue, kind, begin_ns, end_ns, bytes) for each step.");

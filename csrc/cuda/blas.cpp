@@ -160,11 +160,8 @@ Planner& planner_of_current_device() {
 
 void* allocate_for_good(size_t bytes) {
     void* memory = nullptr;
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    check(cudaThreadExchangeStreamCaptureMode(&mode), "relax the capture");
-    const cudaError_t made = cudaMalloc(&memory, bytes);
-    cudaThreadExchangeStreamCaptureMode(&mode);
-    if (made == cudaSuccess) return memory;
+    const RelaxedCapture relaxed;
+    if (cudaMalloc(&memory, bytes) == cudaSuccess) return memory;
     cudaGetLastError();
     return nullptr;
 }

@@ -36,6 +36,18 @@ void launch_reduce(const std::vector<Span>& sources, DType source_type, const Sp
 // Throws NamedError("UbOverlapError") saying what could not be done.
 void check(cudaError_t code, const char* what);
 
+// For a scope: this thread may allocate, which touches no stream, while a stream is being captured.
+class RelaxedCapture {
+  public:
+    RelaxedCapture() { check(cudaThreadExchangeStreamCaptureMode(&mode_), "relax the capture"); }
+    ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+    RelaxedCapture(const RelaxedCapture&) = delete;
+    RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+  private:
+    cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 template <typename Kernel>
 void load(Kernel* kernel) {
     cudaFuncAttributes attributes;

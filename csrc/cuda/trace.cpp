@@ -10,13 +10,9 @@ namespace ub_overlap::cuda {
 Trace::Trace(size_t steps) {
     const size_t bytes = (2 + 2 * steps) * sizeof(uint64_t);
     check(cudaGetDevice(&device_), "find the current device");
-    // Allocating is not allowed to everybody while a stream is captured; this touches no stream.
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    check(cudaThreadExchangeStreamCaptureMode(&mode), "relax the capture");
-    const cudaError_t made =
-        cudaHostAlloc(reinterpret_cast<void**>(&stamps_), bytes, cudaHostAllocPortable | cudaHostAllocMapped);
-    cudaThreadExchangeStreamCaptureMode(&mode);
-    check(made, "allocate time stamps");
+    const RelaxedCapture relaxed;
+    check(cudaHostAlloc(reinterpret_cast<void**>(&stamps_), bytes, cudaHostAllocPortable | cudaHostAllocMapped),
+          "allocate time stamps");
     std::fill_n(stamps_, 2 + 2 * steps, 0);
 }
 

@@ -1,0 +1,67 @@
+// A collective beside matmuls that do not depend on it.
+#include "bindings/ops/frame.h"
+#include "bindings/ops/ops.h"
+#include "bindings/reference.h"
+
+namespace ub_overlap {
+
+TensorAndList bulk(const Tensor& input, at::TensorList lhs, at::TensorList rhs, std::string collective, std::string reduce_op,
+                   std::string strategy, std::string group, std::string site) {
+    return framed(input.device(), [&]() -> TensorAndList {
+        Builder b("bulk " + collective, input.device(), strategy, group, site);
+        Call& call = b.call;
+        call.op = OpKind::bulk;
+        b.check(!call.key.striped, "bulk has no stripes", strategy, "'bulk' or 'bulk:chunks=N'");
+        call.key.kind = "bulk_" + collective;
+        call.key.terms = static_cast<int64_t>(lhs.size());
+        call.type = call.out_type = b.type_of(input.scalar_type());
+        const int64_t rows = input.dim() ? input.size(0) : 1;
+        int64_t inner = 1;
+        for (int64_t d = 1; d < input.dim(); ++d) inner *= input.size(d);
+        std::vector<int64_t> sizes = input.sizes().vec();
+        if (collective == "all_gather") {
+            b.check(input.dim() > 0, "a tensor without dims cannot be gathered", "[]", "at least one dim");
+            call.collective = Collective::gather;
+            b.deal_equally(1, rows, inner);
+            sizes[0] = rows * call.ranks;
+        } else if (collective == "reduce_scatter") {
+            b.check(input.dim() > 0 && rows % call.ranks == 0, "the input cannot be scattered evenly", text_of(input.sizes()),
+                    "a multiple of " + std::to_string(call.ranks) + " rows");
+            call.collective = Collective::scatter;
+            b.reduce_by(reduce_op);
+            b.deal_equally(1, rows / call.ranks, inner);
+            sizes[0] = rows / call.ranks;
+        } else {
+            b.check(collective == "all_reduce", "this collective is unknown", "'" + collective + "'",
+                    "'all_gather', 'reduce_scatter' or 'all_reduce'");
+            call.collective = Collective::reduce;
+            b.reduce_by(reduce_op);
+            b.deal_floor(rows, inner);
+        }
+        b.check(lhs.size() == rhs.size(), "lhs and rhs differ in number", std::to_string(lhs.size()),
+                std::to_string(rhs.size()));
+        const Tensor dense = input.contiguous();
+        call.input = data_of(dense);
+        Tensor out = at::empty(sizes, input.options());
+        call.output = data_of(out);
+        std::vector<Tensor> outs;
+        for (size_t j = 0; j < lhs.size(); ++j) {
+            call.lhs.push_back(b.matrix(lhs[j], "a left operand"));
+            call.rhs.push_back(b.matrix(rhs[j], "a right operand"));
+            b.check(call.lhs[j].cols == call.rhs[j].rows && call.lhs[j].type == call.rhs[j].type,
+                    "the operands of a product do not fit", text_of(lhs[j].sizes()) + " @ " + text_of(rhs[j].sizes()),
+                    "[M, K] @ [K, N] of one dtype");
+            outs.push_back(at::empty({lhs[j].size(0), rhs[j].size(1)}, lhs[j].options()));
+            call.results.push_back(b.matrix(outs[j], "a result"));
+        }
+        b.describe("input", input);
+        b.note("reduce_op", reduce_op);
+        if (run(b)) return {out, outs};
+        WithGil gil;
+        std::vector<Tensor> results =
+            ReferenceCall("bulk").tensor(input).tensors(lhs).tensors(rhs).text(collective).text(reduce_op).text(group).run();
+        return {results.at(0), std::vector<Tensor>(results.begin() + 1, results.end())};
+    });
+}
+
+}  // namespace ub_overlap

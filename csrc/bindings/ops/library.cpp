@@ -1,0 +1,66 @@
+// The ops' schemas, and which devices have them.
+#include <torch/library.h>
+
+#include "bindings/ops/frame.h"
+#include "bindings/ops/ops.h"
+
+namespace ub_overlap {
+namespace {
+
+#ifndef UB_OVERLAP_CUDA
+// For devices whose executor this build does not have.
+void no_executor(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack*) {
+    framed(at::kCPU, [&]() -> int {
+        throw NamedError("TransportError",
+                         {{"what", "the CUDA executor is not part of this build"},
+                          {"where", op.schema().name()},
+                          {"got", "CUDA tensors"},
+                          {"fix", "rebuild with UB_OVERLAP_BUILD_CUDA=1 on a machine with nvcc and a CUDA torch"}});
+    });
+}
+#endif
+
+}  // namespace
+
+TORCH_LIBRARY(ub_overlap, m) {
+    const std::vector<at::Tag> tags{at::Tag::needs_fixed_stride_order, at::Tag::pt2_compliant_tag};
+    m.def(
+        "all_gather_matmul(Tensor shard, Tensor[] operands, int[] modes, SymInt outer, bool last, bool keep, str strategy, "
+        "str group, str site) -> (Tensor gathered, Tensor[] outs)",
+        tags);
+    m.def(
+        "matmul_reduce_scatter(Tensor[] lhs, Tensor[] rhs, Tensor? addend, SymInt outer, bool last, str reduce_op, "
+        "ScalarType out_dtype, bool keep, str strategy, str group, str site) -> (Tensor out, Tensor partial)",
+        tags);
+    m.def(
+        "matmul_all_reduce(Tensor[] lhs, Tensor[] rhs, Tensor? addend, str reduce_op, ScalarType out_dtype, bool keep, "
+        "str strategy, str group, str site) -> (Tensor out, Tensor partial)",
+        tags);
+    m.def(
+        "bulk(Tensor input, Tensor[] lhs, Tensor[] rhs, str collective, str reduce_op, str strategy, str group, str site) "
+        "-> (Tensor out, Tensor[] outs)",
+        tags);
+}
+
+static void register_ops(torch::Library& m) {
+    m.impl("all_gather_matmul", &all_gather_matmul);
+    m.impl("matmul_reduce_scatter", &matmul_reduce_scatter);
+    m.impl("matmul_all_reduce", &matmul_all_reduce);
+    m.impl("bulk", &bulk);
+}
+
+TORCH_LIBRARY_IMPL(ub_overlap, CPU, m) {
+    register_ops(m);
+}
+
+TORCH_LIBRARY_IMPL(ub_overlap, CUDA, m) {
+#ifdef UB_OVERLAP_CUDA
+    register_ops(m);
+#else
+    for (const char* op : {"all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "bulk"}) {
+        m.impl(op, torch::CppFunction::makeFromBoxedFunction<&no_executor>());
+    }
+#endif
+}
+
+}  // namespace ub_overlap

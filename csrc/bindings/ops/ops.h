@@ -1,0 +1,30 @@
+// The ops' kernels, by family; library.cpp registers them. docs/ops.md is the contract.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+namespace ub_overlap {
+
+using TensorAndList = std::tuple<at::Tensor, std::vector<at::Tensor>>;
+using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
+
+TensorAndList all_gather_matmul(const at::Tensor& shard, at::TensorList operands, at::IntArrayRef modes, int64_t outer,
+                                bool last, bool keep, std::string strategy, std::string group, std::string site);
+
+TwoTensors matmul_reduce_scatter(at::TensorList lhs, at::TensorList rhs, const std::optional<at::Tensor>& addend, int64_t outer,
+                                 bool last, std::string reduce_op, at::ScalarType out_dtype, bool keep, std::string strategy,
+                                 std::string group, std::string site);
+
+TwoTensors matmul_all_reduce(at::TensorList lhs, at::TensorList rhs, const std::optional<at::Tensor>& addend,
+                             std::string reduce_op, at::ScalarType out_dtype, bool keep, std::string strategy,
+                             std::string group, std::string site);
+
+TensorAndList bulk(const at::Tensor& input, at::TensorList lhs, at::TensorList rhs, std::string collective,
+                   std::string reduce_op, std::string strategy, std::string group, std::string site);
+
+}  // namespace ub_overlap
