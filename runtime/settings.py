@@ -7,6 +7,10 @@ init_timeout_s           UB_OVERLAP_INIT_TIMEOUT_S       300      how long to wa
                                                                   at the first call of a plan (they may be compiling)
 step_timeout_s           UB_OVERLAP_STEP_TIMEOUT_S       100      how long one wait within a call may take
 trace                    UB_OVERLAP_TRACE                0        keep the step times of every site's last call
+replay                   UB_OVERLAP_REPLAY               1        record calls on GPUs that come again as graphs of ours;
+                                                                  while one is recorded (0.2 ms), CUDA refuses another
+                                                                  thread's torch.cuda.synchronize(): 0 where a program
+                                                                  has threads that do that beside ours
 links                    UB_OVERLAP_LINKS                nvlink   "nvlink": GPUs that reach each other over PCIe only
                                                                   run plain collectives; "any" takes them too
 =======================  ==============================  =======  =====================================================
@@ -28,6 +32,7 @@ class Settings:
     init_timeout_s: float = 300.0
     step_timeout_s: float = 100.0
     trace: bool = False
+    replay: bool = True
     links: str = "nvlink"
 
     def __post_init__(self) -> None:
@@ -55,6 +60,7 @@ def from_environment() -> Settings:
         init_timeout_s=seconds("UB_OVERLAP_INIT_TIMEOUT_S", Settings().init_timeout_s),
         step_timeout_s=seconds("UB_OVERLAP_STEP_TIMEOUT_S", Settings().step_timeout_s),
         trace=os.environ.get("UB_OVERLAP_TRACE", "0") not in ("", "0"),
+        replay=os.environ.get("UB_OVERLAP_REPLAY", "1") not in ("", "0"),
         links=os.environ.get("UB_OVERLAP_LINKS") or Settings().links,
     )
 
@@ -86,3 +92,4 @@ def apply() -> None:
     c = extension()
     c.set_step_timeout(current().step_timeout_s)
     c.set_trace(current().trace)
+    c.set_replay(current().replay)

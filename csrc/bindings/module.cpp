@@ -268,6 +268,7 @@ PYBIND11_MODULE(_C, m) {
         py::arg("provide"), py::arg("bind"), py::arg("reference"), py::arg("make_error"));
     m.def("set_provider", &set_provider, py::arg("provide"), "Replaces the schedule provider and forgets its schedules.");
     m.def("set_step_timeout", [](double seconds) { settings().step_timeout_ns.store(static_cast<int64_t>(seconds * 1e9)); });
+    m.def("set_replay", [](bool on) { settings().replay.store(on); }, "Whether calls that come again are recorded (CUDA).");
     m.def("set_trace", [](bool on) { settings().trace.store(on); }, "Keep the step times of the last call of every site.");
     m.def("site_stats", &site_stats);
     m.def("clear_stats", [] { Stats::get().clear(); });

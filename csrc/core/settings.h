@@ -15,6 +15,7 @@ namespace ub_overlap {
 struct Settings {
     std::atomic<int64_t> step_timeout_ns{100'000'000'000};
     std::atomic<bool> trace{false};
+    std::atomic<bool> replay{true};
     // Called now and then by the thread of a call that waits; throws when the user has asked for an end (Ctrl-C).
     std::atomic<void (*)()> check_signals{nullptr};
 };

@@ -369,7 +369,8 @@ void record(Replay& replay, const Call& call, MatmulFn matmul, Device& device, i
 std::vector<StepTime> issue(const Call& call, MatmulFn matmul, Device& device, CudaArena* arena, int64_t timeout_ns) {
     constexpr int often = 3;
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    const bool plain = !arena || settings().trace.load(std::memory_order_relaxed);
+    const bool plain =
+        !arena || !settings().replay.load(std::memory_order_relaxed) || settings().trace.load(std::memory_order_relaxed);
     Replay* replay = plain ? nullptr : &arena->replays().meet(fingerprint(call, timeout_ns));
     if (replay && !replay->never && !replay->graph && replay->met >= often) record(*replay, call, matmul, device, timeout_ns);
     if (replay && replay->graph) {
