@@ -79,6 +79,33 @@ def _fake_all_gather_matmul(
     return _empty(shard, (rows, cols) if keep else (0,)), outs
 
 
+def _fake_all_gather_scaled_matmul(
+    shard: Tensor,
+    shard_scale: Tensor,
+    operands: Sequence[Tensor],
+    operand_scales: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    outer: int,
+    keep: bool,
+    out_dtypes: Sequence[torch.dtype],
+    fast_accum: bool,
+    strategy: str,
+    group: str,
+    site: str,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    rows: Any = _group_size(group)
+    for size in shard.shape[:-1]:
+        rows = rows * size
+    outs = []
+    for operand, dtype in zip(operands, out_dtypes, strict=True):
+        compat.check(operand.shape[0] == shard.shape[-1], lambda: "an operand does not fit the gathered matrix")
+        outs.append(_empty(shard, (rows, operand.shape[1]), dtype))
+    # One scale fits all of an operand, or each of its columns has one.
+    single = operand_scales[0].numel() == 1 if len(operands) else shard_scale.numel() == 1
+    scale = _empty(shard, (rows, 1) if keep and not single else (0,), torch.float32)
+    return _empty(shard, (rows, shard.shape[-1]) if keep else (0,)), scale, outs
+
+
 def _fake_matmul_reduce_scatter(
     lhs: Sequence[Tensor],
     rhs: Sequence[Tensor],
@@ -91,12 +118,35 @@ def _fake_matmul_reduce_scatter(
     strategy: str,
     group: str,
     site: str,
+    *,
+    wire: str = "plain",
 ) -> tuple[Tensor, Tensor]:
     ranks = _group_size(group)
     rows, cols = lhs[0].shape[0], rhs[0].shape[1]
     compat.check((cols if last else rows) % ranks == 0, lambda: "the product cannot be scattered evenly")
     out = (rows, cols // ranks) if last else (rows // ranks, cols)
     return _empty(lhs[0], out, out_dtype), _empty(lhs[0], (rows, cols) if keep else (0,))
+
+
+def _fake_scaled_matmul_reduce_scatter(
+    lhs: Sequence[Tensor],
+    rhs: Sequence[Tensor],
+    lhs_scales: Sequence[Tensor],
+    rhs_scales: Sequence[Tensor],
+    addend: Tensor | None,
+    outer: int,
+    reduce_op: str,
+    product_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    wire: str,
+    strategy: str,
+    group: str,
+    site: str,
+) -> Tensor:
+    ranks, rows = _group_size(group), lhs[0].shape[0]
+    compat.check(rows % ranks == 0, lambda: "the product cannot be scattered evenly")
+    return _empty(lhs[0], (rows // ranks, rhs[0].shape[1]), out_dtype)
 
 
 def _fake_matmul_all_reduce(
@@ -134,10 +184,15 @@ def _fake_bulk(
 
 
 _C = extension()
-torch.library.register_fake("ub_overlap::all_gather_matmul", _fake_all_gather_matmul)
-torch.library.register_fake("ub_overlap::matmul_reduce_scatter", _fake_matmul_reduce_scatter)
-torch.library.register_fake("ub_overlap::matmul_all_reduce", _fake_matmul_all_reduce)
-torch.library.register_fake("ub_overlap::bulk", _fake_bulk)
+for _fake in (
+    _fake_all_gather_matmul,
+    _fake_all_gather_scaled_matmul,
+    _fake_matmul_reduce_scatter,
+    _fake_scaled_matmul_reduce_scatter,
+    _fake_matmul_all_reduce,
+    _fake_bulk,
+):
+    torch.library.register_fake(f"ub_overlap::{_fake.__name__.removeprefix('_fake_')}", _fake)
 _C.install(provide=Provider(), bind=session.bind, reference=reference.run, make_error=errors.make)
 settings.apply()
 # Sessions hold Python objects: they must go while there is an interpreter.

@@ -1,6 +1,7 @@
 """The ops spelled with plain c10d collectives and matmuls: for groups that have no transport of ours, and as a reference.
 
 The collective runs in the matmuls' dtype, as the graph before the rewrite would have run it; "avg" is a sum divided at the end.
+float8 numbers travel as bytes, and a float8 wire is not rounded to: sums travel in the products' dtype.
 """
 
 from __future__ import annotations
@@ -16,8 +17,13 @@ from torch import Tensor
 from ub_overlap import _torch_compat
 
 
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
 def _gather(shard: Tensor, group: str) -> Tensor:
     """[s, ...] -> [R * s, ...]"""
+    if shard.dtype in FLOAT8:  # gloo has no such type
+        return _gather(shard.contiguous().view(torch.uint8), group).view(shard.dtype)
     process_group = _torch_compat.group_of(group)
     out = shard.new_empty((shard.shape[0] * process_group.size(), *shard.shape[1:]))
     if out.numel():
@@ -45,18 +51,23 @@ def _mean(total: Tensor, reduce_op: str, group: str) -> Tensor:
     return total / _torch_compat.group_of(group).size() if reduce_op == "avg" else total
 
 
+def _gather_rows(shard: Tensor, outer: int, group: str) -> Tensor:
+    """[o, m, Q], read flat -> G of docs/ops.md, [o * R * m, Q]"""
+    rows, cols = math.prod(shard.shape[:-1]), shard.shape[-1]
+    blocks = shard.reshape(outer, rows // outer if outer else 0, cols)
+    gathered = _gather(blocks.unsqueeze(0), group)  # [R, o, m, Q]
+    return gathered.transpose(0, 1).reshape(gathered.shape[0] * outer * blocks.shape[1], cols)
+
+
 def all_gather_matmul(
     shard: Tensor, operands: Sequence[Tensor], modes: Sequence[int], outer: int, last: bool, keep: bool, group: str
 ) -> tuple[Tensor, list[Tensor]]:
-    rows, cols = math.prod(shard.shape[:-1]), shard.shape[-1]
     if last:
         ranks = _torch_compat.group_of(group).size()
-        flat = shard.reshape(rows, cols)
-        whole = _gather(flat.unsqueeze(0), group).permute(1, 0, 2).reshape(flat.shape[0], ranks * cols)
+        flat = shard.reshape(math.prod(shard.shape[:-1]), shard.shape[-1])
+        whole = _gather(flat.unsqueeze(0), group).permute(1, 0, 2).reshape(flat.shape[0], ranks * flat.shape[1])
     else:
-        blocks = shard.reshape(outer, rows // outer if outer else 0, cols)
-        gathered = _gather(blocks.unsqueeze(0), group)  # [R, o, m, Q]
-        whole = gathered.transpose(0, 1).reshape(gathered.shape[0] * outer * blocks.shape[1], cols)
+        whole = _gather_rows(shard, outer, group)
     outs = []
     for operand, mode in zip(operands, modes, strict=True):
         product = (whole.T if mode >= 2 else whole).to(operand.dtype) @ operand
@@ -64,11 +75,61 @@ def all_gather_matmul(
     return (whole.contiguous() if keep else shard.new_empty(0)), outs
 
 
+def scaled_product(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, addend: Tensor | None, dtype: torch.dtype, fast: bool
+) -> Tensor:
+    """(a [M, K] @ b [K, N]) * scales (+ addend) in fp32, rounded once; on CUDA by torch._scaled_mm, then the addend.
+
+    a_scale: one element, or [M, 1]; b_scale: one element, or [1, N]. a and b of float64 stand for exact float8: no rounding.
+    """
+    each = b_scale.numel() != 1
+    a_scale, b_scale = (
+        (a_scale.reshape(-1, 1), b_scale.reshape(1, -1)) if each else (a_scale.reshape(1, 1), b_scale.reshape(1, 1))
+    )
+    if a.is_cuda and a.dtype in FLOAT8 and a.numel() and b.numel():
+        wide = torch._scaled_mm(a, b, a_scale.contiguous(), b_scale.contiguous(), out_dtype=dtype, use_fast_accum=fast)
+    else:
+        sums = torch.float64 if a.dtype is torch.float64 else torch.float32
+        wide = a.to(sums) @ b.to(sums) * a_scale * b_scale
+    return wide.to(dtype) if addend is None else (wide.to(torch.promote_types(wide.dtype, torch.float32)) + addend).to(dtype)
+
+
+def all_gather_scaled_matmul(
+    shard: Tensor,
+    shard_scale: Tensor,
+    operands: Sequence[Tensor],
+    operand_scales: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    outer: int,
+    keep: bool,
+    out_dtypes: Sequence[torch.dtype],
+    fast_accum: bool,
+    group: str,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    whole = _gather_rows(shard, outer, group)
+    each = operand_scales[0].numel() != 1 if operands else shard_scale.numel() != 1
+    scale = _gather_rows(shard_scale.reshape(-1, 1), outer, group) if each else shard_scale
+    outs = [
+        scaled_product(whole, operand, scale, operand_scale, bias, dtype, fast_accum)
+        for operand, operand_scale, bias, dtype in zip(operands, operand_scales, biases, out_dtypes, strict=True)
+    ]
+    kept = scale if keep and each else scale.new_empty(0)
+    return (whole.contiguous() if keep else shard.new_empty(0)), kept, outs
+
+
 def _product(lhs: Sequence[Tensor], rhs: Sequence[Tensor], addend: Tensor | None) -> Tensor:
     partial = lhs[0] @ rhs[0] if addend is None else torch.addmm(addend, lhs[0], rhs[0])
     for a, b in zip(lhs[1:], rhs[1:], strict=True):
         partial = torch.addmm(partial, a, b)
     return partial
+
+
+def _scatter_rows(partial: Tensor, outer: int, group: str) -> Tensor:
+    """[o * R * m, Q] -> [o * m, Q], summed over ranks"""
+    ranks, (rows, cols) = _torch_compat.group_of(group).size(), partial.shape
+    block = rows // (outer * ranks) if outer else 0
+    share = partial.reshape(outer, ranks, block, cols).transpose(0, 1)  # [R, o, m, Q]
+    return _scatter(share, group).reshape(outer * block, cols)
 
 
 def matmul_reduce_scatter(
@@ -89,10 +150,28 @@ def matmul_reduce_scatter(
         share = partial.reshape(rows, ranks, cols // ranks).transpose(0, 1)  # [R, P, q]
         out = _scatter(share, group).reshape(rows, cols // ranks)
     else:
-        block = rows // (outer * ranks) if outer else 0
-        share = partial.reshape(outer, ranks, block, cols).transpose(0, 1)  # [R, o, m, Q]
-        out = _scatter(share, group).reshape(outer * block, cols)
+        out = _scatter_rows(partial, outer, group)
     return _mean(out, reduce_op, group).to(out_dtype), (partial if keep else partial.new_empty(0))
+
+
+def scaled_matmul_reduce_scatter(
+    lhs: Sequence[Tensor],
+    rhs: Sequence[Tensor],
+    lhs_scales: Sequence[Tensor],
+    rhs_scales: Sequence[Tensor],
+    addend: Tensor | None,
+    outer: int,
+    reduce_op: str,
+    product_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    partial = addend
+    for a, b, a_scale, b_scale in zip(lhs, rhs, lhs_scales, rhs_scales, strict=True):
+        partial = scaled_product(a, b, a_scale, b_scale, partial, product_dtype, fast_accum)
+    assert partial is not None
+    return _mean(_scatter_rows(partial, outer, group), reduce_op, group).to(out_dtype), partial.new_empty(0)
 
 
 def matmul_all_reduce(
@@ -118,10 +197,20 @@ def bulk(
     return out, [a @ b for a, b in zip(lhs, rhs, strict=True)]
 
 
-_OPS = {op.__name__: op for op in (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, bulk)}
+_OPS = {
+    op.__name__: op
+    for op in (
+        all_gather_matmul,
+        all_gather_scaled_matmul,
+        matmul_reduce_scatter,
+        scaled_matmul_reduce_scatter,
+        matmul_all_reduce,
+        bulk,
+    )
+}
 
 
 @torch.no_grad()
-def run(op: str, *args: Any) -> tuple[Any, Any]:
+def run(op: str, *args: Any) -> tuple[Any, ...]:
     """`op` by name: what C++ calls."""
     return _OPS[op](*args)

@@ -47,18 +47,62 @@ class Builder {
         if (!good) refuse(what, got, expected);
     }
 
-    DType type_of(at::ScalarType type) const {
-        if (type == at::kFloat) return DType::f32;
-        if (type == at::kBFloat16) return DType::bf16;
-        if (type == at::kHalf) return DType::f16;
-        refuse("this dtype is not supported", c10::toString(type), "float32, bfloat16 or float16");
+    enum class Float8 { no, may, must };
+    DType type_of(at::ScalarType type, Float8 float8 = Float8::no) const {
+        if (float8 != Float8::no) {
+            if (type == at::kFloat8_e4m3fn) return DType::e4m3;
+            if (type == at::kFloat8_e5m2) return DType::e5m2;
+        }
+        if (float8 != Float8::must) {
+            if (type == at::kFloat) return DType::f32;
+            if (type == at::kBFloat16) return DType::bf16;
+            if (type == at::kHalf) return DType::f16;
+        }
+        constexpr const char *wide = "float32, bfloat16 or float16", *narrow = "float8_e4m3fn or float8_e5m2";
+        refuse("this dtype is not supported here", c10::toString(type),
+               float8 == Float8::no     ? wide
+               : float8 == Float8::must ? narrow
+                                        : std::string(wide) + ", " + narrow);
     }
 
     // A 2D tensor as it lies in memory; it must outlive the call.
-    Matrix matrix(const Tensor& t, const char* name) const {
+    Matrix matrix(const Tensor& t, const char* name, Float8 float8 = Float8::no) const {
         check(t.device() == device_, std::string(name) + " is on another device", text_of(t.device()), text_of(device_));
         check(t.dim() == 2, std::string(name) + " is not a matrix", text_of(t.sizes()), "two dims");
-        return {static_cast<char*>(t.data_ptr()), t.size(0), t.size(1), t.stride(0), t.stride(1), type_of(t.scalar_type())};
+        const DType type = type_of(t.scalar_type(), float8);
+        return {static_cast<char*>(t.data_ptr()), t.size(0), t.size(1), t.stride(0), t.stride(1), type};
+    }
+
+    // Factors of float8 numbers: one, or `each` of `lines` its own. A copy that is made lives as long as the builder.
+    Scale scale(const Tensor& t, int64_t lines, bool each, const char* name) {
+        const std::string what = std::string("the scales of ") + name;
+        check(t.device() == device_, what + " are on another device", text_of(t.device()), text_of(device_));
+        check(t.scalar_type() == at::kFloat, what + " have another dtype", c10::toString(t.scalar_type()), "float32");
+        check(t.numel() == (each ? lines : 1), what + " do not fit", text_of(t.sizes()),
+              each ? std::to_string(lines) + " of them, since the other operand has one a line"
+                   : "one, since the other operand has one");
+        kept_.push_back(t.contiguous());
+        return {kept_.back().const_data_ptr<float>(), each};
+    }
+
+    // a @ b as the tensor cores take float8 matrices: `a` row-major, `b` column-major, sizes that divide by 16.
+    void check_float8(const Matrix& a, const Matrix& b) const {
+        const std::string sizes = "[" + std::to_string(a.rows) + ", " + std::to_string(a.cols) + "] @ [" +
+                                  std::to_string(b.rows) + ", " + std::to_string(b.cols) + "]";
+        check(a.cols % 16 == 0 && b.cols % 16 == 0, "the sizes of a float8 product do not divide by 16", sizes,
+              "[M, K] @ [K, N], K and N multiples of 16");
+        check(a.type == DType::e4m3 || b.type == DType::e4m3, "no device multiplies float8_e5m2 by float8_e5m2", sizes,
+              "float8_e4m3fn on one side or both");
+        const auto strides = [](const Matrix& m) {
+            return "strides " + std::to_string(m.row_stride) + ", " + std::to_string(m.col_stride);
+        };
+        const bool none = a.rows == 0 || a.cols == 0 || b.cols == 0;
+        check(none || (a.col_stride == 1 && (a.rows == 1 || (a.row_stride >= a.cols && a.row_stride % 16 == 0))),
+              "the left operand of a float8 product is not row-major", strides(a),
+              "rows of one piece, 16 bytes apart or a multiple");
+        check(none || (b.row_stride == 1 && b.col_stride >= b.rows && b.col_stride % 16 == 0),
+              "the right operand of a float8 product is not column-major", strides(b),
+              "the transposed view of a contiguous [N, K]");
     }
 
     // Equal shards of `rows` rows each.
@@ -168,6 +212,7 @@ class Builder {
     std::string group_name_;
     GroupPtr group_;
     std::string shape_;
+    std::vector<Tensor> kept_;
 };
 
 }  // namespace ub_overlap

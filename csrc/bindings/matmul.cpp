@@ -20,7 +20,19 @@ namespace {
 constexpr int64_t most_single_blocks = 16;
 
 at::ScalarType scalar_type(DType type) {
-    return type == DType::f32 ? at::kFloat : type == DType::bf16 ? at::kBFloat16 : at::kHalf;
+    switch (type) {
+        case DType::f32:
+            return at::kFloat;
+        case DType::bf16:
+            return at::kBFloat16;
+        case DType::f16:
+            return at::kHalf;
+        case DType::e4m3:
+            return at::kFloat8_e4m3fn;
+        case DType::e5m2:
+            return at::kFloat8_e5m2;
+    }
+    return at::kFloat;
 }
 
 at::Tensor tensor(const Matrix& m, char* data, at::IntArrayRef sizes, at::IntArrayRef strides, at::Device device) {
@@ -101,10 +113,48 @@ void multiply(const MatmulTask& t, at::Device device) {
     }
 }
 
+at::Tensor scales(const Scale& scale, int64_t lines, bool column, at::Device device) {
+    const std::vector<int64_t> sizes = !scale.each ? std::vector<int64_t>{1, 1}
+                                       : column    ? std::vector<int64_t>{lines, 1}
+                                                   : std::vector<int64_t>{1, lines};
+    void* data = const_cast<float*>(scale.data);
+    return at::for_blob(data, sizes).options(at::TensorOptions(at::kFloat).device(device)).target_device(device).make_tensor();
+}
+
+// One float8 product. `form(a, b, scale of a [M, 1] or [1, 1], scale of b [1, N] or [1, 1])` gives it before the addend.
+template <typename Form>
+void multiply_scaled(const MatmulTask& t, at::Device device, Form form) {
+    if (t.out.rows == 0 || t.out.cols == 0) return;
+    at::Tensor out = view(t.out, 0, 0, device);
+    at::Tensor product;
+    if (t.a.cols > 0) {
+        product = form(view(t.a, 0, 0, device), view(t.b, 0, 0, device), scales(t.a_scale, t.a.rows, true, device),
+                       scales(t.b_scale, t.b.cols, false, device));
+    } else {
+        product = at::zeros({t.out.rows, t.out.cols}, out.options().dtype(at::kFloat));
+    }
+    if (t.accumulate) {
+        out.copy_(product.to(at::kFloat).add_(out));
+    } else if (t.addend.data) {
+        out.copy_(product.to(at::kFloat).add_(view(t.addend, 0, 0, device)));
+    } else {
+        out.copy_(product);
+    }
+}
+
 }  // namespace
 
 bool matmul_cpu(const MatmulTask& task, void*, void*) {
-    multiply(task, at::kCPU);
+    if (!task.scaled()) {
+        multiply(task, at::kCPU);
+        return false;
+    }
+    // The reference: every product of two float8 numbers is exact in fp32.
+    for (int64_t block = 0; block < task.batch; ++block) {
+        multiply_scaled(task.one(block), at::kCPU, [](const at::Tensor& a, const at::Tensor& b, auto a_scale, auto b_scale) {
+            return at::mm(a.to(at::kFloat), b.to(at::kFloat)).mul_(a_scale).mul_(b_scale);
+        });
+    }
     return false;
 }
 
@@ -134,6 +184,14 @@ Workspace workspace_of(cudaStream_t owner, c10::DeviceIndex device) {
     return one ? Workspace{one, {}} : allocate();
 }
 
+// Scales of rows begin wherever a piece of rows does; wide loads want them at 16 bytes. Undefined where they are.
+at::Tensor aligned(Scale& scale, int64_t lines, at::Device device) {
+    if (!scale.each || reinterpret_cast<uintptr_t>(scale.data) % 16 == 0 || lines == 0) return {};
+    at::Tensor copy = scales(scale, lines, true, device).clone();
+    scale.data = static_cast<const float*>(copy.data_ptr());
+    return copy;
+}
+
 }  // namespace
 
 bool matmul_cuda(const MatmulTask& task, void* stream, void* owner) {
@@ -141,9 +199,24 @@ bool matmul_cuda(const MatmulTask& task, void* stream, void* owner) {
     const Workspace workspace = workspace_of(static_cast<cudaStream_t>(owner), device);
     // What is given back at once must not be named by a graph of ours.
     const bool kept = stream == owner || !workspace.held.defined();
-    if (cuda::blas_matmul(task, workspace.data, static_cast<cudaStream_t>(stream))) return kept;
-    multiply(task, at::Device(at::kCUDA, device));
-    return false;
+    if (!task.scaled()) {
+        if (cuda::blas_matmul(task, workspace.data, static_cast<cudaStream_t>(stream))) return kept;
+        multiply(task, at::Device(at::kCUDA, device));
+        return false;
+    }
+    bool all = kept;
+    for (int64_t block = 0; block < task.batch; ++block) {
+        MatmulTask one = task.one(block);
+        const at::Tensor moved = aligned(one.a_scale, one.a.rows, at::Device(at::kCUDA, device));
+        if (moved.defined()) all = false;
+        if (cuda::blas_matmul(one, workspace.data, static_cast<cudaStream_t>(stream))) continue;
+        all = false;
+        multiply_scaled(one, at::Device(at::kCUDA, device),
+                        [&](const at::Tensor& a, const at::Tensor& b, const at::Tensor& a_scale, const at::Tensor& b_scale) {
+                            return at::_scaled_mm(a, b, a_scale, b_scale, {}, {}, scalar_type(one.out.type), one.fast_sums);
+                        });
+    }
+    return all;
 }
 #endif
 

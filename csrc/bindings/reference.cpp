@@ -31,6 +31,30 @@ void flatten(PyObject* object, std::vector<at::Tensor>& to) {
     }
 }
 
+// New references to what stands for a value in Python.
+PyObject* wrapped(const at::Tensor& value) {
+    if (value.defined()) return checked(THPVariable_Wrap(value));
+    Py_INCREF(Py_None);
+    return Py_None;
+}
+
+PyObject* named(at::ScalarType value) {
+    auto* object = reinterpret_cast<PyObject*>(torch::getTHPDtype(value));
+    Py_INCREF(object);
+    return object;
+}
+
+template <typename List, typename Make>
+PyObject* listed(const List& values, Make make) {
+    PyObject* list = checked(PyList_New(0));
+    for (const auto& value : values) {
+        PyObject* item = make(value);
+        PyList_Append(list, item);
+        Py_DECREF(item);
+    }
+    return list;
+}
+
 }  // namespace
 
 ReferenceCall::ReferenceCall(const std::string& op) : list_(checked(PyList_New(0))) {
@@ -47,34 +71,22 @@ void ReferenceCall::add(void* object) {
 }
 
 ReferenceCall& ReferenceCall::tensor(const at::Tensor& value) {
-    if (value.defined()) {
-        add(THPVariable_Wrap(value));
-    } else {
-        Py_INCREF(Py_None);
-        add(Py_None);
-    }
+    add(wrapped(value));
     return *this;
 }
 
 ReferenceCall& ReferenceCall::tensors(at::TensorList value) {
-    PyObject* list = checked(PyList_New(0));
-    for (const at::Tensor& tensor : value) {
-        PyObject* item = checked(THPVariable_Wrap(tensor));
-        PyList_Append(list, item);
-        Py_DECREF(item);
-    }
-    add(list);
+    add(listed(value, &wrapped));
     return *this;
 }
 
 ReferenceCall& ReferenceCall::integers(at::IntArrayRef value) {
-    PyObject* list = checked(PyList_New(0));
-    for (const int64_t number : value) {
-        PyObject* item = checked(PyLong_FromLongLong(number));
-        PyList_Append(list, item);
-        Py_DECREF(item);
-    }
-    add(list);
+    add(listed(value, [](int64_t number) { return checked(PyLong_FromLongLong(number)); }));
+    return *this;
+}
+
+ReferenceCall& ReferenceCall::dtypes(const std::vector<at::ScalarType>& value) {
+    add(listed(value, &named));
     return *this;
 }
 
@@ -94,9 +106,7 @@ ReferenceCall& ReferenceCall::text(const std::string& value) {
 }
 
 ReferenceCall& ReferenceCall::dtype(at::ScalarType value) {
-    auto* object = reinterpret_cast<PyObject*>(torch::getTHPDtype(value));
-    Py_INCREF(object);
-    add(object);
+    add(named(value));
     return *this;
 }
 

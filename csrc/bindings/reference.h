@@ -17,12 +17,13 @@ class ReferenceCall {
     ReferenceCall& operator=(const ReferenceCall&) = delete;
 
     ReferenceCall& tensor(const at::Tensor& value);  // undefined: None
-    ReferenceCall& tensors(at::TensorList value);
+    ReferenceCall& tensors(at::TensorList value);    // undefined ones: None
     ReferenceCall& integers(at::IntArrayRef value);
     ReferenceCall& integer(int64_t value);
     ReferenceCall& flag(bool value);
     ReferenceCall& text(const std::string& value);
     ReferenceCall& dtype(at::ScalarType value);
+    ReferenceCall& dtypes(const std::vector<at::ScalarType>& value);
 
     // The op's results in order, lists flattened.
     std::vector<at::Tensor> run();

@@ -5,7 +5,11 @@
 namespace ub_overlap {
 namespace {
 
-constexpr int64_t line = 256;
+constexpr int64_t line = 256, scale_bytes = sizeof(float);
+
+int64_t whole_lines(int64_t bytes) {
+    return (bytes + line - 1) / line * line;
+}
 
 // Rows [first, last) of every block of a buffer, merged from regions that lie side by side.
 struct Range {
@@ -37,25 +41,40 @@ int64_t Call::max_rows() const {
 
 int64_t Call::landing_bytes() const {
     const int64_t rows = collective == Collective::gather ? total_rows() : ranks * max_rows();
-    return (outer * rows * inner * size_of(type) + line - 1) / line * line;
+    return whole_lines(outer * rows * inner * size_of(narrow_wire ? wire_float8 : type));
+}
+
+int64_t Call::table_bytes() const {
+    const int64_t rows = collective == Collective::gather ? total_rows() : ranks * max_rows();
+    return whole_lines(outer * rows * scales_a_row * scale_bytes);
 }
 
 int64_t Call::landing2_bytes() const {
-    return collective == Collective::reduce ? (outer * total_rows() * inner * size_of(out_type) + line - 1) / line * line : 0;
+    return collective == Collective::reduce ? whole_lines(outer * total_rows() * inner * size_of(out_type)) : 0;
 }
 
 char* Call::landing(int of) const {
     return arena->slot(of, slot());
 }
 
-Span Call::span(const Region& r) const {
-    const int64_t row = inner * size_of(type_of(r));
+// Where a region lies in a buffer that begins at `base`, or in its table: whichever has `row` bytes a row.
+Span Call::lay(const Region& r, char* base, int64_t row) const {
     const bool stacked = r.buf == Buf::landing && collective != Collective::gather;
     const bool single = (r.buf == Buf::input && collective == Collective::gather) ||
                         (r.buf == Buf::output && collective == Collective::scatter);
     // Whose rows a shard number stands for: a lone shard is its owner's, a stacked one that of the memory's owner.
     const int owner = stacked || single ? r.rank : r.shard;
     const int64_t count = rows(owner), lo = r.lo.of(count), hi = r.hi.of(count);
+    Span span{base, outer, (stacked || single ? count : total_rows()) * row, (hi - lo) * row};
+    if (stacked) {
+        span.data += r.shard * outer * count * row + lo * row;
+    } else {
+        span.data += ((single ? 0 : begin[owner]) + lo) * row;
+    }
+    return span;
+}
+
+Span Call::span(const Region& r) const {
     char* base = nullptr;
     switch (r.buf) {
         case Buf::input:
@@ -71,18 +90,52 @@ Span Call::span(const Region& r) const {
             base = landing(r.rank);
             break;
         case Buf::landing2:
-            base = landing(r.rank) + landing_bytes();
+            base = landing(r.rank) + landing_bytes() + table_bytes();
             break;
         default:
             break;
     }
-    Span span{base, outer, (stacked || single ? count : total_rows()) * row, (hi - lo) * row};
-    if (stacked) {
-        span.data += r.shard * outer * count * row + lo * row;
-    } else {
-        span.data += ((single ? 0 : begin[owner]) + lo) * row;
+    return lay(r, base, inner * size_of(type_of(r)));
+}
+
+// The scales beside a region; no data where its buffer has none.
+Span Call::table(const Region& r) const {
+    char* base = nullptr;
+    if (scales_a_row > 0) {
+        if (r.buf == Buf::landing) base = landing(r.rank) + landing_bytes();
+        if (r.buf == Buf::input) base = reinterpret_cast<char*>(const_cast<float*>(input_scale.data));
+        if (r.buf == Buf::output) base = output_scales;
+        if (r.buf == Buf::partial) base = wire_scales;
     }
-    return span;
+    return base ? lay(r, base, scales_a_row * scale_bytes) : Span{};
+}
+
+std::vector<Move> Call::moves(const Step& step) const {
+    const Region &src = step.reads[0], &dst = step.writes[0];
+    const bool rounded = narrow_wire && src.buf == Buf::partial;
+    std::vector<Move> all{{rounded ? lay(src, wire, inner * size_of(wire_float8)) : span(src), span(dst)}};
+    const Span from = table(src), to = table(dst);
+    if (from.data && to.data) all.push_back({from, to});
+    return all;
+}
+
+std::vector<Source> Call::sources(const Step& step) const {
+    std::vector<Source> all;
+    for (const Region& region : step.reads) {
+        const DType held = type_of(region);
+        all.push_back({span(region), is_float8(held) ? table(region) : Span{}, held});
+    }
+    return all;
+}
+
+std::vector<Rounding> Call::roundings(const Step& step) const {
+    std::vector<Rounding> all;
+    if (!narrow_wire || step.index + 1 != key.terms) return all;
+    for (const Region& region : step.writes) {
+        if (region.shard == rank) continue;  // it does not travel
+        all.push_back({span(region), lay(region, wire, inner * size_of(wire_float8)), table(region)});
+    }
+    return all;
 }
 
 std::vector<MatmulTask> Call::matmuls(const Step& step) const {
@@ -101,6 +154,12 @@ std::vector<MatmulTask> Call::matmuls(const Step& step) const {
     return tasks;
 }
 
+// Scales of the rows of INPUT (`own`) or of this rank's LANDING.
+Scale Call::scale_of(bool own) const {
+    if (own || !input_scale.each) return input_scale;
+    return {reinterpret_cast<const float*>(landing(rank) + landing_bytes()), true};
+}
+
 // Consumer of a gathered matrix G. Modes 1 and 3 return the transpose, so their out is seen transposed; modes 2 and 3 multiply
 // G^T. The gathered rows (or, where shards lie along the last dim, columns) are either rows of the product or summed over.
 void Call::gathered_matmuls(const Step& step, std::vector<MatmulTask>& tasks) const {
@@ -115,9 +174,14 @@ void Call::gathered_matmuls(const Step& step, std::vector<MatmulTask>& tasks) co
         const int64_t width = range.last - range.first, held = own ? rows(rank) : total_rows();
         char* base = own ? input : landing(rank);
         const int64_t skip = own ? range.first - begin[rank] : range.first;
+        MatmulTask task;
+        if (!rhs_scales.empty()) {
+            task.a_scale = scale_of(own).from(skip), task.a_scale_step = held;
+            task.b_scale = rhs_scales[step.index], task.fast_sums = fast_sums;
+            task.addend = biases[step.index].row_block(range.first, width);
+        }
         if (last) {  // o = P rows, a block is `width` columns of one row
             const Matrix g{base + skip * size_of(type), outer, width, held, 1, type};
-            MatmulTask task;
             if (contracts) {
                 task.out = out, task.a = g, task.b = b.row_block(range.first, width), task.accumulate = add;
             } else {
@@ -130,22 +194,20 @@ void Call::gathered_matmuls(const Step& step, std::vector<MatmulTask>& tasks) co
         }
         if (width == total_rows() && width == held) {  // all of it, in order: one matrix
             const Matrix all{base, outer * width, inner, inner, 1, type};
-            MatmulTask task;
             task.out = out, task.a = flip ? all.transposed() : all, task.b = b, task.accumulate = add;
+            if (!biases.empty()) task.addend = biases[step.index];
             tasks.push_back(task);
             add = true;
             continue;
         }
         const Matrix g{base + skip * inner * size_of(type), width, inner, inner, 1, type};
         if (!contracts) {
-            MatmulTask task;
             task.out = out.row_block(range.first, width), task.a = g, task.b = b, task.accumulate = step.accumulate;
             task.batch = outer, task.out_step = total_rows() * out.row_stride, task.a_step = held * inner;
             tasks.push_back(task);
             continue;
         }
         for (int64_t block = 0; block < outer; ++block) {  // a sum over blocks: one after the other into the same place
-            MatmulTask task;
             Matrix piece = g;
             piece.data += block * held * inner * size_of(type);
             task.out = out, task.a = flip ? piece.transposed() : piece;
@@ -165,6 +227,10 @@ void Call::gathered_matmuls(const Step& step, std::vector<MatmulTask>& tasks) co
 void Call::product_matmuls(const Step& step, std::vector<MatmulTask>& tasks) const {
     const Matrix &a = lhs[step.index], &b = rhs[step.index];
     const bool first = step.index == 0 && addend.data != nullptr;
+    MatmulTask scaled;
+    if (!lhs_scales.empty()) {
+        scaled.a_scale = lhs_scales[step.index], scaled.b_scale = rhs_scales[step.index], scaled.fast_sums = fast_sums;
+    }
     const std::vector<Range> ranges = merge(*this, step.writes);
     // A stripe of equal shards: blocks of rows at equal distances, one batched matmul.
     const auto batch = static_cast<int64_t>(ranges.size());
@@ -176,7 +242,8 @@ void Call::product_matmuls(const Step& step, std::vector<MatmulTask>& tasks) con
     if (even) {
         const int64_t step_rows = ranges[1].first - ranges[0].first, rows = ranges[0].last - ranges[0].first;
         const Matrix all{partial, total_rows(), inner, inner, 1, type};
-        MatmulTask task;
+        MatmulTask task = scaled;
+        task.a_scale = scaled.a_scale.from(ranges[0].first), task.a_scale_step = step_rows;
         task.out = all.row_block(ranges[0].first, rows), task.a = a.row_block(ranges[0].first, rows), task.b = b;
         task.batch = batch, task.out_step = step_rows * inner, task.a_step = step_rows * a.row_stride;
         task.accumulate = step.accumulate;
@@ -189,7 +256,8 @@ void Call::product_matmuls(const Step& step, std::vector<MatmulTask>& tasks) con
     }
     for (const Range& range : ranges) {
         const int64_t width = range.last - range.first;
-        MatmulTask task;
+        MatmulTask task = scaled;
+        task.a_scale = scaled.a_scale.from(range.first), task.a_scale_step = total_rows();
         task.accumulate = step.accumulate;
         if (last) {
             const Matrix all{partial, outer, total_rows(), total_rows(), 1, type};

@@ -13,6 +13,16 @@
 //     all_reduces           whole     whole     stacked   whole      whole
 //
 // A split along the last dim of [P, R * q] is the same thing with o = P, rows = q, Q = 1.
+//
+// float8 numbers travel with fp32 scales. A buffer of them has a table beside it, `scales_a_row` scales for every row and laid
+// out like the rows themselves; what moves or lands is always a region of the buffer and the same region of its table, under
+// one flag. So steps know nothing of scales. Two kinds of calls have them:
+//
+//     gathers of float8 rows     INPUT, LANDING and OUTPUT have tables, one scale a row; or none, where one scale fits all
+//     scatters, float8 wire      a product's last matmul of a piece also rounds it to WIRE, one scale for 128 elements of a
+//     row;
+//                                copies from PARTIAL to a peer take WIRE's rows. LANDING holds float8 then, with a table; a
+//                                rank's own share is summed from PARTIAL as it is
 #pragma once
 
 #include <cstdint>
@@ -35,6 +45,25 @@ struct Span {
     int64_t blocks = 0, stride = 0, bytes = 0;
 };
 
+// What one copy step moves: rows, and the scales beside them where there are any.
+struct Move {
+    Span src, dst;
+};
+
+// One addend of a reduction. float8: `scales` holds one fp32 for every `scale_block` elements.
+struct Source {
+    Span data, scales;
+    DType type = DType::f32;
+};
+
+// Numbers that are to be rounded to float8, and where the rounded ones and their scales go.
+struct Rounding {
+    Span from, to, scales;
+};
+
+constexpr int64_t scale_block = 128;  // elements of a row that share a scale on a float8 wire
+constexpr DType wire_float8 = DType::e4m3;
+
 struct Call {
     OpKind op = OpKind::bulk;
     Collective collective = Collective::gather;
@@ -56,6 +85,14 @@ struct Call {
     std::vector<Matrix> accumulators;       // contracting consumers: fp32, the result itself where that is fp32
     Matrix addend;
 
+    // float8, see above. lhs_scales, rhs_scales, biases: one an operand, or none at all.
+    bool narrow_wire = false, fast_sums = false;
+    int64_t scales_a_row = 0;
+    Scale input_scale;  // of a gather's INPUT: its table, or the one scale of all ranks
+    char *output_scales = nullptr, *wire = nullptr, *wire_scales = nullptr;
+    std::vector<Scale> lhs_scales, rhs_scales;
+    std::vector<Matrix> biases;
+
     int device = -1;  // CUDA: index of the tensors' device, and the caller's current stream on it
     void* stream = nullptr;
 
@@ -68,19 +105,29 @@ struct Call {
     int64_t rows(int shard) const { return begin[shard + 1] - begin[shard]; }
     int64_t total_rows() const { return begin[ranks]; }
     int64_t max_rows() const;
-    int64_t landing_bytes() const;  // rounded up to a cache line, so that LANDING2 begins at one
+    // Parts of a slot: LANDING, its table, LANDING2; each rounded up to a cache line.
+    int64_t landing_bytes() const;
+    int64_t table_bytes() const;
     int64_t landing2_bytes() const;
-    int64_t slot_bytes() const { return landing_bytes() + landing2_bytes(); }
+    int64_t slot_bytes() const { return landing_bytes() + table_bytes() + landing2_bytes(); }
 
     Span span(const Region& region) const;
     DType type_of(const Region& region) const {
-        return region.buf == Buf::output || region.buf == Buf::landing2 ? out_type : type;
+        if (region.buf == Buf::output || region.buf == Buf::landing2) return out_type;
+        return region.buf == Buf::landing && narrow_wire ? wire_float8 : type;
     }
-    // The matmuls of a step, to be run in this order.
+    // What a copy step moves, what a reduction adds up, and the matmuls of a step; in this order.
+    std::vector<Move> moves(const Step& step) const;
+    std::vector<Source> sources(const Step& step) const;
     std::vector<MatmulTask> matmuls(const Step& step) const;
+    // What of a matmul step's results is to be rounded for the wire, once they are there.
+    std::vector<Rounding> roundings(const Step& step) const;
 
   private:
     char* landing(int rank) const;
+    Span lay(const Region& region, char* base, int64_t row_bytes) const;
+    Span table(const Region& region) const;
+    Scale scale_of(bool own) const;
     void gathered_matmuls(const Step& step, std::vector<MatmulTask>& tasks) const;
     void product_matmuls(const Step& step, std::vector<MatmulTask>& tasks) const;
 };

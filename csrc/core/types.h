@@ -5,14 +5,20 @@
 
 namespace ub_overlap {
 
-enum class DType : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
+// e4m3 is torch's float8_e4m3fn: largest number 448, no infinity.
+enum class DType : int32_t { f32 = 0, bf16 = 1, f16 = 2, e4m3 = 3, e5m2 = 4 };
+
+inline bool is_float8(DType type) {
+    return type == DType::e4m3 || type == DType::e5m2;
+}
 
 inline int64_t size_of(DType type) {
-    return type == DType::f32 ? 4 : 2;
+    return type == DType::f32 ? 4 : is_float8(type) ? 1 : 2;
 }
 
 inline const char* name_of(DType type) {
-    return type == DType::f32 ? "float32" : type == DType::bf16 ? "bfloat16" : "float16";
+    constexpr const char* names[] = {"float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"};
+    return names[static_cast<int32_t>(type)];
 }
 
 // A 2D view with strides in elements. `data` null: no matrix (an absent addend).
@@ -34,13 +40,40 @@ struct Matrix {
     Matrix transposed() const { return {data, cols, rows, col_stride, row_stride, type}; }
 };
 
+// What float8 numbers are to be multiplied with: one factor for all of a matrix, or `each` line (rows of a left operand,
+// columns of a right one) its own, one behind the other. No data: not a float8 matrix.
+struct Scale {
+    const float* data = nullptr;
+    bool each = false;
+
+    Scale from(int64_t line) const { return {each && data ? data + line : data, each}; }
+};
+
 // out = a @ b (+ addend, or + out where `accumulate`), `batch` times, each operand moved on by its step (in elements).
 // out is fp32 where the product is accumulated over a contraction: then a @ b is to be formed in fp32 too.
+// float8 operands: a @ b is formed in fp32, multiplied by both scales, and rounded once, to out's type.
 struct MatmulTask {
     Matrix out, a, b, addend;
     int64_t batch = 1;
     int64_t out_step = 0, a_step = 0, b_step = 0, addend_step = 0;
     bool accumulate = false;
+    Scale a_scale, b_scale;  // a batch's scales of a: a_scale_step lines further on
+    int64_t a_scale_step = 0;
+    bool fast_sums = false;  // float8: as few bits in the sums as the device's fastest way has
+
+    bool scaled() const { return a_scale.data != nullptr; }
+    // One of the batch, alone.
+    MatmulTask one(int64_t block) const {
+        const auto moved = [block](Matrix m, int64_t step) {
+            if (m.data) m.data += block * step * size_of(m.type);
+            return m;
+        };
+        MatmulTask task = *this;
+        task.batch = 1;
+        task.out = moved(out, out_step), task.a = moved(a, a_step), task.b = moved(b, b_step);
+        task.addend = moved(addend, addend_step), task.a_scale = a_scale.from(block * a_scale_step);
+        return task;
+    }
 };
 
 // Injected by the bindings, so that executors need no torch headers. CPU: runs on the caller's thread, `stream` and `owner` are

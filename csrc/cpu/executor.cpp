@@ -80,9 +80,12 @@ class Run {
     int64_t execute(const Step& step) {
         switch (step.kind) {
             case StepKind::copy: {
-                const Span src = call_.span(step.reads[0]), dst = call_.span(step.writes[0]);
-                copy_spans(src, dst);
-                return src.blocks * src.bytes;
+                int64_t bytes = 0;
+                for (const Move& move : call_.moves(step)) {
+                    copy_spans(move.src, move.dst);
+                    bytes += move.src.blocks * move.src.bytes;
+                }
+                return bytes;
             }
             case StepKind::signal:
                 call_.arena->flag(step.flag.rank, step.flag.kind, call_.slot(), step.flag.source, step.flag.index)
@@ -94,12 +97,11 @@ class Run {
             case StepKind::matmul:
                 for (const FlagWait& gate : step.waits) wait_for_flag(call_, gate, step.queue, stop_);
                 for (const MatmulTask& task : call_.matmuls(step)) matmul_(task, nullptr, nullptr);
+                for (const Rounding& rounding : call_.roundings(step)) round_for_wire(rounding, call_.type);
                 return 0;
             case StepKind::reduce: {
-                std::vector<Span> sources;
-                for (const Region& region : step.reads) sources.push_back(call_.span(region));
                 const float divisor = call_.average ? static_cast<float>(call_.ranks) : 1.0f;
-                reduce_spans(sources, call_.type, call_.span(step.writes[0]), call_.out_type, divisor);
+                reduce_spans(call_.sources(step), call_.span(step.writes[0]), call_.out_type, divisor);
                 return 0;
             }
             case StepKind::finish: {

@@ -61,6 +61,7 @@ CudaArena::CudaArena(int device, std::shared_ptr<ShmArena> host, const std::vect
     check(cudaEventCreateWithFlags(&last_call, cudaEventDisableTiming), "make an event");
     preload_waits();
     preload_data();
+    preload_wire();
     check(cudaDeviceSynchronize(), "set up the arena");
 }
 

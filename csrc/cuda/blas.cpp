@@ -42,7 +42,18 @@ struct Operand {
     }
 };
 
-using Shape = std::array<int64_t, 23>;
+using Shape = std::array<int64_t, 29>;
+
+// What a float8 product needs beside its matrices; `scaled` false: it is none.
+struct Scaling {
+    const float *a = nullptr, *b = nullptr;
+    bool scaled = false, each = false, fast = false;
+
+    explicit Scaling(const MatmulTask& t)
+        : a(t.a_scale.data), b(t.b_scale.data), scaled(t.scaled()), each(t.a_scale.each), fast(t.fast_sums) {}
+    // Where a row's piece begins anywhere among its scales, wide loads of them would not be aligned.
+    uint32_t alignment(const float* of) const { return lowest_bit(reinterpret_cast<uint64_t>(of) | 256); }
+};
 
 struct Plan {
     cublasLtMatmulDesc_t desc = nullptr;
@@ -57,7 +68,8 @@ void need(cublasStatus_t status, const char* what) {
 }
 
 cudaDataType_t data_type(DType type) {
-    return type == DType::f32 ? CUDA_R_32F : type == DType::bf16 ? CUDA_R_16BF : CUDA_R_16F;
+    constexpr cudaDataType_t types[] = {CUDA_R_32F, CUDA_R_16BF, CUDA_R_16F, CUDA_R_8F_E4M3, CUDA_R_8F_E5M2};
+    return types[static_cast<int32_t>(type)];
 }
 
 cublasLtMatrixLayout_t layout(const Operand& x, int64_t batch) {
@@ -75,39 +87,72 @@ cublasLtMatrixLayout_t layout(const Operand& x, int64_t batch) {
     return made;
 }
 
+template <typename Value>
+void set_attribute(cublasLtMatmulDesc_t desc, cublasLtMatmulDescAttributes_t which, Value value, const char* what) {
+    need(cublasLtMatmulDescSetAttribute(desc, which, &value, sizeof value), what);
+}
+
+// cuBLASLt's first operand is our right one.
+void point_at_scales(cublasLtMatmulDesc_t desc, const Scaling& scaling) {
+    set_attribute(desc, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, static_cast<const void*>(scaling.b), "set a scale");
+    set_attribute(desc, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, static_cast<const void*>(scaling.a), "set a scale");
+}
+
 // Plans of one device; never freed.
 class Planner {
   public:
     Planner() { need(cublasLtCreate(&handle), "start cuBLASLt"); }
 
     // `c`: what is added, where it is not `out` itself. `bias`: one number a column is added, or null.
-    const Plan& plan(const Operand& a, const Operand& b, const Operand& c, const Operand& out, const char* bias,
-                     int64_t batch) {
+    const Plan& plan(const Operand& a, const Operand& b, const Operand& c, const Operand& out, const char* bias, int64_t batch,
+                     const Scaling& scaling) {
         // A bias is loaded as wide as the result is stored.
         const uint32_t aligned = std::min(out.alignment(), lowest_bit(reinterpret_cast<uint64_t>(bias) | 256));
-        const Shape shape{a.rows,          a.cols,       a.stride,
-                          a.batch_step,    a.row_major,  static_cast<int64_t>(a.type),
-                          a.alignment(),   b.rows,       b.cols,
-                          b.stride,        b.batch_step, b.row_major,
-                          b.alignment(),   c.stride,     c.batch_step,
-                          c.alignment(),   out.rows,     out.stride,
-                          out.batch_step,  aligned,      static_cast<int64_t>(out.type),
-                          bias != nullptr, batch};
+        const Shape shape{a.rows,
+                          a.cols,
+                          a.stride,
+                          a.batch_step,
+                          a.row_major,
+                          static_cast<int64_t>(a.type),
+                          a.alignment(),
+                          b.rows,
+                          b.cols,
+                          b.stride,
+                          b.batch_step,
+                          b.row_major,
+                          b.alignment(),
+                          c.stride,
+                          c.batch_step,
+                          c.alignment(),
+                          out.rows,
+                          out.stride,
+                          out.batch_step,
+                          aligned,
+                          static_cast<int64_t>(out.type),
+                          bias != nullptr,
+                          batch,
+                          static_cast<int64_t>(b.type),
+                          scaling.scaled,
+                          scaling.each,
+                          scaling.fast,
+                          scaling.alignment(scaling.a),
+                          scaling.alignment(scaling.b)};
         const std::lock_guard<std::mutex> lock(mutex_);
         const auto found = plans_.find(shape);
         if (found != plans_.end()) return *found->second;
-        return *plans_.emplace(shape, std::make_unique<Plan>(make(a, b, c, out, bias != nullptr, aligned, batch)))
+        return *plans_.emplace(shape, std::make_unique<Plan>(make(a, b, c, out, bias != nullptr, aligned, batch, scaling)))
                     .first->second;
     }
 
-    // A bias is named in the plan's description, so a plan with one is launched by one thread at a time.
-    std::mutex biased;
+    // Biases and scales are named in the plan's description, so a plan with any is launched by one thread at a time.
+    std::mutex named;
     cublasLtHandle_t handle = nullptr;
 
   private:
     Plan make(const Operand& a, const Operand& b, const Operand& c, const Operand& out, bool bias, uint32_t aligned,
-              int64_t batch) {
+              int64_t batch, const Scaling& scaling) {
         Plan plan;
+        if (scaling.each && !row_scales_known) return plan;
         need(cublasLtMatmulDescCreate(&plan.desc, CUBLAS_COMPUTE_32F, CUDA_R_32F), "describe a matmul to cuBLASLt");
         // In column-major terms out^T = b^T a^T: the right operand comes first.
         const cublasOperation_t first = b.row_major ? CUBLAS_OP_N : CUBLAS_OP_T,
@@ -119,6 +164,7 @@ class Planner {
         const cublasLtEpilogue_t epilogue = bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
         need(cublasLtMatmulDescSetAttribute(plan.desc, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof epilogue),
              "set an epilogue");
+        if (scaling.scaled) describe(plan.desc, scaling, bias, out.type);
 
         cublasLtMatmulPreference_t wish = nullptr;
         need(cublasLtMatmulPreferenceCreate(&wish), "state a preference");
@@ -139,6 +185,25 @@ class Planner {
         plan.usable = status == CUBLAS_STATUS_SUCCESS && count == 1 && best.state == CUBLAS_STATUS_SUCCESS;
         plan.algo = best.algo;
         return plan;
+    }
+
+#if CUBLAS_VER_MAJOR > 12 || (CUBLAS_VER_MAJOR == 12 && CUBLAS_VER_MINOR >= 9)
+    static constexpr bool row_scales_known = true;
+    static void scale_rows(cublasLtMatmulDesc_t desc) {
+        for (const auto which : {CUBLASLT_MATMUL_DESC_A_SCALE_MODE, CUBLASLT_MATMUL_DESC_B_SCALE_MODE}) {
+            set_attribute(desc, which, static_cast<int32_t>(CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F), "set a scale mode");
+        }
+    }
+#else
+    static constexpr bool row_scales_known = false;
+    static void scale_rows(cublasLtMatmulDesc_t) {}
+#endif
+
+    static void describe(cublasLtMatmulDesc_t desc, const Scaling& scaling, bool bias, DType out) {
+        if (scaling.each) scale_rows(desc);
+        point_at_scales(desc, scaling);
+        set_attribute(desc, CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(scaling.fast), "set the kind of sums");
+        if (bias) set_attribute(desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, static_cast<int32_t>(data_type(out)), "set a bias");
     }
 
     std::mutex mutex_;
@@ -167,7 +232,10 @@ void* allocate_for_good(size_t bytes) {
 }
 
 bool blas_matmul(const MatmulTask& t, void* workspace, cudaStream_t stream) {
-    const bool narrow = t.a.type != DType::f32 && t.b.type == t.a.type && (t.out.type == t.a.type || t.out.type == DType::f32);
+    const Scaling scaling(t);
+    const bool narrow =
+        scaling.scaled ? t.batch == 1
+                       : t.a.type != DType::f32 && t.b.type == t.a.type && (t.out.type == t.a.type || t.out.type == DType::f32);
     const bool adds = t.addend.data != nullptr, bias = adds && t.addend.row_stride == 0 && t.addend.col_stride == 1;
     if (!narrow || t.a.cols == 0 || t.batch > INT32_MAX || (adds && (t.accumulate || t.addend.type != t.out.type)))
         return false;
@@ -178,19 +246,19 @@ bool blas_matmul(const MatmulTask& t, void* workspace, cudaStream_t stream) {
     const bool known = turned ? out.take(t.out.transposed(), t.out_step) && a.take(t.b.transposed(), t.b_step) &&
                                     b.take(t.a.transposed(), t.a_step)
                               : out.take(t.out, t.out_step) && a.take(t.a, t.a_step) && b.take(t.b, t.b_step);
-    if (!known || !out.row_major || (turned && adds) || (bias && t.batch > 1)) return false;
+    if (!known || !out.row_major || (turned && (adds || scaling.scaled)) || (bias && t.batch > 1)) return false;
+    // The only order of float8 matrices that Hopper takes; and a bias has no more than 16 bits there.
+    if (scaling.scaled && (!a.row_major || b.row_major || (bias && t.out.type == DType::f32))) return false;
     c = out;
     if (adds && !bias && (!c.take(t.addend, t.addend_step) || !c.row_major)) return false;
     Planner& planner = planner_of_current_device();
-    const Plan& plan = planner.plan(a, b, c, out, bias ? t.addend.data : nullptr, t.batch);
+    const Plan& plan = planner.plan(a, b, c, out, bias ? t.addend.data : nullptr, t.batch, scaling);
     if (!plan.usable) return false;
     const float one = 1.0f, beta = t.accumulate || (adds && !bias) ? 1.0f : 0.0f;
-    std::unique_lock<std::mutex> alone(planner.biased, std::defer_lock);
-    if (bias) {
-        alone.lock();
-        need(cublasLtMatmulDescSetAttribute(plan.desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &t.addend.data, sizeof(void*)),
-             "set a bias");
-    }
+    std::unique_lock<std::mutex> alone(planner.named, std::defer_lock);
+    if (bias || scaling.scaled) alone.lock();
+    if (bias) set_attribute(plan.desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, t.addend.data, "set a bias");
+    if (scaling.scaled) point_at_scales(plan.desc, scaling);
     need(cublasLtMatmul(planner.handle, plan.desc, &one, b.data, plan.a, a.data, plan.b, &beta, c.data, plan.c,
                         const_cast<char*>(out.data), plan.d, &plan.algo, workspace, blas_workspace_bytes, stream),
          "launch a matmul");

@@ -17,7 +17,8 @@ void* allocate_for_good(size_t bytes);
 
 // Enqueues `task` on `stream` and returns true; returns false, having done nothing, where the task is not for cuBLASLt: fp32
 // operands (whose precision torch's settings choose), strides that are neither row- nor column-major, or a shape that it has no
-// algorithm for. Sums are formed in fp32, split ones too. `workspace`: `blas_workspace_bytes`, used by no other stream.
+// algorithm for. float8 operands (not batched): the left row-major, the right column-major. Sums are formed in fp32, split ones
+// too. `workspace`: `blas_workspace_bytes`, used by no other stream.
 bool blas_matmul(const MatmulTask& task, void* workspace, cudaStream_t stream);
 
 }  // namespace ub_overlap::cuda

@@ -1,25 +1,11 @@
 // Kernels of the whole device: local copies, and sums of what has landed, at the speed of the memory.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 #include <cstdint>
 
-#include "cuda/kernels.h"
+#include "cuda/elements.h"
 
 namespace ub_overlap::cuda {
 namespace {
-
-// Read once, by nobody else: not to be kept.
-template <typename T>
-__device__ inline T load_streaming(const char* base, int64_t at) {
-    if constexpr (sizeof(T) == 16) {
-        const int4 raw = __ldcs(reinterpret_cast<const int4*>(base) + at);
-        return *reinterpret_cast<const T*>(&raw);
-    } else {
-        return reinterpret_cast<const T*>(base)[at];
-    }
-}
 
 template <typename Vec>
 __global__ void copy_kernel(const char* src, int64_t src_stride, char* dst, int64_t dst_stride, int64_t per_block,
@@ -48,38 +34,10 @@ __global__ void __launch_bounds__(256) flat_copy_kernel(const char* src, char* d
     }
 }
 
-__device__ inline float to_float(float v) {
-    return v;
-}
-__device__ inline float to_float(__nv_bfloat16 v) {
-    return __bfloat162float(v);
-}
-__device__ inline float to_float(__half v) {
-    return __half2float(v);
-}
-__device__ inline void from_float(float v, float& to) {
-    to = v;
-}
-__device__ inline void from_float(float v, __nv_bfloat16& to) {
-    to = __float2bfloat16_rn(v);
-}
-__device__ inline void from_float(float v, __half& to) {
-    to = __float2half_rn(v);
-}
-
 struct Sources {
     int32_t count;
     const char* data[max_ranks];
     int64_t stride[max_ranks];
-};
-
-constexpr int vector_bytes(int bytes) {
-    return bytes > 16 ? 16 : bytes;
-}
-
-template <typename T, int n>
-struct alignas(vector_bytes(sizeof(T) * n)) Pack {
-    T v[n];
 };
 
 // A thread has `width` sources of `unroll` elements on their way at a time: what it takes to fill the memory's pipe. Where all
@@ -131,37 +89,6 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-// Calls `body` with a value of the C++ type that `type` stands for.
-template <typename Body>
-void with_type(DType type, Body body) {
-    switch (type) {
-        case DType::f32:
-            return body(float{});
-        case DType::bf16:
-            return body(__nv_bfloat16{});
-        case DType::f16:
-            return body(__half{});
-    }
-}
-
-unsigned blocks_for(int64_t items, int threads) {
-    constexpr int64_t most = 132 * 8;
-    return static_cast<unsigned>(std::min((items + threads - 1) / threads, most));
-}
-
-// Everything that must be a multiple of the vector's size, or-ed together.
-uint64_t low_bits(const Span& span) {
-    return reinterpret_cast<uint64_t>(span.data) | (span.blocks > 1 ? static_cast<uint64_t>(span.stride) : 0);
-}
-
-// One block of all, where the blocks lie one behind the other.
-Span joined(Span span) {
-    if (span.stride != span.bytes && span.blocks != 1) return span;
-    span.bytes *= span.blocks;
-    span.blocks = 1, span.stride = span.bytes;
-    return span;
-}
-
 template <typename Vec>
 void copy_as(const Span& src, const Span& dst, cudaStream_t stream) {
     const int64_t per_block = src.bytes / static_cast<int64_t>(sizeof(Vec)), total = per_block * src.blocks;
@@ -200,7 +127,7 @@ void load_reduce() {
 }  // namespace
 
 void preload_data() {
-    load_copy<uint4>(), load_copy<uint2>(), load_copy<uint32_t>(), load_copy<uint16_t>();
+    load_copy<uint4>(), load_copy<uint2>(), load_copy<uint32_t>(), load_copy<uint16_t>(), load_copy<uint8_t>();
     for (DType from : {DType::f32, DType::bf16, DType::f16}) {
         for (DType to : {DType::f32, DType::bf16, DType::f16}) {
             with_type(from, [&](auto s) { with_type(to, [&](auto d) { load_reduce<decltype(s), decltype(d)>(); }); });
@@ -219,23 +146,28 @@ void launch_copy(const Span& from, const Span& to, cudaStream_t stream) {
         copy_as<uint2>(src, dst, stream);
     } else if (bits % 4 == 0) {
         copy_as<uint32_t>(src, dst, stream);
-    } else {
+    } else if (bits % 2 == 0) {
         copy_as<uint16_t>(src, dst, stream);
+    } else {
+        copy_as<uint8_t>(src, dst, stream);
     }
     check(cudaGetLastError(), "launch a local copy");
 }
 
-void launch_reduce(const std::vector<Span>& sources, DType source_type, const Span& to, DType dst_type, float divisor,
-                   cudaStream_t stream) {
+void launch_reduce(const std::vector<Source>& sources, const Span& to, DType dst_type, float divisor, cudaStream_t stream) {
     Span dst = to;
     if (dst.bytes == 0 || dst.blocks == 0 || sources.empty()) return;
+    for (const Source& source : sources) {
+        if (source.scales.data) return launch_reduce_scaled(sources, to, dst_type, divisor, stream);
+    }
+    const DType source_type = sources[0].type;
     bool flat = joined(dst).blocks == 1;
-    for (const Span& source : sources) flat = flat && joined(source).blocks == 1;
+    for (const Source& source : sources) flat = flat && joined(source.data).blocks == 1;
     if (flat) dst = joined(dst);
     Sources list{static_cast<int32_t>(sources.size()), {}, {}};
     uint64_t source_bits = 0;
     for (size_t i = 0; i < sources.size(); ++i) {
-        const Span source = flat ? joined(sources[i]) : sources[i];
+        const Span source = flat ? joined(sources[i].data) : sources[i].data;
         list.data[i] = source.data, list.stride[i] = source.stride;
         source_bits |= low_bits(source);
     }

@@ -110,7 +110,7 @@ class Run {
         if (trace_) trace_->begun(compute_);
         try {
             for (size_t number = 0; number < program_.steps.size(); ++number) issue(static_cast<int>(number));
-            flush_copy();
+            flush_copies();
             if (arena_) end();
             if (trace_) Stats::get().defer(call_.site, [trace = trace_, times = times_] { return trace->read(times); });
         } catch (...) {
@@ -161,7 +161,7 @@ class Run {
         const bool waits = step.kind == StepKind::wait, signals = step.kind == StepKind::signal;
         if (!copies && !(waits && step.after.empty())) flush_waits();
         if (!copies && !signals) flush_signals();
-        if (!copies && !(step.kind == StepKind::copy && step.after.empty())) flush_copy();
+        if (!copies && !(step.kind == StepKind::copy && step.after.empty())) flush_copies();
         if (copies) begin_copies();
         for (int event : step.after) {
             check(cudaStreamWaitEvent(stream, device_.event(static_cast<size_t>(event)), 0), "wait for an event");
@@ -170,7 +170,7 @@ class Run {
         if (trace_ && !first) trace_->step_begins(number, stream);
         const int64_t bytes = first ? 0 : execute(step, stream);
         times_.push_back(StepTime{number, step.queue, static_cast<int>(step.kind), 0, 0, bytes});
-        if (!copies && (trace_ || step.record >= 0)) flush_waits(), flush_signals(), flush_copy();
+        if (!copies && (trace_ || step.record >= 0)) flush_waits(), flush_signals(), flush_copies();
         if (trace_ && !first) trace_->step_ends(number, stream);
         if (step.record < 0) return;
         check(cudaEventRecord(device_.event(static_cast<size_t>(step.record)), stream), "record an event");
@@ -213,13 +213,12 @@ class Run {
                 for (const MatmulTask& task : call_.matmuls(step)) {
                     recordable_ = matmul_(task, compute_, call_.stream) && recordable_;
                 }
+                for (const Rounding& rounding : call_.roundings(step)) launch_round_for_wire(rounding, call_.type, compute_);
                 return 0;
             case StepKind::reduce: {
                 if (step.reads.size() > max_ranks) throw too_many("sources");
-                std::vector<Span> sources;
-                for (const Region& region : step.reads) sources.push_back(call_.span(region));
                 const float divisor = call_.average ? static_cast<float>(call_.ranks) : 1.0f;
-                launch_reduce(sources, call_.type, call_.span(step.writes[0]), call_.out_type, divisor, stream);
+                launch_reduce(call_.sources(step), call_.span(step.writes[0]), call_.out_type, divisor, stream);
                 return 0;
             }
             case StepKind::finish: {
@@ -228,7 +227,7 @@ class Run {
                 const int64_t count = sum.rows * sum.cols;
                 const Span from{sum.data, 1, count * size_of(sum.type), count * size_of(sum.type)};
                 const Span to{result.data, 1, count * size_of(result.type), count * size_of(result.type)};
-                launch_reduce({from}, sum.type, to, result.type, 1.0f, stream);
+                launch_reduce({Source{from, {}, sum.type}}, to, result.type, 1.0f, stream);
                 return 0;
             }
         }
@@ -236,13 +235,21 @@ class Run {
     }
 
     int64_t copy(const Step& step, cudaStream_t stream) {
-        const Span src = call_.span(step.reads[0]), dst = call_.span(step.writes[0]);
+        int64_t bytes = 0;
+        size_t part = 0;
+        for (const Move& move : call_.moves(step)) {
+            if (step.queue == compute_queue) {
+                later_copy(copies_[part++], move);
+            } else {
+                bytes += push(move.src, move.dst, stream);
+            }
+        }
+        return bytes;
+    }
+
+    int64_t push(const Span& src, const Span& dst, cudaStream_t stream) {
         const int64_t bytes = src.blocks * src.bytes;
         if (bytes == 0) return 0;
-        if (step.queue == compute_queue) {
-            later_copy(src, dst);
-            return 0;
-        }
         const auto kind = cudaMemcpyDeviceToDevice;
         const int64_t widest = INT32_MAX;
         if (src.blocks == 1 || (src.stride == src.bytes && dst.stride == dst.bytes)) {
@@ -276,6 +283,7 @@ class Run {
         const bool scatter = call_.collective == Collective::scatter;
         const int64_t rows = scatter ? call_.rows(call_.rank) : call_.total_rows();
         add(call_.output, call_.outer * rows * call_.inner * size_of(call_.out_type));
+        add(call_.output_scales, call_.outer * rows * call_.scales_a_row * static_cast<int64_t>(sizeof(float)));
         for (const Matrix& result : call_.results) add(result.data, result.rows * result.cols * size_of(result.type));
         launch_end(arena_->group(), call_.slot(), signals_, outputs, true, compute_);
         signals_.count = 0;
@@ -288,19 +296,24 @@ class Run {
     }
 
     // Local copies of neighbouring pieces are one launch.
-    void later_copy(const Span& src, const Span& dst) {
-        const bool runs = src.blocks == 1 && dst.blocks == 1 && copy_src_.data;
-        if (runs && copy_src_.data + copy_src_.bytes == src.data && copy_dst_.data + copy_dst_.bytes == dst.data) {
-            copy_src_.bytes = copy_dst_.bytes = copy_src_.bytes + src.bytes;
+    void later_copy(Move& pending, const Move& next) {
+        const Span &src = next.src, &dst = next.dst;
+        if (src.blocks * src.bytes == 0) return;
+        const bool runs = src.blocks == 1 && dst.blocks == 1 && pending.src.data;
+        if (runs && pending.src.data + pending.src.bytes == src.data && pending.dst.data + pending.dst.bytes == dst.data) {
+            pending.src.bytes = pending.dst.bytes = pending.src.bytes + src.bytes;
             return;
         }
-        flush_copy();
-        copy_src_ = src, copy_dst_ = dst;
-        if (src.blocks != 1 || dst.blocks != 1) flush_copy();
+        flush_copy(pending);
+        pending = next;
+        if (src.blocks != 1 || dst.blocks != 1) flush_copy(pending);
     }
-    void flush_copy() {
-        if (copy_src_.data) launch_copy(copy_src_, copy_dst_, compute_);
-        copy_src_ = copy_dst_ = Span{};
+    void flush_copy(Move& pending) {
+        if (pending.src.data) launch_copy(pending.src, pending.dst, compute_);
+        pending = Move{};
+    }
+    void flush_copies() {
+        for (Move& pending : copies_) flush_copy(pending);
     }
     void flush_waits() {
         if (waits_.count) launch_wait(arena_->group(), call_.slot(), waits_, timeout_ns_, compute_);
@@ -334,9 +347,9 @@ class Run {
     const int64_t timeout_ns_;
     const size_t start_;  // number of the first event that is not the schedule's
     std::vector<StepTime> times_;
-    WaitList waits_;            // on COMPUTE, not launched yet
-    SignalList signals_;        // on COMPUTE, not launched yet
-    Span copy_src_, copy_dst_;  // of a local copy that is not launched yet; no data: there is none
+    WaitList waits_;      // on COMPUTE, not launched yet
+    SignalList signals_;  // on COMPUTE, not launched yet
+    Move copies_[2];      // local copies of rows and of scales, not launched yet; no data: there is none
     std::shared_ptr<Trace> trace_;
     bool begun_ = false, copying_ = false, recordable_ = true;
 };

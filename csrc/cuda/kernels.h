@@ -10,9 +10,11 @@
 
 namespace ub_overlap::cuda {
 
-// Load the kernels of waits.cu and data.cu onto the current device: loading one later could wait for a kernel that spins.
+// Load the kernels of waits.cu, data.cu and wire.cu onto the current device: loading one later could wait for a kernel that
+// spins.
 void preload_waits();
 void preload_data();
+void preload_wire();
 
 // First kernel of a call: takes the group's turn, counts the epoch, stores the slot's word, and waits until the peers have left
 // the slot.
@@ -30,8 +32,12 @@ void launch_stamp(uint64_t* where, cudaStream_t stream);
 // By the compute units, 16 bytes a thread where the addresses allow it.
 void launch_copy(const Span& src, const Span& dst, cudaStream_t stream);
 // dst = (sum of sources in their order, in fp32) / divisor, rounded once.
-void launch_reduce(const std::vector<Span>& sources, DType source_type, const Span& dst, DType dst_type, float divisor,
-                   cudaStream_t stream);
+void launch_reduce(const std::vector<Source>& sources, const Span& dst, DType dst_type, float divisor, cudaStream_t stream);
+// The same where some sources are float8 with scales.
+void launch_reduce_scaled(const std::vector<Source>& sources, const Span& dst, DType dst_type, float divisor,
+                          cudaStream_t stream);
+// Numbers of `type` to float8 and scales, as the CPU's round_for_wire does.
+void launch_round_for_wire(const Rounding& rounding, DType type, cudaStream_t stream);
 
 // Throws NamedError("UbOverlapError") saying what could not be done.
 void check(cudaError_t code, const char* what);

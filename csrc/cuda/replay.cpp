@@ -13,6 +13,11 @@ void add(Fingerprint& print, const Matrix& m) {
     print.push_back(static_cast<uint64_t>(m.type));
 }
 
+void add(Fingerprint& print, const Scale& scale) {
+    print.push_back(reinterpret_cast<uint64_t>(scale.data));
+    print.push_back(scale.each);
+}
+
 }  // namespace
 
 Fingerprint fingerprint(const Call& call, int64_t timeout_ns) {
@@ -35,7 +40,18 @@ Fingerprint fingerprint(const Call& call, int64_t timeout_ns) {
         print.push_back(list->size());
         for (const Matrix& m : *list) add(print, m);
     }
+    for (const Matrix& m : call.biases) add(print, m);
     add(print, call.addend);
+    for (const char* pointer : {call.output_scales, call.wire, call.wire_scales}) {
+        print.push_back(reinterpret_cast<uint64_t>(pointer));
+    }
+    for (const std::vector<Scale>* list : {&call.lhs_scales, &call.rhs_scales}) {
+        print.push_back(list->size());
+        for (const Scale& scale : *list) add(print, scale);
+    }
+    add(print, call.input_scale);
+    print.push_back(static_cast<uint64_t>(call.scales_a_row) << 2 | static_cast<uint64_t>(call.narrow_wire) << 1 |
+                    static_cast<uint64_t>(call.fast_sums));
     return print;
 }
 

@@ -172,8 +172,9 @@ __global__ void __launch_bounds__(end_threads) end_kernel(Group g, int slot, Sig
     }
     if (!__syncthreads_or(broken)) return;
     for (int part = 0; part < outputs.count; ++part) {
-        const int64_t halves = outputs.parts[part].bytes / 2;  // the smallest element is two bytes
+        const int64_t bytes = outputs.parts[part].bytes, halves = bytes / 2;
         auto* data = reinterpret_cast<uint16_t*>(outputs.parts[part].data);
+        if (bytes % 2 && blockIdx.x == 0 && threadIdx.x == 0) outputs.parts[part].data[bytes - 1] = static_cast<char>(0xff);
         for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < halves; i += gridDim.x * blockDim.x) {
             data[i] = 0xffff;
         }

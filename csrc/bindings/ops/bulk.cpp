@@ -14,7 +14,8 @@ TensorAndList bulk(const Tensor& input, at::TensorList lhs, at::TensorList rhs, 
         b.check(!call.key.striped, "bulk has no stripes", strategy, "'bulk' or 'bulk:chunks=N'");
         call.key.kind = "bulk_" + collective;
         call.key.terms = static_cast<int64_t>(lhs.size());
-        call.type = call.out_type = b.type_of(input.scalar_type());
+        call.type = call.out_type =
+            b.type_of(input.scalar_type(), collective == "all_gather" ? Builder::Float8::may : Builder::Float8::no);
         const int64_t rows = input.dim() ? input.size(0) : 1;
         int64_t inner = 1;
         for (int64_t d = 1; d < input.dim(); ++d) inner *= input.size(d);

@@ -29,8 +29,19 @@ TORCH_LIBRARY(ub_overlap, m) {
         "str group, str site) -> (Tensor gathered, Tensor[] outs)",
         tags);
     m.def(
+        "all_gather_scaled_matmul(Tensor shard, Tensor shard_scale, Tensor[] operands, Tensor[] operand_scales, "
+        "Tensor?[] biases, SymInt outer, bool keep, ScalarType[] out_dtypes, bool fast_accum, str strategy, str group, "
+        "str site) -> (Tensor gathered, Tensor gathered_scale, Tensor[] outs)",
+        tags);
+    m.def(
         "matmul_reduce_scatter(Tensor[] lhs, Tensor[] rhs, Tensor? addend, SymInt outer, bool last, str reduce_op, "
-        "ScalarType out_dtype, bool keep, str strategy, str group, str site) -> (Tensor out, Tensor partial)",
+        "ScalarType out_dtype, bool keep, str strategy, str group, str site, *, str wire=\"plain\") "
+        "-> (Tensor out, Tensor partial)",
+        tags);
+    m.def(
+        "scaled_matmul_reduce_scatter(Tensor[] lhs, Tensor[] rhs, Tensor[] lhs_scales, Tensor[] rhs_scales, Tensor? addend, "
+        "SymInt outer, str reduce_op, ScalarType product_dtype, ScalarType out_dtype, bool fast_accum, str wire, "
+        "str strategy, str group, str site) -> Tensor out",
         tags);
     m.def(
         "matmul_all_reduce(Tensor[] lhs, Tensor[] rhs, Tensor? addend, str reduce_op, ScalarType out_dtype, bool keep, "
@@ -44,7 +55,9 @@ TORCH_LIBRARY(ub_overlap, m) {
 
 static void register_ops(torch::Library& m) {
     m.impl("all_gather_matmul", &all_gather_matmul);
+    m.impl("all_gather_scaled_matmul", &all_gather_scaled_matmul);
     m.impl("matmul_reduce_scatter", &matmul_reduce_scatter);
+    m.impl("scaled_matmul_reduce_scatter", &scaled_matmul_reduce_scatter);
     m.impl("matmul_all_reduce", &matmul_all_reduce);
     m.impl("bulk", &bulk);
 }
@@ -57,7 +70,8 @@ TORCH_LIBRARY_IMPL(ub_overlap, CUDA, m) {
 #ifdef UB_OVERLAP_CUDA
     register_ops(m);
 #else
-    for (const char* op : {"all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "bulk"}) {
+    for (const char* op : {"all_gather_matmul", "all_gather_scaled_matmul", "matmul_reduce_scatter",
+                           "scaled_matmul_reduce_scatter", "matmul_all_reduce", "bulk"}) {
         m.impl(op, torch::CppFunction::makeFromBoxedFunction<&no_executor>());
     }
 #endif

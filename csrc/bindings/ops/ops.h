@@ -16,9 +16,20 @@ using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
 TensorAndList all_gather_matmul(const at::Tensor& shard, at::TensorList operands, at::IntArrayRef modes, int64_t outer,
                                 bool last, bool keep, std::string strategy, std::string group, std::string site);
 
+std::tuple<at::Tensor, at::Tensor, std::vector<at::Tensor>> all_gather_scaled_matmul(
+    const at::Tensor& shard, const at::Tensor& shard_scale, at::TensorList operands, at::TensorList operand_scales,
+    const c10::List<std::optional<at::Tensor>>& biases, int64_t outer, bool keep, const std::vector<at::ScalarType>& out_dtypes,
+    bool fast_accum, std::string strategy, std::string group, std::string site);
+
 TwoTensors matmul_reduce_scatter(at::TensorList lhs, at::TensorList rhs, const std::optional<at::Tensor>& addend, int64_t outer,
                                  bool last, std::string reduce_op, at::ScalarType out_dtype, bool keep, std::string strategy,
-                                 std::string group, std::string site);
+                                 std::string group, std::string site, std::string wire);
+
+at::Tensor scaled_matmul_reduce_scatter(at::TensorList lhs, at::TensorList rhs, at::TensorList lhs_scales,
+                                        at::TensorList rhs_scales, const std::optional<at::Tensor>& addend, int64_t outer,
+                                        std::string reduce_op, at::ScalarType product_dtype, at::ScalarType out_dtype,
+                                        bool fast_accum, std::string wire, std::string strategy, std::string group,
+                                        std::string site);
 
 TwoTensors matmul_all_reduce(at::TensorList lhs, at::TensorList rhs, const std::optional<at::Tensor>& addend,
                              std::string reduce_op, at::ScalarType out_dtype, bool keep, std::string strategy,

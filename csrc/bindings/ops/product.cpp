@@ -4,32 +4,46 @@
 #include "bindings/reference.h"
 
 namespace ub_overlap {
-
 namespace {
 
-// What matmul_reduce_scatter and matmul_all_reduce share: the terms of the product, checked, and where it is put.
+// What the reductions share: the terms of the product, checked, and where it is put.
 struct Product {
-    Product(Builder& b, at::TensorList lhs, at::TensorList rhs, const std::optional<Tensor>& addend, at::ScalarType out_dtype,
-            const std::string& reduce_op) {
+    // `scales`: those of the terms' left and right operands, which are float8 then; null where they have the product's type.
+    struct Scales {
+        at::TensorList lhs, rhs;
+    };
+    Product(Builder& b, at::TensorList lhs, at::TensorList rhs, const Scales* scales, const std::optional<Tensor>& addend,
+            at::ScalarType product_dtype, at::ScalarType out_dtype, const std::string& reduce_op) {
         Call& call = b.call;
         b.check(!lhs.empty() && lhs.size() == rhs.size(), "lhs and rhs are not the terms of a sum",
                 std::to_string(lhs.size()) + " and " + std::to_string(rhs.size()),
                 "as many of one as of the other, one or more");
+        b.check(!scales || (scales->lhs.size() == lhs.size() && scales->rhs.size() == lhs.size()),
+                "lhs_scales or rhs_scales differ in number from lhs", scales ? std::to_string(scales->lhs.size()) : "",
+                std::to_string(lhs.size()));
         b.reduce_by(reduce_op);
         call.key.terms = static_cast<int64_t>(lhs.size());
-        call.type = b.type_of(lhs[0].scalar_type());
+        call.type = b.type_of(product_dtype);
         call.out_type = b.type_of(out_dtype);
         rows = lhs[0].size(0);
         cols = rhs[0].size(-1);
+        const auto float8 = scales ? Builder::Float8::must : Builder::Float8::no;
         for (size_t t = 0; t < lhs.size(); ++t) {
-            call.lhs.push_back(b.matrix(lhs[t], "a left operand"));
-            call.rhs.push_back(b.matrix(rhs[t], "a right operand"));
+            call.lhs.push_back(b.matrix(lhs[t], "a left operand", float8));
+            call.rhs.push_back(b.matrix(rhs[t], "a right operand", float8));
             const Matrix &x = call.lhs.back(), &y = call.rhs.back();
             b.check(x.rows == rows && y.cols == cols && x.cols == y.rows, "the operands of a term do not fit",
                     text_of(lhs[t].sizes()) + " @ " + text_of(rhs[t].sizes()),
                     "[" + std::to_string(rows) + ", K] @ [K, " + std::to_string(cols) + "]");
-            b.check(x.type == call.type && y.type == call.type, "the operands differ in dtype",
-                    std::string(name_of(x.type)) + " and " + name_of(y.type), name_of(call.type));
+            if (scales) {
+                const bool each = scales->rhs[t].numel() != 1;
+                b.check_float8(x, y);
+                call.lhs_scales.push_back(b.scale(scales->lhs[t], rows, each, "a left operand"));
+                call.rhs_scales.push_back(b.scale(scales->rhs[t], cols, each, "a right operand"));
+            } else {
+                b.check(x.type == call.type && y.type == call.type, "the operands differ in dtype",
+                        std::string(name_of(x.type)) + " and " + name_of(y.type), name_of(call.type));
+            }
         }
         if (addend && addend->defined()) {
             const bool fits = addend->dim() <= 2 && addend->dim() >= 1 && addend->size(-1) == cols &&
@@ -40,12 +54,55 @@ struct Product {
             b.check(call.addend.type == call.type, "the addend has another dtype than the product", name_of(call.addend.type),
                     name_of(call.type));
         }
-        partial = at::empty({rows, cols}, lhs[0].options());
+        partial = at::empty({rows, cols}, lhs[0].options().dtype(product_dtype));
         call.partial = data_of(partial);
         // The inner sizes are a rank's own: the last channels of a layer may lie on fewer ranks.
         b.describe("product", partial);
+        if (scales) b.note("scaling", call.rhs_scales[0].each ? "row" : "tensor");
         b.note("reduce_op", reduce_op);
         b.note("out_dtype", c10::toString(out_dtype));
+    }
+
+    // Deals the product's rows (last: columns) out to the ranks; returns this rank's share, which the call fills.
+    Tensor scattered(Builder& b, int64_t outer, bool last, at::ScalarType out_dtype) {
+        Call& call = b.call;
+        call.op = OpKind::matmul_reduce_scatter;
+        call.collective = Collective::scatter;
+        call.key.kind = "matmul_reduce_scatter";
+        call.last = last;
+        const int64_t parts = last ? call.ranks : outer * call.ranks, size = last ? cols : rows;
+        b.check(outer >= 0 && (!last || outer == 1), "outer is wrong", std::to_string(outer), last ? "1" : "0 or more");
+        b.check(parts ? size % parts == 0 : size == 0, "the product cannot be scattered evenly",
+                std::to_string(size) + (last ? " columns" : " rows"), "a multiple of " + std::to_string(parts));
+        const int64_t shard = parts ? size / parts : 0;
+        if (last) {
+            b.deal_equally(rows, shard, 1);
+        } else {
+            b.deal_equally(outer, shard, cols);
+        }
+        const Tensor out = at::empty({last ? rows : outer * shard, last ? shard : cols}, partial.options().dtype(out_dtype));
+        call.output = data_of(out);
+        b.note("outer", outer);
+        b.note("last", last);
+        return out;
+    }
+
+    // wire "float8": what goes to peers is rounded, and needs a place until it has gone.
+    void travel_by(Builder& b, const std::string& wire) {
+        Call& call = b.call;
+        b.note("wire", wire);
+        if (wire == "plain") return;
+        b.check(wire == "float8", "this wire is unknown", "'" + wire + "'", "'plain' or 'float8'");
+        b.check(!call.last, "columns cannot travel as float8", "last=True", "last=False, or wire 'plain'");
+        b.check(cols % scale_block == 0, "rows cannot be cut into the segments of a float8 wire",
+                std::to_string(cols) + " columns", "a multiple of " + std::to_string(scale_block) + ", or wire 'plain'");
+        call.narrow_wire = true;
+        call.scales_a_row = cols / scale_block;
+        if (call.ranks == 1) return;
+        const auto options = partial.options();
+        rounded = at::empty({rows, cols}, options.dtype(at::kByte));
+        scales = at::empty({rows, call.scales_a_row}, options.dtype(at::kFloat));
+        call.wire = data_of(rounded), call.wire_scales = data_of(scales);
     }
 
     // The op's results, by our transport or plainly; `arguments` writes what the plain op is called with.
@@ -60,41 +117,47 @@ struct Product {
     }
 
     int64_t rows = 0, cols = 0;
-    Tensor partial;
+    Tensor partial, rounded, scales;
 };
+
+at::ScalarType type_of_first(at::TensorList list) {
+    return list.empty() ? at::kFloat : list[0].scalar_type();
+}
 
 }  // namespace
 
 TwoTensors matmul_reduce_scatter(at::TensorList lhs, at::TensorList rhs, const std::optional<Tensor>& addend, int64_t outer,
                                  bool last, std::string reduce_op, at::ScalarType out_dtype, bool keep, std::string strategy,
-                                 std::string group, std::string site) {
+                                 std::string group, std::string site, std::string wire) {
     return framed(device_of(lhs), [&]() -> TwoTensors {
         Builder b("matmul_reduce_scatter", device_of(lhs), strategy, group, site);
-        Call& call = b.call;
-        call.op = OpKind::matmul_reduce_scatter;
-        call.collective = Collective::scatter;
-        call.key.kind = "matmul_reduce_scatter";
-        call.last = last;
-        Product product(b, lhs, rhs, addend, out_dtype, reduce_op);
-        const int64_t parts = last ? call.ranks : outer * call.ranks, size = last ? product.cols : product.rows;
-        b.check(outer >= 0 && (!last || outer == 1), "outer is wrong", std::to_string(outer), last ? "1" : "0 or more");
-        b.check(parts ? size % parts == 0 : size == 0, "the product cannot be scattered evenly",
-                std::to_string(size) + (last ? " columns" : " rows"), "a multiple of " + std::to_string(parts));
-        const int64_t shard = parts ? size / parts : 0;
-        if (last) {
-            b.deal_equally(product.rows, shard, 1);
-        } else {
-            b.deal_equally(outer, shard, product.cols);
-        }
-        Tensor out =
-            at::empty({last ? product.rows : outer * shard, last ? shard : product.cols}, lhs[0].options().dtype(out_dtype));
-        call.output = data_of(out);
-        b.note("outer", outer);
-        b.note("last", last);
+        Product product(b, lhs, rhs, nullptr, addend, type_of_first(lhs), out_dtype, reduce_op);
+        const Tensor out = product.scattered(b, outer, last, out_dtype);
+        product.travel_by(b, wire);
         return product.finish(b, out, keep, [&](ReferenceCall& plain) {
             plain.tensors(lhs).tensors(rhs).tensor(addend ? *addend : Tensor());
             plain.integer(outer).flag(last).text(reduce_op).dtype(out_dtype).flag(keep).text(group);
         });
+    });
+}
+
+Tensor scaled_matmul_reduce_scatter(at::TensorList lhs, at::TensorList rhs, at::TensorList lhs_scales,
+                                    at::TensorList rhs_scales, const std::optional<Tensor>& addend, int64_t outer,
+                                    std::string reduce_op, at::ScalarType product_dtype, at::ScalarType out_dtype,
+                                    bool fast_accum, std::string wire, std::string strategy, std::string group,
+                                    std::string site) {
+    return framed(device_of(lhs), [&]() -> Tensor {
+        Builder b("scaled_matmul_reduce_scatter", device_of(lhs), strategy, group, site);
+        const Product::Scales scales{lhs_scales, rhs_scales};
+        Product product(b, lhs, rhs, &scales, addend, product_dtype, out_dtype, reduce_op);
+        b.call.fast_sums = fast_accum;
+        const Tensor out = product.scattered(b, outer, false, out_dtype);
+        product.travel_by(b, wire);
+        const auto plainly = [&](ReferenceCall& plain) {
+            plain.tensors(lhs).tensors(rhs).tensors(lhs_scales).tensors(rhs_scales).tensor(addend ? *addend : Tensor());
+            plain.integer(outer).text(reduce_op).dtype(product_dtype).dtype(out_dtype).flag(fast_accum).text(group);
+        };
+        return std::get<0>(product.finish(b, out, false, plainly));
     });
 }
 
@@ -106,7 +169,7 @@ TwoTensors matmul_all_reduce(at::TensorList lhs, at::TensorList rhs, const std::
         call.op = OpKind::matmul_all_reduce;
         call.collective = Collective::reduce;
         call.key.kind = "matmul_all_reduce";
-        Product product(b, lhs, rhs, addend, out_dtype, reduce_op);
+        const Product product(b, lhs, rhs, nullptr, addend, type_of_first(lhs), out_dtype, reduce_op);
         b.deal_floor(product.rows, product.cols);
         Tensor out = at::empty({product.rows, product.cols}, lhs[0].options().dtype(out_dtype));
         call.output = data_of(out);

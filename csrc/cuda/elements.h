@@ -1,0 +1,87 @@
+// What the kernels that stream through memory share: element types, wide loads, and spans as they want them. For .cu files.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/kernels.h"
+
+namespace ub_overlap::cuda {
+
+// Read once, by nobody else: not to be kept.
+template <typename T>
+__device__ inline T load_streaming(const char* base, int64_t at) {
+    if constexpr (sizeof(T) == 16) {
+        const int4 raw = __ldcs(reinterpret_cast<const int4*>(base) + at);
+        return *reinterpret_cast<const T*>(&raw);
+    } else {
+        return reinterpret_cast<const T*>(base)[at];
+    }
+}
+
+__device__ inline float to_float(float v) {
+    return v;
+}
+__device__ inline float to_float(__nv_bfloat16 v) {
+    return __bfloat162float(v);
+}
+__device__ inline float to_float(__half v) {
+    return __half2float(v);
+}
+__device__ inline void from_float(float v, float& to) {
+    to = v;
+}
+__device__ inline void from_float(float v, __nv_bfloat16& to) {
+    to = __float2bfloat16_rn(v);
+}
+__device__ inline void from_float(float v, __half& to) {
+    to = __float2half_rn(v);
+}
+
+constexpr int vector_bytes(int bytes) {
+    return bytes > 16 ? 16 : bytes;
+}
+
+template <typename T, int n>
+struct alignas(vector_bytes(sizeof(T) * n)) Pack {
+    T v[n];
+};
+
+// Calls `body` with a value of the C++ type that `type` stands for.
+template <typename Body>
+void with_type(DType type, Body body) {
+    switch (type) {
+        case DType::f32:
+            return body(float{});
+        case DType::bf16:
+            return body(__nv_bfloat16{});
+        case DType::f16:
+            return body(__half{});
+        case DType::e4m3:
+        case DType::e5m2:
+            break;  // wire.cu has these, with their scales
+    }
+}
+
+inline unsigned blocks_for(int64_t items, int threads) {
+    constexpr int64_t most = 132 * 8;
+    return static_cast<unsigned>(std::min((items + threads - 1) / threads, most));
+}
+
+// Everything that must be a multiple of the vector's size, or-ed together.
+inline uint64_t low_bits(const Span& span) {
+    return reinterpret_cast<uint64_t>(span.data) | (span.blocks > 1 ? static_cast<uint64_t>(span.stride) : 0);
+}
+
+// One block of all, where the blocks lie one behind the other.
+inline Span joined(Span span) {
+    if (span.stride != span.bytes && span.blocks != 1) return span;
+    span.bytes *= span.blocks;
+    span.blocks = 1, span.stride = span.bytes;
+    return span;
+}
+
+}  // namespace ub_overlap::cuda

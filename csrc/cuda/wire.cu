@@ -1,0 +1,220 @@
+// Kernels of the float8 wire, at the speed of the memory: rounding what is to travel, and sums of what has landed.
+//
+// A row of a multiple of 128 elements; each segment of 128 has an fp32 scale, the largest size in it over 448. 16 elements a
+// thread: eight neighbouring lanes are a segment, and its float8 numbers are one 16-byte access a lane.
+#include <cuda_fp8.h>
+
+#include <cfloat>
+
+#include "cuda/elements.h"
+
+namespace ub_overlap::cuda {
+namespace {
+
+constexpr int per_thread = 16, lanes_a_segment = scale_block / per_thread;
+constexpr float most_e4m3 = 448.0f;
+static_assert(wire_float8 == DType::e4m3 && 32 % lanes_a_segment == 0);
+
+// `per_thread` elements as whole lines of 16 bytes.
+template <typename T>
+union Elements {
+    static constexpr int lines = per_thread * static_cast<int>(sizeof(T)) / 16;
+    uint4 line[lines];
+    T v[per_thread];
+};
+
+template <typename T>
+__device__ inline Elements<T> load_elements(const char* base, int64_t at) {
+    Elements<T> found;
+#pragma unroll
+    for (int i = 0; i < Elements<T>::lines; ++i) {
+        found.line[i] = __ldcs(reinterpret_cast<const uint4*>(base) + at * Elements<T>::lines + i);
+    }
+    return found;
+}
+
+template <typename T>
+__device__ inline void store_elements(char* base, int64_t at, const Elements<T>& elements) {
+#pragma unroll
+    for (int i = 0; i < Elements<T>::lines; ++i) {
+        reinterpret_cast<uint4*>(base)[at * Elements<T>::lines + i] = elements.line[i];
+    }
+}
+
+// All threads of a block stay together: lanes without an element take part in the shuffles with zeros.
+template <typename S>
+__global__ void __launch_bounds__(256) round_kernel(const char* from, int64_t from_stride, char* to, int64_t to_stride,
+                                                    char* scales, int64_t scales_stride, int64_t per_block, int64_t total) {
+    const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+    for (int64_t first = blockIdx.x * static_cast<int64_t>(blockDim.x); first < total; first += step) {
+        const int64_t item = first + threadIdx.x;
+        const bool live = item < total;
+        const int64_t block = total == per_block ? 0 : item / per_block, at = item - block * per_block;
+        float value[per_thread];
+        float most = 0.0f;
+        if (live) {
+            const Elements<S> loaded = load_elements<S>(from + block * from_stride, at);
+#pragma unroll
+            for (int e = 0; e < per_thread; ++e) {
+                value[e] = to_float(loaded.v[e]);
+                const float size = fabsf(value[e]);
+                most = size <= FLT_MAX ? fmaxf(most, size) : most;
+            }
+        }
+#pragma unroll
+        for (int lane = 1; lane < lanes_a_segment; lane *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, lane));
+        if (!live) continue;
+        // Not below the normal numbers, so that its inverse is finite.
+        const float scale = fmaxf(most / most_e4m3, FLT_MIN), inverse = 1.0f / scale;
+        union {
+            uint4 line;
+            __nv_fp8x2_storage_t pair[per_thread / 2];
+        } rounded;
+#pragma unroll
+        for (int e = 0; e < per_thread; e += 2) {
+            // Not finite: NaN, for there is no infinity.
+            const float x = fabsf(value[e]) <= FLT_MAX ? value[e] * inverse : __int_as_float(0x7fffffff);
+            const float y = fabsf(value[e + 1]) <= FLT_MAX ? value[e + 1] * inverse : __int_as_float(0x7fffffff);
+            rounded.pair[e / 2] = __nv_cvt_float2_to_fp8x2(make_float2(x, y), __NV_SATFINITE, __NV_E4M3);
+        }
+        reinterpret_cast<uint4*>(to + block * to_stride)[at] = rounded.line;
+        if (at % lanes_a_segment == 0) {
+            reinterpret_cast<float*>(scales + block * scales_stride)[at / lanes_a_segment] = scale;
+        }
+    }
+}
+
+// Sources in their order; all are float8 with scales but `plain`, this rank's own, which is as it was made (-1: none is).
+struct ScaledSources {
+    int32_t count, plain;
+    const char* data[max_ranks];
+    const char* scales[max_ranks];
+    int64_t stride[max_ranks], scales_stride[max_ranks];
+};
+
+__device__ inline void unpack(const uint4& line, float scale, float (&value)[per_thread]) {
+    const uint32_t words[4] = {line.x, line.y, line.z, line.w};
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const auto pair = static_cast<__nv_fp8x2_storage_t>(words[w] >> (16 * half));
+            const float2 two = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3)));
+            value[4 * w + 2 * half] = two.x * scale, value[4 * w + 2 * half + 1] = two.y * scale;
+        }
+    }
+}
+
+// A thread has `width` sources on their way at a time.
+template <typename S, typename D, int width>
+__global__ void __launch_bounds__(256) reduce_scaled_kernel(ScaledSources sources, char* dst, int64_t dst_stride,
+                                                            int64_t per_block, int64_t total, float divisor) {
+    const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+    for (int64_t item = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; item < total; item += step) {
+        const int64_t block = total == per_block ? 0 : item / per_block, at = item - block * per_block;
+        Elements<S> own{};
+        if (sources.plain >= 0) {
+            own = load_elements<S>(sources.data[sources.plain] + block * sources.stride[sources.plain], at);
+        }
+        float sum[per_thread] = {};
+        for (int base = 0; base < sources.count; base += width) {
+            uint4 line[width];
+            float scale[width];
+#pragma unroll
+            for (int k = 0; k < width; ++k) {
+                const int source = base + k;
+                if (source >= sources.count || source == sources.plain) continue;
+                line[k] = __ldcs(reinterpret_cast<const uint4*>(sources.data[source] + block * sources.stride[source]) + at);
+                const char* scales = sources.scales[source] + block * sources.scales_stride[source];
+                scale[k] = reinterpret_cast<const float*>(scales)[at / lanes_a_segment];
+            }
+#pragma unroll
+            for (int k = 0; k < width; ++k) {
+                const int source = base + k;
+                if (source >= sources.count) continue;
+                float value[per_thread];
+                if (source == sources.plain) {
+#pragma unroll
+                    for (int e = 0; e < per_thread; ++e) value[e] = to_float(own.v[e]);
+                } else {
+                    unpack(line[k], scale[k], value);
+                }
+#pragma unroll
+                for (int e = 0; e < per_thread; ++e) sum[e] = source == 0 ? value[e] : sum[e] + value[e];
+            }
+        }
+        Elements<D> out;
+#pragma unroll
+        for (int e = 0; e < per_thread; ++e) from_float(divisor == 1.0f ? sum[e] : sum[e] / divisor, out.v[e]);
+        store_elements<D>(dst + block * dst_stride, at, out);
+    }
+}
+
+template <typename S, typename D>
+auto reduce_scaled_for(int sources) {
+    return sources <= 2   ? &reduce_scaled_kernel<S, D, 2>
+           : sources <= 4 ? &reduce_scaled_kernel<S, D, 4>
+                          : &reduce_scaled_kernel<S, D, 8>;
+}
+
+// Whole segments of every block, or nothing: what the ops promise.
+int64_t threads_a_block(const Span& rounded) {
+    if (rounded.bytes % scale_block != 0 || low_bits(rounded) % 16 != 0) {
+        throw NamedError("UbOverlapError", {{"what", "float8 numbers on the wire are not whole segments"},
+                                            {"got", std::to_string(rounded.bytes) + " bytes"},
+                                            {"fix", "report this as a bug"}});
+    }
+    return rounded.bytes / per_thread;
+}
+
+}  // namespace
+
+void preload_wire() {
+    for (DType from : {DType::f32, DType::bf16, DType::f16}) {
+        with_type(from, [&](auto s) { load(&round_kernel<decltype(s)>); });
+        for (DType to : {DType::f32, DType::bf16, DType::f16}) {
+            for (const int sources : {2, 4, 8}) {
+                with_type(from, [&](auto s) {
+                    with_type(to, [&](auto d) { load(reduce_scaled_for<decltype(s), decltype(d)>(sources)); });
+                });
+            }
+        }
+    }
+}
+
+void launch_round_for_wire(const Rounding& r, DType type, cudaStream_t stream) {
+    if (r.from.bytes == 0 || r.from.blocks == 0) return;
+    const int64_t per_block = threads_a_block(r.to), total = per_block * r.from.blocks;
+    with_type(type, [&](auto s) {
+        round_kernel<decltype(s)><<<blocks_for(total, 256), 256, 0, stream>>>(
+            r.from.data, r.from.stride, r.to.data, r.to.stride, r.scales.data, r.scales.stride, per_block, total);
+    });
+    check(cudaGetLastError(), "launch a rounding to float8");
+}
+
+void launch_reduce_scaled(const std::vector<Source>& sources, const Span& dst, DType dst_type, float divisor,
+                          cudaStream_t stream) {
+    ScaledSources list{static_cast<int32_t>(sources.size()), -1, {}, {}, {}, {}};
+    DType plain_type = DType::f32;
+    int64_t per_block = 0;
+    for (size_t i = 0; i < sources.size(); ++i) {
+        const Source& source = sources[i];
+        list.data[i] = source.data.data, list.stride[i] = source.data.stride;
+        list.scales[i] = source.scales.data, list.scales_stride[i] = source.scales.stride;
+        if (source.scales.data) {
+            per_block = threads_a_block(source.data);
+        } else {
+            list.plain = static_cast<int32_t>(i), plain_type = source.type;
+        }
+    }
+    const int64_t total = per_block * dst.blocks;
+    with_type(plain_type, [&](auto s) {
+        with_type(dst_type, [&](auto d) {
+            const auto kernel = reduce_scaled_for<decltype(s), decltype(d)>(list.count);
+            kernel<<<blocks_for(total, 256), 256, 0, stream>>>(list, dst.data, dst.stride, per_block, total, divisor);
+        });
+    });
+    check(cudaGetLastError(), "launch a reduction");
+}
+
+}  // namespace ub_overlap::cuda
