@@ -239,7 +239,7 @@ class Run {
         size_t part = 0;
         for (const Move& move : call_.moves(step)) {
             if (step.queue == compute_queue) {
-                later_copy(copies_[part++], move);
+                later_copy(moves_[part++], move);
             } else {
                 bytes += push(move.src, move.dst, stream);
             }
@@ -313,7 +313,7 @@ class Run {
         pending = Move{};
     }
     void flush_copies() {
-        for (Move& pending : copies_) flush_copy(pending);
+        for (Move& pending : moves_) flush_copy(pending);
     }
     void flush_waits() {
         if (waits_.count) launch_wait(arena_->group(), call_.slot(), waits_, timeout_ns_, compute_);
@@ -349,7 +349,7 @@ class Run {
     std::vector<StepTime> times_;
     WaitList waits_;      // on COMPUTE, not launched yet
     SignalList signals_;  // on COMPUTE, not launched yet
-    Move copies_[2];      // local copies of rows and of scales, not launched yet; no data: there is none
+    Move moves_[2];       // local copies of rows and of scales, not launched yet; no data: there is none
     std::shared_ptr<Trace> trace_;
     bool begun_ = false, copying_ = false, recordable_ = true;
 };
