@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ub_overlap import _torch_compat
 
-
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -87,7 +86,7 @@ def scaled_product(
         (a_scale.reshape(-1, 1), b_scale.reshape(1, -1)) if each else (a_scale.reshape(1, 1), b_scale.reshape(1, 1))
     )
     if a.is_cuda and a.dtype in FLOAT8 and a.numel() and b.numel():
-        wide = torch._scaled_mm(a, b, a_scale.contiguous(), b_scale.contiguous(), out_dtype=dtype, use_fast_accum=fast)
+        wide = _torch_compat.scaled_mm(a, b, a_scale.contiguous(), b_scale.contiguous(), out_dtype=dtype, use_fast_accum=fast)
     else:
         sums = torch.float64 if a.dtype is torch.float64 else torch.float32
         wide = a.to(sums) @ b.to(sums) * a_scale * b_scale
@@ -124,7 +123,7 @@ def _product(lhs: Sequence[Tensor], rhs: Sequence[Tensor], addend: Tensor | None
     return partial
 
 
-def _scatter_rows(partial: Tensor, outer: int, group: str) -> Tensor:
+def scatter_rows(partial: Tensor, outer: int, group: str) -> Tensor:
     """[o * R * m, Q] -> [o * m, Q], summed over ranks"""
     ranks, (rows, cols) = _torch_compat.group_of(group).size(), partial.shape
     block = rows // (outer * ranks) if outer else 0
@@ -150,7 +149,7 @@ def matmul_reduce_scatter(
         share = partial.reshape(rows, ranks, cols // ranks).transpose(0, 1)  # [R, P, q]
         out = _scatter(share, group).reshape(rows, cols // ranks)
     else:
-        out = _scatter_rows(partial, outer, group)
+        out = scatter_rows(partial, outer, group)
     return _mean(out, reduce_op, group).to(out_dtype), (partial if keep else partial.new_empty(0))
 
 
@@ -165,13 +164,14 @@ def scaled_matmul_reduce_scatter(
     product_dtype: torch.dtype,
     out_dtype: torch.dtype,
     fast_accum: bool,
+    wire: str,
     group: str,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     partial = addend
     for a, b, a_scale, b_scale in zip(lhs, rhs, lhs_scales, rhs_scales, strict=True):
         partial = scaled_product(a, b, a_scale, b_scale, partial, product_dtype, fast_accum)
     assert partial is not None
-    return _mean(_scatter_rows(partial, outer, group), reduce_op, group).to(out_dtype), partial.new_empty(0)
+    return _mean(scatter_rows(partial, outer, group), reduce_op, group).to(out_dtype)
 
 
 def matmul_all_reduce(
@@ -211,6 +211,6 @@ _OPS = {
 
 
 @torch.no_grad()
-def run(op: str, *args: Any) -> tuple[Any, ...]:
+def run(op: str, *args: Any) -> Any:
     """`op` by name: what C++ calls."""
     return _OPS[op](*args)

@@ -12,11 +12,12 @@ import torch
 
 from ub_overlap.runtime import reference
 
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-SLACK = {F32: 2e-6, BF16: 4e-3, F16: 1e-3}
+F32, BF16, F16, E4M3, E5M2 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
+SLACK = {F32: 2e-6, BF16: 4e-3, F16: 1e-3, E4M3: 0.0, E5M2: 0.0}
 """How much further from float64, in parts of the largest value, ours may be than NCCL + matmul."""
 
 AG, RS, AR, BULK = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "bulk"
+SAG, SRS = "all_gather_scaled_matmul", "scaled_matmul_reduce_scatter"
 Case = tuple[str, tuple[Any, ...]]
 
 
@@ -51,6 +52,35 @@ class Maker:
     def reduce(self, dtype: torch.dtype, p: int, q: int, k: int, by: str = "sum", keep: bool = False) -> Case:
         return AR, ([self.randn(p, k, dtype=dtype)], [self.randn(k, q, dtype=dtype, scale=0.1)], None, by, dtype, keep)
 
+    def float8(self, *sizes: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
+        return self.randn(*sizes, scale=4.0).to(dtype)
+
+    def scales(self, *sizes: int) -> torch.Tensor:
+        """Factors of 1/16 to 1/4."""
+        return torch.exp2(-2 - 2 * torch.rand(*sizes, device=self.device))
+
+    def scaled_gather(self, dtype: torch.dtype, outer: int, m: int, k: int, row: bool, **more: Any) -> Case:
+        """more: keep, widths, bias, types (of the shard and of the operands). Tensor scales are all ranks' own: 1/8."""
+        widths, (left, right) = more.get("widths", [96]), more.get("types", (E4M3, E4M3))
+        operands = [self.float8(n, k, dtype=right).t() for n in widths]
+        shard_scale = self.scales(outer * m, 1) if row else torch.full((), 0.125, device=self.device)
+        operand_scales = [self.scales(1, n) if row else self.scales(1, 1) for n in widths]
+        biases = [self.randn(n, dtype=dtype) if more.get("bias") else None for n in widths]
+        shard = self.float8(outer, m, k, dtype=left)
+        keep, fast = more.get("keep", False), more.get("fast", False)
+        return SAG, (shard, shard_scale, operands, operand_scales, biases, outer, keep, [dtype for _ in widths], fast)
+
+    def scaled_scatter(self, dtype: torch.dtype, outer: int, m: int, q: int, row: bool, **more: Any) -> Case:
+        """more: depths, bias, out_dtype, by, wire, types (of the left and of the right operands)."""
+        p, depths, (left, right) = outer * self.ranks * m, more.get("depths", [128]), more.get("types", (E4M3, E4M3))
+        lhs = [self.float8(p, k, dtype=left) for k in depths]
+        rhs = [self.float8(q, k, dtype=right).t() for k in depths]
+        lhs_scales = [self.scales(p, 1) if row else self.scales(1) for _ in depths]
+        rhs_scales = [self.scales(1, q) if row else self.scales(1) for _ in depths]
+        addend = self.randn(q, dtype=dtype) if more.get("bias") else None
+        kinds = (dtype, more.get("out_dtype", dtype), more.get("fast", False), more.get("wire", "plain"))
+        return SRS, (lhs, rhs, lhs_scales, rhs_scales, addend, outer, more.get("by", "sum"), *kinds)
+
     def bulk(self, dtype: torch.dtype, collective: str, rows: int, q: int, by: str = "sum") -> Case:
         lhs, rhs = [self.randn(128, 64, dtype=dtype)], [self.randn(64, 96, dtype=dtype)]
         return BULK, (self.randn(rows, q, dtype=dtype), lhs, rhs, collective, by)
@@ -58,6 +88,7 @@ class Maker:
     def kind(self, name: str, size: int = 256, dtype: torch.dtype = BF16) -> tuple[Case, str]:
         """One typical case of each op and its strategy, by a short name."""
         wide = 2 * size
+        round_up = -(-wide // 128) * 128
         return {
             "AG": (self.gather(dtype, 1, size, wide, [0, 2], False, True), "pipelined"),
             "AG2": (self.gather(dtype, 1, size, wide, [0], False, False), f"pipelined:chunks={2 * self.ranks}"),
@@ -65,12 +96,19 @@ class Maker:
             "RS1": (self.scatter(dtype, 1, size, wide), "pipelined"),
             "RS striped": (self.scatter(dtype, 1, size, wide), "pipelined:stripes=3"),
             "AR": (self.reduce(dtype, size + 45, size, 128), "pipelined"),
+            "SAG": (self.scaled_gather(dtype, 1, size, round_up, True, keep=True), "pipelined"),
+            "SAG2": (self.scaled_gather(dtype, 1, size, round_up, False, bias=True), f"pipelined:chunks={2 * self.ranks}"),
+            "SRS": (self.scaled_scatter(dtype, 1, size, round_up, True), f"pipelined:chunks={2 * self.ranks}"),
+            "SRS wire": (self.scaled_scatter(dtype, 1, size, round_up, False, wire="float8"), "pipelined"),
+            "SRS striped": (self.scaled_scatter(dtype, 1, size, round_up, True, wire="float8"), "pipelined:stripes=3"),
             "bulk": (self.bulk(dtype, "all_gather", size, wide), "bulk"),
             "bulk RS": (self.bulk(dtype, "reduce_scatter", size * self.ranks, wide), "bulk"),
         }[name]
 
 
 def flat(results: Any) -> list[torch.Tensor]:
+    if isinstance(results, torch.Tensor):
+        return [results]
     return [t for r in results for t in (r if isinstance(r, list | tuple) else [r])]
 
 
@@ -97,16 +135,30 @@ def run_exact(case: Case, group: str) -> list[torch.Tensor]:
     return run_plain((case[0], tuple(map(doubled, case[1]))), group)
 
 
+def sizes_of_parts(case: Case, group: str) -> torch.Tensor:
+    """For every element of a scaled scatter's result the sum of the sizes of what the ranks contribute, in float64."""
+    lhs, rhs, lhs_scales, rhs_scales, partial, outer = map(doubled, case[1][:6])
+    for a, b, a_scale, b_scale in zip(lhs, rhs, lhs_scales, rhs_scales, strict=True):
+        partial = reference.scaled_product(a, b, a_scale, b_scale, partial, torch.float64, False)
+    return reference.scatter_rows(partial.abs(), outer, group)
+
+
 @dataclass(frozen=True)
 class Truth:
     """What a case must give: in float64, and by the plain op. Made by collectives, checked without any."""
 
     exact: list[torch.Tensor]
     plain: list[torch.Tensor]
+    wire: float = 0.0
+    """What a float8 wire may add: 2^-4 of each rank's part, in parts of the largest value."""
 
     @classmethod
     def of(cls, case: Case, group: str) -> Truth:
-        return cls(run_exact(case, group), run_plain(case, group))
+        exact, narrow = run_exact(case, group), case[0] == SRS and case[1][-1] == "float8"
+        wire = 0.0
+        if narrow and exact[0].numel():
+            wire = 2.0**-4 * (sizes_of_parts(case, group).max() / exact[0].abs().max()).item()
+        return cls(exact, run_plain(case, group), wire)
 
     def check(self, ours: list[torch.Tensor], what: str = "") -> tuple[float, float]:
         """The largest errors of ours and of the plain op against float64, relative to the largest value. AssertionError where
@@ -120,7 +172,7 @@ class Truth:
                 continue
             scale = c.abs().max().item() or 1.0
             mine, theirs = ((x.double() - c).abs().max().item() / scale for x in (a, b))
-            limit = 1.5 * theirs + SLACK[a.dtype]
+            limit = 1.5 * theirs + SLACK[a.dtype] + self.wire
             if not mine <= limit:
                 wrong = (~((a.double() - c).abs() / scale <= limit)).sum().item()
                 raise AssertionError(f"{where}: error {mine:.3g}, plain op {theirs:.3g}; {wrong} of {a.numel()} wrong")
@@ -130,7 +182,7 @@ class Truth:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bits, so that NaN equals itself."""
-    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 def differs(a: list[torch.Tensor], b: list[torch.Tensor]) -> torch.Tensor:

@@ -113,7 +113,7 @@ struct Product {
         ReferenceCall plain(b.call.op_name);
         arguments(plain);
         std::vector<Tensor> results = plain.run();
-        return {results.at(0), results.at(1)};
+        return {results.at(0), results.size() > 1 ? results[1] : Tensor()};
     }
 
     int64_t rows = 0, cols = 0;
@@ -155,7 +155,7 @@ Tensor scaled_matmul_reduce_scatter(at::TensorList lhs, at::TensorList rhs, at::
         product.travel_by(b, wire);
         const auto plainly = [&](ReferenceCall& plain) {
             plain.tensors(lhs).tensors(rhs).tensors(lhs_scales).tensors(rhs_scales).tensor(addend ? *addend : Tensor());
-            plain.integer(outer).text(reduce_op).dtype(product_dtype).dtype(out_dtype).flag(fast_accum).text(group);
+            plain.integer(outer).text(reduce_op).dtype(product_dtype).dtype(out_dtype).flag(fast_accum).text(wire).text(group);
         };
         return std::get<0>(product.finish(b, out, false, plainly));
     });

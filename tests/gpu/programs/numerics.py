@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from tests.gpu import cases
-from tests.gpu.cases import AG, BF16, F16, F32, Case, Maker
-from ub_overlap.runtime import session
+from tests.gpu.cases import AG, BF16, E4M3, F16, F32, Case, Maker
+from ub_overlap.runtime import reference, session
 from ub_overlap.runtime.schedule.builders import build_all
 from ub_overlap.runtime.schedule.steps import Key, Matmul
 
@@ -96,6 +96,69 @@ def gather(frame: Frame, group: str, dtype: torch.dtype, mode: int, chunks: int,
         raise AssertionError(f"{off:.3g} roundings from the whole matmul")
     note = f"{same} of {len(cuts)} pieces bitwise, max {worst} ulp; {off:.2f} roundings from the whole"
     return Result("ok" if same == len(cuts) else "close", note)
+
+
+def scaled_gather(frame: Frame, group: str, row: bool, fast: bool, chunks: int, m: int, k: int, n: int) -> Result:
+    """float8: each piece against torch._scaled_mm on it (on the CPU: the reference), and the gathered bytes."""
+    make = Maker(frame.device, frame.world)
+    case = make.scaled_gather(BF16, 1, m, k, row, widths=[n], keep=True, fast=fast)
+    _, _, (weight,), (weight_scale,) = case[1][:4]
+    strategy = f"pipelined:chunks={chunks}" if chunks else "pipelined"
+    whole, whole_scale, _ = cases.run_plain(case, world_group())
+    kept, kept_scale, ours = cases.run_op(case, strategy, group, f"numerics.scaled.{row}.{fast}.{chunks}.{m}")
+    frame.sync()
+    session.check(group)
+    if cases.differs([kept], [whole]) or (row and not torch.equal(kept_scale, whole_scale)):
+        raise AssertionError("the gathered matrix or its scales differ")
+    worst, same = 0, 0
+    cuts = [cut for cut in pieces(chunks, frame.world, frame.rank, m) if cut[1] > cut[0]]
+    for first, last in cuts:
+        scale = whole_scale[first:last] if row else case[1][1]
+        piece = reference.scaled_product(whole[first:last], weight, scale, weight_scale, None, BF16, fast)
+        distance = ulps(piece, ours[first:last])
+        same += distance == 0
+        worst = max(worst, distance)
+    return Result("ok" if same == len(cuts) else "close", f"{same} of {len(cuts)} pieces bitwise, max {worst} ulp")
+
+
+def wire_bits(frame: Frame, group: str, dtype: torch.dtype, strategy: str) -> str:
+    """A float8 wire, bit for bit: each rank in turn contributes numbers of many binades, the others nothing."""
+    rows, cols = 64, 512
+    draw = torch.Generator().manual_seed(5)
+    values = torch.randn(frame.world * rows, cols, generator=draw)
+    values *= torch.exp2(
+        torch.randint(-60, 60, (frame.world * rows, 1), generator=draw) + 4 * torch.randn(values.shape, generator=draw)
+    )
+    values[3], values[5, :128] = 0, values[5, :128].abs()
+    exact = values.clamp(-6e4, 6e4).to(dtype)
+    mine = exact[frame.rank * rows : (frame.rank + 1) * rows].float()
+    # The model, on the CPU, whose divisions are divisions.
+    segments = mine.unflatten(1, (-1, 128))
+    scale = (segments.abs().amax(2, keepdim=True) / 448).clamp(min=torch.finfo(F32).smallest_normal)
+    rounded = ((segments * (1 / scale)).to(E4M3).float() * scale).flatten(1)
+    eye, right = torch.eye(frame.world * rows, dtype=dtype, device=frame.device), exact.to(frame.device)
+    for sender in range(frame.world):
+        left = eye if frame.rank == sender else torch.zeros_like(eye)
+        out, _ = torch.ops.ub_overlap.matmul_reduce_scatter(
+            [left],
+            [right],
+            None,
+            1,
+            False,
+            "sum",
+            F32,
+            False,
+            strategy,
+            group,
+            f"numerics.wire.{dtype}.{sender}",
+            wire="float8",
+        )
+        frame.sync()
+        session.check(group)
+        want = mine if sender == frame.rank else rounded
+        if wrong := int((out.cpu() != want).sum()):
+            raise AssertionError(f"from rank {sender}: {wrong} of {want.numel()} differ")
+    return f"{frame.world} senders, bitwise"
 
 
 def errors_of(values: list[torch.Tensor], exact: torch.Tensor) -> list[tuple[float, float]]:
@@ -200,7 +263,32 @@ def main() -> int:
                     f"numerics.wg.{d}",
                 ),
             )
-        for kind in ("AG", "AG2", "RS", "RS1", "RS striped", "AR", "bulk", "bulk RS"):
+        for row, fast in ((False, False), (True, False), (False, True), (True, True)):
+            label = f"{'row' if row else 'tensor'} scales{', fast sums' if fast else ''}"
+            for m, k, n in shapes if not quick else shapes[:1]:
+                wide, deep = -(-n // 16) * 16, -(-k // 16) * 16
+                for chunks in (0, 2 * world):
+                    frame.row(
+                        f"float8 gather {label} [{m * world}, {deep}] @ [{deep}, {wide}] chunks {chunks or 'R'}",
+                        lambda g, a=(row, fast, chunks, m, deep, wide): scaled_gather(frame, g, *a),  # type: ignore[arg-type]
+                    )
+            frame.row(
+                f"float8 gather {label} against float64",
+                lambda g, r=row, f=fast: against_plain(
+                    frame, g, make.scaled_gather(BF16, 1, size // world, size, r, widths=[size], fast=f), "pipelined", 2,
+                    f"numerics.sag.{r}.{f}",
+                ),
+            )  # fmt: skip
+            frame.row(
+                f"float8 scatter {label} against float64",
+                lambda g, r=row, f=fast: against_plain(
+                    frame, g, make.scaled_scatter(BF16, 1, size // world, size, r, depths=[depth], fast=f), "pipelined", 0,
+                    f"numerics.srs.{r}.{f}",
+                ),
+            )  # fmt: skip
+        for dtype, strategy in ((BF16, "pipelined"), (F32, "pipelined:stripes=2"), (F16, f"pipelined:chunks={2 * world}")):
+            frame.row(f"float8 wire {str(dtype)[6:]} {strategy}", lambda g, d=dtype, s=strategy: wire_bits(frame, g, d, s))
+        for kind in ("AG", "AG2", "RS", "RS1", "RS striped", "AR", "SAG", "SAG2", "SRS", "SRS wire", "bulk", "bulk RS"):
             frame.row(f"repeats {kind}", lambda g, k=kind: repeats(frame, g, k, 20))
     return frame.code
 

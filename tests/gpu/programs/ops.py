@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from tests.gpu import cases
-from tests.gpu.cases import AG, AR, BF16, BULK, F16, F32, RS, Case, Maker, Truth
+from tests.gpu.cases import AG, AR, BF16, BULK, E4M3, E5M2, F16, F32, RS, SAG, SRS, Case, Maker, Truth
 from ub_overlap.runtime import ops, session
 
 Layouts = dict[str, Callable[[Maker, torch.dtype], Case]]
@@ -51,6 +51,31 @@ LAYOUTS: dict[str, Layouts] = {
         "odd rows, avg": lambda m, d: m.reduce(d, 131, 77, 64, "avg"),
         "one row": lambda m, d: m.reduce(d, 1, 8, 16),
     },
+    SAG: {
+        "tensor, two consumers": lambda m, d: m.scaled_gather(d, 1, 128, 256, False, widths=[96, 112]),
+        "tensor, e5m2 shard, bias, keep": lambda m, d: m.scaled_gather(
+            d, 2, 64, 128, False, types=(E5M2, E4M3), bias=True, keep=True
+        ),
+        "row, keep": lambda m, d: m.scaled_gather(d, 1, 96, 128, True, keep=True, widths=[96, 128]),
+        "row, outer 2, e5m2 operand": lambda m, d: m.scaled_gather(d, 2, 32, 64, True, types=(E4M3, E5M2)),
+        "row, odd rows, outer 3, bias, keep": lambda m, d: m.scaled_gather(d, 3, 7, 48, True, bias=True, keep=True),
+        "one row": lambda m, d: m.scaled_gather(d, 1, 1, 16, True, keep=True),
+        "no rows": lambda m, d: m.scaled_gather(d, 1, 0, 16, False, keep=True),
+    },
+    SRS: {
+        "tensor": lambda m, d: m.scaled_scatter(d, 1, 128, 256, False),
+        "row, outer 2, bias": lambda m, d: m.scaled_scatter(d, 2, 64, 128, True, bias=True),
+        "two terms, avg, e5m2": lambda m, d: m.scaled_scatter(
+            d, 1, 96, 128, False, depths=[64, 96], by="avg", types=(E5M2, E4M3)
+        ),
+        "row, odd rows, outer 3, out fp32": lambda m, d: m.scaled_scatter(d, 3, 7, 48, True, out_dtype=F32),
+        "float8 wire": lambda m, d: m.scaled_scatter(d, 1, 96, 256, False, wire="float8"),
+        "float8 wire, row, odd rows, outer 2, two terms": lambda m, d: m.scaled_scatter(
+            d, 2, 13, 128, True, wire="float8", depths=[32, 48], out_dtype=F32
+        ),
+        "one row": lambda m, d: m.scaled_scatter(d, 1, 1, 16, True),
+        "no rows": lambda m, d: m.scaled_scatter(d, 1, 0, 16, False),
+    },
     BULK: {
         "all_gather": lambda m, d: m.bulk(d, "all_gather", 64, 128),
         "all_gather, odd": lambda m, d: m.bulk(d, "all_gather", 7, 13),
@@ -64,7 +89,7 @@ def strategies(op: str, ranks: int, quick: bool) -> list[str]:
     """One piece a rank, fewer, as many, more, and a number that does not divide."""
     name = "bulk" if op == BULK else "pipelined"
     counts = [2 * ranks + 1] if quick else sorted({1, 2, ranks, 2 * ranks, 2 * ranks + 1, max(1, ranks - 1)})
-    stripes = [f"pipelined:stripes={n}" for n in ((3,) if quick else (1, 3, ranks))] if op in (RS, AR) else []
+    stripes = [f"pipelined:stripes={n}" for n in ((3,) if quick else (1, 3, ranks))] if op in (RS, AR, SRS) else []
     return [name, *(f"{name}:chunks={n}" for n in counts), *stripes]
 
 

@@ -114,9 +114,9 @@ def beside(frame: Frame, group: str, kind: str, size: int) -> str:
 def main() -> int:
     with Frame("recorded") as frame:
         kinds = (
-            ("AG", "AG2", "RS", "AR")
+            ("AG", "AG2", "RS", "AR", "SAG", "SRS wire")
             if frame.options.quick
-            else ("AG", "AG2", "RS", "RS1", "RS striped", "AR", "bulk", "bulk RS")
+            else ("AG", "AG2", "RS", "RS1", "RS striped", "AR", "SAG", "SAG2", "SRS", "SRS wire", "bulk", "bulk RS")
         )
         sizes = (256, 2048) if frame.cuda and not frame.options.quick else (256,)
         for kind in kinds:
