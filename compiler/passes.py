@@ -48,8 +48,8 @@ def phase_of(graph: Graph) -> str:
 
 class _Pass(compat.custom_graph_pass()):  # type: ignore[misc]
     def __init__(self, options: Options, hints: tuple[Any, ...] = ()) -> None:
-        """`hints`: the values of the symbolic sizes that the graph is traced with. Decisions rest on them; torch's own keys
-        leave them out."""
+        """`hints`: values and ranges of the symbolic sizes that the graph is traced with. Decisions rest on them; torch's own
+        keys leave them out."""
         super().__init__()
         self.options, self.hints = options, hints
 

@@ -18,10 +18,11 @@ from ub_overlap.runtime.errors import OptionError
 
 from .plan import Kind, Mode, Plan, Strategy
 from .rule import PHASES, Forced, Place, refused
+from .strategy import parse
 
 VERSION = 1
 _EXPECTED = "a dict {site pattern: strategy}, a path of such a JSON file, or a Plan"
-_STRATEGIES = "none, pipelined, bulk, pipelined:chunks=N or bulk:chunks=N, pipelined:stripes=N"
+_STRATEGIES = "none, pipelined, bulk, pipelined:chunks=N or bulk:chunks=N, pipelined:stripes=N, or a table of these"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ def fit(graphs: Sequence[SavedGraph], phase: str, places: Sequence[Place]) -> di
         differs = _first_difference(graph, places)
         if differs is None:
             _warn_of_sizes(graph, places)
-            return {s.id: Forced(Strategy.parse(s.strategy), f"the plan {graph.origin}") for s in graph.sites}
+            return {s.id: Forced(parse(s.strategy), f"the plan {graph.origin}") for s in graph.sites}
         if best is None or differs[0] > best[0]:
             best = differs
     if best is not None:

@@ -10,6 +10,7 @@ exchanges of small JSON texts with a deadline (runtime/exchange.py), so a rank t
     made       CUDA: size of the slots allocated       -> torch's rendezvous; met: all words are zero
     plan/N     digest of the N-th plan                 -> equal; else text/N, and PlanMismatchError at the site that differs;
                also for `initialize`, with the slot size wanted -> grow to the largest
+    tune/N     runtime/tuning.py: what is known of a site's alternatives, tuned/N: what they took
     grow/N     name of the bigger segment              -> attach; grown/N: all have moved, the old one is let go
 """
 
@@ -21,7 +22,7 @@ import logging
 import os
 import socket
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ub_overlap import _torch_compat
@@ -29,6 +30,7 @@ from ub_overlap import _torch_compat
 from . import errors, plan_store, settings, topology, watchdog
 from .exchange import Exchange
 from .extension import extension
+from .tuning import Tuner
 
 log = logging.getLogger(__name__)
 
@@ -60,13 +62,15 @@ def slot_size(needed: int) -> int:
 
 
 class Session:
-    """One group on one device type. `core` is what C++ runs calls with; it calls `verify` and `grow` when it needs them."""
+    """One group on one device type. `core` is what C++ runs calls with; it calls `verify`, `grow` and `tune`."""
 
     def __init__(self, core: Any, exchange: Exchange | None, arena: Any) -> None:
         self.core = core
         self._exchange, self._arena = exchange, arena
         self._plans = self._growths = self._reservations = 0
         self._reserved = ("", 0)
+        # Over plain c10d all alternatives are alike.
+        self._tuner = Tuner(exchange if arena is not None else None, str(core.device))
 
     @property
     def group(self) -> str:
@@ -153,6 +157,10 @@ class Session:
             "group '%s': landing area grew from %d to %d bytes a slot (%d of arena), for %s at site '%s'",
             exchange.group, before, size, self.arena_bytes, op, site,
         )  # fmt: skip
+
+    def tune(self, op: str, site: str, bucket: int, work: str, strategies: Sequence[str], run: Callable[[int], bool]) -> int:
+        """Which of `strategies` all ranks are to use at a site, -1 where they cannot be timed now."""
+        return self._tuner.tune(op, site, bucket, work, strategies, run, self._check)
 
     def _check(self) -> None:
         """Raises when a peer of this group has given up, or is gone."""

@@ -8,12 +8,16 @@ import sympy
 import torch
 from torch.fx import Graph
 
+from ub_overlap import _torch_compat as compat
+
 from ..sites.collectives import Op
 from ..sites.match import Gather, Reduction, Site
 from ..sites.sizes import Size, hint, product, symbols
 from ..sites.values import dtype_of, shape_of
 from .shape import SIZES, SiteShape
 
+Ranges = Mapping[sympy.Symbol, tuple[int, int | None]]
+"""Size symbols and the least and the largest value (None: any) that the graph is good for."""
 Hints = Mapping[sympy.Symbol, int]
 """Size symbols and the values they had when the graph was traced."""
 
@@ -23,6 +27,11 @@ _BULK = {Op.ALL_GATHER: "bulk_all_gather", Op.REDUCE_SCATTER: "bulk_reduce_scatt
 def hints_of(graph: Graph) -> dict[sympy.Symbol, int]:
     """The values behind the symbols that the graph's inputs carry plainly."""
     return {symbol: value for symbol, x in symbols(graph) if (value := hint(x)) is not None}
+
+
+def ranges_of(graph: Graph) -> dict[sympy.Symbol, tuple[int, int | None]]:
+    """The ranges of the same symbols."""
+    return {symbol: compat.range_of(x) for symbol, x in symbols(graph)}
 
 
 def shape_of_site(site: Site, hints: Hints) -> SiteShape | None:

@@ -43,7 +43,7 @@ def test_auto_weighs_and_says_so(pool2: RankPool, dynamic: bool | None) -> None:
         assert set(predicted) >= {"none", "pipelined", "pipelined:chunks=1"} and all(us > 0 for us in predicted.values())
         assert plan.profile == str(load("h200")) and plan.profile in site.detail and "predicted us" in site.detail
         best = min(predicted, key=predicted.__getitem__)
-        assert predicted[str(site.strategy)] <= 1.03 * predicted[best] + 5
+        assert predicted[str(site.traced)] <= 1.03 * predicted[best] + 5
         assert (site.reason is Reason.NO_GAIN) == (site.strategy.mode is Mode.NONE)
         assert Plan.from_json(plan.to_json()) == plan
 
