@@ -241,5 +241,5 @@ def reports() -> Report:
     """Everything that this process compiled, and every plan that it ran out of a warm compile cache."""
     plans = {p.digest: p for p in HISTORY.plans()}
     ran = (site.partition("/")[0] for site in site_stats())
-    plans |= {p.digest: p for p in HISTORY.found(d for d in ran if d not in plans)}
+    plans |= {p.digest: p for p in HISTORY.found(d for d in ran if d not in plans and plan_store.is_digest(d))}
     return Report(list(plans.values()))
