@@ -80,13 +80,12 @@ class _Measured:
 def _measured(profile: Profile, dtype: str, layout: str) -> _Measured:
     """Of bfloat16 where nothing was measured in this dtype."""
     rows = [row for row in profile.matmuls if row[1] == dtype] or [row for row in profile.matmuls if row[1] == "bfloat16"]
-    axes = [sorted({row[d] for row in rows}) for d in (2, 3, 4)]
+    ms, ns, ks = (sorted({size[d] for size in [row[2:5] for row in rows]}) for d in range(3))
     points = tuple(
-        (axes[0].index(m), axes[1].index(n), axes[2].index(k), _OTHER_LAYOUT if kind != layout else 0.0)
-        for kind, _, m, n, k, _ in rows
+        (ms.index(m), ns.index(n), ks.index(k), _OTHER_LAYOUT if kind != layout else 0.0) for kind, _, m, n, k, _ in rows
     )
     ratios = tuple(math.log(us / analytic_us(profile, t, kind, m, n, k)) for kind, t, m, n, k, us in rows)
-    return _Measured(tuple(tuple(map(math.log2, axis)) for axis in axes), points, ratios)
+    return _Measured(tuple(tuple(map(math.log2, axis)) for axis in (ms, ns, ks)), points, ratios)
 
 
 @lru_cache(maxsize=65536)
