@@ -143,6 +143,7 @@ struct Picked<op, Rows> {
             throw_as_python();
         }
         if (!choice) return op(std::forward<Args>(args)...);
+        const WithoutGil without_gil;  // a session may be busy on a thread that needs it
 
         const std::string &group = std::get<first + 1>(all), &site = std::get<first + 2>(all);
         const auto members = c10d::resolve_process_group(group);
@@ -209,7 +210,8 @@ struct Picked<op, Rows> {
     template <typename All, size_t... at>
     static void describe(WorkText& work, const All& all, std::index_sequence<at...>) {
         const auto add = [&](auto number) {
-            if constexpr (number() < first || number() > first + 2) work.add(std::get<number()>(all));
+            constexpr size_t i = decltype(number)::value;
+            if constexpr (i < first || i > first + 2) work.add(std::get<i>(all));
         };
         (add(std::integral_constant<size_t, at>()), ...);
     }
