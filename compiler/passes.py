@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph
 
 from ub_overlap import _torch_compat as compat
-from ub_overlap.runtime import transport
+from ub_overlap.runtime import notices, transport
 
 from .cost.load import signature
 from .decide import decide
@@ -78,6 +78,7 @@ class RewritePass(_Pass):
         if not decided.plan.decisions:
             return
         HISTORY.record(decided.plan)
+        notices.leave(decided.groups, decided.plan.graph, decided.plan.digest)
         announce(decided.plan)
         handle_misses(decided.plan, self.options)
         rewrite(graph, decided.chosen)

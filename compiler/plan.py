@@ -81,6 +81,11 @@ class Reason(str, Enum):
     the shards cannot be cut."""
 
 
+def collective_of(kind: str) -> str:
+    """ "matmul_reduce_scatter" -> "reduce_scatter"."""
+    return kind.removesuffix("_matmul").removeprefix("matmul_")
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """What a site computes and moves, in elements, as one rank sees it; cost.shape.SiteShape reckons with it."""
@@ -207,11 +212,19 @@ class Plan:
         text = json.dumps([self.phase, rows, *([self.profile] if self.profile else [])], sort_keys=True)
         object.__setattr__(self, "digest", hashlib.sha256(text.encode()).hexdigest()[:16])
 
+    @property
+    def graph(self) -> str:
+        """Names the graph whatever is decided on it: the same for plans that differ in strategies alone."""
+        names = ("id", "group", "ranks", "dtype", "module")
+        rows = [[collective_of(d.kind.value), *(getattr(d, name) for name in names)] for d in self.decisions]
+        return hashlib.sha256(json.dumps([self.phase, rows]).encode()).hexdigest()[:16]
+
     def to_json(self) -> str:
         return json.dumps(
             {
                 "version": 1,
                 "digest": self.digest,
+                "graph": self.graph,
                 "phase": self.phase,
                 "profile": self.profile,
                 "sites": [d.to_dict() for d in self.decisions],

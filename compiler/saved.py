@@ -16,7 +16,7 @@ from typing import Any
 
 from ub_overlap.runtime.errors import OptionError
 
-from .plan import Kind, Mode, Plan, Strategy
+from .plan import Kind, Mode, Plan, Strategy, collective_of
 from .rule import PHASES, Forced, Place, refused
 from .strategy import parse
 
@@ -113,11 +113,6 @@ def _graphs(d: Mapping[str, Any], origin: str) -> tuple[SavedGraph, ...]:
                 )
             )
     return tuple(SavedGraph(phase, tuple(sites), origin or "the plan") for (_, phase), sites in graphs.items())
-
-
-def collective_of(kind: str) -> str:
-    """ "matmul_reduce_scatter" -> "reduce_scatter"."""
-    return kind.removesuffix("_matmul").removeprefix("matmul_")
 
 
 def fit(graphs: Sequence[SavedGraph], phase: str, places: Sequence[Place]) -> dict[str, Forced]:

@@ -83,7 +83,7 @@ def _buckets(
     if not symbols:
         return None
     # The one that may change most; all ranks trace the same names.
-    main = min(symbols, key=lambda s: (-(ranges[s][1] or MOST_ROWS * 2) / ranges[s][0], str(s)))
+    main = min(symbols, key=lambda s: (-(ranges[s][1] or MOST_ROWS * 2) / max(1, ranges[s][0]), str(s)))
     weighed: list[tuple[int, SiteShape]] = []
     for value in _values(*ranges[main]):
         at = rows.subs({**hints, main: value})

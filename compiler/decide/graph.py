@@ -31,6 +31,8 @@ class Decided:
 
     plan: Plan
     chosen: list[tuple[Site, Strategy | Table, str]] = field(default_factory=list)
+    groups: tuple[str, ...] = ()
+    """c10d names of the groups of its collectives."""
 
 
 def decide(graph: Graph, options: Options, phase: str, transport: Transport) -> Decided:
@@ -52,7 +54,7 @@ def decide(graph: Graph, options: Options, phase: str, transport: Transport) -> 
         if site is not None:
             sites.append((site, strategy, name))
     plan = Plan(phase, tuple(decisions), costs.profile())
-    return Decided(plan, [(site, strategy, f"{plan.digest}/{name}") for site, strategy, name in sites])
+    return Decided(plan, [(site, strategy, f"{plan.digest}/{name}") for site, strategy, name in sites], tuple(ordinals))
 
 
 def _one(

@@ -10,6 +10,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/List.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <exception>
@@ -166,7 +167,12 @@ struct Picked<op, Rows> {
         }
         const PickedBy by(" by prediction");
         Result result = with(open[0], site, args...);
-        if (const auto session = find()) time(*session, static_cast<int>(number), open, site, args...);
+        if (const auto session = find()) {
+            const at::Device home = home_of(std::get<0>(all));
+            c10::OptionalDeviceGuard here;  // times are taken on its current stream
+            if (!home.is_cpu()) here.reset_device(home);
+            time(*session, static_cast<int>(number), open, site, args...);
+        }
         return result;
     }
 
