@@ -83,7 +83,7 @@ def scaled_product(
         (a_scale.reshape(-1, 1), b_scale.reshape(1, -1)) if each else (a_scale.reshape(1, 1), b_scale.reshape(1, 1))
     )
     if a.is_cuda and a.dtype in FLOAT8 and a.numel() and b.numel():
-        wide = torch._scaled_mm(a, b, a_scale.contiguous(), b_scale.contiguous(), out_dtype=dtype, use_fast_accum=fast)
+        wide = _torch_compat.scaled_mm(a, b, a_scale.contiguous(), b_scale.contiguous(), out_dtype=dtype, use_fast_accum=fast)
     else:
         sums = torch.float64 if a.dtype is torch.float64 else torch.float32
         wide = a.to(sums) @ b.to(sums) * a_scale * b_scale

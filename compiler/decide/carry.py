@@ -10,11 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-import sympy
-
 from ..cost.choose import Choice
-from ..cost.of_site import Hints, Ranges, shape_of_site
+from ..cost.of_site import Hints, Ranges, shape_at
 from ..cost.shape import SiteShape
+from ..plan import Work
 from ..sites import Bulk, Site
 from ..sites.collectives import Op
 from ..sites.sizes import Size, product
@@ -46,21 +45,25 @@ def rows_of(site: Site) -> Size:
 
 def rows_at(site: Site, hints: Hints) -> int | None:
     """The same as traced; None without a value."""
-    value = sympy.sympify(rows_of(site)).subs(hints)
+    rows = rows_of(site)
+    if isinstance(rows, int):
+        return rows
+    value = rows.subs(hints)
     return int(value) if value.is_Integer else None
 
 
 def carried(
-    traced: Choice, weigh: Callable[[SiteShape], Choice], site: Site, hints: Hints, ranges: Ranges, asked: Asked
+    traced: Choice, weigh: Callable[[SiteShape], Choice], sizes: Work, rows: Size, hints: Hints, ranges: Ranges, asked: Asked
 ) -> Choice:
-    """`traced` is the choice for the sizes as traced; `weigh` makes one for others. Returns what holds for all sizes."""
-    buckets = _buckets(weigh, site, hints, ranges, asked)
+    """`traced` is the choice for the sizes as traced; `weigh` makes one for others. Returns what holds for all `sizes` that the
+    site may have, `rows` being those of a call."""
+    buckets = _buckets(weigh, sizes, rows, hints, ranges, asked)
     if buckets is None:
         strategies = _alternatives(traced, asked)
         return replace(traced, strategy=table([Bucket(None, strategies)])) if len(strategies) > 1 else traced
     found = table(buckets)
     says = f"by rows {found}" if isinstance(found, Table) else f"{found} for all sizes"
-    return replace(traced, strategy=found, reason=f"{says}; at the traced {rows_at(site, hints)} rows {traced.reason}")
+    return replace(traced, strategy=found, reason=f"{says}; as traced: {traced.reason}")
 
 
 def _alternatives(choice: Choice, asked: Asked) -> tuple[Strategy, ...]:
@@ -75,29 +78,27 @@ def _alternatives(choice: Choice, asked: Asked) -> tuple[Strategy, ...]:
 
 
 def _buckets(
-    weigh: Callable[[SiteShape], Choice], site: Site, hints: Hints, ranges: Ranges, asked: Asked
+    weigh: Callable[[SiteShape], Choice], sizes: Work, rows: Size, hints: Hints, ranges: Ranges, asked: Asked
 ) -> list[Bucket] | None:
     """None where there is nothing to tell apart: static rows, or sizes without values."""
-    rows = rows_of(site)
     symbols = [] if isinstance(rows, int) else [s for s in rows.free_symbols if s in ranges]
     if not symbols:
         return None
     # The one that may change most; all ranks trace the same names.
     main = min(symbols, key=lambda s: (-(ranges[s][1] or MOST_ROWS * 2) / max(1, ranges[s][0]), str(s)))
-    weighed: list[tuple[int, SiteShape]] = []
-    for value in _values(*ranges[main]):
-        at = rows.subs({**hints, main: value})
-        shape = shape_of_site(site, {**hints, main: value})
-        if not at.is_Integer or shape is None:
-            return None
-        if weighed and int(at) <= weighed[-1][0]:
-            return None  # rows that do not grow with the symbol
-        weighed.append((int(at), shape))
-    inside = [w for w in weighed if LEAST_ROWS <= w[0] <= MOST_ROWS] or weighed[-1:]
+    values = _values(*ranges[main])
+    found = [rows.subs({**hints, main: value}) for value in values]
+    if not all(at.is_Integer for at in found) or any(low >= high for low, high in pairwise(found)):
+        return None  # rows that do not grow with the symbol
+    sizes_at = [(int(at), {**hints, main: value}) for at, value in zip(found, values, strict=True)]
+    inside = [at for at in sizes_at if LEAST_ROWS <= at[0] <= MOST_ROWS] or sizes_at[-1:]
+    shapes = [shape for _, known in inside if (shape := shape_at(sizes, known)) is not None]
+    if len(shapes) < len(inside):
+        return None
     limits = [(low[0] + high[0]) // 2 for low, high in pairwise(inside)]
-    few = _too_few(inside[0], asked.min_bytes)
+    few = _too_few(inside[0][0], shapes[0], asked.min_bytes)
     buckets = [Bucket(few, (NONE,))] if few > 0 else []
-    for limit, (_, shape) in zip([*limits, None], inside, strict=True):
+    for limit, shape in zip([*limits, None], shapes, strict=True):
         if limit is None or limit > few:
             buckets.append(Bucket(limit, _alternatives(weigh(shape), asked)))
     return buckets
@@ -111,8 +112,7 @@ def _values(least: int, most: int | None) -> list[int]:
     return found or [max(least, most)]
 
 
-def _too_few(sample: tuple[int, SiteShape], min_bytes: int) -> int:
-    """The largest number of rows of which a rank sends less than `min_bytes`."""
-    rows, shape = sample
+def _too_few(rows: int, shape: SiteShape, min_bytes: int) -> int:
+    """The largest number of rows of which a rank sends less than `min_bytes`; `rows` make `shape`."""
     sent = round(shape.bytes_sent)
     return (min_bytes * rows - 1) // sent if sent and rows and min_bytes else 0

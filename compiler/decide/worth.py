@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch.fx import Graph
 
 from ..cost.amounts import bytes_sent
 from ..cost.choose import Choice, choose
 from ..cost.load import load
-from ..cost.of_site import Hints, Ranges, hints_of, ranges_of, shape_of_site
+from ..cost.of_site import Hints, Ranges, hints_of, ranges_of, shape_at, sizes_of_site
 from ..cost.profile import Profile
 from ..cost.shape import SiteShape
 from ..options import Options
 from ..plan import Reason, Strategy, Table
 from ..sites import Bulk, Miss, Site
-from .carry import Asked, carried
+from .carry import Asked, carried, rows_of
 
 
 @dataclass(slots=True)
@@ -26,6 +27,8 @@ class Costs:
     hints: Hints
     ranges: Ranges
     used: dict[str, Profile] = field(default_factory=dict)
+    known: dict[tuple[Any, ...], Choice] = field(default_factory=dict)
+    """By what makes sites equal."""
 
     @classmethod
     def of(cls, graph: Graph, options: Options) -> Costs:
@@ -43,17 +46,23 @@ class Costs:
         blind = self.options.profile is None and device != "cuda" and not self.options.tune
         if forced and (chunks or isinstance(site, Bulk) or blind):
             return None
-        shape = shape_of_site(site, self.hints)
-        if shape is None:
+        sizes = sizes_of_site(site)
+        shape = shape_at(sizes, self.hints) if sizes is not None else None
+        if sizes is None or shape is None:
             return None
         profile = load(self.options.profile, shape.ranks, device)
         self.used[profile.digest] = profile
+        rows = rows_of(site)
+        if (same := self.known.get((sizes, rows, device, chunks))) is not None:
+            return same
 
         def weigh(shape: SiteShape) -> Choice:
             return choose(shape, profile, forced, chunks)
 
         asked = Asked(0 if forced else self.options.min_bytes, self.options.tune)
-        return carried(weigh(shape), weigh, site, self.hints, self.ranges, asked)
+        found = carried(weigh(shape), weigh, sizes, rows, self.hints, self.ranges, asked)
+        self.known[sizes, rows, device, chunks] = found
+        return found
 
     def profile(self) -> str:
         """The names of the profiles that were used, the same on all ranks."""
