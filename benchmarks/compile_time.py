@@ -1,19 +1,25 @@
 """What our passes cost: time of JointPass + RewritePass on Llama graphs of growing depth.
 
-    python -m benchmarks.compile_time [--layers 10 20 40 80] [--json FILE]
+    python -m benchmarks.compile_time [--layers 10 20 40 80] [--different 640] [--json FILE]
 
 One process plays rank 0 of 4 with torch's fake process group; the model is examples/llama_tp with tiny weights. The passes
-run inside a real AOTAutograd trace of its forward and backward, and only they are timed.
+run inside a real AOTAutograd trace of its forward and backward, and only they are timed: with overlap="force", which rewrites
+every site and weighs none, and (auto) with overlap="auto" by the h200 profile, which weighs every site by the cost model. A
+last line: the choice alone for as many sites as a model of 80 layers has, all of different sizes, of which nothing is known
+before. Times are CPU seconds of the process, so that others on the machine count little.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import gc
+import importlib
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ub_overlap import _torch_compat as compat
+from ub_overlap.compiler.cost import SiteShape, choose, load
 from ub_overlap.compiler.history import HISTORY
 from ub_overlap.compiler.options import Options
 from ub_overlap.compiler.passes import JointPass, RewritePass, transport
@@ -37,6 +44,7 @@ from parallelize import parallelize
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[10, 20, 40, 80])
+    parser.add_argument("--different", type=int, default=640, help="sites of different sizes to choose for (0: none)")
     parser.add_argument("--save", default="gathered", choices=("gathered", "shard"))
     parser.add_argument("--json")
     args = parser.parse_args()
@@ -51,10 +59,12 @@ def main() -> None:
         sizes = ModelArgs(dim=64, num_layers=layers, num_heads=8, num_kv_heads=4, hidden_dim=128, max_seq_len=32)
         seconds = measure(parallelize(Transformer(sizes), mesh), torch.randint(0, 256, (2, 32)), args.save)
         decisions = [d for p in HISTORY.since(mark) for d in p.decisions]
-        total = sum(seconds.values())
+        total = sum(s for name, s in seconds.items() if name != "auto s")
         row = {"layers": layers, "collectives": len(decisions), "overlapped": sum(d.overlapped for d in decisions), **seconds}
         rows.append({**row, "total s": total, "ms a layer": 1000 * total / layers})
     print(tabulate(rows, headers="keys", floatfmt=".3f"))
+    if args.different:
+        print(f"{args.different} sites of different sizes chosen in {different(args.different):.2f} s")
     if args.json:
         with open(args.json, "w") as f:
             json.dump(rows, f, indent=1)
@@ -63,19 +73,23 @@ def main() -> None:
 def measure(model: torch.nn.Module, tokens: torch.Tensor, save: str) -> dict[str, float]:
     """Seconds of each pass on the joint, forward and backward graphs of `model`. The graphs as they were are what then runs."""
     options = Options(overlap="force", save=save)  # type: ignore[arg-type]
-    seconds = {"joint s": 0.0, "forward s": 0.0, "backward s": 0.0}
+    auto = Options(overlap="auto", save=save, min_bytes=0, profile="h200")  # type: ignore[arg-type]
+    seconds = {"joint s": 0.0, "forward s": 0.0, "backward s": 0.0, "auto s": 0.0}
+    forget()
 
     def timed(run: Any, graph: torch.fx.Graph, name: str) -> None:
         gc.collect()
         gc.disable()  # a collection of what torch's own tracing left behind is not our cost
-        begin = time.perf_counter()
+        begin = time.process_time()
         run(graph)
-        seconds[name] += time.perf_counter() - begin
+        seconds[name] += time.process_time() - begin
         gc.enable()
 
     def compiler(phase: str) -> Any:
         def compiled(gm: torch.fx.GraphModule, _: Any) -> Any:
             timed(RewritePass(options), copy.deepcopy(gm.graph), f"{phase} s")
+            with quiet():
+                timed(RewritePass(auto), copy.deepcopy(gm.graph), "auto s")
             return compat.make_boxed_func(gm.forward)
 
         return compiled
@@ -87,6 +101,37 @@ def measure(model: torch.nn.Module, tokens: torch.Tensor, save: str) -> dict[str
     backend = compat.aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"), partition_fn=partition)
     torch.compile(model, backend=backend)(tokens).sum().backward()
     return seconds
+
+
+def forget() -> None:
+    """Nothing is known of any site, as in a new process."""
+    for place in ("choose:_choose", "predict:_predict", "matmul:matmul_us", "matmul:_residual"):
+        module, _, name = place.partition(":")
+        getattr(importlib.import_module(f"ub_overlap.compiler.cost.{module}"), name).cache_clear()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """The plans made meanwhile are not remembered."""
+    record, HISTORY.record = HISTORY.record, lambda plan: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        HISTORY.record = record  # type: ignore[method-assign]
+
+
+def different(count: int) -> float:
+    """Seconds of choosing for so many sites of different sizes, half gathers, half reductions, in a group of 8."""
+    profile, ranks, wide = load("h200"), 8, 14336
+    shapes = []
+    for deep in range(4096, 4096 + 64 * (-(-count // 2)), 64):
+        shapes.append(SiteShape("all_gather_matmul", ranks, "bfloat16", ((8192, wide // ranks, deep, False),), 8192, deep))
+        shapes.append(SiteShape("matmul_reduce_scatter", ranks, "bfloat16", ((8192, deep, wide // ranks, False),), 8192, deep))
+    forget()
+    begin = time.process_time()
+    for shape in shapes[:count]:
+        choose(shape, profile)
+    return time.process_time() - begin
 
 
 if __name__ == "__main__":

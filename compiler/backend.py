@@ -50,8 +50,8 @@ def _inductor(
 
 
 def _hints(example_inputs: list[Any]) -> tuple[Any, ...]:
-    """The values that the symbolic sizes of these inputs were traced with."""
-    return tuple(hint(x) for x in symbolic(example_inputs))
+    """The values that the symbolic sizes of these inputs were traced with, and their ranges."""
+    return tuple((hint(x), compat.range_of(x)) for x in symbolic(example_inputs))
 
 
 def _aot_eager(gm: GraphModule, example_inputs: list[Any], ours: Options) -> Callable[..., Any]:

@@ -18,10 +18,11 @@ from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime.errors import OptionError
 
 from .cost.load import load
-from .plan import MAX_CHUNKS, Strategy
 from .rule import Forced, Rule
 from .rules import parse_rules
 from .saved import SavedGraph, parse_plan
+from .strategy import MAX_CHUNKS, Strategy, Table
+from .strategy import parse as parse_strategy
 
 DEFAULT_MIN_BYTES = 1 << 20
 
@@ -55,10 +56,12 @@ class Options:
     tp_comm_overlap_cfg, or the path of a JSON or YAML file with either."""
     saved: tuple[SavedGraph, ...] = ()
     """What the sites of a whole saved `plan` were: no option of its own."""
+    tune: bool = False
+    """The best predicted strategies of a site are timed on its ranks at its first call, and the fastest is kept."""
     profile: str | None = None
     """Device profile that choices rest on: the name of a shipped one, or a path (None: this machine's)."""
 
-    def forced(self, site: str) -> Strategy | None:
+    def forced(self, site: str) -> Strategy | Table | None:
         """The strategy that `plan` forces on this site id, if any; the last matching pattern wins."""
         found = self.forced_by_plan(site)
         return found.strategy if found else None
@@ -68,7 +71,7 @@ class Options:
         found = None
         for pattern, strategy in self.plan:
             if fnmatchcase(site, pattern):
-                found = Forced(Strategy.parse(strategy), f"the plan ({pattern!r})")
+                found = Forced(parse_strategy(strategy), f"the plan ({pattern!r})")
         return found
 
     def key(self) -> str:
@@ -82,6 +85,7 @@ _CHOICES = {
     "on_miss": ("ignore", "warn", "error"),
     "inner": ("inductor", "aot_eager"),
     "merge_all_reduces": (True, False),
+    "tune": (True, False),
 }
 _NAMES = tuple(f.name for f in fields(Options) if f.name != "saved")
 

@@ -71,14 +71,14 @@ def outlook(d: Decision, profile: Profile) -> Outlook | None:
     shape = shape_of(d)
     if shape is None:
         return None
-    decided = str(d.strategy)
+    decided = str(d.traced)
     if not shape.matmuls:
         alone = predict(shape, NONE, profile)
         return Outlook({str(NONE): alone}, str(NONE), str(NONE), "nothing to hide it behind")
     choice = choose(shape, profile)
     known = dict(choice.predictions)
     if decided not in known:
-        known[decided] = predict(shape, d.strategy, profile)
+        known[decided] = predict(shape, d.traced, profile)
     return Outlook(known, decided, str(choice.strategy), choice.reason)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph
 
 from ub_overlap import _torch_compat as compat
-from ub_overlap.runtime import transport
+from ub_overlap.runtime import notices, transport
 
 from .cost.load import signature
 from .decide import decide
@@ -48,8 +48,8 @@ def phase_of(graph: Graph) -> str:
 
 class _Pass(compat.custom_graph_pass()):  # type: ignore[misc]
     def __init__(self, options: Options, hints: tuple[Any, ...] = ()) -> None:
-        """`hints`: the values of the symbolic sizes that the graph is traced with. Decisions rest on them; torch's own keys
-        leave them out."""
+        """`hints`: values and ranges of the symbolic sizes that the graph is traced with. Decisions rest on them; torch's own
+        keys leave them out."""
         super().__init__()
         self.options, self.hints = options, hints
 
@@ -78,6 +78,7 @@ class RewritePass(_Pass):
         if not decided.plan.decisions:
             return
         HISTORY.record(decided.plan)
+        notices.leave(decided.groups, decided.plan.graph, decided.plan.digest)
         announce(decided.plan)
         handle_misses(decided.plan, self.options)
         rewrite(graph, decided.chosen)

@@ -1,4 +1,4 @@
-"""The vocabulary of a compilation: Strategy, Reason, Decision, Plan.
+"""The vocabulary of a compilation: Reason, Decision, Plan (and Strategy, which strategy.py defines).
 
 A `Plan` holds one `Decision` for every collective of a graph, in graph order. It is frozen, hashable by its digest and
 JSON: the rewrite obeys it, the report shows it, and all ranks of a group compare its digest before the first call.
@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Self
+
+from .strategy import MAX_CHUNKS, NONE, Mode, Strategy, Table, parse
+
+__all__ = ["MAX_CHUNKS", "NONE", "Decision", "Kind", "Mode", "Plan", "Reason", "Strategy", "Table", "Work"]
 
 
 class Kind(str, Enum):
@@ -78,58 +81,9 @@ class Reason(str, Enum):
     the shards cannot be cut."""
 
 
-MAX_CHUNKS = 64
-"""Pieces of a whole gathered or scattered dim: the flag words of the smallest group, 2 ranks, allow no more."""
-
-
-class Mode(str, Enum):
-    NONE = "none"
-    PIPELINED = "pipelined"
-    BULK = "bulk"
-    MERGED = "merged"
-    """An all_reduce that was summed into another one: it no longer exists."""
-
-
-@dataclass(frozen=True, slots=True)
-class Strategy:
-    """How a site is run. `chunks`: pieces over the whole gathered or scattered dimension; 0 means one a rank.
-
-    `striped` (pipelined reductions): every matmul makes one piece of every shard, and chunks counts the pieces of a shard.
-    """
-
-    mode: Mode
-    chunks: int = 0
-    striped: bool = False
-
-    _PATTERN: ClassVar[re.Pattern[str]] = re.compile(r"(none|pipelined|bulk)(?::(chunks|stripes)=([1-9][0-9]{0,3}))?\Z")
-
-    def __str__(self) -> str:
-        return self.mode.value + (f":{'stripes' if self.striped else 'chunks'}={self.chunks}" if self.chunks else "")
-
-    @classmethod
-    def parse(cls, text: str) -> Strategy:
-        """Reads "none", "pipelined", "bulk", "pipelined:chunks=4", "pipelined:stripes=2". ValueError for anything else."""
-        match = cls._PATTERN.match(text)
-        mode, what, count = match.groups() if match else ("none", "", "0")
-        striped = what == "stripes"
-        if not match or (mode == "none" and what) or int(count or 0) > MAX_CHUNKS or (striped and mode != "pipelined"):
-            raise ValueError(
-                f"strategy {text!r}: expected none, pipelined, bulk, one of the last two with :chunks=1..{MAX_CHUNKS}, "
-                f"or pipelined:stripes=1..{MAX_CHUNKS}"
-            )
-        return cls(Mode(mode), int(count or 0), striped)
-
-    @classmethod
-    def is_forceable(cls, text: str) -> bool:
-        """Can a plan file ask for it? ("merged" is an outcome, not a choice.)"""
-        try:
-            cls.parse(text)
-        except ValueError:
-            return False
-        return True
-
-
-NONE = Strategy(Mode.NONE)
+def collective_of(kind: str) -> str:
+    """ "matmul_reduce_scatter" -> "reduce_scatter"."""
+    return kind.removesuffix("_matmul").removeprefix("matmul_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +125,7 @@ class Decision:
     kind: Kind
     phase: str
     """"forward" (also inference) or "backward"."""
-    strategy: Strategy
+    strategy: Strategy | Table
     reason: Reason | None = None
     """Set exactly when strategy.mode is none."""
     detail: str = ""
@@ -197,10 +151,17 @@ class Decision:
     """(strategy, microseconds) of everything that was weighed; empty where nothing was."""
     work: Work | None = None
     """None where a size has no value, or the dtype or the collective no cost."""
+    rows: int | None = None
+    """Of a call as traced: by these a table picks."""
 
     @property
     def overlapped(self) -> bool:
         return self.strategy.mode in (Mode.PIPELINED, Mode.BULK)
+
+    @property
+    def traced(self) -> Strategy:
+        """What a call of the traced sizes runs by, as long as nothing has been measured."""
+        return self.strategy.at(self.rows or 0)
 
     @property
     def shared_shapes(self) -> dict[str, str]:
@@ -214,6 +175,7 @@ class Decision:
             "ranks": self.ranks, "shapes": dict(self.shapes), "dtype": self.dtype, "matmuls": list(self.matmuls),
             "options": list(self.options), "bytes": self.bytes, "flops": self.flops, "module": self.module,
             "source": self.source, "predicted": dict(self.predicted), "work": self.work.to_dict() if self.work else None,
+            "rows": self.rows,
         }  # fmt: skip
 
     @classmethod
@@ -221,12 +183,12 @@ class Decision:
         merged = Strategy(Mode.MERGED)
         return cls(
             id=d["id"], kind=Kind(d["kind"]), phase=d["phase"],
-            strategy=merged if d["strategy"] == str(merged) else Strategy.parse(d["strategy"]),
+            strategy=merged if d["strategy"] == str(merged) else parse(d["strategy"]),
             reason=Reason(d["reason"]) if d["reason"] else None, detail=d["detail"], group=d["group"], ranks=d["ranks"],
             shapes=tuple(d["shapes"].items()), dtype=d["dtype"], matmuls=tuple(d["matmuls"]), options=tuple(d["options"]),
             bytes=d["bytes"], flops=d["flops"], module=d["module"], source=d["source"],
             predicted=tuple(d.get("predicted", {}).items()),
-            work=Work.from_dict(d["work"]) if d.get("work") else None,
+            work=Work.from_dict(d["work"]) if d.get("work") else None, rows=d.get("rows"),
         )  # fmt: skip
 
 
@@ -250,11 +212,19 @@ class Plan:
         text = json.dumps([self.phase, rows, *([self.profile] if self.profile else [])], sort_keys=True)
         object.__setattr__(self, "digest", hashlib.sha256(text.encode()).hexdigest()[:16])
 
+    @property
+    def graph(self) -> str:
+        """Names the graph whatever is decided on it: the same for plans that differ in strategies alone."""
+        names = ("id", "group", "ranks", "dtype", "module")
+        rows = [[collective_of(d.kind.value), *(getattr(d, name) for name in names)] for d in self.decisions]
+        return hashlib.sha256(json.dumps([self.phase, rows]).encode()).hexdigest()[:16]
+
     def to_json(self) -> str:
         return json.dumps(
             {
                 "version": 1,
                 "digest": self.digest,
+                "graph": self.graph,
                 "phase": self.phase,
                 "profile": self.profile,
                 "sites": [d.to_dict() for d in self.decisions],

@@ -12,14 +12,15 @@ from tabulate import tabulate
 from ub_overlap.runtime import plan_store
 from ub_overlap.runtime.errors import OptionError
 from ub_overlap.runtime.stats import SiteStats, site_stats
+from ub_overlap.runtime.tuning import Tuned, tuned
 
 from . import timeline
-from .cost.load import load
+from .cost.load import load, of_plan
 from .cost.profile import Profile
 from .history import HISTORY
 from .measured import Measured
 from .outlook import Outlook, outlook, totals
-from .plan import Decision, Plan
+from .plan import NONE, Decision, Plan, Table
 from .summary import line
 
 
@@ -29,9 +30,15 @@ class ReportedDecision(Decision):
 
     plan: str
     """Digest of the plan it belongs to."""
+    predicted_by: str = ""
+    """The profile that `outlook` was made by."""
     calls: int | None = None
     executed: str | None = None
-    """The strategy that ran: the decided one, or "c10d" where the group turned out to have no transport."""
+    """The strategy of the last call, or "c10d" where the group turned out to have no transport."""
+    calls_by_strategy: tuple[tuple[str, int], ...] = ()
+    """Several where the site has a table of sizes, or alternatives."""
+    tuned: tuple[tuple[str, Tuned], ...] = ()
+    """With tune=True what was measured and picked: (up to how many rows, "*" any; what)."""
     transport: str | None = None
     bytes_copied: int | None = None
     bytes_beside_matmul: int | None = None
@@ -42,16 +49,21 @@ class ReportedDecision(Decision):
     """A call of the site, median over a few; None without explain(..., measure=True)."""
 
     def to_dict(self) -> dict[str, Any]:
-        own = ("plan", "calls", "executed", "transport", "bytes_copied", "bytes_beside_matmul", "measured_us")
+        own = ("plan", "predicted_by", "calls", "executed", "transport", "bytes_copied", "bytes_beside_matmul", "measured_us")
         predicted = self.outlook.to_dict() if self.outlook else dict.fromkeys(Outlook.FIELDS)
-        return {**super(ReportedDecision, self).to_dict(), **{k: getattr(self, k) for k in own}, **predicted}
+        picked = {
+            "calls_by_strategy": dict(self.calls_by_strategy),
+            "tuned": {rows: found.to_dict() for rows, found in self.tuned},
+        }
+        return {**super(ReportedDecision, self).to_dict(), **{k: getattr(self, k) for k in own}, **picked, **predicted}
 
 
 class Report:
     """The plans of one or more graphs, in the order in which they were compiled.
 
     `decisions`: every collective with its outcome; run-time figures are today's less those of `since` (earlier site_stats).
-    `profile`: what predictions are made by (None: this machine's). `measured`: times by "<plan digest>/<site id>".
+    Predictions are made by the profile that a plan's choices rest on, where it is at hand; else by `profile` (None: this
+    machine's). `measured`: times by "<plan digest>/<site id>".
     """
 
     def __init__(
@@ -68,16 +80,20 @@ class Report:
 
     @property
     def profile(self) -> Profile:
-        """What predictions are made by."""
+        """What predictions are made by where the plan names no profile, or one that is not at hand."""
         if self._profile is None:
             self._profile = load(None, max((d.ranks for p in self.plans for d in p.decisions), default=0) or None)
         return self._profile
+
+    def profile_of(self, plan: Plan, d: Decision) -> Profile:
+        """What the predictions of a decision are made by."""
+        return of_plan(plan.profile, d.ranks) or self.profile
 
     @property
     def decisions(self) -> list[ReportedDecision]:
         now = site_stats()
         return [
-            _reported(p, d, now.get(site), self._since.get(site), outlook(d, self.profile), self._measured.get(site))
+            _reported(p, d, now.get(site), self._since.get(site), self.profile_of(p, d), self._measured.get(site))
             for p in self.plans
             for d in p.decisions
             for site in (f"{p.digest}/{d.id}",)
@@ -94,8 +110,8 @@ class Report:
 
     def table(self) -> str:
         """A row a collective."""
-        rows = []
-        for d in self.decisions:
+        rows, decisions = [], self.decisions
+        for d in decisions:
             shapes = dict(d.shapes)
             products = [v for k, v in shapes.items() if k.startswith("matmul")]
             rows.append(
@@ -112,6 +128,7 @@ class Report:
                     "comm us": _us(d.outlook.none.communication_us if d.outlook else None),
                     "predicted us": d.outlook.times() if d.outlook else None,
                     "strategy": str(d.strategy),
+                    **({"tuned": _picks(d)} if any(d.tuned for d in decisions) else {}),
                     "gain us": _us(d.outlook.gain_us if d.outlook else None),
                     **({"measured us": _us(d.measured_us)} if self._measured else {}),
                     "calls": d.calls,
@@ -123,7 +140,13 @@ class Report:
     def totals(self) -> str:
         """Predicted times over all sites, and the measured ones of those that were measured."""
         decisions = self.decisions
-        text = f"profile {self.profile}; {totals([d.outlook for d in decisions])}"
+        used = dict.fromkeys(str(self.profile_of(p, d)) for p in self.plans for d in p.decisions)
+        text = f"profile {', '.join(used)}; {totals([d.outlook for d in decisions])}"
+        gone = dict.fromkeys(
+            p.profile for p in self.plans for d in p.decisions if p.profile and not of_plan(p.profile, d.ranks)
+        )
+        if gone:
+            text += f"; the choices rest on {', '.join(gone)}, which is not at hand"
         known = [d for d in decisions if d.measured_us is not None and d.outlook is not None]
         if known:
             predicted, took = sum(d.outlook.chosen.us for d in known if d.outlook), sum(d.measured_us or 0.0 for d in known)
@@ -139,7 +162,7 @@ class Report:
             for d in plan.decisions:
                 if site not in (None, d.id, f"{plan.digest}/{d.id}"):
                     continue
-                if predicted and (o := outlook(d, self.profile)) is not None:
+                if predicted and (o := outlook(d, self.profile_of(plan, d))) is not None:
                     lanes.append(timeline.predicted(d.id, o.chosen))
                 if measured and (m := self._measured.get(f"{plan.digest}/{d.id}")) is not None:
                     lanes.append(timeline.measured(d.id, m))
@@ -150,7 +173,13 @@ class Report:
 
     def to_json(self) -> str:
         return json.dumps(
-            {"version": 1, "plans": [p.digest for p in self.plans], "sites": [d.to_dict() for d in self.decisions]}, indent=1
+            {
+                "version": 1,
+                "plans": [p.digest for p in self.plans],
+                "profiles": {p.digest: p.profile for p in self.plans},
+                "sites": [d.to_dict() for d in self.decisions],
+            },
+            indent=1,
         )
 
     def __str__(self) -> str:
@@ -162,6 +191,18 @@ def _hidden(d: ReportedDecision) -> str:
     return f"{d.bytes_beside_matmul / d.bytes_copied:.0%}" if d.bytes_copied and d.bytes_beside_matmul is not None else ""
 
 
+def _tuned(plan: Plan, d: Decision) -> tuple[tuple[str, Tuned], ...]:
+    """What was measured at a site, by the limits of its table."""
+    found = tuned(f"{plan.digest}/{d.id}")
+    limits = [b.limit for b in d.strategy.buckets] if isinstance(d.strategy, Table) else []
+    return tuple(("*" if limits[n] is None else str(limits[n]), found[n]) for n in sorted(found))
+
+
+def _picks(d: ReportedDecision) -> str | None:
+    """The column of what was timed: "none 12, pipelined 9 us measured: pipelined"."""
+    return "; ".join(str(t) if rows == "*" else f"{rows} rows: {t}" for rows, t in d.tuned) or None
+
+
 def _us(value: float | None) -> str | None:
     return None if value is None else f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"
 
@@ -171,20 +212,24 @@ def _reported(
     d: Decision,
     now: SiteStats | None,
     before: SiteStats | None,
-    predicted: Outlook | None,
+    profile: Profile,
     measured: Measured | None,
 ) -> ReportedDecision:
     base: dict[str, Any] = {f.name: getattr(d, f.name) for f in fields(Decision)}
-    base |= {"outlook": predicted, "measured_us": measured.us if measured else None}
+    predicted = outlook(d, profile)
+    base |= {"outlook": predicted, "measured_us": measured.us if measured else None, "tuned": _tuned(plan, d)}
+    base |= {"predicted_by": str(profile) if predicted else ""}
     calls = now.calls - (before.calls if before else 0) if now else 0
     if now is None or calls == 0:
         return ReportedDecision(**base, plan=plan.digest)
+    earlier = before.strategies if before else {}
     copied, beside = (before.bytes_copied, before.bytes_beside_matmul) if before else (0, 0)
     return ReportedDecision(
         **base,
         plan=plan.digest,
         calls=calls,
-        executed=now.strategy if now.transport != "c10d" else "c10d",
+        executed="c10d" if now.transport == "c10d" and now.strategy != str(NONE) else now.strategy,
+        calls_by_strategy=tuple((s, n) for s, count in now.strategies.items() if (n := count - earlier.get(s, 0))),
         transport=now.transport,
         bytes_copied=now.bytes_copied - copied,
         # Steps on a GPU are issued, not timed: what moved beside what is not known there.
@@ -196,5 +241,5 @@ def reports() -> Report:
     """Everything that this process compiled, and every plan that it ran out of a warm compile cache."""
     plans = {p.digest: p for p in HISTORY.plans()}
     ran = (site.partition("/")[0] for site in site_stats())
-    plans |= {p.digest: p for p in HISTORY.found(d for d in ran if d not in plans)}
+    plans |= {p.digest: p for p in HISTORY.found(d for d in ran if d not in plans and plan_store.is_digest(d))}
     return Report(list(plans.values()))

@@ -9,7 +9,7 @@ from typing import Any
 
 from ub_overlap.runtime.errors import OptionError
 
-from .plan import MAX_CHUNKS, Strategy
+from .strategy import MAX_CHUNKS, Strategy, Table, parse
 
 AUTO = "auto"
 PHASES = ("forward", "backward")
@@ -50,11 +50,11 @@ class Rule:
             return False
         return self.module == ("*",) or any(_within(path, glob) for path in place.modules for glob in self.module)
 
-    def strategy_for(self, ranks: int) -> Strategy | None:
+    def strategy_for(self, ranks: int) -> Strategy | Table | None:
         """What it forces in a group of `ranks`; None for "auto"."""
         if self.strategy == AUTO:
             return None
-        return Strategy.parse(resolved(self.strategy, ranks))
+        return parse(resolved(self.strategy, ranks))
 
     def to_dict(self) -> dict[str, Any]:
         module = self.module[0] if len(self.module) == 1 else list(self.module)
@@ -71,7 +71,7 @@ class Rule:
 class Forced:
     """A strategy that the user asked for, and where: "rule 2 (module ...)", "the plan ('backward.*')"."""
 
-    strategy: Strategy
+    strategy: Strategy | Table
     by: str
 
 

@@ -16,12 +16,13 @@ from typing import Any
 
 from ub_overlap.runtime.errors import OptionError
 
-from .plan import Kind, Mode, Plan, Strategy
+from .plan import Kind, Mode, Plan, Strategy, collective_of
 from .rule import PHASES, Forced, Place, refused
+from .strategy import parse
 
 VERSION = 1
 _EXPECTED = "a dict {site pattern: strategy}, a path of such a JSON file, or a Plan"
-_STRATEGIES = "none, pipelined, bulk, pipelined:chunks=N or bulk:chunks=N, pipelined:stripes=N"
+_STRATEGIES = "none, pipelined, bulk, pipelined:chunks=N or bulk:chunks=N, pipelined:stripes=N, or a table of these"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +115,6 @@ def _graphs(d: Mapping[str, Any], origin: str) -> tuple[SavedGraph, ...]:
     return tuple(SavedGraph(phase, tuple(sites), origin or "the plan") for (_, phase), sites in graphs.items())
 
 
-def collective_of(kind: str) -> str:
-    """ "matmul_reduce_scatter" -> "reduce_scatter"."""
-    return kind.removesuffix("_matmul").removeprefix("matmul_")
-
-
 def fit(graphs: Sequence[SavedGraph], phase: str, places: Sequence[Place]) -> dict[str, Forced]:
     """What the saved graph that `places` (all sites of a graph) are a copy of forces, by site id; nothing where the plan has no
     graph of this phase. OptionError, naming the first site that differs, where none of them fits."""
@@ -128,7 +124,7 @@ def fit(graphs: Sequence[SavedGraph], phase: str, places: Sequence[Place]) -> di
         differs = _first_difference(graph, places)
         if differs is None:
             _warn_of_sizes(graph, places)
-            return {s.id: Forced(Strategy.parse(s.strategy), f"the plan {graph.origin}") for s in graph.sites}
+            return {s.id: Forced(parse(s.strategy), f"the plan {graph.origin}") for s in graph.sites}
         if best is None or differs[0] > best[0]:
             best = differs
     if best is not None:

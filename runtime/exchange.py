@@ -72,6 +72,13 @@ class Exchange:
                     found[rank] = json.loads(self.store.get(self._key(topic, rank)))
         return found
 
+    def look(self, key: str) -> dict[str, Any] | None:
+        """What lies under `key` of the group's Store by now, whoever put it there; without waiting."""
+        with contextlib.suppress(Exception):
+            if not self._silent and self.store.check([key]):
+                return dict(json.loads(self.store.get(key)))
+        return None
+
     def all(
         self, topic: str, mine: dict[str, Any], timeout_s: float, doing: str, check: Callable[[], None] | None = None
     ) -> list[dict[str, Any]]:

@@ -22,8 +22,13 @@ def directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ub_overlap" / "plans"
 
 
+def is_digest(text: str) -> bool:
+    """Can it be a plan's name? (Sites of plain functions belong to none.)"""
+    return _DIGEST.match(text) is not None
+
+
 def path_of(digest: str) -> Path:
-    if not _DIGEST.match(digest):
+    if not is_digest(digest):
         raise ValueError(f"plan digest {digest!r}: expected 8 to 64 hexadecimal digits")
     return directory() / f"{digest}.json"
 

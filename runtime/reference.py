@@ -1,4 +1,4 @@
-"""The ops spelled with plain c10d collectives and matmuls: for groups that have no transport of ours, and as a reference.
+"""The ops spelled with plain c10d collectives and matmuls: strategy "none", groups that have no transport of ours, a reference.
 
 The collective runs in the matmuls' dtype, as the graph before the rewrite would have run it; "avg" is a sum divided at the end.
 float8 numbers travel as bytes, and a float8 wire is not rounded to: sums travel in the products' dtype.
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ub_overlap import _torch_compat
@@ -23,26 +22,24 @@ def _gather(shard: Tensor, group: str) -> Tensor:
     """[s, ...] -> [R * s, ...]"""
     if shard.dtype in FLOAT8:  # gloo has no such type
         return _gather(shard.contiguous().view(torch.uint8), group).view(shard.dtype)
-    process_group = _torch_compat.group_of(group)
-    out = shard.new_empty((shard.shape[0] * process_group.size(), *shard.shape[1:]))
+    out = shard.new_empty((shard.shape[0] * _torch_compat.group_of(group).size(), *shard.shape[1:]))
     if out.numel():
-        dist.all_gather_into_tensor(out, shard.contiguous(), group=process_group)
+        _torch_compat.gather_into(out, shard.contiguous(), group)
     return out
 
 
 def _scatter(whole: Tensor, group: str) -> Tensor:
     """[R * s, ...] -> [s, ...], summed over ranks"""
-    process_group = _torch_compat.group_of(group)
-    out = whole.new_empty((whole.shape[0] // process_group.size(), *whole.shape[1:]))
+    out = whole.new_empty((whole.shape[0] // _torch_compat.group_of(group).size(), *whole.shape[1:]))
     if out.numel():
-        dist.reduce_scatter_tensor(out, whole.contiguous(), group=process_group)
+        _torch_compat.scatter_into(out, whole.contiguous(), group)
     return out
 
 
 def _reduce(whole: Tensor, group: str) -> Tensor:
     out = whole.clone(memory_format=torch.contiguous_format)
     if out.numel():
-        dist.all_reduce(out, group=_torch_compat.group_of(group))
+        _torch_compat.group_of(group).allreduce([out]).wait()
     return out
 
 

@@ -10,25 +10,27 @@ exchanges of small JSON texts with a deadline (runtime/exchange.py), so a rank t
     made       CUDA: size of the slots allocated       -> torch's rendezvous; met: all words are zero
     plan/N     digest of the N-th plan                 -> equal; else text/N, and PlanMismatchError at the site that differs;
                also for `initialize`, with the slot size wanted -> grow to the largest
+    tune/N     runtime/tuning.py: what is known of a site's alternatives, tuned/N: what they took
     grow/N     name of the bigger segment              -> attach; grown/N: all have moved, the old one is let go
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import socket
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ub_overlap import _torch_compat
 
-from . import errors, plan_store, settings, topology, watchdog
+from . import errors, notices, settings, topology, watchdog
 from .exchange import Exchange
 from .extension import extension
+from .mismatch import plan_mismatch, plan_text
+from .tuning import Tuner
 
 log = logging.getLogger(__name__)
 
@@ -60,13 +62,15 @@ def slot_size(needed: int) -> int:
 
 
 class Session:
-    """One group on one device type. `core` is what C++ runs calls with; it calls `verify` and `grow` when it needs them."""
+    """One group on one device type. `core` is what C++ runs calls with; it calls `verify`, `grow` and `tune`."""
 
     def __init__(self, core: Any, exchange: Exchange | None, arena: Any) -> None:
         self.core = core
         self._exchange, self._arena = exchange, arena
         self._plans = self._growths = self._reservations = 0
         self._reserved = ("", 0)
+        # Over plain c10d all alternatives are alike.
+        self._tuner = Tuner(exchange if arena is not None else None, str(core.device))
 
     @property
     def group(self) -> str:
@@ -113,12 +117,15 @@ class Session:
         topic, doing = f"plan/{self._plans}", f"the first call of plan {digest}"
         try:
             wanted = self._reserved[1] if digest == self._reserved[0] else 0
-            cards = exchange.all(topic, {"digest": digest, "site": site, "slot": wanted}, timeout_s, doing, self._check)
+            try:
+                cards = exchange.all(topic, {"digest": digest, "site": site, "slot": wanted}, timeout_s, doing, self._check)
+            except errors.PeerTimeoutError as late:
+                raise notices.explained(exchange, topic, digest, late) from None
             other = [rank for rank, card in enumerate(cards) if card["digest"] != digest]
             if other:  # all ranks see that: now the texts, which are long, are worth a look
                 mine = {"text": plan_text(digest)}
                 texts = exchange.all(f"text/{self._plans}", mine, timeout_s, "compare plans", self._check)
-                raise plan_mismatch(exchange, [{**card, **text} for card, text in zip(cards, texts, strict=True)], other)
+                raise plan_mismatch(exchange, {i: {**cards[i], **text} for i, text in enumerate(texts)}, other)
             wanted = max(card["slot"] for card in cards)
             if self._arena is not None and wanted > self._arena.slot_bytes:
                 self.grow(wanted, op, site)
@@ -153,6 +160,10 @@ class Session:
             "group '%s': landing area grew from %d to %d bytes a slot (%d of arena), for %s at site '%s'",
             exchange.group, before, size, self.arena_bytes, op, site,
         )  # fmt: skip
+
+    def tune(self, op: str, site: str, bucket: int, work: str, strategies: Sequence[str], run: Callable[[int], bool]) -> int:
+        """Which of `strategies` all ranks are to use at a site, -1 where they cannot be timed now."""
+        return self._tuner.tune(op, site, bucket, work, strategies, run, self._check)
 
     def _check(self) -> None:
         """Raises when a peer of this group has given up, or is gone."""
@@ -239,7 +250,10 @@ def _bind(exchange: Exchange, group: str, device: str, rank: int, ranks: int, sl
     if device == "cuda":
         symmetric.refuse_capture(f"bind group '{group}'")
         card["gpu"] = symmetric.gpu()
-    cards = exchange.all("card", card, timeout_s, doing)
+    try:
+        cards = exchange.all("card", card, timeout_s, doing)
+    except errors.PeerTimeoutError as late:
+        raise notices.explained(exchange, "card", exchange.site.partition("/")[0], late) from None
     for other, their in enumerate(cards):
         theirs = {key: their[key] for key in versions}
         if theirs != versions:
@@ -290,69 +304,6 @@ def _sweep(exchange: Exchange) -> None:
     for names in exchange.peek("arena").values():
         for name in names.values():
             extension().unlink_name(name)
-
-
-def plan_text(digest: str) -> str | None:
-    """The text of a plan where this machine has it. Never an error: it only makes a mismatch readable."""
-    try:
-        return plan_store.load(digest)
-    except (OSError, ValueError):
-        return None
-
-
-def plan_mismatch(exchange: Exchange, cards: Sequence[dict[str, Any]], other: Sequence[int]) -> errors.PlanMismatchError:
-    rank, first = exchange.rank, other[0]
-    mine, theirs = cards[rank], cards[first]
-    difference = first_difference(mine["text"], theirs["text"])
-    if difference is None:
-        here, there = f"plan {mine['digest']}, at site '{mine['site']}'", f"plan {theirs['digest']}, at site '{theirs['site']}'"
-    else:
-        here, there = difference
-    error = errors.PlanMismatchError(
-        f"{errors.ranks_text(other)} of the group compiled another plan than rank {rank}",
-        where=f"group '{exchange.group}' at site '{mine['site']}'",
-        got=f"rank {first}: {there}",
-        expected=f"rank {rank}: {here}",
-        fix="give all ranks the same model, shapes, options and device profile; look for rank-dependent code",
-    )
-    error.ranks = tuple(other)
-    return error
-
-
-_TOLD = ("predicted", "work", "detail", "matmuls", "source", "flops")
-"""What a plan tells of a site beside what all ranks must have in common: ranks with other local sizes may reckon otherwise."""
-
-
-def _decided(site: Any) -> Any:
-    return {key: value for key, value in site.items() if key not in _TOLD} if isinstance(site, dict) else site
-
-
-def first_difference(mine: str | None, theirs: str | None) -> tuple[str, str] | None:
-    """The device profile, or the first site, that two plans do not have in common, as each of them has it; None where that
-    cannot be told."""
-
-    def show(site: Any) -> str:
-        if not isinstance(site, dict):
-            return "no such site"
-        first = [f"{key}={site[key]}" for key in ("id", "kind", "strategy") if key in site]
-        return " ".join(first) or json.dumps(site)
-
-    try:
-        plans = [json.loads(text or "") for text in (mine, theirs)]
-        a, b = ([_decided(site) for site in plan["sites"]] for plan in plans)
-        here, there = (f"device profile {plan['profile']}" if plan.get("profile") else "no device profile" for plan in plans)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-    if here != there:
-        return here, there
-    for i in range(max(len(a), len(b))):
-        x, y = (sites[i] if i < len(sites) else None for sites in (a, b))
-        if x != y:
-            if show(x) != show(y) or not (isinstance(x, dict) and isinstance(y, dict)):
-                return f"site {show(x)}", f"site {show(y)}"
-            keys = [key for key in sorted({*x, *y}) if x.get(key) != y.get(key)]
-            return tuple(f"site {show(s)} " + " ".join(f"{k}={s.get(k)}" for k in keys) for s in (x, y))  # type: ignore[return-value]
-    return None
 
 
 def size_mismatch(exchange: Exchange, rank: int, got: int, expected: int) -> errors.ShapeMismatchError:

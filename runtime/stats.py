@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -12,14 +13,18 @@ class SiteStats:
 
     calls: int
     strategy: str
-    """As asked for: "pipelined", "bulk:chunks=4", ..."""
+    """Of the last call: "pipelined", "bulk:chunks=4", ..."""
     transport: str
     """What ran it: "shared memory", "local" (a group of one rank), or "c10d" (plain collective, then matmul) where the ranks
-    share no memory."""
+    share no memory, or where that is what was picked."""
     bytes_copied: int
     """Bytes that this rank pushed to its peers."""
     bytes_beside_matmul: int
     """Those of them that moved while a matmul of the same call ran, by the steps' own clocks."""
+    strategies: Mapping[str, int] = field(default_factory=dict)
+    """Calls by the strategy that ran them: several where the site has a table of sizes, or alternatives."""
+    reason: str = ""
+    """Why the last call ran over c10d: "none by size", "none by measurement", or why the group has no transport of ours."""
 
 
 def site_stats() -> dict[str, SiteStats]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..plan import NONE, Mode, Strategy
+from ..strategy import NONE, Mode, Strategy, Table
 from .predict import Prediction, candidates, predict
 from .profile import Profile
 from .shape import SiteShape
@@ -17,12 +17,14 @@ MARGIN_US = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`predictions`: by strategy, as text. `reason`: the reckoning in a sentence. `gain_us`: against the plain way."""
+    """`predictions`: by strategy, as text. `reason`: the reckoning in a sentence. `gain_us`: against the plain way. `open`:
+    what could be chosen. `strategy` is a single one, until carry.py has made a table of several choices."""
 
-    strategy: Strategy
+    strategy: Strategy | Table
     predictions: dict[str, Prediction]
     reason: str
     gain_us: float
+    open: tuple[Strategy, ...] = ()
 
 
 def choose(
@@ -55,7 +57,7 @@ def _choose(shape: SiteShape, profile: Profile, overlap_only: bool, chunks: int,
         if saved > max(MARGIN * found[best].us, MARGIN_US):
             best = strategy
     gain = found[NONE].us - found[best].us
-    return Choice(best, {str(s): p for s, p in found.items()}, _reason(found, best, profile), gain)
+    return Choice(best, {str(s): p for s, p in found.items()}, _reason(found, best, profile), gain, tuple(open_to))
 
 
 def _reason(found: dict[Strategy, Prediction], best: Strategy, profile: Profile) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from functools import lru_cache
@@ -48,11 +49,42 @@ def load(which: str | Path | Profile | None = None, ranks: int | None = None, de
     `device`: "cuda" or "cpu" (None: cuda where there is one). OptionError for what is no profile.
     """
     if isinstance(which, Profile):
-        return which
-    if which is not None:
+        found = which
+    elif which is not None:
         name = str(which)
-        return read(FOLDER / f"{name}.json") if name in shipped() else read(Path(name))
-    return _of_this_machine(device or machine.device(), ranks or 0)
+        found = read(FOLDER / f"{name}.json") if name in shipped() else read(Path(name))
+    else:
+        found = _of_this_machine(device or machine.device(), ranks or 0)
+    _used[str(found)] = found
+    return found
+
+
+_used: dict[str, Profile] = {}
+"""What this process has worked with, by what plans call it."""
+
+
+def of_plan(names: str, ranks: int) -> Profile | None:
+    """The profile that a plan's choices for a group of `ranks` rest on: `names` is what the plan says of them, by commas. None
+    where it is not at hand: not used by this process, not shipped, and not in the user's cache directory."""
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    found = [profile for name in wanted if (profile := _used.get(name) or _stored().get(name)) is not None]
+    if len(found) < len(wanted) or not found:
+        return None
+    return min(found, key=lambda p: (abs(math.log2(max(int(p.key.get("ranks") or ranks), 1) / max(ranks, 1))), str(p)))
+
+
+@lru_cache(maxsize=1)
+def _stored() -> dict[str, Profile]:
+    """Shipped and measured profiles, by what plans call them."""
+    paths = [*FOLDER.glob("*.json")]
+    with contextlib.suppress(OSError, RuntimeError):  # a directory that is not ours to read; no home at all
+        paths += cache.directory().glob("*.json")
+    found = {}
+    for path in sorted(paths):
+        with contextlib.suppress(OptionError):
+            profile = read(path)
+            found[str(profile)] = profile
+    return found
 
 
 def signature(which: str | Path | None, devices: tuple[str, ...]) -> tuple[str, ...]:

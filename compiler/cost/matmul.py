@@ -11,8 +11,8 @@ never measured comes out right where either alone would not.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
-from heapq import nsmallest
 
 from .profile import Profile
 from .shape import SIZES
@@ -66,25 +66,38 @@ def analytic_us(
     return (c.launch_us + max(best, moved)) * c.layouts.get(layout, 1.0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """What was measured, as seen from one layout. `axes`: the distinct log2 of M, of N and of K. `points`: where on them, and
+    the distance that another layout adds; `ratios`: ln(measured / analytic) of each."""
+
+    axes: tuple[tuple[float, ...], ...]
+    points: tuple[tuple[int, int, int, float], ...]
+    ratios: tuple[float, ...]
+
+
 @lru_cache(maxsize=32)
-def _known(profile: Profile, dtype: str) -> tuple[tuple[str, float, float, float, float], ...]:
-    """(layout, log2 of M, N, K, ln(measured / analytic)) of what was measured; of bfloat16 where nothing was in this dtype."""
+def _measured(profile: Profile, dtype: str, layout: str) -> _Measured:
+    """Of bfloat16 where nothing was measured in this dtype."""
     rows = [row for row in profile.matmuls if row[1] == dtype] or [row for row in profile.matmuls if row[1] == "bfloat16"]
-    return tuple(
-        (a, math.log2(m), math.log2(n), math.log2(k), math.log(us / analytic_us(profile, t, a, m, n, k)))
-        for a, t, m, n, k, us in rows
+    ms, ns, ks = (sorted({size[d] for size in [row[2:5] for row in rows]}) for d in range(3))
+    points = tuple(
+        (ms.index(m), ns.index(n), ks.index(k), _OTHER_LAYOUT if kind != layout else 0.0) for kind, _, m, n, k, _ in rows
     )
+    ratios = tuple(math.log(us / analytic_us(profile, t, kind, m, n, k)) for kind, t, m, n, k, us in rows)
+    return _Measured(tuple(tuple(map(math.log2, axis)) for axis in (ms, ns, ks)), points, ratios)
 
 
+@lru_cache(maxsize=65536)
 def _residual(profile: Profile, dtype: str, layout: str, m: int, n: int, k: int) -> float:
     """ln(measured / analytic) near a shape: a mean, weighted by distance in octaves."""
-    x, y, z = math.log2(m), math.log2(n), math.log2(k)
-    found = (
-        ((x - a) ** 2 + (y - b) ** 2 + (z - c) ** 2 + (_OTHER_LAYOUT if kind != layout else 0.0), ratio)
-        for kind, a, b, c, ratio in _known(profile, dtype)
-    )
-    near = nsmallest(NEAREST, found)
-    if not near:
+    known = _measured(profile, dtype, layout)
+    if not known.points:
         return 0.0
+    # A choice asks this some dozen times, of some hundred points.
+    x, y, z = ([(at - a) * (at - a) for a in axis] for at, axis in zip(map(math.log2, (m, n, k)), known.axes, strict=True))
+    distances = [x[i] + y[j] + z[h] + more for i, j, h, more in known.points]
+    farthest = sorted(distances)[:NEAREST][-1]
+    near = sorted(pair for pair in zip(distances, known.ratios, strict=True) if pair[0] <= farthest)[:NEAREST]
     weights = [1.0 / (distance + _SAME) for distance, _ in near]
     return sum(w * ratio for w, (_, ratio) in zip(weights, near, strict=True)) / sum(weights)

@@ -8,12 +8,17 @@ import sympy
 import torch
 from torch.fx import Graph
 
+from ub_overlap import _torch_compat as compat
+
+from ..plan import Work
 from ..sites.collectives import Op
 from ..sites.match import Gather, Reduction, Site
 from ..sites.sizes import Size, hint, product, symbols
 from ..sites.values import dtype_of, shape_of
 from .shape import SIZES, SiteShape
 
+Ranges = Mapping[sympy.Symbol, tuple[int, int | None]]
+"""Size symbols and the least and the largest value (None: any) that the graph is good for."""
 Hints = Mapping[sympy.Symbol, int]
 """Size symbols and the values they had when the graph was traced."""
 
@@ -25,9 +30,47 @@ def hints_of(graph: Graph) -> dict[sympy.Symbol, int]:
     return {symbol: value for symbol, x in symbols(graph) if (value := hint(x)) is not None}
 
 
+def ranges_of(graph: Graph) -> dict[sympy.Symbol, tuple[int, int | None]]:
+    """The ranges of the same symbols."""
+    return {symbol: compat.range_of(x) for symbol, x in symbols(graph)}
+
+
 def shape_of_site(site: Site, hints: Hints) -> SiteShape | None:
     """None where a size has no hint, or a dtype no cost."""
+    sizes = sizes_of_site(site)
+    return None if sizes is None else shape_at(sizes, hints)
+
+
+def sizes_of_site(site: Site) -> Work | None:
+    """The site with sizes as they are, ints or expressions: equal for sites that are equal whatever symbols stand for. None
+    where the dtype has no cost."""
     c = site.collective
+    if isinstance(site, Gather):
+        dtype, whole = _dtype(site.dtype), (site.rows, site.cols)
+        turned = (site.cols, site.rows)
+        products = [(k, whole if k.mode < 2 else turned) for k in site.consumers]
+        matmuls = tuple((m, k.operand.cols, inner, k.contracts(site.last)) for k, (m, inner) in products)
+        kind, keep, outer = "all_gather_matmul", bool(site.roots), 1 if site.last else site.blocks.outer
+    elif isinstance(site, Reduction):
+        dtype, whole = _dtype(dtype_of(site.terms[0].node)), (site.rows, site.cols)
+        matmuls = tuple((site.rows, site.cols, t.inner, False) for t in site.terms)
+        kind, keep = "matmul_all_reduce" if c.op is Op.ALL_REDUCE else "matmul_reduce_scatter", False
+        outer = 1 if site.last or c.op is Op.ALL_REDUCE else site.blocks.outer
+    elif c.op in _BULK:
+        elements = product(shape_of(c.input))
+        dtype, whole = _dtype(dtype_of(c.input)), (elements * (c.ranks if c.op is Op.ALL_GATHER else 1), 1)
+        matmuls = tuple((*p.shape, p.inner, False) for p in site.products)
+        kind, keep, outer = _BULK[c.op], False, 1
+    else:
+        return None
+    if dtype is None:
+        return None
+    last = site.last if isinstance(site, Gather | Reduction) else False
+    return Work(kind, c.ranks, dtype, matmuls, *whole, keep, last, outer)
+
+
+def shape_at(sizes: Work, hints: Hints) -> SiteShape | None:
+    """`sizes` with the values of `hints`; None where one is missing or below 0."""
 
     def number(x: Size) -> int:
         if isinstance(x, int):
@@ -38,46 +81,14 @@ def shape_of_site(site: Site, hints: Hints) -> SiteShape | None:
         return int(value)
 
     try:
-        if isinstance(site, Gather):
-            rows, cols = number(site.rows), number(site.cols)
-            matmuls = []
-            for k in site.consumers:
-                own = _about(number(k.operand.cols))
-                m, inner = (rows, cols) if k.mode < 2 else (cols, rows)
-                matmuls.append((m, own, inner, k.contracts(site.last)))
-            return SiteShape(
-                kind="all_gather_matmul",
-                ranks=c.ranks,
-                dtype=_dtype(site.dtype),
-                matmuls=tuple(matmuls),
-                rows=rows,
-                cols=cols,
-                keep=bool(site.roots),
-                whole=site.last,
-                outer=1 if site.last else number(site.blocks.outer),
-            )
-        if isinstance(site, Reduction):
-            rows, cols = number(site.rows), number(site.cols)
-            return SiteShape(
-                kind="matmul_all_reduce" if c.op is Op.ALL_REDUCE else "matmul_reduce_scatter",
-                ranks=c.ranks,
-                dtype=_dtype(dtype_of(site.terms[0].node)),
-                matmuls=tuple((rows, cols, _about(number(t.inner)), False) for t in site.terms),
-                rows=rows,
-                cols=cols,
-                whole=site.last,
-                outer=1 if site.last or c.op is Op.ALL_REDUCE else number(site.blocks.outer),
-            )
-        if c.op not in _BULK:
-            return None
-        elements = number(product(shape_of(c.input)))
+        found = [(number(m), number(n), number(k), contracts) for m, n, k, contracts in sizes.matmuls]
+        if sizes.kind == "all_gather_matmul":  # what may differ between ranks: columns of a weight
+            found = [(m, _about(n), k, contracts) for m, n, k, contracts in found]
+        elif not sizes.kind.startswith("bulk_"):
+            found = [(m, n, _about(k), contracts) for m, n, k, contracts in found]
+        whole = (number(sizes.rows), number(sizes.cols))
         return SiteShape(
-            kind=_BULK[c.op],
-            ranks=c.ranks,
-            dtype=_dtype(dtype_of(c.input)),
-            matmuls=tuple((number(p.shape[0]), number(p.shape[1]), number(p.inner), False) for p in site.products),
-            rows=elements * (c.ranks if c.op is Op.ALL_GATHER else 1),
-            cols=1,
+            sizes.kind, sizes.ranks, sizes.dtype, tuple(found), *whole, sizes.keep, sizes.whole, number(sizes.outer)
         )
     except ValueError:
         return None
@@ -92,8 +103,6 @@ def _about(x: int) -> int:
     return -(-x // step) * step
 
 
-def _dtype(dtype: torch.dtype) -> str:
+def _dtype(dtype: torch.dtype) -> str | None:
     name = str(dtype).removeprefix("torch.")
-    if name not in SIZES:
-        raise ValueError(f"no cost for {name}")
-    return name
+    return name if name in SIZES else None

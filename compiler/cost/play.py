@@ -47,7 +47,7 @@ class _Game:
         self.lists = [[i for i, x in enumerate(programs[q // 2]) if x.copies == bool(q % 2)] for q in range(queues)]
         self.head = [0] * queues
         self.running = [-1] * queues  # the item that runs, -1 for none
-        self.blocked = [math.nan] * queues  # since when the head item waits
+        self.blocked: list[float | None] = [None] * queues  # since when the head item waits
         self.left = [0.0] * queues
         self.speed = [1.0] * queues
         self.since = [0.0] * queues
@@ -59,7 +59,8 @@ class _Game:
 
     def run(self) -> list[Times]:
         for q in range(len(self.lists)):
-            self.start(q, 0.0)
+            if self.lists[q]:
+                self.start(q, 0.0)
         ends = self.ends
         while True:
             now = min(ends)
@@ -72,9 +73,7 @@ class _Game:
         return self.times
 
     def start(self, q: int, now: float) -> None:
-        """Begin the queue's next item if nothing keeps it."""
-        if self.running[q] >= 0 or self.head[q] == len(self.lists[q]):
-            return
+        """Begin the next item of an idle queue if nothing keeps it."""
         rank, place = q // 2, self.lists[q][self.head[q]]
         item, times = self.programs[rank][place], self.times[rank]
         latency = 0.0
@@ -84,64 +83,63 @@ class _Game:
             if self.programs[rank][before].copies != item.copies:
                 latency = self.with_.event_us
         else:
-            missing = any((rank, flag) not in self.flags for flag in item.waits)
-            if not missing:
+            for flag in item.waits:
+                if (rank, flag) not in self.flags:
+                    break
+            else:
                 self.begin(q, rank, place, item, now, latency)
                 return
-        if math.isnan(self.blocked[q]):
+        if self.blocked[q] is None:
             self.blocked[q] = now
 
     def begin(self, q: int, rank: int, place: int, item: Item, now: float, latency: float) -> None:
-        what, begun = item.work.what, now
+        what, begun, since = item.work.what, now, self.blocked[q]
         if what == "wait":
-            if math.isnan(self.blocked[q]):
-                us = self.with_.wait_us
-            else:
-                begun = self.blocked[q]
-                us = max(self.with_.arrive_us, self.with_.wait_us - (now - begun))
+            us = self.with_.wait_us
+            if since is not None:
+                begun, us = since, max(self.with_.arrive_us, us - (now - since))
         else:
-            us = self.cost(item.work) + (self.with_.arrive_us if item.waits and not math.isnan(self.blocked[q]) else 0.0)
-        self.blocked[q] = math.nan
+            us = self.cost(item.work) + (self.with_.arrive_us if item.waits and since is not None else 0.0)
+        self.blocked[q] = None
         self.running[q] = place
         self.times[rank][place] = (begun, math.inf)
         self.left[q], self.since[q], self.speed[q] = us + latency, now, 1.0
         self.ends[q] = now + us + latency
         if what == "push":
-            target = (rank + item.work.peer) % self.ranks if self.ranks > 1 else rank
+            target = (rank + item.work.peer) % self.ranks
             self.target[rank] = target
             self.moves[target] += 1
-            self.traffic(target, now)
-            self.rate(rank, now)
+            self.traffic(target, rank, now)
         elif what == "matmul":
             self.rate(rank, now)
 
     def finish(self, q: int, now: float) -> None:
         rank, place = q // 2, self.running[q]
-        item = self.programs[rank][place]
-        self.times[rank][place] = (self.times[rank][place][0], now)
+        item, times = self.programs[rank][place], self.times[rank]
+        times[place] = (times[place][0], now)
         self.running[q], self.ends[q] = -1, math.inf
         self.head[q] += 1
         what = item.work.what
         if what == "push":
             target, self.target[rank] = self.target[rank], -1
             self.moves[target] -= 1
-            self.traffic(target, now)
-            self.rate(rank, now)
+            self.traffic(target, rank, now)
         elif what == "matmul":
             self.rate(rank, now)
-        woken = {rank}
+        woken = [rank]
         for flag in item.signals:
-            there = (rank + flag[1]) % self.ranks if self.ranks > 1 else rank
+            there = (rank + flag[1]) % self.ranks
             self.flags.add((there, flag))
-            woken.add(there)
-        for other in sorted(woken):
-            self.start(2 * other, now)
-            self.start(2 * other + 1, now)
+            woken.append(there)
+        for other in woken if len(woken) == 1 else sorted(set(woken)):
+            for idle in (2 * other, 2 * other + 1):
+                if self.running[idle] < 0 and self.head[idle] < len(self.lists[idle]):
+                    self.start(idle, now)
 
-    def traffic(self, target: int, now: float) -> None:
-        """A push to `target` began or ended: it concerns the target's matmul and every push that goes there."""
+    def traffic(self, target: int, source: int, now: float) -> None:
+        """A push from `source` to `target` began or ended: it concerns both their matmuls and every push that goes there."""
         for rank in range(self.ranks):
-            if rank == target or self.target[rank] == target:
+            if rank in (target, source) or self.target[rank] == target:
                 self.rate(rank, now)
 
     def rate(self, rank: int, now: float) -> None:

@@ -117,14 +117,13 @@ def _costs(shape: SiteShape, profile: Profile) -> Callable[[Work], float]:
     fixed = {
         "begin": steps.begin_us, "end": steps.end_us, "flag": steps.flag_us, "signal": steps.signal_us, "wait": steps.wait_us,
     }  # fmt: skip
-    known: dict[Work, float] = {}
+    known: dict[int, float] = {}  # by identity: the programs, which are kept, hold the work
 
     def cost(work: Work) -> float:
-        us = fixed.get(work.what)
+        us = known.get(id(work))
         if us is None:
-            us = known.get(work)
-            if us is None:
-                us = known[work] = _cost(shape, profile, work)
+            us = fixed.get(work.what)
+            us = known[id(work)] = _cost(shape, profile, work) if us is None else us
         return us
 
     return cost

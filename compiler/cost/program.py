@@ -109,7 +109,8 @@ def _program(schedule: Schedule) -> tuple[Item, ...]:
                 ended[len(items) - 1] = (step.src, step.dst)
         if step.record is not None:
             events[step.record] = len(items) - 1
-    return tuple(items)
+    one: dict[Work, Work] = {}  # equal work is one object, so that a cost is looked up without comparing
+    return tuple(replace(item, work=one.setdefault(item.work, item.work)) for item in items)
 
 
 def _work(step: Step, rank: int, key: Key) -> Work:

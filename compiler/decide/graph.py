@@ -11,7 +11,7 @@ from torch.fx import Graph
 from ..cost.choose import Choice
 from ..describe import groups_of
 from ..options import Options
-from ..plan import NONE, Decision, Mode, Plan, Reason, Strategy
+from ..plan import NONE, Decision, Mode, Plan, Reason, Strategy, Table
 from ..rule import Forced
 from ..sites import Candidate, Miss, Site, find
 from ..sites.order import Order
@@ -30,7 +30,9 @@ class Decided:
     """A plan and, beside each overlapped decision, the site that the rewrite needs."""
 
     plan: Plan
-    chosen: list[tuple[Site, Strategy, str]] = field(default_factory=list)
+    chosen: list[tuple[Site, Strategy | Table, str]] = field(default_factory=list)
+    groups: tuple[str, ...] = ()
+    """c10d names of the groups of its collectives."""
 
 
 def decide(graph: Graph, options: Options, phase: str, transport: Transport) -> Decided:
@@ -41,7 +43,7 @@ def decide(graph: Graph, options: Options, phase: str, transport: Transport) -> 
     known = frozenset(symbol for symbol, _ in symbols(graph))
     costs = Costs.of(graph, options)
     decisions: list[Decision] = []
-    sites: list[tuple[Site, Strategy, str]] = []
+    sites: list[tuple[Site, Strategy | Table, str]] = []
     wishes = wishes_of(candidates, options, phase)
     for number, candidate in enumerate(candidates):
         name = f"{phase}.{number}"
@@ -52,7 +54,7 @@ def decide(graph: Graph, options: Options, phase: str, transport: Transport) -> 
         if site is not None:
             sites.append((site, strategy, name))
     plan = Plan(phase, tuple(decisions), costs.profile())
-    return Decided(plan, [(site, strategy, f"{plan.digest}/{name}") for site, strategy, name in sites])
+    return Decided(plan, [(site, strategy, f"{plan.digest}/{name}") for site, strategy, name in sites], tuple(ordinals))
 
 
 def _one(
@@ -62,7 +64,7 @@ def _one(
     order: Order,
     transport: Transport,
     known: frozenset[sympy.Symbol],
-) -> tuple[Site | None, Strategy, Miss | None, Choice | None]:
+) -> tuple[Site | None, Strategy | Table, Miss | None, Choice | None]:
     """The site to rewrite and its strategy, or the reason for none; and the reckoning behind either, where there was one."""
     miss, options, choice = candidate.miss, costs.options, None
     c = candidate.collective
@@ -89,7 +91,7 @@ def _one(
         if unknown := unknown_size(site, known):
             miss = miss or unknown
             continue
-        strategy = forced or Strategy(mode, options.chunks if mode is Mode.PIPELINED else 0)
+        strategy: Strategy | Table = forced or Strategy(mode, options.chunks if mode is Mode.PIPELINED else 0)
         found = None if forced else costs.choose(site, options.chunks if mode is Mode.PIPELINED else 0)
         if found is not None:
             choice = choice or found

@@ -7,10 +7,11 @@ from ..cost.choose import Choice
 from ..cost.of_site import Hints
 from ..describe import row, work_of
 from ..merge import MERGED
-from ..plan import Decision, Kind, Mode, Strategy
+from ..plan import Decision, Kind, Mode, Strategy, Table
 from ..rule import Forced
 from ..sites import Bulk, Candidate, Miss, Site
 from ..sites.collectives import Op
+from .carry import rows_at
 
 _MATCHED = {
     Op.ALL_GATHER: Kind.ALL_GATHER_MATMUL,
@@ -35,7 +36,7 @@ def kinds_of(candidate: Candidate) -> tuple[str, ...]:
 def decision(
     candidate: Candidate,
     site: Site | None,
-    strategy: Strategy,
+    strategy: Strategy | Table,
     miss: Miss | None,
     choice: Choice | None,
     wish: Forced | None,
@@ -59,6 +60,7 @@ def decision(
         detail=_detail(candidate, site, miss, choice, wish),
         predicted=tuple((text, round(p.us, 2)) for text, p in choice.predictions.items()) if choice else (),
         work=work_of(candidate, shown, hints),
+        rows=rows_at(shown, hints) if shown else None,
         kind=_MATCHED[op] if matched and op else _PLAIN[op],
         options=legal,
         matmuls=tuple(p.node.name for p in products),

@@ -3,56 +3,73 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-import sympy
 from torch.fx import Graph
 
 from ..cost.amounts import bytes_sent
 from ..cost.choose import Choice, choose
 from ..cost.load import load
-from ..cost.of_site import hints_of, shape_of_site
+from ..cost.of_site import Hints, Ranges, hints_of, ranges_of, shape_at, sizes_of_site
 from ..cost.profile import Profile
+from ..cost.shape import SiteShape
 from ..options import Options
-from ..plan import Reason, Strategy
+from ..plan import Reason, Strategy, Table
 from ..sites import Bulk, Miss, Site
+from .carry import Asked, carried, rows_of
 
 
 @dataclass(slots=True)
 class Costs:
-    """What decisions of one graph share: the options, the sizes that stand for symbols, and the profiles that were used."""
+    """What decisions of one graph share: the options, values and ranges of symbols, and the profiles that were used."""
 
     options: Options
-    hints: dict[sympy.Symbol, int]
+    hints: Hints
+    ranges: Ranges
     used: dict[str, Profile] = field(default_factory=dict)
+    known: dict[tuple[Any, ...], Choice] = field(default_factory=dict)
+    """By what makes sites equal."""
 
     @classmethod
     def of(cls, graph: Graph, options: Options) -> Costs:
-        return cls(options, hints_of(graph))
+        return cls(options, hints_of(graph), ranges_of(graph))
 
     def choose(self, site: Site, chunks: int) -> Choice | None:
-        """The predicted best of what the options leave open; None where the site is forced to the standard form, or its sizes
-        have no values.
+        """The predicted best of what the options leave open, for all sizes that the site may have (carry.py); None where it is
+        forced to the standard form, or its sizes have no values.
 
         overlap="force" asks for overlap and not for speed: without a GPU and without a profile of the user's it keeps one
         piece a rank, whatever the shape.
         """
         forced = self.options.overlap == "force"
         device = site.collective.node.meta["val"].device.type
-        if forced and (chunks or isinstance(site, Bulk) or (self.options.profile is None and device != "cuda")):
+        blind = self.options.profile is None and device != "cuda" and not self.options.tune
+        if forced and (chunks or isinstance(site, Bulk) or blind):
             return None
-        shape = shape_of_site(site, self.hints)
-        if shape is None:
+        sizes = sizes_of_site(site)
+        shape = shape_at(sizes, self.hints) if sizes is not None else None
+        if sizes is None or shape is None:
             return None
         profile = load(self.options.profile, shape.ranks, device)
         self.used[profile.digest] = profile
-        return choose(shape, profile, forced, chunks)
+        rows = rows_of(site)
+        if (same := self.known.get((sizes, rows, device, chunks))) is not None:
+            return same
+
+        def weigh(shape: SiteShape) -> Choice:
+            return choose(shape, profile, forced, chunks)
+
+        asked = Asked(0 if forced else self.options.min_bytes, self.options.tune)
+        found = carried(weigh(shape), weigh, sizes, rows, self.hints, self.ranges, asked)
+        self.known[sizes, rows, device, chunks] = found
+        return found
 
     def profile(self) -> str:
         """The names of the profiles that were used, the same on all ranks."""
         return ", ".join(sorted(str(p) for p in self.used.values()))
 
 
-def too_small(site: Site, options: Options, forced: Strategy | None) -> Miss | None:
+def too_small(site: Site, options: Options, forced: Strategy | Table | None) -> Miss | None:
     """The miss of a site below the floor of overlap="auto"; None above it, and where overlap is forced."""
     if options.overlap == "force" or forced is not None:
         return None

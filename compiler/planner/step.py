@@ -14,8 +14,7 @@ from ..cost.load import load
 from ..cost.profile import Profile
 from ..options import Options
 from ..outlook import Outlook, Totals, outlook, totals
-from ..plan import Decision, Mode, Plan, Strategy
-from ..saved import collective_of
+from ..plan import Decision, Mode, Plan, Strategy, collective_of
 from .models import Sizes
 from .trace import trace
 

@@ -7,7 +7,7 @@ from torch.fx import Graph, Node
 
 from ub_overlap import _torch_compat as compat
 
-from ..plan import Strategy
+from ..plan import Strategy, Table
 from ..sites.match import Gather, Reduction, Site
 from ..sites.sizes import size
 from .bulk import rewrite_bulk
@@ -16,7 +16,7 @@ from .gather import rewrite_gather
 from .reduction import rewrite_reduction
 
 
-def rewrite(graph: Graph, chosen: list[tuple[Site, Strategy, str]]) -> None:
+def rewrite(graph: Graph, chosen: list[tuple[Site, Strategy | Table, str]]) -> None:
     """Replaces each (site, strategy, name) by its op, in place.
 
     Only nodes that a site replaced are removed: a wider dead-code predicate would also delete updates of buffers.
@@ -30,7 +30,7 @@ def rewrite(graph: Graph, chosen: list[tuple[Site, Strategy, str]]) -> None:
     graph.lint()
 
 
-def _one(graph: Graph, site: Site, strategy: Strategy, name: str, so_far: dict[Node, Node]) -> None:
+def _one(graph: Graph, site: Site, strategy: Strategy | Table, name: str, so_far: dict[Node, Node]) -> None:
     members = site.members
     inside = set(members)
     inputs = {i for m in members for i in m.all_input_nodes if i not in inside}

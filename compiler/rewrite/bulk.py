@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..plan import Strategy
+from ..plan import Strategy, Table
 from ..sites.match import Bulk
 from ..sites.values import shape_of
 from .emit import Emitter
 
 
-def rewrite_bulk(e: Emitter, m: Bulk, strategy: Strategy, site: str) -> dict[Node, Node]:
+def rewrite_bulk(e: Emitter, m: Bulk, strategy: Strategy | Table, site: str) -> dict[Node, Node]:
     """Emits the op; returns which node replaces which. Insertion point: behind the collective's input and every operand."""
     c = m.collective
     assert c.wait is not None and c.op is not None

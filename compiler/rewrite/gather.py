@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..plan import Strategy
+from ..plan import Strategy, Table
 from ..sites.match import Gather, Holder
 from ..sites.sizes import divide, product, same
 from ..sites.values import Blocks, aten, dtype_of, shape_of
 from .emit import Emitter
 
 
-def rewrite_gather(e: Emitter, m: Gather, strategy: Strategy, site: str) -> dict[Node, Node]:
+def rewrite_gather(e: Emitter, m: Gather, strategy: Strategy | Table, site: str) -> dict[Node, Node]:
     """Emits the op; returns which node replaces which. Insertion point: behind every operand."""
     c = m.collective
     assert c.wait is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..plan import Strategy
+from ..plan import Strategy, Table
 from ..sites.collectives import Op
 from ..sites.match import Reduction
 from ..sites.sizes import squeezed
@@ -13,7 +13,7 @@ from ..sites.values import aten, dtype_of, shape_of
 from .emit import Emitter
 
 
-def rewrite_reduction(e: Emitter, m: Reduction, strategy: Strategy, site: str) -> dict[Node, Node]:
+def rewrite_reduction(e: Emitter, m: Reduction, strategy: Strategy | Table, site: str) -> dict[Node, Node]:
     """Emits the op; returns which node replaces which. Insertion point: behind every operand and addend."""
     c = m.collective
     assert c.wait is not None

@@ -172,12 +172,14 @@ class Builder {
   private:
     // Sets chunks and striped. The texts are built for errors alone: this runs at every call.
     void read_strategy(const std::string& strategy) {
+        if (strategy == "none") return;
         const size_t colon = strategy.find(':');
         const std::string_view text(strategy), name = text.substr(0, colon);
         const auto need = [&](bool good, const char* what) {
             if (good) return;
             refuse(what, "'" + strategy + "'",
-                   "'pipelined', 'pipelined:chunks=N', 'pipelined:stripes=N' (reductions), 'bulk' or 'bulk:chunks=N', N of 1 "
+                   "'none', 'pipelined', 'pipelined:chunks=N', 'pipelined:stripes=N' (reductions), 'bulk' or 'bulk:chunks=N', "
+                   "N of 1 "
                    "or more");
         };
         need(name == "pipelined" || name == "bulk", "this strategy is unknown");

@@ -72,6 +72,17 @@ void set_bind(py::object bind) {
             hooks.grow = [owner](const Call& call) {
                 in_python([&] { handle_of(owner).attr("grow")(call.slot_bytes(), call.op_name, call.site); });
             };
+            hooks.tune = [owner](const Tuning& tuning) {
+                return in_python([&] {
+                    const py::cpp_function run([&tuning](int number) {
+                        const py::gil_scoped_release released;
+                        return tuning.run(number);
+                    });
+                    return handle_of(owner)
+                        .attr("tune")(tuning.op, tuning.site, tuning.bucket, tuning.work, tuning.strategies, run)
+                        .cast<int>();
+                });
+            };
             session->set_hooks(std::move(hooks));
             return session;
         });
@@ -91,6 +102,7 @@ py::dict site_stats() {
         one["strategy"] = stats.strategy;
         one["transport"] = stats.transport;
         one["reason"] = stats.reason;
+        one["strategies"] = stats.strategies;
         one["bytes_copied"] = stats.bytes_copied;
         one["bytes_beside_matmul"] = static_cast<int64_t>(stats.bytes_beside_matmul);
         all[py::str(site)] = one;

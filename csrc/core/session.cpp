@@ -88,6 +88,28 @@ void Session::verify_only(const Call& call) {
     }
 }
 
+int Session::picked(const std::string& site, int bucket) {
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    const auto found = picks_.find({site, bucket});
+    return found == picks_.end() ? -1 : found->second;
+}
+
+void Session::tune(const Tuning& tuning) {
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    refuse_if_unusable();
+    if (!hooks_.tune) return;
+    try {
+        const int pick = hooks_.tune(tuning);
+        if (pick >= 0) picks_[{tuning.site, tuning.bucket}] = pick;
+    } catch (const std::exception& error) {
+        Call call;
+        call.op_name = tuning.op;
+        call.site = tuning.site;
+        poison(call, error.what(), nullptr);
+        throw;
+    }
+}
+
 void Session::check() {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     refuse_if_unusable();

@@ -3,12 +3,15 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
 #include <string>
+#include <utility>
 
 #include "core/executor.h"
+#include "core/tuning.h"
 
 namespace ub_overlap {
 
@@ -16,6 +19,7 @@ namespace ub_overlap {
 struct SessionHooks {
     std::function<void(const std::string& digest, const Call& call)> verify;
     std::function<void(const Call& call)> grow;
+    std::function<int(const Tuning& tuning)> tune;
 };
 
 class Session {
@@ -27,6 +31,10 @@ class Session {
     void run(Call& call, Executor& executor, const std::function<void(Call&)>& prepare);
     // Plan check alone, for calls that another transport carries out.
     void verify_only(const Call& call);
+    // Which of the alternatives of a bucket of a site's sizes the ranks have agreed on, -1 while they have not.
+    int picked(const std::string& site, int bucket);
+    // Times them, all ranks together, unless this is not the moment for it (a graph is being captured).
+    void tune(const Tuning& tuning);
     // Throws what has gone wrong in a call that was only issued (CUDA), or at a peer.
     void check();
     // Marks the session unusable and tells the peers; `text` is what later calls quote.
@@ -58,6 +66,7 @@ class Session {
     std::recursive_mutex mutex_;  // one call at a time
     uint64_t epoch_ = 0;
     std::set<std::string> verified_;
+    std::map<std::pair<std::string, int>, int> picks_;
     std::string poisoned_;
     bool closed_ = false;
 };

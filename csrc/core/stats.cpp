@@ -37,6 +37,7 @@ void Stats::add(const std::string& site, const std::string& strategy, const std:
     stats.bytes_copied += overlap.copied;
     stats.bytes_beside_matmul += overlap.beside;
     stats.strategy = strategy;
+    stats.strategies[strategy] += 1;
     stats.transport = transport;
     stats.reason = reason;
     if (keep_trace) traces_[site] = times;

@@ -19,7 +19,8 @@ struct StepTime {
 struct SiteStats {
     int64_t calls = 0, bytes_copied = 0;
     double bytes_beside_matmul = 0;
-    std::string strategy, transport, reason;
+    std::string strategy, transport, reason;    // of the last call
+    std::map<std::string, int64_t> strategies;  // calls by strategy
 };
 
 // Bytes of the copies on the COPY queue, and those weighted by the share of each copy's time in which some matmul ran.

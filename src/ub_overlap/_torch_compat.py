@@ -75,6 +75,13 @@ def fake_mode_of(value: Any) -> Any:
     return mode
 
 
+def range_of(size: Any) -> tuple[int, int | None]:
+    """The least and the largest value (None: any) that a SymInt may have."""
+    bounds = size.node.shape_env.bound_sympy(size.node.expr)
+    least = int(bounds.lower) if bounds.lower.is_Integer else 0
+    return least, int(bounds.upper) if bounds.upper.is_Integer else None
+
+
 def group_size(name: str) -> int:
     """Ranks of the process group registered under `name`."""
     return int(__getattr__("_group_size_by_name")(name))
@@ -171,6 +178,16 @@ def group_of(name: str) -> Any:
     return resolve(name)
 
 
+def gather_into(out: Any, shard: Any, group: str) -> None:
+    """all_gather of `shard` into `out`, shard after shard; without what torch.distributed's own functions add for the host."""
+    group_of(group)._allgather_base(out, shard).wait()
+
+
+def scatter_into(out: Any, whole: Any, group: str) -> None:
+    """reduce_scatter of `whole` into `out`, summed."""
+    group_of(group)._reduce_scatter_base(out, whole).wait()
+
+
 def groups() -> list[str]:
     """Name, backend and size of every c10d process group of this process."""
     import torch.distributed as dist
@@ -232,6 +249,20 @@ def nvlinks() -> list[list[int]] | None:
     except (ImportError, AttributeError, TypeError, RuntimeError):
         return None
     return [[int(count) for count in row] for row in found]
+
+
+def warms_up_cuda_graph(device_index: int) -> bool:
+    """Is Inductor running a graph of `device_index` for the last time before it captures it?"""
+    import sys
+
+    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None or not hasattr(trees, "get_obj") or not hasattr(trees, "local"):
+        return False
+    try:
+        container = trees.get_obj(trees.local, "tree_manager_containers").get(device_index)
+    except (AttributeError, AssertionError, RuntimeError):  # a thread that has none
+        return False
+    return bool(getattr(getattr(container, "tree_manager", None), "in_warmup", False))
 
 
 def device_types(group: Any) -> list[str]:

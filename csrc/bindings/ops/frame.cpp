@@ -1,6 +1,7 @@
 #include "bindings/ops/frame.h"
 
 #include "bindings/matmul.h"
+#include "core/choice.h"
 #include "cpu/executor.h"
 #ifdef UB_OVERLAP_CUDA
 #include <c10/cuda/CUDAStream.h>
@@ -31,9 +32,11 @@ Executor& executor_of(at::Device device, Call& call) {
 bool run(Builder& b, const std::function<void(Call&)>& prepare) {
     b.seal();
     std::shared_ptr<Session> session = b.session();
-    if (session->transport() == "c10d") {
+    const bool plain = b.call.strategy == "none";
+    if (plain || session->transport() == "c10d") {
         session->verify_only(b.call);
-        Stats::get().add(b.call.site, b.call.strategy, session->transport(), session->reason(), {}, false);
+        const std::string reason = plain ? std::string("none") + picked_by() : session->reason();
+        Stats::get().add(b.call.site, b.call.strategy, "c10d", reason, {}, false);
         return false;
     }
     session->run(b.call, executor_of(b.device(), b.call), prepare);

@@ -12,8 +12,8 @@
 
 namespace ub_overlap {
 
-// Runs the builder's call on our transport and returns true, or returns false where the group has none. `prepare` is called
-// once it is known what the schedule will need.
+// Runs the builder's call on our transport and returns true, or returns false where the group has none or the plain way is
+// asked for. `prepare` is called once it is known what the schedule will need.
 bool run(Builder& b, const std::function<void(Call&)>& prepare = [](Call&) {});
 
 // Every op's frame: its device is current, no GIL while it blocks, no autograd below it, and our exceptions as Python's.

@@ -3,6 +3,7 @@
 
 #include "bindings/ops/frame.h"
 #include "bindings/ops/ops.h"
+#include "bindings/ops/picked.h"
 
 namespace ub_overlap {
 namespace {
@@ -54,12 +55,12 @@ TORCH_LIBRARY(ub_overlap, m) {
 }
 
 static void register_ops(torch::Library& m) {
-    m.impl("all_gather_matmul", &all_gather_matmul);
-    m.impl("all_gather_scaled_matmul", &all_gather_scaled_matmul);
-    m.impl("matmul_reduce_scatter", &matmul_reduce_scatter);
-    m.impl("scaled_matmul_reduce_scatter", &scaled_matmul_reduce_scatter);
-    m.impl("matmul_all_reduce", &matmul_all_reduce);
-    m.impl("bulk", &bulk);
+    m.impl("all_gather_matmul", &Picked<&all_gather_matmul, GatheredRows>::call);
+    m.impl("all_gather_scaled_matmul", &Picked<&all_gather_scaled_matmul, ScaledGatheredRows>::call);
+    m.impl("matmul_reduce_scatter", &Picked<&matmul_reduce_scatter, ScatteredRows>::call);
+    m.impl("scaled_matmul_reduce_scatter", &Picked<&scaled_matmul_reduce_scatter, ScaledScatteredRows>::call);
+    m.impl("matmul_all_reduce", &Picked<&matmul_all_reduce, ReducedRows>::call);
+    m.impl("bulk", &Picked<&bulk, BulkRows>::call);
 }
 
 TORCH_LIBRARY_IMPL(ub_overlap, CPU, m) {

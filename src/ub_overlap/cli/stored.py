@@ -26,7 +26,7 @@ def stored() -> list[dict[str, Any]]:
                 "digest": plan["digest"],
                 "phase": plan["phase"],
                 "sites": len(strategies),
-                "overlapped": sum(strategy.startswith(("pipelined", "bulk")) for strategy in strategies),
+                "overlapped": sum(strategy not in ("none", "merged") for strategy in strategies),
                 "written": datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "seconds"),
             }
         )

@@ -1,0 +1,59 @@
+"""What every rank has compiled, told to the ranks of its groups: read only by a rank whose peers did not come.
+
+Plans are compared when an op of theirs is called first. A rank that overlaps a site which another leaves alone waits there for
+one that never comes: it has no such op. So a rank that compiles a graph leaves a notice in the Store of each group in it, for
+which nobody waits, under what the graph is whatever is decided on it (Plan.graph). A rank whose deadline for its peers is over
+looks for theirs, and can say that they made another plan of the same graph. Never earlier: a peer may still be compiling, and
+one that found its graph in a compile cache leaves no notice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterable
+
+from ub_overlap import _torch_compat as compat
+
+from . import errors
+from .exchange import Exchange
+from .mismatch import plan_mismatch, plan_text
+
+_lock = threading.Lock()  # Inductor compiles on several threads
+_left: dict[tuple[str, str], list[str]] = {}
+
+
+def _key(group: str, graph: str, rank: int) -> str:
+    return f"ub_overlap/notices/{group}/{graph}/{rank}"
+
+
+def leave(groups: Iterable[str], graph: str, digest: str) -> None:
+    """Tells the other ranks of `groups` (c10d names) that `graph` became the plan `digest` here. Never an error."""
+    for group in groups:
+        with contextlib.suppress(Exception), _lock:
+            if compat.is_fake_group(group):
+                continue
+            digests = _left.setdefault((group, graph), [])
+            if digest not in digests:
+                digests.append(digest)
+            members = compat.group_of(group)
+            text = json.dumps({"digests": digests, "digest": digest, "site": "none of this plan"})
+            compat.store_of(members).set(_key(group, graph, members.rank()), text)
+
+
+def explained(exchange: Exchange, topic: str, digest: str, late: errors.PeerTimeoutError) -> errors.UbOverlapError:
+    """`late`, or the PlanMismatchError that says why its ranks did not come to `topic`, an exchange for the plan `digest`."""
+    text = plan_text(digest) if late.phase == topic else None
+    try:
+        graph = json.loads(text or "")["graph"]
+    except (ValueError, KeyError, TypeError):
+        return late
+    cards = {rank: notice for rank in late.ranks if (notice := exchange.look(_key(exchange.group, graph, rank))) is not None}
+    other = [rank for rank, notice in cards.items() if digest not in notice["digests"]]
+    if not other:
+        return late
+    for notice in cards.values():
+        notice["text"] = plan_text(notice["digest"])
+    cards[exchange.rank] = {"digest": digest, "site": exchange.site, "text": text}
+    return plan_mismatch(exchange, cards, other, ", and did not come to this op")
