@@ -97,7 +97,7 @@ def _fake_all_gather_scaled_matmul(
     for size in shard.shape[:-1]:
         rows = rows * size
     outs = []
-    for operand, dtype in zip(operands, out_dtypes, strict=True):
+    for operand, dtype in zip(operands, compat.dtypes(out_dtypes), strict=True):
         compat.check(operand.shape[0] == shard.shape[-1], lambda: "an operand does not fit the gathered matrix")
         outs.append(_empty(shard, (rows, operand.shape[1]), dtype))
     # One scale fits all of an operand, or each of its columns has one.

@@ -71,6 +71,12 @@ def all_gather_matmul(
     return (whole.contiguous() if keep else shard.new_empty(0)), outs
 
 
+def _aligned(scale: Tensor) -> Tensor:
+    """cuBLAS wants scales one behind the other, from a multiple of 16 bytes on."""
+    scale = scale.contiguous()
+    return scale.clone() if scale.data_ptr() % 16 else scale
+
+
 def scaled_product(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, addend: Tensor | None, dtype: torch.dtype, fast: bool
 ) -> Tensor:
@@ -83,7 +89,7 @@ def scaled_product(
         (a_scale.reshape(-1, 1), b_scale.reshape(1, -1)) if each else (a_scale.reshape(1, 1), b_scale.reshape(1, 1))
     )
     if a.is_cuda and a.dtype in FLOAT8 and a.numel() and b.numel():
-        wide = _torch_compat.scaled_mm(a, b, a_scale.contiguous(), b_scale.contiguous(), out_dtype=dtype, use_fast_accum=fast)
+        wide = _torch_compat.scaled_mm(a, b, _aligned(a_scale), _aligned(b_scale), out_dtype=dtype, use_fast_accum=fast)
     else:
         sums = torch.float64 if a.dtype is torch.float64 else torch.float32
         wide = a.to(sums) @ b.to(sums) * a_scale * b_scale

@@ -45,12 +45,25 @@ def printed(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 def test_ops_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of three ranks take part. Columns that need CUDA are left out with that reason; all others have times."""
     path = tmp_path / "ops.json"
-    arguments = ["--suite", "tiny", "--rows", "* tiny 64", "--tp", "2", "--iters", "2", "--warm", "1", "--json", str(path)]
+    arguments = [
+        "--suite",
+        "tiny",
+        "--rows",
+        "* tiny 64,* tiny row 64",
+        "--tp",
+        "2",
+        "--iters",
+        "2",
+        "--warm",
+        "1",
+        "--json",
+        str(path),
+    ]
     out = torchrun(3, "benchmarks.ops", [*arguments, "--strategies", "pipelined,pipelined:chunks=4,nonsense"])
     document: dict[str, Any] = json.loads(path.read_text())
     assert document.keys() >= FACTS
     assert document["benchmark"] == "ops" and document["ranks"] == 2 and document["transports"] == ["shared memory"]
-    assert [(row["kind"], row["M"]) for row in document["rows"]] == [("AG", 64), ("RS", 64)]
+    assert [(row["kind"], row["M"]) for row in document["rows"]] == [("AG", 64), ("RS", 64)] * 2
     for row in document["rows"]:
         timed = {"gemm", "nccl", "seq", "ours pipelined", "ours pipelined:chunks=4", "cut pipelined", "last pipelined"}
         assert row["ms"].keys() >= timed and all(ms > 0 for ms in row["ms"].values())
@@ -58,11 +71,13 @@ def test_ops_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
         assert all(row["why"][name] == "needs CUDA" for name in ("push", "B", "seq_g", "torch", "torch_g", "ours_g pipelined"))
         assert "OptionError" in row["why"]["ours nonsense"]
         assert 0 <= row["error"]["ours pipelined"] < 1e-4
+        assert ("ours_wire pipelined" in row["ms"]) == (row["kind"] == "RS" and row["fp8"] == "row")
         assert not row["why"].keys() & row["ms"].keys()
     text = printed(path, capsys, monkeypatch)
     assert document["command"] in text and "torchrun --nproc-per-node 3 -m benchmarks.ops" in document["command"]
     for op in ("AG tiny", "RS tiny"):
         assert f"| {op}" in text and op in out
+    assert "float8 wire" in text
 
 
 def test_blocks_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

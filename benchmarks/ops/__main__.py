@@ -7,6 +7,11 @@ Columns (ms, median over --iters, maximum over ranks; _g: as a CUDA graph):
   B                  the floor: the matmul beside an independent push (graph)
   seq, torch         the collective and then the matmul; torch.ops.symm_mem.fused_*
   ours S, cut S, last S   our op by strategy S; the matmul alone in its pieces; the piece that nothing hides
+
+Rows in float8 (--suite fp8): e4m3 operands, quantised before the clock starts on all sides; B, seq, torch and ours in
+float8 too. More columns (graphs):
+  cast, ours_cast S  the quantisation of a rank's activations (row scaling) alone, and our op with it in front
+  ours_wire S        a reduce_scatter that sends float8; all others send bf16
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ from .suite import Row, load
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", default="h200", help="a file, or a name in benchmarks/suites (h200, quick, tiny)")
+    parser.add_argument("--suite", default="h200", help="a file, or a name in benchmarks/suites (h200, fp8, quick, tiny)")
     parser.add_argument("--rows", default="*", help="patterns of 'KIND name M', with commas between")
     parser.add_argument("--tp", type=int, help="ranks that take part (default: all that torchrun started)")
     parser.add_argument("--strategies", default="", help="with commas between (default: from the number of ranks)")

@@ -1,4 +1,4 @@
-"""Suites: JSON lists of rows {kind, name, M, N, K}, sizes of the whole problem."""
+"""Suites: JSON lists of rows {kind, name, M, N, K}, sizes of the whole problem; float8 rows have "fp8": "tensor" or "row"."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / "suites"
 KEYS = {"kind", "name", "M", "N", "K"}
+SCALINGS = ("", "tensor", "row")
 
 
 @dataclass(frozen=True)
 class Row:
-    """AG: gathered [M, K] @ [K, N / ranks]. RS: [M, K / ranks] @ [K / ranks, N], summed and scattered to [M / ranks, N]."""
+    """AG: gathered [M, K] @ [K, N / ranks]. RS: [M, K / ranks] @ [K / ranks, N], summed and scattered to [M / ranks, N].
+
+    fp8: operands are float8 with one scale, or one a row (of the right operand: a column); "": they are not.
+    """
 
     kind: str
     name: str
     M: int
     N: int
     K: int
+    fp8: str = ""
 
     @property
     def title(self) -> str:
@@ -36,8 +41,11 @@ class Row:
         return (self.M, self.N // ranks, self.K) if self.kind == "AG" else (self.M, self.N, self.K // ranks)
 
     def shard_bytes(self, ranks: int) -> int:
-        """What a rank sends to each peer, in bytes of two-byte elements: its shard, or the peer's block of the product."""
-        return 2 * (self.M // ranks) * (self.K if self.kind == "AG" else self.N)
+        """What a rank sends to each peer, in bytes: its shard (float8: of one-byte elements, and their scales), or the peer's
+        block of the product, of two-byte elements."""
+        if self.kind == "RS":
+            return 2 * (self.M // ranks) * self.N
+        return (self.M // ranks) * (2 * self.K if not self.fp8 else self.K + (4 if self.fp8 == "row" else 0))
 
 
 def load(suite: str, pattern: str = "*") -> list[Row]:
@@ -48,8 +56,10 @@ def load(suite: str, pattern: str = "*") -> list[Row]:
     rows = []
     for number, given in enumerate(json.loads(path.read_text())):
         sizes = [given.get(key) for key in ("M", "N", "K")]
-        if set(given) != KEYS or given["kind"] not in ("AG", "RS") or not all(isinstance(s, int) and s > 0 for s in sizes):
-            raise ValueError(f"{path}: row {number} is {given}: expected kind AG or RS, name, and M, N, K above 0")
+        known = set(given) - {"fp8"} == KEYS and given["kind"] in ("AG", "RS") and given.get("fp8", "") in SCALINGS
+        if not known or not all(isinstance(s, int) and s > 0 for s in sizes):
+            expected = "expected kind AG or RS, name, M, N, K above 0, and fp8 'tensor' or 'row' or none"
+            raise ValueError(f"{path}: row {number} is {given}: {expected}")
         rows.append(Row(**given))
     found = [row for row in rows if any(fnmatchcase(row.title, p) for p in pattern.split(","))]
     if not found:

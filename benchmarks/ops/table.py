@@ -33,6 +33,8 @@ def derive(row: dict[str, Any]) -> dict[str, Any]:
         "bound": ratio(last + push, floor) if last and push else None,
         "split": ratio(ms.get(f"cut {best}"), ms.get("gemm")),
         "eager/graph": ratio(min(eager.values(), default=None), min(graphs.values(), default=None)),
+        "cast": min(strategies_of(ms, "ours_cast ").values(), default=None),
+        "wire": min(strategies_of(ms, "ours_wire ").values(), default=None),
         "rival": rival,
         "gain": ratio(rivals[rival], time) if rival else None,
         "host_us": host.get(f"ours {best}"),
@@ -61,13 +63,17 @@ def short(strategy: str | None) -> str:
 def main_table(rows: list[dict[str, Any]], style: str) -> str:
     heads = ["op", "M,N,K", "GEMM", "NCCL", "push", "**B**", "seq", "seq (g)", "torch", "torch (g)", "ours", "ours (g)"]
     heads += ["chunks", "T/B", "bound", "split", "eager/graph", "best rival", "rival/ours", "host us"]
+    more = {"cast": "quantise + ours", "wire": "ours, float8 wire"}
+    more = {key: head for key, head in more.items() if any(derive(row)[key] for row in rows)}
+    heads += more.values()
     lines = []
     for row in rows:
         d, ms = derive(row), row["ms"]
         times = [show(ms.get(name)) for name in ("gemm", "nccl", "push", "B", "seq", "seq_g", "torch", "torch_g")]
         ratios = [show(d[name], 2) for name in ("T/B", "bound", "split", "eager/graph")]
         line = [f"{row['kind']} {row['name']}", f"{row['M']},{row['N']},{row['K']}", *times, show(d["ours"]), show(d["ours_g"])]
-        lines.append([*line, short(d["best"]), *ratios, d["rival"] or NONE, show(d["gain"], 2), show(d["host_us"], 0)])
+        line += [short(d["best"]), *ratios, d["rival"] or NONE, show(d["gain"], 2), show(d["host_us"], 0)]
+        lines.append([*line, *(show(d[key]) for key in more)])
     return tabulate(lines, heads, tablefmt=style, disable_numparse=True)
 
 

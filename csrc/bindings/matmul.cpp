@@ -184,7 +184,7 @@ Workspace workspace_of(cudaStream_t owner, c10::DeviceIndex device) {
     return one ? Workspace{one, {}} : allocate();
 }
 
-// Scales of rows begin wherever a piece of rows does; wide loads want them at 16 bytes. Undefined where they are.
+// cuBLAS wants scales at 16 bytes, and a piece's begin wherever its rows do. Undefined where they are there already.
 at::Tensor aligned(Scale& scale, int64_t lines, at::Device device) {
     if (!scale.each || reinterpret_cast<uintptr_t>(scale.data) % 16 == 0 || lines == 0) return {};
     at::Tensor copy = scales(scale, lines, true, device).clone();
@@ -207,11 +207,12 @@ bool matmul_cuda(const MatmulTask& task, void* stream, void* owner) {
     bool all = kept;
     for (int64_t block = 0; block < task.batch; ++block) {
         MatmulTask one = task.one(block);
-        const at::Tensor moved = aligned(one.a_scale, one.a.rows, at::Device(at::kCUDA, device));
-        if (moved.defined()) all = false;
+        const at::Device here(at::kCUDA, device);
+        const at::Tensor a_moved = aligned(one.a_scale, one.a.rows, here), b_moved = aligned(one.b_scale, one.b.cols, here);
+        if (a_moved.defined() || b_moved.defined()) all = false;
         if (cuda::blas_matmul(one, workspace.data, static_cast<cudaStream_t>(stream))) continue;
         all = false;
-        multiply_scaled(one, at::Device(at::kCUDA, device),
+        multiply_scaled(one, here,
                         [&](const at::Tensor& a, const at::Tensor& b, const at::Tensor& a_scale, const at::Tensor& b_scale) {
                             return at::_scaled_mm(a, b, a_scale, b_scale, {}, {}, scalar_type(one.out.type), one.fast_sums);
                         });

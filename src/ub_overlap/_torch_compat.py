@@ -34,6 +34,7 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "_detect_dma_connectivity": ("torch._C._distributed_c10d:_detect_dma_connectivity",),
     "_rendezvous": ("torch.distributed._symmetric_memory:rendezvous",),
     "scaled_mm": ("torch:_scaled_mm",),
+    "_dtypes_of_numbers": ("torch.distributed._symmetric_memory:_maybe_convert_scalar_types_to_dtypes",),
     "_group_size_by_name": ("torch.distributed.distributed_c10d:_get_group_size_by_name",),
 }
 
@@ -263,6 +264,11 @@ def warms_up_cuda_graph(device_index: int) -> bool:
     except (AttributeError, AssertionError, RuntimeError):  # a thread that has none
         return False
     return bool(getattr(getattr(container, "tree_manager", None), "in_warmup", False))
+
+
+def dtypes(given: Any) -> list[Any]:
+    """A ScalarType[] as a Python kernel gets it: on some ways through the dispatcher dtypes have become their numbers."""
+    return list(given) if not any(isinstance(value, int) for value in given) else __getattr__("_dtypes_of_numbers")(given)
 
 
 def device_types(group: Any) -> list[str]:

@@ -34,10 +34,10 @@ class Program:
 
 
 PROGRAMS = (
-    Program("ops", 240, 75),
-    Program("races", 240, 75),
+    Program("ops", 300, 90),
+    Program("races", 300, 100),
     Program("broken", 240, 75),
-    Program("numerics", 150, 50),
+    Program("numerics", 180, 60),
     Program("functions", 120, 60),
     Program("graphs", 300, 90),
     Program("recorded", 120, 50),
