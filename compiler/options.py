@@ -39,6 +39,9 @@ class Options:
     """Pieces a gathered or scattered dim is cut into, over all ranks; 0: as many as are predicted to be best."""
     save: Literal["gathered", "shard"] = "gathered"
     """What backward keeps of a gathered activation or weight: all of it (fast), or the shard (gathered again, overlapped)."""
+    memory_budget: float | None = None
+    """How much of the gathered tensors backward keeps whole where `save` does not say: up to 1 a share of their bytes, as
+    torch's activation_memory_budget; above 1 bytes a rank. None: no limit."""
     on_miss: Literal["ignore", "warn", "error"] = "ignore"
     """What a collective beside a matmul that could not be matched causes."""
     merge_all_reduces: bool = True
@@ -112,6 +115,8 @@ def parse(options: Mapping[str, Any] | None, inductor_names: frozenset[str]) -> 
             )
     if ours.get("inner") == "aot_eager" and (theirs or ours.get("mode")):
         raise _bad("inner", "aot_eager", "no options or mode of Inductor beside it", "drop them, or use inner='inductor'")
+    if "save" in ours:
+        ours.pop("memory_budget", None)  # what is said outright needs no weighing
     return Options(**ours), theirs
 
 
@@ -125,6 +130,10 @@ def _checked(name: str, value: Any) -> Any:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
             raise _bad(name, value, f"an integer from 0 to {MAX_CHUNKS}" if name == "chunks" else "an integer of at least 0")
         return value
+    if name == "memory_budget":
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0):
+            raise _bad(name, value, "None, a share from 0 to 1, or bytes (above 1)")
+        return None if value is None else float(value)
     if name == "timeout_s":
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1e9):
             raise _bad(name, value, "a number of seconds above 0 (1e9 at most), or None")

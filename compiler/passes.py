@@ -26,7 +26,7 @@ from .merge import merge_all_reduces
 from .miss import handle_misses
 from .options import Options
 from .rewrite import rewrite
-from .save import keep_shards
+from .save import apply_save_policy
 from .summary import announce
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class JointPass(_Pass):
 
     def __call__(self, graph: Graph) -> None:
         merged = merge_all_reduces(graph) if self.options.merge_all_reduces and self.options.overlap != "off" else 0
-        marked = keep_shards(graph) if self.options.save == "shard" else 0
+        marked = apply_save_policy(graph, self.options)
         if merged or marked:
             graph.lint()
             log.info("joint graph: %d all_reduces merged away, %d gathers keep the shard", merged, marked)

@@ -72,6 +72,8 @@ class Reason(str, Enum):
     """The matmul's other operand depends on the collective, or on another matmul of the site."""
     MATMUL_TAKEN = "matmul_taken"
     """Every matmul that could hide this collective already hides another."""
+    MEMORY = "memory"
+    """The matmuls that could hide it would hold so much memory for so long that the graph's peak would pass its limit."""
     MUTATION_BARRIER = "mutation_barrier"
     """An op with side effects lies between the members of the site, or random numbers would be drawn in another order."""
     DYNAMIC_SHAPE = "dynamic_shape"
@@ -116,6 +118,25 @@ class Work:
         return cls(**known)
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What backward keeps of a gathered tensor (bytes of one rank), and what the other way would have cost."""
+
+    keeps: str
+    """"gathered", or "shard": then it is gathered again."""
+    gathered_bytes: int
+    shard_bytes: int
+    again_us: float
+    """What gathering again adds to backward, as predicted."""
+
+    def __str__(self) -> str:
+        took = self.shard_bytes if self.keeps == "shard" else self.gathered_bytes
+        return (
+            f"backward keeps the {self.keeps} ({took} bytes; gathered {self.gathered_bytes} and 0 us, shard {self.shard_bytes} "
+            f"and {self.again_us:.0f} us to gather again)"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """What was decided for one collective, and everything needed to explain it."""
@@ -138,6 +159,8 @@ class Decision:
     dtype: str = ""
     matmuls: tuple[str, ...] = ()
     """Names of the graph's matmul nodes that the site takes."""
+    paired: tuple[str, ...] = ()
+    """Of a bulk site: those matmuls with their modules, and the sites that they could have belonged to."""
     options: tuple[str, ...] = ()
     """Modes that would be legal for this site."""
     bytes: int | None = None
@@ -153,6 +176,9 @@ class Decision:
     """None where a size has no value, or the dtype or the collective no cost."""
     rows: int | None = None
     """Of a call as traced: by these a table picks."""
+
+    kept: Kept | None = None
+    """Of a gather of the forward that backward reads, where that was weighed (save="shard", memory_budget)."""
 
     @property
     def overlapped(self) -> bool:
@@ -173,9 +199,11 @@ class Decision:
             "id": self.id, "kind": self.kind.value, "phase": self.phase, "strategy": str(self.strategy),
             "reason": self.reason.value if self.reason else None, "detail": self.detail, "group": self.group,
             "ranks": self.ranks, "shapes": dict(self.shapes), "dtype": self.dtype, "matmuls": list(self.matmuls),
+            "paired": list(self.paired),
             "options": list(self.options), "bytes": self.bytes, "flops": self.flops, "module": self.module,
             "source": self.source, "predicted": dict(self.predicted), "work": self.work.to_dict() if self.work else None,
             "rows": self.rows,
+            "kept": asdict(self.kept) if self.kept else None,
         }  # fmt: skip
 
     @classmethod
@@ -186,9 +214,11 @@ class Decision:
             strategy=merged if d["strategy"] == str(merged) else parse(d["strategy"]),
             reason=Reason(d["reason"]) if d["reason"] else None, detail=d["detail"], group=d["group"], ranks=d["ranks"],
             shapes=tuple(d["shapes"].items()), dtype=d["dtype"], matmuls=tuple(d["matmuls"]), options=tuple(d["options"]),
+            paired=tuple(d.get("paired", ())),
             bytes=d["bytes"], flops=d["flops"], module=d["module"], source=d["source"],
             predicted=tuple(d.get("predicted", {}).items()),
             work=Work.from_dict(d["work"]) if d.get("work") else None, rows=d.get("rows"),
+            kept=Kept(**d["kept"]) if d.get("kept") else None,
         )  # fmt: skip
 
 

@@ -9,9 +9,10 @@
     predict.py    (shape, strategy, profile) -> Prediction
     choose.py     (shape, profile) -> Choice
     of_site.py    a graph's site -> SiteShape
+    again.py      what gathering a tensor again adds to backward
     amounts.py    bytes and operations of a site, and what a bulk collective takes along
 
-All of it but of_site.py and amounts.py is plain Python without torch: a plan can be made where there is no GPU and no
+All of it but of_site.py, again.py and amounts.py is plain Python without torch: a plan can be made where there is no GPU and no
 torch.fx. A prediction depends on shape, strategy and profile alone.
 """
 

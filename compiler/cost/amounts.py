@@ -1,4 +1,4 @@
-"""What a site sends and computes, and how many products a bulk collective takes along.
+"""What a site sends and computes.
 
 Legend: R ranks. Bytes are what one rank sends: an all_gather or reduce_scatter sends (R - 1) shards, an all_reduce twice that.
 """
@@ -13,6 +13,7 @@ from ..sites.values import dtype_of, shape_of
 
 FLOPS_PER_BYTE = 2000
 """Arithmetic that hides one sent byte: about 770 TFLOP/s bf16 over 380 GB/s, an H200 on NVLink."""
+FLOPS_PER_US = 770e6
 BULK_PRODUCTS = 8
 """A bulk op takes no more products than this, however small: their operands all live until the op."""
 
@@ -34,13 +35,8 @@ def flops(p: Product) -> int | None:
     return count if isinstance(count, int) else None
 
 
-def enough(products: tuple[Product, ...], sent: int | None) -> tuple[Product, ...]:
-    """The nearest of `products` that together hide `sent` bytes: at least one, at most `BULK_PRODUCTS`."""
-    need = (sent or 0) * FLOPS_PER_BYTE
-    taken: list[Product] = []
-    for p in products[:BULK_PRODUCTS]:
-        if taken and need <= 0:
-            break
-        taken.append(p)
-        need -= flops(p) or 0
-    return tuple(taken)
+def hidden_us(site: Site) -> float:
+    """About how long what a site sends would be hidden by its products, on an H200; 0 where a size is dynamic. For choices
+    that no profile is asked for: it grows with every product until there are enough."""
+    known = sum(flops(p) or 0 for p in site.products)
+    return min((bytes_sent(site) or 0) * FLOPS_PER_BYTE, known) / FLOPS_PER_US

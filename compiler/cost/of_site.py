@@ -13,7 +13,7 @@ from ub_overlap import _torch_compat as compat
 from ..plan import Work
 from ..sites.collectives import Op
 from ..sites.match import Gather, Reduction, Site
-from ..sites.sizes import Size, hint, product, symbols
+from ..sites.sizes import Size, hint, number_of, product, symbols
 from ..sites.values import dtype_of, shape_of
 from .shape import SIZES, SiteShape
 
@@ -73,12 +73,10 @@ def shape_at(sizes: Work, hints: Hints) -> SiteShape | None:
     """`sizes` with the values of `hints`; None where one is missing or below 0."""
 
     def number(x: Size) -> int:
-        if isinstance(x, int):
-            return x
-        value = sympy.sympify(x).subs(hints)
-        if not value.is_Integer:
+        value = number_of(x, hints)
+        if value is None:
             raise ValueError(f"no value for {x}")
-        return int(value)
+        return value
 
     try:
         found = [(number(m), number(n), number(k), contracts) for m, n, k, contracts in sizes.matmuls]

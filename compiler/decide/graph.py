@@ -1,25 +1,26 @@
-"""The collectives of a graph in their order: the first that takes a matmul has it."""
+"""The collectives of a graph: what is open to each, which of it fits together and saves the most, and what is said of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import sympy
 from torch.fx import Graph
 
-from ..cost.choose import Choice
 from ..describe import groups_of
 from ..options import Options
-from ..plan import NONE, Decision, Mode, Plan, Reason, Strategy, Table
+from ..plan import NONE, Decision, Plan, Reason, Strategy, Table
 from ..rule import Forced
 from ..sites import Candidate, Miss, Site, find
 from ..sites.order import Order
 from ..sites.sizes import symbols
-from .legal import bulk, no_stripes, pipelined, unknown_size
-from .record import decision, merged_away
+from .legal import no_stripes, unknown_size
+from .memory import Memory
+from .pairing import pair
+from .record import decision, merged_away, paired
+from .ways import Finder, Offer
 from .wishes import wishes_of
-from .worth import Costs, too_small
+from .worth import Costs
 
 Transport = Callable[[str, str, int], str | None]
 """(device type, group name, ranks) -> why the runtime cannot serve this group, or None."""
@@ -37,72 +38,58 @@ class Decided:
 
 def decide(graph: Graph, options: Options, phase: str, transport: Transport) -> Decided:
     """Decides every collective of `graph`; `phase` is "forward" or "backward"."""
-    order = Order(graph)
     candidates = find(graph)
-    ordinals = groups_of(candidates)
-    known = frozenset(symbol for symbol, _ in symbols(graph))
-    costs = Costs.of(graph, options)
+    names = [f"{phase}.{number}" for number in range(len(candidates))]
+    wishes = wishes_of(candidates, options, phase)
+    order, costs, known = Order(graph), Costs.of(graph, options), frozenset(symbol for symbol, _ in symbols(graph))
+    finder = Finder(costs, order, lambda site: unknown_size(site, known))
+    offers: list[Offer] = []
+    for name, candidate in zip(names, candidates, strict=True):
+        wish = wishes.get(name)
+        closed = _closed(candidate, wish, options, transport)
+        offers.append(Offer(miss=closed) if closed else finder.of(candidate, wish))
+    outcomes = pair(offers, order, Memory.of(graph, costs.hints))
+
+    ordinals, owners = groups_of(candidates), {}
+    for name, candidate in zip(names, candidates, strict=True):
+        for p in candidate.match.products if candidate.match else ():
+            owners.setdefault(p.node, name)
     decisions: list[Decision] = []
     sites: list[tuple[Site, Strategy | Table, str]] = []
-    wishes = wishes_of(candidates, options, phase)
-    for number, candidate in enumerate(candidates):
-        name = f"{phase}.{number}"
-        wish = wishes.get(name)
-        site, strategy, miss, choice = _one(candidate, costs, wish, order, transport, known)
-        decisions.append(decision(candidate, site, strategy, miss, choice, wish, costs.hints, name, phase, ordinals))
-        decisions += merged_away(candidate, decisions[-1])
-        if site is not None:
-            sites.append((site, strategy, name))
+    for name, candidate, offer, outcome in zip(names, candidates, offers, outcomes, strict=True):
+        way, miss = (None, outcome) if isinstance(outcome, Miss) else (outcome, None)
+        made = decision(
+            candidate,
+            way.site if way else None,
+            way.strategy if way else NONE,
+            miss,
+            way.choice if way else offer.choice,
+            wishes.get(name),
+            costs.hints,
+            name,
+            phase,
+            ordinals,
+            paired(way.site, owners) if way else (),
+        )
+        decisions += [made, *merged_away(candidate, made)]
+        if way:
+            sites.append((way.site, way.strategy, name))
     plan = Plan(phase, tuple(decisions), costs.profile())
     return Decided(plan, [(site, strategy, f"{plan.digest}/{name}") for site, strategy, name in sites], tuple(ordinals))
 
 
-def _one(
-    candidate: Candidate,
-    costs: Costs,
-    wish: Forced | None,
-    order: Order,
-    transport: Transport,
-    known: frozenset[sympy.Symbol],
-) -> tuple[Site | None, Strategy | Table, Miss | None, Choice | None]:
-    """The site to rewrite and its strategy, or the reason for none; and the reckoning behind either, where there was one."""
-    miss, options, choice = candidate.miss, costs.options, None
-    c = candidate.collective
+def _closed(candidate: Candidate, wish: Forced | None, options: Options, transport: Transport) -> Miss | None:
+    """Why nothing is open to a candidate, before anything is weighed."""
+    miss, c = candidate.miss, candidate.collective
     hopeless = (Reason.COLLECTIVE_UNSUPPORTED, Reason.GROUP_NOT_STATIC, Reason.TRIVIAL_GROUP, Reason.DTYPE_UNSUPPORTED)
     if miss is not None and miss.reason in (*hopeless, Reason.REDUCE_OP_UNSUPPORTED):
-        return None, NONE, miss, None
+        return miss
     forced = wish.strategy if wish else None
     if forced == NONE or (options.overlap == "off" and forced is None):
-        return None, NONE, Miss(Reason.DISABLED_BY_USER, f"{wish.by} says none" if wish else "overlap='off'"), None
+        return Miss(Reason.DISABLED_BY_USER, f"{wish.by} says none" if wish else "overlap='off'")
     if forced is not None and forced.striped and (illegal := no_stripes(candidate.match)):
-        return None, NONE, Miss(Reason.STRATEGY_ILLEGAL, illegal), None
+        return Miss(Reason.STRATEGY_ILLEGAL, illegal)
     assert c.group is not None
     if why := transport(c.node.meta["val"].device.type, c.group, c.ranks):
-        return None, NONE, Miss(Reason.NO_TRANSPORT, why), None
-    modes = [forced.mode] if forced else [Mode.PIPELINED, Mode.BULK]
-    for mode in modes:
-        site = pipelined(candidate, order) if mode is Mode.PIPELINED else bulk(candidate, order)
-        if isinstance(site, Miss):
-            # The reason of the pipelined form explains more than "nothing to run beside it".
-            miss = miss or site
-            continue
-        if small := too_small(site, options, forced):
-            return None, NONE, small, None
-        if unknown := unknown_size(site, known):
-            miss = miss or unknown
-            continue
-        strategy: Strategy | Table = forced or Strategy(mode, options.chunks if mode is Mode.PIPELINED else 0)
-        found = None if forced else costs.choose(site, options.chunks if mode is Mode.PIPELINED else 0)
-        if found is not None:
-            choice = choice or found
-            if found.strategy == NONE:
-                miss = miss or Miss(Reason.NO_GAIN, found.reason)
-                if mode is Mode.PIPELINED:
-                    break  # what it could run beside may be another site's own matmul, which gains more by it
-                continue
-            strategy = found.strategy
-        if failed := order.fuse(site.members):
-            miss = miss or failed
-            continue
-        return site, strategy, None, found
-    return None, NONE, miss or Miss(Reason.NO_MATMUL, "no matmul produces, consumes or can run beside it"), choice
+        return Miss(Reason.NO_TRANSPORT, why)
+    return None

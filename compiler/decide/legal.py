@@ -1,4 +1,4 @@
-"""candidate -> the site that can still be made of it, after what was fused before, or why there is none."""
+"""candidate -> the site that can be made of its match, or why there is none."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from dataclasses import replace
 import sympy
 from torch.fx import Node
 
-from ..cost.amounts import bytes_sent, enough
 from ..plan import Reason
 from ..sites import Bulk, Candidate, Gather, Miss, Reduction, Site
-from ..sites.matmuls import Product
 from ..sites.order import Order
 from ..sites.sizes import Size
 from ..sites.values import shape_of, tensor_of
@@ -24,30 +22,26 @@ def no_stripes(match: Gather | Reduction | None) -> str:
 
 
 def pipelined(candidate: Candidate, order: Order) -> Site | Miss:
-    """The match, less the matmuls that others took or that would close a circle."""
-    match = candidate.match
-    if match is None:
+    """The match, less the matmuls that would close a circle. Nothing is fused in `order` yet."""
+    free = candidate.match
+    if free is None:
         return candidate.miss or Miss(Reason.NO_MATMUL, "no matmul touches its tensor")
-    taken = order.taken
-    if isinstance(match, Reduction):
-        if any(t.node in taken for t in match.terms):
-            return Miss(Reason.MATMUL_TAKEN, "its matmul already hides another collective")
-        return match
-    free = _without(match, {k.product.node for k in match.consumers if k.product.node in taken})
-    if not free.consumers:
-        return Miss(Reason.MATMUL_TAKEN, "its matmuls already hide another collective")
+    if isinstance(free, Reduction):
+        return free
     # Consumers whose other operand needs a result of the site would close a circle: they read the kept tensor instead.
+    made = {k.product.node for k in free.consumers}
+    free = without(free, {k.product.node for k in free.consumers if k.operand.node in made})
     while circle := order.conflicts(free.members):
         late = {k.product.node for k in free.consumers if k.operand.node in circle}
         if not late or len(late) == len(free.consumers):
             return Miss(
                 Reason.DEPENDENT_OPERAND, f"{min(n.name for n in circle)} needs the gathered tensor and feeds its matmul"
             )
-        free = _without(free, late)
+        free = without(free, late)
     return free
 
 
-def _without(match: Gather, products: set[Node]) -> Gather:
+def without(match: Gather, products: set[Node]) -> Gather:
     """`match` less some consumers, which become other users of the gathered tensor."""
     if not products:
         return match
@@ -55,32 +49,6 @@ def _without(match: Gather, products: set[Node]) -> Gather:
     holders = [n for k in gone for n in k.product.node.all_input_nodes if n in match.holders]
     kept = tuple(k for k in match.consumers if k.product.node not in products)
     return replace(match, consumers=kept, roots=tuple(dict.fromkeys((*match.roots, *holders))))
-
-
-def bulk(candidate: Candidate, order: Order) -> Site | Miss:
-    """The collective beside the nearest independent matmuls that together hide it."""
-    free = [p for p in candidate.beside if p.node not in order.taken]
-    if not free:
-        if candidate.beside:
-            return Miss(Reason.MATMUL_TAKEN, "every independent matmul already hides another collective")
-        return Miss(Reason.NO_MATMUL, "no matmul produces, consumes or can run beside it")
-    chosen: list[Product] = []
-    for p in free:  # pairwise independent, and no circle through what was fused before
-        trial = Bulk(candidate.collective, (*chosen, p))
-        if not order.conflicts(trial.members) and not _feeds(trial):
-            chosen.append(p)
-            if len(enough(tuple(chosen), bytes_sent(trial))) < len(chosen):
-                break
-    if not chosen:
-        return Miss(Reason.DEPENDENT_OPERAND, "every independent matmul is tied to it through another site")
-    chosen = list(enough(tuple(chosen), bytes_sent(Bulk(candidate.collective, tuple(chosen)))))
-    return Bulk(candidate.collective, tuple(chosen))
-
-
-def _feeds(site: Bulk) -> bool:
-    """Does a product read another member directly?"""
-    inside = set(site.members)
-    return any(n in inside for p in site.products for n in p.node.all_input_nodes)
 
 
 def unknown_size(site: Site, known: frozenset[sympy.Symbol]) -> Miss | None:

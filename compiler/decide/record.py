@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from torch.fx import Node
+
 from ..cost.amounts import bytes_sent, flops
 from ..cost.choose import Choice
 from ..cost.of_site import Hints
-from ..describe import row, work_of
+from ..describe import module_of, row, work_of
 from ..merge import MERGED
 from ..plan import Decision, Kind, Mode, Strategy, Table
 from ..rule import Forced
+from ..save import KEPT
 from ..sites import Bulk, Candidate, Miss, Site
 from ..sites.collectives import Op
 from .carry import rows_at
@@ -44,26 +47,31 @@ def decision(
     name: str,
     phase: str,
     ordinals: dict[str, str],
+    beside: tuple[str, ...] = (),
 ) -> Decision:
-    """`name`: the site's id. `ordinals`: groups by c10d name, as describe.groups_of numbers them."""
+    """`name`: the site's id. `ordinals`: groups by c10d name, as describe.groups_of numbers them. `beside`: what it was paired
+    with."""
     shown = site or candidate.match
     op = candidate.collective.op
     matched = candidate.match is not None and not isinstance(site, Bulk)
     products = shown.products if shown else ()
     work = [flops(p) for p in products]
+    kept = candidate.collective.node.meta.get(KEPT) if phase == "forward" else None
     legal = ((Mode.PIPELINED.value,) if candidate.match is not None else ()) + ((Mode.BULK.value,) if candidate.beside else ())
     return Decision(
         id=name,
         phase=phase,
         strategy=strategy,
         reason=miss.reason if miss else None,
-        detail=_detail(candidate, site, miss, choice, wish),
+        detail="; ".join(filter(None, (_detail(candidate, site, miss, choice, wish, beside), str(kept or "")))),
         predicted=tuple((text, round(p.us, 2)) for text, p in choice.predictions.items()) if choice else (),
         work=work_of(candidate, shown, hints),
         rows=rows_at(shown, hints) if shown else None,
         kind=_MATCHED[op] if matched and op else _PLAIN[op],
         options=legal,
         matmuls=tuple(p.node.name for p in products),
+        paired=beside,
+        kept=kept,
         bytes=bytes_sent(shown) if shown else None,
         flops=sum(f for f in work if f is not None) if work and None not in work else None,
         **row(candidate, shown, ordinals),
@@ -90,9 +98,33 @@ def merged_away(candidate: Candidate, into: Decision) -> list[Decision]:
     ]
 
 
-def _detail(candidate: Candidate, site: Site | None, miss: Miss | None, choice: Choice | None, wish: Forced | None) -> str:
+def paired(site: Site, owners: dict[Node, str]) -> tuple[str, ...]:
+    """The matmuls that a collective was paired with: "mm_3 (layers.0.feed_forward.w1)", and of which site they might have been
+    (`owners`: site ids by matmul)."""
+    if not isinstance(site, Bulk):
+        return ()
+    said = []
+    for node in (p.node for p in site.products):
+        module = module_of(node)
+        of = f" of {owners[node]}" if node in owners else ""
+        said.append(node.name + of + (f" ({module})" if module else ""))
+    return tuple(said)
+
+
+def _detail(
+    candidate: Candidate,
+    site: Site | None,
+    miss: Miss | None,
+    choice: Choice | None,
+    wish: Forced | None,
+    beside: tuple[str, ...],
+) -> str:
     """The reason or the choice in a sentence, and who asked for it."""
-    said = miss.detail if miss else "; ".join(filter(None, (_instead(candidate, site), choice.reason if choice else "")))
+    if miss:
+        said = miss.detail
+    else:
+        with_ = f"beside {', '.join(beside)}" if beside else ""
+        said = "; ".join(filter(None, (_instead(candidate, site), with_, choice.reason if choice else "")))
     if wish is None or wish.by in said:
         return said
     return "; ".join(filter(None, [said, f"{wish.strategy} forced by {wish.by}"]))

@@ -34,8 +34,9 @@ def _one(graph: Graph, site: Site, strategy: Strategy | Table, name: str, so_far
     members = site.members
     inside = set(members)
     inputs = {i for m in members for i in m.all_input_nodes if i not in inside}
-    # Behind the input that comes last now; the sort at the end puts users behind us.
-    behind = max(inputs)  # nodes of one graph compare by their place in it
+    # Behind the input that comes last now, and never before the site's first node: a write may stand before that. The sort at
+    # the end puts users behind us.
+    behind = max(*inputs, min(members))  # nodes of one graph compare by their place in it
     while behind.next.op == "placeholder":
         behind = behind.next
     e = Emitter(graph, site.collective.node, so_far)

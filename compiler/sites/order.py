@@ -30,6 +30,11 @@ class Order:
         """The members of every site fused so far."""
         return self._fused.keys()
 
+    def release(self, members: Collection[Node]) -> None:
+        """Takes a fused site apart. The order stays one: fusing only ever asked for more."""
+        for m in members:
+            del self._fused[m]
+
     def _inputs(self, inside: set[Node]) -> set[Node]:
         """What the members need from outside; a fused site is needed as a whole."""
         inputs = {i for m in inside for i in m.all_input_nodes if i not in inside}

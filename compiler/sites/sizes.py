@@ -5,7 +5,7 @@ Nothing here adds a guard: a question that the expressions do not answer is answ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -45,6 +45,14 @@ def hint(x: torch.SymInt) -> int | None:
     """The value that a symbolic size was traced with, where it has one."""
     value = getattr(x.node, "hint", None)
     return value if isinstance(value, int) else None
+
+
+def number_of(x: Size, hints: Mapping[sympy.Symbol, int]) -> int | None:
+    """A size as a number, with `hints` for its symbols; None without values for all of them."""
+    if isinstance(x, int):
+        return x
+    value = sympy.sympify(x).subs(hints)
+    return int(value) if value.is_Integer else None
 
 
 def product(shape: Iterable[Size]) -> Size:

@@ -25,6 +25,8 @@ _VIEWS = {
     aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.flatten.using_ints,
     aten.clone.default, aten.contiguous.default, aten.lift_fresh_copy.default, aten._reshape_alias.default,
 }  # fmt: skip
+_SHARES = {operator.getitem, aten._unsafe_view.default, torch.ops._c10d_functional.wait_tensor.default}
+"""What shares its input's memory without saying so in its schema."""
 CUTS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
 _PERMUTES = {aten.permute.default, aten.t.default, aten.transpose.int, aten.numpy_T.default}
 _CASTS = {aten._to_copy.default, aten.to.dtype, prims.convert_element_type.default}
@@ -64,6 +66,23 @@ def source(node: Node, index: int = 0) -> Node:
     arg = node.args[index]
     assert isinstance(arg, Node), f"{node}: argument {index} is {arg!r}, expected a node"
     return arg
+
+
+def aliased(node: Node) -> Node | None:
+    """The node whose memory `node` is a view of."""
+    if node.op != "call_function" or not node.all_input_nodes:
+        return None
+    if node.target in _SHARES:
+        return node.all_input_nodes[0]
+    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    return node.all_input_nodes[0] if returns and returns[0].alias_info is not None else None
+
+
+def storage(node: Node) -> Node:
+    """The node that made the memory that `node` lies in."""
+    while (before := aliased(node)) is not None:
+        node = before
+    return node
 
 
 def pieces_of(cat: Node) -> list[Node]:

@@ -42,9 +42,9 @@ def test_forced_bulk(pool2: RankPool, inner: str) -> None:
     for outcome in pool2.run(forced, inner, timeout=240):
         outcome.check()
         backward = [d for d in outcome.decisions if d["phase"] == "backward"]
-        assert [d["strategy"] for d in backward] == ["none", "bulk", "none", "bulk"]
-        assert [d["reason"] for d in backward] == ["no_matmul", None, "matmul_taken", None]
-        assert [len(d["matmuls"]) for d in backward if d["strategy"] == "bulk"] == [3, 4]
+        assert [d["strategy"] for d in backward] == ["none", "bulk", "bulk", "bulk"]
+        assert [d["reason"] for d in backward] == ["no_matmul", None, None, None]
+        assert all(len(d["paired"]) == len(d["matmuls"]) > 0 for d in backward if d["strategy"] == "bulk")
         taken = [m for d in backward for m in d["matmuls"] if d["strategy"] == "bulk"]
         assert len(taken) == len(set(taken))
 

@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph
 
+from tests.compiler.dags import Dag
 from tests.compiler.work import FORCE, build, decisions_of, since, world_name
 from tests.harness.ranks import RankPool
 from tests.harness.traces import capture
 from tests.models.compare import compare
 from tests.models.forms import FORMS
-from ub_overlap.compiler.decide import decide
+from ub_overlap.compiler.decide import decide, memory
 from ub_overlap.compiler.options import parse
 from ub_overlap.compiler.plan import Decision, Reason
 
@@ -226,9 +227,25 @@ def test_write_between(pool2: RankPool) -> None:
         assert [d.reason for d in decisions] == [R.MUTATION_BARRIER]
 
 
+def test_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The matmul would wait for the gather's input, and with it its operand, which could have gone before `big` was made."""
+    d = Dag(8)
+    x, w, late = d.input("x", 8192, 8192), d.input("primals_w", 8192, 8192), d.input("late", 1024, 8192)
+    product = d.mm(x, w)
+    big = d.call(torch.ops.aten.cat.default, [w, w])
+    d.output(product, big, d.gather(d.call(torch.ops.aten.add.Tensor, late, late)))
+    options = parse({"profile": "h200", "min_bytes": 0}, frozenset())[0]
+    (free,) = decide(d.graph, options, "backward", lambda *_: None).plan.decisions
+    assert str(free.strategy) == "bulk", free
+    monkeypatch.setattr(memory, "MORE_BYTES", 0)
+    monkeypatch.setattr(memory, "MORE_SHARE", 0.0)
+    (held,) = decide(d.graph, options, "backward", lambda *_: None).plan.decisions
+    assert held.reason is R.MEMORY and "128 MiB" in held.detail, held
+
+
 def test_every_reason_is_provoked() -> None:
     forms = {r for pair in FORM_REASONS.values() for r in pair if r is not None}
-    assert forms | set(SITUATIONS.values()) | {R.GROUP_NOT_STATIC, R.MUTATION_BARRIER} == set(Reason)
+    assert forms | set(SITUATIONS.values()) | {R.GROUP_NOT_STATIC, R.MUTATION_BARRIER, R.MEMORY} == set(Reason)
 
 
 def test_every_refused_form_is_here() -> None:

@@ -16,7 +16,8 @@ from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss
 from tests.models.compare import Values, error, uncached, values
 from ub_overlap.compiler.history import HISTORY
-from ub_overlap.compiler.plan import Decision
+from ub_overlap.compiler.plan import Decision, Kept
+from ub_overlap.compiler.save import _within
 
 ACTIVATION = ("tests.models.megatron", {"gated": True, "dims": 2})
 WEIGHT = ("tests.models.fsdp", {})
@@ -126,3 +127,37 @@ def test_activation_checkpointing(pool2: RankPool, selective: bool, save: str) -
         assert [d.kind.value for d in forward if d.overlapped] == ["all_gather_matmul", "matmul_reduce_scatter"]
         gathers = backward_gathers(saved)
         assert len(gathers) == 2 and all(d.overlapped for d in gathers)
+
+
+def options_with(budget: float | None, **more: Any) -> dict[str, Any]:
+    return {**FORCE, "profile": "h200", "memory_budget": budget, **more}
+
+
+def run_budgets(rank: int, world: int, budgets: list[float]) -> list[Saved]:
+    """One weight-gathering model under each budget, then under an explicit save= beside budget 0."""
+    every = [options_with(b) for b in budgets] + [options_with(0.0, save="gathered")]
+    return [run(rank, world, *WEIGHT, options) for options in every]
+
+
+def test_memory_budget(pool2: RankPool) -> None:
+    """Nothing, a part, one tensor's bytes, all; and what is said outright wins."""
+    for none, part, some, whole, outright in pool2.run(run_budgets, [0.0, 0.5, 96 * 64 * 4 + 1.0, float("inf")], timeout=240):
+        gathers = [[d.kept for d in s.decisions if d.kept is not None] for s in (none, part, some, whole)]
+        assert len({len(kept) for kept in gathers}) == 1 and len(gathers[0]) >= 2
+        total = sum(k.gathered_bytes for k in gathers[0])
+        spent = [sum(k.gathered_bytes for k in kept if k.keeps == "gathered") for kept in gathers]
+        assert spent[0] == 0 and 0 < spent[1] <= total / 2 and 0 < spent[2] <= 96 * 64 * 4 + 1 and spent[3] == total
+        assert all(s.error < 1e-5 for s in (none, part, some, whole, outright))
+        bytes_ = [4 * sum(s.sizes) for s in (none, part, some, whole, outright)]
+        assert bytes_[0] < bytes_[1] < bytes_[3] == bytes_[4] and bytes_[0] < bytes_[2] < bytes_[3]
+        for kept in gathers:
+            assert all(k.gathered_bytes == 2 * k.shard_bytes and k.again_us >= 0 for k in kept)
+        assert not [d for d in outright.decisions if d.kept is not None]
+        assert all(str(d.kept) in d.detail for s in (none, whole) for d in s.decisions if d.kept)
+
+
+def test_the_budget_goes_to_what_saves_most_a_byte() -> None:
+    kept = [Kept("gathered", gathered, gathered // 2, us) for gathered, us in [(100, 5.0), (10, 4.0), (60, 30.0), (50, 0.0)]]
+    assert _within(kept, 0.0) == set() and _within(kept, 1.0) == _within(kept, float("inf")) == {0, 1, 2, 3}
+    assert _within(kept, 0.35) == {1, 2}, "of 220 bytes 77: the third with 0.5 us a byte, the second with 0.4"
+    assert _within(kept, 75.0) == {1, 2} and _within(kept, 50.0) == {1} and _within(kept, 60.0) == {2}

@@ -23,7 +23,8 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
     parser.add_argument("--ungated", action="store_true", help="GELU, LayerNorm and biases (GPT) instead of SwiGLU and RMSNorm")
     parser.add_argument("--profile", default="h200", help="a shipped profile (h200, cpu) or a file (default: h200)")
     parser.add_argument("--min-bytes", type=int, metavar="N", help="the option min_bytes=")
-    parser.add_argument("--backward-keeps", choices=("gathered", "shard"), default="gathered", help="the option save=")
+    parser.add_argument("--backward-keeps", choices=("gathered", "shard"), help="the option save=")
+    parser.add_argument("--memory-budget", type=float, metavar="N", help="the option memory_budget=: a share up to 1, or bytes")
     parser.add_argument("--rules", metavar="FILE", help="the option rules=: JSON or YAML, or a tp_comm_overlap_cfg")
     parser.add_argument("--plan", metavar="FILE", help="the option plan=: a saved plan whose strategies are forced")
     parser.add_argument("--save", metavar="FILE", help="write the plan; options={'plan': FILE} loads it")
@@ -46,8 +47,10 @@ def run(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if not flags.model:
         given.setdefault("kv_heads", given["heads"])
     sizes = named(flags.model, **given) if flags.model else Sizes(**given)
-    options: dict[str, Any] = {"save": flags.backward_keeps, "profile": flags.profile}
-    options |= {name: value for name in ("rules", "plan", "min_bytes") if (value := getattr(flags, name)) is not None}
+    options: dict[str, Any] = {"profile": flags.profile}
+    options |= {"save": flags.backward_keeps} if flags.backward_keeps else {}
+    own = ("rules", "plan", "min_bytes", "memory_budget")
+    options |= {name: value for name in own if (value := getattr(flags, name)) is not None}
     step = plan_step(sizes, parse(options, frozenset())[0])
     if flags.save:
         Path(flags.save).write_text(step.saved_plan())

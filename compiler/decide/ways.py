@@ -1,0 +1,215 @@
+"""candidate -> the ways in which it could be run, each with what it is worth, or why there are none.
+
+    pipelined   its match; and the match less some consumers, which are then free to hide something else
+    bulk        beside sets of independent products: as few as hide it, the nearest of several that do as well
+
+What is open to a candidate stands here; which of it is taken, so that all ways fit together, is pairing.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import combinations
+
+from torch.fx import Node
+
+from ..cost.amounts import BULK_PRODUCTS, hidden_us
+from ..cost.choose import Choice
+from ..plan import Mode, Reason, Strategy, Table
+from ..rule import Forced
+from ..sites import Bulk, Candidate, Gather, Miss, Site
+from ..sites.matmuls import Product
+from ..sites.order import Order
+from ..sites.values import dtype_of, shape_of
+from .legal import pipelined, without
+from .worth import Costs, too_small
+
+FORCED = 1e10
+"""Worth of a strategy that the user names for a site: more than all microseconds of a graph."""
+OVERLAP = 1e7
+"""Worth of any overlap with overlap="force"; less than what is named, more than microseconds."""
+OWN = 1e6
+"""With overlap="force": of its own matmuls before others'."""
+ADDS_US = 0.5
+"""A product that adds less than this to what a bulk site saves is not taken along."""
+NEAR = 6
+"""Of so many of the nearest products all sets are looked at, of the others neighbours alone."""
+FEW = 4
+"""Of so many consumers all sets are left out in turn, of more one or all but one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """`worth`: microseconds that it saves, over all that are above. `takes`: a bit for every node that it takes."""
+
+    site: Site
+    strategy: Strategy | Table
+    worth: float
+    takes: int
+    choice: Choice | None = None
+
+    @property
+    def bulk(self) -> bool:
+        return isinstance(self.site, Bulk)
+
+
+@dataclass(slots=True)
+class Offer:
+    """What is open to a candidate: `ways`, the most worth first. `miss`: why there is no other way, or none at all. `choice`:
+    what was weighed first, for the report."""
+
+    ways: list[Way] = field(default_factory=list)
+    miss: Miss | None = None
+    choice: Choice | None = None
+    limited: bool = True
+    """Does the memory limit hold for it? Not for what is forced."""
+
+
+@dataclass(slots=True)
+class Finder:
+    """Finds the ways of one graph's candidates. `unknown`: asks for sizes that cannot be computed (legal.unknown_size)."""
+
+    costs: Costs
+    order: Order
+    unknown: Callable[[Site], Miss | None]
+    _bits: dict[Node, int] = field(default_factory=dict)
+    _sizes: dict[object, int] = field(default_factory=dict)
+    _bulk: dict[tuple[object, ...], tuple[Choice | None, float]] = field(default_factory=dict)
+
+    def of(self, candidate: Candidate, wish: Forced | None) -> Offer:
+        """Every way of a candidate that nothing rules out; `wish`: what the user forces on it."""
+        options, forced = self.costs.options, wish.strategy if wish else None
+        offer = Offer(miss=candidate.miss, limited=not forced and options.overlap != "force")
+        for mode in [forced.mode] if forced else [Mode.PIPELINED, Mode.BULK]:
+            if mode is Mode.PIPELINED:
+                small = self._pipelined(offer, candidate, forced)
+            else:
+                small = self._beside(offer, candidate, forced)
+            if small:
+                return Offer(miss=small)
+        # Where two are worth the same: its own matmuls, fewer products, nearer ones.
+        offer.ways.sort(key=lambda way: (-way.worth, way.bulk, len(way.site.products)))
+        return offer
+
+    def _pipelined(self, offer: Offer, candidate: Candidate, forced: Strategy | Table | None) -> Miss | None:
+        """Adds the match and what is left of it without some consumers; returns why the candidate is too small for anything."""
+        match = pipelined(candidate, self.order)
+        sites = [*([] if isinstance(match, Miss) else [match]), *_fewer(candidate.match)]
+        if isinstance(match, Miss):
+            offer.miss = offer.miss or match
+        elif small := too_small(match, self.costs.options, forced):
+            return small
+        chunks = self.costs.options.chunks
+        failed: Miss | None = None
+        for site in sites:
+            if unknown := self.unknown(site):
+                failed = failed or unknown
+                continue
+            choice = None if forced else self.costs.choose(site, chunks)
+            offer.choice = offer.choice or choice
+            if choice is not None and choice.strategy.mode is Mode.NONE:
+                failed = failed or Miss(Reason.NO_GAIN, choice.reason)
+                continue
+            strategy = choice.strategy if choice else forced or Strategy(Mode.PIPELINED, chunks)
+            worth = self._worth(site, _saved_us(site, choice), forced)
+            offer.ways.append(Way(site, strategy, worth, self._takes(site), choice))
+        if not offer.ways:
+            offer.miss = offer.miss or failed
+        return None
+
+    def _beside(self, offer: Offer, candidate: Candidate, forced: Strategy | Table | None) -> Miss | None:
+        """The same for its independent products."""
+        c = candidate.collective
+        if not candidate.beside:
+            return None
+        if small := too_small(Bulk(c, candidate.beside[:1]), self.costs.options, forced):
+            return small
+        free: list[Product] = []
+        failed: Miss | None = None
+        for p in candidate.beside:
+            if unknown := self.unknown(Bulk(c, (p,))):
+                failed = unknown
+            else:
+                free.append(p)
+        strategy = forced or Strategy(Mode.BULK)
+        kept: list[tuple[int, float]] = []
+        # Equal sizes are weighed once: numbers stand for them.
+        here = self._number((c.op, c.ranks, shape_of(c.input), dtype_of(c.input), c.group, forced is None))
+        sizes = [self._number((p.shape, p.inner, dtype_of(p.node))) for p in free]
+        fed = [sum(1 << i for i, q in enumerate(free) if q.node in p.node.all_input_nodes) for p in free]
+        for indices in _sets(len(free)):
+            bits = sum(1 << i for i in indices)
+            # One that reads another directly. (One that does so through other nodes is refused when they are fused.)
+            if any(fed[i] & bits for i in indices):
+                continue
+            products = tuple(free[i] for i in indices)
+            key = (here, *(sizes[i] for i in indices))
+            if key not in self._bulk:
+                self._bulk[key] = self._weighed(Bulk(c, products), forced)
+            choice, us = self._bulk[key]
+            offer.choice = offer.choice or choice
+            if choice is not None and choice.strategy.mode is Mode.NONE:
+                continue
+            adds = ADDS_US if choice else 0.0
+            if any(part & bits == part and us <= other + adds for part, other in kept):
+                continue  # fewer products do as well
+            kept.append((bits, us))
+            site = Bulk(c, products)
+            offer.ways.append(Way(site, strategy, self._worth(site, us, forced), self._takes(site), choice))
+        if not offer.ways:
+            # The reason of the pipelined form explains more than "nothing to run beside it".
+            offer.miss = offer.miss or failed or (Miss(Reason.NO_GAIN, offer.choice.reason) if offer.choice else None)
+        return None
+
+    def _number(self, sizes: object) -> int:
+        return self._sizes.setdefault(sizes, len(self._sizes))
+
+    def _weighed(self, site: Bulk, forced: Strategy | Table | None) -> tuple[Choice | None, float]:
+        """What is chosen for a bulk site, and the microseconds that it saves."""
+        choice = None if forced else self.costs.choose(site, 0)
+        return choice, _saved_us(site, choice)
+
+    def _worth(self, site: Site, us: float, forced: Strategy | Table | None) -> float:
+        """The microseconds that a site saves; what is forced comes first."""
+        if forced:
+            return FORCED + us
+        if self.costs.options.overlap == "force":
+            return OVERLAP + (0.0 if isinstance(site, Bulk) else OWN) + us
+        return us
+
+    def _takes(self, site: Site) -> int:
+        bits = self._bits
+        takes = 0
+        for n in site.members:
+            takes |= 1 << bits.setdefault(n, len(bits))
+        return takes
+
+
+def _saved_us(site: Site, choice: Choice | None) -> float:
+    """As predicted, or by rule of thumb where nothing was."""
+    return choice.gain_us if choice else hidden_us(site)
+
+
+def _fewer(match: Site | None) -> Iterator[Gather]:
+    """A gather less some of its consumers, which then read the gathered tensor; of those left none reads another's product."""
+    if not isinstance(match, Gather):
+        return
+    nodes = [k.product.node for k in match.consumers]
+    for count in range(1, len(nodes)) if len(nodes) <= FEW else (1, len(nodes) - 1):
+        for gone in combinations(nodes, count):
+            site = without(match, set(gone))
+            made = {k.product.node for k in site.consumers}
+            if not any(k.operand.node in made for k in site.consumers):
+                yield site
+
+
+@cache
+def _sets(count: int) -> tuple[tuple[int, ...], ...]:
+    """Sets of 0 .. count - 1 (nearest first), `BULK_PRODUCTS` at most: smaller ones first, then nearer ones."""
+    found: list[tuple[int, ...]] = []
+    for size in range(1, min(count, BULK_PRODUCTS) + 1):
+        found += combinations(range(min(count, NEAR)), size)
+        found += [tuple(range(at, at + size)) for at in range(count - size + 1) if at + size > NEAR]
+    return tuple(found)
