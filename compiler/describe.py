@@ -48,7 +48,7 @@ def row(candidate: Candidate, site: Gather | Reduction | Bulk | None, groups: di
         "ranks": c.ranks,
         "shapes": tuple(shapes),
         "dtype": str(dtype_of(c.input)).removeprefix("torch.") if tensor_of(c.input) is not None else "",
-        "module": next((m for n in nodes if (m := _module(n))), ""),
+        "module": next((m for n in nodes if (m := module_of(n))), ""),
         "source": next((s for n in nodes if (s := _source(n))), ""),
     }
 
@@ -74,7 +74,7 @@ def _makers(candidate: Candidate, site: Gather | Reduction | Bulk | None) -> lis
 def place_of(candidate: Candidate, id: str, phase: str, kinds: tuple[str, ...]) -> Place:
     """What rules and saved plans see of a candidate, whatever is decided on it."""
     c = candidate.collective
-    modules = dict.fromkeys(m for n in _makers(candidate, candidate.match) if (m := _module(n)))
+    modules = dict.fromkeys(m for n in _makers(candidate, candidate.match) if (m := module_of(n)))
     known = tensor_of(c.input)
     return Place(
         id=id,
@@ -95,7 +95,7 @@ def _product(p: Any) -> str:
     return f"{_text(p.lhs.shape if not p.lhs.swapped else p.lhs.shape[::-1])} @ {_text((p.rhs.rows, p.rhs.cols))}"
 
 
-def _module(node: Node) -> str:
+def module_of(node: Node) -> str:
     """Path of the innermost nn.Module, in forward order also for backward nodes (torch copies the stack)."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     paths = [path for path, _ in stack.values()] if isinstance(stack, dict) else []

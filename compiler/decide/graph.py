@@ -10,6 +10,7 @@ from torch.fx import Graph
 
 from ..cost.choose import Choice
 from ..describe import groups_of
+from ..fp8.insert import CAST
 from ..options import Options
 from ..plan import NONE, Decision, Mode, Plan, Reason, Strategy, Table
 from ..rule import Forced
@@ -17,12 +18,19 @@ from ..sites import Candidate, Miss, Site, find
 from ..sites.order import Order
 from ..sites.sizes import symbols
 from .legal import bulk, no_stripes, pipelined, unknown_size
-from .record import decision, merged_away
+from .record import carry_scales, decision, merged_away
 from .wishes import wishes_of
 from .worth import Costs, too_small
 
 Transport = Callable[[str, str, int], str | None]
 """(device type, group name, ranks) -> why the runtime cannot serve this group, or None."""
+
+
+_HOPELESS = (
+    Reason.COLLECTIVE_UNSUPPORTED, Reason.GROUP_NOT_STATIC, Reason.TRIVIAL_GROUP, Reason.DTYPE_UNSUPPORTED,
+    Reason.REDUCE_OP_UNSUPPORTED, Reason.SCALES,
+)  # fmt: skip
+"""Nothing that the user wishes changes these."""
 
 
 @dataclass(slots=True)
@@ -53,7 +61,9 @@ def decide(graph: Graph, options: Options, phase: str, transport: Transport) -> 
         decisions += merged_away(candidate, decisions[-1])
         if site is not None:
             sites.append((site, strategy, name))
-    plan = Plan(phase, tuple(decisions), costs.profile())
+    carry_scales(decisions, candidates)
+    casts = tuple(n.meta[CAST] for n in graph.nodes if n.op == "call_function" and CAST in n.meta)
+    plan = Plan(phase, tuple(decisions), costs.profile(), casts)
     return Decided(plan, [(site, strategy, f"{plan.digest}/{name}") for site, strategy, name in sites], tuple(ordinals))
 
 
@@ -68,8 +78,7 @@ def _one(
     """The site to rewrite and its strategy, or the reason for none; and the reckoning behind either, where there was one."""
     miss, options, choice = candidate.miss, costs.options, None
     c = candidate.collective
-    hopeless = (Reason.COLLECTIVE_UNSUPPORTED, Reason.GROUP_NOT_STATIC, Reason.TRIVIAL_GROUP, Reason.DTYPE_UNSUPPORTED)
-    if miss is not None and miss.reason in (*hopeless, Reason.REDUCE_OP_UNSUPPORTED):
+    if miss is not None and miss.reason in _HOPELESS:
         return None, NONE, miss, None
     forced = wish.strategy if wish else None
     if forced == NONE or (options.overlap == "off" and forced is None):
