@@ -90,7 +90,14 @@ def shape_at(sizes: Work, hints: Hints) -> SiteShape | None:
             found = [(m, n, _about(k), contracts) for m, n, k, contracts in found]
         whole = (number(sizes.rows), number(sizes.cols))
         return SiteShape(
-            sizes.kind, sizes.ranks, sizes.dtype, tuple(found), *whole, sizes.keep, sizes.whole, number(sizes.outer),
+            sizes.kind,
+            sizes.ranks,
+            sizes.dtype,
+            tuple(found),
+            *whole,
+            sizes.keep,
+            sizes.whole,
+            number(sizes.outer),
             sizes.operands,
         )
     except ValueError:
