@@ -17,6 +17,7 @@ _NOT_MISSED = {
     Reason.NO_MATMUL,
     Reason.TRIVIAL_GROUP,
     Reason.MATMUL_TAKEN,
+    Reason.SCALES,
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,6 +18,7 @@ from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime.errors import OptionError
 
 from .cost.load import load
+from .fp8.recipe import RECIPES
 from .rule import Forced, Rule
 from .rules import parse_rules
 from .saved import SavedGraph, parse_plan
@@ -61,6 +62,15 @@ class Options:
     """What the sites of a whole saved `plan` were: no option of its own."""
     tune: bool = False
     """The best predicted strategies of a site are timed on its ranks at its first call, and the fastest is kept."""
+    fp8: Literal["off", "forward", "all"] = "off"
+    """Which products of linears are computed in float8: none, those of the forward, gradients too."""
+    fp8_recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """Where the scales lie (fp8/recipe.py)."""
+    fp8_filter: Callable[[str, tuple[int, int]], bool] | None = None
+    """(module path, local shape of the weight as (out, in)) -> is this linear computed in float8? Compile caches are off with
+    it unless it has an attribute `key`, a text that names what it does."""
+    fp8_reduce_scatter: bool = False
+    """What float8 products scatter travels as float8, with a scale for each 128 columns of a row."""
     profile: str | None = None
     """Device profile that choices rest on: the name of a shipped one, or a path (None: this machine's)."""
 
@@ -79,7 +89,18 @@ class Options:
 
     def key(self) -> str:
         """Everything that a compiled graph depends on, as text for cache keys (`timeout_s` is the runtime's)."""
-        return repr([(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "timeout_s"])
+        apart = ("timeout_s", "fp8_filter")
+        return repr([*((f.name, getattr(self, f.name)) for f in fields(self) if f.name not in apart), self.filter_key])
+
+    @property
+    def filter_key(self) -> str:
+        """Names what `fp8_filter` does; "" without one."""
+        return str(getattr(self.fp8_filter, "key", "")) if self.fp8_filter is not None else ""
+
+    @property
+    def cacheable(self) -> bool:
+        """May compiled graphs be kept? A function that cannot name what it does may do something else tomorrow."""
+        return self.fp8_filter is None or isinstance(getattr(self.fp8_filter, "key", None), str)
 
 
 _CHOICES = {
@@ -89,6 +110,9 @@ _CHOICES = {
     "inner": ("inductor", "aot_eager"),
     "merge_all_reduces": (True, False),
     "tune": (True, False),
+    "fp8": ("off", "forward", "all"),
+    "fp8_recipe": RECIPES,
+    "fp8_reduce_scatter": (True, False),
 }
 _NAMES = tuple(f.name for f in fields(Options) if f.name != "saved")
 
@@ -134,6 +158,10 @@ def _checked(name: str, value: Any) -> Any:
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0):
             raise _bad(name, value, "None, a share from 0 to 1, or bytes (above 1)")
         return None if value is None else float(value)
+    if name == "fp8_filter":
+        if value is not None and not callable(value):
+            raise _bad(name, value, "None, or a function of (module path, (out, in)) that says whether it is float8")
+        return value
     if name == "timeout_s":
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1e9):
             raise _bad(name, value, "a number of seconds above 0 (1e9 at most), or None")

@@ -19,8 +19,10 @@ from torch.fx import Graph
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime import notices, transport
 
-from .cost.load import signature
+from .cost.load import load, signature
 from .decide import decide
+from .fp8 import Fp8, insert
+from .fp8.recipe import recipe_of
 from .history import HISTORY
 from .merge import merge_all_reduces
 from .miss import handle_misses
@@ -54,20 +56,37 @@ class _Pass(compat.custom_graph_pass()):  # type: ignore[misc]
         self.options, self.hints = options, hints
 
     def uuid(self) -> Any:
+        if not self.options.cacheable:
+            return None
         profiles = signature(self.options.profile, tuple(sorted(transport.executors())))
         key = (self.options.key(), self.hints, torch.__version__, transport.signature(), profiles)
         return (type(self).__name__, _sources(), *key)
 
 
 class JointPass(_Pass):
-    """Merges all_reduces and applies the save policy."""
+    """Merges all_reduces, inserts the casts to float8 and applies the save policy."""
 
     def __call__(self, graph: Graph) -> None:
         merged = merge_all_reduces(graph) if self.options.merge_all_reduces and self.options.overlap != "off" else 0
+        scaled = insert(graph, _fp8(graph, self.options)) if self.options.fp8 != "off" else 0
         marked = apply_save_policy(graph, self.options)
-        if merged or marked:
+        if merged or scaled or marked:
             graph.lint()
-            log.info("joint graph: %d all_reduces merged away, %d gathers keep the shard", merged, marked)
+            log.info(
+                "joint graph: %d all_reduces merged away, %d products in float8, %d gathers keep the shard",
+                merged,
+                scaled,
+                marked,
+            )
+
+
+def _fp8(graph: Graph, options: Options) -> Fp8:
+    """As for sites: "auto" weighs where there is a GPU or a profile of the user's; without, the CPU executor is a reference
+    that no speed is asked of."""
+    devices = {v.device.type for n in graph.find_nodes(op="placeholder") if isinstance(v := n.meta.get("val"), torch.Tensor)}
+    weighed = options.overlap != "force" and (options.profile is not None or "cuda" in devices)
+    profile = load(options.profile, None, "cuda" if "cuda" in devices else "cpu") if weighed else None
+    return Fp8(recipe_of(options.fp8_recipe), options.fp8 == "all", options.fp8_filter, profile)
 
 
 class RewritePass(_Pass):
@@ -75,10 +94,10 @@ class RewritePass(_Pass):
 
     def __call__(self, graph: Graph) -> None:
         decided = decide(graph, self.options, phase_of(graph), transport.why_not)
-        if not decided.plan.decisions:
+        if not (decided.plan.decisions or decided.plan.casts):
             return
         HISTORY.record(decided.plan)
         notices.leave(decided.groups, decided.plan.graph, decided.plan.digest)
         announce(decided.plan)
         handle_misses(decided.plan, self.options)
-        rewrite(graph, decided.chosen)
+        rewrite(graph, decided.chosen, "float8" if self.options.fp8_reduce_scatter else "plain")

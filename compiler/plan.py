@@ -32,7 +32,7 @@ class Kind(str, Enum):
 
 
 class Reason(str, Enum):
-    """Why a collective is left alone. Closed: each value is documented here and has a test."""
+    """Why a collective is left alone, or a product is not computed in float8. Closed: each is documented here and tested."""
 
     DISABLED_BY_USER = "disabled_by_user"
     """overlap="off", or the plan file says none."""
@@ -78,6 +78,16 @@ class Reason(str, Enum):
     """An op with side effects lies between the members of the site, or random numbers would be drawn in another order."""
     DYNAMIC_SHAPE = "dynamic_shape"
     """A size that the op needs is symbolic and cannot be read off the shard."""
+    SCALES = "scales"
+    """It carries scales of float8 tensors: too small to hide, and waited for before anything else can begin."""
+    SCALED_FORM = "scaled_form"
+    """A float8 product in a form that the ops do not take."""
+    FILTERED = "filtered"
+    """A linear that `fp8_filter` keeps in high precision."""
+    SIZES_NOT_16 = "sizes_not_16"
+    """A product whose inner dim or columns do not certainly divide by 16, as float8 products must."""
+    RECIPE = "recipe"
+    """A product that the recipe of float8 keeps in high precision."""
     STRATEGY_ILLEGAL = "strategy_illegal"
     """The plan or a rule forces a strategy that this kind of site does not have: stripes where nothing is reduced, or where
     the shards cannot be cut."""
@@ -108,6 +118,8 @@ class Work:
     """Shards of the last dim, which cannot be cut."""
     outer: int = 1
     """Blocks of rows that a shard consists of: a batch in front of the gathered or scattered dim."""
+    operands: str = ""
+    """Type of the matmuls' operands where it is not `dtype`, in which the collective's tensor travels."""
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "matmuls": [list(m) for m in self.matmuls]}
@@ -222,6 +234,32 @@ class Decision:
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cast:
+    """What the float8 pass made of one product of a linear."""
+
+    node: str
+    """Name of the 16-bit product's node."""
+    role: str
+    """"forward", "input gradient" or "weight gradient"."""
+    module: str
+    shape: str
+    """"[M, K] @ [K, N]" on this rank."""
+    recipe: str
+    """The recipe that it is computed by; "" in high precision."""
+    reason: Reason | None = None
+    """Set exactly when recipe is ""."""
+    detail: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "reason": self.reason.value if self.reason else None}
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> Cast:
+        known: dict[str, Any] = {**d, "reason": Reason(d["reason"]) if d["reason"] else None}
+        return cls(**known)
+
+
 @dataclass(frozen=True)
 class Plan:
     """The decisions of one graph. `digest` names it in ops, stores and fingerprints: equal on all ranks of a group."""
@@ -230,6 +268,8 @@ class Plan:
     decisions: tuple[Decision, ...]
     profile: str = ""
     """The device profiles that its choices rest on, by name and digest; "" where no choice needed one."""
+    casts: tuple[Cast, ...] = ()
+    """The products of linears that the float8 pass looked at, in graph order; empty without it."""
     digest: str = field(init=False)
 
     # What decides how ranks talk to each other, and the module so that stored plans of twins do not mix. Node names,
@@ -239,7 +279,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         rows = [{**{k: d.to_dict()[k] for k in self._FINGERPRINT}, "shapes": d.shared_shapes} for d in self.decisions]
-        text = json.dumps([self.phase, rows, *([self.profile] if self.profile else [])], sort_keys=True)
+        more: list[Any] = [self.profile] if self.profile else []
+        if self.casts:  # what is quantised must be so on all ranks: scales and gathered bytes are theirs together
+            more.append([[c.role, c.module, c.recipe] for c in self.casts])
+        text = json.dumps([self.phase, rows, *more], sort_keys=True)
         object.__setattr__(self, "digest", hashlib.sha256(text.encode()).hexdigest()[:16])
 
     @property
@@ -258,6 +301,7 @@ class Plan:
                 "phase": self.phase,
                 "profile": self.profile,
                 "sites": [d.to_dict() for d in self.decisions],
+                "casts": [c.to_dict() for c in self.casts],
             }
         )
 
@@ -266,4 +310,9 @@ class Plan:
         d = json.loads(text)
         if d.get("version") != 1:
             raise ValueError(f"plan: got version {d.get('version')!r}, expected 1; made by another version of ub_overlap")
-        return cls(d["phase"], tuple(Decision.from_dict(s) for s in d["sites"]), d.get("profile", ""))
+        return cls(
+            d["phase"],
+            tuple(Decision.from_dict(s) for s in d["sites"]),
+            d.get("profile", ""),
+            tuple(Cast.from_dict(c) for c in d.get("casts", [])),
+        )

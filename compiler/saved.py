@@ -16,7 +16,7 @@ from typing import Any
 
 from ub_overlap.runtime.errors import OptionError
 
-from .plan import Kind, Mode, Plan, Strategy, collective_of
+from .plan import Kind, Mode, Plan, Reason, Strategy, collective_of
 from .rule import PHASES, Forced, Place, refused
 from .strategy import parse
 
@@ -99,7 +99,7 @@ def _graphs(d: Mapping[str, Any], origin: str) -> tuple[SavedGraph, ...]:
         if not merged and not Strategy.is_forceable(row["strategy"]):
             raise bad(f"sites[{i}].strategy", row["strategy"], _STRATEGIES)
         sites = graphs.setdefault((str(row.get("plan", d.get("digest", ""))), row["phase"]), [])
-        if not merged:
+        if not merged and row.get("reason") != Reason.SCALES.value:  # these belong to another site, or to none
             shapes = row.get("shapes")
             sites.append(
                 SavedSite(

@@ -27,7 +27,7 @@ class Mode(str, Enum):
     PIPELINED = "pipelined"
     BULK = "bulk"
     MERGED = "merged"
-    """An all_reduce that was summed into another one: it no longer exists."""
+    """An all_reduce that was summed into another one, or a gather of scales that goes along with their rows: gone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,14 @@ def test_one_replica_and_the_same_seed() -> None:
     assert "[rank 1] iteration" not in output
 
 
+def test_float8() -> None:
+    """Both variants in float8: each part's gather and scatter, forward and backward; beside them two all_reduces bring scales
+    together, and the LayerNorm's two find no 16-bit matmul beside them."""
+    code, output = run(2, SMALL + " --fp8")
+    check(code, output, (4, 8))
+    assert "with linears in float8" in output
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [

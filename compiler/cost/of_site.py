@@ -13,6 +13,7 @@ from ub_overlap import _torch_compat as compat
 from ..plan import Work
 from ..sites.collectives import Op
 from ..sites.match import Gather, Reduction, Site
+from ..sites.matmuls import FLOAT8
 from ..sites.sizes import Size, hint, number_of, product, symbols
 from ..sites.values import dtype_of, shape_of
 from .shape import SIZES, SiteShape
@@ -44,7 +45,7 @@ def shape_of_site(site: Site, hints: Hints) -> SiteShape | None:
 def sizes_of_site(site: Site) -> Work | None:
     """The site with sizes as they are, ints or expressions: equal for sites that are equal whatever symbols stand for. None
     where the dtype has no cost."""
-    c = site.collective
+    c, operands = site.collective, ""
     if isinstance(site, Gather):
         dtype, whole = _dtype(site.dtype), (site.rows, site.cols)
         turned = (site.cols, site.rows)
@@ -54,6 +55,7 @@ def sizes_of_site(site: Site) -> Work | None:
     elif isinstance(site, Reduction):
         dtype, whole = _dtype(dtype_of(site.terms[0].node)), (site.rows, site.cols)
         matmuls = tuple((site.rows, site.cols, t.inner, False) for t in site.terms)
+        operands = "float8" if site.terms[0].scales is not None else ""
         kind, keep = "matmul_all_reduce" if c.op is Op.ALL_REDUCE else "matmul_reduce_scatter", False
         outer = 1 if site.last or c.op is Op.ALL_REDUCE else site.blocks.outer
     elif c.op in _BULK:
@@ -66,7 +68,7 @@ def sizes_of_site(site: Site) -> Work | None:
     if dtype is None:
         return None
     last = site.last if isinstance(site, Gather | Reduction) else False
-    return Work(kind, c.ranks, dtype, matmuls, *whole, keep, last, outer)
+    return Work(kind, c.ranks, dtype, matmuls, *whole, keep, last, outer, operands)
 
 
 def shape_at(sizes: Work, hints: Hints) -> SiteShape | None:
@@ -86,7 +88,15 @@ def shape_at(sizes: Work, hints: Hints) -> SiteShape | None:
             found = [(m, n, _about(k), contracts) for m, n, k, contracts in found]
         whole = (number(sizes.rows), number(sizes.cols))
         return SiteShape(
-            sizes.kind, sizes.ranks, sizes.dtype, tuple(found), *whole, sizes.keep, sizes.whole, number(sizes.outer)
+            sizes.kind,
+            sizes.ranks,
+            sizes.dtype,
+            tuple(found),
+            *whole,
+            sizes.keep,
+            sizes.whole,
+            number(sizes.outer),
+            sizes.operands,
         )
     except ValueError:
         return None
@@ -102,5 +112,5 @@ def _about(x: int) -> int:
 
 
 def _dtype(dtype: torch.dtype) -> str | None:
-    name = str(dtype).removeprefix("torch.")
+    name = "float8" if dtype in FLOAT8 else str(dtype).removeprefix("torch.")
     return name if name in SIZES else None

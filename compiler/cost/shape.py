@@ -29,8 +29,8 @@ class SiteShape(Work):
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind {self.kind!r}: expected one of {', '.join(KINDS)}")
-        if self.dtype not in SIZES:
-            raise ValueError(f"dtype {self.dtype!r}: expected one of {', '.join(SIZES)}")
+        if self.dtype not in SIZES or (self.operands or self.dtype) not in SIZES:
+            raise ValueError(f"dtype {self.dtype!r}, operands {self.operands!r}: expected of {', '.join(SIZES)}")
         if self.ranks < 1 or self.rows < 0 or self.cols < 0 or any(min(m[:3]) < 0 for m in self.matmuls):
             raise ValueError(f"a size below 0, or no rank: {self}")
 

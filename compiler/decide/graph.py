@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch.fx import Graph
 
 from ..describe import groups_of
+from ..fp8.insert import CAST
 from ..options import Options
 from ..plan import NONE, Decision, Plan, Reason, Strategy, Table
 from ..rule import Forced
@@ -17,13 +18,20 @@ from ..sites.sizes import symbols
 from .legal import no_stripes, unknown_size
 from .memory import Memory
 from .pairing import pair
-from .record import decision, merged_away, paired
+from .record import carry_scales, decision, merged_away, paired
 from .ways import Finder, Offer
 from .wishes import wishes_of
 from .worth import Costs
 
 Transport = Callable[[str, str, int], str | None]
 """(device type, group name, ranks) -> why the runtime cannot serve this group, or None."""
+
+
+_HOPELESS = (
+    Reason.COLLECTIVE_UNSUPPORTED, Reason.GROUP_NOT_STATIC, Reason.TRIVIAL_GROUP, Reason.DTYPE_UNSUPPORTED,
+    Reason.REDUCE_OP_UNSUPPORTED, Reason.SCALES,
+)  # fmt: skip
+"""Nothing that the user wishes changes these."""
 
 
 @dataclass(slots=True)
@@ -74,15 +82,16 @@ def decide(graph: Graph, options: Options, phase: str, transport: Transport) -> 
         decisions += [made, *merged_away(candidate, made)]
         if way:
             sites.append((way.site, way.strategy, name))
-    plan = Plan(phase, tuple(decisions), costs.profile())
+    carry_scales(decisions, candidates)
+    casts = tuple(n.meta[CAST] for n in graph.nodes if n.op == "call_function" and CAST in n.meta)
+    plan = Plan(phase, tuple(decisions), costs.profile(), casts)
     return Decided(plan, [(site, strategy, f"{plan.digest}/{name}") for site, strategy, name in sites], tuple(ordinals))
 
 
 def _closed(candidate: Candidate, wish: Forced | None, options: Options, transport: Transport) -> Miss | None:
     """Why nothing is open to a candidate, before anything is weighed."""
     miss, c = candidate.miss, candidate.collective
-    hopeless = (Reason.COLLECTIVE_UNSUPPORTED, Reason.GROUP_NOT_STATIC, Reason.TRIVIAL_GROUP, Reason.DTYPE_UNSUPPORTED)
-    if miss is not None and miss.reason in (*hopeless, Reason.REDUCE_OP_UNSUPPORTED):
+    if miss is not None and miss.reason in _HOPELESS:
         return miss
     forced = wish.strategy if wish else None
     if forced == NONE or (options.overlap == "off" and forced is None):

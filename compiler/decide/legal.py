@@ -48,7 +48,11 @@ def without(match: Gather, products: set[Node]) -> Gather:
     gone = [k for k in match.consumers if k.product.node in products]
     holders = [n for k in gone for n in k.product.node.all_input_nodes if n in match.holders]
     kept = tuple(k for k in match.consumers if k.product.node not in products)
-    return replace(match, consumers=kept, roots=tuple(dict.fromkeys((*match.roots, *holders))))
+    scales = match.scales
+    if scales is not None:
+        late = [k.product.scales.lhs for k in gone if k.product.scales]
+        scales = replace(scales, roots=tuple(dict.fromkeys((*scales.roots, *late))))
+    return replace(match, consumers=kept, roots=tuple(dict.fromkeys((*match.roots, *holders))), scales=scales)
 
 
 def unknown_size(site: Site, known: frozenset[sympy.Symbol]) -> Miss | None:

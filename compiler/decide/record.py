@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch.fx import Node
 
 from ..cost.amounts import bytes_sent, flops
@@ -76,6 +78,18 @@ def decision(
         flops=sum(f for f in work if f is not None) if work and None not in work else None,
         **row(candidate, shown, ordinals),
     )
+
+
+def carry_scales(decisions: list[Decision], candidates: list[Candidate]) -> None:
+    """Gathers of scales whose rows became a site are part of it."""
+    at = {d.id.rpartition(".")[2]: i for i, d in enumerate(decisions)}
+    for number, candidate in enumerate(candidates):
+        if candidate.carrier is None:
+            continue
+        rows, mine = decisions[at[str(candidate.carrier)]], at[str(number)]
+        if rows.strategy.mode is Mode.PIPELINED:
+            along = f"goes along with {rows.id}"
+            decisions[mine] = replace(decisions[mine], strategy=Strategy(Mode.MERGED), reason=None, detail=along)
 
 
 def merged_away(candidate: Candidate, into: Decision) -> list[Decision]:

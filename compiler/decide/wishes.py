@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..describe import place_of
 from ..options import Options
+from ..plan import Reason
 from ..rule import Forced, Place
 from ..rules import UNMATCHED, forced_by_rules
 from ..saved import fit
@@ -16,7 +17,8 @@ def wishes_of(candidates: list[Candidate], options: Options, phase: str) -> dict
     not fit the graph."""
     if not candidates or not (options.plan or options.rules or options.saved):
         return {}
-    places = [place_of(c, f"{phase}.{i}", phase, kinds_of(c)) for i, c in enumerate(candidates)]
+    own = [(i, c) for i, c in enumerate(candidates) if c.miss is None or c.miss.reason is not Reason.SCALES]
+    places = [place_of(c, f"{phase}.{i}", phase, kinds_of(c)) for i, c in own]
     UNMATCHED.check(phase, places, () if options.saved else [pattern for pattern, _ in options.plan], options.rules)
     saved = fit(options.saved, phase, places)
 

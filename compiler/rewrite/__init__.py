@@ -16,8 +16,9 @@ from .gather import rewrite_gather
 from .reduction import rewrite_reduction
 
 
-def rewrite(graph: Graph, chosen: list[tuple[Site, Strategy | Table, str]]) -> None:
-    """Replaces each (site, strategy, name) by its op, in place.
+def rewrite(graph: Graph, chosen: list[tuple[Site, Strategy | Table, str]], wire: str = "plain") -> None:
+    """Replaces each (site, strategy, name) by its op, in place. `wire`: how products of float8 operands are scattered, "plain"
+    or "float8" (where a row is whole segments).
 
     Only nodes that a site replaced are removed: a wider dead-code predicate would also delete updates of buffers.
     """
@@ -25,12 +26,12 @@ def rewrite(graph: Graph, chosen: list[tuple[Site, Strategy | Table, str]]) -> N
         return
     replaced: dict[Node, Node] = {}
     for site, strategy, name in chosen:
-        _one(graph, site, strategy, name, replaced)
+        _one(graph, site, strategy, name, replaced, wire)
     compat.stable_topological_sort(graph)
     graph.lint()
 
 
-def _one(graph: Graph, site: Site, strategy: Strategy | Table, name: str, so_far: dict[Node, Node]) -> None:
+def _one(graph: Graph, site: Site, strategy: Strategy | Table, name: str, so_far: dict[Node, Node], wire: str) -> None:
     members = site.members
     inside = set(members)
     inputs = {i for m in members for i in m.all_input_nodes if i not in inside}
@@ -44,7 +45,7 @@ def _one(graph: Graph, site: Site, strategy: Strategy | Table, name: str, so_far
         if isinstance(site, Gather):
             replaced = rewrite_gather(e, site, strategy, name)
         elif isinstance(site, Reduction):
-            replaced = rewrite_reduction(e, site, strategy, name)
+            replaced = rewrite_reduction(e, site, strategy, name, wire_of(site, wire))
         else:
             replaced = rewrite_bulk(e, site, strategy, name)
         sizes_kept: dict[Node, int | Node] = {}
@@ -71,3 +72,13 @@ def _replace_size(old: Node, new: int | Node) -> None:
     for user in list(old.users):
         user.args = torch.fx.node.map_arg(user.args, lambda n: new if n is old else n)  # type: ignore[assignment]
         user.kwargs = torch.fx.node.map_arg(user.kwargs, lambda n: new if n is old else n)  # type: ignore[assignment]
+
+
+SEGMENT = 128
+"""Columns of a row that share a scale on a float8 wire."""
+
+
+def wire_of(site: Reduction, wished: str) -> str:
+    """How a reduction's products travel: as wished where they are of float8 operands and a row is whole segments."""
+    fits = site.terms[0].scales is not None and isinstance(site.cols, int) and site.cols % SEGMENT == 0
+    return wished if fits else "plain"

@@ -80,6 +80,10 @@ class Emitter:
             return node
         return self.call(torch.ops.prims.convert_element_type.default, node, dtype)
 
+    def bits(self, node: Node, dtype: torch.dtype) -> Node:
+        """One-byte elements read as another one-byte type."""
+        return node if node.meta["val"].dtype == dtype else self.call(aten.view.dtype, node, dtype)
+
     def reshape(self, node: Node, shape: tuple[Size, ...], old: Node | None = None) -> Node:
         """`node` in another shape; `old`: a contiguous node of that shape that it replaces."""
         now = shape_of(node)

@@ -16,7 +16,7 @@ def rewrite_gather(e: Emitter, m: Gather, strategy: Strategy | Table, site: str)
     """Emits the op; returns which node replaces which. Insertion point: behind every operand."""
     c = m.collective
     assert c.wait is not None
-    shard = e.cast(c.input, m.dtype)
+    shard = e.bits(c.input, m.dtype) if m.scaled is not None else e.cast(c.input, m.dtype)
     for turn in m.turns:
         shard = e.permute(e.reshape(shard, turn.shard), turn.dims)
     cols = m.cols if not m.last else m.blocks.inner
@@ -26,6 +26,8 @@ def rewrite_gather(e: Emitter, m: Gather, strategy: Strategy | Table, site: str)
         shard = e.reshape(shard, (rows, cols))
     operands = [e.operand(k.operand) for k in m.consumers]
     outer = 1 if m.last else e.size(m.blocks.outer)
+    if m.scaled is not None:
+        return _scaled(e, m, shard, operands, outer, strategy, site)
     op = e.call(
         torch.ops.ub_overlap.all_gather_matmul.default,
         shard,
@@ -52,6 +54,47 @@ def rewrite_gather(e: Emitter, m: Gather, strategy: Strategy | Table, site: str)
         for root in m.roots:
             replaced[root] = _restore(e, m, gathered, root)
     return replaced
+
+
+def _scaled(
+    e: Emitter, m: Gather, shard: Node, operands: list[Node], outer: int | Node, strategy: Strategy | Table, site: str
+) -> dict[Node, Node]:
+    """The op for float8: scales go in, biases are added by the products, and the scales of kept rows come back."""
+    products = [k.product for k in m.consumers]
+    scales = [p.scales for p in products if p.scales is not None]
+    if m.scales is not None:
+        shard_scale = e.reshape(m.scales.collective.input, (product(shape_of(m.scales.collective.input)), 1))
+    else:
+        shard_scale = scales[0].lhs
+    keep = bool(m.roots) or bool(m.scales and m.scales.roots)
+    op = e.call(
+        torch.ops.ub_overlap.all_gather_scaled_matmul.default, shard, shard_scale, operands, [s.rhs for s in scales],
+        [p.bias for p in products], outer, keep, [dtype_of(p.node) for p in products], scales[0].fast, str(strategy),
+        m.collective.group, site, value_is=_scaled_values(e, m, shard, keep),
+    )  # fmt: skip
+    outs = e.item(op, 2)
+    replaced = {p.node: e.reshape(e.item(outs, i), shape_of(p.node), old=p.node) for i, p in enumerate(products)}
+    if m.roots:
+        gathered = e.item(op, 0)
+        replaced.update({root: _restore(e, m, gathered, root) for root in m.roots})
+    if m.scales is not None and m.scales.roots:
+        gathered = e.item(op, 1)
+        for root in m.scales.roots:
+            held = m.scales.holders[root]
+            replaced[root] = e.reshape(_in_order(e, gathered, m.scales.blocks, held.blocks), shape_of(root))
+    return replaced
+
+
+def _scaled_values(
+    e: Emitter, m: Gather, shard: Node, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]] | None:
+    """The results for float8 where all sizes are static."""
+    gathered = e.empty((m.rows, m.cols) if keep else (0,), dtype_of(shard), shard)
+    scale = e.empty((m.rows, 1) if keep and m.scales is not None else (0,), torch.float32, shard)
+    outs = [e.result(k.product.shape, k.product.node) for k in m.consumers]
+    if gathered is None or scale is None or any(o is None for o in outs):
+        return None
+    return gathered, scale, outs  # type: ignore[return-value]
 
 
 def _gathered(e: Emitter, m: Gather, shard: Node) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
@@ -84,7 +127,8 @@ def _restore(e: Emitter, m: Gather, gathered: Node, root: Node) -> Node:
         value = e.reshape(value, held.matrix)  # type: ignore[arg-type]
         # Contiguous where the root was: its users may view it.
         value = e.permute(value, [1, 0]) if root.meta["val"].is_contiguous() else e.transpose(value)
-    return e.cast(e.reshape(value, shape), held.dtype)
+    value = e.reshape(value, shape)
+    return e.bits(value, held.dtype) if m.scaled is not None else e.cast(value, held.dtype)
 
 
 def _in_order(e: Emitter, value: Node, here: Blocks, there: Blocks) -> Node:

@@ -13,8 +13,9 @@ from ..sites.values import aten, dtype_of, shape_of
 from .emit import Emitter
 
 
-def rewrite_reduction(e: Emitter, m: Reduction, strategy: Strategy | Table, site: str) -> dict[Node, Node]:
-    """Emits the op; returns which node replaces which. Insertion point: behind every operand and addend."""
+def rewrite_reduction(e: Emitter, m: Reduction, strategy: Strategy | Table, site: str, wire: str = "plain") -> dict[Node, Node]:
+    """Emits the op; returns which node replaces which. Insertion point: behind every operand and addend. `wire`: how the
+    products of float8 operands travel."""
     c = m.collective
     assert c.wait is not None
     lhs, rhs = [e.operand(t.lhs) for t in m.terms], [e.operand(t.rhs) for t in m.terms]
@@ -22,7 +23,14 @@ def rewrite_reduction(e: Emitter, m: Reduction, strategy: Strategy | Table, site
     # A scale that kept the sum in range comes after it now: until then the sum stays in float32.
     out_dtype = torch.float32 if m.after else dtype_of(c.node)
     keep = bool(m.live)
-    if c.op is Op.REDUCE_SCATTER:
+    if (scales := m.terms[0].scales) is not None:
+        given = [t.scales for t in m.terms if t.scales is not None]
+        op = e.call(
+            torch.ops.ub_overlap.scaled_matmul_reduce_scatter.default, lhs, rhs, [s.lhs for s in given], [s.rhs for s in given],
+            addend, e.size(m.blocks.outer), c.reduce_op, dtype_of(m.terms[0].node), out_dtype, scales.fast, wire, str(strategy),
+            c.group, site, value_is=_scattered_alone(e, m, lhs[0]),
+        )  # fmt: skip
+    elif c.op is Op.REDUCE_SCATTER:
         outer = 1 if m.last else e.size(m.blocks.outer)
         op = e.call(
             torch.ops.ub_overlap.matmul_reduce_scatter.default, lhs, rhs, addend, outer, m.last, c.reduce_op, out_dtype, keep,
@@ -41,7 +49,7 @@ def rewrite_reduction(e: Emitter, m: Reduction, strategy: Strategy | Table, site
             c.group,
             site,
         )
-    value = e.item(op, 0)
+    value = e.item(op, 0) if m.terms[0].scales is None else op
     for turn in m.turns:
         value = e.permute(e.reshape(value, turn.shard if c.op is Op.REDUCE_SCATTER else turn.before), turn.dims)
     value = e.reshape(value, shape_of(c.wait), old=None if m.after else c.wait)
@@ -80,6 +88,11 @@ def _scattered(e: Emitter, m: Reduction, lhs: Node) -> tuple[torch.Tensor, torch
     out = e.empty(shape, torch.float32, lhs) if m.after else e.result(shape, m.collective.wait)
     partial = e.empty((rows, cols) if m.live else (0,), dtype_of(m.terms[0].node), lhs)
     return None if out is None or partial is None else (out, partial)
+
+
+def _scattered_alone(e: Emitter, m: Reduction, lhs: Node) -> torch.Tensor | None:
+    both = _scattered(e, m, lhs)
+    return both[0] if both is not None else None
 
 
 def _addend(e: Emitter, m: Reduction) -> Node | None:

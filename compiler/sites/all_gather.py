@@ -19,8 +19,9 @@ from torch.fx import Node
 
 from ..plan import Reason
 from .collectives import Collective
-from .match import Consumer, Gather, Holder, Miss
-from .matmuls import FLOATS, Product, as_product, is_matmul
+from .match import Consumer, Gather, GatheredScales, Holder, Miss
+from .matmuls import FLOAT8, FLOATS, Product, as_product, is_matmul
+from .scales import gather_of, rows_beside, same_value
 from .sizes import Size, divide, product, same, same_shape, squeezed
 from .turns import turn_of
 from .values import CUTS, Blocks, Effect, aten, dim_of, dtype_of, effect, pieces_of, readers, regroup, shape_of, tensor_of
@@ -28,8 +29,9 @@ from .values import CUTS, Blocks, Effect, aten, dim_of, dtype_of, effect, pieces
 
 def match_all_gather(c: Collective, position: dict[Node, int]) -> Gather | Miss:
     """The consumers of one all_gather as a `Gather`, in graph order (`position`), or the exact reason why there are none."""
-    if dtype_of(c.node) not in FLOATS:
-        return Miss(Reason.DTYPE_UNSUPPORTED, f"gathers {dtype_of(c.node)}; float32, bfloat16 and float16 are overlapped")
+    if dtype_of(c.node) not in (*FLOATS, *FLOAT8, torch.uint8):
+        wanted = "float32, bfloat16, float16 and float8"
+        return Miss(Reason.DTYPE_UNSUPPORTED, f"gathers {dtype_of(c.node)}; {wanted} are overlapped")
     assert c.wait is not None
     return _Walk(c).result(position)
 
@@ -42,6 +44,7 @@ class _Walk:
         self.others: list[Node] = []
         self.blocked: list[Miss] = []
         self.cuts: dict[Node, None] = {}
+        self.scales: list[Node] = []
         assert c.wait is not None
         inner = divide(product(shape_of(c.wait)), c.ranks)
         assert inner is not None, "an all_gather's output is a multiple of its ranks"
@@ -68,6 +71,9 @@ class _Walk:
             step = None  # only written over
         if step is None and (user.target in CUTS or user.target is aten.slice.Tensor):
             return self._cut(node, held, user)
+        if step is not None and step.effect is Effect.CAST and held.dtype.itemsize == 1:
+            self.others.append(node)  # float8 is scaled by what it is cast to
+            return []
         if step is not None and step.effect is Effect.CAST and not _exact(dtype_of(self.c.node), held.dtype):
             self.others.append(node)
             self.blocked.append(Miss(Reason.CAST_IN_BETWEEN, f"{user.name} is a second cast, of values rounded by the first"))
@@ -93,8 +99,9 @@ class _Walk:
     def _cut(self, node: Node, held: Holder, cut: Node) -> list[Node]:
         """A split, chunk or slice: part of a regroup by a cat, or the end of the walk."""
         pieces = [cut] if cut.target is aten.slice.Tensor else list(cut.users)
-        cats = {u for p in pieces for u in p.users if u.target is aten.cat.default}
-        only_cats = all(u in cats for p in pieces for u in p.users)
+        as_bytes = [u for p in pieces for u in p.users if u.target is aten.view.dtype and held.dtype.itemsize == 1]
+        cats = {u for p in (*pieces, *as_bytes) for u in p.users if u.target is aten.cat.default}
+        only_cats = all(u in cats or u in as_bytes for p in (*pieces, *as_bytes) for u in p.users)
         found: list[Node] = []
         for cat in cats:
             moved = self._regrouped(node, held, cat)
@@ -107,7 +114,7 @@ class _Walk:
                 self.holders[cat] = moved
                 found.append(cat)
         if cats and only_cats:
-            self.cuts.update(dict.fromkeys((cut, *pieces)))
+            self.cuts.update(dict.fromkeys((cut, *pieces, *as_bytes)))
         else:
             self.others.append(node)
             if not cats:
@@ -122,9 +129,17 @@ class _Walk:
         axis, dim, piece = group[1], dim_of(cat), shape_of(pieces[0])
         if not same(product(piece[:axis]), held.blocks.outer) or not same(product(piece[axis:]), held.blocks.inner):
             return None
-        return Holder(Blocks(product(piece[:dim]), self.c.ranks, product(piece[dim:])), held.dtype, turns=held.turns)
+        dtype = dtype_of(cat) if held.dtype.itemsize == 1 else held.dtype
+        return Holder(Blocks(product(piece[:dim]), self.c.ranks, product(piece[dim:])), dtype, turns=held.turns)
 
     def _matmul(self, node: Node, held: Holder, p: Product) -> None:
+        if p.scales is not None and (p.lhs.node is not node or held.swapped or held.dtype not in FLOAT8):
+            self.others.append(node)
+            if node in (p.lhs.node, p.rhs.node):
+                self.blocked.append(
+                    Miss(Reason.SCALED_FORM, f"{p.node.name}: float8 rows are gathered as the left operand only")
+                )
+            return
         for operand, other, lhs in ((p.lhs, p.rhs, True), (p.rhs, p.lhs, False)):
             if operand.node is not node:
                 continue
@@ -144,6 +159,38 @@ class _Walk:
         if any(u.op == "output" for n in self.holders for u in n.users):
             detail += ", which leaves the graph: a matmul of another graph may (after a graph break or DDPOptimizer's split)"
         return Miss(Reason.NO_MATMUL, detail)
+
+    def _scaled(self, k: Consumer, held: Holder, last: bool) -> object:
+        """What tells consumers of differently scaled gathers apart: () for 16 bits."""
+        scales, name = k.product.scales, k.product.node.name
+        if scales is None:
+            return ()
+        if last:
+            return Miss(Reason.SCALED_FORM, f"{name} sums over shards of its inner dim")
+        if not scales.rows:
+            for known in self.scales:
+                if same_value(known, scales.lhs):
+                    return known, scales.fast
+            self.scales.append(scales.lhs)
+            return scales.lhs, scales.fast
+        per_block = divide(held.blocks.inner, k.product.lhs.cols)
+        beside = rows_beside(self.c, held, per_block, scales.lhs, lambda c: _Walk(c).holders)
+        if beside is None:
+            return Miss(Reason.SCALED_FORM, f"{name}: the scales of its rows are not gathered like the rows")
+        return beside.node, scales.fast
+
+    def _scales_beside(self, chosen: list[tuple[Node, Consumer, Holder]]) -> GatheredScales | None:
+        products = [k.product for _, k, _ in chosen]
+        first = products[0].scales
+        if first is None or not first.rows:
+            return None
+        c = gather_of(first.lhs)
+        assert c is not None, "rows_beside found it"
+        walk, inside = _Walk(c), {p.node for p in products}
+        roots = [
+            n for n in walk.holders if any(u not in inside and u not in walk.holders and u not in walk.cuts for u in readers(n))
+        ]
+        return GatheredScales(c, walk.holders[first.lhs].blocks, walk.holders, tuple(roots), tuple(walk.cuts))
 
     def result(self, position: dict[Node, int]) -> Gather | Miss:
         groups: dict[object, list[tuple[Node, Consumer, Holder]]] = defaultdict(list)
@@ -165,15 +212,20 @@ class _Walk:
                 )
                 self.others.append(node)
                 continue
-            groups[held.blocks.outer, last, rows, cols, held.dtype, held.turns].append(use)
+            scaled = self._scaled(consumer, held, last)
+            if isinstance(scaled, Miss):
+                self.blocked.append(scaled)
+                self.others.append(node)
+                continue
+            groups[held.blocks.outer, last, rows, cols, held.dtype, held.turns, scaled].append(use)
         if not groups:
             return self.blocked[0] if self.blocked else self._no_matmul()
         key, chosen = max(groups.items(), key=lambda kv: len(kv[1]))
         for other, uses in groups.items():
             if other != key:
                 self.others += [u[0] for u in uses]
-        _, last, rows, cols, dtype, turns = key  # type: ignore[misc]
-        wire = dtype_of(self.c.node)
+        _, last, rows, cols, dtype, turns, _ = key  # type: ignore[misc]
+        wire = dtype if dtype in FLOAT8 else dtype_of(self.c.node)
         if dtype.itemsize < wire.itemsize:  # the cast moves before the gather: fewer bytes travel, the numbers stay
             if others := {self.holders[n].dtype for n in self.others} - {dtype}:
                 wanted = ", ".join(sorted(map(str, others)))
@@ -181,7 +233,7 @@ class _Walk:
             wire = dtype
         elif dtype.itemsize == wire.itemsize and dtype != wire:
             return Miss(Reason.CAST_IN_BETWEEN, f"gathered as {wire}, multiplied as {dtype}")
-        if dtype not in FLOATS:
+        if dtype not in (*FLOATS, *FLOAT8):
             return Miss(Reason.DTYPE_UNSUPPORTED, f"multiplied as {dtype}")
         consumers = sorted((u[1] for u in chosen), key=lambda k: position[k.product.node])
         return Gather(
@@ -196,6 +248,7 @@ class _Walk:
             tuple(dict.fromkeys(self.others)),
             turns,
             tuple(self.cuts),
+            self._scales_beside(chosen),
         )
 
 
@@ -235,6 +288,8 @@ def _through(held: Holder, user: Node, kind: Effect) -> Holder | None:
     if kind is Effect.CAST:
         dtype = tensor_of(user).dtype  # type: ignore[union-attr]
         return replace(held, dtype=dtype) if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
+    if kind is Effect.BITS:
+        return replace(held, dtype=dtype_of(user))
     if kind is Effect.SAME:
         if held.swapped and not same_shape(shape, squeezed(held.matrix)[::-1]):
             return None

@@ -59,10 +59,11 @@ def is_collective(node: Node) -> bool:
 
 def collectives(graph: Graph) -> list[Collective]:
     """Every collective of the graph."""
-    return [_read(n) for n in graph.nodes if is_collective(n)]
+    return [read(n) for n in graph.nodes if is_collective(n)]
 
 
-def _read(node: Node) -> Collective:
+def read(node: Node) -> Collective:
+    """`node`, which is a collective."""
     op = _OPS.get(node.target)  # type: ignore[arg-type]
     name = _group_arg(node)
     group = name if isinstance(name, str) else None

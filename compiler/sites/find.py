@@ -13,6 +13,8 @@ from .collectives import Collective, Op, collectives
 from .match import Candidate, Gather, Miss, Reduction
 from .matmuls import Product, as_product, is_matmul
 from .reductions import match_reduction
+from .scales import carries_scales
+from .values import dtype_of
 
 BESIDE_SEARCH = 64
 """Products looked at per collective: those of a few layers around it. Keeps the pass linear in the depth of the model."""
@@ -33,11 +35,22 @@ def find(graph: Graph) -> list[Candidate]:
             candidate.miss = result
         else:
             candidate.match = result
-        if c.op is not None and c.wait is not None:
+        if c.op is not None and c.wait is not None and not carries_scales(c) and dtype_of(c.node).itemsize > 1:
             taken = {p.node for p in candidate.match.products} if candidate.match else set()
             candidate.beside = tuple(p for p in beside.of(c.node) if p.node not in taken)
         out.append(candidate)
+    _scales_go_along(out)
     return out
+
+
+def _scales_go_along(candidates: list[Candidate]) -> None:
+    """Gathers of row scales belong to the gathers of their rows."""
+    by_node = {k.collective.node: k for k in candidates}
+    for number, candidate in enumerate(candidates):
+        if isinstance(candidate.match, Gather) and candidate.match.scales is not None:
+            scales = by_node[candidate.match.scales.collective.node]
+            scales.match, scales.beside, scales.carrier = None, (), number
+            scales.miss = Miss(Reason.SCALES, "holds the scales of gathered rows")
 
 
 def _match(c: Collective, position: dict[Node, int]) -> Gather | Reduction | Miss:
@@ -49,6 +62,8 @@ def _match(c: Collective, position: dict[Node, int]) -> Gather | Reduction | Mis
         return Miss(Reason.GROUP_NOT_STATIC, "the group is computed in the graph")
     if c.ranks == 1:
         return Miss(Reason.TRIVIAL_GROUP, "the group has one rank")
+    if carries_scales(c):
+        return Miss(Reason.SCALES, "brings the largest magnitudes together that float8 tensors are scaled by")
     if c.op is Op.ALL_GATHER:
         return match_all_gather(c, position)
     return match_reduction(c)
@@ -59,7 +74,9 @@ class _Independence:
 
     def __init__(self, graph: Graph, marked: list[Node], position: dict[Node, int]) -> None:
         self._position = position
-        self._products = {n: p for n in graph.nodes if is_matmul(n) and (p := as_product(n)) and p.bias is None}
+        self._products = {
+            n: p for n in graph.nodes if is_matmul(n) and (p := as_product(n)) and p.bias is None and not p.scales
+        }
         self._bit = {n: 1 << i for i, n in enumerate([*marked, *self._products])}
         self._needs: dict[Node, int] = {}
         for n in graph.nodes:

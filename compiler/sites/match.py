@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from ..plan import Reason
 from .collectives import Collective
-from .matmuls import Operand, Product
+from .matmuls import Operand, Product, Scales
 from .sizes import Size
 from .turns import Turn
 from .values import Blocks
@@ -55,6 +55,13 @@ class Gather:
     """Permutes between the wait and the matmuls: the shard goes through them before it travels."""
     cuts: tuple[Node, ...]
     """Splits, getitems and slices between two holders, read by nobody else."""
+    scales: GatheredScales | None = None
+    """Of float8 rows with a scale each."""
+
+    @property
+    def scaled(self) -> Scales | None:
+        """Of float8 shards: what the first consumer is scaled by; its left scale is that of all."""
+        return self.consumers[0].product.scales
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -62,7 +69,23 @@ class Gather:
 
     @property
     def members(self) -> list[Node]:
-        return [self.collective.node, *self.holders, *self.cuts, *(c.product.node for c in self.consumers)]
+        beside = self.scales.members if self.scales else []
+        return [self.collective.node, *self.holders, *self.cuts, *(c.product.node for c in self.consumers), *beside]
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredScales:
+    """The all_gather of row scales that goes along with that of the rows. `holders`, `roots`, `cuts`: as in `Gather`."""
+
+    collective: Collective
+    blocks: Blocks
+    holders: dict[Node, Holder]
+    roots: tuple[Node, ...]
+    cuts: tuple[Node, ...]
+
+    @property
+    def members(self) -> list[Node]:
+        return [self.collective.node, *self.holders, *self.cuts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,3 +166,5 @@ class Candidate:
     miss: Miss | None = None
     beside: tuple[Product, ...] = field(default_factory=tuple)
     """Independent products, nearest first."""
+    carrier: int | None = None
+    """Of a gather of row scales: the number of the candidate whose rows they are."""

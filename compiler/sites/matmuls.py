@@ -11,6 +11,10 @@ from .sizes import Size, same, same_shape, squeezed
 from .values import Effect, aten, dtype_of, effect, shape_of, tensor_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+_MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,17 @@ class Operand:
 
 
 @dataclass(frozen=True, slots=True)
+class Scales:
+    """What float8 operands are multiplied by: a scale each, or, with `rows`, one for each row of lhs [M, 1] and each column of
+    rhs [1, N]. `fast`: summed in the hardware's fast accumulation."""
+
+    lhs: Node
+    rhs: Node
+    rows: bool
+    fast: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Product:
     """lhs [M, K] @ rhs [K, N] (+ bias, which broadcasts to [M, N]); the node's value is the product in row-major order."""
 
@@ -42,6 +57,8 @@ class Product:
     lhs: Operand
     rhs: Operand
     bias: Node | None = None
+    scales: Scales | None = None
+    """Of float8 operands."""
 
     @property
     def shape(self) -> tuple[Size, Size]:
@@ -53,13 +70,15 @@ class Product:
 
 
 def is_matmul(node: Node) -> bool:
-    return node.op == "call_function" and node.target in (aten.mm.default, aten.addmm.default, aten.bmm.default)
+    return node.op == "call_function" and node.target in _MATMULS
 
 
 def as_product(node: Node) -> Product | None:
     """The 2D product that `node` computes, or None (not a matmul, a true batch, scaled terms, other dtypes)."""
     if not is_matmul(node) or tensor_of(node) is None or dtype_of(node) not in FLOATS:
         return None
+    if node.target is aten._scaled_mm.default:
+        return _from_scaled_mm(node)
     bias: Node | None = None
     args = list(node.args)
     if node.target is aten.addmm.default:
@@ -74,6 +93,23 @@ def as_product(node: Node) -> Product | None:
     if node.target is aten.bmm.default:
         return _from_bmm(node, lhs, rhs)
     return Product(node, Operand(lhs, shape_of(lhs)), Operand(rhs, shape_of(rhs)), bias)  # type: ignore[arg-type]
+
+
+def _from_scaled_mm(node: Node) -> Product | None:
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {a.name: x for a, x in zip(schema, node.args, strict=False)} | dict(node.kwargs)
+    lhs, rhs, a, b = (given.get(name) for name in ("self", "mat2", "scale_a", "scale_b"))
+    if not all(isinstance(n, Node) for n in (lhs, rhs, a, b)) or given.get("scale_result") is not None:
+        return None
+    left, right = Operand(lhs, shape_of(lhs)), Operand(rhs, shape_of(rhs))  # type: ignore[arg-type]
+    if not {dtype_of(lhs), dtype_of(rhs)} <= set(FLOAT8) or {dtype_of(a), dtype_of(b)} != {torch.float32}:  # type: ignore[arg-type]
+        return None
+    one = [all(same(s, 1) for s in shape_of(n)) for n in (a, b)]  # type: ignore[arg-type]
+    rows = same_shape(shape_of(a), (left.rows, 1)) and same_shape(shape_of(b), (1, right.cols))  # type: ignore[arg-type]
+    if not rows and not all(one):
+        return None
+    scales = Scales(a, b, rows and not all(one), bool(given.get("use_fast_accum", False)))  # type: ignore[arg-type]
+    return Product(node, left, right, given.get("bias"), scales)  # type: ignore[arg-type]
 
 
 def _from_bmm(node: Node, lhs: Node, rhs: Node) -> Product | None:

@@ -122,6 +122,8 @@ def _sum(
                 leaf(step.source, swapped != turned, len(readers(step.source)) == 1)
                 return
         p = as_product(node) if alone else None
+        if p is not None and swapped and p.scales is not None:
+            p = None  # their operands have one layout
         if p is not None and swapped and not same_shape(squeezed(p.shape), squeezed(shape_of(node))):
             p = None  # batches that only look like a matrix
         if p is not None:
@@ -182,10 +184,26 @@ def _sum(
         last = True
     else:
         return Miss(Reason.LAYOUT, f"a shard is no block of the rows or columns of {first.node.name}")
+    if refused := _scaled_form(c, products, last, live):
+        return Miss(Reason.SCALED_FORM, refused)
     return Reduction(
         c, blocks, rows, cols, last, tuple(products), tuple(addends), tuple(biases), tuple(after),
         tuple(inner), root, bool(matrix), tuple(passed), tuple(turns), live,
     )  # fmt: skip
+
+
+def _scaled_form(c: Collective, terms: list[Product], last: bool, live: tuple[Node, ...]) -> str:
+    """Why float8 products cannot be reduced by the op for them, "" where they can or where there are none."""
+    scales = [p.scales for p in terms]
+    if not any(scales):
+        return ""
+    if None in scales or len({s.fast for s in scales if s}) != 1:
+        return "products of different kinds are summed: float8 and 16 bits, or with fast accumulation and without"
+    if len({s.rows for s in scales if s}) != 1:
+        return "products with scales of rows and of tensors are summed"
+    if c.op is Op.ALL_REDUCE or last:
+        return "float8 products are scattered by rows only"
+    return f"{live[0].name}, before the sum over ranks, is needed as well" if live else ""
 
 
 def _commutes(scale: Node) -> bool:

@@ -2,8 +2,8 @@
 
 Both walks (forward from a gather, backward from a reduction) see a graph through `effect`: a node passes its input's
 elements on in the same row-major order (`SAME`: views, clones), as the transposed matrix (`SWAP`), cast to another type
-(`CAST`), or does something else (None). The spelling (Inductor's decomposed ops, AOTAutograd's plain ones, einsum's permutes of
-size-1 dims) stays in this file.
+(`CAST`), as the same bytes of another one-byte type (`BITS`: float8 travels as uint8), or does something else (None). The
+spelling (Inductor's decomposed ops, AOTAutograd's plain ones, einsum's permutes of size-1 dims) stays in this file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from enum import Enum, auto
 import torch
 from torch.fx import Node
 
-from .sizes import Size, divide, same, same_shape, sizes, squeezed
+from .sizes import Size, divide, product, same, same_shape, sizes, squeezed
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -36,6 +36,7 @@ class Effect(Enum):
     SAME = auto()
     SWAP = auto()
     CAST = auto()
+    BITS = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,10 @@ def effect(node: Node) -> Step | None:
         return None
     if node.target in _VIEWS:
         return Step(Effect.SAME, src) if before.dtype == after.dtype else None
+    if node.target is aten.view.dtype:
+        if before.dtype.itemsize != 1 or after.dtype.itemsize != 1:
+            return None
+        return Step(Effect.SAME if before.dtype == after.dtype else Effect.BITS, src)
     if node.target in _CASTS:
         if before.device != after.device:
             return None
@@ -141,6 +146,9 @@ def effect(node: Node) -> Step | None:
         return Step(Effect.SWAP, src) if len(kept) == 2 else None
     if node.target is aten.expand.default and same_shape(squeezed(shape_of(src)), squeezed(shape_of(node))):
         return Step(Effect.SAME, src)
+    if node.target is aten.as_strided.default:
+        whole = before.is_contiguous() and after.is_contiguous() and not any(node.args[3:]) and not node.kwargs
+        return Step(Effect.SAME, src) if whole and same(product(shape_of(src)), product(shape_of(node))) else None
     if node.target is aten.slice.Tensor and same_shape(shape_of(src), shape_of(node)):
         return Step(Effect.SAME, src) if len(node.args) < 5 or node.args[4] == 1 else None
     return None
@@ -182,7 +190,10 @@ def regroup(pieces: list[Node], ranks: int) -> tuple[Node, int] | None:
 
 
 def _cut(piece: Node) -> tuple[Node, int, Size, Size] | None:
-    """(source, dim, start, end) of a slice, a getitem of a split or of a chunk."""
+    """(source, dim, start, end) of a slice, a getitem of a split or of a chunk (float8 ones are joined as bytes)."""
+    step = effect(piece) if piece.target is aten.view.dtype else None
+    if step is not None:
+        piece = step.source
     if piece.target is aten.slice.Tensor and not piece.kwargs:
         dim = dim_of(piece)
         start = _scalar(piece.args[2]) if len(piece.args) > 2 and piece.args[2] is not None else 0

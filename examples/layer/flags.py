@@ -52,6 +52,8 @@ class Flags:
     warmup: int
     seed: int
     dtype: torch.dtype
+    fp8: bool
+    """Linears are computed in float8."""
     lr: float
     timeout_s: int
     verbose: bool
@@ -96,6 +98,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--head-dim", type=int, default=64, help="channels of a head (default %(default)s)")
     add("--mlp-ratio", type=int, default=4, help="hidden size of the MLP / hidden size (default %(default)s)")
     add("--dropout", type=float, default=0.1, help="probability, after each row-parallel linear (default %(default)s)")
+    add("--fp8", action="store_true", help="compute linears in float8, forward and backward, in both variants")
+    add("--fp8-recipe", choices=("tensorwise", "rowwise"), default="tensorwise", help="where scales lie (default %(default)s)")
     add("--num-iters", type=int, default=8, help="training steps (default %(default)s)")
     add("--warmup", type=int, default=3, help="first steps that are not timed: the first one compiles (default %(default)s)")
     add("--seed", type=int, default=1234, help="of weights, data and dropout (default %(default)s)")
@@ -136,9 +140,11 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     options = {}
     for text in given.option:
         name, equals, value = text.partition("=")
-        if not equals or name == "overlap":
-            parser.error(f"--option {text}: expected NAME=VALUE, and --overlap or --no-comm-overlap for the overlap")
+        if not equals or name in ("overlap", "fp8", "fp8_recipe"):
+            parser.error(f"--option {text}: expected NAME=VALUE, and --overlap, --no-comm-overlap, --fp8 for what has a flag")
         options[name] = _value(value)
+    if given.fp8:
+        options |= {"fp8": "all", "fp8_recipe": given.fp8_recipe}
     return Flags(
         rank=int(os.environ["RANK"]), world=world, local_rank=int(os.environ["LOCAL_RANK"]), local_world=local_world,
         device=device, dtype=DTYPES[dtype], options=options, timeout_s=given.timeout,
@@ -146,6 +152,7 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
         **{name: getattr(given, name) for name in (
             "layer", "num_layers", "num_replicas", "ddp", "ddp_graphs", "bucket_mb", "accumulate", "overlap", "seq_length",
             "batch_size", "num_heads", "head_dim", "mlp_ratio", "dropout", "num_iters", "warmup", "seed", "lr", "verbose",
+            "fp8",
         )},
     )  # fmt: skip
 

@@ -126,6 +126,13 @@ def must_recompute() -> Any:
     return CheckpointPolicy.MUST_RECOMPUTE
 
 
+def must_save() -> Any:
+    """The tag in node.meta["recompute"] that makes the partitioner keep a node's value for backward."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    return CheckpointPolicy.MUST_SAVE
+
+
 def hash_of_files(paths: list[Any]) -> str:
     """One hash over the contents of files."""
     digest = __getattr__("_get_hash_for_files")(tuple(str(p) for p in paths))

@@ -1,0 +1,48 @@
+"""What a recipe says: formats, where scales lie, and which products stay in high precision.
+
+| recipe       | a scale for                  | forward | gradients | weight gradient                          |
+|--------------|------------------------------|---------|-----------|------------------------------------------|
+| `tensorwise` | each tensor                  | e4m3    | e5m2      | float8                                   |
+| `rowwise`    | each row that is multiplied  | e4m3    | e4m3      | high precision, of the dequantised rows  |
+
+Rows have scales of their own, so their gradients do not need e5m2's range and keep e4m3's third bit. A weight gradient sums
+over the rows, which a row's scale cannot follow: it is computed in the model's type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+RecipeName = Literal["tensorwise", "rowwise"]
+RECIPES: tuple[RecipeName, ...] = ("tensorwise", "rowwise")
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FLOAT8 = (E4M3, E5M2)
+LARGEST = {dtype: torch.finfo(dtype).max for dtype in FLOAT8}
+
+TINY = 2.0**-120
+"""The least scale: that of a tensor or row of zeros. Its reciprocal is finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """`rows`: a scale a row, else one a tensor. `gradient`: the format of what comes from the tangents."""
+
+    name: RecipeName
+    rows: bool
+    gradient: torch.dtype
+    weight_gradient: bool
+    """Are weight gradients float8 products?"""
+
+
+_RECIPES = {
+    "tensorwise": Recipe("tensorwise", rows=False, gradient=E5M2, weight_gradient=True),
+    "rowwise": Recipe("rowwise", rows=True, gradient=E4M3, weight_gradient=False),
+}
+
+
+def recipe_of(name: RecipeName) -> Recipe:
+    return _RECIPES[name]

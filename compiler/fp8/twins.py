@@ -1,0 +1,177 @@
+"""Float8 twins of 16-bit values: quantised once, where the elements come from, and brought along the same way.
+
+    x -> all_gather -> wait -> view -> mm          x -> quantise -> all_gather -> wait -> view -> _scaled_mm
+                                         becomes        scale --(tensor: one of all ranks; rows: gathered beside)--^
+
+`Twins.of` walks back from an operand and repeats every step of the way on the quantised elements. What was repeated once is
+shared: by q, k and v, and by the weight gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from ..rewrite.emit import Emitter
+from ..sites.sizes import same
+from ..sites.values import Effect, aten, dim_of, dtype_of, effect, pieces_of, regroup, shape_of, source
+from .origin import Axis, before, step_back
+from .quantise import as_bytes, c10d, cast_down, cast_up, from_bytes, keep, scale_of, transposed_copy
+
+
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """`q`: the elements in float8, in the value's shape. `scale`: [], or that shape with one dim of size 1."""
+
+    q: Node
+    scale: Node
+
+
+class Twins:
+    """Makes the twins of one graph. `travels`: the all_gathers whose elements may travel as float8 alone."""
+
+    def __init__(
+        self, graph: Graph, travels: set[Node], gradients: set[Node], gradient: torch.dtype, weights: set[Node]
+    ) -> None:
+        self.graph, self.weights = graph, weights
+        self.travels = travels
+        self.reader: Node
+        """The node that twins are made for."""
+        self.replaced: set[Node] = set()
+        """Nodes whose work a twin does now."""
+        self._gradients, self._gradient = gradients, gradient
+        self._made: dict[tuple[Node, Axis, tuple[str, ...]], Twin] = {}
+        self._copies: dict[Node, Node] = {}
+        self._up: dict[Node, Node] = {}
+
+    def of(self, node: Node, axis: Axis, groups: tuple[str, ...] = ()) -> Twin:
+        key = (node, axis, groups)
+        if key not in self._made:
+            self._made[key] = self._make(node, axis, groups)
+        return self._made[key]
+
+    def has(self, node: Node, axis: Axis) -> bool:
+        """Is there a twin of `node`'s elements, or of what they are a view of?"""
+        made = {(n, a) for n, a, _ in self._made}
+        here: tuple[Node, Axis] | None = (node, axis)
+        while here is not None:
+            if here in made:
+                return True
+            here = step_back(*here) if self._repeats(here[0]) else None
+        return False
+
+    def travelled(self, node: Node) -> bool:
+        """Do `node`'s elements come from a gather that carries float8 now?"""
+        found: Node | None = node
+        while found is not None:
+            if found in self.travels:
+                return True
+            found = before(found)
+        return False
+
+    def value(self, node: Node, axis: Axis) -> Node:
+        """`node` as its float8 twin has it, in its own type."""
+        if node not in self._up:
+            twin = self.of(node, axis)
+            with self._emitter(node) as e:
+                self._up[node] = cast_up(e, twin.q, twin.scale, dtype_of(node))
+        return self._up[node]
+
+    def matrix(self, q: Node, row_major: bool) -> Node:
+        """The 2D float8 `q` with rows, or else columns, in one piece each: the only layouts that the hardware multiplies."""
+        strides = q.meta["val"].stride()
+        if strides[1 if row_major else 0] == 1 and strides[0 if row_major else 1] != 1:
+            return q
+        turned = q.target in (aten.t.default, aten.permute.default, aten.transpose.int)
+        if turned and row_major:
+            return self._copy(source(q))
+        copy = self._copy(q)
+        with self._emitter(copy) as e:
+            return e.transpose(copy)
+
+    def _copy(self, base: Node) -> Node:
+        if base not in self._copies:
+            with self._emitter(base) as e:
+                self._copies[base] = transposed_copy(e, base)
+        return self._copies[base]
+
+    @contextmanager
+    def _emitter(self, traced_as: Node) -> Iterator[Emitter]:
+        """Emits in front of the reader at hand: what it needs was there before, or was made for an earlier reader."""
+        with self.graph.inserting_before(self.reader):
+            yield Emitter(self.graph, traced_as, {})
+
+    def _make(self, node: Node, axis: Axis, groups: tuple[str, ...]) -> Twin:
+        found = step_back(node, axis)
+        if found is not None and self._repeats(node):
+            self.replaced.add(node)
+            if node.target is c10d.wait_tensor.default:
+                return self._gathered(source(node), axis, groups)
+            twin = self.of(*found, groups)
+            if node.target is aten.cat.default:
+                return self._regrouped(node, twin, axis)
+            return twin if dtype_of(found[0]) != dtype_of(node) else self._replay(node, twin)
+        format = self._gradient if node in self._gradients else torch.float8_e4m3fn
+        with self._emitter(node) as e:
+            dim = None if axis is None else len(shape_of(node)) + axis
+            scale = scale_of(e, node, format, dim, groups)
+            twin = Twin(cast_down(e, node, scale, format), scale)
+            if node in self.weights:  # cast once: backward does not read the 16 bits again
+                keep(twin.q)
+            return twin
+
+    def _repeats(self, node: Node) -> bool:
+        """Is the step repeated on float8? Gathers only where nobody needs their 16 bits, casts only on the way to a gather."""
+        if node.target is c10d.wait_tensor.default:
+            return source(node) in self.travels
+        step = effect(node)
+        if step is None or step.effect is not Effect.CAST:
+            return True
+        return self.travelled(node)
+
+    def _replay(self, node: Node, twin: Twin) -> Twin:
+        """A view, clone or transpose of the twin's elements."""
+        step = effect(node)
+        assert step is not None
+        if node.target is aten.copy.default:
+            return twin
+        args, kwargs = node.args[1:], dict(node.kwargs)
+        with self._emitter(node) as e:
+            q, scale = e.call(node.target, twin.q, *args, **kwargs), twin.scale
+            if shape_of(scale) and step.effect is Effect.SWAP:
+                scale = e.call(node.target, scale, *args, **kwargs)
+            elif shape_of(scale) and same(shape_of(scale)[-1], 1):
+                scale = e.reshape(scale, (*shape_of(node)[:-1], 1))
+            return Twin(q, scale)
+
+    def _gathered(self, gather: Node, axis: Axis, groups: tuple[str, ...]) -> Twin:
+        shard, ranks, group = gather.args[:3]
+        assert isinstance(shard, Node) and isinstance(group, str)
+        self.replaced.add(gather)
+        twin = self.of(shard, axis, (*groups, group) if axis is None else groups)
+        with self._emitter(gather) as e:
+            q = e.call(gather.target, as_bytes(e, twin.q), ranks, group)
+            q = from_bytes(e, e.call(c10d.wait_tensor.default, q), dtype_of(twin.q))
+            scale = twin.scale
+            if axis is not None:
+                scale = e.call(c10d.wait_tensor.default, e.call(gather.target, scale, ranks, group))
+            return Twin(q, scale)
+
+    def _regrouped(self, cat: Node, twin: Twin, axis: Axis) -> Twin:
+        pieces = pieces_of(cat)
+        whole, cut = regroup(pieces, len(pieces))  # type: ignore[misc]
+        self.replaced.update((*pieces, *(source(p) for p in pieces if source(p) is not whole)))
+        with self._emitter(cat) as e:
+            # float8 has no cat everywhere
+            q = from_bytes(e, _regroup(e, as_bytes(e, twin.q), len(pieces), cut, dim_of(cat)), dtype_of(twin.q))
+            return Twin(q, twin.scale if axis is None else _regroup(e, twin.scale, len(pieces), cut, dim_of(cat)))
+
+
+def _regroup(e: Emitter, whole: Node, count: int, cut: int, dim: int) -> Node:
+    part = shape_of(whole)[cut] // count if isinstance(shape_of(whole)[cut], int) else shape_of(whole)[cut] / count
+    split = e.call(aten.split.Tensor, whole, e.size(part), cut)
+    return e.call(aten.cat.default, [e.item(split, i) for i in range(count)], dim)

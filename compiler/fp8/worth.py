@@ -1,0 +1,68 @@
+"""Is a linear faster in float8? Its products by the device's profile, and the casts by what they move through memory.
+
+Counted for each tensor that is quantised: the passes that read 16 bits (two for one scale a tensor, as the largest magnitude
+must be known first; one for scales of rows) and write a byte; for each transposed copy a byte read and a byte written. A cast
+that several linears share is shared out. Not counted: that gathers send half the bytes, which only helps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import sympy
+
+from ..cost.matmul import matmul_us
+from ..cost.of_site import Hints
+from ..cost.profile import Profile
+from ..sites.matmuls import Product
+from ..sites.sizes import Size
+from .linears import Linear, Role
+from .recipe import Recipe
+
+_LAYOUT = {Role.FORWARD: "nt", Role.INPUT_GRADIENT: "nn", Role.WEIGHT_GRADIENT: "tn"}
+
+
+def weigh(found: Sequence[Linear], recipe: Recipe, profile: Profile, hints: Hints, dtype: str) -> Callable[..., str]:
+    """(linear, the products that would be float8) -> why float8 is predicted to be slower; "" where it is faster, or where a
+    size has no value. `found`: all linears of the graph; `dtype`: what they are in."""
+    sharing = Counter(linear.activation for linear in found)
+
+    def slower(linear: Linear, products: list[Product]) -> str:
+        roles = {p.node: role for role, p in linear.products}
+        plain = fast = 0.0
+        for p in products:
+            m, n, k = (_number(s, hints) for s in (p.shape[0], p.shape[1], p.inner))
+            if m is None or n is None or k is None:
+                return ""
+            plain += matmul_us(profile, dtype, _LAYOUT[roles[p.node]], m, n, k)
+            fast += matmul_us(profile, "float8", "nt", m, n, k)
+        casts = _casts_us(linear, {roles[p.node] for p in products}, recipe, profile, hints, sharing[linear.activation])
+        if casts is None or fast + casts < plain:
+            return ""
+        return f"predicted us by profile {profile}: {dtype} {plain:.0f}, float8 {fast:.0f} and casts {casts:.0f}"
+
+    return slower
+
+
+def _casts_us(linear: Linear, roles: set[Role], recipe: Recipe, profile: Profile, hints: Hints, sharing: int) -> float | None:
+    p = linear.forward
+    rows, cols, inner = (_number(s, hints) for s in (p.shape[0], p.shape[1], p.inner))
+    if rows is None or cols is None or inner is None:
+        return None
+    passes = 1 if recipe.rows else 2
+    down, turned = 2 * passes + 1, 2  # bytes an element: of a cast, of a transposed copy
+    x, w, dy = rows * inner, cols * inner, rows * cols
+    moved, kernels = x * down / sharing + w * down, passes / sharing + passes
+    if Role.INPUT_GRADIENT in roles:
+        moved, kernels = moved + dy * down + w * (down if recipe.rows else turned), kernels + passes + 1
+    if Role.WEIGHT_GRADIENT in roles:
+        moved, kernels = moved + dy * turned + x * turned / sharing, kernels + 1 + 1 / sharing
+    return moved / (profile.compute.memory_gbs * 1e3) + kernels * profile.compute.launch_us
+
+
+def _number(size: Size, hints: Hints) -> int | None:
+    if isinstance(size, int):
+        return size
+    value = sympy.sympify(size).subs(hints)
+    return int(value) if value.is_Integer else None

@@ -1,0 +1,74 @@
+"""The scales of float8 operands, as far as they travel.
+
+    tensor   scale []                                               the same on all ranks: nothing travels
+    rows     scale [.., m, 1] -> all_gather -> wait -> (view | split -> cat)* -> [M, 1]     beside the rows' own gather
+
+A gather of row scales belongs to the site of the rows: it has no matmul of its own, and rows are of no use without it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import torch
+from torch.fx import Node
+
+from .collectives import Collective, Op, c10d, read
+from .match import Holder
+from .sizes import same
+from .values import CUTS, aten, effect, pieces_of, source
+
+Walk = Callable[[Collective], dict[Node, Holder]]
+"""An all_gather -> who carries its elements, and how."""
+
+
+def same_value(a: object, b: object, depth: int = 12) -> bool:
+    """Are two nodes the same computation of the same nodes? (Graphs that went through no CSE repeat scales.)"""
+    if a is b:
+        return True
+    if not isinstance(a, Node) or not isinstance(b, Node):
+        return type(a) is type(b) and a == b
+    if depth == 0 or a.op != "call_function" or a.target != b.target or a.op != b.op or a.kwargs != b.kwargs:
+        return False
+    return len(a.args) == len(b.args) and all(same_value(x, y, depth - 1) for x, y in zip(a.args, b.args, strict=True))
+
+
+def gather_of(scale: Node) -> Collective | None:
+    """The all_gather that a scale comes from, through what only moves its elements."""
+    node = scale
+    while True:
+        if node.target is c10d.all_gather_into_tensor.default:
+            return read(node)
+        step = effect(node)
+        if step is not None:
+            node = step.source
+        elif node.target is aten.cat.default and pieces_of(node):
+            node = pieces_of(node)[0]
+        elif node.target in (c10d.wait_tensor.default, operator.getitem, aten.slice.Tensor, *CUTS):
+            node = source(node)
+        else:
+            return None
+
+
+def rows_beside(payload: Collective, held: Holder, per_block: object, scale: Node, walk: Walk) -> Collective | None:
+    """The all_gather of the scales [M, 1] of gathered rows: dealt out like the rows, over the same group. None where `scale`
+    is something else. `held`: how the rows lie; `per_block`: rows of one shard in one block."""
+    c = gather_of(scale)
+    if c is None or c.wait is None or c.group != payload.group or c.ranks != payload.ranks or held.turns:
+        return None
+    mine = walk(c).get(scale)
+    if mine is None or mine.swapped or mine.turns or mine.dtype is not torch.float32:
+        return None
+    blocks = mine.blocks
+    return c if same(blocks.outer, held.blocks.outer) and same(blocks.inner, per_block) else None
+
+
+def carries_scales(c: Collective) -> bool:
+    """Does `c` bring together what float8 tensors are scaled by: the largest of a few magnitudes?"""
+    if c.op is not Op.ALL_REDUCE or c.reduce_op != "max":
+        return False
+    node = c.input
+    while (step := effect(node)) is not None:
+        node = step.source
+    return node.target in (aten.amax.default, aten.max.default)

@@ -1,0 +1,155 @@
+"""Float8 over ranks: which products, what travels, what is kept, and that overlap changes no number."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from tests.compiler.work_fp8 import Run, both, float8, graphs, torchao
+from tests.harness.ranks import RankPool
+from tests.models.compare import error
+from ub_overlap.compiler.plan import Cast, Mode, Plan, Reason
+
+LLAMA, MLP, FSDP = "tests.models.dtensor_llama", "tests.models.dtensor_mlp", "tests.models.fsdp"
+BF16 = torch.bfloat16
+EAGER: dict[str, Any] = {"inner": "aot_eager", "fp8": "all"}
+FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2}
+ALL = {"forward", "input gradient", "weight gradient"}
+
+
+def by_role(run: Run) -> Counter[tuple[str, str]]:
+    return Counter((c.role, c.recipe or c.reason.value) for c in run.casts if c.recipe or c.reason)  # type: ignore[union-attr]
+
+
+def same(a: Run, b: Run) -> bool:
+    """Do two runs agree? Sums over ranks are rounded elsewhere, and then a few elements fall on the other float8 step: 1/8 of
+    themselves, not of the largest."""
+    return all(error(b.values[n], a.values[n], n) < 0.05 for n in a.values)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_llama(pool2: RankPool, recipe: str) -> None:
+    """Seven linears, gathered along dim 1 of two batches: every collective beside one is overlapped, in float8."""
+    for off, on in pool2.run(both, LLAMA, {"dtype": BF16}, {**EAGER, "fp8_recipe": recipe}, timeout=200):
+        gradient = recipe if recipe == "tensorwise" else Reason.RECIPE.value
+        wanted = {("forward", recipe): 7, ("input gradient", recipe): 7, ("weight gradient", gradient): 7}
+        assert by_role(off) == by_role(on) == wanted
+        for phase in ("forward", "backward"):
+            assert on.kinds(phase) == ["all_gather_matmul"] * 2 + ["matmul_reduce_scatter"] * 2
+            assert off.kinds(phase) == []
+        gathers = [d for d in on.decisions if d.kind.value == "all_gather_matmul"]
+        assert {d.work.dtype for d in gathers if d.work} == {"float8"}
+        assert all(d.bytes == 2 * 8 * 64 for d in gathers)  # a shard [2, 8, 64], a byte an element
+        assert {d.work.operands for d in on.decisions if d.kind.value == "matmul_reduce_scatter" and d.work} == {"float8"}
+        left = [d for d in on.decisions if not d.overlapped]
+        if recipe == "tensorwise":
+            assert [d.reason for d in left] == [Reason.SCALES] * 4
+        else:
+            assert [d.strategy.mode for d in left] == [Mode.MERGED] * 4 and all("goes along" in d.detail for d in left)
+        assert same(off, on)
+        # Right, and really float8: 3 bits of mantissa in, so far less exact than bf16, and no worse than its steps explain.
+        assert all(b < 0.2 for _, b in on.errors.values())
+        assert on.errors["output0"][1] > 2 * on.errors["output0"][0]
+
+
+def test_what_is_kept(pool2: RankPool) -> None:
+    """Tokens [64, 64] gathered: kept as float8 alone, and of the weights nothing in 16 bits for tensorwise."""
+    variant = {"dtype": BF16, "length": 32}
+    for run in pool2.run(float8, MLP, variant, {**EAGER, "overlap": "force"}):
+        assert ((64, 64), torch.float8_e4m3fn) in run.kept
+        assert ((64, 64), BF16) not in run.kept and ((2, 32, 64), BF16) not in run.kept
+        weights = {(48, 64), (64, 48)}
+        assert {(s, d) for s, d in run.kept if s in weights and d in FLOAT8} == {(s, torch.float8_e4m3fn) for s in weights}
+    for run in pool2.run(float8, MLP, variant, {**EAGER, "overlap": "force", "fp8_recipe": "rowwise"}):
+        assert ((64, 64), torch.float8_e4m3fn) in run.kept and ((64, 64), BF16) not in run.kept
+
+
+def test_bias_inference_and_batch_of_one(pool2: RankPool) -> None:
+    """A bias gradient reads the dequantised gradient; fp8="forward" leaves backward alone but gathers float8 forward."""
+    for run in pool2.run(float8, MLP, {"dtype": BF16, "bias": True, "batch": 1, "length": 32}, {**EAGER, "overlap": "force"}):
+        assert run.kinds("forward") == run.kinds("backward") == ["all_gather_matmul", "matmul_reduce_scatter"]
+        assert run.errors["down.bias.grad"][1] < 0.05
+    options = {"inner": "aot_eager", "fp8": "forward", "overlap": "force"}
+    for run in pool2.run(float8, MLP, {"dtype": BF16}, options):
+        assert by_role(run) == {
+            ("forward", "tensorwise"): 2, ("input gradient", "recipe"): 2, ("weight gradient", "recipe"): 2,
+        }  # fmt: skip
+        kinds = {d.phase: d.work.dtype for d in run.decisions if d.kind.value == "all_gather_matmul" and d.work}
+        assert kinds == {"forward": "float8", "backward": "bfloat16"}
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_weights_gathered(pool2: RankPool, inner: str) -> None:
+    """Weights that all ranks hold shards of are quantised before they travel, with one scale over the ranks."""
+    for run in pool2.run(float8, FSDP, {"dtype": BF16}, {"inner": inner, "fp8": "all", "overlap": "force"}, timeout=200):
+        gathers = [d for d in run.decisions if d.kind.value == "all_gather"]
+        assert len(gathers) == 2 and {d.dtype for d in gathers} == {"uint8"}
+        assert {d.reason for d in gathers} == {Reason.SCALED_FORM}  # the weight is the right operand
+        # 24 rows: their sum, the weight gradient, does not divide by 16.
+        assert by_role(run)["weight gradient", Reason.SIZES_NOT_16.value] == 2
+        assert all(b < 0.2 for _, b in run.errors.values())
+
+
+class Only:
+    """An fp8_filter with a name for caches."""
+
+    def __init__(self, part: str) -> None:
+        self.part, self.key = part, f"only {part}"
+
+    def __call__(self, module: str, shape: tuple[int, int]) -> bool:
+        return self.part in module
+
+
+def test_filter(pool2: RankPool) -> None:
+    """w1 stays in bf16 and w3 does not: their common gather carries bf16, and w3's operand is quantised behind it."""
+    options = {**EAGER, "overlap": "force", "fp8_filter": Only("w3")}
+    for run in pool2.run(float8, LLAMA, {"dtype": BF16}, options):
+        assert {c.module.rpartition(".")[2] for c in run.casts if c.recipe} == {"w3"}
+        refused = [c for c in run.casts if c.reason is Reason.FILTERED]
+        assert len(refused) == 6 * 3 and all("fp8_filter refuses" in c.detail for c in refused)
+        assert {d.dtype for d in run.decisions if "all_gather" in d.kind.value} == {"bfloat16"}
+        assert all(b < 0.2 for _, b in run.errors.values())
+
+
+def test_graphs_that_are_float8(pool2: RankPool) -> None:
+    """Hand-written graphs: what is a site is one, what only looks alike is left alone; numbers are eager's."""
+    gather, scatter = "all_gather_matmul", "matmul_reduce_scatter"
+    wanted = {"several": gather, "dim0": gather, "dim1": gather, "scatter": scatter}
+    reasons = {
+        "scatter_mixed": "scaled_form", "other_rows": "scaled_form", "not_gathered": "scaled_form", "right": "scaled_form",
+        "trimmed": "uneven_shards",
+    }  # fmt: skip
+    for found in pool2.run(graphs, timeout=200):
+        assert {name for name, _ in found} == set(wanted) | set(reasons)
+        for (name, scaling), (worst, decisions) in found.items():
+            assert worst < 0.01, (name, scaling, worst)
+            done = [kind for kind, strategy, _ in decisions if strategy == "pipelined"]
+            assert done == ([wanted[name]] if name in wanted else []), (name, scaling, decisions)
+            if name in reasons:
+                assert reasons[name] in [reason for _, _, reason in decisions], (name, scaling, decisions)
+            if name in ("several", "dim0", "dim1") and scaling == "rows":
+                assert ("all_gather", "merged", None) in decisions
+
+
+@pytest.mark.parametrize("variant", [{}, {"batch": 1}, {"along": 0, "batch": 4}], ids=["dim1", "batch1", "dim0"])
+def test_torchao_gathers_float8(pool2: RankPool, variant: dict[str, Any]) -> None:
+    pytest.importorskip("torchao")
+    for errors, decisions in pool2.run(torchao, variant, {"overlap": "force", "inner": "aot_eager"}, timeout=200):
+        for phase in ("forward", "backward"):
+            done = sorted(d.kind.value for d in decisions if d.phase == phase and d.overlapped)
+            assert done == ["all_gather_matmul", "matmul_reduce_scatter"]
+        left = [d.reason for d in decisions if not d.overlapped]
+        assert set(left) == {Reason.SCALES} and len(left) == 8  # x, w1, w3, h, w2; dy, dh1, dh3 (weights are CSE'd)
+        assert max(errors.values()) < 0.02  # a bf16 rounding of a sum over ranks
+
+
+def test_cast_as_json() -> None:
+    cast = Cast(node="mm", role="forward", module="a.b", shape="[1, 2] @ [2, 3]", recipe="", reason=Reason.FILTERED, detail="x")
+    plan = Plan("forward", (), casts=(cast,))
+    assert Plan.from_json(plan.to_json()) == plan and json.loads(plan.to_json())["casts"][0]["reason"] == "filtered"
+    other = Cast(node="mm", role="forward", module="a.b", shape="[1, 2] @ [2, 3]", recipe="tensorwise")
+    assert len({Plan("forward", (), casts=c).digest for c in ((), (cast,), (other,))}) == 3

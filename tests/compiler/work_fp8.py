@@ -1,0 +1,179 @@
+"""What the ranks of the float8 tests do: run a case in float8, and hand-written graphs that are float8 already."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+
+from tests.compiler.work import build, decisions_of, world_name
+from tests.models.compare import Values, error, uncached, values
+from ub_overlap.compiler.history import HISTORY
+from ub_overlap.compiler.plan import Cast, Decision, Plan
+
+E4M3 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Run:
+    """`kept`: (shape, dtype) of what was saved for backward. `errors`: (16 bits, float8) against float64, by tensor."""
+
+    values: Values
+    errors: dict[str, tuple[float, float]]
+    plans: list[Plan]
+    kept: list[tuple[tuple[int, ...], torch.dtype]]
+
+    @property
+    def decisions(self) -> list[Decision]:
+        return [d for p in self.plans for d in p.decisions]
+
+    @property
+    def casts(self) -> list[Cast]:
+        return [c for p in self.plans for c in p.casts]
+
+    def kinds(self, phase: str) -> list[str]:
+        return sorted(d.kind.value for d in self.decisions if d.phase == phase and d.overlapped)
+
+
+def float8(rank: int, world: int, module: str, variant: dict[str, Any], options: dict[str, Any]) -> Run:
+    true_case = build(rank, world, module, {**variant, "exact": True})
+    truth = values(true_case, true_case.module)
+    eager_case, case = (build(rank, world, module, variant) for _ in range(2))
+    eager = values(eager_case, eager_case.module)
+    kept: list[tuple[tuple[int, ...], torch.dtype]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append((tuple(tensor.shape), tensor.dtype))
+        return tensor
+
+    mark = HISTORY.mark()
+    with uncached(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        ours = values(case, torch.compile(case.module, backend="ub_overlap", options=options))
+    errors = {n: (error(eager[n], truth[n], n), error(ours[n], truth[n], n)) for n in truth}
+    return Run(ours, errors, HISTORY.since(mark), kept)
+
+
+def both(rank: int, world: int, module: str, variant: dict[str, Any], options: dict[str, Any]) -> tuple[Run, Run]:
+    """The same casts, with the collectives left alone and overlapped."""
+    return tuple(float8(rank, world, module, variant, {**options, "overlap": o}) for o in ("off", "force"))  # type: ignore[return-value]
+
+
+def torchao(rank: int, world: int, variant: dict[str, Any], options: dict[str, Any]) -> tuple[dict[str, float], list[Decision]]:
+    """torchao's training with its float8 gather, against eager torchao without it (gloo gathers no float8): the magnitudes
+    of all ranks go into both, so the numbers are the same."""
+    module = "tests.models.torchao_mlp"
+    case, plain = build(rank, world, module, variant), build(rank, world, module, {**variant, "gather_fp8": False})
+    mark = HISTORY.mark()
+    with uncached():
+        ours = values(case, torch.compile(case.module, backend="ub_overlap", options=options))
+    eager = values(plain, plain.module)
+    return {n: error(ours[n], eager[n], n) for n in eager}, [d for p in HISTORY.since(mark) for d in p.decisions]
+
+
+def gathered(x: Tensor, dim: int = 0) -> Tensor:
+    """The rows of all ranks, float8 as bytes."""
+    raw = x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+    whole = funcol.wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(raw, dist.get_world_size(), world_name()))
+    if dim:
+        whole = torch.cat(whole.chunk(dist.get_world_size()), dim)
+    return whole.view(x.dtype)
+
+
+def scattered(x: Tensor) -> Tensor:
+    ranks = dist.get_world_size()
+    return funcol.wait_tensor(torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", ranks, world_name()))
+
+
+def scaled(a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch._scaled_mm(a, b, sa, sb, bias=bias, out_dtype=torch.bfloat16)
+
+
+def _operands(rank: int, rows: bool, dims: int = 2) -> tuple[Tensor, ...]:
+    """(x, scale of x, w, scale of w, v, scale of v): x [16, 32] or [2, 8, 32] of this rank, w and v [48, 32]."""
+    draw = torch.Generator().manual_seed(5 + rank)
+    x = torch.randn(16, 32, generator=draw).to(E4M3)
+    w, v = (torch.randn(48, 32, generator=draw).to(E4M3) for _ in range(2))
+    if rows:
+        scales = [torch.rand(n, 1, generator=draw) + 0.5 for n in (16, 48, 48)]
+        scales[1:] = [s.view(1, 48) for s in scales[1:]]
+    else:
+        scales = [torch.tensor(s) for s in (0.5, 2.0, 0.25)]
+    sx, sw, sv = scales
+    if dims == 3:
+        x, sx = x.view(2, 8, 32), sx.view(2, 8, 1) if rows else sx
+    return x, sx, w, sw, v, sv
+
+
+def _several(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> tuple[Tensor, ...]:
+    g, s = gathered(x), gathered(sx) if sx.dim() else sx
+    return scaled(g, w.t(), s, sw), scaled(g, v.t(), s, sv, torch.ones(48, dtype=torch.bfloat16)), g.float() * s
+
+
+def _along(dim: int) -> Any:
+    def run(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Tensor:
+        g, s = gathered(x, dim), gathered(sx, dim) if sx.dim() else sx
+        y = scaled(g.reshape(-1, 32), w.t(), s.reshape(-1, 1) if sx.dim() else s, sw)
+        return y.view(*g.shape[:-1], 48)
+
+    return run
+
+
+def _scatter(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Tensor:
+    return scattered(scaled(x, w.t(), sx, sw) + scaled(x, v.t(), sx, sv))
+
+
+def _scatter_mixed(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Tensor:
+    return scattered(scaled(x, w.t(), sx, sw) + x.bfloat16() @ v.bfloat16().t())
+
+
+def _other_rows(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Tensor:
+    """The scales are gathered, and those of two halves exchanged."""
+    first, second = gathered(sx).chunk(2)
+    return scaled(gathered(x), w.t(), torch.cat([second, first]), sw)
+
+
+def _not_gathered(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Tensor:
+    return scaled(gathered(x), w.t(), torch.cat([sx] * dist.get_world_size()), sw)
+
+
+def _right(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Tensor:
+    return scaled(w, gathered(x).t(), sw, sx)
+
+
+def _trimmed(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Tensor:
+    return scaled(gathered(x)[:16], w.t(), sx, sw)
+
+
+GRAPHS = {
+    "several": (_several, 2), "dim1": (_along(1), 3), "dim0": (_along(0), 3), "scatter": (_scatter, 2),
+    "scatter_mixed": (_scatter_mixed, 2), "other_rows": (_other_rows, 2), "not_gathered": (_not_gathered, 2),
+    "right": (_right, 2), "trimmed": (_trimmed, 2),
+}  # fmt: skip
+
+
+def graphs(rank: int, world: int) -> dict[tuple[str, str], tuple[float, list[tuple[str, str, str | None]]]]:
+    """By graph and scaling: the largest difference from eager, relative, and (kind, strategy, reason) of its decisions."""
+    found = {}
+    for name, (function, dims) in GRAPHS.items():
+        for scaling in ("tensor", "rows"):
+            if (scaling == "tensor") == (name in ("other_rows", "not_gathered")) or (scaling == "rows" and name in ("right",)):
+                continue
+            inputs = _operands(rank, scaling == "rows", dims)
+            torch._dynamo.reset()
+            decisions = decisions_of(function, inputs)
+            with uncached():
+                ours = torch.compile(function, backend="ub_overlap", options={"overlap": "force", "inner": "aot_eager"})(
+                    *inputs
+                )
+            theirs = function(*inputs)
+            pairs = zip(*((t,) if isinstance(t, Tensor) else t for t in (ours, theirs)), strict=True)
+            worst = max(float((a.double() - b.double()).abs().max() / b.double().abs().max()) for a, b in pairs)
+            found[name, scaling] = (
+                worst,
+                [(d.kind.value, str(d.strategy), d.reason.value if d.reason else None) for d in decisions],
+            )
+    return found
