@@ -42,6 +42,8 @@ NAMES = frozenset({"shape_padding", "max_autotune"})
         ("timeout_s", 0, "seconds above 0"),
         ("timeout_s", "5", "seconds above 0"),
         ("mode", 3, "'max-autotune'"),
+        ("memory_budget", -0.5, "a share from 0 to 1, or bytes"),
+        ("memory_budget", True, "a share from 0 to 1, or bytes"),
         ("plan", {"forward.0": "fast"}, "none, pipelined, bulk, pipelined:chunks=N or bulk:chunks=N"),
         ("plan", {"forward.0": None}, "none, pipelined, bulk"),
         ("plan", "/nowhere/plan.json", "a readable JSON file"),

@@ -45,12 +45,13 @@ def test_a_large_model_on_this_machine(tmp_path: Path) -> None:
     """From a folder without the checkout; sums of the 70B block, whose compute was measured at 9.3 ms on one of 8 H200s."""
     step = run("--model", "llama-70b", "--profile", "h200", "--timeline", "step.json", cwd=tmp_path)
     sites = step["sites"]
-    assert [(s["phase"], s["kind"]) for s in sites] == [
-        (phase, kind) for phase in ("forward", "backward") for kind in ("all_gather_matmul", "matmul_reduce_scatter") * 2
-    ]
+    collectives = [(s["phase"], s["kind"].removesuffix("_matmul").removeprefix("matmul_")) for s in sites]
+    assert collectives == [(p, kind) for p in ("forward", "backward") for kind in ("all_gather", "reduce_scatter") * 2]
+    scatters = [s for s in sites if s["phase"] == "backward" and s["kind"] == "reduce_scatter"]
+    assert scatters and all(s["choice"] == "bulk" and s["paired"] for s in scatters), "beside the weights' gradients"
     by_id = {s["id"]: s for s in sites}
     assert by_id["forward.0"]["module"] == "layers.0.attention.wq"
-    assert by_id["forward.0"]["work"]["matmuls"] == [[8192, 1024, 8192, False], *[[8192, 128, 8192, False]] * 2]
+    assert by_id["forward.0"]["work"]["matmuls"][0] == [8192, 1024, 8192, False]
     both = [[8192, 3584, 8192, False], [8192, 3584, 8192, True]]
     assert sorted(by_id["backward.0"]["work"]["matmuls"]) == both, "the weight's gradient contracts"
     for s in sites:
@@ -60,7 +61,7 @@ def test_a_large_model_on_this_machine(tmp_path: Path) -> None:
     totals = step["totals"]
     assert totals["none_us"] == pytest.approx(sum(s["predicted_us"]["none"] for s in sites), abs=0.1)
     assert totals["chosen_us"] == pytest.approx(sum(s["predicted_us"][s["choice"]] for s in sites), abs=0.1)
-    assert 0 < totals["hidden"] < 1
+    assert 0.55 < totals["hidden"] < 1
     events = [e for e in json.loads((tmp_path / "step.json").read_text())["traceEvents"] if e["ph"] == "X"]
     assert {e["cat"] for e in events} == set(by_id)
     end = max(e["ts"] + e["dur"] for e in events)
