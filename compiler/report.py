@@ -20,7 +20,7 @@ from .cost.profile import Profile
 from .history import HISTORY
 from .measured import Measured
 from .outlook import Outlook, outlook, totals
-from .plan import NONE, Decision, Plan, Table
+from .plan import NONE, Cast, Decision, Plan, Table
 from .summary import line
 
 
@@ -98,6 +98,11 @@ class Report:
             for d in p.decisions
             for site in (f"{p.digest}/{d.id}",)
         ]
+
+    @property
+    def casts(self) -> list[Cast]:
+        """Every product of a linear that the float8 pass looked at."""
+        return [c for p in self.plans for c in p.casts]
 
     @property
     def paths(self) -> list[Path]:

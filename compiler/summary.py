@@ -21,12 +21,19 @@ def line(plan: Plan) -> str:
         text += " (" + ", ".join(f"{k} {v}" for k, v in sorted(done.items())) + ")"
     if left:
         text += "; left alone: " + ", ".join(f"{k} {v}" for k, v in sorted(left.items()))
+    if plan.casts:
+        text += f"; float8 {sum(bool(c.recipe) for c in plan.casts)} of {len(plan.casts)} products"
+        stay = Counter(c.reason.value for c in plan.casts if c.reason)
+        if stay:
+            text += "; left in high precision: " + ", ".join(f"{k} {v}" for k, v in sorted(stay.items()))
     return text
 
 
 def announce(plan: Plan) -> None:
     """Logs the plan and hands it to TORCH_TRACE."""
     log.info("%s", line(plan))
+    for c in plan.casts:
+        log.debug("%s %s %s: %s %s", c.module, c.role, c.shape, c.recipe or (c.reason.value if c.reason else ""), c.detail)
     for d in plan.decisions:
         log.debug(
             "%s %s: %s%s %s", d.id, d.kind.value, d.strategy, f" ({d.reason.value}: {d.detail})" if d.reason else "", d.source

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.compiler.work_fp8 import Run, both, float8, graphs, torchao
+from tests.compiler.work_fp8 import Run, both, float8, graphs, torchao, wire
 from tests.harness.ranks import RankPool
 from tests.models.compare import error
 from ub_overlap.compiler.plan import Cast, Mode, Plan, Reason
+from ub_overlap.compiler.report import Report
+from ub_overlap.compiler.summary import line
 
 LLAMA, MLP, FSDP = "tests.models.dtensor_llama", "tests.models.dtensor_mlp", "tests.models.fsdp"
 BF16 = torch.bfloat16
@@ -147,9 +149,18 @@ def test_torchao_gathers_float8(pool2: RankPool, variant: dict[str, Any]) -> Non
         assert max(errors.values()) < 0.02  # a bf16 rounding of a sum over ranks
 
 
-def test_cast_as_json() -> None:
+def test_what_is_scattered_travels_as_float8(pool2: RankPool) -> None:
+    """Each rank sends half of its product [32, 128] as e4m3: an error of 2^-4 of an element, which is one of two summed."""
+    for plain, reduced in pool2.run(wire):
+        assert plain <= 2**-8
+        assert 2**-8 < reduced <= 2**-4
+
+
+def test_casts_in_reports() -> None:
     cast = Cast(node="mm", role="forward", module="a.b", shape="[1, 2] @ [2, 3]", recipe="", reason=Reason.FILTERED, detail="x")
     plan = Plan("forward", (), casts=(cast,))
     assert Plan.from_json(plan.to_json()) == plan and json.loads(plan.to_json())["casts"][0]["reason"] == "filtered"
+    assert line(plan).endswith("; float8 0 of 1 products; left in high precision: filtered 1")
+    assert Report([plan]).casts == [cast]
     other = Cast(node="mm", role="forward", module="a.b", shape="[1, 2] @ [2, 3]", recipe="tensorwise")
     assert len({Plan("forward", (), casts=c).digest for c in ((), (cast,), (other,))}) == 3

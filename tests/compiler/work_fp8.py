@@ -177,3 +177,24 @@ def graphs(rank: int, world: int) -> dict[tuple[str, str], tuple[float, list[tup
                 [(d.kind.value, str(d.strategy), d.reason.value if d.reason else None) for d in decisions],
             )
     return found
+
+
+def wire(rank: int, world: int) -> tuple[float, float]:
+    """The largest difference of a scattered sum of float8 products from eager, relative to the largest value: in bf16 and in
+    float8 on the way."""
+    draw = torch.Generator().manual_seed(9 + rank)
+    x, w = (torch.randn(n, 32, generator=draw).to(E4M3) for n in (32, 128))
+    one = torch.ones(())
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return scattered(scaled(x, w.t(), one, one))
+
+    theirs = function(x, w).double()
+    found = []
+    for reduced in (False, True):
+        torch._dynamo.reset()
+        options = {"overlap": "force", "inner": "aot_eager", "fp8_reduce_scatter": reduced}
+        with uncached():
+            ours = torch.compile(function, backend="ub_overlap", options=options)(x, w)
+        found.append(float((ours.double() - theirs).abs().max() / theirs.abs().max()))
+    return found[0], found[1]
