@@ -18,6 +18,7 @@ from ub_overlap import _torch_compat as compat
 from .cost.again import again_us
 from .cost.load import load
 from .cost.of_site import Hints, hints_of
+from .fp8.quantise import AGAIN
 from .options import Options
 from .plan import Kept
 from .sites import Candidate, Gather, find
@@ -52,7 +53,7 @@ def apply_save_policy(graph: Graph, options: Options) -> int:
         whole: set[int] = set()
     else:
         # A region that the user checkpoints is the user's: nothing of it is kept, whatever we say.
-        weighed = [w for w in weighed if not any("recompute" in n.meta for n in w.nodes)]
+        weighed = [w for w in weighed if not any("recompute" in n.meta and AGAIN not in n.meta for n in w.nodes)]
         whole = _within([w.kept for w in weighed], options.memory_budget)
     for i, w in enumerate(weighed):
         w.match.collective.node.meta[KEPT] = w.kept if i in whole else replace(w.kept, keeps="shard")

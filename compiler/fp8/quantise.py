@@ -18,6 +18,8 @@ from ..sites.values import aten, dtype_of
 from .recipe import LARGEST, TINY
 
 c10d = torch.ops._c10d_functional
+AGAIN = "ub_overlap_fp8_again"
+"""Key of node.meta: marked for recomputation here, and not by the user."""
 
 
 def scale_of(e: Emitter, x: Node, format: torch.dtype, dim: int | None, groups: tuple[str, ...]) -> Node:
@@ -67,7 +69,7 @@ def from_bytes(e: Emitter, q: Node, format: torch.dtype) -> Node:
 
 def compute_again(node: Node) -> None:
     """Where backward needs `node`, what it was computed from is kept and not the node itself."""
-    node.meta["recompute"] = compat.must_recompute()
+    node.meta["recompute"], node.meta[AGAIN] = compat.must_recompute(), True
     node.meta.setdefault("ac_graph_id", 0)
 
 
