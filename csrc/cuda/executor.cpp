@@ -29,50 +29,56 @@ namespace {
 
 using namespace cuda;
 
-// What a device has once, for all groups: the copy stream, and events. A stream that takes part in a capture of torch's belongs
-// to it until that ends, so captures have copy streams of their own. An event may be recorded again as soon as the wait for
-// it has been issued, so the events of one call serve the next; calls of a device are issued one at a time.
-struct Device {
-    std::mutex mutex;
-    cudaStream_t copies = nullptr, records = nullptr;
-    std::vector<cudaStream_t> captured;
-    std::vector<cudaEvent_t> events;
-
-    static cudaStream_t make_copy_stream() {
-        cudaStream_t made = nullptr;
+// A copy stream and events, for one call at a time. An event may be recorded again as soon as the wait for it has been issued,
+// so the events of one call serve the next.
+class Lane {
+  public:
+    Lane() {
         int least = 0, greatest = 0;
         check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "read the stream priorities");
-        check(cudaStreamCreateWithPriority(&made, cudaStreamNonBlocking, greatest), "make a copy stream");
-        return made;
+        check(cudaStreamCreateWithPriority(&copies, cudaStreamNonBlocking, greatest), "make a copy stream");
+    }
+    cudaEvent_t event(size_t number) {
+        while (events_.size() <= number) {
+            cudaEvent_t made = nullptr;
+            check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "make an event");
+            events_.push_back(made);
+        }
+        return events_[number];
     }
 
-    // The copy stream of the capture that is going on under this id: the one that has joined it, else one that is free.
-    cudaStream_t copies_of(unsigned long long capture) {
-        cudaStream_t free = nullptr;
-        for (cudaStream_t stream : captured) {
+    cudaStream_t copies = nullptr;
+
+  private:
+    std::vector<cudaEvent_t> events_;
+};
+
+// What a device has once, for all groups. What takes part in a capture of torch's belongs to it until that ends, which may be
+// while another thread makes plain calls: captures have lanes of their own. Never destroyed.
+struct Device {
+    std::mutex mutex;
+    Lane plain;
+    std::vector<std::unique_ptr<Lane>> captured;
+    cudaStream_t records = nullptr;
+
+    // The lane of the capture that is going on under this id: the one that has joined it, else one that is free.
+    Lane& of_capture(unsigned long long capture) {
+        Lane* free = nullptr;
+        for (const std::unique_ptr<Lane>& lane : captured) {
             cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
             unsigned long long id = 0;
-            check(cudaStreamGetCaptureInfo(stream, &status, &id), "ask whether a copy stream is being captured");
-            if (status == cudaStreamCaptureStatusNone) free = stream;
-            if (status == cudaStreamCaptureStatusActive && id == capture) return stream;
+            check(cudaStreamGetCaptureInfo(lane->copies, &status, &id), "ask whether a copy stream is being captured");
+            if (status == cudaStreamCaptureStatusNone) free = lane.get();
+            if (status == cudaStreamCaptureStatusActive && id == capture) return *lane;
         }
-        if (!free) captured.push_back(free = make_copy_stream());
-        return free;
+        if (!free) free = captured.emplace_back(std::make_unique<Lane>()).get();
+        return *free;
     }
 
     // Never runs anything: calls are captured on it.
     cudaStream_t recorder() {
         if (!records) check(cudaStreamCreateWithFlags(&records, cudaStreamNonBlocking), "make a stream to record on");
         return records;
-    }
-
-    cudaEvent_t event(size_t number) {
-        while (events.size() <= number) {
-            cudaEvent_t made = nullptr;
-            check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "make an event");
-            events.push_back(made);
-        }
-        return events[number];
     }
 };
 
@@ -81,25 +87,21 @@ Device& device_of(int index) {
     static auto* all = new std::map<int, std::unique_ptr<Device>>;  // never destroyed: the driver may go first
     const std::lock_guard<std::mutex> lock(mutex);
     std::unique_ptr<Device>& one = (*all)[index];
-    if (!one) {
-        auto made = std::make_unique<Device>();
-        made->copies = Device::make_copy_stream();
-        one = std::move(made);
-    }
+    if (!one) one = std::make_unique<Device>();
     return *one;
 }
 
 class Run {
   public:
     // `compute`: what COMPUTE steps are issued to, which is not the caller's stream where the call is being recorded.
-    Run(const Call& call, MatmulFn matmul, Device& device, cudaStream_t compute, cudaStream_t copies, int64_t timeout_ns)
+    Run(const Call& call, MatmulFn matmul, Lane& lane, cudaStream_t compute, int64_t timeout_ns)
         : call_(call),
           program_(*call.program),
           matmul_(matmul),
-          device_(device),
+          lane_(lane),
           arena_(static_cast<CudaArena*>(call.arena)),
           compute_(compute),
-          copies_(copies),
+          copies_(lane.copies),
           timeout_ns_(timeout_ns),
           start_(static_cast<size_t>(program_.events)) {}
 
@@ -164,7 +166,7 @@ class Run {
         if (!copies && !(step.kind == StepKind::copy && step.after.empty())) flush_copies();
         if (copies) begin_copies();
         for (int event : step.after) {
-            check(cudaStreamWaitEvent(stream, device_.event(static_cast<size_t>(event)), 0), "wait for an event");
+            check(cudaStreamWaitEvent(stream, lane_.event(static_cast<size_t>(event)), 0), "wait for an event");
         }
         const bool first = waits && step.waits[0].back != 0;  // made by the call's first kernel
         if (trace_ && !first) trace_->step_begins(number, stream);
@@ -173,7 +175,7 @@ class Run {
         if (!copies && (trace_ || step.record >= 0)) flush_waits(), flush_signals(), flush_copies();
         if (trace_ && !first) trace_->step_ends(number, stream);
         if (step.record < 0) return;
-        check(cudaEventRecord(device_.event(static_cast<size_t>(step.record)), stream), "record an event");
+        check(cudaEventRecord(lane_.event(static_cast<size_t>(step.record)), stream), "record an event");
     }
 
     int64_t execute(const Step& step, cudaStream_t stream) {
@@ -290,7 +292,7 @@ class Run {
     }
 
     void join(cudaStream_t later, cudaStream_t earlier, size_t number) {
-        const cudaEvent_t event = device_.event(number);
+        const cudaEvent_t event = lane_.event(number);
         check(cudaEventRecord(event, earlier), "record an event");
         check(cudaStreamWaitEvent(later, event, 0), "wait for an event");
     }
@@ -341,7 +343,7 @@ class Run {
     const Call& call_;
     const Program& program_;
     MatmulFn matmul_;
-    Device& device_;
+    Lane& lane_;
     CudaArena* arena_;
     const cudaStream_t compute_, copies_;
     const int64_t timeout_ns_;
@@ -363,7 +365,7 @@ void record(Replay& replay, const Call& call, MatmulFn matmul, Device& device, i
         return;
     }
     try {
-        Run run(call, matmul, device, device.recorder(), device.copies, timeout_ns);
+        Run run(call, matmul, device.plain, device.recorder(), timeout_ns);
         replay.steps = run.go();
         replay.never = !run.recordable();
     } catch (const std::exception&) {
@@ -390,7 +392,7 @@ std::vector<StepTime> issue(const Call& call, MatmulFn matmul, Device& device, C
         check(cudaGraphLaunch(replay->graph, stream), "launch a recorded call");
         return replay->steps;
     }
-    Run run(call, matmul, device, stream, device.copies, timeout_ns);
+    Run run(call, matmul, device.plain, stream, timeout_ns);
     std::vector<StepTime> steps = run.go();
     if (replay) replay->never = replay->never || !run.recordable();
     return steps;
@@ -418,7 +420,7 @@ std::vector<StepTime> CudaExecutor::run(const Call& call) {
     check(cudaStreamGetCaptureInfo(stream, &status, &capture), "ask whether the stream is being captured");
     if (status != cudaStreamCaptureStatusNone) {
         if (arena) arena->set_captured();
-        return Run(call, matmul_, device, stream, device.copies_of(capture), timeout_ns).go();
+        return Run(call, matmul_, device.of_capture(capture), stream, timeout_ns).go();
     }
     if (arena && arena->called && arena->last_stream != stream) {
         check(cudaStreamWaitEvent(stream, arena->last_call, 0), "order two calls of a group");
