@@ -14,8 +14,10 @@ from typing import Any
 from torch.fx import GraphModule
 
 from ub_overlap import _torch_compat as compat
-from ub_overlap.runtime import ops, settings
+from ub_overlap.runtime import ops, rank_graphs, settings
 
+from .diff.ranks import explain as explain_ranks
+from .diff.record import Trail
 from .options import Options, parse
 from .passes import JointPass, RewritePass
 from .sites.sizes import hint, symbolic
@@ -31,6 +33,7 @@ def ub_overlap(
     """
     ours, theirs = parse(options, compat.inductor_option_names())
     ops.load()
+    rank_graphs.install(explain_ranks)
     if ours.timeout_s is not None:
         settings.configure(step_timeout_s=ours.timeout_s)
     if ours.inner == "aot_eager":
@@ -43,7 +46,8 @@ def _inductor(
 ) -> Callable[..., Any]:
     patches = {**(compat.list_mode_options(mode) if mode else {}), **theirs}
     hints = _hints(example_inputs)
-    own_passes = (JointPass(ours, hints), RewritePass(ours, hints))
+    trail = Trail()
+    own_passes = (JointPass(ours, hints, trail), RewritePass(ours, hints, trail))
     for hook, own in zip(("joint_custom_pre_pass", "post_grad_custom_pre_pass"), own_passes, strict=True):
         patches[hook] = compat.chained(compat.user_pass(hook, patches), own)
     return compat.compile_fx(gm, example_inputs, config_patches=patches)
@@ -55,7 +59,8 @@ def _hints(example_inputs: list[Any]) -> tuple[Any, ...]:
 
 
 def _aot_eager(gm: GraphModule, example_inputs: list[Any], ours: Options) -> Callable[..., Any]:
-    joint, rewrite = JointPass(ours), RewritePass(ours)
+    trail = Trail()
+    joint, rewrite = JointPass(ours, trail=trail), RewritePass(ours, trail=trail)
 
     def compiled(graph: GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
         rewrite(graph.graph)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict
 from typing import Any
 
 from torch.fx import Node
 
 from .cost.of_site import Hints, shape_of_site
+from .origin import module_of, source_of
 from .plan import Work
 from .rule import Place
 from .sites import Bulk, Candidate, Gather, Reduction
 from .sites.sizes import Size
 from .sites.values import dtype_of, shape_of, tensor_of
-
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s+(.*)')
-_LIBRARY = re.compile(r"[/\\]torch[/\\](distributed|nn|_dynamo|_tensor|utils|autograd)")
 
 
 def groups_of(candidates: list[Candidate]) -> dict[str, str]:
@@ -49,7 +46,7 @@ def row(candidate: Candidate, site: Gather | Reduction | Bulk | None, groups: di
         "shapes": tuple(shapes),
         "dtype": str(dtype_of(c.input)).removeprefix("torch.") if tensor_of(c.input) is not None else "",
         "module": next((m for n in nodes if (m := module_of(n))), ""),
-        "source": next((s for n in nodes if (s := _source(n))), ""),
+        "source": next((s for n in nodes if (s := source_of(n))), ""),
     }
 
 
@@ -93,25 +90,3 @@ def _text(shape: tuple[Size, ...]) -> str:
 
 def _product(p: Any) -> str:
     return f"{_text(p.lhs.shape if not p.lhs.swapped else p.lhs.shape[::-1])} @ {_text((p.rhs.rows, p.rhs.cols))}"
-
-
-def module_of(node: Node) -> str:
-    """Path of the innermost nn.Module, in forward order also for backward nodes (torch copies the stack)."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    paths = [path for path, _ in stack.values()] if isinstance(stack, dict) else []
-    if not paths:
-        return ""
-    path = re.sub(r"L\['self'\]\.?", "", paths[-1])
-    path = re.sub(r"_modules\['(\w+)'\]", r"\1", path)
-    return re.sub(r"\._orig_mod|_orig_mod\.", "", path).replace("['", ".").replace("']", "").lstrip(".")
-
-
-def _source(node: Node) -> str:
-    """file:line: code of the innermost frame outside of torch."""
-    trace = node.stack_trace or ""
-    frames = _FRAME.findall(trace)
-    own = [f for f in frames if not _LIBRARY.search(f[0])] or frames
-    if not own:
-        return ""
-    path, line, _, code = own[-1]
-    return f"{path}:{line}: {code.strip()}"

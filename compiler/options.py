@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
@@ -21,7 +22,7 @@ from .cost.load import load
 from .fp8.recipe import RECIPES
 from .rule import Forced, Rule
 from .rules import parse_rules
-from .saved import SavedGraph, parse_plan
+from .saved import SavedGraph, parse_plan, without
 from .strategy import MAX_CHUNKS, Strategy, Table
 from .strategy import parse as parse_strategy
 
@@ -73,6 +74,10 @@ class Options:
     """What float8 products scatter travels as float8, with a scale for each 128 columns of a row."""
     profile: str | None = None
     """Device profile that choices rest on: the name of a shipped one, or a path (None: this machine's)."""
+    verify: bool = False
+    """Run every rewritten site the plain way too and compare: reports list the error by site. Slow; not for CUDA graphs."""
+    snapshots: bool = True
+    """Keep each graph as it was before and after, for reports, pages and errors."""
 
     def forced(self, site: str) -> Strategy | Table | None:
         """The strategy that `plan` forces on this site id, if any; the last matching pattern wins."""
@@ -88,9 +93,8 @@ class Options:
         return found
 
     def key(self) -> str:
-        """Everything that a compiled graph depends on, as text for cache keys (`timeout_s` is the runtime's)."""
-        apart = ("timeout_s", "fp8_filter")
-        return repr([*((f.name, getattr(self, f.name)) for f in fields(self) if f.name not in apart), self.filter_key])
+        """Everything that a compiled graph depends on, as text for cache keys."""
+        return repr([*((f.name, getattr(self, f.name)) for f in fields(self) if f.name not in _UNCOMPILED), self.filter_key])
 
     @property
     def filter_key(self) -> str:
@@ -103,6 +107,7 @@ class Options:
         return self.fp8_filter is None or isinstance(getattr(self.fp8_filter, "key", None), str)
 
 
+_UNCOMPILED = ("timeout_s", "snapshots", "fp8_filter")  # the runtime's, what only tells of a graph, what has a key of its own
 _CHOICES = {
     "overlap": ("auto", "force", "off"),
     "save": ("gathered", "shard"),
@@ -113,6 +118,8 @@ _CHOICES = {
     "fp8": ("off", "forward", "all"),
     "fp8_recipe": RECIPES,
     "fp8_reduce_scatter": (True, False),
+    "verify": (True, False),
+    "snapshots": (True, False),
 }
 _NAMES = tuple(f.name for f in fields(Options) if f.name != "saved")
 
@@ -141,7 +148,15 @@ def parse(options: Mapping[str, Any] | None, inductor_names: frozenset[str]) -> 
         raise _bad("inner", "aot_eager", "no options or mode of Inductor beside it", "drop them, or use inner='inductor'")
     if "save" in ours:
         ours.pop("memory_budget", None)  # what is said outright needs no weighing
+    if off := disabled():
+        ours["plan"] = (*ours.get("plan", ()), *((pattern, "none") for pattern in off))
+        ours["saved"] = without(ours.get("saved", ()), off)
     return Options(**ours), theirs
+
+
+def disabled() -> tuple[str, ...]:
+    """Patterns of sites that UB_OVERLAP_DISABLE leaves alone, whatever else asks for them: "forward.3,backward.*"."""
+    return tuple(filter(None, os.environ.get("UB_OVERLAP_DISABLE", "").replace(" ", "").split(",")))
 
 
 def _checked(name: str, value: Any) -> Any:

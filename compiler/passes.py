@@ -21,6 +21,7 @@ from ub_overlap.runtime import notices, transport
 
 from .cost.load import load, signature
 from .decide import decide
+from .diff.record import Trail, Watch
 from .fp8 import Fp8, insert
 from .fp8.recipe import recipe_of
 from .history import HISTORY
@@ -49,11 +50,11 @@ def phase_of(graph: Graph) -> str:
 
 
 class _Pass(compat.custom_graph_pass()):  # type: ignore[misc]
-    def __init__(self, options: Options, hints: tuple[Any, ...] = ()) -> None:
+    def __init__(self, options: Options, hints: tuple[Any, ...] = (), trail: Trail | None = None) -> None:
         """`hints`: values and ranges of the symbolic sizes that the graph is traced with. Decisions rest on them; torch's own
-        keys leave them out."""
+        keys leave them out. `trail`: what the passes of one graph tell each other."""
         super().__init__()
-        self.options, self.hints = options, hints
+        self.options, self.hints, self.trail = options, hints, trail or Trail()
 
     def uuid(self) -> Any:
         if not self.options.cacheable:
@@ -67,9 +68,13 @@ class JointPass(_Pass):
     """Merges all_reduces, inserts the casts to float8 and applies the save policy."""
 
     def __call__(self, graph: Graph) -> None:
+        all_reduces = graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_reduce.default)
+        watch = Watch(graph, "joint", self.options.snapshots and (len(all_reduces) > 1 or self.options.fp8 != "off"))
+        watch.before()
         merged = merge_all_reduces(graph) if self.options.merge_all_reduces and self.options.overlap != "off" else 0
         scaled = insert(graph, _fp8(graph, self.options)) if self.options.fp8 != "off" else 0
         marked = apply_save_policy(graph, self.options)
+        self.trail.joint = watch.after() if merged or scaled else None
         if merged or scaled or marked:
             graph.lint()
             log.info(
@@ -100,4 +105,8 @@ class RewritePass(_Pass):
         notices.leave(decided.groups, decided.plan.graph, decided.plan.digest)
         announce(decided.plan)
         handle_misses(decided.plan, self.options)
-        rewrite(graph, decided.chosen, "float8" if self.options.fp8_reduce_scatter else "plain")
+        watch = Watch(graph, decided.plan.phase, self.options.snapshots)
+        watch.before(decided.chosen)
+        wire = "float8" if self.options.fp8_reduce_scatter else "plain"
+        rewrite(graph, decided.chosen, wire, self.options.verify)
+        self.trail.record(decided.plan, watch.after())

@@ -9,7 +9,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from ub_overlap.runtime import plan_store
+from ub_overlap.runtime import plan_store, verify
 from ub_overlap.runtime.errors import OptionError
 from ub_overlap.runtime.stats import SiteStats, site_stats
 from ub_overlap.runtime.tuning import Tuned, tuned
@@ -17,6 +17,8 @@ from ub_overlap.runtime.tuning import Tuned, tuned
 from . import timeline
 from .cost.load import load, of_plan
 from .cost.profile import Profile
+from .diff.edits import Diff
+from .diff.store import STORE, Graphs
 from .history import HISTORY
 from .measured import Measured
 from .outlook import Outlook, outlook, totals
@@ -45,11 +47,16 @@ class ReportedDecision(Decision):
     """Bytes that really moved beside a matmul of the same call."""
     outlook: Outlook | None = None
     """Predicted times; None for what the cost model does not know."""
+    error: float | None = None
+    """With options={"verify": True}: the largest difference from the plain way, over the largest magnitude of its result."""
     measured_us: float | None = None
     """A call of the site, median over a few; None without explain(..., measure=True)."""
 
     def to_dict(self) -> dict[str, Any]:
-        own = ("plan", "predicted_by", "calls", "executed", "transport", "bytes_copied", "bytes_beside_matmul", "measured_us")
+        own = (
+            "plan", "predicted_by", "calls", "executed", "transport", "bytes_copied", "bytes_beside_matmul", "measured_us",
+            "error",
+        )  # fmt: skip
         predicted = self.outlook.to_dict() if self.outlook else dict.fromkeys(Outlook.FIELDS)
         picked = {
             "calls_by_strategy": dict(self.calls_by_strategy),
@@ -91,9 +98,11 @@ class Report:
 
     @property
     def decisions(self) -> list[ReportedDecision]:
-        now = site_stats()
+        now, errors = site_stats(), verify.ERRORS.by_site()
         return [
-            _reported(p, d, now.get(site), self._since.get(site), self.profile_of(p, d), self._measured.get(site))
+            _reported(
+                p, d, now.get(site), self._since.get(site), self.profile_of(p, d), self._measured.get(site), errors.get(site)
+            )
             for p in self.plans
             for d in p.decisions
             for site in (f"{p.digest}/{d.id}",)
@@ -116,6 +125,7 @@ class Report:
     def table(self) -> str:
         """A row a collective."""
         rows, decisions = [], self.decisions
+        verified = any(d.error is not None for d in decisions)
         for d in decisions:
             shapes = dict(d.shapes)
             products = [v for k, v in shapes.items() if k.startswith("matmul")]
@@ -136,6 +146,7 @@ class Report:
                     **({"tuned": _picks(d)} if any(d.tuned for d in decisions) else {}),
                     "gain us": _us(d.outlook.gain_us if d.outlook else None),
                     **({"measured us": _us(d.measured_us)} if self._measured else {}),
+                    **({"error": None if d.error is None else _error(d.error, d.dtype)} if verified else {}),
                     "calls": d.calls,
                     "hidden bytes / reason": d.reason.value if d.reason else _hidden(d),
                 }
@@ -176,19 +187,61 @@ class Report:
             raise OptionError("no such site, or nothing known of it", where="timeline", got=site, expected=f"one of {ids}")
         return timeline.write(path, lanes)
 
+    @property
+    def graphs(self) -> list[Graphs]:
+        """The graphs of the plans as they were before and after, of those that were kept (options={"snapshots": False})."""
+        return [g for p in self.plans if (g := STORE.find(p.digest)) is not None]
+
+    @property
+    def diff(self) -> list[Diff]:
+        """What was rewritten: a Diff a graph, and one more where the joint graph was changed before it was cut in two."""
+        return [d for g in self.graphs for d in (g.joint_diff(), g.diff()) if d is not None]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as plain data; `python -m ub_overlap explain` and `diff` read it back."""
+        return {
+            "version": 1,
+            "plans": [p.digest for p in self.plans],
+            "profiles": {p.digest: p.profile for p in self.plans},
+            "profile": str(self.profile) if self.plans else "",
+            "summary": self.summary(),
+            "totals": self.totals() if self.plans else "",
+            "sites": [d.to_dict() for d in self.decisions],
+            "lanes": self._lanes(),
+            "graphs": [g.to_dict() for g in self.graphs],
+        }
+
     def to_json(self) -> str:
-        return json.dumps(
-            {
-                "version": 1,
-                "plans": [p.digest for p in self.plans],
-                "profiles": {p.digest: p.profile for p in self.plans},
-                "sites": [d.to_dict() for d in self.decisions],
-            },
-            indent=1,
-        )
+        return json.dumps(self.to_dict())
+
+    def to_html(self, path: str | Path, title: str = "report") -> Path:
+        """Writes one page that needs nothing but itself: both graphs side by side, sites, reasons, predictions, schedules."""
+        from .diff.render import html
+
+        return html.write(path, self.to_dict(), title)
+
+    def _lanes(self) -> dict[str, list[dict[str, Any]]]:
+        """The steps of each site by "<plan digest>/<site id>": the plain way, as decided, and as measured."""
+        found: dict[str, list[dict[str, Any]]] = {}
+        for plan in self.plans:
+            for d in plan.decisions:
+                site = f"{plan.digest}/{d.id}"
+                if lanes := lanes_of(d.id, outlook(d, self.profile_of(plan, d)), self._measured.get(site)):
+                    found[site] = lanes
+        return found
 
     def __str__(self) -> str:
         return f"{self.summary()}\n{self.table()}\n{self.totals()}" if self.plans else self.summary()
+
+
+def lanes_of(site: str, predicted: Outlook | None, measured: Measured | None = None) -> list[dict[str, Any]]:
+    """The steps of a site, as JSON: the plain way, as decided, and as measured."""
+    lanes = [timeline.predicted(site, predicted.none, "predicted, none")] if predicted else []
+    if predicted and predicted.chosen is not predicted.none:
+        lanes.append(timeline.predicted(site, predicted.chosen, f"predicted, {predicted.decided}"))
+    if measured is not None:
+        lanes.append(timeline.measured(site, measured))
+    return [lane.to_dict() for lane in lanes]
 
 
 def _hidden(d: ReportedDecision) -> str:
@@ -208,6 +261,10 @@ def _picks(d: ReportedDecision) -> str | None:
     return "; ".join(str(t) if rows == "*" else f"{rows} rows: {t}" for rows, t in d.tuned) or None
 
 
+def _error(value: float, dtype: str) -> str:
+    return f"{value:.1e}" + ("" if value <= verify.tolerance(dtype) else " BAD")
+
+
 def _us(value: float | None) -> str | None:
     return None if value is None else f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"
 
@@ -219,11 +276,12 @@ def _reported(
     before: SiteStats | None,
     profile: Profile,
     measured: Measured | None,
+    error: verify.SiteError | None,
 ) -> ReportedDecision:
     base: dict[str, Any] = {f.name: getattr(d, f.name) for f in fields(Decision)}
     predicted = outlook(d, profile)
     base |= {"outlook": predicted, "measured_us": measured.us if measured else None, "tuned": _tuned(plan, d)}
-    base |= {"predicted_by": str(profile) if predicted else ""}
+    base |= {"predicted_by": str(profile) if predicted else "", "error": error.error if error else None}
     calls = now.calls - (before.calls if before else 0) if now else 0
     if now is None or calls == 0:
         return ReportedDecision(**base, plan=plan.digest)

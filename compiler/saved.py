@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,16 @@ def parse_plan(value: Any) -> tuple[Pairs, tuple[SavedGraph, ...]]:
         if not isinstance(pattern, str) or not isinstance(strategy, str) or not Strategy.is_forceable(strategy):
             raise refused(origin, str(pattern) if origin else "", {pattern: strategy}, _STRATEGIES, "plan")
     return tuple(value.items()), ()
+
+
+def without(graphs: Sequence[SavedGraph], patterns: Sequence[str]) -> tuple[SavedGraph, ...]:
+    """The same plan, with sites that a pattern matches left alone."""
+    return tuple(
+        replace(
+            g, sites=tuple(replace(s, strategy="none") if any(fnmatchcase(s.id, p) for p in patterns) else s for s in g.sites)
+        )
+        for g in graphs
+    )
 
 
 def _graphs(d: Mapping[str, Any], origin: str) -> tuple[SavedGraph, ...]:

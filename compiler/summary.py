@@ -1,13 +1,14 @@
-"""One line a graph at INFO, every decision at DEBUG, and the plan as an artifact of TORCH_TRACE."""
+"""One line a graph at INFO, every decision at DEBUG; plan, reasons and diff as artifacts of TORCH_TRACE."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 
 from ub_overlap import _torch_compat as compat
 
-from .plan import Plan
+from .plan import Decision, Plan
 
 log = logging.getLogger("ub_overlap")
 
@@ -35,9 +36,19 @@ def announce(plan: Plan) -> None:
     for c in plan.casts:
         log.debug("%s %s %s: %s %s", c.module, c.role, c.shape, c.recipe or (c.reason.value if c.reason else ""), c.detail)
     for d in plan.decisions:
-        log.debug(
-            "%s %s: %s%s %s", d.id, d.kind.value, d.strategy, f" ({d.reason.value}: {d.detail})" if d.reason else "", d.source
-        )
+        log.debug("%s", reason(d))
+    artifact(f"plan_{plan.phase}", "json", plan.to_json)
+    artifact(f"reasons_{plan.phase}", "string", lambda: "\n".join([line(plan), *map(reason, plan.decisions)]))
+
+
+def reason(d: Decision) -> str:
+    """E.g. "forward.0 all_reduce: none (non_linear: relu ...) model.py:12: ..."."""
+    why = ": ".join(filter(None, (d.reason.value if d.reason else "", d.detail)))
+    return f"{d.id} {d.kind.value}: {d.strategy}{f' ({why})' if why else ''} {d.source}"
+
+
+def artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
+    """Hands TORCH_TRACE a text under "ub_overlap_<name>"; made only where somebody traces."""
     compat.trace_structured(
-        "artifact", metadata_fn=lambda: {"name": f"ub_overlap_plan_{plan.phase}", "encoding": "json"}, payload_fn=plan.to_json
+        "artifact", metadata_fn=lambda: {"name": f"ub_overlap_{name}", "encoding": encoding}, payload_fn=payload
     )

@@ -30,9 +30,13 @@ class Lane:
     def us(self) -> float:
         return max((s.end_us for s in self.steps), default=0.0)
 
+    def to_dict(self) -> dict[str, Any]:
+        steps = [[s.queue, s.text, round(s.begin_us, 3), round(s.end_us, 3)] for s in self.steps]
+        return {"what": self.what, "us": round(self.us, 3), "steps": steps}
 
-def predicted(site: str, prediction: Prediction) -> Lane:
-    return Lane(site, "predicted", tuple(StepTime(*step) for step in prediction.timeline))
+
+def predicted(site: str, prediction: Prediction, what: str = "predicted") -> Lane:
+    return Lane(site, what, tuple(StepTime(*step) for step in prediction.timeline))
 
 
 def measured(site: str, found: Measured) -> Lane:

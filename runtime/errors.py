@@ -31,9 +31,14 @@ class OptionError(UbOverlapError, ValueError):
 
 
 class PlanMismatchError(UbOverlapError):
-    """The ranks of a group compiled different plans. `ranks`: those whose plan differs from this rank's."""
+    """The ranks of a group compiled different plans. `ranks`: those whose plan differs from this rank's. `diff`: how the graph
+    of the first of them differs from this rank's, "" where nobody kept both."""
 
     ranks: tuple[int, ...] = ()
+    diff: str = ""
+
+    def message(self) -> str:
+        return super().message() + (f"\n{self.diff}" if self.diff else "")
 
 
 class PeerTimeoutError(UbOverlapError):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from . import errors, plan_store
+from . import errors, plan_store, rank_graphs
 from .exchange import Exchange
 
 
@@ -37,6 +37,8 @@ def plan_mismatch(
         fix="give all ranks the same model, shapes, options and device profile; look for rank-dependent code",
     )
     error.ranks = tuple(other)
+    error.diff = rank_graphs.told(mine.get("graphs", ""), theirs.get("graphs", ""), (f"rank {rank}", f"rank {first}"))
+    error.args = (error.message(),)
     return error
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from ub_overlap import _torch_compat as compat
 
-from . import errors
+from . import errors, rank_graphs
 from .exchange import Exchange
 from .mismatch import plan_mismatch, plan_text
 
@@ -55,5 +55,6 @@ def explained(exchange: Exchange, topic: str, digest: str, late: errors.PeerTime
         return late
     for notice in cards.values():
         notice["text"] = plan_text(notice["digest"])
-    cards[exchange.rank] = {"digest": digest, "site": exchange.site, "text": text}
+        notice["graphs"] = rank_graphs.packed(notice["digest"])
+    cards[exchange.rank] = {"digest": digest, "site": exchange.site, "text": text, "graphs": rank_graphs.packed(digest)}
     return plan_mismatch(exchange, cards, other, ", and did not come to this op")

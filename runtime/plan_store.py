@@ -1,4 +1,5 @@
-"""Plans by digest, on disk: what a warm compile cache, the session's mismatch error and the command line read.
+"""Plans by digest, on disk: what a warm compile cache, the session's mismatch error and the command line read; and beside each
+plan the graphs that it was made of and for, as bytes that only ub_overlap.compiler.diff reads.
 
 A compile-cache hit skips the pass that made the plan, yet the cached code still carries the plan's digest in every op.
 The plan text is therefore kept beside the caches, under its digest, and written once.
@@ -33,14 +34,25 @@ def path_of(digest: str) -> Path:
     return directory() / f"{digest}.json"
 
 
+def graphs_path_of(digest: str) -> Path:
+    return path_of(digest).with_suffix(".graphs")
+
+
 def save(digest: str, text: str) -> Path:
     """Writes `text` under `digest` atomically: readers see the old text or the new, never a part."""
-    path = path_of(digest)
+    return _write(path_of(digest), text.encode())
+
+
+def save_graphs(digest: str, data: bytes) -> Path:
+    return _write(graphs_path_of(digest), data)
+
+
+def _write(path: Path, data: bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     fd, name = tempfile.mkstemp(dir=path.parent, prefix=".plan-")
     try:
-        with os.fdopen(fd, "w") as f:
-            f.write(text)
+        with os.fdopen(fd, "wb") as f:
+            f.write(data)
         os.replace(name, path)
     except BaseException:
         os.unlink(name)
@@ -52,5 +64,13 @@ def load(digest: str) -> str | None:
     """The plan's JSON text, or None where this machine has none under `digest`."""
     try:
         return path_of(digest).read_text()
+    except FileNotFoundError:
+        return None
+
+
+def load_graphs(digest: str) -> bytes | None:
+    """The graphs of a plan, or None where this machine has none under `digest`."""
+    try:
+        return graphs_path_of(digest).read_bytes()
     except FileNotFoundError:
         return None

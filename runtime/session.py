@@ -8,7 +8,8 @@ exchanges of small JSON texts with a deadline (runtime/exchange.py), so a rank t
     arena      names of the shared memory segments     -> attach to all peers'
     attached   nothing                                 -> unlink: from here on nothing can be left in /dev/shm
     made       CUDA: size of the slots allocated       -> torch's rendezvous; met: all words are zero
-    plan/N     digest of the N-th plan                 -> equal; else text/N, and PlanMismatchError at the site that differs;
+    plan/N     digest of the N-th plan                 -> equal; else text/N with the graphs, and PlanMismatchError at the
+               site and at the node that differ;
                also for `initialize`, with the slot size wanted -> grow to the largest
     tune/N     runtime/tuning.py: what is known of a site's alternatives, tuned/N: what they took
     grow/N     name of the bigger segment              -> attach; grown/N: all have moved, the old one is let go
@@ -26,7 +27,7 @@ from typing import Any
 
 from ub_overlap import _torch_compat
 
-from . import errors, notices, settings, topology, watchdog
+from . import errors, notices, rank_graphs, settings, topology, watchdog
 from .exchange import Exchange
 from .extension import extension
 from .mismatch import plan_mismatch, plan_text
@@ -123,7 +124,7 @@ class Session:
                 raise notices.explained(exchange, topic, digest, late) from None
             other = [rank for rank, card in enumerate(cards) if card["digest"] != digest]
             if other:  # all ranks see that: now the texts, which are long, are worth a look
-                mine = {"text": plan_text(digest)}
+                mine = {"text": plan_text(digest), "graphs": rank_graphs.packed(digest)}
                 texts = exchange.all(f"text/{self._plans}", mine, timeout_s, "compare plans", self._check)
                 raise plan_mismatch(exchange, {i: {**cards[i], **text} for i, text in enumerate(texts)}, other)
             wanted = max(card["slot"] for card in cards)

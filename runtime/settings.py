@@ -11,6 +11,7 @@ replay                   UB_OVERLAP_REPLAY               1        record calls o
                                                                   while one is recorded (0.2 ms), CUDA refuses another
                                                                   thread's torch.cuda.synchronize(): 0 where a program
                                                                   has threads that do that beside ours
+nvtx                     UB_OVERLAP_NVTX                 0        NVTX ranges with site names around calls, for Nsight
 links                    UB_OVERLAP_LINKS                nvlink   "nvlink": GPUs that reach each other over PCIe only
                                                                   run plain collectives; "any" takes them too
 =======================  ==============================  =======  =====================================================
@@ -33,6 +34,7 @@ class Settings:
     step_timeout_s: float = 100.0
     trace: bool = False
     replay: bool = True
+    nvtx: bool = False
     links: str = "nvlink"
 
     def __post_init__(self) -> None:
@@ -61,6 +63,7 @@ def from_environment() -> Settings:
         step_timeout_s=seconds("UB_OVERLAP_STEP_TIMEOUT_S", Settings().step_timeout_s),
         trace=os.environ.get("UB_OVERLAP_TRACE", "0") not in ("", "0"),
         replay=os.environ.get("UB_OVERLAP_REPLAY", "1") not in ("", "0"),
+        nvtx=os.environ.get("UB_OVERLAP_NVTX", "0") not in ("", "0"),
         links=os.environ.get("UB_OVERLAP_LINKS") or Settings().links,
     )
 
@@ -93,3 +96,4 @@ def apply() -> None:
     c.set_step_timeout(current().step_timeout_s)
     c.set_trace(current().trace)
     c.set_replay(current().replay)
+    c.set_nvtx(current().nvtx)

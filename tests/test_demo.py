@@ -42,12 +42,14 @@ def console(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.parametrize("batch", [1, 2])
 def test_curves_agree(batch: int, tmp_path: Path) -> None:
     """Batch 1 traces other views than batch 2. Run from elsewhere: the demo finds its own files."""
-    done = demo([*SMALL, "--batch", str(batch)], cwd=tmp_path)
+    page = tmp_path / "page.html"
+    done = demo([*SMALL, "--batch", str(batch), "--page", str(page)], cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The loss curves agree." in done.stdout
     for kind in ("all_gather_matmul", "matmul_reduce_scatter"):
         assert kind in done.stdout
     assert os.environ["UB_OVERLAP_CACHE_DIR"] in done.stdout
+    assert f"open {page}" in done.stdout and "forward.0" in page.read_text()
 
 
 def test_more_ranks_and_no_overlap() -> None:

@@ -9,8 +9,9 @@ from torch.fx import Node
 from ..cost.amounts import bytes_sent, flops
 from ..cost.choose import Choice
 from ..cost.of_site import Hints
-from ..describe import module_of, row, work_of
+from ..describe import row, work_of
 from ..merge import MERGED
+from ..origin import module_of
 from ..plan import Decision, Kind, Mode, Strategy, Table
 from ..rule import Forced
 from ..save import KEPT

@@ -12,9 +12,12 @@ from tabulate import tabulate
 from .. import timeline
 from ..cost.load import load
 from ..cost.profile import Profile
+from ..diff.store import Graphs
 from ..options import Options
 from ..outlook import Outlook, Totals, outlook, totals
 from ..plan import Decision, Mode, Plan, Strategy, collective_of
+from ..report import lanes_of
+from ..summary import line
 from .models import Sizes
 from .trace import trace
 
@@ -36,6 +39,8 @@ class Step:
     rows: tuple[Row, ...]
     plans: tuple[Plan, ...]
     rest: dict[str, float]
+    graphs: tuple[Graphs, ...] = ()
+    """Before and after, where they were asked for."""
 
     @property
     def totals(self) -> Totals:
@@ -70,6 +75,24 @@ class Step:
             indent=1,
         )
 
+    def to_html(self, path: str | Path) -> Path:
+        """Writes a page as Report.to_html does, of ranks that do not exist."""
+        from ..diff.render import html
+
+        rows = iter(self.rows)
+        sites, lanes = [], {}
+        for plan in self.plans:
+            for _ in plan.decisions:
+                row = next(rows)
+                sites.append({**row.site.to_dict(), "plan": plan.digest, **(row.outlook.to_dict() if row.outlook else {})})
+                lanes[f"{plan.digest}/{row.site.id}"] = lanes_of(row.site.id, row.outlook)
+        report = {
+            "sites": sites, "lanes": lanes, "graphs": [g.to_dict() for g in self.graphs], "profile": str(self.profile),
+            "summary": "\n".join(map(line, self.plans)), "totals": str(self.totals),
+        }  # fmt: skip
+        s = self.sizes
+        return html.write(path, report, f"plan: hidden {s.hidden}, {s.seq} tokens, TP {s.tp}, {s.dtype}")
+
     def timeline(self, path: str | Path) -> Path:
         """Writes the steps of all sites as predicted: .png (needs matplotlib), else JSON for chrome://tracing."""
         return timeline.write(path, [timeline.predicted(r.site.id, r.outlook.chosen) for r in self.rows if r.outlook])
@@ -94,14 +117,14 @@ def table(rows: tuple[Row, ...] | list[Row]) -> str:
     out = []
     for row in rows:
         d, o = row.site, row.outlook
-        line: dict[str, Any] = {
+        cells: dict[str, Any] = {
             "site": d.id, "module": d.module, "kind": d.kind.value, "M N K": mnk(d),
             "MB": None if d.bytes is None else d.bytes / 1e6,
         }  # fmt: skip
-        line |= {"matmul": o and o.none.matmul_us, "comm": o and o.none.communication_us}
-        line |= {short(n): o.by_strategy[n].us if o and n in o.by_strategy else None for n in names}
-        line |= {"choice": str(d.strategy), "gain": o and o.gain_us}
-        out.append(line)
+        cells |= {"matmul": o and o.none.matmul_us, "comm": o and o.none.communication_us}
+        cells |= {short(n): o.by_strategy[n].us if o and n in o.by_strategy else None for n in names}
+        cells |= {"choice": str(d.strategy), "gain": o and o.gain_us}
+        out.append(cells)
     heads = (
         "microseconds; matmul, comm: alone; pipelined: in one chunk a rank; cN: in N chunks; sN: in N stripes; gain: over none"
     )
@@ -124,17 +147,18 @@ def mnk(d: Decision) -> str:
     return " + ".join(text if count == 1 else f"{count} of {text}" for text, count in counts.items())
 
 
-def plan_step(sizes: Sizes, options: Options) -> Step:
+def plan_step(sizes: Sizes, options: Options, graphs: bool = False) -> Step:
     """Traces the block, decides every site as `options` say (its profile is what the step is predicted for) and adds it all up.
-    OptionError where a saved plan does not fit."""
+    OptionError where a saved plan does not fit. `graphs`: for a page; needs the extension."""
     profile = load(options.profile, sizes.tp)
-    graphs = trace(sizes, options)
-    rows = tuple(Row(d, outlook(_own_work(d, g.plan), profile)) for g in graphs for d in g.plan.decisions)
+    traced = trace(sizes, options, graphs)
+    rows = tuple(Row(d, outlook(_own_work(d, g.plan), profile)) for g in traced for d in g.plan.decisions)
     rest: dict[str, float] = {}
-    for graph in graphs:
+    for graph in traced:
         for name, us in graph.rest.us(profile).items():
             rest[name] = rest.get(name, 0.0) + us
-    return Step(sizes, profile, rows, tuple(g.plan for g in graphs), rest)
+    kept = tuple(g.graphs for g in traced if g.graphs)
+    return Step(sizes, profile, rows, tuple(g.plan for g in traced), rest, kept)
 
 
 def _own_work(d: Decision, plan: Plan) -> Decision:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,31 +17,41 @@ from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime.errors import UbOverlapError
 
 from ..decide import Decided, decide
+from ..diff.record import Watch
+from ..diff.store import Graphs
 from ..options import Options
 from ..passes import JointPass, phase_of
 from ..plan import Plan
+from ..rewrite import rewrite
 from .models import Sizes, block_input, parallel_blocks
 from .rest import Rest, rest_of
 
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """One graph: its plan, and what it computes beside the plan's sites."""
+    """One graph: its plan, what it computes beside the plan's sites, and, where asked for, what a rewrite makes of it."""
 
     plan: Plan
     rest: Rest
+    graphs: Graphs | None = None
 
 
-def trace(sizes: Sizes, options: Options) -> list[Traced]:
+def trace(sizes: Sizes, options: Options, rewritten: bool = False) -> list[Traced]:
     """The forward and the backward graph of the blocks, in this order. UbOverlapError where this process has a process group
     already: the ranks that are planned for do not exist, and the default group has to be theirs. OptionError where a saved plan
-    among the options does not fit."""
+    among the options does not fit. `rewritten`: with the graphs before and after; needs the extension, which has the ops."""
+    if rewritten:
+        from ub_overlap.runtime import ops
+
+        ops.load()
     graphs: list[Traced] = []
 
     def compiled(gm: GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
         decided = decide(gm.graph, options, phase_of(gm.graph), lambda *_: None)
-        graphs.append(Traced(decided.plan, rest_of(gm.graph, _taken(gm.graph, decided))))
-        return compat.make_boxed_func(gm.forward)
+        rest = rest_of(gm.graph, _taken(gm.graph, decided))
+        plain = GraphModule(gm, copy.deepcopy(gm.graph)) if rewritten else gm  # what runs: there are no ranks to run ops with
+        graphs.append(Traced(decided.plan, rest, _rewritten(gm.graph, decided, options) if rewritten else None))
+        return compat.make_boxed_func(plain.forward)
 
     joint = JointPass(options)
 
@@ -60,6 +71,14 @@ def trace(sizes: Sizes, options: Options) -> list[Traced]:
                 raise own from None  # Dynamo's wrapping says nothing about a plan
             raise
     return graphs
+
+
+def _rewritten(graph: Graph, decided: Decided, options: Options) -> Graphs | None:
+    watch = Watch(graph, decided.plan.phase, on=True)
+    watch.before(decided.chosen)
+    rewrite(graph, decided.chosen, "float8" if options.fp8_reduce_scatter else "plain")
+    taken = watch.after()
+    return Graphs(decided.plan.digest, decided.plan.phase, *taken) if taken else None
 
 
 def _taken(graph: Graph, decided: Decided) -> set[Node]:

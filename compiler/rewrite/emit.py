@@ -16,6 +16,8 @@ from ..sites.matmuls import Operand
 from ..sites.sizes import Size, product, same, same_shape, sizes
 from ..sites.values import aten, shape_of
 
+SITE = "ub_overlap_site"
+"""node.meta key: "<plan digest>/<site id>" of the site that made the node."""
 _KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "original_aten", "custom", "seq_nr")
 
 
@@ -26,13 +28,14 @@ class SizeUnknown(Exception):
 class Emitter:
     """Adds nodes to `graph` before its insertion point, traced as `origin`.
 
-    `replaced`: what earlier sites replaced by what; matches were made before, so their nodes are looked up in it.
+    `replaced`: what earlier sites replaced by what; matches were made before, so their nodes are looked up in it. `site`: the
+    name that the nodes are marked with, if any.
     """
 
-    def __init__(self, graph: Graph, origin: Node, replaced: dict[Node, Node]) -> None:
+    def __init__(self, graph: Graph, origin: Node, replaced: dict[Node, Node], site: str = "") -> None:
         self.graph = graph
         self._replaced = replaced
-        self._meta = {k: origin.meta[k] for k in _KEPT_META if k in origin.meta}
+        self._meta = {k: origin.meta[k] for k in _KEPT_META if k in origin.meta} | ({SITE: site} if site else {})
         self._mode = compat.fake_mode_of(origin.meta["val"])
 
     def call(self, target: Any, *args: Any, value_is: Any = None, **kwargs: Any) -> Node:

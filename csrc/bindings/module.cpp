@@ -282,6 +282,7 @@ PYBIND11_MODULE(_C, m) {
     m.def("set_step_timeout", [](double seconds) { settings().step_timeout_ns.store(static_cast<int64_t>(seconds * 1e9)); });
     m.def("set_replay", [](bool on) { settings().replay.store(on); }, "Whether calls that come again are recorded (CUDA).");
     m.def("set_trace", [](bool on) { settings().trace.store(on); }, "Keep the step times of the last call of every site.");
+    m.def("set_nvtx", [](bool on) { settings().nvtx.store(on); }, "NVTX ranges around calls, where torch has NVTX.");
     m.def("site_stats", &site_stats);
     m.def("clear_stats", [] { Stats::get().clear(); });
     m.def("last_trace", &last_trace, py::arg("site"), "(step, queue, kind, begin_ns, end_ns, bytes) for each step.");

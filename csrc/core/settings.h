@@ -16,6 +16,7 @@ struct Settings {
     std::atomic<int64_t> step_timeout_ns{100'000'000'000};
     std::atomic<bool> trace{false};
     std::atomic<bool> replay{true};
+    std::atomic<bool> nvtx{false};  // NVTX ranges around calls
     // Called now and then by the thread of a call that waits; throws when the user has asked for an end (Ctrl-C).
     std::atomic<void (*)()> check_signals{nullptr};
 };

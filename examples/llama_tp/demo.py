@@ -48,6 +48,8 @@ def parse(argv: Sequence[str] | None) -> Settings:
     parser.add_argument(
         "--overlap", choices=("auto", "force", "off"), default="force", help="which sites (default %(default)s)"
     )
+    page = str(Path(tempfile.gettempdir(), "ub_overlap_demo.html"))
+    parser.add_argument("--page", default=page, metavar="FILE", help="the report as a page (default %(default)s)")
     parser.add_argument(
         "--timeout", type=int, default=120, metavar="S", help="seconds a rank waits for another before it fails"
     )
@@ -71,6 +73,7 @@ def parse(argv: Sequence[str] | None) -> Settings:
         ranks=flags.ranks, device=device, steps=flags.steps, batch=flags.batch, seq=flags.seq, args=args,
         dtype=torch.bfloat16 if device == "cuda" else torch.float32,
         options={"overlap": flags.overlap, "inner": flags.inner}, timeout_s=flags.timeout,
+        page=flags.page,
     )  # fmt: skip
 
 
@@ -142,6 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(time_line("ub_overlap", ours))
     print("\nReports, to be read again with: python -m ub_overlap report show DIGEST")
     print("\n".join(f"  {path}" for path in outcome.paths))
+    if outcome.page:
+        print(f"\nBoth graphs side by side, before and after, with every decision: open {outcome.page}")
     print(f"\nLargest difference {worst:.1e}, allowed {tolerance:.0e}: {TOLERANCE_REASON}.")
     print(f"The loss curves {'agree' if agree else 'DO NOT AGREE'}.")
     return 0 if agree else 1

@@ -36,6 +36,8 @@ class Settings:
     args: ModelArgs
     options: dict[str, Any]
     """Handed to torch.compile(backend="ub_overlap", options=...)."""
+    page: str = ""
+    """Where rank 0 writes its report as a page; "" nowhere."""
     dtype: torch.dtype
     """Of weights and activations; losses are computed in fp32."""
     lr: float = 3e-3
@@ -53,12 +55,14 @@ class Run:
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """What rank 0 reports: both trainings, the compiled model's sites as text, and where its reports are stored."""
+    """What rank 0 reports: both trainings, the compiled model's sites as text, and where its reports lie."""
 
     eager: Run
     ours: Run
     sites: str
     paths: list[str]
+    page: str = ""
+    """Where the page lies that shows both graphs."""
 
 
 def build(settings: Settings, mesh: DeviceMesh) -> Transformer:
@@ -126,7 +130,8 @@ def train(rank: int, settings: Settings, rendezvous: str, deliver: Callable[[Out
         if rank == 0:
             report = reports()
             paths = [str(path) for path in report.paths]
-            deliver(Outcome(eager=eager.run, ours=ours.run, sites=str(report), paths=paths))
+            page = str(report.to_html(settings.page, "demo")) if settings.page else ""
+            deliver(Outcome(eager=eager.run, ours=ours.run, sites=str(report), paths=paths, page=page))
         dist.barrier()
     finally:
         dist.destroy_process_group()

@@ -1,6 +1,7 @@
 #include "bindings/ops/frame.h"
 
 #include "bindings/matmul.h"
+#include "bindings/range.h"
 #include "core/choice.h"
 #include "cpu/executor.h"
 #ifdef UB_OVERLAP_CUDA
@@ -39,6 +40,7 @@ bool run(Builder& b, const std::function<void(Call&)>& prepare) {
         Stats::get().add(b.call.site, b.call.strategy, "c10d", reason, {}, false);
         return false;
     }
+    const SiteRange range(b.call);
     session->run(b.call, executor_of(b.device(), b.call), prepare);
     return true;
 }

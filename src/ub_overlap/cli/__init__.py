@@ -1,6 +1,7 @@
 """The command line: one file a verb, each with `add(verbs, as_json)`, which adds its parser and the function that runs it.
 
-Verbs import what they need when they run, so that `--version` and `report` load no torch.
+Verbs import what they need when they run: `--version`, `report`, `explain` and `diff` load no torch, and `doctor` works where
+torch, or anything else that is not Python's own, is missing or broken.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from ub_overlap import __version__
 from ub_overlap.runtime.errors import UbOverlapError
 
-from . import calibrate, cfg, info, plan, stored
+from . import bisect, calibrate, cfg, diff, doctor, explain, exposed, info, plan, stored
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     as_json = argparse.ArgumentParser(add_help=False)
     as_json.add_argument("--json", action="store_true", help="print JSON")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in (info, stored, calibrate, plan, cfg):
+    for verb in (info, doctor, stored, explain, diff, bisect, exposed, calibrate, plan, cfg):
         verb.add(verbs, as_json)
     flags = parser.parse_args(argv)
     try:

@@ -7,8 +7,6 @@ import json
 import sys
 from typing import Any
 
-from tabulate import tabulate
-
 
 def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
     parser = verbs.add_parser(
@@ -20,6 +18,8 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
 
 def run(path: str, *, as_json: bool) -> int:
     """Prints the rules (--json: as options={"rules": ...} takes them); what has no meaning here goes to stderr."""
+    from tabulate import tabulate
+
     from ub_overlap.compiler.megatron import import_file
 
     rules, unused = import_file(path)

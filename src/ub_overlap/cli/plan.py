@@ -29,6 +29,7 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", metavar="FILE", help="the option plan=: a saved plan whose strategies are forced")
     parser.add_argument("--save", metavar="FILE", help="write the plan; options={'plan': FILE} loads it")
     parser.add_argument("--timeline", metavar="FILE", help="write the predicted steps of all sites: JSON for Perfetto, or .png")
+    parser.add_argument("--html", metavar="FILE", help="write a page: both graphs side by side, sites, predicted schedules")
     parser.set_defaults(run=lambda flags: run(flags, parser))
 
 
@@ -51,9 +52,11 @@ def run(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     options |= {"save": flags.backward_keeps} if flags.backward_keeps else {}
     own = ("rules", "plan", "min_bytes", "memory_budget")
     options |= {name: value for name in own if (value := getattr(flags, name)) is not None}
-    step = plan_step(sizes, parse(options, frozenset())[0])
+    step = plan_step(sizes, parse(options, frozenset())[0], graphs=flags.html is not None)
     if flags.save:
         Path(flags.save).write_text(step.saved_plan())
+    if flags.html:
+        step.to_html(flags.html)
     if flags.timeline:
         step.timeline(flags.timeline)
     print(step.to_json() if flags.json else step)

@@ -8,8 +8,6 @@ import sys
 from datetime import datetime
 from typing import Any
 
-from tabulate import tabulate
-
 from ub_overlap.runtime import plan_store
 
 
@@ -72,6 +70,8 @@ def show_report(digest: str, *, as_json: bool) -> int:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Rows of the same keys under a header; values as they are (a digest of digits is not a number)."""
+    from tabulate import tabulate
+
     return tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True)
 
 

@@ -1,0 +1,114 @@
+"""One page that needs nothing but itself: both graphs side by side, the sites and what was reckoned of them.
+
+page.html  its frame (a jinja2 template)      page.css  its looks      page.js  its behaviour, over the data of `data`
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from ..edits import Diff
+from ..match import NONE
+from ..rows import Row, rows
+from ..store import Graphs
+
+FOLDER = Path(__file__).parent
+KINDS = ("same", "changed", "removed", "added", "moved", "replaced")
+"""What page.js calls a row; "replaced": something went and something came, side by side."""
+
+
+def write(path: str | Path, report: Mapping[str, Any], title: str = "ub_overlap report") -> Path:
+    """The page of a report as Report.to_dict gives it (or as its JSON is read back)."""
+    return write_page(path, data(report, title), title)
+
+
+def write_diffs(path: str | Path, diffs: list[Diff], title: str) -> Path:
+    """The page of any diffs: of two runs, of two ranks."""
+    return write_page(path, {**_EMPTY, "title": title, "graphs": [_graph(d, f"{d.phase} {d.plan}") for d in diffs]}, title)
+
+
+def write_page(path: str | Path, found: Mapping[str, Any], title: str) -> Path:
+    environment = Environment(loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined)
+    # "<" could end the script; the others end a line in JavaScript, and not in JSON.
+    text = json.dumps(found, separators=(",", ":")).replace("<", "\\u003c").replace("\u2028", " ").replace("\u2029", " ")
+    page = environment.get_template("page.html").render(
+        title=title,
+        css=Markup((FOLDER / "page.css").read_text()),
+        js=Markup((FOLDER / "page.js").read_text()),
+        data=Markup(text),
+    )
+    path = Path(path)
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+_EMPTY: dict[str, Any] = {"summary": "", "totals": "", "profile": "", "sites": [], "lanes": {}, "graphs": []}
+
+
+def data(report: Mapping[str, Any], title: str = "") -> dict[str, Any]:
+    """What page.js draws: sites and lanes of the report, and each graph with its rows and edits."""
+    graphs = []
+    for d in report.get("graphs", []):
+        found = Graphs.from_dict(d)
+        joint = found.joint_diff()
+        graphs += [_graph(joint, f"joint {found.plan}")] if joint else []
+        graphs.append(_graph(found.diff(), f"{found.phase} {found.plan}"))
+    kept = {k: report.get(k, _EMPTY[k]) for k in ("summary", "totals", "profile", "sites", "lanes")}
+    return {**_EMPTY, **kept, "title": title, "graphs": graphs}
+
+
+def _graph(diff: Diff, name: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "phase": diff.phase,
+        "plan": diff.plan,
+        "counts": diff.counts(),
+        "before": diff.a.to_dict(),
+        "after": diff.b.to_dict(),
+        "rows": [[r.before, r.after, KINDS.index(r.kind), r.edit] for r in side_by_side(diff)],
+        "edits": [
+            {
+                "site": e.site,
+                "title": e.title,
+                "module": e.module,
+                "source": e.source,
+                "removed": e.removed,
+                "added": e.added,
+                "changed": [[c.before, c.after, c.fields] for c in e.changed],
+            }
+            for e in diff.edits
+        ],
+    }
+
+
+def side_by_side(diff: Diff) -> list[Row]:
+    """`rows`, with what went and what came between two kept nodes on the same lines, edit by edit."""
+    out: list[Row] = []
+    gap: list[Row] = []
+
+    def flush() -> None:
+        for edit in dict.fromkeys(r.edit for r in gap):
+            gone = [r for r in gap if r.edit == edit and r.after == NONE]
+            came = [r for r in gap if r.edit == edit and r.before == NONE]
+            for x, y in zip_longest(gone, came):
+                if x and y and x.kind == "removed" and y.kind == "added":
+                    out.append(Row(x.before, y.after, "replaced", edit))
+                else:
+                    out.extend(r for r in (x, y) if r)
+        gap.clear()
+
+    for row in rows(diff):
+        if row.before != NONE and row.after != NONE:
+            flush()
+            out.append(row)
+        else:
+            gap.append(row)
+    flush()
+    return out

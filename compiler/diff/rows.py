@@ -1,0 +1,62 @@
+"""Two snapshots side by side: rows in an order that keeps both graphs' orders as far as that can be."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from .edits import Diff
+from .match import NONE
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A node of the first snapshot, one of the second, or both. `kind`: "same", "changed", "removed", "added", "moved"
+    (both sides have it, in another order: it has a row for each)."""
+
+    before: int
+    after: int
+    kind: str
+    edit: int = NONE
+    """Index of the edit that it belongs to."""
+
+
+def rows(diff: Diff) -> list[Row]:
+    """Pairs that keep their order (as many as can) are rows of two; what lies between two of them stands side by side."""
+    m = diff.matching
+    edit_of_a = {i: k for k, e in enumerate(diff.edits) for i in (*e.removed, *(c.before for c in e.changed))}
+    edit_of_b = {j: k for k, e in enumerate(diff.edits) for j in (*e.added, *(c.after for c in e.changed))}
+    out: list[Row] = []
+    i = j = 0
+    for x, y in [*_kept(m.to_b), (len(m.to_b), len(m.to_a))]:
+        for p in range(i, x):
+            out.append(Row(p, NONE, "removed" if m.to_b[p] == NONE else "moved", edit_of_a.get(p, NONE)))
+        for q in range(j, y):
+            out.append(Row(NONE, q, "added" if m.to_a[q] == NONE else "moved", edit_of_b.get(q, NONE)))
+        if x < len(m.to_b):
+            out.append(Row(x, y, "changed" if x in diff.changes else "same", edit_of_a.get(x, NONE)))
+        i, j = x + 1, y + 1
+    return out
+
+
+def _kept(to_b: list[int]) -> list[tuple[int, int]]:
+    """A longest list of pairs that grows on both sides (patience sorting)."""
+    tops: list[int] = []
+    at: list[int] = []
+    before: dict[int, int] = {}
+    for i, j in enumerate(to_b):
+        if j == NONE:
+            continue
+        k = bisect_left(tops, j)
+        if k == len(tops):
+            tops.append(j)
+            at.append(i)
+        else:
+            tops[k], at[k] = j, i
+        before[i] = at[k - 1] if k else NONE
+    found = []
+    i = at[-1] if at else NONE
+    while i != NONE:
+        found.append((i, to_b[i]))
+        i = before[i]
+    return found[::-1]

@@ -1,0 +1,40 @@
+"""Where a node of a graph comes from: the path of its nn.Module and the user's line that made it."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from torch.fx import Node
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s+(.*)')
+_LIBRARY = re.compile(r"[/\\]torch[/\\](distributed|nn|_dynamo|_tensor|utils|autograd)")
+
+
+def module_of(node: Node) -> str:
+    """Path of the innermost nn.Module, in forward order also for backward nodes (torch copies the stack)."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    paths = [path for path, _ in stack.values()] if isinstance(stack, dict) else []
+    return _plain(paths[-1]) if paths else ""
+
+
+@lru_cache(maxsize=4096)
+def _plain(path: str) -> str:
+    path = re.sub(r"L\['self'\]\.?", "", path)
+    path = re.sub(r"_modules\['(\w+)'\]", r"\1", path)
+    return re.sub(r"\._orig_mod|_orig_mod\.", "", path).replace("['", ".").replace("']", "").lstrip(".")
+
+
+def source_of(node: Node) -> str:
+    """file:line: code of the innermost frame outside of torch."""
+    return _line(node.stack_trace or "")
+
+
+@lru_cache(maxsize=4096)
+def _line(trace: str) -> str:
+    frames = _FRAME.findall(trace)
+    own = [f for f in frames if not _LIBRARY.search(f[0])] or frames
+    if not own:
+        return ""
+    path, line, _, code = own[-1]
+    return f"{path}:{line}: {code.strip()}"

@@ -1,0 +1,45 @@
+"""`diff`: two stored reports, of two runs, ranks or versions."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from ub_overlap.runtime.errors import OptionError
+
+from . import exports
+
+
+def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
+    parser = verbs.add_parser("diff", parents=[as_json], help="two stored reports: graphs and decisions that differ")
+    parser.add_argument("a", metavar="A.json", help="what Report.to_json() wrote, or a stored plan")
+    parser.add_argument("b", metavar="B.json")
+    exports.add(parser)
+    parser.set_defaults(run=run)
+
+
+def run(flags: argparse.Namespace) -> int:
+    """0 where both are the same, 1 where they differ, 2 where one cannot be read."""
+    from ub_overlap.compiler.diff import stored
+    from ub_overlap.compiler.diff.render import sites
+
+    try:
+        found = stored.compare(stored.read(flags.a), stored.read(flags.b), (flags.a, flags.b))
+    except OptionError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if flags.html:
+        from ub_overlap.compiler.diff.render import html
+
+        diffs = found.shown or [*found.before, *found.after]
+        exports.told(html.write_diffs(flags.html, diffs, f"{flags.a} against {flags.b}"))
+    exports.write(flags, found.shown)
+    if flags.json:
+        print(json.dumps(found.to_dict()))
+    elif flags.text:
+        exports.unified(found.shown)
+    else:
+        print(sites.comparison(found))
+    return 0 if found.same else 1

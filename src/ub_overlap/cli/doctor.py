@@ -1,0 +1,218 @@
+"""`doctor`: what will work on this machine, what will not, and what to do. Python's own library alone; it never fails.
+
+torch and the extension are looked at in a process of their own (probe.py), with a deadline: they may be missing, broken, or
+hang on a device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ub_overlap import __version__
+
+DEADLINE_S = 120
+VARIABLES = (
+    "UB_OVERLAP_", "TORCH_LOGS", "TORCH_TRACE", "NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS",
+    "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS",
+)  # fmt: skip
+MOST_SHM = 64 << 20
+"""Bytes free in /dev/shm under which even small models on the CPU will not run."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether something works here, why (not), and what to do about it."""
+
+    what: str
+    works: bool
+    why: str
+    fix: str = ""
+
+
+def examine() -> dict[str, Any]:
+    """Every fact, and what follows from them. Never raises."""
+    facts: dict[str, Any] = {"ub_overlap": __version__, "system": _guarded(_system), "store": _guarded(_store)}
+    facts["nvidia_smi"] = _guarded(_nvidia_smi)
+    facts["environment"] = {k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)}
+    facts["probe"] = _guarded(_probe)
+    facts["verdicts"] = [asdict(v) for v in verdicts(facts)]
+    return facts
+
+
+def _guarded(look: Any) -> Any:
+    try:
+        return look()
+    except Exception as error:  # noqa: BLE001  (a doctor does not faint)
+        return {"problem": f"{type(error).__name__}: {error}"}
+
+
+def _system() -> dict[str, Any]:
+    found: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform(), "cpus": os.cpu_count()}
+    if os.path.isdir("/dev/shm"):
+        found["shm_free"] = shutil.disk_usage("/dev/shm").free
+    return found
+
+
+def _store() -> dict[str, Any]:
+    from ub_overlap.runtime import plan_store
+
+    folder = plan_store.directory()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder):
+        return {"folder": str(folder), "plans": sum(1 for _ in folder.glob("*.json"))}
+
+
+def _nvidia_smi() -> dict[str, Any]:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return {"gpus": []}
+    query = [tool, "--query-gpu=index,name,driver_version,memory.total", "--format=csv,noheader"]
+    rows = subprocess.run(query, capture_output=True, text=True, timeout=DEADLINE_S, check=False).stdout
+    matrix = subprocess.run([tool, "topo", "-m"], capture_output=True, text=True, timeout=DEADLINE_S, check=False).stdout
+    links = [line for line in matrix.splitlines() if line.startswith("GPU")]
+    return {"gpus": [row.strip() for row in rows.splitlines() if row.strip()], "topology": links}
+
+
+def _probe() -> dict[str, Any]:
+    """The findings of probe.py by name; "crashed" where it did not come to its end."""
+    command = [sys.executable, "-m", "ub_overlap.cli.probe"]
+    path = os.pathsep.join(p for p in sys.path[1:] if p)  # the same ub_overlap, wherever this process found it
+    done, out, error = None, "", ""
+    try:
+        run = subprocess.run(
+            command, capture_output=True, text=True, timeout=DEADLINE_S, check=False, env={**os.environ, "PYTHONPATH": path}
+        )
+        done, out, error = run.returncode, run.stdout, run.stderr
+    except subprocess.TimeoutExpired as late:
+        out = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
+        error = f"no answer within {DEADLINE_S} s"
+    found: dict[str, Any] = {}
+    for line in out.splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # what a library prints at import
+        if isinstance(row, dict) and "name" in row:
+            found[row["name"]] = row.get("found", {"problem": row.get("problem")})
+    if done != 0:
+        last = error.strip().splitlines()
+        found["crashed"] = f"exit code {done}: {last[-1] if last else 'no message'}"
+    return found
+
+
+def verdicts(facts: dict[str, Any]) -> list[Verdict]:
+    """What will work, by the facts of `examine`."""
+    probe = facts["probe"]
+
+    def trouble(name: str) -> str:
+        found = probe.get(name)
+        return probe.get("crashed", "not looked at") if found is None else str(found.get("problem") or "")
+
+    out = []
+    torch = trouble("torch")
+    version = str(probe.get("torch", {}).get("version", ""))
+    install = "pip install torch, 2.11 to 2.13"
+    out.append(Verdict("import torch", not torch, torch or f"torch {version}", install if torch else ""))
+    if torch:
+        return [*out, _reading()]
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+    missing = probe.get("private_names", {}).get("missing") or []
+    known = (2, 11) <= numbers <= (2, 13) and not missing
+    why = f"torch {version} has no {', '.join(missing)}" if missing else f"torch {version}; 2.11 to 2.13 are tested"
+    out.append(Verdict("this torch", known, why, "" if known else install))
+    out.append(_built(trouble("extension"), probe))
+    built = out[-1].works
+    shm = facts["system"].get("shm_free")
+    enough = shm is not None and shm >= MOST_SHM
+    room = f"/dev/shm has {shm >> 20} MiB free" if shm is not None else "there is no /dev/shm"
+    out.append(Verdict("overlap between CPU ranks of this host", built and enough, room if built else "no extension",
+                       "" if enough else "give the container a larger /dev/shm"))  # fmt: skip
+    out.append(_on_gpus(facts, built))
+    store = facts["store"]
+    fix = "set UB_OVERLAP_CACHE_DIR" if "problem" in store else ""
+    out.append(Verdict("keep plans and graphs", "problem" not in store, store.get("problem") or store["folder"], fix))
+    profile = trouble("profile")
+    said = profile or f"the device profile {probe['profile']['name']}"
+    out.append(Verdict('overlap="auto"', not profile, said, "torchrun ... -m ub_overlap calibrate" if profile else ""))
+    return [*out, _reading()]
+
+
+def _built(problem: str, probe: dict[str, Any]) -> Verdict:
+    if problem:
+        return Verdict("the extension", False, problem, "pip install --no-build-isolation . with this torch")
+    info = probe["extension"]
+    return Verdict("the extension", True, ", ".join(f"{key} {value}" for key, value in info.items()))
+
+
+def _on_gpus(facts: dict[str, Any], built: bool) -> Verdict:
+    """All pairs of GPUs must reach each other, over NVLink."""
+    what, probe = "overlap between GPUs of this host", facts["probe"]
+    devices = probe.get("devices", {})
+    count = devices.get("count") or 0
+    if devices.get("problem"):
+        return Verdict(what, False, devices["problem"], "look at the driver: nvidia-smi")
+    if count < 2:
+        seen = len(facts["nvidia_smi"].get("gpus", []))
+        why = f"torch sees {count} GPU{'' if count == 1 else 's'}" + (f", nvidia-smi {seen}" if seen != count else "")
+        return Verdict(what, False, why, "look at CUDA_VISIBLE_DEVICES and at torch's build" if seen != count else "")
+    if not built or str(probe["extension"].get("cuda")) != "True":
+        return Verdict(what, False, "the extension has no CUDA executor", "build with UB_OVERLAP_BUILD_CUDA=1 and nvcc")
+    if "problem" in probe.get("symmetric", {}):
+        return Verdict(what, False, probe["symmetric"]["problem"], "a torch with symmetric memory")
+    pairs = [(i, j) for i in range(count) for j in range(i)]
+    apart = [f"{j} and {i}" for i, j in pairs if not devices["peers"][i][j]]
+    if apart:
+        return Verdict(what, False, f"no peer access between GPUs {', '.join(apart[:4])}", "use GPUs that reach each other")
+    links = probe.get("nvlink", {}).get("links")
+    slow = [f"{j} and {i}" for i, j in pairs if links and not links[i][j]]
+    if slow:
+        fix = "UB_OVERLAP_LINKS=any takes PCIe peers too"
+        return Verdict(what, False, f"no NVLink between GPUs {', '.join(slow[:4])}", fix)
+    told = "NVLink and peer access between all" if links else "peer access between all; nobody can tell the links"
+    return Verdict(what, True, f"{count} x {devices['names'][0]}: {told}")
+
+
+def _reading() -> Verdict:
+    return Verdict("read reports: explain, diff, report", True, "needs no torch")
+
+
+def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
+    parser = verbs.add_parser("doctor", parents=[as_json], help="what will work here and what will not, and why")
+    parser.set_defaults(run=run)
+
+
+def run(flags: argparse.Namespace) -> int:
+    """0 where some overlap works, else 1."""
+    facts = examine()
+    if flags.json:
+        print(json.dumps(facts, default=str))
+    else:
+        print(text(facts))
+    return 0 if any(v["works"] for v in facts["verdicts"] if v["what"].startswith("overlap between")) else 1
+
+
+def text(facts: dict[str, Any]) -> str:
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    mark = {True: "\x1b[32mworks\x1b[0m" if colour else "works", False: "\x1b[31mno\x1b[0m   " if colour else "no   "}
+    lines = [f"ub_overlap {facts['ub_overlap']}"]
+    for name in ("system", "store"):
+        lines += [f"  {key:<12} {value}" for key, value in facts[name].items()]
+    packages = facts["probe"].get("packages") or {}
+    lines.append("  packages     " + ", ".join(f"{k} {v}" for k, v in packages.items() if v))
+    lines += [f"  GPU          {row}" for row in facts["nvidia_smi"].get("gpus", [])]
+    lines += [f"  {k}={v}" for k, v in facts["environment"].items()]
+    lines.append("")
+    for v in facts["verdicts"]:
+        lines.append(f"{mark[v['works']]}  {v['what']}: {v['why']}")
+        if v["fix"]:
+            lines.append(f"       -> {v['fix']}")
+    return "\n".join(lines)

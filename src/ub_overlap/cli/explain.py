@@ -1,0 +1,48 @@
+"""`explain`: a stored report as text, page or graph."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from . import exports
+
+
+def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
+    parser = verbs.add_parser("explain", parents=[as_json], help="a stored report: what was rewritten, what was not, and why")
+    parser.add_argument("report", metavar="REPORT.json", help="what Report.to_json() wrote, or a stored plan")
+    parser.add_argument("--site", metavar="ID", help='one site, as "forward.0"')
+    exports.add(parser)
+    parser.set_defaults(run=run)
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Prints the report; 1 for a site that it does not have. OptionError for a file that is no report."""
+    from ub_overlap.compiler.diff import stored
+    from ub_overlap.compiler.diff.render import sites
+    from ub_overlap.compiler.diff.store import Graphs
+
+    report = stored.read(flags.report)
+    known = [site["id"] for site in report["sites"]]
+    if flags.site and flags.site not in known:
+        print(f"no site {flags.site!r} in {flags.report}; it has {', '.join(known) or 'none'}", file=sys.stderr)
+        return 1
+    diffs = [d for g in map(Graphs.from_dict, report["graphs"]) for d in (g.joint_diff(), g.diff()) if d is not None]
+    if flags.html:
+        from ub_overlap.compiler.diff.render import html
+
+        exports.told(html.write(flags.html, report, flags.report))
+    exports.write(flags, diffs, flags.site)
+    if flags.json:
+        rows = [site for site in report["sites"] if flags.site in (None, site["id"])]
+        edits = [{**d.to_dict(), "edits": [e for e in d.to_dict()["edits"] if flags.site in (None, e["site"])]} for d in diffs]
+        print(json.dumps({"plans": report["plans"], "sites": rows, "diff": edits}))
+    elif flags.text:
+        exports.unified(diffs)
+    elif flags.site:
+        print(sites.one(report, diffs, flags.site))
+    else:
+        print(sites.overview(report, diffs))
+    return 0

@@ -1,0 +1,30 @@
+"""`exposed`: the communication of a profiler trace that nothing runs beside."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+
+def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
+    parser = verbs.add_parser(
+        "exposed", parents=[as_json], help="exposed communication of a trace of torch.profiler, our kernels counted right"
+    )
+    parser.add_argument("trace", metavar="TRACE.json", help="what export_chrome_trace wrote (.gz too)")
+    parser.set_defaults(run=run)
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Prints a line a device and its sites. OptionError for what is no trace of a device."""
+    from ub_overlap.runtime import exposed
+
+    devices = exposed.read(flags.trace)
+    if flags.json:
+        print(json.dumps([d.to_dict() for d in devices]))
+        return 0
+    for d in devices:
+        print(d)
+        for site, us in list(d.sites.items())[:40]:
+            print(f"  {site:<24} {us:10.1f} us exposed")
+    return 0

@@ -1,0 +1,108 @@
+"""What `doctor` must not do in its own process: import torch, look at GPUs. Run as a program, it prints a JSON line a finding.
+
+Every look is guarded: what fails says so under its own name, and a crash leaves the lines that came before it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Callable
+from typing import Any
+
+PACKAGES = ("torch", "triton", "tabulate", "jinja2", "numpy", "matplotlib", "transformers", "torchtitan")
+
+
+def packages() -> dict[str, str | None]:
+    def version(name: str) -> str | None:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    return {name: version(name) for name in PACKAGES}
+
+
+def torch_itself() -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    available = dist.is_available()
+    return {
+        "version": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "distributed": available,
+        "gloo": available and dist.is_gloo_available(),
+        "nccl": available and dist.is_nccl_available(),
+    }
+
+
+def devices() -> dict[str, Any]:
+    import torch
+
+    count = torch.cuda.device_count()
+    names = [torch.cuda.get_device_name(i) for i in range(count)]
+    capabilities = [".".join(map(str, torch.cuda.get_device_capability(i))) for i in range(count)]
+    peers = [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)]
+    return {"count": count, "names": names, "capabilities": capabilities, "peers": peers}
+
+
+def nvlink() -> dict[str, Any]:
+    from ub_overlap import _torch_compat as compat
+
+    return {"links": compat.nvlinks()}
+
+
+def symmetric() -> dict[str, Any]:
+    from ub_overlap import _torch_compat as compat
+
+    return {"there": compat._SymmetricMemory is not None}
+
+
+def extension() -> dict[str, Any]:
+    from ub_overlap.runtime.extension import extension as load
+
+    return dict(load().build_info())
+
+
+def private_names() -> dict[str, Any]:
+    """The private names that an untested torch does not have; a tested one has them all, and looking takes seconds."""
+    import torch
+
+    from ub_overlap import _torch_compat as compat
+
+    missing: list[str] = []
+    if str(torch.__version__).startswith(("2.11", "2.12", "2.13")):
+        return {"missing": missing}
+    for name in compat.names():
+        try:
+            getattr(compat, name)
+        except ImportError:
+            missing.append(name)
+    return {"missing": missing}
+
+
+def profile() -> dict[str, Any]:
+    from ub_overlap.compiler.cost.load import load
+
+    return {"name": str(load(None))}
+
+
+LOOKS: dict[str, Callable[[], Any]] = {
+    "packages": packages, "torch": torch_itself, "devices": devices, "nvlink": nvlink, "symmetric": symmetric,
+    "extension": extension, "private_names": private_names, "profile": profile,
+}  # fmt: skip
+
+
+def main() -> None:
+    for name, look in LOOKS.items():
+        try:
+            found = {"name": name, "found": look()}
+        except BaseException as error:  # noqa: BLE001  (whatever it is, it is the finding)
+            lines = str(error).splitlines()
+            found = {"name": name, "problem": f"{type(error).__name__}: {lines[0] if lines else ''}"}
+        print(json.dumps(found, default=str), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Snapshots, matching, edits and rows, on graphs by hand and on random ones."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.diff.samples import after, before, graphs, renamed, with_clone
+from ub_overlap.compiler.diff.edits import Diff
+from ub_overlap.compiler.diff.match import NONE, match
+from ub_overlap.compiler.diff.ranks import explain
+from ub_overlap.compiler.diff.rows import rows
+from ub_overlap.compiler.diff.snapshot import NodeShot, Snapshot
+from ub_overlap.compiler.diff.store import Graphs
+from ub_overlap.runtime import plan_store, rank_graphs
+
+
+def names(s: Snapshot, places: tuple[int, ...]) -> list[str]:
+    return [s.nodes[i].name for i in places]
+
+
+def test_a_rewrite_is_an_edit_a_site() -> None:
+    d = Diff(before(), after())
+    assert [(e.site, e.title) for e in d.edits] == [
+        ("forward.0", "all_gather + wait + 2 matmuls -> all_gather_matmul"),
+        ("forward.1", "matmul + reduce_scatter + wait -> matmul_reduce_scatter"),
+    ]
+    first = d.by_site["forward.0"]
+    assert names(d.a, first.removed) == ["gather", "wait", "mm", "mm_1"]
+    assert names(d.b, first.added) == ["fused", "outs", "out", "out_1"]
+    assert (first.module, first.source.split(": ")[0]) == ("mlp", "/home/me/model.py:12")
+    assert d.counts() == "2 edits: 7 nodes removed, 6 added"
+
+
+def test_what_is_left_alone_is_no_edit() -> None:
+    d = Diff(before(), after())
+    touched = {n for e in d.edits for n in names(d.a, e.removed) + names(d.b, e.added)}
+    assert not touched & {"norm", "wait_2", "relu", "mul", "add", "output"}
+
+
+@pytest.mark.parametrize("other", [before(lineage=""), renamed(before()), renamed(before(), "x")])
+def test_the_same_graph_by_other_names(other: Snapshot) -> None:
+    d = Diff(before(), other)
+    assert d.same and d.first() == "" and d.counts() == "no difference (20 nodes)"
+    assert all(j != NONE for j in d.matching.to_b)
+
+
+def test_a_node_more() -> None:
+    """Every name and line after it may have moved: only the node itself is a difference."""
+    d = Diff(before(), renamed(with_clone(before())))
+    (edit,) = d.edits
+    assert edit.title == "nothing -> clone" and not edit.removed and not edit.changed
+    assert "aten.clone.default" in d.first() and "no node of its own" in d.first()
+
+
+def test_another_shape_is_a_change() -> None:
+    """Nodes that only have other sizes are still the same nodes."""
+    d = Diff(before(), before(rows=32, lineage="other", label="rank 1"))
+    (edit,) = d.edits
+    assert not edit.removed and not edit.added
+    assert {f for c in edit.changed for f, _, _ in c.fields} == {"shape"}
+    assert "x = placeholder() [64, 32]" in d.first() and "rank 1: x = placeholder() [32, 32]" in d.first()
+
+
+def test_another_op_in_its_place() -> None:
+    a = before()
+    b = replace(a, nodes=tuple(replace(n, target="aten.gelu.default") if n.name == "relu" else n for n in a.nodes), lineage="")
+    (edit,) = Diff(a, b).edits
+    assert edit.title == "relu -> gelu"
+
+
+def test_a_rewired_input_is_a_change() -> None:
+    a = before()
+    place = {n.name: i for i, n in enumerate(a.nodes)}
+    swapped = replace(a.nodes[place["mul"]], inputs=(place["mm_1"], place["relu"]))
+    b = replace(a, nodes=tuple(swapped if n.name == "mul" else n for n in a.nodes))
+    (edit,) = Diff(a, b).edits
+    assert [c.fields for c in edit.changed] == [(("inputs", "relu, mm_1", "mm_1, relu"),)]
+
+
+def test_json_and_back() -> None:
+    text = json.dumps(before().to_dict())
+    assert Snapshot.from_dict(json.loads(text)) == before()
+    assert Graphs.unpack(graphs().pack()) == graphs()
+    joint = replace(graphs(), joint=(before(), after()))
+    assert Graphs.unpack(joint.pack()) == joint
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [{"version": 2, "nodes": []}, {"version": 1}, {"version": 1, "texts": [], "columns": ["", ""], "nodes": [["x", [3]]]}],
+)
+def test_what_is_no_snapshot(broken: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="snapshot"):
+        Snapshot.from_dict(broken)
+    with pytest.raises(ValueError, match="graphs of a plan"):
+        Graphs.unpack(b"nonsense")
+
+
+def random_graph(seed: int) -> Snapshot:
+    rng = random.Random(seed)
+    nodes = [NodeShot(name=f"p{i}", op="placeholder", target=f"p{i}", shape="[4]") for i in range(4)]
+    for i in range(60):
+        inputs = tuple(rng.randrange(len(nodes)) for _ in range(rng.choice((1, 2, 2))))
+        target = f"aten.{rng.choice(('add', 'mul', 'neg', 'mm'))}.default"
+        nodes.append(NodeShot(name=f"n{i}", inputs=inputs, target=target, args=", ".join("%" * len(inputs)), shape="[4]"))
+    return Snapshot(tuple(nodes), "forward", f"seed {seed}")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_two_graphs(seed: int) -> None:
+    """Every node is matched once, or in one edit; rows show every node once a side, in its order."""
+    a, b = random_graph(seed), random_graph(seed + 1000 if seed % 2 else seed)
+    d = Diff(a, b)
+    assert d.same is (seed % 2 == 0)
+    pairs = [(i, j) for i, j in enumerate(d.matching.to_b) if j != NONE]
+    assert len({j for _, j in pairs}) == len(pairs) and all(d.matching.to_a[j] == i for i, j in pairs)
+    gone = sorted(i for e in d.edits for i in e.removed)
+    came = sorted(j for e in d.edits for j in e.added)
+    assert gone == [i for i, j in enumerate(d.matching.to_b) if j == NONE]
+    assert came == [j for j, i in enumerate(d.matching.to_a) if i == NONE]
+    shown = rows(d)
+    assert [r.before for r in shown if r.before != NONE] == list(range(len(a.nodes)))
+    assert [r.after for r in shown if r.after != NONE] == list(range(len(b.nodes)))
+    assert {r.kind for r in shown if r.edit == NONE} <= {"same", "moved"}
+
+
+def test_other_order_moves_rows_and_edits_nothing() -> None:
+    a = random_graph(3)
+    order = [*range(4), *sorted(range(4, len(a.nodes)), key=lambda i: (depth(a, i), i))]
+    where = {i: k for k, i in enumerate(order)}
+    moved = tuple(replace(a.nodes[i], inputs=tuple(where[x] for x in a.nodes[i].inputs)) for i in order)
+    d = Diff(a, replace(a, nodes=moved, label="sorted"))
+    assert d.same and any(r.kind == "moved" for r in rows(d))
+
+
+def depth(s: Snapshot, i: int) -> int:
+    return 1 + max((depth(s, x) for x in s.nodes[i].inputs), default=0)
+
+
+def test_matching_tells_how() -> None:
+    m = match(before(), renamed(before()))
+    assert set(m.how) <= {"name", "structure", "neighbours", "provenance", "name again"}
+    assert m.how[m.a.nodes.index(next(n for n in m.a.nodes if n.name == "relu"))] == "structure"
+    assert set(match(before(), after()).how) == {"lineage", ""}
+
+
+def test_ranks() -> None:
+    other = Graphs("f" * 16, "forward", with_clone(before(lineage="two")), after()).pack()
+    said = explain(graphs().pack(), other, ("rank 0", "rank 3"))
+    assert said.splitlines()[0] == "the forward graphs differ: 1 edit: 0 nodes removed, 1 added; the first node that does:"
+    assert "rank 3: clone = aten.clone.default(relu)" in said and "/home/me/model.py:12" in said
+    assert "are the same (20 nodes)" in explain(graphs().pack(), graphs().pack(), ("rank 0", "rank 1"))
+
+
+def test_ranks_whose_graphs_cannot_be_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Then the error does without."""
+    monkeypatch.setenv("UB_OVERLAP_CACHE_DIR", str(tmp_path))
+    rank_graphs.install(explain)
+    assert rank_graphs.packed("0" * 16) == ""
+    plan_store.save_graphs("0" * 16, graphs().pack())
+    good = rank_graphs.packed("0" * 16)
+    assert "the same" in rank_graphs.told(good, good, ("a", "b"))
+    assert rank_graphs.told(good, "", ("a", "b")) == rank_graphs.told(good, "AAAA", ("a", "b")) == ""
+    monkeypatch.setattr(rank_graphs, "MOST_BYTES", 10)
+    assert rank_graphs.packed("0" * 16) == ""

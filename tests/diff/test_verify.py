@@ -1,0 +1,108 @@
+"""options={"verify": True} and UB_OVERLAP_DISABLE."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+import ub_overlap
+from tests.compiler.work import FORCE, INDUCTOR, build
+from tests.harness.ranks import RankPool
+from tests.harness.traces import as_loss
+from tests.models.compare import uncached
+from ub_overlap.compiler import rewrite
+from ub_overlap.compiler.options import parse
+from ub_overlap.compiler.plan import Decision, Kind, Mode, Plan, Strategy
+from ub_overlap.runtime.verify import TOLERANCE, difference
+
+MODELS = (
+    ("tests.models.megatron", {"gated": True, "dims": 3}),
+    ("tests.models.dtensor_llama", {}),
+    ("tests.models.forms", {"name": "two_reduces"}),
+    ("tests.models.forms", {"name": "bulk_gather"}),
+)
+
+
+def verified(rank: int, world: int, model: tuple[str, dict[str, Any]], options: dict[str, Any]) -> tuple[list[Any], str, float]:
+    """(site, calls, error) of a step, the table, and the largest difference of outputs and gradients from those of eager."""
+    case = build(rank, world, *model)
+
+    def step(function: Any) -> list[Tensor]:
+        loss = as_loss(function(*case.inputs))
+        leaves = [t for t in (*case.inputs, *case.module.parameters()) if isinstance(t, Tensor) and t.requires_grad]
+        return [loss, *(torch.autograd.grad(loss, leaves) if loss.requires_grad else ())]
+
+    plain = step(case.module)
+    with uncached():
+        report = ub_overlap.explain(case.module, {**options, "verify": True})(*case.inputs)
+        ours = step(torch.compile(case.module, backend="ub_overlap", options={**options, "verify": True}))
+    worst = max(float(difference(local(a), local(b))) for a, b in zip(ours, plain, strict=True))
+    return [(d.id, d.calls, d.error) for d in report.decisions if d.overlapped], report.table(), worst
+
+
+def local(t: Any) -> Tensor:
+    return t.to_local() if hasattr(t, "to_local") else t
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda m: f"{m[0].split('.')[-1]}-{m[1].get('name', '')}".strip("-"))
+def test_every_site_is_compared(pool2: RankPool, model: tuple[str, dict[str, Any]]) -> None:
+    for sites, table, worst in pool2.run(verified, model, FORCE, timeout=120):
+        assert sites and all(error is not None and error < TOLERANCE[torch.float32] for _, _, error in sites), sites
+        assert all(calls for _, calls, _ in sites) and "error" in table and worst < 1e-3
+
+
+def test_inductor(pool2: RankPool) -> None:
+    for sites, _, worst in pool2.run(verified, MODELS[0], INDUCTOR, timeout=120):
+        assert len(sites) == 4 and all(error is not None and error < 1e-4 for _, _, error in sites) and worst < 1e-3
+
+
+def sabotaged(rank: int, world: int) -> list[Any]:
+    """The same, with a rewrite of reductions that is off by a thousandth."""
+    good = rewrite.rewrite_reduction
+
+    def bad(e: Any, *more: Any) -> dict[Node, Node]:
+        return {k: e.call(torch.ops.aten.mul.Tensor, v, 1.001) for k, v in good(e, *more).items()}
+
+    rewrite.rewrite_reduction = bad
+    try:
+        return verified(rank, world, ("tests.models.megatron", {"gated": True, "dims": 2, "local": 24}), FORCE)[0]
+    finally:
+        rewrite.rewrite_reduction = good
+
+
+def test_a_wrong_site_is_found(pool2: RankPool) -> None:
+    for sites in pool2.run(sabotaged):
+        bad = {site for site, _, error in sites if error > TOLERANCE[torch.float32]}
+        assert bad == {"forward.1", "backward.1"}
+
+
+@pytest.mark.parametrize(
+    ("ours", "plain", "error"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0.0), ([1.0, 3.0], [1.0, 2.0], 0.5), ([math.nan, 1.0], [math.nan, 1.0], 0.0),
+        ([math.nan, 1.0], [1.0, 1.0], math.inf), ([1.0], [math.inf], math.inf), ([math.inf], [math.inf], 0.0), ([], [], 0.0),
+        ([1e-3], [0.0], math.inf),
+    ],
+)  # fmt: skip
+def test_difference(ours: list[float], plain: list[float], error: float) -> None:
+    found = float(difference(torch.tensor(ours), torch.tensor(plain)))
+    assert found == error or (error == math.inf and found > 1e30)
+
+
+def test_disabled_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UB_OVERLAP_DISABLE", "forward.1, backward.*")
+    options, _ = parse({"plan": {"*": "pipelined"}}, frozenset())
+    assert str(options.forced("forward.0")) == "pipelined"
+    assert str(options.forced("forward.1")) == str(options.forced("backward.7")) == "none"
+    sites = tuple(
+        Decision(id=f"forward.{i}", kind=Kind.ALL_GATHER_MATMUL, phase="forward", strategy=Strategy(Mode.PIPELINED))
+        for i in range(2)
+    )
+    saved = parse({"plan": Plan("forward", sites)}, frozenset())[0].saved
+    assert [s.strategy for g in saved for s in g.sites] == ["pipelined", "none"]
+    assert options.key() != parse({"plan": {"*": "pipelined"}, "verify": True}, frozenset())[0].key()
