@@ -73,9 +73,9 @@
 
   const group = (d) => {
     if (d.edit !== undefined) return "other";
-    const mode = d.strategy.split(":")[0];
-    if (mode === "none") return CALM.has(d.reason) ? "alone" : "missed";
-    return mode;
+    if (d.reason) return CALM.has(d.reason) ? "alone" : "missed";
+    // A strategy may be a table of several: "1024:none|pipelined;bulk".
+    return ["pipelined", "bulk", "merged"].find((mode) => d.strategy.includes(mode)) || "alone";
   };
   const NAMES = { pipelined: "pipelined", bulk: "bulk", merged: "merged", missed: "missed", alone: "left alone", other: "edit" };
   const colour = (d) => `--c: var(--${group(d)})`;

@@ -138,6 +138,6 @@ def overlapped_since(moment: float) -> dict[str, dict[str, str]]:
         if path.stat().st_mtime < moment - 1:  # some file systems count whole seconds
             continue
         for site in json.loads(path.read_text())["sites"]:
-            if site["strategy"].startswith(("pipelined", "bulk")):
+            if "pipelined" in site["strategy"] or "bulk" in site["strategy"]:
                 found.setdefault(site["id"], {k: site[k] for k in ("kind", "strategy", "module", "source")})
     return dict(sorted(found.items(), key=lambda item: (item[0].split(".")[0] != "forward", int(item[0].split(".")[1]))))
