@@ -60,7 +60,7 @@ def test_every_module_is_in_the_wheel(site: Path) -> None:
     """A new folder that the packaging does not know would be missing from installs only."""
     homes = {"compiler": "ub_overlap/compiler", "runtime": "ub_overlap/runtime", "src/ub_overlap": "ub_overlap"}
     for folder, home in homes.items():
-        for path in (ROOT / folder).rglob("*.py"):
+        for path in (p for kind in ("py", "json", "html", "css", "js") for p in (ROOT / folder).rglob(f"*.{kind}")):
             assert (site / home / path.relative_to(ROOT / folder)).is_file(), path.relative_to(ROOT)
 
 
