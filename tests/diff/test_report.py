@@ -132,7 +132,7 @@ def test_ranks_that_differ_are_told_where(pool2: RankPool) -> None:
 
 
 def test_without_snapshots(pool2: RankPool) -> None:
-    told = pool2.run(explain, (MLP[0], {**MLP[1], "local": 12}), {**FORCE, "snapshots": False})[0]
+    told = pool2.run(explain, (MLP[0], {**MLP[1], "local": 20}), {**FORCE, "snapshots": False})[0]
     assert told.titles == [] and told.on_disk == [False, False]
     parsed = json.loads(told.json)
     assert parsed["graphs"] == [] and len(parsed["sites"]) == 4
