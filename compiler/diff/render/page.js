@@ -308,7 +308,7 @@
         });
       });
     });
-    const kinds = { matmul: "matmul", copy: "copy to a peer", collective: "collective", reduce: "reduce", step: "wait and others" };
+    const kinds = { matmul: "matmul", copy: "copy", collective: "collective", reduce: "reduce", step: "wait and others" };
     return [make("h3", {}, "Schedule"), out, make("div", { class: "legend" }, ...Object.entries(kinds).map(([k, name]) =>
       make("span", {}, make("i", { style: `background:var(--${k})` }), name)))];
   };
