@@ -10,7 +10,7 @@ from .options import Options
 from .plan import Decision, Mode, Plan, Reason
 
 # Left alone by choice, or with nothing to hide behind: no missed candidates.
-_NOT_MISSED = {
+NOT_MISSED = {
     Reason.DISABLED_BY_USER,
     Reason.BELOW_THRESHOLD,
     Reason.NO_GAIN,
@@ -23,7 +23,7 @@ _NOT_MISSED = {
 
 def missed(plan: Plan) -> list[Decision]:
     """The decisions of `plan` that a user who wants overlap would ask about."""
-    return [d for d in plan.decisions if d.strategy.mode is Mode.NONE and d.reason not in _NOT_MISSED]
+    return [d for d in plan.decisions if d.strategy.mode is Mode.NONE and d.reason not in NOT_MISSED]
 
 
 def handle_misses(plan: Plan, options: Options) -> None:

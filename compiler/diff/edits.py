@@ -214,7 +214,9 @@ def _edit(m: Matching, removed: list[int], added: list[int], changed: list[Chang
         what = Counter(f for c in changed for f, _, _ in c.fields)
         title = f"{summary(m.b.nodes[c.after] for c in changed)}: other {', '.join(what)}"
     told = [*came, *gone, *(m.b.nodes[c.after] for c in changed)]
-    told = [n for n in told if "matmul" in short(n)] or told  # what a user thinks of when he looks for a site
+    told = [
+        n for n in told if short(n) in ("matmul", "scaled_matmul")
+    ] or told  # what a user thinks of when he looks for a site
     return Edit(
         site=next((n.site for n in [*came, *gone] if n.site), ""),
         removed=tuple(removed),

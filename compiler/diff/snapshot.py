@@ -95,7 +95,8 @@ def line_of(snapshot: Snapshot, node: NodeShot) -> str:
 
 _PLAIN = {
     "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "wait_tensor": "wait",
-    "mm": "matmul", "addmm": "matmul", "bmm": "matmul", "_scaled_mm": "scaled_matmul", "_unsafe_view": "view", "convert_element_type": "cast",
+    "mm": "matmul", "addmm": "matmul", "bmm": "matmul",
+    "_scaled_mm": "scaled_matmul", "_unsafe_view": "view", "convert_element_type": "cast",
 }  # fmt: skip
 _QUIET = {
     "view", "reshape", "permute", "clone", "getitem", "t", "transpose", "expand", "squeeze", "unsqueeze", "alias", "detach",
@@ -118,4 +119,6 @@ def summary(nodes: Iterable[NodeShot]) -> str:
     for node in nodes:
         counts[short(node)] = counts.get(short(node), 0) + 1
     loud = {name: count for name, count in counts.items() if name not in _QUIET}
-    return " + ".join(name if count == 1 else f"{count} {name}s" for name, count in (loud or counts).items())
+    return " + ".join(
+        name if count == 1 else f"{count} {name}{'' if name.endswith('s') else 's'}" for name, count in (loud or counts).items()
+    )

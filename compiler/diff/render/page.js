@@ -5,7 +5,7 @@
   const SAME = 0, CHANGED = 1, REMOVED = 2, ADDED = 3, MOVED = 4, REPLACED = 5;
   const HEIGHT = 22;
   // Left alone by choice, or with nothing to hide behind: not what a user looks for.
-  const CALM = new Set(["disabled_by_user", "below_threshold", "no_gain", "no_matmul", "trivial_group", "matmul_taken"]);
+  const CALM = new Set(["disabled_by_user", "below_threshold", "no_gain", "no_matmul", "trivial_group", "matmul_taken", "scales"]);
 
   const make = (tag, attributes = {}, ...children) => {
     const e = document.createElement(tag);
