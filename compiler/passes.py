@@ -23,6 +23,7 @@ from .cost.load import load, signature
 from .decide import decide
 from .diff.record import Trail, Watch
 from .fp8 import Fp8, insert
+from .fp8.layout import pin
 from .fp8.recipe import recipe_of
 from .history import HISTORY
 from .merge import merge_all_reduces
@@ -109,4 +110,6 @@ class RewritePass(_Pass):
         watch.before(decided.chosen)
         wire = "float8" if self.options.fp8_reduce_scatter else "plain"
         rewrite(graph, decided.chosen, wire, self.options.verify)
+        if decided.plan.casts:
+            pin(graph)
         self.trail.record(decided.plan, watch.after())

@@ -71,8 +71,8 @@ class _Walk:
             step = None  # only written over
         if step is None and (user.target in CUTS or user.target is aten.slice.Tensor):
             return self._cut(node, held, user)
-        if step is not None and step.effect is Effect.CAST and held.dtype.itemsize == 1:
-            self.others.append(node)  # float8 is scaled by what it is cast to
+        if step is not None and step.effect is Effect.CAST and held.dtype.itemsize == 1 and dtype_of(self.c.node).itemsize == 1:
+            self.others.append(node)  # gathered float8 is scaled by what it is cast to
             return []
         if step is not None and step.effect is Effect.CAST and not _exact(dtype_of(self.c.node), held.dtype):
             self.others.append(node)

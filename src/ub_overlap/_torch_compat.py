@@ -21,6 +21,8 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "compile_fx": ("torch._inductor.compile_fx:compile_fx",),
     "detect_fake_mode": ("torch._guards:detect_fake_mode",),
     "dynamo_config": ("torch._dynamo.config",),
+    "extern_kernels": ("torch._inductor.select_algorithm:extern_kernels",),
+    "force_stride_order": ("torch._inductor.inductor_prims:force_stride_order",),
     "inductor_config": ("torch._inductor.config",),
     "list_mode_options": ("torch._inductor:list_mode_options",),
     "min_cut_rematerialization_partition": ("torch._functorch.partitioners:min_cut_rematerialization_partition",),
