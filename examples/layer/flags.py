@@ -141,7 +141,9 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     for text in given.option:
         name, equals, value = text.partition("=")
         if not equals or name in ("overlap", "fp8", "fp8_recipe"):
-            parser.error(f"--option {text}: expected NAME=VALUE, and --overlap, --no-comm-overlap, --fp8 for what has a flag")
+            parser.error(
+                f"--option {text}: expected NAME=VALUE, and --overlap or --no-comm-overlap for the overlap, --fp8 for float8"
+            )
         options[name] = _value(value)
     if given.fp8:
         options |= {"fp8": "all", "fp8_recipe": given.fp8_recipe}

@@ -201,8 +201,9 @@ class Variant:
             yield
 
     def _count(self, known: set[str]) -> None:
-        """The sites of the graphs that this variant's first step compiled, or took from a warm cache. Where no plan is new, both
-        variants decided alike (nothing to gain), so their plans are one and the same."""
+        """The sites of the graphs that this variant's first step compiled, or took from a warm cache.
+
+        Where no plan is new both variants decided alike (nothing to gain), so their plans are one and the same."""
         every = reports().decisions
         mine = [d for d in every if d.plan not in known] or every
         self.record.sites = len(mine)

@@ -103,10 +103,10 @@ def difference(bf16: list[float], fp8: list[float]) -> float:
 
 def draw(path: Path, bf16: list[float], fp8: list[float], recipe: str) -> None:
     """The curves, and their relative difference below, smoothed over ten steps."""
-    import matplotlib
+    import matplotlib  # pyrefly: ignore[missing-import]
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot  # pyrefly: ignore[missing-import]
 
     def smooth(values: list[float]) -> list[float]:
         return [sum(values[max(0, i - 9) : i + 1]) / len(values[max(0, i - 9) : i + 1]) for i in range(len(values))]
