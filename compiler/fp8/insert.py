@@ -29,7 +29,7 @@ from ..sites.sizes import Size, divide
 from ..sites.values import aten, dtype_of, shape_of
 from .linears import Linear, Role, linears
 from .origin import Axis, needs_tangents, step_back
-from .recipe import Recipe
+from .recipe import NARROW, Recipe
 from .travel import travelling
 from .twins import Twins
 from .worth import weigh
@@ -69,18 +69,17 @@ def insert(graph: Graph, fp8: Fp8) -> int:
         node.meta[CAST] = cast
     if not scaled:
         return 0
-    rows = fp8.recipe.rows
+    rows, gradients = fp8.recipe.rows, needs_tangents(graph)
 
     def wanted(reader: Node, value: Node) -> list[Axis] | None:
         p = scaled.get(reader)
         if p is not None:
             return [_axis(o, last, rows) for o, last in ((p.lhs, True), (p.rhs, False)) if o.node is value]
-        if reader in high or reader.target is aten.sum.dim_IntList:
+        if reader in high or (reader.target is aten.sum.dim_IntList and value in gradients):  # a bias gradient
             return [_natural(value, rows)]
         return None
 
-    gradients = needs_tangents(graph)
-    twins = Twins(graph, travelling(graph, wanted), gradients, fp8.recipe.gradient, {linear.weight for linear in found})
+    twins = Twins(graph, travelling(graph, wanted, scaled), gradients, fp8.recipe.gradient, {linear.weight for linear in found})
     for node in sorted(scaled):
         _scale(graph, scaled[node], twins, rows, casts[node])
     for reader in sorted(high):
@@ -127,6 +126,8 @@ def _verdict(linear: Linear, module: str, fp8: Fp8, slower: Slower | None) -> Ve
     p = linear.forward
     if fp8.filter is not None and not fp8.filter(module, (p.shape[1], p.inner)):
         return Reason.FILTERED, f"fp8_filter refuses {module or 'it'} {_text((p.shape[1], p.inner))}"
+    if dtype_of(p.node) not in NARROW:
+        return Reason.DTYPE_UNSUPPORTED, f"{dtype_of(p.node)} is asked for"
     if (odd := _odd(p)) is not None:
         return odd
     if slower is not None:

@@ -59,6 +59,13 @@ def transposed_copy(e: Emitter, q: Node) -> Node:
     return copy
 
 
+def row_copy(e: Emitter, q: Node) -> Node:
+    """[r, c], contiguous."""
+    copy = e.call(aten.clone.default, q, memory_format=torch.contiguous_format)
+    compute_again(copy)
+    return copy
+
+
 def as_bytes(e: Emitter, q: Node) -> Node:
     return q if dtype_of(q) is torch.uint8 else e.call(aten.view.dtype, q, torch.uint8)
 

@@ -21,6 +21,8 @@ RECIPES: tuple[RecipeName, ...] = ("tensorwise", "rowwise")
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FLOAT8 = (E4M3, E5M2)
+NARROW = (torch.bfloat16, torch.float16)
+"""Types of the values that are quantised: what is written in float32 is meant so."""
 LARGEST = {dtype: torch.finfo(dtype).max for dtype in FLOAT8}
 
 TINY = 2.0**-120

@@ -7,28 +7,30 @@ tensor is made from them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 
 from torch.fx import Graph, Node
 
-from ..sites.values import CUTS, aten, readers
+from ..sites.values import CUTS, aten, dtype_of, readers
 from .origin import Axis, before, c10d, step_back
+from .recipe import NARROW
 
 Wanted = Callable[[Node, Node], list[Axis] | None]
 """(reader, value) -> the axes of the twins of `value` that the reader needs; None where it needs the value itself."""
 
 
-def travelling(graph: Graph, wanted: Wanted) -> set[Node]:
-    """The all_gathers of `graph` that may carry float8."""
-    return {n for n in graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default) if _fits(n, wanted)}
+def travelling(graph: Graph, wanted: Wanted, scaled: Container[Node]) -> set[Node]:
+    """The all_gathers of `graph` that may carry float8: of 16-bit values that a product of `scaled` reads."""
+    gathers = graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default)
+    return {n for n in gathers if dtype_of(n) in NARROW and _fits(n, wanted, scaled)}
 
 
-def _fits(gather: Node, wanted: Wanted) -> bool:
+def _fits(gather: Node, wanted: Wanted, scaled: Container[Node]) -> bool:
     waits = list(gather.users)
     if len(waits) != 1 or waits[0].target is not c10d.wait_tensor.default or not isinstance(gather.args[2], str):
         return False
     uses = list(_uses(waits[0]))
-    if not uses:
+    if not any(reader in scaled for reader, _ in uses):
         return False
     for reader, value in uses:
         axes = wanted(reader, value)

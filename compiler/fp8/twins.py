@@ -20,7 +20,7 @@ from ..rewrite.emit import Emitter
 from ..sites.sizes import same
 from ..sites.values import Effect, aten, dim_of, dtype_of, effect, pieces_of, regroup, shape_of, source
 from .origin import Axis, before, step_back
-from .quantise import as_bytes, c10d, cast_down, cast_up, from_bytes, keep, scale_of, transposed_copy
+from .quantise import as_bytes, c10d, cast_down, cast_up, from_bytes, keep, row_copy, scale_of, transposed_copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Twins:
         """Nodes whose work a twin does now."""
         self._gradients, self._gradient = gradients, gradient
         self._made: dict[tuple[Node, Axis, tuple[str, ...]], Twin] = {}
-        self._copies: dict[Node, Node] = {}
+        self._copies: dict[tuple[Node, str], Node] = {}
         self._up: dict[Node, Node] = {}
 
     def of(self, node: Node, axis: Axis, groups: tuple[str, ...] = ()) -> Twin:
@@ -86,18 +86,27 @@ class Twins:
         strides = q.meta["val"].stride()
         if strides[1 if row_major else 0] == 1 and strides[0 if row_major else 1] != 1:
             return q
-        turned = q.target in (aten.t.default, aten.permute.default, aten.transpose.int)
-        if turned and row_major:
-            return self._copy(source(q))
+        if row_major:
+            turned = q.target in (aten.t.default, aten.permute.default, aten.transpose.int)
+            base = source(q) if turned else q
+            swapped = base.meta["val"].dim() == 2 and base.meta["val"].stride() == strides[::-1] != strides
+            return self._copy(base) if swapped else self._rows(q)
         copy = self._copy(q)
         with self._emitter(copy) as e:
             return e.transpose(copy)
 
     def _copy(self, base: Node) -> Node:
-        if base not in self._copies:
+        if (base, "turned") not in self._copies:
             with self._emitter(base) as e:
-                self._copies[base] = transposed_copy(e, base)
-        return self._copies[base]
+                self._copies[base, "turned"] = transposed_copy(e, base)
+        return self._copies[base, "turned"]
+
+    def _rows(self, q: Node) -> Node:
+        """The same elements with rows in one piece."""
+        if (q, "rows") not in self._copies:
+            with self._emitter(q) as e:
+                self._copies[q, "rows"] = row_copy(e, q)
+        return self._copies[q, "rows"]
 
     @contextmanager
     def _emitter(self, traced_as: Node) -> Iterator[Emitter]:

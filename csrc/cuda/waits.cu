@@ -126,6 +126,7 @@ __global__ void __launch_bounds__(32) begin_kernel(Group g, int slot, uint32_t t
         LocalState* s = g.local;
         uint32_t epoch = take_turn(g, 8 * timeout_ns) + 1;
         if (epoch == 0) epoch = 1;
+        __threadfence();  // what the call before has written, which may have run elsewhere
         *reinterpret_cast<volatile uint64_t*>(&s->begun) = busy | epoch;
         s->before[slot] = s->used[slot];
         s->used[slot] = epoch;

@@ -136,7 +136,7 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     if given.device == "cuda" and gpus < local_world:
         parser.error(f"--device cuda: {local_world} ranks on this host need as many GPUs, it has {gpus}")
     device = given.device if given.device != "auto" else "cuda" if gpus >= local_world else "cpu"
-    dtype = given.dtype if given.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    dtype = given.dtype if given.dtype != "auto" else "bfloat16" if device == "cuda" or given.fp8 else "float32"
     options = {}
     for text in given.option:
         name, equals, value = text.partition("=")
