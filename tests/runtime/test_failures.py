@@ -128,8 +128,9 @@ def test_the_host_of_the_store(how: str) -> None:
     outcomes = run_ranks("tests.runtime.work_failures:store_ends", 3, args=(how, 3.0), timeout=60, wait_for=(1, 2))
     for outcome in outcomes[1:]:
         found = outcome.value
-        assert found["error"] == "PeerTimeoutError", found
-        assert 0 in found["ranks"]
+        # One that hears of it from the other before it asks the Store itself passes on what that one said.
+        heard = how == "SIGKILL" and found["error"] == "PeerFailedError" and "gave up" in found["text"]
+        assert heard or (found["error"] == "PeerTimeoutError" and 0 in found["ranks"]), found
         assert "all_gather_matmul at site 'dddddddd44444444/forward.0'" in found["text"]
         assert found["seconds"] < (6 if how == "SIGSTOP" else 2)
         assert "the Store of group" in found["text"] or (how == "SIGKILL" and "is gone" in found["text"])
