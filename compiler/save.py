@@ -19,6 +19,7 @@ from .cost.again import again_us
 from .cost.load import load
 from .cost.of_site import Hints, hints_of
 from .fp8.quantise import AGAIN
+from .joint import needs_tangents
 from .options import Options
 from .plan import Kept
 from .sites import Candidate, Gather, find
@@ -42,7 +43,7 @@ def apply_save_policy(graph: Graph, options: Options) -> int:
     """Marks gathers of the forward half of a joint graph as the options say; returns how many."""
     if options.memory_budget is None and options.save == "gathered":
         return 0
-    backward = _needs_tangents(graph)
+    backward = needs_tangents(graph)
     if not backward:
         return 0
     hints = hints_of(graph)
@@ -116,14 +117,3 @@ class _InputGradients:
 
 def _bytes(node: Node, hints: Hints) -> int:
     return (number_of(product(shape_of(node)), hints) or 0) * dtype_of(node).itemsize
-
-
-def _needs_tangents(graph: Graph) -> set[Node]:
-    out: set[Node] = set()
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            if "tangents" in node.name:
-                out.add(node)
-        elif any(i in out for i in node.all_input_nodes):
-            out.add(node)
-    return out

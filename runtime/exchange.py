@@ -12,10 +12,10 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from . import errors
+from .threads import apart
 
 T = TypeVar("T")
 
@@ -23,15 +23,8 @@ T = TypeVar("T")
 def _within(timeout_s: float, body: Callable[[threading.Event], T]) -> T:
     """What `body` returns or raises, or TimeoutError. It runs on a daemon thread, for it may block for ever; the event that it
     is given is set once nobody waits for it any more."""
-    over, outcome = threading.Event(), Future[T]()
-
-    def run() -> None:
-        try:
-            outcome.set_result(body(over))
-        except BaseException as error:  # noqa: BLE001  (raised again by the thread that waits)
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="ub_overlap-store", daemon=True).start()
+    over = threading.Event()
+    outcome = apart("ub_overlap-store", lambda: body(over))
     try:
         return outcome.result(timeout_s)
     finally:

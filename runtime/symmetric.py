@@ -12,9 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -22,6 +20,7 @@ import torch
 from ub_overlap import _torch_compat
 
 from . import errors, settings
+from .threads import apart
 
 _SLOTS = 2
 T = TypeVar("T")
@@ -211,17 +210,13 @@ def _outside_pools(body: Callable[[], T]) -> T:
 
     While torch warms up for a CUDA graph, what this thread allocates comes from that graph's pool, where nothing may outlive
     the graph; what a rendezvous allocates (tables of pointers) does."""
-    device, outcome = torch.cuda.current_device(), Future[T]()
+    device = torch.cuda.current_device()
 
-    def run() -> None:
-        try:
-            with torch.cuda.device(device):
-                outcome.set_result(body())
-        except BaseException as error:  # noqa: BLE001  (raised again by the thread that waits)
-            outcome.set_exception(error)
+    def run() -> T:
+        with torch.cuda.device(device):
+            return body()
 
-    thread = threading.Thread(target=run, name="ub_overlap-rendezvous", daemon=True)
-    thread.start()
+    outcome = apart("ub_overlap-rendezvous", run)
     timeout_s = settings.current().init_timeout_s
     try:
         return outcome.result(timeout_s)

@@ -108,7 +108,7 @@ def _layout(shape: SiteShape, contracts: bool) -> str:
 
 def _whole_us(shape: SiteShape, profile: Profile, index: int) -> float:
     m, n, k, contracts = shape.matmuls[index]
-    return matmul_us(profile, shape.operands or shape.dtype, _layout(shape, contracts), m, n, k)
+    return matmul_us(profile, shape.multiplied, _layout(shape, contracts), m, n, k)
 
 
 def _costs(shape: SiteShape, profile: Profile) -> Callable[[Work], float]:
@@ -156,13 +156,13 @@ def _piece_us(shape: SiteShape, profile: Profile, work: Work) -> float:
     if shape.outer > 1 and part < 1:
         pieces *= shape.outer
     if contracts and part < 1:
-        us = matmul_us(profile, shape.operands or shape.dtype, layout, m, n, round(k * part))
+        us = matmul_us(profile, shape.multiplied, layout, m, n, round(k * part))
         # Accumulated in fp32: the sum is written so, and read again by every further piece.
         more = m * n * (4 - SIZES[shape.dtype] + (4 if work.adds else 0))
         return us + max(0.0, more / (profile.compute.memory_gbs * 1e3))
     if shape.whole and not shape.gathers and not shape.bulk:
-        return matmul_us(profile, shape.operands or shape.dtype, layout, m, round(n * part), k)
+        return matmul_us(profile, shape.multiplied, layout, m, round(n * part), k)
     rows, count = round(m * part / pieces), max(1, round(1 / part)) if part else 1
-    first = matmul_us(profile, shape.operands or shape.dtype, layout, rows, n, k, pieces)
+    first = matmul_us(profile, shape.multiplied, layout, rows, n, k, pieces)
     # All pieces but one find the right operand where the one before left it; which one this is makes no difference here.
-    return (first + (count - 1) * matmul_us(profile, shape.operands or shape.dtype, layout, rows, n, k, pieces, True)) / count
+    return (first + (count - 1) * matmul_us(profile, shape.multiplied, layout, rows, n, k, pieces, True)) / count

@@ -29,7 +29,7 @@ class SiteShape(Work):
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind {self.kind!r}: expected one of {', '.join(KINDS)}")
-        if self.dtype not in SIZES or (self.operands or self.dtype) not in SIZES:
+        if self.dtype not in SIZES or self.multiplied not in SIZES:
             raise ValueError(f"dtype {self.dtype!r}, operands {self.operands!r}: expected of {', '.join(SIZES)}")
         if self.ranks < 1 or self.rows < 0 or self.cols < 0 or any(min(m[:3]) < 0 for m in self.matmuls):
             raise ValueError(f"a size below 0, or no rank: {self}")
@@ -41,6 +41,11 @@ class SiteShape(Work):
     @property
     def gathers(self) -> bool:
         return self.kind == "all_gather_matmul"
+
+    @property
+    def multiplied(self) -> str:
+        """The type of what is multiplied; `dtype` is what travels."""
+        return self.operands or self.dtype
 
     @property
     def collective(self) -> str:

@@ -22,13 +22,14 @@ from ub_overlap import _torch_compat as compat
 from ..cost.of_site import hints_of
 from ..cost.profile import Profile
 from ..describe import module_of
+from ..joint import needs_tangents
 from ..plan import Cast, Reason
 from ..rewrite.emit import Emitter
 from ..sites.matmuls import Operand, Product
 from ..sites.sizes import Size, divide
 from ..sites.values import aten, dtype_of, shape_of
 from .linears import Linear, Role, linears
-from .origin import Axis, needs_tangents, step_back
+from .origin import Axis, step_back
 from .recipe import NARROW, Recipe
 from .travel import travelling
 from .twins import Twins
@@ -57,7 +58,8 @@ class Fp8:
 
 def insert(graph: Graph, fp8: Fp8) -> int:
     """Rewrites in place; returns how many products became scaled ones."""
-    found = linears(graph)
+    gradients = needs_tangents(graph)
+    found = linears(graph, gradients)
     if not found:
         return 0
     slower = None
@@ -69,7 +71,7 @@ def insert(graph: Graph, fp8: Fp8) -> int:
         node.meta[CAST] = cast
     if not scaled:
         return 0
-    rows, gradients = fp8.recipe.rows, needs_tangents(graph)
+    rows = fp8.recipe.rows
 
     def wanted(reader: Node, value: Node) -> list[Axis] | None:
         p = scaled.get(reader)

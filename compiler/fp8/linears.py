@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from ..sites.matmuls import Product, as_product, is_matmul
 from ..sites.sizes import same
 from ..sites.values import shape_of
-from .origin import needs_tangents, origin
+from .origin import origin
 
 
 class Role(str, Enum):
@@ -45,9 +45,9 @@ class Linear:
         ]
 
 
-def linears(graph: Graph) -> list[Linear]:
-    """Every linear of `graph`, in graph order. A weight gradient that several might own is listed with each of them."""
-    backward = needs_tangents(graph)
+def linears(graph: Graph, backward: set[Node]) -> list[Linear]:
+    """Every linear of `graph`, in graph order; `backward`: the nodes of its backward half. A weight gradient that several
+    might own is listed with each of them."""
     found: list[Linear] = []
     later: list[Product] = []
     for node in graph.nodes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from ..sites.matmuls import FLOATS
 from ..sites.sizes import same, same_shape
@@ -61,15 +61,3 @@ def step_back(node: Node, axis: Axis) -> tuple[Node, Axis] | None:
     if axis == -1:
         return (found, axis) if a and b and same(a[-1], b[-1]) else None
     return (found, axis) if len(a) == len(b) == 2 and same_shape(a, b) else None
-
-
-def needs_tangents(graph: Graph) -> set[Node]:
-    """The nodes of a joint graph that only backward can compute."""
-    out: set[Node] = set()
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            if "tangents" in node.name:
-                out.add(node)
-        elif any(i in out for i in node.all_input_nodes):
-            out.add(node)
-    return out
