@@ -27,7 +27,7 @@ from ..plan import Cast, Reason
 from ..rewrite.emit import Emitter
 from ..sites.matmuls import Operand, Product
 from ..sites.sizes import Size, divide
-from ..sites.values import aten, dtype_of, shape_of
+from ..sites.values import aten, dtype_of, shape_of, tensor_of
 from .linears import Linear, Role, linears
 from .origin import Axis, step_back
 from .recipe import NARROW, Recipe
@@ -130,6 +130,8 @@ def _verdict(linear: Linear, module: str, fp8: Fp8, slower: Slower | None) -> Ve
         return Reason.FILTERED, f"fp8_filter refuses {module or 'it'} {_text((p.shape[1], p.inner))}"
     if dtype_of(p.node) not in NARROW:
         return Reason.DTYPE_UNSUPPORTED, f"{dtype_of(p.node)} is asked for"
+    if fp8.recipe.rows and _on_cpu(p.node) and not compat.cpu_scales_rows():
+        return Reason.RECIPE, f"{fp8.recipe.name}: this torch's CPU multiplies float8 by one scale a tensor alone"
     if (odd := _odd(p)) is not None:
         return odd
     if slower is not None:
@@ -137,6 +139,11 @@ def _verdict(linear: Linear, module: str, fp8: Fp8, slower: Slower | None) -> Ve
         if why := slower(linear, products):
             return Reason.NO_GAIN, why
     return None
+
+
+def _on_cpu(node: Node) -> bool:
+    value = tensor_of(node)
+    return value is not None and value.device.type == "cpu"
 
 
 def _of_product(role: Role, p: Product, fp8: Fp8) -> Verdict:

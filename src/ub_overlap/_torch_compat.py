@@ -7,6 +7,7 @@ function below, with its torch imports inside. `tests/test_torch_compat.py` reso
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
@@ -283,3 +284,16 @@ def dtypes(given: Any) -> list[Any]:
 def device_types(group: Any) -> list[str]:
     """The device types that the backends of `group` serve."""
     return sorted({device.type for device in group._device_types})
+
+
+@functools.cache
+def cpu_scales_rows() -> bool:
+    """Does torch._scaled_mm take a scale a row on the CPU? torch 2.11 takes one a tensor alone."""
+    import torch
+
+    q, scale = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(q, q.t(), scale, scale.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -12,10 +13,14 @@ from torch import Tensor
 
 from tests.compiler.work import build, decisions_of, world_name
 from tests.models.compare import Values, error, uncached, values
+from ub_overlap import _torch_compat as compat
 from ub_overlap.compiler.history import HISTORY
 from ub_overlap.compiler.plan import Cast, Decision, Plan
 
 E4M3 = torch.float8_e4m3fn
+ROWS = compat.cpu_scales_rows()
+_NO_ROWS = pytest.mark.skipif(not ROWS, reason=f"torch {torch.__version__}: no scales of rows on the CPU")
+RECIPES = ["tensorwise", pytest.param("rowwise", marks=_NO_ROWS)]
 
 
 @dataclass(frozen=True)
@@ -159,7 +164,7 @@ def graphs(rank: int, world: int) -> dict[tuple[str, str], tuple[float, list[tup
     """By graph and scaling: the largest difference from eager, relative, and (kind, strategy, reason) of its decisions."""
     found = {}
     for name, (function, dims) in GRAPHS.items():
-        for scaling in ("tensor", "rows"):
+        for scaling in ("tensor", "rows") if ROWS else ("tensor",):
             if (scaling == "tensor") == (name in ("other_rows", "not_gathered")) or (scaling == "rows" and name in ("right",)):
                 continue
             inputs = _operands(rank, scaling == "rows", dims)

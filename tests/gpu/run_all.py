@@ -41,6 +41,8 @@ PROGRAMS = (
     Program("functions", 120, 60),
     Program("graphs", 300, 90),
     Program("recorded", 120, 50),
+    Program("choices", 300, 110),
+    Program("tools", 200, 100),
     Program("faults", 400, 110, alone=True),
     Program("models", 700, 150),
     Program("connections", 300, 110, alone=True),

@@ -1,0 +1,204 @@
+"""What is decided at run time, and float8 models: alternatives that are timed on the ranks, tables by rows in eager calls and
+CUDA graphs, and compiled float8 steps against 16 bits.
+
+    torchrun --nproc-per-node 4 tests/gpu/programs/choices.py [--quick] [--only TEXT] [--device cpu]
+"""
+
+# ruff: noqa: E402   the path comes first
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[3])
+
+from tests.gpu.frame import Frame, Skip  # isort: skip
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.gpu.cases import BF16, Maker, differs
+from tests.harness.traces import as_loss
+from tests.models.compare import uncached
+from tests.models.megatron import MLP, Mappings
+from ub_overlap.compiler.history import HISTORY
+from ub_overlap.runtime import ops, session, stats, tuning
+
+U8 = {"tensorwise": 2.0**-3, "rowwise": 2.0**-4}
+"""Unit roundoff of the coarsest float8 of a recipe: e5m2's and e4m3's."""
+
+
+def layer(frame: Frame, dim: int, seed: int = 3) -> nn.Module:
+    """A sequence-parallel MLP in bf16."""
+    ends = Mappings("functional", 0, str(dist.group.WORLD.group_name))  # type: ignore[union-attr]
+    torch.manual_seed(seed + frame.rank)
+    with torch.device(frame.device):
+        return MLP(dim, 4 * dim // frame.world, ends, False, False).to(BF16)
+
+
+def shard(frame: Frame, rows: int, dim: int) -> Tensor:
+    generator = torch.Generator(frame.device).manual_seed(frame.rank)
+    x = torch.randn(rows // frame.world, 1, dim, device=frame.device, generator=generator)
+    return x.to(BF16).requires_grad_()
+
+
+def step(run: Any, module: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Output and gradients of one step."""
+    x.grad = None
+    module.zero_grad(set_to_none=True)
+    out = run(x)
+    as_loss(out).backward()
+    grads = {name: p.grad for name, p in (("input", x), *module.named_parameters()) if p.grad is not None}
+    return {"output": out.detach().clone(), **{name: g.clone() for name, g in grads.items()}}
+
+
+def errors(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
+    """||a - b|| / ||b|| by tensor."""
+    found = {}
+    for name, b in theirs.items():
+        gap = (mine[name].float() - b.float()).norm() / b.float().norm().clamp_min(1e-30)
+        found[name] = float("inf") if not bool(gap.isfinite()) else gap.item()
+    return found
+
+
+def tuned(frame: Frame) -> str:
+    """Sites of a model run by what the ranks timed: the same pick everywhere, read by a second life of the model."""
+    rows, dim = (4096, 4096) if frame.cuda else (1024, 512)
+    module, x = layer(frame, dim), shard(frame, rows, dim)
+    plain = step(module, module, x)
+    options = {"tune": True, "min_bytes": 0, **({} if frame.cuda else {"profile": "cpu"})}
+    tuning.forget()
+    picks: list[dict[str, Any]] = []
+    for life in range(2):
+        torch._dynamo.reset()
+        if life:
+            frame.barrier()
+            session.close()
+            tuning.forget()  # as in a later process: what was timed is on disk
+        mark = HISTORY.mark()
+        with uncached():
+            run = torch.compile(module, backend="ub_overlap", options=options)
+            for _ in range(3):
+                worst = max(errors(step(run, module, x), plain).values())
+        frame.sync()
+        session.check()
+        sites = [(p.digest, d.id) for p in HISTORY.since(mark) for d in p.decisions]
+        found = {f"{digest}/{site}": tuning.tuned(f"{digest}/{site}") for digest, site in sites}
+        mine = {site: {n: t.to_dict() for n, t in by.items()} for site, by in found.items() if by}
+        timed = sum(of.calls for site, of in stats.site_stats().items() if site.endswith(".tuning"))
+        if any(theirs != mine for theirs in frame.everyone(mine)):
+            raise AssertionError(f"the ranks picked differently: {frame.everyone(mine)}")
+        if not mine or worst > 0.02:
+            chosen = [str(d.strategy) for p in HISTORY.since(mark) for d in p.decisions]
+            raise AssertionError(f"{len(mine)} of {len(sites)} sites were timed; error {worst:.2g}; chosen: {chosen}")
+        picks.append(mine)
+        if life == 0:
+            before = timed
+        elif timed != before:
+            raise AssertionError("the second life timed again")
+    if picks[0] != picks[1]:
+        raise AssertionError(f"picked {picks[0]}, then {picks[1]}")
+    texts = [t["strategy"] for by in picks[0].values() for t in by.values()]
+    return f"{len(texts)} of {len(sites)} sites timed: {', '.join(sorted(texts))}; error {worst:.1e}"
+
+
+def tables(frame: Frame, group: str) -> str:
+    """A table of strategies by rows picks by the real size: "none" below, pipelined above; eager and captured, bitwise."""
+    make = Maker(frame.device, frame.world)
+    limit = 128 * frame.world
+    table = f"{limit}=none;*=pipelined"
+    weight = make.randn(256, 384, dtype=BF16, scale=0.1)
+    sizes = {"none": make.randn(1, 128, 256, dtype=BF16), "pipelined": make.randn(1, 136, 256, dtype=BF16)}
+
+    def call(x: Tensor, strategy: str, site: str) -> Tensor:
+        return torch.ops.ub_overlap.all_gather_matmul(x, [weight], [0], 1, False, False, strategy, group, site)[1][0]
+
+    done = []
+    for picked, x in sizes.items():
+        want, got = call(x, picked, "plain"), call(x, table, f"table.{picked}")
+        frame.sync()
+        if differs([got], [want]):
+            raise AssertionError(f"{picked}: the table's result differs")
+        ran = stats.site_stats()[f"table.{picked}"].strategy
+        if ran.partition(":")[0] != picked:
+            raise AssertionError(f"{tuple(x.shape)} ran by {ran}, not {picked}")
+        done.append(picked)
+        if not frame.cuda:
+            continue
+        frame.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = call(x, table, f"captured.{picked}")
+        frame.sync()
+        frame.barrier()
+        for _ in range(3):
+            out.zero_()
+            graph.replay()
+            frame.sync()
+            if differs([out], [want]):
+                raise AssertionError(f"{picked}: the captured table's result differs")
+        session.check(group)
+        done.append(f"{picked} captured")
+    return ", ".join(done)
+
+
+def float8(frame: Frame, recipe: str, graphs: bool) -> str:
+    """A float8 step, overlapped, against the same casts left alone, and against 16 bits.
+
+    The bound against 16 bits: of the four products that a gradient of `up` goes through, each rounds two operands to float8; an
+    element's error is uniform within u of it, so u / sqrt(3) of it at most; errors add as squares, and three of them lie behind
+    each other twice (forward and backward).
+    """
+    if graphs and not frame.cuda:
+        raise Skip("the CPU has no graphs")
+    rows, dim = (4096, 2048) if frame.cuda else (64, 64)
+    module, x = layer(frame, dim), shard(frame, rows, dim)
+    plain = step(module, module, x)
+    found, sites = {}, 0
+    for overlap in ("off", "force"):
+        torch._dynamo.reset()
+        ops.extension().clear_stats()
+        options: dict[str, Any] = {"overlap": overlap, "fp8": "all", "fp8_recipe": recipe}
+        if graphs:
+            options["triton.cudagraphs"] = True
+        if frame.cuda:
+            options["profile"] = "cpu"  # which says nothing of float8's gain: every linear is computed in it
+        mark = HISTORY.mark()
+        with uncached():
+            run = torch.compile(module, backend="ub_overlap", options=options)
+            for _ in range(6):
+                if frame.cuda:
+                    torch.compiler.cudagraph_mark_step_begin()
+                found[overlap] = step(run, module, x)
+        frame.sync()
+        session.check()
+        plans = HISTORY.since(mark)
+        casts = sum(bool(c.recipe) for p in plans for c in p.casts)
+        sites = sum(d.overlapped for p in plans for d in p.decisions)
+        if casts < 4:
+            raise AssertionError(f"{casts} products in float8: {[str(c) for p in plans for c in p.casts]}")
+    if sites < 4:
+        raise AssertionError(f"{sites} sites overlapped")
+    apart, far = errors(found["force"], found["off"]), errors(found["force"], plain)
+    bound = (8 * 2) ** 0.5 * U8[recipe] / 3**0.5
+    if max(apart.values()) > 0.05 or max(far.values()) > bound or max(far.values()) < 1e-3:
+        raise AssertionError(f"overlap moves {apart}; against 16 bits {far}, bound {bound:.2g}")
+    return f"{casts} products, {sites} sites; overlap moves {max(apart.values()):.1e}, float8 {max(far.values()):.1e}"
+
+
+def main() -> int:
+    with Frame("choices", step_timeout_s=40) as frame:
+        frame.row("tables by rows", lambda g: tables(frame, g), 60)
+        frame.row("tune", lambda _: tuned(frame), 120)
+        for recipe in ("tensorwise", "rowwise"):
+            frame.row(f"float8 {recipe}", lambda _, r=recipe: float8(frame, r, False), 120)
+            if not frame.options.quick:
+                frame.row(f"float8 {recipe}, CUDA graphs", lambda _, r=recipe: float8(frame, r, True), 120)
+    return frame.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""What a user looks with: verify, explain with measurements, the profiler's ranges, `exposed` on a real trace, NVTX.
+
+torchrun --nproc-per-node 4 tests/gpu/programs/tools.py [--quick] [--only TEXT] [--device cpu]
+"""
+
+# ruff: noqa: E402   the path comes first
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[3])
+
+from tests.gpu.frame import Frame, Skip  # isort: skip
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import ub_overlap
+from tests.gpu.cases import BF16
+from tests.harness.traces import as_loss
+from tests.models.compare import uncached
+from tests.models.megatron import MLP, Mappings
+from ub_overlap.compiler.history import HISTORY
+from ub_overlap.runtime import exposed, settings
+from ub_overlap.runtime.verify import TOLERANCE
+
+FORCE: dict[str, Any] = {"overlap": "force"}
+
+
+class Model(nn.Module):
+    """Two tensor-parallel MLPs in bf16: four sites forward, four backward."""
+
+    def __init__(self, frame: Frame) -> None:
+        super().__init__()
+        self.rows, self.dim = (4096, 4096) if frame.cuda else (64, 64)
+        ends = Mappings("functional", 0, str(dist.group.WORLD.group_name))  # type: ignore[union-attr]
+        torch.manual_seed(3 + frame.rank)
+        with torch.device(frame.device):
+            self.layers = nn.ModuleList(MLP(self.dim, 2 * self.dim // frame.world, ends, True, False) for _ in range(2))
+        self.to(BF16)
+
+    def input(self, frame: Frame) -> Tensor:
+        generator = torch.Generator(frame.device).manual_seed(frame.rank)
+        x = torch.randn(self.rows // frame.world, 1, self.dim, device=frame.device, generator=generator)
+        return x.to(BF16).requires_grad_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def verified(frame: Frame) -> str:
+    """Every site against the plain way on the same inputs."""
+    model = Model(frame)
+    report = ub_overlap.explain(model, {**FORCE, "verify": True})(model.input(frame))
+    errors = {d.id: d.error for d in report.decisions if d.overlapped}
+    bad = {site: error for site, error in errors.items() if error is None or not error <= TOLERANCE[BF16]}
+    if bad or len(errors) < 8 or "error" not in report.table():
+        raise AssertionError(f"{len(errors)} sites, bad: {bad}")
+    return f"{len(errors)} sites, error at most {max(e or 0.0 for e in errors.values()):.1e}"
+
+
+def measured(frame: Frame) -> str:
+    """explain(measure=True): every site's time from its own stamps, the page and the timeline."""
+    model = Model(frame)
+    report = ub_overlap.explain(model, FORCE, measure=True)(model.input(frame))
+    times = {d.id: d.measured_us for d in report.decisions if d.overlapped}
+    if len(times) < 8 or not all(us and 1 < us < 1e6 for us in times.values()):
+        raise AssertionError(f"times: {times}")
+    folder = Path(tempfile.mkdtemp())
+    page, lanes = report.to_html(folder / "report.html"), report.timeline(folder / "timeline.json")
+    if page.stat().st_size < 20_000 or Path(lanes).stat().st_size < 2_000:
+        raise AssertionError("the page or the timeline is empty")
+    return f"{len(times)} sites, {min(times.values()):.0f} to {max(times.values()):.0f} us"  # type: ignore[type-var]
+
+
+def stepper(frame: Frame, backend: str, options: dict[str, Any]) -> tuple[Any, set[str]]:
+    """A step of the model, compiled and warm, and the ids of its sites."""
+    model = Model(frame)
+    torch._dynamo.reset()
+    mark = HISTORY.mark()
+    x = model.input(frame)
+    run = torch.compile(model, backend=backend, options=options or None)
+
+    def step() -> None:
+        as_loss(run(x)).backward()
+
+    with uncached():
+        for _ in range(4):
+            step()
+    frame.sync()
+    frame.barrier()
+    return step, {d.id for plan in HISTORY.since(mark) for d in plan.decisions if d.overlapped}
+
+
+def trace(frame: Frame, step: Any, name: str) -> tuple[Path, set[str]]:
+    """Three steps under the profiler: the trace and the names of its ranges of ours."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if frame.cuda else [])]
+    with profile(activities=activities) as found:
+        for _ in range(3):
+            step()
+        frame.sync()
+    path = Path(os.environ.get("OUT") or tempfile.mkdtemp()) / f"{name}_rank{frame.rank}.json.gz"
+    found.export_chrome_trace(str(path))
+    return path, {e.name for e in found.events() if e.name.startswith("ub_overlap::") and "[" in e.name}
+
+
+def traced(frame: Frame) -> str:
+    """Ranges name the sites; `exposed` tells our communication from computation, and NCCL's of the plain graph."""
+    step, sites = stepper(frame, "ub_overlap", FORCE)
+    path, ranges = trace(frame, step, "ours")
+    named = {name[name.index("[") + 1 : -1] for name in ranges}
+    if not sites or not sites <= named:
+        raise AssertionError(f"sites {sorted(sites)}, ranges {sorted(ranges)}")
+    if not frame.cuda:
+        return f"{len(ranges)} ranges"
+    (ours,) = exposed.read(path)
+    plain_step, _ = stepper(frame, "inductor", {})
+    (plain,) = exposed.read(trace(frame, plain_step, "inductor")[0])
+    frame.say(f"  ours: {ours}\n  inductor: {plain}")
+    if not ours.parts.get("copies to peers") or not ours.parts.get("ub_overlap kernels") or "NCCL" in ours.parts:
+        raise AssertionError(f"ours: {ours}")
+    if not plain.parts.get("NCCL") or set(plain.parts) != {"NCCL"}:
+        raise AssertionError(f"inductor: {plain}")
+    if not sites <= set(ours.sites) or not 0 < ours.exposed_us < ours.communication_us:
+        raise AssertionError(f"sites {sorted(ours.sites)} of {sorted(sites)}; {ours}")
+    if not ours.hidden > plain.hidden:
+        raise AssertionError(f"hidden: ours {ours.hidden:.0%}, inductor {plain.hidden:.0%}")
+    return f"hidden: ours {ours.hidden:.0%}, inductor {plain.hidden:.0%}; {len(ranges)} ranges"
+
+
+def nvtx(frame: Frame) -> str:
+    """Ranges by NVTX while torch emits its own; what they hold is Nsight's to show."""
+    if not frame.cuda:
+        raise Skip("needs CUDA")
+    step, _ = stepper(frame, "ub_overlap", FORCE)
+    settings.configure(nvtx=True)
+    try:
+        with torch.autograd.profiler.emit_nvtx():
+            step()
+        step()
+        frame.sync()
+    finally:
+        settings.configure(nvtx=False)
+    return "a step within emit_nvtx, a step without"
+
+
+def main() -> int:
+    with Frame("tools") as frame:
+        frame.row("verify", lambda _: verified(frame), 90)
+        frame.row("explain, measured", lambda _: measured(frame), 90)
+        frame.row("profiler and exposed", lambda _: traced(frame), 120)
+        frame.row("NVTX", lambda _: nvtx(frame), 60)
+    return frame.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
