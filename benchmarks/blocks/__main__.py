@@ -33,8 +33,8 @@ from .variants import Setting, Variant, differences, make
 BOUND = {torch.bfloat16: 4e-2, torch.float32: 1e-3}
 """Most that ours may differ from inductor, ||a - b|| / ||b||, in any gradient."""
 FP8_BOUND = 0.2
-"""The same where linears are computed in float8. An e5m2 element is off by 0.047 of itself (root mean square,
-steps of 1/4 to 1/8, evenly met), an e4m3 one by half of that; the first weight's gradient has eight products of two operands each behind it,
+"""The same where linears are computed in float8. An e5m2 element is off by 0.047 of itself (root mean square: steps of 1/4 to
+1/8, evenly met), an e4m3 one by half of that; the first weight's gradient has eight products of two operands each behind it,
 forward and backward: sqrt(8 * 2) * 0.047 = 0.19. A lost shard of R is off by sqrt(1 / R): 0.35 at 8 ranks."""
 
 
