@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ub_overlap import _torch_compat as compat
+from ub_overlap.runtime import verify
 from ub_overlap.runtime.stats import site_stats
 
 from .cost.load import load
@@ -24,7 +25,9 @@ def explain(
 ) -> Callable[..., Report]:
     """Compiles `model` (a module or function, compiled or not), runs it once and reports every collective.
 
-    `measure`: runs it three times more, with tracing on, and reports what each site took beside what was predicted.
+    `measure`: runs it three times more, with tracing on, and reports what each site took beside what was predicted. With `fp8`
+    it is then compiled once more to run each float8 product in 16 bits beside; `Report.casts` and `Report.float8()` tell how
+    far the two are apart.
 
     Compile caches are passed by. All ranks of the model's groups must call it together. The forward runs once; where an output
     needs a gradient, so does the backward, through torch.autograd.grad, so that no .grad changes. Buffers that a forward
@@ -35,22 +38,26 @@ def explain(
     def run(*args: Any, **kwargs: Any) -> Report:
         before = site_stats()
         known = HISTORY.mark()
+        wish = dict(options or {})
+
+        def once(compiled: Callable[..., Any]) -> None:
+            leaves = compat.tree_leaves(compiled(*args, **kwargs))
+            outputs = [o for o in leaves if isinstance(o, torch.Tensor) and o.requires_grad]
+            if outputs:
+                seeds = [torch.ones_like(o) for o in outputs]
+                torch.autograd.grad(outputs, _leaves(outputs), seeds, allow_unused=True)
+
         with compat.caches_off():  # a hit would run no pass, and a graph without sites would then leave no trace
-            compiled = torch.compile(plain, backend="ub_overlap", options=dict(options) if options else None)
-
-            def once() -> None:
-                leaves = compat.tree_leaves(compiled(*args, **kwargs))
-                outputs = [o for o in leaves if isinstance(o, torch.Tensor) and o.requires_grad]
-                if outputs:
-                    seeds = [torch.ones_like(o) for o in outputs]
-                    torch.autograd.grad(outputs, _leaves(outputs), seeds, allow_unused=True)
-
-            once()
+            compiled = torch.compile(plain, backend="ub_overlap", options=wish or None)
+            once(compiled)
             plans = HISTORY.since(known)
             sites = [f"{p.digest}/{d.id}" for p in plans for d in p.decisions if d.overlapped]
-            measured = measure_sites(once, sites) if measure else {}
-        wish = (options or {}).get("profile")
-        return Report(plans, before, load(wish) if wish is not None else None, measured)
+            measured = measure_sites(lambda: once(compiled), sites) if measure else {}
+            if measure and any(c.recipe for p in plans for c in p.casts):
+                verify.FLOAT8.forget()
+                once(torch.compile(plain, backend="ub_overlap", options={**wish, "verify": True}))
+        profile = wish.get("profile")
+        return Report(plans, before, load(profile) if profile is not None else None, measured)
 
     return run
 

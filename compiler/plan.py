@@ -251,6 +251,11 @@ class Cast:
     """Set exactly when recipe is ""."""
     detail: str = ""
 
+    @property
+    def key(self) -> str:
+        """What its error is measured under (runtime/verify.py)."""
+        return f"{self.module}/{self.role}/{self.node}"
+
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "reason": self.reason.value if self.reason else None}
 

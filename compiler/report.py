@@ -65,6 +65,14 @@ class ReportedDecision(Decision):
         return {**super(ReportedDecision, self).to_dict(), **{k: getattr(self, k) for k in own}, **picked, **predicted}
 
 
+@dataclass(frozen=True)
+class ReportedCast(Cast):
+    """`error`: with options={"verify": True} or explain(..., measure=True), ||float8 - 16 bits|| / ||16 bits|| of this rank's
+    product, the worst call's; None where it was not compared."""
+
+    error: float | None = None
+
+
 class Report:
     """The plans of one or more graphs, in the order in which they were compiled.
 
@@ -109,9 +117,15 @@ class Report:
         ]
 
     @property
-    def casts(self) -> list[Cast]:
+    def casts(self) -> list[ReportedCast]:
         """Every product of a linear that the float8 pass looked at."""
-        return [c for p in self.plans for c in p.casts]
+        errors = verify.FLOAT8.by_site()
+
+        def reported(c: Cast) -> ReportedCast:
+            known = {f.name: getattr(c, f.name) for f in fields(Cast)}
+            return ReportedCast(**known, error=errors[c.key].error if c.recipe and c.key in errors else None)
+
+        return [reported(c) for p in self.plans for c in p.casts]
 
     @property
     def paths(self) -> list[Path]:
@@ -152,6 +166,20 @@ class Report:
                 }
             )
         return tabulate(rows, headers="keys", tablefmt="simple", missingval="-", disable_numparse=True)
+
+    def float8(self) -> str:
+        """A row a product that the float8 pass looked at, those farthest from 16 bits first; "" without any."""
+        rows = [
+            {
+                "module": c.module,
+                "product": c.role,
+                "shape": c.shape,
+                "recipe / reason": c.recipe or (c.reason.value if c.reason else ""),
+                "error": None if c.error is None else f"{c.error:.1e}",
+            }
+            for c in sorted(self.casts, key=lambda c: -(c.error if c.error is not None else -1.0))
+        ]
+        return tabulate(rows, headers="keys", tablefmt="simple", missingval="-", disable_numparse=True) if rows else ""
 
     def totals(self) -> str:
         """Predicted times over all sites, and the measured ones of those that were measured."""
@@ -207,6 +235,7 @@ class Report:
             "summary": self.summary(),
             "totals": self.totals() if self.plans else "",
             "sites": [d.to_dict() for d in self.decisions],
+            "casts": [c.to_dict() for c in self.casts],
             "lanes": self._lanes(),
             "graphs": [g.to_dict() for g in self.graphs],
         }
@@ -231,7 +260,10 @@ class Report:
         return found
 
     def __str__(self) -> str:
-        return f"{self.summary()}\n{self.table()}\n{self.totals()}" if self.plans else self.summary()
+        if not self.plans:
+            return self.summary()
+        compared = self.float8() if any(c.error is not None for c in self.casts) else ""
+        return "\n".join(filter(None, (self.summary(), self.table(), self.totals(), compared)))
 
 
 def lanes_of(site: str, predicted: Outlook | None, measured: Measured | None = None) -> list[dict[str, Any]]:

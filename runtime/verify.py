@@ -1,12 +1,15 @@
-"""options={"verify": True}: what each rewritten site computed, against the plain collective and matmuls on the same inputs.
+"""options={"verify": True}: what each rewritten site computed, against the plain collective and matmuls on the same inputs, and
+what each product computed in float8, against the same product in 16 bits.
 
-The rewrite keeps the plain nodes and lets `ub_overlap::compare(ours, plain, site)` see both; it hands `ours` on. Errors are
-kept on the device and read when they are asked for, so that nothing waits. Not for CUDA graphs: a replay compares nothing.
+The rewrites keep the plain nodes and let `ub_overlap::compare(ours, plain, site)` or `ub_overlap::compare_float8` see both;
+they hand `ours` on. Errors are kept on the device and read when they are asked for, so that nothing waits. Not for CUDA graphs:
+a replay compares nothing.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +21,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 
 @dataclass(frozen=True, slots=True)
 class SiteError:
-    """The worst of all calls of a site. `error`: the largest difference, over the largest magnitude of the plain result; inf
-    where one is not finite and the other is."""
+    """The worst of all calls of a site, by its `Errors`."""
 
     calls: int
     error: float
@@ -31,16 +33,17 @@ class SiteError:
 
 
 class Errors:
-    """By site, for this process."""
+    """By site, for this process. `measure` of (ours, plain) is a tensor without dims, float64."""
 
-    def __init__(self) -> None:
+    def __init__(self, measure: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self._measure = measure
         self._calls: dict[str, int] = {}
         self._worst: dict[str, Tensor] = {}
         self._tolerance: dict[str, float] = {}
         self._lock = threading.Lock()
 
     def add(self, site: str, ours: Tensor, plain: Tensor) -> None:
-        error = difference(ours, plain)
+        error = self._measure(ours, plain)
         with self._lock:
             known = self._worst.get(site)
             self._worst[site] = error if known is None else torch.maximum(known, error.to(known.device))
@@ -54,9 +57,14 @@ class Errors:
                 site: SiteError(self._calls[site], float(worst), self._tolerance[site]) for site, worst in self._worst.items()
             }
 
+    def forget(self) -> None:
+        with self._lock:
+            for known in (self._calls, self._worst, self._tolerance):
+                known.clear()
+
 
 def difference(ours: Tensor, plain: Tensor) -> Tensor:
-    """`SiteError.error` as a tensor without dims, float64."""
+    """The largest difference, over the largest magnitude of `plain`; inf where one is not finite and the other is."""
     if ours.numel() == 0:
         return torch.zeros((), dtype=torch.float64, device=ours.device)
     wide = torch.float64 if ours.dtype in (torch.float32, torch.float64) else torch.float32
@@ -67,7 +75,18 @@ def difference(ours: Tensor, plain: Tensor) -> Tensor:
     return (gap.amax() / scale.clamp_min(torch.finfo(torch.float32).tiny)).double()
 
 
-ERRORS = Errors()
+def distance(ours: Tensor, plain: Tensor) -> Tensor:
+    """||ours - plain|| / ||plain||: 0 where they are equal, inf where only one is finite. What rounding to few bits does to
+    a sum shows in the norm; the largest element says little of it."""
+    a, b = ours.detach().float(), plain.detach().float()
+    gap = torch.where(a == b, 0.0, a - b).double().norm()
+    return torch.where(gap == 0, 0.0, gap / b.double().norm()).nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+ERRORS = Errors(difference)
+"""Of sites."""
+FLOAT8 = Errors(distance)
+"""Of float8 products, by `Cast.key`."""
 
 
 def tolerance(dtype: str) -> float:
@@ -84,4 +103,16 @@ def compare(ours: Tensor, plain: Tensor, site: str) -> Tensor:
 
 @compare.register_fake
 def _(ours: Tensor, plain: Tensor, site: str) -> Tensor:
+    return ours.clone()
+
+
+@torch.library.custom_op("ub_overlap::compare_float8", mutates_args=())
+def compare_float8(ours: Tensor, plain: Tensor, product: str) -> Tensor:
+    """A copy of `ours` [any], a product in float8, once it has been compared with `plain` (the same shape), that in 16 bits."""
+    FLOAT8.add(product, ours, plain)
+    return ours.clone()
+
+
+@compare_float8.register_fake
+def _(ours: Tensor, plain: Tensor, product: str) -> Tensor:
     return ours.clone()

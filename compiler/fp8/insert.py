@@ -54,6 +54,8 @@ class Fp8:
     filter: Filter | None = None
     profile: Profile | None = None
     """What tells whether a linear is faster in float8; None: nobody asks."""
+    verify: bool = False
+    """Each product runs in 16 bits as well and is compared (runtime/verify.py)."""
 
 
 def insert(graph: Graph, fp8: Fp8) -> int:
@@ -82,12 +84,16 @@ def insert(graph: Graph, fp8: Fp8) -> int:
         return None
 
     twins = Twins(graph, travelling(graph, wanted, scaled), gradients, fp8.recipe.gradient, {linear.weight for linear in found})
-    for node in sorted(scaled):
-        _scale(graph, scaled[node], twins, rows, casts[node])
+    made = {node: _scaled(graph, scaled[node], twins, rows, casts[node]) for node in sorted(scaled)}
     for reader in sorted(high):
         _read_twins(reader, twins, rows, kept=lambda value: value not in gradients)
     for reader in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
         _read_twins(reader, twins, rows, kept=lambda value: False)
+    for (
+        node,
+        value,
+    ) in made.items():  # not before: what is quantised of one linear's result for the next reads it by its old node
+        _replace(graph, node, value, casts[node] if fp8.verify else None)
     dead = sorted((*scaled, *twins.replaced), reverse=True)
     while gone := [n for n in dead if not n.users]:
         for node in gone:
@@ -209,8 +215,8 @@ def _column(e: Emitter, scale: Node, rows: Size) -> Node:
     return e.call(aten.as_strided.default, e.call(aten.reshape.default, scale, [-1]), [rows, 1], [1, 1])
 
 
-def _scale(graph: Graph, p: Product, twins: Twins, rows: bool, cast: Cast) -> None:
-    """Replaces one product."""
+def _scaled(graph: Graph, p: Product, twins: Twins, rows: bool, cast: Cast) -> Node:
+    """What takes the place of one product."""
     node, dtype = p.node, dtype_of(p.node)
     twins.reader = node
     # Scales of rows give bfloat16 on every torch; a bias must have the result's type, and float32 takes none.
@@ -229,8 +235,18 @@ def _scale(graph: Graph, p: Product, twins: Twins, rows: bool, cast: Cast) -> No
         value = e.cast(value, dtype)
         if p.bias is not None and inside is None:
             value = e.call(aten.add.Tensor, value, p.bias)
-        value = e.reshape(value, shape_of(node))
-    node.replace_all_uses_with(value)
+        return e.reshape(value, shape_of(node))
+
+
+def _replace(graph: Graph, node: Node, value: Node, verified: Cast | None) -> None:
+    """`verified`: the product stays beside, for comparison."""
+    if verified is None:
+        node.replace_all_uses_with(value)
+        return
+    with graph.inserting_after(node):
+        compared = Emitter(graph, node, {}).call(torch.ops.ub_overlap.compare_float8.default, value, node, verified.key)
+    node.replace_all_uses_with(compared, delete_user_cb=lambda user: user is not compared)
+    node.meta.pop(CAST)
 
 
 def _read_twins(reader: Node, twins: Twins, rows: bool, kept: Callable[[Node], bool]) -> None:

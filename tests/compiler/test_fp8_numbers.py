@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import ub_overlap
 from tests.compiler.work_fp8 import RECIPES, ROWS
 from tests.models.compare import uncached
 from ub_overlap.compiler.cost.load import load
@@ -204,3 +205,29 @@ def test_cache_keys() -> None:
 def test_bad_options(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
         parse({name: value}, frozenset())
+
+
+def test_explain_measures_each_product() -> None:
+    """The errors of a report are those of the products themselves, and a linear that meets outliers comes first."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(K, K, bias=False), nn.Linear(K, N)).bfloat16()
+    spread = torch.ones(K)
+    spread[::7] = 3e4
+    with torch.no_grad():  # the first layer's outputs lie many binades apart, its inputs do not
+        model[0].weight.mul_(spread[:, None])
+    x = inputs("normal").requires_grad_()
+    with uncached():
+        report = ub_overlap.explain(model, {"inner": "aot_eager", "fp8": "all"}, measure=True)(x)
+        y = compiled(model[:1])(x)
+    errors = {(c.module.rpartition(".")[2], c.role): c.error for c in report.casts}
+    assert set(errors) == {(m, r) for m in "01" for r in ("forward", "input gradient", "weight gradient")}
+    assert all(e is not None and 1e-3 < e < 0.5 for e in errors.values()), errors
+    plain = model[0](x)
+    apart = ((y.float() - plain.float()).norm() / plain.float().norm()).item()
+    assert errors["0", "forward"] == pytest.approx(apart, rel=1e-3)
+    rows = report.float8().splitlines()[2:]
+    found = [float(row.split()[-1]) for row in rows]
+    assert found == sorted(found, reverse=True) and len(rows) == 6
+    assert report.float8() in str(report) and len(report.to_dict()["casts"]) == 6
+    plain_report = ub_overlap.explain(model, {"inner": "aot_eager", "fp8": "all"})(x.bfloat16())
+    assert {c.recipe for c in plain_report.casts} == {"tensorwise"}
