@@ -74,6 +74,25 @@ def torchao(rank: int, world: int, variant: dict[str, Any], options: dict[str, A
     return {n: error(ours[n], eager[n], n) for n in eager}, [d for p in HISTORY.since(mark) for d in p.decisions]
 
 
+def torchao_16(rank: int, world: int, variant: dict[str, Any]) -> tuple[bool, dict[str, float], list[Decision]]:
+    """torchao with gathers in 16 bits: (bitwise equal where casts move and nothing is fused, errors of the fused graph against
+    eager, its decisions)."""
+    module = "tests.models.torchao_mlp"
+    cases = [build(rank, world, module, {**variant, "gather_fp8": False}) for _ in range(3)]
+    options = {"overlap": "force", "inner": "aot_eager"}
+    eager = values(cases[0], cases[0].module)
+    with uncached():
+        plain = values(
+            cases[1], torch.compile(cases[1].module, backend="ub_overlap", options={**options, "plan": {"*": "none"}})
+        )
+        mark = HISTORY.mark()
+        torch._dynamo.reset()
+        ours = values(cases[2], torch.compile(cases[2].module, backend="ub_overlap", options=options))
+    decisions = [d for p in HISTORY.since(mark) for d in p.decisions]
+    errors = {n: error(ours[n], eager[n], n) for n in eager}
+    return all(torch.equal(plain[n], eager[n]) for n in eager), errors, decisions
+
+
 def gathered(x: Tensor, dim: int = 0) -> Tensor:
     """The rows of all ranks, float8 as bytes."""
     raw = x.view(torch.uint8) if x.dtype.itemsize == 1 else x
@@ -148,10 +167,23 @@ def _trimmed(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor
     return scaled(gathered(x)[:16], w.t(), sx, sw)
 
 
+def _other_forms(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> tuple[Tensor, ...]:
+    """Others read the gathered scales, as another type and turned."""
+    g, s = gathered(x), gathered(sx) if sx.dim() else sx
+    y = scaled(g.reshape(-1, 32), w.t(), s.reshape(-1, 1) if sx.dim() else s, sw)
+    return y, s.double() / 3, s.transpose(0, 1).contiguous() + 1 if s.dim() else s + 1
+
+
+def _softmax(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Tensor:
+    """Logits in float8, of which each rank has some columns."""
+    y = scaled(x, w.t(), sx, sw).float()
+    return (y - funcol.all_reduce(y.amax(-1, True), "max", world_name())).exp()
+
+
 GRAPHS = {
     "several": (_several, 2), "dim1": (_along(1), 3), "dim0": (_along(0), 3), "scatter": (_scatter, 2),
     "scatter_mixed": (_scatter_mixed, 2), "other_rows": (_other_rows, 2), "not_gathered": (_not_gathered, 2),
-    "right": (_right, 2), "trimmed": (_trimmed, 2),
+    "right": (_right, 2), "trimmed": (_trimmed, 2), "other_forms": (_other_forms, 3), "softmax": (_softmax, 2),
 }  # fmt: skip
 
 
