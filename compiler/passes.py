@@ -94,7 +94,7 @@ def _fp8(graph: Graph, options: Options) -> Fp8:
     devices = {v.device.type for n in graph.find_nodes(op="placeholder") if isinstance(v := n.meta.get("val"), torch.Tensor)}
     weighed = options.overlap != "force" and (options.profile is not None or "cuda" in devices)
     profile = load(options.profile, None, "cuda" if "cuda" in devices else "cpu") if weighed else None
-    return Fp8(recipe_of(options.fp8_recipe), options.fp8 == "all", options.fp8_filter, profile)
+    return Fp8(recipe_of(options.fp8_recipe), options.fp8 == "all", options.fp8_filter, profile, options.fp8_state)
 
 
 class RewritePass(_Pass):

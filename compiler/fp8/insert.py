@@ -28,6 +28,7 @@ from ..rewrite.emit import Emitter, spelled
 from ..sites.matmuls import Operand, Product
 from ..sites.sizes import Size, divide, same_shape
 from ..sites.values import aten, dtype_of, pieces_of, shape_of
+from .delayed import Delayed
 from .linears import Linear, Role, linears
 from .origin import Axis, before, step_back
 from .quantise import cast_down, keep, scale_of
@@ -55,6 +56,8 @@ class Fp8:
     filter: Filter | None = None
     profile: Profile | None = None
     """What tells whether a linear is faster in float8; None: nobody asks."""
+    state: str = ""
+    """Names the histories of delayed scales."""
 
 
 def insert(graph: Graph, fp8: Fp8) -> int:
@@ -85,9 +88,13 @@ def insert(graph: Graph, fp8: Fp8) -> int:
         return None
 
     weights = {linear.weight for linear in found}
+    delayed = Delayed(graph, inputs, fp8.state) if fp8.recipe.delayed else None
 
     def quantise(e: Emitter, value: Node, axis: Axis, groups: tuple[str, ...]) -> Twin:
         format = fp8.recipe.gradient if value in gradients else torch.float8_e4m3fn
+        if delayed is not None and value not in weights:
+            module = casts[twins.reader].module if twins.reader in casts else module_of(twins.reader)
+            return delayed.twin(e, value, f"{module}/{'dy' if value in gradients else 'x'}", format, groups)
         scale = scale_of(e, value, format, None if axis is None else len(shape_of(value)) + axis, groups)
         q = cast_down(e, value, scale, format)
         if value in weights:  # cast once: backward does not read the 16 bits again
@@ -101,6 +108,8 @@ def insert(graph: Graph, fp8: Fp8) -> int:
         _read_twins(reader, twins, rows, kept=lambda value: value not in gradients)
     for reader in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
         _read_twins(reader, twins, rows, kept=lambda value: False)
+    if delayed is not None:
+        delayed.finish()
     erase(graph, (*scaled, *twins.replaced))
     compat.stable_topological_sort(graph)
     return len(scaled)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.compiler.work import build, decisions_of, world_name
 from tests.models.compare import Values, error, uncached, values
+from ub_overlap import fp8_state
 from ub_overlap.compiler.history import HISTORY
 from ub_overlap.compiler.plan import Cast, Decision, Plan
 
@@ -60,6 +61,36 @@ def float8(rank: int, world: int, module: str, variant: dict[str, Any], options:
 def both(rank: int, world: int, module: str, variant: dict[str, Any], options: dict[str, Any]) -> tuple[Run, Run]:
     """The same casts, with the collectives left alone and overlapped."""
     return tuple(float8(rank, world, module, variant, {**options, "overlap": o}) for o in ("off", "force"))  # type: ignore[return-value]
+
+
+Accumulated = tuple[bool, dict[str, list[str]], set[Any], set[str], dict[str, Tensor]]
+
+
+def accumulated(rank: int, world: int) -> Accumulated:
+    """An MLP with delayed scales, two steps of two microbatches: (are numbers those without overlap, kinds of sites by phase,
+    reasons of the rest, recipes of casts, the state)."""
+    found = []
+    for overlap in ("off", "force"):
+        case = build(rank, world, "tests.models.dtensor_mlp", {"dtype": torch.bfloat16, "length": 32})
+        options = {"fp8": "all", "fp8_recipe": "delayed", "fp8_state": overlap, "overlap": overlap, "inner": "aot_eager"}
+        torch._dynamo.reset()
+        mark, outputs = HISTORY.mark(), []
+        with uncached():
+            run = torch.compile(case.module, backend="ub_overlap", options=options)
+            for factor in (1.0, 3.0, 0.5, 2.0):  # gradients add up over pairs: nobody writes to the weights between
+                inputs = [(x.detach() * (factor + rank)).requires_grad_() for x in case.inputs]
+                y = run(*inputs)
+                (y * y).sum().backward()
+                outputs += [y.detach(), inputs[0].grad]
+        outputs += [p.grad.to_local() for p in case.module.parameters()]
+        found.append((outputs, [p for p in HISTORY.since(mark)]))
+    decisions = [d for p in found[1][1] for d in p.decisions]
+    kinds = {
+        phase: sorted(d.kind.value for d in decisions if d.phase == phase and d.overlapped) for phase in ("forward", "backward")
+    }
+    equal = all(error(b, a, "tensor") < 0.05 for a, b in zip(found[0][0], found[1][0], strict=True))
+    casts = {c.recipe for p in found[1][1] for c in p.casts}
+    return equal, kinds, {d.reason for d in decisions if not d.overlapped}, casts, fp8_state("force").state_dict()
 
 
 def torchao(rank: int, world: int, variant: dict[str, Any], options: dict[str, Any]) -> tuple[dict[str, float], list[Decision]]:
