@@ -65,8 +65,10 @@ class Options:
     """The best predicted strategies of a site are timed on its ranks at its first call, and the fastest is kept."""
     fp8: Literal["off", "forward", "all"] = "off"
     """Which products of linears are computed in float8: none, those of the forward, gradients too."""
-    fp8_recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
-    """Where the scales lie (fp8/recipe.py)."""
+    fp8_recipe: Literal["tensorwise", "delayed", "rowwise"] = "tensorwise"
+    """Where the scales lie, and of which values they are (fp8/recipe.py)."""
+    fp8_state: str = ""
+    """Names the histories of fp8_recipe="delayed": models with the same module paths in one process need two."""
     fp8_filter: Callable[[str, tuple[int, int]], bool] | None = None
     """(module path, local shape of the weight as (out, in)) -> is this linear computed in float8? Compile caches are off with
     it unless it has an attribute `key`, a text that names what it does."""
@@ -173,6 +175,10 @@ def _checked(name: str, value: Any) -> Any:
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0):
             raise _bad(name, value, "None, a share from 0 to 1, or bytes (above 1)")
         return None if value is None else float(value)
+    if name == "fp8_state":
+        if not isinstance(value, str) or ";" in value:
+            raise _bad(name, value, 'a name without ";"')
+        return value
     if name == "fp8_filter":
         if value is not None and not callable(value):
             raise _bad(name, value, "None, or a function of (module path, (out, in)) that says whether it is float8")

@@ -22,7 +22,7 @@ from ub_overlap.runtime import notices, transport
 from .cost.load import load, signature
 from .decide import decide
 from .diff.record import Trail, Watch
-from .fp8 import Fp8, insert
+from .fp8 import Fp8, cast_before_gathers, insert
 from .fp8.layout import pin
 from .fp8.recipe import recipe_of
 from .history import HISTORY
@@ -31,6 +31,7 @@ from .miss import handle_misses
 from .options import Options
 from .rewrite import rewrite
 from .save import apply_save_policy
+from .sites.scales import mark_scales
 from .summary import announce
 
 log = logging.getLogger(__name__)
@@ -66,24 +67,25 @@ class _Pass(compat.custom_graph_pass()):  # type: ignore[misc]
 
 
 class JointPass(_Pass):
-    """Merges all_reduces, inserts the casts to float8 and applies the save policy."""
+    """Merges all_reduces, inserts the casts to float8, moves those before gathers, and applies the save policy."""
 
     def __call__(self, graph: Graph) -> None:
         all_reduces = graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_reduce.default)
-        watch = Watch(graph, "joint", self.options.snapshots and (len(all_reduces) > 1 or self.options.fp8 != "off"))
+        scaled_before = graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default)
+        watched = len(all_reduces) > 1 or scaled_before or self.options.fp8 != "off"
+        watch = Watch(graph, "joint", self.options.snapshots and bool(watched))
         watch.before()
         merged = merge_all_reduces(graph) if self.options.merge_all_reduces and self.options.overlap != "off" else 0
         scaled = insert(graph, _fp8(graph, self.options)) if self.options.fp8 != "off" else 0
+        least = 0 if self.options.overlap == "force" else self.options.min_bytes
+        moved = cast_before_gathers(graph, least) if scaled_before and self.options.overlap != "off" else 0
+        mark_scales(graph)
         marked = apply_save_policy(graph, self.options)
-        self.trail.joint = watch.after() if merged or scaled else None
-        if merged or scaled or marked:
+        self.trail.joint = watch.after() if merged or scaled or moved else None
+        if merged or scaled or moved or marked:
             graph.lint()
-            log.info(
-                "joint graph: %d all_reduces merged away, %d products in float8, %d gathers keep the shard",
-                merged,
-                scaled,
-                marked,
-            )
+            text = "joint graph: %d all_reduces merged away, %d products in float8, %d gathers after casts, %d keep the shard"
+            log.info(text, merged, scaled, moved, marked)
 
 
 def _fp8(graph: Graph, options: Options) -> Fp8:
@@ -92,7 +94,8 @@ def _fp8(graph: Graph, options: Options) -> Fp8:
     devices = {v.device.type for n in graph.find_nodes(op="placeholder") if isinstance(v := n.meta.get("val"), torch.Tensor)}
     weighed = options.overlap != "force" and (options.profile is not None or "cuda" in devices)
     profile = load(options.profile, None, "cuda" if "cuda" in devices else "cpu") if weighed else None
-    return Fp8(recipe_of(options.fp8_recipe), options.fp8 == "all", options.fp8_filter, profile, options.verify)
+    way = (options.fp8_filter, profile, options.fp8_state, options.verify)
+    return Fp8(recipe_of(options.fp8_recipe), options.fp8 == "all", *way)
 
 
 class RewritePass(_Pass):

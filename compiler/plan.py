@@ -77,7 +77,7 @@ class Reason(str, Enum):
     MUTATION_BARRIER = "mutation_barrier"
     """An op with side effects lies between the members of the site, or random numbers would be drawn in another order."""
     DYNAMIC_SHAPE = "dynamic_shape"
-    """A size that the op needs is symbolic and cannot be read off the shard."""
+    """A size that the op needs is symbolic and cannot be read off the shard, or off the graph's inputs."""
     SCALES = "scales"
     """It carries scales of float8 tensors: too small to hide, and waited for before anything else can begin."""
     SCALED_FORM = "scaled_form"

@@ -96,6 +96,10 @@ class TransportError(UbOverlapError):
     """There is no way to carry this call out on this device."""
 
 
+class Fp8StateError(UbOverlapError, ValueError):
+    """Histories of delayed scaling that do not fit what is asked of them."""
+
+
 def ranks_text(ranks: Sequence[int]) -> str:
     """ "rank 3", "ranks 1, 2"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -16,6 +16,7 @@ from torch import Tensor
 from ub_overlap import _torch_compat as compat
 
 from . import errors, reference, session, settings
+from . import magnitudes as magnitudes  # registers the ops of delayed scaling
 from . import verify as verify  # registers ub_overlap::compare
 from .extension import extension
 

@@ -11,7 +11,7 @@ meta: the plan of the graph it ends up in lists it, with the reason where it sta
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,15 +24,17 @@ from ..cost.profile import Profile
 from ..describe import module_of
 from ..joint import needs_tangents
 from ..plan import Cast, Reason
-from ..rewrite.emit import Emitter
+from ..rewrite.emit import Emitter, spelled
 from ..sites.matmuls import Operand, Product
-from ..sites.sizes import Size, divide
-from ..sites.values import aten, dtype_of, shape_of, tensor_of
+from ..sites.sizes import Size, divide, same_shape
+from ..sites.values import aten, dtype_of, pieces_of, shape_of, tensor_of
+from .delayed import Delayed
 from .linears import Linear, Role, linears
-from .origin import Axis, step_back
+from .origin import Axis, before, step_back
+from .quantise import cast_down, keep, scale_of
 from .recipe import NARROW, Recipe
 from .travel import travelling
-from .twins import Twins
+from .twins import Twin, Twins, erase
 from .worth import weigh
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,8 @@ class Fp8:
     filter: Filter | None = None
     profile: Profile | None = None
     """What tells whether a linear is faster in float8; None: nobody asks."""
+    state: str = ""
+    """Names the histories of delayed scales."""
     verify: bool = False
     """Each product runs in 16 bits as well and is compared (runtime/verify.py)."""
 
@@ -68,7 +72,9 @@ def insert(graph: Graph, fp8: Fp8) -> int:
     if fp8.profile is not None:
         dtype = str(dtype_of(found[0].forward.node)).removeprefix("torch.")
         slower = weigh(found, fp8.recipe, fp8.profile, hints_of(graph), dtype)
-    scaled, high, casts = _choose(found, fp8, slower)
+    # The forward half must not ask a tangent for a size.
+    inputs = [n for n in graph.find_nodes(op="placeholder") if n not in gradients]
+    scaled, high, casts = _choose(found, fp8, slower, inputs)
     for node, cast in casts.items():
         node.meta[CAST] = cast
     if not scaled:
@@ -83,28 +89,37 @@ def insert(graph: Graph, fp8: Fp8) -> int:
             return [_natural(value, rows)]
         return None
 
-    twins = Twins(graph, travelling(graph, wanted, scaled), gradients, fp8.recipe.gradient, {linear.weight for linear in found})
-    made = {node: _scaled(graph, scaled[node], twins, rows, casts[node]) for node in sorted(scaled)}
+    weights = {linear.weight for linear in found}
+    delayed = Delayed(graph, inputs, fp8.state) if fp8.recipe.delayed else None
+
+    def quantise(e: Emitter, value: Node, axis: Axis, groups: tuple[str, ...]) -> Twin:
+        format = fp8.recipe.gradient if value in gradients else torch.float8_e4m3fn
+        if delayed is not None and value not in weights:
+            module = casts[twins.reader].module if twins.reader in casts else module_of(twins.reader)
+            return delayed.twin(e, value, f"{module}/{'dy' if value in gradients else 'x'}", format, groups)
+        scale = scale_of(e, value, format, None if axis is None else len(shape_of(value)) + axis, groups)
+        q = cast_down(e, value, scale, format)
+        if value in weights:  # cast once: backward does not read the 16 bits again
+            keep(q)
+        return Twin(q, scale)
+
+    twins = Twins(graph, travelling(graph, wanted, scaled), quantise, inputs)
+    made = {node: _scaled(scaled[node], twins, rows, casts[node]) for node in sorted(scaled)}
     for reader in sorted(high):
         _read_twins(reader, twins, rows, kept=lambda value: value not in gradients)
     for reader in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
         _read_twins(reader, twins, rows, kept=lambda value: False)
-    for (
-        node,
-        value,
-    ) in made.items():  # not before: what is quantised of one linear's result for the next reads it by its old node
+    for node, value in made.items():  # not before: what is quantised of one linear's result for the next reads the old node
         _replace(graph, node, value, casts[node] if fp8.verify else None)
-    dead = sorted((*scaled, *twins.replaced), reverse=True)
-    while gone := [n for n in dead if not n.users]:
-        for node in gone:
-            graph.erase_node(node)
-        dead = [n for n in dead if n not in gone]
+    if delayed is not None:
+        delayed.finish()
+    erase(graph, (*scaled, *twins.replaced))
     compat.stable_topological_sort(graph)
     return len(scaled)
 
 
 def _choose(
-    found: list[Linear], fp8: Fp8, slower: Slower | None
+    found: list[Linear], fp8: Fp8, slower: Slower | None, inputs: Sequence[Node]
 ) -> tuple[dict[Node, Product], dict[Node, Product], dict[Node, Cast]]:
     """(products to scale, weight gradients in high precision whose activation is quantised, what is said about each)."""
     scaled: dict[Node, Product] = {}
@@ -115,7 +130,7 @@ def _choose(
         module = module_of(linear.forward.node)
         whole = _verdict(linear, module, fp8, slower)
         for role, p in linear.products:
-            verdict = whole or _of_product(role, p, fp8)
+            verdict = whole or _of_product(role, p, fp8) or _unknown(inputs, p, fp8.recipe.rows)
             # Of several owners the strictest decides.
             verdicts[p.node] = verdicts.get(p.node) or verdict
             roles.setdefault(p.node, (role, p, module))
@@ -164,7 +179,39 @@ def _odd(p: Product) -> Verdict:
     for what, size in (("inner dim", p.inner), ("columns", p.shape[1])):
         if divide(size, MULTIPLE) is None:
             return Reason.SIZES_NOT_16, f"{what} {size} do not divide by {MULTIPLE}"
+        if isinstance(size, int) and size == 0:
+            return Reason.SIZES_NOT_16, f"{what} 0: nothing to multiply"
     return None
+
+
+def _unknown(inputs: Sequence[Node], p: Product, rows: bool) -> Verdict:
+    """A size that must be written down in front of the product, and that no input of the graph has."""
+    for size in _written(p, rows):
+        if spelled(inputs, size) is None:
+            return Reason.DYNAMIC_SHAPE, f"size {size} cannot be computed from the graph's inputs"
+    return None
+
+
+def _written(p: Product, rows: bool) -> Iterator[Size]:
+    """The sizes that emitting the scaled product may have to say: those of shapes with several dynamic ones, as a reshape
+    finds out one by itself, those of what is regrouped, and of scales of rows."""
+    shapes = [shape_of(p.node)]
+    for operand in (p.lhs, p.rhs):
+        if not same_shape(operand.shape, shape_of(operand.node)):
+            shapes.append(operand.shape)
+        node: Node | None = operand.node
+        while node is not None:
+            if node.target is aten.cat.default:
+                yield from shape_of(pieces_of(node)[0])
+            if rows:
+                shapes.append(shape_of(node))
+            node = before(node)
+    if rows:
+        yield p.shape[0]
+    for shape in shapes:
+        dynamic = [size for size in shape if not isinstance(size, int)]
+        if len(dynamic) > 1:
+            yield from dynamic
 
 
 def _cast(role: Role, p: Product, module: str, verdict: Verdict, recipe: Recipe) -> Cast:
@@ -210,12 +257,10 @@ def _matrix(e: Emitter, operand: Operand, twins: Twins, last: bool, rows: bool) 
 
 def _column(e: Emitter, scale: Node, rows: Size) -> Node:
     """[rows, 1] with strides of 1, as torch's kernels ask for: in a dim of size 1 Inductor would choose any."""
-    if not isinstance(rows, int):
-        return e.reshape(scale, (rows, 1))
-    return e.call(aten.as_strided.default, e.call(aten.reshape.default, scale, [-1]), [rows, 1], [1, 1])
+    return e.call(aten.as_strided.default, e.call(aten.reshape.default, scale, [-1]), [e.size(rows), 1], [1, 1])
 
 
-def _scaled(graph: Graph, p: Product, twins: Twins, rows: bool, cast: Cast) -> Node:
+def _scaled(p: Product, twins: Twins, rows: bool, cast: Cast) -> Node:
     """What takes the place of one product."""
     node, dtype = p.node, dtype_of(p.node)
     twins.reader = node
@@ -224,8 +269,7 @@ def _scaled(graph: Graph, p: Product, twins: Twins, rows: bool, cast: Cast) -> N
     inside = (
         p.bias if p.bias is not None and len(shape_of(p.bias)) == 1 and dtype_of(p.bias) == result != torch.float32 else None
     )
-    with graph.inserting_before(node):
-        e = Emitter(graph, node, {})
+    with twins.emitter(node) as e:
         a, a_scale = _matrix(e, p.lhs, twins, True, rows)
         b, b_scale = _matrix(e, p.rhs, twins, False, rows)
         a, b = twins.matrix(a, True), twins.matrix(b, False)

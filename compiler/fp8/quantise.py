@@ -14,6 +14,7 @@ from torch.fx import Node
 from ub_overlap import _torch_compat as compat
 
 from ..rewrite.emit import Emitter
+from ..sites.sizes import positive
 from ..sites.values import aten, dtype_of
 from .recipe import LARGEST, TINY
 
@@ -25,6 +26,8 @@ AGAIN = "ub_overlap_fp8_again"
 def scale_of(e: Emitter, x: Node, format: torch.dtype, dim: int | None, groups: tuple[str, ...]) -> Node:
     """float32 [] for dim None, else x's shape with `dim` of size 1. `groups`: whose ranks must have the same one."""
     magnitude = e.call(aten.abs.default, x)
+    if dim is None and not all(positive(n) for n in x.meta["val"].shape):  # the largest of none is 0, which amax does not say
+        magnitude = e.call(aten.constant_pad_nd.default, e.call(aten.reshape.default, magnitude, [-1]), [0, 1])
     amax = e.call(aten.amax.default, magnitude, [] if dim is None else [dim], dim is not None)
     amax = e.cast(amax, torch.float32)
     for group in groups:

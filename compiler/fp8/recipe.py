@@ -3,10 +3,12 @@
 | recipe       | a scale for                  | forward | gradients | weight gradient                          |
 |--------------|------------------------------|---------|-----------|------------------------------------------|
 | `tensorwise` | each tensor                  | e4m3    | e5m2      | float8                                   |
+| `delayed`    | each tensor, of what it was  | e4m3    | e5m2      | float8                                   |
 | `rowwise`    | each row that is multiplied  | e4m3    | e4m3      | high precision, of the dequantised rows  |
 
 Rows have scales of their own, so their gradients do not need e5m2's range and keep e4m3's third bit. A weight gradient sums
-over the rows, which a row's scale cannot follow: it is computed in the model's type.
+over the rows, which a row's scale cannot follow: it is computed in the model's type. Delayed scales are made of what a tensor
+was in its last calls (runtime/magnitudes.py), so that it is cast in the pass that measures it; weights have current ones.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from typing import Literal
 
 import torch
 
-RecipeName = Literal["tensorwise", "rowwise"]
-RECIPES: tuple[RecipeName, ...] = ("tensorwise", "rowwise")
+RecipeName = Literal["tensorwise", "delayed", "rowwise"]
+RECIPES: tuple[RecipeName, ...] = ("tensorwise", "delayed", "rowwise")
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FLOAT8 = (E4M3, E5M2)
@@ -38,10 +40,13 @@ class Recipe:
     gradient: torch.dtype
     weight_gradient: bool
     """Are weight gradients float8 products?"""
+    delayed: bool = False
+    """Are activations and gradients scaled by what they were?"""
 
 
 _RECIPES = {
     "tensorwise": Recipe("tensorwise", rows=False, gradient=E5M2, weight_gradient=True),
+    "delayed": Recipe("delayed", rows=False, gradient=E5M2, weight_gradient=True, delayed=True),
     "rowwise": Recipe("rowwise", rows=True, gradient=E4M3, weight_gradient=False),
 }
 

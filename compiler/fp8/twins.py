@@ -9,18 +9,17 @@ shared: by q, k and v, and by the weight gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 from torch.fx import Graph, Node
 
 from ..rewrite.emit import Emitter
 from ..sites.sizes import same
-from ..sites.values import Effect, aten, dim_of, dtype_of, effect, pieces_of, regroup, shape_of, source
+from ..sites.values import CASTS, Effect, aten, dim_of, dtype_of, effect, pieces_of, regroup, shape_of, source
 from .origin import Axis, before, step_back
-from .quantise import as_bytes, c10d, cast_down, cast_up, from_bytes, keep, row_copy, scale_of, transposed_copy
+from .quantise import as_bytes, c10d, cast_up, from_bytes, row_copy, transposed_copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +30,21 @@ class Twin:
     scale: Node
 
 
-class Twins:
-    """Makes the twins of one graph. `travels`: the all_gathers whose elements may travel as float8 alone."""
+Quantise = Callable[[Emitter, Node, Axis, tuple[str, ...]], Twin]
+"""(emitter, value, axis, groups) -> its twin, made of the value itself; the ranks of `groups` need the same scale."""
 
-    def __init__(
-        self, graph: Graph, travels: set[Node], gradients: set[Node], gradient: torch.dtype, weights: set[Node]
-    ) -> None:
-        self.graph, self.weights = graph, weights
+
+class Twins:
+    """Makes the twins of one graph. `travels`: the all_gathers whose elements may travel as float8 alone. `quantise`: how a
+    value is cast where its elements come from. `inputs`: those that sizes are read off."""
+
+    def __init__(self, graph: Graph, travels: set[Node], quantise: Quantise, inputs: Sequence[Node]) -> None:
+        self.graph, self._quantise, self._inputs = graph, quantise, inputs
         self.travels = travels
         self.reader: Node
         """The node that twins are made for."""
         self.replaced: set[Node] = set()
         """Nodes whose work a twin does now."""
-        self._gradients, self._gradient = gradients, gradient
         self._made: dict[tuple[Node, Axis, tuple[str, ...]], Twin] = {}
         self._copies: dict[tuple[Node, str], Node] = {}
         self._up: dict[Node, Node] = {}
@@ -77,7 +78,7 @@ class Twins:
         """`node` as its float8 twin has it, in its own type."""
         if node not in self._up:
             twin = self.of(node, axis)
-            with self._emitter(node) as e:
+            with self.emitter(node) as e:
                 self._up[node] = cast_up(e, twin.q, twin.scale, dtype_of(node))
         return self._up[node]
 
@@ -92,27 +93,27 @@ class Twins:
             swapped = base.meta["val"].dim() == 2 and base.meta["val"].stride() == strides[::-1] != strides
             return self._copy(base) if swapped else self._rows(q)
         copy = self._copy(q)
-        with self._emitter(copy) as e:
+        with self.emitter(copy) as e:
             return e.transpose(copy)
 
     def _copy(self, base: Node) -> Node:
         if (base, "turned") not in self._copies:
-            with self._emitter(base) as e:
+            with self.emitter(base) as e:
                 self._copies[base, "turned"] = transposed_copy(e, base)
         return self._copies[base, "turned"]
 
     def _rows(self, q: Node) -> Node:
         """The same elements with rows in one piece."""
         if (q, "rows") not in self._copies:
-            with self._emitter(q) as e:
+            with self.emitter(q) as e:
                 self._copies[q, "rows"] = row_copy(e, q)
         return self._copies[q, "rows"]
 
     @contextmanager
-    def _emitter(self, traced_as: Node) -> Iterator[Emitter]:
+    def emitter(self, traced_as: Node) -> Iterator[Emitter]:
         """Emits in front of the reader at hand: what it needs was there before, or was made for an earlier reader."""
         with self.graph.inserting_before(self.reader):
-            yield Emitter(self.graph, traced_as, {})
+            yield Emitter(self.graph, traced_as, {}, inputs=self._inputs)
 
     def _make(self, node: Node, axis: Axis, groups: tuple[str, ...]) -> Twin:
         found = step_back(node, axis)
@@ -124,14 +125,8 @@ class Twins:
             if node.target is aten.cat.default:
                 return self._regrouped(node, twin, axis)
             return twin if dtype_of(found[0]) != dtype_of(node) else self._replay(node, twin)
-        format = self._gradient if node in self._gradients else torch.float8_e4m3fn
-        with self._emitter(node) as e:
-            dim = None if axis is None else len(shape_of(node)) + axis
-            scale = scale_of(e, node, format, dim, groups)
-            twin = Twin(cast_down(e, node, scale, format), scale)
-            if node in self.weights:  # cast once: backward does not read the 16 bits again
-                keep(twin.q)
-            return twin
+        with self.emitter(node) as e:
+            return self._quantise(e, node, axis, groups)
 
     def _repeats(self, node: Node) -> bool:
         """Is the step repeated on float8? Gathers only where nobody needs their 16 bits, casts only on the way to a gather."""
@@ -146,10 +141,10 @@ class Twins:
         """A view, clone or transpose of the twin's elements."""
         step = effect(node)
         assert step is not None
-        if node.target is aten.copy.default:
+        if node.target is aten.copy.default or node.target in CASTS:  # a cast to the type that it had: the twin keeps its own
             return twin
         args, kwargs = node.args[1:], dict(node.kwargs)
-        with self._emitter(node) as e:
+        with self.emitter(node) as e:
             q, scale = e.call(node.target, twin.q, *args, **kwargs), twin.scale
             if shape_of(scale) and step.effect is Effect.SWAP:
                 scale = e.call(node.target, scale, *args, **kwargs)
@@ -162,7 +157,7 @@ class Twins:
         assert isinstance(shard, Node) and isinstance(group, str)
         self.replaced.add(gather)
         twin = self.of(shard, axis, (*groups, group) if axis is None else groups)
-        with self._emitter(gather) as e:
+        with self.emitter(gather) as e:
             q = e.call(gather.target, as_bytes(e, twin.q), ranks, group)
             q = from_bytes(e, e.call(c10d.wait_tensor.default, q), dtype_of(twin.q))
             scale = twin.scale
@@ -174,7 +169,7 @@ class Twins:
         pieces = pieces_of(cat)
         whole, cut = regroup(pieces, len(pieces))  # type: ignore[misc]
         self.replaced.update((*pieces, *(source(p) for p in pieces if source(p) is not whole)))
-        with self._emitter(cat) as e:
+        with self.emitter(cat) as e:
             # float8 has no cat everywhere
             q = from_bytes(e, _regroup(e, as_bytes(e, twin.q), len(pieces), cut, dim_of(cat)), dtype_of(twin.q))
             return Twin(q, twin.scale if axis is None else _regroup(e, twin.scale, len(pieces), cut, dim_of(cat)))
@@ -184,3 +179,12 @@ def _regroup(e: Emitter, whole: Node, count: int, cut: int, dim: int) -> Node:
     part = shape_of(whole)[cut] // count if isinstance(shape_of(whole)[cut], int) else shape_of(whole)[cut] / count
     split = e.call(aten.split.Tensor, whole, e.size(part), cut)
     return e.call(aten.cat.default, [e.item(split, i) for i in range(count)], dim)
+
+
+def erase(graph: Graph, nodes: Iterable[Node]) -> None:
+    """Takes those of `nodes` away that nobody reads any more."""
+    left = sorted(set(nodes), reverse=True)
+    while gone := [n for n in left if not n.users]:
+        for node in gone:
+            graph.erase_node(node)
+        left = [n for n in left if n not in gone]

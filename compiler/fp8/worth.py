@@ -1,8 +1,9 @@
 """Is a linear faster in float8? Its products by the device's profile, and the casts by what they move through memory.
 
 Counted for each tensor that is quantised: the passes that read 16 bits (two for one scale a tensor, as the largest magnitude
-must be known first; one for scales of rows) and write a byte; for each transposed copy a byte read and a byte written. A cast
-that several linears share is shared out. Not counted: that gathers send half the bytes, which only helps.
+must be known first; one for scales of rows, and for delayed ones, which activations and gradients have) and write a byte; for
+each transposed copy a byte read and a byte written. A cast that several linears share is shared out. Not counted: that gathers
+send half the bytes, which only helps.
 """
 
 from __future__ import annotations
@@ -50,12 +51,14 @@ def _casts_us(linear: Linear, roles: set[Role], recipe: Recipe, profile: Profile
     rows, cols, inner = (_number(s, hints) for s in (p.shape[0], p.shape[1], p.inner))
     if rows is None or cols is None or inner is None:
         return None
-    passes = 1 if recipe.rows else 2
-    down, turned = 2 * passes + 1, 2  # bytes an element: of a cast, of a transposed copy
+    of_weight = 1 if recipe.rows else 2
+    passes = 1 if recipe.delayed else of_weight
+    # bytes an element: of a cast, of a weight's cast, of a transposed copy
+    down, weight, turned = 2 * passes + 1, 2 * of_weight + 1, 2
     x, w, dy = rows * inner, cols * inner, rows * cols
-    moved, kernels = x * down / sharing + w * down, passes / sharing + passes
+    moved, kernels = x * down / sharing + w * weight, passes / sharing + of_weight
     if Role.INPUT_GRADIENT in roles:
-        moved, kernels = moved + dy * down + w * (down if recipe.rows else turned), kernels + passes + 1
+        moved, kernels = moved + dy * down + w * (weight if recipe.rows else turned), kernels + passes + 1
     if Role.WEIGHT_GRADIENT in roles:
         moved, kernels = moved + dy * turned + x * turned / sharing, kernels + 1 + 1 / sharing
     return moved / (profile.compute.memory_gbs * 1e3) + kernels * profile.compute.launch_us

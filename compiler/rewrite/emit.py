@@ -21,6 +21,10 @@ SITE = "ub_overlap_site"
 _KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "original_aten", "custom", "seq_nr")
 
 
+Spelling = Any
+"""int, Node, or a tuple of a target and its parts (see `spelled`)."""
+
+
 class SizeUnknown(Exception):
     """A symbolic size that no node at hand can produce."""
 
@@ -32,8 +36,12 @@ class Emitter:
     name that the nodes are marked with, if any.
     """
 
-    def __init__(self, graph: Graph, origin: Node, replaced: dict[Node, Node], site: str = "") -> None:
+    def __init__(
+        self, graph: Graph, origin: Node, replaced: dict[Node, Node], site: str = "", inputs: Sequence[Node] | None = None
+    ) -> None:
+        """`inputs`: those of `graph` that sizes may be read off; None: all."""
         self.graph = graph
+        self._inputs = graph.find_nodes(op="placeholder") if inputs is None else inputs
         self._replaced = replaced
         self._meta = {k: origin.meta[k] for k in _KEPT_META if k in origin.meta} | ({SITE: site} if site else {})
         self._mode = compat.fake_mode_of(origin.meta["val"])
@@ -115,28 +123,43 @@ class Emitter:
 
     def size(self, expr: Size) -> int | Node:
         """`expr` as an int or as a node that computes it from the graph's inputs (never from a site's operand: no circles)."""
-        if isinstance(expr, int):
-            return expr
-        if expr.is_Integer:
-            return int(expr)
-        tensors = []
-        for node in self.graph.nodes:
-            if node.op != "placeholder":
-                break
-            val = node.meta.get("val")
-            if isinstance(val, torch.SymInt) and same(sizes([val])[0], expr):
-                return node
-            if isinstance(val, torch.Tensor):
-                tensors.append(node)
-        for node in tensors:
-            for dim, have in enumerate(shape_of(node)):
-                if not isinstance(have, int) and same(have, expr):
-                    return self.call(aten.sym_size.int, node, dim)
-        if isinstance(expr, sympy.Mul | sympy.Add):
-            target = operator.mul if isinstance(expr, sympy.Mul) else operator.add
-            parts = [self.size(a) for a in expr.args]
-            total = parts[0]
-            for part in parts[1:]:
-                total = self.call(target, total, part)
-            return total
-        raise SizeUnknown(str(expr))
+        found = spelled(self._inputs, expr)
+        if found is None:
+            raise SizeUnknown(str(expr))
+        return self._spell(found)
+
+    def _spell(self, found: Spelling) -> int | Node:
+        if not isinstance(found, tuple):
+            return found
+        target, *parts = found
+        if target is aten.sym_size.int:
+            return self.call(target, *parts)
+        total = self._spell(parts[0])
+        for part in parts[1:]:
+            total = self.call(target, total, self._spell(part))
+        return total
+
+
+def spelled(inputs: Sequence[Node], expr: Size) -> Spelling | None:
+    """How `expr` is had from `inputs` of a graph: a number, an input, (aten.sym_size.int, input, dim), or (mul or add, parts);
+    None where it is not."""
+    if isinstance(expr, int):
+        return expr
+    if expr.is_Integer:
+        return int(expr)
+    tensors = []
+    for node in inputs:
+        val = node.meta.get("val")
+        if isinstance(val, torch.SymInt) and same(sizes([val])[0], expr):
+            return node
+        if isinstance(val, torch.Tensor):
+            tensors.append(node)
+    for node in tensors:
+        for dim, have in enumerate(shape_of(node)):
+            if not isinstance(have, int) and same(have, expr):
+                return aten.sym_size.int, node, dim
+    if isinstance(expr, sympy.Mul | sympy.Add):
+        parts = [spelled(inputs, a) for a in expr.args]
+        if None not in parts:
+            return operator.mul if isinstance(expr, sympy.Mul) else operator.add, *parts
+    return None

@@ -6,8 +6,9 @@ import torch
 from torch.fx import Node
 
 from ..plan import Strategy, Table
-from ..sites.match import Gather, Holder
+from ..sites.match import Gather, GatheredScales, Holder
 from ..sites.sizes import divide, product, same
+from ..sites.turns import Turn
 from ..sites.values import Blocks, aten, dtype_of, shape_of
 from .emit import Emitter
 
@@ -52,7 +53,7 @@ def rewrite_gather(e: Emitter, m: Gather, strategy: Strategy | Table, site: str)
     if m.roots:
         gathered = e.item(op, 0)
         for root in m.roots:
-            replaced[root] = _restore(e, m, gathered, root)
+            replaced[root] = _restore(e, m, gathered, root, m.turns)
     return replaced
 
 
@@ -76,12 +77,10 @@ def _scaled(
     replaced = {p.node: e.reshape(e.item(outs, i), shape_of(p.node), old=p.node) for i, p in enumerate(products)}
     if m.roots:
         gathered = e.item(op, 0)
-        replaced.update({root: _restore(e, m, gathered, root) for root in m.roots})
+        replaced.update({root: _restore(e, m, gathered, root, m.turns) for root in m.roots})
     if m.scales is not None and m.scales.roots:
         gathered = e.item(op, 1)
-        for root in m.scales.roots:
-            held = m.scales.holders[root]
-            replaced[root] = e.reshape(_in_order(e, gathered, m.scales.blocks, held.blocks), shape_of(root))
+        replaced.update({root: _restore(e, m.scales, gathered, root) for root in m.scales.roots})
     return replaced
 
 
@@ -104,15 +103,15 @@ def _gathered(e: Emitter, m: Gather, shard: Node) -> tuple[torch.Tensor, list[to
     return None if gathered is None or any(o is None for o in outs) else (gathered, outs)  # type: ignore[return-value]
 
 
-def _restore(e: Emitter, m: Gather, gathered: Node, root: Node) -> Node:
-    """The value of the holder `root`, from G."""
+def _restore(e: Emitter, m: Gather | GatheredScales, gathered: Node, root: Node, turns: tuple[Turn, ...] = ()) -> Node:
+    """The value of the holder `root`, from `gathered`, which went through `turns`."""
     held: Holder = m.holders[root]
     shape = shape_of(root)
     value, here = gathered, m.blocks
     shared = 0
-    while m.turns[shared : shared + 1] == held.turns[shared : shared + 1] and shared < len(m.turns):
+    while turns[shared : shared + 1] == held.turns[shared : shared + 1] and shared < len(turns):
         shared += 1
-    for turn in m.turns[shared:][::-1]:
+    for turn in turns[shared:][::-1]:
         value, here = (
             e.permute(e.reshape(_in_order(e, value, here, turn.blocks_after), turn.after), turn.back),
             turn.blocks_before,
@@ -128,7 +127,7 @@ def _restore(e: Emitter, m: Gather, gathered: Node, root: Node) -> Node:
         # Contiguous where the root was: its users may view it.
         value = e.permute(value, [1, 0]) if root.meta["val"].is_contiguous() else e.transpose(value)
     value = e.reshape(value, shape)
-    return e.bits(value, held.dtype) if m.scaled is not None else e.cast(value, held.dtype)
+    return e.bits(value, held.dtype) if dtype_of(value).itemsize == 1 else e.cast(value, held.dtype)
 
 
 def _in_order(e: Emitter, value: Node, here: Blocks, there: Blocks) -> Node:

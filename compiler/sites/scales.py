@@ -12,13 +12,17 @@ import operator
 from collections.abc import Callable
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from .collectives import Collective, Op, c10d, read
 from .match import Holder
-from .sizes import same
-from .values import CUTS, aten, effect, pieces_of, source
+from .matmuls import FLOAT8
+from .sizes import product, same
+from .values import CASTS, CUTS, aten, dtype_of, effect, pieces_of, shape_of, source, tensor_of
 
+_CLAMPS = {aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.minimum.default, aten.maximum.default}
+SCALES = "ub_overlap_scales"
+"""Key of node.meta: an all_reduce that carries scales."""
 Walk = Callable[[Collective], dict[Node, Holder]]
 """An all_gather -> who carries its elements, and how."""
 
@@ -64,11 +68,52 @@ def rows_beside(payload: Collective, held: Holder, per_block: object, scale: Nod
     return c if same(blocks.outer, held.blocks.outer) and same(blocks.inner, per_block) else None
 
 
+def mark_scales(graph: Graph) -> None:
+    """Notes on a joint graph which all_reduces carry scales: in its halves a reader may be in the other one."""
+    for node in graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
+        if carries_scales(read(node)):
+            node.meta[SCALES] = True
+
+
 def carries_scales(c: Collective) -> bool:
-    """Does `c` bring together what float8 tensors are scaled by: the largest of a few magnitudes?"""
-    if c.op is not Op.ALL_REDUCE or c.reduce_op != "max":
+    """Does `c` bring together what float8 tensors are scaled by: the largest of magnitudes, read by scales and casts?"""
+    if c.node.meta.get(SCALES):
+        return True
+    if c.op is not Op.ALL_REDUCE or c.reduce_op != "max" or c.wait is None:
         return False
     node = c.input
     while (step := effect(node)) is not None:
         node = step.source
-    return node.target in (aten.amax.default, aten.max.default)
+    return node.target in (aten.amax.default, aten.max.default) and _scales_something(c.wait)
+
+
+def _scales_something(magnitude: Node) -> bool:
+    """Does a value made of `magnitude` alone scale a float8 product, or what is cast to float8? (The largest logit that a
+    softmax over ranks subtracts does neither.)"""
+    seen, todo = {magnitude}, [magnitude]
+    size = product(shape_of(magnitude))
+    while todo:
+        node = todo.pop()
+        for user in node.users:
+            if user.target is aten._scaled_mm.default:
+                return True
+            if user in seen or tensor_of(user) is None:
+                continue
+            seen.add(user)
+            if same(product(shape_of(user)), size):
+                todo.append(user)
+            elif user.target in (aten.mul.Tensor, aten.div.Tensor) and _narrowed(user):
+                return True
+    return False
+
+
+def _narrowed(node: Node, depth: int = 4) -> bool:
+    """Is `node` cast to float8, clamped before or not?"""
+    for user in node.users:
+        if tensor_of(user) is None:
+            continue
+        if dtype_of(user) in FLOAT8:
+            return True
+        if depth and (user.target in _CLAMPS or user.target in CASTS) and _narrowed(user, depth - 1):
+            return True
+    return False

@@ -12,6 +12,8 @@ import sympy
 import torch
 from torch.fx import Graph
 
+from ub_overlap import _torch_compat as compat
+
 Size = Any
 """int or sympy.Expr. (Any to type checkers: sympy declares no types for its operators.)"""
 
@@ -39,6 +41,11 @@ def symbols(graph: Graph) -> Iterator[tuple[sympy.Symbol, torch.SymInt]]:
     for x in symbolic(node.meta.get("val") for node in graph.find_nodes(op="placeholder")):
         if isinstance(symbol := size(x), sympy.Symbol):
             yield symbol, x
+
+
+def positive(x: int | torch.SymInt) -> bool:
+    """Is `x` above 0 for certain?"""
+    return (compat.range_of(x)[0] if isinstance(x, torch.SymInt) else x) > 0
 
 
 def hint(x: torch.SymInt) -> int | None:

@@ -29,7 +29,7 @@ _SHARES = {operator.getitem, aten._unsafe_view.default, torch.ops._c10d_function
 """What shares its input's memory without saying so in its schema."""
 CUTS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
 _PERMUTES = {aten.permute.default, aten.t.default, aten.transpose.int, aten.numpy_T.default}
-_CASTS = {aten._to_copy.default, aten.to.dtype, prims.convert_element_type.default}
+CASTS = {aten._to_copy.default, aten.to.dtype, prims.convert_element_type.default}
 
 
 class Effect(Enum):
@@ -134,7 +134,7 @@ def effect(node: Node) -> Step | None:
         if before.dtype.itemsize != 1 or after.dtype.itemsize != 1:
             return None
         return Step(Effect.SAME if before.dtype == after.dtype else Effect.BITS, src)
-    if node.target in _CASTS:
+    if node.target in CASTS:
         if before.device != after.device:
             return None
         return Step(Effect.SAME if before.dtype == after.dtype else Effect.CAST, src)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ub_overlap.runtime import errors
     from ub_overlap.runtime.errors import UbOverlapError
     from ub_overlap.runtime.functional import all_gather_matmul, check, initialize, matmul_all_reduce, matmul_reduce_scatter
+    from ub_overlap.runtime.magnitudes import fp8_state
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ _HOME = {
     "matmul_all_reduce": ("ub_overlap.runtime.functional", "matmul_all_reduce"),
     "initialize": ("ub_overlap.runtime.functional", "initialize"),
     "check": ("ub_overlap.runtime.functional", "check"),
+    "fp8_state": ("ub_overlap.runtime.magnitudes", "fp8_state"),
 }
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "check",
     "errors",
     "explain",
+    "fp8_state",
     "initialize",
     "matmul_all_reduce",
     "matmul_reduce_scatter",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.compiler.work_fp8 import RECIPES, ROWS, Run, both, float8, graphs, torchao, wire
+from tests.compiler.work_fp8 import RECIPES, ROWS, Run, both, float8, graphs, torchao, torchao_16, wire
 from tests.harness.ranks import RankPool
 from tests.models.compare import error
 from ub_overlap.compiler.plan import Cast, Mode, Plan, Reason
@@ -121,10 +121,10 @@ def test_filter(pool2: RankPool) -> None:
 def test_graphs_that_are_float8(pool2: RankPool) -> None:
     """Hand-written graphs: what is a site is one, what only looks alike is left alone; numbers are eager's."""
     gather, scatter = "all_gather_matmul", "matmul_reduce_scatter"
-    wanted = {"several": gather, "dim0": gather, "dim1": gather, "scatter": scatter}
+    wanted = {"several": gather, "dim0": gather, "dim1": gather, "scatter": scatter, "other_forms": gather}
     reasons = {
         "scatter_mixed": "scaled_form", "other_rows": "scaled_form", "not_gathered": "scaled_form", "right": "scaled_form",
-        "trimmed": "uneven_shards",
+        "trimmed": "uneven_shards", "softmax": "reduce_op_unsupported",
     }  # fmt: skip
     for found in pool2.run(graphs, timeout=200):
         only_rows = set() if ROWS else {"other_rows", "not_gathered"}
@@ -135,7 +135,7 @@ def test_graphs_that_are_float8(pool2: RankPool) -> None:
             assert done == ([wanted[name]] if name in wanted else []), (name, scaling, decisions)
             if name in reasons:
                 assert reasons[name] in [reason for _, _, reason in decisions], (name, scaling, decisions)
-            if name in ("several", "dim0", "dim1") and scaling == "rows":
+            if name in ("several", "dim0", "dim1", "other_forms") and scaling == "rows":
                 assert ("all_gather", "merged", None) in decisions
 
 
@@ -149,6 +149,21 @@ def test_torchao_gathers_float8(pool2: RankPool, variant: dict[str, Any]) -> Non
         left = [d.reason for d in decisions if not d.overlapped]
         assert set(left) == {Reason.SCALES} and len(left) == 8  # x, w1, w3, h, w2; dy, dh1, dh3 (weights are CSE'd)
         assert max(errors.values()) < 0.02  # a bf16 rounding of a sum over ranks
+
+
+@pytest.mark.parametrize("variant", [{}, {"along": 0, "batch": 4}], ids=["dim1", "dim0"])
+def test_torchao_gathers_16_bits(pool2: RankPool, variant: dict[str, Any]) -> None:
+    """Its casts move before the gathers, bit for bit, and the gathers are sites."""
+    pytest.importorskip("torchao")
+    for equal, errors, decisions in pool2.run(torchao_16, variant, timeout=200):
+        assert equal
+        for phase in ("forward", "backward"):
+            done = sorted(d.kind.value for d in decisions if d.phase == phase and d.overlapped)
+            assert done == ["all_gather_matmul", "matmul_reduce_scatter"]
+        gathers = [d for d in decisions if d.kind.value == "all_gather_matmul"]
+        assert {d.work.dtype for d in gathers if d.work} == {"float8"}
+        assert {d.reason for d in decisions if not d.overlapped} == {Reason.SCALES}
+        assert max(errors.values()) < 0.02
 
 
 def test_what_is_scattered_travels_as_float8(pool2: RankPool) -> None:

@@ -42,3 +42,14 @@ def test_layouts_of_scaled_products(monkeypatch: pytest.MonkeyPatch, dynamic: bo
             compiled(x).square().mean().backward()
     assert len(seen) == (12 if dynamic else 9)  # whether a symbolic number of tokens divides by 16 is not known
     assert all(a[1] == 1 and b[0] == 1 for a, b in seen), seen
+
+
+def test_scales_of_a_symbolic_number_of_rows() -> None:
+    """[rows, 1] as torch's kernels take it: with a stride of 1 in the dim of size 1 too, or they raise."""
+    torch._dynamo.reset()
+    module = nn.Linear(64, 48, bias=False).bfloat16()
+    options = {"fp8": "forward", "fp8_recipe": "rowwise"}
+    compiled: Any = torch.compile(module, backend="ub_overlap", dynamic=True, options=options)
+    x = torch.randn(3, 32, 64, dtype=torch.bfloat16)
+    with compat.caches_off(), torch.no_grad():
+        assert (compiled(x) - module(x)).abs().max() < 0.2

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tests.models.compare import uncached
 from ub_overlap.compiler.fp8 import Fp8, insert
 from ub_overlap.compiler.fp8.insert import CAST
 from ub_overlap.compiler.fp8.recipe import recipe_of
+from ub_overlap.compiler.history import HISTORY
 from ub_overlap.compiler.plan import Reason
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -71,3 +74,59 @@ def test_operands_lie_as_gpus_multiply_them() -> None:
         a, b = (operand.meta["val"] for operand in product.args[:2])
         assert (tuple(a.shape), tuple(b.shape)) == ((32, 64), (64, 48))
         assert (a.stride(1), b.stride(0)) == (1, 1), case
+
+
+def test_a_cast_to_the_same_type_is_no_cast() -> None:
+    def same(x: Tensor, w: Tensor) -> Tensor:
+        return aten._to_copy(gather(torch.relu(x)), dtype=BF16) @ w.t()
+
+    graph = scaled(same, ((32, 64), BF16), ((48, 64), BF16))
+    (product,) = products(graph)
+    assert product.args[0].meta["val"].dtype is torch.float8_e4m3fn
+
+
+class Half(nn.Module):
+    """A size that no input has, and two symbolic ones on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 48).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(torch.relu(x[:, : x.shape[1] // 2])[None])
+
+
+def test_sizes_that_no_input_has() -> None:
+    """Scales of rows would have to say them: in high precision, with the reason."""
+    torch._dynamo.reset()
+    mark = HISTORY.mark()
+    options = {"fp8": "all", "fp8_recipe": "rowwise", "inner": "aot_eager"}
+    x, module = torch.randn(3, 32, 64, dtype=BF16), Half()
+    with uncached():
+        y = torch.compile(module, backend="ub_overlap", dynamic=True, options=options)(x)
+        y.sum().backward()
+    assert torch.equal(y, module(x))
+    casts = [c for p in HISTORY.since(mark) for c in p.casts]
+    assert Reason.DYNAMIC_SHAPE in [c.reason for c in casts if c.role == "forward"]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_no_rows(recipe: str) -> None:
+    """None at all, and none that the graph knows of: the largest magnitude of nothing is 0."""
+    torch._dynamo.reset()
+    module = nn.Linear(64, 48).bfloat16()
+    picked: Any = torch.compile(
+        lambda x, rows: module(x[rows.nonzero().view(-1)]), backend="ub_overlap",
+        options={"fp8": "all", "fp8_recipe": recipe, "inner": "aot_eager"},
+    )  # fmt: skip
+    x = torch.randn(4, 64, dtype=BF16, requires_grad=True)
+    with uncached(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for wanted in (torch.ones(4), torch.zeros(4)):
+            y = picked(x, wanted)
+            assert y.shape == (int(wanted.sum()), 48) and y.isfinite().all()
+        compiled: Any = torch.compile(
+            module, backend="ub_overlap", options={"fp8": "all", "fp8_recipe": recipe, "inner": "aot_eager"}
+        )
+        compiled(x[:0]).sum().backward()
+    assert x.grad is not None and (x.grad == 0).all()
+    assert module.weight.grad is not None and (module.weight.grad == 0).all()

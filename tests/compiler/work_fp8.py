@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.compiler.work import build, decisions_of, world_name
 from tests.models.compare import Values, error, uncached, values
 from ub_overlap import _torch_compat as compat
+from ub_overlap import fp8_state
 from ub_overlap.compiler.history import HISTORY
 from ub_overlap.compiler.plan import Cast, Decision, Plan
 
@@ -67,6 +68,36 @@ def both(rank: int, world: int, module: str, variant: dict[str, Any], options: d
     return tuple(float8(rank, world, module, variant, {**options, "overlap": o}) for o in ("off", "force"))  # type: ignore[return-value]
 
 
+Accumulated = tuple[bool, dict[str, list[str]], set[Any], set[str], dict[str, Tensor]]
+
+
+def accumulated(rank: int, world: int) -> Accumulated:
+    """An MLP with delayed scales, two steps of two microbatches: (are numbers those without overlap, kinds of sites by phase,
+    reasons of the rest, recipes of casts, the state)."""
+    found = []
+    for overlap in ("off", "force"):
+        case = build(rank, world, "tests.models.dtensor_mlp", {"dtype": torch.bfloat16, "length": 32})
+        options = {"fp8": "all", "fp8_recipe": "delayed", "fp8_state": overlap, "overlap": overlap, "inner": "aot_eager"}
+        torch._dynamo.reset()
+        mark, outputs = HISTORY.mark(), []
+        with uncached():
+            run = torch.compile(case.module, backend="ub_overlap", options=options)
+            for factor in (1.0, 3.0, 0.5, 2.0):  # gradients add up over pairs: nobody writes to the weights between
+                inputs = [(x.detach() * (factor + rank)).requires_grad_() for x in case.inputs]
+                y = run(*inputs)
+                (y * y).sum().backward()
+                outputs += [y.detach(), inputs[0].grad]
+        outputs += [p.grad.to_local() for p in case.module.parameters()]
+        found.append((outputs, [p for p in HISTORY.since(mark)]))
+    decisions = [d for p in found[1][1] for d in p.decisions]
+    kinds = {
+        phase: sorted(d.kind.value for d in decisions if d.phase == phase and d.overlapped) for phase in ("forward", "backward")
+    }
+    equal = all(error(b, a, "tensor") < 0.05 for a, b in zip(found[0][0], found[1][0], strict=True))
+    casts = {c.recipe for p in found[1][1] for c in p.casts}
+    return equal, kinds, {d.reason for d in decisions if not d.overlapped}, casts, fp8_state("force").state_dict()
+
+
 def torchao(rank: int, world: int, variant: dict[str, Any], options: dict[str, Any]) -> tuple[dict[str, float], list[Decision]]:
     """torchao's training with its float8 gather, against eager torchao without it (gloo gathers no float8): the magnitudes
     of all ranks go into both, so the numbers are the same."""
@@ -77,6 +108,25 @@ def torchao(rank: int, world: int, variant: dict[str, Any], options: dict[str, A
         ours = values(case, torch.compile(case.module, backend="ub_overlap", options=options))
     eager = values(plain, plain.module)
     return {n: error(ours[n], eager[n], n) for n in eager}, [d for p in HISTORY.since(mark) for d in p.decisions]
+
+
+def torchao_16(rank: int, world: int, variant: dict[str, Any]) -> tuple[bool, dict[str, float], list[Decision]]:
+    """torchao with gathers in 16 bits: (bitwise equal where casts move and nothing is fused, errors of the fused graph against
+    eager, its decisions)."""
+    module = "tests.models.torchao_mlp"
+    cases = [build(rank, world, module, {**variant, "gather_fp8": False}) for _ in range(3)]
+    options = {"overlap": "force", "inner": "aot_eager"}
+    eager = values(cases[0], cases[0].module)
+    with uncached():
+        plain = values(
+            cases[1], torch.compile(cases[1].module, backend="ub_overlap", options={**options, "plan": {"*": "none"}})
+        )
+        mark = HISTORY.mark()
+        torch._dynamo.reset()
+        ours = values(cases[2], torch.compile(cases[2].module, backend="ub_overlap", options=options))
+    decisions = [d for p in HISTORY.since(mark) for d in p.decisions]
+    errors = {n: error(ours[n], eager[n], n) for n in eager}
+    return all(torch.equal(plain[n], eager[n]) for n in eager), errors, decisions
 
 
 def gathered(x: Tensor, dim: int = 0) -> Tensor:
@@ -153,10 +203,23 @@ def _trimmed(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor
     return scaled(gathered(x)[:16], w.t(), sx, sw)
 
 
+def _other_forms(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> tuple[Tensor, ...]:
+    """Others read the gathered scales, as another type and turned."""
+    g, s = gathered(x), gathered(sx) if sx.dim() else sx
+    y = scaled(g.reshape(-1, 32), w.t(), s.reshape(-1, 1) if sx.dim() else s, sw)
+    return y, s.double() / 3, s.transpose(0, 1).contiguous() + 1 if s.dim() else s + 1
+
+
+def _softmax(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Tensor:
+    """Logits in float8, of which each rank has some columns."""
+    y = scaled(x, w.t(), sx, sw).float()
+    return (y - funcol.all_reduce(y.amax(-1, True), "max", world_name())).exp()
+
+
 GRAPHS = {
     "several": (_several, 2), "dim1": (_along(1), 3), "dim0": (_along(0), 3), "scatter": (_scatter, 2),
     "scatter_mixed": (_scatter_mixed, 2), "other_rows": (_other_rows, 2), "not_gathered": (_not_gathered, 2),
-    "right": (_right, 2), "trimmed": (_trimmed, 2),
+    "right": (_right, 2), "trimmed": (_trimmed, 2), "other_forms": (_other_forms, 3), "softmax": (_softmax, 2),
 }  # fmt: skip
 
 
