@@ -171,6 +171,8 @@ class Decision:
     dtype: str = ""
     matmuls: tuple[str, ...] = ()
     """Names of the graph's matmul nodes that the site takes."""
+    takes: tuple[str, ...] = ()
+    """The same of what is overlapped, by names that all ranks have in common: "<module>#<which matmul of it>"."""
     paired: tuple[str, ...] = ()
     """Of a bulk site: those matmuls with their modules, and the sites that they could have belonged to."""
     options: tuple[str, ...] = ()
@@ -211,7 +213,7 @@ class Decision:
             "id": self.id, "kind": self.kind.value, "phase": self.phase, "strategy": str(self.strategy),
             "reason": self.reason.value if self.reason else None, "detail": self.detail, "group": self.group,
             "ranks": self.ranks, "shapes": dict(self.shapes), "dtype": self.dtype, "matmuls": list(self.matmuls),
-            "paired": list(self.paired),
+            "takes": list(self.takes), "paired": list(self.paired),
             "options": list(self.options), "bytes": self.bytes, "flops": self.flops, "module": self.module,
             "source": self.source, "predicted": dict(self.predicted), "work": self.work.to_dict() if self.work else None,
             "rows": self.rows,
@@ -226,7 +228,7 @@ class Decision:
             strategy=merged if d["strategy"] == str(merged) else parse(d["strategy"]),
             reason=Reason(d["reason"]) if d["reason"] else None, detail=d["detail"], group=d["group"], ranks=d["ranks"],
             shapes=tuple(d["shapes"].items()), dtype=d["dtype"], matmuls=tuple(d["matmuls"]), options=tuple(d["options"]),
-            paired=tuple(d.get("paired", ())),
+            takes=tuple(d.get("takes", ())), paired=tuple(d.get("paired", ())),
             bytes=d["bytes"], flops=d["flops"], module=d["module"], source=d["source"],
             predicted=tuple(d.get("predicted", {}).items()),
             work=Work.from_dict(d["work"]) if d.get("work") else None, rows=d.get("rows"),
@@ -272,13 +274,17 @@ class Plan:
     """The products of linears that the float8 pass looked at, in graph order; empty without it."""
     digest: str = field(init=False)
 
-    # What decides how ranks talk to each other, and the module so that stored plans of twins do not mix. Node names,
-    # source lines and sentences are left out: they only explain. Of the shapes only those count that the ranks must share:
-    # not the matmuls' own (the last columns of a weight may lie on fewer ranks), none of what is left alone.
-    _FINGERPRINT: ClassVar[tuple[str, ...]] = ("id", "kind", "strategy", "group", "ranks", "dtype", "module")
+    # What decides how ranks talk to each other and in which order, and the module so that stored plans of twins do not mix.
+    # Node names, source lines and sentences are left out: they only explain. Of the shapes only those count that the ranks must
+    # share: not the matmuls' own (the last columns of a weight may lie on fewer ranks), none of what is left alone.
+    _FINGERPRINT: ClassVar[tuple[str, ...]] = ("id", "kind", "strategy", "group", "ranks", "dtype", "module", "takes")
 
     def __post_init__(self) -> None:
-        rows = [{**{k: d.to_dict()[k] for k in self._FINGERPRINT}, "shapes": d.shared_shapes} for d in self.decisions]
+        rows = []
+        for d in self.decisions:
+            told = d.to_dict()
+            keeps = d.kept.keeps if d.kept else None
+            rows.append({**{k: told[k] for k in self._FINGERPRINT}, "shapes": d.shared_shapes, "keeps": keeps})
         more: list[Any] = [self.profile] if self.profile else []
         if self.casts:  # what is quantised must be so on all ranks: scales and gathered bytes are theirs together
             more.append([[c.role, c.module, c.recipe] for c in self.casts])

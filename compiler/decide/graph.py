@@ -10,9 +10,11 @@ from torch.fx import Graph
 from ..describe import groups_of
 from ..fp8.insert import CAST
 from ..options import Options
+from ..origin import places_of
 from ..plan import NONE, Decision, Plan, Reason, Strategy, Table
 from ..rule import Forced
 from ..sites import Candidate, Miss, Site, find
+from ..sites.matmuls import is_matmul
 from ..sites.order import Order
 from ..sites.sizes import symbols
 from .legal import no_stripes, unknown_size
@@ -59,6 +61,7 @@ def decide(graph: Graph, options: Options, phase: str, transport: Transport) -> 
     outcomes = pair(offers, order, Memory.of(graph, costs.hints))
 
     ordinals, owners = groups_of(candidates), {}
+    places = places_of(node for node in graph.nodes if is_matmul(node))
     for name, candidate in zip(names, candidates, strict=True):
         for p in candidate.match.products if candidate.match else ():
             owners.setdefault(p.node, name)
@@ -78,6 +81,7 @@ def decide(graph: Graph, options: Options, phase: str, transport: Transport) -> 
             phase,
             ordinals,
             paired(way.site, owners) if way else (),
+            places,
         )
         decisions += [made, *merged_away(candidate, made)]
         if way:

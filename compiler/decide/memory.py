@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
+from ..cost.amounts import about
 from ..cost.of_site import Hints
 from ..sites.sizes import number_of, product, sizes
 from ..sites.values import aliased
@@ -94,10 +95,10 @@ def _ours(node: Node) -> bool:
 
 
 def _bytes(node: Node, hints: Hints) -> int:
-    """Of all tensors that a node makes; 0 where a size has no value."""
+    """Of all tensors that a node makes, about; 0 where a size has no value."""
     value = node.meta.get("val")
     total = 0
     for t in value if isinstance(value, list | tuple) else (value,):
         if isinstance(t, torch.Tensor):
-            total += (number_of(product(sizes(t.shape)), hints) or 0) * t.element_size()
+            total += about(number_of(product(sizes(t.shape)), hints) or 0) * t.element_size()
     return total

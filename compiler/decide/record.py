@@ -50,10 +50,11 @@ def decision(
     name: str,
     phase: str,
     ordinals: dict[str, str],
-    beside: tuple[str, ...] = (),
+    beside: tuple[str, ...],
+    places: dict[Node, str],
 ) -> Decision:
     """`name`: the site's id. `ordinals`: groups by c10d name, as describe.groups_of numbers them. `beside`: what it was paired
-    with."""
+    with. `places`: what all ranks call the graph's matmuls."""
     shown = site or candidate.match
     op = candidate.collective.op
     matched = candidate.match is not None and not isinstance(site, Bulk)
@@ -73,6 +74,7 @@ def decision(
         kind=_MATCHED[op] if matched and op else _PLAIN[op],
         options=legal,
         matmuls=tuple(p.node.name for p in products),
+        takes=tuple(places[p.node] for p in products) if site else (),
         paired=beside,
         kept=kept,
         bytes=bytes_sent(shown) if shown else None,

@@ -152,6 +152,37 @@ def test_plans_do_not_depend_on_the_hash_seed() -> None:
     assert other == here and here.count('"strategy": "bulk"') > 5
 
 
+def uneven(rank: int, last: int, few: int) -> Graph:
+    """A block's backward as the first rank has it (`few` = `last` = 1000 columns a layer), and as the last one does. Two
+    gathers and a scatter, each of which could run beside weight gradients of unequal sizes; nodes of other names."""
+    d = Dag(4)
+    x, y = d.input(f"x{rank}", 2048, 4096), d.input(f"y{rank}", 2048, 4096)
+    w, v = d.input("w", 4096, last), d.input("v", 4096, 960 + few - 1000)
+    free, grads = d.input("free", 8192, few), d.input("grads", 8192, 4096)
+    whole = d.gather(x)
+    first, second = d.mm(whole, w), d.mm(whole, v)
+    apart = d.mm(d.t(free), grads)
+    other = d.call(aten.relu.default, d.gather(y))
+    graph = d.output(first, second, other, apart, d.scatter(grads), d.mm(d.t(grads), d.input("more", 8192, last)))
+    for node in graph.nodes:
+        node.name = f"{node.name}_of_rank{rank}"
+    return graph
+
+
+@pytest.mark.parametrize("overlap", ["auto", "force"])
+def test_ranks_with_uneven_shards_plan_alike(overlap: Any) -> None:
+    """The last rank has fewer columns; what is byte-equal is all that ranks tell each other of a plan."""
+    plans = []
+    for rank, last, few in ((0, 1000, 1000), (3, 999, 997), (2, 1000, 999)):
+        options = Options(profile="h200" if overlap == "auto" else None, min_bytes=0, overlap=overlap)
+        plans.append(decide(uneven(rank, last, few), options, "backward", lambda *_: None).plan)
+    assert len({p.digest for p in plans}) == 1
+    for p in plans[1:]:
+        for a, b in zip(plans[0].decisions, p.decisions, strict=True):
+            assert (a.takes, a.strategy, a.predicted) == (b.takes, b.strategy, b.predicted)
+    assert any(d.strategy.mode is Mode.BULK for d in plans[0].decisions)
+
+
 def run_both(rank: int, world: int, seeds: list[int]) -> tuple[list[str], Counter[str]]:
     """What differs between a graph and its rewritten copy, by seed; strategies taken."""
     from ub_overlap.compiler.history import HISTORY
