@@ -149,6 +149,27 @@ class Kept:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """What a collective would save beside matmuls that have nothing to do with it, what that costs in memory, and what it would
+    save with its own matmuls instead (which hold nothing longer). As predicted, against the plain way."""
+
+    saves_us: float
+    holds_bytes: int
+    """Operands and results that live longer."""
+    peak_bytes: int
+    """By which the graph's peak grows."""
+    own_us: float | None
+    """None where its own matmuls save nothing, or it has none."""
+
+    def __str__(self) -> str:
+        own = "it has none of its own that save" if self.own_us is None else f"its own save {self.own_us:.0f} us and hold 0"
+        return (
+            f"beside other matmuls it saves {self.saves_us:.0f} us, {self.holds_bytes} bytes live longer and the peak grows by "
+            f"{self.peak_bytes}; {own}"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """What was decided for one collective, and everything needed to explain it."""
@@ -194,6 +215,9 @@ class Decision:
     kept: Kept | None = None
     """Of a gather of the forward that backward reads, where that was weighed (save="shard", memory_budget)."""
 
+    pairing: Pairing | None = None
+    """Where matmuls of others could hide it, and that was weighed."""
+
     @property
     def overlapped(self) -> bool:
         return self.strategy.mode in (Mode.PIPELINED, Mode.BULK)
@@ -218,6 +242,7 @@ class Decision:
             "source": self.source, "predicted": dict(self.predicted), "work": self.work.to_dict() if self.work else None,
             "rows": self.rows,
             "kept": asdict(self.kept) if self.kept else None,
+            "pairing": asdict(self.pairing) if self.pairing else None,
         }  # fmt: skip
 
     @classmethod
@@ -233,6 +258,7 @@ class Decision:
             predicted=tuple(d.get("predicted", {}).items()),
             work=Work.from_dict(d["work"]) if d.get("work") else None, rows=d.get("rows"),
             kept=Kept(**d["kept"]) if d.get("kept") else None,
+            pairing=Pairing(**d["pairing"]) if d.get("pairing") else None,
         )  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def decide(graph: Graph, options: Options, phase: str, transport: Transport) -> 
             owners.setdefault(p.node, name)
     decisions: list[Decision] = []
     sites: list[tuple[Site, Strategy | Table, str]] = []
-    for name, candidate, offer, outcome in zip(names, candidates, offers, outcomes, strict=True):
+    for name, candidate, offer, (outcome, weighed) in zip(names, candidates, offers, outcomes, strict=True):
         way, miss = (None, outcome) if isinstance(outcome, Miss) else (outcome, None)
         made = decision(
             candidate,
@@ -82,6 +82,7 @@ def decide(graph: Graph, options: Options, phase: str, transport: Transport) -> 
             ordinals,
             paired(way.site, owners) if way else (),
             places,
+            weighed,
         )
         decisions += [made, *merged_away(candidate, made)]
         if way:
