@@ -55,7 +55,7 @@ def work_of(candidate: Candidate, site: Gather | Reduction | Bulk | None, hints:
     c = candidate.collective
     if c.op is None or c.ranks < 2 or tensor_of(c.input) is None:
         return None
-    shape = shape_of_site(site or Bulk(c, ()), hints)
+    shape = shape_of_site(site or Bulk(c, ()), hints, exact=True)
     return Work(**asdict(shape)) if shape is not None else None
 
 

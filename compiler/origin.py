@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterable
 from functools import lru_cache
 
 from torch.fx import Node
@@ -23,6 +25,18 @@ def _plain(path: str) -> str:
     path = re.sub(r"L\['self'\]\.?", "", path)
     path = re.sub(r"_modules\['(\w+)'\]", r"\1", path)
     return re.sub(r"\._orig_mod|_orig_mod\.", "", path).replace("['", ".").replace("']", "").lstrip(".")
+
+
+def places_of(nodes: Iterable[Node]) -> dict[Node, str]:
+    """What to call nodes by, the same on all ranks (names of nodes and numbers of all nodes are not): the module, and which of
+    its nodes among these, "layers.0.wq#1"."""
+    counts: Counter[str] = Counter()
+    out = {}
+    for node in nodes:
+        module = module_of(node)
+        out[node] = f"{module}#{counts[module]}"
+        counts[module] += 1
+    return out
 
 
 def source_of(node: Node) -> str:

@@ -149,6 +149,27 @@ class Kept:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """What a collective would save beside matmuls that have nothing to do with it, what that costs in memory, and what it would
+    save with its own matmuls instead (which hold nothing longer). As predicted, against the plain way."""
+
+    saves_us: float
+    holds_bytes: int
+    """Operands and results that live longer."""
+    peak_bytes: int
+    """By which the graph's peak grows."""
+    own_us: float | None
+    """None where its own matmuls save nothing, or it has none."""
+
+    def __str__(self) -> str:
+        own = "it has none of its own that save" if self.own_us is None else f"its own save {self.own_us:.0f} us and hold 0"
+        return (
+            f"beside other matmuls it saves {self.saves_us:.0f} us, {self.holds_bytes} bytes live longer and the peak grows by "
+            f"{self.peak_bytes}; {own}"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """What was decided for one collective, and everything needed to explain it."""
@@ -171,6 +192,8 @@ class Decision:
     dtype: str = ""
     matmuls: tuple[str, ...] = ()
     """Names of the graph's matmul nodes that the site takes."""
+    takes: tuple[str, ...] = ()
+    """The same of what is overlapped, by names that all ranks have in common: "<module>#<which matmul of it>"."""
     paired: tuple[str, ...] = ()
     """Of a bulk site: those matmuls with their modules, and the sites that they could have belonged to."""
     options: tuple[str, ...] = ()
@@ -192,6 +215,9 @@ class Decision:
     kept: Kept | None = None
     """Of a gather of the forward that backward reads, where that was weighed (save="shard", memory_budget)."""
 
+    pairing: Pairing | None = None
+    """Where matmuls of others could hide it, and that was weighed."""
+
     @property
     def overlapped(self) -> bool:
         return self.strategy.mode in (Mode.PIPELINED, Mode.BULK)
@@ -211,11 +237,12 @@ class Decision:
             "id": self.id, "kind": self.kind.value, "phase": self.phase, "strategy": str(self.strategy),
             "reason": self.reason.value if self.reason else None, "detail": self.detail, "group": self.group,
             "ranks": self.ranks, "shapes": dict(self.shapes), "dtype": self.dtype, "matmuls": list(self.matmuls),
-            "paired": list(self.paired),
+            "takes": list(self.takes), "paired": list(self.paired),
             "options": list(self.options), "bytes": self.bytes, "flops": self.flops, "module": self.module,
             "source": self.source, "predicted": dict(self.predicted), "work": self.work.to_dict() if self.work else None,
             "rows": self.rows,
             "kept": asdict(self.kept) if self.kept else None,
+            "pairing": asdict(self.pairing) if self.pairing else None,
         }  # fmt: skip
 
     @classmethod
@@ -226,11 +253,12 @@ class Decision:
             strategy=merged if d["strategy"] == str(merged) else parse(d["strategy"]),
             reason=Reason(d["reason"]) if d["reason"] else None, detail=d["detail"], group=d["group"], ranks=d["ranks"],
             shapes=tuple(d["shapes"].items()), dtype=d["dtype"], matmuls=tuple(d["matmuls"]), options=tuple(d["options"]),
-            paired=tuple(d.get("paired", ())),
+            takes=tuple(d.get("takes", ())), paired=tuple(d.get("paired", ())),
             bytes=d["bytes"], flops=d["flops"], module=d["module"], source=d["source"],
             predicted=tuple(d.get("predicted", {}).items()),
             work=Work.from_dict(d["work"]) if d.get("work") else None, rows=d.get("rows"),
             kept=Kept(**d["kept"]) if d.get("kept") else None,
+            pairing=Pairing(**d["pairing"]) if d.get("pairing") else None,
         )  # fmt: skip
 
 
@@ -277,13 +305,17 @@ class Plan:
     """The products of linears that the float8 pass looked at, in graph order; empty without it."""
     digest: str = field(init=False)
 
-    # What decides how ranks talk to each other, and the module so that stored plans of twins do not mix. Node names,
-    # source lines and sentences are left out: they only explain. Of the shapes only those count that the ranks must share:
-    # not the matmuls' own (the last columns of a weight may lie on fewer ranks), none of what is left alone.
-    _FINGERPRINT: ClassVar[tuple[str, ...]] = ("id", "kind", "strategy", "group", "ranks", "dtype", "module")
+    # What decides how ranks talk to each other and in which order, and the module so that stored plans of twins do not mix.
+    # Node names, source lines and sentences are left out: they only explain. Of the shapes only those count that the ranks must
+    # share: not the matmuls' own (the last columns of a weight may lie on fewer ranks), none of what is left alone.
+    _FINGERPRINT: ClassVar[tuple[str, ...]] = ("id", "kind", "strategy", "group", "ranks", "dtype", "module", "takes")
 
     def __post_init__(self) -> None:
-        rows = [{**{k: d.to_dict()[k] for k in self._FINGERPRINT}, "shapes": d.shared_shapes} for d in self.decisions]
+        rows = []
+        for d in self.decisions:
+            told = d.to_dict()
+            keeps = d.kept.keeps if d.kept else None
+            rows.append({**{k: told[k] for k in self._FINGERPRINT}, "shapes": d.shared_shapes, "keeps": keeps})
         more: list[Any] = [self.profile] if self.profile else []
         if self.casts:  # what is quantised must be so on all ranks: scales and gathered bytes are theirs together
             more.append([[c.role, c.module, c.recipe] for c in self.casts])

@@ -18,6 +18,14 @@ BULK_PRODUCTS = 8
 """A bulk op takes no more products than this, however small: their operands all live until the op."""
 
 
+def about(x: int) -> int:
+    """A size that may differ a little between ranks, so that they reckon alike: rounded up to 64, then to an eighth of its
+    octave. Full shares of what divides are such sizes as they are, mostly, and the smaller last one comes up to them."""
+    x = -(-x // 64) * 64
+    step = max(64, 1 << max(0, x.bit_length() - 4))
+    return -(-x // step) * step
+
+
 def bytes_sent(site: Site) -> int | None:
     """Bytes one rank sends at this site, None where dynamic."""
     c = site.collective
@@ -35,8 +43,13 @@ def flops(p: Product) -> int | None:
     return count if isinstance(count, int) else None
 
 
+def _about_flops(p: Product) -> int:
+    sizes = (*p.shape, p.inner)
+    return 2 * product(map(about, sizes)) if all(isinstance(s, int) for s in sizes) else 0
+
+
 def hidden_us(site: Site) -> float:
     """About how long what a site sends would be hidden by its products, on an H200; 0 where a size is dynamic. For choices
-    that no profile is asked for: it grows with every product until there are enough."""
-    known = sum(flops(p) or 0 for p in site.products)
+    that no profile is asked for: it grows with every product until there are enough. Sizes are `about`."""
+    known = sum(_about_flops(p) for p in site.products)
     return min((bytes_sent(site) or 0) * FLOPS_PER_BYTE, known) / FLOPS_PER_US

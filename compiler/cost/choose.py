@@ -13,6 +13,9 @@ from .shape import SiteShape
 MARGIN = 0.02
 MARGIN_US = 3.0
 """What a more complicated strategy must save, as a share and in microseconds: predictions err by as much."""
+MARGIN_SENT = 0.25
+"""No margin is more than this share of the collective alone, which is all that a strategy can save: beside a long matmul 2%
+would be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,11 @@ class Choice:
     open: tuple[Strategy, ...] = ()
 
 
+def margin_us(us: float, plain: Prediction) -> float:
+    """What must be saved to take the place of something that takes `us`. `plain`: the plain way."""
+    return max(min(MARGIN * us, MARGIN_SENT * plain.communication_us), MARGIN_US)
+
+
 def choose(
     shape: SiteShape, profile: Profile, overlap_only: bool = False, chunks: int = 0, timed: tuple[str, ...] = ()
 ) -> Choice:
@@ -34,7 +42,7 @@ def choose(
     pieces if at all; 0: in any number. `timed`: of these alone, where any are given (for comparisons with measured times).
 
     Strategies are met from the simplest to the most complicated (none, one piece, few pieces, many, stripes); one takes the
-    place of the best so far only if it saves MARGIN of its time and MARGIN_US.
+    place of the best so far only if it saves `margin_us`.
     """
     return _choose(shape, profile, overlap_only, chunks, timed)
 
@@ -54,7 +62,7 @@ def _choose(shape: SiteShape, profile: Profile, overlap_only: bool, chunks: int,
     best = open_to[0]
     for strategy in open_to[1:]:
         saved = found[best].us - found[strategy].us
-        if saved > max(MARGIN * found[best].us, MARGIN_US):
+        if saved > margin_us(found[best].us, found[NONE]):
             best = strategy
     gain = found[NONE].us - found[best].us
     return Choice(best, {str(s): p for s, p in found.items()}, _reason(found, best, profile), gain, tuple(open_to))

@@ -16,6 +16,7 @@ from ..sites.match import Gather, Reduction, Site
 from ..sites.matmuls import FLOAT8
 from ..sites.sizes import Size, hint, number_of, product, symbols
 from ..sites.values import dtype_of, shape_of
+from .amounts import about
 from .shape import SIZES, SiteShape
 
 Ranges = Mapping[sympy.Symbol, tuple[int, int | None]]
@@ -36,10 +37,11 @@ def ranges_of(graph: Graph) -> dict[sympy.Symbol, tuple[int, int | None]]:
     return {symbol: compat.range_of(x) for symbol, x in symbols(graph)}
 
 
-def shape_of_site(site: Site, hints: Hints) -> SiteShape | None:
-    """None where a size has no hint, or a dtype no cost."""
+def shape_of_site(site: Site, hints: Hints, exact: bool = False) -> SiteShape | None:
+    """None where a size has no hint, or a dtype no cost. `exact`: as on this rank, for reports; choices rest on sizes that
+    ranks have in common (amounts.about)."""
     sizes = sizes_of_site(site)
-    return None if sizes is None else shape_at(sizes, hints)
+    return None if sizes is None else shape_at(sizes, hints, exact)
 
 
 def sizes_of_site(site: Site) -> Work | None:
@@ -71,7 +73,7 @@ def sizes_of_site(site: Site) -> Work | None:
     return Work(kind, c.ranks, dtype, matmuls, *whole, keep, last, outer, operands)
 
 
-def shape_at(sizes: Work, hints: Hints) -> SiteShape | None:
+def shape_at(sizes: Work, hints: Hints, exact: bool = False) -> SiteShape | None:
     """`sizes` with the values of `hints`; None where one is missing or below 0."""
 
     def number(x: Size) -> int:
@@ -82,10 +84,8 @@ def shape_at(sizes: Work, hints: Hints) -> SiteShape | None:
 
     try:
         found = [(number(m), number(n), number(k), contracts) for m, n, k, contracts in sizes.matmuls]
-        if sizes.kind == "all_gather_matmul":  # what may differ between ranks: columns of a weight
-            found = [(m, _about(n), k, contracts) for m, n, k, contracts in found]
-        elif not sizes.kind.startswith("bulk_"):
-            found = [(m, n, _about(k), contracts) for m, n, k, contracts in found]
+        if not exact:
+            found = [_alike(sizes.kind, m) for m in found]
         whole = (number(sizes.rows), number(sizes.cols))
         return SiteShape(
             sizes.kind,
@@ -102,13 +102,13 @@ def shape_at(sizes: Work, hints: Hints) -> SiteShape | None:
         return None
 
 
-def _about(x: int) -> int:
-    """A size that may differ a little between ranks, so that they reckon alike: sizes that are no multiple of 64 are rounded up
-    to an eighth of their octave (the last columns of a weight may lie on fewer ranks)."""
-    if x % 64 == 0:
-        return x
-    step = max(1, 1 << max(0, x.bit_length() - 4))
-    return -(-x // step) * step
+def _alike(kind: str, matmul: tuple[int, int, int, bool]) -> tuple[int, int, int, bool]:
+    """A product with `about` in place of what may differ between ranks: of a gather the columns of its weight, of a reduction
+    the inner dim, of products that have nothing to do with their collective everything."""
+    m, n, k, contracts = matmul
+    if kind.startswith("bulk_"):
+        return about(m), about(n), about(k), contracts
+    return (m, about(n), k, contracts) if kind == "all_gather_matmul" else (m, n, about(k), contracts)
 
 
 def _dtype(dtype: torch.dtype) -> str | None:

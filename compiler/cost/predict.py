@@ -25,7 +25,8 @@ LEAST_ROWS = 8
 class Prediction:
     """Microseconds of one site by one strategy.
 
-    `matmul_us`: its whole matmuls alone. `communication_us`: its transfers alone. `timeline`: (queue, step, begin, end), of
+    `matmul_us`: its whole matmuls alone, in the plain way with what sums them. `communication_us`: its transfers alone.
+    `timeline`: (queue, step, begin, end), of
     rank 0.
     """
 
@@ -90,6 +91,10 @@ def _plain(shape: SiteShape, profile: Profile, matmuls: list[float]) -> Predicti
     """The collective and the matmuls, one after the other."""
     collective, at_us = collective_us(shape, profile), 0.0
     work = [(f"matmul {i}", us) for i, us in enumerate(matmuls)]
+    if len(matmuls) > 1 and not shape.gathers and not shape.bulk:
+        # Products that are summed: a matmul that adds to a sum has it copied first, a schedule's adds where it already is.
+        m, n, _, _ = shape.matmuls[0]
+        work += [(f"sum {i}", at(profile.copy, m * n * SIZES[shape.dtype])) for i in range(1, len(matmuls))]
     steps = (
         [(shape.collective, collective), *work]
         if "gather" in shape.kind or shape.bulk
@@ -99,7 +104,8 @@ def _plain(shape: SiteShape, profile: Profile, matmuls: list[float]) -> Predicti
     for text, us in steps:
         timeline.append(("COMPUTE", text, at_us, at_us + us))
         at_us += us + profile.steps.gap_us
-    return Prediction(max(0.0, at_us - profile.steps.gap_us), sum(matmuls), collective, tuple(timeline))
+    computed = sum(us for _, us in work)
+    return Prediction(max(0.0, at_us - profile.steps.gap_us), computed, collective, tuple(timeline))
 
 
 def _layout(shape: SiteShape, contracts: bool) -> str:

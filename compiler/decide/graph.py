@@ -10,9 +10,11 @@ from torch.fx import Graph
 from ..describe import groups_of
 from ..fp8.insert import CAST
 from ..options import Options
+from ..origin import places_of
 from ..plan import NONE, Decision, Plan, Reason, Strategy, Table
 from ..rule import Forced
 from ..sites import Candidate, Miss, Site, find
+from ..sites.matmuls import is_matmul
 from ..sites.order import Order
 from ..sites.sizes import symbols
 from .legal import no_stripes, unknown_size
@@ -59,12 +61,13 @@ def decide(graph: Graph, options: Options, phase: str, transport: Transport) -> 
     outcomes = pair(offers, order, Memory.of(graph, costs.hints))
 
     ordinals, owners = groups_of(candidates), {}
+    places = places_of(node for node in graph.nodes if is_matmul(node))
     for name, candidate in zip(names, candidates, strict=True):
         for p in candidate.match.products if candidate.match else ():
             owners.setdefault(p.node, name)
     decisions: list[Decision] = []
     sites: list[tuple[Site, Strategy | Table, str]] = []
-    for name, candidate, offer, outcome in zip(names, candidates, offers, outcomes, strict=True):
+    for name, candidate, offer, (outcome, weighed) in zip(names, candidates, offers, outcomes, strict=True):
         way, miss = (None, outcome) if isinstance(outcome, Miss) else (outcome, None)
         made = decision(
             candidate,
@@ -78,6 +81,8 @@ def decide(graph: Graph, options: Options, phase: str, transport: Transport) -> 
             phase,
             ordinals,
             paired(way.site, owners) if way else (),
+            places,
+            weighed,
         )
         decisions += [made, *merged_away(candidate, made)]
         if way:

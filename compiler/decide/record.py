@@ -12,7 +12,7 @@ from ..cost.of_site import Hints
 from ..describe import row, work_of
 from ..merge import MERGED
 from ..origin import module_of
-from ..plan import Decision, Kind, Mode, Strategy, Table
+from ..plan import Decision, Kind, Mode, Pairing, Strategy, Table
 from ..rule import Forced
 from ..save import KEPT
 from ..sites import Bulk, Candidate, Miss, Site
@@ -50,15 +50,19 @@ def decision(
     name: str,
     phase: str,
     ordinals: dict[str, str],
-    beside: tuple[str, ...] = (),
+    beside: tuple[str, ...],
+    places: dict[Node, str],
+    weighed: Pairing | None,
 ) -> Decision:
     """`name`: the site's id. `ordinals`: groups by c10d name, as describe.groups_of numbers them. `beside`: what it was paired
-    with."""
+    with. `places`: what all ranks call the graph's matmuls. `weighed`: what pairing it would have
+    cost and saved, or did."""
     shown = site or candidate.match
     op = candidate.collective.op
     matched = candidate.match is not None and not isinstance(site, Bulk)
     products = shown.products if shown else ()
     work = [flops(p) for p in products]
+    said = _detail(candidate, site, miss, choice, wish, beside)
     kept = candidate.collective.node.meta.get(KEPT) if phase == "forward" else None
     legal = ((Mode.PIPELINED.value,) if candidate.match is not None else ()) + ((Mode.BULK.value,) if candidate.beside else ())
     return Decision(
@@ -66,15 +70,17 @@ def decision(
         phase=phase,
         strategy=strategy,
         reason=miss.reason if miss else None,
-        detail="; ".join(filter(None, (_detail(candidate, site, miss, choice, wish, beside), str(kept or "")))),
+        detail="; ".join(filter(None, (said, str(weighed or ""), str(kept or "")))),
         predicted=tuple((text, round(p.us, 2)) for text, p in choice.predictions.items()) if choice else (),
         work=work_of(candidate, shown, hints),
         rows=rows_at(shown, hints) if shown else None,
         kind=_MATCHED[op] if matched and op else _PLAIN[op],
         options=legal,
         matmuls=tuple(p.node.name for p in products),
+        takes=tuple(places[p.node] for p in products) if site else (),
         paired=beside,
         kept=kept,
+        pairing=weighed,
         bytes=bytes_sent(shown) if shown else None,
         flops=sum(f for f in work if f is not None) if work and None not in work else None,
         **row(candidate, shown, ordinals),

@@ -9,15 +9,15 @@ What is open to a candidate stands here; which of it is taken, so that all ways 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations
 
 from torch.fx import Node
 
 from ..cost.amounts import BULK_PRODUCTS, hidden_us
-from ..cost.choose import Choice
-from ..plan import Mode, Reason, Strategy, Table
+from ..cost.choose import Choice, margin_us
+from ..plan import NONE, Mode, Reason, Strategy, Table
 from ..rule import Forced
 from ..sites import Bulk, Candidate, Gather, Miss, Site
 from ..sites.matmuls import Product
@@ -42,13 +42,16 @@ FEW = 4
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """`worth`: microseconds that it saves, over all that are above. `takes`: a bit for every node that it takes."""
+    """`saves_us`: against the plain collective and matmuls. `worth`: the same less the margin of what is not simple, over all
+    that is forced. `takes`: a bit for every node that it takes. `whole`: pipelined with all matmuls of its own."""
 
     site: Site
     strategy: Strategy | Table
+    saves_us: float
     worth: float
     takes: int
     choice: Choice | None = None
+    whole: bool = False
 
     @property
     def bulk(self) -> bool:
@@ -64,7 +67,9 @@ class Offer:
     miss: Miss | None = None
     choice: Choice | None = None
     limited: bool = True
-    """Does the memory limit hold for it? Not for what is forced."""
+    """Is memory counted? Not for what is forced."""
+    byte_us: float = 0.0
+    """What a byte at the graph's peak is worth."""
 
 
 @dataclass(slots=True)
@@ -89,6 +94,9 @@ class Finder:
                 small = self._beside(offer, candidate, forced)
             if small:
                 return Offer(miss=small)
+        offer.ways = _with_margin(offer.ways)
+        if offer.choice is not None:
+            offer.byte_us = self.costs.byte_us(candidate.collective)
         # Where two are worth the same: its own matmuls, fewer products, nearer ones.
         offer.ways.sort(key=lambda way: (-way.worth, way.bulk, len(way.site.products)))
         return offer
@@ -113,8 +121,9 @@ class Finder:
                 failed = failed or Miss(Reason.NO_GAIN, choice.reason)
                 continue
             strategy = choice.strategy if choice else forced or Strategy(Mode.PIPELINED, chunks)
-            worth = self._worth(site, _saved_us(site, choice), forced)
-            offer.ways.append(Way(site, strategy, worth, self._takes(site), choice))
+            us = _saved_us(site, choice)
+            whole = site is match
+            offer.ways.append(Way(site, strategy, us, self._worth(site, us, forced), self._takes(site), choice, whole))
         if not offer.ways:
             offer.miss = offer.miss or failed
         return None
@@ -157,7 +166,7 @@ class Finder:
                 continue  # fewer products do as well
             kept.append((bits, us))
             site = Bulk(c, products)
-            offer.ways.append(Way(site, strategy, self._worth(site, us, forced), self._takes(site), choice))
+            offer.ways.append(Way(site, strategy, us, self._worth(site, us, forced), self._takes(site), choice))
         if not offer.ways:
             # The reason of the pipelined form explains more than "nothing to run beside it".
             offer.miss = offer.miss or failed or (Miss(Reason.NO_GAIN, offer.choice.reason) if offer.choice else None)
@@ -190,6 +199,19 @@ class Finder:
 def _saved_us(site: Site, choice: Choice | None) -> float:
     """As predicted, or by rule of thumb where nothing was."""
     return choice.gain_us if choice else hidden_us(site)
+
+
+def _with_margin(ways: list[Way]) -> list[Way]:
+    """All ways but the simple one, a candidate's own matmuls and all of them, must save more than it by what predictions err:
+    the margin that choose.py asks of more complicated strategies. What they are worth is less by that; those that are worth
+    nothing then are gone."""
+    own = next((way for way in ways if way.whole and way.choice is not None), None)
+    if own is None or own.choice is None:
+        return ways
+    plain = own.choice.predictions[str(NONE)]
+    margin = margin_us(plain.us - own.choice.gain_us, plain)
+    found = [way if way.whole else replace(way, worth=way.worth - margin) for way in ways]
+    return [way for way in found if way.whole or way.worth > 0]
 
 
 def _fewer(match: Site | None) -> Iterator[Gather]:

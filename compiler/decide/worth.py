@@ -9,6 +9,7 @@ from torch.fx import Graph
 
 from ..cost.amounts import bytes_sent
 from ..cost.choose import Choice, choose
+from ..cost.curve import at
 from ..cost.load import load
 from ..cost.of_site import Hints, Ranges, hints_of, ranges_of, shape_at, sizes_of_site
 from ..cost.profile import Profile
@@ -16,7 +17,11 @@ from ..cost.shape import SiteShape
 from ..options import Options
 from ..plan import Reason, Strategy, Table
 from ..sites import Bulk, Miss, Site
+from ..sites.collectives import Collective
 from .carry import Asked, carried, rows_of
+
+MUCH = 64 << 20
+"""Bytes of a transfer that is as fast as it gets."""
 
 
 @dataclass(slots=True)
@@ -63,6 +68,12 @@ class Costs:
         found = carried(weigh(shape), weigh, sizes, rows, self.hints, self.ranges, asked)
         self.known[sizes, rows, device, chunks] = found
         return found
+
+    def byte_us(self, c: Collective) -> float:
+        """What a byte at the peak of a graph is worth: what it takes to send one. Whoever wants memory may keep shards and
+        gather them again (save="shard"), which costs at most that."""
+        device = c.node.meta["val"].device.type
+        return at(load(self.options.profile, c.ranks, device).push, MUCH) / MUCH
 
     def profile(self) -> str:
         """The names of the profiles that were used, the same on all ranks."""

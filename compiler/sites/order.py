@@ -24,6 +24,8 @@ class Order:
         self.items: list[Node] = list(graph.nodes)
         self.position: dict[Node, int] = {n: i for i, n in enumerate(graph.nodes)}
         self._fused: dict[Node, tuple[Node, ...]] = {}
+        self._done: list[tuple[tuple[Node, ...], int, list[Node] | None]] = []
+        """(site, position, what stood there) of every fuse, (site, 0, None) of every release: `back` undoes them."""
 
     @property
     def taken(self) -> Collection[Node]:
@@ -32,8 +34,25 @@ class Order:
 
     def release(self, members: Collection[Node]) -> None:
         """Takes a fused site apart. The order stays one: fusing only ever asked for more."""
-        for m in members:
+        group = self._fused[next(iter(members))]
+        for m in group:
             del self._fused[m]
+        self._done.append((group, 0, None))
+
+    def mark(self) -> int:
+        """Where `back` may return to."""
+        return len(self._done)
+
+    def back(self, mark: int) -> None:
+        """Undoes everything since `mark`, the moves too."""
+        while len(self._done) > mark:
+            group, first, before = self._done.pop()
+            if before is None:
+                self._fused.update(dict.fromkeys(group, group))
+                continue
+            for m in group:
+                del self._fused[m]
+            self._put(first, before)
 
     def _inputs(self, inside: set[Node]) -> set[Node]:
         """What the members need from outside; a fused site is needed as a whole."""
@@ -85,13 +104,17 @@ class Order:
             return Miss(Reason.MUTATION_BARRIER, "random numbers between the nodes of the site would be drawn in another order")
         ordered = sorted(inside, key=self.position.__getitem__)
         layout = [n for n in window if n not in inside and n not in after] + ordered + [n for n in window if n in after]
-        self.items[first : last + 1] = layout
-        for i, n in enumerate(layout):
-            self.position[n] = first + i
         group = tuple(ordered)
+        self._done.append((group, first, window))
+        self._put(first, layout)
         for m in members:
             self._fused[m] = group
         return None
+
+    def _put(self, first: int, nodes: list[Node]) -> None:
+        self.items[first : first + len(nodes)] = nodes
+        for i, n in enumerate(nodes, first):
+            self.position[n] = i
 
 
 def _has_effects(node: Node) -> bool:

@@ -18,7 +18,7 @@ from tests.compiler.dags import Dag, aten, inputs_of, module_of, random_dag
 from tests.compiler.work import world_name
 from tests.harness.ranks import RankPool
 from ub_overlap.compiler.cost import load
-from ub_overlap.compiler.decide import Decided, decide, memory, pairing
+from ub_overlap.compiler.decide import Decided, decide, memory, pairing, ways, worth
 from ub_overlap.compiler.options import Options
 from ub_overlap.compiler.plan import Mode
 
@@ -28,8 +28,10 @@ AUTO = Options(profile="h200", min_bytes=0)
 
 @pytest.fixture
 def no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is what brute force knows nothing of."""
+    """Memory and margins are what brute force knows nothing of."""
     monkeypatch.setattr(memory, "MORE_BYTES", 1 << 60)
+    monkeypatch.setattr(worth.Costs, "byte_us", lambda *_: 0.0)
+    monkeypatch.setattr(ways, "margin_us", lambda *_: 0.0)
 
 
 def decided(graph: Graph) -> Decided:
@@ -128,6 +130,58 @@ def test_small_graphs_against_brute_force(no_limit: None, monkeypatch: pytest.Mo
     assert sum(g < b - 2.0 for g, (_, _, b) in zip(greedy, totals, strict=True)) >= 3
 
 
+def near_tie() -> Graph:
+    """A scatter whose own matmul hides it nearly as well as an independent one does."""
+    d = Dag(4)
+    a, b, x, y = d.input("a", 8192, 7168), d.input("b", 7168, 8192), d.input("x", 8192, 8192), d.input("y", 8192, 8192)
+    return d.output(d.scatter(d.mm(a, b)), d.mm(x, y))
+
+
+def test_another_matmul_must_save_more_than_predictions_err(monkeypatch: pytest.MonkeyPatch) -> None:
+    (kept,) = decided(near_tie()).plan.decisions
+    assert kept.strategy.mode is Mode.PIPELINED
+    assert kept.pairing and kept.pairing.own_us and 0 < kept.pairing.saves_us - kept.pairing.own_us < 40
+    assert str(kept.pairing) in kept.detail
+    monkeypatch.setattr(ways, "margin_us", lambda *_: 0.0)
+    monkeypatch.setattr(worth.Costs, "byte_us", lambda *_: 0.0)
+    (moved,) = decided(near_tie()).plan.decisions
+    assert moved.strategy.mode is Mode.BULK, "the margin alone keeps it with its own"
+
+
+def left_out() -> Graph:
+    """A gather of queries, keys and values, kept besides; the two small matmuls suffer from pieces and hide next to nothing."""
+    d = Dag(2)
+    whole = d.gather(d.input("x", 4096, 8192))
+    return d.output(whole, *(d.mm(whole, d.input(name, 8192, n)) for name, n in (("q", 4096), ("k", 512), ("v", 512))))
+
+
+def test_a_consumer_is_left_out_for_more_than_predictions_err(monkeypatch: pytest.MonkeyPatch) -> None:
+    (all_,) = decided(left_out()).plan.decisions
+    assert len(all_.matmuls) == 3
+    monkeypatch.setattr(ways, "margin_us", lambda *_: 0.0)
+    (one,) = decided(left_out()).plan.decisions
+    assert len(one.matmuls) == 1, "predicted to save a little more"
+
+
+def test_a_search_that_finds_nothing_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Picks, the graph's order and what lives, through searches that place and take back."""
+    improve, found = pairing._State.improve, Counter[bool]()
+
+    def checked(state: Any, window: list[int], tries: int) -> bool:
+        before = (dict(state.picks), list(state.order.items), dict(state.order.position), list(state.memory.live), state.taken)
+        better = improve(state, window, tries)
+        found[better] += 1
+        after = (state.picks, state.order.items, state.order.position, state.memory.live, state.taken)
+        assert better or before == after
+        assert max(state.memory.live) <= state.memory.top
+        return better
+
+    monkeypatch.setattr(pairing._State, "improve", checked)
+    for seed in range(16):
+        decided(random_dag(seed, nodes=30))
+    assert found[False] > 5 and found[True] > 0, found
+
+
 def test_large_graphs_are_legal() -> None:
     """Many windows, writes between, the memory limit on: never a circle, never across a write, no matmul twice."""
     for seed in range(8):
@@ -150,6 +204,37 @@ def test_plans_do_not_depend_on_the_hash_seed() -> None:
     other = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=120, check=True).stdout
     here = "".join(decided(random_dag(seed, nodes=25)).plan.to_json() + "\n" for seed in range(8))
     assert other == here and here.count('"strategy": "bulk"') > 5
+
+
+def uneven(rank: int, last: int, few: int) -> Graph:
+    """A block's backward as the first rank has it (`few` = `last` = 1000 columns a layer), and as the last one does. Two
+    gathers and a scatter, each of which could run beside weight gradients of unequal sizes; nodes of other names."""
+    d = Dag(4)
+    x, y = d.input(f"x{rank}", 2048, 4096), d.input(f"y{rank}", 2048, 4096)
+    w, v = d.input("w", 4096, last), d.input("v", 4096, 960 + few - 1000)
+    free, grads = d.input("free", 8192, few), d.input("grads", 8192, 4096)
+    whole = d.gather(x)
+    first, second = d.mm(whole, w), d.mm(whole, v)
+    apart = d.mm(d.t(free), grads)
+    other = d.call(aten.relu.default, d.gather(y))
+    graph = d.output(first, second, other, apart, d.scatter(grads), d.mm(d.t(grads), d.input("more", 8192, last)))
+    for node in graph.nodes:
+        node.name = f"{node.name}_of_rank{rank}"
+    return graph
+
+
+@pytest.mark.parametrize("overlap", ["auto", "force"])
+def test_ranks_with_uneven_shards_plan_alike(overlap: Any) -> None:
+    """The last rank has fewer columns; what is byte-equal is all that ranks tell each other of a plan."""
+    plans = []
+    for rank, last, few in ((0, 1000, 1000), (3, 999, 997), (2, 1000, 999)):
+        options = Options(profile="h200" if overlap == "auto" else None, min_bytes=0, overlap=overlap)
+        plans.append(decide(uneven(rank, last, few), options, "backward", lambda *_: None).plan)
+    assert len({p.digest for p in plans}) == 1
+    for p in plans[1:]:
+        for a, b in zip(plans[0].decisions, p.decisions, strict=True):
+            assert (a.takes, a.strategy, a.predicted) == (b.takes, b.strategy, b.predicted)
+    assert any(d.strategy.mode is Mode.BULK for d in plans[0].decisions)
 
 
 def run_both(rank: int, world: int, seeds: list[int]) -> tuple[list[str], Counter[str]]:

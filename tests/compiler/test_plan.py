@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.compiler.work import plans_of
 from tests.harness.ranks import RankPool
 from tests.models.dtensor_llama import tensor_mesh
-from ub_overlap.compiler.plan import NONE, Decision, Kind, Mode, Plan, Reason, Strategy
+from ub_overlap.compiler.plan import NONE, Decision, Kept, Kind, Mode, Plan, Reason, Strategy
 
 SITE = Decision(
     id="forward.0",
@@ -76,6 +76,8 @@ def other(**changes: object) -> str:
         {"dtype": "bfloat16"},
         {"shapes": (("input", "[4, 64]"),)},
         {"module": "layers.1.wq"},
+        {"takes": ("layers.0.wq#1",)},
+        {"kept": Kept("shard", 64, 16, 1.0)},
     ],
     ids=str,
 )
@@ -83,7 +85,9 @@ def test_digest_follows_what_ranks_must_share(changes: dict[str, object]) -> Non
     assert other(**changes) != PLAN.digest
 
 
-@pytest.mark.parametrize("changes", [{"matmuls": ("mm_7",)}, {"source": "other.py:1: f(x)"}, {"detail": "else"}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"matmuls": ("mm_7",)}, {"paired": ("mm_7",)}, {"source": "other.py:1: f(x)"}, {"detail": "else"}], ids=str
+)
 def test_digest_leaves_out_what_only_explains(changes: dict[str, object]) -> None:
     assert other(**changes) == PLAN.digest
 

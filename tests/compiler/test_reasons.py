@@ -227,20 +227,38 @@ def test_write_between(pool2: RankPool) -> None:
         assert [d.reason for d in decisions] == [R.MUTATION_BARRIER]
 
 
-def test_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The matmul would wait for the gather's input, and with it its operand, which could have gone before `big` was made."""
+def _held(deep: int) -> Dag:
+    """A matmul [8192, deep] @ [deep, 8192] that could run beside a later gather: then its operand lives while `big` does."""
     d = Dag(8)
-    x, w, late = d.input("x", 8192, 8192), d.input("primals_w", 8192, 8192), d.input("late", 1024, 8192)
+    x, w, late = d.input("x", 8192, deep), d.input("primals_w", deep, 8192), d.input("late", 1024, 8192)
     product = d.mm(x, w)
     big = d.call(torch.ops.aten.cat.default, [w, w])
     d.output(product, big, d.gather(d.call(torch.ops.aten.add.Tensor, late, late)))
+    return d
+
+
+def test_memory_must_be_worth_it() -> None:
+    """128 MiB more at the peak would take longer to move than the gather that they hide; 32 MiB take less."""
+    options = parse({"profile": "h200", "min_bytes": 0}, frozenset())[0]
+    (cheap,) = decide(_held(2048).graph, options, "backward", lambda *_: None).plan.decisions
+    (dear,) = decide(_held(8192).graph, options, "backward", lambda *_: None).plan.decisions
+    assert str(cheap.strategy) == "bulk" and cheap.pairing and cheap.pairing.peak_bytes == 32 << 20, cheap
+    assert dear.reason is R.MEMORY and "128 MiB more at the peak are worth" in dear.detail, dear
+    assert dear.pairing and dear.pairing.saves_us > 200 and dear.pairing.own_us is None
+    assert f"{128 << 20} bytes live longer and the peak grows by {128 << 20}" in dear.detail
+
+
+def test_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The matmul would wait for the gather's input, and with it its operand, which could have gone before `big` was made."""
+    d = _held(2048)
     options = parse({"profile": "h200", "min_bytes": 0}, frozenset())[0]
     (free,) = decide(d.graph, options, "backward", lambda *_: None).plan.decisions
     assert str(free.strategy) == "bulk", free
     monkeypatch.setattr(memory, "MORE_BYTES", 0)
     monkeypatch.setattr(memory, "MORE_SHARE", 0.0)
     (held,) = decide(d.graph, options, "backward", lambda *_: None).plan.decisions
-    assert held.reason is R.MEMORY and "128 MiB" in held.detail, held
+    assert held.reason is R.MEMORY and "32 MiB" in held.detail, held
+    assert held.pairing and held.pairing.peak_bytes == held.pairing.holds_bytes == 32 << 20, held
 
 
 def test_every_reason_is_provoked() -> None:

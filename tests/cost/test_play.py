@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.cost.machine import MIB, PLAIN
+from ub_overlap.compiler.cost import load
+from ub_overlap.compiler.cost.curve import at
 from ub_overlap.compiler.cost.play import SHARE, Contention, play
 from ub_overlap.compiler.cost.predict import predict
 from ub_overlap.compiler.cost.program import Item, Work, programs
@@ -40,6 +42,15 @@ def test_plain_way_is_the_sum() -> None:
     product = predict(shape, NONE, PLAIN).matmul_us
     assert product == pytest.approx(101, rel=0.03)
     assert predict(shape, NONE, PLAIN).us == pytest.approx(product + 16)
+
+
+def test_products_that_are_summed_are_copied_in_the_plain_way() -> None:
+    """The second matmul adds to a copy of the first one's product; a schedule's adds to the product itself."""
+    one, two = (SiteShape("matmul_reduce_scatter", 4, "bfloat16", ((4096, 4096, 1024, False),) * n, 4096, 4096) for n in (1, 2))
+    h200 = load("h200")
+    more = predict(two, NONE, h200).us - predict(one, NONE, h200).us
+    assert more == pytest.approx(predict(one, NONE, h200).matmul_us + at(h200.copy, 4096 * 4096 * 2))
+    assert [text for _, text, _, _ in predict(two, NONE, h200).timeline] == ["matmul 0", "matmul 1", "sum 1", "reduce_scatter"]
 
 
 def test_gather_behind_its_matmul() -> None:
