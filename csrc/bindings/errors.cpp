@@ -26,6 +26,8 @@ const char* class_of(FailureCode code) {
             return "SiteMismatchError";
         case FailureCode::peer_failed:
             return "PeerFailedError";
+        case FailureCode::turn_timeout:
+            return "DeviceTimeoutError";
         default:
             return "PeerTimeoutError";
     }

@@ -214,6 +214,9 @@ void define_testing(py::module_ m) {
         state->host_id.clear();
         publish();
     });
+#ifdef UB_OVERLAP_CUDA
+    m.def("hold_turn", [](cuda::CudaArena& arena) { arena.hold_turn(); }, "As if a call of the group never ended.");
+#endif
     m.def("provider_calls", &ProgramCache::provider_calls, "How often the schedule provider has been asked.");
     m.def("clear_programs", &ProgramCache::clear);
 }
@@ -246,6 +249,9 @@ PYBIND11_MODULE(_C, m) {
         .def(py::init<int, std::shared_ptr<ShmArena>, const std::vector<uint64_t>&, const std::vector<uint64_t>&, int64_t>(),
              py::arg("device"), py::arg("host"), py::arg("words"), py::arg("data"), py::arg("slot_bytes"))
         .def_property_readonly("captured", &cuda::CudaArena::captured, "Whether some graph holds the slots' addresses.")
+        .def("ended", &cuda::CudaArena::ended, "Whether every plain call of the group has ended on the device.")
+        .def("free_to_go", &cuda::CudaArena::free_to_go, py::call_guard<py::gil_scoped_release>(),
+             "Whether memory of the arena can be freed now; takes a second at most.")
         .def("replace", &cuda::CudaArena::replace, py::arg("data"), py::arg("slot_bytes"));
     m.def("words_bytes", &cuda::words_bytes, py::arg("ranks"), "Symmetric memory that a rank needs beside its slots.");
 #endif

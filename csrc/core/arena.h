@@ -54,7 +54,7 @@ class Arena {
     }
     // Looks for a failure that a device has written down, and tells the group of it.
     virtual void poll() {}
-    // Returns when no device works on this arena any more.
+    // Returns when no device works on this arena any more, or a step's deadline is over.
     virtual void quiesce() {}
     // Tell every rank, this one too, that the group is broken. A record that is there already stays.
     virtual void abort(const Failure& failure) {
@@ -68,7 +68,7 @@ class Arena {
         }
     }
     // Null while nobody has given up.
-    const Failure* aborted() {
+    virtual const Failure* aborted() {
         ControlBlock* block = control(rank());
         return block->abort_state.load(std::memory_order_acquire) == 2 ? &block->abort : nullptr;
     }

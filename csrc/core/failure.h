@@ -17,6 +17,7 @@ enum class FailureCode : int32_t {
     shape_mismatch = 3,  // `culprit` brought other sizes to the same site
     site_mismatch = 4,   // `culprit` is at another site
     peer_failed = 5,     // `reporter` raised something of its own
+    turn_timeout = 6,    // on the device of `culprit` a call of the group does not go on, and the next one waits for its turn
 };
 
 // Fixed size and free of pointers. `reporter` is the rank that noticed.

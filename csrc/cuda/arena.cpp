@@ -2,6 +2,9 @@
 
 #include <cstdio>
 
+#include "core/settings.h"
+#include "cpu/waiter.h"
+#include "cuda/device.h"
 #include "cuda/kernels.h"
 
 namespace ub_overlap::cuda {
@@ -51,7 +54,6 @@ CudaArena::CudaArena(int device, std::shared_ptr<ShmArena> host, const std::vect
     const std::vector<char*> shared = pointers(words, ranks());
     for (int r = 0; r < ranks(); ++r) group_.shared[r] = reinterpret_cast<SharedState*>(shared[r]);
     check(cudaMalloc(reinterpret_cast<void**>(&group_.local), sizeof(LocalState)), "allocate the epochs");
-    check(cudaMemset(group_.local, 0, sizeof(LocalState)), "clear the epochs");
     const auto pinned = cudaHostAllocPortable | cudaHostAllocMapped;
     void* record = nullptr;
     check(cudaHostAlloc(&record, sizeof(WaitFailure), pinned), "allocate the failure record");
@@ -62,26 +64,24 @@ CudaArena::CudaArena(int device, std::shared_ptr<ShmArena> host, const std::vect
     preload_waits();
     preload_data();
     preload_wire();
-    check(cudaDeviceSynchronize(), "set up the arena");
+    // On a stream of its own: the caller's may stand behind a peer that waits for this rank to bind.
+    check(cudaMemsetAsync(group_.local, 0, sizeof(LocalState), abort_stream_), "clear the epochs");
+    check(cudaStreamSynchronize(abort_stream_), "set up the arena");
 }
 
+// What a graph of torch's or a call that still runs may name stays.
 CudaArena::~CudaArena() {
-    int before = 0;
-    if (cudaGetDevice(&before) != cudaSuccess) return;  // the driver is shutting down
-    cudaSetDevice(device_);
-    if (captured_) {  // a graph may still be replayed: what it names stays
-        cudaSetDevice(before);
-        return;
-    }
-    if (cudaDeviceSynchronize() == cudaSuccess) {
+    try {
+        const OnDevice here(device_);
+        if (captured_ || !free_to_go()) return;
         replays_.clear();
         cudaFree(group_.local);
         cudaFreeHost(group_.failure);
         cudaFreeHost(abort_source_);
         cudaStreamDestroy(abort_stream_);
         cudaEventDestroy(last_call);
+    } catch (const NamedError&) {  // the driver is shutting down
     }
-    cudaSetDevice(before);
 }
 
 uint64_t* CudaArena::flag_word(int rank, uint32_t place) const {
@@ -104,9 +104,35 @@ void CudaArena::note(const Call& call) {
     last_ = found->second;
 }
 
-void CudaArena::quiesce() {
+bool CudaArena::ended() const {
     const OnDevice here(device_);
-    cudaDeviceSynchronize();
+    const RelaxedCapture relaxed;  // another thread may be capturing
+    const cudaError_t found = called ? cudaEventQuery(last_call) : cudaSuccess;
+    if (found != cudaSuccess) cudaGetLastError();
+    return found != cudaErrorNotReady;  // a device that has failed runs nothing any more
+}
+
+bool CudaArena::free_to_go() const {
+    constexpr int64_t patience_ns = 1'000'000'000;
+    return ended() && rests(device_, patience_ns);
+}
+
+void CudaArena::quiesce() {
+    const int64_t deadline = now_ns() + settings().step_timeout_ns.load(std::memory_order_relaxed);
+    wait_until([this] { return ended(); }, deadline, [] {});
+}
+
+void CudaArena::hold_turn() {
+    const OnDevice here(device_);
+    static_assert(busy == 1ull << 32, "the lowest bit of the fifth byte");
+    check(cudaMemsetAsync(reinterpret_cast<char*>(&group_.local->begun) + 4, 1, 1, abort_stream_), "hold the turn");
+    check(cudaStreamSynchronize(abort_stream_), "hold the turn");
+}
+
+// That this rank's own device does not go on is why its peers wait for it: it counts more than what they have told.
+const Failure* CudaArena::aborted() {
+    if (met_.load(std::memory_order_acquire) && own_.code == FailureCode::turn_timeout) return &own_;
+    return Arena::aborted();
 }
 
 void CudaArena::abort(const Failure& failure) {
@@ -133,15 +159,16 @@ void CudaArena::abort(const Failure& failure) {
 
 void CudaArena::poll() {
     const auto* record = static_cast<const volatile WaitFailure*>(group_.failure);
-    if (record->outcome == 0 || aborted()) return;
+    if (record->outcome == 0 || met_.load(std::memory_order_acquire)) return;
     std::atomic_thread_fence(std::memory_order_acquire);
-    Failure failure;
     {
         const std::lock_guard<std::mutex> lock(mutex_);
-        failure = failure_from(*group_.failure);
+        if (met_.load(std::memory_order_relaxed)) return;
+        own_ = failure_from(*group_.failure);
         reported_ = true;
+        met_.store(true, std::memory_order_release);
     }
-    abort(failure);
+    abort(own_);
 }
 
 // A rank whose process has ended, or -1.
@@ -180,12 +207,16 @@ Failure CudaArena::failure_from(const WaitFailure& seen) {
             const int other = failure.culprit == rank() ? failure.reporter : failure.culprit;
             describe_mismatch(failure, other, 0, own_tag);
         }
+        if (failure.code == FailureCode::turn_timeout) set_text(failure.phase, "TURN");
         if (failure.code == FailureCode::peer_failed)
             set_text(failure.got, "rank " + std::to_string(word.reporter) + " gave up");
     }
     if (outcome == WaitOutcome::timeout) {
         failure.code = FailureCode::peer_timeout;
         if (const int gone = gone_rank(); gone >= 0) failure.code = FailureCode::peer_died, failure.culprit = gone;
+    } else if (outcome == WaitOutcome::turn) {
+        failure.code = FailureCode::turn_timeout;
+        set_text(failure.phase, "TURN");
     } else if (outcome == WaitOutcome::mismatch) {
         describe_mismatch(failure, failure.culprit, tag_of(seen.seen), own_tag);
     }

@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -36,10 +37,19 @@ class CudaArena final : public Arena {
     int64_t slot_bytes() const override { return slot_bytes_; }
     void poll() override;
     void quiesce() override;
+    const Failure* aborted() override;
     void abort(const Failure& failure) override;
 
     // All ranks have stopped using the old slots.
     void replace(const std::vector<uint64_t>& data, int64_t slot_bytes);
+    // Has every plain call of the group ended on the device? They end in the order of their issue, so the last one tells.
+    // Replays of torch's graphs are not seen: what those may still use stays, see `captured`.
+    bool ended() const;
+    // May memory of this arena be freed? Besides its calls, the whole device must be at rest, for freeing waits for that
+    // without a deadline. Takes a second at most.
+    bool free_to_go() const;
+    // For tests: as if a call had taken the turn and never ended.
+    void hold_turn();
 
     int device() const { return device_; }
     const Group& group() const { return group_; }
@@ -68,6 +78,8 @@ class CudaArena final : public Arena {
 
     const int device_;
     std::shared_ptr<ShmArena> host_;
+    Failure own_;  // what this rank's device met, once `met_` is set
+    std::atomic<bool> met_{false};
     std::vector<char*> data_;
     int64_t slot_bytes_;
     Group group_{};

@@ -14,12 +14,12 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <map>
 #include <memory>
 #include <mutex>
 
 #include "core/settings.h"
 #include "cuda/arena.h"
+#include "cuda/device.h"
 #include "cuda/kernels.h"
 #include "cuda/replay.h"
 #include "cuda/trace.h"
@@ -28,68 +28,6 @@ namespace ub_overlap {
 namespace {
 
 using namespace cuda;
-
-// A copy stream and events, for one call at a time. An event may be recorded again as soon as the wait for it has been issued,
-// so the events of one call serve the next.
-class Lane {
-  public:
-    Lane() {
-        int least = 0, greatest = 0;
-        check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "read the stream priorities");
-        check(cudaStreamCreateWithPriority(&copies, cudaStreamNonBlocking, greatest), "make a copy stream");
-    }
-    cudaEvent_t event(size_t number) {
-        while (events_.size() <= number) {
-            cudaEvent_t made = nullptr;
-            check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "make an event");
-            events_.push_back(made);
-        }
-        return events_[number];
-    }
-
-    cudaStream_t copies = nullptr;
-
-  private:
-    std::vector<cudaEvent_t> events_;
-};
-
-// What a device has once, for all groups. What takes part in a capture of torch's belongs to it until that ends, which may be
-// while another thread makes plain calls: captures have lanes of their own. Never destroyed.
-struct Device {
-    std::mutex mutex;
-    Lane plain;
-    std::vector<std::unique_ptr<Lane>> captured;
-    cudaStream_t records = nullptr;
-
-    // The lane of the capture that is going on under this id: the one that has joined it, else one that is free.
-    Lane& of_capture(unsigned long long capture) {
-        Lane* free = nullptr;
-        for (const std::unique_ptr<Lane>& lane : captured) {
-            cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-            unsigned long long id = 0;
-            check(cudaStreamGetCaptureInfo(lane->copies, &status, &id), "ask whether a copy stream is being captured");
-            if (status == cudaStreamCaptureStatusNone) free = lane.get();
-            if (status == cudaStreamCaptureStatusActive && id == capture) return *lane;
-        }
-        if (!free) free = captured.emplace_back(std::make_unique<Lane>()).get();
-        return *free;
-    }
-
-    // Never runs anything: calls are captured on it.
-    cudaStream_t recorder() {
-        if (!records) check(cudaStreamCreateWithFlags(&records, cudaStreamNonBlocking), "make a stream to record on");
-        return records;
-    }
-};
-
-Device& device_of(int index) {
-    static std::mutex mutex;
-    static auto* all = new std::map<int, std::unique_ptr<Device>>;  // never destroyed: the driver may go first
-    const std::lock_guard<std::mutex> lock(mutex);
-    std::unique_ptr<Device>& one = (*all)[index];
-    if (!one) one = std::make_unique<Device>();
-    return *one;
-}
 
 class Run {
   public:
@@ -107,18 +45,16 @@ class Run {
 
     std::vector<StepTime> go() {
         if (settings().trace.load(std::memory_order_relaxed)) trace_ = std::make_shared<Trace>(program_.steps.size());
-        if (trace_) trace_->begin(compute_);
-        if (arena_) begin();
-        if (trace_) trace_->begun(compute_);
         try {
+            if (trace_) trace_->begin(compute_);
+            if (arena_) begin();
+            if (trace_) trace_->begun(compute_);
             for (size_t number = 0; number < program_.steps.size(); ++number) issue(static_cast<int>(number));
             flush_copies();
             if (arena_) end();
             if (trace_) Stats::get().defer(call_.site, [trace = trace_, times = times_] { return trace->read(times); });
         } catch (...) {
-            // The caller frees its tensors in the order of its own stream.
-            if (copying_) join(compute_, copies_, start_ + 1);
-            if (begun_) leave();
+            give_up();
             throw;
         }
         return std::move(times_);
@@ -141,18 +77,25 @@ class Run {
         begun_ = true;
     }
 
-    // The turn must not stay taken by a call that could not be issued to its end. Its error is being thrown: this one's is not.
-    void leave() {
+    // A call that could not be issued to its end: COMPUTE still ends after COPY, for the caller frees its tensors in the order
+    // of its own stream, and the turn does not stay taken. The call's error is being thrown: what fails here is not, and the
+    // one does not keep the other from being tried.
+    void give_up() noexcept {
+        if (copying_ && cudaEventRecord(copied_, copies_) == cudaSuccess) cudaStreamWaitEvent(compute_, copied_, 0);
         try {
-            launch_end(arena_->group(), call_.slot(), SignalList{}, PoisonList{}, true, compute_);
+            if (begun_) launch_end(arena_->group(), call_.slot(), SignalList{}, PoisonList{}, true, compute_);
         } catch (const std::exception&) {
         }
+        cudaGetLastError();  // an error that is not sticky must not be found again by somebody else
     }
 
     // COPY begins after the call's first kernel: its signals read what that kernel wrote.
     void begin_copies() {
         if (copying_) return;
-        join(copies_, compute_, start_);
+        copied_ = lane_.event(start_ + 1);  // made before there is anything to wait for: giving up needs no new one
+        const cudaEvent_t begun = lane_.event(start_);
+        check(cudaEventRecord(begun, compute_), "record an event");
+        check(cudaStreamWaitEvent(copies_, begun, 0), "wait for an event");
         copying_ = true;
     }
 
@@ -291,12 +234,6 @@ class Run {
         signals_.count = 0;
     }
 
-    void join(cudaStream_t later, cudaStream_t earlier, size_t number) {
-        const cudaEvent_t event = lane_.event(number);
-        check(cudaEventRecord(event, earlier), "record an event");
-        check(cudaStreamWaitEvent(later, event, 0), "wait for an event");
-    }
-
     // Local copies of neighbouring pieces are one launch.
     void later_copy(Move& pending, const Move& next) {
         const Span &src = next.src, &dst = next.dst;
@@ -353,6 +290,7 @@ class Run {
     SignalList signals_;  // on COMPUTE, not launched yet
     Move moves_[2];       // local copies of rows and of scales, not launched yet; no data: there is none
     std::shared_ptr<Trace> trace_;
+    cudaEvent_t copied_ = nullptr;
     bool begun_ = false, copying_ = false, recordable_ = true;
 };
 

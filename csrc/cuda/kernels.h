@@ -17,7 +17,7 @@ void preload_data();
 void preload_wire();
 
 // First kernel of a call: takes the group's turn, counts the epoch, stores the slot's word, and waits until the peers have left
-// the slot.
+// the slot. `timeout_ns`: of each wait, and of the turn since the call that has it last went on.
 void launch_begin(const Group& group, int slot, uint32_t tag, const WaitList& free, int64_t timeout_ns, cudaStream_t stream);
 void launch_wait(const Group& group, int slot, const WaitList& list, int64_t timeout_ns, cudaStream_t stream);
 void launch_signal(const Group& group, int slot, const SignalList& list, cudaStream_t stream);

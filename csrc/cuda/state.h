@@ -29,13 +29,16 @@ constexpr uint64_t busy = 1ull << 32;
 
 struct LocalState {
     uint64_t begun;          // low half: epoch of the last call begun
+    uint64_t alive;          // globaltimer when a kernel of the call that has the turn was last seen at work
     uint32_t used[slots];    // epoch of the last call that used the slot
     uint32_t before[slots];  // epoch of the call that used it before that one, 0: none
     uint32_t failed;         // never cleared: a failed group is done with
+    uint32_t leaving;        // blocks of the call's last kernel that have read all that they need
     uint64_t word[slots];    // flag value of the slot's call: the source of its signals
 };
 
-enum class WaitOutcome : uint32_t { none = 0, timeout = 1, mismatch = 2, aborted = 3 };
+// turn: no peer was late, but the call that has the turn on this device does not go on.
+enum class WaitOutcome : uint32_t { none = 0, timeout = 1, mismatch = 2, aborted = 3, turn = 4 };
 
 struct WaitFailure {
     uint32_t outcome;  // stored last, with release

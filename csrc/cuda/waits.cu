@@ -41,6 +41,11 @@ __device__ int culprit_behind(const Group& g, int peer) {
     return peer;  // they wait in a circle
 }
 
+__device__ FailureCode code_of(WaitOutcome outcome) {
+    if (outcome == WaitOutcome::turn) return FailureCode::turn_timeout;
+    return outcome == WaitOutcome::timeout ? FailureCode::peer_timeout : FailureCode::site_mismatch;
+}
+
 // The first failure is kept: written down for the host, and told to all ranks.
 __device__ void fail(const Group& g, const WaitWord& w, WaitOutcome outcome, uint64_t wanted, uint64_t seen, uint64_t abort,
                      uint64_t waited_ns) {
@@ -54,14 +59,18 @@ __device__ void fail(const Group& g, const WaitWord& w, WaitOutcome outcome, uin
     __threadfence_system();
     if (outcome != WaitOutcome::aborted) {
         AbortWord a;
-        a.code =
-            static_cast<uint32_t>(outcome == WaitOutcome::timeout ? FailureCode::peer_timeout : FailureCode::site_mismatch);
+        a.code = static_cast<uint32_t>(code_of(outcome));
         a.reporter = g.rank, a.culprit = culprit, a.kind = w.kind, a.index = w.index, a.epoch = epoch_half(wanted);
         abort = pack_abort(a);
         for (int r = 0; r < g.ranks; ++r) {
             if (load_acquire(&g.shared[r]->abort) == 0) store_release(&g.shared[r]->abort, abort);
         }
     }
+}
+
+// Seen by the calls that wait for the turn.
+__device__ void show_life(const Group& g, uint64_t now) {
+    *reinterpret_cast<volatile uint64_t*>(&g.local->alive) = now;
 }
 
 // One lane a word. Ends by arrival, by a peer that gave up, or by the deadline; never traps.
@@ -82,7 +91,8 @@ __device__ void wait_for(const Group& g, int slot, const WaitWord& w, uint64_t t
             seen = load_acquire(flag);
             if (arrived(seen)) break;
             if (turn % 8 == 0) {
-                const uint64_t abort = load_acquire(&mine->abort), waited = now_ns() - begin;
+                const uint64_t abort = load_acquire(&mine->abort), now = now_ns(), waited = now - begin;
+                show_life(g, now);
                 const bool late = waited > timeout_ns, failed = load_failed(g.local) != 0;
                 if (abort != 0 || late || failed) {
                     // What has arrived still counts: a peer that failed later has sent all of this call.
@@ -101,9 +111,11 @@ __device__ void wait_for(const Group& g, int slot, const WaitWord& w, uint64_t t
 }
 
 // Takes the group's turn and returns the epoch of the call that had it before. The host orders the eager calls of several
-// streams by events, but nobody tells it when a graph is replayed: such calls meet here. The call that has the turn ends by
-// itself, as each of its waits has a deadline; `patience_ns` is for one that was never issued to its end.
-__device__ uint32_t take_turn(const Group& g, uint64_t patience_ns) {
+// streams by events, but nobody tells it when a graph is replayed: such calls meet here. As long as the call that has the turn
+// goes on it may take its time, for each of its waits has a deadline of its own. One that shows no sign of life for
+// `timeout_ns` was never issued to its end, or its kernels cannot start: where all streams share one hardware queue
+// (CUDA_DEVICE_MAX_CONNECTIONS=1) they may stand behind this very one.
+__device__ uint32_t take_turn(const Group& g, uint64_t timeout_ns) {
     auto* begun = reinterpret_cast<unsigned long long*>(&g.local->begun);
     unsigned long long old = atomicOr(begun, busy);
     if ((old & busy) == 0) return static_cast<uint32_t>(old);
@@ -112,11 +124,12 @@ __device__ uint32_t take_turn(const Group& g, uint64_t patience_ns) {
         __nanosleep(256);
         old = atomicOr(begun, busy);
         if ((old & busy) == 0) break;
-        const uint64_t waited = now_ns() - begin;
-        if (waited <= patience_ns) continue;
+        const uint64_t now = now_ns(), alive = *reinterpret_cast<const volatile uint64_t*>(&g.local->alive);
+        const uint64_t since = alive > begin ? alive : begin;
+        if (now <= since || now - since <= timeout_ns) continue;
         WaitWord own{};
         own.source = static_cast<uint16_t>(g.rank);
-        fail(g, own, WaitOutcome::timeout, (old & 0xffffffffu) << 32, old, 0, waited);
+        fail(g, own, WaitOutcome::turn, (old & 0xffffffffu) << 32, 0, 0, now - begin);
     }
     return static_cast<uint32_t>(old);
 }
@@ -124,13 +137,14 @@ __device__ uint32_t take_turn(const Group& g, uint64_t patience_ns) {
 __global__ void __launch_bounds__(32) begin_kernel(Group g, int slot, uint32_t tag, WaitList free, uint64_t timeout_ns) {
     if (threadIdx.x == 0) {
         LocalState* s = g.local;
-        uint32_t epoch = take_turn(g, 8 * timeout_ns) + 1;
+        uint32_t epoch = take_turn(g, timeout_ns) + 1;
         if (epoch == 0) epoch = 1;
         __threadfence();  // what the call before has written, which may have run elsewhere
         *reinterpret_cast<volatile uint64_t*>(&s->begun) = busy | epoch;
         s->before[slot] = s->used[slot];
         s->used[slot] = epoch;
         s->word[slot] = static_cast<uint64_t>(epoch) << 32 | tag;
+        show_life(g, now_ns());
         __threadfence();
     }
     __syncwarp();
@@ -138,6 +152,7 @@ __global__ void __launch_bounds__(32) begin_kernel(Group g, int slot, uint32_t t
 }
 
 __global__ void __launch_bounds__(32) wait_kernel(Group g, int slot, WaitList list, uint64_t timeout_ns) {
+    if (threadIdx.x == 0) show_life(g, now_ns());
     for (int i = threadIdx.x; i < list.count; i += 32) wait_for(g, slot, list.words[i], timeout_ns);
 }
 
@@ -155,15 +170,18 @@ __global__ void __launch_bounds__(32) signal_kernel(Group g, int slot, SignalLis
 
 constexpr int end_blocks = 32, end_threads = 128;
 
+// One thread of every block of the last kernel, once its block has read what it needs of LocalState: `word` and `used` are the
+// next call's as soon as the turn is free, and a failure of that one is none of this. The last to come frees it.
+__device__ void leave_turn(const Group& g) {
+    __threadfence();
+    if (atomicAdd(&g.local->leaving, 1u) + 1 != gridDim.x) return;
+    *reinterpret_cast<volatile uint32_t*>(&g.local->leaving) = 0;
+    __threadfence();
+    atomicAnd(reinterpret_cast<unsigned long long*>(&g.local->begun), ~static_cast<unsigned long long>(busy));
+}
+
 __global__ void __launch_bounds__(end_threads) end_kernel(Group g, int slot, SignalList list, PoisonList outputs, bool last) {
-    if (blockIdx.x == 0) {
-        signal_all(g, slot, list);
-        __syncthreads();  // `word[slot]` is the next call's from here on
-        if (last && threadIdx.x == 0) {
-            __threadfence();
-            atomicAnd(reinterpret_cast<unsigned long long*>(&g.local->begun), ~static_cast<unsigned long long>(busy));
-        }
-    }
+    if (blockIdx.x == 0) signal_all(g, slot, list);
     // A peer that gave up may have pushed before we had left the slot: what this call read is not to be trusted either.
     bool broken = false;
     if (threadIdx.x == 0) {
@@ -171,7 +189,9 @@ __global__ void __launch_bounds__(end_threads) end_kernel(Group g, int slot, Sig
         if (abort != 0) fail(g, WaitWord{}, WaitOutcome::aborted, g.local->word[slot], 0, abort, 0);
         broken = abort != 0 || load_failed(g.local) != 0;
     }
-    if (!__syncthreads_or(broken)) return;
+    broken = __syncthreads_or(broken);
+    if (last && threadIdx.x == 0) leave_turn(g);  // nothing of the call's state is read from here on
+    if (!broken) return;
     for (int part = 0; part < outputs.count; ++part) {
         const int64_t bytes = outputs.parts[part].bytes, halves = bytes / 2;
         auto* data = reinterpret_cast<uint16_t*>(outputs.parts[part].data);
