@@ -27,7 +27,7 @@ from tests.models.megatron import MLP, Mappings
 from ub_overlap.compiler.history import HISTORY
 from ub_overlap.runtime import ops, session, stats, tuning
 
-U8 = {"tensorwise": 2.0**-3, "rowwise": 2.0**-4}
+U8 = {"tensorwise": 2.0**-3, "rowwise": 2.0**-4, "delayed": 2.0**-3}
 """Unit roundoff of the coarsest float8 of a recipe: e5m2's and e4m3's."""
 
 
@@ -162,6 +162,8 @@ def float8(frame: Frame, recipe: str, graphs: bool) -> str:
         torch._dynamo.reset()
         ops.extension().clear_stats()
         options: dict[str, Any] = {"overlap": overlap, "fp8": "all", "fp8_recipe": recipe}
+        if recipe == "delayed":
+            options["fp8_state"] = f"{overlap}, {graphs}"  # both start without a history
         if graphs:
             options["triton.cudagraphs"] = True
         if frame.cuda:
@@ -193,7 +195,7 @@ def main() -> int:
     with Frame("choices", step_timeout_s=40) as frame:
         frame.row("tables by rows", lambda g: tables(frame, g), 60)
         frame.row("tune", lambda _: tuned(frame), 120)
-        for recipe in ("tensorwise", "rowwise"):
+        for recipe in U8:
             frame.row(f"float8 {recipe}", lambda _, r=recipe: float8(frame, r, False), 120)
             if not frame.options.quick:
                 frame.row(f"float8 {recipe}, CUDA graphs", lambda _, r=recipe: float8(frame, r, True), 120)
