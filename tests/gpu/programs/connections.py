@@ -65,7 +65,7 @@ def worker() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--worker", default="")
     with Frame("connections", parser) as frame:
-        quick, make, world = frame.options.quick, Maker(frame.device, frame.world), frame.world
+        quick, make, world = frame.options.quick, Maker(frame.device, frame.ranks), frame.ranks
         plain = str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
         rows = 8192 if frame.cuda else 64
         wide = 8192 if frame.cuda else 64
