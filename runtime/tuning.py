@@ -6,8 +6,8 @@
         tuned/N    each rank's median times              -> the least time of the slowest rank; the same pick on every rank
 
 Both exchanges go through the group's Store, with the deadline of a step. What was found is kept in
-`<cache>/tuned/<plan digest>.json` by sizes and machine, where a later process finds it. Not while a CUDA graph is captured or
-warmed up by Inductor.
+`<cache>/tuned/<plan digest>.json` by sizes, machine and version, where a later process finds it. Not while a CUDA graph is
+captured or warmed up by Inductor.
 """
 
 from __future__ import annotations
