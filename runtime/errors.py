@@ -5,7 +5,9 @@ C++ raises these too: it calls `make` with a class name and fields (csrc/binding
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from typing import Any
 
 
 class UbOverlapError(RuntimeError):
@@ -30,50 +32,71 @@ class OptionError(UbOverlapError, ValueError):
     """A setting, an option or an argument that cannot be."""
 
 
-class PlanMismatchError(UbOverlapError):
+class RankError(UbOverlapError):
+    """An error that names ranks of the group. `ranks`: those whose doing it is, never the one that tells of them."""
+
+    def __init__(
+        self, what: str, *, ranks: Sequence[int] = (), where: str = "", got: str = "", expected: str = "", fix: str = ""
+    ) -> None:
+        self.ranks = tuple(ranks)
+        super().__init__(what, where=where, got=got, expected=expected, fix=fix)
+
+
+class PlanMismatchError(RankError):
     """The ranks of a group compiled different plans. `ranks`: those whose plan differs from this rank's. `diff`: how the graph
     of the first of them differs from this rank's, "" where nobody kept both."""
 
-    ranks: tuple[int, ...] = ()
-    diff: str = ""
+    def __init__(self, what: str, *, diff: str = "", **fields: Any) -> None:
+        self.diff = diff
+        super().__init__(what, **fields)
 
     def message(self) -> str:
         return super().message() + (f"\n{self.diff}" if self.diff else "")
 
 
-class PeerTimeoutError(UbOverlapError):
+class PeerTimeoutError(RankError):
     """Ranks of the group did not come before the deadline, or their processes are gone.
 
     `ranks`: their ranks in the group. `op`, `site`, `phase`, `chunk`: what was waited for; `expected_epoch` and
     `observed_epoch`: the call it belongs to and the last one that was seen. `reporter`: the rank that noticed.
     """
 
-    ranks: tuple[int, ...] = ()
-    op: str = ""
-    site: str = ""
-    phase: str = ""
-    chunk: int = -1
-    expected_epoch: int = 0
-    observed_epoch: int = 0
-    reporter: int = -1
+    def __init__(
+        self,
+        what: str,
+        *,
+        op: str = "",
+        site: str = "",
+        phase: str = "",
+        chunk: int = -1,
+        expected_epoch: int = 0,
+        observed_epoch: int = 0,
+        reporter: int = -1,
+        **fields: Any,
+    ) -> None:
+        self.op, self.site, self.phase, self.chunk = op, site, phase, chunk
+        self.expected_epoch, self.observed_epoch, self.reporter = expected_epoch, observed_epoch, reporter
+        super().__init__(what, **fields)
 
 
-class ShapeMismatchError(UbOverlapError):
+class DeviceTimeoutError(RankError):
+    """Work on a rank's own device did not end before the deadline: no peer was late. `ranks`: that rank, where the group knows.
+
+    An earlier call of the group that does not go on, so that the next one does not get its turn; or what the host waits for
+    before it may go on (memory that calls still use, times that are to be read).
+    """
+
+
+class ShapeMismatchError(RankError):
     """A peer brought other sizes or dtypes to the same site. `ranks`: the peer."""
 
-    ranks: tuple[int, ...] = ()
 
-
-class SiteMismatchError(UbOverlapError):
+class SiteMismatchError(RankError):
     """A peer is at another site of the program. `ranks`: the peer."""
 
-    ranks: tuple[int, ...] = ()
 
-
-class PeerFailedError(UbOverlapError):
+class PeerFailedError(RankError):
     """A peer raised an error of its own and told the group. `ranks`: the peer."""
-
-    ranks: tuple[int, ...] = ()
 
 
 class SessionPoisonedError(UbOverlapError):
@@ -114,18 +137,43 @@ def _timeout(fields: dict[str, str]) -> UbOverlapError:
         what = f"{who} did not come within {waited} s"
         if silent > 1:
             what += f" (no sign of life for {silent:.1f} s)"
-    error = PeerTimeoutError(
+    return PeerTimeoutError(
         what,
+        ranks=(rank,),
+        op=fields["op"],
+        site=fields["site"],
+        phase=fields["phase"],
+        chunk=int(fields["chunk"]),
+        expected_epoch=int(fields["expected_epoch"]),
+        observed_epoch=int(fields["observed_epoch"]),
+        reporter=int(fields["reporter"]),
         where=f"{fields['op']} at site '{fields['site']}', phase {fields['phase']}, chunk {fields['chunk']}; "
         f"noticed by rank {fields['reporter']}",
         got=f"epoch {fields['observed_epoch']}",
         expected=f"epoch {fields['expected_epoch']}",
         fix=f"look at the log and the stack of rank {rank}; if it is only slow, raise UB_OVERLAP_STEP_TIMEOUT_S",
     )
-    error.ranks, error.op, error.site, error.phase = (rank,), fields["op"], fields["site"], fields["phase"]
-    error.chunk, error.reporter = int(fields["chunk"]), int(fields["reporter"])
-    error.expected_epoch, error.observed_epoch = int(fields["expected_epoch"]), int(fields["observed_epoch"])
-    return error
+
+
+def _turn(fields: dict[str, str]) -> UbOverlapError:
+    rank, waited = int(fields["ranks"]), float(fields["waited_s"])
+    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    fix = "look for what keeps that call's stream from going on"
+    if connections == "1":
+        fix = (
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one queue, where a call that waits for its turn also holds up "
+            "the one that has it: set it to 8 or more, or replay graphs and call ops of one group from one thread"
+        )
+    return DeviceTimeoutError(
+        f"rank {rank} of the group waited for its turn on its own device"
+        + (f" for {waited:g} s" if waited else "")
+        + ": an earlier call of the group does not go on there",
+        ranks=(rank,),
+        where=f"{fields['op']} at site '{fields['site']}'",
+        got=f"the call of epoch {fields['expected_epoch']} has the turn, and nothing of it has run for the deadline of a step",
+        expected="calls of a group run one after the other on a device; each ends by itself, for its waits have deadlines",
+        fix=fix,
+    )
 
 
 def _mismatch(name: str, fields: dict[str, str]) -> UbOverlapError:
@@ -133,41 +181,41 @@ def _mismatch(name: str, fields: dict[str, str]) -> UbOverlapError:
     got, expected = f"rank {culprit}: {fields['got']}", f"rank {reporter}: {fields['expected']}"
     where = f"{fields['op']} at site '{fields['site']}'"
     if name == "ShapeMismatchError":
-        error: UbOverlapError = ShapeMismatchError(
+        return ShapeMismatchError(
             f"ranks {reporter} and {culprit} brought different sizes to one site",
+            ranks=(culprit,),
             where=where,
             got=got,
             expected=expected,
             fix="give all ranks of a group the same shapes and dtypes, or disable the site",
         )
-    else:
-        error = SiteMismatchError(
-            f"ranks {reporter} and {culprit} are at different sites",
-            where=where,
-            got=got,
-            expected=expected,
-            fix="make all ranks of a group run the same sequence of ops; look for rank-dependent control flow",
-        )
-    error.ranks = (culprit,)  # type: ignore[attr-defined]
-    return error
+    return SiteMismatchError(
+        f"ranks {reporter} and {culprit} are at different sites",
+        ranks=(culprit,),
+        where=where,
+        got=got,
+        expected=expected,
+        fix="make all ranks of a group run the same sequence of ops; look for rank-dependent control flow",
+    )
 
 
 def make(name: str, fields: dict[str, str]) -> UbOverlapError:
     """The error that C++ describes by class name and fields."""
     if name == "PeerTimeoutError":
         return _timeout(fields)
+    if name == "DeviceTimeoutError":
+        return _turn(fields)
     if name in ("ShapeMismatchError", "SiteMismatchError"):
         return _mismatch(name, fields)
     if name == "PeerFailedError":
         rank = int(fields["ranks"])
-        failed = PeerFailedError(
+        return PeerFailedError(
             f"rank {rank} of the group gave up",
+            ranks=(rank,),
             where=f"{fields['op']} at site '{fields['site']}'",
             got=fields["got"],
             fix=f"look at the log of rank {rank}",
         )
-        failed.ranks = (rank,)
-        return failed
     cls = globals().get(name, UbOverlapError)
     plain = {key: value for key, value in fields.items() if key in ("where", "got", "expected", "fix")}
     return cls(fields.get("what", name), **plain)

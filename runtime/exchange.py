@@ -1,5 +1,6 @@
-"""All-to-all exchanges of small texts between the ranks of a group, through its c10d Store, each with a deadline.
+"""Exchanges of texts between the ranks of a group, through its c10d Store, each with a deadline.
 
+Deadlines are told by a word, as errors name the setting: "init" (peers may be compiling) or "step" (all ranks are in a call).
 A rank that does not come is named, whatever the step. A rank that fails says so under "failed", so that the others fail at
 once, and with its text. The Store itself may fail or fall silent with the process that hosts it; c10d waits for it without a
 deadline, so it is asked on a thread of its own.
@@ -11,13 +12,20 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeVar
 
-from . import errors
+from . import errors, settings
 from .threads import apart
 
 T = TypeVar("T")
+Deadline = Literal["init", "step"]
+
+
+def seconds(deadline: Deadline) -> float:
+    """What is in force."""
+    now = settings.current()
+    return now.init_timeout_s if deadline == "init" else now.step_timeout_s
 
 
 def _within(timeout_s: float, body: Callable[[threading.Event], T]) -> T:
@@ -32,19 +40,17 @@ def _within(timeout_s: float, body: Callable[[threading.Event], T]) -> T:
 
 
 class Exchange:
-    """All-to-all exchanges of texts between the ranks of a group, each under a topic that is used once.
+    """Exchanges of texts between the ranks of a group, each under a topic that is used once.
 
     `op`, `site`: the call that needs them, for errors.
     """
 
-    def __init__(
-        self, store: Any, group: str, device: str, rank: int, ranks: int, op: str, site: str, timeout_s: float
-    ) -> None:
+    def __init__(self, store: Any, group: str, device: str, rank: int, ranks: int, op: str, site: str) -> None:
         self.store, self.group, self.rank, self.ranks = store, group, rank, ranks
         self.op, self.site = op, site
         self._silent = False  # the Store has not answered: whoever asks it again may never return
         # The same store may serve several lives of a group name: count them. All ranks live through the same ones.
-        life = self._ask(lambda _: store.add(f"ub_overlap/{device}/lives/{rank}", 1), timeout_s, {})
+        life = self._ask(lambda _: store.add(f"ub_overlap/{device}/lives/{rank}", 1), seconds("init"), {})
         self._prefix = f"ub_overlap/{device}/{life}"
 
     def _key(self, topic: str, rank: int) -> str:
@@ -73,12 +79,31 @@ class Exchange:
         return None
 
     def all(
-        self, topic: str, mine: dict[str, Any], timeout_s: float, doing: str, check: Callable[[], None] | None = None
+        self, topic: str, mine: dict[str, Any], deadline: Deadline, doing: str, check: Callable[[], None] | None = None
     ) -> list[dict[str, Any]]:
         """Every rank's text, in rank order. `doing` completes "... did not come to ..."; `check` may raise while we wait."""
-        found: dict[int, dict[str, Any]] = {self.rank: mine}
-        self._ask(lambda over: self._collect(topic, found, timeout_s, doing, check, over), timeout_s, found, check)
+        found = self.some(topic, mine, range(self.ranks), deadline, doing, check)
         return [found[rank] for rank in range(self.ranks)]
+
+    def some(
+        self,
+        topic: str,
+        mine: dict[str, Any] | None,
+        ranks: Iterable[int],
+        deadline: Deadline,
+        doing: str,
+        check: Callable[[], None] | None = None,
+    ) -> dict[int, dict[str, Any]]:
+        """The texts of `ranks` alone, by rank: what is long travels only to those who need it. `mine`: None where no rank asks
+        for this one's, which then leaves nothing in the Store."""
+        found: dict[int, dict[str, Any]] = {self.rank: mine or {}}
+        wanted = sorted({*ranks, self.rank})
+
+        def body(over: threading.Event) -> None:
+            self._collect(topic, mine, wanted, found, deadline, doing, check, over)
+
+        self._ask(body, seconds(deadline), found, check)
+        return found
 
     def _ask(
         self,
@@ -106,29 +131,40 @@ class Exchange:
         raise self._late(what, missing, "store", f"{errors.ranks_text(missing)} unheard", fix)
 
     def _late(self, what: str, missing: Sequence[int], phase: str, got: str, fix: str) -> errors.PeerTimeoutError:
-        where = f"{self.op} at site '{self.site}', group '{self.group}' of {self.ranks} ranks; noticed by rank {self.rank}"
-        error = errors.PeerTimeoutError(what, where=where, got=got, expected=f"{self.ranks} ranks", fix=fix)
-        error.ranks, error.phase, error.reporter = tuple(missing), phase, self.rank
-        error.op, error.site = self.op, self.site
-        return error
+        return errors.PeerTimeoutError(
+            what,
+            ranks=missing,
+            op=self.op,
+            site=self.site,
+            phase=phase,
+            reporter=self.rank,
+            where=f"{self.op} at site '{self.site}', group '{self.group}' of {self.ranks} ranks; noticed by rank {self.rank}",
+            got=got,
+            expected=f"{self.ranks} ranks",
+            fix=fix,
+        )
 
     def _collect(
         self,
         topic: str,
+        mine: dict[str, Any] | None,
+        wanted: Sequence[int],
         found: dict[int, dict[str, Any]],
-        timeout_s: float,
+        deadline: Deadline,
         doing: str,
         check: Callable[[], None] | None,
         over: threading.Event,
     ) -> None:
-        self.store.set(self._key(topic, self.rank), json.dumps(found[self.rank]))
-        deadline, pause = time.monotonic() + timeout_s, 0.0005
+        if mine is not None:
+            self.store.set(self._key(topic, self.rank), json.dumps(mine))
+        timeout_s, pause = seconds(deadline), 0.0005
+        end = time.monotonic() + timeout_s
         stopped: Exception | None = None
         while not over.is_set():
-            for rank in range(self.ranks):
+            for rank in wanted:
                 if rank not in found and self.store.check([self._key(topic, rank)]):
                     found[rank] = json.loads(self.store.get(self._key(topic, rank)))
-            missing = [rank for rank in range(self.ranks) if rank not in found]
+            missing = [rank for rank in wanted if rank not in found]
             if not missing:
                 return
             if stopped:
@@ -136,11 +172,11 @@ class Exchange:
             stopped = self._stopped(missing, check)
             if stopped:
                 continue  # what a peer said before it gave up counts first: look once more
-            if time.monotonic() > deadline:
+            if time.monotonic() > end:
                 who = errors.ranks_text(missing)
                 what = f"{who} of the group did not come to {doing} within {timeout_s:g} s"
-                setting = "STEP" if topic.startswith("grow") else "INIT"
-                fix = f"look at the log and the stack of {who}; if it is only slow, raise UB_OVERLAP_{setting}_TIMEOUT_S"
+                setting = f"UB_OVERLAP_{deadline.upper()}_TIMEOUT_S"
+                fix = f"look at the log and the stack of {who}; if it is only slow, raise {setting}"
                 raise self._late(what, missing, topic, errors.ranks_text(sorted(found)), fix)
             over.wait(pause)
             pause = min(pause * 1.5, 0.02)

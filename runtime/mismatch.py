@@ -21,7 +21,8 @@ def plan_text(digest: str) -> str | None:
 def plan_mismatch(
     exchange: Exchange, cards: Mapping[int, dict[str, Any]], other: Sequence[int], also: str = ""
 ) -> errors.PlanMismatchError:
-    """`cards`: digest, site and text of this rank's plan and of those of `other`. `also` completes the first line."""
+    """`cards`: digest, site, text and packed graphs of the plans of this rank and of the first of `other`, the ranks with
+    other plans. `also` completes the first line."""
     rank, first = exchange.rank, other[0]
     mine, theirs = cards[rank], cards[first]
     difference = first_difference(mine["text"], theirs["text"])
@@ -29,17 +30,15 @@ def plan_mismatch(
         here, there = f"plan {mine['digest']}, at site '{mine['site']}'", f"plan {theirs['digest']}, at site '{theirs['site']}'"
     else:
         here, there = difference
-    error = errors.PlanMismatchError(
+    return errors.PlanMismatchError(
         f"{errors.ranks_text(other)} of the group compiled another plan than rank {rank}{also}",
+        ranks=other,
+        diff=rank_graphs.told(mine.get("graphs", ""), theirs.get("graphs", ""), (f"rank {rank}", f"rank {first}")),
         where=f"group '{exchange.group}' at site '{mine['site']}'",
         got=f"rank {first}: {there}",
         expected=f"rank {rank}: {here}",
         fix="give all ranks the same model, shapes, options and device profile; look for rank-dependent code",
     )
-    error.ranks = tuple(other)
-    error.diff = rank_graphs.told(mine.get("graphs", ""), theirs.get("graphs", ""), (f"rank {rank}", f"rank {first}"))
-    error.args = (error.message(),)
-    return error
 
 
 _TOLD = ("predicted", "work", "detail", "matmuls", "source", "flops")

@@ -5,6 +5,9 @@ one that never comes: it has no such op. So a rank that compiles a graph leaves 
 which nobody waits, under what the graph is whatever is decided on it (Plan.graph). A rank whose deadline for its peers is over
 looks for theirs, and can say that they made another plan of the same graph. Never earlier: a peer may still be compiling, and
 one that found its graph in a compile cache leaves no notice.
+
+A notice lists the last plans that a rank made of a graph, for as long as the process group lives: which of them an op belongs
+to is not known here. One that has dropped older plans says so, and then accuses nobody.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import weakref
 from collections.abc import Iterable
+from typing import Any
 
 from ub_overlap import _torch_compat as compat
 
@@ -20,8 +25,11 @@ from . import errors, rank_graphs
 from .exchange import Exchange
 from .mismatch import plan_mismatch, plan_text
 
+MOST = 16
+"""Plans of one graph that a notice lists."""
 _lock = threading.Lock()  # Inductor compiles on several threads
-_left: dict[tuple[str, str], list[str]] = {}
+_left: weakref.WeakKeyDictionary[Any, dict[str, list[str]]] = weakref.WeakKeyDictionary()
+"""By process group, whose name another may bear later, and by graph: digests, the last one last."""
 
 
 def _key(group: str, graph: str, rank: int) -> str:
@@ -34,12 +42,15 @@ def leave(groups: Iterable[str], graph: str, digest: str) -> None:
         with contextlib.suppress(Exception), _lock:
             if compat.is_fake_group(group):
                 continue
-            digests = _left.setdefault((group, graph), [])
-            if digest not in digests:
-                digests.append(digest)
             members = compat.group_of(group)
-            text = json.dumps({"digests": digests, "digest": digest, "site": "none of this plan"})
-            compat.store_of(members).set(_key(group, graph, members.rank()), text)
+            digests = _left.setdefault(members, {}).setdefault(graph, [])
+            if digest in digests:
+                digests.remove(digest)
+            digests.append(digest)
+            if dropped := len(digests) > MOST:
+                del digests[0 : -MOST - 1]  # one more than is told says that there were more
+            notice = {"digests": digests[-MOST:], "dropped": dropped, "digest": digest, "site": "none of this plan"}
+            compat.store_of(members).set(_key(group, graph, members.rank()), json.dumps(notice))
 
 
 def explained(exchange: Exchange, topic: str, digest: str, late: errors.PeerTimeoutError) -> errors.UbOverlapError:
@@ -50,11 +61,10 @@ def explained(exchange: Exchange, topic: str, digest: str, late: errors.PeerTime
     except (ValueError, KeyError, TypeError):
         return late
     cards = {rank: notice for rank in late.ranks if (notice := exchange.look(_key(exchange.group, graph, rank))) is not None}
-    other = [rank for rank, notice in cards.items() if digest not in notice["digests"]]
+    other = [rank for rank, notice in cards.items() if digest not in notice["digests"] and not notice["dropped"]]
     if not other:
         return late
-    for notice in cards.values():
-        notice["text"] = plan_text(notice["digest"])
-        notice["graphs"] = rank_graphs.packed(notice["digest"])
+    first = cards[other[0]]
+    first["text"], first["graphs"] = plan_text(first["digest"]), rank_graphs.packed(first["digest"])
     cards[exchange.rank] = {"digest": digest, "site": exchange.site, "text": text, "graphs": rank_graphs.packed(digest)}
     return plan_mismatch(exchange, cards, other, ", and did not come to this op")

@@ -15,7 +15,7 @@ from . import plan_store
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 2 << 20
-"""Packed graphs above this are not sent through the Store (about 100,000 nodes): each rank reads those of all others."""
+"""Packed graphs above this are not sent through the Store (about 100,000 nodes): every rank reads those of one other."""
 
 Explain = Callable[[bytes, bytes, tuple[str, str]], str]
 """(graphs of one rank, of another, the ranks' names) -> what they do not have in common."""

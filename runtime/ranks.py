@@ -15,9 +15,36 @@ import torch
 import torch.distributed as dist
 
 
+class Member:
+    """This process among the ranks of a program. `control`: a group of them all over gloo, which starts no kernel."""
+
+    rank: int
+    ranks: int
+    device: torch.device
+    control: Any
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def say(self, *what: Any) -> None:
+        if self.rank == 0:
+            print(*what, flush=True)
+
+    def sync(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def gather(self, mine: Any) -> list[Any]:
+        """What every rank brought, in rank order."""
+        found: list[Any] = [None] * self.ranks
+        dist.all_gather_object(found, mine, group=self.control)
+        return found
+
+
 @dataclass
-class World:
-    """This process among the ranks that take part. `group`: c10d name of them all, for work; `control`: the same over gloo."""
+class World(Member):
+    """The ranks that take part together. `group`: c10d name of them all, for work; `control`: the same over gloo."""
 
     rank: int
     ranks: int
@@ -40,28 +67,10 @@ class World:
         whole: Any = dist.group.WORLD
         return cls(rank, ranks, device, str(whole.group_name), control)
 
-    @property
-    def cuda(self) -> bool:
-        return self.device.type == "cuda"
-
-    def say(self, *what: Any) -> None:
-        if self.rank == 0:
-            print(*what, flush=True)
-
-    def sync(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
-
     def barrier(self) -> None:
         """All ranks have come here, and their devices have nothing to do."""
         self.sync()
         dist.barrier(group=self.control)
-
-    def gather(self, mine: Any) -> list[Any]:
-        """What every rank brought, in rank order."""
-        found: list[Any] = [None] * self.ranks
-        dist.all_gather_object(found, mine, group=self.control)
-        return found
 
     def worst(self, values: Sequence[float]) -> list[float]:
         """Each value's maximum over the ranks: what waits for all waits for the slowest."""

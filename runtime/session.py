@@ -110,7 +110,7 @@ class Session:
 
     def verify(self, digest: str, op: str, site: str) -> None:
         """All ranks must be about to run the same plan. PlanMismatchError names those that are not, and where it starts."""
-        exchange, timeout_s = self._exchange, settings.current().init_timeout_s
+        exchange = self._exchange
         if exchange is None:
             return
         exchange.op, exchange.site = op, site
@@ -119,14 +119,12 @@ class Session:
         try:
             wanted = self._reserved[1] if digest == self._reserved[0] else 0
             try:
-                cards = exchange.all(topic, {"digest": digest, "site": site, "slot": wanted}, timeout_s, doing, self._check)
+                cards = exchange.all(topic, {"digest": digest, "site": site, "slot": wanted}, "init", doing, self._check)
             except errors.PeerTimeoutError as late:
                 raise notices.explained(exchange, topic, digest, late) from None
             other = [rank for rank, card in enumerate(cards) if card["digest"] != digest]
             if other:  # all ranks see that: now the texts, which are long, are worth a look
-                mine = {"text": plan_text(digest), "graphs": rank_graphs.packed(digest)}
-                texts = exchange.all(f"text/{self._plans}", mine, timeout_s, "compare plans", self._check)
-                raise plan_mismatch(exchange, {i: {**cards[i], **text} for i, text in enumerate(texts)}, other)
+                raise self._compared(exchange, cards, other)
             wanted = max(card["slot"] for card in cards)
             if self._arena is not None and wanted > self._arena.slot_bytes:
                 self.grow(wanted, op, site)
@@ -134,9 +132,20 @@ class Session:
             exchange.fail(f"{type(error).__name__}: {error}")
             raise
 
+    def _compared(self, exchange: Exchange, cards: Sequence[dict[str, Any]], other: Sequence[int]) -> errors.PlanMismatchError:
+        """What this rank's plan and that of the first of `other` differ in. Anybody reads the texts of two ranks alone: of rank
+        0, and of the first rank with another plan than that."""
+        read = (0, next(rank for rank, card in enumerate(cards) if card["digest"] != cards[0]["digest"]))
+        digest = cards[exchange.rank]["digest"]
+        mine = {"text": plan_text(digest), "graphs": rank_graphs.packed(digest)}
+        told = mine if exchange.rank in read else None
+        texts = exchange.some(f"text/{self._plans}", told, other[:1], "init", "compare plans", self._check)
+        texts[exchange.rank] = mine
+        return plan_mismatch(exchange, {rank: {**cards[rank], **text} for rank, text in texts.items()}, other)
+
     def grow(self, needed: int, op: str, site: str) -> None:
         """Bigger slots on all ranks, in step: all of them see the same sizes at the same call."""
-        exchange, arena, timeout_s = self._exchange, self._arena, settings.current().step_timeout_s
+        exchange, arena = self._exchange, self._arena
         if exchange is None or arena is None:
             raise AssertionError("a session without an arena cannot grow")
         exchange.op, exchange.site = op, site
@@ -146,14 +155,14 @@ class Session:
         try:
             arena.grow_begin(size)
             mine = {"name": arena.data_name, "size": size, "needed": needed}
-            cards = exchange.all(f"grow/{self._growths}", mine, timeout_s, doing, self._check)
+            cards = exchange.all(f"grow/{self._growths}", mine, "step", doing, self._check)
             for rank, card in enumerate(cards):
                 if card["needed"] != needed:
                     raise size_mismatch(exchange, rank, card["needed"], needed)
             for rank, card in enumerate(cards):  # once all agree: a rank that does not takes its names away
                 if rank != exchange.rank:
                     arena.grow_attach(rank, card["name"])
-            exchange.all(f"grown/{self._growths}", {}, timeout_s, doing, self._check)
+            exchange.all(f"grown/{self._growths}", {}, "step", doing, self._check)
         finally:
             arena.unlink()
         arena.grow_commit()
@@ -199,8 +208,7 @@ def bind(group: str, device: str, slot_bytes: int, op: str, site: str) -> Sessio
     if ranks == 1:
         session = _session(group, device, rank, ranks, None, None, "local", "a group of one rank")
     else:
-        store, timeout_s = _torch_compat.store_of(process_group), settings.current().init_timeout_s
-        exchange = Exchange(store, group, device, rank, ranks, op, site, timeout_s)
+        exchange = Exchange(_torch_compat.store_of(process_group), group, device, rank, ranks, op, site)
         try:
             session = _bind(exchange, group, device, rank, ranks, slot_bytes)
         except BaseException as error:  # also Ctrl-C: the others need not wait for this rank
@@ -241,7 +249,7 @@ def _session(
 
 
 def _bind(exchange: Exchange, group: str, device: str, rank: int, ranks: int, slot_bytes: int) -> Session:
-    c, timeout_s = extension(), settings.current().init_timeout_s
+    c = extension()
     doing = f"the first call of group '{group}'"
     info = c.build_info()
     versions = {"version": info["version"], "torch": info["torch"]}
@@ -252,7 +260,7 @@ def _bind(exchange: Exchange, group: str, device: str, rank: int, ranks: int, sl
         symmetric.refuse_capture(f"bind group '{group}'")
         card["gpu"] = symmetric.gpu()
     try:
-        cards = exchange.all("card", card, timeout_s, doing)
+        cards = exchange.all("card", card, "init", doing)
     except errors.PeerTimeoutError as late:
         raise notices.explained(exchange, "card", exchange.site.partition("/")[0], late) from None
     for other, their in enumerate(cards):
@@ -268,7 +276,7 @@ def _bind(exchange: Exchange, group: str, device: str, rank: int, ranks: int, sl
     if device == "cuda" and topology.choose(place).transport != "c10d":
         uuids = [their["gpu"]["uuid"] for their in cards]
         seen = {**symmetric.links(uuids, rank), "any": settings.current().links == "any"}
-        place = topology.described(cards, exchange.all("links", seen, timeout_s, doing))
+        place = topology.described(cards, exchange.all("links", seen, "init", doing))
     choice = topology.choose(place)
     if choice.unknown:
         log.info("group '%s': nobody could tell the links between ranks %s; taken as good", group, _pairs(choice.unknown))
@@ -280,18 +288,18 @@ def _bind(exchange: Exchange, group: str, device: str, rank: int, ranks: int, sl
     arena = c.ShmArena(rank=rank, ranks=ranks, slot_bytes=_GRAIN if device == "cuda" else wanted)
     try:
         mine = {"control": arena.control_name, "data": arena.data_name}
-        for other, names in enumerate(exchange.all("arena", mine, timeout_s, doing)):
+        for other, names in enumerate(exchange.all("arena", mine, "init", doing)):
             if other != rank:
                 arena.attach(other, names["control"], names["data"])
-        exchange.all("attached", {}, timeout_s, doing)
+        exchange.all("attached", {}, "init", doing)
     finally:
         arena.unlink()
     if device != "cuda":
         return _session(group, device, rank, ranks, exchange, arena, "shared memory", "")
     shared = symmetric.SymmetricArena(arena, group, rank, ranks, wanted)
-    cards = exchange.all("made", {"slot": wanted, "history": shared.data_name}, timeout_s, doing)
-    shared.meet([card["history"] for card in cards])
-    exchange.all("met", {}, timeout_s, doing)
+    cards = exchange.all("made", {"slot": wanted, "name": shared.data_name}, "init", doing)
+    shared.meet([card["name"] for card in cards])
+    exchange.all("met", {}, "init", doing)
     return _session(group, device, rank, ranks, exchange, shared, "symmetric memory", "")
 
 
@@ -308,15 +316,14 @@ def _sweep(exchange: Exchange) -> None:
 
 
 def size_mismatch(exchange: Exchange, rank: int, got: int, expected: int) -> errors.ShapeMismatchError:
-    error = errors.ShapeMismatchError(
+    return errors.ShapeMismatchError(
         f"ranks {exchange.rank} and {rank} brought different sizes to one call",
+        ranks=(rank,),
         where=f"{exchange.op} at site '{exchange.site}', group '{exchange.group}'",
         got=f"rank {rank}: {got} bytes of landing area",
         expected=f"rank {exchange.rank}: {expected} bytes",
         fix="give all ranks of a group the same shapes and dtypes, or disable the site",
     )
-    error.ranks = (rank,)
-    return error
 
 
 def check(group: str | None = None) -> None:

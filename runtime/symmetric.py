@@ -5,6 +5,9 @@ before it, so that it begins when all ranks are there). No NVLink multicast is a
 
     words    flag words and abort word of every rank (csrc/cuda/state.h); zero before any rank uses them; never replaced
     slots    two a rank; replaced by bigger ones when a call needs more. Graphs hold addresses: what they saw is kept
+
+torch's memory waits for the whole device as it goes, without a deadline and with the interpreter's lock: it is let go of only
+where the device is found at rest.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -19,7 +23,7 @@ import torch
 
 from ub_overlap import _torch_compat
 
-from . import errors, settings
+from . import errors, settings, stream
 from .threads import apart
 
 _SLOTS = 2
@@ -119,21 +123,23 @@ class SymmetricArena:
         self._held: list[Any] = []
         self._next: Any = None
         self._next_slot_bytes = 0
-        self._histories: set[str] = set()
-        self._met = 0
+        self._names: dict[int, str] = {}
+        self.data_name = meeting_name()
         self.core: Any = None
 
-    def meet(self, histories: Sequence[str]) -> None:
+    def meet(self, names: Sequence[str]) -> None:
         """Collective, once all ranks have made theirs: exchange the pointers, and clear this rank's words.
 
-        `histories`: every rank's `data_name`."""
+        `names`: every rank's `data_name`."""
         from .extension import extension
 
-        alike = len(set(histories)) == 1
-        words, self._words_handle = self._rendezvous(self._words, alike)
-        data, self._data_handle = self._rendezvous(self._data, alike)
-        self._words.zero_()
-        torch.cuda.synchronize()
+        name = meeting(names)
+        words, self._words_handle = self._rendezvous(self._words, name and f"{name}/words")
+        data, self._data_handle = self._rendezvous(self._data, name and f"{name}/slots")
+        # On a stream of its own: the caller's may stand behind a peer that waits for this rank to bind. No peer writes yet.
+        with torch.cuda.stream(torch.cuda.Stream()):
+            self._words.zero_()
+            stream.ended("clearing the words of an arena")
         self.core = extension().CudaArena(
             device=torch.cuda.current_device(), host=self._host, words=words, data=data, slot_bytes=self._slot_bytes
         )
@@ -141,12 +147,6 @@ class SymmetricArena:
     @property
     def slot_bytes(self) -> int:
         return self._slot_bytes
-
-    @property
-    def data_name(self) -> str:
-        """How many rendezvous this process has been through. torch counts them in the keys by which ranks find each other,
-        whatever group they are of: ranks with other numbers would wait for each other for ever."""
-        return str(_Process.rendezvous)
 
     def check(self, op: str, site: str) -> None:
         """Raises when a rank of the group has given up, or is gone; `op` and `site` are what waits for it."""
@@ -156,33 +156,38 @@ class SymmetricArena:
     def grow_begin(self, slot_bytes: int) -> None:
         refuse_capture("make the landing area larger")
         self._next, self._next_slot_bytes = _allocate(_SLOTS * slot_bytes), slot_bytes
-        self._histories = {self.data_name}
-        torch.cuda.synchronize()  # nothing of ours is on its way any more, to us or to a peer
+        self.data_name = meeting_name()
+        self._names = {self._rank: self.data_name}
+        # What is protected are the slots that go: this rank's calls push into its peers' and read its own. Its plain calls end
+        # in the order of their issue, whatever streams they are on, so their last one's event stands for all; the exchange that
+        # follows waits for the peers', whose pushes come here. Replays of captured graphs are not seen, and need not be: slots
+        # that some graph names are kept (`_held`). Other groups' calls, and other work, touch none of these slots.
+        stream.until(self.core.ended, f"a call of group '{self._group}', whose landing area is to be made larger,")
 
     def grow_attach(self, rank: int, name: str) -> None:
-        self._histories.add(name)
+        self._names[rank] = name
 
     def grow_commit(self) -> None:
         """All ranks come to this: the rendezvous is theirs together."""
-        pointers, handle = self._rendezvous(self._next, len(self._histories) == 1)
+        pointers, handle = self._rendezvous(self._next, meeting([self._names[rank] for rank in range(self._ranks)]))
         self.core.replace(data=pointers, slot_bytes=self._next_slot_bytes)
-        if self.core.captured:
-            self._held.append((self._data, self._data_handle))
+        self._held.append((self._data, self._data_handle))
+        if not self.core.captured and self.core.free_to_go():
+            self._held.clear()
         self._data, self._data_handle = self._next, handle
         self._slot_bytes, self._next = self._next_slot_bytes, None
 
     def __del__(self) -> None:
-        if getattr(getattr(self, "core", None), "captured", False):
-            _Process.graphs_name.append((self._words, self._data, self._words_handle, self._data_handle, self._held))
+        core = getattr(self, "core", None)
+        if core is not None and (core.captured or not core.free_to_go()):
+            _Process.named.append((self._words, self._data, self._words_handle, self._data_handle, self._held))
 
     def unlink(self) -> None:
         """Symmetric memory has no names that could stay behind."""
 
-    def _rendezvous(self, tensor: torch.Tensor, alike: bool) -> tuple[list[int], Any]:
-        """`alike`: the ranks have been through equally many of these."""
-        self._met += 1
-        apart = "" if alike else f"ub_overlap/rendezvous/{self._met}"
-        handle = _outside_pools(lambda: _torch_compat.symmetric_rendezvous(tensor, self._group, apart))
+    def _rendezvous(self, tensor: torch.Tensor, name: str) -> tuple[list[int], Any]:
+        """`name`: as `meeting` says."""
+        handle = _outside_pools(lambda: _torch_compat.symmetric_rendezvous(tensor, self._group, name))
         _Process.rendezvous += 1
         pointers = [int(pointer) for pointer in handle.buffer_ptrs]
         offset = tensor.data_ptr() - pointers[self._rank]  # of the tensor within its allocation, the same on all ranks
@@ -201,8 +206,24 @@ def _allocate(size: int) -> torch.Tensor:
 
 class _Process:
     rendezvous = 0
-    graphs_name: ClassVar[list[Any]] = []
-    """Memory of arenas that are gone, but not the graphs that hold its addresses: a replay must not find it unmapped."""
+    """How many this process has been through. torch counts them in the keys by which ranks find each other, whatever group they
+    are of: ranks with other numbers would wait for each other for ever."""
+    named: ClassVar[list[Any]] = []
+    """Memory of arenas that are gone, but not the graphs that hold its addresses: a replay must not find it unmapped. Or the
+    device was not at rest."""
+
+
+def meeting_name() -> str:
+    """What a rank tells the others before they meet: "<rendezvous so far>:<a name that no process has met yet>"."""
+    return f"{_Process.rendezvous}:{secrets.token_hex(8)}"
+
+
+def meeting(names: Sequence[str]) -> str:
+    """How the ranks that told each other `names`, by rank, meet: "" where all have been through equally many rendezvous, for
+    then torch's own keys fit; else a name, the same for all, which was never used in any of their processes or Stores: a group
+    that is closed and bound again, or another one of its name, gets another."""
+    alike = len({name.partition(":")[0] for name in names}) == 1
+    return "" if alike else f"ub_overlap/rendezvous/{names[0].partition(':')[2]}"
 
 
 def _outside_pools(body: Callable[[], T]) -> T:

@@ -6,8 +6,8 @@
         tuned/N    each rank's median times              -> the least time of the slowest rank; the same pick on every rank
 
 Both exchanges go through the group's Store, with the deadline of a step. What was found is kept in
-`<cache>/tuned/<plan digest>.json` by sizes and machine, where a later process finds it. Not while a CUDA graph is captured or
-warmed up by Inductor.
+`<cache>/tuned/<plan digest>.json` by sizes, machine and version, where a later process finds it. Not while a CUDA graph is
+captured or warmed up by Inductor.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from typing import Any
 
 from ub_overlap import _torch_compat as compat
 
-from . import errors, plan_store, settings
+from . import errors, plan_store, settings, stream
 from .calibrate import cache, machine
 from .exchange import Exchange
+from .extension import extension
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ class Tuner:
 
     def _all(self, topic: str, mine: dict[str, Any], doing: str, check: Callable[[], None]) -> list[dict[str, Any]]:
         assert self._exchange is not None
-        return self._exchange.all(f"{topic}/{self._count}", mine, settings.current().step_timeout_s, doing, check)
+        return self._exchange.all(f"{topic}/{self._count}", mine, "step", doing, check)
 
     def _agreed(self, mine: Tuned | None, strategies: Sequence[str], check: Callable[[], None]) -> Tuned | None:
         """What every rank knows already, if they know the same."""
@@ -135,15 +136,14 @@ class Tuner:
 
     def _differ(self, rank: int, got: Any, expected: Any) -> errors.SiteMismatchError:
         assert self._exchange is not None
-        error = errors.SiteMismatchError(
+        return errors.SiteMismatchError(
             f"ranks {self._exchange.rank} and {rank} are about to time different sites",
+            ranks=(rank,),
             where=f"{self._exchange.op} at site '{self._exchange.site}', group '{self._exchange.group}'",
             got=f"rank {rank}: {got}",
             expected=f"rank {self._exchange.rank}: {expected}",
             fix="give all ranks the same sizes, and capture CUDA graphs on all of them at once",
         )
-        error.ranks = (rank,)
-        return error
 
     def _timed(self, strategies: Sequence[str], run: Callable[[int], bool], check: Callable[[], None]) -> Tuned:
         clock = _cuda_us if self._device == "cuda" else _cpu_us
@@ -180,12 +180,14 @@ def _cuda_us(body: Callable[[], None]) -> float:
     """From the first to the last of the call's work on the current stream."""
     import torch
 
-    torch.cuda.synchronize()
+    # The call is timed on a stream that has nothing left to do, as the host's own time counts. What other streams do is theirs:
+    # one of them may wait for a peer that waits for this rank.
+    stream.ended("what was issued before a call that is timed")
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     body()
     end.record()
-    end.synchronize()
+    stream.ended("a call that is timed", end)
     return float(begin.elapsed_time(end)) * 1e3
 
 
@@ -201,7 +203,9 @@ def _not_now(device: str) -> str:
 
 
 def _key(work: str, strategies: Sequence[str], device: str, ranks: int) -> str:
-    text = json.dumps([work, list(strategies), machine.key(device, ranks)], sort_keys=True)
+    # Times are those of this version's executor; on GPUs it is another one where calls that come again are not recorded.
+    ours = {"version": extension().build_info()["version"], "replay": settings.current().replay}
+    text = json.dumps([work, list(strategies), machine.key(device, ranks), ours], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from ub_overlap.runtime import ops, session, settings
-from ub_overlap.runtime.ranks import Deadline, leave
+from ub_overlap.runtime.ranks import Deadline, Member, leave
 
 TABLE = "== "
 """Begins the line above the table, by which run_all.py finds it."""
@@ -67,7 +67,7 @@ def text_table(title: str, rows: list[tuple[str, str, str]]) -> str:
     return "\n".join([*lines, "-" * (width + word + 30), *(f"{a:<{width}}  {b:<{word}}  {c}" for a, b, c in rows)])
 
 
-class Frame:
+class Frame(Member):
     """One program on all ranks of torchrun. `code`: its exit code, 1 where a row is bad."""
 
     def __init__(
@@ -75,12 +75,12 @@ class Frame:
     ) -> None:
         """`nccl`: the world's own collectives run on GPUs too (without it: gloo alone, which starts no kernel)."""
         self.title = title
-        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.rank, self.ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.options = options(parser or argparse.ArgumentParser(description=title)).parse_args()
         self.kind: str = self.options.device
-        self.cuda = self.kind == "cuda"
-        self.backend = "nccl" if self.cuda and nccl else "gloo"
-        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if self.cuda else torch.device("cpu")
+        cuda = self.kind == "cuda"
+        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+        self.backend = "nccl" if cuda and nccl else "gloo"
         self.rows: list[tuple[str, str, str]] = []
         self._began = time.monotonic()
         self._timeout_s = step_timeout_s
@@ -99,7 +99,7 @@ class Frame:
         torch.manual_seed(self.rank)
         settings.configure(step_timeout_s=self._timeout_s, init_timeout_s=60)
         name = torch.cuda.get_device_name() if self.cuda else "cpu"
-        self.say(f"{self.title}: torch {torch.__version__}, {name}, {self.world} ranks, {ops.extension().build_info()}")
+        self.say(f"{self.title}: torch {torch.__version__}, {name}, {self.ranks} ranks, {ops.extension().build_info()}")
         return self
 
     def __exit__(self, kind: object, error: object, _: object) -> None:
@@ -107,7 +107,7 @@ class Frame:
             traceback.print_exc()
             print(f"rank {self.rank}: the program itself failed", file=sys.stderr, flush=True)
             self.rows.append(("the program itself", "FAIL", repr(error)[:200]))
-        self.say(text_table(f"{self.title}, {self.world} ranks, {time.monotonic() - self._began:.0f} s", self.rows))
+        self.say(text_table(f"{self.title}, {self.ranks} ranks, {time.monotonic() - self._began:.0f} s", self.rows))
         if error is not None:
             leave(1)
         with self.deadline("end", 60):
@@ -130,14 +130,6 @@ class Frame:
         else:
             time.sleep(3)  # the first rank has the table, and torchrun ends all when one ends
 
-    def say(self, *what: Any) -> None:
-        if self.rank == 0:
-            print(*what, flush=True)
-
-    def sync(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
-
     def device_sleep(self, seconds: float) -> None:
         """Keeps the current stream busy for about so long (on the CPU: the thread)."""
         if self.cuda:
@@ -156,12 +148,6 @@ class Frame:
         made = dist.new_group(ranks, backend=backend or self.backend)
         return "" if made is dist.GroupMember.NON_GROUP_MEMBER else str(made.group_name)
 
-    def everyone(self, mine: Any) -> list[Any]:
-        """What all ranks bring, by rank; over gloo."""
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, mine, group=self.control)
-        return found
-
     def together(self, body: Callable[[], Any]) -> Any:
         """What `body` returns, or an AssertionError on all ranks where it raised on any: what follows may be a collective. The
         body itself holds none."""
@@ -171,7 +157,7 @@ class Frame:
         except Exception as caught:  # noqa: BLE001  raised again, on all ranks
             error = f"{type(caught).__name__}: {str(caught).splitlines()[0] if str(caught) else ''}"
             print(f"--- rank {self.rank}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        if bad := [f"rank {rank}: {text}" for rank, text in enumerate(self.everyone(error)) if text]:
+        if bad := [f"rank {rank}: {text}" for rank, text in enumerate(self.gather(error)) if text]:
             raise AssertionError("; ".join(bad))
         return found
 
@@ -197,7 +183,7 @@ class Frame:
             except Exception as caught:  # noqa: BLE001  any error is a row
                 error = f"rank {self.rank}: {type(caught).__name__}: {str(caught).splitlines()[0] if str(caught) else ''}"
                 print(f"--- {name}, rank {self.rank}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-            all_found = self.everyone((error, result))
+            all_found = self.gather((error, result))
         bad = [text for text, _ in all_found if text]
         if bad:
             self.rows.append((name, "FAIL", "; ".join(bad)[:400]))

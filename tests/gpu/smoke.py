@@ -41,7 +41,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--skip-timing", action="store_true")
     with Frame("smoke", parser) as frame:
-        world, make = frame.world, Maker(frame.device, frame.world)
+        world, make = frame.ranks, Maker(frame.device, frame.ranks)
         frame.row("transport", lambda g: ops.transport(frame, g), 90)
         for dtype in (F32, BF16):
             for op in ops.LAYOUTS:

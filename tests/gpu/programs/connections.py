@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -30,6 +31,7 @@ import torch.distributed as dist
 from tests.gpu import cases
 from tests.gpu.cases import AG, AR, BF16, BULK, RS, Maker, Truth
 from tests.gpu.launch import torchrun
+from tests.gpu.programs import graphs
 from ub_overlap.runtime import session
 
 VALUES = (1, 8, 32)
@@ -65,7 +67,7 @@ def worker() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--worker", default="")
     with Frame("connections", parser) as frame:
-        quick, make, world = frame.options.quick, Maker(frame.device, frame.world), frame.world
+        quick, make, world = frame.options.quick, Maker(frame.device, frame.ranks), frame.ranks
         plain = str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
         rows = 8192 if frame.cuda else 64
         wide = 8192 if frame.cuda else 64
@@ -86,6 +88,9 @@ def worker() -> int:
         pairs = [(op, s) for op in made for s in ([BULK] if op == BULK else ["pipelined", f"pipelined:chunks={2 * world}"])]
         for op, strategy in pairs:
             frame.row(f"{op} {strategy}", lambda g, o=op, s=strategy: right(g, o, s), 45)
+        # All streams in one queue: a plain call stands behind a replay of its group, and goes on when that has ended.
+        if frame.cuda and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            frame.row("a replay and a plain call of one thread", lambda g: graphs.beside(frame, g, 6), 45)
         if not frame.code:
             group = frame.group()
             bodies: dict[str, Callable[[], Any]] = {}

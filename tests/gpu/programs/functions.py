@@ -1,5 +1,5 @@
 """The plain functions on GPUs: values and gradients against fp64, `initialize` before the first step and before a capture, and
-the watchdog while nobody calls anything.
+the watchdog while nobody calls anything; what the host waits for on its own device.
 
     torchrun --nproc-per-node 4 tests/gpu/programs/functions.py [--quick] [--only TEXT]
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 
 import ub_overlap
 from tests.gpu.cases import BF16, F32, Maker
-from ub_overlap.runtime import errors, ops, session, settings
+from ub_overlap.runtime import errors, ops, session, settings, tuning
 
 SLACK = {F32: 2e-5, BF16: 2e-2}
 
@@ -49,7 +49,7 @@ def same(name: str, got: Tensor | None, want: Tensor | None, dtype: torch.dtype)
 
 def layer(frame: Frame, group: str, dtype: torch.dtype, save: str, strategy: str, dim: int) -> str:
     """y = matmul_reduce_scatter(gelu(all_gather_matmul(x, W1)), W2): what a Megatron layer is."""
-    make, world = Maker(frame.device, frame.world), frame.world
+    make, world = Maker(frame.device, frame.ranks), frame.ranks
     batch, rows, width, inner = 2, 96, 128, 192
     sizes = (rows, width) if dim == 0 else (batch, rows, width)
     x = make.randn(*sizes, dtype=dtype).requires_grad_()
@@ -89,15 +89,15 @@ def initialized(frame: Frame, group: str) -> str:
     before = logger.level
     logger.setLevel(logging.INFO)
     try:
-        size = ub_overlap.initialize(group, (512 * frame.world, 256), BF16)
+        size = ub_overlap.initialize(group, (512 * frame.ranks, 256), BF16)
         again = ub_overlap.initialize(group, 4096)
         made = [text for text in seen.texts if "symmetric memory" in text or "shared memory" in text]
         if frame.cuda and not any("symmetric memory" in text for text in made):
             raise AssertionError(f"no transport in the log: {seen.texts}")
-        if size < 512 * frame.world * 256 * 2 or again != size:
+        if size < 512 * frame.ranks * 256 * 2 or again != size:
             raise AssertionError(f"{size} bytes, then {again}")
         before_calls = len(seen.texts)
-        make = Maker(frame.device, frame.world)
+        make = Maker(frame.device, frame.ranks)
         x, w = make.randn(512, 256, dtype=BF16), make.randn(256, 128, dtype=BF16, scale=0.1)
         if frame.cuda:
             graph = torch.cuda.CUDAGraph()
@@ -121,13 +121,13 @@ def initialized(frame: Frame, group: str) -> str:
 
 def watched(frame: Frame, group: str) -> str:
     """Rank 1 does not come. The others call nothing more: their watchdogs say so."""
-    if frame.world < 2:
+    if frame.ranks < 2:
         raise Skip("needs 2 ranks")
     seen = Collected()
     logging.getLogger("ub_overlap").addHandler(seen)
     timeout_s = settings.current().step_timeout_s
     try:
-        make = Maker(frame.device, frame.world)
+        make = Maker(frame.device, frame.ranks)
         x, w = make.randn(64, 64, dtype=BF16), make.randn(64, 64, dtype=BF16)
         ub_overlap.all_gather_matmul(x, w, group)
         frame.sync()
@@ -151,16 +151,122 @@ def watched(frame: Frame, group: str) -> str:
     return "logged once" if len(told) <= 1 else f"logged {len(told)} times"
 
 
+def held_turn(frame: Frame, group: str) -> str:
+    """On rank 1 a call of the group never ends (so it is made to look). The next one there fails by itself, as a wait for the
+    turn and after one deadline; its peers name rank 1."""
+    if not frame.cuda or frame.ranks < 2:
+        raise Skip("needs 2 GPUs")
+    before, deadline = settings.current().step_timeout_s, 2.0
+    make = Maker(frame.device, frame.ranks)
+    x, w = make.randn(64, 64, dtype=BF16), make.randn(64, 64, dtype=BF16)
+    ub_overlap.all_gather_matmul(x, w, group)
+    frame.sync()
+    frame.barrier()
+    settings.configure(step_timeout_s=deadline)
+    error: errors.UbOverlapError | None = None
+    try:
+        if frame.rank == 1:
+            bound = session.bound(group, "cuda")
+            assert bound is not None
+            ops.extension().testing.hold_turn(bound._arena.core)
+        clock = time.monotonic()
+        out = ub_overlap.all_gather_matmul(x, w, group)
+        frame.sync()
+        seconds = time.monotonic() - clock
+        try:
+            session.check(group)
+        except errors.UbOverlapError as caught:
+            error = caught
+    finally:
+        settings.configure(step_timeout_s=before)
+        frame.barrier()
+    if error is None or 1 not in getattr(error, "ranks", ()):
+        raise AssertionError(f"expected an error that names rank 1, got {type(error).__name__}: {error}")
+    if frame.rank == 1 and not isinstance(error, errors.DeviceTimeoutError):
+        raise AssertionError(f"expected DeviceTimeoutError, got {type(error).__name__}: {error}")
+    if seconds > 2 * deadline + 1 or (frame.rank == 1 and seconds < 0.9 * deadline):
+        raise AssertionError(f"after {seconds:.1f} s, deadline {deadline:g} s")
+    if not bool(out.isnan().all()):
+        raise AssertionError("the output is not poisoned")
+    return f"after {seconds:.1f} s; rank 0: {type(error).__name__}"
+
+
+def busy_elsewhere(frame: Frame, group: str) -> str:
+    """Another stream is busy for seconds, as with a peer that comes late: growth and timing of a group do not wait for it."""
+    if not frame.cuda:
+        raise Skip("the CPU has no streams")
+    make, asleep = Maker(frame.device, frame.ranks), 8.0
+    small, big = make.randn(64, 64, dtype=BF16), make.randn(8192, 512, dtype=BF16)
+    w, v = make.randn(64, 64, dtype=BF16), make.randn(512, 64, dtype=BF16, scale=0.1)
+    strategies = ("pipelined", f"pipelined:chunks={2 * frame.ranks}")
+    for strategy in strategies:  # on another group: loading a kernel may wait for the whole device
+        for _ in range(4):
+            ub_overlap.all_gather_matmul(small, w, frame.group(), strategy=strategy)
+            ub_overlap.all_gather_matmul(big, v, frame.group(), strategy=strategy)
+    ub_overlap.all_gather_matmul(small, w, group)
+    bound = session.bound(group, "cuda")
+    assert bound is not None
+    grown, lane = bound.growths, torch.cuda.Stream()
+    frame.sync()
+    frame.barrier()
+    with torch.cuda.stream(lane):
+        frame.device_sleep(asleep)
+    clock = time.monotonic()
+    y = ub_overlap.all_gather_matmul(big, v, group)
+    torch.cuda.current_stream().synchronize()
+    growth = time.monotonic() - clock
+    open_ones = "|".join(strategies)
+    timed = torch.ops.ub_overlap.all_gather_matmul(small, [w], [0], 1, False, False, open_ones, group, "/busy")[1][0]
+    torch.cuda.current_stream().synchronize()
+    both, still = time.monotonic() - clock, not lane.query()
+    frame.sync()
+    session.check(group)
+    if bound.growths == grown or not tuning.tuned("/busy"):
+        raise AssertionError(f"nothing to see: {bound.growths - grown} growths, timed {tuning.tuned('/busy')}")
+    if not still:
+        raise AssertionError(f"the other stream was done first: growth took {growth:.1f} s, with the timing {both:.1f} s")
+    if not bool(y.isfinite().all()) or not bool(timed.isfinite().all()):
+        raise AssertionError("the outputs are not finite")
+    return f"growth {growth:.2f} s, timing {both - growth:.2f} s, beside a stream that was busy for {asleep:g} s"
+
+
+def bound_again(frame: Frame, group: str) -> str:
+    """Ranks 0 and 1 share memory in a group of their own first, so that torch counts another number of rendezvous there; then
+    all bind, close and bind again."""
+    if not frame.cuda or frame.ranks < 3:
+        raise Skip("needs 3 GPUs")
+    make = Maker(frame.device, frame.ranks)
+    x, w = make.randn(32, 64, dtype=F32), make.randn(64, 48, dtype=F32, scale=0.1)
+    pair = frame.fresh([0, 1], backend="gloo")
+    if pair:
+        ub_overlap.all_gather_matmul(x, w, pair)
+        frame.sync()
+    parts = [torch.empty_like(x) for _ in range(frame.ranks)]
+    dist.all_gather(parts, x)
+    for life in range(3):
+        y = ub_overlap.all_gather_matmul(x, w, group)
+        same(f"life {life}", y, torch.cat(parts).double() @ w.double(), F32)
+        frame.sync()
+        session.check(group)
+        frame.barrier()
+        session.close(group, "cuda")
+        frame.barrier()
+    return "3 lives of one group"
+
+
 def main() -> int:
     with Frame("plain functions") as frame:
         for dtype in (BF16, F32):
             for save in ("gathered", "shard"):
-                for strategy in ("pipelined", f"pipelined:chunks={2 * frame.world}", "none"):
+                for strategy in ("pipelined", f"pipelined:chunks={2 * frame.ranks}", "none"):
                     for dim in (0, 1):
                         label = f"layer {str(dtype).removeprefix('torch.')} {save} {strategy} dim {dim}"
                         frame.row(label, lambda g, d=dtype, s=save, how=strategy, at=dim: layer(frame, g, d, s, how, at))
         frame.row("initialize", lambda g: initialized(frame, g), own=True)
         frame.row("watchdog", lambda g: watched(frame, g), own=True)
+        frame.row("growth and timing beside a busy stream", lambda g: busy_elsewhere(frame, g), own=True)
+        frame.row("a group bound again by ranks with unequal pasts", lambda g: bound_again(frame, g), own=True)
+        frame.row("a turn that is never given back", lambda g: held_turn(frame, g), own=True)
     return frame.code
 
 

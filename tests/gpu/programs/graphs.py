@@ -33,7 +33,7 @@ class Layer:
     """all_gather_matmul, then matmul_reduce_scatter, on fixed weights; `static` is what a graph reads."""
 
     def __init__(self, frame: Frame, group: str, name: str, rows: int, wide: int) -> None:
-        make = Maker(frame.device, frame.world)
+        make = Maker(frame.device, frame.ranks)
         self.up, self.down = make.randn(512, wide, dtype=BF16, scale=0.1), make.randn(wide, 512, dtype=BF16, scale=0.1)
         self.static = make.randn(1, rows, 512, dtype=BF16)
         self.group, self.name = group, name
@@ -99,7 +99,7 @@ def alternate(frame: Frame, group: str, layers: int, count: int, eager: bool) ->
 
 def beside(frame: Frame, group: str, count: int) -> str:
     """A replay on one stream and a plain call on another that begins while the replay runs: the one waits for the other."""
-    make = Maker(frame.device, frame.world)
+    make = Maker(frame.device, frame.ranks)
     weight = make.randn(8192, 8192, dtype=BF16, scale=0.02)  # a call of milliseconds: ranks are further apart than a launch
     static, inputs = make.randn(1, 4096, 8192, dtype=BF16), [make.randn(1, 4096, 8192, dtype=BF16) for _ in range(3)]
 
@@ -211,7 +211,7 @@ def compiled(frame: Frame, steps: int, kwargs: dict[str, Any], captures: bool) -
     rows, dim, hidden = (1024, 1024, 2048) if frame.cuda else (32, 64, 128)  # above min_bytes on GPUs
     torch.manual_seed(3 + frame.rank)
     with torch.device(frame.device):
-        eager, ours = Model(frame.world, dim, hidden), Model(frame.world, dim, hidden)
+        eager, ours = Model(frame.ranks, dim, hidden), Model(frame.ranks, dim, hidden)
     ours.load_state_dict(eager.state_dict())
     run: Any = torch.compile(ours, backend="ub_overlap", **kwargs)
     worst = 0.0
@@ -222,7 +222,7 @@ def compiled(frame: Frame, steps: int, kwargs: dict[str, Any], captures: bool) -
         results = []
         for module, call in ((eager, eager), (ours, run)):
             generator.manual_seed(100 * step + frame.rank)
-            x = torch.randn(rows // frame.world, 1, dim, device=frame.device, generator=generator).requires_grad_()
+            x = torch.randn(rows // frame.ranks, 1, dim, device=frame.device, generator=generator).requires_grad_()
             out = call(x)
             as_loss(out).backward()
             results.append([out.detach().clone(), x.grad, *(p.grad.clone() for p in module.parameters())])  # type: ignore[union-attr]

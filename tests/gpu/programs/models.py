@@ -46,7 +46,7 @@ LOW = ("llama_b2", "mlp_gated_bias", "mlp_dim1", "mlp_reduce_gated", "gather_k",
 def run(frame: Frame, entry: tuple[str, dict[str, Any]], options: dict[str, Any], group: str) -> str:
     module, variant = entry
     torch._dynamo.reset()
-    outcome = compare(frame.rank, frame.world, module, dict(variant), dict(options), device=frame.device)
+    outcome = compare(frame.rank, frame.ranks, module, dict(variant), dict(options), device=frame.device)
     frame.sync()
     session.check()
     outcome.check()
@@ -62,7 +62,7 @@ def work(frame: Frame) -> list[tuple[str, tuple[str, dict[str, Any]], dict[str, 
     """(row, case, options), the most telling first."""
     quick = frame.options.quick
     every: Named = {**DTENSOR, **MEGATRON, **FSDP, **SINGLE}
-    if frame.world not in (2, 4, 8):
+    if frame.ranks not in (2, 4, 8):
         return [(f"{name} aot_eager", every[name], EAGER) for name in ODD]
     found = [(f"{name} aot_eager", every[name], EAGER) for name in FIRST]
     found += [(f"{name} inductor", every[name], INDUCTOR) for name in (INNER[:2] if quick else INNER)]
@@ -70,11 +70,11 @@ def work(frame: Frame) -> list[tuple[str, tuple[str, dict[str, Any]], dict[str, 
         for name in LOW[:2] if quick else LOW:
             module, variant = every[name]
             found.append((f"{name} {str(dtype)[6:]} aot_eager", (module, {**variant, "dtype": dtype}), EAGER))
-    if frame.world == 4:
+    if frame.ranks == 4:
         found += [(f"{name} aot_eager", entry, EAGER) for name, entry in MESH.items()]
     if not quick:
         module, variant = every["llama_b2"]
-        for chunks in (1, 2, 2 * frame.world):
+        for chunks in (1, 2, 2 * frame.ranks):
             found.append((f"llama_b2 chunks={chunks}", (module, variant), {**EAGER, "chunks": chunks}))
         found += [(f"{name} aot_eager", entry, EAGER) for name, entry in every.items() if name not in FIRST]
     return found
@@ -98,7 +98,7 @@ def main() -> int:
         end = time.monotonic() + (frame.options.budget or (120 if frame.options.quick else 600))
 
         def row(name: str, entry: tuple[str, dict[str, Any]], options: dict[str, Any], why: str) -> None:
-            over = any(frame.everyone(time.monotonic() > end))  # all ranks alike
+            over = any(frame.gather(time.monotonic() > end))  # all ranks alike
 
             def body(group: str) -> Any:
                 if why:
@@ -109,7 +109,7 @@ def main() -> int:
 
         for name, entry, options in work(frame):
             row(name, entry, options, unfit(name.split()[0]))
-        if not frame.options.quick and frame.world in (2, 4):
+        if not frame.options.quick and frame.ranks in (2, 4):
             # torchtitan after transformers in one process breaks the partitioner: its own rows come first, in another run.
             for name, entry in EXTERNAL.items():
                 if name.startswith("hf"):

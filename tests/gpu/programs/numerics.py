@@ -64,7 +64,7 @@ def pieces(chunks: int, ranks: int, rank: int, m: int) -> list[tuple[int, int]]:
 
 def gather(frame: Frame, group: str, dtype: torch.dtype, mode: int, chunks: int, m: int, k: int, n: int) -> Result:
     """Mode 0 or 1: each piece against torch.mm on it; the whole against one torch.mm."""
-    make = Maker(frame.device, frame.world)
+    make = Maker(frame.device, frame.ranks)
     case = make.gather(dtype, 1, m, k, [mode], False, True, n=n)
     weight = case[1][1][0]
     whole_case: Case = (AG, (*case[1][:2], [0], *case[1][3:]))
@@ -76,10 +76,10 @@ def gather(frame: Frame, group: str, dtype: torch.dtype, mode: int, chunks: int,
     if not torch.equal(kept, gathered):
         raise AssertionError("the gathered matrix differs")
     ours = product.t() if mode == 1 else product
-    if sorted(pieces(chunks, frame.world, frame.rank, m))[0][0] != 0:
+    if sorted(pieces(chunks, frame.ranks, frame.rank, m))[0][0] != 0:
         raise AssertionError("the schedule's pieces do not begin at row 0")
     worst, same, covered = 0, 0, 0
-    cuts = [cut for cut in pieces(chunks, frame.world, frame.rank, m) if cut[1] > cut[0]]
+    cuts = [cut for cut in pieces(chunks, frame.ranks, frame.rank, m) if cut[1] > cut[0]]
     for first, last in cuts:
         piece = torch.mm(gathered[first:last], weight)
         covered += last - first
@@ -100,7 +100,7 @@ def gather(frame: Frame, group: str, dtype: torch.dtype, mode: int, chunks: int,
 
 def scaled_gather(frame: Frame, group: str, row: bool, fast: bool, chunks: int, m: int, k: int, n: int) -> Result:
     """float8: each piece against torch._scaled_mm on it (on the CPU: the reference), and the gathered bytes."""
-    make = Maker(frame.device, frame.world)
+    make = Maker(frame.device, frame.ranks)
     case = make.scaled_gather(BF16, 1, m, k, row, widths=[n], keep=True, fast=fast)
     _, _, (weight,), (weight_scale,) = case[1][:4]
     strategy = f"pipelined:chunks={chunks}" if chunks else "pipelined"
@@ -111,7 +111,7 @@ def scaled_gather(frame: Frame, group: str, row: bool, fast: bool, chunks: int, 
     if cases.differs([kept], [whole]) or (row and not torch.equal(kept_scale, whole_scale)):
         raise AssertionError("the gathered matrix or its scales differ")
     worst, same = 0, 0
-    cuts = [cut for cut in pieces(chunks, frame.world, frame.rank, m) if cut[1] > cut[0]]
+    cuts = [cut for cut in pieces(chunks, frame.ranks, frame.rank, m) if cut[1] > cut[0]]
     for first, last in cuts:
         scale = whole_scale[first:last] if row else case[1][1]
         piece = reference.scaled_product(whole[first:last], weight, scale, weight_scale, None, BF16, fast)
@@ -125,9 +125,9 @@ def wire_bits(frame: Frame, group: str, dtype: torch.dtype, strategy: str) -> st
     """A float8 wire, bit for bit: each rank in turn contributes numbers of many binades, the others nothing."""
     rows, cols = 64, 512
     draw = torch.Generator().manual_seed(5)
-    values = torch.randn(frame.world * rows, cols, generator=draw)
+    values = torch.randn(frame.ranks * rows, cols, generator=draw)
     values *= torch.exp2(
-        torch.randint(-60, 60, (frame.world * rows, 1), generator=draw) + 4 * torch.randn(values.shape, generator=draw)
+        torch.randint(-60, 60, (frame.ranks * rows, 1), generator=draw) + 4 * torch.randn(values.shape, generator=draw)
     )
     values[3], values[5, :128] = 0, values[5, :128].abs()
     exact = values.clamp(-6e4, 6e4).to(dtype)
@@ -136,8 +136,8 @@ def wire_bits(frame: Frame, group: str, dtype: torch.dtype, strategy: str) -> st
     segments = mine.unflatten(1, (-1, 128))
     scale = (segments.abs().amax(2, keepdim=True) / 448).clamp(min=torch.finfo(F32).smallest_normal)
     rounded = ((segments * (1 / scale)).to(E4M3).float() * scale).flatten(1)
-    eye, right = torch.eye(frame.world * rows, dtype=dtype, device=frame.device), exact.to(frame.device)
-    for sender in range(frame.world):
+    eye, right = torch.eye(frame.ranks * rows, dtype=dtype, device=frame.device), exact.to(frame.device)
+    for sender in range(frame.ranks):
         left = eye if frame.rank == sender else torch.zeros_like(eye)
         out, _ = torch.ops.ub_overlap.matmul_reduce_scatter(
             [left],
@@ -158,7 +158,7 @@ def wire_bits(frame: Frame, group: str, dtype: torch.dtype, strategy: str) -> st
         want = mine if sender == frame.rank else rounded
         if wrong := int((out.cpu() != want).sum()):
             raise AssertionError(f"from rank {sender}: {wrong} of {want.numel()} differ")
-    return f"{frame.world} senders, bitwise"
+    return f"{frame.ranks} senders, bitwise"
 
 
 def errors_of(values: list[torch.Tensor], exact: torch.Tensor) -> list[tuple[float, float]]:
@@ -199,7 +199,7 @@ def against_plain(frame: Frame, group: str, case: Case, strategy: str, which: in
 
 def repeats(frame: Frame, group: str, kind: str, times: int) -> str:
     """The same call so many times, queued at once: the same bits."""
-    case, strategy = Maker(frame.device, frame.world).kind(kind, 512)
+    case, strategy = Maker(frame.device, frame.ranks).kind(kind, 512)
     runs = [cases.run_op(case, strategy, group, f"numerics.repeat.{kind}") for _ in range(times)]
     frame.sync()
     session.check(group)
@@ -211,7 +211,7 @@ def repeats(frame: Frame, group: str, kind: str, times: int) -> str:
 
 def main() -> int:
     with Frame("numerics") as frame:
-        quick, world, make = frame.options.quick, frame.world, Maker(frame.device, frame.world)
+        quick, world, make = frame.options.quick, frame.ranks, Maker(frame.device, frame.ranks)
         big = 1 if not frame.cuda else 4  # the CPU is here to try the program, not to multiply
         shapes = [(512 * big // 4, 1024 * big // 4, 512 * big // 4)] + ([] if quick else [(101, 264, 136), (64, 72, 40)])
         if frame.cuda and not quick:

@@ -96,7 +96,7 @@ def strategies(op: str, ranks: int, quick: bool) -> list[str]:
 def all_layouts(frame: Frame, group: str, ranks: int, op: str, dtype: torch.dtype, strategy: str) -> str:
     """One row: every layout of `op`; the world's own collectives are the plain op where the group is the world's."""
     make, worst, worst_plain = Maker(frame.device, ranks), 0.0, 0.0
-    plain = group if ranks < frame.world else str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+    plain = group if ranks < frame.ranks else str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
     for what, layout in LAYOUTS[op].items():
         case = layout(make, dtype)
         truth = Truth.of(case, plain)
@@ -107,7 +107,7 @@ def all_layouts(frame: Frame, group: str, ranks: int, op: str, dtype: torch.dtyp
             session.check(group)
             return truth.check(outs, what)
 
-        errors = frame.together(ours) if ranks == frame.world else ours()  # the others of a sub-group are elsewhere
+        errors = frame.together(ours) if ranks == frame.ranks else ours()  # the others of a sub-group are elsewhere
         worst, worst_plain = max(worst, errors[0]), max(worst_plain, errors[1])
     return f"{len(LAYOUTS[op])} layouts: error {worst:.2g}, plain {worst_plain:.2g}"
 
@@ -115,12 +115,12 @@ def all_layouts(frame: Frame, group: str, ranks: int, op: str, dtype: torch.dtyp
 def correctness(frame: Frame) -> None:
     for dtype in (BF16,) if frame.options.quick else (F32, BF16, F16):
         for op in LAYOUTS:
-            for strategy in strategies(op, frame.world, frame.options.quick):
+            for strategy in strategies(op, frame.ranks, frame.options.quick):
                 name = f"{op} {str(dtype)[6:]} {strategy}"
-                frame.row(name, lambda g, o=op, d=dtype, s=strategy: all_layouts(frame, g, frame.world, o, d, s))
+                frame.row(name, lambda g, o=op, d=dtype, s=strategy: all_layouts(frame, g, frame.ranks, o, d, s))
     if frame.options.quick:
         for op in (AG, RS):
-            frame.row(f"{op} float32", lambda g, o=op: all_layouts(frame, g, frame.world, o, F32, "pipelined"))
+            frame.row(f"{op} float32", lambda g, o=op: all_layouts(frame, g, frame.ranks, o, F32, "pipelined"))
 
 
 # ---- groups -----------------------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def inside(frame: Frame, groups: list[list[int]], dtype: torch.dtype = BF16) -> 
 
 
 def subgroups(frame: Frame) -> None:
-    world = frame.world
+    world = frame.ranks
     if world >= 4 and world % 2 == 0:
         # First: torch names a mesh's groups after how many groups the process is in, which must be alike on all ranks.
         frame.row("2D mesh, both dims", lambda _: mesh(frame), 90)
@@ -159,7 +159,7 @@ def mesh(frame: Frame) -> str:
     """Ops on the two groups of a 2D mesh that this rank is in, in turns."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    grid = init_device_mesh(frame.kind, (2, frame.world // 2), mesh_dim_names=("dp", "tp"))
+    grid = init_device_mesh(frame.kind, (2, frame.ranks // 2), mesh_dim_names=("dp", "tp"))
     note = ""
     for op in (AG, RS, AR, BULK):
         for dim in ("tp", "dp"):
@@ -180,7 +180,7 @@ def worst_of(frame: Frame, done: list[tuple[Case, list[torch.Tensor]]]) -> float
 def two_groups(frame: Frame, group: str, lanes: int) -> str:
     """Calls of two groups in turns, queued without waiting, on `lanes` streams; then all results against float64."""
     second = frame.fresh()
-    make, calls = Maker(frame.device, frame.world), []
+    make, calls = Maker(frame.device, frame.ranks), []
     queued: list[tuple[Case, list[torch.Tensor]]] = []
     streams: list[Any] = [torch.cuda.Stream() for _ in range(lanes)] if frame.cuda and lanes > 1 else [None]
     for i in range(24):
@@ -200,7 +200,7 @@ def two_streams(frame: Frame, group: str) -> str:
     """Calls of one group on two streams in turns: ordered, so right. On which stream a call runs differs between ranks."""
     if not frame.cuda:
         return "one stream on the CPU"
-    make = Maker(frame.device, frame.world)
+    make = Maker(frame.device, frame.ranks)
     calls = [make.kind(("AG", "RS", "AR", "bulk")[i % 4]) for i in range(24)]
     lanes, mine = [torch.cuda.Stream() for _ in range(2)], frame.own_random(5)
     frame.sync()
@@ -220,7 +220,7 @@ def two_streams(frame: Frame, group: str) -> str:
 def sizes(frame: Frame, rows: list[int], grown: int) -> str:
     """Calls with so many rows a rank, back to back, on a new group. `grown`: how often its landing area may grow at most; it
     must where any call needs more than the first."""
-    group, make = frame.fresh(), Maker(frame.device, frame.world)
+    group, make = frame.fresh(), Maker(frame.device, frame.ranks)
     growths, before = [0], session.Session.grow
 
     def counted(self: Any, *args: Any) -> None:
@@ -244,7 +244,7 @@ def sizes(frame: Frame, rows: list[int], grown: int) -> str:
 
 
 def transport(frame: Frame, group: str) -> str:
-    cases.run_op(Maker(frame.device, frame.world).kind("AG")[0], "pipelined", group, "transport")
+    cases.run_op(Maker(frame.device, frame.ranks).kind("AG")[0], "pipelined", group, "transport")
     core = next(core for core in ops.extension().sessions() if core.group == group)
     wanted = "symmetric memory" if frame.cuda else "shared memory"
     if core.transport != wanted:

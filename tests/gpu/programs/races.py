@@ -89,7 +89,7 @@ class Site:
 
 def sites(frame: Frame, group: str, kinds: list[str], size: int = 256) -> list[Site]:
     """Sites with their expected results, each computed alone, all ranks synchronised, and checked against the plain op."""
-    make, made = Maker(frame.device, frame.world), []
+    make, made = Maker(frame.device, frame.ranks), []
     world = str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
     for number, kind in enumerate(kinds):
         versions = [make.kind(kind, size) for _ in range(VERSIONS)]

@@ -41,14 +41,14 @@ def check(frame: Frame, key: tuple[Any, ...], site: str) -> str:
     """Replays what all ranks recorded of the last call (or replay) of a site."""
     mine: list[Record] = [tuple(r) for r in ops.extension().last_trace(site)]
     schedules = build_all(Key(*key))
-    done = replay(schedules, frame.everyone(mine), one_clock=not frame.cuda)
+    done = replay(schedules, frame.gather(mine), one_clock=not frame.cuda)
     # That the replay can fail: the same records, with the last thing done to data moved before everything.
     place = max(i for i, r in enumerate(mine) if r[1] == "COMPUTE" and r[2] in ("reduce", "matmul", "copy", "finish"))
     step, queue, kind, _, _, size = mine[place]
     early = min(r[3] for r in mine) - 10_000_000
     moved = [*mine[:place], (step, queue, kind, early, early + 1, size), *mine[place + 1 :]]
     try:
-        replay(schedules, frame.everyone(moved), one_clock=not frame.cuda)
+        replay(schedules, frame.gather(moved), one_clock=not frame.cuda)
     except Violation:
         pass
     else:
@@ -60,7 +60,7 @@ def check(frame: Frame, key: tuple[Any, ...], site: str) -> str:
 def recorded(frame: Frame, group: str, kind: str, size: int, graph: bool) -> str:
     if graph and not frame.cuda:
         raise Skip("the CPU has no graphs")
-    case, strategy = Maker(frame.device, frame.world).kind(kind, size)
+    case, strategy = Maker(frame.device, frame.ranks).kind(kind, size)
     keys: list[Any] = []
     listen(keys)
     settings.configure(trace=True)
@@ -88,7 +88,7 @@ def recorded(frame: Frame, group: str, kind: str, size: int, graph: bool) -> str
 
 def beside(frame: Frame, group: str, kind: str, size: int) -> str:
     """Bytes of a big op move while a matmul of the same call runs: of all ranks together."""
-    make = Maker(frame.device, frame.world)
+    make = Maker(frame.device, frame.ranks)
     if kind == "AG":
         case, strategy = make.gather(cases.BF16, 1, size, 2 * size, [0], False, False, n=2 * size), "pipelined"
     else:
@@ -104,7 +104,7 @@ def beside(frame: Frame, group: str, kind: str, size: int) -> str:
         found = stats.site_stats()[site]
     finally:
         settings.configure(trace=False)
-    every = frame.everyone((found.bytes_beside_matmul, found.bytes_copied))
+    every = frame.gather((found.bytes_beside_matmul, found.bytes_copied))
     hidden, copied = sum(h for h, _ in every), sum(c for _, c in every)
     if not 0 < hidden <= copied:
         raise AssertionError(f"{hidden} of {copied} bytes moved beside a matmul")

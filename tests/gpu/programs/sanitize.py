@@ -55,7 +55,7 @@ CASES: dict[str, Callable[[Maker], tuple[Case, str]]] = {
 
 
 def once(frame: Frame, group: str, what: str) -> str:
-    case, strategy = CASES[what](Maker(frame.device, frame.world))
+    case, strategy = CASES[what](Maker(frame.device, frame.ranks))
     for _ in range(3):
         outs = cases.run_op(case, strategy, group, f"sanitize.{what}")
     frame.sync()
@@ -67,7 +67,7 @@ def once(frame: Frame, group: str, what: str) -> str:
 
 def fails(frame: Frame, group: str) -> str:
     """Rank 1 is at another site: the outputs are poisoned."""
-    case, strategy = CASES["gather, even"](Maker(frame.device, frame.world))
+    case, strategy = CASES["gather, even"](Maker(frame.device, frame.ranks))
     outs: list[torch.Tensor] = []
     try:
         outs = cases.run_op(case, strategy, group, f"sanitize.site{min(frame.rank, 1)}")

@@ -1,0 +1,160 @@
+"""The host's waits for its own device: for what they need and no more, each with a deadline. Devices are fakes here."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ub_overlap.runtime import errors, settings, stream, symmetric, tuning
+
+STEP = 0.2
+
+
+@pytest.fixture(autouse=True)
+def deadline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A short one; and nobody may wait for the whole device, which has none."""
+
+    def refused() -> None:
+        raise AssertionError("a wait for the whole device")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", refused)
+    before = settings.current().step_timeout_s
+    settings.configure(step_timeout_s=STEP)
+    yield
+    settings.configure(step_timeout_s=before)
+
+
+class Event:
+    """Passes when it is asked for the `passes`-th time."""
+
+    passes = 3
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.asked = 0
+
+    def record(self) -> None:
+        self.asked = 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.asked >= self.passes
+
+    def elapsed_time(self, other: Event) -> float:
+        return 2.0
+
+
+def test_a_call_is_timed_between_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    ran: list[int] = []
+    assert tuning._cuda_us(lambda: ran.append(1)) == 2000.0
+    assert ran == [1]
+
+
+def test_a_stream_that_does_not_come_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Event, "passes", 1 << 60)
+    begin = time.monotonic()
+    with pytest.raises(errors.DeviceTimeoutError, match=r"what was issued before a call that is timed did not end .* 0\.2 s"):
+        tuning._cuda_us(lambda: None)
+    assert STEP <= time.monotonic() - begin < 10 * STEP
+
+
+def arena(core: Any, monkeypatch: pytest.MonkeyPatch) -> symmetric.SymmetricArena:
+    """One of two ranks that has been made and met."""
+    monkeypatch.setattr(symmetric, "_allocate", lambda size: torch.empty(1))
+    monkeypatch.setattr(symmetric, "refuse_capture", lambda doing: None)
+    made = symmetric.SymmetricArena.__new__(symmetric.SymmetricArena)
+    made._group, made._rank, made._ranks, made._slot_bytes, made.core = "g", 0, 2, 64, core
+    made._held, made._words, made._data = [], torch.empty(1), torch.empty(1)
+    made._words_handle = made._data_handle = "old"
+    return made
+
+
+def core_of(ended: bool, captured: bool = False, free: bool = True) -> SimpleNamespace:
+    return SimpleNamespace(
+        ended=lambda: ended, captured=captured, free_to_go=lambda: free, replace=lambda data, slot_bytes: None
+    )
+
+
+def test_growth_waits_for_the_calls_of_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena(core_of(True), monkeypatch).grow_begin(128)
+    busy = arena(core_of(False), monkeypatch)
+    begin = time.monotonic()
+    with pytest.raises(errors.DeviceTimeoutError, match="a call of group 'g', whose landing area is to be made larger"):
+        busy.grow_begin(128)
+    assert STEP <= time.monotonic() - begin < 10 * STEP
+
+
+@pytest.mark.parametrize(("captured", "free", "kept"), [(False, True, 0), (True, True, 1), (False, False, 1)])
+def test_old_slots_go_where_nothing_has_to_be_waited_for(
+    captured: bool, free: bool, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch's memory goes, it waits for the whole device: it stays while that is busy, and goes with the next growth."""
+    met: list[str] = []
+
+    def rendezvous(tensor: Any, group: str, name: str) -> Any:
+        met.append(name)
+        return SimpleNamespace(buffer_ptrs=[tensor.data_ptr(), tensor.data_ptr()])
+
+    monkeypatch.setattr(symmetric, "_outside_pools", lambda body: body())
+    monkeypatch.setattr(symmetric._torch_compat, "symmetric_rendezvous", rendezvous)
+    one = arena(core_of(True, captured, free), monkeypatch)
+    one.grow_begin(128)
+    one.grow_attach(1, one.data_name)
+    one.grow_commit()
+    assert (one.slot_bytes, len(one._held), met) == (128, kept, [""])
+    one.core = core_of(True, captured)
+    one.grow_begin(256)
+    one.grow_attach(1, "77:of rank 1")
+    one.grow_commit()
+    assert len(one._held) == (2 if captured else 0)
+    assert met[1] == f"ub_overlap/rendezvous/{one.data_name.partition(':')[2]}"
+    one.core = None
+
+
+def test_names_of_meetings() -> None:
+    """Ranks that have been through equally many need none; others get one that all make out alike, and never the same again."""
+    seen = set()
+    for _ in range(2):  # a group that is bound, closed and bound again: its ranks' counts may be what they were
+        tokens = [f"{count}:{symmetric.meeting_name().partition(':')[2]}" for count in (4, 4, 2)]
+        names = {symmetric.meeting(list(tokens)) for _rank in range(3)}
+        assert len(names) == 1
+        seen |= names
+    assert len(seen) == 2 and "" not in seen
+    assert symmetric.meeting([symmetric.meeting_name() for _ in range(3)]) == ""
+
+
+FIELDS = {
+    "op": "all_gather_matmul", "site": "s", "reporter": "1", "ranks": "1", "phase": "TURN", "chunk": "0", "expected_epoch": "7",
+    "observed_epoch": "0", "waited_s": "4", "silent_s": "-1", "dead": "0", "got": "", "expected": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("connections", ["", "1", "8"])
+def test_the_turn_on_a_device(connections: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The own device is late, not a peer; under one connection the error says what that has to do with it."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    error = errors.make("DeviceTimeoutError", FIELDS)
+    assert isinstance(error, errors.DeviceTimeoutError) and error.ranks == (1,)
+    assert error.what.startswith("rank 1 of the group waited for its turn on its own device for 4 s")
+    assert "all_gather_matmul at site 's'" in error.where and "epoch 7" in error.got and error.expected
+    assert ("CUDA_DEVICE_MAX_CONNECTIONS=1" in error.fix) == (connections == "1") and error.fix
+
+
+def test_errors_carry_their_ranks() -> None:
+    for name in ("PeerTimeoutError", "ShapeMismatchError", "SiteMismatchError", "PeerFailedError", "DeviceTimeoutError"):
+        error = errors.make(name, {**FIELDS, "ranks": "2"})
+        assert isinstance(error, errors.RankError) and error.ranks == (2,)
+        again = pickle.loads(pickle.dumps(error))
+        assert (type(again), str(again), again.ranks) == (type(error), str(error), (2,))
+
+
+def test_a_wait_that_ends() -> None:
+    asked = iter([False, False, True])
+    stream.until(lambda: next(asked), "something")

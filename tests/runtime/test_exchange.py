@@ -1,0 +1,144 @@
+"""Exchanges through a Store: what travels, whom a deadline names, what a mismatch of plans reads; ranks are threads here."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ub_overlap import _torch_compat
+from ub_overlap.runtime import errors, exchange, mismatch, notices, rank_graphs, session, settings, tuning
+
+
+@pytest.fixture
+def short() -> Iterator[None]:
+    before = settings.current()
+    settings.configure(init_timeout_s=0.5, step_timeout_s=0.25)
+    yield
+    settings.configure(init_timeout_s=before.init_timeout_s, step_timeout_s=before.step_timeout_s)
+
+
+def at_once(bodies: list[Callable[[], Any]]) -> list[Any]:
+    """What each returned or raised."""
+    found: list[Any] = [None] * len(bodies)
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = bodies[rank]()
+        except Exception as error:  # noqa: BLE001  (told to the test)
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return found
+
+
+def members(store: Any, ranks: int) -> list[exchange.Exchange]:
+    return [exchange.Exchange(store, "g", "cpu", rank, ranks, "op", "site") for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(("deadline", "setting"), [("init", "INIT"), ("step", "STEP")])
+def test_an_error_names_the_setting_that_was_used(short: None, deadline: exchange.Deadline, setting: str) -> None:
+    """Whatever the topic."""
+    one, _ = members(dist.HashStore(), 2)
+    with pytest.raises(errors.PeerTimeoutError) as caught:
+        one.all("tune/1", {}, deadline, "tune a site")
+    assert f"within {exchange.seconds(deadline):g} s" in caught.value.what
+    assert f"UB_OVERLAP_{setting}_TIMEOUT_S" in caught.value.fix
+    assert (caught.value.ranks, caught.value.phase, caught.value.op, caught.value.site) == ((1,), "tune/1", "op", "site")
+
+
+def test_timing_a_site_waits_for_a_step(short: None) -> None:
+    tuner = tuning.Tuner(members(dist.HashStore(), 2)[0], "cpu")
+    with pytest.raises(errors.PeerTimeoutError, match="UB_OVERLAP_STEP_TIMEOUT_S"):
+        tuner.tune("op", "/site", 0, "work", ["pipelined", "none"], lambda _: True, lambda: None)
+
+
+def test_a_rank_reads_one_other_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five ranks with three plans two leave their texts, and each rank gets that of the first one that differs."""
+    digests, store = ["aaaaaaaa", "aaaaaaaa", "bbbbbbbb", "cccccccc", "bbbbbbbb"], dist.HashStore()
+    looked: list[tuple[str, str]] = []
+    for module in (session, mismatch):
+        monkeypatch.setattr(module, "plan_text", lambda digest: json.dumps({"sites": [{"id": digest}]}))
+    monkeypatch.setattr(rank_graphs, "packed", lambda digest: f"graphs of {digest}")
+    monkeypatch.setattr(rank_graphs, "told", lambda mine, theirs, names: looked.append((mine, theirs)) or f"{mine}, {theirs}")
+    core = SimpleNamespace(device="cpu", group="g")
+    ranks = [session.Session(core, one, None) for one in members(store, 5)]
+    found = at_once([lambda r=r, d=d: r.verify(d, "op", f"{d}/0") for r, d in zip(ranks, digests, strict=True)])
+    for rank, (error, mine) in enumerate(zip(found, digests, strict=True)):
+        assert isinstance(error, errors.PlanMismatchError), error
+        other = [r for r, theirs in enumerate(digests) if theirs != mine]
+        assert error.ranks == tuple(other)
+        assert f"rank {other[0]}: site id={digests[other[0]]}" in str(error) and f"rank {rank}: site id={mine}" in str(error)
+        assert error.diff == f"graphs of {mine}, graphs of {digests[other[0]]}" and str(error).endswith(error.diff)
+    assert len(looked) == 5
+    assert [store.check([f"ub_overlap/cpu/1/text/1/{rank}"]) for rank in range(5)] == [True, False, True, False, False]
+
+
+class Group:
+    """A process group, as far as notices look at one."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.store = lambda: rank, dist.HashStore()
+
+
+def left(group: Group, graph: str) -> dict[str, Any]:
+    return dict(json.loads(group.store.get(notices._key("g", graph, 1))))
+
+
+def test_notices_end_with_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another group of that name was told is none of this one's, and a list does not grow without end."""
+    here = [Group(1)]
+    monkeypatch.setattr(_torch_compat, "is_fake_group", lambda name: False)
+    monkeypatch.setattr(_torch_compat, "group_of", lambda name: here[0])
+    monkeypatch.setattr(_torch_compat, "store_of", lambda group: group.store)
+    for digest in ("aa", "bb", "aa"):
+        notices.leave(["g"], "graph", digest)
+    assert (left(here[0], "graph")["digests"], left(here[0], "graph")["digest"]) == (["bb", "aa"], "aa")
+    here[0] = Group(1)
+    notices.leave(["g"], "graph", "cc")
+    assert left(here[0], "graph")["digests"] == ["cc"] and not left(here[0], "graph")["dropped"]
+    assert len(notices._left) == 1, "the old group's went with it"
+    for number in range(notices.MOST):
+        notices.leave(["g"], "graph", f"{number:02}")
+    assert left(here[0], "graph")["digests"] == [f"{number:02}" for number in range(notices.MOST)]
+    assert left(here[0], "graph")["dropped"] and len(notices._left[here[0]]["graph"]) == notices.MOST + 1
+    notices.leave(["g"], "graph", "dd")
+    assert left(here[0], "graph")["dropped"] and len(notices._left[here[0]]["graph"]) == notices.MOST + 1
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_notice_that_dropped_plans_accuses_nobody(dropped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = json.dumps({"graph": "G", "sites": []})
+    for module in (notices, mismatch):
+        monkeypatch.setattr(module, "plan_text", lambda digest: plan)
+    store = dist.HashStore()
+    one = members(store, 2)[0]
+    notice = {"digests": ["bbbbbbbb"], "dropped": dropped, "digest": "bbbbbbbb", "site": "none of this plan"}
+    store.set(notices._key("g", "G", 1), json.dumps(notice))
+    late = errors.PeerTimeoutError("late", ranks=(1,), phase="plan/1")
+    found = notices.explained(one, "plan/1", "aaaaaaaa", late)
+    assert (found is late) if dropped else isinstance(found, errors.PlanMismatchError) and found.ranks == (1,)
+
+
+def test_picks_are_of_this_version_and_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def key() -> str:
+        return tuning._key("work", ["a", "b"], "cpu", 2)
+
+    mine, before = key(), settings.current().replay
+    assert key() == mine
+    try:
+        settings.configure(replay=not before)
+        assert key() != mine
+    finally:
+        settings.configure(replay=before)
+    monkeypatch.setattr(tuning, "extension", lambda: SimpleNamespace(build_info=lambda: {"version": "another"}))
+    assert key() != mine
