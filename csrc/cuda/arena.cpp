@@ -62,6 +62,7 @@ CudaArena::CudaArena(int device, std::shared_ptr<ShmArena> host, const std::vect
     preload_waits();
     preload_data();
     preload_wire();
+    preload_quantise();
     check(cudaDeviceSynchronize(), "set up the arena");
 }
 
