@@ -32,6 +32,8 @@ LENGTH = 16
 """Calls that a history remembers."""
 CAPACITY = 8192
 """Tensors of a state on one device: memory that captured graphs write to cannot grow."""
+HEADROOM = 2.0
+"""By how much a tensor may grow over its history before it saturates: a binade of 18 (e4m3) or 32 (e5m2), and no bit."""
 TINY = 2.0**-120
 """The least scale, as without delay (compiler/fp8/recipe.py)."""
 _SEPARATOR = ";"
@@ -201,13 +203,21 @@ def fp8_quantise(x: Tensor, most: Tensor, at: int, key: str, format: torch.dtype
     """x any shape, in 16 bits; most [N] -> (float8 of x's shape, contiguous; its scale [])."""
     state, name = _state_of(key)
     bank, slot = state.slot(name, x.device)
+    noted = bank.seen[slot : slot + 1]
+    if x.is_cuda and hasattr(torch.ops.ub_overlap, "fp8_cast"):  # csrc/cuda/quantise.cu: one pass over x
+        return torch.ops.ub_overlap.fp8_cast.default(x, most, at, noted, format, HEADROOM)
+    return cast_plainly(x, most, at, noted, format)
+
+
+def cast_plainly(x: Tensor, most: Tensor, at: int, noted: Tensor, format: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What `fp8_quantise` does, in ATen: by most[at], into noted [1] what x is of magnitude."""
     largest = torch.finfo(format).max
     wide = x.float().contiguous()
     finite = wide.isfinite()
     seen = torch.where(finite, wide.abs(), 0.0).amax() if x.numel() else wide.new_zeros(())
-    bank.seen[slot].copy_(torch.maximum(bank.seen[slot], seen))
+    noted.copy_(torch.maximum(noted, seen))
     known = most[at]
-    scale = (torch.where(known > 0, known, seen) * (1.0 / largest)).clamp_min(TINY)
+    scale = (torch.where(known > 0, known * HEADROOM, seen) * (1.0 / largest)).clamp_min(TINY)
     bounded = (wide * scale.reciprocal()).clamp(-largest, largest)
     return torch.where(finite, bounded, torch.nan).to(format), scale
 

@@ -64,6 +64,7 @@ CudaArena::CudaArena(int device, std::shared_ptr<ShmArena> host, const std::vect
     preload_waits();
     preload_data();
     preload_wire();
+    preload_quantise();
     // On a stream of its own: the caller's may stand behind a peer that waits for this rank to bind.
     check(cudaMemsetAsync(group_.local, 0, sizeof(LocalState), abort_stream_), "clear the epochs");
     check(cudaStreamSynchronize(abort_stream_), "set up the arena");

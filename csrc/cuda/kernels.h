@@ -10,11 +10,26 @@
 
 namespace ub_overlap::cuda {
 
-// Load the kernels of waits.cu, data.cu and wire.cu onto the current device: loading one later could wait for a kernel that
-// spins.
+// A cast to float8 of `count` elements at `x` by the scale that *known gives, if it is above 0, or else their own magnitude;
+// what they are is noted. `first`: one float of scratch. All on the device.
+struct Fp8Cast {
+    const char* x;
+    int64_t count;
+    DType format;
+    const float* known;
+    float headroom;
+    float* first;
+    char* q;
+    float* scale;
+    float* noted;
+};
+
+// Load the kernels of waits.cu, data.cu, wire.cu and quantise.cu onto the current device: loading one later could wait for a
+// kernel that spins.
 void preload_waits();
 void preload_data();
 void preload_wire();
+void preload_quantise();
 
 // First kernel of a call: takes the group's turn, counts the epoch, stores the slot's word, and waits until the peers have left
 // the slot. `timeout_ns`: of each wait, and of the turn since the call that has it last went on.
@@ -38,6 +53,9 @@ void launch_reduce_scaled(const std::vector<Source>& sources, const Span& dst, D
                           cudaStream_t stream);
 // Numbers of `type` to float8 and scales, as the CPU's round_for_wire does.
 void launch_round_for_wire(const Rounding& rounding, DType type, cudaStream_t stream);
+
+// Elements of `type` to float8 (quantise.cu).
+void launch_fp8_cast(const Fp8Cast& cast, DType type, cudaStream_t stream);
 
 // Throws NamedError("UbOverlapError") saying what could not be done.
 void check(cudaError_t code, const char* what);

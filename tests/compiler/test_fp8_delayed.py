@@ -41,9 +41,9 @@ state.count = 0  # type: ignore[attr-defined]
 
 
 def scaled_by(x: Tensor, amax: float, format: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x by the scale of a largest magnitude that is known already: what is larger saturates."""
+    """x by the scale of a largest magnitude that is known already: what is more than twice as large saturates."""
     largest = torch.finfo(format).max
-    s = (torch.tensor(amax) * (1.0 / largest)).clamp(min=TINY)
+    s = (torch.tensor(2 * amax) * (1.0 / largest)).clamp(min=TINY)
     return (x.float() * s.reciprocal()).clamp(-largest, largest).to(format), s
 
 
@@ -56,8 +56,8 @@ def step(run: Any, module: nn.Linear, x: Tensor, dy: Tensor) -> Step:
 
 
 def test_numbers_over_steps(state: Fp8State) -> None:
-    """The first call scales by its own values, as tensorwise bit for bit; later ones by the largest of the calls before: a
-    tensor that grew saturates, one that shrank has coarser steps."""
+    """The first call scales by its own values, as tensorwise bit for bit; later ones by twice the largest of the calls
+    before: a tensor that grew by more saturates, one that shrank has coarser steps."""
     module, plain = linear(bias=False), linear(bias=False)
     with uncached():
         run = compiled(module, **DELAYED, fp8_state=state.name)

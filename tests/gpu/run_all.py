@@ -38,6 +38,7 @@ PROGRAMS = (
     Program("races", 300, 100),
     Program("broken", 240, 75),
     Program("numerics", 180, 60),
+    Program("delayed", 240, 100),
     Program("functions", 120, 60),
     Program("graphs", 300, 90),
     Program("recorded", 120, 50),

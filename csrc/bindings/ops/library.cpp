@@ -52,6 +52,11 @@ TORCH_LIBRARY(ub_overlap, m) {
         "bulk(Tensor input, Tensor[] lhs, Tensor[] rhs, str collective, str reduce_op, str strategy, str group, str site) "
         "-> (Tensor out, Tensor[] outs)",
         tags);
+#ifdef UB_OVERLAP_CUDA
+    m.def(
+        "fp8_cast(Tensor x, Tensor most, int at, Tensor(a!) noted, ScalarType format, float headroom) "
+        "-> (Tensor q, Tensor scale)");
+#endif
 }
 
 static void register_ops(torch::Library& m) {
@@ -70,6 +75,7 @@ TORCH_LIBRARY_IMPL(ub_overlap, CPU, m) {
 TORCH_LIBRARY_IMPL(ub_overlap, CUDA, m) {
 #ifdef UB_OVERLAP_CUDA
     register_ops(m);
+    m.impl("fp8_cast", &fp8_cast);
 #else
     for (const char* op : {"all_gather_matmul", "all_gather_scaled_matmul", "matmul_reduce_scatter",
                            "scaled_matmul_reduce_scatter", "matmul_all_reduce", "bulk"}) {

@@ -38,4 +38,10 @@ TwoTensors matmul_all_reduce(at::TensorList lhs, at::TensorList rhs, const std::
 TensorAndList bulk(const at::Tensor& input, at::TensorList lhs, at::TensorList rhs, std::string collective,
                    std::string reduce_op, std::string strategy, std::string group, std::string site);
 
+#ifdef UB_OVERLAP_CUDA
+// x any shape, by most[at] [N]; what it is of magnitude goes into noted [1] -> (float8 of x's shape, its scale []).
+TwoTensors fp8_cast(const at::Tensor& x, const at::Tensor& most, int64_t at, at::Tensor& noted, at::ScalarType format,
+                    double headroom);
+#endif
+
 }  // namespace ub_overlap

@@ -1,0 +1,161 @@
+"""Delayed scaling: the cast's kernel against ATen bit for bit, captured calls, and compiled models with and without graphs.
+
+torchrun --nproc-per-node 2 tests/gpu/programs/delayed.py [--quick] [--only TEXT] [--device cpu]
+"""
+
+# ruff: noqa: E402   the path comes first
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[3])
+
+from tests.gpu.frame import Frame, Result, Skip  # isort: skip
+
+import torch
+from torch import Tensor, nn
+
+from tests.compiler.work_fp8 import accumulated
+from tests.gpu.cases import BF16, E4M3, E5M2, F16, F32
+from tests.models.case import on
+from ub_overlap import fp8_state
+from ub_overlap.runtime.magnitudes import cast_plainly, fp8_history, fp8_quantise, fp8_seen, text_of
+
+SIZES = (0, 1, 15, 16, 4096 + 5, 300 * 4096, (1 << 22) + 3)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit; one NaN is as good as another."""
+    return torch.equal(a.float().nan_to_num(nan=12345.0), b.float().nan_to_num(nan=12345.0))
+
+
+def cast(frame: Frame, dtype: torch.dtype, format: torch.dtype) -> str:
+    """Every size, aligned and not, with an empty history and with one that is too small, and what is not finite."""
+    for size in SIZES:
+        for shift in (0, 1):
+            x = (torch.randn(size + shift, device=frame.device) * 3).to(dtype)[shift:]
+            if size > 20:
+                x[3], x[7], x[11] = torch.inf, -torch.inf, torch.nan
+            for known in (0.0, 0.5):
+                most = torch.tensor([9.0, known], device=frame.device)
+                ours, theirs = (torch.full((1,), 0.25, device=frame.device) for _ in range(2))
+                key = text_of("cast", [str(dtype)])
+                state, name = fp8_state("cast"), str(dtype)
+                bank, slot = state.slot(name, x.device)
+                bank.seen[slot] = 0.25
+                q, scale = fp8_quantise(x, most, 1, key, format)
+                ours.copy_(bank.seen[slot : slot + 1])
+                wanted, unit = cast_plainly(x, most, 1, theirs, format)
+                where = f"{size} elements shifted by {shift}, history {known}"
+                assert torch.equal(scale, unit), f"{where}: scale {scale.item()}, wanted {unit.item()}"
+                assert torch.equal(ours, theirs), f"{where}: noted {ours.item()}, wanted {theirs.item()}"
+                assert q.dtype == format and same(q, wanted), f"{where}: {(q.float() != wanted.float()).sum()} differ"
+    return f"{len(SIZES)} sizes, bitwise"
+
+
+def captured(frame: Frame, turns: int) -> str:
+    """Replays of a captured call, with inputs that change, leave the histories that plain calls leave."""
+    if not frame.cuda:
+        raise Skip("there is nothing to capture on the CPU")
+    inputs = [torch.randn(256, 512, device=frame.device, dtype=BF16) * (1 + turn % 5) for turn in range(turns)]
+    static = inputs[0].clone()
+
+    def call(name: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        keys = text_of(name, ["x", "y"])
+        most = fp8_history(fp8_seen(x, keys), keys)
+        q, scale = fp8_quantise(x, most, 0, text_of(name, ["x"]), E4M3)
+        fp8_quantise(-2 * x, most, 1, text_of(name, ["y"]), E5M2)
+        return most, q, scale
+
+    call("captured", static)
+    fp8_state("captured").reset()
+    frame.sync()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call("captured", static)
+    for x in inputs:
+        static.copy_(x)
+        graph.replay()
+        for mine, wanted in zip(found, call("plain", x), strict=True):
+            assert same(mine, wanted)
+    ours, theirs = fp8_state("captured").state_dict(), fp8_state("plain").state_dict()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    return f"{turns} replays, bitwise"
+
+
+def compiled(frame: Frame, turns: int) -> str:
+    """The same model with and without torch's own graphs: outputs, gradients and histories bit for bit."""
+    if not frame.cuda:
+        raise Skip("graphs are for GPUs")
+    results: list[list[Tensor]] = []
+    for graphs in (False, True):
+        torch.manual_seed(3)
+        torch._dynamo.reset()
+        model = nn.Sequential(nn.Linear(512, 1024), nn.SiLU(), nn.Linear(1024, 512)).to(frame.device, BF16)
+        options = {"fp8": "all", "fp8_recipe": "delayed", "fp8_state": f"graphs {graphs}", "overlap": "force"}
+        run: Any = torch.compile(model, backend="ub_overlap", options={**options, "triton.cudagraphs": graphs})
+        found: list[Tensor] = []
+        for turn in range(turns):
+            torch.compiler.cudagraph_mark_step_begin()
+            x = (torch.randn(256, 512, device=frame.device) * (1 + turn % 3)).to(BF16).requires_grad_()
+            y = run(x)
+            y.float().square().mean().backward()
+            assert x.grad is not None
+            found += [y.detach().clone(), x.grad.clone()]
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        state = fp8_state(f"graphs {graphs}").state_dict()
+        assert len(state) == 4, sorted(state)
+        results.append([*found, *(state[key] for key in sorted(state))])
+    wrong = [i for i, (a, b) in enumerate(zip(*results, strict=True)) if not torch.equal(a, b)]
+    assert not wrong, f"tensors {wrong[:5]} of {len(results[0])} differ"
+    return f"{turns} steps, bitwise"
+
+
+def ranks(frame: Frame) -> str:
+    """Two steps of two microbatches: what is gathered has one history on all ranks."""
+    with on(frame.device):
+        equal, kinds, _, casts, state = accumulated(frame.rank, frame.world)
+    assert equal and casts == {"delayed"}, (equal, casts)
+    assert kinds == {phase: ["all_gather_matmul", "matmul_reduce_scatter"] for phase in ("forward", "backward")}, kinds
+    gathered = sorted(key for key in state if key.endswith(("up/x", "down/dy")))
+    assert len(gathered) == 2, sorted(state)
+    first, *others = frame.everyone({key: state[key][1:].cpu() for key in gathered})
+    assert all(torch.equal(first[key], other[key]) for other in others for key in gathered)
+    return "one history of what is gathered"
+
+
+def speed(frame: Frame) -> Result:
+    """A cast of 8192 x 8192: it reads two bytes an element and writes one."""
+    if not frame.cuda:
+        raise Skip("a reference on the CPU")
+    x = torch.randn(8192, 8192, device=frame.device, dtype=BF16)
+    most, key = torch.ones(1, device=frame.device), text_of("speed", ["x"])
+    for _ in range(5):
+        fp8_quantise(x, most, 0, key, E4M3)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(50):
+        fp8_quantise(x, most, 0, key, E4M3)
+    end.record()
+    frame.sync()
+    us = begin.elapsed_time(end) * 1000 / 50
+    return Result(f"{us:.0f} us", f"{3 * x.numel() / us / 1e3:.0f} GB/s")
+
+
+def main() -> int:
+    with Frame("delayed scaling") as frame:
+        for dtype in (BF16, F16, F32):
+            for format in (E4M3, E5M2):
+                frame.row(f"cast {str(dtype)[6:]} {str(format)[6:]}", lambda _, d=dtype, f=format: cast(frame, d, f))
+        frame.row("captured", lambda _: captured(frame, 5 if frame.options.quick else 40))
+        frame.row("compiled", lambda _: compiled(frame, 5 if frame.options.quick else 20), 150)
+        frame.row("ranks", lambda _: ranks(frame), 120)
+        frame.row("speed", lambda _: speed(frame))
+    return frame.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
