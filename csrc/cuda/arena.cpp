@@ -67,7 +67,10 @@ CudaArena::CudaArena(int device, std::shared_ptr<ShmArena> host, const std::vect
     preload_quantise();
     // On a stream of its own: the caller's may stand behind a peer that waits for this rank to bind.
     check(cudaMemsetAsync(group_.local, 0, sizeof(LocalState), abort_stream_), "clear the epochs");
-    check(cudaStreamSynchronize(abort_stream_), "set up the arena");
+    const int64_t deadline = now_ns() + settings().step_timeout_ns.load(std::memory_order_relaxed);
+    cudaError_t found = cudaErrorNotReady;
+    wait_until([&] { return (found = cudaStreamQuery(abort_stream_)) != cudaErrorNotReady; }, deadline, [] {});
+    check(found, "set up the arena: the device has not come to it within the deadline of a step");
 }
 
 // What a graph of torch's or a call that still runs may name stays.
@@ -81,7 +84,7 @@ CudaArena::~CudaArena() {
         cudaFreeHost(abort_source_);
         cudaStreamDestroy(abort_stream_);
         cudaEventDestroy(last_call);
-    } catch (const NamedError&) {  // the driver is shutting down
+    } catch (...) {  // the driver is shutting down, or there is no thread to be had: what the device may use stays
     }
 }
 

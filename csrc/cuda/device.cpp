@@ -59,7 +59,9 @@ bool rests(int index, int64_t timeout_ns) {
     };
     const auto asked = std::make_shared<Asked>();
     std::thread([asked, index] {
-        const bool found = cudaSetDevice(index) == cudaSuccess && cudaDeviceSynchronize() == cudaSuccess;
+        auto mode = cudaStreamCaptureModeRelaxed;  // refused while somebody captures, and no harm to the capture
+        const bool found = cudaThreadExchangeStreamCaptureMode(&mode) == cudaSuccess && cudaSetDevice(index) == cudaSuccess &&
+                           cudaDeviceSynchronize() == cudaSuccess;
         cudaGetLastError();
         const std::lock_guard<std::mutex> lock(asked->mutex);
         asked->done = true, asked->rests = found;
