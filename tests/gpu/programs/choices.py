@@ -36,12 +36,12 @@ def layer(frame: Frame, dim: int, seed: int = 3) -> nn.Module:
     ends = Mappings("functional", 0, str(dist.group.WORLD.group_name))  # type: ignore[union-attr]
     torch.manual_seed(seed + frame.rank)
     with torch.device(frame.device):
-        return MLP(dim, 4 * dim // frame.world, ends, False, False).to(BF16)
+        return MLP(dim, 4 * dim // frame.ranks, ends, False, False).to(BF16)
 
 
 def shard(frame: Frame, rows: int, dim: int) -> Tensor:
     generator = torch.Generator(frame.device).manual_seed(frame.rank)
-    x = torch.randn(rows // frame.world, 1, dim, device=frame.device, generator=generator)
+    x = torch.randn(rows // frame.ranks, 1, dim, device=frame.device, generator=generator)
     return x.to(BF16).requires_grad_()
 
 
@@ -89,8 +89,8 @@ def tuned(frame: Frame) -> str:
         found = {f"{digest}/{site}": tuning.tuned(f"{digest}/{site}") for digest, site in sites}
         mine = {site: {n: t.to_dict() for n, t in by.items()} for site, by in found.items() if by}
         timed = sum(of.calls for site, of in stats.site_stats().items() if site.endswith(".tuning"))
-        if any(theirs != mine for theirs in frame.everyone(mine)):
-            raise AssertionError(f"the ranks picked differently: {frame.everyone(mine)}")
+        if any(theirs != mine for theirs in frame.gather(mine)):
+            raise AssertionError(f"the ranks picked differently: {frame.gather(mine)}")
         if not mine or worst > 0.02:
             chosen = [str(d.strategy) for p in HISTORY.since(mark) for d in p.decisions]
             raise AssertionError(f"{len(mine)} of {len(sites)} sites were timed; error {worst:.2g}; chosen: {chosen}")
@@ -107,8 +107,8 @@ def tuned(frame: Frame) -> str:
 
 def tables(frame: Frame, group: str) -> str:
     """A table of strategies by rows picks by the real size: "none" below, pipelined above; eager and captured, bitwise."""
-    make = Maker(frame.device, frame.world)
-    limit = 128 * frame.world
+    make = Maker(frame.device, frame.ranks)
+    limit = 128 * frame.ranks
     table = f"{limit}=none;*=pipelined"
     weight = make.randn(256, 384, dtype=BF16, scale=0.1)
     sizes = {"none": make.randn(1, 128, 256, dtype=BF16), "pipelined": make.randn(1, 136, 256, dtype=BF16)}

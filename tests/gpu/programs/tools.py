@@ -43,12 +43,12 @@ class Model(nn.Module):
         ends = Mappings("functional", 0, str(dist.group.WORLD.group_name))  # type: ignore[union-attr]
         torch.manual_seed(3 + frame.rank)
         with torch.device(frame.device):
-            self.layers = nn.ModuleList(MLP(self.dim, 2 * self.dim // frame.world, ends, True, False) for _ in range(2))
+            self.layers = nn.ModuleList(MLP(self.dim, 2 * self.dim // frame.ranks, ends, True, False) for _ in range(2))
         self.to(BF16)
 
     def input(self, frame: Frame) -> Tensor:
         generator = torch.Generator(frame.device).manual_seed(frame.rank)
-        x = torch.randn(self.rows // frame.world, 1, self.dim, device=frame.device, generator=generator)
+        x = torch.randn(self.rows // frame.ranks, 1, self.dim, device=frame.device, generator=generator)
         return x.to(BF16).requires_grad_()
 
     def forward(self, x: Tensor) -> Tensor:
