@@ -61,7 +61,7 @@ def explained(exchange: Exchange, topic: str, digest: str, late: errors.PeerTime
     except (ValueError, KeyError, TypeError):
         return late
     cards = {rank: notice for rank in late.ranks if (notice := exchange.look(_key(exchange.group, graph, rank))) is not None}
-    other = [rank for rank, notice in cards.items() if digest not in notice["digests"] and not notice["dropped"]]
+    other = [rank for rank, notice in cards.items() if digest not in notice["digests"] and not notice.get("dropped")]
     if not other:
         return late
     first = cards[other[0]]

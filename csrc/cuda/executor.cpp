@@ -231,6 +231,7 @@ class Run {
         add(call_.output_scales, call_.outer * rows * call_.scales_a_row * static_cast<int64_t>(sizeof(float)));
         for (const Matrix& result : call_.results) add(result.data, result.rows * result.cols * size_of(result.type));
         launch_end(arena_->group(), call_.slot(), signals_, outputs, true, compute_);
+        begun_ = false;  // the turn is another call's from here on
         signals_.count = 0;
     }
 

@@ -39,14 +39,14 @@ PROGRAMS = (
     Program("broken", 240, 75),
     Program("numerics", 180, 60),
     Program("delayed", 240, 100),
-    Program("functions", 120, 60),
+    Program("functions", 150, 90),
     Program("graphs", 300, 90),
     Program("recorded", 120, 50),
     Program("choices", 300, 110),
     Program("tools", 200, 100),
     Program("faults", 400, 110, alone=True),
     Program("models", 700, 150),
-    Program("connections", 300, 110, alone=True),
+    Program("connections", 300, 130, alone=True),
     Program("sanitize", 700, 200, alone=True),
 )
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from tests.gpu import cases
 from tests.gpu.cases import AG, AR, BF16, BULK, RS, Maker, Truth
 from tests.gpu.launch import torchrun
-from tests.gpu.programs import graphs
+from tests.gpu.programs import functions, graphs
 from ub_overlap.runtime import session
 
 VALUES = (1, 8, 32)
@@ -91,6 +91,7 @@ def worker() -> int:
         # All streams in one queue: a plain call stands behind a replay of its group, and goes on when that has ended.
         if frame.cuda and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             frame.row("a replay and a plain call of one thread", lambda g: graphs.beside(frame, g, 6), 45)
+            frame.row("a turn that is never given back", lambda g: functions.held_turn(frame, g), own=True)
         if not frame.code:
             group = frame.group()
             bodies: dict[str, Callable[[], Any]] = {}

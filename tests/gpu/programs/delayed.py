@@ -117,12 +117,12 @@ def compiled(frame: Frame, turns: int) -> str:
 def ranks(frame: Frame) -> str:
     """Two steps of two microbatches: what is gathered has one history on all ranks."""
     with on(frame.device):
-        equal, kinds, _, casts, state = accumulated(frame.rank, frame.world)
+        equal, kinds, _, casts, state = accumulated(frame.rank, frame.ranks)
     assert equal and casts == {"delayed"}, (equal, casts)
     assert kinds == {phase: ["all_gather_matmul", "matmul_reduce_scatter"] for phase in ("forward", "backward")}, kinds
     gathered = sorted(key for key in state if key.endswith(("up/x", "down/dy")))
     assert len(gathered) == 2, sorted(state)
-    first, *others = frame.everyone({key: state[key][1:].cpu() for key in gathered})
+    first, *others = frame.gather({key: state[key][1:].cpu() for key in gathered})
     assert all(torch.equal(first[key], other[key]) for other in others for key in gathered)
     return "one history of what is gathered"
 

@@ -9,6 +9,7 @@ the watchdog while nobody calls anything; what the host waits for on its own dev
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from pathlib import Path
@@ -184,6 +185,9 @@ def held_turn(frame: Frame, group: str) -> str:
         raise AssertionError(f"expected an error that names rank 1, got {type(error).__name__}: {error}")
     if frame.rank == 1 and not isinstance(error, errors.DeviceTimeoutError):
         raise AssertionError(f"expected DeviceTimeoutError, got {type(error).__name__}: {error}")
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    if isinstance(error, errors.DeviceTimeoutError) and (f"{name}=1" in error.fix) != (os.environ.get(name) == "1"):
+        raise AssertionError(f"the environment's part in it is not told: {error}")
     if seconds > 2 * deadline + 1 or (frame.rank == 1 and seconds < 0.9 * deadline):
         raise AssertionError(f"after {seconds:.1f} s, deadline {deadline:g} s")
     if not bool(out.isnan().all()):
