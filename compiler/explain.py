@@ -5,13 +5,14 @@ The form of torch._dynamo.explain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from ub_overlap import _torch_compat as compat
-from ub_overlap.runtime import verify
+from ub_overlap.runtime import magnitudes, verify
 from ub_overlap.runtime.stats import site_stats
 
 from .cost.load import load
@@ -31,14 +32,13 @@ def explain(
 
     Compile caches are passed by. All ranks of the model's groups must call it together. The forward runs once; where an output
     needs a gradient, so does the backward, through torch.autograd.grad, so that no .grad changes. Buffers that a forward
-    updates are updated.
+    updates are updated; what delayed scaling remembers is not.
     """
     plain = getattr(model, "_orig_mod", None) or getattr(model, "_torchdynamo_orig_callable", None) or model
 
     def run(*args: Any, **kwargs: Any) -> Report:
         before = site_stats()
         known = HISTORY.mark()
-        wish = dict(options or {})
 
         def once(compiled: Callable[..., Any]) -> None:
             leaves = compat.tree_leaves(compiled(*args, **kwargs))
@@ -47,19 +47,31 @@ def explain(
                 seeds = [torch.ones_like(o) for o in outputs]
                 torch.autograd.grad(outputs, _leaves(outputs), seeds, allow_unused=True)
 
-        with compat.caches_off():  # a hit would run no pass, and a graph without sites would then leave no trace
+        # With caches a hit would run no pass, and a graph without sites would then leave no trace.
+        with _own_state(options or {}) as wish, compat.caches_off():
             compiled = torch.compile(plain, backend="ub_overlap", options=wish or None)
             once(compiled)
             plans = HISTORY.since(known)
             sites = [f"{p.digest}/{d.id}" for p in plans for d in p.decisions if d.overlapped]
             measured = measure_sites(lambda: once(compiled), sites) if measure else {}
+            errors: dict[str, verify.SiteError] | None = None
             if measure and any(c.recipe for p in plans for c in p.casts):
-                verify.FLOAT8.forget()
-                once(torch.compile(plain, backend="ub_overlap", options={**wish, "verify": True}))
+                with verify.FLOAT8.apart() as errors:
+                    once(torch.compile(plain, backend="ub_overlap", options={**wish, "verify": True}))
         profile = wish.get("profile")
-        return Report(plans, before, load(profile) if profile is not None else None, measured)
+        return Report(plans, before, load(profile) if profile is not None else None, measured, errors)
 
     return run
+
+
+@contextlib.contextmanager
+def _own_state(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Delayed scaling goes on from a copy of what the training remembers: explaining must not move it."""
+    if options.get("fp8_recipe") != "delayed":
+        yield dict(options)
+        return
+    with magnitudes.copied(options.get("fp8_state", "")) as name:
+        yield {**options, "fp8_state": name}
 
 
 def _leaves(outputs: list[torch.Tensor]) -> list[torch.Tensor]:

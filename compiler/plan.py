@@ -286,7 +286,7 @@ class Cast:
     @property
     def key(self) -> str:
         """What its error is measured under (runtime/verify.py)."""
-        return f"{self.module}/{self.role}/{self.node}"
+        return f"{self.recipe}/{self.module}/{self.role}/{self.node}"
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "reason": self.reason.value if self.reason else None}

@@ -78,7 +78,8 @@ class Report:
 
     `decisions`: every collective with its outcome; run-time figures are today's less those of `since` (earlier site_stats).
     Predictions are made by the profile that a plan's choices rest on, where it is at hand; else by `profile` (None: this
-    machine's). `measured`: times by "<plan digest>/<site id>".
+    machine's). `measured`: times by "<plan digest>/<site id>"; `float8`: errors by Cast.key (None: those of this process so
+    far).
     """
 
     def __init__(
@@ -87,11 +88,13 @@ class Report:
         since: dict[str, SiteStats] | None = None,
         profile: Profile | None = None,
         measured: dict[str, Measured] | None = None,
+        float8: dict[str, verify.SiteError] | None = None,
     ) -> None:
         self.plans = plans
         self._since = since or {}
         self._profile = profile
         self._measured = measured or {}
+        self._float8 = float8
 
     @property
     def profile(self) -> Profile:
@@ -119,7 +122,7 @@ class Report:
     @property
     def casts(self) -> list[ReportedCast]:
         """Every product of a linear that the float8 pass looked at."""
-        errors = verify.FLOAT8.by_site()
+        errors = verify.FLOAT8.by_site() if self._float8 is None else self._float8
 
         def reported(c: Cast) -> ReportedCast:
             known = {f.name: getattr(c, f.name) for f in fields(Cast)}

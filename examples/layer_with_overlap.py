@@ -23,7 +23,6 @@ carries that on; a wrong gradient moves a loss by far more in a few steps.
 from __future__ import annotations
 
 import os
-import sys
 
 # No NVLink multicast; and one compiler thread a rank, not a pool for each. torch reads these when it is imported.
 for _name, _value in (
@@ -35,6 +34,9 @@ for _name, _value in (
     os.environ.setdefault(_name, _value)
 
 from layer.run import main  # noqa: E402  (after the environment: it imports torch)
+from ub_overlap.runtime.ranks import leave  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # At once: gloo's threads outlive their groups here, and one that lets go of a tensor while the interpreter ends aborts the
+    # process after a right run (pytorch/pytorch#179291).
+    leave(main())

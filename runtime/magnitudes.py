@@ -17,8 +17,10 @@ fp8_quantise notes is a maximum, so running it again changes nothing; the result
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,12 +160,24 @@ class Fp8State:
         return errors.Fp8StateError(what, where=where, got=got[:200], expected=expected, fix=fix)
 
 
+_COPIES = itertools.count()
 _STATES: dict[str, Fp8State] = {}
 
 
 def fp8_state(name: str = "") -> Fp8State:
     """What delayed scaling remembers on this rank, for models compiled with options={"fp8_state": name}."""
     return _STATES.get(name) or _STATES.setdefault(name, Fp8State(name))
+
+
+@contextlib.contextmanager
+def copied(name: str) -> Iterator[str]:
+    """The name of a copy of a state, which is gone when this closes."""
+    private = f"{name}, copy {next(_COPIES)}"
+    fp8_state(private).load_state_dict(fp8_state(name).state_dict())
+    try:
+        yield private
+    finally:
+        _STATES.pop(private, None)
 
 
 def text_of(name: str, keys: Iterable[str]) -> str:

@@ -8,8 +8,9 @@ a replay compares nothing.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -57,10 +58,19 @@ class Errors:
                 site: SiteError(self._calls[site], float(worst), self._tolerance[site]) for site, worst in self._worst.items()
             }
 
-    def forget(self) -> None:
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[dict[str, SiteError]]:
+        """What is added while open goes into the yielded dict when it closes, and nowhere else."""
+        found: dict[str, SiteError] = {}
         with self._lock:
-            for known in (self._calls, self._worst, self._tolerance):
-                known.clear()
+            kept = self._calls, self._worst, self._tolerance
+            self._calls, self._worst, self._tolerance = {}, {}, {}
+        try:
+            yield found
+        finally:
+            found.update(self.by_site())
+            with self._lock:
+                self._calls, self._worst, self._tolerance = kept
 
 
 def difference(ours: Tensor, plain: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import sympy
 
+from ..cost.amounts import about
 from ..cost.matmul import matmul_us
 from ..cost.of_site import Hints
 from ..cost.profile import Profile
@@ -65,7 +66,8 @@ def _casts_us(linear: Linear, roles: set[Role], recipe: Recipe, profile: Profile
 
 
 def _number(size: Size, hints: Hints) -> int | None:
+    """About: ranks whose shards differ by a little must decide alike."""
     if isinstance(size, int):
-        return size
+        return about(size)
     value = sympy.sympify(size).subs(hints)
-    return int(value) if value.is_Integer else None
+    return about(int(value)) if value.is_Integer else None
