@@ -151,11 +151,10 @@ def test_torchao_gathers_float8(pool2: RankPool, variant: dict[str, Any]) -> Non
         assert max(errors.values()) < 0.02  # a bf16 rounding of a sum over ranks
 
 
-@pytest.mark.parametrize("variant", [{}, {"along": 0, "batch": 4}], ids=["dim1", "dim0"])
-def test_torchao_gathers_16_bits(pool2: RankPool, variant: dict[str, Any]) -> None:
+def test_torchao_gathers_16_bits(pool2: RankPool) -> None:
     """Its casts move before the gathers, bit for bit, and the gathers are sites."""
     pytest.importorskip("torchao")
-    for equal, errors, decisions in pool2.run(torchao_16, variant, timeout=200):
+    for equal, errors, decisions in pool2.run(torchao_16, {}, timeout=200):
         assert equal
         for phase in ("forward", "backward"):
             done = sorted(d.kind.value for d in decisions if d.phase == phase and d.overlapped)

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tests.compiler.work_fp8 import RECIPES, ROWS
 from tests.models.compare import uncached
 from ub_overlap import fp8_state
 from ub_overlap.compiler.fp8 import Fp8, insert
@@ -109,6 +110,7 @@ class Half(nn.Module):
         return self.linear(torch.relu(x[:, : x.shape[1] // 2])[None])
 
 
+@pytest.mark.skipif(not ROWS, reason="no scales of rows on this torch's CPU")
 def test_sizes_that_no_input_has() -> None:
     """Scales of rows would have to say them: in high precision, with the reason."""
     torch._dynamo.reset()
@@ -123,7 +125,7 @@ def test_sizes_that_no_input_has() -> None:
     assert Reason.DYNAMIC_SHAPE in [c.reason for c in casts if c.role == "forward"]
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_no_rows(recipe: str) -> None:
     """None at all, and none that the graph knows of: the largest magnitude of nothing is 0."""
     torch._dynamo.reset()
