@@ -128,36 +128,42 @@ class Fp8State:
 
     def _add(self, keys: str, device: torch.device) -> _Bank:
         """Runs on a thread of its own: no mode of the caller's, and no memory pool of a graph that is being recorded."""
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise self._error(
-                "histories are made at the first call, which is being captured", keys, "a call before the capture"
-            )
-        with self._lock:
+        names = keys.split(_SEPARATOR)
+        with self._lock, _apart_from_callers(device):
             for home, bank in self._banks.items():
-                for key in keys.split(_SEPARATOR):
+                for key in names:
                     if home != device and key in bank.slots:
                         raise self._error(f"the history {key!r} is on {home}", str(device), "one device a module")
             bank = self._banks.get(device)
             if bank is None:
                 bank = _Bank(torch.zeros(CAPACITY, device=device), torch.zeros(LENGTH, CAPACITY, device=device))
-            new = [key for key in keys.split(_SEPARATOR) if key not in bank.slots]
+            new = [key for key in names if key not in bank.slots]
             if len(bank.slots) + len(new) > CAPACITY:
                 raise self._error("too many float8 tensors", f"{len(bank.slots) + len(new)}", f"{CAPACITY} at most")
             for key in new:
                 bank.slots[key] = len(bank.slots)
                 if key in self._waiting:
                     bank.set(key, self._waiting.pop(key))
-            columns = [bank.slots[key] for key in keys.split(_SEPARATOR)]
-            bank.columns[keys] = torch.tensor(columns, dtype=torch.int64, device=device)
-            if device.type == "cuda":  # written on this thread's stream, read on the caller's
-                torch.cuda.synchronize(device)
-            self._banks[device] = bank
-            return bank
+            bank.columns[keys] = torch.tensor([bank.slots[key] for key in names], dtype=torch.int64, device=device)
+        self._banks[device] = bank  # once its memory is written
+        return bank
 
     def _error(self, what: str, got: str, expected: str) -> errors.Fp8StateError:
         where = f"fp8_state({self.name!r})" if self.name else "fp8_state()"
         fix = "load what state_dict() of the same model gave; two models of the same module paths need two fp8_state names"
         return errors.Fp8StateError(what, where=where, got=got[:200], expected=expected, fix=fix)
+
+
+@contextlib.contextmanager
+def _apart_from_callers(device: torch.device) -> Iterator[None]:
+    """Work on a stream of its own that is done at the end: it waits for nothing that callers have begun."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 _COPIES = itertools.count()

@@ -56,10 +56,11 @@ def _casts_us(linear: Linear, roles: set[Role], recipe: Recipe, profile: Profile
     passes = 1 if recipe.delayed else of_weight
     # bytes an element: of a cast, of a weight's cast, of a transposed copy
     down, weight, turned = 2 * passes + 1, 2 * of_weight + 1, 2
+    launches = 3 if recipe.delayed else passes  # csrc/cuda/quantise.cu: what a first call needs is launched always
     x, w, dy = rows * inner, cols * inner, rows * cols
-    moved, kernels = x * down / sharing + w * weight, passes / sharing + of_weight
+    moved, kernels = x * down / sharing + w * weight, launches / sharing + of_weight
     if Role.INPUT_GRADIENT in roles:
-        moved, kernels = moved + dy * down + w * (weight if recipe.rows else turned), kernels + passes + 1
+        moved, kernels = moved + dy * down + w * (weight if recipe.rows else turned), kernels + launches + 1
     if Role.WEIGHT_GRADIENT in roles:
         moved, kernels = moved + dy * turned + x * turned / sharing, kernels + 1 + 1 / sharing
     return moved / (profile.compute.memory_gbs * 1e3) + kernels * profile.compute.launch_us

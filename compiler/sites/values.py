@@ -131,9 +131,9 @@ def effect(node: Node) -> Step | None:
     if node.target in _VIEWS:
         return Step(Effect.SAME, src) if before.dtype == after.dtype else None
     if node.target is aten.view.dtype:
-        if before.dtype.itemsize != 1 or after.dtype.itemsize != 1:
-            return None
-        return Step(Effect.SAME if before.dtype == after.dtype else Effect.BITS, src)
+        if before.dtype == after.dtype:
+            return Step(Effect.SAME, src)
+        return Step(Effect.BITS, src) if before.dtype.itemsize == after.dtype.itemsize == 1 else None
     if node.target in CASTS:
         if before.device != after.device:
             return None

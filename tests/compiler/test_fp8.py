@@ -151,11 +151,10 @@ def test_torchao_gathers_float8(pool2: RankPool, variant: dict[str, Any]) -> Non
         assert max(errors.values()) < 0.02  # a bf16 rounding of a sum over ranks
 
 
-@pytest.mark.parametrize("variant", [{}, {"along": 0, "batch": 4}], ids=["dim1", "dim0"])
-def test_torchao_gathers_16_bits(pool2: RankPool, variant: dict[str, Any]) -> None:
+def test_torchao_gathers_16_bits(pool2: RankPool) -> None:
     """Its casts move before the gathers, bit for bit, and the gathers are sites."""
     pytest.importorskip("torchao")
-    for equal, errors, decisions in pool2.run(torchao_16, variant, timeout=200):
+    for equal, errors, decisions in pool2.run(torchao_16, {}, timeout=200):
         assert equal
         for phase in ("forward", "backward"):
             done = sorted(d.kind.value for d in decisions if d.phase == phase and d.overlapped)
@@ -178,6 +177,7 @@ def test_casts_in_reports() -> None:
     plan = Plan("forward", (), casts=(cast,))
     assert Plan.from_json(plan.to_json()) == plan and json.loads(plan.to_json())["casts"][0]["reason"] == "filtered"
     assert line(plan).endswith("; float8 0 of 1 products; left in high precision: filtered 1")
-    assert Report([plan]).casts == [cast]
+    (told,) = Report([plan]).casts
+    assert (told.node, told.reason, told.detail, told.error) == (cast.node, cast.reason, cast.detail, None)
     other = Cast(node="mm", role="forward", module="a.b", shape="[1, 2] @ [2, 3]", recipe="tensorwise")
     assert len({Plan("forward", (), casts=c).digest for c in ((), (cast,), (other,))}) == 3

@@ -12,7 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tests.compiler.work_fp8 import RECIPES, ROWS
 from tests.models.compare import uncached
+from ub_overlap import fp8_state
 from ub_overlap.compiler.fp8 import Fp8, insert
 from ub_overlap.compiler.fp8.insert import CAST
 from ub_overlap.compiler.fp8.recipe import recipe_of
@@ -85,6 +87,18 @@ def test_a_cast_to_the_same_type_is_no_cast() -> None:
     assert product.args[0].meta["val"].dtype is torch.float8_e4m3fn
 
 
+def test_linear_behind_linear() -> None:
+    """The second reads what the first computed in float8, and no product in 16 bits stays; gradients between them are e5m2."""
+    graph = scaled(lambda x, v, w: x @ v.t() @ w.t(), ((32, 64), BF16), ((48, 64), BF16), ((16, 48), BF16))
+    assert len(products(graph)) == 2 and not graph.find_nodes(op="call_function", target=aten.mm.default)
+    torch._dynamo.reset()
+    module = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 32)).bfloat16()
+    options = {"fp8": "all", "fp8_recipe": "delayed", "fp8_state": "behind", "inner": "aot_eager"}
+    with uncached():
+        torch.compile(module, backend="ub_overlap", options=options)(torch.randn(32, 64, dtype=BF16)).sum().backward()
+    assert [key.rpartition("/")[2] for key in fp8_state("behind").state_dict()] == ["x", "x", "dy", "dy"]
+
+
 class Half(nn.Module):
     """A size that no input has, and two symbolic ones on the way."""
 
@@ -96,6 +110,7 @@ class Half(nn.Module):
         return self.linear(torch.relu(x[:, : x.shape[1] // 2])[None])
 
 
+@pytest.mark.skipif(not ROWS, reason="no scales of rows on this torch's CPU")
 def test_sizes_that_no_input_has() -> None:
     """Scales of rows would have to say them: in high precision, with the reason."""
     torch._dynamo.reset()
@@ -110,7 +125,7 @@ def test_sizes_that_no_input_has() -> None:
     assert Reason.DYNAMIC_SHAPE in [c.reason for c in casts if c.role == "forward"]
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_no_rows(recipe: str) -> None:
     """None at all, and none that the graph knows of: the largest magnitude of nothing is 0."""
     torch._dynamo.reset()

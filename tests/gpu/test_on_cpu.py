@@ -95,7 +95,6 @@ def test_missing_times_are_refused() -> None:
         ("broken", ["--quick", "--only", "AG2"]),
         ("numerics", ["--quick", "--only", "scatter"]),
         ("recorded", ["--quick", "--only", "RS"]),
-        ("delayed", ["--quick", "--only", "cast"]),
     ],
 )
 def test_program_on_cpu_ranks(program: str, arguments: list[str]) -> None:

@@ -105,7 +105,8 @@ def compiled(frame: Frame, turns: int) -> str:
             y.float().square().mean().backward()
             assert x.grad is not None
             found += [y.detach().clone(), x.grad.clone()]
-        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            model.zero_grad(set_to_none=True)  # gradients lie in the graph's memory
         state = fp8_state(f"graphs {graphs}").state_dict()
         assert len(state) == 4, sorted(state)
         results.append([*found, *(state[key] for key in sorted(state))])
