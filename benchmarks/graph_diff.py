@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +82,7 @@ def stranger(s: Snapshot) -> Snapshot:
             inputs = (len(nodes) - 1, *inputs[1:])
         where.append(len(nodes))
         name = n.name if n.op != "call_function" else f"other_{place}"
-        nodes.append(replace(n, name=name, inputs=inputs, source=n.source.replace(":10:", ":11:")))
+        nodes.append(n._replace(name=name, inputs=inputs, source=n.source.replace(":10:", ":11:")))
     return Snapshot(tuple(nodes), s.phase, "another", "", "2.11")
 
 

@@ -122,7 +122,11 @@ class Work:
     """Type of the matmuls' operands where it is not `dtype`, in which the collective's tensor travels."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "matmuls": [list(m) for m in self.matmuls]}
+        return {
+            "kind": self.kind, "ranks": self.ranks, "dtype": self.dtype, "matmuls": [list(m) for m in self.matmuls],
+            "rows": self.rows, "cols": self.cols, "keep": self.keep, "whole": self.whole, "outer": self.outer,
+            "operands": self.operands,
+        }  # fmt: skip
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> Self:

@@ -68,12 +68,11 @@ def analytic_us(
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """What was measured, as seen from one layout. `axes`: the distinct log2 of M, of N and of K. `points`: where on them, and
-    the distance that another layout adds; `ratios`: ln(measured / analytic) of each."""
+    """What was measured, as seen from one layout. `axes`: the distinct log2 of M, of N and of K. `points`: by the number of
+    their M, the numbers of their N and K, the distance that another layout adds, and ln(measured / analytic)."""
 
     axes: tuple[tuple[float, ...], ...]
-    points: tuple[tuple[int, int, int, float], ...]
-    ratios: tuple[float, ...]
+    points: tuple[tuple[tuple[int, int, float, float], ...], ...]
 
 
 @lru_cache(maxsize=32)
@@ -81,11 +80,11 @@ def _measured(profile: Profile, dtype: str, layout: str) -> _Measured:
     """Of bfloat16 where nothing was measured in this dtype."""
     rows = [row for row in profile.matmuls if row[1] == dtype] or [row for row in profile.matmuls if row[1] == "bfloat16"]
     ms, ns, ks = (sorted({size[d] for size in [row[2:5] for row in rows]}) for d in range(3))
-    points = tuple(
-        (ms.index(m), ns.index(n), ks.index(k), _OTHER_LAYOUT if kind != layout else 0.0) for kind, _, m, n, k, _ in rows
-    )
-    ratios = tuple(math.log(us / analytic_us(profile, t, kind, m, n, k)) for kind, t, m, n, k, us in rows)
-    return _Measured(tuple(tuple(map(math.log2, axis)) for axis in (ms, ns, ks)), points, ratios)
+    points: list[list[tuple[int, int, float, float]]] = [[] for _ in ms]
+    for kind, t, m, n, k, us in rows:
+        ratio = math.log(us / analytic_us(profile, t, kind, m, n, k))
+        points[ms.index(m)].append((ns.index(n), ks.index(k), _OTHER_LAYOUT if kind != layout else 0.0, ratio))
+    return _Measured(tuple(tuple(map(math.log2, axis)) for axis in (ms, ns, ks)), tuple(map(tuple, points)))
 
 
 @lru_cache(maxsize=65536)
@@ -94,10 +93,13 @@ def _residual(profile: Profile, dtype: str, layout: str, m: int, n: int, k: int)
     known = _measured(profile, dtype, layout)
     if not known.points:
         return 0.0
-    # A choice asks this some dozen times, of some hundred points.
+    # A choice asks this some dozen times, of some hundred points: by rising distance in M, until that alone is too far.
     x, y, z = ([(at - a) * (at - a) for a in axis] for at, axis in zip(map(math.log2, (m, n, k)), known.axes, strict=True))
-    distances = [x[i] + y[j] + z[h] + more for i, j, h, more in known.points]
-    farthest = sorted(distances)[:NEAREST][-1]
-    near = sorted(pair for pair in zip(distances, known.ratios, strict=True) if pair[0] <= farthest)[:NEAREST]
+    near: list[tuple[float, float]] = []
+    for far, i in sorted(zip(x, range(len(x)), strict=True)):
+        if len(near) == NEAREST and far > near[-1][0]:
+            break
+        near += [(far + y[j] + z[h] + more, ratio) for j, h, more, ratio in known.points[i]]
+        near = sorted(near)[:NEAREST]
     weights = [1.0 / (distance + _SAME) for distance, _ in near]
     return sum(w * ratio for w, (_, ratio) in zip(weights, near, strict=True)) / sum(weights)

@@ -43,6 +43,7 @@ class _Game:
     def __init__(self, programs: Sequence[Sequence[Item]], cost: Callable[[Work], float], contention: Contention) -> None:
         self.programs, self.cost, self.with_ = programs, cost, contention
         self.ranks = len(programs)
+        self.beside = 1 / contention.matmul
         queues = 2 * self.ranks
         self.lists = [[i for i, x in enumerate(programs[q // 2]) if x.copies == bool(q % 2)] for q in range(queues)]
         self.head = [0] * queues
@@ -130,14 +131,18 @@ class _Game:
         for flag in item.signals:
             there = (rank + flag[1]) % self.ranks
             self.flags.add((there, flag))
-            woken.append(there)
-        for other in woken if len(woken) == 1 else sorted(set(woken)):
+            if there not in woken:
+                woken.append(there)
+        for other in woken if len(woken) == 1 else sorted(woken):
             for idle in (2 * other, 2 * other + 1):
                 if self.running[idle] < 0 and self.head[idle] < len(self.lists[idle]):
                     self.start(idle, now)
 
     def traffic(self, target: int, source: int, now: float) -> None:
         """A push from `source` to `target` began or ended: it concerns both their matmuls and every push that goes there."""
+        if self.ranks == 1:
+            self.rate(0, now)
+            return
         for rank in range(self.ranks):
             if rank in (target, source) or self.target[rank] == target:
                 self.rate(rank, now)
@@ -149,9 +154,10 @@ class _Game:
         multiplies = place >= 0 and self.programs[rank][place].work.what == "matmul"
         pushes = self.target[rank] >= 0
         if multiplies:
-            self.set(compute, now, 1 / self.with_.matmul if pushes or self.moves[rank] else 1.0)
+            self.set(compute, now, self.beside if pushes or self.moves[rank] else 1.0)
         if pushes:
-            self.set(copy, now, 1 / ((self.with_.push if multiplies else 1.0) * max(1, self.moves[self.target[rank]]) ** SHARE))
+            shares = max(1, self.moves[self.target[rank]]) ** SHARE if self.ranks > 1 else 1.0
+            self.set(copy, now, 1 / ((self.with_.push if multiplies else 1.0) * shares))
 
     def set(self, q: int, now: float, speed: float) -> None:
         if self.running[q] < 0 or self.speed[q] == speed:

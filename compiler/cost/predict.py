@@ -26,8 +26,7 @@ class Prediction:
     """Microseconds of one site by one strategy.
 
     `matmul_us`: its whole matmuls alone, in the plain way with what sums them. `communication_us`: its transfers alone.
-    `timeline`: (queue, step, begin, end), of
-    rank 0.
+    `timeline`: (queue, step, begin, end), of rank 0.
     """
 
     us: float
@@ -67,15 +66,16 @@ def _predict(shape: SiteShape, strategy: Strategy, profile: Profile) -> Predicti
     cost = _costs(shape, profile)
     contention = Contention(1 + profile.matmul_beside, 1 + profile.push_beside, steps.event_us, steps.wait_us, steps.arrive_us)
     times = play(made, cost, contention)
-    pushes = sum(cost(item.work) for item in made[0] if item.work.what in ("push", "flag"))
+    pushes = sum(cost(item.work) for item in made[0] if item.work.what == "push")
+    flags = sum(cost(item.work) for item in made[0] if item.work.what == "flag")
     us = max(end for rank in times for _, end in rank)
     # A piece's time comes from other measurements than the whole's: cutting never makes a product faster than its floor.
-    floor = max(sum(matmuls), sum(cost(item.work) for item in made[0] if item.work.what == "push"))
+    floor = max(sum(matmuls), pushes)
     timeline = tuple(
         ("COPY" if item.copies else "COMPUTE", item.text, begin, end)
         for item, (begin, end) in zip(made[0], times[0], strict=True)
     )
-    return Prediction(max(us, floor), sum(matmuls), pushes, timeline)
+    return Prediction(max(us, floor), sum(matmuls), pushes + flags, timeline)
 
 
 def collective_us(shape: SiteShape, profile: Profile) -> float:

@@ -58,7 +58,8 @@ def decide(graph: Graph, options: Options, phase: str, transport: Transport) -> 
         wish = wishes.get(name)
         closed = _closed(candidate, wish, options, transport)
         offers.append(Offer(miss=closed) if closed else finder.of(candidate, wish))
-    outcomes = pair(offers, order, Memory.of(graph, costs.hints))
+    counts = any(offer.limited and any(way.bulk for way in offer.ways) for offer in offers)
+    outcomes = pair(offers, order, Memory.of(graph, costs.hints) if counts else Memory.uncounted())
 
     ordinals, owners = groups_of(candidates), {}
     places = places_of(node for node in graph.nodes if is_matmul(node))

@@ -85,6 +85,11 @@ class Memory:
         most = peak + (max(int(MORE_SHARE * peak), MORE_BYTES) if more is None else more)
         return cls(position, last, size, base, live, peak, peak, most)
 
+    @classmethod
+    def uncounted(cls) -> Memory:
+        """Of a graph where nothing is asked of it."""
+        return cls({}, {}, {}, {}, [], 0, 0, 0)
+
     def holds(self, members: Collection[Node]) -> Holds:
         """What `members` hold longer, and make earlier, as one op."""
         inside = set(members)

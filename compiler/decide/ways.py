@@ -8,6 +8,7 @@ What is open to a candidate stands here; which of it is taken, so that all ways 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -143,18 +144,21 @@ class Finder:
             else:
                 free.append(p)
         strategy = forced or Strategy(Mode.BULK)
-        kept: list[tuple[int, float]] = []
+        # By set, as bits: the most that one of its parts, or it, was found to save.
+        most: dict[int, float] = {}
         # Equal sizes are weighed once: numbers stand for them.
         here = self._number((c.op, c.ranks, shape_of(c.input), dtype_of(c.input), c.group, forced is None))
         sizes = [self._number((p.shape, p.inner, dtype_of(p.node))) for p in free]
         fed = [sum(1 << i for i, q in enumerate(free) if q.node in p.node.all_input_nodes) for p in free]
-        for indices in _sets(len(free)):
-            bits = sum(1 << i for i in indices)
+        reads = any(fed)
+        alone, taken = self._takes(Bulk(c, ())), [self._bit(p.node) for p in free]
+        for indices, bits, parts in _sets(len(free)):
+            part = most[bits] = max([most.get(some, -math.inf) for some in parts], default=-math.inf)
             # One that reads another directly. (One that does so through other nodes is refused when they are fused.)
-            if any(fed[i] & bits for i in indices):
+            if reads and any(fed[i] & bits for i in indices):
                 continue
-            products = tuple(free[i] for i in indices)
-            key = (here, *(sizes[i] for i in indices))
+            products = tuple([free[i] for i in indices])
+            key = (here, *[sizes[i] for i in indices])
             if key not in self._bulk:
                 self._bulk[key] = self._weighed(Bulk(c, products), forced)
             choice, us = self._bulk[key]
@@ -162,11 +166,13 @@ class Finder:
             if choice is not None and choice.strategy.mode is Mode.NONE:
                 continue
             adds = ADDS_US if choice else 0.0
-            if any(part & bits == part and us <= other + adds for part, other in kept):
+            if us <= part + adds:
                 continue  # fewer products do as well
-            kept.append((bits, us))
-            site = Bulk(c, products)
-            offer.ways.append(Way(site, strategy, us, self._worth(site, us, forced), self._takes(site), choice))
+            most[bits] = max(part, us)
+            site, takes = Bulk(c, products), alone
+            for i in indices:
+                takes |= taken[i]
+            offer.ways.append(Way(site, strategy, us, self._worth(site, us, forced), takes, choice))
         if not offer.ways:
             # The reason of the pipelined form explains more than "nothing to run beside it".
             offer.miss = offer.miss or failed or (Miss(Reason.NO_GAIN, offer.choice.reason) if offer.choice else None)
@@ -189,11 +195,13 @@ class Finder:
         return us
 
     def _takes(self, site: Site) -> int:
-        bits = self._bits
         takes = 0
         for n in site.members:
-            takes |= 1 << bits.setdefault(n, len(bits))
+            takes |= self._bit(n)
         return takes
+
+    def _bit(self, node: Node) -> int:
+        return 1 << self._bits.setdefault(node, len(self._bits))
 
 
 def _saved_us(site: Site, choice: Choice | None) -> float:
@@ -228,10 +236,12 @@ def _fewer(match: Site | None) -> Iterator[Gather]:
 
 
 @cache
-def _sets(count: int) -> tuple[tuple[int, ...], ...]:
-    """Sets of 0 .. count - 1 (nearest first), `BULK_PRODUCTS` at most: smaller ones first, then nearer ones."""
+def _sets(count: int) -> tuple[tuple[tuple[int, ...], int, tuple[int, ...]], ...]:
+    """Sets of 0 .. count - 1 (nearest first), `BULK_PRODUCTS` at most: smaller ones first, then nearer ones. Of each its
+    members, these as bits, and the sets less one member, as bits."""
     found: list[tuple[int, ...]] = []
     for size in range(1, min(count, BULK_PRODUCTS) + 1):
         found += combinations(range(min(count, NEAR)), size)
         found += [tuple(range(at, at + size)) for at in range(count - size + 1) if at + size > NEAR]
-    return tuple(found)
+    sets = [(indices, sum(1 << i for i in indices)) for indices in found]
+    return tuple((indices, bits, tuple(bits & ~(1 << i) for i in indices)) for indices, bits in sets)

@@ -17,7 +17,7 @@ from ..sites.collectives import collectives
 from ..summary import artifact
 from .snapshot import Snapshot
 from .store import STORE, Graphs
-from .take import take
+from .take import Texts, take
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class Watch:
 
     def __init__(self, graph: Graph, phase: str, on: bool) -> None:
         self._graph, self._phase, self._on = graph, phase, on
-        self._lineage = uuid.uuid4().hex
+        self._lineage, self._texts = uuid.uuid4().hex, Texts()
         self._before: Snapshot | None = None
 
     def before(self, chosen: Sequence[tuple[Any, Any, str]] = ()) -> None:
@@ -50,7 +50,7 @@ class Watch:
         if not self._on:
             return None
         try:
-            return take(self._graph, self._phase, label, sites, self._lineage)
+            return take(self._graph, self._phase, label, sites, self._lineage, self._texts)
         except Exception:  # an explanation must not cost the user his compilation
             log.warning("no snapshot of the %s graph", self._phase, exc_info=True)
             return None

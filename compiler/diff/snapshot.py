@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 VERSION = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeShot:
-    """One node. Everything that more than one node can share is text, so that JSON keeps it once."""
+class NodeShot(NamedTuple):
+    """One node; a tuple, because a graph has thousands. Everything that more than one can share is text, so that JSON keeps it
+    once."""
 
     name: str
     inputs: tuple[int, ...] = ()
@@ -34,7 +34,7 @@ class NodeShot:
     """The site it belongs to ("forward.0"): as a member that is to be replaced, or as part of what replaced it."""
 
 
-_SHARED = tuple(f.name for f in fields(NodeShot) if f.name not in ("name", "inputs"))
+_SHARED = NodeShot._fields[2:]
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,7 @@ class Snapshot:
     def to_dict(self) -> dict[str, Any]:
         """JSON: a row a node, [name, inputs, and numbers of texts]."""
         texts: dict[str, int] = {}
-        rows = [
-            [n.name, list(n.inputs), *(texts.setdefault(getattr(n, name), len(texts)) for name in _SHARED)] for n in self.nodes
-        ]
+        rows = [[n.name, n.inputs, *[texts.setdefault(text, len(texts)) for text in n[2:]]] for n in self.nodes]
         return {
             "version": VERSION, "phase": self.phase, "label": self.label, "lineage": self.lineage, "torch": self.torch,
             "columns": ["name", "inputs", *_SHARED], "texts": list(texts), "nodes": rows,

@@ -17,53 +17,45 @@ from .snapshot import NodeShot, Snapshot
 _LONGEST = 400  # characters of a node's arguments: constants may be long
 
 
-def take(graph: Graph, phase: str, label: str, sites: Mapping[str, str] | None = None, lineage: str = "") -> Snapshot:
+class Texts:
+    """What a node is in words, kept from one snapshot of a graph to the next: value, module, line and origin of a node do not
+    change while it is there. Process groups are numbered by first use: their names differ between ranks."""
+
+    def __init__(self) -> None:
+        self.text = _Text()
+        self._fixed: dict[Node, tuple[str, str, str, str, str, str, str, str]] = {}
+
+    def fixed(self, node: Node) -> tuple[str, str, str, str, str, str, str, str]:
+        """op, target, shape, dtype, stride, module, source, origin."""
+        found = self._fixed.get(node)
+        if found is None:
+            value = self.text.value(node.meta.get("val") if node.op != "output" else None)
+            place = (module_of(node), source_of(node), _origin(node))
+            found = self._fixed[node] = (node.op, self.text.target(node.target), *value, *place)
+        return found
+
+
+def take(
+    graph: Graph,
+    phase: str,
+    label: str,
+    sites: Mapping[str, str] | None = None,
+    lineage: str = "",
+    texts: Texts | None = None,
+) -> Snapshot:
     """A copy of `graph` as it is now. `sites`: node name -> site id, for nodes that carry none themselves. `lineage`: a text
-    of the caller's, the same for several snapshots of one graph object and for no others."""
+    of the caller's, the same for several snapshots of one graph object and for no others; so are `texts`."""
     places = {node: place for place, node in enumerate(graph.nodes)}
-    text, marked = _Text(), sites or {}
+    texts, marked = texts or Texts(), sites or {}
     shots = []
     for node in graph.nodes:
-        shape, dtype, stride = text.value(node.meta.get("val") if node.op != "output" else None)
+        op, target, shape, dtype, stride, module, source, origin = texts.fixed(node)
+        args, inputs = texts.text.args(node)
         site = node.meta.get(SITE, "")
-        shots.append(
-            NodeShot(
-                name=node.name,
-                inputs=tuple(places[i] for i in _in_order(node)),
-                op=node.op,
-                target=text.target(node.target),
-                args=text.args(node),
-                shape=shape,
-                dtype=dtype,
-                stride=stride,
-                module=module_of(node),
-                source=source_of(node),
-                origin=_origin(node),
-                site=site.rpartition("/")[2] if site else marked.get(node.name, ""),
-            )
-        )
+        mark = site.rpartition("/")[2] if site else marked.get(node.name, "")
+        read = tuple([places[i] for i in inputs])
+        shots.append(NodeShot(node.name, read, op, target, args, shape, dtype, stride, module, source, origin, mark))
     return Snapshot(tuple(shots), phase, label, lineage, str(torch.__version__))
-
-
-def _in_order(node: Node) -> list[Node]:
-    """The nodes among its arguments, as often as they stand there, in the order in which `_Text.args` writes them."""
-    found: list[Node] = []
-
-    def look(value: Any) -> None:
-        if isinstance(value, Node):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            for one in value:
-                look(one)
-        elif isinstance(value, dict):
-            for one in value.values():
-                look(one)
-        elif isinstance(value, slice):
-            look((value.start, value.stop, value.step))
-
-    look(node.args)
-    look(node.kwargs)
-    return found
 
 
 def _origin(node: Node) -> str:
@@ -79,9 +71,10 @@ def _origin(node: Node) -> str:
 
 
 class _Text:
-    """Texts of arguments and values. Process groups are numbered by first use: their names differ between ranks."""
+    """Texts of arguments and values."""
 
     def __init__(self) -> None:
+        self._inputs: list[Node] = []
         self._groups: dict[str, str] = {}
         self._targets: dict[Any, str] = {}
         self._names: dict[Any, tuple[str, ...]] = {}
@@ -95,16 +88,18 @@ class _Text:
             self._targets[target] = found
         return found
 
-    def args(self, node: Node) -> str:
+    def args(self, node: Node) -> tuple[str, list[Node]]:
+        """Its arguments, "%" for each node, and these nodes, as often and in the order as they stand there."""
+        self._inputs = inputs = []
         names = self._schema(node.target)
         parts = [
             self._one(value, names[i] if i < len(names) else "") for i, value in enumerate(node.args)
         ]  # fmt: skip
         parts += [f"{key}={self._one(value, key if names else '')}" for key, value in node.kwargs.items()]
         said = ", ".join(parts)
-        if len(said) <= _LONGEST:
-            return said
-        return said[:_LONGEST] + "..." + "%" * said[_LONGEST:].count("%")
+        if len(said) > _LONGEST:
+            said = said[:_LONGEST] + "..." + "%" * said[_LONGEST:].count("%")
+        return said, inputs
 
     def _schema(self, target: Any) -> tuple[str, ...]:
         """Argument names of collectives and of our ops; nothing of others."""
@@ -116,6 +111,7 @@ class _Text:
 
     def _one(self, value: Any, name: str) -> str:
         if isinstance(value, Node):
+            self._inputs.append(value)
             return "%"
         if isinstance(value, str):
             if name in ("group_name", "group", "tag"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from tests.cost.machine import PLAIN
-from ub_overlap.compiler.cost import SiteShape, candidates, choose, load, predict
+from ub_overlap.compiler.cost import SiteShape, candidates, choose, load, matmul, predict
 from ub_overlap.compiler.cost.choose import MARGIN, MARGIN_US
 from ub_overlap.compiler.cost.curve import at, between
 from ub_overlap.compiler.cost.load import analytic
@@ -106,6 +108,22 @@ def test_matmul_follows_what_was_measured_nearby() -> None:
     assert matmul_us(H200, dtype, "nt", m, n, k) == pytest.approx(us, rel=0.05)
     off = replace(H200, matmuls=tuple((*row[:5], row[5] * 1.5) for row in H200.matmuls))
     assert matmul_us(off, dtype, "nt", m + 128, n, k) == pytest.approx(1.5 * matmul_us(H200, dtype, "nt", m + 128, n, k))
+
+
+@pytest.mark.parametrize("layout", ["nt", "tn"])
+def test_the_nearest_measured_shapes_are_the_nearest(layout: str) -> None:
+    """Against a look at all of them."""
+    rows = [row for row in H200.matmuls if row[1] == "bfloat16"]
+    draw = random.Random(3)
+    for _ in range(50):
+        sizes = [draw.randrange(16, 30000) for _ in range(3)]
+        known = []
+        for kind, dtype, *there, us in rows:
+            apart = sum(math.log2(a / b) ** 2 for a, b in zip(sizes, there, strict=True)) + (kind != layout)
+            known.append((apart, math.log(us / matmul.analytic_us(H200, dtype, kind, *there))))
+        near = sorted(known)[: matmul.NEAREST]
+        mean = sum(r / (d + matmul._SAME) for d, r in near) / sum(1 / (d + matmul._SAME) for d, _ in near)
+        assert matmul._residual(H200, "bfloat16", layout, *sizes) == pytest.approx(mean, rel=1e-9, abs=1e-12)
 
 
 def test_curves() -> None:

@@ -88,7 +88,7 @@ def after() -> Snapshot:
 def renamed(s: Snapshot, label: str = "another run") -> Snapshot:
     """The same graph with other names and line numbers, as another run of edited code has it."""
     nodes = tuple(
-        replace(n, name=n.name if n.op != "call_function" else f"n{i}", source=n.source.replace(":12:", ":99:"))
+        n._replace(name=n.name if n.op != "call_function" else f"n{i}", source=n.source.replace(":12:", ":99:"))
         for i, n in enumerate(s.nodes)
     )
     return replace(s, nodes=nodes, label=label, lineage="")
@@ -100,9 +100,9 @@ def with_clone(s: Snapshot) -> Snapshot:
     where: list[int] = []
     for n in s.nodes:
         where.append(len(nodes))
-        nodes.append(replace(n, inputs=tuple(where[i] for i in n.inputs)))
+        nodes.append(n._replace(inputs=tuple(where[i] for i in n.inputs)))
         if n.name == "relu":
-            nodes.append(replace(n, name="clone", target="aten.clone.default", inputs=(len(nodes) - 1,)))
+            nodes.append(n._replace(name="clone", target="aten.clone.default", inputs=(len(nodes) - 1,)))
             where[-1] = len(nodes) - 1
     return replace(s, nodes=tuple(nodes), label="with a clone", lineage="")
 
