@@ -34,6 +34,7 @@ class Costs:
     used: dict[str, Profile] = field(default_factory=dict)
     known: dict[tuple[Any, ...], Choice] = field(default_factory=dict)
     """By what makes sites equal."""
+    _profiles: dict[tuple[int, str], Profile] = field(default_factory=dict)
 
     @classmethod
     def of(cls, graph: Graph, options: Options) -> Costs:
@@ -55,7 +56,7 @@ class Costs:
         shape = shape_at(sizes, self.hints) if sizes is not None else None
         if sizes is None or shape is None:
             return None
-        profile = load(self.options.profile, shape.ranks, device)
+        profile = self._profile(shape.ranks, device)
         self.used[profile.digest] = profile
         rows = rows_of(site)
         if (same := self.known.get((sizes, rows, device, chunks))) is not None:
@@ -73,7 +74,13 @@ class Costs:
         """What a byte at the peak of a graph is worth: what it takes to send one. Whoever wants memory may keep shards and
         gather them again (save="shard"), which costs at most that."""
         device = c.node.meta["val"].device.type
-        return at(load(self.options.profile, c.ranks, device).push, MUCH) / MUCH
+        return at(self._profile(c.ranks, device).push, MUCH) / MUCH
+
+    def _profile(self, ranks: int, device: str) -> Profile:
+        found = self._profiles.get((ranks, device))
+        if found is None:
+            found = self._profiles[ranks, device] = load(self.options.profile, ranks, device)
+        return found
 
     def profile(self) -> str:
         """The names of the profiles that were used, the same on all ranks."""
