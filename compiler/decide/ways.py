@@ -44,7 +44,7 @@ FEW = 4
 @dataclass(frozen=True, slots=True)
 class Way:
     """`saves_us`: against the plain collective and matmuls. `worth`: the same less the margin of what is not simple, over all
-    that is forced. `takes`: a bit for every node that it takes. `whole`: pipelined with all matmuls of its own."""
+    that is forced. `takes`: a bit for every matmul that it takes. `whole`: pipelined with all matmuls of its own."""
 
     site: Site
     strategy: Strategy | Table
@@ -151,7 +151,7 @@ class Finder:
         sizes = [self._number((p.shape, p.inner, dtype_of(p.node))) for p in free]
         fed = [sum(1 << i for i, q in enumerate(free) if q.node in p.node.all_input_nodes) for p in free]
         reads = any(fed)
-        alone, taken = self._takes(Bulk(c, ())), [self._bit(p.node) for p in free]
+        taken = [self._bit(p.node) for p in free]
         for indices, bits, parts in _sets(len(free)):
             part = most[bits] = max([most.get(some, -math.inf) for some in parts], default=-math.inf)
             # One that reads another directly. (One that does so through other nodes is refused when they are fused.)
@@ -169,7 +169,7 @@ class Finder:
             if us <= part + adds:
                 continue  # fewer products do as well
             most[bits] = max(part, us)
-            site, takes = Bulk(c, products), alone
+            site, takes = Bulk(c, products), 0
             for i in indices:
                 takes |= taken[i]
             offer.ways.append(Way(site, strategy, us, self._worth(site, us, forced), takes, choice))
@@ -196,8 +196,8 @@ class Finder:
 
     def _takes(self, site: Site) -> int:
         takes = 0
-        for n in site.members:
-            takes |= self._bit(n)
+        for p in site.products:
+            takes |= self._bit(p.node)
         return takes
 
     def _bit(self, node: Node) -> int:
