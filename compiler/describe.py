@@ -12,7 +12,7 @@ from .origin import module_of, source_of
 from .plan import Work
 from .rule import Place
 from .sites import Bulk, Candidate, Gather, Reduction
-from .sites.sizes import Size
+from .sites.sizes import text
 from .sites.values import dtype_of, shape_of, tensor_of
 
 
@@ -30,12 +30,12 @@ def row(candidate: Candidate, site: Gather | Reduction | Bulk | None, groups: di
     c = candidate.collective
     shapes: list[tuple[str, str]] = []
     if tensor_of(c.input) is not None:
-        shapes.append(("input", _text(shape_of(c.input))))
+        shapes.append(("input", text(shape_of(c.input))))
     if isinstance(site, Gather):
-        shapes.append(("gathered", _text((site.rows, site.cols))))
+        shapes.append(("gathered", text((site.rows, site.cols))))
         shapes += [(f"matmul{i}", _product(k.product)) for i, k in enumerate(site.consumers)]
     elif isinstance(site, Reduction):
-        shapes.append(("product", _text((site.rows, site.cols))))
+        shapes.append(("product", text((site.rows, site.cols))))
         shapes += [(f"matmul{i}", _product(t)) for i, t in enumerate(site.terms)]
     elif isinstance(site, Bulk):
         shapes += [(f"matmul{i}", _product(p)) for i, p in enumerate(site.products)]
@@ -80,13 +80,9 @@ def place_of(candidate: Candidate, id: str, phase: str, kinds: tuple[str, ...]) 
         modules=tuple(modules),
         ranks=c.ranks,
         dtype=str(dtype_of(c.input)).removeprefix("torch.") if known is not None else "",
-        input=_text(shape_of(c.input)) if known is not None else "",
+        input=text(shape_of(c.input)) if known is not None else "",
     )
 
 
-def _text(shape: tuple[Size, ...]) -> str:
-    return "[" + ", ".join(str(s) for s in shape) + "]"
-
-
 def _product(p: Any) -> str:
-    return f"{_text(p.lhs.shape if not p.lhs.swapped else p.lhs.shape[::-1])} @ {_text((p.rhs.rows, p.rhs.cols))}"
+    return f"{text(p.lhs.shape if not p.lhs.swapped else p.lhs.shape[::-1])} @ {text((p.rhs.rows, p.rhs.cols))}"

@@ -21,12 +21,12 @@ from ub_overlap import _torch_compat as compat
 
 from ..cost.of_site import hints_of
 from ..cost.profile import Profile
-from ..describe import module_of
 from ..joint import needs_tangents
+from ..origin import module_of
 from ..plan import Cast, Reason
 from ..rewrite.emit import Emitter, spelled
 from ..sites.matmuls import Operand, Product
-from ..sites.sizes import Size, divide, same_shape
+from ..sites.sizes import Size, divide, same_shape, text
 from ..sites.values import aten, dtype_of, pieces_of, shape_of, tensor_of
 from .delayed import Delayed
 from .linears import Linear, Role, linears
@@ -148,7 +148,7 @@ def _verdict(linear: Linear, module: str, fp8: Fp8, slower: Slower | None) -> Ve
     """Why a whole linear stays as it is."""
     p = linear.forward
     if fp8.filter is not None and not fp8.filter(module, (p.shape[1], p.inner)):
-        return Reason.FILTERED, f"fp8_filter refuses {module or 'it'} {_text((p.shape[1], p.inner))}"
+        return Reason.FILTERED, f"fp8_filter refuses {module or 'it'} {text((p.shape[1], p.inner))}"
     if dtype_of(p.node) not in NARROW:
         return Reason.DTYPE_UNSUPPORTED, f"{dtype_of(p.node)} is asked for"
     if fp8.recipe.rows and _on_cpu(p.node) and not compat.cpu_scales_rows():
@@ -219,15 +219,11 @@ def _cast(role: Role, p: Product, module: str, verdict: Verdict, recipe: Recipe)
         node=p.node.name,
         role=role.value,
         module=module,
-        shape=f"{_text((p.shape[0], p.inner))} @ {_text((p.inner, p.shape[1]))}",
+        shape=f"{text((p.shape[0], p.inner))} @ {text((p.inner, p.shape[1]))}",
         recipe="" if verdict else recipe.name,
         reason=verdict[0] if verdict else None,
         detail=verdict[1] if verdict else "",
     )
-
-
-def _text(shape: tuple[Size, ...]) -> str:
-    return "[" + ", ".join(map(str, shape)) + "]"
 
 
 def _axis(operand: Operand, last: bool, rows: bool) -> Axis:

@@ -62,6 +62,11 @@ def number_of(x: Size, hints: Mapping[sympy.Symbol, int]) -> int | None:
     return int(value) if value.is_Integer else None
 
 
+def text(shape: Iterable[Size]) -> str:
+    """ "[8, 64]", with symbols where dynamic."""
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
 def product(shape: Iterable[Size]) -> Size:
     out: Size = 1
     for s in shape:
