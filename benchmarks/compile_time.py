@@ -31,9 +31,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ub_overlap import _torch_compat as compat
 from ub_overlap.compiler.cost import SiteShape, choose, load
-from ub_overlap.compiler.history import HISTORY
 from ub_overlap.compiler.options import Options
 from ub_overlap.compiler.passes import JointPass, RewritePass, transport
+from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.runtime import ops
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "llama_tp"))

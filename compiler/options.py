@@ -19,10 +19,10 @@ from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime.errors import OptionError
 
 from .cost.load import load
+from .forced.rule import Forced, Rule
+from .forced.rules import parse_rules
+from .forced.saved import SavedGraph, parse_plan, without
 from .fp8.recipe import RECIPES
-from .rule import Forced, Rule
-from .rules import parse_rules
-from .saved import SavedGraph, parse_plan, without
 from .strategy import MAX_CHUNKS, Strategy, Table
 from .strategy import parse as parse_strategy
 

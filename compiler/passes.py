@@ -25,14 +25,14 @@ from .diff.record import Trail, Watch
 from .fp8 import Fp8, cast_before_gathers, insert
 from .fp8.layout import pin
 from .fp8.recipe import recipe_of
-from .history import HISTORY
 from .merge import merge_all_reduces
 from .miss import handle_misses
 from .options import Options
+from .reports.history import HISTORY
+from .reports.summary import announce
 from .rewrite import rewrite
 from .save import apply_save_policy
 from .sites.scales import mark_scales
-from .summary import announce
 
 log = logging.getLogger(__name__)
 

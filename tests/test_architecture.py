@@ -165,6 +165,14 @@ def test_executors_include_no_torch_header(folder: str) -> None:
     assert not found, "\n".join(found)
 
 
+def test_the_compilers_folders_are_its_parts() -> None:
+    """A part is a folder that the architecture names; beside them lies only the way that holds them together."""
+    folders = [path.parent.name for path in sorted((ROOT / "compiler").glob("*/__init__.py"))]
+    text = (ROOT / "docs/architecture.md").read_text()
+    assert not [name for name in folders if f"{name}/" not in text]
+    assert len(list((ROOT / "compiler").glob("*.py"))) <= 14
+
+
 def test_python_files_stay_small() -> None:
     sizes = {
         path.relative_to(ROOT): len(path.read_text().splitlines())

@@ -252,7 +252,7 @@ def ddp_of(rank: int, world: int, order: str, mode: Any) -> tuple[list[Tensor], 
     from torch.nn.parallel import DistributedDataParallel
 
     from ub_overlap.compiler.ddp import optimize_ddp
-    from ub_overlap.compiler.history import HISTORY
+    from ub_overlap.compiler.reports.history import HISTORY
 
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
     mark = HISTORY.mark()

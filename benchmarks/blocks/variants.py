@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from ub_overlap.compiler.history import HISTORY
+from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.runtime.ranks import World
 
 from .model import Sizes, alone, parallel

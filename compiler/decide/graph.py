@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from torch.fx import Graph
 
-from ..describe import groups_of
+from ..forced.rule import Forced
 from ..fp8.insert import CAST
 from ..options import Options
 from ..origin import places_of
 from ..plan import NONE, Decision, Plan, Reason, Strategy, Table
-from ..rule import Forced
+from ..reports.describe import groups_of
 from ..sites import Candidate, Miss, Site, find
 from ..sites.matmuls import is_matmul
 from ..sites.order import Order

@@ -9,11 +9,11 @@ from torch.fx import Node
 from ..cost.amounts import bytes_sent, flops
 from ..cost.choose import Choice
 from ..cost.of_site import Hints
-from ..describe import row, work_of
+from ..forced.rule import Forced
 from ..merge import MERGED
 from ..origin import module_of
 from ..plan import Decision, Kind, Mode, Pairing, Strategy, Table
-from ..rule import Forced
+from ..reports.describe import row, work_of
 from ..save import KEPT
 from ..sites import Bulk, Candidate, Miss, Site
 from ..sites.collectives import Op

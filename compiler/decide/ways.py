@@ -18,8 +18,8 @@ from torch.fx import Node
 
 from ..cost.amounts import BULK_PRODUCTS, hidden_us
 from ..cost.choose import Choice, margin_us
+from ..forced.rule import Forced
 from ..plan import NONE, Mode, Reason, Strategy, Table
-from ..rule import Forced
 from ..sites import Bulk, Candidate, Gather, Miss, Site
 from ..sites.matmuls import Product
 from ..sites.order import Order

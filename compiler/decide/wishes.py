@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ..describe import place_of
+from ..forced.rule import Forced, Place
+from ..forced.rules import UNMATCHED, forced_by_rules
+from ..forced.saved import fit
 from ..options import Options
 from ..plan import Reason
-from ..rule import Forced, Place
-from ..rules import UNMATCHED, forced_by_rules
-from ..saved import fit
+from ..reports.describe import place_of
 from ..sites import Candidate
 from .record import kinds_of
 

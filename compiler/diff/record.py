@@ -13,8 +13,8 @@ from typing import Any
 from torch.fx import Graph
 
 from ..plan import Plan
+from ..reports.summary import artifact
 from ..sites.collectives import collectives
-from ..summary import artifact
 from .snapshot import Snapshot
 from .store import STORE, Graphs
 from .take import Texts, take

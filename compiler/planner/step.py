@@ -9,15 +9,15 @@ from typing import Any
 
 from tabulate import tabulate
 
-from .. import timeline
 from ..cost.load import load
 from ..cost.profile import Profile
 from ..diff.store import Graphs
 from ..options import Options
-from ..outlook import Outlook, Totals, outlook, totals
 from ..plan import Decision, Mode, Plan, Strategy, collective_of
-from ..report import lanes_of
-from ..summary import line
+from ..reports import timeline
+from ..reports.outlook import Outlook, Totals, outlook, totals
+from ..reports.report import lanes_of
+from ..reports.summary import line
 from .models import Sizes
 from .trace import trace
 

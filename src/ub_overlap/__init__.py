@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ub_overlap.compiler.backend import ub_overlap as backend
-    from ub_overlap.compiler.explain import explain
-    from ub_overlap.compiler.report import Report, reports
+    from ub_overlap.compiler.reports.explain import explain
+    from ub_overlap.compiler.reports.report import Report, reports
     from ub_overlap.runtime import errors
     from ub_overlap.runtime.errors import UbOverlapError
     from ub_overlap.runtime.functional import all_gather_matmul, check, initialize, matmul_all_reduce, matmul_reduce_scatter
@@ -23,9 +23,9 @@ __version__ = "0.1.0"
 # name -> (module, attribute; "" for the module itself)
 _HOME = {
     "backend": ("ub_overlap.compiler.backend", "ub_overlap"),
-    "explain": ("ub_overlap.compiler.explain", "explain"),
-    "Report": ("ub_overlap.compiler.report", "Report"),
-    "reports": ("ub_overlap.compiler.report", "reports"),
+    "explain": ("ub_overlap.compiler.reports.explain", "explain"),
+    "Report": ("ub_overlap.compiler.reports.report", "Report"),
+    "reports": ("ub_overlap.compiler.reports.report", "reports"),
     "errors": ("ub_overlap.runtime.errors", ""),
     "UbOverlapError": ("ub_overlap.runtime.errors", "UbOverlapError"),
     "all_gather_matmul": ("ub_overlap.runtime.functional", "all_gather_matmul"),

@@ -13,7 +13,7 @@ from tests.compiler.work import build, check
 from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss, capture
 from tests.models.compare import uncached
-from ub_overlap.compiler.history import HISTORY
+from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.compiler.sites import find
 
 LLAMA: tuple[str, dict[str, Any]] = ("tests.models.dtensor_llama", {})

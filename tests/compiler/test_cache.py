@@ -16,7 +16,7 @@ from tests.compiler.work import build, since
 from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss
 from tests.models.compare import error
-from ub_overlap.compiler.history import HISTORY
+from ub_overlap.compiler.reports.history import HISTORY
 
 MODEL = ("tests.models.megatron", {"dims": 2})
 BASE: dict[str, Any] = {"overlap": "force"}

@@ -15,9 +15,9 @@ from tests.compiler.work import plans_of, world_name
 from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
 from tests.runtime.oracle import data, far
-from ub_overlap.compiler.history import HISTORY
 from ub_overlap.compiler.plan import NONE, Mode, Plan, Strategy, Table
-from ub_overlap.compiler.report import Report, reports
+from ub_overlap.compiler.reports.history import HISTORY
+from ub_overlap.compiler.reports.report import Report, reports
 from ub_overlap.compiler.strategy import parse
 from ub_overlap.runtime import ops, tuning
 from ub_overlap.runtime.errors import OptionError

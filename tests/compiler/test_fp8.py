@@ -13,8 +13,8 @@ from tests.compiler.work_fp8 import RECIPES, ROWS, Run, both, float8, graphs, to
 from tests.harness.ranks import RankPool
 from tests.models.compare import error
 from ub_overlap.compiler.plan import Cast, Mode, Plan, Reason
-from ub_overlap.compiler.report import Report
-from ub_overlap.compiler.summary import line
+from ub_overlap.compiler.reports.report import Report
+from ub_overlap.compiler.reports.summary import line
 
 LLAMA, MLP, FSDP = "tests.models.dtensor_llama", "tests.models.dtensor_mlp", "tests.models.fsdp"
 BF16 = torch.bfloat16

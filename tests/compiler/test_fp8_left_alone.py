@@ -18,8 +18,8 @@ from ub_overlap import fp8_state
 from ub_overlap.compiler.fp8 import Fp8, insert
 from ub_overlap.compiler.fp8.insert import CAST
 from ub_overlap.compiler.fp8.recipe import recipe_of
-from ub_overlap.compiler.history import HISTORY
 from ub_overlap.compiler.plan import Reason
+from ub_overlap.compiler.reports.history import HISTORY
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 BF16 = torch.bfloat16

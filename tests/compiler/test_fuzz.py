@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.compiler.work import FORCE, world_name
 from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
-from ub_overlap.compiler.history import HISTORY
+from ub_overlap.compiler.reports.history import HISTORY
 
 SEEDS = {2: 40, 3: 10}
 """Chains by ranks: three ranks share two cores."""

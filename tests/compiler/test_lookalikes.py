@@ -18,8 +18,8 @@ from tests.compiler.test_fuzz import values
 from tests.compiler.work import FORCE, world_name
 from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
-from ub_overlap.compiler.history import HISTORY
 from ub_overlap.compiler.plan import Reason
+from ub_overlap.compiler.reports.history import HISTORY
 
 c10d = torch.ops._c10d_functional
 R = 3

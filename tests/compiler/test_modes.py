@@ -16,7 +16,7 @@ from tests.harness.traces import as_loss
 from tests.models.compare import error, uncached
 from tests.models.dtensor_llama import tensor_mesh
 from tests.models.megatron import MLP, Mappings
-from ub_overlap.compiler.history import HISTORY
+from ub_overlap.compiler.reports.history import HISTORY
 
 MEGATRON = "tests.models.megatron"
 Answer = tuple[float, list[str]]

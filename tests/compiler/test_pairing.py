@@ -239,8 +239,8 @@ def test_ranks_with_uneven_shards_plan_alike(overlap: Any) -> None:
 
 def run_both(rank: int, world: int, seeds: list[int]) -> tuple[list[str], Counter[str]]:
     """What differs between a graph and its rewritten copy, by seed; strategies taken."""
-    from ub_overlap.compiler.history import HISTORY
     from ub_overlap.compiler.passes import RewritePass
+    from ub_overlap.compiler.reports.history import HISTORY
     from ub_overlap.runtime import ops
 
     ops.load()

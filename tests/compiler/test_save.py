@@ -15,8 +15,8 @@ from tests.compiler.work import FORCE, build, saved_sizes, since
 from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss
 from tests.models.compare import Values, error, uncached, values
-from ub_overlap.compiler.history import HISTORY
 from ub_overlap.compiler.plan import Decision, Kept
+from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.compiler.save import _within
 
 ACTIVATION = ("tests.models.megatron", {"gated": True, "dims": 2})

@@ -15,8 +15,8 @@ from tests.compiler.work import build, decisions_of, world_name
 from tests.models.compare import Values, error, uncached, values
 from ub_overlap import _torch_compat as compat
 from ub_overlap import fp8_state
-from ub_overlap.compiler.history import HISTORY
 from ub_overlap.compiler.plan import Cast, Decision, Plan
+from ub_overlap.compiler.reports.history import HISTORY
 
 E4M3 = torch.float8_e4m3fn
 ROWS = compat.cpu_scales_rows()

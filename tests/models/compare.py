@@ -141,13 +141,13 @@ def _compare(
 
 
 def _mark() -> int:
-    from ub_overlap.compiler.history import HISTORY
+    from ub_overlap.compiler.reports.history import HISTORY
 
     return HISTORY.mark()
 
 
 def _decisions(mark: int) -> list[dict[str, Any]]:
-    from ub_overlap.compiler.history import HISTORY
-    from ub_overlap.compiler.report import Report
+    from ub_overlap.compiler.reports.history import HISTORY
+    from ub_overlap.compiler.reports.report import Report
 
     return [d.to_dict() for d in Report(HISTORY.since(mark)).decisions]

@@ -17,10 +17,10 @@ from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
 from ub_overlap.compiler.cost.load import load
 from ub_overlap.compiler.cost.predict import predict
-from ub_overlap.compiler.measured import StepTime
-from ub_overlap.compiler.outlook import outlook, shape_of, totals
 from ub_overlap.compiler.plan import NONE, Kind, Mode, Plan, Strategy, Work
-from ub_overlap.compiler.timeline import Lane, events, kind, write
+from ub_overlap.compiler.reports.measured import StepTime
+from ub_overlap.compiler.reports.outlook import outlook, shape_of, totals
+from ub_overlap.compiler.reports.timeline import Lane, events, kind, write
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.errors import OptionError
 

@@ -10,10 +10,10 @@ import pytest
 
 from tests.compiler.work import FORCE, build, check, decisions_of
 from tests.harness.ranks import RankPool
+from ub_overlap.compiler.forced.rule import Place
+from ub_overlap.compiler.forced.rules import Unmatched, forced_by_rules, parse_rules
 from ub_overlap.compiler.options import Options, parse
 from ub_overlap.compiler.plan import Mode, Strategy
-from ub_overlap.compiler.rule import Place
-from ub_overlap.compiler.rules import Unmatched, forced_by_rules, parse_rules
 from ub_overlap.runtime.errors import OptionError
 
 NAMES: frozenset[str] = frozenset()

@@ -13,10 +13,10 @@ import pytest
 from tests.compiler.test_plan import PLAN
 from tests.compiler.work import FORCE, build, plans_of
 from tests.harness.ranks import RankPool
+from ub_overlap.compiler.forced.rule import Place
+from ub_overlap.compiler.forced.saved import fit, parse_plan
 from ub_overlap.compiler.options import parse
 from ub_overlap.compiler.plan import Plan
-from ub_overlap.compiler.rule import Place
-from ub_overlap.compiler.saved import fit, parse_plan
 from ub_overlap.runtime.errors import OptionError
 
 MEGATRON = "tests.models.megatron"

@@ -25,7 +25,7 @@ from tests.gpu.cases import BF16, Maker, differs
 from tests.harness.traces import as_loss
 from tests.models.compare import uncached
 from tests.models.megatron import MLP, Mappings
-from ub_overlap.compiler.history import HISTORY
+from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.runtime import ops, session, stats, tuning
 
 U8 = {"tensorwise": 2.0**-3, "rowwise": 2.0**-4, "delayed": 2.0**-3}

@@ -27,7 +27,7 @@ from tests.gpu.cases import BF16
 from tests.harness.traces import as_loss
 from tests.models.compare import uncached
 from tests.models.megatron import MLP, Mappings
-from ub_overlap.compiler.history import HISTORY
+from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.runtime import exposed, settings
 from ub_overlap.runtime.verify import TOLERANCE
 

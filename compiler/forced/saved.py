@@ -17,9 +17,9 @@ from typing import Any
 
 from ub_overlap.runtime.errors import OptionError
 
-from .plan import Kind, Mode, Plan, Reason, Strategy, collective_of
+from ..plan import Kind, Mode, Plan, Reason, Strategy, collective_of
+from ..strategy import parse
 from .rule import PHASES, Forced, Place, refused
-from .strategy import parse
 
 VERSION = 1
 _EXPECTED = "a dict {site pattern: strategy}, a path of such a JSON file, or a Plan"

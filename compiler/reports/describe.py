@@ -7,13 +7,13 @@ from typing import Any
 
 from torch.fx import Node
 
-from .cost.of_site import Hints, shape_of_site
-from .origin import module_of, source_of
-from .plan import Work
-from .rule import Place
-from .sites import Bulk, Candidate, Gather, Reduction
-from .sites.sizes import text
-from .sites.values import dtype_of, shape_of, tensor_of
+from ..cost.of_site import Hints, shape_of_site
+from ..forced.rule import Place
+from ..origin import module_of, source_of
+from ..plan import Work
+from ..sites import Bulk, Candidate, Gather, Reduction
+from ..sites.sizes import text
+from ..sites.values import dtype_of, shape_of, tensor_of
 
 
 def groups_of(candidates: list[Candidate]) -> dict[str, str]:

@@ -14,15 +14,15 @@ from ub_overlap.runtime.errors import OptionError
 from ub_overlap.runtime.stats import SiteStats, site_stats
 from ub_overlap.runtime.tuning import Tuned, tuned
 
+from ..cost.load import load, of_plan
+from ..cost.profile import Profile
+from ..diff.edits import Diff
+from ..diff.store import STORE, Graphs
+from ..plan import NONE, Cast, Decision, Plan, Table
 from . import timeline
-from .cost.load import load, of_plan
-from .cost.profile import Profile
-from .diff.edits import Diff
-from .diff.store import STORE, Graphs
 from .history import HISTORY
 from .measured import Measured
 from .outlook import Outlook, outlook, totals
-from .plan import NONE, Cast, Decision, Plan, Table
 from .summary import line
 
 
@@ -248,7 +248,7 @@ class Report:
 
     def to_html(self, path: str | Path, title: str = "report") -> Path:
         """Writes one page that needs nothing but itself: both graphs side by side, sites, reasons, predictions, schedules."""
-        from .diff.render import html
+        from ..diff.render import html
 
         return html.write(path, self.to_dict(), title)
 

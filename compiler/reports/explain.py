@@ -15,7 +15,7 @@ from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime import magnitudes, verify
 from ub_overlap.runtime.stats import site_stats
 
-from .cost.load import load
+from ..cost.load import load
 from .history import HISTORY
 from .measured import measure as measure_sites
 from .report import Report

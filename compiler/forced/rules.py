@@ -22,8 +22,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from ..plan import Kind, Strategy
 from .megatron import is_cfg, read_text, rules_of
-from .plan import Kind, Strategy
 from .rule import AUTO, PHASES, STRATEGIES, Forced, Place, Rule, refused, resolved
 
 _FIELDS = ("module", "kind", "phase", "strategy", "optional")

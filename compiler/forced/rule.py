@@ -9,7 +9,7 @@ from typing import Any
 
 from ub_overlap.runtime.errors import OptionError
 
-from .strategy import MAX_CHUNKS, Strategy, Table, parse
+from ..strategy import MAX_CHUNKS, Strategy, Table, parse
 
 AUTO = "auto"
 PHASES = ("forward", "backward")

@@ -11,7 +11,7 @@ from typing import Any
 
 from ub_overlap.runtime.errors import OptionError
 
-from .cost.predict import Prediction
+from ..cost.predict import Prediction
 from .measured import Measured, StepTime
 
 COLOURS = {"matmul": "#4878d0", "copy": "#ee854a", "collective": "#d65f5f", "reduce": "#6acc64", "other": "#c0c0c0"}
