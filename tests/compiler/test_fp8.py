@@ -129,6 +129,7 @@ def test_graphs_that_are_float8(pool2: RankPool) -> None:
     for found in pool2.run(graphs, timeout=200):
         only_rows = set() if ROWS else {"other_rows", "not_gathered"}
         assert {name for name, _ in found} == (set(wanted) | set(reasons)) - only_rows
+        assert not ROWS or {name for name, scaling in found if scaling == "rows"} >= set(wanted)
         for (name, scaling), (worst, decisions) in found.items():
             assert worst < 0.01, (name, scaling, worst)
             done = [kind for kind, strategy, _ in decisions if strategy == "pipelined"]
