@@ -55,13 +55,13 @@ class Row:
 
 
 def shape_of(row: dict[str, Any], dtype: str) -> SiteShape:
-    """The site of a stored row."""
-    ranks = row["ranks"]
+    """The site of a stored row; float8 products gather float8 and scatter `dtype`."""
+    ranks, operands = row["ranks"], "float8" if row.get("fp8") else ""
     if row["kind"] == "AG":
         matmul = (row["M"], row["N"] // ranks, row["K"], False)
-        return SiteShape("all_gather_matmul", ranks, dtype, (matmul,), row["M"], row["K"])
+        return SiteShape("all_gather_matmul", ranks, operands or dtype, (matmul,), row["M"], row["K"], operands=operands)
     matmul = (row["M"], row["N"], row["K"] // ranks, False)
-    return SiteShape("matmul_reduce_scatter", ranks, dtype, (matmul,), row["M"], row["N"])
+    return SiteShape("matmul_reduce_scatter", ranks, dtype, (matmul,), row["M"], row["N"], operands=operands)
 
 
 def measured(row: dict[str, Any]) -> dict[str, float]:

@@ -68,3 +68,14 @@ def test_what_is_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str], te
         path.write_text(text)
     assert cost_model.main([str(path)]) == 1
     assert told in capsys.readouterr().err
+
+
+def test_a_row_in_float8() -> None:
+    """Its gather moves a byte an element and its matmul is float8's; what it scatters stays in 16 bits."""
+    for kind, travels in (("AG", "float8"), ("RS", "bfloat16")):
+        shape = cost_model.shape_of({**ROW, "kind": kind, "fp8": "row"}, "bfloat16")
+        assert (shape.dtype, shape.multiplied) == (travels, "float8")
+        plain = cost_model.shape_of({**ROW, "kind": kind}, "bfloat16")
+        assert predict(shape, Strategy.parse("pipelined"), load("h200")).us < 0.8 * predict(
+            plain, Strategy.parse("pipelined"), load("h200")
+        ).us  # fmt: skip
