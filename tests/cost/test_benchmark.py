@@ -71,11 +71,9 @@ def test_what_is_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str], te
 
 
 def test_a_row_in_float8() -> None:
-    """Its gather moves a byte an element and its matmul is float8's; what it scatters stays in 16 bits."""
-    for kind, travels in (("AG", "float8"), ("RS", "bfloat16")):
-        shape = cost_model.shape_of({**ROW, "kind": kind, "fp8": "row"}, "bfloat16")
-        assert (shape.dtype, shape.multiplied) == (travels, "float8")
-        plain = cost_model.shape_of({**ROW, "kind": kind}, "bfloat16")
-        assert predict(shape, Strategy.parse("pipelined"), load("h200")).us < 0.8 * predict(
-            plain, Strategy.parse("pipelined"), load("h200")
-        ).us  # fmt: skip
+    """Its gather moves a byte an element and its matmul is float8's; what it scatters stays in 16 bits, and takes as long."""
+    for kind, travels, share in (("AG", "float8", 0.7), ("RS", "bfloat16", 0.97)):
+        shapes = [cost_model.shape_of({**ROW, "kind": kind, **more}, "bfloat16") for more in ({"fp8": "row"}, {})]
+        assert (shapes[0].dtype, shapes[0].multiplied) == (travels, "float8")
+        fast, plain = (predict(shape, Strategy.parse("pipelined"), load("h200")).us for shape in shapes)
+        assert fast < share * plain
