@@ -90,13 +90,16 @@ def insert(graph: Graph, fp8: Fp8) -> int:
         return None
 
     weights = {linear.weight for linear in found}
-    delayed = Delayed(graph, inputs, fp8.state) if fp8.recipe.delayed else None
+    weight_of = {p.node: linear.weight for linear in reversed(found) for _, p in linear.products}
+    delayed = Delayed(graph, inputs, fp8.state, step=bool(gradients)) if fp8.recipe.delayed else None
 
     def quantise(e: Emitter, value: Node, axis: Axis, groups: tuple[str, ...]) -> Twin:
         format = fp8.recipe.gradient if value in gradients else torch.float8_e4m3fn
         if delayed is not None and value not in weights:
             module = casts[twins.reader].module if twins.reader in casts else module_of(twins.reader)
-            return delayed.twin(e, value, f"{module}/{'dy' if value in gradients else 'x'}", format, groups)
+            name = f"{module}/{'dy' if value in gradients else 'x'}"
+            weight = weight_of.get(twins.reader, found[0].weight)
+            return delayed.twin(e, value, name, format, groups, weight, backward=value in gradients)
         scale = scale_of(e, value, format, None if axis is None else len(shape_of(value)) + axis, groups)
         q = cast_down(e, value, scale, format)
         if value in weights:  # cast once: backward does not read the 16 bits again

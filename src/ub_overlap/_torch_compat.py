@@ -37,6 +37,8 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "_detect_dma_connectivity": ("torch._C._distributed_c10d:_detect_dma_connectivity",),
     "_rendezvous": ("torch.distributed._symmetric_memory:rendezvous",),
     "scaled_mm": ("torch:_scaled_mm",),
+    "_graph_task": ("torch._C:_current_graph_task_id",),
+    "_StorageWeakRef": ("torch.multiprocessing.reductions:StorageWeakRef",),
     "_dtypes_of_numbers": ("torch.distributed._symmetric_memory:_maybe_convert_scalar_types_to_dtypes",),
     "_group_size_by_name": ("torch.distributed.distributed_c10d:_get_group_size_by_name",),
 }
@@ -274,6 +276,22 @@ def warms_up_cuda_graph(device_index: int) -> bool:
     except (AttributeError, AssertionError, RuntimeError):  # a thread that has none
         return False
     return bool(getattr(getattr(container, "tree_manager", None), "in_warmup", False))
+
+
+def in_backward() -> bool:
+    """Does this thread run inside autograd's backward?"""
+    return __getattr__("_graph_task")() != -1
+
+
+def storage_id(tensor: Any) -> int:
+    """Names the memory that a tensor lies in, also while that is resized; another one's once it is gone and no weak_storage is
+    kept."""
+    return tensor.untyped_storage()._cdata
+
+
+def weak_storage(tensor: Any) -> Any:
+    """Does not keep the memory; `expired()` tells whether anybody does."""
+    return __getattr__("_StorageWeakRef")(tensor.untyped_storage())
 
 
 def dtypes(given: Any) -> list[Any]:

@@ -98,6 +98,41 @@ def accumulated(rank: int, world: int) -> Accumulated:
     return equal, kinds, {d.reason for d in decisions if not d.overlapped}, casts, fp8_state("force").state_dict()
 
 
+def apart(rank: int, world: int) -> dict[str, list[float]]:
+    """The errors of outputs and gradients against 16 bits, of calls of an MLP whose shards are 8x apart: relative, in norm."""
+    plain, case = (build(rank, world, "tests.models.dtensor_mlp", {"dtype": torch.bfloat16, "length": 32}) for _ in range(2))
+    options = {"fp8": "all", "fp8_recipe": "delayed", "fp8_state": "apart", "overlap": "off", "inner": "aot_eager"}
+    torch._dynamo.reset()
+    state, found = fp8_state("apart"), {}
+
+    def call(run: Any, module: Any, outer: Any) -> list[Tensor]:
+        module.zero_grad(set_to_none=True)
+        inputs = [(x.detach() * (1 + 7 * rank)).requires_grad_() for x in outer]
+        y = run(*inputs)
+        y.backward(torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view(y.shape) * (8 - 7 * rank))
+        return [y.detach(), inputs[0].grad, *(p.grad.to_local() for p in module.parameters())]  # type: ignore[list-item]
+
+    def scaled_up() -> None:
+        if rank == 0:
+            state.load_state_dict({key: 16 * value for key, value in state.state_dict().items()})
+
+    def nothing() -> None:
+        pass
+
+    def reset_one() -> None:
+        if rank == 1:
+            state.reset()
+
+    with uncached():
+        run = torch.compile(case.module, backend="ub_overlap", options=options)
+        turns = {"first": nothing, "second": nothing, "one history x16": scaled_up, "one reset": reset_one}
+        for name, before in {**turns, "all reset": state.reset, "after": nothing}.items():
+            before()
+            ours, theirs = call(run, case.module, case.inputs), call(plain.module, plain.module, plain.inputs)
+            found[name] = [float((a - b).norm() / b.norm()) for a, b in zip(ours, theirs, strict=True)]
+    return found
+
+
 def torchao(rank: int, world: int, variant: dict[str, Any], options: dict[str, Any]) -> tuple[dict[str, float], list[Decision]]:
     """torchao's training with its float8 gather, against eager torchao without it (gloo gathers no float8): the magnitudes
     of all ranks go into both, so the numbers are the same."""

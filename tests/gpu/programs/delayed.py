@@ -18,11 +18,11 @@ from tests.gpu.frame import Frame, Result, Skip  # isort: skip
 import torch
 from torch import Tensor, nn
 
-from tests.compiler.work_fp8 import accumulated
+from tests.compiler.work_fp8 import accumulated, apart
 from tests.gpu.cases import BF16, E4M3, E5M2, F16, F32
 from tests.models.case import on
 from ub_overlap import fp8_state
-from ub_overlap.runtime.magnitudes import cast_plainly, fp8_history, fp8_quantise, fp8_seen, text_of
+from ub_overlap.runtime.magnitudes import cast_plainly, fp8_history, fp8_quantise, text_of
 
 SIZES = (0, 1, 15, 16, 4096 + 5, 300 * 4096, (1 << 22) + 3)
 
@@ -34,6 +34,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 def cast(frame: Frame, dtype: torch.dtype, format: torch.dtype) -> str:
     """Every size, aligned and not, with an empty history and with one that is too small, and what is not finite."""
+    weight = torch.ones(1, device=frame.device)
     for size in SIZES:
         for shift in (0, 1):
             x = (torch.randn(size + shift, device=frame.device) * 3).to(dtype)[shift:]
@@ -43,10 +44,10 @@ def cast(frame: Frame, dtype: torch.dtype, format: torch.dtype) -> str:
                 most = torch.tensor([9.0, known], device=frame.device)
                 ours, theirs = (torch.full((1,), 0.25, device=frame.device) for _ in range(2))
                 key = text_of("cast", [str(dtype)])
-                state, name = fp8_state("cast"), str(dtype)
-                bank, slot = state.slot(name, x.device)
+                _, columns = fp8_history(weight, key, False)
+                bank, slot = fp8_state("cast").bank(str(dtype), x.device), int(columns)
                 bank.seen[slot] = 0.25
-                q, scale = fp8_quantise(x, most, 1, key, format)
+                q, scale = fp8_quantise(x, most, columns.expand(2), 1, key, format, "forward", "")
                 ours.copy_(bank.seen[slot : slot + 1])
                 wanted, unit = cast_plainly(x, most, 1, theirs, format)
                 where = f"{size} elements shifted by {shift}, history {known}"
@@ -61,13 +62,13 @@ def captured(frame: Frame, turns: int) -> str:
     if not frame.cuda:
         raise Skip("there is nothing to capture on the CPU")
     inputs = [torch.randn(256, 512, device=frame.device, dtype=BF16) * (1 + turn % 5) for turn in range(turns)]
-    static = inputs[0].clone()
+    static, weight = inputs[0].clone(), torch.ones(1, device=frame.device)
 
     def call(name: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         keys = text_of(name, ["x", "y"])
-        most = fp8_history(fp8_seen(x, keys), keys)
-        q, scale = fp8_quantise(x, most, 0, text_of(name, ["x"]), E4M3)
-        fp8_quantise(-2 * x, most, 1, text_of(name, ["y"]), E5M2)
+        most, columns = fp8_history(weight, keys, True)
+        q, scale = fp8_quantise(x, most, columns, 0, text_of(name, ["x"]), E4M3, "forward", "")
+        fp8_quantise(-2 * x, most, columns, 1, text_of(name, ["y"]), E5M2, "backward", "")
         return most, q, scale
 
     call("captured", static)
@@ -116,16 +117,19 @@ def compiled(frame: Frame, turns: int) -> str:
 
 
 def ranks(frame: Frame) -> str:
-    """Two steps of two microbatches: what is gathered has one history on all ranks."""
+    """Two steps of two microbatches, and calls with shards that are 8x apart: one scale on all ranks."""
     with on(frame.device):
         equal, kinds, _, casts, state = accumulated(frame.rank, frame.ranks)
     assert equal and casts == {"delayed"}, (equal, casts)
     assert kinds == {phase: ["all_gather_matmul", "matmul_reduce_scatter"] for phase in ("forward", "backward")}, kinds
     gathered = sorted(key for key in state if key.endswith(("up/x", "down/dy")))
     assert len(gathered) == 2, sorted(state)
-    first, *others = frame.gather({key: state[key][1:].cpu() for key in gathered})
-    assert all(torch.equal(first[key], other[key]) for other in others for key in gathered)
-    return "one history of what is gathered"
+    assert all((state[key][1:] > 0).sum() == 3 for key in gathered)  # of four calls, the last one's is not pushed yet
+    with on(frame.device):
+        found = apart(frame.rank, frame.ranks)
+    worst = max(max(errors) for errors in found.values())
+    assert worst < 0.15, found
+    return f"one scale of what is gathered: errors of {worst:.1e} at most where shards are 8x apart"
 
 
 def speed(frame: Frame) -> Result:
@@ -134,12 +138,13 @@ def speed(frame: Frame) -> Result:
         raise Skip("a reference on the CPU")
     x = torch.randn(8192, 8192, device=frame.device, dtype=BF16)
     most, key = torch.ones(1, device=frame.device), text_of("speed", ["x"])
+    _, columns = fp8_history(x, key, True)
     for _ in range(5):
-        fp8_quantise(x, most, 0, key, E4M3)
+        fp8_quantise(x, most, columns, 0, key, E4M3, "forward", "")
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(50):
-        fp8_quantise(x, most, 0, key, E4M3)
+        fp8_quantise(x, most, columns, 0, key, E4M3, "forward", "")
     end.record()
     frame.sync()
     us = begin.elapsed_time(end) * 1000 / 50
