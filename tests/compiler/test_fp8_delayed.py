@@ -23,9 +23,9 @@ from ub_overlap.compiler.cost.load import load
 from ub_overlap.compiler.fp8.linears import linears
 from ub_overlap.compiler.fp8.recipe import recipe_of
 from ub_overlap.compiler.fp8.worth import weigh
-from ub_overlap.compiler.history import HISTORY
 from ub_overlap.compiler.options import parse
 from ub_overlap.compiler.plan import Reason
+from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.runtime import errors, magnitudes
 from ub_overlap.runtime.magnitudes import CAPACITY, LENGTH, Fp8State, fp8_history, fp8_quantise, fp8_state, text_of
 
