@@ -168,8 +168,8 @@ class Fp8State:
         if bank is not None and number is not None and (keys, number) in bank.columns:
             return bank, number
         if _capturing(weight.device):
-            if bank is not None and (keys, 0) in bank.columns:  # the weight is a copy that was made for the capture
-                return bank, 0
+            if bank is not None and bank.modules[first] == 1 and (keys, 0) in bank.columns:
+                return bank, 0  # the weight is a copy of the only one, which was made for the capture
             raise self._error("histories are made at the first call, and this one is being captured", keys, "a call before")
         return apart("ub_overlap fp8 state", lambda: self._add(keys, weight)).result()
 

@@ -105,11 +105,11 @@ def apart(rank: int, world: int) -> dict[str, list[float]]:
     torch._dynamo.reset()
     state, found = fp8_state("apart"), {}
 
-    def call(run: Any, module: Any, outer: Any) -> list[Tensor]:
+    def call(run: Any, module: Any, outer: Any, size: float = 1.0) -> list[Tensor]:
         module.zero_grad(set_to_none=True)
         inputs = [(x.detach() * (1 + 7 * rank)).requires_grad_() for x in outer]
         y = run(*inputs)
-        y.backward(torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view(y.shape) * (8 - 7 * rank))
+        y.backward(torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view(y.shape) * (8 - 7 * rank) * size)
         return [y.detach(), inputs[0].grad, *(p.grad.to_local() for p in module.parameters())]  # type: ignore[list-item]
 
     def scaled_up() -> None:
@@ -130,6 +130,10 @@ def apart(rank: int, world: int) -> dict[str, list[float]]:
             before()
             ours, theirs = call(run, case.module, case.inputs), call(plain.module, plain.module, plain.inputs)
             found[name] = [float((a - b).norm() / b.norm()) for a, b in zip(ours, theirs, strict=True)]
+        run = torch.compile(case.module, backend="ub_overlap", options={**options, "fp8_state": "zeros"})
+        call(run, case.module, case.inputs, 0.0)
+        ours = call(run, case.module, case.inputs)
+        found["gradients of 0 before"] = [float((a - b).norm() / b.norm()) for a, b in zip(ours, theirs, strict=True)]
     return found
 
 
