@@ -100,16 +100,17 @@ def accumulated(rank: int, world: int) -> Accumulated:
 
 def apart(rank: int, world: int) -> dict[str, list[float]]:
     """The errors of outputs and gradients against 16 bits, of calls of an MLP whose shards are 8x apart: relative, in norm."""
-    plain, case = (build(rank, world, "tests.models.dtensor_mlp", {"dtype": torch.bfloat16, "length": 32}) for _ in range(2))
+    small = {"dtype": torch.bfloat16, "length": 32}
+    plain, case, other = (build(rank, world, "tests.models.dtensor_mlp", small) for _ in range(3))
     options = {"fp8": "all", "fp8_recipe": "delayed", "fp8_state": "apart", "overlap": "off", "inner": "aot_eager"}
     torch._dynamo.reset()
     state, found = fp8_state("apart"), {}
 
-    def call(run: Any, module: Any, outer: Any, size: float = 1.0) -> list[Tensor]:
+    def call(run: Any, module: Any, outer: Any, size: float = 1.0, slope: float = 1.0) -> list[Tensor]:
         module.zero_grad(set_to_none=True)
-        inputs = [(x.detach() * (1 + 7 * rank)).requires_grad_() for x in outer]
+        inputs = [(x.detach() * ((1 + 7 * rank) * size)).requires_grad_() for x in outer]
         y = run(*inputs)
-        y.backward(torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view(y.shape) * (8 - 7 * rank) * size)
+        y.backward(torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view(y.shape) * (8 - 7 * rank) * slope)
         return [y.detach(), inputs[0].grad, *(p.grad.to_local() for p in module.parameters())]  # type: ignore[list-item]
 
     def scaled_up() -> None:
@@ -123,17 +124,23 @@ def apart(rank: int, world: int) -> dict[str, list[float]]:
         if rank == 1:
             state.reset()
 
+    def distances(ours: list[Tensor], theirs: list[Tensor]) -> list[float]:
+        return [float((a - b).norm() / b.norm()) for a, b in zip(ours, theirs, strict=True)]
+
     with uncached():
         run = torch.compile(case.module, backend="ub_overlap", options=options)
         turns = {"first": nothing, "second": nothing, "one history x16": scaled_up, "one reset": reset_one}
         for name, before in {**turns, "all reset": state.reset, "after": nothing}.items():
             before()
-            ours, theirs = call(run, case.module, case.inputs), call(plain.module, plain.module, plain.inputs)
-            found[name] = [float((a - b).norm() / b.norm()) for a, b in zip(ours, theirs, strict=True)]
-        run = torch.compile(case.module, backend="ub_overlap", options={**options, "fp8_state": "zeros"})
-        call(run, case.module, case.inputs, 0.0)
-        ours = call(run, case.module, case.inputs)
-        found["gradients of 0 before"] = [float((a - b).norm() / b.norm()) for a, b in zip(ours, theirs, strict=True)]
+            theirs = call(plain.module, plain.module, plain.inputs)
+            found[name] = distances(call(run, case.module, case.inputs), theirs)
+        # Another module of the same keys, of larger tensors: it has histories of its own, and a first call.
+        run = torch.compile(other.module, backend="ub_overlap", options=options)
+        theirs = call(plain.module, plain.module, plain.inputs, 100.0)
+        found["another module"] = distances(call(run, other.module, other.inputs, 100.0, 0.0)[:1], theirs[:1])
+        theirs = call(plain.module, plain.module, plain.inputs)
+        found["gradients of 0 before"] = distances(call(run, other.module, other.inputs), theirs)
+    assert {key.partition("@")[2] for key in state.state_dict()} == {"", "1"}
     return found
 
 
