@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ from torch import Tensor
 from ub_overlap import _torch_compat as compat
 
 from . import errors
+from .stream import ended
 from .threads import apart
 
 LENGTH = 16
@@ -59,23 +61,27 @@ class _Weights:
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[Any, ...], int] = {}
-        self._known: list[tuple[tuple[Any, ...], Any]] = []
+        self._known: list[tuple[tuple[Any, ...], Any, int]] = []
+        self._came = itertools.count()
 
-    def find(self, weight: Tensor) -> int | None:
-        return self._numbers.get((compat.storage_id(weight), weight.storage_offset()))
+    def find(self, weight: Tensor) -> tuple[int, int] | None:
+        """(its number, how many weights had come before it)."""
+        number = self._numbers.get((compat.storage_id(weight), weight.storage_offset()))
+        if number is None or self._known[number][1].expired():  # another's memory, at the same place
+            return None
+        return number, self._known[number][2]
 
-    def add(self, weight: Tensor) -> int:
-        if (found := self.find(weight)) is not None:
-            return found
-        name, entry = (compat.storage_id(weight), weight.storage_offset()), compat.weak_storage(weight)
-        number = next((i for i, (_, ref) in enumerate(self._known) if ref.expired()), len(self._known))
+    def add(self, weight: Tensor) -> tuple[int, int]:
+        """The same, of one that is not found."""
+        entry = (compat.storage_id(weight), weight.storage_offset()), compat.weak_storage(weight), next(self._came)
+        number = next((i for i, (_, ref, _) in enumerate(self._known) if ref.expired()), len(self._known))
         if number < len(self._known):
-            del self._numbers[self._known[number][0]]
-            self._known[number] = (name, entry)
+            self._numbers.pop(self._known[number][0], None)
+            self._known[number] = entry
         else:
-            self._known.append((name, entry))
-        self._numbers[name] = number
-        return number
+            self._known.append(entry)
+        self._numbers[entry[0]] = number
+        return number, entry[2]
 
 
 @dataclass(slots=True, eq=False)
@@ -93,10 +99,14 @@ class _Bank:
     """int64 [N] of a graph, by the text of its keys and the number of its weight."""
     modules: Counter[str] = field(default_factory=Counter)
     """How many modules a key is of."""
-    agreements: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By key and groups: for how many of its modules ranks have agreed."""
+    met: set[tuple[str, str, int]] = field(default_factory=set)
+    """First keys; keys, or all keys of a graph and a separator; weights, by the order in which these came."""
+    came: Counter[str] = field(default_factory=Counter)
+    """How many weights have come with a key so far: calls alone tell, not when a rank frees what it no longer uses."""
+    agreements: weakref.WeakKeyDictionary[Any, Counter[str]] = field(default_factory=weakref.WeakKeyDictionary)
+    """By process group (another may bear its name later) and key: for how many of them ranks have agreed."""
     begun: set[tuple[str, int]] = field(default_factory=set)
-    """Graphs and weights whose forward has run outside backward."""
+    """First keys of graphs and numbers of weights whose last forward outside backward was a step."""
     repeating: set[str] = field(default_factory=set)
     """Keys whose forward is being run again by a checkpoint."""
 
@@ -151,7 +161,7 @@ class Fp8State:
                     if key in homes:
                         homes[key].set(key, value)
                     else:
-                        self._waiting[key] = value.detach().clone()
+                        self._waiting[key] = value.detach().to("cpu", copy=True)  # read by another stream, whenever
 
     def reset(self) -> None:
         """Forgets all histories, in place. What ranks agreed on in a first call stays: gathered tensors begin with that."""
@@ -164,9 +174,9 @@ class Fp8State:
     def graph(self, keys: str, weight: Tensor) -> tuple[_Bank, int]:
         """The memory of a graph's tensors and the number of `weight`. `keys`: joined by ";"."""
         bank, first = self._banks.get(weight.device), keys.partition(_SEPARATOR)[0]
-        number = bank.weights[first].find(weight) if bank is not None and first in bank.weights else None
-        if bank is not None and number is not None and (keys, number) in bank.columns:
-            return bank, number
+        found = bank.weights[first].find(weight) if bank is not None and first in bank.weights else None
+        if bank is not None and found is not None and (first, keys + _SEPARATOR, found[1]) in bank.met:
+            return bank, found[0]
         if _capturing(weight.device):
             if bank is not None and bank.modules[first] == 1 and (keys, 0) in bank.columns:
                 return bank, 0  # the weight is a copy of the only one, which was made for the capture
@@ -188,7 +198,11 @@ class Fp8State:
             if bank is None:
                 agreed = torch.full((CAPACITY,), NEUTRAL, device=device)
                 bank = _Bank(torch.zeros(CAPACITY, device=device), torch.zeros(LENGTH, CAPACITY, device=device), agreed)
-            number = bank.weights.setdefault(plain[0], _Weights()).add(weight)
+            weights = bank.weights.setdefault(plain[0], _Weights())
+            if (found := weights.find(weight)) is None:
+                found = weights.add(weight)
+                bank.begun.discard((plain[0], found[0]))
+            number, coming = found
             names = [f"{key}@{number}" if number else key for key in plain]
             for home, other in self._banks.items():
                 for key in names:
@@ -203,6 +217,8 @@ class Fp8State:
                     bank.set(key, self._waiting.pop(key))
             for key in plain:
                 bank.modules[key] = max(bank.modules[key], number + 1)
+                bank.came[key] += (plain[0], key, coming) not in bank.met
+            bank.met.update((plain[0], key, coming) for key in (keys + _SEPARATOR, *plain))
             bank.columns[keys, number] = torch.tensor([bank.slots[key] for key in names], dtype=torch.int64, device=device)
         self._banks[device] = bank  # once its memory is written
         return bank, number
@@ -226,7 +242,7 @@ def _apart_from_callers(device: torch.device) -> Iterator[None]:
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         yield
-    stream.synchronize()
+        ended("making float8 histories")
 
 
 _COPIES = itertools.count()
@@ -270,14 +286,16 @@ def fp8_history(weight: Tensor, keys: str, step: bool) -> tuple[Tensor, Tensor]:
     state, names = _state_of(keys)
     bank, number = state.graph(names, weight)
     columns = bank.columns[names, number].clone()
+    backward, module = compat.in_backward(), (names.partition(_SEPARATOR)[0], number)
+    if not step and not backward:  # a reentrant checkpoint's: the forward in backward will be the step
+        bank.begun.discard(module)
     if step:
-        backward = compat.in_backward()
-        again = backward and (names, number) in bank.begun
+        again = backward and module in bank.begun
         if again:
             bank.repeating.update(names.split(_SEPARATOR))
         else:
             if not backward:
-                bank.begun.add((names, number))
+                bank.begun.add(module)
             if bank.repeating:
                 bank.repeating.difference_update(names.split(_SEPARATOR))
         step = not again
@@ -322,13 +340,15 @@ def _known(
 
     They agree in the first call of a key, and in every one where nothing is ever noted. Calls tell which: all ranks make the
     same ones."""
-    if bank.agreements[key, groups] < bank.modules[key] and not _capturing(x.device):
+    members = [compat.group_of(group) for group in groups.split(_SEPARATOR)]
+    agreements = bank.agreements.setdefault(members[0], Counter())
+    if agreements[f"{key};{groups}"] < bank.came[key] and not _capturing(x.device):
         agreed = _largest(x.float()).reshape(1)
-        for group in groups.split(_SEPARATOR):
-            dist.all_reduce(agreed, dist.ReduceOp.MAX, compat.group_of(group))
+        for group in members:
+            dist.all_reduce(agreed, dist.ReduceOp.MAX, group)
         agreed = torch.where(agreed > 0, agreed, NEUTRAL)
         bank.agreed.index_copy_(0, column, agreed)
-        bank.agreements[key, groups] += notes != "never"
+        agreements[f"{key};{groups}"] += notes != "never"
     else:
         agreed = bank.agreed.index_select(0, column) if alone is None else bank.agreed[alone]
     return torch.where(most > 0, most, agreed * (1.0 / HEADROOM))  # current values take no headroom

@@ -61,7 +61,8 @@ class Delayed:
         chain.keys.append(key)
         q, scale = e.item(cast, 0), e.item(cast, 1)
         for node in (q, scale):
-            keep(node)
+            if "recompute" not in node.meta:  # in a region that the user checkpoints: casting again notes nothing new
+                keep(node)
         return Twin(q, scale)
 
     def finish(self) -> None:

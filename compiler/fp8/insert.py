@@ -275,6 +275,7 @@ def _scaled(p: Product, twins: Twins, rows: bool, cast: Cast) -> Node:
         fast = cast.role == Role.FORWARD.value
         value = e.call(aten._scaled_mm.default, a, b, a_scale, b_scale, inside, None, result, fast)
         value.meta[CAST] = cast
+        value.meta |= {k: node.meta[k] for k in ("recompute", "ac_graph_id") if k in node.meta}  # kept, if the user keeps it
         value = e.cast(value, dtype)
         if p.bias is not None and inside is None:
             value = e.call(aten.add.Tensor, value, p.bias)

@@ -44,6 +44,8 @@ class Emitter:
         self._inputs = graph.find_nodes(op="placeholder") if inputs is None else inputs
         self._replaced = replaced
         self._meta = {k: origin.meta[k] for k in _KEPT_META if k in origin.meta} | ({SITE: site} if site else {})
+        if compat.is_computed_again(origin.meta.get("recompute")):  # what takes its place is in the user's region too
+            self._meta |= {k: origin.meta[k] for k in ("recompute", "ac_graph_id") if k in origin.meta}
         self._mode = compat.fake_mode_of(origin.meta["val"])
 
     def call(self, target: Any, *args: Any, value_is: Any = None, **kwargs: Any) -> Node:

@@ -278,6 +278,13 @@ def warms_up_cuda_graph(device_index: int) -> bool:
     return bool(getattr(getattr(container, "tree_manager", None), "in_warmup", False))
 
 
+def is_computed_again(policy: Any) -> bool:
+    """Is `policy` (node.meta["recompute"]) that of a region that the user checkpoints?"""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    return policy in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
 def in_backward() -> bool:
     """Does this thread run inside autograd's backward?"""
     return __getattr__("_graph_task")() != -1

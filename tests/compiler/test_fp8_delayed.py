@@ -401,6 +401,21 @@ def test_calls_without_gradients_move_nothing(state: Fp8State) -> None:
     check(y, xq, wq.t(), xs, ws)  # by the scale of the steps
 
 
+def test_reentrant_checkpoints_after_a_plain_step(state: Fp8State) -> None:
+    """Its forward in backward is the step, also of a module that has made steps without a checkpoint."""
+    from torch.utils.checkpoint import checkpoint
+
+    module, dy = linear(bias=False), inputs("signs")[:, :N].contiguous()
+    with uncached():
+        run = compiled(module, **DELAYED, fp8_state=state.name)
+        step(run, module, inputs("normal"), dy)
+        for size in (2.0, 4.0, 8.0):
+            step(lambda x: checkpoint(run, x, use_reentrant=True), module, inputs("normal") * size, dy)
+    most = inputs("normal").abs().max().item()
+    seen = next(value for key, value in state.state_dict().items() if key.endswith("x"))
+    assert seen[:4].tolist() == pytest.approx([8 * most, 4 * most, 2 * most, most], rel=1e-3)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints(reentrant: bool, state: Fp8State) -> None:
     """A forward that is run again in backward moves no history and gives the same bits; where it is the only one that has

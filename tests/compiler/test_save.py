@@ -99,9 +99,11 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
-def run_checkpointed(rank: int, world: int, selective: bool, options: dict[str, Any]) -> Saved:
+def run_checkpointed(
+    rank: int, world: int, selective: bool, options: dict[str, Any], dtype: torch.dtype = torch.float32
+) -> Saved:
     module, variant = ACTIVATION
-    eager_case, case = (build(rank, world, module, variant) for _ in range(2))
+    eager_case, case = (build(rank, world, module, {**variant, "dtype": dtype}) for _ in range(2))
     as_loss(eager_case.module(*eager_case.inputs)).backward()
     mark = HISTORY.mark()
     with uncached(), saved_sizes() as sizes:
@@ -127,6 +129,16 @@ def test_activation_checkpointing(pool2: RankPool, selective: bool, save: str) -
         assert [d.kind.value for d in forward if d.overlapped] == ["all_gather_matmul", "matmul_reduce_scatter"]
         gathers = backward_gathers(saved)
         assert len(gathers) == 2 and all(d.overlapped for d in gathers)
+
+
+@FULL
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+def test_a_region_in_float8(pool2: RankPool, recipe: str) -> None:
+    """What takes the place of a product in the user's region is in it too: neither what is gathered nor results are kept."""
+    gathered, product = 2 * 8 * 64, 2 * 8 * 48
+    for saved in pool2.run(run_checkpointed, False, {**FORCE, "fp8": "all", "fp8_recipe": recipe}, torch.bfloat16):
+        assert saved.error < 0.3
+        assert not {gathered, product} & set(saved.sizes), saved.sizes
 
 
 def options_with(budget: float | None, **more: Any) -> dict[str, Any]:

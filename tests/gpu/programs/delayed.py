@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.compiler.work_fp8 import accumulated, apart
+from tests.gpu import captures
 from tests.gpu.cases import BF16, E4M3, E5M2, F16, F32
 from tests.models.case import on
 from ub_overlap import fp8_state
@@ -94,7 +95,7 @@ def compiled(frame: Frame, turns: int) -> str:
     results: list[list[Tensor]] = []
     for graphs in (False, True):
         torch.manual_seed(3)
-        torch._dynamo.reset()
+        captures.fresh()
         model = nn.Sequential(nn.Linear(512, 1024), nn.SiLU(), nn.Linear(1024, 512)).to(frame.device, BF16)
         options = {"fp8": "all", "fp8_recipe": "delayed", "fp8_state": f"graphs {graphs}", "overlap": "force"}
         run: Any = torch.compile(model, backend="ub_overlap", options={**options, "triton.cudagraphs": graphs})
@@ -108,6 +109,8 @@ def compiled(frame: Frame, turns: int) -> str:
             found += [y.detach().clone(), x.grad.clone()]
             found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
             model.zero_grad(set_to_none=True)  # gradients lie in the graph's memory
+        if graphs:
+            captures.count(frame.device)
         state = fp8_state(f"graphs {graphs}").state_dict()
         assert len(state) == 4, sorted(state)
         results.append([*found, *(state[key] for key in sorted(state))])
