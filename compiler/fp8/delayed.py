@@ -4,7 +4,7 @@
                               -> columns [N]                        |
     x -> fp8_quantise(x, most, columns, at, key) -> q, scale  <-----+---> fp8_quantise(dy, ..)
 
-What the ops remember is not in the graph (runtime/magnitudes.py): the graph tells them which histories by keys that a later
+What the ops remember is not in the graph (runtime/magnitudes/): the graph tells them which histories by keys that a later
 compilation of the same model gives again, and by a weight, which differs between modules that share the graph.
 """
 

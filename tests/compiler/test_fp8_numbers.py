@@ -25,6 +25,7 @@ from ub_overlap.compiler.fp8.insert import CAST
 from ub_overlap.compiler.fp8.recipe import recipe_of
 from ub_overlap.compiler.options import parse
 from ub_overlap.compiler.plan import Reason
+from ub_overlap.runtime import magnitudes
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 U32, U16 = 2.0**-24, 2.0**-9
@@ -231,3 +232,18 @@ def test_explain_measures_each_product() -> None:
     assert report.float8() in str(report) and len(report.to_dict()["casts"]) == 6
     plain_report = ub_overlap.explain(model, {"inner": "aot_eager", "fp8": "all"})(x.bfloat16())
     assert {c.recipe for c in plain_report.casts} == {"tensorwise"}
+
+
+def test_explaining_moves_no_history() -> None:
+    """A report of its own errors, and a training state that is what it was."""
+    model, x = nn.Linear(64, 48).bfloat16(), torch.randn(32, 64).bfloat16().requires_grad_()
+    options = {"inner": "aot_eager", "fp8": "all", "fp8_recipe": "delayed", "fp8_state": "explained"}
+    with uncached():
+        torch.compile(model, backend="ub_overlap", options=options)(x).float().sum().backward()
+        before = magnitudes.fp8_state("explained").state_dict()
+        first = ub_overlap.explain(model, options, measure=True)(x)
+        rows = first.float8()
+        ub_overlap.explain(model, {**options, "fp8_recipe": "tensorwise"}, measure=True)(x)
+    after = magnitudes.fp8_state("explained").state_dict()
+    assert before and before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
+    assert all(c.error is not None for c in first.casts) and first.float8() == rows
