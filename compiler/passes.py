@@ -94,8 +94,14 @@ def _fp8(graph: Graph, options: Options) -> Fp8:
     devices = {v.device.type for n in graph.find_nodes(op="placeholder") if isinstance(v := n.meta.get("val"), torch.Tensor)}
     weighed = options.overlap != "force" and (options.profile is not None or "cuda" in devices)
     profile = load(options.profile, None, "cuda" if "cuda" in devices else "cpu") if weighed else None
-    way = (options.fp8_filter, profile, options.fp8_state, options.verify)
-    return Fp8(recipe_of(options.fp8_recipe), options.fp8 == "all", *way)
+    return Fp8(
+        recipe_of(options.fp8_recipe),
+        backward=options.fp8 == "all",
+        filter=options.fp8_filter,
+        profile=profile,
+        state=options.fp8_state,
+        verify=options.verify,
+    )
 
 
 class RewritePass(_Pass):

@@ -180,23 +180,12 @@ def _mismatch(name: str, fields: dict[str, str]) -> UbOverlapError:
     culprit, reporter = int(fields["ranks"]), int(fields["reporter"])
     got, expected = f"rank {culprit}: {fields['got']}", f"rank {reporter}: {fields['expected']}"
     where = f"{fields['op']} at site '{fields['site']}'"
+    cls, what = SiteMismatchError, "are at different sites"
+    fix = "make all ranks of a group run the same sequence of ops; look for rank-dependent control flow"
     if name == "ShapeMismatchError":
-        return ShapeMismatchError(
-            f"ranks {reporter} and {culprit} brought different sizes to one site",
-            ranks=(culprit,),
-            where=where,
-            got=got,
-            expected=expected,
-            fix="give all ranks of a group the same shapes and dtypes, or disable the site",
-        )
-    return SiteMismatchError(
-        f"ranks {reporter} and {culprit} are at different sites",
-        ranks=(culprit,),
-        where=where,
-        got=got,
-        expected=expected,
-        fix="make all ranks of a group run the same sequence of ops; look for rank-dependent control flow",
-    )
+        cls, what = ShapeMismatchError, "brought different sizes to one site"
+        fix = "give all ranks of a group the same shapes and dtypes, or disable the site"
+    return cls(f"ranks {reporter} and {culprit} {what}", ranks=(culprit,), where=where, got=got, expected=expected, fix=fix)
 
 
 def make(name: str, fields: dict[str, str]) -> UbOverlapError:

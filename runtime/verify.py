@@ -1,9 +1,8 @@
 """options={"verify": True}: what each rewritten site computed, against the plain collective and matmuls on the same inputs, and
 what each product computed in float8, against the same product in 16 bits.
 
-The rewrites keep the plain nodes and let `ub_overlap::compare(ours, plain, site)` or `ub_overlap::compare_float8` see both;
-they hand `ours` on. Errors are kept on the device and read when they are asked for, so that nothing waits. Not for CUDA graphs:
-a replay compares nothing.
+The rewrites keep the plain nodes and let `ub_overlap::compare(ours, plain, site)` see both; it hands `ours` on. Errors are kept
+on the device and read when they are asked for, so that nothing waits. Not for CUDA graphs: a replay compares nothing.
 """
 
 from __future__ import annotations
@@ -105,24 +104,13 @@ def tolerance(dtype: str) -> float:
 
 
 @torch.library.custom_op("ub_overlap::compare", mutates_args=())
-def compare(ours: Tensor, plain: Tensor, site: str) -> Tensor:
-    """A copy of `ours` [any], once it has been compared with `plain` (the same shape)."""
-    ERRORS.add(site, ours, plain)
+def compare(ours: Tensor, plain: Tensor, site: str, float8: bool = False) -> Tensor:
+    """A copy of `ours` [any], once it has been compared with `plain` (the same shape). `float8`: `ours` is a product in float8,
+    `plain` that in 16 bits, and `site` its `Cast.key`."""
+    (FLOAT8 if float8 else ERRORS).add(site, ours, plain)
     return ours.clone()
 
 
 @compare.register_fake
-def _(ours: Tensor, plain: Tensor, site: str) -> Tensor:
-    return ours.clone()
-
-
-@torch.library.custom_op("ub_overlap::compare_float8", mutates_args=())
-def compare_float8(ours: Tensor, plain: Tensor, product: str) -> Tensor:
-    """A copy of `ours` [any], a product in float8, once it has been compared with `plain` (the same shape), that in 16 bits."""
-    FLOAT8.add(product, ours, plain)
-    return ours.clone()
-
-
-@compare_float8.register_fake
-def _(ours: Tensor, plain: Tensor, product: str) -> Tensor:
+def _(ours: Tensor, plain: Tensor, site: str, float8: bool = False) -> Tensor:
     return ours.clone()

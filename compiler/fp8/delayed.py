@@ -21,8 +21,7 @@ from ub_overlap.runtime.magnitudes import text_of
 
 from ..rewrite.emit import Emitter
 from ..sites.scales import SCALES
-from .origin import c10d
-from .quantise import keep
+from .quantise import keep, over_ranks
 from .twins import Twin
 
 
@@ -83,11 +82,9 @@ class Delayed:
                 e = Emitter(self._graph, value, {}, inputs=self._inputs)
                 text = text_of(self._state, ["?"])
                 history = e.call(torch.ops.ub_overlap.fp8_history.default, weight, text, self._step)
-                nodes = [e.item(history, 0)]
-                for group in groups:
-                    reduced = e.call(c10d.all_reduce.default, nodes[-1], "max", group)
+                nodes = over_ranks(e, e.item(history, 0), groups)
+                for reduced in nodes[1::2]:
                     reduced.meta[SCALES] = True
-                    nodes += [reduced, e.call(c10d.wait_tensor.default, reduced)]
                 columns = e.item(history, 1)
             for node in (nodes[-1], columns):
                 keep(node)

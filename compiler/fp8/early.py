@@ -27,6 +27,7 @@ from ..rewrite.emit import Emitter
 from ..sites.sizes import number_of, product, same_shape
 from ..sites.values import CASTS, CUTS, Effect, aten, dtype_of, effect, readers, shape_of, tensor_of
 from .origin import Axis, before, c10d
+from .quantise import over_ranks
 from .recipe import FLOAT8, NARROW
 from .twins import Quantise, Twin, Twins, erase
 
@@ -193,10 +194,7 @@ class _Rebuilt:
 def _of_all(e: Emitter, maximum: Node, groups: tuple[str, ...]) -> Node:
     """The largest over the ranks, in float32 on the way, which every backend compares."""
     dtype = dtype_of(maximum)
-    wide = e.cast(maximum, torch.float32)
-    for group in groups:
-        wide = e.call(c10d.wait_tensor.default, e.call(c10d.all_reduce.default, wide, "max", group))
-    return e.cast(wide, dtype)
+    return e.cast(over_ranks(e, e.cast(maximum, torch.float32), groups)[-1], dtype)
 
 
 def _move(graph: Graph, gather: Node, found: _Readers, inputs: Sequence[Node]) -> None:

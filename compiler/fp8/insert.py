@@ -288,7 +288,7 @@ def _replace(graph: Graph, node: Node, value: Node, verified: Cast | None) -> No
         node.replace_all_uses_with(value)
         return
     with graph.inserting_after(node):
-        compared = Emitter(graph, node, {}).call(torch.ops.ub_overlap.compare_float8.default, value, node, verified.key)
+        compared = Emitter(graph, node, {}).call(torch.ops.ub_overlap.compare.default, value, node, verified.key, True)
     node.replace_all_uses_with(compared, delete_user_cb=lambda user: user is not compared)
     node.meta.pop(CAST)
 

@@ -30,9 +30,17 @@ def scale_of(e: Emitter, x: Node, format: torch.dtype, dim: int | None, groups: 
         magnitude = e.call(aten.constant_pad_nd.default, e.call(aten.reshape.default, magnitude, [-1]), [0, 1])
     amax = e.call(aten.amax.default, magnitude, [] if dim is None else [dim], dim is not None)
     amax = e.cast(amax, torch.float32)
-    for group in groups:
-        amax = e.call(c10d.wait_tensor.default, e.call(c10d.all_reduce.default, amax, "max", group))
+    amax = over_ranks(e, amax, groups)[-1]
     return e.call(aten.clamp_min.default, e.call(aten.mul.Tensor, amax, 1.0 / LARGEST[format]), TINY)
+
+
+def over_ranks(e: Emitter, value: Node, groups: tuple[str, ...]) -> list[Node]:
+    """`value` and every node behind it; the last is its largest over the ranks of `groups`."""
+    nodes = [value]
+    for group in groups:
+        nodes.append(e.call(c10d.all_reduce.default, nodes[-1], "max", group))
+        nodes.append(e.call(c10d.wait_tensor.default, nodes[-1]))
+    return nodes
 
 
 def cast_down(e: Emitter, x: Node, scale: Node, format: torch.dtype) -> Node:

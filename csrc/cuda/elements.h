@@ -41,6 +41,27 @@ __device__ inline void from_float(float v, __half& to) {
     to = __float2half_rn(v);
 }
 
+// What a thread that casts to float8 has at a time: they fill a line of 16 bytes.
+constexpr int per_thread = 16;
+
+// `per_thread` elements as whole lines of 16 bytes.
+template <typename T>
+union Elements {
+    static constexpr int lines = per_thread * static_cast<int>(sizeof(T)) / 16;
+    uint4 line[lines];
+    T v[per_thread];
+};
+
+template <typename T>
+__device__ inline Elements<T> load_elements(const char* base, int64_t at) {
+    Elements<T> found;
+#pragma unroll
+    for (int i = 0; i < Elements<T>::lines; ++i) {
+        found.line[i] = __ldcs(reinterpret_cast<const uint4*>(base) + at * Elements<T>::lines + i);
+    }
+    return found;
+}
+
 constexpr int vector_bytes(int bytes) {
     return bytes > 16 ? 16 : bytes;
 }

@@ -15,23 +15,12 @@
 namespace ub_overlap::cuda {
 namespace {
 
-constexpr int per_thread = 16, threads = 256;
+constexpr int threads = 256;
 constexpr float least_scale = 7.52316384526264e-37f;  // 2^-120
 
 template <typename T>
-union Elements {
-    static constexpr int lines = per_thread * static_cast<int>(sizeof(T)) / 16;
-    uint4 line[lines];
-    T v[per_thread];
-};
-
-template <typename T>
-__device__ inline void load_elements(const T* x, int64_t at, float (&value)[per_thread]) {
-    Elements<T> found;
-#pragma unroll
-    for (int i = 0; i < Elements<T>::lines; ++i) {
-        found.line[i] = __ldcs(reinterpret_cast<const uint4*>(x) + at * Elements<T>::lines + i);
-    }
+__device__ inline void load_floats(const T* x, int64_t at, float (&value)[per_thread]) {
+    const Elements<T> found = load_elements<T>(reinterpret_cast<const char*>(x), at);
 #pragma unroll
     for (int e = 0; e < per_thread; ++e) value[e] = to_float(found.v[e]);
 }
@@ -61,7 +50,7 @@ __global__ void __launch_bounds__(threads)
     const int64_t begin = blockIdx.x * static_cast<int64_t>(threads) + threadIdx.x, step = gridDim.x * int64_t{threads};
     float most = 0.0f, value[per_thread];
     for (int64_t at = begin; at < lines; at += step) {
-        load_elements(x, at, value);
+        load_floats(x, at, value);
 #pragma unroll
         for (int e = 0; e < per_thread; ++e) most = fmaxf(most, finite_size(value[e]));
     }
@@ -86,7 +75,7 @@ __global__ void __launch_bounds__(threads)
     if (begin == 0) *scale = unit;
     float most = 0.0f, value[per_thread];
     for (int64_t at = begin; at < lines; at += step) {
-        load_elements(x, at, value);
+        load_floats(x, at, value);
         union {
             uint4 line;
             __nv_fp8x2_storage_t pair[per_thread / 2];

@@ -11,27 +11,9 @@
 namespace ub_overlap::cuda {
 namespace {
 
-constexpr int per_thread = 16, lanes_a_segment = scale_block / per_thread;
+constexpr int lanes_a_segment = scale_block / per_thread;
 constexpr float most_e4m3 = 448.0f;
 static_assert(wire_float8 == DType::e4m3 && 32 % lanes_a_segment == 0);
-
-// `per_thread` elements as whole lines of 16 bytes.
-template <typename T>
-union Elements {
-    static constexpr int lines = per_thread * static_cast<int>(sizeof(T)) / 16;
-    uint4 line[lines];
-    T v[per_thread];
-};
-
-template <typename T>
-__device__ inline Elements<T> load_elements(const char* base, int64_t at) {
-    Elements<T> found;
-#pragma unroll
-    for (int i = 0; i < Elements<T>::lines; ++i) {
-        found.line[i] = __ldcs(reinterpret_cast<const uint4*>(base) + at * Elements<T>::lines + i);
-    }
-    return found;
-}
 
 template <typename T>
 __device__ inline void store_elements(char* base, int64_t at, const Elements<T>& elements) {
