@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 from ub_overlap import _torch_compat as compat
@@ -44,6 +45,8 @@ def ub_overlap(
 def _inductor(
     gm: GraphModule, example_inputs: list[Any], ours: Options, theirs: dict[str, Any], mode: str | None
 ) -> Callable[..., Any]:
+    if ours.fp8 != "off":
+        compat.never_reused(torch.ops.ub_overlap.fp8_weight.default)
     patches = {**(compat.list_mode_options(mode) if mode else {}), **theirs}
     hints = _hints(example_inputs)
     trail = Trail()

@@ -67,6 +67,9 @@ class Options:
     """Which products of linears are computed in float8: none, those of the forward, gradients too."""
     fp8_recipe: Literal["tensorwise", "delayed", "rowwise"] = "tensorwise"
     """Where the scales lie, and of which values they are (fp8/recipe.py)."""
+    fp8_weights: Literal["kept", "call"] = "kept"
+    """Is the cast of a weight kept and made anew where the weight has changed (once a step, a byte a parameter), or is it made
+    in each call of the graph?"""
     fp8_state: str = ""
     """Names the histories of fp8_recipe="delayed": models with the same module paths in one process need two."""
     fp8_filter: Callable[[str, tuple[int, int]], bool] | None = None
@@ -119,6 +122,7 @@ _CHOICES = {
     "tune": (True, False),
     "fp8": ("off", "forward", "all"),
     "fp8_recipe": RECIPES,
+    "fp8_weights": ("kept", "call"),
     "fp8_reduce_scatter": (True, False),
     "verify": (True, False),
     "snapshots": (True, False),

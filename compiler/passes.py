@@ -25,6 +25,7 @@ from .diff.record import Trail, Watch
 from .fp8 import Fp8, cast_before_gathers, insert
 from .fp8.layout import pin
 from .fp8.recipe import recipe_of
+from .fp8.weights import copy_outputs
 from .merge import merge_all_reduces
 from .miss import handle_misses
 from .options import Options
@@ -100,6 +101,7 @@ def _fp8(graph: Graph, options: Options) -> Fp8:
         filter=options.fp8_filter,
         profile=profile,
         state=options.fp8_state,
+        keep_weights=options.fp8_weights == "kept",
         verify=options.verify,
     )
 
@@ -108,6 +110,8 @@ class RewritePass(_Pass):
     """Finds, decides, records, rewrites."""
 
     def __call__(self, graph: Graph) -> None:
+        if self.options.fp8 != "off":
+            copy_outputs(graph)
         decided = decide(graph, self.options, phase_of(graph), transport.why_not)
         if not (decided.plan.decisions or decided.plan.casts):
             return

@@ -18,6 +18,7 @@ from ub_overlap import _torch_compat as compat
 from . import errors, reference, session, settings
 from . import magnitudes as magnitudes  # registers the ops of delayed scaling
 from . import verify as verify  # registers ub_overlap::compare
+from . import weights as weights  # registers ub_overlap::fp8_weight
 from .extension import extension
 
 

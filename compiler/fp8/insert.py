@@ -30,18 +30,18 @@ from ..sites.sizes import Size, divide, same_shape, text
 from ..sites.values import aten, dtype_of, pieces_of, shape_of, tensor_of
 from .delayed import Delayed
 from .linears import Linear, Role, linears
-from .origin import Axis, before, step_back
+from .origin import Axis, before, origin, step_back
 from .quantise import cast_down, keep, scale_of
-from .recipe import NARROW, Recipe
+from .recipe import MULTIPLE, NARROW, Recipe
 from .travel import travelling
 from .twins import Twin, Twins, erase
+from .weights import KeptWeights
 from .worth import weigh
 
 log = logging.getLogger(__name__)
 
 CAST = "ub_overlap_fp8"
 """Key of node.meta: the Cast of a product."""
-MULTIPLE = 16
 Filter = Callable[[str, tuple[int, int]], bool]
 Verdict = tuple[Reason, str] | None
 Slower = Callable[[Linear, list[Product]], str]
@@ -58,6 +58,8 @@ class Fp8:
     """What tells whether a linear is faster in float8; None: nobody asks."""
     state: str = ""
     """Names the histories of delayed scales."""
+    keep_weights: bool = True
+    """Casts of weights outlive calls (runtime/weights/)."""
     verify: bool = False
     """Each product runs in 16 bits as well and is compared (runtime/verify.py)."""
 
@@ -91,11 +93,14 @@ def insert(graph: Graph, fp8: Fp8) -> int:
 
     weights = {linear.weight for linear in found}
     weight_of = {p.node: linear.weight for linear in reversed(found) for _, p in linear.products}
+    kept = KeptWeights(weights if fp8.keep_weights else ())
     delayed = Delayed(graph, inputs, fp8.state, step=bool(gradients)) if fp8.recipe.delayed else None
 
     def quantise(e: Emitter, value: Node, axis: Axis, groups: tuple[str, ...]) -> Twin:
+        if not groups and kept.source(value) is not None:
+            return kept.twin(e, value, axis, twins.after)
         format = fp8.recipe.gradient if value in gradients else torch.float8_e4m3fn
-        if delayed is not None and value not in weights:
+        if delayed is not None and origin(value) not in weights:
             module = casts[twins.reader].module if twins.reader in casts else module_of(twins.reader)
             name = f"{module}/{'dy' if value in gradients else 'x'}"
             weight = weight_of.get(twins.reader, found[0].weight)
@@ -106,7 +111,7 @@ def insert(graph: Graph, fp8: Fp8) -> int:
             keep(q)
         return Twin(q, scale)
 
-    twins = Twins(graph, travelling(graph, wanted, scaled), quantise, inputs)
+    twins = Twins(graph, travelling(graph, wanted, scaled), quantise, inputs, apart=kept.holds)
     made = {node: _scaled(scaled[node], twins, rows, casts[node]) for node in sorted(scaled)}
     for reader in sorted(high):
         _read_twins(reader, twins, rows, kept=lambda value: value not in gradients)
@@ -254,6 +259,18 @@ def _matrix(e: Emitter, operand: Operand, twins: Twins, last: bool, rows: bool) 
     return (e.transpose(q), e.transpose(scale) if axis is not None else scale) if operand.swapped else (q, scale)
 
 
+def _operands(e: Emitter, p: Product, twins: Twins, rows: bool, backward: bool) -> list[tuple[Node, Node]]:
+    """Both, in their order. In backward the gradient is first at hand, and a weight beside it is asked for after that; not
+    after a gather of it, which would have to be there before the product begins."""
+    sides = [(p.lhs, True), (p.rhs, False)]
+    made: dict[bool, tuple[Node, Node]] = {}
+    for operand, last in sorted(sides, key=lambda side: twins.apart(side[0].node)):
+        made[last] = _matrix(e, operand, twins, last, rows)
+        twins.after = origin(twins.of(operand.node, _axis(operand, last, rows)).scale) if backward else None
+    twins.after = None
+    return [made[True], made[False]]
+
+
 def _column(e: Emitter, scale: Node, rows: Size) -> Node:
     """[rows, 1] with strides of 1, as torch's kernels ask for: in a dim of size 1 Inductor would choose any."""
     return e.call(aten.as_strided.default, e.call(aten.reshape.default, scale, [-1]), [e.size(rows), 1], [1, 1])
@@ -269,8 +286,7 @@ def _scaled(p: Product, twins: Twins, rows: bool, cast: Cast) -> Node:
         p.bias if p.bias is not None and len(shape_of(p.bias)) == 1 and dtype_of(p.bias) == result != torch.float32 else None
     )
     with twins.emitter(node) as e:
-        a, a_scale = _matrix(e, p.lhs, twins, True, rows)
-        b, b_scale = _matrix(e, p.rhs, twins, False, rows)
+        (a, a_scale), (b, b_scale) = _operands(e, p, twins, rows, backward=cast.role != Role.FORWARD.value)
         a, b = twins.matrix(a, True), twins.matrix(b, False)
         fast = cast.role == Role.FORWARD.value
         value = e.call(aten._scaled_mm.default, a, b, a_scale, b_scale, inside, None, result, fast)

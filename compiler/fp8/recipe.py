@@ -27,6 +27,8 @@ NARROW = (torch.bfloat16, torch.float16)
 """Types of the values that are quantised: what is written in float32 is meant so."""
 LARGEST = {dtype: torch.finfo(dtype).max for dtype in FLOAT8}
 
+MULTIPLE = 16
+"""What the hardware wants inner dims and columns to divide by."""
 TINY = 2.0**-120
 """The least scale: that of a tensor or row of zeros. Its reciprocal is finite."""
 

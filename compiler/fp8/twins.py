@@ -36,28 +36,38 @@ Quantise = Callable[[Emitter, Node, Axis, tuple[str, ...]], Twin]
 
 class Twins:
     """Makes the twins of one graph. `travels`: the all_gathers whose elements may travel as float8 alone. `quantise`: how a
-    value is cast where its elements come from. `inputs`: those that sizes are read off."""
+    value is cast where its elements come from. `inputs`: those that sizes are read off. `apart`: does a value have twins of its
+    own in backward?"""
 
-    def __init__(self, graph: Graph, travels: set[Node], quantise: Quantise, inputs: Sequence[Node]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        travels: set[Node],
+        quantise: Quantise,
+        inputs: Sequence[Node],
+        apart: Callable[[Node], bool] = lambda node: False,
+    ) -> None:
         self.graph, self._quantise, self._inputs = graph, quantise, inputs
-        self.travels = travels
+        self.travels, self.apart = travels, apart
         self.reader: Node
         """The node that twins are made for."""
+        self.after: Node | None = None
+        """A node of backward, where the reader is one."""
         self.replaced: set[Node] = set()
         """Nodes whose work a twin does now."""
-        self._made: dict[tuple[Node, Axis, tuple[str, ...]], Twin] = {}
+        self._made: dict[tuple[Node, Axis, tuple[str, ...], bool], Twin] = {}
         self._copies: dict[tuple[Node, str], Node] = {}
         self._up: dict[Node, Node] = {}
 
     def of(self, node: Node, axis: Axis, groups: tuple[str, ...] = ()) -> Twin:
-        key = (node, axis, groups)
+        key = (node, axis, groups, self.after is not None and self.apart(node))
         if key not in self._made:
             self._made[key] = self._make(node, axis, groups)
         return self._made[key]
 
     def has(self, node: Node, axis: Axis) -> bool:
         """Is there a twin of `node`'s elements, or of what they are a view of?"""
-        made = {(n, a) for n, a, _ in self._made}
+        made = {(n, a) for n, a, *_ in self._made}
         here: tuple[Node, Axis] | None = (node, axis)
         while here is not None:
             if here in made:

@@ -65,6 +65,7 @@ CudaArena::CudaArena(int device, std::shared_ptr<ShmArena> host, const std::vect
     preload_data();
     preload_wire();
     preload_quantise();
+    preload_weights();
     // On a stream of its own: the caller's may stand behind a peer that waits for this rank to bind.
     check(cudaMemsetAsync(group_.local, 0, sizeof(LocalState), abort_stream_), "clear the epochs");
     const int64_t deadline = now_ns() + settings().step_timeout_ns.load(std::memory_order_relaxed);

@@ -24,12 +24,27 @@ struct Fp8Cast {
     float* noted;
 };
 
-// Load the kernels of waits.cu, data.cu, wire.cu and quantise.cu onto the current device: loading one later could wait for a
-// kernel that spins.
+// A weight [rows, cols], rows and cols multiples of 16, in e4m3 with scales: one (axis 0), of rows (-1) or of columns (-2).
+// `kept`: one word of 64 bits, 0 at first. `scratch`: weight_scratch_words(scales) of them, 0 before the first call and after
+// each. All on the device.
+struct WeightCast {
+    const char* x;
+    int64_t rows;
+    int64_t cols;
+    int axis;
+    char* q;
+    float* scale;
+    int64_t* kept;
+    int64_t* scratch;
+};
+
+// Load the kernels of waits.cu, data.cu, wire.cu, quantise.cu and weights.cu onto the current device: loading one later could
+// wait for a kernel that spins.
 void preload_waits();
 void preload_data();
 void preload_wire();
 void preload_quantise();
+void preload_weights();
 
 // First kernel of a call: takes the group's turn, counts the epoch, stores the slot's word, and waits until the peers have left
 // the slot. `timeout_ns`: of each wait, and of the turn since the call that has it last went on.
@@ -56,6 +71,10 @@ void launch_round_for_wire(const Rounding& rounding, DType type, cudaStream_t st
 
 // Elements of `type` to float8 (quantise.cu).
 void launch_fp8_cast(const Fp8Cast& cast, DType type, cudaStream_t stream);
+// A weight to float8, if it is not what it was at the last call (weights.cu). `through`: bf16 or f16, what elements of `type`,
+// the same or f32, are rounded to first.
+void launch_weight_cast(const WeightCast& cast, DType type, DType through, cudaStream_t stream);
+int64_t weight_scratch_words(int64_t scales);
 
 // Throws NamedError("UbOverlapError") saying what could not be done.
 void check(cudaError_t code, const char* what);

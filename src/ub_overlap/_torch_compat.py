@@ -25,6 +25,7 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "extern_kernels": ("torch._inductor.select_algorithm:extern_kernels",),
     "force_stride_order": ("torch._inductor.inductor_prims:force_stride_order",),
     "inductor_config": ("torch._inductor.config",),
+    "inductor_virtualized": ("torch._inductor.virtualized:V",),
     "list_mode_options": ("torch._inductor:list_mode_options",),
     "min_cut_rematerialization_partition": ("torch._functorch.partitioners:min_cut_rematerialization_partition",),
     "stable_topological_sort": ("torch._inductor.pattern_matcher:stable_topological_sort",),
@@ -114,6 +115,22 @@ def caches_off() -> Any:
     stack.enter_context(__getattr__("inductor_config").patch(fx_graph_cache=False))
     stack.enter_context(functorch.patch(enable_autograd_cache=False))
     return stack
+
+
+@functools.cache
+def never_reused(op: Any) -> None:
+    """Tells Inductor that what `op` returns is not its own: it must not compute anything else into that memory."""
+    from torch._inductor.lowering import fallback_handler, register_lowering
+
+    lower, virtualized = fallback_handler(op), __getattr__("inductor_virtualized")
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        outputs = lower(*args, **kwargs)
+        for output in __getattr__("tree_leaves")(outputs):
+            virtualized.graph.never_reuse_buffers.add(output.get_name())
+        return outputs
+
+    register_lowering(op, type_promotion_kind=None)(kept)
 
 
 def user_pass(name: str, options: dict[str, Any]) -> list[Any]:

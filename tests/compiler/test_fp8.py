@@ -59,12 +59,14 @@ def test_llama(pool2: RankPool, recipe: str) -> None:
 
 
 def test_what_is_kept(pool2: RankPool) -> None:
-    """Tokens [64, 64] gathered: kept as float8 alone, and of the weights nothing in 16 bits for tensorwise."""
+    """Tokens [64, 64] gathered: kept as float8 alone; of the weights nothing but themselves: both halves look up their cast."""
     variant = {"dtype": BF16, "length": 32}
     for run in pool2.run(float8, MLP, variant, {**EAGER, "overlap": "force"}):
         assert ((64, 64), torch.float8_e4m3fn) in run.kept
         assert ((64, 64), BF16) not in run.kept and ((2, 32, 64), BF16) not in run.kept
         weights = {(48, 64), (64, 48)}
+        assert not {(s, d) for s, d in run.kept if s in weights and d in FLOAT8}
+    for run in pool2.run(float8, MLP, variant, {**EAGER, "overlap": "force", "fp8_weights": "call"}):
         assert {(s, d) for s, d in run.kept if s in weights and d in FLOAT8} == {(s, torch.float8_e4m3fn) for s in weights}
     rowwise = {**EAGER, "overlap": "force", "fp8_recipe": "rowwise"}
     for run in pool2.run(float8, MLP, variant, rowwise) if ROWS else ():

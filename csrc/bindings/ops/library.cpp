@@ -56,6 +56,9 @@ TORCH_LIBRARY(ub_overlap, m) {
     m.def(
         "fp8_cast(Tensor x, Tensor most, int at, Tensor(a!) noted, ScalarType format, float headroom) "
         "-> (Tensor q, Tensor scale)");
+    m.def(
+        "fp8_weight_refresh(Tensor weight, ScalarType through, int? axis, Tensor(a!) q, Tensor(b!) scale, Tensor(c!) kept, "
+        "Tensor(d!) scratch) -> ()");
 #endif
 }
 
@@ -76,6 +79,7 @@ TORCH_LIBRARY_IMPL(ub_overlap, CUDA, m) {
 #ifdef UB_OVERLAP_CUDA
     register_ops(m);
     m.impl("fp8_cast", &fp8_cast);
+    m.impl("fp8_weight_refresh", &fp8_weight_refresh);
 #else
     for (const char* op : {"all_gather_matmul", "all_gather_scaled_matmul", "matmul_reduce_scatter",
                            "scaled_matmul_reduce_scatter", "matmul_all_reduce", "bulk"}) {

@@ -1,0 +1,289 @@
+// Casting a weight to float8 anew only where it has changed: what it was is known by a sum over its bits.
+//
+//   look_kernel   sum of key(position) * word over all words, and the largest magnitudes; the block that is through last
+//   compares
+//                 the sum with the kept one. Where they differ it keeps the new one and computes the scales.
+//   cast_kernel   where they differed: x / scale, clamped, rounded. Else it ends at once.
+//
+// A weight is read as 16-bit numbers, two a word; float32 is rounded to them first. Keys are 32 bits and odd, sums 64 bits: one
+// changed word always shows, several go unseen about once in 2^60 times. Nobody tells the host, so calls may be captured, and a
+// replay casts what an optimizer in another graph has written.
+//
+// A warp has 32 lines of 16 elements beside each other, and goes down some rows of them. Magnitudes are bits without their
+// sign, which compare like integers: a NaN is larger than infinity, which is larger than all others.
+#include <cuda_fp8.h>
+
+#include "cuda/elements.h"
+
+namespace ub_overlap::cuda {
+namespace {
+
+constexpr int threads = 256;
+constexpr int words = per_thread / 2;
+constexpr int at_once = 4;                            // rows whose loads are under way together
+constexpr float least_scale = 7.52316384526264e-37f;  // 2^-120
+constexpr float largest = 448.0f;
+
+// Which magnitudes share a scale.
+enum class Scales { tensor, rows, columns };
+
+struct Weight {
+    const char* x;
+    int64_t rows, lines;  // lines: of a row, 16 elements each
+    int64_t all_lines;
+    int rows_per_warp, tiles;  // tiles: of 32 lines, in a row
+    int64_t scales;
+    float share;
+    char* q;
+    float* scale;
+    unsigned long long* kept;
+    unsigned long long* sum;
+    unsigned* ticket;
+    unsigned* changed;
+    unsigned* most;  // `scales` of them
+};
+
+template <typename H>
+union Line {
+    uint32_t word[words];
+    uint4 whole[words / 4];
+    H v[per_thread];
+};
+
+// 16 elements of T as H.
+template <typename T, typename H>
+__device__ inline Line<H> load_line(const char* x, int64_t at) {
+    Line<H> found;
+    if constexpr (sizeof(T) == sizeof(H)) {
+#pragma unroll
+        for (int i = 0; i < words / 4; ++i) found.whole[i] = __ldg(reinterpret_cast<const uint4*>(x) + at * (words / 4) + i);
+    } else {
+#pragma unroll
+        for (int i = 0; i < per_thread / 4; ++i) {
+            const float4 four = __ldg(reinterpret_cast<const float4*>(x) + at * (per_thread / 4) + i);
+            from_float(four.x, found.v[4 * i]), from_float(four.y, found.v[4 * i + 1]);
+            from_float(four.z, found.v[4 * i + 2]), from_float(four.w, found.v[4 * i + 3]);
+        }
+    }
+    return found;
+}
+
+__device__ inline uint32_t key_of(int64_t at) {
+    uint32_t key = static_cast<uint32_t>(at) * 0x9e3779b1u;
+    key ^= key >> 16, key *= 0x85ebca6bu, key ^= key >> 13;
+    return key;
+}
+
+// The larger one of both halves of two words whose halves have no sign.
+__device__ inline uint32_t larger(uint32_t a, uint32_t b) {
+    return static_cast<uint32_t>(__vmaxs2(a, b));
+}
+
+__device__ inline uint32_t larger_half(uint32_t pair) {
+    return max(pair & 0xffffu, pair >> 16);
+}
+
+// Where a warp's tile begins: (its first row, this lane's line).
+struct Tile {
+    int64_t row, end, line;
+    __device__ explicit Tile(const Weight& w) {
+        const int64_t warp = (blockIdx.x * static_cast<int64_t>(threads) + threadIdx.x) / 32;
+        row = warp / w.tiles * w.rows_per_warp;
+        end = min(row + w.rows_per_warp, w.rows);
+        line = warp % w.tiles * 32 + threadIdx.x % 32;
+    }
+    __device__ bool has(const Weight& w, int64_t r) const { return r < end && line < w.lines && at(w, r) < w.all_lines; }
+    __device__ int64_t at(const Weight& w, int64_t r) const { return r * w.lines + line; }
+};
+
+// NaN and infinity stay what they are, as in clamp_min.
+__device__ inline float unit_of(float most, float share) {
+    const float unit = most * share;
+    return unit < least_scale ? least_scale : unit;
+}
+
+template <typename H>
+__device__ inline float value_of_bits(unsigned bits) {
+    const unsigned short half = static_cast<unsigned short>(bits);
+    return to_float(*reinterpret_cast<const H*>(&half));
+}
+
+// The block that is through last: are the bits as they were? All its threads take part.
+template <typename H>
+__device__ inline void conclude(const Weight& w) {
+    __shared__ bool changed;
+    if (threadIdx.x == 0) {
+        unsigned long long sum = atomicAdd(w.sum, 0ull);
+        sum = sum == 0 ? 1 : sum;  // 0 is what no weight is
+        changed = sum != *w.kept;
+        *w.kept = sum, *w.sum = 0, *w.ticket = 0, *w.changed = changed;
+    }
+    __syncthreads();
+    for (int64_t i = threadIdx.x; i < w.scales; i += threads) {
+        if (changed) w.scale[i] = unit_of(value_of_bits<H>(__ldcg(w.most + i)), w.share);
+        w.most[i] = 0;
+    }
+}
+
+template <typename T, typename H, Scales by>
+__global__ void __launch_bounds__(threads) look_kernel(const Weight w) {
+    const Tile tile(w);
+    unsigned long long sum = 0;
+    uint32_t most[words] = {};  // of this lane's columns, in pairs
+    for (int64_t first = tile.row; first < tile.end; first += at_once) {
+        Line<H> found[at_once] = {};
+#pragma unroll
+        for (int i = 0; i < at_once; ++i) {
+            if (tile.has(w, first + i)) found[i] = load_line<T, H>(w.x, tile.at(w, first + i));
+        }
+#pragma unroll
+        for (int i = 0; i < at_once; ++i) {
+            const uint32_t key = key_of(tile.at(w, first + i));
+            uint32_t of_row = 0;
+#pragma unroll
+            for (int j = 0; j < words; ++j) {
+                const uint32_t word = found[i].word[j], size = word & 0x7fff7fffu;
+                sum += static_cast<unsigned long long>(word) * ((key + j * 0xc2b2ae3du) | 1u);
+                if constexpr (by == Scales::rows) {
+                    of_row = larger(of_row, size);
+                } else {
+                    most[j] = larger(most[j], size);
+                }
+            }
+            if constexpr (by == Scales::rows) {
+                const unsigned row_most = __reduce_max_sync(0xffffffffu, larger_half(of_row));
+                if (threadIdx.x % 32 == 0 && first + i < tile.end) atomicMax(w.most + first + i, row_most);
+            }
+        }
+    }
+    if constexpr (by == Scales::columns) {
+        if (tile.line < w.lines && tile.row < tile.end) {
+#pragma unroll
+            for (int j = 0; j < words; ++j) {
+                atomicMax(w.most + tile.line * per_thread + 2 * j, most[j] & 0xffffu);
+                atomicMax(w.most + tile.line * per_thread + 2 * j + 1, most[j] >> 16);
+            }
+        }
+    }
+    if constexpr (by == Scales::tensor) {
+        uint32_t all = 0;
+#pragma unroll
+        for (int j = 0; j < words; ++j) all = larger(all, most[j]);
+        const unsigned of_warp = __reduce_max_sync(0xffffffffu, larger_half(all));
+        if (threadIdx.x % 32 == 0 && of_warp > 0) atomicMax(w.most, of_warp);
+    }
+#pragma unroll
+    for (int lane = 16; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
+    if (threadIdx.x % 32 == 0) atomicAdd(w.sum, sum);
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) last = atomicAdd(w.ticket, 1u) == gridDim.x - 1;
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    conclude<H>(w);
+}
+
+template <typename T, typename H, Scales by>
+__global__ void __launch_bounds__(threads) cast_kernel(const Weight w) {
+    if (*w.changed == 0) return;
+    const Tile tile(w);
+    float inverse[by == Scales::columns ? per_thread : 1];
+    if constexpr (by == Scales::tensor) inverse[0] = 1.0f / *w.scale;
+    if constexpr (by == Scales::columns) {
+        if (tile.line >= w.lines) return;
+#pragma unroll
+        for (int e = 0; e < per_thread; ++e) inverse[e] = 1.0f / w.scale[tile.line * per_thread + e];
+    }
+    for (int64_t row = tile.row; row < tile.end; ++row) {
+        if (!tile.has(w, row)) continue;
+        if constexpr (by == Scales::rows) inverse[0] = 1.0f / w.scale[row];
+        const Line<H> found = load_line<T, H>(w.x, tile.at(w, row));
+        union {
+            uint4 line;
+            __nv_fp8_storage_t v[per_thread];
+        } rounded;
+#pragma unroll
+        for (int e = 0; e < per_thread; ++e) {
+            const float value = to_float(found.v[e]) * inverse[by == Scales::columns ? e : 0];
+            const float bounded = value == value ? fminf(fmaxf(value, -largest), largest) : value;
+            rounded.v[e] = __nv_cvt_float_to_fp8(bounded, __NV_SATFINITE, __NV_E4M3);
+        }
+        reinterpret_cast<uint4*>(w.q)[tile.at(w, row)] = rounded.line;
+    }
+}
+
+template <typename T, typename H, Scales by>
+void launch(const Weight& w, cudaStream_t stream) {
+    const int64_t warps = (w.rows + w.rows_per_warp - 1) / w.rows_per_warp * w.tiles;
+    const unsigned blocks = static_cast<unsigned>((warps * 32 + threads - 1) / threads);
+    look_kernel<T, H, by><<<blocks, threads, 0, stream>>>(w);
+    cast_kernel<T, H, by><<<blocks, threads, 0, stream>>>(w);
+    check(cudaGetLastError(), "launch a weight's cast to float8");
+}
+
+// Calls `body` with values of the types that stand for a weight's own and the one that it is rounded to.
+template <typename Body>
+void with_types(DType type, DType through, Body body) {
+    with_type(through, [&](auto h) {
+        using H = decltype(h);
+        if constexpr (sizeof(H) == 2) {
+            if (type == through) return body(H{}, H{});
+            if (type == DType::f32) return body(float{}, H{});
+        }
+    });
+}
+
+Weight laid_out(const WeightCast& c) {
+    const int64_t lines = c.rows * c.cols / per_thread;
+    Weight w{};
+    w.x = c.x, w.q = c.q, w.scale = c.scale, w.all_lines = lines;
+    w.share = static_cast<float>(1.0 / largest);
+    w.rows = c.axis == 0 ? (lines + 31) / 32 : c.rows;  // one scale: a row is what a warp reads
+    w.lines = c.axis == 0 ? 32 : c.cols / per_thread;
+    w.scales = c.axis == 0 ? 1 : c.axis == -1 ? c.rows : c.cols;
+    w.tiles = static_cast<int>((w.lines + 31) / 32);
+    constexpr int64_t warps = 132 * 64;
+    const int64_t share = (w.rows * w.tiles + warps - 1) / warps, least = c.axis == -2 ? 4 * at_once : at_once;
+    w.rows_per_warp = static_cast<int>(std::max(least, (share + at_once - 1) / at_once * at_once));
+    w.kept = reinterpret_cast<unsigned long long*>(c.kept);
+    w.sum = reinterpret_cast<unsigned long long*>(c.scratch);
+    w.ticket = reinterpret_cast<unsigned*>(c.scratch + 1);
+    w.changed = w.ticket + 1;
+    w.most = w.ticket + 2;
+    return w;
+}
+
+}  // namespace
+
+int64_t weight_scratch_words(int64_t scales) {
+    return 2 + (scales + 1) / 2;
+}
+
+void preload_weights() {
+    for (DType through : {DType::bf16, DType::f16}) {
+        for (DType type : {through, DType::f32}) {
+            with_types(type, through, [](auto t, auto h) {
+                using T = decltype(t);
+                using H = decltype(h);
+                load(&look_kernel<T, H, Scales::tensor>), load(&cast_kernel<T, H, Scales::tensor>);
+                load(&look_kernel<T, H, Scales::rows>), load(&cast_kernel<T, H, Scales::rows>);
+                load(&look_kernel<T, H, Scales::columns>), load(&cast_kernel<T, H, Scales::columns>);
+            });
+        }
+    }
+}
+
+void launch_weight_cast(const WeightCast& cast, DType type, DType through, cudaStream_t stream) {
+    const Weight w = laid_out(cast);
+    with_types(type, through, [&](auto t, auto h) {
+        using T = decltype(t);
+        using H = decltype(h);
+        if (cast.axis == 0) return launch<T, H, Scales::tensor>(w, stream);
+        if (cast.axis == -1) return launch<T, H, Scales::rows>(w, stream);
+        launch<T, H, Scales::columns>(w, stream);
+    });
+}
+
+}  // namespace ub_overlap::cuda
