@@ -46,6 +46,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--variants", default="inductor,asynctp,ours,compute")
     parser.add_argument("--ours", action="append", default=[], metavar="NAME=JSON", help="a variant of ours with these options")
     parser.add_argument("--compiler", choices=("inductor", "aot_eager"), help="default: inductor on CUDA, aot_eager on the CPU")
+    parser.add_argument("--write", action="store_true", help="weights change before each step (default: a later microbatch)")
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--warm", type=int, default=5)
     parser.add_argument("--graphs", action="store_true", help="time each as a CUDA graph too, last")
@@ -91,7 +92,7 @@ class Run:
         dtype = torch.bfloat16 if world.cuda else torch.float32
         mesh = init_device_mesh(world.device.type, (world.ranks,))
         compiler = args.compiler or ("inductor" if world.cuda else "aot_eager")
-        setting = Setting(world, mesh, SIZES[size], args.seq, dtype, compiler, args.options)
+        setting = Setting(world, mesh, SIZES[size], args.seq, dtype, compiler, args.options, args.write)
         rows: dict[str, Any] = {}
         self.document["rows"].append({"size": size, "seq": args.seq, "compiler": compiler, "variants": rows})
         names = [n for name in args.variants.split(",") for n in (args.options if name == "ours" else [name])]

@@ -28,9 +28,14 @@ class Variant:
     grad: Tensor
     sites: str = ""
     why: dict[str, str] = field(default_factory=dict)
+    written: list[Tensor] = field(default_factory=list)
+    """An element of each weight, where weights are to change before each step."""
 
     def step(self) -> None:
-        """Forward and backward; gradients add up, as in a training step after the first microbatch."""
+        """Forward and backward; gradients add up, as in a training step after the first microbatch. In one launch an element of
+        each of `written` changes before, as all do before the first one."""
+        if self.written:
+            torch._foreach_neg_(self.written)
         local(self.call(self.x)).backward(self.grad)
 
     def forward(self) -> None:
@@ -62,6 +67,8 @@ class Setting:
     dtype: torch.dtype
     compiler: str
     ours: dict[str, dict[str, Any]]
+    write: bool = False
+    """Weights change before each step."""
 
 
 def make(name: str, setting: Setting) -> Variant:
@@ -85,6 +92,8 @@ def make(name: str, setting: Setting) -> Variant:
     shape = (1, setting.tokens // world.ranks, sizes.dim)
     x, grad = (torch.randn(shape, device=world.device, dtype=setting.dtype) for _ in range(2))
     variant = Variant(name, block, call, x.requires_grad_(), grad)
+    if setting.write:
+        variant.written = [local(p.data).view(-1)[:1] for p in block.parameters()]
     mark = HISTORY.mark()
     if name == "asynctp":
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group

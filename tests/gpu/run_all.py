@@ -38,6 +38,7 @@ PROGRAMS = (
     Program("races", 300, 100),
     Program("broken", 240, 75),
     Program("numerics", 180, 60),
+    Program("weights", 240, 100),
     Program("delayed", 240, 100),
     Program("functions", 150, 90),
     Program("graphs", 300, 90),

@@ -1,0 +1,251 @@
+"""Kept casts of weights: the kernels against ATen bit for bit, every change seen, captured calls, streams, compiled models.
+
+torchrun --nproc-per-node 2 tests/gpu/programs/weights.py [--quick] [--only TEXT] [--device cpu]
+"""
+
+# ruff: noqa: E402   the path comes first
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[3])
+
+from tests.gpu.frame import Frame, Result, Skip  # isort: skip
+
+import torch
+from torch import Tensor, nn
+
+from tests.gpu import captures
+from tests.gpu.cases import BF16, F16, F32
+from ub_overlap.runtime.weights import cast_plainly
+
+SHAPES = ((16, 16), (48, 32), (16, 65536), (65536, 16), (272, 4112), (3584, 8192), (8192, 1280))
+AXES = (None, -1, -2)
+UNTOUCHED = 77
+
+
+def op(w: Tensor, axis: int | None, through: torch.dtype = BF16, known: bool = False) -> tuple[Tensor, Tensor]:
+    return torch.ops.ub_overlap.fp8_weight.default(w, through, axis, None, known)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit; one NaN is as good as another."""
+    return a.shape == b.shape and torch.equal(a.float().nan_to_num(nan=12345.0), b.float().nan_to_num(nan=12345.0))
+
+
+def right(w: Tensor, axis: int | None, through: torch.dtype, where: str, known: bool = False) -> None:
+    q, scale = op(w, axis, through, known)
+    wanted, unit = cast_plainly(w.to(through), axis)
+    assert same(scale, unit), f"{where}: {int((scale != unit).sum())} scales differ"
+    assert same(q, wanted), f"{where}: {int((q.float() != wanted.float()).sum())} elements differ"
+
+
+def noise(frame: Frame, *shape: int) -> Tensor:
+    """Over many binades."""
+    return torch.randn(shape, device=frame.device) * torch.exp2(torch.randint(-12, 6, shape, device=frame.device).float())
+
+
+def cast(frame: Frame, dtype: torch.dtype, through: torch.dtype) -> str:
+    """Every shape and axis, aligned and not, with lines of zeros and with what is not finite."""
+    for rows, cols in SHAPES:
+        for shift in (0, 1):
+            flat = torch.empty(rows * cols + shift, device=frame.device, dtype=dtype)
+            w = flat[shift:].view(rows, cols)
+            w.copy_(noise(frame, rows, cols))
+            w[3], w[:, 5] = 0, 0
+            for axis in AXES:
+                where = f"[{rows}, {cols}] shifted by {shift}, axis {axis}"
+                right(w, axis, through, where)
+                w[7, 9] = 3000.0
+                right(w, axis, through, f"{where}, changed")
+            for bad in (torch.inf, -torch.inf, torch.nan):
+                w[rows // 2, cols // 2] = bad
+                for axis in AXES:
+                    right(w, axis, through, f"[{rows}, {cols}], {bad}, axis {axis}")
+            if not frame.cuda and rows * cols > 4096:
+                break
+    return f"{len(SHAPES)} shapes, bitwise"
+
+
+def changes(frame: Frame, turns: int) -> str:
+    """One flipped bit anywhere, two rows swapped, a sign of all: seen. Nothing changed: not a byte is written."""
+    rows, cols = 256, 512
+    gen = torch.Generator().manual_seed(5)
+    for axis in AXES:
+        w = noise(frame, rows, cols).to(BF16)
+        bits = w.view(torch.int16)
+        for turn in range(turns):
+            right(w, axis, BF16, f"axis {axis}, turn {turn}")
+            q, _ = op(w, axis)
+            before = q.view(torch.uint8).clone()
+            q.view(torch.uint8).fill_(UNTOUCHED)
+            op(w, axis)
+            assert (q.view(torch.uint8) == UNTOUCHED).all(), f"axis {axis}, turn {turn}: cast though nothing changed"
+            q.view(torch.uint8).copy_(before)
+            kind, at = turn % 3, [int(torch.randint(n, (1,), generator=gen)) for n in (rows, cols, 15)]
+            if kind == 0:
+                bits[at[0], at[1]] ^= 1 << at[2]
+            elif kind == 1:
+                other = (at[0] + 1 + at[1]) % rows
+                w[[at[0], other]] = w[[other, at[0]]]
+            else:
+                w.neg_()
+        right(w, axis, BF16, f"axis {axis}, the end")
+    return f"{3 * turns} changes"
+
+
+def captured(frame: Frame, turns: int) -> str:
+    """Replays see what another graph's replay has written, and so do plain calls in between."""
+    if not frame.cuda:
+        raise Skip("there is nothing to capture on the CPU")
+    for axis in AXES:
+        w = noise(frame, 512, 1024).to(BF16)
+        right(w, axis, BF16, "first")
+        frame.sync()
+        forward, optimizer, new = (torch.cuda.CUDAGraph() for _ in range(3))
+        with torch.cuda.graph(forward):
+            found = op(w, axis)
+            again = op(w, axis, known=True)
+        with torch.cuda.graph(optimizer):
+            w.mul_(0.9375).add_(0.001)
+        for turn in range(turns):
+            optimizer.replay()
+            if turn % 3 == 2:
+                right(w, axis, BF16, f"axis {axis}, plain call of turn {turn}")
+            for _ in range(1 + turn % 2):
+                forward.replay()
+            for mine, wanted in ((found, cast_plainly(w, axis)), (again, found)):
+                assert all(same(a, b) for a, b in zip(mine, wanted, strict=True)), f"axis {axis}, turn {turn}"
+        other = noise(frame, 512, 1024).to(BF16)  # whose first call is captured
+        with torch.cuda.graph(new):
+            found = op(other, axis)
+        for turn in range(3):
+            other.mul_(1.5)
+            new.replay()
+            assert all(same(a, b) for a, b in zip(found, cast_plainly(other, axis), strict=True)), f"new, turn {turn}"
+            right(other, axis, BF16, f"new, plain call of turn {turn}")
+    return f"{turns} replays by axis, bitwise"
+
+
+def streams(frame: Frame, turns: int) -> str:
+    """Calls on two streams that only the weight's writer waits for."""
+    if not frame.cuda:
+        raise Skip("streams are for GPUs")
+    w = noise(frame, 4096, 4096).to(BF16)
+    both = [torch.cuda.Stream(frame.device) for _ in range(2)]
+    home = torch.cuda.current_stream(frame.device)
+    for turn in range(turns):
+        for stream in both:
+            home.wait_stream(stream)
+        w.mul_(1.0 if turn % 4 == 3 else 0.875 if turn % 2 else 1.25)
+        found = []
+        for stream in both if turn % 3 else reversed(both):
+            stream.wait_stream(home)
+            with torch.cuda.stream(stream):
+                q, scale = op(w, None)
+                found.append((q.view(torch.uint8).clone(), scale.clone()))
+        frame.sync()
+        wanted, unit = cast_plainly(w, None)
+        for q, scale in found:
+            assert torch.equal(q, wanted.view(torch.uint8)) and torch.equal(scale, unit), f"turn {turn}"
+    return f"{turns} turns"
+
+
+def compiled(frame: Frame, recipe: str, turns: int) -> str:
+    """Steps of two microbatches, with torch's own graphs and without: as casts in every call, and nobody else wrote there."""
+    results: list[list[Tensor]] = []
+    counted = 0
+    for graphs in (False, True) if frame.cuda else (False,):
+        for kind in ("call", "kept"):
+            torch.manual_seed(3)
+            if frame.cuda:
+                captures.fresh()
+            size = 512
+            model = nn.Sequential(nn.Linear(size, 1024), nn.SiLU(), nn.Linear(1024, size), nn.Linear(size, size))
+            model = model.to(frame.device, BF16)
+            options: dict[str, Any] = {"fp8": "all", "fp8_recipe": recipe, "fp8_weights": kind, "overlap": "force"}
+            options["fp8_state"] = f"weights {kind} {graphs}"
+            run: Any = torch.compile(model, backend="ub_overlap", options={**options, "triton.cudagraphs": graphs})
+            found: list[Tensor] = []
+            for turn in range(turns):
+                if frame.cuda:
+                    torch.compiler.cudagraph_mark_step_begin()
+                x = (torch.randn(size, size, device=frame.device) * (1 + turn % 3)).to(BF16).requires_grad_()
+                y = run(x)
+                y.float().square().mean().backward()
+                assert x.grad is not None
+                found += [y.detach().clone(), x.grad.clone()]
+                found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+                model.zero_grad(set_to_none=True)  # gradients lie in the graph's memory
+                for w in model.parameters():
+                    if kind == "kept" and w.dim() == 2:
+                        right(
+                            w.detach(), None if recipe != "rowwise" else -1, BF16, f"turn {turn}, graphs {graphs}", known=True
+                        )
+                    if turn % 2:
+                        w.data.mul_(0.98)
+            if graphs:
+                counted = captures.count(frame.device)
+            results.append(found)
+    worst = 0.0
+    for other in results[1:]:
+        for a, b in zip(other, results[0], strict=True):
+            worst = max(worst, float((a.float() - b.float()).norm() / b.float().norm()))
+    assert worst < 0.02, f"differs by {worst:.2e}"
+    return f"{turns} calls, {counted} graphs, {worst:.1e} apart at most"
+
+
+def speed(frame: Frame, axis: int | None) -> Result:
+    """8192 x 8192, unchanged and changed, beside ATen's cast."""
+    if not frame.cuda:
+        raise Skip("a reference on the CPU")
+    w = torch.randn(8192, 8192, device=frame.device, dtype=BF16)
+    one = w.view(-1)[:1]
+    plain = torch.compile(cast_plainly)
+
+    def timed(call: Any) -> float:
+        for _ in range(5):
+            call()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(50):
+            call()
+        end.record()
+        frame.sync()
+        return begin.elapsed_time(end) * 1000 / 50
+
+    def changed() -> None:
+        one.neg_()
+        op(w, axis)
+
+    def theirs() -> None:
+        one.neg_()
+        plain(w, axis)
+
+    looks, casts, compiled_us = timed(lambda: op(w, axis)), timed(changed), timed(theirs)
+    return Result(
+        f"{looks:.0f} us", f"{2 * w.numel() / looks / 1e3:.0f} GB/s; changed {casts:.0f} us, Inductor's {compiled_us:.0f}"
+    )
+
+
+def main() -> int:
+    with Frame("weights in float8") as frame:
+        quick = frame.options.quick
+        for dtype, through in ((BF16, BF16), (F16, F16), (F32, BF16), (F32, F16)):
+            name = f"cast {str(dtype)[6:]} through {str(through)[6:]}"
+            frame.row(name, lambda _, d=dtype, t=through: cast(frame, d, t), 60)
+        frame.row("changes", lambda _: changes(frame, 30 if quick else 300), 60)
+        frame.row("captured", lambda _: captured(frame, 6 if quick else 40), 60)
+        frame.row("streams", lambda _: streams(frame, 20 if quick else 200), 60)
+        for recipe in ("tensorwise", "delayed", "rowwise"):
+            frame.row(f"compiled {recipe}", lambda _, r=recipe: compiled(frame, r, 6 if quick else 16), 150)
+        for axis in AXES:
+            frame.row(f"speed, axis {axis}", lambda _, a=axis: speed(frame, a), 60)
+    return frame.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
