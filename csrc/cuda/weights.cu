@@ -1,16 +1,17 @@
 // Casting a weight to float8 anew only where it has changed: what it was is known by a sum over its bits.
 //
-//   look_kernel   sum of key(position) * word over all words, and the largest magnitudes; the block that is through last
-//   compares
-//                 the sum with the kept one. Where they differ it keeps the new one and computes the scales.
+//   look_kernel   sum of key(position) * word over all words, and the largest magnitudes; the block that is last compares the
+//   sum
+//                 with the kept one. Where they differ it keeps the new one and computes the scales.
 //   cast_kernel   where they differed: x / scale, clamped, rounded. Else it ends at once.
 //
 // A weight is read as 16-bit numbers, two a word; float32 is rounded to them first. Keys are 32 bits and odd, sums 64 bits: one
 // changed word always shows, several go unseen about once in 2^60 times. Nobody tells the host, so calls may be captured, and a
 // replay casts what an optimizer in another graph has written.
 //
-// A warp has 32 lines of 16 elements beside each other, and goes down some rows of them. Magnitudes are bits without their
-// sign, which compare like integers: a NaN is larger than infinity, which is larger than all others.
+// A block takes tiles of 32 lines of 16 elements beside each other, as wide as a warp; each of its warps goes down some rows of
+// them. Magnitudes are bits without their sign, which compare like integers: a NaN is larger than infinity, which is larger
+// than all others.
 #include <cuda_fp8.h>
 
 #include "cuda/elements.h"
@@ -18,9 +19,11 @@
 namespace ub_overlap::cuda {
 namespace {
 
-constexpr int threads = 256;
+constexpr int threads = 256, warps = threads / 32;
+constexpr int width = 32 * per_thread;  // of a tile
 constexpr int words = per_thread / 2;
-constexpr int at_once = 4;                            // rows whose loads are under way together
+constexpr int at_once = 2;                            // rows of a warp whose loads are under way together
+constexpr int resident = 4;                           // blocks on a multiprocessor
 constexpr float least_scale = 7.52316384526264e-37f;  // 2^-120
 constexpr float largest = 448.0f;
 
@@ -31,7 +34,8 @@ struct Weight {
     const char* x;
     int64_t rows, lines;  // lines: of a row, 16 elements each
     int64_t all_lines;
-    int rows_per_warp, tiles;  // tiles: of 32 lines, in a row
+    int64_t tiles;
+    int across, rows_per_warp;  // across: tiles beside each other
     int64_t scales;
     float share;
     char* q;
@@ -83,14 +87,13 @@ __device__ inline uint32_t larger_half(uint32_t pair) {
     return max(pair & 0xffffu, pair >> 16);
 }
 
-// Where a warp's tile begins: (its first row, this lane's line).
-struct Tile {
+// What a warp has of a tile: rows [row, end) of a line for each lane.
+struct Part {
     int64_t row, end, line;
-    __device__ explicit Tile(const Weight& w) {
-        const int64_t warp = (blockIdx.x * static_cast<int64_t>(threads) + threadIdx.x) / 32;
-        row = warp / w.tiles * w.rows_per_warp;
+    __device__ Part(const Weight& w, int64_t tile) {
+        row = (tile / w.across * warps + threadIdx.x / 32) * w.rows_per_warp;
         end = min(row + w.rows_per_warp, w.rows);
-        line = warp % w.tiles * 32 + threadIdx.x % 32;
+        line = tile % w.across * 32 + threadIdx.x % 32;
     }
     __device__ bool has(const Weight& w, int64_t r) const { return r < end && line < w.lines && at(w, r) < w.all_lines; }
     __device__ int64_t at(const Weight& w, int64_t r) const { return r * w.lines + line; }
@@ -106,6 +109,11 @@ template <typename H>
 __device__ inline float value_of_bits(unsigned bits) {
     const unsigned short half = static_cast<unsigned short>(bits);
     return to_float(*reinterpret_cast<const H*>(&half));
+}
+
+// Within float8's range; a NaN stays one.
+__device__ inline float bounded(float value) {
+    return value == value ? fminf(fmaxf(value, -largest), largest) : value;
 }
 
 // The block that is through last: are the bits as they were? All its threads take part.
@@ -125,99 +133,129 @@ __device__ inline void conclude(const Weight& w) {
     }
 }
 
-template <typename T, typename H, Scales by>
-__global__ void __launch_bounds__(threads) look_kernel(const Weight w) {
-    const Tile tile(w);
-    unsigned long long sum = 0;
-    uint32_t most[words] = {};  // of this lane's columns, in pairs
-    for (int64_t first = tile.row; first < tile.end; first += at_once) {
-        Line<H> found[at_once] = {};
+// The block's largest magnitude of each column of a tile goes to the weight's. All threads take part.
+__device__ inline void note_columns(const Weight& w, const Part& part, const uint32_t (&most)[words]) {
+    __shared__ unsigned of_column[width];
+    for (int i = threadIdx.x; i < width; i += threads) of_column[i] = 0;
+    __syncthreads();
+    const int lane = threadIdx.x % 32;
 #pragma unroll
-        for (int i = 0; i < at_once; ++i) {
-            if (tile.has(w, first + i)) found[i] = load_line<T, H>(w.x, tile.at(w, first + i));
-        }
-#pragma unroll
-        for (int i = 0; i < at_once; ++i) {
-            const uint32_t key = key_of(tile.at(w, first + i));
-            uint32_t of_row = 0;
-#pragma unroll
-            for (int j = 0; j < words; ++j) {
-                const uint32_t word = found[i].word[j], size = word & 0x7fff7fffu;
-                sum += static_cast<unsigned long long>(word) * ((key + j * 0xc2b2ae3du) | 1u);
-                if constexpr (by == Scales::rows) {
-                    of_row = larger(of_row, size);
-                } else {
-                    most[j] = larger(most[j], size);
-                }
-            }
-            if constexpr (by == Scales::rows) {
-                const unsigned row_most = __reduce_max_sync(0xffffffffu, larger_half(of_row));
-                if (threadIdx.x % 32 == 0 && first + i < tile.end) atomicMax(w.most + first + i, row_most);
-            }
-        }
+    for (int j = 0; j < words; ++j) {
+        atomicMax(of_column + lane * per_thread + 2 * j, most[j] & 0xffffu);
+        atomicMax(of_column + lane * per_thread + 2 * j + 1, most[j] >> 16);
     }
-    if constexpr (by == Scales::columns) {
-        if (tile.line < w.lines && tile.row < tile.end) {
-#pragma unroll
-            for (int j = 0; j < words; ++j) {
-                atomicMax(w.most + tile.line * per_thread + 2 * j, most[j] & 0xffffu);
-                atomicMax(w.most + tile.line * per_thread + 2 * j + 1, most[j] >> 16);
-            }
-        }
+    __syncthreads();
+    const int64_t first = (part.line - lane) * per_thread;
+    for (int i = threadIdx.x; i < width; i += threads) {
+        if (first + i < w.scales && of_column[i] > 0) atomicMax(w.most + first + i, of_column[i]);
     }
-    if constexpr (by == Scales::tensor) {
-        uint32_t all = 0;
-#pragma unroll
-        for (int j = 0; j < words; ++j) all = larger(all, most[j]);
-        const unsigned of_warp = __reduce_max_sync(0xffffffffu, larger_half(all));
-        if (threadIdx.x % 32 == 0 && of_warp > 0) atomicMax(w.most, of_warp);
-    }
+    __syncthreads();
+}
+
+// A block's sum and largest magnitude go to the weight's. All threads take part; true for those of the block that is last.
+__device__ inline bool note(const Weight& w, unsigned long long sum, unsigned most) {
+    __shared__ unsigned long long sums[warps];
+    __shared__ unsigned largest_of[warps];
+    __shared__ bool last;
 #pragma unroll
     for (int lane = 16; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
-    if (threadIdx.x % 32 == 0) atomicAdd(w.sum, sum);
-    __shared__ bool last;
+    most = __reduce_max_sync(0xffffffffu, most);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum, largest_of[threadIdx.x / 32] = most;
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) last = atomicAdd(w.ticket, 1u) == gridDim.x - 1;
+    if (threadIdx.x == 0) {
+#pragma unroll
+        for (int i = 1; i < warps; ++i) sum += sums[i], most = max(most, largest_of[i]);
+        atomicAdd(w.sum, sum);
+        if (most > 0) atomicMax(w.most, most);
+        __threadfence();
+        last = atomicAdd(w.ticket, 1u) == gridDim.x - 1;
+        __threadfence();
+    }
     __syncthreads();
-    if (!last) return;
-    __threadfence();
-    conclude<H>(w);
+    return last;
 }
 
 template <typename T, typename H, Scales by>
-__global__ void __launch_bounds__(threads) cast_kernel(const Weight w) {
+__global__ void __launch_bounds__(threads, resident) look_kernel(const Weight w) {
+    unsigned long long sum = 0;
+    uint32_t most[words] = {};  // of this lane's columns, in pairs
+    for (int64_t tile = blockIdx.x; tile < w.tiles; tile += gridDim.x) {
+        const Part part(w, tile);
+        for (int64_t first = part.row; first < part.end; first += at_once) {
+            Line<H> found[at_once] = {};
+#pragma unroll
+            for (int i = 0; i < at_once; ++i) {
+                if (part.has(w, first + i)) found[i] = load_line<T, H>(w.x, part.at(w, first + i));
+            }
+#pragma unroll
+            for (int i = 0; i < at_once; ++i) {
+                const uint32_t key = key_of(part.at(w, first + i));
+                uint32_t of_row = 0;
+#pragma unroll
+                for (int j = 0; j < words; ++j) {
+                    const uint32_t word = found[i].word[j], size = word & 0x7fff7fffu;
+                    sum += static_cast<unsigned long long>(word) * ((key + j * 0xc2b2ae3du) | 1u);
+                    if constexpr (by == Scales::rows) {
+                        of_row = larger(of_row, size);
+                    } else {
+                        most[j] = larger(most[j], size);
+                    }
+                }
+                if constexpr (by == Scales::rows) {
+                    const unsigned row_most = __reduce_max_sync(0xffffffffu, larger_half(of_row));
+                    if (threadIdx.x % 32 == 0 && first + i < part.end) atomicMax(w.most + first + i, row_most);
+                }
+            }
+        }
+        if constexpr (by == Scales::columns) {
+            note_columns(w, part, most);
+#pragma unroll
+            for (int j = 0; j < words; ++j) most[j] = 0;
+        }
+    }
+    uint32_t all = 0;
+    if constexpr (by == Scales::tensor) {
+#pragma unroll
+        for (int j = 0; j < words; ++j) all = larger(all, most[j]);
+    }
+    if (note(w, sum, larger_half(all))) conclude<H>(w);
+}
+
+template <typename T, typename H, Scales by>
+__global__ void __launch_bounds__(threads, resident) cast_kernel(const Weight w) {
     if (*w.changed == 0) return;
-    const Tile tile(w);
     float inverse[by == Scales::columns ? per_thread : 1];
     if constexpr (by == Scales::tensor) inverse[0] = 1.0f / *w.scale;
-    if constexpr (by == Scales::columns) {
-        if (tile.line >= w.lines) return;
+    for (int64_t tile = blockIdx.x; tile < w.tiles; tile += gridDim.x) {
+        const Part part(w, tile);
+        if constexpr (by == Scales::columns) {
+            if (part.line >= w.lines) continue;
 #pragma unroll
-        for (int e = 0; e < per_thread; ++e) inverse[e] = 1.0f / w.scale[tile.line * per_thread + e];
-    }
-    for (int64_t row = tile.row; row < tile.end; ++row) {
-        if (!tile.has(w, row)) continue;
-        if constexpr (by == Scales::rows) inverse[0] = 1.0f / w.scale[row];
-        const Line<H> found = load_line<T, H>(w.x, tile.at(w, row));
-        union {
-            uint4 line;
-            __nv_fp8_storage_t v[per_thread];
-        } rounded;
-#pragma unroll
-        for (int e = 0; e < per_thread; ++e) {
-            const float value = to_float(found.v[e]) * inverse[by == Scales::columns ? e : 0];
-            const float bounded = value == value ? fminf(fmaxf(value, -largest), largest) : value;
-            rounded.v[e] = __nv_cvt_float_to_fp8(bounded, __NV_SATFINITE, __NV_E4M3);
+            for (int e = 0; e < per_thread; ++e) inverse[e] = 1.0f / w.scale[part.line * per_thread + e];
         }
-        reinterpret_cast<uint4*>(w.q)[tile.at(w, row)] = rounded.line;
+        for (int64_t row = part.row; row < part.end; ++row) {
+            if (!part.has(w, row)) continue;
+            if constexpr (by == Scales::rows) inverse[0] = 1.0f / w.scale[row];
+            const Line<H> found = load_line<T, H>(w.x, part.at(w, row));
+            union {
+                uint4 line;
+                __nv_fp8x2_storage_t pair[per_thread / 2];
+            } rounded;
+#pragma unroll
+            for (int e = 0; e < per_thread; e += 2) {
+                const float one = bounded(to_float(found.v[e]) * inverse[by == Scales::columns ? e : 0]);
+                const float two = bounded(to_float(found.v[e + 1]) * inverse[by == Scales::columns ? e + 1 : 0]);
+                rounded.pair[e / 2] = __nv_cvt_float2_to_fp8x2(make_float2(one, two), __NV_SATFINITE, __NV_E4M3);
+            }
+            reinterpret_cast<uint4*>(w.q)[part.at(w, row)] = rounded.line;
+        }
     }
 }
 
 template <typename T, typename H, Scales by>
 void launch(const Weight& w, cudaStream_t stream) {
-    const int64_t warps = (w.rows + w.rows_per_warp - 1) / w.rows_per_warp * w.tiles;
-    const unsigned blocks = static_cast<unsigned>((warps * 32 + threads - 1) / threads);
+    const unsigned blocks = static_cast<unsigned>(std::min<int64_t>(w.tiles, 132 * resident));
     look_kernel<T, H, by><<<blocks, threads, 0, stream>>>(w);
     cast_kernel<T, H, by><<<blocks, threads, 0, stream>>>(w);
     check(cudaGetLastError(), "launch a weight's cast to float8");
@@ -243,10 +281,9 @@ Weight laid_out(const WeightCast& c) {
     w.rows = c.axis == 0 ? (lines + 31) / 32 : c.rows;  // one scale: a row is what a warp reads
     w.lines = c.axis == 0 ? 32 : c.cols / per_thread;
     w.scales = c.axis == 0 ? 1 : c.axis == -1 ? c.rows : c.cols;
-    w.tiles = static_cast<int>((w.lines + 31) / 32);
-    constexpr int64_t warps = 132 * 64;
-    const int64_t share = (w.rows * w.tiles + warps - 1) / warps, least = c.axis == -2 ? 4 * at_once : at_once;
-    w.rows_per_warp = static_cast<int>(std::max(least, (share + at_once - 1) / at_once * at_once));
+    w.across = static_cast<int>((w.lines + 31) / 32);
+    w.rows_per_warp = c.axis == -2 ? 8 * at_once : 4 * at_once;
+    w.tiles = (w.rows + warps * w.rows_per_warp - 1) / (warps * w.rows_per_warp) * w.across;
     w.kept = reinterpret_cast<unsigned long long*>(c.kept);
     w.sum = reinterpret_cast<unsigned long long*>(c.scratch);
     w.ticket = reinterpret_cast<unsigned*>(c.scratch + 1);

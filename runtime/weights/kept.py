@@ -12,7 +12,7 @@ from torch import Tensor
 from ub_overlap import _torch_compat as compat
 
 from ..threads import apart
-from .cast import Cast, made
+from .cast import Cast, by_kernel, made
 
 _LOCK = threading.Lock()
 _BY_STORAGE: dict[int, dict[tuple[Any, ...], Cast]] = {}
@@ -45,12 +45,14 @@ def add(weight: Tensor, through: torch.dtype, axis: int | None) -> Cast:
         return _BY_STORAGE[number].setdefault(_key(weight, through, axis), cast)
 
 
-def follow(cast: Cast, device: torch.device) -> None:
-    """Lets the current stream wait for the one that used `cast` last."""
-    stream = torch.cuda.current_stream(device)
+def follow(cast: Cast, weight: Tensor, through: torch.dtype, axis: int | None) -> None:
+    """Lets the current stream wait for the one that used `cast` last, and C++ find it there."""
+    stream = torch.cuda.current_stream(weight.device)
     if cast.stream is not None and cast.stream != stream:
         stream.wait_stream(cast.stream)
     cast.stream = stream
+    if by_kernel(weight):
+        torch.ops.ub_overlap.fp8_weight_keep.default(weight, through, axis, cast.q, cast.scale, cast.known, cast.scratch)
 
 
 def kept_bytes() -> int:
@@ -64,6 +66,8 @@ def _key(weight: Tensor, through: torch.dtype, axis: int | None) -> tuple[Any, .
 
 
 def _forget(number: int) -> None:
+    if hasattr(torch.ops.ub_overlap, "fp8_weight_forget"):
+        torch.ops.ub_overlap.fp8_weight_forget.default(number)
     for cast in _BY_STORAGE.pop(number, {}).values():
         if cast.stream is not None:
             for tensor in (cast.q, cast.scale, cast.known, cast.scratch):

@@ -59,6 +59,10 @@ TORCH_LIBRARY(ub_overlap, m) {
     m.def(
         "fp8_weight_refresh(Tensor weight, ScalarType through, int? axis, Tensor(a!) q, Tensor(b!) scale, Tensor(c!) kept, "
         "Tensor(d!) scratch) -> ()");
+    m.def(
+        "fp8_weight_keep(Tensor weight, ScalarType through, int? axis, Tensor q, Tensor scale, Tensor kept, Tensor scratch) "
+        "-> ()");
+    m.def("fp8_weight_forget(int storage) -> ()", &fp8_weight_forget);
 #endif
 }
 
@@ -80,6 +84,8 @@ TORCH_LIBRARY_IMPL(ub_overlap, CUDA, m) {
     register_ops(m);
     m.impl("fp8_cast", &fp8_cast);
     m.impl("fp8_weight_refresh", &fp8_weight_refresh);
+    m.impl("fp8_weight_keep", &fp8_weight_keep);
+    m.impl("fp8_weight", &fp8_weight);  // its schema is Python's: every device has it
 #else
     for (const char* op : {"all_gather_matmul", "all_gather_scaled_matmul", "matmul_reduce_scatter",
                            "scaled_matmul_reduce_scatter", "matmul_all_reduce", "bulk"}) {

@@ -1,6 +1,12 @@
-// Casts of weights to float8 on CUDA for runtime/weights/, which spells them in ATen for other devices.
+// Kept float8 casts of weights on CUDA. runtime/weights/ makes their memory and lets it go, and has all of it for other
+// devices; here is what every call takes: find the cast, and let the device see whether it is up to date.
 #ifdef UB_OVERLAP_CUDA
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/cuda/CUDAStream.h>
+
+#include <algorithm>
+#include <mutex>
+#include <unordered_map>
 
 #include "bindings/ops/frame.h"
 #include "bindings/ops/ops.h"
@@ -9,13 +15,37 @@
 namespace ub_overlap {
 namespace {
 
+using OptionalAxis = std::optional<int64_t>;
+
+struct Cast {
+    int64_t offset, rows, cols;
+    at::ScalarType type, through;
+    OptionalAxis axis;
+    at::Tensor q, scale, kept, scratch;
+    c10::cuda::CUDAStream stream;
+
+    bool is_of(const at::Tensor& weight, at::ScalarType rounded, OptionalAxis along) const {
+        return offset == weight.storage_offset() && rows == weight.size(0) && cols == weight.size(1) &&
+               type == weight.scalar_type() && through == rounded && axis == along;
+    }
+};
+
+// By the weight's storage, which outlives its casts: Python forgets them with it.
+struct Casts {
+    std::mutex mutex;
+    std::unordered_map<const void*, std::vector<Cast>> by_storage;
+};
+
+Casts& casts() {
+    static Casts* all = new Casts;  // never freed: when the process ends, CUDA may be gone before it
+    return *all;
+}
+
 void expect(bool fits, const char* what, const std::string& got, const char* expected) {
     if (!fits) {
-        throw NamedError("UbOverlapError", {{"what", what},
-                                            {"where", "fp8_weight_refresh"},
-                                            {"got", got},
-                                            {"expected", expected},
-                                            {"fix", "report this as a bug"}});
+        throw NamedError(
+            "UbOverlapError",
+            {{"what", what}, {"where", "fp8_weight"}, {"got", got}, {"expected", expected}, {"fix", "report this as a bug"}});
     }
 }
 
@@ -23,37 +53,105 @@ bool on(const at::Tensor& t, const at::Tensor& beside, at::ScalarType type, int6
     return t.scalar_type() == type && t.is_contiguous() && t.device() == beside.device() && t.numel() == count;
 }
 
+void check(const at::Tensor& weight, at::ScalarType through, OptionalAxis axis, const at::Tensor& q, const at::Tensor& scale,
+           const at::Tensor& kept, const at::Tensor& scratch) {
+    const at::ScalarType wide = weight.scalar_type();
+    expect(through == at::kBFloat16 || through == at::kHalf, "not a type to round to", c10::toString(through),
+           "bfloat16 or float16");
+    expect(wide == through || wide == at::kFloat, "not a type that is cast", c10::toString(wide), "`through` or float32");
+    const std::string shape = c10::str(weight.sizes(), " of strides ", weight.strides());
+    expect(weight.dim() == 2 && weight.is_contiguous() && weight.size(0) % 16 == 0 && weight.size(1) % 16 == 0, "weight", shape,
+           "contiguous [R, C] that divide by 16");
+    expect(!axis || *axis == -1 || *axis == -2, "axis", std::to_string(axis.value_or(0)), "none, -1 or -2");
+    const int64_t scales = !axis ? 1 : *axis == -1 ? weight.size(0) : weight.size(1);
+    expect(on(q, weight, at::kFloat8_e4m3fn, weight.numel()) && on(scale, weight, at::kFloat, scales) &&
+               on(kept, weight, at::kLong, 1) && on(scratch, weight, at::kLong, cuda::weight_scratch_words(scales)),
+           "memory", shape, "q, scale, kept and scratch of the weight's sizes on its device");
+}
+
+void refresh(const at::Tensor& weight, at::ScalarType through, OptionalAxis axis, const at::Tensor& q, const at::Tensor& scale,
+             const at::Tensor& kept, const at::Tensor& scratch, cudaStream_t stream) {
+    if (weight.numel() == 0) return;
+    const bool aligned = reinterpret_cast<uint64_t>(weight.const_data_ptr()) % 16 == 0;
+    const at::Tensor dense = aligned ? weight : weight.clone();
+    const cuda::WeightCast cast{static_cast<const char*>(dense.const_data_ptr()),
+                                weight.size(0),
+                                weight.size(1),
+                                static_cast<int>(axis.value_or(0)),
+                                static_cast<char*>(q.mutable_data_ptr()),
+                                scale.mutable_data_ptr<float>(),
+                                kept.mutable_data_ptr<int64_t>(),
+                                scratch.mutable_data_ptr<int64_t>()};
+    const DType rounded = through == at::kBFloat16 ? DType::bf16 : DType::f16;
+    cuda::launch_weight_cast(cast, weight.scalar_type() == at::kFloat ? DType::f32 : rounded, rounded, stream);
+}
+
+bool capturing(cudaStream_t stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    cuda::check(cudaStreamIsCapturing(stream, &status), "ask whether a graph is being captured");
+    return status != cudaStreamCaptureStatusNone;
+}
+
+// The cast of this call, if it is an everyday one: kept, used on this stream before, and not in a capture.
+std::optional<Cast> everyday(const at::Tensor& weight, at::ScalarType through, OptionalAxis axis,
+                             const c10::cuda::CUDAStream& stream) {
+    if (capturing(stream.stream())) return std::nullopt;
+    const std::lock_guard<std::mutex> lock(casts().mutex);
+    const auto found = casts().by_storage.find(weight.storage().unsafeGetStorageImpl());
+    if (found == casts().by_storage.end()) return std::nullopt;
+    for (const Cast& cast : found->second) {
+        if (cast.is_of(weight, through, axis)) return cast.stream == stream ? std::optional<Cast>(cast) : std::nullopt;
+    }
+    return std::nullopt;
+}
+
 }  // namespace
 
-void fp8_weight_refresh(const at::Tensor& weight, at::ScalarType through, std::optional<int64_t> axis, at::Tensor& q,
-                        at::Tensor& scale, at::Tensor& kept, at::Tensor& scratch) {
+TwoTensors fp8_weight(const at::Tensor& weight, at::ScalarType through, OptionalAxis axis,
+                      const std::optional<at::Tensor>& after, bool known) {
+    (void)after;  // an edge of the graph
+    return framed(weight.device(), [&]() -> TwoTensors {
+        const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(weight.device().index());
+        if (const std::optional<Cast> cast = everyday(weight, through, axis, stream)) {
+            if (!known) refresh(weight, through, axis, cast->q, cast->scale, cast->kept, cast->scratch, stream.stream());
+            return {cast->q, cast->scale};
+        }
+        static const auto other = c10::Dispatcher::singleton()
+                                      .findSchemaOrThrow("ub_overlap::fp8_weight_other", "")
+                                      .typed<TwoTensors(const at::Tensor&, at::ScalarType, OptionalAxis, bool)>();
+        return other.call(weight, through, axis, known);
+    });
+}
+
+void fp8_weight_keep(const at::Tensor& weight, at::ScalarType through, OptionalAxis axis, const at::Tensor& q,
+                     const at::Tensor& scale, const at::Tensor& kept, const at::Tensor& scratch) {
     framed(weight.device(), [&]() {
-        const bool bf16 = through == at::kBFloat16;
-        const at::ScalarType wide = weight.scalar_type();
-        expect(bf16 || through == at::kHalf, "not a type to round to", c10::toString(through), "bfloat16 or float16");
-        expect(wide == through || wide == at::kFloat, "not a type that is cast", c10::toString(wide), "`through` or float32");
-        const std::string shape = c10::str(weight.sizes(), " of strides ", weight.strides());
-        expect(weight.dim() == 2 && weight.is_contiguous() && weight.size(0) % 16 == 0 && weight.size(1) % 16 == 0, "weight",
-               shape, "contiguous [R, C] that divide by 16");
-        expect(!axis || *axis == -1 || *axis == -2, "axis", std::to_string(axis.value_or(0)), "none, -1 or -2");
-        const int64_t scales = !axis ? 1 : *axis == -1 ? weight.size(0) : weight.size(1);
-        expect(on(q, weight, at::kFloat8_e4m3fn, weight.numel()) && on(scale, weight, at::kFloat, scales) &&
-                   on(kept, weight, at::kLong, 1) && on(scratch, weight, at::kLong, cuda::weight_scratch_words(scales)),
-               "memory", shape, "q, scale, kept and scratch of the weight's sizes on its device");
-        if (weight.numel() == 0) return;
-        const bool aligned = reinterpret_cast<uint64_t>(weight.const_data_ptr()) % 16 == 0;
-        const at::Tensor dense = aligned ? weight : weight.clone();
-        const cuda::WeightCast cast{static_cast<const char*>(dense.const_data_ptr()),
-                                    weight.size(0),
-                                    weight.size(1),
-                                    static_cast<int>(axis.value_or(0)),
-                                    static_cast<char*>(q.mutable_data_ptr()),
-                                    scale.mutable_data_ptr<float>(),
-                                    kept.mutable_data_ptr<int64_t>(),
-                                    scratch.mutable_data_ptr<int64_t>()};
-        const DType type = wide == at::kFloat ? DType::f32 : bf16 ? DType::bf16 : DType::f16;
-        cuda::launch_weight_cast(cast, type, bf16 ? DType::bf16 : DType::f16,
-                                 c10::cuda::getCurrentCUDAStream(weight.device().index()).stream());
+        check(weight, through, axis, q, scale, kept, scratch);
+        const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(weight.device().index());
+        const std::lock_guard<std::mutex> lock(casts().mutex);
+        auto& of_storage = casts().by_storage[weight.storage().unsafeGetStorageImpl()];
+        const auto same = [&](const Cast& cast) { return cast.is_of(weight, through, axis); };
+        of_storage.erase(std::remove_if(of_storage.begin(), of_storage.end(), same), of_storage.end());
+        of_storage.push_back({weight.storage_offset(), weight.size(0), weight.size(1), weight.scalar_type(), through, axis, q,
+                              scale, kept, scratch, stream});
+    });
+}
+
+void fp8_weight_forget(int64_t storage) {
+    std::vector<Cast> gone;  // freed without the lock
+    const std::lock_guard<std::mutex> lock(casts().mutex);
+    const auto found = casts().by_storage.find(reinterpret_cast<const void*>(storage));
+    if (found == casts().by_storage.end()) return;
+    gone.swap(found->second);
+    casts().by_storage.erase(found);
+}
+
+void fp8_weight_refresh(const at::Tensor& weight, at::ScalarType through, OptionalAxis axis, at::Tensor& q, at::Tensor& scale,
+                        at::Tensor& kept, at::Tensor& scratch) {
+    framed(weight.device(), [&]() {
+        check(weight, through, axis, q, scale, kept, scratch);
+        refresh(weight, through, axis, q, scale, kept, scratch,
+                c10::cuda::getCurrentCUDAStream(weight.device().index()).stream());
     });
 }
 
