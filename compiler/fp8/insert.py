@@ -73,7 +73,7 @@ def insert(graph: Graph, fp8: Fp8) -> int:
     slower = None
     if fp8.profile is not None:
         dtype = str(dtype_of(found[0].forward.node)).removeprefix("torch.")
-        slower = weigh(found, fp8.recipe, fp8.profile, hints_of(graph), dtype)
+        slower = weigh(found, fp8.recipe, fp8.profile, hints_of(graph), dtype, fp8.keep_weights)
     # The forward half must not ask a tangent for a size.
     inputs = [n for n in graph.find_nodes(op="placeholder") if n not in gradients]
     scaled, high, casts = _choose(found, fp8, slower, inputs)

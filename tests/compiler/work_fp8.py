@@ -69,7 +69,7 @@ def both(rank: int, world: int, module: str, variant: dict[str, Any], options: d
 
 
 ALONE: dict[str, Any] = {"plan": {"*": "none"}}
-"""Beside overlap="force": no collective is overlapped, and float8 is not weighed, which a GPU would refuse to sizes so small."""
+"""Beside overlap="force": no collective is overlapped, float8 not weighed, which is refused on GPUs to sizes so small."""
 Accumulated = tuple[bool, dict[str, list[str]], set[Any], set[str], dict[str, Tensor]]
 
 
