@@ -21,6 +21,7 @@ from .diff.ranks import explain as explain_ranks
 from .diff.record import Trail
 from .options import Options, parse
 from .passes import JointPass, RewritePass
+from .shards import uneven
 from .sites.sizes import hint, symbolic
 
 
@@ -48,9 +49,9 @@ def _inductor(
     if ours.fp8 != "off":
         compat.never_reused(torch.ops.ub_overlap.fp8_weight.default)
     patches = {**(compat.list_mode_options(mode) if mode else {}), **theirs}
-    hints = _hints(example_inputs)
+    hints, shards = _hints(example_inputs), uneven(example_inputs)
     trail = Trail()
-    own_passes = (JointPass(ours, hints, trail), RewritePass(ours, hints, trail))
+    own_passes = (JointPass(ours, hints, trail, shards), RewritePass(ours, hints, trail, shards))
     for hook, own in zip(("joint_custom_pre_pass", "post_grad_custom_pre_pass"), own_passes, strict=True):
         patches[hook] = compat.chained(compat.user_pass(hook, patches), own)
     return compat.compile_fx(gm, example_inputs, config_patches=patches)
@@ -63,7 +64,7 @@ def _hints(example_inputs: list[Any]) -> tuple[Any, ...]:
 
 def _aot_eager(gm: GraphModule, example_inputs: list[Any], ours: Options) -> Callable[..., Any]:
     trail = Trail()
-    joint, rewrite = JointPass(ours, trail=trail), RewritePass(ours, trail=trail)
+    joint, rewrite = JointPass(ours, trail=trail, shards=uneven(example_inputs)), RewritePass(ours, trail=trail)
 
     def compiled(graph: GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
         rewrite(graph.graph)

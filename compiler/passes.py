@@ -33,6 +33,7 @@ from .reports.history import HISTORY
 from .reports.summary import announce
 from .rewrite import rewrite
 from .save import apply_save_policy
+from .shards import Shards, in_graph
 from .sites.scales import mark_scales
 
 log = logging.getLogger(__name__)
@@ -53,17 +54,17 @@ def phase_of(graph: Graph) -> str:
 
 
 class _Pass(compat.custom_graph_pass()):  # type: ignore[misc]
-    def __init__(self, options: Options, hints: tuple[Any, ...] = (), trail: Trail | None = None) -> None:
+    def __init__(self, options: Options, hints: tuple[Any, ...] = (), trail: Trail | None = None, shards: Shards = ()) -> None:
         """`hints`: values and ranges of the symbolic sizes that the graph is traced with. Decisions rest on them; torch's own
-        keys leave them out. `trail`: what the passes of one graph tell each other."""
+        keys leave them out. `trail`: what the passes of one graph tell each other. `shards`: what the ranks hold of inputs."""
         super().__init__()
-        self.options, self.hints, self.trail = options, hints, trail or Trail()
+        self.options, self.hints, self.trail, self.shards = options, hints, trail or Trail(), shards
 
     def uuid(self) -> Any:
         if not self.options.cacheable:
             return None
         profiles = signature(self.options.profile, tuple(sorted(transport.executors())))
-        key = (self.options.key(), self.hints, torch.__version__, transport.signature(), profiles)
+        key = (self.options.key(), self.hints, self.shards, torch.__version__, transport.signature(), profiles)
         return (type(self).__name__, _sources(), *key)
 
 
@@ -77,7 +78,7 @@ class JointPass(_Pass):
         watch = Watch(graph, "joint", self.options.snapshots and bool(watched))
         watch.before()
         merged = merge_all_reduces(graph) if self.options.merge_all_reduces and self.options.overlap != "off" else 0
-        scaled = insert(graph, _fp8(graph, self.options)) if self.options.fp8 != "off" else 0
+        scaled = insert(graph, _fp8(graph, self.options, self.shards)) if self.options.fp8 != "off" else 0
         least = 0 if self.options.overlap == "force" else self.options.min_bytes
         moved = cast_before_gathers(graph, least) if scaled_before and self.options.overlap != "off" else 0
         mark_scales(graph)
@@ -89,7 +90,7 @@ class JointPass(_Pass):
             log.info(text, merged, scaled, moved, marked)
 
 
-def _fp8(graph: Graph, options: Options) -> Fp8:
+def _fp8(graph: Graph, options: Options, shards: Shards) -> Fp8:
     """As for sites: "auto" weighs where there is a GPU or a profile of the user's; without, the CPU executor is a reference
     that no speed is asked of."""
     devices = {v.device.type for n in graph.find_nodes(op="placeholder") if isinstance(v := n.meta.get("val"), torch.Tensor)}
@@ -103,6 +104,7 @@ def _fp8(graph: Graph, options: Options) -> Fp8:
         state=options.fp8_state,
         keep_weights=options.fp8_weights == "kept",
         verify=options.verify,
+        uneven=in_graph(graph, shards),
     )
 
 

@@ -85,7 +85,7 @@ class Reason(str, Enum):
     FILTERED = "filtered"
     """A linear that `fp8_filter` keeps in high precision."""
     SIZES_NOT_16 = "sizes_not_16"
-    """A product whose inner dim or columns do not certainly divide by 16, as float8 products must."""
+    """A product whose inner dim or columns do not certainly divide by 16, on all ranks, as float8 products must."""
     RECIPE = "recipe"
     """A product that the recipe of float8 keeps in high precision."""
     STRATEGY_ILLEGAL = "strategy_illegal"

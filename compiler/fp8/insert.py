@@ -11,8 +11,8 @@ meta: the plan of the graph it ends up in lists it, with the reason where it sta
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Graph, Node
@@ -25,6 +25,7 @@ from ..joint import needs_tangents
 from ..origin import module_of
 from ..plan import Cast, Reason
 from ..rewrite.emit import Emitter, spelled
+from ..shards import Sizes
 from ..sites.matmuls import Operand, Product
 from ..sites.sizes import Size, divide, same_shape, text
 from ..sites.values import aten, dtype_of, pieces_of, shape_of, tensor_of
@@ -62,6 +63,8 @@ class Fp8:
     """Casts of weights outlive calls (runtime/weights/)."""
     verify: bool = False
     """Each product runs in 16 bits as well and is compared (runtime/verify.py)."""
+    uneven: Mapping[Node, Sizes] = field(default_factory=dict)
+    """Inputs of the graph that ranks hold different sizes of."""
 
 
 def insert(graph: Graph, fp8: Fp8) -> int:
@@ -161,7 +164,7 @@ def _verdict(linear: Linear, module: str, fp8: Fp8, slower: Slower | None) -> Ve
         return Reason.DTYPE_UNSUPPORTED, f"{dtype_of(p.node)} is asked for"
     if fp8.recipe.rows and _on_cpu(p.node) and not compat.cpu_scales_rows():
         return Reason.RECIPE, f"{fp8.recipe.name}: this torch's CPU multiplies float8 by one scale a tensor alone"
-    if (odd := _odd(p)) is not None:
+    if (odd := _odd_somewhere(fp8.uneven.get(linear.weight, ())) or _odd(p)) is not None:
         return odd
     if slower is not None:
         products = [q for role, q in linear.products if _of_product(role, q, fp8) is None]
@@ -181,6 +184,17 @@ def _of_product(role: Role, p: Product, fp8: Fp8) -> Verdict:
     if role is Role.WEIGHT_GRADIENT and not fp8.recipe.weight_gradient:
         return Reason.RECIPE, f"{fp8.recipe.name}: the sum runs over the rows, each of which has a scale of its own"
     return _odd(p)
+
+
+def _odd_somewhere(weight: Sizes) -> Verdict:
+    """What a rank gathers in float8 no other may gather in 16 bits: one rank's columns decide for all."""
+    for sizes in weight:
+        if len(sizes) > 1 and any(size % MULTIPLE or size == 0 for size in sizes):
+            return (
+                Reason.SIZES_NOT_16,
+                f"the ranks hold {', '.join(map(str, sizes))} of the weight: not all divide by {MULTIPLE}",
+            )
+    return None
 
 
 def _odd(p: Product) -> Verdict:

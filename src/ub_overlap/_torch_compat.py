@@ -166,6 +166,12 @@ def custom_graph_pass() -> type:
     return __getattr__("CustomGraphPass")
 
 
+def dtensor_input(node: Any) -> int | None:
+    """Which input of Dynamo's graph is the DTensor whose local tensor a placeholder of a joint graph takes; None for others."""
+    desc = node.meta.get("desc")
+    return getattr(desc.base, "idx", None) if getattr(desc, "attr", None) == "_local_tensor" else None
+
+
 def chained(before: list[Any], own: Any) -> Any:
     """What a hook of Inductor takes to run the user's passes `before` and then ours (torch 2.11 takes one pass, not a list)."""
     return _Chain(before, own) if before else own

@@ -99,6 +99,17 @@ def test_weights_gathered(pool2: RankPool, inner: str) -> None:
         assert all(b < 0.2 for _, b in run.errors.values())
 
 
+@pytest.mark.parametrize("overlap", ["off", "force"])
+def test_uneven_columns(pool3: RankPool, overlap: str) -> None:
+    """336, 336 and 334 columns: no rank quantises what it gathers, as the last one cannot."""
+    variant = {"dtype": BF16, "length": 48, "hidden": 1006}
+    for run in pool3.run(float8, MLP, variant, {**EAGER, "overlap": overlap}, timeout=60):
+        assert by_role(run) == {(role, "sizes_not_16"): 2 for role in ALL}
+        assert all("hold 334, 336 of the weight" in c.detail for c in run.casts)
+        assert len(run.kinds("forward") + run.kinds("backward")) == (4 if overlap == "force" else 0)
+        assert all(b < 0.05 for _, b in run.errors.values())
+
+
 class Only:
     """An fp8_filter with a name for caches."""
 

@@ -44,12 +44,13 @@ def build(
     dtype: torch.dtype = torch.float32,
     exact: bool = False,
     dynamic: bool | None = None,
+    hidden: int = 96,
 ) -> Case:
-    """`length` need not divide by the ranks. `along`: which dim of x is sharded."""
+    """`length` and `hidden` need not divide by the ranks. `along`: which dim of x is sharded."""
     mesh = tensor_mesh(world, two_dims)
     torch.manual_seed(7)
     shape = (batch, length, 64)
-    module = settle(MLP(64, 96, bias, mesh, shape, along), dtype, exact)
+    module = settle(MLP(64, hidden, bias, mesh, shape, along), dtype, exact)
     plan = {
         "up": ColwiseParallel(use_local_output=False),
         "down": RowwiseParallel(output_layouts=Shard(along), use_local_output=False),
