@@ -10,7 +10,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from .strategy import MAX_CHUNKS, NONE, Mode, Strategy, Table, parse
 
@@ -309,22 +309,32 @@ class Plan:
     """The products of linears that the float8 pass looked at, in graph order; empty without it."""
     digest: str = field(init=False)
 
-    # What decides how ranks talk to each other and in which order, and the module so that stored plans of twins do not mix.
-    # Node names, source lines and sentences are left out: they only explain. Of the shapes only those count that the ranks must
-    # share: not the matmuls' own (the last columns of a weight may lie on fewer ranks), none of what is left alone.
-    _FINGERPRINT: ClassVar[tuple[str, ...]] = ("id", "kind", "strategy", "group", "ranks", "dtype", "module", "takes")
-
     def __post_init__(self) -> None:
-        rows = []
-        for d in self.decisions:
-            told = d.to_dict()
-            keeps = d.kept.keeps if d.kept else None
-            rows.append({**{k: told[k] for k in self._FINGERPRINT}, "shapes": d.shared_shapes, "keeps": keeps})
-        more: list[Any] = [self.profile] if self.profile else []
-        if self.casts:  # what is quantised must be so on all ranks: scales and gathered bytes are theirs together
-            more.append([[c.role, c.module, c.recipe] for c in self.casts])
-        text = json.dumps([self.phase, rows, *more], sort_keys=True)
+        text = json.dumps(self.shared, sort_keys=True)
         object.__setattr__(self, "digest", hashlib.sha256(text.encode()).hexdigest()[:16])
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """All that the ranks of a group must have in common, and nothing else: the digest is made of it, and where digests
+        differ the first part that differs is what an error names (runtime/mismatch.py). Causes stand before what they cause.
+
+        What decides how ranks talk to each other and in which order, and the module so that stored plans of twins do not mix.
+        Node names, source lines and sentences only explain. Of the shapes only those count that the ranks must share: not the
+        matmuls' own (the last columns of a weight may lie on fewer ranks), none of what is left alone. What is quantised must
+        be so on all ranks: scales and gathered bytes are theirs together."""
+        return {
+            "profile": self.profile,
+            "phase": self.phase,
+            "casts": [{"module": c.module, "role": c.role, "recipe": c.recipe} for c in self.casts],
+            "sites": [
+                {
+                    "id": d.id, "kind": d.kind.value, "strategy": str(d.strategy), "group": d.group, "ranks": d.ranks,
+                    "dtype": d.dtype, "module": d.module, "takes": list(d.takes), "shapes": d.shared_shapes,
+                    "keeps": d.kept.keeps if d.kept else None,
+                }
+                for d in self.decisions
+            ],
+        }  # fmt: skip
 
     @property
     def graph(self) -> str:
@@ -339,6 +349,7 @@ class Plan:
                 "version": 1,
                 "digest": self.digest,
                 "graph": self.graph,
+                "shared": self.shared,
                 "phase": self.phase,
                 "profile": self.profile,
                 "sites": [d.to_dict() for d in self.decisions],

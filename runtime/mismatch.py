@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from . import errors, plan_store, rank_graphs
@@ -41,37 +42,46 @@ def plan_mismatch(
     )
 
 
-_TOLD = ("predicted", "work", "detail", "matmuls", "source", "flops")
-"""What a plan tells of a site beside what all ranks must have in common: ranks with other local sizes may reckon otherwise."""
-
-
-def _decided(site: Any) -> Any:
-    return {key: value for key, value in site.items() if key not in _TOLD} if isinstance(site, dict) else site
-
-
 def first_difference(mine: str | None, theirs: str | None) -> tuple[str, str] | None:
-    """The device profile, or the first site, that two plans do not have in common, as each of them has it; None where that
+    """The first part that two plans should have in common (`Plan.shared`) and have not, as each of them has it; None where that
     cannot be told."""
-
-    def show(site: Any) -> str:
-        if not isinstance(site, dict):
-            return "no such site"
-        first = [f"{key}={site[key]}" for key in ("id", "kind", "strategy") if key in site]
-        return " ".join(first) or json.dumps(site)
-
     try:
         plans = [json.loads(text or "") for text in (mine, theirs)]
-        a, b = ([_decided(site) for site in plan["sites"]] for plan in plans)
-        here, there = (f"device profile {plan['profile']}" if plan.get("profile") else "no device profile" for plan in plans)
-    except (ValueError, KeyError, TypeError, AttributeError):
+        a, b = (dict(plan["shared"]) for plan in plans)
+    except (ValueError, KeyError, TypeError):
         return None
-    if here != there:
+    for part in dict.fromkeys((*a, *b)):
+        x, y = a.get(part), b.get(part)
+        if x == y:
+            continue
+        if part in ("casts", "sites"):
+            n, row, other = next((n, *rows) for n, rows in enumerate(zip_longest(x or (), y or ())) if rows[0] != rows[1])
+            if part == "sites":
+                return _site(row, other), _site(other, row)
+            said = [plan["casts"][n] if n < len(plan.get("casts", ())) else {} for plan in plans]
+            return _cast(row, said[0]), _cast(other, said[1])
+        here, there = (f"{_PARTS.get(part, part)} {value}" if value else f"no {_PARTS.get(part, part)}" for value in (x, y))
         return here, there
-    for i in range(max(len(a), len(b))):
-        x, y = (sites[i] if i < len(sites) else None for sites in (a, b))
-        if x != y:
-            if show(x) != show(y) or not (isinstance(x, dict) and isinstance(y, dict)):
-                return f"site {show(x)}", f"site {show(y)}"
-            keys = [key for key in sorted({*x, *y}) if x.get(key) != y.get(key)]
-            return tuple(f"site {show(s)} " + " ".join(f"{k}={s.get(k)}" for k in keys) for s in (x, y))  # type: ignore[return-value]
     return None
+
+
+_PARTS = {"profile": "device profile"}
+"""What a part of `Plan.shared` is called where its name does not say."""
+
+
+def _cast(row: dict[str, Any] | None, why: dict[str, Any]) -> str:
+    """E.g. "float8: forward product of 'layers.0.w1' in 16 bits (filtered: fp8_filter refuses ...)"; `why` has the reason."""
+    if row is None:
+        return "float8: no such product"
+    said = ": ".join(filter(None, (why.get("reason"), why.get("detail"))))
+    how = f"by {row['recipe']}" if row["recipe"] else "in 16 bits" + (f" ({said})" if said else "")
+    return f"float8: {row['role']} product of '{row['module']}' {how}"
+
+
+def _site(row: dict[str, Any] | None, other: dict[str, Any] | None) -> str:
+    """E.g. "site id=forward.0 kind=all_gather_matmul strategy=none", and the rest that differs."""
+    if row is None:
+        return "site no such site"
+    named = ("id", "kind", "strategy")
+    rest = [key for key in row if key not in named and other is not None and row[key] != other.get(key)]
+    return "site " + " ".join(f"{key}={row[key]}" for key in (*named, *rest) if key in row)

@@ -179,6 +179,25 @@ def test_torchao_gathers_16_bits(pool2: RankPool) -> None:
         assert max(errors.values()) < 0.02
 
 
+def told(rank: int, world: int) -> str:
+    """The error of ranks whose filters differ: the last one keeps `down` in 16 bits. (Both plans are new to the group: of a
+    length that no other test has.)"""
+    options = {**EAGER, "overlap": "force"} | ({"fp8_filter": Only("up")} if rank else {})
+    try:
+        float8(rank, world, MLP, {"dtype": BF16, "length": 96}, options)
+    except Exception as error:  # noqa: BLE001 (torch may wrap it)
+        return f"{type(getattr(error, 'inner_exception', error)).__name__}: {error}"
+    return ""
+
+
+def test_a_product_that_ranks_cast_differently_is_named(pool2: RankPool) -> None:
+    for text in pool2.run(told, timeout=60):
+        assert text.startswith("PlanMismatchError")
+        assert "rank 0: float8: forward product of 'down' by tensorwise" in text, text
+        assert "rank 1: float8: forward product of 'down' in 16 bits (filtered: fp8_filter refuses" in text, text
+    pool2.close()  # its group is poisoned now; the next test gets a new one
+
+
 def test_what_is_scattered_travels_as_float8(pool2: RankPool) -> None:
     """Each rank sends half of its product [32, 128] as e4m3: an error of 2^-4 of an element, which is one of two summed."""
     for plain, reduced in pool2.run(wire):

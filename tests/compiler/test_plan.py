@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor
 from tests.compiler.work import plans_of
 from tests.harness.ranks import RankPool
 from tests.models.dtensor_llama import tensor_mesh
-from ub_overlap.compiler.plan import NONE, Decision, Kept, Kind, Mode, Plan, Reason, Strategy
+from ub_overlap.compiler.plan import NONE, Cast, Decision, Kept, Kind, Mode, Pairing, Plan, Reason, Strategy
+from ub_overlap.runtime.mismatch import first_difference
 
 SITE = Decision(
     id="forward.0",
@@ -30,6 +32,7 @@ SITE = Decision(
     flops=98304,
     module="layers.0.wq",
     source="model.py:7: self.wq(x)",
+    kept=Kept("gathered", 64, 16, 1.0),
 )
 LEFT = replace(SITE, id="forward.1", strategy=NONE, reason=Reason.LAYOUT, detail="rows are mixed", bytes=None, flops=None)
 GONE = replace(SITE, id="forward.2.merged0", strategy=Strategy(Mode.MERGED))
@@ -66,30 +69,56 @@ def other(**changes: object) -> str:
     return Plan("forward", (replace(SITE, **changes), LEFT, GONE)).digest  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"strategy": Strategy(Mode.PIPELINED, 8)},
-        {"strategy": Strategy(Mode.BULK, 4)},
-        {"group": "g1"},
-        {"ranks": 4},
-        {"dtype": "bfloat16"},
-        {"shapes": (("input", "[4, 64]"),)},
-        {"module": "layers.1.wq"},
-        {"takes": ("layers.0.wq#1",)},
-        {"kept": Kept("shard", 64, 16, 1.0)},
-    ],
-    ids=str,
-)
-def test_digest_follows_what_ranks_must_share(changes: dict[str, object]) -> None:
+SHARED: list[tuple[dict[str, Any], str, str]] = [
+    ({"strategy": Strategy(Mode.PIPELINED, 8)}, "strategy=pipelined:chunks=4", "strategy=pipelined:chunks=8"),
+    ({"strategy": Strategy(Mode.BULK, 4)}, "strategy=pipelined:chunks=4", "strategy=bulk:chunks=4"),
+    ({"group": "g1"}, "group=g0", "group=g1"),
+    ({"ranks": 4}, "ranks=2", "ranks=4"),
+    ({"dtype": "bfloat16"}, "dtype=float32", "dtype=bfloat16"),
+    ({"shapes": (("input", "[4, 64]"),)}, "shapes={'input': '[8, 64]'}", "shapes={'input': '[4, 64]'}"),
+    ({"module": "layers.1.wq"}, "module=layers.0.wq", "module=layers.1.wq"),
+    ({"takes": ("layers.0.wq#1",)}, "takes=[]", "takes=['layers.0.wq#1']"),
+    ({"kept": Kept("shard", 64, 16, 1.0)}, "keeps=gathered", "keeps=shard"),
+]
+EXPLAINS: list[dict[str, Any]] = [
+    {"matmuls": ("mm_7",)}, {"paired": ("mm_7",)}, {"source": "other.py:1: f(x)"}, {"detail": "else"}, {"bytes": 1},
+    {"rows": 3}, {"kept": Kept("gathered", 32, 8, 2.0)}, {"options": ("bulk",)}, {"pairing": Pairing(1.0, 2, 3, None)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "mine", "theirs"), SHARED, ids=lambda x: str(x) if isinstance(x, dict) else "")
+def test_digest_follows_what_ranks_must_share(changes: dict[str, Any], mine: str, theirs: str) -> None:
+    """And what differs is what an error says, alone, whatever else differs that only explains."""
     assert other(**changes) != PLAN.digest
+    both = {key: value for change in (*EXPLAINS, changes) for key, value in change.items()}
+    found = first_difference(PLAN.to_json(), Plan("forward", (replace(SITE, **both), LEFT, GONE)).to_json())
+    named = "site id=forward.0 kind=all_gather_matmul"
+    if "strategy" not in changes:
+        named += " strategy=pipelined:chunks=4"
+    assert found == (f"{named} {mine}", f"{named} {theirs}")
 
 
-@pytest.mark.parametrize(
-    "changes", [{"matmuls": ("mm_7",)}, {"paired": ("mm_7",)}, {"source": "other.py:1: f(x)"}, {"detail": "else"}], ids=str
-)
+@pytest.mark.parametrize("changes", EXPLAINS, ids=str)
 def test_digest_leaves_out_what_only_explains(changes: dict[str, object]) -> None:
     assert other(**changes) == PLAN.digest
+
+
+def test_casts_that_differ_are_named() -> None:
+    """Before the sites, which differ because of them; with the reason, which is no part of what must be the same."""
+    cast = Cast(node="mm", role="forward", module="a.b", shape="[1, 2] @ [2, 3]", recipe="tensorwise")
+    refused = replace(cast, node="mm_1", recipe="", reason=Reason.FILTERED, detail="fp8_filter refuses a.b")
+    last = replace(cast, role="weight gradient")
+    plans = [Plan("forward", (SITE,), casts=(cast, cast)), Plan("forward", (LEFT,), casts=(cast, refused, last))]
+    assert first_difference(*(plan.to_json() for plan in plans)) == (
+        "float8: forward product of 'a.b' by tensorwise",
+        "float8: forward product of 'a.b' in 16 bits (filtered: fp8_filter refuses a.b)",
+    )
+    plans = [Plan("forward", (), casts=casts) for casts in ((cast,), (cast, last))]
+    assert first_difference(*(plan.to_json() for plan in plans)) == (
+        "float8: no such product",
+        "float8: weight gradient product of 'a.b' by tensorwise",
+    )
+    assert Plan("forward", (), casts=(refused,)).digest == Plan("forward", (), casts=(replace(refused, detail="x"),)).digest
 
 
 def test_digest_follows_phase_and_order() -> None:

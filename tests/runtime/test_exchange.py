@@ -67,7 +67,7 @@ def test_a_rank_reads_one_other_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     digests, store = ["aaaaaaaa", "aaaaaaaa", "bbbbbbbb", "cccccccc", "bbbbbbbb"], dist.HashStore()
     looked: list[tuple[str, str]] = []
     for module in (session, mismatch):
-        monkeypatch.setattr(module, "plan_text", lambda digest: json.dumps({"sites": [{"id": digest}]}))
+        monkeypatch.setattr(module, "plan_text", lambda digest: json.dumps({"shared": {"sites": [{"id": digest}]}}))
     monkeypatch.setattr(rank_graphs, "packed", lambda digest: f"graphs of {digest}")
     monkeypatch.setattr(rank_graphs, "told", lambda mine, theirs, names: looked.append((mine, theirs)) or f"{mine}, {theirs}")
     core = SimpleNamespace(device="cpu", group="g")
@@ -117,7 +117,7 @@ def test_notices_end_with_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dropped", [False, True])
 def test_a_notice_that_dropped_plans_accuses_nobody(dropped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = json.dumps({"graph": "G", "sites": []})
+    plan = json.dumps({"graph": "G", "shared": {"sites": []}})
     for module in (notices, mismatch):
         monkeypatch.setattr(module, "plan_text", lambda digest: plan)
     store = dist.HashStore()

@@ -66,11 +66,11 @@ def test_slot_sizes() -> None:
 
 
 def test_first_difference() -> None:
-    a = '{"sites": [{"id": "f.0", "strategy": "bulk"}, {"id": "f.1", "strategy": "bulk", "bytes": 3}]}'
+    a = '{"shared": {"sites": [{"id": "f.0", "strategy": "bulk"}, {"id": "f.1", "strategy": "bulk", "ranks": 3}]}}'
     b = a.replace("3", "4")
-    assert mismatch.first_difference(a, b) == ("site id=f.1 strategy=bulk bytes=3", "site id=f.1 strategy=bulk bytes=4")
+    assert mismatch.first_difference(a, b) == ("site id=f.1 strategy=bulk ranks=3", "site id=f.1 strategy=bulk ranks=4")
     assert mismatch.first_difference(a, None) is None
-    assert mismatch.first_difference('{"sites": []}', a) == ("site no such site", "site id=f.0 strategy=bulk")
+    assert mismatch.first_difference('{"shared": {"sites": []}}', a) == ("site no such site", "site id=f.0 strategy=bulk")
 
 
 def test_process_wide_values_are_pushed() -> None:

@@ -83,7 +83,7 @@ def other_plans(rank: int, world: int, folder: str) -> dict[str, Any]:
     digest = "aaaaaaaa11111111" if rank != 1 else "bbbbbbbb22222222"
     strategies = ["pipelined", "bulk" if rank == 1 else "pipelined"]
     sites = [{"id": f"forward.{i}", "kind": "all_gather_matmul", "strategy": s} for i, s in enumerate(strategies)]
-    plan_store.save(digest, json.dumps({"sites": sites}))
+    plan_store.save(digest, json.dumps({"shared": {"sites": sites}}))
     return attempt(lambda: gather(name, rank, world, 4, site=f"{digest}/forward.0"))
 
 
