@@ -95,7 +95,8 @@ def insert(graph: Graph, fp8: Fp8) -> int:
         return None
 
     weights = {linear.weight for linear in found}
-    weight_of = {p.node: linear.weight for linear in reversed(found) for _, p in linear.products}
+    # Of all linears, so that graphs of the same modules know them by the same ones, whichever products they refuse.
+    first = {linear.weight.meta["val"].device: linear.weight for linear in reversed(found)}
     kept = KeptWeights(weights if fp8.keep_weights else ())
     delayed = Delayed(graph, inputs, fp8.state, step=bool(gradients)) if fp8.recipe.delayed else None
 
@@ -106,7 +107,7 @@ def insert(graph: Graph, fp8: Fp8) -> int:
         if delayed is not None and origin(value) not in weights:
             module = casts[twins.reader].module if twins.reader in casts else module_of(twins.reader)
             name = f"{module}/{'dy' if value in gradients else 'x'}"
-            weight = weight_of.get(twins.reader, found[0].weight)
+            weight = first[value.meta["val"].device]
             return delayed.twin(e, value, name, format, groups, weight, backward=value in gradients)
         scale = scale_of(e, value, format, None if axis is None else len(shape_of(value)) + axis, groups)
         q = cast_down(e, value, scale, format)

@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import errors
 from ..stream import ended
 from ..threads import apart
-from .weights import Weights
+from .weights import Weights, made_for_capture
 
 LENGTH = 16
 """Calls that a history remembers."""
@@ -26,6 +26,7 @@ CAPACITY = 8192
 NEUTRAL = 448.0
 """The magnitude that a gathered tensor is taken to have while all that was seen of it is 0: the same on all ranks."""
 SEPARATOR = ";"
+_FIX = "load what state_dict() of the same model gave; two models of the same module paths need two fp8_state names"
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +39,7 @@ class Bank:
     agreed: Tensor
     slots: dict[str, int] = field(default_factory=dict)
     weights: dict[str, Weights] = field(default_factory=dict)
-    """By the first key of a graph."""
+    """By key: graphs that have one in common number their modules alike."""
     columns: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     """int64 [N] of a graph, by the text of its keys and the number of its weight."""
     modules: Counter[str] = field(default_factory=Counter)
@@ -122,9 +123,10 @@ class Fp8State:
         if bank is not None and found is not None and (first, keys + SEPARATOR, found[1]) in bank.met:
             return bank, found[0]
         if capturing(weight.device):
-            if bank is not None and bank.modules[first] == 1 and (keys, 0) in bank.columns:
-                return bank, 0  # the weight is a copy of the only one, which was made for the capture
-            raise self._error("histories are made at the first call, and this one is being captured", keys, "a call before")
+            if bank is not None and bank.modules[first] == 1 and (keys, 0) in bank.columns and made_for_capture(weight):
+                return bank, 0  # a copy of the only one
+            what = "histories are made at a module's first call, and this one is being captured"
+            raise self._error(what, keys, "a call before", "call every module once before the capture")
         return apart("ub_overlap fp8 state", lambda: self._add(keys, weight)).result()
 
     def bank(self, key: str, device: torch.device) -> Bank:
@@ -142,10 +144,13 @@ class Fp8State:
             if bank is None:
                 agreed = torch.full((CAPACITY,), NEUTRAL, device=device)
                 bank = Bank(torch.zeros(CAPACITY, device=device), torch.zeros(LENGTH, CAPACITY, device=device), agreed)
-            weights = bank.weights.setdefault(plain[0], Weights())
+            weights = next((bank.weights[key] for key in plain if key in bank.weights), None) or Weights()
+            for key in plain:
+                bank.weights.setdefault(key, weights)
             if (found := weights.find(weight)) is None:
                 found = weights.add(weight)
-                bank.begun.discard((plain[0], found[0]))
+                gone = {(key, n) for key, n in bank.begun if n == found[0] and bank.weights.get(key) is weights}
+                bank.begun.difference_update(gone)
             number, coming = found
             names = [f"{key}@{number}" if number else key for key in plain]
             for home, other in self._banks.items():
@@ -167,9 +172,8 @@ class Fp8State:
         self._banks[device] = bank  # once its memory is written
         return bank, number
 
-    def _error(self, what: str, got: str, expected: str) -> errors.Fp8StateError:
+    def _error(self, what: str, got: str, expected: str, fix: str = _FIX) -> errors.Fp8StateError:
         where = f"fp8_state({self.name!r})" if self.name else "fp8_state()"
-        fix = "load what state_dict() of the same model gave; two models of the same module paths need two fp8_state names"
         return errors.Fp8StateError(what, where=where, got=got[:200], expected=expected, fix=fix)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ub_overlap import _torch_compat as compat
@@ -37,3 +39,23 @@ class Weights:
             self._known.append(entry)
         self._numbers[entry[0]] = number
         return number, entry[2]
+
+
+def made_for_capture(weight: Tensor) -> bool:
+    """While a CUDA graph is captured: does `weight` lie in that graph's own memory? There the copies are that torch makes of
+    what a graph takes, and no module's weight. False where nobody can tell."""
+    here = torch.empty(1, device=weight.device)  # what is allocated now lies there
+    try:
+        segments = torch.cuda.memory_snapshot()  # asks the allocator of the host alone
+    except RuntimeError:  # an allocator that keeps no such books
+        return False
+    ours, its = (_pool(tensor.untyped_storage().data_ptr(), segments) for tensor in (here, weight))
+    return ours == its and ours not in (None, (0, 0))
+
+
+def _pool(address: int, segments: Sequence[dict[str, Any]]) -> tuple[int, ...] | None:
+    """The memory pool that an address is of, (0, 0) for the one that all share; None where it is unknown."""
+    for segment in segments:
+        if 0 <= address - segment["address"] < segment["total_size"]:
+            return tuple(segment["segment_pool_id"]) if "segment_pool_id" in segment else None
+    return None

@@ -23,6 +23,7 @@ from tests.gpu import captures
 from tests.gpu.cases import BF16, E4M3, E5M2, F16, F32
 from tests.models.case import on
 from ub_overlap import fp8_state
+from ub_overlap.runtime import errors
 from ub_overlap.runtime.magnitudes import cast_plainly, fp8_history, fp8_quantise, text_of
 
 SIZES = (0, 1, 15, 16, 4096 + 5, 300 * 4096, (1 << 22) + 3)
@@ -119,6 +120,42 @@ def compiled(frame: Frame, turns: int) -> str:
     return f"{turns} steps, bitwise"
 
 
+def told_apart(frame: Frame) -> str:
+    """A weight that is first met in a capture: a copy of the only module's is known, another module's is refused."""
+    if not frame.cuda:
+        raise Skip("there is nothing to capture on the CPU")
+    one, other = (torch.ones(1, device=frame.device) for _ in range(2))
+    keys = text_of("told apart", ["x"])
+    _, column = fp8_history(one, keys, False)
+    frame.sync()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        assert fp8_history(one.clone(), keys, False)[1].shape == column.shape
+    refused = ""
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            one.clone()
+            fp8_history(other, keys, False)
+    except errors.Fp8StateError as error:
+        refused = str(error)
+    assert "call every module once before the capture" in refused, refused or "no error"
+    frame.sync()
+    x, w = (torch.randn(n, 512, device=frame.device).to(BF16) for n in (256, 1024))
+    results: list[Tensor] = []
+    for graphs in (False, True):
+        captures.fresh()
+        options = {"fp8": "all", "fp8_recipe": "delayed", "fp8_state": f"argument {graphs}", "overlap": "force"}
+        run: Any = torch.compile(lambda x, w: x @ w.t(), backend="ub_overlap", options={**options, "triton.cudagraphs": graphs})
+        with torch.no_grad():
+            for _ in range(4):
+                torch.compiler.cudagraph_mark_step_begin()
+                y = run(x, w).clone()
+        results.append(y)
+        if graphs:
+            captures.count(frame.device)
+    assert torch.equal(*results)
+    return "a copy of the only one, another one, a weight that is an argument"
+
+
 def ranks(frame: Frame) -> str:
     """Two steps of two microbatches, and calls with shards that are 8x apart: one scale on all ranks."""
     with on(frame.device):
@@ -161,6 +198,7 @@ def main() -> int:
                 frame.row(f"cast {str(dtype)[6:]} {str(format)[6:]}", lambda _, d=dtype, f=format: cast(frame, d, f))
         frame.row("captured", lambda _: captured(frame, 5 if frame.options.quick else 40))
         frame.row("compiled", lambda _: compiled(frame, 5 if frame.options.quick else 20), 150)
+        frame.row("told apart", lambda _: told_apart(frame), 120)
         frame.row("ranks", lambda _: ranks(frame), 120)
         frame.row("speed", lambda _: speed(frame))
     return frame.code
