@@ -7,13 +7,14 @@ before it, so that it begins when all ranks are there). No NVLink multicast is a
     slots    two a rank; replaced by bigger ones when a call needs more. Graphs hold addresses: what they saw is kept
 
 torch's memory waits for the whole device as it goes, without a deadline and with the interpreter's lock: it is let go of only
-where the device is found at rest.
+where the device is found at rest. Where that cannot be found out it stays until the process ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from ub_overlap import _torch_compat
 
 from . import errors, settings, stream
 from .threads import apart
+
+log = logging.getLogger(__name__)
 
 _SLOTS = 2
 T = TypeVar("T")
@@ -172,15 +175,31 @@ class SymmetricArena:
         pointers, handle = self._rendezvous(self._next, meeting([self._names[rank] for rank in range(self._ranks)]))
         self.core.replace(data=pointers, slot_bytes=self._next_slot_bytes)
         self._held.append((self._data, self._data_handle))
-        if not self.core.captured and self.core.free_to_go():
+        if self._may_free():
             self._held.clear()
         self._data, self._data_handle = self._next, handle
         self._slot_bytes, self._next = self._next_slot_bytes, None
 
     def __del__(self) -> None:
-        core = getattr(self, "core", None)
-        if core is not None and (core.captured or not core.free_to_go()):
-            _Process.named.append((self._words, self._data, self._words_handle, self._data_handle, self._held))
+        # Before a rendezvous nobody else knows the memory, and nothing was issued.
+        if hasattr(self, "_words_handle") and not self._may_free():
+            handles = self._words_handle, getattr(self, "_data_handle", None)
+            _Process.named.append((self._words, self._data, *handles, self._held, getattr(self, "_next", None)))
+
+    def _may_free(self) -> bool:
+        """Does nothing name the memory, and is the device at rest? Takes a second at most. No, where nobody can tell: after an
+        error of the device, or where the arena was not finished."""
+        try:
+            if self.core is not None:
+                return not self.core.captured and bool(self.core.free_to_go())
+            why = "its peers did not all meet"
+        except Exception as error:  # noqa: BLE001 (whatever it is, the device may still use the memory)
+            why = f"{type(error).__name__}: {error}"
+        if not _Process.told:
+            _Process.told = True
+            kept = "group '%s': its memory is kept until the process ends, as nobody can tell if its device is at rest: %s"
+            log.warning(kept, self._group, why)
+        return False
 
     def unlink(self) -> None:
         """Symmetric memory has no names that could stay behind."""
@@ -210,7 +229,9 @@ class _Process:
     are of: ranks with other numbers would wait for each other for ever."""
     named: ClassVar[list[Any]] = []
     """Memory of arenas that are gone, but not the graphs that hold its addresses: a replay must not find it unmapped. Or the
-    device was not at rest."""
+    device was not at rest, or did not say so."""
+    told = False
+    """That memory is kept as a device did not say so: told once."""
 
 
 def meeting_name() -> str:

@@ -115,7 +115,30 @@ def test_old_slots_go_where_nothing_has_to_be_waited_for(
     one.grow_commit()
     assert len(one._held) == (2 if captured else 0)
     assert met[1] == f"ub_overlap/rendezvous/{one.data_name.partition(':')[2]}"
-    one.core = None
+    one.core = core_of(True)
+
+
+def refuses() -> bool:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("core", [SimpleNamespace(captured=False, free_to_go=refuses), None], ids=["failed", "unfinished"])
+def test_memory_stays_where_the_device_does_not_tell(
+    core: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An arena that goes leaves its memory, and the first one says why; growth goes on and keeps the old slots."""
+    monkeypatch.setattr(symmetric._Process, "told", False)
+    monkeypatch.setattr(symmetric._Process, "named", [])
+    words = []
+    with caplog.at_level("WARNING", "ub_overlap.runtime.symmetric"):
+        for _ in range(2):
+            one = arena(core, monkeypatch)
+            words.append(one._words)
+            assert not one._may_free()
+            del one
+    assert all(any(word is kept[0] for kept in symmetric._Process.named) for word in words)
+    (said,) = caplog.records
+    assert "group 'g'" in said.getMessage() and ("illegal memory access" if core else "did not all meet") in said.getMessage()
 
 
 def test_names_of_meetings() -> None:
