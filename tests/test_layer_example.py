@@ -86,12 +86,13 @@ def test_one_replica_and_the_same_seed() -> None:
     assert "[rank 1] iteration" not in output
 
 
-def test_float8() -> None:
-    """Both variants in float8: each part's gather and scatter, forward and backward; beside them two all_reduces bring scales
-    together, and the LayerNorm's two find no 16-bit matmul beside them."""
-    code, output = run(2, SMALL + " --fp8")
-    check(code, output, (4, 8))
-    assert "with linears in float8" in output
+@pytest.mark.parametrize(("recipe", "collectives"), [("tensorwise", 8), ("delayed", 7)])
+def test_float8(recipe: str, collectives: int) -> None:
+    """Both variants in float8: each part's gather and scatter, forward and backward; beside them all_reduces bring scales
+    together (one for all tensors where they are delayed), and the LayerNorm's two find no 16-bit matmul beside them."""
+    code, output = run(2, f"{SMALL} --fp8 --fp8-recipe {recipe}")
+    check(code, output, (4, collectives))
+    assert f"with linears in float8 ({recipe})" in output
 
 
 @pytest.mark.parametrize(
@@ -117,6 +118,7 @@ def test_two_replicas(flags: str, expected: tuple[int, int]) -> None:
         ("--num-replicas 2", "--num-replicas 2: expected a divisor of the 3 ranks"),
         ("--num-heads 4", "--num-heads 4: expected a multiple of 3"),
         ("--num-heads 3 --seq-length 32", "--seq-length 32: expected a multiple of 3"),
+        ("--num-heads 3 --seq-length 9 --fp8-recipe delayed", "--fp8-recipe delayed: expected --fp8 beside it"),
         ("--dropout 1", "--dropout from 0 to below 1"),
         ("--num-heads 3 --seq-length 9 --option inner", "--option inner: expected NAME=VALUE"),
         ("--num-heads 3 --seq-length 9 --option overlap=off", "--overlap or --no-comm-overlap for the overlap"),

@@ -150,10 +150,12 @@ class Variant:
         self.model = model = LocalParameters(parallelize(stack.to(flags.device, flags.dtype), mesh["tp"]))
         self.forward: Callable[..., Tensor]
         self.ddp: DistributedDataParallel | None
+        options = {**flags.options, "overlap": overlap}
+        if options.get("fp8_recipe") == "delayed":
+            options["fp8_state"] = name  # both variants have the same module paths
         self.forward, self.ddp = build(
-            model, mesh, options={**flags.options, "overlap": overlap}, order=flags.ddp, graphs=flags.ddp_graphs,
-            bucket_mb=flags.bucket_mb,
-        )  # fmt: skip
+            model, mesh, options=options, order=flags.ddp, graphs=flags.ddp_graphs, bucket_mb=flags.bucket_mb
+        )
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=flags.lr)
 
     def step(self, batches: list[Batch]) -> None:
