@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 #include <unistd.h>
 
+#include "bindings/counted_ranges.h"
 #include "bindings/python.h"
 #include "core/registry.h"
 #include "core/settings.h"
@@ -209,9 +210,14 @@ void define_testing(py::module_ m) {
         "set_host_id", [](std::string id) { state->host_id = std::move(id); },
         "Pretend to be on this host; empty: the true one.");
     m.def("host_id", [] { return state->host_id; });
+    m.def(
+        "count_ranges", [](bool on) { CountedRanges::get().listen(on); }, py::arg("on"),
+        "Count NVTX ranges in the place of torch's, which only CUDA builds have.");
+    m.def("ranges", [] { return CountedRanges::get().seen(); }, "The name of each push since then, '' for each pop.");
     m.def("reset", [] {
         state->injection = {};
         state->host_id.clear();
+        CountedRanges::get().listen(false);
         publish();
     });
 #ifdef UB_OVERLAP_CUDA

@@ -49,6 +49,14 @@ def test_other_shapes(pools: dict[int, RankPool], rows: int) -> None:
         assert found["seconds"] < 5
 
 
+def test_every_nvtx_range_is_closed(pools: dict[int, RankPool]) -> None:
+    """Also that of a call that raises. Ranges of a call that was never announced, or a pop too many, would stand there too."""
+    for failed, found in pools[2].run(work_failures.ranges, timeout=60):
+        assert failed["error"] == "ShapeMismatchError", failed
+        names = ["all_gather_matmul[forward.0]", "matmul_reduce_scatter[forward.1]", "all_gather_matmul[backward.0]"]
+        assert found == [text for name in names for text in (f"ub_overlap::{name}", "")]
+
+
 def test_other_sites(pools: dict[int, RankPool]) -> None:
     for found in pools[3].run(work_failures.other_sites, timeout=60):
         assert found["error"] == "SiteMismatchError", found

@@ -53,6 +53,23 @@ def never_calls(rank: int, world: int, step_s: float) -> list[dict[str, Any]]:
         return [*found, attempt(lambda: gather(name, rank, world, 4))]
 
 
+def ranges(rank: int, world: int) -> tuple[dict[str, Any], list[str]]:
+    """What the last of four calls raised, to which rank 1 brings another shape, and the NVTX ranges of all but the first, which
+    the setting leaves out."""
+    name = fresh(world)
+    with reset():
+        C.testing.count_ranges(True)
+        gather(name, rank, world, 4)
+        settings.configure(nvtx=True)
+        try:
+            gather(name, rank, world, 4, site="plan/forward.0")
+            scatter(name, rank, world, 4, site="plan/forward.1")
+            failed = attempt(lambda: gather(name, rank, world, 5 if rank == 1 else 4, site="plan/backward.0"))
+        finally:
+            settings.configure(nvtx=False)
+        return failed, C.testing.ranges()
+
+
 def never_binds(rank: int, world: int, init_s: float) -> dict[str, Any]:
     name = fresh(world)
     with reset():
