@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from ub_overlap.runtime.float8 import TINY
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 450
@@ -163,6 +166,20 @@ def test_executors_include_no_torch_header(folder: str) -> None:
         for match in header.finditer(path.read_text())
     ]
     assert not found, "\n".join(found)
+
+
+def test_the_least_scale_is_one_number() -> None:
+    """Casts of the compiler's nodes, the runtime's and the kernels' agree bit for bit."""
+    said = re.compile(r"2(\.0)?\s*\*\*\s*-120")
+    homes = [path.relative_to(ROOT).as_posix() for path in python_files("compiler", "runtime") if said.search(path.read_text())]
+    assert homes == ["runtime/float8.py"]
+    sources = {path.name: path.read_text() for path in (ROOT / "csrc/cuda").glob("*.cu")}
+    constants = {
+        name: text for name, source in sources.items() for text in re.findall(r"float least_scale = ([^;]+)f;", source)
+    }
+    assert "quantise.cu" in constants
+    for name, text in constants.items():
+        assert struct.unpack("f", struct.pack("f", float(text))) == (TINY,), name
 
 
 def test_the_compilers_folders_are_its_parts() -> None:

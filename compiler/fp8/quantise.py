@@ -12,11 +12,12 @@ import torch
 from torch.fx import Node
 
 from ub_overlap import _torch_compat as compat
+from ub_overlap.runtime.float8 import TINY
 
 from ..rewrite.emit import Emitter
 from ..sites.sizes import positive
 from ..sites.values import aten, dtype_of
-from .recipe import LARGEST, TINY
+from .recipe import LARGEST
 
 c10d = torch.ops._c10d_functional
 AGAIN = "ub_overlap_fp8_again"

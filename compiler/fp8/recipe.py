@@ -29,8 +29,6 @@ LARGEST = {dtype: torch.finfo(dtype).max for dtype in FLOAT8}
 
 MULTIPLE = 16
 """What the hardware wants inner dims and columns to divide by."""
-TINY = 2.0**-120
-"""The least scale: that of a tensor or row of zeros. Its reciprocal is finite."""
 
 
 @dataclass(frozen=True, slots=True)

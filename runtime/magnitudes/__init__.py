@@ -26,7 +26,6 @@ fp8_quantise notes is a maximum, so running it again changes nothing; the result
 
 from __future__ import annotations
 
-from .cast import TINY as TINY
 from .cast import cast_plainly as cast_plainly
 from .ops import fp8_history as fp8_history
 from .ops import fp8_quantise as fp8_quantise

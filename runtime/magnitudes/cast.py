@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..float8 import TINY
+
 HEADROOM = 2.0
 """By how much a tensor may grow over its history before it saturates: a binade of 18 (e4m3) or 32 (e5m2), and no bit."""
-TINY = 2.0**-120
-"""The least scale, as without delay (compiler/fp8/recipe.py)."""
 
 
 def cast(x: Tensor, most: Tensor, at: int, noted: Tensor, format: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..float8 import TINY
+
 FORMAT = torch.float8_e4m3fn
-TINY = 2.0**-120
-"""The least scale (compiler/fp8/recipe.py)."""
 
 
 @dataclass(slots=True, eq=False)

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.models.compare import uncached
 from ub_overlap.compiler.fp8.weights import copy_outputs
-from ub_overlap.runtime import weights
 from ub_overlap.runtime.weights import cast, cast_plainly, kept_bytes
 
 BF16 = torch.bfloat16
@@ -262,9 +261,3 @@ def test_no_graph_returns_them() -> None:
     assert copy_outputs(graph) == 2
     (returned,) = graph.output_node().args
     assert [n.target for n in returned[:2]] == [aten.clone.default] * 2 and returned[2:] == (own, w)
-
-
-def test_the_constant() -> None:
-    from ub_overlap.compiler.fp8 import recipe
-
-    assert weights.cast.TINY == recipe.TINY
