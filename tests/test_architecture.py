@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import struct
 from collections.abc import Iterator
@@ -44,6 +45,11 @@ def package_of(path: Path) -> str:
     return ""
 
 
+def module_of(path: Path) -> str:
+    """The dotted name that `path` is imported by."""
+    return package_of(path) if path.stem == "__init__" else f"{package_of(path)}.{path.stem}"
+
+
 def imported_names(path: Path) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of everything imported, relative imports resolved; `from a import b` gives a.b."""
     package = package_of(path)
@@ -70,6 +76,20 @@ def test_imports_run_one_way(folder: str) -> None:
         if any(is_or_is_in(name, module) for module in FORBIDDEN[folder])
     ]
     assert not found, "\n".join(found)
+
+
+def test_no_files_import_each_other() -> None:
+    """In no circle, also where an import waits inside a function."""
+    homes = {module_of(path): path for path in python_files("compiler", "runtime", "src")}
+    graph = {
+        home: {name if name in homes else name.rpartition(".")[0] for _, name in imported_names(path)} & homes.keys() - {home}
+        for home, path in homes.items()
+    }
+    assert sum(map(len, graph.values())) > len(homes), "these files import each other, or nothing is found here"
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
 
 
 def test_the_layers_are_there() -> None:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from tabulate import tabulate
+
 from .match import NONE, Matching, match
-from .snapshot import NodeShot, Snapshot, line_of, short, summary
+from .snapshot import NodeShot, Snapshot, line_number, line_of, short, summary
 
 FIELDS = ("target", "args", "shape", "dtype", "stride")
 
@@ -44,7 +46,8 @@ class Edit:
 
 
 class Diff:
-    """`a` against `b`. `edits` in graph order; empty exactly where both graphs compute the same in the same form."""
+    """`a` against `b`. `edits` in graph order; empty exactly where both graphs compute the same in the same form. str() is a
+    table of them."""
 
     def __init__(self, a: Snapshot, b: Snapshot, plan: str = "") -> None:
         self.a, self.b, self.plan = a, b, plan
@@ -112,9 +115,22 @@ class Diff:
         }  # fmt: skip
 
     def __str__(self) -> str:
-        from .render.text import table
-
-        return table(self)
+        """A row an edit."""
+        name = f"{self.phase} {self.plan}".strip()
+        heading = f"{name or 'graph'}: {self.a.label or 'before'} -> {self.b.label or 'after'}: {self.counts()}"
+        if self.same:
+            return heading
+        found = [
+            {
+                "site": e.site or "-",
+                "edit": e.title,
+                "nodes": f"-{len(e.removed)} +{len(e.added)}" + (f" ~{len(e.changed)}" if e.changed else ""),
+                "module": e.module,
+                "line": line_number(e.source),
+            }
+            for e in self.edits
+        ]
+        return heading + "\n" + tabulate(found, headers="keys", tablefmt="simple", disable_numparse=True)
 
 
 def _where(s: Snapshot, place: int) -> str:

@@ -15,6 +15,7 @@ from torch.fx import Graph
 from ..plan import Plan
 from ..reports.summary import artifact
 from ..sites.collectives import collectives
+from .render.text import unified
 from .snapshot import Snapshot
 from .store import STORE, Graphs
 from .take import Texts, take
@@ -58,9 +59,7 @@ class Watch:
 
 def told(graphs: Graphs) -> str:
     """The diffs of a plan as text."""
-    from .render.text import table, unified
-
-    return "\n\n".join(f"{table(d)}\n\n{unified(d)}" for d in (graphs.joint_diff(), graphs.diff()) if d is not None)
+    return "\n\n".join(f"{d}\n\n{unified(d)}" for d in (graphs.joint_diff(), graphs.diff()) if d is not None)
 
 
 class Trail:

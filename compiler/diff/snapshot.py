@@ -82,6 +82,11 @@ class Snapshot:
         return cls(tuple(nodes), d["phase"], d["label"], d["lineage"], d["torch"])
 
 
+def line_number(source: str) -> str:
+    """ "/home/me/model.py:12: code" -> "model.py:12"."""
+    return source.partition(": ")[0].rpartition("/")[2]
+
+
 def line_of(snapshot: Snapshot, node: NodeShot) -> str:
     """ "mm_1 = aten.mm.default(x, permute_1) [64, 32] bfloat16"."""
     names = iter(snapshot.nodes[i].name for i in node.inputs)

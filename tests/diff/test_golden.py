@@ -40,8 +40,8 @@ def pretty(value: object) -> str:
 
 
 WRITTEN: dict[str, Callable[[], str]] = {
-    "table.txt": lambda: text.table(rewrite()),
-    "table_of_runs.txt": lambda: text.table(other_run()),
+    "table.txt": lambda: str(rewrite()),
+    "table_of_runs.txt": lambda: str(other_run()),
     "unified.txt": lambda: text.unified(rewrite()),
     "unified_of_runs.txt": lambda: text.unified(other_run(), context=1),
     "overview.txt": lambda: sites.overview(report(), [rewrite()]),

@@ -8,9 +8,8 @@ from typing import Any
 from tabulate import tabulate
 
 from ..edits import Diff
-from ..snapshot import line_of
+from ..snapshot import line_number, line_of
 from ..stored import Comparison
-from .text import line_number, table
 
 
 def overview(report: Mapping[str, Any], diffs: Sequence[Diff]) -> str:
@@ -35,7 +34,7 @@ def overview(report: Mapping[str, Any], diffs: Sequence[Diff]) -> str:
         f"  {s['id']} {s['kind']} at {s['source'] or s['module']}: {s['reason']}: {s['detail']}" for s in sites if s["reason"]
     ]
     parts += ["left alone:\n" + "\n".join(left)] if left else []
-    parts += [table(d) for d in diffs] or ["no snapshots of the graphs were kept"]
+    parts += [str(d) for d in diffs] or ["no snapshots of the graphs were kept"]
     return "\n\n".join(filter(None, [*parts, report.get("totals")]))
 
 
@@ -83,5 +82,5 @@ def comparison(found: Comparison) -> str:
         rows = [{"site": c.site, "what": f, "first": a, "second": b} for c in found.sites for f, a, b in c.fields]
         parts.append(tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True))
     for d in found.shown:
-        parts.append(f"{table(d)}\nfirst node that differs:\n{d.first()}")
+        parts.append(f"{d}\nfirst node that differs:\n{d.first()}")
     return "\n\n".join(filter(None, parts))

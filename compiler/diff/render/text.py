@@ -1,12 +1,10 @@
-"""A diff on a terminal: a table of its edits, and both graphs as one unified text."""
+"""A diff on a terminal: both graphs as one unified text, beside the table that str() of a Diff is."""
 
 from __future__ import annotations
 
 import os
 import sys
 from typing import IO
-
-from tabulate import tabulate
 
 from ..edits import Diff
 from ..match import NONE
@@ -24,33 +22,6 @@ def wants_colour(stream: IO[str] | None = None) -> bool:
 
 def painted(text: str, kind: str, colour: bool) -> str:
     return f"\x1b[{_COLOURS[kind]}m{text}\x1b[0m" if colour and kind in _COLOURS else text
-
-
-def heading(diff: Diff) -> str:
-    name = f"{diff.phase} {diff.plan}".strip()
-    return f"{name or 'graph'}: {diff.a.label or 'before'} -> {diff.b.label or 'after'}: {diff.counts()}"
-
-
-def table(diff: Diff) -> str:
-    """A row an edit."""
-    if diff.same:
-        return heading(diff)
-    found = [
-        {
-            "site": e.site or "-",
-            "edit": e.title,
-            "nodes": f"-{len(e.removed)} +{len(e.added)}" + (f" ~{len(e.changed)}" if e.changed else ""),
-            "module": e.module,
-            "line": line_number(e.source),
-        }
-        for e in diff.edits
-    ]
-    return heading(diff) + "\n" + tabulate(found, headers="keys", tablefmt="simple", disable_numparse=True)
-
-
-def line_number(source: str) -> str:
-    """ "/home/me/model.py:12: code" -> "model.py:12"."""
-    return source.partition(": ")[0].rpartition("/")[2]
 
 
 def unified(diff: Diff, context: int = 3, colour: bool = False) -> str:
