@@ -10,17 +10,14 @@ from torch.fx import Graph
 from ..forced.rule import Forced
 from ..fp8.insert import CAST
 from ..options import Options
-from ..origin import places_of
 from ..plan import NONE, Decision, Plan, Reason, Strategy, Table
-from ..reports.describe import groups_of
 from ..sites import Candidate, Miss, Site, find
-from ..sites.matmuls import is_matmul
 from ..sites.order import Order
 from ..sites.sizes import symbols
 from .legal import no_stripes, unknown_size
 from .memory import Memory
 from .pairing import pair
-from .record import carry_scales, decision, merged_away, paired
+from .record import Outcome, Setting, carry_scales, decision, merged_away
 from .ways import Finder, Offer
 from .wishes import wishes_of
 from .worth import Costs
@@ -61,37 +58,19 @@ def decide(graph: Graph, options: Options, phase: str, transport: Transport) -> 
     counts = any(offer.limited and any(way.bulk for way in offer.ways) for offer in offers)
     outcomes = pair(offers, order, Memory.of(graph, costs.hints) if counts else Memory.uncounted())
 
-    ordinals, owners = groups_of(candidates), {}
-    places = places_of(node for node in graph.nodes if is_matmul(node))
-    for name, candidate in zip(names, candidates, strict=True):
-        for p in candidate.match.products if candidate.match else ():
-            owners.setdefault(p.node, name)
+    setting = Setting.of(graph, phase, costs.hints, dict(zip(names, candidates, strict=True)))
     decisions: list[Decision] = []
     sites: list[tuple[Site, Strategy | Table, str]] = []
-    for name, candidate, offer, (outcome, weighed) in zip(names, candidates, offers, outcomes, strict=True):
-        way, miss = (None, outcome) if isinstance(outcome, Miss) else (outcome, None)
-        made = decision(
-            candidate,
-            way.site if way else None,
-            way.strategy if way else NONE,
-            miss,
-            way.choice if way else offer.choice,
-            wishes.get(name),
-            costs.hints,
-            name,
-            phase,
-            ordinals,
-            paired(way.site, owners) if way else (),
-            places,
-            weighed,
-        )
+    for name, candidate, offer, (found, weighed) in zip(names, candidates, offers, outcomes, strict=True):
+        outcome = Outcome(name, candidate, found, offer, wishes.get(name), weighed)
+        made = decision(outcome, setting)
         decisions += [made, *merged_away(candidate, made)]
-        if way:
-            sites.append((way.site, way.strategy, name))
+        if outcome.way:
+            sites.append((outcome.way.site, outcome.way.strategy, name))
     carry_scales(decisions, candidates)
     casts = tuple(n.meta[CAST] for n in graph.nodes if n.op == "call_function" and CAST in n.meta)
     plan = Plan(phase, tuple(decisions), costs.profile(), casts)
-    return Decided(plan, [(site, strategy, f"{plan.digest}/{name}") for site, strategy, name in sites], tuple(ordinals))
+    return Decided(plan, [(site, strategy, f"{plan.digest}/{name}") for site, strategy, name in sites], tuple(setting.groups))
 
 
 def _closed(candidate: Candidate, wish: Forced | None, options: Options, transport: Transport) -> Miss | None:

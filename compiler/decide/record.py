@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from ..cost.amounts import bytes_sent, flops
 from ..cost.choose import Choice
 from ..cost.of_site import Hints
 from ..forced.rule import Forced
 from ..merge import MERGED
-from ..origin import module_of
-from ..plan import Decision, Kind, Mode, Pairing, Strategy, Table
-from ..reports.describe import row, work_of
+from ..origin import module_of, places_of
+from ..plan import NONE, Decision, Kind, Mode, Pairing, Strategy
+from ..reports.describe import groups_of, row, work_of
 from ..save import KEPT
 from ..sites import Bulk, Candidate, Miss, Site
 from ..sites.collectives import Op
+from ..sites.matmuls import is_matmul
 from .carry import rows_at
+from .ways import Offer, Way
 
 _MATCHED = {
     Op.ALL_GATHER: Kind.ALL_GATHER_MATMUL,
@@ -39,51 +42,92 @@ def kinds_of(candidate: Candidate) -> tuple[str, ...]:
     return (_PLAIN[op].value, *matched)
 
 
-def decision(
-    candidate: Candidate,
-    site: Site | None,
-    strategy: Strategy | Table,
-    miss: Miss | None,
-    choice: Choice | None,
-    wish: Forced | None,
-    hints: Hints,
-    name: str,
-    phase: str,
-    ordinals: dict[str, str],
-    beside: tuple[str, ...],
-    places: dict[Node, str],
-    weighed: Pairing | None,
-) -> Decision:
-    """`name`: the site's id. `ordinals`: groups by c10d name, as describe.groups_of numbers them. `beside`: what it was paired
-    with. `places`: what all ranks call the graph's matmuls. `weighed`: what pairing it would have
-    cost and saved, or did."""
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the decisions of one graph have in common. `hints`: the values that its symbolic sizes were traced with."""
+
+    phase: str
+    hints: Hints
+    groups: dict[str, str]
+    """By c10d name, as describe.groups_of numbers them."""
+    places: dict[Node, str]
+    """What all ranks call the graph's matmuls."""
+    owners: dict[Node, str]
+    """Ids of the sites that matmuls could belong to."""
+
+    @classmethod
+    def of(cls, graph: Graph, phase: str, hints: Hints, candidates: Mapping[str, Candidate]) -> Setting:
+        """`candidates`: by site id, in graph order."""
+        owners: dict[Node, str] = {}
+        for name, candidate in candidates.items():
+            for p in candidate.match.products if candidate.match else ():
+                owners.setdefault(p.node, name)
+        places = places_of(node for node in graph.nodes if is_matmul(node))
+        return cls(phase, hints, groups_of(list(candidates.values())), places, owners)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came out for a candidate: the way that was taken, or the miss that says why none was."""
+
+    id: str
+    """Of the site."""
+    candidate: Candidate
+    found: Way | Miss
+    offer: Offer
+    """What was open to it."""
+    wish: Forced | None
+    """What the user forces."""
+    weighed: Pairing | None
+    """What pairing it would have cost and saved, or did."""
+
+    @property
+    def way(self) -> Way | None:
+        return None if isinstance(self.found, Miss) else self.found
+
+    @property
+    def miss(self) -> Miss | None:
+        return self.found if isinstance(self.found, Miss) else None
+
+    @property
+    def site(self) -> Site | None:
+        return self.way.site if self.way else None
+
+    @property
+    def choice(self) -> Choice | None:
+        """What was predicted."""
+        return self.way.choice if self.way else self.offer.choice
+
+
+def decision(o: Outcome, setting: Setting) -> Decision:
+    candidate, site, choice = o.candidate, o.site, o.choice
     shown = site or candidate.match
     op = candidate.collective.op
     matched = candidate.match is not None and not isinstance(site, Bulk)
     products = shown.products if shown else ()
     work = [flops(p) for p in products]
-    said = _detail(candidate, site, miss, choice, wish, beside)
-    kept = candidate.collective.node.meta.get(KEPT) if phase == "forward" else None
+    beside = _beside(o, setting)
+    kept = candidate.collective.node.meta.get(KEPT) if setting.phase == "forward" else None
     legal = ((Mode.PIPELINED.value,) if candidate.match is not None else ()) + ((Mode.BULK.value,) if candidate.beside else ())
     return Decision(
-        id=name,
-        phase=phase,
-        strategy=strategy,
-        reason=miss.reason if miss else None,
-        detail="; ".join(filter(None, (said, str(weighed or ""), str(kept or "")))),
+        id=o.id,
+        phase=setting.phase,
+        strategy=o.way.strategy if o.way else NONE,
+        reason=o.miss.reason if o.miss else None,
+        detail="; ".join(filter(None, (_detail(o, beside), str(o.weighed or ""), str(kept or "")))),
         predicted=tuple((text, round(p.us, 2)) for text, p in choice.predictions.items()) if choice else (),
-        work=work_of(candidate, shown, hints),
-        rows=rows_at(shown, hints) if shown else None,
+        work=work_of(candidate, shown, setting.hints),
+        rows=rows_at(shown, setting.hints) if shown else None,
         kind=_MATCHED[op] if matched and op else _PLAIN[op],
         options=legal,
         matmuls=tuple(p.node.name for p in products),
-        takes=tuple(places[p.node] for p in products) if site else (),
+        takes=tuple(setting.places[p.node] for p in products) if site else (),
         paired=beside,
         kept=kept,
-        pairing=weighed,
+        pairing=o.weighed,
         bytes=bytes_sent(shown) if shown else None,
         flops=sum(f for f in work if f is not None) if work and None not in work else None,
-        **row(candidate, shown, ordinals),
+        **row(candidate, shown, setting.groups),
     )
 
 
@@ -119,39 +163,31 @@ def merged_away(candidate: Candidate, into: Decision) -> list[Decision]:
     ]
 
 
-def paired(site: Site, owners: dict[Node, str]) -> tuple[str, ...]:
-    """The matmuls that a collective was paired with: "mm_3 (layers.0.feed_forward.w1)", and of which site they might have been
-    (`owners`: site ids by matmul)."""
-    if not isinstance(site, Bulk):
+def _beside(o: Outcome, setting: Setting) -> tuple[str, ...]:
+    """The matmuls that it was paired with: "mm_3 of forward.2 (layers.0.w1)", where others might have had them."""
+    if not isinstance(o.site, Bulk):
         return ()
     said = []
-    for node in (p.node for p in site.products):
+    for node in (p.node for p in o.site.products):
         module = module_of(node)
-        of = f" of {owners[node]}" if node in owners else ""
+        of = f" of {setting.owners[node]}" if node in setting.owners else ""
         said.append(node.name + of + (f" ({module})" if module else ""))
     return tuple(said)
 
 
-def _detail(
-    candidate: Candidate,
-    site: Site | None,
-    miss: Miss | None,
-    choice: Choice | None,
-    wish: Forced | None,
-    beside: tuple[str, ...],
-) -> str:
+def _detail(o: Outcome, beside: tuple[str, ...]) -> str:
     """The reason or the choice in a sentence, and who asked for it."""
-    if miss:
-        said = miss.detail
+    if o.miss:
+        said = o.miss.detail
     else:
         with_ = f"beside {', '.join(beside)}" if beside else ""
-        said = "; ".join(filter(None, (_instead(candidate, site), with_, choice.reason if choice else "")))
-    if wish is None or wish.by in said:
+        said = "; ".join(filter(None, (_instead(o), with_, o.choice.reason if o.choice else "")))
+    if o.wish is None or o.wish.by in said:
         return said
-    return "; ".join(filter(None, [said, f"{wish.strategy} forced by {wish.by}"]))
+    return "; ".join(filter(None, [said, f"{o.wish.strategy} forced by {o.wish.by}"]))
 
 
-def _instead(candidate: Candidate, site: Site | None) -> str:
+def _instead(o: Outcome) -> str:
     """Why a bulk site is no pipelined one."""
-    why = candidate.miss
-    return f"not pipelined: {why.reason.value}: {why.detail}" if isinstance(site, Bulk) and why else ""
+    why = o.candidate.miss
+    return f"not pipelined: {why.reason.value}: {why.detail}" if isinstance(o.site, Bulk) and why else ""
