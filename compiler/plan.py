@@ -338,9 +338,10 @@ class Plan:
 
     @property
     def graph(self) -> str:
-        """Names the graph whatever is decided on it: the same for plans that differ in strategies alone."""
-        names = ("id", "group", "ranks", "dtype", "module")
-        rows = [[collective_of(d.kind.value), *(getattr(d, name) for name in names)] for d in self.decisions]
+        """Names the graph whatever is decided on it: the same for plans that differ in strategies, and in what is float8. So
+        without what float8 adds and changes: collectives of scales, numbers and types."""
+        own = [d for d in self.decisions if d.reason is not Reason.SCALES and d.strategy.mode is not Mode.MERGED]
+        rows = [[collective_of(d.kind.value), d.group, d.ranks, d.module] for d in own]
         return hashlib.sha256(json.dumps([self.phase, rows]).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:

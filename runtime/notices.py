@@ -1,10 +1,11 @@
 """What every rank has compiled, told to the ranks of its groups: read only by a rank whose peers did not come.
 
 Plans are compared when an op of theirs is called first. A rank that overlaps a site which another leaves alone waits there for
-one that never comes: it has no such op. So a rank that compiles a graph leaves a notice in the Store of each group in it, for
-which nobody waits, under what the graph is whatever is decided on it (Plan.graph). A rank whose deadline for its peers is over
-looks for theirs, and can say that they made another plan of the same graph. Never earlier: a peer may still be compiling, and
-one that found its graph in a compile cache leaves no notice.
+one that never comes: it has no such op. Nor does one come that quantises what it gathers, and waits to agree on a scale. So a
+rank that compiles a graph leaves a notice in the Store of each group in it, for which nobody waits, under what the graph is
+whatever is decided on it (Plan.graph). A rank whose deadline for its peers is over looks for theirs, and can say that they made
+another plan of the same graph. Never earlier: a peer may still be compiling, and one that found its graph in a compile cache
+leaves no notice.
 
 A notice lists the last plans that a rank made of a graph, for as long as the process group lives: which of them an op belongs
 to is not known here. One that has dropped older plans says so, and then accuses nobody.

@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed._functional_collectives as funcol
 
+from tests.compiler.work import world_name
 from tests.compiler.work_fp8 import RECIPES, ROWS, Run, both, float8, graphs, torchao, torchao_16, wire
 from tests.harness.ranks import RankPool
-from tests.models.compare import error
+from tests.models.compare import error, uncached
 from ub_overlap.compiler.plan import Cast, Mode, Plan, Reason
 from ub_overlap.compiler.reports.report import Report
 from ub_overlap.compiler.reports.summary import line
+from ub_overlap.runtime import settings
+from ub_overlap.runtime.errors import UbOverlapError
 
 LLAMA, MLP, FSDP = "tests.models.dtensor_llama", "tests.models.dtensor_mlp", "tests.models.fsdp"
 BF16 = torch.bfloat16
@@ -196,6 +200,37 @@ def test_a_product_that_ranks_cast_differently_is_named(pool2: RankPool) -> None
         assert "rank 0: float8: forward product of 'down' by tensorwise" in text, text
         assert "rank 1: float8: forward product of 'down' in 16 bits (filtered: fp8_filter refuses" in text, text
     pool2.close()  # its group is poisoned now; the next test gets a new one
+
+
+def by_hand(rank: int, world: int) -> str:
+    """A weight that is no DTensor, of which rank 1 has columns that do not divide by 16: its error. It then takes part in what
+    rank 0 waits in."""
+    name, before = world_name(), settings.current().init_timeout_s
+    w, said = torch.ones(40 if rank else 48, 64, dtype=BF16), ""
+    function = lambda x, w: funcol.all_gather_tensor(x, 0, name) @ w.t()  # noqa: E731
+    settings.configure(init_timeout_s=6.0)
+    try:
+        with torch.no_grad(), uncached():
+            torch.compile(function, backend="ub_overlap", options={**EAGER, "overlap": "force"})(
+                torch.ones(8, 64, dtype=BF16), w
+            )
+    except UbOverlapError as failed:
+        said = f"{type(failed).__name__}: {failed}"
+    finally:
+        settings.configure(init_timeout_s=before)
+    if rank == 1:
+        funcol.wait_tensor(funcol.all_reduce(torch.ones(()), "max", name))
+    return said
+
+
+def test_a_weight_sharded_by_hand_is_named(pool2: RankPool) -> None:
+    """By the rank that waits at an op. The other one waits in c10d meanwhile, and hears of it afterwards."""
+    other, said = pool2.run(by_hand, timeout=60)
+    assert said.startswith("PlanMismatchError: rank 0 of the group compiled another plan than rank 1, and did not come"), said
+    assert "rank 0: float8: forward product of '' by tensorwise" in said
+    assert "rank 1: float8: forward product of '' in 16 bits (sizes_not_16: columns 40 do not divide by 16)" in said
+    assert other.startswith("PeerFailedError") and "PlanMismatchError" in other, other
+    pool2.close()
 
 
 def test_what_is_scattered_travels_as_float8(pool2: RankPool) -> None:

@@ -98,6 +98,16 @@ def test_digest_follows_what_ranks_must_share(changes: dict[str, Any], mine: str
     assert found == (f"{named} {mine}", f"{named} {theirs}")
 
 
+def test_the_graph_is_named_whatever_is_float8() -> None:
+    """What float8 adds, and numbers and types, are left out of it; modules, groups and collectives are not."""
+    scales = replace(LEFT, id="forward.0", kind=Kind.ALL_REDUCE, reason=Reason.SCALES)
+    gather = replace(SITE, id="forward.1", dtype="uint8", strategy=NONE)
+    quantised = Plan("forward", (scales, gather, replace(LEFT, id="forward.2"), GONE))
+    assert quantised.graph == PLAN.graph and quantised.digest != PLAN.digest
+    for changes in ({"module": "layers.1.wq"}, {"group": "g1"}, {"ranks": 4}, {"kind": Kind.MATMUL_ALL_REDUCE}):
+        assert Plan("forward", (replace(SITE, **changes), LEFT, GONE)).graph != PLAN.graph
+
+
 @pytest.mark.parametrize("changes", EXPLAINS, ids=str)
 def test_digest_leaves_out_what_only_explains(changes: dict[str, object]) -> None:
     assert other(**changes) == PLAN.digest
