@@ -236,8 +236,8 @@ def _diagnose(root: Node) -> Miss:
         return Miss(Reason.LAYOUT, f"{root.name} is a batched product")
     if root.target in _CUTS:
         return Miss(Reason.UNEVEN_SHARDS, f"{root.name} pads or cuts the product before it is scattered")
-    if near and root.target in _SCALES:
-        return Miss(Reason.SCALE_NOT_CONSTANT, f"{root.name} scales the product by a tensor")
+    if (scaled := _scaled(root)) is not None:
+        return Miss(Reason.SCALE_NOT_CONSTANT, f"{scaled.name} scales the product by a tensor")
     if near and root.target in (aten.permute.default, aten.transpose.int):
         return Miss(Reason.LAYOUT, f"{root.name} mixes the scattered dim with others")
     if near and tensor_of(root) is not None:
@@ -246,6 +246,16 @@ def _diagnose(root: Node) -> Miss:
     if root.op == "placeholder":
         origin = "an input of the graph: a matmul of another graph may make it, before a graph break or DDPOptimizer's split"
     return Miss(Reason.NO_MATMUL, f"the reduced tensor comes from {root.name} ({origin})")
+
+
+def _scaled(node: Node) -> Node | None:
+    """What scales a product behind it, in the sum whose root is `node`."""
+    while (step := effect(node)) is not None:
+        node = step.source
+    if node.target in _SCALES and any(_reaches_matmul(n) for n in node.all_input_nodes):
+        return node
+    terms = node.all_input_nodes if node.target in _ADDS else []
+    return next((found for n in terms if (found := _scaled(n)) is not None), None)
 
 
 def _reaches_matmul(node: Node) -> bool:
