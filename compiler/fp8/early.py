@@ -36,10 +36,11 @@ from ..sites.scales import WHY_PLAIN
 from ..sites.sizes import Size, number_of, product
 from ..sites.values import aten, dtype_of, shape_of, source, tensor_of
 from .behind import Behind, Lines, behind
+from .layout import contiguous_scales
 from .origin import Axis, c10d
 from .rebuilt import Rebuilt
-from .recipe import NARROW
-from .twice import why_not_twice
+from .recipe import FLOAT8, NARROW
+from .twice import products_of, why_not_twice
 from .twins import Quantise, Twin, Twins, erase
 
 
@@ -66,7 +67,10 @@ def cast_before_gathers(graph: Graph, early: Early) -> int:
         if dtype_of(gather) not in NARROW or not isinstance(gather.args[2], str):
             continue
         found = behind(gather)
-        if found is None or not found.casts:
+        if found is None:
+            continue
+        if not found.casts:
+            _tell_foreign(found)
             continue
         if (stays := _why_not(found, tangents, inputs, early, hints)) is not None:
             gather.meta[WHY_PLAIN] = stays
@@ -113,7 +117,9 @@ def _why_not_twice(found: Behind, tangents: set[Node], early: Early, hints: Hint
     if forward or gather in tangents:
         return Reason.CAST_IN_BETWEEN, f"{min(found.casts).name} stays behind it: {other.name} needs the 16 bits"
     device, group, ranks = gather.meta["val"].device.type, str(gather.args[2]), int(gather.args[1])  # type: ignore[call-overload]
-    if sent is not None and sent < early.least_bytes:
+    if not products_of(found):
+        reason, why = Reason.NO_MATMUL, "no product could run beside the float8 rows"
+    elif sent is not None and sent < early.least_bytes:
         reason, why = Reason.BELOW_THRESHOLD, f"in float8 a rank sends {sent} bytes, below {early.least_bytes}"
     elif told := early.transport(device, group, ranks):
         reason, why = Reason.NO_TRANSPORT, told
@@ -166,8 +172,15 @@ def _move(graph: Graph, found: Behind, inputs: Sequence[Node]) -> None:
         for maximum in sorted(n for n, lines in found.maxima.items() if lines is not Lines.ROWS):
             maximum.replace_all_uses_with(e.reshape(rebuilt.on(e, maximum), shape_of(maximum)))
         for value in wanted if brought is not None else ():
-            value.replace_all_uses_with(e.reshape(brought, shape_of(value)))  # type: ignore[arg-type]
+            value.replace_all_uses_with(contiguous_scales(e, brought, shape_of(value)))  # type: ignore[arg-type]
     erase(graph, dead)
+
+
+def _tell_foreign(found: Behind) -> None:
+    """Says of a gather with casts behind it, none of which could move, what hinders them."""
+    for node in sorted(n for n in found.others if tensor_of(n) is not None and dtype_of(n) in FLOAT8):
+        told = f"{node.name} stays behind it: scaled by something else than the largest of what it casts"
+        found.gather.meta[WHY_PLAIN] = Reason.CAST_IN_BETWEEN, told
 
 
 def _tell_columns(q: Node) -> None:

@@ -21,6 +21,7 @@ from ..joint import needs_tangents
 from ..rewrite.emit import Emitter
 from ..sites.sizes import number_of, product, same, same_shape
 from ..sites.values import CUTS, Effect, aten, dtype_of, effect, readers, shape_of, tensor_of
+from .layout import contiguous_scales
 from .origin import before, c10d
 from .twins import erase
 
@@ -45,11 +46,12 @@ def fold_scales(graph: Graph, least_bytes: int) -> int:
         result, rows, columns = found
         with graph.inserting_before(result):
             e = Emitter(graph, node, {}, inputs=inputs)
+            rows, columns = (contiguous_scales(e, n, shape_of(n)) for n in (rows, columns))
             folded = e.call(node.target, *node.args[:2], rows, columns, *node.args[4:], **node.kwargs)
         folded.meta |= {k: node.meta[k] for k in ("recompute", "ac_graph_id") if k in node.meta}
         result.replace_all_uses_with(folded)
         scaled = result.all_input_nodes[0]
-        erase(graph, (result, scaled, *scaled.all_input_nodes, node))
+        erase(graph, (result, scaled, *scaled.all_input_nodes))
         count += 1
     return count
 

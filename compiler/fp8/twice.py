@@ -20,18 +20,16 @@ from ..plan import NONE, Work
 from ..sites.all_gather import match_all_gather
 from ..sites.collectives import read
 from ..sites.match import Bulk, Gather
-from ..sites.matmuls import Product, as_product
+from ..sites.matmuls import Product, as_product, odd_size
 from ..sites.values import effect, readers
 from .behind import Behind
 
 
 def why_not_twice(found: Behind, profile: Profile, hints: Hints) -> str:
     """Why it is predicted to be no faster; "" where it is faster, or where a size has no value."""
-    c = read(found.gather)
-    products = [p for cast in sorted(found.casts) for p in _products(cast)]
-    alone = shape_of_site(Bulk(c, ()), hints)
-    if alone is None or not products:
-        return "" if products else "no float8 product reads it"
+    c, products = read(found.gather), products_of(found)
+    if (alone := shape_of_site(Bulk(c, ()), hints)) is None:
+        return ""
     matmuls = tuple((*p.shape, p.inner, False) for p in products)
     narrow = shape_at(Work("all_gather_matmul", c.ranks, "float8", matmuls, products[0].lhs.rows, products[0].inner), hints)
     if narrow is None:
@@ -46,6 +44,11 @@ def why_not_twice(found: Behind, profile: Profile, hints: Hints) -> str:
         return ""
     told = f"{now:.0f} gathered once in 16 bits, {first:.0f} in float8 and {second:.0f} again in backward"
     return f"predicted exposed us by profile {profile}: {told}"
+
+
+def products_of(found: Behind) -> list[Product]:
+    """The float8 products that could run beside the gather of their rows."""
+    return [p for cast in sorted(found.casts) for p in _products(cast) if not odd_size(p)]
 
 
 def _products(node: Node) -> list[Product]:

@@ -154,7 +154,8 @@ class Twins:
         """A view, clone or transpose of the twin's elements."""
         step = effect(node)
         assert step is not None
-        if node.target is aten.copy.default or node.target in CASTS:  # a cast to the type that it had: the twin keeps its own
+        # A cast or view to the type that it had: the twin keeps its own.
+        if node.target in (aten.copy.default, aten.view.dtype) or node.target in CASTS:
             return twin
         args, kwargs = node.args[1:], dict(node.kwargs)
         with self.emitter(node) as e:

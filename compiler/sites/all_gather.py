@@ -20,7 +20,7 @@ from torch.fx import Node
 from ..plan import Reason
 from .collectives import Collective
 from .match import Consumer, Gather, GatheredScales, Holder, Miss
-from .matmuls import FLOAT8, FLOATS, Product, as_product, is_matmul
+from .matmuls import FLOAT8, FLOATS, Product, as_product, is_matmul, odd_size
 from .scales import WHY_PLAIN, gather_of, rows_beside, same_value
 from .sizes import Size, divide, product, same, same_shape, squeezed
 from .turns import turn_of
@@ -169,6 +169,8 @@ class _Walk:
             return ()
         if last:
             return Miss(Reason.SCALED_FORM, f"{name} sums over shards of its inner dim")
+        if odd := odd_size(k.product):
+            return Miss(Reason.SIZES_NOT_16, odd)
         if not scales.rows:
             for known in self.scales:
                 if same_value(known, scales.lhs):

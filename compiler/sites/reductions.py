@@ -19,7 +19,7 @@ from torch.fx import Node
 from ..plan import Reason
 from .collectives import Collective, Op
 from .match import Miss, Reduction
-from .matmuls import FLOATS, Product, as_product, is_matmul
+from .matmuls import FLOATS, Product, as_product, is_matmul, odd_size
 from .sizes import Size, product, same, same_shape, squeezed
 from .turns import Turn, turn_of
 from .values import Blocks, Effect, aten, dim_of, dtype_of, effect, pieces_of, readers, regroup, shape_of, source, tensor_of
@@ -199,6 +199,8 @@ def _scaled_form(c: Collective, terms: list[Product], last: bool, live: tuple[No
         return ""
     if None in scales or len({s.fast for s in scales if s}) != 1:
         return "products of different kinds are summed: float8 and 16 bits, or with fast accumulation and without"
+    if odd := next(filter(None, map(odd_size, terms)), ""):
+        return odd
     if len({s.rows for s in scales if s}) != 1:
         return "products with scales of rows and of tensors are summed"
     if c.op is Op.ALL_REDUCE or last:

@@ -1,0 +1,141 @@
+"""Hand-written graphs that gather 16 bits and cast behind: what may move before the gather, and what only looks alike.
+
+x [16, 32] bfloat16 of this rank (or [2, 8, 32]); w, v [48, 32] float8, sw, sv [1, 48] scales of their rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.compiler.work import decisions_of
+from tests.compiler.work_fp8 import E4M3, gathered, scaled, scattered
+from tests.models.compare import uncached
+from ub_overlap.compiler.plan import Decision
+
+Inputs = tuple[Tensor, ...]
+
+
+def scale_of(x: Tensor, dim: int | list[int], two: bool = True) -> Tensor:
+    """What x is multiplied by before it is cast, as torchao computes it."""
+    scale = (448.0 / x.abs().amax(dim, keepdim=True).double().clamp(min=1e-12)).float()
+    return torch.exp2(torch.floor(torch.log2(scale))) if two else scale
+
+
+def cast(x: Tensor, scale: Tensor, format: torch.dtype = E4M3) -> Tensor:
+    return (x.float() * scale).clamp(-448.0, 448.0).to(format)
+
+
+def _rows(x: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Inputs:
+    """Two products of the same rows."""
+    g = gathered(x)
+    s = scale_of(g, -1)
+    return scaled(cast(g, s), w.t(), s.reciprocal(), sw), scaled(cast(g, s), v.t(), scale_of(g, -1).reciprocal(), sv)
+
+
+def _any_scale(x: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Tensor:
+    g = gathered(x)
+    s = scale_of(g, -1, two=False)
+    return scaled(cast(g, s), w.t(), s.reciprocal(), sw)
+
+
+def _dim1(x: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Tensor:
+    g = gathered(x.view(2, 8, 32), 1)
+    s = scale_of(g, -1)
+    return scaled(cast(g, s).view(-1, 32), w.t(), s.view(-1, 1).reciprocal(), sw)
+
+
+def _columns(x: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Inputs:
+    """Rows for one product, columns for another that sums over the rows."""
+    g = gathered(x.view(2, 8, 32), 1)
+    s, flat = scale_of(g, -1), g.view(-1, 32)
+    c = scale_of(flat, 0)
+    rows = flat.shape[0]
+    dy = cast(w[:, :1].float().expand(48, rows), torch.ones(48, 1))
+    y = scaled(cast(g, s).view(-1, 32), w.t(), s.view(-1, 1).reciprocal(), sw)
+    return y, scaled(dy, cast(flat, c).t().contiguous().t(), torch.ones(48, 1), c.reciprocal())
+
+
+def _other_order(x: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Tensor:
+    """Scales of rows in the order of the ranks, for rows in the order of the batch."""
+    g = gathered(x.view(2, 8, 32))
+    s = scale_of(g, -1).view(2, -1, 1)
+    mixed = torch.cat(g.chunk(2), 1)
+    return scaled(cast(mixed, s).view(-1, 32), w.t(), s.reshape(-1, 1).reciprocal(), sw)
+
+
+def _square(x: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Tensor:
+    """Scales of rows for the transposed matrix, which has as many."""
+    g = gathered(x)
+    s = scale_of(g, -1)
+    return scaled(cast(g.t(), s).contiguous(), w.t(), s.reciprocal(), sw)
+
+
+def _in_16_bits(x: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Inputs:
+    g = gathered(x)
+    s = scale_of(g, -1)
+    return scaled(cast(g, s), w.t(), s.reciprocal(), sw), g.cumsum(0)
+
+
+def _two_formats(x: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Inputs:
+    g = gathered(x)
+    s = scale_of(g, -1)
+    wide = cast(g, s, torch.float8_e5m2)
+    return scaled(cast(g, s), w.t(), s.reciprocal(), sw), scaled(wide, v.t(), s.reciprocal(), sv)
+
+
+def _behind(two: bool) -> Callable[..., Tensor]:
+    def run(x: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Tensor:
+        """Products that are scaled behind, summed and scattered."""
+        one, total = torch.ones(()), []
+        for y, b in ((x, w), (x * 3, v)):
+            s, c = scale_of(y, -1, two), scale_of(b.float(), -1, two).t()
+            product = scaled(cast(y, s), cast(b.float().t(), c), one, one)
+            product *= s.reciprocal() * c.reciprocal()
+            total.append(product)
+        return scattered(total[0] + total[1])
+
+    return run
+
+
+GRAPHS: dict[str, Callable[..., Any]] = {
+    "rows": _rows, "any_scale": _any_scale, "dim1": _dim1, "columns": _columns, "other_order": _other_order, "square": _square,
+    "in_16_bits": _in_16_bits, "two_formats": _two_formats, "behind": _behind(True), "behind_any": _behind(False),
+}  # fmt: skip
+
+
+def operands(rank: int) -> Inputs:
+    draw, mine = torch.Generator().manual_seed(3), torch.Generator().manual_seed(5 + rank)
+    x = torch.randn(16, 32, generator=mine) * torch.logspace(-3, 3, 16)[:, None] * (1 + 7 * rank)
+    w, v = (torch.randn(48, 32, generator=draw).to(E4M3) for _ in range(2))
+    sw, sv = (torch.rand(1, 48, generator=draw) + 0.5 for _ in range(2))
+    return x.bfloat16(), w, sw, v, sv
+
+
+def graphs(rank: int, world: int) -> dict[str, tuple[bool, float, list[Decision]]]:
+    """By graph: (is it eager's, bit for bit, where collectives are left alone; the largest difference where they are not,
+    relative; the decisions)."""
+    found = {}
+    inputs = operands(rank)
+    for name, function in GRAPHS.items():
+        theirs = _outputs(function(*inputs))
+        options = {"overlap": "force", "inner": "aot_eager"}
+        torch._dynamo.reset()
+        decisions = decisions_of(function, inputs, options)
+        with uncached():
+            ours = _outputs(torch.compile(function, backend="ub_overlap", options=options)(*inputs))
+            torch._dynamo.reset()
+            options["plan"] = {"*": "none"}  # type: ignore[assignment]
+            plain = _outputs(torch.compile(function, backend="ub_overlap", options=options)(*inputs))
+        far = max(
+            float((a.double() - b.double()).abs().max() / b.double().abs().max()) for a, b in zip(ours, theirs, strict=True)
+        )
+        found[name] = all(map(torch.equal, plain, theirs)), far, decisions
+    return found
+
+
+def _outputs(x: Any) -> Inputs:
+    return (x,) if isinstance(x, Tensor) else x
