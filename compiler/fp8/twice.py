@@ -10,6 +10,8 @@ gathered, which only helps.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch.fx import Node
 
 from ..cost.again import again_us
@@ -39,7 +41,8 @@ def why_not_twice(found: Behind, profile: Profile, hints: Hints) -> str:
     best = choice.predictions[str(choice.strategy)]
     first = max(0.0, best.us - best.matmul_us)
     match = match_all_gather(c, {n: i for i, n in enumerate(found.gather.graph.nodes)})
-    second = again_us(c, match if isinstance(match, Gather) else None, (), profile, hints)
+    own = replace(match, roots=()) if isinstance(match, Gather) else None  # of 16 bits none but those products are left
+    second = again_us(c, own, (), profile, hints)
     if first + second + MARGIN_US < now:
         return ""
     told = f"{now:.0f} gathered once in 16 bits, {first:.0f} in float8 and {second:.0f} again in backward"

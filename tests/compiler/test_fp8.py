@@ -213,7 +213,9 @@ def test_casts_behind_a_gather(pool2: RankPool) -> None:
     """Hand-written graphs: what moves is a site, what only looks alike stays with its reason; numbers are eager's."""
     sites = {"rows": 1, "any_scale": 1, "dim1": 1, "columns": 1, "behind": 1}
     reasons = {
-        **dict.fromkeys(("other_order", "square", "in_16_bits", "two_formats"), "cast_in_between"),
+        **dict.fromkeys(
+            ("other_order", "two_orders", "square", "turned_columns", "in_16_bits", "two_formats"), "cast_in_between"
+        ),
         "columns": "scaled_form",
         "behind_any": "scale_not_constant",
     }

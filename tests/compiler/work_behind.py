@@ -74,6 +74,19 @@ def _square(x: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Tensor:
     return scaled(cast(g.t(), s).contiguous(), w.t(), s.reciprocal(), sw)
 
 
+def _two_orders(x: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Tensor:
+    """Cast in the order of the ranks, multiplied by scales in the order of the batch."""
+    g = gathered(x.view(2, 8, 32))
+    s = scale_of(torch.cat(g.chunk(2), 1), -1).view(-1, 1)
+    return scaled(cast(g, scale_of(g, -1)).view(-1, 32), w.t(), s.reciprocal(), sw)
+
+
+def _turned_columns(x: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Tensor:
+    """Scales of columns for the transposed matrix, which has as many."""
+    g = gathered(x)
+    return scaled(cast(g.t(), scale_of(g, 0)).contiguous(), w.t(), torch.ones(32, 1), sw)
+
+
 def _in_16_bits(x: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Inputs:
     g = gathered(x)
     s = scale_of(g, -1)
@@ -103,6 +116,7 @@ def _behind(two: bool) -> Callable[..., Tensor]:
 
 GRAPHS: dict[str, Callable[..., Any]] = {
     "rows": _rows, "any_scale": _any_scale, "dim1": _dim1, "columns": _columns, "other_order": _other_order, "square": _square,
+    "two_orders": _two_orders, "turned_columns": _turned_columns,
     "in_16_bits": _in_16_bits, "two_formats": _two_formats, "behind": _behind(True), "behind_any": _behind(False),
 }  # fmt: skip
 
