@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.compiler.work import decisions_of
 from tests.compiler.work_fp8 import E4M3, gathered, scaled, scattered
 from tests.models.compare import uncached
 from ub_overlap.compiler.plan import Decision
+from ub_overlap.compiler.reports.history import HISTORY
 
 Inputs = tuple[Tensor, ...]
 
@@ -43,7 +43,7 @@ def _any_scale(x: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Tenso
 
 
 def _dim1(x: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Tensor:
-    g = gathered(x.view(2, 8, 32), 1)
+    g = gathered(x.view(2, -1, 32), 1)
     s = scale_of(g, -1)
     return scaled(cast(g, s).view(-1, 32), w.t(), s.view(-1, 1).reciprocal(), sw)
 
@@ -54,9 +54,9 @@ def _columns(x: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Inputs:
     s, flat = scale_of(g, -1), g.view(-1, 32)
     c = scale_of(flat, 0)
     rows = flat.shape[0]
-    dy = cast(w[:, :1].float().expand(48, rows), torch.ones(48, 1))
+    dy = cast(w[:, :1].float().expand(48, rows), torch.ones(48, 1, device=x.device)).contiguous()
     y = scaled(cast(g, s).view(-1, 32), w.t(), s.view(-1, 1).reciprocal(), sw)
-    return y, scaled(dy, cast(flat, c).t().contiguous().t(), torch.ones(48, 1), c.reciprocal())
+    return y, scaled(dy, cast(flat, c).t().contiguous().t(), torch.ones(48, 1, device=x.device), c.reciprocal())
 
 
 def _other_order(x: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def _two_orders(x: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Tens
 def _turned_columns(x: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Tensor:
     """Scales of columns for the transposed matrix, which has as many."""
     g = gathered(x)
-    return scaled(cast(g.t(), scale_of(g, 0)).contiguous(), w.t(), torch.ones(32, 1), sw)
+    return scaled(cast(g.t(), scale_of(g, 0)).contiguous(), w.t(), torch.ones(32, 1, device=x.device), sw)
 
 
 def _in_16_bits(x: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Inputs:
@@ -103,7 +103,7 @@ def _two_formats(x: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Inp
 def _behind(two: bool) -> Callable[..., Tensor]:
     def run(x: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Tensor:
         """Products that are scaled behind, summed and scattered."""
-        one, total = torch.ones(()), []
+        one, total = torch.ones((), device=x.device), []
         for y, b in ((x, w), (x * 3, v)):
             s, c = scale_of(y, -1, two), scale_of(b.float(), -1, two).t()
             product = scaled(cast(y, s), cast(b.float().t(), c), one, one)
@@ -121,34 +121,38 @@ GRAPHS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def operands(rank: int) -> Inputs:
+def operands(rank: int, device: torch.device | str = "cpu") -> Inputs:
     draw, mine = torch.Generator().manual_seed(3), torch.Generator().manual_seed(5 + rank)
     x = torch.randn(16, 32, generator=mine) * torch.logspace(-3, 3, 16)[:, None] * (1 + 7 * rank)
     w, v = (torch.randn(48, 32, generator=draw).to(E4M3) for _ in range(2))
     sw, sv = (torch.rand(1, 48, generator=draw) + 0.5 for _ in range(2))
-    return x.bfloat16(), w, sw, v, sv
+    return tuple(t.to(device) for t in (x.bfloat16(), w, sw, v, sv))
 
 
-def graphs(rank: int, world: int) -> dict[str, tuple[bool, float, list[Decision]]]:
-    """By graph: (is it eager's, bit for bit, where collectives are left alone; the largest difference where they are not,
-    relative; the decisions)."""
-    found = {}
-    inputs = operands(rank)
-    for name, function in GRAPHS.items():
-        theirs = _outputs(function(*inputs))
-        options = {"overlap": "force", "inner": "aot_eager"}
+def graph(name: str, inputs: Inputs, dynamic: bool | None = None) -> tuple[bool, float, list[Decision]]:
+    """(is it eager's, bit for bit, where collectives are left alone; the largest difference where they are not, relative; the
+    decisions)."""
+    function, options = GRAPHS[name], {"overlap": "force", "inner": "aot_eager"}
+    theirs = _outputs(function(*inputs))
+    torch._dynamo.reset()
+    mark = HISTORY.mark()
+    with uncached():
+        run = torch.compile(function, backend="ub_overlap", options=options, dynamic=dynamic)
+        ours = _outputs(run(*inputs))
+        decisions = [d for p in HISTORY.since(mark) for d in p.decisions]
         torch._dynamo.reset()
-        decisions = decisions_of(function, inputs, options)
-        with uncached():
-            ours = _outputs(torch.compile(function, backend="ub_overlap", options=options)(*inputs))
-            torch._dynamo.reset()
-            options["plan"] = {"*": "none"}  # type: ignore[assignment]
-            plain = _outputs(torch.compile(function, backend="ub_overlap", options=options)(*inputs))
-        far = max(
-            float((a.double() - b.double()).abs().max() / b.double().abs().max()) for a, b in zip(ours, theirs, strict=True)
-        )
-        found[name] = all(map(torch.equal, plain, theirs)), far, decisions
-    return found
+        alone = {**options, "plan": {"*": "none"}}
+        plain = _outputs(torch.compile(function, backend="ub_overlap", options=alone, dynamic=dynamic)(*inputs))
+    pairs = [(a.double(), b.double()) for a, b in zip(ours, theirs, strict=True)]
+    far = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+    return all(map(torch.equal, plain, theirs)), far, decisions
+
+
+def graphs(rank: int, world: int) -> dict[tuple[str, bool], tuple[bool, float, list[Decision]]]:
+    """By (name, with dynamic shapes)."""
+    inputs = operands(rank)
+    found = {(name, False): graph(name, inputs) for name in GRAPHS}
+    return found | {(name, True): graph(name, inputs, True) for name in ("rows", "dim1")}
 
 
 def _outputs(x: Any) -> Inputs:
