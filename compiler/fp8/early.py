@@ -13,8 +13,9 @@ column's, is the largest of the shards' ones: every number stays. A NaN alone ma
 and then only its own element is one. It needs scales that are computed from those maxima alone: others need not be the same on
 all ranks.
 
-Where a gather of the forward is read in 16 bits as well, by backward alone (a weight gradient in high precision), backward
-gathers those again, beside the products that read them: twice.py weighs it. Where others need them, the gather stays.
+What only backward reads of a gather of the forward, backward gathers: float8 by columns; and where it reads the 16 bits (a
+weight gradient in high precision), those again, beside the products that read them: twice.py weighs it. Where others need them,
+the gather stays.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def cast_before_gathers(graph: Graph, early: Early) -> int:
         if (stays := _why_not(found, tangents, inputs, early, hints)) is not None:
             gather.meta[WHY_PLAIN] = stays
             continue
-        _move(graph, found, inputs)
+        _move(graph, found, inputs, tangents)
         if found.others:
             in_backward(n for n in (gather, *found.holders, *found.inside) if n.users)
         count += 1
@@ -139,7 +140,7 @@ def _written(found: Behind) -> Iterator[Size]:
             yield from dynamic
 
 
-def _move(graph: Graph, found: Behind, inputs: Sequence[Node]) -> None:
+def _move(graph: Graph, found: Behind, inputs: Sequence[Node], tangents: set[Node]) -> None:
     gather, shard = found.gather, source(found.gather)
     group = str(gather.args[2])
     rebuilt = Rebuilt(found, shard, (group,))
@@ -163,8 +164,8 @@ def _move(graph: Graph, found: Behind, inputs: Sequence[Node]) -> None:
             twins[key].reader = gather
         twin = twins[key].of(scaled.holder, -1 if scaled.rows else None)
         brought = twin.scale if scaled.rows else brought
-        if scaled.lines is Lines.COLUMNS:
-            _tell_columns(twins[key].of(shard, None, (group,)).q)
+        if scaled.lines is Lines.COLUMNS and (later := _for_backward(cast, tangents)) is not None:
+            in_backward(later | _between(twins[key].of(shard, None, (group,)).q, twin.q))
         cast.replace_all_uses_with(twin.q)
         dead |= twins[key].replaced
     with graph.inserting_before(gather):
@@ -183,9 +184,29 @@ def _tell_foreign(found: Behind) -> None:
         found.gather.meta[WHY_PLAIN] = Reason.CAST_IN_BETWEEN, told
 
 
-def _tell_columns(q: Node) -> None:
-    """Says of the gather of `q`, scaled by columns, why it is no site; in the forward nobody there multiplies it."""
-    for user in (user for holder in (q, *q.users) for user in holder.users):
-        if user.target is c10d.all_gather_into_tensor.default:
-            told = "float8 with scales of columns is gathered for weight gradients, which sum over the shards"
-            user.meta[WHY_PLAIN] = Reason.SCALED_FORM, told
+def _for_backward(cast: Node, tangents: set[Node]) -> set[Node] | None:
+    """What the forward half computes of `cast`; None where it is not for backward alone, or all is in backward."""
+    if cast in tangents:
+        return None
+    found: set[Node] = set()
+    todo = [cast]
+    while todo:
+        for user in todo.pop().users:
+            if user.op == "output":
+                return None
+            if user not in tangents and user not in found:
+                found.add(user)
+                todo.append(user)
+    return found
+
+
+def _between(first: Node, last: Node) -> set[Node]:
+    """What hands the elements of `first` on to `last`."""
+    found: set[Node] = set()
+    todo = [last]
+    while todo:
+        node = todo.pop()
+        if node is not first and node not in found and node.op == "call_function" and node.target is not aten.sym_size.int:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found

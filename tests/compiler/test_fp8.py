@@ -195,8 +195,7 @@ def test_torchao_rowwise(pool2: RankPool, recipe: str, variant: dict[str, Any]) 
         left = Counter(d.reason for d in step if not d.overlapped and d.strategy.mode is not Mode.MERGED)
         assert set(left) == {Reason.SCALES} | (set() if twice else {Reason.SCALED_FORM})
         assert left[Reason.SCALED_FORM] == (0 if twice else 2)  # float8 by columns: of x, and of dy
-        gathered = {t for s, t in found.kept if math.prod(s) == found.elements}
-        assert gathered == (set() if twice else {torch.float8_e4m3fn})
+        assert not any(math.prod(shape) == found.elements for shape, _ in found.kept)  # shards
 
 
 @NO_ROWS
