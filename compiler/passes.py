@@ -22,10 +22,11 @@ from ub_overlap.runtime import notices, transport
 from .cost.load import load, signature
 from .decide import decide
 from .diff.record import Trail, Watch
-from .fp8 import Fp8, cast_before_gathers, insert
+from .fp8 import Early, Fp8, cast_before_gathers, fold_scales, insert
 from .fp8.layout import pin
 from .fp8.recipe import recipe_of
 from .fp8.weights import copy_outputs
+from .joint import drop_unread
 from .merge import merge_all_reduces
 from .miss import handle_misses
 from .options import Options
@@ -79,15 +80,25 @@ class JointPass(_Pass):
         watch.before()
         merged = merge_all_reduces(graph) if self.options.merge_all_reduces and self.options.overlap != "off" else 0
         scaled = insert(graph, _fp8(graph, self.options, self.shards)) if self.options.fp8 != "off" else 0
-        least = 0 if self.options.overlap == "force" else self.options.min_bytes
-        moved = cast_before_gathers(graph, least) if scaled_before and self.options.overlap != "off" else 0
+        given = bool(scaled_before) and self.options.overlap != "off"  # float8 already
+        early = _early(self.options)
+        moved = cast_before_gathers(graph, early) if given else 0
+        folded = fold_scales(graph, early.least_bytes) if given else 0
         mark_scales(graph)
         marked = apply_save_policy(graph, self.options)
-        self.trail.joint = watch.after() if merged or scaled or moved else None
-        if merged or scaled or moved or marked:
+        self.trail.joint = watch.after() if merged or scaled or moved or folded else None
+        if merged or scaled or moved or folded or marked:
             graph.lint()
-            text = "joint graph: %d all_reduces merged away, %d products in float8, %d gathers after casts, %d keep the shard"
-            log.info(text, merged, scaled, moved, marked)
+            text = (
+                "joint graph: %d all_reduces merged away, %d products in float8, %d gathers after casts, %d products scaled, "
+            )
+            log.info(text + "%d keep the shard", merged, scaled, moved, folded, marked)
+
+
+def _early(options: Options) -> Early:
+    if options.overlap == "force":
+        return Early(0, None, transport.why_not)
+    return Early(options.min_bytes, functools.partial(load, options.profile), transport.why_not)
 
 
 def _fp8(graph: Graph, options: Options, shards: Shards) -> Fp8:
@@ -114,6 +125,7 @@ class RewritePass(_Pass):
     def __call__(self, graph: Graph) -> None:
         if self.options.fp8 != "off":
             copy_outputs(graph)
+        drop_unread(graph)
         decided = decide(graph, self.options, phase_of(graph), transport.why_not)
         if not (decided.plan.decisions or decided.plan.casts):
             return

@@ -13,13 +13,11 @@ from dataclasses import dataclass, replace
 
 from torch.fx import Graph, Node
 
-from ub_overlap import _torch_compat as compat
-
 from .cost.again import again_us
 from .cost.load import load
 from .cost.of_site import Hints, hints_of
 from .fp8.quantise import AGAIN
-from .joint import needs_tangents
+from .joint import in_backward, needs_tangents
 from .options import Options
 from .plan import Kept
 from .sites import Candidate, Gather, find
@@ -59,9 +57,7 @@ def apply_save_policy(graph: Graph, options: Options) -> int:
     for i, w in enumerate(weighed):
         w.match.collective.node.meta[KEPT] = w.kept if i in whole else replace(w.kept, keeps="shard")
         if i not in whole:
-            for node in w.nodes:
-                node.meta["recompute"] = compat.must_recompute()
-                node.meta.setdefault("ac_graph_id", 0)
+            in_backward(w.nodes)
     return len(weighed) - len(whole)
 
 

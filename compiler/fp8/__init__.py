@@ -1,6 +1,7 @@
 """Casts to float8: 16-bit linears of a joint graph become scaled products, and what they gather travels as one byte."""
 
-from .early import cast_before_gathers
+from .early import Early, cast_before_gathers
+from .fold import fold_scales
 from .insert import Fp8, insert
 
-__all__ = ["Fp8", "cast_before_gathers", "insert"]
+__all__ = ["Early", "Fp8", "cast_before_gathers", "fold_scales", "insert"]

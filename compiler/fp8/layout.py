@@ -34,6 +34,15 @@ def pin(graph: Graph) -> int:
     return len(found)
 
 
+def contiguous_scales(e: Emitter, scales: Node, shape: tuple[Size, ...]) -> Node:
+    """`scales` as [M, 1] or [1, N] with the strides that torch's kernels ask for: in a dim of size 1 Inductor would choose any.
+    (Of dynamic sizes: in that shape.)"""
+    if len(shape) != 2 or not all(isinstance(s, int) for s in shape):
+        return e.reshape(scales, shape)
+    flat = e.call(aten.reshape.default, scales, [-1])
+    return e.call(aten.as_strided.default, flat, list(shape), [shape[1], 1])
+
+
 def _fixed(e: Emitter, operand: Node, row_major: bool) -> Node:
     strides: list[Size] = list(operand.meta["val"].stride())
     if any(isinstance(s, torch.SymInt) for s in strides):

@@ -9,7 +9,7 @@ shared: by q, k and v, and by the weight gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -37,7 +37,7 @@ Quantise = Callable[[Emitter, Node, Axis, tuple[str, ...]], Twin]
 class Twins:
     """Makes the twins of one graph. `travels`: the all_gathers whose elements may travel as float8 alone. `quantise`: how a
     value is cast where its elements come from. `inputs`: those that sizes are read off. `apart`: does a value have twins of its
-    own in backward?"""
+    own in backward? `ends`: values that are cast as they are, wherever their elements come from."""
 
     def __init__(
         self,
@@ -46,8 +46,9 @@ class Twins:
         quantise: Quantise,
         inputs: Sequence[Node],
         apart: Callable[[Node], bool] = lambda node: False,
+        ends: Container[Node] = (),
     ) -> None:
-        self.graph, self._quantise, self._inputs = graph, quantise, inputs
+        self.graph, self._quantise, self._inputs, self._ends = graph, quantise, inputs, ends
         self.travels, self.apart = travels, apart
         self.reader: Node
         """The node that twins are made for."""
@@ -140,6 +141,8 @@ class Twins:
 
     def _repeats(self, node: Node) -> bool:
         """Is the step repeated on float8? Gathers only where nobody needs their 16 bits, casts only on the way to a gather."""
+        if node in self._ends:
+            return False
         if node.target is c10d.wait_tensor.default:
             return source(node) in self.travels
         step = effect(node)
@@ -151,7 +154,8 @@ class Twins:
         """A view, clone or transpose of the twin's elements."""
         step = effect(node)
         assert step is not None
-        if node.target is aten.copy.default or node.target in CASTS:  # a cast to the type that it had: the twin keeps its own
+        # A cast or view to the type that it had: the twin keeps its own.
+        if node.target in (aten.copy.default, aten.view.dtype) or node.target in CASTS:
             return twin
         args, kwargs = node.args[1:], dict(node.kwargs)
         with self.emitter(node) as e:

@@ -20,8 +20,8 @@ from torch.fx import Node
 from ..plan import Reason
 from .collectives import Collective
 from .match import Consumer, Gather, GatheredScales, Holder, Miss
-from .matmuls import FLOAT8, FLOATS, Product, as_product, is_matmul
-from .scales import gather_of, rows_beside, same_value
+from .matmuls import FLOAT8, FLOATS, Product, as_product, is_matmul, odd_size
+from .scales import WHY_PLAIN, gather_of, rows_beside, same_value
 from .sizes import Size, divide, product, same, same_shape, squeezed
 from .turns import turn_of
 from .values import CUTS, Blocks, Effect, aten, dim_of, dtype_of, effect, pieces_of, readers, regroup, shape_of, tensor_of
@@ -155,6 +155,8 @@ class _Walk:
 
     def _no_matmul(self) -> Miss:
         """Nobody multiplies the gathered elements here; of those that the graph returns, it says where else to look."""
+        if told := self.c.node.meta.get(WHY_PLAIN):
+            return Miss(*told)
         detail = "no matmul reads the gathered tensor"
         if any(u.op == "output" for n in self.holders for u in n.users):
             detail += ", which leaves the graph: a matmul of another graph may (after a graph break or DDPOptimizer's split)"
@@ -167,6 +169,8 @@ class _Walk:
             return ()
         if last:
             return Miss(Reason.SCALED_FORM, f"{name} sums over shards of its inner dim")
+        if odd := odd_size(k.product):
+            return Miss(Reason.SIZES_NOT_16, odd)
         if not scales.rows:
             for known in self.scales:
                 if same_value(known, scales.lhs):

@@ -69,6 +69,14 @@ class Product:
         return self.lhs.cols
 
 
+def odd_size(p: Product) -> str:
+    """Which size of a float8 product does not divide by 16, as the ops ask for; "" where all may."""
+    for what, size in (("inner dim", p.inner), ("columns", p.shape[1])):
+        if isinstance(size, int) and size % 16:
+            return f"{p.node.name}: {what} {size} do not divide by 16"
+    return ""
+
+
 def is_matmul(node: Node) -> bool:
     return node.op == "call_function" and node.target in _MATMULS
 

@@ -19,7 +19,7 @@ from torch.fx import Node
 from ..plan import Reason
 from .collectives import Collective, Op
 from .match import Miss, Reduction
-from .matmuls import FLOATS, Product, as_product, is_matmul
+from .matmuls import FLOATS, Product, as_product, is_matmul, odd_size
 from .sizes import Size, product, same, same_shape, squeezed
 from .turns import Turn, turn_of
 from .values import Blocks, Effect, aten, dim_of, dtype_of, effect, pieces_of, readers, regroup, shape_of, source, tensor_of
@@ -199,6 +199,8 @@ def _scaled_form(c: Collective, terms: list[Product], last: bool, live: tuple[No
         return ""
     if None in scales or len({s.fast for s in scales if s}) != 1:
         return "products of different kinds are summed: float8 and 16 bits, or with fast accumulation and without"
+    if odd := next(filter(None, map(odd_size, terms)), ""):
+        return odd
     if len({s.rows for s in scales if s}) != 1:
         return "products with scales of rows and of tensors are summed"
     if c.op is Op.ALL_REDUCE or last:
@@ -236,8 +238,8 @@ def _diagnose(root: Node) -> Miss:
         return Miss(Reason.LAYOUT, f"{root.name} is a batched product")
     if root.target in _CUTS:
         return Miss(Reason.UNEVEN_SHARDS, f"{root.name} pads or cuts the product before it is scattered")
-    if near and root.target in _SCALES:
-        return Miss(Reason.SCALE_NOT_CONSTANT, f"{root.name} scales the product by a tensor")
+    if (scaled := _scaled(root)) is not None:
+        return Miss(Reason.SCALE_NOT_CONSTANT, f"{scaled.name} scales the product by a tensor")
     if near and root.target in (aten.permute.default, aten.transpose.int):
         return Miss(Reason.LAYOUT, f"{root.name} mixes the scattered dim with others")
     if near and tensor_of(root) is not None:
@@ -246,6 +248,16 @@ def _diagnose(root: Node) -> Miss:
     if root.op == "placeholder":
         origin = "an input of the graph: a matmul of another graph may make it, before a graph break or DDPOptimizer's split"
     return Miss(Reason.NO_MATMUL, f"the reduced tensor comes from {root.name} ({origin})")
+
+
+def _scaled(node: Node) -> Node | None:
+    """What scales a product behind it, in the sum whose root is `node`."""
+    while (step := effect(node)) is not None:
+        node = step.source
+    if node.target in _SCALES and any(_reaches_matmul(n) for n in node.all_input_nodes):
+        return node
+    terms = node.all_input_nodes if node.target in _ADDS else []
+    return next((found for n in terms if (found := _scaled(n)) is not None), None)
 
 
 def _reaches_matmul(node: Node) -> bool:

@@ -23,6 +23,8 @@ from .values import CASTS, CUTS, aten, dtype_of, effect, pieces_of, shape_of, so
 _CLAMPS = {aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.minimum.default, aten.maximum.default}
 SCALES = "ub_overlap_scales"
 """Key of node.meta: an all_reduce that carries scales."""
+WHY_PLAIN = "ub_overlap_why_plain"
+"""Key of node.meta: (Reason, detail), why an all_gather that meets no matmul is none of float8 rows that would."""
 Walk = Callable[[Collective], dict[Node, Holder]]
 """An all_gather -> who carries its elements, and how."""
 

@@ -20,8 +20,8 @@ from ub_overlap.compiler.reports.history import HISTORY
 
 E4M3 = torch.float8_e4m3fn
 ROWS = compat.cpu_scales_rows()
-_NO_ROWS = pytest.mark.skipif(not ROWS, reason=f"torch {torch.__version__}: no scales of rows on the CPU")
-RECIPES = ["tensorwise", pytest.param("rowwise", marks=_NO_ROWS)]
+NO_ROWS = pytest.mark.skipif(not ROWS, reason=f"torch {torch.__version__}: no scales of rows on the CPU")
+RECIPES = ["tensorwise", pytest.param("rowwise", marks=NO_ROWS)]
 
 
 @dataclass(frozen=True)
@@ -165,23 +165,54 @@ def torchao(rank: int, world: int, variant: dict[str, Any], options: dict[str, A
     return {n: error(ours[n], eager[n], n) for n in eager}, [d for p in HISTORY.since(mark) for d in p.decisions]
 
 
-def torchao_16(rank: int, world: int, variant: dict[str, Any]) -> tuple[bool, dict[str, float], list[Decision]]:
-    """torchao with gathers in 16 bits: (bitwise equal where casts move and nothing is fused, errors of the fused graph against
-    eager, its decisions)."""
-    module = "tests.models.torchao_mlp"
-    cases = [build(rank, world, module, {**variant, "gather_fp8": False}) for _ in range(3)]
-    options = {"overlap": "force", "inner": "aot_eager"}
-    eager = values(cases[0], cases[0].module)
-    with uncached():
-        plain = values(
-            cases[1], torch.compile(cases[1].module, backend="ub_overlap", options={**options, "plan": {"*": "none"}})
-        )
-        mark = HISTORY.mark()
+@dataclass(frozen=True)
+class Behind:
+    """torchao with gathers in 16 bits. `equal`: bit for bit eager's where casts move and nothing is fused, with gradients and
+    without. `errors`: of the fused graph against eager; `far`: (eager, fused) against float64. `decisions`: of a training step,
+    of a forward alone. `kept`: (shape, dtype) of what was saved for backward."""
+
+    equal: bool
+    errors: dict[str, float]
+    far: dict[str, tuple[float, float]]
+    decisions: tuple[list[Decision], list[Decision]]
+    kept: list[tuple[tuple[int, ...], torch.dtype]]
+    elements: int
+    """Of what all ranks gather."""
+
+    def kinds(self, phase: str) -> list[str]:
+        return sorted(d.kind.value for d in self.decisions[0] if d.phase == phase and d.overlapped)
+
+
+def torchao_16(rank: int, world: int, variant: dict[str, Any], inner: str = "aot_eager") -> Behind:
+    variant = {**variant, "gather_fp8": False}
+    case, plain, fused, alone = (build(rank, world, "tests.models.torchao_mlp", variant) for _ in range(4))
+    true_case = build(rank, world, "tests.models.torchao_mlp", {**variant, "exact": True})
+    truth, eager = values(true_case, true_case.module), values(case, case.module)
+    options: dict[str, Any] = {"overlap": "force", "inner": inner}
+    kept: list[tuple[tuple[int, ...], torch.dtype]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append((tuple(tensor.shape), tensor.dtype))
+        return tensor
+
+    def compiled(case: Any, options: dict[str, Any]) -> Any:
         torch._dynamo.reset()
-        ours = values(cases[2], torch.compile(cases[2].module, backend="ub_overlap", options=options))
-    decisions = [d for p in HISTORY.since(mark) for d in p.decisions]
-    errors = {n: error(ours[n], eager[n], n) for n in eager}
-    return all(torch.equal(plain[n], eager[n]) for n in eager), errors, decisions
+        return torch.compile(case.module, backend="ub_overlap", options=options)
+
+    with uncached():
+        moved = values(plain, compiled(plain, {**options, "plan": {"*": "none"}}))
+        mark = HISTORY.mark()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            ours = values(fused, compiled(fused, options))
+        step = [d for p in HISTORY.since(mark) for d in p.decisions]
+        mark = HISTORY.mark()
+        with torch.no_grad():
+            output = compiled(alone, options)(*alone.inputs)
+    forward = [d for p in HISTORY.since(mark) for d in p.decisions]
+    errors = {n: error(ours[n], eager[n], n) for n in eager} | {"forward alone": error(output, eager["output0"], "output")}
+    far = {n: (error(eager[n], truth[n], n), error(ours[n], truth[n], n)) for n in truth}
+    whole = case.inputs[0].numel() * world
+    return Behind(all(torch.equal(moved[n], eager[n]) for n in eager), errors, far, (step, forward), kept, whole)
 
 
 def gathered(x: Tensor, dim: int = 0) -> Tensor:

@@ -45,6 +45,7 @@ def build(
     along: int = 1,
     dtype: torch.dtype = torch.bfloat16,
     exact: bool = False,
+    hidden: int = 96,
 ) -> Case:
     """`recipe`: a Float8LinearConfig recipe name. `gather_fp8`: torchao's own FP8 all-gather (tensorwise alone has it)."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -52,7 +53,7 @@ def build(
 
     mesh = tensor_mesh(world, False)
     torch.manual_seed(7)
-    module = settle(Wrapped(64, 96), dtype, exact)
+    module = settle(Wrapped(64, hidden), dtype, exact)
     if not exact:
         config = Float8LinearConfig.from_recipe_name(recipe)
         convert_to_float8_training(module, config=config)

@@ -1,5 +1,5 @@
 """What is decided at run time, and float8 models: alternatives that are timed on the ranks, tables by rows in eager calls and
-CUDA graphs, and compiled float8 steps against 16 bits.
+CUDA graphs, compiled float8 steps against 16 bits, and casts behind gathers.
 
     torchrun --nproc-per-node 4 tests/gpu/programs/choices.py [--quick] [--only TEXT] [--device cpu]
 """
@@ -20,12 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.compiler.work_behind import graph, operands
 from tests.gpu import captures
 from tests.gpu.cases import BF16, Maker, differs
 from tests.harness.traces import as_loss
 from tests.models.compare import uncached
 from tests.models.megatron import MLP, Mappings
+from ub_overlap import _torch_compat as compat
 from ub_overlap.compiler.reports.history import HISTORY
+from ub_overlap.compiler.strategy import Mode
 from ub_overlap.runtime import ops, session, stats, tuning
 
 U8 = {"tensorwise": 2.0**-3, "rowwise": 2.0**-4, "delayed": 2.0**-3}
@@ -200,6 +203,23 @@ def float8(frame: Frame, recipe: str, graphs: bool) -> str:
     return f"{casts} products, {sites} sites; overlap moves {apart:.1e}, float8 {max(far):.1e}{note}"
 
 
+def behind(frame: Frame) -> str:
+    """Graphs that are float8 already and gather 16 bits, as torchao's are: casts move before the gather, scales behind products
+    into them. Against eager; the sums of a product's scales and of ranks are rounded elsewhere."""
+    if not frame.cuda and not compat.cpu_scales_rows():
+        raise Skip("this torch's CPU has no scales of rows")
+    inputs, done = operands(frame.rank, frame.device), []
+    for name in ("rows", "any_scale", "dim1", "columns", "behind"):
+        _, far, decisions = graph(name, inputs)
+        frame.sync()
+        session.check()
+        sites = [d.kind.value for d in decisions if d.strategy.mode is Mode.PIPELINED]
+        if far > 2.0**-6 or len(sites) != 1:
+            raise AssertionError(f"{name}: {far:.2g} from eager, sites {sites}")
+        done.append(f"{name} {far:.1e}")
+    return ", ".join(done)
+
+
 def main() -> int:
     with Frame("choices", step_timeout_s=40) as frame:
         frame.row("tables by rows", lambda g: tables(frame, g), 60)
@@ -208,6 +228,7 @@ def main() -> int:
             frame.row(f"float8 {recipe}", lambda _, r=recipe: float8(frame, r, False), 120)
             if not frame.options.quick:
                 frame.row(f"float8 {recipe}, CUDA graphs", lambda _, r=recipe: float8(frame, r, True), 120)
+        frame.row("float8 behind gathers", lambda _: behind(frame), 120)
     return frame.code
 
 
