@@ -19,10 +19,9 @@ from ub_overlap.runtime import ops, rank_graphs, settings
 
 from .diff.ranks import explain as explain_ranks
 from .diff.record import Trail
+from .inputs import Inputs
 from .options import Options, parse
 from .passes import JointPass, RewritePass
-from .shards import uneven
-from .sites.sizes import hint, symbolic
 
 
 def ub_overlap(
@@ -49,22 +48,16 @@ def _inductor(
     if ours.fp8 != "off":
         compat.never_reused(torch.ops.ub_overlap.fp8_weight.default)
     patches = {**(compat.list_mode_options(mode) if mode else {}), **theirs}
-    hints, shards = _hints(example_inputs), uneven(example_inputs)
-    trail = Trail()
-    own_passes = (JointPass(ours, hints, trail, shards), RewritePass(ours, hints, trail, shards))
+    inputs, trail = Inputs.of(example_inputs), Trail()
+    own_passes = (JointPass(ours, inputs, trail), RewritePass(ours, inputs, trail))
     for hook, own in zip(("joint_custom_pre_pass", "post_grad_custom_pre_pass"), own_passes, strict=True):
         patches[hook] = compat.chained(compat.user_pass(hook, patches), own)
     return compat.compile_fx(gm, example_inputs, config_patches=patches)
 
 
-def _hints(example_inputs: list[Any]) -> tuple[Any, ...]:
-    """The values that the symbolic sizes of these inputs were traced with, and their ranges."""
-    return tuple((hint(x), compat.range_of(x)) for x in symbolic(example_inputs))
-
-
 def _aot_eager(gm: GraphModule, example_inputs: list[Any], ours: Options) -> Callable[..., Any]:
-    trail = Trail()
-    joint, rewrite = JointPass(ours, trail=trail, shards=uneven(example_inputs)), RewritePass(ours, trail=trail)
+    given, trail = Inputs.of(example_inputs), Trail()
+    joint, rewrite = JointPass(ours, given, trail), RewritePass(ours, given, trail)
 
     def compiled(graph: GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
         rewrite(graph.graph)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from .fp8 import Early, Fp8, cast_before_gathers, fold_scales, insert
 from .fp8.layout import pin
 from .fp8.recipe import recipe_of
 from .fp8.weights import copy_outputs
+from .inputs import Inputs
 from .joint import drop_unread
 from .merge import merge_all_reduces
 from .miss import handle_misses
@@ -34,7 +36,7 @@ from .reports.history import HISTORY
 from .reports.summary import announce
 from .rewrite import rewrite
 from .save import apply_save_policy
-from .shards import Shards, in_graph
+from .shards import in_graph
 from .sites.scales import mark_scales
 
 log = logging.getLogger(__name__)
@@ -42,11 +44,11 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def _sources() -> str:
-    """A hash of every Python file of compiler and runtime: another version never reuses an old graph."""
+    """A hash of every Python file that graphs depend on: another version never reuses an old graph."""
     import ub_overlap.runtime
 
     folders = [Path(__file__).parent, Path(ub_overlap.runtime.__file__).parent]
-    return compat.hash_of_files([p for f in folders for p in sorted(f.rglob("*.py"))])
+    return compat.hash_of_files([Path(compat.__file__), *(p for f in folders for p in sorted(f.rglob("*.py")))])
 
 
 def phase_of(graph: Graph) -> str:
@@ -55,17 +57,16 @@ def phase_of(graph: Graph) -> str:
 
 
 class _Pass(compat.custom_graph_pass()):  # type: ignore[misc]
-    def __init__(self, options: Options, hints: tuple[Any, ...] = (), trail: Trail | None = None, shards: Shards = ()) -> None:
-        """`hints`: values and ranges of the symbolic sizes that the graph is traced with. Decisions rest on them; torch's own
-        keys leave them out. `trail`: what the passes of one graph tell each other. `shards`: what the ranks hold of inputs."""
+    def __init__(self, options: Options, inputs: Inputs | None = None, trail: Trail | None = None) -> None:
+        """`trail`: what the passes of one graph tell each other."""
         super().__init__()
-        self.options, self.hints, self.trail, self.shards = options, hints, trail or Trail(), shards
+        self.options, self.inputs, self.trail = options, inputs or Inputs(), trail or Trail()
 
     def uuid(self) -> Any:
         if not self.options.cacheable:
             return None
         profiles = signature(self.options.profile, tuple(sorted(transport.executors())))
-        key = (self.options.key(), self.hints, self.shards, torch.__version__, transport.signature(), profiles)
+        key = (self.options.key(), astuple(self.inputs), torch.__version__, transport.signature(), profiles)
         return (type(self).__name__, _sources(), *key)
 
 
@@ -79,7 +80,7 @@ class JointPass(_Pass):
         watch = Watch(graph, "joint", self.options.snapshots and bool(watched))
         watch.before()
         merged = merge_all_reduces(graph) if self.options.merge_all_reduces and self.options.overlap != "off" else 0
-        scaled = insert(graph, _fp8(graph, self.options, self.shards)) if self.options.fp8 != "off" else 0
+        scaled = insert(graph, _fp8(graph, self.options, self.inputs)) if self.options.fp8 != "off" else 0
         given = bool(scaled_before) and self.options.overlap != "off"  # float8 already
         early = _early(self.options)
         moved = cast_before_gathers(graph, early) if given else 0
@@ -101,7 +102,7 @@ def _early(options: Options) -> Early:
     return Early(options.min_bytes, functools.partial(load, options.profile), transport.why_not)
 
 
-def _fp8(graph: Graph, options: Options, shards: Shards) -> Fp8:
+def _fp8(graph: Graph, options: Options, inputs: Inputs) -> Fp8:
     """As for sites: "auto" weighs where there is a GPU or a profile of the user's; without, the CPU executor is a reference
     that no speed is asked of."""
     devices = {v.device.type for n in graph.find_nodes(op="placeholder") if isinstance(v := n.meta.get("val"), torch.Tensor)}
@@ -113,9 +114,9 @@ def _fp8(graph: Graph, options: Options, shards: Shards) -> Fp8:
         filter=options.fp8_filter,
         profile=profile,
         state=options.fp8_state,
-        keep_weights=options.fp8_weights == "kept",
+        kept=inputs.parameters_in(graph) if options.fp8_weights == "kept" else set(),
         verify=options.verify,
-        uneven=in_graph(graph, shards),
+        uneven=in_graph(graph, inputs.shards),
     )
 
 

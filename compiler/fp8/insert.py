@@ -11,7 +11,7 @@ meta: the plan of the graph it ends up in lists it, with the reason where it sta
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -59,8 +59,8 @@ class Fp8:
     """What tells whether a linear is faster in float8; None: nobody asks."""
     state: str = ""
     """Names the histories of delayed scales."""
-    keep_weights: bool = True
-    """Casts of weights outlive calls (runtime/weights/)."""
+    kept: Collection[Node] = ()
+    """Inputs of the graph whose casts outlive calls (runtime/weights/)."""
     verify: bool = False
     """Each product runs in 16 bits as well and is compared (runtime/verify.py)."""
     uneven: Mapping[Node, Sizes] = field(default_factory=dict)
@@ -76,7 +76,7 @@ def insert(graph: Graph, fp8: Fp8) -> int:
     slower = None
     if fp8.profile is not None:
         dtype = str(dtype_of(found[0].forward.node)).removeprefix("torch.")
-        slower = weigh(found, fp8.recipe, fp8.profile, hints_of(graph), dtype, fp8.keep_weights)
+        slower = weigh(found, fp8.recipe, fp8.profile, hints_of(graph), dtype, bool(fp8.kept))
     # The forward half must not ask a tangent for a size.
     inputs = [n for n in graph.find_nodes(op="placeholder") if n not in gradients]
     scaled, high, casts = _choose(found, fp8, slower, inputs)
@@ -97,7 +97,7 @@ def insert(graph: Graph, fp8: Fp8) -> int:
     weights = {linear.weight for linear in found}
     # Of all linears, so that graphs of the same modules know them by the same ones, whichever products they refuse.
     first = {linear.weight.meta["val"].device: linear.weight for linear in reversed(found)}
-    kept = KeptWeights(weights if fp8.keep_weights else ())
+    kept = KeptWeights(weights & set(fp8.kept))
     delayed = Delayed(graph, inputs, fp8.state, step=bool(gradients)) if fp8.recipe.delayed else None
 
     def quantise(e: Emitter, value: Node, axis: Axis, groups: tuple[str, ...]) -> Twin:

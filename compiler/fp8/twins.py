@@ -56,12 +56,12 @@ class Twins:
         """A node of backward, where the reader is one."""
         self.replaced: set[Node] = set()
         """Nodes whose work a twin does now."""
-        self._made: dict[tuple[Node, Axis, tuple[str, ...], bool], Twin] = {}
+        self._made: dict[tuple[Node, Axis, tuple[str, ...], Node | None], Twin] = {}
         self._copies: dict[tuple[Node, str], Node] = {}
         self._up: dict[Node, Node] = {}
 
     def of(self, node: Node, axis: Axis, groups: tuple[str, ...] = ()) -> Twin:
-        key = (node, axis, groups, self.after is not None and self.apart(node))
+        key = (node, axis, groups, self.reader if self.apart(node) else None)
         if key not in self._made:
             self._made[key] = self._make(node, axis, groups)
         return self._made[key]

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..rewrite.emit import Emitter
-from ..sites.values import Effect, aten, dtype_of, effect, shape_of, tensor_of
+from ..sites.values import Effect, dtype_of, effect, shape_of, tensor_of
 from .origin import before, c10d
 from .quantise import compute_again
 from .recipe import MULTIPLE, NARROW
@@ -29,11 +29,11 @@ _LAST_REGION = 2**31
 
 
 class KeptWeights:
-    """The weights of one graph. `weights`: its inputs that linears multiply by."""
+    """The weights of one graph. `weights`: its inputs that are parameters, which come again."""
 
     def __init__(self, weights: Collection[Node]) -> None:
         self._weights = {w for w in weights if _fits(w)}
-        self._cast: set[tuple[Node, int | None]] = set()
+        self._cast: set[tuple[Node, torch.dtype, int | None]] = set()
 
     def source(self, value: Node) -> Node | None:
         """The weight that `value` is, or is a cast of to its 16-bit type; None for all others."""
@@ -59,9 +59,10 @@ class KeptWeights:
         """The kept cast of `value`; `after`: in backward, a node of it."""
         source = self.source(value)
         assert source is not None, "who asks for it has looked"
-        known = after is not None and (source, axis) in self._cast
-        self._cast.add((source, axis))
-        cast = e.call(torch.ops.ub_overlap.fp8_weight.default, source, dtype_of(value), axis, after, known)
+        which = source, dtype_of(value), axis
+        known = after is not None and which in self._cast
+        self._cast.add(which)
+        cast = e.call(torch.ops.ub_overlap.fp8_weight.default, *which, after, known)
         q, scale = e.item(cast, 0), e.item(cast, 1)
         for node in (cast, q, scale):
             compute_again(node)
@@ -82,7 +83,7 @@ def copy_outputs(graph: Graph) -> int:
     returned = [n for n in output.all_input_nodes if _is_kept(n)]
     for node in returned:
         with graph.inserting_before(output):
-            copy = Emitter(graph, node, {}).call(aten.clone.default, node)
+            copy = Emitter(graph, node, {}).call(torch.ops.ub_overlap.fp8_kept_copy.default, node)
         output.replace_input_with(node, copy)
     return len(returned)
 

@@ -2,12 +2,13 @@
 //
 //   look_kernel   sum of key(position) * word over all words, and the largest magnitudes; the block that is last compares the
 //   sum
-//                 with the kept one. Where they differ it keeps the new one and computes the scales.
-//   cast_kernel   where they differed: x / scale, clamped, rounded. Else it ends at once.
+//                 with the kept one. Where they differ it computes the scales.
+//   cast_kernel   where they differed: x / scale, clamped, rounded; the block that is last keeps the new sum. Else it ends at
+//   once.
 //
-// A weight is read as 16-bit numbers, two a word; float32 is rounded to them first. Keys are 32 bits and odd, sums 64 bits: one
-// changed word always shows, several go unseen about once in 2^60 times. Nobody tells the host, so calls may be captured, and a
-// replay casts what an optimizer in another graph has written.
+// A weight is read as 16-bit numbers, two a word; float32 is rounded to them first. Keys and sums have 64 bits, and keys are odd:
+// one changed word always shows, and several cancel by an accident of about 2^-60, or of 2^-32 where nothing but signs changes.
+// Nobody tells the host, so calls may be captured, and a replay casts what an optimizer in another graph has written.
 //
 // A block takes tiles of 32 lines of 16 elements beside each other, as wide as a warp; each of its warps goes down some rows of
 // them. Magnitudes are bits without their sign, which compare like integers: a NaN is larger than infinity, which is larger
@@ -44,7 +45,8 @@ struct Weight {
     unsigned long long* sum;
     unsigned* ticket;
     unsigned* changed;
-    unsigned* most;  // `scales` of them
+    unsigned long long* found;  // what the sum became, where it changed
+    unsigned* most;             // `scales` of them
 };
 
 template <typename H>
@@ -72,10 +74,20 @@ __device__ inline Line<H> load_line(const char* x, int64_t at) {
     return found;
 }
 
+// Of a line: another for each of the first 2^32 - 1.
 __device__ inline uint32_t key_of(int64_t at) {
-    uint32_t key = static_cast<uint32_t>(at) * 0x9e3779b1u;
+    uint32_t key = static_cast<uint32_t>(at + 1) * 0x9e3779b1u;
     key ^= key >> 16, key *= 0x85ebca6bu, key ^= key >> 13;
     return key;
+}
+
+// Of a word of a line: odd, so that no change of a word goes unseen.
+__device__ inline unsigned long long key_of_word(uint32_t key, int word) {
+    constexpr uint32_t low[words] = {0x9e3779b1u, 0x85ebca77u, 0xc2b2ae3du, 0x27d4eb2fu,
+                                     0x165667b1u, 0xd3a2646du, 0xfd7046c5u, 0xb55a4f09u};
+    constexpr uint32_t high[words] = {0xcc9e2d51u, 0x1b873593u, 0xe6546b65u, 0x4cf5ad43u,
+                                      0x2745937fu, 0x38b34ae5u, 0xa1e38b93u, 0x7feb352du};
+    return (static_cast<unsigned long long>(key * high[word]) << 32) | ((key * low[word]) | 1u);
 }
 
 // The larger one of both halves of two words whose halves have no sign.
@@ -124,7 +136,7 @@ __device__ inline void conclude(const Weight& w) {
         unsigned long long sum = atomicAdd(w.sum, 0ull);
         sum = sum == 0 ? 1 : sum;  // 0 is what no weight is
         changed = sum != *w.kept;
-        *w.kept = sum, *w.sum = 0, *w.ticket = 0, *w.changed = changed;
+        *w.found = sum, *w.sum = 0, *w.ticket = 0, *w.changed = changed;
     }
     __syncthreads();
     for (int64_t i = threadIdx.x; i < w.scales; i += threads) {
@@ -195,7 +207,7 @@ __global__ void __launch_bounds__(threads, resident) look_kernel(const Weight w)
 #pragma unroll
                 for (int j = 0; j < words; ++j) {
                     const uint32_t word = found[i].word[j], size = word & 0x7fff7fffu;
-                    sum += static_cast<unsigned long long>(word) * ((key + j * 0xc2b2ae3du) | 1u);
+                    sum += word * key_of_word(key, j);
                     if constexpr (by == Scales::rows) {
                         of_row = larger(of_row, size);
                     } else {
@@ -251,6 +263,12 @@ __global__ void __launch_bounds__(threads, resident) cast_kernel(const Weight w)
             reinterpret_cast<uint4*>(w.q)[part.at(w, row)] = rounded.line;
         }
     }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x != 0 || atomicAdd(w.ticket, 1u) != gridDim.x - 1) return;
+    // Now, and not with the look: who finds this sum, on another stream too, finds q.
+    __threadfence();
+    *w.kept = *w.found, *w.ticket = 0;
 }
 
 template <typename T, typename H, Scales by>
@@ -288,14 +306,15 @@ Weight laid_out(const WeightCast& c) {
     w.sum = reinterpret_cast<unsigned long long*>(c.scratch);
     w.ticket = reinterpret_cast<unsigned*>(c.scratch + 1);
     w.changed = w.ticket + 1;
-    w.most = w.ticket + 2;
+    w.found = w.sum + 2;
+    w.most = w.ticket + 4;
     return w;
 }
 
 }  // namespace
 
 int64_t weight_scratch_words(int64_t scales) {
-    return 2 + (scales + 1) / 2;
+    return 3 + (scales + 1) / 2;
 }
 
 void preload_weights() {

@@ -5,7 +5,8 @@ Legend: R rows and C columns of a weight. `axis`: None for one scale [], -1 for 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,16 +18,17 @@ FORMAT = torch.float8_e4m3fn
 
 @dataclass(slots=True, eq=False)
 class Cast:
-    """`q` [R, C] and `scale`, with what tells whether they are up to date: on GPUs a word that the bits are summed up to (0: of
-    nothing yet), elsewhere a copy of the bits."""
+    """`q` [R, C] and `scale`, with what tells whether they are up to date: on GPUs `known` [1], what the bits are summed up to
+    (0: nothing yet), elsewhere `was`, a copy of the bits."""
 
     q: Tensor
     scale: Tensor
     known: Tensor
     scratch: Tensor
     was: Tensor | None = None
-    stream: torch.cuda.Stream | None = None
-    """Where it was last used."""
+    looks: int = 0
+    """Of forwards since backward used it."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 def made(weight: Tensor, axis: int | None) -> Cast:
@@ -41,19 +43,18 @@ def made(weight: Tensor, axis: int | None) -> Cast:
 
 def _scratch(scale: Tensor) -> Tensor:
     """What weights.cu counts in: zeros before and after."""
-    return torch.zeros(2 + (scale.numel() + 1) // 2, dtype=torch.int64, device=scale.device)
+    return torch.zeros(3 + (scale.numel() + 1) // 2, dtype=torch.int64, device=scale.device)
 
 
 def by_kernel(weight: Tensor) -> bool:
     return weight.is_cuda and hasattr(torch.ops.ub_overlap, "fp8_weight_refresh")
 
 
-def refresh(weight: Tensor, through: torch.dtype, axis: int | None, cast: Cast, captured: bool) -> None:
-    """Casts `weight`, rounded to `through` first, into `cast` where that is of other bits. `captured`: into a CUDA graph, which
-    gets scratch of its own."""
+def refresh(weight: Tensor, through: torch.dtype, axis: int | None, cast: Cast) -> None:
+    """Casts `weight`, rounded to `through` first, into `cast` where that is of other bits."""
     if by_kernel(weight):
-        scratch = _scratch(cast.scale) if captured else cast.scratch
-        torch.ops.ub_overlap.fp8_weight_refresh.default(weight, through, axis, cast.q, cast.scale, cast.known, scratch)
+        memory = cast.q, cast.scale, cast.known, cast.scratch
+        torch.ops.ub_overlap.fp8_weight_refresh.default(weight, through, axis, *memory)
     else:
         refresh_plainly(weight, through, axis, cast)
 
@@ -64,11 +65,12 @@ def refresh_plainly(weight: Tensor, through: torch.dtype, axis: int | None, cast
     bits = now.view(torch.int16)
     if cast.was is not None and torch.equal(cast.was, bits):
         return
-    if not weight.is_cuda:
-        cast.was = bits.clone()
+    cast.was = None  # whatever ends this early leaves nothing that is taken for up to date
     q, scale = cast_plainly(now, axis)
     cast.q.view(torch.uint8).copy_(q.view(torch.uint8))
     cast.scale.copy_(scale)
+    if not weight.is_cuda:
+        cast.was = bits.clone()
 
 
 def cast_plainly(weight: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:

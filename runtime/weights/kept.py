@@ -24,7 +24,7 @@ def find(weight: Tensor, through: torch.dtype, axis: int | None) -> Cast | None:
 
 
 def add(weight: Tensor, through: torch.dtype, axis: int | None) -> Cast:
-    """Memory for a weight that is not found."""
+    """Memory for a weight that is not found; C++ keeps that of CUDA."""
     stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
     plain = weight.detach()
 
@@ -34,29 +34,21 @@ def add(weight: Tensor, through: torch.dtype, axis: int | None) -> Cast:
             return made(plain, axis)
 
     cast = apart("ub_overlap fp8 weight", body).result()
-    cast.stream = stream
+    number = compat.storage_id(weight)
     with _LOCK:
-        storage = weight.untyped_storage()
-        number = compat.storage_id(weight)
-        if number not in _BY_STORAGE:
-            _BY_STORAGE[number] = {}
-            gone = weakref.finalize(storage, _forget, number)
+        casts = _BY_STORAGE.get(number)
+        if casts is None:
+            casts = _BY_STORAGE[number] = {}
+            gone = weakref.finalize(weight.untyped_storage(), _forget, number)
             gone.atexit = False  # type: ignore[attr-defined]
-        return _BY_STORAGE[number].setdefault(_key(weight, through, axis), cast)
-
-
-def follow(cast: Cast, weight: Tensor, through: torch.dtype, axis: int | None) -> None:
-    """Lets the current stream wait for the one that used `cast` last, and C++ find it there."""
-    stream = torch.cuda.current_stream(weight.device)
-    if cast.stream is not None and cast.stream != stream:
-        stream.wait_stream(cast.stream)
-    cast.stream = stream
-    if by_kernel(weight):
-        torch.ops.ub_overlap.fp8_weight_keep.default(weight, through, axis, cast.q, cast.scale, cast.known, cast.scratch)
+        if not by_kernel(weight):
+            return casts.setdefault(_key(weight, through, axis), cast)
+    torch.ops.ub_overlap.fp8_weight_keep.default(weight, through, axis, cast.q, cast.scale, cast.known, cast.scratch)
+    return cast
 
 
 def kept_bytes() -> int:
-    """Memory that all casts take, in bytes."""
+    """Memory that the casts of the CPU's weights take, in bytes."""
     tensors = [t for casts in list(_BY_STORAGE.values()) for c in casts.values() for t in (c.q, c.scale, c.scratch, c.was)]
     return sum(t.nbytes for t in tensors if t is not None)
 
@@ -66,9 +58,6 @@ def _key(weight: Tensor, through: torch.dtype, axis: int | None) -> tuple[Any, .
 
 
 def _forget(number: int) -> None:
+    _BY_STORAGE.pop(number, None)
     if hasattr(torch.ops.ub_overlap, "fp8_weight_forget"):
         torch.ops.ub_overlap.fp8_weight_forget.default(number)
-    for cast in _BY_STORAGE.pop(number, {}).values():
-        if cast.stream is not None:
-            for tensor in (cast.q, cast.scale, cast.known, cast.scratch):
-                tensor.record_stream(cast.stream)

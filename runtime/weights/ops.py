@@ -17,23 +17,29 @@ def fp8_weight(
     """weight [R, C], contiguous -> (e4m3 [R, C], scale [], [R, 1] or [1, C]), both kept and not to be written to.
 
     `through`: the 16-bit type that float32 is rounded to first. `after`: a tensor of backward, where the op is there; it is not
-    read. `known`: the forward has looked at the weight, and the result is what it cast."""
-    return fp8_weight_other(weight, through, axis, known)
+    read. `known`: in backward, whose forward has looked at the weight; the result is what that cast if nothing else has looked
+    since: between the two somebody may have swapped the weight's elements for a while."""
+    cast = kept.find(weight, through, axis) or kept.add(weight, through, axis)
+    with cast.lock:
+        if not (known and cast.looks == 1):
+            refresh(weight, through, axis, cast)
+        cast.looks = 0 if known else cast.looks + 1
+        return cast.q, cast.scale
 
 
 def fp8_weight_other(weight: Tensor, through: torch.dtype, axis: int | None, known: bool) -> tuple[Tensor, Tensor]:
-    """The same. On CUDA for calls that C++ does not take (csrc/bindings/ops/weights.cpp): first ones, those on another stream
-    than the one before, captured ones."""
-    captured = weight.is_cuda and torch.cuda.is_current_stream_capturing()
-    cast = kept.find(weight, through, axis)
-    new = cast is None
-    if cast is None:  # while a graph is recorded: a copy that was made for it, or a first call; memory of the graph
-        cast = made(weight, axis) if captured else kept.add(weight, through, axis)
-    if weight.is_cuda and not captured:
-        kept.follow(cast, weight, through, axis)
-    if new or not known:
-        refresh(weight, through, axis, cast, captured)
-    return cast.q, cast.scale
+    """The same on CUDA, of a weight whose cast C++ does not keep yet (csrc/bindings/ops/weights.cpp)."""
+    if torch.cuda.is_current_stream_capturing():  # a copy that was made for the capture, or a first call: the graph's memory
+        cast = made(weight, axis)
+        refresh(weight, through, axis, cast)
+        return cast.q, cast.scale
+    kept.add(weight, through, axis)
+    return torch.ops.ub_overlap.fp8_weight.default(weight, through, axis, None, known)
+
+
+def fp8_kept_copy(kept: Tensor) -> Tensor:
+    """A copy that no pass takes for superfluous."""
+    return kept.clone()
 
 
 def _fake(weight: Tensor, through: torch.dtype, axis: int | None, after: Tensor | None, known: bool) -> tuple[Tensor, Tensor]:
@@ -47,4 +53,7 @@ _LIBRARY.define(f"fp8_weight({_ARGUMENTS}, Tensor? after, bool known) -> {_RESUL
 _LIBRARY.impl("fp8_weight", fp8_weight, "CompositeExplicitAutograd")
 _LIBRARY.define(f"fp8_weight_other({_ARGUMENTS}, bool known) -> {_RESULTS}")
 _LIBRARY.impl("fp8_weight_other", fp8_weight_other, "CompositeExplicitAutograd")
+_LIBRARY.define("fp8_kept_copy(Tensor kept) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.impl("fp8_kept_copy", fp8_kept_copy, "CompositeExplicitAutograd")
+torch.library.register_fake("ub_overlap::fp8_kept_copy", torch.clone, lib=_LIBRARY)
 torch.library.register_fake("ub_overlap::fp8_weight", _fake, lib=_LIBRARY)

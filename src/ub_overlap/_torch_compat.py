@@ -172,6 +172,12 @@ def dtensor_input(node: Any) -> int | None:
     return getattr(desc.base, "idx", None) if getattr(desc, "attr", None) == "_local_tensor" else None
 
 
+def graph_input(node: Any) -> int | None:
+    """Which input of Dynamo's graph a placeholder of a joint graph takes, itself or its local tensor; None for others."""
+    desc = node.meta.get("desc")
+    return getattr(desc, "idx", None) if dtensor_input(node) is None else dtensor_input(node)
+
+
 def chained(before: list[Any], own: Any) -> Any:
     """What a hook of Inductor takes to run the user's passes `before` and then ours (torch 2.11 takes one pass, not a list)."""
     return _Chain(before, own) if before else own

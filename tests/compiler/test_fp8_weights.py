@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -100,8 +101,10 @@ def negated(w: Tensor) -> None:
 def test_every_change_is_seen(axis: int | None, change: Callable[[Tensor], None], casts: list[Any]) -> None:
     w = noise(ROWS, COLS)
     first = fp8_weight(w, BF16, axis)
-    again = fp8_weight(w, BF16, axis)
+    again = fp8_weight(w, BF16, axis, known=True)
     assert len(casts) == 1 and all(a.data_ptr() == b.data_ptr() for a, b in zip(first, again, strict=True))
+    fp8_weight(w, BF16, axis)
+    assert len(casts) == 1
     before = tuple(t.clone() for t in first)
     change(w)
     in_backward = fp8_weight(w, BF16, axis, known=True)
@@ -243,6 +246,7 @@ def test_weights_written_between_forward_and_backward() -> None:
 
 
 def test_no_graph_returns_them() -> None:
+    from torch._inductor.fx_passes.post_grad import remove_noop_ops
     from torch.fx import Graph
 
     from ub_overlap import _torch_compat as compat
@@ -259,5 +263,69 @@ def test_no_graph_returns_them() -> None:
     turned, own = e.call(aten.permute.default, q, [1, 0]), e.call(aten.mul.Tensor, scale, 2.0)
     graph.output((turned, scale, own, w))
     assert copy_outputs(graph) == 2
+    remove_noop_ops(graph)  # Inductor's, which comes later
     (returned,) = graph.output_node().args
-    assert [n.target for n in returned[:2]] == [aten.clone.default] * 2 and returned[2:] == (own, w)
+    copies = [torch.ops.ub_overlap.fp8_kept_copy.default] * 2
+    assert [n.target for n in returned[:2]] == copies and returned[2:] == (own, w)
+
+
+def test_swapped_for_a_while(casts: list[Any]) -> None:
+    """Between forward and backward somebody evaluates with other elements, and autograd's versions do not show it."""
+    found = []
+    for kind in ("kept", "call"):
+        module = model()
+        torch._dynamo.reset()
+        options = {"fp8": "all", "fp8_weights": kind, "inner": "aot_eager"}
+        with uncached():
+            run = torch.compile(module, backend="ub_overlap", options=options)
+            x = noise(64, COLS).clamp(-4, 4).requires_grad_()
+            y = run(x)
+            own = [p.data.clone() for p in module.parameters()]
+            for p in module.parameters():
+                p.data.mul_(-3)
+            with torch.no_grad():
+                run(x)
+            for p, w in zip(module.parameters(), own, strict=True):
+                p.data.copy_(w)
+            y.sum().backward()
+        found.append([y.detach(), x.grad, *(p.grad for p in module.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert len(casts) == 9
+
+
+def test_what_ends_early_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = noise(ROWS, COLS)
+    fp8_weight(w, BF16, None)
+    w.mul_(3)
+
+    def broken(weight: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cast, "cast_plainly", broken)
+        with pytest.raises(MemoryError):
+            fp8_weight(w, BF16, None)
+    assert same(fp8_weight(w, BF16, None), cast_plainly(w, None))
+
+
+def test_threads() -> None:
+    """Two threads meet a weight that has changed: neither goes on with what was there before."""
+    w = noise(256, 256)
+    with ThreadPoolExecutor(2) as pool:
+        for turn in range(40):
+            w.mul_(0.5 if turn % 2 else 3)
+            both = list(pool.map(lambda _: [t.clone() for t in fp8_weight(w, BF16, None)], range(2)))
+            assert all(same((q, scale), cast_plainly(w, None)) for q, scale in both), turn
+
+
+def test_activations_are_not_kept(casts: list[Any]) -> None:
+    """A product of two inputs of the graph: only parameters come again."""
+    torch._dynamo.reset()
+
+    def product(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+        return x @ (w * scale)
+
+    with uncached():
+        run = torch.compile(product, backend="ub_overlap", options={"fp8": "all", "inner": "aot_eager"})
+        run(noise(64, COLS), nn.Parameter(noise(COLS, ROWS)), torch.tensor(2.0, dtype=BF16)).sum().backward()
+    assert not casts

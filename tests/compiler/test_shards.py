@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
+from ub_overlap.compiler.inputs import Inputs
 from ub_overlap.compiler.options import parse
 from ub_overlap.compiler.passes import JointPass
 from ub_overlap.compiler.shards import sizes_of
@@ -40,4 +41,4 @@ def test_sizes(name: str) -> None:
 def test_shards_are_part_of_the_key() -> None:
     """The weight of one rank may be that of another model, whose other ranks hold less."""
     options = parse({"fp8": "all"}, frozenset())[0]
-    assert JointPass(options).uuid() != JointPass(options, shards=((2, ((334, 336), (64,))),)).uuid()
+    assert JointPass(options).uuid() != JointPass(options, Inputs(shards=((2, ((334, 336), (64,))),))).uuid()

@@ -42,11 +42,11 @@ TensorAndList bulk(const at::Tensor& input, at::TensorList lhs, at::TensorList r
 // x any shape, by most[at] [N]; what it is of magnitude goes into noted [1] -> (float8 of x's shape, its scale []).
 TwoTensors fp8_cast(const at::Tensor& x, const at::Tensor& most, int64_t at, at::Tensor& noted, at::ScalarType format,
                     double headroom);
-// The cast of a weight [R, C] that is kept -> (e4m3, scales), up to date but where it is `known` to be. What is no everyday
-// call goes to fp8_weight_other, which Python has.
+// The cast of a weight [R, C] that is kept -> (e4m3, scales), up to date. `known`: in backward, whose forward has looked. One
+// that is not kept goes to fp8_weight_other, which Python has.
 TwoTensors fp8_weight(const at::Tensor& weight, at::ScalarType through, std::optional<int64_t> axis,
                       const std::optional<at::Tensor>& after, bool known);
-// The memory of such a cast, used on the current stream from here on.
+// The memory of such a cast, made on the current stream; nothing where there is one.
 void fp8_weight_keep(const at::Tensor& weight, at::ScalarType through, std::optional<int64_t> axis, const at::Tensor& q,
                      const at::Tensor& scale, const at::Tensor& kept, const at::Tensor& scratch);
 // `storage`: the address of the StorageImpl of weights that are gone.

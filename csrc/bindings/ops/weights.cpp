@@ -2,9 +2,9 @@
 // devices; here is what every call takes: find the cast, and let the device see whether it is up to date.
 #ifdef UB_OVERLAP_CUDA
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include <algorithm>
 #include <mutex>
 #include <unordered_map>
 
@@ -17,12 +17,16 @@ namespace {
 
 using OptionalAxis = std::optional<int64_t>;
 
+// `context`: the capture that it was last used in, 0 for none. `looks`: of forwards there since backward used it.
 struct Cast {
     int64_t offset, rows, cols;
     at::ScalarType type, through;
     OptionalAxis axis;
     at::Tensor q, scale, kept, scratch;
     c10::cuda::CUDAStream stream;
+    unsigned long long context = 0;
+    int64_t looks = 0;
+    bool captured = false;  // graphs have its addresses
 
     bool is_of(const at::Tensor& weight, at::ScalarType rounded, OptionalAxis along) const {
         return offset == weight.storage_offset() && rows == weight.size(0) && cols == weight.size(1) &&
@@ -30,10 +34,21 @@ struct Cast {
     }
 };
 
-// By the weight's storage, which outlives its casts: Python forgets them with it.
+// By the weight's storage, which outlives its casts: Python forgets them with it. The mutex is held until a call's kernels are
+// launched: two threads' calls would share scratch, and one's cast could come to stand behind the other's look.
 struct Casts {
     std::mutex mutex;
     std::unordered_map<const void*, std::vector<Cast>> by_storage;
+    std::vector<Cast> of_graphs;  // of weights that are gone: a graph may be replayed on other memory at their address
+
+    Cast* find(const at::Tensor& weight, at::ScalarType through, OptionalAxis axis) {
+        const auto found = by_storage.find(weight.storage().unsafeGetStorageImpl());
+        if (found == by_storage.end()) return nullptr;
+        for (Cast& cast : found->second) {
+            if (cast.is_of(weight, through, axis)) return &cast;
+        }
+        return nullptr;
+    }
 };
 
 Casts& casts() {
@@ -86,23 +101,35 @@ void refresh(const at::Tensor& weight, at::ScalarType through, OptionalAxis axis
     cuda::launch_weight_cast(cast, weight.scalar_type() == at::kFloat ? DType::f32 : rounded, rounded, stream);
 }
 
-bool capturing(cudaStream_t stream) {
+// Names the capture that a stream takes part in; 0 for none.
+unsigned long long capture_of(const c10::cuda::CUDAStream& stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    cuda::check(cudaStreamIsCapturing(stream, &status), "ask whether a graph is being captured");
-    return status != cudaStreamCaptureStatusNone;
+    unsigned long long id = 0;
+    cuda::check(cudaStreamGetCaptureInfo(stream.stream(), &status, &id), "ask whether a graph is being captured");
+    return status == cudaStreamCaptureStatusNone ? 0 : id;
 }
 
-// The cast of this call, if it is an everyday one: kept, used on this stream before, and not in a capture.
-std::optional<Cast> everyday(const at::Tensor& weight, at::ScalarType through, OptionalAxis axis,
-                             const c10::cuda::CUDAStream& stream) {
-    if (capturing(stream.stream())) return std::nullopt;
-    const std::lock_guard<std::mutex> lock(casts().mutex);
-    const auto found = casts().by_storage.find(weight.storage().unsafeGetStorageImpl());
-    if (found == casts().by_storage.end()) return std::nullopt;
-    for (const Cast& cast : found->second) {
-        if (cast.is_of(weight, through, axis)) return cast.stream == stream ? std::optional<Cast>(cast) : std::nullopt;
+// Lets `stream` wait for the one that used the cast last.
+void follow(Cast& cast, const c10::cuda::CUDAStream& stream) {
+    if (cast.stream == stream) return;
+    if (capture_of(cast.stream) == 0) {  // else the program orders them, as for all that is captured
+        cudaEvent_t event = nullptr;
+        cuda::check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "make an event");
+        const cudaError_t recorded = cudaEventRecord(event, cast.stream.stream());
+        const cudaError_t waits = recorded == cudaSuccess ? cudaStreamWaitEvent(stream.stream(), event, 0) : recorded;
+        cudaEventDestroy(event);
+        cuda::check(waits, "wait for the stream that used a weight before");
     }
-    return std::nullopt;
+    cast.stream = stream;
+}
+
+// May backward take what is there for what its forward saw? Only if nothing else has looked since: between the two somebody may
+// have swapped the weight's elements for a while, which autograd's versions need not show.
+bool trusted(Cast& cast, bool known, unsigned long long context) {
+    const bool alone = known && cast.context == context && cast.looks == 1;
+    if (cast.context != context) cast.looks = 0, cast.context = context;
+    cast.looks = known ? 0 : cast.looks + 1;
+    return alone;
 }
 
 }  // namespace
@@ -112,9 +139,22 @@ TwoTensors fp8_weight(const at::Tensor& weight, at::ScalarType through, Optional
     (void)after;  // an edge of the graph
     return framed(weight.device(), [&]() -> TwoTensors {
         const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(weight.device().index());
-        if (const std::optional<Cast> cast = everyday(weight, through, axis, stream)) {
-            if (!known) refresh(weight, through, axis, cast->q, cast->scale, cast->kept, cast->scratch, stream.stream());
-            return {cast->q, cast->scale};
+        const unsigned long long context = capture_of(stream);
+        {
+            const std::lock_guard<std::mutex> lock(casts().mutex);
+            if (Cast* cast = casts().find(weight, through, axis)) {
+                at::Tensor scratch = cast->scratch;
+                if (context == 0) {
+                    follow(*cast, stream);
+                } else {
+                    cast->captured = true;
+                    scratch = at::zeros_like(scratch);  // of the graph: replays and plain calls may overlap
+                }
+                if (!trusted(*cast, known, context)) {
+                    refresh(weight, through, axis, cast->q, cast->scale, cast->kept, scratch, stream.stream());
+                }
+                return {cast->q, cast->scale};
+            }
         }
         static const auto other = c10::Dispatcher::singleton()
                                       .findSchemaOrThrow("ub_overlap::fp8_weight_other", "")
@@ -129,11 +169,10 @@ void fp8_weight_keep(const at::Tensor& weight, at::ScalarType through, OptionalA
         check(weight, through, axis, q, scale, kept, scratch);
         const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(weight.device().index());
         const std::lock_guard<std::mutex> lock(casts().mutex);
-        auto& of_storage = casts().by_storage[weight.storage().unsafeGetStorageImpl()];
-        const auto same = [&](const Cast& cast) { return cast.is_of(weight, through, axis); };
-        of_storage.erase(std::remove_if(of_storage.begin(), of_storage.end(), same), of_storage.end());
-        of_storage.push_back({weight.storage_offset(), weight.size(0), weight.size(1), weight.scalar_type(), through, axis, q,
-                              scale, kept, scratch, stream});
+        if (casts().find(weight, through, axis) != nullptr) return;  // another thread was first
+        casts().by_storage[weight.storage().unsafeGetStorageImpl()].push_back({weight.storage_offset(), weight.size(0),
+                                                                               weight.size(1), weight.scalar_type(), through,
+                                                                               axis, q, scale, kept, scratch, stream});
     });
 }
 
@@ -142,7 +181,16 @@ void fp8_weight_forget(int64_t storage) {
     const std::lock_guard<std::mutex> lock(casts().mutex);
     const auto found = casts().by_storage.find(reinterpret_cast<const void*>(storage));
     if (found == casts().by_storage.end()) return;
-    gone.swap(found->second);
+    for (Cast& cast : found->second) {
+        if (cast.captured) {
+            casts().of_graphs.push_back(std::move(cast));
+            continue;
+        }
+        for (const at::Tensor* t : {&cast.q, &cast.scale, &cast.kept, &cast.scratch}) {
+            c10::cuda::CUDACachingAllocator::recordStream(t->storage().data_ptr(), cast.stream);
+        }
+        gone.push_back(std::move(cast));
+    }
     casts().by_storage.erase(found);
 }
 

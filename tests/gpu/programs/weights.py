@@ -8,6 +8,7 @@ torchrun --nproc-per-node 2 tests/gpu/programs/weights.py [--quick] [--only TEXT
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -85,14 +86,19 @@ def changes(frame: Frame, turns: int) -> str:
             op(w, axis)
             assert (q.view(torch.uint8) == UNTOUCHED).all(), f"axis {axis}, turn {turn}: cast though nothing changed"
             q.view(torch.uint8).copy_(before)
-            kind, at = turn % 3, [int(torch.randint(n, (1,), generator=gen)) for n in (rows, cols, 15)]
+            kind, at = turn % 4, [int(torch.randint(n, (1,), generator=gen)) for n in (rows, cols, 15)]
             if kind == 0:
                 bits[at[0], at[1]] ^= 1 << at[2]
             elif kind == 1:
                 other = (at[0] + 1 + at[1]) % rows
                 w[[at[0], other]] = w[[other, at[0]]]
-            else:
+            elif kind == 2:
                 w.neg_()
+            else:  # ones, whose columns change places in some rows: many equal differences
+                w.copy_(torch.randint(0, 2, (rows, cols), device=w.device) * 2 - 1)
+                op(w, axis)
+                some = torch.randint(rows, (2,), generator=gen).tolist()
+                w[some, 0:2], w[some, 4:6] = w[some, 4:6], w[some, 0:2]
         right(w, axis, BF16, f"axis {axis}, the end")
     return f"{3 * turns} changes"
 
@@ -152,6 +158,54 @@ def streams(frame: Frame, turns: int) -> str:
         for q, scale in found:
             assert torch.equal(q, wanted.view(torch.uint8)) and torch.equal(scale, unit), f"turn {turn}"
     return f"{turns} turns"
+
+
+def threads(frame: Frame, turns: int) -> str:
+    """Two threads meet a weight that has changed, on one stream and on two."""
+    if not frame.cuda:
+        raise Skip("tests/compiler has it for the CPU")
+    w = noise(frame, 2048, 2048).to(BF16)
+    both = [torch.cuda.Stream(frame.device) for _ in range(2)]
+
+    def call(stream: torch.cuda.Stream) -> tuple[Tensor, Tensor]:
+        torch.cuda.set_device(frame.device)
+        with torch.cuda.stream(stream):
+            q, scale = op(w, None)
+            return q.view(torch.uint8).clone(), scale.clone()
+
+    with ThreadPoolExecutor(2) as pool:
+        for turn in range(turns):
+            w.mul_(0.5 if turn % 2 else 3.0)
+            frame.sync()
+            found = list(pool.map(call, both if turn % 3 else both[:1] * 2))
+            frame.sync()
+            wanted, unit = cast_plainly(w, None)
+            for q, scale in found:
+                assert torch.equal(q, wanted.view(torch.uint8)) and torch.equal(scale, unit), f"turn {turn}"
+    return f"{turns} turns"
+
+
+def swapped(frame: Frame) -> str:
+    """Backward after somebody else's elements were there for a while; a forward that is captured, and backward that is not."""
+    if not frame.cuda:
+        raise Skip("tests/compiler has it for the CPU")
+    w = noise(frame, 512, 512).to(BF16)
+    own = w.clone()
+    op(w, None)
+    w.mul_(-3)
+    op(w, None)
+    w.copy_(own)
+    right(w, None, BF16, "swapped", known=True)
+    frame.sync()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        op(w, None)
+    for turn in range(4):
+        w.mul_(1.25)
+        graph.replay()
+        w.mul_(0.5)
+        right(w, None, BF16, f"captured forward, turn {turn}", known=True)
+    return "as they are"
 
 
 def compiled(frame: Frame, recipe: str, turns: int) -> str:
@@ -240,6 +294,8 @@ def main() -> int:
         frame.row("changes", lambda _: changes(frame, 30 if quick else 300), 60)
         frame.row("captured", lambda _: captured(frame, 6 if quick else 40), 60)
         frame.row("streams", lambda _: streams(frame, 20 if quick else 200), 60)
+        frame.row("threads", lambda _: threads(frame, 30 if quick else 300), 60)
+        frame.row("swapped", lambda _: swapped(frame), 60)
         for recipe in ("tensorwise", "delayed", "rowwise"):
             frame.row(f"compiled {recipe}", lambda _, r=recipe: compiled(frame, r, 6 if quick else 16), 150)
         for axis in AXES:
