@@ -45,6 +45,7 @@ def ub_overlap(
 def _inductor(
     gm: GraphModule, example_inputs: list[Any], ours: Options, theirs: dict[str, Any], mode: str | None
 ) -> Callable[..., Any]:
+    compat.mend_fused_reads()
     if ours.fp8 != "off":
         compat.never_reused(torch.ops.ub_overlap.fp8_weight.default)
     patches = {**(compat.list_mode_options(mode) if mode else {}), **theirs}

@@ -25,6 +25,7 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "extern_kernels": ("torch._inductor.select_algorithm:extern_kernels",),
     "force_stride_order": ("torch._inductor.inductor_prims:force_stride_order",),
     "inductor_config": ("torch._inductor.config",),
+    "inductor_node": ("torch._inductor.scheduler:SchedulerNode",),
     "inductor_virtualized": ("torch._inductor.virtualized:V",),
     "list_mode_options": ("torch._inductor:list_mode_options",),
     "min_cut_rematerialization_partition": ("torch._functorch.partitioners:min_cut_rematerialization_partition",),
@@ -131,6 +132,21 @@ def never_reused(op: Any) -> None:
         return outputs
 
     register_lowering(op, type_promotion_kind=None)(kept)
+
+
+@functools.cache
+def mend_fused_reads() -> None:
+    """Inductor's CPU kernels: a node whose loops are laid out anew to be fused still reads what a collective wrote in place.
+    torch 2.11 to 2.13 forget that it is another version of the buffer, and may run the node before the collective: a float8
+    cast would be scaled by the largest of one rank."""
+    node = __getattr__("inductor_node")
+    recompute = node.recompute_size_and_body
+
+    def mended(self: Any, *args: Any, **kwargs: Any) -> None:
+        recompute(self, *args, **kwargs)
+        self.set_read_writes(self.read_writes.rename(self.mutation_renames))
+
+    node.recompute_size_and_body = mended
 
 
 def user_pass(name: str, options: dict[str, Any]) -> list[Any]:

@@ -213,13 +213,14 @@ def test_torchao_rowwise(pool2: RankPool, recipe: str, variant: dict[str, Any]) 
         assert not any(math.prod(shape) == found.elements for shape, _ in found.kept)  # shards
 
 
-@NO_ROWS
-def test_torchao_rowwise_by_inductor(pool2: RankPool) -> None:
+@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param(GW_HP, marks=NO_ROWS)])
+def test_torchao_by_inductor(pool2: RankPool, recipe: str) -> None:
+    """Fused casts too are scaled by the largest of all ranks: no number is further from the truth than eager's."""
     pytest.importorskip("torchao")
-    for found in pool2.run(torchao_16, {"recipe": GW_HP}, "inductor", timeout=200):
+    for found in pool2.run(torchao_16, {"recipe": recipe}, "inductor", timeout=200):
         assert found.kinds("forward") == ["all_gather_matmul", "matmul_reduce_scatter"]
-        assert found.kinds("backward") == ["all_gather_matmul"] * 2 + ["matmul_reduce_scatter"]
-        assert all(ours <= 1.2 * eager + 0.01 for eager, ours in found.far.values())
+        assert found.kinds("backward") == ["all_gather_matmul"] * (2 if recipe == GW_HP else 1) + ["matmul_reduce_scatter"]
+        assert all(ours <= 1.2 * eager + 0.01 for eager, ours in found.far.values()), found.far
 
 
 @NO_ROWS

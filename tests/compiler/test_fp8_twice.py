@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 
+from ub_overlap import _torch_compat as compat
 from ub_overlap.compiler.cost.load import load
 from ub_overlap.compiler.fp8.behind import Behind, behind
 from ub_overlap.compiler.fp8.twice import why_not_twice
@@ -19,7 +19,7 @@ RANKS = 4
 def traced(rows: int, inner: int, columns: int, format: torch.dtype = torch.float8_e4m3fn) -> Behind:
     """rows/RANKS [.., inner] of a rank -> all_gather -> cast by rows -> _scaled_mm [inner, columns], and the weight gradient of
     the gathered elements in 16 bits."""
-    graph, mode = Graph(), FakeTensorMode()
+    graph, mode = Graph(), compat.__getattr__("FakeTensorMode")()
 
     def given(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Node:
         node = graph.placeholder(name)
