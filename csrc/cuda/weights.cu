@@ -1,14 +1,12 @@
 // Casting a weight to float8 anew only where it has changed: what it was is known by a sum over its bits.
 //
-//   look_kernel   sum of key(position) * word over all words, and the largest magnitudes; the block that is last compares the
-//   sum
-//                 with the kept one. Where they differ it computes the scales.
-//   cast_kernel   where they differed: x / scale, clamped, rounded; the block that is last keeps the new sum. Else it ends at
-//   once.
+//   look_kernel   sum of key(position) * word over all words, and the largest magnitudes; the last block compares the sum with
+//                 the kept one. Where they differ it computes the scales.
+//   cast_kernel   where they differed: x / scale, clamped, rounded; the last block keeps the new sum. Else it ends at once.
 //
-// A weight is read as 16-bit numbers, two a word; float32 is rounded to them first. Keys and sums have 64 bits, and keys are odd:
-// one changed word always shows, and several cancel by an accident of about 2^-60, or of 2^-32 where nothing but signs changes.
-// Nobody tells the host, so calls may be captured, and a replay casts what an optimizer in another graph has written.
+// A weight is read as 16-bit numbers, two a word; float32 is rounded to them first. Keys and sums have 64 bits, and keys are
+// odd: one changed word always shows, and several cancel by an accident of about 2^-60, or of 2^-32 where nothing but signs
+// changes. Nobody tells the host, so calls may be captured, and a replay casts what an optimizer in another graph has written.
 //
 // A block takes tiles of 32 lines of 16 elements beside each other, as wide as a warp; each of its warps goes down some rows of
 // them. Magnitudes are bits without their sign, which compare like integers: a NaN is larger than infinity, which is larger

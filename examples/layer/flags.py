@@ -93,9 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--overlap", choices=("auto", "force"), default="auto", help="collectives to hide: large ones, or all that can be")
     add("--no-comm-overlap", action="store_true", help="run only the variant without overlap")
     add("--compare", action=argparse.BooleanOptionalAction, default=True, help="run both variants side by side (default)")
-    add("--seq-length", type=int, default=512, help="positions (default %(default)s)")
+    add("--seq-length", type=int, help="positions (default: 512, on GPUs 4096)")
     add("--batch-size", type=int, default=2, help="sequences of a replica (default %(default)s)")
-    add("--num-heads", type=int, default=8, help="attention heads; hidden size = heads x head dim (default %(default)s)")
+    add("--num-heads", type=int, help="attention heads; hidden size = heads x head dim (default: 8, on GPUs 64)")
     add("--head-dim", type=int, default=64, help="channels of a head (default %(default)s)")
     add("--mlp-ratio", type=int, default=4, help="hidden size of the MLP / hidden size (default %(default)s)")
     add("--dropout", type=float, default=0.1, help="probability, after each row-parallel linear (default %(default)s)")
@@ -120,6 +120,13 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     if "WORLD_SIZE" not in os.environ:
         parser.error("no ranks: start it with torchrun --standalone --nproc-per-node W examples/layer_with_overlap.py ...")
     world, local_world = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    gpus = torch.cuda.device_count()
+    if given.device == "cuda" and gpus < local_world:
+        parser.error(f"--device cuda: {local_world} ranks on this host need as many GPUs, it has {gpus}")
+    device = given.device if given.device != "auto" else "cuda" if gpus >= local_world else "cpu"
+    # What a GPU computes in no time leaves nothing to hide behind.
+    given.seq_length = given.seq_length if given.seq_length is not None else 4096 if device == "cuda" else 512
+    given.num_heads = given.num_heads if given.num_heads is not None else 64 if device == "cuda" else 8
     for name in ("num_layers", "num_replicas", "accumulate", "seq_length", "batch_size", "num_heads", "head_dim",
                  "mlp_ratio", "num_iters", "timeout"):  # fmt: skip
         if getattr(given, name) < 1:
@@ -133,10 +140,6 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     for name, size in (("num-heads", given.num_heads), ("seq-length", given.seq_length)):
         if size % ranks:
             parser.error(f"--{name} {size}: expected a multiple of {ranks}, the ranks of a tensor-parallel group")
-    gpus = torch.cuda.device_count()
-    if given.device == "cuda" and gpus < local_world:
-        parser.error(f"--device cuda: {local_world} ranks on this host need as many GPUs, it has {gpus}")
-    device = given.device if given.device != "auto" else "cuda" if gpus >= local_world else "cpu"
     dtype = given.dtype if given.dtype != "auto" else "bfloat16" if device == "cuda" or given.fp8 else "float32"
     options = {}
     for text in given.option:
