@@ -21,6 +21,8 @@ def needs_tangents(graph: Graph) -> set[Node]:
     return out
 
 
+LAST_REGION = 2**31
+"""Of checkpoint regions, one behind all of the user's: torch keeps what a later region computes again of an earlier one's."""
 IN_BACKWARD = "ub_overlap_in_backward"
 """Key of node.meta of what `in_backward` marked."""
 
@@ -29,7 +31,7 @@ def in_backward(nodes: Iterable[Node]) -> None:
     """Marks nodes of the forward half: where backward needs their values it computes them, and keeps none."""
     for node in nodes:
         node.meta["recompute"], node.meta[IN_BACKWARD] = compat.must_recompute(), True
-        node.meta.setdefault("ac_graph_id", 0)
+        node.meta.setdefault("ac_graph_id", LAST_REGION)
 
 
 def drop_unread(graph: Graph) -> None:

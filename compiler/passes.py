@@ -82,7 +82,7 @@ class JointPass(_Pass):
         merged = merge_all_reduces(graph) if self.options.merge_all_reduces and self.options.overlap != "off" else 0
         scaled = insert(graph, _fp8(graph, self.options, self.inputs)) if self.options.fp8 != "off" else 0
         given = bool(scaled_before) and self.options.overlap != "off"  # float8 already
-        early = _early(self.options)
+        early = _early(self.options, bool(self.inputs.shards))
         moved = cast_before_gathers(graph, early) if given else 0
         folded = fold_scales(graph, early.least_bytes) if given else 0
         mark_scales(graph)
@@ -96,10 +96,10 @@ class JointPass(_Pass):
             log.info(text + "%d keep the shard", merged, scaled, moved, folded, marked)
 
 
-def _early(options: Options) -> Early:
+def _early(options: Options, uneven: bool) -> Early:
     if options.overlap == "force":
-        return Early(0, None, transport.why_not)
-    return Early(options.min_bytes, functools.partial(load, options.profile), transport.why_not)
+        return Early(0, None, transport.why_not, uneven)
+    return Early(options.min_bytes, functools.partial(load, options.profile), transport.why_not, uneven)
 
 
 def _fp8(graph: Graph, options: Options, inputs: Inputs) -> Fp8:

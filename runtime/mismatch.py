@@ -55,7 +55,10 @@ def first_difference(mine: str | None, theirs: str | None) -> tuple[str, str] | 
         if x == y:
             continue
         if part in ("casts", "sites"):
-            n, row, other = next((n, *rows) for n, rows in enumerate(zip_longest(x or (), y or ())) if rows[0] != rows[1])
+            rows = enumerate(zip_longest(x or (), y or ()))
+            n, row, other = next(((n, *both) for n, both in rows if both[0] != both[1]), (0, None, None))
+            if row is other:  # one of them has no such part: of another version
+                continue
             if part == "sites":
                 return _site(row, other), _site(other, row)
             said = [plan["casts"][n] if n < len(plan.get("casts", ())) else {} for plan in plans]

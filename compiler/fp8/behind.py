@@ -26,6 +26,8 @@ from .origin import before, c10d, step_back
 from .recipe import FLOAT8
 
 _MAXIMA = (aten.max.default, aten.amax.default)
+_COMPARED = (torch.float32, torch.bfloat16, torch.float16)
+"""Types whose numbers float32 has: maxima cross ranks in that."""
 _DEPTH = 24
 """Steps from a scale back to its maximum: torchao's are 12."""
 
@@ -136,10 +138,35 @@ def behind(gather: Node) -> Behind | None:
             found.casts[cast] = scaled
         else:
             found.others.add(cast)
-    if not any(scaled.rows for scaled in found.casts.values()):
-        found.others |= {n for n, lines in found.maxima.items() if lines is Lines.ROWS}
-        found.maxima = {n: lines for n, lines in found.maxima.items() if lines is not Lines.ROWS}
+    rows, needed = any(scaled.rows for scaled in found.casts.values()), _needed(found)
+    left = {n for n, lines in found.maxima.items() if not (rows if lines is Lines.ROWS else n in needed)}
+    found.others |= left
+    found.maxima = {n: lines for n, lines in found.maxima.items() if n not in left}
     return found
+
+
+def _needed(found: Behind) -> set[Node]:
+    """The maxima that the scales of casts are computed of."""
+    elements = found.holders | found.inside.keys()
+    todo = [n for cast in found.casts for n in _chain(cast, found)]
+    todo = [scale for n in todo for scale in n.all_input_nodes if scale not in elements]
+    needed, seen = set[Node](), set(todo)
+    while todo:
+        node = todo.pop()
+        if node in found.maxima:
+            needed.add(node)
+            continue
+        todo += (new := set(node.all_input_nodes) - seen)
+        seen |= new
+    return needed
+
+
+def _chain(cast: Node, found: Behind) -> list[Node]:
+    """What computes a cast of the gathered elements, one after the other."""
+    chain = [cast]
+    while (element := next((n for n in chain[-1].all_input_nodes if n in found.inside), None)) is not None:
+        chain.append(element)
+    return chain
 
 
 def _whole(node: Node, wait: Node) -> bool:
@@ -190,11 +217,12 @@ def _thin(value: Node) -> bool:
 
 
 def _maximum(user: Node, node: Node, found: Behind) -> Lines | None:
-    """What `user` has the largest elements of `node` of; None where it is something else."""
-    if user.target not in _MAXIMA or user.kwargs or tensor_of(user) is None:
+    """What `user` has the largest elements of `node` of; None where it is something else, or where anything besides the
+    gathered elements is in it."""
+    if user.target not in _MAXIMA or user.kwargs or tensor_of(user) is None or not _alone(node, found):
         return None
     if not shape_of(user):
-        return Lines.ALL
+        return Lines.ALL if dtype_of(user) in _COMPARED else None
     rank, holder = len(shape_of(node)), found.inside.get(node, node)
     if user.target is not aten.amax.default or rank < 2 or len(user.args) != 3 or not user.args[2]:
         return None
@@ -202,11 +230,20 @@ def _maximum(user: Node, node: Node, found: Behind) -> Lines | None:
     if same(shape_of(node)[-1], 1) or not _whole_rows(holder, found.wait):
         return None
     if dims == set(range(rank - 1)):
-        return Lines.COLUMNS
+        return Lines.COLUMNS if dtype_of(user) in _COMPARED else None
     if dims != {rank - 1}:
         return None
     found.order = found.order or _first(holder)
     return Lines.ROWS if _first(holder) is found.order else None
+
+
+def _alone(node: Node, found: Behind) -> bool:
+    """Is `node` computed of the gathered elements and numbers alone?"""
+    while node not in found.holders:
+        if len(node.all_input_nodes) != 1:
+            return False
+        node = node.all_input_nodes[0]
+    return True
 
 
 def _first(holder: Node) -> Node:

@@ -54,6 +54,8 @@ class Early:
     least_bytes: int
     profile: Callable[[int, str], Profile] | None
     transport: Callable[[str, str, int], str | None]
+    uneven: bool = False
+    """Do ranks hold different sizes of an input? What a rank sees of its own must not decide then."""
 
 
 def cast_before_gathers(graph: Graph, early: Early) -> int:
@@ -118,7 +120,12 @@ def _why_not_twice(found: Behind, tangents: set[Node], early: Early, hints: Hint
     if forward or gather in tangents:
         return Reason.CAST_IN_BETWEEN, f"{min(found.casts).name} stays behind it: {other.name} needs the 16 bits"
     device, group, ranks = gather.meta["val"].device.type, str(gather.args[2]), int(gather.args[1])  # type: ignore[call-overload]
-    if not products_of(found):
+    marked = [n for n in (gather, *found.holders, *found.inside) if "recompute" in n.meta]
+    if early.uneven:
+        reason, why = Reason.CAST_IN_BETWEEN, "ranks hold different sizes of an input of the graph, and must decide alike"
+    elif not all(compat.is_computed_again(n.meta["recompute"]) for n in marked):
+        reason, why = Reason.CAST_IN_BETWEEN, "a checkpoint policy of the program's keeps it"
+    elif not products_of(found):
         reason, why = Reason.NO_MATMUL, "no product could run beside the float8 rows"
     elif sent is not None and sent < early.least_bytes:
         reason, why = Reason.BELOW_THRESHOLD, f"in float8 a rank sends {sent} bytes, below {early.least_bytes}"

@@ -17,15 +17,13 @@ from collections.abc import Collection
 import torch
 from torch.fx import Graph, Node
 
+from ..joint import LAST_REGION
 from ..rewrite.emit import Emitter
 from ..sites.values import Effect, dtype_of, effect, shape_of, tensor_of
 from .origin import before, c10d
 from .quantise import compute_again
 from .recipe import MULTIPLE, NARROW
 from .twins import Twin
-
-_LAST_REGION = 2**31
-"""Of checkpoint regions: torch keeps what a later region computes again of an earlier one's."""
 
 
 class KeptWeights:
@@ -66,7 +64,7 @@ class KeptWeights:
         q, scale = e.item(cast, 0), e.item(cast, 1)
         for node in (cast, q, scale):
             compute_again(node)
-            node.meta["ac_graph_id"] = _LAST_REGION
+            node.meta["ac_graph_id"] = LAST_REGION
         return Twin(q, scale)
 
 

@@ -250,14 +250,24 @@ def _diagnose(root: Node) -> Miss:
     return Miss(Reason.NO_MATMUL, f"the reduced tensor comes from {root.name} ({origin})")
 
 
-def _scaled(node: Node) -> Node | None:
-    """What scales a product behind it, in the sum whose root is `node`."""
-    while (step := effect(node)) is not None:
-        node = step.source
-    if node.target in _SCALES and any(_reaches_matmul(n) for n in node.all_input_nodes):
-        return node
-    terms = node.all_input_nodes if node.target in _ADDS else []
-    return next((found for n in terms if (found := _scaled(n)) is not None), None)
+_TERMS = 64
+"""Of a sum, how many are looked at for the reason why it is no site: residual streams are sums without an end."""
+
+
+def _scaled(root: Node) -> Node | None:
+    """What scales a product behind it, in the sum whose root is `root`."""
+    todo, seen = [root], set[Node]()
+    while todo and len(seen) < _TERMS:
+        node = todo.pop()
+        while (step := effect(node)) is not None:
+            node = step.source
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.target in _SCALES and any(_reaches_matmul(n) for n in node.all_input_nodes):
+            return node
+        todo += reversed(node.all_input_nodes if node.target in _ADDS else [])
+    return None
 
 
 def _reaches_matmul(node: Node) -> bool:

@@ -231,6 +231,7 @@ def test_casts_behind_a_gather(pool2: RankPool) -> None:
         **dict.fromkeys(
             ("other_order", "two_orders", "square", "turned_columns", "in_16_bits", "two_formats"), "cast_in_between"
         ),
+        **dict.fromkeys(("logged", "smooth", "mask", "watched", "wide"), "cast_in_between"),
         "columns": "scaled_form",
         "behind_any": "scale_not_constant",
     }

@@ -152,3 +152,9 @@ def test_digest_is_the_same_where_group_names_differ(pool4: RankPool) -> None:
     assert len(digests[0]) == 2
     assert all(d == digests[0] for d in digests)
     assert groups == ({"g0"},) * 4
+
+
+def test_plans_of_two_versions_without_a_difference_that_can_be_told() -> None:
+    from ub_overlap.runtime.mismatch import first_difference
+
+    assert first_difference('{"shared": {"casts": []}}', '{"shared": {}}') is None

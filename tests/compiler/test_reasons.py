@@ -270,3 +270,21 @@ def test_every_reason_is_provoked() -> None:
 def test_every_refused_form_is_here() -> None:
     """Forms whose forward looks like a site and is none."""
     assert {name for name, form in FORMS.items() if form.expected.refused} <= set(FORM_REASONS)
+
+
+def test_a_sum_without_an_end() -> None:
+    """Residual streams are sums of sums: the reason for a miss must not look through all of them, and not call itself."""
+    from torch.fx import Graph
+
+    from ub_overlap import _torch_compat as compat
+    from ub_overlap.compiler.sites import reductions
+
+    graph = Graph()
+    node = before = graph.placeholder("x")
+    with compat.FakeTensorMode():
+        value = torch.empty(4, 4)
+    node.meta["val"] = value
+    for _ in range(2000):  # each the sum of the two before
+        before, node = node, graph.call_function(torch.ops.aten.add.Tensor, (node, before))
+        node.meta["val"] = value
+    assert reductions._scaled(node) is None

@@ -100,6 +100,29 @@ def _two_formats(x: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Inp
     return scaled(cast(g, s), w.t(), s.reciprocal(), sw), scaled(wide, v.t(), s.reciprocal(), sv)
 
 
+def _logged(magnitude: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Inputs]:
+    """Casts of rows that could move, and a maximum with something else in it or that no cast needs."""
+
+    def run(x: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Inputs:
+        g = gathered(x)
+        s = scale_of(g, -1)
+        return scaled(cast(g, s), w.t(), s.reciprocal(), sw), magnitude(g, sv)
+
+    return run
+
+
+def _mask(g: Tensor, sv: Tensor) -> Tensor:
+    """Of all rows: a shard has others."""
+    return (g * torch.arange(g.shape[0], device=g.device)[:, None]).abs().amax()
+
+
+def _wide(x: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Tensor:
+    """A scale of all, of a maximum that float32 does not have."""
+    g = gathered(x)
+    s = (448.0 / (g.double() * 1.1).abs().amax()).float()
+    return scaled(cast(g, s), w.t(), s.reciprocal(), torch.ones((), device=x.device))
+
+
 def _behind(two: bool) -> Callable[..., Tensor]:
     def run(x: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Tensor:
         """Products that are scaled behind, summed and scattered."""
@@ -117,6 +140,9 @@ def _behind(two: bool) -> Callable[..., Tensor]:
 GRAPHS: dict[str, Callable[..., Any]] = {
     "rows": _rows, "any_scale": _any_scale, "dim1": _dim1, "columns": _columns, "other_order": _other_order, "square": _square,
     "two_orders": _two_orders, "turned_columns": _turned_columns,
+    "logged": _logged(lambda g, sv: (g * sv[0, 0]).abs().max()),
+    "smooth": _logged(lambda g, sv: (g / sv[:, :32]).abs().amax(0, keepdim=True)),
+    "mask": _logged(_mask), "watched": _logged(lambda g, sv: g.abs().max()), "wide": _wide,
     "in_16_bits": _in_16_bits, "two_formats": _two_formats, "behind": _behind(True), "behind_any": _behind(False),
 }  # fmt: skip
 
