@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from tests.gpu.launch import python, run, torchrun
@@ -112,9 +114,9 @@ def test_a_fault_on_cpu_ranks() -> None:
 
 
 def test_every_program_shows_its_help() -> None:
-    for program in PROGRAMS:
-        done = python(f"{program.name}.py", ["--help"], limit_s=60)
-        assert done.code == 0 and "--quick" in done.output, done.output
+    with ThreadPoolExecutor(2) as pool:
+        for done in pool.map(lambda program: python(f"{program.name}.py", ["--help"], limit_s=60), PROGRAMS):
+            assert done.code == 0 and "--quick" in done.output, done.output
 
 
 def test_a_program_that_hangs_is_ended() -> None:
