@@ -3,6 +3,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -60,6 +61,20 @@ __device__ inline Elements<T> load_elements(const char* base, int64_t at) {
         found.line[i] = __ldcs(reinterpret_cast<const uint4*>(base) + at * Elements<T>::lines + i);
     }
     return found;
+}
+
+// The line of 16 bytes of `per_thread` numbers; `value(e)`: the one of place e, in units of its scale.
+template <__nv_fp8_interpretation_t format, typename Value>
+__device__ inline uint4 float8_line(Value value) {
+    union {
+        uint4 line;
+        __nv_fp8x2_storage_t pair[per_thread / 2];
+    } rounded;
+#pragma unroll
+    for (int e = 0; e < per_thread; e += 2) {
+        rounded.pair[e / 2] = __nv_cvt_float2_to_fp8x2(make_float2(value(e), value(e + 1)), __NV_SATFINITE, format);
+    }
+    return rounded.line;
 }
 
 constexpr int vector_bytes(int bytes) {

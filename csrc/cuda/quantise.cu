@@ -6,8 +6,6 @@
 //
 // Both are grids of 256 threads with a stride; 16 elements a thread at a time, and what is left of them one by one. Magnitudes
 // are not negative, so their bits compare like integers: atomicMax. The host learns nothing, so calls may be captured.
-#include <cuda_fp8.h>
-
 #include <cfloat>
 
 #include "cuda/elements.h"
@@ -76,17 +74,9 @@ __global__ void __launch_bounds__(threads)
     float most = 0.0f, value[per_thread];
     for (int64_t at = begin; at < lines; at += step) {
         load_floats(x, at, value);
-        union {
-            uint4 line;
-            __nv_fp8x2_storage_t pair[per_thread / 2];
-        } rounded;
 #pragma unroll
-        for (int e = 0; e < per_thread; e += 2) {
-            most = fmaxf(most, fmaxf(finite_size(value[e]), finite_size(value[e + 1])));
-            const float2 pair = make_float2(within<format>(value[e], inverse), within<format>(value[e + 1], inverse));
-            rounded.pair[e / 2] = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, format);
-        }
-        reinterpret_cast<uint4*>(q)[at] = rounded.line;
+        for (int e = 0; e < per_thread; ++e) most = fmaxf(most, finite_size(value[e]));
+        reinterpret_cast<uint4*>(q)[at] = float8_line<format>([&](int e) { return within<format>(value[e], inverse); });
     }
     for (int64_t at = lines * per_thread + begin; at < count; at += step) {
         const float one = to_float(x[at]);

@@ -11,8 +11,6 @@
 // A block takes tiles of 32 lines of 16 elements beside each other, as wide as a warp; each of its warps goes down some rows of
 // them. Magnitudes are bits without their sign, which compare like integers: a NaN is larger than infinity, which is larger
 // than all others.
-#include <cuda_fp8.h>
-
 #include "cuda/elements.h"
 
 namespace ub_overlap::cuda {
@@ -248,17 +246,8 @@ __global__ void __launch_bounds__(threads, resident) cast_kernel(const Weight w)
             if (!part.has(w, row)) continue;
             if constexpr (by == Scales::rows) inverse[0] = 1.0f / w.scale[row];
             const Line<H> found = load_line<T, H>(w.x, part.at(w, row));
-            union {
-                uint4 line;
-                __nv_fp8x2_storage_t pair[per_thread / 2];
-            } rounded;
-#pragma unroll
-            for (int e = 0; e < per_thread; e += 2) {
-                const float one = bounded(to_float(found.v[e]) * inverse[by == Scales::columns ? e : 0]);
-                const float two = bounded(to_float(found.v[e + 1]) * inverse[by == Scales::columns ? e + 1 : 0]);
-                rounded.pair[e / 2] = __nv_cvt_float2_to_fp8x2(make_float2(one, two), __NV_SATFINITE, __NV_E4M3);
-            }
-            reinterpret_cast<uint4*>(w.q)[part.at(w, row)] = rounded.line;
+            reinterpret_cast<uint4*>(w.q)[part.at(w, row)] = float8_line<__NV_E4M3>(
+                [&](int e) { return bounded(to_float(found.v[e]) * inverse[by == Scales::columns ? e : 0]); });
         }
     }
     __threadfence();

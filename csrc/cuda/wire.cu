@@ -48,18 +48,9 @@ __global__ void __launch_bounds__(256) round_kernel(const char* from, int64_t fr
         if (!live) continue;
         // Not below the normal numbers, so that its inverse is finite.
         const float scale = fmaxf(most / most_e4m3, FLT_MIN), inverse = 1.0f / scale;
-        union {
-            uint4 line;
-            __nv_fp8x2_storage_t pair[per_thread / 2];
-        } rounded;
-#pragma unroll
-        for (int e = 0; e < per_thread; e += 2) {
-            // Not finite: NaN, for there is no infinity.
-            const float x = fabsf(value[e]) <= FLT_MAX ? value[e] * inverse : __int_as_float(0x7fffffff);
-            const float y = fabsf(value[e + 1]) <= FLT_MAX ? value[e + 1] * inverse : __int_as_float(0x7fffffff);
-            rounded.pair[e / 2] = __nv_cvt_float2_to_fp8x2(make_float2(x, y), __NV_SATFINITE, __NV_E4M3);
-        }
-        reinterpret_cast<uint4*>(to + block * to_stride)[at] = rounded.line;
+        // Not finite: NaN, for there is no infinity.
+        reinterpret_cast<uint4*>(to + block * to_stride)[at] = float8_line<__NV_E4M3>(
+            [&](int e) { return fabsf(value[e]) <= FLT_MAX ? value[e] * inverse : __int_as_float(0x7fffffff); });
         if (at % lanes_a_segment == 0) {
             reinterpret_cast<float*>(scales + block * scales_stride)[at / lanes_a_segment] = scale;
         }

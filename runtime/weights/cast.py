@@ -31,13 +31,16 @@ class Cast:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
+def shape_of_scale(weight: Tensor, axis: int | None) -> tuple[int, ...]:
+    rows, cols = weight.shape
+    return () if axis is None else (rows, 1) if axis == -1 else (1, cols)
+
+
 def made(weight: Tensor, axis: int | None) -> Cast:
     """Memory for the cast of `weight`, on the current stream."""
-    rows, cols = weight.shape
-    shape = () if axis is None else (rows, 1) if axis == -1 else (1, cols)
     # e4m3 zeros: what is never cast is no garbage
-    q = torch.zeros((rows, cols), dtype=torch.uint8, device=weight.device).view(FORMAT)
-    scale = torch.zeros(shape, dtype=torch.float32, device=weight.device)
+    q = torch.zeros(weight.shape, dtype=torch.uint8, device=weight.device).view(FORMAT)
+    scale = torch.zeros(shape_of_scale(weight, axis), dtype=torch.float32, device=weight.device)
     return Cast(q, scale, torch.zeros(1, dtype=torch.int64, device=weight.device), _scratch(scale))
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import kept
-from .cast import FORMAT, made, refresh
+from .cast import FORMAT, made, refresh, shape_of_scale
 
 _LIBRARY = torch.library.Library("ub_overlap", "FRAGMENT")
 
@@ -43,9 +43,8 @@ def fp8_kept_copy(kept: Tensor) -> Tensor:
 
 
 def _fake(weight: Tensor, through: torch.dtype, axis: int | None, after: Tensor | None, known: bool) -> tuple[Tensor, Tensor]:
-    rows, cols = weight.shape
-    shape = () if axis is None else (rows, 1) if axis == -1 else (1, cols)
-    return weight.new_empty((rows, cols), dtype=FORMAT), weight.new_empty(shape, dtype=torch.float32)
+    scale = weight.new_empty(shape_of_scale(weight, axis), dtype=torch.float32)
+    return weight.new_empty(weight.shape, dtype=FORMAT), scale
 
 
 _ARGUMENTS, _RESULTS = "Tensor weight, ScalarType through, int? axis", "(Tensor q, Tensor scale)"

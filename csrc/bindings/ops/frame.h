@@ -31,6 +31,15 @@ auto framed(at::Device device, Body body) {
     }
 }
 
+// What `where` takes for granted of its arguments, as our own passes write them.
+inline void expect(const char* where, bool fits, const char* what, const std::string& got, const char* expected) {
+    if (!fits) {
+        throw NamedError(
+            "UbOverlapError",
+            {{"what", what}, {"where", where}, {"got", got}, {"expected", expected}, {"fix", "report this as a bug"}});
+    }
+}
+
 inline char* data_of(const Tensor& t) {
     return t.defined() ? static_cast<char*>(t.data_ptr()) : nullptr;
 }

@@ -7,32 +7,22 @@
 #include "cuda/kernels.h"
 
 namespace ub_overlap {
-namespace {
-
-void expect(bool fits, const char* what, const std::string& got, const char* expected) {
-    if (!fits) {
-        throw NamedError(
-            "UbOverlapError",
-            {{"what", what}, {"where", "fp8_cast"}, {"got", got}, {"expected", expected}, {"fix", "report this as a bug"}});
-    }
-}
-
-}  // namespace
-
 TwoTensors fp8_cast(const at::Tensor& x, const at::Tensor& most, int64_t at, at::Tensor& noted, at::ScalarType format,
                     double headroom) {
     return framed(x.device(), [&]() -> TwoTensors {
         const bool e4m3 = format == at::kFloat8_e4m3fn;
-        expect(e4m3 || format == at::kFloat8_e5m2, "no such float8", c10::toString(format), "float8_e4m3fn or float8_e5m2");
+        expect("fp8_cast", e4m3 || format == at::kFloat8_e5m2, "no such float8", c10::toString(format),
+               "float8_e4m3fn or float8_e5m2");
         const at::ScalarType wide = x.scalar_type();
         const DType type = wide == at::kFloat ? DType::f32 : wide == at::kBFloat16 ? DType::bf16 : DType::f16;
-        expect(type != DType::f16 || wide == at::kHalf, "not a type that is cast", c10::toString(wide),
+        expect("fp8_cast", type != DType::f16 || wide == at::kHalf, "not a type that is cast", c10::toString(wide),
                "float32, bfloat16, float16");
         for (const at::Tensor* list : std::initializer_list<const at::Tensor*>{&most, &noted}) {
-            expect(list->scalar_type() == at::kFloat && list->is_contiguous() && list->device() == x.device(),
+            expect("fp8_cast", list->scalar_type() == at::kFloat && list->is_contiguous() && list->device() == x.device(),
                    "magnitudes are elsewhere", list->toString(), "contiguous float32 on the device of x");
         }
-        expect(0 <= at && at < most.numel() && noted.numel() == 1, "no such magnitude", std::to_string(at), "one of `most`");
+        expect("fp8_cast", 0 <= at && at < most.numel() && noted.numel() == 1, "no such magnitude", std::to_string(at),
+               "one of `most`");
         const at::Tensor dense = x.contiguous();
         const at::TensorOptions magnitudes = x.options().dtype(at::kFloat);
         at::Tensor q = at::empty(x.sizes(), x.options().dtype(format)), scale = at::empty({}, magnitudes);

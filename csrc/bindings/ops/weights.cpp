@@ -56,14 +56,6 @@ Casts& casts() {
     return *all;
 }
 
-void expect(bool fits, const char* what, const std::string& got, const char* expected) {
-    if (!fits) {
-        throw NamedError(
-            "UbOverlapError",
-            {{"what", what}, {"where", "fp8_weight"}, {"got", got}, {"expected", expected}, {"fix", "report this as a bug"}});
-    }
-}
-
 bool on(const at::Tensor& t, const at::Tensor& beside, at::ScalarType type, int64_t count) {
     return t.scalar_type() == type && t.is_contiguous() && t.device() == beside.device() && t.numel() == count;
 }
@@ -71,15 +63,17 @@ bool on(const at::Tensor& t, const at::Tensor& beside, at::ScalarType type, int6
 void check(const at::Tensor& weight, at::ScalarType through, OptionalAxis axis, const at::Tensor& q, const at::Tensor& scale,
            const at::Tensor& kept, const at::Tensor& scratch) {
     const at::ScalarType wide = weight.scalar_type();
-    expect(through == at::kBFloat16 || through == at::kHalf, "not a type to round to", c10::toString(through),
+    expect("fp8_weight", through == at::kBFloat16 || through == at::kHalf, "not a type to round to", c10::toString(through),
            "bfloat16 or float16");
-    expect(wide == through || wide == at::kFloat, "not a type that is cast", c10::toString(wide), "`through` or float32");
+    expect("fp8_weight", wide == through || wide == at::kFloat, "not a type that is cast", c10::toString(wide),
+           "`through` or float32");
     const std::string shape = c10::str(weight.sizes(), " of strides ", weight.strides());
-    expect(weight.dim() == 2 && weight.is_contiguous() && weight.size(0) % 16 == 0 && weight.size(1) % 16 == 0, "weight", shape,
-           "contiguous [R, C] that divide by 16");
-    expect(!axis || *axis == -1 || *axis == -2, "axis", std::to_string(axis.value_or(0)), "none, -1 or -2");
+    expect("fp8_weight", weight.dim() == 2 && weight.is_contiguous() && weight.size(0) % 16 == 0 && weight.size(1) % 16 == 0,
+           "weight", shape, "contiguous [R, C] that divide by 16");
+    expect("fp8_weight", !axis || *axis == -1 || *axis == -2, "axis", std::to_string(axis.value_or(0)), "none, -1 or -2");
     const int64_t scales = !axis ? 1 : *axis == -1 ? weight.size(0) : weight.size(1);
-    expect(on(q, weight, at::kFloat8_e4m3fn, weight.numel()) && on(scale, weight, at::kFloat, scales) &&
+    expect("fp8_weight",
+           on(q, weight, at::kFloat8_e4m3fn, weight.numel()) && on(scale, weight, at::kFloat, scales) &&
                on(kept, weight, at::kLong, 1) && on(scratch, weight, at::kLong, cuda::weight_scratch_words(scales)),
            "memory", shape, "q, scale, kept and scratch of the weight's sizes on its device");
 }

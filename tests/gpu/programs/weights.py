@@ -44,6 +44,13 @@ def right(w: Tensor, axis: int | None, through: torch.dtype, where: str, known: 
     assert same(q, wanted), f"{where}: {int((q.float() != wanted.float()).sum())} elements differ"
 
 
+def all_right(w: Tensor, found: list[tuple[Tensor, Tensor]], where: str) -> None:
+    """Are these (bytes, scale) the cast of `w`?"""
+    wanted, unit = cast_plainly(w, None)
+    for q, scale in found:
+        assert torch.equal(q, wanted.view(torch.uint8)) and torch.equal(scale, unit), where
+
+
 def noise(frame: Frame, *shape: int) -> Tensor:
     """Over many binades."""
     return torch.randn(shape, device=frame.device) * torch.exp2(torch.randint(-12, 6, shape, device=frame.device).float())
@@ -154,9 +161,7 @@ def streams(frame: Frame, turns: int) -> str:
                 q, scale = op(w, None)
                 found.append((q.view(torch.uint8).clone(), scale.clone()))
         frame.sync()
-        wanted, unit = cast_plainly(w, None)
-        for q, scale in found:
-            assert torch.equal(q, wanted.view(torch.uint8)) and torch.equal(scale, unit), f"turn {turn}"
+        all_right(w, found, f"turn {turn}")
     return f"{turns} turns"
 
 
@@ -179,9 +184,7 @@ def threads(frame: Frame, turns: int) -> str:
             frame.sync()
             found = list(pool.map(call, both if turn % 3 else both[:1] * 2))
             frame.sync()
-            wanted, unit = cast_plainly(w, None)
-            for q, scale in found:
-                assert torch.equal(q, wanted.view(torch.uint8)) and torch.equal(scale, unit), f"turn {turn}"
+            all_right(w, found, f"turn {turn}")
     return f"{turns} turns"
 
 
