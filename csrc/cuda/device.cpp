@@ -24,6 +24,13 @@ cudaEvent_t Lane::event(size_t number) {
     return events_[number];
 }
 
+unsigned long long capture_of(cudaStream_t stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    unsigned long long id = 0;
+    check(cudaStreamGetCaptureInfo(stream, &status, &id), "ask whether the stream is being captured");
+    return status == cudaStreamCaptureStatusNone ? 0 : id;
+}
+
 Lane& Device::of_capture(unsigned long long capture) {
     Lane* free = nullptr;
     for (const std::unique_ptr<Lane>& lane : captured) {

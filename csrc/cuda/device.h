@@ -39,6 +39,9 @@ struct Device {
 
 Device& device_of(int index);
 
+// Names the capture that a stream takes part in; 0 for none.
+unsigned long long capture_of(cudaStream_t stream);
+
 // Whether a device has nothing left to do within `timeout_ns`, whatever streams it is on. The driver waits for that without a
 // deadline (another stream may wait for a peer that waits for us), so a thread of its own asks it, and is left behind if need
 // be: it knows no Python, and nothing that ends with the process. False too where CUDA refuses: a graph is being captured.

@@ -354,10 +354,7 @@ std::vector<StepTime> CudaExecutor::run(const Call& call) {
     const auto stream = static_cast<cudaStream_t>(call.stream);
     const int64_t timeout_ns = settings().step_timeout_ns.load(std::memory_order_relaxed);
     if (arena) arena->note(call);
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    unsigned long long capture = 0;
-    check(cudaStreamGetCaptureInfo(stream, &status, &capture), "ask whether the stream is being captured");
-    if (status != cudaStreamCaptureStatusNone) {
+    if (const unsigned long long capture = capture_of(stream); capture != 0) {
         if (arena) arena->set_captured();
         return Run(call, matmul_, device.of_capture(capture), stream, timeout_ns).go();
     }

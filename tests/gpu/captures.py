@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 
@@ -25,3 +28,14 @@ def count(device: torch.device) -> int:
     if skips or not graphs:
         raise AssertionError(f"{graphs} graphs captured, {skips} skipped")
     return graphs
+
+
+def step(run: Any, model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Output and gradients of a step of the compiled `run` of `model`, copied: they lie in the graphs' memory."""
+    x = x.requires_grad_()
+    y = run(x)
+    y.float().square().mean().backward()
+    assert x.grad is not None
+    found = [y.detach().clone(), x.grad.clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    model.zero_grad(set_to_none=True)
+    return found

@@ -10,6 +10,7 @@
 
 #include "bindings/ops/frame.h"
 #include "bindings/ops/ops.h"
+#include "cuda/device.h"
 #include "cuda/kernels.h"
 
 namespace ub_overlap {
@@ -95,18 +96,10 @@ void refresh(const at::Tensor& weight, at::ScalarType through, OptionalAxis axis
     cuda::launch_weight_cast(cast, weight.scalar_type() == at::kFloat ? DType::f32 : rounded, rounded, stream);
 }
 
-// Names the capture that a stream takes part in; 0 for none.
-unsigned long long capture_of(const c10::cuda::CUDAStream& stream) {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    unsigned long long id = 0;
-    cuda::check(cudaStreamGetCaptureInfo(stream.stream(), &status, &id), "ask whether a graph is being captured");
-    return status == cudaStreamCaptureStatusNone ? 0 : id;
-}
-
 // Lets `stream` wait for the one that used the cast last.
 void follow(Cast& cast, const c10::cuda::CUDAStream& stream) {
     if (cast.stream == stream) return;
-    if (capture_of(cast.stream) == 0) {  // else the program orders them, as for all that is captured
+    if (cuda::capture_of(cast.stream.stream()) == 0) {  // else the program orders them, as for all that is captured
         cudaEvent_t event = nullptr;
         cuda::check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "make an event");
         const cudaError_t recorded = cudaEventRecord(event, cast.stream.stream());
@@ -133,7 +126,7 @@ TwoTensors fp8_weight(const at::Tensor& weight, at::ScalarType through, Optional
     (void)after;  // an edge of the graph
     return framed(weight.device(), [&]() -> TwoTensors {
         const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(weight.device().index());
-        const unsigned long long context = capture_of(stream);
+        const unsigned long long context = cuda::capture_of(stream.stream());
         {
             const std::lock_guard<std::mutex> lock(casts().mutex);
             if (Cast* cast = casts().find(weight, through, axis)) {

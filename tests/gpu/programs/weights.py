@@ -230,13 +230,8 @@ def compiled(frame: Frame, recipe: str, turns: int) -> str:
             for turn in range(turns):
                 if frame.cuda:
                     torch.compiler.cudagraph_mark_step_begin()
-                x = (torch.randn(size, size, device=frame.device) * (1 + turn % 3)).to(BF16).requires_grad_()
-                y = run(x)
-                y.float().square().mean().backward()
-                assert x.grad is not None
-                found += [y.detach().clone(), x.grad.clone()]
-                found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-                model.zero_grad(set_to_none=True)  # gradients lie in the graph's memory
+                x = (torch.randn(size, size, device=frame.device) * (1 + turn % 3)).to(BF16)
+                found += captures.step(run, model, x)
                 for w in model.parameters():
                     if kind == "kept" and w.dim() == 2:
                         right(
