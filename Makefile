@@ -5,9 +5,9 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-PY_DIRS := src compiler runtime examples tests benchmarks
+PY_DIRS := src compiler runtime tools examples tests benchmarks
 CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.hpp' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null | sort)
-SOURCES := $(shell find src compiler runtime csrc -type f -not -path '*/__pycache__/*' -not -path '*.egg-info/*' 2>/dev/null)
+SOURCES := $(shell find src compiler runtime tools csrc -type f -not -path '*/__pycache__/*' -not -path '*.egg-info/*' 2>/dev/null)
 SOURCES += $(wildcard setup.py pyproject.toml LICENSE)
 
 .PHONY: help demo test lint format install clean

@@ -23,7 +23,12 @@ except ImportError:  # torch carries its headers
 ROOT = Path(__file__).resolve().parent
 VERSION = "0.1.0"
 # Import name -> folder. Nothing named `compiler` or `runtime` may come to lie on anyone's path.
-TREES = {"ub_overlap": "src/ub_overlap", "ub_overlap.compiler": "compiler", "ub_overlap.runtime": "runtime"}
+TREES = {
+    "ub_overlap": "src/ub_overlap",
+    "ub_overlap.compiler": "compiler",
+    "ub_overlap.runtime": "runtime",
+    "ub_overlap.tools": "tools",
+}
 
 
 def packages() -> dict[str, str]:

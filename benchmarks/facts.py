@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ub_overlap.runtime.ranks import World
+from ub_overlap.tools.rank_process import World
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ub_overlap.compiler.diff.edits import Diff
+from ub_overlap.compiler.diff.graph_store import Graphs
 from ub_overlap.compiler.diff.render import html, text
 from ub_overlap.compiler.diff.snapshot import NodeShot, Snapshot
-from ub_overlap.compiler.diff.store import Graphs
 
 
 class Builder:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ub_overlap import _torch_compat as compat
-from ub_overlap.runtime.ranks import Deadline, World, leave, this_device
+from ub_overlap.tools.rank_process import Deadline, World, leave, this_device
 
 
 def start(tp: int | None = None, device: str | None = None) -> World | None:

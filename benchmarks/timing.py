@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ub_overlap.runtime.ranks import World
+from ub_overlap.tools.rank_process import World
 
 Call = Callable[[], Any]
 

@@ -15,11 +15,12 @@ import torch
 from torch.fx import GraphModule
 
 from ub_overlap import _torch_compat as compat
-from ub_overlap.runtime import ops, rank_graphs, settings
+from ub_overlap.runtime import ops, settings
+from ub_overlap.runtime.session import plan_graphs
 
-from .diff.ranks import explain as explain_ranks
-from .diff.record import Trail
-from .inputs import Inputs
+from .diff.compare_ranks import explain as explain_ranks
+from .diff.joint_snapshot import JointSnapshot
+from .graph.graph_inputs import Inputs
 from .options import Options, parse
 from .passes import JointPass, RewritePass
 
@@ -34,7 +35,7 @@ def ub_overlap(
     """
     ours, theirs = parse(options, compat.inductor_option_names())
     ops.load()
-    rank_graphs.install(explain_ranks)
+    plan_graphs.install(explain_ranks)
     if ours.timeout_s is not None:
         settings.configure(step_timeout_s=ours.timeout_s)
     if ours.inner == "aot_eager":
@@ -49,7 +50,7 @@ def _inductor(
     if ours.fp8 != "off":
         compat.never_reused(torch.ops.ub_overlap.fp8_weight.default)
     patches = {**(compat.list_mode_options(mode) if mode else {}), **theirs}
-    inputs, trail = Inputs.of(example_inputs), Trail()
+    inputs, trail = Inputs.of(example_inputs), JointSnapshot()
     own_passes = (JointPass(ours, inputs, trail), RewritePass(ours, inputs, trail))
     for hook, own in zip(("joint_custom_pre_pass", "post_grad_custom_pre_pass"), own_passes, strict=True):
         patches[hook] = compat.chained(compat.user_pass(hook, patches), own)
@@ -57,7 +58,7 @@ def _inductor(
 
 
 def _aot_eager(gm: GraphModule, example_inputs: list[Any], ours: Options) -> Callable[..., Any]:
-    given, trail = Inputs.of(example_inputs), Trail()
+    given, trail = Inputs.of(example_inputs), JointSnapshot()
     joint, rewrite = JointPass(ours, given, trail), RewritePass(ours, given, trail)
 
     def compiled(graph: GraphModule, _inputs: list[Any]) -> Callable[..., Any]:

@@ -18,13 +18,13 @@ from typing import Any, Literal
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime.errors import OptionError
 
-from .cost.load import load
-from .forced.rule import Forced, Rule
-from .forced.rules import parse_rules
-from .forced.saved import SavedGraph, parse_plan, without
+from .cost.profile_lookup import load
 from .fp8.recipe import RECIPES
-from .strategy import MAX_CHUNKS, Strategy, Table
-from .strategy import parse as parse_strategy
+from .overrides.rule import Override, Rule
+from .overrides.rules import parse_rules
+from .overrides.saved_plan import SavedGraph, parse_plan, without
+from .plan.strategy import MAX_CHUNKS, DispatchTable, Strategy
+from .plan.strategy import parse as parse_strategy
 
 DEFAULT_MIN_BYTES = 1 << 20
 
@@ -84,17 +84,17 @@ class Options:
     snapshots: bool = True
     """Keep each graph as it was before and after, for reports, pages and errors."""
 
-    def forced(self, site: str) -> Strategy | Table | None:
+    def forced(self, site: str) -> Strategy | DispatchTable | None:
         """The strategy that `plan` forces on this site id, if any; the last matching pattern wins."""
         found = self.forced_by_plan(site)
         return found.strategy if found else None
 
-    def forced_by_plan(self, site: str) -> Forced | None:
+    def forced_by_plan(self, site: str) -> Override | None:
         """The same, with the pattern that says so."""
         found = None
         for pattern, strategy in self.plan:
             if fnmatchcase(site, pattern):
-                found = Forced(parse_strategy(strategy), f"the plan ({pattern!r})")
+                found = Override(parse_strategy(strategy), f"the plan ({pattern!r})")
         return found
 
     def key(self) -> str:

@@ -18,26 +18,26 @@ import torch
 from torch.fx import Graph
 
 from ub_overlap import _torch_compat as compat
-from ub_overlap.runtime import notices, transport
+from ub_overlap.runtime.session import plan_announcements, transport
 
-from .cost.load import load, signature
-from .decide import decide
-from .diff.record import Trail, Watch
-from .fp8 import Early, Fp8, cast_before_gathers, fold_scales, insert
-from .fp8.layout import pin
+from .cost.profile_lookup import load, signature
+from .diff.joint_snapshot import JointSnapshot, SnapshotRecorder
+from .fp8 import Fp8, HoistConfig, cast_before_gathers, fold_scales, insert_casts
+from .fp8.operand_layout import pin
 from .fp8.recipe import recipe_of
-from .fp8.weights import copy_outputs
-from .inputs import Inputs
-from .joint import drop_unread
-from .merge import merge_all_reduces
-from .miss import handle_misses
+from .fp8.state.cached_weights import copy_outputs
+from .graph.dtensor_sizes import in_graph
+from .graph.graph_inputs import Inputs
+from .graph.joint_graph import drop_unread
+from .joint.activation_memory import apply_save_policy
+from .joint.merge_collectives import merge_all_reduces
+from .match.scales import mark_scales
 from .options import Options
 from .reports.history import HISTORY
 from .reports.summary import announce
-from .rewrite import rewrite
-from .save import apply_save_policy
-from .shards import in_graph
-from .sites.scales import mark_scales
+from .rewrite.rewrite_graph import rewrite
+from .select import decide
+from .unmatched import handle_misses
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +57,10 @@ def phase_of(graph: Graph) -> str:
 
 
 class _Pass(compat.custom_graph_pass()):  # type: ignore[misc]
-    def __init__(self, options: Options, inputs: Inputs | None = None, trail: Trail | None = None) -> None:
+    def __init__(self, options: Options, inputs: Inputs | None = None, trail: JointSnapshot | None = None) -> None:
         """`trail`: what the passes of one graph tell each other."""
         super().__init__()
-        self.options, self.inputs, self.trail = options, inputs or Inputs(), trail or Trail()
+        self.options, self.inputs, self.trail = options, inputs or Inputs(), trail or JointSnapshot()
 
     def uuid(self) -> Any:
         if not self.options.cacheable:
@@ -77,10 +77,10 @@ class JointPass(_Pass):
         all_reduces = graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_reduce.default)
         scaled_before = graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default)
         watched = len(all_reduces) > 1 or scaled_before or self.options.fp8 != "off"
-        watch = Watch(graph, "joint", self.options.snapshots and bool(watched))
+        watch = SnapshotRecorder(graph, "joint", self.options.snapshots and bool(watched))
         watch.before()
         merged = merge_all_reduces(graph) if self.options.merge_all_reduces and self.options.overlap != "off" else 0
-        scaled = insert(graph, _fp8(graph, self.options, self.inputs)) if self.options.fp8 != "off" else 0
+        scaled = insert_casts(graph, _fp8(graph, self.options, self.inputs)) if self.options.fp8 != "off" else 0
         given = bool(scaled_before) and self.options.overlap != "off"  # float8 already
         early = _early(self.options, bool(self.inputs.shards))
         moved = cast_before_gathers(graph, early) if given else 0
@@ -96,10 +96,10 @@ class JointPass(_Pass):
             log.info(text + "%d keep the shard", merged, scaled, moved, folded, marked)
 
 
-def _early(options: Options, uneven: bool) -> Early:
+def _early(options: Options, uneven: bool) -> HoistConfig:
     if options.overlap == "force":
-        return Early(0, None, transport.why_not, uneven)
-    return Early(options.min_bytes, functools.partial(load, options.profile), transport.why_not, uneven)
+        return HoistConfig(0, None, transport.why_not, uneven)
+    return HoistConfig(options.min_bytes, functools.partial(load, options.profile), transport.why_not, uneven)
 
 
 def _fp8(graph: Graph, options: Options, inputs: Inputs) -> Fp8:
@@ -131,10 +131,10 @@ class RewritePass(_Pass):
         if not (decided.plan.decisions or decided.plan.casts):
             return
         HISTORY.record(decided.plan)
-        notices.leave(decided.groups, decided.plan.graph, decided.plan.digest)
+        plan_announcements.leave(decided.groups, decided.plan.graph, decided.plan.digest)
         announce(decided.plan)
         handle_misses(decided.plan, self.options)
-        watch = Watch(graph, decided.plan.phase, self.options.snapshots)
+        watch = SnapshotRecorder(graph, decided.plan.phase, self.options.snapshots)
         watch.before(decided.chosen)
         wire = "float8" if self.options.fp8_reduce_scatter else "plain"
         rewrite(graph, decided.chosen, wire, self.options.verify)

@@ -34,7 +34,7 @@ for _name, _value in (
     os.environ.setdefault(_name, _value)
 
 from layer.run import main  # noqa: E402  (after the environment: it imports torch)
-from ub_overlap.runtime.ranks import leave  # noqa: E402
+from ub_overlap.tools.rank_process import leave  # noqa: E402
 
 if __name__ == "__main__":
     # At once: gloo's threads outlive their groups here, and one that lets go of a tensor while the interpreter ends aborts the

@@ -20,7 +20,7 @@ from benchmarks.ops.suite import Row, load
 from benchmarks.ops.table import derive, mean, summary
 from benchmarks.plot import draw
 from tests.harness.ranks import RankPool
-from ub_overlap.runtime.ranks import World
+from ub_overlap.tools.rank_process import World
 
 ROOT = Path(__file__).resolve().parents[1]
 FACTS = {"date", "ranks", "device", "devices", "driver", "torch", "cuda", "nccl", "commit", "command", "build", "rows"}
@@ -120,7 +120,7 @@ def guarded(rank: int, world: int) -> dict[str, Any]:
             return [self.row.M]
 
     measuring.Case = Wrong  # type: ignore[misc]
-    setting = measuring.Setting(here, torch.float32, ["right", "stale", "nan"], "seq,ours*", 2, 1, None, here.group)
+    setting = measuring.GraphContext(here, torch.float32, ["right", "stale", "nan"], "seq,ours*", 2, 1, None, here.group)
     return measuring.measure(Row("AG", "guard", 8 * world, 4 * world, 16), setting)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import ub_overlap
 from ub_overlap import __main__ as cli
-from ub_overlap.compiler.plan import Decision, Kind, Mode, Plan, Reason, Strategy
+from ub_overlap.compiler.plan.plan import Decision, Kind, Mode, Plan, Reason, Strategy
 from ub_overlap.runtime import plan_store
 
 ROOT = Path(__file__).resolve().parents[1]

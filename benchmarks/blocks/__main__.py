@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from ub_overlap.runtime.ranks import Deadline, World
+from ub_overlap.tools.rank_process import Deadline, World
 
 from .. import facts
 from ..ranks import end, start
@@ -28,7 +28,7 @@ from ..timing import Clock, graphed
 from .model import SIZES
 from .profile import write_profile
 from .table import text
-from .variants import Setting, Variant, differences, make
+from .variants import GraphContext, Variant, differences, make
 
 BOUND = {torch.bfloat16: 4e-2, torch.float32: 1e-3}
 """Most that ours may differ from inductor, ||a - b|| / ||b||, in any gradient."""
@@ -92,7 +92,7 @@ class Run:
         dtype = torch.bfloat16 if world.cuda else torch.float32
         mesh = init_device_mesh(world.device.type, (world.ranks,))
         compiler = args.compiler or ("inductor" if world.cuda else "aot_eager")
-        setting = Setting(world, mesh, SIZES[size], args.seq, dtype, compiler, args.options, args.write)
+        setting = GraphContext(world, mesh, SIZES[size], args.seq, dtype, compiler, args.options, args.write)
         rows: dict[str, Any] = {}
         self.document["rows"].append({"size": size, "seq": args.seq, "compiler": compiler, "variants": rows})
         names = [n for name in args.variants.split(",") for n in (args.options if name == "ours" else [name])]
@@ -112,7 +112,7 @@ class Run:
         if args.graphs and not self.spent():
             self.graphs(variants, rows)
 
-    def build(self, name: str, setting: Setting, variants: dict[str, Variant], rows: dict[str, Any]) -> None:
+    def build(self, name: str, setting: GraphContext, variants: dict[str, Variant], rows: dict[str, Any]) -> None:
         world, begun = self.world, time.monotonic()
         if name == "asynctp" and not world.cuda:
             rows[name]["why"]["*"] = "needs CUDA"
@@ -139,7 +139,7 @@ class Run:
         rows[name] |= {"sites": variant.sites, "compile_s": time.monotonic() - begun}
         world.say(f"{name}: compiled in {rows[name]['compile_s']:.1f} s {variant.sites}")
 
-    def compare(self, setting: Setting, variants: dict[str, Variant], rows: dict[str, Any]) -> None:
+    def compare(self, setting: GraphContext, variants: dict[str, Variant], rows: dict[str, Any]) -> None:
         """Ours must give inductor's output and gradients; a variant that does not gets no times."""
         reference = variants.get("inductor")
         if reference is None:

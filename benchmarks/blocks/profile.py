@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from ub_overlap.runtime.ranks import World
+from ub_overlap.tools.rank_process import World
 
 from .variants import Variant
 

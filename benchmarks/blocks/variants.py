@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from ub_overlap.compiler.reports.history import HISTORY
-from ub_overlap.runtime.ranks import World
+from ub_overlap.tools.rank_process import World
 
 from .model import Sizes, alone, parallel
 
@@ -57,7 +57,7 @@ def local(value: Any) -> Tensor:
 
 
 @dataclass
-class Setting:
+class GraphContext:
     """What all variants share. `compiler`: "inductor" or "aot_eager". `ours`: name -> options of our backend."""
 
     world: World
@@ -71,7 +71,7 @@ class Setting:
     """Weights change before each step."""
 
 
-def make(name: str, setting: Setting) -> Variant:
+def make(name: str, setting: GraphContext) -> Variant:
     """A variant with everything compiled: forward, backward, and forward without gradients."""
     world, sizes = setting.world, setting.sizes
     if name == "compute":

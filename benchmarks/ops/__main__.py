@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
-from ub_overlap.runtime.ranks import Deadline, World
+from ub_overlap.tools.rank_process import Deadline, World
 
 from .. import facts
 from ..ranks import end, start
 from ..report import draw, ops_text
-from .measure import Setting, measure
+from .measure import GraphContext, measure
 from .peers import Peers
 from .suite import Row, load
 
@@ -57,7 +57,7 @@ def default_strategies(ranks: int) -> list[str]:
     return ["pipelined", *(f"pipelined:chunks={c}" for c in counts), "pipelined:stripes=2", "pipelined:stripes=4"]
 
 
-def run(args: argparse.Namespace, world: World, rows: list[Row], document: dict[str, Any], setting: Setting) -> None:
+def run(args: argparse.Namespace, world: World, rows: list[Row], document: dict[str, Any], setting: GraphContext) -> None:
     """Measure row after row into document["rows"]; what is there so far is on disk after each."""
     begun = time.monotonic()
     for row in rows:
@@ -101,7 +101,7 @@ def main() -> None:
         peers = Peers(world, max(row.shard_bytes(world.ranks) for row in rows)) if world.cuda else None
         strategies = args.strategies.split(",") if args.strategies else default_strategies(world.ranks)
         dtype = torch.bfloat16 if world.cuda else torch.float32
-        setting = Setting(world, dtype, strategies, args.variants, args.iters, args.warm, peers, world.new_group())
+        setting = GraphContext(world, dtype, strategies, args.variants, args.iters, args.warm, peers, world.new_group())
         meta = facts.facts(world, "benchmarks.ops")
     document: dict[str, Any] = {
         "benchmark": "ops",

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ub_overlap.runtime.ranks import World
 from ub_overlap.runtime.schedule.builders import build
 from ub_overlap.runtime.schedule.steps import Key, Matmul
+from ub_overlap.tools.rank_process import World
 
 from .suite import Row
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ub_overlap.runtime.reference import scaled_product
+from ub_overlap.runtime.ops.c10d_fallback import scaled_product
 
 from ..ranks import World
 from .case import Call, Case

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from ub_overlap.runtime import session, settings
+from ub_overlap.runtime import settings
 from ub_overlap.runtime.extension import extension
-from ub_overlap.runtime.ranks import World
+from ub_overlap.runtime.session import session
+from ub_overlap.tools.rank_process import World
 
 from ..timing import Clock, graphed, settle
 from .case import Call, Case
@@ -32,7 +33,7 @@ def bound(name: str, dtype: torch.dtype) -> float:
 
 
 @dataclass
-class Setting:
+class GraphContext:
     """What all rows share. `group`: the c10d group of our ops."""
 
     world: World
@@ -54,7 +55,7 @@ class Columns:
     why: dict[str, str] = field(default_factory=dict)
 
 
-def measure(row: Row, setting: Setting) -> dict[str, Any]:
+def measure(row: Row, setting: GraphContext) -> dict[str, Any]:
     """The row as JSON values: `ms`, `iqr`, `host_us` and `error` by column, and `why` for each column without a time."""
     world = setting.world
     found: dict[str, Any] = {**vars(row), "ranks": world.ranks, "bytes": row.shard_bytes(world.ranks) * (world.ranks - 1)}
@@ -86,7 +87,7 @@ def measure(row: Row, setting: Setting) -> dict[str, Any]:
     return {**found, "ms": ms, "iqr": iqr, "host_us": host, "error": wrong, "why": columns.why}
 
 
-def _build(case: Case, setting: Setting, columns: Columns) -> dict[str, Call]:
+def _build(case: Case, setting: GraphContext, columns: Columns) -> dict[str, Call]:
     """Fill `columns`; returns the eager calls whose host time matters."""
     world, peers, size = setting.world, setting.peers, case.row.shard_bytes(setting.world.ranks)
     eager: dict[str, Call] = {}
@@ -142,7 +143,7 @@ def _build(case: Case, setting: Setting, columns: Columns) -> dict[str, Call]:
     return eager
 
 
-def _reduce_rate(case: Case, setting: Setting) -> float | None:
+def _reduce_rate(case: Case, setting: GraphContext) -> float | None:
     """GB/s of the kernel that sums what has landed, bytes read and written, by its own time stamps; the slowest rank's."""
     call, site, rates = case.ours("pipelined", setting.group), case.site("pipelined"), []
     before = settings.current().trace
@@ -157,7 +158,7 @@ def _reduce_rate(case: Case, setting: Setting) -> float | None:
     return -setting.world.worst([-median(rates)])[0] or None
 
 
-def _really_ours(setting: Setting) -> None:
+def _really_ours(setting: GraphContext) -> None:
     """RuntimeError where our op fell back to the plain collective: its time would be seq's under another name."""
     if setting.world.cuda:
         session.check(setting.group)
@@ -166,7 +167,7 @@ def _really_ours(setting: Setting) -> None:
             raise RuntimeError(f"group without transport: {core.reason}")
 
 
-def _leave_poisoned(setting: Setting, columns: Columns) -> None:
+def _leave_poisoned(setting: GraphContext, columns: Columns) -> None:
     """After a failure of ours: where it cost the group, go on with another one, without the columns that used the old one.
 
     Its session is not closed: graphs that were captured with it still name its memory."""

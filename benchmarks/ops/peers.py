@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ub_overlap import _torch_compat as compat
-from ub_overlap.runtime.ranks import World
+from ub_overlap.tools.rank_process import World
 
 
 class Peers:

@@ -16,10 +16,10 @@ All of it but of_site.py, again.py and amounts.py is plain Python without torch:
 torch.fx. A prediction depends on shape, strategy and profile alone.
 """
 
-from .choose import Choice, choose
-from .load import load
+from .choice import StrategyChoice, choose
 from .predict import Prediction, candidates, predict
 from .profile import Profile
-from .shape import SiteShape
+from .profile_lookup import load
+from .site_shape import SiteShape
 
-__all__ = ["Choice", "Prediction", "Profile", "SiteShape", "candidates", "choose", "load", "predict"]
+__all__ = ["Prediction", "Profile", "SiteShape", "StrategyChoice", "candidates", "choose", "load", "predict"]

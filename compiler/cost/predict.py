@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..plan import MAX_CHUNKS, NONE, Mode, Strategy
+from ..plan.plan import MAX_CHUNKS, NONE, Mode, Strategy
 from .curve import at, between
-from .matmul import matmul_us
-from .play import Contention, play
+from .matmul_time import matmul_us
 from .profile import Profile
-from .program import Work, programs
-from .shape import SIZES, SiteShape
+from .program import CostItem, programs
+from .simulate import Contention, play
+from .site_shape import SIZES, SiteShape
 
 STRIPES = (2, 4)
 LEAST_BLOCK = 128
@@ -117,7 +117,7 @@ def _whole_us(shape: SiteShape, profile: Profile, index: int) -> float:
     return matmul_us(profile, shape.multiplied, _layout(shape, contracts), m, n, k)
 
 
-def _costs(shape: SiteShape, profile: Profile) -> Callable[[Work], float]:
+def _costs(shape: SiteShape, profile: Profile) -> Callable[[CostItem], float]:
     """What each piece of work takes at this shape."""
     steps = profile.steps
     fixed = {
@@ -125,7 +125,7 @@ def _costs(shape: SiteShape, profile: Profile) -> Callable[[Work], float]:
     }  # fmt: skip
     known: dict[int, float] = {}  # by identity: the programs, which are kept, hold the work
 
-    def cost(work: Work) -> float:
+    def cost(work: CostItem) -> float:
         us = known.get(id(work))
         if us is None:
             us = fixed.get(work.what)
@@ -135,7 +135,7 @@ def _costs(shape: SiteShape, profile: Profile) -> Callable[[Work], float]:
     return cost
 
 
-def _cost(shape: SiteShape, profile: Profile, work: Work) -> float:
+def _cost(shape: SiteShape, profile: Profile, work: CostItem) -> float:
     size = work.share * shape.shard_bytes
     match work.what:
         case "push":
@@ -154,7 +154,7 @@ def _cost(shape: SiteShape, profile: Profile, work: Work) -> float:
     raise AssertionError(work)
 
 
-def _piece_us(shape: SiteShape, profile: Profile, work: Work) -> float:
+def _piece_us(shape: SiteShape, profile: Profile, work: CostItem) -> float:
     """A matmul of some shards of the product: fewer rows, a shorter inner dim (contractions), or fewer columns (whole)."""
     m, n, k, contracts = shape.matmuls[work.index]
     part = work.share / shape.ranks

@@ -3,7 +3,7 @@
 As csrc/cuda/executor.cpp does it: one kernel begins the call and makes all waits for free slots; neighbouring waits are one
 kernel, neighbouring local copies one launch; the last kernel tells the peers that the slot was read.
 
-Costs are looked up by `Work`, which knows no sizes, only shares of a shard: one program serves every shape.
+Costs are looked up by `CostItem`, which knows no sizes, only shares of a shard: one program serves every shape.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from functools import lru_cache
 from ub_overlap.runtime.schedule.builders import build_all
 from ub_overlap.runtime.schedule.effects import show, signals, waits
 from ub_overlap.runtime.schedule.steps import (
+    Compute,
     Copy,
     Finish,
     Flag,
     FlagKind,
     Key,
-    Matmul,
     Opaque,
     Queue,
     Reduce,
@@ -32,7 +32,7 @@ from ub_overlap.runtime.schedule.steps import (
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class CostItem:
     """`what`: "begin", "end", "matmul", "push", "flag", "copy", "reduce", "finish", "wait", "signal" or "opaque".
 
     `share`: shards it covers (matmul: of its product; a contraction: of what it reads). `index`: consumer or term of a matmul.
@@ -54,11 +54,11 @@ FlagName = tuple[FlagKind, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class QueueItem:
     """One step of a queue. `after`: items that must have ended. `waits` and `signals`: flags, seen from this rank."""
 
     copies: bool
-    work: Work
+    work: CostItem
     after: tuple[int, ...] = ()
     waits: tuple[FlagName, ...] = ()
     signals: tuple[FlagName, ...] = ()
@@ -66,16 +66,16 @@ class Item:
 
 
 @lru_cache(maxsize=512)
-def programs(key: Key) -> tuple[tuple[Item, ...], ...]:
+def programs(key: Key) -> tuple[tuple[QueueItem, ...], ...]:
     """One program a rank; a single one where every rank does the same but for where it stands in the ring."""
     made = [_program(schedule) for schedule in build_all(key)]
     shapes = {tuple(replace(item, text="") for item in program) for program in made}
     return (made[0],) if len(shapes) == 1 else tuple(made)
 
 
-def _program(schedule: Schedule) -> tuple[Item, ...]:
+def _program(schedule: Schedule) -> tuple[QueueItem, ...]:
     rank, ranks = schedule.rank, schedule.key.ranks
-    items: list[Item] = [Item(False, Work("begin"), text="begin")]
+    items: list[QueueItem] = [QueueItem(False, CostItem("begin"), text="begin")]
     events: dict[int, int] = {}
     ended: dict[int, tuple[Region, Region]] = {}  # local copies by item, which a neighbour may join
     copying = False
@@ -90,7 +90,7 @@ def _program(schedule: Schedule) -> tuple[Item, ...]:
             continue  # made by the call's first kernel
         if isinstance(step, Signal) and not copies and step.flag.kind is FlagKind.DONE:
             if items[-1].work.what != "end":
-                items.append(Item(False, Work("end"), after, text="end"))
+                items.append(QueueItem(False, CostItem("end"), after, text="end"))
             continue
         if copies and not copying:
             copying, after = True, (*after, 0)
@@ -104,38 +104,38 @@ def _program(schedule: Schedule) -> tuple[Item, ...]:
         else:
             work = _work(step, rank, schedule.key)
             awaited = tuple(name(w.flag) for w in waits(step) if not w.back)
-            items.append(Item(copies, work, after, awaited, tuple(map(name, signals(step))), show(step)))
+            items.append(QueueItem(copies, work, after, awaited, tuple(map(name, signals(step))), show(step)))
             if isinstance(step, Copy) and not copies:
                 ended[len(items) - 1] = (step.src, step.dst)
         if step.record is not None:
             events[step.record] = len(items) - 1
-    one: dict[Work, Work] = {}  # equal work is one object, so that a cost is looked up without comparing
+    one: dict[CostItem, CostItem] = {}  # equal work is one object, so that a cost is looked up without comparing
     return tuple(replace(item, work=one.setdefault(item.work, item.work)) for item in items)
 
 
-def _work(step: Step, rank: int, key: Key) -> Work:
+def _work(step: Step, rank: int, key: Key) -> CostItem:
     match step:
         case Copy():
             if step.queue is Queue.COMPUTE:
-                return Work("copy", _share(step.src))
-            return Work("push", _share(step.src), peer=(step.dst.rank - rank) % key.ranks)
+                return CostItem("copy", _share(step.src))
+            return CostItem("push", _share(step.src), peer=(step.dst.rank - rank) % key.ranks)
         case Signal():
-            return Work("flag" if step.queue is Queue.COPY else "signal")
+            return CostItem("flag" if step.queue is Queue.COPY else "signal")
         case Wait():
-            return Work("wait")
-        case Matmul():
+            return CostItem("wait")
+        case Compute():
             contracts = bool(key.contracts) and key.contracts[step.index]
             parts = step.reads if contracts else step.writes
             # A bulk op's matmul is whole; its one write is all of its result.
             share = float(key.ranks) if key.kind.startswith("bulk_") else sum(map(_share, parts))
             pieces = len(step.writes) if key.striped else 1
-            return Work("matmul", share, step.index, pieces, step.accumulate)
+            return CostItem("matmul", share, step.index, pieces, step.accumulate)
         case Reduce():
-            return Work("reduce", _share(step.dst), pieces=len(step.srcs))
+            return CostItem("reduce", _share(step.dst), pieces=len(step.srcs))
         case Finish():
-            return Work("finish", index=step.index)
+            return CostItem("finish", index=step.index)
         case Opaque():
-            return Work("opaque", us=step.cost_us)
+            return CostItem("opaque", us=step.cost_us)
     raise TypeError(f"no cost for {show(step)}")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from .match import NONE, Matching, match
+from .pair_nodes import NONE, Matching, match
 from .snapshot import NodeShot, Snapshot, line_number, line_of, short, summary
 
 FIELDS = ("target", "args", "shape", "dtype", "stride")

@@ -6,11 +6,11 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from .edits import Diff
-from .match import NONE
+from .pair_nodes import NONE
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DiffRow:
     """A node of the first snapshot, one of the second, or both. `kind`: "same", "changed", "removed", "added", "moved"
     (both sides have it, in another order: it has a row for each)."""
 
@@ -21,20 +21,20 @@ class Row:
     """Index of the edit that it belongs to."""
 
 
-def rows(diff: Diff) -> list[Row]:
+def rows(diff: Diff) -> list[DiffRow]:
     """Pairs that keep their order (as many as can) are rows of two; what lies between two of them stands side by side."""
     m = diff.matching
     edit_of_a = {i: k for k, e in enumerate(diff.edits) for i in (*e.removed, *(c.before for c in e.changed))}
     edit_of_b = {j: k for k, e in enumerate(diff.edits) for j in (*e.added, *(c.after for c in e.changed))}
-    out: list[Row] = []
+    out: list[DiffRow] = []
     i = j = 0
     for x, y in [*_kept(m.to_b), (len(m.to_b), len(m.to_a))]:
         for p in range(i, x):
-            out.append(Row(p, NONE, "removed" if m.to_b[p] == NONE else "moved", edit_of_a.get(p, NONE)))
+            out.append(DiffRow(p, NONE, "removed" if m.to_b[p] == NONE else "moved", edit_of_a.get(p, NONE)))
         for q in range(j, y):
-            out.append(Row(NONE, q, "added" if m.to_a[q] == NONE else "moved", edit_of_b.get(q, NONE)))
+            out.append(DiffRow(NONE, q, "added" if m.to_a[q] == NONE else "moved", edit_of_b.get(q, NONE)))
         if x < len(m.to_b):
-            out.append(Row(x, y, "changed" if x in diff.changes else "same", edit_of_a.get(x, NONE)))
+            out.append(DiffRow(x, y, "changed" if x in diff.changes else "same", edit_of_a.get(x, NONE)))
         i, j = x + 1, y + 1
     return out
 

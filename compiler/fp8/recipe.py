@@ -8,7 +8,7 @@
 
 Rows have scales of their own, so their gradients do not need e5m2's range and keep e4m3's third bit. A weight gradient sums
 over the rows, which a row's scale cannot follow: it is computed in the model's type. Delayed scales are made of what a tensor
-was in its last calls (runtime/magnitudes/), so that it is cast in the pass that measures it; weights have current ones.
+was in its last calls (runtime/fp8/amax_history/), so that it is cast in the pass that measures it; weights have current ones.
 """
 
 from __future__ import annotations

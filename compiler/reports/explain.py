@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from ub_overlap import _torch_compat as compat
-from ub_overlap.runtime import magnitudes, verify
+from ub_overlap.runtime import verify
+from ub_overlap.runtime.fp8 import amax_history
 from ub_overlap.runtime.stats import site_stats
 
-from ..cost.load import load
+from ..cost.profile_lookup import load
 from .history import HISTORY
 from .measured import measure as measure_sites
 from .report import Report
@@ -70,7 +71,7 @@ def _own_state(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if options.get("fp8_recipe") != "delayed":
         yield dict(options)
         return
-    with magnitudes.copied(options.get("fp8_state", "")) as name:
+    with amax_history.copied(options.get("fp8_state", "")) as name:
         yield {**options, "fp8_state": name}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from ub_overlap.runtime import plan_store
 
-from ..plan import Plan
+from ..plan.plan import Plan
 
 log = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..cost.choose import choose
+from ..cost.choice import choose
 from ..cost.predict import Prediction, predict
 from ..cost.profile import Profile
-from ..cost.shape import SiteShape
-from ..plan import NONE, Decision
+from ..cost.site_shape import SiteShape
+from ..plan.plan import NONE, Decision
 
 
 @dataclass(frozen=True, slots=True)

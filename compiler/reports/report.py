@@ -10,15 +10,15 @@ from typing import Any
 from tabulate import tabulate
 
 from ub_overlap.runtime import plan_store, verify
+from ub_overlap.runtime.autotune import Tuned, tuned
 from ub_overlap.runtime.errors import OptionError
 from ub_overlap.runtime.stats import SiteStats, site_stats
-from ub_overlap.runtime.tuning import Tuned, tuned
 
-from ..cost.load import load, of_plan
 from ..cost.profile import Profile
+from ..cost.profile_lookup import load, of_plan
 from ..diff.edits import Diff
-from ..diff.store import STORE, Graphs
-from ..plan import NONE, Cast, Decision, Plan, Table
+from ..diff.graph_store import STORE, Graphs
+from ..plan.plan import NONE, CastDecision, Decision, DispatchTable, Plan
 from . import timeline
 from .history import HISTORY
 from .measured import Measured
@@ -66,7 +66,7 @@ class ReportedDecision(Decision):
 
 
 @dataclass(frozen=True)
-class ReportedCast(Cast):
+class ReportedCast(CastDecision):
     """`error`: with options={"verify": True} or explain(..., measure=True), ||float8 - 16 bits|| / ||16 bits|| of this rank's
     product, the worst call's; None where it was not compared."""
 
@@ -124,8 +124,8 @@ class Report:
         """Every product of a linear that the float8 pass looked at."""
         errors = verify.FLOAT8.by_site() if self._float8 is None else self._float8
 
-        def reported(c: Cast) -> ReportedCast:
-            known = {f.name: getattr(c, f.name) for f in fields(Cast)}
+        def reported(c: CastDecision) -> ReportedCast:
+            known = {f.name: getattr(c, f.name) for f in fields(CastDecision)}
             return ReportedCast(**known, error=errors[c.key].error if c.recipe and c.key in errors else None)
 
         return [reported(c) for p in self.plans for c in p.casts]
@@ -287,7 +287,7 @@ def _hidden(d: ReportedDecision) -> str:
 def _tuned(plan: Plan, d: Decision) -> tuple[tuple[str, Tuned], ...]:
     """What was measured at a site, by the limits of its table."""
     found = tuned(f"{plan.digest}/{d.id}")
-    limits = [b.limit for b in d.strategy.buckets] if isinstance(d.strategy, Table) else []
+    limits = [b.limit for b in d.strategy.buckets] if isinstance(d.strategy, DispatchTable) else []
     return tuple(("*" if limits[n] is None else str(limits[n]), found[n]) for n in sorted(found))
 
 

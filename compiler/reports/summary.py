@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ub_overlap import _torch_compat as compat
 
-from ..plan import Decision, Plan
+from ..plan.plan import Decision, Plan
 
 log = logging.getLogger("ub_overlap")
 

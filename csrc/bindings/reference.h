@@ -1,4 +1,4 @@
-// Calls runtime/reference.py: the plain collective and matmul, for groups that have no transport of ours.
+// Calls runtime/ops/c10d_fallback.py: the plain collective and matmul, for groups that have no transport of ours.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -1,4 +1,4 @@
-// Several strategies in one text, and the rule by which a call picks one: the grammar of compiler/strategy.py.
+// Several strategies in one text, and the rule by which a call picks one: the grammar of compiler/plan/strategy.py.
 //
 //     1536=none;6144=pipelined:chunks=1;*=pipelined      by the rows of the call, up to each limit; "*": any
 //     pipelined|none                                     alternatives: the first, until the session has timed them (tuning.h)

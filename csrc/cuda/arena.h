@@ -1,5 +1,5 @@
 // The arena of a CUDA group. Slots, flags and abort words lie in symmetric memory, whose pointers Python hands in
-// (runtime/symmetric.py owns it). What only hosts read, texts and process ids, lies in the shared memory of a CPU arena.
+// (runtime/session/symm_mem.py owns it). What only hosts read, texts and process ids, lies in the shared memory of a CPU arena.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -7,11 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .. import (
-    errors,
-    ops,  # noqa: F401  (registers the ops)
-    session,
-)
+from .. import errors
+from ..session import session
 from .groups import Group, device_of, name_of
 
 _SITE = "initialize"
@@ -37,9 +34,9 @@ def initialize(
     name = name_of(group)
     where = torch.device(device) if device is not None else device_of(name)
     if where.type == "cuda":
-        from .. import symmetric
+        from ..session import symm_mem
 
-        symmetric.refuse_capture(f"initialize group '{name}'")
+        symm_mem.refuse_capture(f"initialize group '{name}'")
     little = torch.zeros(1, device=where)
     session.want(name, where.type, needed)
     # Without a plan: binds the group where that has not been done. Then a call that reserves, in step with the other ranks.

@@ -11,7 +11,7 @@ from .builders import build, build_all
 from .checker import check, check_pair, check_reuse, check_sequence, check_skip
 from .describe import describe
 from .encode import decode, encode, prove_pair, provide
-from .faults import ScheduleError
+from .schedule_error import ScheduleError
 from .steps import Key, Schedule
 
 __all__ = [

@@ -32,13 +32,13 @@ from itertools import pairwise
 
 from . import memory
 from .builders import build_all, check_key
-from .builders.script import SLOTS
+from .builders.schedule_writer import SLOTS
 from .effects import show_flag, waits
-from .faults import ScheduleError
-from .order import Call, Node, Order, Word
-from .skip import check_skip
+from .happens_before import Call, HappensBefore, Node, Word
+from .schedule_error import ScheduleError
+from .skipped_calls import check_skip
 from .steps import Key, Opaque, Queue, Schedule
-from .values import Run
+from .symbolic_run import SymbolicRun
 
 __all__ = ["ScheduleError", "check", "check_key_proof", "check_pair", "check_reuse", "check_sequence", "check_skip"]
 
@@ -47,12 +47,12 @@ def check(schedules: Sequence[Schedule]) -> None:
     """Prove one call of all ranks, or raise `ScheduleError`."""
     schedules = tuple(schedules)
     _check_group(schedules)
-    order = Order([Call(schedules, tuple(range(len(schedules))), 1)], SLOTS)
+    order = HappensBefore([Call(schedules, tuple(range(len(schedules))), 1)], SLOTS)
     grid = memory.Grid(schedules)
     memory.check_call(order, grid)
     _check_ends(order)
     if not any(isinstance(node.step, Opaque) for node in order.nodes):  # what an Opaque computes is not declared
-        Run(order, grid).run()
+        SymbolicRun(order, grid).run()
 
 
 def check_sequence(
@@ -81,7 +81,7 @@ def check_sequence(
             raise ScheduleError("group", f"call {i} has {len(schedules)} schedules for the ranks {group}")
         counts[group] = counts.get(group, 0) + 1 if epochs is None else epochs[i]
         placed.append(Call(schedules, group, counts[group]))
-    order = Order(placed, slots)
+    order = HappensBefore(placed, slots)
     memory.check_slots(order)
     _check_words(order)
 
@@ -134,7 +134,7 @@ def _check_group(schedules: tuple[Schedule, ...]) -> None:
             raise ScheduleError("group", f"schedule {rank} is for rank {schedule.rank} of {schedule.key}, expected {key}")
 
 
-def _check_ends(order: Order) -> None:
+def _check_ends(order: HappensBefore) -> None:
     """The join and heard rules, for the one call of `order`."""
     key = order.calls[0].schedules[0].key
     mine: list[list[Node]] = [[] for _ in range(key.ranks)]
@@ -158,7 +158,7 @@ def _check_ends(order: Order) -> None:
             )
 
 
-def _check_words(order: Order) -> None:
+def _check_words(order: HappensBefore) -> None:
     """No flag word is written again before every wait for its last value has ended."""
     epochs: dict[Word, list[int]] = {}
     for word, epoch in order.signalled:

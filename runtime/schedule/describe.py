@@ -4,11 +4,11 @@
 
     matmul_reduce_scatter, rank 0 of 2, 2 chunks
       #  COMPUTE                        COPY
-      0  Matmul 0 -> PARTIAL@0[1]  (0)  .
+      0  Compute 0 -> PARTIAL@0[1]  (0)  .
       1  .                              Wait DONE@0 from 1 #0 of epoch e-2
       2  .                              after 0: Copy PARTIAL@0[1] -> LANDING@1[0]
       3  .                              Signal READY@1 from 0 #0  (1)
-      4  Matmul 0 -> PARTIAL@0[0]       .
+      4  Compute 0 -> PARTIAL@0[0]       .
 
 ``(0)`` records event 0, ``after 0:`` waits for it.
 """

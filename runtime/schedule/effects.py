@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .steps import Buf, Copy, Finish, Flag, Matmul, Opaque, Reduce, Region, Signal, Step, Wait
+from .steps import Buf, Compute, Copy, Finish, Flag, Opaque, Reduce, Region, Signal, Step, Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ def accesses(step: Step, rank: int) -> Iterator[Access]:
         case Copy():
             yield Access(step.src, False)
             yield Access(step.dst, True)
-        case Matmul():
+        case Compute():
             yield from (Access(region, False) for region in step.reads)
             yield from (Access(region, True, step.accumulate) for region in step.writes)
         case Reduce():
@@ -45,7 +45,7 @@ def waits(step: Step) -> tuple[Wait, ...]:
     match step:
         case Wait():
             return (step,)
-        case Matmul():
+        case Compute():
             return step.gates
         case Opaque():
             return step.waits
@@ -84,7 +84,7 @@ def show(step: Step) -> str:
             text = show_flag(step.flag)
         case Wait():
             text = show_flag(step.flag, step.back)
-        case Matmul():
+        case Compute():
             reads = " ".join(show_region(region) for region in step.reads)
             writes = " ".join(show_region(region) for region in step.writes)
             text = f"{step.index} {reads}{' ' if reads else ''}{'+>' if step.accumulate else '->'} {writes}"

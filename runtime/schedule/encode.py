@@ -15,8 +15,8 @@ from typing import Any
 from .builders import build_all
 from .checker import check_reuse, check_sequence
 from .effects import show
-from .faults import ScheduleError
-from .steps import Buf, Copy, Finish, Flag, FlagKind, Key, Matmul, Queue, Reduce, Region, Schedule, Signal, Step, Wait
+from .schedule_error import ScheduleError
+from .steps import Buf, Compute, Copy, Finish, Flag, FlagKind, Key, Queue, Reduce, Region, Schedule, Signal, Step, Wait
 
 COPY, SIGNAL, WAIT, MATMUL, REDUCE, FINISH = range(6)
 Row = tuple[int, ...]
@@ -64,7 +64,7 @@ def _encode_step(step: Step) -> Row:
             opcode, payload = SIGNAL, [*_encode_flag(step.flag)]
         case Wait():
             opcode, payload = WAIT, [*_encode_flag(step.flag), step.back]
-        case Matmul():
+        case Compute():
             gates = [number for gate in step.gates for number in (*_encode_flag(gate.flag), gate.back)]
             opcode = MATMUL
             payload = [step.index, int(step.accumulate), *_encode_regions(step.reads), *_encode_regions(step.writes)]
@@ -111,7 +111,7 @@ def _decode_step(row: Sequence[int]) -> Step:
             reads, writes = _decode_regions(numbers), _decode_regions(numbers)
             # A gate inside a matmul has no queue of its own to run on: it takes the matmul's.
             gates = tuple(Wait(queue=queue, flag=_decode_flag(numbers), back=next(numbers)) for _ in range(next(numbers)))
-            step = Matmul(
+            step = Compute(
                 queue=queue,
                 after=after,
                 record=record,

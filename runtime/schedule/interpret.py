@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .effects import show, waits
-from .promises import EMPTY, extent, promised
-from .steps import Buf, Copy, Finish, Key, Matmul, Queue, Reduce, Region, Schedule, Signal, Step, Wait
+from .op_contract import EMPTY, extent, promised
+from .steps import Buf, Compute, Copy, Finish, Key, Queue, Reduce, Region, Schedule, Signal, Step, Wait
 
 FREED = "freed"
 
@@ -39,7 +39,7 @@ class Site:
 
 
 @dataclass(slots=True)
-class Outcome:
+class RunOutcome:
     """What a run ended with; ranks are global. `wrong`: calls that ended with wrong rows."""
 
     ended: list[tuple[int, int]] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Machine:
     def __init__(self, sites: Sequence[Site], seed: int, slots: int = 2, skip: Sequence[tuple[int, int]] = ()) -> None:
         self.random = random.Random(seed)
         self.slots = slots
-        self.outcome = Outcome()
+        self.outcome = RunOutcome()
         self.words: dict[tuple[Any, ...], tuple[int, int]] = {}
         self.arenas: dict[tuple[Any, ...], list[Any]] = {}
         self.programs: dict[int, list[_Run]] = {}
@@ -92,7 +92,7 @@ class Machine:
         self.active: dict[tuple[int, Queue], Iterator[None]] = {}
         self.halted: set[int] = set()
 
-    def run(self) -> Outcome:
+    def run(self) -> RunOutcome:
         """Until nothing can move."""
         threads = list(self.at)
         self.random.shuffle(threads)
@@ -165,7 +165,7 @@ class Machine:
             case Signal():
                 slot = run.epoch % self.slots
                 self.words[run.site.group, slot, step.flag] = (run.epoch, run.site.tag)
-            case Matmul():
+            case Compute():
                 yield from self._matmul(run, step)
             case Reduce():
                 columns = zip(*(self._rows(run, src) for src in step.srcs), strict=True)
@@ -177,7 +177,7 @@ class Machine:
                 sums = Region(Buf.RESULT, run.rank, 0, index=step.index)
                 self._write(run, sums, 0, ("rounded", self._read(run, sums, 0)))
 
-    def _matmul(self, run: _Run, step: Matmul) -> Iterator[None]:
+    def _matmul(self, run: _Run, step: Compute) -> Iterator[None]:
         key = run.site.key
         if key.kind.startswith("matmul_"):
             for region in step.writes:

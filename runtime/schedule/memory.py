@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .effects import Access, accesses, show_region
-from .faults import ScheduleError
-from .order import Node, Order
+from .happens_before import HappensBefore, Node
+from .schedule_error import ScheduleError
 from .steps import ONE, ZERO, Buf, Copy, Opaque, Region, Schedule
 
 Cell = tuple[Buf, int, int, int, int]
@@ -44,7 +44,7 @@ class Grid:
         return [(region.buf, region.rank, region.index, region.shard, number) for number in self.numbers(region)]
 
 
-def check_call(order: Order, grid: Grid) -> None:
+def check_call(order: HappensBefore, grid: Grid) -> None:
     """The rules of memory within the one call of `order`."""
     ranks = order.calls[0].schedules[0].key.ranks
     read: dict[Cell, int] = {}
@@ -79,7 +79,7 @@ def check_call(order: Order, grid: Grid) -> None:
                     read[cell] = read.get(cell, 0) | bit
 
 
-def check_slots(order: Order) -> None:
+def check_slots(order: HappensBefore) -> None:
     """A slot's next user touches it only after its last user is done with it, whatever the two calls are.
 
     Only arena slots outlive a call; user tensors are the caller's again when it ends (the join rule of checker.py).
@@ -113,7 +113,7 @@ def _of(node: Node) -> Iterable[Access]:
     return (access for access in found if access.write == node.opens)
 
 
-def _check_region(order: Order, node: Node, access: Access, ranks: int) -> None:
+def _check_region(order: HappensBefore, node: Node, access: Access, ranks: int) -> None:
     region = access.region
     if not (0 <= region.rank < ranks and 0 <= region.shard < ranks and ZERO <= region.lo < region.hi <= ONE):
         raise ScheduleError("region", f"{order.where(node)}: {show_region(region)} does not exist in a group of {ranks} ranks")

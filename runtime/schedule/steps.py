@@ -40,7 +40,7 @@ class Buf(IntEnum):
     LANDING    arena slot   R shards; shard s is what rank s sent here. Symmetric: peers write it
     LANDING2   arena slot   R shards; the second phase of an all_reduce
     OUTPUT     user tensor  the collective's result: R shards (gathers, reduces) or one shard, number 0 (scatters)
-    RESULT     user tensor  product of consumer j (`Matmul.index`): R shards, or one (number 0) when it accumulates
+    RESULT     user tensor  product of consumer j (`Compute.index`): R shards, or one (number 0) when it accumulates
     OPERAND    user tensor  matmul operands that no step of the schedule writes (never raced, never checked)
     =========  ===========  ================================================================================
     """
@@ -134,7 +134,7 @@ class Wait(Step):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Matmul(Step):
+class Compute(Step):
     """One matmul of consumer (gathers, bulk) or term (scatters, reduces) `index`, restricted to one piece.
 
     `reads`: the pieces of INPUT or LANDING that are its gathered operand (empty when all operands are OPERANDs).

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from ub_overlap.compiler.reports.report import Report, reports
     from ub_overlap.runtime import errors
     from ub_overlap.runtime.errors import UbOverlapError
+    from ub_overlap.runtime.fp8.amax_history import fp8_state
     from ub_overlap.runtime.functional import all_gather_matmul, check, initialize, matmul_all_reduce, matmul_reduce_scatter
-    from ub_overlap.runtime.magnitudes import fp8_state
 
 __version__ = "0.1.0"
 

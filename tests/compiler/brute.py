@@ -8,13 +8,13 @@ from itertools import combinations
 import networkx
 from torch.fx import Graph, Node
 
-from ub_overlap.compiler.cost.choose import choose
-from ub_overlap.compiler.cost.of_site import shape_of_site
+from ub_overlap.compiler.cost.choice import choose
 from ub_overlap.compiler.cost.profile import Profile
-from ub_overlap.compiler.decide.legal import without
-from ub_overlap.compiler.sites import Bulk, Candidate, Gather, Site, find
-from ub_overlap.compiler.sites.matmuls import Product, as_product, is_matmul
-from ub_overlap.compiler.sites.order import _has_effects
+from ub_overlap.compiler.cost.site_sizes import shape_of_site
+from ub_overlap.compiler.graph.matmul import Matmul, as_product, is_matmul
+from ub_overlap.compiler.match import Bulk, Candidate, Gather, Site, find_candidates
+from ub_overlap.compiler.match.fusion_order import _has_effects
+from ub_overlap.compiler.select.legality import without
 
 
 def gain(site: Site, profile: Profile) -> float:
@@ -54,7 +54,7 @@ def legal(graph: Graph, groups: list[list[Node]]) -> bool:
     return True
 
 
-def independent(graph: Graph, node: Node) -> list[Product]:
+def independent(graph: Graph, node: Node) -> list[Matmul]:
     """Products without a path to or from `node`."""
     dag = networkx.DiGraph(edges(graph))
     tied = networkx.ancestors(dag, node) | networkx.descendants(dag, node)
@@ -84,7 +84,7 @@ def sites(graph: Graph, candidate: Candidate) -> Iterator[Site]:
 def best(graph: Graph, profile: Profile) -> float:
     """The most microseconds that could be saved."""
     choices: list[list[tuple[float, list[Node]]]] = []
-    for candidate in find(graph):
+    for candidate in find_candidates(graph):
         found = [(gain(site, profile), site.members) for site in sites(graph, candidate)]
         choices.append([(us, members) for us, members in sorted(found, key=lambda x: -x[0]) if us > 0])
     most = 0.0

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from tests.compiler.work import build, check
+from tests.compiler.rank_compile import build, check
 from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss, capture
 from tests.models.compare import uncached
+from ub_overlap.compiler.match import find_candidates
 from ub_overlap.compiler.reports.history import HISTORY
-from ub_overlap.compiler.sites import find
 
 LLAMA: tuple[str, dict[str, Any]] = ("tests.models.dtensor_llama", {})
 MLP: tuple[str, dict[str, Any]] = ("tests.models.megatron", {"dims": 2, "gated": True})
@@ -24,7 +24,9 @@ BULK: dict[str, Any] = {"overlap": "force", "plan": {"backward.*": "bulk"}}
 def independent(rank: int, world: int, stage: str) -> dict[str, list[tuple[str, int]]]:
     """Phase -> (collective, products independent of it) in graph order."""
     return {
-        trace.phase: [(c.collective.op.value if c.collective.op else "", len(c.beside)) for c in find(trace.module.graph)]
+        trace.phase: [
+            (c.collective.op.value if c.collective.op else "", len(c.beside)) for c in find_candidates(trace.module.graph)
+        ]
         for trace in capture(build(rank, world, *LLAMA), stage)
     }
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ub_overlap
-from tests.compiler.work import build, since
+from tests.compiler.rank_compile import build, since
 from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss
 from tests.models.compare import error

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import ub_overlap
-from tests.compiler.work import FORCE, build, world_name
+from tests.compiler.rank_compile import FORCE, build, world_name
 from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss
 from tests.models.compare import uncached
@@ -102,7 +102,7 @@ def test_nothing_to_say(pool2: RankPool) -> None:
     assert pool2.run(no_collectives) == [("no graph with collectives was compiled", 0)] * 2
 
 
-class Lines(logging.Handler):
+class Granularity(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
         self.records: list[tuple[str, str]] = []
@@ -113,7 +113,7 @@ class Lines(logging.Handler):
 
 def logged(rank: int, world: int) -> list[tuple[str, str]]:
     """What the backend logs while it compiles one form whose forward matches and whose backward does not."""
-    log, lines = logging.getLogger("ub_overlap"), Lines()
+    log, lines = logging.getLogger("ub_overlap"), Granularity()
     level = log.level
     log.addHandler(lines)
     log.setLevel(logging.DEBUG)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
-from tests.compiler.work import FORCE, world_name
+from tests.compiler.rank_compile import FORCE, world_name
 from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
 from ub_overlap.compiler.reports.history import HISTORY

@@ -14,11 +14,11 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.compiler.rank_compile import FORCE, world_name
 from tests.compiler.test_fuzz import values
-from tests.compiler.work import FORCE, world_name
 from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
-from ub_overlap.compiler.plan import Reason
+from ub_overlap.compiler.plan.plan import Reason
 from ub_overlap.compiler.reports.history import HISTORY
 
 c10d = torch.ops._c10d_functional

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.compiler.work import FORCE, build, since, world_name
+from tests.compiler.rank_compile import FORCE, build, since, world_name
 from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss
 from tests.models.compare import error, uncached

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.fx import Graph
 
+from tests.compiler.rank_compile import FORCE, build
 from tests.compiler.test_plan import PLAN
-from tests.compiler.work import FORCE, build
 from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss
 from tests.models.compare import uncached
-from ub_overlap.compiler.miss import missed
 from ub_overlap.compiler.options import Options, parse
-from ub_overlap.compiler.plan import Mode, Strategy
+from ub_overlap.compiler.plan.plan import Mode, Strategy
+from ub_overlap.compiler.unmatched import missed
 from ub_overlap.runtime.errors import MissError, OptionError
 
 NAMES = frozenset({"shape_padding", "max_autotune"})

@@ -11,11 +11,22 @@ import torch
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
-from tests.compiler.work import plans_of
+from tests.compiler.rank_compile import plans_of
 from tests.harness.ranks import RankPool
 from tests.models.dtensor_llama import tensor_mesh
-from ub_overlap.compiler.plan import NONE, Cast, Decision, Kept, Kind, Mode, Pairing, Plan, Reason, Strategy
-from ub_overlap.runtime.mismatch import first_difference
+from ub_overlap.compiler.plan.plan import (
+    NONE,
+    BulkEstimate,
+    CastDecision,
+    Decision,
+    Kind,
+    Mode,
+    Plan,
+    Reason,
+    SavedActivation,
+    Strategy,
+)
+from ub_overlap.runtime.session.plan_mismatch import first_difference
 
 SITE = Decision(
     id="forward.0",
@@ -32,7 +43,7 @@ SITE = Decision(
     flops=98304,
     module="layers.0.wq",
     source="model.py:7: self.wq(x)",
-    kept=Kept("gathered", 64, 16, 1.0),
+    kept=SavedActivation("gathered", 64, 16, 1.0),
 )
 LEFT = replace(SITE, id="forward.1", strategy=NONE, reason=Reason.LAYOUT, detail="rows are mixed", bytes=None, flops=None)
 GONE = replace(SITE, id="forward.2.merged0", strategy=Strategy(Mode.MERGED))
@@ -78,11 +89,11 @@ SHARED: list[tuple[dict[str, Any], str, str]] = [
     ({"shapes": (("input", "[4, 64]"),)}, "shapes={'input': '[8, 64]'}", "shapes={'input': '[4, 64]'}"),
     ({"module": "layers.1.wq"}, "module=layers.0.wq", "module=layers.1.wq"),
     ({"takes": ("layers.0.wq#1",)}, "takes=[]", "takes=['layers.0.wq#1']"),
-    ({"kept": Kept("shard", 64, 16, 1.0)}, "keeps=gathered", "keeps=shard"),
+    ({"kept": SavedActivation("shard", 64, 16, 1.0)}, "keeps=gathered", "keeps=shard"),
 ]
 EXPLAINS: list[dict[str, Any]] = [
     {"matmuls": ("mm_7",)}, {"paired": ("mm_7",)}, {"source": "other.py:1: f(x)"}, {"detail": "else"}, {"bytes": 1},
-    {"rows": 3}, {"kept": Kept("gathered", 32, 8, 2.0)}, {"options": ("bulk",)}, {"pairing": Pairing(1.0, 2, 3, None)},
+    {"rows": 3}, {"kept": SavedActivation("gathered", 32, 8, 2.0)}, {"options": ("bulk",)}, {"pairing": BulkEstimate(1.0, 2, 3, None)},
 ]  # fmt: skip
 
 
@@ -115,7 +126,7 @@ def test_digest_leaves_out_what_only_explains(changes: dict[str, object]) -> Non
 
 def test_casts_that_differ_are_named() -> None:
     """Before the sites, which differ because of them; with the reason, which is no part of what must be the same."""
-    cast = Cast(node="mm", role="forward", module="a.b", shape="[1, 2] @ [2, 3]", recipe="tensorwise")
+    cast = CastDecision(node="mm", role="forward", module="a.b", shape="[1, 2] @ [2, 3]", recipe="tensorwise")
     refused = replace(cast, node="mm_1", recipe="", reason=Reason.FILTERED, detail="fp8_filter refuses a.b")
     last = replace(cast, role="weight gradient")
     plans = [Plan("forward", (SITE,), casts=(cast, cast)), Plan("forward", (LEFT,), casts=(cast, refused, last))]
@@ -155,6 +166,6 @@ def test_digest_is_the_same_where_group_names_differ(pool4: RankPool) -> None:
 
 
 def test_plans_of_two_versions_without_a_difference_that_can_be_told() -> None:
-    from ub_overlap.runtime.mismatch import first_difference
+    from ub_overlap.runtime.session.plan_mismatch import first_difference
 
     assert first_difference('{"shared": {"casts": []}}', '{"shared": {}}') is None

@@ -14,14 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph
 
 from tests.compiler.dags import Dag
-from tests.compiler.work import FORCE, build, decisions_of, since, world_name
+from tests.compiler.rank_compile import FORCE, build, decisions_of, since, world_name
 from tests.harness.ranks import RankPool
 from tests.harness.traces import capture
 from tests.models.compare import compare
 from tests.models.forms import FORMS
-from ub_overlap.compiler.decide import decide, memory
 from ub_overlap.compiler.options import parse
-from ub_overlap.compiler.plan import Decision, Reason
+from ub_overlap.compiler.plan.plan import Decision, Reason
+from ub_overlap.compiler.select import decide, peak_memory
 
 c10d = torch.ops._c10d_functional
 R = Reason
@@ -254,8 +254,8 @@ def test_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     options = parse({"profile": "h200", "min_bytes": 0}, frozenset())[0]
     (free,) = decide(d.graph, options, "backward", lambda *_: None).plan.decisions
     assert str(free.strategy) == "bulk", free
-    monkeypatch.setattr(memory, "MORE_BYTES", 0)
-    monkeypatch.setattr(memory, "MORE_SHARE", 0.0)
+    monkeypatch.setattr(peak_memory, "MORE_BYTES", 0)
+    monkeypatch.setattr(peak_memory, "MORE_SHARE", 0.0)
     (held,) = decide(d.graph, options, "backward", lambda *_: None).plan.decisions
     assert held.reason is R.MEMORY and "32 MiB" in held.detail, held
     assert held.pairing and held.pairing.peak_bytes == held.pairing.holds_bytes == 32 << 20, held
@@ -263,7 +263,7 @@ def test_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_reason_is_provoked() -> None:
     forms = {r for pair in FORM_REASONS.values() for r in pair if r is not None}
-    float8 = {R.SCALES, R.SCALED_FORM, R.FILTERED, R.SIZES_NOT_16, R.RECIPE}  # tests/compiler/test_fp8.py
+    float8 = {R.SCALES, R.SCALED_FORM, R.FILTERED, R.SIZES_NOT_16, R.RECIPE}  # tests/fp8/test_insert.py
     assert forms | set(SITUATIONS.values()) | float8 | {R.GROUP_NOT_STATIC, R.MUTATION_BARRIER, R.MEMORY} == set(Reason)
 
 
@@ -277,7 +277,7 @@ def test_a_sum_without_an_end() -> None:
     from torch.fx import Graph
 
     from ub_overlap import _torch_compat as compat
-    from ub_overlap.compiler.sites import reductions
+    from ub_overlap.compiler.match import reduction
 
     graph = Graph()
     node = before = graph.placeholder("x")
@@ -287,4 +287,4 @@ def test_a_sum_without_an_end() -> None:
     for _ in range(2000):  # each the sum of the two before
         before, node = node, graph.call_function(torch.ops.aten.add.Tensor, (node, before))
         node.meta["val"] = value
-    assert reductions._scaled(node) is None
+    assert reduction._scaled(node) is None

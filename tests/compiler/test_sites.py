@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.compiler.work import FORCE, INDUCTOR, check
+from tests.compiler.rank_compile import FORCE, INDUCTOR, check
 from tests.harness.ranks import RankPool
 from tests.models.catalogue import DTENSOR, EXTERNAL, FSDP, MEGATRON, MESH, ODD, SINGLE, Named, unfit
 

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from ub_overlap.compiler.cost import SiteShape, choose, load
-from ub_overlap.runtime.calibrate import machine, matmuls
+from ub_overlap.runtime import machine
+from ub_overlap.tools.calibrate import matmuls
 
 PACE = 120
 
@@ -70,7 +71,7 @@ def test_a_probe_that_fails_leaves_a_hole(tmp_path: Path) -> None:
     program = tmp_path / "failing.py"
     program.write_text(
         "import sys\n"
-        "from ub_overlap.runtime.calibrate import traffic\n"
+        "from ub_overlap.tools.calibrate import traffic\n"
         "def fails(*_):\n    raise RuntimeError('no collectives today')\n"
         "traffic.collectives = fails\n"
         "from ub_overlap.__main__ import main\n"

@@ -11,11 +11,11 @@ import torch
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
-from tests.compiler.work import decisions_of, plans_of, world_name
+from tests.compiler.rank_compile import decisions_of, plans_of, world_name
 from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
 from ub_overlap.compiler.cost import load
-from ub_overlap.compiler.plan import Mode, Plan, Reason
+from ub_overlap.compiler.plan.plan import Mode, Plan, Reason
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.errors import PlanMismatchError
 

@@ -9,11 +9,11 @@ import pytest
 from tests.cost.machine import MIB, PLAIN
 from ub_overlap.compiler.cost import load
 from ub_overlap.compiler.cost.curve import at
-from ub_overlap.compiler.cost.play import SHARE, Contention, play
 from ub_overlap.compiler.cost.predict import predict
-from ub_overlap.compiler.cost.program import Item, Work, programs
-from ub_overlap.compiler.cost.shape import SiteShape
-from ub_overlap.compiler.plan import NONE, Strategy
+from ub_overlap.compiler.cost.program import CostItem, QueueItem, programs
+from ub_overlap.compiler.cost.simulate import SHARE, Contention, play
+from ub_overlap.compiler.cost.site_shape import SiteShape
+from ub_overlap.compiler.plan.plan import NONE, Strategy
 from ub_overlap.runtime.schedule.builders import build_all
 from ub_overlap.runtime.schedule.steps import FlagKind, Key
 
@@ -89,7 +89,7 @@ def test_bulk() -> None:
 
 def test_slow_down_lasts_as_long_as_the_traffic() -> None:
     """A matmul of 100 us beside 30 us of traffic at 1.5: it does 20 us' worth in these, and the other 80 at full speed."""
-    items = [Item(False, Work("matmul", 1.0)), Item(True, Work("push", 1.0))]
+    items = [QueueItem(False, CostItem("matmul", 1.0)), QueueItem(True, CostItem("push", 1.0))]
     costs = {"matmul": 100.0, "push": 30.0}
     (times,) = play([items], lambda work: costs[work.what], replace(FREE, matmul=1.5))
     assert times == [(0.0, pytest.approx(110.0)), (0.0, pytest.approx(30.0))]
@@ -99,7 +99,7 @@ def test_slow_down_lasts_as_long_as_the_traffic() -> None:
 
 def test_pushes_to_one_rank_share_its_port() -> None:
     """Ranks 0 and 1 both push to rank 2 from the begin; rank 2 to nobody."""
-    items = [[Item(True, Work("push", 1.0, peer=2))], [Item(True, Work("push", 1.0, peer=1))], []]
+    items = [[QueueItem(True, CostItem("push", 1.0, peer=2))], [QueueItem(True, CostItem("push", 1.0, peer=1))], []]
     times = play(items, lambda _: 10.0, FREE)
     assert [end for rank in times for _, end in rank] == [pytest.approx(10 * 2**SHARE)] * 2
 
@@ -108,11 +108,11 @@ def test_events_flags_and_waits() -> None:
     """rank 0 pushes after its matmul, and signals; rank 1 waits. What it costs to meet is added once each."""
     flag = (FlagKind.READY, 1, 0)
     first = [
-        Item(False, Work("matmul")),
-        Item(True, Work("push", peer=1), after=(0,)),
-        Item(True, Work("flag"), signals=(flag,)),
+        QueueItem(False, CostItem("matmul")),
+        QueueItem(True, CostItem("push", peer=1), after=(0,)),
+        QueueItem(True, CostItem("flag"), signals=(flag,)),
     ]
-    second = [Item(False, Work("wait"), waits=(flag,)), Item(False, Work("reduce"))]
+    second = [QueueItem(False, CostItem("wait"), waits=(flag,)), QueueItem(False, CostItem("reduce"))]
     costs = {"matmul": 10.0, "push": 5.0, "flag": 1.0, "reduce": 3.0}
     with_costs = replace(FREE, event_us=2.0, wait_us=0.5, arrive_us=4.0)
     one, two = play([first, second], lambda work: costs[work.what], with_costs)
@@ -121,7 +121,7 @@ def test_events_flags_and_waits() -> None:
 
 
 def test_a_circle_is_an_error() -> None:
-    waits = [Item(False, Work("wait"), waits=((FlagKind.READY, 1, 0),), text="for ever")]
+    waits = [QueueItem(False, CostItem("wait"), waits=((FlagKind.READY, 1, 0),), text="for ever")]
     with pytest.raises(ValueError, match="for ever"):
         play([waits, waits], lambda _: 1.0, FREE)
 
@@ -143,7 +143,7 @@ def test_one_rank_stands_for_all(key: Key) -> None:
     (one,) = programs(key)
     costs = {"matmul": 10.0, "push": 7.0, "copy": 2.0, "reduce": 3.0}
 
-    def cost(work: Work) -> float:
+    def cost(work: CostItem) -> float:
         return costs.get(work.what, 1.0) * (work.share or 1.0)
 
     alone = play([one], cost, FREE)[0]
@@ -153,13 +153,13 @@ def test_one_rank_stands_for_all(key: Key) -> None:
 
 def test_every_step_is_played() -> None:
     """No matmul, push or reduction is lost on the way from a schedule to a program."""
-    from ub_overlap.runtime.schedule.steps import Copy, Matmul, Queue, Reduce
+    from ub_overlap.runtime.schedule.steps import Compute, Copy, Queue, Reduce
 
     for key in KEYS:
         for schedule, program in zip(build_all(key), programs(key), strict=False):
             works = [item.work.what for item in program]
             pushes = [s for s in schedule.steps if isinstance(s, Copy) and s.queue is Queue.COPY]
-            assert works.count("matmul") == sum(isinstance(s, Matmul) for s in schedule.steps)
+            assert works.count("matmul") == sum(isinstance(s, Compute) for s in schedule.steps)
             assert works.count("reduce") == sum(isinstance(s, Reduce) for s in schedule.steps)
             assert works.count("push") == len(pushes)
             assert sum(item.work.share for item in program if item.work.what == "push") == sum(

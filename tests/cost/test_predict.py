@@ -11,12 +11,12 @@ from dataclasses import replace
 import pytest
 
 from tests.cost.machine import PLAIN
-from ub_overlap.compiler.cost import SiteShape, candidates, choose, load, matmul, predict
-from ub_overlap.compiler.cost.choose import MARGIN, MARGIN_US
+from ub_overlap.compiler.cost import SiteShape, candidates, choose, load, matmul_time, predict
+from ub_overlap.compiler.cost.choice import MARGIN, MARGIN_US
 from ub_overlap.compiler.cost.curve import at, between
-from ub_overlap.compiler.cost.load import analytic
-from ub_overlap.compiler.cost.matmul import matmul_us
-from ub_overlap.compiler.plan import NONE, Mode, Strategy
+from ub_overlap.compiler.cost.matmul_time import matmul_us
+from ub_overlap.compiler.cost.profile_lookup import analytic
+from ub_overlap.compiler.plan.plan import NONE, Mode, Strategy
 
 H200 = load("h200")
 PROFILES = [H200, load("cpu"), PLAIN, analytic("NVIDIA A100", 108, (8, 0))]
@@ -120,10 +120,10 @@ def test_the_nearest_measured_shapes_are_the_nearest(layout: str) -> None:
         known = []
         for kind, dtype, *there, us in rows:
             apart = sum(math.log2(a / b) ** 2 for a, b in zip(sizes, there, strict=True)) + (kind != layout)
-            known.append((apart, math.log(us / matmul.analytic_us(H200, dtype, kind, *there))))
-        near = sorted(known)[: matmul.NEAREST]
-        mean = sum(r / (d + matmul._SAME) for d, r in near) / sum(1 / (d + matmul._SAME) for d, _ in near)
-        assert matmul._residual(H200, "bfloat16", layout, *sizes) == pytest.approx(mean, rel=1e-9, abs=1e-12)
+            known.append((apart, math.log(us / matmul_time.analytic_us(H200, dtype, kind, *there))))
+        near = sorted(known)[: matmul_time.NEAREST]
+        mean = sum(r / (d + matmul_time._SAME) for d, r in near) / sum(1 / (d + matmul_time._SAME) for d, _ in near)
+        assert matmul_time._residual(H200, "bfloat16", layout, *sizes) == pytest.approx(mean, rel=1e-9, abs=1e-12)
 
 
 def test_curves() -> None:

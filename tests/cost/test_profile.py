@@ -11,14 +11,14 @@ import pytest
 
 from tests.cost.machine import PLAIN
 from ub_overlap.compiler.cost import Profile, load
-from ub_overlap.compiler.cost.fit import errors, fit, rates, shape_of, with_steps
-from ub_overlap.compiler.cost.load import _of_this_machine, analytic, read, shipped, signature
-from ub_overlap.compiler.cost.matmul import analytic_us
+from ub_overlap.compiler.cost.matmul_time import analytic_us
 from ub_overlap.compiler.cost.predict import predict
+from ub_overlap.compiler.cost.profile_lookup import _of_this_machine, analytic, read, shipped, signature
 from ub_overlap.compiler.options import parse
-from ub_overlap.compiler.plan import Strategy
-from ub_overlap.runtime.calibrate import cache, machine
+from ub_overlap.compiler.plan.plan import Strategy
+from ub_overlap.runtime import machine, profile_store
 from ub_overlap.runtime.errors import OptionError
+from ub_overlap.tools.calibrate.fit import errors, fit, rates, shape_of, with_steps
 
 Json = dict[str, Any]
 
@@ -132,9 +132,9 @@ def kept(folder: Path, ranks: int, **changes: Any) -> Profile:
     found = json.loads(load("cpu").to_json())
     found["name"] = f"kept {ranks} {sorted(changes)}"
     found["key"] = {**machine.key("cpu", ranks), **changes}
-    path = cache.path_of(found["key"])
+    path = profile_store.path_of(found["key"])
     assert path.parent == folder
-    cache.write(path, json.dumps(found))
+    profile_store.write(path, json.dumps(found))
     _of_this_machine.cache_clear()
     return Profile.from_json(json.dumps(found), "")
 
@@ -150,7 +150,7 @@ def test_which_profile_is_used(own_cache: Path) -> None:
     assert [load(None, ranks, "cpu") for ranks in (2, 3, 6, 8)] == [two, two, eight, eight]
     assert signature(None, ("cpu",)) == tuple(sorted({two.digest, eight.digest}))
     assert load(two) is two and signature("h200", ()) == (load("h200").digest,)
-    cache.path_of(dict(two.key)).write_text("{")
+    profile_store.path_of(dict(two.key)).write_text("{")
     _of_this_machine.cache_clear()
     assert load(None, 2, "cpu") == eight
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ub_overlap.compiler.diff.graph_store import Graphs
 from ub_overlap.compiler.diff.snapshot import NodeShot, Snapshot
-from ub_overlap.compiler.diff.store import Graphs
 
 PLAN = "00112233aabbccdd"
 LINE = "/home/me/model.py:12: return self.w2(F.relu(self.w1(x)))"

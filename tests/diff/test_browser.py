@@ -15,8 +15,8 @@ import pytest
 
 from benchmarks.graph_diff import graph
 from tests.diff.samples import report
+from ub_overlap.compiler.diff.graph_store import Graphs
 from ub_overlap.compiler.diff.render import html
-from ub_overlap.compiler.diff.store import Graphs
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome on PATH")

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.diff.samples import after, before, graphs, renamed, with_clone
+from ub_overlap.compiler.diff.compare_ranks import explain
 from ub_overlap.compiler.diff.edits import Diff
-from ub_overlap.compiler.diff.match import NONE, match
-from ub_overlap.compiler.diff.ranks import explain
+from ub_overlap.compiler.diff.graph_store import Graphs
+from ub_overlap.compiler.diff.pair_nodes import NONE, match
 from ub_overlap.compiler.diff.rows import rows
 from ub_overlap.compiler.diff.snapshot import NodeShot, Snapshot
-from ub_overlap.compiler.diff.store import Graphs
-from ub_overlap.runtime import plan_store, rank_graphs
+from ub_overlap.runtime import plan_store
+from ub_overlap.runtime.session import plan_graphs
 
 
 def names(s: Snapshot, places: tuple[int, ...]) -> list[str]:
@@ -160,11 +161,11 @@ def test_ranks() -> None:
 def test_ranks_whose_graphs_cannot_be_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Then the error does without."""
     monkeypatch.setenv("UB_OVERLAP_CACHE_DIR", str(tmp_path))
-    rank_graphs.install(explain)
-    assert rank_graphs.packed("0" * 16) == ""
+    plan_graphs.install(explain)
+    assert plan_graphs.packed("0" * 16) == ""
     plan_store.save_graphs("0" * 16, graphs().pack())
-    good = rank_graphs.packed("0" * 16)
-    assert "the same" in rank_graphs.told(good, good, ("a", "b"))
-    assert rank_graphs.told(good, "", ("a", "b")) == rank_graphs.told(good, "AAAA", ("a", "b")) == ""
-    monkeypatch.setattr(rank_graphs, "MOST_BYTES", 10)
-    assert rank_graphs.packed("0" * 16) == ""
+    good = plan_graphs.packed("0" * 16)
+    assert "the same" in plan_graphs.told(good, good, ("a", "b"))
+    assert plan_graphs.told(good, "", ("a", "b")) == plan_graphs.told(good, "AAAA", ("a", "b")) == ""
+    monkeypatch.setattr(plan_graphs, "MOST_BYTES", 10)
+    assert plan_graphs.packed("0" * 16) == ""

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.diff.samples import after, before, graphs, renamed, report, with_clone
-from ub_overlap.compiler.diff import stored
+from ub_overlap.compiler.diff import stored_report
 from ub_overlap.compiler.diff.edits import Diff
-from ub_overlap.compiler.diff.render import dot, html, model_explorer, sites, text
-from ub_overlap.compiler.miss import NOT_MISSED
+from ub_overlap.compiler.diff.render import dot, html, model_explorer, site_section, text
+from ub_overlap.compiler.unmatched import NOT_MISSED
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -31,7 +31,7 @@ def comparison() -> str:
     a, b = report(), report()
     b["sites"] = [{**b["sites"][0], "strategy": "none", "reason": "no_gain"}, *b["sites"][1:2]]
     b["graphs"] = [{**graphs().to_dict(), "before": renamed(with_clone(before())).to_dict()}]
-    return sites.comparison(stored.compare(a, b, ("a.json", "b.json")))
+    return site_section.comparison(stored_report.compare(a, b, ("a.json", "b.json")))
 
 
 def pretty(value: object) -> str:
@@ -44,8 +44,8 @@ WRITTEN: dict[str, Callable[[], str]] = {
     "table_of_runs.txt": lambda: str(other_run()),
     "unified.txt": lambda: text.unified(rewrite()),
     "unified_of_runs.txt": lambda: text.unified(other_run(), context=1),
-    "overview.txt": lambda: sites.overview(report(), [rewrite()]),
-    "site.txt": lambda: sites.one(report(), [rewrite()], "forward.1"),
+    "overview.txt": lambda: site_section.overview(report(), [rewrite()]),
+    "site.txt": lambda: site_section.one(report(), [rewrite()], "forward.1"),
     "comparison.txt": comparison,
     "diff.json": lambda: pretty(rewrite().to_dict()),
     "rewrite.dot": lambda: dot.dot(rewrite()),

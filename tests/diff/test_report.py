@@ -14,12 +14,12 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 import ub_overlap
-from tests.compiler.work import FORCE, INDUCTOR, build
+from tests.compiler.rank_compile import FORCE, INDUCTOR, build
 from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
-from ub_overlap.compiler.diff import stored
+from ub_overlap.compiler.diff import stored_report
+from ub_overlap.compiler.diff.graph_store import STORE, Store
 from ub_overlap.compiler.diff.render import html
-from ub_overlap.compiler.diff.store import STORE, Store
 from ub_overlap.runtime import plan_store
 
 MLP = ("tests.models.megatron", {"gated": True, "dims": 2})
@@ -79,10 +79,10 @@ def test_ranks_and_compilers_compared(of_mlp: dict[str, list[Told]], tmp_path: P
     for name, told in (("eager", eager), ("other", other), ("inductor", inductor)):
         paths.append(tmp_path / f"{name}.json")
         paths[-1].write_text(told.json)
-    reports = [stored.read(p) for p in paths]
-    same = stored.compare(reports[0], reports[1], ("rank 0", "rank 1"))
+    reports = [stored_report.read(p) for p in paths]
+    same = stored_report.compare(reports[0], reports[1], ("rank 0", "rank 1"))
     assert same.same and [d.same for d in same.before] == [True, True]
-    differs = stored.compare(reports[0], reports[2], ("aot", "inductor"))
+    differs = stored_report.compare(reports[0], reports[2], ("aot", "inductor"))
     assert not differs.same and not differs.sites
     forward = differs.before[0]
     assert {n.target for e in forward.edits for n in (forward.a.nodes[i] for i in e.removed)} <= {

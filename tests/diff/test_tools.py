@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.compiler.work import FORCE, build
+from tests.compiler.rank_compile import FORCE, build
 from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss
 from tests.models.compare import uncached
 from ub_overlap import __main__ as cli
 from ub_overlap import _torch_compat as compat
-from ub_overlap.runtime import exposed
+from ub_overlap.tools import exposed
 
 
 def looked(rank: int, world: int) -> tuple[dict[str, str], list[str], list[str]]:

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.fx import Node
 
 import ub_overlap
-from tests.compiler.work import FORCE, INDUCTOR, build
+from tests.compiler.rank_compile import FORCE, INDUCTOR, build
 from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss
 from tests.models.compare import uncached
-from ub_overlap.compiler import rewrite
 from ub_overlap.compiler.options import parse
-from ub_overlap.compiler.plan import Decision, Kind, Mode, Plan, Strategy
+from ub_overlap.compiler.plan.plan import Decision, Kind, Mode, Plan, Strategy
+from ub_overlap.compiler.rewrite import rewrite_graph
 from ub_overlap.runtime.verify import TOLERANCE, difference
 
 MODELS = (
@@ -63,16 +63,16 @@ def test_inductor(pool2: RankPool) -> None:
 
 def sabotaged(rank: int, world: int) -> list[Any]:
     """The same, with a rewrite of reductions that is off by a thousandth."""
-    good = rewrite.rewrite_reduction
+    good = rewrite_graph.rewrite_reduction
 
     def bad(e: Any, *more: Any) -> dict[Node, Node]:
         return {k: e.call(torch.ops.aten.mul.Tensor, v, 1.001) for k, v in good(e, *more).items()}
 
-    rewrite.rewrite_reduction = bad
+    rewrite_graph.rewrite_reduction = bad
     try:
         return verified(rank, world, ("tests.models.megatron", {"gated": True, "dims": 2, "local": 24}), FORCE)[0]
     finally:
-        rewrite.rewrite_reduction = good
+        rewrite_graph.rewrite_reduction = good
 
 
 def test_a_wrong_site_is_found(pool2: RankPool) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ub_overlap.runtime import reference
+from ub_overlap.runtime.ops import c10d_fallback
 
 F32, BF16, F16, E4M3, E5M2 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 SLACK = {F32: 2e-6, BF16: 4e-3, F16: 1e-3, E4M3: 0.0, E5M2: 0.0}
@@ -119,7 +119,7 @@ def run_op(case: Case, strategy: str, group: str, site: str) -> list[torch.Tenso
 
 def run_plain(case: Case, group: str) -> list[torch.Tensor]:
     """The same outputs by a c10d collective and matmuls."""
-    return flat(reference.run(case[0], *case[1], group))
+    return flat(c10d_fallback.run(case[0], *case[1], group))
 
 
 def doubled(value: Any) -> Any:
@@ -139,8 +139,8 @@ def sizes_of_parts(case: Case, group: str) -> torch.Tensor:
     """For every element of a scaled scatter's result the sum of the sizes of what the ranks contribute, in float64."""
     lhs, rhs, lhs_scales, rhs_scales, partial, outer = map(doubled, case[1][:6])
     for a, b, a_scale, b_scale in zip(lhs, rhs, lhs_scales, rhs_scales, strict=True):
-        partial = reference.scaled_product(a, b, a_scale, b_scale, partial, torch.float64, False)
-    return reference.scatter_rows(partial.abs(), outer, group)
+        partial = c10d_fallback.scaled_product(a, b, a_scale, b_scale, partial, torch.float64, False)
+    return c10d_fallback.scatter_rows(partial.abs(), outer, group)
 
 
 @dataclass(frozen=True)

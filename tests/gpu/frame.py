@@ -32,8 +32,9 @@ for _name in ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_D
 import torch
 import torch.distributed as dist
 
-from ub_overlap.runtime import ops, session, settings
-from ub_overlap.runtime.ranks import Deadline, Member, leave
+from ub_overlap.runtime import ops, settings
+from ub_overlap.runtime.session import session
+from ub_overlap.tools.rank_process import Deadline, Member, leave
 
 TABLE = "== "
 """Begins the line above the table, by which run_all.py finds it."""

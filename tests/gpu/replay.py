@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from ub_overlap.runtime.schedule.builders.script import SLOTS
+from ub_overlap.runtime.schedule.builders.schedule_writer import SLOTS
 from ub_overlap.runtime.schedule.effects import accesses
-from ub_overlap.runtime.schedule.order import Call, Node, Order
-from ub_overlap.runtime.schedule.steps import Copy, Finish, Matmul, Reduce, Region, Schedule, Signal, Wait
+from ub_overlap.runtime.schedule.happens_before import Call, HappensBefore, Node
+from ub_overlap.runtime.schedule.steps import Compute, Copy, Finish, Reduce, Region, Schedule, Signal, Wait
 
 Record = tuple[int, str, str, int, int, int]
 
@@ -54,7 +54,7 @@ def replay(
     schedules: Sequence[Schedule], records: Sequence[Sequence[Record]], one_clock: bool, grain_ns: int = 2_000
 ) -> Replayed:
     """`one_clock`: all ranks read the same clock; `grain_ns`: its resolution."""
-    order = Order([Call(tuple(schedules), tuple(range(len(schedules))), 1)], SLOTS)
+    order = HappensBefore([Call(tuple(schedules), tuple(range(len(schedules))), 1)], SLOTS)
     times = {(rank, r[0]): r for rank, of in enumerate(records) for r in of}
     bad: list[str] = []
     _check_complete(schedules, records, bad)
@@ -115,7 +115,7 @@ def _offsets(rules: Sequence[_Rule], ranks: int, grain_ns: int) -> list[int]:
 
 
 def _check_complete(schedules: Sequence[Schedule], records: Sequence[Sequence[Record]], bad: list[str]) -> None:
-    kinds = {Copy: "copy", Signal: "signal", Wait: "wait", Matmul: "matmul", Reduce: "reduce", Finish: "finish"}
+    kinds = {Copy: "copy", Signal: "signal", Wait: "wait", Compute: "matmul", Reduce: "reduce", Finish: "finish"}
     if len(schedules) != len(records):
         bad.append(f"{len(records)} ranks recorded, {len(schedules)} schedules")
         return
@@ -132,7 +132,7 @@ def _check_complete(schedules: Sequence[Schedule], records: Sequence[Sequence[Re
                 bad.append(f"rank {schedule.rank} step {place} ({kind}) has no times: {begin} to {end}")
 
 
-def _conflicts(order: Order) -> list[tuple[Node, Node]]:
+def _conflicts(order: HappensBefore) -> list[tuple[Node, Node]]:
     """Pairs of steps that touch the same piece of a buffer, at least one of them writing, on two queues or two ranks."""
     touched: dict[tuple[int, int, int, int], list[tuple[Node, Region, bool]]] = {}
     for node in order.nodes:

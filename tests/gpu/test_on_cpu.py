@@ -11,10 +11,10 @@ from tests.gpu.replay import Record, Violation, replay
 from tests.gpu.run_all import PROGRAMS
 from ub_overlap.runtime.schedule import Schedule
 from ub_overlap.runtime.schedule.builders import build_all
-from ub_overlap.runtime.schedule.order import Call, Order
-from ub_overlap.runtime.schedule.steps import Copy, Finish, Key, Matmul, Reduce, Signal, Wait
+from ub_overlap.runtime.schedule.happens_before import Call, HappensBefore
+from ub_overlap.runtime.schedule.steps import Compute, Copy, Finish, Key, Reduce, Signal, Wait
 
-KINDS = {Copy: "copy", Signal: "signal", Wait: "wait", Matmul: "matmul", Reduce: "reduce", Finish: "finish"}
+KINDS = {Copy: "copy", Signal: "signal", Wait: "wait", Compute: "matmul", Reduce: "reduce", Finish: "finish"}
 KEYS = [
     Key("all_gather_matmul", 3, 6, contracts=(False, True), keep=True),
     Key("matmul_reduce_scatter", 3, 0, terms=1),
@@ -25,7 +25,7 @@ KEYS = [
 
 def timed(schedules: tuple[Schedule, ...]) -> list[list[Record]]:
     """Records of a run in which one step of all ranks runs at a time."""
-    order = Order([Call(schedules, tuple(range(len(schedules))), 1)], 2)
+    order = HappensBefore([Call(schedules, tuple(range(len(schedules))), 1)], 2)
     records: list[list[Record]] = [[] for _ in schedules]
     for i, node in enumerate(order.sequence):
         begin = 1_000_000 * (i + 1)
@@ -62,7 +62,7 @@ def test_another_clock_is_told_from_one(key: Key) -> None:
 def test_every_step_that_ran_too_early_is_seen(key: Key, one_clock: bool) -> None:
     """Each step that waits for anything, moved before everything, also where clocks may differ."""
     schedules = build_all(key)
-    records, order = timed(schedules), Order([Call(schedules, tuple(range(key.ranks)), 1)], 2)
+    records, order = timed(schedules), HappensBefore([Call(schedules, tuple(range(key.ranks)), 1)], 2)
     tried = 0
     for node in order.nodes:
         free = isinstance(node.step, Wait) and node.step.back

@@ -27,7 +27,7 @@ Values = dict[str, Tensor | None]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Comparison:
     """Errors by tensor as (eager, compiled), relative to the largest value of the float64 run; decisions as dicts."""
 
     errors: dict[str, tuple[float, float]]
@@ -113,7 +113,7 @@ def compare(
     backend: str = "ub_overlap",
     fresh: bool = True,
     device: torch.device | str = "cpu",
-) -> Outcome:
+) -> Comparison:
     """Run `module`.build(**variant) three ways on `device`. `fresh`: compile caches are passed by, so the passes do run."""
     with on(device):
         return _compare(rank, world, module, variant or {}, options, backend, fresh)
@@ -121,7 +121,7 @@ def compare(
 
 def _compare(
     rank: int, world: int, module: str, variant: dict[str, Any], options: dict[str, Any] | None, backend: str, fresh: bool
-) -> Outcome:
+) -> Comparison:
     build = importlib.import_module(module).build
     true_case: Case = build(rank, world, **variant, exact=True)
     truth = values(true_case, true_case.module)
@@ -137,7 +137,7 @@ def _compare(
 
     errors = {n: (error(eager[n], truth[n], n), error(ours[n], truth[n], n)) for n in truth}
     roundings = {n: torch.finfo(t.dtype).eps if t is not None else 0.0 for n, t in eager.items()}
-    return Outcome(errors, roundings, decisions, case.expected)
+    return Comparison(errors, roundings, decisions, case.expected)
 
 
 def _mark() -> int:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ub_overlap.cli import plan as verb
-from ub_overlap.compiler.forced.megatron import ENTRIES
-from ub_overlap.compiler.forced.rules import parse_rules
+from ub_overlap.compiler.overrides.megatron import ENTRIES
+from ub_overlap.compiler.overrides.rules import parse_rules
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text()
 RULES = re.findall(r"\{[^{}]*\"strategy\": [^{}]*\}", TEXT)

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.compiler.work import FORCE, build, decisions_of
+from tests.compiler.rank_compile import FORCE, build, decisions_of
 from tests.harness.ranks import RankPool
 from ub_overlap.cli import main
-from ub_overlap.compiler.forced.rules import parse_rules
 from ub_overlap.compiler.options import parse
+from ub_overlap.compiler.overrides.rules import parse_rules
 from ub_overlap.runtime.errors import OptionError
 
 LLAMA = "tests.models.dtensor_llama"

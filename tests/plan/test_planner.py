@@ -15,12 +15,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import symbolic_trace
 
-from tests.compiler.work import decisions_of
+from tests.compiler.rank_compile import decisions_of
 from tests.harness.ranks import RankPool
 from ub_overlap.cli import main
-from ub_overlap.compiler.planner.models import MODELS, Sizes, block_input, named, parallel_blocks
-from ub_overlap.compiler.planner.rest import rest_of
 from ub_overlap.runtime.errors import OptionError
+from ub_overlap.tools.planner.models import MODELS, Sizes, block_input, named, parallel_blocks
+from ub_overlap.tools.planner.unmatched_time import rest_of
 
 SMALL = Sizes(hidden=64, ffn=128, heads=8, kv_heads=4, seq=32, tp=2, batch=2, dtype="fp32")
 
@@ -124,7 +124,7 @@ def test_planning_needs_a_process_of_its_own(pool2: RankPool) -> None:
 
 def plan_beside_a_group(rank: int, world: int) -> str:
     from ub_overlap.compiler.options import Options
-    from ub_overlap.compiler.planner.trace import trace
+    from ub_overlap.tools.planner.trace import trace
 
     try:
         trace(SMALL, Options())

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 import ub_overlap
+from tests.compiler.rank_compile import FORCE, build
 from tests.compiler.test_plan import GONE, LEFT, SITE
-from tests.compiler.work import FORCE, build
 from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
-from ub_overlap.compiler.cost.load import load
 from ub_overlap.compiler.cost.predict import predict
-from ub_overlap.compiler.plan import NONE, Kind, Mode, Plan, Strategy, Work
+from ub_overlap.compiler.cost.profile_lookup import load
+from ub_overlap.compiler.plan.plan import NONE, Kind, Mode, Plan, SiteSizes, Strategy
 from ub_overlap.compiler.reports.measured import StepTime
 from ub_overlap.compiler.reports.outlook import outlook, shape_of, totals
 from ub_overlap.compiler.reports.timeline import Lane, events, kind, write
@@ -25,7 +25,7 @@ from ub_overlap.runtime import settings
 from ub_overlap.runtime.errors import OptionError
 
 H200 = load("h200")
-WORK = Work(
+WORK = SiteSizes(
     kind="all_gather_matmul", ranks=8, dtype="bfloat16", matmuls=((8192, 1024, 8192, False), (8192, 128, 8192, False)),
     rows=8192, cols=8192,
 )  # fmt: skip

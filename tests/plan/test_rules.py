@@ -8,24 +8,24 @@ from typing import Any
 
 import pytest
 
-from tests.compiler.work import FORCE, build, check, decisions_of
+from tests.compiler.rank_compile import FORCE, build, check, decisions_of
 from tests.harness.ranks import RankPool
-from ub_overlap.compiler.forced.rule import Place
-from ub_overlap.compiler.forced.rules import Unmatched, forced_by_rules, parse_rules
 from ub_overlap.compiler.options import Options, parse
-from ub_overlap.compiler.plan import Mode, Strategy
+from ub_overlap.compiler.overrides.rule import SiteDescription
+from ub_overlap.compiler.overrides.rules import Unmatched, forced_by_rules, parse_rules
+from ub_overlap.compiler.plan.plan import Mode, Strategy
 from ub_overlap.runtime.errors import OptionError
 
 NAMES: frozenset[str] = frozenset()
 LLAMA = "tests.models.dtensor_llama"
 
 
-def place(**changes: Any) -> Place:
+def place(**changes: Any) -> SiteDescription:
     base: dict[str, Any] = {
         "id": "forward.0", "phase": "forward", "kinds": ("all_gather", "all_gather_matmul"),
         "modules": ("layers.0.attention.wq", "layers.0.attention"), "ranks": 8,
     }  # fmt: skip
-    return Place(**{**base, **changes})
+    return SiteDescription(**{**base, **changes})
 
 
 @pytest.mark.parametrize(

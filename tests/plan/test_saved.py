@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from tests.compiler.rank_compile import FORCE, build, plans_of
 from tests.compiler.test_plan import PLAN
-from tests.compiler.work import FORCE, build, plans_of
 from tests.harness.ranks import RankPool
-from ub_overlap.compiler.forced.rule import Place
-from ub_overlap.compiler.forced.saved import fit, parse_plan
 from ub_overlap.compiler.options import parse
-from ub_overlap.compiler.plan import Plan
+from ub_overlap.compiler.overrides.rule import SiteDescription
+from ub_overlap.compiler.overrides.saved_plan import fit, parse_plan
+from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.runtime.errors import OptionError
 
 MEGATRON = "tests.models.megatron"
@@ -69,7 +69,7 @@ def test_a_broken_file(tmp_path: Path) -> None:
 
 # The sites of PLAN as a graph shows them.
 PLACES = [
-    Place(
+    SiteDescription(
         id=d.id, phase=d.phase, kinds=("all_gather", d.kind.value), modules=(d.module, "layers.0"), ranks=d.ranks,
         dtype=d.dtype, input=dict(d.shapes)["input"],
     )

@@ -1,6 +1,6 @@
 """Ranks of their own, for tests that kill, stop or abandon them. `tests/harness` has the pools for all others.
 
-    outcomes = run_ranks("tests.runtime.work_failures:dies", 3, args=(1,), timeout=40)
+    outcomes = run_ranks("tests.runtime.rank_failures:dies", 3, args=(1,), timeout=40)
 
 Every rank is a fresh process with a gloo world; the Store lives in the caller, so that no rank's death takes it away. Whatever
 happens, all processes are gone when `run_ranks` returns.

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ub_overlap.runtime import errors, settings, stream, symmetric, tuning
+from ub_overlap.runtime import autotune, errors, settings
+from ub_overlap.runtime.session import device_wait, symm_mem
 
 STEP = 0.2
 
@@ -52,7 +53,7 @@ class Event:
 def test_a_call_is_timed_between_events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     ran: list[int] = []
-    assert tuning._cuda_us(lambda: ran.append(1)) == 2000.0
+    assert autotune._cuda_us(lambda: ran.append(1)) == 2000.0
     assert ran == [1]
 
 
@@ -61,15 +62,15 @@ def test_a_stream_that_does_not_come_to_its_end(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Event, "passes", 1 << 60)
     begin = time.monotonic()
     with pytest.raises(errors.DeviceTimeoutError, match=r"what was issued before a call that is timed did not end .* 0\.2 s"):
-        tuning._cuda_us(lambda: None)
+        autotune._cuda_us(lambda: None)
     assert STEP <= time.monotonic() - begin < 10 * STEP
 
 
-def arena(core: Any, monkeypatch: pytest.MonkeyPatch) -> symmetric.SymmetricArena:
+def arena(core: Any, monkeypatch: pytest.MonkeyPatch) -> symm_mem.SymmetricArena:
     """One of two ranks that has been made and met."""
-    monkeypatch.setattr(symmetric, "_allocate", lambda size: torch.empty(1))
-    monkeypatch.setattr(symmetric, "refuse_capture", lambda doing: None)
-    made = symmetric.SymmetricArena.__new__(symmetric.SymmetricArena)
+    monkeypatch.setattr(symm_mem, "_allocate", lambda size: torch.empty(1))
+    monkeypatch.setattr(symm_mem, "refuse_capture", lambda doing: None)
+    made = symm_mem.SymmetricArena.__new__(symm_mem.SymmetricArena)
     made._group, made._rank, made._ranks, made._slot_bytes, made.core = "g", 0, 2, 64, core
     made._held, made._words, made._data = [], torch.empty(1), torch.empty(1)
     made._words_handle = made._data_handle = "old"
@@ -102,8 +103,8 @@ def test_old_slots_go_where_nothing_has_to_be_waited_for(
         met.append(name)
         return SimpleNamespace(buffer_ptrs=[tensor.data_ptr(), tensor.data_ptr()])
 
-    monkeypatch.setattr(symmetric, "_outside_pools", lambda body: body())
-    monkeypatch.setattr(symmetric._torch_compat, "symmetric_rendezvous", rendezvous)
+    monkeypatch.setattr(symm_mem, "_outside_pools", lambda body: body())
+    monkeypatch.setattr(symm_mem._torch_compat, "symmetric_rendezvous", rendezvous)
     one = arena(core_of(True, captured, free), monkeypatch)
     one.grow_begin(128)
     one.grow_attach(1, one.data_name)
@@ -127,16 +128,16 @@ def test_memory_stays_where_the_device_does_not_tell(
     core: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An arena that goes leaves its memory, and the first one says why; growth goes on and keeps the old slots."""
-    monkeypatch.setattr(symmetric._Process, "told", False)
-    monkeypatch.setattr(symmetric._Process, "named", [])
+    monkeypatch.setattr(symm_mem._Process, "told", False)
+    monkeypatch.setattr(symm_mem._Process, "named", [])
     words = []
-    with caplog.at_level("WARNING", "ub_overlap.runtime.symmetric"):
+    with caplog.at_level("WARNING", "ub_overlap.runtime.session.session.symm_mem"):
         for _ in range(2):
             one = arena(core, monkeypatch)
             words.append(one._words)
             assert not one._may_free()
             del one
-    assert all(any(word is kept[0] for kept in symmetric._Process.named) for word in words)
+    assert all(any(word is kept[0] for kept in symm_mem._Process.named) for word in words)
     (said,) = caplog.records
     assert "group 'g'" in said.getMessage() and ("illegal memory access" if core else "did not all meet") in said.getMessage()
 
@@ -145,12 +146,12 @@ def test_names_of_meetings() -> None:
     """Ranks that have been through equally many need none; others get one that all make out alike, and never the same again."""
     seen = set()
     for _ in range(2):  # a group that is bound, closed and bound again: its ranks' counts may be what they were
-        tokens = [f"{count}:{symmetric.meeting_name().partition(':')[2]}" for count in (4, 4, 2)]
-        names = {symmetric.meeting(list(tokens)) for _rank in range(3)}
+        tokens = [f"{count}:{symm_mem.meeting_name().partition(':')[2]}" for count in (4, 4, 2)]
+        names = {symm_mem.meeting(list(tokens)) for _rank in range(3)}
         assert len(names) == 1
         seen |= names
     assert len(seen) == 2 and "" not in seen
-    assert symmetric.meeting([symmetric.meeting_name() for _ in range(3)]) == ""
+    assert symm_mem.meeting([symm_mem.meeting_name() for _ in range(3)]) == ""
 
 
 FIELDS = {
@@ -180,4 +181,4 @@ def test_errors_carry_their_ranks() -> None:
 
 def test_a_wait_that_ends() -> None:
     asked = iter([False, False, True])
-    stream.until(lambda: next(asked), "something")
+    device_wait.until(lambda: next(asked), "something")

@@ -12,7 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from ub_overlap import _torch_compat
-from ub_overlap.runtime import errors, exchange, mismatch, notices, rank_graphs, session, settings, tuning
+from ub_overlap.runtime import autotune, errors, settings
+from ub_overlap.runtime.session import plan_announcements, plan_graphs, plan_mismatch, session, store_exchange
 
 
 @pytest.fixture
@@ -41,23 +42,23 @@ def at_once(bodies: list[Callable[[], Any]]) -> list[Any]:
     return found
 
 
-def members(store: Any, ranks: int) -> list[exchange.Exchange]:
-    return [exchange.Exchange(store, "g", "cpu", rank, ranks, "op", "site") for rank in range(ranks)]
+def members(store: Any, ranks: int) -> list[store_exchange.Exchange]:
+    return [store_exchange.Exchange(store, "g", "cpu", rank, ranks, "op", "site") for rank in range(ranks)]
 
 
 @pytest.mark.parametrize(("deadline", "setting"), [("init", "INIT"), ("step", "STEP")])
-def test_an_error_names_the_setting_that_was_used(short: None, deadline: exchange.Deadline, setting: str) -> None:
+def test_an_error_names_the_setting_that_was_used(short: None, deadline: store_exchange.Deadline, setting: str) -> None:
     """Whatever the topic."""
     one, _ = members(dist.HashStore(), 2)
     with pytest.raises(errors.PeerTimeoutError) as caught:
         one.all("tune/1", {}, deadline, "tune a site")
-    assert f"within {exchange.seconds(deadline):g} s" in caught.value.what
+    assert f"within {store_exchange.seconds(deadline):g} s" in caught.value.what
     assert f"UB_OVERLAP_{setting}_TIMEOUT_S" in caught.value.fix
     assert (caught.value.ranks, caught.value.phase, caught.value.op, caught.value.site) == ((1,), "tune/1", "op", "site")
 
 
 def test_timing_a_site_waits_for_a_step(short: None) -> None:
-    tuner = tuning.Tuner(members(dist.HashStore(), 2)[0], "cpu")
+    tuner = autotune.Tuner(members(dist.HashStore(), 2)[0], "cpu")
     with pytest.raises(errors.PeerTimeoutError, match="UB_OVERLAP_STEP_TIMEOUT_S"):
         tuner.tune("op", "/site", 0, "work", ["pipelined", "none"], lambda _: True, lambda: None)
 
@@ -66,10 +67,10 @@ def test_a_rank_reads_one_other_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of five ranks with three plans two leave their texts, and each rank gets that of the first one that differs."""
     digests, store = ["aaaaaaaa", "aaaaaaaa", "bbbbbbbb", "cccccccc", "bbbbbbbb"], dist.HashStore()
     looked: list[tuple[str, str]] = []
-    for module in (session, mismatch):
+    for module in (session, plan_mismatch):
         monkeypatch.setattr(module, "plan_text", lambda digest: json.dumps({"shared": {"sites": [{"id": digest}]}}))
-    monkeypatch.setattr(rank_graphs, "packed", lambda digest: f"graphs of {digest}")
-    monkeypatch.setattr(rank_graphs, "told", lambda mine, theirs, names: looked.append((mine, theirs)) or f"{mine}, {theirs}")
+    monkeypatch.setattr(plan_graphs, "packed", lambda digest: f"graphs of {digest}")
+    monkeypatch.setattr(plan_graphs, "told", lambda mine, theirs, names: looked.append((mine, theirs)) or f"{mine}, {theirs}")
     core = SimpleNamespace(device="cpu", group="g")
     ranks = [session.Session(core, one, None) for one in members(store, 5)]
     found = at_once([lambda r=r, d=d: r.verify(d, "op", f"{d}/0") for r, d in zip(ranks, digests, strict=True)])
@@ -91,7 +92,7 @@ class Group:
 
 
 def left(group: Group, graph: str) -> dict[str, Any]:
-    return dict(json.loads(group.store.get(notices._key("g", graph, 1))))
+    return dict(json.loads(group.store.get(plan_announcements._key("g", graph, 1))))
 
 
 def test_notices_end_with_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,37 +102,37 @@ def test_notices_end_with_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_torch_compat, "group_of", lambda name: here[0])
     monkeypatch.setattr(_torch_compat, "store_of", lambda group: group.store)
     for digest in ("aa", "bb", "aa"):
-        notices.leave(["g"], "graph", digest)
+        plan_announcements.leave(["g"], "graph", digest)
     assert (left(here[0], "graph")["digests"], left(here[0], "graph")["digest"]) == (["bb", "aa"], "aa")
     here[0] = Group(1)
-    notices.leave(["g"], "graph", "cc")
+    plan_announcements.leave(["g"], "graph", "cc")
     assert left(here[0], "graph")["digests"] == ["cc"] and not left(here[0], "graph")["dropped"]
-    assert len(notices._left) == 1, "the old group's went with it"
-    for number in range(notices.MOST):
-        notices.leave(["g"], "graph", f"{number:02}")
-    assert left(here[0], "graph")["digests"] == [f"{number:02}" for number in range(notices.MOST)]
-    assert left(here[0], "graph")["dropped"] and len(notices._left[here[0]]["graph"]) == notices.MOST + 1
-    notices.leave(["g"], "graph", "dd")
-    assert left(here[0], "graph")["dropped"] and len(notices._left[here[0]]["graph"]) == notices.MOST + 1
+    assert len(plan_announcements._left) == 1, "the old group's went with it"
+    for number in range(plan_announcements.MOST):
+        plan_announcements.leave(["g"], "graph", f"{number:02}")
+    assert left(here[0], "graph")["digests"] == [f"{number:02}" for number in range(plan_announcements.MOST)]
+    assert left(here[0], "graph")["dropped"] and len(plan_announcements._left[here[0]]["graph"]) == plan_announcements.MOST + 1
+    plan_announcements.leave(["g"], "graph", "dd")
+    assert left(here[0], "graph")["dropped"] and len(plan_announcements._left[here[0]]["graph"]) == plan_announcements.MOST + 1
 
 
 @pytest.mark.parametrize("dropped", [False, True])
 def test_a_notice_that_dropped_plans_accuses_nobody(dropped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = json.dumps({"graph": "G", "shared": {"sites": []}})
-    for module in (notices, mismatch):
+    for module in (plan_announcements, plan_mismatch):
         monkeypatch.setattr(module, "plan_text", lambda digest: plan)
     store = dist.HashStore()
     one = members(store, 2)[0]
     notice = {"digests": ["bbbbbbbb"], "dropped": dropped, "digest": "bbbbbbbb", "site": "none of this plan"}
-    store.set(notices._key("g", "G", 1), json.dumps(notice))
+    store.set(plan_announcements._key("g", "G", 1), json.dumps(notice))
     late = errors.PeerTimeoutError("late", ranks=(1,), phase="plan/1")
-    found = notices.explained(one, "plan/1", "aaaaaaaa", late)
+    found = plan_announcements.explained(one, "plan/1", "aaaaaaaa", late)
     assert (found is late) if dropped else isinstance(found, errors.PlanMismatchError) and found.ranks == (1,)
 
 
 def test_picks_are_of_this_version_and_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     def key() -> str:
-        return tuning._key("work", ["a", "b"], "cpu", 2)
+        return autotune._key("work", ["a", "b"], "cpu", 2)
 
     mine, before = key(), settings.current().replay
     assert key() == mine
@@ -140,5 +141,5 @@ def test_picks_are_of_this_version_and_setting(monkeypatch: pytest.MonkeyPatch) 
         assert key() != mine
     finally:
         settings.configure(replay=before)
-    monkeypatch.setattr(tuning, "extension", lambda: SimpleNamespace(build_info=lambda: {"version": "another"}))
+    monkeypatch.setattr(autotune, "extension", lambda: SimpleNamespace(build_info=lambda: {"version": "another"}))
     assert key() != mine

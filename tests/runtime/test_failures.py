@@ -9,14 +9,14 @@ import pytest
 
 from tests.harness.ranks import RankPool
 
-from . import work_failures
+from . import rank_failures
 from .spawn import run_ranks
 
 STEP = 1.5
 
 
 def test_a_rank_that_skips_a_call(pools: dict[int, RankPool]) -> None:
-    found = pools[3].run(work_failures.never_calls, STEP, timeout=60)
+    found = pools[3].run(rank_failures.never_calls, STEP, timeout=60)
     for first, then in found[:2]:
         assert (first["error"], first["ranks"]) == ("PeerTimeoutError", (2,)), first
         assert STEP * 0.9 < first["seconds"] < 2 * STEP
@@ -30,7 +30,7 @@ def test_a_rank_that_skips_a_call(pools: dict[int, RankPool]) -> None:
 
 
 def test_a_rank_that_never_binds(pools: dict[int, RankPool]) -> None:
-    found = pools[3].run(work_failures.never_binds, STEP, timeout=60)
+    found = pools[3].run(rank_failures.never_binds, STEP, timeout=60)
     for rank in (0, 2):
         assert found[rank]["error"] in ("PeerTimeoutError", "PeerFailedError"), found[rank]
         assert "rank 1 of the group did not come to the first call of group" in found[rank]["text"]
@@ -41,7 +41,7 @@ def test_a_rank_that_never_binds(pools: dict[int, RankPool]) -> None:
 @pytest.mark.parametrize("rows", [5, 300_000])
 def test_other_shapes(pools: dict[int, RankPool], rows: int) -> None:
     """Also where only one of the ranks would have to grow."""
-    for rank, found in enumerate(pools[3].run(work_failures.other_shapes, rows, timeout=60)):
+    for rank, found in enumerate(pools[3].run(rank_failures.other_shapes, rows, timeout=60)):
         assert found["error"] == "ShapeMismatchError", (rank, found)
         assert f"[{rows}, 4]" in found["text"]
         assert "[4, 4]" in found["text"]
@@ -51,14 +51,14 @@ def test_other_shapes(pools: dict[int, RankPool], rows: int) -> None:
 
 def test_every_nvtx_range_is_closed(pools: dict[int, RankPool]) -> None:
     """Also that of a call that raises. Ranges of a call that was never announced, or a pop too many, would stand there too."""
-    for failed, found in pools[2].run(work_failures.ranges, timeout=60):
+    for failed, found in pools[2].run(rank_failures.ranges, timeout=60):
         assert failed["error"] == "ShapeMismatchError", failed
         names = ["all_gather_matmul[forward.0]", "matmul_reduce_scatter[forward.1]", "all_gather_matmul[backward.0]"]
         assert found == [text for name in names for text in (f"ub_overlap::{name}", "")]
 
 
 def test_other_sites(pools: dict[int, RankPool]) -> None:
-    for found in pools[3].run(work_failures.other_sites, timeout=60):
+    for found in pools[3].run(rank_failures.other_sites, timeout=60):
         assert found["error"] == "SiteMismatchError", found
         assert "rank 1: matmul_reduce_scatter at site '/of.scatter'" in found["text"]
         assert "all_gather_matmul at site '/of.gather'" in found["text"]
@@ -66,7 +66,7 @@ def test_other_sites(pools: dict[int, RankPool]) -> None:
 
 
 def test_other_plans(pools: dict[int, RankPool], tmp_path: Path) -> None:
-    found = pools[3].run(work_failures.other_plans, str(tmp_path), timeout=60)
+    found = pools[3].run(rank_failures.other_plans, str(tmp_path), timeout=60)
     for rank in (0, 2):
         assert (found[rank]["error"], found[rank]["ranks"]) == ("PlanMismatchError", (1,)), found[rank]
         assert "rank 1: site id=forward.1 kind=all_gather_matmul strategy=bulk" in found[rank]["text"]
@@ -74,11 +74,11 @@ def test_other_plans(pools: dict[int, RankPool], tmp_path: Path) -> None:
 
 
 def test_same_plans(pools: dict[int, RankPool]) -> None:
-    assert {found["error"] for found in pools[3].run(work_failures.same_plans, timeout=60)} == {""}
+    assert {found["error"] for found in pools[3].run(rank_failures.same_plans, timeout=60)} == {""}
 
 
 def test_a_rank_that_raises_alone(pools: dict[int, RankPool]) -> None:
-    found = pools[3].run(work_failures.raises_alone, timeout=60)
+    found = pools[3].run(rank_failures.raises_alone, timeout=60)
     assert found[1]["error"] == "MemoryError"
     for rank in (0, 2):
         assert found[rank]["error"] == "PeerFailedError", found[rank]
@@ -89,12 +89,12 @@ def test_a_rank_that_raises_alone(pools: dict[int, RankPool]) -> None:
 
 
 def test_bad_arguments(pools: dict[int, RankPool]) -> None:
-    assert pools[2].run(work_failures.bad_arguments, timeout=60) == [[]] * 2
+    assert pools[2].run(rank_failures.bad_arguments, timeout=60) == [[]] * 2
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_errors_come_out_of_backward(pools: dict[int, RankPool], compiled: bool) -> None:
-    found = pools[2].run(work_failures.in_backward, compiled, timeout=120)[0]
+    found = pools[2].run(rank_failures.in_backward, compiled, timeout=120)[0]
     assert (found["error"], found["ranks"], found["ours"]) == ("PeerTimeoutError", (1,), True), found
     assert "gradient changed" not in found["text"]
 
@@ -109,7 +109,7 @@ def _names_rank_1(found: Any, step: float) -> None:
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGKILL-during"])
 def test_killed(how: str) -> None:
     """A death is seen long before the deadline."""
-    outcomes = run_ranks("tests.runtime.work_failures:dies", 3, args=(how, 10.0), timeout=60)
+    outcomes = run_ranks("tests.runtime.rank_failures:dies", 3, args=(how, 10.0), timeout=60)
     for rank in (0, 2):
         _names_rank_1(outcomes[rank].value, 2.0)
         assert "rank 1 of the group is gone" in outcomes[rank].value[0]["text"]
@@ -117,7 +117,7 @@ def test_killed(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["SIGSTOP", "SIGSTOP-during"])
 def test_stopped(how: str) -> None:
-    outcomes = run_ranks("tests.runtime.work_failures:dies", 3, args=(how, 3.0), timeout=60, wait_for=(0, 2))
+    outcomes = run_ranks("tests.runtime.rank_failures:dies", 3, args=(how, 3.0), timeout=60, wait_for=(0, 2))
     for rank in (0, 2):
         _names_rank_1(outcomes[rank].value, 3.0)
         assert "no sign of life for" in outcomes[rank].value[0]["text"]
@@ -125,7 +125,7 @@ def test_stopped(how: str) -> None:
 
 def test_killed_while_binding() -> None:
     """Its segments have names then: its peers remove them."""
-    outcomes = run_ranks("tests.runtime.work_failures:dies_binding", 2, timeout=60)
+    outcomes = run_ranks("tests.runtime.rank_failures:dies_binding", 2, timeout=60)
     assert outcomes[0].value["error"] == "PeerTimeoutError"
     assert "rank 1 of the group did not come" in outcomes[0].value["text"]
 
@@ -133,7 +133,7 @@ def test_killed_while_binding() -> None:
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 def test_the_host_of_the_store(how: str) -> None:
     """c10d's own waits for a Store that has fallen silent have no deadline; ours do."""
-    outcomes = run_ranks("tests.runtime.work_failures:store_ends", 3, args=(how, 3.0), timeout=60, wait_for=(1, 2))
+    outcomes = run_ranks("tests.runtime.rank_failures:store_ends", 3, args=(how, 3.0), timeout=60, wait_for=(1, 2))
     for outcome in outcomes[1:]:
         found = outcome.value
         # One that hears of it from the other before it asks the Store itself passes on what that one said.
@@ -147,7 +147,7 @@ def test_the_host_of_the_store(how: str) -> None:
 @pytest.mark.parametrize("binding", [False, True])
 def test_ctrl_c(binding: bool) -> None:
     """It ends a wait at once, and the peers hear of it."""
-    first, second = (o.value for o in run_ranks("tests.runtime.work_failures:interrupted", 2, args=(binding,), timeout=60))
+    first, second = (o.value for o in run_ranks("tests.runtime.rank_failures:interrupted", 2, args=(binding,), timeout=60))
     assert first["error"] == "KeyboardInterrupt"
     assert first["seconds"] < 1
     assert (second["error"], second["ranks"]) == ("PeerFailedError", (0,)), second
@@ -156,13 +156,13 @@ def test_ctrl_c(binding: bool) -> None:
 
 
 def test_fork() -> None:
-    for outcome in run_ranks("tests.runtime.work_failures:forks", 2, timeout=60):
+    for outcome in run_ranks("tests.runtime.rank_failures:forks", 2, timeout=60):
         child, later = outcome.value
         assert child["error"] == "ForkError"
         assert later == []
 
 
 def test_no_room_in_shared_memory(pools: dict[int, RankPool]) -> None:
-    for found in pools[2].run(work_failures.no_room, timeout=60):
+    for found in pools[2].run(rank_failures.no_room, timeout=60):
         assert found["error"] == "ArenaError", found
         assert "--shm-size" in found["text"]

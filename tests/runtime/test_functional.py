@@ -9,8 +9,8 @@ import pytest
 
 from tests.harness.ranks import RankPool
 
-from . import work_compiled
-from . import work_functional as work
+from . import rank_compiled
+from . import rank_functional as work
 
 both = pytest.mark.parametrize("world", [2, 4])
 
@@ -28,7 +28,7 @@ def test_values_and_gradients(pools: dict[int, RankPool], world: int, what: str)
     ("backend", "batch"), [("aot_eager", 1), ("aot_eager", 2), ("inductor", 2), ("ub_overlap", 1), ("ub_overlap", 2)]
 )
 def test_compiled(pools: dict[int, RankPool], backend: str, batch: int) -> None:
-    for bad in pools[2].run(work_compiled.compiled, backend, batch, timeout=180):
+    for bad in pools[2].run(rank_compiled.compiled, backend, batch, timeout=180):
         assert not bad, "\n".join(bad)
 
 
@@ -53,11 +53,11 @@ def test_what_runs(pools: dict[int, RankPool]) -> None:
 
 
 def test_dynamic_shapes(pools: dict[int, RankPool]) -> None:
-    assert pools[2].run(work_compiled.dynamic, timeout=100) == [[]] * 2
+    assert pools[2].run(rank_compiled.dynamic, timeout=100) == [[]] * 2
 
 
 def test_compiled_with_groups(pools: dict[int, RankPool]) -> None:
-    assert pools[2].run(work_compiled.named, timeout=100) == [[]] * 2
+    assert pools[2].run(rank_compiled.named, timeout=100) == [[]] * 2
 
 
 def test_no_second_gradients(pools: dict[int, RankPool]) -> None:
@@ -66,7 +66,7 @@ def test_no_second_gradients(pools: dict[int, RankPool]) -> None:
 
 
 def test_the_documented_layer(pools: dict[int, RankPool]) -> None:
-    assert pools[2].run(work_compiled.documented, timeout=60) == [[]] * 2
+    assert pools[2].run(rank_compiled.documented, timeout=60) == [[]] * 2
 
 
 def test_misuse_is_refused(pools: dict[int, RankPool]) -> None:

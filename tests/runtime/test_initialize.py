@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 from tests.harness.ranks import RankPool
-from ub_overlap.runtime import session
+from ub_overlap.runtime.session import session
 
-from . import work_initialize as work
+from . import rank_initialize as work
 
 MIB = 1 << 20
 BUDGET = 600 * MIB  # of a rank's slots, for 8192 tokens of 8192 in bf16

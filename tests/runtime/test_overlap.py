@@ -6,12 +6,12 @@ import pytest
 
 from tests.harness.ranks import RankPool
 
-from . import work_sessions
+from . import rank_sessions
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_copies_run_beside_matmuls(pools: dict[int, RankPool], world: int) -> None:
-    for found in pools[world].run(work_sessions.latched, timeout=60):
+    for found in pools[world].run(rank_sessions.latched, timeout=60):
         assert found["bad"] == []
         stats = found["stats"]["/latched.ag"]
         assert (stats["calls"], stats["strategy"], stats["transport"]) == (1, "pipelined", "shared memory")

@@ -6,15 +6,15 @@ import pytest
 
 from tests.harness.ranks import RankPool
 
-from . import work_failures
+from . import rank_failures
 
 
 @pytest.mark.parametrize(("kind", "world"), [("gather", 2), ("scatter", 2), ("mixed", 2), ("mixed", 3), ("mixed", 4)])
 def test_back_to_back(pools: dict[int, RankPool], kind: str, world: int) -> None:
-    assert pools[world].run(work_failures.hammer, kind, 300 if world == 2 else 60, 300, timeout=100) == [[]] * world
+    assert pools[world].run(rank_failures.hammer, kind, 300 if world == 2 else 60, 300, timeout=100) == [[]] * world
 
 
 def test_slots_are_reused_only_when_read(pools: dict[int, RankPool]) -> None:
     """Rank 0 reads late: with the waits for free slots all is well, without them its data is overwritten under it."""
-    assert pools[2].run(work_failures.without_done, True, 8, timeout=60)[0] == []
-    assert pools[2].run(work_failures.without_done, False, 8, timeout=60)[0], "the missing waits went unseen"
+    assert pools[2].run(rank_failures.without_done, True, 8, timeout=60)[0] == []
+    assert pools[2].run(rank_failures.without_done, False, 8, timeout=60)[0], "the missing waits went unseen"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.harness.ranks import RankPool
 
-from . import work_ops
+from . import rank_ops
 
 Call = dict[str, Any]
 _GROUPS: dict[int, Any] = {}  # in the ranks: subgroups [0 .. size) made so far
@@ -41,24 +41,24 @@ CALLS = st.fixed_dictionaries(
 
 def one(rank: int, ranks: int, call: Call, seed: int) -> list[str]:
     """Runs one call of a program on the subgroup that `work_ops.group` names."""
-    dtype = work_ops.DTYPES[call["dtype"]]
+    dtype = rank_ops.DTYPES[call["dtype"]]
     strategy = "pipelined" + (f":chunks={call['chunks']}" if call["chunks"] else "")
     m, q, last = call["m"], call["q"], call["last"]
     outer = 1 if last else call["outer"]
     op = "avg" if call["avg"] else "sum"
     if call["kind"] == "gather":
-        return work_ops.gather_case(
+        return rank_ops.gather_case(
             rank, ranks, dtype, outer, m, q, call["n"], last, call["keep"], strategy, call["modes"], seed
         )
     ks = [call["n"] + t for t in range(call["terms"])]
     if call["kind"] == "bulk":
         collective = ("all_gather", "reduce_scatter", "all_reduce")[call["n"] % 3]
         pieces = f":chunks={call['chunks']}" if call["chunks"] else ""
-        return work_ops.bulk_case(rank, ranks, dtype, collective, (m, q), call["terms"], op, pieces, dtype, seed)
+        return rank_ops.bulk_case(rank, ranks, dtype, collective, (m, q), call["terms"], op, pieces, dtype, seed)
     scatter = call["kind"] == "scatter"
     rows = (m if last else outer * m * ranks) if scatter else m
     cols = q * ranks if last and scatter else q
-    return work_ops.reduce_case(
+    return rank_ops.reduce_case(
         rank, ranks, dtype, dtype, rows, ks, cols, outer if scatter else 1, last and scatter, op, call["keep"], call["addend"],
         strategy, seed, scatter,
     )  # fmt: skip
@@ -70,12 +70,12 @@ def program(rank: int, world: int, size: int, calls: list[Call], seed: int) -> l
         _GROUPS[size] = dist.new_group(list(range(size)))  # on all ranks, as c10d wants it
     if rank >= size:
         return []
-    plain = work_ops.group
-    work_ops.group = lambda: _GROUPS[size].group_name
+    plain = rank_ops.group
+    rank_ops.group = lambda: _GROUPS[size].group_name
     try:
         return [bad for i, call in enumerate(calls) for bad in one(rank, size, call, seed + 977 * i)]
     finally:
-        work_ops.group = plain
+        rank_ops.group = plain
 
 
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])

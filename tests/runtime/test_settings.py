@@ -8,8 +8,9 @@ import sys
 import pytest
 import torch
 
-from ub_overlap.runtime import errors, mismatch, ops, session, settings
+from ub_overlap.runtime import errors, ops, settings
 from ub_overlap.runtime.extension import check_build
+from ub_overlap.runtime.session import plan_mismatch, session
 
 
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "100", None, True])
@@ -68,9 +69,9 @@ def test_slot_sizes() -> None:
 def test_first_difference() -> None:
     a = '{"shared": {"sites": [{"id": "f.0", "strategy": "bulk"}, {"id": "f.1", "strategy": "bulk", "ranks": 3}]}}'
     b = a.replace("3", "4")
-    assert mismatch.first_difference(a, b) == ("site id=f.1 strategy=bulk ranks=3", "site id=f.1 strategy=bulk ranks=4")
-    assert mismatch.first_difference(a, None) is None
-    assert mismatch.first_difference('{"shared": {"sites": []}}', a) == ("site no such site", "site id=f.0 strategy=bulk")
+    assert plan_mismatch.first_difference(a, b) == ("site id=f.1 strategy=bulk ranks=3", "site id=f.1 strategy=bulk ranks=4")
+    assert plan_mismatch.first_difference(a, None) is None
+    assert plan_mismatch.first_difference('{"shared": {"sites": []}}', a) == ("site no such site", "site id=f.0 strategy=bulk")
 
 
 def test_process_wide_values_are_pushed() -> None:

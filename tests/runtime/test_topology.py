@@ -11,11 +11,12 @@ import torch
 
 from tests.harness.ranks import RankPool
 from ub_overlap import _torch_compat
-from ub_overlap.runtime import settings, symmetric
+from ub_overlap.runtime import settings
 from ub_overlap.runtime.errors import OptionError
-from ub_overlap.runtime.topology import Choice, Gpu, Topology, choose, described
+from ub_overlap.runtime.session import symm_mem
+from ub_overlap.runtime.session.topology import Gpu, Topology, TransportChoice, choose, described
 
-from . import work_initialize
+from . import rank_initialize
 
 HOPPER, AMPERE, VOLTA = ("NVIDIA H200", (9, 0)), ("NVIDIA A100-SXM4-80GB", (8, 0)), ("Tesla V100-SXM2-32GB", (7, 0))
 
@@ -38,13 +39,13 @@ def without(ranks: int, *pairs: tuple[int, int]) -> tuple[tuple[bool, ...], ...]
 @pytest.mark.parametrize("kind", [HOPPER, AMPERE, VOLTA])
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_nvlink_peers_of_any_generation(ranks: int, kind: tuple[str, tuple[int, int]]) -> None:
-    assert choose(box(ranks, kind)) == Choice(transport="symmetric memory")
+    assert choose(box(ranks, kind)) == TransportChoice(transport="symmetric memory")
 
 
 def test_cpu_ranks() -> None:
-    assert choose(Topology(hosts=("h:1",) * 3)) == Choice(transport="shared memory")
+    assert choose(Topology(hosts=("h:1",) * 3)) == TransportChoice(transport="shared memory")
     found = choose(Topology(hosts=("b:1", "a:1", "b:1")))
-    assert found == Choice(transport="c10d", reason="its ranks do not share memory (2 hosts: a, b)")
+    assert found == TransportChoice(transport="c10d", reason="its ranks do not share memory (2 hosts: a, b)")
 
 
 def test_hosts_come_first() -> None:
@@ -67,7 +68,7 @@ def test_two_ranks_on_one_gpu() -> None:
 
 def test_no_peer_access() -> None:
     found = choose(box(4, peer=without(4, (2, 0), (2, 3))))
-    assert found == Choice(transport="c10d", reason="the GPU of its rank 2 has no peer access to that of ranks 0, 3")
+    assert found == TransportChoice(transport="c10d", reason="the GPU of its rank 2 has no peer access to that of ranks 0, 3")
 
 
 def test_pcie_only() -> None:
@@ -84,7 +85,7 @@ def test_pcie_only() -> None:
 
 def test_what_is_unknown_counts_as_good_and_is_told() -> None:
     nvlink = ((True, None, True), (True, True, True), (True, True, True))
-    assert choose(box(3, nvlink=nvlink)) == Choice(transport="symmetric memory", unknown=((0, 1),))
+    assert choose(box(3, nvlink=nvlink)) == TransportChoice(transport="symmetric memory", unknown=((0, 1),))
     assert choose(box(2, peer=matrix(2, None))).unknown == ((0, 1),)
     assert choose(box(2, nvlink=matrix(2, None))).unknown == ((0, 1),)
 
@@ -135,9 +136,9 @@ def test_links_as_one_rank_sees_them(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: Properties(f"u{i}"))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: (i, j) == (1, 0))
     monkeypatch.setattr(_torch_compat, "nvlinks", lambda: by_torch)
-    monkeypatch.setattr(symmetric._Nvml, "nvlink", lambda self, a, b: by_nvml if {a, b} == {"u0", "u1"} else None)
-    assert symmetric.links(["u0", "u1", "hidden"], 1) == {"peer": [True, True, None], "nvlink": [expected, True, None]}
-    assert symmetric.gpu() == {"uuid": "u1", "name": "NVIDIA Fake", "capability": [9, 0]}
+    monkeypatch.setattr(symm_mem._Nvml, "nvlink", lambda self, a, b: by_nvml if {a, b} == {"u0", "u1"} else None)
+    assert symm_mem.links(["u0", "u1", "hidden"], 1) == {"peer": [True, True, None], "nvlink": [expected, True, None]}
+    assert symm_mem.gpu() == {"uuid": "u1", "name": "NVIDIA Fake", "capability": [9, 0]}
 
 
 class Library:
@@ -157,7 +158,7 @@ class Library:
 
 @pytest.mark.parametrize(("status", "expected"), [(0, True), (1, False), (5, False), (6, None), (-1, None)])
 def test_what_nvml_says_of_a_pair(status: int, expected: bool | None) -> None:
-    nvml = symmetric._Nvml()
+    nvml = symm_mem._Nvml()
     nvml._library = Library(status)
     assert nvml.nvlink("a", "GPU-b") is expected
     assert nvml.nvlink("a", "c") is None
@@ -185,7 +186,7 @@ def test_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("any_link", [False, True])
 @pytest.mark.parametrize("nvlink", [True, False, None])
 def test_a_group_bound_on_faked_gpus(pools: dict[int, RankPool], nvlink: bool | None, any_link: bool) -> None:
-    for rank, found in enumerate(pools[2].run(work_initialize.gpus, nvlink, any_link, timeout=60)):
+    for rank, found in enumerate(pools[2].run(rank_initialize.gpus, nvlink, any_link, timeout=60)):
         line = found["lines"][-1]
         assert f"on cuda:{rank} (Fake): rank {rank} of 2, transport {found['transport']}" in line
         assert found["trouble"] is None

@@ -11,9 +11,9 @@ import pytest
 
 from tests.harness.ranks import RankPool
 from ub_overlap.runtime import errors
-from ub_overlap.runtime.watchdog import Watchdog
+from ub_overlap.runtime.session.watchdog import Watchdog
 
-from . import work_initialize as work
+from . import rank_initialize as work
 
 
 class Patient:

@@ -14,11 +14,11 @@ from ub_overlap.runtime.schedule import Schedule
 from ub_overlap.runtime.schedule.effects import accesses
 from ub_overlap.runtime.schedule.steps import (
     Buf,
+    Compute,
     Copy,
     Finish,
     Flag,
     FlagKind,
-    Matmul,
     Queue,
     Reduce,
     Region,
@@ -53,7 +53,7 @@ def harmful(schedule: Schedule) -> Iterator[Broken]:
         yield f"without {place} {step}", delete(schedule, place)
         for changed in (*_without_events(step), *_retargeted(step, schedule.key.ranks)):
             yield f"{place} {step} as {changed}", _with(schedule, place, changed)
-        if isinstance(step, (Copy, Matmul, Reduce, Finish)):
+        if isinstance(step, (Copy, Compute, Reduce, Finish)):
             again = (*schedule.steps[: place + 1], replace(step, record=None), *schedule.steps[place + 1 :])
             yield f"{place} {step} twice", replace(schedule, steps=again)
     for i, j in _neighbours(schedule):
@@ -112,7 +112,7 @@ def _retargeted(step: Step, ranks: int) -> Iterator[Step]:
             yield replace(step, flag=replace(step.flag, index=step.flag.index - 1))
             yield from (replace(step, flag=flag) for flag in _other_flags(step.flag, ranks) if flag.index == step.flag.index)
             yield replace(step, back=2 - step.back)
-        case Matmul():
+        case Compute():
             yield replace(step, accumulate=not step.accumulate)
             yield replace(step, index=step.index + 1)
             yield replace(step, writes=step.writes[1:])

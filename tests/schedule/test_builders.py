@@ -9,8 +9,8 @@ from fractions import Fraction
 import pytest
 
 from ub_overlap.runtime.schedule import Key, Schedule, ScheduleError, build, build_all, check, check_reuse, check_sequence
-from ub_overlap.runtime.schedule.builders.script import runs, split
-from ub_overlap.runtime.schedule.steps import Buf, Copy, Finish, FlagKind, Matmul, Queue, Reduce, Region, Signal, Step, Wait
+from ub_overlap.runtime.schedule.builders.schedule_writer import runs, split
+from ub_overlap.runtime.schedule.steps import Buf, Compute, Copy, Finish, FlagKind, Queue, Reduce, Region, Signal, Step, Wait
 
 from .samples import chunk_counts, keys
 
@@ -41,7 +41,7 @@ def test_gather_pushes_down_the_ring_and_consumes_up_the_ring() -> None:
     pushes = of(schedule, Copy, Queue.COPY)
     assert [(push.dst.rank, push.src.lo) for push in pushes] == [(d, Fraction(i, 2)) for d in (0, 3, 2) for i in (0, 1)]
     assert {(push.src.rank, push.src.shard) for push in pushes} == {(1, 1)}
-    matmuls = of(schedule, Matmul)
+    matmuls = of(schedule, Compute)
     assert [matmul.reads[0].buf for matmul in matmuls] == [Buf.INPUT] + 6 * [Buf.LANDING]
     assert [matmul.reads[0].shard for matmul in matmuls] == [1, 2, 2, 3, 3, 0, 0]
 
@@ -50,7 +50,7 @@ def test_gather_starts_computing_before_any_wait_on_compute() -> None:
     for chunks in (0, 2, 3, 8):
         for contracts in ((True,), (True, False)):
             schedule = build(Key("all_gather_matmul", 4, chunks, contracts=contracts), 2)
-            assert isinstance(next(s for s in schedule.steps if s.queue is Queue.COMPUTE), Matmul)
+            assert isinstance(next(s for s in schedule.steps if s.queue is Queue.COMPUTE), Compute)
 
 
 @pytest.mark.parametrize(
@@ -64,12 +64,12 @@ def test_gather_starts_computing_before_any_wait_on_compute() -> None:
 )
 def test_gather_takes_neighbouring_shards_together(chunks: int, read: list[list[int]]) -> None:
     schedule = build(Key("all_gather_matmul", 4, chunks, contracts=(False,)), 2)
-    assert [[region.shard for region in matmul.reads] for matmul in of(schedule, Matmul)] == read
+    assert [[region.shard for region in matmul.reads] for matmul in of(schedule, Compute)] == read
 
 
 def test_contractions_alone_accumulate_and_are_finished_once() -> None:
     schedule = build(Key("all_gather_matmul", 3, 0, contracts=(True, True)), 0)
-    contraction = [step for step in of(schedule, Matmul) if step.index == 0]
+    contraction = [step for step in of(schedule, Compute) if step.index == 0]
     assert [step.accumulate for step in contraction] == [False, True, True]
     assert all(step.writes == (Region(Buf.RESULT, 0, 0),) for step in contraction)
     assert [step.index for step in of(schedule, Finish)] == [0, 1]
@@ -77,7 +77,7 @@ def test_contractions_alone_accumulate_and_are_finished_once() -> None:
 
 def test_contractions_beside_others_come_last_and_whole() -> None:
     schedule = build(Key("all_gather_matmul", 3, 6, contracts=(True, False)), 1)
-    *others, last = of(schedule, Matmul)
+    *others, last = of(schedule, Compute)
     assert (last.index, last.accumulate, [step.index for step in others]) == (0, False, 5 * [1])
     assert [(region.buf, region.shard) for region in last.reads] == [(Buf.LANDING, shard) for shard in range(3)]
     assert not of(schedule, Finish)
@@ -95,23 +95,23 @@ def test_a_sum_of_several_matmuls_must_be_finished() -> None:
 @pytest.mark.parametrize("kind", ["matmul_reduce_scatter", "matmul_all_reduce"])
 def test_scatter_computes_up_the_ring_with_its_own_shard_last(kind: str) -> None:
     schedule = build(Key(kind, 4, 8, terms=1), 2)
-    assert [step.writes[0].shard for step in of(schedule, Matmul)] == [3, 3, 0, 0, 1, 1, 2]
+    assert [step.writes[0].shard for step in of(schedule, Compute)] == [3, 3, 0, 0, 1, 1, 2]
     pushes = [step for step in of(schedule, Copy) if step.dst.buf is Buf.LANDING]
     assert [(push.src.shard, push.dst.rank, push.dst.shard) for push in pushes[::2]] == [(3, 3, 2), (0, 0, 2), (1, 1, 2)]
-    made = {step.record for step in of(schedule, Matmul)} - {None}
+    made = {step.record for step in of(schedule, Compute)} - {None}
     assert [push.after for push in pushes] == [(event,) for event in sorted(made)]
 
 
 def test_scatter_aggregates_matmuls_but_not_pushes() -> None:
     schedule = build(Key("matmul_reduce_scatter", 8, 2, terms=1), 2)
-    assert [[w.shard for w in step.writes] for step in of(schedule, Matmul)] == [[3, 4, 5, 6], [7], [0, 1, 2]]
+    assert [[w.shard for w in step.writes] for step in of(schedule, Compute)] == [[3, 4, 5, 6], [7], [0, 1, 2]]
     assert [step.dst.rank for step in of(schedule, Copy)] == [3, 4, 5, 6, 7, 0, 1]
 
 
 @pytest.mark.parametrize("kind", ["matmul_reduce_scatter", "matmul_all_reduce"])
 def test_stripes_are_made_of_all_shards_and_pushed_at_once(kind: str) -> None:
     schedule = build(Key(kind, 4, 3, terms=1, striped=True), 1)
-    matmuls = of(schedule, Matmul)
+    matmuls = of(schedule, Compute)
     assert [[(w.shard, w.lo) for w in step.writes] for step in matmuls] == [
         [(shard, Fraction(i, 3)) for shard in range(4)] for i in range(3)
     ]
@@ -130,7 +130,7 @@ def test_sums_are_in_rank_order_on_every_rank() -> None:
 @pytest.mark.parametrize("kind", ["bulk_all_gather", "bulk_reduce_scatter", "bulk_all_reduce"])
 def test_bulk_issues_its_pushes_before_its_matmuls(kind: str) -> None:
     steps = build(Key(kind, 4, 8, terms=2), 3).steps
-    first_matmul = next(i for i, step in enumerate(steps) if isinstance(step, Matmul))
+    first_matmul = next(i for i, step in enumerate(steps) if isinstance(step, Compute))
     pushed = [step for step in steps[:first_matmul] if isinstance(step, Copy)]
     assert len(pushed) == 3 * 2
     assert all(step.queue is Queue.COPY for step in steps[:first_matmul])

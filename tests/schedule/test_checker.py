@@ -11,11 +11,11 @@ import pytest
 from ub_overlap.runtime.schedule import Key, Schedule, ScheduleError, build_all, check, check_sequence
 from ub_overlap.runtime.schedule.steps import (
     Buf,
+    Compute,
     Copy,
     Finish,
     Flag,
     FlagKind,
-    Matmul,
     Opaque,
     Queue,
     Reduce,
@@ -144,7 +144,7 @@ def test_join_rule() -> None:
 def test_heard_rule() -> None:
     """Rank 0 uses nothing of rank 1 in this (odd) op, so only the heard rule can see that it never looks."""
     key = Key("bulk_all_gather", 2, terms=1)
-    steps = [Matmul(queue=COMPUTE, index=0, reads=(), writes=(Region(Buf.RESULT, rank, 0),)) for rank in (0, 1)]
+    steps = [Compute(queue=COMPUTE, index=0, reads=(), writes=(Region(Buf.RESULT, rank, 0),)) for rank in (0, 1)]
     refused("heard", both(lambda rank, peer: [steps[rank]], key), "rank 0 ends without having waited for rank 1")
 
 
@@ -165,7 +165,7 @@ def test_sums_out_of_rank_order_are_refused() -> None:
 def test_contractions_count_every_shard_once_and_are_rounded() -> None:
     schedules = build_all(Key("all_gather_matmul", 2, contracts=(True,)))
     steps = schedules[1].steps
-    place = [i for i, step in enumerate(steps) if isinstance(step, Matmul)][1]
+    place = [i for i, step in enumerate(steps) if isinstance(step, Compute)][1]
     doubled = replace(schedules[1], steps=(*steps[:place], steps[place], *steps[place:]))
     refused("meaning", (schedules[0], doubled), "a second time")
     left_out = replace(schedules[1], steps=(*steps[:place], *steps[place + 1 :]))
@@ -213,7 +213,7 @@ def test_sums_take_equal_intervals() -> None:
 def test_only_gathers_have_gathered_operands() -> None:
     schedules = build_all(Key("bulk_all_gather", 2, terms=1))
     steps = [
-        replace(step, reads=(Region(Buf.INPUT, 1, 1),)) if isinstance(step, Matmul) else step for step in schedules[1].steps
+        replace(step, reads=(Region(Buf.INPUT, 1, 1),)) if isinstance(step, Compute) else step for step in schedules[1].steps
     ]
     refused("meaning", (schedules[0], replace(schedules[1], steps=tuple(steps))), "only OPERANDs")
 
@@ -226,7 +226,7 @@ def gated(rank: int, peer: int, gates: bool) -> list[Step]:
     return [
         push(rank, peer),
         Signal(queue=COPY, flag=ready(peer, rank), record=0),
-        Matmul(queue=COMPUTE, after=(0,), index=0, reads=(own, theirs), writes=results, gates=(gate,) if gates else ()),
+        Compute(queue=COMPUTE, after=(0,), index=0, reads=(own, theirs), writes=results, gates=(gate,) if gates else ()),
     ]
 
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from ub_overlap.runtime.schedule import Key, Schedule, ScheduleError, build, decode, describe, encode, prove_pair, provide
 from ub_overlap.runtime.schedule.steps import (
     Buf,
+    Compute,
     Copy,
     Finish,
     Flag,
     FlagKind,
-    Matmul,
     Opaque,
     Queue,
     Reduce,
@@ -40,7 +40,7 @@ FLAG = Flag(FlagKind.READY2, 3, 1, 4)
          (0, 1, -1, 2, 7, 8, 0, 0, 0, 0, 1, 1, 1, 0, 2, 1, 2, 1, 3, 2, 3, 0)),
         (Signal(queue=Queue.COPY, flag=FLAG, record=5), (1, 1, 5, 0, 2, 3, 1, 4)),
         (Wait(queue=Queue.COMPUTE, flag=FLAG, back=2), (2, 0, -1, 0, 2, 3, 1, 4, 2)),
-        (Matmul(queue=Queue.COMPUTE, index=6, reads=(PIECE,), writes=(), accumulate=True,
+        (Compute(queue=Queue.COMPUTE, index=6, reads=(PIECE,), writes=(), accumulate=True,
                 gates=(Wait(queue=Queue.COMPUTE, flag=FLAG),)),
          (3, 0, -1, 0, 6, 1, 1, 2, 1, 2, 1, 3, 2, 3, 0, 0, 1, 2, 3, 1, 4, 0)),
         (Reduce(queue=Queue.COMPUTE, srcs=(PIECE,), dst=Region(Buf.OUTPUT, 1, 0)),
@@ -100,6 +100,6 @@ def test_drawing() -> None:
     text = describe(build(Key("matmul_reduce_scatter", 2, 2, terms=1), 0))
     lines = text.splitlines()
     assert lines[0] == "matmul_reduce_scatter, rank 0 of 2, 2 chunks"
-    assert lines[2].split() == ["0", "Matmul", "0", "->", "PARTIAL@0[1]", "(0)", "."]
+    assert lines[2].split() == ["0", "Compute", "0", "->", "PARTIAL@0[1]", "(0)", "."]
     assert lines[4].split() == ["2", ".", "after", "0:", "Copy", "PARTIAL@0[1]", "->", "LANDING@1[0]"]
     assert len(lines) == 2 + len(build(Key("matmul_reduce_scatter", 2, 2, terms=1), 0).steps)

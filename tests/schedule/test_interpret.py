@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ub_overlap.runtime.schedule import Key, build_all, check_reuse
 from ub_overlap.runtime.schedule.interpret import Machine, Site
-from ub_overlap.runtime.schedule.promises import extent
+from ub_overlap.runtime.schedule.op_contract import extent
 from ub_overlap.runtime.schedule.steps import Buf, Region, Wait
 
 from .samples import keys

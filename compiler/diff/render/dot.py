@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from ..edits import Diff, Edit
-from ..match import NONE
+from ..pair_nodes import NONE
 from ..snapshot import NodeShot, Snapshot
 
 _LOOKS = {

@@ -15,9 +15,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ..edits import Diff
-from ..match import NONE
-from ..rows import Row, rows
-from ..store import Graphs
+from ..graph_store import Graphs
+from ..pair_nodes import NONE
+from ..rows import DiffRow, rows
 
 FOLDER = Path(__file__).parent
 KINDS = ("same", "changed", "removed", "added", "moved", "replaced")
@@ -88,10 +88,10 @@ def _graph(diff: Diff, name: str) -> dict[str, Any]:
     }
 
 
-def side_by_side(diff: Diff) -> list[Row]:
+def side_by_side(diff: Diff) -> list[DiffRow]:
     """`rows`, with what went and what came between two kept nodes on the same lines, edit by edit."""
-    out: list[Row] = []
-    gap: list[Row] = []
+    out: list[DiffRow] = []
+    gap: list[DiffRow] = []
 
     def flush() -> None:
         for edit in dict.fromkeys(r.edit for r in gap):
@@ -99,7 +99,7 @@ def side_by_side(diff: Diff) -> list[Row]:
             came = [r for r in gap if r.edit == edit and r.before == NONE]
             for x, y in zip_longest(gone, came):
                 if x and y and x.kind == "removed" and y.kind == "added":
-                    out.append(Row(x.before, y.after, "replaced", edit))
+                    out.append(DiffRow(x.before, y.after, "replaced", edit))
                 else:
                     out.extend(r for r in (x, y) if r)
         gap.clear()

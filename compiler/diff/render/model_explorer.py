@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..edits import Diff
-from ..match import NONE
+from ..pair_nodes import NONE
 from ..snapshot import NodeShot, Snapshot
 
 _COLOURS = {

@@ -7,8 +7,8 @@ import sys
 from typing import IO
 
 from ..edits import Diff
-from ..match import NONE
-from ..rows import Row, rows
+from ..pair_nodes import NONE
+from ..rows import DiffRow, rows
 from ..snapshot import Snapshot, line_of
 
 _COLOURS = {"removed": "31", "added": "32", "changed": "33", "hunk": "36"}
@@ -46,7 +46,7 @@ def unified(diff: Diff, context: int = 3, colour: bool = False) -> str:
     return "\n".join(out)
 
 
-def _lines(diff: Diff, row: Row, colour: bool) -> list[str]:
+def _lines(diff: Diff, row: DiffRow, colour: bool) -> list[str]:
     match row.kind:
         case "removed":
             return [painted("-" + _node(diff.a, row.before), "removed", colour)]
@@ -75,7 +75,7 @@ def _near(marked: list[bool], context: int) -> list[bool]:
     return out
 
 
-def _next_edit(shown: list[Row], start: int, near: list[bool]) -> int:
+def _next_edit(shown: list[DiffRow], start: int, near: list[bool]) -> int:
     """The first edit of the hunk that begins at `start`."""
     for k in range(start, len(shown)):
         if not near[k]:

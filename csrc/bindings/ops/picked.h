@@ -3,7 +3,7 @@
 //     by rows         core/choice.h
 //     by measurement  the first call runs by the first alternative; then the session times all of them on the same inputs, on
 //     all
-//                     ranks together (runtime/tuning.py), and later calls run by what they agreed on
+//                     ranks together (runtime/autotune.py), and later calls run by what they agreed on
 //
 // It wraps any function that has strategy, group and site as neighbouring arguments, at its end or nearly so.
 #pragma once
@@ -83,7 +83,7 @@ inline int64_t leading(const at::Tensor& t) {
     return rows;
 }
 
-// Of an op: its name, how many arguments lie behind its site, and the rows of a call as compiler/strategy.py counts them.
+// Of an op: its name, how many arguments lie behind its site, and the rows of a call as compiler/plan/strategy.py counts them.
 struct GatheredRows {
     static constexpr const char* op = "all_gather_matmul";
     static constexpr size_t behind = 0;

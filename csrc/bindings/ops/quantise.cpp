@@ -1,4 +1,4 @@
-// Casts to float8 on CUDA for runtime/magnitudes/, which spells them in ATen for other devices.
+// Casts to float8 on CUDA for runtime/fp8/amax_history/, which spells them in ATen for other devices.
 #ifdef UB_OVERLAP_CUDA
 #include <c10/cuda/CUDAStream.h>
 

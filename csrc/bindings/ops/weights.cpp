@@ -1,4 +1,4 @@
-// Kept float8 casts of weights on CUDA. runtime/weights/ makes their memory and lets it go, and has all of it for other
+// Kept float8 casts of weights on CUDA. runtime/fp8/weight_cache/ makes their memory and lets it go, and has all of it for other
 // devices; here is what every call takes: find the cast, and let the device see whether it is up to date.
 #ifdef UB_OVERLAP_CUDA
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from ..faults import ScheduleError
+from ..schedule_error import ScheduleError
 from ..steps import Key, Schedule
-from . import all_gather_matmul, bulk, matmul_all_reduce, matmul_reduce_scatter
+from . import bulk_collectives, pipelined_all_reduce, pipelined_gather, pipelined_reduce_scatter
 
 BUILDERS: dict[str, Callable[[Key, int], Schedule]] = {
-    "all_gather_matmul": all_gather_matmul.build,
-    "matmul_reduce_scatter": matmul_reduce_scatter.build,
-    "matmul_all_reduce": matmul_all_reduce.build,
-    "bulk_all_gather": bulk.build_all_gather,
-    "bulk_reduce_scatter": bulk.build_reduce_scatter,
-    "bulk_all_reduce": bulk.build_all_reduce,
+    "all_gather_matmul": pipelined_gather.build,
+    "matmul_reduce_scatter": pipelined_reduce_scatter.build,
+    "matmul_all_reduce": pipelined_all_reduce.build,
+    "bulk_all_gather": bulk_collectives.build_all_gather,
+    "bulk_reduce_scatter": bulk_collectives.build_reduce_scatter,
+    "bulk_all_reduce": bulk_collectives.build_all_reduce,
 }
 
 

@@ -20,7 +20,7 @@ def run(flags: argparse.Namespace) -> int:
     # NVLink multicast is never used: said before torch is imported.
     for name, value in (("NCCL_NVLS_ENABLE", "0"), ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"), ("NVSHMEM_DISABLE_NVLS", "1")):
         os.environ[name] = value
-    from ub_overlap.compiler.cost.calibration import calibrate
+    from ub_overlap.tools.calibrate.calibrate import calibrate
 
     calibrate(flags.out, flags.device, quick=flags.quick)
     return 0

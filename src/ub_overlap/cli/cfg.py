@@ -20,7 +20,7 @@ def run(path: str, *, as_json: bool) -> int:
     """Prints the rules (--json: as options={"rules": ...} takes them); what has no meaning here goes to stderr."""
     from tabulate import tabulate
 
-    from ub_overlap.compiler.forced.megatron import import_file
+    from ub_overlap.compiler.overrides.megatron import import_file
 
     rules, unused = import_file(path)
     if as_json:

@@ -22,11 +22,11 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
 
 def run(flags: argparse.Namespace) -> int:
     """0 where both are the same, 1 where they differ, 2 where one cannot be read."""
-    from ub_overlap.compiler.diff import stored
-    from ub_overlap.compiler.diff.render import sites
+    from ub_overlap.compiler.diff import stored_report
+    from ub_overlap.compiler.diff.render import site_section
 
     try:
-        found = stored.compare(stored.read(flags.a), stored.read(flags.b), (flags.a, flags.b))
+        found = stored_report.compare(stored_report.read(flags.a), stored_report.read(flags.b), (flags.a, flags.b))
     except OptionError as error:
         print(error, file=sys.stderr)
         return 2
@@ -41,5 +41,5 @@ def run(flags: argparse.Namespace) -> int:
     elif flags.text:
         exports.unified(found.shown)
     else:
-        print(sites.comparison(found))
+        print(site_section.comparison(found))
     return 0 if found.same else 1

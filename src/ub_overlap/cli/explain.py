@@ -20,11 +20,11 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
 
 def run(flags: argparse.Namespace) -> int:
     """Prints the report; 1 for a site that it does not have. OptionError for a file that is no report."""
-    from ub_overlap.compiler.diff import stored
-    from ub_overlap.compiler.diff.render import sites
-    from ub_overlap.compiler.diff.store import Graphs
+    from ub_overlap.compiler.diff import stored_report
+    from ub_overlap.compiler.diff.graph_store import Graphs
+    from ub_overlap.compiler.diff.render import site_section
 
-    report = stored.read(flags.report)
+    report = stored_report.read(flags.report)
     known = [site["id"] for site in report["sites"]]
     if flags.site and flags.site not in known:
         print(f"no site {flags.site!r} in {flags.report}; it has {', '.join(known) or 'none'}", file=sys.stderr)
@@ -42,7 +42,7 @@ def run(flags: argparse.Namespace) -> int:
     elif flags.text:
         exports.unified(diffs)
     elif flags.site:
-        print(sites.one(report, diffs, flags.site))
+        print(site_section.one(report, diffs, flags.site))
     else:
-        print(sites.overview(report, diffs))
+        print(site_section.overview(report, diffs))
     return 0

@@ -17,7 +17,7 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
 
 def run(flags: argparse.Namespace) -> int:
     """Prints a line a device and its sites. OptionError for what is no trace of a device."""
-    from ub_overlap.runtime import exposed
+    from ub_overlap.tools import exposed
 
     devices = exposed.read(flags.trace)
     if flags.json:

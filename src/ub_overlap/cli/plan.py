@@ -42,8 +42,8 @@ def run(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if not flags.model and missing:
         parser.error(f"give --model, or {', '.join(missing)}")
     from ub_overlap.compiler.options import parse
-    from ub_overlap.compiler.planner.models import Sizes, named
-    from ub_overlap.compiler.planner.step import plan_step
+    from ub_overlap.tools.planner.models import Sizes, named
+    from ub_overlap.tools.planner.planned_step import plan_step
 
     if not flags.model:
         given.setdefault("kv_heads", given["heads"])

@@ -83,7 +83,7 @@ def private_names() -> dict[str, Any]:
 
 
 def profile() -> dict[str, Any]:
-    from ub_overlap.compiler.cost.load import load
+    from ub_overlap.compiler.cost.profile_lookup import load
 
     return {"name": str(load(None))}
 

@@ -28,11 +28,12 @@ from tests.gpu.frame import Frame  # isort: skip
 from tests.gpu import cases
 from tests.gpu.programs.races import VERSIONS, Site, sites
 from tests.schedule.mutations import delete
-from ub_overlap.runtime import errors, ops, session, settings
+from ub_overlap.runtime import errors, ops, settings
 from ub_overlap.runtime.schedule.effects import accesses, show
 from ub_overlap.runtime.schedule.encode import decode, encode
 from ub_overlap.runtime.schedule.encode import provide as proven
 from ub_overlap.runtime.schedule.steps import Copy, FlagKind, Key, Queue, Region, Schedule, Signal, Step, Wait
+from ub_overlap.runtime.session import session
 
 Edit = Callable[[Schedule], Schedule]
 DEADLINE_S = 1.5

@@ -20,16 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.compiler.work_behind import graph, operands
+from tests.fp8.rank_hoist import graph, operands
 from tests.gpu import captures
 from tests.gpu.cases import BF16, Maker, differs
 from tests.harness.traces import as_loss
 from tests.models.compare import uncached
 from tests.models.megatron import MLP, Mappings
 from ub_overlap import _torch_compat as compat
+from ub_overlap.compiler.plan.strategy import Mode
 from ub_overlap.compiler.reports.history import HISTORY
-from ub_overlap.compiler.strategy import Mode
-from ub_overlap.runtime import ops, session, stats, tuning
+from ub_overlap.runtime import autotune, ops, stats
+from ub_overlap.runtime.session import session
 
 U8 = {"tensorwise": 2.0**-3, "rowwise": 2.0**-4, "delayed": 2.0**-3}
 """Unit roundoff of the coarsest float8 of a recipe: e5m2's and e4m3's."""
@@ -74,14 +75,14 @@ def tuned(frame: Frame) -> str:
     module, x = layer(frame, dim), shard(frame, rows, dim)
     plain = step(module, module, x)
     options = {"tune": True, "min_bytes": 0, **({} if frame.cuda else {"profile": "cpu"})}
-    tuning.forget()
+    autotune.forget()
     picks: list[dict[str, Any]] = []
     for life in range(2):
         torch._dynamo.reset()
         if life:
             frame.barrier()
             session.close()
-            tuning.forget()  # as in a later process: what was timed is on disk
+            autotune.forget()  # as in a later process: what was timed is on disk
         mark = HISTORY.mark()
         with uncached():
             run = torch.compile(module, backend="ub_overlap", options=options)
@@ -90,7 +91,7 @@ def tuned(frame: Frame) -> str:
         frame.sync()
         session.check()
         sites = [(p.digest, d.id) for p in HISTORY.since(mark) for d in p.decisions]
-        found = {f"{digest}/{site}": tuning.tuned(f"{digest}/{site}") for digest, site in sites}
+        found = {f"{digest}/{site}": autotune.tuned(f"{digest}/{site}") for digest, site in sites}
         mine = {site: {n: t.to_dict() for n, t in by.items()} for site, by in found.items() if by}
         timed = sum(of.calls for site, of in stats.site_stats().items() if site.endswith(".tuning"))
         if any(theirs != mine for theirs in frame.gather(mine)):

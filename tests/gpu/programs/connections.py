@@ -32,7 +32,7 @@ from tests.gpu import cases
 from tests.gpu.cases import AG, AR, BF16, BULK, RS, Maker, Truth
 from tests.gpu.launch import torchrun
 from tests.gpu.programs import functions, graphs
-from ub_overlap.runtime import session
+from ub_overlap.runtime.session import session
 
 VALUES = (1, 8, 32)
 

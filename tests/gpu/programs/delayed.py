@@ -18,13 +18,14 @@ from tests.gpu.frame import Frame, Result, Skip  # isort: skip
 import torch
 from torch import Tensor, nn
 
-from tests.compiler.work_fp8 import accumulated, apart
+from tests.fp8.rank_fp8 import accumulated, apart
 from tests.gpu import captures
 from tests.gpu.cases import BF16, E4M3, E5M2, F16, F32
 from tests.models.case import on
 from ub_overlap import fp8_state
 from ub_overlap.runtime import errors
-from ub_overlap.runtime.magnitudes import cast_plainly, fp8_history, fp8_quantise, text_of
+from ub_overlap.runtime.fp8.amax_history import cast_plainly, text_of
+from ub_overlap.runtime.ops.fp8_delayed import fp8_history, fp8_quantise
 
 SIZES = (0, 1, 15, 16, 4096 + 5, 300 * 4096, (1 << 22) + 3)
 

@@ -95,7 +95,7 @@ def play(fault: Fault, device: str, ranks: int, deadline: float) -> tuple[str, s
     living = [rank for rank in range(ranks) if rank != GUILTY or fault.function != "dies"]
     clock = time.monotonic()
     outcomes = run_ranks(
-        f"tests.gpu.fault_work:{fault.function}",
+        f"tests.gpu.rank_faults:{fault.function}",
         ranks,
         args=(device, fault.kind, fault.how, deadline),
         timeout=90 + 4 * deadline,

@@ -24,7 +24,8 @@ from torch import Tensor
 
 import ub_overlap
 from tests.gpu.cases import BF16, F32, Maker
-from ub_overlap.runtime import errors, ops, session, settings, tuning
+from ub_overlap.runtime import autotune, errors, ops, settings
+from ub_overlap.runtime.session import session
 
 SLACK = {F32: 2e-5, BF16: 2e-2}
 
@@ -225,8 +226,8 @@ def busy_elsewhere(frame: Frame, group: str) -> str:
     both, still = time.monotonic() - clock, not lane.query()
     frame.sync()
     session.check(group)
-    if bound.growths == grown or not tuning.tuned("/busy"):
-        raise AssertionError(f"nothing to see: {bound.growths - grown} growths, timed {tuning.tuned('/busy')}")
+    if bound.growths == grown or not autotune.tuned("/busy"):
+        raise AssertionError(f"nothing to see: {bound.growths - grown} growths, timed {autotune.tuned('/busy')}")
     if not still:
         raise AssertionError(f"the other stream was done first: growth took {growth:.1f} s, with the timing {both:.1f} s")
     if not bool(y.isfinite().all()) or not bool(timed.isfinite().all()):

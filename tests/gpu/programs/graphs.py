@@ -27,7 +27,8 @@ from tests.gpu import captures as inductor_graphs
 from tests.gpu.cases import BF16, Maker, differs
 from tests.harness.traces import as_loss
 from tests.models.megatron import MLP, Mappings
-from ub_overlap.runtime import ops, session, settings, stats
+from ub_overlap.runtime import ops, settings, stats
+from ub_overlap.runtime.session import session
 
 
 class Layer:

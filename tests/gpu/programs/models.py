@@ -26,7 +26,7 @@ import torch
 
 from tests.models.catalogue import DTENSOR, EXTERNAL, FSDP, MEGATRON, MESH, ODD, SINGLE, Named, unfit
 from tests.models.compare import compare
-from ub_overlap.runtime import session
+from ub_overlap.runtime.session import session
 
 EAGER, INDUCTOR = {"overlap": "force", "inner": "aot_eager"}, {"overlap": "force"}
 FIRST = (

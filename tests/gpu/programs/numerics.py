@@ -21,9 +21,10 @@ import torch.distributed as dist
 
 from tests.gpu import cases
 from tests.gpu.cases import AG, BF16, E4M3, F16, F32, Case, Maker
-from ub_overlap.runtime import reference, session
+from ub_overlap.runtime.ops import c10d_fallback
 from ub_overlap.runtime.schedule.builders import build_all
-from ub_overlap.runtime.schedule.steps import Key, Matmul
+from ub_overlap.runtime.schedule.steps import Compute, Key
+from ub_overlap.runtime.session import session
 
 RMS_SLACK, MAX_SLACK = 1.02, 1.25
 """How much larger our error may be than NCCL + cuBLAS's on the same data: its root mean square over all elements, and its
@@ -50,7 +51,7 @@ def pieces(chunks: int, ranks: int, rank: int, m: int) -> list[tuple[int, int]]:
     schedule = build_all(Key(AG, ranks, chunks, contracts=(False,)))[rank]
     found = []
     for step in schedule.steps:
-        if isinstance(step, Matmul):
+        if isinstance(step, Compute):
             runs: list[tuple[int, int]] = []
             for region in step.reads:
                 first, last = (region.shard * m + int(m * end) for end in (region.lo, region.hi))
@@ -114,7 +115,7 @@ def scaled_gather(frame: Frame, group: str, row: bool, fast: bool, chunks: int, 
     cuts = [cut for cut in pieces(chunks, frame.ranks, frame.rank, m) if cut[1] > cut[0]]
     for first, last in cuts:
         scale = whole_scale[first:last] if row else case[1][1]
-        piece = reference.scaled_product(whole[first:last], weight, scale, weight_scale, None, BF16, fast)
+        piece = c10d_fallback.scaled_product(whole[first:last], weight, scale, weight_scale, None, BF16, fast)
         distance = ulps(piece, ours[first:last])
         same += distance == 0
         worst = max(worst, distance)

@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from tests.gpu import cases
 from tests.gpu.cases import AG, AR, BF16, BULK, E4M3, E5M2, F16, F32, RS, SAG, SRS, Case, Maker, Truth
-from ub_overlap.runtime import ops, session
+from ub_overlap.runtime import ops
+from ub_overlap.runtime.session import session
 
 Layouts = dict[str, Callable[[Maker, torch.dtype], Case]]
 

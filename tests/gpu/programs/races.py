@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from tests.gpu import cases
 from tests.gpu.cases import Case, Maker, Truth
-from ub_overlap.runtime import session
+from ub_overlap.runtime.session import session
 
 VERSIONS = 6  # different inputs of a site
 LOOPS = {

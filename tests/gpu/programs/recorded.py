@@ -21,9 +21,10 @@ import torch
 from tests.gpu import cases
 from tests.gpu.cases import Maker
 from tests.gpu.replay import Record, Violation, replay
-from ub_overlap.runtime import ops, session, settings, stats
+from ub_overlap.runtime import ops, settings, stats
 from ub_overlap.runtime.schedule.builders import build_all
 from ub_overlap.runtime.schedule.steps import Key
+from ub_overlap.runtime.session import session
 
 
 def listen(into: list[Any]) -> None:

@@ -30,7 +30,8 @@ import torch
 from tests.gpu import cases
 from tests.gpu.cases import BF16, F16, F32, Case, Maker
 from tests.gpu.launch import PROGRAMS, run
-from ub_overlap.runtime import errors, session
+from ub_overlap.runtime import errors
+from ub_overlap.runtime.session import session
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 LIMIT_S = 240

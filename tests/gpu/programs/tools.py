@@ -28,8 +28,9 @@ from tests.harness.traces import as_loss
 from tests.models.compare import uncached
 from tests.models.megatron import MLP, Mappings
 from ub_overlap.compiler.reports.history import HISTORY
-from ub_overlap.runtime import exposed, settings
+from ub_overlap.runtime import settings
 from ub_overlap.runtime.verify import TOLERANCE
+from ub_overlap.tools import exposed
 
 FORCE: dict[str, Any] = {"overlap": "force"}
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tests.gpu import captures
 from tests.gpu.cases import BF16, F16, F32
-from ub_overlap.runtime.weights import cast_plainly
+from ub_overlap.runtime.fp8.weight_cache import cast_plainly
 
 SHAPES = ((16, 16), (48, 32), (16, 65536), (65536, 16), (272, 4112), (3584, 8192), (8192, 1280))
 AXES = (None, -1, -2)

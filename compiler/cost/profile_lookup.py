@@ -1,0 +1,175 @@
+"""Which profile a compilation uses."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from functools import lru_cache
+from pathlib import Path
+
+from ub_overlap.runtime import machine, profile_store
+from ub_overlap.runtime.errors import OptionError
+
+from .profile import Compute, Profile
+
+log = logging.getLogger(__name__)
+
+FOLDER = Path(__file__).parent / "profiles"
+_BY_GPU = (("H200", "h200"), ("H100", "h200"), ("H800", "h200"))
+"""Part of a GPU's name -> the shipped profile that is nearest to it."""
+_GENERATIONS = {(8, 0): (2.2, 230.0, 1500.0), (9, 0): (5.45, 385.0, 3800.0), (10, 0): (11.0, 750.0, 6500.0)}
+"""Compute capability -> TFLOP/s of bf16 a multiprocessor, GB/s to a peer, GB/s of memory; as these GPUs come, not measured."""
+
+
+def shipped() -> list[str]:
+    """Names of the profiles that come with the package."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+@lru_cache(maxsize=64)
+def read(path: Path) -> Profile:
+    """The profile in a file. OptionError names file, field, got and expected."""
+    try:
+        text = path.read_text()
+    except (OSError, ValueError) as error:  # ValueError: no text, or no path
+        raise OptionError(
+            what="a profile cannot be read",
+            where=str(path),
+            got=str(error),
+            expected=f"a file, or one of {', '.join(shipped())}",
+        ) from error
+    return Profile.from_json(text, str(path))
+
+
+def load(which: str | Path | Profile | None = None, ranks: int | None = None, device: str | None = None) -> Profile:
+    """`which`: a profile, its path, or the name of a shipped one. None: the one that was measured on this machine (for groups
+    of `ranks` if there is one), else the one shipped for this kind of device, else an analytic one; what it came to is logged.
+
+    `device`: "cuda" or "cpu" (None: cuda where there is one). OptionError for what is no profile.
+    """
+    if isinstance(which, Profile):
+        found = which
+    elif which is not None:
+        name = str(which)
+        found = read(FOLDER / f"{name}.json") if name in shipped() else read(Path(name))
+    else:
+        found = _of_this_machine(device or machine.device(), ranks or 0)
+    _used[str(found)] = found
+    return found
+
+
+_used: dict[str, Profile] = {}
+"""What this process has worked with, by what plans call it."""
+
+
+def of_plan(names: str, ranks: int) -> Profile | None:
+    """The profile that a plan's choices for a group of `ranks` rest on: `names` is what the plan says of them, by commas. None
+    where it is not at hand: not used by this process, not shipped, and not in the user's cache directory."""
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    found = [profile for name in wanted if (profile := _used.get(name) or _stored().get(name)) is not None]
+    if len(found) < len(wanted) or not found:
+        return None
+    return min(found, key=lambda p: (abs(math.log2(max(int(p.key.get("ranks") or ranks), 1) / max(ranks, 1))), str(p)))
+
+
+@lru_cache(maxsize=1)
+def _stored() -> dict[str, Profile]:
+    """Shipped and measured profiles, by what plans call them."""
+    paths = [*FOLDER.glob("*.json")]
+    with contextlib.suppress(OSError, RuntimeError):  # a directory that is not ours to read; no home at all
+        paths += profile_store.directory().glob("*.json")
+    found = {}
+    for path in sorted(paths):
+        with contextlib.suppress(OptionError):
+            profile = read(path)
+            found[str(profile)] = profile
+    return found
+
+
+def signature(which: str | Path | None, devices: tuple[str, ...]) -> tuple[str, ...]:
+    """What `load` may return, as digests: for the cache keys of compiled graphs. `devices`: types that graphs may be on."""
+    if which is not None:
+        return (load(which).digest,)
+    return tuple(sorted({digest for device in devices for digest in _digests(device)}))
+
+
+def _digests(device: str) -> frozenset[str]:
+    """Of all that `_of_this_machine` may return, for groups of whatever size."""
+    mine, _ = profile_store.found(machine.key(device, 2)) if device == "cpu" or machine.device() == "cuda" else ([], [])
+    ranks = {at for at, _ in mine} or {2}
+    return frozenset({_of_this_machine(device, at).digest for at in ranks})
+
+
+@lru_cache(maxsize=64)
+def _of_this_machine(device: str, ranks: int) -> Profile:
+    key = machine.key(device, ranks) if device == "cpu" or machine.device() == "cuda" else {"device": device}
+    mine, others = profile_store.found(key)
+    for told in others:
+        log.info("profile left out: %s", told)
+    for _, path in sorted(mine, key=lambda at: (abs(math.log2(at[0] / max(ranks, 1))), at[0])):
+        try:
+            profile = read(path)
+        except OptionError as error:
+            log.warning("profile left out: %s", error)
+            continue
+        log.info("profile %s, measured on this machine: %s", profile, path)
+        return profile
+    return fallback(device, str(key.get("gpu", "")))
+
+
+def fallback(device: str, gpu: str) -> Profile:
+    """What is used where nobody has measured: the shipped profile of a near kind of device, else an analytic one."""
+    if device == "cpu":
+        return read(FOLDER / "cpu.json")
+    for part, stem in _BY_GPU:
+        if part in gpu:
+            profile = read(FOLDER / f"{stem}.json")
+            log.info("profile %s, shipped; this %s is not calibrated (torchrun ... -m ub_overlap calibrate)", profile, gpu)
+            return profile
+    if machine.device() != "cuda":  # graphs of CUDA tensors without a GPU: only in tests
+        return read(FOLDER / "h200.json")
+    profile = analytic(**machine.properties())
+    log.info("profile %s, from the device's properties alone: run torchrun ... -m ub_overlap calibrate", profile)
+    return profile
+
+
+def analytic(name: str, units: int, capability: tuple[int, int]) -> Profile:
+    """A profile of a GPU that nobody measured: an H200's, scaled by what the properties tell."""
+    base = read(FOLDER / "h200.json")
+    known = [c for c in _GENERATIONS if c <= tuple(capability)] or [min(_GENERATIONS)]
+    per_unit, link, memory = _GENERATIONS[max(known)]
+    _, base_link, base_memory = _GENERATIONS[9, 0]
+    rate = per_unit * units / base.compute.tflops["bfloat16"]
+    compute = Compute(
+        units=units,
+        tiles=base.compute.tiles,
+        tflops={dtype: tflops * rate for dtype, tflops in base.compute.tflops.items()},
+        wave_us=base.compute.wave_us,
+        launch_us=base.compute.launch_us,
+        memory_gbs=memory,
+        layouts=base.compute.layouts,
+        cache_mib=base.compute.cache_mib,
+    )
+
+    def scaled(curve: tuple[tuple[float, float], ...], factor: float) -> tuple[tuple[float, float], ...]:
+        return tuple((size, us * factor) for size, us in curve)
+
+    return Profile(
+        name=f"analytic:{name}",
+        key={"device": "cuda", "gpu": name, "units": units},
+        source=f"scaled from {base.name} by multiprocessors, and by what links and memory of capability {capability} do",
+        compute=compute,
+        matmuls=(),
+        push=scaled(base.push, base_link / link),
+        copy=scaled(base.copy, base_memory / memory),
+        reduce=scaled(base.reduce, base_memory / memory),
+        collectives={
+            kind: {ranks: scaled(curve, base_link / link) for ranks, curve in curves.items()}
+            for kind, curves in base.collectives.items()
+        },
+        steps=base.steps,
+        matmul_beside=base.matmul_beside,
+        push_beside=base.push_beside,
+        holes=("everything: not measured",),
+    )

@@ -1,0 +1,80 @@
+"""A site in numbers, as the cost model reckons with it.
+
+Legend: R ranks; a shard is one rank's share of the gathered, scattered or reduced tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ub_overlap.runtime.schedule.steps import Key
+
+from ..plan.plan import Mode, SiteSizes, Strategy
+
+SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
+KINDS = (
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "bulk_all_gather",
+    "bulk_reduce_scatter",
+    "bulk_all_reduce",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SiteShape(SiteSizes):
+    """The work of one site, checked, and what follows from it. ValueError for a kind or dtype without a cost, or a bad size."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind {self.kind!r}: expected one of {', '.join(KINDS)}")
+        if self.dtype not in SIZES or self.multiplied not in SIZES:
+            raise ValueError(f"dtype {self.dtype!r}, operands {self.operands!r}: expected of {', '.join(SIZES)}")
+        if self.ranks < 1 or self.rows < 0 or self.cols < 0 or any(min(m[:3]) < 0 for m in self.matmuls):
+            raise ValueError(f"a size below 0, or no rank: {self}")
+
+    @property
+    def bulk(self) -> bool:
+        return self.kind.startswith("bulk_")
+
+    @property
+    def gathers(self) -> bool:
+        return self.kind == "all_gather_matmul"
+
+    @property
+    def multiplied(self) -> str:
+        """The type of what is multiplied; `dtype` is what travels."""
+        return self.operands or self.dtype
+
+    @property
+    def collective(self) -> str:
+        """ "all_gather", "reduce_scatter" or "all_reduce"."""
+        return next(name for name in ("all_gather", "reduce_scatter", "all_reduce") if name in self.kind)
+
+    @property
+    def shard_bytes(self) -> float:
+        """Bytes of one rank's share of the collective's tensor."""
+        return self.rows * self.cols * SIZES[self.dtype] / self.ranks
+
+    @property
+    def bytes_sent(self) -> float:
+        """Bytes that one rank sends: R - 1 shards, twice that for an all_reduce."""
+        return self.shard_bytes * (self.ranks - 1) * (2 if self.collective == "all_reduce" else 1)
+
+    def key(self, strategy: Strategy) -> Key:
+        """The schedule that runs this site by `strategy`. ValueError for none, and where strategy and site do not fit."""
+        if strategy.mode is not (Mode.BULK if self.bulk else Mode.PIPELINED):
+            raise ValueError(f"{strategy} of a {self.kind} site has no schedule")
+        if strategy.striped and (self.whole or self.gathers):
+            raise ValueError(f"{strategy}: only a reduction whose shards can be cut is made in stripes; got {self}")
+        return Key(
+            kind=self.kind,
+            ranks=self.ranks,
+            chunks=min(strategy.chunks, self.ranks) if self.whole else strategy.chunks,
+            contracts=tuple(m[3] for m in self.matmuls) if self.gathers else (),
+            terms=0 if self.gathers else len(self.matmuls),
+            whole=self.whole,
+            keep=self.keep and self.gathers,
+            striped=strategy.striped,
+        )

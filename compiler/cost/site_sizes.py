@@ -1,0 +1,116 @@
+"""A graph's site in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import sympy
+import torch
+from torch.fx import Graph
+
+from ub_overlap import _torch_compat as compat
+
+from ..graph.aten import dtype_of, shape_of
+from ..graph.matmul import FLOAT8
+from ..graph.sizes import Size, hint, number_of, product, symbols
+from ..match.collectives import Op
+from ..match.site import Gather, Reduction, Site
+from ..plan.plan import SiteSizes
+from .site_shape import SIZES, SiteShape
+from .traffic import about
+
+Ranges = Mapping[sympy.Symbol, tuple[int, int | None]]
+"""Size symbols and the least and the largest value (None: any) that the graph is good for."""
+Hints = Mapping[sympy.Symbol, int]
+"""Size symbols and the values they had when the graph was traced."""
+
+_BULK = {Op.ALL_GATHER: "bulk_all_gather", Op.REDUCE_SCATTER: "bulk_reduce_scatter", Op.ALL_REDUCE: "bulk_all_reduce"}
+
+
+def hints_of(graph: Graph) -> dict[sympy.Symbol, int]:
+    """The values behind the symbols that the graph's inputs carry plainly."""
+    return {symbol: value for symbol, x in symbols(graph) if (value := hint(x)) is not None}
+
+
+def ranges_of(graph: Graph) -> dict[sympy.Symbol, tuple[int, int | None]]:
+    """The ranges of the same symbols."""
+    return {symbol: compat.range_of(x) for symbol, x in symbols(graph)}
+
+
+def shape_of_site(site: Site, hints: Hints, exact: bool = False) -> SiteShape | None:
+    """None where a size has no hint, or a dtype no cost. `exact`: as on this rank, for reports; choices rest on sizes that
+    ranks have in common (amounts.about)."""
+    sizes = sizes_of_site(site)
+    return None if sizes is None else shape_at(sizes, hints, exact)
+
+
+def sizes_of_site(site: Site) -> SiteSizes | None:
+    """The site with sizes as they are, ints or expressions: equal for sites that are equal whatever symbols stand for. None
+    where the dtype has no cost."""
+    c, operands = site.collective, ""
+    if isinstance(site, Gather):
+        dtype, whole = _dtype(site.dtype), (site.rows, site.cols)
+        turned = (site.cols, site.rows)
+        products = [(k, whole if k.mode < 2 else turned) for k in site.consumers]
+        matmuls = tuple((m, k.operand.cols, inner, k.contracts(site.last)) for k, (m, inner) in products)
+        kind, keep, outer = "all_gather_matmul", bool(site.roots), 1 if site.last else site.blocks.outer
+    elif isinstance(site, Reduction):
+        dtype, whole = _dtype(dtype_of(site.terms[0].node)), (site.rows, site.cols)
+        matmuls = tuple((site.rows, site.cols, t.inner, False) for t in site.terms)
+        operands = "float8" if site.terms[0].scales is not None else ""
+        kind, keep = "matmul_all_reduce" if c.op is Op.ALL_REDUCE else "matmul_reduce_scatter", False
+        outer = 1 if site.last or c.op is Op.ALL_REDUCE else site.blocks.outer
+    elif c.op in _BULK:
+        elements = product(shape_of(c.input))
+        dtype, whole = _dtype(dtype_of(c.input)), (elements * (c.ranks if c.op is Op.ALL_GATHER else 1), 1)
+        matmuls = tuple((*p.shape, p.inner, False) for p in site.products)
+        kind, keep, outer = _BULK[c.op], False, 1
+    else:
+        return None
+    if dtype is None:
+        return None
+    last = site.last if isinstance(site, Gather | Reduction) else False
+    return SiteSizes(kind, c.ranks, dtype, matmuls, *whole, keep, last, outer, operands)
+
+
+def shape_at(sizes: SiteSizes, hints: Hints, exact: bool = False) -> SiteShape | None:
+    """`sizes` with the values of `hints`; None where one is missing or below 0."""
+
+    def number(x: Size) -> int:
+        value = number_of(x, hints)
+        if value is None:
+            raise ValueError(f"no value for {x}")
+        return value
+
+    try:
+        found = [(number(m), number(n), number(k), contracts) for m, n, k, contracts in sizes.matmuls]
+        if not exact:
+            found = [_alike(sizes.kind, m) for m in found]
+        whole = (number(sizes.rows), number(sizes.cols))
+        return SiteShape(
+            sizes.kind,
+            sizes.ranks,
+            sizes.dtype,
+            tuple(found),
+            *whole,
+            sizes.keep,
+            sizes.whole,
+            number(sizes.outer),
+            sizes.operands,
+        )
+    except ValueError:
+        return None
+
+
+def _alike(kind: str, matmul: tuple[int, int, int, bool]) -> tuple[int, int, int, bool]:
+    """A product with `about` in place of what may differ between ranks: of a gather the columns of its weight, of a reduction
+    the inner dim, of products that have nothing to do with their collective everything."""
+    m, n, k, contracts = matmul
+    if kind.startswith("bulk_"):
+        return about(m), about(n), about(k), contracts
+    return (m, about(n), k, contracts) if kind == "all_gather_matmul" else (m, n, about(k), contracts)
+
+
+def _dtype(dtype: torch.dtype) -> str | None:
+    name = "float8" if dtype in FLOAT8 else str(dtype).removeprefix("torch.")
+    return name if name in SIZES else None

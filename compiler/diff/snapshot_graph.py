@@ -1,0 +1,139 @@
+"""FX graph -> Snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from ub_overlap import _torch_compat as compat
+
+from ..graph.emitter import SITE
+from ..graph.source_location import module_of, source_of
+from .snapshot import NodeShot, Snapshot
+
+_LONGEST = 400  # characters of a node's arguments: constants may be long
+
+
+class Texts:
+    """What a node is in words, kept from one snapshot of a graph to the next: value, module, line and origin of a node do not
+    change while it is there. Process groups are numbered by first use: their names differ between ranks."""
+
+    def __init__(self) -> None:
+        self.text = _Text()
+        self._fixed: dict[Node, tuple[str, str, str, str, str, str, str, str]] = {}
+
+    def fixed(self, node: Node) -> tuple[str, str, str, str, str, str, str, str]:
+        """op, target, shape, dtype, stride, module, source, origin."""
+        found = self._fixed.get(node)
+        if found is None:
+            value = self.text.value(node.meta.get("val") if node.op != "output" else None)
+            place = (module_of(node), source_of(node), _origin(node))
+            found = self._fixed[node] = (node.op, self.text.target(node.target), *value, *place)
+        return found
+
+
+def take(
+    graph: Graph,
+    phase: str,
+    label: str,
+    sites: Mapping[str, str] | None = None,
+    lineage: str = "",
+    texts: Texts | None = None,
+) -> Snapshot:
+    """A copy of `graph` as it is now. `sites`: node name -> site id, for nodes that carry none themselves. `lineage`: a text
+    of the caller's, the same for several snapshots of one graph object and for no others; so are `texts`."""
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    texts, marked = texts or Texts(), sites or {}
+    shots = []
+    for node in graph.nodes:
+        op, target, shape, dtype, stride, module, source, origin = texts.fixed(node)
+        args, inputs = texts.text.args(node)
+        site = node.meta.get(SITE, "")
+        mark = site.rpartition("/")[2] if site else marked.get(node.name, "")
+        read = tuple([places[i] for i in inputs])
+        shots.append(NodeShot(node.name, read, op, target, args, shape, dtype, stride, module, source, origin, mark))
+    return Snapshot(tuple(shots), phase, label, lineage, str(torch.__version__))
+
+
+def _origin(node: Node) -> str:
+    """The name of the first of the nodes that this one was made from."""
+    before = node.meta.get("from_node")
+    while before:
+        last = before[-1]
+        deeper = getattr(last, "from_node", None)
+        if not deeper:
+            return str(getattr(last, "name", ""))
+        before = deeper
+    return ""
+
+
+class _Text:
+    """Texts of arguments and values."""
+
+    def __init__(self) -> None:
+        self._inputs: list[Node] = []
+        self._groups: dict[str, str] = {}
+        self._targets: dict[Any, str] = {}
+        self._names: dict[Any, tuple[str, ...]] = {}
+
+    def target(self, target: Any) -> str:
+        found = self._targets.get(target) if target.__hash__ else None
+        if found is None:
+            found = target if isinstance(target, str) else str(target)
+            if not isinstance(target, str | compat.OpOverload):
+                found = getattr(target, "__name__", found)
+            self._targets[target] = found
+        return found
+
+    def args(self, node: Node) -> tuple[str, list[Node]]:
+        """Its arguments, "%" for each node, and these nodes, as often and in the order as they stand there."""
+        self._inputs = inputs = []
+        names = self._schema(node.target)
+        parts = [
+            self._one(value, names[i] if i < len(names) else "") for i, value in enumerate(node.args)
+        ]  # fmt: skip
+        parts += [f"{key}={self._one(value, key if names else '')}" for key, value in node.kwargs.items()]
+        said = ", ".join(parts)
+        if len(said) > _LONGEST:
+            said = said[:_LONGEST] + "..." + "%" * said[_LONGEST:].count("%")
+        return said, inputs
+
+    def _schema(self, target: Any) -> tuple[str, ...]:
+        """Argument names of collectives and of our ops; nothing of others."""
+        if not isinstance(target, compat.OpOverload) or target.namespace not in ("_c10d_functional", "ub_overlap"):
+            return ()
+        if target not in self._names:
+            self._names[target] = tuple(a.name for a in target._schema.arguments)
+        return self._names[target]
+
+    def _one(self, value: Any, name: str) -> str:
+        if isinstance(value, Node):
+            self._inputs.append(value)
+            return "%"
+        if isinstance(value, str):
+            if name in ("group_name", "group", "tag"):
+                return self._groups.setdefault(value, f"g{len(self._groups)}")
+            said = repr(value.rpartition("/")[2] if name == "site" else value)
+        elif isinstance(value, list | tuple):
+            return "[" + ", ".join(self._one(v, "") for v in value) + "]"
+        elif isinstance(value, dict):
+            return "{" + ", ".join(f"{k}: {self._one(v, '')}" for k, v in value.items()) + "}"
+        elif isinstance(value, slice):
+            return ":".join(self._one(v, "") for v in (value.start, value.stop, value.step))
+        else:
+            said = str(value).removeprefix("torch.")
+        return said.replace("%", "")[:_LONGEST]
+
+    def value(self, val: Any) -> tuple[str, str, str]:
+        """(shape, dtype, stride) of a node's value."""
+        if isinstance(val, torch.Tensor):
+            dtype = str(val.dtype).removeprefix("torch.")
+            stride = str(list(val.stride())) if val.layout is torch.strided else str(val.layout)
+            return str(list(val.shape)), dtype, stride
+        if isinstance(val, list | tuple):
+            parts = [self.value(v) for v in val]
+            return " ".join(p[0] for p in parts), parts[0][1] if parts else "", " ".join(p[2] for p in parts)
+        return ("", type(val).__name__, "") if val is not None else ("", "", "")

@@ -1,0 +1,1 @@
+"""Facts about FX graphs that every pass needs: ATen effects, symbolic sizes, matmuls, emitted nodes, source locations."""

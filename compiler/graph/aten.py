@@ -1,0 +1,227 @@
+"""What one ATen node does to the elements of its input, as far as sites care.
+
+Both walks (forward from a gather, backward from a reduction) see a graph through `effect`: a node passes its input's
+elements on in the same row-major order (`SAME`: views, clones), as the transposed matrix (`SWAP`), cast to another type
+(`CAST`), as the same bytes of another one-byte type (`BITS`: float8 travels as uint8), or does something else (None). The
+spelling (Inductor's decomposed ops, AOTAutograd's plain ones, einsum's permutes of size-1 dims) stays in this file.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch.fx import Node
+
+from .sizes import Size, divide, product, same, same_shape, sizes, squeezed
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+_VIEWS = {
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.flatten.using_ints,
+    aten.clone.default, aten.contiguous.default, aten.lift_fresh_copy.default, aten._reshape_alias.default,
+}  # fmt: skip
+_SHARES = {operator.getitem, aten._unsafe_view.default, torch.ops._c10d_functional.wait_tensor.default}
+"""What shares its input's memory without saying so in its schema."""
+CUTS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
+_PERMUTES = {aten.permute.default, aten.t.default, aten.transpose.int, aten.numpy_T.default}
+CASTS = {aten._to_copy.default, aten.to.dtype, prims.convert_element_type.default}
+
+
+class Effect(Enum):
+    SAME = auto()
+    SWAP = auto()
+    CAST = auto()
+    BITS = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ElementEffect:
+    effect: Effect
+    source: Node
+
+
+def tensor_of(node: Node) -> torch.Tensor | None:
+    val = node.meta.get("val")
+    return val if isinstance(val, torch.Tensor) else None
+
+
+def shape_of(node: Node) -> tuple[Size, ...]:
+    val = tensor_of(node)
+    assert val is not None, f"{node} has no tensor value"
+    return sizes(val.shape)
+
+
+def dtype_of(node: Node) -> torch.dtype:
+    val = tensor_of(node)
+    assert val is not None, f"{node} has no tensor value"
+    return val.dtype
+
+
+def source(node: Node, index: int = 0) -> Node:
+    """Argument `index` of `node`, which is a node."""
+    arg = node.args[index]
+    assert isinstance(arg, Node), f"{node}: argument {index} is {arg!r}, expected a node"
+    return arg
+
+
+def aliased(node: Node) -> Node | None:
+    """The node whose memory `node` is a view of."""
+    if node.op != "call_function" or not node.all_input_nodes:
+        return None
+    if node.target in _SHARES:
+        return node.all_input_nodes[0]
+    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    return node.all_input_nodes[0] if returns and returns[0].alias_info is not None else None
+
+
+def storage(node: Node) -> Node:
+    """The node that made the memory that `node` lies in."""
+    while (before := aliased(node)) is not None:
+        node = before
+    return node
+
+
+def pieces_of(cat: Node) -> list[Node]:
+    """The tensors that a cat joins."""
+    return [n for n in cat.args[0] if isinstance(n, Node)]  # type: ignore[union-attr]
+
+
+def dim_of(node: Node, index: int = 1) -> int:
+    """The `dim` argument of a cat, split or slice, at position `index` or by name, counted from the front."""
+    dim = node.args[index] if len(node.args) > index else node.kwargs.get("dim", 0)
+    assert isinstance(dim, int)
+    first = pieces_of(node)[0] if node.target is aten.cat.default else source(node)
+    return dim % len(shape_of(first))
+
+
+def readers(node: Node) -> list[Node]:
+    """The users that read `node`'s elements: all but those that only ask for a size."""
+    return [u for u in node.users if u.target is not aten.sym_size.int]
+
+
+def permutation(node: Node) -> list[int]:
+    """The order of dims that a permute, transpose or t gives."""
+    rank = len(shape_of(source(node)))
+    if node.target is aten.permute.default:
+        return [int(d) % rank for d in node.args[1]]  # type: ignore[union-attr,arg-type]
+    dims = list(range(rank))
+    if node.target is not aten.transpose.int:
+        return dims[::-1]
+    a, b = (int(d) % rank for d in node.args[1:3])  # type: ignore[arg-type]
+    dims[a], dims[b] = dims[b], dims[a]
+    return dims
+
+
+def effect(node: Node) -> ElementEffect | None:
+    """How `node` relates to its (one) tensor input, or None when it is not a plain pass-through."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
+        return None
+    src = node.args[0]
+    if node.target is aten.copy.default and isinstance(node.args[1], Node):  # an in-place collective, functionalised
+        full = same_shape(shape_of(node.args[1]), shape_of(node)) and dtype_of(node.args[1]) == dtype_of(node)
+        return ElementEffect(Effect.SAME, node.args[1]) if full else None
+    before, after = tensor_of(src), tensor_of(node)
+    if before is None or after is None:
+        return None
+    if node.target in _VIEWS:
+        return ElementEffect(Effect.SAME, src) if before.dtype == after.dtype else None
+    if node.target is aten.view.dtype:
+        if before.dtype == after.dtype:
+            return ElementEffect(Effect.SAME, src)
+        return ElementEffect(Effect.BITS, src) if before.dtype.itemsize == after.dtype.itemsize == 1 else None
+    if node.target in CASTS:
+        if before.device != after.device:
+            return None
+        return ElementEffect(Effect.SAME if before.dtype == after.dtype else Effect.CAST, src)
+    if node.target in _PERMUTES:
+        dims, shape = permutation(node), shape_of(src)
+        kept = [d for d in dims if not (isinstance(shape[d], int) and shape[d] == 1)]
+        if kept == sorted(kept):
+            return ElementEffect(Effect.SAME, src)
+        return ElementEffect(Effect.SWAP, src) if len(kept) == 2 else None
+    if node.target is aten.expand.default and same_shape(squeezed(shape_of(src)), squeezed(shape_of(node))):
+        return ElementEffect(Effect.SAME, src)
+    if node.target is aten.as_strided.default:
+        whole = before.is_contiguous() and after.is_contiguous() and not any(node.args[3:]) and not node.kwargs
+        return ElementEffect(Effect.SAME, src) if whole and same(product(shape_of(src)), product(shape_of(node))) else None
+    if node.target is aten.slice.Tensor and same_shape(shape_of(src), shape_of(node)):
+        return ElementEffect(Effect.SAME, src) if len(node.args) < 5 or node.args[4] == 1 else None
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Where rank r's elements sit in a value, in row-major order: element (o, r, i) of [outer, ranks, inner]."""
+
+    outer: Size
+    ranks: int
+    inner: Size
+
+    def rows(self, rows: Size, cols: Size) -> Size | None:
+        """For the value read as [rows, cols] with whole rows a rank: rows of one (outer, rank) block, else None."""
+        return divide(self.inner, cols)
+
+    def is_last(self, rows: Size, cols: Size) -> bool:
+        """For the value read as [rows, cols]: is it the columns that are dealt out?"""
+        return same(self.outer, rows) and same(self.inner * self.ranks, cols)
+
+
+def regroup(pieces: list[Node], ranks: int) -> tuple[Node, int] | None:
+    """For pieces cut off one tensor in order, the equal and complete `ranks` parts of its dim c: (tensor, c). Else None.
+
+    Checks the source, the index or bounds and the order of every piece: a permuted or trimmed cat is no regroup.
+    """
+    cuts = [c for p in pieces if (c := _cut(p)) is not None]
+    if len(pieces) != ranks or len(cuts) != ranks:
+        return None
+    whole, axis = cuts[0][:2]
+    part = divide(shape_of(whole)[axis], ranks)
+    if part is None:
+        return None
+    for i, (tensor, dim, start, end) in enumerate(cuts):
+        if tensor is not whole or dim != axis or not same(start, part * i) or not same(end, part * (i + 1)):
+            return None
+    return whole, axis
+
+
+def _cut(piece: Node) -> tuple[Node, int, Size, Size] | None:
+    """(source, dim, start, end) of a slice, a getitem of a split or of a chunk (float8 ones are joined as bytes)."""
+    step = effect(piece) if piece.target is aten.view.dtype else None
+    if step is not None:
+        piece = step.source
+    if piece.target is aten.slice.Tensor and not piece.kwargs:
+        dim = dim_of(piece)
+        start = _scalar(piece.args[2]) if len(piece.args) > 2 and piece.args[2] is not None else 0
+        if start is None or (len(piece.args) > 4 and piece.args[4] != 1):
+            return None
+        if isinstance(start, int) and start < 0:
+            start = shape_of(source(piece))[dim] + start
+        return source(piece), dim, start, start + shape_of(piece)[dim]
+    split = piece.args[0] if piece.args else None
+    if (
+        piece.target is not operator.getitem
+        or not isinstance(split, Node)
+        or split.target not in CUTS
+        or "val" not in split.meta
+    ):
+        return None
+    dim = dim_of(split, 2)
+    lengths = [sizes(v.shape)[dim] for v in split.meta["val"]]
+    index = piece.args[1]
+    assert isinstance(index, int)
+    index %= len(lengths)
+    begin: Size = sum(lengths[:index])
+    return source(split), dim, begin, begin + lengths[index]
+
+
+def _scalar(x: object) -> Size | None:
+    if isinstance(x, int):
+        return x
+    if isinstance(x, Node) and isinstance(x.meta.get("val"), int | torch.SymInt):
+        return sizes([x.meta["val"]])[0]
+    return None

@@ -1,0 +1,150 @@
+"""Every spelling of a matmul as one 2D product, with operands that are views of graph values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Node
+
+from .aten import Effect, aten, dtype_of, effect, shape_of, tensor_of
+from .sizes import Size, same, same_shape, squeezed
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+_MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default)
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """The matrix `node` reshaped to `shape` [rows, cols], then transposed if `swapped` (shape is the one before that)."""
+
+    node: Node
+    shape: tuple[Size, Size]
+    swapped: bool = False
+
+    @property
+    def t(self) -> Operand:
+        return replace(self, swapped=not self.swapped)
+
+    @property
+    def rows(self) -> Size:
+        return self.shape[1] if self.swapped else self.shape[0]
+
+    @property
+    def cols(self) -> Size:
+        return self.shape[0] if self.swapped else self.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """What float8 operands are multiplied by: a scale each, or, with `rows`, one for each row of lhs [M, 1] and each column of
+    rhs [1, N]. `fast`: summed in the hardware's fast accumulation."""
+
+    lhs: Node
+    rhs: Node
+    rows: bool
+    fast: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Matmul:
+    """lhs [M, K] @ rhs [K, N] (+ bias, which broadcasts to [M, N]); the node's value is the product in row-major order."""
+
+    node: Node
+    lhs: Operand
+    rhs: Operand
+    bias: Node | None = None
+    scales: Scales | None = None
+    """Of float8 operands."""
+
+    @property
+    def shape(self) -> tuple[Size, Size]:
+        return self.lhs.rows, self.rhs.cols
+
+    @property
+    def inner(self) -> Size:
+        return self.lhs.cols
+
+
+def odd_size(p: Matmul) -> str:
+    """Which size of a float8 product does not divide by 16, as the ops ask for; "" where all may."""
+    for what, size in (("inner dim", p.inner), ("columns", p.shape[1])):
+        if isinstance(size, int) and size % 16:
+            return f"{p.node.name}: {what} {size} do not divide by 16"
+    return ""
+
+
+def is_matmul(node: Node) -> bool:
+    return node.op == "call_function" and node.target in _MATMULS
+
+
+def as_product(node: Node) -> Matmul | None:
+    """The 2D product that `node` computes, or None (not a matmul, a true batch, scaled terms, other dtypes)."""
+    if not is_matmul(node) or tensor_of(node) is None or dtype_of(node) not in FLOATS:
+        return None
+    if node.target is aten._scaled_mm.default:
+        return _from_scaled_mm(node)
+    bias: Node | None = None
+    args = list(node.args)
+    if node.target is aten.addmm.default:
+        if node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1 or len(args) > 3:
+            return None
+        bias = args.pop(0)  # type: ignore[assignment]
+    lhs, rhs = args[:2]
+    if not isinstance(lhs, Node) or not isinstance(rhs, Node):
+        return None
+    if tensor_of(lhs) is None or tensor_of(rhs) is None or not dtype_of(lhs) == dtype_of(rhs) == dtype_of(node):
+        return None
+    if node.target is aten.bmm.default:
+        return _from_bmm(node, lhs, rhs)
+    return Matmul(node, Operand(lhs, shape_of(lhs)), Operand(rhs, shape_of(rhs)), bias)  # type: ignore[arg-type]
+
+
+def _from_scaled_mm(node: Node) -> Matmul | None:
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {a.name: x for a, x in zip(schema, node.args, strict=False)} | dict(node.kwargs)
+    lhs, rhs, a, b = (given.get(name) for name in ("self", "mat2", "scale_a", "scale_b"))
+    if not all(isinstance(n, Node) for n in (lhs, rhs, a, b)) or given.get("scale_result") is not None:
+        return None
+    left, right = Operand(lhs, shape_of(lhs)), Operand(rhs, shape_of(rhs))  # type: ignore[arg-type]
+    if not {dtype_of(lhs), dtype_of(rhs)} <= set(FLOAT8) or {dtype_of(a), dtype_of(b)} != {torch.float32}:  # type: ignore[arg-type]
+        return None
+    one = [all(same(s, 1) for s in shape_of(n)) for n in (a, b)]  # type: ignore[arg-type]
+    rows = same_shape(shape_of(a), (left.rows, 1)) and same_shape(shape_of(b), (1, right.cols))  # type: ignore[arg-type]
+    if not rows and not all(one):
+        return None
+    scales = Scales(a, b, rows and not all(one), bool(given.get("use_fast_accum", False)))  # type: ignore[arg-type]
+    return Matmul(node, left, right, given.get("bias"), scales)  # type: ignore[arg-type]
+
+
+def _from_bmm(node: Node, lhs: Node, rhs: Node) -> Matmul | None:
+    (batch, m, k), n = shape_of(lhs), shape_of(rhs)[2]
+    if isinstance(batch, int) and batch == 1:
+        return Matmul(node, Operand(lhs, (m, k)), Operand(rhs, (k, n)))
+    weight = _broadcast_source(rhs, (k, n))
+    return Matmul(node, Operand(lhs, (batch * m, k)), Operand(weight, (k, n))) if weight else None
+
+
+def _broadcast_source(node: Node, shape: tuple[Size, Size]) -> Node | None:
+    """The [K, N] value that `node` repeats along the batch, as F.linear and einsum trace it, or None."""
+    while True:
+        if node.target is aten.expand.default:
+            source = node.args[0]
+            assert isinstance(source, Node)
+            if same_shape(squeezed(shape_of(source)), squeezed(shape)) and _repeats_whole(source, node):
+                return source
+        step = effect(node)
+        if step is None or step.effect is not Effect.SAME:
+            return None
+        node = step.source
+
+
+def _repeats_whole(source: Node, expand: Node) -> bool:
+    """Does `expand` repeat the whole of `source`, one copy after the other (no dim behind a real one is repeated)?"""
+    before, after = shape_of(source), shape_of(expand)
+    before = (1,) * (len(after) - len(before)) + before
+    repeated = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if not same(a, b)]
+    return not repeated or not squeezed(before[: repeated[-1]])

@@ -1,0 +1,115 @@
+"""What backward keeps of a gathered tensor: decided on the joint graph, before the partitioner, from the same site finder.
+
+torch saves the gathered tensor by default (R times the shard). A gather whose nodes are marked for recomputation is saved as
+its shard instead, and backward gathers again: a gather that meets the weight-gradient matmuls and is overlapped like any other.
+
+    save="gathered", save="shard"   all of one kind
+    memory_budget=B                 gathered where it saves the most time a byte, until B is spent; shards otherwise
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch.fx import Graph, Node
+
+from ..cost.profile_lookup import load
+from ..cost.regather import again_us
+from ..cost.site_sizes import Hints, hints_of
+from ..fp8.cast_nodes import AGAIN
+from ..graph.aten import dtype_of, shape_of, storage
+from ..graph.joint_graph import in_backward, needs_tangents
+from ..graph.matmul import Matmul, as_product, is_matmul
+from ..graph.sizes import number_of, product
+from ..match import Candidate, Gather, find_candidates
+from ..options import Options
+from ..plan.plan import SavedActivation
+
+KEPT = "ub_overlap_kept"
+"""Key of node.meta: what backward keeps of a gather's tensor, as a Kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Weighed:
+    match: Gather
+    nodes: tuple[Node, ...]
+    """What is marked if backward is to gather again: of the forward, whatever carries gathered elements."""
+    kept: SavedActivation
+
+
+def apply_save_policy(graph: Graph, options: Options) -> int:
+    """Marks gathers of the forward half of a joint graph as the options say; returns how many."""
+    if options.memory_budget is None and options.save == "gathered":
+        return 0
+    backward = needs_tangents(graph)
+    if not backward:
+        return 0
+    hints = hints_of(graph)
+    candidates = find_candidates(graph)
+    beside = _InputGradients(graph, backward)
+    weighed = [w for c in candidates if (w := _weigh(c, backward, beside, options, hints)) is not None]
+    if options.memory_budget is None:
+        whole: set[int] = set()
+    else:
+        # A region that the user checkpoints is the user's: nothing of it is kept, whatever we say.
+        weighed = [w for w in weighed if not any("recompute" in n.meta and AGAIN not in n.meta for n in w.nodes)]
+        whole = _within([w.kept for w in weighed], options.memory_budget)
+    for i, w in enumerate(weighed):
+        w.match.collective.node.meta[KEPT] = w.kept if i in whole else replace(w.kept, keeps="shard")
+        if i not in whole:
+            in_backward(w.nodes)
+    return len(weighed) - len(whole)
+
+
+def _within(kept: list[SavedActivation], budget: float) -> set[int]:
+    """Which to keep gathered: the most microseconds a byte first, as long as they fit. `budget`: up to 1 a share of all bytes,
+    above that bytes."""
+    left = budget * sum(k.gathered_bytes for k in kept) if budget <= 1 else budget
+    whole = set()
+    for i in sorted(range(len(kept)), key=lambda i: (-kept[i].again_us / max(1, kept[i].gathered_bytes), i)):
+        if kept[i].gathered_bytes <= left:
+            left -= kept[i].gathered_bytes
+            whole.add(i)
+    return whole
+
+
+def _weigh(
+    candidate: Candidate, backward: set[Node], beside: _InputGradients, options: Options, hints: Hints
+) -> _Weighed | None:
+    """None for what is no gather of the forward, or what backward does not read."""
+    match = candidate.match
+    if not isinstance(match, Gather) or match.collective.node in backward:
+        return None
+    nodes = tuple(n for n in (match.collective.node, *match.holders, *match.cuts) if n not in backward)
+    if not any(u in backward for n in nodes for u in n.users):
+        return None
+    c = match.collective
+    consumers = tuple(k for k in match.consumers if k.product.node in backward)
+    taken = {k.product.node for k in consumers} | set(match.holders) | set(match.cuts)
+    roots = tuple(h for h in match.holders if any(u in backward and u not in taken for u in h.users))
+    again = replace(match, consumers=consumers, roots=roots) if consumers else None
+    forward = [k.operand.node for k in match.consumers if k.product.node not in backward]
+    profile = load(options.profile, c.ranks, c.node.meta["val"].device.type)
+    us = again_us(c, again, beside.of(forward), profile, hints, options.overlap != "off")
+    gathered = _bytes(c.node, hints)
+    return _Weighed(match, nodes, SavedActivation("gathered", gathered, _bytes(c.input, hints), round(us, 2)))
+
+
+class _InputGradients:
+    """Products of the backward half by the tensors that they read: those with a layer's weight, other than its own gradient,
+    are its input's gradient. They do not need the layer's input."""
+
+    def __init__(self, graph: Graph, backward: set[Node]) -> None:
+        self._by: dict[Node, list[Matmul]] = {}
+        for n in graph.nodes:
+            if n in backward and is_matmul(n) and (p := as_product(n)) is not None:
+                for operand in (p.lhs, p.rhs):
+                    self._by.setdefault(storage(operand.node), []).append(p)
+
+    def of(self, weights: list[Node]) -> tuple[Matmul, ...]:
+        found = {p.node: p for w in weights for p in self._by.get(storage(w), ())}
+        return tuple(found.values())
+
+
+def _bytes(node: Node, hints: Hints) -> int:
+    return (number_of(product(shape_of(node)), hints) or 0) * dtype_of(node).itemsize

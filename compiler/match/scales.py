@@ -1,0 +1,121 @@
+"""The scales of float8 operands, as far as they travel.
+
+    tensor   scale []                                               the same on all ranks: nothing travels
+    rows     scale [.., m, 1] -> all_gather -> wait -> (view | split -> cat)* -> [M, 1]     beside the rows' own gather
+
+A gather of row scales belongs to the site of the rows: it has no matmul of its own, and rows are of no use without it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import torch
+from torch.fx import Graph, Node
+
+from ..graph.aten import CASTS, CUTS, aten, dtype_of, effect, pieces_of, shape_of, source, tensor_of
+from ..graph.matmul import FLOAT8
+from ..graph.sizes import product, same
+from .collectives import Collective, Op, c10d, read
+from .site import GatheredAlias
+
+_CLAMPS = {aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.minimum.default, aten.maximum.default}
+SCALES = "ub_overlap_scales"
+"""Key of node.meta: an all_reduce that carries scales."""
+WHY_PLAIN = "ub_overlap_why_plain"
+"""Key of node.meta: (Reason, detail), why an all_gather that meets no matmul is none of float8 rows that would."""
+Walk = Callable[[Collective], dict[Node, GatheredAlias]]
+"""An all_gather -> who carries its elements, and how."""
+
+
+def same_value(a: object, b: object, depth: int = 12) -> bool:
+    """Are two nodes the same computation of the same nodes? (Graphs that went through no CSE repeat scales.)"""
+    if a is b:
+        return True
+    if not isinstance(a, Node) or not isinstance(b, Node):
+        return type(a) is type(b) and a == b
+    if depth == 0 or a.op != "call_function" or a.target != b.target or a.op != b.op or a.kwargs != b.kwargs:
+        return False
+    return len(a.args) == len(b.args) and all(same_value(x, y, depth - 1) for x, y in zip(a.args, b.args, strict=True))
+
+
+def gather_of(scale: Node) -> Collective | None:
+    """The all_gather that a scale comes from, through what only moves its elements."""
+    node = scale
+    while True:
+        if node.target is c10d.all_gather_into_tensor.default:
+            return read(node)
+        step = effect(node)
+        if step is not None:
+            node = step.source
+        elif node.target is aten.cat.default and pieces_of(node):
+            node = pieces_of(node)[0]
+        elif node.target in (c10d.wait_tensor.default, operator.getitem, aten.slice.Tensor, *CUTS):
+            node = source(node)
+        else:
+            return None
+
+
+def rows_beside(payload: Collective, held: GatheredAlias, per_block: object, scale: Node, walk: Walk) -> Collective | None:
+    """The all_gather of the scales [M, 1] of gathered rows: dealt out like the rows, over the same group. None where `scale`
+    is something else. `held`: how the rows lie; `per_block`: rows of one shard in one block."""
+    c = gather_of(scale)
+    if c is None or c.wait is None or c.group != payload.group or c.ranks != payload.ranks or held.turns:
+        return None
+    mine = walk(c).get(scale)
+    if mine is None or mine.swapped or mine.turns or mine.dtype is not torch.float32:
+        return None
+    blocks = mine.blocks
+    return c if same(blocks.outer, held.blocks.outer) and same(blocks.inner, per_block) else None
+
+
+def mark_scales(graph: Graph) -> None:
+    """Notes on a joint graph which all_reduces carry scales: in its halves a reader may be in the other one."""
+    for node in graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
+        if carries_scales(read(node)):
+            node.meta[SCALES] = True
+
+
+def carries_scales(c: Collective) -> bool:
+    """Does `c` bring together what float8 tensors are scaled by: the largest of magnitudes, read by scales and casts?"""
+    if c.node.meta.get(SCALES):
+        return True
+    if c.op is not Op.ALL_REDUCE or c.reduce_op != "max" or c.wait is None:
+        return False
+    node = c.input
+    while (step := effect(node)) is not None:
+        node = step.source
+    return node.target in (aten.amax.default, aten.max.default) and _scales_something(c.wait)
+
+
+def _scales_something(magnitude: Node) -> bool:
+    """Does a value made of `magnitude` alone scale a float8 product, or what is cast to float8? (The largest logit that a
+    softmax over ranks subtracts does neither.)"""
+    seen, todo = {magnitude}, [magnitude]
+    size = product(shape_of(magnitude))
+    while todo:
+        node = todo.pop()
+        for user in node.users:
+            if user.target is aten._scaled_mm.default:
+                return True
+            if user in seen or tensor_of(user) is None:
+                continue
+            seen.add(user)
+            if same(product(shape_of(user)), size):
+                todo.append(user)
+            elif user.target in (aten.mul.Tensor, aten.div.Tensor) and _narrowed(user):
+                return True
+    return False
+
+
+def _narrowed(node: Node, depth: int = 4) -> bool:
+    """Is `node` cast to float8, clamped before or not?"""
+    for user in node.users:
+        if tensor_of(user) is None:
+            continue
+        if dtype_of(user) in FLOAT8:
+            return True
+        if depth and (user.target in _CLAMPS or user.target in CASTS) and _narrowed(user, depth - 1):
+            return True
+    return False

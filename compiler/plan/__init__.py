@@ -1,0 +1,1 @@
+"""The records of a compilation: Plan, Decision, Reason and Strategy."""

@@ -1,0 +1,160 @@
+"""How a site is run: one strategy, or several and the rule by which a call picks one.
+
+    pipelined:chunks=4                               one strategy, for all calls
+    1536=none;6144=pipelined:chunks=1;*=pipelined    a table: by the rows of the call, up to each limit, "*" any
+    pipelined|none                                   alternatives: timed at the first call, the first one until then
+    1536=none;*=pipelined|pipelined:chunks=4         both
+
+The text is what an op carries and what C++ reads (csrc/core/choice.h). Rows are those of the whole matrix: what is gathered, or
+the product before it is scattered or reduced; of a collective without a matmul of its own all dims but the last. They are the
+same on all ranks, and so is what is picked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
+
+MAX_CHUNKS = 64
+"""Pieces of a whole gathered or scattered dim: the flag words of the smallest group, 2 ranks, allow no more."""
+
+
+class Mode(str, Enum):
+    NONE = "none"
+    PIPELINED = "pipelined"
+    BULK = "bulk"
+    MERGED = "merged"
+    """An all_reduce that was summed into another one, or a gather of scales that goes along with their rows: gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """How a site is run. `chunks`: pieces over the whole gathered or scattered dimension; 0 means one a rank.
+
+    `striped` (pipelined reductions): every matmul makes one piece of every shard, and chunks counts the pieces of a shard.
+    """
+
+    mode: Mode
+    chunks: int = 0
+    striped: bool = False
+
+    _PATTERN: ClassVar[re.Pattern[str]] = re.compile(r"(none|pipelined|bulk)(?::(chunks|stripes)=([1-9][0-9]{0,3}))?\Z")
+
+    def __str__(self) -> str:
+        return self.mode.value + (f":{'stripes' if self.striped else 'chunks'}={self.chunks}" if self.chunks else "")
+
+    @classmethod
+    def parse(cls, text: str) -> Strategy:
+        """Reads "none", "pipelined", "bulk", "pipelined:chunks=4", "pipelined:stripes=2". ValueError for anything else."""
+        match = cls._PATTERN.match(text)
+        mode, what, count = match.groups() if match else ("none", "", "0")
+        striped = what == "stripes"
+        if not match or (mode == "none" and what) or int(count or 0) > MAX_CHUNKS or (striped and mode != "pipelined"):
+            raise ValueError(
+                f"strategy {text!r}: expected none, pipelined, bulk, one of the last two with :chunks=1..{MAX_CHUNKS}, "
+                f"or pipelined:stripes=1..{MAX_CHUNKS}"
+            )
+        return cls(Mode(mode), int(count or 0), striped)
+
+    @classmethod
+    def is_forceable(cls, text: str) -> bool:
+        """Can a plan file or a rule ask for it, a table too? ("merged" is an outcome, not a choice.)"""
+        try:
+            parse(text)
+        except ValueError:
+            return False
+        return True
+
+    def at(self, _rows: int) -> Strategy:
+        """What a call of so many rows runs by: itself."""
+        return self
+
+    @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        return (self,)
+
+
+NONE = Strategy(Mode.NONE)
+
+
+_LIMIT = re.compile(r"[1-9][0-9]{0,17}\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Calls of at most `limit` rows (None: of any number). `strategies`: the first is used where none has been measured."""
+
+    limit: int | None
+    strategies: tuple[Strategy, ...]
+
+    def __str__(self) -> str:
+        return ("*" if self.limit is None else str(self.limit)) + "=" + "|".join(map(str, self.strategies))
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchTable:
+    """Several strategies of one site, by rising limit; the last bucket has none."""
+
+    buckets: tuple[Bucket, ...]
+
+    def __str__(self) -> str:
+        if len(self.buckets) == 1:
+            return "|".join(map(str, self.buckets[0].strategies))
+        return ";".join(map(str, self.buckets))
+
+    def bucket(self, rows: int) -> Bucket:
+        return next(b for b in self.buckets if b.limit is None or rows <= b.limit)
+
+    def at(self, rows: int) -> Strategy:
+        """What a call of `rows` rows runs by as long as nothing has been measured."""
+        return self.bucket(rows).strategies[0]
+
+    @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        """All of them, each once."""
+        return tuple(dict.fromkeys(s for b in self.buckets for s in b.strategies))
+
+    @property
+    def mode(self) -> Mode:
+        """Of what overlaps: a site is pipelined or bulk, whatever its sizes."""
+        return next((s.mode for s in self.strategies if s != NONE), Mode.NONE)
+
+    @property
+    def striped(self) -> bool:
+        return any(s.striped for s in self.strategies)
+
+
+def table(buckets: Sequence[Bucket]) -> Strategy | DispatchTable:
+    """The shortest form that says the same: neighbours that are equal are one, a single strategy is no table."""
+    merged: list[Bucket] = []
+    for b in buckets:
+        if merged and merged[-1].strategies == b.strategies:
+            merged.pop()
+        merged.append(b)
+    if len(merged) == 1 and len(merged[0].strategies) == 1:
+        return merged[0].strategies[0]
+    return DispatchTable(tuple(merged))
+
+
+def parse(text: str) -> Strategy | DispatchTable:
+    """Reads any of the forms above. ValueError says what was expected."""
+    if not any(c in text for c in ";|"):
+        return Strategy.parse(text)
+    buckets: list[Bucket] = []
+    for part in text.split(";"):
+        limit, equals, names = part.partition("=") if ";" in text else ("*", "=", part)
+        if not equals or (limit != "*" and not _LIMIT.match(limit)):
+            raise ValueError(f"strategy {text!r}: expected rows=strategy;...;*=strategy, got {part!r}")
+        buckets.append(Bucket(None if limit == "*" else int(limit), tuple(map(Strategy.parse, names.split("|")))))
+    known = [b.limit for b in buckets if b.limit is not None]
+    if buckets[-1].limit is not None or len(known) != len(buckets) - 1 or known != sorted(set(known)):
+        raise ValueError(f"strategy {text!r}: expected rising limits, '*' the last")
+    if any(len(set(b.strategies)) != len(b.strategies) for b in buckets):
+        raise ValueError(f"strategy {text!r}: expected each alternative once")
+    found = table(buckets)
+    if len({s.mode for s in found.strategies} - {Mode.NONE}) > 1:
+        raise ValueError(f"strategy {text!r}: expected strategies of one kind, beside none")
+    return found

@@ -1,0 +1,23 @@
+"""A collective and products that do not depend on it become one op: nothing can be reordered or freed in between."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from ..graph.aten import shape_of
+from ..graph.emitter import Emitter
+from ..match.site import Bulk
+from ..plan.plan import DispatchTable, Strategy
+
+
+def rewrite_bulk(e: Emitter, m: Bulk, strategy: Strategy | DispatchTable, site: str) -> dict[Node, Node]:
+    """Emits the op; returns which node replaces which. Insertion point: behind the collective's input and every operand."""
+    c = m.collective
+    assert c.wait is not None and c.op is not None
+    lhs, rhs = [e.operand(p.lhs) for p in m.products], [e.operand(p.rhs) for p in m.products]
+    op = e.call(torch.ops.ub_overlap.bulk.default, c.input, lhs, rhs, c.op.value, c.reduce_op, str(strategy), c.group, site)
+    outs = e.item(op, 1)
+    replaced = {p.node: e.reshape(e.item(outs, i), shape_of(p.node)) for i, p in enumerate(m.products)}
+    replaced[c.wait] = replaced[c.node] = e.item(op, 0)
+    return replaced

@@ -1,0 +1,115 @@
+"""sum of matmuls -> reduce_scatter or all_reduce becomes one op; scales that commute follow it."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from ..graph.aten import aten, dtype_of, shape_of
+from ..graph.emitter import Emitter
+from ..graph.sizes import squeezed
+from ..match.collectives import Op
+from ..match.site import Reduction
+from ..plan.plan import DispatchTable, Strategy
+
+
+def rewrite_reduction(
+    e: Emitter, m: Reduction, strategy: Strategy | DispatchTable, site: str, wire: str = "plain"
+) -> dict[Node, Node]:
+    """Emits the op; returns which node replaces which. Insertion point: behind every operand and addend. `wire`: how the
+    products of float8 operands travel."""
+    c = m.collective
+    assert c.wait is not None
+    lhs, rhs = [e.operand(t.lhs) for t in m.terms], [e.operand(t.rhs) for t in m.terms]
+    addend = _addend(e, m)
+    # A scale that kept the sum in range comes after it now: until then the sum stays in float32.
+    out_dtype = torch.float32 if m.after else dtype_of(c.node)
+    keep = bool(m.live)
+    if (scales := m.terms[0].scales) is not None:
+        given = [t.scales for t in m.terms if t.scales is not None]
+        op = e.call(
+            torch.ops.ub_overlap.scaled_matmul_reduce_scatter.default, lhs, rhs, [s.lhs for s in given], [s.rhs for s in given],
+            addend, e.size(m.blocks.outer), c.reduce_op, dtype_of(m.terms[0].node), out_dtype, scales.fast, wire, str(strategy),
+            c.group, site, value_is=_scattered_alone(e, m, lhs[0]),
+        )  # fmt: skip
+    elif c.op is Op.REDUCE_SCATTER:
+        outer = 1 if m.last else e.size(m.blocks.outer)
+        op = e.call(
+            torch.ops.ub_overlap.matmul_reduce_scatter.default, lhs, rhs, addend, outer, m.last, c.reduce_op, out_dtype, keep,
+            str(strategy), c.group, site, value_is=_scattered(e, m, lhs[0]),
+        )  # fmt: skip
+    else:
+        op = e.call(
+            torch.ops.ub_overlap.matmul_all_reduce.default,
+            lhs,
+            rhs,
+            addend,
+            c.reduce_op,
+            out_dtype,
+            keep,
+            str(strategy),
+            c.group,
+            site,
+        )
+    value = e.item(op, 0) if m.terms[0].scales is None else op
+    for turn in m.turns:
+        value = e.permute(e.reshape(value, turn.shard if c.op is Op.REDUCE_SCATTER else turn.before), turn.dims)
+    value = e.reshape(value, shape_of(c.wait), old=None if m.after else c.wait)
+    for target, constant in m.after:
+        value = e.call(target, value, constant)
+    value = e.cast(value, dtype_of(c.wait))
+    replaced = {c.wait: value, c.node: value}
+    if m.live:
+        partial = e.item(op, 1)
+        root = e.reshape(e.permute(partial, [1, 0]) if m.root_swapped else partial, shape_of(m.root))
+        replaced.update(_alive(e, m, root))
+    return replaced
+
+
+def _alive(e: Emitter, m: Reduction, root: Node) -> dict[Node, Node]:
+    """The live nodes between root and collective, computed again from the kept partial product."""
+    copies = {m.root: root}
+
+    def copy(node: Node) -> Node:
+        if node not in copies:
+            args = torch.fx.node.map_arg(node.args, lambda n: copy(n) if n in spine else n)
+            copies[node] = e.call(node.target, *args, **node.kwargs)
+        return copies[node]
+
+    spine = {m.root, *m.spine}
+    return {node: copy(node) for node in m.live}
+
+
+def _scattered(e: Emitter, m: Reduction, lhs: Node) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The results of a reduce_scatter where all sizes are static."""
+    rows, cols, ranks = m.rows, m.cols, m.collective.ranks
+    if not isinstance(rows, int) or not isinstance(cols, int):
+        return None
+    assert m.collective.wait is not None
+    shape = (rows, cols // ranks) if m.last else (rows // ranks, cols)
+    out = e.empty(shape, torch.float32, lhs) if m.after else e.result(shape, m.collective.wait)
+    partial = e.empty((rows, cols) if m.live else (0,), dtype_of(m.terms[0].node), lhs)
+    return None if out is None or partial is None else (out, partial)
+
+
+def _scattered_alone(e: Emitter, m: Reduction, lhs: Node) -> torch.Tensor | None:
+    both = _scattered(e, m, lhs)
+    return both[0] if both is not None else None
+
+
+def _addend(e: Emitter, m: Reduction) -> Node | None:
+    """One tensor for all addends: a row [cols] if there is only a bias, else a full [rows, cols]."""
+    dtype = dtype_of(m.terms[0].node)
+    full: Node | None = None
+    row: Node | None = None
+    for node in m.biases:
+        node = e.cast(e.reshape(node, (m.cols,)), dtype)
+        row = node if row is None else e.call(aten.add.Tensor, row, node)
+    for node, swapped in m.addends:
+        if swapped:
+            node = e.transpose(e.reshape(node, squeezed(shape_of(node))))
+        matrix = e.cast(e.reshape(node, (m.rows, m.cols)), dtype)
+        full = matrix if full is None else e.call(aten.add.Tensor, full, matrix)
+    if full is None or row is None:
+        return full if full is not None else row
+    return e.call(aten.add.Tensor, full, row)

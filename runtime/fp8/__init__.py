@@ -1,0 +1,1 @@
+"""Float8 state of the process: amax histories and cached weights."""

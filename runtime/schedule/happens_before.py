@@ -1,0 +1,208 @@
+"""Happens-before: which step of which rank has surely ended before which other one begins.
+
+A *node* is a step of one rank in one call. Node a happens before node b if a path of these edges leads from a to b:
+
+* queue: steps of a queue run in issue order, also across calls (one COPY queue a process, shared by all its groups);
+* event: a step begins after the events in `after`;
+* flag: a wait ends after the signal it waits for;
+* program: a call begins on a rank after the last COMPUTE step of that rank's call before it (nothing orders two ranks).
+
+The issue order is deliberately no edge. But it has to *work* as one: one host thread issues the steps, and on a device with
+a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) they run in just that order, so it must not deadlock either.
+
+An `Opaque` is two nodes: in the first it writes and then signals, in the second it waits and then reads. What else it does
+inside is its own affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .effects import show, show_flag, signals, waits
+from .schedule_error import ScheduleError
+from .steps import Flag, FlagKind, Opaque, Queue, Schedule, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of one group: the schedules of its ranks, the group's global ranks, and its epoch on that group."""
+
+    schedules: tuple[Schedule, ...]
+    group: tuple[int, ...]
+    epoch: int
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A step under examination. `rank` is the rank in the call's group, `place` the step's number in its schedule."""
+
+    id: int
+    call: int
+    rank: int
+    place: int
+    step: Step
+    opens: bool = True  # it does the step's writes and signals
+    closes: bool = True  # it does the step's waits and reads
+    before: list[int] = field(default_factory=list)
+
+
+Word = tuple[tuple[int, ...], int, Flag]
+"""A flag word: the group, the slot (epoch modulo slots) and the flag."""
+
+
+class HappensBefore:
+    """The nodes of some calls and their happens-before relation.
+
+    `ended[n]` is the set of nodes that happen before node n, as a bit mask; `sequence` is one order all nodes can run in.
+    `ends[call][rank]` is the last COMPUTE node of a rank's call, None if it has no COMPUTE step.
+    """
+
+    def __init__(self, calls: Sequence[Call], slots: int) -> None:
+        self.calls = calls
+        self.slots = slots
+        self.nodes: list[Node] = []
+        self.ends: list[list[Node | None]] = []
+        self.signalled: dict[tuple[Word, int], Node] = {}
+        self.awaited: dict[tuple[Word, int], list[Node]] = {}
+        self._lists: dict[int, list[Node]] = {}  # issue order by global rank
+        self._add_calls()
+        self._add_flags()
+        self.sequence = self._run()
+        self.ended: list[int] = [0] * len(self.nodes)
+        for node in self.sequence:
+            mask = 0
+            for i in node.before:
+                mask |= self.ended[i] | 1 << i
+            self.ended[node.id] = mask
+
+    def where(self, node: Node) -> str:
+        """Where a node is, in words: ``rank 1 step 7 (COPY: Copy INPUT@1[1] -> LANDING@0[1])``."""
+        call = f"call {self.calls[node.call].epoch} " if len(self.calls) > 1 else ""
+        return f"{call}rank {node.rank} step {node.place} ({node.step.queue.name}: {show(node.step)})"
+
+    def word(self, call: Call, flag: Flag, epoch: int) -> Word:
+        return (call.group, epoch % self.slots, flag)
+
+    def first(self, mask: int) -> Node:
+        """The first node of a bit mask that is not empty."""
+        return self.nodes[(mask & -mask).bit_length() - 1]
+
+    def _add_calls(self) -> None:
+        queue_tails: dict[tuple[int, Queue], int] = {}
+        program: dict[int, int] = {}  # global rank -> last COMPUTE node of its call before
+        for number, call in enumerate(self.calls):
+            ends: list[Node | None] = []
+            for rank, schedule in enumerate(call.schedules):
+                me = call.group[rank]
+                starts_after = [program[me]] if me in program else []
+                events: dict[int, int] = {}
+                end: Node | None = None
+                for place, step in enumerate(schedule.steps):
+                    node = self._add_step(number, rank, place, step, queue_tails.get((me, step.queue)), starts_after)
+                    for event in step.after:
+                        if event not in events:
+                            raise ScheduleError(
+                                "event",
+                                f"{self.where(node)} waits for event {event}, which no earlier step of its list records",
+                            )
+                        self.nodes[node.id if node.opens else node.id - 1].before.append(events[event])
+                    if step.record is not None:
+                        if step.record in events:
+                            raise ScheduleError(
+                                "event", f"{self.where(node)} records event {step.record}, which another step records too"
+                            )
+                        events[step.record] = node.id
+                    queue_tails[me, step.queue] = node.id
+                    if step.queue is Queue.COMPUTE:
+                        end = node
+                ends.append(end)
+                if end is not None:
+                    program[me] = end.id
+            self.ends.append(ends)
+
+    def _add_step(self, call: int, rank: int, place: int, step: Step, tail: int | None, starts: list[int]) -> Node:
+        """Add the node or nodes of a step; the last one is returned."""
+        halves = ((True, False), (False, True)) if isinstance(step, Opaque) else ((True, True),)
+        before = [*starts] if tail is None else [*starts, tail]
+        for opens, closes in halves:
+            node = Node(len(self.nodes), call, rank, place, step, opens, closes, before)
+            self.nodes.append(node)
+            self._lists.setdefault(self.calls[call].group[rank], []).append(node)
+            before = [node.id]
+        return self.nodes[-1]
+
+    def _add_flags(self) -> None:
+        for node in self.nodes:
+            call = self.calls[node.call]
+            for flag in signals(node.step) if node.opens else ():
+                if flag.source != node.rank or not 0 <= flag.rank < len(call.group) or flag.rank == node.rank:
+                    raise ScheduleError(
+                        "flag", f"{self.where(node)} writes {show_flag(flag)}: a rank writes its own flags, and only to a peer"
+                    )
+                at = (self.word(call, flag, call.epoch), call.epoch)
+                if at in self.signalled:
+                    raise ScheduleError(
+                        "flag", f"{show_flag(flag)} is signalled twice: {self.where(self.signalled[at])} and {self.where(node)}"
+                    )
+                self.signalled[at] = node
+        for node in self.nodes:
+            call = self.calls[node.call]
+            for wait in waits(node.step) if node.closes else ():
+                if wait.flag.rank != node.rank:
+                    raise ScheduleError(
+                        "flag", f"{self.where(node)} waits for {show_flag(wait.flag)}: a rank waits for words in its own memory"
+                    )
+                epoch = call.epoch - wait.back
+                old = wait.flag.kind is FlagKind.DONE  # DONE waits compare no tag: they order the past, never this call's data
+                if wait.back < 0 or wait.back % self.slots or (wait.back > 0) != old:
+                    raise ScheduleError(
+                        "flag",
+                        f"{self.where(node)} looks {wait.back} epochs back, expected "
+                        f"{f'a multiple of the {self.slots} slots' if old else '0, its own epoch'}",
+                    )
+                if epoch < 1:
+                    continue  # before the group's first call: passes at once
+                at = (self.word(call, wait.flag, epoch), epoch)
+                self.awaited.setdefault(at, []).append(node)
+                if at not in self.signalled:
+                    raise ScheduleError("flag", f"{self.where(node)} waits for a signal that no step of epoch {epoch} sends")
+                node.before.append(self.signalled[at].id)
+
+    def _run(self) -> list[Node]:
+        """One order in which all nodes can run: the ranks' lists, each strictly in issue order."""
+        done, left = _run_lists(list(self._lists.values()), len(self.nodes))
+        if not left:
+            return done
+        queues: dict[tuple[int, Queue], list[Node]] = {}
+        for me, nodes in self._lists.items():
+            for node in nodes:
+                queues.setdefault((me, node.step.queue), []).append(node)
+        _, stuck = _run_lists(list(queues.values()), len(self.nodes))
+        if stuck:
+            raise ScheduleError("circular wait", f"these steps wait for each other: {self._join(stuck)}")
+        raise ScheduleError(
+            "issue order",
+            f"issued in list order by one thread, on one hardware queue, these steps never begin: {self._join(left)}",
+        )
+
+    def _join(self, nodes: Sequence[Node]) -> str:
+        return "; ".join(self.where(node) for node in nodes[:8])
+
+
+def _run_lists(lists: list[list[Node]], count: int) -> tuple[list[Node], list[Node]]:
+    """Run every list front to back, a node once all before it have run. Returns what ran, and the nodes that are stuck."""
+    ran = bytearray(count)
+    done: list[Node] = []
+    heads = [0] * len(lists)
+    progress = True
+    while progress:
+        progress = False
+        for i, nodes in enumerate(lists):
+            while heads[i] < len(nodes) and all(ran[before] for before in nodes[heads[i]].before):
+                node = nodes[heads[i]]
+                ran[node.id] = 1
+                done.append(node)
+                heads[i] += 1
+                progress = True
+    return done, [nodes[head] for nodes, head in zip(lists, heads, strict=True) if head < len(nodes)]

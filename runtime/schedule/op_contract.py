@@ -1,0 +1,64 @@
+"""What an op promises, in rows: how many rows a region has, and what every row of a result must hold.
+
+Rows are symbols: ``(tag, epoch, "input", rank, shard, row)`` and terms over them, as `interpret.py` builds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from .steps import Buf, Key, Region
+
+EMPTY = "never written"
+SiteDescription = tuple[Buf, int, int, int]
+"""A row of a user tensor: buffer, consumer, shard, row."""
+
+
+def extent(key: Key, rows: Sequence[int], region: Region) -> tuple[int, int]:
+    """The rows of its shard that a region covers. A shard has the rows of the rank that it belongs to in the end: what
+    lands in a scatter phase, or is reduced to the one shard of a scatter, belongs to the rank whose memory it is in."""
+    scatters = key.kind not in ("all_gather_matmul", "bulk_all_gather")
+    reduced = region.buf is Buf.OUTPUT and key.kind.endswith("reduce_scatter")
+    mine = reduced or (region.buf is Buf.LANDING and scatters)
+    whole = region.buf is Buf.RESULT and not (key.contracts and not key.contracts[region.index])
+    count = 1 if whole else rows[region.rank if mine else region.shard]
+    return int(count * region.lo), int(count * region.hi)
+
+
+def promised(
+    key: Key, rows: Sequence[int], me: int, stamp: tuple[int, int], memory: Mapping[SiteDescription, Any]
+) -> Iterator[tuple[SiteDescription, Any]]:
+    """Every row that a call returns on rank `me`, as the op's definition has it. `memory` is what the rank holds: sums of
+    contractions may come in any order, so a right one is promised as it is."""
+    ranks = range(key.ranks)
+    products = key.kind.startswith("matmul_")
+
+    def gathered(shard: int, row: int) -> Any:
+        return (*stamp, "input", shard, shard, row)
+
+    def total(shard: int, row: int) -> Any:
+        if not products:
+            return ("sum", *((*stamp, "input", rank, shard, row) for rank in ranks))
+        return ("sum", *(tuple((*stamp, "term", term, rank, shard, row) for term in range(key.terms)) for rank in ranks))
+
+    for shard in ranks:
+        for row in range(rows[shard]):
+            if key.kind == "bulk_all_gather" or (key.keep and key.kind == "all_gather_matmul"):
+                yield (Buf.OUTPUT, 0, shard, row), gathered(shard, row)
+            if key.kind.endswith("all_reduce"):
+                yield (Buf.OUTPUT, 0, shard, row), total(shard, row)
+            if key.kind.endswith("reduce_scatter") and shard == me:
+                yield (Buf.OUTPUT, 0, 0, row), total(shard, row)
+            for index, contracts in enumerate(key.contracts):
+                if not contracts:
+                    yield (Buf.RESULT, index, shard, row), ("matmul", index, gathered(shard, row))
+    for index in range(key.terms) if not products else ():
+        yield (Buf.RESULT, index, 0, 0), ("matmul", index)
+    for index, contracts in enumerate(key.contracts):
+        if contracts:
+            held = memory.get((Buf.RESULT, index, 0, 0), EMPTY)
+            parts = tuple(gathered(shard, row) for shard in ranks for row in range(rows[shard]))
+            right = isinstance(held, tuple) and held[:1] == ("rounded",) and sorted(held[1], key=str) == sorted(parts, key=str)
+            # In order and in one go: a matmul with the whole matrix, which rounds by itself.
+            yield (Buf.RESULT, index, 0, 0), held if right or held == parts else ("rounded", parts)

@@ -1,0 +1,185 @@
+"""Meaning: the steps compute what the op promises.
+
+`memory.py` has shown that every read sees one definite write, so what a call computes does not depend on how its steps
+interleave. It is therefore enough to run it once, in any order it can run in, on symbols: a cell of INPUT holds the symbol
+of itself, copies move symbols, matmuls and reductions build terms over them. At the end every cell of every result must
+hold exactly the term that the op's definition names, which also says that every source went in once and in the right order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .effects import show_region
+from .happens_before import HappensBefore, Node
+from .memory import Cell, Grid
+from .schedule_error import ScheduleError
+from .steps import ONE, ZERO, Buf, Compute, Copy, Finish, Key, Reduce, Region
+
+Value = tuple[Any, ...]
+
+
+class _Sum:
+    """An fp32 accumulator of a contraction: the parts that went in so far."""
+
+    def __init__(self) -> None:
+        self.parts: set[Value] = set()
+        self.rounded = False  # by a Finish, or because one matmul has made all of it
+
+
+class SymbolicRun:
+    """One symbolic execution of a call."""
+
+    def __init__(self, order: HappensBefore, grid: Grid) -> None:
+        self.order = order
+        self.grid = grid
+        self.key: Key = order.calls[0].schedules[0].key
+        self.held: dict[Cell, Value] = {}
+        self.sums: dict[tuple[int, int], _Sum] = {}  # by rank and consumer
+
+    def run(self) -> None:
+        for node in self.order.sequence:
+            match node.step:
+                case Copy(src=src, dst=dst):
+                    self._copy(node, src, dst)
+                case Compute():
+                    self._matmul(node, node.step)
+                case Reduce():
+                    self._reduce(node, node.step)
+                case Finish():
+                    self._finish(node, node.step.index)
+        for cell, wanted in expected(self.key, self.grid.count):
+            if self.held.get(cell) != wanted:
+                raise ScheduleError("result", f"{_show_cell(cell)} ends as {self.held.get(cell)}, expected {wanted}")
+        for index, contracts in enumerate(self.key.contracts):
+            for rank in range(self.key.ranks) if contracts else ():
+                self._check_sum(rank, index)
+
+    def _fail(self, node: Node, what: str) -> ScheduleError:
+        return ScheduleError("meaning", f"{self.order.where(node)} {what}")
+
+    def _load(self, region: Region) -> list[Value]:
+        if region.buf is Buf.INPUT:
+            return [("input", region.rank, region.shard, cell) for cell in self.grid.numbers(region)]
+        return [self.held[cell] for cell in self.grid.cells(region)]
+
+    def _store(self, node: Node, region: Region, values: list[Value]) -> None:
+        cells = self.grid.cells(region)
+        if len(cells) != len(values):
+            raise self._fail(node, f"puts {len(values)} cells into {len(cells)}")
+        self.held.update(zip(cells, values, strict=True))
+
+    def _copy(self, node: Node, src: Region, dst: Region) -> None:
+        if (src.lo, src.hi) != (dst.lo, dst.hi):
+            raise self._fail(node, "copies between different intervals, whose row counts may differ")
+        self._store(node, dst, self._load(src))
+
+    def _matmul(self, node: Node, step: Compute) -> None:
+        gathers = self.key.kind == "all_gather_matmul"
+        count = len(self.key.contracts) if gathers else self.key.terms
+        if not 0 <= step.index < count:
+            raise self._fail(node, f"is matmul {step.index}, but the key has {count}")
+        if not gathers and step.reads:
+            raise self._fail(node, "gathers operands, but this kind's matmuls read only OPERANDs")
+        product = Buf.PARTIAL if self.key.kind.startswith("matmul_") else Buf.RESULT
+        for region in step.writes:
+            if region.buf is not product or region.index != (step.index if product is Buf.RESULT else 0):
+                raise self._fail(node, f"writes {show_region(region)}, expected {product.name} of matmul {step.index}")
+        if product is Buf.PARTIAL:
+            self._partial(node, step)
+        elif not gathers:
+            for region in step.writes:
+                self._store(node, region, [("matmul", step.index, cell) for cell in self.grid.numbers(region)])
+        elif self.key.contracts[step.index]:
+            self._contract(node, step)
+        else:
+            if step.accumulate:
+                raise self._fail(node, "accumulates, but its consumer does not contract")
+            if [(r.shard, r.lo, r.hi) for r in step.reads] != [(w.shard, w.lo, w.hi) for w in step.writes]:
+                raise self._fail(node, "reads and writes different pieces")
+            for source, target in zip(step.reads, step.writes, strict=True):
+                self._store(node, target, [("matmul", step.index, value) for value in self._load(source)])
+
+    def _partial(self, node: Node, step: Compute) -> None:
+        for region in step.writes:
+            for cell in self.grid.cells(region):
+                terms = self.held[cell][-1] if step.accumulate else ()
+                self.held[cell] = ("partial", cell[1], cell[3], cell[4], tuple(sorted((*terms, step.index))))
+
+    def _contract(self, node: Node, step: Compute) -> None:
+        if step.writes != (Region(Buf.RESULT, node.rank, 0, index=step.index),):
+            raise self._fail(node, "contracts, so it writes the whole of RESULT shard 0")
+        at = (node.rank, step.index)
+        if not step.accumulate:
+            self.sums[at] = _Sum()
+        total = self.sums[at]
+        if total.rounded:
+            raise self._fail(node, "adds to a sum that is rounded already")
+        total.rounded = self._at_once(step)
+        for region in step.reads:
+            for value in self._load(region):
+                if value in total.parts:
+                    raise self._fail(node, f"adds {value} a second time")
+                total.parts.add(value)
+
+    def _at_once(self, step: Compute) -> bool:
+        """Is this a product with the whole gathered matrix, as it lies in one buffer?"""
+        buffers = {region.buf for region in step.reads}
+        places = [(region.shard, region.lo, region.hi) for region in step.reads]
+        whole = places == [(shard, ZERO, ONE) for shard in range(self.key.ranks)]
+        return not step.accumulate and whole and len(buffers) == 1
+
+    def _reduce(self, node: Node, step: Reduce) -> None:
+        if any((src.lo, src.hi) != (step.dst.lo, step.dst.hi) for src in step.srcs):
+            raise self._fail(node, "sums different intervals")
+        columns = zip(*(self._load(src) for src in step.srcs), strict=True)
+        self._store(node, step.dst, [("sum", *column) for column in columns])
+
+    def _finish(self, node: Node, index: int) -> None:
+        total = self.sums.get((node.rank, index))
+        if total is None or total.rounded:
+            raise self._fail(node, "rounds what is no open sum")
+        total.rounded = True
+
+    def _check_sum(self, rank: int, index: int) -> None:
+        shards, cells = range(self.key.ranks), range(self.grid.count)
+        wanted = {("input", shard, shard, cell) for shard in shards for cell in cells}
+        total = self.sums.get((rank, index), _Sum())
+        if total.parts != wanted:
+            raise ScheduleError("result", f"rank {rank}: consumer {index} sums {len(total.parts)} of {len(wanted)} parts")
+        if not total.rounded:
+            raise ScheduleError("result", f"rank {rank}: the sum of consumer {index} is never rounded (Finish)")
+
+
+def expected(key: Key, cells: int) -> Iterator[tuple[Cell, Value]]:
+    """What every cell of every result must hold at the end, sums of contractions aside."""
+    ranks = range(key.ranks)
+    terms = tuple(range(key.terms))
+    products = key.kind.startswith("matmul_")
+
+    def total(shard: int, cell: int) -> Value:
+        parts = (("partial", q, shard, cell, terms) if products else ("input", q, shard, cell) for q in ranks)
+        return ("sum", *parts)
+
+    for rank in ranks:
+        for cell in range(cells):
+            for shard in ranks:
+                if products:
+                    yield (Buf.PARTIAL, rank, 0, shard, cell), ("partial", rank, shard, cell, terms)
+                if key.kind == "bulk_all_gather" or (key.keep and key.kind == "all_gather_matmul"):
+                    yield (Buf.OUTPUT, rank, 0, shard, cell), ("input", shard, shard, cell)
+                if key.kind.endswith("all_reduce"):
+                    yield (Buf.OUTPUT, rank, 0, shard, cell), total(shard, cell)
+                for index, contracts in enumerate(key.contracts):
+                    if not contracts:
+                        yield (Buf.RESULT, rank, index, shard, cell), ("matmul", index, ("input", shard, shard, cell))
+            if key.kind.endswith("reduce_scatter"):
+                yield (Buf.OUTPUT, rank, 0, 0, cell), total(rank, cell)
+            for index in terms if not products else ():
+                yield (Buf.RESULT, rank, index, 0, cell), ("matmul", index, cell)
+
+
+def _show_cell(cell: Cell) -> str:
+    buf, rank, index, shard, number = cell
+    return f"cell {number} of {show_region(Region(buf, rank, shard, index=index))}"

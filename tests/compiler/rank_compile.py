@@ -1,0 +1,83 @@
+"""What the ranks of these tests do: compile a case or a function, and tell which plans the compiler made."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.harness.ranks import RankPool
+from tests.harness.traces import as_loss
+from tests.models.case import Case
+from tests.models.compare import Comparison, compare, uncached
+from ub_overlap.compiler.plan.plan import Decision, Plan
+from ub_overlap.compiler.reports.history import HISTORY
+
+FORCE: dict[str, Any] = {"overlap": "force", "inner": "aot_eager"}
+INDUCTOR: dict[str, Any] = {"overlap": "force"}
+
+
+def world_name() -> Any:
+    """The name of the group of all ranks."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group.group_name
+
+
+def since(release: tuple[int, int], why: str) -> pytest.MarkDecorator:
+    """Skips a test on an older torch, saying why."""
+    found = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return pytest.mark.skipif(found < release, reason=f"torch {torch.__version__}: {why}")
+
+
+def build(rank: int, world: int, module: str, variant: Mapping[str, Any]) -> Case:
+    return importlib.import_module(module).build(rank, world, **variant)
+
+
+def plans_of(
+    function: Callable[..., Any], inputs: tuple[Any, ...], options: Mapping[str, Any] = FORCE, dynamic: bool | None = None
+) -> list[Plan]:
+    """The plans of one forward, and of a backward where anything needs a gradient."""
+    mark = HISTORY.mark()
+    with uncached():
+        compiled = torch.compile(function, backend="ub_overlap", options=dict(options), dynamic=dynamic)
+        loss = as_loss(compiled(*inputs))
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            loss.backward()
+    return HISTORY.since(mark)
+
+
+def decisions_of(
+    function: Callable[..., Any], inputs: tuple[Any, ...], options: Mapping[str, Any] = FORCE, dynamic: bool | None = None
+) -> list[Decision]:
+    return [d for plan in plans_of(function, inputs, options, dynamic) for d in plan.decisions]
+
+
+def check(
+    pool: RankPool, module: str, variant: Mapping[str, Any], options: Mapping[str, Any], timeout: float = 240.0
+) -> list[Comparison]:
+    """Numbers and sites on every rank; the outcomes by rank."""
+    outcomes: list[Comparison] = pool.run(compare, module, dict(variant), dict(options), timeout=timeout)
+    for outcome in outcomes:
+        outcome.check()
+        outcome.check_sites()
+    return outcomes
+
+
+@contextlib.contextmanager
+def saved_sizes() -> Any:
+    """Numbers of elements of what is saved for backward while open."""
+    sizes: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield sizes

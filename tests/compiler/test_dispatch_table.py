@@ -1,0 +1,253 @@
+"""Ops that carry several strategies: what the text says, which one a call picks, and that all ranks pick the same."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+
+from tests.compiler.rank_compile import plans_of, world_name
+from tests.harness.ranks import RankPool
+from tests.models.compare import uncached
+from tests.runtime.oracle import data, far
+from ub_overlap.compiler.plan.plan import NONE, DispatchTable, Mode, Plan, Strategy
+from ub_overlap.compiler.plan.strategy import parse
+from ub_overlap.compiler.reports.history import HISTORY
+from ub_overlap.compiler.reports.report import Report, reports
+from ub_overlap.runtime import autotune, ops
+from ub_overlap.runtime.errors import OptionError
+from ub_overlap.runtime.stats import SiteStats, site_stats
+
+OPS = torch.ops.ub_overlap
+AUTO: dict[str, Any] = {"overlap": "auto", "inner": "aot_eager", "min_bytes": 0, "profile": "h200"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "8=none;*=pipelined",
+        "8=none;64=pipelined:chunks=1;*=pipelined|none",
+        "pipelined|none",
+        "none|bulk",
+        "16=bulk;*=none|bulk",
+    ],
+)
+def test_text(text: str) -> None:
+    found = parse(text)
+    assert str(found) == text and isinstance(found, DispatchTable) and Strategy.is_forceable(text)
+    assert found.mode is (Mode.BULK if "bulk" in text else Mode.PIPELINED)
+
+
+def test_a_table_is_looked_up_by_rows() -> None:
+    found = parse("8=none;64=pipelined:chunks=1;*=pipelined")
+    picked = {rows: str(found.at(rows)) for rows in (0, 8, 9, 64, 65, 1 << 30)}
+    assert picked == {
+        0: "none", 8: "none", 9: "pipelined:chunks=1", 64: "pipelined:chunks=1", 65: "pipelined", 1 << 30: "pipelined",
+    }  # fmt: skip
+    assert parse("8=none;*=none") == NONE and str(parse("8=none;64=none;*=bulk")) == "64=none;*=bulk"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["8=none", "*=none;8=bulk", "8=none;8=bulk;*=none", "9=none;8=bulk;*=none", "x=none;*=bulk", "none|none", "none|", ";",
+     "0=none;*=bulk", "8=pipelined;*=bulk", "none;bulk"],
+)  # fmt: skip
+def test_bad_text(text: str) -> None:
+    assert not Strategy.is_forceable(text)
+    with pytest.raises(ValueError, match="expected"):
+        parse(text)
+
+
+def calls(rank: int, world: int) -> tuple[list[str], dict[str, dict[str, int]], dict[str, str], str]:
+    """Every op with a table, over the limits of its buckets, against fp64; then text that C++ does not understand."""
+    name, bad = world_name(), []
+    table = "8=none;16=pipelined:chunks=1;*=pipelined"
+
+    def check(what: str, out: Tensor, want: Tensor) -> None:
+        bad.extend(far(what, out, want, 16))
+
+    for rows in (4, 5, 8, 9, 10, 4):  # of a shard: twice as many in all
+        shards = [data(rows, 6, seed=r) for r in range(world)]
+        whole, w = torch.cat(shards).double(), data(6, 3, seed=9)
+        kept, (out,) = OPS.all_gather_matmul(shards[rank], [w], [0], 1, False, True, table, name, "/choice.gather")
+        check("gather", out, whole @ w.double())
+        check("gathered", kept, whole)
+        lhs, rhs = [data(rows * world, 5, seed=r + 20) for r in range(world)], data(5, 3, seed=8)
+        total = sum(a.double() @ rhs.double() for a in lhs)
+        args = ([lhs[rank]], [rhs], None)
+        out, _ = OPS.matmul_reduce_scatter(*args, 1, False, "sum", torch.float32, False, table, name, "/choice.scatter")
+        check("scatter", out, total[rank * rows : (rank + 1) * rows])
+        out, _ = OPS.matmul_all_reduce(*args, "avg", torch.float32, False, table, name, "/choice.reduce")
+        check("reduce", out, total / world)
+        bulk = table.replace("pipelined", "bulk")
+        out, (beside,) = OPS.bulk(shards[rank], [lhs[rank]], [rhs], "all_gather", "sum", bulk, name, "/choice.bulk")
+        check("bulk", out, whole)
+        check("beside", beside, lhs[rank].double() @ rhs.double())
+    stats = {site: s for site, s in site_stats().items() if site.startswith("/choice.")}
+    try:
+        OPS.all_gather_matmul(shards[rank], [w], [0], 1, False, False, "8=none;bulk", name, "/bad")
+        said = ""
+    except OptionError as error:
+        said = str(error)
+    return bad, {k: dict(s.strategies) for k, s in stats.items()}, {k: s.reason for k, s in stats.items()}, said
+
+
+def test_ops_pick_by_rows(pool2: RankPool) -> None:
+    for bad, strategies, reasons, said in pool2.run(calls, timeout=60):
+        assert bad == []
+        counts = {"none": 2, "pipelined:chunks=1": 2, "pipelined": 2}
+        assert strategies.pop("/choice.bulk") == {k.replace("pipelined", "bulk"): n for k, n in counts.items()}
+        assert set(strategies) == {"/choice.gather", "/choice.scatter", "/choice.reduce"}
+        assert all(found == counts for found in strategies.values())
+        assert set(reasons.values()) == {"none by size"}
+        assert "8=none;bulk" in said and "expected" in said
+
+
+def layer(name: Any) -> Any:
+    def run(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        h = funcol.all_gather_tensor(x, 0, name) @ w1
+        return funcol.reduce_scatter_tensor(torch.relu(h) @ w2, "sum", 0, name)
+
+    return run
+
+
+def weights() -> tuple[Tensor, Tensor]:
+    return tuple(data(512, 512, seed=s).to(torch.bfloat16) / 20 for s in (1, 2))  # type: ignore[return-value]
+
+
+def sizes(rank: int, world: int) -> tuple[str, list[tuple[str, dict[str, int], list[str]]], float]:
+    """One graph for many sizes: the plan, what ran at each site and what should have, and the largest error."""
+    run, (w1, w2), mark, worst = layer(world_name()), weights(), HISTORY.mark(), 0.0
+    ran = (64, 900, 2048, 64)
+    with torch.no_grad(), uncached():
+        compiled = torch.compile(run, backend="ub_overlap", options=AUTO)
+        for rows in ran:
+            x = data(rows, 512, seed=rank).to(torch.bfloat16)
+            torch._dynamo.mark_dynamic(x, 0, min=16, max=65536)
+            worst = max(worst, (compiled(x, w1, w2).float() - run(x, w1, w2).float()).abs().max().item())
+    (plan,) = HISTORY.since(mark)
+    stats = site_stats()
+    rows_ = [
+        (str(d.strategy), dict(stats[f"{plan.digest}/{d.id}"].strategies), [str(d.strategy.at(rows * world)) for rows in ran])
+        for d in plan.decisions
+    ]
+    return plan.to_json(), rows_, worst
+
+
+def test_one_graph_for_all_sizes(pool2: RankPool) -> None:
+    """The ranks have other hash seeds (they are spawned), and make the same bytes."""
+    found = pool2.run(sizes, timeout=150)
+    assert found[0][0] == found[1][0], "the ranks' plans differ"
+    plan = Plan.from_json(found[0][0])
+    assert plan.to_json() == found[0][0] and Plan.from_json(plan.to_json()) == plan
+    for _, sites, worst in found:
+        assert worst < 0.1
+        for text, strategies, expected in sites:
+            table = parse(text)
+            assert isinstance(table, DispatchTable) and table.at(32) == NONE and table.at(131072).mode is Mode.PIPELINED
+            assert strategies == {name: expected.count(name) for name in expected}
+        assert len({tuple(s) for _, s, _ in sites}) > 1, "one bucket alone was tried"
+
+
+def plan_dynamic(rank: int, world: int, options: dict[str, Any], rows: int) -> list[str]:
+    x, (w1, w2) = data(rows, 512, seed=rank).to(torch.bfloat16), weights()
+    torch._dynamo.mark_dynamic(x, 0)
+    with torch.no_grad():
+        return [p.to_json() for p in plans_of(layer(world_name()), (x, w1, w2), options)]
+
+
+def test_floor_and_forced_tables(pool2: RankPool) -> None:
+    """min_bytes is a limit of rows; a table that a plan file gives is obeyed, traced at whatever size."""
+    tables = []
+    for traced in (64, 4096):
+        (text,), (other,) = pool2.run(plan_dynamic, {**AUTO, "min_bytes": 1 << 24}, traced, timeout=120)
+        assert text == other
+        tables.append([str(d.strategy) for d in Plan.from_json(text).decisions])
+    assert tables[0] == tables[1]
+    for text in tables[0]:  # a rank sends rows / 2 * 512 * 2 bytes
+        table = parse(text)
+        assert (
+            isinstance(table, DispatchTable) and table.buckets[0].limit is not None and table.buckets[0].limit >= (1 << 15) - 1
+        )
+        assert table.at((1 << 15) - 1) == NONE
+    forced = {"forward.0": "100=none;*=pipelined:chunks=4", "forward.1": "none|pipelined:stripes=2"}
+    (text,), _ = pool2.run(plan_dynamic, {**AUTO, "plan": forced}, 64, timeout=120)
+    assert {d.id: str(d.strategy) for d in Plan.from_json(text).decisions} == forced
+    again = pool2.run(plan_dynamic, {**AUTO, "plan": json.loads(text)}, 64, timeout=120)[0][0]
+    assert Plan.from_json(again).digest == Plan.from_json(text).digest
+
+
+def twice(name: Any) -> Any:
+    """Two equal sites and another one."""
+
+    def run(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        a, b = (funcol.all_gather_tensor(y, 0, name) @ w1 for y in (x, x + 1))
+        return funcol.reduce_scatter_tensor((a + b) @ w2, "sum", 0, name)
+
+    return run
+
+
+def tune(rank: int, world: int) -> list[dict[str, Any]]:
+    """The same layer on three groups: measured, measured again as by a new process, and on a machine that forgot."""
+    found = []
+    options = {**AUTO, "profile": "cpu", "tune": True}
+    (w1, w2), x = weights(), data(256, 512, seed=rank).to(torch.bfloat16)
+    for life in range(3):
+        name = dist.new_group(list(range(world))).group_name
+        mark, before = HISTORY.mark(), site_stats()
+        if life:
+            autotune.forget()
+        if life == 2 and rank == 1:  # one rank that knows nothing is enough: all measure
+            autotune._known.files[autotune.path_of(found[0]["digest"])] = {}
+        with torch.no_grad(), uncached():
+            compiled = torch.compile(twice(name), backend="ub_overlap", options=options)
+            worst = max((compiled(x, w1, w2).float() - twice(name)(x, w1, w2).float()).abs().max().item() for _ in range(3))
+        (plan,) = HISTORY.since(mark)
+        now = site_stats()
+
+        def calls_of(site: str, now: dict[str, SiteStats] = now, before: dict[str, SiteStats] = before) -> dict[str, int]:
+            was = before[site].strategies if site in before else {}
+            return {k: d for k, n in now[site].strategies.items() if (d := n - was.get(k, 0))} if site in now else {}
+
+        ids = [d.id for d in plan.decisions]
+        report = Report([plan], before)
+        found.append(
+            {
+                "digest": plan.digest, "worst": worst, "strategies": [str(d.strategy) for d in plan.decisions],
+                "timed": [bool(calls_of(f"{plan.digest}/{i}.tuning")) for i in ids],
+                "ran": [calls_of(f"{plan.digest}/{i}") for i in ids],
+                "picks": [{k: t.to_dict() for k, t in d.tuned} for d in report.decisions],
+                "table": report.table(), "json": json.loads(report.to_json()), "all": str(reports()),
+            }
+        )  # fmt: skip
+    return found
+
+
+def test_tuning(pool2: RankPool) -> None:
+    """Timed once for equal sites, the same pick on all ranks, kept on disk, and no mark on calls or results."""
+    ranks = pool2.run(tune, timeout=150)
+    assert ops.load()
+    for life, (mine, theirs) in enumerate(zip(*ranks, strict=True)):
+        assert mine["picks"] == theirs["picks"] and mine["digest"] == ranks[0][0]["digest"]
+        for one in (mine, theirs):
+            assert one["worst"] < 0.2
+            assert one["timed"] == ([True, False, True] if life != 1 else [False] * 3), life
+            for text, ran, picks in zip(one["strategies"], one["ran"], one["picks"], strict=True):
+                names = text.split("|")
+                assert 2 <= len(names) <= 3 and set(picks) == {"*"}
+                us, picked = picks["*"]["us"], picks["*"]["strategy"]
+                assert list(us) == names and all(t > 0 for t in us.values())
+                best = min(us, key=us.__getitem__)
+                assert picked in (best, names[0]) and us[picked] <= us[best] / (1 - autotune.MARGIN) + 1e-3
+                # Three calls of the site and no more: the first by prediction, the others by what was picked.
+                assert ran == ({names[0]: 3} if picked == names[0] else {names[0]: 1, picked: 2})
+            assert "us measured" in one["table"] and one["json"]["sites"][0]["tuned"]["*"] == one["picks"][0]["*"]
+            assert one["picks"][0] == one["picks"][1]
+    for mine in ranks[0][1:]:
+        assert mine["digest"] == ranks[0][0]["digest"]
+    assert ranks[0][0]["picks"] == ranks[0][1]["picks"], "a later process reads what the first one wrote"

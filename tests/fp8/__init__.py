@@ -1,0 +1,1 @@
+"""Tests of float8: insertion, hoisting, state, numerics."""

@@ -1,0 +1,148 @@
+"""What stands beside float8 products and must keep its numbers: read off graphs, without ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tests.fp8.rank_fp8 import RECIPES, ROWS
+from tests.models.compare import uncached
+from ub_overlap import fp8_state
+from ub_overlap.compiler.fp8 import Fp8
+from ub_overlap.compiler.fp8.insert import insert_casts
+from ub_overlap.compiler.fp8.insert.insert_casts import CAST
+from ub_overlap.compiler.fp8.recipe import recipe_of
+from ub_overlap.compiler.plan.plan import Reason
+from ub_overlap.compiler.reports.history import HISTORY
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+BF16 = torch.bfloat16
+
+
+def gather(x: Tensor) -> Tensor:
+    return c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, "0"))
+
+
+def scaled(function: Callable[..., Any], *shapes: tuple[tuple[int, ...], torch.dtype]) -> Graph:
+    """The graph of `function` after the pass."""
+    with FakeTensorMode() as mode:
+        inputs = [torch.empty(s, dtype=t) for s, t in shapes]
+        graph = make_fx(function)(*inputs).graph
+    assert mode is not None
+    insert_casts(graph, Fp8(recipe_of("tensorwise"), True))
+    graph.lint()
+    return graph
+
+
+def products(graph: Graph) -> list[Any]:
+    return list(graph.find_nodes(op="call_function", target=aten._scaled_mm.default))
+
+
+def test_gathered_counts_and_losses_are_no_gradients() -> None:
+    for dtype in (torch.int64, torch.float32, BF16):
+        graph = scaled(
+            lambda x, w, v: (gather(x) @ w.t(), gather(v).sum(0)), ((32, 64), BF16), ((48, 64), BF16), ((4, 16), dtype)
+        )
+        assert len(products(graph)) == 1
+        carried = [
+            n.args[0].meta["val"].dtype
+            for n in graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default)
+        ]
+        assert sorted(map(str, carried)) == sorted(("torch.uint8", str(dtype)))
+
+
+def test_float32_is_meant() -> None:
+    graph = scaled(lambda x, w, r: (x @ w.t(), x.float() @ r.float().t()), ((32, 64), BF16), ((48, 64), BF16), ((16, 64), BF16))
+    assert len(products(graph)) == 1
+    (router,) = graph.find_nodes(op="call_function", target=aten.mm.default)
+    assert router.meta[CAST].reason is Reason.DTYPE_UNSUPPORTED
+
+
+def test_operands_lie_as_gpus_multiply_them() -> None:
+    """Rows of the left operand and columns of the right one in one piece, however the values came to lie."""
+    cases: list[Callable[[Tensor, Tensor], Tensor]] = [
+        lambda x, w: torch.relu(x.t()) @ w.t(),
+        lambda x, w: x.t() @ w.t(),
+        lambda x, w: x.t() @ torch.relu(w).t(),
+    ]
+    for case in cases:
+        (product,) = products(scaled(case, ((64, 32), BF16), ((48, 64), BF16)))
+        a, b = (operand.meta["val"] for operand in product.args[:2])
+        assert (tuple(a.shape), tuple(b.shape)) == ((32, 64), (64, 48))
+        assert (a.stride(1), b.stride(0)) == (1, 1), case
+
+
+def test_a_cast_to_the_same_type_is_no_cast() -> None:
+    def same(x: Tensor, w: Tensor) -> Tensor:
+        return aten._to_copy(gather(torch.relu(x)), dtype=BF16) @ w.t()
+
+    graph = scaled(same, ((32, 64), BF16), ((48, 64), BF16))
+    (product,) = products(graph)
+    assert product.args[0].meta["val"].dtype is torch.float8_e4m3fn
+
+
+def test_linear_behind_linear() -> None:
+    """The second reads what the first computed in float8, and no product in 16 bits stays; gradients between them are e5m2."""
+    graph = scaled(lambda x, v, w: x @ v.t() @ w.t(), ((32, 64), BF16), ((48, 64), BF16), ((16, 48), BF16))
+    assert len(products(graph)) == 2 and not graph.find_nodes(op="call_function", target=aten.mm.default)
+    torch._dynamo.reset()
+    module = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 32)).bfloat16()
+    options = {"fp8": "all", "fp8_recipe": "delayed", "fp8_state": "behind", "inner": "aot_eager"}
+    with uncached():
+        torch.compile(module, backend="ub_overlap", options=options)(torch.randn(32, 64, dtype=BF16)).sum().backward()
+    assert [key.rpartition("/")[2] for key in fp8_state("behind").state_dict()] == ["x", "x", "dy", "dy"]
+
+
+class Half(nn.Module):
+    """A size that no input has, and two symbolic ones on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 48).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(torch.relu(x[:, : x.shape[1] // 2])[None])
+
+
+@pytest.mark.skipif(not ROWS, reason="no scales of rows on this torch's CPU")
+def test_sizes_that_no_input_has() -> None:
+    """Scales of rows would have to say them: in high precision, with the reason."""
+    torch._dynamo.reset()
+    mark = HISTORY.mark()
+    options = {"fp8": "all", "fp8_recipe": "rowwise", "inner": "aot_eager"}
+    x, module = torch.randn(3, 32, 64, dtype=BF16), Half()
+    with uncached():
+        y = torch.compile(module, backend="ub_overlap", dynamic=True, options=options)(x)
+        y.sum().backward()
+    assert torch.equal(y, module(x))
+    casts = [c for p in HISTORY.since(mark) for c in p.casts]
+    assert Reason.DYNAMIC_SHAPE in [c.reason for c in casts if c.role == "forward"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_rows(recipe: str) -> None:
+    """None at all, and none that the graph knows of: the largest magnitude of nothing is 0."""
+    torch._dynamo.reset()
+    module = nn.Linear(64, 48).bfloat16()
+    picked: Any = torch.compile(
+        lambda x, rows: module(x[rows.nonzero().view(-1)]), backend="ub_overlap",
+        options={"fp8": "all", "fp8_recipe": recipe, "inner": "aot_eager"},
+    )  # fmt: skip
+    x = torch.randn(4, 64, dtype=BF16, requires_grad=True)
+    with uncached(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for wanted in (torch.ones(4), torch.zeros(4)):
+            y = picked(x, wanted)
+            assert y.shape == (int(wanted.sum()), 48) and y.isfinite().all()
+        compiled: Any = torch.compile(
+            module, backend="ub_overlap", options={"fp8": "all", "fp8_recipe": recipe, "inner": "aot_eager"}
+        )
+        compiled(x[:0]).sum().backward()
+    assert x.grad is not None and (x.grad == 0).all()
+    assert module.weight.grad is not None and (module.weight.grad == 0).all()

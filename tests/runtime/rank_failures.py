@@ -1,0 +1,334 @@
+"""What ranks run in test_failures.py and test_races.py: ways to go wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ub_overlap.runtime import errors, ops, plan_store, settings
+from ub_overlap.runtime.schedule.encode import provide as proven
+
+from . import rank_ops
+from .oracle import data
+from .rank_sessions import C, gather, reset, scatter
+
+
+def attempt(body: Callable[[], Any]) -> dict[str, Any]:
+    """What `body` raised, as plain data, and after how long."""
+    begin = time.monotonic()
+    try:
+        body()
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  (told to the test)
+        return {
+            "error": type(error).__name__,
+            "text": str(error),
+            "ranks": getattr(error, "ranks", None),
+            "seconds": time.monotonic() - begin,
+            "ours": isinstance(error, errors.UbOverlapError),
+        }
+    return {"error": "", "text": "", "seconds": time.monotonic() - begin}
+
+
+def fresh(world: int) -> str:
+    return dist.new_group(list(range(world))).group_name
+
+
+def never_calls(rank: int, world: int, step_s: float) -> list[dict[str, Any]]:
+    """The last rank skips its second call. Then: what a call after that says."""
+    name = fresh(world)
+    with reset():
+        settings.configure(step_timeout_s=step_s)
+        gather(name, rank, world, 4)
+        dist.barrier()
+        found = [attempt(lambda: rank == world - 1 or gather(name, rank, world, 4))]
+        dist.barrier()
+        return [*found, attempt(lambda: gather(name, rank, world, 4))]
+
+
+def ranges(rank: int, world: int) -> tuple[dict[str, Any], list[str]]:
+    """What the last of four calls raised, to which rank 1 brings another shape, and the NVTX ranges of all but the first, which
+    the setting leaves out."""
+    name = fresh(world)
+    with reset():
+        C.testing.count_ranges(True)
+        gather(name, rank, world, 4)
+        settings.configure(nvtx=True)
+        try:
+            gather(name, rank, world, 4, site="plan/forward.0")
+            scatter(name, rank, world, 4, site="plan/forward.1")
+            failed = attempt(lambda: gather(name, rank, world, 5 if rank == 1 else 4, site="plan/backward.0"))
+        finally:
+            settings.configure(nvtx=False)
+        return failed, C.testing.ranges()
+
+
+def never_binds(rank: int, world: int, init_s: float) -> dict[str, Any]:
+    name = fresh(world)
+    with reset():
+        settings.configure(init_timeout_s=init_s)
+        found = attempt(lambda: rank == 1 or gather(name, rank, world, 4))
+        dist.barrier()
+        return found
+
+
+def other_shapes(rank: int, world: int, rows: int) -> dict[str, Any]:
+    """Rank 1 brings `rows` rows, the others 4, after a call in step."""
+    name = fresh(world)
+    gather(name, rank, world, 4)
+    return attempt(lambda: gather(name, rank, world, rows if rank == 1 else 4))
+
+
+def other_sites(rank: int, world: int) -> dict[str, Any]:
+    name = fresh(world)
+    gather(name, rank, world, 4, site="/first")
+    work = scatter if rank == 1 else gather
+    return attempt(lambda: work(name, rank, world, 4, site=f"/of.{work.__name__}"))
+
+
+def other_plans(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Rank 1 compiled another plan, whose second site runs in bulk."""
+    os.environ["UB_OVERLAP_CACHE_DIR"] = folder
+    name = fresh(world)
+    digest = "aaaaaaaa11111111" if rank != 1 else "bbbbbbbb22222222"
+    strategies = ["pipelined", "bulk" if rank == 1 else "pipelined"]
+    sites = [{"id": f"forward.{i}", "kind": "all_gather_matmul", "strategy": s} for i, s in enumerate(strategies)]
+    plan_store.save(digest, json.dumps({"shared": {"sites": sites}}))
+    return attempt(lambda: gather(name, rank, world, 4, site=f"{digest}/forward.0"))
+
+
+def same_plans(rank: int, world: int) -> dict[str, Any]:
+    name = fresh(world)
+    return attempt(lambda: [gather(name, rank, world, 4, site=f"cccccccc33333333/forward.{i}") for i in range(4)])
+
+
+def raises_alone(rank: int, world: int) -> dict[str, Any]:
+    """Rank 1 cannot build its schedule: the others hear of it."""
+    name = fresh(world)
+    gather(name, rank, world, 4)
+
+    def refuse(key: Any, rank: int) -> Any:
+        raise MemoryError("no room for schedules")
+
+    with reset():
+        settings.configure(step_timeout_s=5.0)
+        if rank == 1:
+            C.set_provider(refuse)
+        try:
+            return attempt(lambda: gather(name, rank, world, 4, strategy=f"pipelined:chunks={5 * world}"))
+        finally:
+            C.set_provider(ops.Provider())
+
+
+def bad_arguments(rank: int, world: int) -> list[str]:
+    """Mistakes that a rank can see by itself: they leave the group usable."""
+    name = rank_ops.group()
+    a, b = data(4, 6, seed=1), data(6, 3, seed=2)
+    call = torch.ops.ub_overlap.all_gather_matmul
+    tries = [
+        attempt(lambda: call(a, [b], [0], 1, False, False, "sometimes", name, "/x")),
+        attempt(lambda: call(a, [b], [0], 1, False, False, "pipelined:chunks=0", name, "/x")),
+        attempt(lambda: call(a, [b], [0], 1, False, False, "pipelined:chunks=99999", name, "/x")),
+        attempt(lambda: call(a, [b], [0], 1, False, False, "pipelined:stripes=2", name, "/x")),
+        attempt(lambda: call(a, [b], [0], 1, False, False, "bulk:stripes=2", name, "/x")),
+        attempt(lambda: torch.ops.ub_overlap.bulk(a, [], [], "all_gather", "sum", "pipelined:stripes=2", name, "/x")),
+        attempt(lambda: call(a, [b], [7], 1, False, False, "pipelined", name, "/x")),
+        attempt(lambda: call(a, [b], [2], 1, False, False, "pipelined", name, "/x")),
+        attempt(lambda: call(a, [b], [0], 3, False, False, "pipelined", name, "/x")),
+        attempt(lambda: call(a.double(), [b.double()], [0], 1, False, False, "pipelined", name, "/x")),
+        attempt(lambda: call(a, [b.half()], [0], 1, False, False, "pipelined", name, "/x")),
+        attempt(
+            lambda: torch.ops.ub_overlap.matmul_reduce_scatter(
+                [a], [b], None, 1, False, "max", a.dtype, False, "pipelined", name, "/x"
+            )
+        ),
+        attempt(
+            lambda: torch.ops.ub_overlap.matmul_reduce_scatter(
+                [data(2 * world + 1, 6, seed=1)], [b], None, 1, False, "sum", a.dtype, False, "pipelined", name, "/x"
+            )
+        ),
+    ]
+    wrong = [f"{t['error']}: {t['text']}" for t in tries if t["error"] != "OptionError"]
+    return wrong + gather(name, rank, world, 4)
+
+
+class _Gather(torch.autograd.Function):
+    """A gather whose backward runs an op of ours, as compiled graphs do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, name: str) -> torch.Tensor:  # type: ignore[override]
+        ctx.name = name
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        out, _ = torch.ops.ub_overlap.bulk(grad, [], [], "all_reduce", "sum", "bulk", ctx.name, "/backward")
+        return out, None
+
+
+def in_backward(rank: int, world: int, compiled: bool) -> dict[str, Any]:
+    """Rank 1 does not run its backward: the other's error is ours, eagerly and compiled, not a bare RuntimeError."""
+    name = fresh(world)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return _Gather.apply(x, name).sum()
+
+    run = torch.compile(step, fullgraph=True) if compiled else step
+    with reset():
+        settings.configure(step_timeout_s=2.0)
+        x = data(4, 4, seed=1).requires_grad_()
+        run(x).backward()
+        loss = run(x)
+        dist.barrier()
+        found = attempt(lambda: rank == 1 or loss.backward())
+        dist.barrier()
+        if rank == 0 and x.grad is not None and not torch.equal(x.grad, torch.full((4, 4), float(world))):
+            found["text"] += " AND the gradient changed"
+        return found
+
+
+def dies(rank: int, world: int, how: str, step_s: float) -> Any:
+    """Rank 1 kills or stops itself between two of its steps."""
+    name = rank_ops.group()
+    settings.configure(step_timeout_s=step_s, init_timeout_s=30.0)
+    gather(name, rank, world, 4)
+    dist.barrier()
+    if rank == 1:
+        if how.endswith("during"):
+            C.testing.set_step_delays({2: 60_000_000})  # between its first matmul and that one's copy
+            threading.Timer(0.5, os.kill, (os.getpid(), getattr(signal, how.partition("-")[0]))).start()
+        else:
+            os.kill(os.getpid(), getattr(signal, how))
+    found = [attempt(lambda: scatter(name, rank, world, 4000))]
+    return [*found, attempt(lambda: gather(name, rank, world, 4))]
+
+
+def dies_binding(rank: int, world: int) -> Any:
+    """Rank 1 dies when it has made its segments and nobody has attached."""
+    settings.configure(init_timeout_s=2.0)
+    if rank == 1:
+        from ub_overlap.runtime.session.session import Exchange
+
+        before = Exchange.all
+
+        def after_arena(self: Any, topic: str, mine: Any, *rest: Any) -> Any:
+            if topic == "attached":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return before(self, topic, mine, *rest)
+
+        Exchange.all = after_arena  # type: ignore[method-assign]
+    return attempt(lambda: gather(rank_ops.group(), rank, world, 4))
+
+
+def store_ends(rank: int, world: int, how: str, init_s: float) -> Any:
+    """Rank 0 hosts the Store, and ends or stops; the others meet a plan that they have to compare."""
+    first = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        first.set("second", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(first.get("second")), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    settings.configure(init_timeout_s=init_s)
+    gather(rank_ops.group(), rank, world, 4)
+    dist.barrier()
+    if rank == 0:
+        os.kill(os.getpid(), getattr(signal, how))
+    time.sleep(0.3)
+    return attempt(lambda: gather(rank_ops.group(), rank, world, 4, site="dddddddd44444444/forward.0"))
+
+
+def interrupted(rank: int, world: int, binding: bool) -> Any:
+    """Ctrl-C at rank 0 while it waits for rank 1, in a call or in the first one; rank 1 comes a second later."""
+    name = rank_ops.group()
+    settings.configure(init_timeout_s=20.0, step_timeout_s=20.0)
+    if not binding:
+        gather(name, rank, world, 4)
+    dist.barrier()
+    if rank == 0:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    else:
+        time.sleep(1.0)
+    return attempt(lambda: gather(name, rank, world, 4))
+
+
+def forks(rank: int, world: int) -> Any:
+    """A child of a rank calls an op of its parent's group; the parent goes on."""
+    name = rank_ops.group()
+    gather(name, rank, world, 4)
+    receive, send = os.pipe()
+    child = os.fork()
+    if child == 0:
+        found = attempt(lambda: gather(name, rank, world, 4))
+        os.write(send, json.dumps(found).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    return json.loads(os.read(receive, 100_000)), gather(name, rank, world, 6)
+
+
+def no_room(rank: int, world: int) -> Any:
+    """More shared memory than there is."""
+    name = fresh(world)
+    gather(name, rank, world, 4)
+    shard = torch.empty(1, dtype=torch.bfloat16).expand(1 << 20, 1 << 18)  # half a terabyte, in two bytes
+    with reset():
+        settings.configure(step_timeout_s=5.0)
+        return attempt(lambda: C.ShmArena(rank=0, ranks=2, slot_bytes=shard.numel()))
+
+
+# ---- races ------------------------------------------------------------------------------------------------------------------
+
+
+def hammer(rank: int, world: int, kind: str, times: int, delay_us: int) -> list[str]:
+    """Many calls back to back with changing data and random delays before every step; every result is checked."""
+    name, bad = rank_ops.group(), []
+    with reset():
+        C.testing.set_random_delay(delay_us, 7 * rank + 1)
+        for i in range(times):
+            if kind != "scatter":
+                bad += gather(
+                    name, rank, world, 5 + i % 3, seed=i, strategy=("pipelined", f"pipelined:chunks={2 * world}")[i % 2]
+                )
+            if kind != "gather":
+                bad += scatter(name, rank, world, 4 + i % 2, seed=i)
+            if kind == "mixed":
+                out, _ = torch.ops.ub_overlap.bulk(data(7, seed=i + rank), [], [], "all_reduce", "sum", "bulk", name, "/bulk")
+                want = sum(data(7, seed=i + r).double() for r in range(world))
+                bad += [] if torch.allclose(out.double(), want, atol=1e-5) else [f"bulk {i}"]
+    return bad[:5]
+
+
+def without_done(rank: int, world: int, waits: bool, times: int) -> list[str]:
+    """Gathers in which rank 0 is slow to read what landed, and rank 1 runs ahead as far as it is let. `waits`: with the waits
+    for free slots, or with them removed. Rank 1 hears nobody: its own waits for data would hold it back just as well."""
+
+    def provide(key: tuple[Any, ...], me: int) -> list[tuple[int, ...]]:
+        rows = proven(key, me)
+        frees = [i for i, row in enumerate(rows) if row[0] == 2 and row[1] == 1]
+        deaf = [i for i, row in enumerate(rows) if row[0] == 2 and row[1] == 0 and me == 1]
+        return [row for i, row in enumerate(rows) if i not in deaf and (waits or i not in frees)]
+
+    name, bad = fresh(world), []
+    C.set_provider(provide)
+    try:
+        with reset():
+            settings.configure(step_timeout_s=10.0)
+            rows = provide(("all_gather_matmul", world, 0, (False,), 0, False, False), rank)
+            slow = max(i for i, row in enumerate(rows) if row[0] == 3)  # the matmul on what landed
+            C.testing.set_step_delays({slow: 20_000}, only_rank=0)
+            for i in range(times):
+                bad += [f"call {i}: {b}" for b in gather(name, rank, world, 6, seed=1000 * i)]
+    except errors.UbOverlapError as error:
+        bad.append(f"{type(error).__name__}: {error}")
+    finally:
+        C.set_provider(ops.Provider())
+        dist.barrier()
+    return bad

@@ -1,0 +1,17 @@
+"""The float8 ops against fp64, within bounds derived from the formats (work_float8.py), on 2 and 3 ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness.ranks import RankPool
+
+from . import rank_float8
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("world", [2, 3])
+def test_values(pools: dict[int, RankPool], world: int) -> None:
+    for rank, found in enumerate(pools[world].run(rank_float8.everything, timeout=120)):
+        for what, bad in found.items():
+            assert not bad, (rank, what, bad)

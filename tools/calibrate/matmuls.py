@@ -1,0 +1,131 @@
+"""Matmuls over a grid of shapes: random normal data, other memory at every call, so that no cache holds the operands."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ub_overlap import _torch_compat as compat
+
+from .world import Burst, Calibration, ProgressLine
+
+Shape = tuple[int, int, int]
+Point = tuple[str, str, int, int, int]
+"""layout, dtype, M, N, K; layouts as in the cost model: "nt" x @ w.t(), "nn" x @ w, "tn" x.t() @ y."""
+
+_ROWS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 16384)
+_PLANES = (
+    (512, 512), (512, 2048), (512, 8192), (1024, 1024), (1024, 4096), (1024, 8192), (1024, 16384), (1280, 8192),
+    (1536, 4096), (2048, 512), (2048, 2048), (2048, 8192), (2560, 5120), (3072, 4096), (3584, 8192), (4096, 512),
+    (4096, 1024), (4096, 2048), (4096, 4096), (4096, 7168), (4096, 14336), (5120, 8192), (6144, 3072), (6144, 6144),
+    (6144, 12288), (7168, 4096), (7168, 8192), (8192, 1024), (8192, 2048), (8192, 3584), (8192, 5120), (8192, 8192),
+    (8192, 14336), (8192, 16384), (10240, 4096), (12288, 1536), (12288, 4096), (12288, 12288), (14336, 4096), (14336, 8192),
+    (16384, 8192), (24576, 4096), (28672, 4096), (28672, 8192),
+)  # fmt: skip
+"""(N, K) of the grid."""
+_FEW = ((1024, 4096, 4096), (4096, 4096, 4096), (8192, 8192, 2048), (8192, 2048, 8192), (2048, 8192, 8192), (8192, 8192, 8192))
+_CPU_ROWS, _CPU_PLANES = (16, 64, 256, 1024), ((32, 64), (64, 256), (256, 64), (256, 256), (512, 512), (1024, 256))
+MOST_OPERATIONS = 4.2e12
+POOL = 1 << 28
+"""Elements of each operand's memory."""
+
+
+def points(cuda: bool, quick: bool) -> list[Point]:
+    """What is measured, in an order that mixes sizes: drifting clocks then hit no one part of the grid."""
+    if cuda:
+        grid = [(m, n, k) for m in _ROWS[:: 2 if quick else 1] for n, k in _PLANES[:: 3 if quick else 1]]
+        few: tuple[Shape, ...] = _FEW[:3] if quick else _FEW
+        wide = "bfloat16"
+        others: list[Point] = [(layout, wide, s[0], s[1], s[2]) for layout in ("nn", "tn") for s in few]
+        others += [("nt", dtype, m, n, k) for dtype in ("float8", "float16") for m, n, k in few]
+        others += [("nt", "float32", m, n, k) for m, n, k in few[:2]]
+    else:
+        grid = [(m, n, k) for m in _CPU_ROWS for n, k in _CPU_PLANES[:: 2 if quick else 1]]
+        wide = "float32"
+        others = [(layout, wide, 256, 256, 256) for layout in ("nn", "tn")]
+        others += [("nt", "bfloat16", m, 256, 256) for m in (64, 256)]
+    made: list[Point] = [("nt", wide, *s) for s in grid if 2.0 * s[0] * s[1] * s[2] <= MOST_OPERATIONS and _fits(s)]
+    made += others
+    random.Random(0).shuffle(made)
+    return made
+
+
+def _fits(shape: Shape) -> bool:
+    m, n, k = shape
+    return max(m * k, k * n, m * n) <= POOL
+
+
+class Pool:
+    """Memory for operands, sized for the device; views of it begin at other places from call to call."""
+
+    def __init__(self, world: Calibration, dtype: str) -> None:
+        self.dtype = dtype
+        size = POOL if world.cuda else 1 << 21
+        kind: torch.dtype = getattr(torch, "float8_e4m3fn" if dtype == "float8" else dtype)
+        self.parts: list[torch.Tensor] = []
+        for _ in range(2):
+            part = torch.empty(size, device=world.device, dtype=torch.bfloat16 if dtype == "float8" else kind).normal_()
+            self.parts.append(part.to(kind))
+        self.out = torch.empty(size, device=world.device, dtype=torch.bfloat16 if dtype == "float8" else kind)
+        self.one = torch.ones((), device=world.device, dtype=torch.float32)
+
+    def call(self, layout: str, shape: Shape) -> Callable[[], Any]:
+        """A call that multiplies, each time with the next part of the pool."""
+        m, n, k = shape
+        lefts, rights = self._views(0, m * k), self._views(1, k * n)
+        out = self.out[: m * n].view(m, n)
+        turn = [0]
+
+        def call() -> Any:
+            turn[0] += 1
+            left, right = lefts[turn[0] % len(lefts)], rights[turn[0] % len(rights)]
+            x = left.view(k, m).t() if layout == "tn" else left.view(m, k)
+            y = right.view(n, k).t() if layout == "nt" else right.view(k, n)
+            if self.dtype == "float8":
+                scaled: Any = compat.scaled_mm
+                return scaled(x, y, scale_a=self.one, scale_b=self.one, out_dtype=torch.bfloat16)
+            return torch.mm(x, y, out=out)
+
+        return call
+
+    def _views(self, part: int, count: int) -> list[torch.Tensor]:
+        step = -(-count // 256) * 256
+        places = range(0, max(1, self.parts[part].numel() - count + 1), step)
+        return [self.parts[part][at : at + count] for at in list(places)[:8]]
+
+
+def measure(world: Calibration, burst: Burst, progress: ProgressLine, quick: bool, limit_s: float) -> list[tuple[Any, ...]]:
+    """[layout, dtype, M, N, K, microseconds] of every point that the budget allows, the slowest rank's. Collective."""
+    every = points(world.cuda, quick)
+    taken: list[tuple[Point, float]] = []
+    names = dict.fromkeys(p[1] for p in every)
+    for dtype in names:
+        mine = [p for p in every if p[1] == dtype]
+        found = world.probe(f"matmuls of {dtype}", lambda d=dtype, m=mine: _of_dtype(world, burst, progress, d, m, limit_s))
+        taken += found or []
+        if world.cuda:
+            torch.cuda.empty_cache()
+    slowest = world.worst([us for _, us in taken])
+    return [(*point, round(us, 3)) for (point, _), us in zip(taken, slowest, strict=True)]
+
+
+def _of_dtype(
+    world: Calibration, burst: Burst, progress: ProgressLine, dtype: str, mine: list[Point], limit_s: float
+) -> list[tuple[Point, float]]:
+    pool = Pool(world, dtype)
+    burst.settle(0.2)
+    found: list[tuple[Point, float]] = []
+    for number, point in enumerate(mine):
+        # Ranks must leave together, so the clock is compared now and then.
+        if number % 16 == 15 and world.spent() > limit_s:
+            world.holes.append(f"matmuls of {dtype}: {len(mine) - number} points left out, time was up")
+            break
+        shape = point[2:]
+        us = 2e-6 * shape[0] * shape[1] * shape[2] / (600 if world.cuda else 0.03)  # about
+        count = max(2, min(16, int(1500 / (us + 4)))) if world.cuda else max(1, min(20, int(2000 / (us + 4))))
+        found.append((point, burst.us(pool.call(point[0], shape), count, rounds=5 if world.cuda else 7)))
+        progress.step("matmuls", 1)
+    return found

@@ -1,0 +1,149 @@
+"""What travels between ranks: pushes by the copy engine, alone and beside a matmul, and the plain collectives."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ub_overlap import _torch_compat as compat
+
+from ..rank_process import World
+from .world import Burst, ProgressLine
+
+MIB = 1 << 20
+PUSHES = tuple(int(x * MIB) for x in (0.0625, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256))
+COLLECTIVES = tuple(int(x * MIB) for x in (0.25, 1, 2, 4, 8, 16, 32, 64, 128, 256))
+"""Bytes that a rank sends in an all_gather or reduce_scatter."""
+CPU_COLLECTIVES = (4096, 65536, MIB, 4 * MIB)
+
+
+class PeerTraffic:
+    """Symmetric memory of the ranks' GPUs and a copy stream. Collective."""
+
+    def __init__(self, world: World, most: int) -> None:
+        self.world, self.most = world, most
+        whole: Any = dist.group.WORLD
+        self.memory = compat.symmetric_empty(most, world.device)
+        self.handle: Any = compat.symmetric_rendezvous(self.memory, str(whole.group_name))
+        self.source = torch.empty(most, dtype=torch.uint8, device=world.device).random_(0, 255)
+        self.side = torch.cuda.Stream(priority=-1)
+
+    def together(self) -> None:
+        """Enqueue a barrier of all ranks on the current stream."""
+        self.handle.barrier(channel=0)
+
+    def push(self, size: int, step: int) -> Callable[[], Any]:
+        """A call that sends `size` bytes to the peer `step` ranks below, as all ranks do at once."""
+        peer = (self.world.rank - step) % self.world.ranks
+        target, source = self.handle.get_buffer(peer, (size,), torch.uint8), self.source[:size]
+        return lambda: target.copy_(source, non_blocking=True)
+
+    def round(self, size: int) -> Callable[[], Any]:
+        """One push to each peer, in rotated order."""
+        pushes = [self.push(size, step) for step in range(1, self.world.ranks)]
+
+        def call() -> None:
+            for one in pushes:
+                one()
+
+        return call
+
+
+def pushes(world: World, burst: Burst, peers: PeerTraffic, progress: ProgressLine, quick: bool) -> list[list[float]]:
+    """[bytes, microseconds] of one push in a row of them."""
+    times = []
+    sizes = [size for size in PUSHES[:: 2 if quick else 1] if size <= peers.most]
+    others = world.ranks - 1
+    for size in sizes:
+        count = max(2, min(16, 64 * MIB // (size * others)))
+        times.append(burst.us(peers.round(size), count, rounds=9, together=True) / others)
+        progress.step("pushes", 2)
+    return [[size, us] for size, us in zip(sizes, world.worst(times), strict=True)]
+
+
+def flag(world: World, burst: Burst, peers: PeerTraffic) -> float:
+    """Microseconds that a flag of 8 bytes behind every push adds."""
+    big, small = peers.push(MIB, 1), peers.push(8, 1)
+
+    def both() -> None:
+        big()
+        small()
+
+    without = [burst.us(big, 16, together=True) for _ in range(3)]
+    with_flag = [burst.us(both, 16, together=True) for _ in range(3)]
+    return world.worst([max(0.5, statistics.median(with_flag) - statistics.median(without))])[0]
+
+
+def beside(world: World, burst: Burst, peers: PeerTraffic, progress: ProgressLine) -> tuple[float, float]:
+    """(slow-down of a matmul while bytes come and go, slow-down of pushes beside matmuls), 0.03 for 3%; alone and beside in
+    turns."""
+    left, right = (torch.randn(8192, 8192, device=world.device).to(torch.bfloat16) for _ in range(2))
+    out = torch.empty(8192, 8192, device=world.device, dtype=torch.bfloat16)
+    begin, done, sent = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    push = peers.round(min(16 * MIB, peers.most))
+    here = torch.cuda.current_stream()
+
+    def run(products: int, sends: int) -> tuple[float, float]:
+        burst.load(2)
+        peers.together()
+        begin.record()
+        peers.side.wait_event(begin)
+        for _ in range(products):
+            torch.mm(left, right, out=out)
+        done.record()
+        with torch.cuda.stream(peers.side):
+            for _ in range(sends):
+                push()
+            sent.record()
+        here.wait_stream(peers.side)
+        torch.cuda.synchronize()
+        return begin.elapsed_time(done), begin.elapsed_time(sent)
+
+    burst.settle(0.2)
+    product, send = run(2, 0)[0] / 2, run(0, 8)[1] / 8
+    product, send = world.worst([product, send])
+    many = max(4, int(3 * product / send) + 2)  # traffic that outlasts two matmuls
+    long = max(2, int(2 * 8 * send / product) + 2)  # matmuls that outlast eight rounds of traffic
+    alone: list[list[float]] = [[], []]
+    both: list[list[float]] = [[], []]
+    for turn in range(9):
+        mine = run(2, 0)[0], run(0, 8)[1], run(2, many)[0], run(long, 8)[1]
+        if turn:
+            for values, us in zip((alone[0], alone[1], both[0], both[1]), mine, strict=True):
+                values.append(us)
+    progress.step("beside a matmul", 20)
+    slow = [statistics.median(b) / statistics.median(a) - 1 for a, b in zip(alone, both, strict=True)]
+    # The middle rank's: what one rank's matmul loses on another's account is no constant, and its maximum would be noise.
+    first, second = (statistics.median(found) for found in zip(*world.gather(slow), strict=True))
+    return max(0.0, first), max(0.0, second)
+
+
+def collectives(world: World, burst: Burst, progress: ProgressLine, quick: bool) -> dict[str, list[list[float]]]:
+    """Curves of the plain collectives by bytes that a rank sends."""
+    dtype = torch.bfloat16 if world.cuda else torch.float32
+    sizes = (COLLECTIVES if world.cuda else CPU_COLLECTIVES)[:: 2 if quick else 1]
+    item, ranks = torch.empty(0, dtype=dtype).element_size(), world.ranks
+    found: dict[str, list[list[float]]] = {}
+    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+        times, sent = [], []
+        for size in sizes:
+            # Shards that begin at multiples of 512 bytes, as those of a model do: others are copied in smaller words.
+            few = max(1, size // ((ranks - 1) * 512)) * 512 // item
+            small = torch.ones(few, device=world.device, dtype=dtype)
+            big = torch.ones(few * ranks, device=world.device, dtype=dtype)
+            calls: dict[str, Callable[[], Any]] = {
+                "all_gather": lambda b=big, s=small: dist.all_gather_into_tensor(b, s),
+                "reduce_scatter": lambda b=big, s=small: dist.reduce_scatter_tensor(s, b),
+                "all_reduce": lambda b=big: dist.all_reduce(b),
+            }
+            count = max(2, min(10, 32 * MIB // size)) if world.cuda else 2
+            us = burst.us(calls[kind], count, rounds=9 if world.cuda else 15, together=True, warm=2, ahead=2)
+            times.append(us)
+            sent.append(few * item * (ranks - 1) * (2 if kind == "all_reduce" else 1))
+            progress.step(kind, 2)
+        found[kind] = [[size, us] for size, us in zip(sent, world.worst(times), strict=True)]
+    return found

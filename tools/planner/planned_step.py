@@ -1,0 +1,172 @@
+"""The predicted step of a block: site by site, with totals, as text, JSON, and as a plan that options={"plan": path} loads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from ub_overlap.compiler.cost.profile import Profile
+from ub_overlap.compiler.cost.profile_lookup import load
+from ub_overlap.compiler.diff.graph_store import Graphs
+from ub_overlap.compiler.options import Options
+from ub_overlap.compiler.plan.plan import Decision, Mode, Plan, Strategy, collective_of
+from ub_overlap.compiler.reports import timeline
+from ub_overlap.compiler.reports.outlook import Outlook, Totals, outlook, totals
+from ub_overlap.compiler.reports.report import lanes_of
+from ub_overlap.compiler.reports.summary import line
+
+from .models import Sizes
+from .trace import trace
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One site and what is predicted of it (None: no prediction)."""
+
+    site: Decision
+    outlook: Outlook | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """The predicted step. `rest`: microseconds of what is no site, by what they go to."""
+
+    sizes: Sizes
+    profile: Profile
+    rows: tuple[PlanRow, ...]
+    plans: tuple[Plan, ...]
+    rest: dict[str, float]
+    graphs: tuple[Graphs, ...] = ()
+    """Before and after, where they were asked for."""
+
+    @property
+    def totals(self) -> Totals:
+        return totals([r.outlook for r in self.rows])
+
+    @property
+    def none_us(self) -> float:
+        """The whole step without overlap."""
+        return self.totals.none_us + sum(self.rest.values())
+
+    @property
+    def chosen_us(self) -> float:
+        return self.totals.chosen_us + sum(self.rest.values())
+
+    def saved_plan(self) -> str:
+        """JSON for options={"plan": path}: the sites of all graphs with the chosen strategies."""
+        rows = [{**d.to_dict(), "plan": p.digest} for p in self.plans for d in p.decisions]
+        return json.dumps({"version": 1, "plans": [p.digest for p in self.plans], "sites": rows}, indent=1)
+
+    def to_json(self) -> str:
+        sites = [{**r.site.to_dict(), **(r.outlook.to_dict() if r.outlook else {})} for r in self.rows]
+        step = {"none_us": self.none_us, "chosen_us": self.chosen_us, "rest_us": self.rest}
+        return json.dumps(
+            {
+                "version": 1,
+                "block": asdict(self.sizes),
+                "profile": {"name": self.profile.name, "digest": self.profile.digest},
+                "sites": sites,
+                "totals": self.totals.to_dict(),
+                "step": step,
+            },
+            indent=1,
+        )
+
+    def to_html(self, path: str | Path) -> Path:
+        """Writes a page as Report.to_html does, of ranks that do not exist."""
+        from ub_overlap.compiler.diff.render import html
+
+        rows = iter(self.rows)
+        sites, lanes = [], {}
+        for plan in self.plans:
+            for _ in plan.decisions:
+                row = next(rows)
+                sites.append({**row.site.to_dict(), "plan": plan.digest, **(row.outlook.to_dict() if row.outlook else {})})
+                lanes[f"{plan.digest}/{row.site.id}"] = lanes_of(row.site.id, row.outlook)
+        report = {
+            "sites": sites, "lanes": lanes, "graphs": [g.to_dict() for g in self.graphs], "profile": str(self.profile),
+            "summary": "\n".join(map(line, self.plans)), "totals": str(self.totals),
+        }  # fmt: skip
+        s = self.sizes
+        return html.write(path, report, f"plan: hidden {s.hidden}, {s.seq} tokens, TP {s.tp}, {s.dtype}")
+
+    def timeline(self, path: str | Path) -> Path:
+        """Writes the steps of all sites as predicted: .png (needs matplotlib), else JSON for chrome://tracing."""
+        return timeline.write(path, [timeline.predicted(r.site.id, r.outlook.chosen) for r in self.rows if r.outlook])
+
+    def __str__(self) -> str:
+        s, t = self.sizes, self.totals
+        rest = ", ".join(f"{name} {us:.0f}" for name, us in self.rest.items())
+        return (
+            f"hidden {s.hidden}, ffn {s.ffn}, heads {s.heads} (kv {s.kv_heads}), batch {s.batch} x {s.seq} tokens, "
+            f"{s.dtype}, TP {s.tp}, layers {s.layers}, forward + backward; profile {self.profile}\n\n"
+            f"{table(self.rows)}\n\n{t}\n"
+            f"the rest: {rest} us (attention and elementwise work by rule of thumb)\n"
+            f"the step: {self.none_us / 1000:.2f} ms without overlap, {self.chosen_us / 1000:.2f} ms as chosen, "
+            f"{self.none_us / self.chosen_us:.2f}x"
+        )
+
+
+def table(rows: tuple[PlanRow, ...] | list[PlanRow]) -> str:
+    """A row a site; a column for every strategy that some site could have."""
+    names = list(dict.fromkeys(s for r in rows if r.outlook for s in r.outlook.by_strategy))
+    names.sort(key=lambda n: ((s := Strategy.parse(n)).mode is not Mode.NONE, s.mode is Mode.BULK, s.striped, s.chunks))
+    out = []
+    for row in rows:
+        d, o = row.site, row.outlook
+        cells: dict[str, Any] = {
+            "site": d.id, "module": d.module, "kind": d.kind.value, "M N K": mnk(d),
+            "MB": None if d.bytes is None else d.bytes / 1e6,
+        }  # fmt: skip
+        cells |= {"matmul": o and o.none.matmul_us, "comm": o and o.none.communication_us}
+        cells |= {short(n): o.by_strategy[n].us if o and n in o.by_strategy else None for n in names}
+        cells |= {"choice": str(d.strategy), "gain": o and o.gain_us}
+        out.append(cells)
+    heads = (
+        "microseconds; matmul, comm: alone; pipelined: in one chunk a rank; cN: in N chunks; sN: in N stripes; gain: over none"
+    )
+    return tabulate(out, headers="keys", tablefmt="simple", floatfmt=".0f", missingval="-") + f"\n{heads}"
+
+
+def short(strategy: str) -> str:
+    """ "pipelined:chunks=4" -> "c4"."""
+    return strategy.replace("pipelined:chunks=", "c").replace("pipelined:stripes=", "s")
+
+
+def mnk(d: Decision) -> str:
+    """The products of a site: "8192x1024x8192 + 2 of 8192x128x8192"."""
+    if d.work is None:
+        return ""
+    counts: dict[str, int] = {}
+    for m, n, k, _ in d.work.matmuls:
+        text = f"{m}x{n}x{k}"
+        counts[text] = counts.get(text, 0) + 1
+    return " + ".join(text if count == 1 else f"{count} of {text}" for text, count in counts.items())
+
+
+def plan_step(sizes: Sizes, options: Options, graphs: bool = False) -> PlannedStep:
+    """Traces the block, decides every site as `options` say (its profile is what the step is predicted for) and adds it all up.
+    OptionError where a saved plan does not fit. `graphs`: for a page; needs the extension."""
+    profile = load(options.profile, sizes.tp)
+    traced = trace(sizes, options, graphs)
+    rows = tuple(PlanRow(d, outlook(_own_work(d, g.plan), profile)) for g in traced for d in g.plan.decisions)
+    rest: dict[str, float] = {}
+    for graph in traced:
+        for name, us in graph.rest.us(profile).items():
+            rest[name] = rest.get(name, 0.0) + us
+    kept = tuple(g.graphs for g in traced if g.graphs)
+    return PlannedStep(sizes, profile, rows, tuple(g.plan for g in traced), rest, kept)
+
+
+def _own_work(d: Decision, plan: Plan) -> Decision:
+    """A site that is left alone, without the matmuls that another site of the plan runs: they are counted there."""
+    if d.overlapped or d.work is None or not d.matmuls:
+        return d
+    others = {m for o in plan.decisions if o.overlapped for m in o.matmuls}
+    if not others.intersection(d.matmuls):
+        return d
+    return replace(d, work=replace(d.work, kind=f"bulk_{collective_of(d.kind.value)}", matmuls=(), keep=False))
