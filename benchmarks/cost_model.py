@@ -29,7 +29,7 @@ DATA = Path(__file__).resolve().parents[1] / "docs" / "data"
 
 
 @dataclass
-class Row:
+class PredictedRow:
     """One row of a stored table: `measured` and `predicted` microseconds by strategy, and what the model chose."""
 
     title: str
@@ -76,7 +76,7 @@ def measured(row: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def rows_of(document: dict[str, Any], profile: Profile) -> list[Row]:
+def rows_of(document: dict[str, Any], profile: Profile) -> list[PredictedRow]:
     """Every row that has times. Only strategies that were timed are open to the choice, so that its regret is known."""
     made = []
     for row in document["rows"]:
@@ -86,11 +86,11 @@ def rows_of(document: dict[str, Any], profile: Profile) -> list[Row]:
         shape = shape_of(row, document["dtype"])
         predicted = {name: predict(shape, Strategy.parse(name), profile).us for name in times}
         chosen = str(choose(shape, profile, timed=tuple(times)).strategy)
-        made.append(Row(f"{row['kind']} {row['name']} {row['M']}", row["ranks"], chosen, times, predicted))
+        made.append(PredictedRow(f"{row['kind']} {row['name']} {row['M']}", row["ranks"], chosen, times, predicted))
     return made
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[PredictedRow]) -> str:
     """A line a row: predicted / measured of every strategy, in microseconds, the chosen one marked."""
     names = list(dict.fromkeys(name for row in rows for name in row.measured))
     lines = []
@@ -106,7 +106,7 @@ def table(rows: Sequence[Row]) -> str:
     return tabulate(lines, headers="keys", tablefmt="simple", missingval="-", disable_numparse=True)
 
 
-def summary(rows: Sequence[Row]) -> dict[str, float]:
+def summary(rows: Sequence[PredictedRow]) -> dict[str, float]:
     """median and p90 of |error|, regret of the choice, and its gain on the plain way."""
     off = sorted(abs(error) for row in rows for error in row.errors.values())
     regrets = [row.regret for row in rows if row.regret is not None]
@@ -123,7 +123,7 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
-def said(rows: Sequence[Row]) -> str:
+def said(rows: Sequence[PredictedRow]) -> str:
     s = summary(rows)
     return (
         f"{s['times']} times of {s['rows']} rows: "
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not files:
         print(f"benchmarks.cost_model: no file given, and no ops_*.json in {DATA}", file=sys.stderr)
         return 1
-    every: list[Row] = []
+    every: list[PredictedRow] = []
     try:
         for file in files:
             document = json.loads(file.read_text())

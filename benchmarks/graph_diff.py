@@ -19,7 +19,7 @@ from ub_overlap.compiler.diff.render import html, text
 from ub_overlap.compiler.diff.snapshot import NodeShot, Snapshot
 
 
-class Builder:
+class SnapshotBuilder:
     def __init__(self) -> None:
         self.nodes: list[NodeShot] = []
 
@@ -36,7 +36,7 @@ class Builder:
         return place
 
 
-def block(b: Builder, x: int, layer: int, fused: bool) -> int:
+def block(b: SnapshotBuilder, x: int, layer: int, fused: bool) -> int:
     """A layer of 20 nodes, or fewer where it is fused: gather -> 2 matmuls -> activation -> matmul -> scatter."""
     where = {"module": f"layers.{layer}.mlp", "source": "/model.py:10: return self.w2(F.silu(self.w1(x)) * self.w3(x))"}
     c10d, site = "_c10d_functional", {"site": f"forward.{2 * layer}"}
@@ -61,7 +61,7 @@ def block(b: Builder, x: int, layer: int, fused: bool) -> int:
 
 
 def graph(nodes: int, fused: bool, lineage: str, label: str) -> Snapshot:
-    b = Builder()
+    b = SnapshotBuilder()
     x = b.node("x", op="placeholder", name="x")
     for layer in range(nodes // 20):
         x = block(b, x, layer, fused)

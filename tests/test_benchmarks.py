@@ -16,7 +16,7 @@ import torch.distributed as dist
 from benchmarks import report
 from benchmarks.blocks.table import hidden
 from benchmarks.ops import measure as measuring
-from benchmarks.ops.suite import Row, load
+from benchmarks.ops.suite import SuiteRow, load
 from benchmarks.ops.table import derive, mean, summary
 from benchmarks.plot import draw
 from tests.harness.ranks import RankPool
@@ -120,8 +120,8 @@ def guarded(rank: int, world: int) -> dict[str, Any]:
             return [self.row.M]
 
     measuring.Case = Wrong  # type: ignore[misc]
-    setting = measuring.GraphContext(here, torch.float32, ["right", "stale", "nan"], "seq,ours*", 2, 1, None, here.group)
-    return measuring.measure(Row("AG", "guard", 8 * world, 4 * world, 16), setting)
+    setting = measuring.OpContext(here, torch.float32, ["right", "stale", "nan"], "seq,ours*", 2, 1, None, here.group)
+    return measuring.measure(SuiteRow("AG", "guard", 8 * world, 4 * world, 16), setting)
 
 
 def test_wrong_numbers_get_no_time(pool2: RankPool) -> None:
@@ -162,8 +162,8 @@ def test_suites(tmp_path: Path) -> None:
     assert len(set(rows)) == len(rows) == 34
     assert {row.M for row in rows if "70b fc1" in row.name} == {512, 1024, 2048, 4096, 8192, 16384}
     assert set(load("quick")) <= set(rows) and len(load("h200", "RS te*,AG te*")) == 6
-    assert Row("AG", "x", 8, 16, 4).sizes(4) == (8, 4, 4) and Row("RS", "x", 8, 16, 4).sizes(4) == (8, 16, 1)
-    assert Row("RS", "x", 8, 16, 6).why_not(4) == "K 6 cannot be shared by 4 ranks"
+    assert SuiteRow("AG", "x", 8, 16, 4).sizes(4) == (8, 4, 4) and SuiteRow("RS", "x", 8, 16, 4).sizes(4) == (8, 16, 1)
+    assert SuiteRow("RS", "x", 8, 16, 6).why_not(4) == "K 6 cannot be shared by 4 ranks"
     with pytest.raises(ValueError, match="fits none of 34 rows"):
         load("h200", "XX*")
     bad = tmp_path / "bad.json"

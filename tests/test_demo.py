@@ -77,11 +77,11 @@ def test_curves_that_differ_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     """The demo's own verdict, on an outcome whose curves part at the second step, and on one that is not finite."""
     monkeypatch.syspath_prepend(EXAMPLES / "llama_tp")
     import demo
-    from train import Outcome, Run
+    from train import DemoOutcome, TrainingRun
 
-    def outcome(last: float) -> Outcome:
-        eager, ours = Run(losses=[5.5, 5.0], seconds=[1.0, 0.1]), Run(losses=[5.5, last], seconds=[2.0, 0.1])
-        return Outcome(eager=eager, ours=ours, sites="", paths=[])
+    def outcome(last: float) -> DemoOutcome:
+        eager, ours = TrainingRun(losses=[5.5, 5.0], seconds=[1.0, 0.1]), TrainingRun(losses=[5.5, last], seconds=[2.0, 0.1])
+        return DemoOutcome(eager=eager, ours=ours, sites="", paths=[])
 
     for last, code, verdict in ((5.0005, 0, "agree"), (5.01, 1, "DO NOT AGREE"), (float("nan"), 1, "DO NOT AGREE")):
         monkeypatch.setattr(demo, "launch", lambda settings, last=last: outcome(last))

@@ -28,7 +28,7 @@ from ..timing import Clock, graphed
 from .model import SIZES
 from .profile import write_profile
 from .table import text
-from .variants import GraphContext, Variant, differences, make
+from .variants import BlockContext, BlockVariant, differences, make
 
 BOUND = {torch.bfloat16: 4e-2, torch.float32: 1e-3}
 """Most that ours may differ from inductor, ||a - b|| / ||b||, in any gradient."""
@@ -70,7 +70,7 @@ def parsed() -> argparse.Namespace:
     return args
 
 
-class Run:
+class BlocksRun:
     """One run over all sizes; `document` is written whenever there is something new."""
 
     def __init__(self, args: argparse.Namespace, world: World, document: dict[str, Any]) -> None:
@@ -92,12 +92,12 @@ class Run:
         dtype = torch.bfloat16 if world.cuda else torch.float32
         mesh = init_device_mesh(world.device.type, (world.ranks,))
         compiler = args.compiler or ("inductor" if world.cuda else "aot_eager")
-        setting = GraphContext(world, mesh, SIZES[size], args.seq, dtype, compiler, args.options, args.write)
+        setting = BlockContext(world, mesh, SIZES[size], args.seq, dtype, compiler, args.options, args.write)
         rows: dict[str, Any] = {}
         self.document["rows"].append({"size": size, "seq": args.seq, "compiler": compiler, "variants": rows})
         names = [n for name in args.variants.split(",") for n in (args.options if name == "ours" else [name])]
         torch._dynamo.reset()
-        variants: dict[str, Variant] = {}
+        variants: dict[str, BlockVariant] = {}
         for name in names:
             rows[name] = {"why": {}}
             self.build(name, setting, variants, rows)
@@ -112,7 +112,7 @@ class Run:
         if args.graphs and not self.spent():
             self.graphs(variants, rows)
 
-    def build(self, name: str, setting: GraphContext, variants: dict[str, Variant], rows: dict[str, Any]) -> None:
+    def build(self, name: str, setting: BlockContext, variants: dict[str, BlockVariant], rows: dict[str, Any]) -> None:
         world, begun = self.world, time.monotonic()
         if name == "asynctp" and not world.cuda:
             rows[name]["why"]["*"] = "needs CUDA"
@@ -139,7 +139,7 @@ class Run:
         rows[name] |= {"sites": variant.sites, "compile_s": time.monotonic() - begun}
         world.say(f"{name}: compiled in {rows[name]['compile_s']:.1f} s {variant.sites}")
 
-    def compare(self, setting: GraphContext, variants: dict[str, Variant], rows: dict[str, Any]) -> None:
+    def compare(self, setting: BlockContext, variants: dict[str, BlockVariant], rows: dict[str, Any]) -> None:
         """Ours must give inductor's output and gradients; a variant that does not gets no times."""
         reference = variants.get("inductor")
         if reference is None:
@@ -157,7 +157,7 @@ class Run:
                 self.world.say(f"{name}: {why}")
                 del variants[name]
 
-    def times(self, variants: dict[str, Variant], rows: dict[str, Any]) -> None:
+    def times(self, variants: dict[str, BlockVariant], rows: dict[str, Any]) -> None:
         calls = {f"{n} {what}": getattr(v, what) for n, v in variants.items() for what in ("step", "forward")}
         self.rounds(calls, rows, "")
 
@@ -174,7 +174,7 @@ class Run:
                 rows[name]["why"][kind + suffix] = why
         self.save()
 
-    def graphs(self, variants: dict[str, Variant], rows: dict[str, Any]) -> None:
+    def graphs(self, variants: dict[str, BlockVariant], rows: dict[str, Any]) -> None:
         """Each variant's step and forward as a CUDA graph. Last: a capture that fails may leave little working."""
         calls = {}
         for name, variant in variants.items():
@@ -207,7 +207,7 @@ def main() -> None:
     with Deadline("set-up", 120):
         document: dict[str, Any] = {"benchmark": "blocks", **facts.facts(world, "benchmarks.blocks"), "iters": args.iters}
         document |= {"ours": args.options, "rows": []}
-        run = Run(args, world, document)
+        run = BlocksRun(args, world, document)
     for size in args.size.split(","):
         if run.spent():
             world.say(f"--budget-s {args.budget_s:g} is spent: no {size}")

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 
 @dataclass(frozen=True)
-class Sizes:
+class BlockSizes:
     """D, F, query heads, key/value heads."""
 
     dim: int
@@ -36,7 +36,7 @@ class Sizes:
         return self.dim // self.heads
 
 
-SIZES = {"8b": Sizes(4096, 14336, 32, 8), "70b": Sizes(8192, 28672, 64, 8), "tiny": Sizes(64, 128, 8, 8)}
+SIZES = {"8b": BlockSizes(4096, 14336, 32, 8), "70b": BlockSizes(8192, 28672, 64, 8), "tiny": BlockSizes(64, 128, 8, 8)}
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
@@ -50,8 +50,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, head_dim: int) -> Tensor:
     return out.transpose(1, 2).reshape(1, out.shape[2], -1)
 
 
-class Attention(nn.Module):
-    def __init__(self, sizes: Sizes) -> None:
+class LlamaAttention(nn.Module):
+    def __init__(self, sizes: BlockSizes) -> None:
         super().__init__()
         self.head_dim, few = sizes.head_dim, sizes.kv_heads * sizes.head_dim
         self.wq, self.wk, self.wv = linear(sizes.dim, sizes.dim), linear(sizes.dim, few), linear(sizes.dim, few)
@@ -61,8 +61,8 @@ class Attention(nn.Module):
         return self.wo(attend(self.wq(x), self.wk(x), self.wv(x), self.head_dim))
 
 
-class FeedForward(nn.Module):
-    def __init__(self, sizes: Sizes) -> None:
+class LlamaFeedForward(nn.Module):
+    def __init__(self, sizes: BlockSizes) -> None:
         super().__init__()
         self.w1, self.w3 = linear(sizes.dim, sizes.wide), linear(sizes.dim, sizes.wide)
         self.w2 = linear(sizes.wide, sizes.dim)
@@ -71,24 +71,24 @@ class FeedForward(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     """[1, S/R, D] of this rank -> the same."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: BlockSizes) -> None:
         super().__init__()
-        self.attention_norm, self.attention = nn.RMSNorm(sizes.dim), Attention(sizes)
-        self.ffn_norm, self.ffn = nn.RMSNorm(sizes.dim), FeedForward(sizes)
+        self.attention_norm, self.attention = nn.RMSNorm(sizes.dim), LlamaAttention(sizes)
+        self.ffn_norm, self.ffn = nn.RMSNorm(sizes.dim), LlamaFeedForward(sizes)
 
     def forward(self, x: Tensor) -> Tensor:
         h = x + self.attention(self.attention_norm(x))
         return h + self.ffn(self.ffn_norm(h))
 
 
-def parallel(sizes: Sizes, mesh: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def parallel(sizes: BlockSizes, mesh: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """The block as DTensors over `mesh`: sequence-parallel norms, column- then row-parallel layers. Equal weights each time."""
     torch.manual_seed(1)
     with torch.device(device):
-        block = fresh_code(Block(sizes).to(dtype))
+        block = fresh_code(LlamaBlock(sizes).to(dtype))
     gathered = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     plan: dict[str, Any] = {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
     plan |= {"attention": gathered, "ffn": gathered}
@@ -98,13 +98,13 @@ def parallel(sizes: Sizes, mesh: Any, device: torch.device, dtype: torch.dtype) 
     return parallelize_module(block, mesh, plan)
 
 
-def alone(sizes: Sizes, ranks: int, tokens: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def alone(sizes: BlockSizes, ranks: int, tokens: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """One rank's compute. Each collective is a view: a gather gives a tensor of the full size that lies there anyway, a
     scatter gives a part of its input; in backward the other way round. The numbers mean nothing, the time is what counts."""
     full = torch.randn(1, tokens, sizes.dim, device=device, dtype=dtype)
     few = tokens // ranks
 
-    class Gather(torch.autograd.Function):
+    class ViewGather(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
             return full.detach().view(1, tokens, sizes.dim)
@@ -113,7 +113,7 @@ def alone(sizes: Sizes, ranks: int, tokens: int, device: torch.device, dtype: to
         def backward(ctx: Any, *grads: Tensor) -> Tensor:
             return grads[0][:, :few]
 
-    class Scatter(torch.autograd.Function):
+    class ViewScatter(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
             return x[:, :few].clone()
@@ -122,7 +122,7 @@ def alone(sizes: Sizes, ranks: int, tokens: int, device: torch.device, dtype: to
         def backward(ctx: Any, *grads: Tensor) -> Tensor:
             return full.detach().view(1, tokens, sizes.dim)
 
-    class Alone(nn.Module):
+    class ComputeOnly(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             dim, q, kv, wide = sizes.dim, sizes.dim // ranks, sizes.kv_heads * sizes.head_dim // ranks, sizes.wide // ranks
@@ -131,13 +131,13 @@ def alone(sizes: Sizes, ranks: int, tokens: int, device: torch.device, dtype: to
             self.w1, self.w3, self.w2 = linear(dim, wide), linear(dim, wide), linear(wide, dim)
 
         def forward(self, x: Tensor) -> Tensor:
-            y = Gather.apply(self.attention_norm(x))
-            h = x + Scatter.apply(self.wo(attend(self.wq(y), self.wk(y), self.wv(y), sizes.head_dim)))
-            y = Gather.apply(self.ffn_norm(h))
-            return h + Scatter.apply(self.w2(F.silu(self.w1(y)) * self.w3(y)))
+            y = ViewGather.apply(self.attention_norm(x))
+            h = x + ViewScatter.apply(self.wo(attend(self.wq(y), self.wk(y), self.wv(y), sizes.head_dim)))
+            y = ViewGather.apply(self.ffn_norm(h))
+            return h + ViewScatter.apply(self.w2(F.silu(self.w1(y)) * self.w3(y)))
 
     with torch.device(device):
-        return fresh_code(Alone().to(dtype))
+        return fresh_code(ComputeOnly().to(dtype))
 
 
 def fresh_code(block: nn.Module) -> nn.Module:

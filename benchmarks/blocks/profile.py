@@ -10,13 +10,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from ub_overlap.tools.rank_process import World
 
-from .variants import Variant
+from .variants import BlockVariant
 
 STEPS = 3
 
 
-def write_profile(variant: Variant, world: World, folder: str, title: str) -> str:
-    """Run STEPS steps on all ranks; rank 0 profiles its own and writes FOLDER/TITLE.txt. Returns what happened, in words."""
+def write_profile(variant: BlockVariant, world: World, folder: str, title: str) -> str:
+    """BlocksRun STEPS steps on all ranks; rank 0 profiles its own and writes FOLDER/TITLE.txt. Returns what happened, in words."""
     if world.rank:
         for _ in range(STEPS):
             variant.step()

@@ -14,11 +14,11 @@ from torch.profiler import ProfilerActivity, profile
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.tools.rank_process import World
 
-from .model import Sizes, alone, parallel
+from .model import BlockSizes, alone, parallel
 
 
 @dataclass
-class Variant:
+class BlockVariant:
     """A compiled block with an input of its own. `sites`: how many collectives ours overlapped, "8 of 8"."""
 
     name: str
@@ -57,12 +57,12 @@ def local(value: Any) -> Tensor:
 
 
 @dataclass
-class GraphContext:
+class BlockContext:
     """What all variants share. `compiler`: "inductor" or "aot_eager". `ours`: name -> options of our backend."""
 
     world: World
     mesh: DeviceMesh
-    sizes: Sizes
+    sizes: BlockSizes
     tokens: int
     dtype: torch.dtype
     compiler: str
@@ -71,7 +71,7 @@ class GraphContext:
     """Weights change before each step."""
 
 
-def make(name: str, setting: GraphContext) -> Variant:
+def make(name: str, setting: BlockContext) -> BlockVariant:
     """A variant with everything compiled: forward, backward, and forward without gradients."""
     world, sizes = setting.world, setting.sizes
     if name == "compute":
@@ -91,7 +91,7 @@ def make(name: str, setting: GraphContext) -> Variant:
     torch.manual_seed(100 + world.rank)
     shape = (1, setting.tokens // world.ranks, sizes.dim)
     x, grad = (torch.randn(shape, device=world.device, dtype=setting.dtype) for _ in range(2))
-    variant = Variant(name, block, call, x.requires_grad_(), grad)
+    variant = BlockVariant(name, block, call, x.requires_grad_(), grad)
     if setting.write:
         variant.written = [local(p.data).view(-1)[:1] for p in block.parameters()]
     mark = HISTORY.mark()
@@ -114,7 +114,7 @@ def mesh_group(mesh: DeviceMesh) -> Any:
     return mesh.get_group().group_name
 
 
-def fused_ops(variant: Variant, world: World) -> int:
+def fused_ops(variant: BlockVariant, world: World) -> int:
     """How many of torch's fused ops one step runs: none would mean that async-TP is not on."""
     with profile(activities=[ProfilerActivity.CPU]) as found:
         variant.step()
@@ -122,7 +122,7 @@ def fused_ops(variant: Variant, world: World) -> int:
     return sum(event.name.startswith("symm_mem::fused") for event in found.events())
 
 
-def differences(variant: Variant, reference: Variant, world: World) -> dict[str, float]:
+def differences(variant: BlockVariant, reference: BlockVariant, world: World) -> dict[str, float]:
     """||a - b|| / ||b|| of output and gradients, the worst rank's; NaN counts as 1e9."""
     theirs, mine = reference.results(), variant.results()
     errors = []

@@ -29,9 +29,9 @@ from ub_overlap.tools.rank_process import Deadline, World
 from .. import facts
 from ..ranks import end, start
 from ..report import draw, ops_text
-from .measure import GraphContext, measure
-from .peers import Peers
-from .suite import Row, load
+from .measure import OpContext, measure
+from .peers import PeerPushes
+from .suite import SuiteRow, load
 
 
 def parsed() -> argparse.Namespace:
@@ -57,7 +57,7 @@ def default_strategies(ranks: int) -> list[str]:
     return ["pipelined", *(f"pipelined:chunks={c}" for c in counts), "pipelined:stripes=2", "pipelined:stripes=4"]
 
 
-def run(args: argparse.Namespace, world: World, rows: list[Row], document: dict[str, Any], setting: GraphContext) -> None:
+def run(args: argparse.Namespace, world: World, rows: list[SuiteRow], document: dict[str, Any], setting: OpContext) -> None:
     """Measure row after row into document["rows"]; what is there so far is on disk after each."""
     begun = time.monotonic()
     for row in rows:
@@ -98,10 +98,10 @@ def main() -> None:
     settings.configure(step_timeout_s=20, init_timeout_s=60)
     gc.freeze()  # what imports left behind need not be looked at before every capture
     with Deadline("set-up", 120):
-        peers = Peers(world, max(row.shard_bytes(world.ranks) for row in rows)) if world.cuda else None
+        peers = PeerPushes(world, max(row.shard_bytes(world.ranks) for row in rows)) if world.cuda else None
         strategies = args.strategies.split(",") if args.strategies else default_strategies(world.ranks)
         dtype = torch.bfloat16 if world.cuda else torch.float32
-        setting = GraphContext(world, dtype, strategies, args.variants, args.iters, args.warm, peers, world.new_group())
+        setting = OpContext(world, dtype, strategies, args.variants, args.iters, args.warm, peers, world.new_group())
         meta = facts.facts(world, "benchmarks.ops")
     document: dict[str, Any] = {
         "benchmark": "ops",

@@ -12,7 +12,7 @@ from ub_overlap.runtime.schedule.builders import build
 from ub_overlap.runtime.schedule.steps import Key, Matmul
 from ub_overlap.tools.rank_process import World
 
-from .suite import Row
+from .suite import SuiteRow
 
 Call = Callable[[], Any]
 
@@ -22,7 +22,7 @@ class Case:
     RS: `full` [M, K/R], `weight` [K/R, N] -> [M/R, N]. The weight is transposed, as a Linear's is; values are random normal.
     """
 
-    def __init__(self, row: Row, world: World, dtype: torch.dtype) -> None:
+    def __init__(self, row: SuiteRow, world: World, dtype: torch.dtype) -> None:
         self.row, self.world, self.dtype = row, world, dtype
         m, n, k = row.sizes(world.ranks)
         few = m // world.ranks

@@ -16,7 +16,7 @@ from ub_overlap.runtime.ops.c10d_fallback import scaled_product
 
 from ..ranks import World
 from .case import Call, Case
-from .suite import Row
+from .suite import SuiteRow
 
 E4M3, MOST = torch.float8_e4m3fn, 448.0
 FAST = True
@@ -33,7 +33,7 @@ class Float8Case(Case):
     """AG: `shard` [M/R, K], `full` [M, K]; RS: `full` [M, K/R]; e4m3, beside the bf16 `wide` that they were made of. `weight`
     is e4m3, column-major. Where one scale serves all ranks it is 1/32: values are random normal, 448 / 32 is never reached."""
 
-    def __init__(self, row: Row, world: World, dtype: torch.dtype) -> None:
+    def __init__(self, row: SuiteRow, world: World, dtype: torch.dtype) -> None:
         self.row, self.world, self.dtype = row, world, dtype
         self.by_row, self.gather = row.fp8 == "row", row.kind == "AG"
         m, n, k = row.sizes(world.ranks)

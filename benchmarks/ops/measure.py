@@ -18,8 +18,8 @@ from ub_overlap.tools.rank_process import World
 from ..timing import Clock, graphed, settle
 from .case import Call, Case
 from .float8 import Float8Case
-from .peers import Peers
-from .suite import Row
+from .peers import PeerPushes
+from .suite import SuiteRow
 
 NEEDS_CUDA = "needs CUDA"
 BOUND = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-4}
@@ -33,7 +33,7 @@ def bound(name: str, dtype: torch.dtype) -> float:
 
 
 @dataclass
-class GraphContext:
+class OpContext:
     """What all rows share. `group`: the c10d group of our ops."""
 
     world: World
@@ -42,7 +42,7 @@ class GraphContext:
     columns: str
     iters: int
     warm: int
-    peers: Peers | None
+    peers: PeerPushes | None
     group: str
 
 
@@ -55,7 +55,7 @@ class Columns:
     why: dict[str, str] = field(default_factory=dict)
 
 
-def measure(row: Row, setting: GraphContext) -> dict[str, Any]:
+def measure(row: SuiteRow, setting: OpContext) -> dict[str, Any]:
     """The row as JSON values: `ms`, `iqr`, `host_us` and `error` by column, and `why` for each column without a time."""
     world = setting.world
     found: dict[str, Any] = {**vars(row), "ranks": world.ranks, "bytes": row.shard_bytes(world.ranks) * (world.ranks - 1)}
@@ -87,7 +87,7 @@ def measure(row: Row, setting: GraphContext) -> dict[str, Any]:
     return {**found, "ms": ms, "iqr": iqr, "host_us": host, "error": wrong, "why": columns.why}
 
 
-def _build(case: Case, setting: GraphContext, columns: Columns) -> dict[str, Call]:
+def _build(case: Case, setting: OpContext, columns: Columns) -> dict[str, Call]:
     """Fill `columns`; returns the eager calls whose host time matters."""
     world, peers, size = setting.world, setting.peers, case.row.shard_bytes(setting.world.ranks)
     eager: dict[str, Call] = {}
@@ -143,7 +143,7 @@ def _build(case: Case, setting: GraphContext, columns: Columns) -> dict[str, Cal
     return eager
 
 
-def _reduce_rate(case: Case, setting: GraphContext) -> float | None:
+def _reduce_rate(case: Case, setting: OpContext) -> float | None:
     """GB/s of the kernel that sums what has landed, bytes read and written, by its own time stamps; the slowest rank's."""
     call, site, rates = case.ours("pipelined", setting.group), case.site("pipelined"), []
     before = settings.current().trace
@@ -158,7 +158,7 @@ def _reduce_rate(case: Case, setting: GraphContext) -> float | None:
     return -setting.world.worst([-median(rates)])[0] or None
 
 
-def _really_ours(setting: GraphContext) -> None:
+def _really_ours(setting: OpContext) -> None:
     """RuntimeError where our op fell back to the plain collective: its time would be seq's under another name."""
     if setting.world.cuda:
         session.check(setting.group)
@@ -167,7 +167,7 @@ def _really_ours(setting: GraphContext) -> None:
             raise RuntimeError(f"group without transport: {core.reason}")
 
 
-def _leave_poisoned(setting: GraphContext, columns: Columns) -> None:
+def _leave_poisoned(setting: OpContext, columns: Columns) -> None:
     """After a failure of ours: where it cost the group, go on with another one, without the columns that used the old one.
 
     Its session is not closed: graphs that were captured with it still name its memory."""
@@ -193,7 +193,7 @@ def _cuts(case: Case, strategy: str, add: Callable[..., None]) -> None:
     add(f"last {strategy}", lambda: case.cut([rows()[-1 if case.gather else 0]]), True)
 
 
-def _with(peers: Peers | None) -> Peers:
+def _with(peers: PeerPushes | None) -> PeerPushes:
     assert peers is not None, "columns of pushes need CUDA"
     return peers
 

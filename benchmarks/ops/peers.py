@@ -15,7 +15,7 @@ from ub_overlap import _torch_compat as compat
 from ub_overlap.tools.rank_process import World
 
 
-class Peers:
+class PeerPushes:
     """Symmetric memory for pushes of at most `most` bytes to each peer. Collective."""
 
     def __init__(self, world: World, most: int) -> None:

@@ -13,7 +13,7 @@ SCALINGS = ("", "tensor", "row")
 
 
 @dataclass(frozen=True)
-class Row:
+class SuiteRow:
     """AG: gathered [M, K] @ [K, N / ranks]. RS: [M, K / ranks] @ [K / ranks, N], summed and scattered to [M / ranks, N].
 
     fp8: operands are float8 with one scale, or one a row (of the right operand: a column); "": they are not.
@@ -48,7 +48,7 @@ class Row:
         return (self.M // ranks) * (2 * self.K if not self.fp8 else self.K + (4 if self.fp8 == "row" else 0))
 
 
-def load(suite: str, pattern: str = "*") -> list[Row]:
+def load(suite: str, pattern: str = "*") -> list[SuiteRow]:
     """Rows of a suite (a path, or a name in benchmarks/suites) whose title fits `pattern`. ValueError for a bad one."""
     path = Path(suite) if Path(suite).exists() else FOLDER / f"{Path(suite).stem}.json"
     if not path.exists():
@@ -60,7 +60,7 @@ def load(suite: str, pattern: str = "*") -> list[Row]:
         if not known or not all(isinstance(s, int) and s > 0 for s in sizes):
             expected = "expected kind AG or RS, name, M, N, K above 0, and fp8 'tensor' or 'row' or none"
             raise ValueError(f"{path}: row {number} is {given}: {expected}")
-        rows.append(Row(**given))
+        rows.append(SuiteRow(**given))
     found = [row for row in rows if any(fnmatchcase(row.title, p) for p in pattern.split(","))]
     if not found:
         raise ValueError(f"--rows {pattern} fits none of {len(rows)} rows, such as {rows[0].title!r}")

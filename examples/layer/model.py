@@ -73,7 +73,7 @@ class MLPLayer(nn.Module):
         return drop(self.mlp(x), keep[0], self.dropout)
 
 
-class Block(nn.Module):
+class TransformerLayer(nn.Module):
     """A transformer block: x + drop(attention), then + drop(MLP): two masks."""
 
     masks = 2
@@ -89,7 +89,7 @@ class Block(nn.Module):
         return x + drop(self.mlp(x), keep[1], self.dropout)
 
 
-LAYERS: dict[str, type[MLPLayer] | type[Block]] = {"mlp": MLPLayer, "block": Block}
+LAYERS: dict[str, type[MLPLayer] | type[TransformerLayer]] = {"mlp": MLPLayer, "block": TransformerLayer}
 
 
 class Stack(nn.Module):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tabulate import tabulate
 
 from layer.flags import Flags, parse
-from layer.train import PHASES, Batches, Record, Variant, connect, meet, unequal_replicas
+from layer.train import PHASES, LayerVariant, RandomBatches, Record, connect, meet, unequal_replicas
 
 BOUND = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 FP8_BOUND = 3e-2
@@ -61,8 +61,8 @@ def train(flags: Flags) -> int:
     meet(flags)
     kinds = [("no overlap", "off")] if flags.compare or not flags.comm_overlap else []
     kinds += [("overlap", flags.overlap)] if flags.comm_overlap else []
-    variants = [Variant(name, overlap, flags, mesh) for name, overlap in kinds]
-    batches = Batches(flags, mesh, variants[0].masks)
+    variants = [LayerVariant(name, overlap, flags, mesh) for name, overlap in kinds]
+    batches = RandomBatches(flags, mesh, variants[0].masks)
     fp8 = f" with linears in float8 ({flags.options['fp8_recipe']})" if flags.fp8 else ""
     log(
         flags,

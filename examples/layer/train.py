@@ -101,7 +101,7 @@ class Batch:
     keep: list[Tensor]
 
 
-class Batches:
+class RandomBatches:
     """Random inputs, new ones every time, the same in every run. The layers learn tanh(x)."""
 
     def __init__(self, flags: Flags, mesh: DeviceMesh, masks: int) -> None:
@@ -136,7 +136,7 @@ class Record:
         return statistics.median(self.times[min(warmup, len(self.times) - 1) :])
 
 
-class Variant:
+class LayerVariant:
     """A layer stack, compiled with the given overlap, and its AdamW. Equal flags give equal weights."""
 
     def __init__(self, name: str, overlap: str, flags: Flags, mesh: DeviceMesh) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 
-class Progress:
+class ProgressBar:
     """A one-line progress bar. On a terminal it redraws in place; elsewhere (a log) it prints one line every tenth.
 
     `total` steps are announced in advance; each `update` says one more is done and what to show beside the bar.

@@ -34,7 +34,7 @@ def load_corpus() -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
-class Batches:
+class TextBatches:
     """Random windows of the corpus, drawn from a seed: the same on every rank and in every run over the same text."""
 
     def __init__(self, corpus: Tensor, *, batch: int, seq: int, seed: int) -> None:

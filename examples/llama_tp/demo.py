@@ -25,7 +25,7 @@ from console import plot
 from data import text_files
 from model import ModelArgs
 from parallelize import check_divides
-from train import Outcome, Run, Settings, train
+from train import DemoOutcome, TrainingRun, TrainingSettings, train
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
 TOLERANCE_REASON = (
@@ -34,7 +34,7 @@ TOLERANCE_REASON = (
 )
 
 
-def parse(argv: Sequence[str] | None) -> Settings:
+def parse(argv: Sequence[str] | None) -> TrainingSettings:
     """The settings of a run. SystemExit(2) with a message for bad arguments."""
     parser = argparse.ArgumentParser(description="Train a small Llama eager and through ub_overlap, side by side.")
     parser.add_argument("--ranks", type=int, default=2, help="processes, each with its share of a layer (default %(default)s)")
@@ -69,7 +69,7 @@ def parse(argv: Sequence[str] | None) -> Settings:
     device = flags.device
     if device == "auto":
         device = "cuda" if torch.cuda.device_count() >= max(flags.ranks, 2) else "cpu"
-    return Settings(
+    return TrainingSettings(
         ranks=flags.ranks, device=device, steps=flags.steps, batch=flags.batch, seq=flags.seq, args=args,
         dtype=torch.bfloat16 if device == "cuda" else torch.float32,
         options={"overlap": flags.overlap, "inner": flags.inner}, timeout_s=flags.timeout,
@@ -77,12 +77,12 @@ def parse(argv: Sequence[str] | None) -> Settings:
     )  # fmt: skip
 
 
-def _rank(rank: int, settings: Settings, folder: str) -> None:
+def _rank(rank: int, settings: TrainingSettings, folder: str) -> None:
     """A spawned rank; rank 0 leaves the outcome in `folder`."""
     train(rank, settings, f"{folder}/rendezvous", lambda outcome: torch.save(outcome, f"{folder}/outcome"))
 
 
-def launch(settings: Settings) -> Outcome:
+def launch(settings: TrainingSettings) -> DemoOutcome:
     """Run all ranks to their end.
 
     Raises:
@@ -95,7 +95,7 @@ def launch(settings: Settings) -> Outcome:
         return torch.load(Path(folder, "outcome"), weights_only=False)
 
 
-def loss_table(eager: Run, ours: Run, *, rows: int = 8) -> str:
+def loss_table(eager: TrainingRun, ours: TrainingRun, *, rows: int = 8) -> str:
     """Some `rows` steps, evenly spread, first and last included."""
     count = len(eager.losses)
     steps = sorted({round(i * (count - 1) / max(rows - 1, 1)) for i in range(rows)})
@@ -106,7 +106,7 @@ def loss_table(eager: Run, ours: Run, *, rows: int = 8) -> str:
     return "\n".join(lines)
 
 
-def time_line(name: str, run: Run) -> str:
+def time_line(name: str, run: TrainingRun) -> str:
     """First step (compilation included) and the median of the others."""
     later = run.seconds[1:] or run.seconds
     return f"  {name:<10}  first {run.seconds[0]:7.2f} s   median of the others {1e3 * statistics.median(later):8.1f} ms"

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from console import Progress, plot
-from data import Batches, load_corpus
+from console import ProgressBar, plot
+from data import TextBatches, load_corpus
 from model import ModelArgs
-from train import Settings, Trainer, build, start
+from train import Trainer, TrainingSettings, build, start
 from ub_overlap import reports
 
 BOUND = 0.01
@@ -68,7 +68,7 @@ def work(rank: int, flags: argparse.Namespace, rendezvous: str, results: Any) ->
     """A rank's whole life: both trainings, step by step in turn."""
     common = {"overlap": flags.overlap, "inner": flags.inner}
     args = ModelArgs(dim=flags.dim, num_layers=flags.layers, hidden_dim=3 * flags.dim, max_seq_len=flags.seq)
-    settings = Settings(
+    settings = TrainingSettings(
         ranks=flags.ranks, device="cuda" if torch.cuda.device_count() >= flags.ranks else "cpu", steps=flags.steps,
         batch=flags.batch, seq=flags.seq, args=args, options=common, dtype=torch.bfloat16, lr=1e-3, timeout_s=600,
     )  # fmt: skip
@@ -78,8 +78,8 @@ def work(rank: int, flags: argparse.Namespace, rendezvous: str, results: Any) ->
         for options in (common, {**common, "fp8": "all", "fp8_recipe": flags.recipe, "fp8_filter": blocks_only}):
             model = build(settings, mesh)
             trainers.append(Trainer(model, torch.compile(model, backend="ub_overlap", options=options), settings))
-        batches = Batches(load_corpus(), batch=settings.batch, seq=settings.seq, seed=settings.seed)
-        progress = Progress(settings.steps, enabled=rank == 0)
+        batches = TextBatches(load_corpus(), batch=settings.batch, seq=settings.seq, seed=settings.seed)
+        progress = ProgressBar(settings.steps, enabled=rank == 0)
         for step in range(settings.steps):
             for group in (g for trainer in trainers for g in trainer.optimizer.param_groups):
                 group["lr"] = settings.lr * rate(step, settings.steps)

@@ -48,7 +48,7 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-class Attention(nn.Module):
+class CausalAttention(nn.Module):
     """Causal grouped-query attention: [B, S, D] -> [B, S, D]."""
 
     def __init__(self, args: ModelArgs) -> None:
@@ -69,7 +69,7 @@ class Attention(nn.Module):
         return self.wo(out.transpose(1, 2).reshape(b, s, -1))
 
 
-class FeedForward(nn.Module):
+class SwiGLU(nn.Module):
     """SwiGLU: w2(silu(w1 x) * w3 x), [B, S, D] -> [B, S, D] over F hidden channels."""
 
     def __init__(self, args: ModelArgs) -> None:
@@ -82,15 +82,15 @@ class FeedForward(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Pre-norm transformer block: attention, then feed-forward, each added to the residual stream."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.attention = Attention(args)
+        self.attention = CausalAttention(args)
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.feed_forward = FeedForward(args)
+        self.feed_forward = SwiGLU(args)
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rope)
@@ -106,7 +106,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.args = args
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
-        self.layers = nn.ModuleList(Block(args) for _ in range(args.num_layers))
+        self.layers = nn.ModuleList(TransformerBlock(args) for _ in range(args.num_layers))
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
         table = rope_table(args.dim // args.num_heads, args.max_seq_len, args.rope_theta)

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from model import Block, ModelArgs, Transformer
+from model import ModelArgs, Transformer, TransformerBlock
 
 
 def check_divides(args: ModelArgs, ranks: int) -> None:
@@ -45,7 +45,7 @@ def parallelize(model: Transformer, mesh: DeviceMesh) -> Transformer:
         },
     )
     for block in model.layers:
-        assert isinstance(block, Block)
+        assert isinstance(block, TransformerBlock)
         plan: dict[str, ParallelStyle] = {
             "attention_norm": SequenceParallel(),
             "attention": PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),

@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from console import Progress
-from data import Batches, load_corpus
+from console import ProgressBar
+from data import TextBatches, load_corpus
 from model import ModelArgs, Transformer
 from parallelize import parallelize
 from ub_overlap import reports
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class TrainingSettings:
     """What the command line decides; travels to every rank."""
 
     ranks: int
@@ -46,7 +46,7 @@ class Settings:
 
 
 @dataclass(kw_only=True, slots=True)
-class Run:
+class TrainingRun:
     """What one of the two trainings did: the loss of each step and its wall time in seconds, the first step's included."""
 
     losses: list[float] = field(default_factory=list)
@@ -54,18 +54,18 @@ class Run:
 
 
 @dataclass(kw_only=True, slots=True)
-class Outcome:
+class DemoOutcome:
     """What rank 0 reports: both trainings, the compiled model's sites as text, and where its reports lie."""
 
-    eager: Run
-    ours: Run
+    eager: TrainingRun
+    ours: TrainingRun
     sites: str
     paths: list[str]
     page: str = ""
     """Where the page lies that shows both graphs."""
 
 
-def build(settings: Settings, mesh: DeviceMesh) -> Transformer:
+def build(settings: TrainingSettings, mesh: DeviceMesh) -> Transformer:
     """The model, its weights drawn from the seed on the CPU and then distributed over `mesh`."""
     model = Transformer(settings.args)
     model.init_weights(settings.seed)
@@ -78,8 +78,8 @@ def build(settings: Settings, mesh: DeviceMesh) -> Transformer:
 class Trainer:
     """A model, its AdamW and its record. `forward` is the model or the compiled model."""
 
-    def __init__(self, model: Transformer, forward: nn.Module | Callable[[Tensor], Tensor], settings: Settings) -> None:
-        self.forward, self.device, self.run = forward, settings.device, Run()
+    def __init__(self, model: Transformer, forward: nn.Module | Callable[[Tensor], Tensor], settings: TrainingSettings) -> None:
+        self.forward, self.device, self.run = forward, settings.device, TrainingRun()
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), foreach=False)
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
@@ -98,7 +98,7 @@ class Trainer:
         return value
 
 
-def start(rank: int, settings: Settings, rendezvous: str) -> DeviceMesh:
+def start(rank: int, settings: TrainingSettings, rendezvous: str) -> DeviceMesh:
     """Join the process group through the file `rendezvous`; the mesh over all ranks."""
     if settings.device == "cuda":
         torch.cuda.set_device(rank)
@@ -114,7 +114,7 @@ def start(rank: int, settings: Settings, rendezvous: str) -> DeviceMesh:
     return init_device_mesh(settings.device, (settings.ranks,))
 
 
-def train(rank: int, settings: Settings, rendezvous: str, deliver: Callable[[Outcome], None]) -> None:
+def train(rank: int, settings: TrainingSettings, rendezvous: str, deliver: Callable[[DemoOutcome], None]) -> None:
     """A rank's whole life. Rank 0 shows progress and hands the outcome to `deliver`."""
     mesh = start(rank, settings, rendezvous)
     try:
@@ -122,8 +122,8 @@ def train(rank: int, settings: Settings, rendezvous: str, deliver: Callable[[Out
         compiled = torch.compile(compiled_model, backend="ub_overlap", options=settings.options)
         eager = Trainer(eager_model, eager_model, settings)
         ours = Trainer(compiled_model, compiled, settings)
-        batches = Batches(load_corpus(), batch=settings.batch, seq=settings.seq, seed=settings.seed)
-        progress = Progress(settings.steps, enabled=rank == 0)
+        batches = TextBatches(load_corpus(), batch=settings.batch, seq=settings.seq, seed=settings.seed)
+        progress = ProgressBar(settings.steps, enabled=rank == 0)
         for _ in range(settings.steps):
             tokens, targets = (t.to(settings.device) for t in batches.next())
             progress.update(f"loss: eager {eager.step(tokens, targets):.4f}  ub_overlap {ours.step(tokens, targets):.4f}")
@@ -131,7 +131,7 @@ def train(rank: int, settings: Settings, rendezvous: str, deliver: Callable[[Out
             report = reports()
             paths = [str(path) for path in report.paths]
             page = str(report.to_html(settings.page, "demo")) if settings.page else ""
-            deliver(Outcome(eager=eager.run, ours=ours.run, sites=str(report), paths=paths, page=page))
+            deliver(DemoOutcome(eager=eager.run, ours=ours.run, sites=str(report), paths=paths, page=page))
         dist.barrier()
     finally:
         dist.destroy_process_group()
