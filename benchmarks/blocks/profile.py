@@ -16,7 +16,7 @@ STEPS = 3
 
 
 def write_profile(variant: BlockVariant, world: World, folder: str, title: str) -> str:
-    """BlocksRun STEPS steps on all ranks; rank 0 profiles its own and writes FOLDER/TITLE.txt. Returns what happened, in words."""
+    """Run STEPS steps on all ranks; rank 0 profiles its own and writes FOLDER/TITLE.txt. Returns what happened, in words."""
     if world.rank:
         for _ in range(STEPS):
             variant.step()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ub_overlap.runtime.schedule.builders import build
-from ub_overlap.runtime.schedule.steps import Key, Matmul
+from ub_overlap.runtime.schedule.steps import Compute, Key
 from ub_overlap.tools.rank_process import World
 
 from .suite import SuiteRow
@@ -93,7 +93,7 @@ class Case:
         contracts, terms = ((False,), 0) if self.gather else ((), 1)
         kind = "all_gather_matmul" if self.gather else "matmul_reduce_scatter"
         steps = build(Key(kind, self.world.ranks, chunks, contracts, terms), self.world.rank).steps
-        shares = [sum(w.hi - w.lo for w in step.writes) for step in steps if isinstance(step, Matmul)]
+        shares = [sum(w.hi - w.lo for w in step.writes) for step in steps if isinstance(step, Compute)]
         rows = [share * (self.row.M // self.world.ranks) for share in shares]
         return [int(r) for r in rows] if all(r == int(r) for r in rows) else []
 

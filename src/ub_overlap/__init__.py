@@ -33,7 +33,7 @@ _HOME = {
     "matmul_all_reduce": ("ub_overlap.runtime.functional", "matmul_all_reduce"),
     "initialize": ("ub_overlap.runtime.functional", "initialize"),
     "check": ("ub_overlap.runtime.functional", "check"),
-    "fp8_state": ("ub_overlap.runtime.magnitudes", "fp8_state"),
+    "fp8_state": ("ub_overlap.runtime.fp8.amax_history", "fp8_state"),
 }
 
 __all__ = [
