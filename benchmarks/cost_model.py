@@ -22,7 +22,7 @@ from typing import Any
 from tabulate import tabulate
 
 from ub_overlap.compiler.cost import Profile, SiteShape, choose, load, predict
-from ub_overlap.compiler.plan.plan import Strategy
+from ub_overlap.compiler.plan.strategy import Strategy
 from ub_overlap.runtime.errors import UbOverlapError
 
 DATA = Path(__file__).resolve().parents[1] / "docs" / "data"

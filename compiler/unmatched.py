@@ -7,7 +7,10 @@ import warnings
 from ub_overlap.runtime.errors import MissError
 
 from .options import Options
-from .plan.plan import Decision, Mode, Plan, Reason
+from .plan.decision import Decision
+from .plan.plan import Plan
+from .plan.reasons import Reason
+from .plan.strategy import Mode
 
 # Left alone by choice, or with nothing to hide behind: no missed candidates.
 NOT_MISSED = {

@@ -12,7 +12,10 @@ import pytest
 
 import ub_overlap
 from ub_overlap import __main__ as cli
-from ub_overlap.compiler.plan.plan import Decision, Kind, Mode, Plan, Reason, Strategy
+from ub_overlap.compiler.plan.decision import Decision
+from ub_overlap.compiler.plan.plan import Plan
+from ub_overlap.compiler.plan.reasons import Kind, Reason
+from ub_overlap.compiler.plan.strategy import Mode, Strategy
 from ub_overlap.runtime import plan_store
 
 ROOT = Path(__file__).resolve().parents[1]

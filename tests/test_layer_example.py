@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.harness.ranks import RankPool
-from ub_overlap.compiler.plan.plan import Decision, Reason
+from ub_overlap.compiler.plan.decision import Decision
+from ub_overlap.compiler.plan.reasons import Reason
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SMALL = "--device cpu --overlap force --option inner=aot_eager --seq-length 32 --num-heads 4 --head-dim 16 --num-iters 3"

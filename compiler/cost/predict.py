@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..plan.plan import MAX_CHUNKS, NONE, Mode, Strategy
+from ..plan.strategy import MAX_CHUNKS, NONE, Mode, Strategy
 from .curve import at, between
 from .matmul_time import matmul_us
 from .profile import Profile

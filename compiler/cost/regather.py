@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..graph.matmul import Matmul
 from ..match.collectives import Collective
 from ..match.site import Bulk, Gather, Site
-from ..plan.plan import NONE
+from ..plan.strategy import NONE
 from .choice import choose
 from .profile import Profile
 from .site_sizes import Hints, shape_of_site

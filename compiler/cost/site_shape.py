@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from ub_overlap.runtime.schedule.steps import Key
 
-from ..plan.plan import Mode, SiteSizes, Strategy
+from ..plan.decision import SiteSizes
+from ..plan.strategy import Mode, Strategy
 
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 KINDS = (

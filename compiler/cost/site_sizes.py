@@ -15,7 +15,7 @@ from ..graph.matmul import FLOAT8
 from ..graph.sizes import Size, hint, number_of, product, symbols
 from ..match.collectives import Op
 from ..match.site import Gather, Reduction, Site
-from ..plan.plan import SiteSizes
+from ..plan.decision import SiteSizes
 from .site_shape import SIZES, SiteShape
 from .traffic import about
 

@@ -14,13 +14,14 @@ from ub_overlap import _torch_compat as compat
 from ..graph.aten import aten, shape_of
 from ..graph.emitter import Emitter, SizeUnknown
 from ..graph.sizes import Size
-from .insert.insert_casts import CAST
+from ..joint.joint_decision import joint_decision
 
 
 def pin(graph: Graph) -> int:
     """Fixes the layouts of both operands of every scaled product that stands in `graph` for one of the model's. Returns of how
     many products."""
-    found = [n for n in graph.find_nodes(op="call_function", target=aten._scaled_mm.default) if CAST in n.meta]
+    products = graph.find_nodes(op="call_function", target=aten._scaled_mm.default)
+    found = [n for n in products if joint_decision(n).cast is not None]
     pinned: dict[tuple[Node, bool], Node] = {}
     for product in found:
         operands = []

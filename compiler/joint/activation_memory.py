@@ -23,10 +23,8 @@ from ..graph.matmul import Matmul, as_product, is_matmul
 from ..graph.sizes import number_of, product
 from ..match import Candidate, Gather, find_candidates
 from ..options import Options
-from ..plan.plan import SavedActivation
-
-KEPT = "ub_overlap_kept"
-"""Key of node.meta: what backward keeps of a gather's tensor, as a Kept."""
+from ..plan.decision import SavedActivation
+from .joint_decision import record_decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,8 @@ def apply_save_policy(graph: Graph, options: Options) -> int:
         weighed = [w for w in weighed if not any("recompute" in n.meta and AGAIN not in n.meta for n in w.nodes)]
         whole = _within([w.kept for w in weighed], options.memory_budget)
     for i, w in enumerate(weighed):
-        w.match.collective.node.meta[KEPT] = w.kept if i in whole else replace(w.kept, keeps="shard")
+        kept = w.kept if i in whole else replace(w.kept, keeps="shard")
+        record_decision(w.match.collective.node, saved_activation=kept)
         if i not in whole:
             in_backward(w.nodes)
     return len(weighed) - len(whole)

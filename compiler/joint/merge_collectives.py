@@ -16,9 +16,7 @@ from ..graph.aten import Effect, aten, dtype_of, effect, shape_of
 from ..graph.emitter import Emitter
 from ..graph.sizes import same_shape
 from ..match.collectives import Collective, Op, collectives
-
-MERGED = "ub_overlap_merged"
-"""Key of node.meta: how many all_reduces of the model one all_reduce stands for."""
+from .joint_decision import joint_decision, record_decision
 
 
 def merge_all_reduces(graph: Graph) -> int:
@@ -71,7 +69,7 @@ def _merge(graph: Graph, add: Node, a: Collective, b: Collective) -> Collective:
         total = e.call(aten.add.Tensor, e.reshape(a.input, shape), e.reshape(b.input, shape))
         reduce = e.call(a.node.target, total, a.reduce_op, a.group)
         wait = e.call(a.wait.target, reduce)  # type: ignore[union-attr]
-    reduce.meta[MERGED] = a.node.meta.get(MERGED, 1) + b.node.meta.get(MERGED, 1)
+    record_decision(reduce, merged_count=sum(joint_decision(c.node).merged_count for c in (a, b)))
     for key in ("partitioner_tag", "recompute", "ac_graph_id"):
         if key in add.meta:
             for n in (total, reduce, wait):

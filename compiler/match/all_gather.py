@@ -20,10 +20,11 @@ from torch.fx import Node
 from ..graph.aten import CUTS, Blocks, Effect, aten, dim_of, dtype_of, effect, pieces_of, readers, regroup, shape_of, tensor_of
 from ..graph.matmul import FLOAT8, FLOATS, Matmul, as_product, is_matmul, odd_size
 from ..graph.sizes import Size, divide, product, same, same_shape, squeezed
-from ..plan.plan import Reason
+from ..joint.joint_decision import joint_decision
+from ..plan.reasons import Reason
 from .collectives import Collective
 from .permutes import turn_of
-from .scales import WHY_PLAIN, gather_of, rows_beside, same_value
+from .scales import gather_of, rows_beside, same_value
 from .site import Consumer, Gather, GatheredAlias, GatheredScales, Miss
 
 
@@ -155,8 +156,8 @@ class _Walk:
 
     def _no_matmul(self) -> Miss:
         """Nobody multiplies the gathered elements here; of those that the graph returns, it says where else to look."""
-        if told := self.c.node.meta.get(WHY_PLAIN):
-            return Miss(*told)
+        if why := joint_decision(self.c.node).why_unmatched:
+            return Miss(*why)
         detail = "no matmul reads the gathered tensor"
         if any(u.op == "output" for n in self.holders for u in n.users):
             detail += ", which leaves the graph: a matmul of another graph may (after a graph break or DDPOptimizer's split)"

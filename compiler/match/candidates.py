@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 
 from ..graph.aten import dtype_of
 from ..graph.matmul import Matmul, as_product, is_matmul
-from ..plan.plan import Reason
+from ..plan.reasons import Reason
 from .all_gather import match_all_gather
 from .collectives import Collective, Op, collectives
 from .reduction import match_reduction

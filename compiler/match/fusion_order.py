@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from ub_overlap import _torch_compat as compat
 
 from ..graph.aten import readers
-from ..plan.plan import Reason
+from ..plan.reasons import Reason
 from .site import Miss
 
 

@@ -32,7 +32,7 @@ from ..graph.aten import (
 )
 from ..graph.matmul import FLOATS, Matmul, as_product, is_matmul, odd_size
 from ..graph.sizes import Size, product, same, same_shape, squeezed
-from ..plan.plan import Reason
+from ..plan.reasons import Reason
 from .collectives import Collective, Op
 from .permutes import Permute, turn_of
 from .site import Miss, Reduction

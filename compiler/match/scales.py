@@ -17,14 +17,11 @@ from torch.fx import Graph, Node
 from ..graph.aten import CASTS, CUTS, aten, dtype_of, effect, pieces_of, shape_of, source, tensor_of
 from ..graph.matmul import FLOAT8
 from ..graph.sizes import product, same
+from ..joint.joint_decision import joint_decision, record_decision
 from .collectives import Collective, Op, c10d, read
 from .site import GatheredAlias
 
 _CLAMPS = {aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.minimum.default, aten.maximum.default}
-SCALES = "ub_overlap_scales"
-"""Key of node.meta: an all_reduce that carries scales."""
-WHY_PLAIN = "ub_overlap_why_plain"
-"""Key of node.meta: (Reason, detail), why an all_gather that meets no matmul is none of float8 rows that would."""
 Walk = Callable[[Collective], dict[Node, GatheredAlias]]
 """An all_gather -> who carries its elements, and how."""
 
@@ -74,12 +71,12 @@ def mark_scales(graph: Graph) -> None:
     """Notes on a joint graph which all_reduces carry scales: in its halves a reader may be in the other one."""
     for node in graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
         if carries_scales(read(node)):
-            node.meta[SCALES] = True
+            record_decision(node, carries_scales=True)
 
 
 def carries_scales(c: Collective) -> bool:
     """Does `c` bring together what float8 tensors are scaled by: the largest of magnitudes, read by scales and casts?"""
-    if c.node.meta.get(SCALES):
+    if joint_decision(c.node).carries_scales:
         return True
     if c.op is not Op.ALL_REDUCE or c.reduce_op != "max" or c.wait is None:
         return False

@@ -10,7 +10,7 @@ from torch.fx import Node
 from ..graph.aten import Blocks
 from ..graph.matmul import Matmul, Operand, Scales
 from ..graph.sizes import Size
-from ..plan.plan import Reason
+from ..plan.reasons import Reason
 from .collectives import Collective
 from .permutes import Permute
 

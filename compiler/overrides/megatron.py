@@ -20,7 +20,7 @@ from typing import Any
 
 from ub_overlap.runtime.errors import OptionError
 
-from ..plan.plan import MAX_CHUNKS
+from ..plan.strategy import MAX_CHUNKS
 from .rule import Rule, refused
 
 LAYERS: dict[str, tuple[str, ...]] = {

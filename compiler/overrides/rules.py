@@ -22,7 +22,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ..plan.plan import Kind, Strategy
+from ..plan.reasons import Kind
+from ..plan.strategy import Strategy
 from .megatron import is_cfg, read_text, rules_of
 from .rule import AUTO, PHASES, STRATEGIES, Override, Rule, SiteDescription, refused, resolved
 

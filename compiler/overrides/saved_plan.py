@@ -17,8 +17,9 @@ from typing import Any
 
 from ub_overlap.runtime.errors import OptionError
 
-from ..plan.plan import Kind, Mode, Plan, Reason, Strategy, collective_of
-from ..plan.strategy import parse
+from ..plan.plan import Plan
+from ..plan.reasons import Kind, Reason, collective_of
+from ..plan.strategy import Mode, Strategy, parse
 from .rule import PHASES, Override, SiteDescription, refused
 
 VERSION = 1

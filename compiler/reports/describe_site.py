@@ -13,7 +13,7 @@ from ..graph.sizes import text
 from ..graph.source_location import module_of, source_of
 from ..match import Bulk, Candidate, Gather, Reduction
 from ..overrides.rule import SiteDescription
-from ..plan.plan import SiteSizes
+from ..plan.decision import SiteSizes
 
 
 def groups_of(candidates: list[Candidate]) -> dict[str, str]:

@@ -10,7 +10,8 @@ from ..cost.choice import choose
 from ..cost.predict import Prediction, predict
 from ..cost.profile import Profile
 from ..cost.site_shape import SiteShape
-from ..plan.plan import NONE, Decision
+from ..plan.decision import Decision
+from ..plan.strategy import NONE
 
 
 @dataclass(frozen=True, slots=True)

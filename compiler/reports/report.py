@@ -18,7 +18,9 @@ from ..cost.profile import Profile
 from ..cost.profile_lookup import load, of_plan
 from ..diff.edits import Diff
 from ..diff.graph_store import STORE, Graphs
-from ..plan.plan import NONE, CastDecision, Decision, DispatchTable, Plan
+from ..plan.decision import CastDecision, Decision
+from ..plan.plan import Plan
+from ..plan.strategy import NONE, DispatchTable
 from . import timeline
 from .history import HISTORY
 from .measured import Measured

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from ub_overlap import _torch_compat as compat
 
-from ..plan.plan import Decision, Plan
+from ..plan.decision import Decision
+from ..plan.plan import Plan
 
 log = logging.getLogger("ub_overlap")
 

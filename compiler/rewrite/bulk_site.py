@@ -8,7 +8,7 @@ from torch.fx import Node
 from ..graph.aten import shape_of
 from ..graph.emitter import Emitter
 from ..match.site import Bulk
-from ..plan.plan import DispatchTable, Strategy
+from ..plan.strategy import DispatchTable, Strategy
 
 
 def rewrite_bulk(e: Emitter, m: Bulk, strategy: Strategy | DispatchTable, site: str) -> dict[Node, Node]:

@@ -10,7 +10,7 @@ from ..graph.emitter import Emitter
 from ..graph.sizes import divide, product, same
 from ..match.permutes import Permute
 from ..match.site import Gather, GatheredAlias, GatheredScales
-from ..plan.plan import DispatchTable, Strategy
+from ..plan.strategy import DispatchTable, Strategy
 
 
 def rewrite_gather(e: Emitter, m: Gather, strategy: Strategy | DispatchTable, site: str) -> dict[Node, Node]:

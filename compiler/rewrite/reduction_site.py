@@ -10,7 +10,7 @@ from ..graph.emitter import Emitter
 from ..graph.sizes import squeezed
 from ..match.collectives import Op
 from ..match.site import Reduction
-from ..plan.plan import DispatchTable, Strategy
+from ..plan.strategy import DispatchTable, Strategy
 
 
 def rewrite_reduction(

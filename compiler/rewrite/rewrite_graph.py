@@ -10,7 +10,7 @@ from ub_overlap import _torch_compat as compat
 from ..graph.emitter import Emitter
 from ..graph.sizes import size
 from ..match.site import Gather, Reduction, Site
-from ..plan.plan import DispatchTable, Strategy
+from ..plan.strategy import DispatchTable, Strategy
 from .bulk_site import rewrite_bulk
 from .gather_site import rewrite_gather
 from .reduction_site import rewrite_reduction

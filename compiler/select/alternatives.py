@@ -23,7 +23,8 @@ from ..graph.matmul import Matmul
 from ..match import Bulk, Candidate, Gather, Miss, Site
 from ..match.fusion_order import FusionOrder
 from ..overrides.rule import Override
-from ..plan.plan import NONE, DispatchTable, Mode, Reason, Strategy
+from ..plan.reasons import Reason
+from ..plan.strategy import NONE, DispatchTable, Mode, Strategy
 from .legality import pipelined, without
 from .profitability import SiteCosts, too_small
 

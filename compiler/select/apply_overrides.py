@@ -7,7 +7,7 @@ from ..options import Options
 from ..overrides.rule import Override, SiteDescription
 from ..overrides.rules import UNMATCHED, forced_by_rules
 from ..overrides.saved_plan import fit
-from ..plan.plan import Reason
+from ..plan.reasons import Reason
 from ..reports.describe_site import place_of
 from .decision_record import kinds_of
 

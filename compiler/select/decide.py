@@ -7,13 +7,16 @@ from dataclasses import dataclass, field
 
 from torch.fx import Graph
 
-from ..fp8.insert.insert_casts import CAST
 from ..graph.sizes import symbols
+from ..joint.joint_decision import joint_decision
 from ..match import Candidate, Miss, Site, find_candidates
 from ..match.fusion_order import FusionOrder
 from ..options import Options
 from ..overrides.rule import Override
-from ..plan.plan import NONE, Decision, DispatchTable, Plan, Reason, Strategy
+from ..plan.decision import Decision
+from ..plan.plan import Plan
+from ..plan.reasons import Reason
+from ..plan.strategy import NONE, DispatchTable, Strategy
 from .alternatives import AlternativeFinder, Alternatives
 from .apply_overrides import wishes_of
 from .decision_record import Assignment, GraphContext, carry_scales, decision, merged_away
@@ -68,7 +71,7 @@ def decide(graph: Graph, options: Options, phase: str, transport: Transport) -> 
         if outcome.way:
             sites.append((outcome.way.site, outcome.way.strategy, name))
     carry_scales(decisions, candidates)
-    casts = tuple(n.meta[CAST] for n in graph.nodes if n.op == "call_function" and CAST in n.meta)
+    casts = tuple(cast for n in graph.nodes if n.op == "call_function" and (cast := joint_decision(n).cast) is not None)
     plan = Plan(phase, tuple(decisions), costs.profile(), casts)
     return Decided(plan, [(site, strategy, f"{plan.digest}/{name}") for site, strategy, name in sites], tuple(setting.groups))
 

@@ -12,12 +12,13 @@ from ..cost.site_sizes import Hints
 from ..cost.traffic import bytes_sent, flops
 from ..graph.matmul import is_matmul
 from ..graph.source_location import module_of, places_of
-from ..joint.activation_memory import KEPT
-from ..joint.merge_collectives import MERGED
+from ..joint.joint_decision import joint_decision
 from ..match import Bulk, Candidate, Miss, Site
 from ..match.collectives import Op
 from ..overrides.rule import Override
-from ..plan.plan import NONE, BulkEstimate, Decision, Kind, Mode, Strategy
+from ..plan.decision import BulkEstimate, Decision
+from ..plan.reasons import Kind
+from ..plan.strategy import NONE, Mode, Strategy
 from ..reports.describe_site import groups_of, row, work_of
 from .alternatives import Alternative, Alternatives
 from .dispatch_table import rows_at
@@ -107,7 +108,7 @@ def decision(o: Assignment, setting: GraphContext) -> Decision:
     products = shown.products if shown else ()
     work = [flops(p) for p in products]
     beside = _beside(o, setting)
-    kept = candidate.collective.node.meta.get(KEPT) if setting.phase == "forward" else None
+    kept = joint_decision(candidate.collective.node).saved_activation if setting.phase == "forward" else None
     legal = ((Mode.PIPELINED.value,) if candidate.match is not None else ()) + ((Mode.BULK.value,) if candidate.beside else ())
     return Decision(
         id=o.id,
@@ -145,7 +146,7 @@ def carry_scales(decisions: list[Decision], candidates: list[Candidate]) -> None
 
 def merged_away(candidate: Candidate, into: Decision) -> list[Decision]:
     """One decision for each all_reduce that the joint pass summed into this one."""
-    gone = candidate.collective.node.meta.get(MERGED, 1) - 1
+    gone = joint_decision(candidate.collective.node).merged_count - 1
     return [
         Decision(
             id=f"{into.id}.merged{i}",

@@ -17,7 +17,7 @@ from ..graph.aten import shape_of
 from ..graph.sizes import Size, product
 from ..match import Bulk, Site
 from ..match.collectives import Op
-from ..plan.plan import SiteSizes
+from ..plan.decision import SiteSizes
 from ..plan.strategy import NONE, Bucket, DispatchTable, Strategy, table
 
 LEAST_ROWS, MOST_ROWS = 128, 131072

@@ -11,7 +11,7 @@ from ..graph.aten import shape_of, tensor_of
 from ..graph.sizes import Size
 from ..match import Bulk, Candidate, Gather, Miss, Reduction, Site
 from ..match.fusion_order import FusionOrder
-from ..plan.plan import Reason
+from ..plan.reasons import Reason
 
 
 def no_stripes(match: Gather | Reduction | None) -> str:

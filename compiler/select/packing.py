@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 
 from ..match import Miss
 from ..match.fusion_order import FusionOrder
-from ..plan.plan import BulkEstimate, Reason
+from ..plan.decision import BulkEstimate
+from ..plan.reasons import Reason
 from .alternatives import Alternative, Alternatives
 from .peak_memory import Holds, PeakMemory, total
 

@@ -17,7 +17,8 @@ from ..cost.traffic import bytes_sent
 from ..match import Bulk, Miss, Site
 from ..match.collectives import Collective
 from ..options import Options
-from ..plan.plan import DispatchTable, Reason, Strategy
+from ..plan.reasons import Reason
+from ..plan.strategy import DispatchTable, Strategy
 from .dispatch_table import DispatchSettings, carried, rows_of
 
 MUCH = 64 << 20

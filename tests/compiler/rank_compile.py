@@ -16,7 +16,8 @@ from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss
 from tests.models.case import Case
 from tests.models.compare import Comparison, compare, uncached
-from ub_overlap.compiler.plan.plan import Decision, Plan
+from ub_overlap.compiler.plan.decision import Decision
+from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.reports.history import HISTORY
 
 FORCE: dict[str, Any] = {"overlap": "force", "inner": "aot_eager"}

@@ -16,7 +16,7 @@ from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss
 from tests.models.compare import Values, error, uncached, values
 from ub_overlap.compiler.joint.activation_memory import _within
-from ub_overlap.compiler.plan.plan import Decision, SavedActivation
+from ub_overlap.compiler.plan.decision import Decision, SavedActivation
 from ub_overlap.compiler.reports.history import HISTORY
 
 ACTIVATION = ("tests.models.megatron", {"gated": True, "dims": 2})

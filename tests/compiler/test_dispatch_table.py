@@ -15,8 +15,8 @@ from tests.compiler.rank_compile import plans_of, world_name
 from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
 from tests.runtime.oracle import data, far
-from ub_overlap.compiler.plan.plan import NONE, DispatchTable, Mode, Plan, Strategy
-from ub_overlap.compiler.plan.strategy import parse
+from ub_overlap.compiler.plan.plan import Plan
+from ub_overlap.compiler.plan.strategy import NONE, DispatchTable, Mode, Strategy, parse
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.compiler.reports.report import Report, reports
 from ub_overlap.runtime import autotune, ops

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.fx import Graph, Node
 
 from ub_overlap.compiler.match.fusion_order import FusionOrder
-from ub_overlap.compiler.plan.plan import Reason
+from ub_overlap.compiler.plan.reasons import Reason
 
 aten = torch.ops.aten
 

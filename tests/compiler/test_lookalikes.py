@@ -18,7 +18,7 @@ from tests.compiler.rank_compile import FORCE, world_name
 from tests.compiler.test_fuzz import values
 from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
-from ub_overlap.compiler.plan.plan import Reason
+from ub_overlap.compiler.plan.reasons import Reason
 from ub_overlap.compiler.reports.history import HISTORY
 
 c10d = torch.ops._c10d_functional

@@ -18,7 +18,7 @@ from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss
 from tests.models.compare import uncached
 from ub_overlap.compiler.options import Options, parse
-from ub_overlap.compiler.plan.plan import Mode, Strategy
+from ub_overlap.compiler.plan.strategy import Mode, Strategy
 from ub_overlap.compiler.unmatched import missed
 from ub_overlap.runtime.errors import MissError, OptionError
 

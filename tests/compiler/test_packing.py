@@ -19,7 +19,7 @@ from tests.compiler.rank_compile import world_name
 from tests.harness.ranks import RankPool
 from ub_overlap.compiler.cost import load
 from ub_overlap.compiler.options import Options
-from ub_overlap.compiler.plan.plan import Mode
+from ub_overlap.compiler.plan.strategy import Mode
 from ub_overlap.compiler.select import Decided, alternatives, decide, packing, peak_memory, profitability
 
 H200 = load("h200")

@@ -14,18 +14,10 @@ from torch import Tensor
 from tests.compiler.rank_compile import plans_of
 from tests.harness.ranks import RankPool
 from tests.models.dtensor_llama import tensor_mesh
-from ub_overlap.compiler.plan.plan import (
-    NONE,
-    BulkEstimate,
-    CastDecision,
-    Decision,
-    Kind,
-    Mode,
-    Plan,
-    Reason,
-    SavedActivation,
-    Strategy,
-)
+from ub_overlap.compiler.plan.decision import BulkEstimate, CastDecision, Decision, SavedActivation
+from ub_overlap.compiler.plan.plan import Plan
+from ub_overlap.compiler.plan.reasons import Kind, Reason
+from ub_overlap.compiler.plan.strategy import NONE, Mode, Strategy
 from ub_overlap.runtime.session.plan_mismatch import first_difference
 
 SITE = Decision(

@@ -20,7 +20,8 @@ from tests.harness.traces import capture
 from tests.models.compare import compare
 from tests.models.forms import FORMS
 from ub_overlap.compiler.options import parse
-from ub_overlap.compiler.plan.plan import Decision, Reason
+from ub_overlap.compiler.plan.decision import Decision
+from ub_overlap.compiler.plan.reasons import Reason
 from ub_overlap.compiler.select import decide, peak_memory
 
 c10d = torch.ops._c10d_functional

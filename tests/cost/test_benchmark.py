@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import cost_model
 from ub_overlap.compiler.cost import choose, load, predict
-from ub_overlap.compiler.plan.plan import Strategy
+from ub_overlap.compiler.plan.strategy import Strategy
 
 ROW = {"kind": "AG", "name": "qkv", "M": 8192, "N": 10240, "K": 8192, "ranks": 8}
 

@@ -15,7 +15,9 @@ from tests.compiler.rank_compile import decisions_of, plans_of, world_name
 from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
 from ub_overlap.compiler.cost import load
-from ub_overlap.compiler.plan.plan import Mode, Plan, Reason
+from ub_overlap.compiler.plan.plan import Plan
+from ub_overlap.compiler.plan.reasons import Reason
+from ub_overlap.compiler.plan.strategy import Mode
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.errors import PlanMismatchError
 

@@ -13,7 +13,7 @@ from ub_overlap.compiler.cost.predict import predict
 from ub_overlap.compiler.cost.program import CostItem, QueueItem, programs
 from ub_overlap.compiler.cost.simulate import SHARE, Contention, play
 from ub_overlap.compiler.cost.site_shape import SiteShape
-from ub_overlap.compiler.plan.plan import NONE, Strategy
+from ub_overlap.compiler.plan.strategy import NONE, Strategy
 from ub_overlap.runtime.schedule.builders import build_all
 from ub_overlap.runtime.schedule.steps import FlagKind, Key
 

@@ -16,7 +16,7 @@ from ub_overlap.compiler.cost.choice import MARGIN, MARGIN_US
 from ub_overlap.compiler.cost.curve import at, between
 from ub_overlap.compiler.cost.matmul_time import matmul_us
 from ub_overlap.compiler.cost.profile_lookup import analytic
-from ub_overlap.compiler.plan.plan import NONE, Mode, Strategy
+from ub_overlap.compiler.plan.strategy import NONE, Mode, Strategy
 
 H200 = load("h200")
 PROFILES = [H200, load("cpu"), PLAIN, analytic("NVIDIA A100", 108, (8, 0))]

@@ -15,7 +15,7 @@ from ub_overlap.compiler.cost.matmul_time import analytic_us
 from ub_overlap.compiler.cost.predict import predict
 from ub_overlap.compiler.cost.profile_lookup import _of_this_machine, analytic, read, shipped, signature
 from ub_overlap.compiler.options import parse
-from ub_overlap.compiler.plan.plan import Strategy
+from ub_overlap.compiler.plan.strategy import Strategy
 from ub_overlap.runtime import machine, profile_store
 from ub_overlap.runtime.errors import OptionError
 from ub_overlap.tools.calibrate.fit import errors, fit, rates, shape_of, with_steps

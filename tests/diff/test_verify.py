@@ -16,7 +16,10 @@ from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss
 from tests.models.compare import uncached
 from ub_overlap.compiler.options import parse
-from ub_overlap.compiler.plan.plan import Decision, Kind, Mode, Plan, Strategy
+from ub_overlap.compiler.plan.decision import Decision
+from ub_overlap.compiler.plan.plan import Plan
+from ub_overlap.compiler.plan.reasons import Kind
+from ub_overlap.compiler.plan.strategy import Mode, Strategy
 from ub_overlap.compiler.rewrite import rewrite_graph
 from ub_overlap.runtime.verify import TOLERANCE, difference
 

@@ -15,7 +15,8 @@ from tests.compiler.rank_compile import build, decisions_of, world_name
 from tests.models.compare import Values, error, uncached, values
 from ub_overlap import _torch_compat as compat
 from ub_overlap import fp8_state
-from ub_overlap.compiler.plan.plan import CastDecision, Decision, Plan
+from ub_overlap.compiler.plan.decision import CastDecision, Decision
+from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.reports.history import HISTORY
 
 E4M3 = torch.float8_e4m3fn

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.fp8.rank_fp8 import E4M3, gathered, scaled, scattered
 from tests.models.compare import uncached
-from ub_overlap.compiler.plan.plan import Decision
+from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.reports.history import HISTORY
 
 Inputs = tuple[Tensor, ...]

@@ -24,7 +24,7 @@ from ub_overlap.compiler.fp8.insert.fp8_profitability import weigh
 from ub_overlap.compiler.fp8.insert.linears import linears
 from ub_overlap.compiler.fp8.recipe import recipe_of
 from ub_overlap.compiler.options import parse
-from ub_overlap.compiler.plan.plan import Reason
+from ub_overlap.compiler.plan.reasons import Reason
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.runtime import errors
 from ub_overlap.runtime.fp8 import amax_history

@@ -16,7 +16,10 @@ from tests.fp8.rank_fp8 import NO_ROWS, RECIPES, ROWS, Run, both, float8, graphs
 from tests.fp8.rank_hoist import graphs as cast_behind
 from tests.harness.ranks import RankPool
 from tests.models.compare import error, uncached
-from ub_overlap.compiler.plan.plan import CastDecision, Mode, Plan, Reason
+from ub_overlap.compiler.plan.decision import CastDecision
+from ub_overlap.compiler.plan.plan import Plan
+from ub_overlap.compiler.plan.reasons import Reason
+from ub_overlap.compiler.plan.strategy import Mode
 from ub_overlap.compiler.reports.report import Report
 from ub_overlap.compiler.reports.summary import line
 from ub_overlap.runtime import settings

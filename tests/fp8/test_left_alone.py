@@ -17,9 +17,9 @@ from tests.models.compare import uncached
 from ub_overlap import fp8_state
 from ub_overlap.compiler.fp8 import Fp8
 from ub_overlap.compiler.fp8.insert import insert_casts
-from ub_overlap.compiler.fp8.insert.insert_casts import CAST
 from ub_overlap.compiler.fp8.recipe import recipe_of
-from ub_overlap.compiler.plan.plan import Reason
+from ub_overlap.compiler.joint.joint_decision import joint_decision
+from ub_overlap.compiler.plan.reasons import Reason
 from ub_overlap.compiler.reports.history import HISTORY
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -62,7 +62,7 @@ def test_float32_is_meant() -> None:
     graph = scaled(lambda x, w, r: (x @ w.t(), x.float() @ r.float().t()), ((32, 64), BF16), ((48, 64), BF16), ((16, 64), BF16))
     assert len(products(graph)) == 1
     (router,) = graph.find_nodes(op="call_function", target=aten.mm.default)
-    assert router.meta[CAST].reason is Reason.DTYPE_UNSUPPORTED
+    assert joint_decision(router).cast.reason is Reason.DTYPE_UNSUPPORTED
 
 
 def test_operands_lie_as_gpus_multiply_them() -> None:

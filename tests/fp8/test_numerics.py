@@ -22,10 +22,10 @@ from tests.models.compare import uncached
 from ub_overlap.compiler.cost.profile_lookup import load
 from ub_overlap.compiler.fp8 import Fp8
 from ub_overlap.compiler.fp8.insert import insert_casts
-from ub_overlap.compiler.fp8.insert.insert_casts import CAST
 from ub_overlap.compiler.fp8.recipe import recipe_of
+from ub_overlap.compiler.joint.joint_decision import joint_decision
 from ub_overlap.compiler.options import parse
-from ub_overlap.compiler.plan.plan import Reason
+from ub_overlap.compiler.plan.reasons import Reason
 from ub_overlap.runtime.fp8 import amax_history
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -176,7 +176,7 @@ def test_a_linear_that_would_be_slower(tokens: int, width: int, faster: bool) ->
             node.meta["val"] = value
         count = insert_casts(graph, Fp8(recipe_of("tensorwise"), True, None, load("h200")))
     assert count == int(faster)
-    casts = [n.meta[CAST] for n in graph.nodes if CAST in n.meta]
+    casts = [cast for n in graph.nodes if (cast := joint_decision(n).cast) is not None]
     assert [c.reason for c in casts] == [None if faster else Reason.NO_GAIN]
     assert faster or "casts" in casts[0].detail
 

@@ -17,7 +17,10 @@ from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
 from ub_overlap.compiler.cost.predict import predict
 from ub_overlap.compiler.cost.profile_lookup import load
-from ub_overlap.compiler.plan.plan import NONE, Kind, Mode, Plan, SiteSizes, Strategy
+from ub_overlap.compiler.plan.decision import SiteSizes
+from ub_overlap.compiler.plan.plan import Plan
+from ub_overlap.compiler.plan.reasons import Kind
+from ub_overlap.compiler.plan.strategy import NONE, Mode, Strategy
 from ub_overlap.compiler.reports.measured import StepTime
 from ub_overlap.compiler.reports.outlook import outlook, shape_of, totals
 from ub_overlap.compiler.reports.timeline import Lane, events, kind, write

@@ -13,7 +13,7 @@ from tests.harness.ranks import RankPool
 from ub_overlap.compiler.options import Options, parse
 from ub_overlap.compiler.overrides.rule import SiteDescription
 from ub_overlap.compiler.overrides.rules import Unmatched, forced_by_rules, parse_rules
-from ub_overlap.compiler.plan.plan import Mode, Strategy
+from ub_overlap.compiler.plan.strategy import Mode, Strategy
 from ub_overlap.runtime.errors import OptionError
 
 NAMES: frozenset[str] = frozenset()

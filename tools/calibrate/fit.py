@@ -10,7 +10,7 @@ from ub_overlap.compiler.cost.matmul_time import analytic_us
 from ub_overlap.compiler.cost.predict import predict
 from ub_overlap.compiler.cost.profile import Profile
 from ub_overlap.compiler.cost.site_shape import SiteShape
-from ub_overlap.compiler.plan.plan import Strategy
+from ub_overlap.compiler.plan.strategy import Strategy
 
 SMALL = ("wait_us", "arrive_us", "signal_us", "flag_us", "event_us")
 """Steps that are measured alone, in rows of their like; within a call they overlap more, or less."""

@@ -13,7 +13,10 @@ from ub_overlap.compiler.cost.profile import Profile
 from ub_overlap.compiler.cost.profile_lookup import load
 from ub_overlap.compiler.diff.graph_store import Graphs
 from ub_overlap.compiler.options import Options
-from ub_overlap.compiler.plan.plan import Decision, Mode, Plan, Strategy, collective_of
+from ub_overlap.compiler.plan.decision import Decision
+from ub_overlap.compiler.plan.plan import Plan
+from ub_overlap.compiler.plan.reasons import collective_of
+from ub_overlap.compiler.plan.strategy import Mode, Strategy
 from ub_overlap.compiler.reports import timeline
 from ub_overlap.compiler.reports.outlook import Outlook, Totals, outlook, totals
 from ub_overlap.compiler.reports.report import lanes_of

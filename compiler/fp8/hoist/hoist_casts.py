@@ -34,8 +34,8 @@ from ...graph.aten import aten, dtype_of, shape_of, source, tensor_of
 from ...graph.emitter import Emitter, spelled
 from ...graph.joint_graph import in_backward, needs_tangents
 from ...graph.sizes import Size, number_of, product
-from ...match.scales import WHY_PLAIN
-from ...plan.plan import Reason
+from ...joint.joint_decision import record_decision
+from ...plan.reasons import Reason
 from ..operand_layout import contiguous_scales
 from ..provenance import Axis, c10d
 from ..quantized_values import Quantise, QuantizedValue, QuantizedValues, erase
@@ -76,7 +76,7 @@ def cast_before_gathers(graph: Graph, early: HoistConfig) -> int:
             _tell_foreign(found)
             continue
         if (stays := _why_not(found, tangents, inputs, early, hints)) is not None:
-            gather.meta[WHY_PLAIN] = stays
+            record_decision(gather, why_unmatched=stays)
             continue
         _move(graph, found, inputs, tangents)
         if found.others:
@@ -192,7 +192,7 @@ def _tell_foreign(found: GatherReaders) -> None:
     """Says of a gather with casts behind it, none of which could move, what hinders them."""
     for node in sorted(n for n in found.others if tensor_of(n) is not None and dtype_of(n) in FLOAT8):
         told = f"{node.name} stays behind it: scaled by something else than the largest of what it casts"
-        found.gather.meta[WHY_PLAIN] = Reason.CAST_IN_BETWEEN, told
+        record_decision(found.gather, why_unmatched=(Reason.CAST_IN_BETWEEN, told))
 
 
 def _for_backward(cast: Node, tangents: set[Node]) -> set[Node] | None:

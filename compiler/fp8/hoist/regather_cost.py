@@ -23,7 +23,8 @@ from ...graph.matmul import Matmul, as_product, odd_size
 from ...match.all_gather import match_all_gather
 from ...match.collectives import read
 from ...match.site import Bulk, Gather
-from ...plan.plan import NONE, SiteSizes
+from ...plan.decision import SiteSizes
+from ...plan.strategy import NONE
 from .gather_readers import GatherReaders
 
 

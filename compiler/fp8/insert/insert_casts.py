@@ -28,7 +28,9 @@ from ...graph.joint_graph import needs_tangents
 from ...graph.matmul import Matmul, Operand
 from ...graph.sizes import Size, divide, same_shape, text
 from ...graph.source_location import module_of
-from ...plan.plan import CastDecision, Reason
+from ...joint.joint_decision import record_decision
+from ...plan.decision import CastDecision
+from ...plan.reasons import Reason
 from ..cast_nodes import cast_down, keep, scale_of
 from ..provenance import Axis, before, origin, step_back
 from ..quantized_values import QuantizedValue, QuantizedValues, erase
@@ -41,8 +43,6 @@ from .linears import Linear, Role, linears
 
 log = logging.getLogger(__name__)
 
-CAST = "ub_overlap_fp8"
-"""Key of node.meta: the Cast of a product."""
 Filter = Callable[[str, tuple[int, int]], bool]
 Verdict = tuple[Reason, str] | None
 Slower = Callable[[Linear, list[Matmul]], str]
@@ -81,7 +81,7 @@ def insert_casts(graph: Graph, fp8: Fp8) -> int:
     inputs = [n for n in graph.find_nodes(op="placeholder") if n not in gradients]
     scaled, high, casts = _choose(found, fp8, slower, inputs)
     for node, cast in casts.items():
-        node.meta[CAST] = cast
+        record_decision(node, cast=cast)
     if not scaled:
         return 0
     rows = fp8.recipe.rows
@@ -305,7 +305,7 @@ def _scaled(p: Matmul, twins: QuantizedValues, rows: bool, cast: CastDecision) -
         a, b = twins.matrix(a, True), twins.matrix(b, False)
         fast = cast.role == Role.FORWARD.value
         value = e.call(aten._scaled_mm.default, a, b, a_scale, b_scale, inside, None, result, fast)
-        value.meta[CAST] = cast
+        record_decision(value, cast=cast)
         value.meta |= {k: node.meta[k] for k in ("recompute", "ac_graph_id") if k in node.meta}  # kept, if the user keeps it
         value = e.cast(value, dtype)
         if p.bias is not None and inside is None:
@@ -321,7 +321,7 @@ def _replace(graph: Graph, node: Node, value: Node, verified: CastDecision | Non
     with graph.inserting_after(node):
         compared = Emitter(graph, node, {}).call(torch.ops.ub_overlap.compare.default, value, node, verified.key, True)
     node.replace_all_uses_with(compared, delete_user_cb=lambda user: user is not compared)
-    node.meta.pop(CAST)
+    record_decision(node, cast=None)
 
 
 def _read_twins(reader: Node, twins: QuantizedValues, rows: bool, kept: Callable[[Node], bool]) -> None:

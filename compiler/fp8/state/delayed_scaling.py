@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 from ub_overlap.runtime.fp8.amax_history import text_of
 
 from ...graph.emitter import Emitter
-from ...match.scales import SCALES
+from ...joint.joint_decision import record_decision
 from ..cast_nodes import keep, over_ranks
 from ..quantized_values import QuantizedValue
 
@@ -84,7 +84,7 @@ class Delayed:
                 history = e.call(torch.ops.ub_overlap.fp8_history.default, weight, text, self._step)
                 nodes = over_ranks(e, e.item(history, 0), groups)
                 for reduced in nodes[1::2]:
-                    reduced.meta[SCALES] = True
+                    record_decision(reduced, carries_scales=True)
                 columns = e.item(history, 1)
             for node in (nodes[-1], columns):
                 keep(node)

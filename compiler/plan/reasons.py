@@ -1,0 +1,86 @@
+"""The kinds of sites and the reasons why a collective is left alone."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Kind(str, Enum):
+    """What meets a matmul, and how. The gathers and scatters are named after the collective, whichever operand it feeds."""
+
+    ALL_GATHER_MATMUL = "all_gather_matmul"
+    MATMUL_REDUCE_SCATTER = "matmul_reduce_scatter"
+    MATMUL_ALL_REDUCE = "matmul_all_reduce"
+    ALL_GATHER = "all_gather"
+    """An all_gather that feeds no matmul: only bulk overlap can hide it."""
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+    OTHER = "other"
+    """A collective of another kind (all_to_all, broadcast, coalesced forms), listed so that nothing is silent."""
+
+
+class Reason(str, Enum):
+    """Why a collective is left alone, or a product is not computed in float8. Closed: each is documented here and tested."""
+
+    DISABLED_BY_USER = "disabled_by_user"
+    """overlap="off", or the plan file says none."""
+    BELOW_THRESHOLD = "below_threshold"
+    """overlap="auto" and the payload is smaller than `min_bytes`."""
+    NO_GAIN = "no_gain"
+    """overlap="auto" and no strategy is predicted to be faster than the plain way, by more than predictions err."""
+    NO_MATMUL = "no_matmul"
+    """No matmul produces or consumes the collective's tensor, and no independent matmul can run beside it."""
+    TRIVIAL_GROUP = "trivial_group"
+    """The group has one rank: nothing travels."""
+    NO_TRANSPORT = "no_transport"
+    """The runtime cannot reach the group's ranks: the device has no executor in this build, or the ranks share no host."""
+    GROUP_NOT_STATIC = "group_not_static"
+    """The group is a value of the graph (compile_on_one_rank), not a name."""
+    DTYPE_UNSUPPORTED = "dtype_unsupported"
+    """Not float32, bfloat16 or float16 on both sides."""
+    REDUCE_OP_UNSUPPORTED = "reduce_op_unsupported"
+    """Another reduction than sum and avg."""
+    COLLECTIVE_UNSUPPORTED = "collective_unsupported"
+    """Coalesced, in-place or other collectives."""
+    UNEVEN_SHARDS = "uneven_shards"
+    """The gathered or scattered tensor is padded and trimmed: rows of the pad would be computed and moved."""
+    SHARD_ORDER = "shard_order"
+    """A cat puts the shards back in another order, or its slices do not cover them exactly: not a plain gather."""
+    LAYOUT = "layout"
+    """Views or permutes between collective and matmul mix the sharded dimension with others."""
+    CAST_IN_BETWEEN = "cast_in_between"
+    """A cast that cannot move: other users need other bits, a cast came before, or it narrows before a sum."""
+    SCALE_NOT_CONSTANT = "scale_not_constant"
+    """The product is scaled by a tensor before the reduction; only a constant commutes on every rank."""
+    NON_LINEAR = "non_linear"
+    """Something that does not commute with the collective stands between it and the matmul."""
+    BROADCAST_SUM = "broadcast_sum"
+    """A sum before the reduction broadcasts its terms."""
+    DEPENDENT_OPERAND = "dependent_operand"
+    """The matmul's other operand depends on the collective, or on another matmul of the site."""
+    MATMUL_TAKEN = "matmul_taken"
+    """Every matmul that could hide this collective already hides another."""
+    MEMORY = "memory"
+    """The matmuls that could hide it would hold so much memory for so long that the graph's peak would pass its limit."""
+    MUTATION_BARRIER = "mutation_barrier"
+    """An op with side effects lies between the members of the site, or random numbers would be drawn in another order."""
+    DYNAMIC_SHAPE = "dynamic_shape"
+    """A size that the op needs is symbolic and cannot be read off the shard, or off the graph's inputs."""
+    SCALES = "scales"
+    """It carries scales of float8 tensors: too small to hide, and waited for before anything else can begin."""
+    SCALED_FORM = "scaled_form"
+    """A float8 product in a form that the ops do not take."""
+    FILTERED = "filtered"
+    """A linear that `fp8_filter` keeps in high precision."""
+    SIZES_NOT_16 = "sizes_not_16"
+    """A product whose inner dim or columns do not certainly divide by 16, on all ranks, as float8 products must."""
+    RECIPE = "recipe"
+    """A product that the recipe of float8 keeps in high precision."""
+    STRATEGY_ILLEGAL = "strategy_illegal"
+    """The plan or a rule forces a strategy that this kind of site does not have: stripes where nothing is reduced, or where
+    the shards cannot be cut."""
+
+
+def collective_of(kind: str) -> str:
+    """ "matmul_reduce_scatter" -> "reduce_scatter"."""
+    return kind.removesuffix("_matmul").removeprefix("matmul_")
