@@ -26,6 +26,7 @@ from .fp8 import Fp8, HoistConfig, cast_before_gathers, fold_scales, insert_cast
 from .fp8.operand_layout import pin
 from .fp8.recipe import recipe_of
 from .fp8.state.cached_weights import copy_outputs
+from .graph.aten import c10d
 from .graph.dtensor_sizes import in_graph
 from .graph.graph_inputs import Inputs
 from .graph.joint_graph import drop_unread
@@ -74,7 +75,7 @@ class JointPass(_Pass):
     """Merges all_reduces, inserts the casts to float8, moves those before gathers, and applies the save policy."""
 
     def __call__(self, graph: Graph) -> None:
-        all_reduces = graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_reduce.default)
+        all_reduces = graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
         scaled_before = graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default)
         watched = len(all_reduces) > 1 or scaled_before or self.options.fp8 != "off"
         watch = SnapshotRecorder(graph, "joint", self.options.snapshots and bool(watched))

@@ -9,9 +9,9 @@ import torch
 from torch.fx import Graph
 
 from ub_overlap import _torch_compat as compat
+from ub_overlap.runtime.fp8.numerics import FLOAT8
 
 from ..graph.aten import dtype_of, shape_of
-from ..graph.matmul import FLOAT8
 from ..graph.sizes import Size, hint, number_of, product, symbols
 from ..match.collectives import Op
 from ..match.site import Gather, Reduction, Site

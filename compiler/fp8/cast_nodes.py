@@ -1,6 +1,6 @@
 """Plain ATen nodes that quantise and dequantise, for Inductor to fuse into their neighbours.
 
-    scale = max(amax(|x|) / F, TINY)        F the format's largest value; a scale for the tensor, or for each line along `dim`
+    scale = max(amax(|x|) / F, LEAST_SCALE)        F the format's largest value; a scale for the tensor, or for each line along `dim`
     q     = cast(clamp(x / scale, -F, F))   q * scale is about x
 
 An infinity makes its scale infinite and itself NaN, a NaN both, so that neither is lost.
@@ -12,16 +12,12 @@ import torch
 from torch.fx import Node
 
 from ub_overlap import _torch_compat as compat
-from ub_overlap.runtime.fp8.numerics import TINY
+from ub_overlap.runtime.fp8.numerics import LEAST_SCALE
 
-from ..graph.aten import aten, dtype_of
+from ..graph.aten import aten, c10d, dtype_of
 from ..graph.emitter import Emitter
+from ..graph.joint_graph import FIRST_REGION, mark_recomputed
 from ..graph.sizes import positive
-from .recipe import LARGEST
-
-c10d = torch.ops._c10d_functional
-AGAIN = "ub_overlap_fp8_again"
-"""Key of node.meta: marked for recomputation here, and not by the user."""
 
 
 def scale_of(e: Emitter, x: Node, format: torch.dtype, dim: int | None, groups: tuple[str, ...]) -> Node:
@@ -32,7 +28,7 @@ def scale_of(e: Emitter, x: Node, format: torch.dtype, dim: int | None, groups: 
     amax = e.call(aten.amax.default, magnitude, [] if dim is None else [dim], dim is not None)
     amax = e.cast(amax, torch.float32)
     amax = over_ranks(e, amax, groups)[-1]
-    return e.call(aten.clamp_min.default, e.call(aten.mul.Tensor, amax, 1.0 / LARGEST[format]), TINY)
+    return e.call(aten.clamp_min.default, e.call(aten.mul.Tensor, amax, 1.0 / torch.finfo(format).max), LEAST_SCALE)
 
 
 def over_ranks(e: Emitter, value: Node, groups: tuple[str, ...]) -> list[Node]:
@@ -47,7 +43,7 @@ def over_ranks(e: Emitter, value: Node, groups: tuple[str, ...]) -> list[Node]:
 def cast_down(e: Emitter, x: Node, scale: Node, format: torch.dtype) -> Node:
     """x as `format`, in units of `scale`."""
     wide = e.call(aten.mul.Tensor, e.cast(x, torch.float32), e.call(aten.reciprocal.default, scale))
-    largest = LARGEST[format]
+    largest = torch.finfo(format).max
     bounded = e.call(aten.clamp_max.default, e.call(aten.clamp_min.default, wide, -largest), largest)
     return e.cast(bounded, format)
 
@@ -57,8 +53,7 @@ def cast_up(e: Emitter, q: Node, scale: Node, dtype: torch.dtype) -> Node:
     wide = e.cast(q, torch.float32)
     scaled = e.call(aten.mul.Tensor, wide, scale)
     value = e.cast(scaled, dtype)
-    for node in (wide, scaled, value):
-        compute_again(node)
+    mark_recomputed((wide, scaled, value), FIRST_REGION)
     return value
 
 
@@ -66,15 +61,14 @@ def transposed_copy(e: Emitter, q: Node) -> Node:
     """[r, c] -> [c, r], contiguous."""
     turned = e.call(aten.permute.default, q, [1, 0])
     copy = e.call(aten.clone.default, turned, memory_format=torch.contiguous_format)
-    for node in (turned, copy):
-        compute_again(node)
+    mark_recomputed((turned, copy), FIRST_REGION)
     return copy
 
 
 def row_copy(e: Emitter, q: Node) -> Node:
     """[r, c], contiguous."""
     copy = e.call(aten.clone.default, q, memory_format=torch.contiguous_format)
-    compute_again(copy)
+    mark_recomputed((copy,), FIRST_REGION)
     return copy
 
 
@@ -84,12 +78,6 @@ def as_bytes(e: Emitter, q: Node) -> Node:
 
 def from_bytes(e: Emitter, q: Node, format: torch.dtype) -> Node:
     return e.call(aten.view.dtype, q, format)
-
-
-def compute_again(node: Node) -> None:
-    """Where backward needs `node`, what it was computed from is kept and not the node itself."""
-    node.meta["recompute"], node.meta[AGAIN] = compat.must_recompute(), True
-    node.meta.setdefault("ac_graph_id", 0)
 
 
 def keep(node: Node) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from torch.fx import Node
 
-from ..graph.aten import Effect, aten, dim_of, dtype_of, effect, pieces_of, regroup, shape_of, source
+from ..graph.aten import Effect, aten, c10d, dim_of, dtype_of, effect, pieces_of, regroup, shape_of, source
 from ..graph.matmul import FLOATS
 from ..graph.sizes import same, same_shape
 
 Axis = int | None
 """Which dim a product sums over, as -1 (the last) or -2 (the one before): each line along it has a scale. None: one for all."""
-
-c10d = torch.ops._c10d_functional
 
 
 def before(node: Node) -> Node | None:

@@ -9,16 +9,16 @@ shared: by q, k and v, and by the weight gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from ..graph.aten import CASTS, Effect, aten, dim_of, dtype_of, effect, pieces_of, regroup, shape_of, source
+from ..graph.aten import CASTS, Effect, aten, c10d, dim_of, dtype_of, effect, pieces_of, regroup, shape_of, source
 from ..graph.emitter import Emitter
 from ..graph.sizes import same
-from .cast_nodes import as_bytes, c10d, cast_up, from_bytes, row_copy, transposed_copy
+from .cast_nodes import as_bytes, cast_up, from_bytes, row_copy, transposed_copy
 from .provenance import Axis, before, step_back
 
 
@@ -193,12 +193,3 @@ def _regroup(e: Emitter, whole: Node, count: int, cut: int, dim: int) -> Node:
     part = shape_of(whole)[cut] // count if isinstance(shape_of(whole)[cut], int) else shape_of(whole)[cut] / count
     split = e.call(aten.split.Tensor, whole, e.size(part), cut)
     return e.call(aten.cat.default, [e.item(split, i) for i in range(count)], dim)
-
-
-def erase(graph: Graph, nodes: Iterable[Node]) -> None:
-    """Takes those of `nodes` away that nobody reads any more."""
-    left = sorted(set(nodes), reverse=True)
-    while gone := [n for n in left if not n.users]:
-        for node in gone:
-            graph.erase_node(node)
-        left = [n for n in left if n not in gone]

@@ -18,17 +18,13 @@ from typing import Literal
 
 import torch
 
+from ub_overlap.runtime.fp8.numerics import E4M3, E5M2
+
 RecipeName = Literal["tensorwise", "delayed", "rowwise"]
 RECIPES: tuple[RecipeName, ...] = ("tensorwise", "delayed", "rowwise")
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-FLOAT8 = (E4M3, E5M2)
 NARROW = (torch.bfloat16, torch.float16)
 """Types of the values that are quantised: what is written in float32 is meant so."""
-LARGEST = {dtype: torch.finfo(dtype).max for dtype in FLOAT8}
-
-MULTIPLE = 16
-"""What the hardware wants inner dims and columns to divide by."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,14 @@ from .sizes import Size, divide, product, same, same_shape, sizes, squeezed
 
 aten = torch.ops.aten
 prims = torch.ops.prims
+c10d = torch.ops._c10d_functional
 
 _VIEWS = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default,
     aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.flatten.using_ints,
     aten.clone.default, aten.contiguous.default, aten.lift_fresh_copy.default, aten._reshape_alias.default,
 }  # fmt: skip
-_SHARES = {operator.getitem, aten._unsafe_view.default, torch.ops._c10d_functional.wait_tensor.default}
+_SHARES = {operator.getitem, aten._unsafe_view.default, c10d.wait_tensor.default}
 """What shares its input's memory without saying so in its schema."""
 CUTS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
 _PERMUTES = {aten.permute.default, aten.t.default, aten.transpose.int, aten.numpy_T.default}

@@ -1,4 +1,4 @@
-"""What a joint graph tells of its two halves, and what it is told."""
+"""The two halves of a joint graph: which nodes belong to backward, and which values backward recomputes."""
 
 from __future__ import annotations
 
@@ -10,33 +10,40 @@ from ub_overlap import _torch_compat as compat
 
 
 def needs_tangents(graph: Graph) -> set[Node]:
-    """The nodes of a joint graph that only backward can compute."""
-    out: set[Node] = set()
+    """Return the nodes of a joint graph that only backward can compute."""
+    backward: set[Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
             if "tangents" in node.name:
-                out.add(node)
-        elif any(i in out for i in node.all_input_nodes):
-            out.add(node)
-    return out
+                backward.add(node)
+        elif any(i in backward for i in node.all_input_nodes):
+            backward.add(node)
+    return backward
 
 
+FIRST_REGION = 0
+"""A checkpoint region for values that are cheap to recompute from their neighbors."""
 LAST_REGION = 2**31
-"""Of checkpoint regions, one behind all of the user's: torch keeps what a later region computes again of an earlier one's."""
-IN_BACKWARD = "ub_overlap_in_backward"
-"""Key of node.meta of what `in_backward` marked."""
+"""A checkpoint region after all of the user's. torch saves what a later region needs of an earlier one."""
+RECOMPUTED = "ub_overlap_recomputed"
+"""Key of node.meta: the region in which `mark_recomputed` marked the node."""
 
 
-def in_backward(nodes: Iterable[Node]) -> None:
-    """Marks nodes of the forward half: where backward needs their values it computes them, and keeps none."""
+def mark_recomputed(nodes: Iterable[Node], region: int) -> None:
+    """Mark nodes of the forward half that backward recomputes instead of saving.
+
+    `region`: their checkpoint region, unless the user's program puts them in one.
+    """
     for node in nodes:
-        node.meta["recompute"], node.meta[IN_BACKWARD] = compat.must_recompute(), True
-        node.meta.setdefault("ac_graph_id", LAST_REGION)
+        node.meta["recompute"], node.meta[RECOMPUTED] = compat.must_recompute(), region
+        node.meta.setdefault("ac_graph_id", region)
 
 
 def drop_unread(graph: Graph) -> None:
-    """Of a half of a joint graph, takes out what `in_backward` marked and nobody there reads: torch's partitioner leaves every
-    collective that the forward could compute in the forward as well, as a wait counts as an effect."""
+    """Erase nodes of LAST_REGION that nothing reads in this half of a joint graph.
+
+    torch's partitioner leaves every collective that forward could compute in forward as well, as a wait counts as an effect.
+    """
     for node in reversed(graph.nodes):
-        if IN_BACKWARD in node.meta and not node.users:
+        if node.meta.get(RECOMPUTED) == LAST_REGION and not node.users:
             graph.erase_node(node)

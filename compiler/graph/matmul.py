@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
+from ub_overlap.runtime.fp8.numerics import FLOAT8
+
 from .aten import Effect, aten, dtype_of, effect, shape_of, tensor_of
-from .sizes import Size, same, same_shape, squeezed
+from .sizes import Size, divide, same, same_shape, squeezed
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-
+FLOAT8_MULTIPLE = 16
+"""The hardware multiplies float8 matrices whose inner dim and columns divide by this."""
 
 _MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default)
 
@@ -69,11 +71,14 @@ class Matmul:
         return self.lhs.cols
 
 
-def odd_size(p: Matmul) -> str:
-    """Which size of a float8 product does not divide by 16, as the ops ask for; "" where all may."""
-    for what, size in (("inner dim", p.inner), ("columns", p.shape[1])):
-        if isinstance(size, int) and size % 16:
-            return f"{p.node.name}: {what} {size} do not divide by 16"
+def find_indivisible_size(matmul: Matmul, dynamic: bool = False) -> str:
+    """Return which size of a float8 matmul does not divide by `FLOAT8_MULTIPLE`, or "".
+
+    `dynamic`: a dynamic size counts too, unless it certainly divides.
+    """
+    for what, size in (("inner dim", matmul.inner), ("columns", matmul.shape[1])):
+        if (dynamic or isinstance(size, int)) and divide(size, FLOAT8_MULTIPLE) is None:
+            return f"{what} {size} do not divide by {FLOAT8_MULTIPLE}"
     return ""
 
 

@@ -16,9 +16,8 @@ from torch.fx import Graph, Node
 from ..cost.profile_lookup import load
 from ..cost.regather import again_us
 from ..cost.site_sizes import Hints, hints_of
-from ..fp8.cast_nodes import AGAIN
 from ..graph.aten import dtype_of, shape_of, storage
-from ..graph.joint_graph import in_backward, needs_tangents
+from ..graph.joint_graph import FIRST_REGION, LAST_REGION, RECOMPUTED, mark_recomputed, needs_tangents
 from ..graph.matmul import Matmul, as_product, is_matmul
 from ..graph.sizes import number_of, product
 from ..match import Candidate, Gather, find_candidates
@@ -50,13 +49,15 @@ def apply_save_policy(graph: Graph, options: Options) -> int:
         whole: set[int] = set()
     else:
         # A region that the user checkpoints is the user's: nothing of it is kept, whatever we say.
-        weighed = [w for w in weighed if not any("recompute" in n.meta and AGAIN not in n.meta for n in w.nodes)]
+        weighed = [
+            w for w in weighed if not any("recompute" in n.meta and n.meta.get(RECOMPUTED) != FIRST_REGION for n in w.nodes)
+        ]
         whole = _within([w.kept for w in weighed], options.memory_budget)
     for i, w in enumerate(weighed):
         kept = w.kept if i in whole else replace(w.kept, keeps="shard")
         record_decision(w.match.collective.node, saved_activation=kept)
         if i not in whole:
-            in_backward(w.nodes)
+            mark_recomputed(w.nodes, LAST_REGION)
     return len(weighed) - len(whole)
 
 

@@ -17,8 +17,10 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
+from ub_overlap.runtime.fp8.numerics import FLOAT8
+
 from ..graph.aten import CUTS, Blocks, Effect, aten, dim_of, dtype_of, effect, pieces_of, readers, regroup, shape_of, tensor_of
-from ..graph.matmul import FLOAT8, FLOATS, Matmul, as_product, is_matmul, odd_size
+from ..graph.matmul import FLOATS, Matmul, as_product, find_indivisible_size, is_matmul
 from ..graph.sizes import Size, divide, product, same, same_shape, squeezed
 from ..joint.joint_decision import joint_decision
 from ..plan.reasons import Reason
@@ -170,8 +172,8 @@ class _Walk:
             return ()
         if last:
             return Miss(Reason.SCALED_FORM, f"{name} sums over shards of its inner dim")
-        if odd := odd_size(k.product):
-            return Miss(Reason.SIZES_NOT_16, odd)
+        if indivisible := find_indivisible_size(k.product):
+            return Miss(Reason.SIZES_NOT_16, f"{name}: {indivisible}")
         if not scales.rows:
             for known in self.scales:
                 if same_value(known, scales.lhs):

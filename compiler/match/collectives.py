@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-import torch
 from torch.fx import Graph, Node
 
 from ub_overlap import _torch_compat as compat
 
-c10d = torch.ops._c10d_functional
+from ..graph.aten import c10d
 
 
 class Op(Enum):

@@ -30,7 +30,7 @@ from ..graph.aten import (
     source,
     tensor_of,
 )
-from ..graph.matmul import FLOATS, Matmul, as_product, is_matmul, odd_size
+from ..graph.matmul import FLOATS, Matmul, as_product, find_indivisible_size, is_matmul
 from ..graph.sizes import Size, product, same, same_shape, squeezed
 from ..plan.reasons import Reason
 from .collectives import Collective, Op
@@ -214,8 +214,9 @@ def _scaled_form(c: Collective, terms: list[Matmul], last: bool, live: tuple[Nod
         return ""
     if None in scales or len({s.fast for s in scales if s}) != 1:
         return "products of different kinds are summed: float8 and 16 bits, or with fast accumulation and without"
-    if odd := next(filter(None, map(odd_size, terms)), ""):
-        return odd
+    for term in terms:
+        if indivisible := find_indivisible_size(term):
+            return f"{term.node.name}: {indivisible}"
     if len({s.rows for s in scales if s}) != 1:
         return "products with scales of rows and of tensors are summed"
     if c.op is Op.ALL_REDUCE or last:

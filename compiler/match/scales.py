@@ -14,11 +14,12 @@ from collections.abc import Callable
 import torch
 from torch.fx import Graph, Node
 
-from ..graph.aten import CASTS, CUTS, aten, dtype_of, effect, pieces_of, shape_of, source, tensor_of
-from ..graph.matmul import FLOAT8
+from ub_overlap.runtime.fp8.numerics import FLOAT8
+
+from ..graph.aten import CASTS, CUTS, aten, c10d, dtype_of, effect, pieces_of, shape_of, source, tensor_of
 from ..graph.sizes import product, same
 from ..joint.joint_decision import joint_decision, record_decision
-from .collectives import Collective, Op, c10d, read
+from .collectives import Collective, Op, read
 from .site import GatheredAlias
 
 _CLAMPS = {aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.minimum.default, aten.maximum.default}

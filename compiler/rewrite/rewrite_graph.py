@@ -8,6 +8,7 @@ from torch.fx import Graph, Node
 from ub_overlap import _torch_compat as compat
 
 from ..graph.emitter import Emitter
+from ..graph.erase import erase_unread
 from ..graph.sizes import size
 from ..match.site import Gather, Reduction, Site
 from ..plan.strategy import DispatchTable, Strategy
@@ -64,12 +65,8 @@ def _one(
     for old, known in sizes_kept.items():
         _replace_size(old, known)
     so_far.update(replaced)
-    dead = sorted(sizes_kept if verify else {*members, *replaced, *sizes_kept}, reverse=True)
-    while gone := [n for n in dead if not n.users]:
-        for node in gone:
-            graph.erase_node(node)
-        dead = [n for n in dead if n not in gone]
-    assert not dead, f"{name}: {dead} are still used after the rewrite"
+    still_read = erase_unread(graph, sizes_kept if verify else (*members, *replaced, *sizes_kept))
+    assert not still_read, f"{name}: {still_read} are still used after the rewrite"
 
 
 def _compared(e: Emitter, old: Node, new: Node, inside: set[Node], name: str) -> Node:

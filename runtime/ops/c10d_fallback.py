@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ub_overlap import _torch_compat
 
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+from ..fp8.numerics import FLOAT8
 
 
 def _gather(shard: Tensor, group: str) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import ub_overlap.runtime.ops  # noqa: F401  (registers the ops)
 from tests.models.compare import uncached
 from ub_overlap.compiler.fp8.state.cached_weights import copy_outputs
 from ub_overlap.runtime.fp8.weight_cache import cast_plainly, kept_bytes, weight_cast

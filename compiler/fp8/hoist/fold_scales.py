@@ -17,13 +17,13 @@ from torch.fx import Graph, Node
 from ub_overlap import _torch_compat as compat
 
 from ...cost.site_sizes import Hints, hints_of
-from ...graph.aten import CUTS, Effect, aten, dtype_of, effect, readers, shape_of, tensor_of
+from ...graph.aten import CUTS, Effect, aten, c10d, dtype_of, effect, readers, shape_of, tensor_of
 from ...graph.emitter import Emitter
+from ...graph.erase import erase_unread
 from ...graph.joint_graph import needs_tangents
 from ...graph.sizes import number_of, product, same, same_shape
 from ..operand_layout import contiguous_scales
-from ..provenance import before, c10d
-from ..quantized_values import erase
+from ..provenance import before
 
 _WHOLE = (aten.floor.default, aten.ceil.default, aten.round.default, aten.trunc.default)
 _SPREADS = (aten.repeat.default, aten.expand.default)
@@ -51,7 +51,7 @@ def fold_scales(graph: Graph, least_bytes: int) -> int:
         folded.meta |= {k: node.meta[k] for k in ("recompute", "ac_graph_id") if k in node.meta}
         result.replace_all_uses_with(folded)
         scaled = result.all_input_nodes[0]
-        erase(graph, (result, scaled, *scaled.all_input_nodes))
+        erase_unread(graph, (result, scaled, *scaled.all_input_nodes))
         count += 1
     return count
 

@@ -19,11 +19,11 @@ import torch
 from torch.fx import Node
 
 from ub_overlap import _torch_compat as compat
+from ub_overlap.runtime.fp8.numerics import FLOAT8
 
-from ...graph.aten import CASTS, CUTS, Effect, aten, dtype_of, effect, readers, shape_of, tensor_of
+from ...graph.aten import CASTS, CUTS, Effect, aten, c10d, dtype_of, effect, readers, shape_of, tensor_of
 from ...graph.sizes import same, same_shape
-from ..provenance import before, c10d, step_back
-from ..recipe import FLOAT8
+from ..provenance import before, step_back
 
 _MAXIMA = (aten.max.default, aten.amax.default)
 _COMPARED = (torch.float32, torch.bfloat16, torch.float16)

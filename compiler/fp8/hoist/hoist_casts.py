@@ -27,19 +27,21 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from ub_overlap import _torch_compat as compat
+from ub_overlap.runtime.fp8.numerics import FLOAT8
 
 from ...cost.profile import Profile
 from ...cost.site_sizes import Hints, hints_of
-from ...graph.aten import aten, dtype_of, shape_of, source, tensor_of
+from ...graph.aten import aten, c10d, dtype_of, shape_of, source, tensor_of
 from ...graph.emitter import Emitter, spelled
-from ...graph.joint_graph import in_backward, needs_tangents
+from ...graph.erase import erase_unread
+from ...graph.joint_graph import LAST_REGION, mark_recomputed, needs_tangents
 from ...graph.sizes import Size, number_of, product
 from ...joint.joint_decision import record_decision
 from ...plan.reasons import Reason
 from ..operand_layout import contiguous_scales
-from ..provenance import Axis, c10d
-from ..quantized_values import Quantise, QuantizedValue, QuantizedValues, erase
-from ..recipe import FLOAT8, NARROW
+from ..provenance import Axis
+from ..quantized_values import Quantise, QuantizedValue, QuantizedValues
+from ..recipe import NARROW
 from .gather_readers import GatherReaders, Granularity, behind
 from .rebuild_on_shard import ShardRebuilder
 from .regather_cost import products_of, why_not_twice
@@ -80,7 +82,7 @@ def cast_before_gathers(graph: Graph, early: HoistConfig) -> int:
             continue
         _move(graph, found, inputs, tangents)
         if found.others:
-            in_backward(n for n in (gather, *found.holders, *found.inside) if n.users)
+            mark_recomputed((n for n in (gather, *found.holders, *found.inside) if n.users), LAST_REGION)
         count += 1
     if count:
         compat.stable_topological_sort(graph)
@@ -176,7 +178,7 @@ def _move(graph: Graph, found: GatherReaders, inputs: Sequence[Node], tangents: 
         twin = twins[key].of(scaled.holder, -1 if scaled.rows else None)
         brought = twin.scale if scaled.rows else brought
         if scaled.lines is Granularity.COLUMNS and (later := _for_backward(cast, tangents)) is not None:
-            in_backward(later | _between(twins[key].of(shard, None, (group,)).q, twin.q))
+            mark_recomputed(later | _between(twins[key].of(shard, None, (group,)).q, twin.q), LAST_REGION)
         cast.replace_all_uses_with(twin.q)
         dead |= twins[key].replaced
     with graph.inserting_before(gather):
@@ -185,7 +187,7 @@ def _move(graph: Graph, found: GatherReaders, inputs: Sequence[Node], tangents: 
             maximum.replace_all_uses_with(e.reshape(rebuilt.on(e, maximum), shape_of(maximum)))
         for value in wanted if brought is not None else ():
             value.replace_all_uses_with(contiguous_scales(e, brought, shape_of(value)))  # type: ignore[arg-type]
-    erase(graph, dead)
+    erase_unread(graph, dead)
 
 
 def _tell_foreign(found: GatherReaders) -> None:

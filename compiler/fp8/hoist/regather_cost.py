@@ -19,7 +19,7 @@ from ...cost.profile import Profile
 from ...cost.regather import again_us
 from ...cost.site_sizes import Hints, shape_at, shape_of_site
 from ...graph.aten import effect, readers
-from ...graph.matmul import Matmul, as_product, odd_size
+from ...graph.matmul import Matmul, as_product, find_indivisible_size
 from ...match.all_gather import match_all_gather
 from ...match.collectives import read
 from ...match.site import Bulk, Gather
@@ -54,7 +54,7 @@ def why_not_twice(found: GatherReaders, profile: Profile, hints: Hints) -> str:
 
 def products_of(found: GatherReaders) -> list[Matmul]:
     """The float8 products that could run beside the gather of their rows."""
-    return [p for cast in sorted(found.casts) for p in _products(cast) if not odd_size(p)]
+    return [p for cast in sorted(found.casts) for p in _products(cast) if not find_indivisible_size(p)]
 
 
 def _products(node: Node) -> list[Matmul]:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Container, Iterator
 
 from torch.fx import Graph, Node
 
-from ...graph.aten import CUTS, aten, dtype_of, readers
-from ..provenance import Axis, before, c10d, step_back
+from ...graph.aten import CUTS, aten, c10d, dtype_of, readers
+from ..provenance import Axis, before, step_back
 from ..recipe import NARROW
 
 Wanted = Callable[[Node, Node], list[Axis] | None]

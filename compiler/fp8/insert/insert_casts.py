@@ -24,17 +24,18 @@ from ...cost.site_sizes import hints_of
 from ...graph.aten import aten, dtype_of, pieces_of, shape_of, tensor_of
 from ...graph.dtensor_sizes import Sizes
 from ...graph.emitter import Emitter, spelled
+from ...graph.erase import erase_unread
 from ...graph.joint_graph import needs_tangents
-from ...graph.matmul import Matmul, Operand
-from ...graph.sizes import Size, divide, same_shape, text
+from ...graph.matmul import FLOAT8_MULTIPLE, Matmul, Operand, find_indivisible_size
+from ...graph.sizes import Size, same_shape, text
 from ...graph.source_location import module_of
 from ...joint.joint_decision import record_decision
 from ...plan.decision import CastDecision
 from ...plan.reasons import Reason
 from ..cast_nodes import cast_down, keep, scale_of
 from ..provenance import Axis, before, origin, step_back
-from ..quantized_values import QuantizedValue, QuantizedValues, erase
-from ..recipe import MULTIPLE, NARROW, Recipe
+from ..quantized_values import QuantizedValue, QuantizedValues
+from ..recipe import NARROW, Recipe
 from ..state.cached_weights import CachedWeights
 from ..state.delayed_scaling import Delayed
 from .fp8_profitability import weigh
@@ -125,7 +126,7 @@ def insert_casts(graph: Graph, fp8: Fp8) -> int:
         _replace(graph, node, value, casts[node] if fp8.verify else None)
     if delayed is not None:
         delayed.finish()
-    erase(graph, (*scaled, *twins.replaced))
+    erase_unread(graph, (*scaled, *twins.replaced))
     compat.stable_topological_sort(graph)
     return len(scaled)
 
@@ -190,18 +191,18 @@ def _of_product(role: Role, p: Matmul, fp8: Fp8) -> Verdict:
 def _odd_somewhere(weight: Sizes) -> Verdict:
     """What a rank gathers in float8 no other may gather in 16 bits: one rank's columns decide for all."""
     for sizes in weight:
-        if len(sizes) > 1 and any(size % MULTIPLE or size == 0 for size in sizes):
+        if len(sizes) > 1 and any(size % FLOAT8_MULTIPLE or size == 0 for size in sizes):
             return (
                 Reason.SIZES_NOT_16,
-                f"the ranks hold {', '.join(map(str, sizes))} of the weight: not all divide by {MULTIPLE}",
+                f"the ranks hold {', '.join(map(str, sizes))} of the weight: not all divide by {FLOAT8_MULTIPLE}",
             )
     return None
 
 
 def _odd(p: Matmul) -> Verdict:
+    if indivisible := find_indivisible_size(p, dynamic=True):
+        return Reason.SIZES_NOT_16, indivisible
     for what, size in (("inner dim", p.inner), ("columns", p.shape[1])):
-        if divide(size, MULTIPLE) is None:
-            return Reason.SIZES_NOT_16, f"{what} {size} do not divide by {MULTIPLE}"
         if isinstance(size, int) and size == 0:
             return Reason.SIZES_NOT_16, f"{what} 0: nothing to multiply"
     return None

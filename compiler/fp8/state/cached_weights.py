@@ -17,13 +17,13 @@ from collections.abc import Collection
 import torch
 from torch.fx import Graph, Node
 
-from ...graph.aten import Effect, dtype_of, effect, shape_of, tensor_of
+from ...graph.aten import Effect, c10d, dtype_of, effect, shape_of, tensor_of
 from ...graph.emitter import Emitter
-from ...graph.joint_graph import LAST_REGION
-from ..cast_nodes import compute_again
-from ..provenance import before, c10d
+from ...graph.joint_graph import LAST_REGION, mark_recomputed
+from ...graph.matmul import FLOAT8_MULTIPLE
+from ..provenance import before
 from ..quantized_values import QuantizedValue
-from ..recipe import MULTIPLE, NARROW
+from ..recipe import NARROW
 
 
 class CachedWeights:
@@ -62,15 +62,15 @@ class CachedWeights:
         self._cast.add(which)
         cast = e.call(torch.ops.ub_overlap.fp8_weight.default, *which, after, known)
         q, scale = e.item(cast, 0), e.item(cast, 1)
-        for node in (cast, q, scale):
-            compute_again(node)
+        mark_recomputed((cast, q, scale), LAST_REGION)
+        for node in (cast, q, scale):  # also in a region of the user's
             node.meta["ac_graph_id"] = LAST_REGION
         return QuantizedValue(q, scale)
 
 
 def _fits(weight: Node) -> bool:
     value, shape = weight.meta["val"], shape_of(weight)
-    if len(shape) != 2 or not all(isinstance(n, int) and n > 0 and n % MULTIPLE == 0 for n in shape):
+    if len(shape) != 2 or not all(isinstance(n, int) and n > 0 and n % FLOAT8_MULTIPLE == 0 for n in shape):
         return False
     return value.is_contiguous() and dtype_of(weight) in (*NARROW, torch.float32)
 

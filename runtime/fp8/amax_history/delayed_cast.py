@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..numerics import TINY
+from ..numerics import LEAST_SCALE
 
 HEADROOM = 2.0
 """By how much a tensor may grow over its history before it saturates: a binade of 18 (e4m3) or 32 (e5m2), and no bit."""
@@ -26,7 +26,7 @@ def cast_plainly(x: Tensor, most: Tensor, at: int, noted: Tensor, format: torch.
     finite, seen = wide.isfinite(), largest(wide)
     noted.copy_(torch.maximum(noted, seen))
     known = most[at]
-    scale = (torch.where(known > 0, known * HEADROOM, seen) * (1.0 / top)).clamp_min(TINY)
+    scale = (torch.where(known > 0, known * HEADROOM, seen) * (1.0 / top)).clamp_min(LEAST_SCALE)
     bounded = (wide * scale.reciprocal()).clamp(-top, top)
     return torch.where(finite, bounded, torch.nan).to(format), scale
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..numerics import TINY
+from ..numerics import LEAST_SCALE
 
 FORMAT = torch.float8_e4m3fn
 
@@ -81,5 +81,5 @@ def cast_plainly(weight: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
     top = torch.finfo(FORMAT).max
     size = weight.abs()
     most = (size.amax() if axis is None else size.amax(axis, keepdim=True)).float()
-    scale = (most * (1.0 / top)).clamp_min(TINY)
+    scale = (most * (1.0 / top)).clamp_min(LEAST_SCALE)
     return (weight.float() * scale.reciprocal()).clamp_min(-top).clamp_max(top).to(FORMAT), scale
