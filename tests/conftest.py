@@ -21,3 +21,10 @@ settings.load_profile("ub_overlap")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: runs on GPUs, and skips with a reason where there are too few")
+    config.addinivalue_line("markers", "full: left out with --quick")
+    config.addinivalue_line("markers", "deadline(seconds): limit of a test under torchrun (tests/gpu/torchrun)")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=("cuda", "cpu"), default="cuda", help="device of the tests under torchrun")
+    parser.addoption("--quick", action="store_true", help="fewer GPU tests, fewer iterations")

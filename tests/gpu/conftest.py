@@ -1,4 +1,4 @@
-"""How many GPUs there are, and the skip of tests that need more."""
+"""How many ranks this machine's GPUs allow, and the skip of tests that need more."""
 
 from __future__ import annotations
 
@@ -14,11 +14,20 @@ def gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def ranks_of_this_machine() -> int:
+    """UB_OVERLAP_TEST_RANKS, or all GPUs."""
+    return int(os.environ.get("UB_OVERLAP_TEST_RANKS", "0")) or gpus()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--quick"):
+        items[:] = [item for item in items if item.get_closest_marker("full") is None]
+
+
 @pytest.fixture
 def ranks() -> int:
-    """Ranks for a program: UB_OVERLAP_TEST_RANKS, or all GPUs. Skips where there are fewer than two."""
-    found = gpus()
-    wanted = int(os.environ.get("UB_OVERLAP_TEST_RANKS", "0")) or found
+    """Ranks of a test; it skips where there are fewer than two GPUs, or fewer GPUs than ranks asked for."""
+    found, wanted = gpus(), ranks_of_this_machine()
     if found < 2:
         pytest.skip(f"{found} GPUs, needs 2")
     if wanted > found:

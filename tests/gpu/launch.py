@@ -1,8 +1,4 @@
-"""Starts the programs of this folder as processes of their own, with a limit, and reads their tables. Imports no torch.
-
-done = torchrun("races.py", 4, ["--quick"], limit_s=120)
-done.code, done.table(), done.tail()
-"""
+"""Start processes with a limit and collect their output; start torchrun on a test module. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = ROOT / "tests" / "gpu" / "programs"
 ENVIRONMENT = {
     # NVLink multicast is never used here.
     "NCCL_NVLS_ENABLE": "0",
@@ -27,49 +22,34 @@ ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "PYTHONWARNINGS": "ignore",
 }
-TABLE = "== "  # as frame.py begins a table
 
 
 @dataclass(frozen=True)
-class Done:
-    """How a program ended. code: None if it outlasted its limit and was killed."""
+class Finished:
+    """How a process ended. `code`: None if it outlasted its limit and was killed."""
 
     command: str
     code: int | None
     output: str
     seconds: float
 
-    def table(self) -> str:
-        """Its table; "" where it printed none."""
-        at = self.output.rfind(f"\n{TABLE}")
-        lines = self.output[at + 1 :].splitlines() if at >= 0 else []
-        # The table ends where whatever the launcher says begins.
-        noise = ("Traceback", "E1", "W1", "E0", "W0", "[rank", "====", "*****", "torch.distributed")
-        end = next((i for i, line in enumerate(lines) if i and line.startswith(noise)), len(lines))
-        return "\n".join(lines[:end]).rstrip()
-
-    def tail(self, lines: int = 60) -> str:
-        return self.table() or "\n".join(self.output.splitlines()[-lines:])
+    def tail(self, lines: int = 80) -> str:
+        return "\n".join(self.output.splitlines()[-lines:])
 
     def why(self) -> str:
         ended = "outlasted its limit" if self.code is None else f"exit code {self.code}"
-        return f"{ended} after {self.seconds:.0f} s"
+        return f"{self.command}: {ended} after {self.seconds:.0f} s"
 
 
-def torchrun(
-    program: str, ranks: int, arguments: Sequence[str] = (), limit_s: float = 300, env: dict[str, str] | None = None
-) -> Done:
-    """`program` of this folder on `ranks` local ranks."""
+def torchrun_command(module: str, ranks: int, arguments: Sequence[str] = (), python: Sequence[str] = ()) -> list[str]:
+    """pytest on a module of tests/gpu/torchrun, on `ranks` local ranks. `python`: the interpreter, with what it runs under."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return run([*launcher, str(PROGRAMS / program), *arguments], limit_s, env)
+    interpreter = ["--no-python", *(python or [sys.executable])]
+    tests = ["-m", "pytest", "-p", "no:cacheprovider", "-q", "-rfEs", str(ROOT / "tests/gpu/torchrun" / module)]
+    return [*launcher, "--local-ranks-filter", "0", *interpreter, *tests, *arguments]
 
 
-def python(program: str, arguments: Sequence[str] = (), limit_s: float = 300, env: dict[str, str] | None = None) -> Done:
-    """`program` of this folder, which starts its ranks by itself."""
-    return run([sys.executable, str(PROGRAMS / program), *arguments], limit_s, env)
-
-
-def run(command: Sequence[str], limit_s: float, env: dict[str, str] | None = None) -> Done:
+def launch(command: Sequence[str], limit_s: float, env: dict[str, str] | None = None) -> Finished:
     """Runs a command from the tree's root. Whatever happens, it and all that it started are gone at the end."""
     began = time.monotonic()
     path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
@@ -93,7 +73,7 @@ def run(command: Sequence[str], limit_s: float, env: dict[str, str] | None = Non
     except BaseException:
         _end(process)
         raise
-    return Done(" ".join(command), code, output, time.monotonic() - began)
+    return Finished(" ".join(command), code, output, time.monotonic() - began)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -1,30 +1,22 @@
 """CUDA graphs: capture on all ranks, replays with changing inputs, eager calls between, two graphs in turns; and compiled
 models whose graphs torch captures itself.
 
-    torchrun --nproc-per-node 4 tests/gpu/programs/graphs.py [--replays 1000] [--quick] [--only TEXT]
 """
-
-# ruff: noqa: E402   the path comes first
 
 from __future__ import annotations
 
-import argparse
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[3])
-
-from tests.gpu.frame import Frame, Skip  # isort: skip
-
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from tests.gpu import captures as inductor_graphs
 from tests.gpu.cases import BF16, Maker, differs
+from tests.gpu.lockstep import Lockstep
 from tests.harness.traces import as_loss
 from tests.models.megatron import MLP, Mappings
 from ub_overlap.runtime import ops, settings, stats
@@ -34,8 +26,8 @@ from ub_overlap.runtime.session import session
 class Layer:
     """all_gather_matmul, then matmul_reduce_scatter, on fixed weights; `static` is what a graph reads."""
 
-    def __init__(self, frame: Frame, group: str, name: str, rows: int, wide: int) -> None:
-        make = Maker(frame.device, frame.ranks)
+    def __init__(self, lockstep: Lockstep, group: str, name: str, rows: int, wide: int) -> None:
+        make = Maker(lockstep.device, lockstep.ranks)
         self.up, self.down = make.randn(512, wide, dtype=BF16, scale=0.1), make.randn(wide, 512, dtype=BF16, scale=0.1)
         self.static = make.randn(1, rows, 512, dtype=BF16)
         self.group, self.name = group, name
@@ -49,33 +41,33 @@ class Layer:
         )
         return scattered[0]
 
-    def expect(self, frame: Frame) -> list[torch.Tensor]:
+    def expect(self, lockstep: Lockstep) -> list[torch.Tensor]:
         found = []
         for x in self.inputs:
             found.append(self(x).clone())
-            frame.sync()
+            lockstep.sync()
         session.check(self.group)
         return found
 
-    def capture(self, frame: Frame) -> tuple[Any, torch.Tensor]:
+    def capture(self, lockstep: Lockstep) -> tuple[Any, torch.Tensor]:
         """The graph and its output. Capturing runs nothing, so no rank waits for another in it."""
         self(self.static)
-        frame.sync()
-        frame.barrier()
+        lockstep.sync()
+        lockstep.barrier()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             out = self(self.static)
-        frame.sync()
-        frame.barrier()
+        lockstep.sync()
+        lockstep.barrier()
         return graph, out
 
 
-def alternate(frame: Frame, group: str, layers: int, count: int, eager: bool) -> str:
+def alternate(lockstep: Lockstep, group: str, layers: int, count: int, eager: bool) -> str:
     """Graphs of so many layers in turns, with changing inputs; `eager`: every third turn is a plain call instead."""
-    made = [Layer(frame, group, f"graph{i}", 64 * (i + 1), 256 + 128 * i) for i in range(layers)]
-    expected = [layer.expect(frame) for layer in made]
-    captured = [layer.capture(frame) for layer in made]
-    wrong = torch.zeros(count, dtype=torch.bool, device=frame.device)
+    made = [Layer(lockstep, group, f"graph{i}", 64 * (i + 1), 256 + 128 * i) for i in range(layers)]
+    expected = [layer.expect(lockstep) for layer in made]
+    captured = [layer.capture(lockstep) for layer in made]
+    wrong = torch.zeros(count, dtype=torch.bool, device=lockstep.device)
     clock = time.monotonic()
     for turn in range(count):
         which, version = turn % layers, (turn * 3 + turn // 5) % 7
@@ -88,9 +80,9 @@ def alternate(frame: Frame, group: str, layers: int, count: int, eager: bool) ->
             got = out
         wrong[turn] = differs([got], [expected[which][version]])
         if turn % 250 == 249:
-            frame.sync()
+            lockstep.sync()
             session.check(group)
-    frame.sync()
+    lockstep.sync()
     session.check(group)
     bad = wrong.nonzero().flatten().tolist()
     if bad:
@@ -99,9 +91,9 @@ def alternate(frame: Frame, group: str, layers: int, count: int, eager: bool) ->
     return f"{count} turns in {time.monotonic() - clock:.1f} s, bitwise"
 
 
-def beside(frame: Frame, group: str, count: int) -> str:
+def beside(lockstep: Lockstep, group: str, count: int) -> str:
     """A replay on one stream and a plain call on another that begins while the replay runs: the one waits for the other."""
-    make = Maker(frame.device, frame.ranks)
+    make = Maker(lockstep.device, lockstep.ranks)
     weight = make.randn(8192, 8192, dtype=BF16, scale=0.02)  # a call of milliseconds: ranks are further apart than a launch
     static, inputs = make.randn(1, 4096, 8192, dtype=BF16), [make.randn(1, 4096, 8192, dtype=BF16) for _ in range(3)]
 
@@ -112,9 +104,9 @@ def beside(frame: Frame, group: str, count: int) -> str:
     expected = []
     for x in inputs:
         expected.append(call(x, "beside").clone())
-        frame.sync()
+        lockstep.sync()
     graph = torch.cuda.CUDAGraph()
-    frame.barrier()
+    lockstep.barrier()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         out = call(static, "beside.graph")
     lanes = [torch.cuda.Stream() for _ in range(2)]
@@ -122,15 +114,15 @@ def beside(frame: Frame, group: str, count: int) -> str:
     for turn in range(count):
         a, b = turn % 3, (turn * 2 + 1) % 3
         static.copy_(inputs[a])
-        frame.sync()
-        frame.barrier()
+        lockstep.sync()
+        lockstep.barrier()
         with torch.cuda.stream(lanes[0]):
             graph.replay()
         time.sleep(0.0005)
         with torch.cuda.stream(lanes[1]):
             eager = call(inputs[b], "beside")
         met += not lanes[0].query()
-        frame.sync()
+        lockstep.sync()
         session.check(group)
         wrong += bool(differs([out, eager], [expected[a], expected[b]]))
     if wrong or not met:
@@ -138,17 +130,17 @@ def beside(frame: Frame, group: str, count: int) -> str:
     return f"{count} turns, {met} replays still ran when the plain call came, bitwise"
 
 
-def two_threads(frame: Frame, group: str, count: int) -> str:
+def two_threads(lockstep: Lockstep, group: str, count: int) -> str:
     """One thread captures calls of a group again and again while another makes plain calls of a second group."""
     settings.configure(replay=False)  # torch synchronizes the device at every capture, which no recording survives
-    mine, other = Layer(frame, group, "captures", 64, 256), Layer(frame, frame.fresh(), "plain", 96, 384)
-    expected, plain = mine.expect(frame), other.expect(frame)
-    wrong = torch.zeros(count, dtype=torch.bool, device=frame.device)
+    mine, other = Layer(lockstep, group, "captures", 64, 256), Layer(lockstep, lockstep.new_group(), "plain", 96, 384)
+    expected, plain = mine.expect(lockstep), other.expect(lockstep)
+    wrong = torch.zeros(count, dtype=torch.bool, device=lockstep.device)
     failed: list[BaseException] = []
 
     def calls() -> None:
         try:
-            torch.cuda.set_device(frame.device)
+            torch.cuda.set_device(lockstep.device)
             with torch.cuda.stream(torch.cuda.Stream()):
                 for turn in range(count):
                     wrong[turn] = differs([other(other.inputs[turn % 7])], [plain[turn % 7]])
@@ -168,14 +160,14 @@ def two_threads(frame: Frame, group: str, count: int) -> str:
     thread.join(60)
     if failed:
         raise failed[0]
-    frame.sync()
-    frame.barrier()
+    lockstep.sync()
+    lockstep.barrier()
     for version in range(7):
         mine.static.copy_(mine.inputs[version])
         graph.replay()
         if differs([out], [expected[version]]):
             raise AssertionError(f"the replay of input {version} is wrong")
-    frame.sync()
+    lockstep.sync()
     session.check()
     bad = wrong.nonzero().flatten().tolist()
     if bad:
@@ -198,28 +190,28 @@ class Model(nn.Module):
         return x
 
 
-def compiled(frame: Frame, steps: int, kwargs: dict[str, Any], captures: bool) -> str:
+def compiled(lockstep: Lockstep, steps: int, kwargs: dict[str, Any], captures: bool) -> str:
     """Forward and backward of a compiled model, `steps` times with new inputs: outputs and gradients are eager's. `captures`:
     torch must have captured graphs, and skipped none. Sites this small are overlapped where options force them."""
     torch._dynamo.reset()
     if captures:
         inductor_graphs.fresh()
     ops.extension().clear_stats()
-    rows, dim, hidden = (1024, 1024, 2048) if frame.cuda else (32, 64, 128)  # above min_bytes on GPUs
-    torch.manual_seed(3 + frame.rank)
-    with torch.device(frame.device):
-        eager, ours = Model(frame.ranks, dim, hidden), Model(frame.ranks, dim, hidden)
+    rows, dim, hidden = (1024, 1024, 2048) if lockstep.cuda else (32, 64, 128)  # above min_bytes on GPUs
+    torch.manual_seed(3 + lockstep.rank)
+    with torch.device(lockstep.device):
+        eager, ours = Model(lockstep.ranks, dim, hidden), Model(lockstep.ranks, dim, hidden)
     ours.load_state_dict(eager.state_dict())
     run: Any = torch.compile(ours, backend="ub_overlap", **kwargs)
     worst = 0.0
     for step in range(steps):
-        if frame.cuda:
+        if lockstep.cuda:
             torch.compiler.cudagraph_mark_step_begin()
-        generator = torch.Generator(frame.device).manual_seed(100 * step + frame.rank)
+        generator = torch.Generator(lockstep.device).manual_seed(100 * step + lockstep.rank)
         results = []
         for module, call in ((eager, eager), (ours, run)):
-            generator.manual_seed(100 * step + frame.rank)
-            x = torch.randn(rows // frame.ranks, 1, dim, device=frame.device, generator=generator).requires_grad_()
+            generator.manual_seed(100 * step + lockstep.rank)
+            x = torch.randn(rows // lockstep.ranks, 1, dim, device=lockstep.device, generator=generator).requires_grad_()
             out = call(x)
             as_loss(out).backward()
             results.append([out.detach().clone(), x.grad, *(p.grad.clone() for p in module.parameters())])  # type: ignore[union-attr]
@@ -229,7 +221,7 @@ def compiled(frame: Frame, steps: int, kwargs: dict[str, Any], captures: bool) -
             worst = max(worst, error)
             if not error < 2e-5:
                 raise AssertionError(f"step {step}: off by {error:.3g} of the largest value")
-    frame.sync()
+    lockstep.sync()
     session.check()
     used = [s for s in stats.site_stats().values() if s.calls and s.strategy.startswith("pipelined")]
     if not used and "options" in kwargs:
@@ -237,45 +229,48 @@ def compiled(frame: Frame, steps: int, kwargs: dict[str, Any], captures: bool) -
     note = f"{steps} steps, error {worst:.2g}, {len(used)} sites"
     if not captures:
         return note
-    return f"{note}, {inductor_graphs.count(frame.device)} graphs captured"
+    return f"{note}, {inductor_graphs.count(lockstep.device)} graphs captured"
 
 
-def compiled_rows(frame: Frame) -> None:
-    steps = 20
-    rows: dict[str, tuple[dict[str, Any], bool]] = {
-        "compiled, no graphs": ({"options": {"overlap": "force"}}, False),
-        "compiled, triton.cudagraphs": ({"options": {"overlap": "force", "triton.cudagraphs": True}}, True),
-        "compiled, options mode reduce-overhead": ({"options": {"overlap": "force", "mode": "reduce-overhead"}}, True),
-        "compiled, mode= reduce-overhead": ({"mode": "reduce-overhead"}, True),
-    }
-    for name, (kwargs, captures) in rows.items():
-        if frame.options.quick and name not in ("compiled, triton.cudagraphs",):
-            continue
-
-        def body(_: str, kwargs: dict[str, Any] = kwargs, captures: bool = captures) -> str:
-            if captures and not frame.cuda:
-                raise Skip("the CPU has no graphs")
-            return compiled(frame, steps, kwargs, captures)
-
-        frame.row(name, body, 150)
+needs_cuda_graphs = "the CPU has no graphs"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--replays", type=int, default=1000)
-    with Frame("graphs", parser) as frame:
-        torch.backends.cuda.matmul.allow_tf32 = False
-        count = frame.options.replays
-        if frame.cuda:
-            frame.row("replays", lambda g: alternate(frame, g, 1, count, False))
-            frame.row("replays and eager calls", lambda g: alternate(frame, g, 1, count, True))
-            frame.row("two graphs in turns", lambda g: alternate(frame, g, 2, count, False))
-            frame.row("two graphs and eager calls in turns", lambda g: alternate(frame, g, 2, count, True))
-            frame.row("a replay and an eager call at once", lambda g: beside(frame, g, 20))
-            frame.row("captures and eager calls of two threads", lambda g: two_threads(frame, g, 200))
-        compiled_rows(frame)
-    return frame.code
+@pytest.mark.parametrize("eager", [False, True], ids=["replays", "replays and eager calls"])
+@pytest.mark.parametrize("graphs", [1, 2])
+def test_replays(lockstep: Lockstep, group: str, graphs: int, eager: bool) -> None:
+    if not lockstep.cuda:
+        pytest.skip(needs_cuda_graphs)
+    lockstep.note(alternate(lockstep, group, graphs, 200 if lockstep.quick else 1000, eager))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def test_a_replay_concurrent_with_an_eager_call(lockstep: Lockstep, group: str) -> None:
+    if not lockstep.cuda:
+        pytest.skip(needs_cuda_graphs)
+    lockstep.note(beside(lockstep, group, 20))
+
+
+def test_captures_and_eager_calls_of_two_threads(lockstep: Lockstep, group: str) -> None:
+    if not lockstep.cuda:
+        pytest.skip(needs_cuda_graphs)
+    lockstep.note(two_threads(lockstep, group, 200))
+
+
+COMPILED = [
+    pytest.param({"options": {"overlap": "force"}}, False, marks=pytest.mark.full, id="no graphs"),
+    pytest.param({"options": {"overlap": "force", "triton.cudagraphs": True}}, True, id="triton.cudagraphs"),
+    pytest.param(
+        {"options": {"overlap": "force", "mode": "reduce-overhead"}},
+        True,
+        marks=pytest.mark.full,
+        id="options mode reduce-overhead",
+    ),
+    pytest.param({"mode": "reduce-overhead"}, True, marks=pytest.mark.full, id="mode=reduce-overhead"),
+]
+
+
+@pytest.mark.deadline(150)
+@pytest.mark.parametrize(("kwargs", "captures"), COMPILED)
+def test_compiled(lockstep: Lockstep, kwargs: dict[str, Any], captures: bool) -> None:
+    if captures and not lockstep.cuda:
+        pytest.skip(needs_cuda_graphs)
+    lockstep.note(compiled(lockstep, 20, kwargs, captures))

@@ -1,30 +1,21 @@
 """Faults: rank 1 is killed, stopped, skips, differs or is late; what every living rank raises, and when.
 
-    python tests/gpu/programs/faults.py --ranks 4 [--deadline 4] [--at-once 4] [--quick] [--only TEXT] [--device cpu]
-
 No torchrun: a launcher ends all ranks when one dies. Each case has processes of its own; several cases share the GPUs at
 a time. A living rank must raise an error of ub_overlap that names rank 1 within twice the deadline of the fault (and SPARE_S
 for sharing the devices), its outputs are NaN or those of a call that had ended, and a further call raises too.
 """
 
-# ruff: noqa: E402   the path comes first
-
 from __future__ import annotations
 
-import argparse
 import re
-import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[3])
+import pytest
 
-from tests.gpu.frame import options, text_table  # isort: skip
-
+from tests.gpu.conftest import ranks_of_this_machine
 from tests.runtime.spawn import Outcome, run_ranks
 
 GUILTY, SPARE_S = 1, 1.5
@@ -90,8 +81,8 @@ def judge(fault: Fault, outcome: Outcome, deadline: float, cuda: bool) -> str:
     return seen["notes"]
 
 
-def play(fault: Fault, device: str, ranks: int, deadline: float) -> tuple[str, str, str]:
-    """One row."""
+def play(fault: Fault, device: str, ranks: int, deadline: float) -> tuple[str, str]:
+    """Run one fault: (why it is wrong, or "", and what was measured)."""
     living = [rank for rank in range(ranks) if rank != GUILTY or fault.function != "dies"]
     clock = time.monotonic()
     outcomes = run_ranks(
@@ -104,49 +95,52 @@ def play(fault: Fault, device: str, ranks: int, deadline: float) -> tuple[str, s
     bad = [f"rank {r}: {why}" for r in living if (why := judge(fault, outcomes[r], deadline, device == "cuda"))]
     took = time.monotonic() - clock
     if bad:
-        return fault.name, "FAIL", "; ".join(bad)[:400]
+        return "; ".join(bad), ""
     values = [outcomes[r].value for r in living]
     if not fault.errors:
-        return fault.name, "ok", f"no error, {max(v['seconds'] for v in values):.1f} s of {took:.0f} s"
+        return "", f"no error, {max(v['seconds'] for v in values):.1f} s of {took:.0f} s"
     texts = sorted({f"{v['error']} naming {list(v['ranks'])}" for v in values})
     outs = sorted({v["outputs"] for v in values})
     slowest = max(v["seconds"] for v in values)
-    return fault.name, "ok", f"{slowest:.1f} s after: {', '.join(texts)}; outputs {', '.join(outs)}"
+    return "", f"{slowest:.1f} s after: {', '.join(texts)}; outputs {', '.join(outs)}"
 
 
-def main() -> int:
-    parser = options(argparse.ArgumentParser(description="faults"))
-    parser.add_argument("--ranks", type=int, default=0, help="default: all GPUs; 3 on the CPU")
-    parser.add_argument("--deadline", type=float, default=4.0, help="seconds that a wait for a peer may take")
-    parser.add_argument("--at-once", type=int, default=0, help="cases that share the devices at a time (default 4; CPU: 1)")
-    chosen = parser.parse_args()
-    ranks = chosen.ranks
-    if not ranks:
-        import torch
+class FaultRuns:
+    """Runs of all selected faults, several at a time; each test asks for its own."""
 
-        ranks = torch.cuda.device_count() if chosen.device == "cuda" else 3
-    work = [f for f in faults(chosen.device, chosen.quick) if chosen.only in f.name]
-    at_once = chosen.at_once or (4 if chosen.device == "cuda" else 1)
-    began, lock, rows = time.monotonic(), threading.Lock(), dict[str, tuple[str, str, str]]()
+    def __init__(self, faults: list[Fault], device: str, ranks: int, deadline: float, at_once: int) -> None:
+        self._pool = ThreadPoolExecutor(at_once)
+        self._runs = {fault.name: self._pool.submit(play, fault, device, ranks, deadline) for fault in faults}
 
-    def one(fault: Fault) -> None:
-        try:
-            row = play(fault, chosen.device, ranks, chosen.deadline)
-        except Exception as error:  # noqa: BLE001  a row of its own
-            row = (fault.name, "FAIL", repr(error)[:300])
-        with lock:
-            rows[fault.name] = row
-            print(f"[{time.monotonic() - began:5.1f} s] {row}", flush=True)
-
-    with ThreadPoolExecutor(at_once) as pool:
-        list(pool.map(one, work))
-    table = [rows[f.name] for f in work]
-    print(
-        text_table(f"faults, {ranks} ranks, deadline {chosen.deadline:g} s, {time.monotonic() - began:.0f} s", table),
-        flush=True,
-    )
-    return int(any(row[1] == "FAIL" for row in table))
+    def result(self, fault: Fault) -> tuple[str, str]:
+        return self._runs[fault.name].result()
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@pytest.fixture(scope="module")
+def gpu_runs(request: pytest.FixtureRequest) -> FaultRuns:
+    """The selected faults on all GPUs, four at a time, with a deadline of 4 s."""
+    chosen = [item.callspec.params["fault"] for item in request.session.items if item.function is test_fault]  # type: ignore[attr-defined]
+    return FaultRuns(chosen, "cuda", ranks_of_this_machine(), 4.0, 4)
+
+
+QUICK = {fault.name for fault in faults("cuda", quick=True)}
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(f, marks=[] if f.name in QUICK else pytest.mark.full) for f in faults("cuda", quick=False)],
+    ids=lambda fault: fault.name,
+)
+def test_fault(ranks: int, gpu_runs: FaultRuns, fault: Fault, record_property: Any) -> None:
+    wrong, measured = gpu_runs.result(fault)
+    record_property("measured", measured)
+    assert not wrong, wrong
+    print(measured)
+
+
+@pytest.mark.timeout(120)
+def test_a_killed_rank_on_the_cpu() -> None:
+    wrong, _ = play(Fault("dies", "RS", "SIGKILL", ("PeerTimeoutError",)), "cpu", 2, 2.0)
+    assert not wrong, wrong

@@ -3,24 +3,18 @@
 torchrun --nproc-per-node 2 tests/gpu/programs/delayed.py [--quick] [--only TEXT] [--device cpu]
 """
 
-# ruff: noqa: E402   the path comes first
-
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[3])
-
-from tests.gpu.frame import Frame, Result, Skip  # isort: skip
-
+import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.fp8.rank_fp8 import accumulated, apart
 from tests.gpu import captures
 from tests.gpu.cases import BF16, E4M3, E5M2, F16, F32
+from tests.gpu.lockstep import Lockstep
 from tests.models.case import on
 from ub_overlap import fp8_state
 from ub_overlap.runtime import errors
@@ -35,17 +29,17 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.float().nan_to_num(nan=12345.0), b.float().nan_to_num(nan=12345.0))
 
 
-def cast(frame: Frame, dtype: torch.dtype, format: torch.dtype) -> str:
+def cast(lockstep: Lockstep, dtype: torch.dtype, format: torch.dtype) -> str:
     """Every size, aligned and not, with an empty history and with one that is too small, and what is not finite."""
-    weight = torch.ones(1, device=frame.device)
+    weight = torch.ones(1, device=lockstep.device)
     for size in SIZES:
         for shift in (0, 1):
-            x = (torch.randn(size + shift, device=frame.device) * 3).to(dtype)[shift:]
+            x = (torch.randn(size + shift, device=lockstep.device) * 3).to(dtype)[shift:]
             if size > 20:
                 x[3], x[7], x[11] = torch.inf, -torch.inf, torch.nan
             for known in (0.0, 0.5):
-                most = torch.tensor([9.0, known], device=frame.device)
-                ours, theirs = (torch.full((1,), 0.25, device=frame.device) for _ in range(2))
+                most = torch.tensor([9.0, known], device=lockstep.device)
+                ours, theirs = (torch.full((1,), 0.25, device=lockstep.device) for _ in range(2))
                 key = text_of("cast", [str(dtype)])
                 _, columns = fp8_history(weight, key, False)
                 bank, slot = fp8_state("cast").bank(str(dtype), x.device), int(columns)
@@ -60,12 +54,12 @@ def cast(frame: Frame, dtype: torch.dtype, format: torch.dtype) -> str:
     return f"{len(SIZES)} sizes, bitwise"
 
 
-def captured(frame: Frame, turns: int) -> str:
+def captured(lockstep: Lockstep, turns: int) -> str:
     """Replays of a captured call, with inputs that change, leave the histories that plain calls leave."""
-    if not frame.cuda:
-        raise Skip("there is nothing to capture on the CPU")
-    inputs = [torch.randn(256, 512, device=frame.device, dtype=BF16) * (1 + turn % 5) for turn in range(turns)]
-    static, weight = inputs[0].clone(), torch.ones(1, device=frame.device)
+    if not lockstep.cuda:
+        pytest.skip("there is nothing to capture on the CPU")
+    inputs = [torch.randn(256, 512, device=lockstep.device, dtype=BF16) * (1 + turn % 5) for turn in range(turns)]
+    static, weight = inputs[0].clone(), torch.ones(1, device=lockstep.device)
 
     def call(name: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         keys = text_of(name, ["x", "y"])
@@ -76,7 +70,7 @@ def captured(frame: Frame, turns: int) -> str:
 
     call("captured", static)
     fp8_state("captured").reset()
-    frame.sync()
+    lockstep.sync()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = call("captured", static)
@@ -90,24 +84,24 @@ def captured(frame: Frame, turns: int) -> str:
     return f"{turns} replays, bitwise"
 
 
-def compiled(frame: Frame, turns: int) -> str:
+def compiled(lockstep: Lockstep, turns: int) -> str:
     """The same model with and without torch's own graphs: outputs, gradients and histories bit for bit."""
-    if not frame.cuda:
-        raise Skip("graphs are for GPUs")
+    if not lockstep.cuda:
+        pytest.skip("graphs are for GPUs")
     results: list[list[Tensor]] = []
     for graphs in (False, True):
         torch.manual_seed(3)
         captures.fresh()
-        model = nn.Sequential(nn.Linear(512, 1024), nn.SiLU(), nn.Linear(1024, 512)).to(frame.device, BF16)
+        model = nn.Sequential(nn.Linear(512, 1024), nn.SiLU(), nn.Linear(1024, 512)).to(lockstep.device, BF16)
         options = {"fp8": "all", "fp8_recipe": "delayed", "fp8_state": f"graphs {graphs}", "overlap": "force"}
         run: Any = torch.compile(model, backend="ub_overlap", options={**options, "triton.cudagraphs": graphs})
         found: list[Tensor] = []
         for turn in range(turns):
             torch.compiler.cudagraph_mark_step_begin()
-            x = (torch.randn(256, 512, device=frame.device) * (1 + turn % 3)).to(BF16)
+            x = (torch.randn(256, 512, device=lockstep.device) * (1 + turn % 3)).to(BF16)
             found += captures.step(run, model, x)
         if graphs:
-            captures.count(frame.device)
+            captures.count(lockstep.device)
         state = fp8_state(f"graphs {graphs}").state_dict()
         assert len(state) == 4, sorted(state)
         results.append([*found, *(state[key] for key in sorted(state))])
@@ -116,14 +110,14 @@ def compiled(frame: Frame, turns: int) -> str:
     return f"{turns} steps, bitwise"
 
 
-def told_apart(frame: Frame) -> str:
+def told_apart(lockstep: Lockstep) -> str:
     """A weight that is first met in a capture: a copy of the only module's is known, another module's is refused."""
-    if not frame.cuda:
-        raise Skip("there is nothing to capture on the CPU")
-    one, other = (torch.ones(1, device=frame.device) for _ in range(2))
+    if not lockstep.cuda:
+        pytest.skip("there is nothing to capture on the CPU")
+    one, other = (torch.ones(1, device=lockstep.device) for _ in range(2))
     keys = text_of("told apart", ["x"])
     _, column = fp8_history(one, keys, False)
-    frame.sync()
+    lockstep.sync()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         assert fp8_history(one.clone(), keys, False)[1].shape == column.shape
     refused = ""
@@ -134,8 +128,8 @@ def told_apart(frame: Frame) -> str:
     except errors.Fp8StateError as error:
         refused = str(error)
     assert "call every module once before the capture" in refused, refused or "no error"
-    frame.sync()
-    x, w = (torch.randn(n, 512, device=frame.device).to(BF16) for n in (256, 1024))
+    lockstep.sync()
+    x, w = (torch.randn(n, 512, device=lockstep.device).to(BF16) for n in (256, 1024))
     results: list[Tensor] = []
     for graphs in (False, True):
         captures.fresh()
@@ -147,33 +141,33 @@ def told_apart(frame: Frame) -> str:
                 y = run(x, w).clone()
         results.append(y)
         if graphs:
-            captures.count(frame.device)
+            captures.count(lockstep.device)
     assert torch.equal(*results)
     return "a copy of the only one, another one, a weight that is an argument"
 
 
-def ranks(frame: Frame) -> str:
+def ranks(lockstep: Lockstep) -> str:
     """Two steps of two microbatches, and calls with shards that are 8x apart: one scale on all ranks."""
-    with on(frame.device):
-        equal, kinds, _, casts, state = accumulated(frame.rank, frame.ranks)
+    with on(lockstep.device):
+        equal, kinds, _, casts, state = accumulated(lockstep.rank, lockstep.ranks)
     assert equal and casts == {"delayed"}, (equal, casts)
     assert kinds == {phase: ["all_gather_matmul", "matmul_reduce_scatter"] for phase in ("forward", "backward")}, kinds
     gathered = sorted(key for key in state if key.endswith(("up/x", "down/dy")))
     assert len(gathered) == 2, sorted(state)
     assert all((state[key][1:] > 0).sum() == 3 for key in gathered)  # of four calls, the last one's is not pushed yet
-    with on(frame.device):
-        found = apart(frame.rank, frame.ranks)
+    with on(lockstep.device):
+        found = apart(lockstep.rank, lockstep.ranks)
     worst = max(max(errors) for errors in found.values())
     assert worst < 0.15, found
     return f"one scale of what is gathered: errors of {worst:.1e} at most where shards are 8x apart"
 
 
-def speed(frame: Frame) -> Result:
+def speed(lockstep: Lockstep) -> str:
     """A cast of 8192 x 8192: it reads two bytes an element and writes one."""
-    if not frame.cuda:
-        raise Skip("a reference on the CPU")
-    x = torch.randn(8192, 8192, device=frame.device, dtype=BF16)
-    most, key = torch.ones(1, device=frame.device), text_of("speed", ["x"])
+    if not lockstep.cuda:
+        pytest.skip("a reference on the CPU")
+    x = torch.randn(8192, 8192, device=lockstep.device, dtype=BF16)
+    most, key = torch.ones(1, device=lockstep.device), text_of("speed", ["x"])
     _, columns = fp8_history(x, key, True)
     for _ in range(5):
         fp8_quantise(x, most, columns, 0, key, E4M3, "forward", "")
@@ -182,23 +176,35 @@ def speed(frame: Frame) -> Result:
     for _ in range(50):
         fp8_quantise(x, most, columns, 0, key, E4M3, "forward", "")
     end.record()
-    frame.sync()
+    lockstep.sync()
     us = begin.elapsed_time(end) * 1000 / 50
-    return Result(f"{us:.0f} us", f"{3 * x.numel() / us / 1e3:.0f} GB/s")
+    return f"{us:.0f} us, {3 * x.numel() / us / 1e3:.0f} GB/s"
 
 
-def main() -> int:
-    with Frame("delayed scaling") as frame:
-        for dtype in (BF16, F16, F32):
-            for format in (E4M3, E5M2):
-                frame.row(f"cast {str(dtype)[6:]} {str(format)[6:]}", lambda _, d=dtype, f=format: cast(frame, d, f))
-        frame.row("captured", lambda _: captured(frame, 5 if frame.options.quick else 40))
-        frame.row("compiled", lambda _: compiled(frame, 5 if frame.options.quick else 20), 150)
-        frame.row("told apart", lambda _: told_apart(frame), 120)
-        frame.row("ranks", lambda _: ranks(frame), 120)
-        frame.row("speed", lambda _: speed(frame))
-    return frame.code
+@pytest.mark.parametrize("format", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+def test_cast(lockstep: Lockstep, dtype: torch.dtype, format: torch.dtype) -> None:
+    lockstep.note(cast(lockstep, dtype, format))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def test_captured(lockstep: Lockstep) -> None:
+    lockstep.note(captured(lockstep, 5 if lockstep.quick else 40))
+
+
+@pytest.mark.deadline(150)
+def test_compiled(lockstep: Lockstep) -> None:
+    lockstep.note(compiled(lockstep, 5 if lockstep.quick else 20))
+
+
+@pytest.mark.deadline(120)
+def test_modules_that_share_a_graph(lockstep: Lockstep) -> None:
+    lockstep.note(told_apart(lockstep))
+
+
+@pytest.mark.deadline(120)
+def test_ranks_agree_on_scales(lockstep: Lockstep) -> None:
+    lockstep.note(ranks(lockstep))
+
+
+def test_speed(lockstep: Lockstep) -> None:
+    lockstep.note(speed(lockstep))

@@ -1,6 +1,5 @@
 """Schedules with a Wait or a Signal removed, run all the same: the race test must see it, or it could not fail.
 
-    torchrun --nproc-per-node 4 tests/gpu/programs/broken.py [--quick] [--only TEXT] [--device cpu]
 
 The hook by which C++ asks for schedules is replaced, so the proof is skipped. Each row breaks one step and says how it
 was caught; a row that is not caught fails.
@@ -10,22 +9,17 @@ was caught; a row that is not caught fails.
     without a signal        whoever waits for it raises PeerTimeoutError
 """
 
-# ruff: noqa: E402   the path comes first
-
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[3])
-
-from tests.gpu.frame import Frame  # isort: skip
+import pytest
 
 from tests.gpu import cases
+from tests.gpu.lockstep import Lockstep
 from tests.gpu.programs.races import VERSIONS, Site, sites
 from tests.schedule.mutations import delete
 from ub_overlap.runtime import errors, ops, settings
@@ -59,7 +53,7 @@ def schedule_of(site: Site, rank: int) -> Schedule:
 KEYS: dict[str, tuple[Any, ...]] = {}
 
 
-def learn(frame: Frame, group: str, kind: str) -> Site:
+def learn(lockstep: Lockstep, group: str, kind: str) -> Site:
     """A site with its expected results, and its key."""
     asked: list[tuple[Any, ...]] = []
     provider = ops.Provider()
@@ -69,7 +63,7 @@ def learn(frame: Frame, group: str, kind: str) -> Site:
         return provider(key, rank)
 
     ops.extension().set_provider(listen)
-    (site,) = sites(frame, group, [kind], 256 if frame.cuda else 64)
+    (site,) = sites(lockstep, group, [kind], 256 if lockstep.cuda else 64)
     KEYS[site.name] = asked[-1]
     return site
 
@@ -105,40 +99,40 @@ def slow_reader(schedule: Schedule, times: int) -> Schedule:
     return insert(schedule, place, [replace(schedule.steps[place], after=(), record=None)] * times)
 
 
-def wrong_calls(frame: Frame, group: str, site: Site, calls: int, in_step: bool) -> list[int]:
+def wrong_calls(lockstep: Lockstep, group: str, site: Site, calls: int, in_step: bool) -> list[int]:
     """Which of so many calls gave this rank other bits than the proven schedule; `in_step`: ranks meet before each."""
     found = []
     for call in range(calls):
         version = (call * 2 + call // 3) % VERSIONS  # not that of two calls before, which used the slot
         if in_step:
-            frame.sync()
-            frame.barrier()
+            lockstep.sync()
+            lockstep.barrier()
         case = site.versions[version]
         found.append(cases.differs(cases.run_op(case, site.strategy, group, site.name), site.expected[version]))
-    frame.sync()
+    lockstep.sync()
     return [call for call, wrong in enumerate(found) if bool(wrong)]
 
 
-def without_ready(frame: Frame, group: str, site: Site, wait: Wait) -> str:
+def without_ready(lockstep: Lockstep, group: str, site: Site, wait: Wait) -> str:
     def edit(schedule: Schedule) -> Schedule:
         if schedule.rank == wait.flag.source:
-            return held_up(schedule, wait, 4000 if frame.cuda else 20000)
+            return held_up(schedule, wait, 4000 if lockstep.cuda else 20000)
         return delete(schedule, place_of(schedule, wait)) if schedule.rank == 0 else schedule
 
     use(edit)
     try:
-        wrong = wrong_calls(frame, group, site, VERSIONS, in_step=True)
+        wrong = wrong_calls(lockstep, group, site, VERSIONS, in_step=True)
     finally:
         use(None)
-        frame.barrier()
-    if frame.rank == 0 and not wrong:
+        lockstep.barrier()
+    if lockstep.rank == 0 and not wrong:
         raise AssertionError(f"missed: without {show(wait)} rank 0 still computes the right numbers")
     return f"caught: wrong numbers in {len(wrong)} of {VERSIONS} calls"
 
 
-def without_done(frame: Frame, group: str, kind: str, waits: bool) -> str:
+def without_done(lockstep: Lockstep, group: str, kind: str, waits: bool) -> str:
     """Rank 1 hears nobody, with its wait for rank 0's slot or without."""
-    site = learn(frame, group, kind)
+    site = learn(lockstep, group, kind)
 
     def edit(schedule: Schedule) -> Schedule:
         if schedule.rank == 0:
@@ -154,15 +148,15 @@ def without_done(frame: Frame, group: str, kind: str, waits: bool) -> str:
     note = ""
     try:
         calls = 12
-        wrong = wrong_calls(frame, group, site, calls, in_step=False)
+        wrong = wrong_calls(lockstep, group, site, calls, in_step=False)
         note = f"wrong numbers in {len(wrong)} of {calls} calls" if wrong else ""
         session.check(group)
     except errors.UbOverlapError as error:
         note = f"{type(error).__name__}: {error.what}"
     finally:
         use(None)
-        frame.barrier()
-    if frame.rank != 0:
+        lockstep.barrier()
+    if lockstep.rank != 0:
         return ""
     if waits and note:
         raise AssertionError(f"with all its waits for free slots: {note}")
@@ -171,20 +165,20 @@ def without_done(frame: Frame, group: str, kind: str, waits: bool) -> str:
     return "all is well with it" if waits else f"caught: {note}"
 
 
-def without_signal(frame: Frame, group: str, kind: str, kind_of_flag: FlagKind) -> str:
+def without_signal(lockstep: Lockstep, group: str, kind: str, kind_of_flag: FlagKind) -> str:
     """Rank 1 does not send its last signal of a kind to rank 0."""
-    site = learn(frame, group, kind)
+    site = learn(lockstep, group, kind)
     schedule = schedule_of(site, 1)
     gone = [s for s in schedule.steps if isinstance(s, Signal) and s.flag.kind is kind_of_flag and s.flag.rank == 0][-1]
     before = settings.current().step_timeout_s
     settings.configure(step_timeout_s=DEADLINE_S)
     use(lambda s: delete(s, place_of(s, gone)) if s.rank == 1 else s)
-    frame.barrier()
+    lockstep.barrier()
     clock, found = time.monotonic(), None
     try:
         for version in range(4):
             cases.run_op(site.versions[version], site.strategy, group, site.name)
-        frame.sync()
+        lockstep.sync()
         session.check(group)
     except errors.UbOverlapError as error:
         found = error
@@ -192,10 +186,10 @@ def without_signal(frame: Frame, group: str, kind: str, kind_of_flag: FlagKind) 
         use(None)
         settings.configure(step_timeout_s=before)
         seconds = time.monotonic() - clock
-        frame.barrier()
-    if frame.rank == 0 and found is None:
+        lockstep.barrier()
+    if lockstep.rank == 0 and found is None:
         raise AssertionError(f"missed: rank 0 does not notice that {show(gone)} is not sent")
-    if frame.rank == 0 and not isinstance(found, errors.PeerTimeoutError):
+    if lockstep.rank == 0 and not isinstance(found, errors.PeerTimeoutError):
         # Whom it names is a matter of who waited first: a rank that is only not heard waits for others too.
         raise AssertionError(f"expected PeerTimeoutError, got {type(found).__name__}: {found}")
     return f"caught after {seconds:.1f} s: {type(found).__name__} naming {getattr(found, 'ranks', ())}"
@@ -215,45 +209,51 @@ def waits_of(schedule: Schedule, quick: bool) -> list[Wait]:
     ]
 
 
-def data_rows(frame: Frame, kind: str) -> None:
-    """One row a wait, all on one group: a wait that is missing breaks numbers, not the group."""
-    name = f"{kind}: without Wait"
-    if frame.options.only not in name:
-        return
-    held: list[Site] = []
-    group = frame.fresh(backend="gloo")
-
-    def first(_: str) -> str:
-        held.append(learn(frame, group, kind))
-        return f"{len(waits_of(schedule_of(held[0], 0), False))} waits for data"
-
-    only, frame.options.only = frame.options.only, ""
-    frame.row(f"{kind}: as proven", first)
-    if frame.rows[-1][1] != "FAIL":  # so on all ranks alike
-        for wait in waits_of(schedule_of(held[0], 0), frame.options.quick):
-            frame.row(f"{kind}: without {show(wait)}", lambda _, w=wait: without_ready(frame, group, held[0], w))
-    frame.options.only = only
+DATA_KINDS = ("AG2", "AG", "RS", "AR", "bulk", "bulk RS")
+SLOT_KINDS = ("AG2", "RS", "AR", "bulk", "bulk RS")
+SIGNALS = {
+    "AG2": (FlagKind.READY, FlagKind.DONE),
+    "RS": (FlagKind.READY, FlagKind.DONE),
+    "AR": tuple(FlagKind),
+    "bulk": (FlagKind.READY, FlagKind.DONE),
+    "bulk RS": (FlagKind.READY,),
+}
 
 
-def main() -> int:
-    with Frame("broken schedules") as frame:
-        quick = frame.options.quick
-        kinds = ("AG2", "RS", "AR") if quick else ("AG2", "AG", "RS", "AR", "bulk", "bulk RS")
-        for kind in kinds:
-            data_rows(frame, kind)
-        for kind in ("AG2", "RS") if quick else ("AG2", "RS", "AR", "bulk", "bulk RS"):
-            for waits in (True, False):
-                name = f"{kind}: deaf and {'with' if waits else 'without'} its wait for a free slot"
-                frame.row(name, lambda g, k=kind, w=waits: without_done(frame, g, k, w), own=True)
-        flags = {"AG2": (FlagKind.READY, FlagKind.DONE), "RS": (FlagKind.READY, FlagKind.DONE), "AR": (FlagKind.READY2,)}
-        if not quick:
-            flags |= {"AR": tuple(FlagKind), "bulk": (FlagKind.READY, FlagKind.DONE), "bulk RS": (FlagKind.READY,)}
-        for kind, list_of in flags.items():
-            for flag in list_of:
-                name = f"{kind}: without a {flag.name} signal"
-                frame.row(name, lambda g, k=kind, f=flag: without_signal(frame, g, k, f), own=True)
-    return frame.code
+def full_unless(quick: bool) -> Any:
+    return [] if quick else pytest.mark.full
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@pytest.mark.deadline(240)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=full_unless(k in ("AG2", "RS", "AR"))) for k in DATA_KINDS])
+def test_every_wait_for_data_is_needed(lockstep: Lockstep, kind: str) -> None:
+    """All waits on one group: a wait that is missing breaks numbers, not the group."""
+    group = lockstep.new_group(backend="gloo")
+    site = learn(lockstep, group, kind)
+    waits = waits_of(schedule_of(site, 0), lockstep.quick)
+    for wait in waits:
+        lockstep.note(f"without {show(wait)}: {without_ready(lockstep, group, site, wait)}")
+    lockstep.close(group)
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["with its wait for a free slot", "without its wait for a free slot"])
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=full_unless(k in ("AG2", "RS"))) for k in SLOT_KINDS])
+def test_a_rank_that_never_signals_done(lockstep: Lockstep, own_group: str, kind: str, waits: bool) -> None:
+    lockstep.note(without_done(lockstep, own_group, kind, waits))
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag"),
+    [
+        pytest.param(
+            kind,
+            flag,
+            marks=full_unless(kind in ("AG2", "RS") or (kind == "AR" and flag is FlagKind.READY2)),
+            id=f"{kind}-{flag.name}",
+        )
+        for kind, flags in SIGNALS.items()
+        for flag in flags
+    ],
+)
+def test_a_missing_signal(lockstep: Lockstep, own_group: str, kind: str, flag: FlagKind) -> None:
+    lockstep.note(without_signal(lockstep, own_group, kind, flag))

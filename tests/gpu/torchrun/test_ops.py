@@ -1,27 +1,21 @@
 """Every op in many layouts, dtypes and strategies against float64 and against NCCL + matmul; sub-groups of all sizes; several
 groups and streams at once; sizes that change from call to call.
 
-    torchrun --nproc-per-node 4 tests/gpu/programs/ops.py [--quick] [--only TEXT] [--device cpu]
 """
-
-# ruff: noqa: E402   the path comes first
 
 from __future__ import annotations
 
-import sys
+import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[3])  # the tree, not this folder
-
-from tests.gpu.frame import Frame  # isort: skip  (sets the environment before torch is imported)
-
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests.gpu import cases
 from tests.gpu.cases import AG, AR, BF16, BULK, E4M3, E5M2, F16, F32, RS, SAG, SRS, Case, Maker, Truth
+from tests.gpu.lockstep import Lockstep
 from ub_overlap.runtime import ops
 from ub_overlap.runtime.session import session
 
@@ -86,142 +80,123 @@ LAYOUTS: dict[str, Layouts] = {
 }
 
 
-def strategies(op: str, ranks: int, quick: bool) -> list[str]:
+def strategies(op: str, ranks: int) -> list[str]:
     """One piece a rank, fewer, as many, more, and a number that does not divide."""
     name = "bulk" if op == BULK else "pipelined"
-    counts = [2 * ranks + 1] if quick else sorted({1, 2, ranks, 2 * ranks, 2 * ranks + 1, max(1, ranks - 1)})
-    stripes = [f"pipelined:stripes={n}" for n in ((3,) if quick else (1, 3, ranks))] if op in (RS, AR, SRS) else []
+    counts = sorted({1, 2, ranks, 2 * ranks, 2 * ranks + 1, max(1, ranks - 1)})
+    stripes = [f"pipelined:stripes={n}" for n in sorted({1, 3, ranks})] if op in (RS, AR, SRS) else []
     return [name, *(f"{name}:chunks={n}" for n in counts), *stripes]
 
 
-def all_layouts(frame: Frame, group: str, ranks: int, op: str, dtype: torch.dtype, strategy: str) -> str:
+def is_quick(op: str, dtype: torch.dtype, strategy: str, ranks: int) -> bool:
+    """Does --quick run it?"""
+    if dtype is not BF16:
+        return dtype is F32 and op in (AG, RS) and strategy == "pipelined"
+    return ":" not in strategy or strategy.endswith((f":chunks={2 * ranks + 1}", ":stripes=3"))
+
+
+def all_layouts(lockstep: Lockstep, group: str, ranks: int, op: str, dtype: torch.dtype, strategy: str) -> str:
     """One row: every layout of `op`; the world's own collectives are the plain op where the group is the world's."""
-    make, worst, worst_plain = Maker(frame.device, ranks), 0.0, 0.0
-    plain = group if ranks < frame.ranks else str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+    make, worst, worst_plain = Maker(lockstep.device, ranks), 0.0, 0.0
+    plain = group if ranks < lockstep.ranks else str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
     for what, layout in LAYOUTS[op].items():
         case = layout(make, dtype)
         truth = Truth.of(case, plain)
 
         def ours(case: Case = case, truth: Truth = truth, what: str = what) -> tuple[float, float]:
             outs = cases.run_op(case, strategy, group, f"ops.{op}.{what}.{dtype}.{strategy}")
-            frame.sync()
+            lockstep.sync()
             session.check(group)
             return truth.check(outs, what)
 
-        errors = frame.together(ours) if ranks == frame.ranks else ours()  # the others of a sub-group are elsewhere
+        errors = lockstep.agree(ours) if ranks == lockstep.ranks else ours()  # the others of a sub-group are elsewhere
         worst, worst_plain = max(worst, errors[0]), max(worst_plain, errors[1])
     return f"{len(LAYOUTS[op])} layouts: error {worst:.2g}, plain {worst_plain:.2g}"
-
-
-def correctness(frame: Frame) -> None:
-    for dtype in (BF16,) if frame.options.quick else (F32, BF16, F16):
-        for op in LAYOUTS:
-            for strategy in strategies(op, frame.ranks, frame.options.quick):
-                name = f"{op} {str(dtype)[6:]} {strategy}"
-                frame.row(name, lambda g, o=op, d=dtype, s=strategy: all_layouts(frame, g, frame.ranks, o, d, s))
-    if frame.options.quick:
-        for op in (AG, RS):
-            frame.row(f"{op} float32", lambda g, o=op: all_layouts(frame, g, frame.ranks, o, F32, "pipelined"))
 
 
 # ---- groups -----------------------------------------------------------------------------------------------------------------
 
 
-def inside(frame: Frame, groups: list[list[int]], dtype: torch.dtype = BF16) -> str:
+def inside(lockstep: Lockstep, groups: list[list[int]], dtype: torch.dtype = BF16) -> str:
     """Every op in the one of `groups` that this rank is in; the groups work side by side."""
-    named = [(frame.fresh(ranks), ranks) for ranks in groups]  # all ranks make all groups
+    named = [(lockstep.new_group(ranks), ranks) for ranks in groups]  # all ranks make all groups
     note = "not in it"
     for name, ranks in named:
-        if frame.rank not in ranks:
+        if lockstep.rank not in ranks:
             continue
         for op in LAYOUTS:
             strategy = "bulk" if op == BULK else "pipelined"
-            note = all_layouts(frame, name, len(ranks), op, dtype, strategy)
-    frame.barrier()
+            note = all_layouts(lockstep, name, len(ranks), op, dtype, strategy)
+    lockstep.barrier()
     return note
 
 
-def subgroups(frame: Frame) -> None:
-    world = frame.ranks
-    if world >= 4 and world % 2 == 0:
-        # First: torch names a mesh's groups after how many groups the process is in, which must be alike on all ranks.
-        frame.row("2D mesh, both dims", lambda _: mesh(frame), 90)
-    for size in range(2, world):
-        frame.row(f"group of {size}: ranks 0..{size - 1}", lambda _, s=size: inside(frame, [list(range(s))]), 90)
-    if world >= 4:
-        frame.row("groups [0, 2] and [1, 3]", lambda _: inside(frame, [[0, 2], [1, 3]]), 90)
-        halves = [[r for r in range(world) if r % 2 == i] for i in (0, 1)]
-        frame.row(f"groups {halves[0]} and {halves[1]}", lambda _: inside(frame, halves), 90)
-    if world >= 3:
-        frame.row("group of the last and the first", lambda _: inside(frame, [[0, world - 1]]), 90)
-
-
-def mesh(frame: Frame) -> str:
+def mesh(lockstep: Lockstep) -> str:
     """Ops on the two groups of a 2D mesh that this rank is in, in turns."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    grid = init_device_mesh(frame.kind, (2, frame.ranks // 2), mesh_dim_names=("dp", "tp"))
+    grid = init_device_mesh(lockstep.device_type, (2, lockstep.ranks // 2), mesh_dim_names=("dp", "tp"))
     note = ""
     for op in (AG, RS, AR, BULK):
         for dim in ("tp", "dp"):
             group = grid.get_group(dim)
             strategy = "bulk" if op == BULK else "pipelined"
-            note = all_layouts(frame, str(group.group_name), group.size(), op, BF16, strategy)
+            note = all_layouts(lockstep, str(group.group_name), group.size(), op, BF16, strategy)
     return note
 
 
-def worst_of(frame: Frame, done: list[tuple[Case, list[torch.Tensor]]]) -> float:
+def worst_of(lockstep: Lockstep, done: list[tuple[Case, list[torch.Tensor]]]) -> float:
     """The largest error of calls of all ranks, each against float64."""
     world = str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
     truths = [Truth.of(case, world) for case, _ in done]
-    found = frame.together(lambda: [t.check(o, f"call {i}")[0] for i, (t, (_, o)) in enumerate(zip(truths, done, strict=True))])
+    found = lockstep.agree(lambda: [t.check(o, f"call {i}")[0] for i, (t, (_, o)) in enumerate(zip(truths, done, strict=True))])
     return max(found)
 
 
-def two_groups(frame: Frame, group: str, lanes: int) -> str:
+def two_groups(lockstep: Lockstep, group: str, lanes: int) -> str:
     """Calls of two groups in turns, queued without waiting, on `lanes` streams; then all results against float64."""
-    second = frame.fresh()
-    make, calls = Maker(frame.device, frame.ranks), []
+    second = lockstep.new_group()
+    make, calls = Maker(lockstep.device, lockstep.ranks), []
     queued: list[tuple[Case, list[torch.Tensor]]] = []
-    streams: list[Any] = [torch.cuda.Stream() for _ in range(lanes)] if frame.cuda and lanes > 1 else [None]
+    streams: list[Any] = [torch.cuda.Stream() for _ in range(lanes)] if lockstep.cuda and lanes > 1 else [None]
     for i in range(24):
         calls.append(make.kind(("AG", "RS", "AR", "bulk")[i % 4]))
-    frame.sync()
+    lockstep.sync()
     for i, (case, strategy) in enumerate(calls):
         # With two streams a group keeps to its own: what meets is the device's one copy queue.
         which = (i // 4 + i) % 2
         with torch.cuda.stream(streams[which % len(streams)]):
             queued.append((case, cases.run_op(case, strategy, (group, second)[which], f"two.{case[0]}")))
-    frame.sync()
+    lockstep.sync()
     session.check()
-    return f"{len(calls)} calls: error {worst_of(frame, queued):.2g}"
+    return f"{len(calls)} calls: error {worst_of(lockstep, queued):.2g}"
 
 
-def two_streams(frame: Frame, group: str) -> str:
+def two_streams(lockstep: Lockstep, group: str) -> str:
     """Calls of one group on two streams in turns: ordered, so right. On which stream a call runs differs between ranks."""
-    if not frame.cuda:
+    if not lockstep.cuda:
         return "one stream on the CPU"
-    make = Maker(frame.device, frame.ranks)
+    make = Maker(lockstep.device, lockstep.ranks)
     calls = [make.kind(("AG", "RS", "AR", "bulk")[i % 4]) for i in range(24)]
-    lanes, mine = [torch.cuda.Stream() for _ in range(2)], frame.own_random(5)
-    frame.sync()
+    lanes, mine = [torch.cuda.Stream() for _ in range(2)], lockstep.own_random(5)
+    lockstep.sync()
     queued = []
     for case, strategy in calls:
         with torch.cuda.stream(lanes[mine.randrange(2)]):
-            frame.device_sleep(mine.random() * 0.002)
+            lockstep.sleep_on_device(mine.random() * 0.002)
             queued.append((case, cases.run_op(case, strategy, group, f"streams.{case[0]}")))
-    frame.sync()
+    lockstep.sync()
     session.check(group)
-    return f"{len(calls)} calls: error {worst_of(frame, queued):.2g}"
+    return f"{len(calls)} calls: error {worst_of(lockstep, queued):.2g}"
 
 
 # ---- sizes ------------------------------------------------------------------------------------------------------------------
 
 
-def sizes(frame: Frame, rows: list[int], grown: int) -> str:
+def sizes(lockstep: Lockstep, rows: list[int], grown: int) -> str:
     """Calls with so many rows a rank, back to back, on a new group. `grown`: how often its landing area may grow at most; it
     must where any call needs more than the first."""
-    group, make = frame.fresh(), Maker(frame.device, frame.ranks)
+    group, make = lockstep.new_group(), Maker(lockstep.device, lockstep.ranks)
     growths, before = [0], session.Session.grow
 
     def counted(self: Any, *args: Any) -> None:
@@ -236,35 +211,75 @@ def sizes(frame: Frame, rows: list[int], grown: int) -> str:
                 calls.append((case, cases.run_op(case, "pipelined", group, f"sizes.{case[0]}")))
     finally:
         session.Session.grow = before  # type: ignore[method-assign]
-    frame.sync()
+    lockstep.sync()
     session.check(group)
-    worst = worst_of(frame, calls)
+    worst = worst_of(lockstep, calls)
     if growths[0] > grown or (grown and not growths[0]):
         raise AssertionError(f"the landing area grew {growths[0]} times, expected {'1 to ' if grown else ''}{grown}")
     return f"{len(calls)} calls, grew {growths[0]} times: error {worst:.2g}"
 
 
-def transport(frame: Frame, group: str) -> str:
-    cases.run_op(Maker(frame.device, frame.ranks).kind("AG")[0], "pipelined", group, "transport")
+def transport(lockstep: Lockstep, group: str) -> str:
+    cases.run_op(Maker(lockstep.device, lockstep.ranks).kind("AG")[0], "pipelined", group, "transport")
     core = next(core for core in ops.extension().sessions() if core.group == group)
-    wanted = "symmetric memory" if frame.cuda else "shared memory"
+    wanted = "symmetric memory" if lockstep.cuda else "shared memory"
     if core.transport != wanted:
         raise AssertionError(f"transport {core.transport}: {core.reason}")
     return str(core.transport)
 
 
-def main() -> int:
-    with Frame("ops") as frame:
-        frame.row("transport", lambda group: transport(frame, group), 90)
-        correctness(frame)
-        frame.row("sizes: smaller and larger, no growth", lambda _: sizes(frame, [1024, 64, 512, 1, 1024, 7], 0))
-        frame.row("sizes: growth in the middle", lambda _: sizes(frame, [16, 48, 4096, 16, 8192, 4096], 4))
-        frame.row("two groups at once", lambda group: two_groups(frame, group, 1))
-        frame.row("two groups on two streams", lambda group: two_groups(frame, group, 2))
-        frame.row("one group on two streams", lambda group: two_streams(frame, group))
-        subgroups(frame)
-    return frame.code
+RANKS = int(os.environ.get("WORLD_SIZE", "2"))
+CASES = [
+    pytest.param(op, dtype, strategy, marks=[] if is_quick(op, dtype, strategy, RANKS) else pytest.mark.full)
+    for dtype in (BF16, F32, F16)
+    for op in LAYOUTS
+    for strategy in strategies(op, RANKS)
+]
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def test_transport(lockstep: Lockstep, group: str) -> None:
+    lockstep.note(transport(lockstep, group))
+
+
+@pytest.mark.parametrize(("op", "dtype", "strategy"), CASES)
+def test_layouts(lockstep: Lockstep, group: str, op: str, dtype: torch.dtype, strategy: str) -> None:
+    lockstep.note(all_layouts(lockstep, group, lockstep.ranks, op, dtype, strategy))
+
+
+def test_smaller_and_larger_sizes_without_growth(lockstep: Lockstep) -> None:
+    lockstep.note(sizes(lockstep, [1024, 64, 512, 1, 1024, 7], 0))
+
+
+def test_growth_between_calls(lockstep: Lockstep) -> None:
+    lockstep.note(sizes(lockstep, [16, 48, 4096, 16, 8192, 4096], 4))
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_two_groups(lockstep: Lockstep, group: str, lanes: int) -> None:
+    """`lanes`: streams that the calls are issued on."""
+    lockstep.note(two_groups(lockstep, group, lanes))
+
+
+def test_one_group_on_two_streams(lockstep: Lockstep, group: str) -> None:
+    lockstep.note(two_streams(lockstep, group))
+
+
+# The mesh comes first: torch names its groups after how many groups the process is in, which must be equal on all ranks.
+@pytest.mark.deadline(90)
+@pytest.mark.skipif(RANKS < 4 or RANKS % 2 == 1, reason="needs 4 ranks or more, an even number")
+def test_both_dims_of_a_mesh(lockstep: Lockstep) -> None:
+    lockstep.note(mesh(lockstep))
+
+
+SUBGROUPS = [
+    *([list(range(size))] for size in range(2, RANKS)),
+    *([[[0, 2], [1, 3]]] if RANKS >= 4 else []),
+    *([[[r for r in range(RANKS) if r % 2 == parity] for parity in (0, 1)]] if RANKS > 4 else []),
+    *([[[0, RANKS - 1]]] if RANKS >= 3 else []),
+]
+
+
+@pytest.mark.deadline(90)
+@pytest.mark.parametrize("groups", SUBGROUPS, ids=str)
+def test_subgroups(lockstep: Lockstep, groups: list[list[int]]) -> None:
+    lockstep.note(inside(lockstep, groups))

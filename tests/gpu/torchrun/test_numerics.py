@@ -5,22 +5,17 @@
 A row "close" is right, but not bit for bit what torch.mm gives for the same piece: another kernel was chosen.
 """
 
-# ruff: noqa: E402   the path comes first
-
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+import os
 
-sys.path[0] = str(Path(__file__).resolve().parents[3])
-
-from tests.gpu.frame import Frame, Result  # isort: skip
-
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests.gpu import cases
 from tests.gpu.cases import AG, BF16, E4M3, F16, F32, Case, Maker
+from tests.gpu.lockstep import Lockstep
 from ub_overlap.runtime.ops import c10d_fallback
 from ub_overlap.runtime.schedule.builders import build_all
 from ub_overlap.runtime.schedule.steps import Compute, Key
@@ -63,24 +58,24 @@ def pieces(chunks: int, ranks: int, rank: int, m: int) -> list[tuple[int, int]]:
     return found
 
 
-def gather(frame: Frame, group: str, dtype: torch.dtype, mode: int, chunks: int, m: int, k: int, n: int) -> Result:
+def gather(lockstep: Lockstep, group: str, dtype: torch.dtype, mode: int, chunks: int, m: int, k: int, n: int) -> str:
     """Mode 0 or 1: each piece against torch.mm on it; the whole against one torch.mm."""
-    make = Maker(frame.device, frame.ranks)
+    make = Maker(lockstep.device, lockstep.ranks)
     case = make.gather(dtype, 1, m, k, [mode], False, True, n=n)
     weight = case[1][1][0]
     whole_case: Case = (AG, (*case[1][:2], [0], *case[1][3:]))
     gathered, whole = cases.run_plain(whole_case, world_group())
     strategy = f"pipelined:chunks={chunks}" if chunks else "pipelined"
     kept, product = cases.run_op(case, strategy, group, f"numerics.gather.{dtype}.{mode}.{chunks}.{m}")
-    frame.sync()
+    lockstep.sync()
     session.check(group)
     if not torch.equal(kept, gathered):
         raise AssertionError("the gathered matrix differs")
     ours = product.t() if mode == 1 else product
-    if sorted(pieces(chunks, frame.ranks, frame.rank, m))[0][0] != 0:
+    if sorted(pieces(chunks, lockstep.ranks, lockstep.rank, m))[0][0] != 0:
         raise AssertionError("the schedule's pieces do not begin at row 0")
     worst, same, covered = 0, 0, 0
-    cuts = [cut for cut in pieces(chunks, frame.ranks, frame.rank, m) if cut[1] > cut[0]]
+    cuts = [cut for cut in pieces(chunks, lockstep.ranks, lockstep.rank, m) if cut[1] > cut[0]]
     for first, last in cuts:
         piece = torch.mm(gathered[first:last], weight)
         covered += last - first
@@ -95,51 +90,50 @@ def gather(frame: Frame, group: str, dtype: torch.dtype, mode: int, chunks: int,
     off = (far / size).max().item() / torch.finfo(dtype).eps
     if not off <= (2 if dtype != F32 else max(64, 2 * k**0.5)):
         raise AssertionError(f"{off:.3g} roundings from the whole matmul")
-    note = f"{same} of {len(cuts)} pieces bitwise, max {worst} ulp; {off:.2f} roundings from the whole"
-    return Result("ok" if same == len(cuts) else "close", note)
+    return f"{same} of {len(cuts)} pieces bitwise, max {worst} ulp; {off:.2f} roundings from the whole"
 
 
-def scaled_gather(frame: Frame, group: str, row: bool, fast: bool, chunks: int, m: int, k: int, n: int) -> Result:
+def scaled_gather(lockstep: Lockstep, group: str, row: bool, fast: bool, chunks: int, m: int, k: int, n: int) -> str:
     """float8: each piece against torch._scaled_mm on it (on the CPU: the reference), and the gathered bytes."""
-    make = Maker(frame.device, frame.ranks)
+    make = Maker(lockstep.device, lockstep.ranks)
     case = make.scaled_gather(BF16, 1, m, k, row, widths=[n], keep=True, fast=fast)
     _, _, (weight,), (weight_scale,) = case[1][:4]
     strategy = f"pipelined:chunks={chunks}" if chunks else "pipelined"
     whole, whole_scale, _ = cases.run_plain(case, world_group())
     kept, kept_scale, ours = cases.run_op(case, strategy, group, f"numerics.scaled.{row}.{fast}.{chunks}.{m}")
-    frame.sync()
+    lockstep.sync()
     session.check(group)
     if cases.differs([kept], [whole]) or (row and not torch.equal(kept_scale, whole_scale)):
         raise AssertionError("the gathered matrix or its scales differ")
     worst, same = 0, 0
-    cuts = [cut for cut in pieces(chunks, frame.ranks, frame.rank, m) if cut[1] > cut[0]]
+    cuts = [cut for cut in pieces(chunks, lockstep.ranks, lockstep.rank, m) if cut[1] > cut[0]]
     for first, last in cuts:
         scale = whole_scale[first:last] if row else case[1][1]
         piece = c10d_fallback.scaled_product(whole[first:last], weight, scale, weight_scale, None, BF16, fast)
         distance = ulps(piece, ours[first:last])
         same += distance == 0
         worst = max(worst, distance)
-    return Result("ok" if same == len(cuts) else "close", f"{same} of {len(cuts)} pieces bitwise, max {worst} ulp")
+    return f"{same} of {len(cuts)} pieces bitwise, max {worst} ulp"
 
 
-def wire_bits(frame: Frame, group: str, dtype: torch.dtype, strategy: str) -> str:
+def wire_bits(lockstep: Lockstep, group: str, dtype: torch.dtype, strategy: str) -> str:
     """A float8 wire, bit for bit: each rank in turn contributes numbers of many binades, the others nothing."""
     rows, cols = 64, 512
     draw = torch.Generator().manual_seed(5)
-    values = torch.randn(frame.ranks * rows, cols, generator=draw)
+    values = torch.randn(lockstep.ranks * rows, cols, generator=draw)
     values *= torch.exp2(
-        torch.randint(-60, 60, (frame.ranks * rows, 1), generator=draw) + 4 * torch.randn(values.shape, generator=draw)
+        torch.randint(-60, 60, (lockstep.ranks * rows, 1), generator=draw) + 4 * torch.randn(values.shape, generator=draw)
     )
     values[3], values[5, :128] = 0, values[5, :128].abs()
     exact = values.clamp(-6e4, 6e4).to(dtype)
-    mine = exact[frame.rank * rows : (frame.rank + 1) * rows].float()
+    mine = exact[lockstep.rank * rows : (lockstep.rank + 1) * rows].float()
     # The model, on the CPU, whose divisions are divisions.
     segments = mine.unflatten(1, (-1, 128))
     scale = (segments.abs().amax(2, keepdim=True) / 448).clamp(min=torch.finfo(F32).smallest_normal)
     rounded = ((segments * (1 / scale)).to(E4M3).float() * scale).flatten(1)
-    eye, right = torch.eye(frame.ranks * rows, dtype=dtype, device=frame.device), exact.to(frame.device)
-    for sender in range(frame.ranks):
-        left = eye if frame.rank == sender else torch.zeros_like(eye)
+    eye, right = torch.eye(lockstep.ranks * rows, dtype=dtype, device=lockstep.device), exact.to(lockstep.device)
+    for sender in range(lockstep.ranks):
+        left = eye if lockstep.rank == sender else torch.zeros_like(eye)
         out, _ = torch.ops.ub_overlap.matmul_reduce_scatter(
             [left],
             [right],
@@ -154,12 +148,12 @@ def wire_bits(frame: Frame, group: str, dtype: torch.dtype, strategy: str) -> st
             f"numerics.wire.{dtype}.{sender}",
             wire="float8",
         )
-        frame.sync()
+        lockstep.sync()
         session.check(group)
-        want = mine if sender == frame.rank else rounded
+        want = mine if sender == lockstep.rank else rounded
         if wrong := int((out.cpu() != want).sum()):
             raise AssertionError(f"from rank {sender}: {wrong} of {want.numel()} differ")
-    return f"{frame.ranks} senders, bitwise"
+    return f"{lockstep.ranks} senders, bitwise"
 
 
 def errors_of(values: list[torch.Tensor], exact: torch.Tensor) -> list[tuple[float, float]]:
@@ -175,18 +169,18 @@ def errors_of(values: list[torch.Tensor], exact: torch.Tensor) -> list[tuple[flo
     return found
 
 
-def against_plain(frame: Frame, group: str, case: Case, strategy: str, which: int, site: str) -> str:
+def against_plain(lockstep: Lockstep, group: str, case: Case, strategy: str, which: int, site: str) -> str:
     """Output `which` of a case: its error against float64 is no larger than the plain op's, up to the stated slack."""
     world = world_group()
     exact, plain = cases.run_exact(case, world)[which], cases.run_plain(case, world)[which]
 
     def call() -> torch.Tensor:
         out = cases.run_op(case, strategy, group, site)[which]
-        frame.sync()
+        lockstep.sync()
         session.check(group)
         return out
 
-    ours = frame.together(call)
+    ours = lockstep.agree(call)
     (rms, top), (plain_rms, plain_top) = errors_of([ours, plain], exact)
     wide = ours.dtype == F32
     rms_slack, max_slack = (F32_SLACK, 2.0) if wide else (RMS_SLACK, MAX_SLACK)
@@ -198,11 +192,11 @@ def against_plain(frame: Frame, group: str, case: Case, strategy: str, which: in
     return note
 
 
-def repeats(frame: Frame, group: str, kind: str, times: int) -> str:
+def repeats(lockstep: Lockstep, group: str, kind: str, times: int) -> str:
     """The same call so many times, queued at once: the same bits."""
-    case, strategy = Maker(frame.device, frame.ranks).kind(kind, 512)
+    case, strategy = Maker(lockstep.device, lockstep.ranks).kind(kind, 512)
     runs = [cases.run_op(case, strategy, group, f"numerics.repeat.{kind}") for _ in range(times)]
-    frame.sync()
+    lockstep.sync()
     session.check(group)
     bad = [i for i, run in enumerate(runs) if bool(cases.differs(run, runs[0]))]
     if bad:
@@ -210,89 +204,104 @@ def repeats(frame: Frame, group: str, kind: str, times: int) -> str:
     return f"{times} runs, bitwise"
 
 
-def main() -> int:
-    with Frame("numerics") as frame:
-        quick, world, make = frame.options.quick, frame.ranks, Maker(frame.device, frame.ranks)
-        big = 1 if not frame.cuda else 4  # the CPU is here to try the program, not to multiply
-        shapes = [(512 * big // 4, 1024 * big // 4, 512 * big // 4)] + ([] if quick else [(101, 264, 136), (64, 72, 40)])
-        if frame.cuda and not quick:
-            shapes.append((8192 // world, 8192, 3584))
-        for dtype in (BF16, F32) if quick else (BF16, F16, F32):
-            for m, k, n in shapes:
-                for chunks in (0, 2 * world) if quick else (0, 2, 2 * world, 2 * world + 1):
-                    for mode in (0,) if quick or chunks else (0, 1):
-                        name = f"gather {str(dtype)[6:]} [{m * world}, {k}] @ [{k}, {n}] mode {mode} chunks {chunks or 'R'}"
-                        frame.row(
-                            name,
-                            lambda g, a=(dtype, mode, chunks, m, k, n): gather(frame, g, *a),  # type: ignore[arg-type]
-                        )
-        size, depth = 512 * big, 256 * big
-        for dtype in (BF16, F32) if quick else (BF16, F16, F32):
-            label = str(dtype)[6:]
-            for strategy in ("pipelined", f"pipelined:chunks={2 * world}", "pipelined:stripes=3"):
-                frame.row(
-                    f"scatter {label} {strategy}",
-                    lambda g, d=dtype, s=strategy: against_plain(
-                        frame, g, make.scatter(d, 1, size // world, size, depths=[depth]), s, 0, f"numerics.rs.{d}.{s}"
-                    ),
-                )
-                frame.row(
-                    f"all_reduce {label} {strategy}",
-                    lambda g, d=dtype, s=strategy: against_plain(
-                        frame, g, make.reduce(d, size + 5, size, depth), s, 0, f"numerics.ar.{d}.{s}"
-                    ),
-                )
-            frame.row(
-                f"scatter {label} two terms, bias",
-                lambda g, d=dtype: against_plain(
-                    frame,
-                    g,
-                    make.scatter(d, 1, size // world, size, depths=[depth, depth // 2], bias=True),
-                    "pipelined",
-                    0,
-                    f"numerics.rs2.{d}",
-                ),
-            )
-            frame.row(
-                f"weight gradient {label}",
-                lambda g, d=dtype: against_plain(
-                    frame,
-                    g,
-                    make.gather(d, 1, size // world, size, [2], False, False, n=256),
-                    "pipelined",
-                    1,
-                    f"numerics.wg.{d}",
-                ),
-            )
-        for row, fast in ((False, False), (True, False), (False, True), (True, True)):
-            label = f"{'row' if row else 'tensor'} scales{', fast sums' if fast else ''}"
-            for m, k, n in shapes if not quick else shapes[:1]:
-                wide, deep = -(-n // 16) * 16, -(-k // 16) * 16
-                for chunks in (0, 2 * world):
-                    frame.row(
-                        f"float8 gather {label} [{m * world}, {deep}] @ [{deep}, {wide}] chunks {chunks or 'R'}",
-                        lambda g, a=(row, fast, chunks, m, deep, wide): scaled_gather(frame, g, *a),  # type: ignore[arg-type]
-                    )
-            frame.row(
-                f"float8 gather {label} against float64",
-                lambda g, r=row, f=fast: against_plain(
-                    frame, g, make.scaled_gather(BF16, 1, size // world, size, r, widths=[size], fast=f), "pipelined", 2,
-                    f"numerics.sag.{r}.{f}",
-                ),
-            )  # fmt: skip
-            frame.row(
-                f"float8 scatter {label} against float64",
-                lambda g, r=row, f=fast: against_plain(
-                    frame, g, make.scaled_scatter(BF16, 1, size // world, size, r, depths=[depth], fast=f), "pipelined", 0,
-                    f"numerics.srs.{r}.{f}",
-                ),
-            )  # fmt: skip
-        for dtype, strategy in ((BF16, "pipelined"), (F32, "pipelined:stripes=2"), (F16, f"pipelined:chunks={2 * world}")):
-            frame.row(f"float8 wire {str(dtype)[6:]} {strategy}", lambda g, d=dtype, s=strategy: wire_bits(frame, g, d, s))
-        for kind in ("AG", "AG2", "RS", "RS1", "RS striped", "AR", "SAG", "SAG2", "SRS", "SRS wire", "bulk", "bulk RS"):
-            frame.row(f"repeats {kind}", lambda g, k=kind: repeats(frame, g, k, 20))
-    return frame.code
+RANKS = int(os.environ.get("WORLD_SIZE", "2"))
+full = pytest.mark.full
+DTYPES = [BF16, F32, pytest.param(F16, marks=full)]
+# Rows of a shard, K and N; "large" is a quarter as large on the CPU.
+SHAPES = ["large", pytest.param("odd", marks=full), pytest.param("small", marks=full), pytest.param("llama", marks=full)]
+STRATEGIES = ["pipelined", f"pipelined:chunks={2 * RANKS}", "pipelined:stripes=3"]
+SCALINGS = [(False, False), (True, False), (False, True), (True, True)]
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def sizes_of(lockstep: Lockstep, shape: str) -> tuple[int, int, int]:
+    large = (512, 1024, 512) if lockstep.cuda else (128, 256, 128)
+    if shape == "llama" and not lockstep.cuda:
+        pytest.skip("too large for the CPU")
+    return {"large": large, "odd": (101, 264, 136), "small": (64, 72, 40), "llama": (8192 // lockstep.ranks, 8192, 3584)}[shape]
+
+
+def square_of(lockstep: Lockstep) -> tuple[int, int]:
+    """Width and inner size of the products that are compared with float64."""
+    return (2048, 1024) if lockstep.cuda else (512, 256)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "transposed"),
+    [
+        (0, False),
+        (2 * RANKS, False),
+        pytest.param(0, True, marks=full),
+        pytest.param(2, False, marks=full),
+        pytest.param(2 * RANKS + 1, False, marks=full),
+    ],
+)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gather(lockstep: Lockstep, group: str, dtype: torch.dtype, shape: str, chunks: int, transposed: bool) -> None:
+    lockstep.note(gather(lockstep, group, dtype, int(transposed), chunks, *sizes_of(lockstep, shape)))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scatter(lockstep: Lockstep, group: str, dtype: torch.dtype, strategy: str) -> None:
+    (size, depth), make = square_of(lockstep), Maker(lockstep.device, lockstep.ranks)
+    case = make.scatter(dtype, 1, size // lockstep.ranks, size, depths=[depth])
+    lockstep.note(against_plain(lockstep, group, case, strategy, 0, f"numerics.rs.{dtype}.{strategy}"))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_reduce(lockstep: Lockstep, group: str, dtype: torch.dtype, strategy: str) -> None:
+    (size, depth), make = square_of(lockstep), Maker(lockstep.device, lockstep.ranks)
+    case = make.reduce(dtype, size + 5, size, depth)
+    lockstep.note(against_plain(lockstep, group, case, strategy, 0, f"numerics.ar.{dtype}.{strategy}"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scatter_of_two_terms_and_a_bias(lockstep: Lockstep, group: str, dtype: torch.dtype) -> None:
+    (size, depth), make = square_of(lockstep), Maker(lockstep.device, lockstep.ranks)
+    case = make.scatter(dtype, 1, size // lockstep.ranks, size, depths=[depth, depth // 2], bias=True)
+    lockstep.note(against_plain(lockstep, group, case, "pipelined", 0, f"numerics.rs2.{dtype}"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weight_gradient(lockstep: Lockstep, group: str, dtype: torch.dtype) -> None:
+    (size, _), make = square_of(lockstep), Maker(lockstep.device, lockstep.ranks)
+    case = make.gather(dtype, 1, size // lockstep.ranks, size, [2], False, False, n=256)
+    lockstep.note(against_plain(lockstep, group, case, "pipelined", 1, f"numerics.wg.{dtype}"))
+
+
+@pytest.mark.parametrize("chunks", [0, 2 * RANKS])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("per_row", "fast"), SCALINGS)
+def test_float8_gather(lockstep: Lockstep, group: str, per_row: bool, fast: bool, shape: str, chunks: int) -> None:
+    m, k, n = sizes_of(lockstep, shape)
+    lockstep.note(scaled_gather(lockstep, group, per_row, fast, chunks, m, -(-k // 16) * 16, -(-n // 16) * 16))
+
+
+@pytest.mark.parametrize(("per_row", "fast"), SCALINGS)
+def test_float8_gather_against_float64(lockstep: Lockstep, group: str, per_row: bool, fast: bool) -> None:
+    (size, _), make = square_of(lockstep), Maker(lockstep.device, lockstep.ranks)
+    case = make.scaled_gather(BF16, 1, size // lockstep.ranks, size, per_row, widths=[size], fast=fast)
+    lockstep.note(against_plain(lockstep, group, case, "pipelined", 2, f"numerics.sag.{per_row}.{fast}"))
+
+
+@pytest.mark.parametrize(("per_row", "fast"), SCALINGS)
+def test_float8_scatter_against_float64(lockstep: Lockstep, group: str, per_row: bool, fast: bool) -> None:
+    (size, depth), make = square_of(lockstep), Maker(lockstep.device, lockstep.ranks)
+    case = make.scaled_scatter(BF16, 1, size // lockstep.ranks, size, per_row, depths=[depth], fast=fast)
+    lockstep.note(against_plain(lockstep, group, case, "pipelined", 0, f"numerics.srs.{per_row}.{fast}"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "strategy"), [(BF16, "pipelined"), (F32, "pipelined:stripes=2"), (F16, f"pipelined:chunks={2 * RANKS}")], ids=str
+)
+def test_float8_wire(lockstep: Lockstep, group: str, dtype: torch.dtype, strategy: str) -> None:
+    lockstep.note(wire_bits(lockstep, group, dtype, strategy))
+
+
+@pytest.mark.parametrize(
+    "kind", ["AG", "AG2", "RS", "RS1", "RS striped", "AR", "SAG", "SAG2", "SRS", "SRS wire", "bulk", "bulk RS"]
+)
+def test_equal_bits_in_every_run(lockstep: Lockstep, group: str, kind: str) -> None:
+    lockstep.note(repeats(lockstep, group, kind, 20))

@@ -3,24 +3,18 @@
 torchrun --nproc-per-node 2 tests/gpu/programs/weights.py [--quick] [--only TEXT] [--device cpu]
 """
 
-# ruff: noqa: E402   the path comes first
-
 from __future__ import annotations
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[3])
-
-from tests.gpu.frame import Frame, Result, Skip  # isort: skip
-
+import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.gpu import captures
 from tests.gpu.cases import BF16, F16, F32
+from tests.gpu.lockstep import Lockstep
 from ub_overlap.runtime.fp8.weight_cache import cast_plainly
 
 SHAPES = ((16, 16), (48, 32), (16, 65536), (65536, 16), (272, 4112), (3584, 8192), (8192, 1280))
@@ -51,18 +45,18 @@ def all_right(w: Tensor, found: list[tuple[Tensor, Tensor]], where: str) -> None
         assert torch.equal(q, wanted.view(torch.uint8)) and torch.equal(scale, unit), where
 
 
-def noise(frame: Frame, *shape: int) -> Tensor:
+def noise(lockstep: Lockstep, *shape: int) -> Tensor:
     """Over many binades."""
-    return torch.randn(shape, device=frame.device) * torch.exp2(torch.randint(-12, 6, shape, device=frame.device).float())
+    return torch.randn(shape, device=lockstep.device) * torch.exp2(torch.randint(-12, 6, shape, device=lockstep.device).float())
 
 
-def cast(frame: Frame, dtype: torch.dtype, through: torch.dtype) -> str:
+def cast(lockstep: Lockstep, dtype: torch.dtype, through: torch.dtype) -> str:
     """Every shape and axis, aligned and not, with lines of zeros and with what is not finite."""
     for rows, cols in SHAPES:
         for shift in (0, 1):
-            flat = torch.empty(rows * cols + shift, device=frame.device, dtype=dtype)
+            flat = torch.empty(rows * cols + shift, device=lockstep.device, dtype=dtype)
             w = flat[shift:].view(rows, cols)
-            w.copy_(noise(frame, rows, cols))
+            w.copy_(noise(lockstep, rows, cols))
             w[3], w[:, 5] = 0, 0
             for axis in AXES:
                 where = f"[{rows}, {cols}] shifted by {shift}, axis {axis}"
@@ -73,17 +67,17 @@ def cast(frame: Frame, dtype: torch.dtype, through: torch.dtype) -> str:
                 w[rows // 2, cols // 2] = bad
                 for axis in AXES:
                     right(w, axis, through, f"[{rows}, {cols}], {bad}, axis {axis}")
-            if not frame.cuda and rows * cols > 4096:
+            if not lockstep.cuda and rows * cols > 4096:
                 break
     return f"{len(SHAPES)} shapes, bitwise"
 
 
-def changes(frame: Frame, turns: int) -> str:
+def changes(lockstep: Lockstep, turns: int) -> str:
     """One flipped bit anywhere, two rows swapped, a sign of all: seen. Nothing changed: not a byte is written."""
     rows, cols = 256, 512
     gen = torch.Generator().manual_seed(5)
     for axis in AXES:
-        w = noise(frame, rows, cols).to(BF16)
+        w = noise(lockstep, rows, cols).to(BF16)
         bits = w.view(torch.int16)
         for turn in range(turns):
             right(w, axis, BF16, f"axis {axis}, turn {turn}")
@@ -110,14 +104,14 @@ def changes(frame: Frame, turns: int) -> str:
     return f"{3 * turns} changes"
 
 
-def captured(frame: Frame, turns: int) -> str:
+def captured(lockstep: Lockstep, turns: int) -> str:
     """Replays see what another graph's replay has written, and so do plain calls in between."""
-    if not frame.cuda:
-        raise Skip("there is nothing to capture on the CPU")
+    if not lockstep.cuda:
+        pytest.skip("there is nothing to capture on the CPU")
     for axis in AXES:
-        w = noise(frame, 512, 1024).to(BF16)
+        w = noise(lockstep, 512, 1024).to(BF16)
         right(w, axis, BF16, "first")
-        frame.sync()
+        lockstep.sync()
         forward, optimizer, new = (torch.cuda.CUDAGraph() for _ in range(3))
         with torch.cuda.graph(forward):
             found = op(w, axis)
@@ -132,7 +126,7 @@ def captured(frame: Frame, turns: int) -> str:
                 forward.replay()
             for mine, wanted in ((found, cast_plainly(w, axis)), (again, found)):
                 assert all(same(a, b) for a, b in zip(mine, wanted, strict=True)), f"axis {axis}, turn {turn}"
-        other = noise(frame, 512, 1024).to(BF16)  # whose first call is captured
+        other = noise(lockstep, 512, 1024).to(BF16)  # whose first call is captured
         with torch.cuda.graph(new):
             found = op(other, axis)
         for turn in range(3):
@@ -143,13 +137,13 @@ def captured(frame: Frame, turns: int) -> str:
     return f"{turns} replays by axis, bitwise"
 
 
-def streams(frame: Frame, turns: int) -> str:
+def streams(lockstep: Lockstep, turns: int) -> str:
     """Calls on two streams that only the weight's writer waits for."""
-    if not frame.cuda:
-        raise Skip("streams are for GPUs")
-    w = noise(frame, 4096, 4096).to(BF16)
-    both = [torch.cuda.Stream(frame.device) for _ in range(2)]
-    home = torch.cuda.current_stream(frame.device)
+    if not lockstep.cuda:
+        pytest.skip("streams are for GPUs")
+    w = noise(lockstep, 4096, 4096).to(BF16)
+    both = [torch.cuda.Stream(lockstep.device) for _ in range(2)]
+    home = torch.cuda.current_stream(lockstep.device)
     for turn in range(turns):
         for stream in both:
             home.wait_stream(stream)
@@ -160,20 +154,20 @@ def streams(frame: Frame, turns: int) -> str:
             with torch.cuda.stream(stream):
                 q, scale = op(w, None)
                 found.append((q.view(torch.uint8).clone(), scale.clone()))
-        frame.sync()
+        lockstep.sync()
         all_right(w, found, f"turn {turn}")
     return f"{turns} turns"
 
 
-def threads(frame: Frame, turns: int) -> str:
+def threads(lockstep: Lockstep, turns: int) -> str:
     """Two threads meet a weight that has changed, on one stream and on two."""
-    if not frame.cuda:
-        raise Skip("tests/compiler has it for the CPU")
-    w = noise(frame, 2048, 2048).to(BF16)
-    both = [torch.cuda.Stream(frame.device) for _ in range(2)]
+    if not lockstep.cuda:
+        pytest.skip("tests/compiler has it for the CPU")
+    w = noise(lockstep, 2048, 2048).to(BF16)
+    both = [torch.cuda.Stream(lockstep.device) for _ in range(2)]
 
     def call(stream: torch.cuda.Stream) -> tuple[Tensor, Tensor]:
-        torch.cuda.set_device(frame.device)
+        torch.cuda.set_device(lockstep.device)
         with torch.cuda.stream(stream):
             q, scale = op(w, None)
             return q.view(torch.uint8).clone(), scale.clone()
@@ -181,25 +175,25 @@ def threads(frame: Frame, turns: int) -> str:
     with ThreadPoolExecutor(2) as pool:
         for turn in range(turns):
             w.mul_(0.5 if turn % 2 else 3.0)
-            frame.sync()
+            lockstep.sync()
             found = list(pool.map(call, both if turn % 3 else both[:1] * 2))
-            frame.sync()
+            lockstep.sync()
             all_right(w, found, f"turn {turn}")
     return f"{turns} turns"
 
 
-def swapped(frame: Frame) -> str:
+def swapped(lockstep: Lockstep) -> str:
     """Backward after somebody else's elements were there for a while; a forward that is captured, and backward that is not."""
-    if not frame.cuda:
-        raise Skip("tests/compiler has it for the CPU")
-    w = noise(frame, 512, 512).to(BF16)
+    if not lockstep.cuda:
+        pytest.skip("tests/compiler has it for the CPU")
+    w = noise(lockstep, 512, 512).to(BF16)
     own = w.clone()
     op(w, None)
     w.mul_(-3)
     op(w, None)
     w.copy_(own)
     right(w, None, BF16, "swapped", known=True)
-    frame.sync()
+    lockstep.sync()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         op(w, None)
@@ -211,26 +205,26 @@ def swapped(frame: Frame) -> str:
     return "as they are"
 
 
-def compiled(frame: Frame, recipe: str, turns: int) -> str:
+def compiled(lockstep: Lockstep, recipe: str, turns: int) -> str:
     """Steps of two microbatches, with torch's own graphs and without: as casts in every call, and nobody else wrote there."""
     results: list[list[Tensor]] = []
     counted = 0
-    for graphs in (False, True) if frame.cuda else (False,):
+    for graphs in (False, True) if lockstep.cuda else (False,):
         for kind in ("call", "kept"):
             torch.manual_seed(3)
-            if frame.cuda:
+            if lockstep.cuda:
                 captures.fresh()
             size = 512
             model = nn.Sequential(nn.Linear(size, 1024), nn.SiLU(), nn.Linear(1024, size), nn.Linear(size, size))
-            model = model.to(frame.device, BF16)
+            model = model.to(lockstep.device, BF16)
             options: dict[str, Any] = {"fp8": "all", "fp8_recipe": recipe, "fp8_weights": kind, "overlap": "force"}
             options["fp8_state"] = f"weights {kind} {graphs}"
             run: Any = torch.compile(model, backend="ub_overlap", options={**options, "triton.cudagraphs": graphs})
             found: list[Tensor] = []
             for turn in range(turns):
-                if frame.cuda:
+                if lockstep.cuda:
                     torch.compiler.cudagraph_mark_step_begin()
-                x = (torch.randn(size, size, device=frame.device) * (1 + turn % 3)).to(BF16)
+                x = (torch.randn(size, size, device=lockstep.device) * (1 + turn % 3)).to(BF16)
                 found += captures.step(run, model, x)
                 for w in model.parameters():
                     if kind == "kept" and w.dim() == 2:
@@ -240,7 +234,7 @@ def compiled(frame: Frame, recipe: str, turns: int) -> str:
                     if turn % 2:
                         w.data.mul_(0.98)
             if graphs:
-                counted = captures.count(frame.device)
+                counted = captures.count(lockstep.device)
             results.append(found)
     worst = 0.0
     for other in results[1:]:
@@ -250,11 +244,11 @@ def compiled(frame: Frame, recipe: str, turns: int) -> str:
     return f"{turns} calls, {counted} graphs, {worst:.1e} apart at most"
 
 
-def speed(frame: Frame, axis: int | None) -> Result:
+def speed(lockstep: Lockstep, axis: int | None) -> str:
     """8192 x 8192, unchanged and changed, beside ATen's cast."""
-    if not frame.cuda:
-        raise Skip("a reference on the CPU")
-    w = torch.randn(8192, 8192, device=frame.device, dtype=BF16)
+    if not lockstep.cuda:
+        pytest.skip("a reference on the CPU")
+    w = torch.randn(8192, 8192, device=lockstep.device, dtype=BF16)
     one = w.view(-1)[:1]
     plain = torch.compile(cast_plainly)
 
@@ -266,7 +260,7 @@ def speed(frame: Frame, axis: int | None) -> Result:
         for _ in range(50):
             call()
         end.record()
-        frame.sync()
+        lockstep.sync()
         return begin.elapsed_time(end) * 1000 / 50
 
     def changed() -> None:
@@ -278,28 +272,40 @@ def speed(frame: Frame, axis: int | None) -> Result:
         plain(w, axis)
 
     looks, casts, compiled_us = timed(lambda: op(w, axis)), timed(changed), timed(theirs)
-    return Result(
-        f"{looks:.0f} us", f"{2 * w.numel() / looks / 1e3:.0f} GB/s; changed {casts:.0f} us, Inductor's {compiled_us:.0f}"
-    )
+    return f"{looks:.0f} us, {2 * w.numel() / looks / 1e3:.0f} GB/s; changed {casts:.0f} us, Inductor's {compiled_us:.0f}"
 
 
-def main() -> int:
-    with Frame("weights in float8") as frame:
-        quick = frame.options.quick
-        for dtype, through in ((BF16, BF16), (F16, F16), (F32, BF16), (F32, F16)):
-            name = f"cast {str(dtype)[6:]} through {str(through)[6:]}"
-            frame.row(name, lambda _, d=dtype, t=through: cast(frame, d, t), 60)
-        frame.row("changes", lambda _: changes(frame, 30 if quick else 300), 60)
-        frame.row("captured", lambda _: captured(frame, 6 if quick else 40), 60)
-        frame.row("streams", lambda _: streams(frame, 20 if quick else 200), 60)
-        frame.row("threads", lambda _: threads(frame, 30 if quick else 300), 60)
-        frame.row("swapped", lambda _: swapped(frame), 60)
-        for recipe in ("tensorwise", "delayed", "rowwise"):
-            frame.row(f"compiled {recipe}", lambda _, r=recipe: compiled(frame, r, 6 if quick else 16), 150)
-        for axis in AXES:
-            frame.row(f"speed, axis {axis}", lambda _, a=axis: speed(frame, a), 60)
-    return frame.code
+@pytest.mark.parametrize(("dtype", "through"), [(BF16, BF16), (F16, F16), (F32, BF16), (F32, F16)], ids=str)
+def test_cast(lockstep: Lockstep, dtype: torch.dtype, through: torch.dtype) -> None:
+    lockstep.note(cast(lockstep, dtype, through))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def test_changed_weights(lockstep: Lockstep) -> None:
+    lockstep.note(changes(lockstep, 30 if lockstep.quick else 300))
+
+
+def test_captured(lockstep: Lockstep) -> None:
+    lockstep.note(captured(lockstep, 6 if lockstep.quick else 40))
+
+
+def test_streams(lockstep: Lockstep) -> None:
+    lockstep.note(streams(lockstep, 20 if lockstep.quick else 200))
+
+
+def test_threads(lockstep: Lockstep) -> None:
+    lockstep.note(threads(lockstep, 30 if lockstep.quick else 300))
+
+
+def test_swapped_elements(lockstep: Lockstep) -> None:
+    lockstep.note(swapped(lockstep))
+
+
+@pytest.mark.deadline(150)
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+def test_compiled(lockstep: Lockstep, recipe: str) -> None:
+    lockstep.note(compiled(lockstep, recipe, 6 if lockstep.quick else 16))
+
+
+@pytest.mark.parametrize("axis", AXES, ids=str)
+def test_speed(lockstep: Lockstep, axis: int | None) -> None:
+    lockstep.note(speed(lockstep, axis))

@@ -1,33 +1,25 @@
 """Races: loops of ops under random delays, bitwise against the same calls without; eager, on two streams, and as replays of a
 captured graph.
 
-    torchrun --nproc-per-node 4 tests/gpu/programs/races.py [--iterations 1000] [--quick] [--only TEXT] [--device cpu]
 
 Rank by rank, random host sleeps and device sleeps of 0 to 5 ms stand between the calls. Inputs are copied into one set of
 tensors a site just before a call and overwritten with NaN just behind it, so an op that reads late, or that a peer overtakes,
 computes with other numbers. Outputs are compared on the device; the host looks at the verdict now and then.
 """
 
-# ruff: noqa: E402   the path comes first
-
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[3])
-
-from tests.gpu.frame import Frame, Skip  # isort: skip
-
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests.gpu import cases
 from tests.gpu.cases import Case, Maker, Truth
+from tests.gpu.lockstep import Lockstep
 from ub_overlap.runtime.session import session
 
 VERSIONS = 6  # different inputs of a site
@@ -87,9 +79,9 @@ class Site:
         return cases.run_op(self.static, self.strategy, group, self.name)
 
 
-def sites(frame: Frame, group: str, kinds: list[str], size: int = 256) -> list[Site]:
+def sites(lockstep: Lockstep, group: str, kinds: list[str], size: int = 256) -> list[Site]:
     """Sites with their expected results, each computed alone, all ranks synchronised, and checked against the plain op."""
-    make, made = Maker(frame.device, frame.ranks), []
+    make, made = Maker(lockstep.device, lockstep.ranks), []
     world = str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
     for number, kind in enumerate(kinds):
         versions = [make.kind(kind, size) for _ in range(VERSIONS)]
@@ -99,17 +91,17 @@ def sites(frame: Frame, group: str, kinds: list[str], size: int = 256) -> list[S
         for version, (case, _) in enumerate(versions):
             truth = Truth.of(case, world)
             site.load(version)
-            frame.sync()
-            frame.barrier()
+            lockstep.sync()
+            lockstep.barrier()
 
             def alone(site: Site = site, truth: Truth = truth, kind: str = kind) -> list[torch.Tensor]:
                 outs = [t.clone() for t in site.call(group)]
-                frame.sync()
+                lockstep.sync()
                 session.check(group)
                 truth.check(outs, f"{kind} alone")
                 return outs
 
-            expected.append(frame.together(alone))
+            expected.append(lockstep.agree(alone))
         made.append(site)
     return made
 
@@ -117,30 +109,34 @@ def sites(frame: Frame, group: str, kinds: list[str], size: int = 256) -> list[S
 class Delays:
     """Random sleeps of 0 to 5 ms, of the host and of the device, on some ranks at a time."""
 
-    def __init__(self, frame: Frame, seed: int) -> None:
-        self.frame, self.random = frame, frame.own_random(seed)
+    def __init__(self, lockstep: Lockstep, seed: int) -> None:
+        self.lockstep, self.random = lockstep, lockstep.own_random(seed)
 
     def host(self) -> None:
         if self.random.random() < 0.2:
             time.sleep(self.random.random() * 0.005)
 
     def device(self) -> None:
-        if self.frame.cuda and self.random.random() < 0.2:
-            self.frame.device_sleep(self.random.random() * 0.005)
+        if self.lockstep.cuda and self.random.random() < 0.2:
+            self.lockstep.sleep_on_device(self.random.random() * 0.005)
 
 
 class Verdict:
     """Which calls were wrong: one bool a call on the device."""
 
-    def __init__(self, frame: Frame, calls: int) -> None:
-        self.frame, self.wrong, self.names = frame, torch.zeros(calls, dtype=torch.bool, device=frame.device), [""] * calls
+    def __init__(self, lockstep: Lockstep, calls: int) -> None:
+        self.lockstep, self.wrong, self.names = (
+            lockstep,
+            torch.zeros(calls, dtype=torch.bool, device=lockstep.device),
+            [""] * calls,
+        )
 
     def note(self, call: int, name: str, outs: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
         self.names[call] = name
         self.wrong[call] = cases.differs(outs, expected)
 
     def check(self, group: str) -> None:
-        self.frame.sync()
+        self.lockstep.sync()
         session.check(group)
         bad = self.wrong.nonzero().flatten().tolist()
         if bad:
@@ -148,16 +144,16 @@ class Verdict:
             raise AssertionError(f"{len(bad)} of {len(self.names)} calls are wrong; the first: {first}")
 
 
-def loop(frame: Frame, group: str, kinds: list[str], calls: int, lanes: int = 1) -> str:
+def loop(lockstep: Lockstep, group: str, kinds: list[str], calls: int, lanes: int = 1) -> str:
     """`calls` calls of random sites with random versions, delayed at random; `lanes`: streams that take turns."""
-    if lanes > 1 and not frame.cuda:
-        raise Skip("the CPU has no streams")
-    places = sites(frame, group, kinds)
-    order, delays, verdict = frame.shared_random(7), Delays(frame, 11), Verdict(frame, calls)
+    if lanes > 1 and not lockstep.cuda:
+        pytest.skip("the CPU has no streams")
+    places = sites(lockstep, group, kinds)
+    order, delays, verdict = lockstep.shared_random(7), Delays(lockstep, 11), Verdict(lockstep, calls)
     streams: list[Any] = [torch.cuda.Stream() for _ in range(lanes)] if lanes > 1 else [None]
     # One set of inputs a stream: those of the other stream's call may still be read.
     sets = [[Site(p.strategy, p.name, p.versions, p.expected, cloned(p.static)) for p in places] for _ in range(lanes)]
-    frame.sync()
+    lockstep.sync()
     clock = time.monotonic()
     for call in range(calls):
         site, version = sets[call % lanes][order.randrange(len(places))], order.randrange(VERSIONS)
@@ -178,21 +174,21 @@ def cloned(case: Case) -> Case:
     return with_tensors(case, [t.clone() for t in tensors_of(case)])
 
 
-def replays(frame: Frame, group: str, kinds: list[str], count: int) -> str:
+def replays(lockstep: Lockstep, group: str, kinds: list[str], count: int) -> str:
     """A graph of one call of each kind, replayed with changing inputs under delays; every fifth turn is eager instead, and on
     some a rank-dependent delay comes between."""
-    if not frame.cuda:
-        raise Skip("the CPU has no graphs")
-    places = sites(frame, group, kinds)
-    order, delays, verdict = frame.shared_random(17), Delays(frame, 21), Verdict(frame, count)
+    if not lockstep.cuda:
+        pytest.skip("the CPU has no graphs")
+    places = sites(lockstep, group, kinds)
+    order, delays, verdict = lockstep.shared_random(17), Delays(lockstep, 21), Verdict(lockstep, count)
     captured = torch.cuda.CUDAGraph()
-    frame.sync()
-    frame.barrier()
+    lockstep.sync()
+    lockstep.barrier()
     # thread_local: NCCL's watchdog asks for events on a thread of its own.
     with torch.cuda.graph(captured, capture_error_mode="thread_local"):
         outs = [site.call(group) for site in places]
-    frame.sync()
-    frame.barrier()
+    lockstep.sync()
+    lockstep.barrier()
     clock = time.monotonic()
     for turn in range(count):
         versions = [order.randrange(VERSIONS) for _ in places]
@@ -217,22 +213,28 @@ def replays(frame: Frame, group: str, kinds: list[str], count: int) -> str:
     return f"{count} turns of {len(kinds)} ops in {seconds:.1f} s, a fifth of them eager, bitwise"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--iterations", type=int, default=0, help="calls of a loop (default 1000, 200 with --quick)")
-    with Frame("races", parser) as frame:
-        count = frame.options.iterations or (200 if frame.options.quick else 1000)
-        for name, kinds in LOOPS.items():
-            if name in ("AG only", "RS only", "mixed", "float8") or not frame.options.quick:
-                frame.row(f"eager, {name}", lambda g, k=kinds: loop(frame, g, k, count), 120)
-        frame.row("eager, mixed, two streams", lambda g: loop(frame, g, LOOPS["mixed"], count // 2, lanes=2), 120)
-        for name in ("mixed", "float8"):
-            frame.row(f"replays, {name}", lambda g, k=LOOPS[name]: replays(frame, g, k, count), 120)
-        if not frame.options.quick:
-            for name in ("AG only", "RS only"):
-                frame.row(f"replays, {name}", lambda g, k=LOOPS[name]: replays(frame, g, k, count), 120)
-    return frame.code
+QUICK = ("AG only", "RS only", "mixed", "float8")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def calls_of(lockstep: Lockstep) -> int:
+    return 200 if lockstep.quick else 1000
+
+
+@pytest.mark.deadline(120)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in LOOPS])
+def test_eager_calls(lockstep: Lockstep, group: str, name: str) -> None:
+    lockstep.note(loop(lockstep, group, LOOPS[name], calls_of(lockstep)))
+
+
+@pytest.mark.deadline(120)
+def test_eager_calls_on_two_streams(lockstep: Lockstep, group: str) -> None:
+    lockstep.note(loop(lockstep, group, LOOPS["mixed"], calls_of(lockstep) // 2, lanes=2))
+
+
+@pytest.mark.deadline(120)
+@pytest.mark.parametrize(
+    "name",
+    ["mixed", "float8", pytest.param("AG only", marks=pytest.mark.full), pytest.param("RS only", marks=pytest.mark.full)],
+)
+def test_replays(lockstep: Lockstep, group: str, name: str) -> None:
+    lockstep.note(replays(lockstep, group, LOOPS[name], calls_of(lockstep)))

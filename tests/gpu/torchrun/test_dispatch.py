@@ -1,21 +1,13 @@
 """What is decided at run time, and float8 models: alternatives that are timed on the ranks, tables by rows in eager calls and
 CUDA graphs, compiled float8 steps against 16 bits, and casts behind gathers.
 
-    torchrun --nproc-per-node 4 tests/gpu/programs/choices.py [--quick] [--only TEXT] [--device cpu]
 """
-
-# ruff: noqa: E402   the path comes first
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[3])
-
-from tests.gpu.frame import Frame, Skip  # isort: skip
-
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,6 +15,7 @@ from torch import Tensor, nn
 from tests.fp8.rank_hoist import graph, operands
 from tests.gpu import captures
 from tests.gpu.cases import BF16, Maker, differs
+from tests.gpu.lockstep import Lockstep
 from tests.harness.traces import as_loss
 from tests.models.compare import uncached
 from tests.models.megatron import MLP, Mappings
@@ -36,17 +29,17 @@ U8 = {"tensorwise": 2.0**-3, "rowwise": 2.0**-4, "delayed": 2.0**-3}
 """Unit roundoff of the coarsest float8 of a recipe: e5m2's and e4m3's."""
 
 
-def layer(frame: Frame, dim: int, seed: int = 3) -> nn.Module:
+def layer(lockstep: Lockstep, dim: int, seed: int = 3) -> nn.Module:
     """A sequence-parallel MLP in bf16."""
     ends = Mappings("functional", 0, str(dist.group.WORLD.group_name))  # type: ignore[union-attr]
-    torch.manual_seed(seed + frame.rank)
-    with torch.device(frame.device):
-        return MLP(dim, 4 * dim // frame.ranks, ends, False, False).to(BF16)
+    torch.manual_seed(seed + lockstep.rank)
+    with torch.device(lockstep.device):
+        return MLP(dim, 4 * dim // lockstep.ranks, ends, False, False).to(BF16)
 
 
-def shard(frame: Frame, rows: int, dim: int) -> Tensor:
-    generator = torch.Generator(frame.device).manual_seed(frame.rank)
-    x = torch.randn(rows // frame.ranks, 1, dim, device=frame.device, generator=generator)
+def shard(lockstep: Lockstep, rows: int, dim: int) -> Tensor:
+    generator = torch.Generator(lockstep.device).manual_seed(lockstep.rank)
+    x = torch.randn(rows // lockstep.ranks, 1, dim, device=lockstep.device, generator=generator)
     return x.to(BF16).requires_grad_()
 
 
@@ -69,18 +62,18 @@ def errors(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, floa
     return found
 
 
-def tuned(frame: Frame) -> str:
+def tuned(lockstep: Lockstep) -> str:
     """Sites of a model run by what the ranks timed: the same pick everywhere, read by a second life of the model."""
-    rows, dim = (4096, 4096) if frame.cuda else (1024, 512)
-    module, x = layer(frame, dim), shard(frame, rows, dim)
+    rows, dim = (4096, 4096) if lockstep.cuda else (1024, 512)
+    module, x = layer(lockstep, dim), shard(lockstep, rows, dim)
     plain = step(module, module, x)
-    options = {"tune": True, "min_bytes": 0, **({} if frame.cuda else {"profile": "cpu"})}
+    options = {"tune": True, "min_bytes": 0, **({} if lockstep.cuda else {"profile": "cpu"})}
     autotune.forget()
     picks: list[dict[str, Any]] = []
     for life in range(2):
         torch._dynamo.reset()
         if life:
-            frame.barrier()
+            lockstep.barrier()
             session.close()
             autotune.forget()  # as in a later process: what was timed is on disk
         mark = HISTORY.mark()
@@ -88,14 +81,14 @@ def tuned(frame: Frame) -> str:
             run = torch.compile(module, backend="ub_overlap", options=options)
             for _ in range(3):
                 worst = max(errors(step(run, module, x), plain).values())
-        frame.sync()
+        lockstep.sync()
         session.check()
         sites = [(p.digest, d.id) for p in HISTORY.since(mark) for d in p.decisions]
         found = {f"{digest}/{site}": autotune.tuned(f"{digest}/{site}") for digest, site in sites}
         mine = {site: {n: t.to_dict() for n, t in by.items()} for site, by in found.items() if by}
         timed = sum(of.calls for site, of in stats.site_stats().items() if site.endswith(".tuning"))
-        if any(theirs != mine for theirs in frame.gather(mine)):
-            raise AssertionError(f"the ranks picked differently: {frame.gather(mine)}")
+        if any(theirs != mine for theirs in lockstep.gather(mine)):
+            raise AssertionError(f"the ranks picked differently: {lockstep.gather(mine)}")
         if not mine or worst > 0.02:
             chosen = [str(d.strategy) for p in HISTORY.since(mark) for d in p.decisions]
             raise AssertionError(f"{len(mine)} of {len(sites)} sites were timed; error {worst:.2g}; chosen: {chosen}")
@@ -110,10 +103,10 @@ def tuned(frame: Frame) -> str:
     return f"{len(texts)} of {len(sites)} sites timed: {', '.join(sorted(texts))}; error {worst:.1e}"
 
 
-def tables(frame: Frame, group: str) -> str:
+def tables(lockstep: Lockstep, group: str) -> str:
     """A table of strategies by rows picks by the real size: "none" below, pipelined above; eager and captured, bitwise."""
-    make = Maker(frame.device, frame.ranks)
-    limit = 128 * frame.ranks
+    make = Maker(lockstep.device, lockstep.ranks)
+    limit = 128 * lockstep.ranks
     table = f"{limit}=none;*=pipelined"
     weight = make.randn(256, 384, dtype=BF16, scale=0.1)
     sizes = {"none": make.randn(1, 128, 256, dtype=BF16), "pipelined": make.randn(1, 136, 256, dtype=BF16)}
@@ -124,25 +117,25 @@ def tables(frame: Frame, group: str) -> str:
     done = []
     for picked, x in sizes.items():
         want, got = call(x, picked, "plain"), call(x, table, f"table.{picked}")
-        frame.sync()
+        lockstep.sync()
         if differs([got], [want]):
             raise AssertionError(f"{picked}: the table's result differs")
         ran = stats.site_stats()[f"table.{picked}"].strategy
         if ran.partition(":")[0] != picked:
             raise AssertionError(f"{tuple(x.shape)} ran by {ran}, not {picked}")
         done.append(picked)
-        if not frame.cuda:
+        if not lockstep.cuda:
             continue
-        frame.barrier()
+        lockstep.barrier()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             out = call(x, table, f"captured.{picked}")
-        frame.sync()
-        frame.barrier()
+        lockstep.sync()
+        lockstep.barrier()
         for _ in range(3):
             out.zero_()
             graph.replay()
-            frame.sync()
+            lockstep.sync()
             if differs([out], [want]):
                 raise AssertionError(f"{picked}: the captured table's result differs")
         session.check(group)
@@ -150,18 +143,18 @@ def tables(frame: Frame, group: str) -> str:
     return ", ".join(done)
 
 
-def float8(frame: Frame, recipe: str, graphs: bool) -> str:
+def float8(lockstep: Lockstep, recipe: str, graphs: bool) -> str:
     """A float8 step, overlapped, against the same casts left alone, and against 16 bits; the ranks' inputs are 8 times apart.
 
     The bound against 16 bits: of the four products that a gradient of `up` goes through, each rounds two operands to float8; an
     element's error is uniform within u of it, so u / sqrt(3) of it at most; errors add as squares, and three of them lie behind
     each other twice (forward and backward).
     """
-    if graphs and not frame.cuda:
-        raise Skip("the CPU has no graphs")
-    rows, dim = (4096, 2048) if frame.cuda else (64, 64)
-    module = layer(frame, dim)
-    x = (shard(frame, rows, dim).detach() * 8**frame.rank).requires_grad_()
+    if graphs and not lockstep.cuda:
+        pytest.skip("the CPU has no graphs")
+    rows, dim = (4096, 2048) if lockstep.cuda else (64, 64)
+    module = layer(lockstep, dim)
+    x = (shard(lockstep, rows, dim).detach() * 8**lockstep.rank).requires_grad_()
     plain = step(module, module, x)
     found: dict[str, list[dict[str, Tensor]]] = {}
     sites, note = 0, ""
@@ -175,20 +168,20 @@ def float8(frame: Frame, recipe: str, graphs: bool) -> str:
             options["fp8_state"] = f"{overlap}, {graphs}"  # both start without a history
         if graphs:
             options["triton.cudagraphs"] = True
-        if frame.cuda:
+        if lockstep.cuda:
             options["profile"] = "cpu"  # which says nothing of float8's gain: every linear is computed in it
         mark = HISTORY.mark()
         with uncached():
             run = torch.compile(module, backend="ub_overlap", options=options)
             found[overlap] = []
             for _ in range(6):
-                if frame.cuda:
+                if lockstep.cuda:
                     torch.compiler.cudagraph_mark_step_begin()
                 found[overlap].append(step(run, module, x))
-        frame.sync()
+        lockstep.sync()
         session.check()
         if graphs:
-            note = f", {captures.count(frame.device)} graphs captured"
+            note = f", {captures.count(lockstep.device)} graphs captured"
         plans = HISTORY.since(mark)
         casts = sum(bool(c.recipe) for p in plans for c in p.casts)
         sites = sum(d.overlapped for p in plans for d in p.decisions)
@@ -204,15 +197,15 @@ def float8(frame: Frame, recipe: str, graphs: bool) -> str:
     return f"{casts} products, {sites} sites; overlap moves {apart:.1e}, float8 {max(far):.1e}{note}"
 
 
-def behind(frame: Frame) -> str:
+def behind(lockstep: Lockstep) -> str:
     """Graphs that are float8 already and gather 16 bits, as torchao's are: casts move before the gather, scales behind products
     into them. Against eager; the sums of a product's scales and of ranks are rounded elsewhere."""
-    if not frame.cuda and not compat.cpu_scales_rows():
-        raise Skip("this torch's CPU has no scales of rows")
-    inputs, done = operands(frame.rank, frame.device), []
+    if not lockstep.cuda and not compat.cpu_scales_rows():
+        pytest.skip("this torch's CPU has no scales of rows")
+    inputs, done = operands(lockstep.rank, lockstep.device), []
     for name in ("rows", "any_scale", "dim1", "columns", "behind"):
         _, far, decisions = graph(name, inputs)
-        frame.sync()
+        lockstep.sync()
         session.check()
         sites = [d.kind.value for d in decisions if d.strategy.mode is Mode.PIPELINED]
         if far > 2.0**-6 or len(sites) != 1:
@@ -221,17 +214,22 @@ def behind(frame: Frame) -> str:
     return ", ".join(done)
 
 
-def main() -> int:
-    with Frame("choices", step_timeout_s=40) as frame:
-        frame.row("tables by rows", lambda g: tables(frame, g), 60)
-        frame.row("tune", lambda _: tuned(frame), 120)
-        for recipe in U8:
-            frame.row(f"float8 {recipe}", lambda _, r=recipe: float8(frame, r, False), 120)
-            if not frame.options.quick:
-                frame.row(f"float8 {recipe}, CUDA graphs", lambda _, r=recipe: float8(frame, r, True), 120)
-        frame.row("float8 behind gathers", lambda _: behind(frame), 120)
-    return frame.code
+def test_tables_by_rows(lockstep: Lockstep, group: str) -> None:
+    lockstep.note(tables(lockstep, group))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@pytest.mark.deadline(120)
+def test_autotune(lockstep: Lockstep) -> None:
+    lockstep.note(tuned(lockstep))
+
+
+@pytest.mark.deadline(120)
+@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.full)], ids=["eager", "CUDA graphs"])
+@pytest.mark.parametrize("recipe", U8)
+def test_compiled_float8(lockstep: Lockstep, recipe: str, graphs: bool) -> None:
+    lockstep.note(float8(lockstep, recipe, graphs))
+
+
+@pytest.mark.deadline(120)
+def test_casts_hoisted_before_gathers(lockstep: Lockstep) -> None:
+    lockstep.note(behind(lockstep))

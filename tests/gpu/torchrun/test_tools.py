@@ -3,20 +3,14 @@
 torchrun --nproc-per-node 4 tests/gpu/programs/tools.py [--quick] [--only TEXT] [--device cpu]
 """
 
-# ruff: noqa: E402   the path comes first
-
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[3])
-
-from tests.gpu.frame import Frame, Skip  # isort: skip
-
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import ub_overlap
 from tests.gpu.cases import BF16
+from tests.gpu.lockstep import Lockstep
 from tests.harness.traces import as_loss
 from tests.models.compare import uncached
 from tests.models.megatron import MLP, Mappings
@@ -38,18 +33,18 @@ FORCE: dict[str, Any] = {"overlap": "force"}
 class Model(nn.Module):
     """Two tensor-parallel MLPs in bf16: four sites forward, four backward."""
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, lockstep: Lockstep) -> None:
         super().__init__()
-        self.rows, self.dim = (4096, 4096) if frame.cuda else (64, 64)
+        self.rows, self.dim = (4096, 4096) if lockstep.cuda else (64, 64)
         ends = Mappings("functional", 0, str(dist.group.WORLD.group_name))  # type: ignore[union-attr]
-        torch.manual_seed(3 + frame.rank)
-        with torch.device(frame.device):
-            self.layers = nn.ModuleList(MLP(self.dim, 2 * self.dim // frame.ranks, ends, True, False) for _ in range(2))
+        torch.manual_seed(3 + lockstep.rank)
+        with torch.device(lockstep.device):
+            self.layers = nn.ModuleList(MLP(self.dim, 2 * self.dim // lockstep.ranks, ends, True, False) for _ in range(2))
         self.to(BF16)
 
-    def input(self, frame: Frame) -> Tensor:
-        generator = torch.Generator(frame.device).manual_seed(frame.rank)
-        x = torch.randn(self.rows // frame.ranks, 1, self.dim, device=frame.device, generator=generator)
+    def input(self, lockstep: Lockstep) -> Tensor:
+        generator = torch.Generator(lockstep.device).manual_seed(lockstep.rank)
+        x = torch.randn(self.rows // lockstep.ranks, 1, self.dim, device=lockstep.device, generator=generator)
         return x.to(BF16).requires_grad_()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,10 +53,10 @@ class Model(nn.Module):
         return x
 
 
-def verified(frame: Frame) -> str:
+def verified(lockstep: Lockstep) -> str:
     """Every site against the plain way on the same inputs."""
-    model = Model(frame)
-    report = ub_overlap.explain(model, {**FORCE, "verify": True})(model.input(frame))
+    model = Model(lockstep)
+    report = ub_overlap.explain(model, {**FORCE, "verify": True})(model.input(lockstep))
     errors = {d.id: d.error for d in report.decisions if d.overlapped}
     bad = {site: error for site, error in errors.items() if error is None or not error <= TOLERANCE[BF16]}
     if bad or len(errors) < 8 or "error" not in report.table():
@@ -69,10 +64,10 @@ def verified(frame: Frame) -> str:
     return f"{len(errors)} sites, error at most {max(e or 0.0 for e in errors.values()):.1e}"
 
 
-def measured(frame: Frame) -> str:
+def measured(lockstep: Lockstep) -> str:
     """explain(measure=True): every site's time from its own stamps, the page and the timeline."""
-    model = Model(frame)
-    report = ub_overlap.explain(model, FORCE, measure=True)(model.input(frame))
+    model = Model(lockstep)
+    report = ub_overlap.explain(model, FORCE, measure=True)(model.input(lockstep))
     times = {d.id: d.measured_us for d in report.decisions if d.overlapped}
     if len(times) < 8 or not all(us and 1 < us < 1e6 for us in times.values()):
         raise AssertionError(f"times: {times}")
@@ -83,12 +78,12 @@ def measured(frame: Frame) -> str:
     return f"{len(times)} sites, {min(times.values()):.0f} to {max(times.values()):.0f} us"  # type: ignore[type-var]
 
 
-def stepper(frame: Frame, backend: str, options: dict[str, Any]) -> tuple[Any, set[str]]:
+def stepper(lockstep: Lockstep, backend: str, options: dict[str, Any]) -> tuple[Any, set[str]]:
     """A step of the model, compiled and warm, and the ids of its sites."""
-    model = Model(frame)
+    model = Model(lockstep)
     torch._dynamo.reset()
     mark = HISTORY.mark()
-    x = model.input(frame)
+    x = model.input(lockstep)
     run = torch.compile(model, backend=backend, options=options or None)
 
     def step() -> None:
@@ -97,36 +92,36 @@ def stepper(frame: Frame, backend: str, options: dict[str, Any]) -> tuple[Any, s
     with uncached():
         for _ in range(4):
             step()
-    frame.sync()
-    frame.barrier()
+    lockstep.sync()
+    lockstep.barrier()
     return step, {d.id for plan in HISTORY.since(mark) for d in plan.decisions if d.overlapped}
 
 
-def trace(frame: Frame, step: Any, name: str) -> tuple[Path, set[str]]:
+def trace(lockstep: Lockstep, step: Any, name: str) -> tuple[Path, set[str]]:
     """Three steps under the profiler: the trace and the names of its ranges of ours."""
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if frame.cuda else [])]
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if lockstep.cuda else [])]
     with profile(activities=activities) as found:
         for _ in range(3):
             step()
-        frame.sync()
-    path = Path(os.environ.get("OUT") or tempfile.mkdtemp()) / f"{name}_rank{frame.rank}.json.gz"
+        lockstep.sync()
+    path = Path(os.environ.get("OUT") or tempfile.mkdtemp()) / f"{name}_rank{lockstep.rank}.json.gz"
     found.export_chrome_trace(str(path))
     return path, {e.name for e in found.events() if e.name.startswith("ub_overlap::") and "[" in e.name}
 
 
-def traced(frame: Frame) -> str:
+def traced(lockstep: Lockstep) -> str:
     """Ranges name the sites; `exposed` tells our communication from computation, and NCCL's of the plain graph."""
-    step, sites = stepper(frame, "ub_overlap", FORCE)
-    path, ranges = trace(frame, step, "ours")
+    step, sites = stepper(lockstep, "ub_overlap", FORCE)
+    path, ranges = trace(lockstep, step, "ours")
     named = {name[name.index("[") + 1 : -1] for name in ranges}
     if not sites or not sites <= named:
         raise AssertionError(f"sites {sorted(sites)}, ranges {sorted(ranges)}")
-    if not frame.cuda:
+    if not lockstep.cuda:
         return f"{len(ranges)} ranges"
     (ours,) = exposed.read(path)
-    plain_step, _ = stepper(frame, "inductor", {})
-    (plain,) = exposed.read(trace(frame, plain_step, "inductor")[0])
-    frame.say(f"  ours: {ours}\n  inductor: {plain}")
+    plain_step, _ = stepper(lockstep, "inductor", {})
+    (plain,) = exposed.read(trace(lockstep, plain_step, "inductor")[0])
+    lockstep.say(f"  ours: {ours}\n  inductor: {plain}")
     if not ours.parts.get("copies to peers") or not ours.parts.get("ub_overlap kernels") or "NCCL" in ours.parts:
         raise AssertionError(f"ours: {ours}")
     if not plain.parts.get("NCCL") or set(plain.parts) != {"NCCL"}:
@@ -138,30 +133,36 @@ def traced(frame: Frame) -> str:
     return f"hidden: ours {ours.hidden:.0%}, inductor {plain.hidden:.0%}; {len(ranges)} ranges"
 
 
-def nvtx(frame: Frame) -> str:
+def nvtx(lockstep: Lockstep) -> str:
     """Ranges by NVTX while torch emits its own; what they hold is Nsight's to show."""
-    if not frame.cuda:
-        raise Skip("needs CUDA")
-    step, _ = stepper(frame, "ub_overlap", FORCE)
+    if not lockstep.cuda:
+        pytest.skip("needs CUDA")
+    step, _ = stepper(lockstep, "ub_overlap", FORCE)
     settings.configure(nvtx=True)
     try:
         with torch.autograd.profiler.emit_nvtx():
             step()
         step()
-        frame.sync()
+        lockstep.sync()
     finally:
         settings.configure(nvtx=False)
     return "a step within emit_nvtx, a step without"
 
 
-def main() -> int:
-    with Frame("tools") as frame:
-        frame.row("verify", lambda _: verified(frame), 90)
-        frame.row("explain, measured", lambda _: measured(frame), 90)
-        frame.row("profiler and exposed", lambda _: traced(frame), 120)
-        frame.row("NVTX", lambda _: nvtx(frame), 60)
-    return frame.code
+@pytest.mark.deadline(90)
+def test_verify(lockstep: Lockstep) -> None:
+    lockstep.note(verified(lockstep))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@pytest.mark.deadline(90)
+def test_explain_with_measured_times(lockstep: Lockstep) -> None:
+    lockstep.note(measured(lockstep))
+
+
+@pytest.mark.deadline(120)
+def test_profiler_trace_and_exposed_communication(lockstep: Lockstep) -> None:
+    lockstep.note(traced(lockstep))
+
+
+def test_nvtx_ranges(lockstep: Lockstep) -> None:
+    lockstep.note(nvtx(lockstep))

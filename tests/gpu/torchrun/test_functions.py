@@ -1,29 +1,22 @@
 """The plain functions on GPUs: values and gradients against fp64, `initialize` before the first step and before a capture, and
 the watchdog while nobody calls anything; what the host waits for on its own device.
 
-    torchrun --nproc-per-node 4 tests/gpu/programs/functions.py [--quick] [--only TEXT]
 """
-
-# ruff: noqa: E402   the path comes first
 
 from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
-from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[3])
-
-from tests.gpu.frame import Frame, Skip  # isort: skip
-
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import ub_overlap
 from tests.gpu.cases import BF16, F32, Maker
+from tests.gpu.lockstep import Lockstep
 from ub_overlap.runtime import autotune, errors, ops, settings
 from ub_overlap.runtime.session import session
 
@@ -49,9 +42,9 @@ def same(name: str, got: Tensor | None, want: Tensor | None, dtype: torch.dtype)
         raise AssertionError(f"{name}: {tuple(got.shape)}, error {error:.3g}; expected {tuple(want.shape)}, {SLACK[dtype]}")
 
 
-def layer(frame: Frame, group: str, dtype: torch.dtype, save: str, strategy: str, dim: int) -> str:
+def layer(lockstep: Lockstep, group: str, dtype: torch.dtype, save: str, strategy: str, dim: int) -> str:
     """y = matmul_reduce_scatter(gelu(all_gather_matmul(x, W1)), W2): what a Megatron layer is."""
-    make, world = Maker(frame.device, frame.ranks), frame.ranks
+    make, world = Maker(lockstep.device, lockstep.ranks), lockstep.ranks
     batch, rows, width, inner = 2, 96, 128, 192
     sizes = (rows, width) if dim == 0 else (batch, rows, width)
     x = make.randn(*sizes, dtype=dtype).requires_grad_()
@@ -72,7 +65,7 @@ def layer(frame: Frame, group: str, dtype: torch.dtype, save: str, strategy: str
     partial = torch.nn.functional.gelu(gx @ a1) @ a2
     exact = partial.detach().clone()
     dist.all_reduce(exact)
-    at = slice(frame.rank * rows, (frame.rank + 1) * rows)
+    at = slice(lockstep.rank * rows, (lockstep.rank + 1) * rows)
     same("output", y, exact[at] if dim == 0 else exact[:, at], dtype)
     (partial * whole(weight)).sum().backward()
     total = gx.grad.clone()
@@ -83,7 +76,7 @@ def layer(frame: Frame, group: str, dtype: torch.dtype, save: str, strategy: str
     return "output and 3 gradients"
 
 
-def initialized(frame: Frame, group: str) -> str:
+def initialized(lockstep: Lockstep, group: str) -> str:
     """After it no call of that size grows anything, not in a capture as the very first call either."""
     seen = Collected()
     logger = logging.getLogger("ub_overlap")
@@ -91,26 +84,26 @@ def initialized(frame: Frame, group: str) -> str:
     before = logger.level
     logger.setLevel(logging.INFO)
     try:
-        size = ub_overlap.initialize(group, (512 * frame.ranks, 256), BF16)
+        size = ub_overlap.initialize(group, (512 * lockstep.ranks, 256), BF16)
         again = ub_overlap.initialize(group, 4096)
         made = [text for text in seen.texts if "symmetric memory" in text or "shared memory" in text]
-        if frame.cuda and not any("symmetric memory" in text for text in made):
+        if lockstep.cuda and not any("symmetric memory" in text for text in made):
             raise AssertionError(f"no transport in the log: {seen.texts}")
-        if size < 512 * frame.ranks * 256 * 2 or again != size:
+        if size < 512 * lockstep.ranks * 256 * 2 or again != size:
             raise AssertionError(f"{size} bytes, then {again}")
         before_calls = len(seen.texts)
-        make = Maker(frame.device, frame.ranks)
+        make = Maker(lockstep.device, lockstep.ranks)
         x, w = make.randn(512, 256, dtype=BF16), make.randn(256, 128, dtype=BF16, scale=0.1)
-        if frame.cuda:
+        if lockstep.cuda:
             graph = torch.cuda.CUDAGraph()
             ub_overlap.all_gather_matmul(x, w, group)  # plans and modules; the arena is there
-            frame.sync()
+            lockstep.sync()
             with torch.cuda.graph(graph):
                 y = ub_overlap.all_gather_matmul(x, w, group)
             graph.replay()
         else:
             y = ub_overlap.all_gather_matmul(x, w, group)
-        frame.sync()
+        lockstep.sync()
         session.check(group)
         grown = [text for text in seen.texts[before_calls:] if "grew" in text]
         if grown or not bool(y.isfinite().all()):
@@ -121,31 +114,31 @@ def initialized(frame: Frame, group: str) -> str:
     return f"slots of {size} bytes; {made[-1]}"
 
 
-def watched(frame: Frame, group: str) -> str:
+def watched(lockstep: Lockstep, group: str) -> str:
     """Rank 1 does not come. The others call nothing more: their watchdogs say so."""
-    if frame.ranks < 2:
-        raise Skip("needs 2 ranks")
+    if lockstep.ranks < 2:
+        pytest.skip("needs 2 ranks")
     seen = Collected()
     logging.getLogger("ub_overlap").addHandler(seen)
     timeout_s = settings.current().step_timeout_s
     try:
-        make = Maker(frame.device, frame.ranks)
+        make = Maker(lockstep.device, lockstep.ranks)
         x, w = make.randn(64, 64, dtype=BF16), make.randn(64, 64, dtype=BF16)
         ub_overlap.all_gather_matmul(x, w, group)
-        frame.sync()
+        lockstep.sync()
         settings.configure(step_timeout_s=2.0)
         out = None
-        if frame.rank != 1:
+        if lockstep.rank != 1:
             try:
                 out = ub_overlap.all_gather_matmul(x, w, group)
             except errors.PeerTimeoutError:
-                if frame.cuda:
+                if lockstep.cuda:
                     raise
         time.sleep(3.5)
         told = [text for text in seen.texts if "PeerTimeoutError" in text]
-        if frame.rank != 1 and not told:
+        if lockstep.rank != 1 and not told:
             raise AssertionError(f"the watchdog said nothing; the log: {seen.texts}")
-        if frame.cuda and out is not None and not bool(out.isnan().all()):
+        if lockstep.cuda and out is not None and not bool(out.isnan().all()):
             raise AssertionError("the output is not poisoned")
     finally:
         settings.configure(step_timeout_s=timeout_s)
@@ -153,27 +146,27 @@ def watched(frame: Frame, group: str) -> str:
     return "logged once" if len(told) <= 1 else f"logged {len(told)} times"
 
 
-def held_turn(frame: Frame, group: str) -> str:
+def held_turn(lockstep: Lockstep, group: str) -> str:
     """On rank 1 a call of the group never ends (so it is made to look). The next one there fails by itself, as a wait for the
     turn and after one deadline; its peers name rank 1."""
-    if not frame.cuda or frame.ranks < 2:
-        raise Skip("needs 2 GPUs")
+    if not lockstep.cuda or lockstep.ranks < 2:
+        pytest.skip("needs 2 GPUs")
     before, deadline = settings.current().step_timeout_s, 2.0
-    make = Maker(frame.device, frame.ranks)
+    make = Maker(lockstep.device, lockstep.ranks)
     x, w = make.randn(64, 64, dtype=BF16), make.randn(64, 64, dtype=BF16)
     ub_overlap.all_gather_matmul(x, w, group)
-    frame.sync()
-    frame.barrier()
+    lockstep.sync()
+    lockstep.barrier()
     settings.configure(step_timeout_s=deadline)
     error: errors.UbOverlapError | None = None
     try:
-        if frame.rank == 1:
+        if lockstep.rank == 1:
             bound = session.bound(group, "cuda")
             assert bound is not None
             ops.extension().testing.hold_turn(bound._arena.core)
         clock = time.monotonic()
         out = ub_overlap.all_gather_matmul(x, w, group)
-        frame.sync()
+        lockstep.sync()
         seconds = time.monotonic() - clock
         try:
             session.check(group)
@@ -181,41 +174,41 @@ def held_turn(frame: Frame, group: str) -> str:
             error = caught
     finally:
         settings.configure(step_timeout_s=before)
-        frame.barrier()
+        lockstep.barrier()
     if error is None or 1 not in getattr(error, "ranks", ()):
         raise AssertionError(f"expected an error that names rank 1, got {type(error).__name__}: {error}")
-    if frame.rank == 1 and not isinstance(error, errors.DeviceTimeoutError):
+    if lockstep.rank == 1 and not isinstance(error, errors.DeviceTimeoutError):
         raise AssertionError(f"expected DeviceTimeoutError, got {type(error).__name__}: {error}")
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     if isinstance(error, errors.DeviceTimeoutError) and (f"{name}=1" in error.fix) != (os.environ.get(name) == "1"):
         raise AssertionError(f"the environment's part in it is not told: {error}")
-    if seconds > 2 * deadline + 1 or (frame.rank == 1 and seconds < 0.9 * deadline):
+    if seconds > 2 * deadline + 1 or (lockstep.rank == 1 and seconds < 0.9 * deadline):
         raise AssertionError(f"after {seconds:.1f} s, deadline {deadline:g} s")
     if not bool(out.isnan().all()):
         raise AssertionError("the output is not poisoned")
     return f"after {seconds:.1f} s; rank 0: {type(error).__name__}"
 
 
-def busy_elsewhere(frame: Frame, group: str) -> str:
+def busy_elsewhere(lockstep: Lockstep, group: str) -> str:
     """Another stream is busy for seconds, as with a peer that comes late: growth and timing of a group do not wait for it."""
-    if not frame.cuda:
-        raise Skip("the CPU has no streams")
-    make, asleep = Maker(frame.device, frame.ranks), 8.0
+    if not lockstep.cuda:
+        pytest.skip("the CPU has no streams")
+    make, asleep = Maker(lockstep.device, lockstep.ranks), 8.0
     small, big = make.randn(64, 64, dtype=BF16), make.randn(8192, 512, dtype=BF16)
     w, v = make.randn(64, 64, dtype=BF16), make.randn(512, 64, dtype=BF16, scale=0.1)
-    strategies = ("pipelined", f"pipelined:chunks={2 * frame.ranks}")
+    strategies = ("pipelined", f"pipelined:chunks={2 * lockstep.ranks}")
     for strategy in strategies:  # on another group: loading a kernel may wait for the whole device
         for _ in range(4):
-            ub_overlap.all_gather_matmul(small, w, frame.group(), strategy=strategy)
-            ub_overlap.all_gather_matmul(big, v, frame.group(), strategy=strategy)
+            ub_overlap.all_gather_matmul(small, w, lockstep.group(), strategy=strategy)
+            ub_overlap.all_gather_matmul(big, v, lockstep.group(), strategy=strategy)
     ub_overlap.all_gather_matmul(small, w, group)
     bound = session.bound(group, "cuda")
     assert bound is not None
     grown, lane = bound.growths, torch.cuda.Stream()
-    frame.sync()
-    frame.barrier()
+    lockstep.sync()
+    lockstep.barrier()
     with torch.cuda.stream(lane):
-        frame.device_sleep(asleep)
+        lockstep.sleep_on_device(asleep)
     clock = time.monotonic()
     y = ub_overlap.all_gather_matmul(big, v, group)
     torch.cuda.current_stream().synchronize()
@@ -224,7 +217,7 @@ def busy_elsewhere(frame: Frame, group: str) -> str:
     timed = torch.ops.ub_overlap.all_gather_matmul(small, [w], [0], 1, False, False, open_ones, group, "/busy")[1][0]
     torch.cuda.current_stream().synchronize()
     both, still = time.monotonic() - clock, not lane.query()
-    frame.sync()
+    lockstep.sync()
     session.check(group)
     if bound.growths == grown or not autotune.tuned("/busy"):
         raise AssertionError(f"nothing to see: {bound.growths - grown} growths, timed {autotune.tuned('/busy')}")
@@ -235,46 +228,56 @@ def busy_elsewhere(frame: Frame, group: str) -> str:
     return f"growth {growth:.2f} s, timing {both - growth:.2f} s, beside a stream that was busy for {asleep:g} s"
 
 
-def bound_again(frame: Frame, group: str) -> str:
+def bound_again(lockstep: Lockstep, group: str) -> str:
     """Ranks 0 and 1 share memory in a group of their own first, so that torch counts another number of rendezvous there; then
     all bind, close and bind again."""
-    if not frame.cuda or frame.ranks < 3:
-        raise Skip("needs 3 GPUs")
-    make = Maker(frame.device, frame.ranks)
+    if not lockstep.cuda or lockstep.ranks < 3:
+        pytest.skip("needs 3 GPUs")
+    make = Maker(lockstep.device, lockstep.ranks)
     x, w = make.randn(32, 64, dtype=F32), make.randn(64, 48, dtype=F32, scale=0.1)
-    pair = frame.fresh([0, 1], backend="gloo")
+    pair = lockstep.new_group([0, 1], backend="gloo")
     if pair:
         ub_overlap.all_gather_matmul(x, w, pair)
-        frame.sync()
-    parts = [torch.empty_like(x) for _ in range(frame.ranks)]
+        lockstep.sync()
+    parts = [torch.empty_like(x) for _ in range(lockstep.ranks)]
     dist.all_gather(parts, x)
     for life in range(3):
         y = ub_overlap.all_gather_matmul(x, w, group)
         same(f"life {life}", y, torch.cat(parts).double() @ w.double(), F32)
-        frame.sync()
+        lockstep.sync()
         session.check(group)
-        frame.barrier()
+        lockstep.barrier()
         session.close(group, "cuda")
-        frame.barrier()
+        lockstep.barrier()
     return "3 lives of one group"
 
 
-def main() -> int:
-    with Frame("plain functions") as frame:
-        for dtype in (BF16, F32):
-            for save in ("gathered", "shard"):
-                for strategy in ("pipelined", f"pipelined:chunks={2 * frame.ranks}", "none"):
-                    for dim in (0, 1):
-                        label = f"layer {str(dtype).removeprefix('torch.')} {save} {strategy} dim {dim}"
-                        frame.row(label, lambda g, d=dtype, s=save, how=strategy, at=dim: layer(frame, g, d, s, how, at))
-        frame.row("initialize", lambda g: initialized(frame, g), own=True)
-        frame.row("watchdog", lambda g: watched(frame, g), own=True)
-        frame.row("growth and timing beside a busy stream", lambda g: busy_elsewhere(frame, g), own=True)
-        frame.row("a group bound again by ranks with unequal pasts", lambda g: bound_again(frame, g), own=True)
-        frame.row("a turn that is never given back", lambda g: held_turn(frame, g), own=True)
-    return frame.code
+RANKS = int(os.environ.get("WORLD_SIZE", "2"))
 
 
-if __name__ == "__main__":
-    ops.load()
-    sys.exit(main())
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("strategy", ["pipelined", f"pipelined:chunks={2 * RANKS}", "none"])
+@pytest.mark.parametrize("save", ["gathered", "shard"])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_layer(lockstep: Lockstep, group: str, dtype: torch.dtype, save: str, strategy: str, dim: int) -> None:
+    lockstep.note(layer(lockstep, group, dtype, save, strategy, dim))
+
+
+def test_arena_made_ahead(lockstep: Lockstep, own_group: str) -> None:
+    lockstep.note(initialized(lockstep, own_group))
+
+
+def test_watchdog(lockstep: Lockstep, own_group: str) -> None:
+    lockstep.note(watched(lockstep, own_group))
+
+
+def test_growth_and_timing_with_a_busy_stream(lockstep: Lockstep, own_group: str) -> None:
+    lockstep.note(busy_elsewhere(lockstep, own_group))
+
+
+def test_rebinding_with_unequal_rendezvous_counts(lockstep: Lockstep, own_group: str) -> None:
+    lockstep.note(bound_again(lockstep, own_group))
+
+
+def test_a_group_lock_that_is_never_released(lockstep: Lockstep, own_group: str) -> None:
+    lockstep.note(held_turn(lockstep, own_group))

@@ -1,1 +1,0 @@
-"""Run under torchrun, or by run_all.py."""

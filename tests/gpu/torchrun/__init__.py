@@ -1,0 +1,1 @@
+"""GPU tests that run on every rank of torchrun, in lockstep."""
