@@ -230,10 +230,11 @@ def transport(lockstep: Lockstep, group: str) -> str:
 
 RANKS = int(os.environ.get("WORLD_SIZE", "2"))
 CASES = [
-    pytest.param(op, dtype, strategy, marks=[] if is_quick(op, dtype, strategy, RANKS) else pytest.mark.full)
+    pytest.param(op, dtype, strategy, id=f"{op}-{str(dtype)[6:]}-{strategy}", marks=[] if quick else pytest.mark.full)
     for dtype in (BF16, F32, F16)
     for op in LAYOUTS
     for strategy in strategies(op, RANKS)
+    for quick in [is_quick(op, dtype, strategy, RANKS)]
 ]
 
 
