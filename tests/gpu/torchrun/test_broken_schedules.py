@@ -20,7 +20,7 @@ import pytest
 
 from tests.gpu import cases
 from tests.gpu.lockstep import Lockstep
-from tests.gpu.programs.races import VERSIONS, Site, sites
+from tests.gpu.torchrun.test_races import VERSIONS, Site, sites
 from tests.schedule.mutations import delete
 from ub_overlap.runtime import errors, ops, settings
 from ub_overlap.runtime.schedule.effects import accesses, show
