@@ -1,4 +1,4 @@
-"""What the ranks of programs/faults.py do: go wrong at rank 1, and tell what each living rank saw.
+"""Rank functions of test_faults.py: rank 1 fails, and every living rank returns what it saw.
 
 Ranks are processes of tests/runtime/spawn.py, with a gloo world. Every function returns a `Seen` as a dict.
 """

@@ -1,7 +1,4 @@
-"""Kept casts of weights: the kernels against ATen bit for bit, every change seen, captured calls, streams, compiled models.
-
-torchrun --nproc-per-node 2 tests/gpu/programs/weights.py [--quick] [--only TEXT] [--device cpu]
-"""
+"""Kept casts of weights: the kernels against ATen bit for bit, every change seen, captured calls, streams, compiled models."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Delayed scaling: the cast's kernel against ATen bit for bit, captured calls, and compiled models with and without graphs.
-
-torchrun --nproc-per-node 2 tests/gpu/programs/delayed.py [--quick] [--only TEXT] [--device cpu]
-"""
+"""Delayed scaling: the cast's kernel against ATen bit for bit, captured calls, and compiled models with and without graphs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Numbers: gathers bitwise against torch.mm on each piece, reductions against float64 beside NCCL + cuBLAS, run against run.
 
-    torchrun --nproc-per-node 4 tests/gpu/programs/numerics.py [--quick] [--only TEXT] [--device cpu]
-
 A row "close" is right, but not bit for bit what torch.mm gives for the same piece: another kernel was chosen.
 """
 

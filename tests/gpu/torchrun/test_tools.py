@@ -1,7 +1,4 @@
-"""What a user looks with: verify, explain with measurements, the profiler's ranges, `exposed` on a real trace, NVTX.
-
-torchrun --nproc-per-node 4 tests/gpu/programs/tools.py [--quick] [--only TEXT] [--device cpu]
-"""
+"""What a user looks with: verify, explain with measurements, the profiler's ranges, `exposed` on a real trace, NVTX."""
 
 from __future__ import annotations
 
