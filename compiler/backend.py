@@ -20,7 +20,7 @@ from ub_overlap.runtime.session import plan_graphs
 
 from .diff.compare_ranks import explain as explain_ranks
 from .diff.joint_snapshot import JointSnapshot
-from .graph.graph_inputs import Inputs
+from .graph.graph_inputs import GraphInputs
 from .options import Options, parse
 from .passes import JointPass, RewritePass
 
@@ -50,7 +50,7 @@ def _inductor(
     if ours.fp8 != "off":
         compat.never_reused(torch.ops.ub_overlap.fp8_weight.default)
     patches = {**(compat.list_mode_options(mode) if mode else {}), **theirs}
-    inputs, trail = Inputs.of(example_inputs), JointSnapshot()
+    inputs, trail = GraphInputs.of(example_inputs), JointSnapshot()
     own_passes = (JointPass(ours, inputs, trail), RewritePass(ours, inputs, trail))
     for hook, own in zip(("joint_custom_pre_pass", "post_grad_custom_pre_pass"), own_passes, strict=True):
         patches[hook] = compat.chained(compat.user_pass(hook, patches), own)
@@ -58,7 +58,7 @@ def _inductor(
 
 
 def _aot_eager(gm: GraphModule, example_inputs: list[Any], ours: Options) -> Callable[..., Any]:
-    given, trail = Inputs.of(example_inputs), JointSnapshot()
+    given, trail = GraphInputs.of(example_inputs), JointSnapshot()
     joint, rewrite = JointPass(ours, given, trail), RewritePass(ours, given, trail)
 
     def compiled(graph: GraphModule, _inputs: list[Any]) -> Callable[..., Any]:

@@ -27,12 +27,12 @@ from .fp8.operand_layout import pin
 from .fp8.recipe import recipe_of
 from .fp8.state.cached_weights import copy_outputs
 from .graph.aten import c10d
-from .graph.dtensor_sizes import in_graph
-from .graph.graph_inputs import Inputs
+from .graph.dtensor_sizes import sizes_by_placeholder
+from .graph.graph_inputs import GraphInputs
 from .graph.joint_graph import drop_unread
 from .joint.activation_memory import apply_save_policy
 from .joint.merge_collectives import merge_all_reduces
-from .match.scales import mark_scales
+from .match.scales import mark_amax_reductions
 from .options import Options
 from .reports.history import HISTORY
 from .reports.summary import announce
@@ -58,10 +58,10 @@ def phase_of(graph: Graph) -> str:
 
 
 class _Pass(compat.custom_graph_pass()):  # type: ignore[misc]
-    def __init__(self, options: Options, inputs: Inputs | None = None, trail: JointSnapshot | None = None) -> None:
+    def __init__(self, options: Options, inputs: GraphInputs | None = None, trail: JointSnapshot | None = None) -> None:
         """`trail`: what the passes of one graph tell each other."""
         super().__init__()
-        self.options, self.inputs, self.trail = options, inputs or Inputs(), trail or JointSnapshot()
+        self.options, self.inputs, self.trail = options, inputs or GraphInputs(), trail or JointSnapshot()
 
     def uuid(self) -> Any:
         if not self.options.cacheable:
@@ -86,7 +86,7 @@ class JointPass(_Pass):
         early = _early(self.options, bool(self.inputs.shards))
         moved = cast_before_gathers(graph, early) if given else 0
         folded = fold_scales(graph, early.least_bytes) if given else 0
-        mark_scales(graph)
+        mark_amax_reductions(graph)
         marked = apply_save_policy(graph, self.options)
         self.trail.joint = watch.after() if merged or scaled or moved or folded else None
         if merged or scaled or moved or folded or marked:
@@ -103,7 +103,7 @@ def _early(options: Options, uneven: bool) -> HoistConfig:
     return HoistConfig(options.min_bytes, functools.partial(load, options.profile), transport.why_not, uneven)
 
 
-def _fp8(graph: Graph, options: Options, inputs: Inputs) -> Fp8:
+def _fp8(graph: Graph, options: Options, inputs: GraphInputs) -> Fp8:
     """As for sites: "auto" weighs where there is a GPU or a profile of the user's; without, the CPU executor is a reference
     that no speed is asked of."""
     devices = {v.device.type for n in graph.find_nodes(op="placeholder") if isinstance(v := n.meta.get("val"), torch.Tensor)}
@@ -117,7 +117,7 @@ def _fp8(graph: Graph, options: Options, inputs: Inputs) -> Fp8:
         state=options.fp8_state,
         kept=inputs.parameters_in(graph) if options.fp8_weights == "kept" else set(),
         verify=options.verify,
-        uneven=in_graph(graph, inputs.shards),
+        uneven=sizes_by_placeholder(graph, inputs.shards),
     )
 
 

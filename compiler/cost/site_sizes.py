@@ -12,7 +12,7 @@ from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime.fp8.numerics import FLOAT8
 
 from ..graph.aten import dtype_of, shape_of
-from ..graph.sizes import Size, hint, number_of, product, symbols
+from ..graph.sizes import Size, evaluate_size, hint_of, numel, size_symbols
 from ..match.collectives import Op
 from ..match.site import Gather, Reduction, Site
 from ..plan.decision import SiteSizes
@@ -29,12 +29,12 @@ _BULK = {Op.ALL_GATHER: "bulk_all_gather", Op.REDUCE_SCATTER: "bulk_reduce_scatt
 
 def hints_of(graph: Graph) -> dict[sympy.Symbol, int]:
     """The values behind the symbols that the graph's inputs carry plainly."""
-    return {symbol: value for symbol, x in symbols(graph) if (value := hint(x)) is not None}
+    return {symbol: value for symbol, x in size_symbols(graph) if (value := hint_of(x)) is not None}
 
 
 def ranges_of(graph: Graph) -> dict[sympy.Symbol, tuple[int, int | None]]:
     """The ranges of the same symbols."""
-    return {symbol: compat.range_of(x) for symbol, x in symbols(graph)}
+    return {symbol: compat.range_of(x) for symbol, x in size_symbols(graph)}
 
 
 def shape_of_site(site: Site, hints: Hints, exact: bool = False) -> SiteShape | None:
@@ -51,25 +51,25 @@ def sizes_of_site(site: Site) -> SiteSizes | None:
     if isinstance(site, Gather):
         dtype, whole = _dtype(site.dtype), (site.rows, site.cols)
         turned = (site.cols, site.rows)
-        products = [(k, whole if k.mode < 2 else turned) for k in site.consumers]
-        matmuls = tuple((m, k.operand.cols, inner, k.contracts(site.last)) for k, (m, inner) in products)
-        kind, keep, outer = "all_gather_matmul", bool(site.roots), 1 if site.last else site.blocks.outer
+        products = [(k, whole if not k.transpose_gathered else turned) for k in site.consumers]
+        matmuls = tuple((m, k.operand.cols, inner, k.contracts_shard_dim(site.shard_dim_is_last)) for k, (m, inner) in products)
+        kind, keep, outer = "all_gather_matmul", bool(site.kept_aliases), 1 if site.shard_dim_is_last else site.blocks.outer
     elif isinstance(site, Reduction):
         dtype, whole = _dtype(dtype_of(site.terms[0].node)), (site.rows, site.cols)
         matmuls = tuple((site.rows, site.cols, t.inner, False) for t in site.terms)
         operands = "float8" if site.terms[0].scales is not None else ""
         kind, keep = "matmul_all_reduce" if c.op is Op.ALL_REDUCE else "matmul_reduce_scatter", False
-        outer = 1 if site.last or c.op is Op.ALL_REDUCE else site.blocks.outer
+        outer = 1 if site.shard_dim_is_last or c.op is Op.ALL_REDUCE else site.blocks.outer
     elif c.op in _BULK:
-        elements = product(shape_of(c.input))
+        elements = numel(shape_of(c.input))
         dtype, whole = _dtype(dtype_of(c.input)), (elements * (c.ranks if c.op is Op.ALL_GATHER else 1), 1)
-        matmuls = tuple((*p.shape, p.inner, False) for p in site.products)
+        matmuls = tuple((*p.shape, p.inner, False) for p in site.matmuls)
         kind, keep, outer = _BULK[c.op], False, 1
     else:
         return None
     if dtype is None:
         return None
-    last = site.last if isinstance(site, Gather | Reduction) else False
+    last = site.shard_dim_is_last if isinstance(site, Gather | Reduction) else False
     return SiteSizes(kind, c.ranks, dtype, matmuls, *whole, keep, last, outer, operands)
 
 
@@ -77,7 +77,7 @@ def shape_at(sizes: SiteSizes, hints: Hints, exact: bool = False) -> SiteShape |
     """`sizes` with the values of `hints`; None where one is missing or below 0."""
 
     def number(x: Size) -> int:
-        value = number_of(x, hints)
+        value = evaluate_size(x, hints)
         if value is None:
             raise ValueError(f"no value for {x}")
         return value

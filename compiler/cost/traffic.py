@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ..graph.aten import dtype_of, shape_of
 from ..graph.matmul import Matmul
-from ..graph.sizes import Size, product
+from ..graph.sizes import Size, numel
 from ..match.collectives import Op
 from ..match.site import Gather, Reduction, Site
 
@@ -30,7 +30,7 @@ def bytes_sent(site: Site) -> int | None:
     """Bytes one rank sends at this site, None where dynamic."""
     c = site.collective
     dtype = site.dtype if isinstance(site, Gather) else dtype_of(site.terms[0].node if isinstance(site, Reduction) else c.input)
-    elements: Size = product(shape_of(c.input))
+    elements: Size = numel(shape_of(c.input))
     if not isinstance(elements, int):
         return None
     shard = elements if c.op is Op.ALL_GATHER else elements // c.ranks
@@ -39,17 +39,17 @@ def bytes_sent(site: Site) -> int | None:
 
 def flops(p: Matmul) -> int | None:
     """Operations of one product, None where dynamic."""
-    count = 2 * product((*p.shape, p.inner))
+    count = 2 * numel((*p.shape, p.inner))
     return count if isinstance(count, int) else None
 
 
 def _about_flops(p: Matmul) -> int:
     sizes = (*p.shape, p.inner)
-    return 2 * product(map(about, sizes)) if all(isinstance(s, int) for s in sizes) else 0
+    return 2 * numel(map(about, sizes)) if all(isinstance(s, int) for s in sizes) else 0
 
 
 def hidden_us(site: Site) -> float:
     """About how long what a site sends would be hidden by its products, on an H200; 0 where a size is dynamic. For choices
     that no profile is asked for: it grows with every product until there are enough. Sizes are `about`."""
-    known = sum(_about_flops(p) for p in site.products)
+    known = sum(_about_flops(p) for p in site.matmuls)
     return min((bytes_sent(site) or 0) * FLOPS_PER_BYTE, known) / FLOPS_PER_US

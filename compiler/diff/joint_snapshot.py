@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.fx import Graph
 
-from ..match.collectives import collectives
+from ..match.collectives import find_collectives
 from ..plan.plan import Plan
 from ..reports.summary import artifact
 from .graph_store import STORE, Graphs
@@ -36,7 +36,7 @@ class SnapshotRecorder:
         are not among them are marked too, by their numbers."""
         marks: dict[str, str] = {}
         if self._on and self._phase != "joint":
-            marks = {c.node.name: f"{self._phase}.{n}" for n, c in enumerate(collectives(self._graph))}
+            marks = {c.node.name: f"{self._phase}.{n}" for n, c in enumerate(find_collectives(self._graph))}
             for site, _, name in chosen:
                 marks |= {member.name: name.rpartition("/")[2] for member in site.members}
         self._before = self._take("before", marks)

@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from ub_overlap import _torch_compat as compat
 
 from ..graph.emitter import SITE
-from ..graph.source_location import module_of, source_of
+from ..graph.source_location import module_path, source_line
 from .snapshot import NodeShot, Snapshot
 
 _LONGEST = 400  # characters of a node's arguments: constants may be long
@@ -30,7 +30,7 @@ class Texts:
         found = self._fixed.get(node)
         if found is None:
             value = self.text.value(node.meta.get("val") if node.op != "output" else None)
-            place = (module_of(node), source_of(node), _origin(node))
+            place = (module_path(node), source_line(node), _origin(node))
             found = self._fixed[node] = (node.op, self.text.target(node.target), *value, *place)
         return found
 

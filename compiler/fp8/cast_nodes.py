@@ -17,13 +17,15 @@ from ub_overlap.runtime.fp8.numerics import LEAST_SCALE
 from ..graph.aten import aten, c10d, dtype_of
 from ..graph.emitter import Emitter
 from ..graph.joint_graph import FIRST_REGION, mark_recomputed
-from ..graph.sizes import positive
+from ..graph.sizes import is_positive
 
 
 def scale_of(e: Emitter, x: Node, format: torch.dtype, dim: int | None, groups: tuple[str, ...]) -> Node:
     """float32 [] for dim None, else x's shape with `dim` of size 1. `groups`: whose ranks must have the same one."""
     magnitude = e.call(aten.abs.default, x)
-    if dim is None and not all(positive(n) for n in x.meta["val"].shape):  # the largest of none is 0, which amax does not say
+    if dim is None and not all(
+        is_positive(n) for n in x.meta["val"].shape
+    ):  # the largest of none is 0, which amax does not say
         magnitude = e.call(aten.constant_pad_nd.default, e.call(aten.reshape.default, magnitude, [-1]), [0, 1])
     amax = e.call(aten.amax.default, magnitude, [] if dim is None else [dim], dim is not None)
     amax = e.cast(amax, torch.float32)

@@ -15,9 +15,21 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from ..graph.aten import CASTS, Effect, aten, c10d, dim_of, dtype_of, effect, pieces_of, regroup, shape_of, source
+from ..graph.aten import (
+    CASTS,
+    Effect,
+    aten,
+    c10d,
+    dim_of,
+    dtype_of,
+    element_effect,
+    match_regroup,
+    node_arg,
+    pieces_of,
+    shape_of,
+)
 from ..graph.emitter import Emitter
-from ..graph.sizes import same
+from ..graph.sizes import is_same
 from .cast_nodes import as_bytes, cast_up, from_bytes, row_copy, transposed_copy
 from .provenance import Axis, before, step_back
 
@@ -100,7 +112,7 @@ class QuantizedValues:
             return q
         if row_major:
             turned = q.target in (aten.t.default, aten.permute.default, aten.transpose.int)
-            base = source(q) if turned else q
+            base = node_arg(q) if turned else q
             swapped = base.meta["val"].dim() == 2 and base.meta["val"].stride() == strides[::-1] != strides
             return self._copy(base) if swapped else self._rows(q)
         copy = self._copy(q)
@@ -131,7 +143,7 @@ class QuantizedValues:
         if found is not None and self._repeats(node):
             self.replaced.add(node)
             if node.target is c10d.wait_tensor.default:
-                return self._gathered(source(node), axis, groups)
+                return self._gathered(node_arg(node), axis, groups)
             twin = self.of(*found, groups)
             if node.target is aten.cat.default:
                 return self._regrouped(node, twin, axis)
@@ -144,15 +156,15 @@ class QuantizedValues:
         if node in self._ends:
             return False
         if node.target is c10d.wait_tensor.default:
-            return source(node) in self.travels
-        step = effect(node)
+            return node_arg(node) in self.travels
+        step = element_effect(node)
         if step is None or step.effect is not Effect.CAST:
             return True
         return self.travelled(node)
 
     def _replay(self, node: Node, twin: QuantizedValue) -> QuantizedValue:
         """A view, clone or transpose of the twin's elements."""
-        step = effect(node)
+        step = element_effect(node)
         assert step is not None
         # A cast or view to the type that it had: the twin keeps its own.
         if node.target in (aten.copy.default, aten.view.dtype) or node.target in CASTS:
@@ -162,7 +174,7 @@ class QuantizedValues:
             q, scale = e.call(node.target, twin.q, *args, **kwargs), twin.scale
             if shape_of(scale) and step.effect is Effect.SWAP:
                 scale = e.call(node.target, scale, *args, **kwargs)
-            elif shape_of(scale) and same(shape_of(scale)[-1], 1):
+            elif shape_of(scale) and is_same(shape_of(scale)[-1], 1):
                 scale = e.reshape(scale, (*shape_of(node)[:-1], 1))
             return QuantizedValue(q, scale)
 
@@ -181,8 +193,8 @@ class QuantizedValues:
 
     def _regrouped(self, cat: Node, twin: QuantizedValue, axis: Axis) -> QuantizedValue:
         pieces = pieces_of(cat)
-        whole, cut = regroup(pieces, len(pieces))  # type: ignore[misc]
-        self.replaced.update((*pieces, *(source(p) for p in pieces if source(p) is not whole)))
+        whole, cut = match_regroup(pieces, len(pieces))  # type: ignore[misc]
+        self.replaced.update((*pieces, *(node_arg(p) for p in pieces if node_arg(p) is not whole)))
         with self.emitter(cat) as e:
             # float8 has no cat everywhere
             q = from_bytes(e, _regroup(e, as_bytes(e, twin.q), len(pieces), cut, dim_of(cat)), dtype_of(twin.q))

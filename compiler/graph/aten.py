@@ -15,7 +15,7 @@ from enum import Enum, auto
 import torch
 from torch.fx import Node
 
-from .sizes import Size, divide, product, same, same_shape, sizes, squeezed
+from .sizes import Size, as_sizes, divide, is_same, is_same_shape, numel, squeezed
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -54,7 +54,7 @@ def tensor_of(node: Node) -> torch.Tensor | None:
 def shape_of(node: Node) -> tuple[Size, ...]:
     val = tensor_of(node)
     assert val is not None, f"{node} has no tensor value"
-    return sizes(val.shape)
+    return as_sizes(val.shape)
 
 
 def dtype_of(node: Node) -> torch.dtype:
@@ -63,14 +63,14 @@ def dtype_of(node: Node) -> torch.dtype:
     return val.dtype
 
 
-def source(node: Node, index: int = 0) -> Node:
+def node_arg(node: Node, index: int = 0) -> Node:
     """Argument `index` of `node`, which is a node."""
     arg = node.args[index]
     assert isinstance(arg, Node), f"{node}: argument {index} is {arg!r}, expected a node"
     return arg
 
 
-def aliased(node: Node) -> Node | None:
+def alias_base(node: Node) -> Node | None:
     """The node whose memory `node` is a view of."""
     if node.op != "call_function" or not node.all_input_nodes:
         return None
@@ -80,9 +80,9 @@ def aliased(node: Node) -> Node | None:
     return node.all_input_nodes[0] if returns and returns[0].alias_info is not None else None
 
 
-def storage(node: Node) -> Node:
+def storage_node(node: Node) -> Node:
     """The node that made the memory that `node` lies in."""
-    while (before := aliased(node)) is not None:
+    while (before := alias_base(node)) is not None:
         node = before
     return node
 
@@ -96,7 +96,7 @@ def dim_of(node: Node, index: int = 1) -> int:
     """The `dim` argument of a cat, split or slice, at position `index` or by name, counted from the front."""
     dim = node.args[index] if len(node.args) > index else node.kwargs.get("dim", 0)
     assert isinstance(dim, int)
-    first = pieces_of(node)[0] if node.target is aten.cat.default else source(node)
+    first = pieces_of(node)[0] if node.target is aten.cat.default else node_arg(node)
     return dim % len(shape_of(first))
 
 
@@ -107,7 +107,7 @@ def readers(node: Node) -> list[Node]:
 
 def permutation(node: Node) -> list[int]:
     """The order of dims that a permute, transpose or t gives."""
-    rank = len(shape_of(source(node)))
+    rank = len(shape_of(node_arg(node)))
     if node.target is aten.permute.default:
         return [int(d) % rank for d in node.args[1]]  # type: ignore[union-attr,arg-type]
     dims = list(range(rank))
@@ -118,13 +118,13 @@ def permutation(node: Node) -> list[int]:
     return dims
 
 
-def effect(node: Node) -> ElementEffect | None:
+def element_effect(node: Node) -> ElementEffect | None:
     """How `node` relates to its (one) tensor input, or None when it is not a plain pass-through."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
         return None
     src = node.args[0]
     if node.target is aten.copy.default and isinstance(node.args[1], Node):  # an in-place collective, functionalised
-        full = same_shape(shape_of(node.args[1]), shape_of(node)) and dtype_of(node.args[1]) == dtype_of(node)
+        full = is_same_shape(shape_of(node.args[1]), shape_of(node)) and dtype_of(node.args[1]) == dtype_of(node)
         return ElementEffect(Effect.SAME, node.args[1]) if full else None
     before, after = tensor_of(src), tensor_of(node)
     if before is None or after is None:
@@ -145,12 +145,12 @@ def effect(node: Node) -> ElementEffect | None:
         if kept == sorted(kept):
             return ElementEffect(Effect.SAME, src)
         return ElementEffect(Effect.SWAP, src) if len(kept) == 2 else None
-    if node.target is aten.expand.default and same_shape(squeezed(shape_of(src)), squeezed(shape_of(node))):
+    if node.target is aten.expand.default and is_same_shape(squeezed(shape_of(src)), squeezed(shape_of(node))):
         return ElementEffect(Effect.SAME, src)
     if node.target is aten.as_strided.default:
         whole = before.is_contiguous() and after.is_contiguous() and not any(node.args[3:]) and not node.kwargs
-        return ElementEffect(Effect.SAME, src) if whole and same(product(shape_of(src)), product(shape_of(node))) else None
-    if node.target is aten.slice.Tensor and same_shape(shape_of(src), shape_of(node)):
+        return ElementEffect(Effect.SAME, src) if whole and is_same(numel(shape_of(src)), numel(shape_of(node))) else None
+    if node.target is aten.slice.Tensor and is_same_shape(shape_of(src), shape_of(node)):
         return ElementEffect(Effect.SAME, src) if len(node.args) < 5 or node.args[4] == 1 else None
     return None
 
@@ -167,12 +167,12 @@ class Blocks:
         """For the value read as [rows, cols] with whole rows a rank: rows of one (outer, rank) block, else None."""
         return divide(self.inner, cols)
 
-    def is_last(self, rows: Size, cols: Size) -> bool:
+    def shard_dim_is_last(self, rows: Size, cols: Size) -> bool:
         """For the value read as [rows, cols]: is it the columns that are dealt out?"""
-        return same(self.outer, rows) and same(self.inner * self.ranks, cols)
+        return is_same(self.outer, rows) and is_same(self.inner * self.ranks, cols)
 
 
-def regroup(pieces: list[Node], ranks: int) -> tuple[Node, int] | None:
+def match_regroup(pieces: list[Node], ranks: int) -> tuple[Node, int] | None:
     """For pieces cut off one tensor in order, the equal and complete `ranks` parts of its dim c: (tensor, c). Else None.
 
     Checks the source, the index or bounds and the order of every piece: a permuted or trimmed cat is no regroup.
@@ -185,14 +185,14 @@ def regroup(pieces: list[Node], ranks: int) -> tuple[Node, int] | None:
     if part is None:
         return None
     for i, (tensor, dim, start, end) in enumerate(cuts):
-        if tensor is not whole or dim != axis or not same(start, part * i) or not same(end, part * (i + 1)):
+        if tensor is not whole or dim != axis or not is_same(start, part * i) or not is_same(end, part * (i + 1)):
             return None
     return whole, axis
 
 
 def _cut(piece: Node) -> tuple[Node, int, Size, Size] | None:
     """(source, dim, start, end) of a slice, a getitem of a split or of a chunk (float8 ones are joined as bytes)."""
-    step = effect(piece) if piece.target is aten.view.dtype else None
+    step = element_effect(piece) if piece.target is aten.view.dtype else None
     if step is not None:
         piece = step.source
     if piece.target is aten.slice.Tensor and not piece.kwargs:
@@ -201,8 +201,8 @@ def _cut(piece: Node) -> tuple[Node, int, Size, Size] | None:
         if start is None or (len(piece.args) > 4 and piece.args[4] != 1):
             return None
         if isinstance(start, int) and start < 0:
-            start = shape_of(source(piece))[dim] + start
-        return source(piece), dim, start, start + shape_of(piece)[dim]
+            start = shape_of(node_arg(piece))[dim] + start
+        return node_arg(piece), dim, start, start + shape_of(piece)[dim]
     split = piece.args[0] if piece.args else None
     if (
         piece.target is not operator.getitem
@@ -212,17 +212,17 @@ def _cut(piece: Node) -> tuple[Node, int, Size, Size] | None:
     ):
         return None
     dim = dim_of(split, 2)
-    lengths = [sizes(v.shape)[dim] for v in split.meta["val"]]
+    lengths = [as_sizes(v.shape)[dim] for v in split.meta["val"]]
     index = piece.args[1]
     assert isinstance(index, int)
     index %= len(lengths)
     begin: Size = sum(lengths[:index])
-    return source(split), dim, begin, begin + lengths[index]
+    return node_arg(split), dim, begin, begin + lengths[index]
 
 
 def _scalar(x: object) -> Size | None:
     if isinstance(x, int):
         return x
     if isinstance(x, Node) and isinstance(x.meta.get("val"), int | torch.SymInt):
-        return sizes([x.meta["val"]])[0]
+        return as_sizes([x.meta["val"]])[0]
     return None

@@ -15,19 +15,19 @@ from torch.fx import Graph, Node
 
 from ub_overlap import _torch_compat as compat
 
-Sizes = tuple[tuple[int, ...], ...]
+LocalSizes = tuple[tuple[int, ...], ...]
 """Of each dim of a tensor: the sizes that ranks have, ascending; one where all have the same, none where nobody knows."""
-Shards = tuple[tuple[int, Sizes], ...]
+UnevenInputs = tuple[tuple[int, LocalSizes], ...]
 """(place among the inputs of Dynamo's graph, sizes) of those that ranks hold different sizes of; part of cache keys."""
 
 
-def uneven(inputs: Iterable[Any]) -> Shards:
+def find_uneven_inputs(inputs: Iterable[Any]) -> UnevenInputs:
     """Of the inputs that a backend gets. The same on all ranks of a mesh."""
-    found = [(n, sizes_of(x.shape, x.device_mesh.shape, x.placements)) for n, x in enumerate(inputs) if _is_dtensor(x)]
+    found = [(n, local_sizes(x.shape, x.device_mesh.shape, x.placements)) for n, x in enumerate(inputs) if _is_dtensor(x)]
     return tuple((n, sizes) for n, sizes in found if any(len(dim) > 1 for dim in sizes))
 
 
-def sizes_of(shape: Sequence[Any], mesh: Sequence[int], placements: Sequence[Any]) -> Sizes:
+def local_sizes(shape: Sequence[Any], mesh: Sequence[int], placements: Sequence[Any]) -> LocalSizes:
     """The sizes of the local tensors of a DTensor of `shape` over a mesh of the sizes `mesh`."""
     dims: list[set[int]] = [{n} if isinstance(n, int) else set() for n in shape]
     for ranks, placement in zip(mesh, placements, strict=True):
@@ -45,9 +45,9 @@ def _chunks(n: int, ranks: int) -> set[int]:
     return {max(0, min(full, n - rank * full)) for rank in range(ranks)}
 
 
-def in_graph(graph: Graph, shards: Shards) -> dict[Node, Sizes]:
+def sizes_by_placeholder(graph: Graph, shards: UnevenInputs) -> dict[Node, LocalSizes]:
     """By placeholder of a joint graph that takes the local tensors."""
-    sizes: Mapping[int, Sizes] = dict(shards)
+    sizes: Mapping[int, LocalSizes] = dict(shards)
     places = {node: compat.dtensor_input(node) for node in graph.find_nodes(op="placeholder")} if shards else {}
     return {node: sizes[place] for node, place in places.items() if place in sizes}
 

@@ -14,14 +14,14 @@ from ub_overlap import _torch_compat as compat
 
 from .aten import aten, shape_of
 from .matmul import Operand
-from .sizes import Size, product, same, same_shape, sizes
+from .sizes import Size, as_sizes, is_same, is_same_shape, numel
 
 SITE = "ub_overlap_site"
 """node.meta key: "<plan digest>/<site id>" of the site that made the node."""
 _KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "original_aten", "custom", "seq_nr")
 
 
-Spelling = Any
+SizeSource = Any
 """int, Node, or a tuple of a target and its parts (see `spelled`)."""
 
 
@@ -76,7 +76,7 @@ class Emitter:
     def result(self, shape: tuple[Size, ...], old: Node) -> torch.Tensor | None:
         """The value of an op's output [rows, cols] that takes the place of `old`: old's own where it has that form."""
         val = old.meta["val"]
-        if same_shape(shape_of(old), shape) and all(isinstance(s, int) for s in shape) and val.is_contiguous():
+        if is_same_shape(shape_of(old), shape) and all(isinstance(s, int) for s in shape) and val.is_contiguous():
             return val
         return self.empty(shape, val.dtype, old)
 
@@ -100,11 +100,11 @@ class Emitter:
     def reshape(self, node: Node, shape: tuple[Size, ...], old: Node | None = None) -> Node:
         """`node` in another shape; `old`: a contiguous node of that shape that it replaces."""
         now = shape_of(node)
-        if same_shape(now, shape):
+        if is_same_shape(now, shape):
             return node
         dims: list[Any] = list(shape)
         symbolic = [i for i, d in enumerate(shape) if not isinstance(d, int)]
-        if len(symbolic) == 1 and product(d for d in shape if isinstance(d, int)) != 0:
+        if len(symbolic) == 1 and numel(d for d in shape if isinstance(d, int)) != 0:
             dims[symbolic[0]] = -1
         else:
             dims = [self.size(d) for d in shape]
@@ -125,12 +125,12 @@ class Emitter:
 
     def size(self, expr: Size) -> int | Node:
         """`expr` as an int or as a node that computes it from the graph's inputs (never from a site's operand: no circles)."""
-        found = spelled(self._inputs, expr)
+        found = find_size_source(self._inputs, expr)
         if found is None:
             raise SizeUnknown(str(expr))
         return self._spell(found)
 
-    def _spell(self, found: Spelling) -> int | Node:
+    def _spell(self, found: SizeSource) -> int | Node:
         if not isinstance(found, tuple):
             return found
         target, *parts = found
@@ -142,7 +142,7 @@ class Emitter:
         return total
 
 
-def spelled(inputs: Sequence[Node], expr: Size) -> Spelling | None:
+def find_size_source(inputs: Sequence[Node], expr: Size) -> SizeSource | None:
     """How `expr` is had from `inputs` of a graph: a number, an input, (aten.sym_size.int, input, dim), or (mul or add, parts);
     None where it is not."""
     if isinstance(expr, int):
@@ -152,16 +152,16 @@ def spelled(inputs: Sequence[Node], expr: Size) -> Spelling | None:
     tensors = []
     for node in inputs:
         val = node.meta.get("val")
-        if isinstance(val, torch.SymInt) and same(sizes([val])[0], expr):
+        if isinstance(val, torch.SymInt) and is_same(as_sizes([val])[0], expr):
             return node
         if isinstance(val, torch.Tensor):
             tensors.append(node)
     for node in tensors:
         for dim, have in enumerate(shape_of(node)):
-            if not isinstance(have, int) and same(have, expr):
+            if not isinstance(have, int) and is_same(have, expr):
                 return aten.sym_size.int, node, dim
     if isinstance(expr, sympy.Mul | sympy.Add):
-        parts = [spelled(inputs, a) for a in expr.args]
+        parts = [find_size_source(inputs, a) for a in expr.args]
         if None not in parts:
             return operator.mul if isinstance(expr, sympy.Mul) else operator.add, *parts
     return None

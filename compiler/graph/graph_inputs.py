@@ -12,25 +12,25 @@ from torch.fx import Graph, Node
 
 from ub_overlap import _torch_compat as compat
 
-from .dtensor_sizes import Shards, uneven
-from .sizes import hint, symbolic
+from .dtensor_sizes import UnevenInputs, find_uneven_inputs
+from .sizes import hint_of, symbolic_sizes
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class GraphInputs:
     """`hints`: the values that symbolic sizes were traced with, and their ranges. `shards`: what the ranks hold of inputs.
     `parameters`: the places of those that are the model's, and come with every call."""
 
     hints: tuple[Any, ...] = ()
-    shards: Shards = ()
+    shards: UnevenInputs = ()
     parameters: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, inputs: Sequence[Any]) -> Inputs:
+    def of(cls, inputs: Sequence[Any]) -> GraphInputs:
         """Of the inputs that a backend gets."""
-        hints = tuple((hint(x), compat.range_of(x)) for x in symbolic(inputs))
+        hints = tuple((hint_of(x), compat.range_of(x)) for x in symbolic_sizes(inputs))
         parameters = tuple(i for i, x in enumerate(inputs) if isinstance(x, torch.nn.Parameter))
-        return cls(hints, uneven(inputs), parameters)
+        return cls(hints, find_uneven_inputs(inputs), parameters)
 
     def parameters_in(self, graph: Graph) -> set[Node]:
         """The placeholders of a joint graph that take them, or their local tensors."""

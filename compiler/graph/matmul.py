@@ -9,8 +9,8 @@ from torch.fx import Node
 
 from ub_overlap.runtime.fp8.numerics import FLOAT8
 
-from .aten import Effect, aten, dtype_of, effect, shape_of, tensor_of
-from .sizes import Size, divide, same, same_shape, squeezed
+from .aten import Effect, aten, dtype_of, element_effect, shape_of, tensor_of
+from .sizes import Size, divide, is_same, is_same_shape, squeezed
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8_MULTIPLE = 16
@@ -86,7 +86,7 @@ def is_matmul(node: Node) -> bool:
     return node.op == "call_function" and node.target in _MATMULS
 
 
-def as_product(node: Node) -> Matmul | None:
+def as_matmul(node: Node) -> Matmul | None:
     """The 2D product that `node` computes, or None (not a matmul, a true batch, scaled terms, other dtypes)."""
     if not is_matmul(node) or tensor_of(node) is None or dtype_of(node) not in FLOATS:
         return None
@@ -117,8 +117,8 @@ def _from_scaled_mm(node: Node) -> Matmul | None:
     left, right = Operand(lhs, shape_of(lhs)), Operand(rhs, shape_of(rhs))  # type: ignore[arg-type]
     if not {dtype_of(lhs), dtype_of(rhs)} <= set(FLOAT8) or {dtype_of(a), dtype_of(b)} != {torch.float32}:  # type: ignore[arg-type]
         return None
-    one = [all(same(s, 1) for s in shape_of(n)) for n in (a, b)]  # type: ignore[arg-type]
-    rows = same_shape(shape_of(a), (left.rows, 1)) and same_shape(shape_of(b), (1, right.cols))  # type: ignore[arg-type]
+    one = [all(is_same(s, 1) for s in shape_of(n)) for n in (a, b)]  # type: ignore[arg-type]
+    rows = is_same_shape(shape_of(a), (left.rows, 1)) and is_same_shape(shape_of(b), (1, right.cols))  # type: ignore[arg-type]
     if not rows and not all(one):
         return None
     scales = Scales(a, b, rows and not all(one), bool(given.get("use_fast_accum", False)))  # type: ignore[arg-type]
@@ -139,9 +139,9 @@ def _broadcast_source(node: Node, shape: tuple[Size, Size]) -> Node | None:
         if node.target is aten.expand.default:
             source = node.args[0]
             assert isinstance(source, Node)
-            if same_shape(squeezed(shape_of(source)), squeezed(shape)) and _repeats_whole(source, node):
+            if is_same_shape(squeezed(shape_of(source)), squeezed(shape)) and _repeats_whole(source, node):
                 return source
-        step = effect(node)
+        step = element_effect(node)
         if step is None or step.effect is not Effect.SAME:
             return None
         node = step.source
@@ -151,5 +151,5 @@ def _repeats_whole(source: Node, expand: Node) -> bool:
     """Does `expand` repeat the whole of `source`, one copy after the other (no dim behind a real one is repeated)?"""
     before, after = shape_of(source), shape_of(expand)
     before = (1,) * (len(after) - len(before)) + before
-    repeated = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if not same(a, b)]
+    repeated = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if not is_same(a, b)]
     return not repeated or not squeezed(before[: repeated[-1]])

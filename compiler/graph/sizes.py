@@ -18,7 +18,7 @@ Size = Any
 """int or sympy.Expr. (Any to type checkers: sympy declares no types for its operators.)"""
 
 
-def size(x: Any) -> Size:
+def as_size(x: Any) -> Size:
     """int or SymInt -> int or expression."""
     if isinstance(x, torch.SymInt):
         expr = x.node.expr
@@ -26,35 +26,35 @@ def size(x: Any) -> Size:
     return int(x)
 
 
-def sizes(shape: Iterable[Any]) -> tuple[Size, ...]:
-    return tuple(size(s) for s in shape)
+def as_sizes(shape: Iterable[Any]) -> tuple[Size, ...]:
+    return tuple(as_size(s) for s in shape)
 
 
-def symbolic(values: Iterable[Any]) -> Iterator[torch.SymInt]:
+def symbolic_sizes(values: Iterable[Any]) -> Iterator[torch.SymInt]:
     """The symbolic ones among `values` and among the sizes of those that are tensors."""
     for value in values:
         yield from (s for s in (value.shape if isinstance(value, torch.Tensor) else (value,)) if isinstance(s, torch.SymInt))
 
 
-def symbols(graph: Graph) -> Iterator[tuple[sympy.Symbol, torch.SymInt]]:
+def size_symbols(graph: Graph) -> Iterator[tuple[sympy.Symbol, torch.SymInt]]:
     """The size symbols that the graph's inputs carry plainly, as often as they do."""
-    for x in symbolic(node.meta.get("val") for node in graph.find_nodes(op="placeholder")):
-        if isinstance(symbol := size(x), sympy.Symbol):
+    for x in symbolic_sizes(node.meta.get("val") for node in graph.find_nodes(op="placeholder")):
+        if isinstance(symbol := as_size(x), sympy.Symbol):
             yield symbol, x
 
 
-def positive(x: int | torch.SymInt) -> bool:
+def is_positive(x: int | torch.SymInt) -> bool:
     """Is `x` above 0 for certain?"""
     return (compat.range_of(x)[0] if isinstance(x, torch.SymInt) else x) > 0
 
 
-def hint(x: torch.SymInt) -> int | None:
+def hint_of(x: torch.SymInt) -> int | None:
     """The value that a symbolic size was traced with, where it has one."""
     value = getattr(x.node, "hint", None)
     return value if isinstance(value, int) else None
 
 
-def number_of(x: Size, hints: Mapping[sympy.Symbol, int]) -> int | None:
+def evaluate_size(x: Size, hints: Mapping[sympy.Symbol, int]) -> int | None:
     """A size as a number, with `hints` for its symbols; None without values for all of them."""
     if isinstance(x, int):
         return x
@@ -62,12 +62,12 @@ def number_of(x: Size, hints: Mapping[sympy.Symbol, int]) -> int | None:
     return int(value) if value.is_Integer else None
 
 
-def text(shape: Iterable[Size]) -> str:
+def format_shape(shape: Iterable[Size]) -> str:
     """ "[8, 64]", with symbols where dynamic."""
     return "[" + ", ".join(map(str, shape)) + "]"
 
 
-def product(shape: Iterable[Size]) -> Size:
+def numel(shape: Iterable[Size]) -> Size:
     out: Size = 1
     for s in shape:
         out = out * s
@@ -86,15 +86,15 @@ def divide(a: Size, b: Size) -> Size | None:
     return int(q) if q.is_Integer else q
 
 
-def same(a: Size, b: Size) -> bool:
+def is_same(a: Size, b: Size) -> bool:
     """True where a == b for certain."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     return sympy.expand(sympy.sympify(a) - b) == 0
 
 
-def same_shape(a: tuple[Size, ...], b: tuple[Size, ...]) -> bool:
-    return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+def is_same_shape(a: tuple[Size, ...], b: tuple[Size, ...]) -> bool:
+    return len(a) == len(b) and all(is_same(x, y) for x, y in zip(a, b, strict=True))
 
 
 def squeezed(shape: tuple[Size, ...]) -> tuple[Size, ...]:

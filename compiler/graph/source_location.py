@@ -13,7 +13,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s+(.*)')
 _LIBRARY = re.compile(r"[/\\]torch[/\\](distributed|nn|_dynamo|_tensor|utils|autograd)")
 
 
-def module_of(node: Node) -> str:
+def module_path(node: Node) -> str:
     """Path of the innermost nn.Module, in forward order also for backward nodes (torch copies the stack)."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     paths = [path for path, _ in stack.values()] if isinstance(stack, dict) else []
@@ -27,19 +27,19 @@ def _plain(path: str) -> str:
     return re.sub(r"\._orig_mod|_orig_mod\.", "", path).replace("['", ".").replace("']", "").lstrip(".")
 
 
-def places_of(nodes: Iterable[Node]) -> dict[Node, str]:
+def stable_names(nodes: Iterable[Node]) -> dict[Node, str]:
     """What to call nodes by, the same on all ranks (names of nodes and numbers of all nodes are not): the module, and which of
     its nodes among these, "layers.0.wq#1"."""
     counts: Counter[str] = Counter()
     out = {}
     for node in nodes:
-        module = module_of(node)
+        module = module_path(node)
         out[node] = f"{module}#{counts[module]}"
         counts[module] += 1
     return out
 
 
-def source_of(node: Node) -> str:
+def source_line(node: Node) -> str:
     """file:line: code of the innermost frame outside of torch."""
     return _line(node.stack_trace or "")
 

@@ -16,10 +16,10 @@ from torch.fx import Graph, Node
 from ..cost.profile_lookup import load
 from ..cost.regather import again_us
 from ..cost.site_sizes import Hints, hints_of
-from ..graph.aten import dtype_of, shape_of, storage
+from ..graph.aten import dtype_of, shape_of, storage_node
 from ..graph.joint_graph import FIRST_REGION, LAST_REGION, RECOMPUTED, mark_recomputed, needs_tangents
-from ..graph.matmul import Matmul, as_product, is_matmul
-from ..graph.sizes import number_of, product
+from ..graph.matmul import Matmul, as_matmul, is_matmul
+from ..graph.sizes import evaluate_size, numel
 from ..match import Candidate, Gather, find_candidates
 from ..options import Options
 from ..plan.decision import SavedActivation
@@ -80,15 +80,15 @@ def _weigh(
     match = candidate.match
     if not isinstance(match, Gather) or match.collective.node in backward:
         return None
-    nodes = tuple(n for n in (match.collective.node, *match.holders, *match.cuts) if n not in backward)
+    nodes = tuple(n for n in (match.collective.node, *match.aliases, *match.cuts) if n not in backward)
     if not any(u in backward for n in nodes for u in n.users):
         return None
     c = match.collective
-    consumers = tuple(k for k in match.consumers if k.product.node in backward)
-    taken = {k.product.node for k in consumers} | set(match.holders) | set(match.cuts)
-    roots = tuple(h for h in match.holders if any(u in backward and u not in taken for u in h.users))
-    again = replace(match, consumers=consumers, roots=roots) if consumers else None
-    forward = [k.operand.node for k in match.consumers if k.product.node not in backward]
+    consumers = tuple(k for k in match.consumers if k.compute.node in backward)
+    taken = {k.compute.node for k in consumers} | set(match.aliases) | set(match.cuts)
+    kept_aliases = tuple(h for h in match.aliases if any(u in backward and u not in taken for u in h.users))
+    again = replace(match, consumers=consumers, kept_aliases=kept_aliases) if consumers else None
+    forward = [k.operand.node for k in match.consumers if k.compute.node not in backward]
     profile = load(options.profile, c.ranks, c.node.meta["val"].device.type)
     us = again_us(c, again, beside.of(forward), profile, hints, options.overlap != "off")
     gathered = _bytes(c.node, hints)
@@ -102,14 +102,14 @@ class _InputGradients:
     def __init__(self, graph: Graph, backward: set[Node]) -> None:
         self._by: dict[Node, list[Matmul]] = {}
         for n in graph.nodes:
-            if n in backward and is_matmul(n) and (p := as_product(n)) is not None:
+            if n in backward and is_matmul(n) and (p := as_matmul(n)) is not None:
                 for operand in (p.lhs, p.rhs):
-                    self._by.setdefault(storage(operand.node), []).append(p)
+                    self._by.setdefault(storage_node(operand.node), []).append(p)
 
     def of(self, weights: list[Node]) -> tuple[Matmul, ...]:
-        found = {p.node: p for w in weights for p in self._by.get(storage(w), ())}
+        found = {p.node: p for w in weights for p in self._by.get(storage_node(w), ())}
         return tuple(found.values())
 
 
 def _bytes(node: Node, hints: Hints) -> int:
-    return (number_of(product(shape_of(node)), hints) or 0) * dtype_of(node).itemsize
+    return (evaluate_size(numel(shape_of(node)), hints) or 0) * dtype_of(node).itemsize

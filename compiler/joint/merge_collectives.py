@@ -12,16 +12,16 @@ from __future__ import annotations
 
 from torch.fx import Graph, Node
 
-from ..graph.aten import Effect, aten, dtype_of, effect, shape_of
+from ..graph.aten import Effect, aten, dtype_of, element_effect, shape_of
 from ..graph.emitter import Emitter
-from ..graph.sizes import same_shape
-from ..match.collectives import Collective, Op, collectives
+from ..graph.sizes import is_same_shape
+from ..match.collectives import Collective, Op, find_collectives
 from .joint_decision import joint_decision, record_decision
 
 
 def merge_all_reduces(graph: Graph) -> int:
     """Merges in place; returns how many all_reduces went away."""
-    found = [c for c in collectives(graph) if c.op is Op.ALL_REDUCE and c.group is not None]
+    found = [c for c in find_collectives(graph) if c.op is Op.ALL_REDUCE and c.group is not None]
     reduces: dict[Node, Collective] = {c.wait: c for c in found if c.wait is not None}
     if len(reduces) < 2:
         return 0
@@ -41,7 +41,7 @@ def merge_all_reduces(graph: Graph) -> int:
             continue
         if dtype_of(a.input) != dtype_of(b.input) or dtype_of(a.input) != dtype_of(node):
             continue
-        if not all(same_shape(shape_of(x), shape_of(node)) for x in node.args):  # type: ignore[arg-type]
+        if not all(is_same_shape(shape_of(x), shape_of(node)) for x in node.args):  # type: ignore[arg-type]
             continue
         merged = _merge(graph, node, a, b)
         assert merged.wait is not None
@@ -55,7 +55,7 @@ def _reduced(node: object, reduces: dict[Node, Collective]) -> Collective | None
     while isinstance(node, Node) and len(node.users) == 1:
         if node in reduces:
             return reduces[node] if len(reduces[node].node.users) == 1 else None
-        step = effect(node)
+        step = element_effect(node)
         if step is None or step.effect is not Effect.SAME:
             return None
         node = step.source

@@ -19,14 +19,27 @@ from torch.fx import Node
 
 from ub_overlap.runtime.fp8.numerics import FLOAT8
 
-from ..graph.aten import CUTS, Blocks, Effect, aten, dim_of, dtype_of, effect, pieces_of, readers, regroup, shape_of, tensor_of
-from ..graph.matmul import FLOATS, Matmul, as_product, find_indivisible_size, is_matmul
-from ..graph.sizes import Size, divide, product, same, same_shape, squeezed
+from ..graph.aten import (
+    CUTS,
+    Blocks,
+    Effect,
+    aten,
+    dim_of,
+    dtype_of,
+    element_effect,
+    match_regroup,
+    pieces_of,
+    readers,
+    shape_of,
+    tensor_of,
+)
+from ..graph.matmul import FLOATS, Matmul, as_matmul, find_indivisible_size, is_matmul
+from ..graph.sizes import Size, divide, is_same, is_same_shape, numel, squeezed
 from ..joint.joint_decision import joint_decision
 from ..plan.reasons import Reason
 from .collectives import Collective
-from .permutes import turn_of
-from .scales import gather_of, rows_beside, same_value
+from .permutes import as_permute
+from .scales import find_row_scale_gather, find_scale_gather, is_same_value
 from .site import Consumer, Gather, GatheredAlias, GatheredScales, Miss
 
 
@@ -42,34 +55,34 @@ def match_all_gather(c: Collective, position: dict[Node, int]) -> Gather | Miss:
 class _Walk:
     def __init__(self, c: Collective) -> None:
         self.c = c
-        self.holders: dict[Node, GatheredAlias] = {}
+        self.aliases: dict[Node, GatheredAlias] = {}
         self.uses: list[tuple[Node, Consumer, GatheredAlias]] = []
         self.others: list[Node] = []
         self.blocked: list[Miss] = []
         self.cuts: dict[Node, None] = {}
         self.scales: list[Node] = []
         assert c.wait is not None
-        inner = divide(product(shape_of(c.wait)), c.ranks)
+        inner = divide(numel(shape_of(c.wait)), c.ranks)
         assert inner is not None, "an all_gather's output is a multiple of its ranks"
         todo = [c.wait]
-        self.holders[c.wait] = GatheredAlias(Blocks(1, c.ranks, inner), dtype_of(c.wait))
+        self.aliases[c.wait] = GatheredAlias(Blocks(1, c.ranks, inner), dtype_of(c.wait))
         if any(u is not c.wait for u in readers(c.node)):  # saved for backward, which waits itself
-            self.holders[c.node] = self.holders[c.wait]
+            self.aliases[c.node] = self.aliases[c.wait]
             self.others.append(c.node)
         while todo:
             node = todo.pop()
             for user in node.users:
-                todo += self._user(node, self.holders[node], user)
+                todo += self._user(node, self.aliases[node], user)
 
     def _user(self, node: Node, held: GatheredAlias, user: Node) -> list[Node]:
-        """Files `user` under holders, consumers or others; returns the new holders."""
-        if user in self.holders or user.target is aten.sym_size.int:
+        """Files `user` under aliases, consumers or others; returns the new aliases."""
+        if user in self.aliases or user.target is aten.sym_size.int:
             return []
-        p = as_product(user)
+        p = as_matmul(user)
         if p is not None and p.bias is not node:
             self._matmul(node, held, p)
             return []
-        step = effect(user)
+        step = element_effect(user)
         if step is not None and step.source is not node:
             step = None  # only written over
         if step is None and (user.target in CUTS or user.target is aten.slice.Tensor):
@@ -82,21 +95,21 @@ class _Walk:
             self.blocked.append(Miss(Reason.CAST_IN_BETWEEN, f"{user.name} is a second cast, of values rounded by the first"))
             return []
         moved = _through(held, user, step.effect) if step else None
-        if moved is None and not held.swapped and (turn := turn_of(user, held.blocks, reads=True)) is not None:
-            moved = GatheredAlias(turn.blocks_after, held.dtype, turns=(*held.turns, turn))
+        if moved is None and not held.swapped and (turn := as_permute(user, held.blocks, reads=True)) is not None:
+            moved = GatheredAlias(turn.blocks_after, held.dtype, permutes=(*held.permutes, turn))
         if moved is None:
             self.others.append(node)
             if is_matmul(user) and p is None:
                 self.blocked.append(Miss(Reason.LAYOUT, f"{user.name} ({user.target}) is no single product: batched or scaled"))
             elif step is not None or user.target in (aten.permute.default, aten.expand.default):
                 self.blocked.append(Miss(Reason.LAYOUT, f"{user.name} mixes the gathered dim with others"))
-            elif (product := _product_behind(user)) is not None:
+            elif (matmul := _product_behind(user)) is not None:
                 if user.target is aten.constant_pad_nd.default:
                     self.blocked.append(Miss(Reason.UNEVEN_SHARDS, f"{user.name} pads or trims the gathered tensor"))
                     return []
-                self.blocked.append(Miss(Reason.NON_LINEAR, f"{user.name} stands between the gather and {product.name}"))
+                self.blocked.append(Miss(Reason.NON_LINEAR, f"{user.name} stands between the gather and {matmul.name}"))
             return []
-        self.holders[user] = moved
+        self.aliases[user] = moved
         return [user]
 
     def _cut(self, node: Node, held: GatheredAlias, cut: Node) -> list[Node]:
@@ -113,8 +126,8 @@ class _Walk:
                 self.blocked.append(
                     Miss(Reason.SHARD_ORDER, f"{cat.name} is no plain gather: it permutes, repeats or drops shards")
                 )
-            elif cat not in self.holders:
-                self.holders[cat] = moved
+            elif cat not in self.aliases:
+                self.aliases[cat] = moved
                 found.append(cat)
         if cats and only_cats:
             self.cuts.update(dict.fromkeys((cut, *pieces, *as_bytes)))
@@ -126,14 +139,14 @@ class _Walk:
 
     def _regrouped(self, node: Node, held: GatheredAlias, cat: Node) -> GatheredAlias | None:
         pieces = pieces_of(cat)
-        group = regroup(pieces, self.c.ranks)
+        group = match_regroup(pieces, self.c.ranks)
         if group is None or group[0] is not node or held.swapped:
             return None
         axis, dim, piece = group[1], dim_of(cat), shape_of(pieces[0])
-        if not same(product(piece[:axis]), held.blocks.outer) or not same(product(piece[axis:]), held.blocks.inner):
+        if not is_same(numel(piece[:axis]), held.blocks.outer) or not is_same(numel(piece[axis:]), held.blocks.inner):
             return None
         dtype = dtype_of(cat) if held.dtype.itemsize == 1 else held.dtype
-        return GatheredAlias(Blocks(product(piece[:dim]), self.c.ranks, product(piece[dim:])), dtype, turns=held.turns)
+        return GatheredAlias(Blocks(numel(piece[:dim]), self.c.ranks, numel(piece[dim:])), dtype, permutes=held.permutes)
 
     def _matmul(self, node: Node, held: GatheredAlias, p: Matmul) -> None:
         if p.scales is not None and (p.lhs.node is not node or held.swapped or held.dtype not in FLOAT8):
@@ -147,12 +160,12 @@ class _Walk:
             if operand.node is not node:
                 continue
             # The operand as the matmul reads it is G (or G^T where a permute came before).
-            mode = (2 if held.swapped else 0) if lhs else (1 if held.swapped else 3)
-            if held.swapped and not same_shape(squeezed((operand.cols, operand.rows)), squeezed(held.matrix)):
+            transpose_gathered, transpose_out = held.swapped == lhs, not lhs
+            if held.swapped and not is_same_shape(squeezed((operand.cols, operand.rows)), squeezed(held.matrix)):
                 self.others.append(node)
                 self.blocked.append(Miss(Reason.LAYOUT, f"{p.node.name} reads another matrix than the permute before it made"))
                 return
-            self.uses.append((node, Consumer(p, mode, other if lhs else other.t), held))
+            self.uses.append((node, Consumer(p, transpose_gathered, transpose_out, other if lhs else other.t), held))
             return
         self.others.append(node)
 
@@ -161,80 +174,80 @@ class _Walk:
         if why := joint_decision(self.c.node).why_unmatched:
             return Miss(*why)
         detail = "no matmul reads the gathered tensor"
-        if any(u.op == "output" for n in self.holders for u in n.users):
+        if any(u.op == "output" for n in self.aliases for u in n.users):
             detail += ", which leaves the graph: a matmul of another graph may (after a graph break or DDPOptimizer's split)"
         return Miss(Reason.NO_MATMUL, detail)
 
-    def _scaled(self, k: Consumer, held: GatheredAlias, last: bool) -> object:
+    def _scaled(self, k: Consumer, held: GatheredAlias, shard_dim_is_last: bool) -> object:
         """What tells consumers of differently scaled gathers apart: () for 16 bits."""
-        scales, name = k.product.scales, k.product.node.name
+        scales, name = k.compute.scales, k.compute.node.name
         if scales is None:
             return ()
-        if last:
+        if shard_dim_is_last:
             return Miss(Reason.SCALED_FORM, f"{name} sums over shards of its inner dim")
-        if indivisible := find_indivisible_size(k.product):
+        if indivisible := find_indivisible_size(k.compute):
             return Miss(Reason.SIZES_NOT_16, f"{name}: {indivisible}")
         if not scales.rows:
             for known in self.scales:
-                if same_value(known, scales.lhs):
+                if is_same_value(known, scales.lhs):
                     return known, scales.fast
             self.scales.append(scales.lhs)
             return scales.lhs, scales.fast
-        per_block = divide(held.blocks.inner, k.product.lhs.cols)
-        beside = rows_beside(self.c, held, per_block, scales.lhs, lambda c: _Walk(c).holders)
+        per_block = divide(held.blocks.inner, k.compute.lhs.cols)
+        beside = find_row_scale_gather(self.c, held, per_block, scales.lhs, lambda c: _Walk(c).aliases)
         if beside is None:
             return Miss(Reason.SCALED_FORM, f"{name}: the scales of its rows are not gathered like the rows")
         return beside.node, scales.fast
 
     def _scales_beside(self, chosen: list[tuple[Node, Consumer, GatheredAlias]]) -> GatheredScales | None:
-        products = [k.product for _, k, _ in chosen]
+        products = [k.compute for _, k, _ in chosen]
         first = products[0].scales
         if first is None or not first.rows:
             return None
-        c = gather_of(first.lhs)
+        c = find_scale_gather(first.lhs)
         assert c is not None, "rows_beside found it"
         walk, inside = _Walk(c), {p.node for p in products}
         roots = [
-            n for n in walk.holders if any(u not in inside and u not in walk.holders and u not in walk.cuts for u in readers(n))
+            n for n in walk.aliases if any(u not in inside and u not in walk.aliases and u not in walk.cuts for u in readers(n))
         ]
-        return GatheredScales(c, walk.holders[first.lhs].blocks, walk.holders, tuple(roots), tuple(walk.cuts))
+        return GatheredScales(c, walk.aliases[first.lhs].blocks, walk.aliases, tuple(roots), tuple(walk.cuts))
 
     def result(self, position: dict[Node, int]) -> Gather | Miss:
         groups: dict[object, list[tuple[Node, Consumer, GatheredAlias]]] = defaultdict(list)
         for use in self.uses:
             node, consumer, held = use
             rows, cols = _matrix(consumer)
-            if consumer.operand.node in self.holders:
-                name = consumer.product.node.name
+            if consumer.operand.node in self.aliases:
+                name = consumer.compute.node.name
                 self.blocked.append(Miss(Reason.DEPENDENT_OPERAND, f"{name} multiplies the gathered tensor with itself"))
-                self.others += [n for n in consumer.product.node.all_input_nodes if n in self.holders]
+                self.others += [n for n in consumer.compute.node.all_input_nodes if n in self.aliases]
                 continue
             if held.blocks.rows(rows, cols) is not None:
-                last = False
-            elif held.blocks.is_last(rows, cols):
-                last = True
+                shard_dim_is_last = False
+            elif held.blocks.shard_dim_is_last(rows, cols):
+                shard_dim_is_last = True
             else:
                 self.blocked.append(
-                    Miss(Reason.LAYOUT, f"{consumer.product.node.name}: a shard is no block of its rows or columns")
+                    Miss(Reason.LAYOUT, f"{consumer.compute.node.name}: a shard is no block of its rows or columns")
                 )
                 self.others.append(node)
                 continue
-            scaled = self._scaled(consumer, held, last)
+            scaled = self._scaled(consumer, held, shard_dim_is_last)
             if isinstance(scaled, Miss):
                 self.blocked.append(scaled)
                 self.others.append(node)
                 continue
-            groups[held.blocks.outer, last, rows, cols, held.dtype, held.turns, scaled].append(use)
+            groups[held.blocks.outer, shard_dim_is_last, rows, cols, held.dtype, held.permutes, scaled].append(use)
         if not groups:
             return self.blocked[0] if self.blocked else self._no_matmul()
         key, chosen = max(groups.items(), key=lambda kv: len(kv[1]))
         for other, uses in groups.items():
             if other != key:
                 self.others += [u[0] for u in uses]
-        _, last, rows, cols, dtype, turns, _ = key  # type: ignore[misc]
+        _, shard_dim_is_last, rows, cols, dtype, permutes, _ = key  # type: ignore[misc]
         wire = dtype if dtype in FLOAT8 else dtype_of(self.c.node)
         if dtype.itemsize < wire.itemsize:  # the cast moves before the gather: fewer bytes travel, the numbers stay
-            if others := {self.holders[n].dtype for n in self.others} - {dtype}:
+            if others := {self.aliases[n].dtype for n in self.others} - {dtype}:
                 wanted = ", ".join(sorted(map(str, others)))
                 return Miss(Reason.CAST_IN_BETWEEN, f"multiplied as {dtype}, but others need the gathered tensor as {wanted}")
             wire = dtype
@@ -242,18 +255,18 @@ class _Walk:
             return Miss(Reason.CAST_IN_BETWEEN, f"gathered as {wire}, multiplied as {dtype}")
         if dtype not in (*FLOATS, *FLOAT8):
             return Miss(Reason.DTYPE_UNSUPPORTED, f"multiplied as {dtype}")
-        consumers = sorted((u[1] for u in chosen), key=lambda k: position[k.product.node])
+        consumers = sorted((u[1] for u in chosen), key=lambda k: position[k.compute.node])
         return Gather(
             self.c,
             chosen[0][2].blocks,
             rows,
             cols,
-            last,
+            shard_dim_is_last,
             wire,
             tuple(consumers),
-            self.holders,
+            self.aliases,
             tuple(dict.fromkeys(self.others)),
-            turns,
+            permutes,
             tuple(self.cuts),
             self._scales_beside(chosen),
         )
@@ -267,21 +280,17 @@ def _product_behind(node: Node) -> Node | None:
             seen += 1
             if is_matmul(user):
                 return user
-            if effect(user) is not None:
+            if element_effect(user) is not None:
                 todo.append(user)
     return None
 
 
 def _matrix(consumer: Consumer) -> tuple[Size, Size]:
     """[rows, cols] of G as this consumer needs it."""
-    p = consumer.product
-    if consumer.mode == 0:
-        return p.lhs.rows, p.lhs.cols
-    if consumer.mode == 2:
-        return p.lhs.cols, p.lhs.rows
-    if consumer.mode == 1:
-        return p.rhs.cols, p.rhs.rows
-    return p.rhs.rows, p.rhs.cols
+    p = consumer.compute
+    if consumer.transpose_out:
+        return (p.rhs.rows, p.rhs.cols) if consumer.transpose_gathered else (p.rhs.cols, p.rhs.rows)
+    return (p.lhs.cols, p.lhs.rows) if consumer.transpose_gathered else (p.lhs.rows, p.lhs.cols)
 
 
 def _exact(wire: torch.dtype, dtype: torch.dtype) -> bool:
@@ -298,9 +307,9 @@ def _through(held: GatheredAlias, user: Node, kind: Effect) -> GatheredAlias | N
     if kind is Effect.BITS:
         return replace(held, dtype=dtype_of(user))
     if kind is Effect.SAME:
-        if held.swapped and not same_shape(shape, squeezed(held.matrix)[::-1]):
+        if held.swapped and not is_same_shape(shape, squeezed(held.matrix)[::-1]):
             return None
         return held
     if held.swapped:
-        return replace(held, matrix=()) if same_shape(shape, squeezed(held.matrix)) else None
+        return replace(held, matrix=()) if is_same_shape(shape, squeezed(held.matrix)) else None
     return replace(held, matrix=shape[::-1])

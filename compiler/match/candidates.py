@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from torch.fx import Graph, Node
 
 from ..graph.aten import dtype_of
-from ..graph.matmul import Matmul, as_product, is_matmul
+from ..graph.matmul import Matmul, as_matmul, is_matmul
 from ..plan.reasons import Reason
 from .all_gather import match_all_gather
-from .collectives import Collective, Op, collectives
+from .collectives import Collective, Op, find_collectives
 from .reduction import match_reduction
-from .scales import carries_scales
+from .scales import is_amax_reduction
 from .site import Candidate, Gather, Miss, Reduction
 
 BESIDE_SEARCH = 64
@@ -25,7 +25,7 @@ BESIDE_LIMIT = 16
 def find_candidates(graph: Graph) -> list[Candidate]:
     """Every collective of `graph`, in graph order, with its match or its miss and the products that are independent of it."""
     position = {n: i for i, n in enumerate(graph.nodes)}
-    found = collectives(graph)
+    found = find_collectives(graph)
     beside = _Independence(graph, [c.node for c in found], position)
     out = []
     for c in found:
@@ -35,9 +35,9 @@ def find_candidates(graph: Graph) -> list[Candidate]:
             candidate.miss = result
         else:
             candidate.match = result
-        if c.op is not None and c.wait is not None and not carries_scales(c) and dtype_of(c.node).itemsize > 1:
-            taken = {p.node for p in candidate.match.products} if candidate.match else set()
-            candidate.beside = tuple(p for p in beside.of(c.node) if p.node not in taken)
+        if c.op is not None and c.wait is not None and not is_amax_reduction(c) and dtype_of(c.node).itemsize > 1:
+            taken = {p.node for p in candidate.match.matmuls} if candidate.match else set()
+            candidate.independent_matmuls = tuple(p for p in beside.of(c.node) if p.node not in taken)
         out.append(candidate)
     _scales_go_along(out)
     return out
@@ -49,7 +49,7 @@ def _scales_go_along(candidates: list[Candidate]) -> None:
     for number, candidate in enumerate(candidates):
         if isinstance(candidate.match, Gather) and candidate.match.scales is not None:
             scales = by_node[candidate.match.scales.collective.node]
-            scales.match, scales.beside, scales.carrier = None, (), number
+            scales.match, scales.independent_matmuls, scales.carrier = None, (), number
             scales.miss = Miss(Reason.SCALES, "holds the scales of gathered rows")
 
 
@@ -62,7 +62,7 @@ def _match(c: Collective, position: dict[Node, int]) -> Gather | Reduction | Mis
         return Miss(Reason.GROUP_NOT_STATIC, "the group is computed in the graph")
     if c.ranks == 1:
         return Miss(Reason.TRIVIAL_GROUP, "the group has one rank")
-    if carries_scales(c):
+    if is_amax_reduction(c):
         return Miss(Reason.SCALES, "brings the largest magnitudes together that float8 tensors are scaled by")
     if c.op is Op.ALL_GATHER:
         return match_all_gather(c, position)
@@ -74,9 +74,7 @@ class _Independence:
 
     def __init__(self, graph: Graph, marked: list[Node], position: dict[Node, int]) -> None:
         self._position = position
-        self._products = {
-            n: p for n in graph.nodes if is_matmul(n) and (p := as_product(n)) and p.bias is None and not p.scales
-        }
+        self._products = {n: p for n in graph.nodes if is_matmul(n) and (p := as_matmul(n)) and p.bias is None and not p.scales}
         self._bit = {n: 1 << i for i, n in enumerate([*marked, *self._products])}
         self._needs: dict[Node, int] = {}
         for n in graph.nodes:

@@ -56,12 +56,12 @@ def is_collective(node: Node) -> bool:
     )
 
 
-def collectives(graph: Graph) -> list[Collective]:
+def find_collectives(graph: Graph) -> list[Collective]:
     """Every collective of the graph."""
-    return [read(n) for n in graph.nodes if is_collective(n)]
+    return [read_collective(n) for n in graph.nodes if is_collective(n)]
 
 
-def read(node: Node) -> Collective:
+def read_collective(node: Node) -> Collective:
     """`node`, which is a collective."""
     op = _OPS.get(node.target)  # type: ignore[arg-type]
     name = _group_arg(node)

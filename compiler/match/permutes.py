@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from ..graph.aten import Blocks, aten, permutation, shape_of, source
-from ..graph.sizes import Size, divide, product, same
+from ..graph.aten import Blocks, aten, node_arg, permutation, shape_of
+from ..graph.sizes import Size, divide, is_same, numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,24 +51,24 @@ class Permute:
 def _blocks(shape: tuple[Size, ...], axis: int, ranks: int) -> Blocks:
     part = divide(shape[axis], ranks)
     assert part is not None
-    return Blocks(product(shape[:axis]), ranks, part * product(shape[axis + 1 :]))
+    return Blocks(numel(shape[:axis]), ranks, part * numel(shape[axis + 1 :]))
 
 
 def _axis(shape: tuple[Size, ...], blocks: Blocks) -> int | None:
     """The dim of `shape` that `blocks` deals out, if it is one dim and whole."""
     for axis, dim in enumerate(shape):
-        if divide(dim, blocks.ranks) is None or not same(product(shape[:axis]), blocks.outer):
+        if divide(dim, blocks.ranks) is None or not is_same(numel(shape[:axis]), blocks.outer):
             continue
-        if same(_blocks(shape, axis, blocks.ranks).inner, blocks.inner):
+        if is_same(_blocks(shape, axis, blocks.ranks).inner, blocks.inner):
             return axis
     return None
 
 
-def turn_of(node: Node, blocks: Blocks, reads: bool) -> Permute | None:
+def as_permute(node: Node, blocks: Blocks, reads: bool) -> Permute | None:
     """`node` as a Turn if it is a permute. `blocks` are those of its input, or with reads=False those of its output."""
     if node.target not in (aten.permute.default, aten.transpose.int):
         return None
-    before, dims = shape_of(source(node)), tuple(permutation(node))
+    before, dims = shape_of(node_arg(node)), tuple(permutation(node))
     if reads:
         axis = _axis(before, blocks)
     else:

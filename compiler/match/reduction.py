@@ -22,19 +22,19 @@ from ..graph.aten import (
     aten,
     dim_of,
     dtype_of,
-    effect,
+    element_effect,
+    match_regroup,
+    node_arg,
     pieces_of,
     readers,
-    regroup,
     shape_of,
-    source,
     tensor_of,
 )
-from ..graph.matmul import FLOATS, Matmul, as_product, find_indivisible_size, is_matmul
-from ..graph.sizes import Size, product, same, same_shape, squeezed
+from ..graph.matmul import FLOATS, Matmul, as_matmul, find_indivisible_size, is_matmul
+from ..graph.sizes import Size, is_same, is_same_shape, numel, squeezed
 from ..plan.reasons import Reason
 from .collectives import Collective, Op
-from .permutes import Permute, turn_of
+from .permutes import Permute, as_permute
 from .site import Miss, Reduction
 
 _ADDS = (aten.add.Tensor,)
@@ -56,20 +56,20 @@ def match_reduction(c: Collective) -> Reduction | Miss:
 def _spine(
     c: Collective,
 ) -> tuple[Node, Blocks, tuple[Size, ...], list[tuple[object, object]], list[Node], list[Permute]] | Miss:
-    """From the collective's input down to the root of the sum: (root, blocks, matrix, scales, nodes, turns).
+    """From the collective's input down to the root of the sum: (root, blocks, matrix, scales, nodes, permutes).
 
     `matrix` is (rows, cols) where the root is the transposed of what the collective reads, else ().
     """
-    total = product(shape_of(c.input))
+    total = numel(shape_of(c.input))
     inner = total // c.ranks if isinstance(total, int) else total / c.ranks
     blocks = Blocks(1, c.ranks, inner)
     matrix: tuple[Size, ...] = ()
     after: list[tuple[object, object]] = []
     passed: list[Node] = []
-    turns: list[Permute] = []
+    permutes: list[Permute] = []
     node = c.input
     while True:
-        step = effect(node)
+        step = element_effect(node)
         if step is not None and step.effect is Effect.CAST:
             if dtype_of(step.source).itemsize > dtype_of(node).itemsize:
                 return Miss(
@@ -77,36 +77,36 @@ def _spine(
                 )
         elif step is not None and step.effect is Effect.SWAP:
             now = squeezed(shape_of(node))
-            if matrix and not same_shape(now, matrix[::-1]):
+            if matrix and not is_same_shape(now, matrix[::-1]):
                 return Miss(Reason.LAYOUT, f"{node.name} permutes a reshaped transpose")
             matrix = () if matrix else now
         elif step is not None:
-            if matrix and not same_shape(squeezed(shape_of(step.source)), matrix[::-1]):
+            if matrix and not is_same_shape(squeezed(shape_of(step.source)), matrix[::-1]):
                 return Miss(Reason.LAYOUT, f"{node.name} reshapes a transposed product")
         elif node.target is aten.cat.default and c.op is Op.REDUCE_SCATTER:
             pieces = pieces_of(node)
-            group = regroup(pieces, c.ranks)
+            group = match_regroup(pieces, c.ranks)
             if group is None and any(p.target in _PADS for p in pieces):
                 return Miss(Reason.UNEVEN_SHARDS, f"{node.name} pads shards to one size")
             if group is None:
                 return Miss(Reason.SHARD_ORDER, f"{node.name} is no plain scatter: it permutes, repeats, drops or pads shards")
             whole, axis = group
             dim, piece = dim_of(node), shape_of(pieces[0])
-            if matrix or not same(product(piece[:dim]), blocks.outer) or not same(product(piece[dim:]), blocks.inner):
+            if matrix or not is_same(numel(piece[:dim]), blocks.outer) or not is_same(numel(piece[dim:]), blocks.inner):
                 return Miss(Reason.LAYOUT, f"{node.name} cuts shards apart")
-            blocks = Blocks(product(piece[:axis]), c.ranks, product(piece[axis:]))
-            passed += [node, *pieces, *dict.fromkeys(source(p) for p in pieces if source(p) is not whole)]
+            blocks = Blocks(numel(piece[:axis]), c.ranks, numel(piece[axis:]))
+            passed += [node, *pieces, *dict.fromkeys(node_arg(p) for p in pieces if node_arg(p) is not whole)]
             node = whole
             continue
-        elif not matrix and (turn := turn_of(node, blocks, reads=False)) is not None:
+        elif not matrix and (turn := as_permute(node, blocks, reads=False)) is not None:
             blocks = turn.blocks_before
-            turns.append(turn)
+            permutes.append(turn)
         elif node.target in _SCALES and _commutes(node):
             after.append((node.target, node.args[1]))
         else:
-            return node, blocks, matrix, after[::-1], passed, turns[::-1]
+            return node, blocks, matrix, after[::-1], passed, permutes[::-1]
         passed.append(node)
-        node = step.source if step is not None else source(node)
+        node = step.source if step is not None else node_arg(node)
 
 
 def _sum(
@@ -116,10 +116,10 @@ def _sum(
     matrix: tuple[Size, ...],
     after: list[tuple[object, object]],
     passed: list[Node],
-    turns: list[Permute],
+    permutes: list[Permute],
 ) -> Reduction | Miss:
     absorbed = {*passed, c.node}
-    live = tuple(n for n in (root, *passed) if any(u not in absorbed for u in readers(n)))
+    kept_nodes = tuple(n for n in (root, *passed) if any(u not in absorbed for u in readers(n)))
     terms: list[tuple[Matmul, bool]] = []
     addends: list[tuple[Node, bool]] = []
     biases: list[Node] = []
@@ -129,17 +129,17 @@ def _sum(
     def leaf(node: Node, swapped: bool, alone: bool) -> None:
         """Files one summand of the root. `swapped`: its matrix is the transposed of what is reduced, so that no view may give
         it another shape; `alone`: every user of `node` is inside the sum."""
-        step = effect(node) if alone and node is not root else None
+        step = element_effect(node) if alone and node is not root else None
         if step is not None and step.effect is not Effect.CAST:
             turned = step.effect is Effect.SWAP
-            if turned or not swapped or same_shape(squeezed(shape_of(step.source)), squeezed(shape_of(node))):
+            if turned or not swapped or is_same_shape(squeezed(shape_of(step.source)), squeezed(shape_of(node))):
                 inner.append(node)
                 leaf(step.source, swapped != turned, len(readers(step.source)) == 1)
                 return
-        p = as_product(node) if alone else None
+        p = as_matmul(node) if alone else None
         if p is not None and swapped and p.scales is not None:
             p = None  # their operands have one layout
-        if p is not None and swapped and not same_shape(squeezed(p.shape), squeezed(shape_of(node))):
+        if p is not None and swapped and not is_same_shape(squeezed(p.shape), squeezed(shape_of(node))):
             p = None  # batches that only look like a matrix
         if p is not None:
             if p.bias is not None and not _add_bias(p, swapped):
@@ -156,7 +156,7 @@ def _sum(
                 biases.append(row[1])
                 leaf(row[0], swapped, len(readers(row[0])) == 1)
                 return
-            if not same_shape(squeezed(shape_of(a)), squeezed(shape_of(node))) or not same_shape(  # type: ignore[arg-type]
+            if not is_same_shape(squeezed(shape_of(a)), squeezed(shape_of(node))) or not is_same_shape(  # type: ignore[arg-type]
                 squeezed(shape_of(b)),  # type: ignore[arg-type]
                 squeezed(shape_of(node)),
             ):
@@ -173,10 +173,10 @@ def _sum(
         """Files an addmm's first operand: a row to broadcast, or a further summand. False where it broadcasts otherwise."""
         bias = p.bias
         assert bias is not None
-        if len(shape_of(bias)) == 1 and same(shape_of(bias)[0], p.shape[1]) and not swapped:
+        if len(shape_of(bias)) == 1 and is_same(shape_of(bias)[0], p.shape[1]) and not swapped:
             biases.append(bias)
             return True
-        if same_shape(shape_of(bias), p.shape):
+        if is_same_shape(shape_of(bias), p.shape):
             leaf(bias, swapped, len(readers(bias)) == 1)
             return True
         return False
@@ -187,27 +187,27 @@ def _sum(
     products = [_swap(p) if s else p for p, s in terms]
     first = products[0]
     rows, cols = first.shape
-    if not all(same_shape(p.shape, (rows, cols)) for p in products):
+    if not all(is_same_shape(p.shape, (rows, cols)) for p in products):
         return Miss(Reason.LAYOUT, "the products of the sum have different shapes as matrices")
-    if not all(same(product(shape_of(n)), cols) for n in biases):
+    if not all(is_same(numel(shape_of(n)), cols) for n in biases):
         return Miss(Reason.BROADCAST_SUM, "a row is added to the product in another shape than the matmul's")
     if len({dtype_of(n) for n in (*(p.node for p in products), *inner)}) != 1:
         return Miss(Reason.CAST_IN_BETWEEN, "the products of the sum, or the sum, have different types")
     if c.op is Op.ALL_REDUCE or blocks.rows(rows, cols) is not None:
-        last = False
-    elif blocks.is_last(rows, cols):
-        last = True
+        shard_dim_is_last = False
+    elif blocks.shard_dim_is_last(rows, cols):
+        shard_dim_is_last = True
     else:
         return Miss(Reason.LAYOUT, f"a shard is no block of the rows or columns of {first.node.name}")
-    if refused := _scaled_form(c, products, last, live):
+    if refused := _scaled_form(c, products, shard_dim_is_last, kept_nodes):
         return Miss(Reason.SCALED_FORM, refused)
     return Reduction(
-        c, blocks, rows, cols, last, tuple(products), tuple(addends), tuple(biases), tuple(after),
-        tuple(inner), root, bool(matrix), tuple(passed), tuple(turns), live,
+        c, blocks, rows, cols, shard_dim_is_last, tuple(products), tuple(addends), tuple(biases), tuple(after),
+        tuple(inner), root, bool(matrix), tuple(passed), tuple(permutes), kept_nodes,
     )  # fmt: skip
 
 
-def _scaled_form(c: Collective, terms: list[Matmul], last: bool, live: tuple[Node, ...]) -> str:
+def _scaled_form(c: Collective, terms: list[Matmul], shard_dim_is_last: bool, kept_nodes: tuple[Node, ...]) -> str:
     """Why float8 products cannot be reduced by the op for them, "" where they can or where there are none."""
     scales = [p.scales for p in terms]
     if not any(scales):
@@ -219,9 +219,9 @@ def _scaled_form(c: Collective, terms: list[Matmul], last: bool, live: tuple[Nod
             return f"{term.node.name}: {indivisible}"
     if len({s.rows for s in scales if s}) != 1:
         return "products with scales of rows and of tensors are summed"
-    if c.op is Op.ALL_REDUCE or last:
+    if c.op is Op.ALL_REDUCE or shard_dim_is_last:
         return "float8 products are scattered by rows only"
-    return f"{live[0].name}, before the sum over ranks, is needed as well" if live else ""
+    return f"{kept_nodes[0].name}, before the sum over ranks, is needed as well" if kept_nodes else ""
 
 
 def _commutes(scale: Node) -> bool:
@@ -237,8 +237,8 @@ def _row_beside(add: Node) -> tuple[Node, Node] | None:
         assert isinstance(matrix, Node) and isinstance(row, Node)
         wide, narrow = shape_of(add), shape_of(row)
         # The row's own last dim: a column [n, 1] over [n, n] has the same elements and is another sum.
-        is_row = len(squeezed(narrow)) == 1 and same_shape(narrow[-1:], wide[-1:])
-        if is_row and same_shape(shape_of(matrix), wide) and len(squeezed(wide)) > 1:
+        is_row = len(squeezed(narrow)) == 1 and is_same_shape(narrow[-1:], wide[-1:])
+        if is_row and is_same_shape(shape_of(matrix), wide) and len(squeezed(wide)) > 1:
             return matrix, row
     return None
 
@@ -275,7 +275,7 @@ def _scaled(root: Node) -> Node | None:
     todo, seen = [root], set[Node]()
     while todo and len(seen) < _TERMS:
         node = todo.pop()
-        while (step := effect(node)) is not None:
+        while (step := element_effect(node)) is not None:
             node = step.source
         if node in seen:
             continue
@@ -288,7 +288,7 @@ def _scaled(root: Node) -> Node | None:
 
 def _reaches_matmul(node: Node) -> bool:
     while not is_matmul(node):
-        step = effect(node)
+        step = element_effect(node)
         if step is None:
             return False
         node = step.source

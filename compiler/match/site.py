@@ -23,21 +23,30 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class Consumer:
-    """A product with the gathered matrix G [rows, cols]: `mode` 0 G@B, 1 (G@B)^T, 2 G^T@B, 3 (G^T@B)^T; B is `operand`."""
+    """A matmul with the gathered matrix G [rows, cols] as one operand; B is `operand`, the other one.
 
-    product: Matmul
-    mode: int
+    transpose_gathered   transpose_out   the compute's value
+    False                False           G @ B
+    False                True            (G @ B)^T
+    True                 False           G^T @ B
+    True                 True            (G^T @ B)^T
+    """
+
+    compute: Matmul
+    transpose_gathered: bool
+    transpose_out: bool
     operand: Operand
 
-    def contracts(self, last: bool) -> bool:
-        return (self.mode >= 2) != last
+    def contracts_shard_dim(self, shard_dim_is_last: bool) -> bool:
+        """Whether the matmul sums over the dim that is sharded."""
+        return self.transpose_gathered != shard_dim_is_last
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
     """all_gather -> matmuls. G [rows, cols] is the gathered matrix; with `last` its columns are dealt out, else its rows.
 
-    `holders`: nodes that carry G's elements, mapped to how. `roots`: holders that others use too, so that their values must
+    `aliases`: nodes that carry G's elements, mapped to how. `roots`: aliases that others use too, so that their values must
     survive. `dtype`: what travels. A narrowing cast between gather and matmul moves before the gather; after a widening one
     the op multiplies in the operands' type, casting pieces as they arrive.
     """
@@ -46,46 +55,46 @@ class Gather:
     blocks: Blocks
     rows: Size
     cols: Size
-    last: bool
+    shard_dim_is_last: bool
     dtype: torch.dtype
     consumers: tuple[Consumer, ...]
-    holders: dict[Node, GatheredAlias]
-    roots: tuple[Node, ...]
-    turns: tuple[Permute, ...]
+    aliases: dict[Node, GatheredAlias]
+    kept_aliases: tuple[Node, ...]
+    permutes: tuple[Permute, ...]
     """Permutes between the wait and the matmuls: the shard goes through them before it travels."""
     cuts: tuple[Node, ...]
-    """Splits, getitems and slices between two holders, read by nobody else."""
+    """Splits, getitems and slices between two aliases, read by nobody else."""
     scales: GatheredScales | None = None
     """Of float8 rows with a scale each."""
 
     @property
     def scaled(self) -> Scales | None:
         """Of float8 shards: what the first consumer is scaled by; its left scale is that of all."""
-        return self.consumers[0].product.scales
+        return self.consumers[0].compute.scales
 
     @property
-    def products(self) -> tuple[Matmul, ...]:
-        return tuple(k.product for k in self.consumers)
+    def matmuls(self) -> tuple[Matmul, ...]:
+        return tuple(k.compute for k in self.consumers)
 
     @property
     def members(self) -> list[Node]:
         beside = self.scales.members if self.scales else []
-        return [self.collective.node, *self.holders, *self.cuts, *(c.product.node for c in self.consumers), *beside]
+        return [self.collective.node, *self.aliases, *self.cuts, *(c.compute.node for c in self.consumers), *beside]
 
 
 @dataclass(frozen=True, slots=True)
 class GatheredScales:
-    """The all_gather of row scales that goes along with that of the rows. `holders`, `roots`, `cuts`: as in `Gather`."""
+    """The all_gather of row scales that goes along with that of the rows. `aliases`, `roots`, `cuts`: as in `Gather`."""
 
     collective: Collective
     blocks: Blocks
-    holders: dict[Node, GatheredAlias]
-    roots: tuple[Node, ...]
+    aliases: dict[Node, GatheredAlias]
+    kept_aliases: tuple[Node, ...]
     cuts: tuple[Node, ...]
 
     @property
     def members(self) -> list[Node]:
-        return [self.collective.node, *self.holders, *self.cuts]
+        return [self.collective.node, *self.aliases, *self.cuts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +105,7 @@ class GatheredAlias:
     blocks: Blocks
     dtype: torch.dtype
     matrix: tuple[Size, ...] = ()
-    turns: tuple[Permute, ...] = ()
+    permutes: tuple[Permute, ...] = ()
     """Permutes that the elements went through since the wait."""
 
     @property
@@ -111,14 +120,14 @@ class Reduction:
     `addends`: (node, swapped) of as many elements, added before the reduction; swapped ones hold the transposed matrix in their
     own squeezed shape. `biases`: rows [cols] added to every row. `after`: (op, constant) pairs to apply
     to the result, in order. `root`: the node whose value is `partial` (transposed where `root_swapped`); `spine`: the nodes
-    between it and the collective. `live`: root and spine nodes that others read too.
+    between it and the collective. `kept_nodes`: root and spine nodes that others read too.
     """
 
     collective: Collective
     blocks: Blocks
     rows: Size
     cols: Size
-    last: bool
+    shard_dim_is_last: bool
     terms: tuple[Matmul, ...]
     addends: tuple[tuple[Node, bool], ...]
     biases: tuple[Node, ...]
@@ -126,19 +135,19 @@ class Reduction:
     inner: tuple[Node, ...]
     root: Node
     root_swapped: bool
-    spine: tuple[Node, ...]
-    turns: tuple[Permute, ...]
+    view_chain: tuple[Node, ...]
+    permutes: tuple[Permute, ...]
     """Permutes between the sum and the collective: the result goes through them, in this order."""
-    live: tuple[Node, ...]
+    kept_nodes: tuple[Node, ...]
 
     @property
-    def products(self) -> tuple[Matmul, ...]:
+    def matmuls(self) -> tuple[Matmul, ...]:
         return self.terms
 
     @property
     def members(self) -> list[Node]:
         wait = [self.collective.wait] if self.collective.wait else []
-        return [*(t.node for t in self.terms), *self.inner, *self.spine, self.collective.node, *wait]
+        return [*(t.node for t in self.terms), *self.inner, *self.view_chain, self.collective.node, *wait]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +155,12 @@ class Bulk:
     """A collective beside products that neither need it nor feed it."""
 
     collective: Collective
-    products: tuple[Matmul, ...]
+    matmuls: tuple[Matmul, ...]
 
     @property
     def members(self) -> list[Node]:
         assert self.collective.wait is not None
-        return [self.collective.node, self.collective.wait, *(p.node for p in self.products)]
+        return [self.collective.node, self.collective.wait, *(p.node for p in self.matmuls)]
 
 
 Site = Gather | Reduction | Bulk
@@ -164,7 +173,7 @@ class Candidate:
     collective: Collective
     match: Gather | Reduction | None = None
     miss: Miss | None = None
-    beside: tuple[Matmul, ...] = field(default_factory=tuple)
+    independent_matmuls: tuple[Matmul, ...] = field(default_factory=tuple)
     """Independent products, nearest first."""
     carrier: int | None = None
     """Of a gather of row scales: the number of the candidate whose rows they are."""

@@ -9,8 +9,8 @@ from torch.fx import Node
 
 from ..cost.site_sizes import Hints, shape_of_site
 from ..graph.aten import dtype_of, shape_of, tensor_of
-from ..graph.sizes import text
-from ..graph.source_location import module_of, source_of
+from ..graph.sizes import format_shape
+from ..graph.source_location import module_path, source_line
 from ..match import Bulk, Candidate, Gather, Reduction
 from ..overrides.rule import SiteDescription
 from ..plan.decision import SiteSizes
@@ -30,23 +30,23 @@ def row(candidate: Candidate, site: Gather | Reduction | Bulk | None, groups: di
     c = candidate.collective
     shapes: list[tuple[str, str]] = []
     if tensor_of(c.input) is not None:
-        shapes.append(("input", text(shape_of(c.input))))
+        shapes.append(("input", format_shape(shape_of(c.input))))
     if isinstance(site, Gather):
-        shapes.append(("gathered", text((site.rows, site.cols))))
-        shapes += [(f"matmul{i}", _product(k.product)) for i, k in enumerate(site.consumers)]
+        shapes.append(("gathered", format_shape((site.rows, site.cols))))
+        shapes += [(f"matmul{i}", _product(k.compute)) for i, k in enumerate(site.consumers)]
     elif isinstance(site, Reduction):
-        shapes.append(("product", text((site.rows, site.cols))))
+        shapes.append(("product", format_shape((site.rows, site.cols))))
         shapes += [(f"matmul{i}", _product(t)) for i, t in enumerate(site.terms)]
     elif isinstance(site, Bulk):
-        shapes += [(f"matmul{i}", _product(p)) for i, p in enumerate(site.products)]
+        shapes += [(f"matmul{i}", _product(p)) for i, p in enumerate(site.matmuls)]
     nodes = _makers(candidate, site)
     return {
         "group": groups.get(c.group or "", ""),
         "ranks": c.ranks,
         "shapes": tuple(shapes),
         "dtype": str(dtype_of(c.input)).removeprefix("torch.") if tensor_of(c.input) is not None else "",
-        "module": next((m for n in nodes if (m := module_of(n))), ""),
-        "source": next((s for n in nodes if (s := source_of(n))), ""),
+        "module": next((m for n in nodes if (m := module_path(n))), ""),
+        "source": next((s for n in nodes if (s := source_line(n))), ""),
     }
 
 
@@ -62,7 +62,7 @@ def work_of(candidate: Candidate, site: Gather | Reduction | Bulk | None, hints:
 def _makers(candidate: Candidate, site: Gather | Reduction | Bulk | None) -> list[Node]:
     """The nodes whose modules and lines a site is shown with: the matmuls that its tensor meets, then the collective."""
     if isinstance(site, Gather):
-        return [*(k.product.node for k in site.consumers), candidate.collective.node]
+        return [*(k.compute.node for k in site.consumers), candidate.collective.node]
     if isinstance(site, Reduction):
         return [*(t.node for t in site.terms), candidate.collective.node]
     return [candidate.collective.node]
@@ -71,7 +71,7 @@ def _makers(candidate: Candidate, site: Gather | Reduction | Bulk | None) -> lis
 def place_of(candidate: Candidate, id: str, phase: str, kinds: tuple[str, ...]) -> SiteDescription:
     """What rules and saved plans see of a candidate, whatever is decided on it."""
     c = candidate.collective
-    modules = dict.fromkeys(m for n in _makers(candidate, candidate.match) if (m := module_of(n)))
+    modules = dict.fromkeys(m for n in _makers(candidate, candidate.match) if (m := module_path(n)))
     known = tensor_of(c.input)
     return SiteDescription(
         id=id,
@@ -80,9 +80,9 @@ def place_of(candidate: Candidate, id: str, phase: str, kinds: tuple[str, ...]) 
         modules=tuple(modules),
         ranks=c.ranks,
         dtype=str(dtype_of(c.input)).removeprefix("torch.") if known is not None else "",
-        input=text(shape_of(c.input)) if known is not None else "",
+        input=format_shape(shape_of(c.input)) if known is not None else "",
     )
 
 
 def _product(p: Any) -> str:
-    return f"{text(p.lhs.shape if not p.lhs.swapped else p.lhs.shape[::-1])} @ {text((p.rhs.rows, p.rhs.cols))}"
+    return f"{format_shape(p.lhs.shape if not p.lhs.swapped else p.lhs.shape[::-1])} @ {format_shape((p.rhs.rows, p.rhs.cols))}"

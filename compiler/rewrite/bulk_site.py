@@ -15,9 +15,9 @@ def rewrite_bulk(e: Emitter, m: Bulk, strategy: Strategy | DispatchTable, site: 
     """Emits the op; returns which node replaces which. Insertion point: behind the collective's input and every operand."""
     c = m.collective
     assert c.wait is not None and c.op is not None
-    lhs, rhs = [e.operand(p.lhs) for p in m.products], [e.operand(p.rhs) for p in m.products]
+    lhs, rhs = [e.operand(p.lhs) for p in m.matmuls], [e.operand(p.rhs) for p in m.matmuls]
     op = e.call(torch.ops.ub_overlap.bulk.default, c.input, lhs, rhs, c.op.value, c.reduce_op, str(strategy), c.group, site)
     outs = e.item(op, 1)
-    replaced = {p.node: e.reshape(e.item(outs, i), shape_of(p.node)) for i, p in enumerate(m.products)}
+    replaced = {p.node: e.reshape(e.item(outs, i), shape_of(p.node)) for i, p in enumerate(m.matmuls)}
     replaced[c.wait] = replaced[c.node] = e.item(op, 0)
     return replaced

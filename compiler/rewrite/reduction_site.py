@@ -24,7 +24,7 @@ def rewrite_reduction(
     addend = _addend(e, m)
     # A scale that kept the sum in range comes after it now: until then the sum stays in float32.
     out_dtype = torch.float32 if m.after else dtype_of(c.node)
-    keep = bool(m.live)
+    keep = bool(m.kept_nodes)
     if (scales := m.terms[0].scales) is not None:
         given = [t.scales for t in m.terms if t.scales is not None]
         op = e.call(
@@ -33,9 +33,9 @@ def rewrite_reduction(
             c.group, site, value_is=_scattered_alone(e, m, lhs[0]),
         )  # fmt: skip
     elif c.op is Op.REDUCE_SCATTER:
-        outer = 1 if m.last else e.size(m.blocks.outer)
+        outer = 1 if m.shard_dim_is_last else e.size(m.blocks.outer)
         op = e.call(
-            torch.ops.ub_overlap.matmul_reduce_scatter.default, lhs, rhs, addend, outer, m.last, c.reduce_op, out_dtype, keep,
+            torch.ops.ub_overlap.matmul_reduce_scatter.default, lhs, rhs, addend, outer, m.shard_dim_is_last, c.reduce_op, out_dtype, keep,
             str(strategy), c.group, site, value_is=_scattered(e, m, lhs[0]),
         )  # fmt: skip
     else:
@@ -52,14 +52,14 @@ def rewrite_reduction(
             site,
         )
     value = e.item(op, 0) if m.terms[0].scales is None else op
-    for turn in m.turns:
+    for turn in m.permutes:
         value = e.permute(e.reshape(value, turn.shard if c.op is Op.REDUCE_SCATTER else turn.before), turn.dims)
     value = e.reshape(value, shape_of(c.wait), old=None if m.after else c.wait)
     for target, constant in m.after:
         value = e.call(target, value, constant)
     value = e.cast(value, dtype_of(c.wait))
     replaced = {c.wait: value, c.node: value}
-    if m.live:
+    if m.kept_nodes:
         partial = e.item(op, 1)
         root = e.reshape(e.permute(partial, [1, 0]) if m.root_swapped else partial, shape_of(m.root))
         replaced.update(_alive(e, m, root))
@@ -67,7 +67,7 @@ def rewrite_reduction(
 
 
 def _alive(e: Emitter, m: Reduction, root: Node) -> dict[Node, Node]:
-    """The live nodes between root and collective, computed again from the kept partial product."""
+    """The kept nodes between root and collective, computed again from the kept partial product."""
     copies = {m.root: root}
 
     def copy(node: Node) -> Node:
@@ -76,8 +76,8 @@ def _alive(e: Emitter, m: Reduction, root: Node) -> dict[Node, Node]:
             copies[node] = e.call(node.target, *args, **node.kwargs)
         return copies[node]
 
-    spine = {m.root, *m.spine}
-    return {node: copy(node) for node in m.live}
+    spine = {m.root, *m.view_chain}
+    return {node: copy(node) for node in m.kept_nodes}
 
 
 def _scattered(e: Emitter, m: Reduction, lhs: Node) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -86,9 +86,9 @@ def _scattered(e: Emitter, m: Reduction, lhs: Node) -> tuple[torch.Tensor, torch
     if not isinstance(rows, int) or not isinstance(cols, int):
         return None
     assert m.collective.wait is not None
-    shape = (rows, cols // ranks) if m.last else (rows // ranks, cols)
+    shape = (rows, cols // ranks) if m.shard_dim_is_last else (rows // ranks, cols)
     out = e.empty(shape, torch.float32, lhs) if m.after else e.result(shape, m.collective.wait)
-    partial = e.empty((rows, cols) if m.live else (0,), dtype_of(m.terms[0].node), lhs)
+    partial = e.empty((rows, cols) if m.kept_nodes else (0,), dtype_of(m.terms[0].node), lhs)
     return None if out is None or partial is None else (out, partial)
 
 

@@ -9,7 +9,7 @@ from ub_overlap import _torch_compat as compat
 
 from ..graph.emitter import Emitter
 from ..graph.erase import erase_unread
-from ..graph.sizes import size
+from ..graph.sizes import as_size
 from ..match.site import Gather, Reduction, Site
 from ..plan.strategy import DispatchTable, Strategy
 from .bulk_site import rewrite_bulk
@@ -58,7 +58,7 @@ def _one(
             replaced = {old: _compared(e, old, new, inside, name) for old, new in replaced.items()}
         sizes_kept: dict[Node, int | Node] = {}
         for user in {u: None for m in members for u in m.users if u.target is torch.ops.aten.sym_size.int}:
-            sizes_kept[user] = e.size(size(user.meta["val"]))  # the tensor goes, its size stays
+            sizes_kept[user] = e.size(as_size(user.meta["val"]))  # the tensor goes, its size stays
     for old, new in replaced.items():
         # Nodes of the site keep reading the old value until they are removed: only outside users move.
         old.replace_all_uses_with(new, delete_user_cb=lambda u, new=new: u not in inside and u is not new)

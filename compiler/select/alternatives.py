@@ -100,7 +100,7 @@ class AlternativeFinder:
         if offer.choice is not None:
             offer.byte_us = self.costs.byte_us(candidate.collective)
         # Where two are worth the same: its own matmuls, fewer products, nearer ones.
-        offer.ways.sort(key=lambda way: (-way.worth, way.bulk, len(way.site.products)))
+        offer.ways.sort(key=lambda way: (-way.worth, way.bulk, len(way.site.matmuls)))
         return offer
 
     def _pipelined(self, offer: Alternatives, candidate: Candidate, forced: Strategy | DispatchTable | None) -> Miss | None:
@@ -133,13 +133,13 @@ class AlternativeFinder:
     def _beside(self, offer: Alternatives, candidate: Candidate, forced: Strategy | DispatchTable | None) -> Miss | None:
         """The same for its independent products."""
         c = candidate.collective
-        if not candidate.beside:
+        if not candidate.independent_matmuls:
             return None
-        if small := too_small(Bulk(c, candidate.beside[:1]), self.costs.options, forced):
+        if small := too_small(Bulk(c, candidate.independent_matmuls[:1]), self.costs.options, forced):
             return small
         free: list[Matmul] = []
         failed: Miss | None = None
-        for p in candidate.beside:
+        for p in candidate.independent_matmuls:
             if unknown := self.unknown(Bulk(c, (p,))):
                 failed = unknown
             else:
@@ -197,7 +197,7 @@ class AlternativeFinder:
 
     def _takes(self, site: Site) -> int:
         takes = 0
-        for p in site.products:
+        for p in site.matmuls:
             takes |= self._bit(p.node)
         return takes
 
@@ -227,11 +227,11 @@ def _fewer(match: Site | None) -> Iterator[Gather]:
     """A gather less some of its consumers, which then read the gathered tensor; of those left none reads another's product."""
     if not isinstance(match, Gather):
         return
-    nodes = [k.product.node for k in match.consumers]
+    nodes = [k.compute.node for k in match.consumers]
     for count in range(1, len(nodes)) if len(nodes) <= FEW else (1, len(nodes) - 1):
         for gone in combinations(nodes, count):
             site = without(match, set(gone))
-            made = {k.product.node for k in site.consumers}
+            made = {k.compute.node for k in site.consumers}
             if not any(k.operand.node in made for k in site.consumers):
                 yield site
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Graph
 
-from ..graph.sizes import symbols
+from ..graph.sizes import size_symbols
 from ..joint.joint_decision import joint_decision
 from ..match import Candidate, Miss, Site, find_candidates
 from ..match.fusion_order import FusionOrder
@@ -51,7 +51,11 @@ def decide(graph: Graph, options: Options, phase: str, transport: Transport) -> 
     candidates = find_candidates(graph)
     names = [f"{phase}.{number}" for number in range(len(candidates))]
     wishes = wishes_of(candidates, options, phase)
-    order, costs, known = FusionOrder(graph), SiteCosts.of(graph, options), frozenset(symbol for symbol, _ in symbols(graph))
+    order, costs, known = (
+        FusionOrder(graph),
+        SiteCosts.of(graph, options),
+        frozenset(symbol for symbol, _ in size_symbols(graph)),
+    )
     finder = AlternativeFinder(costs, order, lambda site: unknown_size(site, known))
     offers: list[Alternatives] = []
     for name, candidate in zip(names, candidates, strict=True):

@@ -11,7 +11,7 @@ from ..cost.choice import StrategyChoice
 from ..cost.site_sizes import Hints
 from ..cost.traffic import bytes_sent, flops
 from ..graph.matmul import is_matmul
-from ..graph.source_location import module_of, places_of
+from ..graph.source_location import module_path, stable_names
 from ..joint.joint_decision import joint_decision
 from ..match import Bulk, Candidate, Miss, Site
 from ..match.collectives import Op
@@ -61,9 +61,9 @@ class GraphContext:
         """`candidates`: by site id, in graph order."""
         owners: dict[Node, str] = {}
         for name, candidate in candidates.items():
-            for p in candidate.match.products if candidate.match else ():
+            for p in candidate.match.matmuls if candidate.match else ():
                 owners.setdefault(p.node, name)
-        places = places_of(node for node in graph.nodes if is_matmul(node))
+        places = stable_names(node for node in graph.nodes if is_matmul(node))
         return cls(phase, hints, groups_of(list(candidates.values())), places, owners)
 
 
@@ -105,11 +105,13 @@ def decision(o: Assignment, setting: GraphContext) -> Decision:
     shown = site or candidate.match
     op = candidate.collective.op
     matched = candidate.match is not None and not isinstance(site, Bulk)
-    products = shown.products if shown else ()
+    products = shown.matmuls if shown else ()
     work = [flops(p) for p in products]
     beside = _beside(o, setting)
     kept = joint_decision(candidate.collective.node).saved_activation if setting.phase == "forward" else None
-    legal = ((Mode.PIPELINED.value,) if candidate.match is not None else ()) + ((Mode.BULK.value,) if candidate.beside else ())
+    legal = ((Mode.PIPELINED.value,) if candidate.match is not None else ()) + (
+        (Mode.BULK.value,) if candidate.independent_matmuls else ()
+    )
     return Decision(
         id=o.id,
         phase=setting.phase,
@@ -169,8 +171,8 @@ def _beside(o: Assignment, setting: GraphContext) -> tuple[str, ...]:
     if not isinstance(o.site, Bulk):
         return ()
     said = []
-    for node in (p.node for p in o.site.products):
-        module = module_of(node)
+    for node in (p.node for p in o.site.matmuls):
+        module = module_path(node)
         of = f" of {setting.owners[node]}" if node in setting.owners else ""
         said.append(node.name + of + (f" ({module})" if module else ""))
     return tuple(said)

@@ -14,7 +14,7 @@ from ..cost.choice import StrategyChoice
 from ..cost.site_shape import SiteShape
 from ..cost.site_sizes import Hints, Ranges, shape_at
 from ..graph.aten import shape_of
-from ..graph.sizes import Size, product
+from ..graph.sizes import Size, numel
 from ..match import Bulk, Site
 from ..match.collectives import Op
 from ..plan.decision import SiteSizes
@@ -40,7 +40,7 @@ def rows_of(site: Site) -> Size:
     if not isinstance(site, Bulk):
         return site.rows
     c = site.collective
-    return product(shape_of(c.input)[:-1]) * (c.ranks if c.op is Op.ALL_GATHER else 1)
+    return numel(shape_of(c.input)[:-1]) * (c.ranks if c.op is Op.ALL_GATHER else 1)
 
 
 def rows_at(site: Site, hints: Hints) -> int | None:

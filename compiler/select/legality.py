@@ -18,7 +18,9 @@ def no_stripes(match: Gather | Reduction | None) -> str:
     """Why this cannot run in stripes, "" where it can (or where something else keeps it from being pipelined)."""
     if isinstance(match, Gather):
         return "stripes cut a product that is reduced; here shards are gathered"
-    return "stripes cut shards, and those of the last dim cannot be cut" if match is not None and match.last else ""
+    return (
+        "stripes cut shards, and those of the last dim cannot be cut" if match is not None and match.shard_dim_is_last else ""
+    )
 
 
 def pipelined(candidate: Candidate, order: FusionOrder) -> Site | Miss:
@@ -29,10 +31,10 @@ def pipelined(candidate: Candidate, order: FusionOrder) -> Site | Miss:
     if isinstance(free, Reduction):
         return free
     # Consumers whose other operand needs a result of the site would close a circle: they read the kept tensor instead.
-    made = {k.product.node for k in free.consumers}
-    free = without(free, {k.product.node for k in free.consumers if k.operand.node in made})
+    made = {k.compute.node for k in free.consumers}
+    free = without(free, {k.compute.node for k in free.consumers if k.operand.node in made})
     while circle := order.conflicts(free.members):
-        late = {k.product.node for k in free.consumers if k.operand.node in circle}
+        late = {k.compute.node for k in free.consumers if k.operand.node in circle}
         if not late or len(late) == len(free.consumers):
             return Miss(
                 Reason.DEPENDENT_OPERAND, f"{min(n.name for n in circle)} needs the gathered tensor and feeds its matmul"
@@ -45,20 +47,20 @@ def without(match: Gather, products: set[Node]) -> Gather:
     """`match` less some consumers, which become other users of the gathered tensor."""
     if not products:
         return match
-    gone = [k for k in match.consumers if k.product.node in products]
-    holders = [n for k in gone for n in k.product.node.all_input_nodes if n in match.holders]
-    kept = tuple(k for k in match.consumers if k.product.node not in products)
+    gone = [k for k in match.consumers if k.compute.node in products]
+    aliases = [n for k in gone for n in k.compute.node.all_input_nodes if n in match.aliases]
+    kept = tuple(k for k in match.consumers if k.compute.node not in products)
     scales = match.scales
     if scales is not None:
-        late = [k.product.scales.lhs for k in gone if k.product.scales]
-        scales = replace(scales, roots=tuple(dict.fromkeys((*scales.roots, *late))))
-    return replace(match, consumers=kept, roots=tuple(dict.fromkeys((*match.roots, *holders))), scales=scales)
+        late = [k.compute.scales.lhs for k in gone if k.compute.scales]
+        scales = replace(scales, kept_aliases=tuple(dict.fromkeys((*scales.kept_aliases, *late))))
+    return replace(match, consumers=kept, kept_aliases=tuple(dict.fromkeys((*match.kept_aliases, *aliases))), scales=scales)
 
 
 def unknown_size(site: Site, known: frozenset[sympy.Symbol]) -> Miss | None:
     """A size the op would need that cannot be computed from the graph's inputs."""
     needed: list[Size] = [] if isinstance(site, Bulk) else [site.blocks.outer, site.rows, site.cols]
-    needed += [s for p in site.products for o in (p.lhs, p.rhs) for s in o.shape]
+    needed += [s for p in site.matmuls for o in (p.lhs, p.rhs) for s in o.shape]
     needed += [s for n in site.members if tensor_of(n) is not None for s in shape_of(n)]
     for s in dict.fromkeys(needed):
         if isinstance(s, int):

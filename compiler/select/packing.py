@@ -225,6 +225,6 @@ class _Search:
 
 def _taken_text(offer: Alternatives) -> str:
     if not offer.ways[0].bulk:
-        one = len(offer.ways[0].site.products) == 1
+        one = len(offer.ways[0].site.matmuls) == 1
         return "its matmul already hides another collective" if one else "its matmuls already hide another collective"
     return "every independent matmul already hides another collective"

@@ -19,8 +19,8 @@ from ub_overlap import _torch_compat as compat
 
 from ..cost.site_sizes import Hints
 from ..cost.traffic import about
-from ..graph.aten import aliased, aten
-from ..graph.sizes import number_of, product, sizes
+from ..graph.aten import alias_base, aten
+from ..graph.sizes import as_sizes, evaluate_size, numel
 
 MORE_SHARE = 0.05
 MORE_BYTES = 256 << 20
@@ -57,7 +57,7 @@ class PeakMemory:
         base: dict[Node, Node] = {}
         read: dict[Node, list[Node]] = {}
         for n in graph.nodes:
-            source = aliased(n)
+            source = alias_base(n)
             base[n] = n if source is None else base[source]
             for i in dict.fromkeys(base[i] for i in n.all_input_nodes):
                 if i is not base[n]:
@@ -161,5 +161,5 @@ def _bytes(node: Node, hints: Hints) -> int:
     size = 0
     for t in value if isinstance(value, list | tuple) else (value,):
         if isinstance(t, torch.Tensor):
-            size += about(number_of(product(sizes(t.shape)), hints) or 0) * t.element_size()
+            size += about(evaluate_size(numel(as_sizes(t.shape)), hints) or 0) * t.element_size()
     return size

@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from ub_overlap.compiler.cost.choice import choose
 from ub_overlap.compiler.cost.profile import Profile
 from ub_overlap.compiler.cost.site_sizes import shape_of_site
-from ub_overlap.compiler.graph.matmul import Matmul, as_product, is_matmul
+from ub_overlap.compiler.graph.matmul import Matmul, as_matmul, is_matmul
 from ub_overlap.compiler.match import Bulk, Candidate, Gather, Site, find_candidates
 from ub_overlap.compiler.match.fusion_order import _has_effects
 from ub_overlap.compiler.select.legality import without
@@ -58,7 +58,7 @@ def independent(graph: Graph, node: Node) -> list[Matmul]:
     """Products without a path to or from `node`."""
     dag = networkx.DiGraph(edges(graph))
     tied = networkx.ancestors(dag, node) | networkx.descendants(dag, node)
-    products = [as_product(n) for n in graph.nodes if is_matmul(n) and n not in tied]
+    products = [as_matmul(n) for n in graph.nodes if is_matmul(n) and n not in tied]
     return [p for p in products if p is not None]
 
 
@@ -66,7 +66,7 @@ def sites(graph: Graph, candidate: Candidate) -> Iterator[Site]:
     """Everything that one collective could be part of, alone legal or not."""
     match = candidate.match
     if isinstance(match, Gather):
-        nodes = [k.product.node for k in match.consumers]
+        nodes = [k.compute.node for k in match.consumers]
         for count in range(len(nodes)):
             for gone in combinations(nodes, count):
                 yield without(match, set(gone))

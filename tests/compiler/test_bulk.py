@@ -25,7 +25,8 @@ def independent(rank: int, world: int, stage: str) -> dict[str, list[tuple[str, 
     """Phase -> (collective, products independent of it) in graph order."""
     return {
         trace.phase: [
-            (c.collective.op.value if c.collective.op else "", len(c.beside)) for c in find_candidates(trace.module.graph)
+            (c.collective.op.value if c.collective.op else "", len(c.independent_matmuls))
+            for c in find_candidates(trace.module.graph)
         ]
         for trace in capture(build(rank, world, *LLAMA), stage)
     }

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from ub_overlap.compiler.graph.dtensor_sizes import sizes_of
-from ub_overlap.compiler.graph.graph_inputs import Inputs
+from ub_overlap.compiler.graph.dtensor_sizes import local_sizes
+from ub_overlap.compiler.graph.graph_inputs import GraphInputs
 from ub_overlap.compiler.options import parse
 from ub_overlap.compiler.passes import JointPass
 
@@ -35,10 +35,10 @@ def test_sizes(name: str) -> None:
                 for piece in placement._split_tensor(shard, ranks, with_padding=False, contiguous=False)[0]
             ]
     expected = tuple(tuple(sorted({shard.shape[dim] for shard in shards})) for dim in range(len(shape)))
-    assert sizes_of(shape, mesh, placements) == expected
+    assert local_sizes(shape, mesh, placements) == expected
 
 
 def test_shards_are_part_of_the_key() -> None:
     """The weight of one rank may be that of another model, whose other ranks hold less."""
     options = parse({"fp8": "all"}, frozenset())[0]
-    assert JointPass(options).uuid() != JointPass(options, Inputs(shards=((2, ((334, 336), (64,))),))).uuid()
+    assert JointPass(options).uuid() != JointPass(options, GraphInputs(shards=((2, ((334, 336), (64,))),))).uuid()

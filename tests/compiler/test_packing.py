@@ -45,7 +45,7 @@ def saved(found: Decided) -> float:
 
 def pairs(found: Decided) -> dict[str, list[str]]:
     """Collective -> the matmuls that it runs beside, by their names."""
-    return {s.collective.node.name: [p.node.name for p in s.products] for s, _, _ in found.chosen}
+    return {s.collective.node.name: [p.node.name for p in s.matmuls] for s, _, _ in found.chosen}
 
 
 def near_and_far() -> Graph:

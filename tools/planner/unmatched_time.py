@@ -15,8 +15,8 @@ from torch.fx import Graph, Node
 
 from ub_overlap.compiler.cost.matmul_time import matmul_us
 from ub_overlap.compiler.cost.profile import Profile
-from ub_overlap.compiler.graph.aten import CUTS, aten, effect, shape_of, source, tensor_of
-from ub_overlap.compiler.graph.matmul import as_product, is_matmul
+from ub_overlap.compiler.graph.aten import CUTS, aten, element_effect, node_arg, shape_of, tensor_of
+from ub_overlap.compiler.graph.matmul import as_matmul, is_matmul
 from ub_overlap.compiler.match.collectives import is_collective
 
 ATTENTION_SHARE = (0.55, 0.45)
@@ -57,7 +57,7 @@ def rest_of(graph: Graph, taken: set[Node]) -> Rest:
         if node.op != "call_function" or node in taken or node.target in _FREE or is_collective(node):
             continue
         if is_matmul(node):
-            p, left = as_product(node), tensor_of(source(node, 1 if node.target is aten.addmm.default else 0))
+            p, left = as_matmul(node), tensor_of(node_arg(node, 1 if node.target is aten.addmm.default else 0))
             assert left is not None
             # A true batch is counted as one product with the rows of all.
             m, n = p.shape if p is not None else (left.numel() // left.shape[-1], shape_of(node)[-1])
@@ -141,7 +141,7 @@ def _is_view(node: Node) -> bool:
     """Does it move no bytes: another shape of the same elements, or a part of them?"""
     if node.target in CUTS or "getitem" in str(node.target) or node.target is aten.slice.Tensor:
         return True
-    step = effect(node)
+    step = element_effect(node)
     return (step is not None and node.target is not aten.clone.default) or node.target is aten.transpose.int
 
 

@@ -17,11 +17,11 @@ from torch.fx import Graph, Node
 from ub_overlap import _torch_compat as compat
 
 from ...cost.site_sizes import Hints, hints_of
-from ...graph.aten import CUTS, Effect, aten, c10d, dtype_of, effect, readers, shape_of, tensor_of
+from ...graph.aten import CUTS, Effect, aten, c10d, dtype_of, element_effect, readers, shape_of, tensor_of
 from ...graph.emitter import Emitter
 from ...graph.erase import erase_unread
 from ...graph.joint_graph import needs_tangents
-from ...graph.sizes import number_of, product, same, same_shape
+from ...graph.sizes import evaluate_size, is_same, is_same_shape, numel
 from ..operand_layout import contiguous_scales
 from ..provenance import before
 
@@ -74,7 +74,7 @@ def _scaled_behind(node: Node) -> tuple[Node, Node, Node] | None:
     if len(readers(node)) != 1 or (scaled := readers(node)[0]).target is not aten.mul.Tensor or len(readers(scaled)) != 1:
         return None
     result = readers(scaled)[0]
-    step = effect(result)
+    step = element_effect(result)
     if step is None or step.effect is not Effect.CAST or dtype_of(result) is not torch.bfloat16:
         return None
     (by,) = [n for n in scaled.all_input_nodes if n is not node] or [node]
@@ -82,7 +82,7 @@ def _scaled_behind(node: Node) -> tuple[Node, Node, Node] | None:
         return None
     m, n = shape_of(node)
     for rows, columns in (by.all_input_nodes, by.all_input_nodes[::-1]):
-        shapes = same_shape(shape_of(rows), (m, 1)) and same_shape(shape_of(columns), (1, n))
+        shapes = is_same_shape(shape_of(rows), (m, 1)) and is_same_shape(shape_of(columns), (1, n))
         if shapes and _power_of_two(rows) and _power_of_two(columns):
             return result, rows, columns
     return None
@@ -90,7 +90,7 @@ def _scaled_behind(node: Node) -> tuple[Node, Node, Node] | None:
 
 def _is_one(node: object) -> bool:
     """Is it the number 1, as a tensor of one element?"""
-    if not isinstance(node, Node) or not all(same(s, 1) for s in shape_of(node)):
+    if not isinstance(node, Node) or not all(is_same(s, 1) for s in shape_of(node)):
         return False
     if node.target in (aten.new_ones.default, aten.ones.default, aten.ones_like.default):
         return True
@@ -122,10 +122,10 @@ def _scattered(node: Node, least_bytes: int, hints: Hints, depth: int = _SHORT) 
     for user in readers(node) if depth else ():
         if user.target is c10d.reduce_scatter_tensor.default:
             ranks = int(user.args[2])  # type: ignore[call-overload]
-            whole = number_of(product(shape_of(node)), hints)
+            whole = evaluate_size(numel(shape_of(node)), hints)
             sent = None if whole is None else whole // ranks * (ranks - 1) * dtype_of(node).itemsize
             return sent is None or sent >= least_bytes
-        step = effect(user)
+        step = element_effect(user)
         through = step is not None and step.effect is not Effect.CAST
         cut = (
             user.target in CUTS or node.target in CUTS or user.target in (aten.cat.default, aten.slice.Tensor, aten.add.Tensor)

@@ -21,8 +21,8 @@ from torch.fx import Node
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime.fp8.numerics import FLOAT8
 
-from ...graph.aten import CASTS, CUTS, Effect, aten, c10d, dtype_of, effect, readers, shape_of, tensor_of
-from ...graph.sizes import same, same_shape
+from ...graph.aten import CASTS, CUTS, Effect, aten, c10d, dtype_of, element_effect, readers, shape_of, tensor_of
+from ...graph.sizes import is_same, is_same_shape
 from ..provenance import before, step_back
 
 _MAXIMA = (aten.max.default, aten.amax.default)
@@ -75,13 +75,13 @@ class GatherReaders:
             return self.maxima[value]
         if depth == 0 or value.op != "call_function" or tensor_of(value) is None or not _thin(value):
             return None
-        step = effect(value)
+        step = element_effect(value)
         if step is not None and step.effect is Effect.SAME and self.lines(step.source, depth - 1) is Granularity.ROWS:
             return Granularity.ROWS  # row after row, in another shape
         if not isinstance(value.target, compat.OpOverload) or not _of_elements(value.target):
             return None
         inputs = value.all_input_nodes
-        if not all(tensor_of(n) is not None and same_shape(shape_of(n), shape_of(value)) for n in inputs):
+        if not all(tensor_of(n) is not None and is_same_shape(shape_of(n), shape_of(value)) for n in inputs):
             return None
         kinds = {self.lines(n, depth - 1) for n in inputs}
         return kinds.pop() if len(kinds) == 1 else None
@@ -191,7 +191,7 @@ def _hands_on(user: Node, node: Node, holders: set[Node]) -> bool:
         return True
     if user.target is aten.cat.default:
         return before(user) in holders
-    step = effect(user)
+    step = element_effect(user)
     return step is not None and step.source is node and step.effect in (Effect.SAME, Effect.SWAP)
 
 
@@ -202,7 +202,7 @@ def _pointwise(user: Node, node: Node) -> bool:
     if not _of_elements(user.target) or user.target._schema.is_mutable:
         return False
     others = [n for n in user.all_input_nodes if n is not node]
-    return all(tensor_of(n) is not None and _thin(n) for n in others) and same_shape(shape_of(user), shape_of(node))
+    return all(tensor_of(n) is not None and _thin(n) for n in others) and is_same_shape(shape_of(user), shape_of(node))
 
 
 def _of_elements(target: Any) -> bool:
@@ -213,7 +213,7 @@ def _of_elements(target: Any) -> bool:
 def _thin(value: Node) -> bool:
     """May it be a value a row, a column or one for all, by its shape?"""
     shape = shape_of(value)
-    return not shape or same(shape[-1], 1) or all(same(s, 1) for s in shape[:-1])
+    return not shape or is_same(shape[-1], 1) or all(is_same(s, 1) for s in shape[:-1])
 
 
 def _maximum(user: Node, node: Node, found: GatherReaders) -> Granularity | None:
@@ -227,7 +227,7 @@ def _maximum(user: Node, node: Node, found: GatherReaders) -> Granularity | None
     if user.target is not aten.amax.default or rank < 2 or len(user.args) != 3 or not user.args[2]:
         return None
     dims = {int(d) % rank for d in user.args[1]}  # type: ignore[union-attr,arg-type]
-    if same(shape_of(node)[-1], 1) or not _whole_rows(holder, found.wait):
+    if is_same(shape_of(node)[-1], 1) or not _whole_rows(holder, found.wait):
         return None
     if dims == set(range(rank - 1)):
         return Granularity.COLUMNS if dtype_of(user) in _COMPARED else None
@@ -248,7 +248,7 @@ def _alone(node: Node, found: GatherReaders) -> bool:
 
 def _first(holder: Node) -> Node:
     """The node that `holder` is a view of, all rows in the same order."""
-    while (step := effect(holder)) is not None and step.effect is Effect.SAME:
+    while (step := element_effect(holder)) is not None and step.effect is Effect.SAME:
         holder = step.source
     return holder
 
@@ -265,7 +265,7 @@ def _scaled(cast: Node, found: GatherReaders) -> ScaledCast | None:
             if scale is elements[0]:
                 continue
             lines = found.lines(scale)
-            if lines is None or not same_shape(shape_of(scale), _spread(lines, shape_of(elements[0]))):
+            if lines is None or not is_same_shape(shape_of(scale), _spread(lines, shape_of(elements[0]))):
                 return None
             last = last or scale
             kinds.add(lines)

@@ -31,11 +31,11 @@ from ub_overlap.runtime.fp8.numerics import FLOAT8
 
 from ...cost.profile import Profile
 from ...cost.site_sizes import Hints, hints_of
-from ...graph.aten import aten, c10d, dtype_of, shape_of, source, tensor_of
-from ...graph.emitter import Emitter, spelled
+from ...graph.aten import aten, c10d, dtype_of, node_arg, shape_of, tensor_of
+from ...graph.emitter import Emitter, find_size_source
 from ...graph.erase import erase_unread
 from ...graph.joint_graph import LAST_REGION, mark_recomputed, needs_tangents
-from ...graph.sizes import Size, number_of, product
+from ...graph.sizes import Size, evaluate_size, numel
 from ...joint.joint_decision import record_decision
 from ...plan.reasons import Reason
 from ..operand_layout import contiguous_scales
@@ -97,13 +97,13 @@ def _why_not(
 ) -> Stays | None:
     """Why casts stay behind their gather."""
     gather, cast = found.gather, min(found.casts)
-    elements = number_of(product(shape_of(source(gather))), hints)
+    elements = evaluate_size(numel(shape_of(node_arg(gather))), hints)
     ranks = int(gather.args[1])  # type: ignore[call-overload]
     sent = None if elements is None else elements * (ranks - 1)
     if sent is not None and sent * dtype_of(gather).itemsize < early.least_bytes:
         bytes = sent * dtype_of(gather).itemsize
         return Reason.BELOW_THRESHOLD, f"{cast.name} stays behind it: a rank sends {bytes} bytes, below {early.least_bytes}"
-    rebuilt = ShardRebuilder(found, source(gather), ())
+    rebuilt = ShardRebuilder(found, node_arg(gather), ())
     if any(s.rows for s in found.casts.values()):
         of_rows = {rebuilt.key(c) for c, s in found.casts.items() if s.rows}
         scales = {rebuilt.key(n) for n in found.rows()[1]}
@@ -111,7 +111,7 @@ def _why_not(
             told = f"{cast.name} stays behind it: {len(of_rows)} casts of its rows, read with {len(scales)} scales of them"
             return Reason.CAST_IN_BETWEEN, told
     for size in _written(found):
-        if spelled(inputs, size) is None:
+        if find_size_source(inputs, size) is None:
             return Reason.DYNAMIC_SHAPE, f"{cast.name} stays behind it: size {size} cannot be computed from the graph's inputs"
     return _why_not_twice(found, tangents, early, hints, sent) if found.others else None
 
@@ -154,7 +154,7 @@ def _written(found: GatherReaders) -> Iterator[Size]:
 
 
 def _move(graph: Graph, found: GatherReaders, inputs: Sequence[Node], tangents: set[Node]) -> None:
-    gather, shard = found.gather, source(found.gather)
+    gather, shard = found.gather, node_arg(found.gather)
     group = str(gather.args[2])
     rebuilt = ShardRebuilder(found, shard, (group,))
     values, wanted = found.rows()

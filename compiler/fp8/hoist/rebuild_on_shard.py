@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ...graph.aten import Effect, aten, dtype_of, effect, shape_of, source
+from ...graph.aten import Effect, aten, dtype_of, element_effect, node_arg, shape_of
 from ...graph.emitter import Emitter
 from ..cast_nodes import over_ranks
 from .gather_readers import GatherReaders, Granularity
@@ -53,7 +53,7 @@ class ShardRebuilder:
                 return self.on(e, viewed)
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: self.on(e, n))
             return e.call(node.target, *args, **kwargs)
-        x = self.on(e, source(node))
+        x = self.on(e, node_arg(node))
         dims = list(range(len(shape_of(x))))
         if lines is Granularity.ROWS:
             return e.call(aten.amax.default, x, dims[-1:], True)
@@ -63,7 +63,7 @@ class ShardRebuilder:
 
     def _viewed(self, node: Node) -> Node | None:
         """What `node` is a view of, of values of rows: on the shard they keep the shard's shape."""
-        step = effect(node)
+        step = element_effect(node)
         if step is None or step.effect is not Effect.SAME or self._found.lines(node) is not Granularity.ROWS:
             return None
         return step.source

@@ -18,10 +18,10 @@ from ...cost.choice import MARGIN_US, choose
 from ...cost.profile import Profile
 from ...cost.regather import again_us
 from ...cost.site_sizes import Hints, shape_at, shape_of_site
-from ...graph.aten import effect, readers
-from ...graph.matmul import Matmul, as_product, find_indivisible_size
+from ...graph.aten import element_effect, readers
+from ...graph.matmul import Matmul, as_matmul, find_indivisible_size
 from ...match.all_gather import match_all_gather
-from ...match.collectives import read
+from ...match.collectives import read_collective
 from ...match.site import Bulk, Gather
 from ...plan.decision import SiteSizes
 from ...plan.strategy import NONE
@@ -30,7 +30,7 @@ from .gather_readers import GatherReaders
 
 def why_not_twice(found: GatherReaders, profile: Profile, hints: Hints) -> str:
     """Why it is predicted to be no faster; "" where it is faster, or where a size has no value."""
-    c, products = read(found.gather), products_of(found)
+    c, products = read_collective(found.gather), products_of(found)
     if (alone := shape_of_site(Bulk(c, ()), hints)) is None:
         return ""
     matmuls = tuple((*p.shape, p.inner, False) for p in products)
@@ -44,7 +44,7 @@ def why_not_twice(found: GatherReaders, profile: Profile, hints: Hints) -> str:
     best = choice.predictions[str(choice.strategy)]
     first = max(0.0, best.us - best.matmul_us)
     match = match_all_gather(c, {n: i for i, n in enumerate(found.gather.graph.nodes)})
-    own = replace(match, roots=()) if isinstance(match, Gather) else None  # of 16 bits none but those products are left
+    own = replace(match, kept_aliases=()) if isinstance(match, Gather) else None  # of 16 bits none but those products are left
     second = again_us(c, own, (), profile, hints)
     if first + second + MARGIN_US < now:
         return ""
@@ -61,8 +61,8 @@ def _products(node: Node) -> list[Matmul]:
     """The products whose left operand is `node`, or a view of it."""
     found = []
     for user in readers(node):
-        if (p := as_product(user)) is not None:
+        if (p := as_matmul(user)) is not None:
             found += [p] if p.lhs.node is node else []
-        elif (step := effect(user)) is not None and step.source is node:
+        elif (step := element_effect(user)) is not None and step.source is node:
             found += _products(user)
     return found

@@ -22,13 +22,13 @@ from ub_overlap import _torch_compat as compat
 from ...cost.profile import Profile
 from ...cost.site_sizes import hints_of
 from ...graph.aten import aten, dtype_of, pieces_of, shape_of, tensor_of
-from ...graph.dtensor_sizes import Sizes
-from ...graph.emitter import Emitter, spelled
+from ...graph.dtensor_sizes import LocalSizes
+from ...graph.emitter import Emitter, find_size_source
 from ...graph.erase import erase_unread
 from ...graph.joint_graph import needs_tangents
 from ...graph.matmul import FLOAT8_MULTIPLE, Matmul, Operand, find_indivisible_size
-from ...graph.sizes import Size, same_shape, text
-from ...graph.source_location import module_of
+from ...graph.sizes import Size, format_shape, is_same_shape
+from ...graph.source_location import module_path
 from ...joint.joint_decision import record_decision
 from ...plan.decision import CastDecision
 from ...plan.reasons import Reason
@@ -64,7 +64,7 @@ class Fp8:
     """Inputs of the graph whose casts outlive calls (runtime/fp8/weight_cache/)."""
     verify: bool = False
     """Each product runs in 16 bits as well and is compared (runtime/verify.py)."""
-    uneven: Mapping[Node, Sizes] = field(default_factory=dict)
+    uneven: Mapping[Node, LocalSizes] = field(default_factory=dict)
     """Inputs of the graph that ranks hold different sizes of."""
 
 
@@ -106,7 +106,7 @@ def insert_casts(graph: Graph, fp8: Fp8) -> int:
             return kept.twin(e, value, axis, twins.after)
         format = fp8.recipe.gradient if value in gradients else torch.float8_e4m3fn
         if delayed is not None and origin(value) not in weights:
-            module = casts[twins.reader].module if twins.reader in casts else module_of(twins.reader)
+            module = casts[twins.reader].module if twins.reader in casts else module_path(twins.reader)
             name = f"{module}/{'dy' if value in gradients else 'x'}"
             weight = first[value.meta["val"].device]
             return delayed.twin(e, value, name, format, groups, weight, backward=value in gradients)
@@ -140,7 +140,7 @@ def _choose(
     verdicts: dict[Node, Verdict] = {}
     roles: dict[Node, tuple[Role, Matmul, str]] = {}
     for linear in found:
-        module = module_of(linear.forward.node)
+        module = module_path(linear.forward.node)
         whole = _verdict(linear, module, fp8, slower)
         for role, p in linear.products:
             verdict = whole or _of_product(role, p, fp8) or _unknown(inputs, p, fp8.recipe.rows)
@@ -161,7 +161,7 @@ def _verdict(linear: Linear, module: str, fp8: Fp8, slower: Slower | None) -> Ve
     """Why a whole linear stays as it is."""
     p = linear.forward
     if fp8.filter is not None and not fp8.filter(module, (p.shape[1], p.inner)):
-        return Reason.FILTERED, f"fp8_filter refuses {module or 'it'} {text((p.shape[1], p.inner))}"
+        return Reason.FILTERED, f"fp8_filter refuses {module or 'it'} {format_shape((p.shape[1], p.inner))}"
     if dtype_of(p.node) not in NARROW:
         return Reason.DTYPE_UNSUPPORTED, f"{dtype_of(p.node)} is asked for"
     if fp8.recipe.rows and _on_cpu(p.node) and not compat.cpu_scales_rows():
@@ -188,7 +188,7 @@ def _of_product(role: Role, p: Matmul, fp8: Fp8) -> Verdict:
     return _odd(p)
 
 
-def _odd_somewhere(weight: Sizes) -> Verdict:
+def _odd_somewhere(weight: LocalSizes) -> Verdict:
     """What a rank gathers in float8 no other may gather in 16 bits: one rank's columns decide for all."""
     for sizes in weight:
         if len(sizes) > 1 and any(size % FLOAT8_MULTIPLE or size == 0 for size in sizes):
@@ -211,7 +211,7 @@ def _odd(p: Matmul) -> Verdict:
 def _unknown(inputs: Sequence[Node], p: Matmul, rows: bool) -> Verdict:
     """A size that must be written down in front of the product, and that no input of the graph has."""
     for size in _written(p, rows):
-        if spelled(inputs, size) is None:
+        if find_size_source(inputs, size) is None:
             return Reason.DYNAMIC_SHAPE, f"size {size} cannot be computed from the graph's inputs"
     return None
 
@@ -221,7 +221,7 @@ def _written(p: Matmul, rows: bool) -> Iterator[Size]:
     finds out one by itself, those of what is regrouped, and of scales of rows."""
     shapes = [shape_of(p.node)]
     for operand in (p.lhs, p.rhs):
-        if not same_shape(operand.shape, shape_of(operand.node)):
+        if not is_same_shape(operand.shape, shape_of(operand.node)):
             shapes.append(operand.shape)
         node: Node | None = operand.node
         while node is not None:
@@ -243,7 +243,7 @@ def _cast(role: Role, p: Matmul, module: str, verdict: Verdict, recipe: Recipe) 
         node=p.node.name,
         role=role.value,
         module=module,
-        shape=f"{text((p.shape[0], p.inner))} @ {text((p.inner, p.shape[1]))}",
+        shape=f"{format_shape((p.shape[0], p.inner))} @ {format_shape((p.inner, p.shape[1]))}",
         recipe="" if verdict else recipe.name,
         reason=verdict[0] if verdict else None,
         detail=verdict[1] if verdict else "",

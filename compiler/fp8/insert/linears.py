@@ -15,8 +15,8 @@ from enum import Enum
 from torch.fx import Graph, Node
 
 from ...graph.aten import shape_of
-from ...graph.matmul import Matmul, as_product, is_matmul
-from ...graph.sizes import same
+from ...graph.matmul import Matmul, as_matmul, is_matmul
+from ...graph.sizes import is_same
 from ..provenance import origin
 
 
@@ -51,7 +51,7 @@ def linears(graph: Graph, backward: set[Node]) -> list[Linear]:
     found: list[Linear] = []
     later: list[Matmul] = []
     for node in graph.nodes:
-        p = as_product(node) if is_matmul(node) else None
+        p = as_matmul(node) if is_matmul(node) else None
         if p is None or p.scales is not None:
             continue
         if node in backward:
@@ -95,7 +95,7 @@ def _attach(found: list[Linear], products: list[Matmul], backward: set[Node]) ->
 
 def _is_input_gradient(p: Matmul, linear: Linear) -> bool:
     f = linear.forward
-    return _dims(p) == _dims(f) and any(same(p.inner, n) for n in f.shape)
+    return _dims(p) == _dims(f) and any(is_same(p.inner, n) for n in f.shape)
 
 
 def _is_weight_gradient(p: Matmul, linear: Linear) -> bool:

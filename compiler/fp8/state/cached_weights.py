@@ -17,7 +17,7 @@ from collections.abc import Collection
 import torch
 from torch.fx import Graph, Node
 
-from ...graph.aten import Effect, c10d, dtype_of, effect, shape_of, tensor_of
+from ...graph.aten import Effect, c10d, dtype_of, element_effect, shape_of, tensor_of
 from ...graph.emitter import Emitter
 from ...graph.joint_graph import LAST_REGION, mark_recomputed
 from ...graph.matmul import FLOAT8_MULTIPLE
@@ -37,7 +37,7 @@ class CachedWeights:
         """The weight that `value` is, or is a cast of to its 16-bit type; None for all others."""
         if value in self._weights:
             return value if dtype_of(value) in NARROW else None
-        step = effect(value)
+        step = element_effect(value)
         if step is None or step.effect is not Effect.CAST or step.source not in self._weights:
             return None
         return step.source if dtype_of(step.source) is torch.float32 and dtype_of(value) in NARROW else None
@@ -92,6 +92,6 @@ def _is_kept(node: Node) -> bool:
     while here is not None:
         if here.target is operator.getitem and here.all_input_nodes[0].target is op:
             return True
-        step = effect(here) if tensor_of(here) is not None else None
+        step = element_effect(here) if tensor_of(here) is not None else None
         here = step.source if step is not None else None
     return False
