@@ -1,1 +1,1 @@
-"""Programs that try an executor on real devices, and the tests that start them."""
+"""Tests of the executors on real devices."""

@@ -1,4 +1,4 @@
-"""What Inductor captures: a row that claims CUDA graphs counts them."""
+"""Count the CUDA graphs that Inductor captures: a test that claims graphs must see some."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 
-def fresh() -> None:
-    """Nothing compiled, nothing captured, nothing counted."""
+def reset() -> None:
+    """Reset compiled code, captured graphs and counters."""
     from torch._inductor import cudagraph_trees
 
     torch._dynamo.reset()
@@ -19,7 +19,7 @@ def fresh() -> None:
 
 
 def count(device: torch.device) -> int:
-    """Graphs captured since `fresh`; AssertionError where there is none, or where Inductor skipped one."""
+    """Return the graphs captured since `reset`. AssertionError if there are none, or if Inductor skipped one."""
     from torch._inductor import cudagraph_trees
 
     skips = counters["inductor"]["cudagraph_skips"]
@@ -31,7 +31,7 @@ def count(device: torch.device) -> int:
 
 
 def step(run: Any, model: nn.Module, x: Tensor) -> list[Tensor]:
-    """Output and gradients of a step of the compiled `run` of `model`, copied: they lie in the graphs' memory."""
+    """Return copies of the output and gradients of one step of `run`, the compiled `model`."""
     x = x.requires_grad_()
     y = run(x)
     y.float().square().mean().backward()

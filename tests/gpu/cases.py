@@ -1,6 +1,6 @@
-"""Arguments of the ops, random, on one rank's device; how to run them, plainly too, and how far a result is from float64.
+"""Random op arguments on one rank's device, ways to run them, and their distance from float64.
 
-A `Maker` makes them for a group of `ranks`. A case is (op, arguments up to the strategy).
+A `Maker` makes cases for a group of `ranks`. A case is (op, arguments up to the strategy).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Maker:
         return AG, (shard, operands, modes, 1 if last else outer, last, keep)
 
     def scatter(self, dtype: torch.dtype, outer: int, m: int, q: int, last: bool = False, **more: Any) -> Case:
-        """more: depths, bias, out_dtype, keep, by."""
+        """`more`: depths, bias, out_dtype, keep, by."""
         p, cols = (m, q * self.ranks) if last else (outer * self.ranks * m, q)
         depths = more.get("depths", [128])
         lhs = [self.randn(p, k, dtype=dtype) for k in depths]
@@ -56,11 +56,11 @@ class Maker:
         return self.randn(*sizes, scale=4.0).to(dtype)
 
     def scales(self, *sizes: int) -> torch.Tensor:
-        """Factors of 1/16 to 1/4."""
+        """Return random scales from 1/16 to 1/4."""
         return torch.exp2(-2 - 2 * torch.rand(*sizes, device=self.device))
 
     def scaled_gather(self, dtype: torch.dtype, outer: int, m: int, k: int, row: bool, **more: Any) -> Case:
-        """more: keep, widths, bias, types (of the shard and of the operands). Tensor scales are all ranks' own: 1/8."""
+        """`more`: keep, widths, bias, types (of the shard and of the operands). Per-tensor scales are 1/8 on all ranks."""
         widths, (left, right) = more.get("widths", [96]), more.get("types", (E4M3, E4M3))
         operands = [self.float8(n, k, dtype=right).t() for n in widths]
         shard_scale = self.scales(outer * m, 1) if row else torch.full((), 0.125, device=self.device)
@@ -71,7 +71,7 @@ class Maker:
         return SAG, (shard, shard_scale, operands, operand_scales, biases, outer, keep, [dtype for _ in widths], fast)
 
     def scaled_scatter(self, dtype: torch.dtype, outer: int, m: int, q: int, row: bool, **more: Any) -> Case:
-        """more: depths, bias, out_dtype, by, wire, types (of the left and of the right operands)."""
+        """`more`: depths, bias, out_dtype, by, wire, types (of the left and of the right operands)."""
         p, depths, (left, right) = outer * self.ranks * m, more.get("depths", [128]), more.get("types", (E4M3, E4M3))
         lhs = [self.float8(p, k, dtype=left) for k in depths]
         rhs = [self.float8(q, k, dtype=right).t() for k in depths]
@@ -86,7 +86,7 @@ class Maker:
         return BULK, (self.randn(rows, q, dtype=dtype), lhs, rhs, collective, by)
 
     def kind(self, name: str, size: int = 256, dtype: torch.dtype = BF16) -> tuple[Case, str]:
-        """One typical case of each op and its strategy, by a short name."""
+        """Return a typical case and its strategy by a short name."""
         wide = 2 * size
         round_up = -(-wide // 128) * 128
         return {
@@ -113,17 +113,17 @@ def flat(results: Any) -> list[torch.Tensor]:
 
 
 def run_op(case: Case, strategy: str, group: str, site: str) -> list[torch.Tensor]:
-    """All outputs, in order."""
+    """Run our op and return all outputs in order."""
     return flat(getattr(torch.ops.ub_overlap, case[0])(*case[1], strategy, group, site))
 
 
 def run_plain(case: Case, group: str) -> list[torch.Tensor]:
-    """The same outputs by a c10d collective and matmuls."""
+    """Compute the same outputs with a c10d collective and matmuls."""
     return flat(c10d_fallback.run(case[0], *case[1], group))
 
 
 def doubled(value: Any) -> Any:
-    """The same arguments in float64."""
+    """Return the same arguments in float64."""
     if isinstance(value, torch.Tensor):
         return value.double()
     if isinstance(value, list):
@@ -136,7 +136,7 @@ def run_exact(case: Case, group: str) -> list[torch.Tensor]:
 
 
 def sizes_of_parts(case: Case, group: str) -> torch.Tensor:
-    """For every element of a scaled scatter's result the sum of the sizes of what the ranks contribute, in float64."""
+    """Return, per element of a scaled scatter's result, the sum of absolute contributions of all ranks, in float64."""
     lhs, rhs, lhs_scales, rhs_scales, partial, outer = map(doubled, case[1][:6])
     for a, b, a_scale, b_scale in zip(lhs, rhs, lhs_scales, rhs_scales, strict=True):
         partial = c10d_fallback.scaled_product(a, b, a_scale, b_scale, partial, torch.float64, False)
@@ -145,7 +145,7 @@ def sizes_of_parts(case: Case, group: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Truth:
-    """What a case must give: in float64, and by the plain op. Made by collectives, checked without any."""
+    """Expected outputs of a case, in float64 and from the c10d op. Making it is collective, checking is not."""
 
     exact: list[torch.Tensor]
     plain: list[torch.Tensor]
@@ -161,8 +161,8 @@ class Truth:
         return cls(exact, run_plain(case, group), wire)
 
     def check(self, ours: list[torch.Tensor], what: str = "") -> tuple[float, float]:
-        """The largest errors of ours and of the plain op against float64, relative to the largest value. AssertionError where
-        ours is further off than 1.5 times the plain op's and SLACK."""
+        """Return the largest relative errors of our op and of the c10d op against float64. AssertionError if
+        ours exceeds 1.5 times the c10d op's error plus SLACK."""
         worst = worst_plain = 0.0
         for i, (a, b, c) in enumerate(zip(ours, self.plain, self.exact, strict=True)):
             where = f"{what} output {i}".strip()
@@ -181,12 +181,12 @@ class Truth:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bits, so that NaN equals itself."""
+    """Return the tensor's bits, so that NaN equals itself."""
     return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 def differs(a: list[torch.Tensor], b: list[torch.Tensor]) -> torch.Tensor:
-    """Whether any bit of any output differs: a bool on the device, without waiting for it."""
+    """Return a device bool: does any bit of any output differ? Does not wait for the device."""
     device = next(t.device for t in a)
     found = torch.zeros((), dtype=torch.bool, device=device)
     for x, y in zip(a, b, strict=True):

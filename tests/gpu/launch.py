@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
-    # NVLink multicast is never used here.
+    # No test uses NVLink multicast.
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
@@ -42,7 +42,10 @@ class Finished:
 
 
 def torchrun_command(module: str, ranks: int, arguments: Sequence[str] = (), python: Sequence[str] = ()) -> list[str]:
-    """pytest on a module of tests/gpu/torchrun, on `ranks` local ranks. `python`: the interpreter, with what it runs under."""
+    """Return the command that runs pytest on a module of tests/gpu/torchrun on `ranks` local ranks.
+
+    `python`: the interpreter and what it runs under, such as a sanitizer.
+    """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     interpreter = ["--no-python", *(python or [sys.executable])]
     tests = ["-m", "pytest", "-p", "no:cacheprovider", "-q", "-rfEs", str(ROOT / "tests/gpu/torchrun" / module)]
@@ -50,7 +53,7 @@ def torchrun_command(module: str, ranks: int, arguments: Sequence[str] = (), pyt
 
 
 def launch(command: Sequence[str], limit_s: float, env: dict[str, str] | None = None) -> Finished:
-    """Runs a command from the tree's root. Whatever happens, it and all that it started are gone at the end."""
+    """Run a command from the repository root. Its whole process tree is dead when this returns."""
     began = time.monotonic()
     path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
     process = subprocess.Popen(
@@ -77,7 +80,7 @@ def launch(command: Sequence[str], limit_s: float, env: dict[str, str] | None = 
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """SIGTERM, then SIGKILL to it and to all that it started: torchrun's ranks live in sessions of their own."""
+    """Send SIGTERM, then SIGKILL to the process tree. torchrun's ranks live in sessions of their own."""
     family = _descendants(process.pid)
     with contextlib.suppress(ProcessLookupError):
         process.terminate()

@@ -29,8 +29,11 @@ Outs = list[torch.Tensor]
 
 @dataclass
 class Seen:
-    """error, ranks, text: what was raised first; seconds: how long after the fault; after: what the next call raised; outputs:
-    "nan", "right" (of a call that had ended before), "none" (the op raised at once) or "WRONG"; notes: whatever else."""
+    """What a rank saw.
+
+    `error`, `ranks`, `text`: the first error. `seconds`: its delay after the fault. `after`: the error of the next call.
+    `outputs`: "nan", "right" (the call had ended before), "none" (the op raised at once) or "WRONG". `notes`: remarks.
+    """
 
     error: str = ""
     ranks: tuple[int, ...] = ()
@@ -43,7 +46,7 @@ class Seen:
 
 
 class Scene:
-    """A rank with its group, a case of `kind`, and what it gives when nothing is wrong."""
+    """A rank with its group, a case of `kind`, and the expected result without faults."""
 
     def __init__(self, rank: int, world: int, device: str, kind: str, deadline: float) -> None:
         self.rank, self.cuda = rank, device == "cuda"
@@ -93,7 +96,7 @@ class Scene:
         session.check(self.group)
 
     def attempt(self, body: Callable[[], Any], begin: Callable[[], float]) -> Seen:
-        """What `body` raises; `begin` tells when the fault was."""
+        """Return the error that `body` raises. `begin`: time of the fault."""
         seen = Seen()
         try:
             body()
@@ -106,12 +109,12 @@ class Scene:
         return seen
 
     def finish(self, seen: Seen) -> dict[str, Any]:
-        """Looks at the outputs of the last call and at what one more call says."""
+        """Check the outputs of the last call and the error of one more call."""
         if seen.error:
             self.sync()
             kinds = set()
             for got, right in zip(self.outs, self.expected, strict=True) if self.outs else ():
-                if got.numel():  # what was not asked for is empty
+                if got.numel():  # outputs that were not requested are empty
                     kinds.add("nan" if bool(got.isnan().all()) else "right" if torch.equal(got, right) else "WRONG")
             seen.outputs = "WRONG" if "WRONG" in kinds else ", ".join(sorted(kinds)) or "none"
             try:
@@ -123,7 +126,7 @@ class Scene:
 
 
 def dies(rank: int, world: int, device: str, kind: str, how: str, deadline: float) -> dict[str, Any]:
-    """Rank 1 gets the signal `how` while all ranks call without end."""
+    """Send the signal `how` to rank 1 while all ranks call in a loop."""
     scene = Scene(rank, world, device, kind, deadline)
     if rank == GUILTY:
 
@@ -152,7 +155,7 @@ def dies(rank: int, world: int, device: str, kind: str, how: str, deadline: floa
 
 
 def skips(rank: int, world: int, device: str, kind: str, how: str, deadline: float) -> dict[str, Any]:
-    """Rank 1 leaves out its last call (how "last"), or goes on to another site without it (how "next")."""
+    """Rank 1 skips its last call (`how` "last"), or skips it and calls another site (`how` "next")."""
     scene = Scene(rank, world, device, kind, deadline)
     for _ in range(3):
         scene.call()
@@ -174,12 +177,12 @@ def skips(rank: int, world: int, device: str, kind: str, how: str, deadline: flo
     seen = scene.attempt(body, lambda: begin)
     scene.store.set(f"done/{rank}", "1")
     if rank == GUILTY and how == "last":
-        scene.outs = scene.expected  # of its last call, before
+        scene.outs = scene.expected  # of its last call before the fault
     return scene.finish(seen)
 
 
 def differs(rank: int, world: int, device: str, kind: str, how: str, deadline: float) -> dict[str, Any]:
-    """Rank 1 brings another shape (how "shape") or is at another site (how "site"), within the area that is there."""
+    """Rank 1 passes another shape (`how` "shape") or calls another site (`how` "site"), without arena growth."""
     scene = Scene(rank, world, device, kind, deadline)
     size = scene.size // 2 + (16 if rank == GUILTY and how == "shape" else 0)
     case, _ = scene.make.kind(scene.kind, size)
@@ -192,12 +195,12 @@ def differs(rank: int, world: int, device: str, kind: str, how: str, deadline: f
 
     scene.outs = []
     seen = scene.attempt(body, lambda: begin)
-    scene.expected = [torch.zeros_like(t) for t in scene.outs]  # nothing is right but NaN
+    scene.expected = [torch.zeros_like(t) for t in scene.outs]  # only NaN is right
     return scene.finish(seen)
 
 
 def slow(rank: int, world: int, device: str, kind: str, how: str, deadline: float) -> dict[str, Any]:
-    """Rank 1 is late by six tenths of the deadline, on the host or on the device: no error, the right numbers."""
+    """Rank 1 is late by 0.6 of the deadline, on the host or on the device. Expect no error and right numbers."""
     scene = Scene(rank, world, device, kind, deadline)
     begin = time.time()
 

@@ -1,8 +1,8 @@
-"""Replays recorded step times of a call through the rules that its schedules were proven with.
+"""Check recorded step times of a call against the rules that its schedules were proven with.
 
-    replay(schedules, records, one_clock)     # the schedules of all ranks, and what each rank recorded; raises Violation
+    replay(schedules, records, one_clock)     # schedules and records of all ranks; raises Violation
 
-A record is (step, queue, kind, begin_ns, end_ns, bytes), as `last_trace` gives it. Whatever the proof calls "a happens
+A record is (step, queue, kind, begin_ns, end_ns, bytes), as `last_trace` gives it. Whenever the proof says "a happens
 before b" must show in the times: steps of a queue one after the other, events, flags; and no two steps that touch one piece
 of memory, one of them writing, may overlap. CLOCK_MONOTONIC is one clock for all ranks of a host. GPUs have a clock each
 (%globaltimer): then there must be offsets between the clocks with which every rule between ranks holds, which a circle of
@@ -24,12 +24,12 @@ Record = tuple[int, str, str, int, int, int]
 
 
 class Violation(AssertionError):
-    """Recorded times that the proof excludes. The text lists the first few."""
+    """Recorded times that contradict the proof. The text lists the first few."""
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """How many edges and pairs of accesses were looked at, and what was added to each rank's clock, in ns."""
+    """Number of checked edges and access pairs, and the offset added to each rank's clock, in ns."""
 
     edges: int
     pairs: int
@@ -38,7 +38,7 @@ class Replayed:
 
 @dataclass(frozen=True)
 class _Rule:
-    """`late` - `early` may not be below zero, each by the clock of its rank."""
+    """Rule: `late` - `early` is not negative, each on the clock of its rank."""
 
     early_rank: int
     early: int
@@ -53,7 +53,7 @@ class _Rule:
 def replay(
     schedules: Sequence[Schedule], records: Sequence[Sequence[Record]], one_clock: bool, grain_ns: int = 2_000
 ) -> Replayed:
-    """`one_clock`: all ranks read the same clock; `grain_ns`: its resolution."""
+    """Check all rules. `one_clock`: all ranks read the same clock. `grain_ns`: its resolution."""
     order = HappensBefore([Call(tuple(schedules), tuple(range(len(schedules))), 1)], SLOTS)
     times = {(rank, r[0]): r for rank, of in enumerate(records) for r in of}
     bad: list[str] = []
@@ -66,7 +66,7 @@ def replay(
         return record[3], record[4]
 
     def free(node: Node) -> bool:
-        """A wait for the past: an executor may make it anywhere before the pushes that need it."""
+        """Is it a wait for an earlier epoch? An executor may run it anywhere before the pushes that need it."""
         return isinstance(node.step, Wait) and node.step.back != 0
 
     rules: list[_Rule] = []
@@ -100,7 +100,7 @@ def replay(
 
 
 def _offsets(rules: Sequence[_Rule], ranks: int, grain_ns: int) -> list[int]:
-    """Offsets of the ranks' clocks with which the rules between ranks hold; any, where there are none."""
+    """Return clock offsets per rank that satisfy the rules between ranks, if any exist."""
     between = [r for r in rules if r.early_rank != r.late_rank]
     offsets = [0] * ranks
     for _ in range(ranks + 1):  # Bellman-Ford: each rule bounds the offset of its earlier rank from above
@@ -133,7 +133,7 @@ def _check_complete(schedules: Sequence[Schedule], records: Sequence[Sequence[Re
 
 
 def _conflicts(order: HappensBefore) -> list[tuple[Node, Node]]:
-    """Pairs of steps that touch the same piece of a buffer, at least one of them writing, on two queues or two ranks."""
+    """Yield pairs of steps on two queues or ranks that touch the same piece of a buffer, at least one writing."""
     touched: dict[tuple[int, int, int, int], list[tuple[Node, Region, bool]]] = {}
     for node in order.nodes:
         for access in accesses(node.step, node.rank):

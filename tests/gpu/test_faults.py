@@ -1,8 +1,8 @@
-"""Faults: rank 1 is killed, stopped, skips, differs or is late; what every living rank raises, and when.
+"""Faults: rank 1 is killed, stopped, skips a call, differs or is late. Every living rank must raise in time.
 
-No torchrun: a launcher ends all ranks when one dies. Each case has processes of its own; several cases share the GPUs at
-a time. A living rank must raise an error of ub_overlap that names rank 1 within twice the deadline of the fault (and SPARE_S
-for sharing the devices), its outputs are NaN or those of a call that had ended, and a further call raises too.
+No torchrun: a launcher ends all ranks when one dies. Each case has its own processes. Several cases share the GPUs. A living
+rank must raise an error of ub_overlap that names rank 1, within twice the deadline after the fault (plus SPARE_S for sharing
+the devices). Its outputs are NaN or those of a call that had ended. A further call raises too.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def faults(device: str, quick: bool) -> list[Fault]:
 
 
 def names(text: str, rank: int) -> bool:
-    """Whether an error's first line names `rank`."""
+    """Does an error's first line name `rank`?"""
     first = text.splitlines()[0] if text else ""
     return any(str(rank) in re.findall(r"\d+", part) for part in re.findall(r"ranks? [\d, and]+", first))
 
 
 def judge(fault: Fault, outcome: Outcome, deadline: float, cuda: bool) -> str:
-    """What is wrong with how this rank ended; "" where nothing is."""
+    """Return what is wrong with the end of this rank, "" if nothing is."""
     if outcome.error or outcome.value is None:
         last = outcome.text.strip().splitlines()
         return f"ended with {outcome.error or 'nothing'} {last[0] if last else ''}"

@@ -20,7 +20,7 @@ KEYS = [
 
 
 def timed(schedules: tuple[Schedule, ...]) -> list[list[Record]]:
-    """Records of a run in which one step of all ranks runs at a time."""
+    """Return records of a run in which steps run one at a time."""
     order = HappensBefore([Call(schedules, tuple(range(len(schedules))), 1)], 2)
     records: list[list[Record]] = [[] for _ in schedules]
     for i, node in enumerate(order.sequence):
@@ -31,7 +31,7 @@ def timed(schedules: tuple[Schedule, ...]) -> list[list[Record]]:
 
 
 def shifted(records: list[list[Record]], rank: int, by: int) -> list[list[Record]]:
-    """One rank's clock is `by` ns ahead."""
+    """Return the records with one rank's clock ahead by `by` ns."""
     moved = [(s, q, k, begin + by, end + by, size) for s, q, k, begin, end, size in records[rank]]
     return [moved if r == rank else of for r, of in enumerate(records)]
 
@@ -56,7 +56,7 @@ def test_another_clock_is_told_from_one(key: Key) -> None:
 @pytest.mark.parametrize("one_clock", [True, False])
 @pytest.mark.parametrize("key", KEYS, ids=lambda key: key.kind)
 def test_every_step_that_ran_too_early_is_seen(key: Key, one_clock: bool) -> None:
-    """Each step that waits for anything, moved before everything, also where clocks may differ."""
+    """Move each waiting step to the front: every move is seen, also with unequal clocks."""
     schedules = build_all(key)
     records, order = timed(schedules), HappensBefore([Call(schedules, tuple(range(key.ranks)), 1)], 2)
     tried = 0

@@ -1,12 +1,11 @@
-"""Schedules with a Wait or a Signal removed, run all the same: the race test must see it, or it could not fail.
+"""Run schedules with a Wait or a Signal removed: the race test must notice, else it could not fail.
 
+The hook by which C++ asks for schedules is replaced, so the proof is skipped. Each test breaks one step and fails
+if nothing notices.
 
-The hook by which C++ asks for schedules is replaced, so the proof is skipped. Each row breaks one step and says how it
-was caught; a row that is not caught fails.
-
-    without a READY wait    the peer's piece is held up behind idle copies: rank 0 computes with what the slot held before
-    without a DONE wait     rank 1 hears nobody and runs ahead; rank 0 reads slowly, is overwritten; with the wait all is well
-    without a signal        whoever waits for it raises PeerTimeoutError
+    without a READY wait    idle copies delay the peer's piece: rank 0 computes with stale data
+    without a DONE wait     rank 1 ignores DONE and runs ahead; rank 0 reads slowly and is overwritten
+    without a signal        its receiver raises PeerTimeoutError
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ DEADLINE_S = 1.5
 
 
 def use(edit: Edit | None) -> None:
-    """From now on schedules are the proven ones, changed by `edit`; None: the proven ones."""
+    """Provide proven schedules changed by `edit`, from now on. None: unchanged."""
     if edit is None:
         ops.extension().set_provider(ops.Provider())
         return
@@ -46,7 +45,7 @@ def use(edit: Edit | None) -> None:
 
 
 def schedule_of(site: Site, rank: int) -> Schedule:
-    """The proven schedule of a site, as C++ asks for it: the key is caught at a call."""
+    """Return the proven schedule of a site. The key is recorded during a call."""
     return decode(proven(KEYS[site.name], rank), Key(*KEYS[site.name]), rank)
 
 
@@ -54,7 +53,7 @@ KEYS: dict[str, tuple[Any, ...]] = {}
 
 
 def learn(lockstep: Lockstep, group: str, kind: str) -> Site:
-    """A site with its expected results, and its key."""
+    """Return a site with its expected results and its key."""
     asked: list[tuple[Any, ...]] = []
     provider = ops.Provider()
 
@@ -77,7 +76,7 @@ def insert(schedule: Schedule, place: int, steps: list[Step]) -> Schedule:
 
 
 def held_up(schedule: Schedule, wait: Wait, copies: int) -> Schedule:
-    """The source's schedule with idle copies before the push that `wait` is about: into the own shard of its own landing area,
+    """Return the sender's schedule with idle copies before the push that `wait` awaits: into its own shard of its landing area,
     which no step reads."""
     signal = next(i for i, s in enumerate(schedule.steps) if isinstance(s, Signal) and s.flag == wait.flag)
     push = schedule.steps[signal - 1]
@@ -89,7 +88,7 @@ def held_up(schedule: Schedule, wait: Wait, copies: int) -> Schedule:
 
 
 def slow_reader(schedule: Schedule, times: int) -> Schedule:
-    """Its last step that reads the arena, so many times over."""
+    """Return the schedule with its last arena read repeated."""
     place = max(
         i
         for i, step in enumerate(schedule.steps)
@@ -100,10 +99,10 @@ def slow_reader(schedule: Schedule, times: int) -> Schedule:
 
 
 def wrong_calls(lockstep: Lockstep, group: str, site: Site, calls: int, in_step: bool) -> list[int]:
-    """Which of so many calls gave this rank other bits than the proven schedule; `in_step`: ranks meet before each."""
+    """Return the calls whose bits differ from the proven schedule. `in_step`: barrier before each call."""
     found = []
     for call in range(calls):
-        version = (call * 2 + call // 3) % VERSIONS  # not that of two calls before, which used the slot
+        version = (call * 2 + call // 3) % VERSIONS  # differs from the version two calls before, which used the slot
         if in_step:
             lockstep.sync()
             lockstep.barrier()
@@ -131,7 +130,7 @@ def without_ready(lockstep: Lockstep, group: str, site: Site, wait: Wait) -> str
 
 
 def without_done(lockstep: Lockstep, group: str, kind: str, waits: bool) -> str:
-    """Rank 1 hears nobody, with its wait for rank 0's slot or without."""
+    """Rank 1 never sees DONE signals, with or without its wait for rank 0's slot."""
     site = learn(lockstep, group, kind)
 
     def edit(schedule: Schedule) -> Schedule:
@@ -166,7 +165,7 @@ def without_done(lockstep: Lockstep, group: str, kind: str, waits: bool) -> str:
 
 
 def without_signal(lockstep: Lockstep, group: str, kind: str, kind_of_flag: FlagKind) -> str:
-    """Rank 1 does not send its last signal of a kind to rank 0."""
+    """Rank 1 omits its last signal of a kind to rank 0."""
     site = learn(lockstep, group, kind)
     schedule = schedule_of(site, 1)
     gone = [s for s in schedule.steps if isinstance(s, Signal) and s.flag.kind is kind_of_flag and s.flag.rank == 0][-1]
@@ -190,13 +189,13 @@ def without_signal(lockstep: Lockstep, group: str, kind: str, kind_of_flag: Flag
     if lockstep.rank == 0 and found is None:
         raise AssertionError(f"missed: rank 0 does not notice that {show(gone)} is not sent")
     if lockstep.rank == 0 and not isinstance(found, errors.PeerTimeoutError):
-        # Whom it names is a matter of who waited first: a rank that is only not heard waits for others too.
+        # The named rank depends on who waited first: a rank whose signal is lost waits for others too.
         raise AssertionError(f"expected PeerTimeoutError, got {type(found).__name__}: {found}")
     return f"caught after {seconds:.1f} s: {type(found).__name__} naming {getattr(found, 'ranks', ())}"
 
 
 def waits_of(schedule: Schedule, quick: bool) -> list[Wait]:
-    """Its waits for this call's data; quick: the first and the last of each kind of flag."""
+    """Return its waits for this call's data. `quick`: the first and last of each flag kind."""
     every = [s for s in schedule.steps if isinstance(s, Wait) and s.back == 0]
     if not quick:
         return every
@@ -227,7 +226,7 @@ def full_unless(quick: bool) -> Any:
 @pytest.mark.deadline(240)
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=full_unless(k in ("AG2", "RS", "AR"))) for k in DATA_KINDS])
 def test_every_wait_for_data_is_needed(lockstep: Lockstep, kind: str) -> None:
-    """All waits on one group: a wait that is missing breaks numbers, not the group."""
+    """All waits share one group: a missing wait breaks numbers, not the group."""
     group = lockstep.new_group(backend="gloo")
     site = learn(lockstep, group, kind)
     waits = waits_of(schedule_of(site, 0), lockstep.quick)

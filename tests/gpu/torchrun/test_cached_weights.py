@@ -1,4 +1,4 @@
-"""Kept casts of weights: the kernels against ATen bit for bit, every change seen, captured calls, streams, compiled models."""
+"""Cached float8 weights: kernels equal ATen bitwise, changes are detected, captures, streams, compiled models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def op(w: Tensor, axis: int | None, through: torch.dtype = BF16, known: bool = F
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit; one NaN is as good as another."""
+    """Compare bitwise; all NaNs are equal."""
     return a.shape == b.shape and torch.equal(a.float().nan_to_num(nan=12345.0), b.float().nan_to_num(nan=12345.0))
 
 
@@ -43,12 +43,12 @@ def all_right(w: Tensor, found: list[tuple[Tensor, Tensor]], where: str) -> None
 
 
 def noise(lockstep: Lockstep, *shape: int) -> Tensor:
-    """Over many binades."""
+    """Return random numbers over many binades."""
     return torch.randn(shape, device=lockstep.device) * torch.exp2(torch.randint(-12, 6, shape, device=lockstep.device).float())
 
 
 def cast(lockstep: Lockstep, dtype: torch.dtype, through: torch.dtype) -> str:
-    """Every shape and axis, aligned and not, with lines of zeros and with what is not finite."""
+    """Cast every shape and axis, aligned or not, with zero lines and non-finite values."""
     for rows, cols in SHAPES:
         for shift in (0, 1):
             flat = torch.empty(rows * cols + shift, device=lockstep.device, dtype=dtype)
@@ -70,7 +70,7 @@ def cast(lockstep: Lockstep, dtype: torch.dtype, through: torch.dtype) -> str:
 
 
 def changes(lockstep: Lockstep, turns: int) -> str:
-    """One flipped bit anywhere, two rows swapped, a sign of all: seen. Nothing changed: not a byte is written."""
+    """Detect one flipped bit, two swapped rows, all signs flipped. Write nothing if nothing changed."""
     rows, cols = 256, 512
     gen = torch.Generator().manual_seed(5)
     for axis in AXES:
@@ -92,7 +92,7 @@ def changes(lockstep: Lockstep, turns: int) -> str:
                 w[[at[0], other]] = w[[other, at[0]]]
             elif kind == 2:
                 w.neg_()
-            else:  # ones, whose columns change places in some rows: many equal differences
+            else:  # ones with columns swapped in some rows: many equal differences
                 w.copy_(torch.randint(0, 2, (rows, cols), device=w.device) * 2 - 1)
                 op(w, axis)
                 some = torch.randint(rows, (2,), generator=gen).tolist()
@@ -102,7 +102,7 @@ def changes(lockstep: Lockstep, turns: int) -> str:
 
 
 def captured(lockstep: Lockstep, turns: int) -> str:
-    """Replays see what another graph's replay has written, and so do plain calls in between."""
+    """Replays and eager calls see what another graph's replay has written."""
     if not lockstep.cuda:
         pytest.skip("there is nothing to capture on the CPU")
     for axis in AXES:
@@ -123,7 +123,7 @@ def captured(lockstep: Lockstep, turns: int) -> str:
                 forward.replay()
             for mine, wanted in ((found, cast_plainly(w, axis)), (again, found)):
                 assert all(same(a, b) for a, b in zip(mine, wanted, strict=True)), f"axis {axis}, turn {turn}"
-        other = noise(lockstep, 512, 1024).to(BF16)  # whose first call is captured
+        other = noise(lockstep, 512, 1024).to(BF16)  # its first call is captured
         with torch.cuda.graph(new):
             found = op(other, axis)
         for turn in range(3):
@@ -135,7 +135,7 @@ def captured(lockstep: Lockstep, turns: int) -> str:
 
 
 def streams(lockstep: Lockstep, turns: int) -> str:
-    """Calls on two streams that only the weight's writer waits for."""
+    """Call on two streams; only the weight's writer waits for them."""
     if not lockstep.cuda:
         pytest.skip("streams are for GPUs")
     w = noise(lockstep, 4096, 4096).to(BF16)
@@ -157,7 +157,7 @@ def streams(lockstep: Lockstep, turns: int) -> str:
 
 
 def threads(lockstep: Lockstep, turns: int) -> str:
-    """Two threads meet a weight that has changed, on one stream and on two."""
+    """Two threads cast a changed weight, on one stream and on two."""
     if not lockstep.cuda:
         pytest.skip("tests/compiler has it for the CPU")
     w = noise(lockstep, 2048, 2048).to(BF16)
@@ -180,7 +180,7 @@ def threads(lockstep: Lockstep, turns: int) -> str:
 
 
 def swapped(lockstep: Lockstep) -> str:
-    """Backward after somebody else's elements were there for a while; a forward that is captured, and backward that is not."""
+    """Backward after the weight's elements were swapped for a while; captured forward, eager backward."""
     if not lockstep.cuda:
         pytest.skip("tests/compiler has it for the CPU")
     w = noise(lockstep, 512, 512).to(BF16)
@@ -203,14 +203,14 @@ def swapped(lockstep: Lockstep) -> str:
 
 
 def compiled(lockstep: Lockstep, recipe: str, turns: int) -> str:
-    """Steps of two microbatches, with torch's own graphs and without: as casts in every call, and nobody else wrote there."""
+    """Steps of two microbatches, with and without torch's graphs, equal casts in every call."""
     results: list[list[Tensor]] = []
     counted = 0
     for graphs in (False, True) if lockstep.cuda else (False,):
         for kind in ("call", "kept"):
             torch.manual_seed(3)
             if lockstep.cuda:
-                captures.fresh()
+                captures.reset()
             size = 512
             model = nn.Sequential(nn.Linear(size, 1024), nn.SiLU(), nn.Linear(1024, size), nn.Linear(size, size))
             model = model.to(lockstep.device, BF16)
@@ -242,7 +242,7 @@ def compiled(lockstep: Lockstep, recipe: str, turns: int) -> str:
 
 
 def speed(lockstep: Lockstep, axis: int | None) -> str:
-    """8192 x 8192, unchanged and changed, beside ATen's cast."""
+    """Time 8192 x 8192, unchanged and changed, against ATen's cast."""
     if not lockstep.cuda:
         pytest.skip("a reference on the CPU")
     w = torch.randn(8192, 8192, device=lockstep.device, dtype=BF16)

@@ -1,7 +1,7 @@
-"""CUDA_DEVICE_MAX_CONNECTIONS = 1, 8, 32: every op is right and none hangs; medians of the times side by side.
+"""CUDA_DEVICE_MAX_CONNECTIONS = 1, 8, 32: every op is right, none hangs; median times.
 
-The variable counts when CUDA starts, so each value has a torchrun of its own. A hang or a wrong number is a failure; a
-slow-down is told, not judged.
+CUDA reads the variable when it starts, so each value has its own torchrun. A hang or a wrong number fails; a slow-down
+is only reported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VALUES = (1, 8, 32)
 
 
 def medians(lockstep: Lockstep, bodies: dict[str, Callable[[], Any]], count: int, warm: int = 3) -> dict[str, float]:
-    """name -> ms on the device (on the CPU: of the thread), median, the worst rank's; the bodies take turns."""
+    """Return median ms per name on the device (CPU: on the thread), maximum over ranks, bodies interleaved."""
     token = torch.zeros(1, device=lockstep.device)
     times: dict[str, list[float]] = {name: [] for name in bodies}
     for turn in range(count + warm):
@@ -87,14 +87,14 @@ def test_a_replay_and_an_eager_call_of_one_thread(lockstep: Lockstep, group: str
     """All streams share one queue: an eager call stands behind a replay of its group, and runs when that has ended."""
     if not lockstep.cuda:
         pytest.skip("the CPU has no graphs")
-    lockstep.note(test_graphs.beside(lockstep, group, 6))
+    lockstep.note(test_graphs.replay_and_eager_call(lockstep, group, 6))
 
 
 @one_queue
 def test_a_group_lock_that_is_never_released(lockstep: Lockstep, own_group: str) -> None:
     if not lockstep.cuda:
         pytest.skip("the CPU has no streams")
-    lockstep.note(test_functions.held_turn(lockstep, own_group))
+    lockstep.note(test_functions.group_lock_never_released(lockstep, own_group))
 
 
 @pytest.mark.deadline(90)

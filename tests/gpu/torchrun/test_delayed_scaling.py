@@ -1,4 +1,4 @@
-"""Delayed scaling: the cast's kernel against ATen bit for bit, captured calls, and compiled models with and without graphs."""
+"""Delayed scaling: the kernel equals ATen bitwise; captured calls; compiled models with and without graphs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SIZES = (0, 1, 15, 16, 4096 + 5, 300 * 4096, (1 << 22) + 3)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit; one NaN is as good as another."""
+    """Compare bitwise; all NaNs are equal."""
     return torch.equal(a.float().nan_to_num(nan=12345.0), b.float().nan_to_num(nan=12345.0))
 
 
 def cast(lockstep: Lockstep, dtype: torch.dtype, format: torch.dtype) -> str:
-    """Every size, aligned and not, with an empty history and with one that is too small, and what is not finite."""
+    """Cast every size, aligned or not, with empty and too small histories and non-finite values."""
     weight = torch.ones(1, device=lockstep.device)
     for size in SIZES:
         for shift in (0, 1):
@@ -52,7 +52,7 @@ def cast(lockstep: Lockstep, dtype: torch.dtype, format: torch.dtype) -> str:
 
 
 def captured(lockstep: Lockstep, turns: int) -> str:
-    """Replays of a captured call, with inputs that change, leave the histories that plain calls leave."""
+    """Replays of a captured call with changing inputs leave the histories of eager calls."""
     if not lockstep.cuda:
         pytest.skip("there is nothing to capture on the CPU")
     inputs = [torch.randn(256, 512, device=lockstep.device, dtype=BF16) * (1 + turn % 5) for turn in range(turns)]
@@ -82,13 +82,13 @@ def captured(lockstep: Lockstep, turns: int) -> str:
 
 
 def compiled(lockstep: Lockstep, turns: int) -> str:
-    """The same model with and without torch's own graphs: outputs, gradients and histories bit for bit."""
+    """Outputs, gradients and histories are bitwise equal with and without torch's graphs."""
     if not lockstep.cuda:
         pytest.skip("graphs are for GPUs")
     results: list[list[Tensor]] = []
     for graphs in (False, True):
         torch.manual_seed(3)
-        captures.fresh()
+        captures.reset()
         model = nn.Sequential(nn.Linear(512, 1024), nn.SiLU(), nn.Linear(1024, 512)).to(lockstep.device, BF16)
         options = {"fp8": "all", "fp8_recipe": "delayed", "fp8_state": f"graphs {graphs}", "overlap": "force"}
         run: Any = torch.compile(model, backend="ub_overlap", options={**options, "triton.cudagraphs": graphs})
@@ -107,8 +107,8 @@ def compiled(lockstep: Lockstep, turns: int) -> str:
     return f"{turns} steps, bitwise"
 
 
-def told_apart(lockstep: Lockstep) -> str:
-    """A weight that is first met in a capture: a copy of the only module's is known, another module's is refused."""
+def first_seen_in_a_capture(lockstep: Lockstep) -> str:
+    """A weight first seen in a capture: a copy of the only module's is accepted, another module's is refused."""
     if not lockstep.cuda:
         pytest.skip("there is nothing to capture on the CPU")
     one, other = (torch.ones(1, device=lockstep.device) for _ in range(2))
@@ -129,7 +129,7 @@ def told_apart(lockstep: Lockstep) -> str:
     x, w = (torch.randn(n, 512, device=lockstep.device).to(BF16) for n in (256, 1024))
     results: list[Tensor] = []
     for graphs in (False, True):
-        captures.fresh()
+        captures.reset()
         options = {"fp8": "all", "fp8_recipe": "delayed", "fp8_state": f"argument {graphs}", "overlap": "force"}
         run: Any = torch.compile(lambda x, w: x @ w.t(), backend="ub_overlap", options={**options, "triton.cudagraphs": graphs})
         with torch.no_grad():
@@ -144,14 +144,14 @@ def told_apart(lockstep: Lockstep) -> str:
 
 
 def ranks(lockstep: Lockstep) -> str:
-    """Two steps of two microbatches, and calls with shards that are 8x apart: one scale on all ranks."""
+    """Two steps of two microbatches with shards 8x apart: all ranks use one scale."""
     with on(lockstep.device):
         equal, kinds, _, casts, state = accumulated(lockstep.rank, lockstep.ranks)
     assert equal and casts == {"delayed"}, (equal, casts)
     assert kinds == {phase: ["all_gather_matmul", "matmul_reduce_scatter"] for phase in ("forward", "backward")}, kinds
     gathered = sorted(key for key in state if key.endswith(("up/x", "down/dy")))
     assert len(gathered) == 2, sorted(state)
-    assert all((state[key][1:] > 0).sum() == 3 for key in gathered)  # of four calls, the last one's is not pushed yet
+    assert all((state[key][1:] > 0).sum() == 3 for key in gathered)  # of four calls; the last amax is not pushed yet
     with on(lockstep.device):
         found = apart(lockstep.rank, lockstep.ranks)
     worst = max(max(errors) for errors in found.values())
@@ -160,7 +160,7 @@ def ranks(lockstep: Lockstep) -> str:
 
 
 def speed(lockstep: Lockstep) -> str:
-    """A cast of 8192 x 8192: it reads two bytes an element and writes one."""
+    """Time a cast of 8192 x 8192: two bytes read and one written per element."""
     if not lockstep.cuda:
         pytest.skip("a reference on the CPU")
     x = torch.randn(8192, 8192, device=lockstep.device, dtype=BF16)
@@ -195,7 +195,7 @@ def test_compiled(lockstep: Lockstep) -> None:
 
 @pytest.mark.deadline(120)
 def test_modules_that_share_a_graph(lockstep: Lockstep) -> None:
-    lockstep.note(told_apart(lockstep))
+    lockstep.note(first_seen_in_a_capture(lockstep))
 
 
 @pytest.mark.deadline(120)

@@ -1,5 +1,5 @@
-"""What is decided at run time, and float8 models: alternatives that are timed on the ranks, tables by rows in eager calls and
-CUDA graphs, compiled float8 steps against 16 bits, and casts behind gathers.
+"""Run-time dispatch and float8 models: autotuned alternatives, tables by rows in eager calls and CUDA graphs, compiled float8
+steps against 16 bits, and casts hoisted before gathers.
 
 """
 
@@ -44,7 +44,7 @@ def shard(lockstep: Lockstep, rows: int, dim: int) -> Tensor:
 
 
 def step(run: Any, module: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """Output and gradients of one step."""
+    """Return output and gradients of one step."""
     x.grad = None
     module.zero_grad(set_to_none=True)
     out = run(x)
@@ -54,7 +54,7 @@ def step(run: Any, module: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 
 def errors(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
-    """||a - b|| / ||b|| by tensor."""
+    """Return ||a - b|| / ||b|| per tensor."""
     found = {}
     for name, b in theirs.items():
         gap = (mine[name].float() - b.float()).norm() / b.float().norm().clamp_min(1e-30)
@@ -63,7 +63,7 @@ def errors(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, floa
 
 
 def tuned(lockstep: Lockstep) -> str:
-    """Sites of a model run by what the ranks timed: the same pick everywhere, read by a second life of the model."""
+    """All ranks pick the same measured strategy, and a second compilation reads it from disk."""
     rows, dim = (4096, 4096) if lockstep.cuda else (1024, 512)
     module, x = layer(lockstep, dim), shard(lockstep, rows, dim)
     plain = step(module, module, x)
@@ -75,7 +75,7 @@ def tuned(lockstep: Lockstep) -> str:
         if life:
             lockstep.barrier()
             session.close()
-            autotune.forget()  # as in a later process: what was timed is on disk
+            autotune.forget()  # as in a later process: measured times are on disk
         mark = HISTORY.mark()
         with uncached():
             run = torch.compile(module, backend="ub_overlap", options=options)
@@ -144,7 +144,7 @@ def tables(lockstep: Lockstep, group: str) -> str:
 
 
 def float8(lockstep: Lockstep, recipe: str, graphs: bool) -> str:
-    """A float8 step, overlapped, against the same casts left alone, and against 16 bits; the ranks' inputs are 8 times apart.
+    """Compare an overlapped float8 step with the same casts without overlap, and with 16 bits. Inputs differ 8x between ranks.
 
     The bound against 16 bits: of the four products that a gradient of `up` goes through, each rounds two operands to float8; an
     element's error is uniform within u of it, so u / sqrt(3) of it at most; errors add as squares, and three of them lie behind
@@ -161,15 +161,15 @@ def float8(lockstep: Lockstep, recipe: str, graphs: bool) -> str:
     for overlap in ("off", "force"):
         torch._dynamo.reset()
         if graphs:
-            captures.fresh()
+            captures.reset()
         ops.extension().clear_stats()
         options: dict[str, Any] = {"overlap": overlap, "fp8": "all", "fp8_recipe": recipe}
         if recipe == "delayed":
-            options["fp8_state"] = f"{overlap}, {graphs}"  # both start without a history
+            options["fp8_state"] = f"{overlap}, {graphs}"  # both start with an empty history
         if graphs:
             options["triton.cudagraphs"] = True
         if lockstep.cuda:
-            options["profile"] = "cpu"  # which says nothing of float8's gain: every linear is computed in it
+            options["profile"] = "cpu"  # it has no float8 rates: every linear is computed in float8
         mark = HISTORY.mark()
         with uncached():
             run = torch.compile(module, backend="ub_overlap", options=options)
@@ -197,9 +197,8 @@ def float8(lockstep: Lockstep, recipe: str, graphs: bool) -> str:
     return f"{casts} products, {sites} sites; overlap moves {apart:.1e}, float8 {max(far):.1e}{note}"
 
 
-def behind(lockstep: Lockstep) -> str:
-    """Graphs that are float8 already and gather 16 bits, as torchao's are: casts move before the gather, scales behind products
-    into them. Against eager; the sums of a product's scales and of ranks are rounded elsewhere."""
+def casts_hoisted(lockstep: Lockstep) -> str:
+    """Hoist casts before gathers in graphs that are already float8, as torchao's are, and fold scales. Compared with eager."""
     if not lockstep.cuda and not compat.cpu_scales_rows():
         pytest.skip("this torch's CPU has no scales of rows")
     inputs, done = operands(lockstep.rank, lockstep.device), []
@@ -232,4 +231,4 @@ def test_compiled_float8(lockstep: Lockstep, recipe: str, graphs: bool) -> None:
 
 @pytest.mark.deadline(120)
 def test_casts_hoisted_before_gathers(lockstep: Lockstep) -> None:
-    lockstep.note(behind(lockstep))
+    lockstep.note(casts_hoisted(lockstep))

@@ -1,7 +1,4 @@
-"""The plain functions on GPUs: values and gradients against fp64, `initialize` before the first step and before a capture, and
-the watchdog while nobody calls anything; what the host waits for on its own device.
-
-"""
+"""The plain functions on GPUs: values and gradients against fp64, arenas made ahead, the watchdog, and host waits."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ SLACK = {F32: 2e-5, BF16: 2e-2}
 
 
 class Collected(logging.Handler):
-    """Everything that ub_overlap logs."""
+    """Collect all log records of ub_overlap."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +40,7 @@ def same(name: str, got: Tensor | None, want: Tensor | None, dtype: torch.dtype)
 
 
 def layer(lockstep: Lockstep, group: str, dtype: torch.dtype, save: str, strategy: str, dim: int) -> str:
-    """y = matmul_reduce_scatter(gelu(all_gather_matmul(x, W1)), W2): what a Megatron layer is."""
+    """Compute y = matmul_reduce_scatter(gelu(all_gather_matmul(x, W1)), W2), a Megatron MLP."""
     make, world = Maker(lockstep.device, lockstep.ranks), lockstep.ranks
     batch, rows, width, inner = 2, 96, 128, 192
     sizes = (rows, width) if dim == 0 else (batch, rows, width)
@@ -77,7 +74,7 @@ def layer(lockstep: Lockstep, group: str, dtype: torch.dtype, save: str, strateg
 
 
 def initialized(lockstep: Lockstep, group: str) -> str:
-    """After it no call of that size grows anything, not in a capture as the very first call either."""
+    """After it no call of that size grows the arena, even if the first call is captured."""
     seen = Collected()
     logger = logging.getLogger("ub_overlap")
     logger.addHandler(seen)
@@ -96,7 +93,7 @@ def initialized(lockstep: Lockstep, group: str) -> str:
         x, w = make.randn(512, 256, dtype=BF16), make.randn(256, 128, dtype=BF16, scale=0.1)
         if lockstep.cuda:
             graph = torch.cuda.CUDAGraph()
-            ub_overlap.all_gather_matmul(x, w, group)  # plans and modules; the arena is there
+            ub_overlap.all_gather_matmul(x, w, group)  # load plans and modules; the arena exists
             lockstep.sync()
             with torch.cuda.graph(graph):
                 y = ub_overlap.all_gather_matmul(x, w, group)
@@ -115,7 +112,7 @@ def initialized(lockstep: Lockstep, group: str) -> str:
 
 
 def watched(lockstep: Lockstep, group: str) -> str:
-    """Rank 1 does not come. The others call nothing more: their watchdogs say so."""
+    """Rank 1 never arrives. The watchdogs of the others log it without further calls."""
     if lockstep.ranks < 2:
         pytest.skip("needs 2 ranks")
     seen = Collected()
@@ -146,9 +143,9 @@ def watched(lockstep: Lockstep, group: str) -> str:
     return "logged once" if len(told) <= 1 else f"logged {len(told)} times"
 
 
-def held_turn(lockstep: Lockstep, group: str) -> str:
-    """On rank 1 a call of the group never ends (so it is made to look). The next one there fails by itself, as a wait for the
-    turn and after one deadline; its peers name rank 1."""
+def group_lock_never_released(lockstep: Lockstep, group: str) -> str:
+    """On rank 1 a call seems never to end. The next call there fails after one deadline as a wait for the group lock;
+    its peers name rank 1."""
     if not lockstep.cuda or lockstep.ranks < 2:
         pytest.skip("needs 2 GPUs")
     before, deadline = settings.current().step_timeout_s, 2.0
@@ -189,8 +186,8 @@ def held_turn(lockstep: Lockstep, group: str) -> str:
     return f"after {seconds:.1f} s; rank 0: {type(error).__name__}"
 
 
-def busy_elsewhere(lockstep: Lockstep, group: str) -> str:
-    """Another stream is busy for seconds, as with a peer that comes late: growth and timing of a group do not wait for it."""
+def busy_stream(lockstep: Lockstep, group: str) -> str:
+    """Growth and timing of a group do not wait for another stream that is busy for seconds."""
     if not lockstep.cuda:
         pytest.skip("the CPU has no streams")
     make, asleep = Maker(lockstep.device, lockstep.ranks), 8.0
@@ -228,9 +225,9 @@ def busy_elsewhere(lockstep: Lockstep, group: str) -> str:
     return f"growth {growth:.2f} s, timing {both - growth:.2f} s, beside a stream that was busy for {asleep:g} s"
 
 
-def bound_again(lockstep: Lockstep, group: str) -> str:
-    """Ranks 0 and 1 share memory in a group of their own first, so that torch counts another number of rendezvous there; then
-    all bind, close and bind again."""
+def rebound(lockstep: Lockstep, group: str) -> str:
+    """Ranks 0 and 1 share memory in their own group first, so that torch's rendezvous counts differ. Then all ranks bind,
+    close and bind again."""
     if not lockstep.cuda or lockstep.ranks < 3:
         pytest.skip("needs 3 GPUs")
     make = Maker(lockstep.device, lockstep.ranks)
@@ -272,12 +269,12 @@ def test_watchdog(lockstep: Lockstep, own_group: str) -> None:
 
 
 def test_growth_and_timing_with_a_busy_stream(lockstep: Lockstep, own_group: str) -> None:
-    lockstep.note(busy_elsewhere(lockstep, own_group))
+    lockstep.note(busy_stream(lockstep, own_group))
 
 
 def test_rebinding_with_unequal_rendezvous_counts(lockstep: Lockstep, own_group: str) -> None:
-    lockstep.note(bound_again(lockstep, own_group))
+    lockstep.note(rebound(lockstep, own_group))
 
 
 def test_a_group_lock_that_is_never_released(lockstep: Lockstep, own_group: str) -> None:
-    lockstep.note(held_turn(lockstep, own_group))
+    lockstep.note(group_lock_never_released(lockstep, own_group))

@@ -1,5 +1,5 @@
-"""CUDA graphs: capture on all ranks, replays with changing inputs, eager calls between, two graphs in turns; and compiled
-models whose graphs torch captures itself.
+"""CUDA graphs: captures on all ranks, replays with changing inputs, eager calls between them, two graphs in alternation, and
+compiled models whose graphs torch captures.
 
 """
 
@@ -50,7 +50,7 @@ class Layer:
         return found
 
     def capture(self, lockstep: Lockstep) -> tuple[Any, torch.Tensor]:
-        """The graph and its output. Capturing runs nothing, so no rank waits for another in it."""
+        """Return the graph and its output. Capturing runs nothing, so no rank waits for another."""
         self(self.static)
         lockstep.sync()
         lockstep.barrier()
@@ -63,7 +63,7 @@ class Layer:
 
 
 def alternate(lockstep: Lockstep, group: str, layers: int, count: int, eager: bool) -> str:
-    """Graphs of so many layers in turns, with changing inputs; `eager`: every third turn is a plain call instead."""
+    """Replay graphs alternately with changing inputs. `eager`: every third call is eager instead."""
     made = [Layer(lockstep, group, f"graph{i}", 64 * (i + 1), 256 + 128 * i) for i in range(layers)]
     expected = [layer.expect(lockstep) for layer in made]
     captured = [layer.capture(lockstep) for layer in made]
@@ -91,10 +91,10 @@ def alternate(lockstep: Lockstep, group: str, layers: int, count: int, eager: bo
     return f"{count} turns in {time.monotonic() - clock:.1f} s, bitwise"
 
 
-def beside(lockstep: Lockstep, group: str, count: int) -> str:
-    """A replay on one stream and a plain call on another that begins while the replay runs: the one waits for the other."""
+def replay_and_eager_call(lockstep: Lockstep, group: str, count: int) -> str:
+    """An eager call on one stream waits for a running replay on another."""
     make = Maker(lockstep.device, lockstep.ranks)
-    weight = make.randn(8192, 8192, dtype=BF16, scale=0.02)  # a call of milliseconds: ranks are further apart than a launch
+    weight = make.randn(8192, 8192, dtype=BF16, scale=0.02)  # a call of milliseconds, longer than the skew between ranks
     static, inputs = make.randn(1, 4096, 8192, dtype=BF16), [make.randn(1, 4096, 8192, dtype=BF16) for _ in range(3)]
 
     def call(x: torch.Tensor, site: str) -> torch.Tensor:
@@ -131,7 +131,7 @@ def beside(lockstep: Lockstep, group: str, count: int) -> str:
 
 
 def two_threads(lockstep: Lockstep, group: str, count: int) -> str:
-    """One thread captures calls of a group again and again while another makes plain calls of a second group."""
+    """One thread captures calls of a group while another makes eager calls of a second group."""
     settings.configure(replay=False)  # torch synchronizes the device at every capture, which no recording survives
     mine, other = Layer(lockstep, group, "captures", 64, 256), Layer(lockstep, lockstep.new_group(), "plain", 96, 384)
     expected, plain = mine.expect(lockstep), other.expect(lockstep)
@@ -191,7 +191,7 @@ class Model(nn.Module):
 
 
 def compiled(lockstep: Lockstep, steps: int, kwargs: dict[str, Any], captures: bool) -> str:
-    """Forward and backward of a compiled model, `steps` times with new inputs: outputs and gradients are eager's. `captures`:
+    """Run forward and backward of a compiled model `steps` times: results equal eager. `captures`:
     torch must have captured graphs, and skipped none. Sites this small are overlapped where options force them."""
     torch._dynamo.reset()
     if captures:
@@ -246,7 +246,7 @@ def test_replays(lockstep: Lockstep, group: str, graphs: int, eager: bool) -> No
 def test_a_replay_concurrent_with_an_eager_call(lockstep: Lockstep, group: str) -> None:
     if not lockstep.cuda:
         pytest.skip(needs_cuda_graphs)
-    lockstep.note(beside(lockstep, group, 20))
+    lockstep.note(replay_and_eager_call(lockstep, group, 20))
 
 
 def test_captures_and_eager_calls_of_two_threads(lockstep: Lockstep, group: str) -> None:

@@ -1,6 +1,4 @@
-"""The catalogue of tests/models through torch.compile: numbers against float64 and against the unfused graph, and the sites
-that the models' structure (and so the CPU) has.
-"""
+"""The models of tests/models under torch.compile: numbers against float64 and the unfused graph, and their sites."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ def run(lockstep: Lockstep, entry: tuple[str, dict[str, Any]], options: dict[str
 
 
 def package_of(name: str) -> str:
-    """Why a foreign package's model cannot run here; "" where it can."""
+    """Return why a foreign package's model cannot run here, "" if it can."""
     package = "transformers" if name.startswith("hf") else "torchtitan"
     if importlib.util.find_spec(package) is None:
         return f"{package} is not installed"
@@ -63,7 +61,7 @@ EVERY: Named = {**DTENSOR, **MEGATRON, **FSDP, **SINGLE}
 
 
 def cases() -> Iterator[Any]:
-    """(name, model and its variant, options), the most telling first; what --quick leaves out is marked."""
+    """Yield (name, model and variant, options), the most important first, with --quick's omissions marked."""
 
     def case(name: str, entry: Entry, options: dict[str, Any], quick: bool = True) -> Any:
         return pytest.param(name.split()[0], entry, options, id=name, marks=[] if quick else pytest.mark.full)

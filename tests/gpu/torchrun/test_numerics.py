@@ -1,6 +1,6 @@
-"""Numbers: gathers bitwise against torch.mm on each piece, reductions against float64 beside NCCL + cuBLAS, run against run.
+"""Numbers: gathers bitwise against torch.mm per piece, reductions against float64 and NCCL + cuBLAS, run against run.
 
-A row "close" is right, but not bit for bit what torch.mm gives for the same piece: another kernel was chosen.
+Fewer pieces bitwise than all means that cuBLAS chose another kernel for a piece.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def world_group() -> str:
 
 
 def ulps(a: torch.Tensor, b: torch.Tensor) -> int:
-    """The largest distance in representable numbers."""
+    """Return the largest distance in units in the last place."""
     if not a.numel():
         return 0
     half, sign = (32768, torch.int16) if a.element_size() == 2 else (2**31, torch.int32)
@@ -40,7 +40,7 @@ def ulps(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def pieces(chunks: int, ranks: int, rank: int, m: int) -> list[tuple[int, int]]:
-    """Rows [first, last) of the gathered matrix that one matmul of a gather's schedule takes, with its neighbours merged."""
+    """Return the rows [first, last) of the gathered matrix per matmul of a gather's schedule, neighbours merged."""
     schedule = build_all(Key(AG, ranks, chunks, contracts=(False,)))[rank]
     found = []
     for step in schedule.steps:
@@ -57,7 +57,7 @@ def pieces(chunks: int, ranks: int, rank: int, m: int) -> list[tuple[int, int]]:
 
 
 def gather(lockstep: Lockstep, group: str, dtype: torch.dtype, mode: int, chunks: int, m: int, k: int, n: int) -> str:
-    """Mode 0 or 1: each piece against torch.mm on it; the whole against one torch.mm."""
+    """Compare each piece with torch.mm on it, and the whole with one torch.mm."""
     make = Maker(lockstep.device, lockstep.ranks)
     case = make.gather(dtype, 1, m, k, [mode], False, True, n=n)
     weight = case[1][1][0]
@@ -82,7 +82,7 @@ def gather(lockstep: Lockstep, group: str, dtype: torch.dtype, mode: int, chunks
         worst = max(worst, distance)
     if covered != whole.shape[0]:
         raise AssertionError(f"the schedule's pieces cover {covered} of {whole.shape[0]} rows")
-    # Two sums of the same products in fp32, each rounded once: a rounding apart, or two where the sum cancels.
+    # Two fp32 sums of the same products, each rounded once, differ by one rounding, or two where the sum cancels.
     far = (ours.double() - whole.double()).abs()
     size = whole.double().abs().clamp(min=whole.double().square().mean().sqrt())
     off = (far / size).max().item() / torch.finfo(dtype).eps
@@ -92,7 +92,7 @@ def gather(lockstep: Lockstep, group: str, dtype: torch.dtype, mode: int, chunks
 
 
 def scaled_gather(lockstep: Lockstep, group: str, row: bool, fast: bool, chunks: int, m: int, k: int, n: int) -> str:
-    """float8: each piece against torch._scaled_mm on it (on the CPU: the reference), and the gathered bytes."""
+    """Compare each float8 piece with torch._scaled_mm (CPU: the reference), and the gathered bytes."""
     make = Maker(lockstep.device, lockstep.ranks)
     case = make.scaled_gather(BF16, 1, m, k, row, widths=[n], keep=True, fast=fast)
     _, _, (weight,), (weight_scale,) = case[1][:4]
@@ -115,7 +115,7 @@ def scaled_gather(lockstep: Lockstep, group: str, row: bool, fast: bool, chunks:
 
 
 def wire_bits(lockstep: Lockstep, group: str, dtype: torch.dtype, strategy: str) -> str:
-    """A float8 wire, bit for bit: each rank in turn contributes numbers of many binades, the others nothing."""
+    """Compare a float8 wire bitwise: one rank at a time contributes numbers of many binades."""
     rows, cols = 64, 512
     draw = torch.Generator().manual_seed(5)
     values = torch.randn(lockstep.ranks * rows, cols, generator=draw)
@@ -125,7 +125,7 @@ def wire_bits(lockstep: Lockstep, group: str, dtype: torch.dtype, strategy: str)
     values[3], values[5, :128] = 0, values[5, :128].abs()
     exact = values.clamp(-6e4, 6e4).to(dtype)
     mine = exact[lockstep.rank * rows : (lockstep.rank + 1) * rows].float()
-    # The model, on the CPU, whose divisions are divisions.
+    # The reference runs on the CPU, whose divisions are exact.
     segments = mine.unflatten(1, (-1, 128))
     scale = (segments.abs().amax(2, keepdim=True) / 448).clamp(min=torch.finfo(F32).smallest_normal)
     rounded = ((segments * (1 / scale)).to(E4M3).float() * scale).flatten(1)
@@ -155,7 +155,7 @@ def wire_bits(lockstep: Lockstep, group: str, dtype: torch.dtype, strategy: str)
 
 
 def errors_of(values: list[torch.Tensor], exact: torch.Tensor) -> list[tuple[float, float]]:
-    """(rms, max) of each value's difference to `exact`, over all ranks."""
+    """Return (rms, max) of each value's difference to `exact`, over all ranks."""
     found = []
     for value in values:
         gap = value.double() - exact
@@ -168,7 +168,7 @@ def errors_of(values: list[torch.Tensor], exact: torch.Tensor) -> list[tuple[flo
 
 
 def against_plain(lockstep: Lockstep, group: str, case: Case, strategy: str, which: int, site: str) -> str:
-    """Output `which` of a case: its error against float64 is no larger than the plain op's, up to the stated slack."""
+    """Check that output `which` has no larger error against float64 than the c10d op, up to a slack."""
     world = world_group()
     exact, plain = cases.run_exact(case, world)[which], cases.run_plain(case, world)[which]
 
@@ -191,7 +191,7 @@ def against_plain(lockstep: Lockstep, group: str, case: Case, strategy: str, whi
 
 
 def repeats(lockstep: Lockstep, group: str, kind: str, times: int) -> str:
-    """The same call so many times, queued at once: the same bits."""
+    """Queue the same call many times and compare bits."""
     case, strategy = Maker(lockstep.device, lockstep.ranks).kind(kind, 512)
     runs = [cases.run_op(case, strategy, group, f"numerics.repeat.{kind}") for _ in range(times)]
     lockstep.sync()

@@ -1,5 +1,5 @@
-"""Every op in many layouts, dtypes and strategies against float64 and against NCCL + matmul; sub-groups of all sizes; several
-groups and streams at once; sizes that change from call to call.
+"""Every op in many layouts, dtypes and strategies against float64 and NCCL + matmul; sub-groups, several groups and streams
+at once, and changing sizes.
 
 """
 
@@ -81,7 +81,7 @@ LAYOUTS: dict[str, Layouts] = {
 
 
 def strategies(op: str, ranks: int) -> list[str]:
-    """One piece a rank, fewer, as many, more, and a number that does not divide."""
+    """Return strategies with one piece per rank, fewer, more, and a count that does not divide."""
     name = "bulk" if op == BULK else "pipelined"
     counts = sorted({1, 2, ranks, 2 * ranks, 2 * ranks + 1, max(1, ranks - 1)})
     stripes = [f"pipelined:stripes={n}" for n in sorted({1, 3, ranks})] if op in (RS, AR, SRS) else []
@@ -96,7 +96,7 @@ def is_quick(op: str, dtype: torch.dtype, strategy: str, ranks: int) -> bool:
 
 
 def all_layouts(lockstep: Lockstep, group: str, ranks: int, op: str, dtype: torch.dtype, strategy: str) -> str:
-    """One row: every layout of `op`; the world's own collectives are the plain op where the group is the world's."""
+    """Run every layout of `op`. The world's collectives are the reference if the group spans the world."""
     make, worst, worst_plain = Maker(lockstep.device, ranks), 0.0, 0.0
     plain = group if ranks < lockstep.ranks else str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
     for what, layout in LAYOUTS[op].items():
@@ -109,7 +109,7 @@ def all_layouts(lockstep: Lockstep, group: str, ranks: int, op: str, dtype: torc
             session.check(group)
             return truth.check(outs, what)
 
-        errors = lockstep.agree(ours) if ranks == lockstep.ranks else ours()  # the others of a sub-group are elsewhere
+        errors = lockstep.agree(ours) if ranks == lockstep.ranks else ours()  # ranks outside of a sub-group run something else
         worst, worst_plain = max(worst, errors[0]), max(worst_plain, errors[1])
     return f"{len(LAYOUTS[op])} layouts: error {worst:.2g}, plain {worst_plain:.2g}"
 
@@ -118,7 +118,7 @@ def all_layouts(lockstep: Lockstep, group: str, ranks: int, op: str, dtype: torc
 
 
 def inside(lockstep: Lockstep, groups: list[list[int]], dtype: torch.dtype = BF16) -> str:
-    """Every op in the one of `groups` that this rank is in; the groups work side by side."""
+    """Run every op in this rank's group of `groups`; the groups run concurrently."""
     named = [(lockstep.new_group(ranks), ranks) for ranks in groups]  # all ranks make all groups
     note = "not in it"
     for name, ranks in named:
@@ -132,7 +132,7 @@ def inside(lockstep: Lockstep, groups: list[list[int]], dtype: torch.dtype = BF1
 
 
 def mesh(lockstep: Lockstep) -> str:
-    """Ops on the two groups of a 2D mesh that this rank is in, in turns."""
+    """Alternate ops between both groups of a 2D mesh."""
     from torch.distributed.device_mesh import init_device_mesh
 
     grid = init_device_mesh(lockstep.device_type, (2, lockstep.ranks // 2), mesh_dim_names=("dp", "tp"))
@@ -146,7 +146,7 @@ def mesh(lockstep: Lockstep) -> str:
 
 
 def worst_of(lockstep: Lockstep, done: list[tuple[Case, list[torch.Tensor]]]) -> float:
-    """The largest error of calls of all ranks, each against float64."""
+    """Return the largest error of all calls against float64, over all ranks."""
     world = str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
     truths = [Truth.of(case, world) for case, _ in done]
     found = lockstep.agree(lambda: [t.check(o, f"call {i}")[0] for i, (t, (_, o)) in enumerate(zip(truths, done, strict=True))])
@@ -154,7 +154,7 @@ def worst_of(lockstep: Lockstep, done: list[tuple[Case, list[torch.Tensor]]]) ->
 
 
 def two_groups(lockstep: Lockstep, group: str, lanes: int) -> str:
-    """Calls of two groups in turns, queued without waiting, on `lanes` streams; then all results against float64."""
+    """Queue alternating calls of two groups on `lanes` streams, then compare all results with float64."""
     second = lockstep.new_group()
     make, calls = Maker(lockstep.device, lockstep.ranks), []
     queued: list[tuple[Case, list[torch.Tensor]]] = []
@@ -163,7 +163,7 @@ def two_groups(lockstep: Lockstep, group: str, lanes: int) -> str:
         calls.append(make.kind(("AG", "RS", "AR", "bulk")[i % 4]))
     lockstep.sync()
     for i, (case, strategy) in enumerate(calls):
-        # With two streams a group keeps to its own: what meets is the device's one copy queue.
+        # With two streams each group has its own. They share the one copy queue of the device.
         which = (i // 4 + i) % 2
         with torch.cuda.stream(streams[which % len(streams)]):
             queued.append((case, cases.run_op(case, strategy, (group, second)[which], f"two.{case[0]}")))
@@ -173,7 +173,7 @@ def two_groups(lockstep: Lockstep, group: str, lanes: int) -> str:
 
 
 def two_streams(lockstep: Lockstep, group: str) -> str:
-    """Calls of one group on two streams in turns: ordered, so right. On which stream a call runs differs between ranks."""
+    """Queue calls of one group on two streams, chosen per rank at random: they are serialised."""
     if not lockstep.cuda:
         return "one stream on the CPU"
     make = Maker(lockstep.device, lockstep.ranks)
@@ -194,8 +194,10 @@ def two_streams(lockstep: Lockstep, group: str) -> str:
 
 
 def sizes(lockstep: Lockstep, rows: list[int], grown: int) -> str:
-    """Calls with so many rows a rank, back to back, on a new group. `grown`: how often its landing area may grow at most; it
-    must where any call needs more than the first."""
+    """Queue calls with these rows per rank on a new group.
+
+    `grown`: maximum number of landing area growths, at least one if not 0.
+    """
     group, make = lockstep.new_group(), Maker(lockstep.device, lockstep.ranks)
     growths, before = [0], session.Session.grow
 

@@ -1,8 +1,6 @@
-"""Races: loops of ops under random delays, bitwise against the same calls without; eager, on two streams, and as replays of a
-captured graph.
+"""Races: loops of ops under random delays equal the same calls without delays bitwise; eager, on two streams, and replayed.
 
-
-Rank by rank, random host sleeps and device sleeps of 0 to 5 ms stand between the calls. Inputs are copied into one set of
+Random host and device sleeps of 0 to 5 ms separate the calls on each rank. Inputs are copied into one set of
 tensors a site just before a call and overwritten with NaN just behind it, so an op that reads late, or that a peer overtakes,
 computes with other numbers. Outputs are compared on the device; the host looks at the verdict now and then.
 """
@@ -34,7 +32,7 @@ LOOPS = {
 
 
 def tensors_of(case: Case) -> list[torch.Tensor]:
-    """The floating tensors among a case's arguments, in order."""
+    """Return the floating-point tensors of a case's arguments, in order."""
     found: list[torch.Tensor] = []
     for value in case[1]:
         if isinstance(value, torch.Tensor):
@@ -59,7 +57,7 @@ def with_tensors(case: Case, tensors: list[torch.Tensor]) -> Case:
 
 @dataclass
 class Site:
-    """One place of the loop: `versions` of its inputs, what each gives when nothing races, and the tensors that it reads."""
+    """One site of the loop: input `versions`, their expected results without races, and the tensors that it reads."""
 
     strategy: str
     name: str
@@ -80,7 +78,7 @@ class Site:
 
 
 def sites(lockstep: Lockstep, group: str, kinds: list[str], size: int = 256) -> list[Site]:
-    """Sites with their expected results, each computed alone, all ranks synchronised, and checked against the plain op."""
+    """Make sites with expected results, each computed alone with all ranks synchronised and checked against the c10d op."""
     make, made = Maker(lockstep.device, lockstep.ranks), []
     world = str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
     for number, kind in enumerate(kinds):
@@ -107,7 +105,7 @@ def sites(lockstep: Lockstep, group: str, kinds: list[str], size: int = 256) -> 
 
 
 class Delays:
-    """Random sleeps of 0 to 5 ms, of the host and of the device, on some ranks at a time."""
+    """Random host and device sleeps of 0 to 5 ms on some ranks at a time."""
 
     def __init__(self, lockstep: Lockstep, seed: int) -> None:
         self.lockstep, self.random = lockstep, lockstep.own_random(seed)
@@ -122,7 +120,7 @@ class Delays:
 
 
 class Verdict:
-    """Which calls were wrong: one bool a call on the device."""
+    """Record wrong calls: one device bool per call."""
 
     def __init__(self, lockstep: Lockstep, calls: int) -> None:
         self.lockstep, self.wrong, self.names = (
@@ -145,13 +143,13 @@ class Verdict:
 
 
 def loop(lockstep: Lockstep, group: str, kinds: list[str], calls: int, lanes: int = 1) -> str:
-    """`calls` calls of random sites with random versions, delayed at random; `lanes`: streams that take turns."""
+    """Run `calls` calls of random sites and versions under random delays. `lanes`: number of streams."""
     if lanes > 1 and not lockstep.cuda:
         pytest.skip("the CPU has no streams")
     places = sites(lockstep, group, kinds)
     order, delays, verdict = lockstep.shared_random(7), Delays(lockstep, 11), Verdict(lockstep, calls)
     streams: list[Any] = [torch.cuda.Stream() for _ in range(lanes)] if lanes > 1 else [None]
-    # One set of inputs a stream: those of the other stream's call may still be read.
+    # One input set per stream: the other stream's call may still read its own.
     sets = [[Site(p.strategy, p.name, p.versions, p.expected, cloned(p.static)) for p in places] for _ in range(lanes)]
     lockstep.sync()
     clock = time.monotonic()
@@ -175,8 +173,7 @@ def cloned(case: Case) -> Case:
 
 
 def replays(lockstep: Lockstep, group: str, kinds: list[str], count: int) -> str:
-    """A graph of one call of each kind, replayed with changing inputs under delays; every fifth turn is eager instead, and on
-    some a rank-dependent delay comes between."""
+    """Replay a graph of one call per kind with changing inputs under delays. Every fifth iteration is eager instead."""
     if not lockstep.cuda:
         pytest.skip("the CPU has no graphs")
     places = sites(lockstep, group, kinds)
@@ -184,7 +181,7 @@ def replays(lockstep: Lockstep, group: str, kinds: list[str], count: int) -> str
     captured = torch.cuda.CUDAGraph()
     lockstep.sync()
     lockstep.barrier()
-    # thread_local: NCCL's watchdog asks for events on a thread of its own.
+    # thread_local: NCCL's watchdog queries events on its own thread.
     with torch.cuda.graph(captured, capture_error_mode="thread_local"):
         outs = [site.call(group) for site in places]
     lockstep.sync()

@@ -1,7 +1,4 @@
-"""Recorded steps: every op with tracing on, its step times replayed through the proof's rules; and bytes that moved beside
-matmuls.
-
-"""
+"""Recorded steps: step times of every op obey the proof's rules, and bytes move concurrently with matmuls."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from ub_overlap.runtime.session import session
 
 
 def listen(into: list[Any]) -> None:
-    """From now on the keys of new schedules are noted."""
+    """Record the keys of new schedules from now on."""
     provider = ops.Provider()
 
     def provide(key: tuple[Any, ...], rank: int) -> list[tuple[int, ...]]:
@@ -32,11 +29,11 @@ def listen(into: list[Any]) -> None:
 
 
 def check(lockstep: Lockstep, key: tuple[Any, ...], site: str) -> str:
-    """Replays what all ranks recorded of the last call (or replay) of a site."""
+    """Check the recorded steps of all ranks for the last call (or replay) of a site."""
     mine: list[Record] = [tuple(r) for r in ops.extension().last_trace(site)]
     schedules = build_all(Key(*key))
     done = replay(schedules, lockstep.gather(mine), one_clock=not lockstep.cuda)
-    # That the replay can fail: the same records, with the last thing done to data moved before everything.
+    # The check can fail: the same records with the last data access moved to the front.
     place = max(i for i, r in enumerate(mine) if r[1] == "COMPUTE" and r[2] in ("reduce", "matmul", "copy", "finish"))
     step, queue, kind, _, _, size = mine[place]
     early = min(r[3] for r in mine) - 10_000_000
@@ -60,7 +57,7 @@ def recorded(lockstep: Lockstep, group: str, kind: str, size: int, graph: bool) 
     settings.configure(trace=True)
     site = f"recorded.{kind}.{size}.{graph}"
     try:
-        for _ in range(3):  # the first call learns, loads and grows
+        for _ in range(3):  # the first call builds the schedule, loads kernels and grows the arena
             cases.run_op(case, strategy, group, site)
         lockstep.sync()
         if graph:
@@ -80,8 +77,8 @@ def recorded(lockstep: Lockstep, group: str, kind: str, size: int, graph: bool) 
     return note
 
 
-def beside(lockstep: Lockstep, group: str, kind: str, size: int) -> str:
-    """Bytes of a big op move while a matmul of the same call runs: of all ranks together."""
+def concurrent_bytes(lockstep: Lockstep, group: str, kind: str, size: int) -> str:
+    """Bytes of a large op move while a matmul of the same call runs, summed over ranks."""
     make = Maker(lockstep.device, lockstep.ranks)
     if kind == "AG":
         case, strategy = make.gather(cases.BF16, 1, size, 2 * size, [0], False, False, n=2 * size), "pipelined"
@@ -121,4 +118,4 @@ def test_recorded_steps(lockstep: Lockstep, group: str, kind: str, size: int, gr
 
 @pytest.mark.parametrize("kind", ["AG", "RS"])
 def test_bytes_concurrent_with_matmuls(lockstep: Lockstep, group: str, kind: str) -> None:
-    lockstep.note(beside(lockstep, group, kind, 2048 if lockstep.cuda else 512))
+    lockstep.note(concurrent_bytes(lockstep, group, kind, 2048 if lockstep.cuda else 512))

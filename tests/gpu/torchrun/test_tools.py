@@ -1,4 +1,4 @@
-"""What a user looks with: verify, explain with measurements, the profiler's ranges, `exposed` on a real trace, NVTX."""
+"""User tools on GPUs: verify, explain with measured times, profiler ranges, `exposed` on a real trace, NVTX."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Model(nn.Module):
 
 
 def verified(lockstep: Lockstep) -> str:
-    """Every site against the plain way on the same inputs."""
+    """Compare every site with the plain collective and matmuls on the same inputs."""
     model = Model(lockstep)
     report = ub_overlap.explain(model, {**FORCE, "verify": True})(model.input(lockstep))
     errors = {d.id: d.error for d in report.decisions if d.overlapped}
@@ -62,7 +62,7 @@ def verified(lockstep: Lockstep) -> str:
 
 
 def measured(lockstep: Lockstep) -> str:
-    """explain(measure=True): every site's time from its own stamps, the page and the timeline."""
+    """explain(measure=True) gives every site's time, the page and the timeline."""
     model = Model(lockstep)
     report = ub_overlap.explain(model, FORCE, measure=True)(model.input(lockstep))
     times = {d.id: d.measured_us for d in report.decisions if d.overlapped}
@@ -76,7 +76,7 @@ def measured(lockstep: Lockstep) -> str:
 
 
 def stepper(lockstep: Lockstep, backend: str, options: dict[str, Any]) -> tuple[Any, set[str]]:
-    """A step of the model, compiled and warm, and the ids of its sites."""
+    """Return a warmed-up compiled step and the ids of its sites."""
     model = Model(lockstep)
     torch._dynamo.reset()
     mark = HISTORY.mark()
@@ -95,7 +95,7 @@ def stepper(lockstep: Lockstep, backend: str, options: dict[str, Any]) -> tuple[
 
 
 def trace(lockstep: Lockstep, step: Any, name: str) -> tuple[Path, set[str]]:
-    """Three steps under the profiler: the trace and the names of its ranges of ours."""
+    """Profile three steps and return the trace and the names of our ranges."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if lockstep.cuda else [])]
     with profile(activities=activities) as found:
         for _ in range(3):
@@ -107,7 +107,7 @@ def trace(lockstep: Lockstep, step: Any, name: str) -> tuple[Path, set[str]]:
 
 
 def traced(lockstep: Lockstep) -> str:
-    """Ranges name the sites; `exposed` tells our communication from computation, and NCCL's of the plain graph."""
+    """Ranges name the sites; `exposed` separates our communication from computation, and NCCL's in the plain graph."""
     step, sites = stepper(lockstep, "ub_overlap", FORCE)
     path, ranges = trace(lockstep, step, "ours")
     named = {name[name.index("[") + 1 : -1] for name in ranges}
@@ -131,7 +131,7 @@ def traced(lockstep: Lockstep) -> str:
 
 
 def nvtx(lockstep: Lockstep) -> str:
-    """Ranges by NVTX while torch emits its own; what they hold is Nsight's to show."""
+    """NVTX ranges are balanced while torch emits its own."""
     if not lockstep.cuda:
         pytest.skip("needs CUDA")
     step, _ = stepper(lockstep, "ub_overlap", FORCE)
