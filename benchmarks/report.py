@@ -1,4 +1,4 @@
-"""Tables of stored measurements, for docs/performance.md: python -m benchmarks.report FILE.json... [--png [FOLDER]]"""
+"""Tables of stored measurements, for docs/performance: python -m benchmarks.report FILE.json... [--png [FOLDER]]"""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     torch.compile(model, backend="ub_overlap", options={"overlap": "force"})
 
 Dynamo's graph goes to Inductor with our two passes at its hooks (or, with inner="aot_eager", through AOTAutograd with the
-same passes called by hand). Everything Inductor can do it still does; see docs/architecture.md for the way through the folders.
+same passes called by hand). Everything Inductor can do it still does; see docs/explanation/architecture.md for the folders.
 """
 
 from __future__ import annotations

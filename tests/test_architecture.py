@@ -206,7 +206,7 @@ def test_the_least_scale_is_one_number() -> None:
 def test_the_compilers_folders_are_its_parts() -> None:
     """A part is a folder that the architecture names; beside them lies only the way that holds them together."""
     folders = [path.parent.name for path in sorted((ROOT / "compiler").glob("*/__init__.py"))]
-    text = (ROOT / "docs/architecture.md").read_text()
+    text = (ROOT / "docs/explanation/architecture.md").read_text()
     assert not [name for name in folders if f"{name}/" not in text]
     assert len(list((ROOT / "compiler").glob("*.py"))) <= 7
 

@@ -17,7 +17,7 @@ MAX_BYTES = 2_000_000
 def text_files() -> list[Path]:
     """The files read, in the order read: Python's license, its help topics, stdlib modules, this repository's pages."""
     candidates = [STDLIB / name for name in ("LICENSE.txt", "pydoc_data/topics.py", "argparse.py", "statistics.py")]
-    candidates += [ROOT / "LICENSE", ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    candidates += [ROOT / "LICENSE", ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [path for path in candidates if path.is_file()]
 
 

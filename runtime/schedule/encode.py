@@ -1,4 +1,4 @@
-"""Schedules as plain integers, for C++: the layout is the table in docs/ops.md.
+"""Schedules as plain integers, for C++: the layout is the table in docs/explanation/schedules.md.
 
 `provide` is what C++ calls (with the GIL, once for each new key): it builds the schedules of all ranks, proves them, and
 hands over the ones of the asking rank. Every rank proves on its own; equal keys give equal schedules, so no rank needs to

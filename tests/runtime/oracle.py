@@ -16,7 +16,7 @@ def data(*sizes: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def gathered(shards: Sequence[Tensor], outer: int, last: bool) -> Tensor:
-    """G of docs/ops.md."""
+    """G of docs/explanation/op_semantics.md."""
     cols = shards[0].shape[-1]
     rows = math.prod(shards[0].shape[:-1])
     if last:

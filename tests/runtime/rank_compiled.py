@@ -89,8 +89,8 @@ def named(rank: int, world: int) -> list[str]:
 
 
 def documented(rank: int, world: int) -> list[str]:
-    """The layer of docs/api.md, against the same on one process."""
-    text = (Path(__file__).resolve().parents[2] / "docs/api.md").read_text()
+    """The layer of docs/guide/without_compile.md, against the same on one process."""
+    text = (Path(__file__).resolve().parents[2] / "docs/guide/without_compile.md").read_text()
     names: dict[str, Any] = {"torch": torch, "nn": torch.nn, "F": torch.nn.functional, "ub_overlap": ub_overlap}
     exec(text.split("```python\n")[1].split("```")[0], names)
     layer = names["MLP"](init_device_mesh("cpu", (world,)), 8, 4 * world)

@@ -38,7 +38,7 @@ def test_what_is_kept(pools: dict[int, RankPool]) -> None:
 
 
 def test_what_runs(pools: dict[int, RankPool]) -> None:
-    """As docs/api.md tables it."""
+    """As docs/guide/without_compile.md tables it."""
     both, one = {"/s": 1, "/s.backward": 1, "/s.backward.gather": 1}, {"/s": 1, "/s.backward": 1}
     for found in pools[2].run(work.sites, timeout=60):
         scatters = {name: found.pop(name) for name in list(found) if name.startswith("scatter")}
