@@ -1,87 +1,104 @@
-"""The runtime's settings: deadlines and tracing.
+"""Settings of the process: deadlines, tracing and debugging.
 
-=======================  ==============================  =======  =====================================================
-setting                  environment                     default  meaning
-=======================  ==============================  =======  =====================================================
-init_timeout_s           UB_OVERLAP_INIT_TIMEOUT_S       300      how long to wait for peers at a group's first call and
-                                                                  at the first call of a plan (they may be compiling)
-step_timeout_s           UB_OVERLAP_STEP_TIMEOUT_S       100      how long one wait within a call may take
-trace                    UB_OVERLAP_TRACE                0        keep the step times of every site's last call
-replay                   UB_OVERLAP_REPLAY               1        record calls on GPUs that come again as graphs of ours;
-                                                                  while one is recorded (0.2 ms), CUDA refuses another
-                                                                  thread's torch.cuda.synchronize(): 0 where a program
-                                                                  has threads that do that beside ours
-nvtx                     UB_OVERLAP_NVTX                 0        NVTX ranges with site names around calls, for Nsight
-links                    UB_OVERLAP_LINKS                nvlink   "nvlink": GPUs that reach each other over PCIe only
-                                                                  run plain collectives; "any" takes them too
-=======================  ==============================  =======  =====================================================
+Each setting has a default, an environment variable UB_OVERLAP_<NAME>, and a keyword of `configure`. `describe_settings()`
+returns the table.
 """
 
 from __future__ import annotations
 
-import math
 import os
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_type_hints
 
 from .errors import OptionError
 from .extension import extension
+from .typed_fields import check_values, number, typed_field
+
+_SECONDS = number("a finite number of seconds above 0, at most 1e9", lambda value: 0 < value <= 1e9)
+_PREFIX = "UB_OVERLAP_"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    init_timeout_s: float = 300.0
-    step_timeout_s: float = 100.0
-    trace: bool = False
-    replay: bool = True
-    nvtx: bool = False
-    links: str = "nvlink"
+    """Values in force in one process. OptionError for an invalid value."""
+
+    init_timeout_s: float = typed_field(
+        300.0, "seconds to wait for peers at a group's first call and at a plan's first call (peers may be compiling)", _SECONDS
+    )
+    step_timeout_s: float = typed_field(100.0, "seconds that one wait within a call may take", _SECONDS)
+    trace: bool = typed_field(False, "keep the step times of the last call of every site")
+    replay: bool = typed_field(
+        True,
+        "record repeated GPU calls as CUDA graphs. During a recording (0.2 ms) CUDA refuses torch.cuda.synchronize() of "
+        "other threads: set 0 in programs with such threads",
+    )
+    nvtx: bool = typed_field(False, "NVTX ranges with site names around calls, for Nsight")
+    links: Literal["nvlink", "any"] = typed_field(
+        "nvlink", '"nvlink": GPUs connected over PCIe only run plain collectives; "any": they are overlapped too'
+    )
+    snapshots: bool = typed_field(True, "keep each graph before and after the rewrite, for reports and errors")
+    merge_all_reduces: bool = typed_field(True, "rewrite all_reduce(a) + all_reduce(b) to all_reduce(a + b)")
 
     def __post_init__(self) -> None:
-        for name in ("init_timeout_s", "step_timeout_s"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-                raise OptionError(f"{name} is not a deadline", got=repr(value), expected="a finite number of seconds above 0")
-            if value > 1e9:
-                raise OptionError(f"{name} is too long", got=repr(value), expected="at most 1e9 seconds")
-        if self.links not in ("nvlink", "any"):
-            raise OptionError("links is unknown", got=repr(self.links), expected="'nvlink' or 'any'")
+        def refuse(name: str, value: Any, expected: str) -> OptionError:
+            where = f"ub_overlap.configure({name}=...) or {environment_name(name)}"
+            return OptionError(f"bad value of setting {name!r}", where=where, got=repr(value), expected=expected)
+
+        for name, value in check_values(Settings, {f.name: getattr(self, f.name) for f in fields(self)}, refuse).items():
+            object.__setattr__(self, name, value)
+
+
+def environment_name(name: str) -> str:
+    """Return the environment variable of a setting."""
+    return _PREFIX + name.upper()
+
+
+def describe_settings() -> list[tuple[str, str, str, str]]:
+    """Return (setting, environment variable, default, meaning) of each setting."""
+    return [(f.name, environment_name(f.name), _as_text(f.default), f.metadata["doc"]) for f in fields(Settings)]
 
 
 def from_environment() -> Settings:
-    """The settings that the environment asks for, defaults elsewhere."""
+    """Return the settings of the environment, and defaults for variables that are not set."""
+    types = get_type_hints(Settings)
+    texts = {name: text for name in types if (text := os.environ.get(environment_name(name), ""))}
+    return Settings(**{name: _from_text(environment_name(name), text, types[name]) for name, text in texts.items()})
 
-    def seconds(name: str, default: float) -> float:
-        text = os.environ.get(name, "")
-        try:
-            return float(text) if text else default
-        except ValueError:
-            raise OptionError(f"{name} is not a number", got=repr(text), expected="seconds, e.g. 100") from None
 
-    return Settings(
-        init_timeout_s=seconds("UB_OVERLAP_INIT_TIMEOUT_S", Settings().init_timeout_s),
-        step_timeout_s=seconds("UB_OVERLAP_STEP_TIMEOUT_S", Settings().step_timeout_s),
-        trace=os.environ.get("UB_OVERLAP_TRACE", "0") not in ("", "0"),
-        replay=os.environ.get("UB_OVERLAP_REPLAY", "1") not in ("", "0"),
-        nvtx=os.environ.get("UB_OVERLAP_NVTX", "0") not in ("", "0"),
-        links=os.environ.get("UB_OVERLAP_LINKS") or Settings().links,
-    )
+def _from_text(variable: str, text: str, kind: Any) -> Any:
+    if kind is bool:
+        return text != "0"
+    if kind is not float:
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise OptionError(f"{variable} is not a number", got=repr(text), expected="seconds, e.g. 100") from None
+
+
+def _as_text(default: Any) -> str:
+    """Return a default as the environment spells it."""
+    return str(int(default)) if isinstance(default, bool) else f"{default:g}" if isinstance(default, float) else str(default)
 
 
 class _Holder:
-    """What is in force in this process. C++ keeps a copy of what it needs, pushed by `apply`."""
+    """The settings of this process. C++ keeps a copy of those that it reads, pushed by `apply`."""
 
     settings: Settings | None = None
 
 
 def current() -> Settings:
+    """Return the settings in force in this process."""
     if _Holder.settings is None:
         _Holder.settings = from_environment()
     return _Holder.settings
 
 
 def configure(**changes: Any) -> Settings:
-    """Change settings by name for this process, from now on. Returns what is then in force."""
+    """Change settings of this process by name, from now on. Return the settings then in force.
+
+    OptionError for an unknown name or an invalid value; nothing changes then.
+    """
     unknown = sorted(set(changes) - set(Settings.__slots__))
     if unknown:
         raise OptionError(f"unknown setting {unknown[0]!r}", expected=f"one of {', '.join(Settings.__slots__)}")
