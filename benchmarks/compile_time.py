@@ -45,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[10, 20, 40, 80])
     parser.add_argument("--different", type=int, default=640, help="sites of different sizes to choose for (0: none)")
-    parser.add_argument("--save", default="gathered", choices=("gathered", "shard"))
+    parser.add_argument("--memory-budget", type=float, help="the option memory_budget=")
     parser.add_argument("--json")
     args = parser.parse_args()
     ops.load()
@@ -57,7 +57,7 @@ def main() -> None:
         torch._dynamo.reset()
         mark = HISTORY.mark()
         sizes = ModelArgs(dim=64, num_layers=layers, num_heads=8, num_kv_heads=4, hidden_dim=128, max_seq_len=32)
-        seconds = measure(parallelize(Transformer(sizes), mesh), torch.randint(0, 256, (2, 32)), args.save)
+        seconds = measure(parallelize(Transformer(sizes), mesh), torch.randint(0, 256, (2, 32)), args.memory_budget)
         decisions = [d for p in HISTORY.since(mark) for d in p.decisions]
         total = sum(s for name, s in seconds.items() if name != "auto s")
         row = {"layers": layers, "collectives": len(decisions), "overlapped": sum(d.overlapped for d in decisions), **seconds}
@@ -70,10 +70,10 @@ def main() -> None:
             json.dump(rows, f, indent=1)
 
 
-def measure(model: torch.nn.Module, tokens: torch.Tensor, save: str) -> dict[str, float]:
+def measure(model: torch.nn.Module, tokens: torch.Tensor, budget: float | None) -> dict[str, float]:
     """Seconds of each pass on the joint, forward and backward graphs of `model`. The graphs as they were are what then runs."""
-    options = Options(overlap="force", save=save)  # type: ignore[arg-type]
-    auto = Options(overlap="auto", save=save, min_bytes=0, profile="h200")  # type: ignore[arg-type]
+    options = Options(overlap="force", memory_budget=budget)
+    auto = Options(overlap="auto", memory_budget=budget, min_bytes=0, profile="h200")
     seconds = {"joint s": 0.0, "forward s": 0.0, "backward s": 0.0, "auto s": 0.0}
     forget()
 

@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule
 
 from ub_overlap import _torch_compat as compat
-from ub_overlap.runtime import ops, settings
+from ub_overlap.runtime import ops
 from ub_overlap.runtime.session import plan_graphs
 
 from .diff.compare_ranks import explain as explain_ranks
@@ -36,8 +36,6 @@ def ub_overlap(
     ours, theirs = parse(options, compat.inductor_option_names())
     ops.load()
     plan_graphs.install(explain_ranks)
-    if ours.timeout_s is not None:
-        settings.configure(step_timeout_s=ours.timeout_s)
     if ours.inner == "aot_eager":
         return _aot_eager(gm, example_inputs, ours)
     return _inductor(gm, example_inputs, ours, theirs, mode or ours.mode)
@@ -47,7 +45,7 @@ def _inductor(
     gm: GraphModule, example_inputs: list[Any], ours: Options, theirs: dict[str, Any], mode: str | None
 ) -> Callable[..., Any]:
     compat.mend_fused_reads()
-    if ours.fp8 != "off":
+    if ours.fp8.is_on:
         compat.never_reused(torch.ops.ub_overlap.fp8_weight.default)
     patches = {**(compat.list_mode_options(mode) if mode else {}), **theirs}
     inputs, trail = GraphInputs.of(example_inputs), JointSnapshot()

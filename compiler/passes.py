@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph
 
 from ub_overlap import _torch_compat as compat
+from ub_overlap.runtime import settings
 from ub_overlap.runtime.session import plan_announcements, transport
 
 from .cost.profile_lookup import load, signature
@@ -64,10 +65,11 @@ class _Pass(compat.custom_graph_pass()):  # type: ignore[misc]
         self.options, self.inputs, self.trail = options, inputs or GraphInputs(), trail or JointSnapshot()
 
     def uuid(self) -> Any:
-        if not self.options.cacheable:
+        if not self.options.is_cacheable:
             return None
         profiles = signature(self.options.profile, tuple(sorted(transport.executors())))
-        key = (self.options.key(), astuple(self.inputs), torch.__version__, transport.signature(), profiles)
+        merges = settings.current().merge_all_reduces
+        key = (self.options.key(), merges, astuple(self.inputs), torch.__version__, transport.signature(), profiles)
         return (type(self).__name__, _sources(), *key)
 
 
@@ -77,11 +79,11 @@ class JointPass(_Pass):
     def __call__(self, graph: Graph) -> None:
         all_reduces = graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
         scaled_before = graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default)
-        watched = len(all_reduces) > 1 or scaled_before or self.options.fp8 != "off"
-        watch = SnapshotRecorder(graph, "joint", self.options.snapshots and bool(watched))
+        watched = len(all_reduces) > 1 or scaled_before or self.options.fp8.is_on
+        watch = SnapshotRecorder(graph, "joint", settings.current().snapshots and bool(watched))
         watch.before()
-        merged = merge_all_reduces(graph) if self.options.merge_all_reduces and self.options.overlap != "off" else 0
-        scaled = insert_casts(graph, _fp8(graph, self.options, self.inputs)) if self.options.fp8 != "off" else 0
+        merged = merge_all_reduces(graph) if settings.current().merge_all_reduces and self.options.overlap != "off" else 0
+        scaled = insert_casts(graph, _fp8(graph, self.options, self.inputs)) if self.options.fp8.is_on else 0
         given = bool(scaled_before) and self.options.overlap != "off"  # float8 already
         early = _early(self.options, bool(self.inputs.shards))
         moved = cast_before_gathers(graph, early) if given else 0
@@ -110,12 +112,12 @@ def _fp8(graph: Graph, options: Options, inputs: GraphInputs) -> Fp8:
     weighed = options.overlap != "force" and (options.profile is not None or "cuda" in devices)
     profile = load(options.profile, None, "cuda" if "cuda" in devices else "cpu") if weighed else None
     return Fp8(
-        recipe_of(options.fp8_recipe),
-        backward=options.fp8 == "all",
-        filter=options.fp8_filter,
+        recipe_of(options.fp8.recipe),
+        backward=options.fp8.products == "all",
+        filter=options.fp8.filter,
         profile=profile,
-        state=options.fp8_state,
-        kept=inputs.parameters_in(graph) if options.fp8_weights == "kept" else set(),
+        state=options.fp8.state,
+        kept=inputs.parameters_in(graph) if options.fp8.weights == "cached" else set(),
         verify=options.verify,
         uneven=sizes_by_placeholder(graph, inputs.shards),
     )
@@ -125,7 +127,7 @@ class RewritePass(_Pass):
     """Finds, decides, records, rewrites."""
 
     def __call__(self, graph: Graph) -> None:
-        if self.options.fp8 != "off":
+        if self.options.fp8.is_on:
             copy_outputs(graph)
         drop_unread(graph)
         decided = decide(graph, self.options, phase_of(graph), transport.why_not)
@@ -135,9 +137,9 @@ class RewritePass(_Pass):
         plan_announcements.leave(decided.groups, decided.plan.graph, decided.plan.digest)
         announce(decided.plan)
         handle_misses(decided.plan, self.options)
-        watch = SnapshotRecorder(graph, decided.plan.phase, self.options.snapshots)
+        watch = SnapshotRecorder(graph, decided.plan.phase, settings.current().snapshots)
         watch.before(decided.chosen)
-        wire = "float8" if self.options.fp8_reduce_scatter else "plain"
+        wire = "float8" if self.options.fp8.reduce_scatter else "plain"
         rewrite(graph, decided.chosen, wire, self.options.verify)
         if decided.plan.casts:
             pin(graph)

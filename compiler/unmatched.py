@@ -1,4 +1,4 @@
-"""options={"on_miss": ...}: what a collective that sits at a matmul and could not be matched causes."""
+"""options={"on_unmatched": ...}: what a collective that sits at a matmul and could not be matched causes."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def missed(plan: Plan) -> list[Decision]:
 
 
 def handle_misses(plan: Plan, options: Options) -> None:
-    """MissError, a warning, or nothing, as `options.on_miss` says."""
+    """MissError, a warning, or nothing, as `options.on_unmatched` says."""
     found = missed(plan)
-    if not found or options.on_miss == "ignore":
+    if not found or options.on_unmatched == "ignore":
         return
     lines = [
         f"{d.id} {d.kind.value} at {d.source or d.module or 'unknown source'}: {d.reason.value}: {d.detail}"
         for d in found
         if d.reason
     ]
-    if options.on_miss == "error":
+    if options.on_unmatched == "error":
         raise MissError(
             what=f"{len(found)} of {len(plan.decisions)} collectives could not be overlapped",
             where="; ".join(lines),
-            got="on_miss='error'",
+            got="on_unmatched='error'",
             expected="every collective that meets a matmul matched",
-            fix="change the code at the lines above, or set on_miss='warn'",
+            fix="change the code at the lines above, or set on_unmatched='warn'",
         )
     warnings.warn("ub_overlap: not overlapped: " + "; ".join(lines), stacklevel=2)

@@ -1,4 +1,4 @@
-"""The alternatives of a site, timed once on its ranks: options={"tune": True}.
+"""The alternatives of a site, timed once on its ranks: options={"autotune": True}.
 
     first call of a site (and bucket of sizes)     runs by the first alternative, the model's choice
         tune/N     what each rank knows of equal sites   -> all know the same: that is it

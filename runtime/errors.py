@@ -211,4 +211,4 @@ def make(name: str, fields: dict[str, str]) -> UbOverlapError:
 
 
 class MissError(UbOverlapError):
-    """on_miss="error": a collective that meets a matmul could not be overlapped."""
+    """on_unmatched="error": a collective that meets a matmul could not be overlapped."""

@@ -6,7 +6,6 @@ are generated from them, so each fact is written once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from functools import cache
@@ -53,10 +52,10 @@ def integer_from(least: int) -> Check:
 
 
 def number(expected: str, is_valid: Callable[[float], bool]) -> Check:
-    """Return the check of finite numbers for which `is_valid` holds."""
+    """Return the check of numbers for which `is_valid` holds."""
 
     def convert(value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not is_valid(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not is_valid(value):
             raise ValueError
         return float(value)
 

@@ -135,9 +135,9 @@ def test_bad_flags(flags: str, message: str, flags_of: Callable[..., Any], capsy
 
 def test_flags(flags_of: Callable[..., Any]) -> None:
     """Flags of one rank of three; options of torch.compile are JSON values or texts."""
-    flags = flags_of("--num-heads", "6", "--seq-length", "9", "--option", "chunks=3", "--option", "inner=aot_eager")
+    flags = flags_of("--num-heads", "6", "--seq-length", "9", "--option", "min_bytes=3", "--option", "inner=aot_eager")
     assert (flags.tensor_parallel, flags.device, flags.dtype) == (3, "cpu", torch.float32)
-    assert flags.options == {"chunks": 3, "inner": "aot_eager"}
+    assert flags.options == {"min_bytes": 3, "inner": "aot_eager"}
 
 
 @pytest.fixture

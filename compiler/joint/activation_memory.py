@@ -3,8 +3,9 @@
 torch saves the gathered tensor by default (R times the shard). A gather whose nodes are marked for recomputation is saved as
 its shard instead, and backward gathers again: a gather that meets the weight-gradient matmuls and is overlapped like any other.
 
-    save="gathered", save="shard"   all of one kind
-    memory_budget=B                 gathered where it saves the most time a byte, until B is spent; shards otherwise
+    memory_budget=None   gathered tensors
+    memory_budget=0      shards
+    memory_budget=B      gathered where it saves the most time per byte, until B is spent; shards otherwise
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class _Weighed:
 
 def apply_save_policy(graph: Graph, options: Options) -> int:
     """Marks gathers of the forward half of a joint graph as the options say; returns how many."""
-    if options.memory_budget is None and options.save == "gathered":
+    if options.memory_budget is None:
         return 0
     backward = needs_tangents(graph)
     if not backward:
@@ -45,7 +46,7 @@ def apply_save_policy(graph: Graph, options: Options) -> int:
     candidates = find_candidates(graph)
     beside = _InputGradients(graph, backward)
     weighed = [w for c in candidates if (w := _weigh(c, backward, beside, options, hints)) is not None]
-    if options.memory_budget is None:
+    if options.memory_budget == 0:
         whole: set[int] = set()
     else:
         # A region that the user checkpoints is the user's: nothing of it is kept, whatever we say.

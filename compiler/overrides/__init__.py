@@ -1,7 +1,10 @@
-"""What the user forces on sites.
+"""Strategies that the user requests for sites: options={"overrides": ...}.
 
-rule.py       one rule
-rules.py      options={"rules": [...]}
-megatron.py   a tp_comm_overlap_cfg as rules
-saved.py      options={"plan": ...}: plans that were saved
+override_set.py        all requests; the forms of the option
+rule.py                one rule
+requested_strategy.py  the texts of strategies
+megatron.py            a tp_comm_overlap_cfg as rules
+saved_plan.py          saved plans
+option_file.py         JSON and YAML files
+unmatched_patterns.py  warnings for what matches no site
 """

@@ -1,18 +1,17 @@
 """A tp_comm_overlap_cfg of Megatron / NeMo / TransformerEngine, as rules.
 
-The cfg is a table {"<layer>_<pass>": {"method": ..., ...}}; what each entry overlaps there decides what its rule takes here:
+The cfg is a table {"<layer>_<pass>": {"method": ..., ...}}. What an entry overlaps there decides which sites its rule matches:
 
     qkv_fprop, fc1_fprop      all_gather -> matmul                    forward    ring_exchange
     proj_fprop, fc2_fprop     matmul -> reduce_scatter                forward    pipeline, ring_exchange
     proj_dgrad, fc2_dgrad     all_gather of dY -> matmul              backward   ring_exchange
-    qkv_dgrad, fc1_dgrad      all_gather of x beside the matmul       backward   bulk  (there is one with save="shard" alone)
+    qkv_dgrad, fc1_dgrad      all_gather of x, concurrent matmul      backward   bulk  (exists with memory_budget=0 only)
                               or matmul -> reduce_scatter of dX       backward   ring_exchange, pipeline
-    qkv_wgrad, fc1_wgrad      reduce_scatter of dX beside the matmul  backward   bulk
+    qkv_wgrad, fc1_wgrad      reduce_scatter of dX, concurrent matmul backward   bulk
 """
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +20,8 @@ from typing import Any
 from ub_overlap.runtime.errors import OptionError
 
 from ..plan.strategy import MAX_CHUNKS
-from .rule import Rule, refused
+from .option_file import read_option_file, refused
+from .rule import Rule
 
 LAYERS: dict[str, tuple[str, ...]] = {
     "qkv": (
@@ -40,11 +40,11 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "fc1": ("*.w1", "*.w3", "*.gate_proj", "*.up_proj", "*.gate_up_proj", "*.linear_fc1", "*.fc1", "*.dense_h_to_4h"),
     "fc2": ("*.w2", "*.down_proj", "*.linear_fc2", "*.fc2", "*.dense_4h_to_h"),
 }
-"""How models call the modules that the cfg names: Llama's and torchtitan's, Hugging Face's, Megatron's."""
+"""Module names of the layers in Llama and torchtitan, Hugging Face and Megatron models."""
 
 _GATHER, _SCATTER = "all_gather*", "*reduce_scatter"
 _COLUMN, _ROW = ("qkv", "fc1"), ("proj", "fc2")
-# (layers, pass) -> method -> kind of the collective; the first method is the reference's default.
+# (layers, pass) -> method -> kind of the collective; the first method is TransformerEngine's default.
 _METHODS: dict[tuple[tuple[str, ...], str], dict[str, str]] = {
     (_COLUMN, "fprop"): {"ring_exchange": _GATHER},
     (_ROW, "fprop"): {"pipeline": _SCATTER, "ring_exchange": _SCATTER},
@@ -55,53 +55,23 @@ _METHODS: dict[tuple[tuple[str, ...], str], dict[str, str]] = {
 }
 ENTRIES = {f"{layer}_{stage}": methods for (layers, stage), methods in _METHODS.items() for layer in layers}
 _DEFAULT_SPLITS = 4
-# Fields that change nothing here, and the value at which they do not mean to: pushes take no SM, so there is nothing to share.
-_NO_MEANING: dict[str, Any] = {
+# Fields without effect here, and their neutral values. Our pushes use no SM, so there are no SMs to share.
+_WITHOUT_EFFECT: dict[str, Any] = {
     "num_sm": None, "cga_size": None, "set_sm_margin": False, "atomic_gemm": False, "fp8_buf": False, "use_ce": True,
     "comm_priority": None, "gemm_priority": None, "pipeline_rs_overlap_first_gemm": False,
 }  # fmt: skip
 
 
-def is_cfg(value: Mapping[Any, Any]) -> bool:
-    """Does a dict look like such a cfg: is one of its keys one of theirs?"""
+def is_tp_comm_overlap_cfg(value: Mapping[Any, Any]) -> bool:
+    """Return whether a key of the dict is an entry of such a cfg."""
     return any(key in ENTRIES for key in value)
 
 
-def read_text(path: str | Path, option: str) -> Any:
-    """What a JSON or YAML file holds. OptionError where it cannot be read; YAML needs PyYAML, which is not required."""
-    try:
-        text = Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as e:
-        raise refused("", "", str(path), "a readable JSON or YAML file", option, fix=str(e)) from e
-    try:
-        return json.loads(text)
-    except ValueError as not_json:
-        if Path(path).suffix.lower() not in (".yaml", ".yml"):
-            raise refused(str(path), "", _start(text), "JSON", option, fix=str(not_json)) from not_json
-    try:
-        import yaml
-    except ImportError as e:
-        raise refused(
-            str(path),
-            "",
-            "a YAML file, and no PyYAML",
-            "PyYAML to read it with",
-            option,
-            fix="pip install pyyaml, or write it as JSON",
-        ) from e
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as e:
-        raise refused(str(path), "", _start(text), "YAML", option, fix=" ".join(str(e).split())) from e
+def rules_of_cfg(cfg: Mapping[Any, Any], origin: str = "", ignored: list[str] | None = None) -> tuple[Rule, ...]:
+    """Return the rules of a cfg; sites without an entry stay automatic.
 
-
-def _start(text: str) -> str:
-    return text[:60] + ("..." if len(text) > 60 else "")
-
-
-def rules_of(cfg: Mapping[Any, Any], origin: str = "", told: list[str] | None = None) -> tuple[Rule, ...]:
-    """The rules that a cfg comes to; sites of entries it does not have stay automatic. What has no meaning here is named in one
-    warning, or put into `told`. OptionError where a field cannot be, as the reference refuses it too."""
+    Fields without effect here are appended to `ignored`, or named in one warning. OptionError for an invalid field.
+    """
     rules: list[Rule] = []
     unused: list[str] = []
     for name, entry in cfg.items():
@@ -113,10 +83,10 @@ def rules_of(cfg: Mapping[Any, Any], origin: str = "", told: list[str] | None = 
             rules.append(rule)
     if not rules and not unused:
         raise refused(origin, "", dict(cfg), f"some of {', '.join(ENTRIES)}")
-    if told is not None:
-        told += unused
+    if ignored is not None:
+        ignored += unused
     elif unused:
-        warnings.warn(f"ub_overlap: {origin or 'tp_comm_overlap_cfg'}: without meaning here: {', '.join(unused)}", stacklevel=3)
+        warnings.warn(f"ub_overlap: {origin or 'tp_comm_overlap_cfg'}: without effect here: {', '.join(unused)}", stacklevel=3)
     return tuple(rules)
 
 
@@ -126,12 +96,12 @@ def _rule(name: str, entry: Mapping[str, Any], origin: str, unused: list[str]) -
     if not isinstance(method, str) or method not in methods:
         raise refused(origin, f"{name}.method", method, " or ".join(map(repr, methods)))
     kind, layer = methods[method], name.partition("_")[0]
-    unused += [f"{name}.{f}" for f in entry if _means_something_there(f, entry[f], method)]
+    unused += [f"{name}.{f}" for f in entry if _has_effect_there(f, entry[f], method)]
     scatters = entry.get("is_reduce_scatter")
     if scatters is not None and bool(scatters) != (kind == _SCATTER):
-        here = "1: {} it is a reduce_scatter" if kind == _SCATTER else "0: {} it is an all_gather"
-        said = here.format(f"with method {method!r}")
-        raise refused(origin, f"{name}.is_reduce_scatter", scatters, said)
+        number, collective = (1, "a reduce_scatter") if kind == _SCATTER else (0, "an all_gather")
+        expected = f"{number}: with method {method!r} it is {collective}"
+        raise refused(origin, f"{name}.is_reduce_scatter", scatters, expected)
     strategy = _strategy(name, entry, method, kind, origin)
     if strategy is None:
         unused.append(f"{name}.method={method}")
@@ -145,12 +115,12 @@ def _rule(name: str, entry: Mapping[str, Any], origin: str, unused: list[str]) -
     )
 
 
-def _means_something_there(field: str, value: Any, method: str) -> bool:
+def _has_effect_there(field: str, value: Any, method: str) -> bool:
     if field in ("method", "is_reduce_scatter", "aggregate"):
         return False
     if field == "num_splits":
         return method != "pipeline"
-    return field not in _NO_MEANING or _NO_MEANING[field] is None or bool(value) != _NO_MEANING[field]
+    return field not in _WITHOUT_EFFECT or _WITHOUT_EFFECT[field] is None or bool(value) != _WITHOUT_EFFECT[field]
 
 
 def _strategy(name: str, entry: Mapping[str, Any], method: str, kind: str, origin: str) -> str | None:
@@ -170,16 +140,16 @@ def _strategy(name: str, entry: Mapping[str, Any], method: str, kind: str, origi
 
 
 def import_file(path: str | Path) -> tuple[tuple[Rule, ...], list[str]]:
-    """(rules, names of what has no meaning here) of a cfg file. OptionError as for the option."""
-    cfg = read_text(path, "rules")
-    if not isinstance(cfg, Mapping) or not is_cfg(cfg):
+    """Return (rules, names of fields without effect here) of a cfg file. OptionError as for the option."""
+    cfg = read_option_file(path)
+    if not isinstance(cfg, Mapping) or not is_tp_comm_overlap_cfg(cfg):
         raise OptionError(
-            what="this is no tp_comm_overlap_cfg",
+            what="not a tp_comm_overlap_cfg",
             where=f"file {path}",
             got=f"{type(cfg).__name__} of {', '.join(map(str, cfg)) or 'nothing'}"
             if isinstance(cfg, Mapping)
             else repr(cfg)[:80],
             expected=f"a table with some of {', '.join(ENTRIES)}",
         )
-    told: list[str] = []
-    return rules_of(cfg, str(path), told), told
+    ignored: list[str] = []
+    return rules_of_cfg(cfg, str(path), ignored), ignored

@@ -1,32 +1,39 @@
-"""One rule: the sites it takes, by module, kind and phase, and the strategy it forces there (read and applied by rules.py)."""
+"""One rule: the sites that it matches, by module, kind and phase, and the strategy that it requests there.
+
+    {"module": "layers.*.attention", "kind": "matmul_*", "phase": "forward", "strategy": "pipelined:chunks=R/2"}
+
+module    glob, or a list of globs, of module paths as the report shows them. It matches the module and all inside it;
+          "*.wq" is a wq anywhere. Default: any module
+kind      glob of kinds ("all_gather_matmul", "matmul_*", ...). A kind without "matmul" matches every such collective; a kind
+          with "matmul" only those next to a matmul. Default: any
+phase     "forward" or "backward". Default: both
+strategy  see requested_strategy.py
+optional  True: no warning where the rule matches no site
+"""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ub_overlap.runtime.errors import OptionError
+from ..plan.reasons import Kind
+from .option_file import refused
+from .requested_strategy import EXPECTED, Override, is_requestable, override_of
 
-from ..plan.strategy import MAX_CHUNKS, DispatchTable, Strategy, parse
-
-AUTO = "auto"
 PHASES = ("forward", "backward")
-STRATEGIES = (
-    "auto, none, pipelined, bulk, pipelined:chunks=N, pipelined:stripes=N or bulk:chunks=N (N of chunks: also R, R/2, 2R)"
-)
-_OF_RANKS = re.compile(r"((?:pipelined|bulk):chunks=)(R/2|2R|R)\Z")
+FIELDS = ("module", "kind", "phase", "strategy", "optional")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteDescription:
-    """What rules and plans see of a site before it is decided."""
+    """The facts of a site that overrides match, known before it is decided."""
 
     id: str
     phase: str
     kinds: tuple[str, ...]
-    """What it may be called: the plain collective, and the site it makes with its matmuls if it makes one."""
+    """Kinds of the site: the plain collective, and the collective with its matmuls if it has some."""
     modules: tuple[str, ...]
     ranks: int
     dtype: str = ""
@@ -36,27 +43,22 @@ class SiteDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One rule; its fields are described in rules.py."""
+    """One rule, with the fields above."""
 
     strategy: str
     module: tuple[str, ...] = ("*",)
     kind: str = "*"
     phase: str = ""
     optional: bool = False
-    """No warning where it matches nothing."""
 
-    def matches(self, place: SiteDescription) -> bool:
-        if self.phase not in ("", place.phase) or not any(fnmatchcase(k, self.kind) for k in place.kinds):
+    def matches(self, site: SiteDescription) -> bool:
+        """Return whether the rule applies to `site`."""
+        if self.phase not in ("", site.phase) or not any(fnmatchcase(k, self.kind) for k in site.kinds):
             return False
-        return self.module == ("*",) or any(_within(path, glob) for path in place.modules for glob in self.module)
-
-    def strategy_for(self, ranks: int) -> Strategy | DispatchTable | None:
-        """What it forces in a group of `ranks`; None for "auto"."""
-        if self.strategy == AUTO:
-            return None
-        return parse(resolved(self.strategy, ranks))
+        return self.module == ("*",) or any(_is_within(path, glob) for path in site.modules for glob in self.module)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the form that the option takes."""
         module = self.module[0] if len(self.module) == 1 else list(self.module)
         out: dict[str, Any] = {"module": module, "kind": self.kind, "phase": self.phase, "strategy": self.strategy}
         return {k: v for k, v in out.items() if v not in ("", "*")} | ({"optional": True} if self.optional else {})
@@ -67,37 +69,44 @@ class Rule:
         return "; ".join(part for part in (module, kind, self.phase) if part) or "any site"
 
 
-@dataclass(frozen=True, slots=True)
-class Override:
-    """A strategy that the user asked for, and where: "rule 2 (module ...)", "the plan ('backward.*')"."""
+def parse_rule(row: Mapping[Any, Any], origin: str, field: str) -> Rule:
+    """Return the rule of a dict. OptionError names the field, and the file `origin`."""
+    for name in row:
+        if name not in FIELDS:
+            raise refused(origin, f"{field}.{name}", row[name], f"one of the fields {', '.join(FIELDS)}")
+    if "strategy" not in row:
+        raise refused(origin, f"{field}.strategy", "nothing", EXPECTED)
+    module = row.get("module", "*")
+    module = (module,) if isinstance(module, str) else module
+    if not isinstance(module, list | tuple) or not module or not all(isinstance(m, str) and m for m in module):
+        raise refused(origin, f"{field}.module", row["module"], "a glob of module paths, or a list of them")
+    kind = row.get("kind") or "*"
+    names = [k.value for k in Kind]
+    if not isinstance(kind, str) or not any(fnmatchcase(k, kind) for k in names):
+        raise refused(origin, f"{field}.kind", row["kind"], f"a glob of {', '.join(names)}")
+    phase = row.get("phase") or ""
+    if phase not in ("", *PHASES):
+        raise refused(origin, f"{field}.phase", row["phase"], "'forward' or 'backward'")
+    strategy = row["strategy"]
+    if not is_requestable(strategy):
+        raise refused(origin, f"{field}.strategy", strategy, EXPECTED)
+    optional = row.get("optional", False)
+    if not isinstance(optional, bool):
+        raise refused(origin, f"{field}.optional", optional, "True or False")
+    return Rule(strategy=strategy, module=tuple(module), kind=kind, phase=phase, optional=optional)
 
-    strategy: Strategy | DispatchTable
-    by: str
+
+def find_rule(rules: Sequence[Rule], site: SiteDescription) -> Override | None:
+    """Return what the last rule that matches `site` requests, if one does."""
+    for number in range(len(rules), 0, -1):
+        rule = rules[number - 1]
+        if rule.matches(site):
+            return override_of(rule.strategy, site.ranks, f"rule {number} ({rule})")
+    return None
 
 
-def _within(path: str, glob: str) -> bool:
-    """Does `glob` take the module `path` or one that holds it?"""
+def _is_within(path: str, glob: str) -> bool:
+    """Return whether `glob` matches the module `path` or a module that contains it."""
     parts = path.split(".")
     above = (".".join(parts[: i + 1]) for i in range(len(parts)))
     return any(fnmatchcase(p, glob) or fnmatchcase(f".{p}", glob) for p in above)
-
-
-def resolved(strategy: str, ranks: int) -> str:
-    """`strategy` with R, R/2 (one at least) and 2R as numbers."""
-    match = _OF_RANKS.match(strategy)
-    if not match:
-        return strategy
-    chunks = {"R": ranks, "R/2": max(1, ranks // 2), "2R": 2 * ranks}[match[2]]
-    return f"{match[1]}{min(chunks, MAX_CHUNKS)}"
-
-
-def refused(origin: str, field: str, got: Any, expected: str, option: str = "rules", fix: str = "") -> OptionError:
-    """The error for a part of an option: `origin` is the file it came from ("": none), `field` the way to the part."""
-    where = ", ".join(filter(None, [origin and f"file {origin}", field and f"field {field}"]))
-    return OptionError(
-        what=f"bad value of option {option!r}",
-        where=where or "torch.compile(..., options=...)",
-        got=f"{field or option}={got!r}",
-        expected=expected,
-        fix=fix,
-    )

@@ -1,35 +1,32 @@
-"""options={"plan": ...}: strategies forced by site id, and what keeps a plan of another model from being obeyed.
+"""Saved plans: strategies by site, applied only to the graphs that they were made for.
 
-A dict {pattern of site ids: strategy} is taken as it is. A whole saved plan (a stored plan, a report's JSON, what
-`python -m ub_overlap plan --save` writes) also says what each site was: a graph that differs is an OptionError that names the
-first site that does. Sizes alone may differ (a last batch is smaller): that is a warning.
+A saved plan (a stored plan, a report's JSON, the file that `python -m ub_overlap plan --save` writes) records what each site
+was. A graph that differs is an OptionError with the first site that differs. A difference of sizes alone (the last batch is
+smaller) is a warning.
 """
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from ub_overlap.runtime.errors import OptionError
 
-from ..plan.plan import Plan
 from ..plan.reasons import Kind, Reason, collective_of
 from ..plan.strategy import Mode, Strategy, parse
-from .rule import PHASES, Override, SiteDescription, refused
+from .option_file import refused
+from .requested_strategy import Override
+from .rule import PHASES, SiteDescription
 
 VERSION = 1
-_EXPECTED = "a dict {site pattern: strategy}, a path of such a JSON file, or a Plan"
 _STRATEGIES = "none, pipelined, bulk, pipelined:chunks=N or bulk:chunks=N, pipelined:stripes=N, or a table of these"
 
 
 @dataclass(frozen=True, slots=True)
 class SavedSite:
-    """What a plan says of one site. "" and 0 where it says nothing."""
+    """One site of a saved plan. "" and 0 for facts that the plan does not have."""
 
     id: str
     collective: str
@@ -43,61 +40,26 @@ class SavedSite:
 
 @dataclass(frozen=True, slots=True)
 class SavedGraph:
-    """The sites of one graph of a whole plan, in graph order, less those that were merged away."""
+    """The sites of one graph of a saved plan, in graph order, without those that were merged away."""
 
     phase: str
     sites: tuple[SavedSite, ...]
     origin: str
+    """The file, or ""."""
 
 
-Pairs = tuple[tuple[str, str], ...]
+def parse_saved_plan(plan: Mapping[str, Any], origin: str) -> tuple[SavedGraph, ...]:
+    """Return the graphs of a saved plan. OptionError names the bad field, and the file `origin`."""
 
-
-def parse_plan(value: Any) -> tuple[Pairs, tuple[SavedGraph, ...]]:
-    """((pattern, strategy) pairs, the graphs of a whole plan) of the forms that the option takes."""
-    origin = ""
-    if isinstance(value, str | Path):
-        origin = str(value)
-        try:
-            value = json.loads(Path(value).read_text())
-        except (OSError, ValueError) as e:
-            raise refused("", "", origin, "a readable JSON file", "plan", fix=str(e)) from e
-    if isinstance(value, Plan):
-        value = json.loads(value.to_json())
-    if isinstance(value, Mapping) and "sites" in value:
-        graphs = _graphs(value, origin)
-        pairs = {s.id: s.strategy for g in graphs for s in g.sites}
-        return tuple(pairs.items()), graphs
-    if isinstance(value, list | tuple) and all(isinstance(row, list | tuple) and len(row) == 2 for row in value):
-        value = dict(value)
-    if not isinstance(value, Mapping):
-        raise refused(origin, "", value, _EXPECTED, "plan")
-    for pattern, strategy in value.items():
-        if not isinstance(pattern, str) or not isinstance(strategy, str) or not Strategy.is_forceable(strategy):
-            raise refused(origin, str(pattern) if origin else "", {pattern: strategy}, _STRATEGIES, "plan")
-    return tuple(value.items()), ()
-
-
-def without(graphs: Sequence[SavedGraph], patterns: Sequence[str]) -> tuple[SavedGraph, ...]:
-    """The same plan, with sites that a pattern matches left alone."""
-    return tuple(
-        replace(
-            g, sites=tuple(replace(s, strategy="none") if any(fnmatchcase(s.id, p) for p in patterns) else s for s in g.sites)
-        )
-        for g in graphs
-    )
-
-
-def _graphs(d: Mapping[str, Any], origin: str) -> tuple[SavedGraph, ...]:
     def bad(field: str, got: Any, expected: str, fix: str = "") -> OptionError:
-        return refused(origin or "a plan given as a dict", field, got, expected, "plan", fix)
+        return refused(origin or "a plan given as a dict", field, got, expected, fix)
 
-    if d.get("version") != VERSION:
-        raise bad("version", d.get("version"), str(VERSION), "made by another version of ub_overlap: make it anew")
-    if not isinstance(d["sites"], list):
-        raise bad("sites", d["sites"], "a list of sites")
+    if plan.get("version") != VERSION:
+        raise bad("version", plan.get("version"), str(VERSION), "another version of ub_overlap wrote it: save the plan again")
+    if not isinstance(plan["sites"], list):
+        raise bad("sites", plan["sites"], "a list of sites")
     graphs: dict[tuple[str, str], list[SavedSite]] = {}
-    for i, row in enumerate(d["sites"]):
+    for i, row in enumerate(plan["sites"]):
         if not isinstance(row, Mapping):
             raise bad(f"sites[{i}]", row, "a site: a dict with id, kind, phase, strategy, ...")
         for name, kind in (("id", str), ("kind", str), ("phase", str), ("strategy", str), ("ranks", int)):
@@ -107,11 +69,11 @@ def _graphs(d: Mapping[str, Any], origin: str) -> tuple[SavedGraph, ...]:
             raise bad(f"sites[{i}].kind", row["kind"], f"one of {', '.join(k.value for k in Kind)}")
         if row["phase"] not in PHASES:
             raise bad(f"sites[{i}].phase", row["phase"], " or ".join(map(repr, PHASES)))
-        merged = row["strategy"] == Mode.MERGED.value
-        if not merged and not Strategy.is_forceable(row["strategy"]):
+        is_merged = row["strategy"] == Mode.MERGED.value
+        if not is_merged and not Strategy.is_forceable(row["strategy"]):
             raise bad(f"sites[{i}].strategy", row["strategy"], _STRATEGIES)
-        sites = graphs.setdefault((str(row.get("plan", d.get("digest", ""))), row["phase"]), [])
-        if not merged and row.get("reason") != Reason.SCALES.value:  # these belong to another site, or to none
+        sites = graphs.setdefault((str(row.get("plan", plan.get("digest", ""))), row["phase"]), [])
+        if not is_merged and row.get("reason") != Reason.SCALES.value:  # scales belong to another site, or to none
             shapes = row.get("shapes")
             sites.append(
                 SavedSite(
@@ -124,62 +86,63 @@ def _graphs(d: Mapping[str, Any], origin: str) -> tuple[SavedGraph, ...]:
                     strategy=row["strategy"],
                 )
             )
-    return tuple(SavedGraph(phase, tuple(sites), origin or "the plan") for (_, phase), sites in graphs.items())
+    return tuple(SavedGraph(phase, tuple(sites), origin) for (_, phase), sites in graphs.items())
 
 
-def fit(graphs: Sequence[SavedGraph], phase: str, places: Sequence[SiteDescription]) -> dict[str, Override]:
-    """What the saved graph that `places` (all sites of a graph) are a copy of forces, by site id; nothing where the plan has no
-    graph of this phase. OptionError, naming the first site that differs, where none of them fits."""
-    mine = [g for g in graphs if g.phase == phase]
+def match_saved_graph(graphs: Sequence[SavedGraph], phase: str, sites: Sequence[SiteDescription]) -> dict[str, Override]:
+    """Return the overrides, by site id, of the saved graph that equals the graph of `sites` (all of its sites).
+
+    Empty where the plan has no graph of this phase. OptionError with the first site that differs where no graph is equal.
+    """
     best: tuple[int, OptionError] | None = None
-    for graph in mine:
-        differs = _first_difference(graph, places)
-        if differs is None:
-            _warn_of_sizes(graph, places)
-            return {s.id: Override(parse(s.strategy), f"the plan {graph.origin}") for s in graph.sites}
-        if best is None or differs[0] > best[0]:
-            best = differs
+    for graph in (g for g in graphs if g.phase == phase):
+        difference = _first_difference(graph, sites)
+        if difference is None:
+            _warn_of_sizes(graph, sites)
+            return {s.id: Override(parse(s.strategy), f"the saved plan {graph.origin}".strip()) for s in graph.sites}
+        if best is None or difference[0] > best[0]:
+            best = difference
     if best is not None:
         raise best[1]
     return {}
 
 
-def _first_difference(graph: SavedGraph, places: Sequence[SiteDescription]) -> tuple[int, OptionError] | None:
+def _first_difference(graph: SavedGraph, sites: Sequence[SiteDescription]) -> tuple[int, OptionError] | None:
     def error(number: int, site: str, field: str, got: Any, expected: Any) -> tuple[int, OptionError]:
         return number, OptionError(
             what=f"the saved plan does not fit this {graph.phase} graph; the first site that differs is {site}",
-            where=f"{graph.origin}, site {site}, field {field}",
+            where=f"{graph.origin or 'the plan'}, site {site}, field {field}",
             got=f"{field}={got!r} in the graph",
             expected=f"{field}={expected!r} in the plan",
-            fix="make the plan anew for this model, group and options, or force sites by patterns: plan={pattern: strategy}",
+            fix="save the plan again for this model, group and options, or use patterns: overrides={pattern: strategy}",
         )
 
-    for number, (saved, place) in enumerate(zip(graph.sites, places, strict=False)):
-        here = {
-            "id": place.id,
-            "collective": collective_of(place.kinds[0]),
-            "ranks": place.ranks,
-            "dtype": place.dtype,
-            "module": saved.module if saved.module in place.modules else ", ".join(place.modules),
+    for number, (saved, site) in enumerate(zip(graph.sites, sites, strict=False)):
+        actual = {
+            "id": site.id,
+            "collective": collective_of(site.kinds[0]),
+            "ranks": site.ranks,
+            "dtype": site.dtype,
+            "module": saved.module if saved.module in site.modules else ", ".join(site.modules),
         }
-        for field, got in here.items():
+        for field, got in actual.items():
             expected = getattr(saved, field)
             if expected != got and (expected or field == "ranks"):
-                return error(number, place.id, field, got, expected)
-    if len(graph.sites) != len(places):
-        number = min(len(graph.sites), len(places))
-        longer = graph.sites if len(graph.sites) > number else places
-        return error(number, longer[number].id, "number of sites", len(places), len(graph.sites))
+                return error(number, site.id, field, got, expected)
+    if len(graph.sites) != len(sites):
+        number = min(len(graph.sites), len(sites))
+        longer = graph.sites if len(graph.sites) > number else sites
+        return error(number, longer[number].id, "number of sites", len(sites), len(graph.sites))
     return None
 
 
-def _warn_of_sizes(graph: SavedGraph, places: Sequence[SiteDescription]) -> None:
-    for saved, place in zip(graph.sites, places, strict=True):
-        static = not any(c.isalpha() for c in saved.input + place.input)
-        if static and saved.input and saved.input != place.input:
+def _warn_of_sizes(graph: SavedGraph, sites: Sequence[SiteDescription]) -> None:
+    for saved, site in zip(graph.sites, sites, strict=True):
+        is_static = not any(c.isalpha() for c in saved.input + site.input)
+        if is_static and saved.input and saved.input != site.input:
             warnings.warn(
-                f"ub_overlap: {graph.origin} was made for other sizes: site {place.id} has input {place.input}, in the plan "
-                f"{saved.input}; its strategies are used all the same",
+                f"ub_overlap: {graph.origin or 'the plan'} was saved for other sizes: site {site.id} has input {site.input}, "
+                f"in the plan {saved.input}; its strategies are used all the same",
                 stacklevel=2,
             )
             return

@@ -71,7 +71,7 @@ class Reason(str, Enum):
     SCALED_FORM = "scaled_form"
     """A float8 product in a form that the ops do not take."""
     FILTERED = "filtered"
-    """A linear that `fp8_filter` keeps in high precision."""
+    """A linear that the fp8 filter keeps in high precision."""
     SIZES_NOT_16 = "sizes_not_16"
     """A product whose inner dim or columns do not certainly divide by 16, on all ranks, as float8 products must."""
     RECIPE = "recipe"

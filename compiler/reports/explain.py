@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ub_overlap.runtime.fp8 import amax_history
 from ub_overlap.runtime.stats import site_stats
 
 from ..cost.profile_lookup import load
+from ..options import Options
 from .history import HISTORY
 from .measured import measure as measure_sites
 from .report import Report
@@ -68,11 +70,12 @@ def explain(
 @contextlib.contextmanager
 def _own_state(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Delayed scaling goes on from a copy of what the training remembers: explaining must not move it."""
-    if options.get("fp8_recipe") != "delayed":
+    fp8 = Options(fp8=options.get("fp8")).fp8  # type: ignore[arg-type]
+    if fp8.recipe != "delayed":
         yield dict(options)
         return
-    with amax_history.copied(options.get("fp8_state", "")) as name:
-        yield {**options, "fp8_state": name}
+    with amax_history.copied(fp8.state) as name:
+        yield {**options, "fp8": replace(fp8, state=name)}
 
 
 def _leaves(outputs: list[torch.Tensor]) -> list[torch.Tensor]:

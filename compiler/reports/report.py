@@ -42,7 +42,7 @@ class ReportedDecision(Decision):
     calls_by_strategy: tuple[tuple[str, int], ...] = ()
     """Several where the site has a table of sizes, or alternatives."""
     tuned: tuple[tuple[str, Tuned], ...] = ()
-    """With tune=True what was measured and picked: (up to how many rows, "*" any; what)."""
+    """With autotune=True what was measured and picked: (up to how many rows, "*" any; what)."""
     transport: str | None = None
     bytes_copied: int | None = None
     bytes_beside_matmul: int | None = None
@@ -222,7 +222,7 @@ class Report:
 
     @property
     def graphs(self) -> list[Graphs]:
-        """The graphs of the plans as they were before and after, of those that were kept (options={"snapshots": False})."""
+        """The graphs of the plans as they were before and after, of those that were kept (UB_OVERLAP_SNAPSHOTS=0)."""
         return [g for p in self.plans if (g := STORE.find(p.digest)) is not None]
 
     @property

@@ -22,7 +22,7 @@ from ..graph.aten import dtype_of, shape_of
 from ..graph.matmul import Matmul
 from ..match import Bulk, Candidate, Gather, Miss, Site
 from ..match.fusion_order import FusionOrder
-from ..overrides.rule import Override
+from ..overrides.requested_strategy import Override
 from ..plan.reasons import Reason
 from ..plan.strategy import NONE, DispatchTable, Mode, Strategy
 from .legality import pipelined, without
@@ -91,7 +91,7 @@ class AlternativeFinder:
         offer = Alternatives(miss=candidate.miss, limited=not forced and options.overlap != "force")
         for mode in [forced.mode] if forced else [Mode.PIPELINED, Mode.BULK]:
             if mode is Mode.PIPELINED:
-                small = self._pipelined(offer, candidate, forced)
+                small = self._pipelined(offer, candidate, forced, wish.chunks if wish else 0)
             else:
                 small = self._beside(offer, candidate, forced)
             if small:
@@ -103,7 +103,9 @@ class AlternativeFinder:
         offer.ways.sort(key=lambda way: (-way.worth, way.bulk, len(way.site.matmuls)))
         return offer
 
-    def _pipelined(self, offer: Alternatives, candidate: Candidate, forced: Strategy | DispatchTable | None) -> Miss | None:
+    def _pipelined(
+        self, offer: Alternatives, candidate: Candidate, forced: Strategy | DispatchTable | None, chunks: int
+    ) -> Miss | None:
         """Adds the match and what is left of it without some consumers; returns why the candidate is too small for anything."""
         match = pipelined(candidate, self.order)
         sites = [*([] if isinstance(match, Miss) else [match]), *_fewer(candidate.match)]
@@ -111,7 +113,6 @@ class AlternativeFinder:
             offer.miss = offer.miss or match
         elif small := too_small(match, self.costs.options, forced):
             return small
-        chunks = self.costs.options.chunks
         failed: Miss | None = None
         for site in sites:
             if unknown := self.unknown(site):

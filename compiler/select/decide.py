@@ -12,13 +12,13 @@ from ..joint.joint_decision import joint_decision
 from ..match import Candidate, Miss, Site, find_candidates
 from ..match.fusion_order import FusionOrder
 from ..options import Options
-from ..overrides.rule import Override
+from ..overrides.requested_strategy import Override
 from ..plan.decision import Decision
 from ..plan.plan import Plan
 from ..plan.reasons import Reason
 from ..plan.strategy import NONE, DispatchTable, Strategy
 from .alternatives import AlternativeFinder, Alternatives
-from .apply_overrides import wishes_of
+from .apply_overrides import find_overrides
 from .decision_record import Assignment, GraphContext, carry_scales, decision, merged_away
 from .legality import no_stripes, unknown_size
 from .packing import pair
@@ -50,7 +50,7 @@ def decide(graph: Graph, options: Options, phase: str, transport: Transport) -> 
     """Decides every collective of `graph`; `phase` is "forward" or "backward"."""
     candidates = find_candidates(graph)
     names = [f"{phase}.{number}" for number in range(len(candidates))]
-    wishes = wishes_of(candidates, options, phase)
+    wishes = find_overrides(candidates, options, phase)
     order, costs, known = (
         FusionOrder(graph),
         SiteCosts.of(graph, options),
@@ -87,7 +87,7 @@ def _closed(candidate: Candidate, wish: Override | None, options: Options, trans
         return miss
     forced = wish.strategy if wish else None
     if forced == NONE or (options.overlap == "off" and forced is None):
-        return Miss(Reason.DISABLED_BY_USER, f"{wish.by} says none" if wish else "overlap='off'")
+        return Miss(Reason.DISABLED_BY_USER, f"{wish.by} says none" if wish and forced else "overlap='off'")
     if forced is not None and forced.striped and (illegal := no_stripes(candidate.match)):
         return Miss(Reason.STRATEGY_ILLEGAL, illegal)
     assert c.group is not None

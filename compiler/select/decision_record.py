@@ -15,7 +15,7 @@ from ..graph.source_location import module_path, stable_names
 from ..joint.joint_decision import joint_decision
 from ..match import Bulk, Candidate, Miss, Site
 from ..match.collectives import Op
-from ..overrides.rule import Override
+from ..overrides.requested_strategy import Override
 from ..plan.decision import BulkEstimate, Decision
 from ..plan.reasons import Kind
 from ..plan.strategy import NONE, Mode, Strategy
@@ -185,7 +185,7 @@ def _detail(o: Assignment, beside: tuple[str, ...]) -> str:
     else:
         with_ = f"beside {', '.join(beside)}" if beside else ""
         said = "; ".join(filter(None, (_instead(o), with_, o.choice.reason if o.choice else "")))
-    if o.wish is None or o.wish.by in said:
+    if o.wish is None or o.wish.strategy is None or o.wish.by in said:
         return said
     return "; ".join(filter(None, [said, f"{o.wish.strategy} forced by {o.wish.by}"]))
 

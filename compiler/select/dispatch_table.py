@@ -24,7 +24,7 @@ LEAST_ROWS, MOST_ROWS = 128, 131072
 """Sizes that are weighed: smaller ones take the choice of the smallest, larger ones that of the largest."""
 ALTERNATIVES = 3
 WITHIN = 0.25
-"""What is timed by tune=True: so many strategies, those that are predicted to take so much more than the chosen one at most."""
+"""autotune=True times at most so many strategies, predicted to take at most this share more than the chosen one."""
 
 
 @dataclass(frozen=True, slots=True)

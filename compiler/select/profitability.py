@@ -50,7 +50,7 @@ class SiteCosts:
         """
         forced = self.options.overlap == "force"
         device = site.collective.node.meta["val"].device.type
-        blind = self.options.profile is None and device != "cuda" and not self.options.tune
+        blind = self.options.profile is None and device != "cuda" and not self.options.autotune
         if forced and (chunks or isinstance(site, Bulk) or blind):
             return None
         sizes = sizes_of_site(site)
@@ -66,14 +66,14 @@ class SiteCosts:
         def weigh(shape: SiteShape) -> StrategyChoice:
             return choose(shape, profile, forced, chunks)
 
-        asked = DispatchSettings(0 if forced else self.options.min_bytes, self.options.tune)
+        asked = DispatchSettings(0 if forced else self.options.min_bytes, self.options.autotune)
         found = carried(weigh(shape), weigh, sizes, rows, self.hints, self.ranges, asked)
         self.known[sizes, rows, device, chunks] = found
         return found
 
     def byte_us(self, c: Collective) -> float:
         """What a byte at the peak of a graph is worth: what it takes to send one. Whoever wants memory may keep shards and
-        gather them again (save="shard"), which costs at most that."""
+        gather them again (memory_budget=0), which costs at most that."""
         device = c.node.meta["val"].device.type
         return at(self._profile(c.ranks, device).push, MUCH) / MUCH
 

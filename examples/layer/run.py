@@ -63,7 +63,7 @@ def train(flags: Flags) -> int:
     kinds += [("overlap", flags.overlap)] if flags.comm_overlap else []
     variants = [LayerVariant(name, overlap, flags, mesh) for name, overlap in kinds]
     batches = RandomBatches(flags, mesh, variants[0].masks)
-    fp8 = f" with linears in float8 ({flags.options['fp8_recipe']})" if flags.fp8 else ""
+    fp8 = f" with linears in float8 ({flags.options['fp8']['recipe']})" if flags.fp8 else ""
     log(
         flags,
         f"{flags.num_layers} x {flags.layer}: hidden {flags.hidden}, S {flags.seq_length}, B {flags.batch_size}, "

@@ -151,8 +151,8 @@ class LayerVariant:
         self.forward: Callable[..., Tensor]
         self.ddp: DistributedDataParallel | None
         options = {**flags.options, "overlap": overlap}
-        if options.get("fp8_recipe") == "delayed":
-            options["fp8_state"] = name  # both variants have the same module paths
+        if flags.fp8:
+            options["fp8"] = {**options["fp8"], "state": name}  # both variants have the same module paths
         self.forward, self.ddp = build(
             model, mesh, options=options, order=flags.ddp, graphs=flags.ddp_graphs, bucket_mb=flags.bucket_mb
         )

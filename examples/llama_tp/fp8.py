@@ -39,7 +39,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=2, help="transformer blocks (default %(default)s)")
     parser.add_argument("--batch", type=int, default=4, help="sequences a step (default %(default)s)")
     parser.add_argument("--seq", type=int, default=128, help="bytes of text a sequence (default %(default)s)")
-    parser.add_argument("--recipe", default="tensorwise", help="fp8_recipe (default %(default)s)")
+    parser.add_argument("--recipe", default="tensorwise", help="recipe of the option fp8 (default %(default)s)")
     parser.add_argument("--overlap", choices=("force", "off"), default="force", help="which sites (default %(default)s)")
     parser.add_argument("--inner", choices=("inductor", "aot_eager"), default="inductor", help="who compiles the rest")
     parser.add_argument("--figure", type=Path, help="where to draw the curves (needs matplotlib)")
@@ -51,7 +51,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def blocks_only(module: str, shape: tuple[int, int]) -> bool:
-    """The fp8_filter: linears of blocks, not the head."""
+    """The filter of the option fp8: linears of blocks, not the head."""
     return module.startswith("layers.")
 
 
@@ -75,7 +75,7 @@ def work(rank: int, flags: argparse.Namespace, rendezvous: str, results: Any) ->
     mesh = start(rank, settings, rendezvous)
     try:
         trainers = []
-        for options in (common, {**common, "fp8": "all", "fp8_recipe": flags.recipe, "fp8_filter": blocks_only}):
+        for options in (common, {**common, "fp8": {"recipe": flags.recipe, "filter": blocks_only}}):
             model = build(settings, mesh)
             trainers.append(Trainer(model, torch.compile(model, backend="ub_overlap", options=options), settings))
         batches = TextBatches(load_corpus(), batch=settings.batch, seq=settings.seq, seed=settings.seed)

@@ -74,7 +74,7 @@ _PARTS = {"profile": "device profile"}
 
 
 def _cast(row: dict[str, Any] | None, why: dict[str, Any]) -> str:
-    """E.g. "float8: forward product of 'layers.0.w1' in 16 bits (filtered: fp8_filter refuses ...)"; `why` has the reason."""
+    """E.g. "float8: forward product of 'layers.0.w1' in 16 bits (filtered: the fp8 filter refuses ...)"; `why` has the reason."""
     if row is None:
         return "float8: no such product"
     said = ": ".join(filter(None, (why.get("reason"), why.get("detail"))))

@@ -61,8 +61,8 @@ def test_shard_is_kept(
     """`gathered`, `shard`: elements of the tensor; `before`, `after`: gathers in backward without and with the policy."""
     options = {"overlap": "force", "inner": inner}
     for whole, part in zip(
-        pool2.run(run, *model, {**options, "save": "gathered"}, timeout=200),
-        pool2.run(run, *model, {**options, "save": "shard"}, timeout=200),
+        pool2.run(run, *model, options, timeout=200),
+        pool2.run(run, *model, {**options, "memory_budget": 0}, timeout=200),
         strict=True,
     ):
         assert whole.error < 1e-5 and part.error < 1e-5
@@ -75,7 +75,7 @@ def test_shard_is_kept(
 
 def test_gathered_again_along_the_contraction(pool2: RankPool) -> None:
     """The activation's second gather feeds the weight gradients: [D, R * rows] @ [R * rows, F / R]."""
-    for saved in pool2.run(run, *ACTIVATION, {**FORCE, "save": "shard"}):
+    for saved in pool2.run(run, *ACTIVATION, {**FORCE, "memory_budget": 0}):
         products = [[v for k, v in d.shapes if k.startswith("matmul")] for d in backward_gathers(saved)]
         contracted = [[p.split(" @ ")[1].startswith("[16, ") for p in row] for row in products]
         assert sorted(map(sum, contracted)) == [1, 2]
@@ -118,10 +118,10 @@ FULL = since((2, 12), "a tensor of the gathered size is kept there beside the us
 
 
 @pytest.mark.parametrize("selective", [pytest.param(False, marks=FULL), True], ids=["full", "selective"])
-@pytest.mark.parametrize("save", ["gathered", "shard"])
-def test_activation_checkpointing(pool2: RankPool, selective: bool, save: str) -> None:
+@pytest.mark.parametrize("budget", [None, 0])
+def test_activation_checkpointing(pool2: RankPool, selective: bool, budget: int | None) -> None:
     """The user's region decides: its gather runs again in backward, and is overlapped there too."""
-    for saved in pool2.run(run_checkpointed, selective, {**FORCE, "save": save}):
+    for saved in pool2.run(run_checkpointed, selective, {**FORCE, "memory_budget": budget}):
         assert saved.error < 1e-5
         kept = [n for n in saved.sizes if n == 2 * 8 * 64]
         assert len(kept) == selective, "the gathered tensor is kept; w2's product has its size"
@@ -136,35 +136,35 @@ def test_activation_checkpointing(pool2: RankPool, selective: bool, save: str) -
 def test_a_region_in_float8(pool2: RankPool, recipe: str) -> None:
     """What takes the place of a product in the user's region is in it too: neither what is gathered nor results are kept."""
     gathered, product = 2 * 8 * 64, 2 * 8 * 48
-    for saved in pool2.run(run_checkpointed, False, {**FORCE, "fp8": "all", "fp8_recipe": recipe}, torch.bfloat16):
+    for saved in pool2.run(run_checkpointed, False, {**FORCE, "fp8": {"recipe": recipe}}, torch.bfloat16):
         assert saved.error < 0.3
         assert not {gathered, product} & set(saved.sizes), saved.sizes
 
 
-def options_with(budget: float | None, **more: Any) -> dict[str, Any]:
-    return {**FORCE, "profile": "h200", "memory_budget": budget, **more}
+def options_with(budget: float | None) -> dict[str, Any]:
+    return {**FORCE, "profile": "h200", "memory_budget": budget}
 
 
 def run_budgets(rank: int, world: int, budgets: list[float]) -> list[Saved]:
-    """One weight-gathering model under each budget, then under an explicit save= beside budget 0."""
-    every = [options_with(b) for b in budgets] + [options_with(0.0, save="gathered")]
+    """Run one weight-gathering model under each budget, then without one."""
+    every = [options_with(b) for b in [*budgets, None]]
     return [run(rank, world, *WEIGHT, options) for options in every]
 
 
 def test_memory_budget(pool2: RankPool) -> None:
-    """Nothing, a part, one tensor's bytes, all; and what is said outright wins."""
-    for none, part, some, whole, outright in pool2.run(run_budgets, [0.0, 0.5, 96 * 64 * 4 + 1.0, float("inf")], timeout=240):
+    """Nothing, a part, one tensor's bytes, all; and no budget."""
+    for none, part, some, whole, unlimited in pool2.run(run_budgets, [0.0, 0.5, 96 * 64 * 4 + 1.0, float("inf")], timeout=240):
         gathers = [[d.kept for d in s.decisions if d.kept is not None] for s in (none, part, some, whole)]
         assert len({len(kept) for kept in gathers}) == 1 and len(gathers[0]) >= 2
         total = sum(k.gathered_bytes for k in gathers[0])
         spent = [sum(k.gathered_bytes for k in kept if k.keeps == "gathered") for kept in gathers]
         assert spent[0] == 0 and 0 < spent[1] <= total / 2 and 0 < spent[2] <= 96 * 64 * 4 + 1 and spent[3] == total
-        assert all(s.error < 1e-5 for s in (none, part, some, whole, outright))
-        bytes_ = [4 * sum(s.sizes) for s in (none, part, some, whole, outright)]
+        assert all(s.error < 1e-5 for s in (none, part, some, whole, unlimited))
+        bytes_ = [4 * sum(s.sizes) for s in (none, part, some, whole, unlimited)]
         assert bytes_[0] < bytes_[1] < bytes_[3] == bytes_[4] and bytes_[0] < bytes_[2] < bytes_[3]
         for kept in gathers:
             assert all(k.gathered_bytes == 2 * k.shard_bytes and k.again_us >= 0 for k in kept)
-        assert not [d for d in outright.decisions if d.kept is not None]
+        assert not [d for d in unlimited.decisions if d.kept is not None]
         assert all(str(d.kept) in d.detail for s in (none, whole) for d in s.decisions if d.kept)
 
 

@@ -18,7 +18,7 @@ from ub_overlap.compiler.reports.history import HISTORY
 
 LLAMA: tuple[str, dict[str, Any]] = ("tests.models.dtensor_llama", {})
 MLP: tuple[str, dict[str, Any]] = ("tests.models.megatron", {"dims": 2, "gated": True})
-BULK: dict[str, Any] = {"overlap": "force", "plan": {"backward.*": "bulk"}}
+BULK: dict[str, Any] = {"overlap": "force", "overrides": {"backward.*": "bulk"}}
 
 
 def independent(rank: int, world: int, stage: str) -> dict[str, list[tuple[str, int]]]:
@@ -60,7 +60,7 @@ def forced(rank: int, world: int, inner: str) -> Any:
 
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_forced_bulk_chunks(pool2: RankPool, chunks: int) -> None:
-    options = {"overlap": "force", "inner": "aot_eager", "plan": {"backward.1": f"bulk:chunks={chunks}"}}
+    options = {"overlap": "force", "inner": "aot_eager", "overrides": {"backward.1": f"bulk:chunks={chunks}"}}
     for outcome in pool2.run(compare_name, *MLP, options):
         outcome.check()
         assert [d["strategy"] for d in outcome.decisions if d["id"] == "backward.1"] == [f"bulk:chunks={chunks}"]

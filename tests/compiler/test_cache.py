@@ -96,7 +96,13 @@ def test_warm(warm: RankPool) -> None:
 
 @pytest.mark.parametrize(
     "changed",
-    [{"chunks": 4}, {"save": "shard"}, {"overlap": "off"}, {"overlap": "auto"}, {"overlap": "auto", "min_bytes": 1}],
+    [
+        {"overrides": {"*": "chunks=4"}},
+        {"memory_budget": 0},
+        {"overlap": "off"},
+        {"overlap": "auto"},
+        {"overlap": "auto", "min_bytes": 1},
+    ],
     ids=str,
 )
 @pytest.mark.timeout(300)
@@ -108,5 +114,5 @@ def test_changed_option(warm: RankPool, changed: dict[str, Any]) -> None:
 
 
 def test_unchanged_after_all_that(warm: RankPool) -> None:
-    for got in warm.run(run, {**BASE, "timeout_s": 60}, False, timeout=200):
+    for got in warm.run(run, BASE, False, timeout=200):
         assert got.made == 0 and got.misses == (0, 0)

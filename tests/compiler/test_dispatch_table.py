@@ -176,9 +176,9 @@ def test_floor_and_forced_tables(pool2: RankPool) -> None:
         )
         assert table.at((1 << 15) - 1) == NONE
     forced = {"forward.0": "100=none;*=pipelined:chunks=4", "forward.1": "none|pipelined:stripes=2"}
-    (text,), _ = pool2.run(plan_dynamic, {**AUTO, "plan": forced}, 64, timeout=120)
+    (text,), _ = pool2.run(plan_dynamic, {**AUTO, "overrides": forced}, 64, timeout=120)
     assert {d.id: str(d.strategy) for d in Plan.from_json(text).decisions} == forced
-    again = pool2.run(plan_dynamic, {**AUTO, "plan": json.loads(text)}, 64, timeout=120)[0][0]
+    again = pool2.run(plan_dynamic, {**AUTO, "overrides": json.loads(text)}, 64, timeout=120)[0][0]
     assert Plan.from_json(again).digest == Plan.from_json(text).digest
 
 
@@ -195,7 +195,7 @@ def twice(name: Any) -> Any:
 def tune(rank: int, world: int) -> list[dict[str, Any]]:
     """The same layer on three groups: measured, measured again as by a new process, and on a machine that forgot."""
     found = []
-    options = {**AUTO, "profile": "cpu", "tune": True}
+    options = {**AUTO, "profile": "cpu", "autotune": True}
     (w1, w2), x = weights(), data(256, 512, seed=rank).to(torch.bfloat16)
     for life in range(3):
         name = dist.new_group(list(range(world))).group_name

@@ -83,7 +83,7 @@ def test_decisions(pool2: RankPool) -> None:
 
 
 def test_text(pool2: RankPool) -> None:
-    for told in pool2.run(explain, {"gated": True, "dims": 2}, {**FORCE, "plan": {"forward.1": "none"}}, False):
+    for told in pool2.run(explain, {"gated": True, "dims": 2}, {**FORCE, "overrides": {"forward.1": "none"}}, False):
         lines = told.table.splitlines()
         assert [line.split()[0] for line in lines[2:]] == ["forward.0", "forward.1", "backward.0", "backward.1"]
         assert "disabled_by_user" in lines[3]

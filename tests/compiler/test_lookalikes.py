@@ -154,7 +154,7 @@ def uneven(rank: int, world: int) -> bool:
         return gather(x) @ w, gather(x * 2) @ v
 
     inputs = (torch.ones(2, 5), torch.ones(5, 7 - rank), torch.ones(5, 4))
-    options = {**FORCE, "plan": {"forward.0": "none"}}
+    options = {**FORCE, "overrides": {"forward.0": "none"}}
     with uncached():
         found = torch.compile(function, backend="ub_overlap", options=options)(*inputs)
     return all(torch.equal(a, b) for a, b in zip(function(*inputs), found, strict=True))

@@ -17,9 +17,14 @@ from tests.compiler.test_plan import PLAN
 from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss
 from tests.models.compare import uncached
-from ub_overlap.compiler.options import Options, parse
-from ub_overlap.compiler.plan.strategy import Mode, Strategy
+from ub_overlap.compiler.fp8_config import Fp8Config, describe_fp8
+from ub_overlap.compiler.options import NAMES as NAMES_OF_OPTIONS
+from ub_overlap.compiler.options import RENAMED, Options, describe_options, options_table, parse
+from ub_overlap.compiler.overrides.override_set import Overrides, parse_overrides
+from ub_overlap.compiler.overrides.rule import SiteDescription
+from ub_overlap.compiler.passes import JointPass
 from ub_overlap.compiler.unmatched import missed
+from ub_overlap.runtime import settings
 from ub_overlap.runtime.errors import MissError, OptionError
 
 NAMES = frozenset({"shape_padding", "max_autotune"})
@@ -29,26 +34,23 @@ NAMES = frozenset({"shape_padding", "max_autotune"})
     ("name", "value", "allowed"),
     [
         ("overlap", "always", "'auto', 'force', 'off'"),
-        ("save", "all", "'gathered', 'shard'"),
-        ("on_miss", True, "'ignore', 'warn', 'error'"),
+        ("on_unmatched", True, "'ignore', 'warn', 'error'"),
         ("inner", "eager", "'inductor', 'aot_eager'"),
-        ("merge_all_reduces", 1, "True, False"),
+        ("autotune", 1, "True"),
         ("min_bytes", -1, "an integer of at least 0"),
         ("min_bytes", 1.5, "an integer of at least 0"),
-        ("chunks", True, "an integer from 0 to 64"),
-        ("chunks", 65, "an integer from 0 to 64"),
         ("mode", "max-autotuned", "'max-autotune'"),
-        ("timeout_s", float("inf"), "1e9 at most"),
-        ("timeout_s", 0, "seconds above 0"),
-        ("timeout_s", "5", "seconds above 0"),
         ("mode", 3, "'max-autotune'"),
         ("memory_budget", -0.5, "a share from 0 to 1, or bytes"),
         ("memory_budget", True, "a share from 0 to 1, or bytes"),
-        ("plan", {"forward.0": "fast"}, "none, pipelined, bulk, pipelined:chunks=N or bulk:chunks=N"),
-        ("plan", {"forward.0": None}, "none, pipelined, bulk"),
-        ("plan", "/nowhere/plan.json", "a readable JSON file"),
-        ("plan", 7, "a dict {site pattern: strategy}"),
-        ("plan", ["forward.0"], "a dict {site pattern: strategy}"),
+        ("fp8", "most", "'off', 'forward', 'all'"),
+        ("fp8", {"recipe": "columns"}, "'tensorwise', 'delayed', 'rowwise'"),
+        ("overrides", {"forward.0": "fast"}, "auto, none, pipelined, bulk, pipelined:chunks=N"),
+        ("overrides", {"forward.0": "chunks=65"}, "N from 1 to 64"),
+        ("overrides", {"forward.0": None}, "none, pipelined, bulk"),
+        ("overrides", "/nowhere/plan.json", "a readable JSON or YAML file"),
+        ("overrides", 7, "a dict {site pattern: strategy}"),
+        ("overrides", [7], "a dict {site pattern: strategy}"),
     ],
 )
 def test_bad_value_names_option_value_and_allowed(name: str, value: Any, allowed: str) -> None:
@@ -56,7 +58,7 @@ def test_bad_value_names_option_value_and_allowed(name: str, value: Any, allowed
         parse({name: value}, NAMES)
     text = str(caught.value)
     assert repr(name) in text
-    assert repr(value).strip("[]{}") in text
+    assert str(value).strip("[]{}").split(": ")[-1] in text
     assert allowed in text
 
 
@@ -66,6 +68,26 @@ def test_unknown_option_suggests_a_near_one() -> None:
     assert "did you mean overlap" in str(caught.value)
 
 
+@pytest.mark.parametrize("name", RENAMED)
+def test_old_names_say_the_new_spelling(name: str) -> None:
+    with pytest.raises(OptionError, match=f"'{name}' was renamed") as caught:
+        parse({name: "shard" if name == "save" else 4}, NAMES)
+    new = caught.value.expected.split("=")[0].removeprefix("ub_overlap.")
+    assert new in {field for field, _, _ in describe_options()} or new.startswith("configure(")
+
+
+def test_tables_are_complete() -> None:
+    """One row per option, field of fp8, and setting; defaults come first."""
+    rows = {name: (values, doc) for name, values, doc in describe_options()}
+    assert len(rows) == 11 and set(rows) == set(NAMES_OF_OPTIONS)
+    assert rows["overlap"][0] == '`"auto"`, `"force"`, `"off"`' and rows["verify"][0] == "`False`, `True`"
+    assert all(values and doc for values, doc in rows.values())
+    assert [name for name, _, _ in describe_fp8()] == ["products", "recipe", "weights", "state", "filter", "reduce_scatter"]
+    settings_rows = {row[0]: row[1:] for row in settings.describe_settings()}
+    assert settings_rows["step_timeout_s"][:2] == ("UB_OVERLAP_STEP_TIMEOUT_S", "100")
+    assert options_table().count("\n") == len(rows) + 1
+
+
 @pytest.mark.parametrize("beside", [{"shape_padding": False}, {"mode": "max-autotune"}])
 def test_aot_eager_takes_nothing_of_inductor(beside: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match="aot_eager"):
@@ -73,38 +95,80 @@ def test_aot_eager_takes_nothing_of_inductor(beside: dict[str, Any]) -> None:
 
 
 def test_ours_and_theirs() -> None:
-    ours, theirs = parse({"overlap": "off", "shape_padding": False, "timeout_s": 3}, NAMES)
-    assert (ours, theirs) == (Options(overlap="off", timeout_s=3.0), {"shape_padding": False})
+    ours, theirs = parse({"overlap": "off", "shape_padding": False, "min_bytes": 3}, NAMES)
+    assert (ours, theirs) == (Options(overlap="off", min_bytes=3), {"shape_padding": False})
     assert parse(None, NAMES) == (Options(), {})
 
 
 def test_key_covers_what_graphs_depend_on() -> None:
     changed = [
-        {"overlap": "force"}, {"min_bytes": 1}, {"chunks": 4}, {"save": "shard"}, {"on_miss": "warn"}, {"mode": "max-autotune"},
-        {"merge_all_reduces": False}, {"inner": "aot_eager"}, {"plan": {"*": "bulk"}},
+        {"overlap": "force"}, {"min_bytes": 1}, {"overrides": {"*": "chunks=4"}}, {"memory_budget": 0}, {"on_unmatched": "warn"},
+        {"mode": "max-autotune"}, {"inner": "aot_eager"}, {"overrides": {"*": "bulk"}}, {"overrides": [{"strategy": "bulk"}]},
+        {"fp8": "forward"}, {"fp8": "all"}, {"fp8": {"state": "a"}}, {"autotune": True}, {"verify": True},
     ]  # fmt: skip
     keys = {parse(c, NAMES)[0].key() for c in changed}
     assert len(keys | {Options().key()}) == len(changed) + 1
-    assert Options(timeout_s=1.0).key() == Options().key()
 
 
-def test_plan_in_all_forms(tmp_path: Path) -> None:
+def test_settings_that_change_graphs_are_part_of_the_cache_key() -> None:
+    before = JointPass(Options()).uuid()
+    try:
+        settings.configure(step_timeout_s=60, snapshots=False)
+        assert JointPass(Options()).uuid() == before
+        settings.configure(merge_all_reduces=False)
+        assert JointPass(Options()).uuid() != before
+    finally:
+        settings.configure(step_timeout_s=100, snapshots=True, merge_all_reduces=True)
+
+
+@pytest.mark.parametrize("form", ["all", {"products": "all"}, {}, Fp8Config(products="all")])
+def test_forms_of_fp8(form: Any) -> None:
+    assert parse({"fp8": form}, NAMES)[0].fp8 == Fp8Config() == Fp8Config(products="all", recipe="tensorwise")
+    assert parse({"fp8": "off"}, NAMES)[0] == parse({"fp8": None}, NAMES)[0] == Options()
+
+
+def test_patterns_and_plans_in_all_forms(tmp_path: Path) -> None:
     rows = {"forward.*": "bulk", "forward.0": "pipelined:chunks=4"}
     plain, stored = tmp_path / "plain.json", tmp_path / "stored.json"
     plain.write_text(json.dumps(rows))
     stored.write_text(PLAN.to_json())
     pairs = tuple(rows.items())
-    assert [parse({"plan": form}, NAMES)[0].plan for form in (rows, plain, str(plain), list(pairs))] == [pairs] * 4
-    decided = (("forward.0", "pipelined:chunks=4"), ("forward.1", "none"))
-    assert [parse({"plan": form}, NAMES)[0].plan for form in (PLAN, stored, json.loads(PLAN.to_json()))] == [decided] * 3
+    forms = (rows, plain, str(plain), list(pairs), [rows], [str(plain)])
+    assert [parse({"overrides": form}, NAMES)[0].overrides for form in forms] == [Overrides(patterns=pairs)] * len(forms)
+    sites = [
+        [(s.id, s.strategy) for g in parse_overrides(f).saved for s in g.sites]
+        for f in (PLAN, stored, json.loads(PLAN.to_json()))
+    ]
+    assert sites == [[("forward.0", "pipelined:chunks=4"), ("forward.1", "none")]] * 3
+
+
+def site(id: str, ranks: int = 4) -> SiteDescription:
+    return SiteDescription(
+        id=id, phase=id.split(".")[0], kinds=("all_gather", "all_gather_matmul"), modules=("wq",), ranks=ranks
+    )
+
+
+def requests(value: Any, *ids: str) -> list[tuple[str, int] | None]:
+    """Return (strategy, chunks) per site."""
+    found = parse({"overrides": value}, NAMES)[0].overrides.find(ids[0].split(".")[0], [site(i) for i in ids])
+    return [(str(o.strategy), o.chunks) if (o := found.get(i)) else None for i in ids]
 
 
 def test_last_matching_pattern_wins() -> None:
-    ours, _ = parse({"plan": {"*": "none", "forward.*": "bulk", "forward.1": "pipelined"}}, NAMES)
-    assert ours.forced("forward.1") == Strategy(Mode.PIPELINED)
-    assert ours.forced("forward.10") == Strategy(Mode.BULK)
-    assert ours.forced("backward.0") == Strategy(Mode.NONE)
-    assert Options().forced("forward.0") is None
+    value = {"*": "none", "forward.*": "bulk", "forward.1": "pipelined"}
+    assert requests(value, "forward.1", "forward.10") == [("pipelined", 0), ("bulk", 0)]
+    assert requests(value, "backward.0") == [("none", 0)]
+    assert requests(None, "forward.0") == [None]
+
+
+def test_patterns_win_over_rules() -> None:
+    value = [{"forward.0": "pipelined", "forward.2": "auto"}, {"module": "wq", "strategy": "bulk"}]
+    assert requests(value, "forward.0", "forward.1", "forward.2") == [("pipelined", 0), ("bulk", 0), None]
+
+
+@pytest.mark.parametrize("value", [{"*": "chunks=R/2"}, [{"strategy": "chunks=2"}], [{"module": "wq", "strategy": "chunks=2"}]])
+def test_chunks_leave_the_strategy_open(value: Any) -> None:
+    assert requests(value, "forward.0") == [("None", 2)]
 
 
 def test_bad_option_at_compile_time() -> None:
@@ -169,20 +233,20 @@ def test_mode_reaches_inductor(how: str) -> None:
     assert set(post.values) == {True}
 
 
-def miss(rank: int, world: int, on_miss: str) -> tuple[str, list[str]]:
+def miss(rank: int, world: int, on_unmatched: str) -> tuple[str, list[str]]:
     """(error, warnings) of a permuted gather, which cannot be overlapped."""
     case = build(rank, world, "tests.models.forms", {"name": "relu_scatter"})
     with warnings.catch_warnings(record=True) as caught, uncached():
         warnings.simplefilter("always")
         try:
-            function = torch.compile(case.module, backend="ub_overlap", options={**FORCE, "on_miss": on_miss})
+            function = torch.compile(case.module, backend="ub_overlap", options={**FORCE, "on_unmatched": on_unmatched})
             as_loss(function(*case.inputs))
         except Exception as error:  # noqa: BLE001 (torch may wrap it; the text goes to the test)
             return f"{type(getattr(error, 'inner_exception', error)).__name__}: {error}", []
     return "", [str(w.message) for w in caught if "ub_overlap" in str(w.message)]
 
 
-def test_on_miss(pool2: RankPool) -> None:
+def test_on_unmatched(pool2: RankPool) -> None:
     assert pool2.run(miss, "ignore") == [("", [])] * 2
     for error, told in pool2.run(miss, "warn"):
         assert not error

@@ -102,7 +102,7 @@ def gather_in_stripes(m: Maker) -> Case:
 def last_dim_in_stripes(m: Maker) -> Case:
     """A scatter of columns: its shards are no blocks of rows."""
     function = lambda x, w: funcol.reduce_scatter_tensor(x @ w, "sum", 1, m.group)  # noqa: E731
-    return function, (m.x(16, 32), m.x(32, 8 * m.world)), {**FORCE, "plan": {"forward.0": "pipelined:stripes=2"}}
+    return function, (m.x(16, 32), m.x(32, 8 * m.world)), {**FORCE, "overrides": {"forward.0": "pipelined:stripes=2"}}
 
 
 def small(m: Maker) -> Case:

@@ -56,7 +56,7 @@ def test_four_ranks(pool4: RankPool, name: str) -> None:
 
 @pytest.mark.parametrize("chunks", [4, 8])
 def test_more_chunks_than_ranks(pool2: RankPool, chunks: int) -> None:
-    for outcome in check(pool2, *ALL["llama_b2"], {**FORCE, "chunks": chunks}):
+    for outcome in check(pool2, *ALL["llama_b2"], {**FORCE, "overrides": {"*": f"chunks={chunks}"}}):
         assert {d["strategy"] for d in outcome.decisions} == {f"pipelined:chunks={chunks}"}
 
 

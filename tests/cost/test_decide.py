@@ -75,7 +75,11 @@ def forced_by_profile(rank: int, world: int) -> list[str]:
     with torch.no_grad():
         return [
             str(d.strategy)
-            for options in (force, {**force, "chunks": 4}, {**force, "plan": {"*": "pipelined:chunks=8"}})
+            for options in (
+                force,
+                {**force, "overrides": {"*": "chunks=4"}},
+                {**force, "overrides": {"*": "pipelined:chunks=8"}},
+            )
             for d in decisions_of(function, inputs, options)
         ]
 

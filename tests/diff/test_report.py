@@ -20,7 +20,7 @@ from tests.models.compare import uncached
 from ub_overlap.compiler.diff import stored_report
 from ub_overlap.compiler.diff.graph_store import STORE, Store
 from ub_overlap.compiler.diff.render import html
-from ub_overlap.runtime import plan_store
+from ub_overlap.runtime import plan_store, settings
 
 MLP = ("tests.models.megatron", {"gated": True, "dims": 2})
 SUMMED = ("tests.models.forms", {"name": "two_reduces"})
@@ -131,8 +131,16 @@ def test_ranks_that_differ_are_told_where(pool2: RankPool) -> None:
         assert f"rank {rank}:" in said and f"rank {1 - rank}:" in said
 
 
+def explain_without_snapshots(rank: int, world: int, *args: Any) -> Any:
+    settings.configure(snapshots=False)
+    try:
+        return explain(rank, world, *args)
+    finally:
+        settings.configure(snapshots=True)
+
+
 def test_without_snapshots(pool2: RankPool) -> None:
-    told = pool2.run(explain, (MLP[0], {**MLP[1], "local": 20}), {**FORCE, "snapshots": False})[0]
+    told = pool2.run(explain_without_snapshots, (MLP[0], {**MLP[1], "local": 20}), FORCE)[0]
     assert told.titles == [] and told.on_disk == [False, False]
     parsed = json.loads(told.json)
     assert parsed["graphs"] == [] and len(parsed["sites"]) == 4

@@ -15,7 +15,8 @@ from tests.compiler.rank_compile import FORCE, INDUCTOR, build
 from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss
 from tests.models.compare import uncached
-from ub_overlap.compiler.options import parse
+from ub_overlap.compiler.options import Options, parse
+from ub_overlap.compiler.overrides.rule import SiteDescription
 from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.reasons import Kind
@@ -97,15 +98,24 @@ def test_difference(ours: list[float], plain: list[float], error: float) -> None
     assert found == error or (error == math.inf and found > 1e30)
 
 
+def requested(options: Options, *ids: str) -> dict[str, str]:
+    """Return the requested strategies of sites of one phase."""
+    sites = [
+        SiteDescription(id=i, phase=i.split(".")[0], kinds=("all_gather", "all_gather_matmul"), modules=(), ranks=0)
+        for i in ids
+    ]
+    return {i: str(o.strategy) for i, o in options.overrides.find(sites[0].phase, sites).items()}
+
+
 def test_disabled_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UB_OVERLAP_DISABLE", "forward.1, backward.*")
-    options, _ = parse({"plan": {"*": "pipelined"}}, frozenset())
-    assert str(options.forced("forward.0")) == "pipelined"
-    assert str(options.forced("forward.1")) == str(options.forced("backward.7")) == "none"
+    options, _ = parse({"overrides": {"*": "pipelined"}}, frozenset())
+    assert requested(options, "forward.0", "forward.1") == {"forward.0": "pipelined", "forward.1": "none"}
+    assert requested(options, "backward.7") == {"backward.7": "none"}
     sites = tuple(
         Decision(id=f"forward.{i}", kind=Kind.ALL_GATHER_MATMUL, phase="forward", strategy=Strategy(Mode.PIPELINED))
         for i in range(2)
     )
-    saved = parse({"plan": Plan("forward", sites)}, frozenset())[0].saved
-    assert [s.strategy for g in saved for s in g.sites] == ["pipelined", "none"]
-    assert options.key() != parse({"plan": {"*": "pipelined"}, "verify": True}, frozenset())[0].key()
+    saved, _ = parse({"overrides": Plan("forward", sites)}, frozenset())
+    assert requested(saved, "forward.0", "forward.1") == {"forward.0": "pipelined", "forward.1": "none"}
+    assert options.key() != parse({"overrides": {"*": "pipelined"}, "verify": True}, frozenset())[0].key()

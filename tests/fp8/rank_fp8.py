@@ -69,7 +69,7 @@ def both(rank: int, world: int, module: str, variant: dict[str, Any], options: d
     return tuple(float8(rank, world, module, variant, {**options, "overlap": o}) for o in ("off", "force"))  # type: ignore[return-value]
 
 
-ALONE: dict[str, Any] = {"plan": {"*": "none"}}
+ALONE: dict[str, Any] = {"overrides": {"*": "none"}}
 """Beside overlap="force": no collective is overlapped, float8 not weighed, which is refused on GPUs to sizes so small."""
 Accumulated = tuple[bool, dict[str, list[str]], set[Any], set[str], dict[str, Tensor]]
 
@@ -81,9 +81,7 @@ def accumulated(rank: int, world: int) -> Accumulated:
     for name, extra in (("plain", ALONE), ("force", {})):
         case = build(rank, world, "tests.models.dtensor_mlp", {"dtype": torch.bfloat16, "length": 32})
         options: dict[str, Any] = {
-            "fp8": "all",
-            "fp8_recipe": "delayed",
-            "fp8_state": name,
+            "fp8": {"recipe": "delayed", "state": name},
             "overlap": "force",
             "inner": "aot_eager",
             **extra,
@@ -112,7 +110,7 @@ def apart(rank: int, world: int) -> dict[str, list[float]]:
     """The errors of outputs and gradients against 16 bits, of calls of an MLP whose shards are 8x apart: relative, in norm."""
     small = {"dtype": torch.bfloat16, "length": 32}
     plain, case, other = (build(rank, world, "tests.models.dtensor_mlp", small) for _ in range(3))
-    options = {"fp8": "all", "fp8_recipe": "delayed", "fp8_state": "apart", "inner": "aot_eager", "overlap": "force", **ALONE}
+    options = {"fp8": {"recipe": "delayed", "state": "apart"}, "inner": "aot_eager", "overlap": "force", **ALONE}
     torch._dynamo.reset()
     state, found = fp8_state("apart"), {}
 
@@ -201,7 +199,7 @@ def torchao_16(rank: int, world: int, variant: dict[str, Any], inner: str = "aot
         return torch.compile(case.module, backend="ub_overlap", options=options)
 
     with uncached():
-        moved = values(plain, compiled(plain, {**options, "plan": {"*": "none"}}))
+        moved = values(plain, compiled(plain, {**options, "overrides": {"*": "none"}}))
         mark = HISTORY.mark()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             ours = values(fused, compiled(fused, options))
@@ -349,7 +347,7 @@ def wire(rank: int, world: int) -> tuple[float, float]:
     found = []
     for reduced in (False, True):
         torch._dynamo.reset()
-        options = {"overlap": "force", "inner": "aot_eager", "fp8_reduce_scatter": reduced}
+        options = {"overlap": "force", "inner": "aot_eager", "fp8": {"products": "off", "reduce_scatter": reduced}}
         with uncached():
             ours = torch.compile(function, backend="ub_overlap", options=options)(x, w)
         found.append(float((ours.double() - theirs).abs().max() / theirs.abs().max()))

@@ -167,7 +167,7 @@ def graph(name: str, inputs: Inputs, dynamic: bool | None = None) -> tuple[bool,
         ours = _outputs(run(*inputs))
         decisions = [d for p in HISTORY.since(mark) for d in p.decisions]
         torch._dynamo.reset()
-        alone = {**options, "plan": {"*": "none"}}
+        alone = {**options, "overrides": {"*": "none"}}
         plain = _outputs(torch.compile(function, backend="ub_overlap", options=alone, dynamic=dynamic)(*inputs))
     pairs = [(a.double(), b.double()) for a, b in zip(ours, theirs, strict=True)]
     far = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)

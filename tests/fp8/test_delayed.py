@@ -31,7 +31,12 @@ from ub_overlap.runtime.fp8 import amax_history
 from ub_overlap.runtime.fp8.amax_history import CAPACITY, LENGTH, Fp8State, fp8_state, text_of
 from ub_overlap.runtime.ops.fp8_delayed import fp8_history, fp8_quantise
 
-DELAYED: dict[str, Any] = {"fp8_recipe": "delayed"}
+
+def delayed(name: str) -> dict[str, Any]:
+    """Return the option of delayed scaling with the state `name`."""
+    return {"fp8": {"recipe": "delayed", "state": name}}
+
+
 Step = tuple[Tensor, Tensor, Tensor]
 
 
@@ -74,7 +79,7 @@ def test_numbers_over_steps(state: Fp8State) -> None:
     before: a tensor that grew by more saturates, one that shrank has coarser steps."""
     module, plain = linear(bias=False), linear(bias=False)
     with uncached():
-        run = compiled(module, **DELAYED, fp8_state=state.name)
+        run = compiled(module, **delayed(state.name))
         one = compiled(plain)
         x, dy = inputs("outliers"), inputs("signs")[:, :N].contiguous() * 0.01
         first = step(run, module, x, dy)
@@ -119,7 +124,7 @@ def test_histories_forget_and_skip(state: Fp8State) -> None:
 def test_what_is_not_finite_travels(value: float, state: Fp8State) -> None:
     x = inputs("normal").clone()
     with uncached(), torch.no_grad():
-        run = compiled(linear(bias=False), **DELAYED, fp8_state=state.name)
+        run = compiled(linear(bias=False), **delayed(state.name))
         for _ in range(2):  # with an empty history and with one
             x[3, 5] = value
             y = run(x)
@@ -132,7 +137,7 @@ def test_saved_and_loaded(state: Fp8State) -> None:
     """The next step of a process that loaded what another one saved is bitwise the same, and so is its state."""
     module, dy = linear(bias=False), inputs("signs")[:, :N].contiguous()
     with uncached():
-        run = compiled(module, **DELAYED, fp8_state=state.name)
+        run = compiled(module, **delayed(state.name))
         for factor in (1.0, 3.0):
             step(run, module, inputs("normal") * factor, dy * factor)
         saved = state.state_dict()
@@ -141,7 +146,7 @@ def test_saved_and_loaded(state: Fp8State) -> None:
         assert all(torch.equal(saved[key], kept[key]) for key in kept)  # copies
         other = ub_overlap.fp8_state(f"{state.name} loaded")
         other.load_state_dict(saved)  # before anything is compiled
-        here = step(compiled(module, **DELAYED, fp8_state=other.name), module, inputs("binades"), dy)
+        here = step(compiled(module, **delayed(other.name)), module, inputs("binades"), dy)
     assert all(torch.equal(a, b) for a, b in zip(there, here, strict=True))
     ours, theirs = state.state_dict(), other.state_dict()
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
@@ -221,7 +226,7 @@ def test_warm_caches(state: Fp8State, tmp_path: Any, monkeypatch: pytest.MonkeyP
     module, x, dy = linear(bias=False), inputs("normal"), inputs("signs")[:, :N].contiguous()
     counters.clear()
     for call in range(2):
-        run = compiled(module, **DELAYED, fp8_state=state.name, inner="inductor")
+        run = compiled(module, **delayed(state.name), inner="inductor")
         step(run, module, x * (call + 1), dy)
     assert counters["inductor"]["fxgraph_cache_hit"] > 0
     history = {key.rpartition("/")[2]: value for key, value in state.state_dict().items()}
@@ -270,9 +275,9 @@ def test_training(state: Fp8State, monkeypatch: pytest.MonkeyPatch) -> None:
         return sum(found[-20:]) / 20
 
     with uncached():
-        plain, ours = loss(fp8="off"), loss(**DELAYED, fp8_state=state.name)
+        plain, ours = loss(fp8="off"), loss(**delayed(state.name))
         monkeypatch.setattr("ub_overlap.runtime.fp8.amax_history.delayed_cast.HEADROOM", 2.0**-3)
-        cut = loss(**DELAYED, fp8_state=f"{state.name} cut")
+        cut = loss(**delayed(f"{state.name} cut"))
     assert abs(ours / plain - 1) < 0.03 < abs(cut / plain - 1), (plain, ours, cut)
 
 
@@ -317,7 +322,7 @@ class Block(nn.Module):
 def test_blocks_that_share_a_graph(state: Fp8State) -> None:
     """Each of them has its own history, of gradients too; recompiled without gradients they find the same ones."""
     torch._dynamo.reset()
-    count, options = 20, {**DELAYED, "fp8": "all", "fp8_state": state.name, "inner": "aot_eager"}
+    count, options = 20, {**delayed(state.name), "inner": "aot_eager"}
     blocks = [Block().bfloat16() for _ in range(count)]
     sizes = [100.0] + [1.0] * (count - 1)
     mark = HISTORY.mark()
@@ -353,7 +358,7 @@ def test_blocks_that_share_a_graph(state: Fp8State) -> None:
 
 def test_modules_without_a_path(state: Fp8State) -> None:
     """Functions of one key, whose weights differ."""
-    options = {**DELAYED, "fp8": "all", "fp8_state": state.name, "inner": "aot_eager"}
+    options = {**delayed(state.name), "inner": "aot_eager"}
     torch._dynamo.reset()
     with uncached():
         for size in (1.0, 64.0):
@@ -387,7 +392,7 @@ def test_weights_are_told_apart(state: Fp8State) -> None:
 def test_calls_without_gradients_move_nothing(state: Fp8State) -> None:
     module, dy = linear(bias=False), inputs("signs")[:, :N].contiguous()
     with uncached():
-        run = compiled(module, **DELAYED, fp8_state=state.name)
+        run = compiled(module, **delayed(state.name))
         step(run, module, inputs("normal"), dy)
         step(run, module, inputs("normal"), dy)
         before = state.state_dict()
@@ -409,7 +414,7 @@ def test_reentrant_checkpoints_after_a_plain_step(state: Fp8State) -> None:
 
     module, dy = linear(bias=False), inputs("signs")[:, :N].contiguous()
     with uncached():
-        run = compiled(module, **DELAYED, fp8_state=state.name)
+        run = compiled(module, **delayed(state.name))
         step(run, module, inputs("normal"), dy)
         for size in (2.0, 4.0, 8.0):
             step(lambda x: checkpoint(run, x, use_reentrant=True), module, inputs("normal") * size, dy)
@@ -428,7 +433,7 @@ def test_checkpoints(reentrant: bool, state: Fp8State) -> None:
     found = []
     with uncached():
         for name in (state.name, f"{state.name} again"):
-            run = compiled(module, **DELAYED, fp8_state=name)
+            run = compiled(module, **delayed(name))
             again = name != state.name
             call = (lambda x, run=run: checkpoint(run, x, use_reentrant=reentrant)) if again else run
             found.append([step(call, module, inputs("normal") * size, dy * size) for size in (1.0, 3.0, 0.5)])
@@ -441,8 +446,8 @@ def test_checkpoints(reentrant: bool, state: Fp8State) -> None:
 
 def test_bad_names() -> None:
     for value in ("a;b", 3):
-        with pytest.raises(errors.OptionError, match="fp8_state"):
-            parse({"fp8_state": value}, frozenset())
-    assert parse({"fp8_state": "a"}, frozenset())[0].key() != parse({}, frozenset())[0].key()
+        with pytest.raises(errors.OptionError, match="state"):
+            parse({"fp8": {"state": value}}, frozenset())
+    assert parse({"fp8": {"state": "a"}}, frozenset())[0].key() != parse({"fp8": "all"}, frozenset())[0].key()
     assert amax_history.fp8_state("a") is amax_history.fp8_state("a")
     assert M == 32 and K == 64

@@ -46,7 +46,7 @@ def same(a: Run, b: Run) -> bool:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_llama(pool2: RankPool, recipe: str) -> None:
     """Seven linears, gathered along dim 1 of two batches: every collective beside one is overlapped, in float8."""
-    for off, on in pool2.run(both, LLAMA, {"dtype": BF16}, {**EAGER, "fp8_recipe": recipe}, timeout=200):
+    for off, on in pool2.run(both, LLAMA, {"dtype": BF16}, {**EAGER, "fp8": {"recipe": recipe}}, timeout=200):
         gradient = recipe if recipe == "tensorwise" else Reason.RECIPE.value
         wanted = {("forward", recipe): 7, ("input gradient", recipe): 7, ("weight gradient", gradient): 7}
         assert by_role(off) == by_role(on) == wanted
@@ -76,9 +76,9 @@ def test_what_is_kept(pool2: RankPool) -> None:
         assert ((64, 64), BF16) not in run.kept and ((2, 32, 64), BF16) not in run.kept
         weights = {(48, 64), (64, 48)}
         assert not {(s, d) for s, d in run.kept if s in weights and d in FLOAT8}
-    for run in pool2.run(float8, MLP, variant, {**EAGER, "overlap": "force", "fp8_weights": "call"}):
+    for run in pool2.run(float8, MLP, variant, {**EAGER, "overlap": "force", "fp8": {"weights": "per_call"}}):
         assert {(s, d) for s, d in run.kept if s in weights and d in FLOAT8} == {(s, torch.float8_e4m3fn) for s in weights}
-    rowwise = {**EAGER, "overlap": "force", "fp8_recipe": "rowwise"}
+    rowwise = {**EAGER, "overlap": "force", "fp8": {"recipe": "rowwise"}}
     for run in pool2.run(float8, MLP, variant, rowwise) if ROWS else ():
         assert ((64, 64), torch.float8_e4m3fn) in run.kept and ((64, 64), BF16) not in run.kept
 
@@ -121,7 +121,7 @@ def test_uneven_columns(pool3: RankPool, overlap: str) -> None:
 
 
 class Only:
-    """An fp8_filter with a name for caches."""
+    """An fp8 filter with a name for caches."""
 
     def __init__(self, part: str) -> None:
         self.part, self.key = part, f"only {part}"
@@ -132,11 +132,11 @@ class Only:
 
 def test_filter(pool2: RankPool) -> None:
     """w1 stays in bf16 and w3 does not: their common gather carries bf16, and w3's operand is quantised behind it."""
-    options = {**EAGER, "overlap": "force", "fp8_filter": Only("w3")}
+    options = {**EAGER, "overlap": "force", "fp8": {"filter": Only("w3")}}
     for run in pool2.run(float8, LLAMA, {"dtype": BF16}, options):
         assert {c.module.rpartition(".")[2] for c in run.casts if c.recipe} == {"w3"}
         refused = [c for c in run.casts if c.reason is Reason.FILTERED]
-        assert len(refused) == 6 * 3 and all("fp8_filter refuses" in c.detail for c in refused)
+        assert len(refused) == 6 * 3 and all("the fp8 filter refuses" in c.detail for c in refused)
         assert {d.dtype for d in run.decisions if "all_gather" in d.kind.value} == {"bfloat16"}
         assert all(b < 0.2 for _, b in run.errors.values())
 
@@ -251,7 +251,7 @@ def test_casts_behind_a_gather(pool2: RankPool) -> None:
 def told(rank: int, world: int) -> str:
     """The error of ranks whose filters differ: the last one keeps `down` in 16 bits. (Both plans are new to the group: of a
     length that no other test has.)"""
-    options = {**EAGER, "overlap": "force"} | ({"fp8_filter": Only("up")} if rank else {})
+    options = {**EAGER, "overlap": "force"} | ({"fp8": {"filter": Only("up")}} if rank else {})
     try:
         float8(rank, world, MLP, {"dtype": BF16, "length": 96}, options)
     except Exception as error:  # noqa: BLE001 (torch may wrap it)
@@ -263,7 +263,7 @@ def test_a_product_that_ranks_cast_differently_is_named(pool2: RankPool) -> None
     for text in pool2.run(told, timeout=60):
         assert text.startswith("PlanMismatchError")
         assert "rank 0: float8: forward product of 'down' by tensorwise" in text, text
-        assert "rank 1: float8: forward product of 'down' in 16 bits (filtered: fp8_filter refuses" in text, text
+        assert "rank 1: float8: forward product of 'down' in 16 bits (filtered: the fp8 filter refuses" in text, text
     pool2.close()  # its group is poisoned now; the next test gets a new one
 
 

@@ -93,7 +93,7 @@ def test_linear_behind_linear() -> None:
     assert len(products(graph)) == 2 and not graph.find_nodes(op="call_function", target=aten.mm.default)
     torch._dynamo.reset()
     module = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 32)).bfloat16()
-    options = {"fp8": "all", "fp8_recipe": "delayed", "fp8_state": "behind", "inner": "aot_eager"}
+    options = {"fp8": {"recipe": "delayed", "state": "behind"}, "inner": "aot_eager"}
     with uncached():
         torch.compile(module, backend="ub_overlap", options=options)(torch.randn(32, 64, dtype=BF16)).sum().backward()
     assert [key.rpartition("/")[2] for key in fp8_state("behind").state_dict()] == ["x", "x", "dy", "dy"]
@@ -115,7 +115,7 @@ def test_sizes_that_no_input_has() -> None:
     """Scales of rows would have to say them: in high precision, with the reason."""
     torch._dynamo.reset()
     mark = HISTORY.mark()
-    options = {"fp8": "all", "fp8_recipe": "rowwise", "inner": "aot_eager"}
+    options = {"fp8": {"recipe": "rowwise"}, "inner": "aot_eager"}
     x, module = torch.randn(3, 32, 64, dtype=BF16), Half()
     with uncached():
         y = torch.compile(module, backend="ub_overlap", dynamic=True, options=options)(x)
@@ -132,16 +132,14 @@ def test_no_rows(recipe: str) -> None:
     module = nn.Linear(64, 48).bfloat16()
     picked: Any = torch.compile(
         lambda x, rows: module(x[rows.nonzero().view(-1)]), backend="ub_overlap",
-        options={"fp8": "all", "fp8_recipe": recipe, "inner": "aot_eager"},
+        options={"fp8": {"recipe": recipe}, "inner": "aot_eager"},
     )  # fmt: skip
     x = torch.randn(4, 64, dtype=BF16, requires_grad=True)
     with uncached(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         for wanted in (torch.ones(4), torch.zeros(4)):
             y = picked(x, wanted)
             assert y.shape == (int(wanted.sum()), 48) and y.isfinite().all()
-        compiled: Any = torch.compile(
-            module, backend="ub_overlap", options={"fp8": "all", "fp8_recipe": recipe, "inner": "aot_eager"}
-        )
+        compiled: Any = torch.compile(module, backend="ub_overlap", options={"fp8": {"recipe": recipe}, "inner": "aot_eager"})
         compiled(x[:0]).sum().backward()
     assert x.grad is not None and (x.grad == 0).all()
     assert module.weight.grad is not None and (module.weight.grad == 0).all()

@@ -85,7 +85,7 @@ def test_blocks_are_numbered_alike_by_all_their_graphs() -> None:
     torch._dynamo.reset()
     torch.manual_seed(5)
     blocks = [Block().bfloat16() for _ in range(3)]
-    options: dict[str, Any] = {"fp8": "all", "fp8_recipe": "delayed", "fp8_state": "alike", "inner": "aot_eager"}
+    options: dict[str, Any] = {"fp8": {"recipe": "delayed", "state": "alike"}, "inner": "aot_eager"}
     with uncached(), torch.no_grad():
         seen = [float(torch.relu(b.first(inputs("normal") * 4**n)).abs().max()) for n, b in enumerate(blocks)]
 
@@ -96,7 +96,7 @@ def test_blocks_are_numbered_alike_by_all_their_graphs() -> None:
         for fp8_filter, order in ((None, (0, 1, 2)), (lambda module, shape: "first" not in module, (2, 0, 1))):
             torch._dynamo.reset()
             for block in blocks:
-                block.compile(backend="ub_overlap", options={**options, "fp8_filter": fp8_filter})
+                block.compile(backend="ub_overlap", options={**options, "fp8": {**options["fp8"], "filter": fp8_filter}})
             for n in order:
                 step(n)
     state = fp8_state("alike").state_dict()

@@ -87,7 +87,7 @@ def test_forward_and_gradients(kind: str, recipe: str) -> None:
     module, x = linear(bias=kind == "normal"), inputs(kind).requires_grad_()
     rows = recipe == "rowwise"
     with uncached():
-        y = compiled(module, fp8_recipe=recipe)(x)
+        y = compiled(module, fp8={"recipe": recipe})(x)
         dy = inputs("signs" if kind == "normal" else kind)[:, :N].contiguous() * 0.01
         y.backward(dy)
     w = module.weight.detach()
@@ -124,7 +124,7 @@ def test_it_is_float8_and_no_passthrough() -> None:
     x[0, 0] = 2.0**20
     with uncached():
         y = compiled(linear(bias=False))(x)
-        rows = compiled(linear(bias=False), fp8_recipe="rowwise")(x)
+        rows = compiled(linear(bias=False), fp8={"recipe": "rowwise"})(x)
     assert (linear(bias=False)(x)[1:] != 0).any(dim=1).all()
     assert (y[1:] == 0).all() and (y[0] != 0).any()
     assert not ROWS or (rows[1:] != 0).any(dim=1).all()  # a scale of its own saves every other row
@@ -137,7 +137,7 @@ def test_what_is_not_finite_travels(value: float) -> None:
     x[3, 5] = value
     with uncached():
         whole = compiled(linear(bias=False))(x)
-        rows = compiled(linear(bias=False), fp8_recipe="rowwise")(x)
+        rows = compiled(linear(bias=False), fp8={"recipe": "rowwise"})(x)
     assert not whole[3].isfinite().any()
     assert not rows[3].isfinite().any()
     assert rows[:3].isfinite().all() and rows[4:].isfinite().all()
@@ -157,7 +157,7 @@ def test_sizes_that_do_not_divide_and_a_filter() -> None:
     with uncached():
         assert torch.equal(compiled(odd)(x), odd(x))
         whole = linear(bias=True)
-        assert torch.equal(compiled(whole, fp8_filter=Named())(inputs("normal")), whole(inputs("normal")))
+        assert torch.equal(compiled(whole, fp8={"filter": Named()})(inputs("normal")), whole(inputs("normal")))
         assert not torch.equal(compiled(whole)(inputs("normal")), whole(inputs("normal")))
 
 
@@ -191,20 +191,28 @@ def test_cache_keys() -> None:
         key = "other"
 
     wanted = [
-        {}, {"fp8": "forward"}, {"fp8": "all"}, {"fp8": "all", "fp8_recipe": "rowwise"},
-        {"fp8": "all", "fp8_reduce_scatter": True}, {"fp8": "all", "fp8_filter": Named()},
-        {"fp8": "all", "fp8_filter": Other()},
+        {}, {"fp8": "forward"}, {"fp8": "all"}, {"fp8": {"recipe": "rowwise"}},
+        {"fp8": {"reduce_scatter": True}}, {"fp8": {"filter": Named()}},
+        {"fp8": {"filter": Other()}},
     ]  # fmt: skip
     assert len({str(key(**options)) for options in wanted}) == len(wanted)
-    assert key(fp8="all", fp8_filter=Named()) == key(fp8="all", fp8_filter=Named())
-    assert key(fp8="all", fp8_filter=lambda module, shape: True) is None
+    assert key(fp8={"filter": Named()}) == key(fp8={"filter": Named()})
+    assert key(fp8={"filter": lambda module, shape: True}) is None
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("fp8", True), ("fp8_recipe", "columns"), ("fp8_filter", "w1"), ("fp8_reduce_scatter", 1)]
+    ("name", "value"),
+    [
+        ("fp8", True),
+        ("fp8", {"recipe": "columns"}),
+        ("fp8", {"filter": "w1"}),
+        ("fp8", {"reduce_scatter": 1}),
+        ("fp8", {"on": 1}),
+    ],
 )
 def test_bad_options(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=name):
+    part = next(iter(value)) if isinstance(value, dict) else name
+    with pytest.raises(ValueError, match=f"'{part}'"):
         parse({name: value}, frozenset())
 
 
@@ -237,13 +245,13 @@ def test_explain_measures_each_product() -> None:
 def test_explaining_moves_no_history() -> None:
     """A report of its own errors, and a training state that is what it was."""
     model, x = nn.Linear(64, 48).bfloat16(), torch.randn(32, 64).bfloat16().requires_grad_()
-    options = {"inner": "aot_eager", "fp8": "all", "fp8_recipe": "delayed", "fp8_state": "explained"}
+    options = {"inner": "aot_eager", "fp8": {"recipe": "delayed", "state": "explained"}}
     with uncached():
         torch.compile(model, backend="ub_overlap", options=options)(x).float().sum().backward()
         before = amax_history.fp8_state("explained").state_dict()
         first = ub_overlap.explain(model, options, measure=True)(x)
         rows = first.float8()
-        ub_overlap.explain(model, {**options, "fp8_recipe": "tensorwise"}, measure=True)(x)
+        ub_overlap.explain(model, {**options, "fp8": "all"}, measure=True)(x)
     after = amax_history.fp8_state("explained").state_dict()
     assert before and before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
     assert all(c.error is not None for c in first.casts) and first.float8() == rows

@@ -50,7 +50,7 @@ def test_scales_of_a_symbolic_number_of_rows() -> None:
     """[rows, 1] as torch's kernels take it: with a stride of 1 in the dim of size 1 too, or they raise."""
     torch._dynamo.reset()
     module = nn.Linear(64, 48, bias=False).bfloat16()
-    options = {"fp8": "forward", "fp8_recipe": "rowwise"}
+    options = {"fp8": {"products": "forward", "recipe": "rowwise"}}
     compiled: Any = torch.compile(module, backend="ub_overlap", dynamic=True, options=options)
     x = torch.randn(3, 32, 64, dtype=torch.bfloat16)
     with compat.caches_off(), torch.no_grad():

@@ -181,8 +181,8 @@ def test_cast_once_a_step(recipe: str, again: bool, casts: list[Any]) -> None:
 
     if recipe == "rowwise" and not compat.cpu_scales_rows():
         pytest.skip("this torch's CPU multiplies float8 by one scale a tensor alone")
-    kinds = ("kept", "call")
-    options = [{"fp8_recipe": recipe, "fp8_weights": k, "fp8_state": f"{k} {again}", "inner": "aot_eager"} for k in kinds]
+    kinds = ("cached", "per_call")
+    options = [{"fp8": {"recipe": recipe, "weights": k, "state": f"{k} {again}"}, "inner": "aot_eager"} for k in kinds]
     ours = train(model(again=again), options[0])
     shapes = [(ROWS, COLS), (COLS, ROWS), (COLS, COLS)]
     assert sorted(casts) == sorted(shapes * 2 * (2 if recipe == "rowwise" else 1))
@@ -210,14 +210,15 @@ def test_inductor_leaves_them_alone(again: bool, casts: list[Any], monkeypatch: 
                 assert same(fp8_weight(w, BF16, None, known=True), cast_plainly(w, None))
     assert len(casts) == 6
     if not again:
-        for a, b in zip(train(model(), {}), train(model(), {"fp8_weights": "call"}), strict=True):
+        for a, b in zip(train(model(), {}), train(model(), {"fp8": {"weights": "per_call"}}), strict=True):
             assert float((a.float() - b.float()).norm() / b.float().norm()) < 0.02
 
 
 def test_autocast(casts: list[Any]) -> None:
     """float32 weights under autocast: cast from what autocast would have rounded them to."""
     found = [
-        train(model(torch.float32), {"inner": "aot_eager", "fp8_weights": kind}, autocast=True) for kind in ("kept", "call")
+        train(model(torch.float32), {"inner": "aot_eager", "fp8": {"weights": kind}}, autocast=True)
+        for kind in ("cached", "per_call")
     ]
     assert len(casts) == 6
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -274,10 +275,10 @@ def test_no_graph_returns_them() -> None:
 def test_swapped_for_a_while(casts: list[Any]) -> None:
     """Between forward and backward somebody evaluates with other elements, and autograd's versions do not show it."""
     found = []
-    for kind in ("kept", "call"):
+    for kind in ("cached", "per_call"):
         module = model()
         torch._dynamo.reset()
-        options = {"fp8": "all", "fp8_weights": kind, "inner": "aot_eager"}
+        options = {"fp8": {"weights": kind}, "inner": "aot_eager"}
         with uncached():
             run = torch.compile(module, backend="ub_overlap", options=options)
             x = noise(64, COLS).clamp(-4, 4).requires_grad_()

@@ -15,7 +15,7 @@ from tests.compiler.rank_compile import FORCE, build, decisions_of
 from tests.harness.ranks import RankPool
 from ub_overlap.cli import main
 from ub_overlap.compiler.options import parse
-from ub_overlap.compiler.overrides.rules import parse_rules
+from ub_overlap.compiler.overrides.override_set import parse_overrides
 from ub_overlap.runtime.errors import OptionError
 
 LLAMA = "tests.models.dtensor_llama"
@@ -41,7 +41,7 @@ TOLD = [
 def test_every_entry() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        rules = parse_rules(CFG)
+        rules = parse_overrides(CFG).rules
     assert [str(w.message).partition("here: ")[2] for w in caught] == [", ".join(TOLD)], "one warning names all of it"
     assert [(r.module[0], r.kind, r.phase, r.strategy, r.optional) for r in rules] == [
         ("*.wq", "all_gather*", "forward", "pipelined:chunks=R/2", False),
@@ -72,7 +72,7 @@ def test_every_entry() -> None:
 )
 def test_what_cannot_be(entry: dict[str, Any], field: str, got: str, expected: str) -> None:
     with pytest.raises(OptionError) as caught:
-        parse({"rules": entry}, frozenset())
+        parse({"overrides": entry}, frozenset())
     assert f"{field}=" in caught.value.got and got in caught.value.got and expected in caught.value.expected
 
 
@@ -89,13 +89,13 @@ def test_yaml_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("yaml")
     path = tmp_path / "cfg.yaml"
     path.write_text(YAML)
-    with pytest.warns(UserWarning, match=r"cfg.yaml: without meaning here: proj_fprop.num_sm"):
-        ours, _ = parse({"rules": str(path)}, frozenset())
-    assert [r.strategy for r in ours.rules] == ["pipelined:chunks=R/2", "pipelined:stripes=2"]
+    with pytest.warns(UserWarning, match=r"cfg.yaml: without effect here: proj_fprop.num_sm"):
+        ours, _ = parse({"overrides": str(path)}, frozenset())
+    assert [r.strategy for r in ours.overrides.rules] == ["pipelined:chunks=R/2", "pipelined:stripes=2"]
     assert main(["import-cfg", str(path), "--json"]) == 0
     said = capsys.readouterr()
-    assert parse_rules(json.loads(said.out)) == ours.rules, "what is printed is what the option takes"
-    assert said.err == "without meaning here: proj_fprop.num_sm\n"
+    assert parse_overrides(json.loads(said.out)) == ours.overrides, "what is printed is what the option takes"
+    assert said.err == "without effect here: proj_fprop.num_sm\n"
     assert main(["import-cfg", str(path)]) == 0
     assert "pipelined:stripes=2" in capsys.readouterr().out
 
@@ -105,10 +105,10 @@ def test_yaml_without_pyyaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     path = tmp_path / "cfg.yaml"
     path.write_text(YAML)
     with pytest.raises(OptionError, match="cfg.yaml") as caught:
-        parse({"rules": path}, frozenset())
+        parse({"overrides": path}, frozenset())
     assert "PyYAML" in caught.value.expected and "JSON" in caught.value.fix
     path.write_text(json.dumps({"qkv_fprop": {}}))
-    assert len(parse({"rules": path}, frozenset())[0].rules) == 1, "JSON is YAML too, and needs nothing"
+    assert len(parse({"overrides": path}, frozenset())[0].overrides.rules) == 1, "JSON is YAML too, and needs nothing"
 
 
 def test_import_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +116,7 @@ def test_import_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[
     path.write_text('{"optimizer": {"lr": 1}}')
     assert main(["import-cfg", str(path)]) == 1
     error = capsys.readouterr().err
-    assert "no tp_comm_overlap_cfg" in error and str(path) in error and "optimizer" in error and "qkv_fprop" in error
+    assert "not a tp_comm_overlap_cfg" in error and str(path) in error and "optimizer" in error and "qkv_fprop" in error
 
 
 def test_import_needs_no_torch(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def decided(rank: int, world: int) -> tuple[dict[str, str], list[str]]:
     case = build(rank, world, LLAMA, {"sequence": True})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = decisions_of(case.module, case.inputs, {**FORCE, "save": "shard", "rules": CFG})
+        found = decisions_of(case.module, case.inputs, {**FORCE, "memory_budget": 0, "overrides": CFG})
     told = [str(w.message) for w in caught if "ub_overlap" in str(w.message)]
     return {f"{d.phase} {d.module.rpartition('.')[2]} {d.kind.value}": str(d.strategy) for d in found}, told
 

@@ -10,7 +10,7 @@ import pytest
 
 from ub_overlap.cli import plan as plan_verb
 from ub_overlap.compiler.overrides.megatron import ENTRIES
-from ub_overlap.compiler.overrides.rules import parse_rules
+from ub_overlap.compiler.overrides.override_set import parse_overrides
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide"
 TEXT = (GUIDE / "overriding_strategies.md").read_text()
@@ -20,7 +20,7 @@ RULES = re.findall(r"\{[^{}]*\"strategy\": [^{}]*\}", TEXT)
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rules_of_the_page_parse(rule: str) -> None:
-    parse_rules([json.loads(rule)])
+    parse_overrides([json.loads(rule)])
 
 
 def test_page_is_complete() -> None:

@@ -78,7 +78,7 @@ def test_a_large_model_on_this_machine(tmp_path: Path) -> None:
 
 
 def test_sizes_beside_a_model_and_layers(capsys: pytest.CaptureFixture[str]) -> None:
-    wanted = ["--seq", "1024", "--tp", "4", "--layers", "2", "--backward-keeps", "shard"]
+    wanted = ["--seq", "1024", "--tp", "4", "--layers", "2", "--memory-budget", "0"]
     assert main(["plan", "--model", "llama-8b", "--profile", "h200", "--json", *wanted]) == 0
     step = json.loads(capsys.readouterr().out)
     modules = {s["module"].split(".")[1] for s in step["sites"]}
@@ -110,8 +110,8 @@ def test_a_plan_of_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[s
     path = str(tmp_path / "plan.json")
     sizes = flags(replace(SMALL, tp=4))
     assert main(["plan", *sizes, "--save", path]) == 0
-    assert main(["plan", *sizes, "--plan", path]) == 0
-    assert main(["plan", *flags(SMALL), "--plan", path]) == 1
+    assert main(["plan", *sizes, "--overrides", path]) == 0
+    assert main(["plan", *flags(SMALL), "--overrides", path]) == 1
     error = capsys.readouterr().err
     assert "the first site that differs is forward.0" in error and path in error and "field ranks" in error
     assert "ranks=2 in the graph" in error and "ranks=4 in the plan" in error and "Traceback" not in error
@@ -137,7 +137,7 @@ def compiled(rank: int, world: int, sizes: Sizes, path: str, inner: str) -> list
     torch.manual_seed(3)
     blocks = parallel_blocks(sizes, DeviceMesh("cpu", torch.arange(world), mesh_dim_names=("tp",)))
     x = torch.randn(block_input(sizes).shape, requires_grad=True)
-    options = {"overlap": "force", "inner": inner, "plan": path, "on_miss": "error"}
+    options = {"overlap": "force", "inner": inner, "overrides": path, "on_unmatched": "error"}
     found = decisions_of(blocks, (x,), options)
     return [(d.id, d.kind.value, str(d.strategy), d.module) for d in found]
 
@@ -150,7 +150,7 @@ def test_a_saved_plan_is_what_compiling_the_block_gives(pool2: RankPool, tmp_pat
     forced.write_text(
         '[{"kind": "matmul_*", "strategy": "pipelined:stripes=2"}, {"kind": "all_gather*", "strategy": "pipelined:chunks=2R"}]'
     )
-    step = run(*flags(sizes), "--profile", "cpu", "--save", path, "--rules", str(forced))
+    step = run(*flags(sizes), "--profile", "cpu", "--save", path, "--overrides", str(forced))
     planned = [(s["id"], s["kind"], s["strategy"], s["module"]) for s in step["sites"]]
     assert {s for _, _, s, _ in planned} >= {"pipelined:stripes=2", "pipelined:chunks=4"}
     for found in pool2.run(compiled, sizes, path, inner):

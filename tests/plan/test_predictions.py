@@ -100,7 +100,7 @@ class Told:
 
 def explain(rank: int, world: int, folder: str, measure: bool) -> Told:
     case = build(rank, world, "tests.models.megatron", {"gated": True, "dims": 2})
-    options = {**FORCE, "plan": {"backward.1": "none"}}
+    options = {**FORCE, "overrides": {"backward.1": "none"}}
     with uncached():
         report = ub_overlap.explain(case.module, options, measure=measure)(*case.inputs)
     path = report.timeline(Path(folder) / f"step.{rank}.json")

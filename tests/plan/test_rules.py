@@ -11,13 +11,19 @@ import pytest
 from tests.compiler.rank_compile import FORCE, build, check, decisions_of
 from tests.harness.ranks import RankPool
 from ub_overlap.compiler.options import Options, parse
-from ub_overlap.compiler.overrides.rule import SiteDescription
-from ub_overlap.compiler.overrides.rules import Unmatched, forced_by_rules, parse_rules
+from ub_overlap.compiler.overrides.override_set import parse_overrides
+from ub_overlap.compiler.overrides.requested_strategy import override_of
+from ub_overlap.compiler.overrides.rule import Rule, SiteDescription, find_rule
+from ub_overlap.compiler.overrides.unmatched_patterns import UnmatchedPatterns
 from ub_overlap.compiler.plan.strategy import Mode, Strategy
 from ub_overlap.runtime.errors import OptionError
 
 NAMES: frozenset[str] = frozenset()
 LLAMA = "tests.models.dtensor_llama"
+
+
+def parse_rules(rows: list[dict[str, Any]]) -> tuple[Rule, ...]:
+    return parse_overrides(rows).rules
 
 
 def place(**changes: Any) -> SiteDescription:
@@ -70,12 +76,12 @@ def test_last_matching_rule_wins_and_auto_gives_back() -> None:
             {"phase": "backward", "strategy": "bulk"},
         ]
     )
-    forced = forced_by_rules(rules, place())
+    forced = find_rule(rules, place())
     assert forced is not None and forced.strategy == Strategy(Mode.PIPELINED, 4)
     assert forced.by == "rule 2 (module layers.0)"
-    assert forced_by_rules(rules, place(modules=("layers.0.attention.wk",))) is None
-    assert str(forced_by_rules(rules, place(phase="backward")).strategy) == "bulk"  # type: ignore[union-attr]
-    assert str(forced_by_rules(rules, place(modules=("layers.5",))).strategy) == "none"  # type: ignore[union-attr]
+    assert find_rule(rules, place(modules=("layers.0.attention.wk",))) is None
+    assert str(find_rule(rules, place(phase="backward")).strategy) == "bulk"  # type: ignore[union-attr]
+    assert str(find_rule(rules, place(modules=("layers.5",))).strategy) == "none"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -90,30 +96,30 @@ def test_last_matching_rule_wins_and_auto_gives_back() -> None:
 )
 def test_chunks_of_ranks(text: str, ranks: int, strategy: str) -> None:
     (rule,) = parse_rules([{"strategy": text}])
-    assert str(rule.strategy_for(ranks)) == strategy
+    assert str(override_of(rule.strategy, ranks, "").strategy) == strategy  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
     ("value", "field", "got", "expected"),
     [
-        (7, "rules", "7", "a list of rules"),
-        ({"layers": 1}, "rules", "layers", "a list of rules"),
-        (["none"], "rules[0]", "none", "a dict with strategy"),
-        ([{"module": "a"}], "rules[0].strategy", "nothing", "auto, none, pipelined"),
-        ([{"strategy": "fast"}], "rules[0].strategy", "fast", "auto, none, pipelined"),
-        ([{"strategy": "bulk:stripes=2"}], "rules[0].strategy", "bulk:stripes=2", "auto, none, pipelined"),
-        ([{"strategy": "none"}, {"strategy": "pipelined:chunks=R/3"}], "rules[1].strategy", "R/3", "R/2"),
-        ([{"strategy": "none", "kind": "gather"}], "rules[0].kind", "gather", "all_gather_matmul"),
-        ([{"strategy": "none", "phase": "back"}], "rules[0].phase", "back", "'forward' or 'backward'"),
-        ([{"strategy": "none", "module": 3}], "rules[0].module", "3", "a glob of module paths"),
-        ([{"strategy": "none", "modules": "a"}], "rules[0].modules", "a", "one of the fields module"),
-        ("/nowhere/rules.json", "rules", "/nowhere/rules.json", "a readable JSON or YAML file"),
+        (7, "overrides", "7", "a list of rules"),
+        ({"layers": 1}, "overrides", "layers", "a list of rules"),
+        ([3], "overrides[0]", "3", "a dict with strategy"),
+        ([{"module": "a"}], "overrides[0].strategy", "nothing", "auto, none, pipelined"),
+        ([{"strategy": "fast"}], "overrides[0].strategy", "fast", "auto, none, pipelined"),
+        ([{"strategy": "bulk:stripes=2"}], "overrides[0].strategy", "bulk:stripes=2", "auto, none, pipelined"),
+        ([{"strategy": "none"}, {"strategy": "pipelined:chunks=R/3"}], "overrides[1].strategy", "R/3", "R/2"),
+        ([{"strategy": "none", "kind": "gather"}], "overrides[0].kind", "gather", "all_gather_matmul"),
+        ([{"strategy": "none", "phase": "back"}], "overrides[0].phase", "back", "'forward' or 'backward'"),
+        ([{"strategy": "none", "module": 3}], "overrides[0].module", "3", "a glob of module paths"),
+        ([{"strategy": "none", "modules": "a"}], "overrides[0].modules", "a", "one of the fields module"),
+        ("/nowhere/rules.json", "overrides", "/nowhere/rules.json", "a readable JSON or YAML file"),
     ],
     ids=str,
 )
 def test_bad_rules_name_field_got_and_expected(value: Any, field: str, got: str, expected: str) -> None:
     with pytest.raises(OptionError) as caught:
-        parse({"rules": value}, NAMES)
+        parse({"overrides": value}, NAMES)
     error = caught.value
     assert f"{field}=" in error.got and got in error.got and expected in error.expected
 
@@ -121,21 +127,21 @@ def test_bad_rules_name_field_got_and_expected(value: Any, field: str, got: str,
 def test_a_bad_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "rules.json"
     path.write_text('[{"strategy": "fast"}]')
-    with pytest.raises(OptionError, match="rules.json, field rules\\[0\\].strategy"):
-        parse({"rules": str(path)}, NAMES)
+    with pytest.raises(OptionError, match="rules.json, field overrides\\[0\\].strategy"):
+        parse({"overrides": str(path)}, NAMES)
     path.write_text("[{")
     with pytest.raises(OptionError, match="rules.json") as caught:
-        parse({"rules": path}, NAMES)
+        parse({"overrides": path}, NAMES)
     assert caught.value.expected == "JSON"
 
 
 def test_rules_are_part_of_the_cache_key() -> None:
-    one, two = (parse({"rules": [{"strategy": s}]}, NAMES)[0] for s in ("none", "bulk"))
+    one, two = (parse({"overrides": [{"strategy": s}]}, NAMES)[0] for s in ("none", "bulk"))
     assert len({one.key(), two.key(), Options().key()}) == 3
-    assert parse({"rules": [r.to_dict() for r in one.rules]}, NAMES)[0] == one
+    assert parse({"overrides": [r.to_dict() for r in one.overrides.rules]}, NAMES)[0] == one
 
 
-def told(unmatched: Unmatched, phase: str, patterns: list[str], rules: list[dict[str, Any]]) -> list[str]:
+def told(unmatched: UnmatchedPatterns, phase: str, patterns: list[str], rules: list[dict[str, Any]]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         unmatched.check(phase, [place(phase=phase, id=f"{phase}.0")], patterns, parse_rules(rules))
@@ -143,9 +149,9 @@ def told(unmatched: Unmatched, phase: str, patterns: list[str], rules: list[dict
 
 
 def test_what_matches_nothing_is_told_once() -> None:
-    unmatched = Unmatched()
+    unmatched = UnmatchedPatterns()
     (text,) = told(unmatched, "forward", ["forward.7", "forward.*", "backward.9"], [{"module": "lyers", "strategy": "none"}])
-    assert "plan pattern 'forward.7'" in text and "rule 1 (module lyers)" in text
+    assert "pattern 'forward.7'" in text and "rule 1 (module lyers)" in text
     assert "forward.*" not in text and "backward.9" not in text
     assert "layers.0.attention.wq" in text, "says what there is"
     assert told(unmatched, "forward", ["forward.7"], [{"module": "lyers", "strategy": "none"}]) == []
@@ -163,7 +169,7 @@ STRIPES = [
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_stripes_by_rules_compute_the_same(pool2: RankPool, inner: str) -> None:
     """Sequence-parallel Llama block: numbers of outputs and gradients, and which rule decided which site."""
-    options = {"overlap": "force", "inner": inner, "rules": STRIPES, "plan": {"backward.3": "pipelined"}}
+    options = {"overlap": "force", "inner": inner, "overrides": [*STRIPES, {"backward.3": "pipelined"}]}
     for outcome in check(pool2, LLAMA, {"sequence": True}, options):
         by_site = {d["id"]: (d["strategy"], d["detail"]) for d in outcome.decisions}
         assert by_site["forward.1"] == (
@@ -173,18 +179,18 @@ def test_stripes_by_rules_compute_the_same(pool2: RankPool, inner: str) -> None:
         assert by_site["forward.0"] == ("pipelined", "")
         assert by_site["backward.1"][0] == "pipelined:stripes=2"
         assert by_site["backward.2"][0] == "pipelined:chunks=4" and "rule 3" in by_site["backward.2"][1]
-        assert by_site["backward.3"] == ("pipelined", "pipelined forced by the plan ('backward.3')"), "the plan wins"
+        assert by_site["backward.3"] == ("pipelined", "pipelined forced by overrides ('backward.3')"), "the pattern wins"
 
 
 def test_stripes_of_an_all_reduce(pool2: RankPool) -> None:
-    options = {**FORCE, "rules": [{"kind": "matmul_all_reduce", "strategy": "pipelined:stripes=2"}]}
+    options = {**FORCE, "overrides": [{"kind": "matmul_all_reduce", "strategy": "pipelined:stripes=2"}]}
     for outcome in check(pool2, LLAMA, {"sequence": False}, options):
         assert {d["strategy"] for d in outcome.decisions if d["kind"] == "matmul_all_reduce"} == {"pipelined:stripes=2"}
 
 
 def illegal(rank: int, world: int) -> list[tuple[str, str | None, str]]:
     case = build(rank, world, "tests.models.megatron", {"dims": 2})
-    options = {**FORCE, "rules": [{"strategy": "pipelined:stripes=2"}, {"phase": "backward", "strategy": "none"}]}
+    options = {**FORCE, "overrides": [{"strategy": "pipelined:stripes=2"}, {"phase": "backward", "strategy": "none"}]}
     found = decisions_of(case.module, case.inputs, options)
     return [(str(d.strategy), d.reason.value if d.reason else None, d.detail) for d in found]
 

@@ -14,8 +14,9 @@ from tests.compiler.rank_compile import FORCE, build, plans_of
 from tests.compiler.test_plan import PLAN
 from tests.harness.ranks import RankPool
 from ub_overlap.compiler.options import parse
+from ub_overlap.compiler.overrides.override_set import parse_overrides
 from ub_overlap.compiler.overrides.rule import SiteDescription
-from ub_overlap.compiler.overrides.saved_plan import fit, parse_plan
+from ub_overlap.compiler.overrides.saved_plan import match_saved_graph, parse_saved_plan
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.runtime.errors import OptionError
 
@@ -46,7 +47,7 @@ def with_site(number: int, **changes: Any) -> dict[str, Any]:
         (with_site(0, ranks="2"), "sites[0].ranks", "'2'", "a number"),
         (with_site(0, id=None), "sites[0].id", "None", "a text"),
         ({"optimizer": {"lr": 1}}, "optimizer", "{'lr': 1}", "none, pipelined, bulk"),
-        ([1, 2], "plan", "[1, 2]", "a dict {site pattern: strategy}"),
+        ([1, 2], "overrides[0]", "1", "a dict {site pattern: strategy}"),
     ],
     ids=str,
 )
@@ -54,17 +55,17 @@ def test_bad_files(tmp_path: Path, content: Any, field: str, got: str, expected:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(content))
     with pytest.raises(OptionError) as caught:
-        parse({"plan": str(path)}, frozenset())
+        parse({"overrides": str(path)}, frozenset())
     error = caught.value
     assert f"file {path}" in error.where and got in error.got and expected in error.expected
-    assert field in error.where or field == "plan"
+    assert field in error.where or field == "overrides"
 
 
 def test_a_broken_file(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(PLAN.to_json()[:40])
     with pytest.raises(OptionError, match="plan.json"):
-        parse({"plan": str(path)}, frozenset())
+        parse({"overrides": str(path)}, frozenset())
 
 
 # The sites of PLAN as a graph shows them.
@@ -78,10 +79,10 @@ PLACES = [
 
 
 def test_a_plan_that_fits_forces_its_sites() -> None:
-    _, graphs = parse_plan(PLAN)
-    found = fit(graphs, "forward", PLACES)
+    graphs = parse_overrides(PLAN).saved
+    found = match_saved_graph(graphs, "forward", PLACES)
     assert {i: str(f.strategy) for i, f in found.items()} == {"forward.0": "pipelined:chunks=4", "forward.1": "none"}
-    assert fit(graphs, "backward", PLACES) == {}, "a plan says nothing of phases that it has no graph of"
+    assert match_saved_graph(graphs, "backward", PLACES) == {}, "a plan says nothing of phases that it has no graph of"
 
 
 @pytest.mark.parametrize(
@@ -95,58 +96,60 @@ def test_a_plan_that_fits_forces_its_sites() -> None:
     ids=str,
 )
 def test_the_first_site_that_differs_is_named(number: int, changes: dict[str, Any], field: str, got: str) -> None:
-    _, graphs = parse_plan(PLAN)
+    graphs = parse_overrides(PLAN).saved
     places = [replace(p, **changes) if i >= number else p for i, p in enumerate(PLACES)]
     with pytest.raises(OptionError) as caught:
-        fit(graphs, "forward", places)
+        match_saved_graph(graphs, "forward", places)
     assert f"site forward.{number}, field {field}" in caught.value.where and got in caught.value.got
     assert "the first site that differs is" in caught.value.what
 
 
 def test_another_number_of_sites() -> None:
-    _, graphs = parse_plan(PLAN)
+    graphs = parse_overrides(PLAN).saved
     with pytest.raises(OptionError, match="forward.1, field number of sites") as caught:
-        fit(graphs, "forward", PLACES[:1])
+        match_saved_graph(graphs, "forward", PLACES[:1])
     assert "=1 in" in caught.value.got and "=2 in" in caught.value.expected
     with pytest.raises(OptionError, match="forward.2, field number of sites"):
-        fit(graphs, "forward", [*PLACES, replace(PLACES[1], id="forward.2")])
+        match_saved_graph(graphs, "forward", [*PLACES, replace(PLACES[1], id="forward.2")])
 
 
 def test_of_several_graphs_the_one_that_fits_is_taken() -> None:
     """A model with a graph break has two forward graphs, each with a forward.0."""
     other = Plan("forward", tuple(replace(d, module="head") for d in PLAN.decisions[:1]))
     rows = [{**d.to_dict(), "plan": p.digest} for p in (other, PLAN) for d in p.decisions]
-    _, graphs = parse_plan({"version": 1, "plans": [other.digest, PLAN.digest], "sites": rows})
+    graphs = parse_saved_plan({"version": 1, "plans": [other.digest, PLAN.digest], "sites": rows}, "")
     assert len(graphs) == 2
-    assert set(fit(graphs, "forward", PLACES)) == {"forward.0", "forward.1"}
-    assert set(fit(graphs, "forward", [replace(PLACES[0], modules=("head",))])) == {"forward.0"}
+    assert set(match_saved_graph(graphs, "forward", PLACES)) == {"forward.0", "forward.1"}
+    assert set(match_saved_graph(graphs, "forward", [replace(PLACES[0], modules=("head",))])) == {"forward.0"}
     with pytest.raises(OptionError, match="forward.1"):  # compared with the graph that agrees longest
-        fit(graphs, "forward", [PLACES[0], replace(PLACES[1], ranks=3)])
+        match_saved_graph(graphs, "forward", [PLACES[0], replace(PLACES[1], ranks=3)])
 
 
 def test_other_sizes_are_a_warning() -> None:
-    _, graphs = parse_plan(PLAN)
+    graphs = parse_overrides(PLAN).saved
     with pytest.warns(UserWarning, match=r"forward.0 has input \[4, 64\], in the plan \[8, 64\]"):
-        assert fit(graphs, "forward", [replace(PLACES[0], input="[4, 64]"), PLACES[1]])
+        assert match_saved_graph(graphs, "forward", [replace(PLACES[0], input="[4, 64]"), PLACES[1]])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert fit(graphs, "forward", [replace(PLACES[0], input="[s0, 64]"), PLACES[1]]), "dynamic sizes are no other sizes"
+        assert match_saved_graph(graphs, "forward", [replace(PLACES[0], input="[s0, 64]"), PLACES[1]]), (
+            "dynamic sizes are no other sizes"
+        )
 
 
 def saved_and_loaded(rank: int, world: int, path: str) -> tuple[list[tuple[str, str]], str, str]:
     """Decisions under a plan saved from the same model with other strategies; the error of another model."""
     case = build(rank, world, MEGATRON, {"dims": 2})
     plans = plans_of(
-        case.module, case.inputs, {**FORCE, "plan": {"*.0": "none", "*.1": "pipelined:stripes=2", "backward.1": "bulk"}}
+        case.module, case.inputs, {**FORCE, "overrides": {"*.0": "none", "*.1": "pipelined:stripes=2", "backward.1": "bulk"}}
     )
     mine = f"{path}.{rank}"
     rows = [{**d.to_dict(), "plan": p.digest} for p in plans for d in p.decisions]
     Path(mine).write_text(json.dumps({"version": 1, "plans": [p.digest for p in plans], "sites": rows}))
     case = build(rank, world, MEGATRON, {"dims": 2})
-    again = plans_of(case.module, case.inputs, {**FORCE, "plan": mine})
+    again = plans_of(case.module, case.inputs, {**FORCE, "overrides": mine})
     other = build(rank, world, "tests.models.dtensor_llama", {"sequence": False})
     try:
-        plans_of(other.module, other.inputs, {**FORCE, "plan": mine})
+        plans_of(other.module, other.inputs, {**FORCE, "overrides": mine})
         error = ""
     except Exception as e:  # noqa: BLE001 (torch wraps it)
         error = f"{type(getattr(e, 'inner_exception', e)).__name__}: {e}"

@@ -1,4 +1,4 @@
-"""The predicted step of a block: site by site, with totals, as text, JSON, and as a plan that options={"plan": path} loads."""
+"""The predicted step of a block by site, with totals: as text, as JSON, and as a plan for options={"overrides": path}."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class PlannedStep:
         return self.totals.chosen_us + sum(self.rest.values())
 
     def saved_plan(self) -> str:
-        """JSON for options={"plan": path}: the sites of all graphs with the chosen strategies."""
+        """JSON for options={"overrides": path}: the sites of all graphs with the chosen strategies."""
         rows = [{**d.to_dict(), "plan": p.digest} for p in self.plans for d in p.decisions]
         return json.dumps({"version": 1, "plans": [p.digest for p in self.plans], "sites": rows}, indent=1)
 

@@ -76,7 +76,7 @@ def trace(sizes: Sizes, options: Options, rewritten: bool = False) -> list[Trace
 def _rewritten(graph: Graph, decided: Decided, options: Options) -> Graphs | None:
     watch = SnapshotRecorder(graph, decided.plan.phase, on=True)
     watch.before(decided.chosen)
-    rewrite(graph, decided.chosen, "float8" if options.fp8_reduce_scatter else "plain")
+    rewrite(graph, decided.chosen, "float8" if options.fp8.reduce_scatter else "plain")
     taken = watch.after()
     return Graphs(decided.plan.digest, decided.plan.phase, *taken) if taken else None
 

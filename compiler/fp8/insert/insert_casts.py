@@ -161,7 +161,7 @@ def _verdict(linear: Linear, module: str, fp8: Fp8, slower: Slower | None) -> Ve
     """Why a whole linear stays as it is."""
     p = linear.forward
     if fp8.filter is not None and not fp8.filter(module, (p.shape[1], p.inner)):
-        return Reason.FILTERED, f"fp8_filter refuses {module or 'it'} {format_shape((p.shape[1], p.inner))}"
+        return Reason.FILTERED, f"the fp8 filter refuses {module or 'it'} {format_shape((p.shape[1], p.inner))}"
     if dtype_of(p.node) not in NARROW:
         return Reason.DTYPE_UNSUPPORTED, f"{dtype_of(p.node)} is asked for"
     if fp8.recipe.rows and _on_cpu(p.node) and not compat.cpu_scales_rows():

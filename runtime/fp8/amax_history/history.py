@@ -26,7 +26,7 @@ CAPACITY = 8192
 NEUTRAL = 448.0
 """The magnitude that a gathered tensor is taken to have while all that was seen of it is 0: the same on all ranks."""
 SEPARATOR = ";"
-_FIX = "load what state_dict() of the same model gave; two models of the same module paths need two fp8_state names"
+_FIX = "load what state_dict() of the same model gave; two models of the same module paths need two names of fp8 state"
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +67,7 @@ class AmaxHistory:
 
 
 class Fp8State:
-    """The histories of the models that compile with `fp8_state=name`, on this rank.
+    """The histories of the models that compile with fp8={"state": name}, on this rank.
 
     Keys are "module path/x" (what a linear multiplies) and "module path/dy" (the gradient of its result), with "#1", "#2" where
     a graph calls a module again and "@1", "@2" where one graph serves several modules. They outlive recompilation: graphs of
@@ -198,7 +198,7 @@ _STATES: dict[str, Fp8State] = {}
 
 
 def fp8_state(name: str = "") -> Fp8State:
-    """What delayed scaling remembers on this rank, for models compiled with options={"fp8_state": name}."""
+    """What delayed scaling remembers on this rank, for models compiled with options={"fp8": {"state": name}}."""
     return _STATES.get(name) or _STATES.setdefault(name, Fp8State(name))
 
 

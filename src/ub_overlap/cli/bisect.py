@@ -124,7 +124,7 @@ def run(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         print("bad" if len(found) == 1 else f"bad only together: {len(found)} sites")
         for row in rows:
             print(f"  {row['site']} {row['kind']} {row['strategy']} {row['module']} {row['source']}")
-        print("leave them alone: options={'plan': " + json.dumps(dict.fromkeys(found, "none")) + "}")
+        print("leave them alone: options={'overrides': " + json.dumps(dict.fromkeys(found, "none")) + "}")
     return 0
 
 

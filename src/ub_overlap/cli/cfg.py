@@ -17,7 +17,7 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
 
 
 def run(path: str, *, as_json: bool) -> int:
-    """Prints the rules (--json: as options={"rules": ...} takes them); what has no meaning here goes to stderr."""
+    """Prints the rules (--json: as options={"overrides": ...} takes them); fields without effect here go to stderr."""
     from tabulate import tabulate
 
     from ub_overlap.compiler.overrides.megatron import import_file
@@ -29,5 +29,5 @@ def run(path: str, *, as_json: bool) -> int:
         rows = [{"kind": r.kind, "phase": r.phase, "strategy": r.strategy, "modules": ", ".join(r.module)} for r in rules]
         print(tabulate(rows, headers="keys", tablefmt="simple"))
     if unused:
-        print(f"without meaning here: {', '.join(unused)}", file=sys.stderr)
+        print(f"without effect here: {', '.join(unused)}", file=sys.stderr)
     return 0

@@ -23,11 +23,11 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
     parser.add_argument("--ungated", action="store_true", help="GELU, LayerNorm and biases (GPT) instead of SwiGLU and RMSNorm")
     parser.add_argument("--profile", default="h200", help="a shipped profile (h200, cpu) or a file (default: h200)")
     parser.add_argument("--min-bytes", type=int, metavar="N", help="the option min_bytes=")
-    parser.add_argument("--backward-keeps", choices=("gathered", "shard"), help="the option save=")
     parser.add_argument("--memory-budget", type=float, metavar="N", help="the option memory_budget=: a share up to 1, or bytes")
-    parser.add_argument("--rules", metavar="FILE", help="the option rules=: JSON or YAML, or a tp_comm_overlap_cfg")
-    parser.add_argument("--plan", metavar="FILE", help="the option plan=: a saved plan whose strategies are forced")
-    parser.add_argument("--save", metavar="FILE", help="write the plan; options={'plan': FILE} loads it")
+    parser.add_argument(
+        "--overrides", metavar="FILE", help="the option overrides=: JSON or YAML with strategies, or a saved plan"
+    )
+    parser.add_argument("--save", metavar="FILE", help="write the plan; options={'overrides': FILE} loads it")
     parser.add_argument("--timeline", metavar="FILE", help="write the predicted steps of all sites: JSON for Perfetto, or .png")
     parser.add_argument("--html", metavar="FILE", help="write a page: both graphs side by side, sites, predicted schedules")
     parser.set_defaults(run=lambda flags: run(flags, parser))
@@ -49,8 +49,7 @@ def run(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         given.setdefault("kv_heads", given["heads"])
     sizes = named(flags.model, **given) if flags.model else Sizes(**given)
     options: dict[str, Any] = {"profile": flags.profile}
-    options |= {"save": flags.backward_keeps} if flags.backward_keeps else {}
-    own = ("rules", "plan", "min_bytes", "memory_budget")
+    own = ("overrides", "min_bytes", "memory_budget")
     options |= {name: value for name in own if (value := getattr(flags, name)) is not None}
     step = plan_step(sizes, parse(options, frozenset())[0], graphs=flags.html is not None)
     if flags.save:

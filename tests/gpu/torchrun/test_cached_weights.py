@@ -207,15 +207,15 @@ def compiled(lockstep: Lockstep, recipe: str, turns: int) -> str:
     results: list[list[Tensor]] = []
     counted = 0
     for graphs in (False, True) if lockstep.cuda else (False,):
-        for kind in ("call", "kept"):
+        for kind in ("per_call", "cached"):
             torch.manual_seed(3)
             if lockstep.cuda:
                 captures.reset()
             size = 512
             model = nn.Sequential(nn.Linear(size, 1024), nn.SiLU(), nn.Linear(1024, size), nn.Linear(size, size))
             model = model.to(lockstep.device, BF16)
-            options: dict[str, Any] = {"fp8": "all", "fp8_recipe": recipe, "fp8_weights": kind, "overlap": "force"}
-            options["fp8_state"] = f"weights {kind} {graphs}"
+            options: dict[str, Any] = {"fp8": {"recipe": recipe, "weights": kind}, "overlap": "force"}
+            options["fp8"]["state"] = f"weights {kind} {graphs}"
             run: Any = torch.compile(model, backend="ub_overlap", options={**options, "triton.cudagraphs": graphs})
             found: list[Tensor] = []
             for turn in range(turns):
@@ -224,7 +224,7 @@ def compiled(lockstep: Lockstep, recipe: str, turns: int) -> str:
                 x = (torch.randn(size, size, device=lockstep.device) * (1 + turn % 3)).to(BF16)
                 found += captures.step(run, model, x)
                 for w in model.parameters():
-                    if kind == "kept" and w.dim() == 2:
+                    if kind == "cached" and w.dim() == 2:
                         right(
                             w.detach(), None if recipe != "rowwise" else -1, BF16, f"turn {turn}, graphs {graphs}", known=True
                         )

@@ -90,7 +90,7 @@ def compiled(lockstep: Lockstep, turns: int) -> str:
         torch.manual_seed(3)
         captures.reset()
         model = nn.Sequential(nn.Linear(512, 1024), nn.SiLU(), nn.Linear(1024, 512)).to(lockstep.device, BF16)
-        options = {"fp8": "all", "fp8_recipe": "delayed", "fp8_state": f"graphs {graphs}", "overlap": "force"}
+        options = {"fp8": {"recipe": "delayed", "state": f"graphs {graphs}"}, "overlap": "force"}
         run: Any = torch.compile(model, backend="ub_overlap", options={**options, "triton.cudagraphs": graphs})
         found: list[Tensor] = []
         for turn in range(turns):
@@ -130,7 +130,7 @@ def first_seen_in_a_capture(lockstep: Lockstep) -> str:
     results: list[Tensor] = []
     for graphs in (False, True):
         captures.reset()
-        options = {"fp8": "all", "fp8_recipe": "delayed", "fp8_state": f"argument {graphs}", "overlap": "force"}
+        options = {"fp8": {"recipe": "delayed", "state": f"argument {graphs}"}, "overlap": "force"}
         run: Any = torch.compile(lambda x, w: x @ w.t(), backend="ub_overlap", options={**options, "triton.cudagraphs": graphs})
         with torch.no_grad():
             for _ in range(4):

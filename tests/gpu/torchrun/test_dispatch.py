@@ -67,7 +67,7 @@ def tuned(lockstep: Lockstep) -> str:
     rows, dim = (4096, 4096) if lockstep.cuda else (1024, 512)
     module, x = layer(lockstep, dim), shard(lockstep, rows, dim)
     plain = step(module, module, x)
-    options = {"tune": True, "min_bytes": 0, **({} if lockstep.cuda else {"profile": "cpu"})}
+    options = {"autotune": True, "min_bytes": 0, **({} if lockstep.cuda else {"profile": "cpu"})}
     autotune.forget()
     picks: list[dict[str, Any]] = []
     for life in range(2):
@@ -163,9 +163,9 @@ def float8(lockstep: Lockstep, recipe: str, graphs: bool) -> str:
         if graphs:
             captures.reset()
         ops.extension().clear_stats()
-        options: dict[str, Any] = {"overlap": overlap, "fp8": "all", "fp8_recipe": recipe}
+        options: dict[str, Any] = {"overlap": overlap, "fp8": {"recipe": recipe}}
         if recipe == "delayed":
-            options["fp8_state"] = f"{overlap}, {graphs}"  # both start with an empty history
+            options["fp8"]["state"] = f"{overlap}, {graphs}"  # both start with an empty history
         if graphs:
             options["triton.cudagraphs"] = True
         if lockstep.cuda:
