@@ -101,16 +101,3 @@ FLOAT8 = Errors(distance)
 def tolerance(dtype: str) -> float:
     """Of a type by its name; 0 for unknown ones."""
     return next((value for known, value in TOLERANCE.items() if str(known) == f"torch.{dtype}"), 0.0)
-
-
-@torch.library.custom_op("ub_overlap::compare", mutates_args=())
-def compare(ours: Tensor, plain: Tensor, site: str, float8: bool = False) -> Tensor:
-    """A copy of `ours` [any], once it has been compared with `plain` (the same shape). `float8`: `ours` is a product in float8,
-    `plain` that in 16 bits, and `site` its `Cast.key`."""
-    (FLOAT8 if float8 else ERRORS).add(site, ours, plain)
-    return ours.clone()
-
-
-@compare.register_fake
-def _(ours: Tensor, plain: Tensor, site: str, float8: bool = False) -> Tensor:
-    return ours.clone()

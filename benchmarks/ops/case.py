@@ -75,10 +75,10 @@ class Case:
         if self.gather:
             shard, weight = self.shard.unsqueeze(0), self.weight
             op: Any = torch.ops.ub_overlap.all_gather_matmul.default
-            return lambda: op(shard, [weight], [0], 1, False, keep, strategy, group, site)[1][0]
+            return lambda: op(shard, [weight], [False], [False], 1, False, keep, strategy, group, site)[1][0]
         op = torch.ops.ub_overlap.matmul_reduce_scatter.default
         lhs, rhs, dtype = [self.full], [self.weight], self.dtype
-        return lambda: op(lhs, rhs, None, 1, False, "sum", dtype, keep, strategy, group, site)[0]
+        return lambda: op(lhs, rhs, None, 1, False, "sum", dtype, keep, "plain", strategy, group, site)[0]
 
     def variants(self, strategies: Sequence[str], group: str) -> dict[str, Callable[[], Call]]:
         """More columns, each made when it is wanted; those whose name begins with "ours" give what seq gives."""

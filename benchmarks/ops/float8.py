@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ub_overlap.runtime.ops.c10d_fallback import scaled_product
+from ub_overlap.runtime.ops.c10d_fallback import scaled_matmul
 
 from ..ranks import World
 from .case import Call, Case
@@ -73,7 +73,7 @@ class Float8Case(Case):
         return (self.wide.float() / scale).clamp(-MOST, MOST).to(E4M3), scale
 
     def _multiply(self, left: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return scaled_product(left, self.weight, scale, self.weight_scale, None, self.dtype, FAST)
+        return scaled_matmul(left, self.weight, scale, self.weight_scale, None, self.dtype, FAST)
 
     def gemm(self) -> torch.Tensor:
         return self._multiply(self.full, self.full_scale)

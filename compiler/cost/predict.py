@@ -44,9 +44,9 @@ def candidates(shape: SiteShape) -> list[Strategy]:
     ranks = shape.ranks
     counts = {c for c in (1, 2, ranks // 2, ranks, 2 * ranks) if 0 < c <= MAX_CHUNKS or c == ranks}
     rows = max((m[2] if m[3] else m[0] for m in shape.matmuls), default=shape.rows)
-    limit = ranks if shape.whole else max(1, rows // LEAST_ROWS)
+    limit = ranks if shape.shard_dim_is_last else max(1, rows // LEAST_ROWS)
     found = [Strategy(Mode.PIPELINED, 0 if c == ranks else c) for c in sorted(counts) if c <= limit or c == 1]
-    if not shape.gathers and not shape.whole:
+    if not shape.gathers and not shape.shard_dim_is_last:
         found += [Strategy(Mode.PIPELINED, c, striped=True) for c in STRIPES if c * ranks * LEAST_BLOCK <= rows]
     return [NONE, *found]
 
@@ -166,7 +166,7 @@ def _piece_us(shape: SiteShape, profile: Profile, work: CostItem) -> float:
         # Accumulated in fp32: the sum is written so, and read again by every further piece.
         more = m * n * (4 - SIZES[shape.dtype] + (4 if work.adds else 0))
         return us + max(0.0, more / (profile.compute.memory_gbs * 1e3))
-    if shape.whole and not shape.gathers and not shape.bulk:
+    if shape.shard_dim_is_last and not shape.gathers and not shape.bulk:
         return matmul_us(profile, shape.multiplied, layout, m, round(n * part), k)
     rows, count = round(m * part / pieces), max(1, round(1 / part)) if part else 1
     first = matmul_us(profile, shape.multiplied, layout, rows, n, k, pieces)

@@ -67,15 +67,15 @@ class SiteShape(SiteSizes):
         """The schedule that runs this site by `strategy`. ValueError for none, and where strategy and site do not fit."""
         if strategy.mode is not (Mode.BULK if self.bulk else Mode.PIPELINED):
             raise ValueError(f"{strategy} of a {self.kind} site has no schedule")
-        if strategy.striped and (self.whole or self.gathers):
+        if strategy.striped and (self.shard_dim_is_last or self.gathers):
             raise ValueError(f"{strategy}: only a reduction whose shards can be cut is made in stripes; got {self}")
         return Key(
             kind=self.kind,
             ranks=self.ranks,
-            chunks=min(strategy.chunks, self.ranks) if self.whole else strategy.chunks,
+            chunks=min(strategy.chunks, self.ranks) if self.shard_dim_is_last else strategy.chunks,
             contracts=tuple(m[3] for m in self.matmuls) if self.gathers else (),
             terms=0 if self.gathers else len(self.matmuls),
-            whole=self.whole,
+            shard_dim_is_last=self.shard_dim_is_last,
             keep=self.keep and self.gathers,
             striped=strategy.striped,
         )

@@ -94,7 +94,7 @@ def shape_at(sizes: SiteSizes, hints: Hints, exact: bool = False) -> SiteShape |
             tuple(found),
             *whole,
             sizes.keep,
-            sizes.whole,
+            sizes.shard_dim_is_last,
             number(sizes.outer),
             sizes.operands,
         )

@@ -25,7 +25,7 @@ class SiteSizes:
     """[rows, cols] of the collective's whole tensor: what all ranks gather, or what is reduced."""
     keep: bool = False
     """The gathered tensor is wanted as well."""
-    whole: bool = False
+    shard_dim_is_last: bool = False
     """Shards of the last dim, which cannot be cut."""
     outer: int = 1
     """Blocks of rows that a shard consists of: a batch in front of the gathered or scattered dim."""
@@ -35,8 +35,8 @@ class SiteSizes:
     def to_dict(self) -> dict[str, Any]:
         return {
             "kind": self.kind, "ranks": self.ranks, "dtype": self.dtype, "matmuls": [list(m) for m in self.matmuls],
-            "rows": self.rows, "cols": self.cols, "keep": self.keep, "whole": self.whole, "outer": self.outer,
-            "operands": self.operands,
+            "rows": self.rows, "cols": self.cols, "keep": self.keep, "shard_dim_is_last": self.shard_dim_is_last,
+            "outer": self.outer, "operands": self.operands,
         }  # fmt: skip
 
     @classmethod

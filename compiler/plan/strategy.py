@@ -5,7 +5,7 @@
     pipelined|none                                   alternatives: timed at the first call, the first one until then
     1536=none;*=pipelined|pipelined:chunks=4         both
 
-The text is what an op carries and what C++ reads (csrc/core/choice.h). Rows are those of the whole matrix: what is gathered, or
+The text is what an op carries and what C++ reads (csrc/core/dispatch_table.h). Rows are those of the whole matrix: what is gathered, or
 the product before it is scattered or reduced; of a collective without a matmul of its own all dims but the last. They are the
 same on all ranks, and so is what is picked.
 """

@@ -35,8 +35,8 @@ def rewrite_reduction(
     elif c.op is Op.REDUCE_SCATTER:
         outer = 1 if m.shard_dim_is_last else e.size(m.blocks.outer)
         op = e.call(
-            torch.ops.ub_overlap.matmul_reduce_scatter.default, lhs, rhs, addend, outer, m.shard_dim_is_last, c.reduce_op, out_dtype, keep,
-            str(strategy), c.group, site, value_is=_scattered(e, m, lhs[0]),
+            torch.ops.ub_overlap.matmul_reduce_scatter.default, lhs, rhs, addend, outer, m.shard_dim_is_last, c.reduce_op,
+            out_dtype, keep, "plain", str(strategy), c.group, site, value_is=_scattered(e, m, lhs[0]),
         )  # fmt: skip
     else:
         op = e.call(

@@ -36,7 +36,7 @@ class DispatchSettings:
 
 
 def rows_of(site: Site) -> Size:
-    """Rows of the whole matrix, as csrc/bindings/ops/picked.h counts them."""
+    """Rows of the whole matrix, as csrc/bindings/ops/dispatch.h counts them."""
     if not isinstance(site, Bulk):
         return site.rows
     c = site.collective

@@ -7,6 +7,7 @@
 #include <sstream>
 #include <string_view>
 
+#include "bindings/ops/ops.h"
 #include "bindings/python.h"
 #include "core/registry.h"
 
@@ -25,15 +26,15 @@ std::string text_of(const T& value) {
 // What is known of a call before its tensors are looked at: where it is, with whom, and by which strategy.
 class Builder {
   public:
-    Builder(std::string op, at::Device device, const std::string& strategy, const std::string& group, const std::string& site)
-        : device_(device), group_name_(group), group_(c10d::resolve_process_group(group)) {
+    Builder(std::string op, at::Device device, const Site& site)
+        : device_(device), site_(site), group_(c10d::resolve_process_group(site.group)) {
         call.op_name = std::move(op);
-        call.site = site;
-        call.strategy = strategy;
+        call.site = site.id;
+        call.strategy = site.strategy;
         call.rank = group_->getRank();
         call.ranks = group_->getSize();
         call.key.ranks = call.ranks;
-        read_strategy(strategy);
+        read_strategy(site.strategy);
     }
 
     Call call;
@@ -141,13 +142,13 @@ class Builder {
     // Finds or makes the session of the group.
     std::shared_ptr<Session> session() {
         const std::string device = c10::DeviceTypeName(device_.type(), true);
-        std::shared_ptr<Session> found = Registry::get().find(group_name_, device, group_.get());
+        std::shared_ptr<Session> found = Registry::get().find(site_.group, device, group_.get());
         if (found) return found;
         if (!python_hooks().bind) {
             throw NamedError("UbOverlapError",
                              {{"what", "the runtime is not loaded"}, {"fix", "import ub_overlap.runtime.ops"}});
         }
-        found = python_hooks().bind(group_name_, device, call);
+        found = python_hooks().bind(site_.group, device, call);
         const c10::weak_intrusive_ptr<c10d::ProcessGroup> weak(group_);
         Registry::get().put(found, group_.get(), [weak] { return !weak.expired(); });
         return found;
@@ -158,10 +159,12 @@ class Builder {
     // What is to be compared between ranks, and its hash: equal on all ranks in a program that is in step.
     void seal() {
         call.shape_text = shape_;
-        call.key.whole = call.last;
-        if (call.last && (call.key.striped || call.key.chunks > call.ranks)) call.key.chunks = call.ranks;
-        if (call.last) call.key.striped = false;  // such shards cannot be cut
-        uint32_t hash = 2166136261u;              // FNV-1a
+        call.key.shard_dim_is_last = call.shard_dim_is_last;
+        if (call.shard_dim_is_last) {  // such shards cannot be cut
+            if (call.key.striped || call.key.chunks > call.ranks) call.key.chunks = call.ranks;
+            call.key.striped = false;
+        }
+        uint32_t hash = 2166136261u;  // FNV-1a
         for (const std::string* part : {&call.op_name, &call.site, &call.strategy, &call.shape_text}) {
             for (const char c : *part) hash = (hash ^ static_cast<unsigned char>(c)) * 16777619u;
             hash = (hash ^ 0xffu) * 16777619u;
@@ -201,6 +204,9 @@ class Builder {
     void append(bool value) { shape_ += value ? '1' : '0'; }
     void append(const std::string& value) { shape_ += value; }
     void append(const char* value) { shape_ += value; }
+    void append(const c10::List<bool>& values) {
+        for (size_t i = 0; i < values.size(); ++i) append(static_cast<bool>(values.get(i)));
+    }
     void append(at::IntArrayRef values) {
         shape_ += '[';
         for (size_t i = 0; i < values.size(); ++i) {
@@ -211,7 +217,7 @@ class Builder {
     }
 
     const at::Device device_;
-    std::string group_name_;
+    const Site& site_;  // of the caller, who outlives the builder
     GroupPtr group_;
     std::string shape_;
     std::vector<Tensor> kept_;

@@ -50,8 +50,8 @@ void set_provider(py::object provide) {
         return in_python([&] {
             py::tuple contracts(key.contracts.size());
             for (size_t i = 0; i < key.contracts.size(); ++i) contracts[i] = py::bool_(key.contracts[i]);
-            const py::tuple tuple =
-                py::make_tuple(key.kind, key.ranks, key.chunks, contracts, key.terms, key.whole, key.keep, key.striped);
+            const py::tuple tuple = py::make_tuple(key.kind, key.ranks, key.chunks, contracts, key.terms, key.shard_dim_is_last,
+                                                   key.keep, key.striped);
             return handle_of(held)(tuple, rank).cast<EncodedSchedule>();
         });
     });
@@ -282,14 +282,14 @@ PYBIND11_MODULE(_C, m) {
 
     m.def(
         "install",
-        [](py::object provide, py::object bind, py::object reference, py::object make_error) {
+        [](py::object provide, py::object bind, py::object fallback, py::object make_error) {
             set_provider(std::move(provide));
             set_bind(std::move(bind));
-            python_hooks().reference = hold(std::move(reference));
+            python_hooks().fallback = hold(std::move(fallback));
             python_hooks().make_error = hold(std::move(make_error));
             settings().check_signals.store(&check_signals);
         },
-        py::arg("provide"), py::arg("bind"), py::arg("reference"), py::arg("make_error"));
+        py::arg("provide"), py::arg("bind"), py::arg("fallback"), py::arg("make_error"));
     m.def("set_provider", &set_provider, py::arg("provide"), "Replaces the schedule provider and forgets its schedules.");
     m.def("set_step_timeout", [](double seconds) { settings().step_timeout_ns.store(static_cast<int64_t>(seconds * 1e9)); });
     m.def("set_replay", [](bool on) { settings().replay.store(on); }, "Whether calls that come again are recorded (CUDA).");

@@ -20,11 +20,11 @@ struct PythonRaised : std::exception {
     std::string text;
 };
 
-// What Python installs. `make_error` and `reference` are callables: (class name, fields) -> exception, (op name, *args) ->
-// tuple.
+// The callables that Python installs. make_error: (class name, fields) -> exception. fallback: (op name, *arguments of the
+// op) -> results.
 struct PythonHooks {
     std::function<std::shared_ptr<Session>(const std::string& group, const std::string& device, const Call& call)> bind;
-    std::shared_ptr<void> make_error, reference;
+    std::shared_ptr<void> make_error, fallback;
 };
 PythonHooks& python_hooks();
 

@@ -160,13 +160,12 @@ Scale Call::scale_of(bool own) const {
     return {reinterpret_cast<const float*>(landing(rank) + landing_bytes()), true};
 }
 
-// Consumer of a gathered matrix G. Modes 1 and 3 return the transpose, so their out is seen transposed; modes 2 and 3 multiply
-// G^T. The gathered rows (or, where shards lie along the last dim, columns) are either rows of the product or summed over.
+// Consumer of a gathered matrix G. A consumer that returns the transpose sees its out transposed. The gathered rows (or, where
+// shards lie along the last dim, columns) are either rows of the product or summed over.
 void Call::gathered_matmuls(const Step& step, std::vector<MatmulTask>& tasks) const {
-    const int64_t mode = modes[step.index];
-    const bool flip = mode >= 2, contracts = key.contracts[step.index];
+    const bool transposed = transpose_gathered[step.index], contracts = key.contracts[step.index];
     const Matrix& whole = contracts ? accumulators[step.index] : results[step.index];
-    const Matrix out = mode % 2 ? whole.transposed() : whole;
+    const Matrix out = transpose_out[step.index] ? whole.transposed() : whole;
     const Matrix& b = rhs[step.index];
     bool add = step.accumulate;
     for (const Range& range : merge(*this, step.reads)) {
@@ -180,7 +179,7 @@ void Call::gathered_matmuls(const Step& step, std::vector<MatmulTask>& tasks) co
             task.b_scale = rhs_scales[step.index], task.fast_sums = fast_sums;
             task.addend = biases[step.index].row_block(range.first, width);
         }
-        if (last) {  // o = P rows, a block is `width` columns of one row
+        if (shard_dim_is_last) {  // o = P rows, a block is `width` columns of one row
             const Matrix g{base + skip * size_of(type), outer, width, held, 1, type};
             if (contracts) {
                 task.out = out, task.a = g, task.b = b.row_block(range.first, width), task.accumulate = add;
@@ -194,7 +193,7 @@ void Call::gathered_matmuls(const Step& step, std::vector<MatmulTask>& tasks) co
         }
         if (width == total_rows() && width == held) {  // all of it, in order: one matrix
             const Matrix all{base, outer * width, inner, inner, 1, type};
-            task.out = out, task.a = flip ? all.transposed() : all, task.b = b, task.accumulate = add;
+            task.out = out, task.a = transposed ? all.transposed() : all, task.b = b, task.accumulate = add;
             if (!biases.empty()) task.addend = biases[step.index];
             tasks.push_back(task);
             add = true;
@@ -210,7 +209,7 @@ void Call::gathered_matmuls(const Step& step, std::vector<MatmulTask>& tasks) co
         for (int64_t block = 0; block < outer; ++block) {  // a sum over blocks: one after the other into the same place
             Matrix piece = g;
             piece.data += block * held * inner * size_of(type);
-            task.out = out, task.a = flip ? piece.transposed() : piece;
+            task.out = out, task.a = transposed ? piece.transposed() : piece;
             task.b = b.row_block(block * total_rows() + range.first, width), task.accumulate = add;
             tasks.push_back(task);
             add = true;
@@ -234,7 +233,7 @@ void Call::product_matmuls(const Step& step, std::vector<MatmulTask>& tasks) con
     const std::vector<Range> ranges = merge(*this, step.writes);
     // A stripe of equal shards: blocks of rows at equal distances, one batched matmul.
     const auto batch = static_cast<int64_t>(ranges.size());
-    bool even = !last && outer == 1 && batch > 1;
+    bool even = !shard_dim_is_last && outer == 1 && batch > 1;
     for (int64_t i = 1; even && i < batch; ++i) {
         even = ranges[i].first - ranges[i - 1].first == ranges[1].first - ranges[0].first &&
                ranges[i].last - ranges[i].first == ranges[0].last - ranges[0].first;
@@ -259,7 +258,7 @@ void Call::product_matmuls(const Step& step, std::vector<MatmulTask>& tasks) con
         MatmulTask task = scaled;
         task.a_scale = scaled.a_scale.from(range.first), task.a_scale_step = total_rows();
         task.accumulate = step.accumulate;
-        if (last) {
+        if (shard_dim_is_last) {
             const Matrix all{partial, outer, total_rows(), total_rows(), 1, type};
             task.out = all.col_block(range.first, width), task.a = a, task.b = b.col_block(range.first, width);
             if (first) task.addend = addend.col_block(range.first, width);

@@ -70,8 +70,8 @@ struct Call {
     std::string op_name, site, strategy, shape_text;
     uint32_t tag = 0;
     Key key;
-    bool last = false;     // shards lie along the last dim of 2D matrices
-    bool average = false;  // divide the sum by R
+    bool shard_dim_is_last = false;  // shards lie along the last dim of 2D matrices
+    bool average = false;            // divide the sum by R
 
     int rank = 0, ranks = 1;
     int64_t outer = 1, inner = 1;
@@ -81,8 +81,10 @@ struct Call {
     DType out_type = DType::f32;  // of OUTPUT and LANDING2
     char *input = nullptr, *partial = nullptr, *output = nullptr;
     std::vector<Matrix> lhs, rhs, results;  // operands; results in the orientation of the tensor returned
-    std::vector<int64_t> modes;             // all_gather_matmul: mode of each consumer
-    std::vector<Matrix> accumulators;       // contracting consumers: fp32, the result itself where that is fp32
+    // all_gather_matmul: consumer j multiplies G, or G^T where transpose_gathered[j]; it returns the product, or the
+    // product's transpose where transpose_out[j].
+    std::vector<bool> transpose_gathered, transpose_out;
+    std::vector<Matrix> accumulators;  // contracting consumers: fp32, the result itself where that is fp32
     Matrix addend;
 
     // float8, see above. lhs_scales, rhs_scales, biases: one an operand, or none at all.

@@ -58,9 +58,9 @@ struct Key {
     int64_t chunks = 0;
     std::vector<bool> contracts;
     int64_t terms = 0;
-    bool whole = false, keep = false, striped = false;
+    bool shard_dim_is_last = false, keep = false, striped = false;
 
-    auto tied() const { return std::tie(kind, ranks, chunks, contracts, terms, whole, keep, striped); }
+    auto tied() const { return std::tie(kind, ranks, chunks, contracts, terms, shard_dim_is_last, keep, striped); }
     bool operator<(const Key& other) const { return tied() < other.tied(); }
 };
 

@@ -31,10 +31,12 @@ Fingerprint fingerprint(const Call& call, int64_t timeout_ns) {
                             static_cast<int64_t>(call.type), static_cast<int64_t>(call.out_type)}) {
         print.push_back(static_cast<uint64_t>(n));
     }
-    print.push_back(static_cast<uint64_t>(call.last) << 1 | static_cast<uint64_t>(call.average));
-    for (const std::vector<int64_t>* list : {&call.begin, &call.modes}) {
-        print.push_back(list->size());
-        print.insert(print.end(), list->begin(), list->end());
+    print.push_back(static_cast<uint64_t>(call.shard_dim_is_last) << 1 | static_cast<uint64_t>(call.average));
+    print.push_back(call.begin.size());
+    print.insert(print.end(), call.begin.begin(), call.begin.end());
+    print.push_back(call.transpose_gathered.size());
+    for (size_t j = 0; j < call.transpose_gathered.size(); ++j) {
+        print.push_back(static_cast<uint64_t>(call.transpose_gathered[j]) << 1 | static_cast<uint64_t>(call.transpose_out[j]));
     }
     for (const std::vector<Matrix>* list : {&call.lhs, &call.rhs, &call.results, &call.accumulators}) {
         print.push_back(list->size());

@@ -91,8 +91,10 @@ def _run(
     if layout.differentiable(shard, *weights):
         keep = save if any(w.requires_grad for w in weights) else "nothing"
         return _GatherMatmul.apply(shard, at.outer, at.last, return_gathered, strategy, keep, group, who.site, *weights)
-    modes = [0] * len(weights)
-    gathered, outs = OPS.all_gather_matmul(shard, weights, modes, at.outer, at.last, return_gathered, strategy, group, who.site)
+    no_transpose = [False] * len(weights)
+    gathered, outs = OPS.all_gather_matmul(
+        shard, weights, no_transpose, no_transpose, at.outer, at.last, return_gathered, strategy, group, who.site
+    )
     return [*outs, gathered] if return_gathered else outs
 
 
@@ -114,8 +116,10 @@ class _GatherMatmul(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         if not torch.compiler.is_compiling():  # there, zeros stand for gradients that do not come
             ctx.set_materialize_grads(False)
-        modes, whole = [0] * len(weights), keep == "gathered" or return_gathered
-        gathered, outs = OPS.all_gather_matmul(shard, list(weights), modes, outer, last, whole, strategy, group, site)
+        no_transpose, keep_gathered = [False] * len(weights), keep == "gathered" or return_gathered
+        gathered, outs = OPS.all_gather_matmul(
+            shard, list(weights), no_transpose, no_transpose, outer, last, keep_gathered, strategy, group, site
+        )
         ctx.outer, ctx.last, ctx.return_gathered, ctx.keep = outer, last, return_gathered, keep
         ctx.strategy, ctx.group, ctx.site = strategy, group, f"{site}.backward"
         kept = {"gathered": [gathered], "shard": [shard]}.get(keep, [])
@@ -173,7 +177,7 @@ def _scatter(ctx: Any, terms: list[tuple[Tensor, Tensor]], whole_grad: Tensor | 
         assert whole_grad is not None
         lhs, rhs = [whole_grad.new_empty((whole_grad.shape[0], 0))], [whole_grad.new_empty((0, whole_grad.shape[1]))]
     out, _ = OPS.matmul_reduce_scatter(
-        lhs, rhs, whole_grad, ctx.outer, ctx.last, "sum", weights[0].dtype, False, ctx.strategy, ctx.group, ctx.site
+        lhs, rhs, whole_grad, ctx.outer, ctx.last, "sum", weights[0].dtype, False, "plain", ctx.strategy, ctx.group, ctx.site
     )
     return out
 
@@ -185,6 +189,8 @@ def _weight_grads(ctx: Any, kept: Tensor | None, products: list[Any]) -> list[Te
     assert kept is not None
     if ctx.keep == "gathered":
         return [kept.t() @ grad for grad in products]
-    site, modes = f"{ctx.site}.gather", [2] * len(products)
-    _, outs = OPS.all_gather_matmul(kept, products, modes, ctx.outer, ctx.last, False, ctx.strategy, ctx.group, site)
+    site, transpose_gathered, transpose_out = f"{ctx.site}.gather", [True] * len(products), [False] * len(products)
+    _, outs = OPS.all_gather_matmul(
+        kept, products, transpose_gathered, transpose_out, ctx.outer, ctx.last, False, ctx.strategy, ctx.group, site
+    )
     return outs

@@ -60,7 +60,7 @@ def matmul_reduce_scatter(
             )
         else:
             out, _ = OPS.matmul_reduce_scatter(
-                flat, ws, extra, at.outer, at.last, reduce_op, flat[0].dtype, False, strategy, name, who.site
+                flat, ws, extra, at.outer, at.last, reduce_op, flat[0].dtype, False, "plain", strategy, name, who.site
             )
         out = out.reshape(*at.shape, cols // ranks if at.last else cols)
     return out if bias is None else out + bias
@@ -119,7 +119,9 @@ class _MatmulScatter(torch.autograd.Function):
         *terms: Tensor,
     ) -> Tensor:
         lhs, rhs = list(terms[:count]), list(terms[count:])
-        out, _ = OPS.matmul_reduce_scatter(lhs, rhs, addend, outer, last, reduce_op, lhs[0].dtype, False, strategy, group, site)
+        out, _ = OPS.matmul_reduce_scatter(
+            lhs, rhs, addend, outer, last, reduce_op, lhs[0].dtype, False, "plain", strategy, group, site
+        )
         ctx.outer, ctx.last, ctx.count, ctx.divide = outer, last, count, ranks if reduce_op == "avg" else 1
         gather = "pipelined" if "stripes" in strategy else strategy  # a gather has none
         ctx.strategy, ctx.group, ctx.site = gather, group, f"{site}.backward"
@@ -137,14 +139,14 @@ class _MatmulScatter(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         grad = grads[0] / ctx.divide if ctx.divide > 1 else grads[0]
         count = ctx.count
-        operands, modes = [], []
+        operands, transpose = [], []
         for i, tensor in zip(ctx.kept, ctx.saved_tensors, strict=True):
             weight = i >= count
             operands.append(tensor.t() if weight else tensor)
-            modes.append(0 if weight else 3)
+            transpose.append(not weight)  # (G^T @ X)^T for a weight
         keep = ctx.needs_input_grad[8]
         gathered, outs = OPS.all_gather_matmul(
-            grad, operands, modes, ctx.outer, ctx.last, keep, ctx.strategy, ctx.group, ctx.site
+            grad, operands, transpose, transpose, ctx.outer, ctx.last, keep, ctx.strategy, ctx.group, ctx.site
         )
         found: list[Tensor | None] = [None] * (2 * count)
         for i, out in zip(ctx.kept, outs, strict=True):

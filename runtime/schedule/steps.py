@@ -188,9 +188,8 @@ class Key:
     kind: "all_gather_matmul" | "matmul_reduce_scatter" | "matmul_all_reduce" | "bulk_all_gather" | "bulk_reduce_scatter" |
     "bulk_all_reduce". chunks: pieces the split dimension is cut into over the whole group (0: one a rank).
     contracts: one bool a consumer: True where the consumer's product contracts over the gathered dimension.
-    terms: matmuls summed before a scatter or reduce, or independent matmuls of a bulk op. whole: shards cannot be cut
-    (the gathered or scattered dimension is not the leading one, so a piece would not be a block of rows); chunks is
-    then at most R. keep: the gathered tensor (gathers) is wanted as an output too. striped (scatters): every matmul makes one
+    terms: matmuls summed before a scatter or reduce, or independent matmuls of a bulk op. shard_dim_is_last: shards cannot
+    be cut, because a piece would not be a block of rows; chunks is then at most R. keep: the gathered tensor (gathers) is wanted as an output too. striped (scatters): every matmul makes one
     piece of every shard, instead of all of some shards; chunks then counts the pieces of a shard.
     """
 
@@ -199,7 +198,7 @@ class Key:
     chunks: int = 0
     contracts: tuple[bool, ...] = ()
     terms: int = 0
-    whole: bool = False
+    shard_dim_is_last: bool = False
     keep: bool = False
     striped: bool = False
 

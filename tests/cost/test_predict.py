@@ -31,10 +31,10 @@ def sites(ranks: int) -> list[SiteShape]:
             "all_gather_matmul", ranks, "bfloat16", ((m, d // ranks, d, False), (d // ranks, d, m, True)), m, d, keep=True
         ),
         SiteShape("all_gather_matmul", ranks, "bfloat16", ((d // ranks, d, m, True),), m, d),
-        SiteShape("all_gather_matmul", ranks, "float32", ((m, 512, d, True),), m, d, whole=True),
+        SiteShape("all_gather_matmul", ranks, "float32", ((m, 512, d, True),), m, d, shard_dim_is_last=True),
         SiteShape("matmul_reduce_scatter", ranks, "bfloat16", ((m, d, f // ranks, False),), m, d),
         SiteShape("matmul_reduce_scatter", ranks, "bfloat16", ((m, d, 512, False),) * 3, m, d, outer=2),
-        SiteShape("matmul_reduce_scatter", ranks, "float16", ((m, d, 512, False),), m, d, whole=True),
+        SiteShape("matmul_reduce_scatter", ranks, "float16", ((m, d, 512, False),), m, d, shard_dim_is_last=True),
         SiteShape("matmul_all_reduce", ranks, "bfloat16", ((m, d, f // ranks, False),), m, d),
         SiteShape("bulk_all_gather", ranks, "bfloat16", ((m, d, 1024, False),), m * d, 1),
         SiteShape("bulk_reduce_scatter", ranks, "bfloat16", ((m, d, 1024, False),), m * d, 1),
@@ -96,7 +96,7 @@ def test_candidates() -> None:
     scatter = sites(8)[4]
     assert names(gather) == ["none", *(f"pipelined{c}" for c in (":chunks=1", ":chunks=2", ":chunks=4", "", ":chunks=16"))]
     assert names(scatter) == [*names(gather), "pipelined:stripes=2", "pipelined:stripes=4"]
-    assert names(replace(scatter, whole=True)) == names(gather)[:-1]
+    assert names(replace(scatter, shard_dim_is_last=True)) == names(gather)[:-1]
     assert names(bulk) == ["none", "bulk"]
     with pytest.raises(ValueError, match="no schedule"):
         predict(bulk, Strategy(Mode.PIPELINED), H200)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ub_overlap.runtime import ops
 from ub_overlap.runtime.ops import c10d_fallback
 
 F32, BF16, F16, E4M3, E5M2 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -19,6 +20,9 @@ SLACK = {F32: 2e-6, BF16: 4e-3, F16: 1e-3, E4M3: 0.0, E5M2: 0.0}
 AG, RS, AR, BULK = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "bulk"
 SAG, SRS = "all_gather_scaled_matmul", "scaled_matmul_reduce_scatter"
 Case = tuple[str, tuple[Any, ...]]
+Transposes = tuple[bool, bool]
+"""(transpose_gathered, transpose_out) of one consumer of a gather."""
+PLAIN, OUT_T, GATHERED_T, BOTH_T = (False, False), (False, True), (True, False), (True, True)
 
 
 @dataclass(frozen=True)
@@ -30,14 +34,14 @@ class Maker:
         return (torch.randn(*sizes, device=self.device) * scale).to(dtype)
 
     def gather(
-        self, dtype: torch.dtype, outer: int, m: int, q: int, modes: list[int], last: bool, keep: bool, n: int = 96
+        self, dtype: torch.dtype, outer: int, m: int, q: int, transposes: list[Transposes], last: bool, keep: bool, n: int = 96
     ) -> Case:
         shard = self.randn(m, q, dtype=dtype) if last else self.randn(outer, m, q, dtype=dtype)
         rows, cols = (m, q * self.ranks) if last else (outer * self.ranks * m, q)
-        sizes = [(rows if mode >= 2 else cols, n + 8 * i) for i, mode in enumerate(modes)]
+        sizes = [(rows if transposed else cols, n + 8 * i) for i, (transposed, _) in enumerate(transposes)]
         operands = [self.randn(*size, dtype=dtype, scale=0.1) for size in sizes]
         operands = [o.t().contiguous().t() if i % 2 == 0 else o for i, o in enumerate(operands)]  # a Linear's weight
-        return AG, (shard, operands, modes, 1 if last else outer, last, keep)
+        return AG, (shard, operands, *map(list, zip(*transposes, strict=True)), 1 if last else outer, last, keep)
 
     def scatter(self, dtype: torch.dtype, outer: int, m: int, q: int, last: bool = False, **more: Any) -> Case:
         """`more`: depths, bias, out_dtype, keep, by."""
@@ -47,7 +51,7 @@ class Maker:
         rhs = [self.randn(cols, k, dtype=dtype, scale=0.1).t() for k in depths]
         addend = self.randn(cols, dtype=dtype) if more.get("bias") else None
         out_dtype, keep = more.get("out_dtype", dtype), more.get("keep", False)
-        return RS, (lhs, rhs, addend, 1 if last else outer, last, more.get("by", "sum"), out_dtype, keep)
+        return RS, (lhs, rhs, addend, 1 if last else outer, last, more.get("by", "sum"), out_dtype, keep, "plain")
 
     def reduce(self, dtype: torch.dtype, p: int, q: int, k: int, by: str = "sum", keep: bool = False) -> Case:
         return AR, ([self.randn(p, k, dtype=dtype)], [self.randn(k, q, dtype=dtype, scale=0.1)], None, by, dtype, keep)
@@ -90,8 +94,8 @@ class Maker:
         wide = 2 * size
         round_up = -(-wide // 128) * 128
         return {
-            "AG": (self.gather(dtype, 1, size, wide, [0, 2], False, True), "pipelined"),
-            "AG2": (self.gather(dtype, 1, size, wide, [0], False, False), f"pipelined:chunks={2 * self.ranks}"),
+            "AG": (self.gather(dtype, 1, size, wide, [PLAIN, GATHERED_T], False, True), "pipelined"),
+            "AG2": (self.gather(dtype, 1, size, wide, [PLAIN], False, False), f"pipelined:chunks={2 * self.ranks}"),
             "RS": (self.scatter(dtype, 1, size, wide), f"pipelined:chunks={2 * self.ranks}"),
             "RS1": (self.scatter(dtype, 1, size, wide), "pipelined"),
             "RS striped": (self.scatter(dtype, 1, size, wide), "pipelined:stripes=3"),
@@ -119,7 +123,7 @@ def run_op(case: Case, strategy: str, group: str, site: str) -> list[torch.Tenso
 
 def run_plain(case: Case, group: str) -> list[torch.Tensor]:
     """Compute the same outputs with a c10d collective and matmuls."""
-    return flat(c10d_fallback.run(case[0], *case[1], group))
+    return flat(ops.run_fallback(case[0], *case[1], "none", group, "/fallback"))
 
 
 def doubled(value: Any) -> Any:
@@ -139,7 +143,7 @@ def sizes_of_parts(case: Case, group: str) -> torch.Tensor:
     """Return, per element of a scaled scatter's result, the sum of absolute contributions of all ranks, in float64."""
     lhs, rhs, lhs_scales, rhs_scales, partial, outer = map(doubled, case[1][:6])
     for a, b, a_scale, b_scale in zip(lhs, rhs, lhs_scales, rhs_scales, strict=True):
-        partial = c10d_fallback.scaled_product(a, b, a_scale, b_scale, partial, torch.float64, False)
+        partial = c10d_fallback.scaled_matmul(a, b, a_scale, b_scale, partial, torch.float64, False)
     return c10d_fallback.scatter_rows(partial.abs(), outer, group)
 
 

@@ -8,6 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+Transposes = tuple[bool, bool]
+"""(transpose_gathered, transpose_out) of one consumer of a gather."""
+ALL_TRANSPOSES: list[Transposes] = [(False, False), (False, True), (True, False), (True, True)]
+
 
 def data(*sizes: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Random numbers that every rank can make for every other one."""
@@ -25,9 +29,9 @@ def gathered(shards: Sequence[Tensor], outer: int, last: bool) -> Tensor:
     return torch.cat([s.reshape(outer, block, cols) for s in shards], 1).reshape(len(shards) * rows, cols)
 
 
-def product(whole: Tensor, operand: Tensor, mode: int) -> Tensor:
-    out = (whole.T if mode >= 2 else whole) @ operand
-    return out.T if mode % 2 else out
+def product(gathered: Tensor, operand: Tensor, transpose_gathered: bool, transpose_out: bool) -> Tensor:
+    out = (gathered.T if transpose_gathered else gathered) @ operand
+    return out.T if transpose_out else out
 
 
 def scattered(partials: Sequence[Tensor], outer: int, last: bool, rank: int) -> Tensor:

@@ -124,7 +124,7 @@ def raises_alone(rank: int, world: int) -> dict[str, Any]:
         try:
             return attempt(lambda: gather(name, rank, world, 4, strategy=f"pipelined:chunks={5 * world}"))
         finally:
-            C.set_provider(ops.Provider())
+            C.set_provider(ops.ScheduleProvider())
 
 
 def bad_arguments(rank: int, world: int) -> list[str]:
@@ -133,25 +133,25 @@ def bad_arguments(rank: int, world: int) -> list[str]:
     a, b = data(4, 6, seed=1), data(6, 3, seed=2)
     call = torch.ops.ub_overlap.all_gather_matmul
     tries = [
-        attempt(lambda: call(a, [b], [0], 1, False, False, "sometimes", name, "/x")),
-        attempt(lambda: call(a, [b], [0], 1, False, False, "pipelined:chunks=0", name, "/x")),
-        attempt(lambda: call(a, [b], [0], 1, False, False, "pipelined:chunks=99999", name, "/x")),
-        attempt(lambda: call(a, [b], [0], 1, False, False, "pipelined:stripes=2", name, "/x")),
-        attempt(lambda: call(a, [b], [0], 1, False, False, "bulk:stripes=2", name, "/x")),
+        attempt(lambda: call(a, [b], [False], [False], 1, False, False, "sometimes", name, "/x")),
+        attempt(lambda: call(a, [b], [False], [False], 1, False, False, "pipelined:chunks=0", name, "/x")),
+        attempt(lambda: call(a, [b], [False], [False], 1, False, False, "pipelined:chunks=99999", name, "/x")),
+        attempt(lambda: call(a, [b], [False], [False], 1, False, False, "pipelined:stripes=2", name, "/x")),
+        attempt(lambda: call(a, [b], [False], [False], 1, False, False, "bulk:stripes=2", name, "/x")),
         attempt(lambda: torch.ops.ub_overlap.bulk(a, [], [], "all_gather", "sum", "pipelined:stripes=2", name, "/x")),
         attempt(lambda: call(a, [b], [7], 1, False, False, "pipelined", name, "/x")),
         attempt(lambda: call(a, [b], [2], 1, False, False, "pipelined", name, "/x")),
         attempt(lambda: call(a, [b], [0], 3, False, False, "pipelined", name, "/x")),
-        attempt(lambda: call(a.double(), [b.double()], [0], 1, False, False, "pipelined", name, "/x")),
-        attempt(lambda: call(a, [b.half()], [0], 1, False, False, "pipelined", name, "/x")),
+        attempt(lambda: call(a.double(), [b.double()], [False], [False], 1, False, False, "pipelined", name, "/x")),
+        attempt(lambda: call(a, [b.half()], [False], [False], 1, False, False, "pipelined", name, "/x")),
         attempt(
             lambda: torch.ops.ub_overlap.matmul_reduce_scatter(
-                [a], [b], None, 1, False, "max", a.dtype, False, "pipelined", name, "/x"
+                [a], [b], None, 1, False, "max", a.dtype, False, "plain", "pipelined", name, "/x"
             )
         ),
         attempt(
             lambda: torch.ops.ub_overlap.matmul_reduce_scatter(
-                [data(2 * world + 1, 6, seed=1)], [b], None, 1, False, "sum", a.dtype, False, "pipelined", name, "/x"
+                [data(2 * world + 1, 6, seed=1)], [b], None, 1, False, "sum", a.dtype, False, "plain", "pipelined", name, "/x"
             )
         ),
     ]
@@ -329,6 +329,6 @@ def without_done(rank: int, world: int, waits: bool, times: int) -> list[str]:
     except errors.UbOverlapError as error:
         bad.append(f"{type(error).__name__}: {error}")
     finally:
-        C.set_provider(ops.Provider())
+        C.set_provider(ops.ScheduleProvider())
         dist.barrier()
     return bad

@@ -265,8 +265,8 @@ def wire(rank: int, world: int) -> list[str]:
         exact = values.to(dtype)
         lhs = torch.eye(4 * world, dtype=dtype) if rank == sender else torch.zeros(4 * world, 4 * world, dtype=dtype)
         out, partial = OPS.matmul_reduce_scatter(
-            [lhs], [exact], None, 1, False, "sum", F32, True, "pipelined", rank_ops.group(), f"/wire.{dtype}.{sender}",
-            wire="float8",
+            [lhs], [exact], None, 1, False, "sum", F32, True, "float8", "pipelined", rank_ops.group(),
+            f"/wire.{dtype}.{sender}",
         )  # fmt: skip
         mine = exact[4 * rank : 4 * rank + 4].float()
         segments = mine.unflatten(1, (2, 128))
@@ -438,4 +438,4 @@ def everything(rank: int, world: int) -> dict[str, list[str]]:
             found |= {f.__name__: f(rank, world)[:10] for f in (mismatched, plain, checked)}
         return found
     finally:
-        C.set_provider(ops.Provider())
+        C.set_provider(ops.ScheduleProvider())

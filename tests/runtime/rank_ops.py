@@ -44,22 +44,31 @@ def gather_case(
     last: bool,
     keep: bool,
     strategy: str,
-    modes: list[int],
+    transposes: list[oracle.Transposes],
     seed: int,
 ) -> list[str]:
     sizes = (m, q) if last else (outer * m, q)
     shards = [data(*sizes, seed=seed + r, dtype=dtype) for r in range(world)]
     whole = oracle.gathered([s.double() for s in shards], outer, last)
     operands = []
-    for j, mode in enumerate(modes):
-        rows = whole.shape[0] if mode >= 2 else whole.shape[1]
+    for j, (transpose_gathered, _) in enumerate(transposes):
+        rows = whole.shape[0] if transpose_gathered else whole.shape[1]
         b = data(n, rows, seed=seed + 100 + j, dtype=dtype).T if j % 2 else data(rows, n, seed=seed + 100 + j, dtype=dtype)
         operands.append(b)
     shard = shards[rank]
     if seed % 3 == 0:  # a view that is not contiguous
         shard = torch.empty(sizes[1], sizes[0], dtype=dtype).T.copy_(shard)
     got, outs = OPS.all_gather_matmul(
-        shard, operands, modes, 1 if last else outer, last, keep, strategy, group(), f"/ag.{seed}"
+        shard,
+        operands,
+        [transpose_gathered for transpose_gathered, _ in transposes],
+        [transpose_out for _, transpose_out in transposes],
+        1 if last else outer,
+        last,
+        keep,
+        strategy,
+        group(),
+        f"/ag.{seed}",
     )
     name = f"gather {dtype} outer={outer} m={m} q={q} n={n} last={last} {strategy}"
     bad = []
@@ -68,9 +77,9 @@ def gather_case(
             bad.append(f"{name}: gathered differs")
     elif tuple(got.shape) != (0,):
         bad.append(f"{name}: gathered is {tuple(got.shape)}")
-    for mode, operand, out in zip(modes, operands, outs, strict=True):
-        want = oracle.product(whole, operand.double(), mode)
-        bad += far(f"{name} mode {mode}", out, want, operand.shape[0])
+    for transpose, operand, out in zip(transposes, operands, outs, strict=True):
+        want = oracle.product(whole, operand.double(), *transpose)
+        bad += far(f"{name} {transpose}", out, want, operand.shape[0])
         if out.dtype != dtype:
             bad.append(f"{name}: dtype {out.dtype}")
     return bad
@@ -83,14 +92,16 @@ def gathers(rank: int, world: int) -> list[str]:
         for outer, m, q, n in ((1, 12, 16, 8), (3, 5, 7, 9), (1, 1, 4, 3), (20, 2, 6, 5)):
             seed += 10
             keep = strategy != "pipelined"
-            bad += gather_case(rank, world, dtype, outer, m, q, n, last, keep, strategy, [0, 1, 2, 3], seed)
+            bad += gather_case(rank, world, dtype, outer, m, q, n, last, keep, strategy, oracle.ALL_TRANSPOSES, seed)
     for outer, m, q, n in ((1, 0, 4, 3), (1, 3, 0, 2), (0, 3, 4, 2), (1, 3, 4, 0), (2, 0, 0, 0)):
         for last in (False, True):
             if last and outer != 1:
                 continue
             seed += 10
-            bad += gather_case(rank, world, torch.float32, outer, m, q, n, last, True, "pipelined", [0, 1, 2, 3], seed)
-            bad += gather_case(rank, world, torch.bfloat16, outer, m, q, n, last, False, "pipelined", [0, 1, 2, 3], seed + 5)
+            bad += gather_case(rank, world, torch.float32, outer, m, q, n, last, True, "pipelined", oracle.ALL_TRANSPOSES, seed)
+            bad += gather_case(
+                rank, world, torch.bfloat16, outer, m, q, n, last, False, "pipelined", oracle.ALL_TRANSPOSES, seed + 5
+            )
     bad += gather_case(rank, world, torch.float32, 1, 4, 5, 6, False, True, "pipelined", [], 9)
     return bad
 
@@ -122,7 +133,7 @@ def reduce_case(
     if scatter:
         want = oracle.scattered(partials, outer, last, rank)
         out, partial = OPS.matmul_reduce_scatter(
-            lhs, rhs, addend, outer, last, reduce_op, out_dtype, keep, strategy, group(), f"/rs.{seed}"
+            lhs, rhs, addend, outer, last, reduce_op, out_dtype, keep, "plain", strategy, group(), f"/rs.{seed}"
         )
     else:
         want = sum(partials)
@@ -230,4 +241,4 @@ def everything(rank: int, world: int) -> dict[str, Any]:
     try:
         return {f.__name__: f(rank, world)[:20] for f in (gathers, scatters, reduces, bulks)}
     finally:
-        ops.extension().set_provider(ops.Provider())
+        ops.extension().set_provider(ops.ScheduleProvider())

@@ -40,7 +40,7 @@ def gather(
     """One gather on a group, checked."""
     shards = [data(rows, cols, seed=seed + r) for r in range(world)]
     operand = data(cols, 3, seed=seed + 99)
-    _, (out,) = OPS.all_gather_matmul(shards[rank], [operand], [0], 1, False, False, strategy, name, site)
+    _, (out,) = OPS.all_gather_matmul(shards[rank], [operand], [False], [False], 1, False, False, strategy, name, site)
     return far("gather", out, torch.cat(shards).double() @ operand.double(), cols)
 
 
@@ -50,7 +50,7 @@ def scatter(
     lhs = [data(rows * world, 5, seed=seed + r) for r in range(world)]
     operand = data(5, 3, seed=seed + 98)
     out, _ = OPS.matmul_reduce_scatter(
-        [lhs[rank]], [operand], None, 1, False, "sum", torch.float32, False, strategy, name, site
+        [lhs[rank]], [operand], None, 1, False, "sum", torch.float32, False, "plain", strategy, name, site
     )
     total = sum(a.double() @ operand.double() for a in lhs)
     return far("scatter", out, total[rank * rows : (rank + 1) * rows], 5 * world)
@@ -65,7 +65,7 @@ def bitwise(rank: int, world: int) -> list[str]:
         for pieces in (1, 3):
             strategy = f"pipelined:chunks={world * pieces}"
             _, (out, flipped) = OPS.all_gather_matmul(
-                shards[rank], [operand, operand], [0, 1], 1, False, False, strategy, name, "/bits"
+                shards[rank], [operand, operand], [False, False], [False, True], 1, False, False, strategy, name, "/bits"
             )
             for r in range(world):
                 for piece in [shards[r]] if r == rank else shards[r].chunk(pieces):
@@ -77,7 +77,7 @@ def bitwise(rank: int, world: int) -> list[str]:
                         bad += far("transposed", flipped[:, at : at + len(piece)].contiguous(), want.T.double(), 32)
         lhs, rhs = data(12 * world, 40, seed=5 + rank, dtype=dtype), data(40, 8, seed=6 + rank, dtype=dtype)
         runs = [
-            OPS.matmul_reduce_scatter([lhs], [rhs], None, 1, False, "sum", dtype, False, "pipelined", name, "/bits")[0]
+            OPS.matmul_reduce_scatter([lhs], [rhs], None, 1, False, "sum", dtype, False, "plain", "pipelined", name, "/bits")[0]
             for _ in range(5)
         ]
         if not all(torch.equal(runs[0], other) for other in runs[1:]):
@@ -98,7 +98,7 @@ def accuracy(rank: int, world: int) -> list[str]:
         rhs = [data(128, 32, seed=60 + r, dtype=dtype) for r in range(world)]
         want = sum(a.double() @ b.double() for a, b in zip(lhs, rhs, strict=True))[rank * 64 : (rank + 1) * 64]
         ours, _ = OPS.matmul_reduce_scatter(
-            [lhs[rank]], [rhs[rank]], None, 1, False, "sum", dtype, False, "pipelined", rank_ops.group(), "/accuracy"
+            [lhs[rank]], [rhs[rank]], None, 1, False, "sum", dtype, False, "plain", "pipelined", rank_ops.group(), "/accuracy"
         )
         theirs = torch.empty(64, 32, dtype=dtype)
         dist.reduce_scatter_tensor(theirs, lhs[rank] @ rhs[rank])
@@ -239,7 +239,9 @@ def checked(rank: int, world: int) -> list[str]:
     for last, keep in ((False, True), (True, False)):
         operands = [data(4 * world if last else 4, 3, seed=1), data(6 if last else 6 * world, 3, seed=2)]
         torch.library.opcheck(
-            OPS.all_gather_matmul.default, (a, operands, [0, 3], 1, last, keep, "pipelined", name, "/c"), test_utils=tests
+            OPS.all_gather_matmul.default,
+            (a, operands, [False, True], [False, True], 1, last, keep, "pipelined", name, "/c"),
+            test_utils=tests,
         )
         p, q = (6, 4 * world) if last else (6 * world, 4)
         args = (
@@ -251,6 +253,7 @@ def checked(rank: int, world: int) -> list[str]:
             "avg",
             torch.bfloat16,
             keep,
+            "plain",
             "pipelined",
             name,
             "/c",
@@ -274,7 +277,7 @@ def autocast(rank: int, world: int) -> list[str]:
             C.testing.set_host_id(host)
             name = dist.new_group(list(range(world))).group_name
             out, partial = OPS.matmul_all_reduce([a], [b], None, "sum", a.dtype, True, "pipelined", name, "/autocast")
-            _, (product,) = OPS.all_gather_matmul(a, [b], [0], 1, False, False, "pipelined", name, "/autocast")
+            _, (product,) = OPS.all_gather_matmul(a, [b], [False], [False], 1, False, False, "pipelined", name, "/autocast")
         want = a.double() @ b.double()
         bad += far("all_reduce", out, world * want, 16) + far("partial", partial, want, 16)
         bad += far("gather", product, torch.cat([want] * world), 16)

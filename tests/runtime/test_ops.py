@@ -1,4 +1,4 @@
-"""The ops against fp64: all modes, dtypes, strategies and odd sizes, on 2, 3, 4 and 8 ranks."""
+"""The ops against fp64: all transposes, dtypes, strategies and odd sizes, on 2, 3, 4 and 8 ranks."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.harness.ranks import RankPool
 
 from . import rank_ops
+from .oracle import ALL_TRANSPOSES
 
 Call = dict[str, Any]
 _GROUPS: dict[int, Any] = {}  # in the ranks: subgroups [0 .. size) made so far
@@ -31,7 +32,7 @@ CALLS = st.fixed_dictionaries(
         "last": st.booleans(),
         "keep": st.booleans(),
         "chunks": st.integers(0, 19),
-        "modes": st.lists(st.integers(0, 3), min_size=1, max_size=3),
+        "transposes": st.lists(st.sampled_from(ALL_TRANSPOSES), min_size=1, max_size=3),
         "terms": st.integers(1, 3),
         "addend": st.integers(0, 2),
         "avg": st.booleans(),
@@ -40,7 +41,7 @@ CALLS = st.fixed_dictionaries(
 
 
 def one(rank: int, ranks: int, call: Call, seed: int) -> list[str]:
-    """Runs one call of a program on the subgroup that `work_ops.group` names."""
+    """Runs one call of a program on the subgroup that `rank_ops.group` names."""
     dtype = rank_ops.DTYPES[call["dtype"]]
     strategy = "pipelined" + (f":chunks={call['chunks']}" if call["chunks"] else "")
     m, q, last = call["m"], call["q"], call["last"]
@@ -48,7 +49,7 @@ def one(rank: int, ranks: int, call: Call, seed: int) -> list[str]:
     op = "avg" if call["avg"] else "sum"
     if call["kind"] == "gather":
         return rank_ops.gather_case(
-            rank, ranks, dtype, outer, m, q, call["n"], last, call["keep"], strategy, call["modes"], seed
+            rank, ranks, dtype, outer, m, q, call["n"], last, call["keep"], strategy, call["transposes"], seed
         )
     ks = [call["n"] + t for t in range(call["terms"])]
     if call["kind"] == "bulk":

@@ -1,17 +1,17 @@
-// A collective beside matmuls that do not depend on it.
-#include "bindings/ops/frame.h"
+// A collective concurrent with matmuls that are independent of it.
+#include "bindings/fallback.h"
 #include "bindings/ops/ops.h"
-#include "bindings/reference.h"
+#include "bindings/ops/run_op.h"
 
 namespace ub_overlap {
 
-TensorAndList bulk(const Tensor& input, at::TensorList lhs, at::TensorList rhs, std::string collective, std::string reduce_op,
-                   std::string strategy, std::string group, std::string site) {
-    return framed(input.device(), [&]() -> TensorAndList {
-        Builder b("bulk " + collective, input.device(), strategy, group, site);
+TensorAndList bulk(const Site& site, const Tensor& input, at::TensorList lhs, at::TensorList rhs, std::string collective,
+                   std::string reduce_op) {
+    return run_op(input.device(), [&]() -> TensorAndList {
+        Builder b("bulk " + collective, input.device(), site);
         Call& call = b.call;
         call.op = OpKind::bulk;
-        b.check(!call.key.striped, "bulk has no stripes", strategy, "'bulk' or 'bulk:chunks=N'");
+        b.check(!call.key.striped, "bulk has no stripes", call.strategy, "'bulk' or 'bulk:chunks=N'");
         call.key.kind = "bulk_" + collective;
         call.key.terms = static_cast<int64_t>(lhs.size());
         call.type = call.out_type =
@@ -57,10 +57,10 @@ TensorAndList bulk(const Tensor& input, at::TensorList lhs, at::TensorList rhs, 
         }
         b.describe("input", input);
         b.note("reduce_op", reduce_op);
-        if (run(b)) return {out, outs};
+        if (run_on_transport(b)) return {out, outs};
         WithGil gil;
         std::vector<Tensor> results =
-            ReferenceCall("bulk").tensor(input).tensors(lhs).tensors(rhs).text(collective).text(reduce_op).text(group).run();
+            FallbackCall("bulk").tensor(input).tensors(lhs).tensors(rhs).text(collective).text(reduce_op).run(site);
         return {results.at(0), std::vector<Tensor>(results.begin() + 1, results.end())};
     });
 }

@@ -1,7 +1,8 @@
-// The ops' kernels, by family; library.cpp registers them. docs/ops.md is the contract.
+// The ops' kernels, by family. library.cpp registers them; runtime/ops/ holds their schemas, one file per op.
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/core/List.h>
 
 #include <optional>
 #include <string>
@@ -13,30 +14,35 @@ namespace ub_overlap {
 using TensorAndList = std::tuple<at::Tensor, std::vector<at::Tensor>>;
 using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
 
-TensorAndList all_gather_matmul(const at::Tensor& shard, at::TensorList operands, at::IntArrayRef modes, int64_t outer,
-                                bool last, bool keep, std::string strategy, std::string group, std::string site);
+// The last three arguments of every op. A kernel gets one strategy; dispatch.h resolves tables of strategies.
+struct Site {
+    std::string strategy, group;  // "pipelined:chunks=8"; the c10d group's name
+    std::string id;               // "<plan digest>/<site id>", schema argument `site`
+};
+
+TensorAndList all_gather_matmul(const Site& site, const at::Tensor& shard, at::TensorList operands,
+                                const c10::List<bool>& transpose_gathered, const c10::List<bool>& transpose_out, int64_t outer,
+                                bool shard_dim_is_last, bool return_gathered);
 
 std::tuple<at::Tensor, at::Tensor, std::vector<at::Tensor>> all_gather_scaled_matmul(
-    const at::Tensor& shard, const at::Tensor& shard_scale, at::TensorList operands, at::TensorList operand_scales,
-    const c10::List<std::optional<at::Tensor>>& biases, int64_t outer, bool keep, const std::vector<at::ScalarType>& out_dtypes,
-    bool fast_accum, std::string strategy, std::string group, std::string site);
+    const Site& site, const at::Tensor& shard, const at::Tensor& shard_scale, at::TensorList operands,
+    at::TensorList operand_scales, const c10::List<std::optional<at::Tensor>>& biases, int64_t outer, bool return_gathered,
+    const std::vector<at::ScalarType>& out_dtypes, bool fast_accum);
 
-TwoTensors matmul_reduce_scatter(at::TensorList lhs, at::TensorList rhs, const std::optional<at::Tensor>& addend, int64_t outer,
-                                 bool last, std::string reduce_op, at::ScalarType out_dtype, bool keep, std::string strategy,
-                                 std::string group, std::string site, std::string wire);
+TwoTensors matmul_reduce_scatter(const Site& site, at::TensorList lhs, at::TensorList rhs,
+                                 const std::optional<at::Tensor>& addend, int64_t outer, bool shard_dim_is_last,
+                                 std::string reduce_op, at::ScalarType out_dtype, bool return_partial, std::string wire);
 
-at::Tensor scaled_matmul_reduce_scatter(at::TensorList lhs, at::TensorList rhs, at::TensorList lhs_scales,
+at::Tensor scaled_matmul_reduce_scatter(const Site& site, at::TensorList lhs, at::TensorList rhs, at::TensorList lhs_scales,
                                         at::TensorList rhs_scales, const std::optional<at::Tensor>& addend, int64_t outer,
                                         std::string reduce_op, at::ScalarType product_dtype, at::ScalarType out_dtype,
-                                        bool fast_accum, std::string wire, std::string strategy, std::string group,
-                                        std::string site);
+                                        bool fast_accum, std::string wire);
 
-TwoTensors matmul_all_reduce(at::TensorList lhs, at::TensorList rhs, const std::optional<at::Tensor>& addend,
-                             std::string reduce_op, at::ScalarType out_dtype, bool keep, std::string strategy,
-                             std::string group, std::string site);
+TwoTensors matmul_all_reduce(const Site& site, at::TensorList lhs, at::TensorList rhs, const std::optional<at::Tensor>& addend,
+                             std::string reduce_op, at::ScalarType out_dtype, bool return_partial);
 
-TensorAndList bulk(const at::Tensor& input, at::TensorList lhs, at::TensorList rhs, std::string collective,
-                   std::string reduce_op, std::string strategy, std::string group, std::string site);
+TensorAndList bulk(const Site& site, const at::Tensor& input, at::TensorList lhs, at::TensorList rhs, std::string collective,
+                   std::string reduce_op);
 
 #ifdef UB_OVERLAP_CUDA
 // x any shape, by most[at] [N]; what it is of magnitude goes into noted [1] -> (float8 of x's shape, its scale []).

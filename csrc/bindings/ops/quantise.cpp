@@ -2,14 +2,14 @@
 #ifdef UB_OVERLAP_CUDA
 #include <c10/cuda/CUDAStream.h>
 
-#include "bindings/ops/frame.h"
 #include "bindings/ops/ops.h"
+#include "bindings/ops/run_op.h"
 #include "cuda/kernels.h"
 
 namespace ub_overlap {
 TwoTensors fp8_cast(const at::Tensor& x, const at::Tensor& most, int64_t at, at::Tensor& noted, at::ScalarType format,
                     double headroom) {
-    return framed(x.device(), [&]() -> TwoTensors {
+    return run_op(x.device(), [&]() -> TwoTensors {
         const bool e4m3 = format == at::kFloat8_e4m3fn;
         expect("fp8_cast", e4m3 || format == at::kFloat8_e5m2, "no such float8", c10::toString(format),
                "float8_e4m3fn or float8_e5m2");

@@ -1,5 +1,5 @@
-// Kept float8 casts of weights on CUDA. runtime/fp8/weight_cache/ makes their memory and lets it go, and has all of it for other
-// devices; here is what every call takes: find the cast, and let the device see whether it is up to date.
+// Kept float8 casts of weights on CUDA. runtime/fp8/weight_cache/ makes their memory and lets it go, and has all of it for
+// other devices; here is what every call takes: find the cast, and let the device see whether it is up to date.
 #ifdef UB_OVERLAP_CUDA
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -8,8 +8,8 @@
 #include <mutex>
 #include <unordered_map>
 
-#include "bindings/ops/frame.h"
 #include "bindings/ops/ops.h"
+#include "bindings/ops/run_op.h"
 #include "cuda/device.h"
 #include "cuda/kernels.h"
 
@@ -124,7 +124,7 @@ bool trusted(Cast& cast, bool known, unsigned long long context) {
 TwoTensors fp8_weight(const at::Tensor& weight, at::ScalarType through, OptionalAxis axis,
                       const std::optional<at::Tensor>& after, bool known) {
     (void)after;  // an edge of the graph
-    return framed(weight.device(), [&]() -> TwoTensors {
+    return run_op(weight.device(), [&]() -> TwoTensors {
         const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(weight.device().index());
         const unsigned long long context = cuda::capture_of(stream.stream());
         {
@@ -152,7 +152,7 @@ TwoTensors fp8_weight(const at::Tensor& weight, at::ScalarType through, Optional
 
 void fp8_weight_keep(const at::Tensor& weight, at::ScalarType through, OptionalAxis axis, const at::Tensor& q,
                      const at::Tensor& scale, const at::Tensor& kept, const at::Tensor& scratch) {
-    framed(weight.device(), [&]() {
+    run_op(weight.device(), [&]() {
         check(weight, through, axis, q, scale, kept, scratch);
         const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(weight.device().index());
         const std::lock_guard<std::mutex> lock(casts().mutex);
@@ -183,7 +183,7 @@ void fp8_weight_forget(int64_t storage) {
 
 void fp8_weight_refresh(const at::Tensor& weight, at::ScalarType through, OptionalAxis axis, at::Tensor& q, at::Tensor& scale,
                         at::Tensor& kept, at::Tensor& scratch) {
-    framed(weight.device(), [&]() {
+    run_op(weight.device(), [&]() {
         check(weight, through, axis, q, scale, kept, scratch);
         refresh(weight, through, axis, q, scale, kept, scratch,
                 c10::cuda::getCurrentCUDAStream(weight.device().index()).stream());

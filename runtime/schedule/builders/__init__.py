@@ -49,9 +49,9 @@ def check_key(key: Key) -> None:
         refuse(f"a group has at least one rank, got {key.ranks}")
     if key.chunks < 0:
         refuse(f"chunks must be 0 (one a rank) or more, got {key.chunks}")
-    if key.whole and key.chunks > key.ranks:
-        refuse(f"shards cannot be cut (whole), so chunks is at most {key.ranks}, got {key.chunks}")
-    if key.striped and (key.whole or not scatters):
+    if key.shard_dim_is_last and key.chunks > key.ranks:
+        refuse(f"shards cannot be cut (shard_dim_is_last), so chunks is at most {key.ranks}, got {key.chunks}")
+    if key.striped and (key.shard_dim_is_last or not scatters):
         refuse("only a product whose shards can be cut is made in stripes")
     if key.contracts and not gathers:
         refuse("only all_gather_matmul has consumers that contract: leave contracts empty")

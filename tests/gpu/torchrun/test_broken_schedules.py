@@ -35,7 +35,7 @@ DEADLINE_S = 1.5
 def use(edit: Edit | None) -> None:
     """Provide proven schedules changed by `edit`, from now on. None: unchanged."""
     if edit is None:
-        ops.extension().set_provider(ops.Provider())
+        ops.extension().set_provider(ops.ScheduleProvider())
         return
 
     def provide(key: tuple[Any, ...], rank: int) -> list[tuple[int, ...]]:
@@ -55,7 +55,7 @@ KEYS: dict[str, tuple[Any, ...]] = {}
 def learn(lockstep: Lockstep, group: str, kind: str) -> Site:
     """Return a site with its expected results and its key."""
     asked: list[tuple[Any, ...]] = []
-    provider = ops.Provider()
+    provider = ops.ScheduleProvider()
 
     def listen(key: tuple[Any, ...], rank: int) -> list[tuple[int, ...]]:
         asked.append(key)

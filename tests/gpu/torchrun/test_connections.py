@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.gpu import cases
-from tests.gpu.cases import AG, AR, BF16, BULK, RS, Maker, Truth
+from tests.gpu.cases import AG, AR, BF16, BULK, PLAIN, RS, Maker, Truth
 from tests.gpu.lockstep import Lockstep
 from tests.gpu.torchrun import test_functions, test_graphs
 from ub_overlap.runtime.session import session
@@ -56,7 +56,7 @@ full_size = 8192
 def made(lockstep: Lockstep) -> dict[str, Any]:
     make, ranks, size = Maker(lockstep.device, lockstep.ranks), lockstep.ranks, full_size if lockstep.cuda else 64
     return {
-        AG: make.gather(BF16, 1, size // ranks, size, [0], False, False, n=size // 2),
+        AG: make.gather(BF16, 1, size // ranks, size, [PLAIN], False, False, n=size // 2),
         RS: make.scatter(BF16, 1, size // ranks, size, depths=[size // 2]),
         AR: make.reduce(BF16, size, size, size // 2),
         BULK: make.bulk(BF16, "all_gather", size // ranks, size),

@@ -35,9 +35,11 @@ class Layer:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         ub = torch.ops.ub_overlap
-        _, (h,) = ub.all_gather_matmul(x, [self.up], [0], 1, False, False, "pipelined", self.group, f"{self.name}.ag")
+        _, (h,) = ub.all_gather_matmul(
+            x, [self.up], [False], [False], 1, False, False, "pipelined", self.group, f"{self.name}.ag"
+        )
         scattered = ub.matmul_reduce_scatter(
-            [h], [self.down], None, 1, False, "sum", BF16, False, "pipelined", self.group, f"{self.name}.rs"
+            [h], [self.down], None, 1, False, "sum", BF16, False, "plain", "pipelined", self.group, f"{self.name}.rs"
         )
         return scattered[0]
 
@@ -98,7 +100,9 @@ def replay_and_eager_call(lockstep: Lockstep, group: str, count: int) -> str:
     static, inputs = make.randn(1, 4096, 8192, dtype=BF16), [make.randn(1, 4096, 8192, dtype=BF16) for _ in range(3)]
 
     def call(x: torch.Tensor, site: str) -> torch.Tensor:
-        gathered = torch.ops.ub_overlap.all_gather_matmul(x, [weight], [0], 1, False, False, "pipelined", group, site)
+        gathered = torch.ops.ub_overlap.all_gather_matmul(
+            x, [weight], [False], [False], 1, False, False, "pipelined", group, site
+        )
         return gathered[1][0]
 
     expected = []

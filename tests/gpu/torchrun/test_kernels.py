@@ -8,16 +8,19 @@ import pytest
 import torch
 
 from tests.gpu import cases
-from tests.gpu.cases import BF16, F16, F32, Case, Maker
+from tests.gpu.cases import BF16, BOTH_T, F16, F32, GATHERED_T, OUT_T, PLAIN, Case, Maker
 from tests.gpu.lockstep import Lockstep
 from ub_overlap.runtime import errors
 from ub_overlap.runtime.session import session
 
 # Odd sizes take the kernels' narrow paths, even ones the 16-byte ones.
 CASES: dict[str, Callable[[Maker], tuple[Case, str]]] = {
-    "gather, even": lambda m: (m.gather(BF16, 1, 16, 32, [0, 2], False, True), "pipelined"),
-    "gather, odd, all modes": lambda m: (m.gather(F32, 3, 3, 5, [0, 1, 2, 3], False, True), "pipelined:chunks=5"),
-    "gather, last": lambda m: (m.gather(F16, 1, 5, 6, [0, 2], True, True), "pipelined"),
+    "gather, even": lambda m: (m.gather(BF16, 1, 16, 32, [PLAIN, GATHERED_T], False, True), "pipelined"),
+    "gather, odd, all transposes": lambda m: (
+        m.gather(F32, 3, 3, 5, [PLAIN, OUT_T, GATHERED_T, BOTH_T], False, True),
+        "pipelined:chunks=5",
+    ),
+    "gather, last": lambda m: (m.gather(F16, 1, 5, 6, [PLAIN, GATHERED_T], True, True), "pipelined"),
     "scatter, even": lambda m: (m.scatter(BF16, 1, 16, 32), "pipelined:chunks=4"),
     "scatter, stripes": lambda m: (m.scatter(BF16, 1, 16, 32), "pipelined:stripes=3"),
     "scatter, odd, out fp32": lambda m: (m.scatter(BF16, 3, 3, 5, out_dtype=F32), "pipelined"),

@@ -56,20 +56,20 @@ def pieces(chunks: int, ranks: int, rank: int, m: int) -> list[tuple[int, int]]:
     return found
 
 
-def gather(lockstep: Lockstep, group: str, dtype: torch.dtype, mode: int, chunks: int, m: int, k: int, n: int) -> str:
+def gather(lockstep: Lockstep, group: str, dtype: torch.dtype, transpose_out: bool, chunks: int, m: int, k: int, n: int) -> str:
     """Compare each piece with torch.mm on it, and the whole with one torch.mm."""
     make = Maker(lockstep.device, lockstep.ranks)
-    case = make.gather(dtype, 1, m, k, [mode], False, True, n=n)
+    case = make.gather(dtype, 1, m, k, [(False, transpose_out)], False, True, n=n)
     weight = case[1][1][0]
-    whole_case: Case = (AG, (*case[1][:2], [0], *case[1][3:]))
+    whole_case: Case = (AG, (*case[1][:2], [False], [False], *case[1][4:]))
     gathered, whole = cases.run_plain(whole_case, world_group())
     strategy = f"pipelined:chunks={chunks}" if chunks else "pipelined"
-    kept, product = cases.run_op(case, strategy, group, f"numerics.gather.{dtype}.{mode}.{chunks}.{m}")
+    kept, product = cases.run_op(case, strategy, group, f"numerics.gather.{dtype}.{transpose_out}.{chunks}.{m}")
     lockstep.sync()
     session.check(group)
     if not torch.equal(kept, gathered):
         raise AssertionError("the gathered matrix differs")
-    ours = product.t() if mode == 1 else product
+    ours = product.t() if transpose_out else product
     if sorted(pieces(chunks, lockstep.ranks, lockstep.rank, m))[0][0] != 0:
         raise AssertionError("the schedule's pieces do not begin at row 0")
     worst, same, covered = 0, 0, 0
@@ -107,7 +107,7 @@ def scaled_gather(lockstep: Lockstep, group: str, row: bool, fast: bool, chunks:
     cuts = [cut for cut in pieces(chunks, lockstep.ranks, lockstep.rank, m) if cut[1] > cut[0]]
     for first, last in cuts:
         scale = whole_scale[first:last] if row else case[1][1]
-        piece = c10d_fallback.scaled_product(whole[first:last], weight, scale, weight_scale, None, BF16, fast)
+        piece = c10d_fallback.scaled_matmul(whole[first:last], weight, scale, weight_scale, None, BF16, fast)
         distance = ulps(piece, ours[first:last])
         same += distance == 0
         worst = max(worst, distance)
@@ -141,10 +141,10 @@ def wire_bits(lockstep: Lockstep, group: str, dtype: torch.dtype, strategy: str)
             "sum",
             F32,
             False,
+            "float8",
             strategy,
             group,
             f"numerics.wire.{dtype}.{sender}",
-            wire="float8",
         )
         lockstep.sync()
         session.check(group)
@@ -236,7 +236,7 @@ def square_of(lockstep: Lockstep) -> tuple[int, int]:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gather(lockstep: Lockstep, group: str, dtype: torch.dtype, shape: str, chunks: int, transposed: bool) -> None:
-    lockstep.note(gather(lockstep, group, dtype, int(transposed), chunks, *sizes_of(lockstep, shape)))
+    lockstep.note(gather(lockstep, group, dtype, transposed, chunks, *sizes_of(lockstep, shape)))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -265,7 +265,7 @@ def test_scatter_of_two_terms_and_a_bias(lockstep: Lockstep, group: str, dtype: 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_weight_gradient(lockstep: Lockstep, group: str, dtype: torch.dtype) -> None:
     (size, _), make = square_of(lockstep), Maker(lockstep.device, lockstep.ranks)
-    case = make.gather(dtype, 1, size // lockstep.ranks, size, [2], False, False, n=256)
+    case = make.gather(dtype, 1, size // lockstep.ranks, size, [(True, False)], False, False, n=256)
     lockstep.note(against_plain(lockstep, group, case, "pipelined", 1, f"numerics.wg.{dtype}"))
 
 

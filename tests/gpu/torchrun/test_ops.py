@@ -14,7 +14,26 @@ import torch
 import torch.distributed as dist
 
 from tests.gpu import cases
-from tests.gpu.cases import AG, AR, BF16, BULK, E4M3, E5M2, F16, F32, RS, SAG, SRS, Case, Maker, Truth
+from tests.gpu.cases import (
+    AG,
+    AR,
+    BF16,
+    BOTH_T,
+    BULK,
+    E4M3,
+    E5M2,
+    F16,
+    F32,
+    GATHERED_T,
+    OUT_T,
+    PLAIN,
+    RS,
+    SAG,
+    SRS,
+    Case,
+    Maker,
+    Truth,
+)  # fmt: skip
 from tests.gpu.lockstep import Lockstep
 from ub_overlap.runtime import ops
 from ub_overlap.runtime.session import session
@@ -23,14 +42,14 @@ Layouts = dict[str, Callable[[Maker, torch.dtype], Case]]
 
 LAYOUTS: dict[str, Layouts] = {
     AG: {
-        "mode 0": lambda m, d: m.gather(d, 1, 128, 256, [0], False, False),
-        "modes 0 2 keep, outer 2": lambda m, d: m.gather(d, 2, 64, 128, [0, 2], False, True),
-        "modes 1 3": lambda m, d: m.gather(d, 1, 96, 128, [1, 3], False, False),
-        "last, modes 0 2 keep": lambda m, d: m.gather(d, 1, 96, 64, [0, 2], True, True),
-        "odd sizes, all modes": lambda m, d: m.gather(d, 3, 7, 13, [0, 1, 2, 3], False, True),
-        "last, odd": lambda m, d: m.gather(d, 1, 5, 7, [1, 3], True, True),
-        "one row": lambda m, d: m.gather(d, 1, 1, 8, [0, 2], False, True),
-        "no rows": lambda m, d: m.gather(d, 1, 0, 8, [0, 2], False, True),
+        "one consumer": lambda m, d: m.gather(d, 1, 128, 256, [PLAIN], False, False),
+        "G and G^T keep, outer 2": lambda m, d: m.gather(d, 2, 64, 128, [PLAIN, GATHERED_T], False, True),
+        "transposed outs": lambda m, d: m.gather(d, 1, 96, 128, [OUT_T, BOTH_T], False, False),
+        "last, G and G^T keep": lambda m, d: m.gather(d, 1, 96, 64, [PLAIN, GATHERED_T], True, True),
+        "odd sizes, all transposes": lambda m, d: m.gather(d, 3, 7, 13, [PLAIN, OUT_T, GATHERED_T, BOTH_T], False, True),
+        "last, odd": lambda m, d: m.gather(d, 1, 5, 7, [OUT_T, BOTH_T], True, True),
+        "one row": lambda m, d: m.gather(d, 1, 1, 8, [PLAIN, GATHERED_T], False, True),
+        "no rows": lambda m, d: m.gather(d, 1, 0, 8, [PLAIN, GATHERED_T], False, True),
     },
     RS: {
         "plain": lambda m, d: m.scatter(d, 1, 128, 256),
@@ -209,7 +228,7 @@ def sizes(lockstep: Lockstep, rows: list[int], grown: int) -> str:
     try:
         calls = []
         for m in rows:
-            for case in (make.gather(BF16, 1, m, 512, [0, 2], False, True), make.scatter(BF16, 1, m, 512)):
+            for case in (make.gather(BF16, 1, m, 512, [PLAIN, GATHERED_T], False, True), make.scatter(BF16, 1, m, 512)):
                 calls.append((case, cases.run_op(case, "pipelined", group, f"sizes.{case[0]}")))
     finally:
         session.Session.grow = before  # type: ignore[method-assign]
@@ -276,7 +295,7 @@ def test_both_dims_of_a_mesh(lockstep: Lockstep) -> None:
 
 SUBGROUPS = [
     *([list(range(size))] for size in range(2, RANKS)),
-    *([[[0, 2], [1, 3]]] if RANKS >= 4 else []),
+    *([[[PLAIN, GATHERED_T], [OUT_T, BOTH_T]]] if RANKS >= 4 else []),
     *([[[r for r in range(RANKS) if r % 2 == parity] for parity in (0, 1)]] if RANKS > 4 else []),
     *([[[0, RANKS - 1]]] if RANKS >= 3 else []),
 ]

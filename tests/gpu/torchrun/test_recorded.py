@@ -19,7 +19,7 @@ from ub_overlap.runtime.session import session
 
 def listen(into: list[Any]) -> None:
     """Record the keys of new schedules from now on."""
-    provider = ops.Provider()
+    provider = ops.ScheduleProvider()
 
     def provide(key: tuple[Any, ...], rank: int) -> list[tuple[int, ...]]:
         into.append(key)
@@ -73,7 +73,7 @@ def recorded(lockstep: Lockstep, group: str, kind: str, size: int, graph: bool) 
         note = check(lockstep, keys[-1], site)
     finally:
         settings.configure(trace=False)
-        ops.extension().set_provider(ops.Provider())
+        ops.extension().set_provider(ops.ScheduleProvider())
     return note
 
 
@@ -81,7 +81,7 @@ def concurrent_bytes(lockstep: Lockstep, group: str, kind: str, size: int) -> st
     """Bytes of a large op move while a matmul of the same call runs, summed over ranks."""
     make = Maker(lockstep.device, lockstep.ranks)
     if kind == "AG":
-        case, strategy = make.gather(cases.BF16, 1, size, 2 * size, [0], False, False, n=2 * size), "pipelined"
+        case, strategy = make.gather(cases.BF16, 1, size, 2 * size, [cases.PLAIN], False, False, n=2 * size), "pipelined"
     else:
         case, strategy = make.scatter(cases.BF16, 1, size, 2 * size, depths=[2 * size]), "pipelined"
     site = f"beside.{kind}.{size}"

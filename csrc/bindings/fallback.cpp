@@ -1,4 +1,4 @@
-#include "bindings/reference.h"
+#include "bindings/fallback.h"
 
 #include <Python.h>
 #include <torch/csrc/DynamicTypes.h>
@@ -57,67 +57,68 @@ PyObject* listed(const List& values, Make make) {
 
 }  // namespace
 
-ReferenceCall::ReferenceCall(const std::string& op) : list_(checked(PyList_New(0))) {
+FallbackCall::FallbackCall(const std::string& op) : list_(checked(PyList_New(0))) {
     text(op);
 }
-ReferenceCall::~ReferenceCall() {
+FallbackCall::~FallbackCall() {
     Py_DECREF(static_cast<PyObject*>(list_));
 }
 
-void ReferenceCall::add(void* object) {
+void FallbackCall::add(void* object) {
     auto* item = checked(static_cast<PyObject*>(object));
     PyList_Append(static_cast<PyObject*>(list_), item);
     Py_DECREF(item);
 }
 
-ReferenceCall& ReferenceCall::tensor(const at::Tensor& value) {
+FallbackCall& FallbackCall::tensor(const at::Tensor& value) {
     add(wrapped(value));
     return *this;
 }
 
-ReferenceCall& ReferenceCall::tensors(at::TensorList value) {
+FallbackCall& FallbackCall::tensors(at::TensorList value) {
     add(listed(value, &wrapped));
     return *this;
 }
 
-ReferenceCall& ReferenceCall::integers(at::IntArrayRef value) {
-    add(listed(value, [](int64_t number) { return checked(PyLong_FromLongLong(number)); }));
+FallbackCall& FallbackCall::flags(const c10::List<bool>& value) {
+    add(listed(value.vec(), [](bool flag) { return checked(PyBool_FromLong(flag)); }));
     return *this;
 }
 
-ReferenceCall& ReferenceCall::dtypes(const std::vector<at::ScalarType>& value) {
+FallbackCall& FallbackCall::dtypes(const std::vector<at::ScalarType>& value) {
     add(listed(value, &named));
     return *this;
 }
 
-ReferenceCall& ReferenceCall::integer(int64_t value) {
+FallbackCall& FallbackCall::integer(int64_t value) {
     add(PyLong_FromLongLong(value));
     return *this;
 }
 
-ReferenceCall& ReferenceCall::flag(bool value) {
+FallbackCall& FallbackCall::flag(bool value) {
     add(PyBool_FromLong(value));
     return *this;
 }
 
-ReferenceCall& ReferenceCall::text(const std::string& value) {
+FallbackCall& FallbackCall::text(const std::string& value) {
     add(PyUnicode_FromStringAndSize(value.data(), static_cast<Py_ssize_t>(value.size())));
     return *this;
 }
 
-ReferenceCall& ReferenceCall::dtype(at::ScalarType value) {
+FallbackCall& FallbackCall::dtype(at::ScalarType value) {
     add(named(value));
     return *this;
 }
 
-std::vector<at::Tensor> ReferenceCall::run() {
+std::vector<at::Tensor> FallbackCall::run(const Site& site) {
+    text(site.strategy).text(site.group).text(site.id);
     PyObject* args = checked(PyList_AsTuple(static_cast<PyObject*>(list_)));
-    PyObject* answer = PyObject_CallObject(static_cast<PyObject*>(python_hooks().reference.get()), args);
+    PyObject* returned = PyObject_CallObject(static_cast<PyObject*>(python_hooks().fallback.get()), args);
     Py_DECREF(args);
-    checked(answer);
+    checked(returned);
     std::vector<at::Tensor> results;
-    flatten(answer, results);
-    Py_DECREF(answer);
+    flatten(returned, results);
+    Py_DECREF(returned);
     return results;
 }
 

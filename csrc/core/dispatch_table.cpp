@@ -1,4 +1,4 @@
-#include "core/choice.h"
+#include "core/dispatch_table.h"
 
 #include <memory>
 #include <mutex>
@@ -28,7 +28,7 @@ std::vector<std::string> split(std::string_view text, char at) {
 
 }  // namespace
 
-Choice::Choice(const std::string& text) {
+DispatchTable::DispatchTable(const std::string& text) {
     const std::vector<std::string> parts = split(text, ';');
     for (const std::string& part : parts) {
         Bucket bucket;
@@ -53,23 +53,23 @@ Choice::Choice(const std::string& text) {
     }
 }
 
-const Choice* Choice::of(const std::string& text) {
+const DispatchTable* DispatchTable::of(const std::string& text) {
     if (text.find_first_of(";|") == std::string::npos) return nullptr;
     static std::mutex mutex;
-    static auto* all = new std::unordered_map<std::string, std::unique_ptr<const Choice>>;  // as long as the process
+    static auto* all = new std::unordered_map<std::string, std::unique_ptr<const DispatchTable>>;  // as long as the process
     const std::lock_guard<std::mutex> lock(mutex);
     auto found = all->find(text);
-    if (found == all->end()) found = all->emplace(text, std::unique_ptr<const Choice>(new Choice(text))).first;
+    if (found == all->end()) found = all->emplace(text, std::unique_ptr<const DispatchTable>(new DispatchTable(text))).first;
     return found->second.get();
 }
 
-size_t Choice::at(int64_t rows) const {
+size_t DispatchTable::at(int64_t rows) const {
     size_t number = 0;
     while (buckets_[number].limit >= 0 && rows > buckets_[number].limit) ++number;
     return number;
 }
 
-const char*& picked_by() {
+const char*& dispatched_by() {
     thread_local const char* why = "";
     return why;
 }

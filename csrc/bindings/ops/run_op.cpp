@@ -1,8 +1,8 @@
-#include "bindings/ops/frame.h"
+#include "bindings/ops/run_op.h"
 
 #include "bindings/matmul.h"
 #include "bindings/range.h"
-#include "core/choice.h"
+#include "core/dispatch_table.h"
 #include "cpu/executor.h"
 #ifdef UB_OVERLAP_CUDA
 #include <c10/cuda/CUDAStream.h>
@@ -13,7 +13,7 @@
 namespace ub_overlap {
 namespace {
 
-// The executor of a call's device; tells the call its stream.
+// Returns the executor of a call's device, and sets the call's stream.
 Executor& executor_of(at::Device device, Call& call) {
 #ifdef UB_OVERLAP_CUDA
     if (device.is_cuda()) {
@@ -30,13 +30,13 @@ Executor& executor_of(at::Device device, Call& call) {
 
 }  // namespace
 
-bool run(Builder& b, const std::function<void(Call&)>& prepare) {
+bool run_on_transport(Builder& b, const std::function<void(Call&)>& prepare) {
     b.seal();
     std::shared_ptr<Session> session = b.session();
-    const bool plain = b.call.strategy == "none";
-    if (plain || session->transport() == "c10d") {
+    const bool strategy_is_none = b.call.strategy == "none";
+    if (strategy_is_none || session->transport() == "c10d") {
         session->verify_only(b.call);
-        const std::string reason = plain ? std::string("none") + picked_by() : session->reason();
+        const std::string reason = strategy_is_none ? std::string("none") + dispatched_by() : session->reason();
         Stats::get().add(b.call.site, b.call.strategy, "c10d", reason, {}, false);
         return false;
     }

@@ -13,7 +13,7 @@
 
 namespace ub_overlap {
 
-class Choice {
+class DispatchTable {
   public:
     struct Bucket {
         int64_t limit = -1;  // most rows, -1: any
@@ -22,7 +22,7 @@ class Choice {
 
     // The choice that `text` holds, or null where it is a single strategy. Parsed once for every distinct text. Throws
     // NamedError on what is no choice.
-    static const Choice* of(const std::string& text);
+    static const DispatchTable* of(const std::string& text);
 
     // Number of the bucket for a call of `rows` rows.
     size_t at(int64_t rows) const;
@@ -30,12 +30,12 @@ class Choice {
     bool sized() const { return buckets_.size() > 1; }
 
   private:
-    explicit Choice(const std::string& text);
+    explicit DispatchTable(const std::string& text);
 
     std::vector<Bucket> buckets_;
 };
 
 // Why the call that this thread makes runs by the strategy it does: for statistics. "" where its op carries one alone.
-const char*& picked_by();
+const char*& dispatched_by();
 
 }  // namespace ub_overlap

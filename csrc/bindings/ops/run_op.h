@@ -1,4 +1,4 @@
-// What every op stands in: its device, its errors, and the way of a finished Call to the group's session.
+// Runs an op's kernel: sets up its guards, translates its errors, and hands the finished Call to the group's session.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -12,13 +12,14 @@
 
 namespace ub_overlap {
 
-// Runs the builder's call on our transport and returns true, or returns false where the group has none or the plain way is
-// asked for. `prepare` is called once it is known what the schedule will need.
-bool run(Builder& b, const std::function<void(Call&)>& prepare = [](Call&) {});
+// Runs the builder's call on our transport and returns true. Returns false, and runs nothing, where the group has no transport
+// or the strategy is "none". `prepare` is called once the call's schedule is known.
+bool run_on_transport(Builder& b, const std::function<void(Call&)>& prepare = [](Call&) {});
 
-// Every op's frame: its device is current, no GIL while it blocks, no autograd below it, and our exceptions as Python's.
+// Runs the body of an op: its device is current, the GIL is released, autograd and autocast are off below it, and our
+// exceptions become Python's.
 template <typename Body>
-auto framed(at::Device device, Body body) {
+auto run_op(at::Device device, Body body) {
     WithoutGil without_gil;
     at::AutoDispatchBelowADInplaceOrView below;
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -31,7 +32,7 @@ auto framed(at::Device device, Body body) {
     }
 }
 
-// What `where` takes for granted of its arguments, as our own passes write them.
+// Throws unless `fits`: an argument that our own passes write is not as `where` needs it.
 inline void expect(const char* where, bool fits, const char* what, const std::string& got, const char* expected) {
     if (!fits) {
         throw NamedError(

@@ -1,19 +1,20 @@
 // Matmuls -> reduce_scatter or all_reduce.
-#include "bindings/ops/frame.h"
+#include "bindings/fallback.h"
 #include "bindings/ops/ops.h"
-#include "bindings/reference.h"
+#include "bindings/ops/run_op.h"
 
 namespace ub_overlap {
 namespace {
 
-// What the reductions share: the terms of the product, checked, and where it is put.
-struct Product {
+// What the reductions share: the checked terms of the product, and the tensor that holds it.
+struct ReductionOperands {
     // `scales`: those of the terms' left and right operands, which are float8 then; null where they have the product's type.
     struct Scales {
         at::TensorList lhs, rhs;
     };
-    Product(Builder& b, at::TensorList lhs, at::TensorList rhs, const Scales* scales, const std::optional<Tensor>& addend,
-            at::ScalarType product_dtype, at::ScalarType out_dtype, const std::string& reduce_op) {
+    ReductionOperands(Builder& b, at::TensorList lhs, at::TensorList rhs, const Scales* scales,
+                      const std::optional<Tensor>& addend, at::ScalarType product_dtype, at::ScalarType out_dtype,
+                      const std::string& reduce_op) {
         Call& call = b.call;
         b.check(!lhs.empty() && lhs.size() == rhs.size(), "lhs and rhs are not the terms of a sum",
                 std::to_string(lhs.size()) + " and " + std::to_string(rhs.size()),
@@ -63,37 +64,40 @@ struct Product {
         b.note("out_dtype", c10::toString(out_dtype));
     }
 
-    // Deals the product's rows (last: columns) out to the ranks; returns this rank's share, which the call fills.
-    Tensor scattered(Builder& b, int64_t outer, bool last, at::ScalarType out_dtype) {
+    // Deals the product's rows (shard_dim_is_last: columns) out to the ranks. Returns this rank's share, which the call fills.
+    Tensor scatter(Builder& b, int64_t outer, bool shard_dim_is_last, at::ScalarType out_dtype) {
         Call& call = b.call;
         call.op = OpKind::matmul_reduce_scatter;
         call.collective = Collective::scatter;
         call.key.kind = "matmul_reduce_scatter";
-        call.last = last;
-        const int64_t parts = last ? call.ranks : outer * call.ranks, size = last ? cols : rows;
-        b.check(outer >= 0 && (!last || outer == 1), "outer is wrong", std::to_string(outer), last ? "1" : "0 or more");
+        call.shard_dim_is_last = shard_dim_is_last;
+        const int64_t parts = shard_dim_is_last ? call.ranks : outer * call.ranks, size = shard_dim_is_last ? cols : rows;
+        b.check(outer >= 0 && (!shard_dim_is_last || outer == 1), "outer is wrong", std::to_string(outer),
+                shard_dim_is_last ? "1" : "0 or more");
         b.check(parts ? size % parts == 0 : size == 0, "the product cannot be scattered evenly",
-                std::to_string(size) + (last ? " columns" : " rows"), "a multiple of " + std::to_string(parts));
+                std::to_string(size) + (shard_dim_is_last ? " columns" : " rows"), "a multiple of " + std::to_string(parts));
         const int64_t shard = parts ? size / parts : 0;
-        if (last) {
+        if (shard_dim_is_last) {
             b.deal_equally(rows, shard, 1);
         } else {
             b.deal_equally(outer, shard, cols);
         }
-        const Tensor out = at::empty({last ? rows : outer * shard, last ? shard : cols}, partial.options().dtype(out_dtype));
+        const Tensor out = at::empty({shard_dim_is_last ? rows : outer * shard, shard_dim_is_last ? shard : cols},
+                                     partial.options().dtype(out_dtype));
         call.output = data_of(out);
         b.note("outer", outer);
-        b.note("last", last);
+        b.note("shard_dim_is_last", shard_dim_is_last);
         return out;
     }
 
-    // wire "float8": what goes to peers is rounded, and needs a place until it has gone.
-    void travel_by(Builder& b, const std::string& wire) {
+    // Sets what travels. wire "float8": rows sent to peers are rounded into a buffer that lives until the copies end.
+    void set_wire(Builder& b, const std::string& wire) {
         Call& call = b.call;
         b.note("wire", wire);
         if (wire == "plain") return;
         b.check(wire == "float8", "this wire is unknown", "'" + wire + "'", "'plain' or 'float8'");
-        b.check(!call.last, "columns cannot travel as float8", "last=True", "last=False, or wire 'plain'");
+        b.check(!call.shard_dim_is_last, "columns cannot travel as float8", "shard_dim_is_last=True",
+                "shard_dim_is_last=False, or wire 'plain'");
         b.check(cols % scale_block == 0, "rows cannot be cut into the segments of a float8 wire",
                 std::to_string(cols) + " columns", "a multiple of " + std::to_string(scale_block) + ", or wire 'plain'");
         call.narrow_wire = true;
@@ -105,14 +109,14 @@ struct Product {
         call.wire = data_of(rounded), call.wire_scales = data_of(scales);
     }
 
-    // The op's results, by our transport or plainly; `arguments` writes what the plain op is called with.
-    template <typename Arguments>
-    TwoTensors finish(Builder& b, const Tensor& out, bool keep, Arguments arguments) const {
-        if (run(b)) return {out, keep ? partial : at::empty({0}, partial.options())};
+    // Returns the op's results, from our transport or from the fallback. `add_arguments` writes the fallback's arguments.
+    template <typename AddArguments>
+    TwoTensors run(Builder& b, const Site& site, const Tensor& out, bool return_partial, AddArguments add_arguments) const {
+        if (run_on_transport(b)) return {out, return_partial ? partial : at::empty({0}, partial.options())};
         WithGil gil;
-        ReferenceCall plain(b.call.op_name);
-        arguments(plain);
-        std::vector<Tensor> results = plain.run();
+        FallbackCall fallback(b.call.op_name);
+        add_arguments(fallback);
+        std::vector<Tensor> results = fallback.run(site);
         return {results.at(0), results.size() > 1 ? results[1] : Tensor()};
     }
 
@@ -120,62 +124,60 @@ struct Product {
     Tensor partial, rounded, scales;
 };
 
-at::ScalarType type_of_first(at::TensorList list) {
+at::ScalarType dtype_of_first(at::TensorList list) {
     return list.empty() ? at::kFloat : list[0].scalar_type();
 }
 
 }  // namespace
 
-TwoTensors matmul_reduce_scatter(at::TensorList lhs, at::TensorList rhs, const std::optional<Tensor>& addend, int64_t outer,
-                                 bool last, std::string reduce_op, at::ScalarType out_dtype, bool keep, std::string strategy,
-                                 std::string group, std::string site, std::string wire) {
-    return framed(device_of(lhs), [&]() -> TwoTensors {
-        Builder b("matmul_reduce_scatter", device_of(lhs), strategy, group, site);
-        Product product(b, lhs, rhs, nullptr, addend, type_of_first(lhs), out_dtype, reduce_op);
-        const Tensor out = product.scattered(b, outer, last, out_dtype);
-        product.travel_by(b, wire);
-        return product.finish(b, out, keep, [&](ReferenceCall& plain) {
-            plain.tensors(lhs).tensors(rhs).tensor(addend ? *addend : Tensor());
-            plain.integer(outer).flag(last).text(reduce_op).dtype(out_dtype).flag(keep).text(group);
+TwoTensors matmul_reduce_scatter(const Site& site, at::TensorList lhs, at::TensorList rhs, const std::optional<Tensor>& addend,
+                                 int64_t outer, bool shard_dim_is_last, std::string reduce_op, at::ScalarType out_dtype,
+                                 bool return_partial, std::string wire) {
+    return run_op(device_of(lhs), [&]() -> TwoTensors {
+        Builder b("matmul_reduce_scatter", device_of(lhs), site);
+        ReductionOperands operands(b, lhs, rhs, nullptr, addend, dtype_of_first(lhs), out_dtype, reduce_op);
+        const Tensor out = operands.scatter(b, outer, shard_dim_is_last, out_dtype);
+        operands.set_wire(b, wire);
+        return operands.run(b, site, out, return_partial, [&](FallbackCall& fallback) {
+            fallback.tensors(lhs).tensors(rhs).tensor(addend ? *addend : Tensor()).integer(outer).flag(shard_dim_is_last);
+            fallback.text(reduce_op).dtype(out_dtype).flag(return_partial).text(wire);
         });
     });
 }
 
-Tensor scaled_matmul_reduce_scatter(at::TensorList lhs, at::TensorList rhs, at::TensorList lhs_scales,
+Tensor scaled_matmul_reduce_scatter(const Site& site, at::TensorList lhs, at::TensorList rhs, at::TensorList lhs_scales,
                                     at::TensorList rhs_scales, const std::optional<Tensor>& addend, int64_t outer,
                                     std::string reduce_op, at::ScalarType product_dtype, at::ScalarType out_dtype,
-                                    bool fast_accum, std::string wire, std::string strategy, std::string group,
-                                    std::string site) {
-    return framed(device_of(lhs), [&]() -> Tensor {
-        Builder b("scaled_matmul_reduce_scatter", device_of(lhs), strategy, group, site);
-        const Product::Scales scales{lhs_scales, rhs_scales};
-        Product product(b, lhs, rhs, &scales, addend, product_dtype, out_dtype, reduce_op);
+                                    bool fast_accum, std::string wire) {
+    return run_op(device_of(lhs), [&]() -> Tensor {
+        Builder b("scaled_matmul_reduce_scatter", device_of(lhs), site);
+        const ReductionOperands::Scales scales{lhs_scales, rhs_scales};
+        ReductionOperands operands(b, lhs, rhs, &scales, addend, product_dtype, out_dtype, reduce_op);
         b.call.fast_sums = fast_accum;
-        const Tensor out = product.scattered(b, outer, false, out_dtype);
-        product.travel_by(b, wire);
-        const auto plainly = [&](ReferenceCall& plain) {
-            plain.tensors(lhs).tensors(rhs).tensors(lhs_scales).tensors(rhs_scales).tensor(addend ? *addend : Tensor());
-            plain.integer(outer).text(reduce_op).dtype(product_dtype).dtype(out_dtype).flag(fast_accum).text(wire).text(group);
-        };
-        return std::get<0>(product.finish(b, out, false, plainly));
+        const Tensor out = operands.scatter(b, outer, false, out_dtype);
+        operands.set_wire(b, wire);
+        return std::get<0>(operands.run(b, site, out, false, [&](FallbackCall& fallback) {
+            fallback.tensors(lhs).tensors(rhs).tensors(lhs_scales).tensors(rhs_scales).tensor(addend ? *addend : Tensor());
+            fallback.integer(outer).text(reduce_op).dtype(product_dtype).dtype(out_dtype).flag(fast_accum).text(wire);
+        }));
     });
 }
 
-TwoTensors matmul_all_reduce(at::TensorList lhs, at::TensorList rhs, const std::optional<Tensor>& addend, std::string reduce_op,
-                             at::ScalarType out_dtype, bool keep, std::string strategy, std::string group, std::string site) {
-    return framed(device_of(lhs), [&]() -> TwoTensors {
-        Builder b("matmul_all_reduce", device_of(lhs), strategy, group, site);
+TwoTensors matmul_all_reduce(const Site& site, at::TensorList lhs, at::TensorList rhs, const std::optional<Tensor>& addend,
+                             std::string reduce_op, at::ScalarType out_dtype, bool return_partial) {
+    return run_op(device_of(lhs), [&]() -> TwoTensors {
+        Builder b("matmul_all_reduce", device_of(lhs), site);
         Call& call = b.call;
         call.op = OpKind::matmul_all_reduce;
         call.collective = Collective::reduce;
         call.key.kind = "matmul_all_reduce";
-        const Product product(b, lhs, rhs, nullptr, addend, type_of_first(lhs), out_dtype, reduce_op);
-        b.deal_floor(product.rows, product.cols);
-        Tensor out = at::empty({product.rows, product.cols}, lhs[0].options().dtype(out_dtype));
+        const ReductionOperands operands(b, lhs, rhs, nullptr, addend, dtype_of_first(lhs), out_dtype, reduce_op);
+        b.deal_floor(operands.rows, operands.cols);
+        Tensor out = at::empty({operands.rows, operands.cols}, lhs[0].options().dtype(out_dtype));
         call.output = data_of(out);
-        return product.finish(b, out, keep, [&](ReferenceCall& plain) {
-            plain.tensors(lhs).tensors(rhs).tensor(addend ? *addend : Tensor());
-            plain.text(reduce_op).dtype(out_dtype).flag(keep).text(group);
+        return operands.run(b, site, out, return_partial, [&](FallbackCall& fallback) {
+            fallback.tensors(lhs).tensors(rhs).tensor(addend ? *addend : Tensor());
+            fallback.text(reduce_op).dtype(out_dtype).flag(return_partial);
         });
     });
 }

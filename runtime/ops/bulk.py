@@ -1,0 +1,66 @@
+"""bulk: run a collective concurrently with matmuls that are independent of it.
+
+Legend: R ranks of the group; s rows of a shard.
+
+    collective          input           out             (all on dim 0)
+    "all_gather"        [s, ...]        [R * s, ...]
+    "reduce_scatter"    [R * s, ...]    [s, ...]
+    "all_reduce"        [...]           [...]
+
+    outs[j] = lhs[j] @ rhs[j]
+
+reduce_op is "sum" or "avg"; an all_gather ignores it. An all_gather also takes float8; the matmuls do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ub_overlap import _torch_compat as compat
+
+from . import c10d_fallback as c10d
+from .definition import OpDefinition
+
+SCHEMA = (
+    "bulk(Tensor input, Tensor[] lhs, Tensor[] rhs, str collective, str reduce_op, str strategy, str group, str site)"
+    " -> (Tensor out, Tensor[] outs)"
+)
+
+
+class BulkArgs(NamedTuple):
+    input: Tensor
+    lhs: Sequence[Tensor]
+    rhs: Sequence[Tensor]
+    collective: str
+    reduce_op: str
+    strategy: str
+    group: str
+    site: str
+
+
+def fake(a: BulkArgs) -> tuple[Tensor, list[Tensor]]:
+    """Return empty results of the right sizes."""
+    ranks, sizes = c10d.group_size(a.group), list(a.input.shape)
+    if a.collective == "all_gather":
+        sizes[0] = sizes[0] * ranks
+    elif a.collective == "reduce_scatter":
+        compat.check(sizes[0] % ranks == 0, lambda: "the input cannot be scattered evenly")
+        sizes[0] = sizes[0] // ranks
+    outs = [lhs.new_empty((lhs.shape[0], rhs.shape[1])) for lhs, rhs in zip(a.lhs, a.rhs, strict=True)]
+    return a.input.new_empty(sizes), outs
+
+
+def fallback(a: BulkArgs) -> tuple[Tensor, list[Tensor]]:
+    """Run the collective with c10d, then multiply."""
+    if a.collective == "all_gather":
+        out = c10d.all_gather(a.input, a.group)
+    else:
+        collective = c10d.reduce_scatter if a.collective == "reduce_scatter" else c10d.all_reduce
+        out = c10d.divide_for_avg(collective(a.input, a.group), a.reduce_op, a.group)
+    return out, [lhs @ rhs for lhs, rhs in zip(a.lhs, a.rhs, strict=True)]
+
+
+DEFINITION = OpDefinition(SCHEMA, BulkArgs, fake, fallback)
