@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-IN_WHEEL = ("src", "compiler", "runtime", "csrc", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+IN_WHEEL = ("src", "compiler", "runtime", "tools", "csrc", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,70 @@
+"""The page of ops: their schemas and the docstrings of their modules."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ub_overlap.runtime import ops
+
+
+def ops_page() -> str:
+    """Return the page of all ops of torch.ops.ub_overlap."""
+    parts = [f"## {module.__name__.rpartition('.')[2]}\n\n{module_text(module)}" for module in op_modules()]
+    return "\n".join(["# Ops", "", docstring_as_markdown(inspect.getdoc(ops) or ""), "", "\n\n".join(parts), ""])
+
+
+def op_modules() -> list[ModuleType]:
+    """Return the modules of runtime/ops that define ops, by name."""
+    names = sorted(info.name for info in pkgutil.iter_modules(ops.__path__))
+    modules = [importlib.import_module(f"{ops.__name__}.{name}") for name in names]
+    return [module for module in modules if schemas_of(module)]
+
+
+def schemas_of(module: ModuleType) -> list[str]:
+    """Return the schemas of the ops that a module defines, in the order of its source."""
+    source = inspect.getsource(module)
+    stem = module.__name__.rpartition(".")[2]
+    names = [stem, *re.findall(r"ub_overlap::(\w+)", source), *re.findall(r'define\(\s*f?"(\w+)\(', source)]
+    return [schema for name in dict.fromkeys(names) if (schema := schema_of(name))]
+
+
+def schema_of(name: str) -> str:
+    """Return the schema of an op without its namespace, "" if there is no such op."""
+    packet: Any = getattr(torch.ops.ub_overlap, name, None)
+    if packet is None or not packet.overloads():
+        return ""
+    return str(packet.default._schema).removeprefix("ub_overlap::")
+
+
+def module_text(module: ModuleType) -> str:
+    """Return schemas and docstring of a module as Markdown."""
+    schemas = "\n".join(f"    {line}" for schema in schemas_of(module) for line in wrap_schema(schema))
+    return f"{schemas}\n\n{docstring_as_markdown(inspect.getdoc(module) or '')}"
+
+
+def wrap_schema(schema: str, width: int = 116) -> list[str]:
+    """Return a schema in lines, broken between arguments."""
+    indent = " " * (schema.index("(") + 1)
+    lines = [""]
+    for part in re.split(r"(?<=, )|(?= -> )", schema):
+        if lines[-1] and len(lines[-1]) + len(part.rstrip()) > width:
+            lines[-1] = lines[-1].rstrip()
+            lines.append(indent)
+        lines[-1] += part if lines[-1].strip() else part.lstrip()
+    return lines
+
+
+def docstring_as_markdown(text: str) -> str:
+    """Return a docstring as Markdown: paragraphs on one line, indented blocks as they are."""
+    blocks = []
+    for block in text.split("\n\n"):
+        indented = all(line.startswith("    ") for line in block.split("\n") if line)
+        blocks.append(block if indented else " ".join(line.strip() for line in block.split("\n")))
+    return "\n\n".join(blocks)
