@@ -21,9 +21,12 @@ from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.session import plan_announcements, transport
 
-from .cost.profile_lookup import load, signature
+from .cost.policy import Policy
+from .cost.profile_lookup import signature
 from .diff.joint_snapshot import JointSnapshot, SnapshotRecorder
-from .fp8 import Fp8, HoistConfig, cast_before_gathers, fold_scales, insert_casts
+from .fp8.hoist.fold_scales import fold_scales
+from .fp8.hoist.hoist_casts import HoistConfig, cast_before_gathers
+from .fp8.insert.insert_casts import Fp8, insert_casts
 from .fp8.operand_layout import pin
 from .fp8.recipe import recipe_of
 from .fp8.state.cached_weights import copy_outputs
@@ -80,16 +83,17 @@ class JointPass(_Pass):
         all_reduces = graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
         scaled_before = graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default)
         watched = len(all_reduces) > 1 or scaled_before or self.options.fp8.is_on
+        policy = Policy.of(self.options)
         watch = SnapshotRecorder(graph, "joint", settings.current().snapshots and bool(watched))
         watch.before()
         merged = merge_all_reduces(graph) if settings.current().merge_all_reduces and self.options.overlap != "off" else 0
-        scaled = insert_casts(graph, _fp8(graph, self.options, self.inputs)) if self.options.fp8.is_on else 0
+        scaled = insert_casts(graph, _fp8(graph, self.options, policy, self.inputs)) if self.options.fp8.is_on else 0
         given = bool(scaled_before) and self.options.overlap != "off"  # float8 already
-        early = _early(self.options, bool(self.inputs.shards))
-        moved = cast_before_gathers(graph, early) if given else 0
-        folded = fold_scales(graph, early.least_bytes) if given else 0
+        hoist = HoistConfig(policy, transport.why_not, bool(self.inputs.shards))
+        moved = cast_before_gathers(graph, hoist) if given else 0
+        folded = fold_scales(graph, policy) if given else 0
         mark_amax_reductions(graph)
-        marked = apply_save_policy(graph, self.options)
+        marked = apply_save_policy(graph, self.options, policy)
         self.trail.joint = watch.after() if merged or scaled or moved or folded else None
         if merged or scaled or moved or folded or marked:
             graph.lint()
@@ -99,18 +103,10 @@ class JointPass(_Pass):
             log.info(text + "%d keep the shard", merged, scaled, moved, folded, marked)
 
 
-def _early(options: Options, uneven: bool) -> HoistConfig:
-    if options.overlap == "force":
-        return HoistConfig(0, None, transport.why_not, uneven)
-    return HoistConfig(options.min_bytes, functools.partial(load, options.profile), transport.why_not, uneven)
-
-
-def _fp8(graph: Graph, options: Options, inputs: GraphInputs) -> Fp8:
-    """As for sites: "auto" weighs where there is a GPU or a profile of the user's; without, the CPU executor is a reference
-    that no speed is asked of."""
+def _fp8(graph: Graph, options: Options, policy: Policy, inputs: GraphInputs) -> Fp8:
     devices = {v.device.type for n in graph.find_nodes(op="placeholder") if isinstance(v := n.meta.get("val"), torch.Tensor)}
-    weighed = options.overlap != "force" and (options.profile is not None or "cuda" in devices)
-    profile = load(options.profile, None, "cuda" if "cuda" in devices else "cpu") if weighed else None
+    device = "cuda" if "cuda" in devices else "cpu"
+    profile = policy.profile(None, device) if policy.is_weighed(device) else None
     return Fp8(
         recipe_of(options.fp8.recipe),
         backward=options.fp8.products == "all",
@@ -139,8 +135,7 @@ class RewritePass(_Pass):
         handle_misses(decided.plan, self.options)
         watch = SnapshotRecorder(graph, decided.plan.phase, settings.current().snapshots)
         watch.before(decided.chosen)
-        wire = "float8" if self.options.fp8.reduce_scatter else "plain"
-        rewrite(graph, decided.chosen, wire, self.options.verify)
+        rewrite(graph, decided.chosen, self.options.verify)
         if decided.plan.casts:
             pin(graph)
         self.trail.record(decided.plan, watch.after())

@@ -29,6 +29,7 @@ from . import errors, machine, plan_store, profile_store, settings
 from .extension import extension
 from .session import device_wait
 from .session.store_exchange import Exchange
+from .site_id import SiteId
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ class Tuner:
             return -1
         exchange.op, exchange.site = op, site
         self._count += 1
-        file = _File(site.partition("/")[0])
+        file = _File(SiteId.parse(site).digest)
         key = _key(work, strategies, self._device, exchange.ranks)
         found = self._agreed(file.read().get(key), strategies, check)
         if found is None:

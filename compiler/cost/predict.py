@@ -137,13 +137,15 @@ def _costs(shape: SiteShape, profile: Profile) -> Callable[[CostItem], float]:
 
 def _cost(shape: SiteShape, profile: Profile, work: CostItem) -> float:
     size = work.share * shape.shard_bytes
+    on_wire = work.share * shape.shard_bytes_on_wire
     match work.what:
         case "push":
-            return at(profile.push, size)
+            return at(profile.push, on_wire)
         case "copy":
             return at(profile.copy, size)
         case "reduce":
-            return at(profile.reduce, size * (work.pieces + 1))
+            # Reads this rank's own piece and those that came over the wire, writes one.
+            return at(profile.reduce, size * 2 + on_wire * (work.pieces - 1))
         case "matmul":
             return _piece_us(shape, profile, work)
         case "finish":

@@ -11,6 +11,7 @@ from ub_overlap.runtime.schedule.steps import Key
 
 from ..plan.decision import SiteSizes
 from ..plan.strategy import Mode, Strategy
+from .wire import FLOAT8, bytes_on_wire, bytes_sent_by_rank
 
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 KINDS = (
@@ -32,6 +33,8 @@ class SiteShape(SiteSizes):
             raise ValueError(f"kind {self.kind!r}: expected one of {', '.join(KINDS)}")
         if self.dtype not in SIZES or self.multiplied not in SIZES:
             raise ValueError(f"dtype {self.dtype!r}, operands {self.operands!r}: expected of {', '.join(SIZES)}")
+        if self.wire_dtype not in ("", FLOAT8):
+            raise ValueError(f"wire_dtype {self.wire_dtype!r}: expected '' or {FLOAT8!r}")
         if self.ranks < 1 or self.rows < 0 or self.cols < 0 or any(min(m[:3]) < 0 for m in self.matmuls):
             raise ValueError(f"a size below 0, or no rank: {self}")
 
@@ -59,9 +62,14 @@ class SiteShape(SiteSizes):
         return self.rows * self.cols * SIZES[self.dtype] / self.ranks
 
     @property
+    def shard_bytes_on_wire(self) -> float:
+        """The same as an overlapped site sends it."""
+        return bytes_on_wire(self.rows * self.cols, SIZES[self.dtype], self.wire_dtype) / self.ranks
+
+    @property
     def bytes_sent(self) -> float:
-        """Bytes that one rank sends: R - 1 shards, twice that for an all_reduce."""
-        return self.shard_bytes * (self.ranks - 1) * (2 if self.collective == "all_reduce" else 1)
+        """Bytes that one rank sends in the plain collective."""
+        return bytes_sent_by_rank(self.shard_bytes, self.ranks, self.collective == "all_reduce")
 
     def key(self, strategy: Strategy) -> Key:
         """The schedule that runs this site by `strategy`. ValueError for none, and where strategy and site do not fit."""

@@ -37,14 +37,14 @@ def ranges_of(graph: Graph) -> dict[sympy.Symbol, tuple[int, int | None]]:
     return {symbol: compat.range_of(x) for symbol, x in size_symbols(graph)}
 
 
-def shape_of_site(site: Site, hints: Hints, exact: bool = False) -> SiteShape | None:
+def shape_of_site(site: Site, hints: Hints, exact: bool = False, wire_dtype: str = "") -> SiteShape | None:
     """None where a size has no hint, or a dtype no cost. `exact`: as on this rank, for reports; choices rest on sizes that
     ranks have in common (amounts.about)."""
-    sizes = sizes_of_site(site)
+    sizes = sizes_of_site(site, wire_dtype)
     return None if sizes is None else shape_at(sizes, hints, exact)
 
 
-def sizes_of_site(site: Site) -> SiteSizes | None:
+def sizes_of_site(site: Site, wire_dtype: str = "") -> SiteSizes | None:
     """The site with sizes as they are, ints or expressions: equal for sites that are equal whatever symbols stand for. None
     where the dtype has no cost."""
     c, operands = site.collective, ""
@@ -70,7 +70,7 @@ def sizes_of_site(site: Site) -> SiteSizes | None:
     if dtype is None:
         return None
     last = site.shard_dim_is_last if isinstance(site, Gather | Reduction) else False
-    return SiteSizes(kind, c.ranks, dtype, matmuls, *whole, keep, last, outer, operands)
+    return SiteSizes(kind, c.ranks, dtype, matmuls, *whole, keep, last, outer, operands, wire_dtype)
 
 
 def shape_at(sizes: SiteSizes, hints: Hints, exact: bool = False) -> SiteShape | None:
@@ -97,6 +97,7 @@ def shape_at(sizes: SiteSizes, hints: Hints, exact: bool = False) -> SiteShape |
             sizes.shard_dim_is_last,
             number(sizes.outer),
             sizes.operands,
+            sizes.wire_dtype,
         )
     except ValueError:
         return None

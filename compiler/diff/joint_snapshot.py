@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Sequence
-from typing import Any
 
 from torch.fx import Graph
 
 from ..match.collectives import find_collectives
+from ..plan.chosen_site import ChosenSite
 from ..plan.plan import Plan
 from ..reports.summary import artifact
 from .graph_store import STORE, Graphs
@@ -31,14 +31,14 @@ class SnapshotRecorder:
         self._lineage, self._texts = uuid.uuid4().hex, Texts()
         self._before: Snapshot | None = None
 
-    def before(self, chosen: Sequence[tuple[Any, Any, str]] = ()) -> None:
-        """Takes the graph as it is. `chosen`: (site, strategy, "<digest>/<site id>") that will be rewritten; collectives that
-        are not among them are marked too, by their numbers."""
+    def before(self, chosen: Sequence[ChosenSite] = ()) -> None:
+        """Takes the graph as it is. `chosen`: the sites that will be rewritten; other collectives
+        are marked too, by their numbers."""
         marks: dict[str, str] = {}
         if self._on and self._phase != "joint":
             marks = {c.node.name: f"{self._phase}.{n}" for n, c in enumerate(find_collectives(self._graph))}
-            for site, _, name in chosen:
-                marks |= {member.name: name.rpartition("/")[2] for member in site.members}
+            for site in chosen:
+                marks |= {member.name: site.id.name for member in site.site.members}
         self._before = self._take("before", marks)
 
     def after(self) -> tuple[Snapshot, Snapshot] | None:

@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ub_overlap import _torch_compat as compat
+from ub_overlap.runtime.site_id import SiteId
 
 from ..graph.emitter import SITE
 from ..graph.source_location import module_path, source_line
@@ -52,7 +53,7 @@ def take(
         op, target, shape, dtype, stride, module, source, origin = texts.fixed(node)
         args, inputs = texts.text.args(node)
         site = node.meta.get(SITE, "")
-        mark = site.rpartition("/")[2] if site else marked.get(node.name, "")
+        mark = SiteId.parse(site).name if site else marked.get(node.name, "")
         read = tuple([places[i] for i in inputs])
         shots.append(NodeShot(node.name, read, op, target, args, shape, dtype, stride, module, source, origin, mark))
     return Snapshot(tuple(shots), phase, label, lineage, str(torch.__version__))
@@ -116,7 +117,7 @@ class _Text:
         if isinstance(value, str):
             if name in ("group_name", "group", "tag"):
                 return self._groups.setdefault(value, f"g{len(self._groups)}")
-            said = repr(value.rpartition("/")[2] if name == "site" else value)
+            said = repr(SiteId.parse(value).name if name == "site" else value)
         elif isinstance(value, list | tuple):
             return "[" + ", ".join(self._one(v, "") for v in value) + "]"
         elif isinstance(value, dict):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from torch.fx import Graph, Node
 
-from ..cost.profile_lookup import load
+from ..cost.policy import Policy
 from ..cost.regather import again_us
 from ..cost.site_sizes import Hints, hints_of
 from ..graph.aten import dtype_of, shape_of, storage_node
@@ -35,7 +35,7 @@ class _Weighed:
     kept: SavedActivation
 
 
-def apply_save_policy(graph: Graph, options: Options) -> int:
+def apply_save_policy(graph: Graph, options: Options, policy: Policy) -> int:
     """Marks gathers of the forward half of a joint graph as the options say; returns how many."""
     if options.memory_budget is None:
         return 0
@@ -45,7 +45,7 @@ def apply_save_policy(graph: Graph, options: Options) -> int:
     hints = hints_of(graph)
     candidates = find_candidates(graph)
     beside = _InputGradients(graph, backward)
-    weighed = [w for c in candidates if (w := _weigh(c, backward, beside, options, hints)) is not None]
+    weighed = [w for c in candidates if (w := _weigh(c, backward, beside, options, policy, hints)) is not None]
     if options.memory_budget == 0:
         whole: set[int] = set()
     else:
@@ -75,7 +75,7 @@ def _within(kept: list[SavedActivation], budget: float) -> set[int]:
 
 
 def _weigh(
-    candidate: Candidate, backward: set[Node], beside: _InputGradients, options: Options, hints: Hints
+    candidate: Candidate, backward: set[Node], beside: _InputGradients, options: Options, policy: Policy, hints: Hints
 ) -> _Weighed | None:
     """None for what is no gather of the forward, or what backward does not read."""
     match = candidate.match
@@ -90,7 +90,7 @@ def _weigh(
     kept_aliases = tuple(h for h in match.aliases if any(u in backward and u not in taken for u in h.users))
     again = replace(match, consumers=consumers, kept_aliases=kept_aliases) if consumers else None
     forward = [k.operand.node for k in match.consumers if k.compute.node not in backward]
-    profile = load(options.profile, c.ranks, c.node.meta["val"].device.type)
+    profile = policy.profile(c.ranks, c.node.meta["val"].device.type)
     us = again_us(c, again, beside.of(forward), profile, hints, options.overlap != "off")
     gathered = _bytes(c.node, hints)
     return _Weighed(match, nodes, SavedActivation("gathered", gathered, _bytes(c.input, hints), round(us, 2)))

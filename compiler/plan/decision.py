@@ -31,12 +31,14 @@ class SiteSizes:
     """Blocks of rows that a shard consists of: a batch in front of the gathered or scattered dim."""
     operands: str = ""
     """Type of the matmuls' operands where it is not `dtype`, in which the collective's tensor travels."""
+    wire_dtype: str = ""
+    """"float8" where a reduction sends `dtype` as float8 with scales; "" where it sends `dtype`."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "kind": self.kind, "ranks": self.ranks, "dtype": self.dtype, "matmuls": [list(m) for m in self.matmuls],
             "rows": self.rows, "cols": self.cols, "keep": self.keep, "shard_dim_is_last": self.shard_dim_is_last,
-            "outer": self.outer, "operands": self.operands,
+            "outer": self.outer, "operands": self.operands, "wire_dtype": self.wire_dtype,
         }  # fmt: skip
 
     @classmethod
@@ -113,6 +115,8 @@ class Decision:
     """Of a bulk site: those matmuls with their modules, and the sites that they could have belonged to."""
     options: tuple[str, ...] = ()
     """Modes that would be legal for this site."""
+    wire_dtype: str = ""
+    """"float8" where float8 products are scattered as float8; "" where a site sends the type of its tensor."""
     bytes: int | None = None
     """Bytes each rank sends (None where dynamic)."""
     flops: int | None = None
@@ -152,7 +156,7 @@ class Decision:
             "id": self.id, "kind": self.kind.value, "phase": self.phase, "strategy": str(self.strategy),
             "reason": self.reason.value if self.reason else None, "detail": self.detail, "group": self.group,
             "ranks": self.ranks, "shapes": dict(self.shapes), "dtype": self.dtype, "matmuls": list(self.matmuls),
-            "takes": list(self.takes), "paired": list(self.paired),
+            "takes": list(self.takes), "paired": list(self.paired), "wire_dtype": self.wire_dtype,
             "options": list(self.options), "bytes": self.bytes, "flops": self.flops, "module": self.module,
             "source": self.source, "predicted": dict(self.predicted), "work": self.work.to_dict() if self.work else None,
             "rows": self.rows,
@@ -168,7 +172,7 @@ class Decision:
             strategy=merged if d["strategy"] == str(merged) else parse(d["strategy"]),
             reason=Reason(d["reason"]) if d["reason"] else None, detail=d["detail"], group=d["group"], ranks=d["ranks"],
             shapes=tuple(d["shapes"].items()), dtype=d["dtype"], matmuls=tuple(d["matmuls"]), options=tuple(d["options"]),
-            takes=tuple(d.get("takes", ())), paired=tuple(d.get("paired", ())),
+            wire_dtype=d.get("wire_dtype", ""), takes=tuple(d.get("takes", ())), paired=tuple(d.get("paired", ())),
             bytes=d["bytes"], flops=d["flops"], module=d["module"], source=d["source"],
             predicted=tuple(d.get("predicted", {}).items()),
             work=SiteSizes.from_dict(d["work"]) if d.get("work") else None, rows=d.get("rows"),

@@ -50,12 +50,14 @@ def row(candidate: Candidate, site: Gather | Reduction | Bulk | None, groups: di
     }
 
 
-def work_of(candidate: Candidate, site: Gather | Reduction | Bulk | None, hints: Hints) -> SiteSizes | None:
+def work_of(
+    candidate: Candidate, site: Gather | Reduction | Bulk | None, hints: Hints, wire_dtype: str = ""
+) -> SiteSizes | None:
     """The sizes of `site`, or of the collective alone; None where the cost model knows nothing of it."""
     c = candidate.collective
     if c.op is None or c.ranks < 2 or tensor_of(c.input) is None:
         return None
-    shape = shape_of_site(site or Bulk(c, ()), hints, exact=True)
+    shape = shape_of_site(site or Bulk(c, ()), hints, exact=True, wire_dtype=wire_dtype)
     return SiteSizes(**asdict(shape)) if shape is not None else None
 
 

@@ -15,6 +15,7 @@ import torch
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime import verify
 from ub_overlap.runtime.fp8 import amax_history
+from ub_overlap.runtime.site_id import SiteId
 from ub_overlap.runtime.stats import site_stats
 
 from ..cost.profile_lookup import load
@@ -55,7 +56,7 @@ def explain(
             compiled = torch.compile(plain, backend="ub_overlap", options=wish or None)
             once(compiled)
             plans = HISTORY.since(known)
-            sites = [f"{p.digest}/{d.id}" for p in plans for d in p.decisions if d.overlapped]
+            sites = [str(SiteId(p.digest, d.id)) for p in plans for d in p.decisions if d.overlapped]
             measured = measure_sites(lambda: once(compiled), sites) if measure else {}
             errors: dict[str, verify.SiteError] | None = None
             if measure and any(c.recipe for p in plans for c in p.casts):

@@ -12,6 +12,7 @@ from tabulate import tabulate
 from ub_overlap.runtime import plan_store, verify
 from ub_overlap.runtime.autotune import Tuned, tuned
 from ub_overlap.runtime.errors import OptionError
+from ub_overlap.runtime.site_id import SiteId
 from ub_overlap.runtime.stats import SiteStats, site_stats
 
 from ..cost.profile import Profile
@@ -118,7 +119,7 @@ class Report:
             )
             for p in self.plans
             for d in p.decisions
-            for site in (f"{p.digest}/{d.id}",)
+            for site in (str(SiteId(p.digest, d.id)),)
         ]
 
     @property
@@ -209,11 +210,12 @@ class Report:
         lanes = []
         for plan in self.plans:
             for d in plan.decisions:
-                if site not in (None, d.id, f"{plan.digest}/{d.id}"):
+                full_id = str(SiteId(plan.digest, d.id))
+                if site not in (None, d.id, full_id):
                     continue
                 if predicted and (o := outlook(d, self.profile_of(plan, d))) is not None:
                     lanes.append(timeline.predicted(d.id, o.chosen))
-                if measured and (m := self._measured.get(f"{plan.digest}/{d.id}")) is not None:
+                if measured and (m := self._measured.get(full_id)) is not None:
                     lanes.append(timeline.measured(d.id, m))
         if site is not None and not lanes:
             ids = ", ".join(d.id for p in self.plans for d in p.decisions)
@@ -259,7 +261,7 @@ class Report:
         found: dict[str, list[dict[str, Any]]] = {}
         for plan in self.plans:
             for d in plan.decisions:
-                site = f"{plan.digest}/{d.id}"
+                site = str(SiteId(plan.digest, d.id))
                 if lanes := lanes_of(d.id, outlook(d, self.profile_of(plan, d)), self._measured.get(site)):
                     found[site] = lanes
         return found
@@ -288,7 +290,7 @@ def _hidden(d: ReportedDecision) -> str:
 
 def _tuned(plan: Plan, d: Decision) -> tuple[tuple[str, Tuned], ...]:
     """What was measured at a site, by the limits of its table."""
-    found = tuned(f"{plan.digest}/{d.id}")
+    found = tuned(str(SiteId(plan.digest, d.id)))
     limits = [b.limit for b in d.strategy.buckets] if isinstance(d.strategy, DispatchTable) else []
     return tuple(("*" if limits[n] is None else str(limits[n]), found[n]) for n in sorted(found))
 
@@ -340,6 +342,6 @@ def _reported(
 def reports() -> Report:
     """Everything that this process compiled, and every plan that it ran out of a warm compile cache."""
     plans = {p.digest: p for p in HISTORY.plans()}
-    ran = (site.partition("/")[0] for site in site_stats())
+    ran = (SiteId.parse(site).digest for site in site_stats())
     plans |= {p.digest: p for p in HISTORY.found(d for d in ran if d not in plans and plan_store.is_digest(d))}
     return Report(list(plans.values()))

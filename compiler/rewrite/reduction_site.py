@@ -14,22 +14,23 @@ from ..plan.strategy import DispatchTable, Strategy
 
 
 def rewrite_reduction(
-    e: Emitter, m: Reduction, strategy: Strategy | DispatchTable, site: str, wire: str = "plain"
+    e: Emitter, m: Reduction, strategy: Strategy | DispatchTable, site: str, wire_dtype: str = ""
 ) -> dict[Node, Node]:
-    """Emits the op; returns which node replaces which. Insertion point: behind every operand and addend. `wire`: how the
-    products of float8 operands travel."""
+    """Emits the op; returns which node replaces which. Insertion point: behind every operand and addend. `wire_dtype`: of the
+    decision; "" sends the products' type."""
     c = m.collective
     assert c.wait is not None
     lhs, rhs = [e.operand(t.lhs) for t in m.terms], [e.operand(t.rhs) for t in m.terms]
     addend = _addend(e, m)
     # A scale that kept the sum in range comes after it now: until then the sum stays in float32.
     out_dtype = torch.float32 if m.after else dtype_of(c.node)
-    keep = bool(m.kept_nodes)
+    keep, wire = bool(m.kept_nodes), wire_dtype or "plain"
     if (scales := m.terms[0].scales) is not None:
         given = [t.scales for t in m.terms if t.scales is not None]
         op = e.call(
             torch.ops.ub_overlap.scaled_matmul_reduce_scatter.default, lhs, rhs, [s.lhs for s in given], [s.rhs for s in given],
-            addend, e.size(m.blocks.outer), c.reduce_op, dtype_of(m.terms[0].node), out_dtype, scales.fast, wire, str(strategy),
+            addend, e.size(m.blocks.outer), c.reduce_op, dtype_of(m.terms[0].node), out_dtype, scales.fast, wire,
+            str(strategy),
             c.group, site, value_is=_scattered_alone(e, m, lhs[0]),
         )  # fmt: skip
     elif c.op is Op.REDUCE_SCATTER:

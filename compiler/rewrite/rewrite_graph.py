@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.fx import Graph, Node
 
@@ -10,18 +12,15 @@ from ub_overlap import _torch_compat as compat
 from ..graph.emitter import Emitter
 from ..graph.erase import erase_unread
 from ..graph.sizes import as_size
-from ..match.site import Gather, Reduction, Site
-from ..plan.strategy import DispatchTable, Strategy
+from ..match.site import Gather, Reduction
+from ..plan.chosen_site import ChosenSite
 from .bulk_site import rewrite_bulk
 from .gather_site import rewrite_gather
 from .reduction_site import rewrite_reduction
 
 
-def rewrite(
-    graph: Graph, chosen: list[tuple[Site, Strategy | DispatchTable, str]], wire: str = "plain", verify: bool = False
-) -> None:
-    """Replaces each (site, strategy, name) by its op, in place. `wire`: how products of float8 operands are scattered, "plain"
-    or "float8" (where a row is whole segments).
+def rewrite(graph: Graph, chosen: Sequence[ChosenSite], verify: bool = False) -> None:
+    """Replace each chosen site by its op, in place.
 
     Only nodes that a site replaced are removed: a wider dead-code predicate would also delete updates of buffers. `verify`:
     they stay, and what others read goes through torch.ops.ub_overlap.compare(ours, theirs, name), which hands ours on.
@@ -29,15 +28,14 @@ def rewrite(
     if not chosen:
         return
     replaced: dict[Node, Node] = {}
-    for site, strategy, name in chosen:
-        _one(graph, site, strategy, name, replaced, wire, verify)
+    for site in chosen:
+        _rewrite_site(graph, site, replaced, verify)
     compat.stable_topological_sort(graph)
     graph.lint()
 
 
-def _one(
-    graph: Graph, site: Site, strategy: Strategy | DispatchTable, name: str, so_far: dict[Node, Node], wire: str, verify: bool
-) -> None:
+def _rewrite_site(graph: Graph, chosen: ChosenSite, so_far: dict[Node, Node], verify: bool) -> None:
+    site, strategy, name = chosen.site, chosen.strategy, str(chosen.id)
     members = site.members
     inside = set(members)
     inputs = {i for m in members for i in m.all_input_nodes if i not in inside}
@@ -51,7 +49,7 @@ def _one(
         if isinstance(site, Gather):
             replaced = rewrite_gather(e, site, strategy, name)
         elif isinstance(site, Reduction):
-            replaced = rewrite_reduction(e, site, strategy, name, wire_of(site, wire))
+            replaced = rewrite_reduction(e, site, strategy, name, chosen.wire_dtype)
         else:
             replaced = rewrite_bulk(e, site, strategy, name)
         if verify:
@@ -83,13 +81,3 @@ def _replace_size(old: Node, new: int | Node) -> None:
     for user in list(old.users):
         user.args = torch.fx.node.map_arg(user.args, lambda n: new if n is old else n)  # type: ignore[assignment]
         user.kwargs = torch.fx.node.map_arg(user.kwargs, lambda n: new if n is old else n)  # type: ignore[assignment]
-
-
-SEGMENT = 128
-"""Columns of a row that share a scale on a float8 wire."""
-
-
-def wire_of(site: Reduction, wished: str) -> str:
-    """How a reduction's products travel: as wished where they are of float8 operands and a row is whole segments."""
-    fits = site.terms[0].scales is not None and isinstance(site.cols, int) and site.cols % SEGMENT == 0
-    return wished if fits else "plain"

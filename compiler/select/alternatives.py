@@ -54,6 +54,7 @@ class Alternative:
     takes: int
     choice: StrategyChoice | None = None
     whole: bool = False
+    wire_dtype: str = ""
 
     @property
     def bulk(self) -> bool:
@@ -111,7 +112,7 @@ class AlternativeFinder:
         sites = [*([] if isinstance(match, Miss) else [match]), *_fewer(candidate.match)]
         if isinstance(match, Miss):
             offer.miss = offer.miss or match
-        elif small := too_small(match, self.costs.options, forced):
+        elif small := too_small(match, self.costs.policy, forced):
             return small
         failed: Miss | None = None
         for site in sites:
@@ -126,7 +127,9 @@ class AlternativeFinder:
             strategy = choice.strategy if choice else forced or Strategy(Mode.PIPELINED, chunks)
             us = _saved_us(site, choice)
             whole = site is match
-            offer.ways.append(Alternative(site, strategy, us, self._worth(site, us, forced), self._takes(site), choice, whole))
+            wire = self.costs.wire_dtype(site)
+            worth, takes = self._worth(site, us, forced), self._takes(site)
+            offer.ways.append(Alternative(site, strategy, us, worth, takes, choice, whole, wire))
         if not offer.ways:
             offer.miss = offer.miss or failed
         return None
@@ -136,7 +139,7 @@ class AlternativeFinder:
         c = candidate.collective
         if not candidate.independent_matmuls:
             return None
-        if small := too_small(Bulk(c, candidate.independent_matmuls[:1]), self.costs.options, forced):
+        if small := too_small(Bulk(c, candidate.independent_matmuls[:1]), self.costs.policy, forced):
             return small
         free: list[Matmul] = []
         failed: Miss | None = None

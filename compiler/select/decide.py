@@ -7,17 +7,21 @@ from dataclasses import dataclass, field
 
 from torch.fx import Graph
 
+from ub_overlap.runtime.site_id import SiteId
+
+from ..cost.policy import Policy
 from ..graph.sizes import size_symbols
 from ..joint.joint_decision import joint_decision
-from ..match import Candidate, Miss, Site, find_candidates
+from ..match import Candidate, Miss, find_candidates
 from ..match.fusion_order import FusionOrder
 from ..options import Options
 from ..overrides.requested_strategy import Override
+from ..plan.chosen_site import ChosenSite
 from ..plan.decision import Decision
 from ..plan.plan import Plan
 from ..plan.reasons import Reason
-from ..plan.strategy import NONE, DispatchTable, Strategy
-from .alternatives import AlternativeFinder, Alternatives
+from ..plan.strategy import NONE
+from .alternatives import Alternative, AlternativeFinder, Alternatives
 from .apply_overrides import find_overrides
 from .decision_record import Assignment, GraphContext, carry_scales, decision, merged_away
 from .legality import no_stripes, unknown_size
@@ -41,7 +45,7 @@ class Decided:
     """A plan and, beside each overlapped decision, the site that the rewrite needs."""
 
     plan: Plan
-    chosen: list[tuple[Site, Strategy | DispatchTable, str]] = field(default_factory=list)
+    chosen: list[ChosenSite] = field(default_factory=list)
     groups: tuple[str, ...] = ()
     """c10d names of the groups of its collectives."""
 
@@ -51,11 +55,8 @@ def decide(graph: Graph, options: Options, phase: str, transport: Transport) -> 
     candidates = find_candidates(graph)
     names = [f"{phase}.{number}" for number in range(len(candidates))]
     wishes = find_overrides(candidates, options, phase)
-    order, costs, known = (
-        FusionOrder(graph),
-        SiteCosts.of(graph, options),
-        frozenset(symbol for symbol, _ in size_symbols(graph)),
-    )
+    order, costs = FusionOrder(graph), SiteCosts.of(graph, options, Policy.of(options))
+    known = frozenset(symbol for symbol, _ in size_symbols(graph))
     finder = AlternativeFinder(costs, order, lambda site: unknown_size(site, known))
     offers: list[Alternatives] = []
     for name, candidate in zip(names, candidates, strict=True):
@@ -67,17 +68,18 @@ def decide(graph: Graph, options: Options, phase: str, transport: Transport) -> 
 
     setting = GraphContext.of(graph, phase, costs.hints, dict(zip(names, candidates, strict=True)))
     decisions: list[Decision] = []
-    sites: list[tuple[Site, Strategy | DispatchTable, str]] = []
+    ways: list[tuple[str, Alternative]] = []
     for name, candidate, offer, (found, weighed) in zip(names, candidates, offers, outcomes, strict=True):
         outcome = Assignment(name, candidate, found, offer, wishes.get(name), weighed)
         made = decision(outcome, setting)
         decisions += [made, *merged_away(candidate, made)]
         if outcome.way:
-            sites.append((outcome.way.site, outcome.way.strategy, name))
+            ways.append((name, outcome.way))
     carry_scales(decisions, candidates)
     casts = tuple(cast for n in graph.nodes if n.op == "call_function" and (cast := joint_decision(n).cast) is not None)
     plan = Plan(phase, tuple(decisions), costs.profile(), casts)
-    return Decided(plan, [(site, strategy, f"{plan.digest}/{name}") for site, strategy, name in sites], tuple(setting.groups))
+    chosen = [ChosenSite(SiteId(plan.digest, name), way.site, way.strategy, way.wire_dtype) for name, way in ways]
+    return Decided(plan, chosen, tuple(setting.groups))
 
 
 def _closed(candidate: Candidate, wish: Override | None, options: Options, transport: Transport) -> Miss | None:

@@ -108,6 +108,7 @@ def decision(o: Assignment, setting: GraphContext) -> Decision:
     products = shown.matmuls if shown else ()
     work = [flops(p) for p in products]
     beside = _beside(o, setting)
+    wire_dtype = o.way.wire_dtype if o.way else ""
     kept = joint_decision(candidate.collective.node).saved_activation if setting.phase == "forward" else None
     legal = ((Mode.PIPELINED.value,) if candidate.match is not None else ()) + (
         (Mode.BULK.value,) if candidate.independent_matmuls else ()
@@ -119,7 +120,7 @@ def decision(o: Assignment, setting: GraphContext) -> Decision:
         reason=o.miss.reason if o.miss else None,
         detail="; ".join(filter(None, (_detail(o, beside), str(o.weighed or ""), str(kept or "")))),
         predicted=tuple((text, round(p.us, 2)) for text, p in choice.predictions.items()) if choice else (),
-        work=work_of(candidate, shown, setting.hints),
+        work=work_of(candidate, shown, setting.hints, wire_dtype),
         rows=rows_at(shown, setting.hints) if shown else None,
         kind=_MATCHED[op] if matched and op else _PLAIN[op],
         options=legal,
@@ -128,7 +129,8 @@ def decision(o: Assignment, setting: GraphContext) -> Decision:
         paired=beside,
         kept=kept,
         pairing=o.weighed,
-        bytes=bytes_sent(shown) if shown else None,
+        wire_dtype=wire_dtype,
+        bytes=bytes_sent(shown, wire_dtype) if shown else None,
         flops=sum(f for f in work if f is not None) if work and None not in work else None,
         **row(candidate, shown, setting.groups),
     )

@@ -7,6 +7,7 @@ from dataclasses import replace
 import sympy
 from torch.fx import Node
 
+from ..cost.wire import SEGMENT
 from ..graph.aten import shape_of, tensor_of
 from ..graph.sizes import Size
 from ..match import Bulk, Candidate, Gather, Miss, Reduction, Site
@@ -55,6 +56,13 @@ def without(match: Gather, products: set[Node]) -> Gather:
         late = [k.compute.scales.lhs for k in gone if k.compute.scales]
         scales = replace(scales, kept_aliases=tuple(dict.fromkeys((*scales.kept_aliases, *late))))
     return replace(match, consumers=kept, kept_aliases=tuple(dict.fromkeys((*match.kept_aliases, *aliases))), scales=scales)
+
+
+def can_send_float8(site: Site) -> bool:
+    """Whether a reduction's products may be sent as float8: of float8 operands, in rows of whole segments."""
+    if not isinstance(site, Reduction) or site.terms[0].scales is None:
+        return False
+    return isinstance(site.cols, int) and site.cols % SEGMENT == 0
 
 
 def unknown_size(site: Site, known: frozenset[sympy.Symbol]) -> Miss | None:

@@ -9,17 +9,18 @@ from torch.fx import Graph
 
 from ..cost.choice import StrategyChoice, choose
 from ..cost.curve import at
+from ..cost.policy import Policy
 from ..cost.profile import Profile
-from ..cost.profile_lookup import load
 from ..cost.site_shape import SiteShape
 from ..cost.site_sizes import Hints, Ranges, hints_of, ranges_of, shape_at, sizes_of_site
-from ..cost.traffic import bytes_sent
+from ..cost.wire import FLOAT8
 from ..match import Bulk, Miss, Site
 from ..match.collectives import Collective
 from ..options import Options
 from ..plan.reasons import Reason
 from ..plan.strategy import DispatchTable, Strategy
 from .dispatch_table import DispatchSettings, carried, rows_of
+from .legality import can_send_float8
 
 MUCH = 64 << 20
 """Bytes of a transfer that is as fast as it gets."""
@@ -30,16 +31,20 @@ class SiteCosts:
     """What decisions of one graph share: the options, values and ranges of symbols, and the profiles that were used."""
 
     options: Options
+    policy: Policy
     hints: Hints
     ranges: Ranges
     used: dict[str, Profile] = field(default_factory=dict)
     known: dict[tuple[Any, ...], StrategyChoice] = field(default_factory=dict)
     """By what makes sites equal."""
-    _profiles: dict[tuple[int, str], Profile] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, graph: Graph, options: Options) -> SiteCosts:
-        return cls(options, hints_of(graph), ranges_of(graph))
+    def of(cls, graph: Graph, options: Options, policy: Policy) -> SiteCosts:
+        return cls(options, policy, hints_of(graph), ranges_of(graph))
+
+    def wire_dtype(self, site: Site) -> str:
+        """Return "float8" for a reduction whose products are sent as float8, else ""."""
+        return FLOAT8 if self.policy.wants_float8_wire and can_send_float8(site) else ""
 
     def choose(self, site: Site, chunks: int) -> StrategyChoice | None:
         """The predicted best of what the options leave open, for all sizes that the site may have (carry.py); None where it is
@@ -48,16 +53,16 @@ class SiteCosts:
         overlap="force" asks for overlap and not for speed: without a GPU and without a profile of the user's it keeps one
         piece a rank, whatever the shape.
         """
-        forced = self.options.overlap == "force"
+        forced = self.policy.is_forced
         device = site.collective.node.meta["val"].device.type
-        blind = self.options.profile is None and device != "cuda" and not self.options.autotune
+        blind = not self.policy.is_modeled(device) and not self.policy.is_autotuned
         if forced and (chunks or isinstance(site, Bulk) or blind):
             return None
-        sizes = sizes_of_site(site)
+        sizes = sizes_of_site(site, self.wire_dtype(site))
         shape = shape_at(sizes, self.hints) if sizes is not None else None
         if sizes is None or shape is None:
             return None
-        profile = self._profile(shape.ranks, device)
+        profile = self.policy.profile(shape.ranks, device)
         self.used[profile.digest] = profile
         rows = rows_of(site)
         if (same := self.known.get((sizes, rows, device, chunks))) is not None:
@@ -66,7 +71,7 @@ class SiteCosts:
         def weigh(shape: SiteShape) -> StrategyChoice:
             return choose(shape, profile, forced, chunks)
 
-        asked = DispatchSettings(0 if forced else self.options.min_bytes, self.options.autotune)
+        asked = DispatchSettings(self.policy.threshold, self.policy.is_autotuned)
         found = carried(weigh(shape), weigh, sizes, rows, self.hints, self.ranges, asked)
         self.known[sizes, rows, device, chunks] = found
         return found
@@ -75,24 +80,16 @@ class SiteCosts:
         """What a byte at the peak of a graph is worth: what it takes to send one. Whoever wants memory may keep shards and
         gather them again (memory_budget=0), which costs at most that."""
         device = c.node.meta["val"].device.type
-        return at(self._profile(c.ranks, device).push, MUCH) / MUCH
-
-    def _profile(self, ranks: int, device: str) -> Profile:
-        found = self._profiles.get((ranks, device))
-        if found is None:
-            found = self._profiles[ranks, device] = load(self.options.profile, ranks, device)
-        return found
+        return at(self.policy.profile(c.ranks, device).push, MUCH) / MUCH
 
     def profile(self) -> str:
         """The names of the profiles that were used, the same on all ranks."""
         return ", ".join(sorted(str(p) for p in self.used.values()))
 
 
-def too_small(site: Site, options: Options, forced: Strategy | DispatchTable | None) -> Miss | None:
-    """The miss of a site below the floor of overlap="auto"; None above it, and where overlap is forced."""
-    if options.overlap == "force" or forced is not None:
+def too_small(site: Site, policy: Policy, forced: Strategy | DispatchTable | None) -> Miss | None:
+    """Return the miss of a site below the threshold; None above it, and where its strategy is forced."""
+    sent = policy.bytes_sent(site)
+    if forced is not None or not policy.is_below_threshold(sent):
         return None
-    sent = bytes_sent(site)
-    if sent is None or sent >= options.min_bytes:
-        return None
-    return Miss(Reason.BELOW_THRESHOLD, f"a rank sends {sent} bytes; overlap='auto' starts at min_bytes={options.min_bytes}")
+    return Miss(Reason.BELOW_THRESHOLD, f"a rank sends {sent} bytes; overlap='auto' starts at min_bytes={policy.threshold}")

@@ -9,6 +9,7 @@ import torch
 
 from .. import errors
 from ..session import session
+from ..site_id import SiteId
 from .groups import Group, device_of, name_of
 
 _SITE = "initialize"
@@ -41,13 +42,13 @@ def initialize(
     session.want(name, where.type, needed)
     # Without a plan: binds the group where that has not been done. Then a call that reserves, in step with the other ranks.
     try:
-        torch.ops.ub_overlap.bulk(little, [], [], "all_gather", "sum", "bulk", name, f"/{_SITE}")
+        torch.ops.ub_overlap.bulk(little, [], [], "all_gather", "sum", "bulk", name, str(SiteId("", _SITE)))
     finally:
         session.unwant(name, where.type)
     mine = session.bound(name, where.type)
     assert mine is not None, "the op above has bound the group"
     digest = mine.reserve(needed)
-    torch.ops.ub_overlap.bulk(little, [], [], "all_gather", "sum", "bulk", name, f"{digest}/{_SITE}")
+    torch.ops.ub_overlap.bulk(little, [], [], "all_gather", "sum", "bulk", name, str(SiteId(digest, _SITE)))
     return mine.slot_bytes
 
 

@@ -30,6 +30,7 @@ from ub_overlap import _torch_compat
 from .. import errors, settings
 from ..autotune import Tuner
 from ..extension import extension
+from ..site_id import SiteId
 from . import plan_announcements, plan_graphs, topology, watchdog
 from .plan_mismatch import plan_mismatch, plan_text
 from .store_exchange import Exchange
@@ -263,7 +264,7 @@ def _bind(exchange: Exchange, group: str, device: str, rank: int, ranks: int, sl
     try:
         cards = exchange.all("card", card, "init", doing)
     except errors.PeerTimeoutError as late:
-        raise plan_announcements.explained(exchange, "card", exchange.site.partition("/")[0], late) from None
+        raise plan_announcements.explained(exchange, "card", SiteId.parse(exchange.site).digest, late) from None
     for other, their in enumerate(cards):
         theirs = {key: their[key] for key in versions}
         if theirs != versions:

@@ -21,6 +21,7 @@ from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.compiler.reports.report import Report, reports
 from ub_overlap.runtime import autotune, ops
 from ub_overlap.runtime.errors import OptionError
+from ub_overlap.runtime.site_id import SiteId
 from ub_overlap.runtime.stats import SiteStats, site_stats
 
 OPS = torch.ops.ub_overlap
@@ -135,7 +136,11 @@ def sizes(rank: int, world: int) -> tuple[str, list[tuple[str, dict[str, int], l
     (plan,) = HISTORY.since(mark)
     stats = site_stats()
     rows_ = [
-        (str(d.strategy), dict(stats[f"{plan.digest}/{d.id}"].strategies), [str(d.strategy.at(rows * world)) for rows in ran])
+        (
+            str(d.strategy),
+            dict(stats[str(SiteId(plan.digest, d.id))].strategies),
+            [str(d.strategy.at(rows * world)) for rows in ran],
+        )
         for d in plan.decisions
     ]
     return plan.to_json(), rows_, worst
@@ -221,8 +226,8 @@ def tune(rank: int, world: int) -> list[dict[str, Any]]:
         found.append(
             {
                 "digest": plan.digest, "worst": worst, "strategies": [str(d.strategy) for d in plan.decisions],
-                "timed": [bool(calls_of(f"{plan.digest}/{i}.tuning")) for i in ids],
-                "ran": [calls_of(f"{plan.digest}/{i}") for i in ids],
+                "timed": [bool(calls_of(f"{SiteId(plan.digest, i)}.tuning")) for i in ids],
+                "ran": [calls_of(str(SiteId(plan.digest, i))) for i in ids],
                 "picks": [{k: t.to_dict() for k, t in d.tuned} for d in report.decisions],
                 "table": report.table(), "json": json.loads(report.to_json()), "all": str(reports()),
             }

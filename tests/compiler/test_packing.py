@@ -40,12 +40,12 @@ def decided(graph: Graph) -> Decided:
 
 def saved(found: Decided) -> float:
     """Microseconds, as the cost model has them."""
-    return sum(gain(site, H200) for site, _, _ in found.chosen)
+    return sum(gain(chosen.site, H200) for chosen in found.chosen)
 
 
 def pairs(found: Decided) -> dict[str, list[str]]:
     """Collective -> the matmuls that it runs beside, by their names."""
-    return {s.collective.node.name: [p.node.name for p in s.matmuls] for s, _, _ in found.chosen}
+    return {c.site.collective.node.name: [p.node.name for p in c.site.matmuls] for c in found.chosen}
 
 
 def near_and_far() -> Graph:
@@ -118,8 +118,8 @@ def test_small_graphs_against_brute_force(no_limit: None, monkeypatch: pytest.Mo
     for seed in range(64):
         graph = random_dag(seed)
         found = decided(graph)
-        modes.update(s.mode.value for _, s, _ in found.chosen)
-        assert legal(graph, [site.members for site, _, _ in found.chosen]), f"seed {seed}"
+        modes.update(chosen.strategy.mode.value for chosen in found.chosen)
+        assert legal(graph, [chosen.site.members for chosen in found.chosen]), f"seed {seed}"
         totals.append((seed, saved(found), best(graph, H200)))
     wrong = [row for row in totals if not row[2] - 2.0 <= row[1] <= row[2] + 1e-6]
     assert not wrong, wrong
@@ -187,7 +187,7 @@ def test_large_graphs_are_legal() -> None:
     for seed in range(8):
         graph = random_dag(1000 + seed, nodes=60)
         found = decided(graph)
-        assert found.chosen and legal(graph, [site.members for site, _, _ in found.chosen]), f"seed {seed}"
+        assert found.chosen and legal(graph, [chosen.site.members for chosen in found.chosen]), f"seed {seed}"
 
 
 def test_plans_do_not_depend_on_the_hash_seed() -> None:

@@ -20,7 +20,7 @@ import ub_overlap
 from tests.fp8.rank_fp8 import RECIPES, ROWS
 from tests.models.compare import uncached
 from ub_overlap.compiler.cost.profile_lookup import load
-from ub_overlap.compiler.fp8 import Fp8, insert_casts
+from ub_overlap.compiler.fp8.insert.insert_casts import Fp8, insert_casts
 from ub_overlap.compiler.fp8.recipe import recipe_of
 from ub_overlap.compiler.joint.joint_decision import joint_decision
 from ub_overlap.compiler.options import parse

@@ -21,6 +21,7 @@ from ub_overlap.compiler.reports import timeline
 from ub_overlap.compiler.reports.outlook import Outlook, Totals, outlook, totals
 from ub_overlap.compiler.reports.report import lanes_of
 from ub_overlap.compiler.reports.summary import line
+from ub_overlap.runtime.site_id import SiteId
 
 from .models import Sizes
 from .trace import trace
@@ -89,7 +90,7 @@ class PlannedStep:
             for _ in plan.decisions:
                 row = next(rows)
                 sites.append({**row.site.to_dict(), "plan": plan.digest, **(row.outlook.to_dict() if row.outlook else {})})
-                lanes[f"{plan.digest}/{row.site.id}"] = lanes_of(row.site.id, row.outlook)
+                lanes[str(SiteId(plan.digest, row.site.id))] = lanes_of(row.site.id, row.outlook)
         report = {
             "sites": sites, "lanes": lanes, "graphs": [g.to_dict() for g in self.graphs], "profile": str(self.profile),
             "summary": "\n".join(map(line, self.plans)), "totals": str(self.totals),

@@ -76,7 +76,7 @@ def trace(sizes: Sizes, options: Options, rewritten: bool = False) -> list[Trace
 def _rewritten(graph: Graph, decided: Decided, options: Options) -> Graphs | None:
     watch = SnapshotRecorder(graph, decided.plan.phase, on=True)
     watch.before(decided.chosen)
-    rewrite(graph, decided.chosen, "float8" if options.fp8.reduce_scatter else "plain")
+    rewrite(graph, decided.chosen)
     taken = watch.after()
     return Graphs(decided.plan.digest, decided.plan.phase, *taken) if taken else None
 
@@ -84,7 +84,7 @@ def _rewritten(graph: Graph, decided: Decided, options: Options) -> Graphs | Non
 def _taken(graph: Graph, decided: Decided) -> set[Node]:
     """The nodes that the decisions account for: members of sites, and the matmuls of those that are left alone."""
     names = {m for d in decided.plan.decisions for m in d.matmuls}
-    return {n for site, _, _ in decided.chosen for n in site.members} | {n for n in graph.nodes if n.name in names}
+    return {n for chosen in decided.chosen for n in chosen.site.members} | {n for n in graph.nodes if n.name in names}
 
 
 @contextmanager

@@ -16,12 +16,13 @@ from torch.fx import Graph, Node
 
 from ub_overlap import _torch_compat as compat
 
+from ...cost.policy import Policy
 from ...cost.site_sizes import Hints, hints_of
 from ...graph.aten import CUTS, Effect, aten, c10d, dtype_of, element_effect, readers, shape_of, tensor_of
 from ...graph.emitter import Emitter
 from ...graph.erase import erase_unread
 from ...graph.joint_graph import needs_tangents
-from ...graph.sizes import evaluate_size, is_same, is_same_shape, numel
+from ...graph.sizes import is_same, is_same_shape
 from ..operand_layout import contiguous_scales
 from ..provenance import before
 
@@ -31,8 +32,8 @@ _SHORT = 16
 """Steps from a product to the collective beside it."""
 
 
-def fold_scales(graph: Graph, least_bytes: int) -> int:
-    """Rewrites in place the products beside a gather of their rows, or a reduce_scatter that is sent `least_bytes` or more;
+def fold_scales(graph: Graph, policy: Policy) -> int:
+    """Rewrites in place the products beside a gather of their rows, or a reduce_scatter that is not below the threshold;
     returns how many."""
     products = graph.find_nodes(op="call_function", target=aten._scaled_mm.default)
     if not products:
@@ -41,7 +42,7 @@ def fold_scales(graph: Graph, least_bytes: int) -> int:
     inputs = [n for n in graph.find_nodes(op="placeholder") if n not in tangents]
     count = 0
     for node in products:
-        if (found := _scaled_behind(node)) is None or not (_gathered(found[1]) or _scattered(found[0], least_bytes, hints)):
+        if (found := _scaled_behind(node)) is None or not (_gathered(found[1]) or _scattered(found[0], policy, hints)):
             continue
         result, rows, columns = found
         with graph.inserting_before(result):
@@ -117,19 +118,16 @@ def _gathered(rows: Node) -> bool:
     return node is not None
 
 
-def _scattered(node: Node, least_bytes: int, hints: Hints, depth: int = _SHORT) -> bool:
+def _scattered(node: Node, policy: Policy, hints: Hints, depth: int = _SHORT) -> bool:
     """Does a reduce_scatter of enough bytes sum `node` over the ranks, through views and sums with others?"""
     for user in readers(node) if depth else ():
         if user.target is c10d.reduce_scatter_tensor.default:
-            ranks = int(user.args[2])  # type: ignore[call-overload]
-            whole = evaluate_size(numel(shape_of(node)), hints)
-            sent = None if whole is None else whole // ranks * (ranks - 1) * dtype_of(node).itemsize
-            return sent is None or sent >= least_bytes
+            return not policy.is_below_threshold(policy.bytes_sent_in(user, dtype_of(node).itemsize, hints))
         step = element_effect(user)
         through = step is not None and step.effect is not Effect.CAST
         cut = (
             user.target in CUTS or node.target in CUTS or user.target in (aten.cat.default, aten.slice.Tensor, aten.add.Tensor)
         )
-        if (through or cut) and _scattered(user, least_bytes, hints, depth - 1):
+        if (through or cut) and _scattered(user, policy, hints, depth - 1):
             return True
     return False

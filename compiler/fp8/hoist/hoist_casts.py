@@ -29,13 +29,13 @@ from torch.fx import Graph, Node
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime.fp8.numerics import FLOAT8
 
-from ...cost.profile import Profile
+from ...cost.policy import Policy
 from ...cost.site_sizes import Hints, hints_of
 from ...graph.aten import aten, c10d, dtype_of, node_arg, shape_of, tensor_of
 from ...graph.emitter import Emitter, find_size_source
 from ...graph.erase import erase_unread
 from ...graph.joint_graph import LAST_REGION, mark_recomputed, needs_tangents
-from ...graph.sizes import Size, evaluate_size, numel
+from ...graph.sizes import Size
 from ...joint.joint_decision import record_decision
 from ...plan.reasons import Reason
 from ..operand_layout import contiguous_scales
@@ -49,12 +49,11 @@ from .regather_cost import products_of, why_not_twice
 
 @dataclass(frozen=True, slots=True)
 class HoistConfig:
-    """`least_bytes`: a gather whose rank sends less stays, as the collectives of scales would take longer than what is saved.
-    `profile`: (ranks, device type) -> what tells whether gathering twice is faster; None: nobody asks. `transport`: (device
-    type, group, ranks) -> why nothing can be overlapped there, or None."""
+    """`policy`: a gather below its threshold stays, as the collectives of scales would take longer than what is saved; its
+    profile tells whether gathering twice is faster. `transport`: (device type, group, ranks) -> why nothing can be overlapped
+    there, or None."""
 
-    least_bytes: int
-    profile: Callable[[int, str], Profile] | None
+    policy: Policy
     transport: Callable[[str, str, int], str | None]
     uneven: bool = False
     """Do ranks hold different sizes of an input? What a rank sees of its own must not decide then."""
@@ -97,12 +96,10 @@ def _why_not(
 ) -> Stays | None:
     """Why casts stay behind their gather."""
     gather, cast = found.gather, min(found.casts)
-    elements = evaluate_size(numel(shape_of(node_arg(gather))), hints)
-    ranks = int(gather.args[1])  # type: ignore[call-overload]
-    sent = None if elements is None else elements * (ranks - 1)
-    if sent is not None and sent * dtype_of(gather).itemsize < early.least_bytes:
-        bytes = sent * dtype_of(gather).itemsize
-        return Reason.BELOW_THRESHOLD, f"{cast.name} stays behind it: a rank sends {bytes} bytes, below {early.least_bytes}"
+    policy = early.policy
+    sent = policy.bytes_sent_in(gather, dtype_of(gather).itemsize, hints)
+    if policy.is_below_threshold(sent):
+        return Reason.BELOW_THRESHOLD, f"{cast.name} stays behind it: a rank sends {sent} bytes, below {policy.threshold}"
     rebuilt = ShardRebuilder(found, node_arg(gather), ())
     if any(s.rows for s in found.casts.values()):
         of_rows = {rebuilt.key(c) for c, s in found.casts.items() if s.rows}
@@ -113,14 +110,13 @@ def _why_not(
     for size in _written(found):
         if find_size_source(inputs, size) is None:
             return Reason.DYNAMIC_SHAPE, f"{cast.name} stays behind it: size {size} cannot be computed from the graph's inputs"
-    return _why_not_twice(found, tangents, early, hints, sent) if found.others else None
+    return _why_not_twice(found, tangents, early, hints) if found.others else None
 
 
-def _why_not_twice(
-    found: GatherReaders, tangents: set[Node], early: HoistConfig, hints: Hints, sent: int | None
-) -> Stays | None:
-    """Why a gather that others read in 16 bits is not made twice. `sent`: elements that a rank sends."""
-    gather = found.gather
+def _why_not_twice(found: GatherReaders, tangents: set[Node], early: HoistConfig, hints: Hints) -> Stays | None:
+    """Why a gather that others read in 16 bits is not made twice."""
+    gather, policy = found.gather, early.policy
+    sent = policy.bytes_sent_in(gather, 1, hints)
     forward = [n for n in found.others if n not in tangents or n.op == "output"]
     other = min(forward or found.others)
     if forward or gather in tangents:
@@ -133,12 +129,12 @@ def _why_not_twice(
         reason, why = Reason.CAST_IN_BETWEEN, "a checkpoint policy of the program's keeps it"
     elif not products_of(found):
         reason, why = Reason.NO_MATMUL, "no product could run beside the float8 rows"
-    elif sent is not None and sent < early.least_bytes:
-        reason, why = Reason.BELOW_THRESHOLD, f"in float8 a rank sends {sent} bytes, below {early.least_bytes}"
+    elif policy.is_below_threshold(sent):
+        reason, why = Reason.BELOW_THRESHOLD, f"in float8 a rank sends {sent} bytes, below {policy.threshold}"
     elif told := early.transport(device, group, ranks):
         reason, why = Reason.NO_TRANSPORT, told
-    elif early.profile is not None:
-        reason, why = Reason.NO_GAIN, why_not_twice(found, early.profile(ranks, device), hints)
+    elif not policy.is_forced:
+        reason, why = Reason.NO_GAIN, why_not_twice(found, policy.profile(ranks, device), hints)
     else:
         return None
     return (reason, f"not gathered twice for {other.name}, which needs the 16 bits: {why}") if why else None

@@ -1,0 +1,66 @@
+"""The policy of overlap="auto": what is weighed, by which profile, above which threshold.
+
+One `Policy` is built per pass. Sites, saved activations and float8 casts ask it; no other file loads a profile for a decision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from ..match.collectives import Collective, read_collective
+from ..match.site import Site
+from ..options import Options
+from .profile import Profile
+from .profile_lookup import load
+from .site_sizes import Hints
+from .traffic import bytes_sent, bytes_sent_in
+
+
+@dataclass(slots=True)
+class Policy:
+    """What the options say about weighing. `threshold`: bytes that a rank must send; 0 where overlap is forced."""
+
+    is_forced: bool
+    """overlap="force": every legal site is overlapped, whatever it saves."""
+    threshold: int
+    is_autotuned: bool
+    profile_name: str | None
+    """The profile that the user chose; None: this machine's."""
+    wants_float8_wire: bool
+    """Products of float8 operands are to be scattered as float8."""
+    _profiles: dict[tuple[int | None, str], Profile] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, options: Options) -> Policy:
+        forced = options.overlap == "force"
+        threshold = 0 if forced else options.min_bytes
+        return cls(forced, threshold, options.autotune, options.profile, options.fp8.reduce_scatter)
+
+    def is_modeled(self, device: str) -> bool:
+        """Whether predicted times count on `device`. The CPU executor is a reference that no speed is asked of."""
+        return self.profile_name is not None or device == "cuda"
+
+    def is_weighed(self, device: str) -> bool:
+        """Whether predicted times decide on `device`."""
+        return not self.is_forced and self.is_modeled(device)
+
+    def profile(self, ranks: int | None, device: str) -> Profile:
+        """Return the profile that predictions for groups of `ranks` rest on."""
+        key = (ranks, device)
+        if key not in self._profiles:
+            self._profiles[key] = load(self.profile_name, ranks, device)
+        return self._profiles[key]
+
+    def is_below_threshold(self, sent: int | None) -> bool:
+        """Whether `sent` bytes are too few to overlap; False where they have no value."""
+        return sent is not None and sent < self.threshold
+
+    def bytes_sent(self, site: Site, wire_dtype: str = "") -> int | None:
+        """Return the bytes one rank sends at `site`, None where dynamic."""
+        return bytes_sent(site, wire_dtype)
+
+    def bytes_sent_in(self, collective: Collective | Node, itemsize: int, hints: Hints) -> int | None:
+        """Return the bytes one rank sends in `collective`, by bytes of an element; None for a size without a value."""
+        return bytes_sent_in(read_collective(collective) if isinstance(collective, Node) else collective, itemsize, hints)
