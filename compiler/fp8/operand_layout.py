@@ -1,7 +1,7 @@
-"""Scaled products keep the layouts of their operands: rows of the left one in one piece, columns of the right one.
+"""Fix the memory layouts that scaled matmuls require: row-major left operands, column-major right operands, dense scales.
 
-The hardware multiplies nothing else, but Inductor lays out what it computes as it likes: a transposed copy of a product of
-pointwise ops may come out as the view that it is a copy of, and only a GPU would notice.
+The hardware multiplies no other layouts, but Inductor chooses the layout of what it computes. It may replace a transposed
+copy of a pointwise result by a view of it. Only a GPU would notice.
 """
 
 from __future__ import annotations
@@ -17,34 +17,39 @@ from ..graph.sizes import Size
 from ..joint.joint_decision import joint_decision
 
 
-def pin(graph: Graph) -> int:
-    """Fixes the layouts of both operands of every scaled product that stands in `graph` for one of the model's. Returns of how
-    many products."""
-    products = graph.find_nodes(op="call_function", target=aten._scaled_mm.default)
-    found = [n for n in products if joint_decision(n).cast is not None]
+def pin_operand_layouts(graph: Graph) -> int:
+    """Fix the operand layouts of the scaled matmuls that replaced matmuls of the model. Return their number."""
+    scaled_matmuls = graph.find_nodes(op="call_function", target=aten._scaled_mm.default)
+    inserted = [n for n in scaled_matmuls if joint_decision(n).cast is not None]
     pinned: dict[tuple[Node, bool], Node] = {}
-    for product in found:
+    for matmul in inserted:
         operands = []
-        for row_major, operand in zip((True, False), product.args[:2], strict=True):
+        for row_major, operand in zip((True, False), matmul.args[:2], strict=True):
             assert isinstance(operand, Node)
             if (operand, row_major) not in pinned:
-                with graph.inserting_before(product):
-                    pinned[operand, row_major] = _fixed(Emitter(graph, product, {}), operand, row_major)
+                with graph.inserting_before(matmul):
+                    pinned[operand, row_major] = _pin(Emitter(graph, matmul, {}), operand, row_major)
             operands.append(pinned[operand, row_major])
-        product.args = (*operands, *product.args[2:])
-    return len(found)
+        matmul.args = (*operands, *matmul.args[2:])
+    return len(inserted)
 
 
-def contiguous_scales(e: Emitter, scales: Node, shape: tuple[Size, ...]) -> Node:
-    """`scales` as [M, 1] or [1, N] with the strides that torch's kernels ask for: in a dim of size 1 Inductor would choose any.
-    (Of dynamic sizes: in that shape.)"""
-    if len(shape) != 2 or not all(isinstance(s, int) for s in shape):
+def emit_contiguous_scales(e: Emitter, scales: Node, shape: tuple[Size, ...]) -> Node:
+    """Emit `scales` as [M, 1] or [1, N] with the strides that torch's kernels require.
+
+    Inductor chooses any stride for a dim of size 1. A shape with a size that no input determines is only reshaped.
+    """
+    if len(shape) != 2:
+        return e.reshape(scales, shape)
+    try:
+        rows, columns = map(e.size, shape)
+    except SizeUnknown:
         return e.reshape(scales, shape)
     flat = e.call(aten.reshape.default, scales, [-1])
-    return e.call(aten.as_strided.default, flat, list(shape), [shape[1], 1])
+    return e.call(aten.as_strided.default, flat, [rows, columns], [columns, 1])
 
 
-def _fixed(e: Emitter, operand: Node, row_major: bool) -> Node:
+def _pin(e: Emitter, operand: Node, row_major: bool) -> Node:
     strides: list[Size] = list(operand.meta["val"].stride())
     if any(isinstance(s, torch.SymInt) for s in strides):
         rows, cols = shape_of(operand)

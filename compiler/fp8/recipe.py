@@ -1,14 +1,17 @@
-"""What a recipe says: formats, where scales lie, and which products stay in high precision.
+"""The float8 recipes: formats, scaling granularity, and which matmuls stay in high precision.
 
-| recipe       | a scale for                  | forward | gradients | weight gradient                          |
-|--------------|------------------------------|---------|-----------|------------------------------------------|
-| `tensorwise` | each tensor                  | e4m3    | e5m2      | float8                                   |
-| `delayed`    | each tensor, of what it was  | e4m3    | e5m2      | float8                                   |
-| `rowwise`    | each row that is multiplied  | e4m3    | e4m3      | high precision, of the dequantised rows  |
+| recipe       | granularity and source of scales        | forward | gradients | weight gradient                         |
+|--------------|-----------------------------------------|---------|-----------|-----------------------------------------|
+| `tensorwise` | per tensor, of the current values       | e4m3    | e5m2      | float8                                  |
+| `delayed`    | per tensor, of the amax history         | e4m3    | e5m2      | float8                                  |
+| `rowwise`    | per multiplied row, of current values   | e4m3    | e4m3      | high precision, of the dequantized rows |
 
-Rows have scales of their own, so their gradients do not need e5m2's range and keep e4m3's third bit. A weight gradient sums
-over the rows, which a row's scale cannot follow: it is computed in the model's type. Delayed scales are made of what a tensor
-was in its last calls (runtime/fp8/amax_history/), so that it is cast in the pass that measures it; weights have current ones.
+With per-row scales gradients do not need e5m2's range and keep e4m3's third mantissa bit. A weight gradient sums over the
+rows, so their scales cannot be factored out: it is computed in the model's dtype. Delayed scales come from the amax values
+of the last calls (runtime/fp8/amax_history/), so one pass casts and measures a tensor. Weights always have current scales.
+
+`delayed` is EXPERIMENTAL: it saves 1% of a Llama block's step as CUDA graph and makes an eager 8B block 14% slower
+(docs/fp8.md).
 """
 
 from __future__ import annotations
@@ -24,26 +27,27 @@ RecipeName = Literal["tensorwise", "delayed", "rowwise"]
 RECIPES: tuple[RecipeName, ...] = ("tensorwise", "delayed", "rowwise")
 
 NARROW = (torch.bfloat16, torch.float16)
-"""Types of the values that are quantised: what is written in float32 is meant so."""
+"""Dtypes of the values that are quantized. A matmul in float32 is assumed to be intended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """`rows`: a scale a row, else one a tensor. `gradient`: the format of what comes from the tangents."""
+    """One row of the table above."""
 
     name: RecipeName
-    rows: bool
-    gradient: torch.dtype
-    weight_gradient: bool
-    """Are weight gradients float8 products?"""
+    per_row: bool
+    """Whether each row has a scale of its own, instead of one scale per tensor."""
+    gradient_format: torch.dtype
+    fp8_weight_gradient: bool
+    """Whether weight gradients are float8 matmuls."""
     delayed: bool = False
-    """Are activations and gradients scaled by what they were?"""
+    """Whether scales of activations and gradients come from amax histories."""
 
 
 _RECIPES = {
-    "tensorwise": Recipe("tensorwise", rows=False, gradient=E5M2, weight_gradient=True),
-    "delayed": Recipe("delayed", rows=False, gradient=E5M2, weight_gradient=True, delayed=True),
-    "rowwise": Recipe("rowwise", rows=True, gradient=E4M3, weight_gradient=False),
+    "tensorwise": Recipe("tensorwise", per_row=False, gradient_format=E5M2, fp8_weight_gradient=True),
+    "delayed": Recipe("delayed", per_row=False, gradient_format=E5M2, fp8_weight_gradient=True, delayed=True),
+    "rowwise": Recipe("rowwise", per_row=True, gradient_format=E4M3, fp8_weight_gradient=False),
 }
 
 

@@ -1,1 +1,1 @@
-"""Move float8 casts that a graph already has in front of its all_gathers."""
+"""Hoist float8 casts that a graph already has: move them in front of its all_gathers."""

@@ -1,4 +1,4 @@
-"""What readers of a gather compute, computed on the shard instead: each computation once."""
+"""Recompute on the shard what readers of a gather compute of its result. Each computation is emitted once."""
 
 from __future__ import annotations
 
@@ -9,61 +9,62 @@ from torch.fx import Node
 
 from ...graph.aten import Effect, aten, dtype_of, element_effect, node_arg, shape_of
 from ...graph.emitter import Emitter
-from ..cast_nodes import over_ranks
+from ..cast_nodes import emit_max_over_ranks
 from .gather_readers import GatherReaders, Granularity
 
 
 class ShardRebuilder:
-    """`shard`: what `found.gather` gathers. `groups`: whose ranks have shards."""
+    """Emits nodes on `shard`, which `readers.gather` gathers. `groups`: the process groups that hold the shards."""
 
-    def __init__(self, found: GatherReaders, shard: Node, groups: tuple[str, ...]) -> None:
-        self._found, self._shard, self._groups = found, shard, groups
-        self._made: dict[Any, Node] = {}
+    def __init__(self, readers: GatherReaders, shard: Node, groups: tuple[str, ...]) -> None:
+        self._readers, self._shard, self._groups = readers, shard, groups
+        self._emitted: dict[Any, Node] = {}
         self._keys: dict[Node, Any] = {}
 
     def key(self, x: Any) -> Any:
-        """Equal for equal computations, whichever form of the gathered elements they read."""
+        """Return a key that is equal for equal computations, whichever alias of the gathered elements they read."""
         if not isinstance(x, Node):
             return tuple(map(self.key, x)) if isinstance(x, list | tuple) else (type(x).__name__, x)
-        if x in self._found.holders:
+        if x in self._readers.aliases:
             return "elements"
         if x not in self._keys:
-            if (lines := self._found.maxima.get(x)) is not None:
-                self._keys[x] = lines, x.target, self.key(x.args[0])
-            elif (viewed := self._viewed(x)) is not None:
-                self._keys[x] = self.key(viewed)
+            if (granularity := self._readers.amaxes.get(x)) is not None:
+                self._keys[x] = granularity, x.target, self.key(x.args[0])
+            elif (base := self._row_view_base(x)) is not None:
+                self._keys[x] = self.key(base)
             else:
-                named = tuple((name, self.key(value)) for name, value in sorted(x.kwargs.items()))
-                self._keys[x] = (x.target, self.key(x.args), named)
+                kwargs = tuple((name, self.key(value)) for name, value in sorted(x.kwargs.items()))
+                self._keys[x] = (x.target, self.key(x.args), kwargs)
         return self._keys[x]
 
-    def on(self, e: Emitter, node: Node) -> Node:
-        """`node`, of the elements of the shard: the largest of all and of columns are those over the ranks."""
-        if node in self._found.holders:
+    def rebuild(self, e: Emitter, node: Node) -> Node:
+        """Emit `node`, of the shard's elements. Per-tensor and per-column amax values are maxima over the ranks."""
+        if node in self._readers.aliases:
             return self._shard
         key = self.key(node)
-        if key not in self._made:
-            self._made[key] = self._make(e, node)
-        return self._made[key]
+        if key not in self._emitted:
+            self._emitted[key] = self._emit(e, node)
+        return self._emitted[key]
 
-    def _make(self, e: Emitter, node: Node) -> Node:
-        lines = self._found.maxima.get(node)
-        if lines is None:
-            if (viewed := self._viewed(node)) is not None:
-                return self.on(e, viewed)
-            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: self.on(e, n))
+    def _emit(self, e: Emitter, node: Node) -> Node:
+        granularity = self._readers.amaxes.get(node)
+        if granularity is None:
+            if (base := self._row_view_base(node)) is not None:
+                return self.rebuild(e, base)
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: self.rebuild(e, n))
             return e.call(node.target, *args, **kwargs)
-        x = self.on(e, node_arg(node))
+        x = self.rebuild(e, node_arg(node))
         dims = list(range(len(shape_of(x))))
-        if lines is Granularity.ROWS:
+        if granularity is Granularity.ROW:
             return e.call(aten.amax.default, x, dims[-1:], True)
-        value = e.call(node.target, x) if lines is Granularity.ALL else e.call(aten.amax.default, x, dims[:-1], True)
-        # In float32 on the way, which every backend compares.
-        return e.cast(over_ranks(e, e.cast(value, torch.float32), self._groups)[-1], dtype_of(value))
+        is_per_tensor = granularity is Granularity.TENSOR
+        amax = e.call(node.target, x) if is_per_tensor else e.call(aten.amax.default, x, dims[:-1], True)
+        # All backends reduce float32.
+        return e.cast(emit_max_over_ranks(e, e.cast(amax, torch.float32), self._groups)[-1], dtype_of(amax))
 
-    def _viewed(self, node: Node) -> Node | None:
-        """What `node` is a view of, of values of rows: on the shard they keep the shard's shape."""
+    def _row_view_base(self, node: Node) -> Node | None:
+        """Return what `node` is a view of, if it holds one value per row: on the shard these keep the shard's shape."""
         step = element_effect(node)
-        if step is None or step.effect is not Effect.SAME or self._found.lines(node) is not Granularity.ROWS:
+        if step is None or step.effect is not Effect.SAME or self._readers.granularity(node) is not Granularity.ROW:
             return None
         return step.source

@@ -1,11 +1,11 @@
-"""Is a gather worth making twice: as float8 for the forward, and in 16 bits for backward?
+"""Predict whether to gather twice: as float8 in forward, and in 16 bits in backward.
 
-    all_gather (2 bytes an element), exposed, before the forward's casts     against
+    all_gather (2 bytes per element), exposed, before the forward's casts                            against
 
-    all_gather (1) beside the forward's float8 products,  all_gather (2) beside backward's weight gradients
+    all_gather (1) concurrent with float8 matmuls,  all_gather (2) concurrent with weight gradients
 
-What counts is what stays exposed, by the device's profile. Not counted: that backward keeps the shard in place of what was
-gathered, which only helps.
+The measure is the exposed time by the device's profile. Not counted: backward saves the shard instead of the gathered tensor,
+which only helps.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ from ...plan.strategy import NONE
 from .gather_readers import GatherReaders
 
 
-def why_not_twice(found: GatherReaders, profile: Profile, hints: Hints) -> str:
-    """Why it is predicted to be no faster; "" where it is faster, or where a size has no value."""
-    c, products = read_collective(found.gather), products_of(found)
-    if (alone := shape_of_site(Bulk(c, ()), hints)) is None:
+def explain_no_gain(gather_readers: GatherReaders, profile: Profile, hints: Hints) -> str:
+    """Return why a second gather is predicted to be no faster. Return "" if it is faster, or if a size has no value."""
+    collective, matmuls = read_collective(gather_readers.gather), find_float8_matmuls(gather_readers)
+    if (bulk_shape := shape_of_site(Bulk(collective, ()), hints)) is None:
         return ""
-    matmuls = tuple((*p.shape, p.inner, False) for p in products)
-    narrow = shape_at(
-        SiteSizes("all_gather_matmul", c.ranks, "float8", matmuls, products[0].lhs.rows, products[0].inner), hints
-    )
-    if narrow is None:
+    shapes = tuple((*m.shape, m.inner, False) for m in matmuls)
+    sizes = SiteSizes("all_gather_matmul", collective.ranks, "float8", shapes, matmuls[0].lhs.rows, matmuls[0].inner)
+    if (float8_shape := shape_at(sizes, hints)) is None:
         return ""
-    now = choose(alone, profile).predictions[str(NONE)].us
-    choice = choose(narrow, profile)
+    once_us = choose(bulk_shape, profile).predictions[str(NONE)].us
+    choice = choose(float8_shape, profile)
     best = choice.predictions[str(choice.strategy)]
-    first = max(0.0, best.us - best.matmul_us)
-    match = match_all_gather(c, {n: i for i, n in enumerate(found.gather.graph.nodes)})
-    own = replace(match, kept_aliases=()) if isinstance(match, Gather) else None  # of 16 bits none but those products are left
-    second = again_us(c, own, (), profile, hints)
-    if first + second + MARGIN_US < now:
+    forward_us = max(0.0, best.us - best.matmul_us)
+    match = match_all_gather(collective, {n: i for i, n in enumerate(gather_readers.gather.graph.nodes)})
+    # Only the weight gradients still read 16 bits.
+    site = replace(match, kept_aliases=()) if isinstance(match, Gather) else None
+    backward_us = again_us(collective, site, (), profile, hints)
+    if forward_us + backward_us + MARGIN_US < once_us:
         return ""
-    told = f"{now:.0f} gathered once in 16 bits, {first:.0f} in float8 and {second:.0f} again in backward"
-    return f"predicted exposed us by profile {profile}: {told}"
+    times = f"{once_us:.0f} gathered once in 16 bits, {forward_us:.0f} in float8 and {backward_us:.0f} again in backward"
+    return f"predicted exposed us by profile {profile}: {times}"
 
 
-def products_of(found: GatherReaders) -> list[Matmul]:
-    """The float8 products that could run beside the gather of their rows."""
-    return [p for cast in sorted(found.casts) for p in _products(cast) if not find_indivisible_size(p)]
+def find_float8_matmuls(gather_readers: GatherReaders) -> list[Matmul]:
+    """Return the float8 matmuls that could run concurrently with the gather of their rows."""
+    matmuls = [m for cast in sorted(gather_readers.casts) for m in _find_matmuls_by_lhs(cast)]
+    return [m for m in matmuls if not find_indivisible_size(m)]
 
 
-def _products(node: Node) -> list[Matmul]:
-    """The products whose left operand is `node`, or a view of it."""
-    found = []
+def _find_matmuls_by_lhs(node: Node) -> list[Matmul]:
+    """Return the matmuls whose left operand is `node` or a view of it."""
+    matmuls: list[Matmul] = []
     for user in readers(node):
-        if (p := as_matmul(user)) is not None:
-            found += [p] if p.lhs.node is node else []
+        if (matmul := as_matmul(user)) is not None:
+            matmuls += [matmul] if matmul.lhs.node is node else []
         elif (step := element_effect(user)) is not None and step.source is node:
-            found += _products(user)
-    return found
+            matmuls += _find_matmuls_by_lhs(user)
+    return matmuls

@@ -1,1 +1,1 @@
-"""Turn 16-bit linears of a joint graph into scaled float8 products."""
+"""Turn the 16-bit linears of a joint graph into scaled float8 matmuls."""

@@ -1,16 +1,16 @@
-"""Is a linear faster in float8? Its products by the device's profile, and the casts by what they move through memory.
+"""Predict whether a linear is faster in float8: its matmuls by the device's profile, its casts by their memory traffic.
 
-Counted for each tensor that is quantised: the passes that read 16 bits (two for one scale a tensor, as the largest magnitude
-must be known first, and for weights whose casts are kept; one for scales of rows, and for delayed ones, which activations and
-gradients have) and write a byte; for each transposed copy a byte read and a byte written. Weights count as changed in every
-call: who has several microbatches saves more. A cast that several linears share is shared out. Not counted: that gathers
-send half the bytes, which only helps.
+Counted for each quantized tensor: the passes that read 16 bits and write a byte per element, and for each transposed copy a byte
+read and a byte written. With per-tensor scales a cast takes two passes, as the amax must be known first; so do cached casts of
+weights. It takes one with per-row scales, and with delayed scales for activations and gradients. Weights count as changed in
+every call: several microbatches save more. Linears share the cost of a cast that they share. Not counted: gathers send half the
+bytes, which only helps.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import sympy
 
@@ -26,56 +26,65 @@ from .linears import Linear, Role
 _LAYOUT = {Role.FORWARD: "nt", Role.INPUT_GRADIENT: "nn", Role.WEIGHT_GRADIENT: "tn"}
 
 
-def weigh(
-    found: Sequence[Linear], recipe: Recipe, profile: Profile, hints: Hints, dtype: str, kept: bool = True
-) -> Callable[..., str]:
-    """(linear, the products that would be float8) -> why float8 is predicted to be slower; "" where it is faster, or where a
-    size has no value. `found`: all linears of the graph; `dtype`: what they are in; `kept`: are casts of weights?"""
-    sharing = Counter(linear.activation for linear in found)
+class Fp8Profitability:
+    """Predictions for the linears of one graph.
 
-    def slower(linear: Linear, products: list[Matmul]) -> str:
-        roles = {p.node: role for role, p in linear.products}
-        plain = fast = 0.0
-        for p in products:
-            m, n, k = (_number(s, hints) for s in (p.shape[0], p.shape[1], p.inner))
+    `linears`: all of them. `dtype`: theirs. `weights_cached`: whether casts of weights outlive a call.
+    """
+
+    def __init__(
+        self,
+        linears: Sequence[Linear],
+        recipe: Recipe,
+        profile: Profile,
+        hints: Hints,
+        dtype: str,
+        weights_cached: bool = True,
+    ) -> None:
+        self._sharing = Counter(linear.activation for linear in linears)
+        self._recipe, self._profile, self._hints = recipe, profile, hints
+        self._dtype, self._weights_cached = dtype, weights_cached
+
+    def explain_slowdown(self, linear: Linear, matmuls: list[Matmul]) -> str:
+        """Return why `linear` is predicted to be slower with `matmuls` in float8. Return "" if faster or of unknown sizes."""
+        roles = {m.node: role for role, m in linear.matmuls}
+        plain_us = float8_us = 0.0
+        for matmul in matmuls:
+            m, n, k = (self._number(s) for s in (matmul.shape[0], matmul.shape[1], matmul.inner))
             if m is None or n is None or k is None:
                 return ""
-            plain += matmul_us(profile, dtype, _LAYOUT[roles[p.node]], m, n, k)
-            fast += matmul_us(profile, "float8", "nt", m, n, k)
-        roles_left = {roles[p.node] for p in products}
-        casts = _casts_us(linear, roles_left, recipe, profile, hints, sharing[linear.activation], kept)
-        if casts is None or fast + casts < plain:
+            plain_us += matmul_us(self._profile, self._dtype, _LAYOUT[roles[matmul.node]], m, n, k)
+            float8_us += matmul_us(self._profile, "float8", "nt", m, n, k)
+        casts_us = self._casts_us(linear, {roles[m.node] for m in matmuls})
+        if casts_us is None or float8_us + casts_us < plain_us:
             return ""
-        return f"predicted us by profile {profile}: {dtype} {plain:.0f}, float8 {fast:.0f} and casts {casts:.0f}"
+        times = f"{self._dtype} {plain_us:.0f}, float8 {float8_us:.0f} and casts {casts_us:.0f}"
+        return f"predicted us by profile {self._profile}: {times}"
 
-    return slower
+    def _casts_us(self, linear: Linear, roles: set[Role]) -> float | None:
+        """Return the time of the casts and copies that the matmuls of `roles` need."""
+        recipe, sharing = self._recipe, self._sharing[linear.activation]
+        forward = linear.forward
+        rows, cols, inner = (self._number(s) for s in (forward.shape[0], forward.shape[1], forward.inner))
+        if rows is None or cols is None or inner is None:
+            return None
+        current_passes = 1 if recipe.per_row else 2
+        weight_passes = 2 if self._weights_cached else current_passes
+        passes = 1 if recipe.delayed else current_passes
+        # Bytes per element: of a cast, of a weight's cast, of a transposed copy.
+        cast, weight_cast, transpose = 2 * passes + 1, 2 * weight_passes + 1, 2
+        launches = 3 if recipe.delayed else passes  # csrc/cuda/quantise.cu always launches what a first call needs
+        x, w, dy = rows * inner, cols * inner, rows * cols
+        moved, kernels = x * cast / sharing + w * weight_cast, launches / sharing + weight_passes
+        if Role.INPUT_GRADIENT in roles:
+            moved, kernels = moved + dy * cast + w * (weight_cast if recipe.per_row else transpose), kernels + launches + 1
+        if Role.WEIGHT_GRADIENT in roles:
+            moved, kernels = moved + dy * transpose + x * transpose / sharing, kernels + 1 + 1 / sharing
+        return moved / (self._profile.compute.memory_gbs * 1e3) + kernels * self._profile.compute.launch_us
 
-
-def _casts_us(
-    linear: Linear, roles: set[Role], recipe: Recipe, profile: Profile, hints: Hints, sharing: int, kept: bool
-) -> float | None:
-    p = linear.forward
-    rows, cols, inner = (_number(s, hints) for s in (p.shape[0], p.shape[1], p.inner))
-    if rows is None or cols is None or inner is None:
-        return None
-    current = 1 if recipe.rows else 2
-    of_weight = 2 if kept else current
-    passes = 1 if recipe.delayed else current
-    # bytes an element: of a cast, of a weight's cast, of a transposed copy
-    down, weight, turned = 2 * passes + 1, 2 * of_weight + 1, 2
-    launches = 3 if recipe.delayed else passes  # csrc/cuda/quantise.cu: what a first call needs is launched always
-    x, w, dy = rows * inner, cols * inner, rows * cols
-    moved, kernels = x * down / sharing + w * weight, launches / sharing + of_weight
-    if Role.INPUT_GRADIENT in roles:
-        moved, kernels = moved + dy * down + w * (weight if recipe.rows else turned), kernels + launches + 1
-    if Role.WEIGHT_GRADIENT in roles:
-        moved, kernels = moved + dy * turned + x * turned / sharing, kernels + 1 + 1 / sharing
-    return moved / (profile.compute.memory_gbs * 1e3) + kernels * profile.compute.launch_us
-
-
-def _number(size: Size, hints: Hints) -> int | None:
-    """About: ranks whose shards differ by a little must decide alike."""
-    if isinstance(size, int):
-        return about(size)
-    value = sympy.sympify(size).subs(hints)
-    return about(int(value)) if value.is_Integer else None
+    def _number(self, size: Size) -> int | None:
+        """Return `size` rounded, as ranks whose shards differ a little must decide alike. None: it has no value."""
+        if isinstance(size, int):
+            return about(size)
+        value = sympy.sympify(size).subs(self._hints)
+        return about(int(value)) if value.is_Integer else None

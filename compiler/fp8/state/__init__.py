@@ -1,1 +1,1 @@
-"""Float8 state that outlives a call: amax histories and cached weights, as graph nodes."""
+"""Float8 state that outlives a call, as graph nodes: amax histories and cached weights."""

@@ -1,12 +1,12 @@
-"""Weights whose float8 casts outlive a call: cast once a step, and not once a microbatch (runtime/fp8/weight_cache/).
+"""Cached float8 casts of weights: a weight is cast once per step, not once per microbatch (runtime/fp8/weight_cache/).
 
-    forward    w -> fp8_weight(w) -> q, scale                    cast if w has changed
-    backward   w -> fp8_weight(w, after=scale of dy, known=True) -> q, scale     the same memory, as the forward left it
+    forward    w -> fp8_weight(w) -> q, scale                                 casts if w has changed
+    backward   w -> fp8_weight(w, after=scale of dy, known=True) -> q, scale  the same memory, as forward left it
 
-Scales of rows lie otherwise in backward: then it is a cast of its own, that may have to be made.
+With per-row scales the scales of backward lie along the other dim: that is a cast of its own.
 
-Both halves ask for themselves: what one hands to the other would count as an intermediate, whose memory torch gives to the next
-one. So results may not leave a graph either (`copy_outputs`).
+Each half of the graph calls the op itself. A cast that forward returned to backward would count as an intermediate, whose
+memory torch reuses for the next one. So casts may not be returned from a graph either (`copy_returned_casts`).
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from ...graph.aten import Effect, c10d, dtype_of, element_effect, shape_of, tens
 from ...graph.emitter import Emitter
 from ...graph.joint_graph import LAST_REGION, mark_recomputed
 from ...graph.matmul import FLOAT8_MULTIPLE
-from ..provenance import before
+from ..provenance import element_source
 from ..quantized_values import QuantizedValue
 from ..recipe import NARROW
 
 
 class CachedWeights:
-    """The weights of one graph. `weights`: its inputs that are parameters, which come again."""
+    """The weights of one graph whose casts are cached. `weights`: its inputs that are parameters."""
 
     def __init__(self, weights: Collection[Node]) -> None:
-        self._weights = {w for w in weights if _fits(w)}
-        self._cast: set[tuple[Node, torch.dtype, int | None]] = set()
+        self._weights = {w for w in weights if _can_be_cached(w)}
+        self._casts: set[tuple[Node, torch.dtype, int | None]] = set()
 
-    def source(self, value: Node) -> Node | None:
-        """The weight that `value` is, or is a cast of to its 16-bit type; None for all others."""
+    def find_weight(self, value: Node) -> Node | None:
+        """Return the weight that `value` is, or is a cast of to its 16-bit dtype. Return None for other values."""
         if value in self._weights:
             return value if dtype_of(value) in NARROW else None
         step = element_effect(value)
@@ -42,43 +42,36 @@ class CachedWeights:
             return None
         return step.source if dtype_of(step.source) is torch.float32 and dtype_of(value) in NARROW else None
 
-    def holds(self, value: Node) -> bool:
-        """Are `value`'s elements a weight's, which no gather brought?"""
-        here: Node | None = value
-        while here is not None:
-            if here.target is c10d.wait_tensor.default:
+    def is_from_weight(self, value: Node) -> bool:
+        """Return whether the elements of `value` are those of a weight, without a gather between."""
+        previous: Node | None = value
+        while previous is not None:
+            if previous.target is c10d.wait_tensor.default:
                 return False
-            if self.source(here) is not None:
+            if self.find_weight(previous) is not None:
                 return True
-            here = before(here)
+            previous = element_source(previous)
         return False
 
-    def twin(self, e: Emitter, value: Node, axis: int | None, after: Node | None) -> QuantizedValue:
-        """The kept cast of `value`; `after`: in backward, a node of it."""
-        source = self.source(value)
-        assert source is not None, "who asks for it has looked"
-        which = source, dtype_of(value), axis
-        known = after is not None and which in self._cast
-        self._cast.add(which)
-        cast = e.call(torch.ops.ub_overlap.fp8_weight.default, *which, after, known)
+    def emit_cast(self, e: Emitter, value: Node, axis: int | None, after: Node | None) -> QuantizedValue:
+        """Emit the cached cast of `value`. `after`: in backward, the node of it that the cast must follow."""
+        weight = self.find_weight(value)
+        assert weight is not None, "emit_cast() is called for weights only"
+        key = weight, dtype_of(value), axis
+        known = after is not None and key in self._casts
+        self._casts.add(key)
+        cast = e.call(torch.ops.ub_overlap.fp8_weight.default, *key, after, known)
         q, scale = e.item(cast, 0), e.item(cast, 1)
         mark_recomputed((cast, q, scale), LAST_REGION)
-        for node in (cast, q, scale):  # also in a region of the user's
+        for node in (cast, q, scale):  # also inside a checkpoint region of the program
             node.meta["ac_graph_id"] = LAST_REGION
         return QuantizedValue(q, scale)
 
 
-def _fits(weight: Node) -> bool:
-    value, shape = weight.meta["val"], shape_of(weight)
-    if len(shape) != 2 or not all(isinstance(n, int) and n > 0 and n % FLOAT8_MULTIPLE == 0 for n in shape):
-        return False
-    return value.is_contiguous() and dtype_of(weight) in (*NARROW, torch.float32)
-
-
-def copy_outputs(graph: Graph) -> int:
-    """Copies kept casts that `graph` returns, as its caller may take them for memory of its own. Returns how many."""
+def copy_returned_casts(graph: Graph) -> int:
+    """Copy the cached casts that `graph` returns, as its caller may reuse their memory. Return their number."""
     output = graph.output_node()
-    returned = [n for n in output.all_input_nodes if _is_kept(n)]
+    returned = [n for n in output.all_input_nodes if _is_cached_cast(n)]
     for node in returned:
         with graph.inserting_before(output):
             copy = Emitter(graph, node, {}).call(torch.ops.ub_overlap.fp8_kept_copy.default, node)
@@ -86,12 +79,19 @@ def copy_outputs(graph: Graph) -> int:
     return len(returned)
 
 
-def _is_kept(node: Node) -> bool:
+def _can_be_cached(weight: Node) -> bool:
+    value, shape = weight.meta["val"], shape_of(weight)
+    if len(shape) != 2 or not all(isinstance(n, int) and n > 0 and n % FLOAT8_MULTIPLE == 0 for n in shape):
+        return False
+    return value.is_contiguous() and dtype_of(weight) in (*NARROW, torch.float32)
+
+
+def _is_cached_cast(node: Node) -> bool:
     op = torch.ops.ub_overlap.fp8_weight.default
-    here: Node | None = node
-    while here is not None:
-        if here.target is operator.getitem and here.all_input_nodes[0].target is op:
+    previous: Node | None = node
+    while previous is not None:
+        if previous.target is operator.getitem and previous.all_input_nodes[0].target is op:
             return True
-        step = element_effect(here) if tensor_of(here) is not None else None
-        here = step.source if step is not None else None
+        step = element_effect(previous) if tensor_of(previous) is not None else None
+        previous = step.source if step is not None else None
     return False
