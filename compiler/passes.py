@@ -25,11 +25,13 @@ from .cost.policy import Policy
 from .cost.profile_lookup import signature
 from .diff.joint_snapshot import JointSnapshot, SnapshotRecorder
 from .fp8.hoist.fold_scales import fold_scales
-from .fp8.hoist.hoist_casts import HoistConfig, cast_before_gathers
-from .fp8.insert.insert_casts import Fp8, insert_casts
-from .fp8.operand_layout import pin
+from .fp8.hoist.hoist_casts import hoist_casts
+from .fp8.hoist.hoist_legality import HoistConfig
+from .fp8.insert.insert_casts import insert_casts
+from .fp8.insert.insert_config import InsertConfig
+from .fp8.operand_layout import pin_operand_layouts
 from .fp8.recipe import recipe_of
-from .fp8.state.cached_weights import copy_outputs
+from .fp8.state.cached_weights import copy_returned_casts
 from .graph.aten import c10d
 from .graph.dtensor_sizes import sizes_by_placeholder
 from .graph.graph_inputs import GraphInputs
@@ -87,10 +89,10 @@ class JointPass(_Pass):
         watch = SnapshotRecorder(graph, "joint", settings.current().snapshots and bool(watched))
         watch.before()
         merged = merge_all_reduces(graph) if settings.current().merge_all_reduces and self.options.overlap != "off" else 0
-        scaled = insert_casts(graph, _fp8(graph, self.options, policy, self.inputs)) if self.options.fp8.is_on else 0
+        scaled = insert_casts(graph, _insert_config(graph, self.options, policy, self.inputs)) if self.options.fp8.is_on else 0
         given = bool(scaled_before) and self.options.overlap != "off"  # float8 already
         hoist = HoistConfig(policy, transport.why_not, bool(self.inputs.shards))
-        moved = cast_before_gathers(graph, hoist) if given else 0
+        moved = hoist_casts(graph, hoist) if given else 0
         folded = fold_scales(graph, policy) if given else 0
         mark_amax_reductions(graph)
         marked = apply_save_policy(graph, self.options, policy)
@@ -103,19 +105,19 @@ class JointPass(_Pass):
             log.info(text + "%d keep the shard", merged, scaled, moved, folded, marked)
 
 
-def _fp8(graph: Graph, options: Options, policy: Policy, inputs: GraphInputs) -> Fp8:
+def _insert_config(graph: Graph, options: Options, policy: Policy, inputs: GraphInputs) -> InsertConfig:
     devices = {v.device.type for n in graph.find_nodes(op="placeholder") if isinstance(v := n.meta.get("val"), torch.Tensor)}
     device = "cuda" if "cuda" in devices else "cpu"
     profile = policy.profile(None, device) if policy.is_weighed(device) else None
-    return Fp8(
+    return InsertConfig(
         recipe_of(options.fp8.recipe),
         backward=options.fp8.products == "all",
         filter=options.fp8.filter,
         profile=profile,
         state=options.fp8.state,
-        kept=inputs.parameters_in(graph) if options.fp8.weights == "cached" else set(),
+        cached_weights=inputs.parameters_in(graph) if options.fp8.weights == "cached" else set(),
         verify=options.verify,
-        uneven=sizes_by_placeholder(graph, inputs.shards),
+        uneven_inputs=sizes_by_placeholder(graph, inputs.shards),
     )
 
 
@@ -124,7 +126,7 @@ class RewritePass(_Pass):
 
     def __call__(self, graph: Graph) -> None:
         if self.options.fp8.is_on:
-            copy_outputs(graph)
+            copy_returned_casts(graph)
         drop_unread(graph)
         decided = decide(graph, self.options, phase_of(graph), transport.why_not)
         if not (decided.plan.decisions or decided.plan.casts):
@@ -137,5 +139,5 @@ class RewritePass(_Pass):
         watch.before(decided.chosen)
         rewrite(graph, decided.chosen, self.options.verify)
         if decided.plan.casts:
-            pin(graph)
+            pin_operand_layouts(graph)
         self.trail.record(decided.plan, watch.after())

@@ -6,7 +6,19 @@ from collections.abc import Container
 
 from torch.fx import Node
 
-from ..graph.aten import CUTS, Effect, aten, c10d, dim_of, dtype_of, element_effect, pieces_of, match_regroup, shape_of, node_arg
+from ..graph.aten import (
+    CUTS,
+    Effect,
+    aten,
+    c10d,
+    dim_of,
+    dtype_of,
+    element_effect,
+    match_regroup,
+    node_arg,
+    pieces_of,
+    shape_of,
+)
 from ..graph.matmul import FLOATS
 from ..graph.sizes import is_same, is_same_shape
 

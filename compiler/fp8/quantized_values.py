@@ -15,7 +15,19 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from ..graph.aten import CASTS, Effect, aten, c10d, dim_of, dtype_of, element_effect, pieces_of, match_regroup, shape_of, node_arg
+from ..graph.aten import (
+    CASTS,
+    Effect,
+    aten,
+    c10d,
+    dim_of,
+    dtype_of,
+    element_effect,
+    match_regroup,
+    node_arg,
+    pieces_of,
+    shape_of,
+)
 from ..graph.emitter import Emitter
 from ..graph.sizes import is_same
 from .cast_nodes import emit_contiguous_copy, emit_dequantize, emit_transposed_copy, view_as_bytes, view_as_format

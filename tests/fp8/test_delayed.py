@@ -20,8 +20,8 @@ from tests.fp8.test_numerics import E4M3, E5M2, TINY, K, M, N, check, compiled, 
 from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
 from ub_overlap.compiler.cost.profile_lookup import load
-from ub_overlap.compiler.fp8.insert.fp8_profitability import weigh
-from ub_overlap.compiler.fp8.insert.linears import linears
+from ub_overlap.compiler.fp8.insert.fp8_profitability import Fp8Profitability
+from ub_overlap.compiler.fp8.insert.linears import find_linears
 from ub_overlap.compiler.fp8.recipe import recipe_of
 from ub_overlap.compiler.options import parse
 from ub_overlap.compiler.plan.reasons import Reason
@@ -245,9 +245,11 @@ def test_worth() -> None:
     sizes = ((x, (rows, inner)), (w, (cols, inner)), (turned, (inner, cols)), (product, (rows, cols)))
     for node, size in sizes:
         node.meta["val"] = torch.empty(size, dtype=torch.bfloat16, device="meta")
-    found = linears(graph, set())
+    found = find_linears(graph, set())
     said = {
-        name: weigh(found, recipe_of(name), load("h200"), {}, "bfloat16")(found[0], [found[0].forward])
+        name: Fp8Profitability(found, recipe_of(name), load("h200"), {}, "bfloat16").explain_slowdown(
+            found[0], [found[0].forward]
+        )
         for name in ("tensorwise", "delayed")
     }
     casts = {name: int(text.rpartition("casts ")[2]) for name, text in said.items()}

@@ -15,7 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tests.fp8.rank_fp8 import RECIPES, ROWS
 from tests.models.compare import uncached
 from ub_overlap import fp8_state
-from ub_overlap.compiler.fp8.insert.insert_casts import Fp8, insert_casts
+from ub_overlap.compiler.fp8.insert.insert_casts import insert_casts
+from ub_overlap.compiler.fp8.insert.insert_config import InsertConfig
 from ub_overlap.compiler.fp8.recipe import recipe_of
 from ub_overlap.compiler.joint.joint_decision import joint_decision
 from ub_overlap.compiler.plan.reasons import Reason
@@ -35,7 +36,7 @@ def scaled(function: Callable[..., Any], *shapes: tuple[tuple[int, ...], torch.d
         inputs = [torch.empty(s, dtype=t) for s, t in shapes]
         graph = make_fx(function)(*inputs).graph
     assert mode is not None
-    insert_casts(graph, Fp8(recipe_of("tensorwise"), True))
+    insert_casts(graph, InsertConfig(recipe_of("tensorwise"), True))
     graph.lint()
     return graph
 

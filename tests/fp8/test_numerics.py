@@ -20,7 +20,8 @@ import ub_overlap
 from tests.fp8.rank_fp8 import RECIPES, ROWS
 from tests.models.compare import uncached
 from ub_overlap.compiler.cost.profile_lookup import load
-from ub_overlap.compiler.fp8.insert.insert_casts import Fp8, insert_casts
+from ub_overlap.compiler.fp8.insert.insert_casts import insert_casts
+from ub_overlap.compiler.fp8.insert.insert_config import InsertConfig
 from ub_overlap.compiler.fp8.recipe import recipe_of
 from ub_overlap.compiler.joint.joint_decision import joint_decision
 from ub_overlap.compiler.options import parse
@@ -173,7 +174,7 @@ def test_a_linear_that_would_be_slower(tokens: int, width: int, faster: bool) ->
         graph.output((product,))
         for node, value in zip((x, w, turned, product), (*values, values[1].t(), values[0] @ values[1].t()), strict=True):
             node.meta["val"] = value
-        count = insert_casts(graph, Fp8(recipe_of("tensorwise"), True, None, load("h200")))
+        count = insert_casts(graph, InsertConfig(recipe_of("tensorwise"), True, None, load("h200")))
     assert count == int(faster)
     casts = [cast for n in graph.nodes if (cast := joint_decision(n).cast) is not None]
     assert [c.reason for c in casts] == [None if faster else Reason.NO_GAIN]

@@ -8,8 +8,8 @@ from torch.fx import Graph, Node
 
 from ub_overlap import _torch_compat as compat
 from ub_overlap.compiler.cost.profile_lookup import load
-from ub_overlap.compiler.fp8.hoist.gather_readers import GatherReaders, behind
-from ub_overlap.compiler.fp8.hoist.regather_cost import why_not_twice
+from ub_overlap.compiler.fp8.hoist.gather_readers import GatherReaders, find_readers
+from ub_overlap.compiler.fp8.hoist.regather_cost import explain_no_gain
 from ub_overlap.compiler.graph.emitter import Emitter
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -38,14 +38,16 @@ def traced(rows: int, inner: int, columns: int, format: torch.dtype = torch.floa
     product = e.call(aten._scaled_mm.default, q, e.transpose(w), scale, sw, None, None, torch.bfloat16, True)
     gradient = e.call(aten.mm.default, e.transpose(dy), g)
     graph.output((product, gradient))
-    found = behind(gather)
-    assert found is not None and set(found.casts) == {q} and found.others == {gradient} and found.rows()[1] == [scale]
+    found = find_readers(gather)
+    assert (
+        found is not None and set(found.casts) == {q} and found.others == {gradient} and found.find_row_values()[1] == [scale]
+    )
     return found
 
 
 @pytest.mark.parametrize(("columns", "pays"), [(7168, True), (64, False)])
 def test_gathered_twice_where_it_is_hidden(columns: int, pays: bool) -> None:
     """8192 tokens of 8192 channels: beside 7168 columns both gathers hide, beside 64 neither does."""
-    why = why_not_twice(traced(8192, 8192, columns), load("h200"), {})
+    why = explain_no_gain(traced(8192, 8192, columns), load("h200"), {})
     assert (why == "") is pays, why
     assert pays or why.startswith("predicted exposed us by profile h200")

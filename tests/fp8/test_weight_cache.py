@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ub_overlap.runtime.ops  # noqa: F401  (registers the ops)
 from tests.models.compare import uncached
-from ub_overlap.compiler.fp8.state.cached_weights import copy_outputs
+from ub_overlap.compiler.fp8.state.cached_weights import copy_returned_casts
 from ub_overlap.runtime.fp8.weight_cache import cast_plainly, kept_bytes, weight_cast
 
 BF16 = torch.bfloat16
@@ -265,7 +265,7 @@ def test_no_graph_returns_them() -> None:
     q, scale = e.item(op, 0), e.item(op, 1)
     turned, own = e.call(aten.permute.default, q, [1, 0]), e.call(aten.mul.Tensor, scale, 2.0)
     graph.output((turned, scale, own, w))
-    assert copy_outputs(graph) == 2
+    assert copy_returned_casts(graph) == 2
     remove_noop_ops(graph)  # Inductor's, which comes later
     (returned,) = graph.output_node().args
     copies = [torch.ops.ub_overlap.fp8_kept_copy.default] * 2

@@ -2,8 +2,8 @@
 
     _scaled_mm(a, b, 1, 1) -> * (r * c) -> cast          =>          _scaled_mm(a, b, r, c)         r [M, 1], c [1, N]
 
-torchao scales matmuls without fast accumulation this way. A following sum over ranks does not commute with scales that differ by
-row, and the terms of a sum have different scales. As scales of the matmul they are part of the site. Only powers of two are
+torchao scales matmuls without fast accumulation this way. A following sum over ranks does not commute with per-row scales,
+and the terms of a sum have different scales. As scales of the matmul they are part of the site. Only powers of two are
 folded: multiplying by them is exact, so it gives the same before the result is rounded as after (except below 2^-126).
 """
 

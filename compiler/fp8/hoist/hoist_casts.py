@@ -8,9 +8,9 @@
                   |                               |  =>   |                           |
                   +-> (view) -> * scale -> cast           +-> * scale -> cast ------- + ---> all_gather -> (view)
 
-Elementwise and per-row computations commute with a gather. The amax of the tensor, or of a column, is the maximum of the shards'
-amaxes. So every number stays the same, except NaN: collectives may drop one from a maximum, and then only its own element is NaN.
-The scales must be computed from those amaxes only, as other inputs may differ between ranks.
+Elementwise and per-row computations commute with a gather. The amax of the tensor, or of a column, is the maximum of the
+shards' amaxes. So every number stays the same, except NaN: collectives may drop one from a maximum. Then only its own element
+is NaN. The scales must be computed from those amaxes only, as other inputs may differ between ranks.
 
 What only backward reads of a forward gather is gathered in backward: float8 by columns. If backward reads the 16 bits (a weight
 gradient in high precision), backward gathers them again, concurrent with the matmuls that read them, if that is predicted to
@@ -111,9 +111,7 @@ class _GatherHoister:
         return self._values[key]
 
     def _quantize_as(self, cast: Node, scale: Node) -> Quantize:
-        def quantize(
-            e: Emitter, shard: Node, axis: Axis, groups: tuple[str, ...], after: Node | None
-        ) -> QuantizedValue:
+        def quantize(e: Emitter, shard: Node, axis: Axis, groups: tuple[str, ...], after: Node | None) -> QuantizedValue:
             return QuantizedValue(self._rebuilder.rebuild(e, cast), self._rebuilder.rebuild(e, scale))
 
         return quantize

@@ -9,10 +9,10 @@ from torch.fx import Node
 
 from ub_overlap import _torch_compat as compat
 
-from ...cost.profile import Profile
+from ...cost.policy import Policy
 from ...cost.site_sizes import Hints
 from ...graph.aten import aten, dtype_of, node_arg, shape_of, tensor_of
-from ...graph.sizes import Size, evaluate_size, numel
+from ...graph.sizes import Size
 from ...plan.reasons import Reason
 from ..emitted_sizes import find_unknown_size, sizes_to_emit
 from .gather_readers import GatherReaders
@@ -27,10 +27,9 @@ StayReason = tuple[Reason, str]
 class HoistConfig:
     """What the options and the runtime allow."""
 
-    least_bytes: int
-    """Casts stay if a rank sends less: the collectives of scales would take longer than the float8 gather saves."""
-    profile: Callable[[int, str], Profile] | None
-    """(ranks, device type) -> speeds that predict whether a second gather is faster. None: second gathers without a prediction."""
+    policy: Policy
+    """Casts stay if a rank sends less than its threshold: the collectives of scales would take longer than the float8 gather
+    saves. Its profile predicts whether a second gather is faster."""
     transport: Callable[[str, str, int], str | None]
     """(device type, group, ranks) -> why no collective of the group can be overlapped, or None."""
     has_uneven_inputs: bool = False
@@ -42,17 +41,16 @@ def find_stay_reason(
 ) -> StayReason | None:
     """Return why the casts of `readers` stay behind their gather, or None. `backward`: the nodes of the backward half."""
     gather, cast = readers.gather, min(readers.casts)
-    elements = evaluate_size(numel(shape_of(node_arg(gather))), hints)
-    ranks = int(gather.args[1])  # type: ignore[call-overload]
-    sent = None if elements is None else elements * (ranks - 1)
-    if sent is not None and (bytes := sent * dtype_of(gather).itemsize) < config.least_bytes:
-        return Reason.BELOW_THRESHOLD, f"{cast.name} stays behind it: a rank sends {bytes} bytes, below {config.least_bytes}"
+    policy = config.policy
+    sent = policy.bytes_sent_in(gather, dtype_of(gather).itemsize, hints)
+    if policy.is_below_threshold(sent):
+        return Reason.BELOW_THRESHOLD, f"{cast.name} stays behind it: a rank sends {sent} bytes, below {policy.threshold}"
     if (counts := _count_row_computations(readers)) not in (None, (1, 1)):
         detail = f"{counts[0]} casts of its rows, read with {counts[1]} scales of them"
         return Reason.CAST_IN_BETWEEN, f"{cast.name} stays behind it: {detail}"
     if (size := find_unknown_size(inputs, _sizes_to_emit(readers))) is not None:
         return Reason.DYNAMIC_SHAPE, f"{cast.name} stays behind it: size {size} cannot be computed from the graph's inputs"
-    return _find_regather_reason(readers, backward, config, hints, sent) if readers.others else None
+    return _find_regather_reason(readers, backward, config, hints) if readers.others else None
 
 
 def _count_row_computations(readers: GatherReaders) -> tuple[int, int] | None:
@@ -72,11 +70,10 @@ def _sizes_to_emit(readers: GatherReaders) -> Iterator[Size]:
             yield from sizes_to_emit(shape_of(node), joined=any(u.target is aten.cat.default for u in node.users))
 
 
-def _find_regather_reason(
-    readers: GatherReaders, backward: set[Node], config: HoistConfig, hints: Hints, sent: int | None
-) -> StayReason | None:
-    """Return why a gather that others read in 16 bits is not repeated. `sent`: the elements that a rank sends."""
-    gather = readers.gather
+def _find_regather_reason(readers: GatherReaders, backward: set[Node], config: HoistConfig, hints: Hints) -> StayReason | None:
+    """Return why a gather that others read in 16 bits is not repeated."""
+    gather, policy = readers.gather, config.policy
+    sent = policy.bytes_sent_in(gather, 1, hints)
     in_forward = [n for n in readers.others if n not in backward or n.op == "output"]
     other = min(in_forward or readers.others)
     if in_forward or gather in backward:
@@ -89,12 +86,12 @@ def _find_regather_reason(
         reason, why = Reason.CAST_IN_BETWEEN, "a checkpoint policy of the program saves it"
     elif not find_float8_matmuls(readers):
         reason, why = Reason.NO_MATMUL, "no matmul could run concurrently with the float8 rows"
-    elif sent is not None and sent < config.least_bytes:
-        reason, why = Reason.BELOW_THRESHOLD, f"in float8 a rank sends {sent} bytes, below {config.least_bytes}"
+    elif policy.is_below_threshold(sent):
+        reason, why = Reason.BELOW_THRESHOLD, f"in float8 a rank sends {sent} bytes, below {policy.threshold}"
     elif no_transport := config.transport(device, group, ranks):
         reason, why = Reason.NO_TRANSPORT, no_transport
-    elif config.profile is not None:
-        reason, why = Reason.NO_GAIN, explain_no_gain(readers, config.profile(ranks, device), hints)
+    elif not policy.is_forced:
+        reason, why = Reason.NO_GAIN, explain_no_gain(readers, policy.profile(ranks, device), hints)
     else:
         return None
     return (reason, f"not gathered twice for {other.name}, which needs the 16 bits: {why}") if why else None

@@ -12,7 +12,7 @@ from ub_overlap import _torch_compat as compat
 from ...graph.aten import aten, dtype_of, pieces_of, shape_of, tensor_of
 from ...graph.dtensor_sizes import LocalSizes
 from ...graph.matmul import FLOAT8_MULTIPLE, Matmul, find_indivisible_size
-from ...graph.sizes import Size, is_same_shape, format_shape
+from ...graph.sizes import Size, format_shape, is_same_shape
 from ...graph.source_location import module_path
 from ...plan.decision import CastDecision
 from ...plan.reasons import Reason
@@ -65,14 +65,12 @@ def choose_matmuls(
     return ChosenMatmuls(scaled, high_precision, decisions)
 
 
-def _refuse_linear(
-    linear: Linear, module: str, config: InsertConfig, profitability: Fp8Profitability | None
-) -> Refusal | None:
+def _refuse_linear(linear: Linear, module: str, config: InsertConfig, profitability: Fp8Profitability | None) -> Refusal | None:
     """Return why all matmuls of a linear stay in high precision."""
     forward = linear.forward
     weight_shape = (forward.shape[1], forward.inner)
     if config.filter is not None and not config.filter(module, weight_shape):
-        return Reason.FILTERED, f"fp8_filter refuses {module or 'it'} {format_shape(weight_shape)}"
+        return Reason.FILTERED, f"the fp8 filter refuses {module or 'it'} {format_shape(weight_shape)}"
     if dtype_of(forward.node) not in NARROW:
         return Reason.DTYPE_UNSUPPORTED, f"the matmul is in {dtype_of(forward.node)}: only 16-bit matmuls become float8"
     if config.recipe.per_row and _is_on_cpu(forward.node) and not compat.cpu_scales_rows():

@@ -1,10 +1,10 @@
 """Predict whether a linear is faster in float8: its matmuls by the device's profile, its casts by their memory traffic.
 
-Counted for each quantized tensor: the passes that read 16 bits and write a byte per element, and for each transposed copy a byte
-read and a byte written. With per-tensor scales a cast takes two passes, as the amax must be known first; so do cached casts of
-weights. It takes one with per-row scales, and with delayed scales for activations and gradients. Weights count as changed in
-every call: several microbatches save more. Linears share the cost of a cast that they share. Not counted: gathers send half the
-bytes, which only helps.
+Counted for each quantized tensor: the passes that read 16 bits and write a byte per element. Counted for each transposed
+copy: a byte read and a byte written. A cast with per-tensor scales takes two passes, as the amax must be known first; so does
+a cached cast of a weight. A cast with per-row scales takes one, as does a delayed cast of an activation or gradient. Weights
+count as changed in every call: several microbatches save more. Linears share the cost of a cast that they share. Not counted:
+gathers send half the bytes, which only helps.
 """
 
 from __future__ import annotations

@@ -81,9 +81,7 @@ class _CastInserter:
         if config.recipe.delayed:
             self._delayed = DelayedScaling(graph, inputs, config.state, step=bool(backward))
         gathers = find_float8_gathers(graph, self._scale_axes, chosen.scaled)
-        self._values = QuantizedValues(
-            graph, gathers, self._quantize, inputs, is_cast_per_reader=self._cached.is_from_weight
-        )
+        self._values = QuantizedValues(graph, gathers, self._quantize, inputs, is_cast_per_reader=self._cached.is_from_weight)
 
     def rewrite(self) -> None:
         graph, values, chosen = self._graph, self._values, self._chosen
@@ -113,9 +111,7 @@ class _CastInserter:
             return [axis_of_origin(value, self._per_row)]
         return None
 
-    def _quantize(
-        self, e: Emitter, value: Node, axis: Axis, groups: tuple[str, ...], after: Node | None
-    ) -> QuantizedValue:
+    def _quantize(self, e: Emitter, value: Node, axis: Axis, groups: tuple[str, ...], after: Node | None) -> QuantizedValue:
         """Emit the cast of `value`: cached, delayed, or by its current values."""
         if not groups and self._cached.find_weight(value) is not None:
             return self._cached.emit_cast(e, value, axis, after)

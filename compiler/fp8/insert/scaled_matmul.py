@@ -100,9 +100,7 @@ def _emit_operands(
     return [emitted[True], emitted[False]]
 
 
-def _emit_operand(
-    e: Emitter, operand: Operand, values: QuantizedValues, axis: Axis, after: Node | None
-) -> tuple[Node, Node]:
+def _emit_operand(e: Emitter, operand: Operand, values: QuantizedValues, axis: Axis, after: Node | None) -> tuple[Node, Node]:
     """Emit (q, scale) as the matmul reads them: q in 2D; scale [], [r, 1] or [1, c]."""
     value = values.get(operand.node, axis, after=after)
     q, scale = e.reshape(value.q, operand.shape), value.scale
