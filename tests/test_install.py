@@ -1,4 +1,4 @@
-"""What a wheel holds and what importing it does. The layout is tested on an install made from a copy of this checkout."""
+"""Contents of the wheel and effects of an import. The layout is tested on an install from a copy of this checkout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IN_WHEEL = ("src", "compiler", "runtime", "tools", "csrc", "setup.py", "pyprojec
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that pip installed this package into, built without the extension: the layout does not depend on it."""
+    """A folder with the package installed by pip, built without the extension: the layout does not depend on it."""
     copy, target = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("site")
     for name in IN_WHEEL:
         ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so")
@@ -34,7 +34,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def python(code: str, *, site: Path, cwd: Path) -> str:
-    """The last line that `code` prints in a fresh interpreter, started in `cwd` with only `site` added to its path."""
+    """Return the last line that `code` prints in a new interpreter, started in `cwd` with only `site` added to its path."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=cwd,
@@ -49,29 +49,29 @@ def python(code: str, *, site: Path, cwd: Path) -> str:
 
 
 def test_top_level_names(site: Path) -> None:
-    """The folders compiler/ and runtime/ install as parts of ub_overlap, never as modules of their own."""
+    """The folders compiler/, runtime/ and tools/ install as parts of ub_overlap, never as modules of their own."""
     names = {path.name for path in site.iterdir() if not path.name.endswith(".dist-info")}
     assert names - {"bin", "__pycache__"} == {"ub_overlap"}
-    assert (site / "ub_overlap/compiler/plan.py").is_file()
+    assert (site / "ub_overlap/compiler/plan/plan.py").is_file()
     assert (site / "ub_overlap/runtime/schedule").is_dir()
 
 
 def test_every_module_is_in_the_wheel(site: Path) -> None:
     """A new folder that the packaging does not know would be missing from installs only."""
-    homes = {"compiler": "ub_overlap/compiler", "runtime": "ub_overlap/runtime", "src/ub_overlap": "ub_overlap"}
+    homes = {name: f"ub_overlap/{name}" for name in ("compiler", "runtime", "tools")} | {"src/ub_overlap": "ub_overlap"}
     for folder, home in homes.items():
         for path in (p for kind in ("py", "json", "html", "css", "js") for p in (ROOT / folder).rglob(f"*.{kind}")):
             assert (site / home / path.relative_to(ROOT / folder)).is_file(), path.relative_to(ROOT)
 
 
 def test_one_version(site: Path) -> None:
-    """setup.py and the face name the same one."""
+    """setup.py and the package have the same version."""
     import ub_overlap
 
     assert (site / f"ub_overlap-{ub_overlap.__version__}.dist-info").is_dir()
 
 
-@pytest.mark.parametrize("name", ["compiler", "runtime"])
+@pytest.mark.parametrize("name", ["compiler", "runtime", "tools"])
 def test_no_such_module_from_elsewhere(name: str, site: Path, tmp_path: Path) -> None:
     code = f"import importlib.util; print(importlib.util.find_spec({name!r}))"
     assert python(code, site=site, cwd=tmp_path) == "None"
@@ -84,7 +84,7 @@ def test_a_checkout_does_not_shadow_the_install(where: str, site: Path, tmp_path
     assert Path(found).is_relative_to(site)
 
 
-def test_torch_finds_the_backend_without_an_import_of_ours(site: Path, tmp_path: Path) -> None:
+def test_torch_finds_the_backend_without_an_import(site: Path, tmp_path: Path) -> None:
     code = (
         "import json, sys, torch; found = torch.compiler.list_backends(); "
         "print(json.dumps(['ub_overlap' in found, 'ub_overlap' in sys.modules]))"
@@ -99,7 +99,7 @@ def test_importing_is_cheap(site: Path, tmp_path: Path) -> None:
 
 
 def test_importing_everything_touches_no_gpu() -> None:
-    """The names of the face, the compiler and the runtime, from the package under test; the extension is loaded too."""
+    """All public names, from the package under test. The extension is loaded too."""
     code = (
         "import torch, torch.distributed as dist, ub_overlap; "
         "[getattr(ub_overlap, name) for name in ub_overlap.__all__]; "
@@ -109,7 +109,7 @@ def test_importing_everything_touches_no_gpu() -> None:
     assert done.stdout.split() == ["False", "False"], done.stderr
 
 
-def test_the_face_names_what_it_lacks() -> None:
+def test_an_unknown_name_is_an_attribute_error() -> None:
     import ub_overlap
 
     with pytest.raises(AttributeError, match="no_such_name.*explain"):

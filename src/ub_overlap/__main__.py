@@ -1,22 +1,22 @@
-"""`python -m ub_overlap`: what is installed here, the stored reports, plans made ahead, imported configurations.
+"""`python -m ub_overlap`: diagnosis, stored reports, plans without a GPU, imported configurations.
 
     python -m ub_overlap --version
     python -m ub_overlap info [--json]                  versions, the extension, CUDA
-    python -m ub_overlap doctor [--json]                what will work here and what will not, and why
-    python -m ub_overlap explain REPORT.json [...]      a report of Report.to_json(): text, --site ID, --html FILE, ...
-    python -m ub_overlap diff A.json B.json [...]       two reports: graphs and decisions that differ
+    python -m ub_overlap doctor [--json]                what works on this machine, what does not, and why
+    python -m ub_overlap explain REPORT.json [...]      show a report of Report.to_json(): text, --site ID, --html FILE, ...
+    python -m ub_overlap diff A.json B.json [...]       compare two reports: graphs and decisions that differ
     python -m ub_overlap bisect [--loss REGEX] -- COMMAND ...
-                                                        the site that breaks a command, by halves
-    python -m ub_overlap exposed TRACE.json [--json]    communication of a profiler trace that nothing runs beside
-    python -m ub_overlap report list [--json]           stored reports, newest first
-    python -m ub_overlap report show DIGEST [--json]    one of them; the first digits of the digest suffice
+                                                        find the site that breaks a command
+    python -m ub_overlap exposed TRACE.json [--json]    exposed communication of a profiler trace
+    python -m ub_overlap report list [--json]           list stored reports, newest first
+    python -m ub_overlap report show DIGEST [--json]    show one of them; the first digits of the digest are enough
     torchrun --nproc-per-node N -m ub_overlap calibrate [--quick] [--out FILE]
                                                         measure this machine for the cost model
-    python -m ub_overlap plan --model llama-70b [...]   the predicted step of a block, on a machine without a GPU
-    python -m ub_overlap import-cfg FILE [--json]       a tp_comm_overlap_cfg of Megatron, NeMo or TransformerEngine as rules
+    python -m ub_overlap plan --model llama-70b [...]   predict the step of a block, without a GPU
+    python -m ub_overlap import-cfg FILE [--json]       print a tp_comm_overlap_cfg of Megatron, NeMo or TE as rules
 
-Exit codes: 0 it worked; 1 it did not (`info`, `doctor`: the package cannot run here; `report`: no such report; `diff`: they
-differ); 2 bad usage (`diff`: also a file that is no report).
+Exit codes: 0 success; 1 failure (`info`, `doctor`: the package cannot run here; `report`: no such report; `diff`: the reports
+differ); 2 bad usage (`diff`: also a file that is not a report).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ub_overlap import __main__ as cli
-from ub_overlap.cli.bisect import halve
+from ub_overlap.cli.bisect import find_bad_sites
 
 TRAINING = """
 import fnmatch, json, os, pathlib, sys, time
@@ -75,13 +75,13 @@ def test_nothing_to_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 16])
-def test_halves(count: int) -> None:
+def test_find_bad_sites(count: int) -> None:
     sites = [f"forward.{i}" for i in range(count)]
     for guilty in sites:
         tried: list[int] = []
 
-        def bad(kept: Sequence[str], guilty: str = guilty, tried: list[int] = tried) -> bool:
-            tried.append(len(kept))
-            return guilty in kept
+        def is_bad(enabled: Sequence[str], guilty: str = guilty, tried: list[int] = tried) -> bool:
+            tried.append(len(enabled))
+            return guilty in enabled
 
-        assert halve(sites, bad) == [guilty] and len(tried) <= 2 * count.bit_length()
+        assert find_bad_sites(sites, is_bad) == [guilty] and len(tried) <= 2 * count.bit_length()

@@ -145,7 +145,7 @@ GPUS = {
             "no peer access between GPUs 0 and 1",
         ),
         ({"nvlink": {"links": [[0, 0], [0, 0]]}}, False, "no NVLink between GPUs 0 and 1"),
-        ({"nvlink": {"links": None}}, True, "nobody can tell the links"),
+        ({"nvlink": {"links": None}}, True, "the links are unknown"),
         ({"extension": {"cuda": False}}, False, "no CUDA executor"),
         ({"devices": {"count": 1, "names": ["H200"], "peers": [[True]]}}, False, "torch sees 1 GPU, nvidia-smi 2"),
         ({"devices": {"problem": "RuntimeError: no driver"}}, False, "no driver"),

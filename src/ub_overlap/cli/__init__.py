@@ -1,7 +1,7 @@
-"""The command line: one file a verb, each with `add(verbs, as_json)`, which adds its parser and the function that runs it.
+"""The command line: one file per verb. Each has `add(verbs, as_json)`, which adds its parser and its function.
 
-Verbs import what they need when they run: `--version`, `report`, `explain` and `diff` load no torch, and `doctor` works where
-torch, or anything else that is not Python's own, is missing or broken.
+Verbs import their dependencies when they run. `--version`, `report`, `explain` and `diff` load no torch. `doctor` also works
+if torch or another third-party package is missing or broken.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from . import bisect, calibrate, cfg, diff, doctor, explain, exposed, info, plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command line and returns its exit code. SystemExit(2) with a message for bad usage."""
+    """Run a command line and return its exit code. SystemExit(2) with a message for bad usage."""
     parser = argparse.ArgumentParser(
         prog="python -m ub_overlap", description="Hides tensor-parallel communication behind matmuls."
     )

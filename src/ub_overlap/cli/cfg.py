@@ -1,4 +1,4 @@
-"""`import-cfg`: a tp_comm_overlap_cfg as rules."""
+"""`import-cfg`: print a tp_comm_overlap_cfg as rules."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
     parser = verbs.add_parser(
-        "import-cfg", parents=[as_json], help="a tp_comm_overlap_cfg of Megatron, NeMo or TransformerEngine as rules"
+        "import-cfg", parents=[as_json], help="print a tp_comm_overlap_cfg of Megatron, NeMo or TransformerEngine as rules"
     )
     parser.add_argument("file", help="YAML or JSON")
     parser.set_defaults(run=lambda flags: run(flags.file, as_json=flags.json))
 
 
 def run(path: str, *, as_json: bool) -> int:
-    """Prints the rules (--json: as options={"overrides": ...} takes them); fields without effect here go to stderr."""
+    """Print the rules (--json: as options={"overrides": ...} takes them); fields without effect here go to stderr."""
     from tabulate import tabulate
 
     from ub_overlap.compiler.overrides.megatron import import_file

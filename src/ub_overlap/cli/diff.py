@@ -1,4 +1,4 @@
-"""`diff`: two stored reports, of two runs, ranks or versions."""
+"""`diff`: compare two stored reports, of two runs, ranks or versions."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from . import exports
 
 
 def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
-    parser = verbs.add_parser("diff", parents=[as_json], help="two stored reports: graphs and decisions that differ")
-    parser.add_argument("a", metavar="A.json", help="what Report.to_json() wrote, or a stored plan")
+    parser = verbs.add_parser("diff", parents=[as_json], help="compare two stored reports: graphs and decisions that differ")
+    parser.add_argument("a", metavar="A.json", help="a file of Report.to_json(), or a stored plan")
     parser.add_argument("b", metavar="B.json")
     exports.add(parser)
     parser.set_defaults(run=run)
 
 
 def run(flags: argparse.Namespace) -> int:
-    """0 where both are the same, 1 where they differ, 2 where one cannot be read."""
+    """Return 0 if both are the same, 1 if they differ, 2 if a file cannot be read."""
     from ub_overlap.compiler.diff import stored_report
     from ub_overlap.compiler.diff.render import site_section
 
     try:
-        found = stored_report.compare(stored_report.read(flags.a), stored_report.read(flags.b), (flags.a, flags.b))
+        comparison = stored_report.compare(stored_report.read(flags.a), stored_report.read(flags.b), (flags.a, flags.b))
     except OptionError as error:
         print(error, file=sys.stderr)
         return 2
     if flags.html:
         from ub_overlap.compiler.diff.render import html
 
-        diffs = found.shown or [*found.before, *found.after]
-        exports.told(html.write_diffs(flags.html, diffs, f"{flags.a} against {flags.b}"))
-    exports.write(flags, found.shown)
+        diffs = comparison.shown or [*comparison.before, *comparison.after]
+        exports.report_written(html.write_diffs(flags.html, diffs, f"{flags.a} against {flags.b}"))
+    exports.write(flags, comparison.shown)
     if flags.json:
-        print(json.dumps(found.to_dict()))
+        print(json.dumps(comparison.to_dict()))
     elif flags.text:
-        exports.unified(found.shown)
+        exports.unified(comparison.shown)
     else:
-        print(site_section.comparison(found))
-    return 0 if found.same else 1
+        print(site_section.comparison(comparison))
+    return 0 if comparison.same else 1

@@ -1,7 +1,7 @@
-"""`doctor`: what will work on this machine, what will not, and what to do. Python's own library alone; it never fails.
+"""`doctor`: report what works on this machine, what does not, and what to do. It never fails.
 
-torch and the extension are looked at in a process of their own (probe.py), with a deadline: they may be missing, broken, or
-hang on a device.
+It uses the standard library only. probe.py checks torch and the extension in a separate process, with a deadline: they may be
+missing, broken, or hang on a device.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ VARIABLES = (
     "UB_OVERLAP_", "TORCH_LOGS", "TORCH_TRACE", "NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS",
     "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS",
 )  # fmt: skip
-MOST_SHM = 64 << 20
-"""Bytes free in /dev/shm under which even small models on the CPU will not run."""
+MIN_SHM = 64 << 20
+"""Free bytes in /dev/shm that small models on the CPU need."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether something works here, why (not), and what to do about it."""
+    """Whether a feature works on this machine, why or why not, and what to do."""
 
     what: str
     works: bool
@@ -38,8 +38,8 @@ class Verdict:
     fix: str = ""
 
 
-def examine() -> dict[str, Any]:
-    """Every fact, and what follows from them. Never raises."""
+def collect_facts() -> dict[str, Any]:
+    """Return all facts and their verdicts. Never raises."""
     facts: dict[str, Any] = {"ub_overlap": __version__, "system": _guarded(_system), "store": _guarded(_store)}
     facts["nvidia_smi"] = _guarded(_nvidia_smi)
     facts["environment"] = {k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)}
@@ -48,10 +48,10 @@ def examine() -> dict[str, Any]:
     return facts
 
 
-def _guarded(look: Any) -> Any:
+def _guarded(check: Any) -> Any:
     try:
-        return look()
-    except Exception as error:  # noqa: BLE001  (a doctor does not faint)
+        return check()
+    except Exception as error:  # noqa: BLE001  (doctor never fails)
         return {"problem": f"{type(error).__name__}: {error}"}
 
 
@@ -83,9 +83,9 @@ def _nvidia_smi() -> dict[str, Any]:
 
 
 def _probe() -> dict[str, Any]:
-    """The findings of probe.py by name; "crashed" where it did not come to its end."""
+    """Return the findings of probe.py by name, and "crashed" if it did not finish."""
     command = [sys.executable, "-m", "ub_overlap.cli.probe"]
-    path = os.pathsep.join(p for p in sys.path[1:] if p)  # the same ub_overlap, wherever this process found it
+    path = os.pathsep.join(p for p in sys.path[1:] if p)  # the same ub_overlap as in this process
     done, out, error = None, "", ""
     try:
         run = subprocess.run(
@@ -100,7 +100,7 @@ def _probe() -> dict[str, Any]:
         try:
             row = json.loads(line)
         except ValueError:
-            continue  # what a library prints at import
+            continue  # printed by a library at import
         if isinstance(row, dict) and "name" in row:
             found[row["name"]] = row.get("found", {"problem": row.get("problem")})
     if done != 0:
@@ -110,15 +110,15 @@ def _probe() -> dict[str, Any]:
 
 
 def verdicts(facts: dict[str, Any]) -> list[Verdict]:
-    """What will work, by the facts of `examine`."""
+    """Return what works, from the facts of `collect_facts`."""
     probe = facts["probe"]
 
-    def trouble(name: str) -> str:
+    def problem_of(name: str) -> str:
         found = probe.get(name)
-        return probe.get("crashed", "not looked at") if found is None else str(found.get("problem") or "")
+        return probe.get("crashed", "not checked") if found is None else str(found.get("problem") or "")
 
     out = []
-    torch = trouble("torch")
+    torch = problem_of("torch")
     version = str(probe.get("torch", {}).get("version", ""))
     install = "pip install torch, 2.11 to 2.13"
     out.append(Verdict("import torch", not torch, torch or f"torch {version}", install if torch else ""))
@@ -129,10 +129,10 @@ def verdicts(facts: dict[str, Any]) -> list[Verdict]:
     known = (2, 11) <= numbers <= (2, 13) and not missing
     why = f"torch {version} has no {', '.join(missing)}" if missing else f"torch {version}; 2.11 to 2.13 are tested"
     out.append(Verdict("this torch", known, why, "" if known else install))
-    out.append(_built(trouble("extension"), probe))
+    out.append(_built(problem_of("extension"), probe))
     built = out[-1].works
     shm = facts["system"].get("shm_free")
-    enough = shm is not None and shm >= MOST_SHM
+    enough = shm is not None and shm >= MIN_SHM
     room = f"/dev/shm has {shm >> 20} MiB free" if shm is not None else "there is no /dev/shm"
     out.append(Verdict("overlap between CPU ranks of this host", built and enough, room if built else "no extension",
                        "" if enough else "give the container a larger /dev/shm"))  # fmt: skip
@@ -140,9 +140,9 @@ def verdicts(facts: dict[str, Any]) -> list[Verdict]:
     store = facts["store"]
     fix = "set UB_OVERLAP_CACHE_DIR" if "problem" in store else ""
     out.append(Verdict("keep plans and graphs", "problem" not in store, store.get("problem") or store["folder"], fix))
-    profile = trouble("profile")
-    said = profile or f"the device profile {probe['profile']['name']}"
-    out.append(Verdict('overlap="auto"', not profile, said, "torchrun ... -m ub_overlap calibrate" if profile else ""))
+    profile = problem_of("profile")
+    why_profile = profile or f"the device profile {probe['profile']['name']}"
+    out.append(Verdict('overlap="auto"', not profile, why_profile, "torchrun ... -m ub_overlap calibrate" if profile else ""))
     return [*out, _reading()]
 
 
@@ -154,16 +154,16 @@ def _built(problem: str, probe: dict[str, Any]) -> Verdict:
 
 
 def _on_gpus(facts: dict[str, Any], built: bool) -> Verdict:
-    """All pairs of GPUs must reach each other, over NVLink."""
+    """Return whether all pairs of GPUs have peer access over NVLink."""
     what, probe = "overlap between GPUs of this host", facts["probe"]
     devices = probe.get("devices", {})
     count = devices.get("count") or 0
     if devices.get("problem"):
-        return Verdict(what, False, devices["problem"], "look at the driver: nvidia-smi")
+        return Verdict(what, False, devices["problem"], "check the driver: nvidia-smi")
     if count < 2:
         seen = len(facts["nvidia_smi"].get("gpus", []))
         why = f"torch sees {count} GPU{'' if count == 1 else 's'}" + (f", nvidia-smi {seen}" if seen != count else "")
-        return Verdict(what, False, why, "look at CUDA_VISIBLE_DEVICES and at torch's build" if seen != count else "")
+        return Verdict(what, False, why, "check CUDA_VISIBLE_DEVICES and the build of torch" if seen != count else "")
     if not built or str(probe["extension"].get("cuda")) != "True":
         return Verdict(what, False, "the extension has no CUDA executor", "build with UB_OVERLAP_BUILD_CUDA=1 and nvcc")
     if "problem" in probe.get("symmetric", {}):
@@ -171,14 +171,14 @@ def _on_gpus(facts: dict[str, Any], built: bool) -> Verdict:
     pairs = [(i, j) for i in range(count) for j in range(i)]
     apart = [f"{j} and {i}" for i, j in pairs if not devices["peers"][i][j]]
     if apart:
-        return Verdict(what, False, f"no peer access between GPUs {', '.join(apart[:4])}", "use GPUs that reach each other")
+        return Verdict(what, False, f"no peer access between GPUs {', '.join(apart[:4])}", "use GPUs with peer access")
     links = probe.get("nvlink", {}).get("links")
     slow = [f"{j} and {i}" for i, j in pairs if links and not links[i][j]]
     if slow:
-        fix = "UB_OVERLAP_LINKS=any takes PCIe peers too"
+        fix = "UB_OVERLAP_LINKS=any accepts PCIe peers too"
         return Verdict(what, False, f"no NVLink between GPUs {', '.join(slow[:4])}", fix)
-    told = "NVLink and peer access between all" if links else "peer access between all; nobody can tell the links"
-    return Verdict(what, True, f"{count} x {devices['names'][0]}: {told}")
+    links_text = "NVLink and peer access between all" if links else "peer access between all; the links are unknown"
+    return Verdict(what, True, f"{count} x {devices['names'][0]}: {links_text}")
 
 
 def _reading() -> Verdict:
@@ -186,13 +186,13 @@ def _reading() -> Verdict:
 
 
 def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
-    parser = verbs.add_parser("doctor", parents=[as_json], help="what will work here and what will not, and why")
+    parser = verbs.add_parser("doctor", parents=[as_json], help="report what works on this machine, what does not, and why")
     parser.set_defaults(run=run)
 
 
 def run(flags: argparse.Namespace) -> int:
-    """0 where some overlap works, else 1."""
-    facts = examine()
+    """Print the facts and verdicts. Return 0 if some overlap works, else 1."""
+    facts = collect_facts()
     if flags.json:
         print(json.dumps(facts, default=str))
     else:

@@ -1,4 +1,4 @@
-"""`explain`: a stored report as text, page or graph."""
+"""`explain`: show a stored report as text, page or graph."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from . import exports
 
 
 def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
-    parser = verbs.add_parser("explain", parents=[as_json], help="a stored report: what was rewritten, what was not, and why")
-    parser.add_argument("report", metavar="REPORT.json", help="what Report.to_json() wrote, or a stored plan")
-    parser.add_argument("--site", metavar="ID", help='one site, as "forward.0"')
+    parser = verbs.add_parser("explain", parents=[as_json], help="show a stored report: decisions, reasons, edits")
+    parser.add_argument("report", metavar="REPORT.json", help="a file of Report.to_json(), or a stored plan")
+    parser.add_argument("--site", metavar="ID", help='show one site, e.g. "forward.0"')
     exports.add(parser)
     parser.set_defaults(run=run)
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Prints the report; 1 for a site that it does not have. OptionError for a file that is no report."""
+    """Print the report. Return 1 for an unknown site. OptionError for a file that is not a report."""
     from ub_overlap.compiler.diff import stored_report
     from ub_overlap.compiler.diff.graph_store import Graphs
     from ub_overlap.compiler.diff.render import site_section
@@ -27,13 +27,13 @@ def run(flags: argparse.Namespace) -> int:
     report = stored_report.read(flags.report)
     known = [site["id"] for site in report["sites"]]
     if flags.site and flags.site not in known:
-        print(f"no site {flags.site!r} in {flags.report}; it has {', '.join(known) or 'none'}", file=sys.stderr)
+        print(f"no site {flags.site!r} in {flags.report}; its sites are {', '.join(known) or 'none'}", file=sys.stderr)
         return 1
     diffs = [d for g in map(Graphs.from_dict, report["graphs"]) for d in (g.joint_diff(), g.diff()) if d is not None]
     if flags.html:
         from ub_overlap.compiler.diff.render import html
 
-        exports.told(html.write(flags.html, report, flags.report))
+        exports.report_written(html.write(flags.html, report, flags.report))
     exports.write(flags, diffs, flags.site)
     if flags.json:
         rows = [site for site in report["sites"] if flags.site in (None, site["id"])]

@@ -1,4 +1,4 @@
-"""`exposed`: the communication of a profiler trace that nothing runs beside."""
+"""`exposed`: print the exposed communication of a profiler trace."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Any
 
 def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
     parser = verbs.add_parser(
-        "exposed", parents=[as_json], help="exposed communication of a trace of torch.profiler, our kernels counted right"
+        "exposed",
+        parents=[as_json],
+        help="print the exposed communication of a torch.profiler trace",
     )
-    parser.add_argument("trace", metavar="TRACE.json", help="what export_chrome_trace wrote (.gz too)")
+    parser.add_argument("trace", metavar="TRACE.json", help="a file of export_chrome_trace (.gz too)")
     parser.set_defaults(run=run)
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Prints a line a device and its sites. OptionError for what is no trace of a device."""
+    """Print one line per device, and its sites. OptionError for a file that is not a trace of a device."""
     from ub_overlap.tools import exposed
 
     devices = exposed.read(flags.trace)

@@ -1,4 +1,4 @@
-"""`info`: what is installed here."""
+"""`info`: print versions, the extension and the CUDA devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ub_overlap.runtime import plan_store
 
 
 def info() -> dict[str, Any]:
-    """What is installed. `problem` is None, or why the package cannot run here. Imports torch and the extension."""
+    """Return installed versions. `problem`: None, or why the package cannot run here. Imports torch and the extension."""
     facts: dict[str, Any] = {
         "ub_overlap": __version__,
         "python": platform.python_version(),
@@ -30,7 +30,7 @@ def info() -> dict[str, Any]:
         from ub_overlap.runtime import ops
 
         facts["extension"] = ops.load().build_info()
-    except Exception as error:  # noqa: BLE001  (whatever keeps the package from running is what this command is for)
+    except Exception as error:  # noqa: BLE001  (any error is the answer of this command)
         facts["problem"] = f"{type(error).__name__}: {error}"
     return facts
 
@@ -49,5 +49,5 @@ def show_info(*, as_json: bool) -> int:
 
 
 def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
-    parser = verbs.add_parser("info", parents=[as_json], help="versions, the extension, CUDA")
+    parser = verbs.add_parser("info", parents=[as_json], help="print versions, the extension, CUDA devices")
     parser.set_defaults(run=lambda flags: show_info(as_json=flags.json))

@@ -1,6 +1,6 @@
-"""What `doctor` must not do in its own process: import torch, look at GPUs. Run as a program, it prints a JSON line a finding.
+"""Checks of `doctor` that need torch or GPUs, in a separate process. As a program it prints one JSON line per finding.
 
-Every look is guarded: what fails says so under its own name, and a crash leaves the lines that came before it.
+Every check is guarded: a failure is a finding under the check's name, and a crash keeps the lines printed before it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def packages() -> dict[str, str | None]:
     return {name: version(name) for name in PACKAGES}
 
 
-def torch_itself() -> dict[str, Any]:
+def torch_build() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
@@ -66,7 +66,7 @@ def extension() -> dict[str, Any]:
 
 
 def private_names() -> dict[str, Any]:
-    """The private names that an untested torch does not have; a tested one has them all, and looking takes seconds."""
+    """Return the private names that an untested torch lacks. Tested versions have all, and the check takes seconds."""
     import torch
 
     from ub_overlap import _torch_compat as compat
@@ -88,20 +88,20 @@ def profile() -> dict[str, Any]:
     return {"name": str(load(None))}
 
 
-LOOKS: dict[str, Callable[[], Any]] = {
-    "packages": packages, "torch": torch_itself, "devices": devices, "nvlink": nvlink, "symmetric": symmetric,
+CHECKS: dict[str, Callable[[], Any]] = {
+    "packages": packages, "torch": torch_build, "devices": devices, "nvlink": nvlink, "symmetric": symmetric,
     "extension": extension, "private_names": private_names, "profile": profile,
 }  # fmt: skip
 
 
 def main() -> None:
-    for name, look in LOOKS.items():
+    for name, check in CHECKS.items():
         try:
-            found = {"name": name, "found": look()}
-        except BaseException as error:  # noqa: BLE001  (whatever it is, it is the finding)
+            finding = {"name": name, "found": check()}
+        except BaseException as error:  # noqa: BLE001  (any error is a finding)
             lines = str(error).splitlines()
-            found = {"name": name, "problem": f"{type(error).__name__}: {lines[0] if lines else ''}"}
-        print(json.dumps(found, default=str), flush=True)
+            finding = {"name": name, "problem": f"{type(error).__name__}: {lines[0] if lines else ''}"}
+        print(json.dumps(finding, default=str), flush=True)
 
 
 if __name__ == "__main__":
