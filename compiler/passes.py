@@ -38,7 +38,7 @@ from .graph.graph_inputs import GraphInputs
 from .graph.joint_graph import drop_unread
 from .joint.activation_memory import apply_save_policy
 from .joint.merge_collectives import merge_all_reduces
-from .match.scales import mark_amax_reductions
+from .match.amax_reductions import mark_amax_reductions
 from .options import Options
 from .reports.history import HISTORY
 from .reports.summary import announce

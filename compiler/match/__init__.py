@@ -1,4 +1,7 @@
-"""graph -> sites. One file a kind; each draws the op chains it knows."""
+"""Match the collectives of a graph with the matmuls that can hide them.
+
+One file per kind of collective: all_gather.py, reduce_scatter.py, all_reduce.py. `candidates.MATCHERS` registers them.
+"""
 
 from .candidates import find_candidates
 from .site import Bulk, Candidate, Consumer, Gather, GatheredAlias, Miss, Reduction, Site

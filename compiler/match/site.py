@@ -1,4 +1,4 @@
-"""What the finders hand on: a match (how a collective and its matmuls can become one op) or a miss (why not)."""
+"""Records of matching: a site (a collective and matmuls that can become one op) or a miss (why there is none)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from .permutes import Permute
 
 @dataclass(frozen=True, slots=True)
 class Miss:
+    """The reason why a collective has no site, and its detail."""
+
     reason: Reason
     detail: str
 
@@ -25,11 +27,13 @@ class Miss:
 class Consumer:
     """A matmul with the gathered matrix G [rows, cols] as one operand; B is `operand`, the other one.
 
-    transpose_gathered   transpose_out   the compute's value
-    False                False           G @ B
-    False                True            (G @ B)^T
-    True                 False           G^T @ B
-    True                 True            (G^T @ B)^T
+        transpose_gathered   transpose_out   value of `compute`
+        False                False           G @ B
+        False                True            (G @ B)^T
+        True                 False           G^T @ B
+        True                 True            (G^T @ B)^T
+
+    A consumer of another kind than a matmul brings its own type of `compute`, distinguished by `compute.kind`.
     """
 
     compute: Matmul
@@ -38,53 +42,59 @@ class Consumer:
     operand: Operand
 
     def contracts_shard_dim(self, shard_dim_is_last: bool) -> bool:
-        """Whether the matmul sums over the dim that is sharded."""
+        """Return whether the matmul sums over the dim that is sharded."""
         return self.transpose_gathered != shard_dim_is_last
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """all_gather -> matmuls. G [rows, cols] is the gathered matrix; with `last` its columns are dealt out, else its rows.
+    """all_gather -> matmuls. G [rows, cols] is the gathered matrix.
 
-    `aliases`: nodes that carry G's elements, mapped to how. `roots`: aliases that others use too, so that their values must
-    survive. `dtype`: what travels. A narrowing cast between gather and matmul moves before the gather; after a widening one
-    the op multiplies in the operands' type, casting pieces as they arrive.
+    A narrowing cast between gather and matmul moves before the gather. After a widening cast the op multiplies in the
+    type of the operands, and casts pieces as they arrive.
     """
 
     collective: Collective
     blocks: Blocks
+    """Where the shards lie in G."""
     rows: Size
     cols: Size
     shard_dim_is_last: bool
+    """Whether the columns of G are sharded; else its rows are."""
     dtype: torch.dtype
+    """The type on the wire."""
     consumers: tuple[Consumer, ...]
     aliases: dict[Node, GatheredAlias]
+    """Nodes that hold the elements of G, and their layouts."""
     kept_aliases: tuple[Node, ...]
+    """Aliases with readers outside of the site: their values must survive the rewrite."""
     permutes: tuple[Permute, ...]
-    """Permutes between the wait and the matmuls: the shard goes through them before it travels."""
+    """Permutes between the wait and the matmuls. The op's shard is permuted before it is sent."""
     cuts: tuple[Node, ...]
-    """Splits, getitems and slices between two aliases, read by nobody else."""
+    """Splits, getitems and slices between two aliases, without other readers."""
     scales: GatheredScales | None = None
-    """Of float8 rows with a scale each."""
+    """The gather of the scales of float8 rows."""
 
     @property
     def scaled(self) -> Scales | None:
-        """Of float8 shards: what the first consumer is scaled by; its left scale is that of all."""
+        """The scales of the first consumer of float8 shards. All consumers share its left scale."""
         return self.consumers[0].compute.scales
 
     @property
     def matmuls(self) -> tuple[Matmul, ...]:
+        """The consumers' matmuls."""
         return tuple(k.compute for k in self.consumers)
 
     @property
     def members(self) -> list[Node]:
-        beside = self.scales.members if self.scales else []
-        return [self.collective.node, *self.aliases, *self.cuts, *(c.compute.node for c in self.consumers), *beside]
+        """The nodes that the site replaces."""
+        scales = self.scales.members if self.scales else []
+        return [self.collective.node, *self.aliases, *self.cuts, *(c.compute.node for c in self.consumers), *scales]
 
 
 @dataclass(frozen=True, slots=True)
 class GatheredScales:
-    """The all_gather of row scales that goes along with that of the rows. `aliases`, `roots`, `cuts`: as in `Gather`."""
+    """The all_gather of row scales that accompanies the gather of the rows. Fields as in `Gather`."""
 
     collective: Collective
     blocks: Blocks
@@ -94,86 +104,106 @@ class GatheredScales:
 
     @property
     def members(self) -> list[Node]:
+        """The nodes that the site replaces."""
         return [self.collective.node, *self.aliases, *self.cuts]
 
 
 @dataclass(frozen=True, slots=True)
 class GatheredAlias:
-    """A node that holds gathered elements: in row-major order they are `blocks`; `swapped` means of the transposed matrix
-    `matrix` [a, b] (the node's own squeezed shape is (b, a))."""
+    """The layout of a node that holds gathered elements.
+
+    In row-major order the elements are `blocks`. For a transposed alias, `blocks` are those of `matrix` [a, b], and the
+    node's own squeezed shape is (b, a).
+    """
 
     blocks: Blocks
     dtype: torch.dtype
     matrix: tuple[Size, ...] = ()
     permutes: tuple[Permute, ...] = ()
-    """Permutes that the elements went through since the wait."""
+    """Permutes between the wait and the node."""
 
     @property
-    def swapped(self) -> bool:
+    def is_transposed(self) -> bool:
+        """Whether the node holds the transpose of `matrix`."""
         return bool(self.matrix)
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """sum of products (+ addends) -> reduce_scatter or all_reduce. partial [rows, cols] in the collective's row-major order.
+    """Sum of matmuls (+ addends) -> reduce_scatter or all_reduce.
 
-    `addends`: (node, swapped) of as many elements, added before the reduction; swapped ones hold the transposed matrix in their
-    own squeezed shape. `biases`: rows [cols] added to every row. `after`: (op, constant) pairs to apply
-    to the result, in order. `root`: the node whose value is `partial` (transposed where `root_swapped`); `spine`: the nodes
-    between it and the collective. `kept_nodes`: root and spine nodes that others read too.
+    The sum [rows, cols] is in the row-major order of the collective's input.
     """
 
     collective: Collective
     blocks: Blocks
+    """Where the shards lie in the sum."""
     rows: Size
     cols: Size
     shard_dim_is_last: bool
+    """Whether the columns of the sum are scattered; else its rows are."""
     terms: tuple[Matmul, ...]
     addends: tuple[tuple[Node, bool], ...]
+    """(node, is transposed) of as many elements, added before the reduction.
+
+    A transposed addend holds the transposed matrix in its own squeezed shape.
+    """
     biases: tuple[Node, ...]
-    after: tuple[tuple[object, object], ...]
+    """Rows [cols] that are added to every row."""
+    scalings: tuple[tuple[object, object], ...]
+    """(op, constant) pairs that are applied to the result, in this order."""
     inner: tuple[Node, ...]
+    """Nodes of the sum between the terms and the root."""
     root: Node
-    root_swapped: bool
+    """The node whose value is the sum."""
+    root_is_transposed: bool
+    """Whether the root holds the transposed sum."""
     view_chain: tuple[Node, ...]
+    """The nodes between the root and the collective."""
     permutes: tuple[Permute, ...]
-    """Permutes between the sum and the collective: the result goes through them, in this order."""
+    """Permutes between the sum and the collective. They are applied to the op's result, in this order."""
     kept_nodes: tuple[Node, ...]
+    """The root and nodes of the view chain with readers outside of the site: their values must survive the rewrite."""
 
     @property
     def matmuls(self) -> tuple[Matmul, ...]:
+        """The matmuls of the sum."""
         return self.terms
 
     @property
     def members(self) -> list[Node]:
+        """The nodes that the site replaces."""
         wait = [self.collective.wait] if self.collective.wait else []
         return [*(t.node for t in self.terms), *self.inner, *self.view_chain, self.collective.node, *wait]
 
 
 @dataclass(frozen=True, slots=True)
 class Bulk:
-    """A collective beside products that neither need it nor feed it."""
+    """A collective and matmuls that are independent of it."""
 
     collective: Collective
     matmuls: tuple[Matmul, ...]
 
     @property
     def members(self) -> list[Node]:
+        """The nodes that the site replaces."""
         assert self.collective.wait is not None
         return [self.collective.node, self.collective.wait, *(p.node for p in self.matmuls)]
 
 
-Site = Gather | Reduction | Bulk
+Match = Gather | Reduction
+"""A site whose matmuls consume or produce the data of the collective."""
+Site = Match | Bulk
 
 
 @dataclass(slots=True)
 class Candidate:
-    """One collective of the graph and everything that could be done with it."""
+    """One collective of the graph and its possible sites."""
 
     collective: Collective
-    match: Gather | Reduction | None = None
+    match: Match | None = None
     miss: Miss | None = None
     independent_matmuls: tuple[Matmul, ...] = field(default_factory=tuple)
-    """Independent products, nearest first."""
+    """Matmuls that neither need the collective nor feed it, nearest first."""
     carrier: int | None = None
-    """Of a gather of row scales: the number of the candidate whose rows they are."""
+    """For a gather of row scales: the number of the candidate that gathers the rows."""

@@ -19,7 +19,7 @@ def rewrite_gather(e: Emitter, m: Gather, strategy: Strategy | DispatchTable, si
     assert c.wait is not None
     shard = e.bits(c.input, m.dtype) if m.scaled is not None else e.cast(c.input, m.dtype)
     for turn in m.permutes:
-        shard = e.permute(e.reshape(shard, turn.shard), turn.dims)
+        shard = e.permute(e.reshape(shard, turn.shard_shape), turn.dims)
     cols = m.cols if not m.shard_dim_is_last else m.blocks.inner
     if not shape_of(shard) or shape_of(shard)[-1] != cols:
         rows = divide(numel(shape_of(shard)), cols)
@@ -114,7 +114,7 @@ def _restore(e: Emitter, m: Gather | GatheredScales, gathered: Node, root: Node,
         shared += 1
     for turn in permutes[shared:][::-1]:
         value, here = (
-            e.permute(e.reshape(_in_order(e, value, here, turn.blocks_after), turn.after), turn.back),
+            e.permute(e.reshape(_in_order(e, value, here, turn.blocks_after), turn.after), turn.inverse),
             turn.blocks_before,
         )
     for turn in held.permutes[shared:]:
@@ -123,7 +123,7 @@ def _restore(e: Emitter, m: Gather | GatheredScales, gathered: Node, root: Node,
             turn.blocks_after,
         )
     value = _in_order(e, value, here, held.blocks)
-    if held.swapped:
+    if held.is_transposed:
         value = e.reshape(value, held.matrix)  # type: ignore[arg-type]
         # Contiguous where the root was: its users may view it.
         value = e.permute(value, [1, 0]) if root.meta["val"].is_contiguous() else e.transpose(value)

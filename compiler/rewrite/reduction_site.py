@@ -23,7 +23,7 @@ def rewrite_reduction(
     lhs, rhs = [e.operand(t.lhs) for t in m.terms], [e.operand(t.rhs) for t in m.terms]
     addend = _addend(e, m)
     # A scale that kept the sum in range comes after it now: until then the sum stays in float32.
-    out_dtype = torch.float32 if m.after else dtype_of(c.node)
+    out_dtype = torch.float32 if m.scalings else dtype_of(c.node)
     keep, wire = bool(m.kept_nodes), wire_dtype or "plain"
     if (scales := m.terms[0].scales) is not None:
         given = [t.scales for t in m.terms if t.scales is not None]
@@ -54,15 +54,15 @@ def rewrite_reduction(
         )
     value = e.item(op, 0) if m.terms[0].scales is None else op
     for turn in m.permutes:
-        value = e.permute(e.reshape(value, turn.shard if c.op is Op.REDUCE_SCATTER else turn.before), turn.dims)
-    value = e.reshape(value, shape_of(c.wait), old=None if m.after else c.wait)
-    for target, constant in m.after:
+        value = e.permute(e.reshape(value, turn.shard_shape if c.op is Op.REDUCE_SCATTER else turn.before), turn.dims)
+    value = e.reshape(value, shape_of(c.wait), old=None if m.scalings else c.wait)
+    for target, constant in m.scalings:
         value = e.call(target, value, constant)
     value = e.cast(value, dtype_of(c.wait))
     replaced = {c.wait: value, c.node: value}
     if m.kept_nodes:
         partial = e.item(op, 1)
-        root = e.reshape(e.permute(partial, [1, 0]) if m.root_swapped else partial, shape_of(m.root))
+        root = e.reshape(e.permute(partial, [1, 0]) if m.root_is_transposed else partial, shape_of(m.root))
         replaced.update(_alive(e, m, root))
     return replaced
 
@@ -88,7 +88,7 @@ def _scattered(e: Emitter, m: Reduction, lhs: Node) -> tuple[torch.Tensor, torch
         return None
     assert m.collective.wait is not None
     shape = (rows, cols // ranks) if m.shard_dim_is_last else (rows // ranks, cols)
-    out = e.empty(shape, torch.float32, lhs) if m.after else e.result(shape, m.collective.wait)
+    out = e.empty(shape, torch.float32, lhs) if m.scalings else e.result(shape, m.collective.wait)
     partial = e.empty((rows, cols) if m.kept_nodes else (0,), dtype_of(m.terms[0].node), lhs)
     return None if out is None or partial is None else (out, partial)
 

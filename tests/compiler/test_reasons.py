@@ -278,7 +278,7 @@ def test_a_sum_without_an_end() -> None:
     from torch.fx import Graph
 
     from ub_overlap import _torch_compat as compat
-    from ub_overlap.compiler.match import reduction
+    from ub_overlap.compiler.match import explain_reduction
 
     graph = Graph()
     node = before = graph.placeholder("x")
@@ -288,4 +288,4 @@ def test_a_sum_without_an_end() -> None:
     for _ in range(2000):  # each the sum of the two before
         before, node = node, graph.call_function(torch.ops.aten.add.Tensor, (node, before))
         node.meta["val"] = value
-    assert reduction._scaled(node) is None
+    assert explain_reduction.find_scaling(node) is None
