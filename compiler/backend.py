@@ -2,13 +2,13 @@
 
     torch.compile(model, backend="ub_overlap", options={"overlap": "force"})
 
-Dynamo's graph goes to Inductor with our two passes at its hooks (or, with inner="aot_eager", through AOTAutograd with the
-same passes called by hand). Everything Inductor can do it still does; see docs/explanation/architecture.md for the folders.
+Dynamo's graph goes to Inductor with our two passes at its hooks, or with inner="aot_eager" through AOTAutograd, which then
+calls the same passes. All features of Inductor remain available; see docs/explanation/architecture.md for the folders.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,57 +16,91 @@ from torch.fx import GraphModule
 
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime import ops
+from ub_overlap.runtime.errors import OptionError
 from ub_overlap.runtime.session import plan_graphs
 
 from .diff.compare_ranks import explain as explain_ranks
 from .diff.joint_snapshot import JointSnapshot
 from .graph.graph_inputs import GraphInputs
 from .options import Options, parse
-from .passes import JointPass, RewritePass
+from .passes import HOOKS, JointPass, RewritePass
 
 
 def ub_overlap(
     gm: GraphModule, example_inputs: list[Any], *, options: dict[str, Any] | None = None, mode: str | None = None
 ) -> Callable[..., Any]:
-    """The entry point that torch.compile finds under "ub_overlap".
+    """Compile a graph of Dynamo; torch.compile finds this function under the name "ub_overlap".
 
-    `options`: ours (compiler/options.py) and Inductor's by name. `mode`: Inductor's; torch allows it only without options,
-    beside which it is written options={"mode": ...}. OptionError for anything else.
+    `options`: ours (compiler/options.py), and Inductor's by name. `mode`: Inductor's. torch does not accept it together with
+    options, which take it as {"mode": ...} instead. OptionError for invalid options.
     """
+    ours, theirs = _prepared(options)
+    if ours.inner == "aot_eager":
+        return _compile_aot_eager(gm, example_inputs, ours)
+    patches = _inductor_options(ours, theirs, mode or ours.mode, GraphInputs.of(example_inputs))
+    return compat.compile_fx(gm, example_inputs, config_patches=patches)
+
+
+def passes(options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return options of Inductor that run our passes, for programs that keep backend="inductor".
+
+        torch.compile(model, options=ub_overlap.passes({"overlap": "force"}))
+
+    `options`: as of backend="ub_overlap", except for inner. Inductor's own are returned too, with the options of "mode".
+    Passes that the user has at the same hooks run before ours. OptionError for invalid options.
+
+    The passes see graphs, not the inputs of the model. They therefore decide as follows:
+
+    - Weights are not known as parameters. fp8 casts them in every call, as with {"weights": "per_call"}.
+    - DTensor inputs whose ranks hold different sizes are not known. A gather with other readers is not repeated for float8.
+      fp8 of such weights may differ between ranks; the first call then raises PlanMismatchError.
+    - The hints of symbolic sizes are not part of cache keys. A cached graph may have strategies chosen for other sizes.
+    """
+    ours, theirs = _prepared(options)
+    if ours.inner != "inductor":
+        raise OptionError(
+            what="ub_overlap.passes needs Inductor",
+            where="ub_overlap.passes(options)",
+            got=f"inner={ours.inner!r}",
+            expected="inner='inductor'",
+            fix="drop inner, or use torch.compile(model, backend='ub_overlap', options=...)",
+        )
+    return _inductor_options(ours, theirs, ours.mode, GraphInputs(is_known=False))
+
+
+def _prepared(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
+    """Return (our options, Inductor's) after loading what compiled graphs need."""
     ours, theirs = parse(options, compat.inductor_option_names())
     ops.load()
     plan_graphs.install(explain_ranks)
-    if ours.inner == "aot_eager":
-        return _aot_eager(gm, example_inputs, ours)
-    return _inductor(gm, example_inputs, ours, theirs, mode or ours.mode)
+    return ours, theirs
 
 
-def _inductor(
-    gm: GraphModule, example_inputs: list[Any], ours: Options, theirs: dict[str, Any], mode: str | None
-) -> Callable[..., Any]:
+def _inductor_options(ours: Options, theirs: dict[str, Any], mode: str | None, inputs: GraphInputs) -> dict[str, Any]:
+    """Return Inductor's options: those of its mode, the user's, and our passes at its hooks after the user's passes."""
     compat.mend_fused_reads()
     if ours.fp8.is_on:
         compat.never_reused(torch.ops.ub_overlap.fp8_weight.default)
     patches = {**(compat.list_mode_options(mode) if mode else {}), **theirs}
-    inputs, trail = GraphInputs.of(example_inputs), JointSnapshot()
-    own_passes = (JointPass(ours, inputs, trail), RewritePass(ours, inputs, trail))
-    for hook, own in zip(("joint_custom_pre_pass", "post_grad_custom_pre_pass"), own_passes, strict=True):
+    joint_snapshot = JointSnapshot()
+    own_passes = (JointPass(ours, inputs, joint_snapshot), RewritePass(ours, inputs, joint_snapshot))
+    for hook, own in zip(HOOKS, own_passes, strict=True):
         patches[hook] = compat.chained(compat.user_pass(hook, patches), own)
-    return compat.compile_fx(gm, example_inputs, config_patches=patches)
+    return patches
 
 
-def _aot_eager(gm: GraphModule, example_inputs: list[Any], ours: Options) -> Callable[..., Any]:
-    given, trail = GraphInputs.of(example_inputs), JointSnapshot()
-    joint, rewrite = JointPass(ours, given, trail), RewritePass(ours, given, trail)
+def _compile_aot_eager(gm: GraphModule, example_inputs: list[Any], ours: Options) -> Callable[..., Any]:
+    inputs, joint_snapshot = GraphInputs.of(example_inputs), JointSnapshot()
+    joint, rewrite = JointPass(ours, inputs, joint_snapshot), RewritePass(ours, inputs, joint_snapshot)
 
-    def compiled(graph: GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
+    def compile_graph(graph: GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
         rewrite(graph.graph)
         graph.recompile()
         return compat.make_boxed_func(graph.forward)
 
-    def inference(graph: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    def compile_inference(graph: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         joint(graph.graph)
-        return compiled(graph, inputs)
+        return compile_graph(graph, inputs)
 
     def partition(graph: GraphModule, *args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         joint(graph.graph)
@@ -74,6 +108,6 @@ def _aot_eager(gm: GraphModule, example_inputs: list[Any], ours: Options) -> Cal
         return compat.min_cut_rematerialization_partition(graph, *args, **kwargs)
 
     backend = compat.aot_autograd(
-        fw_compiler=compiled, bw_compiler=compiled, inference_compiler=inference, partition_fn=partition
+        fw_compiler=compile_graph, bw_compiler=compile_graph, inference_compiler=compile_inference, partition_fn=partition
     )
     return backend(gm, example_inputs)

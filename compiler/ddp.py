@@ -1,8 +1,8 @@
-"""What Dynamo does with a model that is compiled under DistributedDataParallel, DDP(compile(m)) and compile(DDP(m)) alike.
+"""Graphs of models that are compiled under DistributedDataParallel, DDP(compile(m)) and compile(DDP(m)) alike.
 
-DDPOptimizer, Dynamo's default there, splits a graph at the borders of gradient buckets before any backend sees it. A border
-between an all_gather and its matmul parts the two, and DTensor graphs do not survive it at all in torch 2.13. A backend cannot
-mend either; this switch can.
+Dynamo's default there is DDPOptimizer. It splits a graph at the borders of gradient buckets before a backend sees it. A border
+between an all_gather and its matmul separates the two, and DTensor graphs fail altogether in torch 2.13. A backend cannot
+prevent either; this switch can.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ DDPGraphs = Literal["no_optimization", "ddp_optimizer", "python_reducer"]
 
 
 def optimize_ddp(mode: DDPGraphs) -> None:
-    """Sets torch._dynamo.config.optimize_ddp for this process, before DistributedDataParallel wraps the model.
+    """Set torch._dynamo.config.optimize_ddp for this process. Call it before DistributedDataParallel wraps the model.
 
-    "no_optimization": graphs stay whole, gradients are averaged after backward. "ddp_optimizer": torch's default.
-    "python_reducer": the averaging is traced into backward by compiled autograd, which is switched on. OptionError for others.
+    "no_optimization": graphs are not split, and gradients are averaged after backward. "ddp_optimizer": torch's default.
+    "python_reducer": compiled autograd, which is switched on, traces the averaging into backward. OptionError for others.
     """
     if mode not in get_args(DDPGraphs):
         raise OptionError(f"unknown mode of optimize_ddp {mode!r}", expected=f"one of {', '.join(get_args(DDPGraphs))}")

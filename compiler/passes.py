@@ -1,9 +1,9 @@
-"""The two passes that torch runs for us, with everything they depend on in their cache key.
+"""The two passes that torch runs for us. Their cache keys hold everything that they depend on.
 
-    JointPass    on the joint graph, before the partitioner (for inference: on the only graph): what is computed and saved
+    JointPass    on the joint graph, before the partitioner (inference: on the only graph): what is computed and saved
     RewritePass  on the forward and on the backward graph, before Inductor folds mm + add: sites -> plan -> ops
 
-The same objects serve Inductor (hooks joint_custom_pre_pass, post_grad_custom_pre_pass) and inner="aot_eager" (called by hand).
+Inductor calls them at its hooks (`HOOKS`). With inner="aot_eager" the backend calls them.
 """
 
 from __future__ import annotations
@@ -44,14 +44,17 @@ from .reports.history import HISTORY
 from .reports.summary import announce
 from .rewrite.rewrite_graph import rewrite
 from .select import decide
-from .unmatched import handle_misses
+from .unmatched import report_unmatched
 
 log = logging.getLogger(__name__)
+
+HOOKS = ("joint_custom_pre_pass", "post_grad_custom_pre_pass")
+"""Inductor's options that take JointPass and RewritePass."""
 
 
 @functools.cache
 def _sources() -> str:
-    """A hash of every Python file that graphs depend on: another version never reuses an old graph."""
+    """Return a hash of every Python file that graphs depend on, so that another version never reuses an old graph."""
     import ub_overlap.runtime
 
     folders = [Path(__file__).parent, Path(ub_overlap.runtime.__file__).parent]
@@ -59,17 +62,21 @@ def _sources() -> str:
 
 
 def phase_of(graph: Graph) -> str:
-    """ "backward" for graphs that take tangents, "forward" for the others (inference included)."""
+    """Return "backward" for a graph that takes tangents, else "forward" (inference included)."""
     return "backward" if any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph.nodes) else "forward"
 
 
 class _Pass(compat.custom_graph_pass()):  # type: ignore[misc]
-    def __init__(self, options: Options, inputs: GraphInputs | None = None, trail: JointSnapshot | None = None) -> None:
-        """`trail`: what the passes of one graph tell each other."""
+    def __init__(
+        self, options: Options, inputs: GraphInputs | None = None, joint_snapshot: JointSnapshot | None = None
+    ) -> None:
+        """`joint_snapshot`: shared by the passes of one graph."""
         super().__init__()
-        self.options, self.inputs, self.trail = options, inputs or GraphInputs(), trail or JointSnapshot()
+        self.options, self.inputs = options, inputs or GraphInputs()
+        self.joint_snapshot = joint_snapshot or JointSnapshot()
 
     def uuid(self) -> Any:
+        """Return the cache key; None turns caches off."""
         if not self.options.is_cacheable:
             return None
         profiles = signature(self.options.profile, tuple(sorted(transport.executors())))
@@ -79,24 +86,24 @@ class _Pass(compat.custom_graph_pass()):  # type: ignore[misc]
 
 
 class JointPass(_Pass):
-    """Merges all_reduces, inserts the casts to float8, moves those before gathers, and applies the save policy."""
+    """Merge all_reduces, insert float8 casts, hoist casts before gathers, and apply the memory budget."""
 
     def __call__(self, graph: Graph) -> None:
         all_reduces = graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
         scaled_before = graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default)
-        watched = len(all_reduces) > 1 or scaled_before or self.options.fp8.is_on
+        may_change = len(all_reduces) > 1 or scaled_before or self.options.fp8.is_on
         policy = Policy.of(self.options)
-        watch = SnapshotRecorder(graph, "joint", settings.current().snapshots and bool(watched))
-        watch.before()
+        recorder = SnapshotRecorder(graph, "joint", settings.current().snapshots and bool(may_change))
+        recorder.before()
         merged = merge_all_reduces(graph) if settings.current().merge_all_reduces and self.options.overlap != "off" else 0
         scaled = insert_casts(graph, _insert_config(graph, self.options, policy, self.inputs)) if self.options.fp8.is_on else 0
-        given = bool(scaled_before) and self.options.overlap != "off"  # float8 already
-        hoist = HoistConfig(policy, transport.why_not, bool(self.inputs.shards))
-        moved = hoist_casts(graph, hoist) if given else 0
-        folded = fold_scales(graph, policy) if given else 0
+        hoists = bool(scaled_before) and self.options.overlap != "off"  # casts of the program
+        config = HoistConfig(policy, transport.why_not, bool(self.inputs.shards) or not self.inputs.is_known)
+        moved = hoist_casts(graph, config) if hoists else 0
+        folded = fold_scales(graph, policy) if hoists else 0
         mark_amax_reductions(graph)
         marked = apply_save_policy(graph, self.options, policy)
-        self.trail.joint = watch.after() if merged or scaled or moved or folded else None
+        self.joint_snapshot.joint = recorder.after() if merged or scaled or moved or folded else None
         if merged or scaled or moved or folded or marked:
             graph.lint()
             text = (
@@ -122,7 +129,7 @@ def _insert_config(graph: Graph, options: Options, policy: Policy, inputs: Graph
 
 
 class RewritePass(_Pass):
-    """Finds, decides, records, rewrites."""
+    """Find sites, decide, record the plan, and rewrite the graph."""
 
     def __call__(self, graph: Graph) -> None:
         if self.options.fp8.is_on:
@@ -134,10 +141,10 @@ class RewritePass(_Pass):
         HISTORY.record(decided.plan)
         plan_announcements.leave(decided.groups, decided.plan.graph, decided.plan.digest)
         announce(decided.plan)
-        handle_misses(decided.plan, self.options)
-        watch = SnapshotRecorder(graph, decided.plan.phase, settings.current().snapshots)
-        watch.before(decided.chosen)
+        report_unmatched(decided.plan, self.options)
+        recorder = SnapshotRecorder(graph, decided.plan.phase, settings.current().snapshots)
+        recorder.before(decided.chosen)
         rewrite(graph, decided.chosen, self.options.verify)
         if decided.plan.casts:
             pin_operand_layouts(graph)
-        self.trail.record(decided.plan, watch.after())
+        self.joint_snapshot.record(decided.plan, recorder.after())

@@ -1,4 +1,4 @@
-"""options={"on_unmatched": ...}: what a collective that sits at a matmul and could not be matched causes."""
+"""options={"on_unmatched": ...}: what to do when a collective next to a matmul is not matched."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from .plan.plan import Plan
 from .plan.reasons import Reason
 from .plan.strategy import Mode
 
-# Left alone by choice, or with nothing to hide behind: no missed candidates.
-NOT_MISSED = {
+NOT_UNMATCHED = {
     Reason.DISABLED_BY_USER,
     Reason.BELOW_THRESHOLD,
     Reason.NO_GAIN,
@@ -22,29 +21,30 @@ NOT_MISSED = {
     Reason.MATMUL_TAKEN,
     Reason.SCALES,
 }
+"""Reasons of collectives that were left alone by choice, or that have no compute to hide behind."""
 
 
-def missed(plan: Plan) -> list[Decision]:
-    """The decisions of `plan` that a user who wants overlap would ask about."""
-    return [d for d in plan.decisions if d.strategy.mode is Mode.NONE and d.reason not in NOT_MISSED]
+def find_unmatched(plan: Plan) -> list[Decision]:
+    """Return the decisions of `plan` that a user who wants overlap would ask about."""
+    return [d for d in plan.decisions if d.strategy.mode is Mode.NONE and d.reason not in NOT_UNMATCHED]
 
 
-def handle_misses(plan: Plan, options: Options) -> None:
-    """MissError, a warning, or nothing, as `options.on_unmatched` says."""
-    found = missed(plan)
-    if not found or options.on_unmatched == "ignore":
+def report_unmatched(plan: Plan, options: Options) -> None:
+    """Raise MissError, warn, or do nothing, as `options.on_unmatched` says."""
+    decisions = find_unmatched(plan)
+    if not decisions or options.on_unmatched == "ignore":
         return
     lines = [
         f"{d.id} {d.kind.value} at {d.source or d.module or 'unknown source'}: {d.reason.value}: {d.detail}"
-        for d in found
+        for d in decisions
         if d.reason
     ]
     if options.on_unmatched == "error":
         raise MissError(
-            what=f"{len(found)} of {len(plan.decisions)} collectives could not be overlapped",
+            what=f"{len(decisions)} of {len(plan.decisions)} collectives could not be overlapped",
             where="; ".join(lines),
             got="on_unmatched='error'",
-            expected="every collective that meets a matmul matched",
+            expected="every collective next to a matmul is matched",
             fix="change the code at the lines above, or set on_unmatched='warn'",
         )
     warnings.warn("ub_overlap: not overlapped: " + "; ".join(lines), stacklevel=2)

@@ -23,6 +23,7 @@ carries that on; a wrong gradient moves a loss by far more in a few steps.
 from __future__ import annotations
 
 import os
+import sys
 
 # No NVLink multicast; and one compiler thread a rank, not a pool for each. torch reads these when it is imported.
 for _name, _value in (
@@ -34,9 +35,11 @@ for _name, _value in (
     os.environ.setdefault(_name, _value)
 
 from layer.run import main  # noqa: E402  (after the environment: it imports torch)
-from ub_overlap.tools.rank_process import leave  # noqa: E402
 
 if __name__ == "__main__":
     # At once: gloo's threads outlive their groups here, and one that lets go of a tensor while the interpreter ends aborts the
     # process after a right run (pytorch/pytorch#179291).
-    leave(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -24,6 +24,8 @@ class GraphInputs:
     hints: tuple[Any, ...] = ()
     shards: UnevenInputs = ()
     parameters: tuple[int, ...] = ()
+    is_known: bool = True
+    """False: a pass that sees graphs only has none of these facts."""
 
     @classmethod
     def of(cls, inputs: Sequence[Any]) -> GraphInputs:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, get_args
 
 import torch
 
-from ub_overlap.compiler.ddp import DDPGraphs
+from ub_overlap import DDPGraphs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

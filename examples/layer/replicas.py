@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn.parallel import DistributedDataParallel
 
-from ub_overlap.compiler.ddp import DDPGraphs, optimize_ddp
+from ub_overlap import DDPGraphs, optimize_ddp
 
 
 class LocalParameters(nn.Module):

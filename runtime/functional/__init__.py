@@ -6,16 +6,16 @@
     scatter.py   matmul_reduce_scatter   forward: scatter op; backward: one gather op
     reduce.py    matmul_all_reduce       backward: local
     plain.py     strategy="none": c10d's functional collectives and matmuls
-    arena.py     initialize and check
+    arena.py     initialize_group and check_errors
 
 They run on the same sessions and schedules, and raise the same errors, as what the compiler emits; torch.compile traces them.
 """
 
 from __future__ import annotations
 
-from .arena import check, initialize
+from .arena import check_errors, initialize_group
 from .gather import all_gather_matmul
 from .reduce import matmul_all_reduce
 from .scatter import matmul_reduce_scatter
 
-__all__ = ["all_gather_matmul", "check", "initialize", "matmul_all_reduce", "matmul_reduce_scatter"]
+__all__ = ["all_gather_matmul", "check_errors", "initialize_group", "matmul_all_reduce", "matmul_reduce_scatter"]

@@ -1,4 +1,4 @@
-"""initialize: the memory of a group before its first step. check: what has failed so far."""
+"""initialize_group: allocate a group's memory before its first step. check_errors: raise failures of earlier calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .groups import Group, device_of, name_of
 _SITE = "initialize"
 
 
-def initialize(
+def initialize_group(
     group: Group,
     bytes_or_shape: int | Sequence[int],
     dtype: torch.dtype | None = None,
@@ -52,7 +52,7 @@ def initialize(
     return mine.slot_bytes
 
 
-def check(group: Group = None) -> None:
+def check_errors(group: Group = None) -> None:
     """Raises what has gone wrong so far in `group`, or in any group of this process where it is None.
 
     On CUDA a call returns before its peers have come: what fails then shows at the next op of the group, in the log, or here.
@@ -62,7 +62,7 @@ def check(group: Group = None) -> None:
 
 def _bytes(bytes_or_shape: int | Sequence[int], dtype: torch.dtype | None) -> int:
     def refuse(got: object, expected: str) -> errors.OptionError:
-        return errors.OptionError("this is no size", where="ub_overlap.initialize", got=str(got), expected=expected)
+        return errors.OptionError("this is no size", where="ub_overlap.initialize_group", got=str(got), expected=expected)
 
     if isinstance(bytes_or_shape, int):
         if isinstance(bytes_or_shape, bool) or bytes_or_shape < 1:

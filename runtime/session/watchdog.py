@@ -3,7 +3,7 @@ torch.cuda.synchronize().
 
 One daemon thread, started with the first session that has an arena, looks at every session's failure record four times a
 second and logs what it finds once, with the full text, as an error of the logger "ub_overlap.runtime". It takes nothing away:
-the next op on the group and `check()` still raise the error itself (looking only reads the record, see csrc/core/arena.h).
+the next op on the group and `check_errors()` still raise the error itself (looking only reads the record, see csrc/core/arena.h).
 """
 
 from __future__ import annotations

@@ -1,69 +1,102 @@
-"""Hides tensor-parallel communication behind matmuls: `torch.compile(model, backend="ub_overlap")`.
+"""Overlap of tensor-parallel communication with matmuls: `torch.compile(model, backend="ub_overlap")`.
 
-The face of the package: every name is handed on lazily (PEP 562), so that importing it costs nothing, touches no device and
-starts no process group. The work is done in `ub_overlap.compiler` (finds and decides) and `ub_overlap.runtime` (executes).
+The public API. Names are imported at their first use (PEP 562), so importing the package costs nothing, touches no device and
+starts no process group. `ub_overlap.compiler` decides and rewrites, `ub_overlap.runtime` executes.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from ub_overlap.compiler.backend import passes
     from ub_overlap.compiler.backend import ub_overlap as backend
+    from ub_overlap.compiler.ddp import DDPGraphs, optimize_ddp
+    from ub_overlap.compiler.fp8_config import Fp8Config
+    from ub_overlap.compiler.plan.plan import Plan
     from ub_overlap.compiler.reports.explain import explain
     from ub_overlap.compiler.reports.report import Report, reports
     from ub_overlap.runtime import errors
     from ub_overlap.runtime.errors import UbOverlapError
     from ub_overlap.runtime.fp8.amax_history import fp8_state
-    from ub_overlap.runtime.functional import all_gather_matmul, check, initialize, matmul_all_reduce, matmul_reduce_scatter
-
-__version__ = "0.1.0"
-
-# name -> (module, attribute; "" for the module itself)
-_HOME = {
-    "backend": ("ub_overlap.compiler.backend", "ub_overlap"),
-    "explain": ("ub_overlap.compiler.reports.explain", "explain"),
-    "Report": ("ub_overlap.compiler.reports.report", "Report"),
-    "reports": ("ub_overlap.compiler.reports.report", "reports"),
-    "errors": ("ub_overlap.runtime.errors", ""),
-    "UbOverlapError": ("ub_overlap.runtime.errors", "UbOverlapError"),
-    "all_gather_matmul": ("ub_overlap.runtime.functional", "all_gather_matmul"),
-    "matmul_reduce_scatter": ("ub_overlap.runtime.functional", "matmul_reduce_scatter"),
-    "matmul_all_reduce": ("ub_overlap.runtime.functional", "matmul_all_reduce"),
-    "initialize": ("ub_overlap.runtime.functional", "initialize"),
-    "check": ("ub_overlap.runtime.functional", "check"),
-    "fp8_state": ("ub_overlap.runtime.fp8.amax_history", "fp8_state"),
-}
+    from ub_overlap.runtime.functional import (
+        all_gather_matmul,
+        check_errors,
+        initialize_group,
+        matmul_all_reduce,
+        matmul_reduce_scatter,
+    )
+    from ub_overlap.runtime.settings import Settings, configure
+    from ub_overlap.runtime.settings import current as settings
+    from ub_overlap.runtime.stats import SiteStats, site_stats
 
 __all__ = [
+    "DDPGraphs",
+    "Fp8Config",
+    "Plan",
     "Report",
+    "Settings",
+    "SiteStats",
     "UbOverlapError",
     "__version__",
     "all_gather_matmul",
     "backend",
-    "check",
+    "check_errors",
+    "configure",
     "errors",
     "explain",
     "fp8_state",
-    "initialize",
+    "initialize_group",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "optimize_ddp",
+    "passes",
     "reports",
+    "settings",
+    "site_stats",
 ]
 
+if not TYPE_CHECKING:
+    # name -> (module, attribute; "" for the module itself)
+    _HOME = {
+        "DDPGraphs": ("ub_overlap.compiler.ddp", "DDPGraphs"),
+        "Fp8Config": ("ub_overlap.compiler.fp8_config", "Fp8Config"),
+        "Plan": ("ub_overlap.compiler.plan.plan", "Plan"),
+        "Report": ("ub_overlap.compiler.reports.report", "Report"),
+        "Settings": ("ub_overlap.runtime.settings", "Settings"),
+        "SiteStats": ("ub_overlap.runtime.stats", "SiteStats"),
+        "UbOverlapError": ("ub_overlap.runtime.errors", "UbOverlapError"),
+        "all_gather_matmul": ("ub_overlap.runtime.functional", "all_gather_matmul"),
+        "backend": ("ub_overlap.compiler.backend", "ub_overlap"),
+        "check_errors": ("ub_overlap.runtime.functional", "check_errors"),
+        "configure": ("ub_overlap.runtime.settings", "configure"),
+        "errors": ("ub_overlap.runtime.errors", ""),
+        "explain": ("ub_overlap.compiler.reports.explain", "explain"),
+        "fp8_state": ("ub_overlap.runtime.fp8.amax_history", "fp8_state"),
+        "initialize_group": ("ub_overlap.runtime.functional", "initialize_group"),
+        "matmul_all_reduce": ("ub_overlap.runtime.functional", "matmul_all_reduce"),
+        "matmul_reduce_scatter": ("ub_overlap.runtime.functional", "matmul_reduce_scatter"),
+        "optimize_ddp": ("ub_overlap.compiler.ddp", "optimize_ddp"),
+        "passes": ("ub_overlap.compiler.backend", "passes"),
+        "reports": ("ub_overlap.compiler.reports.report", "reports"),
+        "settings": ("ub_overlap.runtime.settings", "current"),
+        "site_stats": ("ub_overlap.runtime.stats", "site_stats"),
+    }
 
-def __getattr__(name: str) -> Any:
-    """Import the home of `name` at its first use. AttributeError for a name this package does not have."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'ub_overlap' has no attribute {name!r}; it has {', '.join(sorted(__all__))}")
-    module, attribute = _HOME[name]
-    value: Any = importlib.import_module(module)
-    if attribute:
-        value = getattr(value, attribute)
-    globals()[name] = value
-    return value
+    def __getattr__(name):
+        """Import the home of `name`. AttributeError for a name that is not public."""
+        import importlib
 
+        if name not in _HOME:
+            raise AttributeError(f"module 'ub_overlap' has no attribute {name!r}; it has {', '.join(sorted(__all__))}")
+        module, attribute = _HOME[name]
+        value = importlib.import_module(module)
+        if attribute:
+            value = getattr(value, attribute)
+        globals()[name] = value
+        return value
 
-def __dir__() -> list[str]:
-    return sorted(__all__)
+    def __dir__():
+        return sorted(__all__)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import ub_overlap
 from tests.compiler.rank_compile import FORCE, build, since, world_name
 from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss
@@ -225,6 +226,46 @@ def check(pool: RankPool, expected: list[str], name: str, *args: Any) -> None:
     for difference, decisions in pool.run(without_caches, name, *args, timeout=150):
         assert difference < 1e-5
         assert sorted(decisions) == sorted(expected)
+
+
+def passes_alone(rank: int, world: int) -> Answer:
+    """Train one step with Inductor's own backend and our passes, and again with another model and the same passes."""
+    options = ub_overlap.passes({"overlap": "force"})
+    difference, mark = 0.0, HISTORY.mark()
+    for seed in (5, 9):
+        eager, ours = mlp(world, seed=seed), mlp(world, seed=seed)
+        x, y = noise(8, 2, 64).requires_grad_(), noise(8, 2, 64).requires_grad_()
+        a, b = eager(x), torch.compile(ours, options=options)(y)
+        as_loss(a).backward()
+        as_loss(b).backward()
+        difference = max(difference, worst([b, *grads(ours, y)], [a, *grads(eager, x)]))
+    return difference, decided(mark)
+
+
+def test_passes_alone(pool2: RankPool) -> None:
+    """ub_overlap.passes() with backend="inductor" overlaps the same sites as backend="ub_overlap"."""
+    for difference, decisions in pool2.run(without_caches, "passes_alone", timeout=200):
+        assert difference < 1e-5
+        assert set(decisions) == set(FORWARD + BACKWARD)
+
+
+def passes_with_fp8(rank: int, world: int) -> Answer:
+    """Cast weights in every call: the passes do not know which inputs are parameters."""
+    torch.manual_seed(5)
+    ours = mlp(world).bfloat16()
+    with torch.no_grad():
+        x = noise(32, 2, 64).bfloat16()
+        plain = ours(x)
+        mark = HISTORY.mark()
+        y = torch.compile(ours, options=ub_overlap.passes({"overlap": "force", "fp8": "forward"}))(x)
+    assert any(c.recipe for p in HISTORY.since(mark) for c in p.casts)
+    return float((y - plain).float().norm() / plain.float().norm()), decided(mark)
+
+
+def test_passes_with_fp8(pool2: RankPool) -> None:
+    for difference, decisions in pool2.run(without_caches, "passes_with_fp8", timeout=200):
+        assert difference < 0.2
+        assert set(decisions) >= set(FORWARD)
 
 
 INFERENCE_MODE = since((2, 12), "functional collectives have no kernel under inference_mode")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph
 
+import ub_overlap
 from tests.compiler.rank_compile import FORCE, build
 from tests.compiler.test_plan import PLAN
 from tests.harness.ranks import RankPool
@@ -23,7 +24,7 @@ from ub_overlap.compiler.options import RENAMED, Options, describe_options, opti
 from ub_overlap.compiler.overrides.override_set import Overrides, parse_overrides
 from ub_overlap.compiler.overrides.rule import SiteDescription
 from ub_overlap.compiler.passes import JointPass
-from ub_overlap.compiler.unmatched import missed
+from ub_overlap.compiler.unmatched import find_unmatched
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.errors import MissError, OptionError
 
@@ -214,6 +215,19 @@ def test_users_passes_still_run(how: str) -> None:
     assert (len(joint.values), len(post.values)) == (1, 2)
 
 
+def test_passes_are_options_of_inductor() -> None:
+    joint, post = Seen("max_autotune"), Seen("max_autotune")
+    hooks = {"joint_custom_pre_pass": joint, "post_grad_custom_pre_pass": post}
+    options = ub_overlap.passes({"overlap": "off", "mode": "max-autotune-no-cudagraphs", **hooks})
+    assert {"max_autotune", *hooks} <= set(options)
+    torch._dynamo.reset()
+    with uncached():
+        torch.compile(doubled, options=options)(torch.randn(7, requires_grad=True)).sum().backward()
+    assert (joint.values, post.values) == ([True], [True, True])
+    with pytest.raises(OptionError, match=r"passes needs Inductor"):
+        ub_overlap.passes({"inner": "aot_eager"})
+
+
 def test_inductor_option_by_name() -> None:
     before = torch._inductor.config.shape_padding
     post = Seen("shape_padding")
@@ -256,5 +270,5 @@ def test_on_unmatched(pool2: RankPool) -> None:
         assert "forward.0" in error and "non_linear" in error and "forms.py" in error
 
 
-def test_left_alone_by_choice_is_no_miss() -> None:
-    assert [d.id for d in missed(PLAN)] == ["forward.1"]
+def test_left_alone_by_choice_is_not_unmatched() -> None:
+    assert [d.id for d in find_unmatched(PLAN)] == ["forward.1"]

@@ -386,9 +386,9 @@ def refusals(rank: int, world: int) -> list[tuple[str, str]]:
         "mesh dim": lambda: ag(x, w, (mesh, "tp")),
         "group name": lambda: ag(x, w, "no such group"),
         "no group": lambda: ag(x, w, 3),
-        "size": lambda: ub_overlap.initialize(None, 0),
-        "shape without dtype": lambda: ub_overlap.initialize(None, (3, 4)),
-        "shape": lambda: ub_overlap.initialize(None, (3, -4), torch.float32),
+        "size": lambda: ub_overlap.initialize_group(None, 0),
+        "shape without dtype": lambda: ub_overlap.initialize_group(None, (3, 4)),
+        "shape": lambda: ub_overlap.initialize_group(None, (3, -4), torch.float32),
     }
     found = []
     for name, act in cases.items():

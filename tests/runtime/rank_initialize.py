@@ -54,14 +54,14 @@ def ahead(rank: int, world: int) -> dict[str, Any]:
     """Room for [4096, 64] float32, then calls of that size and smaller, all kinds."""
     name, rows = new_group(world), 4096 // world
     with logged() as lines:
-        slot = ub_overlap.initialize(name, (4096, 64), torch.float32)
+        slot = ub_overlap.initialize_group(name, (4096, 64), torch.float32)
         bad = gather(name, rank, world, rows, cols=64) + scatter(name, rank, world, rows)
         bad += gather(name, rank, world, 3, cols=64)
         x, w = torch.ones(rows, 64, requires_grad=True), torch.ones(64, 64, requires_grad=True)
         for save in ("gathered", "shard"):
             y = ub_overlap.all_gather_matmul(x, w, name, save=save)
             ub_overlap.matmul_reduce_scatter(y, w, name).sum().backward()
-        again = [ub_overlap.initialize(name, (4096, 64), torch.float32), ub_overlap.initialize(name, 5)]
+        again = [ub_overlap.initialize_group(name, (4096, 64), torch.float32), ub_overlap.initialize_group(name, 5)]
     return {"slot": slot, "again": again, "bad": bad, "lines": lines, "growths": bound(name).growths}
 
 
@@ -71,21 +71,21 @@ def later(rank: int, world: int) -> dict[str, Any]:
     bad = gather(name, rank, world, 4)
     first = bound(name).slot_bytes
     with logged() as lines:
-        mixed = ub_overlap.initialize(name, (1 + rank) * MIB)
+        mixed = ub_overlap.initialize_group(name, (1 + rank) * MIB)
         bad += gather(name, rank, world, world * MIB // 16 // world)
-    most = ub_overlap.initialize(dist.new_group(list(range(world))), MIB if rank else 3 * MIB)
+    most = ub_overlap.initialize_group(dist.new_group(list(range(world))), MIB if rank else 3 * MIB)
     return {"first": first, "mixed": mixed, "most": most, "bad": bad, "lines": lines, "growths": bound(name).growths}
 
 
 def without_arena(rank: int, world: int) -> dict[str, Any]:
     """Groups that need none: of one rank, and of ranks on several hosts."""
     alone = [dist.new_group([r]) for r in range(world)][rank]
-    found = {"alone": ub_overlap.initialize(alone, MIB)}
+    found = {"alone": ub_overlap.initialize_group(alone, MIB)}
     with reset(), logged() as lines:
         C.testing.set_host_id(f"host{rank}:boot:1")
         name = new_group(world)
-        found["hosts"] = ub_overlap.initialize(name, MIB)
-        ub_overlap.initialize(name, 2 * MIB)
+        found["hosts"] = ub_overlap.initialize_group(name, MIB)
+        ub_overlap.initialize_group(name, 2 * MIB)
         bad = gather(name, rank, world, 4)
     return {**found, "lines": lines, "bad": bad}
 
@@ -99,7 +99,7 @@ def alone_in_it(rank: int, world: int) -> str:
             time.sleep(2.5)
             return ""
         try:
-            ub_overlap.initialize(name, MIB)
+            ub_overlap.initialize_group(name, MIB)
         except errors.PeerTimeoutError as error:
             return str(error)
         return "nothing was raised"
@@ -162,7 +162,7 @@ def watched(rank: int, world: int) -> dict[str, Any]:
         time.sleep(4 * watchdog._one.period_s)  # it says so once
         try:
             if rank:
-                ub_overlap.check(name)
+                ub_overlap.check_errors(name)
         except errors.UbOverlapError as error:
             raised = f"{type(error).__name__}: {error}"
         ours = [line for line in lines if f"'{name}'" in line]
@@ -170,12 +170,12 @@ def watched(rank: int, world: int) -> dict[str, Any]:
 
 
 def unpoisoned(rank: int, world: int) -> list[str]:
-    """check() where nothing is wrong, by every name of a group."""
+    """check_errors() without failures, by every name of a group."""
     group = dist.new_group(list(range(world)))
     bad = gather(group.group_name, rank, world, 4)
-    ub_overlap.check(group)
-    ub_overlap.check(group.group_name)
-    ub_overlap.check()
+    ub_overlap.check_errors(group)
+    ub_overlap.check_errors(group.group_name)
+    ub_overlap.check_errors()
     return bad + gather(group.group_name, rank, world, 4)
 
 

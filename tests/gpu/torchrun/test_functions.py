@@ -81,8 +81,8 @@ def initialized(lockstep: Lockstep, group: str) -> str:
     before = logger.level
     logger.setLevel(logging.INFO)
     try:
-        size = ub_overlap.initialize(group, (512 * lockstep.ranks, 256), BF16)
-        again = ub_overlap.initialize(group, 4096)
+        size = ub_overlap.initialize_group(group, (512 * lockstep.ranks, 256), BF16)
+        again = ub_overlap.initialize_group(group, 4096)
         made = [text for text in seen.texts if "symmetric memory" in text or "shared memory" in text]
         if lockstep.cuda and not any("symmetric memory" in text for text in made):
             raise AssertionError(f"no transport in the log: {seen.texts}")
