@@ -59,6 +59,17 @@ class Reader {
         w.back = static_cast<int>(next(0, INT32_MAX, "back"));
         return w;
     }
+    ComputeKind compute_kind() {
+        const int64_t kind = next();
+        if (kind != static_cast<int64_t>(ComputeKind::matmul)) {
+            throw NamedError("UbOverlapError",
+                             {{"what", "step " + std::to_string(place_) + " of a schedule computes what no executor computes"},
+                              {"got", "compute kind " + std::to_string(kind)},
+                              {"expected", "0 (matmul)"},
+                              {"fix", "report this as a bug"}});
+        }
+        return ComputeKind::matmul;
+    }
     void end() {
         if (at_ != ints_.size()) fail("it has " + std::to_string(ints_.size() - at_) + " numbers too many");
     }
@@ -110,7 +121,8 @@ Program decode(const EncodedSchedule& encoded, int rank, int ranks) {
             case StepKind::wait:
                 step.waits = {in.wait(ranks)};
                 break;
-            case StepKind::matmul: {
+            case StepKind::compute: {
+                step.compute = in.compute_kind();
                 step.index = static_cast<int>(in.next(0, INT32_MAX, "index"));
                 step.accumulate = in.next(0, 1, "accumulate") != 0;
                 step.reads = in.regions(ranks);

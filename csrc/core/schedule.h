@@ -12,7 +12,8 @@
 
 namespace ub_overlap {
 
-enum class StepKind : int32_t { copy = 0, signal = 1, wait = 2, matmul = 3, reduce = 4, finish = 5 };
+enum class StepKind : int32_t { copy = 0, signal = 1, wait = 2, compute = 3, reduce = 4, finish = 5 };
+enum class ComputeKind : int32_t { matmul = 0 };
 enum class Buf : int32_t { input = 0, partial = 1, landing = 2, landing2 = 3, output = 4, result = 5, operand = 6 };
 enum Queue : int32_t { compute_queue = 0, copy_queue = 1 };
 
@@ -44,12 +45,13 @@ struct Step {
     int queue = compute_queue;
     int record = -1;
     std::vector<int> after;
-    int index = 0;                // matmul, finish: consumer or term
-    bool accumulate = false;      // matmul
+    ComputeKind compute = ComputeKind::matmul;
+    int index = 0;                // compute, finish: consumer or term
+    bool accumulate = false;      // compute
     std::vector<Region> reads;    // copy: the source; reduce: the sources
     std::vector<Region> writes;   // copy, reduce: the destination
     FlagId flag;                  // signal
-    std::vector<FlagWait> waits;  // wait: one; matmul: its gates
+    std::vector<FlagWait> waits;  // wait: one; compute: its gates
 };
 
 struct Key {

@@ -13,7 +13,7 @@ Overlap overlap_of(const std::vector<StepTime>& times) {
         sum.copied += copy.bytes;
         int64_t beside = 0;  // matmuls of a call run one after the other, so their times do not overlap
         for (const StepTime& matmul : times) {
-            if (matmul.kind != static_cast<int>(StepKind::matmul)) continue;
+            if (matmul.kind != static_cast<int>(StepKind::compute)) continue;
             beside += std::max<int64_t>(0, std::min(copy.end_ns, matmul.end_ns) - std::max(copy.begin_ns, matmul.begin_ns));
         }
         const int64_t lasted = copy.end_ns - copy.begin_ns;

@@ -94,7 +94,7 @@ class Run {
             case StepKind::wait:
                 wait_for_flag(call_, step.waits[0], step.queue, stop_);
                 return 0;
-            case StepKind::matmul:
+            case StepKind::compute:
                 for (const FlagWait& gate : step.waits) wait_for_flag(call_, gate, step.queue, stop_);
                 for (const MatmulTask& task : call_.matmuls(step)) matmul_(task, nullptr, nullptr);
                 for (const Rounding& rounding : call_.roundings(step)) round_for_wire(rounding, call_.type);
@@ -145,7 +145,7 @@ class Run {
         if (!injection_) return;
         std::vector<int> matmuls, copies;
         for (int number : program_.queues[compute_queue]) {
-            if (program_.steps[number].kind == StepKind::matmul) matmuls.push_back(number);
+            if (program_.steps[number].kind == StepKind::compute) matmuls.push_back(number);
         }
         for (int number : program_.queues[copy_queue]) {
             if (program_.steps[number].kind == StepKind::copy) copies.push_back(number);

@@ -148,7 +148,7 @@ class Run {
                 }
                 return 0;
             }
-            case StepKind::matmul:
+            case StepKind::compute:
                 for (const FlagWait& gate : step.waits) {
                     if (gate.back != 0) continue;
                     if (waits_.count == max_words) flush_waits();

@@ -16,9 +16,9 @@ from .builders import build_all
 from .checker import check_reuse, check_sequence
 from .effects import show
 from .schedule_error import ScheduleError
-from .steps import Buf, Compute, Copy, Finish, Flag, FlagKind, Key, Queue, Reduce, Region, Schedule, Signal, Step, Wait
+from .steps import Buf, Compute, ComputeKind, Copy, Finish, Flag, FlagKind, Key, Queue, Reduce, Region, Schedule, Signal, Step, Wait
 
-COPY, SIGNAL, WAIT, MATMUL, REDUCE, FINISH = range(6)
+COPY, SIGNAL, WAIT, COMPUTE, REDUCE, FINISH = range(6)
 Row = tuple[int, ...]
 
 
@@ -66,8 +66,8 @@ def _encode_step(step: Step) -> Row:
             opcode, payload = WAIT, [*_encode_flag(step.flag), step.back]
         case Compute():
             gates = [number for gate in step.gates for number in (*_encode_flag(gate.flag), gate.back)]
-            opcode = MATMUL
-            payload = [step.index, int(step.accumulate), *_encode_regions(step.reads), *_encode_regions(step.writes)]
+            opcode = COMPUTE
+            payload = [int(step.kind), step.index, int(step.accumulate), *_encode_regions(step.reads), *_encode_regions(step.writes)]
             payload += [len(step.gates), *gates]
         case Reduce():
             opcode, payload = REDUCE, [*_encode_regions(step.srcs), *_encode_region(step.dst)]
@@ -107,7 +107,7 @@ def _decode_step(row: Sequence[int]) -> Step:
         case 2:
             step = Wait(queue=queue, after=after, record=record, flag=_decode_flag(numbers), back=next(numbers))
         case 3:
-            index, accumulate = next(numbers), bool(next(numbers))
+            kind, index, accumulate = _compute_kind(next(numbers), row), next(numbers), bool(next(numbers))
             reads, writes = _decode_regions(numbers), _decode_regions(numbers)
             # A gate inside a matmul has no queue of its own to run on: it takes the matmul's.
             gates = tuple(Wait(queue=queue, flag=_decode_flag(numbers), back=next(numbers)) for _ in range(next(numbers)))
@@ -115,6 +115,7 @@ def _decode_step(row: Sequence[int]) -> Step:
                 queue=queue,
                 after=after,
                 record=record,
+                kind=kind,
                 index=index,
                 reads=reads,
                 writes=writes,
@@ -131,6 +132,14 @@ def _decode_step(row: Sequence[int]) -> Step:
     if left := list(numbers):
         raise ScheduleError("encode", f"{len(left)} numbers too many in {tuple(row)}")
     return step
+
+
+def _compute_kind(number: int, row: Sequence[int]) -> ComputeKind:
+    try:
+        return ComputeKind(number)
+    except ValueError:
+        known = ", ".join(f"{kind.value} ({kind.name})" for kind in ComputeKind)
+        raise ScheduleError("encode", f"compute kind {number} is unknown, expected {known}, in {tuple(row)}") from None
 
 
 def _decode_region(numbers: Iterator[int]) -> Region:

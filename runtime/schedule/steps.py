@@ -133,6 +133,12 @@ class Wait(Step):
     back: int = 0
 
 
+class ComputeKind(IntEnum):
+    """What a Compute step computes. The executors refuse other kinds."""
+
+    MATMUL = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute(Step):
     """One matmul of consumer (gathers, bulk) or term (scatters, reduces) `index`, restricted to one piece.
@@ -149,6 +155,7 @@ class Compute(Step):
     writes: tuple[Region, ...]
     accumulate: bool = False
     gates: tuple[Wait, ...] = ()
+    kind: ComputeKind = ComputeKind.MATMUL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

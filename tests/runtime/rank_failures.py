@@ -127,6 +127,21 @@ def raises_alone(rank: int, world: int) -> dict[str, Any]:
             C.set_provider(ops.ScheduleProvider())
 
 
+def unknown_compute_kind(rank: int, world: int) -> dict[str, Any]:
+    """Every rank gets a schedule with a compute step of a kind that no executor has."""
+    name = fresh(world)
+
+    def provide(key: Any, rank: int) -> list[tuple[int, ...]]:
+        return [(3, 0, -1, 0, 7, 0, 0, 0, 0, 0)]
+
+    with reset():
+        C.set_provider(provide)
+        try:
+            return attempt(lambda: gather(name, rank, world, 4))
+        finally:
+            C.set_provider(ops.ScheduleProvider())
+
+
 def bad_arguments(rank: int, world: int) -> list[str]:
     """Mistakes that a rank can see by itself: they leave the group usable."""
     name = rank_ops.group()

@@ -42,7 +42,7 @@ FLAG = Flag(FlagKind.READY2, 3, 1, 4)
         (Wait(queue=Queue.COMPUTE, flag=FLAG, back=2), (2, 0, -1, 0, 2, 3, 1, 4, 2)),
         (Compute(queue=Queue.COMPUTE, index=6, reads=(PIECE,), writes=(), accumulate=True,
                 gates=(Wait(queue=Queue.COMPUTE, flag=FLAG),)),
-         (3, 0, -1, 0, 6, 1, 1, 2, 1, 2, 1, 3, 2, 3, 0, 0, 1, 2, 3, 1, 4, 0)),
+         (3, 0, -1, 0, 0, 6, 1, 1, 2, 1, 2, 1, 3, 2, 3, 0, 0, 1, 2, 3, 1, 4, 0)),
         (Reduce(queue=Queue.COMPUTE, srcs=(PIECE,), dst=Region(Buf.OUTPUT, 1, 0)),
          (4, 0, -1, 0, 1, 2, 1, 2, 1, 3, 2, 3, 0, 4, 1, 0, 0, 1, 1, 1, 0)),
         (Finish(queue=Queue.COMPUTE, index=9), (5, 0, -1, 0, 9)),
@@ -92,6 +92,8 @@ def test_what_executors_cannot_run_is_refused() -> None:
         encode(Schedule(ANY, 0, (Opaque(queue=Queue.COMPUTE, name="nccl"),)))
     with pytest.raises(ScheduleError, match="opcode 6"):
         decode([(6, 0, -1, 0)], ANY, 0)
+    with pytest.raises(ScheduleError, match=r"compute kind 1 is unknown, expected 0 \(MATMUL\)"):
+        decode([(3, 0, -1, 0, 1, 0, 0, 0, 0, 0)], ANY, 0)
     with pytest.raises(ScheduleError, match="1 numbers too many"):
         decode([(5, 0, -1, 0, 9, 9)], ANY, 0)
 
