@@ -16,7 +16,23 @@ from .builders import build_all
 from .checker import check_reuse, check_sequence
 from .effects import show
 from .schedule_error import ScheduleError
-from .steps import Buf, Compute, ComputeKind, Copy, Finish, Flag, FlagKind, Key, Queue, Reduce, Region, Schedule, Signal, Step, Wait
+from .steps import (
+    Buf,
+    Compute,
+    ComputeKind,
+    Copy,
+    Finish,
+    Flag,
+    FlagKind,
+    Key,
+    Queue,
+    Reduce,
+    Region,
+    Schedule,
+    Signal,
+    Step,
+    Wait,
+)
 
 COPY, SIGNAL, WAIT, COMPUTE, REDUCE, FINISH = range(6)
 Row = tuple[int, ...]
@@ -67,7 +83,13 @@ def _encode_step(step: Step) -> Row:
         case Compute():
             gates = [number for gate in step.gates for number in (*_encode_flag(gate.flag), gate.back)]
             opcode = COMPUTE
-            payload = [int(step.kind), step.index, int(step.accumulate), *_encode_regions(step.reads), *_encode_regions(step.writes)]
+            payload = [
+                int(step.kind),
+                step.index,
+                int(step.accumulate),
+                *_encode_regions(step.reads),
+                *_encode_regions(step.writes),
+            ]
             payload += [len(step.gates), *gates]
         case Reduce():
             opcode, payload = REDUCE, [*_encode_regions(step.srcs), *_encode_region(step.dst)]
