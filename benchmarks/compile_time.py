@@ -51,7 +51,7 @@ def main() -> None:
     ops.load()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     mesh = init_device_mesh("cpu", (4,))
-    transport.why_not = lambda *_: None  # type: ignore[assignment]  # a fake group has no transport, but costs as much
+    transport.unsupported_reason = lambda *_: None  # type: ignore[assignment]  # a fake group has no transport, but costs as much
     rows = []
     for layers in args.layers:
         torch._dynamo.reset()

@@ -79,9 +79,9 @@ class _Pass(compat.custom_graph_pass()):  # type: ignore[misc]
         """Return the cache key; None turns caches off."""
         if not self.options.is_cacheable:
             return None
-        profiles = signature(self.options.profile, tuple(sorted(transport.executors())))
+        profiles = signature(self.options.profile, tuple(sorted(transport.executor_devices())))
         merges = settings.current().merge_all_reduces
-        key = (self.options.key(), merges, astuple(self.inputs), torch.__version__, transport.signature(), profiles)
+        key = (self.options.key(), merges, astuple(self.inputs), torch.__version__, transport.transport_signature(), profiles)
         return (type(self).__name__, _sources(), *key)
 
 
@@ -98,7 +98,7 @@ class JointPass(_Pass):
         merged = merge_all_reduces(graph) if settings.current().merge_all_reduces and self.options.overlap != "off" else 0
         scaled = insert_casts(graph, _insert_config(graph, self.options, policy, self.inputs)) if self.options.fp8.is_on else 0
         hoists = bool(scaled_before) and self.options.overlap != "off"  # casts of the program
-        config = HoistConfig(policy, transport.why_not, bool(self.inputs.shards) or not self.inputs.is_known)
+        config = HoistConfig(policy, transport.unsupported_reason, bool(self.inputs.shards) or not self.inputs.is_known)
         moved = hoist_casts(graph, config) if hoists else 0
         folded = fold_scales(graph, policy) if hoists else 0
         mark_amax_reductions(graph)
@@ -135,11 +135,11 @@ class RewritePass(_Pass):
         if self.options.fp8.is_on:
             copy_returned_casts(graph)
         drop_unread(graph)
-        decided = decide(graph, self.options, phase_of(graph), transport.why_not)
+        decided = decide(graph, self.options, phase_of(graph), transport.unsupported_reason)
         if not (decided.plan.decisions or decided.plan.casts):
             return
         HISTORY.record(decided.plan)
-        plan_announcements.leave(decided.groups, decided.plan.graph, decided.plan.digest)
+        plan_announcements.announce_plan(decided.groups, decided.plan.graph, decided.plan.digest)
         announce(decided.plan)
         report_unmatched(decided.plan, self.options)
         recorder = SnapshotRecorder(graph, decided.plan.phase, settings.current().snapshots)

@@ -1,13 +1,12 @@
-"""The alternatives of a site, timed once on its ranks: options={"autotune": True}.
+"""Time the alternatives of a site once, on its ranks: options={"autotune": True}.
 
-    first call of a site (and bucket of sizes)     runs by the first alternative, the model's choice
-        tune/N     what each rank knows of equal sites   -> all know the same: that is it
-        else       all alternatives in turn, on the inputs of this call: a few rounds to warm up, a few that count
-        tuned/N    each rank's median times              -> the least time of the slowest rank; the same pick on every rank
+    first call of a site (and size bucket)         runs the first alternative, the model's choice
+        tune/N     each rank's result for equal sites    -> all ranks have the same: use it
+        else       all alternatives in turn, on the inputs of this call: WARM rounds, then TIMED rounds
+        tuned/N    each rank's median times              -> the least time of the slowest rank; the same on every rank
 
-Both exchanges go through the group's Store, with the deadline of a step. What was found is kept in
-`<cache>/tuned/<plan digest>.json` by sizes, machine and version, where a later process finds it. Not while a CUDA graph is
-captured or warmed up by Inductor.
+Both exchanges go through the group's Store, with the step deadline. Results are cached in `<cache>/tuned/<plan digest>.json`,
+by sizes, machine and version, for later processes. Nothing is timed while a CUDA graph is captured or warmed up by Inductor.
 """
 
 from __future__ import annotations
@@ -34,20 +33,21 @@ from .site_id import SiteId
 log = logging.getLogger(__name__)
 
 WARM, TIMED = 3, 5
-"""Rounds: on CUDA a call becomes a graph of ours when it is met for the third time, and that is what a training loop runs."""
+"""Rounds. On CUDA the third call of an equal kind is recorded as a CUDA graph, which is what a training loop replays."""
 MARGIN = 0.02
-"""What another alternative must save before it takes the place of the model's choice."""
+"""Relative time that another alternative must save to replace the model's choice. Smaller differences are noise."""
 VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
-    """`strategy` was picked; `us`: microseconds by strategy, of the slowest rank."""
+class TunedStrategy:
+    """The fastest strategy of a site. `us`: microseconds by strategy, of the slowest rank."""
 
     strategy: str
     us: Mapping[str, float]
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
         return {"strategy": self.strategy, "us": dict(self.us)}
 
     def __str__(self) -> str:
@@ -55,36 +55,36 @@ class Tuned:
 
 
 @dataclass(slots=True)
-class _Known:
-    """What this process has measured or read: by site and bucket for reports, by the work's key for equal sites."""
+class _Results:
+    """Results that this process measured or read: by site and bucket for reports, by the work's key for equal sites."""
 
-    sites: dict[str, dict[int, Tuned]] = field(default_factory=dict)
-    files: dict[Path, dict[str, Tuned]] = field(default_factory=dict)
-    told: set[str] = field(default_factory=set)
-
-
-_known = _Known()
+    sites: dict[str, dict[int, TunedStrategy]] = field(default_factory=dict)
+    files: dict[Path, dict[str, TunedStrategy]] = field(default_factory=dict)
+    logged: set[str] = field(default_factory=set)
 
 
-def tuned(site: str) -> dict[int, Tuned]:
-    """What was picked for a site ("<plan digest>/<site id>"), by number of its bucket of sizes."""
-    return dict(_known.sites.get(site, {}))
+_results = _Results()
 
 
-def forget() -> None:
-    """As in a new process."""
-    _known.sites.clear()
-    _known.files.clear()
-    _known.told.clear()
+def tuned_strategies(site: str) -> dict[int, TunedStrategy]:
+    """Return the results for a site ("<plan digest>/<site id>"), by number of its size bucket."""
+    return dict(_results.sites.get(site, {}))
+
+
+def clear_results() -> None:
+    """Forget everything measured or read, as in a new process."""
+    _results.sites.clear()
+    _results.files.clear()
+    _results.logged.clear()
 
 
 def path_of(digest: str) -> Path:
-    """Where the picks of a plan are kept."""
+    """Return the file of a plan's results."""
     return plan_store.path_of(digest).parent.parent / "tuned" / f"{digest}.json"
 
 
 class Tuner:
-    """Times alternatives for one group. `exchange` may be None: there is nobody to agree with, and nothing to hide."""
+    """Times alternatives for one group. `exchange` is None where there are no peers, hence no communication to hide."""
 
     def __init__(self, exchange: Exchange | None, device: str) -> None:
         self._exchange, self._device = exchange, device
@@ -100,42 +100,46 @@ class Tuner:
         run: Callable[[int], bool],
         check: Callable[[], None],
     ) -> int:
-        """The number of the strategy that all ranks are to use, -1 where this is not the moment to time anything. `run(i)`
-        calls the op by strategy i; `check` raises what a peer has come to."""
+        """Return the index of the strategy that all ranks use, -1 where nothing can be timed now.
+
+        `run(i)`: call the op with strategy i. `check`: raises when a peer has failed.
+        """
         exchange = self._exchange
         if exchange is None:
             return 0
-        if why := _not_now(self._device):
-            if site not in _known.told:
-                _known.told.add(site)
-                log.info("site '%s' is not tuned while %s: it runs by the predicted %s", site, why, strategies[0])
+        if reason := _blocked_by(self._device):
+            if site not in _results.logged:
+                _results.logged.add(site)
+                log.info("site '%s' is not tuned while %s: it runs the predicted %s", site, reason, strategies[0])
             return -1
         exchange.op, exchange.site = op, site
         self._count += 1
         file = _File(SiteId.parse(site).digest)
         key = _key(work, strategies, self._device, exchange.ranks)
-        found = self._agreed(file.read().get(key), strategies, check)
-        if found is None:
-            found = self._timed(strategies, run, check)
-            file.add(key, found, write=exchange.rank == 0)
-            log.info("site '%s', bucket %d: %s", site, bucket, found)
-        _known.sites.setdefault(site, {})[bucket] = found
-        return list(strategies).index(found.strategy)
+        result = self._agree_on_cached(file.read().get(key), strategies, check)
+        if result is None:
+            result = self._measure(strategies, run, check)
+            file.add(key, result, write=exchange.rank == 0)
+            log.info("site '%s', bucket %d: %s", site, bucket, result)
+        _results.sites.setdefault(site, {})[bucket] = result
+        return list(strategies).index(result.strategy)
 
-    def _all(self, topic: str, mine: dict[str, Any], doing: str, check: Callable[[], None]) -> list[dict[str, Any]]:
+    def _gather(self, topic: str, own: dict[str, Any], doing: str, check: Callable[[], None]) -> list[dict[str, Any]]:
         assert self._exchange is not None
-        return self._exchange.all(f"{topic}/{self._count}", mine, "step", doing, check)
+        return self._exchange.gather(f"{topic}/{self._count}", own, "step", doing, check)
 
-    def _agreed(self, mine: Tuned | None, strategies: Sequence[str], check: Callable[[], None]) -> Tuned | None:
-        """What every rank knows already, if they know the same."""
-        card = {"known": mine.to_dict() if mine and mine.strategy in strategies else None, "of": list(strategies)}
-        cards = self._all("tune", card, "tune a site", check)
-        for rank, their in enumerate(cards):
-            if their["of"] != card["of"]:
-                raise self._differ(rank, their["of"], card["of"])
-        return mine if card["known"] is not None and all(their == card for their in cards) else None
+    def _agree_on_cached(
+        self, cached: TunedStrategy | None, strategies: Sequence[str], check: Callable[[], None]
+    ) -> TunedStrategy | None:
+        """Return the cached result if every rank has the same one, else None."""
+        own = {"known": cached.to_dict() if cached and cached.strategy in strategies else None, "of": list(strategies)}
+        ranks = self._gather("tune", own, "tune a site", check)
+        for rank, other in enumerate(ranks):
+            if other["of"] != own["of"]:
+                raise self._site_mismatch(rank, other["of"], own["of"])
+        return cached if own["known"] is not None and all(other == own for other in ranks) else None
 
-    def _differ(self, rank: int, got: Any, expected: Any) -> errors.SiteMismatchError:
+    def _site_mismatch(self, rank: int, got: Any, expected: Any) -> errors.SiteMismatchError:
         assert self._exchange is not None
         return errors.SiteMismatchError(
             f"ranks {self._exchange.rank} and {rank} are about to time different sites",
@@ -146,29 +150,30 @@ class Tuner:
             fix="give all ranks the same sizes, and capture CUDA graphs on all of them at once",
         )
 
-    def _timed(self, strategies: Sequence[str], run: Callable[[int], bool], check: Callable[[], None]) -> Tuned:
-        clock = _cuda_us if self._device == "cuda" else _cpu_us
+    def _measure(self, strategies: Sequence[str], run: Callable[[int], bool], check: Callable[[], None]) -> TunedStrategy:
+        """Time every strategy on all ranks and return the one with the least time on its slowest rank."""
+        measure_us = _cuda_us if self._device == "cuda" else _cpu_us
         times: list[list[float]] = [[] for _ in strategies]
         for turn in range(WARM + TIMED):
-            for number in range(len(strategies)):
-                us = clock(lambda number=number: _run(run, number))
+            for index in range(len(strategies)):
+                us = measure_us(lambda index=index: _run(run, index))
                 if turn >= WARM:
-                    times[number].append(us)
-        mine = {"us": [round(median(t), 3) for t in times]}
-        cards = self._all("tuned", mine, "tell what a site took", check)
-        slowest = [max(card["us"][number] for card in cards) for number in range(len(strategies))]
+                    times[index].append(us)
+        own = {"us": [round(median(t), 3) for t in times]}
+        ranks = self._gather("tuned", own, "the exchange of a site's times", check)
+        slowest = [max(rank["us"][index] for rank in ranks) for index in range(len(strategies))]
         best = min(range(len(strategies)), key=slowest.__getitem__)
         best = best if slowest[best] < (1 - MARGIN) * slowest[0] else 0
-        return Tuned(strategies[best], dict(zip(strategies, slowest, strict=True)))
+        return TunedStrategy(strategies[best], dict(zip(strategies, slowest, strict=True)))
 
 
-class _Stopped(RuntimeError):
-    """A timed call failed; C++ has its error and raises that."""
+class _TimedCallFailed(RuntimeError):
+    """A timed call failed. C++ holds its error and raises that."""
 
 
-def _run(run: Callable[[int], bool], number: int) -> None:
-    if not run(number):
-        raise _Stopped
+def _run(run: Callable[[int], bool], index: int) -> None:
+    if not run(index):
+        raise _TimedCallFailed
 
 
 def _cpu_us(body: Callable[[], None]) -> float:
@@ -178,22 +183,22 @@ def _cpu_us(body: Callable[[], None]) -> float:
 
 
 def _cuda_us(body: Callable[[], None]) -> float:
-    """From the first to the last of the call's work on the current stream."""
+    """Return the time between the first and the last work of the call on the current stream."""
     import torch
 
-    # The call is timed on a stream that has nothing left to do, as the host's own time counts. What other streams do is theirs:
-    # one of them may wait for a peer that waits for this rank.
-    device_wait.ended("what was issued before a call that is timed")
+    # The stream must be idle before the call, because host time counts. Other streams are not waited for: one of them may
+    # wait for a peer that waits for this rank.
+    device_wait.wait_for_event("work issued before a timed call")
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     body()
     end.record()
-    device_wait.ended("a call that is timed", end)
+    device_wait.wait_for_event("a timed call", end)
     return float(begin.elapsed_time(end)) * 1e3
 
 
-def _not_now(device: str) -> str:
-    """Why nothing can be timed at this moment, "" where it can."""
+def _blocked_by(device: str) -> str:
+    """Return why nothing can be timed now, "" where it can."""
     if device != "cuda":
         return ""
     import torch
@@ -204,46 +209,47 @@ def _not_now(device: str) -> str:
 
 
 def _key(work: str, strategies: Sequence[str], device: str, ranks: int) -> str:
-    # Times are those of this version's executor; on GPUs it is another one where calls that come again are not recorded.
-    ours = {"version": extension().build_info()["version"], "replay": settings.current().replay}
-    text = json.dumps([work, list(strategies), machine.key(device, ranks), ours], sort_keys=True)
+    # Times belong to this version's executor. On GPUs they also depend on whether repeated calls are replayed as CUDA graphs.
+    build = {"version": extension().build_info()["version"], "replay": settings.current().replay}
+    text = json.dumps([work, list(strategies), machine.key(device, ranks), build], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class _File:
-    """The picks of one plan on disk, by key, read once a process."""
+    """The results of one plan on disk, by key, read once per process."""
 
     def __init__(self, digest: str) -> None:
         try:
             self.path: Path | None = path_of(digest)
-        except ValueError:  # a site of no plan: picks live as long as the process
+        except ValueError:  # a site without a plan: results last as long as the process
             self.path = None
 
-    def read(self) -> dict[str, Tuned]:
+    def read(self) -> dict[str, TunedStrategy]:
+        """Return the results by key."""
         path = self.path or Path()
-        if path not in _known.files:
-            _known.files[path] = _load(self.path) if self.path else {}
-        return _known.files[path]
+        if path not in _results.files:
+            _results.files[path] = _load(self.path) if self.path else {}
+        return _results.files[path]
 
-    def add(self, key: str, found: Tuned, write: bool) -> None:
-        """For this process, and on disk if `write`: beside what other groups have put there meanwhile."""
-        self.read()[key] = found
+    def add(self, key: str, result: TunedStrategy, write: bool) -> None:
+        """Add a result for this process, and on disk if `write`, keeping what other groups wrote since."""
+        self.read()[key] = result
         if not write or self.path is None:
             return
-        rows = {name: row.to_dict() for name, row in ({**_load(self.path), key: found}).items()}
+        rows = {name: row.to_dict() for name, row in ({**_load(self.path), key: result}).items()}
         try:
             profile_store.write(self.path, json.dumps({"version": VERSION, "tuned": rows}, indent=1))
         except OSError as error:
-            log.warning("%s is not kept, the next process measures again: %s", self.path, error)
+            log.warning("cannot write %s, the next process measures again: %s", self.path, error)
 
 
-def _load(path: Path) -> dict[str, Tuned]:
-    """What a file holds; nothing where it is none of ours: it would only save time."""
+def _load(path: Path) -> dict[str, TunedStrategy]:
+    """Return the results in a file, none where it is unreadable: they only save time."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        found = json.loads(path.read_text())
-        if found["version"] == VERSION:
+        content = json.loads(path.read_text())
+        if content["version"] == VERSION:
             return {
-                str(key): Tuned(str(row["strategy"]), {str(k): float(v) for k, v in row["us"].items()})
-                for key, row in found["tuned"].items()
+                str(key): TunedStrategy(str(row["strategy"]), {str(k): float(v) for k, v in row["us"].items()})
+                for key, row in content["tuned"].items()
             }
     return {}

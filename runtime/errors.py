@@ -1,6 +1,6 @@
-"""Every error a user can meet. A message says what went wrong, where, what was got and expected, and what to do.
+"""All errors of this library. A message says what went wrong, where, what was got and expected, and how to fix it.
 
-C++ raises these too: it calls `make` with a class name and fields (csrc/bindings/errors.cpp), so texts are written here only.
+C++ raises them too, through `make` with a class name and fields (csrc/bindings/errors.cpp). So all texts are in this file.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 
 class UbOverlapError(RuntimeError):
-    """The base of all errors of this library.
+    """Base class of all errors of this library.
 
-    `what` went wrong, `where` (site, op, file), what was `got` and `expected`, and how to `fix` it; empty where unknown.
+    `what` went wrong, `where` (site, op, file), what was `got` and `expected`, and how to `fix` it. Unknown parts are "".
     """
 
     def __init__(self, what: str, *, where: str = "", got: str = "", expected: str = "", fix: str = "") -> None:
@@ -21,6 +21,7 @@ class UbOverlapError(RuntimeError):
         super().__init__(self.message())
 
     def message(self) -> str:
+        """Return the full text."""
         lines = [self.what]
         for label, text in (("where", self.where), ("got", self.got), ("expected", self.expected), ("fix", self.fix)):
             if text:
@@ -29,11 +30,11 @@ class UbOverlapError(RuntimeError):
 
 
 class OptionError(UbOverlapError, ValueError):
-    """A setting, an option or an argument that cannot be."""
+    """An invalid setting, option or argument."""
 
 
 class RankError(UbOverlapError):
-    """An error that names ranks of the group. `ranks`: those whose doing it is, never the one that tells of them."""
+    """An error that names ranks of the group. `ranks`: the ranks that caused it, never the one that reports it."""
 
     def __init__(
         self, what: str, *, ranks: Sequence[int] = (), where: str = "", got: str = "", expected: str = "", fix: str = ""
@@ -43,8 +44,10 @@ class RankError(UbOverlapError):
 
 
 class PlanMismatchError(RankError):
-    """The ranks of a group compiled different plans. `ranks`: those whose plan differs from this rank's. `diff`: how the graph
-    of the first of them differs from this rank's, "" where nobody kept both."""
+    """The ranks of a group compiled different plans. `ranks`: those whose plan differs from this rank's.
+
+    `diff`: how the graph of the first of them differs from this rank's, "" where one of the graphs is not available.
+    """
 
     def __init__(self, what: str, *, diff: str = "", **fields: Any) -> None:
         self.diff = diff
@@ -55,10 +58,10 @@ class PlanMismatchError(RankError):
 
 
 class PeerTimeoutError(RankError):
-    """Ranks of the group did not come before the deadline, or their processes are gone.
+    """Ranks of the group did not arrive before the deadline, or their processes are gone.
 
-    `ranks`: their ranks in the group. `op`, `site`, `phase`, `chunk`: what was waited for; `expected_epoch` and
-    `observed_epoch`: the call it belongs to and the last one that was seen. `reporter`: the rank that noticed.
+    `ranks`: their ranks in the group. `op`, `site`, `phase`, `chunk`: the wait that timed out. `expected_epoch` and
+    `observed_epoch`: the call it belongs to and the last call seen. `reporter`: the rank that noticed.
     """
 
     def __init__(
@@ -80,15 +83,15 @@ class PeerTimeoutError(RankError):
 
 
 class DeviceTimeoutError(RankError):
-    """Work on a rank's own device did not end before the deadline: no peer was late. `ranks`: that rank, where the group knows.
+    """Work on a rank's own device did not end before the deadline; no peer was late. `ranks`: that rank, where known.
 
-    An earlier call of the group that does not go on, so that the next one does not get its turn; or what the host waits for
-    before it may go on (memory that calls still use, times that are to be read).
+    Either an earlier call of the group makes no progress and holds the group's lock on the device. Or the host waits for work
+    on the device: calls that still use memory, or events whose times it reads.
     """
 
 
 class ShapeMismatchError(RankError):
-    """A peer brought other sizes or dtypes to the same site. `ranks`: the peer."""
+    """A peer has other sizes or dtypes at the same site. `ranks`: the peer."""
 
 
 class SiteMismatchError(RankError):
@@ -96,19 +99,19 @@ class SiteMismatchError(RankError):
 
 
 class PeerFailedError(RankError):
-    """A peer raised an error of its own and told the group. `ranks`: the peer."""
+    """A peer raised an error and reported it to the group. `ranks`: the peer."""
 
 
 class SessionPoisonedError(UbOverlapError):
-    """An earlier error left the ranks of this group out of step; it cannot be used any more."""
+    """An earlier error left the ranks of this group out of step. The group cannot be used any more."""
 
 
 class BuildMismatchError(UbOverlapError):
-    """The compiled extension is missing, or was built for another torch or another version than what it meets."""
+    """The compiled extension is missing, or was built for another torch or another version."""
 
 
 class ArenaError(UbOverlapError):
-    """Shared memory could not be made, grown or attached."""
+    """Shared memory could not be allocated, grown or attached."""
 
 
 class ForkError(UbOverlapError):
@@ -116,27 +119,27 @@ class ForkError(UbOverlapError):
 
 
 class TransportError(UbOverlapError):
-    """There is no way to carry this call out on this device."""
+    """No transport can run this call on this device."""
 
 
 class Fp8StateError(UbOverlapError, ValueError):
-    """Histories of delayed scaling that do not fit what is asked of them."""
+    """Amax histories of delayed scaling that do not fit the request."""
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 1, 2"."""
+    """Return "rank 3" or "ranks 1, 2"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _timeout(fields: dict[str, str]) -> UbOverlapError:
+def _peer_timeout(fields: dict[str, str]) -> UbOverlapError:
     rank, waited, silent = int(fields["ranks"]), fields["waited_s"], float(fields["silent_s"])
-    who = f"rank {rank} of the group"
+    label = f"rank {rank} of the group"
     if fields["dead"] == "1":
-        what = f"{who} is gone: its process ended during a call"
+        what = f"{label} is gone: its process ended during a call"
     else:
-        what = f"{who} did not come within {waited} s"
+        what = f"{label} did not arrive within {waited} s"
         if silent > 1:
-            what += f" (no sign of life for {silent:.1f} s)"
+            what += f" (no heartbeat for {silent:.1f} s)"
     return PeerTimeoutError(
         what,
         ranks=(rank,),
@@ -155,51 +158,51 @@ def _timeout(fields: dict[str, str]) -> UbOverlapError:
     )
 
 
-def _turn(fields: dict[str, str]) -> UbOverlapError:
+def _group_lock_timeout(fields: dict[str, str]) -> UbOverlapError:
     rank, waited = int(fields["ranks"]), float(fields["waited_s"])
     connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-    fix = "look for what keeps that call's stream from going on"
+    fix = "look for what blocks that call's stream"
     if connections == "1":
         fix = (
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one queue, where a call that waits for its turn also holds up "
-            "the one that has it: set it to 8 or more, or replay graphs and call ops of one group from one thread"
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one queue, where a call that waits for the lock also blocks "
+            "the call that holds it: set it to 8 or more, or replay graphs and call ops of one group from one thread"
         )
     return DeviceTimeoutError(
-        f"rank {rank} of the group waited for its turn on its own device"
+        f"rank {rank} of the group waited for the group's lock on its own device"
         + (f" for {waited:g} s" if waited else "")
-        + ": an earlier call of the group does not go on there",
+        + ": an earlier call of the group makes no progress there",
         ranks=(rank,),
         where=f"{fields['op']} at site '{fields['site']}'",
-        got=f"the call of epoch {fields['expected_epoch']} has the turn, and nothing of it has run for the deadline of a step",
-        expected="calls of a group run one after the other on a device; each ends by itself, for its waits have deadlines",
+        got=f"the call of epoch {fields['expected_epoch']} holds the lock, and none of it has run for the step deadline",
+        expected="calls of a group run one after the other on a device; each ends by itself, as its waits have deadlines",
         fix=fix,
     )
 
 
-def _mismatch(name: str, fields: dict[str, str]) -> UbOverlapError:
+def _rank_mismatch(name: str, fields: dict[str, str]) -> UbOverlapError:
     culprit, reporter = int(fields["ranks"]), int(fields["reporter"])
     got, expected = f"rank {culprit}: {fields['got']}", f"rank {reporter}: {fields['expected']}"
     where = f"{fields['op']} at site '{fields['site']}'"
     cls, what = SiteMismatchError, "are at different sites"
     fix = "make all ranks of a group run the same sequence of ops; look for rank-dependent control flow"
     if name == "ShapeMismatchError":
-        cls, what = ShapeMismatchError, "brought different sizes to one site"
+        cls, what = ShapeMismatchError, "have different sizes at one site"
         fix = "give all ranks of a group the same shapes and dtypes, or disable the site"
     return cls(f"ranks {reporter} and {culprit} {what}", ranks=(culprit,), where=where, got=got, expected=expected, fix=fix)
 
 
 def make(name: str, fields: dict[str, str]) -> UbOverlapError:
-    """The error that C++ describes by class name and fields."""
+    """Return the error that C++ describes by class name and fields."""
     if name == "PeerTimeoutError":
-        return _timeout(fields)
+        return _peer_timeout(fields)
     if name == "DeviceTimeoutError":
-        return _turn(fields)
+        return _group_lock_timeout(fields)
     if name in ("ShapeMismatchError", "SiteMismatchError"):
-        return _mismatch(name, fields)
+        return _rank_mismatch(name, fields)
     if name == "PeerFailedError":
         rank = int(fields["ranks"])
         return PeerFailedError(
-            f"rank {rank} of the group gave up",
+            f"rank {rank} of the group failed",
             ranks=(rank,),
             where=f"{fields['op']} at site '{fields['site']}'",
             got=fields["got"],
@@ -211,4 +214,4 @@ def make(name: str, fields: dict[str, str]) -> UbOverlapError:
 
 
 class MissError(UbOverlapError):
-    """on_unmatched="error": a collective that meets a matmul could not be overlapped."""
+    """on_unmatched="error": a collective next to a matmul could not be overlapped."""

@@ -8,6 +8,7 @@ import tempfile
 import pytest
 from hypothesis import settings
 
+import tests.harness.shared_memory  # noqa: F401  (tags the segments of this process and of all that it starts)
 from tests.harness.fixtures import pool2, pool4  # noqa: F401  (fixtures, found by name)
 
 # Reports that tests make go to a folder of their own; ranks and subprocesses inherit it.

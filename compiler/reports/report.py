@@ -10,7 +10,7 @@ from typing import Any
 from tabulate import tabulate
 
 from ub_overlap.runtime import plan_store, verify
-from ub_overlap.runtime.autotune import Tuned, tuned
+from ub_overlap.runtime.autotune import TunedStrategy, tuned_strategies
 from ub_overlap.runtime.errors import OptionError
 from ub_overlap.runtime.site_id import SiteId
 from ub_overlap.runtime.stats import SiteStats, site_stats
@@ -42,7 +42,7 @@ class ReportedDecision(Decision):
     """The strategy of the last call, or "c10d" where the group turned out to have no transport."""
     calls_by_strategy: tuple[tuple[str, int], ...] = ()
     """Several where the site has a table of sizes, or alternatives."""
-    tuned: tuple[tuple[str, Tuned], ...] = ()
+    tuned: tuple[tuple[str, TunedStrategy], ...] = ()
     """With autotune=True what was measured and picked: (up to how many rows, "*" any; what)."""
     transport: str | None = None
     bytes_copied: int | None = None
@@ -288,9 +288,9 @@ def _hidden(d: ReportedDecision) -> str:
     return f"{d.bytes_beside_matmul / d.bytes_copied:.0%}" if d.bytes_copied and d.bytes_beside_matmul is not None else ""
 
 
-def _tuned(plan: Plan, d: Decision) -> tuple[tuple[str, Tuned], ...]:
+def _tuned(plan: Plan, d: Decision) -> tuple[tuple[str, TunedStrategy], ...]:
     """What was measured at a site, by the limits of its table."""
-    found = tuned(str(SiteId(plan.digest, d.id)))
+    found = tuned_strategies(str(SiteId(plan.digest, d.id)))
     limits = [b.limit for b in d.strategy.buckets] if isinstance(d.strategy, DispatchTable) else []
     return tuple(("*" if limits[n] is None else str(limits[n]), found[n]) for n in sorted(found))
 

@@ -305,6 +305,7 @@ PYBIND11_MODULE(_C, m) {
         py::call_guard<py::gil_scoped_release>());
     m.def("close_all", [] { Registry::get().clear(); }, py::call_guard<py::gil_scoped_release>());
     m.def("unlink_name", &unlink_name);
+    m.attr("slots") = slots;  // runtime/schedule/steps.py has the same number
     m.def("build_info", &build_info);
     define_testing(m.def_submodule("testing", "Hooks for tests."));
 }

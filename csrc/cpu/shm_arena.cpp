@@ -7,7 +7,9 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <cctype>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <new>
@@ -32,10 +34,19 @@ int64_t control_bytes(int ranks) {
                                   : "check that all ranks share /dev/shm and run as the same user"}});
 }
 
+// "/ub_overlap-<32 hex digits>", or "/ub_overlap-<tag>-<32 hex digits>" with letters and digits of UB_OVERLAP_SHM_TAG, so that
+// the segments of one job can be told from those of others on the machine.
 std::string random_name() {
     unsigned char bytes[16];
     if (getrandom(bytes, sizeof bytes, 0) != sizeof bytes) fail("name", "", 0, errno);
     std::string name = prefix;
+    if (const char* tag = std::getenv("UB_OVERLAP_SHM_TAG")) {
+        std::string text;
+        for (; *tag != 0 && text.size() < 64; ++tag) {
+            if (std::isalnum(static_cast<unsigned char>(*tag))) text += *tag;
+        }
+        if (!text.empty()) name += text + "-";
+    }
     for (unsigned char byte : bytes) {
         name += "0123456789abcdef"[byte >> 4];
         name += "0123456789abcdef"[byte & 15];

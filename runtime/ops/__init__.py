@@ -22,7 +22,7 @@ import torch
 
 from .. import errors, settings
 from ..extension import extension
-from ..session import session
+from ..session.bind import bind
 from . import (
     all_gather_matmul,
     all_gather_scaled_matmul,
@@ -69,7 +69,7 @@ def run_fallback(op: str, *args: Any) -> Any:
 _C = extension()
 for _definition in DEFINITIONS.values():
     _definition.register()
-_C.install(provide=ScheduleProvider(), bind=session.bind, fallback=run_fallback, make_error=errors.make)
+_C.install(provide=ScheduleProvider(), bind=bind, fallback=run_fallback, make_error=errors.make)
 settings.apply()
 # Sessions hold Python objects, so they must be closed while the interpreter lives.
 atexit.register(_C.close_all)

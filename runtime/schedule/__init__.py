@@ -1,8 +1,8 @@
 """Schedules: what every rank does for one strategy, as data that is proven before it runs.
 
-Builders (`build`) write schedules in the language of `steps.py`; the checker (`check`, `check_reuse`, ...) proves them with
-happens-before over all ranks; `provide` hands proven ones to C++; `describe` draws them; `interpret.py` is the reference
-executor that the checker is tested against. Plain Python: nothing here imports torch.
+Builders (`build`) write schedules in the language of `steps.py`. The checker (`check`, `check_reuse`, ...) proves them with
+happens-before over all ranks. `provide` returns proven schedules to C++. `describe` draws them. `interpret.py` is the
+reference executor that the checker is tested against. Plain Python: nothing here imports torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A schedule as text: time runs down, one lane a queue, and events as small numbers between the lanes.
+"""Draw a schedule as text: time runs down, one lane per queue, and events as small numbers.
 
 ::
 
@@ -20,9 +20,9 @@ from .steps import Queue, Schedule, Step
 
 
 def describe(schedule: Schedule) -> str:
-    """The drawing of one rank's schedule."""
+    """Draw one rank's schedule."""
     key = schedule.key
-    chunks = f"{key.chunks} chunks" if key.chunks else "one piece a rank"
+    chunks = f"{key.chunks} chunks" if key.chunks else "one piece per rank"
     cells = [(step.queue, _cell(step)) for step in schedule.steps]
     width = max([len("COMPUTE"), *(len(cell) for queue, cell in cells if queue is Queue.COMPUTE)])
     lines = [f"{key.kind}, rank {schedule.rank} of {key.ranks}, {chunks}", f"{'#':>3}  {'COMPUTE':<{width}}  COPY"]

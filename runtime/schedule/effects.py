@@ -1,7 +1,6 @@
-"""What a step does to memory and to flags, whatever its type: the one place that knows every step class.
+"""Effects of a step on memory and flags. Only this file knows every step class.
 
-The checker, the flag rules and the order of steps are written over these effects, so a new step class is a new case here
-and nowhere else.
+The checker, the flag rules and happens-before use these effects, so a new step class is a new case here only.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class Access:
 
 
 def accesses(step: Step, rank: int) -> Iterator[Access]:
-    """The regions `step` touches on behalf of `rank`: reads first, as every step reads before it writes."""
+    """Yield the regions that `step` of `rank` accesses, reads first: every step reads before it writes."""
     match step:
         case Copy():
             yield Access(step.src, False)
@@ -41,7 +40,7 @@ def accesses(step: Step, rank: int) -> Iterator[Access]:
 
 
 def waits(step: Step) -> tuple[Wait, ...]:
-    """The flag waits that `step` is or contains."""
+    """Return the flag waits that `step` is or contains."""
     match step:
         case Wait():
             return (step,)
@@ -53,7 +52,7 @@ def waits(step: Step) -> tuple[Wait, ...]:
 
 
 def signals(step: Step) -> tuple[Flag, ...]:
-    """The flags that `step` writes."""
+    """Return the flags that `step` writes."""
     match step:
         case Signal():
             return (step.flag,)
@@ -63,20 +62,20 @@ def signals(step: Step) -> tuple[Flag, ...]:
 
 
 def show_region(region: Region) -> str:
-    """``LANDING@2[3:1/2..1]``: buffer, rank, shard, interval; ``RESULT.1`` for consumer 1."""
+    """Return ``LANDING@2[3:1/2..1]``: buffer, rank, shard, interval. ``RESULT.1`` is consumer 1."""
     piece = "" if (region.lo, region.hi) == (0, 1) else f":{region.lo}..{region.hi}"
     index = f".{region.index}" if region.buf is Buf.RESULT else ""
     return f"{region.buf.name}{index}@{region.rank}[{region.shard}{piece}]"
 
 
 def show_flag(flag: Flag, back: int = 0) -> str:
-    """``READY@2 from 1 #0``: where the word is, who writes it, which piece."""
+    """Return ``READY@2 from 1 #0``: the rank that holds the word, the rank that writes it, and the piece."""
     when = f" of epoch e-{back}" if back else ""
     return f"{flag.kind.name}@{flag.rank} from {flag.source} #{flag.index}{when}"
 
 
 def show(step: Step) -> str:
-    """One step in a few words, for errors and drawings."""
+    """Return a step in a few words, for errors and drawings."""
     match step:
         case Copy():
             text = f"{show_region(step.src)} -> {show_region(step.dst)}"

@@ -1,8 +1,7 @@
-"""Schedules as plain integers, for C++: the layout is the table in docs/explanation/schedules.md.
+"""Encode schedules as plain integers for C++. The layout is the table in docs/explanation/schedules.md.
 
-`provide` is what C++ calls (with the GIL, once for each new key): it builds the schedules of all ranks, proves them, and
-hands over the ones of the asking rank. Every rank proves on its own; equal keys give equal schedules, so no rank needs to
-hear another's verdict.
+C++ calls `provide` (with the GIL, once per new key). It builds the schedules of all ranks, proves them, and returns that of
+the calling rank. Every rank proves independently: equal keys give equal schedules, so ranks need not exchange the outcome.
 """
 
 from __future__ import annotations
@@ -39,23 +38,23 @@ Row = tuple[int, ...]
 
 
 def provide(key: tuple[Any, ...], rank: int) -> list[Row]:
-    """The proven, encoded schedule of `rank` for `key`, a `Key` as a plain tuple."""
+    """Return the proven, encoded schedule of `rank` for `key`, a `Key` as a plain tuple."""
     return list(_proven(_key(key))[rank])
 
 
 def prove_pair(key_a: tuple[Any, ...], key_b: tuple[Any, ...]) -> None:
-    """Prove that calls of both keys may share a group's arena in any order, or raise `ScheduleError`. Cached, symmetric."""
+    """Prove that calls of both keys may share a group's arena in any order, or raise ScheduleError. Cached and symmetric."""
     first, second = sorted((_key(key_a), _key(key_b)), key=repr)
     check_reuse(first, second)
 
 
 def encode(schedule: Schedule) -> list[Row]:
-    """One tuple a step: opcode, queue, record or -1, number of events waited for, those events, payload."""
+    """Return one tuple per step: opcode, queue, record or -1, number of events waited for, those events, payload."""
     return [_encode_step(step) for step in schedule.steps]
 
 
 def decode(rows: Sequence[Sequence[int]], key: Key, rank: int) -> Schedule:
-    """The inverse of `encode`."""
+    """Invert `encode`."""
     return Schedule(key, rank, tuple(_decode_step(row) for row in rows))
 
 
@@ -96,7 +95,7 @@ def _encode_step(step: Step) -> Row:
         case Finish():
             opcode, payload = FINISH, [step.index]
         case _:
-            raise ScheduleError("encode", f"the executors run no {type(step).__name__}: {show(step)}")
+            raise ScheduleError("encode", f"the executors cannot run {type(step).__name__}: {show(step)}")
     record = -1 if step.record is None else step.record
     return (opcode, int(step.queue), record, len(step.after), *step.after, *payload)
 
@@ -117,9 +116,9 @@ def _encode_flag(flag: Flag) -> Row:
 
 def _decode_step(row: Sequence[int]) -> Step:
     numbers = iter(row)
-    opcode, queue, recorded = next(numbers), Queue(next(numbers)), next(numbers)
+    opcode, queue, event = next(numbers), Queue(next(numbers)), next(numbers)
     after = tuple(next(numbers) for _ in range(next(numbers)))
-    record = None if recorded < 0 else recorded
+    record = None if event < 0 else event
     step: Step
     match opcode:
         case 0:
@@ -131,7 +130,7 @@ def _decode_step(row: Sequence[int]) -> Step:
         case 3:
             kind, index, accumulate = _compute_kind(next(numbers), row), next(numbers), bool(next(numbers))
             reads, writes = _decode_regions(numbers), _decode_regions(numbers)
-            # A gate inside a matmul has no queue of its own to run on: it takes the matmul's.
+            # A gate inside a matmul runs on the matmul's queue.
             gates = tuple(Wait(queue=queue, flag=_decode_flag(numbers), back=next(numbers)) for _ in range(next(numbers)))
             step = Compute(
                 queue=queue,
@@ -151,8 +150,8 @@ def _decode_step(row: Sequence[int]) -> Step:
             step = Finish(queue=queue, after=after, record=record, index=next(numbers))
         case _:
             raise ScheduleError("encode", f"opcode {opcode} is unknown, expected 0 to 5, in {tuple(row)}")
-    if left := list(numbers):
-        raise ScheduleError("encode", f"{len(left)} numbers too many in {tuple(row)}")
+    if rest := list(numbers):
+        raise ScheduleError("encode", f"{len(rest)} numbers too many in {tuple(row)}")
     return step
 
 

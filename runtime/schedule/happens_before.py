@@ -1,17 +1,17 @@
-"""Happens-before: which step of which rank has surely ended before which other one begins.
+"""The happens-before relation between the steps of all ranks.
 
 A *node* is a step of one rank in one call. Node a happens before node b if a path of these edges leads from a to b:
 
-* queue: steps of a queue run in issue order, also across calls (one COPY queue a process, shared by all its groups);
+* queue: steps of a queue run in issue order, also across calls (one COPY queue per process, shared by all its groups);
 * event: a step begins after the events in `after`;
 * flag: a wait ends after the signal it waits for;
-* program: a call begins on a rank after the last COMPUTE step of that rank's call before it (nothing orders two ranks).
+* program: a call begins on a rank after the last COMPUTE step of that rank's previous call (there is no such edge between
+  ranks).
 
-The issue order is deliberately no edge. But it has to *work* as one: one host thread issues the steps, and on a device with
-a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) they run in just that order, so it must not deadlock either.
+Issue order is deliberately not an edge. But it must *work* as one: one host thread issues the steps, and a device with a
+single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) runs them in that order. So that order must not deadlock either.
 
-An `Opaque` is two nodes: in the first it writes and then signals, in the second it waits and then reads. What else it does
-inside is its own affair.
+An `Opaque` is two nodes: the first writes and then signals, the second waits and then reads. Its inside is not modeled.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A step under examination. `rank` is the rank in the call's group, `place` the step's number in its schedule."""
+    """A step of a rank in a call. `rank`: the rank in the call's group. `place`: the step's number in its schedule."""
 
     id: int
     call: int
     rank: int
     place: int
     step: Step
-    opens: bool = True  # it does the step's writes and signals
-    closes: bool = True  # it does the step's waits and reads
+    opens: bool = True  # performs the step's writes and signals
+    closes: bool = True  # performs the step's waits and reads
     before: list[int] = field(default_factory=list)
 
 
@@ -54,8 +54,8 @@ Word = tuple[tuple[int, ...], int, Flag]
 class HappensBefore:
     """The nodes of some calls and their happens-before relation.
 
-    `ended[n]` is the set of nodes that happen before node n, as a bit mask; `sequence` is one order all nodes can run in.
-    `ends[call][rank]` is the last COMPUTE node of a rank's call, None if it has no COMPUTE step.
+    `ended[n]`: the nodes that happen before node n, as a bit mask. `sequence`: one order in which all nodes can run.
+    `ends[call][rank]`: the last COMPUTE node of a rank's call, None without a COMPUTE step.
     """
 
     def __init__(self, calls: Sequence[Call], slots: int) -> None:
@@ -77,20 +77,21 @@ class HappensBefore:
             self.ended[node.id] = mask
 
     def where(self, node: Node) -> str:
-        """Where a node is, in words: ``rank 1 step 7 (COPY: Copy INPUT@1[1] -> LANDING@0[1])``."""
+        """Describe a node: ``rank 1 step 7 (COPY: Copy INPUT@1[1] -> LANDING@0[1])``."""
         call = f"call {self.calls[node.call].epoch} " if len(self.calls) > 1 else ""
         return f"{call}rank {node.rank} step {node.place} ({node.step.queue.name}: {show(node.step)})"
 
     def word(self, call: Call, flag: Flag, epoch: int) -> Word:
+        """Return the word of `flag` in `epoch`."""
         return (call.group, epoch % self.slots, flag)
 
     def first(self, mask: int) -> Node:
-        """The first node of a bit mask that is not empty."""
+        """Return the first node of a non-empty bit mask."""
         return self.nodes[(mask & -mask).bit_length() - 1]
 
     def _add_calls(self) -> None:
         queue_tails: dict[tuple[int, Queue], int] = {}
-        program: dict[int, int] = {}  # global rank -> last COMPUTE node of its call before
+        program: dict[int, int] = {}  # global rank -> last COMPUTE node of its previous call
         for number, call in enumerate(self.calls):
             ends: list[Node | None] = []
             for rank, schedule in enumerate(call.schedules):
@@ -110,7 +111,7 @@ class HappensBefore:
                     if step.record is not None:
                         if step.record in events:
                             raise ScheduleError(
-                                "event", f"{self.where(node)} records event {step.record}, which another step records too"
+                                "event", f"{self.where(node)} records event {step.record}, which another step also records"
                             )
                         events[step.record] = node.id
                     queue_tails[me, step.queue] = node.id
@@ -122,7 +123,7 @@ class HappensBefore:
             self.ends.append(ends)
 
     def _add_step(self, call: int, rank: int, place: int, step: Step, tail: int | None, starts: list[int]) -> Node:
-        """Add the node or nodes of a step; the last one is returned."""
+        """Add the node or nodes of a step and return the last one."""
         halves = ((True, False), (False, True)) if isinstance(step, Opaque) else ((True, True),)
         before = [*starts] if tail is None else [*starts, tail]
         for opens, closes in halves:
@@ -154,15 +155,15 @@ class HappensBefore:
                         "flag", f"{self.where(node)} waits for {show_flag(wait.flag)}: a rank waits for words in its own memory"
                     )
                 epoch = call.epoch - wait.back
-                old = wait.flag.kind is FlagKind.DONE  # DONE waits compare no tag: they order the past, never this call's data
-                if wait.back < 0 or wait.back % self.slots or (wait.back > 0) != old:
+                is_done = wait.flag.kind is FlagKind.DONE  # DONE waits compare no tag: they only order earlier calls
+                if wait.back < 0 or wait.back % self.slots or (wait.back > 0) != is_done:
                     raise ScheduleError(
                         "flag",
                         f"{self.where(node)} looks {wait.back} epochs back, expected "
-                        f"{f'a multiple of the {self.slots} slots' if old else '0, its own epoch'}",
+                        f"{f'a multiple of the {self.slots} slots' if is_done else '0, its own epoch'}",
                     )
                 if epoch < 1:
-                    continue  # before the group's first call: passes at once
+                    continue  # before the group's first call: always satisfied
                 at = (self.word(call, wait.flag, epoch), epoch)
                 self.awaited.setdefault(at, []).append(node)
                 if at not in self.signalled:
@@ -170,20 +171,20 @@ class HappensBefore:
                 node.before.append(self.signalled[at].id)
 
     def _run(self) -> list[Node]:
-        """One order in which all nodes can run: the ranks' lists, each strictly in issue order."""
-        done, left = _run_lists(list(self._lists.values()), len(self.nodes))
-        if not left:
+        """Return one order in which all nodes can run, each rank's list strictly in issue order."""
+        done, blocked = _run_lists(list(self._lists.values()), len(self.nodes))
+        if not blocked:
             return done
         queues: dict[tuple[int, Queue], list[Node]] = {}
         for me, nodes in self._lists.items():
             for node in nodes:
                 queues.setdefault((me, node.step.queue), []).append(node)
-        _, stuck = _run_lists(list(queues.values()), len(self.nodes))
-        if stuck:
-            raise ScheduleError("circular wait", f"these steps wait for each other: {self._join(stuck)}")
+        _, deadlocked = _run_lists(list(queues.values()), len(self.nodes))
+        if deadlocked:
+            raise ScheduleError("circular wait", f"these steps wait for each other: {self._join(deadlocked)}")
         raise ScheduleError(
             "issue order",
-            f"issued in list order by one thread, on one hardware queue, these steps never begin: {self._join(left)}",
+            f"issued in list order by one thread, on one hardware queue, these steps never begin: {self._join(blocked)}",
         )
 
     def _join(self, nodes: Sequence[Node]) -> str:
@@ -191,7 +192,7 @@ class HappensBefore:
 
 
 def _run_lists(lists: list[list[Node]], count: int) -> tuple[list[Node], list[Node]]:
-    """Run every list front to back, a node once all before it have run. Returns what ran, and the nodes that are stuck."""
+    """Run every list in order, each node after its predecessors. Return the nodes that ran and those that cannot."""
     ran = bytearray(count)
     done: list[Node] = []
     heads = [0] * len(lists)

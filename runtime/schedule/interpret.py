@@ -1,13 +1,12 @@
-"""The reference executor: runs all ranks' schedules on rows of symbols, under a random interleaving.
+"""The reference executor: run all ranks' schedules on symbolic rows, under a random interleaving.
 
-It shares nothing with the checker but the step classes, so that the two can be held against each other: what the checker
-accepts must give the right rows under every interleaving, and what gives wrong rows must be refused. It is also the shortest
-statement of what an executor does.
+It shares only the step classes with the checker, so that each tests the other. What the checker accepts must give the right
+rows under every interleaving, and what gives wrong rows must be rejected. It is also the shortest definition of an executor.
 
-Every rank has two threads, one a queue, that advance one *row* at a time, so that torn copies show. A tick runs the ready
-thread with the highest priority; priorities are drawn at random and redrawn now and then, which finds rare orders (a rank
-that is very late) more often than a fair draw would. Arena slots are flat lists that ops of every kind and size share;
-inputs and partials turn to `FREED` when their call ends. Flag words hold (epoch, tag), as in the real arena.
+Every rank has two threads, one per queue. They advance one *row* at a time, so that torn copies show. A tick runs the ready
+thread with the highest priority. Priorities are random and sometimes redrawn, which finds rare orders (a very late rank) more
+often than a uniform choice. Arena slots are flat lists that ops of every kind and size share. Inputs and partials become
+`FREED` when their call ends. Flag words hold (epoch, tag), as in the real arena.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .effects import show, waits
-from .op_contract import EMPTY, extent, promised
-from .steps import Buf, Compute, Copy, Finish, Key, Queue, Reduce, Region, Schedule, Signal, Step, Wait
+from .op_contract import EMPTY, expected_rows, extent
+from .steps import SLOTS, Buf, Compute, Copy, Finish, Key, Queue, Reduce, Region, Schedule, Signal, Step, Wait
 
 FREED = "freed"
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
-    """One call: the schedules of its ranks, the global ranks of its group, its tag, and the rows of every shard."""
+class SimulatedCall:
+    """One call: the schedules of its ranks, the global ranks of its group, its site's tag, and the rows of every shard."""
 
     schedules: tuple[Schedule, ...]
     group: tuple[int, ...]
@@ -40,7 +39,7 @@ class Site:
 
 @dataclass(slots=True)
 class RunOutcome:
-    """What a run ended with; ranks are global. `wrong`: calls that ended with wrong rows."""
+    """The result of a run; ranks are global. `wrong`: calls that ended with wrong rows."""
 
     ended: list[tuple[int, int]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -48,19 +47,20 @@ class RunOutcome:
     blocked: list[str] = field(default_factory=list)
 
     @property
-    def clean(self) -> bool:
+    def is_clean(self) -> bool:
+        """No call is wrong, mismatched or blocked."""
         return not (self.wrong or self.mismatched or self.blocked)
 
 
-class Mismatch(Exception):
+class TagMismatch(Exception):
     """A READY word holds this epoch with another site's tag, or a later epoch."""
 
 
 @dataclass(slots=True)
-class _Run:
-    """One call on one rank, under way."""
+class _RankCall:
+    """One call in flight on one rank."""
 
-    site: Site
+    site: SimulatedCall
     number: int
     rank: int
     epoch: int
@@ -70,30 +70,32 @@ class _Run:
 
 
 class Machine:
-    """All ranks, their arenas and their threads. `skip`: (call number, global rank) pairs that do not take part."""
+    """All ranks, their arenas and their threads. `skip`: (call number, global rank) pairs that skip the call."""
 
-    def __init__(self, sites: Sequence[Site], seed: int, slots: int = 2, skip: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(
+        self, sites: Sequence[SimulatedCall], seed: int, slots: int = SLOTS, skip: Sequence[tuple[int, int]] = ()
+    ) -> None:
         self.random = random.Random(seed)
         self.slots = slots
         self.outcome = RunOutcome()
         self.words: dict[tuple[Any, ...], tuple[int, int]] = {}
         self.arenas: dict[tuple[Any, ...], list[Any]] = {}
-        self.programs: dict[int, list[_Run]] = {}
+        self.programs: dict[int, list[_RankCall]] = {}
         for number, site in enumerate(sites):
             for rank, me in enumerate(site.group):
                 program = self.programs.setdefault(me, [])
                 if (number, me) in skip:
                     continue
-                epoch = 1 + sum(run.site.group == site.group for run in program)  # a skipped call counts no epoch
+                epoch = 1 + sum(run.site.group == site.group for run in program)  # a skipped call has no epoch
                 steps = site.schedules[rank].steps
                 queues = {queue: [step for step in steps if step.queue is queue] for queue in Queue}
-                program.append(_Run(site, number, rank, epoch, queues))
+                program.append(_RankCall(site, number, rank, epoch, queues))
         self.at = {(me, queue): [0, 0] for me in self.programs for queue in Queue}  # call and step of each thread
         self.active: dict[tuple[int, Queue], Iterator[None]] = {}
         self.halted: set[int] = set()
 
     def run(self) -> RunOutcome:
-        """Until nothing can move."""
+        """Run until no thread can advance."""
         threads = list(self.at)
         self.random.shuffle(threads)
         while True:
@@ -112,19 +114,19 @@ class Machine:
         return self.outcome
 
     def _tick(self, me: int, queue: Queue) -> bool:
-        """Advance a thread by one row or one step; False if it has to wait."""
+        """Advance a thread by one row or one step. Return False if it has to wait."""
         thread = (me, queue)
-        self._leave_ended(me, queue)
+        self._skip_ended_calls(me, queue)
         number, place = self.at[thread]
         if number >= len(self.programs[me]) or number > self.at[me, Queue.COMPUTE][0]:
-            return False  # a call begins when the rank's call before has ended
+            return False  # a call begins once the rank's previous call has ended
         run = self.programs[me][number]
         step = run.queues[queue][place]
         if thread not in self.active:
             try:
-                if not run.events.issuperset(step.after) or not all(self._seen(run, wait) for wait in waits(step)):
+                if not run.events.issuperset(step.after) or not all(self._has_signal(run, wait) for wait in waits(step)):
                     return False
-            except Mismatch as error:
+            except TagMismatch as error:
                 self.outcome.mismatched.append(f"rank {me} call {run.number}: {error}")
                 self.halted.add(me)
                 return True
@@ -140,23 +142,23 @@ class Machine:
             self.at[thread][:] = [number + 1, 0]
         return True
 
-    def _leave_ended(self, me: int, queue: Queue) -> None:
-        """COPY goes on to the next call once its steps of this one are done."""
+    def _skip_ended_calls(self, me: int, queue: Queue) -> None:
+        """Move COPY to the next call once its steps of this call are done."""
         at = self.at[me, queue]
         while at[0] < len(self.programs[me]) and at[1] == len(self.programs[me][at[0]].queues[queue]):
             at[:] = [at[0] + 1, 0]
 
-    def _seen(self, run: _Run, wait: Wait) -> bool:
+    def _has_signal(self, run: _RankCall, wait: Wait) -> bool:
         epoch = run.epoch - wait.back
         if epoch < 1:
             return True
         held, tag = self.words.get((run.site.group, epoch % self.slots, wait.flag), (0, 0))
         if wait.back == 0 and (held > epoch or (held == epoch and tag != run.site.tag)):
-            raise Mismatch(f"{show(wait)} holds epoch {held} of site {tag}, expected epoch {epoch} of site {run.site.tag}")
+            raise TagMismatch(f"{show(wait)} holds epoch {held} of site {tag}, expected epoch {epoch} of site {run.site.tag}")
         return held >= epoch
 
-    def _execute(self, run: _Run, step: Step) -> Iterator[None]:
-        """Do a step, row by row."""
+    def _execute(self, run: _RankCall, step: Step) -> Iterator[None]:
+        """Execute a step row by row."""
         match step:
             case Copy():
                 for source, target in zip(self._rows(run, step.src), self._rows(run, step.dst), strict=True):
@@ -177,7 +179,7 @@ class Machine:
                 sums = Region(Buf.RESULT, run.rank, 0, index=step.index)
                 self._write(run, sums, 0, ("rounded", self._read(run, sums, 0)))
 
-    def _matmul(self, run: _Run, step: Compute) -> Iterator[None]:
+    def _matmul(self, run: _RankCall, step: Compute) -> Iterator[None]:
         key = run.site.key
         if key.kind.startswith("matmul_"):
             for region in step.writes:
@@ -202,10 +204,10 @@ class Machine:
                     self._write(run, target, to, ("matmul", step.index, self._read(run, source, row)))
                     yield
 
-    def _rows(self, run: _Run, region: Region) -> range:
+    def _rows(self, run: _RankCall, region: Region) -> range:
         return range(*extent(run.site.key, run.site.rows, region))
 
-    def _read(self, run: _Run, region: Region, row: int) -> Any:
+    def _read(self, run: _RankCall, region: Region, row: int) -> Any:
         if region.buf.in_arena:
             arena, offset = self._arena(run, region, row)
             return arena[offset]
@@ -214,26 +216,27 @@ class Machine:
             return (*_stamp(run), "input", run.rank, region.shard, row)
         return run.memory.get(at, EMPTY)
 
-    def _write(self, run: _Run, region: Region, row: int, value: Any) -> None:
+    def _write(self, run: _RankCall, region: Region, row: int, value: Any) -> None:
         if region.buf.in_arena:
             arena, offset = self._arena(run, region, row)
             arena[offset] = value
         else:
             run.memory[region.buf, region.index, region.shard, row] = value
 
-    def _arena(self, run: _Run, region: Region, row: int) -> tuple[list[Any], int]:
+    def _arena(self, run: _RankCall, region: Region, row: int) -> tuple[list[Any], int]:
         stride = max(1, *run.site.rows)
         offset = (region.shard + (region.buf is Buf.LANDING2) * len(run.site.group)) * stride + row
         arena = self.arenas.setdefault((run.site.group, run.epoch % self.slots, region.rank), [])
         arena.extend([EMPTY] * (offset + 1 - len(arena)))
         return arena, offset
 
-    def _end(self, me: int, run: _Run) -> None:
-        """The call ends: what it returns must be right, what it was given is gone."""
+    def _end(self, me: int, run: _RankCall) -> None:
+        """End the call: check its results and free its inputs."""
         self.outcome.ended.append((run.number, me))
-        for (buf, index, shard, row), wanted in promised(run.site.key, run.site.rows, run.rank, _stamp(run), run.memory):
+        results = expected_rows(run.site.key, run.site.rows, run.rank, _stamp(run), run.memory)
+        for (buf, index, shard, row), expected in results:
             held = run.memory.get((buf, index, shard, row), EMPTY)
-            if held != wanted:
+            if held != expected:
                 self.outcome.wrong.append(f"rank {me} call {run.number} {buf.name}.{index}[{shard}] row {row}: {held}")
         for shard in range(len(run.site.group)):
             for row in range(max(run.site.rows)):
@@ -241,6 +244,6 @@ class Machine:
                 run.memory[Buf.PARTIAL, 0, shard, row] = (FREED,)
 
 
-def _stamp(run: _Run) -> tuple[int, int]:
-    """What tells this call's data from any other's; ranks that count calls alike stamp alike."""
+def _stamp(run: _RankCall) -> tuple[int, int]:
+    """Return what distinguishes this call's data from other calls'. Ranks that count calls alike have equal stamps."""
     return (run.site.tag, run.epoch)

@@ -1,11 +1,11 @@
-"""Races and coverage: every conflicting pair of accesses is ordered, every read finds what it reads, nothing is stored twice.
+"""Check for races and coverage: conflicting accesses are ordered, reads follow their writes, no cell is stored twice.
 
-Inside a call memory is looked at in *cells*: a shard cut at every boundary that any region of the call uses. Nodes are
-visited in an order they can run in; a cell remembers the nodes that read and wrote it, as bit masks, and each further access
-must come after all of those that it conflicts with. What is not ordered either way is found at the later of the two.
+Within a call, memory is divided into *cells*: a shard cut at every boundary that any region of the call uses. Nodes are
+visited in an order they can run in. A cell records the nodes that read and wrote it, as bit masks. Each further access must
+happen after all recorded accesses that conflict with it. An unordered pair is found at its later access.
 
-Between calls an arena slot is one single cell: its layout differs from op to op and from shape to shape, so any access of
-one call conflicts with any write of another.
+Between calls an arena slot is a single cell: its layout depends on op and shape. So any access of one call conflicts with any
+write of another.
 """
 
 from __future__ import annotations
@@ -31,28 +31,29 @@ class Grid:
                 for access in accesses(step, schedule.rank):
                     points.add(access.region.lo)
                     points.add(access.region.hi)
-        # Looked up by numerator and denominator: hashing a Fraction costs a modular inverse.
+        # Keys are numerator and denominator: hashing a Fraction costs a modular inverse.
         self._place = {(p.numerator, p.denominator): i for i, p in enumerate(sorted(points))}
         self.count = len(points) - 1
 
     def numbers(self, region: Region) -> range:
-        """The cells of `region`, as numbers within its shard."""
+        """Return the cells of `region`, as numbers within its shard."""
         lo, hi = region.lo, region.hi
         return range(self._place[lo.numerator, lo.denominator], self._place[hi.numerator, hi.denominator])
 
     def cells(self, region: Region) -> list[Cell]:
+        """Return the cells of `region`."""
         return [(region.buf, region.rank, region.index, region.shard, number) for number in self.numbers(region)]
 
 
 def check_call(order: HappensBefore, grid: Grid) -> None:
-    """The rules of memory within the one call of `order`."""
+    """Check the memory rules within the one call of `order`."""
     ranks = order.calls[0].schedules[0].key.ranks
     read: dict[Cell, int] = {}
     written: dict[Cell, int] = {}
     for node in order.sequence:
         bit = 1 << node.id
         unordered = ~(order.ended[node.id] | bit)
-        for access in _of(node):
+        for access in _accesses_of(node):
             _check_region(order, node, access, ranks)
             for cell in grid.cells(access.region):
                 writers = written.get(cell, 0)
@@ -63,9 +64,9 @@ def check_call(order: HappensBefore, grid: Grid) -> None:
                         "race", f"nothing orders {order.where(other)} and {order.where(node)} on {show_region(access.region)}"
                     )
                 if not writers and (access.adds or not access.write) and access.region.buf not in (Buf.INPUT, Buf.OPERAND):
-                    does = "adds to" if access.write else "reads"
+                    verb = "adds to" if access.write else "reads"
                     raise ScheduleError(
-                        "unwritten", f"{order.where(node)} {does} {show_region(access.region)} before it is written"
+                        "unwritten", f"{order.where(node)} {verb} {show_region(access.region)} before it is written"
                     )
                 if writers and access.write and not access.adds:
                     other = order.first(writers)
@@ -80,20 +81,20 @@ def check_call(order: HappensBefore, grid: Grid) -> None:
 
 
 def check_slots(order: HappensBefore) -> None:
-    """A slot's next user touches it only after its last user is done with it, whatever the two calls are.
+    """Check that a call accesses a slot only after the slot's previous call is done with it, for any two calls.
 
-    Only arena slots outlive a call; user tensors are the caller's again when it ends (the join rule of checker.py).
+    Only arena slots outlive a call. User tensors return to the caller when it ends (the join rule of checker.py).
     """
-    mine: list[list[tuple[Node, tuple[object, ...], bool]]] = [[] for _ in order.calls]
+    uses_of_calls: list[list[tuple[Node, tuple[object, ...], bool]]] = [[] for _ in order.calls]
     for node in order.nodes:
         call = order.calls[node.call]
-        for access in _of(node):
+        for access in _accesses_of(node):
             if access.region.buf.in_arena:
                 slot = (call.group, call.epoch % order.slots, access.region.rank)
-                mine[node.call].append((node, slot, access.write))
+                uses_of_calls[node.call].append((node, slot, access.write))
     read: dict[tuple[object, ...], int] = {}
     written: dict[tuple[object, ...], int] = {}
-    for uses in mine:
+    for uses in uses_of_calls:
         for node, slot, write in uses:
             conflicting = written.get(slot, 0) | (read.get(slot, 0) if write else 0)
             if conflicting & ~order.ended[node.id]:
@@ -106,11 +107,11 @@ def check_slots(order: HappensBefore) -> None:
             kind[slot] = kind.get(slot, 0) | 1 << node.id
 
 
-def _of(node: Node) -> Iterable[Access]:
-    found = accesses(node.step, node.rank)
+def _accesses_of(node: Node) -> Iterable[Access]:
+    all_accesses = accesses(node.step, node.rank)
     if node.opens and node.closes:
-        return found
-    return (access for access in found if access.write == node.opens)
+        return all_accesses
+    return (access for access in all_accesses if access.write == node.opens)
 
 
 def _check_region(order: HappensBefore, node: Node, access: Access, ranks: int) -> None:
@@ -119,10 +120,10 @@ def _check_region(order: HappensBefore, node: Node, access: Access, ranks: int) 
         raise ScheduleError("region", f"{order.where(node)}: {show_region(region)} does not exist in a group of {ranks} ranks")
     if region.index and region.buf is not Buf.RESULT:
         raise ScheduleError("region", f"{order.where(node)}: only RESULT has an index, not {region.buf.name} ({region.index})")
-    pushes = (isinstance(node.step, Copy) and access.write) or isinstance(node.step, Opaque)
-    if region.rank != node.rank and not (region.buf.in_arena and pushes):
+    is_push = (isinstance(node.step, Copy) and access.write) or isinstance(node.step, Opaque)
+    if region.rank != node.rank and not (region.buf.in_arena and is_push):
         raise ScheduleError(
-            "region", f"{order.where(node)}: peers are reached by pushes to their arena only, not {show_region(region)}"
+            "region", f"{order.where(node)}: only pushes to a peer's arena access other ranks, not {show_region(region)}"
         )
     if access.write and region.buf in (Buf.INPUT, Buf.OPERAND):
         raise ScheduleError("region", f"{order.where(node)} writes {show_region(region)}, which belongs to the caller")

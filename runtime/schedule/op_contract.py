@@ -1,4 +1,4 @@
-"""What an op promises, in rows: how many rows a region has, and what every row of a result must hold.
+"""The definition of the ops in symbolic rows: how many rows a region has, and what every row of a result must hold.
 
 Rows are symbols: ``(tag, epoch, "input", rank, shard, row)`` and terms over them, as `interpret.py` builds them.
 """
@@ -11,34 +11,40 @@ from typing import Any
 from .steps import Buf, Key, Region
 
 EMPTY = "never written"
-SiteDescription = tuple[Buf, int, int, int]
+RowAddress = tuple[Buf, int, int, int]
 """A row of a user tensor: buffer, consumer, shard, row."""
 
 
 def extent(key: Key, rows: Sequence[int], region: Region) -> tuple[int, int]:
-    """The rows of its shard that a region covers. A shard has the rows of the rank that it belongs to in the end: what
-    lands in a scatter phase, or is reduced to the one shard of a scatter, belongs to the rank whose memory it is in."""
-    scatters = key.kind not in ("all_gather_matmul", "bulk_all_gather")
-    reduced = region.buf is Buf.OUTPUT and key.kind.endswith("reduce_scatter")
-    mine = reduced or (region.buf is Buf.LANDING and scatters)
-    whole = region.buf is Buf.RESULT and not (key.contracts and not key.contracts[region.index])
-    count = 1 if whole else rows[region.rank if mine else region.shard]
+    """Return the first and the last row (exclusive) of its shard that a region covers.
+
+    A shard has the rows of the rank that finally owns it. A shard that lands in a scatter phase, or is reduced to the one
+    shard of a scatter, is owned by the rank whose memory it is in.
+    """
+    is_scatter = key.kind not in ("all_gather_matmul", "bulk_all_gather")
+    is_reduced = region.buf is Buf.OUTPUT and key.kind.endswith("reduce_scatter")
+    is_own = is_reduced or (region.buf is Buf.LANDING and is_scatter)
+    is_single = region.buf is Buf.RESULT and not (key.contracts and not key.contracts[region.index])
+    count = 1 if is_single else rows[region.rank if is_own else region.shard]
     return int(count * region.lo), int(count * region.hi)
 
 
-def promised(
-    key: Key, rows: Sequence[int], me: int, stamp: tuple[int, int], memory: Mapping[SiteDescription, Any]
-) -> Iterator[tuple[SiteDescription, Any]]:
-    """Every row that a call returns on rank `me`, as the op's definition has it. `memory` is what the rank holds: sums of
-    contractions may come in any order, so a right one is promised as it is."""
+def expected_rows(
+    key: Key, rows: Sequence[int], me: int, stamp: tuple[int, int], memory: Mapping[RowAddress, Any]
+) -> Iterator[tuple[RowAddress, Any]]:
+    """Yield every row that a call returns on rank `me`, with its value by the op's definition.
+
+    `memory`: the rows that the rank holds. The parts of a contraction may be summed in any order, so a correct sum is yielded
+    as it is.
+    """
     ranks = range(key.ranks)
-    products = key.kind.startswith("matmul_")
+    has_products = key.kind.startswith("matmul_")
 
     def gathered(shard: int, row: int) -> Any:
         return (*stamp, "input", shard, shard, row)
 
     def total(shard: int, row: int) -> Any:
-        if not products:
+        if not has_products:
             return ("sum", *((*stamp, "input", rank, shard, row) for rank in ranks))
         return ("sum", *(tuple((*stamp, "term", term, rank, shard, row) for term in range(key.terms)) for rank in ranks))
 
@@ -53,12 +59,13 @@ def promised(
             for index, contracts in enumerate(key.contracts):
                 if not contracts:
                     yield (Buf.RESULT, index, shard, row), ("matmul", index, gathered(shard, row))
-    for index in range(key.terms) if not products else ():
+    for index in range(key.terms) if not has_products else ():
         yield (Buf.RESULT, index, 0, 0), ("matmul", index)
     for index, contracts in enumerate(key.contracts):
         if contracts:
             held = memory.get((Buf.RESULT, index, 0, 0), EMPTY)
             parts = tuple(gathered(shard, row) for shard in ranks for row in range(rows[shard]))
-            right = isinstance(held, tuple) and held[:1] == ("rounded",) and sorted(held[1], key=str) == sorted(parts, key=str)
-            # In order and in one go: a matmul with the whole matrix, which rounds by itself.
-            yield (Buf.RESULT, index, 0, 0), held if right or held == parts else ("rounded", parts)
+            is_rounded = isinstance(held, tuple) and held[:1] == ("rounded",)
+            is_sum = is_rounded and sorted(held[1], key=str) == sorted(parts, key=str)
+            # All parts in order: one matmul with the full gathered matrix, which rounds by itself.
+            yield (Buf.RESULT, index, 0, 0), held if is_sum or held == parts else ("rounded", parts)

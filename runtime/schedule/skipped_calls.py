@@ -1,15 +1,15 @@
-"""What happens when a rank leaves a call out: another branch taken, an exception swallowed, a graph that differs.
+"""Check that a call skipped by one rank is noticed: another branch taken, a swallowed exception, a different graph.
 
-That is a bug of the program, and c10d would hang or mix up data. Here it must end as a tag mismatch (an error at once, naming
-both sites) or as a wait that nobody ends (a timeout naming the peer), never as a call that returns wrong rows.
-The argument for all programs is the heard rule of `checker.py`; this plays it, on the reference executor.
+Such a program has a bug, and c10d would hang or mix up data. Here it must end as a tag mismatch (an immediate error that names
+both sites) or as a wait without a signal (a timeout that names the peer). No call may return wrong rows.
+The heard rule of `checker.py` proves this for all programs. This file tests it on the reference executor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .interpret import Machine, RunOutcome, Site
+from .interpret import Machine, RunOutcome, SimulatedCall
 from .schedule_error import ScheduleError
 from .steps import Schedule
 
@@ -20,27 +20,27 @@ def check_skip(
     seeds: Sequence[int] = (0, 1),
     tags: Sequence[int] | None = None,
 ) -> dict[tuple[int, int], RunOutcome]:
-    """Play `calls` once for every (call, rank) that could leave it out, under a few interleavings each.
+    """Run `calls` once for every (call, rank) that could be skipped, under a few interleavings each.
 
     `tags[i]` is the site of call i (default: calls with the same schedules are the same site, as in a training loop).
-    Returns how each one ended; raises `ScheduleError` if a skip went unseen or a rank returned wrong rows.
+    Return the outcomes. Raise ScheduleError if a skip was not noticed or a rank returned wrong rows.
     """
-    every = [tuple(schedules) for schedules in calls]
-    distinct = list(dict.fromkeys(every))
+    all_calls = [tuple(schedules) for schedules in calls]
+    distinct = list(dict.fromkeys(all_calls))
     sites = []
-    for i, schedules in enumerate(every):
+    for i, schedules in enumerate(all_calls):
         ranks = len(schedules)
         group = tuple(range(ranks)) if groups is None else groups[i]
         tag = distinct.index(schedules) + 1 if tags is None else tags[i]
-        sites.append(Site(schedules, group, tag, (2,) * ranks))
-    found: dict[tuple[int, int], RunOutcome] = {}
+        sites.append(SimulatedCall(schedules, group, tag, (2,) * ranks))
+    outcomes: dict[tuple[int, int], RunOutcome] = {}
     for number, site in enumerate(sites):
-        for me in site.group if len(site.group) > 1 else ():  # alone, a rank misleads nobody
+        for me in site.group if len(site.group) > 1 else ():  # a group of one has no peers to notice
             for seed in seeds:
                 outcome = Machine(sites, seed, skip=[(number, me)]).run()
                 if outcome.wrong:
-                    raise ScheduleError("skip", f"rank {me} left out call {number}, and {outcome.wrong[0]}")
-                if outcome.clean:
-                    raise ScheduleError("skip", f"rank {me} left out call {number}, and every rank ended all its calls")
-                found[number, me] = outcome
-    return found
+                    raise ScheduleError("skip", f"rank {me} skipped call {number}, and {outcome.wrong[0]}")
+                if outcome.is_clean:
+                    raise ScheduleError("skip", f"rank {me} skipped call {number}, and every rank ended all its calls")
+                outcomes[number, me] = outcome
+    return outcomes

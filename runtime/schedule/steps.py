@@ -1,15 +1,16 @@
 """The schedule language: what one rank does for one strategy, as data.
 
 Legend: R ranks of the group; a *shard* is one rank's share of the split dimension; a *piece* is an interval ``[lo, hi)``
-of a shard, in fractions of it; e is the epoch, the running number of the call on its group.
+of a shard, in fractions of it; e is the epoch, the number of the call on its group.
 
-A `Schedule` is a list of steps in issue order. Every step sits on one named queue. Steps of a queue run one after the
-other; queues run beside each other and meet only through events (inside a rank) and flags (between ranks). A schedule
-knows no size: pieces are fractions, so one schedule is a template for every shape, is proven once, and the executor turns
-fractions into rows (``floor(m * lo) .. floor(m * hi)``, a monotone map, so disjoint fractions stay disjoint rows and a cover
-stays a cover, also when m does not divide or is smaller than the number of pieces).
+A `Schedule` is a list of steps in issue order. Every step is on one named queue. Steps of a queue run one after the other.
+Queues run concurrently and synchronize only through events (within a rank) and flags (between ranks).
 
-Four readers share this file: the checker (`checker.py`), the executors (csrc), the cost model's simulator and the drawing.
+A schedule has no sizes: pieces are fractions. So one schedule serves every shape and is proven once. The executor turns
+fractions into rows, ``floor(m * lo) .. floor(m * hi)``. That map is monotone: disjoint fractions stay disjoint rows and a cover
+stays a cover, also when m does not divide or is smaller than the number of pieces.
+
+Four parts read this file: the checker (`checker.py`), the executors (csrc), the cost model's simulator and `describe.py`.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ from enum import IntEnum
 from fractions import Fraction
 
 ZERO, ONE = Fraction(0), Fraction(1)
+SLOTS = 2
+"""Arena slots per rank, used in turn: slot = epoch modulo SLOTS. Must equal `slots` in csrc/core/flags.h."""
 
 
 class Queue(IntEnum):
-    """Where a step runs. COMPUTE is the caller's own stream (or thread); COPY the device's one copy-engine queue, shared
-    by all groups of the process."""
+    """The queue of a step.
+
+    COMPUTE is the caller's stream (or thread). COPY is the device's one copy-engine queue, shared by all groups of the process.
+    """
 
     COMPUTE = 0
     COPY = 1
@@ -37,11 +42,11 @@ class Buf(IntEnum):
     =========  ===========  ================================================================================
     INPUT      user tensor  the collective's input: the local shard (gathers), R shards (bulk scatters, reduces)
     PARTIAL    user tensor  R shards of this rank's unreduced product, shard s belongs to rank s
-    LANDING    arena slot   R shards; shard s is what rank s sent here. Symmetric: peers write it
+    LANDING    arena slot   R shards; shard s was sent by rank s. Symmetric: peers write it
     LANDING2   arena slot   R shards; the second phase of an all_reduce
     OUTPUT     user tensor  the collective's result: R shards (gathers, reduces) or one shard, number 0 (scatters)
     RESULT     user tensor  product of consumer j (`Compute.index`): R shards, or one (number 0) when it accumulates
-    OPERAND    user tensor  matmul operands that no step of the schedule writes (never raced, never checked)
+    OPERAND    user tensor  matmul operands that no step of the schedule writes (not checked for races)
     =========  ===========  ================================================================================
     """
 
@@ -55,12 +60,13 @@ class Buf(IntEnum):
 
     @property
     def in_arena(self) -> bool:
+        """The buffer is in an arena slot."""
         return self in (Buf.LANDING, Buf.LANDING2)
 
 
 class FlagKind(IntEnum):
-    """READY: data of `source` for piece `index` has landed. READY2: the same for LANDING2. DONE: `source` has finished
-    reading its own arena slot of that epoch, so peers may write it again."""
+    """READY: piece `index` of `source` has landed. READY2: the same for LANDING2. DONE: `source` has finished reading its own
+    arena slot of that epoch, so peers may write it again."""
 
     READY = 0
     DONE = 1
@@ -71,9 +77,9 @@ class FlagKind(IntEnum):
 class Region:
     """The piece ``[lo, hi)`` of one shard of one buffer in the memory of `rank` (a rank of the group).
 
-    `index` tells RESULT buffers of several consumers apart; it is 0 everywhere else. Where shards differ in rows (an
-    all_reduce of rows that R does not divide), a shard has the rows of the rank it belongs to in the end: LANDING of a
-    scatter phase and OUTPUT of a reduce_scatter hold shards of the rank whose memory they are in (`promises.extent`).
+    `index` is the consumer of a RESULT buffer and 0 everywhere else. Shards may differ in rows (an all_reduce of rows that R
+    does not divide). A shard then has the rows of the rank that finally owns it: LANDING of a scatter phase and OUTPUT of a
+    reduce_scatter hold shards of the rank whose memory they are in (`op_contract.extent`).
     """
 
     buf: Buf
@@ -86,10 +92,10 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag word. It lives in the memory of `rank`, is written by `source` alone, and holds (epoch, site tag).
+    """One flag word. It is in the memory of `rank`, only `source` writes it, and it holds (epoch, site tag).
 
-    Each (kind, slot, source, index) is a word of its own; the slot is epoch modulo the arena's number of slots, so READY
-    words are written again only after DONE of the epoch that used the slot before.
+    Each (kind, slot, source, index) has its own word. The slot is epoch modulo SLOTS. So a READY word is written again only
+    after DONE of the previous epoch that used the slot.
     """
 
     kind: FlagKind
@@ -100,8 +106,8 @@ class Flag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """`queue`: where it runs. `after`: events (numbers that other steps `record`) that must have happened first.
-    `record`: the event number that this step sets at its end, or None. Events are local to a rank and to a call."""
+    """A step on `queue`. `after`: events (numbers that other steps `record`) that must have happened first. `record`: the event
+    number that this step sets at its end, or None. Events are local to a rank and to a call."""
 
     queue: Queue
     after: tuple[int, ...] = ()
@@ -125,9 +131,11 @@ class Signal(Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait(Step):
-    """Wait (acquire) until `flag`, which lives here, holds epoch e - `back`. back=0 also compares the site tag. Waits for
-    an epoch before the group's first call pass at once. READY and READY2 waits have back=0, DONE waits a multiple of the
-    slots (DONE carries no tag that is compared, so it orders the past and never this call's data)."""
+    """Wait (acquire) until `flag`, in this rank's memory, holds epoch e - `back`.
+
+    back=0 also compares the site tag. Waits for an epoch before the group's first call are satisfied at once. READY and READY2
+    waits have back=0. DONE waits have a multiple of SLOTS: their tag is not compared, so they only order earlier calls.
+    """
 
     flag: Flag
     back: int = 0
@@ -144,11 +152,12 @@ class Compute(Step):
     """One matmul of consumer (gathers, bulk) or term (scatters, reduces) `index`, restricted to one piece.
 
     `reads`: the pieces of INPUT or LANDING that are its gathered operand (empty when all operands are OPERANDs).
-    `writes`: the pieces of RESULT or PARTIAL it produces. `accumulate`: add to what `writes` holds instead of storing:
-    term > 0 of a sum of products, or a further shard of a contraction. A contraction writes the whole of RESULT
-    shard 0 at every step; one that reads the whole gathered matrix at once rounds by itself, so it needs no Finish.
-    `gates`: flags it waits for by itself (a kernel that gates its own loads; no builder of the chunked tier uses it, the
-    checker knows it)."""
+    `writes`: the pieces of RESULT or PARTIAL that it produces.
+    `accumulate`: add to `writes` instead of storing: term > 0 of a sum of products, or a further shard of a contraction. A
+    contraction writes all of RESULT shard 0 at every step. One that reads the full gathered matrix in one step rounds by
+    itself, so it needs no Finish.
+    `gates`: flags that the kernel itself waits for before its loads. No builder uses them yet; the checker supports them.
+    """
 
     index: int
     reads: tuple[Region, ...]
@@ -160,7 +169,7 @@ class Compute(Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduce(Step):
-    """`dst` = sum over `srcs` in the order given, accumulated in fp32 (in the data's own type where that is wider)."""
+    """`dst` = sum over `srcs` in list order, accumulated in fp32 (in the data's own type where that is wider)."""
 
     srcs: tuple[Region, ...]
     dst: Region
@@ -168,16 +177,16 @@ class Reduce(Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish(Step):
-    """Round the fp32 accumulator of contraction consumer `index` to its result's type: a read and a write of RESULT."""
+    """Round the fp32 accumulator of contraction consumer `index` to the result's type: a read and a write of RESULT."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opaque(Step):
-    """A step that only declares: an NCCL call, later a fused kernel. `waits` and `signals` are what it does inside.
+    """A step that only declares its effects: an NCCL call, later a fused kernel. `waits` and `signals` happen inside it.
 
-    `cost_us`: what the one who declares it expects it to take, in microseconds; for the simulator, since nothing else can know.
+    `cost_us`: declared duration in microseconds, for the simulator.
     """
 
     name: str
@@ -190,13 +199,14 @@ class Opaque(Step):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a schedule depends on; equal keys mean equal schedules, so it is also the cache key in C++.
+    """Everything a schedule depends on. Equal keys give equal schedules, so it is also the cache key in C++.
 
     kind: "all_gather_matmul" | "matmul_reduce_scatter" | "matmul_all_reduce" | "bulk_all_gather" | "bulk_reduce_scatter" |
-    "bulk_all_reduce". chunks: pieces the split dimension is cut into over the whole group (0: one a rank).
-    contracts: one bool a consumer: True where the consumer's product contracts over the gathered dimension.
+    "bulk_all_reduce". chunks: pieces that the split dimension is cut into over the whole group (0: one per rank).
+    contracts: one bool per consumer, True where its matmul contracts over the gathered dimension.
     terms: matmuls summed before a scatter or reduce, or independent matmuls of a bulk op. shard_dim_is_last: shards cannot
-    be cut, because a piece would not be a block of rows; chunks is then at most R. keep: the gathered tensor (gathers) is wanted as an output too. striped (scatters): every matmul makes one
+    be cut, because a piece would not be a block of rows; chunks is then at most R.
+    keep: the gathered tensor (gathers) is an output too. striped (scatters): every matmul makes one
     piece of every shard, instead of all of some shards; chunks then counts the pieces of a shard.
     """
 
@@ -212,8 +222,8 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What `rank` does for `key`, in issue order: a step's events and flags are recorded before whatever waits for
-    them is issued on the same rank, so that one host thread can issue it to any number of queues."""
+    """The steps of `rank` for `key`, in issue order. A rank issues each record or signal before the steps that wait for it, so
+    one host thread can issue the schedule to any number of queues."""
 
     key: Key
     rank: int

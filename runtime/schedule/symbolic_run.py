@@ -1,9 +1,9 @@
-"""Meaning: the steps compute what the op promises.
+"""Check that the steps compute what the op's definition says, by symbolic execution.
 
-`memory.py` has shown that every read sees one definite write, so what a call computes does not depend on how its steps
-interleave. It is therefore enough to run it once, in any order it can run in, on symbols: a cell of INPUT holds the symbol
-of itself, copies move symbols, matmuls and reductions build terms over them. At the end every cell of every result must
-hold exactly the term that the op's definition names, which also says that every source went in once and in the right order.
+`memory.py` has proven that every read sees one definite write. So the result does not depend on the interleaving, and one run
+in any valid order is enough. A cell of INPUT holds its own symbol, copies move symbols, matmuls and reductions build terms over
+them. At the end every cell of every result must hold exactly the term of the op's definition. That also proves that every
+source was used once and in the right order.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Value = tuple[Any, ...]
 
 
 class _Sum:
-    """An fp32 accumulator of a contraction: the parts that went in so far."""
+    """An fp32 accumulator of a contraction: the parts added so far."""
 
     def __init__(self) -> None:
         self.parts: set[Value] = set()
-        self.rounded = False  # by a Finish, or because one matmul has made all of it
+        self.rounded = False  # by a Finish, or because one matmul made the full sum
 
 
 class SymbolicRun:
-    """One symbolic execution of a call."""
+    """A symbolic execution of one call."""
 
     def __init__(self, order: HappensBefore, grid: Grid) -> None:
         self.order = order
@@ -39,6 +39,7 @@ class SymbolicRun:
         self.sums: dict[tuple[int, int], _Sum] = {}  # by rank and consumer
 
     def run(self) -> None:
+        """Execute all steps, then check all results. Raise ScheduleError on a difference."""
         for node in self.order.sequence:
             match node.step:
                 case Copy(src=src, dst=dst):
@@ -49,9 +50,9 @@ class SymbolicRun:
                     self._reduce(node, node.step)
                 case Finish():
                     self._finish(node, node.step.index)
-        for cell, wanted in expected(self.key, self.grid.count):
-            if self.held.get(cell) != wanted:
-                raise ScheduleError("result", f"{_show_cell(cell)} ends as {self.held.get(cell)}, expected {wanted}")
+        for cell, expected in expected_cells(self.key, self.grid.count):
+            if self.held.get(cell) != expected:
+                raise ScheduleError("result", f"{_show_cell(cell)} ends as {self.held.get(cell)}, expected {expected}")
         for index, contracts in enumerate(self.key.contracts):
             for rank in range(self.key.ranks) if contracts else ():
                 self._check_sum(rank, index)
@@ -82,11 +83,11 @@ class SymbolicRun:
             raise self._fail(node, f"is matmul {step.index}, but the key has {count}")
         if not gathers and step.reads:
             raise self._fail(node, "gathers operands, but this kind's matmuls read only OPERANDs")
-        product = Buf.PARTIAL if self.key.kind.startswith("matmul_") else Buf.RESULT
+        target_buf = Buf.PARTIAL if self.key.kind.startswith("matmul_") else Buf.RESULT
         for region in step.writes:
-            if region.buf is not product or region.index != (step.index if product is Buf.RESULT else 0):
-                raise self._fail(node, f"writes {show_region(region)}, expected {product.name} of matmul {step.index}")
-        if product is Buf.PARTIAL:
+            if region.buf is not target_buf or region.index != (step.index if target_buf is Buf.RESULT else 0):
+                raise self._fail(node, f"writes {show_region(region)}, expected {target_buf.name} of matmul {step.index}")
+        if target_buf is Buf.PARTIAL:
             self._partial(node, step)
         elif not gathers:
             for region in step.writes:
@@ -109,26 +110,26 @@ class SymbolicRun:
 
     def _contract(self, node: Node, step: Compute) -> None:
         if step.writes != (Region(Buf.RESULT, node.rank, 0, index=step.index),):
-            raise self._fail(node, "contracts, so it writes the whole of RESULT shard 0")
+            raise self._fail(node, "contracts, so it must write all of RESULT shard 0")
         at = (node.rank, step.index)
         if not step.accumulate:
             self.sums[at] = _Sum()
         total = self.sums[at]
         if total.rounded:
-            raise self._fail(node, "adds to a sum that is rounded already")
-        total.rounded = self._at_once(step)
+            raise self._fail(node, "adds to a sum that is already rounded")
+        total.rounded = self._is_full_product(step)
         for region in step.reads:
             for value in self._load(region):
                 if value in total.parts:
                     raise self._fail(node, f"adds {value} a second time")
                 total.parts.add(value)
 
-    def _at_once(self, step: Compute) -> bool:
-        """Is this a product with the whole gathered matrix, as it lies in one buffer?"""
+    def _is_full_product(self, step: Compute) -> bool:
+        """Return whether this is one matmul with the full gathered matrix in one buffer."""
         buffers = {region.buf for region in step.reads}
-        places = [(region.shard, region.lo, region.hi) for region in step.reads]
-        whole = places == [(shard, ZERO, ONE) for shard in range(self.key.ranks)]
-        return not step.accumulate and whole and len(buffers) == 1
+        pieces = [(region.shard, region.lo, region.hi) for region in step.reads]
+        is_complete = pieces == [(shard, ZERO, ONE) for shard in range(self.key.ranks)]
+        return not step.accumulate and is_complete and len(buffers) == 1
 
     def _reduce(self, node: Node, step: Reduce) -> None:
         if any((src.lo, src.hi) != (step.dst.lo, step.dst.hi) for src in step.srcs):
@@ -139,33 +140,33 @@ class SymbolicRun:
     def _finish(self, node: Node, index: int) -> None:
         total = self.sums.get((node.rank, index))
         if total is None or total.rounded:
-            raise self._fail(node, "rounds what is no open sum")
+            raise self._fail(node, "rounds a sum that is absent or already rounded")
         total.rounded = True
 
     def _check_sum(self, rank: int, index: int) -> None:
         shards, cells = range(self.key.ranks), range(self.grid.count)
-        wanted = {("input", shard, shard, cell) for shard in shards for cell in cells}
+        expected = {("input", shard, shard, cell) for shard in shards for cell in cells}
         total = self.sums.get((rank, index), _Sum())
-        if total.parts != wanted:
-            raise ScheduleError("result", f"rank {rank}: consumer {index} sums {len(total.parts)} of {len(wanted)} parts")
+        if total.parts != expected:
+            raise ScheduleError("result", f"rank {rank}: consumer {index} sums {len(total.parts)} of {len(expected)} parts")
         if not total.rounded:
             raise ScheduleError("result", f"rank {rank}: the sum of consumer {index} is never rounded (Finish)")
 
 
-def expected(key: Key, cells: int) -> Iterator[tuple[Cell, Value]]:
-    """What every cell of every result must hold at the end, sums of contractions aside."""
+def expected_cells(key: Key, cells: int) -> Iterator[tuple[Cell, Value]]:
+    """Yield the final value of every cell of every result, except sums of contractions."""
     ranks = range(key.ranks)
     terms = tuple(range(key.terms))
-    products = key.kind.startswith("matmul_")
+    has_products = key.kind.startswith("matmul_")
 
     def total(shard: int, cell: int) -> Value:
-        parts = (("partial", q, shard, cell, terms) if products else ("input", q, shard, cell) for q in ranks)
+        parts = (("partial", q, shard, cell, terms) if has_products else ("input", q, shard, cell) for q in ranks)
         return ("sum", *parts)
 
     for rank in ranks:
         for cell in range(cells):
             for shard in ranks:
-                if products:
+                if has_products:
                     yield (Buf.PARTIAL, rank, 0, shard, cell), ("partial", rank, shard, cell, terms)
                 if key.kind == "bulk_all_gather" or (key.keep and key.kind == "all_gather_matmul"):
                     yield (Buf.OUTPUT, rank, 0, shard, cell), ("input", shard, shard, cell)
@@ -176,7 +177,7 @@ def expected(key: Key, cells: int) -> Iterator[tuple[Cell, Value]]:
                         yield (Buf.RESULT, rank, index, shard, cell), ("matmul", index, ("input", shard, shard, cell))
             if key.kind.endswith("reduce_scatter"):
                 yield (Buf.OUTPUT, rank, 0, 0, cell), total(rank, cell)
-            for index in terms if not products else ():
+            for index in terms if not has_products else ():
                 yield (Buf.RESULT, rank, index, 0, cell), ("matmul", index, cell)
 
 

@@ -1,1 +1,1 @@
-"""One group of ranks on one device type: how the ranks meet, agree on plans, grow their memory and end."""
+"""The session of a process group on one device type: binding, agreement on plans, arena growth and shutdown."""

@@ -1,4 +1,4 @@
-"""Work that may block for ever, and must not take its caller with it."""
+"""Run work that may block forever without blocking its caller."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def apart(name: str, body: Callable[[], T]) -> Future[T]:
-    """Runs `body` on a daemon thread of its own; what it returns or raises is the future's."""
+def run_in_daemon_thread(name: str, body: Callable[[], T]) -> Future[T]:
+    """Run `body` on a new daemon thread. The future holds its result or its exception."""
     outcome = Future[T]()
 
     def run() -> None:

@@ -1,7 +1,7 @@
-"""Waits of the host for work on its own device, each with the deadline of a step.
+"""Host waits for work on this process's own device, each with the step deadline.
 
-Never for the whole device: with pipeline parallelism another stream may wait for a peer who waits for this very rank, and
-CUDA's own waits have no deadline.
+They never synchronize the whole device. With pipeline parallelism another stream may wait for a peer that waits for this
+rank, and CUDA's own waits have no deadline.
 """
 
 from __future__ import annotations
@@ -13,27 +13,30 @@ from typing import Any
 from .. import errors, settings
 
 
-def ended(what: str, event: Any = None) -> None:
-    """Returns once `event` has passed, by default all that has been issued on the current stream so far; `what` names it."""
+def wait_for_event(description: str, event: Any = None) -> None:
+    """Wait until `event` has completed, by default everything issued so far on the current stream.
+
+    `description`: names the work in the error.
+    """
     import torch
 
     if event is None:
         event = torch.cuda.Event()
         event.record()
-    until(event.query, what)
+    wait_until(event.query, description)
 
 
-def until(done: Callable[[], bool], what: str) -> None:
-    """Returns once `done`; DeviceTimeoutError where that takes longer than a step may."""
+def wait_until(is_done: Callable[[], bool], description: str) -> None:
+    """Wait until `is_done()`. Raise DeviceTimeoutError after the step deadline."""
     timeout_s, pause = settings.current().step_timeout_s, 0.0
     end = time.monotonic() + timeout_s
-    while not done():
+    while not is_done():
         if time.monotonic() > end:
             raise errors.DeviceTimeoutError(
-                f"{what} did not end on this rank's device within {timeout_s:g} s",
-                got="work on its stream that goes on, or stands behind other work",
-                expected="that it ends by itself: waits for peers have deadlines",
-                fix="look for what was issued before it; if that only takes long, raise UB_OVERLAP_STEP_TIMEOUT_S",
+                f"{description} did not end on this rank's device within {timeout_s:g} s",
+                got="work on its stream is still running, or queued behind other work",
+                expected="the work ends by itself: waits for peers have deadlines",
+                fix="look for work issued before it; if that work is only slow, raise UB_OVERLAP_STEP_TIMEOUT_S",
             )
-        time.sleep(pause)  # without the interpreter's lock
+        time.sleep(pause)  # releases the GIL
         pause = min(pause + 2e-5, 1e-3)

@@ -1,14 +1,14 @@
-"""What every rank has compiled, told to the ranks of its groups: read only by a rank whose peers did not come.
+"""Announcements of compiled plans to the other ranks. A rank reads them only after its peers timed out.
 
-Plans are compared when an op of theirs is called first. A rank that overlaps a site which another leaves alone waits there for
-one that never comes: it has no such op. Nor does one come that quantises what it gathers, and waits to agree on a scale. So a
-rank that compiles a graph leaves a notice in the Store of each group in it, for which nobody waits, under what the graph is
-whatever is decided on it (Plan.graph). A rank whose deadline for its peers is over looks for theirs, and can say that they made
-another plan of the same graph. Never earlier: a peer may still be compiling, and one that found its graph in a compile cache
-leaves no notice.
+Ranks compare plans at the first call of an op of the plan. That comparison hangs where only one rank overlaps a site: the
+other ranks have no such op. It also hangs where only one rank quantizes what it gathers and waits to agree on a scale. So a
+rank that compiles a graph leaves an announcement in the Store of each group of that graph. No rank waits for it. Its key
+identifies the graph independently of the decisions on it (Plan.graph). After a timeout a rank reads its peers' announcements
+and can report that they compiled another plan for the same graph. It does not look earlier: a peer may still be compiling.
+A peer that loaded its graph from a compile cache leaves no announcement.
 
-A notice lists the last plans that a rank made of a graph, for as long as the process group lives: which of them an op belongs
-to is not known here. One that has dropped older plans says so, and then accuses nobody.
+An announcement lists the last plans of a graph on one rank, for the lifetime of the process group. It does not say which of
+them an op belongs to. An announcement that dropped older plans says so, and is then no evidence of a mismatch.
 """
 
 from __future__ import annotations
@@ -24,49 +24,63 @@ from ub_overlap import _torch_compat as compat
 
 from .. import errors
 from . import plan_graphs
-from .plan_mismatch import plan_mismatch, plan_text
+from .plan_mismatch import load_plan_text, plan_mismatch_error
 from .store_exchange import Exchange
 
-MOST = 16
-"""Plans of one graph that a notice lists."""
+MAX_PLANS = 16
+"""Plans per graph in one announcement."""
 _lock = threading.Lock()  # Inductor compiles on several threads
-_left: weakref.WeakKeyDictionary[Any, dict[str, list[str]]] = weakref.WeakKeyDictionary()
-"""By process group, whose name another may bear later, and by graph: digests, the last one last."""
+_announced: weakref.WeakKeyDictionary[Any, dict[str, list[str]]] = weakref.WeakKeyDictionary()
+"""Digests by process group object (names are reused) and graph, the newest last."""
 
 
 def _key(group: str, graph: str, rank: int) -> str:
-    return f"ub_overlap/notices/{group}/{graph}/{rank}"
+    return f"ub_overlap/plans/{group}/{graph}/{rank}"
 
 
-def leave(groups: Iterable[str], graph: str, digest: str) -> None:
-    """Tells the other ranks of `groups` (c10d names) that `graph` became the plan `digest` here. Never an error."""
+def announce_plan(groups: Iterable[str], graph: str, digest: str) -> None:
+    """Announce to the other ranks of `groups` (c10d names) that `graph` became the plan `digest` here. Never raise."""
     for group in groups:
         with contextlib.suppress(Exception), _lock:
             if compat.is_fake_group(group):
                 continue
             members = compat.group_of(group)
-            digests = _left.setdefault(members, {}).setdefault(graph, [])
+            digests = _announced.setdefault(members, {}).setdefault(graph, [])
             if digest in digests:
                 digests.remove(digest)
             digests.append(digest)
-            if dropped := len(digests) > MOST:
-                del digests[0 : -MOST - 1]  # one more than is told says that there were more
-            notice = {"digests": digests[-MOST:], "dropped": dropped, "digest": digest, "site": "none of this plan"}
-            compat.store_of(members).set(_key(group, graph, members.rank()), json.dumps(notice))
+            if dropped := len(digests) > MAX_PLANS:
+                del digests[0 : -MAX_PLANS - 1]  # keep one more than announced: it records that plans were dropped
+            announcement = {
+                "digests": digests[-MAX_PLANS:],
+                "dropped": dropped,
+                "digest": digest,
+                "site": "none of this plan",
+            }
+            compat.store_of(members).set(_key(group, graph, members.rank()), json.dumps(announcement))
 
 
-def explained(exchange: Exchange, topic: str, digest: str, late: errors.PeerTimeoutError) -> errors.UbOverlapError:
-    """`late`, or the PlanMismatchError that says why its ranks did not come to `topic`, an exchange for the plan `digest`."""
-    text = plan_text(digest) if late.phase == topic else None
+def explain_timeout(exchange: Exchange, topic: str, digest: str, timeout: errors.PeerTimeoutError) -> errors.UbOverlapError:
+    """Return a PlanMismatchError where announcements explain why ranks did not join `topic` for `digest`, else `timeout`."""
+    text = load_plan_text(digest) if timeout.phase == topic else None
     try:
         graph = json.loads(text or "")["graph"]
     except (ValueError, KeyError, TypeError):
-        return late
-    cards = {rank: notice for rank in late.ranks if (notice := exchange.look(_key(exchange.group, graph, rank))) is not None}
-    other = [rank for rank, notice in cards.items() if digest not in notice["digests"] and not notice.get("dropped")]
-    if not other:
-        return late
-    first = cards[other[0]]
-    first["text"], first["graphs"] = plan_text(first["digest"]), plan_graphs.packed(first["digest"])
-    cards[exchange.rank] = {"digest": digest, "site": exchange.site, "text": text, "graphs": plan_graphs.packed(digest)}
-    return plan_mismatch(exchange, cards, other, ", and did not come to this op")
+        return timeout
+    plans = {
+        rank: announcement
+        for rank in timeout.ranks
+        if (announcement := exchange.read_key(_key(exchange.group, graph, rank))) is not None
+    }
+    mismatched = [rank for rank, plan in plans.items() if digest not in plan["digests"] and not plan.get("dropped")]
+    if not mismatched:
+        return timeout
+    first = plans[mismatched[0]]
+    first["text"], first["graphs"] = load_plan_text(first["digest"]), plan_graphs.pack_graphs(first["digest"])
+    plans[exchange.rank] = {
+        "digest": digest,
+        "site": exchange.site,
+        "text": text,
+        "graphs": plan_graphs.pack_graphs(digest),
+    }
+    return plan_mismatch_error(exchange, plans, mismatched, ", and did not reach this op")

@@ -1,7 +1,7 @@
-"""The graphs of ranks whose plans differ: sent beside the plans, and compared by what the compiler installs here.
+"""Graphs behind plans that differ between ranks: packed, sent with the plans, and compared by a function of the compiler.
 
-The runtime knows no graphs. It carries them, packed, from plan_store to the other ranks, and puts what `explain` says into the
-error. Whatever goes wrong on the way costs the explanation, never the error.
+The runtime cannot read graphs. It sends them packed, from plan_store to the other ranks, and puts the text of `explain` into
+the error. A failure on the way loses the explanation, never the error.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from .. import plan_store
 
 log = logging.getLogger(__name__)
 
-MOST_BYTES = 2 << 20
-"""Packed graphs above this are not sent through the Store (about 100,000 nodes): every rank reads those of one other."""
+MAX_BYTES = 2 << 20
+"""Largest packed graphs sent through the Store (about 100,000 nodes). Every rank reads the graphs of one other rank."""
 
 Explain = Callable[[bytes, bytes, tuple[str, str]], str]
-"""(graphs of one rank, of another, the ranks' names) -> what they do not have in common."""
+"""(graphs of one rank, graphs of another, the ranks' names) -> description of the differences."""
 
 
 class _Installed:
@@ -26,25 +26,26 @@ class _Installed:
 
 
 def install(explain: Explain) -> None:
+    """Set the function that describes how two graphs differ."""
     _Installed.explain = explain
 
 
-def packed(digest: str) -> str:
-    """The graphs of a plan as text, "" where there are none, or too many."""
+def pack_graphs(digest: str) -> str:
+    """Return the graphs of a plan as text, "" where there are none or they are too large."""
     try:
         data = plan_store.load_graphs(digest) if _Installed.explain else None
     except (OSError, ValueError):
         return ""
-    return base64.b64encode(data).decode() if data and len(data) <= MOST_BYTES else ""
+    return base64.b64encode(data).decode() if data and len(data) <= MAX_BYTES else ""
 
 
-def told(mine: str, theirs: str, names: tuple[str, str]) -> str:
-    """What `packed` graphs of two ranks do not have in common, "" where that cannot be told."""
+def explain_difference(own: str, other: str, names: tuple[str, str]) -> str:
+    """Describe how two ranks' packed graphs differ, "" where they cannot be compared."""
     explain = _Installed.explain
-    if explain is None or not mine or not theirs:
+    if explain is None or not own or not other:
         return ""
     try:
-        return explain(base64.b64decode(mine), base64.b64decode(theirs), names)
-    except Exception:  # the error that is being made is worth more than this
-        log.warning("the graphs of %s and %s cannot be compared", *names, exc_info=True)
+        return explain(base64.b64decode(own), base64.b64decode(other), names)
+    except Exception:  # the mismatch error in progress matters more than this explanation
+        log.warning("cannot compare the graphs of %s and %s", *names, exc_info=True)
         return ""

@@ -1,4 +1,4 @@
-"""Plans that ranks should have in common and have not: what differs first, in words."""
+"""The error for ranks that compiled different plans: which part differs first, in words."""
 
 from __future__ import annotations
 
@@ -12,80 +12,87 @@ from . import plan_graphs
 from .store_exchange import Exchange
 
 
-def plan_text(digest: str) -> str | None:
-    """The text of a plan where this machine has it. Never an error: it only makes a mismatch readable."""
+def load_plan_text(digest: str) -> str | None:
+    """Return the text of a plan, None where this machine lacks it. Never raise: it only makes a mismatch readable."""
     try:
         return plan_store.load(digest)
     except (OSError, ValueError):
         return None
 
 
-def plan_mismatch(
-    exchange: Exchange, cards: Mapping[int, dict[str, Any]], other: Sequence[int], also: str = ""
+def plan_mismatch_error(
+    exchange: Exchange, plans: Mapping[int, dict[str, Any]], mismatched: Sequence[int], suffix: str = ""
 ) -> errors.PlanMismatchError:
-    """`cards`: digest, site, text and packed graphs of the plans of this rank and of the first of `other`, the ranks with
-    other plans. `also` completes the first line."""
-    rank, first = exchange.rank, other[0]
-    mine, theirs = cards[rank], cards[first]
-    difference = first_difference(mine["text"], theirs["text"])
+    """Return the error for `mismatched`, the ranks with another plan than this rank.
+
+    `plans`: digest, site, text and packed graphs by rank, of this rank and of the first mismatched rank.
+    `suffix`: completes the first line.
+    """
+    rank, first = exchange.rank, mismatched[0]
+    own, other = plans[rank], plans[first]
+    difference = find_first_difference(own["text"], other["text"])
     if difference is None:
-        here, there = f"plan {mine['digest']}, at site '{mine['site']}'", f"plan {theirs['digest']}, at site '{theirs['site']}'"
-    else:
-        here, there = difference
+        difference = tuple(f"plan {plan['digest']}, at site '{plan['site']}'" for plan in (own, other))
     return errors.PlanMismatchError(
-        f"{errors.ranks_text(other)} of the group compiled another plan than rank {rank}{also}",
-        ranks=other,
-        diff=plan_graphs.told(mine.get("graphs", ""), theirs.get("graphs", ""), (f"rank {rank}", f"rank {first}")),
-        where=f"group '{exchange.group}' at site '{mine['site']}'",
-        got=f"rank {first}: {there}",
-        expected=f"rank {rank}: {here}",
+        f"{errors.ranks_text(mismatched)} of the group compiled another plan than rank {rank}{suffix}",
+        ranks=mismatched,
+        diff=plan_graphs.explain_difference(own.get("graphs", ""), other.get("graphs", ""), (f"rank {rank}", f"rank {first}")),
+        where=f"group '{exchange.group}' at site '{own['site']}'",
+        got=f"rank {first}: {difference[1]}",
+        expected=f"rank {rank}: {difference[0]}",
         fix="give all ranks the same model, shapes, options and device profile; look for rank-dependent code",
     )
 
 
-def first_difference(mine: str | None, theirs: str | None) -> tuple[str, str] | None:
-    """The first part that two plans should have in common (`Plan.shared`) and have not, as each of them has it; None where that
-    cannot be told."""
+def find_first_difference(own_text: str | None, other_text: str | None) -> tuple[str, str] | None:
+    """Describe the first shared part (`Plan.shared`) in which two plans differ, as (own, other).
+
+    None where the texts cannot be compared.
+    """
     try:
-        plans = [json.loads(text or "") for text in (mine, theirs)]
-        a, b = (dict(plan["shared"]) for plan in plans)
+        plans = [json.loads(text or "") for text in (own_text, other_text)]
+        own, other = (dict(plan["shared"]) for plan in plans)
     except (ValueError, KeyError, TypeError):
         return None
-    for part in dict.fromkeys((*a, *b)):
-        x, y = a.get(part), b.get(part)
-        if x == y:
+    for part in dict.fromkeys((*own, *other)):
+        values = own.get(part), other.get(part)
+        if values[0] == values[1]:
             continue
         if part in ("casts", "sites"):
-            rows = enumerate(zip_longest(x or (), y or ()))
-            n, row, other = next(((n, *both) for n, both in rows if both[0] != both[1]), (0, None, None))
-            if row is other:  # one of them has no such part: of another version
+            rows = enumerate(zip_longest(*(value or () for value in values)))
+            index, (own_row, other_row) = next(((n, both) for n, both in rows if both[0] != both[1]), (0, (None, None)))
+            if own_row is other_row:  # one plan lacks the part: it is of another version
                 continue
             if part == "sites":
-                return _site(row, other), _site(other, row)
-            said = [plan["casts"][n] if n < len(plan.get("casts", ())) else {} for plan in plans]
-            return _cast(row, said[0]), _cast(other, said[1])
-        here, there = (f"{_PARTS.get(part, part)} {value}" if value else f"no {_PARTS.get(part, part)}" for value in (x, y))
-        return here, there
+                return _describe_site(own_row, other_row), _describe_site(other_row, own_row)
+            details = [plan["casts"][index] if index < len(plan.get("casts", ())) else {} for plan in plans]
+            return _describe_cast(own_row, details[0]), _describe_cast(other_row, details[1])
+        label = _PART_LABELS.get(part, part)
+        return _describe_value(label, values[0]), _describe_value(label, values[1])
     return None
 
 
-_PARTS = {"profile": "device profile"}
-"""What a part of `Plan.shared` is called where its name does not say."""
+_PART_LABELS = {"profile": "device profile"}
+"""Labels of parts of `Plan.shared` whose key is not clear by itself."""
 
 
-def _cast(row: dict[str, Any] | None, why: dict[str, Any]) -> str:
-    """E.g. "float8: forward product of 'layers.0.w1' in 16 bits (filtered: the fp8 filter refuses ...)"; `why` has the reason."""
+def _describe_value(label: str, value: Any) -> str:
+    return f"{label} {value}" if value else f"no {label}"
+
+
+def _describe_cast(row: dict[str, Any] | None, details: dict[str, Any]) -> str:
+    """E.g. "float8: forward matmul of 'layers.0.w1' in 16 bits (filtered: the fp8 filter refuses ...)". `details`: the reason."""
     if row is None:
-        return "float8: no such product"
-    said = ": ".join(filter(None, (why.get("reason"), why.get("detail"))))
-    how = f"by {row['recipe']}" if row["recipe"] else "in 16 bits" + (f" ({said})" if said else "")
-    return f"float8: {row['role']} product of '{row['module']}' {how}"
+        return "float8: no such matmul"
+    reason = ": ".join(filter(None, (details.get("reason"), details.get("detail"))))
+    how = f"by {row['recipe']}" if row["recipe"] else "in 16 bits" + (f" ({reason})" if reason else "")
+    return f"float8: {row['role']} matmul of '{row['module']}' {how}"
 
 
-def _site(row: dict[str, Any] | None, other: dict[str, Any] | None) -> str:
-    """E.g. "site id=forward.0 kind=all_gather_matmul strategy=none", and the rest that differs."""
+def _describe_site(row: dict[str, Any] | None, other: dict[str, Any] | None) -> str:
+    """E.g. "site id=forward.0 kind=all_gather_matmul strategy=none", then the other fields that differ."""
     if row is None:
         return "site no such site"
-    named = ("id", "kind", "strategy")
-    rest = [key for key in row if key not in named and other is not None and row[key] != other.get(key)]
-    return "site " + " ".join(f"{key}={row[key]}" for key in (*named, *rest) if key in row)
+    leading = ("id", "kind", "strategy")
+    rest = [key for key in row if key not in leading and other is not None and row[key] != other.get(key)]
+    return "site " + " ".join(f"{key}={row[key]}" for key in (*leading, *rest) if key in row)

@@ -1,9 +1,9 @@
-"""Exchanges of texts between the ranks of a group, through its c10d Store, each with a deadline.
+"""All-to-all exchanges of small JSON texts between the ranks of a group, through its c10d Store, each with a deadline.
 
-Deadlines are told by a word, as errors name the setting: "init" (peers may be compiling) or "step" (all ranks are in a call).
-A rank that does not come is named, whatever the step. A rank that fails says so under "failed", so that the others fail at
-once, and with its text. The Store itself may fail or fall silent with the process that hosts it; c10d waits for it without a
-deadline, so it is asked on a thread of its own.
+A deadline is given by a word, the one in the setting's name: "init" (peers may be compiling) or "step" (all ranks are in a
+call). An error names the ranks that did not arrive. A rank that fails writes its error under "failed", so that its peers fail
+at once with that text. The Store itself may fail or hang with the process that hosts it, and c10d waits for it without a
+deadline. So every request to it runs on a daemon thread.
 """
 
 from __future__ import annotations
@@ -16,31 +16,33 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 from .. import errors, settings
-from .daemon_thread import apart
+from .daemon_thread import run_in_daemon_thread
 
 T = TypeVar("T")
 Deadline = Literal["init", "step"]
 
 
-def seconds(deadline: Deadline) -> float:
-    """What is in force."""
+def deadline_seconds(deadline: Deadline) -> float:
+    """Return the current setting of a deadline."""
     now = settings.current()
     return now.init_timeout_s if deadline == "init" else now.step_timeout_s
 
 
-def _within(timeout_s: float, body: Callable[[threading.Event], T]) -> T:
-    """What `body` returns or raises, or TimeoutError. It runs on a daemon thread, for it may block for ever; the event that it
-    is given is set once nobody waits for it any more."""
-    over = threading.Event()
-    outcome = apart("ub_overlap-store", lambda: body(over))
+def _run_with_timeout(timeout_s: float, body: Callable[[threading.Event], T]) -> T:
+    """Return or raise what `body` does, or raise TimeoutError.
+
+    `body` runs on a daemon thread, because it may block forever. Its argument is set once no thread waits for it any more.
+    """
+    cancelled = threading.Event()
+    outcome = run_in_daemon_thread("ub_overlap-store", lambda: body(cancelled))
     try:
         return outcome.result(timeout_s)
     finally:
-        over.set()
+        cancelled.set()
 
 
 class Exchange:
-    """Exchanges of texts between the ranks of a group, each under a topic that is used once.
+    """Exchanges between the ranks of a group, each under a topic that is used once.
 
     `op`, `site`: the call that needs them, for errors.
     """
@@ -48,89 +50,97 @@ class Exchange:
     def __init__(self, store: Any, group: str, device: str, rank: int, ranks: int, op: str, site: str) -> None:
         self.store, self.group, self.rank, self.ranks = store, group, rank, ranks
         self.op, self.site = op, site
-        self._silent = False  # the Store has not answered: whoever asks it again may never return
-        # The same store may serve several lives of a group name: count them. All ranks live through the same ones.
-        life = self._ask(lambda _: store.add(f"ub_overlap/{device}/lives/{rank}", 1), seconds("init"), {})
-        self._prefix = f"ub_overlap/{device}/{life}"
+        self._store_hangs = False  # the Store did not answer: another request may never return
+        # One Store may serve several sessions of a group name in turn. All ranks count the same number of them.
+        number = self._request(lambda _: store.add(f"ub_overlap/{device}/sessions/{rank}", 1), deadline_seconds("init"), {})
+        self._prefix = f"ub_overlap/{device}/{number}"
 
     def _key(self, topic: str, rank: int) -> str:
         return f"{self._prefix}/{topic}/{rank}"
 
     def fail(self, text: str) -> None:
-        """Tell whoever waits for this rank that it will not come."""
+        """Tell the peers that wait for this rank that it has failed."""
         with contextlib.suppress(Exception):
-            if not self._silent:
+            if not self._store_hangs:
                 self.store.set(self._key("failed", self.rank), text)
 
-    def peek(self, topic: str) -> dict[int, dict[str, Any]]:
-        """What is there by now, without waiting."""
-        found = {}
-        for rank in range(self.ranks if not self._silent else 0):
+    def read_available(self, topic: str) -> dict[int, dict[str, Any]]:
+        """Return the texts that are there now, by rank, without waiting."""
+        texts = {}
+        for rank in range(self.ranks if not self._store_hangs else 0):
             with contextlib.suppress(Exception):
                 if self.store.check([self._key(topic, rank)]):
-                    found[rank] = json.loads(self.store.get(self._key(topic, rank)))
-        return found
+                    texts[rank] = json.loads(self.store.get(self._key(topic, rank)))
+        return texts
 
-    def look(self, key: str) -> dict[str, Any] | None:
-        """What lies under `key` of the group's Store by now, whoever put it there; without waiting."""
+    def read_key(self, key: str) -> dict[str, Any] | None:
+        """Return the value of any `key` of the group's Store, None where it is not there now. Do not wait."""
         with contextlib.suppress(Exception):
-            if not self._silent and self.store.check([key]):
+            if not self._store_hangs and self.store.check([key]):
                 return dict(json.loads(self.store.get(key)))
         return None
 
-    def all(
-        self, topic: str, mine: dict[str, Any], deadline: Deadline, doing: str, check: Callable[[], None] | None = None
+    def gather(
+        self, topic: str, own: dict[str, Any], deadline: Deadline, doing: str, check: Callable[[], None] | None = None
     ) -> list[dict[str, Any]]:
-        """Every rank's text, in rank order. `doing` completes "... did not come to ..."; `check` may raise while we wait."""
-        found = self.some(topic, mine, range(self.ranks), deadline, doing, check)
-        return [found[rank] for rank in range(self.ranks)]
+        """Return every rank's text, in rank order.
 
-    def some(
+        `doing`: completes "... did not arrive at ...". `check`: called while waiting; it may raise.
+        """
+        texts = self.gather_from(range(self.ranks), topic, own, deadline, doing, check)
+        return [texts[rank] for rank in range(self.ranks)]
+
+    def gather_from(
         self,
-        topic: str,
-        mine: dict[str, Any] | None,
         ranks: Iterable[int],
+        topic: str,
+        own: dict[str, Any] | None,
         deadline: Deadline,
         doing: str,
         check: Callable[[], None] | None = None,
     ) -> dict[int, dict[str, Any]]:
-        """The texts of `ranks` alone, by rank: what is long travels only to those who need it. `mine`: None where no rank asks
-        for this one's, which then leaves nothing in the Store."""
-        found: dict[int, dict[str, Any]] = {self.rank: mine or {}}
-        wanted = sorted({*ranks, self.rank})
+        """Return the texts of `ranks` and of this rank: long texts go only to the ranks that need them.
 
-        def body(over: threading.Event) -> None:
-            self._collect(topic, mine, wanted, found, deadline, doing, check, over)
+        `own`: None where no rank reads this rank's text, which is then not written to the Store.
+        """
+        texts: dict[int, dict[str, Any]] = {self.rank: own or {}}
+        sources = sorted({*ranks, self.rank})
 
-        self._ask(body, seconds(deadline), found, check)
-        return found
+        def body(cancelled: threading.Event) -> None:
+            self._collect(topic, own, sources, texts, deadline, doing, check, cancelled)
 
-    def _ask(
+        self._request(body, deadline_seconds(deadline), texts, check)
+        return texts
+
+    def _request(
         self,
         body: Callable[[threading.Event], T],
         timeout_s: float,
-        found: dict[int, Any],
+        texts: dict[int, Any],
         check: Callable[[], None] | None = None,
     ) -> T:
-        """`body`, which asks the Store, with the Store's own failures as errors of ours."""
+        """Run `body`, which talks to the Store, and turn failures of the Store into PeerTimeoutError.
+
+        `texts`: what has been received so far, by rank; the error names the other ranks.
+        """
         try:
-            return _within(1.25 * timeout_s, body)  # `body` has a deadline of its own, as long as the Store answers
+            return _run_with_timeout(1.25 * timeout_s, body)  # `body` has its own deadline while the Store answers
         except errors.UbOverlapError:
             raise
         except TimeoutError:
-            self._silent = True
+            self._store_hangs = True
             what = f"the Store of group '{self.group}' did not answer within {1.25 * timeout_s:g} s"
-        except RuntimeError as broken:  # all errors of c10d
-            self._silent = True
-            what = f"the Store of group '{self.group}' failed: {str(broken).splitlines()[0]}"
-        with contextlib.suppress(errors.PeerFailedError):  # a peer that only met the same as this rank
+        except RuntimeError as failure:  # base class of c10d's errors
+            self._store_hangs = True
+            what = f"the Store of group '{self.group}' failed: {str(failure).splitlines()[0]}"
+        with contextlib.suppress(errors.PeerFailedError):  # a peer that only met the same Store failure
             if check:
-                check()  # names the peer that has taken the Store with it, where that can be seen
-        missing = [rank for rank in range(self.ranks) if rank not in found and rank != self.rank]
+                check()  # names the peer whose process hosted the Store, where that is visible
+        missing = [rank for rank in range(self.ranks) if rank not in texts and rank != self.rank]
         fix = "look at the process that hosts the Store: rank 0 of the world, or the launcher"
-        raise self._late(what, missing, "store", f"{errors.ranks_text(missing)} unheard", fix)
+        raise self._timeout_error(what, missing, "store", f"nothing from {errors.ranks_text(missing)}", fix)
 
-    def _late(self, what: str, missing: Sequence[int], phase: str, got: str, fix: str) -> errors.PeerTimeoutError:
+    def _timeout_error(self, what: str, missing: Sequence[int], phase: str, got: str, fix: str) -> errors.PeerTimeoutError:
         return errors.PeerTimeoutError(
             what,
             ranks=missing,
@@ -147,41 +157,43 @@ class Exchange:
     def _collect(
         self,
         topic: str,
-        mine: dict[str, Any] | None,
-        wanted: Sequence[int],
-        found: dict[int, dict[str, Any]],
+        own: dict[str, Any] | None,
+        sources: Sequence[int],
+        texts: dict[int, dict[str, Any]],
         deadline: Deadline,
         doing: str,
         check: Callable[[], None] | None,
-        over: threading.Event,
+        cancelled: threading.Event,
     ) -> None:
-        if mine is not None:
-            self.store.set(self._key(topic, self.rank), json.dumps(mine))
-        timeout_s, pause = seconds(deadline), 0.0005
+        """Write this rank's text, then poll for the others until all of `sources` are in `texts`."""
+        if own is not None:
+            self.store.set(self._key(topic, self.rank), json.dumps(own))
+        timeout_s, pause = deadline_seconds(deadline), 0.0005
         end = time.monotonic() + timeout_s
-        stopped: Exception | None = None
-        while not over.is_set():
-            for rank in wanted:
-                if rank not in found and self.store.check([self._key(topic, rank)]):
-                    found[rank] = json.loads(self.store.get(self._key(topic, rank)))
-            missing = [rank for rank in wanted if rank not in found]
+        failure: Exception | None = None
+        while not cancelled.is_set():
+            for rank in sources:
+                if rank not in texts and self.store.check([self._key(topic, rank)]):
+                    texts[rank] = json.loads(self.store.get(self._key(topic, rank)))
+            missing = [rank for rank in sources if rank not in texts]
             if not missing:
                 return
-            if stopped:
-                raise stopped
-            stopped = self._stopped(missing, check)
-            if stopped:
-                continue  # what a peer said before it gave up counts first: look once more
+            if failure:
+                raise failure
+            failure = self._find_failure(missing, check)
+            if failure:
+                continue  # a text that the peer wrote before it failed counts first: poll once more
             if time.monotonic() > end:
-                who = errors.ranks_text(missing)
-                what = f"{who} of the group did not come to {doing} within {timeout_s:g} s"
+                late = errors.ranks_text(missing)
+                what = f"{late} of the group did not arrive at {doing} within {timeout_s:g} s"
                 setting = f"UB_OVERLAP_{deadline.upper()}_TIMEOUT_S"
-                fix = f"look at the log and the stack of {who}; if it is only slow, raise {setting}"
-                raise self._late(what, missing, topic, errors.ranks_text(sorted(found)), fix)
-            over.wait(pause)
+                fix = f"look at the log and the stack of {late}; if it is only slow, raise {setting}"
+                raise self._timeout_error(what, missing, topic, errors.ranks_text(sorted(texts)), fix)
+            cancelled.wait(pause)
             pause = min(pause * 1.5, 0.02)
 
-    def _stopped(self, missing: Sequence[int], check: Callable[[], None] | None) -> Exception | None:
+    def _find_failure(self, missing: Sequence[int], check: Callable[[], None] | None) -> Exception | None:
+        """Return the error of `check`, or of a missing rank that wrote one, else None."""
         try:
             if check:
                 check()

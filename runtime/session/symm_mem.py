@@ -1,13 +1,13 @@
 """The arena of a CUDA group: slots and flag words in torch's symmetric memory, texts and process ids in shared memory.
 
-torch allocates and exchanges the memory (`rendezvous`, a collective without a deadline of its own: an exchange with one goes
-before it, so that it begins when all ranks are there). No NVLink multicast is asked for.
+torch allocates the memory and exchanges its pointers in a rendezvous, a collective without a deadline. So an exchange with a
+deadline precedes it: the rendezvous begins once all ranks are there. NVLink multicast is off.
 
     words    flag words and abort word of every rank (csrc/cuda/state.h); zero before any rank uses them; never replaced
-    slots    two a rank; replaced by bigger ones when a call needs more. Graphs hold addresses: what they saw is kept
+    slots    SLOTS per rank; replaced by larger ones when a call needs more. Slots that captured graphs address are kept
 
-torch's memory waits for the whole device as it goes, without a deadline and with the interpreter's lock: it is let go of only
-where the device is found at rest. Where that cannot be found out it stays until the process ends.
+Freeing torch's memory synchronizes the whole device, without a deadline and with the GIL held. So it is freed only while the
+device is idle. Where that cannot be determined, the memory is kept until the process ends.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 
 from ub_overlap import _torch_compat
 
 from .. import errors, settings
+from ..schedule.steps import SLOTS
 from . import device_wait
-from .daemon_thread import apart
+from .daemon_thread import run_in_daemon_thread
 
 log = logging.getLogger(__name__)
 
-_SLOTS = 2
 T = TypeVar("T")
 
 
-def gpu() -> dict[str, Any]:
-    """The current device: a name that all processes of the host give it, and what it is."""
+def describe_gpu() -> dict[str, Any]:
+    """Describe the current device by a uuid that is the same in all processes of the host, its name and its capability."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "uuid": str(properties.uuid),
@@ -44,18 +45,20 @@ def gpu() -> dict[str, Any]:
     }
 
 
-def label() -> str:
-    """The current device in words, for the log."""
+def device_label() -> str:
+    """Return the current device in words, for the log."""
     index = torch.cuda.current_device()
     return f"cuda:{index} ({torch.cuda.get_device_name(index)})"
 
 
-def links(uuids: Sequence[str], rank: int) -> dict[str, list[bool | None]]:
-    """What this rank sees of the ranks' devices: "peer" access, and whether it goes over "nvlink". None: it cannot tell
-    (a device that this process does not see, no NVML): the rendezvous will show."""
-    here = torch.cuda.current_device()
-    seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-    by_torch, nvml = _torch_compat.nvlinks(), _Nvml()
+def find_links(uuids: Sequence[str], rank: int) -> dict[str, list[bool | None]]:
+    """Return by rank whether this rank has "peer" access to that rank's device, and whether that goes over "nvlink".
+
+    None: unknown (a device that this process does not see, no NVML). The rendezvous then shows it.
+    """
+    current = torch.cuda.current_device()
+    visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    link_counts, nvml = _torch_compat.nvlinks(), _Nvml()
     peer: list[bool | None] = []
     nvlink: list[bool | None] = []
     for other, uuid in enumerate(uuids):
@@ -63,20 +66,20 @@ def links(uuids: Sequence[str], rank: int) -> dict[str, list[bool | None]]:
             peer.append(True)
             nvlink.append(True)
             continue
-        there = seen.get(uuid)
-        peer.append(None if there is None else torch.cuda.can_device_access_peer(here, there))
-        counted = None if by_torch is None or there is None else by_torch[here][there] > 0
-        # Counting links by their far ends misses those through switches that a virtual machine does not see: that it counts
-        # none is no proof, what NVML says of the pair is.
-        nvlink.append(True if counted else nvml.nvlink(uuids[rank], uuid))
+        index = visible.get(uuid)
+        peer.append(None if index is None else torch.cuda.can_device_access_peer(current, index))
+        has_links = link_counts is not None and index is not None and link_counts[current][index] > 0
+        # torch counts links by their far ends and misses those through switches that a virtual machine does not see. So a
+        # count of zero proves nothing; NVML's answer for the pair does.
+        nvlink.append(True if has_links else nvml.has_nvlink(uuids[rank], uuid))
     return {"peer": peer, "nvlink": nvlink}
 
 
 class _Nvml:
-    """The driver's management library, as far as it is there. Everything it refuses is None."""
+    """NVIDIA's management library, where it is installed. An answer that it refuses is None."""
 
     _NVLINK = 2  # of nvmlGpuP2PCapsIndex_t
-    _KNOWN = range(6)  # of nvmlGpuP2PStatus_t: 0 is good, 1 to 5 are reasons why not, beyond that it is unknown
+    _KNOWN = range(6)  # of nvmlGpuP2PStatus_t: 0 is OK, 1 to 5 are reasons against, larger values are unknown
 
     def __init__(self) -> None:
         self._library: Any = None
@@ -85,13 +88,13 @@ class _Nvml:
             if library.nvmlInit_v2() == 0:
                 self._library = library
 
-    def nvlink(self, one: str, other: str) -> bool | None:
-        """Do the GPUs of these uuids reach each other over NVLink?"""
+    def has_nvlink(self, first: str, second: str) -> bool | None:
+        """Return whether the GPUs of these uuids are linked by NVLink."""
         if self._library is None:
             return None
         try:
             a, b, status = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int(-1)
-            for uuid, handle in ((one, a), (other, b)):
+            for uuid, handle in ((first, a), (second, b)):
                 name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
                 if self._library.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)) != 0:
                     return None
@@ -103,7 +106,7 @@ class _Nvml:
 
 
 def refuse_capture(doing: str) -> None:
-    """Memory cannot be shared while a graph is captured."""
+    """Raise ArenaError during a CUDA graph capture, when memory cannot be shared."""
     if torch.cuda.is_current_stream_capturing():
         raise errors.ArenaError(
             f"cannot {doing} while a CUDA graph is captured",
@@ -112,108 +115,115 @@ def refuse_capture(doing: str) -> None:
 
 
 class SymmetricArena:
-    """What `session.Session` sees of a CUDA arena; it grows by the same steps as a `ShmArena`. `core` is its C++ side."""
+    """The arena that `Session` uses on CUDA. It grows by the same steps as a `ShmArena`. `core`: its C++ object."""
 
     def __init__(self, host: Any, group: str, rank: int, ranks: int, slot_bytes: int) -> None:
         from ..extension import extension
 
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-        if torch.cuda.device_count() == 1:  # each rank calls its own GPU 0; topology.py has told them apart by their uuids
+        if torch.cuda.device_count() == 1:  # each rank's own GPU is index 0; topology.py told them apart by uuid
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         self._host, self._group, self._rank, self._ranks = host, group, rank, ranks
         self._slot_bytes = slot_bytes
         self._words = _allocate(extension().words_bytes(ranks))
-        self._data = _allocate(_SLOTS * slot_bytes)
-        self._held: list[Any] = []
+        self._data = _allocate(SLOTS * slot_bytes)
+        self._retained: list[Any] = []
         self._next: Any = None
         self._next_slot_bytes = 0
-        self._names: dict[int, str] = {}
-        self.data_name = meeting_name()
+        self._tokens: dict[int, str] = {}
+        self.data_name = new_rendezvous_token()
         self.core: Any = None
 
-    def meet(self, names: Sequence[str]) -> None:
-        """Collective, once all ranks have made theirs: exchange the pointers, and clear this rank's words.
+    def rendezvous(self, tokens: Sequence[str]) -> None:
+        """Exchange pointers with all ranks and clear this rank's words. Collective, once all ranks have allocated.
 
-        `names`: every rank's `data_name`."""
+        `tokens`: every rank's `data_name`.
+        """
         from ..extension import extension
 
-        name = meeting(names)
+        name = rendezvous_name(tokens)
         words, self._words_handle = self._rendezvous(self._words, name and f"{name}/words")
         data, self._data_handle = self._rendezvous(self._data, name and f"{name}/slots")
-        # On a stream of its own: the caller's may stand behind a peer that waits for this rank to bind. No peer writes yet.
+        # On a separate stream: the caller's may wait for a peer that waits for this rank to bind. No peer writes yet.
         with torch.cuda.stream(torch.cuda.Stream()):
             self._words.zero_()
-            device_wait.ended("clearing the words of an arena")
+            device_wait.wait_for_event("clearing the words of an arena")
         self.core = extension().CudaArena(
             device=torch.cuda.current_device(), host=self._host, words=words, data=data, slot_bytes=self._slot_bytes
         )
 
     @property
     def slot_bytes(self) -> int:
+        """Bytes of one slot."""
         return self._slot_bytes
 
     def check(self, op: str, site: str) -> None:
-        """Raises when a rank of the group has given up, or is gone; `op` and `site` are what waits for it."""
+        """Raise when a rank of the group has failed or is gone. `op` and `site`: the call that waits for it."""
         self._host.check(op, site)
         self.core.check()
 
     def grow_begin(self, slot_bytes: int) -> None:
-        refuse_capture("make the landing area larger")
-        self._next, self._next_slot_bytes = _allocate(_SLOTS * slot_bytes), slot_bytes
-        self.data_name = meeting_name()
-        self._names = {self._rank: self.data_name}
-        # What is protected are the slots that go: this rank's calls push into its peers' and read its own. Its plain calls end
-        # in the order of their issue, whatever streams they are on, so their last one's event stands for all; the exchange that
-        # follows waits for the peers', whose pushes come here. Replays of captured graphs are not seen, and need not be: slots
-        # that some graph names are kept (`_held`). Other groups' calls, and other work, touch none of these slots.
-        device_wait.until(self.core.ended, f"a call of group '{self._group}', whose landing area is to be made larger,")
+        """Allocate larger slots, then wait until no call of this rank uses the old ones."""
+        refuse_capture("grow the landing area")
+        self._next, self._next_slot_bytes = _allocate(SLOTS * slot_bytes), slot_bytes
+        self.data_name = new_rendezvous_token()
+        self._tokens = {self._rank: self.data_name}
+        # The wait protects the old slots: this rank's calls push into its peers' and read its own. Its eager calls end in issue
+        # order on whatever stream, so the last call's event covers all of them. The exchange that follows waits for the peers'
+        # calls, which push into this rank's slots. Replays of captured graphs are not seen, and need not be: slots that a
+        # graph addresses are kept (`_retained`). Calls of other groups and other work touch none of these slots.
+        device_wait.wait_until(self.core.ended, f"a call of group '{self._group}', whose landing area is to grow,")
 
     def grow_attach(self, rank: int, name: str) -> None:
-        self._names[rank] = name
+        """Take a peer's rendezvous token."""
+        self._tokens[rank] = name
 
     def grow_commit(self) -> None:
-        """All ranks come to this: the rendezvous is theirs together."""
-        pointers, handle = self._rendezvous(self._next, meeting([self._names[rank] for rank in range(self._ranks)]))
+        """Exchange pointers and switch to the larger slots. Collective."""
+        name = rendezvous_name([self._tokens[rank] for rank in range(self._ranks)])
+        pointers, handle = self._rendezvous(self._next, name)
         self.core.replace(data=pointers, slot_bytes=self._next_slot_bytes)
-        self._held.append((self._data, self._data_handle))
-        if self._may_free():
-            self._held.clear()
+        self._retained.append((self._data, self._data_handle))
+        if self._can_free():
+            self._retained.clear()
         self._data, self._data_handle = self._next, handle
         self._slot_bytes, self._next = self._next_slot_bytes, None
 
     def __del__(self) -> None:
-        # Before a rendezvous nobody else knows the memory, and nothing was issued.
-        if hasattr(self, "_words_handle") and not self._may_free():
+        # Before a rendezvous no peer has the addresses, and nothing was issued.
+        if hasattr(self, "_words_handle") and not self._can_free():
             handles = self._words_handle, getattr(self, "_data_handle", None)
-            _Process.named.append((self._words, self._data, *handles, self._held, getattr(self, "_next", None)))
+            _process.retained.append((self._words, self._data, *handles, self._retained, getattr(self, "_next", None)))
 
-    def _may_free(self) -> bool:
-        """Does nothing name the memory, and is the device at rest? Takes a second at most. No, where nobody can tell: after an
-        error of the device, or where the arena was not finished."""
+    def _can_free(self) -> bool:
+        """Return whether no graph addresses the memory and the device is idle. Takes at most a second.
+
+        False where that is unknown: after a device error, or where the rendezvous did not complete.
+        """
         try:
             if self.core is not None:
                 return not self.core.captured and bool(self.core.free_to_go())
-            why = "its peers did not all meet"
-        except Exception as error:  # noqa: BLE001 (whatever it is, the device may still use the memory)
+            why = "the rendezvous of its ranks did not complete"
+        except Exception as error:  # noqa: BLE001 (after any error the device may still use the memory)
             why = f"{type(error).__name__}: {error}"
-        if not _Process.told:
-            _Process.told = True
-            kept = "group '%s': its memory is kept until the process ends, as nobody can tell if its device is at rest: %s"
-            log.warning(kept, self._group, why)
+        if not _process.has_warned:
+            _process.has_warned = True
+            text = "group '%s': its memory is kept until the process ends, because its device may still be using it: %s"
+            log.warning(text, self._group, why)
         return False
 
     def unlink(self) -> None:
-        """Symmetric memory has no names that could stay behind."""
+        """Do nothing: symmetric memory has no names that could be left behind."""
 
     def _rendezvous(self, tensor: torch.Tensor, name: str) -> tuple[list[int], Any]:
-        """`name`: as `meeting` says."""
+        """Return every rank's pointer to its `tensor`, and torch's handle. `name`: of `rendezvous_name`."""
         handle = _outside_pools(lambda: _torch_compat.symmetric_rendezvous(tensor, self._group, name))
-        _Process.rendezvous += 1
+        _process.rendezvous_count += 1
         pointers = [int(pointer) for pointer in handle.buffer_ptrs]
         offset = tensor.data_ptr() - pointers[self._rank]  # of the tensor within its allocation, the same on all ranks
         if len(pointers) != self._ranks or not 0 <= offset < 1 << 30:
             raise errors.ArenaError(
-                "torch's symmetric memory is laid out in a way that is not known",
+                "torch's symmetric memory has an unknown layout",
                 got=f"{len(pointers)} pointers, offset {offset}",
                 expected=f"{self._ranks} pointers, and the tensor within its buffer",
             )
@@ -224,50 +234,57 @@ def _allocate(size: int) -> torch.Tensor:
     return _torch_compat.symmetric_empty(size, torch.device("cuda", torch.cuda.current_device()))
 
 
-class _Process:
-    rendezvous = 0
-    """How many this process has been through. torch counts them in the keys by which ranks find each other, whatever group they
-    are of: ranks with other numbers would wait for each other for ever."""
-    named: ClassVar[list[Any]] = []
-    """Memory of arenas that are gone, but not the graphs that hold its addresses: a replay must not find it unmapped. Or the
-    device was not at rest, or did not say so."""
-    told = False
-    """That memory is kept as a device did not say so: told once."""
+@dataclass
+class _ProcessState:
+    rendezvous_count: int = 0
+    """Rendezvous that this process completed. torch counts them over all groups in the keys by which ranks find each other:
+    ranks with other counts would wait for each other forever."""
+    retained: list[Any] = field(default_factory=list)
+    """Memory of deleted arenas that captured graphs still address, as a replay must not find it unmapped; or whose device was
+    busy, or did not say."""
+    has_warned: bool = False
+    """The warning that memory is kept for an unknown device state was logged; it is logged once."""
 
 
-def meeting_name() -> str:
-    """What a rank tells the others before they meet: "<rendezvous so far>:<a name that no process has met yet>"."""
-    return f"{_Process.rendezvous}:{secrets.token_hex(8)}"
+_process = _ProcessState()
 
 
-def meeting(names: Sequence[str]) -> str:
-    """How the ranks that told each other `names`, by rank, meet: "" where all have been through equally many rendezvous, for
-    then torch's own keys fit; else a name, the same for all, which was never used in any of their processes or Stores: a group
-    that is closed and bound again, or another one of its name, gets another."""
-    alike = len({name.partition(":")[0] for name in names}) == 1
-    return "" if alike else f"ub_overlap/rendezvous/{names[0].partition(':')[2]}"
+def new_rendezvous_token() -> str:
+    """Return what a rank sends its peers before a rendezvous: "<rendezvous completed>:<random name>"."""
+    return f"{_process.rendezvous_count}:{secrets.token_hex(8)}"
+
+
+def rendezvous_name(tokens: Sequence[str]) -> str:
+    """Return the rendezvous name that all ranks derive from their exchanged `tokens`, by rank.
+
+    "" where all have completed equally many rendezvous: torch's own keys then match. Otherwise a name that no process or Store
+    has used. So a group that is closed and bound again, or another group of the same name, gets a new one.
+    """
+    has_equal_counts = len({token.partition(":")[0] for token in tokens}) == 1
+    return "" if has_equal_counts else f"ub_overlap/rendezvous/{tokens[0].partition(':')[2]}"
 
 
 def _outside_pools(body: Callable[[], T]) -> T:
-    """`body` on a thread of its own, with a deadline, which a rendezvous of torch's has not.
+    """Run `body` on another thread, with a deadline, which torch's rendezvous lacks.
 
-    While torch warms up for a CUDA graph, what this thread allocates comes from that graph's pool, where nothing may outlive
-    the graph; what a rendezvous allocates (tables of pointers) does."""
+    While torch warms up for a CUDA graph, this thread allocates from that graph's pool, where nothing may outlive the graph.
+    The pointer tables of a rendezvous do outlive it.
+    """
     device = torch.cuda.current_device()
 
     def run() -> T:
         with torch.cuda.device(device):
             return body()
 
-    outcome = apart("ub_overlap-rendezvous", run)
+    outcome = run_in_daemon_thread("ub_overlap-rendezvous", run)
     timeout_s = settings.current().init_timeout_s
     try:
         return outcome.result(timeout_s)
     except TimeoutError:
         if outcome.done():
-            raise  # the body's own
+            raise  # by the body
         raise errors.ArenaError(
             f"torch's rendezvous for symmetric memory did not end within {timeout_s:g} s",
-            got="every rank came to it, then silence",
-            fix="look at the other ranks' logs; groups that only some ranks shared memory in before may confuse torch",
+            got="every rank started it, then no progress",
+            fix="look at the other ranks' logs; torch may fail after groups in which only some ranks shared memory",
         ) from None

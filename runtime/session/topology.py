@@ -1,14 +1,14 @@
-"""Where the ranks of a group are, and by what transport they meet: a description, and a decision that is a pure function of it.
+"""Topology of a group, and the transport that follows from it.
 
-Every rank describes what it sees (runtime/session/symm_mem.py looks, `session.bind` exchanges) and all decide alike, on the same
-description:
+Every rank describes what it sees (symm_mem.py), the ranks exchange that (bind.py), and each decides on the same description
+by a pure function:
 
     one host, CPU tensors                                       shared memory
-    one host, a GPU each, all peers, over NVLink                symmetric memory, whatever the generation of the GPUs
-    several hosts; one GPU for two ranks; no peer access;
+    one host, one GPU per rank, all peers, over NVLink          symmetric memory, for any GPU generation
+    several hosts; two ranks on one GPU; no peer access;
     peers over PCIe only                                        c10d: plain collectives, then matmuls; with a reason
 
-What nobody could look up (None) counts as good, and is said in the log.
+Links that no rank could look up (None) are assumed good, and logged.
 """
 
 from __future__ import annotations
@@ -24,62 +24,68 @@ Row = tuple[bool | None, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
+    """The GPU of one rank."""
+
     uuid: str
-    """The same in all processes of a host."""
+    """Equal in all processes of a host."""
     name: str = ""
     capability: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """By rank of the group. `gpus` is empty for CPU tensors; [i][j] of the matrices is what rank i sees of rank j."""
+    """Hosts, GPUs and links by rank. `gpus` is empty for CPU tensors; [i][j] of a matrix is what rank i sees of rank j."""
 
     hosts: tuple[str, ...]
-    """Equal texts: the processes share memory. Up to the first colon: the host's name."""
+    """Equal texts: the processes share memory. The host's name ends at the first colon."""
     gpus: tuple[Gpu, ...] = ()
     peer: tuple[Row, ...] = ()
-    """Can the GPU of i address the memory of j's?"""
+    """The GPU of i can address the memory of j's."""
     nvlink: tuple[Row, ...] = ()
-    """Does that go over NVLink (directly or through switches)?"""
+    """That access goes over NVLink, directly or through switches."""
     any_link: bool = False
-    """Take peers over PCIe too: all ranks have UB_OVERLAP_LINKS=any."""
+    """Accept peers over PCIe too: all ranks have UB_OVERLAP_LINKS=any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransportChoice:
+    """The transport of a group."""
+
     transport: str
     """ "shared memory", "symmetric memory" or "c10d"."""
     reason: str = ""
     """Why it is c10d."""
     unknown: tuple[tuple[int, int], ...] = ()
-    """Pairs of ranks between which nobody could tell what links there are."""
+    """Pairs of ranks with unknown links."""
 
 
-def described(cards: Sequence[Mapping[str, Any]], links: Sequence[Mapping[str, Any]]) -> Topology:
-    """From what the ranks exchange: cards with "host" and "gpu" (`symmetric.gpu`), and their `symmetric.links` with "any"."""
+def build_topology(hosts: Sequence[Mapping[str, Any]], links: Sequence[Mapping[str, Any]]) -> Topology:
+    """Build the topology from exchanged texts.
+
+    `hosts`: each with "host" and "gpu" (symm_mem.describe_gpu). `links`: symm_mem.find_links, each with "any".
+    """
+    gpus = (host["gpu"] for host in hosts)
     return Topology(
-        hosts=tuple(card["host"] for card in cards),
-        gpus=tuple(
-            Gpu(uuid=g["uuid"], name=g["name"], capability=tuple(g["capability"])) for g in (card["gpu"] for card in cards)
-        ),
+        hosts=tuple(host["host"] for host in hosts),
+        gpus=tuple(Gpu(uuid=gpu["uuid"], name=gpu["name"], capability=tuple(gpu["capability"])) for gpu in gpus),
         peer=tuple(tuple(row["peer"]) for row in links),
         nvlink=tuple(tuple(row["nvlink"]) for row in links),
         any_link=all(row["any"] for row in links),
     )
 
 
-def choose(topology: Topology) -> TransportChoice:
-    """The transport of a group of two or more ranks, in the same words on all of them."""
-    reason = _hosts(topology)
+def choose_transport(topology: Topology) -> TransportChoice:
+    """Choose the transport of a group of two or more ranks, with the same reason text on all of them."""
+    reason = _several_hosts(topology)
     if not topology.gpus:
         return TransportChoice(transport="c10d", reason=reason) if reason else TransportChoice(transport="shared memory")
-    reason = reason or _one_gpu(topology.gpus) or _no_access(topology.peer) or _pcie(topology)
+    reason = reason or _shared_gpu(topology.gpus) or _no_peer_access(topology.peer) or _pcie_only(topology)
     if reason:
         return TransportChoice(transport="c10d", reason=reason)
-    return TransportChoice(transport="symmetric memory", unknown=_unknown(topology))
+    return TransportChoice(transport="symmetric memory", unknown=_unknown_pairs(topology))
 
 
-def _hosts(topology: Topology) -> str:
+def _several_hosts(topology: Topology) -> str:
     hosts = sorted(set(topology.hosts))
     if len(hosts) < 2:
         return ""
@@ -87,24 +93,24 @@ def _hosts(topology: Topology) -> str:
     return f"its ranks do not share memory ({len(hosts)} hosts: {', '.join(names)})"
 
 
-def _one_gpu(gpus: Sequence[Gpu]) -> str:
-    names = [gpu.uuid for gpu in gpus]
-    for rank, name in enumerate(names):
-        if name in names[:rank]:
-            first = names.index(name)
-            return f"its ranks {first} and {rank} are on one GPU ({name}), where one would wait for the other for ever"
+def _shared_gpu(gpus: Sequence[Gpu]) -> str:
+    uuids = [gpu.uuid for gpu in gpus]
+    for rank, uuid in enumerate(uuids):
+        if uuid in uuids[:rank]:
+            first = uuids.index(uuid)
+            return f"its ranks {first} and {rank} are on one GPU ({uuid}), where one would wait for the other forever"
     return ""
 
 
-def _no_access(peer: Sequence[Row]) -> str:
+def _no_peer_access(peer: Sequence[Row]) -> str:
     for rank, row in enumerate(peer):
-        cannot = [other for other, can in enumerate(row) if can is False and other != rank]
-        if cannot:
-            return f"the GPU of its rank {rank} has no peer access to that of {ranks_text(cannot)}"
+        unreachable = [other for other, access in enumerate(row) if access is False and other != rank]
+        if unreachable:
+            return f"the GPU of its rank {rank} has no peer access to that of {ranks_text(unreachable)}"
     return ""
 
 
-def _pcie(topology: Topology) -> str:
+def _pcie_only(topology: Topology) -> str:
     if topology.any_link:
         return ""
     for rank, row in enumerate(topology.nvlink):
@@ -112,12 +118,12 @@ def _pcie(topology: Topology) -> str:
         if slow:
             return (
                 f"the GPU of its rank {rank} reaches that of {ranks_text(slow)} over PCIe only, not over NVLink "
-                "(UB_OVERLAP_LINKS=any on all ranks takes it all the same)"
+                "(UB_OVERLAP_LINKS=any on all ranks accepts PCIe)"
             )
     return ""
 
 
-def _unknown(topology: Topology) -> tuple[tuple[int, int], ...]:
+def _unknown_pairs(topology: Topology) -> tuple[tuple[int, int], ...]:
     pairs = (
         (i, j)
         for i in range(len(topology.gpus))

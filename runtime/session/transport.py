@@ -1,7 +1,7 @@
-"""Which groups the runtime can serve, as far as every rank can tell alike at compile time.
+"""Groups that the runtime can serve, as far as every rank can tell alike at compile time.
 
-What only a look at the peers shows (ranks on several hosts, GPUs without peer access) is found when the group is bound, at its
-first call.
+What needs a look at the peers (ranks on several hosts, GPUs without peer access) is found when the group binds, at its first
+call (bind.py).
 """
 
 from __future__ import annotations
@@ -10,32 +10,34 @@ from functools import lru_cache
 
 
 @lru_cache(maxsize=1)
-def executors() -> frozenset[str]:
-    """Device types that this build has an executor for."""
+def executor_devices() -> frozenset[str]:
+    """Return the device types that this build has an executor for."""
     from ..errors import BuildMismatchError
 
     try:
         from ..extension import extension
 
         return frozenset({"cpu", "cuda"} if extension().build_info()["cuda"] else {"cpu"})
-    except BuildMismatchError:  # a build for looking at graphs
+    except BuildMismatchError:  # a build that only inspects graphs
         return frozenset({"cpu"})
 
 
-def why_not(device: str, group: str, ranks: int) -> str | None:
-    """Why a group of `ranks` ranks cannot be served on tensors of `device`, or None where it can."""
+def unsupported_reason(device: str, group: str, ranks: int) -> str | None:
+    """Return why a group of `ranks` ranks cannot be served on tensors of `device`, None where it can."""
     from ub_overlap import _torch_compat as compat
 
-    if device not in executors():
-        return f"this build has no executor for {device} tensors (it has: {', '.join(sorted(executors()))})"
+    if device not in executor_devices():
+        return f"this build has no executor for {device} tensors (it has: {', '.join(sorted(executor_devices()))})"
     if compat.is_fake_group(group):
         return "the group is a fake process group: its ranks do not exist"
     return None
 
 
-def signature() -> tuple[str, ...]:
-    """What decisions depend on beside graph and options, for cache keys: backend and size of every group. A graph compiled over
-    a fake group serves no real one, and an all_reduce's node does not tell how many ranks its group has."""
+def transport_signature() -> tuple[str, ...]:
+    """Return what decisions depend on besides graph and options, for cache keys: backend and size of every group.
+
+    A graph compiled over a fake group serves no real one, and an all_reduce's node does not show its group's size.
+    """
     from ub_overlap import _torch_compat as compat
 
-    return (*sorted(executors()), *compat.groups())
+    return (*sorted(executor_devices()), *compat.groups())

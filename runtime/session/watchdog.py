@@ -1,9 +1,9 @@
-"""Says in the log that a group has failed, also while nobody asks: the process may only replay CUDA graphs, or block in
+"""Log failed groups even where no thread calls an op: the process may only replay CUDA graphs, or block in
 torch.cuda.synchronize().
 
-One daemon thread, started with the first session that has an arena, looks at every session's failure record four times a
-second and logs what it finds once, with the full text, as an error of the logger "ub_overlap.runtime". It takes nothing away:
-the next op on the group and `check_errors()` still raise the error itself (looking only reads the record, see csrc/core/arena.h).
+One daemon thread starts with the first session that has an arena. Four times a second it reads every session's failure record.
+It logs a failure once, with the full text, as an error of the logger "ub_overlap.runtime". It only reads the record
+(csrc/core/arena.h), so the next op on the group and `check_errors()` still raise the error.
 """
 
 from __future__ import annotations
@@ -19,63 +19,64 @@ log = logging.getLogger("ub_overlap.runtime")
 
 
 class Watchdog:
-    """Watches things with `group` and `trouble() -> Exception | None`; holds them weakly."""
+    """Polls objects with `group` and `pending_error() -> Exception | None`. Holds them weakly."""
 
     def __init__(self, period_s: float = 0.25) -> None:
         self.period_s = period_s
         self._lock = threading.Lock()
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
-        self._over = threading.Event()
+        self._stopping = threading.Event()
 
     def watch(self, session: Any) -> None:
+        """Poll `session` too. Start the thread where it does not run."""
         with self._lock:
             self._watched.add(session)
             if self._thread is None:
-                self._over = threading.Event()
+                self._stopping = threading.Event()
                 atexit.unregister(self.stop)
-                atexit.register(
-                    self.stop
-                )  # runs before what is registered already: the sessions' own end (runtime/ops/__init__.py)
-                self._thread = threading.Thread(target=self._run, args=(self._over,), name="ub_overlap-watchdog", daemon=True)
+                # Runs before handlers registered earlier: before the sessions close (runtime/ops/__init__.py).
+                atexit.register(self.stop)
+                name = "ub_overlap-watchdog"
+                self._thread = threading.Thread(target=self._run, args=(self._stopping,), name=name, daemon=True)
                 self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread; another `watch` starts it again."""
+        """End the thread; the next `watch` starts it again."""
         with self._lock:
             thread, self._thread = self._thread, None
-            self._over.set()
+            self._stopping.set()
         if thread is not None and thread is not threading.current_thread():
             thread.join(2.0)
 
-    def forget(self) -> None:
-        """In a forked child: it has no thread, and its parent's sessions are none of its business."""
+    def reset_after_fork(self) -> None:
+        """Drop the parent's sessions in a forked child, which has no thread."""
         self._lock, self._watched, self._thread = threading.Lock(), weakref.WeakSet(), None
 
-    def _run(self, over: threading.Event) -> None:
-        while not over.wait(self.period_s):
-            self.look()
+    def _run(self, stopping: threading.Event) -> None:
+        while not stopping.wait(self.period_s):
+            self.poll()
             with self._lock:
-                if over.is_set() or not len(self._watched):
-                    if self._over is over:
+                if stopping.is_set() or not len(self._watched):
+                    if self._stopping is stopping:
                         self._thread = None
                     return
 
-    def look(self) -> None:
-        """One round; a session that has failed is not watched any more."""
+    def poll(self) -> None:
+        """Check every session once. Stop watching a session that has failed."""
         with self._lock:
             sessions = list(self._watched)
         for session in sessions:
             try:
-                error: Exception | None = session.trouble()
-            except Exception as other:  # noqa: BLE001  (the other sessions go on being watched)
-                error = other
+                error: Exception | None = session.pending_error()
+            except Exception as failure:  # noqa: BLE001  (the other sessions are still watched)
+                error = failure
             if error is not None:
                 with self._lock:
                     self._watched.discard(session)
                 log.error("group '%s' has failed: %s: %s", session.group, type(error).__name__, error)
 
 
-_one = Watchdog()
-watch = _one.watch
-os.register_at_fork(after_in_child=_one.forget)
+_watchdog = Watchdog()
+watch = _watchdog.watch
+os.register_at_fork(after_in_child=_watchdog.reset_after_fork)

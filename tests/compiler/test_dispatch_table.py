@@ -208,9 +208,9 @@ def tune(rank: int, world: int) -> list[dict[str, Any]]:
         name = dist.new_group(list(range(world))).group_name
         mark, before = HISTORY.mark(), site_stats()
         if life:
-            autotune.forget()
+            autotune.clear_results()
         if life == 2 and rank == 1:  # one rank that knows nothing is enough: all measure
-            autotune._known.files[autotune.path_of(found[0]["digest"])] = {}
+            autotune._results.files[autotune.path_of(found[0]["digest"])] = {}
         with torch.no_grad(), uncached():
             compiled = torch.compile(twice(name), backend="ub_overlap", options=options)
             worst = max((compiled(x, w1, w2).float() - twice(name)(x, w1, w2).float()).abs().max().item() for _ in range(3))

@@ -18,7 +18,7 @@ from ub_overlap.compiler.plan.decision import BulkEstimate, CastDecision, Decisi
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.reasons import Kind, Reason
 from ub_overlap.compiler.plan.strategy import NONE, Mode, Strategy
-from ub_overlap.runtime.session.plan_mismatch import first_difference
+from ub_overlap.runtime.session.plan_mismatch import find_first_difference
 
 SITE = Decision(
     id="forward.0",
@@ -94,7 +94,7 @@ def test_digest_follows_what_ranks_must_share(changes: dict[str, Any], mine: str
     """And what differs is what an error says, alone, whatever else differs that only explains."""
     assert other(**changes) != PLAN.digest
     both = {key: value for change in (*EXPLAINS, changes) for key, value in change.items()}
-    found = first_difference(PLAN.to_json(), Plan("forward", (replace(SITE, **both), LEFT, GONE)).to_json())
+    found = find_first_difference(PLAN.to_json(), Plan("forward", (replace(SITE, **both), LEFT, GONE)).to_json())
     named = "site id=forward.0 kind=all_gather_matmul"
     if "strategy" not in changes:
         named += " strategy=pipelined:chunks=4"
@@ -122,14 +122,14 @@ def test_casts_that_differ_are_named() -> None:
     refused = replace(cast, node="mm_1", recipe="", reason=Reason.FILTERED, detail="fp8_filter refuses a.b")
     last = replace(cast, role="weight gradient")
     plans = [Plan("forward", (SITE,), casts=(cast, cast)), Plan("forward", (LEFT,), casts=(cast, refused, last))]
-    assert first_difference(*(plan.to_json() for plan in plans)) == (
-        "float8: forward product of 'a.b' by tensorwise",
-        "float8: forward product of 'a.b' in 16 bits (filtered: fp8_filter refuses a.b)",
+    assert find_first_difference(*(plan.to_json() for plan in plans)) == (
+        "float8: forward matmul of 'a.b' by tensorwise",
+        "float8: forward matmul of 'a.b' in 16 bits (filtered: fp8_filter refuses a.b)",
     )
     plans = [Plan("forward", (), casts=casts) for casts in ((cast,), (cast, last))]
-    assert first_difference(*(plan.to_json() for plan in plans)) == (
-        "float8: no such product",
-        "float8: weight gradient product of 'a.b' by tensorwise",
+    assert find_first_difference(*(plan.to_json() for plan in plans)) == (
+        "float8: no such matmul",
+        "float8: weight gradient matmul of 'a.b' by tensorwise",
     )
     assert Plan("forward", (), casts=(refused,)).digest == Plan("forward", (), casts=(replace(refused, detail="x"),)).digest
 
@@ -158,6 +158,6 @@ def test_digest_is_the_same_where_group_names_differ(pool4: RankPool) -> None:
 
 
 def test_plans_of_two_versions_without_a_difference_that_can_be_told() -> None:
-    from ub_overlap.runtime.session.plan_mismatch import first_difference
+    from ub_overlap.runtime.session.plan_mismatch import find_first_difference
 
-    assert first_difference('{"shared": {"casts": []}}', '{"shared": {}}') is None
+    assert find_first_difference('{"shared": {"casts": []}}', '{"shared": {}}') is None

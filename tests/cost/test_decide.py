@@ -139,6 +139,6 @@ def left_alone_by_one(rank: int, world: int) -> str:
 def test_a_site_that_a_rank_leaves_alone_is_named(pool2: RankPool) -> None:
     said, other = pool2.run(left_alone_by_one, timeout=60)
     assert other == ""
-    assert "rank 1 of the group compiled another plan than rank 0, and did not come to this op" in said
+    assert "rank 1 of the group compiled another plan than rank 0, and did not reach this op" in said
     assert "site id=forward.0 kind=all_gather_matmul strategy=none" in said and "strategy=pipelined" in said
     pool2.close()

@@ -162,10 +162,12 @@ def test_ranks_whose_graphs_cannot_be_told(monkeypatch: pytest.MonkeyPatch, tmp_
     """Then the error does without."""
     monkeypatch.setenv("UB_OVERLAP_CACHE_DIR", str(tmp_path))
     plan_graphs.install(explain)
-    assert plan_graphs.packed("0" * 16) == ""
+    assert plan_graphs.pack_graphs("0" * 16) == ""
     plan_store.save_graphs("0" * 16, graphs().pack())
-    good = plan_graphs.packed("0" * 16)
-    assert "the same" in plan_graphs.told(good, good, ("a", "b"))
-    assert plan_graphs.told(good, "", ("a", "b")) == plan_graphs.told(good, "AAAA", ("a", "b")) == ""
-    monkeypatch.setattr(plan_graphs, "MOST_BYTES", 10)
-    assert plan_graphs.packed("0" * 16) == ""
+    good = plan_graphs.pack_graphs("0" * 16)
+    assert "the same" in plan_graphs.explain_difference(good, good, ("a", "b"))
+    assert (
+        plan_graphs.explain_difference(good, "", ("a", "b")) == plan_graphs.explain_difference(good, "AAAA", ("a", "b")) == ""
+    )
+    monkeypatch.setattr(plan_graphs, "MAX_BYTES", 10)
+    assert plan_graphs.pack_graphs("0" * 16) == ""

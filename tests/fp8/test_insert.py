@@ -262,8 +262,8 @@ def told(rank: int, world: int) -> str:
 def test_a_product_that_ranks_cast_differently_is_named(pool2: RankPool) -> None:
     for text in pool2.run(told, timeout=60):
         assert text.startswith("PlanMismatchError")
-        assert "rank 0: float8: forward product of 'down' by tensorwise" in text, text
-        assert "rank 1: float8: forward product of 'down' in 16 bits (filtered: the fp8 filter refuses" in text, text
+        assert "rank 0: float8: forward matmul of 'down' by tensorwise" in text, text
+        assert "rank 1: float8: forward matmul of 'down' in 16 bits (filtered: the fp8 filter refuses" in text, text
     pool2.close()  # its group is poisoned now; the next test gets a new one
 
 
@@ -291,9 +291,11 @@ def by_hand(rank: int, world: int) -> str:
 def test_a_weight_sharded_by_hand_is_named(pool2: RankPool) -> None:
     """By the rank that waits at an op. The other one waits in c10d meanwhile, and hears of it afterwards."""
     other, said = pool2.run(by_hand, timeout=60)
-    assert said.startswith("PlanMismatchError: rank 0 of the group compiled another plan than rank 1, and did not come"), said
-    assert "rank 0: float8: forward product of '' by tensorwise" in said
-    assert "rank 1: float8: forward product of '' in 16 bits (sizes_not_16: columns 40 do not divide by 16)" in said
+    assert said.startswith(
+        "PlanMismatchError: rank 0 of the group compiled another plan than rank 1, and did not reach this op"
+    ), said
+    assert "rank 0: float8: forward matmul of '' by tensorwise" in said
+    assert "rank 1: float8: forward matmul of '' in 16 bits (sizes_not_16: columns 40 do not divide by 16)" in said
     assert other.startswith("PeerFailedError") and "PlanMismatchError" in other, other
     pool2.close()
 

@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from ub_overlap.runtime.schedule.builders.schedule_writer import SLOTS
 from ub_overlap.runtime.schedule.effects import accesses
 from ub_overlap.runtime.schedule.happens_before import Call, HappensBefore, Node
-from ub_overlap.runtime.schedule.steps import Compute, Copy, Finish, Reduce, Region, Schedule, Signal, Wait
+from ub_overlap.runtime.schedule.steps import SLOTS, Compute, Copy, Finish, Reduce, Region, Schedule, Signal, Wait
 
 Record = tuple[int, str, str, int, int, int]
 

@@ -1,30 +1,27 @@
-"""Pools of other sizes than the shared ones, and the check that nothing stays in /dev/shm."""
+"""Rank pools by size, and the check that tests leave no segments in /dev/shm."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.harness.ranks import RankPool
+from tests.harness.shared_memory import list_segments
 
 
 @pytest.fixture(scope="session")
 def pools(pool2: RankPool, pool4: RankPool) -> Iterator[dict[int, RankPool]]:
-    """Pools by size: 2, 3, 4 and 8 ranks."""
+    """Return pools of 2, 3, 4 and 8 ranks by size."""
     three, eight = RankPool(3), RankPool(8)
     yield {2: pool2, 3: three, 4: pool4, 8: eight}
     three.close()
     eight.close()
 
 
-def segments() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith("ub_overlap-")}
-
-
 @pytest.fixture(autouse=True)
 def shm_is_clean() -> Iterator[None]:
-    before = segments()
+    """Fail a test that leaves segments of this job in /dev/shm."""
+    before = list_segments()
     yield
-    assert segments() <= before, "a test left shared memory behind"
+    assert list_segments() <= before, "the test left shared memory segments behind"

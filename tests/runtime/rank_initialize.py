@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import ub_overlap
 from ub_overlap.runtime import errors, ops, settings
-from ub_overlap.runtime.session import session, symm_mem, watchdog
+from ub_overlap.runtime.session import bind, session, symm_mem, watchdog
 
 from .rank_sessions import gather, reset, scatter
 
@@ -30,7 +30,7 @@ def new_group(world: int) -> str:
 
 
 @contextlib.contextmanager
-def logged(name: str = "ub_overlap.runtime.session.session", level: int = logging.INFO) -> Iterator[list[str]]:
+def logged(name: str = "ub_overlap.runtime.session", level: int = logging.INFO) -> Iterator[list[str]]:
     lines: list[str] = []
     handler, log = logging.Handler(), logging.getLogger(name)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -45,7 +45,7 @@ def logged(name: str = "ub_overlap.runtime.session.session", level: int = loggin
 
 
 def bound(name: str) -> session.Session:
-    found = session.bound(name, "cpu")
+    found = bind.find_session(name, "cpu")
     assert found is not None
     return found
 
@@ -159,7 +159,7 @@ def watched(rank: int, world: int) -> dict[str, Any]:
         deadline = time.monotonic() + 20
         while not lines and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(4 * watchdog._one.period_s)  # it says so once
+        time.sleep(4 * watchdog._watchdog.period_s)  # it says so once
         try:
             if rank:
                 ub_overlap.check_errors(name)
@@ -187,8 +187,8 @@ class FakeArena:
 
     data_name = "0"
 
-    def meet(self, histories: list[str]) -> None:
-        assert histories == ["0"] * len(histories)
+    def rendezvous(self, tokens: list[str]) -> None:
+        assert tokens == ["0"] * len(tokens)
 
 
 def gpus(rank: int, world: int, nvlink: bool | None, any_link: bool = False) -> dict[str, Any]:
@@ -197,18 +197,18 @@ def gpus(rank: int, world: int, nvlink: bool | None, any_link: bool = False) -> 
     with pytest.MonkeyPatch.context() as patch, reset(), logged() as lines:
         settings.configure(links="any" if any_link else "nvlink")
         patch.setattr(symm_mem, "refuse_capture", lambda doing: None)
-        patch.setattr(symm_mem, "gpu", lambda: {"uuid": f"u{rank}", "name": "Fake", "capability": [8, 0]})
-        patch.setattr(symm_mem, "label", lambda: f"cuda:{rank} (Fake)")
+        patch.setattr(symm_mem, "describe_gpu", lambda: {"uuid": f"u{rank}", "name": "Fake", "capability": [8, 0]})
+        patch.setattr(symm_mem, "device_label", lambda: f"cuda:{rank} (Fake)")
         patch.setattr(symm_mem, "SymmetricArena", FakeArena)
         row = {"peer": [True] * world, "nvlink": [nvlink if other != rank else True for other in range(world)]}
-        patch.setattr(symm_mem, "links", lambda uuids, me: row if uuids == [f"u{r}" for r in range(world)] else {})
-        found = session.bind(name, "cuda", 1 << 20, "op", "/site")
+        patch.setattr(symm_mem, "find_links", lambda uuids, me: row if uuids == [f"u{r}" for r in range(world)] else {})
+        found = bind.bind(name, "cuda", 1 << 20, "op", "/site")
         settings.configure(links="nvlink")
     core = found.core
     return {
         "transport": core.transport,
         "reason": core.reason,
         "slot": found.slot_bytes,
-        "trouble": found.trouble(),
+        "error": found.pending_error(),
         "lines": lines,
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.harness.shared_memory import list_segments
 from ub_overlap.runtime import ops, settings
 from ub_overlap.runtime.session import session
 
@@ -148,7 +148,7 @@ def shapes(rank: int, world: int) -> dict[str, Any]:
     name, bad, lines = dist.new_group(list(range(world))).group_name, [], []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("ub_overlap.runtime.session.session")
+    log = logging.getLogger("ub_overlap.runtime.session")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     bad += gather(name, rank, world, 4) + scatter(name, rank, world, 4)
@@ -228,7 +228,7 @@ def closed(rank: int, world: int) -> dict[str, Any]:
     session.close(name)
     return {
         "bad": bad + gather(name, rank, world, 4),
-        "left": [n for n in os.listdir("/dev/shm") if n.startswith("ub_overlap-")],
+        "left": sorted(list_segments()),
     }
 
 
@@ -304,7 +304,7 @@ def threads(rank: int, world: int) -> list[str]:
             bad.append(f"{type(error).__name__}: {error}")
 
     with reset():
-        settings.configure(step_timeout_s=4.0)
+        settings.configure(step_timeout_s=30.0)
         reduce(0, 1)
         reduce(1, 2)
         C.testing.set_step_delays({3: 200_000})  # both first pushes are under way before either is reduced

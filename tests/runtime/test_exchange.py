@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ub_overlap import _torch_compat
 from ub_overlap.runtime import autotune, errors, settings
-from ub_overlap.runtime.session import plan_announcements, plan_graphs, plan_mismatch, session, store_exchange
+from ub_overlap.runtime.session import plan_announcements, plan_check, plan_graphs, plan_mismatch, session, store_exchange
 
 
 @pytest.fixture
@@ -51,8 +51,8 @@ def test_an_error_names_the_setting_that_was_used(short: None, deadline: store_e
     """Whatever the topic."""
     one, _ = members(dist.HashStore(), 2)
     with pytest.raises(errors.PeerTimeoutError) as caught:
-        one.all("tune/1", {}, deadline, "tune a site")
-    assert f"within {store_exchange.seconds(deadline):g} s" in caught.value.what
+        one.gather("tune/1", {}, deadline, "tune a site")
+    assert f"within {store_exchange.deadline_seconds(deadline):g} s" in caught.value.what
     assert f"UB_OVERLAP_{setting}_TIMEOUT_S" in caught.value.fix
     assert (caught.value.ranks, caught.value.phase, caught.value.op, caught.value.site) == ((1,), "tune/1", "op", "site")
 
@@ -67,10 +67,12 @@ def test_a_rank_reads_one_other_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of five ranks with three plans two leave their texts, and each rank gets that of the first one that differs."""
     digests, store = ["aaaaaaaa", "aaaaaaaa", "bbbbbbbb", "cccccccc", "bbbbbbbb"], dist.HashStore()
     looked: list[tuple[str, str]] = []
-    for module in (session, plan_mismatch):
-        monkeypatch.setattr(module, "plan_text", lambda digest: json.dumps({"shared": {"sites": [{"id": digest}]}}))
-    monkeypatch.setattr(plan_graphs, "packed", lambda digest: f"graphs of {digest}")
-    monkeypatch.setattr(plan_graphs, "told", lambda mine, theirs, names: looked.append((mine, theirs)) or f"{mine}, {theirs}")
+    for module in (plan_check, plan_mismatch):
+        monkeypatch.setattr(module, "load_plan_text", lambda digest: json.dumps({"shared": {"sites": [{"id": digest}]}}))
+    monkeypatch.setattr(plan_graphs, "pack_graphs", lambda digest: f"graphs of {digest}")
+    monkeypatch.setattr(
+        plan_graphs, "explain_difference", lambda mine, theirs, names: looked.append((mine, theirs)) or f"{mine}, {theirs}"
+    )
     core = SimpleNamespace(device="cpu", group="g")
     ranks = [session.Session(core, one, None) for one in members(store, 5)]
     found = at_once([lambda r=r, d=d: r.verify(d, "op", f"{d}/0") for r, d in zip(ranks, digests, strict=True)])
@@ -102,31 +104,37 @@ def test_notices_end_with_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_torch_compat, "group_of", lambda name: here[0])
     monkeypatch.setattr(_torch_compat, "store_of", lambda group: group.store)
     for digest in ("aa", "bb", "aa"):
-        plan_announcements.leave(["g"], "graph", digest)
+        plan_announcements.announce_plan(["g"], "graph", digest)
     assert (left(here[0], "graph")["digests"], left(here[0], "graph")["digest"]) == (["bb", "aa"], "aa")
     here[0] = Group(1)
-    plan_announcements.leave(["g"], "graph", "cc")
+    plan_announcements.announce_plan(["g"], "graph", "cc")
     assert left(here[0], "graph")["digests"] == ["cc"] and not left(here[0], "graph")["dropped"]
-    assert len(plan_announcements._left) == 1, "the old group's went with it"
-    for number in range(plan_announcements.MOST):
-        plan_announcements.leave(["g"], "graph", f"{number:02}")
-    assert left(here[0], "graph")["digests"] == [f"{number:02}" for number in range(plan_announcements.MOST)]
-    assert left(here[0], "graph")["dropped"] and len(plan_announcements._left[here[0]]["graph"]) == plan_announcements.MOST + 1
-    plan_announcements.leave(["g"], "graph", "dd")
-    assert left(here[0], "graph")["dropped"] and len(plan_announcements._left[here[0]]["graph"]) == plan_announcements.MOST + 1
+    assert len(plan_announcements._announced) == 1, "the old group's went with it"
+    for number in range(plan_announcements.MAX_PLANS):
+        plan_announcements.announce_plan(["g"], "graph", f"{number:02}")
+    assert left(here[0], "graph")["digests"] == [f"{number:02}" for number in range(plan_announcements.MAX_PLANS)]
+    assert (
+        left(here[0], "graph")["dropped"]
+        and len(plan_announcements._announced[here[0]]["graph"]) == plan_announcements.MAX_PLANS + 1
+    )
+    plan_announcements.announce_plan(["g"], "graph", "dd")
+    assert (
+        left(here[0], "graph")["dropped"]
+        and len(plan_announcements._announced[here[0]]["graph"]) == plan_announcements.MAX_PLANS + 1
+    )
 
 
 @pytest.mark.parametrize("dropped", [False, True])
 def test_a_notice_that_dropped_plans_accuses_nobody(dropped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = json.dumps({"graph": "G", "shared": {"sites": []}})
     for module in (plan_announcements, plan_mismatch):
-        monkeypatch.setattr(module, "plan_text", lambda digest: plan)
+        monkeypatch.setattr(module, "load_plan_text", lambda digest: plan)
     store = dist.HashStore()
     one = members(store, 2)[0]
     notice = {"digests": ["bbbbbbbb"], "dropped": dropped, "digest": "bbbbbbbb", "site": "none of this plan"}
     store.set(plan_announcements._key("g", "G", 1), json.dumps(notice))
     late = errors.PeerTimeoutError("late", ranks=(1,), phase="plan/1")
-    found = plan_announcements.explained(one, "plan/1", "aaaaaaaa", late)
+    found = plan_announcements.explain_timeout(one, "plan/1", "aaaaaaaa", late)
     assert (found is late) if dropped else isinstance(found, errors.PlanMismatchError) and found.ranks == (1,)
 
 

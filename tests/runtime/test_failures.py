@@ -12,18 +12,20 @@ from tests.harness.ranks import RankPool
 from . import rank_failures
 from .spawn import run_ranks
 
-STEP = 1.5
+STEP = 2.5
+SLACK = 20.0
+"""Seconds that a busy machine may add. Deadlines that must not be reached are longer."""
 
 
 def test_a_rank_that_skips_a_call(pools: dict[int, RankPool]) -> None:
     found = pools[3].run(rank_failures.never_calls, STEP, timeout=60)
     for first, then in found[:2]:
         assert (first["error"], first["ranks"]) == ("PeerTimeoutError", (2,)), first
-        assert STEP * 0.9 < first["seconds"] < 2 * STEP
-        assert "rank 2 of the group did not come" in first["text"]
+        assert STEP * 0.9 < first["seconds"] < STEP + SLACK
+        assert "rank 2 of the group did not arrive" in first["text"]
         assert "all_gather_matmul at site '/g', phase READY" in first["text"]
         assert then["error"] == "SessionPoisonedError"
-        assert then["seconds"] < 0.5
+        assert then["seconds"] < STEP, "it does not wait for a deadline again"
     # The one that skipped it hears of it at its next call.
     assert found[2][1]["error"] == "PeerTimeoutError"
     assert found[2][1]["ranks"] == (2,)
@@ -33,9 +35,9 @@ def test_a_rank_that_never_binds(pools: dict[int, RankPool]) -> None:
     found = pools[3].run(rank_failures.never_binds, STEP, timeout=60)
     for rank in (0, 2):
         assert found[rank]["error"] in ("PeerTimeoutError", "PeerFailedError"), found[rank]
-        assert "rank 1 of the group did not come to the first call of group" in found[rank]["text"]
+        assert "rank 1 of the group did not arrive at the first call of group" in found[rank]["text"]
         assert "all_gather_matmul at site '/g'" in found[rank]["text"]
-        assert found[rank]["seconds"] < 2 * STEP
+        assert found[rank]["seconds"] < STEP + SLACK
 
 
 @pytest.mark.parametrize("rows", [5, 300_000])
@@ -46,7 +48,7 @@ def test_other_shapes(pools: dict[int, RankPool], rows: int) -> None:
         assert f"[{rows}, 4]" in found["text"]
         assert "[4, 4]" in found["text"]
         assert "rank 1: " in found["text"]
-        assert found["seconds"] < 5
+        assert found["seconds"] < SLACK
 
 
 def test_every_nvtx_range_is_closed(pools: dict[int, RankPool]) -> None:
@@ -62,7 +64,7 @@ def test_other_sites(pools: dict[int, RankPool]) -> None:
         assert found["error"] == "SiteMismatchError", found
         assert "rank 1: matmul_reduce_scatter at site '/of.scatter'" in found["text"]
         assert "all_gather_matmul at site '/of.gather'" in found["text"]
-        assert found["seconds"] < 5
+        assert found["seconds"] < SLACK
 
 
 def test_other_plans(pools: dict[int, RankPool], tmp_path: Path) -> None:
@@ -82,10 +84,10 @@ def test_a_rank_that_raises_alone(pools: dict[int, RankPool]) -> None:
     assert found[1]["error"] == "MemoryError"
     for rank in (0, 2):
         assert found[rank]["error"] == "PeerFailedError", found[rank]
-        assert "rank 1 of the group gave up" in found[rank]["text"]
+        assert "rank 1 of the group failed" in found[rank]["text"]
         assert "no room for schedules" in found[rank]["text"]
         assert "all_gather_matmul at site '/g'" in found[rank]["text"]
-        assert found[rank]["seconds"] < 4
+        assert found[rank]["seconds"] < SLACK
 
 
 def test_an_unknown_compute_kind(pools: dict[int, RankPool]) -> None:
@@ -106,19 +108,19 @@ def test_errors_come_out_of_backward(pools: dict[int, RankPool], compiled: bool)
     assert "gradient changed" not in found["text"]
 
 
-def _names_rank_1(found: Any, step: float) -> None:
+def _check_names_rank_1(found: Any, limit: float) -> None:
     first, then = found
     assert (first["error"], first["ranks"]) == ("PeerTimeoutError", (1,)), first
-    assert first["seconds"] < 2 * step + 0.5
+    assert first["seconds"] < limit
     assert then["error"] == "SessionPoisonedError"
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGKILL-during"])
 def test_killed(how: str) -> None:
     """A death is seen long before the deadline."""
-    outcomes = run_ranks("tests.runtime.rank_failures:dies", 3, args=(how, 10.0), timeout=60)
+    outcomes = run_ranks("tests.runtime.rank_failures:dies", 3, args=(how, 60.0), timeout=120)
     for rank in (0, 2):
-        _names_rank_1(outcomes[rank].value, 2.0)
+        _check_names_rank_1(outcomes[rank].value, SLACK)
         assert "rank 1 of the group is gone" in outcomes[rank].value[0]["text"]
 
 
@@ -126,40 +128,41 @@ def test_killed(how: str) -> None:
 def test_stopped(how: str) -> None:
     outcomes = run_ranks("tests.runtime.rank_failures:dies", 3, args=(how, 3.0), timeout=60, wait_for=(0, 2))
     for rank in (0, 2):
-        _names_rank_1(outcomes[rank].value, 3.0)
-        assert "no sign of life for" in outcomes[rank].value[0]["text"]
+        _check_names_rank_1(outcomes[rank].value, 3.0 + SLACK)
+        assert "no heartbeat for" in outcomes[rank].value[0]["text"]
 
 
 def test_killed_while_binding() -> None:
     """Its segments have names then: its peers remove them."""
     outcomes = run_ranks("tests.runtime.rank_failures:dies_binding", 2, timeout=60)
     assert outcomes[0].value["error"] == "PeerTimeoutError"
-    assert "rank 1 of the group did not come" in outcomes[0].value["text"]
+    assert "rank 1 of the group did not arrive" in outcomes[0].value["text"]
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 def test_the_host_of_the_store(how: str) -> None:
     """c10d's own waits for a Store that has fallen silent have no deadline; ours do."""
-    outcomes = run_ranks("tests.runtime.rank_failures:store_ends", 3, args=(how, 3.0), timeout=60, wait_for=(1, 2))
+    init_s = 3.0 if how == "SIGSTOP" else 60.0
+    outcomes = run_ranks("tests.runtime.rank_failures:store_ends", 3, args=(how, init_s), timeout=120, wait_for=(1, 2))
     for outcome in outcomes[1:]:
         found = outcome.value
         # One that hears of it from the other before it asks the Store itself passes on what that one said.
-        heard = how == "SIGKILL" and found["error"] == "PeerFailedError" and "gave up" in found["text"]
+        heard = how == "SIGKILL" and found["error"] == "PeerFailedError" and "failed" in found["text"]
         assert heard or (found["error"] == "PeerTimeoutError" and 0 in found["ranks"]), found
         assert "all_gather_matmul at site 'dddddddd44444444/forward.0'" in found["text"]
-        assert found["seconds"] < (6 if how == "SIGSTOP" else 2)
+        assert found["seconds"] < (init_s if how == "SIGSTOP" else 0) + SLACK
         assert "the Store of group" in found["text"] or (how == "SIGKILL" and "is gone" in found["text"])
 
 
 @pytest.mark.parametrize("binding", [False, True])
 def test_ctrl_c(binding: bool) -> None:
     """It ends a wait at once, and the peers hear of it."""
-    first, second = (o.value for o in run_ranks("tests.runtime.rank_failures:interrupted", 2, args=(binding,), timeout=60))
+    first, second = (o.value for o in run_ranks("tests.runtime.rank_failures:interrupted", 2, args=(binding,), timeout=120))
     assert first["error"] == "KeyboardInterrupt"
-    assert first["seconds"] < 1
+    assert first["seconds"] < SLACK
     assert (second["error"], second["ranks"]) == ("PeerFailedError", (0,)), second
     assert "KeyboardInterrupt" in second["text"]
-    assert second["seconds"] < 1
+    assert second["seconds"] < SLACK
 
 
 def test_fork() -> None:

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from tests.harness.ranks import RankPool
-from ub_overlap.runtime.session import session
+from ub_overlap.runtime.session import arena_size
 
 from . import rank_initialize as work
 
@@ -23,7 +23,7 @@ def test_no_growth_after_it(pools: dict[int, RankPool], world: int) -> None:
         assert found["again"] == [MIB, MIB]
         assert found["growths"] == 0
         (line,) = found["lines"]
-        sizes = (f"{MIB} bytes a slot", f"{2 * MIB} bytes of arena")
+        sizes = (f"{MIB} bytes per slot", f"{2 * MIB} bytes of arena")
         for text in (f"rank {rank} of {world}", "on cpu", "transport shared memory", *sizes):
             assert text in line
         assert "deadline 100 s" in line
@@ -38,7 +38,7 @@ def test_the_largest_request_counts(pools: dict[int, RankPool], world: int) -> N
         assert found["most"] == 3 * MIB
         assert found["growths"] == 1
         (line,) = found["lines"]
-        assert f"grew from {found['first']} to {world * MIB} bytes a slot" in line
+        assert f"grew from {found['first']} to {world * MIB} bytes per slot" in line
 
 
 def test_groups_that_need_no_memory(pools: dict[int, RankPool]) -> None:
@@ -52,7 +52,7 @@ def test_groups_that_need_no_memory(pools: dict[int, RankPool]) -> None:
 
 def test_a_rank_that_does_not_come(pools: dict[int, RankPool]) -> None:
     first, last = pools[2].run(work.alone_in_it, timeout=60)
-    assert "rank 1 of the group did not come to the first call" in first
+    assert "rank 1 of the group did not arrive at the first call" in first
     assert last == ""
 
 
@@ -82,7 +82,7 @@ def test_growth_keeps_the_budget() -> None:
         held = growths = 0
         for needed in [*range(start, largest, step), largest]:
             if needed > held:
-                size = session.slot_size(needed)
+                size = arena_size.round_slot_bytes(needed)
                 assert needed <= size <= max(1 << 18, needed + needed // 8 + (1 << 16))
                 assert 2 * (held + size) <= BUDGET
                 held, growths = size, growths + 1

@@ -10,7 +10,8 @@ import torch
 
 from ub_overlap.runtime import errors, ops, settings
 from ub_overlap.runtime.extension import check_build
-from ub_overlap.runtime.session import plan_mismatch, session
+from ub_overlap.runtime.schedule.steps import SLOTS
+from ub_overlap.runtime.session import arena_size, plan_mismatch
 
 
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "100", None, True])
@@ -59,22 +60,32 @@ def test_messages_say_all() -> None:
 
 
 def test_slot_sizes() -> None:
-    assert session.slot_size(1) == 1 << 18
-    assert session.slot_size(300_000) == 5 << 16
-    assert session.slot_size(1 << 27) == 1 << 27
-    assert session.slot_size((1 << 28) + 1) == (1 << 28) + (1 << 25)
-    assert session.slot_size(10**9) % (1 << 16) == 0
+    assert arena_size.round_slot_bytes(1) == 1 << 18
+    assert arena_size.round_slot_bytes(300_000) == 5 << 16
+    assert arena_size.round_slot_bytes(1 << 27) == 1 << 27
+    assert arena_size.round_slot_bytes((1 << 28) + 1) == (1 << 28) + (1 << 25)
+    assert arena_size.round_slot_bytes(10**9) % (1 << 16) == 0
 
 
 def test_first_difference() -> None:
     a = '{"shared": {"sites": [{"id": "f.0", "strategy": "bulk"}, {"id": "f.1", "strategy": "bulk", "ranks": 3}]}}'
     b = a.replace("3", "4")
-    assert plan_mismatch.first_difference(a, b) == ("site id=f.1 strategy=bulk ranks=3", "site id=f.1 strategy=bulk ranks=4")
-    assert plan_mismatch.first_difference(a, None) is None
-    assert plan_mismatch.first_difference('{"shared": {"sites": []}}', a) == ("site no such site", "site id=f.0 strategy=bulk")
+    assert plan_mismatch.find_first_difference(a, b) == (
+        "site id=f.1 strategy=bulk ranks=3",
+        "site id=f.1 strategy=bulk ranks=4",
+    )
+    assert plan_mismatch.find_first_difference(a, None) is None
+    assert plan_mismatch.find_first_difference('{"shared": {"sites": []}}', a) == (
+        "site no such site",
+        "site id=f.0 strategy=bulk",
+    )
 
 
 def test_process_wide_values_are_pushed() -> None:
     info = ops.extension().build_info()
     assert info["torch"] == torch.__version__
     assert info["version"] == "0.1.0"
+
+
+def test_python_and_cpp_use_the_same_number_of_slots() -> None:
+    assert ops.extension().slots == SLOTS

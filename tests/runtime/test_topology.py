@@ -14,7 +14,7 @@ from ub_overlap import _torch_compat
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.errors import OptionError
 from ub_overlap.runtime.session import symm_mem
-from ub_overlap.runtime.session.topology import Gpu, Topology, TransportChoice, choose, described
+from ub_overlap.runtime.session.topology import Gpu, Topology, TransportChoice, build_topology, choose_transport
 
 from . import rank_initialize
 
@@ -39,55 +39,57 @@ def without(ranks: int, *pairs: tuple[int, int]) -> tuple[tuple[bool, ...], ...]
 @pytest.mark.parametrize("kind", [HOPPER, AMPERE, VOLTA])
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_nvlink_peers_of_any_generation(ranks: int, kind: tuple[str, tuple[int, int]]) -> None:
-    assert choose(box(ranks, kind)) == TransportChoice(transport="symmetric memory")
+    assert choose_transport(box(ranks, kind)) == TransportChoice(transport="symmetric memory")
 
 
 def test_cpu_ranks() -> None:
-    assert choose(Topology(hosts=("h:1",) * 3)) == TransportChoice(transport="shared memory")
-    found = choose(Topology(hosts=("b:1", "a:1", "b:1")))
+    assert choose_transport(Topology(hosts=("h:1",) * 3)) == TransportChoice(transport="shared memory")
+    found = choose_transport(Topology(hosts=("b:1", "a:1", "b:1")))
     assert found == TransportChoice(transport="c10d", reason="its ranks do not share memory (2 hosts: a, b)")
 
 
 def test_hosts_come_first() -> None:
     """GPUs on other hosts may have the same uuid (partitions, say) and no matrix entry: the hosts are the reason."""
-    found = choose(box(2, hosts=("node1:x", "node2:y"), peer=matrix(2, None), nvlink=matrix(2, None)))
+    found = choose_transport(box(2, hosts=("node1:x", "node2:y"), peer=matrix(2, None), nvlink=matrix(2, None)))
     assert found.transport == "c10d"
     assert found.reason == "its ranks do not share memory (2 hosts: node1, node2)"
 
 
 def test_two_boots_of_one_name_are_two_hosts() -> None:
-    assert choose(box(2, hosts=("node:boot1", "node:boot2"))).reason == "its ranks do not share memory (2 hosts: node)"
+    assert (
+        choose_transport(box(2, hosts=("node:boot1", "node:boot2"))).reason == "its ranks do not share memory (2 hosts: node)"
+    )
 
 
 def test_two_ranks_on_one_gpu() -> None:
     gpus = (*box(3).gpus, Gpu(uuid="uuid1"))
-    found = choose(box(4, gpus=gpus))
+    found = choose_transport(box(4, gpus=gpus))
     assert found.transport == "c10d"
     assert "ranks 1 and 3 are on one GPU (uuid1)" in found.reason
 
 
 def test_no_peer_access() -> None:
-    found = choose(box(4, peer=without(4, (2, 0), (2, 3))))
+    found = choose_transport(box(4, peer=without(4, (2, 0), (2, 3))))
     assert found == TransportChoice(transport="c10d", reason="the GPU of its rank 2 has no peer access to that of ranks 0, 3")
 
 
 def test_pcie_only() -> None:
     """Two NVLink islands joined by PCIe, as in machines with bridges: peers, but slow ones."""
     islands = without(4, *((i, j) for i in range(4) for j in range(4) if i // 2 != j // 2))
-    found = choose(box(4, AMPERE, nvlink=islands))
+    found = choose_transport(box(4, AMPERE, nvlink=islands))
     assert found.transport == "c10d"
     assert "rank 0 reaches that of ranks 2, 3 over PCIe only, not over NVLink" in found.reason
     assert "UB_OVERLAP_LINKS=any" in found.reason
-    assert choose(box(2, AMPERE)).transport == "symmetric memory"
-    assert choose(box(4, AMPERE, nvlink=islands, any_link=True)).transport == "symmetric memory"
-    assert choose(box(4, AMPERE, peer=without(4, (0, 1)), any_link=True)).transport == "c10d"
+    assert choose_transport(box(2, AMPERE)).transport == "symmetric memory"
+    assert choose_transport(box(4, AMPERE, nvlink=islands, any_link=True)).transport == "symmetric memory"
+    assert choose_transport(box(4, AMPERE, peer=without(4, (0, 1)), any_link=True)).transport == "c10d"
 
 
 def test_what_is_unknown_counts_as_good_and_is_told() -> None:
     nvlink = ((True, None, True), (True, True, True), (True, True, True))
-    assert choose(box(3, nvlink=nvlink)) == TransportChoice(transport="symmetric memory", unknown=((0, 1),))
-    assert choose(box(2, peer=matrix(2, None))).unknown == ((0, 1),)
-    assert choose(box(2, nvlink=matrix(2, None))).unknown == ((0, 1),)
+    assert choose_transport(box(3, nvlink=nvlink)) == TransportChoice(transport="symmetric memory", unknown=((0, 1),))
+    assert choose_transport(box(2, peer=matrix(2, None))).unknown == ((0, 1),)
+    assert choose_transport(box(2, nvlink=matrix(2, None))).unknown == ((0, 1),)
 
 
 def test_described_from_what_ranks_exchange() -> None:
@@ -97,16 +99,16 @@ def test_described_from_what_ranks_exchange() -> None:
         {"peer": [True, True], "nvlink": [True, False], "any": True},
         {"peer": [True, True], "nvlink": [None, True], "any": False},
     ]
-    found = described(*json.loads(json.dumps([cards, rows])))
+    found = build_topology(*json.loads(json.dumps([cards, rows])))
     assert found == Topology(
         hosts=("h:1", "h:1"),
         gpus=(Gpu(uuid="u0", name="X", capability=(8, 6)), Gpu(uuid="u1", name="X", capability=(8, 6))),
         peer=((True, True), (True, True)),
         nvlink=((True, False), (None, True)),
     )
-    assert choose(found).transport == "c10d"
+    assert choose_transport(found).transport == "c10d"
     rows[1]["any"] = True
-    assert choose(described(cards, rows)).transport == "symmetric memory"
+    assert choose_transport(build_topology(cards, rows)).transport == "symmetric memory"
 
 
 class Properties:
@@ -136,9 +138,9 @@ def test_links_as_one_rank_sees_them(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: Properties(f"u{i}"))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: (i, j) == (1, 0))
     monkeypatch.setattr(_torch_compat, "nvlinks", lambda: by_torch)
-    monkeypatch.setattr(symm_mem._Nvml, "nvlink", lambda self, a, b: by_nvml if {a, b} == {"u0", "u1"} else None)
-    assert symm_mem.links(["u0", "u1", "hidden"], 1) == {"peer": [True, True, None], "nvlink": [expected, True, None]}
-    assert symm_mem.gpu() == {"uuid": "u1", "name": "NVIDIA Fake", "capability": [9, 0]}
+    monkeypatch.setattr(symm_mem._Nvml, "has_nvlink", lambda self, a, b: by_nvml if {a, b} == {"u0", "u1"} else None)
+    assert symm_mem.find_links(["u0", "u1", "hidden"], 1) == {"peer": [True, True, None], "nvlink": [expected, True, None]}
+    assert symm_mem.describe_gpu() == {"uuid": "u1", "name": "NVIDIA Fake", "capability": [9, 0]}
 
 
 class Library:
@@ -160,12 +162,12 @@ class Library:
 def test_what_nvml_says_of_a_pair(status: int, expected: bool | None) -> None:
     nvml = symm_mem._Nvml()
     nvml._library = Library(status)
-    assert nvml.nvlink("a", "GPU-b") is expected
-    assert nvml.nvlink("a", "c") is None
+    assert nvml.has_nvlink("a", "GPU-b") is expected
+    assert nvml.has_nvlink("a", "c") is None
     nvml._library = None
-    assert nvml.nvlink("a", "b") is None
+    assert nvml.has_nvlink("a", "b") is None
     nvml._library = object()  # a library without these functions
-    assert nvml.nvlink("a", "b") is None
+    assert nvml.has_nvlink("a", "b") is None
 
 
 def test_torch_without_gpus_cannot_tell() -> None:
@@ -189,13 +191,13 @@ def test_a_group_bound_on_faked_gpus(pools: dict[int, RankPool], nvlink: bool | 
     for rank, found in enumerate(pools[2].run(rank_initialize.gpus, nvlink, any_link, timeout=60)):
         line = found["lines"][-1]
         assert f"on cuda:{rank} (Fake): rank {rank} of 2, transport {found['transport']}" in line
-        assert found["trouble"] is None
+        assert found["error"] is None
         if nvlink is False and not any_link:
             assert (found["transport"], found["slot"]) == ("c10d", 0)
             assert "over PCIe only" in found["reason"]
             assert found["reason"] in line
         else:
             assert (found["transport"], found["slot"], found["reason"]) == ("symmetric memory", 1 << 20, "")
-            assert "1048576 bytes a slot, 2097152 bytes of arena" in line
-        unknown = [text for text in found["lines"] if "nobody could tell the links between ranks 0 and 1" in text]
+            assert "1048576 bytes per slot, 2097152 bytes of arena" in line
+        unknown = [text for text in found["lines"] if "links between ranks 0 and 1 are unknown" in text]
         assert len(unknown) == (nvlink is None)

@@ -22,7 +22,7 @@ class Patient:
     def __init__(self, error: errors.UbOverlapError | None = None) -> None:
         self.error, self.asked = error, 0
 
-    def trouble(self) -> errors.UbOverlapError | None:
+    def pending_error(self) -> errors.UbOverlapError | None:
         self.asked += 1
         return self.error
 

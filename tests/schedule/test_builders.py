@@ -172,13 +172,13 @@ def test_runs_and_splits() -> None:
         (Key("bulk_all_gather", 0), "at least one rank"),
         (Key("bulk_all_gather", 2, chunks=-1), "chunks"),
         (Key("all_gather_matmul", 2, chunks=4, contracts=(True,), shard_dim_is_last=True), "at most 2"),
-        (Key("all_gather_matmul", 2), "nobody uses"),
+        (Key("all_gather_matmul", 2), "has no use"),
         (Key("all_gather_matmul", 2, contracts=(True,), terms=1), "terms at 0"),
         (Key("matmul_reduce_scatter", 2), "set terms"),
         (Key("matmul_all_reduce", 2, terms=1, contracts=(True,)), "contracts"),
         (Key("bulk_all_reduce", 2, terms=-1), "terms"),
-        (Key("matmul_reduce_scatter", 2, terms=1, shard_dim_is_last=True, striped=True), "stripes"),
-        (Key("all_gather_matmul", 2, contracts=(False,), striped=True), "stripes"),
+        (Key("matmul_reduce_scatter", 2, terms=1, shard_dim_is_last=True, striped=True), "striped needs"),
+        (Key("all_gather_matmul", 2, contracts=(False,), striped=True), "striped needs"),
     ],
 )
 def test_meaningless_keys_are_refused(key: Key, says: str) -> None:

@@ -129,8 +129,8 @@ def test_reads_need_writes_and_stores_come_once() -> None:
 def test_region_rules() -> None:
     good = both(gather)[1].steps
     refused("region", edited(0, replace(good[0], dst=Region(Buf.LANDING, 2, 1))), "does not exist")
-    refused("region", edited(0, replace(good[0], dst=Region(Buf.OUTPUT, 0, 1))), "pushes to their arena")
-    refused("region", edited(4, replace(good[4], src=Region(Buf.LANDING, 0, 1))), "pushes to their arena")
+    refused("region", edited(0, replace(good[0], dst=Region(Buf.OUTPUT, 0, 1))), "pushes to a peer.s arena")
+    refused("region", edited(4, replace(good[4], src=Region(Buf.LANDING, 0, 1))), "pushes to a peer.s arena")
     refused("region", edited(2, replace(good[2], dst=Region(Buf.INPUT, 1, 0))), "belongs to the caller")
     refused("region", edited(2, replace(good[2], dst=Region(Buf.OUTPUT, 1, 1, index=3))), "only RESULT has an index")
 
@@ -179,7 +179,7 @@ def test_sums_are_rounded_last() -> None:
     steps = list(schedules[1].steps)
     place = next(i for i, step in enumerate(steps) if isinstance(step, Finish))
     steps[place - 1], steps[place] = steps[place], steps[place - 1]
-    refused("meaning", (schedules[0], replace(schedules[1], steps=tuple(steps))), "rounded already")
+    refused("meaning", (schedules[0], replace(schedules[1], steps=tuple(steps))), "already rounded")
 
 
 def test_pieces_keep_their_interval() -> None:

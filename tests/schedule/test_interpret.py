@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ub_overlap.runtime.schedule import Key, build_all, check_reuse
-from ub_overlap.runtime.schedule.interpret import Machine, Site
+from ub_overlap.runtime.schedule.interpret import Machine, SimulatedCall
 from ub_overlap.runtime.schedule.op_contract import extent
 from ub_overlap.runtime.schedule.steps import Buf, Region, Wait
 
@@ -16,7 +16,7 @@ from .samples import keys
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> list[Site]:
+def programs(draw: st.DrawFn) -> list[SimulatedCall]:
     """Some calls on one arena: kinds, chunk counts, repetitions and row counts (also 0, and fewer rows than pieces)."""
     ranks = draw(st.integers(1, 8))
     chunks = st.integers(0, 3 * ranks)
@@ -25,18 +25,18 @@ def programs(draw: st.DrawFn) -> list[Site]:
     for _ in range(draw(st.integers(1, 4))):
         tag = draw(st.integers(0, len(choice) - 1))
         rows = draw(st.lists(st.integers(0, 4), min_size=ranks, max_size=ranks))
-        sites.append(Site(build_all(choice[tag]), tuple(range(ranks)), tag, tuple(rows)))
+        sites.append(SimulatedCall(build_all(choice[tag]), tuple(range(ranks)), tag, tuple(rows)))
     return sites
 
 
 @settings(max_examples=120, deadline=None)
 @given(programs(), st.integers(0, 2**32))
-def test_every_interleaving_is_right(sites: list[Site], seed: int) -> None:
+def test_every_interleaving_is_right(sites: list[SimulatedCall], seed: int) -> None:
     for a in sites:
         for b in sites:
             check_reuse(a.key, b.key)
     outcome = Machine(sites, seed).run()
-    assert outcome.clean, outcome
+    assert outcome.is_clean, outcome
     assert len(outcome.ended) == sum(len(site.group) for site in sites)
 
 
@@ -48,9 +48,9 @@ def test_overlapping_groups_are_right(data: st.DataObject, seed: int) -> None:
     for _ in range(data.draw(st.integers(1, 6))):
         group = data.draw(st.sampled_from(groups))
         key = data.draw(st.sampled_from(list(keys(3, data.draw(st.sampled_from([0, 1, 4]))))))
-        sites.append(Site(build_all(key), group, 1, (2, 1, 3)))
+        sites.append(SimulatedCall(build_all(key), group, 1, (2, 1, 3)))
     outcome = Machine(sites, seed).run()
-    assert outcome.clean, outcome
+    assert outcome.is_clean, outcome
 
 
 def test_missing_waits_show() -> None:
@@ -58,7 +58,7 @@ def test_missing_waits_show() -> None:
     for key in keys(2, 4):
         good = build_all(key)
         steps = tuple(step for step in good[1].steps if not (isinstance(step, Wait) and step.back == 0))
-        site = Site((good[0], replace(good[1], steps=steps)), (0, 1), 1, (4, 4))
+        site = SimulatedCall((good[0], replace(good[1], steps=steps)), (0, 1), 1, (4, 4))
         assert any(Machine([site], seed).run().wrong for seed in range(20)), key
 
 
@@ -67,13 +67,13 @@ def test_missing_joins_show() -> None:
     key = Key("all_gather_matmul", 2, 0, contracts=(False,))
     good = build_all(key)
     steps = tuple(replace(step, after=()) for step in good[1].steps)
-    site = Site((good[0], replace(good[1], steps=steps)), (0, 1), 1, (4, 4))
+    site = SimulatedCall((good[0], replace(good[1], steps=steps)), (0, 1), 1, (4, 4))
     assert any(Machine([site], seed).run().wrong for seed in range(50))
 
 
 def test_tags_tell_sites_apart() -> None:
     schedules = build_all(Key("bulk_all_gather", 2))
-    one, other = (Site(schedules, (0, 1), tag, (1, 1)) for tag in (1, 2))
+    one, other = (SimulatedCall(schedules, (0, 1), tag, (1, 1)) for tag in (1, 2))
     outcome = Machine([one, other], 0, skip=[(0, 0)]).run()
     assert "epoch 1 of site 2, expected epoch 1 of site 1" in outcome.mismatched[0]
 

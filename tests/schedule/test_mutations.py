@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ub_overlap.runtime.schedule import Key, Schedule, ScheduleError, build_all, check_sequence
-from ub_overlap.runtime.schedule.interpret import Machine, Site
+from ub_overlap.runtime.schedule.interpret import Machine, SimulatedCall
 
 from .mutations import Broken, any_order, harmful
 from .samples import keys
@@ -42,7 +42,7 @@ def test_harmful_changes_are_refused(key: Key) -> None:
 def test_what_is_accepted_computes_the_right_rows(key: Key) -> None:
     kept = [(name, schedules) for name, schedules in broken_groups(key, any_order) if accepted(schedules)]
     for name, schedules in kept:
-        site = Site(schedules, tuple(range(key.ranks)), 1, tuple(2 + rank for rank in range(key.ranks)))
+        site = SimulatedCall(schedules, tuple(range(key.ranks)), 1, tuple(2 + rank for rank in range(key.ranks)))
         for seed in range(4):
             outcome = Machine([site] * 3, seed).run()
-            assert outcome.clean, (name, outcome)
+            assert outcome.is_clean, (name, outcome)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ... import errors
-from ...session.daemon_thread import apart
-from ...session.device_wait import ended
+from ...session.daemon_thread import run_in_daemon_thread
+from ...session.device_wait import wait_for_event
 from .module_identity import Weights, made_for_capture
 
 LENGTH = 16
@@ -127,7 +127,7 @@ class Fp8State:
                 return bank, 0  # a copy of the only one
             what = "histories are made at a module's first call, and this one is being captured"
             raise self._error(what, keys, "a call before", "call every module once before the capture")
-        return apart("ub_overlap fp8 state", lambda: self._add(keys, weight)).result()
+        return run_in_daemon_thread("ub_overlap fp8 state", lambda: self._add(keys, weight)).result()
 
     def bank(self, key: str, device: torch.device) -> AmaxHistory:
         """Where `key` is, of which a graph has read the history."""
@@ -190,7 +190,7 @@ def _apart_from_callers(device: torch.device) -> Iterator[None]:
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         yield
-        ended("making float8 histories")
+        wait_for_event("making float8 histories")
 
 
 _COPIES = itertools.count()

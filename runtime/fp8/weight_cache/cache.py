@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ub_overlap import _torch_compat as compat
 
-from ...session.daemon_thread import apart
+from ...session.daemon_thread import run_in_daemon_thread
 from .weight_cast import CachedCast, by_kernel, made
 
 _LOCK = threading.Lock()
@@ -33,7 +33,7 @@ def add(weight: Tensor, through: torch.dtype, axis: int | None) -> CachedCast:
         with torch.cuda.stream(stream):
             return made(plain, axis)
 
-    cast = apart("ub_overlap fp8 weight", body).result()
+    cast = run_in_daemon_thread("ub_overlap fp8 weight", body).result()
     number = compat.storage_id(weight)
     with _LOCK:
         casts = _BY_STORAGE.get(number)

@@ -1,6 +1,6 @@
-"""Builders: a pure function a kind, from (key, rank) to a `Schedule`.
+"""Builders: one pure function per kind, from (key, rank) to a `Schedule`.
 
-A builder proves nothing; `checker.check` does, for whatever a builder (or a person) wrote.
+A builder proves nothing. `checker.check` proves any schedule, built or written by hand.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BUILDERS: dict[str, Callable[[Key, int], Schedule]] = {
 
 
 def build(key: Key, rank: int) -> Schedule:
-    """What `rank` does for `key`."""
+    """Build the schedule of `rank` for `key`."""
     check_key(key)
     if not 0 <= rank < key.ranks:
         raise ScheduleError("key", f"rank {rank} is not in a group of {key.ranks} ranks (0 to {key.ranks - 1})")
@@ -32,12 +32,12 @@ def build(key: Key, rank: int) -> Schedule:
 
 @lru_cache(maxsize=256)
 def build_all(key: Key) -> tuple[Schedule, ...]:
-    """The schedules of all ranks, in rank order."""
+    """Build the schedules of all ranks, in rank order."""
     return tuple(build(key, rank) for rank in range(key.ranks))
 
 
 def check_key(key: Key) -> None:
-    """Refuse keys that mean nothing, saying which field and why."""
+    """Raise ScheduleError for an invalid key, with the field and the reason."""
 
     def refuse(what: str) -> None:
         raise ScheduleError("key", f"{what}; in {key}")
@@ -48,18 +48,18 @@ def check_key(key: Key) -> None:
     if key.ranks < 1:
         refuse(f"a group has at least one rank, got {key.ranks}")
     if key.chunks < 0:
-        refuse(f"chunks must be 0 (one a rank) or more, got {key.chunks}")
+        refuse(f"chunks must be 0 (one per rank) or more, got {key.chunks}")
     if key.shard_dim_is_last and key.chunks > key.ranks:
         refuse(f"shards cannot be cut (shard_dim_is_last), so chunks is at most {key.ranks}, got {key.chunks}")
     if key.striped and (key.shard_dim_is_last or not scatters):
-        refuse("only a product whose shards can be cut is made in stripes")
+        refuse("striped needs a matmul whose shards can be cut")
     if key.contracts and not gathers:
         refuse("only all_gather_matmul has consumers that contract: leave contracts empty")
     if gathers and key.terms:
         refuse("all_gather_matmul counts its consumers by contracts: leave terms at 0")
     if gathers and not key.contracts and not key.keep:
-        refuse("nobody uses what is gathered: name a consumer or set keep")
+        refuse("the gathered tensor has no use: name a consumer or set keep")
     if scatters and key.terms < 1:
-        refuse("a product has at least one term: set terms")
+        refuse("a reduction has at least one term: set terms")
     if key.terms < 0:
         refuse(f"terms must be 0 or more, got {key.terms}")

@@ -1,7 +1,7 @@
-"""matmul -> all_reduce: a reduce_scatter whose owners share each reduced piece at once.
+"""matmul -> all_reduce: a reduce_scatter whose owners push each reduced piece to all peers at once.
 
-The two phases use two landing areas, so the second needs no wait of its own for a free slot, and every rank ends with the
-same bits: each shard is summed once, by its owner, in rank order.
+The two phases use two landing areas, so the second needs no wait for a free slot. Every rank ends with the same bits: each
+shard is summed once, by its owner, in rank order.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from .schedule_writer import ScheduleWriter
 
 
 def build(key: Key, rank: int) -> Schedule:
-    """The schedule of `rank` for a "matmul_all_reduce" key."""
-    script = ScheduleWriter(key, rank)
-    scatter_products(script)
-    reduce_own(script, Buf.PARTIAL, rank, share=True)
-    collect(script, Buf.LANDING2, FlagKind.READY2)
-    return script.close()
+    """Build the schedule of `rank` for a "matmul_all_reduce" key."""
+    writer = ScheduleWriter(key, rank)
+    scatter_products(writer)
+    reduce_own(writer, Buf.PARTIAL, rank, share=True)
+    collect(writer, Buf.LANDING2, FlagKind.READY2)
+    return writer.close()

@@ -68,14 +68,14 @@ def tuned(lockstep: Lockstep) -> str:
     module, x = layer(lockstep, dim), shard(lockstep, rows, dim)
     plain = step(module, module, x)
     options = {"autotune": True, "min_bytes": 0, **({} if lockstep.cuda else {"profile": "cpu"})}
-    autotune.forget()
+    autotune.clear_results()
     picks: list[dict[str, Any]] = []
     for life in range(2):
         torch._dynamo.reset()
         if life:
             lockstep.barrier()
             session.close()
-            autotune.forget()  # as in a later process: measured times are on disk
+            autotune.clear_results()  # as in a later process: measured times are on disk
         mark = HISTORY.mark()
         with uncached():
             run = torch.compile(module, backend="ub_overlap", options=options)
@@ -84,7 +84,7 @@ def tuned(lockstep: Lockstep) -> str:
         lockstep.sync()
         session.check()
         sites = [(p.digest, d.id) for p in HISTORY.since(mark) for d in p.decisions]
-        found = {f"{digest}/{site}": autotune.tuned(f"{digest}/{site}") for digest, site in sites}
+        found = {f"{digest}/{site}": autotune.tuned_strategies(f"{digest}/{site}") for digest, site in sites}
         mine = {site: {n: t.to_dict() for n, t in by.items()} for site, by in found.items() if by}
         timed = sum(of.calls for site, of in stats.site_stats().items() if site.endswith(".tuning"))
         if any(theirs != mine for theirs in lockstep.gather(mine)):

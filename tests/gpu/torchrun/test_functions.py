@@ -16,6 +16,7 @@ from tests.gpu.cases import BF16, F32, Maker
 from tests.gpu.lockstep import Lockstep
 from ub_overlap.runtime import autotune, errors, ops, settings
 from ub_overlap.runtime.session import session
+from ub_overlap.runtime.session.bind import find_session
 
 SLACK = {F32: 2e-5, BF16: 2e-2}
 
@@ -158,7 +159,7 @@ def group_lock_never_released(lockstep: Lockstep, group: str) -> str:
     error: errors.UbOverlapError | None = None
     try:
         if lockstep.rank == 1:
-            bound = session.bound(group, "cuda")
+            bound = find_session(group, "cuda")
             assert bound is not None
             ops.extension().testing.hold_turn(bound._arena.core)
         clock = time.monotonic()
@@ -199,7 +200,7 @@ def busy_stream(lockstep: Lockstep, group: str) -> str:
             ub_overlap.all_gather_matmul(small, w, lockstep.group(), strategy=strategy)
             ub_overlap.all_gather_matmul(big, v, lockstep.group(), strategy=strategy)
     ub_overlap.all_gather_matmul(small, w, group)
-    bound = session.bound(group, "cuda")
+    bound = find_session(group, "cuda")
     assert bound is not None
     grown, lane = bound.growths, torch.cuda.Stream()
     lockstep.sync()
@@ -218,8 +219,8 @@ def busy_stream(lockstep: Lockstep, group: str) -> str:
     both, still = time.monotonic() - clock, not lane.query()
     lockstep.sync()
     session.check(group)
-    if bound.growths == grown or not autotune.tuned("/busy"):
-        raise AssertionError(f"nothing to see: {bound.growths - grown} growths, timed {autotune.tuned('/busy')}")
+    if bound.growths == grown or not autotune.tuned_strategies("/busy"):
+        raise AssertionError(f"nothing to see: {bound.growths - grown} growths, timed {autotune.tuned_strategies('/busy')}")
     if not still:
         raise AssertionError(f"the other stream was done first: growth took {growth:.1f} s, with the timing {both:.1f} s")
     if not bool(y.isfinite().all()) or not bool(timed.isfinite().all()):

@@ -1,0 +1,200 @@
+"""Bind a group: its ranks find each other, agree on a transport and share memory, all through the group's c10d Store.
+
+C++ calls `bind` at the group's first call. Each step is one exchange with the init deadline:
+
+    hosts       host, GPU, builds, requested slot size   -> transport (topology.py)
+    links       CUDA: what each GPU sees of the others
+    arena       names of the shared memory segments      -> attach to all peers'
+    attached    nothing                                  -> unlink: from here on no segment can be left in /dev/shm
+    allocated   CUDA: size of the allocated slots        -> torch's rendezvous
+    ready       nothing                                  -> all flag words are zero
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from ub_overlap import _torch_compat
+
+from .. import errors, settings
+from ..extension import extension
+from ..site_id import SiteId
+from . import plan_announcements, topology, watchdog
+from .arena_size import SIZE_STEP, round_slot_bytes
+from .session import Session
+from .store_exchange import Exchange
+
+log = logging.getLogger(__name__)
+
+_requested: dict[tuple[str, str], int] = {}
+_sessions: weakref.WeakValueDictionary[tuple[str, str], Session] = weakref.WeakValueDictionary()
+
+
+def request_slot_bytes(group: str, device: str, slot_bytes: int) -> None:
+    """Set the initial slot size of `group`, in case its next call is its first."""
+    _requested[group, device] = slot_bytes
+
+
+def clear_request(group: str, device: str) -> None:
+    """Drop the request: the group was bound before."""
+    _requested.pop((group, device), None)
+
+
+def find_session(group: str, device: str) -> Session | None:
+    """Return the newest session of `group` in this process, None where it is gone."""
+    return _sessions.get((group, device))
+
+
+def bind(group: str, device: str, slot_bytes: int, op: str, site: str) -> Session:
+    """Make the session of a group together with its other ranks. PeerTimeoutError names ranks that do not arrive."""
+    process_group = _torch_compat.group_of(group)
+    rank, ranks = process_group.rank(), process_group.size()
+    slot_bytes = max(slot_bytes, _requested.pop((group, device), 0))
+    if ranks == 1:
+        session = _make_session(group, device, rank, ranks, None, None, "local", "a group of one rank")
+    else:
+        exchange = Exchange(_torch_compat.store_of(process_group), group, device, rank, ranks, op, site)
+        try:
+            session = _bind_ranks(exchange, device, slot_bytes)
+        except BaseException as error:  # also Ctrl-C: the peers need not wait for this rank
+            exchange.fail(f"{type(error).__name__}: {error}")
+            _unlink_segments(exchange)
+            raise
+    _sessions[group, device] = session
+    if session.slot_bytes:
+        watchdog.watch(session)
+    _log_session(session)
+    return session
+
+
+def host_id() -> str:
+    """Return a text that is equal for two processes exactly when they can share memory.
+
+    They then share machine, boot, /dev/shm and process ids, by which peers see that a rank is gone (containers may share
+    only the rest).
+    """
+    pretended = extension().testing.host_id()
+    if pretended:
+        return pretended
+    boot = pids = ""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    with contextlib.suppress(OSError):
+        pids = os.readlink("/proc/self/ns/pid")
+    return f"{socket.gethostname()}:{boot}:{os.stat('/dev/shm').st_dev}:{pids}"
+
+
+def _log_session(session: Session) -> None:
+    """Log one line per group: rank, device, transport, memory and deadline."""
+    core = session.core
+    device = core.device
+    if device == "cuda":
+        from . import symm_mem
+
+        device = symm_mem.device_label()
+    text = f"group '{core.group}' on {device}: rank {core.rank} of {core.ranks}, transport {core.transport}"
+    if session.slot_bytes:
+        text += f", {session.slot_bytes} bytes per slot, {session.arena_bytes} bytes of arena"
+    if core.transport == "c10d":
+        text += f" (plain collectives, because {core.reason})"
+    log.info("%s, deadline %g s", text, settings.current().step_timeout_s)
+
+
+def _make_session(
+    group: str, device: str, rank: int, ranks: int, exchange: Exchange | None, arena: Any, transport: str, reason: str
+) -> Session:
+    memory = getattr(arena, "core", arena)
+    core = extension().Session(
+        group=group, device=device, rank=rank, ranks=ranks, arena=memory, transport=transport, reason=reason
+    )
+    return Session(core, exchange, arena)
+
+
+def _bind_ranks(exchange: Exchange, device: str, slot_bytes: int) -> Session:
+    """Choose the transport and set up its memory, in step with all ranks."""
+    group, rank, ranks = exchange.group, exchange.rank, exchange.ranks
+    doing = f"the first call of group '{group}'"
+    hosts = _exchange_hosts(exchange, device, slot_bytes, doing)
+    choice = topology.choose_transport(_exchange_topology(exchange, device, hosts, doing))
+    if choice.unknown:
+        pairs = _describe_pairs(choice.unknown)
+        log.info("group '%s': links between ranks %s are unknown and assumed good", group, pairs)
+    if choice.transport == "c10d":
+        return _make_session(group, device, rank, ranks, exchange, None, "c10d", choice.reason)
+    slot_bytes = round_slot_bytes(max(host["slot"] for host in hosts))
+    # On CUDA the slots are elsewhere: shared memory then only holds the hosts' words.
+    arena = extension().ShmArena(rank=rank, ranks=ranks, slot_bytes=SIZE_STEP if device == "cuda" else slot_bytes)
+    try:
+        own = {"control": arena.control_name, "data": arena.data_name}
+        for peer, names in enumerate(exchange.gather("arena", own, "init", doing)):
+            if peer != rank:
+                arena.attach(peer, names["control"], names["data"])
+        exchange.gather("attached", {}, "init", doing)
+    finally:
+        arena.unlink()
+    if device != "cuda":
+        return _make_session(group, device, rank, ranks, exchange, arena, "shared memory", "")
+    from . import symm_mem
+
+    symmetric = symm_mem.SymmetricArena(arena, group, rank, ranks, slot_bytes)
+    tokens = exchange.gather("allocated", {"slot": slot_bytes, "name": symmetric.data_name}, "init", doing)
+    symmetric.rendezvous([token["name"] for token in tokens])
+    exchange.gather("ready", {}, "init", doing)
+    return _make_session(group, device, rank, ranks, exchange, symmetric, "symmetric memory", "")
+
+
+def _exchange_hosts(exchange: Exchange, device: str, slot_bytes: int, doing: str) -> list[dict[str, Any]]:
+    """Return every rank's host, GPU, builds and requested slot size. BuildMismatchError where builds differ."""
+    info = extension().build_info()
+    versions = {"version": info["version"], "torch": info["torch"]}
+    own = {**versions, "host": host_id(), "slot": slot_bytes}
+    if device == "cuda":
+        from . import symm_mem
+
+        symm_mem.refuse_capture(f"bind group '{exchange.group}'")
+        own["gpu"] = symm_mem.describe_gpu()
+    try:
+        hosts = exchange.gather("hosts", own, "init", doing)
+    except errors.PeerTimeoutError as timeout:
+        digest = SiteId.parse(exchange.site).digest
+        raise plan_announcements.explain_timeout(exchange, "hosts", digest, timeout) from None
+    for peer, host in enumerate(hosts):
+        peer_versions = {key: host[key] for key in versions}
+        if peer_versions != versions:
+            raise errors.BuildMismatchError(
+                f"ranks {exchange.rank} and {peer} of the group run different builds",
+                got=f"rank {peer}: {peer_versions}",
+                expected=f"rank {exchange.rank}: {versions}",
+                fix="install the same ub_overlap and torch on all ranks",
+            )
+    return hosts
+
+
+def _exchange_topology(exchange: Exchange, device: str, hosts: Sequence[dict[str, Any]], doing: str) -> topology.Topology:
+    """Return the group's topology. Links between GPUs are looked up only where the hosts do not rule out sharing."""
+    by_host = topology.Topology(hosts=tuple(host["host"] for host in hosts))
+    if device != "cuda" or topology.choose_transport(by_host).transport == "c10d":
+        return by_host
+    from . import symm_mem
+
+    uuids = [host["gpu"]["uuid"] for host in hosts]
+    links = {**symm_mem.find_links(uuids, exchange.rank), "any": settings.current().links == "any"}
+    return topology.build_topology(hosts, exchange.gather("links", links, "init", doing))
+
+
+def _describe_pairs(pairs: Sequence[tuple[int, int]]) -> str:
+    few = ", ".join(f"{i} and {j}" for i, j in pairs[:4])
+    return few if len(pairs) <= 4 else f"{few} and {len(pairs) - 4} more pairs"
+
+
+def _unlink_segments(exchange: Exchange) -> None:
+    """Remove segments of peers after a failed bind: their processes may be gone."""
+    for names in exchange.read_available("arena").values():
+        for name in names.values():
+            extension().unlink_name(name)

@@ -1,0 +1,45 @@
+"""The check at a plan's first call: all ranks of the group must be about to run the same plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .. import errors
+from . import plan_announcements, plan_graphs
+from .plan_mismatch import load_plan_text, plan_mismatch_error
+from .store_exchange import Exchange
+
+
+def check_plans(exchange: Exchange, number: int, digest: str, slot_bytes: int, check: Callable[[], None]) -> int:
+    """Compare plan digests over all ranks and return the largest slot size requested with them.
+
+    `number`: plans that this session has checked, this one included. `slot_bytes`: what this rank requests, 0 for nothing.
+    `check`: raises when a peer has failed. PlanMismatchError names the ranks with another plan, and the first difference.
+    """
+    topic = f"plan/{number}"
+    own = {"digest": digest, "site": exchange.site, "slot": slot_bytes}
+    try:
+        plans = exchange.gather(topic, own, "init", f"the first call of plan {digest}", check)
+    except errors.PeerTimeoutError as timeout:
+        raise plan_announcements.explain_timeout(exchange, topic, digest, timeout) from None
+    mismatched = [rank for rank, plan in enumerate(plans) if plan["digest"] != digest]
+    if mismatched:  # all ranks see the mismatch: only now exchange the texts, which are long
+        raise _compare_texts(exchange, number, plans, mismatched, check)
+    return max(plan["slot"] for plan in plans)
+
+
+def _compare_texts(
+    exchange: Exchange, number: int, plans: Sequence[dict[str, Any]], mismatched: Sequence[int], check: Callable[[], None]
+) -> errors.PlanMismatchError:
+    """Return how this rank's plan differs from that of the first mismatched rank.
+
+    Only two ranks' texts are ever read: those of rank 0 and of the first rank whose plan differs from rank 0's.
+    """
+    senders = (0, next(rank for rank, plan in enumerate(plans) if plan["digest"] != plans[0]["digest"]))
+    digest = plans[exchange.rank]["digest"]
+    own = {"text": load_plan_text(digest), "graphs": plan_graphs.pack_graphs(digest)}
+    sent = own if exchange.rank in senders else None
+    texts = exchange.gather_from(mismatched[:1], f"text/{number}", sent, "init", "compare plans", check)
+    texts[exchange.rank] = own
+    return plan_mismatch_error(exchange, {rank: {**plans[rank], **text} for rank, text in texts.items()}, mismatched)
