@@ -1,4 +1,4 @@
-"""options={"overrides": ...}: strategies that the user requests for sites. The forms are told apart by their content.
+"""options={"overrides": ...}: strategies that the user requests for sites. Its content distinguishes the forms.
 
     {"forward.3": "pipelined:chunks=4", "backward.*": "none"}     by glob of site ids, as reports show them
     [{"module": "*.wq", "strategy": "none"}, ...]                 rules (rule.py)

@@ -150,7 +150,7 @@ class LayerVariant:
         self.model = model = LocalParameters(parallelize(stack.to(flags.device, flags.dtype), mesh["tp"]))
         self.forward: Callable[..., Tensor]
         self.ddp: DistributedDataParallel | None
-        options = {**flags.options, "overlap": overlap}
+        options: dict[str, Any] = {**flags.options, "overlap": overlap}
         if flags.fp8:
             options["fp8"] = {**options["fp8"], "state": name}  # both variants have the same module paths
         self.forward, self.ddp = build(

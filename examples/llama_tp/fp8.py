@@ -75,7 +75,8 @@ def work(rank: int, flags: argparse.Namespace, rendezvous: str, results: Any) ->
     mesh = start(rank, settings, rendezvous)
     try:
         trainers = []
-        for options in (common, {**common, "fp8": {"recipe": flags.recipe, "filter": blocks_only}}):
+        fp8: dict[str, Any] = {**common, "fp8": {"recipe": flags.recipe, "filter": blocks_only}}
+        for options in (common, fp8):
             model = build(settings, mesh)
             trainers.append(Trainer(model, torch.compile(model, backend="ub_overlap", options=options), settings))
         batches = TextBatches(load_corpus(), batch=settings.batch, seq=settings.seq, seed=settings.seed)

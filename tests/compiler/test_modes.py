@@ -1,4 +1,4 @@
-"""The ways in which people run a compiled model: inference, dynamic sizes, graph breaks, several groups, training loops."""
+"""Uses of a compiled model: inference, dynamic sizes, graph breaks, several groups, training loops."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def worst(ours: list[Any], eager: list[Any]) -> float:
 
 
 def train_once(rank: int, world: int, make: Callable[[int], nn.Module], *shape: int) -> Answer:
-    """One forward and backward of make(world), eager and compiled."""
+    """Run one forward and backward of make(world), eager and compiled."""
     eager, ours = make(world), make(world)
     x, y = noise(*shape).requires_grad_(), noise(*shape).requires_grad_()
     a = eager(x)
@@ -74,7 +74,7 @@ def inference(rank: int, world: int, name: str) -> Answer:
 
 
 def sizes(rank: int, world: int) -> Answer:
-    """Four sizes, one forward and one backward graph."""
+    """Run four sizes with one forward and one backward graph."""
     module, difference, mark = mlp(world), 0.0, HISTORY.mark()
     function = compiled(module, dynamic=True)
     for rows in (6, 8, 14, 40):
@@ -144,15 +144,15 @@ def broken(rank: int, world: int) -> Answer:
 
 
 def regions(rank: int, world: int) -> Answer:
-    """Against the same layers uncompiled."""
+    """Compare with the same layers uncompiled."""
     ours, plain = Regions(world), [mlp(world, seed=s) for s in (5, 9)]
     x = noise(8, 2, 64)
     mark = HISTORY.mark()
-    got, wanted = ours(x), x
+    got, expected = ours(x), x
     for layer in plain:
-        wanted = wanted + layer(wanted)
+        expected = expected + layer(expected)
     as_loss(got).backward()
-    return worst([got], [wanted]), decided(mark)
+    return worst([got], [expected]), decided(mark)
 
 
 def two_groups(rank: int, world: int) -> Answer:
@@ -160,7 +160,7 @@ def two_groups(rank: int, world: int) -> Answer:
 
 
 def training(rank: int, world: int) -> Answer:
-    """Five steps of AdamW: losses and weights stay those of the eager run."""
+    """Run five steps of AdamW and compare losses and weights with eager."""
     eager, ours = mlp(world), mlp(world)
     function, mark = compiled(ours), HISTORY.mark()
     losses: list[list[Tensor]] = [[], []]
@@ -188,7 +188,7 @@ def buffers(rank: int, world: int) -> Answer:
 
 
 def autocast(rank: int, world: int) -> Answer:
-    """bf16 matmuls of fp32 weights; the error is bf16's."""
+    """Run bf16 matmuls of fp32 weights; the error is bf16's."""
     eager, ours = mlp(world), mlp(world)
     x, mark = noise(8, 2, 64), HISTORY.mark()
     with torch.autocast("cpu", torch.bfloat16):
@@ -200,7 +200,7 @@ def autocast(rank: int, world: int) -> Answer:
 
 
 def constant_input(rank: int, world: int) -> Answer:
-    """The input takes no gradient: nothing is scattered in backward."""
+    """An input without gradient: backward has no reduce_scatter."""
     eager, ours = mlp(world), mlp(world)
     x, mark = noise(8, 2, 64), HISTORY.mark()
     as_loss(eager(x)).backward()
@@ -209,7 +209,7 @@ def constant_input(rank: int, world: int) -> Answer:
 
 
 def called_twice(rank: int, world: int) -> Answer:
-    """Two forwards before one backward: neither overwrites what the other keeps."""
+    """Run two forwards before one backward; neither overwrites the other's saved tensors."""
     eager, ours = mlp(world), mlp(world)
     function, mark = compiled(ours), HISTORY.mark()
     for run in (eager, function):
@@ -282,7 +282,7 @@ def test_dynamic_sizes_share_one_graph(pool2: RankPool) -> None:
 
 @pytest.mark.parametrize("name", ["broken", "regions"])
 def test_several_graphs(pool2: RankPool, name: str) -> None:
-    """Plans of equal graphs are one plan, so that both layers may share their lines."""
+    """Equal graphs have one plan, so both layers may share decisions."""
     for difference, decisions in pool2.run(without_caches, name):
         assert difference < 1e-5
         assert set(FORWARD + BACKWARD) >= set(decisions) >= set(FORWARD)

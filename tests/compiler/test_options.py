@@ -1,4 +1,4 @@
-"""Options: what is allowed, what is said about the rest, and what reaches Inductor."""
+"""Options: valid values, errors, and the options that reach Inductor."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ def test_tables_are_complete() -> None:
     assert options_table().count("\n") == len(rows) + 1
 
 
-@pytest.mark.parametrize("beside", [{"shape_padding": False}, {"mode": "max-autotune"}])
-def test_aot_eager_takes_nothing_of_inductor(beside: dict[str, Any]) -> None:
+@pytest.mark.parametrize("others", [{"shape_padding": False}, {"mode": "max-autotune"}])
+def test_aot_eager_takes_nothing_of_inductor(others: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match="aot_eager"):
-        parse({"inner": "aot_eager", **beside}, NAMES)
+        parse({"inner": "aot_eager", **others}, NAMES)
 
 
 def test_ours_and_theirs() -> None:
@@ -151,8 +151,8 @@ def site(id: str, ranks: int = 4) -> SiteDescription:
 
 def requests(value: Any, *ids: str) -> list[tuple[str, int] | None]:
     """Return (strategy, chunks) per site."""
-    found = parse({"overrides": value}, NAMES)[0].overrides.find(ids[0].split(".")[0], [site(i) for i in ids])
-    return [(str(o.strategy), o.chunks) if (o := found.get(i)) else None for i in ids]
+    overrides = parse({"overrides": value}, NAMES)[0].overrides.find(ids[0].split(".")[0], [site(i) for i in ids])
+    return [(str(o.strategy), o.chunks) if (o := overrides.get(i)) else None for i in ids]
 
 
 def test_last_matching_pattern_wins() -> None:
@@ -178,7 +178,7 @@ def test_bad_option_at_compile_time() -> None:
 
 
 class Seen:
-    """A user's pass that notes where it ran and a setting of Inductor at that time."""
+    """A user's pass that records a setting of Inductor at each call."""
 
     def __init__(self, note: str) -> None:
         self.note, self.values = note, list[Any]()
@@ -193,7 +193,7 @@ def doubled(x: Tensor) -> Tensor:
 
 
 def compiled(**kwargs: Any) -> None:
-    """Through Inductor up to its code, without caches."""
+    """Compile with Inductor, without caches, and compare with eager."""
     torch._dynamo.reset()
     x = torch.randn(7, requires_grad=True)
     with uncached():
@@ -248,7 +248,7 @@ def test_mode_reaches_inductor(how: str) -> None:
 
 
 def miss(rank: int, world: int, on_unmatched: str) -> tuple[str, list[str]]:
-    """(error, warnings) of a permuted gather, which cannot be overlapped."""
+    """Return (error, warnings) of a permuted gather, which cannot be overlapped."""
     case = build(rank, world, "tests.models.forms", {"name": "relu_scatter"})
     with warnings.catch_warnings(record=True) as caught, uncached():
         warnings.simplefilter("always")
@@ -262,9 +262,9 @@ def miss(rank: int, world: int, on_unmatched: str) -> tuple[str, list[str]]:
 
 def test_on_unmatched(pool2: RankPool) -> None:
     assert pool2.run(miss, "ignore") == [("", [])] * 2
-    for error, told in pool2.run(miss, "warn"):
+    for error, messages in pool2.run(miss, "warn"):
         assert not error
-        assert len(told) == 1 and "forward.0" in told[0] and "non_linear" in told[0] and "forms.py" in told[0]
+        assert len(messages) == 1 and "forward.0" in messages[0] and "non_linear" in messages[0] and "forms.py" in messages[0]
     for error, _ in pool2.run(miss, "error"):
         assert error.startswith(MissError.__name__)
         assert "forward.0" in error and "non_linear" in error and "forms.py" in error

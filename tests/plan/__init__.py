@@ -1,1 +1,1 @@
-"""Rules, imported configurations, saved plans, plans made ahead, predictions in reports."""
+"""Overrides, saved plans, planned steps, and predictions in reports."""

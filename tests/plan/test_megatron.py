@@ -1,4 +1,4 @@
-"""A tp_comm_overlap_cfg as rules: what each entry becomes, what is told, what is refused."""
+"""A tp_comm_overlap_cfg as rules: the rule of each entry, warnings and errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ub_overlap.compiler.overrides.override_set import parse_overrides
 from ub_overlap.runtime.errors import OptionError
 
 LLAMA = "tests.models.dtensor_llama"
-# As frameworks ship them: every field that they know.
+# Entries as frameworks ship them, with every field.
 CFG: dict[str, Any] = {
     "qkv_fprop": {"method": "ring_exchange", "aggregate": 1},
     "qkv_dgrad": {"method": "bulk", "num_sm": 4, "set_sm_margin": 0},
@@ -93,15 +93,15 @@ def test_yaml_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ours, _ = parse({"overrides": str(path)}, frozenset())
     assert [r.strategy for r in ours.overrides.rules] == ["pipelined:chunks=R/2", "pipelined:stripes=2"]
     assert main(["import-cfg", str(path), "--json"]) == 0
-    said = capsys.readouterr()
-    assert parse_overrides(json.loads(said.out)) == ours.overrides, "what is printed is what the option takes"
-    assert said.err == "without effect here: proj_fprop.num_sm\n"
+    output = capsys.readouterr()
+    assert parse_overrides(json.loads(output.out)) == ours.overrides, "what is printed is what the option takes"
+    assert output.err == "without effect here: proj_fprop.num_sm\n"
     assert main(["import-cfg", str(path)]) == 0
     assert "pipelined:stripes=2" in capsys.readouterr().out
 
 
 def test_yaml_without_pyyaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "yaml", None)  # an import of it then fails
+    monkeypatch.setitem(sys.modules, "yaml", None)  # its import then fails
     path = tmp_path / "cfg.yaml"
     path.write_text(YAML)
     with pytest.raises(OptionError, match="cfg.yaml") as caught:
@@ -132,17 +132,17 @@ def decided(rank: int, world: int) -> tuple[dict[str, str], list[str]]:
     case = build(rank, world, LLAMA, {"sequence": True})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = decisions_of(case.module, case.inputs, {**FORCE, "memory_budget": 0, "overrides": CFG})
-    told = [str(w.message) for w in caught if "ub_overlap" in str(w.message)]
-    return {f"{d.phase} {d.module.rpartition('.')[2]} {d.kind.value}": str(d.strategy) for d in found}, told
+        decisions = decisions_of(case.module, case.inputs, {**FORCE, "memory_budget": 0, "overrides": CFG})
+    messages = [str(w.message) for w in caught if "ub_overlap" in str(w.message)]
+    return {f"{d.phase} {d.module.rpartition('.')[2]} {d.kind.value}": str(d.strategy) for d in decisions}, messages
 
 
 def test_a_cfg_decides_a_llama_block(pool2: RankPool) -> None:
-    for sites, told in pool2.run(decided):
+    for sites, messages in pool2.run(decided):
         assert sites["forward wq all_gather_matmul"] == "pipelined:chunks=1"
         assert sites["forward wo matmul_reduce_scatter"] == "pipelined:stripes=2"
         assert sites["forward w1 all_gather_matmul"] == "pipelined"
         assert sites["forward w2 matmul_reduce_scatter"] == "pipelined:stripes=4"
         assert sites["backward w2 all_gather_matmul"] == "pipelined"
         assert "bulk" in sites.values(), sites
-        assert [t for t in told if "matches no site" in t] == []
+        assert [t for t in messages if "match no site" in t] == []

@@ -1,4 +1,4 @@
-"""Plans made ahead: the same sites as a compilation has, sane sums, and a saved plan that compiling obeys."""
+"""Planned steps: the sites of a compilation, plausible sums, and saved plans that a compilation applies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL = Sizes(hidden=64, ffn=128, heads=8, kv_heads=4, seq=32, tp=2, batch=2, dt
 
 
 def run(*arguments: str, code: int = 0, cwd: Path | None = None) -> Any:
-    """`python -m ub_overlap plan ... --json` in a process of its own, as its JSON (the error's text where it fails)."""
+    """Run `python -m ub_overlap plan ... --json` in its own process. Return its JSON, or the error's text."""
     done = subprocess.run(
         [sys.executable, "-m", "ub_overlap", "plan", *arguments, "--json"],
         text=True, capture_output=True, timeout=120, check=False, cwd=cwd,
@@ -88,7 +88,7 @@ def test_sizes_beside_a_model_and_layers(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--hidden", "64"], "--ffn, --heads, --seq, --tp"),
         (["--model", "llama-9b"], "expected: llama-8b"),
@@ -99,11 +99,11 @@ def test_sizes_beside_a_model_and_layers(capsys: pytest.CaptureFixture[str]) -> 
     ],
     ids=str,
 )
-def test_what_cannot_be_planned(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_planned(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with contextlib.suppress(SystemExit):  # bad usage, not bad sizes
         assert main(["plan", *arguments]) == 1
     text = " ".join(capsys.readouterr().err.split()).replace("expected: one of", "expected:")
-    assert said in text
+    assert message in text
 
 
 def test_a_plan_of_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,13 +138,13 @@ def compiled(rank: int, world: int, sizes: Sizes, path: str, inner: str) -> list
     blocks = parallel_blocks(sizes, DeviceMesh("cpu", torch.arange(world), mesh_dim_names=("tp",)))
     x = torch.randn(block_input(sizes).shape, requires_grad=True)
     options = {"overlap": "force", "inner": inner, "overrides": path, "on_unmatched": "error"}
-    found = decisions_of(blocks, (x,), options)
-    return [(d.id, d.kind.value, str(d.strategy), d.module) for d in found]
+    decisions = decisions_of(blocks, (x,), options)
+    return [(d.id, d.kind.value, str(d.strategy), d.module) for d in decisions]
 
 
 @pytest.mark.parametrize(("gated", "inner"), [(True, "inductor"), (False, "aot_eager")])
 def test_a_saved_plan_is_what_compiling_the_block_gives(pool2: RankPool, tmp_path: Path, gated: bool, inner: str) -> None:
-    """Also with forced strategies, so that they cannot agree by being the default."""
+    """Force strategies too, so that agreement by default values is excluded."""
     sizes, path = replace(SMALL, gated=gated), str(tmp_path / "plan.json")
     forced = tmp_path / "rules.json"
     forced.write_text(
@@ -153,8 +153,8 @@ def test_a_saved_plan_is_what_compiling_the_block_gives(pool2: RankPool, tmp_pat
     step = run(*flags(sizes), "--profile", "cpu", "--save", path, "--overrides", str(forced))
     planned = [(s["id"], s["kind"], s["strategy"], s["module"]) for s in step["sites"]]
     assert {s for _, _, s, _ in planned} >= {"pipelined:stripes=2", "pipelined:chunks=4"}
-    for found in pool2.run(compiled, sizes, path, inner):
-        assert found == planned
+    for compiled_sites in pool2.run(compiled, sizes, path, inner):
+        assert compiled_sites == planned
 
 
 def test_known_models() -> None:

@@ -48,14 +48,14 @@ def test_a_decision_keeps_its_work_in_json() -> None:
 def test_an_outlook_is_the_cost_models() -> None:
     shape = shape_of(SITE8)
     assert shape is not None and (shape.kind, shape.ranks, shape.matmuls) == ("all_gather_matmul", 8, WORK.matmuls)
-    found = outlook(SITE8, H200)
-    assert found is not None
-    assert found.none == predict(shape, NONE, H200) and found.chosen == predict(shape, SITE8.strategy, H200)
-    assert found.gain_us == found.none.us - found.chosen.us
-    assert found.by_strategy[found.best].us <= found.none.us
+    prediction = outlook(SITE8, H200)
+    assert prediction is not None
+    assert prediction.none == predict(shape, NONE, H200) and prediction.chosen == predict(shape, SITE8.strategy, H200)
+    assert prediction.gain_us == prediction.none.us - prediction.chosen.us
+    assert prediction.by_strategy[prediction.best].us <= prediction.none.us
     forced = outlook(replace(SITE8, strategy=Strategy(Mode.PIPELINED, 64)), H200)
     assert forced is not None and forced.decided == "pipelined:chunks=64", "what was forced is predicted too"
-    assert set(forced.by_strategy) == {*found.by_strategy, "pipelined:chunks=64"}
+    assert set(forced.by_strategy) == {*prediction.by_strategy, "pipelined:chunks=64"}
 
 
 @pytest.mark.parametrize(
@@ -71,25 +71,25 @@ def test_what_the_model_knows(changes: dict[str, Any], known: str | None) -> Non
     decision = replace(SITE8, **changes)
     shape = shape_of(decision)
     assert (shape.kind if shape else None) == known
-    found = outlook(decision, H200)
-    assert (found is None) == (known is None)
-    if found is not None and decision.work is not None and not decision.work.matmuls:
-        assert found.none.us == found.none.communication_us > 0 and found.gain_us == 0
+    prediction = outlook(decision, H200)
+    assert (prediction is None) == (known is None)
+    if prediction is not None and decision.work is not None and not decision.work.matmuls:
+        assert prediction.none.us == prediction.none.communication_us > 0 and prediction.gain_us == 0
 
 
 def test_totals() -> None:
-    one = outlook(SITE8, H200)
+    single = outlook(SITE8, H200)
     alone = outlook(replace(SITE8, kind=Kind.ALL_GATHER, strategy=NONE, work=ALONE), H200)
-    assert one is not None and alone is not None
-    sums = totals([one, alone, None])
+    assert single is not None and alone is not None
+    sums = totals([single, alone, None])
     assert (sums.sites, sums.unknown) == (2, 1)
-    assert sums.none_us == one.none.us + alone.none.us and sums.chosen_us == one.chosen.us + alone.none.us
-    assert sums.hidden == pytest.approx((one.none.us - one.chosen.us) / (sums.none_us - sums.matmul_us))
+    assert sums.none_us == single.none.us + alone.none.us and sums.chosen_us == single.chosen.us + alone.none.us
+    assert sums.hidden == pytest.approx((single.none.us - single.chosen.us) / (sums.none_us - sums.matmul_us))
     assert "1 more without a prediction" in str(sums)
 
 
 @dataclass(frozen=True)
-class Told:
+class Explained:
     rows: list[dict[str, Any]]
     table: str
     text: str
@@ -98,27 +98,27 @@ class Told:
     png: str
 
 
-def explain(rank: int, world: int, folder: str, measure: bool) -> Told:
+def explain(rank: int, world: int, folder: str, measure: bool) -> Explained:
     case = build(rank, world, "tests.models.megatron", {"gated": True, "dims": 2})
     options = {**FORCE, "overrides": {"backward.1": "none"}}
     with uncached():
         report = ub_overlap.explain(case.module, options, measure=measure)(*case.inputs)
     path = report.timeline(Path(folder) / f"step.{rank}.json")
-    one = report.timeline(Path(folder) / f"one.{rank}.json", site="forward.1", predicted=not measure)
-    assert {e["cat"] for e in json.loads(one.read_text())["traceEvents"] if "cat" in e} == {"forward.1"}
+    timeline = report.timeline(Path(folder) / f"one.{rank}.json", site="forward.1", predicted=not measure)
+    assert {e["cat"] for e in json.loads(timeline.read_text())["traceEvents"] if "cat" in e} == {"forward.1"}
     png = ""
     try:
         report.timeline(Path(folder) / f"step.{rank}.png", site="forward.0")
     except OptionError as e:
         png = str(e)
-    found = json.loads(path.read_text())["traceEvents"]
+    trace_events = json.loads(path.read_text())["traceEvents"]
     rows = json.loads(report.to_json())["sites"]
-    return Told(rows, report.table(), str(report), found, settings.current().trace, png)
+    return Explained(rows, report.table(), str(report), trace_events, settings.current().trace, png)
 
 
 def test_measured_beside_predicted(pool2: RankPool, tmp_path: Path) -> None:
-    for told in pool2.run(explain, str(tmp_path), True):
-        by_id = {row["id"]: row for row in told.rows}
+    for explained in pool2.run(explain, str(tmp_path), True):
+        by_id = {row["id"]: row for row in explained.rows}
         for name in ("forward.0", "forward.1", "backward.0"):
             row = by_id[name]
             assert row["calls"] == 4, "once, then three times measured"
@@ -127,27 +127,27 @@ def test_measured_beside_predicted(pool2: RankPool, tmp_path: Path) -> None:
             assert row["gain_us"] == pytest.approx(row["predicted_us"]["none"] - row["predicted_us"]["pipelined"], abs=0.01)
         left = by_id["backward.1"]
         assert left["measured_us"] is None and left["choice"] == "none" and "pipelined" in left["predicted_us"]
-        head = told.table.splitlines()[0]
+        head = explained.table.splitlines()[0]
         assert all(name in head for name in ("line", "matmul us", "comm us", "predicted us", "gain us", "measured us"))
-        assert "megatron.py:" in told.table and "3 measured sites took" in told.text
-        assert not told.trace_after
-        lanes = {e["args"]["name"]: e["pid"] for e in told.events if e["name"] == "process_name"}
+        assert "megatron.py:" in explained.table and "3 measured sites took" in explained.text
+        assert not explained.trace_after
+        lanes = {e["args"]["name"]: e["pid"] for e in explained.events if e["name"] == "process_name"}
         assert set(lanes) == {"predicted", "measured"}
         for what, pid in lanes.items():
-            steps = [e for e in told.events if e["ph"] == "X" and e["pid"] == pid]
+            steps = [e for e in explained.events if e["ph"] == "X" and e["pid"] == pid]
             wanted = set(by_id) if what == "predicted" else set(by_id) - {"backward.1"}
             assert {e["cat"] for e in steps} == wanted and all(e["dur"] >= 0 and e["ts"] >= 0 for e in steps)
             assert any(e["name"].startswith("matmul") for e in steps)
             # matplotlib may be there or not; without it the way out is named
-        assert not told.png or "pip install matplotlib" in told.png
+        assert not explained.png or "pip install matplotlib" in explained.png
 
 
 def test_unmeasured(pool2: RankPool, tmp_path: Path) -> None:
-    for told in pool2.run(explain, str(tmp_path), False):
-        assert {row["calls"] for row in told.rows if row["strategy"] != "none"} == {1}
-        assert {row["measured_us"] for row in told.rows} == {None}
-        assert "measured" not in told.table and "measured" not in told.text
-        assert {e["args"]["name"] for e in told.events if e["name"] == "process_name"} == {"predicted"}
+    for explained in pool2.run(explain, str(tmp_path), False):
+        assert {row["calls"] for row in explained.rows if row["strategy"] != "none"} == {1}
+        assert {row["measured_us"] for row in explained.rows} == {None}
+        assert "measured" not in explained.table and "measured" not in explained.text
+        assert {e["args"]["name"] for e in explained.events if e["name"] == "process_name"} == {"predicted"}
 
 
 LANES = [
@@ -158,8 +158,8 @@ LANES = [
 
 
 def test_sites_follow_each_other_in_a_timeline() -> None:
-    found = [(e["cat"], e["pid"], e["tid"], e["ts"], e["dur"]) for e in events(LANES) if e["ph"] == "X"]
-    assert found == [
+    spans = [(e["cat"], e["pid"], e["tid"], e["ts"], e["dur"]) for e in events(LANES) if e["ph"] == "X"]
+    assert spans == [
         ("forward.0", 1, 0, 0.0, 5.0), ("forward.0", 1, 1, 1.0, 2.0), ("forward.0", 2, 0, 0.0, 8.0),
         ("forward.1", 1, 0, 8.0, 2.0),
     ]  # fmt: skip

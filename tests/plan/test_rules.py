@@ -1,4 +1,4 @@
-"""Rules: what they match, what they refuse, and what they make of a graph."""
+"""Rules: matching, errors, and effects on a graph."""
 
 from __future__ import annotations
 
@@ -136,26 +136,28 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
 
 
 def test_rules_are_part_of_the_cache_key() -> None:
-    one, two = (parse({"overrides": [{"strategy": s}]}, NAMES)[0] for s in ("none", "bulk"))
-    assert len({one.key(), two.key(), Options().key()}) == 3
-    assert parse({"overrides": [r.to_dict() for r in one.overrides.rules]}, NAMES)[0] == one
+    first, second = (parse({"overrides": [{"strategy": s}]}, NAMES)[0] for s in ("none", "bulk"))
+    assert len({first.key(), second.key(), Options().key()}) == 3
+    assert parse({"overrides": [r.to_dict() for r in first.overrides.rules]}, NAMES)[0] == first
 
 
-def told(unmatched: UnmatchedPatterns, phase: str, patterns: list[str], rules: list[dict[str, Any]]) -> list[str]:
+def warnings_of(unmatched: UnmatchedPatterns, phase: str, patterns: list[str], rules: list[dict[str, Any]]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         unmatched.check(phase, [place(phase=phase, id=f"{phase}.0")], patterns, parse_rules(rules))
     return [str(w.message) for w in caught]
 
 
-def test_what_matches_nothing_is_told_once() -> None:
+def test_what_matches_nothing_is_reported_once() -> None:
     unmatched = UnmatchedPatterns()
-    (text,) = told(unmatched, "forward", ["forward.7", "forward.*", "backward.9"], [{"module": "lyers", "strategy": "none"}])
+    (text,) = warnings_of(
+        unmatched, "forward", ["forward.7", "forward.*", "backward.9"], [{"module": "lyers", "strategy": "none"}]
+    )
     assert "pattern 'forward.7'" in text and "rule 1 (module lyers)" in text
     assert "forward.*" not in text and "backward.9" not in text
     assert "layers.0.attention.wq" in text, "says what there is"
-    assert told(unmatched, "forward", ["forward.7"], [{"module": "lyers", "strategy": "none"}]) == []
-    (text,) = told(unmatched, "backward", ["backward.9"], [{"module": "layers", "phase": "forward", "strategy": "none"}])
+    assert warnings_of(unmatched, "forward", ["forward.7"], [{"module": "lyers", "strategy": "none"}]) == []
+    (text,) = warnings_of(unmatched, "backward", ["backward.9"], [{"module": "layers", "phase": "forward", "strategy": "none"}])
     assert "backward.9" in text and "rule" not in text
 
 
@@ -168,7 +170,7 @@ STRIPES = [
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_stripes_by_rules_compute_the_same(pool2: RankPool, inner: str) -> None:
-    """Sequence-parallel Llama block: numbers of outputs and gradients, and which rule decided which site."""
+    """Compare outputs and gradients of a sequence-parallel Llama block, and the rule that decided each site."""
     options = {"overlap": "force", "inner": inner, "overrides": [*STRIPES, {"backward.3": "pipelined"}]}
     for outcome in check(pool2, LLAMA, {"sequence": True}, options):
         by_site = {d["id"]: (d["strategy"], d["detail"]) for d in outcome.decisions}
@@ -191,8 +193,8 @@ def test_stripes_of_an_all_reduce(pool2: RankPool) -> None:
 def illegal(rank: int, world: int) -> list[tuple[str, str | None, str]]:
     case = build(rank, world, "tests.models.megatron", {"dims": 2})
     options = {**FORCE, "overrides": [{"strategy": "pipelined:stripes=2"}, {"phase": "backward", "strategy": "none"}]}
-    found = decisions_of(case.module, case.inputs, options)
-    return [(str(d.strategy), d.reason.value if d.reason else None, d.detail) for d in found]
+    decisions = decisions_of(case.module, case.inputs, options)
+    return [(str(d.strategy), d.reason.value if d.reason else None, d.detail) for d in decisions]
 
 
 def test_illegal_stripes_leave_a_site_alone(pool2: RankPool) -> None:

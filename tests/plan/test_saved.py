@@ -1,4 +1,4 @@
-"""Whole saved plans: obeyed where they fit; files that are none, and graphs that differ, are refused by name."""
+"""Saved plans: applied to graphs that fit; errors for other files and for graphs that differ."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ PLACES = [
 
 def test_a_plan_that_fits_forces_its_sites() -> None:
     graphs = parse_overrides(PLAN).saved
-    found = match_saved_graph(graphs, "forward", PLACES)
-    assert {i: str(f.strategy) for i, f in found.items()} == {"forward.0": "pipelined:chunks=4", "forward.1": "none"}
+    overrides = match_saved_graph(graphs, "forward", PLACES)
+    assert {i: str(f.strategy) for i, f in overrides.items()} == {"forward.0": "pipelined:chunks=4", "forward.1": "none"}
     assert match_saved_graph(graphs, "backward", PLACES) == {}, "a plan says nothing of phases that it has no graph of"
 
 
@@ -137,7 +137,7 @@ def test_other_sizes_are_a_warning() -> None:
 
 
 def saved_and_loaded(rank: int, world: int, path: str) -> tuple[list[tuple[str, str]], str, str]:
-    """Decisions under a plan saved from the same model with other strategies; the error of another model."""
+    """Return the decisions under a plan saved from the same model with other strategies, and the error of another model."""
     case = build(rank, world, MEGATRON, {"dims": 2})
     plans = plans_of(
         case.module, case.inputs, {**FORCE, "overrides": {"*.0": "none", "*.1": "pipelined:stripes=2", "backward.1": "bulk"}}
