@@ -1,4 +1,4 @@
-"""A collective and products that do not depend on it become one op: nothing can be reordered or freed in between."""
+"""Rewrite a collective and independent matmuls as one op, so that nothing is reordered or freed in between."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from ..plan.strategy import DispatchTable, Strategy
 
 
 def rewrite_bulk(e: Emitter, m: Bulk, strategy: Strategy | DispatchTable, site: str) -> dict[Node, Node]:
-    """Emits the op; returns which node replaces which. Insertion point: behind the collective's input and every operand."""
+    """Emit the op. Return the replacement of each node.
+
+    The insertion point is after the collective's input and every operand.
+    """
     c = m.collective
     assert c.wait is not None and c.op is not None
     lhs, rhs = [e.operand(p.lhs) for p in m.matmuls], [e.operand(p.rhs) for p in m.matmuls]

@@ -1,4 +1,4 @@
-"""sum of matmuls -> reduce_scatter or all_reduce becomes one op; scales that commute follow it."""
+"""Rewrite a sum of matmuls -> reduce_scatter or all_reduce as one op. Scalings that commute follow it."""
 
 from __future__ import annotations
 
@@ -16,45 +16,17 @@ from ..plan.strategy import DispatchTable, Strategy
 def rewrite_reduction(
     e: Emitter, m: Reduction, strategy: Strategy | DispatchTable, site: str, wire_dtype: str = ""
 ) -> dict[Node, Node]:
-    """Emits the op; returns which node replaces which. Insertion point: behind every operand and addend. `wire_dtype`: of the
-    decision; "" sends the products' type."""
+    """Emit the op. Return the replacement of each node. The insertion point is after every operand and addend.
+
+    `wire_dtype`: the decision's type on the wire; "" sends the type of the matmuls.
+    """
     c = m.collective
     assert c.wait is not None
-    lhs, rhs = [e.operand(t.lhs) for t in m.terms], [e.operand(t.rhs) for t in m.terms]
-    addend = _addend(e, m)
-    # A scale that kept the sum in range comes after it now: until then the sum stays in float32.
-    out_dtype = torch.float32 if m.scalings else dtype_of(c.node)
-    keep, wire = bool(m.kept_nodes), wire_dtype or "plain"
-    if (scales := m.terms[0].scales) is not None:
-        given = [t.scales for t in m.terms if t.scales is not None]
-        op = e.call(
-            torch.ops.ub_overlap.scaled_matmul_reduce_scatter.default, lhs, rhs, [s.lhs for s in given], [s.rhs for s in given],
-            addend, e.size(m.blocks.outer), c.reduce_op, dtype_of(m.terms[0].node), out_dtype, scales.fast, wire,
-            str(strategy),
-            c.group, site, value_is=_scattered_alone(e, m, lhs[0]),
-        )  # fmt: skip
-    elif c.op is Op.REDUCE_SCATTER:
-        outer = 1 if m.shard_dim_is_last else e.size(m.blocks.outer)
-        op = e.call(
-            torch.ops.ub_overlap.matmul_reduce_scatter.default, lhs, rhs, addend, outer, m.shard_dim_is_last, c.reduce_op,
-            out_dtype, keep, "plain", str(strategy), c.group, site, value_is=_scattered(e, m, lhs[0]),
-        )  # fmt: skip
-    else:
-        op = e.call(
-            torch.ops.ub_overlap.matmul_all_reduce.default,
-            lhs,
-            rhs,
-            addend,
-            c.reduce_op,
-            out_dtype,
-            keep,
-            str(strategy),
-            c.group,
-            site,
-        )
+    op = _emit_op(e, m, str(strategy), site, wire_dtype or "plain")
     value = e.item(op, 0) if m.terms[0].scales is None else op
-    for turn in m.permutes:
-        value = e.permute(e.reshape(value, turn.shard_shape if c.op is Op.REDUCE_SCATTER else turn.before), turn.dims)
+    for permute in m.permutes:
+        shape = permute.shard_shape if c.op is Op.REDUCE_SCATTER else permute.before
+        value = e.permute(e.reshape(value, shape), permute.dims)
     value = e.reshape(value, shape_of(c.wait), old=None if m.scalings else c.wait)
     for target, constant in m.scalings:
         value = e.call(target, value, constant)
@@ -63,51 +35,70 @@ def rewrite_reduction(
     if m.kept_nodes:
         partial = e.item(op, 1)
         root = e.reshape(e.permute(partial, [1, 0]) if m.root_is_transposed else partial, shape_of(m.root))
-        replaced.update(_alive(e, m, root))
+        replaced.update(_restore_kept(e, m, root))
     return replaced
 
 
-def _alive(e: Emitter, m: Reduction, root: Node) -> dict[Node, Node]:
-    """The kept nodes between root and collective, computed again from the kept partial product."""
-    copies = {m.root: root}
+def _emit_op(e: Emitter, m: Reduction, strategy: str, site: str, wire: str) -> Node:
+    c, dtype = m.collective, dtype_of(m.terms[0].node)
+    lhs, rhs = [e.operand(t.lhs) for t in m.terms], [e.operand(t.rhs) for t in m.terms]
+    addend, keep = _addend(e, m), bool(m.kept_nodes)
+    # A scaling that kept the sum in range now follows it. Until then the sum stays in float32.
+    out_dtype = torch.float32 if m.scalings else dtype_of(c.node)
+    scales = [t.scales for t in m.terms if t.scales is not None]
+    if scales:
+        outputs = _static_outputs(e, m, lhs[0])
+        return e.call(
+            torch.ops.ub_overlap.scaled_matmul_reduce_scatter.default, lhs, rhs, [s.lhs for s in scales],
+            [s.rhs for s in scales], addend, e.size(m.blocks.outer), c.reduce_op, dtype, out_dtype, scales[0].fast, wire,
+            strategy, c.group, site, value_is=outputs[0] if outputs is not None else None,
+        )  # fmt: skip
+    if c.op is Op.REDUCE_SCATTER:
+        outer = 1 if m.shard_dim_is_last else e.size(m.blocks.outer)
+        return e.call(
+            torch.ops.ub_overlap.matmul_reduce_scatter.default, lhs, rhs, addend, outer, m.shard_dim_is_last, c.reduce_op,
+            out_dtype, keep, "plain", strategy, c.group, site, value_is=_static_outputs(e, m, lhs[0]),
+        )  # fmt: skip
+    return e.call(
+        torch.ops.ub_overlap.matmul_all_reduce.default, lhs, rhs, addend, c.reduce_op, out_dtype, keep, strategy, c.group, site
+    )
+
+
+def _restore_kept(e: Emitter, m: Reduction, root: Node) -> dict[Node, Node]:
+    """The kept nodes between root and collective, recomputed from the sum that the op keeps."""
+    copies, chain = {m.root: root}, {m.root, *m.view_chain}
 
     def copy(node: Node) -> Node:
         if node not in copies:
-            args = torch.fx.node.map_arg(node.args, lambda n: copy(n) if n in spine else n)
+            args = torch.fx.node.map_arg(node.args, lambda n: copy(n) if n in chain else n)
             copies[node] = e.call(node.target, *args, **node.kwargs)
         return copies[node]
 
-    spine = {m.root, *m.view_chain}
     return {node: copy(node) for node in m.kept_nodes}
 
 
-def _scattered(e: Emitter, m: Reduction, lhs: Node) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The results of a reduce_scatter where all sizes are static."""
+def _static_outputs(e: Emitter, m: Reduction, lhs: Node) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The output values of a reduce_scatter, result and sum, if all sizes are static."""
     rows, cols, ranks = m.rows, m.cols, m.collective.ranks
     if not isinstance(rows, int) or not isinstance(cols, int):
         return None
     assert m.collective.wait is not None
     shape = (rows, cols // ranks) if m.shard_dim_is_last else (rows // ranks, cols)
-    out = e.empty(shape, torch.float32, lhs) if m.scalings else e.result(shape, m.collective.wait)
+    out = e.empty(shape, torch.float32, lhs) if m.scalings else e.output_value(shape, m.collective.wait)
     partial = e.empty((rows, cols) if m.kept_nodes else (0,), dtype_of(m.terms[0].node), lhs)
     return None if out is None or partial is None else (out, partial)
 
 
-def _scattered_alone(e: Emitter, m: Reduction, lhs: Node) -> torch.Tensor | None:
-    both = _scattered(e, m, lhs)
-    return both[0] if both is not None else None
-
-
 def _addend(e: Emitter, m: Reduction) -> Node | None:
-    """One tensor for all addends: a row [cols] if there is only a bias, else a full [rows, cols]."""
+    """One tensor for all addends: a row [cols] if there are only biases, else a full [rows, cols]."""
     dtype = dtype_of(m.terms[0].node)
     full: Node | None = None
     row: Node | None = None
     for node in m.biases:
         node = e.cast(e.reshape(node, (m.cols,)), dtype)
         row = node if row is None else e.call(aten.add.Tensor, row, node)
-    for node, swapped in m.addends:
-        if swapped:
+    for node, is_transposed in m.addends:
+        if is_transposed:
             node = e.transpose(e.reshape(node, squeezed(shape_of(node))))
         matrix = e.cast(e.reshape(node, (m.rows, m.cols)), dtype)
         full = matrix if full is None else e.call(aten.add.Tensor, full, matrix)

@@ -1,4 +1,4 @@
-"""graph + plan -> graph. Obeys the plan; decides nothing."""
+"""graph + plan -> graph. Every decision comes from the plan."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .reduction_site import rewrite_reduction
 def rewrite(graph: Graph, chosen: Sequence[ChosenSite], verify: bool = False) -> None:
     """Replace each chosen site by its op, in place.
 
-    Only nodes that a site replaced are removed: a wider dead-code predicate would also delete updates of buffers. `verify`:
-    they stay, and what others read goes through torch.ops.ub_overlap.compare(ours, theirs, name), which hands ours on.
+    Only nodes that a site replaced are removed: a wider dead-code predicate would also delete updates of buffers.
+    `verify`: they stay, and other nodes read torch.ops.ub_overlap.compare(op's, graph's, name), which returns the op's.
     """
     if not chosen:
         return
@@ -34,41 +34,51 @@ def rewrite(graph: Graph, chosen: Sequence[ChosenSite], verify: bool = False) ->
     graph.lint()
 
 
-def _rewrite_site(graph: Graph, chosen: ChosenSite, so_far: dict[Node, Node], verify: bool) -> None:
-    site, strategy, name = chosen.site, chosen.strategy, str(chosen.id)
+def _rewrite_site(graph: Graph, chosen: ChosenSite, replaced_before: dict[Node, Node], verify: bool) -> None:
+    site, name = chosen.site, str(chosen.id)
     members = site.members
     inside = set(members)
-    inputs = {i for m in members for i in m.all_input_nodes if i not in inside}
-    # Behind the input that comes last now, and never before the site's first node: a write may stand before that. The sort at
-    # the end puts users behind us.
-    behind = max(*inputs, min(members))  # nodes of one graph compare by their place in it
-    while behind.next.op == "placeholder":
-        behind = behind.next
-    e = Emitter(graph, site.collective.node, so_far, name)
-    with graph.inserting_before(behind.next):
-        if isinstance(site, Gather):
-            replaced = rewrite_gather(e, site, strategy, name)
-        elif isinstance(site, Reduction):
-            replaced = rewrite_reduction(e, site, strategy, name, chosen.wire_dtype)
-        else:
-            replaced = rewrite_bulk(e, site, strategy, name)
+    e = Emitter(graph, site.collective.node, replaced_before, name)
+    with graph.inserting_before(_insertion_point(members, inside)):
+        replaced = _emit(e, chosen, name)
         if verify:
-            replaced = {old: _compared(e, old, new, inside, name) for old, new in replaced.items()}
-        sizes_kept: dict[Node, int | Node] = {}
+            replaced = {old: _compare(e, old, new, inside, name) for old, new in replaced.items()}
+        sizes: dict[Node, int | Node] = {}  # the size of a tensor outlives it
         for user in {u: None for m in members for u in m.users if u.target is torch.ops.aten.sym_size.int}:
-            sizes_kept[user] = e.size(as_size(user.meta["val"]))  # the tensor goes, its size stays
+            sizes[user] = e.size(as_size(user.meta["val"]))
     for old, new in replaced.items():
-        # Nodes of the site keep reading the old value until they are removed: only outside users move.
+        # Only outside users move: nodes of the site read the old value until they are removed.
         old.replace_all_uses_with(new, delete_user_cb=lambda u, new=new: u not in inside and u is not new)
-    for old, known in sizes_kept.items():
-        _replace_size(old, known)
-    so_far.update(replaced)
-    still_read = erase_unread(graph, sizes_kept if verify else (*members, *replaced, *sizes_kept))
+    for old, size in sizes.items():
+        _replace_size(old, size)
+    replaced_before.update(replaced)
+    still_read = erase_unread(graph, sizes if verify else (*members, *replaced, *sizes))
     assert not still_read, f"{name}: {still_read} are still used after the rewrite"
 
 
-def _compared(e: Emitter, old: Node, new: Node, inside: set[Node], name: str) -> Node:
-    """What users of `old` outside of the site read when it is verified: `new`, once it has been compared with `old`."""
+def _insertion_point(members: list[Node], inside: set[Node]) -> Node:
+    """The node before which the op goes: after the site's last input and its first node.
+
+    A write may stand before the site's first node. The sort at the end of `rewrite` moves users behind the op.
+    """
+    inputs = {i for m in members for i in m.all_input_nodes if i not in inside}
+    last = max(*inputs, min(members))  # nodes of one graph compare by their place in it
+    while last.next.op == "placeholder":
+        last = last.next
+    return last.next
+
+
+def _emit(e: Emitter, chosen: ChosenSite, name: str) -> dict[Node, Node]:
+    site, strategy = chosen.site, chosen.strategy
+    if isinstance(site, Gather):
+        return rewrite_gather(e, site, strategy, name)
+    if isinstance(site, Reduction):
+        return rewrite_reduction(e, site, strategy, name, chosen.wire_dtype)
+    return rewrite_bulk(e, site, strategy, name)
+
+
+def _compare(e: Emitter, old: Node, new: Node, inside: set[Node], name: str) -> Node:
+    """What users of `old` outside of the site read under `verify`: `new`, compared with `old`."""
     if all(u in inside or u.target is torch.ops.aten.sym_size.int for u in old.users):
         return new
     return e.call(torch.ops.ub_overlap.compare.default, new, old, name, value_is=new.meta["val"])

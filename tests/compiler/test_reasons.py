@@ -92,11 +92,11 @@ def off(m: Maker) -> Case:
 
 
 def plan_says_none(m: Maker) -> Case:
-    return gather_mm(m, plan={"forward.0": "none"})
+    return gather_mm(m, overrides={"forward.0": "none"})
 
 
 def gather_in_stripes(m: Maker) -> Case:
-    return gather_mm(m, plan={"forward.0": "pipelined:stripes=2"})
+    return gather_mm(m, overrides={"forward.0": "pipelined:stripes=2"})
 
 
 def last_dim_in_stripes(m: Maker) -> Case:
