@@ -59,7 +59,7 @@ def carries_elements(user: Node, node: Node, carriers: Container[Node], exact: b
     if not exact:
         return element_source(user) is node
     step = element_effect(user)
-    return step is not None and step.source is node and step.effect in (Effect.SAME, Effect.SWAP)
+    return step is not None and step.source is node and step.kind in (Effect.SAME, Effect.TRANSPOSE)
 
 
 def step_to_source(node: Node, axis: Axis) -> tuple[Node, Axis] | None:
@@ -82,7 +82,7 @@ def step_to_source(node: Node, axis: Axis) -> tuple[Node, Axis] | None:
         return (previous, axis) if is_unsplit else None
     step = element_effect(node)
     assert step is not None, "element_source() handles gathers, cats and effects"
-    if step.effect is Effect.SWAP:
+    if step.kind is Effect.TRANSPOSE:
         return (previous, -3 - axis) if len(shape_of(node)) == len(shape_of(previous)) == 2 else None
     before, after = shape_of(previous), shape_of(node)
     if axis == -1:

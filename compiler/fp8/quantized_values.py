@@ -162,7 +162,7 @@ class QuantizedValues:
         if node.target is c10d.wait_tensor.default:
             return node_arg(node) in self.float8_gathers
         step = element_effect(node)
-        if step is None or step.effect is not Effect.CAST:
+        if step is None or step.kind is not Effect.CAST:
             return True
         return self.is_gathered_in_float8(node)
 
@@ -176,7 +176,7 @@ class QuantizedValues:
         args, kwargs = node.args[1:], dict(node.kwargs)
         with self.emitter(node) as e:
             q, scale = e.call(node.target, value.q, *args, **kwargs), value.scale
-            if shape_of(scale) and step.effect is Effect.SWAP:
+            if shape_of(scale) and step.kind is Effect.TRANSPOSE:
                 scale = e.call(node.target, scale, *args, **kwargs)
             elif shape_of(scale) and is_same(shape_of(scale)[-1], 1):
                 scale = e.reshape(scale, (*shape_of(node)[:-1], 1))

@@ -1,9 +1,7 @@
-"""What one ATen node does to the elements of its input, as far as sites care.
+"""The effect of one ATen node on the elements of its input.
 
-Both walks (forward from a gather, backward from a reduction) see a graph through `effect`: a node passes its input's
-elements on in the same row-major order (`SAME`: views, clones), as the transposed matrix (`SWAP`), cast to another type
-(`CAST`), as the same bytes of another one-byte type (`BITS`: float8 travels as uint8), or does something else (None). The
-spelling (Inductor's decomposed ops, AOTAutograd's plain ones, einsum's permutes of size-1 dims) stays in this file.
+Both walks (forward from a gather, backward from a reduction) read a graph through `element_effect`. It covers the spelling:
+Inductor's decomposed ops, AOTAutograd's plain ones, and einsum's permutes of size-1 dims.
 """
 
 from __future__ import annotations
@@ -27,51 +25,62 @@ _VIEWS = {
     aten.clone.default, aten.contiguous.default, aten.lift_fresh_copy.default, aten._reshape_alias.default,
 }  # fmt: skip
 _SHARES = {operator.getitem, aten._unsafe_view.default, c10d.wait_tensor.default}
-"""What shares its input's memory without saying so in its schema."""
+"""Ops that share their input's memory although their schema does not say so."""
 CUTS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
 _PERMUTES = {aten.permute.default, aten.t.default, aten.transpose.int, aten.numpy_T.default}
 CASTS = {aten._to_copy.default, aten.to.dtype, prims.convert_element_type.default}
 
 
 class Effect(Enum):
+    """The kinds of effect on elements."""
+
     SAME = auto()
-    SWAP = auto()
+    """The same elements in the same row-major order: views and clones."""
+    TRANSPOSE = auto()
+    """The elements of the transposed matrix."""
     CAST = auto()
-    BITS = auto()
+    """The elements in another type."""
+    BITCAST = auto()
+    """The same bytes as another one-byte type: float8 is communicated as uint8."""
 
 
 @dataclass(frozen=True, slots=True)
 class ElementEffect:
-    effect: Effect
+    """The effect of a node on the elements of its input `source`."""
+
+    kind: Effect
     source: Node
 
 
 def tensor_of(node: Node) -> torch.Tensor | None:
+    """Return the fake tensor of `node`, or None for other values."""
     val = node.meta.get("val")
     return val if isinstance(val, torch.Tensor) else None
 
 
 def shape_of(node: Node) -> tuple[Size, ...]:
+    """Return the shape of the tensor of `node`."""
     val = tensor_of(node)
     assert val is not None, f"{node} has no tensor value"
     return as_sizes(val.shape)
 
 
 def dtype_of(node: Node) -> torch.dtype:
+    """Return the type of the tensor of `node`."""
     val = tensor_of(node)
     assert val is not None, f"{node} has no tensor value"
     return val.dtype
 
 
 def node_arg(node: Node, index: int = 0) -> Node:
-    """Argument `index` of `node`, which is a node."""
+    """Return argument `index` of `node`, which must be a node."""
     arg = node.args[index]
     assert isinstance(arg, Node), f"{node}: argument {index} is {arg!r}, expected a node"
     return arg
 
 
 def alias_base(node: Node) -> Node | None:
-    """The node whose memory `node` is a view of."""
+    """Return the node whose memory `node` is a view of, or None."""
     if node.op != "call_function" or not node.all_input_nodes:
         return None
     if node.target in _SHARES:
@@ -81,19 +90,19 @@ def alias_base(node: Node) -> Node | None:
 
 
 def storage_node(node: Node) -> Node:
-    """The node that made the memory that `node` lies in."""
-    while (before := alias_base(node)) is not None:
-        node = before
+    """Return the node that allocated the memory of `node`."""
+    while (base := alias_base(node)) is not None:
+        node = base
     return node
 
 
 def pieces_of(cat: Node) -> list[Node]:
-    """The tensors that a cat joins."""
+    """Return the tensors that a cat joins."""
     return [n for n in cat.args[0] if isinstance(n, Node)]  # type: ignore[union-attr]
 
 
 def dim_of(node: Node, index: int = 1) -> int:
-    """The `dim` argument of a cat, split or slice, at position `index` or by name, counted from the front."""
+    """Return the `dim` argument of a cat, split or slice, at position `index` or by name, counted from the front."""
     dim = node.args[index] if len(node.args) > index else node.kwargs.get("dim", 0)
     assert isinstance(dim, int)
     first = pieces_of(node)[0] if node.target is aten.cat.default else node_arg(node)
@@ -101,12 +110,12 @@ def dim_of(node: Node, index: int = 1) -> int:
 
 
 def readers(node: Node) -> list[Node]:
-    """The users that read `node`'s elements: all but those that only ask for a size."""
+    """Return the users that read elements of `node`: all except those that only read a size."""
     return [u for u in node.users if u.target is not aten.sym_size.int]
 
 
 def permutation(node: Node) -> list[int]:
-    """The order of dims that a permute, transpose or t gives."""
+    """Return the order of dims of the result of a permute, transpose or t."""
     rank = len(shape_of(node_arg(node)))
     if node.target is aten.permute.default:
         return [int(d) % rank for d in node.args[1]]  # type: ignore[union-attr,arg-type]
@@ -119,11 +128,11 @@ def permutation(node: Node) -> list[int]:
 
 
 def element_effect(node: Node) -> ElementEffect | None:
-    """How `node` relates to its (one) tensor input, or None when it is not a plain pass-through."""
+    """Return the effect of `node` on the elements of its tensor input, or None if it does more than pass them on."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
         return None
     src = node.args[0]
-    if node.target is aten.copy.default and isinstance(node.args[1], Node):  # an in-place collective, functionalised
+    if node.target is aten.copy.default and isinstance(node.args[1], Node):  # an in-place collective, functionalized
         full = is_same_shape(shape_of(node.args[1]), shape_of(node)) and dtype_of(node.args[1]) == dtype_of(node)
         return ElementEffect(Effect.SAME, node.args[1]) if full else None
     before, after = tensor_of(src), tensor_of(node)
@@ -134,64 +143,64 @@ def element_effect(node: Node) -> ElementEffect | None:
     if node.target is aten.view.dtype:
         if before.dtype == after.dtype:
             return ElementEffect(Effect.SAME, src)
-        return ElementEffect(Effect.BITS, src) if before.dtype.itemsize == after.dtype.itemsize == 1 else None
+        return ElementEffect(Effect.BITCAST, src) if before.dtype.itemsize == after.dtype.itemsize == 1 else None
     if node.target in CASTS:
         if before.device != after.device:
             return None
         return ElementEffect(Effect.SAME if before.dtype == after.dtype else Effect.CAST, src)
     if node.target in _PERMUTES:
         dims, shape = permutation(node), shape_of(src)
-        kept = [d for d in dims if not (isinstance(shape[d], int) and shape[d] == 1)]
-        if kept == sorted(kept):
+        moved = [d for d in dims if not (isinstance(shape[d], int) and shape[d] == 1)]
+        if moved == sorted(moved):
             return ElementEffect(Effect.SAME, src)
-        return ElementEffect(Effect.SWAP, src) if len(kept) == 2 else None
+        return ElementEffect(Effect.TRANSPOSE, src) if len(moved) == 2 else None
     if node.target is aten.expand.default and is_same_shape(squeezed(shape_of(src)), squeezed(shape_of(node))):
         return ElementEffect(Effect.SAME, src)
     if node.target is aten.as_strided.default:
-        whole = before.is_contiguous() and after.is_contiguous() and not any(node.args[3:]) and not node.kwargs
-        return ElementEffect(Effect.SAME, src) if whole and is_same(numel(shape_of(src)), numel(shape_of(node))) else None
+        contiguous = before.is_contiguous() and after.is_contiguous() and not any(node.args[3:]) and not node.kwargs
+        return ElementEffect(Effect.SAME, src) if contiguous and is_same(numel(shape_of(src)), numel(shape_of(node))) else None
     if node.target is aten.slice.Tensor and is_same_shape(shape_of(src), shape_of(node)):
         return ElementEffect(Effect.SAME, src) if len(node.args) < 5 or node.args[4] == 1 else None
     return None
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
-    """Where rank r's elements sit in a value, in row-major order: element (o, r, i) of [outer, ranks, inner]."""
+class ShardBlocks:
+    """The place of rank r's elements in a value, in row-major order: element (o, r, i) of [outer, ranks, inner]."""
 
     outer: Size
     ranks: int
     inner: Size
 
     def rows(self, rows: Size, cols: Size) -> Size | None:
-        """For the value read as [rows, cols] with whole rows a rank: rows of one (outer, rank) block, else None."""
+        """Return the rows of one (outer, rank) block of the value as [rows, cols]. None unless a block is whole rows."""
         return divide(self.inner, cols)
 
     def shard_dim_is_last(self, rows: Size, cols: Size) -> bool:
-        """For the value read as [rows, cols]: is it the columns that are dealt out?"""
+        """Return whether the columns of the value as [rows, cols] are sharded."""
         return is_same(self.outer, rows) and is_same(self.inner * self.ranks, cols)
 
 
 def match_regroup(pieces: list[Node], ranks: int) -> tuple[Node, int] | None:
-    """For pieces cut off one tensor in order, the equal and complete `ranks` parts of its dim c: (tensor, c). Else None.
+    """Return (tensor, dim) if `pieces` are the `ranks` equal parts of one dim of one tensor, complete and in order.
 
-    Checks the source, the index or bounds and the order of every piece: a permuted or trimmed cat is no regroup.
+    The source, the index or bounds and the order of every piece are checked: a permuted or trimmed cat gives None.
     """
     cuts = [c for p in pieces if (c := _cut(p)) is not None]
     if len(pieces) != ranks or len(cuts) != ranks:
         return None
-    whole, axis = cuts[0][:2]
-    part = divide(shape_of(whole)[axis], ranks)
+    source, axis = cuts[0][:2]
+    part = divide(shape_of(source)[axis], ranks)
     if part is None:
         return None
     for i, (tensor, dim, start, end) in enumerate(cuts):
-        if tensor is not whole or dim != axis or not is_same(start, part * i) or not is_same(end, part * (i + 1)):
+        if tensor is not source or dim != axis or not is_same(start, part * i) or not is_same(end, part * (i + 1)):
             return None
-    return whole, axis
+    return source, axis
 
 
 def _cut(piece: Node) -> tuple[Node, int, Size, Size] | None:
-    """(source, dim, start, end) of a slice, a getitem of a split or of a chunk (float8 ones are joined as bytes)."""
+    """(source, dim, start, end) of a slice, or of a getitem of a split or chunk. Pieces of float8 are joined as bytes."""
     step = element_effect(piece) if piece.target is aten.view.dtype else None
     if step is not None:
         piece = step.source

@@ -1,8 +1,10 @@
-"""Every spelling of a matmul as one 2D product, with operands that are views of graph values."""
+"""Every spelling of a matmul as one 2D matmul, with operands that are views of graph values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import Enum
+from typing import ClassVar
 
 import torch
 from torch.fx import Node
@@ -19,55 +21,71 @@ FLOAT8_MULTIPLE = 16
 _MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default)
 
 
+class ComputeKind(Enum):
+    """The kinds of compute node that a collective can overlap with."""
+
+    MATMUL = "matmul"
+
+
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """The matrix `node` reshaped to `shape` [rows, cols], then transposed if `swapped` (shape is the one before that)."""
+    """The matrix `node` reshaped to `shape` [rows, cols], then transposed if `is_transposed`.
+
+    `shape` is the shape before the transpose.
+    """
 
     node: Node
     shape: tuple[Size, Size]
-    swapped: bool = False
+    is_transposed: bool = False
 
     @property
     def t(self) -> Operand:
-        return replace(self, swapped=not self.swapped)
+        """The transposed operand."""
+        return replace(self, is_transposed=not self.is_transposed)
 
     @property
     def rows(self) -> Size:
-        return self.shape[1] if self.swapped else self.shape[0]
+        """The rows of the matrix as it is multiplied."""
+        return self.shape[1] if self.is_transposed else self.shape[0]
 
     @property
     def cols(self) -> Size:
-        return self.shape[0] if self.swapped else self.shape[1]
+        """The columns of the matrix as it is multiplied."""
+        return self.shape[0] if self.is_transposed else self.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """What float8 operands are multiplied by: a scale each, or, with `rows`, one for each row of lhs [M, 1] and each column of
-    rhs [1, N]. `fast`: summed in the hardware's fast accumulation."""
+    """The scales that float8 operands are multiplied by: per tensor or per row."""
 
     lhs: Node
     rhs: Node
     rows: bool
+    """Whether there is one for each row of lhs [M, 1] and for each column of rhs [1, N]; else one for each tensor."""
     fast: bool
+    """Whether the matmul sums in the hardware's fast accumulation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
-    """lhs [M, K] @ rhs [K, N] (+ bias, which broadcasts to [M, N]); the node's value is the product in row-major order."""
+    """lhs [M, K] @ rhs [K, N] (+ bias, which broadcasts to [M, N]), in row-major order the value of `node`."""
 
+    kind: ClassVar[ComputeKind] = ComputeKind.MATMUL
     node: Node
     lhs: Operand
     rhs: Operand
     bias: Node | None = None
     scales: Scales | None = None
-    """Of float8 operands."""
+    """The scales of float8 operands."""
 
     @property
     def shape(self) -> tuple[Size, Size]:
+        """[M, N]."""
         return self.lhs.rows, self.rhs.cols
 
     @property
     def inner(self) -> Size:
+        """K."""
         return self.lhs.cols
 
 
@@ -83,11 +101,12 @@ def find_indivisible_size(matmul: Matmul, dynamic: bool = False) -> str:
 
 
 def is_matmul(node: Node) -> bool:
+    """Return whether `node` is a matmul of any kind, batched ones included."""
     return node.op == "call_function" and node.target in _MATMULS
 
 
 def as_matmul(node: Node) -> Matmul | None:
-    """The 2D product that `node` computes, or None (not a matmul, a true batch, scaled terms, other dtypes)."""
+    """Return the 2D matmul of `node`, or None (no matmul, a true batch, scaled terms, other dtypes)."""
     if not is_matmul(node) or tensor_of(node) is None or dtype_of(node) not in FLOATS:
         return None
     if node.target is aten._scaled_mm.default:
@@ -110,19 +129,19 @@ def as_matmul(node: Node) -> Matmul | None:
 
 def _from_scaled_mm(node: Node) -> Matmul | None:
     schema = node.target._schema.arguments  # type: ignore[union-attr]
-    given = {a.name: x for a, x in zip(schema, node.args, strict=False)} | dict(node.kwargs)
-    lhs, rhs, a, b = (given.get(name) for name in ("self", "mat2", "scale_a", "scale_b"))
-    if not all(isinstance(n, Node) for n in (lhs, rhs, a, b)) or given.get("scale_result") is not None:
+    args = {a.name: x for a, x in zip(schema, node.args, strict=False)} | dict(node.kwargs)
+    lhs, rhs, a, b = (args.get(name) for name in ("self", "mat2", "scale_a", "scale_b"))
+    if not all(isinstance(n, Node) for n in (lhs, rhs, a, b)) or args.get("scale_result") is not None:
         return None
     left, right = Operand(lhs, shape_of(lhs)), Operand(rhs, shape_of(rhs))  # type: ignore[arg-type]
     if not {dtype_of(lhs), dtype_of(rhs)} <= set(FLOAT8) or {dtype_of(a), dtype_of(b)} != {torch.float32}:  # type: ignore[arg-type]
         return None
-    one = [all(is_same(s, 1) for s in shape_of(n)) for n in (a, b)]  # type: ignore[arg-type]
+    is_scalar = [all(is_same(s, 1) for s in shape_of(n)) for n in (a, b)]  # type: ignore[arg-type]
     rows = is_same_shape(shape_of(a), (left.rows, 1)) and is_same_shape(shape_of(b), (1, right.cols))  # type: ignore[arg-type]
-    if not rows and not all(one):
+    if not rows and not all(is_scalar):
         return None
-    scales = Scales(a, b, rows and not all(one), bool(given.get("use_fast_accum", False)))  # type: ignore[arg-type]
-    return Matmul(node, left, right, given.get("bias"), scales)  # type: ignore[arg-type]
+    scales = Scales(a, b, rows and not all(is_scalar), bool(args.get("use_fast_accum", False)))  # type: ignore[arg-type]
+    return Matmul(node, left, right, args.get("bias"), scales)  # type: ignore[arg-type]
 
 
 def _from_bmm(node: Node, lhs: Node, rhs: Node) -> Matmul | None:
@@ -134,7 +153,7 @@ def _from_bmm(node: Node, lhs: Node, rhs: Node) -> Matmul | None:
 
 
 def _broadcast_source(node: Node, shape: tuple[Size, Size]) -> Node | None:
-    """The [K, N] value that `node` repeats along the batch, as F.linear and einsum trace it, or None."""
+    """The [K, N] value that `node` repeats along the batch, as F.linear and einsum are traced, or None."""
     while True:
         if node.target is aten.expand.default:
             source = node.args[0]
@@ -142,13 +161,13 @@ def _broadcast_source(node: Node, shape: tuple[Size, Size]) -> Node | None:
             if is_same_shape(squeezed(shape_of(source)), squeezed(shape)) and _repeats_whole(source, node):
                 return source
         step = element_effect(node)
-        if step is None or step.effect is not Effect.SAME:
+        if step is None or step.kind is not Effect.SAME:
             return None
         node = step.source
 
 
 def _repeats_whole(source: Node, expand: Node) -> bool:
-    """Does `expand` repeat the whole of `source`, one copy after the other (no dim behind a real one is repeated)?"""
+    """Return whether `expand` repeats all of `source`, one copy after the other. No dim after a real one may be repeated."""
     before, after = shape_of(source), shape_of(expand)
     before = (1,) * (len(after) - len(before)) + before
     repeated = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if not is_same(a, b)]

@@ -1,6 +1,6 @@
-"""Exact arithmetic on sizes that may be symbolic: int where static, a sympy expression where dynamic.
+"""Exact arithmetic on sizes: int if static, a sympy expression if dynamic.
 
-Nothing here adds a guard: a question that the expressions do not answer is answered "no".
+No function adds a guard. A predicate that the expressions do not prove is False.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Size = Any
 
 
 def as_size(x: Any) -> Size:
-    """int or SymInt -> int or expression."""
+    """Convert an int or SymInt to an int or an expression."""
     if isinstance(x, torch.SymInt):
         expr = x.node.expr
         return int(expr) if expr.is_Integer else expr
@@ -27,35 +27,36 @@ def as_size(x: Any) -> Size:
 
 
 def as_sizes(shape: Iterable[Any]) -> tuple[Size, ...]:
+    """Convert ints and SymInts to ints and expressions."""
     return tuple(as_size(s) for s in shape)
 
 
 def symbolic_sizes(values: Iterable[Any]) -> Iterator[torch.SymInt]:
-    """The symbolic ones among `values` and among the sizes of those that are tensors."""
+    """Yield the symbolic values, and the symbolic sizes of values that are tensors."""
     for value in values:
         yield from (s for s in (value.shape if isinstance(value, torch.Tensor) else (value,)) if isinstance(s, torch.SymInt))
 
 
 def size_symbols(graph: Graph) -> Iterator[tuple[sympy.Symbol, torch.SymInt]]:
-    """The size symbols that the graph's inputs carry plainly, as often as they do."""
+    """Yield each input, and each size of an input, that is a plain symbol."""
     for x in symbolic_sizes(node.meta.get("val") for node in graph.find_nodes(op="placeholder")):
         if isinstance(symbol := as_size(x), sympy.Symbol):
             yield symbol, x
 
 
 def is_positive(x: int | torch.SymInt) -> bool:
-    """Is `x` above 0 for certain?"""
+    """Return whether `x` is certainly above 0."""
     return (compat.range_of(x)[0] if isinstance(x, torch.SymInt) else x) > 0
 
 
 def hint_of(x: torch.SymInt) -> int | None:
-    """The value that a symbolic size was traced with, where it has one."""
+    """Return the value that a symbolic size was traced with, or None."""
     value = getattr(x.node, "hint", None)
     return value if isinstance(value, int) else None
 
 
 def evaluate_size(x: Size, hints: Mapping[sympy.Symbol, int]) -> int | None:
-    """A size as a number, with `hints` for its symbols; None without values for all of them."""
+    """Return a size as a number, with `hints` for its symbols. None unless all have values."""
     if isinstance(x, int):
         return x
     value = sympy.sympify(x).subs(hints)
@@ -63,19 +64,20 @@ def evaluate_size(x: Size, hints: Mapping[sympy.Symbol, int]) -> int | None:
 
 
 def format_shape(shape: Iterable[Size]) -> str:
-    """ "[8, 64]", with symbols where dynamic."""
+    """Return a shape as text: "[8, 64]", with symbols for dynamic sizes."""
     return "[" + ", ".join(map(str, shape)) + "]"
 
 
 def numel(shape: Iterable[Size]) -> Size:
-    out: Size = 1
+    """Return the number of elements of a tensor of `shape`."""
+    elements: Size = 1
     for s in shape:
-        out = out * s
-    return out
+        elements = elements * s
+    return elements
 
 
 def divide(a: Size, b: Size) -> Size | None:
-    """a / b where it is certainly whole, else None. 0 / b is 0; a / 0 is None."""
+    """Return a / b if it is certainly whole, else None. 0 / b is 0; a / 0 is None."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b and a % b == 0 else None
     if b == 0:
@@ -87,16 +89,17 @@ def divide(a: Size, b: Size) -> Size | None:
 
 
 def is_same(a: Size, b: Size) -> bool:
-    """True where a == b for certain."""
+    """Return whether a == b for certain."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     return sympy.expand(sympy.sympify(a) - b) == 0
 
 
 def is_same_shape(a: tuple[Size, ...], b: tuple[Size, ...]) -> bool:
+    """Return whether two shapes are certainly the same."""
     return len(a) == len(b) and all(is_same(x, y) for x, y in zip(a, b, strict=True))
 
 
 def squeezed(shape: tuple[Size, ...]) -> tuple[Size, ...]:
-    """The dims that are not statically 1."""
+    """Return the shape without dims that are statically 1."""
     return tuple(s for s in shape if not (isinstance(s, int) and s == 1))

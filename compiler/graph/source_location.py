@@ -1,4 +1,4 @@
-"""Where a node of a graph comes from: the path of its nn.Module and the user's line that made it."""
+"""The source of a graph node: the path of its nn.Module and the line of the user's code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LIBRARY = re.compile(r"[/\\]torch[/\\](distributed|nn|_dynamo|_tensor|utils|aut
 
 
 def module_path(node: Node) -> str:
-    """Path of the innermost nn.Module, in forward order also for backward nodes (torch copies the stack)."""
+    """Return the path of the innermost nn.Module. torch copies the stack of forward nodes to backward nodes."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     paths = [path for path, _ in stack.values()] if isinstance(stack, dict) else []
     return _plain(paths[-1]) if paths else ""
@@ -28,19 +28,22 @@ def _plain(path: str) -> str:
 
 
 def stable_names(nodes: Iterable[Node]) -> dict[Node, str]:
-    """What to call nodes by, the same on all ranks (names of nodes and numbers of all nodes are not): the module, and which of
-    its nodes among these, "layers.0.wq#1"."""
+    """Return a name for each node that is the same on all ranks: "layers.0.wq#1".
+
+    It is the module and the number of the node among the module's nodes in `nodes`. Names and positions of nodes in the
+    graph may differ between ranks.
+    """
     counts: Counter[str] = Counter()
-    out = {}
+    names = {}
     for node in nodes:
         module = module_path(node)
-        out[node] = f"{module}#{counts[module]}"
+        names[node] = f"{module}#{counts[module]}"
         counts[module] += 1
-    return out
+    return names
 
 
 def source_line(node: Node) -> str:
-    """file:line: code of the innermost frame outside of torch."""
+    """Return "file:line: code" of the innermost frame outside of torch."""
     return _line(node.stack_trace or "")
 
 

@@ -56,7 +56,7 @@ def _reduced(node: object, reduces: dict[Node, Collective]) -> Collective | None
         if node in reduces:
             return reduces[node] if len(reduces[node].node.users) == 1 else None
         step = element_effect(node)
-        if step is None or step.effect is not Effect.SAME:
+        if step is None or step.kind is not Effect.SAME:
             return None
         node = step.source
     return None

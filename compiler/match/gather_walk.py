@@ -12,9 +12,9 @@ from ub_overlap.runtime.fp8.numerics import FLOAT8
 
 from ..graph.aten import (
     CUTS,
-    Blocks,
     Effect,
     ElementEffect,
+    ShardBlocks,
     aten,
     dim_of,
     dtype_of,
@@ -62,7 +62,7 @@ class GatherWalk:
         assert c.wait is not None
         inner = divide(numel(shape_of(c.wait)), c.ranks)
         assert inner is not None, "an all_gather's output is a multiple of its ranks"
-        self.aliases[c.wait] = GatheredAlias(Blocks(1, c.ranks, inner), dtype_of(c.wait))
+        self.aliases[c.wait] = GatheredAlias(ShardBlocks(1, c.ranks, inner), dtype_of(c.wait))
         if any(u is not c.wait for u in readers(c.node)):  # saved for backward, which has its own wait
             self.aliases[c.node] = self.aliases[c.wait]
             self.kept.append(c.node)
@@ -94,7 +94,7 @@ class GatherWalk:
             effect = None  # `reader` overwrites the alias
         if effect is None and (reader.target in CUTS or reader.target is aten.slice.Tensor):
             return self._add_cut(node, alias, reader)
-        if effect is not None and effect.effect is Effect.CAST:
+        if effect is not None and effect.kind is Effect.CAST:
             if alias.dtype.itemsize == 1 and self._gathered_dtype.itemsize == 1:
                 self._keep(node)  # gathered float8 is scaled by what it is cast to
                 return []
@@ -142,7 +142,7 @@ class GatherWalk:
             return None
         dtype = dtype_of(cat) if alias.dtype.itemsize == 1 else alias.dtype
         return GatheredAlias(
-            Blocks(numel(piece[:dim]), self.collective.ranks, numel(piece[dim:])), dtype, permutes=alias.permutes
+            ShardBlocks(numel(piece[:dim]), self.collective.ranks, numel(piece[dim:])), dtype, permutes=alias.permutes
         )
 
     def _add_matmul(self, node: Node, alias: GatheredAlias, matmul: Matmul) -> None:
@@ -173,7 +173,7 @@ def _is_exact_cast(source: torch.dtype, dtype: torch.dtype) -> bool:
 
 def _pass_reader(alias: GatheredAlias, reader: Node, effect: ElementEffect | None) -> GatheredAlias | None:
     """The layout of `reader`, which reads `alias`; None if it does not keep the elements and their order."""
-    moved = _pass_effect(alias, reader, effect.effect) if effect else None
+    moved = _pass_effect(alias, reader, effect.kind) if effect else None
     if moved is None and not alias.is_transposed and (permute := permute_of_input(reader, alias.blocks)) is not None:
         return GatheredAlias(permute.blocks_after, alias.dtype, permutes=(*alias.permutes, permute))
     return moved
@@ -185,7 +185,7 @@ def _pass_effect(alias: GatheredAlias, reader: Node, effect: Effect) -> Gathered
     if effect is Effect.CAST:
         dtype = tensor_of(reader).dtype  # type: ignore[union-attr]
         return replace(alias, dtype=dtype) if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
-    if effect is Effect.BITS:
+    if effect is Effect.BITCAST:
         return replace(alias, dtype=dtype_of(reader))
     if effect is Effect.SAME:
         if alias.is_transposed and not is_same_shape(shape, squeezed(alias.matrix)[::-1]):

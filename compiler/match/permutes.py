@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from ..graph.aten import Blocks, aten, node_arg, permutation, shape_of
+from ..graph.aten import ShardBlocks, aten, node_arg, permutation, shape_of
 from ..graph.sizes import Size, divide, is_same, numel
 
 
@@ -41,24 +41,24 @@ class Permute:
         return [self.dims.index(d) for d in range(len(self.dims))]
 
     @property
-    def blocks_before(self) -> Blocks:
+    def blocks_before(self) -> ShardBlocks:
         """Where the shards lie before the permute."""
         return _blocks(self.before, self.axis, self.ranks)
 
     @property
-    def blocks_after(self) -> Blocks:
+    def blocks_after(self) -> ShardBlocks:
         """Where the shards lie after the permute."""
         return _blocks(self.after, self.dims.index(self.axis), self.ranks)
 
 
-def permute_of_input(node: Node, blocks: Blocks) -> Permute | None:
+def permute_of_input(node: Node, blocks: ShardBlocks) -> Permute | None:
     """Return the permute that `node` applies to an input with `blocks`, or None."""
     if not _is_permute(node):
         return None
     return _permute(node, _sharded_dim(shape_of(node_arg(node)), blocks), blocks.ranks)
 
 
-def permute_to_output(node: Node, blocks: Blocks) -> Permute | None:
+def permute_to_output(node: Node, blocks: ShardBlocks) -> Permute | None:
     """Return the permute whose output `node` has `blocks`, or None."""
     if not _is_permute(node):
         return None
@@ -77,13 +77,13 @@ def _permute(node: Node, axis: int | None, ranks: int) -> Permute | None:
     return Permute(before, tuple(permutation(node)), axis, ranks)
 
 
-def _blocks(shape: tuple[Size, ...], axis: int, ranks: int) -> Blocks:
+def _blocks(shape: tuple[Size, ...], axis: int, ranks: int) -> ShardBlocks:
     part = divide(shape[axis], ranks)
     assert part is not None
-    return Blocks(numel(shape[:axis]), ranks, part * numel(shape[axis + 1 :]))
+    return ShardBlocks(numel(shape[:axis]), ranks, part * numel(shape[axis + 1 :]))
 
 
-def _sharded_dim(shape: tuple[Size, ...], blocks: Blocks) -> int | None:
+def _sharded_dim(shape: tuple[Size, ...], blocks: ShardBlocks) -> int | None:
     """The dim of `shape` that `blocks` shards, if it is exactly one."""
     for axis, dim in enumerate(shape):
         if divide(dim, blocks.ranks) is None or not is_same(numel(shape[:axis]), blocks.outer):

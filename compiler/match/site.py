@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from ..graph.aten import Blocks
+from ..graph.aten import ShardBlocks
 from ..graph.matmul import Matmul, Operand, Scales
 from ..graph.sizes import Size
 from ..plan.reasons import Reason
@@ -55,7 +55,7 @@ class Gather:
     """
 
     collective: Collective
-    blocks: Blocks
+    blocks: ShardBlocks
     """Where the shards lie in G."""
     rows: Size
     cols: Size
@@ -97,7 +97,7 @@ class GatheredScales:
     """The all_gather of row scales that accompanies the gather of the rows. Fields as in `Gather`."""
 
     collective: Collective
-    blocks: Blocks
+    blocks: ShardBlocks
     aliases: dict[Node, GatheredAlias]
     kept_aliases: tuple[Node, ...]
     cuts: tuple[Node, ...]
@@ -116,7 +116,7 @@ class GatheredAlias:
     node's own squeezed shape is (b, a).
     """
 
-    blocks: Blocks
+    blocks: ShardBlocks
     dtype: torch.dtype
     matrix: tuple[Size, ...] = ()
     permutes: tuple[Permute, ...] = ()
@@ -136,7 +136,7 @@ class Reduction:
     """
 
     collective: Collective
-    blocks: Blocks
+    blocks: ShardBlocks
     """Where the shards lie in the sum."""
     rows: Size
     cols: Size

@@ -52,9 +52,9 @@ class SumTerms:
     def _pass_view(self, node: Node, is_transposed: bool) -> bool:
         """Go on to the source of a view or a transpose. Return False for other nodes."""
         effect = element_effect(node) if node is not self.root else None
-        if effect is None or effect.effect is Effect.CAST:
+        if effect is None or effect.kind is Effect.CAST:
             return False
-        source, transposes = effect.source, effect.effect is Effect.SWAP
+        source, transposes = effect.source, effect.kind is Effect.TRANSPOSE
         if is_transposed and not transposes and not is_same_shape(squeezed(shape_of(source)), squeezed(shape_of(node))):
             return False
         self.inner.append(node)

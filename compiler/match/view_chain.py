@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from ..graph.aten import (
-    Blocks,
     Effect,
     ElementEffect,
+    ShardBlocks,
     aten,
     dim_of,
     dtype_of,
@@ -35,7 +35,7 @@ class ViewChain:
     """The nodes between the root of a sum and the collective, nearest to the collective first."""
 
     root: Node
-    blocks: Blocks
+    blocks: ShardBlocks
     """Where the shards lie in the root."""
     matrix: tuple[Size, ...] = ()
     """(rows, cols) if the root is the transpose of what the collective reads, else ()."""
@@ -71,11 +71,11 @@ class ViewChain:
 
     def _pass_effect(self, node: Node, effect: ElementEffect) -> Miss | None:
         before = effect.source
-        if effect.effect is Effect.CAST:
+        if effect.kind is Effect.CAST:
             if dtype_of(before).itemsize > dtype_of(node).itemsize:
                 detail = f"{node.name} narrows {dtype_of(before)} to {dtype_of(node)} before the sum"
                 return Miss(Reason.CAST_IN_BETWEEN, detail)
-        elif effect.effect is Effect.SWAP:
+        elif effect.kind is Effect.TRANSPOSE:
             matrix = squeezed(shape_of(node))
             if self.matrix and not is_same_shape(matrix, self.matrix[::-1]):
                 return Miss(Reason.LAYOUT, f"{node.name} permutes a reshaped transpose")
@@ -100,7 +100,7 @@ class ViewChain:
             or not is_same(numel(piece[dim:]), self.blocks.inner)
         ):
             return Miss(Reason.LAYOUT, f"{cat.name} cuts shards apart")
-        self.blocks = Blocks(numel(piece[:axis]), ranks, numel(piece[axis:]))
+        self.blocks = ShardBlocks(numel(piece[:axis]), ranks, numel(piece[axis:]))
         self.nodes += [cat, *pieces, *dict.fromkeys(node_arg(p) for p in pieces if node_arg(p) is not source)]
         return source
 
@@ -109,7 +109,7 @@ def follow_view_chain(c: Collective, can_regroup: bool) -> ViewChain | Miss:
     """Walk from the input of `c` to the root of the sum. Return the reason if the walk ends at a node that is not allowed."""
     total = numel(shape_of(c.input))
     inner = total // c.ranks if isinstance(total, int) else total / c.ranks
-    chain = ViewChain(c.input, Blocks(1, c.ranks, inner))
+    chain = ViewChain(c.input, ShardBlocks(1, c.ranks, inner))
     while (root := chain.extend(can_regroup)) is not None:
         if isinstance(root, Miss):
             return root

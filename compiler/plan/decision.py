@@ -28,7 +28,7 @@ class SiteSizes:
     shard_dim_is_last: bool = False
     """Shards of the last dim, which cannot be cut."""
     outer: int = 1
-    """Blocks of rows that a shard consists of: a batch in front of the gathered or scattered dim."""
+    """ShardBlocks of rows that a shard consists of: a batch in front of the gathered or scattered dim."""
     operands: str = ""
     """Type of the matmuls' operands where it is not `dtype`, in which the collective's tensor travels."""
     wire_dtype: str = ""

@@ -87,4 +87,4 @@ def place_of(candidate: Candidate, id: str, phase: str, kinds: tuple[str, ...]) 
 
 
 def _product(p: Any) -> str:
-    return f"{format_shape(p.lhs.shape if not p.lhs.swapped else p.lhs.shape[::-1])} @ {format_shape((p.rhs.rows, p.rhs.cols))}"
+    return f"{format_shape(p.lhs.shape if not p.lhs.is_transposed else p.lhs.shape[::-1])} @ {format_shape((p.rhs.rows, p.rhs.cols))}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from ..graph.aten import Blocks, dtype_of, shape_of
+from ..graph.aten import ShardBlocks, dtype_of, shape_of
 from ..graph.emitter import Emitter
 from ..graph.sizes import is_same
 from ..match.permutes import Permute
@@ -36,11 +36,11 @@ def restore_alias(
     return e.bitcast(value, alias.dtype) if dtype_of(value).itemsize == 1 else e.cast(value, alias.dtype)
 
 
-def _reorder(e: Emitter, value: Node, before: Blocks, after: Blocks) -> Node:
+def _reorder(e: Emitter, value: Node, before: ShardBlocks, after: ShardBlocks) -> Node:
     """Move gathered elements from the order `before` to `after`, by way of the wait's order (one shard after the other)."""
     if is_same(before.outer, after.outer):
         return value
     if is_same(after.outer, 1):
         return e.permute(e.reshape(value, (before.outer, before.ranks, before.inner)), [1, 0, 2])
-    value = _reorder(e, value, before, Blocks(1, before.ranks, before.outer * before.inner))
+    value = _reorder(e, value, before, ShardBlocks(1, before.ranks, before.outer * before.inner))
     return e.permute(e.reshape(value, (after.ranks, after.outer, after.inner)), [1, 0, 2])

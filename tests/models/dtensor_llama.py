@@ -99,7 +99,7 @@ class Block(nn.Module):
         return h + self.feed_forward(self.ffn_norm(h))
 
 
-class Blocks(nn.Module):
+class ShardBlocks(nn.Module):
     """Decoder layers alone: hidden states in, hidden states out."""
 
     def __init__(self, config: Config) -> None:
@@ -214,7 +214,7 @@ def build(
     torch.manual_seed(7)
     plan = sequence_plan() if sequence else reduce_plan()
     if not head:
-        blocks = settle(Blocks(config), dtype, exact)
+        blocks = settle(ShardBlocks(config), dtype, exact)
         x = noise((batch, length, config.dim), 11, dtype, exact, grad=False)
         for block in blocks.layers:
             parallelize_module(block, mesh, plan)
@@ -245,7 +245,7 @@ def build(
 
 
 def head_sites(layers: int, sequence: bool, sharded: bool) -> Expected:
-    """Blocks plus embedding (a sum over ranks without a matmul) and head (one column-wise linear).
+    """ShardBlocks plus embedding (a sum over ranks without a matmul) and head (one column-wise linear).
 
     Whole logits are gathered after the head's matmul (plain); a sharded loss takes three tiny all_reduces instead.
     """

@@ -328,7 +328,7 @@ def mm_scatter_result_users(env: Env, x: Tensor, w: Tensor) -> tuple[Tensor, ...
 
 @form(lambda r: ((3, 8 * r, 32), (64, 32)), refused(SCATTERED, "order", "order"))
 def scatter_permuted(env: Env, x: Tensor, w: Tensor) -> Tensor:
-    """Blocks handed out in reverse order."""
+    """ShardBlocks handed out in reverse order."""
     product = torch.nn.functional.linear(x, w)
     return env.scatter(torch.cat(list(product.chunk(env.world, 1))[::-1]))
 

@@ -86,7 +86,7 @@ def _match_scaled_result(matmul: Node) -> _ScaledResult | None:
         return None
     result = readers(multiplied)[0]
     step = element_effect(result)
-    if step is None or step.effect is not Effect.CAST or dtype_of(result) is not torch.bfloat16:
+    if step is None or step.kind is not Effect.CAST or dtype_of(result) is not torch.bfloat16:
         return None
     (factor,) = [n for n in multiplied.all_input_nodes if n is not matmul] or [matmul]
     if factor.target is not aten.mul.Tensor or len(factor.all_input_nodes) != 2:
@@ -147,7 +147,7 @@ def _is_scattered(node: Node, policy: Policy, hints: Hints, depth: int = _MAX_ST
         if user.target is c10d.reduce_scatter_tensor.default:
             return not policy.is_below_threshold(policy.bytes_sent_in(user, dtype_of(node).itemsize, hints))
         step = element_effect(user)
-        is_view = step is not None and step.effect is not Effect.CAST
+        is_view = step is not None and step.kind is not Effect.CAST
         is_join = user.target in (aten.cat.default, aten.slice.Tensor, aten.add.Tensor)
         is_cut = user.target in CUTS or node.target in CUTS
         if (is_view or is_join or is_cut) and _is_scattered(user, policy, hints, depth - 1):

@@ -80,7 +80,7 @@ class GatherReaders:
         if depth == 0 or value.op != "call_function" or tensor_of(value) is None or not _has_scale_shape(value):
             return None
         step = element_effect(value)
-        if step is not None and step.effect is Effect.SAME and self.granularity(step.source, depth - 1) is Granularity.ROW:
+        if step is not None and step.kind is Effect.SAME and self.granularity(step.source, depth - 1) is Granularity.ROW:
             return Granularity.ROW  # the rows in order, in another shape
         if not isinstance(value.target, compat.OpOverload) or not _is_elementwise(value.target):
             return None
@@ -261,7 +261,7 @@ def _is_from_gather_only(node: Node, found: GatherReaders) -> bool:
 
 def _row_order(alias: Node) -> Node:
     """Return the first node that has the elements of `alias` in the same order."""
-    while (step := element_effect(alias)) is not None and step.effect is Effect.SAME:
+    while (step := element_effect(alias)) is not None and step.kind is Effect.SAME:
         alias = step.source
     return alias
 

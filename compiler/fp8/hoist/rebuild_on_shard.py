@@ -65,6 +65,6 @@ class ShardRebuilder:
     def _row_view_base(self, node: Node) -> Node | None:
         """Return what `node` is a view of, if it holds one value per row: on the shard these keep the shard's shape."""
         step = element_effect(node)
-        if step is None or step.effect is not Effect.SAME or self._readers.granularity(node) is not Granularity.ROW:
+        if step is None or step.kind is not Effect.SAME or self._readers.granularity(node) is not Granularity.ROW:
             return None
         return step.source

@@ -20,7 +20,7 @@ from .linears import Role
 
 def axis_of(operand: Operand, is_lhs: bool, per_row: bool) -> Axis:
     """Return the dim of `operand.node` that the matmul sums over, if that has scales of its own."""
-    return (-1 if is_lhs != operand.swapped else -2) if per_row else None
+    return (-1 if is_lhs != operand.is_transposed else -2) if per_row else None
 
 
 def axis_of_origin(node: Node, per_row: bool) -> Axis:
@@ -108,6 +108,6 @@ def _emit_operand(e: Emitter, operand: Operand, values: QuantizedValues, axis: A
         scale = emit_contiguous_scales(e, scale, (operand.shape[0], 1))
     elif axis is not None:
         scale = e.reshape(scale, (1, operand.shape[1]))
-    if not operand.swapped:
+    if not operand.is_transposed:
         return q, scale
     return e.transpose(q), e.transpose(scale) if axis is not None else scale

@@ -38,7 +38,7 @@ class CachedWeights:
         if value in self._weights:
             return value if dtype_of(value) in NARROW else None
         step = element_effect(value)
-        if step is None or step.effect is not Effect.CAST or step.source not in self._weights:
+        if step is None or step.kind is not Effect.CAST or step.source not in self._weights:
             return None
         return step.source if dtype_of(step.source) is torch.float32 and dtype_of(value) in NARROW else None
 
