@@ -1,16 +1,17 @@
-"""candidates -> plan. Every collective gets a Decision; a pure function of graph, options, transport and device profile.
+"""candidates -> plan. Each collective gets a `Decision`: a pure function of graph, options, transport and device profile.
 
-    graph.py    the collectives of a graph, all together
-    wishes.py   what the user forces on which site
-    legal.py    candidate -> the site that can be made of its match, or a Miss
-    worth.py    is a site worth it, and how is it run: what the cost model says
-    carry.py    one strategy for all calls, a table for sizes that change, or alternatives to be timed
-    ways.py     candidate -> all ways in which it could be run, pipelined or beside other matmuls, and their worth
-    memory.py   what lives along the graph, and what a site would hold
-    pairing.py  of every candidate one way or none: those that fit together and save the most
-    record.py   what came out, as a Decision
+    decide.py            all collectives of a graph
+    apply_overrides.py   candidate -> the user's request for it
+    legality.py          candidate -> the site that its match allows, or a Miss
+    profitability.py     site -> predicted gain and strategy
+    dispatch_table.py    one strategy for all calls, a table for dynamic sizes, or alternatives to time
+    alternatives.py      candidate -> its alternatives, pipelined or bulk
+    benefit.py           the key by which alternatives are compared
+    peak_memory.py       live bytes along the graph, and what a site adds
+    packing.py           alternatives of all candidates -> at most one each
+    decision_record.py   the result as a Decision
 
-Ranks decide apart and must decide alike: nothing here rests on what one rank alone knows.
+Each rank decides on its own and all ranks must decide alike. So no decision depends on what only one rank knows.
 """
 
 from .decide import Decided, Transport, decide

@@ -1,9 +1,9 @@
-"""candidate -> the ways in which it could be run, each with what it is worth, or why there are none.
+"""candidate -> its alternatives, each with its benefit, or the reason why there are none.
 
-    pipelined   its match; and the match less some consumers, which are then free to hide something else
-    bulk        beside sets of independent products: as few as hide it, the nearest of several that do as well
+    pipelined   the match; and the match without some consumers, which other sites may then use
+    bulk        with sets of independent matmuls: as few as hide the collective, the nearest of several equal ones
 
-What is open to a candidate stands here; which of it is taken, so that all ways fit together, is pairing.py's.
+This file lists what each candidate could have. packing.py selects the alternatives that fit together.
 """
 
 from __future__ import annotations
@@ -25,225 +25,239 @@ from ..match.fusion_order import FusionOrder
 from ..overrides.requested_strategy import Override
 from ..plan.reasons import Reason
 from ..plan.strategy import NONE, DispatchTable, Mode, Strategy
+from .benefit import NO_BENEFIT, Benefit
 from .legality import pipelined, without
 from .profitability import SiteCosts, too_small
 
-FORCED = 1e10
-"""Worth of a strategy that the user names for a site: more than all microseconds of a graph."""
-OVERLAP = 1e7
-"""Worth of any overlap with overlap="force"; less than what is named, more than microseconds."""
-OWN = 1e6
-"""With overlap="force": of its own matmuls before others'."""
 ADDS_US = 0.5
-"""A product that adds less than this to what a bulk site saves is not taken along."""
+"""A matmul joins a bulk site only if it adds at least this to the saved time."""
 NEAR = 6
-"""Of so many of the nearest products all sets are looked at, of the others neighbours alone."""
+"""All sets of this many nearest matmuls are considered; of farther ones only runs of neighbors."""
 FEW = 4
-"""Of so many consumers all sets are left out in turn, of more one or all but one."""
+"""Of up to this many consumers every subset may be left out; of more, one or all but one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """`saves_us`: against the plain collective and matmuls. `worth`: the same less the margin of what is not simple, over all
-    that is forced. `takes`: a bit for every matmul that it takes. `whole`: pipelined with all matmuls of its own."""
+    """One way to run a candidate."""
 
     site: Site
     strategy: Strategy | DispatchTable
-    saves_us: float
-    worth: float
-    takes: int
+    saved_us: float
+    """Predicted, against the plain collective and matmuls."""
+    benefit: Benefit
+    """`saved_us` minus the margin of what is not the simplest alternative, after the priorities."""
+    matmul_bits: int
+    """One bit for each matmul of the site."""
     choice: StrategyChoice | None = None
-    whole: bool = False
+    has_all_consumers: bool = False
+    """Pipelined with all matmuls of the match."""
     wire_dtype: str = ""
+    """As in `Decision`."""
 
     @property
-    def bulk(self) -> bool:
+    def is_bulk(self) -> bool:
         return isinstance(self.site, Bulk)
 
 
 @dataclass(slots=True)
 class Alternatives:
-    """What is open to a candidate: `ways`, the most worth first. `miss`: why there is no other way, or none at all. `choice`:
-    what was weighed first, for the report."""
+    """The alternatives of one candidate."""
 
-    ways: list[Alternative] = field(default_factory=list)
+    ranked: list[Alternative] = field(default_factory=list)
+    """The largest benefit first."""
     miss: Miss | None = None
+    """Why a form is missing, or why there are no alternatives."""
     choice: StrategyChoice | None = None
-    limited: bool = True
-    """Is memory counted? Not for what is forced."""
-    byte_us: float = 0.0
-    """What a byte at the graph's peak is worth."""
+    """The first choice of the cost model, for the report."""
+    counts_memory: bool = True
+    """Whether peak memory limits the candidate; False where overlap is forced."""
+    us_per_byte: float = 0.0
+    """Price of a byte at the graph's peak memory."""
 
 
 @dataclass(slots=True)
 class AlternativeFinder:
-    """Finds the ways of one graph's candidates. `unknown`: asks for sizes that cannot be computed (legal.unknown_size)."""
+    """Finds the alternatives of one graph's candidates. `find_unknown_size`: the miss of a site with a size that cannot be
+    computed (legality.unknown_size)."""
 
     costs: SiteCosts
     order: FusionOrder
-    unknown: Callable[[Site], Miss | None]
+    find_unknown_size: Callable[[Site], Miss | None]
     _bits: dict[Node, int] = field(default_factory=dict)
-    _sizes: dict[object, int] = field(default_factory=dict)
-    _bulk: dict[tuple[object, ...], tuple[StrategyChoice | None, float]] = field(default_factory=dict)
+    _size_numbers: dict[object, int] = field(default_factory=dict)
+    _bulk_choices: dict[tuple[object, ...], tuple[StrategyChoice | None, float]] = field(default_factory=dict)
 
-    def of(self, candidate: Candidate, wish: Override | None) -> Alternatives:
-        """Every way of a candidate that nothing rules out; `wish`: what the user forces on it."""
-        options, forced = self.costs.options, wish.strategy if wish else None
-        offer = Alternatives(miss=candidate.miss, limited=not forced and options.overlap != "force")
+    def find(self, candidate: Candidate, override: Override | None) -> Alternatives:
+        """Return every legal alternative of a candidate. `override`: the user's request for it."""
+        forced = override.strategy if override else None
+        alternatives = Alternatives(miss=candidate.miss, counts_memory=not forced and not self.costs.policy.is_forced)
         for mode in [forced.mode] if forced else [Mode.PIPELINED, Mode.BULK]:
             if mode is Mode.PIPELINED:
-                small = self._pipelined(offer, candidate, forced, wish.chunks if wish else 0)
+                small = self._add_pipelined(alternatives, candidate, forced, override.chunks if override else 0)
             else:
-                small = self._beside(offer, candidate, forced)
+                small = self._add_bulk(alternatives, candidate, forced)
             if small:
                 return Alternatives(miss=small)
-        offer.ways = _with_margin(offer.ways)
-        if offer.choice is not None:
-            offer.byte_us = self.costs.byte_us(candidate.collective)
-        # Where two are worth the same: its own matmuls, fewer products, nearer ones.
-        offer.ways.sort(key=lambda way: (-way.worth, way.bulk, len(way.site.matmuls)))
-        return offer
+        alternatives.ranked = _subtract_margin(alternatives.ranked)
+        if alternatives.choice is not None:
+            alternatives.us_per_byte = self.costs.us_per_byte(candidate.collective)
+        # Of equal benefits: its own matmuls first, then fewer matmuls, then nearer ones.
+        alternatives.ranked.sort(key=lambda a: (a.benefit.negated, a.is_bulk, len(a.site.matmuls)))
+        return alternatives
 
-    def _pipelined(
-        self, offer: Alternatives, candidate: Candidate, forced: Strategy | DispatchTable | None, chunks: int
+    def _add_pipelined(
+        self, alternatives: Alternatives, candidate: Candidate, forced: Strategy | DispatchTable | None, chunks: int
     ) -> Miss | None:
-        """Adds the match and what is left of it without some consumers; returns why the candidate is too small for anything."""
+        """Add the match, and the match without some consumers. Return a miss if the candidate is below the threshold."""
         match = pipelined(candidate, self.order)
-        sites = [*([] if isinstance(match, Miss) else [match]), *_fewer(candidate.match)]
+        sites = [*([] if isinstance(match, Miss) else [match]), *_without_some_consumers(candidate.match)]
         if isinstance(match, Miss):
-            offer.miss = offer.miss or match
+            alternatives.miss = alternatives.miss or match
         elif small := too_small(match, self.costs.policy, forced):
             return small
         failed: Miss | None = None
         for site in sites:
-            if unknown := self.unknown(site):
+            if unknown := self.find_unknown_size(site):
                 failed = failed or unknown
                 continue
             choice = None if forced else self.costs.choose(site, chunks)
-            offer.choice = offer.choice or choice
+            alternatives.choice = alternatives.choice or choice
             if choice is not None and choice.strategy.mode is Mode.NONE:
                 failed = failed or Miss(Reason.NO_GAIN, choice.reason)
                 continue
             strategy = choice.strategy if choice else forced or Strategy(Mode.PIPELINED, chunks)
-            us = _saved_us(site, choice)
-            whole = site is match
-            wire = self.costs.wire_dtype(site)
-            worth, takes = self._worth(site, us, forced), self._takes(site)
-            offer.ways.append(Alternative(site, strategy, us, worth, takes, choice, whole, wire))
-        if not offer.ways:
-            offer.miss = offer.miss or failed
+            saved_us = _saved_us(site, choice)
+            alternative = Alternative(
+                site, strategy, saved_us, self._benefit(site, saved_us, forced), self._bits_of(site.matmuls), choice,
+                site is match, self.costs.wire_dtype(site),
+            )  # fmt: skip
+            alternatives.ranked.append(alternative)
+        if not alternatives.ranked:
+            alternatives.miss = alternatives.miss or failed
         return None
 
-    def _beside(self, offer: Alternatives, candidate: Candidate, forced: Strategy | DispatchTable | None) -> Miss | None:
-        """The same for its independent products."""
+    def _add_bulk(
+        self, alternatives: Alternatives, candidate: Candidate, forced: Strategy | DispatchTable | None
+    ) -> Miss | None:
+        """Add sets of independent matmuls. Return a miss if the candidate is below the threshold."""
         c = candidate.collective
         if not candidate.independent_matmuls:
             return None
         if small := too_small(Bulk(c, candidate.independent_matmuls[:1]), self.costs.policy, forced):
             return small
-        free: list[Matmul] = []
+        matmuls: list[Matmul] = []
         failed: Miss | None = None
         for p in candidate.independent_matmuls:
-            if unknown := self.unknown(Bulk(c, (p,))):
+            if unknown := self.find_unknown_size(Bulk(c, (p,))):
                 failed = unknown
             else:
-                free.append(p)
-        strategy = forced or Strategy(Mode.BULK)
-        # By set, as bits: the most that one of its parts, or it, was found to save.
-        most: dict[int, float] = {}
-        # Equal sizes are weighed once: numbers stand for them.
-        here = self._number((c.op, c.ranks, shape_of(c.input), dtype_of(c.input), c.group, forced is None))
-        sizes = [self._number((p.shape, p.inner, dtype_of(p.node))) for p in free]
-        fed = [sum(1 << i for i, q in enumerate(free) if q.node in p.node.all_input_nodes) for p in free]
-        reads = any(fed)
-        taken = [self._bit(p.node) for p in free]
-        for indices, bits, parts in _sets(len(free)):
-            part = most[bits] = max([most.get(some, -math.inf) for some in parts], default=-math.inf)
-            # One that reads another directly. (One that does so through other nodes is refused when they are fused.)
-            if reads and any(fed[i] & bits for i in indices):
-                continue
-            products = tuple([free[i] for i in indices])
-            key = (here, *[sizes[i] for i in indices])
-            if key not in self._bulk:
-                self._bulk[key] = self._weighed(Bulk(c, products), forced)
-            choice, us = self._bulk[key]
-            offer.choice = offer.choice or choice
-            if choice is not None and choice.strategy.mode is Mode.NONE:
-                continue
-            adds = ADDS_US if choice else 0.0
-            if us <= part + adds:
-                continue  # fewer products do as well
-            most[bits] = max(part, us)
-            site, takes = Bulk(c, products), 0
-            for i in indices:
-                takes |= taken[i]
-            offer.ways.append(Alternative(site, strategy, us, self._worth(site, us, forced), takes, choice))
-        if not offer.ways:
-            # The reason of the pipelined form explains more than "nothing to run beside it".
-            offer.miss = offer.miss or failed or (Miss(Reason.NO_GAIN, offer.choice.reason) if offer.choice else None)
+                matmuls.append(p)
+        self._add_sets(alternatives, candidate, matmuls, forced)
+        if not alternatives.ranked:
+            # The reason of the pipelined form explains more than "no independent matmul".
+            no_gain = Miss(Reason.NO_GAIN, alternatives.choice.reason) if alternatives.choice else None
+            alternatives.miss = alternatives.miss or failed or no_gain
         return None
 
-    def _number(self, sizes: object) -> int:
-        return self._sizes.setdefault(sizes, len(self._sizes))
+    def _add_sets(
+        self, alternatives: Alternatives, candidate: Candidate, matmuls: list[Matmul], forced: Strategy | DispatchTable | None
+    ) -> None:
+        """Add each set of `matmuls` that saves more than its subsets."""
+        c = candidate.collective
+        strategy = forced or Strategy(Mode.BULK)
+        best_us: dict[int, float] = {}  # by set, as bits: the most that it or a subset saves
+        # Equal sizes are predicted once: they share a number.
+        collective = self._number_of((c.op, c.ranks, shape_of(c.input), dtype_of(c.input), c.group, forced is None))
+        numbers = [self._number_of((p.shape, p.inner, dtype_of(p.node))) for p in matmuls]
+        inputs = [sum(1 << i for i, q in enumerate(matmuls) if q.node in p.node.all_input_nodes) for p in matmuls]
+        any_reads = any(inputs)
+        bits_of = [self._bit(p.node) for p in matmuls]
+        for indices, bits, subsets in _sets(len(matmuls)):
+            subset_us = best_us[bits] = max([best_us.get(subset, -math.inf) for subset in subsets], default=-math.inf)
+            # A matmul that reads another directly. (One that does so through other nodes is refused when the site is fused.)
+            if any_reads and any(inputs[i] & bits for i in indices):
+                continue
+            site = Bulk(c, tuple([matmuls[i] for i in indices]))
+            key = (collective, *[numbers[i] for i in indices])
+            if key not in self._bulk_choices:
+                choice = None if forced else self.costs.choose(site, 0)
+                self._bulk_choices[key] = choice, _saved_us(site, choice)
+            choice, saved_us = self._bulk_choices[key]
+            alternatives.choice = alternatives.choice or choice
+            if choice is not None and choice.strategy.mode is Mode.NONE:
+                continue
+            if saved_us <= subset_us + (ADDS_US if choice else 0.0):
+                continue  # fewer matmuls do as well
+            best_us[bits] = max(subset_us, saved_us)
+            matmul_bits = 0
+            for i in indices:
+                matmul_bits |= bits_of[i]
+            benefit = self._benefit(site, saved_us, forced)
+            alternatives.ranked.append(Alternative(site, strategy, saved_us, benefit, matmul_bits, choice))
 
-    def _weighed(self, site: Bulk, forced: Strategy | DispatchTable | None) -> tuple[StrategyChoice | None, float]:
-        """What is chosen for a bulk site, and the microseconds that it saves."""
-        choice = None if forced else self.costs.choose(site, 0)
-        return choice, _saved_us(site, choice)
+    def _number_of(self, sizes: object) -> int:
+        return self._size_numbers.setdefault(sizes, len(self._size_numbers))
 
-    def _worth(self, site: Site, us: float, forced: Strategy | DispatchTable | None) -> float:
-        """The microseconds that a site saves; what is forced comes first."""
+    def _benefit(self, site: Site, saved_us: float, forced: Strategy | DispatchTable | None) -> Benefit:
         if forced:
-            return FORCED + us
-        if self.costs.options.overlap == "force":
-            return OVERLAP + (0.0 if isinstance(site, Bulk) else OWN) + us
-        return us
+            return Benefit(1, 0, 0, saved_us)
+        if self.costs.policy.is_forced:
+            return Benefit(0, 1, 0 if isinstance(site, Bulk) else 1, saved_us)
+        return Benefit(0, 0, 0, saved_us)
 
-    def _takes(self, site: Site) -> int:
-        takes = 0
-        for p in site.matmuls:
-            takes |= self._bit(p.node)
-        return takes
+    def _bits_of(self, matmuls: tuple[Matmul, ...]) -> int:
+        bits = 0
+        for p in matmuls:
+            bits |= self._bit(p.node)
+        return bits
 
     def _bit(self, node: Node) -> int:
         return 1 << self._bits.setdefault(node, len(self._bits))
 
 
 def _saved_us(site: Site, choice: StrategyChoice | None) -> float:
-    """As predicted, or by rule of thumb where nothing was."""
+    """Return the predicted saving, or an estimate where nothing was predicted."""
     return choice.gain_us if choice else hidden_us(site)
 
 
-def _with_margin(ways: list[Alternative]) -> list[Alternative]:
-    """All ways but the simple one, a candidate's own matmuls and all of them, must save more than it by what predictions err:
-    the margin that choose.py asks of more complicated strategies. What they are worth is less by that; those that are worth
-    nothing then are gone."""
-    own = next((way for way in ways if way.whole and way.choice is not None), None)
-    if own is None or own.choice is None:
-        return ways
-    plain = own.choice.predictions[str(NONE)]
-    margin = margin_us(plain.us - own.choice.gain_us, plain)
-    found = [way if way.whole else replace(way, worth=way.worth - margin) for way in ways]
-    return [way for way in found if way.whole or way.worth > 0]
+def _subtract_margin(alternatives: list[Alternative]) -> list[Alternative]:
+    """Subtract the prediction error from the benefit of all alternatives but the simplest; drop those without benefit.
+
+    The simplest is pipelined with all matmuls of the match. The margin is the one that cost/choice.py applies to more
+    complicated strategies.
+    """
+    simplest = next((a for a in alternatives if a.has_all_consumers and a.choice is not None), None)
+    if simplest is None or simplest.choice is None:
+        return alternatives
+    plain = simplest.choice.predictions[str(NONE)]
+    margin = margin_us(plain.us - simplest.choice.gain_us, plain)
+    reduced = [a if a.has_all_consumers else replace(a, benefit=a.benefit.plus_us(-margin)) for a in alternatives]
+    return [a for a in reduced if a.has_all_consumers or a.benefit > NO_BENEFIT]
 
 
-def _fewer(match: Site | None) -> Iterator[Gather]:
-    """A gather less some of its consumers, which then read the gathered tensor; of those left none reads another's product."""
+def _without_some_consumers(match: Site | None) -> Iterator[Gather]:
+    """Yield a gather without some of its consumers, which then read the gathered tensor.
+
+    No remaining consumer reads the result of another.
+    """
     if not isinstance(match, Gather):
         return
     nodes = [k.compute.node for k in match.consumers]
     for count in range(1, len(nodes)) if len(nodes) <= FEW else (1, len(nodes) - 1):
-        for gone in combinations(nodes, count):
-            site = without(match, set(gone))
-            made = {k.compute.node for k in site.consumers}
-            if not any(k.operand.node in made for k in site.consumers):
+        for left_out in combinations(nodes, count):
+            site = without(match, set(left_out))
+            results = {k.compute.node for k in site.consumers}
+            if not any(k.operand.node in results for k in site.consumers):
                 yield site
 
 
 @cache
 def _sets(count: int) -> tuple[tuple[tuple[int, ...], int, tuple[int, ...]], ...]:
-    """Sets of 0 .. count - 1 (nearest first), `BULK_PRODUCTS` at most: smaller ones first, then nearer ones. Of each its
-    members, these as bits, and the sets less one member, as bits."""
+    """Return the sets of 0 .. count - 1 (nearest first) to consider, `BULK_PRODUCTS` members at most.
+
+    Smaller sets come first, then nearer ones. Each is (members, members as bits, the sets without one member as bits).
+    """
     found: list[tuple[int, ...]] = []
     for size in range(1, min(count, BULK_PRODUCTS) + 1):
         found += combinations(range(min(count, NEAR)), size)

@@ -1,4 +1,4 @@
-"""Requests of the user for the candidates of a graph."""
+"""The requests of the user for the candidates of a graph."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def find_overrides(candidates: list[Candidate], options: Options, phase: str) ->
     """Return the request for each candidate that has one, by site id. OptionError where a saved plan does not fit."""
     if not candidates or not options.overrides:
         return {}
-    own = [(i, c) for i, c in enumerate(candidates) if c.miss is None or c.miss.reason is not Reason.SCALES]
-    return options.overrides.find(phase, [place_of(c, f"{phase}.{i}", phase, kinds_of(c)) for i, c in own])
+    requestable = [(i, c) for i, c in enumerate(candidates) if c.miss is None or c.miss.reason is not Reason.SCALES]
+    return options.overrides.find(phase, [place_of(c, f"{phase}.{i}", phase, kinds_of(c)) for i, c in requestable])

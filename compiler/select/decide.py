@@ -1,4 +1,4 @@
-"""The collectives of a graph: what is open to each, which of it fits together and saves the most, and what is said of it."""
+"""The decisions for all collectives of a graph."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from ..plan.reasons import Reason
 from ..plan.strategy import NONE
 from .alternatives import Alternative, AlternativeFinder, Alternatives
 from .apply_overrides import find_overrides
-from .decision_record import Assignment, GraphContext, carry_scales, decision, merged_away
+from .decision_record import GraphContext, make_decision, merge_scales, merged_away
 from .legality import no_stripes, unknown_size
-from .packing import pair
+from .packing import pack
 from .peak_memory import PeakMemory
 from .profitability import SiteCosts
 
@@ -33,16 +33,16 @@ Transport = Callable[[str, str, int], str | None]
 """(device type, group name, ranks) -> why the runtime cannot serve this group, or None."""
 
 
-_HOPELESS = (
+_FINAL = (
     Reason.COLLECTIVE_UNSUPPORTED, Reason.GROUP_NOT_STATIC, Reason.TRIVIAL_GROUP, Reason.DTYPE_UNSUPPORTED,
     Reason.REDUCE_OP_UNSUPPORTED, Reason.SCALES,
 )  # fmt: skip
-"""Nothing that the user wishes changes these."""
+"""Reasons that no override changes."""
 
 
 @dataclass(slots=True)
 class Decided:
-    """A plan and, beside each overlapped decision, the site that the rewrite needs."""
+    """A plan, and the site of each overlapped decision for the rewrite."""
 
     plan: Plan
     chosen: list[ChosenSite] = field(default_factory=list)
@@ -51,45 +51,44 @@ class Decided:
 
 
 def decide(graph: Graph, options: Options, phase: str, transport: Transport) -> Decided:
-    """Decides every collective of `graph`; `phase` is "forward" or "backward"."""
+    """Decide every collective of `graph`; `phase` is "forward" or "backward"."""
     candidates = find_candidates(graph)
     names = [f"{phase}.{number}" for number in range(len(candidates))]
-    wishes = find_overrides(candidates, options, phase)
-    order, costs = FusionOrder(graph), SiteCosts.of(graph, options, Policy.of(options))
+    overrides = find_overrides(candidates, options, phase)
+    order, costs = FusionOrder(graph), SiteCosts.of(graph, Policy.of(options))
     known = frozenset(symbol for symbol, _ in size_symbols(graph))
     finder = AlternativeFinder(costs, order, lambda site: unknown_size(site, known))
-    offers: list[Alternatives] = []
+    found: list[Alternatives] = []
     for name, candidate in zip(names, candidates, strict=True):
-        wish = wishes.get(name)
-        closed = _closed(candidate, wish, options, transport)
-        offers.append(Alternatives(miss=closed) if closed else finder.of(candidate, wish))
-    counts = any(offer.limited and any(way.bulk for way in offer.ways) for offer in offers)
-    outcomes = pair(offers, order, PeakMemory.of(graph, costs.hints) if counts else PeakMemory.uncounted())
+        override = overrides.get(name)
+        miss = _refuse(candidate, override, options, transport)
+        found.append(Alternatives(miss=miss) if miss else finder.find(candidate, override))
+    counts_memory = any(alternatives.counts_memory and any(a.is_bulk for a in alternatives.ranked) for alternatives in found)
+    assignments = pack(found, order, PeakMemory.of(graph, costs.hints) if counts_memory else PeakMemory.uncounted())
 
-    setting = GraphContext.of(graph, phase, costs.hints, dict(zip(names, candidates, strict=True)))
+    context = GraphContext.of(graph, phase, costs.hints, dict(zip(names, candidates, strict=True)))
     decisions: list[Decision] = []
-    ways: list[tuple[str, Alternative]] = []
-    for name, candidate, offer, (found, weighed) in zip(names, candidates, offers, outcomes, strict=True):
-        outcome = Assignment(name, candidate, found, offer, wishes.get(name), weighed)
-        made = decision(outcome, setting)
-        decisions += [made, *merged_away(candidate, made)]
-        if outcome.way:
-            ways.append((name, outcome.way))
-    carry_scales(decisions, candidates)
+    selected: list[tuple[str, Alternative]] = []
+    for name, candidate, assignment in zip(names, candidates, assignments, strict=True):
+        decision = make_decision(name, candidate, overrides.get(name), assignment, context)
+        decisions += [decision, *merged_away(candidate, decision)]
+        if assignment.alternative:
+            selected.append((name, assignment.alternative))
+    merge_scales(decisions, candidates)
     casts = tuple(cast for n in graph.nodes if n.op == "call_function" and (cast := joint_decision(n).cast) is not None)
-    plan = Plan(phase, tuple(decisions), costs.profile(), casts)
-    chosen = [ChosenSite(SiteId(plan.digest, name), way.site, way.strategy, way.wire_dtype) for name, way in ways]
-    return Decided(plan, chosen, tuple(setting.groups))
+    plan = Plan(phase, tuple(decisions), costs.profile_names(), casts)
+    chosen = [ChosenSite(SiteId(plan.digest, name), a.site, a.strategy, a.wire_dtype) for name, a in selected]
+    return Decided(plan, chosen, tuple(context.groups))
 
 
-def _closed(candidate: Candidate, wish: Override | None, options: Options, transport: Transport) -> Miss | None:
-    """Why nothing is open to a candidate, before anything is weighed."""
+def _refuse(candidate: Candidate, override: Override | None, options: Options, transport: Transport) -> Miss | None:
+    """Return why a candidate has no alternatives, before anything is predicted."""
     miss, c = candidate.miss, candidate.collective
-    if miss is not None and miss.reason in _HOPELESS:
+    if miss is not None and miss.reason in _FINAL:
         return miss
-    forced = wish.strategy if wish else None
+    forced = override.strategy if override else None
     if forced == NONE or (options.overlap == "off" and forced is None):
-        return Miss(Reason.DISABLED_BY_USER, f"{wish.by} says none" if wish and forced else "overlap='off'")
+        return Miss(Reason.DISABLED_BY_USER, f"{override.by} says none" if override and forced else "overlap='off'")
     if forced is not None and forced.striped and (illegal := no_stripes(candidate.match)):
         return Miss(Reason.STRATEGY_ILLEGAL, illegal)
     assert c.group is not None

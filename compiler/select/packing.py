@@ -1,10 +1,10 @@
-"""Which collective runs beside which matmuls: of every candidate one way or none, so that all of them together save the most.
+"""Selection of at most one alternative per candidate, so that all of them together have the largest benefit.
 
-A matmul serves one collective, no two sites may wait for each other (sites/order.py proves it, through all that is fused), and
-what lifts the memory's peak must be worth it. That is a weighted packing; it is solved in two steps:
+A matmul serves one collective. No two sites may wait for each other: match/fusion_order.py proves it, through all that is
+fused. A higher memory peak must be worth its price. This is a weighted packing, solved in two steps:
 
-    greedy   the way that is worth most of all is taken first
-    windows  neighbouring candidates are taken back and searched through, by branch and bound, the rest as it is
+    greedy    the alternative with the largest benefit of all is placed first
+    windows   neighboring candidates are released and searched by branch and bound, with the rest fixed
 
 A graph of one window is solved exactly. Beyond that the search is bounded by steps, never by time: all ranks find the same, and
 the work grows as the graph does.
@@ -16,215 +16,249 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..match import Miss
+from ..cost.choice import StrategyChoice
+from ..match import Miss, Site
 from ..match.fusion_order import FusionOrder
 from ..plan.decision import BulkEstimate
 from ..plan.reasons import Reason
 from .alternatives import Alternative, Alternatives
-from .peak_memory import Holds, PeakMemory, total
+from .benefit import NO_BENEFIT, Benefit, total_benefit
+from .peak_memory import HeldBytes, PeakMemory, total_bytes
 
 WINDOW = 8
-"""Candidates that are searched through together."""
+"""Candidates that are searched together."""
 TRIES = 8000
 LEAST_TRIES = 60
-"""Sites that are tried in the windows of a graph: so many over all of them, and so many at least in each."""
+"""Sites tried over all windows of a graph, and at least in each window."""
 PASSES = 2
 SHOWN = 4
-"""Of a candidate that is not paired so many pairs are looked at for the report."""
+"""Bulk alternatives considered for the report of a candidate that is not bulk."""
 BETTER_US = 0.1
-"""What is better by less is not."""
-
-
-def pair(
-    offers: Sequence[Alternatives], order: FusionOrder, memory: PeakMemory
-) -> list[tuple[Alternative | Miss, BulkEstimate | None]]:
-    """By candidate: its way, which `order` then holds as fused, or why it has none; and what it weighed."""
-    state = _State(offers, order, memory)
-    state.greedy()
-    open_ = [i for i, offer in enumerate(offers) if offer.ways]
-    windows = [open_[at : at + WINDOW] for at in range(0, max(1, len(open_) - WINDOW // 2), WINDOW // 2)]
-    for _ in range(PASSES):
-        if not [w for w in windows if state.improve(w, max(LEAST_TRIES, TRIES // len(windows)))]:
-            break
-    chosen = [state.outcome(i) for i in range(len(offers))]
-    return [(found, state.weighed(i)) for i, found in enumerate(chosen)]
+"""Differences below this are treated as noise."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Pick:
-    """A way that is taken. `worth`: less what the memory costs by which it lifted the peak, of `lifts` bytes."""
+class Assignment:
+    """The selected alternative of one candidate, or the miss that says why it has none."""
 
-    way: Alternative
-    holds: Holds
-    lifts: int
-    worth: float
+    alternatives: Alternatives
+    result: Alternative | Miss
+    estimate: BulkEstimate | None
+    """What bulk overlap costs and saves, where it was considered."""
+
+    @property
+    def alternative(self) -> Alternative | None:
+        return None if isinstance(self.result, Miss) else self.result
+
+    @property
+    def miss(self) -> Miss | None:
+        return self.result if isinstance(self.result, Miss) else None
+
+    @property
+    def site(self) -> Site | None:
+        return self.alternative.site if self.alternative else None
+
+    @property
+    def choice(self) -> StrategyChoice | None:
+        """The predictions behind the selection."""
+        return self.alternative.choice if self.alternative else self.alternatives.choice
+
+
+def pack(candidates: Sequence[Alternatives], order: FusionOrder, memory: PeakMemory) -> list[Assignment]:
+    """Select an alternative for each candidate. `order` holds the selected sites as fused afterwards."""
+    state = _State(candidates, order, memory)
+    state.place_greedily()
+    open_candidates = [i for i, alternatives in enumerate(candidates) if alternatives.ranked]
+    starts = range(0, max(1, len(open_candidates) - WINDOW // 2), WINDOW // 2)
+    windows = [open_candidates[start : start + WINDOW] for start in starts]
+    for _ in range(PASSES):
+        if not [w for w in windows if state.improve(w, max(LEAST_TRIES, TRIES // len(windows)))]:
+            break
+    results = [state.result(i) for i in range(len(candidates))]
+    return [Assignment(candidates[i], result, state.estimate(i)) for i, result in enumerate(results)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Placement:
+    """A placed alternative. `benefit`: minus the price of `peak_growth` bytes at the memory peak."""
+
+    alternative: Alternative
+    held: HeldBytes
+    peak_growth: int
+    benefit: Benefit
 
 
 @dataclass(slots=True)
 class _State:
-    """What is taken so far. `taken`: the bits of all nodes in sites. `done`: of every step the candidate, its pick, whether it
-    was taken (or given back), and the memory's peak before."""
+    """The placements so far. `used_matmuls`: the bits of all matmuls in sites. `log`: of each step the candidate, its placement,
+    whether it was placed (or released), and the memory peak before."""
 
-    offers: Sequence[Alternatives]
+    candidates: Sequence[Alternatives]
     order: FusionOrder
     memory: PeakMemory
-    picks: dict[int, _Pick] = field(default_factory=dict)
-    taken: int = 0
-    done: list[tuple[int, _Pick, bool, int]] = field(default_factory=list)
+    placements: dict[int, _Placement] = field(default_factory=dict)
+    used_matmuls: int = 0
+    log: list[tuple[int, _Placement, bool, int]] = field(default_factory=list)
 
-    def place(self, i: int, way: Alternative) -> Miss | None:
-        """Takes a way, or says why it does not fit what is taken, or that it is not worth the memory."""
-        offer = self.offers[i]
-        if way.takes & self.taken:
-            return Miss(Reason.MATMUL_TAKEN, _taken_text(offer))
-        holds = self.memory.holds(way.site.members) if way.bulk and offer.limited else []
-        lifts = self.memory.lift(holds)
-        worth = way.worth - lifts * offer.byte_us
-        if self.memory.top + lifts > self.memory.most:
-            more = f"{total(holds) >> 20} MiB more would live beside a peak of {self.memory.most >> 20} MiB"
-            return Miss(Reason.MEMORY, more)
-        if lifts and worth <= 0:
-            price = f"{lifts * offer.byte_us:.0f} us; it would save {way.saves_us:.0f}"
-            more = f"{lifts >> 20} MiB more at the peak are worth {price}"
-            return Miss(Reason.MEMORY, more)
-        if failed := self.order.fuse(way.site.members):
+    def place(self, i: int, alternative: Alternative) -> Miss | None:
+        """Place an alternative of candidate `i`, or return why it does not fit or is not worth its memory."""
+        alternatives = self.candidates[i]
+        if alternative.matmul_bits & self.used_matmuls:
+            return Miss(Reason.MATMUL_TAKEN, _taken_text(alternatives))
+        held = self.memory.held_by(alternative.site.members) if alternative.is_bulk and alternatives.counts_memory else []
+        peak_growth = self.memory.growth_with(held)
+        price_us = peak_growth * alternatives.us_per_byte
+        benefit = alternative.benefit.plus_us(-price_us)
+        if self.memory.current_peak + peak_growth > self.memory.limit:
+            text = f"{total_bytes(held) >> 20} MiB more would be alive at a peak of {self.memory.limit >> 20} MiB"
+            return Miss(Reason.MEMORY, text)
+        if peak_growth and benefit <= NO_BENEFIT:
+            text = f"{peak_growth >> 20} MiB more at the peak are worth {price_us:.0f} us; it would save"
+            return Miss(Reason.MEMORY, f"{text} {alternative.saved_us:.0f}")
+        if failed := self.order.fuse(alternative.site.members):
             return failed
-        self._take(i, _Pick(way, holds, lifts, worth))
+        placement = _Placement(alternative, held, peak_growth, benefit)
+        self.log.append((i, placement, True, self.memory.current_peak))
+        self._add(i, placement)
         return None
 
-    def _take(self, i: int, pick: _Pick) -> None:
-        self.done.append((i, pick, True, self.memory.top))
-        self.memory.add(pick.holds)
-        self.picks[i] = pick
-        self.taken |= pick.way.takes
+    def _add(self, i: int, placement: _Placement) -> None:
+        self.memory.add(placement.held)
+        self.placements[i] = placement
+        self.used_matmuls |= placement.alternative.matmul_bits
+
+    def _remove(self, i: int) -> None:
+        placement = self.placements.pop(i)
+        self.memory.remove(placement.held)
+        self.used_matmuls &= ~placement.alternative.matmul_bits
 
     def release(self, i: int) -> None:
-        """Gives a candidate's nodes back."""
-        pick = self.picks.pop(i)
-        self.done.append((i, pick, False, self.memory.top))
-        self.order.release(pick.way.site.members)
-        self.memory.remove(pick.holds)
-        self.taken &= ~pick.way.takes
+        """Remove the placement of candidate `i`."""
+        placement = self.placements[i]
+        self.log.append((i, placement, False, self.memory.current_peak))
+        self.order.release(placement.alternative.site.members)
+        self._remove(i)
 
     def mark(self) -> tuple[int, int]:
-        return len(self.done), self.order.mark()
+        return len(self.log), self.order.mark()
 
-    def back(self, mark: tuple[int, int]) -> None:
-        """Makes everything as it was at `mark`."""
-        while len(self.done) > mark[0]:
-            i, pick, placed, top = self.done.pop()
-            if placed:
-                del self.picks[i]
-                self.taken &= ~pick.way.takes
-                self.memory.remove(pick.holds)
+    def undo_to(self, mark: tuple[int, int]) -> None:
+        """Restore the state at `mark`."""
+        while len(self.log) > mark[0]:
+            i, placement, was_placed, peak_before = self.log.pop()
+            if was_placed:
+                self._remove(i)
             else:
-                self.picks[i] = pick
-                self.taken |= pick.way.takes
-                self.memory.add(pick.holds)
-            self.memory.top = top
+                self._add(i, placement)
+            self.memory.current_peak = peak_before
         self.order.back(mark[1])
 
-    def greedy(self) -> None:
-        heap = [(-way.worth, i, k) for i, offer in enumerate(self.offers) for k, way in enumerate(offer.ways)]
+    def place_greedily(self) -> None:
+        heap = [(a.benefit.negated, i, k) for i, found in enumerate(self.candidates) for k, a in enumerate(found.ranked)]
         heapq.heapify(heap)
         while heap:
-            worth, i, k = heapq.heappop(heap)
-            if i in self.picks:
+            key, i, k = heapq.heappop(heap)
+            if i in self.placements:
                 continue
-            way, mark = self.offers[i].ways[k], self.mark()
-            if self.place(i, way) is None and heap and -self.picks[i].worth > heap[0][0] and -worth > self.picks[i].worth:
-                later = (-self.picks[i].worth, i, k)  # what it costs in memory puts it behind others
-                self.back(mark)
-                heapq.heappush(heap, later)
+            mark = self.mark()
+            if self.place(i, self.candidates[i].ranked[k]) is not None:
+                continue
+            key_with_memory = self.placements[i].benefit.negated
+            if heap and key_with_memory > heap[0][0] and key_with_memory > key:
+                self.undo_to(mark)  # its memory price puts it after others
+                heapq.heappush(heap, (key_with_memory, i, k))
 
     def improve(self, window: list[int], tries: int) -> bool:
-        """Searches through what the candidates of `window` could have; True where they are worth more then."""
-        before = [i for i in window if i in self.picks]
-        worth = sum(self.picks[i].worth for i in before)
-        if worth + BETTER_US > sum(self.offers[i].ways[0].worth for i in window):
+        """Search the alternatives of the candidates of `window`. Return whether they have a larger benefit then."""
+        before = [i for i in window if i in self.placements]
+        benefit = total_benefit([self.placements[i].benefit for i in before])
+        if benefit.plus_us(BETTER_US) > total_benefit([self.candidates[i].ranked[0].benefit for i in window]):
             return False  # each has its best
         mark = self.mark()
         for i in before:
             self.release(i)
-        search = _Search(self, window, worth + BETTER_US, tries)
-        search.run(0, 0.0)
-        # The same steps from the same state: they are taken again, or all is as it was.
-        if search.best is None or any(self.place(i, way) is not None for i, way in search.best.items()):
-            self.back(mark)
+        search = _Search(self, window, benefit.plus_us(BETTER_US), tries)
+        search.run(0, NO_BENEFIT)
+        # The same steps from the same state: either all are placed again, or the state is restored.
+        if search.best is None or any(self.place(i, a) is not None for i, a in search.best.items()):
+            self.undo_to(mark)
             return False
         return True
 
-    def weighed(self, i: int) -> BulkEstimate | None:
-        """What was open to a candidate beside other matmuls, and with its own."""
-        offer, pick = self.offers[i], self.picks.get(i)
-        others = [w for w in offer.ways if w.bulk][:SHOWN]
-        if not others or not offer.limited:
+    def estimate(self, i: int) -> BulkEstimate | None:
+        """Return what bulk overlap and the candidate's own matmuls would save."""
+        alternatives, placement = self.candidates[i], self.placements.get(i)
+        bulk = [a for a in alternatives.ranked if a.is_bulk][:SHOWN]
+        if not bulk or not alternatives.counts_memory:
             return None
-        own = max((w for w in offer.ways if not w.bulk), key=lambda w: w.saves_us, default=None)
-        if pick and pick.way.bulk:
-            saves, holds, lifts = pick.way.saves_us, pick.holds, pick.lifts
+        own = max((a for a in alternatives.ranked if not a.is_bulk), key=lambda a: a.saved_us, default=None)
+        if placement and placement.alternative.is_bulk:
+            saved_us, held, peak_growth = placement.alternative.saved_us, placement.held, placement.peak_growth
         else:
-            held = [(w.saves_us, holds := self.memory.holds(w.site.members), self.memory.lift(holds)) for w in others]
-            saves, holds, lifts = max(held, key=lambda x: x[0] - x[2] * offer.byte_us)
-        return BulkEstimate(round(saves, 2), total(holds), lifts, round(own.saves_us, 2) if own else None)
+            options = [(a.saved_us, held := self.memory.held_by(a.site.members), self.memory.growth_with(held)) for a in bulk]
+            saved_us, held, peak_growth = max(options, key=lambda x: x[0] - x[2] * alternatives.us_per_byte)
+        return BulkEstimate(round(saved_us, 2), total_bytes(held), peak_growth, round(own.saved_us, 2) if own else None)
 
-    def outcome(self, i: int) -> Alternative | Miss:
-        if i in self.picks:
-            return self.picks[i].way
-        offer = self.offers[i]
+    def result(self, i: int) -> Alternative | Miss:
+        if i in self.placements:
+            return self.placements[i].alternative
+        alternatives = self.candidates[i]
         lost: Miss | None = None
-        for way in offer.ways:
-            refused = self.place(i, way)
+        for alternative in alternatives.ranked:
+            refused = self.place(i, alternative)
             if refused is None:
-                return way
+                return alternative
             lost = lost or refused
         if lost is not None and lost.reason is Reason.MEMORY:
             return lost
-        return offer.miss or lost or Miss(Reason.NO_MATMUL, "no matmul produces, consumes or can run beside it")
+        return alternatives.miss or lost or Miss(Reason.NO_MATMUL, "no matmul produces or consumes it, and none is independent")
 
 
 class _Search:
-    """Branch and bound over a window: candidates in order, each one's ways from the best on, then none."""
+    """Branch and bound over a window: candidates in order; of each its alternatives from the best on, then none."""
 
-    def __init__(self, state: _State, window: list[int], floor: float, tries: int) -> None:
+    def __init__(self, state: _State, window: list[int], floor: Benefit, tries: int) -> None:
         self.state, self.window, self.floor, self.tries = state, window, floor, tries
-        self.now: dict[int, Alternative] = {}
+        self.selected: dict[int, Alternative] = {}
         self.best: dict[int, Alternative] | None = None
 
-    def run(self, depth: int, worth: float) -> None:
+    def run(self, depth: int, benefit: Benefit) -> None:
         state = self.state
         if depth == len(self.window):
-            if worth > self.floor:
-                self.floor, self.best = worth + BETTER_US, dict(self.now)
+            if benefit > self.floor:
+                self.floor, self.best = benefit.plus_us(BETTER_US), dict(self.selected)
             return
         i = self.window[depth]
-        for way in state.offers[i].ways:
-            if way.takes & state.taken:
+        for alternative in state.candidates[i].ranked:
+            if alternative.matmul_bits & state.used_matmuls:
                 continue
-            if worth + way.worth + self.rest(depth + 1, way.takes) <= self.floor:
+            if self.bound([benefit, alternative.benefit], depth + 1, alternative.matmul_bits) <= self.floor:
                 continue
             if self.tries <= 0:
                 return
             self.tries -= 1
             mark = state.mark()
-            if state.place(i, way) is None:
-                self.now[i] = way
-                self.run(depth + 1, worth + state.picks[i].worth)
-                del self.now[i]
-                state.back(mark)
-        if worth + self.rest(depth + 1, 0) > self.floor:
-            self.run(depth + 1, worth)
+            if state.place(i, alternative) is None:
+                self.selected[i] = alternative
+                self.run(depth + 1, benefit.plus(state.placements[i].benefit))
+                del self.selected[i]
+                state.undo_to(mark)
+        if self.bound([benefit], depth + 1, 0) > self.floor:
+            self.run(depth + 1, benefit)
 
-    def rest(self, depth: int, more: int) -> float:
-        """What those from `depth` on can be worth at most, with `more` nodes taken."""
-        taken = self.state.taken | more
-        return sum(
-            next((way.worth for way in self.state.offers[i].ways if not way.takes & taken), 0.0) for i in self.window[depth:]
-        )
+    def bound(self, benefits: list[Benefit], depth: int, more_matmuls: int) -> Benefit:
+        """Return `benefits` plus the most that the candidates from `depth` on can add, with `more_matmuls` used."""
+        used = self.state.used_matmuls | more_matmuls
+        for i in self.window[depth:]:
+            for alternative in self.state.candidates[i].ranked:
+                if not alternative.matmul_bits & used:
+                    benefits.append(alternative.benefit)
+                    break
+        return total_benefit(benefits)
 
 
-def _taken_text(offer: Alternatives) -> str:
-    if not offer.ways[0].bulk:
-        one = len(offer.ways[0].site.matmuls) == 1
+def _taken_text(alternatives: Alternatives) -> str:
+    if not alternatives.ranked[0].is_bulk:
+        one = len(alternatives.ranked[0].site.matmuls) == 1
         return "its matmul already hides another collective" if one else "its matmuls already hide another collective"
     return "every independent matmul already hides another collective"

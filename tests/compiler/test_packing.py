@@ -30,7 +30,7 @@ AUTO = Options(profile="h200", min_bytes=0)
 def no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory and margins are what brute force knows nothing of."""
     monkeypatch.setattr(peak_memory, "MORE_BYTES", 1 << 60)
-    monkeypatch.setattr(profitability.SiteCosts, "byte_us", lambda *_: 0.0)
+    monkeypatch.setattr(profitability.SiteCosts, "us_per_byte", lambda *_: 0.0)
     monkeypatch.setattr(alternatives, "margin_us", lambda *_: 0.0)
 
 
@@ -143,7 +143,7 @@ def test_another_matmul_must_save_more_than_predictions_err(monkeypatch: pytest.
     assert kept.pairing and kept.pairing.own_us and 0 < kept.pairing.saves_us - kept.pairing.own_us < 40
     assert str(kept.pairing) in kept.detail
     monkeypatch.setattr(alternatives, "margin_us", lambda *_: 0.0)
-    monkeypatch.setattr(profitability.SiteCosts, "byte_us", lambda *_: 0.0)
+    monkeypatch.setattr(profitability.SiteCosts, "us_per_byte", lambda *_: 0.0)
     (moved,) = decided(near_tie()).plan.decisions
     assert moved.strategy.mode is Mode.BULK, "the margin alone keeps it with its own"
 
@@ -168,12 +168,18 @@ def test_a_search_that_finds_nothing_leaves_all_as_it_was(monkeypatch: pytest.Mo
     improve, found = packing._State.improve, Counter[bool]()
 
     def checked(state: Any, window: list[int], tries: int) -> bool:
-        before = (dict(state.picks), list(state.order.items), dict(state.order.position), list(state.memory.live), state.taken)
+        before = (
+            dict(state.placements),
+            list(state.order.items),
+            dict(state.order.position),
+            list(state.memory.live),
+            state.used_matmuls,
+        )
         better = improve(state, window, tries)
         found[better] += 1
-        after = (state.picks, state.order.items, state.order.position, state.memory.live, state.taken)
+        after = (state.placements, state.order.items, state.order.position, state.memory.live, state.used_matmuls)
         assert better or before == after
-        assert max(state.memory.live) <= state.memory.top
+        assert max(state.memory.live) <= state.memory.current_peak
         return better
 
     monkeypatch.setattr(packing._State, "improve", checked)
