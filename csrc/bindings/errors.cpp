@@ -26,7 +26,7 @@ const char* class_of(FailureCode code) {
             return "SiteMismatchError";
         case FailureCode::peer_failed:
             return "PeerFailedError";
-        case FailureCode::turn_timeout:
+        case FailureCode::group_lock_timeout:
             return "DeviceTimeoutError";
         default:
             return "PeerTimeoutError";

@@ -180,7 +180,7 @@ Workspace workspace_of(cudaStream_t owner, c10::DeviceIndex device) {
     static auto* all = new std::map<std::pair<int, cudaStream_t>, void*>;  // never destroyed: CUDA may go first
     const std::lock_guard<std::mutex> lock(mutex);
     void*& one = (*all)[{device, owner}];
-    if (!one) one = cuda::allocate_for_good(cuda::blas_workspace_bytes);
+    if (!one) one = cuda::allocate_permanently(cuda::blas_workspace_bytes);
     return one ? Workspace{one, {}} : allocate();
 }
 

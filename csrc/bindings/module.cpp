@@ -6,6 +6,8 @@
 
 #include "bindings/counted_ranges.h"
 #include "bindings/python.h"
+#include "core/float8.h"
+#include "core/forward_uses.h"
 #include "core/registry.h"
 #include "core/settings.h"
 #include "cpu/shm_arena.h"
@@ -221,8 +223,11 @@ void define_testing(py::module_ m) {
         publish();
     });
 #ifdef UB_OVERLAP_CUDA
-    m.def("hold_turn", [](cuda::CudaArena& arena) { arena.hold_turn(); }, "As if a call of the group never ended.");
+    m.def(
+        "hold_group_lock", [](cuda::CudaArena& arena) { arena.hold_group_lock(); },
+        "Take the group's lock on the device, as a call that never ends.");
 #endif
+    m.attr("float8_numbers") = py::make_tuple(least_scale, e4m3_max, e5m2_max);
     m.def("provider_calls", &ProgramCache::provider_calls, "How often the schedule provider has been asked.");
     m.def("clear_programs", &ProgramCache::clear);
 }
@@ -254,13 +259,19 @@ PYBIND11_MODULE(_C, m) {
     py::class_<cuda::CudaArena, Arena, std::shared_ptr<cuda::CudaArena>>(m, "CudaArena")
         .def(py::init<int, std::shared_ptr<ShmArena>, const std::vector<uint64_t>&, const std::vector<uint64_t>&, int64_t>(),
              py::arg("device"), py::arg("host"), py::arg("words"), py::arg("data"), py::arg("slot_bytes"))
-        .def_property_readonly("captured", &cuda::CudaArena::captured, "Whether some graph holds the slots' addresses.")
-        .def("ended", &cuda::CudaArena::ended, "Whether every plain call of the group has ended on the device.")
-        .def("free_to_go", &cuda::CudaArena::free_to_go, py::call_guard<py::gil_scoped_release>(),
+        .def_property_readonly("captured", &cuda::CudaArena::has_captured, "Whether some graph holds the slots' addresses.")
+        .def("ended", &cuda::CudaArena::has_ended, "Whether every plain call of the group has ended on the device.")
+        .def("free_to_go", &cuda::CudaArena::can_free, py::call_guard<py::gil_scoped_release>(),
              "Whether memory of the arena can be freed now; takes a second at most.")
         .def("replace", &cuda::CudaArena::replace, py::arg("data"), py::arg("slot_bytes"));
     m.def("words_bytes", &cuda::words_bytes, py::arg("ranks"), "Symmetric memory that a rank needs beside its slots.");
 #endif
+
+    py::class_<ForwardUses>(m, "ForwardUses", "Whether backward may reuse the cached cast of a weight.")
+        .def(py::init<>())
+        .def("can_reuse", &ForwardUses::can_reuse, py::arg("reuse_forward"), py::arg("in_capture") = 0)
+        .def("record", &ForwardUses::record, py::arg("reuse_forward"), py::arg("in_capture") = 0)
+        .def_readonly("count", &ForwardUses::count);
 
     py::class_<Session, std::shared_ptr<Session>>(m, "Session")
         .def(py::init([](std::string group, std::string device, int rank, int ranks, std::shared_ptr<Arena> arena,

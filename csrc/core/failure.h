@@ -12,12 +12,12 @@ namespace ub_overlap {
 
 enum class FailureCode : int32_t {
     none = 0,
-    peer_timeout = 1,    // `culprit` did not come before the deadline
-    peer_died = 2,       // the process of `culprit` is gone
-    shape_mismatch = 3,  // `culprit` brought other sizes to the same site
-    site_mismatch = 4,   // `culprit` is at another site
-    peer_failed = 5,     // `reporter` raised something of its own
-    turn_timeout = 6,    // on the device of `culprit` a call of the group does not go on, and the next one waits for its turn
+    peer_timeout = 1,        // `culprit` did not come before the deadline
+    peer_died = 2,           // the process of `culprit` is gone
+    shape_mismatch = 3,      // `culprit` brought other sizes to the same site
+    site_mismatch = 4,       // `culprit` is at another site
+    peer_failed = 5,         // `reporter` raised something of its own
+    group_lock_timeout = 6,  // on the device of `culprit` a call holds the group lock and makes no progress
 };
 
 // Fixed size and free of pointers. `reporter` is the rank that noticed.

@@ -6,6 +6,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "core/float8.h"
+
 namespace ub_overlap {
 namespace {
 
@@ -74,7 +76,7 @@ std::array<float, 256> float8_numbers(int mantissa_bits, int bias, bool has_infi
 
 struct E4M3 {
     using Raw = uint8_t;
-    static constexpr float most = 448.0f;
+    static constexpr float most = e4m3_max;
     static float load(uint8_t v) {
         static const std::array<float, 256> numbers = float8_numbers(3, 7, false);
         return numbers[v];

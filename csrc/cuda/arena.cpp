@@ -12,7 +12,7 @@ namespace {
 
 std::vector<char*> pointers(const std::vector<uint64_t>& numbers, int ranks) {
     if (static_cast<int>(numbers.size()) != ranks) {
-        throw NamedError("ArenaError", {{"what", "an arena needs one pointer a rank"},
+        throw NamedError("ArenaError", {{"what", "an arena needs one pointer per rank"},
                                         {"got", std::to_string(numbers.size())},
                                         {"expected", std::to_string(ranks)}});
     }
@@ -29,11 +29,11 @@ std::string hex(uint32_t tag) {
 
 }  // namespace
 
-OnDevice::OnDevice(int device) {
-    check(cudaGetDevice(&before_), "find the current device");
-    if (before_ != device) check(cudaSetDevice(device), "change the device");
+DeviceScope::DeviceScope(int device) {
+    check(cudaGetDevice(&before_), "get the current device");
+    if (before_ != device) check(cudaSetDevice(device), "set the current device");
 }
-OnDevice::~OnDevice() {
+DeviceScope::~DeviceScope() {
     cudaSetDevice(before_);
 }
 
@@ -49,7 +49,7 @@ CudaArena::CudaArena(int device, std::shared_ptr<ShmArena> host, const std::vect
                                         {"got", std::to_string(ranks())},
                                         {"expected", "at most " + std::to_string(max_ranks)}});
     }
-    const OnDevice here(device_);
+    const DeviceScope scope(device_);
     group_.rank = rank(), group_.ranks = ranks();
     const std::vector<char*> shared = pointers(words, ranks());
     for (int r = 0; r < ranks(); ++r) group_.shared[r] = reinterpret_cast<SharedState*>(shared[r]);
@@ -59,33 +59,33 @@ CudaArena::CudaArena(int device, std::shared_ptr<ShmArena> host, const std::vect
     check(cudaHostAlloc(&record, sizeof(WaitFailure), pinned), "allocate the failure record");
     group_.failure = new (record) WaitFailure{};
     check(cudaHostAlloc(reinterpret_cast<void**>(&abort_source_), sizeof(uint64_t), pinned), "allocate the abort word");
-    check(cudaStreamCreateWithFlags(&abort_stream_, cudaStreamNonBlocking), "make a stream");
-    check(cudaEventCreateWithFlags(&last_call, cudaEventDisableTiming), "make an event");
+    check(cudaStreamCreateWithFlags(&abort_stream_, cudaStreamNonBlocking), "create a stream");
+    check(cudaEventCreateWithFlags(&last_call_end, cudaEventDisableTiming), "create an event");
     preload_waits();
     preload_data();
-    preload_wire();
-    preload_quantise();
-    preload_weights();
-    // On a stream of its own: the caller's may stand behind a peer that waits for this rank to bind.
+    preload_fp8_wire();
+    preload_delayed_cast();
+    preload_cached_weight();
+    // On its own stream: the caller's stream may be waiting for a peer that waits for this rank to bind.
     check(cudaMemsetAsync(group_.local, 0, sizeof(LocalState), abort_stream_), "clear the epochs");
     const int64_t deadline = now_ns() + settings().step_timeout_ns.load(std::memory_order_relaxed);
-    cudaError_t found = cudaErrorNotReady;
-    wait_until([&] { return (found = cudaStreamQuery(abort_stream_)) != cudaErrorNotReady; }, deadline, [] {});
-    check(found, "set up the arena: the device has not come to it within the deadline of a step");
+    cudaError_t status = cudaErrorNotReady;
+    wait_until([&] { return (status = cudaStreamQuery(abort_stream_)) != cudaErrorNotReady; }, deadline, [] {});
+    check(status, "set up the arena: the device did not reach it within the deadline of a step");
 }
 
-// What a graph of torch's or a call that still runs may name stays.
+// Memory that a graph of torch's or a running call may use is not freed.
 CudaArena::~CudaArena() {
     try {
-        const OnDevice here(device_);
-        if (captured_ || !free_to_go()) return;
-        replays_.clear();
+        const DeviceScope scope(device_);
+        if (captured_ || !can_free()) return;
+        recorded_calls_.clear();
         cudaFree(group_.local);
         cudaFreeHost(group_.failure);
         cudaFreeHost(abort_source_);
         cudaStreamDestroy(abort_stream_);
-        cudaEventDestroy(last_call);
-    } catch (...) {  // the driver is shutting down, or there is no thread to be had: what the device may use stays
+        cudaEventDestroy(last_call_end);
+    } catch (...) {  // the driver is shutting down, or no thread can start: memory that the device may use is not freed
     }
 }
 
@@ -96,88 +96,90 @@ uint64_t* CudaArena::flag_word(int rank, uint32_t place) const {
 void CudaArena::replace(const std::vector<uint64_t>& data, int64_t slot_bytes) {
     data_ = pointers(data, ranks());
     slot_bytes_ = slot_bytes;
-    replays_.clear();
+    recorded_calls_.clear();
 }
 
-void CudaArena::note(const Call& call) {
+void CudaArena::record(const Call& call) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    auto found = names_.find(call.tag);
-    if (found == names_.end()) {
-        if (names_.size() > 4096) names_.clear();  // dynamic shapes: tags without end
-        found = names_.emplace(call.tag, Name{call.op_name, call.site, call.shape_text}).first;
+    auto entry = names_.find(call.tag);
+    if (entry == names_.end()) {
+        if (names_.size() > 4096) names_.clear();  // dynamic shapes give new tags without end
+        entry = names_.emplace(call.tag, CallName{call.op_name, call.site, call.shape_text}).first;
     }
-    last_ = found->second;
+    last_ = entry->second;
 }
 
-bool CudaArena::ended() const {
-    const OnDevice here(device_);
+bool CudaArena::has_ended() const {
+    const DeviceScope scope(device_);
     const RelaxedCapture relaxed;  // another thread may be capturing
-    const cudaError_t found = called ? cudaEventQuery(last_call) : cudaSuccess;
-    if (found != cudaSuccess) cudaGetLastError();
-    return found != cudaErrorNotReady;  // a device that has failed runs nothing any more
+    const cudaError_t status = has_called ? cudaEventQuery(last_call_end) : cudaSuccess;
+    if (status != cudaSuccess) cudaGetLastError();
+    return status != cudaErrorNotReady;  // a failed device runs nothing any more
 }
 
-bool CudaArena::free_to_go() const {
-    constexpr int64_t patience_ns = 1'000'000'000;
-    return ended() && rests(device_, patience_ns);
+bool CudaArena::can_free() const {
+    constexpr int64_t timeout_ns = 1'000'000'000;
+    return has_ended() && is_idle(device_, timeout_ns);
 }
 
 void CudaArena::quiesce() {
     const int64_t deadline = now_ns() + settings().step_timeout_ns.load(std::memory_order_relaxed);
-    wait_until([this] { return ended(); }, deadline, [] {});
+    wait_until([this] { return has_ended(); }, deadline, [] {});
 }
 
-void CudaArena::hold_turn() {
-    const OnDevice here(device_);
-    static_assert(busy == 1ull << 32, "the lowest bit of the fifth byte");
-    check(cudaMemsetAsync(reinterpret_cast<char*>(&group_.local->begun) + 4, 1, 1, abort_stream_), "hold the turn");
-    check(cudaStreamSynchronize(abort_stream_), "hold the turn");
+void CudaArena::hold_group_lock() {
+    const DeviceScope scope(device_);
+    static_assert(group_lock == 1ull << 32, "the lowest bit of the fifth byte");
+    check(cudaMemsetAsync(reinterpret_cast<char*>(&group_.local->epoch_and_lock) + 4, 1, 1, abort_stream_),
+          "hold the group lock");
+    check(cudaStreamSynchronize(abort_stream_), "hold the group lock");
 }
 
-// That this rank's own device does not go on is why its peers wait for it: it counts more than what they have told.
+// Failures of peers, unless this rank's own device makes no progress: that is why the peers wait for it.
 const Failure* CudaArena::aborted() {
-    if (met_.load(std::memory_order_acquire) && own_.code == FailureCode::turn_timeout) return &own_;
+    if (has_failed_.load(std::memory_order_acquire) && own_failure_.code == FailureCode::group_lock_timeout)
+        return &own_failure_;
     return Arena::aborted();
 }
 
 void CudaArena::abort(const Failure& failure) {
     Arena::abort(failure);
-    // Kernels that wait for us, here and on our peers, need not come to their deadlines.
+    // Kernels that wait for us, here and on our peers, need not reach their deadlines.
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (reported_) return;  // the kernel that failed has told them, or we did
+    if (reported_) return;  // the failed kernel has sent it, or we have
     reported_ = true;
     AbortWord word;
     word.code = static_cast<uint32_t>(failure.code);
     word.reporter = failure.reporter < 0 ? rank() : failure.reporter;
     word.culprit = failure.culprit < 0 ? rank() : failure.culprit;
     word.epoch = failure.expected;
-    int before = 0;
-    if (cudaGetDevice(&before) != cudaSuccess) return;
+    int previous = 0;
+    if (cudaGetDevice(&previous) != cudaSuccess) return;
     cudaSetDevice(device_);
     *abort_source_ = pack_abort(word);
     for (int r = 0; r < ranks(); ++r) {
         cudaMemcpyAsync(&group_.shared[r]->abort, abort_source_, sizeof(uint64_t), cudaMemcpyDefault, abort_stream_);
     }
     cudaGetLastError();  // best effort: their deadlines remain
-    cudaSetDevice(before);
+    cudaSetDevice(previous);
 }
 
 void CudaArena::poll() {
     const auto* record = static_cast<const volatile WaitFailure*>(group_.failure);
-    if (record->outcome == 0 || met_.load(std::memory_order_acquire)) return;
+    if (record->outcome == 0 || has_failed_.load(std::memory_order_acquire)) return;
     std::atomic_thread_fence(std::memory_order_acquire);
     {
         const std::lock_guard<std::mutex> lock(mutex_);
-        if (met_.load(std::memory_order_relaxed)) return;
-        own_ = failure_from(*group_.failure);
+        if (has_failed_.load(std::memory_order_relaxed)) return;
+        own_failure_ = failure_from(*group_.failure);
         reported_ = true;
-        met_.store(true, std::memory_order_release);
+        has_failed_.store(true, std::memory_order_release);
     }
-    abort(own_);
+    abort(own_failure_);
 }
 
-// A rank whose process has ended, or -1.
-int CudaArena::gone_rank() {
+// Returns a rank whose process has ended, or -1.
+int CudaArena::find_dead_rank() {
     for (int r = 0; r < ranks(); ++r) {
         const ControlBlock* block = control(r);
         if (r != rank() && block && start_time_of(block->pid) != block->start_time) return r;
@@ -190,15 +192,15 @@ Failure CudaArena::failure_from(const WaitFailure& seen) {
     failure.reporter = rank();
     failure.culprit = static_cast<int32_t>(seen.culprit);
     failure.chunk = static_cast<int32_t>(seen.index);
-    failure.expected = epoch_of(seen.wanted);
+    failure.expected = epoch_of(seen.expected);
     failure.observed = epoch_of(seen.seen);
     failure.waited_s = static_cast<double>(seen.waited_ns) * 1e-9;
     set_text(failure.phase, name_of(static_cast<FlagKind>(seen.kind)));
-    const auto found = names_.find(tag_of(seen.wanted));
-    const Name& own = found == names_.end() ? last_ : found->second;
+    const auto entry = names_.find(tag_of(seen.expected));
+    const CallName& own = entry == names_.end() ? last_ : entry->second;
     set_text(failure.op, own.op);
     set_text(failure.site, own.site);
-    uint32_t own_tag = tag_of(seen.wanted);
+    uint32_t own_tag = tag_of(seen.expected);
     auto outcome = static_cast<WaitOutcome>(seen.outcome);
     if (outcome == WaitOutcome::aborted) {
         const AbortWord word = unpack_abort(seen.abort);
@@ -207,34 +209,35 @@ Failure CudaArena::failure_from(const WaitFailure& seen) {
         failure.culprit = static_cast<int32_t>(word.culprit);
         failure.chunk = static_cast<int32_t>(word.index);
         if (failure.code == FailureCode::peer_timeout || failure.code == FailureCode::peer_died) outcome = WaitOutcome::timeout;
-        // What its culprit is to the reporter, the reporter is to the culprit.
+        // The culprit differs from the reporter as the reporter does from the culprit.
         if (failure.code == FailureCode::site_mismatch || failure.code == FailureCode::shape_mismatch) {
             const int other = failure.culprit == rank() ? failure.reporter : failure.culprit;
             describe_mismatch(failure, other, 0, own_tag);
         }
-        if (failure.code == FailureCode::turn_timeout) set_text(failure.phase, "TURN");
+        if (failure.code == FailureCode::group_lock_timeout) set_text(failure.phase, "GROUP_LOCK");
         if (failure.code == FailureCode::peer_failed)
-            set_text(failure.got, "rank " + std::to_string(word.reporter) + " gave up");
+            set_text(failure.got, "rank " + std::to_string(word.reporter) + " aborted");
     }
     if (outcome == WaitOutcome::timeout) {
         failure.code = FailureCode::peer_timeout;
-        if (const int gone = gone_rank(); gone >= 0) failure.code = FailureCode::peer_died, failure.culprit = gone;
-    } else if (outcome == WaitOutcome::turn) {
-        failure.code = FailureCode::turn_timeout;
-        set_text(failure.phase, "TURN");
+        if (const int dead = find_dead_rank(); dead >= 0) failure.code = FailureCode::peer_died, failure.culprit = dead;
+    } else if (outcome == WaitOutcome::group_lock) {
+        failure.code = FailureCode::group_lock_timeout;
+        set_text(failure.phase, "GROUP_LOCK");
     } else if (outcome == WaitOutcome::mismatch) {
         describe_mismatch(failure, failure.culprit, tag_of(seen.seen), own_tag);
     }
     return failure;
 }
 
-// What `source` brought instead. Its host tells by tags what its last calls were; `seen_tag` 0: it is not known, take the last.
+// Describes the call of rank `source` instead of ours. Its host publishes its last calls by tag. `seen_tag` 0: unknown, use the
+// last one.
 void CudaArena::describe_mismatch(Failure& failure, int source, uint32_t seen_tag, uint32_t own_tag) {
     failure.code = FailureCode::site_mismatch;
     failure.culprit = source;
     failure.reporter = rank();
-    const auto found = names_.find(own_tag);
-    const Name& own = found == names_.end() ? last_ : found->second;
+    const auto entry = names_.find(own_tag);
+    const CallName& own = entry == names_.end() ? last_ : entry->second;
     const CallDescriptor* theirs = nullptr;
     for (const CallDescriptor& call : control(source)->calls) {
         const uint64_t stamp = call.stamp.load(std::memory_order_acquire);

@@ -18,15 +18,16 @@ uint32_t lowest_bit(uint64_t bits) {
     return static_cast<uint32_t>(bits & (~bits + 1));
 }
 
-// One operand as cuBLASLt sees it: column-major, `rows` x `cols` in memory.
+// One operand in the view of cuBLASLt: column-major, `rows` x `cols` in memory.
 struct Operand {
     const char* data = nullptr;
     int64_t rows = 0, cols = 0, stride = 0, batch_step = 0;
     bool row_major = false;
     DType type = DType::f32;
 
-    // A row-major matrix is the column-major one of its transpose.
-    bool take(const Matrix& m, int64_t step) {
+    // Describes `m`; false if it is neither row- nor column-major. A row-major matrix is the column-major matrix of its
+    // transpose.
+    bool set(const Matrix& m, int64_t step) {
         data = m.data, batch_step = step, type = m.type;
         if (m.col_stride == 1 && m.row_stride >= std::max<int64_t>(m.cols, 1)) {
             row_major = true, rows = m.cols, cols = m.rows, stride = m.row_stride;
@@ -35,7 +36,7 @@ struct Operand {
         row_major = false, rows = m.rows, cols = m.cols, stride = m.col_stride;
         return m.row_stride == 1 && m.col_stride >= std::max<int64_t>(m.rows, 1);
     }
-    // Bytes that the address, and every row and batch after it, is a multiple of.
+    // Returns the largest power of two that divides the address and the batch step, in bytes, up to 256.
     uint32_t alignment() const {
         const auto size = static_cast<uint64_t>(size_of(type));
         return lowest_bit(reinterpret_cast<uint64_t>(data) | (static_cast<uint64_t>(batch_step) * size) | 256);
@@ -44,14 +45,14 @@ struct Operand {
 
 using Shape = std::array<int64_t, 29>;
 
-// What a float8 product needs beside its matrices; `scaled` false: it is none.
+// The scales of a float8 matmul; `scaled` is false for other matmuls.
 struct Scaling {
     const float *a = nullptr, *b = nullptr;
     bool scaled = false, each = false, fast = false;
 
     explicit Scaling(const MatmulTask& t)
         : a(t.a_scale.data), b(t.b_scale.data), scaled(t.scaled()), each(t.a_scale.each), fast(t.fast_sums) {}
-    // Where a row's piece begins anywhere among its scales, wide loads of them would not be aligned.
+    // A piece may begin anywhere in the scales of its rows, where wide loads would not be aligned.
     uint32_t alignment(const float* of) const { return lowest_bit(reinterpret_cast<uint64_t>(of) | 256); }
 };
 
@@ -72,19 +73,19 @@ cudaDataType_t data_type(DType type) {
     return types[static_cast<int32_t>(type)];
 }
 
-cublasLtMatrixLayout_t layout(const Operand& x, int64_t batch) {
-    cublasLtMatrixLayout_t made = nullptr;
-    need(cublasLtMatrixLayoutCreate(&made, data_type(x.type), static_cast<uint64_t>(x.rows), static_cast<uint64_t>(x.cols),
+cublasLtMatrixLayout_t make_layout(const Operand& x, int64_t batch) {
+    cublasLtMatrixLayout_t layout = nullptr;
+    need(cublasLtMatrixLayoutCreate(&layout, data_type(x.type), static_cast<uint64_t>(x.rows), static_cast<uint64_t>(x.cols),
                                     x.stride),
          "describe a matrix to cuBLASLt");
     if (batch > 1) {
         const auto count = static_cast<int32_t>(batch);
-        need(cublasLtMatrixLayoutSetAttribute(made, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count), "set a batch");
-        need(cublasLtMatrixLayoutSetAttribute(made, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &x.batch_step,
+        need(cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count), "set a batch");
+        need(cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &x.batch_step,
                                               sizeof x.batch_step),
              "set a batch's stride");
     }
-    return made;
+    return layout;
 }
 
 template <typename Value>
@@ -92,8 +93,8 @@ void set_attribute(cublasLtMatmulDesc_t desc, cublasLtMatmulDescAttributes_t whi
     need(cublasLtMatmulDescSetAttribute(desc, which, &value, sizeof value), what);
 }
 
-// cuBLASLt's first operand is our right one.
-void point_at_scales(cublasLtMatmulDesc_t desc, const Scaling& scaling) {
+// Sets the scales' addresses. cuBLASLt's first operand is our right one.
+void set_scales(cublasLtMatmulDesc_t desc, const Scaling& scaling) {
     set_attribute(desc, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, static_cast<const void*>(scaling.b), "set a scale");
     set_attribute(desc, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, static_cast<const void*>(scaling.a), "set a scale");
 }
@@ -101,12 +102,12 @@ void point_at_scales(cublasLtMatmulDesc_t desc, const Scaling& scaling) {
 // Plans of one device; never freed.
 class Planner {
   public:
-    Planner() { need(cublasLtCreate(&handle), "start cuBLASLt"); }
+    Planner() { need(cublasLtCreate(&handle), "create a cuBLASLt handle"); }
 
-    // `c`: what is added, where it is not `out` itself. `bias`: one number a column is added, or null.
+    // Returns the cached plan. `c`: the addend, or `out` itself. `bias`: a vector that is added to each row, or null.
     const Plan& plan(const Operand& a, const Operand& b, const Operand& c, const Operand& out, const char* bias, int64_t batch,
                      const Scaling& scaling) {
-        // A bias is loaded as wide as the result is stored.
+        // A bias is loaded with the width with which the result is stored.
         const uint32_t aligned = std::min(out.alignment(), lowest_bit(reinterpret_cast<uint64_t>(bias) | 256));
         const Shape shape{a.rows,
                           a.cols,
@@ -138,21 +139,21 @@ class Planner {
                           scaling.alignment(scaling.a),
                           scaling.alignment(scaling.b)};
         const std::lock_guard<std::mutex> lock(mutex_);
-        const auto found = plans_.find(shape);
-        if (found != plans_.end()) return *found->second;
+        const auto entry = plans_.find(shape);
+        if (entry != plans_.end()) return *entry->second;
         return *plans_.emplace(shape, std::make_unique<Plan>(make(a, b, c, out, bias != nullptr, aligned, batch, scaling)))
                     .first->second;
     }
 
-    // Biases and scales are named in the plan's description, so a plan with any is launched by one thread at a time.
-    std::mutex named;
+    // The plan's description holds the addresses of biases and scales, so such a plan is launched by one thread at a time.
+    std::mutex addresses_mutex;
     cublasLtHandle_t handle = nullptr;
 
   private:
     Plan make(const Operand& a, const Operand& b, const Operand& c, const Operand& out, bool bias, uint32_t aligned,
               int64_t batch, const Scaling& scaling) {
         Plan plan;
-        if (scaling.each && !row_scales_known) return plan;
+        if (scaling.each && !has_row_scales) return plan;
         need(cublasLtMatmulDescCreate(&plan.desc, CUBLAS_COMPUTE_32F, CUDA_R_32F), "describe a matmul to cuBLASLt");
         // In column-major terms out^T = b^T a^T: the right operand comes first.
         const cublasOperation_t first = b.row_major ? CUBLAS_OP_N : CUBLAS_OP_T,
@@ -160,16 +161,17 @@ class Planner {
         need(cublasLtMatmulDescSetAttribute(plan.desc, CUBLASLT_MATMUL_DESC_TRANSA, &first, sizeof first), "set an operation");
         need(cublasLtMatmulDescSetAttribute(plan.desc, CUBLASLT_MATMUL_DESC_TRANSB, &second, sizeof second),
              "set an operation");
-        plan.a = layout(b, batch), plan.b = layout(a, batch), plan.c = layout(c, batch), plan.d = layout(out, batch);
+        plan.a = make_layout(b, batch), plan.b = make_layout(a, batch), plan.c = make_layout(c, batch);
+        plan.d = make_layout(out, batch);
         const cublasLtEpilogue_t epilogue = bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
         need(cublasLtMatmulDescSetAttribute(plan.desc, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof epilogue),
              "set an epilogue");
-        if (scaling.scaled) describe(plan.desc, scaling, bias, out.type);
+        if (scaling.scaled) set_scaling(plan.desc, scaling, bias, out.type);
 
-        cublasLtMatmulPreference_t wish = nullptr;
-        need(cublasLtMatmulPreferenceCreate(&wish), "state a preference");
+        cublasLtMatmulPreference_t preference = nullptr;
+        need(cublasLtMatmulPreferenceCreate(&preference), "set a preference");
         const auto set = [&](cublasLtMatmulPreferenceAttributes_t which, auto value) {
-            need(cublasLtMatmulPreferenceSetAttribute(wish, which, &value, sizeof value), "state a preference");
+            need(cublasLtMatmulPreferenceSetAttribute(preference, which, &value, sizeof value), "set a preference");
         };
         set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<size_t>(blas_workspace_bytes));
         set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
@@ -180,29 +182,29 @@ class Planner {
         cublasLtMatmulHeuristicResult_t best{};
         int count = 0;
         const cublasStatus_t status =
-            cublasLtMatmulAlgoGetHeuristic(handle, plan.desc, plan.a, plan.b, plan.c, plan.d, wish, 1, &best, &count);
-        cublasLtMatmulPreferenceDestroy(wish);
+            cublasLtMatmulAlgoGetHeuristic(handle, plan.desc, plan.a, plan.b, plan.c, plan.d, preference, 1, &best, &count);
+        cublasLtMatmulPreferenceDestroy(preference);
         plan.usable = status == CUBLAS_STATUS_SUCCESS && count == 1 && best.state == CUBLAS_STATUS_SUCCESS;
         plan.algo = best.algo;
         return plan;
     }
 
 #if CUBLAS_VER_MAJOR > 12 || (CUBLAS_VER_MAJOR == 12 && CUBLAS_VER_MINOR >= 9)
-    static constexpr bool row_scales_known = true;
-    static void scale_rows(cublasLtMatmulDesc_t desc) {
+    static constexpr bool has_row_scales = true;
+    static void set_row_scale_mode(cublasLtMatmulDesc_t desc) {
         for (const auto which : {CUBLASLT_MATMUL_DESC_A_SCALE_MODE, CUBLASLT_MATMUL_DESC_B_SCALE_MODE}) {
             set_attribute(desc, which, static_cast<int32_t>(CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F), "set a scale mode");
         }
     }
 #else
-    static constexpr bool row_scales_known = false;
-    static void scale_rows(cublasLtMatmulDesc_t) {}
+    static constexpr bool has_row_scales = false;
+    static void set_row_scale_mode(cublasLtMatmulDesc_t) {}
 #endif
 
-    static void describe(cublasLtMatmulDesc_t desc, const Scaling& scaling, bool bias, DType out) {
-        if (scaling.each) scale_rows(desc);
-        point_at_scales(desc, scaling);
-        set_attribute(desc, CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(scaling.fast), "set the kind of sums");
+    static void set_scaling(cublasLtMatmulDesc_t desc, const Scaling& scaling, bool bias, DType out) {
+        if (scaling.each) set_row_scale_mode(desc);
+        set_scales(desc, scaling);
+        set_attribute(desc, CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(scaling.fast), "set fast accumulation");
         if (bias) set_attribute(desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, static_cast<int32_t>(data_type(out)), "set a bias");
     }
 
@@ -212,18 +214,18 @@ class Planner {
 
 Planner& planner_of_current_device() {
     static std::mutex mutex;
-    static auto* all = new std::map<int, std::unique_ptr<Planner>>;  // never destroyed: the driver may go first
+    static auto* all = new std::map<int, std::unique_ptr<Planner>>;  // never destroyed: the driver may shut down first
     int device = 0;
-    check(cudaGetDevice(&device), "find the current device");
+    check(cudaGetDevice(&device), "get the current device");
     const std::lock_guard<std::mutex> lock(mutex);
-    std::unique_ptr<Planner>& one = (*all)[device];
-    if (!one) one = std::make_unique<Planner>();
-    return *one;
+    std::unique_ptr<Planner>& planner = (*all)[device];
+    if (!planner) planner = std::make_unique<Planner>();
+    return *planner;
 }
 
 }  // namespace
 
-void* allocate_for_good(size_t bytes) {
+void* allocate_permanently(size_t bytes) {
     void* memory = nullptr;
     const RelaxedCapture relaxed;
     if (cudaMalloc(&memory, bytes) == cudaSuccess) return memory;
@@ -233,32 +235,32 @@ void* allocate_for_good(size_t bytes) {
 
 bool blas_matmul(const MatmulTask& t, void* workspace, cudaStream_t stream) {
     const Scaling scaling(t);
-    const bool narrow =
+    const bool supported_types =
         scaling.scaled ? t.batch == 1
                        : t.a.type != DType::f32 && t.b.type == t.a.type && (t.out.type == t.a.type || t.out.type == DType::f32);
     const bool adds = t.addend.data != nullptr, bias = adds && t.addend.row_stride == 0 && t.addend.col_stride == 1;
-    if (!narrow || t.a.cols == 0 || t.batch > INT32_MAX || (adds && (t.accumulate || t.addend.type != t.out.type)))
+    if (!supported_types || t.a.cols == 0 || t.batch > INT32_MAX || (adds && (t.accumulate || t.addend.type != t.out.type)))
         return false;
     if (t.batch == 0 || t.out.rows == 0 || t.out.cols == 0) return true;
     Operand a, b, c, out;
-    // A column-major result is the row-major one of the transposed problem.
-    const bool turned = t.out.col_stride != 1;
-    const bool known = turned ? out.take(t.out.transposed(), t.out_step) && a.take(t.b.transposed(), t.b_step) &&
-                                    b.take(t.a.transposed(), t.a_step)
-                              : out.take(t.out, t.out_step) && a.take(t.a, t.a_step) && b.take(t.b, t.b_step);
-    if (!known || !out.row_major || (turned && (adds || scaling.scaled)) || (bias && t.batch > 1)) return false;
-    // The only order of float8 matrices that Hopper takes; and a bias has no more than 16 bits there.
+    // A column-major result is the row-major result of the transposed problem.
+    const bool transposed = t.out.col_stride != 1;
+    const bool has_layout = transposed ? out.set(t.out.transposed(), t.out_step) && a.set(t.b.transposed(), t.b_step) &&
+                                             b.set(t.a.transposed(), t.a_step)
+                                       : out.set(t.out, t.out_step) && a.set(t.a, t.a_step) && b.set(t.b, t.b_step);
+    if (!has_layout || !out.row_major || (transposed && (adds || scaling.scaled)) || (bias && t.batch > 1)) return false;
+    // Hopper supports no other order of float8 matrices, and no bias of more than 16 bits.
     if (scaling.scaled && (!a.row_major || b.row_major || (bias && t.out.type == DType::f32))) return false;
     c = out;
-    if (adds && !bias && (!c.take(t.addend, t.addend_step) || !c.row_major)) return false;
+    if (adds && !bias && (!c.set(t.addend, t.addend_step) || !c.row_major)) return false;
     Planner& planner = planner_of_current_device();
     const Plan& plan = planner.plan(a, b, c, out, bias ? t.addend.data : nullptr, t.batch, scaling);
     if (!plan.usable) return false;
     const float one = 1.0f, beta = t.accumulate || (adds && !bias) ? 1.0f : 0.0f;
-    std::unique_lock<std::mutex> alone(planner.named, std::defer_lock);
-    if (bias || scaling.scaled) alone.lock();
+    std::unique_lock<std::mutex> lock(planner.addresses_mutex, std::defer_lock);
+    if (bias || scaling.scaled) lock.lock();
     if (bias) set_attribute(plan.desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, t.addend.data, "set a bias");
-    if (scaling.scaled) point_at_scales(plan.desc, scaling);
+    if (scaling.scaled) set_scales(plan.desc, scaling);
     need(cublasLtMatmul(planner.handle, plan.desc, &one, b.data, plan.a, a.data, plan.b, &beta, c.data, plan.c,
                         const_cast<char*>(out.data), plan.d, &plan.algo, workspace, blas_workspace_bytes, stream),
          "launch a matmul");

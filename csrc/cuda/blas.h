@@ -1,4 +1,4 @@
-// Matmuls by cuBLASLt with plans that are made once a shape: a launch costs the host a few microseconds.
+// Matmuls by cuBLASLt with plans cached by shape: a launch costs the host a few microseconds.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,15 +9,15 @@
 
 namespace ub_overlap::cuda {
 
-constexpr size_t blas_workspace_bytes = 32u << 20;  // what cuBLAS itself takes on Hopper
+constexpr size_t blas_workspace_bytes = 32u << 20;  // the default of cuBLAS on Hopper
 
-// Device memory that no allocator of torch's knows of and that is never freed; null where there is none left. May be called
-// while another stream is captured.
-void* allocate_for_good(size_t bytes);
+// Allocates device memory outside of torch's allocators that is never freed; null if there is none left. Can be called while
+// another stream is being captured.
+void* allocate_permanently(size_t bytes);
 
-// Enqueues `task` on `stream` and returns true; returns false, having done nothing, where the task is not for cuBLASLt: fp32
-// operands (whose precision torch's settings choose), strides that are neither row- nor column-major, or a shape that it has no
-// algorithm for. float8 operands (not batched): the left row-major, the right column-major. Sums are formed in fp32, split ones
+// Enqueues `task` on `stream` and returns true. Does nothing and returns false if the task does not suit cuBLASLt: fp32
+// operands (their precision depends on torch's settings), strides that are neither row- nor column-major, or a shape without an
+// algorithm. float8 operands (not batched): the left row-major, the right column-major. Sums are formed in fp32, split sums
 // too. `workspace`: `blas_workspace_bytes`, used by no other stream.
 bool blas_matmul(const MatmulTask& task, void* workspace, cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-// Kernels of the whole device: local copies, and sums of what has landed, at the speed of the memory.
+// Kernels of the whole device, bound by memory bandwidth: local copies, and sums of what has arrived.
 #include <algorithm>
 #include <cstdint>
 
@@ -22,14 +22,14 @@ __global__ void __launch_bounds__(256) flat_copy_kernel(const char* src, char* d
     constexpr int unroll = 4;
     const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
     for (int64_t first = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; first < total; first += step * unroll) {
-        Vec held[unroll];
+        Vec loaded[unroll];
 #pragma unroll
         for (int u = 0; u < unroll; ++u) {
-            if (first + u * step < total) held[u] = load_streaming<Vec>(src, first + u * step);
+            if (first + u * step < total) loaded[u] = load_streaming<Vec>(src, first + u * step);
         }
 #pragma unroll
         for (int u = 0; u < unroll; ++u) {
-            if (first + u * step < total) reinterpret_cast<Vec*>(dst)[first + u * step] = held[u];
+            if (first + u * step < total) reinterpret_cast<Vec*>(dst)[first + u * step] = loaded[u];
         }
     }
 }
@@ -40,8 +40,8 @@ struct Sources {
     int64_t stride[max_ranks];
 };
 
-// A thread has `width` sources of `unroll` elements on their way at a time: what it takes to fill the memory's pipe. Where all
-// blocks lie one behind the other (`flat`) there is one block, and no division.
+// A thread has the loads of `width` sources of `unroll` elements in flight at a time, enough to saturate the memory. If all
+// blocks are contiguous (`flat`) there is one block, and no division.
 template <typename S, typename D, int n, int width, int unroll, bool flat>
 __global__ void __launch_bounds__(256)
     reduce_kernel(Sources sources, char* dst, int64_t dst_stride, int64_t per_block, int64_t total, float divisor) {
@@ -101,7 +101,7 @@ void copy_as(const Span& src, const Span& dst, cudaStream_t stream) {
 
 using ReduceKernel = void (*)(Sources, char*, int64_t, int64_t, int64_t, float);
 
-// Elements of 16 bytes where the addresses allow it (`vectors`), and as many sources at a time as there are.
+// Returns the kernel with accesses of 16 bytes if the addresses allow it (`vectors`), and for this number of sources.
 template <typename S, typename D>
 ReduceKernel reduce_for(bool vectors, bool flat, int sources) {
     constexpr int wide = 16 / static_cast<int>(sizeof(S));
@@ -138,7 +138,7 @@ void preload_data() {
 void launch_copy(const Span& from, const Span& to, cudaStream_t stream) {
     Span src = from, dst = to;
     if (src.bytes == 0 || src.blocks == 0) return;
-    if (joined(src).blocks == 1 && joined(dst).blocks == 1) src = joined(src), dst = joined(dst);
+    if (merge_blocks(src).blocks == 1 && merge_blocks(dst).blocks == 1) src = merge_blocks(src), dst = merge_blocks(dst);
     const uint64_t bits = low_bits(src) | low_bits(dst) | static_cast<uint64_t>(src.bytes);
     if (bits % 16 == 0) {
         copy_as<uint4>(src, dst, stream);
@@ -161,19 +161,19 @@ void launch_reduce(const std::vector<Source>& sources, const Span& to, DType dst
         if (source.scales.data) return launch_reduce_scaled(sources, to, dst_type, divisor, stream);
     }
     const DType source_type = sources[0].type;
-    bool flat = joined(dst).blocks == 1;
-    for (const Source& source : sources) flat = flat && joined(source.data).blocks == 1;
-    if (flat) dst = joined(dst);
+    bool flat = merge_blocks(dst).blocks == 1;
+    for (const Source& source : sources) flat = flat && merge_blocks(source.data).blocks == 1;
+    if (flat) dst = merge_blocks(dst);
     Sources list{static_cast<int32_t>(sources.size()), {}, {}};
     uint64_t source_bits = 0;
     for (size_t i = 0; i < sources.size(); ++i) {
-        const Span source = flat ? joined(sources[i].data) : sources[i].data;
+        const Span source = flat ? merge_blocks(sources[i].data) : sources[i].data;
         list.data[i] = source.data, list.stride[i] = source.stride;
         source_bits |= low_bits(source);
     }
-    const int64_t count = dst.bytes / size_of(dst_type), most = 16 / size_of(source_type);
-    const uint64_t dst_vector = static_cast<uint64_t>(vector_bytes(static_cast<int>(most * size_of(dst_type))));
-    const bool vectors = count % most == 0 && source_bits % 16 == 0 && low_bits(dst) % dst_vector == 0;
+    const int64_t count = dst.bytes / size_of(dst_type), per_vector = 16 / size_of(source_type);
+    const uint64_t dst_vector = static_cast<uint64_t>(vector_bytes(static_cast<int>(per_vector * size_of(dst_type))));
+    const bool vectors = count % per_vector == 0 && source_bits % 16 == 0 && low_bits(dst) % dst_vector == 0;
     with_type(source_type, [&](auto s) {
         with_type(dst_type, [&](auto d) {
             using S = decltype(s);

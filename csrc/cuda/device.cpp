@@ -12,14 +12,14 @@ namespace ub_overlap::cuda {
 Lane::Lane() {
     int least = 0, greatest = 0;
     check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "read the stream priorities");
-    check(cudaStreamCreateWithPriority(&copies, cudaStreamNonBlocking, greatest), "make a copy stream");
+    check(cudaStreamCreateWithPriority(&copies, cudaStreamNonBlocking, greatest), "create a copy stream");
 }
 
 cudaEvent_t Lane::event(size_t number) {
     while (events_.size() <= number) {
-        cudaEvent_t made = nullptr;
-        check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "make an event");
-        events_.push_back(made);
+        cudaEvent_t event = nullptr;
+        check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "create an event");
+        events_.push_back(event);
     }
     return events_[number];
 }
@@ -27,16 +27,16 @@ cudaEvent_t Lane::event(size_t number) {
 unsigned long long capture_of(cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     unsigned long long id = 0;
-    check(cudaStreamGetCaptureInfo(stream, &status, &id), "ask whether the stream is being captured");
+    check(cudaStreamGetCaptureInfo(stream, &status, &id), "query whether the stream is being captured");
     return status == cudaStreamCaptureStatusNone ? 0 : id;
 }
 
-Lane& Device::of_capture(unsigned long long capture) {
+Lane& Device::lane_of_capture(unsigned long long capture) {
     Lane* free = nullptr;
     for (const std::unique_ptr<Lane>& lane : captured) {
         cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
         unsigned long long id = 0;
-        check(cudaStreamGetCaptureInfo(lane->copies, &status, &id), "ask whether a copy stream is being captured");
+        check(cudaStreamGetCaptureInfo(lane->copies, &status, &id), "query whether a copy stream is being captured");
         if (status == cudaStreamCaptureStatusNone) free = lane.get();
         if (status == cudaStreamCaptureStatusActive && id == capture) return *lane;
     }
@@ -44,39 +44,39 @@ Lane& Device::of_capture(unsigned long long capture) {
     return *free;
 }
 
-cudaStream_t Device::recorder() {
-    if (!records) check(cudaStreamCreateWithFlags(&records, cudaStreamNonBlocking), "make a stream to record on");
-    return records;
+cudaStream_t Device::recording_stream() {
+    if (!recording) check(cudaStreamCreateWithFlags(&recording, cudaStreamNonBlocking), "create a recording stream");
+    return recording;
 }
 
 Device& device_of(int index) {
     static std::mutex mutex;
-    static auto* all = new std::map<int, std::unique_ptr<Device>>;  // never destroyed: the driver may go first
+    static auto* all = new std::map<int, std::unique_ptr<Device>>;  // never destroyed: the driver may shut down first
     const std::lock_guard<std::mutex> lock(mutex);
-    std::unique_ptr<Device>& one = (*all)[index];
-    if (!one) one = std::make_unique<Device>();
-    return *one;
+    std::unique_ptr<Device>& device = (*all)[index];
+    if (!device) device = std::make_unique<Device>();
+    return *device;
 }
 
-bool rests(int index, int64_t timeout_ns) {
-    struct Asked {
+bool is_idle(int index, int64_t timeout_ns) {
+    struct Answer {
         std::mutex mutex;
-        std::condition_variable answered;
-        bool done = false, rests = false;
+        std::condition_variable ready;
+        bool done = false, idle = false;
     };
-    const auto asked = std::make_shared<Asked>();
-    std::thread([asked, index] {
-        auto mode = cudaStreamCaptureModeRelaxed;  // refused while somebody captures, and no harm to the capture
-        const bool found = cudaThreadExchangeStreamCaptureMode(&mode) == cudaSuccess && cudaSetDevice(index) == cudaSuccess &&
-                           cudaDeviceSynchronize() == cudaSuccess;
+    const auto answer = std::make_shared<Answer>();
+    std::thread([answer, index] {
+        auto mode = cudaStreamCaptureModeRelaxed;  // refused during a capture, without harm to it
+        const bool idle = cudaThreadExchangeStreamCaptureMode(&mode) == cudaSuccess && cudaSetDevice(index) == cudaSuccess &&
+                          cudaDeviceSynchronize() == cudaSuccess;
         cudaGetLastError();
-        const std::lock_guard<std::mutex> lock(asked->mutex);
-        asked->done = true, asked->rests = found;
-        asked->answered.notify_all();
+        const std::lock_guard<std::mutex> lock(answer->mutex);
+        answer->done = true, answer->idle = idle;
+        answer->ready.notify_all();
     }).detach();
-    std::unique_lock<std::mutex> lock(asked->mutex);
-    asked->answered.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [&] { return asked->done; });
-    return asked->rests;
+    std::unique_lock<std::mutex> lock(answer->mutex);
+    answer->ready.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [&] { return answer->done; });
+    return answer->idle;
 }
 
 }  // namespace ub_overlap::cuda

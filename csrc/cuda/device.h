@@ -1,4 +1,4 @@
-// What a device has once, for all groups: the streams and events that calls are issued to, and a way to see it at rest.
+// The state of a device that all groups share: the streams and events of calls, and a check whether it is idle.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,8 +10,8 @@
 
 namespace ub_overlap::cuda {
 
-// A copy stream and events, for one call at a time. An event may be recorded again as soon as the wait for it has been issued,
-// so the events of one call serve the next.
+// A copy stream and events for one call at a time. An event may be recorded again once the wait for it has been issued, so the
+// next call uses the events of this one.
 class Lane {
   public:
     Lane();
@@ -23,28 +23,28 @@ class Lane {
     std::vector<cudaEvent_t> events_;
 };
 
-// What takes part in a capture of torch's belongs to it until that ends, which may be while another thread makes plain calls:
-// captures have lanes of their own. Never destroyed.
+// Streams and events that take part in a capture of torch's belong to it until it ends. Another thread may make eager calls in
+// the meantime, so captures have their own lanes. Never destroyed.
 struct Device {
     std::mutex mutex;
-    Lane plain;
+    Lane eager;
     std::vector<std::unique_ptr<Lane>> captured;
-    cudaStream_t records = nullptr;
+    cudaStream_t recording = nullptr;
 
-    // The lane of the capture that is going on under this id: the one that has joined it, else one that is free.
-    Lane& of_capture(unsigned long long capture);
-    // Never runs anything: calls are captured on it.
-    cudaStream_t recorder();
+    // Returns the lane of this capture: the one that has joined it, else a free one.
+    Lane& lane_of_capture(unsigned long long capture);
+    // Returns the stream on which calls are captured. It never runs anything.
+    cudaStream_t recording_stream();
 };
 
 Device& device_of(int index);
 
-// Names the capture that a stream takes part in; 0 for none.
+// Returns the id of the capture that a stream takes part in; 0 for none.
 unsigned long long capture_of(cudaStream_t stream);
 
-// Whether a device has nothing left to do within `timeout_ns`, whatever streams it is on. The driver waits for that without a
-// deadline (another stream may wait for a peer that waits for us), so a thread of its own asks it, and is left behind if need
-// be: it knows no Python, and nothing that ends with the process. False too where CUDA refuses: a graph is being captured.
-bool rests(int index, int64_t timeout_ns);
+// Returns whether a device becomes idle on all streams within `timeout_ns`. The driver waits for that without a deadline, and
+// another stream may wait for a peer that waits for us. So a separate thread asks it, and is abandoned after the timeout: it
+// uses no Python, and nothing that ends with the process. Also false if CUDA refuses because a graph is being captured.
+bool is_idle(int index, int64_t timeout_ns);
 
 }  // namespace ub_overlap::cuda

@@ -1,4 +1,4 @@
-// What the kernels that stream through memory share: element types, wide loads, and spans as they want them. For .cu files.
+// Shared by the kernels that stream through memory: element types, wide loads, and spans. For .cu files.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,11 +8,12 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "core/float8.h"
 #include "cuda/kernels.h"
 
 namespace ub_overlap::cuda {
 
-// Read once, by nobody else: not to be kept.
+// Loads data that is read once: the cache does not keep it.
 template <typename T>
 __device__ inline T load_streaming(const char* base, int64_t at) {
     if constexpr (sizeof(T) == 16) {
@@ -42,7 +43,7 @@ __device__ inline void from_float(float v, __half& to) {
     to = __float2half_rn(v);
 }
 
-// What a thread that casts to float8 has at a time: they fill a line of 16 bytes.
+// Elements that a thread casts to float8 at a time: they fill a line of 16 bytes.
 constexpr int per_thread = 16;
 
 // `per_thread` elements as whole lines of 16 bytes.
@@ -55,15 +56,15 @@ union Elements {
 
 template <typename T>
 __device__ inline Elements<T> load_elements(const char* base, int64_t at) {
-    Elements<T> found;
+    Elements<T> loaded;
 #pragma unroll
     for (int i = 0; i < Elements<T>::lines; ++i) {
-        found.line[i] = __ldcs(reinterpret_cast<const uint4*>(base) + at * Elements<T>::lines + i);
+        loaded.line[i] = __ldcs(reinterpret_cast<const uint4*>(base) + at * Elements<T>::lines + i);
     }
-    return found;
+    return loaded;
 }
 
-// The line of 16 bytes of `per_thread` numbers; `value(e)`: the one of place e, in units of its scale.
+// Rounds `per_thread` numbers to a line of 16 bytes. `value(e)`: number e, divided by its scale.
 template <__nv_fp8_interpretation_t format, typename Value>
 __device__ inline uint4 float8_line(Value value) {
     union {
@@ -86,7 +87,7 @@ struct alignas(vector_bytes(sizeof(T) * n)) Pack {
     T v[n];
 };
 
-// Calls `body` with a value of the C++ type that `type` stands for.
+// Calls `body` with a value of the C++ type of `type`.
 template <typename Body>
 void with_type(DType type, Body body) {
     switch (type) {
@@ -98,22 +99,22 @@ void with_type(DType type, Body body) {
             return body(__half{});
         case DType::e4m3:
         case DType::e5m2:
-            break;  // wire.cu has these, with their scales
+            break;  // fp8_wire.cu has these, with their scales
     }
 }
 
 inline unsigned blocks_for(int64_t items, int threads) {
-    constexpr int64_t most = 132 * 8;
-    return static_cast<unsigned>(std::min((items + threads - 1) / threads, most));
+    constexpr int64_t max_blocks = 132 * 8;
+    return static_cast<unsigned>(std::min((items + threads - 1) / threads, max_blocks));
 }
 
-// Everything that must be a multiple of the vector's size, or-ed together.
+// ORs the addresses and strides that must be multiples of the vector's size.
 inline uint64_t low_bits(const Span& span) {
     return reinterpret_cast<uint64_t>(span.data) | (span.blocks > 1 ? static_cast<uint64_t>(span.stride) : 0);
 }
 
-// One block of all, where the blocks lie one behind the other.
-inline Span joined(Span span) {
+// Returns contiguous blocks as one block; other spans unchanged.
+inline Span merge_blocks(Span span) {
     if (span.stride != span.bytes && span.blocks != 1) return span;
     span.bytes *= span.blocks;
     span.blocks = 1, span.stride = span.bytes;

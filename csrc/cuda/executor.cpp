@@ -1,14 +1,13 @@
-// How a schedule becomes work on two streams:
+// Maps a schedule to two streams:
 //
-//     begin    first kernel on COMPUTE: takes the group's turn, counts the epoch, and makes all the call's waits for free
-//              slots (DONE of earlier calls). So COPY holds no kernel: a push never waits for a multiprocessor that a
-//              matmul holds. Earlier is safe: what these waits wait for belongs to past calls, of which every step has been
-//              issued on all ranks.
+//     begin    first kernel on COMPUTE: takes the group lock, counts the epoch, and waits for all slots that the call needs
+//              (DONE of earlier calls). So COPY has no kernel: a push never waits for a multiprocessor that a matmul holds.
+//              Waiting here is safe: these waits belong to past calls, whose steps have all been issued on all ranks.
 //     push     peer copy on COPY, then the slot's word copied to the peer's flag: the stream orders the flag after the data
-//     arrive   a kernel of one warp on COMPUTE, for all neighbouring waits at once
-//     end      last kernel on COMPUTE: the DONE signals, NaN in the outputs if a wait failed, and the turn is free
+//     wait     a kernel of one warp on COMPUTE, for all adjacent waits at once
+//     end      last kernel on COMPUTE: sends DONE, fills the outputs with NaN if a wait failed, releases the group lock
 //
-// Events join the streams; COMPUTE ends after COPY, so the caller's stream alone says when inputs may be freed.
+// Events join the streams. COMPUTE ends after COPY, so the caller's stream alone tells when inputs may be freed.
 #include "cuda/executor.h"
 
 #include <cuda_runtime_api.h>
@@ -31,7 +30,7 @@ using namespace cuda;
 
 class Run {
   public:
-    // `compute`: what COMPUTE steps are issued to, which is not the caller's stream where the call is being recorded.
+    // `compute`: the stream of COMPUTE steps. While the call is being recorded it is not the caller's stream.
     Run(const Call& call, MatmulFn matmul, Lane& lane, cudaStream_t compute, int64_t timeout_ns)
         : call_(call),
           program_(*call.program),
@@ -43,25 +42,25 @@ class Run {
           timeout_ns_(timeout_ns),
           start_(static_cast<size_t>(program_.events)) {}
 
-    std::vector<StepTime> go() {
+    std::vector<StepTime> issue_all() {
         if (settings().trace.load(std::memory_order_relaxed)) trace_ = std::make_shared<Trace>(program_.steps.size());
         try {
-            if (trace_) trace_->begin(compute_);
+            if (trace_) trace_->first_kernel_begins(compute_);
             if (arena_) begin();
-            if (trace_) trace_->begun(compute_);
+            if (trace_) trace_->first_kernel_ends(compute_);
             for (size_t number = 0; number < program_.steps.size(); ++number) issue(static_cast<int>(number));
             flush_copies();
             if (arena_) end();
             if (trace_) Stats::get().defer(call_.site, [trace = trace_, times = times_] { return trace->read(times); });
         } catch (...) {
-            give_up();
+            clean_up();
             throw;
         }
         return std::move(times_);
     }
 
-    // Whether all of it could be captured on another stream than the current one.
-    bool recordable() const { return recordable_; }
+    // Returns whether all steps can be captured on another stream than the current one.
+    bool is_recordable() const { return recordable_; }
 
   private:
     void begin() {
@@ -77,22 +76,22 @@ class Run {
         begun_ = true;
     }
 
-    // A call that could not be issued to its end: COMPUTE still ends after COPY, for the caller frees its tensors in the order
-    // of its own stream, and the turn does not stay taken. The call's error is being thrown: what fails here is not, and the
-    // one does not keep the other from being tried.
-    void give_up() noexcept {
+    // Ends a call that could not be issued completely. COMPUTE still ends after COPY, as the caller frees its tensors in the
+    // order of its own stream, and the group lock is released. The call's own error is being thrown, so errors here are
+    // ignored. Both parts are tried.
+    void clean_up() noexcept {
         if (copying_ && cudaEventRecord(copied_, copies_) == cudaSuccess) cudaStreamWaitEvent(compute_, copied_, 0);
         try {
             if (begun_) launch_end(arena_->group(), call_.slot(), SignalList{}, PoisonList{}, true, compute_);
         } catch (const std::exception&) {
         }
-        cudaGetLastError();  // an error that is not sticky must not be found again by somebody else
+        cudaGetLastError();  // clears an error that is not sticky, so that no later check reports it
     }
 
-    // COPY begins after the call's first kernel: its signals read what that kernel wrote.
+    // Makes COPY begin after the call's first kernel: its signals read what that kernel writes.
     void begin_copies() {
         if (copying_) return;
-        copied_ = lane_.event(start_ + 1);  // made before there is anything to wait for: giving up needs no new one
+        copied_ = lane_.event(start_ + 1);  // created before any copy is issued: clean_up needs no new event
         const cudaEvent_t begun = lane_.event(start_);
         check(cudaEventRecord(begun, compute_), "record an event");
         check(cudaStreamWaitEvent(copies_, begun, 0), "wait for an event");
@@ -111,12 +110,12 @@ class Run {
         for (int event : step.after) {
             check(cudaStreamWaitEvent(stream, lane_.event(static_cast<size_t>(event)), 0), "wait for an event");
         }
-        const bool first = waits && step.waits[0].back != 0;  // made by the call's first kernel
-        if (trace_ && !first) trace_->step_begins(number, stream);
-        const int64_t bytes = first ? 0 : execute(step, stream);
+        const bool in_first_kernel = waits && step.waits[0].back != 0;  // done by the call's first kernel
+        if (trace_ && !in_first_kernel) trace_->step_begins(number, stream);
+        const int64_t bytes = in_first_kernel ? 0 : execute(step, stream);
         times_.push_back(StepTime{number, step.queue, static_cast<int>(step.kind), 0, 0, bytes});
         if (!copies && (trace_ || step.record >= 0)) flush_waits(), flush_signals(), flush_copies();
-        if (trace_ && !first) trace_->step_ends(number, stream);
+        if (trace_ && !in_first_kernel) trace_->step_ends(number, stream);
         if (step.record < 0) return;
         check(cudaEventRecord(lane_.event(static_cast<size_t>(step.record)), stream), "record an event");
     }
@@ -139,9 +138,9 @@ class Run {
             }
             case StepKind::wait: {
                 if (step.queue == copy_queue) {
-                    WaitList one;
-                    one.words[one.count++] = word_of(step.waits[0]);
-                    launch_wait(arena_->group(), call_.slot(), one, timeout_ns_, stream);
+                    WaitList single;
+                    single.words[single.count++] = word_of(step.waits[0]);
+                    launch_wait(arena_->group(), call_.slot(), single, timeout_ns_, stream);
                 } else {
                     if (waits_.count == max_words) flush_waits();
                     waits_.words[waits_.count++] = word_of(step.waits[0]);
@@ -184,7 +183,7 @@ class Run {
         size_t part = 0;
         for (const Move& move : call_.moves(step)) {
             if (step.queue == compute_queue) {
-                later_copy(moves_[part++], move);
+                defer_copy(moves_[part++], move);
             } else {
                 bytes += push(move.src, move.dst, stream);
             }
@@ -196,10 +195,10 @@ class Run {
         const int64_t bytes = src.blocks * src.bytes;
         if (bytes == 0) return 0;
         const auto kind = cudaMemcpyDeviceToDevice;
-        const int64_t widest = INT32_MAX;
+        const int64_t max_stride = INT32_MAX;
         if (src.blocks == 1 || (src.stride == src.bytes && dst.stride == dst.bytes)) {
             check(cudaMemcpyAsync(dst.data, src.data, static_cast<size_t>(bytes), kind, stream), "push to a peer");
-        } else if (src.stride < widest && dst.stride < widest) {
+        } else if (src.stride < max_stride && dst.stride < max_stride) {
             check(cudaMemcpy2DAsync(dst.data, static_cast<size_t>(dst.stride), src.data, static_cast<size_t>(src.stride),
                                     static_cast<size_t>(src.bytes), static_cast<size_t>(src.blocks), kind, stream),
                   "push to a peer");
@@ -231,12 +230,12 @@ class Run {
         add(call_.output_scales, call_.outer * rows * call_.scales_a_row * static_cast<int64_t>(sizeof(float)));
         for (const Matrix& result : call_.results) add(result.data, result.rows * result.cols * size_of(result.type));
         launch_end(arena_->group(), call_.slot(), signals_, outputs, true, compute_);
-        begun_ = false;  // the turn is another call's from here on
+        begun_ = false;  // from here on another call may hold the group lock
         signals_.count = 0;
     }
 
-    // Local copies of neighbouring pieces are one launch.
-    void later_copy(Move& pending, const Move& next) {
+    // Merges local copies of adjacent pieces into one launch.
+    void defer_copy(Move& pending, const Move& next) {
         const Span &src = next.src, &dst = next.dst;
         if (src.blocks * src.bytes == 0) return;
         const bool runs = src.blocks == 1 && dst.blocks == 1 && pending.src.data;
@@ -268,7 +267,7 @@ class Run {
         return static_cast<uint32_t>(flag_place(flag.kind, call_.slot(), flag.source, flag.index, call_.ranks));
     }
     WaitWord word_of(const FlagWait& wait) const {
-        // The call that used the slot before signalled DONE in the slot's own words.
+        // DONE of the call that used the slot before lies in the slot's own words.
         return {place_of(wait.flag), static_cast<uint16_t>(wait.flag.source), static_cast<uint16_t>(wait.flag.index),
                 static_cast<uint8_t>(wait.flag.kind), static_cast<uint8_t>(wait.back != 0)};
     }
@@ -285,87 +284,90 @@ class Run {
     CudaArena* arena_;
     const cudaStream_t compute_, copies_;
     const int64_t timeout_ns_;
-    const size_t start_;  // number of the first event that is not the schedule's
+    const size_t start_;  // number of the first event beyond the schedule's
     std::vector<StepTime> times_;
     WaitList waits_;      // on COMPUTE, not launched yet
     SignalList signals_;  // on COMPUTE, not launched yet
-    Move moves_[2];       // local copies of rows and of scales, not launched yet; no data: there is none
+    Move moves_[2];       // local copies of rows and of scales, not launched yet; null data: none
     std::shared_ptr<Trace> trace_;
     cudaEvent_t copied_ = nullptr;
     bool begun_ = false, copying_ = false, recordable_ = true;
 };
 
-// Records what Run issues as a graph. Leaves `replay.never` where that fails, for whatever reason: nothing has run then.
-void record(Replay& replay, const Call& call, MatmulFn matmul, Device& device, int64_t timeout_ns) {
+// Records the launches of a call as a graph. On any failure sets `unrecordable`; nothing has run then.
+void record(RecordedCall& recorded, const Call& call, MatmulFn matmul, Device& device, int64_t timeout_ns) {
     cudaGraph_t graph = nullptr;
-    if (cudaStreamBeginCapture(device.recorder(), cudaStreamCaptureModeThreadLocal) != cudaSuccess) {
+    if (cudaStreamBeginCapture(device.recording_stream(), cudaStreamCaptureModeThreadLocal) != cudaSuccess) {
         cudaGetLastError();
-        replay.never = true;
+        recorded.unrecordable = true;
         return;
     }
     try {
-        Run run(call, matmul, device.plain, device.recorder(), timeout_ns);
-        replay.steps = run.go();
-        replay.never = !run.recordable();
+        Run run(call, matmul, device.eager, device.recording_stream(), timeout_ns);
+        recorded.steps = run.issue_all();
+        recorded.unrecordable = !run.is_recordable();
     } catch (const std::exception&) {
-        replay.never = true;
+        recorded.unrecordable = true;
     }
-    const cudaError_t ended = cudaStreamEndCapture(device.recorder(), &graph);
-    replay.never = replay.never || ended != cudaSuccess || cudaGraphInstantiate(&replay.graph, graph, 0) != cudaSuccess;
+    const cudaError_t ended = cudaStreamEndCapture(device.recording_stream(), &graph);
+    recorded.unrecordable =
+        recorded.unrecordable || ended != cudaSuccess || cudaGraphInstantiate(&recorded.graph, graph, 0) != cudaSuccess;
     if (graph) cudaGraphDestroy(graph);
-    if (!replay.never) return;
-    replay.graph = nullptr;
+    if (!recorded.unrecordable) return;
+    recorded.graph = nullptr;
     cudaGetLastError();
 }
 
-// A call outside of any graph of torch's: as a graph of ours if it comes for the third time, when its plans and modules are
-// loaded, and if nobody watches its steps.
+// Issues a call outside of torch's graphs. From its third repetition on, when its plans and modules are loaded, it is launched
+// as a graph of ours, unless its steps are traced.
 std::vector<StepTime> issue(const Call& call, MatmulFn matmul, Device& device, CudaArena* arena, int64_t timeout_ns) {
-    constexpr int often = 3;
+    constexpr int record_at_call = 3;
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    const bool plain =
+    const bool unrecorded =
         !arena || !settings().replay.load(std::memory_order_relaxed) || settings().trace.load(std::memory_order_relaxed);
-    Replay* replay = plain ? nullptr : &arena->replays().meet(fingerprint(call, timeout_ns));
-    if (replay && !replay->never && !replay->graph && replay->met >= often) record(*replay, call, matmul, device, timeout_ns);
-    if (replay && replay->graph) {
-        check(cudaGraphLaunch(replay->graph, stream), "launch a recorded call");
-        return replay->steps;
+    RecordedCall* recorded = unrecorded ? nullptr : &arena->recorded_calls().count(make_fingerprint(call, timeout_ns));
+    if (recorded && !recorded->unrecordable && !recorded->graph && recorded->calls >= record_at_call) {
+        record(*recorded, call, matmul, device, timeout_ns);
     }
-    Run run(call, matmul, device.plain, stream, timeout_ns);
-    std::vector<StepTime> steps = run.go();
-    if (replay) replay->never = replay->never || !run.recordable();
+    if (recorded && recorded->graph) {
+        check(cudaGraphLaunch(recorded->graph, stream), "launch a recorded call");
+        return recorded->steps;
+    }
+    Run run(call, matmul, device.eager, stream, timeout_ns);
+    std::vector<StepTime> steps = run.issue_all();
+    if (recorded) recorded->unrecordable = recorded->unrecordable || !run.is_recordable();
     return steps;
 }
 
 }  // namespace
 
 std::vector<StepTime> CudaExecutor::run(const Call& call) {
-    const OnDevice here(call.device);
+    const DeviceScope scope(call.device);
     auto* arena = static_cast<CudaArena*>(call.arena);
     if (arena && arena->device() != call.device) {
         throw NamedError("OptionError", {{"what", "the tensors are on another device than the group's arena"},
                                          {"where", call.op_name + " at site '" + call.site + "'"},
                                          {"got", "cuda:" + std::to_string(call.device)},
                                          {"expected", "cuda:" + std::to_string(arena->device())},
-                                         {"fix", "call torch.cuda.set_device before the first op, and keep to one device"}});
+                                         {"fix", "call torch.cuda.set_device before the first op, and use one device"}});
     }
     Device& device = device_of(call.device);
     const std::lock_guard<std::mutex> lock(device.mutex);
     const auto stream = static_cast<cudaStream_t>(call.stream);
     const int64_t timeout_ns = settings().step_timeout_ns.load(std::memory_order_relaxed);
-    if (arena) arena->note(call);
+    if (arena) arena->record(call);
     if (const unsigned long long capture = capture_of(stream); capture != 0) {
         if (arena) arena->set_captured();
-        return Run(call, matmul_, device.of_capture(capture), stream, timeout_ns).go();
+        return Run(call, matmul_, device.lane_of_capture(capture), stream, timeout_ns).issue_all();
     }
-    if (arena && arena->called && arena->last_stream != stream) {
-        check(cudaStreamWaitEvent(stream, arena->last_call, 0), "order two calls of a group");
+    if (arena && arena->has_called && arena->last_stream != stream) {
+        check(cudaStreamWaitEvent(stream, arena->last_call_end, 0), "order two calls of a group");
     }
     std::vector<StepTime> steps = issue(call, matmul_, device, arena, timeout_ns);
     if (arena) {
-        check(cudaEventRecord(arena->last_call, stream), "record an event");
+        check(cudaEventRecord(arena->last_call_end, stream), "record an event");
         arena->last_stream = stream;
-        arena->called = true;
+        arena->has_called = true;
     }
     return steps;
 }

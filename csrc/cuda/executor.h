@@ -8,8 +8,8 @@ namespace ub_overlap {
 class CudaExecutor final : public Executor {
   public:
     explicit CudaExecutor(MatmulFn matmul) : matmul_(matmul) {}
-    // Returns when everything has been issued; `call.stream` then orders the results. Failures of peers show at a later call,
-    // or at an explicit check, and in outputs full of NaN.
+    // Returns when all steps have been issued; `call.stream` then orders the results. A failure of a peer is raised by a later
+    // call or an explicit check, and fills the outputs with NaN.
     std::vector<StepTime> run(const Call& call) override;
 
   private:

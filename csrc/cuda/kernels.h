@@ -10,23 +10,23 @@
 
 namespace ub_overlap::cuda {
 
-// A cast to float8 of `count` elements at `x` by the scale that *known gives, if it is above 0, or else their own magnitude;
-// what they are is noted. `first`: one float of scratch. All on the device.
-struct Fp8Cast {
+// A cast to float8 of `count` elements at `x` by *past_amax if it is above 0, else by their own amax. *amax_out becomes the
+// maximum of itself and their amax. `current_amax`: one float of scratch. All on the device.
+struct DelayedCast {
     const char* x;
     int64_t count;
     DType format;
-    const float* known;
+    const float* past_amax;
     float headroom;
-    float* first;
+    float* current_amax;
     char* q;
     float* scale;
-    float* noted;
+    float* amax_out;
 };
 
-// A weight [rows, cols], rows and cols multiples of 16, in e4m3 with scales: one (axis 0), of rows (-1) or of columns (-2).
-// `kept`: one word of 64 bits, 0 at first. `scratch`: weight_scratch_words(scales) of them, 0 before the first call and after
-// each. All on the device.
+// A cast to e4m3 of a weight [rows, cols], both multiples of 16. One scale (axis 0), a scale per row (-1) or per column (-2).
+// `checksum`: a word of 64 bits, 0 at first. `scratch`: cached_weight_scratch_words(scales) words, 0 before the first call and
+// after each. All on the device.
 struct WeightCast {
     const char* x;
     int64_t rows;
@@ -34,52 +34,52 @@ struct WeightCast {
     int axis;
     char* q;
     float* scale;
-    int64_t* kept;
+    int64_t* checksum;
     int64_t* scratch;
 };
 
-// Load the kernels of waits.cu, data.cu, wire.cu, quantise.cu and weights.cu onto the current device: loading one later could
-// wait for a kernel that spins.
+// Load the kernels of waits.cu, data.cu, fp8_wire.cu, fp8_delayed_cast.cu and fp8_cached_weight.cu onto the current device.
+// Loading one later could wait for a kernel that spins.
 void preload_waits();
 void preload_data();
-void preload_wire();
-void preload_quantise();
-void preload_weights();
+void preload_fp8_wire();
+void preload_delayed_cast();
+void preload_cached_weight();
 
-// First kernel of a call: takes the group's turn, counts the epoch, stores the slot's word, and waits until the peers have left
-// the slot. `timeout_ns`: of each wait, and of the turn since the call that has it last went on.
+// First kernel of a call. Takes the group lock, counts the epoch, stores the slot's word, and waits until the peers have left
+// the slot. `timeout_ns`: deadline of each wait, and of the group lock since its holder last made progress.
 void launch_begin(const Group& group, int slot, uint32_t tag, const WaitList& free, int64_t timeout_ns, cudaStream_t stream);
 void launch_wait(const Group& group, int slot, const WaitList& list, int64_t timeout_ns, cudaStream_t stream);
 void launch_signal(const Group& group, int slot, const SignalList& list, cudaStream_t stream);
-// End of a call: the signals that are left, and NaN everywhere in `outputs` if a wait of this group has failed. The last one
-// gives the turn away.
-void launch_end(const Group& group, int slot, const SignalList& list, const PoisonList& outputs, bool last,
+// End of a call: sends the remaining signals, and fills `outputs` with NaN if a wait of this group has failed. Several may
+// end a call; the `final` one releases the group lock.
+void launch_end(const Group& group, int slot, const SignalList& list, const PoisonList& outputs, bool final,
                 cudaStream_t stream);
 
 // Writes the device's clock (globaltimer, ns) to `where`, in pinned or device memory.
 void launch_stamp(uint64_t* where, cudaStream_t stream);
 
-// By the compute units, 16 bytes a thread where the addresses allow it.
+// Copies with the multiprocessors, 16 bytes a thread if the addresses allow it.
 void launch_copy(const Span& src, const Span& dst, cudaStream_t stream);
 // dst = (sum of sources in their order, in fp32) / divisor, rounded once.
 void launch_reduce(const std::vector<Source>& sources, const Span& dst, DType dst_type, float divisor, cudaStream_t stream);
-// The same where some sources are float8 with scales.
+// The same sum if some sources are float8 with scales.
 void launch_reduce_scaled(const std::vector<Source>& sources, const Span& dst, DType dst_type, float divisor,
                           cudaStream_t stream);
-// Numbers of `type` to float8 and scales, as the CPU's round_for_wire does.
+// Rounds numbers of `type` to float8 and scales, like the CPU's round_for_wire.
 void launch_round_for_wire(const Rounding& rounding, DType type, cudaStream_t stream);
 
-// Elements of `type` to float8 (quantise.cu).
-void launch_fp8_cast(const Fp8Cast& cast, DType type, cudaStream_t stream);
-// A weight to float8, if it is not what it was at the last call (weights.cu). `through`: bf16 or f16, what elements of `type`,
-// the same or f32, are rounded to first.
-void launch_weight_cast(const WeightCast& cast, DType type, DType through, cudaStream_t stream);
-int64_t weight_scratch_words(int64_t scales);
+// Casts elements of `type` to float8 (fp8_delayed_cast.cu).
+void launch_delayed_cast(const DelayedCast& cast, DType type, cudaStream_t stream);
+// Casts a weight to float8 if its bits have changed since the last call (fp8_cached_weight.cu). Elements of `type`, f32 or
+// `round_to`, are first rounded to `round_to`, bf16 or f16.
+void launch_weight_cast(const WeightCast& cast, DType type, DType round_to, cudaStream_t stream);
+int64_t cached_weight_scratch_words(int64_t scales);
 
-// Throws NamedError("UbOverlapError") saying what could not be done.
+// Throws NamedError("UbOverlapError") for a CUDA error. `what`: the action that failed, "launch a wait".
 void check(cudaError_t code, const char* what);
 
-// For a scope: this thread may allocate, which touches no stream, while a stream is being captured.
+// Lets this thread allocate memory while a stream is being captured. An allocation touches no stream.
 class RelaxedCapture {
   public:
     RelaxedCapture() { check(cudaThreadExchangeStreamCaptureMode(&mode_), "relax the capture"); }

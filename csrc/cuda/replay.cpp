@@ -3,9 +3,9 @@
 namespace ub_overlap::cuda {
 namespace {
 
-// More than the ops of a step of a large model, in both slots. Beyond that many, buffers come and go without a pattern, and
-// what was recorded is not met again.
-constexpr size_t most = 8192;
+// More than the ops of a step of a large model, in both slots. With more, buffers do not repeat, and recorded calls are not
+// reused.
+constexpr size_t capacity = 8192;
 
 void add(Fingerprint& print, const Matrix& m) {
     print.push_back(reinterpret_cast<uint64_t>(m.data));
@@ -20,7 +20,7 @@ void add(Fingerprint& print, const Scale& scale) {
 
 }  // namespace
 
-Fingerprint fingerprint(const Call& call, int64_t timeout_ns) {
+Fingerprint make_fingerprint(const Call& call, int64_t timeout_ns) {
     Fingerprint print;
     print.reserve(128);
     for (const char* pointer : {call.input, call.partial, call.output}) print.push_back(reinterpret_cast<uint64_t>(pointer));
@@ -57,24 +57,27 @@ Fingerprint fingerprint(const Call& call, int64_t timeout_ns) {
     return print;
 }
 
-size_t Replays::Hash::operator()(const Fingerprint& print) const {
+size_t RecordedCalls::Hash::operator()(const Fingerprint& print) const {
     uint64_t hash = 14695981039346656037ull;  // FNV-1a, by words
     for (const uint64_t word : print) hash = (hash ^ word) * 1099511628211ull;
     return static_cast<size_t>(hash ^ (hash >> 32));
 }
 
-Replay& Replays::meet(const Fingerprint& print) {
-    const auto found = known_.find(print);
-    Replay& one = found != known_.end() ? found->second : (known_.size() >= most ? clear() : void(), known_[print]);
-    ++one.met;
-    return one;
+RecordedCall& RecordedCalls::count(const Fingerprint& print) {
+    auto entry = calls_.find(print);
+    if (entry == calls_.end()) {
+        if (calls_.size() >= capacity) clear();
+        entry = calls_.try_emplace(print).first;
+    }
+    ++entry->second.calls;
+    return entry->second;
 }
 
-void Replays::clear() {
-    for (auto& [print, one] : known_) {
-        if (one.graph) cudaGraphExecDestroy(one.graph);
+void RecordedCalls::clear() {
+    for (auto& [print, call] : calls_) {
+        if (call.graph) cudaGraphExecDestroy(call.graph);
     }
-    known_.clear();
+    calls_.clear();
 }
 
 }  // namespace ub_overlap::cuda

@@ -1,9 +1,9 @@
-// Calls that come again with the same buffers are launched as graphs of ours: one launch instead of some dozens, which is what
-// an eager call costs the host. In a training loop the caching allocator hands out the same buffers in every iteration, so most
-// do.
+// Repeated calls with the same buffers are launched as CUDA graphs of ours: one launch instead of dozens, which dominate the
+// host time of an eager call. In a training loop the caching allocator returns the same buffers in every iteration, so most
+// calls repeat.
 //
-// A graph holds what the launches of one call hold: addresses, sizes, the slot, the deadline. Epochs are counted on the device,
-// so graphs, plain calls and graphs of torch's may follow each other.
+// A graph holds the arguments of the launches of one call: addresses, sizes, the slot, the deadline. Epochs are counted on the
+// device, so our graphs, eager calls and graphs of torch's may follow each other.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,34 +17,34 @@
 
 namespace ub_overlap::cuda {
 
-// Everything that the launches of a call depend on; equal fingerprints mean equal launches. Short of the arena's addresses.
+// Everything that the launches of a call depend on, except the arena's addresses. Equal fingerprints mean equal launches.
 using Fingerprint = std::vector<uint64_t>;
-Fingerprint fingerprint(const Call& call, int64_t timeout_ns);
+Fingerprint make_fingerprint(const Call& call, int64_t timeout_ns);
 
-struct Replay {
+struct RecordedCall {
     cudaGraphExec_t graph = nullptr;  // null: not recorded yet
     std::vector<StepTime> steps;
-    int met = 0;
-    bool never = false;  // something in it cannot be recorded
+    int calls = 0;
+    bool unrecordable = false;
 };
 
-class Replays {
+class RecordedCalls {
   public:
-    Replays() = default;
-    Replays(const Replays&) = delete;
-    Replays& operator=(const Replays&) = delete;
-    ~Replays() { clear(); }
+    RecordedCalls() = default;
+    RecordedCalls(const RecordedCalls&) = delete;
+    RecordedCalls& operator=(const RecordedCalls&) = delete;
+    ~RecordedCalls() { clear(); }
 
-    // Counts the meeting. The reference lives until the next call.
-    Replay& meet(const Fingerprint& print);
-    // The addresses in them are no longer true.
+    // Returns the entry of a call and counts the call. The reference is valid until the next `count`.
+    RecordedCall& count(const Fingerprint& print);
+    // Destroys all graphs: the addresses in them are stale.
     void clear();
 
   private:
     struct Hash {
         size_t operator()(const Fingerprint& print) const;
     };
-    std::unordered_map<Fingerprint, Replay, Hash> known_;
+    std::unordered_map<Fingerprint, RecordedCall, Hash> calls_;
 };
 
 }  // namespace ub_overlap::cuda

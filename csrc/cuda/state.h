@@ -1,11 +1,11 @@
-// What kernels and host share: the words in device memory by which ranks meet, and the arguments of the kernels that use them.
+// Data that kernels and host share: the synchronization words in device memory, and the arguments of kernels that use them.
 //
-//     SharedState   symmetric memory, one a rank, followed by the rank's flag words (core/flags.h); peers write it
-//     LocalState    this rank's own device memory: epochs, counted by the op's first kernel, so that a replayed graph counts
-//     too WaitFailure   pinned host memory: what the first wait that failed saw
+//     SharedState   symmetric memory, one per rank, followed by the rank's flag words (core/flags.h); peers write it
+//     LocalState    this rank's own device memory: epochs. A call's first kernel counts them, so replayed graphs count too
+//     WaitFailure   pinned host memory: the first wait that failed
 //
-// A call's slot is fixed when it is issued (host) and its epoch when it runs (device), so eager calls and replays may mix: a
-// push waits for DONE of the call that used the slot before, whichever that was. Signals copy `word[slot]`, which no other call
+// A call's slot is fixed when it is issued (host), its epoch when it runs (device). So eager calls and replays may mix: a push
+// waits for DONE of the call that used the slot before, whichever that was. Signals copy `word[slot]`, which no other call
 // changes before this one has ended.
 #pragma once
 
@@ -16,37 +16,38 @@
 namespace ub_overlap::cuda {
 
 constexpr int max_ranks = 32;
-constexpr int max_words = 32;  // flags that one launch waits for or writes: a warp
+constexpr int max_words = 32;  // flags that one launch waits for or writes: one per lane of a warp
 
 struct SharedState {
-    uint64_t abort;    // 0, or packed by `pack_abort`: a rank has given up
-    uint64_t waiting;  // 1 + the rank that this rank waits for, 0 while it waits for none
+    uint64_t abort;    // 0, or packed by `pack_abort`: a rank has aborted
+    uint64_t waiting;  // 1 + the rank that this rank waits for, 0 if none
     uint64_t unused[30];
 };
 
-// Set in LocalState::begun while a call runs: calls of a group on several streams, replayed graphs among them, take turns.
-constexpr uint64_t busy = 1ull << 32;
+// The group lock: this bit of LocalState::epoch_and_lock is set while a call of the group runs. It serializes calls on several
+// streams, replayed graphs among them.
+constexpr uint64_t group_lock = 1ull << 32;
 
 struct LocalState {
-    uint64_t begun;          // low half: epoch of the last call begun
-    uint64_t alive;          // globaltimer when a kernel of the call that has the turn was last seen at work
-    uint32_t used[slots];    // epoch of the last call that used the slot
-    uint32_t before[slots];  // epoch of the call that used it before that one, 0: none
-    uint32_t failed;         // never cleared: a failed group is done with
-    uint32_t leaving;        // blocks of the call's last kernel that have read all that they need
-    uint64_t word[slots];    // flag value of the slot's call: the source of its signals
+    uint64_t epoch_and_lock;  // low half: epoch of the last call that began; `group_lock`
+    uint64_t heartbeat;       // globaltimer of the last progress of the call that holds the group lock
+    uint32_t used[slots];     // epoch of the last call that used the slot
+    uint32_t before[slots];   // epoch of the call that used the slot before that one, 0: none
+    uint32_t failed;          // never cleared: a failed group is not used again
+    uint32_t leaving;         // blocks of the call's last kernel that have finished reading this state
+    uint64_t word[slots];     // flag value of the slot's call: the source of its signals
 };
 
-// turn: no peer was late, but the call that has the turn on this device does not go on.
-enum class WaitOutcome : uint32_t { none = 0, timeout = 1, mismatch = 2, aborted = 3, turn = 4 };
+// group_lock: no peer was late, but the call that holds the group lock on this device makes no progress.
+enum class WaitOutcome : uint32_t { none = 0, timeout = 1, mismatch = 2, aborted = 3, group_lock = 4 };
 
 struct WaitFailure {
     uint32_t outcome;  // stored last, with release
     uint32_t kind, source, index, culprit;
-    uint64_t wanted, seen, abort, waited_ns;
+    uint64_t expected, seen, abort, waited_ns;
 };
 
-// Everything of a group that a kernel needs; passed by value.
+// The state of a group that kernels use; passed by value.
 struct Group {
     int32_t rank, ranks;
     LocalState* local;
@@ -55,13 +56,13 @@ struct Group {
 };
 
 struct WaitWord {
-    uint32_t place;  // among the flag words of this rank
+    uint32_t place;  // index into the flag words of this rank
     uint16_t source, index;
-    uint8_t kind, past;  // past: wait for the call that used the slot before, not for this one
+    uint8_t kind, past;  // past: wait for the previous call on the slot, not for this call
 };
 
 struct SignalWord {
-    uint32_t place;  // among the flag words of `rank`
+    uint32_t place;  // index into the flag words of `rank`
     int32_t rank;
 };
 
@@ -73,7 +74,7 @@ struct WordList {
 using WaitList = WordList<WaitWord>;
 using SignalList = WordList<SignalWord>;
 
-// Outputs that a failed call fills with NaN: a byte of ones repeated is one in every type we have.
+// Outputs that a failed call fills with NaN. Bytes of ones are NaN in every type that we have.
 struct PoisonList {
     int32_t count = 0;
     struct {

@@ -1,4 +1,4 @@
-// Kernels of few threads: how ranks wait for one another, tell one another, and give up.
+// Kernels of few threads, for synchronization between ranks: waits, signals, aborts.
 #include <cstdint>
 
 #include "core/failure.h"
@@ -30,37 +30,37 @@ __device__ inline uint32_t epoch_half(uint64_t word) {
     return static_cast<uint32_t>(word >> 32);
 }
 
-// Whom to blame when `peer` is late: the end of the chain of ranks that wait for one another.
-__device__ int culprit_behind(const Group& g, int peer) {
+// Returns the rank to blame when `peer` is late: the end of the chain of ranks that wait for each other.
+__device__ int find_culprit(const Group& g, int peer) {
     int blamed = peer;
     for (int hops = 0; hops < g.ranks; ++hops) {
         const uint64_t next = load_acquire(&g.shared[blamed]->waiting);
         if (next == 0 || static_cast<int>(next) - 1 == g.rank) return blamed;
         blamed = static_cast<int>(next) - 1;
     }
-    return peer;  // they wait in a circle
+    return peer;  // a cycle
 }
 
 __device__ FailureCode code_of(WaitOutcome outcome) {
-    if (outcome == WaitOutcome::turn) return FailureCode::turn_timeout;
+    if (outcome == WaitOutcome::group_lock) return FailureCode::group_lock_timeout;
     return outcome == WaitOutcome::timeout ? FailureCode::peer_timeout : FailureCode::site_mismatch;
 }
 
-// The first failure is kept: written down for the host, and told to all ranks.
-__device__ void fail(const Group& g, const WaitWord& w, WaitOutcome outcome, uint64_t wanted, uint64_t seen, uint64_t abort,
+// Records the first failure for the host, and broadcasts it to all ranks. Later failures are ignored.
+__device__ void fail(const Group& g, const WaitWord& w, WaitOutcome outcome, uint64_t expected, uint64_t seen, uint64_t abort,
                      uint64_t waited_ns) {
     if (atomicCAS(&g.local->failed, 0u, 1u) != 0) return;
-    const int culprit = outcome == WaitOutcome::timeout ? culprit_behind(g, w.source) : w.source;
+    const int culprit = outcome == WaitOutcome::timeout ? find_culprit(g, w.source) : w.source;
     volatile WaitFailure* record = g.failure;
     record->kind = w.kind, record->source = w.source, record->index = w.index, record->culprit = culprit;
-    record->wanted = wanted, record->seen = seen, record->abort = abort, record->waited_ns = waited_ns;
+    record->expected = expected, record->seen = seen, record->abort = abort, record->waited_ns = waited_ns;
     __threadfence_system();
     record->outcome = static_cast<uint32_t>(outcome);
     __threadfence_system();
     if (outcome != WaitOutcome::aborted) {
         AbortWord a;
         a.code = static_cast<uint32_t>(code_of(outcome));
-        a.reporter = g.rank, a.culprit = culprit, a.kind = w.kind, a.index = w.index, a.epoch = epoch_half(wanted);
+        a.reporter = g.rank, a.culprit = culprit, a.kind = w.kind, a.index = w.index, a.epoch = epoch_half(expected);
         abort = pack_abort(a);
         for (int r = 0; r < g.ranks; ++r) {
             if (load_acquire(&g.shared[r]->abort) == 0) store_release(&g.shared[r]->abort, abort);
@@ -68,68 +68,70 @@ __device__ void fail(const Group& g, const WaitWord& w, WaitOutcome outcome, uin
     }
 }
 
-// Seen by the calls that wait for the turn.
-__device__ void show_life(const Group& g, uint64_t now) {
-    *reinterpret_cast<volatile uint64_t*>(&g.local->alive) = now;
+// Shows progress to the calls that wait for the group lock.
+__device__ void update_heartbeat(const Group& g, uint64_t now) {
+    *reinterpret_cast<volatile uint64_t*>(&g.local->heartbeat) = now;
 }
 
-// One lane a word. Ends by arrival, by a peer that gave up, or by the deadline; never traps.
+// Waits for a flag, one lane per word. Ends by arrival, by the abort of a peer, or by the deadline; never traps.
 __device__ void wait_for(const Group& g, int slot, const WaitWord& w, uint64_t timeout_ns) {
     if (load_failed(g.local)) return;
     const uint64_t word = g.local->word[slot];
-    const uint32_t wanted = w.past ? g.local->before[slot] : epoch_half(word);
-    if (w.past && wanted == 0) return;  // nobody has used the slot yet
-    SharedState* mine = g.shared[g.rank];
-    const uint64_t* flag = flag_words(mine) + w.place;
-    const auto arrived = [wanted](uint64_t seen) { return seen != 0 && static_cast<int32_t>(epoch_half(seen) - wanted) >= 0; };
+    const uint32_t expected = w.past ? g.local->before[slot] : epoch_half(word);
+    if (w.past && expected == 0) return;  // no call has used the slot yet
+    SharedState* own = g.shared[g.rank];
+    const uint64_t* flag = flag_words(own) + w.place;
+    const auto arrived = [expected](uint64_t seen) {
+        return seen != 0 && static_cast<int32_t>(epoch_half(seen) - expected) >= 0;
+    };
     uint64_t seen = load_acquire(flag);
     if (!arrived(seen)) {
         const uint64_t begin = now_ns();
-        volatile uint64_t* waiting = &mine->waiting;
+        volatile uint64_t* waiting = &own->waiting;
         *waiting = w.source + 1;
-        for (uint32_t turn = 1;; ++turn) {
+        for (uint32_t spin = 1;; ++spin) {
             seen = load_acquire(flag);
             if (arrived(seen)) break;
-            if (turn % 8 == 0) {
-                const uint64_t abort = load_acquire(&mine->abort), now = now_ns(), waited = now - begin;
-                show_life(g, now);
+            if (spin % 8 == 0) {
+                const uint64_t abort = load_acquire(&own->abort), now = now_ns(), waited = now - begin;
+                update_heartbeat(g, now);
                 const bool late = waited > timeout_ns, failed = load_failed(g.local) != 0;
                 if (abort != 0 || late || failed) {
-                    // What has arrived still counts: a peer that failed later has sent all of this call.
+                    // An arrived flag still counts: a peer that failed later has sent all data of this call.
                     seen = load_acquire(flag);
                     if (arrived(seen)) break;
-                    const uint64_t full = static_cast<uint64_t>(wanted) << 32 | (w.past ? 0 : word & 0xffffffffu);
+                    const uint64_t full = static_cast<uint64_t>(expected) << 32 | (w.past ? 0 : word & 0xffffffffu);
                     if (!failed) fail(g, w, abort ? WaitOutcome::aborted : WaitOutcome::timeout, full, seen, abort, waited);
-                    return;  // `waiting` stays: it tells others whom we waited for
+                    return;  // `waiting` stays: it shows the others which rank we waited for
                 }
             }
-            __nanosleep(turn < 64 ? 32 : 256);
+            __nanosleep(spin < 64 ? 32 : 256);
         }
         *waiting = 0;
     }
     if (!w.past && seen != word) fail(g, w, WaitOutcome::mismatch, word, seen, 0, 0);
 }
 
-// Takes the group's turn and returns the epoch of the call that had it before. The host orders the eager calls of several
-// streams by events, but nobody tells it when a graph is replayed: such calls meet here. As long as the call that has the turn
-// goes on it may take its time, for each of its waits has a deadline of its own. One that shows no sign of life for
-// `timeout_ns` was never issued to its end, or its kernels cannot start: where all streams share one hardware queue
-// (CUDA_DEVICE_MAX_CONNECTIONS=1) they may stand behind this very one.
-__device__ uint32_t take_turn(const Group& g, uint64_t timeout_ns) {
-    auto* begun = reinterpret_cast<unsigned long long*>(&g.local->begun);
-    unsigned long long old = atomicOr(begun, busy);
-    if ((old & busy) == 0) return static_cast<uint32_t>(old);
+// Takes the group lock and returns the epoch of the call that held it before. The host orders eager calls of several streams
+// by events, but it does not know when a graph is replayed: such calls contend here. A holder that makes progress may take any
+// time, as each of its waits has its own deadline. A holder without a heartbeat for `timeout_ns` was not issued to its end, or
+// its kernels cannot start. With one hardware queue for all streams (CUDA_DEVICE_MAX_CONNECTIONS=1) they may be queued after
+// this very kernel.
+__device__ uint32_t take_group_lock(const Group& g, uint64_t timeout_ns) {
+    auto* lock = reinterpret_cast<unsigned long long*>(&g.local->epoch_and_lock);
+    unsigned long long old = atomicOr(lock, group_lock);
+    if ((old & group_lock) == 0) return static_cast<uint32_t>(old);
     const uint64_t begin = now_ns();
     while (load_failed(g.local) == 0) {
         __nanosleep(256);
-        old = atomicOr(begun, busy);
-        if ((old & busy) == 0) break;
-        const uint64_t now = now_ns(), alive = *reinterpret_cast<const volatile uint64_t*>(&g.local->alive);
-        const uint64_t since = alive > begin ? alive : begin;
+        old = atomicOr(lock, group_lock);
+        if ((old & group_lock) == 0) break;
+        const uint64_t now = now_ns(), heartbeat = *reinterpret_cast<const volatile uint64_t*>(&g.local->heartbeat);
+        const uint64_t since = heartbeat > begin ? heartbeat : begin;
         if (now <= since || now - since <= timeout_ns) continue;
         WaitWord own{};
         own.source = static_cast<uint16_t>(g.rank);
-        fail(g, own, WaitOutcome::turn, (old & 0xffffffffu) << 32, 0, 0, now - begin);
+        fail(g, own, WaitOutcome::group_lock, (old & 0xffffffffu) << 32, 0, 0, now - begin);
     }
     return static_cast<uint32_t>(old);
 }
@@ -137,14 +139,14 @@ __device__ uint32_t take_turn(const Group& g, uint64_t timeout_ns) {
 __global__ void __launch_bounds__(32) begin_kernel(Group g, int slot, uint32_t tag, WaitList free, uint64_t timeout_ns) {
     if (threadIdx.x == 0) {
         LocalState* s = g.local;
-        uint32_t epoch = take_turn(g, timeout_ns) + 1;
+        uint32_t epoch = take_group_lock(g, timeout_ns) + 1;
         if (epoch == 0) epoch = 1;
-        __threadfence();  // what the call before has written, which may have run elsewhere
-        *reinterpret_cast<volatile uint64_t*>(&s->begun) = busy | epoch;
+        __threadfence();  // sees what the previous call has written, maybe on another stream
+        *reinterpret_cast<volatile uint64_t*>(&s->epoch_and_lock) = group_lock | epoch;
         s->before[slot] = s->used[slot];
         s->used[slot] = epoch;
         s->word[slot] = static_cast<uint64_t>(epoch) << 32 | tag;
-        show_life(g, now_ns());
+        update_heartbeat(g, now_ns());
         __threadfence();
     }
     __syncwarp();
@@ -152,7 +154,7 @@ __global__ void __launch_bounds__(32) begin_kernel(Group g, int slot, uint32_t t
 }
 
 __global__ void __launch_bounds__(32) wait_kernel(Group g, int slot, WaitList list, uint64_t timeout_ns) {
-    if (threadIdx.x == 0) show_life(g, now_ns());
+    if (threadIdx.x == 0) update_heartbeat(g, now_ns());
     for (int i = threadIdx.x; i < list.count; i += 32) wait_for(g, slot, list.words[i], timeout_ns);
 }
 
@@ -170,28 +172,28 @@ __global__ void __launch_bounds__(32) signal_kernel(Group g, int slot, SignalLis
 
 constexpr int end_blocks = 32, end_threads = 128;
 
-// One thread of every block of the last kernel, once its block has read what it needs of LocalState: `word` and `used` are the
-// next call's as soon as the turn is free, and a failure of that one is none of this. The last to come frees it.
-__device__ void leave_turn(const Group& g) {
+// Releases the group lock. Called by one thread of each block of the last kernel, after its block has read LocalState. The
+// last of them releases it: from then on `word`, `used` and a failure may be the next call's.
+__device__ void release_group_lock(const Group& g) {
     __threadfence();
     if (atomicAdd(&g.local->leaving, 1u) + 1 != gridDim.x) return;
     *reinterpret_cast<volatile uint32_t*>(&g.local->leaving) = 0;
     __threadfence();
-    atomicAnd(reinterpret_cast<unsigned long long*>(&g.local->begun), ~static_cast<unsigned long long>(busy));
+    atomicAnd(reinterpret_cast<unsigned long long*>(&g.local->epoch_and_lock), ~static_cast<unsigned long long>(group_lock));
 }
 
-__global__ void __launch_bounds__(end_threads) end_kernel(Group g, int slot, SignalList list, PoisonList outputs, bool last) {
+__global__ void __launch_bounds__(end_threads) end_kernel(Group g, int slot, SignalList list, PoisonList outputs, bool final) {
     if (blockIdx.x == 0) signal_all(g, slot, list);
-    // A peer that gave up may have pushed before we had left the slot: what this call read is not to be trusted either.
-    bool broken = false;
+    // An aborting peer may have pushed before we had released the slot, so the data that this call read may be wrong too.
+    bool failed = false;
     if (threadIdx.x == 0) {
         const uint64_t abort = load_acquire(&g.shared[g.rank]->abort);
         if (abort != 0) fail(g, WaitWord{}, WaitOutcome::aborted, g.local->word[slot], 0, abort, 0);
-        broken = abort != 0 || load_failed(g.local) != 0;
+        failed = abort != 0 || load_failed(g.local) != 0;
     }
-    broken = __syncthreads_or(broken);
-    if (last && threadIdx.x == 0) leave_turn(g);  // nothing of the call's state is read from here on
-    if (!broken) return;
+    failed = __syncthreads_or(failed);
+    if (final && threadIdx.x == 0) release_group_lock(g);  // from here on the call's state is not read
+    if (!failed) return;
     for (int part = 0; part < outputs.count; ++part) {
         const int64_t bytes = outputs.parts[part].bytes, halves = bytes / 2;
         auto* data = reinterpret_cast<uint16_t*>(outputs.parts[part].data);
@@ -210,7 +212,7 @@ __global__ void __launch_bounds__(1) stamp_kernel(uint64_t* where) {
 
 void check(cudaError_t code, const char* what) {
     if (code == cudaSuccess) return;
-    cudaGetLastError();  // an error that is not sticky must not be found again by somebody else
+    cudaGetLastError();  // clears an error that is not sticky, so that no later check reports it
     throw NamedError("UbOverlapError", {{"what", std::string("cannot ") + what + ": " + cudaGetErrorString(code)},
                                         {"got", cudaGetErrorName(code)}});
 }
@@ -236,9 +238,9 @@ void launch_signal(const Group& group, int slot, const SignalList& list, cudaStr
     check(cudaGetLastError(), "launch a signal");
 }
 
-void launch_end(const Group& group, int slot, const SignalList& list, const PoisonList& outputs, bool last,
+void launch_end(const Group& group, int slot, const SignalList& list, const PoisonList& outputs, bool final,
                 cudaStream_t stream) {
-    end_kernel<<<end_blocks, end_threads, 0, stream>>>(group, slot, list, outputs, last);
+    end_kernel<<<end_blocks, end_threads, 0, stream>>>(group, slot, list, outputs, final);
     check(cudaGetLastError(), "launch the last kernel of a call");
 }
 

@@ -1,4 +1,4 @@
-"""Constants that every float8 cast shares: graph nodes (compiler/fp8), the runtime and our kernels.
+"""Constants that every float8 cast shares: graph nodes (compiler/fp8), the runtime and our kernels (csrc/core/float8.h).
 
 A format's largest value is `torch.finfo(format).max`: 448 for e4m3, 57344 for e5m2.
 """

@@ -155,13 +155,13 @@ def test_names_of_meetings() -> None:
 
 
 FIELDS = {
-    "op": "all_gather_matmul", "site": "s", "reporter": "1", "ranks": "1", "phase": "TURN", "chunk": "0", "expected_epoch": "7",
+    "op": "all_gather_matmul", "site": "s", "reporter": "1", "ranks": "1", "phase": "GROUP_LOCK", "chunk": "0", "expected_epoch": "7",
     "observed_epoch": "0", "waited_s": "4", "silent_s": "-1", "dead": "0", "got": "", "expected": "",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("connections", ["", "1", "8"])
-def test_the_turn_on_a_device(connections: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_lock_timeout(connections: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The own device is late, not a peer; under one connection the error says what that has to do with it."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
     error = errors.make("DeviceTimeoutError", FIELDS)

@@ -26,15 +26,15 @@ void no_executor(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit:
 #ifdef UB_OVERLAP_CUDA
 TORCH_LIBRARY_FRAGMENT(ub_overlap, m) {
     m.def(
-        "fp8_cast(Tensor x, Tensor most, int at, Tensor(a!) noted, ScalarType format, float headroom) "
+        "fp8_delayed_cast(Tensor x, Tensor amax, int index, Tensor(a!) amax_out, ScalarType format, float headroom) "
         "-> (Tensor q, Tensor scale)");
     m.def(
-        "fp8_weight_refresh(Tensor weight, ScalarType through, int? axis, Tensor(a!) q, Tensor(b!) scale, Tensor(c!) kept, "
-        "Tensor(d!) scratch) -> ()");
+        "fp8_cached_weight_refresh(Tensor weight, ScalarType round_to, int? axis, Tensor(a!) q, Tensor(b!) scale, "
+        "Tensor(c!) checksum, Tensor(d!) scratch) -> ()");
     m.def(
-        "fp8_weight_keep(Tensor weight, ScalarType through, int? axis, Tensor q, Tensor scale, Tensor kept, Tensor scratch) "
-        "-> ()");
-    m.def("fp8_weight_forget(int storage) -> ()", &fp8_weight_forget);
+        "fp8_cached_weight_insert(Tensor weight, ScalarType round_to, int? axis, Tensor q, Tensor scale, Tensor checksum, "
+        "Tensor scratch) -> ()");
+    m.def("fp8_cached_weight_evict(int storage) -> ()", &fp8_cached_weight_evict);
 }
 #endif
 
@@ -54,10 +54,10 @@ TORCH_LIBRARY_IMPL(ub_overlap, CPU, m) {
 TORCH_LIBRARY_IMPL(ub_overlap, CUDA, m) {
 #ifdef UB_OVERLAP_CUDA
     register_ops(m);
-    m.impl("fp8_cast", &fp8_cast);
-    m.impl("fp8_weight_refresh", &fp8_weight_refresh);
-    m.impl("fp8_weight_keep", &fp8_weight_keep);
-    m.impl("fp8_weight", &fp8_weight);  // its schema is Python's: every device has it
+    m.impl("fp8_delayed_cast", &fp8_delayed_cast);
+    m.impl("fp8_cached_weight_refresh", &fp8_cached_weight_refresh);
+    m.impl("fp8_cached_weight_insert", &fp8_cached_weight_insert);
+    m.impl("fp8_cached_weight", &fp8_cached_weight);  // Python defines the schema: every device has the op
 #else
     for (const char* op : {"all_gather_matmul", "all_gather_scaled_matmul", "matmul_reduce_scatter",
                            "scaled_matmul_reduce_scatter", "matmul_all_reduce", "bulk"}) {

@@ -45,22 +45,24 @@ TensorAndList bulk(const Site& site, const at::Tensor& input, at::TensorList lhs
                    std::string reduce_op);
 
 #ifdef UB_OVERLAP_CUDA
-// x any shape, by most[at] [N]; what it is of magnitude goes into noted [1] -> (float8 of x's shape, its scale []).
-TwoTensors fp8_cast(const at::Tensor& x, const at::Tensor& most, int64_t at, at::Tensor& noted, at::ScalarType format,
-                    double headroom);
-// The cast of a weight [R, C] that is kept -> (e4m3, scales), up to date. `known`: in backward, whose forward has looked. One
-// that is not kept goes to fp8_weight_other, which Python has.
-TwoTensors fp8_weight(const at::Tensor& weight, at::ScalarType through, std::optional<int64_t> axis,
-                      const std::optional<at::Tensor>& after, bool known);
-// The memory of such a cast, made on the current stream; nothing where there is one.
-void fp8_weight_keep(const at::Tensor& weight, at::ScalarType through, std::optional<int64_t> axis, const at::Tensor& q,
-                     const at::Tensor& scale, const at::Tensor& kept, const at::Tensor& scratch);
-// `storage`: the address of the StorageImpl of weights that are gone.
-void fp8_weight_forget(int64_t storage);
-// A weight to e4m3 `q` where it is not what `kept` [1] says; `axis`: none, -1 (a scale a row) or -2 (a column). `scratch`:
-// int64, all 0 before and after, of weight_scratch_words(scale.numel()) words.
-void fp8_weight_refresh(const at::Tensor& weight, at::ScalarType through, std::optional<int64_t> axis, at::Tensor& q,
-                        at::Tensor& scale, at::Tensor& kept, at::Tensor& scratch);
+// Casts x, of any shape, by amax[index]; amax_out [1] becomes the maximum of itself and x's amax. Returns (float8 of x's shape,
+// its scale []).
+TwoTensors fp8_delayed_cast(const at::Tensor& x, const at::Tensor& amax, int64_t index, at::Tensor& amax_out,
+                            at::ScalarType format, double headroom);
+// Returns the cached cast of a weight [R, C], up to date: (e4m3, scales). `reuse_forward`: in backward, whose forward has used
+// the cast. A weight that is not cached goes to fp8_cached_weight_miss, which Python has.
+TwoTensors fp8_cached_weight(const at::Tensor& weight, at::ScalarType round_to, std::optional<int64_t> axis,
+                             const std::optional<at::Tensor>& after, bool reuse_forward);
+// Inserts the memory of such a cast, allocated on the current stream, unless the weight is cached.
+void fp8_cached_weight_insert(const at::Tensor& weight, at::ScalarType round_to, std::optional<int64_t> axis,
+                              const at::Tensor& q, const at::Tensor& scale, const at::Tensor& checksum,
+                              const at::Tensor& scratch);
+// Evicts the casts of freed weights. `storage`: the address of their StorageImpl.
+void fp8_cached_weight_evict(int64_t storage);
+// Casts a weight to e4m3 `q` if its bits do not have `checksum` [1]. `axis`: none, -1 (a scale per row) or -2 (per column).
+// `scratch`: int64, cached_weight_scratch_words(scale.numel()) words, all 0 before and after.
+void fp8_cached_weight_refresh(const at::Tensor& weight, at::ScalarType round_to, std::optional<int64_t> axis, at::Tensor& q,
+                               at::Tensor& scale, at::Tensor& checksum, at::Tensor& scratch);
 #endif
 
 }  // namespace ub_overlap

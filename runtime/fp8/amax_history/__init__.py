@@ -1,35 +1,37 @@
-"""What delayed scaling remembers: the largest finite magnitude of each quantised tensor in its last calls.
+"""Delayed scaling: the amax of each quantized tensor in its last calls, where amax is the largest finite absolute value.
 
 Legend: N tensors of a graph, H = LENGTH calls.
 
-    forward begins   most, columns = fp8_history(weight, keys)    pushes what was seen into the histories [H]: their maxima [N]
-                     most = all_reduce(most, max)                 where shards are gathered: one scale for all ranks
-    tensor by tensor q, scale = fp8_quantise(x, most, columns, at, key, ..)    by most[at], and notes what it saw of x
-    backward         the same, by the same `most` and `columns`
+    forward begins    amax, slots = fp8_amax_history(weight, keys)     push the current amax into histories [H]; their maxima [N]
+                      amax = all_reduce(amax, max)                     for gathered shards: one scale on all ranks
+    for each tensor   q, scale = fp8_quantize(x, amax, slots, i, ..)   cast by amax[i], and record the amax of x
+    backward          the same, with the same `amax` and `slots`
 
-A call of a graph's forward that has gradients is a step: that of a microbatch too, on all ranks alike. Without gradients, and
-where a checkpoint runs the forward again in backward, histories are read and not moved. A tensor that was not seen since the
-last step keeps its history (backward may come later, or never).
+Each call of a graph's forward with gradients is a step. A microbatch is a step too, on all ranks alike. Without gradients,
+and in the forward that a checkpoint recomputes in backward, histories are read but not advanced. A tensor without a recorded
+amax since the last step keeps its history: its backward may come later, or never.
 
-An empty history means the scale of the current values. Where shards are gathered the ranks agree on them in the first call
-(`agreed`); that it is the first is told by calls alone, not by what was loaded or reset, so that ranks cannot differ.
+While a history is empty, the scale comes from the current values. For gathered shards the ranks agree on that amax in the
+first call (`first_amax.py`). Only the number of calls decides which call is the first. Loaded or reset histories do not, so
+ranks cannot disagree.
 
-One graph may serve many modules (blocks that are compiled one by one): their weights tell them apart. The nth weight that comes
-with a key has the history "key@n"; `columns` brings it to backward, which does not get the weight.
+One graph may serve several modules (blocks that are compiled one by one). Their weights tell them apart. The nth weight that
+comes with a key has the history "key@n". `slots` carries that choice to backward, which does not get the weight.
 
-Nothing waits for the device, and memory keeps its address: the ops may be captured in CUDA graphs once they have run. What
-fp8_quantise notes is a maximum, so running it again changes nothing; the results are copies.
+The host never waits for the device, and memory keeps its address. The ops can therefore be captured in CUDA graphs after a
+first call. fp8_quantize records a maximum, so running it again changes nothing. The results are copies.
 
-    weights.py    which module a call is of          state.py    histories, their memory, the state dict
-    agreement.py  what ranks agree on in first calls  cast.py    one cast, in ATen or by our kernel         ops.py    the ops
+    module_identity.py   which module a call belongs to       history.py        histories, their memory, the state dict
+    first_amax.py        the amax of first calls, by rank     delayed_cast.py   one cast, in ATen or by our kernel
+    runtime/ops/         the ops: fp8_amax_history.py, fp8_quantize.py
 """
 
 from __future__ import annotations
 
-from .delayed_cast import cast_plainly as cast_plainly
+from .delayed_cast import cast_in_aten as cast_in_aten
 from .history import CAPACITY as CAPACITY
 from .history import LENGTH as LENGTH
 from .history import Fp8State as Fp8State
-from .history import copied as copied
+from .history import copy_state as copy_state
 from .history import fp8_state as fp8_state
-from .history import text_of as text_of
+from .history import join_keys as join_keys

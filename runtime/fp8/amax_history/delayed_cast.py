@@ -1,4 +1,4 @@
-"""A cast to float8 by a magnitude that is known, which measures what it casts."""
+"""A cast to float8 by an amax that is known beforehand; it also measures the amax of its input."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ from torch import Tensor
 from ..numerics import LEAST_SCALE
 
 HEADROOM = 2.0
-"""By how much a tensor may grow over its history before it saturates: a binade of 18 (e4m3) or 32 (e5m2), and no bit."""
+"""Factor by which a tensor may grow over its history before it saturates. It costs one binade of 18 (e4m3) or 32 (e5m2), and
+no bit."""
 
 
-def cast(x: Tensor, most: Tensor, at: int, noted: Tensor, format: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(float8 of x's shape, contiguous; its scale []), by most[at]; noted [1] becomes the largest of itself and of what is
-    finite in x."""
-    if x.is_cuda and hasattr(torch.ops.ub_overlap, "fp8_cast"):  # csrc/cuda/quantise.cu: one pass over x
-        return torch.ops.ub_overlap.fp8_cast.default(x, most, at, noted, format, HEADROOM)
-    return cast_plainly(x, most, at, noted, format)
+def cast(x: Tensor, amax: Tensor, index: int, amax_out: Tensor, format: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cast x by amax[index]; return (float8 of x's shape, contiguous; its scale []).
+
+    amax_out [1] becomes the maximum of itself and the finite absolute values of x."""
+    if x.is_cuda and hasattr(torch.ops.ub_overlap, "fp8_delayed_cast"):  # csrc/cuda/fp8_delayed_cast.cu: one pass over x
+        return torch.ops.ub_overlap.fp8_delayed_cast.default(x, amax, index, amax_out, format, HEADROOM)
+    return cast_in_aten(x, amax, index, amax_out, format)
 
 
-def cast_plainly(x: Tensor, most: Tensor, at: int, noted: Tensor, format: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The same in ATen."""
-    top = torch.finfo(format).max
+def cast_in_aten(x: Tensor, amax: Tensor, index: int, amax_out: Tensor, format: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Compute `cast` with ATen ops."""
+    format_max = torch.finfo(format).max
     wide = x.float().contiguous()
-    finite, seen = wide.isfinite(), largest(wide)
-    noted.copy_(torch.maximum(noted, seen))
-    known = most[at]
-    scale = (torch.where(known > 0, known * HEADROOM, seen) * (1.0 / top)).clamp_min(LEAST_SCALE)
-    bounded = (wide * scale.reciprocal()).clamp(-top, top)
-    return torch.where(finite, bounded, torch.nan).to(format), scale
+    finite, current = wide.isfinite(), finite_amax(wide)
+    amax_out.copy_(torch.maximum(amax_out, current))
+    past = amax[index]
+    scale = (torch.where(past > 0, past * HEADROOM, current) * (1.0 / format_max)).clamp_min(LEAST_SCALE)
+    clamped = (wide * scale.reciprocal()).clamp(-format_max, format_max)
+    return torch.where(finite, clamped, torch.nan).to(format), scale
 
 
-def largest(wide: Tensor) -> Tensor:
-    """float32 []: of the finite magnitudes."""
+def finite_amax(wide: Tensor) -> Tensor:
+    """Return the largest finite absolute value, float32 []; 0 if there is none."""
     return torch.where(wide.isfinite(), wide.abs(), 0.0).amax() if wide.numel() else wide.new_zeros(())

@@ -1,4 +1,4 @@
-"""The histories of delayed scaling: their memory on a device, and the state that users save and load."""
+"""Amax histories of delayed scaling: their memory on a device, and the state that users save and load."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,173 +17,197 @@ from torch import Tensor
 from ... import errors
 from ...session.daemon_thread import run_in_daemon_thread
 from ...session.device_wait import wait_for_event
-from .module_identity import Weights, made_for_capture
+from ..numerics import E4M3
+from .module_identity import ModuleNumbers, is_capture_copy
 
 LENGTH = 16
-"""Calls that a history remembers."""
+"""Calls in a history."""
 CAPACITY = 8192
 """Tensors of a state on one device: memory that captured graphs write to cannot grow."""
-NEUTRAL = 448.0
-"""The magnitude that a gathered tensor is taken to have while all that was seen of it is 0: the same on all ranks."""
+NEUTRAL_AMAX = torch.finfo(E4M3).max
+"""Assumed amax of a gathered tensor while all its values so far are 0: equal on all ranks."""
 SEPARATOR = ";"
 _FIX = "load what state_dict() of the same model gave; two models of the same module paths need two names of fp8 state"
 
 
 @dataclass(slots=True, eq=False)
 class AmaxHistory:
-    """A state's memory on one device: `seen` [CAPACITY], `past` [LENGTH, CAPACITY], newest first; `agreed` [CAPACITY], what the
-    ranks found in a first call; `slots`: column by key."""
+    """A state's memory on one device. Its columns are called slots; `slots` maps a key to its slot."""
 
-    seen: Tensor
+    current: Tensor
+    """float32 [CAPACITY]: amax since the last step."""
     past: Tensor
-    agreed: Tensor
+    """float32 [LENGTH, CAPACITY]: amax of the last steps, newest first."""
+    agreed_amax: Tensor
+    """float32 [CAPACITY]: amax that the ranks agreed on in a first call."""
     slots: dict[str, int] = field(default_factory=dict)
-    weights: dict[str, Weights] = field(default_factory=dict)
-    """By key: graphs that have one in common number their modules alike."""
-    columns: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    """int64 [N] of a graph, by the text of its keys and the number of its weight."""
-    modules: Counter[str] = field(default_factory=Counter)
-    """How many modules a key is of."""
-    met: set[tuple[str, str, int]] = field(default_factory=set)
-    """First keys; keys, or all keys of a graph and a separator; weights, by the order in which these came."""
-    came: Counter[str] = field(default_factory=Counter)
-    """How many weights have come with a key so far: calls alone tell, not when a rank frees what it no longer uses."""
+    modules: dict[str, ModuleNumbers] = field(default_factory=dict)
+    """By key. Graphs with a common key share the numbering of their modules."""
+    graph_slots: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    """int64 [N]: the slots of a graph's tensors, by the text of its keys and the module number."""
+    module_counts: Counter[str] = field(default_factory=Counter)
+    """Number of modules that share a key."""
+    registered: set[tuple[str, str, int]] = field(default_factory=set)
+    """(first key, key or all keys of a graph and a separator, arrival of the weight)."""
+    arrivals: Counter[str] = field(default_factory=Counter)
+    """Weights that have arrived with a key so far. Only calls count, so that ranks agree: they free weights at other times."""
     agreements: weakref.WeakKeyDictionary[Any, Counter[str]] = field(default_factory=weakref.WeakKeyDictionary)
-    """By process group (another may bear its name later) and key: for how many of them ranks have agreed."""
-    begun: set[tuple[str, int]] = field(default_factory=set)
-    """First keys of graphs and numbers of weights whose last forward outside backward was a step."""
-    repeating: set[str] = field(default_factory=set)
-    """Keys whose forward is being run again by a checkpoint."""
+    """Weights on whose first amax the ranks have agreed, by process group and key. A later group may reuse a name."""
+    stepped: set[tuple[str, int]] = field(default_factory=set)
+    """(first key, module number) of graphs whose last forward outside backward was a step."""
+    recomputing: set[str] = field(default_factory=set)
+    """Keys whose forward a checkpoint is recomputing."""
 
-    def value(self, key: str) -> Tensor:
-        """[1 + LENGTH]: what was seen since the last call, and the history."""
-        at = self.slots[key]
-        return torch.cat([self.seen[at : at + 1], self.past[:, at]])
+    def read(self, key: str) -> Tensor:
+        """Return float32 [1 + LENGTH]: the amax since the last step, then the history."""
+        slot = self.slots[key]
+        return torch.cat([self.current[slot : slot + 1], self.past[:, slot]])
 
-    def set(self, key: str, value: Tensor) -> None:
-        at = self.slots[key]
-        self.seen[at].copy_(value[0])
-        self.past[:, at].copy_(value[1:])
+    def write(self, key: str, value: Tensor) -> None:
+        """Replace what `read` returns."""
+        slot = self.slots[key]
+        self.current[slot].copy_(value[0])
+        self.past[:, slot].copy_(value[1:])
 
 
 class Fp8State:
-    """The histories of the models that compile with fp8={"state": name}, on this rank.
+    """The amax histories of the models compiled with fp8={"state": name}, on this rank.
 
-    Keys are "module path/x" (what a linear multiplies) and "module path/dy" (the gradient of its result), with "#1", "#2" where
-    a graph calls a module again and "@1", "@2" where one graph serves several modules. They outlive recompilation: graphs of
-    one model share them.
+    A key is "module path/x" (the input of a linear) or "module path/dy" (the gradient of its output). "#1", "#2" follow where
+    a graph calls a module again, "@1", "@2" where one graph serves several modules. Histories outlive recompilation: the
+    graphs of one model share them.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._banks: dict[torch.device, AmaxHistory] = {}
-        self._waiting: dict[str, Tensor] = {}
+        self._histories: dict[torch.device, AmaxHistory] = {}
+        self._unclaimed: dict[str, Tensor] = {}
+        """Loaded values whose keys no graph has used yet."""
         self._lock = threading.Lock()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """By key a copy, float32 [1 + LENGTH]: the largest magnitude since the last call, then those of the calls before it,
+        """Return a copy by key, float32 [1 + LENGTH]: the amax since the last call, then the amax of each call before it,
         newest first. Each rank saves its own."""
         with self._lock:
-            found = {key: value.clone() for key, value in self._waiting.items()}
-            return found | {key: bank.value(key) for bank in self._banks.values() for key in bank.slots}
+            unclaimed = {key: value.clone() for key, value in self._unclaimed.items()}
+            return unclaimed | {key: history.read(key) for history in self._histories.values() for key in history.slots}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes what `state_dict` gave. Before the first step it is kept until graphs ask for their keys; later the keys must
-        be those that there are. Fp8StateError names the first key that is not as it must be, and nothing is loaded."""
+        """Load what `state_dict` returned.
+
+        Before the first step, values wait until graphs use their keys. Later the keys must equal the existing ones.
+        Fp8StateError names the first bad key, and nothing is loaded."""
         with self._lock:
             for key, value in state.items():
                 if not isinstance(value, Tensor) or value.shape != (1 + LENGTH,) or value.dtype != torch.float32:
                     got = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
                     raise self._error(f"the history {key!r} cannot be loaded", got, f"torch.float32 [{1 + LENGTH}]")
-            homes = {key: bank for bank in self._banks.values() for key in bank.slots}
-            known = homes.keys() | self._waiting.keys()
-            for wrong, what in ((known - state.keys(), "is not in what is loaded"), (state.keys() - known, "is of no tensor")):
-                if homes and wrong:
-                    got, expected = f"{len(state)} keys", f"the {len(known)} keys of state_dict()"
-                    raise self._error(f"the history {min(wrong)!r} {what}", got, expected)
+            owners = {key: history for history in self._histories.values() for key in history.slots}
+            self._check_keys(state, owners.keys())
             with torch.no_grad():
                 for key, value in state.items():
-                    if key in homes:
-                        homes[key].set(key, value)
-                    else:
-                        self._waiting[key] = value.detach().to("cpu", copy=True)  # read by another stream, whenever
+                    if key in owners:
+                        owners[key].write(key, value)
+                    else:  # copied: another stream may read it at any time
+                        self._unclaimed[key] = value.detach().to("cpu", copy=True)
+
+    def _check_keys(self, state: Mapping[str, Tensor], claimed: Collection[str]) -> None:
+        existing = {*claimed, *self._unclaimed}
+        missing, unknown = existing - state.keys(), state.keys() - existing
+        for wrong, what in ((missing, "is missing from the loaded state"), (unknown, "belongs to no tensor")):
+            if claimed and wrong:
+                got, expected = f"{len(state)} keys", f"the {len(existing)} keys of state_dict()"
+                raise self._error(f"the history {min(wrong)!r} {what}", got, expected)
 
     def reset(self) -> None:
-        """Forgets all histories, in place. What ranks agreed on in a first call stays: gathered tensors begin with that."""
+        """Clear all histories, in place. The amax agreed on in a first call stays: gathered tensors start from it."""
         with self._lock, torch.no_grad():
-            self._waiting.clear()
-            for bank in self._banks.values():
-                bank.seen.zero_()
-                bank.past.zero_()
+            self._unclaimed.clear()
+            for history in self._histories.values():
+                history.current.zero_()
+                history.past.zero_()
 
-    def graph(self, keys: str, weight: Tensor) -> tuple[AmaxHistory, int]:
-        """The memory of a graph's tensors and the number of `weight`. `keys`: joined by ";"."""
-        bank, first = self._banks.get(weight.device), keys.partition(SEPARATOR)[0]
-        found = bank.weights[first].find(weight) if bank is not None and first in bank.weights else None
-        if bank is not None and found is not None and (first, keys + SEPARATOR, found[1]) in bank.met:
-            return bank, found[0]
-        if capturing(weight.device):
-            if bank is not None and bank.modules[first] == 1 and (keys, 0) in bank.columns and made_for_capture(weight):
-                return bank, 0  # a copy of the only one
-            what = "histories are made at a module's first call, and this one is being captured"
-            raise self._error(what, keys, "a call before", "call every module once before the capture")
+    def register(self, keys: str, weight: Tensor) -> tuple[AmaxHistory, int]:
+        """Return the memory of a graph's tensors and the module number of `weight`. `keys`: joined by ";"."""
+        history, first = self._histories.get(weight.device), keys.partition(SEPARATOR)[0]
+        module = history.modules[first].find(weight) if history is not None and first in history.modules else None
+        if history is not None and module is not None and (first, keys + SEPARATOR, module[1]) in history.registered:
+            return history, module[0]
+        if is_capturing(weight.device):
+            sole = history is not None and history.module_counts[first] == 1 and (keys, 0) in history.graph_slots
+            if history is not None and sole and is_capture_copy(weight):
+                return history, 0  # a copy of the only module's weight
+            what = "amax histories are allocated at a module's first call, and this first call is being captured"
+            raise self._error(what, keys, "a call before the capture", "call every module once before the capture")
         return run_in_daemon_thread("ub_overlap fp8 state", lambda: self._add(keys, weight)).result()
 
-    def bank(self, key: str, device: torch.device) -> AmaxHistory:
-        """Where `key` is, of which a graph has read the history."""
-        bank = self._banks.get(device)
-        if bank is None or key not in bank.slots:
-            raise self._error(f"the history {key!r} was never read", str(device), "fp8_history before fp8_quantise")
-        return bank
+    def history_of(self, key: str, device: torch.device) -> AmaxHistory:
+        """Return the memory that holds `key`. Fp8StateError unless a graph has read its history."""
+        history = self._histories.get(device)
+        if history is None or key not in history.slots:
+            raise self._error(f"the history {key!r} was never read", str(device), "fp8_amax_history before fp8_quantize")
+        return history
 
     def _add(self, keys: str, weight: Tensor) -> tuple[AmaxHistory, int]:
-        """Runs on a thread of its own: no mode of the caller's, and no memory pool of a graph that is being recorded."""
+        """Add a graph's keys. Runs on its own thread, outside the caller's modes and of the memory pool of a capture."""
         plain, device = keys.split(SEPARATOR), weight.device
-        with self._lock, _apart_from_callers(device):
-            bank = self._banks.get(device)
-            if bank is None:
-                agreed = torch.full((CAPACITY,), NEUTRAL, device=device)
-                bank = AmaxHistory(torch.zeros(CAPACITY, device=device), torch.zeros(LENGTH, CAPACITY, device=device), agreed)
-            weights = next((bank.weights[key] for key in plain if key in bank.weights), None) or Weights()
-            for key in plain:
-                bank.weights.setdefault(key, weights)
-            if (found := weights.find(weight)) is None:
-                found = weights.add(weight)
-                gone = {(key, n) for key, n in bank.begun if n == found[0] and bank.weights.get(key) is weights}
-                bank.begun.difference_update(gone)
-            number, coming = found
+        with self._lock, _on_own_stream(device):
+            history = self._histories.get(device) or _allocate(device)
+            number, arrival = _module_of(history, plain, weight)
             names = [f"{key}@{number}" if number else key for key in plain]
-            for home, other in self._banks.items():
-                for key in names:
-                    if home != device and key in other.slots:
-                        raise self._error(f"the history {key!r} is on {home}", str(device), "one device a module")
-            new = [key for key in names if key not in bank.slots]
-            if len(bank.slots) + len(new) > CAPACITY:
-                raise self._error("too many float8 tensors", f"{len(bank.slots) + len(new)}", f"{CAPACITY} at most")
-            for key in new:
-                bank.slots[key] = len(bank.slots)
-                if key in self._waiting:
-                    bank.set(key, self._waiting.pop(key))
+            self._claim_slots(history, device, names)
             for key in plain:
-                bank.modules[key] = max(bank.modules[key], number + 1)
-                bank.came[key] += (plain[0], key, coming) not in bank.met
-            bank.met.update((plain[0], key, coming) for key in (keys + SEPARATOR, *plain))
-            bank.columns[keys, number] = torch.tensor([bank.slots[key] for key in names], dtype=torch.int64, device=device)
-        self._banks[device] = bank  # once its memory is written
-        return bank, number
+                history.module_counts[key] = max(history.module_counts[key], number + 1)
+                history.arrivals[key] += (plain[0], key, arrival) not in history.registered
+            history.registered.update((plain[0], key, arrival) for key in (keys + SEPARATOR, *plain))
+            slots = [history.slots[key] for key in names]
+            history.graph_slots[keys, number] = torch.tensor(slots, dtype=torch.int64, device=device)
+        self._histories[device] = history  # only after its memory is written
+        return history, number
+
+    def _claim_slots(self, history: AmaxHistory, device: torch.device, names: list[str]) -> None:
+        for other_device, other in self._histories.items():
+            for key in names:
+                if other_device != device and key in other.slots:
+                    raise self._error(f"the history {key!r} is on {other_device}", str(device), "one device for each module")
+        new = [key for key in names if key not in history.slots]
+        if len(history.slots) + len(new) > CAPACITY:
+            raise self._error("too many float8 tensors", f"{len(history.slots) + len(new)}", f"{CAPACITY} at most")
+        for key in new:
+            history.slots[key] = len(history.slots)
+            if key in self._unclaimed:
+                history.write(key, self._unclaimed.pop(key))
 
     def _error(self, what: str, got: str, expected: str, fix: str = _FIX) -> errors.Fp8StateError:
         where = f"fp8_state({self.name!r})" if self.name else "fp8_state()"
         return errors.Fp8StateError(what, where=where, got=got[:200], expected=expected, fix=fix)
 
 
-def capturing(device: torch.device) -> bool:
+def _allocate(device: torch.device) -> AmaxHistory:
+    agreed_amax = torch.full((CAPACITY,), NEUTRAL_AMAX, device=device)
+    return AmaxHistory(torch.zeros(CAPACITY, device=device), torch.zeros(LENGTH, CAPACITY, device=device), agreed_amax)
+
+
+def _module_of(history: AmaxHistory, keys: list[str], weight: Tensor) -> tuple[int, int]:
+    """Return (module number, arrival) of `weight`; add it if it is new."""
+    modules = next((history.modules[key] for key in keys if key in history.modules), None) or ModuleNumbers()
+    for key in keys:
+        history.modules.setdefault(key, modules)
+    if (module := modules.find(weight)) is None:
+        module = modules.add(weight)
+        reused = {(key, n) for key, n in history.stepped if n == module[0] and history.modules.get(key) is modules}
+        history.stepped.difference_update(reused)
+    return module
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether the current stream of `device` is being captured."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @contextlib.contextmanager
-def _apart_from_callers(device: torch.device) -> Iterator[None]:
-    """Work on a stream of its own that is done at the end: it waits for nothing that callers have begun."""
+def _on_own_stream(device: torch.device) -> Iterator[None]:
+    """Run work on its own stream and wait for its end. It waits for nothing that callers have launched."""
     if device.type != "cuda":
         yield
         return
@@ -198,26 +222,27 @@ _STATES: dict[str, Fp8State] = {}
 
 
 def fp8_state(name: str = "") -> Fp8State:
-    """What delayed scaling remembers on this rank, for models compiled with options={"fp8": {"state": name}}."""
+    """Return the delayed-scaling state on this rank of models compiled with options={"fp8": {"state": name}}."""
     return _STATES.get(name) or _STATES.setdefault(name, Fp8State(name))
 
 
 @contextlib.contextmanager
-def copied(name: str) -> Iterator[str]:
-    """The name of a copy of a state, which is gone when this closes."""
-    private = f"{name}, copy {next(_COPIES)}"
-    fp8_state(private).load_state_dict(fp8_state(name).state_dict())
+def copy_state(name: str) -> Iterator[str]:
+    """Yield the name of a copy of a state. The copy is deleted on exit."""
+    copy = f"{name}, copy {next(_COPIES)}"
+    fp8_state(copy).load_state_dict(fp8_state(name).state_dict())
     try:
-        yield private
+        yield copy
     finally:
-        _STATES.pop(private, None)
+        _STATES.pop(copy, None)
 
 
-def text_of(name: str, keys: Iterable[str]) -> str:
-    """How ops name a state and its keys."""
+def join_keys(name: str, keys: Iterable[str]) -> str:
+    """Return the text by which ops name a state and its keys."""
     return SEPARATOR.join((name, *keys))
 
 
-def state_of(text: str) -> tuple[Fp8State, str]:
+def split_keys(text: str) -> tuple[Fp8State, str]:
+    """Return the state that such a text names, and its keys, joined by ";"."""
     name, _, keys = text.partition(SEPARATOR)
     return fp8_state(name), keys

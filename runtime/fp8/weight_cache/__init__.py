@@ -1,18 +1,22 @@
-"""Weights in float8, cast anew only where they have changed: once a step, however many microbatches it has.
+"""Cache of weights in float8: a weight is cast again only when its elements have changed, so once a step.
 
-    forward    q, scale = fp8_weight(w)              is w what it was? (its bits are read) Else it is cast into q and scale
-    backward   q, scale = fp8_weight(w, known)     what the forward cast, unread
+    forward    q, scale = fp8_cached_weight(w)                  cast w if its bits differ from those of the cached cast
+    backward   q, scale = fp8_cached_weight(w, reuse_forward)   the forward's cast; w is not read
 
-What an optimizer, a checkpoint or a replayed CUDA graph writes shows in the bits themselves; nobody has to tell. On GPUs the
-bits are summed up on the way to the largest magnitude, and the device decides (csrc/cuda/weights.cu): the host waits for
-nothing, and calls may be captured. Elsewhere they are compared with a copy.
+The bits themselves show what an optimizer, a checkpoint or a replayed CUDA graph has written. No caller has to invalidate
+anything. On GPUs a checksum of the bits is computed in the pass that computes the amax, and the device decides
+(csrc/cuda/fp8_cached_weight.cu). The host does not wait, so calls can be captured. On other devices the bits are compared with
+a copy.
 
-q and scale belong to the weight's memory and keep their address as long as that exists.
+When backward may reuse the forward's cast is one rule, csrc/core/forward_uses.h, which both caches ask.
 
-    kept.py    the casts that there are, by weight        cast.py    one cast, in ATen or by our kernels        ops.py    the op
+q and scale live as long as the weight's memory and keep their addresses.
+
+    cache.py         cached weights by storage, for devices without our kernels (C++ holds those of CUDA)
+    weight_cast.py   one cast, in ATen or by our kernels
+    runtime/ops/     the op: fp8_cached_weight.py
 """
 
 from __future__ import annotations
 
-from .cache import kept_bytes as kept_bytes
-from .weight_cast import cast_plainly as cast_plainly
+from .weight_cast import cast_in_aten as cast_in_aten

@@ -1,4 +1,4 @@
-"""The float8 casts of weights that this process keeps. They go with the memory of their weight."""
+"""The cached weights of this process. They are evicted with the storage of their weight."""
 
 from __future__ import annotations
 
@@ -12,52 +12,48 @@ from torch import Tensor
 from ub_overlap import _torch_compat as compat
 
 from ...session.daemon_thread import run_in_daemon_thread
-from .weight_cast import CachedCast, by_kernel, made
+from .weight_cast import CachedWeight, allocate, has_kernel
 
 _LOCK = threading.Lock()
-_BY_STORAGE: dict[int, dict[tuple[Any, ...], CachedCast]] = {}
+_BY_STORAGE: dict[int, dict[tuple[Any, ...], CachedWeight]] = {}
 
 
-def find(weight: Tensor, through: torch.dtype, axis: int | None) -> CachedCast | None:
+def find(weight: Tensor, round_to: torch.dtype, axis: int | None) -> CachedWeight | None:
+    """Return the cached cast of `weight`, or None."""
     casts = _BY_STORAGE.get(compat.storage_id(weight))
-    return None if casts is None else casts.get(_key(weight, through, axis))
+    return None if casts is None else casts.get(_key(weight, round_to, axis))
 
 
-def add(weight: Tensor, through: torch.dtype, axis: int | None) -> CachedCast:
-    """Memory for a weight that is not found; C++ keeps that of CUDA."""
+def insert(weight: Tensor, round_to: torch.dtype, axis: int | None) -> CachedWeight:
+    """Allocate and insert a cast for a weight that is not cached. C++ holds those of CUDA."""
     stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
-    plain = weight.detach()
+    detached = weight.detach()
 
-    def body() -> CachedCast:
-        # On a thread of its own: no mode of the caller's, and no memory pool of a graph that is to be recorded.
+    def body() -> CachedWeight:
+        # On its own thread: outside the caller's modes and of the memory pool of a graph that is about to be captured.
         with torch.cuda.stream(stream):
-            return made(plain, axis)
+            return allocate(detached, axis)
 
-    cast = run_in_daemon_thread("ub_overlap fp8 weight", body).result()
-    number = compat.storage_id(weight)
+    cached = run_in_daemon_thread("ub_overlap fp8 weight", body).result()
+    storage = compat.storage_id(weight)
     with _LOCK:
-        casts = _BY_STORAGE.get(number)
+        casts = _BY_STORAGE.get(storage)
         if casts is None:
-            casts = _BY_STORAGE[number] = {}
-            gone = weakref.finalize(weight.untyped_storage(), _forget, number)
-            gone.atexit = False  # type: ignore[attr-defined]
-        if not by_kernel(weight):
-            return casts.setdefault(_key(weight, through, axis), cast)
-    torch.ops.ub_overlap.fp8_weight_keep.default(weight, through, axis, cast.q, cast.scale, cast.known, cast.scratch)
-    return cast
+            casts = _BY_STORAGE[storage] = {}
+            finalizer = weakref.finalize(weight.untyped_storage(), _evict, storage)
+            finalizer.atexit = False  # type: ignore[attr-defined]
+        if not has_kernel(weight):
+            return casts.setdefault(_key(weight, round_to, axis), cached)
+    memory = cached.q, cached.scale, cached.checksum, cached.scratch
+    torch.ops.ub_overlap.fp8_cached_weight_insert.default(weight, round_to, axis, *memory)
+    return cached
 
 
-def kept_bytes() -> int:
-    """Memory that the casts of the CPU's weights take, in bytes."""
-    tensors = [t for casts in list(_BY_STORAGE.values()) for c in casts.values() for t in (c.q, c.scale, c.scratch, c.was)]
-    return sum(t.nbytes for t in tensors if t is not None)
+def _key(weight: Tensor, round_to: torch.dtype, axis: int | None) -> tuple[Any, ...]:
+    return weight.storage_offset(), weight.shape, weight.dtype, round_to, axis
 
 
-def _key(weight: Tensor, through: torch.dtype, axis: int | None) -> tuple[Any, ...]:
-    return weight.storage_offset(), weight.shape, weight.dtype, through, axis
-
-
-def _forget(number: int) -> None:
-    _BY_STORAGE.pop(number, None)
-    if hasattr(torch.ops.ub_overlap, "fp8_weight_forget"):
-        torch.ops.ub_overlap.fp8_weight_forget.default(number)
+def _evict(storage: int) -> None:
+    _BY_STORAGE.pop(storage, None)
+    if hasattr(torch.ops.ub_overlap, "fp8_cached_weight_evict"):
+        torch.ops.ub_overlap.fp8_cached_weight_evict.default(storage)

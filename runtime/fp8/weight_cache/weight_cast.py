@@ -1,85 +1,97 @@
-"""Casting a weight to float8 where it is not what it was.
+"""Cast a weight to float8 if its elements have changed since the cached cast.
 
-Legend: R rows and C columns of a weight. `axis`: None for one scale [], -1 for one a row [R, 1], -2 for one a column [1, C].
+Legend: R rows and C columns of a weight. `axis`: None for one scale [], -1 for a scale per row [R, 1], -2 for a scale per
+column [1, C].
 """
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..numerics import LEAST_SCALE
+from ...extension import extension
+from ..numerics import E4M3, LEAST_SCALE
 
-FORMAT = torch.float8_e4m3fn
+FORMAT = E4M3
+
+
+def _new_forward_uses() -> Any:
+    return extension().ForwardUses()
 
 
 @dataclass(slots=True, eq=False)
-class CachedCast:
-    """`q` [R, C] and `scale`, with what tells whether they are up to date: on GPUs `known` [1], what the bits are summed up to
-    (0: nothing yet), elsewhere `was`, a copy of the bits."""
+class CachedWeight:
+    """The cast of one weight, `q` [R, C] and `scale`, and what tells whether it is up to date.
+
+    On GPUs that is `checksum` int64 [1] over the weight's bits, 0 before the first cast. On other devices it is `cast_bits`, a
+    copy of the bits that were cast. The C++ struct of this name has the same fields (csrc/bindings/ops/fp8_cached_weight.cpp).
+    """
 
     q: Tensor
     scale: Tensor
-    known: Tensor
+    checksum: Tensor
     scratch: Tensor
-    was: Tensor | None = None
-    looks: int = 0
-    """Of forwards since backward used it."""
+    cast_bits: Tensor | None = None
+    forward_uses: Any = field(default_factory=_new_forward_uses)
+    """Uses by forwards since backward last used the cast, and the rule that they decide (csrc/core/forward_uses.h)."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-def shape_of_scale(weight: Tensor, axis: int | None) -> tuple[int, ...]:
+def scale_shape(weight: Tensor, axis: int | None) -> tuple[int, ...]:
+    """Return the shape of a weight's scale."""
     rows, cols = weight.shape
     return () if axis is None else (rows, 1) if axis == -1 else (1, cols)
 
 
-def made(weight: Tensor, axis: int | None) -> CachedCast:
-    """Memory for the cast of `weight`, on the current stream."""
-    # e4m3 zeros: what is never cast is no garbage
+def allocate(weight: Tensor, axis: int | None) -> CachedWeight:
+    """Allocate memory for the cast of `weight`, on the current stream."""
+    # e4m3 zeros: a cast that never ran leaves no garbage
     q = torch.zeros(weight.shape, dtype=torch.uint8, device=weight.device).view(FORMAT)
-    scale = torch.zeros(shape_of_scale(weight, axis), dtype=torch.float32, device=weight.device)
-    return CachedCast(q, scale, torch.zeros(1, dtype=torch.int64, device=weight.device), _scratch(scale))
+    scale = torch.zeros(scale_shape(weight, axis), dtype=torch.float32, device=weight.device)
+    return CachedWeight(q, scale, torch.zeros(1, dtype=torch.int64, device=weight.device), _scratch(scale))
 
 
 def _scratch(scale: Tensor) -> Tensor:
-    """What weights.cu counts in: zeros before and after."""
+    """Return the kernels' counters, zeros before and after a call. The size is cached_weight_scratch_words() of C++."""
     return torch.zeros(3 + (scale.numel() + 1) // 2, dtype=torch.int64, device=scale.device)
 
 
-def by_kernel(weight: Tensor) -> bool:
-    return weight.is_cuda and hasattr(torch.ops.ub_overlap, "fp8_weight_refresh")
+def has_kernel(weight: Tensor) -> bool:
+    """Return whether our kernels cast `weight`: on CUDA, in a build with CUDA."""
+    return weight.is_cuda and hasattr(torch.ops.ub_overlap, "fp8_cached_weight_refresh")
 
 
-def refresh(weight: Tensor, through: torch.dtype, axis: int | None, cast: CachedCast) -> None:
-    """Casts `weight`, rounded to `through` first, into `cast` where that is of other bits."""
-    if by_kernel(weight):
-        memory = cast.q, cast.scale, cast.known, cast.scratch
-        torch.ops.ub_overlap.fp8_weight_refresh.default(weight, through, axis, *memory)
+def refresh(weight: Tensor, round_to: torch.dtype, axis: int | None, cached: CachedWeight) -> None:
+    """Round `weight` to `round_to` and cast it into `cached`, if its bits have changed."""
+    if has_kernel(weight):
+        memory = cached.q, cached.scale, cached.checksum, cached.scratch
+        torch.ops.ub_overlap.fp8_cached_weight_refresh.default(weight, round_to, axis, *memory)
     else:
-        refresh_plainly(weight, through, axis, cast)
+        refresh_in_aten(weight, round_to, axis, cached)
 
 
-def refresh_plainly(weight: Tensor, through: torch.dtype, axis: int | None, cast: CachedCast) -> None:
-    """The same in ATen; on GPUs it casts every time, as the host would have to wait for the answer."""
-    now = weight.to(through)
-    bits = now.view(torch.int16)
-    if cast.was is not None and torch.equal(cast.was, bits):
+def refresh_in_aten(weight: Tensor, round_to: torch.dtype, axis: int | None, cached: CachedWeight) -> None:
+    """Compute `refresh` with ATen ops. On GPUs it always casts, as the host would have to wait for the comparison."""
+    rounded = weight.to(round_to)
+    bits = rounded.view(torch.int16)
+    if cached.cast_bits is not None and torch.equal(cached.cast_bits, bits):
         return
-    cast.was = None  # whatever ends this early leaves nothing that is taken for up to date
-    q, scale = cast_plainly(now, axis)
-    cast.q.view(torch.uint8).copy_(q.view(torch.uint8))
-    cast.scale.copy_(scale)
+    cached.cast_bits = None  # an error below must not leave a cast that counts as up to date
+    q, scale = cast_in_aten(rounded, axis)
+    cached.q.view(torch.uint8).copy_(q.view(torch.uint8))
+    cached.scale.copy_(scale)
     if not weight.is_cuda:
-        cast.was = bits.clone()
+        cached.cast_bits = bits.clone()
 
 
-def cast_plainly(weight: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
-    """(float8 of `weight`, its scale), as compiler/fp8/cast_nodes.py spells them."""
-    top = torch.finfo(FORMAT).max
+def cast_in_aten(weight: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
+    """Return (float8 of `weight`, its scale), computed like the nodes of compiler/fp8/cast_nodes.py."""
+    format_max = torch.finfo(FORMAT).max
     size = weight.abs()
-    most = (size.amax() if axis is None else size.amax(axis, keepdim=True)).float()
-    scale = (most * (1.0 / top)).clamp_min(LEAST_SCALE)
-    return (weight.float() * scale.reciprocal()).clamp_min(-top).clamp_max(top).to(FORMAT), scale
+    amax = (size.amax() if axis is None else size.amax(axis, keepdim=True)).float()
+    scale = (amax * (1.0 / format_max)).clamp_min(LEAST_SCALE)
+    return (weight.float() * scale.reciprocal()).clamp_min(-format_max).clamp_max(format_max).to(FORMAT), scale

@@ -161,7 +161,7 @@ def group_lock_never_released(lockstep: Lockstep, group: str) -> str:
         if lockstep.rank == 1:
             bound = find_session(group, "cuda")
             assert bound is not None
-            ops.extension().testing.hold_turn(bound._arena.core)
+            ops.extension().testing.hold_group_lock(bound._arena.core)
         clock = time.monotonic()
         out = ub_overlap.all_gather_matmul(x, w, group)
         lockstep.sync()

@@ -1,7 +1,7 @@
-// Kernels of the float8 wire, at the speed of the memory: rounding what is to travel, and sums of what has landed.
+// Kernels of the float8 wire, bound by memory bandwidth: rounding what is sent, and summing what has arrived.
 //
-// A row of a multiple of 128 elements; each segment of 128 has an fp32 scale, the largest size in it over 448. 16 elements a
-// thread: eight neighbouring lanes are a segment, and its float8 numbers are one 16-byte access a lane.
+// A row has a multiple of 128 elements. Each segment of 128 has an fp32 scale, its amax over 448. A thread takes 16 elements:
+// eight neighboring lanes are a segment, and each lane accesses its float8 numbers as 16 bytes.
 #include <cuda_fp8.h>
 
 #include <cfloat>
@@ -11,9 +11,8 @@
 namespace ub_overlap::cuda {
 namespace {
 
-constexpr int lanes_a_segment = scale_block / per_thread;
-constexpr float most_e4m3 = 448.0f;
-static_assert(wire_float8 == DType::e4m3 && 32 % lanes_a_segment == 0);
+constexpr int lanes_per_segment = scale_block / per_thread;
+static_assert(wire_float8 == DType::e4m3 && 32 % lanes_per_segment == 0);
 
 template <typename T>
 __device__ inline void store_elements(char* base, int64_t at, const Elements<T>& elements) {
@@ -23,7 +22,7 @@ __device__ inline void store_elements(char* base, int64_t at, const Elements<T>&
     }
 }
 
-// All threads of a block stay together: lanes without an element take part in the shuffles with zeros.
+// All threads of a block stay together: lanes without an element join the shuffles with zeros.
 template <typename S>
 __global__ void __launch_bounds__(256) round_kernel(const char* from, int64_t from_stride, char* to, int64_t to_stride,
                                                     char* scales, int64_t scales_stride, int64_t per_block, int64_t total) {
@@ -33,31 +32,31 @@ __global__ void __launch_bounds__(256) round_kernel(const char* from, int64_t fr
         const bool live = item < total;
         const int64_t block = total == per_block ? 0 : item / per_block, at = item - block * per_block;
         float value[per_thread];
-        float most = 0.0f;
+        float amax = 0.0f;
         if (live) {
             const Elements<S> loaded = load_elements<S>(from + block * from_stride, at);
 #pragma unroll
             for (int e = 0; e < per_thread; ++e) {
                 value[e] = to_float(loaded.v[e]);
                 const float size = fabsf(value[e]);
-                most = size <= FLT_MAX ? fmaxf(most, size) : most;
+                amax = size <= FLT_MAX ? fmaxf(amax, size) : amax;
             }
         }
 #pragma unroll
-        for (int lane = 1; lane < lanes_a_segment; lane *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, lane));
+        for (int lane = 1; lane < lanes_per_segment; lane *= 2) amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, lane));
         if (!live) continue;
-        // Not below the normal numbers, so that its inverse is finite.
-        const float scale = fmaxf(most / most_e4m3, FLT_MIN), inverse = 1.0f / scale;
-        // Not finite: NaN, for there is no infinity.
+        // At least the smallest normal number, so that its inverse is finite.
+        const float scale = fmaxf(amax / e4m3_max, FLT_MIN), inverse = 1.0f / scale;
+        // Not finite: NaN, as e4m3 has no infinity.
         reinterpret_cast<uint4*>(to + block * to_stride)[at] = float8_line<__NV_E4M3>(
             [&](int e) { return fabsf(value[e]) <= FLT_MAX ? value[e] * inverse : __int_as_float(0x7fffffff); });
-        if (at % lanes_a_segment == 0) {
-            reinterpret_cast<float*>(scales + block * scales_stride)[at / lanes_a_segment] = scale;
+        if (at % lanes_per_segment == 0) {
+            reinterpret_cast<float*>(scales + block * scales_stride)[at / lanes_per_segment] = scale;
         }
     }
 }
 
-// Sources in their order; all are float8 with scales but `plain`, this rank's own, which is as it was made (-1: none is).
+// Sources in their order. All are float8 with scales except `plain`, this rank's own, in its original type (-1: none).
 struct ScaledSources {
     int32_t count, plain;
     const char* data[max_ranks];
@@ -78,7 +77,7 @@ __device__ inline void unpack(const uint4& line, float scale, float (&value)[per
     }
 }
 
-// A thread has `width` sources on their way at a time.
+// A thread has the loads of `width` sources in flight at a time.
 template <typename S, typename D, int width>
 __global__ void __launch_bounds__(256) reduce_scaled_kernel(ScaledSources sources, char* dst, int64_t dst_stride,
                                                             int64_t per_block, int64_t total, float divisor) {
@@ -99,7 +98,7 @@ __global__ void __launch_bounds__(256) reduce_scaled_kernel(ScaledSources source
                 if (source >= sources.count || source == sources.plain) continue;
                 line[k] = __ldcs(reinterpret_cast<const uint4*>(sources.data[source] + block * sources.stride[source]) + at);
                 const char* scales = sources.scales[source] + block * sources.scales_stride[source];
-                scale[k] = reinterpret_cast<const float*>(scales)[at / lanes_a_segment];
+                scale[k] = reinterpret_cast<const float*>(scales)[at / lanes_per_segment];
             }
 #pragma unroll
             for (int k = 0; k < width; ++k) {
@@ -130,10 +129,10 @@ auto reduce_scaled_for(int sources) {
                           : &reduce_scaled_kernel<S, D, 8>;
 }
 
-// Whole segments of every block, or nothing: what the ops promise.
-int64_t threads_a_block(const Span& rounded) {
+// Returns the threads per block of a span. The ops ensure that blocks are whole segments.
+int64_t threads_per_block(const Span& rounded) {
     if (rounded.bytes % scale_block != 0 || low_bits(rounded) % 16 != 0) {
-        throw NamedError("UbOverlapError", {{"what", "float8 numbers on the wire are not whole segments"},
+        throw NamedError("UbOverlapError", {{"what", "a block of float8 numbers on the wire is not a multiple of a segment"},
                                             {"got", std::to_string(rounded.bytes) + " bytes"},
                                             {"fix", "report this as a bug"}});
     }
@@ -142,7 +141,7 @@ int64_t threads_a_block(const Span& rounded) {
 
 }  // namespace
 
-void preload_wire() {
+void preload_fp8_wire() {
     for (DType from : {DType::f32, DType::bf16, DType::f16}) {
         with_type(from, [&](auto s) { load(&round_kernel<decltype(s)>); });
         for (DType to : {DType::f32, DType::bf16, DType::f16}) {
@@ -157,7 +156,7 @@ void preload_wire() {
 
 void launch_round_for_wire(const Rounding& r, DType type, cudaStream_t stream) {
     if (r.from.bytes == 0 || r.from.blocks == 0) return;
-    const int64_t per_block = threads_a_block(r.to), total = per_block * r.from.blocks;
+    const int64_t per_block = threads_per_block(r.to), total = per_block * r.from.blocks;
     with_type(type, [&](auto s) {
         round_kernel<decltype(s)><<<blocks_for(total, 256), 256, 0, stream>>>(
             r.from.data, r.from.stride, r.to.data, r.to.stride, r.scales.data, r.scales.stride, per_block, total);
@@ -175,7 +174,7 @@ void launch_reduce_scaled(const std::vector<Source>& sources, const Span& dst, D
         list.data[i] = source.data.data, list.stride[i] = source.data.stride;
         list.scales[i] = source.scales.data, list.scales_stride[i] = source.scales.stride;
         if (source.scales.data) {
-            per_block = threads_a_block(source.data);
+            per_block = threads_per_block(source.data);
         } else {
             list.plain = static_cast<int32_t>(i), plain_type = source.type;
         }
