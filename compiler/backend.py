@@ -80,7 +80,7 @@ def _inductor_options(ours: Options, theirs: dict[str, Any], mode: str | None, i
     """Return Inductor's options: those of its mode, the user's, and our passes at its hooks after the user's passes."""
     compat.mend_fused_reads()
     if ours.fp8.is_on:
-        compat.never_reused(torch.ops.ub_overlap.fp8_weight.default)
+        compat.never_reused(torch.ops.ub_overlap.fp8_cached_weight.default)
     patches = {**(compat.list_mode_options(mode) if mode else {}), **theirs}
     joint_snapshot = JointSnapshot()
     own_passes = (JointPass(ours, inputs, joint_snapshot), RewritePass(ours, inputs, joint_snapshot))

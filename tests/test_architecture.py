@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import graphlib
 import re
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from ub_overlap.runtime.fp8.numerics import LEAST_SCALE
+from ub_overlap.runtime.extension import extension
+from ub_overlap.runtime.fp8.numerics import E4M3, E5M2, LEAST_SCALE
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 460
@@ -189,18 +190,18 @@ def test_executors_include_no_torch_header(folder: str) -> None:
     assert not found, "\n".join(found)
 
 
-def test_the_least_scale_is_one_number() -> None:
+def test_float8_numbers_are_those_of_the_kernels() -> None:
     """Casts of the compiler's nodes, the runtime's and the kernels' agree bit for bit."""
-    said = re.compile(r"2(\.0)?\s*\*\*\s*-120")
-    homes = [path.relative_to(ROOT).as_posix() for path in python_files("compiler", "runtime") if said.search(path.read_text())]
+    literal = re.compile(r"2(\.0)?\s*\*\*\s*-120")
+    homes = [
+        path.relative_to(ROOT).as_posix() for path in python_files("compiler", "runtime") if literal.search(path.read_text())
+    ]
     assert homes == ["runtime/fp8/numerics.py"]
-    sources = {path.name: path.read_text() for path in (ROOT / "csrc/cuda").glob("*.cu")}
-    constants = {
-        name: text for name, source in sources.items() for text in re.findall(r"float least_scale = ([^;]+)f;", source)
-    }
-    assert "quantise.cu" in constants
-    for name, text in constants.items():
-        assert struct.unpack("f", struct.pack("f", float(text))) == (LEAST_SCALE,), name
+    numbers = (LEAST_SCALE, *(torch.finfo(format).max for format in (E4M3, E5M2)))
+    assert extension().testing.float8_numbers == numbers
+    sources = {path.relative_to(ROOT / "csrc").as_posix(): path.read_text() for path in (ROOT / "csrc").rglob("*.*")}
+    literal = re.compile(r"\b(448|57344)(\.0)?f?;|p-120f|7\.523163")
+    assert [name for name, text in sources.items() if literal.search(text)] == ["core/float8.h"]
 
 
 def test_the_compilers_folders_are_its_parts() -> None:

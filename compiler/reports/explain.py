@@ -75,7 +75,7 @@ def _own_state(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if fp8.recipe != "delayed":
         yield dict(options)
         return
-    with amax_history.copied(fp8.state) as name:
+    with amax_history.copy_state(fp8.state) as name:
         yield {**options, "fp8": replace(fp8, state=name)}
 
 

@@ -5,7 +5,7 @@
     matmul_all_reduce                                           the same, reduced to all ranks
     bulk                                                        a collective concurrent with independent matmuls
     compare                                                     verification
-    fp8_delayed, fp8_weight                                     float8 casts with state
+    fp8_amax_history, fp8_quantize, fp8_cached_weight           float8 casts with state
 
 Every op that overlaps ends with (str strategy, str group, str site). C++ implements it (csrc/bindings/ops/).
 
@@ -32,8 +32,9 @@ from . import (
     scaled_matmul_reduce_scatter,
 )
 from . import compare as compare  # registers ub_overlap::compare
-from . import fp8_delayed as fp8_delayed  # registers the ops of delayed scaling
-from . import fp8_weight as fp8_weight  # registers ub_overlap::fp8_weight
+from . import fp8_amax_history as fp8_amax_history
+from . import fp8_cached_weight as fp8_cached_weight
+from . import fp8_quantize as fp8_quantize
 from .definition import OpDefinition
 from .schedule_provider import ScheduleProvider
 

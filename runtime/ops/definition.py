@@ -36,3 +36,12 @@ class OpDefinition(Generic[Args]):
         torch.library.register_fake(
             f"ub_overlap::{self.name}", lambda *args, **kwargs: self.fake(self.arguments(*args, **kwargs)), lib=LIBRARY
         )
+
+
+def define_python_op(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any] | None) -> None:
+    """Define an op whose kernel is written in Python, for all devices. An op without a fake is not called from graphs."""
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,) if fake is not None else ())
+    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    if fake is not None:
+        torch.library.register_fake(f"ub_overlap::{name}", fake, lib=LIBRARY)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ub_overlap import _torch_compat as compat
 
 from ..fp8.amax_history.history import SEPARATOR, AmaxHistory, split_keys
-from .define import define
+from .definition import define_python_op
 
 SCHEMA = "fp8_amax_history(Tensor weight, str keys, bool step) -> (Tensor amax, Tensor slots)"
 
@@ -57,4 +57,4 @@ def _fake(weight: Tensor, keys: str, step: bool) -> tuple[Tensor, Tensor]:
     return weight.new_empty((n,), dtype=torch.float32), weight.new_empty((n,), dtype=torch.int64)
 
 
-define(SCHEMA, fp8_amax_history, _fake)
+define_python_op(SCHEMA, fp8_amax_history, _fake)

@@ -1,6 +1,7 @@
 """fp8_cached_weight: return the float8 cast of a weight from the weight cache, up to date.
 
-    fp8_cached_weight(Tensor weight, ScalarType round_to, int? axis, Tensor? after, bool reuse_forward) -> (Tensor q, Tensor scale)
+    fp8_cached_weight(Tensor weight, ScalarType round_to, int? axis, Tensor? after, bool reuse_forward)
+        -> (Tensor q, Tensor scale)
     fp8_cached_weight_copy(Tensor cached) -> Tensor
 
 weight: [R, C], contiguous. q: e4m3 [R, C]. scale: float32 [] (axis None), [R, 1] (axis -1) or [1, C] (axis -2). Both belong to
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from ..fp8.weight_cache import cache
 from ..fp8.weight_cache.weight_cast import FORMAT, allocate, refresh, scale_shape
-from .define import define
+from .definition import define_python_op
 
 _ARGUMENTS, _RESULTS = "Tensor weight, ScalarType round_to, int? axis", "(Tensor q, Tensor scale)"
 
@@ -63,6 +64,6 @@ def _fake(
     return weight.new_empty(weight.shape, dtype=FORMAT), scale
 
 
-define(f"fp8_cached_weight({_ARGUMENTS}, Tensor? after, bool reuse_forward) -> {_RESULTS}", fp8_cached_weight, _fake)
-define(f"fp8_cached_weight_miss({_ARGUMENTS}, bool reuse_forward) -> {_RESULTS}", fp8_cached_weight_miss, None)
-define("fp8_cached_weight_copy(Tensor cached) -> Tensor", fp8_cached_weight_copy, torch.clone)
+define_python_op(f"fp8_cached_weight({_ARGUMENTS}, Tensor? after, bool reuse_forward) -> {_RESULTS}", fp8_cached_weight, _fake)
+define_python_op(f"fp8_cached_weight_miss({_ARGUMENTS}, bool reuse_forward) -> {_RESULTS}", fp8_cached_weight_miss, None)
+define_python_op("fp8_cached_weight_copy(Tensor cached) -> Tensor", fp8_cached_weight_copy, torch.clone)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..fp8.amax_history.delayed_cast import cast
 from ..fp8.amax_history.first_amax import fill_empty_amax
 from ..fp8.amax_history.history import split_keys
-from .define import define
+from .definition import define_python_op
 
 SCHEMA = (
     "fp8_quantize(Tensor x, Tensor amax, Tensor slots, int index, str key, ScalarType format, str record_in, str groups)"
@@ -52,4 +52,4 @@ def _fake(
     return x.new_empty(x.shape, dtype=format), x.new_empty((), dtype=torch.float32)
 
 
-define(SCHEMA, fp8_quantize, _fake)
+define_python_op(SCHEMA, fp8_quantize, _fake)

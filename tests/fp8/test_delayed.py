@@ -28,8 +28,9 @@ from ub_overlap.compiler.plan.reasons import Reason
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.runtime import errors
 from ub_overlap.runtime.fp8 import amax_history
-from ub_overlap.runtime.fp8.amax_history import CAPACITY, LENGTH, Fp8State, fp8_state, text_of
-from ub_overlap.runtime.ops.fp8_delayed import fp8_history, fp8_quantise
+from ub_overlap.runtime.fp8.amax_history import CAPACITY, LENGTH, Fp8State, fp8_state, join_keys
+from ub_overlap.runtime.ops.fp8_amax_history import fp8_amax_history
+from ub_overlap.runtime.ops.fp8_quantize import fp8_quantize
 
 
 def delayed(name: str) -> dict[str, Any]:
@@ -86,12 +87,12 @@ def test_numbers_over_steps(state: Fp8State) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, step(one, plain, x, dy), strict=True))
         wq, ws = quantised(module.weight.detach(), E4M3, None)
         vq, vs = quantised(module.weight.detach(), E4M3, None)
-        most, steepest = 0.0, 0.0
+        amax, steepest = 0.0, 0.0
         for factor in (0.25, 4.0, 1.0):
-            most, steepest = max(most, x.abs().max().item()), max(steepest, dy.abs().max().item())
+            amax, steepest = max(amax, x.abs().max().item()), max(steepest, dy.abs().max().item())
             x, dy = inputs("outliers") * factor, inputs("signs")[:, :N].contiguous() * 0.01 * factor
             y, dx, dw = step(run, module, x, dy)
-            (xq, xs), (dq, ds) = scaled_by(x, most, E4M3), scaled_by(dy, steepest, E5M2)
+            (xq, xs), (dq, ds) = scaled_by(x, amax, E4M3), scaled_by(dy, steepest, E5M2)
             check(y, xq, wq.t(), xs, ws)
             check(dx, dq, vq, ds, vs)
             check(dw, dq.t(), xq, ds, xs)
@@ -103,14 +104,14 @@ def test_numbers_over_steps(state: Fp8State) -> None:
 
 def test_histories_forget_and_skip(state: Fp8State) -> None:
     """A value leaves after LENGTH calls; a call that did not see a tensor pushes nothing; what is not finite is not noted."""
-    keys, like = text_of(state.name, ["a", "b"]), torch.empty(1)
+    keys, like = join_keys(state.name, ["a", "b"]), torch.empty(1)
 
     def call(a: float, b: float | None = None) -> Tensor:
-        most, at = fp8_history(like, keys, True)
-        fp8_quantise(torch.tensor([a, 0.5]).bfloat16(), most, at, 0, text_of(state.name, ["a"]), E4M3, "forward", "")
+        amax, at = fp8_amax_history(like, keys, True)
+        fp8_quantize(torch.tensor([a, 0.5]).bfloat16(), amax, at, 0, join_keys(state.name, ["a"]), E4M3, "forward", "")
         if b is not None:
-            fp8_quantise(torch.tensor([b]).bfloat16(), most, at, 1, text_of(state.name, ["b"]), E5M2, "backward", "")
-        return most
+            fp8_quantize(torch.tensor([b]).bfloat16(), amax, at, 1, join_keys(state.name, ["b"]), E5M2, "backward", "")
+        return amax
 
     assert call(8.0, 3.0).tolist() == [0.0, 0.0]
     for _ in range(LENGTH):
@@ -157,12 +158,12 @@ def test_saved_and_loaded(state: Fp8State) -> None:
 
 
 def test_loading_is_strict(state: Fp8State) -> None:
-    keys = text_of(state.name, ["m/x", "m/dy"])
-    fp8_history(torch.empty(1), keys, True)
+    keys = join_keys(state.name, ["m/x", "m/dy"])
+    fp8_amax_history(torch.empty(1), keys, True)
     good = state.state_dict()
     for wrong, said in (
-        ({"m/x": good["m/x"]}, "'m/dy' is not in what is loaded"),
-        ({**good, "n/x": good["m/x"]}, "'n/x' is of no tensor"),
+        ({"m/x": good["m/x"]}, "'m/dy' is missing from the loaded state"),
+        ({**good, "n/x": good["m/x"]}, "'n/x' belongs to no tensor"),
         ({**good, "m/x": good["m/x"][1:]}, f"expected: torch.float32 [{1 + LENGTH}]"),
         ({**good, "m/x": good["m/x"].double()}, "got:      torch.float64"),
     ):
@@ -170,7 +171,7 @@ def test_loading_is_strict(state: Fp8State) -> None:
             state.load_state_dict(wrong)
         assert said in str(raised.value)
     with pytest.raises(errors.Fp8StateError, match="too many"):
-        fp8_history(torch.empty(1), text_of(state.name, map(str, range(CAPACITY))), True)
+        fp8_amax_history(torch.empty(1), join_keys(state.name, map(str, range(CAPACITY))), True)
 
 
 class NoSync(TorchDispatchMode):
@@ -185,36 +186,36 @@ class NoSync(TorchDispatchMode):
 def test_may_be_captured(state: Fp8State) -> None:
     """Calls after the first neither wait for the device nor make memory that outlives them; outputs are no memory of the
     state, which keeps its address."""
-    keys, x = text_of(state.name, ["x"]), inputs("normal")
+    keys, x = join_keys(state.name, ["x"]), inputs("normal")
 
     def call() -> tuple[Tensor, ...]:
-        most, columns = fp8_history(x, keys, True)
-        return most, columns, *fp8_quantise(x, most, columns, 0, keys, E4M3, "forward", "")
+        amax, slots = fp8_amax_history(x, keys, True)
+        return amax, slots, *fp8_quantize(x, amax, slots, 0, keys, E4M3, "forward", "")
 
     call()
-    bank = state.bank("x", x.device)
-    at = bank.seen.data_ptr(), bank.past.data_ptr(), bank.columns["x", 0].data_ptr()
+    history = state.history_of("x", x.device)
+    at = history.current.data_ptr(), history.past.data_ptr(), history.graph_slots["x", 0].data_ptr()
     with NoSync():
         found = call()
     state.load_state_dict(state.state_dict())
-    assert at == (bank.seen.data_ptr(), bank.past.data_ptr(), bank.columns["x", 0].data_ptr())
+    assert at == (history.current.data_ptr(), history.past.data_ptr(), history.graph_slots["x", 0].data_ptr())
     for tensor in found:
-        for memory in (bank.seen, bank.past, bank.columns["x", 0]):
+        for memory in (history.current, history.past, history.graph_slots["x", 0]):
             assert not 0 <= tensor.data_ptr() - memory.data_ptr() < memory.nbytes
 
 
 def test_ops_are_what_they_say(state: Fp8State) -> None:
-    keys, x = text_of(state.name, ["x"]), inputs("normal").t()
-    most, at = torch.ones(1), torch.zeros(1, dtype=torch.int64)
+    keys, x = join_keys(state.name, ["x"]), inputs("normal").t()
+    amax, at = torch.ones(1), torch.zeros(1, dtype=torch.int64)
     for op, args in (
-        (torch.ops.ub_overlap.fp8_history.default, (x, keys, True)),
-        (torch.ops.ub_overlap.fp8_quantise.default, (x, most, at, 0, keys, E4M3, "forward", "")),
-        (torch.ops.ub_overlap.fp8_quantise.default, (x[:0], most, at, 0, keys, E5M2, "never", "")),
+        (torch.ops.ub_overlap.fp8_amax_history.default, (x, keys, True)),
+        (torch.ops.ub_overlap.fp8_quantize.default, (x, amax, at, 0, keys, E4M3, "forward", "")),
+        (torch.ops.ub_overlap.fp8_quantize.default, (x[:0], amax, at, 0, keys, E5M2, "never", "")),
     ):
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
     with torch.inference_mode():  # what is made in it may be written to outside
-        fp8_history(x, text_of(state.name, ["y"]), True)
-    fp8_history(x, text_of(state.name, ["y"]), True)
+        fp8_amax_history(x, join_keys(state.name, ["y"]), True)
+    fp8_amax_history(x, join_keys(state.name, ["y"]), True)
 
 
 @since((2, 12), "compile caches stay unused there, for a reason not found yet")
@@ -374,10 +375,10 @@ def test_modules_without_a_path(state: Fp8State) -> None:
 
 def test_weights_are_told_apart(state: Fp8State) -> None:
     """By their memory, also while that is freed and made again; the number of one that is gone goes to a new one."""
-    keys = text_of(state.name, ["x"])
+    keys = join_keys(state.name, ["x"])
 
     def column(weight: Tensor) -> int:
-        return int(fp8_history(weight, keys, True)[1])
+        return int(fp8_amax_history(weight, keys, True)[1])
 
     a, b = torch.ones(8), torch.ones(8)
     assert [column(a), column(b), column(a.detach()), column(b.view(2, 4))] == [0, 1, 0, 1]
@@ -420,9 +421,9 @@ def test_reentrant_checkpoints_after_a_plain_step(state: Fp8State) -> None:
         step(run, module, inputs("normal"), dy)
         for size in (2.0, 4.0, 8.0):
             step(lambda x: checkpoint(run, x, use_reentrant=True), module, inputs("normal") * size, dy)
-    most = inputs("normal").abs().max().item()
+    amax = inputs("normal").abs().max().item()
     seen = next(value for key, value in state.state_dict().items() if key.endswith("x"))
-    assert seen[:4].tolist() == pytest.approx([8 * most, 4 * most, 2 * most, most], rel=1e-3)
+    assert seen[:4].tolist() == pytest.approx([8 * amax, 4 * amax, 2 * amax, amax], rel=1e-3)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

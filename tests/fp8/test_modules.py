@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from tests.fp8.test_numerics import K, inputs
 from tests.models.compare import uncached
 from ub_overlap.runtime import errors
-from ub_overlap.runtime.fp8.amax_history import fp8_state, text_of
+from ub_overlap.runtime.fp8.amax_history import fp8_state, join_keys
 from ub_overlap.runtime.fp8.amax_history import history as state_module
-from ub_overlap.runtime.ops.fp8_delayed import fp8_history
+from ub_overlap.runtime.ops.fp8_amax_history import fp8_amax_history
 
 SHARED, OF_THE_GRAPH = (0, 0), (0, 7)
 
 
 def column(weight: Tensor, name: str, *keys: str) -> int:
-    return int(fp8_history(weight, text_of(name, keys), True)[1][0])
+    return int(fp8_amax_history(weight, join_keys(name, keys), True)[1][0])
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             {"address": w.data_ptr(), "total_size": w.untyped_storage().nbytes(), "segment_pool_id": SHARED} for w in weights
         ]
         rest = {"address": 0, "total_size": 1 << 62, "segment_pool_id": OF_THE_GRAPH}
-        monkeypatch.setattr(state_module, "capturing", lambda device: True)
+        monkeypatch.setattr(state_module, "is_capturing", lambda device: True)
         monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [*own, rest])
 
     return begin

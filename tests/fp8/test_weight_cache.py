@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,34 +11,36 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import ub_overlap.runtime.ops  # noqa: F401  (registers the ops)
 from tests.models.compare import uncached
 from ub_overlap.compiler.fp8.state.cached_weights import copy_returned_casts
-from ub_overlap.runtime.fp8.weight_cache import cast_plainly, kept_bytes, weight_cast
+from ub_overlap.runtime.extension import extension
+from ub_overlap.runtime.fp8.weight_cache import cast_in_aten, weight_cast
 
 BF16 = torch.bfloat16
 AXES = (None, -1, -2)
 ROWS, COLS = 48, 32
-OP = torch.ops.ub_overlap.fp8_weight.default
+OP = torch.ops.ub_overlap.fp8_cached_weight.default
 
 
-def fp8_weight(w: Tensor, through: torch.dtype, axis: int | None, known: bool = False) -> tuple[Tensor, Tensor]:
-    return OP(w, through, axis, None, known)
+def fp8_cached_weight(w: Tensor, round_to: torch.dtype, axis: int | None, reuse_forward: bool = False) -> tuple[Tensor, Tensor]:
+    return OP(w, round_to, axis, None, reuse_forward)
 
 
 @pytest.fixture
 def casts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of the weights that were really cast."""
     made: list[tuple[int, ...]] = []
-    plain = weight_cast.cast_plainly
+    plain = weight_cast.cast_in_aten
 
     def counted(weight: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
         made.append(tuple(weight.shape))
         return plain(weight, axis)
 
-    monkeypatch.setattr(weight_cast, "cast_plainly", counted)
+    monkeypatch.setattr(weight_cast, "cast_in_aten", counted)
     return made
 
 
@@ -55,27 +58,27 @@ def same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize(("dtype", "through"), [(BF16, BF16), (torch.float16,) * 2, (torch.float32, BF16)])
-def test_against_float64(axis: int | None, dtype: torch.dtype, through: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "round_to"), [(BF16, BF16), (torch.float16,) * 2, (torch.float32, BF16)])
+def test_against_float64(axis: int | None, dtype: torch.dtype, round_to: torch.dtype) -> None:
     """Every element is the nearest float8 of itself in units of its scale: off by half a step, 2^-4 of itself, or 2^-10."""
     w = noise(ROWS, COLS, dtype=dtype)
     w[3] = 0
-    q, scale = fp8_weight(w, through, axis)
-    exact = w.to(through).double()
-    most = exact.abs().amax() if axis is None else exact.abs().amax(axis, keepdim=True)
-    assert scale.shape == most.shape
-    torch.testing.assert_close(scale.double(), (most / 448).clamp_min(2.0**-120), rtol=2**-22, atol=0)
+    q, scale = fp8_cached_weight(w, round_to, axis)
+    exact = w.to(round_to).double()
+    amax = exact.abs().amax() if axis is None else exact.abs().amax(axis, keepdim=True)
+    assert scale.shape == amax.shape
+    torch.testing.assert_close(scale.double(), (amax / 448).clamp_min(2.0**-120), rtol=2**-22, atol=0)
     off = (q.double() * scale.double() - exact).abs()
     assert (off <= exact.abs() * 2.0**-4 * 1.001 + scale.double() * 2.0**-10).all()
-    assert same((q, scale), cast_plainly(w.to(through), axis))
+    assert same((q, scale), cast_in_aten(w.to(round_to), axis))
 
 
 def test_not_finite() -> None:
     w = noise(ROWS, COLS)
     w[1, 2], w[5, 6] = float("nan"), float("inf")
-    _, scale = fp8_weight(w, BF16, None)
+    _, scale = fp8_cached_weight(w, BF16, None)
     assert scale.isnan()
-    q, scale = fp8_weight(w, BF16, -1)
+    q, scale = fp8_cached_weight(w, BF16, -1)
     assert scale[1].isnan() and scale[5].isinf() and scale.isfinite().sum() == ROWS - 2
     assert q[1].isnan().all() and q[5, 6].isnan() and (q[5].float().nan_to_num(0) == 0).all()
 
@@ -101,34 +104,71 @@ def negated(w: Tensor) -> None:
 @pytest.mark.parametrize("change", [poke, scaled, swapped, negated])
 def test_every_change_is_seen(axis: int | None, change: Callable[[Tensor], None], casts: list[Any]) -> None:
     w = noise(ROWS, COLS)
-    first = fp8_weight(w, BF16, axis)
-    again = fp8_weight(w, BF16, axis, known=True)
+    first = fp8_cached_weight(w, BF16, axis)
+    again = fp8_cached_weight(w, BF16, axis, reuse_forward=True)
     assert len(casts) == 1 and all(a.data_ptr() == b.data_ptr() for a, b in zip(first, again, strict=True))
-    fp8_weight(w, BF16, axis)
+    fp8_cached_weight(w, BF16, axis)
     assert len(casts) == 1
     before = tuple(t.clone() for t in first)
     change(w)
-    in_backward = fp8_weight(w, BF16, axis, known=True)
+    in_backward = fp8_cached_weight(w, BF16, axis, reuse_forward=True)
     assert len(casts) == 1 and same(in_backward, before)  # what the forward cast
-    new = fp8_weight(w, BF16, axis)
-    assert len(casts) == 2 and same(new, cast_plainly(w, axis)) and new[0].data_ptr() == first[0].data_ptr()
+    new = fp8_cached_weight(w, BF16, axis)
+    assert len(casts) == 2 and same(new, cast_in_aten(w, axis)) and new[0].data_ptr() == first[0].data_ptr()
 
 
 def test_memory_goes_with_the_weight() -> None:
     gc.collect()
-    before = kept_bytes()
     both = noise(2 * ROWS, COLS)  # two weights of one storage
+    memory = []
     for part in both.split(ROWS):
-        found = fp8_weight(part, BF16, None)
-        assert same(found, cast_plainly(part, None))
-    del part
+        cast = fp8_cached_weight(part, BF16, None)
+        assert same(cast, cast_in_aten(part, None))
+        memory += [StorageWeakRef(t.untyped_storage()) for t in cast]
+    del part, cast
     view = both.view(-1)
     del both
     gc.collect()
-    assert kept_bytes() > before + 2 * ROWS * COLS
+    assert not any(ref.expired() for ref in memory)
     del view
     gc.collect()
-    assert kept_bytes() == before
+    assert all(ref.expired() for ref in memory)
+
+
+def test_when_backward_may_reuse_the_cast_of_its_forward() -> None:
+    """The table of csrc/core/forward_uses.h, which the caches of Python and C++ both ask."""
+    for forwards, can_reuse in ((0, False), (1, True), (2, False), (3, False)):
+        uses = extension().ForwardUses()
+        for n in range(forwards):
+            assert not uses.can_reuse(False), "a forward always compares"
+            uses.record(False)
+            assert uses.count == n + 1
+        assert uses.can_reuse(True) == can_reuse
+        uses.record(True)
+        assert uses.count == 0 and not uses.can_reuse(True)
+
+
+def test_a_capture_counts_its_own_forwards() -> None:
+    """A forward in a capture and a backward outside it share nothing, nor do two captures."""
+    for of_forward, of_backward in itertools.product((0, 7, 8), repeat=2):
+        uses = extension().ForwardUses()
+        uses.record(False, of_forward)
+        assert uses.can_reuse(True, of_backward) == (of_forward == of_backward)
+        uses.record(False, of_backward)
+        assert uses.count == (2 if of_forward == of_backward else 1)
+        assert uses.can_reuse(True, of_backward) == (of_forward != of_backward)
+
+
+def test_the_cache_counts_by_that_rule(casts: list[Any]) -> None:
+    """Every sequence of up to five calls with changed elements before each: the op casts where the rule says so."""
+    for calls in itertools.chain.from_iterable(itertools.product((False, True), repeat=n) for n in range(1, 6)):
+        w, uses = noise(ROWS, COLS), extension().ForwardUses()
+        for number, reuse_forward in enumerate(calls):
+            w.data[0, 0] = number + 1
+            before, reuses = len(casts), uses.can_reuse(reuse_forward)
+            fp8_cached_weight(w, BF16, None, reuse_forward)
+            uses.record(reuse_forward)
+            assert len(casts) - before == (0 if reuses else 1), calls
 
 
 class Mlp(nn.Module):
@@ -207,7 +247,7 @@ def test_inductor_leaves_them_alone(again: bool, casts: list[Any], monkeypatch: 
         for m in range(3):
             run(noise(COLS, COLS, seed=m).requires_grad_()).sum().backward()
             for w in module.parameters():
-                assert same(fp8_weight(w, BF16, None, known=True), cast_plainly(w, None))
+                assert same(fp8_cached_weight(w, BF16, None, reuse_forward=True), cast_in_aten(w, None))
     assert len(casts) == 6
     if not again:
         for a, b in zip(train(model(), {}), train(model(), {"fp8": {"weights": "per_call"}}), strict=True):
@@ -268,7 +308,7 @@ def test_no_graph_returns_them() -> None:
     assert copy_returned_casts(graph) == 2
     remove_noop_ops(graph)  # Inductor's, which comes later
     (returned,) = graph.output_node().args
-    copies = [torch.ops.ub_overlap.fp8_kept_copy.default] * 2
+    copies = [torch.ops.ub_overlap.fp8_cached_weight_copy.default] * 2
     assert [n.target for n in returned[:2]] == copies and returned[2:] == (own, w)
 
 
@@ -298,17 +338,17 @@ def test_swapped_for_a_while(casts: list[Any]) -> None:
 
 def test_what_ends_early_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     w = noise(ROWS, COLS)
-    fp8_weight(w, BF16, None)
+    fp8_cached_weight(w, BF16, None)
     w.mul_(3)
 
     def broken(weight: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(weight_cast, "cast_plainly", broken)
+        patch.setattr(weight_cast, "cast_in_aten", broken)
         with pytest.raises(MemoryError):
-            fp8_weight(w, BF16, None)
-    assert same(fp8_weight(w, BF16, None), cast_plainly(w, None))
+            fp8_cached_weight(w, BF16, None)
+    assert same(fp8_cached_weight(w, BF16, None), cast_in_aten(w, None))
 
 
 def test_threads() -> None:
@@ -317,8 +357,8 @@ def test_threads() -> None:
     with ThreadPoolExecutor(2) as pool:
         for turn in range(40):
             w.mul_(0.5 if turn % 2 else 3)
-            both = list(pool.map(lambda _: [t.clone() for t in fp8_weight(w, BF16, None)], range(2)))
-            assert all(same((q, scale), cast_plainly(w, None)) for q, scale in both), turn
+            both = list(pool.map(lambda _: [t.clone() for t in fp8_cached_weight(w, BF16, None)], range(2)))
+            assert all(same((q, scale), cast_in_aten(w, None)) for q, scale in both), turn
 
 
 def test_activations_are_not_kept(casts: list[Any]) -> None:

@@ -1,7 +1,7 @@
 """Cached float8 casts of weights: a weight is cast once per step, not once per microbatch (runtime/fp8/weight_cache/).
 
-    forward    w -> fp8_weight(w) -> q, scale                                 casts if w has changed
-    backward   w -> fp8_weight(w, after=scale of dy, known=True) -> q, scale  the same memory, as forward left it
+    forward    w -> fp8_cached_weight(w) -> q, scale                                          casts if w has changed
+    backward   w -> fp8_cached_weight(w, after=scale of dy, reuse_forward=True) -> q, scale   the forward's cast
 
 With per-row scales the scales of backward lie along the other dim: that is a cast of its own.
 
@@ -58,9 +58,9 @@ class CachedWeights:
         weight = self.find_weight(value)
         assert weight is not None, "emit_cast() is called for weights only"
         key = weight, dtype_of(value), axis
-        known = after is not None and key in self._casts
+        reuse_forward = after is not None and key in self._casts
         self._casts.add(key)
-        cast = e.call(torch.ops.ub_overlap.fp8_weight.default, *key, after, known)
+        cast = e.call(torch.ops.ub_overlap.fp8_cached_weight.default, *key, after, reuse_forward)
         q, scale = e.item(cast, 0), e.item(cast, 1)
         mark_recomputed((cast, q, scale), LAST_REGION)
         for node in (cast, q, scale):  # also inside a checkpoint region of the program
@@ -74,7 +74,7 @@ def copy_returned_casts(graph: Graph) -> int:
     returned = [n for n in output.all_input_nodes if _is_cached_cast(n)]
     for node in returned:
         with graph.inserting_before(output):
-            copy = Emitter(graph, node, {}).call(torch.ops.ub_overlap.fp8_kept_copy.default, node)
+            copy = Emitter(graph, node, {}).call(torch.ops.ub_overlap.fp8_cached_weight_copy.default, node)
         output.replace_input_with(node, copy)
     return len(returned)
 
@@ -87,7 +87,7 @@ def _can_be_cached(weight: Node) -> bool:
 
 
 def _is_cached_cast(node: Node) -> bool:
-    op = torch.ops.ub_overlap.fp8_weight.default
+    op = torch.ops.ub_overlap.fp8_cached_weight.default
     previous: Node | None = node
     while previous is not None:
         if previous.target is operator.getitem and previous.all_input_nodes[0].target is op:

@@ -1,8 +1,8 @@
 """Delayed scaling in a joint graph (EXPERIMENTAL): forward reads the amax histories once, and every cast feeds them.
 
-    fp8_history(weight, keys) -> amax [N] -> all_reduce(max) -> amax [N]       (no all_reduce where nothing is gathered)
+    fp8_amax_history(weight, keys) -> amax [N] -> all_reduce(max) -> amax [N]       (no all_reduce where nothing is gathered)
                               -> slots [N]                        |
-    x -> fp8_quantise(x, amax, slots, index, key) -> q, scale <---+---> fp8_quantise(dy, ..)
+    x -> fp8_quantize(x, amax, slots, index, key) -> q, scale <---+---> fp8_quantize(dy, ..)
 
 The histories are runtime state (runtime/fp8/amax_history/), not graph values. The graph names them by keys, which a later
 compilation of the same model repeats, and by a weight, which differs between modules that share the graph.
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph, Node
 
-from ub_overlap.runtime.fp8.amax_history import text_of
+from ub_overlap.runtime.fp8.amax_history import join_keys
 
 from ...graph.emitter import Emitter
 from ...joint.joint_decision import record_decision
@@ -72,9 +72,9 @@ class DelayedScaling:
         self._name_counts[name] += 1
         key = f"{name}#{count}" if count else name
         history = self._history(value, groups, weight)
-        text, index = text_of(self._state, [key]), len(history.keys)
+        text, index = join_keys(self._state, [key]), len(history.keys)
         records_in = "never" if not self._step else "backward" if backward else "forward"
-        op = torch.ops.ub_overlap.fp8_quantise.default
+        op = torch.ops.ub_overlap.fp8_quantize.default
         cast = e.call(op, value, history.amax, history.slots, index, text, format, records_in, ";".join(groups))
         history.keys.append(key)
         q, scale = e.item(cast, 0), e.item(cast, 1)
@@ -87,7 +87,7 @@ class DelayedScaling:
         """Give the ops that read histories their keys, once all casts are emitted."""
         for history in self._histories.values():
             weight, _, step = history.history.args
-            history.history.args = (weight, text_of(self._state, history.keys), step)
+            history.history.args = (weight, join_keys(self._state, history.keys), step)
             n = len(history.keys)
             history.history.meta["val"] = tuple(v.new_empty((n,)) for v in history.history.meta["val"])
             for node in history.per_tensor:
@@ -99,8 +99,8 @@ class DelayedScaling:
             first = next(n for n in self._graph.nodes if n.op != "placeholder")
             with self._graph.inserting_before(first):
                 e = Emitter(self._graph, value, {}, inputs=self._inputs)
-                text = text_of(self._state, ["?"])
-                history = e.call(torch.ops.ub_overlap.fp8_history.default, weight, text, self._step)
+                text = join_keys(self._state, ["?"])
+                history = e.call(torch.ops.ub_overlap.fp8_amax_history.default, weight, text, self._step)
                 nodes = emit_max_over_ranks(e, e.item(history, 0), groups)
                 for all_reduce in nodes[1::2]:
                     record_decision(all_reduce, carries_scales=True)

@@ -2,9 +2,9 @@
 
 Legend: N tensors of a graph, H = LENGTH calls.
 
-    forward begins    amax, slots = fp8_amax_history(weight, keys)     push the current amax into histories [H]; their maxima [N]
-                      amax = all_reduce(amax, max)                     for gathered shards: one scale on all ranks
-    for each tensor   q, scale = fp8_quantize(x, amax, slots, i, ..)   cast by amax[i], and record the amax of x
+    forward begins    amax, slots = fp8_amax_history(weight, keys)    push the current amax into histories [H]; their maxima [N]
+                      amax = all_reduce(amax, max)                    for gathered shards: one scale on all ranks
+    for each tensor   q, scale = fp8_quantize(x, amax, slots, i, ..)  cast by amax[i], and record the amax of x
     backward          the same, with the same `amax` and `slots`
 
 Each call of a graph's forward with gradients is a step. A microbatch is a step too, on all ranks alike. Without gradients,

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from tests.gpu import captures
 from tests.gpu.cases import BF16, F16, F32
 from tests.gpu.lockstep import Lockstep
-from ub_overlap.runtime.fp8.weight_cache import cast_plainly
+from ub_overlap.runtime.fp8.weight_cache import cast_in_aten
 
 SHAPES = ((16, 16), (48, 32), (16, 65536), (65536, 16), (272, 4112), (3584, 8192), (8192, 1280))
 AXES = (None, -1, -2)
 UNTOUCHED = 77
 
 
-def op(w: Tensor, axis: int | None, through: torch.dtype = BF16, known: bool = False) -> tuple[Tensor, Tensor]:
-    return torch.ops.ub_overlap.fp8_weight.default(w, through, axis, None, known)
+def op(w: Tensor, axis: int | None, round_to: torch.dtype = BF16, reuse_forward: bool = False) -> tuple[Tensor, Tensor]:
+    return torch.ops.ub_overlap.fp8_cached_weight.default(w, round_to, axis, None, reuse_forward)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -28,16 +28,16 @@ def same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.float().nan_to_num(nan=12345.0), b.float().nan_to_num(nan=12345.0))
 
 
-def right(w: Tensor, axis: int | None, through: torch.dtype, where: str, known: bool = False) -> None:
-    q, scale = op(w, axis, through, known)
-    wanted, unit = cast_plainly(w.to(through), axis)
+def right(w: Tensor, axis: int | None, round_to: torch.dtype, where: str, reuse_forward: bool = False) -> None:
+    q, scale = op(w, axis, round_to, reuse_forward)
+    wanted, unit = cast_in_aten(w.to(round_to), axis)
     assert same(scale, unit), f"{where}: {int((scale != unit).sum())} scales differ"
     assert same(q, wanted), f"{where}: {int((q.float() != wanted.float()).sum())} elements differ"
 
 
 def all_right(w: Tensor, found: list[tuple[Tensor, Tensor]], where: str) -> None:
     """Are these (bytes, scale) the cast of `w`?"""
-    wanted, unit = cast_plainly(w, None)
+    wanted, unit = cast_in_aten(w, None)
     for q, scale in found:
         assert torch.equal(q, wanted.view(torch.uint8)) and torch.equal(scale, unit), where
 
@@ -47,7 +47,7 @@ def noise(lockstep: Lockstep, *shape: int) -> Tensor:
     return torch.randn(shape, device=lockstep.device) * torch.exp2(torch.randint(-12, 6, shape, device=lockstep.device).float())
 
 
-def cast(lockstep: Lockstep, dtype: torch.dtype, through: torch.dtype) -> str:
+def cast(lockstep: Lockstep, dtype: torch.dtype, round_to: torch.dtype) -> str:
     """Cast every shape and axis, aligned or not, with zero lines and non-finite values."""
     for rows, cols in SHAPES:
         for shift in (0, 1):
@@ -57,13 +57,13 @@ def cast(lockstep: Lockstep, dtype: torch.dtype, through: torch.dtype) -> str:
             w[3], w[:, 5] = 0, 0
             for axis in AXES:
                 where = f"[{rows}, {cols}] shifted by {shift}, axis {axis}"
-                right(w, axis, through, where)
+                right(w, axis, round_to, where)
                 w[7, 9] = 3000.0
-                right(w, axis, through, f"{where}, changed")
+                right(w, axis, round_to, f"{where}, changed")
             for bad in (torch.inf, -torch.inf, torch.nan):
                 w[rows // 2, cols // 2] = bad
                 for axis in AXES:
-                    right(w, axis, through, f"[{rows}, {cols}], {bad}, axis {axis}")
+                    right(w, axis, round_to, f"[{rows}, {cols}], {bad}, axis {axis}")
             if not lockstep.cuda and rows * cols > 4096:
                 break
     return f"{len(SHAPES)} shapes, bitwise"
@@ -112,7 +112,7 @@ def captured(lockstep: Lockstep, turns: int) -> str:
         forward, optimizer, new = (torch.cuda.CUDAGraph() for _ in range(3))
         with torch.cuda.graph(forward):
             found = op(w, axis)
-            again = op(w, axis, known=True)
+            again = op(w, axis, reuse_forward=True)
         with torch.cuda.graph(optimizer):
             w.mul_(0.9375).add_(0.001)
         for turn in range(turns):
@@ -121,7 +121,7 @@ def captured(lockstep: Lockstep, turns: int) -> str:
                 right(w, axis, BF16, f"axis {axis}, plain call of turn {turn}")
             for _ in range(1 + turn % 2):
                 forward.replay()
-            for mine, wanted in ((found, cast_plainly(w, axis)), (again, found)):
+            for mine, wanted in ((found, cast_in_aten(w, axis)), (again, found)):
                 assert all(same(a, b) for a, b in zip(mine, wanted, strict=True)), f"axis {axis}, turn {turn}"
         other = noise(lockstep, 512, 1024).to(BF16)  # its first call is captured
         with torch.cuda.graph(new):
@@ -129,7 +129,7 @@ def captured(lockstep: Lockstep, turns: int) -> str:
         for turn in range(3):
             other.mul_(1.5)
             new.replay()
-            assert all(same(a, b) for a, b in zip(found, cast_plainly(other, axis), strict=True)), f"new, turn {turn}"
+            assert all(same(a, b) for a, b in zip(found, cast_in_aten(other, axis), strict=True)), f"new, turn {turn}"
             right(other, axis, BF16, f"new, plain call of turn {turn}")
     return f"{turns} replays by axis, bitwise"
 
@@ -189,7 +189,7 @@ def swapped(lockstep: Lockstep) -> str:
     w.mul_(-3)
     op(w, None)
     w.copy_(own)
-    right(w, None, BF16, "swapped", known=True)
+    right(w, None, BF16, "swapped", reuse_forward=True)
     lockstep.sync()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -198,7 +198,7 @@ def swapped(lockstep: Lockstep) -> str:
         w.mul_(1.25)
         graph.replay()
         w.mul_(0.5)
-        right(w, None, BF16, f"captured forward, turn {turn}", known=True)
+        right(w, None, BF16, f"captured forward, turn {turn}", reuse_forward=True)
     return "as they are"
 
 
@@ -226,7 +226,11 @@ def compiled(lockstep: Lockstep, recipe: str, turns: int) -> str:
                 for w in model.parameters():
                     if kind == "cached" and w.dim() == 2:
                         right(
-                            w.detach(), None if recipe != "rowwise" else -1, BF16, f"turn {turn}, graphs {graphs}", known=True
+                            w.detach(),
+                            None if recipe != "rowwise" else -1,
+                            BF16,
+                            f"turn {turn}, graphs {graphs}",
+                            reuse_forward=True,
                         )
                     if turn % 2:
                         w.data.mul_(0.98)
@@ -247,7 +251,7 @@ def speed(lockstep: Lockstep, axis: int | None) -> str:
         pytest.skip("a reference on the CPU")
     w = torch.randn(8192, 8192, device=lockstep.device, dtype=BF16)
     one = w.view(-1)[:1]
-    plain = torch.compile(cast_plainly)
+    plain = torch.compile(cast_in_aten)
 
     def timed(call: Any) -> float:
         for _ in range(5):
@@ -272,9 +276,9 @@ def speed(lockstep: Lockstep, axis: int | None) -> str:
     return f"{looks:.0f} us, {2 * w.numel() / looks / 1e3:.0f} GB/s; changed {casts:.0f} us, Inductor's {compiled_us:.0f}"
 
 
-@pytest.mark.parametrize(("dtype", "through"), [(BF16, BF16), (F16, F16), (F32, BF16), (F32, F16)], ids=str)
-def test_cast(lockstep: Lockstep, dtype: torch.dtype, through: torch.dtype) -> None:
-    lockstep.note(cast(lockstep, dtype, through))
+@pytest.mark.parametrize(("dtype", "round_to"), [(BF16, BF16), (F16, F16), (F32, BF16), (F32, F16)], ids=str)
+def test_cast(lockstep: Lockstep, dtype: torch.dtype, round_to: torch.dtype) -> None:
+    lockstep.note(cast(lockstep, dtype, round_to))
 
 
 def test_changed_weights(lockstep: Lockstep) -> None:

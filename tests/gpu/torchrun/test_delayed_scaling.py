@@ -15,8 +15,9 @@ from tests.gpu.lockstep import Lockstep
 from tests.models.case import on
 from ub_overlap import fp8_state
 from ub_overlap.runtime import errors
-from ub_overlap.runtime.fp8.amax_history import cast_plainly, text_of
-from ub_overlap.runtime.ops.fp8_delayed import fp8_history, fp8_quantise
+from ub_overlap.runtime.fp8.amax_history import cast_in_aten, join_keys
+from ub_overlap.runtime.ops.fp8_amax_history import fp8_amax_history
+from ub_overlap.runtime.ops.fp8_quantize import fp8_quantize
 
 SIZES = (0, 1, 15, 16, 4096 + 5, 300 * 4096, (1 << 22) + 3)
 
@@ -35,15 +36,15 @@ def cast(lockstep: Lockstep, dtype: torch.dtype, format: torch.dtype) -> str:
             if size > 20:
                 x[3], x[7], x[11] = torch.inf, -torch.inf, torch.nan
             for known in (0.0, 0.5):
-                most = torch.tensor([9.0, known], device=lockstep.device)
+                amax = torch.tensor([9.0, known], device=lockstep.device)
                 ours, theirs = (torch.full((1,), 0.25, device=lockstep.device) for _ in range(2))
-                key = text_of("cast", [str(dtype)])
-                _, columns = fp8_history(weight, key, False)
-                bank, slot = fp8_state("cast").bank(str(dtype), x.device), int(columns)
-                bank.seen[slot] = 0.25
-                q, scale = fp8_quantise(x, most, columns.expand(2), 1, key, format, "forward", "")
-                ours.copy_(bank.seen[slot : slot + 1])
-                wanted, unit = cast_plainly(x, most, 1, theirs, format)
+                key = join_keys("cast", [str(dtype)])
+                _, slots = fp8_amax_history(weight, key, False)
+                history, slot = fp8_state("cast").history_of(str(dtype), x.device), int(slots)
+                history.current[slot] = 0.25
+                q, scale = fp8_quantize(x, amax, slots.expand(2), 1, key, format, "forward", "")
+                ours.copy_(history.current[slot : slot + 1])
+                wanted, unit = cast_in_aten(x, amax, 1, theirs, format)
                 where = f"{size} elements shifted by {shift}, history {known}"
                 assert torch.equal(scale, unit), f"{where}: scale {scale.item()}, wanted {unit.item()}"
                 assert torch.equal(ours, theirs), f"{where}: noted {ours.item()}, wanted {theirs.item()}"
@@ -59,11 +60,11 @@ def captured(lockstep: Lockstep, turns: int) -> str:
     static, weight = inputs[0].clone(), torch.ones(1, device=lockstep.device)
 
     def call(name: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        keys = text_of(name, ["x", "y"])
-        most, columns = fp8_history(weight, keys, True)
-        q, scale = fp8_quantise(x, most, columns, 0, text_of(name, ["x"]), E4M3, "forward", "")
-        fp8_quantise(-2 * x, most, columns, 1, text_of(name, ["y"]), E5M2, "backward", "")
-        return most, q, scale
+        keys = join_keys(name, ["x", "y"])
+        amax, slots = fp8_amax_history(weight, keys, True)
+        q, scale = fp8_quantize(x, amax, slots, 0, join_keys(name, ["x"]), E4M3, "forward", "")
+        fp8_quantize(-2 * x, amax, slots, 1, join_keys(name, ["y"]), E5M2, "backward", "")
+        return amax, q, scale
 
     call("captured", static)
     fp8_state("captured").reset()
@@ -112,16 +113,16 @@ def first_seen_in_a_capture(lockstep: Lockstep) -> str:
     if not lockstep.cuda:
         pytest.skip("there is nothing to capture on the CPU")
     one, other = (torch.ones(1, device=lockstep.device) for _ in range(2))
-    keys = text_of("told apart", ["x"])
-    _, column = fp8_history(one, keys, False)
+    keys = join_keys("told apart", ["x"])
+    _, column = fp8_amax_history(one, keys, False)
     lockstep.sync()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        assert fp8_history(one.clone(), keys, False)[1].shape == column.shape
+        assert fp8_amax_history(one.clone(), keys, False)[1].shape == column.shape
     refused = ""
     try:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             one.clone()
-            fp8_history(other, keys, False)
+            fp8_amax_history(other, keys, False)
     except errors.Fp8StateError as error:
         refused = str(error)
     assert "call every module once before the capture" in refused, refused or "no error"
@@ -164,14 +165,14 @@ def speed(lockstep: Lockstep) -> str:
     if not lockstep.cuda:
         pytest.skip("a reference on the CPU")
     x = torch.randn(8192, 8192, device=lockstep.device, dtype=BF16)
-    most, key = torch.ones(1, device=lockstep.device), text_of("speed", ["x"])
-    _, columns = fp8_history(x, key, True)
+    amax, key = torch.ones(1, device=lockstep.device), join_keys("speed", ["x"])
+    _, slots = fp8_amax_history(x, key, True)
     for _ in range(5):
-        fp8_quantise(x, most, columns, 0, key, E4M3, "forward", "")
+        fp8_quantize(x, amax, slots, 0, key, E4M3, "forward", "")
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(50):
-        fp8_quantise(x, most, columns, 0, key, E4M3, "forward", "")
+        fp8_quantize(x, amax, slots, 0, key, E4M3, "forward", "")
     end.record()
     lockstep.sync()
     us = begin.elapsed_time(end) * 1000 / 50
