@@ -6,7 +6,7 @@ A LayerNorm-MLP (--layer mlp) or a transformer block (--layer block) with sequen
 parallelize_module and compiled by torch.compile(backend="ub_overlap"). Of W ranks, T = W / num_replicas share a layer: the
 tensor-parallel groups are [0 .. T-1], [T .. 2T-1], ..., the data-parallel ones [0, T, ...], [1, T+1, ...], ..., averaged by
 DistributedDataParallel, around the compiled layer or inside it (--ddp). --accumulate K sums K passes under no_sync. --fp8
-computes the linears in float8 (docs/fp8.md), in both variants, by --fp8-recipe tensorwise, delayed or rowwise.
+computes the linears in float8 (docs/guide/float8.md), in both variants, by --fp8-recipe tensorwise, delayed or rowwise.
 
 By default (--compare) the layer trains twice, step by step in turn on the same data and dropout masks: once with the
 collectives left alone, once overlapped. The table at the end has the median step times (the slowest rank's) and their ratio.

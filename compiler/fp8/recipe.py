@@ -11,7 +11,7 @@ rows, so their scales cannot be factored out: it is computed in the model's dtyp
 of the last calls (runtime/fp8/amax_history/), so one pass casts and measures a tensor. Weights always have current scales.
 
 `delayed` is EXPERIMENTAL: it saves 1% of a Llama block's step as CUDA graph and makes an eager 8B block 14% slower
-(docs/fp8.md).
+(docs/guide/float8.md).
 """
 
 from __future__ import annotations

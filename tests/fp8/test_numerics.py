@@ -35,7 +35,7 @@ M, K, N = 32, 64, 48
 
 
 def quantised(x: Tensor, format: torch.dtype, dim: int | None) -> tuple[Tensor, Tensor]:
-    """As docs/fp8.md says it: (q, s)."""
+    """As docs/guide/float8.md says it: (q, s)."""
     largest = torch.finfo(format).max
     amax = (x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)).float()
     s = (amax * (1.0 / largest)).clamp(min=TINY)

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 def _warn_experimental() -> None:
     log.warning(
         "fp8 recipe 'delayed' is experimental: on 2 H200s it saved 1% of a Llama block's step as CUDA graph, "
-        "and an eager 8B block was 14% slower (docs/fp8.md)"
+        "and an eager 8B block was 14% slower (docs/guide/float8.md)"
     )
 
 
