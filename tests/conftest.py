@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 import tests.harness.shared_memory  # noqa: F401  (tags the segments of this process and of all that it starts)
-from tests.harness.fixtures import pool2, pool4  # noqa: F401  (fixtures, found by name)
+from tests.harness.fixtures import pool2, pool3, pool4  # noqa: F401  (fixtures, found by name)
 
 # Reports that tests make go to a folder of their own; ranks and subprocesses inherit it.
 _STORE = tempfile.TemporaryDirectory(prefix="ub_overlap_tests_")
