@@ -1,6 +1,6 @@
-"""Measurements that stand in docs/. Never tests: timings gate nothing.
+"""Measurements of the documentation. They are not tests: no timing decides over success.
 
-This file runs before any benchmark imports torch, and forbids NVLink multicast to everything that reads the environment later.
+This file runs before any benchmark imports torch. It disables NVLink multicast in the environment.
 """
 
 import os

@@ -1,12 +1,12 @@
-"""What our passes cost: time of JointPass + RewritePass on Llama graphs of growing depth.
+"""Measure the compile time of our passes (JointPass, RewritePass) on Llama graphs of increasing depth.
 
     python -m benchmarks.compile_time [--layers 10 20 40 80] [--different 640] [--json FILE]
 
-One process plays rank 0 of 4 with torch's fake process group; the model is examples/llama_tp with tiny weights. The passes
-run inside a real AOTAutograd trace of its forward and backward, and only they are timed: with overlap="force", which rewrites
-every site and weighs none, and (auto) with overlap="auto" by the h200 profile, which weighs every site by the cost model. A
-last line: the choice alone for as many sites as a model of 80 layers has, all of different sizes, of which nothing is known
-before. Times are CPU seconds of the process, so that others on the machine count little.
+One process is rank 0 of 4 with torch's fake process group. The model is examples/llama_tp with tiny weights. The passes run
+inside a real AOTAutograd trace of its forward and backward, and only they are timed. overlap="force" rewrites every site and
+predicts none. The column "auto" is overlap="auto" with the h200 profile, which predicts every site. The last line is the time
+of the selection alone, for as many sites as 80 layers have, all of different sizes and with cold caches. Times are CPU
+seconds of the process, so other processes have little influence.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ from parallelize import parallelize
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[10, 20, 40, 80])
-    parser.add_argument("--different", type=int, default=640, help="sites of different sizes to choose for (0: none)")
+    parser.add_argument("--different", type=int, default=640, help="number of sites of different sizes (0: none)")
     parser.add_argument("--memory-budget", type=float, help="the option memory_budget=")
     parser.add_argument("--json")
     args = parser.parse_args()
     ops.load()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     mesh = init_device_mesh("cpu", (4,))
-    transport.unsupported_reason = lambda *_: None  # type: ignore[assignment]  # a fake group has no transport, but costs as much
+    # A fake group has no transport; the passes cost the same.
+    transport.unsupported_reason = lambda *_: None  # type: ignore[assignment]
     rows = []
     for layers in args.layers:
         torch._dynamo.reset()
@@ -64,22 +65,22 @@ def main() -> None:
         rows.append({**row, "total s": total, "ms a layer": 1000 * total / layers})
     print(tabulate(rows, headers="keys", floatfmt=".3f"))
     if args.different:
-        print(f"{args.different} sites of different sizes chosen in {different(args.different):.2f} s")
+        print(f"{args.different} sites of different sizes selected in {select_different(args.different):.2f} s")
     if args.json:
         with open(args.json, "w") as f:
             json.dump(rows, f, indent=1)
 
 
 def measure(model: torch.nn.Module, tokens: torch.Tensor, budget: float | None) -> dict[str, float]:
-    """Seconds of each pass on the joint, forward and backward graphs of `model`. The graphs as they were are what then runs."""
+    """Return seconds of each pass on the graphs of `model`. The unchanged graphs run afterwards."""
     options = Options(overlap="force", memory_budget=budget)
     auto = Options(overlap="auto", memory_budget=budget, min_bytes=0, profile="h200")
     seconds = {"joint s": 0.0, "forward s": 0.0, "backward s": 0.0, "auto s": 0.0}
-    forget()
+    clear_caches()
 
     def timed(run: Any, graph: torch.fx.Graph, name: str) -> None:
         gc.collect()
-        gc.disable()  # a collection of what torch's own tracing left behind is not our cost
+        gc.disable()  # collecting the garbage of torch's tracing is not our cost
         begin = time.process_time()
         run(graph)
         seconds[name] += time.process_time() - begin
@@ -88,7 +89,7 @@ def measure(model: torch.nn.Module, tokens: torch.Tensor, budget: float | None) 
     def compiler(phase: str) -> Any:
         def compiled(gm: torch.fx.GraphModule, _: Any) -> Any:
             timed(RewritePass(options), copy.deepcopy(gm.graph), f"{phase} s")
-            with quiet():
+            with unrecorded():
                 timed(RewritePass(auto), copy.deepcopy(gm.graph), "auto s")
             return compat.make_boxed_func(gm.forward)
 
@@ -103,16 +104,16 @@ def measure(model: torch.nn.Module, tokens: torch.Tensor, budget: float | None) 
     return seconds
 
 
-def forget() -> None:
-    """Nothing is known of any site, as in a new process."""
+def clear_caches() -> None:
+    """Clear the caches of predictions, as in a new process."""
     for place in ("choose:_choose", "predict:_predict", "matmul:matmul_us", "matmul:_residual"):
         module, _, name = place.partition(":")
         getattr(importlib.import_module(f"ub_overlap.compiler.cost.{module}"), name).cache_clear()
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """The plans made meanwhile are not remembered."""
+def unrecorded() -> Iterator[None]:
+    """Do not record the plans made in this context."""
     record, HISTORY.record = HISTORY.record, lambda plan: None  # type: ignore[method-assign]
     try:
         yield
@@ -120,14 +121,14 @@ def quiet() -> Iterator[None]:
         HISTORY.record = record  # type: ignore[method-assign]
 
 
-def different(count: int) -> float:
-    """Seconds of choosing for so many sites of different sizes, half gathers, half reductions, in a group of 8."""
+def select_different(count: int) -> float:
+    """Return seconds to select strategies for `count` sites of different sizes, half gathers, half reductions, 8 ranks."""
     profile, ranks, wide = load("h200"), 8, 14336
     shapes = []
     for deep in range(4096, 4096 + 64 * (-(-count // 2)), 64):
         shapes.append(SiteShape("all_gather_matmul", ranks, "bfloat16", ((8192, wide // ranks, deep, False),), 8192, deep))
         shapes.append(SiteShape("matmul_reduce_scatter", ranks, "bfloat16", ((8192, deep, wide // ranks, False),), 8192, deep))
-    forget()
+    clear_caches()
     begin = time.process_time()
     for shape in shapes[:count]:
         choose(shape, profile)

@@ -1,11 +1,11 @@
-"""The cost model against what was measured: python -m benchmarks.cost_model [--profile h200] [docs/data/ops_*.json ...]
+"""Compare the cost model with stored measurements: python -m benchmarks.cost_model [--profile h200] [docs/data/ops_*.json ...]
 
-Reads what benchmarks.ops stored and predicts every row by every strategy that was timed; needs no GPU. Predicted and measured
-times are of CUDA graphs (ours_g, seq_g), which the host does not slow down; where there are none (CPU), of eager calls.
+Read tables of benchmarks.ops and predict every row for every timed strategy; no GPU is needed. Times are those of CUDA graphs
+(ours_g, seq_g), which the host does not slow down. On the CPU they are those of eager calls.
 
     error     predicted / measured - 1
-    regret    measured time of the chosen strategy over the best measured one - 1
-    gain      measured time of the plain way over that of the chosen strategy
+    regret    measured time of the selected strategy over the best measured one - 1
+    gain      measured time of the plain strategy over that of the selected strategy
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DATA = Path(__file__).resolve().parents[1] / "docs" / "data"
 
 @dataclass
 class PredictedRow:
-    """One row of a stored table: `measured` and `predicted` microseconds by strategy, and what the model chose."""
+    """One row of a stored table: `measured` and `predicted` microseconds by strategy, and the selected strategy."""
 
     title: str
     ranks: int
@@ -44,7 +44,7 @@ class PredictedRow:
 
     @property
     def regret(self) -> float | None:
-        """None where the chosen strategy was not timed."""
+        """None if the selected strategy was not timed."""
         at = self.measured.get(self.chosen)
         return None if at is None else at / min(self.measured.values()) - 1
 
@@ -55,7 +55,7 @@ class PredictedRow:
 
 
 def shape_of(row: dict[str, Any], dtype: str) -> SiteShape:
-    """The site of a stored row; float8 products gather float8 and scatter `dtype`."""
+    """Return the site of a stored row. Float8 products gather float8 and scatter `dtype`."""
     ranks, operands = row["ranks"], "float8" if row.get("fp8") else ""
     if row["kind"] == "AG":
         matmul = (row["M"], row["N"] // ranks, row["K"], False)
@@ -64,34 +64,34 @@ def shape_of(row: dict[str, Any], dtype: str) -> SiteShape:
     return SiteShape("matmul_reduce_scatter", ranks, dtype, (matmul,), row["M"], row["N"], operands=operands)
 
 
-def measured(row: dict[str, Any]) -> dict[str, float]:
-    """Microseconds by strategy, as graphs where there are any."""
+def measured_times(row: dict[str, Any]) -> dict[str, float]:
+    """Return measured microseconds by strategy, as graphs if available."""
     ms = row["ms"]
     graphs = any(name.startswith("ours_g pipelined") for name in ms)
     ours, plain = ("ours_g ", "seq_g") if graphs else ("ours ", "seq")
-    found = {"none": 1e3 * ms[plain]} if plain in ms else {}
+    times = {"none": 1e3 * ms[plain]} if plain in ms else {}
     for name, value in ms.items():
         if name.startswith(ours + "pipelined"):
-            found[str(Strategy.parse(name.removeprefix(ours)))] = 1e3 * value
-    return found
+            times[str(Strategy.parse(name.removeprefix(ours)))] = 1e3 * value
+    return times
 
 
 def rows_of(document: dict[str, Any], profile: Profile) -> list[PredictedRow]:
-    """Every row that has times. Only strategies that were timed are open to the choice, so that its regret is known."""
-    made = []
+    """Return every row with times. Only timed strategies can be selected, so the regret is known."""
+    rows = []
     for row in document["rows"]:
-        times = measured(row)
+        times = measured_times(row)
         if not times:
             continue
         shape = shape_of(row, document["dtype"])
         predicted = {name: predict(shape, Strategy.parse(name), profile).us for name in times}
         chosen = str(choose(shape, profile, timed=tuple(times)).strategy)
-        made.append(PredictedRow(f"{row['kind']} {row['name']} {row['M']}", row["ranks"], chosen, times, predicted))
-    return made
+        rows.append(PredictedRow(f"{row['kind']} {row['name']} {row['M']}", row["ranks"], chosen, times, predicted))
+    return rows
 
 
 def table(rows: Sequence[PredictedRow]) -> str:
-    """A line a row: predicted / measured of every strategy, in microseconds, the chosen one marked."""
+    """Return one line per row: predicted / measured microseconds of every strategy, the selected one marked."""
     names = list(dict.fromkeys(name for row in rows for name in row.measured))
     lines = []
     for row in rows:
@@ -107,7 +107,7 @@ def table(rows: Sequence[PredictedRow]) -> str:
 
 
 def summary(rows: Sequence[PredictedRow]) -> dict[str, float]:
-    """median and p90 of |error|, regret of the choice, and its gain on the plain way."""
+    """Return median and p90 of |error|, regret of the selection, and its gain over the plain strategy."""
     off = sorted(abs(error) for row in rows for error in row.errors.values())
     regrets = [row.regret for row in rows if row.regret is not None]
     gains = [row.gain for row in rows if row.gain is not None]
@@ -123,13 +123,13 @@ def summary(rows: Sequence[PredictedRow]) -> dict[str, float]:
     }
 
 
-def said(rows: Sequence[PredictedRow]) -> str:
+def summary_text(rows: Sequence[PredictedRow]) -> str:
     s = summary(rows)
     return (
         f"{s['times']} times of {s['rows']} rows: "
         f"median |error| {s['median error']:.1%}, 90th percentile {s['p90 error']:.1%}; "
-        f"regret of the choice mean {s['mean regret']:.1%}, worst {s['worst regret']:.1%}; "
-        f"auto against the plain way mean {s['mean gain']:.2f}x, least {s['least gain']:.2f}x"
+        f"regret of the selection mean {s['mean regret']:.1%}, worst {s['worst regret']:.1%}; "
+        f"auto against the plain strategy mean {s['mean gain']:.2f}x, least {s['least gain']:.2f}x"
     )
 
 
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", help="stored tables of benchmarks.ops (default: docs/data/ops_*.json)")
     parser.add_argument("--profile", help="a shipped profile's name, or a path (default: this machine's)")
-    parser.add_argument("--json", help="write rows and summary there")
+    parser.add_argument("--json", help="write rows and summary to this file")
     flags = parser.parse_args(argv)
     files = [Path(f) for f in flags.files] or sorted(DATA.glob("ops_*.json"))
     if not files:
@@ -154,15 +154,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows = rows_of(document, profile)
             every += rows
             print(f"{file.name}: {document['ranks']} x {document['devices'][0]}, {document['date']}; profile {profile}")
-            print(f"{table(rows)}\n{said(rows)}\n")
+            print(f"{table(rows)}\n{summary_text(rows)}\n")
     except (OSError, ValueError, KeyError, UbOverlapError) as error:
         print(f"benchmarks.cost_model: {error}", file=sys.stderr)
         return 1
     if len(files) > 1:
-        print(f"all: {said(every)}")
+        print(f"all: {summary_text(every)}")
     if flags.json:
-        found = [{**vars(row), "errors": row.errors, "regret": row.regret, "gain": row.gain} for row in every]
-        Path(flags.json).write_text(json.dumps({"benchmark": "cost_model", **summary(every), "rows": found}, indent=1) + "\n")
+        stored = [{**vars(row), "errors": row.errors, "regret": row.regret, "gain": row.gain} for row in every]
+        Path(flags.json).write_text(json.dumps({"benchmark": "cost_model", **summary(every), "rows": stored}, indent=1) + "\n")
     return 0
 
 

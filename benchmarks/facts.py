@@ -1,4 +1,4 @@
-"""Where and how a measurement was made: what stands beside every stored table."""
+"""Collect the metadata of a measurement: machine, versions, command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def facts(world: World, module: str) -> dict[str, Any]:
-    """Metadata as JSON values; None where this machine does not tell. Collective: it asks every rank for its device."""
+    """Return metadata as JSON values, None if unknown. Collective: every rank reports its device."""
     from ub_overlap.runtime.extension import extension
 
     name = torch.cuda.get_device_name(world.device) if world.cuda else platform.processor() or platform.machine()
@@ -29,15 +29,15 @@ def facts(world: World, module: str) -> dict[str, Any]:
         "ranks": world.ranks,
         "device": world.device.type,
         "devices": world.gather(name),
-        "driver": _asked("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0")
+        "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0")
         if world.cuda
         else None,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, nccl)) if nccl else None,
         "python": platform.python_version(),
-        "commit": _asked("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
-        "dirty": _dirty(),
+        "commit": _output_of("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
+        "dirty": _has_changes(),
         "build": {key: str(value) for key, value in extension().build_info().items()},
         "max_connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
         "command": f"torchrun --nproc-per-node {os.environ.get('WORLD_SIZE')} -m {module} {' '.join(sys.argv[1:])}".strip(),
@@ -45,7 +45,7 @@ def facts(world: World, module: str) -> dict[str, Any]:
 
 
 def write(path: str | Path, document: dict[str, Any]) -> None:
-    """Replace `path` as a whole, so that a run that is cut off leaves the rows it had."""
+    """Replace `path` atomically, so an interrupted run keeps its rows."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_suffix(target.suffix + ".part")
@@ -54,7 +54,7 @@ def write(path: str | Path, document: dict[str, Any]) -> None:
 
 
 def rounded(value: Any) -> Any:
-    """Floats to five significant digits: more is noise."""
+    """Return `value` with floats rounded to five significant digits."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
@@ -62,13 +62,13 @@ def rounded(value: Any) -> Any:
     return [rounded(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _dirty() -> bool | None:
-    found = _asked("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
-    return None if found is None else bool(found)
+def _has_changes() -> bool | None:
+    status = _output_of("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
+    return None if status is None else bool(status)
 
 
-def _asked(*command: str) -> str | None:
-    """What a command prints, None where it is not there or fails."""
+def _output_of(*command: str) -> str | None:
+    """Return the output of a command, None if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):

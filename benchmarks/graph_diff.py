@@ -1,7 +1,7 @@
-"""Seconds that the graph diff takes on a graph of many nodes: python -m benchmarks.graph_diff [NODES]
+"""Measure the graph diff on a graph of many nodes: python -m benchmarks.graph_diff [NODES]
 
-The graph is layers of a tensor-parallel block, each rewritten: before against after (one lineage), and against a graph of
-other provenance, other names and one more node in every hundredth layer.
+The graph has layers of a tensor-parallel block, each rewritten. It is compared before against after (one lineage), and against
+a graph of another lineage, with other names and one more node in every hundredth layer.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ class SnapshotBuilder:
 
 
 def block(b: SnapshotBuilder, x: int, layer: int, fused: bool) -> int:
-    """A layer of 20 nodes, or fewer where it is fused: gather -> 2 matmuls -> activation -> matmul -> scatter."""
+    """Add a layer of 20 nodes, or fewer if fused: gather -> 2 matmuls -> activation -> matmul -> scatter."""
     where = {"module": f"layers.{layer}.mlp", "source": "/model.py:10: return self.w2(F.silu(self.w1(x)) * self.w3(x))"}
     c10d, site = "_c10d_functional", {"site": f"forward.{2 * layer}"}
     weights = [b.node(f"w{layer}_{i}", op="placeholder", name=f"w{layer}_{i}") for i in range(3)]
-    turned = [b.node("aten.permute.default", w, name=f"permute_{layer}_{i}", **where) for i, w in enumerate(weights)]
+    permuted = [b.node("aten.permute.default", w, name=f"permute_{layer}_{i}", **where) for i, w in enumerate(weights)]
     if fused:
-        both = b.node("ub_overlap.all_gather_matmul.default", x, *turned[:2], **where, **site)
+        both = b.node("ub_overlap.all_gather_matmul.default", x, *permuted[:2], **where, **site)
         up, gate = (b.node("getitem", both, **where, **site) for _ in range(2))
     else:
         gathered = b.node(f"{c10d}.all_gather_into_tensor.default", x, **where, **site)
         wait = b.node(f"{c10d}.wait_tensor.default", gathered, **where, **site)
-        up, gate = (b.node("aten.mm.default", wait, turned[i], name=f"mm_{layer}_{i}", **where, **site) for i in range(2))
+        up, gate = (b.node("aten.mm.default", wait, permuted[i], name=f"mm_{layer}_{i}", **where, **site) for i in range(2))
     for i, op in enumerate(("sigmoid", "neg", "exp", "add", "reciprocal", "mul")):
         up = b.node(f"aten.{op}.default", up, name=f"{op}_{layer}_{i}", **where)
     hidden = b.node("aten.mul.Tensor", up, gate, name=f"mul_{layer}", **where)
     site = {"site": f"forward.{2 * layer + 1}"}
     if fused:
-        return b.node("ub_overlap.matmul_reduce_scatter.default", hidden, turned[2], **where, **site)
-    product = b.node("aten.mm.default", hidden, turned[2], name=f"mm_{layer}_2", **where, **site)
+        return b.node("ub_overlap.matmul_reduce_scatter.default", hidden, permuted[2], **where, **site)
+    product = b.node("aten.mm.default", hidden, permuted[2], name=f"mm_{layer}_2", **where, **site)
     scattered = b.node(f"{c10d}.reduce_scatter_tensor.default", product, **where, **site)
     return b.node(f"{c10d}.wait_tensor.default", scattered, **where, **site)
 
@@ -69,8 +69,8 @@ def graph(nodes: int, fused: bool, lineage: str, label: str) -> Snapshot:
     return Snapshot(tuple(b.nodes), "forward", label, lineage, "2.13")
 
 
-def stranger(s: Snapshot) -> Snapshot:
-    """The same graph as another torch might trace it: other names and lines, and a clone here and there."""
+def retraced(s: Snapshot) -> Snapshot:
+    """Return the graph as another torch version might trace it: other names and lines, and some clones."""
     nodes: list[NodeShot] = []
     where: list[int] = []
     for place, n in enumerate(s.nodes):
@@ -88,13 +88,13 @@ def stranger(s: Snapshot) -> Snapshot:
 
 def main(nodes: int) -> None:
     before, after = graph(nodes, False, "one", "before"), graph(nodes, True, "one", "after")
-    other = stranger(before)
+    other = retraced(before)
     graphs = Graphs("0" * 16, "forward", before, after)
 
     def say(what: str, run: Callable[[], Any]) -> None:
         begin = time.perf_counter()
-        found = run()
-        print(f"{what:32} {time.perf_counter() - begin:7.3f} s   {found}")
+        result = run()
+        print(f"{what:32} {time.perf_counter() - begin:7.3f} s   {result}")
 
     print(f"{len(before.nodes)} nodes before, {len(after.nodes)} after, {len(other.nodes)} of another torch")
     say("before against after", lambda: Diff(before, after).counts())

@@ -1,8 +1,8 @@
-"""What it costs a call to pick its strategy from a table: an op that carries one, against the same op with the strategy alone.
+"""Measure a call's lookup in its dispatch table, against the same op with one strategy.
 
     python -m benchmarks.pick [--calls 2000] [--batches 40]
 
-A group of one rank, tiny tensors, CPU: both run the same call, and the least time of many batches is compared.
+A group of one rank, tiny tensors, CPU. Both run the same call; the minimum over many batches is compared.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
                 )
             best[name] = min(best[name], (time.perf_counter() - begin) / args.calls)
     for name, seconds in best.items():
-        print(f"{name}: {seconds * 1e6:.2f} us a call, {(seconds - best['one strategy']) * 1e6:+.2f} us")
+        print(f"{name}: {seconds * 1e6:.2f} us per call, {(seconds - best['one strategy']) * 1e6:+.2f} us")
 
 
 if __name__ == "__main__":

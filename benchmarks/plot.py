@@ -1,4 +1,4 @@
-"""Pictures of stored measurements. matplotlib is optional: without it there is a notice instead."""
+"""Plot stored measurements. Without matplotlib a notice is printed instead."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 from .ops.table import derive, ratio
 
-COLOURS = {"NCCL + cuBLAS": "#9aa0a6", "torch symm_mem": "#e8a33d", "ub_overlap": "#1f6fb4"}
+COLORS = {"NCCL + cuBLAS": "#9aa0a6", "torch symm_mem": "#e8a33d", "ub_overlap": "#1f6fb4"}
 
 
 def draw(document: dict[str, Any], path: str) -> str:
-    """Writes the PNG of a document to `path`; returns what happened, in words."""
+    """Write the PNG of a document to `path`. Return a message."""
     try:
         import matplotlib
     except ImportError:
@@ -31,12 +31,12 @@ def _title(document: dict[str, Any]) -> str:
 
 
 def _ops(document: dict[str, Any], pyplot: Any) -> Any:
-    """Bars of time over the floor B a row, CUDA graphs; a tick for the bound that chunking sets."""
+    """Draw bars of time over the floor B per row, CUDA graphs; a tick marks the bound of chunking."""
     rows = [row for row in document["rows"] if derive(row)["T/B"]]
     if not rows:
         return None
     figure, axes = pyplot.subplots(figsize=(max(6, 0.55 * len(rows)), 4))
-    for i, (name, colour) in enumerate(COLOURS.items()):
+    for i, (name, color) in enumerate(COLORS.items()):
         bars = []
         for row in rows:
             floor = row["ms"].get("B")
@@ -45,7 +45,7 @@ def _ops(document: dict[str, Any], pyplot: Any) -> Any:
                 "torch symm_mem": ratio(row["ms"].get("torch_g"), floor),
             }
             bars.append(theirs.get(name, derive(row)["T/B"]) or 0)
-        axes.bar([x + 0.27 * (i - 1) for x in range(len(rows))], bars, 0.27, label=name, color=colour)
+        axes.bar([x + 0.27 * (i - 1) for x in range(len(rows))], bars, 0.27, label=name, color=color)
     for x, row in enumerate(rows):
         if bound := derive(row)["bound"]:
             axes.plot([x + 0.13, x + 0.41], [bound, bound], color="black", linewidth=1.5)
@@ -59,7 +59,7 @@ def _ops(document: dict[str, Any], pyplot: Any) -> Any:
 
 
 def _blocks(document: dict[str, Any], pyplot: Any) -> Any:
-    """Bars of step time a variant, forward + backward and forward, one panel a size."""
+    """Draw bars of step time per variant, forward + backward and forward, one panel per size."""
     sizes = [size for size in document["rows"] if size["variants"]]
     if not sizes:
         return None

@@ -1,4 +1,4 @@
-"""The ranks of a benchmark under torchrun: start and end."""
+"""Start and end the ranks of a benchmark under torchrun."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ub_overlap.tools.rank_process import Deadline, World, leave, this_device
 
 
 def start(tp: int | None = None, device: str | None = None) -> World | None:
-    """Join the first `tp` ranks of torchrun (all by default). None on a rank that has no part: it may end at once.
+    """Join the first `tp` ranks of torchrun (all by default). Return None on other ranks, which may end at once.
 
-    ValueError outside of torchrun, or for more ranks than it started.
+    ValueError outside torchrun, or for more ranks than torchrun started.
     """
     if "RANK" not in os.environ:
         raise ValueError("no RANK in the environment: start with torchrun --nproc-per-node N -m ...")

@@ -1,4 +1,4 @@
-"""Tables of stored measurements, for docs/performance: python -m benchmarks.report FILE.json... [--png [FOLDER]]"""
+"""Print tables of stored measurements: python -m benchmarks.report FILE.json... [--png [FOLDER]]"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ops_text = ops.text
 
 
 def heading(document: dict[str, Any]) -> str:
-    """Date, hardware, versions and command of a measurement."""
+    """Return date, hardware, versions and command of a measurement."""
     devices = document["devices"]
     kinds = ", ".join(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices))
     versions = [f"torch {document['torch']}"]
@@ -29,7 +29,7 @@ def heading(document: dict[str, Any]) -> str:
 
 
 def markdown(document: dict[str, Any]) -> str:
-    """Heading and tables. ValueError for a file that is no measurement of ours."""
+    """Return heading and tables. ValueError for a file that is not a measurement of ours."""
     if document.get("benchmark") not in TEXTS:
         raise ValueError(f"benchmark is {document.get('benchmark')!r}: expected one of {', '.join(TEXTS)}")
     return f"{heading(document)}\n\n{TEXTS[document['benchmark']](document, 'github')}"
@@ -38,7 +38,7 @@ def markdown(document: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="+", metavar="FILE.json")
-    parser.add_argument("--png", nargs="?", const="", help="draw FILE.png beside each file, or in this folder")
+    parser.add_argument("--png", nargs="?", const="", help="draw FILE.png next to each file, or in this folder")
     args = parser.parse_args()
     for name in args.files:
         path = Path(name)

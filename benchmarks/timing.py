@@ -1,4 +1,4 @@
-"""Times of calls that all ranks make together: interleaved, started together, median over rounds, maximum over ranks."""
+"""Time calls of all ranks: interleaved, started together, median over rounds, maximum over ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Call = Callable[[], Any]
 
 
 def graphed(call: Call, world: World, warm: int = 3) -> tuple[Call, Any]:
-    """`call` as a CUDA graph: (replay, what the captured call returned, which every replay writes again)."""
+    """Capture `call` as a CUDA graph. Return (replay, the captured result, which every replay writes again)."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -26,23 +26,24 @@ def graphed(call: Call, world: World, warm: int = 3) -> tuple[Call, Any]:
     torch.cuda.current_stream().wait_stream(side)
     world.sync()
     graph = torch.cuda.CUDAGraph()
-    # thread_local: watchdog threads (NCCL's, ours) may look at their events meanwhile
+    # thread_local: watchdog threads (NCCL's, ours) may query their events meanwhile
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         out = call()
     return graph.replay, out
 
 
 class Clock:
-    """Milliseconds of one call. On CUDA: events around it, on ranks that leave a barrier kernel together."""
+    """Times one call in milliseconds. On CUDA: between events, on ranks that leave a barrier kernel together."""
 
     def __init__(self, world: World, together: Call | None = None) -> None:
-        """`together`: enqueues a barrier of all ranks on the current stream; by default an all_reduce of one element."""
+        """`together`: enqueue a barrier of all ranks on the current stream; default: an all_reduce of one element."""
         self.world = world
         token = torch.zeros(1, device=world.device)
         self.together = together or (lambda: dist.all_reduce(token))
         self.marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if world.cuda else []
 
-    def once(self, call: Call) -> float:
+    def time_call(self, call: Call) -> float:
+        """Return the milliseconds of one call on this rank."""
         self.together()
         if not self.world.cuda:
             begin = time.perf_counter()
@@ -56,25 +57,25 @@ class Clock:
         return begin.elapsed_time(end)
 
     def rounds(self, calls: Mapping[str, Call], count: int, warm: int) -> tuple[dict[str, float], dict[str, float]]:
-        """name -> (median ms, interquartile range ms), both the worst rank's. The calls take turns within a round."""
-        taken: dict[str, list[float]] = {name: [] for name in calls}
+        """Return medians and interquartile ranges in ms by name, each of the slowest rank. Calls alternate within a round."""
+        times: dict[str, list[float]] = {name: [] for name in calls}
         gc.collect()
         gc.disable()
         try:
-            for turn in range(count + warm):
+            for round_number in range(count + warm):
                 for name, call in calls.items():
-                    ms = self.once(call)
-                    if turn >= warm:
-                        taken[name].append(ms)
+                    ms = self.time_call(call)
+                    if round_number >= warm:
+                        times[name].append(ms)
         finally:
             gc.enable()
-        middles = self.world.worst([statistics.median(v) for v in taken.values()])
-        spreads = self.world.worst([spread(v) for v in taken.values()])
+        middles = self.world.worst([statistics.median(v) for v in times.values()])
+        spreads = self.world.worst([spread(v) for v in times.values()])
         return dict(zip(calls, middles, strict=True)), dict(zip(calls, spreads, strict=True))
 
     def host(self, calls: Mapping[str, Call], count: int) -> dict[str, float]:
-        """name -> microseconds until the call returns to Python, the device idle before; median, the worst rank's."""
-        taken: dict[str, list[float]] = {name: [] for name in calls}
+        """Return microseconds by name until the call returns to Python, from an idle device; median of the slowest rank."""
+        times: dict[str, list[float]] = {name: [] for name in calls}
         gc.collect()
         gc.disable()
         try:
@@ -83,15 +84,15 @@ class Clock:
                     self.world.sync()
                     begin = time.perf_counter()
                     call()
-                    taken[name].append(1e6 * (time.perf_counter() - begin))
+                    times[name].append(1e6 * (time.perf_counter() - begin))
             self.world.sync()
         finally:
             gc.enable()
-        return dict(zip(calls, self.world.worst([statistics.median(v) for v in taken.values()]), strict=True))
+        return dict(zip(calls, self.world.worst([statistics.median(v) for v in times.values()]), strict=True))
 
 
 def spread(values: list[float]) -> float:
-    """Interquartile range."""
+    """Return the interquartile range."""
     if len(values) < 2:
         return 0.0
     low, _, high = statistics.quantiles(values, n=4)
@@ -99,7 +100,7 @@ def spread(values: list[float]) -> float:
 
 
 def settle(call: Call, world: World, seconds: float = 0.2) -> None:
-    """Work of this rank alone until the clocks are where steady load puts them."""
+    """Run `call` until the clocks are at the level of steady load."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         for _ in range(4):

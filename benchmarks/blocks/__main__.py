@@ -1,10 +1,10 @@
-"""Times of a Llama block, forward + backward and forward alone: how much of the communication each system hides.
+"""Time a Llama block, forward + backward and forward: the share of communication that each system hides.
 
     torchrun --nproc-per-node N -m benchmarks.blocks [--size 70b,8b] [--tp T] [--json OUT] [--ours NAME=JSON ...]
 
 inductor: torch.compile; asynctp: with Inductor's async-TP; ours: backend="ub_overlap"; compute: one rank's compute alone, the
 collectives replaced by views. Hidden = (inductor - variant) / (inductor - compute). Milliseconds, median over --iters, maximum
-over ranks; the variants take turns.
+over ranks; the variants alternate.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from .table import text
 from .variants import BlockContext, BlockVariant, differences, make
 
 BOUND = {torch.bfloat16: 4e-2, torch.float32: 1e-3}
-"""Most that ours may differ from inductor, ||a - b|| / ||b||, in any gradient."""
+"""Largest allowed difference from inductor, ||a - b|| / ||b||, in any gradient."""
 FP8_BOUND = 0.2
-"""The same where linears are computed in float8. An e5m2 element is off by 0.047 of itself (root mean square: steps of 1/4 to
-1/8, evenly met), an e4m3 one by half of that; the first weight's gradient has eight products of two operands each behind it,
-forward and backward: sqrt(8 * 2) * 0.047 = 0.19. A lost shard of R is off by sqrt(1 / R): 0.35 at 8 ranks."""
+"""The same for linears in float8. An e5m2 element has a relative error of 0.047 (root mean square: steps of 1/4 to 1/8),
+an e4m3 element half of that. The first weight's gradient follows eight products of two operands each, forward and backward:
+sqrt(8 * 2) * 0.047 = 0.19. A lost shard of R gives sqrt(1 / R): 0.35 at 8 ranks."""
 
 
-def parsed() -> argparse.Namespace:
+def parse_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default="70b,8b", help=f"of {', '.join(SIZES)}, with commas between")
+    parser.add_argument("--size", default="70b,8b", help=f"comma-separated, of {', '.join(SIZES)}")
     parser.add_argument("--seq", type=int, default=8192, help="tokens; batch 1")
     parser.add_argument("--tp", type=int, help="ranks that take part (default: all that torchrun started)")
     parser.add_argument("--variants", default="inductor,asynctp,ours,compute")
@@ -50,14 +50,14 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--warm", type=int, default=5)
     parser.add_argument("--graphs", action="store_true", help="time each as a CUDA graph too, last")
-    parser.add_argument("--profile", metavar="DIR", help="write what the device does in a step of ours, on rank 0")
-    parser.add_argument("--budget-s", type=float, default=0.0, help="begin nothing more after so many seconds (0: no limit)")
-    parser.add_argument("--deadline-s", type=float, default=240.0, help="a compilation or a round of times may take so long")
+    parser.add_argument("--profile", metavar="DIR", help="write a device profile of a step of ours, on rank 0")
+    parser.add_argument("--budget-s", type=float, default=0.0, help="start nothing new after this many seconds (0: no limit)")
+    parser.add_argument("--deadline-s", type=float, default=240.0, help="time limit of a compilation or a round")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--json")
     parser.add_argument("--png")
     args = parser.parse_args()
-    named = [given.partition("=") for given in args.ours]
+    named = [text.partition("=") for text in args.ours]
     args.options = {name: json.loads(options or "{}") for name, _, options in named} or {"ours": {"overlap": "auto"}}
     unknown = [
         *({*args.variants.split(",")} - {"inductor", "asynctp", "ours", "compute"}),
@@ -71,7 +71,7 @@ def parsed() -> argparse.Namespace:
 
 
 class BlocksRun:
-    """One run over all sizes; `document` is written whenever there is something new."""
+    """One run over all sizes. `document` is written after every change."""
 
     def __init__(self, args: argparse.Namespace, world: World, document: dict[str, Any]) -> None:
         self.args, self.world, self.document, self.begun = args, world, document, time.monotonic()
@@ -92,7 +92,7 @@ class BlocksRun:
         dtype = torch.bfloat16 if world.cuda else torch.float32
         mesh = init_device_mesh(world.device.type, (world.ranks,))
         compiler = args.compiler or ("inductor" if world.cuda else "aot_eager")
-        setting = BlockContext(world, mesh, SIZES[size], args.seq, dtype, compiler, args.options, args.write)
+        context = BlockContext(world, mesh, SIZES[size], args.seq, dtype, compiler, args.options, args.write)
         rows: dict[str, Any] = {}
         self.document["rows"].append({"size": size, "seq": args.seq, "compiler": compiler, "variants": rows})
         names = [n for name in args.variants.split(",") for n in (args.options if name == "ours" else [name])]
@@ -100,28 +100,28 @@ class BlocksRun:
         variants: dict[str, BlockVariant] = {}
         for name in names:
             rows[name] = {"why": {}}
-            self.build(name, setting, variants, rows)
-        self.compare(setting, variants, rows)
+            self.build(name, context, variants, rows)
+        self.compare(context, variants, rows)
         self.times(variants, rows)
         for name in args.options if args.profile else ():
             if name in variants:
                 with self.deadline(f"profile of {name}"):
                     title = f"{size}_tp{world.ranks}_{name}"
-                    said, why = world.agreed(lambda n=name, t=title: write_profile(variants[n], world, args.profile, t))
-                    world.say(said or why)
+                    message, why = world.agreed(lambda n=name, t=title: write_profile(variants[n], world, args.profile, t))
+                    world.say(message or why)
         if args.graphs and not self.spent():
             self.graphs(variants, rows)
 
-    def build(self, name: str, setting: BlockContext, variants: dict[str, BlockVariant], rows: dict[str, Any]) -> None:
+    def build(self, name: str, context: BlockContext, variants: dict[str, BlockVariant], rows: dict[str, Any]) -> None:
         world, begun = self.world, time.monotonic()
         if name == "asynctp" and not world.cuda:
             rows[name]["why"]["*"] = "needs CUDA"
             return
-        if setting.sizes.kv_heads % world.ranks or setting.tokens % world.ranks:
-            rows[name]["why"]["*"] = f"{setting.sizes.kv_heads} heads or {setting.tokens} tokens for {world.ranks} ranks"
+        if context.sizes.kv_heads % world.ranks or context.tokens % world.ranks:
+            rows[name]["why"]["*"] = f"{context.sizes.kv_heads} heads or {context.tokens} tokens for {world.ranks} ranks"
             return
         with self.deadline(f"compile {name}"):
-            variant, why = world.agreed(lambda: make(name, setting))
+            variant, why = world.agreed(lambda: make(name, context))
             if why:
                 rows[name]["why"]["*"] = why
                 world.say(f"{name}: {why}")
@@ -139,8 +139,8 @@ class BlocksRun:
         rows[name] |= {"sites": variant.sites, "compile_s": time.monotonic() - begun}
         world.say(f"{name}: compiled in {rows[name]['compile_s']:.1f} s {variant.sites}")
 
-    def compare(self, setting: BlockContext, variants: dict[str, BlockVariant], rows: dict[str, Any]) -> None:
-        """Ours must give inductor's output and gradients; a variant that does not gets no times."""
+    def compare(self, context: BlockContext, variants: dict[str, BlockVariant], rows: dict[str, Any]) -> None:
+        """Compare output and gradients with inductor. A variant with wrong numbers gets no times."""
         reference = variants.get("inductor")
         if reference is None:
             return
@@ -148,8 +148,8 @@ class BlocksRun:
             with self.deadline(f"compare {name}"):
                 errors, why = self.world.agreed(lambda name=name: differences(variants[name], reference, self.world))
             worst = max(errors, key=errors.__getitem__) if errors else ""
-            low = setting.ours.get(name, {}).get("fp8", "off") != "off"
-            if not why and not errors[worst] <= (FP8_BOUND if low else BOUND[setting.dtype]):
+            low = context.ours.get(name, {}).get("fp8", "off") != "off"
+            if not why and not errors[worst] <= (FP8_BOUND if low else BOUND[context.dtype]):
                 why = f"wrong numbers: {worst} differs from inductor by {errors[worst]:.3g} of its norm"
             rows[name]["error"] = errors[worst] if errors else None
             if why:
@@ -162,10 +162,10 @@ class BlocksRun:
         self.rounds(calls, rows, "")
 
     def rounds(self, calls: dict[str, Any], rows: dict[str, Any], suffix: str) -> None:
-        """Time all calls ("VARIANT KIND") in turns, into rows[VARIANT][KIND + suffix]."""
+        """Time all calls ("VARIANT KIND"), alternating, into rows[VARIANT][KIND + suffix]."""
         with self.deadline("times"):
-            found, why = self.world.agreed(lambda: self.clock.rounds(calls, self.args.iters, self.args.warm))
-        ms, iqr = found or ({}, {})
+            timed, why = self.world.agreed(lambda: self.clock.rounds(calls, self.args.iters, self.args.warm))
+        ms, iqr = timed or ({}, {})
         for call in calls:
             name, _, kind = call.rpartition(" ")
             if call in ms:
@@ -175,7 +175,7 @@ class BlocksRun:
         self.save()
 
     def graphs(self, variants: dict[str, BlockVariant], rows: dict[str, Any]) -> None:
-        """Each variant's step and forward as a CUDA graph. Last: a capture that fails may leave little working."""
+        """Time each variant's step and forward as a CUDA graph. This runs last: a failed capture may break the process."""
         calls = {}
         for name, variant in variants.items():
             for kind in ("step", "forward"):
@@ -193,7 +193,7 @@ class BlocksRun:
 
 
 def main() -> None:
-    args = parsed()
+    args = parse_flags()
     try:
         world = start(args.tp, args.device)
     except ValueError as error:
@@ -203,7 +203,7 @@ def main() -> None:
     from ub_overlap.runtime import ops, settings
 
     ops.load()
-    settings.configure(step_timeout_s=60, init_timeout_s=240)  # ranks compile for as long as they like
+    settings.configure(step_timeout_s=60, init_timeout_s=240)  # ranks compile for different times
     with Deadline("set-up", 120):
         document: dict[str, Any] = {"benchmark": "blocks", **facts.facts(world, "benchmarks.blocks"), "iters": args.iters}
         document |= {"ours": args.options, "rows": []}

@@ -1,6 +1,6 @@
-"""A Llama block, its tensor- and sequence-parallel form, and one rank's share of its compute without communication.
+"""A Llama block: its tensor- and sequence-parallel form, and the compute of one rank without communication.
 
-Legend: S tokens (S/R a rank between layers), D width, F feed-forward width, R ranks; batch 1.
+Legend: S tokens (S/R per rank between layers), D width, F feed-forward width, R ranks; batch 1.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, head_dim: int) -> Tensor:
-    """Causal attention of this rank's heads: [1, S, heads * head_dim] each -> the shape of q."""
+    """Return causal attention of this rank's heads: [1, S, heads * head_dim] each -> the shape of q."""
     q, k, v = (t.view(1, t.shape[1], -1, head_dim).transpose(1, 2) for t in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2).reshape(1, out.shape[2], -1)
@@ -53,8 +53,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, head_dim: int) -> Tensor:
 class LlamaAttention(nn.Module):
     def __init__(self, sizes: BlockSizes) -> None:
         super().__init__()
-        self.head_dim, few = sizes.head_dim, sizes.kv_heads * sizes.head_dim
-        self.wq, self.wk, self.wv = linear(sizes.dim, sizes.dim), linear(sizes.dim, few), linear(sizes.dim, few)
+        self.head_dim, kv_dim = sizes.head_dim, sizes.kv_heads * sizes.head_dim
+        self.wq, self.wk, self.wv = linear(sizes.dim, sizes.dim), linear(sizes.dim, kv_dim), linear(sizes.dim, kv_dim)
         self.wo = linear(sizes.dim, sizes.dim)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class LlamaBlock(nn.Module):
 
 
 def parallel(sizes: BlockSizes, mesh: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The block as DTensors over `mesh`: sequence-parallel norms, column- then row-parallel layers. Equal weights each time."""
+    """Return the block as DTensors over `mesh`: sequence-parallel norms, column- and row-parallel layers, fixed weights."""
     torch.manual_seed(1)
     with torch.device(device):
         block = fresh_code(LlamaBlock(sizes).to(dtype))
@@ -98,11 +98,12 @@ def parallel(sizes: BlockSizes, mesh: Any, device: torch.device, dtype: torch.dt
     return parallelize_module(block, mesh, plan)
 
 
-def alone(sizes: BlockSizes, ranks: int, tokens: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """One rank's compute. Each collective is a view: a gather gives a tensor of the full size that lies there anyway, a
-    scatter gives a part of its input; in backward the other way round. The numbers mean nothing, the time is what counts."""
+def compute_only(sizes: BlockSizes, ranks: int, tokens: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Return the compute of one rank. A gather is a view of an existing full-size tensor, a scatter a part of its input.
+
+    In backward it is the other way round. The values have no meaning; only the time counts."""
     full = torch.randn(1, tokens, sizes.dim, device=device, dtype=dtype)
-    few = tokens // ranks
+    shard_tokens = tokens // ranks
 
     class ViewGather(torch.autograd.Function):
         @staticmethod
@@ -111,12 +112,12 @@ def alone(sizes: BlockSizes, ranks: int, tokens: int, device: torch.device, dtyp
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Tensor:
-            return grads[0][:, :few]
+            return grads[0][:, :shard_tokens]
 
     class ViewScatter(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x[:, :few].clone()
+            return x[:, :shard_tokens].clone()
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Tensor:
@@ -141,8 +142,7 @@ def alone(sizes: BlockSizes, ranks: int, tokens: int, device: torch.device, dtyp
 
 
 def fresh_code(block: nn.Module) -> nn.Module:
-    """Give `block` a forward with a code object of its own: Dynamo keeps compiled graphs by code object, and two variants
-    of one block must not find each other's."""
+    """Give `block` a forward with its own code object. Dynamo caches graphs by code object; variants must not share them."""
     old: Any = type(block).forward
     new = types.FunctionType(old.__code__.replace(), old.__globals__, old.__name__, old.__defaults__, old.__closure__)
     block.__class__ = type(type(block).__name__, (type(block),), {"forward": new})

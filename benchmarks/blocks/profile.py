@@ -1,4 +1,4 @@
-"""What the device does in a step of ours, as text: kernels by time, and the order of one step."""
+"""Write a profile of a step as text: kernels by time, and the order of one step."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ STEPS = 3
 
 
 def write_profile(variant: BlockVariant, world: World, folder: str, title: str) -> str:
-    """Run STEPS steps on all ranks; rank 0 profiles its own and writes FOLDER/TITLE.txt. Returns what happened, in words."""
+    """Run STEPS steps on all ranks; rank 0 writes its profile to FOLDER/TITLE.txt. Return a message."""
     if world.rank:
         for _ in range(STEPS):
             variant.step()
         world.sync()
         return ""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if world.cuda else [])]
-    with profile(activities=activities) as found:
+    with profile(activities=activities) as trace:
         for _ in range(STEPS):
             variant.step()
         world.sync()
     events: list[Any] = sorted(
-        (e for e in found.events() if not world.cuda or "CUDA" in str(e.device_type)), key=lambda e: e.time_range.start
+        (e for e in trace.events() if not world.cuda or "CUDA" in str(e.device_type)), key=lambda e: e.time_range.start
     )
     path = Path(folder) / f"{title}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,17 +36,17 @@ def write_profile(variant: BlockVariant, world: World, folder: str, title: str) 
     return f"{path}: {len(events)} events"
 
 
-def by_time(events: list[Any], most: int = 60) -> str:
+def by_time(events: list[Any], limit: int = 60) -> str:
     times: dict[str, list[float]] = defaultdict(list)
     for event in events:
         times[event.name].append(event.time_range.end - event.time_range.start)
-    rows = sorted(times.items(), key=lambda item: -sum(item[1]))[:most]
-    lines = [f"{sum(t) / STEPS:10.1f} us a step {len(t) / STEPS:7.1f} x  {name[:110]}" for name, t in rows]
+    rows = sorted(times.items(), key=lambda item: -sum(item[1]))[:limit]
+    lines = [f"{sum(t) / STEPS:10.1f} us per step {len(t) / STEPS:7.1f} x  {name[:110]}" for name, t in rows]
     return "\n".join(["by time", *lines])
 
 
 def in_order(events: list[Any]) -> str:
-    """The last of the steps: start, length, stream, name."""
+    """Return the last step: start, length, stream, name."""
     last = events[len(events) * (STEPS - 1) // STEPS :]
     if not last:
         return "no events"

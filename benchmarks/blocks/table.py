@@ -1,4 +1,4 @@
-"""What a stored measurement of blocks says. Needs no torch."""
+"""Tables of a stored measurement of blocks. No torch is needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KINDS = {"step": "fwd + bwd", "forward": "fwd", "step_g": "fwd + bwd (g)", "forw
 
 
 def hidden(variants: dict[str, Any], name: str, kind: str) -> float | None:
-    """Share of the exposed communication, inductor minus compute alone, that a variant hides; None where that is unknown."""
+    """Return the share of the exposed communication (inductor minus compute) that a variant hides, None if unknown."""
     times = [variants.get(v, {}).get(kind) for v in ("inductor", "compute", name)]
     if name in ("inductor", "compute") or not all(times) or times[0] <= times[1]:
         return None
@@ -27,7 +27,7 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def text(document: dict[str, Any], style: str = "simple") -> str:
-    """One table a size: ms, speed-up over the better of inductor and async-TP, share hidden, peak memory of a step."""
+    """Return one table per size: ms, speed-up over the better of inductor and async-TP, share hidden, peak memory of a step."""
     parts = []
     for size in document["rows"]:
         variants = size["variants"]

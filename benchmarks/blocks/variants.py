@@ -1,4 +1,4 @@
-"""The ways to run a block: compiled by Inductor, with async-TP, by ours, and one rank's compute alone."""
+"""Variants of a block: Inductor, async-TP, our backend, and the compute of one rank alone."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.profiler import ProfilerActivity, profile
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.tools.rank_process import World
 
-from .model import BlockSizes, alone, parallel
+from .model import BlockSizes, compute_only, parallel
 
 
 @dataclass
 class BlockVariant:
-    """A compiled block with an input of its own. `sites`: how many collectives ours overlapped, "8 of 8"."""
+    """A compiled block with its own input. `sites`: the collectives that our backend overlapped, e.g. "8 of 8"."""
 
     name: str
     block: torch.nn.Module
@@ -29,11 +29,12 @@ class BlockVariant:
     sites: str = ""
     why: dict[str, str] = field(default_factory=dict)
     written: list[Tensor] = field(default_factory=list)
-    """An element of each weight, where weights are to change before each step."""
+    """One element of each weight, if weights change before each step."""
 
     def step(self) -> None:
-        """Forward and backward; gradients add up, as in a training step after the first microbatch. In one launch an element of
-        each of `written` changes before, as all do before the first one."""
+        """Run forward and backward; gradients accumulate, as in a training step after the first microbatch.
+
+        Before that, one launch changes the elements `written`, as an optimizer step changes all."""
         if self.written:
             torch._foreach_neg_(self.written)
         local(self.call(self.x)).backward(self.grad)
@@ -43,7 +44,7 @@ class BlockVariant:
             self.call(self.x)
 
     def results(self) -> dict[str, Tensor]:
-        """Output and gradients of one step from scratch."""
+        """Return output and gradients of one step with cleared gradients."""
         self.block.zero_grad(set_to_none=True)
         self.x.grad = None
         out = local(self.call(self.x))
@@ -58,7 +59,7 @@ def local(value: Any) -> Tensor:
 
 @dataclass
 class BlockContext:
-    """What all variants share. `compiler`: "inductor" or "aot_eager". `ours`: name -> options of our backend."""
+    """Properties that all variants share. `compiler`: "inductor" or "aot_eager". `ours`: name -> options of our backend."""
 
     world: World
     mesh: DeviceMesh
@@ -71,39 +72,39 @@ class BlockContext:
     """Weights change before each step."""
 
 
-def make(name: str, setting: BlockContext) -> BlockVariant:
-    """A variant with everything compiled: forward, backward, and forward without gradients."""
-    world, sizes = setting.world, setting.sizes
+def make(name: str, context: BlockContext) -> BlockVariant:
+    """Return a compiled variant: forward, backward, and forward without gradients."""
+    world, sizes = context.world, context.sizes
     if name == "compute":
-        block = alone(sizes, world.ranks, setting.tokens, world.device, setting.dtype)
-        call = torch.compile(block, backend=setting.compiler)
+        block = compute_only(sizes, world.ranks, context.tokens, world.device, context.dtype)
+        call = torch.compile(block, backend=context.compiler)
     else:
-        block = parallel(sizes, setting.mesh, world.device, setting.dtype)
-        if name in setting.ours:
-            options = dict(setting.ours[name])
-            if setting.compiler == "aot_eager":
+        block = parallel(sizes, context.mesh, world.device, context.dtype)
+        if name in context.ours:
+            options = dict(context.ours[name])
+            if context.compiler == "aot_eager":
                 options["inner"] = "aot_eager"
             call = torch.compile(block, backend="ub_overlap", fullgraph=True, options=options)
         elif name == "asynctp":
             call = torch.compile(block, fullgraph=True, options={"_micro_pipeline_tp": True})
         else:
-            call = torch.compile(block, backend=setting.compiler, fullgraph=True)
+            call = torch.compile(block, backend=context.compiler, fullgraph=True)
     torch.manual_seed(100 + world.rank)
-    shape = (1, setting.tokens // world.ranks, sizes.dim)
-    x, grad = (torch.randn(shape, device=world.device, dtype=setting.dtype) for _ in range(2))
+    shape = (1, context.tokens // world.ranks, sizes.dim)
+    x, grad = (torch.randn(shape, device=world.device, dtype=context.dtype) for _ in range(2))
     variant = BlockVariant(name, block, call, x.requires_grad_(), grad)
-    if setting.write:
+    if context.write:
         variant.written = [local(p.data).view(-1)[:1] for p in block.parameters()]
     mark = HISTORY.mark()
     if name == "asynctp":
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-        enable_symm_mem_for_group(mesh_group(setting.mesh))
+        enable_symm_mem_for_group(mesh_group(context.mesh))
     variant.step()
     mine = [d for plan in HISTORY.since(mark) for d in plan.decisions]
     variant.forward()
     world.sync()
-    if name in setting.ours:
+    if name in context.ours:
         variant.sites = f"{sum(d.overlapped for d in mine)} of {len(mine)}"
     if name == "asynctp":
         variant.sites = f"{fused_ops(variant, world)} fused"
@@ -115,15 +116,15 @@ def mesh_group(mesh: DeviceMesh) -> Any:
 
 
 def fused_ops(variant: BlockVariant, world: World) -> int:
-    """How many of torch's fused ops one step runs: none would mean that async-TP is not on."""
-    with profile(activities=[ProfilerActivity.CPU]) as found:
+    """Count torch's fused ops in one step. Zero means that async-TP is off."""
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
         variant.step()
         world.sync()
-    return sum(event.name.startswith("symm_mem::fused") for event in found.events())
+    return sum(event.name.startswith("symm_mem::fused") for event in trace.events())
 
 
 def differences(variant: BlockVariant, reference: BlockVariant, world: World) -> dict[str, float]:
-    """||a - b|| / ||b|| of output and gradients, the worst rank's; NaN counts as 1e9."""
+    """Return ||a - b|| / ||b|| of output and gradients, maximum over ranks; NaN counts as 1e9."""
     theirs, mine = reference.results(), variant.results()
     errors = []
     for name, value in theirs.items():

@@ -1,16 +1,16 @@
-"""Times of one op, ours against every rival and the floor.
+"""Time ops: ours, every rival, and the floor.
 
     torchrun --nproc-per-node N -m benchmarks.ops [--suite quick] [--tp T] [--rows 'AG*8192'] [--json OUT] [--png OUT]
 
 Columns (ms, median over --iters, maximum over ranks; _g: as a CUDA graph):
   gemm, nccl, push   the matmul, the collective, a copy-engine push of the same bytes, each alone (graphs)
-  B                  the floor: the matmul beside an independent push (graph)
+  B                  the floor: the matmul concurrent with an independent push (graph)
   seq, torch         the collective and then the matmul; torch.ops.symm_mem.fused_*
   ours S, cut S, last S   our op by strategy S; the matmul alone in its pieces; the piece that nothing hides
 
-Rows in float8 (--suite fp8): e4m3 operands, quantised before the clock starts on all sides; B, seq, torch and ours in
+Rows in float8 (--suite fp8): e4m3 operands, quantized before the timing for every variant; B, seq, torch and ours in
 float8 too. More columns (graphs):
-  cast, ours_cast S  the quantisation of a rank's activations (row scaling) alone, and our op with it in front
+  cast, ours_cast S  the quantization of a rank's activations (row scaling) alone, and our op after it
   ours_wire S        a reduce_scatter that sends float8; all others send bf16
 """
 
@@ -34,17 +34,17 @@ from .peers import PeerPushes
 from .suite import SuiteRow, load
 
 
-def parsed() -> argparse.Namespace:
+def parse_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", default="h200", help="a file, or a name in benchmarks/suites (h200, fp8, quick, tiny)")
-    parser.add_argument("--rows", default="*", help="patterns of 'KIND name M', with commas between")
+    parser.add_argument("--rows", default="*", help="comma-separated patterns of 'KIND name M'")
     parser.add_argument("--tp", type=int, help="ranks that take part (default: all that torchrun started)")
-    parser.add_argument("--strategies", default="", help="with commas between (default: from the number of ranks)")
-    parser.add_argument("--variants", default="*", help="patterns of columns to time, with commas between")
+    parser.add_argument("--strategies", default="", help="comma-separated (default: from the number of ranks)")
+    parser.add_argument("--variants", default="*", help="comma-separated patterns of columns to time")
     parser.add_argument("--iters", type=int, default=30)
     parser.add_argument("--warm", type=int, default=6)
-    parser.add_argument("--budget-s", type=float, default=0.0, help="begin no row after so many seconds (0: no limit)")
-    parser.add_argument("--row-deadline-s", type=float, default=60.0, help="a row that takes longer ends the run")
+    parser.add_argument("--budget-s", type=float, default=0.0, help="start no row after this many seconds (0: no limit)")
+    parser.add_argument("--row-deadline-s", type=float, default=60.0, help="time limit of a row; a longer row ends the run")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--json")
     parser.add_argument("--png")
@@ -52,13 +52,13 @@ def parsed() -> argparse.Namespace:
 
 
 def default_strategies(ranks: int) -> list[str]:
-    """One piece a rank, none at all, fewer pieces than ranks, and more; stripes, for reductions."""
+    """Return one piece per rank, one piece, fewer and more pieces than ranks, and stripes for reductions."""
     counts = [c for c in sorted({1, 2, ranks // 2, 2 * ranks}) if c and c != ranks]
     return ["pipelined", *(f"pipelined:chunks={c}" for c in counts), "pipelined:stripes=2", "pipelined:stripes=4"]
 
 
-def run(args: argparse.Namespace, world: World, rows: list[SuiteRow], document: dict[str, Any], setting: OpContext) -> None:
-    """Measure row after row into document["rows"]; what is there so far is on disk after each."""
+def run(args: argparse.Namespace, world: World, rows: list[SuiteRow], document: dict[str, Any], context: OpContext) -> None:
+    """Measure row after row into document["rows"], written to disk after each row."""
     begun = time.monotonic()
     for row in rows:
         spent = time.monotonic() - begun
@@ -68,22 +68,22 @@ def run(args: argparse.Namespace, world: World, rows: list[SuiteRow], document: 
             return
         clock = time.monotonic()
         with Deadline(row.title, args.row_deadline_s, lambda: world.say(ops_text(document))):
-            found, why = world.agreed(lambda row=row: measure(row, setting))
+            measured, why = world.agreed(lambda row=row: measure(row, context))
         if why:
-            found = {**vars(row), "ranks": world.ranks, "ms": {}, "why": {"*": why}}
-        document["rows"].append(found)
+            measured = {**vars(row), "ranks": world.ranks, "ms": {}, "why": {"*": why}}
+        document["rows"].append(measured)
         gc.collect()
         if world.cuda:
             torch.cuda.empty_cache()
-        times = ", ".join(f"{name} {ms:.3f}" for name, ms in found["ms"].items() if not name.startswith(("cut", "last")))
-        bad = "; ".join(f"{name}: {text}" for name, text in found["why"].items() if text != "needs CUDA")
+        times = ", ".join(f"{name} {ms:.3f}" for name, ms in measured["ms"].items() if not name.startswith(("cut", "last")))
+        bad = "; ".join(f"{name}: {text}" for name, text in measured["why"].items() if text != "needs CUDA")
         world.say(f"[{time.monotonic() - clock:.1f} s] {row.title}: {times}{' !! ' + bad if bad else ''}")
         if world.rank == 0 and args.json:
             facts.write(args.json, document)
 
 
 def main() -> None:
-    args = parsed()
+    args = parse_flags()
     try:
         rows = load(args.suite, args.rows)
         world = start(args.tp, args.device)
@@ -96,12 +96,12 @@ def main() -> None:
 
     ops.load()
     settings.configure(step_timeout_s=20, init_timeout_s=60)
-    gc.freeze()  # what imports left behind need not be looked at before every capture
+    gc.freeze()  # objects of imports need no collection before every capture
     with Deadline("set-up", 120):
         peers = PeerPushes(world, max(row.shard_bytes(world.ranks) for row in rows)) if world.cuda else None
         strategies = args.strategies.split(",") if args.strategies else default_strategies(world.ranks)
         dtype = torch.bfloat16 if world.cuda else torch.float32
-        setting = OpContext(world, dtype, strategies, args.variants, args.iters, args.warm, peers, world.new_group())
+        context = OpContext(world, dtype, strategies, args.variants, args.iters, args.warm, peers, world.new_group())
         meta = facts.facts(world, "benchmarks.ops")
     document: dict[str, Any] = {
         "benchmark": "ops",
@@ -112,8 +112,8 @@ def main() -> None:
         "rows": [],
     }
     world.say(f"torch {meta['torch']}, {world.ranks} x {meta['devices'][0]}, {len(rows)} rows, strategies {strategies}")
-    run(args, world, rows, document, setting)
-    document["transports"] = sorted({str(s.transport) for s in extension().sessions() if s.group == setting.group})
+    run(args, world, rows, document, context)
+    document["transports"] = sorted({str(s.transport) for s in extension().sessions() if s.group == context.group})
     if world.rank == 0:
         print(ops_text(document), flush=True)
         if args.json:

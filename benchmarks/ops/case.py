@@ -1,4 +1,4 @@
-"""One row's tensors, and every way to compute it. Each call enqueues the op once and returns its result."""
+"""The tensors of one row and its variants. Each call enqueues the op once and returns its result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Case:
     def __init__(self, row: SuiteRow, world: World, dtype: torch.dtype) -> None:
         self.row, self.world, self.dtype = row, world, dtype
         m, n, k = row.sizes(world.ranks)
-        few = m // world.ranks
+        shard_rows = m // world.ranks
 
         def randn(*sizes: int) -> torch.Tensor:
             return torch.randn(*sizes, device=world.device, dtype=dtype)
@@ -36,12 +36,12 @@ class Case:
         self.weight = (randn(n, k) * 0.02).t()
         self.full, self.product = randn(m, k), empty(m, n)
         self.gather = row.kind == "AG"
-        self.shard = randn(few, k) if self.gather else empty(0)
+        self.shard = randn(shard_rows, k) if self.gather else empty(0)
         self.gathered = empty(m, k) if self.gather else empty(0)
-        self.reduced = empty(0) if self.gather else empty(few, n)
+        self.reduced = empty(0) if self.gather else empty(shard_rows, n)
 
     def refresh(self) -> None:
-        """Other values in the same tensors, which captured graphs read."""
+        """Write new values into the same tensors, which captured graphs read."""
         for tensor in (self.full, self.shard):
             tensor.normal_()
 
@@ -56,7 +56,7 @@ class Case:
         return self.reduced
 
     def seq(self) -> torch.Tensor:
-        """The plain way: the collective and the matmul, one after the other."""
+        """Run the collective and the matmul one after the other."""
         if self.gather:
             dist.all_gather_into_tensor(self.gathered, self.shard)
             return torch.mm(self.gathered, self.weight, out=self.product)
@@ -65,7 +65,7 @@ class Case:
         return self.reduced
 
     def torch_fused(self) -> torch.Tensor:
-        """torch's own overlapped op over symmetric memory, as async-TP uses it."""
+        """Run torch's overlapped op over symmetric memory, as async-TP uses it."""
         if self.gather:
             return torch.ops.symm_mem.fused_all_gather_matmul(self.shard, [self.weight], 0, self.world.group)[1][0]
         return torch.ops.symm_mem.fused_matmul_reduce_scatter(self.full, self.weight, "sum", 0, self.world.group)
@@ -81,14 +81,14 @@ class Case:
         return lambda: op(lhs, rhs, None, 1, False, "sum", dtype, keep, "plain", strategy, group, site)[0]
 
     def variants(self, strategies: Sequence[str], group: str) -> dict[str, Callable[[], Call]]:
-        """More columns, each made when it is wanted; those whose name begins with "ours" give what seq gives."""
+        """Return further columns, built on demand. Columns named "ours..." compute the result of `seq`."""
         return {}
 
     def site(self, strategy: str, keep: bool = False) -> str:
         return f"bench {self.row.title} {strategy}{' keep' if keep else ''}"
 
     def pieces(self, strategy: str) -> list[int]:
-        """Rows of each matmul that this rank's schedule makes of the one, in order. Empty where rows do not come out whole."""
+        """Return the rows of each matmul of this rank's schedule, in order. Empty if rows are fractional."""
         chunks = int(strategy.partition(":chunks=")[2] or 0)
         contracts, terms = ((False,), 0) if self.gather else ((), 1)
         kind = "all_gather_matmul" if self.gather else "matmul_reduce_scatter"
@@ -98,7 +98,7 @@ class Case:
         return [int(r) for r in rows] if all(r == int(r) for r in rows) else []
 
     def cut(self, rows: list[int]) -> Call:
-        """The matmul alone, in pieces of so many rows one after the other."""
+        """Return a call of the matmul alone, in pieces of these rows."""
         begins = [sum(rows[:i]) for i in range(len(rows))]
         pairs = [(self.full[b : b + r], self.product[b : b + r]) for b, r in zip(begins, rows, strict=True)]
 

@@ -1,7 +1,7 @@
-"""Copy-engine pushes between the ranks, for the columns "push" and B, and a barrier kernel that lets ranks start together.
+"""Copy-engine pushes between ranks for the columns "push" and B, and a barrier kernel for a common start.
 
-B is the matmul beside an independent push of the same bytes: one side stream, peers in rotated order (a second stream, or all
-ranks pushing to the same peer, would halve the bandwidth). No overlapped op with this matmul can be faster.
+B is the matmul concurrent with an independent push of the same bytes, on one side stream, with peers in rotated order. A second
+stream, or all ranks pushing to the same peer, would halve the bandwidth. No overlapped op with this matmul can be faster.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ub_overlap.tools.rank_process import World
 
 
 class PeerPushes:
-    """Symmetric memory for pushes of at most `most` bytes to each peer. Collective."""
+    """Symmetric memory for pushes of up to `max_bytes` to each peer. Collective."""
 
-    def __init__(self, world: World, most: int) -> None:
+    def __init__(self, world: World, max_bytes: int) -> None:
         self.world = world
-        self.memory = compat.symmetric_empty(most * world.ranks, world.device)
+        self.memory = compat.symmetric_empty(max_bytes * world.ranks, world.device)
         self.handle: Any = compat.symmetric_rendezvous(self.memory, world.group)
-        self.source = torch.empty(most, dtype=torch.uint8, device=world.device).random_(0, 255)
+        self.source = torch.empty(max_bytes, dtype=torch.uint8, device=world.device).random_(0, 255)
         self.side = torch.cuda.Stream(priority=-1)
 
     def together(self) -> None:
@@ -30,7 +30,7 @@ class PeerPushes:
         self.handle.barrier(channel=0)
 
     def push(self, size: int) -> Callable[[], None]:
-        """A call that sends `size` bytes to every peer, each rank to another one at a time."""
+        """Return a call that sends `size` bytes to every peer, each rank to another peer at a time."""
         ranks, rank = self.world.ranks, self.world.rank
         order = [(rank - step) % ranks for step in range(1, ranks)]
         source = self.source[:size]
@@ -42,17 +42,17 @@ class PeerPushes:
 
         return call
 
-    def beside(self, product: Callable[[], Any], size: int) -> Callable[[], Any]:
-        """`product` on the current stream with the push on the side stream."""
+    def with_push(self, product: Callable[[], Any], size: int) -> Callable[[], Any]:
+        """Return a call of `product` on the current stream with the push on the side stream."""
         push = self.push(size)
 
         def call() -> Any:
-            here = torch.cuda.current_stream()
-            self.side.wait_stream(here)
+            current = torch.cuda.current_stream()
+            self.side.wait_stream(current)
             with torch.cuda.stream(self.side):
                 push()
             out = product()
-            here.wait_stream(self.side)
+            current.wait_stream(self.side)
             return out
 
         return call

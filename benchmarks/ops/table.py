@@ -1,4 +1,4 @@
-"""What a stored measurement of ops says: ratios, tables, geometric means. Needs no torch."""
+"""Tables of a stored measurement of ops: ratios, geometric means. No torch is needed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ NONE = "-"
 
 
 def strategies_of(ms: dict[str, float], prefix: str) -> dict[str, float]:
-    """strategy -> ms of ours; the column that also keeps the gathered tensor is no strategy."""
+    """Return ms of ours by strategy, without the column that also returns the gathered tensor."""
     return {name.removeprefix(prefix): t for name, t in ms.items() if name.startswith(prefix) and name != f"{prefix}keep"}
 
 
 def derive(row: dict[str, Any]) -> dict[str, Any]:
-    """The best strategy of a row and its ratios; None where a column is missing. Graph times where there are any."""
+    """Return the best strategy of a row and its ratios, None for missing columns. Graph times if available."""
     ms, host = row["ms"], row.get("host_us") or {}
     graphs, eager = strategies_of(ms, "ours_g "), strategies_of(ms, "ours ")
     best = min(graphs or eager, key=(graphs or eager).__getitem__, default=None)
@@ -46,9 +46,9 @@ def ratio(a: float | None, b: float | None) -> float | None:
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Geometric mean of those that are there."""
-    there = [v for v in values if v]
-    return math.exp(sum(map(math.log, there)) / len(there)) if there else None
+    """Return the geometric mean of the values that are not None."""
+    known = [v for v in values if v]
+    return math.exp(sum(map(math.log, known)) / len(known)) if known else None
 
 
 def show(value: float | None, digits: int = 3) -> str:
@@ -57,13 +57,13 @@ def show(value: float | None, digits: int = 3) -> str:
 
 def short(strategy: str | None) -> str:
     named = (strategy or NONE).replace("pipelined:chunks=", "").replace("pipelined:stripes=", "stripes ")
-    return named.replace("pipelined", "1 a rank")
+    return named.replace("pipelined", "1 per rank")
 
 
 def main_table(rows: list[dict[str, Any]], style: str) -> str:
     heads = ["op", "M,N,K", "GEMM", "NCCL", "push", "**B**", "seq", "seq (g)", "torch", "torch (g)", "ours", "ours (g)"]
     heads += ["chunks", "T/B", "bound", "split", "eager/graph", "best rival", "rival/ours", "host us"]
-    more = {"cast": "quantise + ours", "wire": "ours, float8 wire"}
+    more = {"cast": "quantize + ours", "wire": "ours, float8 wire"}
     more = {key: head for key, head in more.items() if any(derive(row)[key] for row in rows)}
     heads += more.values()
     lines = []
@@ -78,7 +78,7 @@ def main_table(rows: list[dict[str, Any]], style: str) -> str:
 
 
 def strategy_table(rows: list[dict[str, Any]], style: str) -> str:
-    """Each strategy's graph and eager time."""
+    """Return graph and eager times by strategy."""
     names = sorted({s for row in rows for p in ("ours ", "ours_g ") for s in strategies_of(row["ms"], p)}, key=_chunks)
     heads = ["op", "M"] + [f"{short(s)}{kind}" for s in names for kind in ("", " (g)")] + ["keep (g)"]
     lines = []
@@ -94,7 +94,7 @@ def _chunks(strategy: str) -> int:
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """The figures that the targets are about."""
+    """Return the summary lines: the quantities of the targets."""
     lines = []
     for kind in ("AG", "RS"):
         full = [row for row in rows if row["kind"] == kind and row["M"] == 8192 and derive(row)["T/B"]]
@@ -120,21 +120,21 @@ def summary(rows: list[dict[str, Any]]) -> str:
     if rates:
         best = max(rates, key=rates.__getitem__)
         lines.append(
-            f"kernel that sums what has landed, GB/s read and written: median {sorted(rates.values())[len(rates) // 2]:.0f}, "
-            f"most {rates[best]:.0f} ({best})"
+            f"kernel that sums received shards, GB/s read and written: median {sorted(rates.values())[len(rates) // 2]:.0f}, "
+            f"maximum {rates[best]:.0f} ({best})"
         )
     hosts = [t for row in rows for name, t in (row.get("host_us") or {}).items() if name.startswith("ours")]
     theirs = [row["host_us"]["torch"] for row in rows if "torch" in (row.get("host_us") or {})]
     if hosts:
         hosts.sort()
-        lines.append(f"host time of one op of ours: median {hosts[len(hosts) // 2]:.0f} us, most {hosts[-1]:.0f} us")
+        lines.append(f"host time of one op of ours: median {hosts[len(hosts) // 2]:.0f} us, maximum {hosts[-1]:.0f} us")
     if theirs:
         lines[-1] += f"; torch's fused ops: median {sorted(theirs)[len(theirs) // 2]:.0f} us"
     return "\n".join(lines)
 
 
 def missing(rows: list[dict[str, Any]]) -> str:
-    """Why columns have no time: each reason once, with how many rows it holds for."""
+    """Return the reasons for missing times, each once, with its number of rows."""
     counts: dict[str, int] = {}
     for row in rows:
         for name, why in row["why"].items():
@@ -143,7 +143,7 @@ def missing(rows: list[dict[str, Any]]) -> str:
 
 
 def text(document: dict[str, Any], style: str = "simple") -> str:
-    """All of it, for a terminal ("simple") or for docs ("github")."""
+    """Return all tables, for a terminal ("simple") or for Markdown ("github")."""
     rows = document["rows"]
     if not rows:
         return "no rows"

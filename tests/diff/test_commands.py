@@ -45,7 +45,7 @@ def test_explain(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", str(stored), "--text"]) == 0
     assert "+fused = ub_overlap.all_gather_matmul.default(x, [t, t_1]" in capsys.readouterr().out
     assert cli.main(["explain", str(stored), "--site", "forward.9"]) == 1
-    assert "it has forward.0, forward.1, forward.2" in capsys.readouterr().err
+    assert "its sites are forward.0, forward.1, forward.2" in capsys.readouterr().err
 
 
 def test_files(stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
