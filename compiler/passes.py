@@ -90,29 +90,40 @@ class JointPass(_Pass):
 
     def __call__(self, graph: Graph) -> None:
         all_reduces = graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
-        scaled_before = graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default)
-        may_change = len(all_reduces) > 1 or scaled_before or self.options.fp8.is_on
-        policy = Policy.of(self.options)
-        recorder = SnapshotRecorder(graph, "joint", settings.current().snapshots and bool(may_change))
+        has_float8 = bool(graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default))
+        may_change = len(all_reduces) > 1 or has_float8 or self.options.fp8.is_on
+        recorder = SnapshotRecorder(graph, "joint", settings.current().snapshots and may_change)
         recorder.before()
-        merged = merge_all_reduces(graph) if settings.current().merge_all_reduces and self.options.overlap != "off" else 0
-        scaled = insert_casts(graph, _insert_config(graph, self.options, policy, self.inputs)) if self.options.fp8.is_on else 0
-        hoists = bool(scaled_before) and self.options.overlap != "off"  # casts of the program
-        config = HoistConfig(policy, transport.unsupported_reason, bool(self.inputs.shards) or not self.inputs.is_known)
-        moved = hoist_casts(graph, config) if hoists else 0
-        folded = fold_scales(graph, policy) if hoists else 0
+        policy = Policy.of(self.options)
+        changes = self._rewrite(graph, policy, has_float8)
         mark_amax_reductions(graph)
-        marked = apply_save_policy(graph, self.options, policy)
-        self.joint_snapshot.joint = recorder.after() if merged or scaled or moved or folded else None
-        if merged or scaled or moved or folded or marked:
+        shards = apply_save_policy(graph, self.options, policy)
+        self.joint_snapshot.joint = recorder.after() if any(changes.values()) else None
+        if any(changes.values()) or shards:
             graph.lint()
-            text = (
-                "joint graph: %d all_reduces merged away, %d products in float8, %d gathers after casts, %d products scaled, "
-            )
-            log.info(text + "%d keep the shard", merged, scaled, moved, folded, marked)
+            counts = ", ".join(f"{count} {what}" for what, count in changes.items())
+            log.info("joint graph: %s, %d gathers keep the shard", counts, shards)
+
+    def _rewrite(self, graph: Graph, policy: Policy, has_float8: bool) -> dict[str, int]:
+        """Change what the graph computes. Return the number of changes by kind. `has_float8`: the program has such matmuls."""
+        merges = settings.current().merge_all_reduces and self.options.overlap != "off"
+        merged = merge_all_reduces(graph) if merges else 0
+        cast = insert_casts(graph, _insert_config(graph, self.options, policy, self.inputs)) if self.options.fp8.is_on else 0
+        hoisted = folded = 0
+        if has_float8 and self.options.overlap != "off":
+            may_be_uneven = bool(self.inputs.shards) or not self.inputs.is_known
+            hoisted = hoist_casts(graph, HoistConfig(policy, transport.unsupported_reason, may_be_uneven))
+            folded = fold_scales(graph, policy)
+        return {
+            "all_reduces merged": merged,
+            "matmuls cast to float8": cast,
+            "gathers after their casts": hoisted,
+            "matmuls with folded scales": folded,
+        }
 
 
 def _insert_config(graph: Graph, options: Options, policy: Policy, inputs: GraphInputs) -> InsertConfig:
+    """Return the settings of float8 casts for one graph."""
     devices = {v.device.type for n in graph.find_nodes(op="placeholder") if isinstance(v := n.meta.get("val"), torch.Tensor)}
     device = "cuda" if "cuda" in devices else "cpu"
     profile = policy.profile(None, device) if policy.is_weighed(device) else None
