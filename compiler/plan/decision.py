@@ -11,10 +11,10 @@ from .strategy import DispatchTable, Mode, Strategy, parse
 
 @dataclass(frozen=True, slots=True)
 class SiteSizes:
-    """What a site computes and moves, in elements, as one rank sees it; cost.shape.SiteShape reckons with it."""
+    """The sizes of what a site computes and sends on one rank, in elements. cost/site_shape.py predicts with them."""
 
     kind: str
-    """Of the schedule: "bulk_..." for a collective beside its matmuls, and for one that has none."""
+    """Of the schedule: "bulk_..." for a collective with independent matmuls, and for one without matmuls."""
     ranks: int
     dtype: str
     matmuls: tuple[tuple[int, int, int, bool], ...]
@@ -24,13 +24,13 @@ class SiteSizes:
     cols: int
     """[rows, cols] of the collective's whole tensor: what all ranks gather, or what is reduced."""
     keep: bool = False
-    """The gathered tensor is wanted as well."""
+    """The gathered tensor is returned as well."""
     shard_dim_is_last: bool = False
     """Shards of the last dim, which cannot be cut."""
     outer: int = 1
     """ShardBlocks of rows that a shard consists of: a batch in front of the gathered or scattered dim."""
     operands: str = ""
-    """Type of the matmuls' operands where it is not `dtype`, in which the collective's tensor travels."""
+    """Type of the matmuls' operands where it differs from `dtype`, the type of the collective's tensor."""
     wire_dtype: str = ""
     """"float8" where a reduction sends `dtype` as float8 with scales; "" where it sends `dtype`."""
 
@@ -49,14 +49,14 @@ class SiteSizes:
 
 @dataclass(frozen=True, slots=True)
 class SavedActivation:
-    """What backward keeps of a gathered tensor (bytes of one rank), and what the other way would have cost."""
+    """What backward keeps of a gathered tensor, in bytes of one rank, and the cost of both forms."""
 
     keeps: str
     """"gathered", or "shard": then it is gathered again."""
     gathered_bytes: int
     shard_bytes: int
     again_us: float
-    """What gathering again adds to backward, as predicted."""
+    """Predicted time that gathering again adds to backward."""
 
     def __str__(self) -> str:
         took = self.shard_bytes if self.keeps == "shard" else self.gathered_bytes
@@ -68,28 +68,30 @@ class SavedActivation:
 
 @dataclass(frozen=True, slots=True)
 class BulkEstimate:
-    """What a collective would save beside matmuls that have nothing to do with it, what that costs in memory, and what it would
-    save with its own matmuls instead (which hold nothing longer). As predicted, against the plain way."""
+    """Predicted saving of a collective with independent matmuls, its price in memory, and the saving with its own matmuls.
+
+    Savings are against the plain collective and matmuls. Its own matmuls hold nothing longer.
+    """
 
     saves_us: float
     holds_bytes: int
-    """Operands and results that live longer."""
+    """Bytes of operands and results that live longer."""
     peak_bytes: int
-    """By which the graph's peak grows."""
+    """Bytes by which the graph's peak grows."""
     own_us: float | None
-    """None where its own matmuls save nothing, or it has none."""
+    """None where its own matmuls save nothing, or there are none."""
 
     def __str__(self) -> str:
-        own = "it has none of its own that save" if self.own_us is None else f"its own save {self.own_us:.0f} us and hold 0"
+        own = "its own matmuls save nothing" if self.own_us is None else f"its own matmuls save {self.own_us:.0f} us and hold 0"
         return (
-            f"beside other matmuls it saves {self.saves_us:.0f} us, {self.holds_bytes} bytes live longer and the peak grows by "
-            f"{self.peak_bytes}; {own}"
+            f"with independent matmuls it saves {self.saves_us:.0f} us, {self.holds_bytes} bytes live longer and the peak grows "
+            f"by {self.peak_bytes}; {own}"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What was decided for one collective, and everything needed to explain it."""
+    """The decision for one collective, and everything needed to explain it."""
 
     id: str
     """"<phase>.<number in graph order>"; a site of the op's `site` argument."""
@@ -100,42 +102,42 @@ class Decision:
     reason: Reason | None = None
     """Set exactly when strategy.mode is none."""
     detail: str = ""
-    """The reason (or the choice) in a sentence, with values."""
+    """The reason or the choice in a sentence, with values."""
     group: str = ""
     """"g<ordinal>": groups numbered by first use in the graph, because c10d names differ between ranks."""
     ranks: int = 0
     shapes: tuple[tuple[str, str], ...] = ()
-    """(what, "[rows, cols]") pairs; symbols stand for dynamic sizes."""
+    """(name, "[rows, cols]") pairs; symbols stand for dynamic sizes."""
     dtype: str = ""
     matmuls: tuple[str, ...] = ()
-    """Names of the graph's matmul nodes that the site takes."""
+    """Names of the matmul nodes of the site."""
     takes: tuple[str, ...] = ()
-    """The same of what is overlapped, by names that all ranks have in common: "<module>#<which matmul of it>"."""
+    """The matmuls of an overlapped site, by names that are the same on all ranks: "<module>#<number of the matmul in it>"."""
     paired: tuple[str, ...] = ()
-    """Of a bulk site: those matmuls with their modules, and the sites that they could have belonged to."""
+    """The matmuls of a bulk site, with their modules and the sites whose matches contain them."""
     options: tuple[str, ...] = ()
-    """Modes that would be legal for this site."""
+    """Modes that are legal for this site."""
     wire_dtype: str = ""
     """"float8" where float8 products are scattered as float8; "" where a site sends the type of its tensor."""
     bytes: int | None = None
     """Bytes each rank sends (None where dynamic)."""
     flops: int | None = None
     module: str = ""
-    """Path of the nn.Module that traced the collective or its matmul."""
+    """Path of the nn.Module that the collective or its matmul comes from."""
     source: str = ""
     """"file:line: code" of the same."""
     predicted: tuple[tuple[str, float], ...] = ()
-    """(strategy, microseconds) of everything that was weighed; empty where nothing was."""
+    """(strategy, microseconds) of all predicted strategies; empty where nothing was predicted."""
     work: SiteSizes | None = None
     """None where a size has no value, or the dtype or the collective no cost."""
     rows: int | None = None
-    """Of a call as traced: by these a table picks."""
+    """Rows of a call as traced; dispatch tables are looked up by them."""
 
     kept: SavedActivation | None = None
-    """Of a gather of the forward that backward reads, where that was weighed (save="shard", memory_budget)."""
+    """For a gather of the forward that backward reads, where memory_budget is set."""
 
     pairing: BulkEstimate | None = None
-    """Where matmuls of others could hide it, and that was weighed."""
+    """Where independent matmuls could hide it, and that was predicted."""
 
     @property
     def overlapped(self) -> bool:
@@ -143,12 +145,12 @@ class Decision:
 
     @property
     def traced(self) -> Strategy:
-        """What a call of the traced sizes runs by, as long as nothing has been measured."""
+        """The strategy of a call of the traced sizes, until one has been measured."""
         return self.strategy.at(self.rows or 0)
 
     @property
     def shared_shapes(self) -> dict[str, str]:
-        """The shapes that all ranks must bring alike."""
+        """The shapes that must be equal on all ranks."""
         return {what: shape for what, shape in self.shapes if self.overlapped and not what.startswith("matmul")}
 
     def to_dict(self) -> dict[str, Any]:
@@ -183,24 +185,24 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CastDecision:
-    """What the float8 pass made of one product of a linear."""
+    """The decision of the float8 pass for one matmul of a linear."""
 
     node: str
-    """Name of the 16-bit product's node."""
+    """Name of the node of the 16-bit matmul."""
     role: str
     """"forward", "input gradient" or "weight gradient"."""
     module: str
     shape: str
     """"[M, K] @ [K, N]" on this rank."""
     recipe: str
-    """The recipe that it is computed by; "" in high precision."""
+    """The recipe of the float8 matmul; "" in high precision."""
     reason: Reason | None = None
     """Set exactly when recipe is ""."""
     detail: str = ""
 
     @property
     def key(self) -> str:
-        """What its error is measured under (runtime/verify.py)."""
+        """The key of its measured error (runtime/verify.py)."""
         return f"{self.recipe}/{self.module}/{self.role}/{self.node}"
 
     def to_dict(self) -> dict[str, Any]:

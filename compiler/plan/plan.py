@@ -18,14 +18,14 @@ from .strategy import Mode
 
 @dataclass(frozen=True)
 class Plan:
-    """The decisions of one graph. `digest` names it in ops, stores and fingerprints: equal on all ranks of a group."""
+    """The decisions of one graph. `digest` identifies it in ops and stores and is equal on all ranks of a group."""
 
     phase: str
     decisions: tuple[Decision, ...]
     profile: str = ""
-    """The device profiles that its choices rest on, by name and digest; "" where no choice needed one."""
+    """The device profiles behind its choices, by name and digest; "" where no choice needed one."""
     casts: tuple[CastDecision, ...] = ()
-    """The products of linears that the float8 pass looked at, in graph order; empty without it."""
+    """The matmuls of linears that the float8 pass considered, in graph order; empty without it."""
     digest: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -34,13 +34,14 @@ class Plan:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """All that the ranks of a group must have in common, and nothing else: the digest is made of it, and where digests
-        differ the first part that differs is what an error names (runtime/session/plan_mismatch.py). Causes stand before what they cause.
+        """What all ranks of a group must agree on, and nothing else. The digest is computed from it.
 
-        What decides how ranks talk to each other and in which order, and the module so that stored plans of twins do not mix.
-        Node names, source lines and sentences only explain. Of the shapes only those count that the ranks must share: not the
-        matmuls' own (the last columns of a weight may lie on fewer ranks), none of what is left alone. What is quantised must
-        be so on all ranks: scales and gathered bytes are theirs together."""
+        Where digests differ, an error names the first part that differs (runtime/session/plan_mismatch.py). So causes come
+        before effects. It holds what decides how ranks communicate and in which order, and the module, so that stored plans of
+        equal graphs do not mix. Node names, source lines and sentences only explain. Of the shapes it holds those that ranks
+        share: not the matmuls' own (the last columns of a weight may be on fewer ranks), and none of sites left alone. All
+        ranks must quantize alike, because scales and gathered bytes are common to them.
+        """
         return {
             "profile": self.profile,
             "phase": self.phase,
@@ -58,8 +59,10 @@ class Plan:
 
     @property
     def graph(self) -> str:
-        """Names the graph whatever is decided on it: the same for plans that differ in strategies, and in what is float8. So
-        without what float8 adds and changes: collectives of scales, numbers and types."""
+        """An identifier of the graph, whatever was decided: equal for plans that differ in strategies or in float8.
+
+        So it leaves out what float8 adds and changes: collectives of scales, site numbers and dtypes.
+        """
         own = [d for d in self.decisions if d.reason is not Reason.SCALES and d.strategy.mode is not Mode.MERGED]
         rows = [[collective_of(d.kind.value), d.group, d.ranks, d.module] for d in own]
         return hashlib.sha256(json.dumps([self.phase, rows]).encode()).hexdigest()[:16]

@@ -1,13 +1,13 @@
-"""How a site is run: one strategy, or several and the rule by which a call picks one.
+"""How a site runs: one strategy, or several and the rule by which a call picks one.
 
     pipelined:chunks=4                               one strategy, for all calls
     1536=none;6144=pipelined:chunks=1;*=pipelined    a table: by the rows of the call, up to each limit, "*" any
     pipelined|none                                   alternatives: timed at the first call, the first one until then
     1536=none;*=pipelined|pipelined:chunks=4         both
 
-The text is what an op carries and what C++ reads (csrc/core/dispatch_table.h). Rows are those of the whole matrix: what is gathered, or
-the product before it is scattered or reduced; of a collective without a matmul of its own all dims but the last. They are the
-same on all ranks, and so is what is picked.
+An op carries this text and C++ reads it (csrc/core/dispatch_table.h). Rows are those of the whole matrix: of what is gathered,
+or of the product before it is scattered or reduced. For a collective without a matmul of its own they are all dims but the
+last. They are equal on all ranks, and so is the picked strategy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from enum import Enum
 from typing import ClassVar
 
 MAX_CHUNKS = 64
-"""Pieces of a whole gathered or scattered dim: the flag words of the smallest group, 2 ranks, allow no more."""
+"""Largest number of pieces of a gathered or scattered dim: the flag words of the smallest group, 2 ranks, allow no more."""
 
 
 class Mode(str, Enum):
@@ -27,14 +27,14 @@ class Mode(str, Enum):
     PIPELINED = "pipelined"
     BULK = "bulk"
     MERGED = "merged"
-    """An all_reduce that was summed into another one, or a gather of scales that goes along with their rows: gone."""
+    """Removed: an all_reduce that was summed into another, or a gather of scales that goes along with their rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How a site is run. `chunks`: pieces over the whole gathered or scattered dimension; 0 means one a rank.
+    """How a site runs. `chunks`: pieces over the whole gathered or scattered dimension; 0 means one per rank.
 
-    `striped` (pipelined reductions): every matmul makes one piece of every shard, and chunks counts the pieces of a shard.
+    `striped` (pipelined reductions): every matmul computes one piece of every shard, and chunks counts the pieces of a shard.
     """
 
     mode: Mode
@@ -48,7 +48,7 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
-        """Reads "none", "pipelined", "bulk", "pipelined:chunks=4", "pipelined:stripes=2". ValueError for anything else."""
+        """Read "none", "pipelined", "bulk", "pipelined:chunks=4" or "pipelined:stripes=2". ValueError for anything else."""
         match = cls._PATTERN.match(text)
         mode, what, count = match.groups() if match else ("none", "", "0")
         striped = what == "stripes"
@@ -61,7 +61,7 @@ class Strategy:
 
     @classmethod
     def is_forceable(cls, text: str) -> bool:
-        """Can a plan file or a rule ask for it, a table too? ("merged" is an outcome, not a choice.)"""
+        """Whether an override may request it, a table included. ("merged" is an outcome, not a choice.)"""
         try:
             parse(text)
         except ValueError:
@@ -69,7 +69,7 @@ class Strategy:
         return True
 
     def at(self, _rows: int) -> Strategy:
-        """What a call of so many rows runs by: itself."""
+        """Return the strategy of a call of `rows` rows: itself."""
         return self
 
     @property
@@ -85,7 +85,7 @@ _LIMIT = re.compile(r"[1-9][0-9]{0,17}\Z")
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Calls of at most `limit` rows (None: of any number). `strategies`: the first is used where none has been measured."""
+    """Calls of at most `limit` rows (None: any number). `strategies`: the first is used until one has been measured."""
 
     limit: int | None
     strategies: tuple[Strategy, ...]
@@ -96,7 +96,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class DispatchTable:
-    """Several strategies of one site, by rising limit; the last bucket has none."""
+    """Several strategies of one site, by rising limit; the last bucket has no limit."""
 
     buckets: tuple[Bucket, ...]
 
@@ -109,17 +109,17 @@ class DispatchTable:
         return next(b for b in self.buckets if b.limit is None or rows <= b.limit)
 
     def at(self, rows: int) -> Strategy:
-        """What a call of `rows` rows runs by as long as nothing has been measured."""
+        """Return the strategy of a call of `rows` rows, until one has been measured."""
         return self.bucket(rows).strategies[0]
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
-        """All of them, each once."""
+        """All strategies, each once."""
         return tuple(dict.fromkeys(s for b in self.buckets for s in b.strategies))
 
     @property
     def mode(self) -> Mode:
-        """Of what overlaps: a site is pipelined or bulk, whatever its sizes."""
+        """The mode of the overlapped strategies: a site is pipelined or bulk, whatever its sizes."""
         return next((s.mode for s in self.strategies if s != NONE), Mode.NONE)
 
     @property
@@ -128,7 +128,7 @@ class DispatchTable:
 
 
 def table(buckets: Sequence[Bucket]) -> Strategy | DispatchTable:
-    """The shortest form that says the same: neighbours that are equal are one, a single strategy is no table."""
+    """Return the shortest equivalent form: equal neighbors are merged, and a single strategy is no table."""
     merged: list[Bucket] = []
     for b in buckets:
         if merged and merged[-1].strategies == b.strategies:
@@ -140,7 +140,7 @@ def table(buckets: Sequence[Bucket]) -> Strategy | DispatchTable:
 
 
 def parse(text: str) -> Strategy | DispatchTable:
-    """Reads any of the forms above. ValueError says what was expected."""
+    """Read any of the forms above. ValueError says what was expected."""
     if not any(c in text for c in ";|"):
         return Strategy.parse(text)
     buckets: list[Bucket] = []
@@ -156,5 +156,5 @@ def parse(text: str) -> Strategy | DispatchTable:
         raise ValueError(f"strategy {text!r}: expected each alternative once")
     found = table(buckets)
     if len({s.mode for s in found.strategies} - {Mode.NONE}) > 1:
-        raise ValueError(f"strategy {text!r}: expected strategies of one kind, beside none")
+        raise ValueError(f"strategy {text!r}: expected strategies of one kind, and none")
     return found

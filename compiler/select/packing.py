@@ -90,8 +90,8 @@ class _Placement:
 
 @dataclass(slots=True)
 class _State:
-    """The placements so far. `used_matmuls`: the bits of all matmuls in sites. `log`: of each step the candidate, its placement,
-    whether it was placed (or released), and the memory peak before."""
+    """The placements so far. `used_matmuls`: the bits of all matmuls in sites. `log`: of each step the candidate, its
+    placement, whether it was placed (or released), and the memory peak before."""
 
     candidates: Sequence[Alternatives]
     order: FusionOrder
