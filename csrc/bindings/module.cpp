@@ -259,9 +259,9 @@ PYBIND11_MODULE(_C, m) {
     py::class_<cuda::CudaArena, Arena, std::shared_ptr<cuda::CudaArena>>(m, "CudaArena")
         .def(py::init<int, std::shared_ptr<ShmArena>, const std::vector<uint64_t>&, const std::vector<uint64_t>&, int64_t>(),
              py::arg("device"), py::arg("host"), py::arg("words"), py::arg("data"), py::arg("slot_bytes"))
-        .def_property_readonly("captured", &cuda::CudaArena::has_captured, "Whether some graph holds the slots' addresses.")
-        .def("ended", &cuda::CudaArena::has_ended, "Whether every plain call of the group has ended on the device.")
-        .def("free_to_go", &cuda::CudaArena::can_free, py::call_guard<py::gil_scoped_release>(),
+        .def_property_readonly("is_captured", &cuda::CudaArena::is_captured, "Whether a graph holds the slots' addresses.")
+        .def("has_ended", &cuda::CudaArena::has_ended, "Whether every plain call of the group has ended on the device.")
+        .def("can_free", &cuda::CudaArena::can_free, py::call_guard<py::gil_scoped_release>(),
              "Whether memory of the arena can be freed now; takes a second at most.")
         .def("replace", &cuda::CudaArena::replace, py::arg("data"), py::arg("slot_bytes"));
     m.def("words_bytes", &cuda::words_bytes, py::arg("ranks"), "Symmetric memory that a rank needs beside its slots.");

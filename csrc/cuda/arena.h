@@ -43,7 +43,7 @@ class CudaArena final : public Arena {
     // Replaces the slots. All ranks have stopped using the old ones.
     void replace(const std::vector<uint64_t>& data, int64_t slot_bytes);
     // Returns whether every eager call of the group has ended on the device. They end in issue order, so the last one tells.
-    // Replays of torch's graphs are not tracked: memory that they may use is not freed, see `has_captured`.
+    // Replays of torch's graphs are not tracked: memory that they may use is not freed, see `is_captured`.
     bool has_ended() const;
     // Returns whether memory of this arena may be freed. The whole device must be idle, as freeing waits for that without a
     // deadline. Takes a second at most.
@@ -59,7 +59,7 @@ class CudaArena final : public Arena {
     void record(const Call& call);
     // A graph holds the addresses of this arena's slots.
     void set_captured() { captured_ = true; }
-    bool has_captured() const { return captured_; }
+    bool is_captured() const { return captured_; }
 
     RecordedCalls& recorded_calls() { return recorded_calls_; }
 

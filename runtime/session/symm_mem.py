@@ -172,7 +172,7 @@ class SymmetricArena:
         # order on whatever stream, so the last call's event covers all of them. The exchange that follows waits for the peers'
         # calls, which push into this rank's slots. Replays of captured graphs are not seen, and need not be: slots that a
         # graph addresses are kept (`_retained`). Calls of other groups and other work touch none of these slots.
-        device_wait.wait_until(self.core.ended, f"a call of group '{self._group}', whose landing area is to grow,")
+        device_wait.wait_until(self.core.has_ended, f"a call of group '{self._group}', whose landing area is to grow,")
 
     def grow_attach(self, rank: int, name: str) -> None:
         """Take a peer's rendezvous token."""
@@ -202,7 +202,7 @@ class SymmetricArena:
         """
         try:
             if self.core is not None:
-                return not self.core.captured and bool(self.core.free_to_go())
+                return not self.core.is_captured and bool(self.core.can_free())
             why = "the rendezvous of its ranks did not complete"
         except Exception as error:  # noqa: BLE001 (after any error the device may still use the memory)
             why = f"{type(error).__name__}: {error}"

@@ -79,7 +79,7 @@ def arena(core: Any, monkeypatch: pytest.MonkeyPatch) -> symm_mem.SymmetricArena
 
 def core_of(ended: bool, captured: bool = False, free: bool = True) -> SimpleNamespace:
     return SimpleNamespace(
-        ended=lambda: ended, captured=captured, free_to_go=lambda: free, replace=lambda data, slot_bytes: None
+        has_ended=lambda: ended, is_captured=captured, can_free=lambda: free, replace=lambda data, slot_bytes: None
     )
 
 
@@ -123,7 +123,7 @@ def refuses() -> bool:
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-@pytest.mark.parametrize("core", [SimpleNamespace(captured=False, free_to_go=refuses), None], ids=["failed", "unfinished"])
+@pytest.mark.parametrize("core", [SimpleNamespace(is_captured=False, can_free=refuses), None], ids=["failed", "unfinished"])
 def test_memory_stays_where_the_device_does_not_tell(
     core: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
