@@ -57,7 +57,7 @@ class CudaArena final : public Arena {
     const uint64_t* source_word(int slot) const { return &group_.local->word[slot]; }
     // Records the call of a tag: kernels know calls only by tag.
     void record(const Call& call);
-    // A graph holds the addresses of this arena's slots.
+    // Notes that a graph holds the addresses of this arena's slots.
     void set_captured() { captured_ = true; }
     bool is_captured() const { return captured_; }
 

@@ -1,4 +1,4 @@
-// The state of a device that all groups share: the streams and events of calls, and a check whether it is idle.
+// The state of a device that all groups share: the streams and events of calls, and a test for idleness.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -318,8 +318,8 @@ void record(RecordedCall& recorded, const Call& call, MatmulFn matmul, Device& d
     cudaGetLastError();
 }
 
-// Issues a call outside of torch's graphs. From its third repetition on, when its plans and modules are loaded, it is launched
-// as a graph of ours, unless its steps are traced.
+// Issues a call outside of torch's graphs. From the third call of the same fingerprint on, when its plans and modules are
+// loaded, it is launched as a graph of ours, unless its steps are traced.
 std::vector<StepTime> issue(const Call& call, MatmulFn matmul, Device& device, CudaArena* arena, int64_t timeout_ns) {
     constexpr int record_at_call = 3;
     const auto stream = static_cast<cudaStream_t>(call.stream);

@@ -59,7 +59,7 @@ void launch_end(const Group& group, int slot, const SignalList& list, const Pois
 // Writes the device's clock (globaltimer, ns) to `where`, in pinned or device memory.
 void launch_stamp(uint64_t* where, cudaStream_t stream);
 
-// Copies with the multiprocessors, 16 bytes a thread if the addresses allow it.
+// Copies by kernels, 16 bytes per thread if the addresses allow it.
 void launch_copy(const Span& src, const Span& dst, cudaStream_t stream);
 // dst = (sum of sources in their order, in fp32) / divisor, rounded once.
 void launch_reduce(const std::vector<Source>& sources, const Span& dst, DType dst_type, float divisor, cudaStream_t stream);

@@ -12,7 +12,7 @@ no other forward has used it since (csrc/core/forward_uses.h).
 
 fp8_cached_weight_copy copies a cached tensor that a graph returns. No pass of Inductor removes the copy.
 
-The Python kernel below serves the CPU. CUDA has one in C++ (csrc/bindings/ops/fp8_cached_weight.cpp), which calls
+The kernel in Python serves the CPU. CUDA has one in C++ (csrc/bindings/ops/fp8_cached_weight.cpp), which calls
 fp8_cached_weight_miss for a weight that it has not cached.
 """
 

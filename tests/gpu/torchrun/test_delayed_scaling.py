@@ -35,8 +35,8 @@ def cast(lockstep: Lockstep, dtype: torch.dtype, format: torch.dtype) -> str:
             x = (torch.randn(size + shift, device=lockstep.device) * 3).to(dtype)[shift:]
             if size > 20:
                 x[3], x[7], x[11] = torch.inf, -torch.inf, torch.nan
-            for known in (0.0, 0.5):
-                amax = torch.tensor([9.0, known], device=lockstep.device)
+            for past_amax in (0.0, 0.5):
+                amax = torch.tensor([9.0, past_amax], device=lockstep.device)
                 ours, theirs = (torch.full((1,), 0.25, device=lockstep.device) for _ in range(2))
                 key = join_keys("cast", [str(dtype)])
                 _, slots = fp8_amax_history(weight, key, False)
@@ -45,9 +45,9 @@ def cast(lockstep: Lockstep, dtype: torch.dtype, format: torch.dtype) -> str:
                 q, scale = fp8_quantize(x, amax, slots.expand(2), 1, key, format, "forward", "")
                 ours.copy_(history.current[slot : slot + 1])
                 wanted, unit = cast_in_aten(x, amax, 1, theirs, format)
-                where = f"{size} elements shifted by {shift}, history {known}"
+                where = f"{size} elements shifted by {shift}, history {past_amax}"
                 assert torch.equal(scale, unit), f"{where}: scale {scale.item()}, wanted {unit.item()}"
-                assert torch.equal(ours, theirs), f"{where}: noted {ours.item()}, wanted {theirs.item()}"
+                assert torch.equal(ours, theirs), f"{where}: recorded {ours.item()}, wanted {theirs.item()}"
                 assert q.dtype == format and same(q, wanted), f"{where}: {(q.float() != wanted.float()).sum()} differ"
     return f"{len(SIZES)} sizes, bitwise"
 
@@ -113,7 +113,7 @@ def first_seen_in_a_capture(lockstep: Lockstep) -> str:
     if not lockstep.cuda:
         pytest.skip("there is nothing to capture on the CPU")
     one, other = (torch.ones(1, device=lockstep.device) for _ in range(2))
-    keys = join_keys("told apart", ["x"])
+    keys = join_keys("capture copy", ["x"])
     _, column = fp8_amax_history(one, keys, False)
     lockstep.sync()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
