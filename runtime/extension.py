@@ -1,10 +1,11 @@
-"""The compiled part of ub_overlap: found, checked against the torch that runs, loaded once."""
+"""Load the compiled extension, and check that it fits the running torch."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,8 +14,8 @@ from . import errors
 _REBUILD = "reinstall ub_overlap in this environment: pip install --no-build-isolation --force-reinstall --no-deps ."
 
 
-def check_build(info: dict[str, Any], torch_version: str) -> None:
-    """BuildMismatchError unless the extension was compiled against the torch that runs: C++ layouts change between them."""
+def check_build(info: Mapping[str, Any], torch_version: str) -> None:
+    """Raise BuildMismatchError unless the extension was compiled for this torch: C++ layouts change between versions."""
     if info["torch"] != torch_version:
         raise errors.BuildMismatchError(
             "the compiled part of ub_overlap was built for another torch",
@@ -25,22 +26,30 @@ def check_build(info: dict[str, Any], torch_version: str) -> None:
         )
 
 
-def extension() -> Any:
-    """The extension module. BuildMismatchError where it is missing or does not fit the torch that runs."""
-    name = "ub_overlap._C"
-    spec = importlib.util.find_spec(name)
-    if spec is None:
-        what = "the compiled part of ub_overlap is missing"
-        raise errors.BuildMismatchError(what, where=name, got="no such module", fix=_REBUILD)
-    try:
-        module = importlib.import_module(name)
-    except ImportError as error:
-        raise errors.BuildMismatchError(
-            "the compiled part of ub_overlap cannot be loaded",
-            where=name,
-            got=str(error),
-            expected=f"an extension built for torch {torch.__version__}",
-            fix=_REBUILD,
-        ) from error
-    check_build(module.build_info(), torch.__version__)
-    return module
+if TYPE_CHECKING:
+    from ub_overlap import _C
+
+    def extension():  # a module's type has no name: checkers infer it, and with it src/ub_overlap/_C.pyi
+        return _C
+
+else:
+
+    def extension():
+        """Return the extension module. Raise BuildMismatchError where it is missing or does not fit the running torch."""
+        name = "ub_overlap._C"
+        spec = importlib.util.find_spec(name)
+        if spec is None:
+            what = "the compiled part of ub_overlap is missing"
+            raise errors.BuildMismatchError(what, where=name, got="no such module", fix=_REBUILD)
+        try:
+            module = importlib.import_module(name)
+        except ImportError as error:
+            raise errors.BuildMismatchError(
+                "the compiled part of ub_overlap cannot be loaded",
+                where=name,
+                got=str(error),
+                expected=f"an extension built for torch {torch.__version__}",
+                fix=_REBUILD,
+            ) from error
+        check_build(module.build_info(), torch.__version__)
+        return module

@@ -287,7 +287,7 @@ PYBIND11_MODULE(_C, m) {
         .def_property_readonly("transport", &Session::transport)
         .def_property_readonly("reason", &Session::reason)
         .def_property_readonly("epoch", &Session::epoch)
-        .def_property_readonly("poisoned", &Session::poisoned)
+        .def_property_readonly("failure_text", &Session::failure_text)
         .def("check", &Session::check, py::call_guard<py::gil_scoped_release>(), "Raises what has gone wrong so far.")
         .def("close", &Session::close, py::call_guard<py::gil_scoped_release>());
 

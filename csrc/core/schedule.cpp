@@ -62,9 +62,10 @@ class Reader {
     ComputeKind compute_kind() {
         const int64_t kind = next();
         if (kind != static_cast<int64_t>(ComputeKind::matmul)) {
+            const std::string got = "compute kind " + std::to_string(kind);
             throw NamedError("UbOverlapError",
-                             {{"what", "step " + std::to_string(place_) + " of a schedule computes what no executor computes"},
-                              {"got", "compute kind " + std::to_string(kind)},
+                             {{"what", "step " + std::to_string(place_) + " of a schedule has an unknown kind, " + got},
+                              {"got", got},
                               {"expected", "0 (matmul)"},
                               {"fix", "report this as a bug"}});
         }

@@ -29,23 +29,23 @@ void Session::refuse_if_unusable() {
                          {{"what", "the session of group '" + group_ + "' is closed"},
                           {"fix", "make a new process group, or do not close the session before its last call"}});
     }
-    if (!poisoned_.empty()) {
+    if (!failure_text_.empty()) {
         throw NamedError(
             "SessionPoisonedError",
             {{"what", "an earlier error broke group '" + group_ + "', its ranks are no longer in step"},
-             {"got", poisoned_},
+             {"got", failure_text_},
              {"fix", "handle the first error; to go on, destroy the process group on all ranks and make it again"}});
     }
     if (arena_) arena_->poll();
     // A peer may have given up between two calls of ours. The data it left would still fit, but it will not come again.
     if (const Failure* failure = arena_ ? arena_->aborted() : nullptr) {
-        poisoned_ = "a peer gave up before this call";
+        failure_text_ = "a peer gave up before this call";
         throw CallFailed(*failure);
     }
 }
 
-void Session::poison(const Call& call, const std::string& text, const Failure* failure) {
-    if (poisoned_.empty()) poisoned_ = text;
+void Session::mark_failed(const Call& call, const std::string& text, const Failure* failure) {
+    if (failure_text_.empty()) failure_text_ = text;
     if (!arena_) return;
     Failure record;
     if (failure) {
@@ -83,7 +83,7 @@ void Session::verify_only(const Call& call) {
     try {
         verify(call);
     } catch (const std::exception& error) {
-        poison(call, error.what(), nullptr);
+        mark_failed(call, error.what(), nullptr);
         throw;
     }
 }
@@ -105,7 +105,7 @@ void Session::tune(const Tuning& tuning) {
         Call call;
         call.op_name = tuning.op;
         call.site = tuning.site;
-        poison(call, error.what(), nullptr);
+        mark_failed(call, error.what(), nullptr);
         throw;
     }
 }
@@ -129,13 +129,13 @@ void Session::run(Call& call, Executor& executor, const std::function<void(Call&
         const bool trace = settings().trace.load(std::memory_order_relaxed);
         Stats::get().add(call.site, call.strategy, transport_, reason_, executor.run(call), trace);
     } catch (const CallFailed& failed) {
-        poison(call, "epoch " + std::to_string(call.epoch) + " at site '" + call.site + "'", &failed.failure);
+        mark_failed(call, "epoch " + std::to_string(call.epoch) + " at site '" + call.site + "'", &failed.failure);
         throw;
     } catch (const std::exception& error) {
-        poison(call, error.what(), nullptr);
+        mark_failed(call, error.what(), nullptr);
         throw;
     } catch (...) {
-        poison(call, "unknown error", nullptr);
+        mark_failed(call, "unknown error", nullptr);
         throw;
     }
 }

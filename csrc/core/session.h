@@ -15,7 +15,7 @@
 
 namespace ub_overlap {
 
-// What a session asks Python for. All may throw; the session is then poisoned and its peers are told.
+// Callbacks into Python. Any of them may throw; the session is then marked as failed, for its peers too.
 struct SessionHooks {
     std::function<void(const std::string& digest, const Call& call)> verify;
     std::function<void(const Call& call)> grow;
@@ -37,8 +37,6 @@ class Session {
     void tune(const Tuning& tuning);
     // Throws what has gone wrong in a call that was only issued (CUDA), or at a peer.
     void check();
-    // Marks the session unusable and tells the peers; `text` is what later calls quote.
-    void poison(const std::string& text, const Failure* failure);
     void set_hooks(SessionHooks hooks);
     void close();
 
@@ -49,7 +47,8 @@ class Session {
     int rank() const { return rank_; }
     int ranks() const { return ranks_; }
     uint64_t epoch() const { return epoch_; }
-    const std::string& poisoned() const { return poisoned_; }
+    // The error that made the session unusable; empty while it is usable.
+    const std::string& failure_text() const { return failure_text_; }
     Arena* arena() { return arena_.get(); }
 
   private:
@@ -57,7 +56,7 @@ class Session {
     void publish(const Call& call);
     void verify(const Call& call);
     // Marks the session unusable and tells the peers; `text` is what later calls quote.
-    void poison(const Call& call, const std::string& text, const Failure* failure);
+    void mark_failed(const Call& call, const std::string& text, const Failure* failure);
 
     const std::string group_, device_, transport_, reason_;
     const int rank_, ranks_;
@@ -67,7 +66,7 @@ class Session {
     uint64_t epoch_ = 0;
     std::set<std::string> verified_;
     std::map<std::pair<std::string, int>, int> picks_;
-    std::string poisoned_;
+    std::string failure_text_;
     bool closed_ = false;
 };
 

@@ -16,7 +16,7 @@ makes the group's session.
 from __future__ import annotations
 
 import atexit
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -38,9 +38,6 @@ from . import fp8_quantize as fp8_quantize
 from .definition import OpDefinition
 from .schedule_provider import ScheduleProvider
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
 DEFINITIONS: dict[str, OpDefinition[Any]] = {
     definition.name: definition
     for definition in (
@@ -54,10 +51,8 @@ DEFINITIONS: dict[str, OpDefinition[Any]] = {
 }
 """The ops that overlap, by name."""
 
-
-def load() -> ModuleType:
-    """Return the extension, whose ops importing this package has registered."""
-    return extension()
+load = extension
+"""Return the extension, whose ops importing this package has registered."""
 
 
 @torch.no_grad()
@@ -67,7 +62,7 @@ def run_fallback(op: str, *args: Any) -> Any:
     return definition.fallback(definition.arguments(*args))
 
 
-_C = extension()
+_C = load()
 for _definition in DEFINITIONS.values():
     _definition.register()
 _C.install(provide=ScheduleProvider(), bind=bind, fallback=run_fallback, make_error=errors.make)

@@ -154,9 +154,9 @@ def bad_arguments(rank: int, world: int) -> list[str]:
         attempt(lambda: call(a, [b], [False], [False], 1, False, False, "pipelined:stripes=2", name, "/x")),
         attempt(lambda: call(a, [b], [False], [False], 1, False, False, "bulk:stripes=2", name, "/x")),
         attempt(lambda: torch.ops.ub_overlap.bulk(a, [], [], "all_gather", "sum", "pipelined:stripes=2", name, "/x")),
-        attempt(lambda: call(a, [b], [7], 1, False, False, "pipelined", name, "/x")),
-        attempt(lambda: call(a, [b], [2], 1, False, False, "pipelined", name, "/x")),
-        attempt(lambda: call(a, [b], [0], 3, False, False, "pipelined", name, "/x")),
+        attempt(lambda: call(a, [b], [False], [], 1, False, False, "pipelined", name, "/x")),
+        attempt(lambda: call(a, [b], [True], [False], 1, False, False, "pipelined", name, "/x")),
+        attempt(lambda: call(a, [b], [False], [False], 3, False, False, "pipelined", name, "/x")),
         attempt(lambda: call(a.double(), [b.double()], [False], [False], 1, False, False, "pipelined", name, "/x")),
         attempt(lambda: call(a, [b.half()], [False], [False], 1, False, False, "pipelined", name, "/x")),
         attempt(

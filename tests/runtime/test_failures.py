@@ -92,9 +92,7 @@ def test_a_rank_that_raises_alone(pools: dict[int, RankPool]) -> None:
 
 def test_an_unknown_compute_kind(pools: dict[int, RankPool]) -> None:
     for found in pools[2].run(rank_failures.unknown_compute_kind, timeout=60):
-        assert found["ours"], found
-        for text in ("step 0 of a schedule", "compute kind 7", "0 (matmul)"):
-            assert text in found["text"], found
+        assert found["ours"] and "step 0 of a schedule has an unknown kind, compute kind 7" in found["text"], found
 
 
 def test_bad_arguments(pools: dict[int, RankPool]) -> None:

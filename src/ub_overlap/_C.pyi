@@ -1,0 +1,140 @@
+"""Types of the extension module, which csrc/bindings/module.cpp defines."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+class Arena:
+    @property
+    def slot_bytes(self) -> int: ...
+    def check(self) -> None:
+        """Raise what a peer reported."""
+
+class ShmArena(Arena):
+    def __init__(self, rank: int, ranks: int, slot_bytes: int) -> None: ...
+    @property
+    def control_name(self) -> str: ...
+    @property
+    def data_name(self) -> str: ...
+    def attach(self, rank: int, control_name: str, data_name: str) -> None: ...
+    def grow_begin(self, slot_bytes: int) -> None: ...
+    def grow_attach(self, rank: int, data_name: str) -> None: ...
+    def grow_commit(self) -> None: ...
+    def unlink(self) -> None: ...
+    def check(self, op: str, site: str) -> None:  # type: ignore[override]
+        """Raise where a peer has failed or its process is gone."""
+
+class CudaArena(Arena):
+    """Defined in builds with CUDA only."""
+
+    def __init__(self, device: int, host: ShmArena, words: Sequence[int], data: Sequence[int], slot_bytes: int) -> None: ...
+    @property
+    def captured(self) -> bool:
+        """Whether some graph holds the slots' addresses."""
+    def ended(self) -> bool:
+        """Return whether every plain call of the group has ended on the device."""
+    def free_to_go(self) -> bool:
+        """Return whether memory of the arena can be freed now. Takes a second at most."""
+    def replace(self, data: Sequence[int], slot_bytes: int) -> None: ...
+
+def words_bytes(ranks: int) -> int:
+    """Return the bytes of symmetric memory that a rank needs besides its slots. Defined in builds with CUDA only."""
+
+class Session:
+    def __init__(
+        self, group: str, device: str, rank: int, ranks: int, arena: Arena | None, transport: str, reason: str
+    ) -> None: ...
+    @property
+    def group(self) -> str: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def transport(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def failure_text(self) -> str:
+        """The error that made the session unusable, or ""."""
+    def check(self) -> None:
+        """Raise the first error so far."""
+    def close(self) -> None: ...
+
+_Provide = Callable[[tuple[Any, ...], int], Sequence[Sequence[int]]]
+"""(key, rank) -> encoded schedule."""
+
+def install(
+    provide: _Provide,
+    bind: Callable[[str, str, int, str, str], Any],
+    fallback: Callable[..., Any],
+    make_error: Callable[[str, dict[str, str]], BaseException],
+) -> None:
+    """Set the callbacks into Python: schedules, sessions, c10d fallbacks, errors."""
+
+def set_provider(provide: _Provide) -> None:
+    """Replace the schedule provider and forget its schedules."""
+
+def set_step_timeout(seconds: float, /) -> None: ...
+def set_replay(on: bool, /) -> None:
+    """Set whether repeated calls are recorded and replayed (CUDA)."""
+
+def set_trace(on: bool, /) -> None:
+    """Set whether the step times of each site's last call are kept."""
+
+def set_nvtx(on: bool, /) -> None:
+    """Set whether calls are NVTX ranges, where torch has NVTX."""
+
+def site_stats() -> dict[str, dict[str, Any]]: ...
+def clear_stats() -> None: ...
+def last_trace(site: str) -> list[tuple[int, str, str, int, int, int]]:
+    """Return (step, queue, kind, begin_ns, end_ns, bytes) for each step of the site's last traced call."""
+
+def sessions() -> list[Session]: ...
+def generation() -> int:
+    """Return how many sessions this process has made."""
+
+def close(group: str, device: str, /) -> None: ...
+def close_all() -> None: ...
+def unlink_name(name: str, /) -> None:
+    """Remove a shared memory segment that a dead peer left behind."""
+
+def build_info() -> dict[str, Any]:
+    """Return version, torch, cuda (a bool) and compiler."""
+
+class testing:
+    """Hooks for tests: a submodule."""
+
+    @staticmethod
+    def set_latches(latches: Sequence[tuple[int, int]]) -> None:
+        """(i, j): matmul i of a call and its copy j must run at the same time."""
+    @staticmethod
+    def set_random_delay(max_us: int, seed: int = 0) -> None:
+        """Delay every step by up to max_us microseconds; 0 turns it off."""
+    @staticmethod
+    def set_step_delays(delays_us: Mapping[int, int], only_rank: int = -1) -> None:
+        """Delay step n of every schedule by so many microseconds, on one rank or on all (-1)."""
+    @staticmethod
+    def set_host_id(id: str, /) -> None:
+        """Pretend to be on this host; "" is the true one."""
+    @staticmethod
+    def host_id() -> str: ...
+    @staticmethod
+    def count_ranges(on: bool) -> None:
+        """Record NVTX ranges instead of pushing them to torch's, which only CUDA builds have."""
+    @staticmethod
+    def ranges() -> list[str]:
+        """Return the name of each push since count_ranges(True), and "" for each pop."""
+    @staticmethod
+    def reset() -> None: ...
+    @staticmethod
+    def hold_turn(arena: CudaArena, /) -> None:
+        """Act as if a call of the group never ended. Defined in builds with CUDA only."""
+    @staticmethod
+    def provider_calls() -> int:
+        """Return how often the schedule provider was called."""
+    @staticmethod
+    def clear_programs() -> None: ...
