@@ -108,7 +108,10 @@ setup(
     version=VERSION,
     packages=list(found),
     package_dir=found,
-    package_data={"ub_overlap": ["py.typed", "_C.pyi"], "ub_overlap.compiler": ["**/*.json", "**/*.html", "**/*.css", "**/*.js"]},
+    package_data={
+        "ub_overlap": ["py.typed", "_C.pyi"],
+        "ub_overlap.compiler": ["**/*.json", "**/*.html", "**/*.css", "**/*.js"],
+    },
     ext_modules=[extension()] if os.environ.get("UB_OVERLAP_BUILD", "1") != "0" else [],
     cmdclass={"build_ext": BuildExtension},
 )
