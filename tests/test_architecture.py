@@ -84,7 +84,12 @@ def test_no_files_import_each_other() -> None:
     """In no circle, also where an import waits inside a function."""
     homes = {module_of(path): path for path in python_files("compiler", "runtime", "tools", "src")}
     graph = {
-        home: {name if name in homes else name.rpartition(".")[0] for _, name in imported_names(path)} & homes.keys() - {home}
+        home: {
+            name if name in homes else name.rpartition(".")[0]
+            for _, name in imported_names(path)
+            if name != "ub_overlap._C"  # the extension is no file of these
+        }
+        & homes.keys() - {home}
         for home, path in homes.items()
     }
     assert sum(map(len, graph.values())) > len(homes), "these files import each other, or nothing is found here"
