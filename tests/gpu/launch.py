@@ -41,15 +41,17 @@ class Finished:
         return f"{self.command}: {ended} after {self.seconds:.0f} s"
 
 
-def torchrun_command(module: str, ranks: int, arguments: Sequence[str] = (), python: Sequence[str] = ()) -> list[str]:
+def torchrun_command(
+    module: str, ranks: int, arguments: Sequence[str] = (), python: Sequence[str] = (), all_output: bool = False
+) -> list[str]:
     """Return the command that runs pytest on a module of tests/gpu/torchrun on `ranks` local ranks.
 
-    `python`: the interpreter and what it runs under, such as a sanitizer.
+    `python`: the interpreter and what it runs under, such as a sanitizer. `all_output`: of all ranks, else of rank 0.
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     interpreter = ["--no-python", *(python or [sys.executable])]
     tests = ["-m", "pytest", "-p", "no:cacheprovider", "-q", "-rfEs", str(ROOT / "tests/gpu/torchrun" / module)]
-    return [*launcher, "--local-ranks-filter", "0", *interpreter, *tests, *arguments]
+    return [*launcher, *([] if all_output else ["--local-ranks-filter", "0"]), *interpreter, *tests, *arguments]
 
 
 def launch(command: Sequence[str], limit_s: float, env: dict[str, str] | None = None) -> Finished:

@@ -64,7 +64,7 @@ def test_memcheck_finds_a_wrong_kernel(ranks: int) -> None:
     "tool", ["memcheck", pytest.param("racecheck", marks=pytest.mark.full), pytest.param("synccheck", marks=pytest.mark.full)]
 )
 def test_kernels(ranks: int, tool: str) -> None:
-    command = torchrun_command("test_kernels.py", 2, python=sanitized(tool))
+    command = torchrun_command("test_kernels.py", 2, python=sanitized(tool), all_output=True)
     process = launch(command, LIMIT_S, {"UB_OVERLAP_TEST_NCCL": "0", "UB_OVERLAP_TEST_STEP_TIMEOUT_S": "150"})
     if BROKEN in process.output:  # racecheck of CUDA 13.0, at the first kernel that touches memory that ranks share
         pytest.skip(f"the sanitizer itself failed: {BROKEN}")

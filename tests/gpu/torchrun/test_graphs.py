@@ -199,7 +199,7 @@ def compiled(lockstep: Lockstep, steps: int, kwargs: dict[str, Any], captures: b
     torch must have captured graphs, and skipped none. Sites this small are overlapped where options force them."""
     torch._dynamo.reset()
     if captures:
-        inductor_graphs.fresh()
+        inductor_graphs.reset()
     ops.extension().clear_stats()
     rows, dim, hidden = (1024, 1024, 2048) if lockstep.cuda else (32, 64, 128)  # above min_bytes on GPUs
     torch.manual_seed(3 + lockstep.rank)

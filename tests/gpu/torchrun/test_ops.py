@@ -295,13 +295,14 @@ def test_both_dims_of_a_mesh(lockstep: Lockstep) -> None:
 
 SUBGROUPS = [
     *([list(range(size))] for size in range(2, RANKS)),
-    *([[[PLAIN, GATHERED_T], [OUT_T, BOTH_T]]] if RANKS >= 4 else []),
+    *([[[0, 2], [1, 3]]] if RANKS >= 4 else []),
     *([[[r for r in range(RANKS) if r % 2 == parity] for parity in (0, 1)]] if RANKS > 4 else []),
     *([[[0, RANKS - 1]]] if RANKS >= 3 else []),
 ]
 
 
 @pytest.mark.deadline(90)
-@pytest.mark.parametrize("groups", SUBGROUPS, ids=str)
+@pytest.mark.skipif(RANKS < 3, reason="needs 3 ranks or more")
+@pytest.mark.parametrize("groups", SUBGROUPS or [[[0, 1]]], ids=str)
 def test_subgroups(lockstep: Lockstep, groups: list[list[int]]) -> None:
     lockstep.note(inside(lockstep, groups))
