@@ -25,10 +25,10 @@ def emit_scale(e: Emitter, x: Node, format: torch.dtype, dim: int | None, groups
 
     `groups`: the process groups whose ranks share the scale.
     """
-    magnitudes = e.call(aten.abs.default, x)
+    absolute = e.call(aten.abs.default, x)
     if dim is None and not all(is_positive(n) for n in x.meta["val"].shape):  # amax of no elements raises; here it is 0
-        magnitudes = e.call(aten.constant_pad_nd.default, e.call(aten.reshape.default, magnitudes, [-1]), [0, 1])
-    amax = e.call(aten.amax.default, magnitudes, [] if dim is None else [dim], dim is not None)
+        absolute = e.call(aten.constant_pad_nd.default, e.call(aten.reshape.default, absolute, [-1]), [0, 1])
+    amax = e.call(aten.amax.default, absolute, [] if dim is None else [dim], dim is not None)
     amax = e.cast(amax, torch.float32)
     amax = emit_max_over_ranks(e, amax, groups)[-1]
     scaled = e.call(aten.mul.Tensor, amax, 1.0 / torch.finfo(format).max)

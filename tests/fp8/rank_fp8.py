@@ -1,4 +1,4 @@
-"""What the ranks of the float8 tests do: run a case in float8, and hand-written graphs that are float8 already."""
+"""Rank programs of the float8 tests: run a model in float8, and hand-written graphs that are float8 already."""
 
 from __future__ import annotations
 
@@ -27,12 +27,15 @@ RECIPES = ["tensorwise", pytest.param("rowwise", marks=NO_ROWS)]
 
 @dataclass(frozen=True)
 class Run:
-    """`kept`: (shape, dtype) of what was saved for backward. `errors`: (16 bits, float8) against float64, by tensor."""
+    """One run of a model.
+
+    `saved`: (shape, dtype) of what was saved for backward. `errors`: (16 bits, float8) against float64, by tensor.
+    """
 
     values: Values
     errors: dict[str, tuple[float, float]]
     plans: list[Plan]
-    kept: list[tuple[tuple[int, ...], torch.dtype]]
+    saved: list[tuple[tuple[int, ...], torch.dtype]]
 
     @property
     def decisions(self) -> list[Decision]:
@@ -51,34 +54,36 @@ def float8(rank: int, world: int, module: str, variant: dict[str, Any], options:
     truth = values(true_case, true_case.module)
     eager_case, case = (build(rank, world, module, variant) for _ in range(2))
     eager = values(eager_case, eager_case.module)
-    kept: list[tuple[tuple[int, ...], torch.dtype]] = []
+    saved: list[tuple[tuple[int, ...], torch.dtype]] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        kept.append((tuple(tensor.shape), tensor.dtype))
+        saved.append((tuple(tensor.shape), tensor.dtype))
         return tensor
 
     mark = HISTORY.mark()
     with uncached(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        ours = values(case, torch.compile(case.module, backend="ub_overlap", options=options))
-    errors = {n: (error(eager[n], truth[n], n), error(ours[n], truth[n], n)) for n in truth}
-    return Run(ours, errors, HISTORY.since(mark), kept)
+        actual = values(case, torch.compile(case.module, backend="ub_overlap", options=options))
+    errors = {n: (error(eager[n], truth[n], n), error(actual[n], truth[n], n)) for n in truth}
+    return Run(actual, errors, HISTORY.since(mark), saved)
 
 
 def both(rank: int, world: int, module: str, variant: dict[str, Any], options: dict[str, Any]) -> tuple[Run, Run]:
-    """The same casts, with the collectives left alone and overlapped."""
+    """Run the same casts without overlap and with it."""
     return tuple(float8(rank, world, module, variant, {**options, "overlap": o}) for o in ("off", "force"))  # type: ignore[return-value]
 
 
-ALONE: dict[str, Any] = {"overrides": {"*": "none"}}
-"""Beside overlap="force": no collective is overlapped, float8 not weighed, which is refused on GPUs to sizes so small."""
-Accumulated = tuple[bool, dict[str, list[str]], set[Any], set[str], dict[str, Tensor]]
+NO_OVERLAP: dict[str, Any] = {"overrides": {"*": "none"}}
+"""With overlap="force": no collective is overlapped, and no float8 matmul is refused for its small size."""
+MicrobatchResult = tuple[bool, dict[str, list[str]], set[Any], set[str], dict[str, Tensor]]
 
 
-def accumulated(rank: int, world: int) -> Accumulated:
-    """An MLP with delayed scales, two steps of two microbatches: (are numbers those without overlap, kinds of sites by phase,
-    reasons of the rest, recipes of casts, the state)."""
-    found = []
-    for name, extra in (("plain", ALONE), ("force", {})):
+def run_microbatches(rank: int, world: int) -> MicrobatchResult:
+    """Run an MLP with delayed scaling, two steps of two microbatches.
+
+    Return (are numbers those without overlap, kinds of sites by phase, reasons of the rest, recipes of casts, the state).
+    """
+    runs = []
+    for name, extra in (("plain", NO_OVERLAP), ("force", {})):
         case = build(rank, world, "tests.models.dtensor_mlp", {"dtype": torch.bfloat16, "length": 32})
         options: dict[str, Any] = {
             "fp8": {"recipe": "delayed", "state": name},
@@ -90,29 +95,29 @@ def accumulated(rank: int, world: int) -> Accumulated:
         mark, outputs = HISTORY.mark(), []
         with uncached():
             run = torch.compile(case.module, backend="ub_overlap", options=options)
-            for factor in (1.0, 3.0, 0.5, 2.0):  # gradients add up over pairs: nobody writes to the weights between
+            for factor in (1.0, 3.0, 0.5, 2.0):  # gradients add up over pairs: no step writes to the weights in between
                 inputs = [(x.detach() * (factor + rank)).requires_grad_() for x in case.inputs]
                 y = run(*inputs)
                 (y * y).sum().backward()
                 outputs += [y.detach(), inputs[0].grad]
         outputs += [p.grad.to_local() for p in case.module.parameters()]
-        found.append((outputs, [p for p in HISTORY.since(mark)]))
-    decisions = [d for p in found[1][1] for d in p.decisions]
+        runs.append((outputs, [p for p in HISTORY.since(mark)]))
+    decisions = [d for p in runs[1][1] for d in p.decisions]
     kinds = {
         phase: sorted(d.kind.value for d in decisions if d.phase == phase and d.overlapped) for phase in ("forward", "backward")
     }
-    equal = all(error(b, a, "tensor") < 0.05 for a, b in zip(found[0][0], found[1][0], strict=True))
-    casts = {c.recipe for _, plans in found for p in plans for c in p.casts}
+    equal = all(error(b, a, "tensor") < 0.05 for a, b in zip(runs[0][0], runs[1][0], strict=True))
+    casts = {c.recipe for _, plans in runs for p in plans for c in p.casts}
     return equal, kinds, {d.reason for d in decisions if not d.overlapped}, casts, fp8_state("force").state_dict()
 
 
-def apart(rank: int, world: int) -> dict[str, list[float]]:
-    """The errors of outputs and gradients against 16 bits, of calls of an MLP whose shards are 8x apart: relative, in norm."""
+def run_unequal_ranks(rank: int, world: int) -> dict[str, list[float]]:
+    """Return the relative errors, in norm, of outputs and gradients against 16 bits: an MLP whose ranks' values differ 8x."""
     small = {"dtype": torch.bfloat16, "length": 32}
     plain, case, other = (build(rank, world, "tests.models.dtensor_mlp", small) for _ in range(3))
-    options = {"fp8": {"recipe": "delayed", "state": "apart"}, "inner": "aot_eager", "overlap": "force", **ALONE}
+    options = {"fp8": {"recipe": "delayed", "state": "unequal ranks"}, "inner": "aot_eager", "overlap": "force", **NO_OVERLAP}
     torch._dynamo.reset()
-    state, found = fp8_state("apart"), {}
+    state, errors = fp8_state("unequal ranks"), {}
 
     def call(run: Any, module: Any, outer: Any, size: float = 1.0, slope: float = 1.0) -> list[Tensor]:
         module.zero_grad(set_to_none=True)
@@ -132,66 +137,71 @@ def apart(rank: int, world: int) -> dict[str, list[float]]:
         if rank == 1:
             state.reset()
 
-    def distances(ours: list[Tensor], theirs: list[Tensor]) -> list[float]:
-        return [float((a - b).norm() / b.norm()) for a, b in zip(ours, theirs, strict=True)]
+    def distances(actual: list[Tensor], expected: list[Tensor]) -> list[float]:
+        return [float((a - b).norm() / b.norm()) for a, b in zip(actual, expected, strict=True)]
 
     with uncached():
         run = torch.compile(case.module, backend="ub_overlap", options=options)
-        turns = {"first": nothing, "second": nothing, "one history x16": scaled_up, "one reset": reset_one}
-        for name, before in {**turns, "all reset": state.reset, "after": nothing}.items():
+        changes = {"first": nothing, "second": nothing, "one history x16": scaled_up, "one reset": reset_one}
+        for name, before in {**changes, "all reset": state.reset, "after": nothing}.items():
             before()
-            theirs = call(plain.module, plain.module, plain.inputs)
-            found[name] = distances(call(run, case.module, case.inputs), theirs)
+            expected = call(plain.module, plain.module, plain.inputs)
+            errors[name] = distances(call(run, case.module, case.inputs), expected)
         # Another module of the same keys, of larger tensors: it has histories of its own, and a first call.
         run = torch.compile(other.module, backend="ub_overlap", options=options)
-        theirs = call(plain.module, plain.module, plain.inputs, 100.0)
-        found["another module"] = distances(call(run, other.module, other.inputs, 100.0, 0.0)[:1], theirs[:1])
-        theirs = call(plain.module, plain.module, plain.inputs)
-        found["gradients of 0 before"] = distances(call(run, other.module, other.inputs), theirs)
+        expected = call(plain.module, plain.module, plain.inputs, 100.0)
+        errors["another module"] = distances(call(run, other.module, other.inputs, 100.0, 0.0)[:1], expected[:1])
+        expected = call(plain.module, plain.module, plain.inputs)
+        errors["gradients of 0 before"] = distances(call(run, other.module, other.inputs), expected)
     assert {key.partition("@")[2] for key in state.state_dict()} == {"", "1"}
-    return found
+    return errors
 
 
 def torchao(rank: int, world: int, variant: dict[str, Any], options: dict[str, Any]) -> tuple[dict[str, float], list[Decision]]:
-    """torchao's training with its float8 gather, against eager torchao without it (gloo gathers no float8): the magnitudes
-    of all ranks go into both, so the numbers are the same."""
+    """Compare torchao's training with its float8 gather to eager torchao without it (gloo gathers no float8).
+
+    Both use the amax of all ranks, so the numbers are the same.
+    """
     module = "tests.models.torchao_mlp"
     case, plain = build(rank, world, module, variant), build(rank, world, module, {**variant, "gather_fp8": False})
     mark = HISTORY.mark()
     with uncached():
-        ours = values(case, torch.compile(case.module, backend="ub_overlap", options=options))
+        actual = values(case, torch.compile(case.module, backend="ub_overlap", options=options))
     eager = values(plain, plain.module)
-    return {n: error(ours[n], eager[n], n) for n in eager}, [d for p in HISTORY.since(mark) for d in p.decisions]
+    return {n: error(actual[n], eager[n], n) for n in eager}, [d for p in HISTORY.since(mark) for d in p.decisions]
 
 
 @dataclass(frozen=True)
-class GatherReaders:
-    """torchao with gathers in 16 bits. `equal`: bit for bit eager's where casts move and nothing is fused, with gradients and
-    without. `errors`: of the fused graph against eager; `far`: (eager, fused) against float64. `decisions`: of a training step,
-    of a forward alone. `kept`: (shape, dtype) of what was saved for backward."""
+class TorchaoRun:
+    """torchao with gathers in 16 bits.
+
+    `equal`: bitwise eager's where casts move and nothing is fused. `errors`: of the fused graph against eager. `exact_errors`:
+    (eager, fused) against float64. `decisions`: of a training step, of a forward without gradients. `saved`: (shape, dtype) of
+    what was saved for backward.
+    """
 
     equal: bool
     errors: dict[str, float]
-    far: dict[str, tuple[float, float]]
+    exact_errors: dict[str, tuple[float, float]]
     decisions: tuple[list[Decision], list[Decision]]
-    kept: list[tuple[tuple[int, ...], torch.dtype]]
+    saved: list[tuple[tuple[int, ...], torch.dtype]]
     elements: int
-    """Of what all ranks gather."""
+    """The elements of the gathered tensor."""
 
     def kinds(self, phase: str) -> list[str]:
         return sorted(d.kind.value for d in self.decisions[0] if d.phase == phase and d.overlapped)
 
 
-def torchao_16(rank: int, world: int, variant: dict[str, Any], inner: str = "aot_eager") -> GatherReaders:
+def torchao_16(rank: int, world: int, variant: dict[str, Any], inner: str = "aot_eager") -> TorchaoRun:
     variant = {**variant, "gather_fp8": False}
-    case, plain, fused, alone = (build(rank, world, "tests.models.torchao_mlp", variant) for _ in range(4))
+    case, plain, fused, forward_only = (build(rank, world, "tests.models.torchao_mlp", variant) for _ in range(4))
     true_case = build(rank, world, "tests.models.torchao_mlp", {**variant, "exact": True})
     truth, eager = values(true_case, true_case.module), values(case, case.module)
     options: dict[str, Any] = {"overlap": "force", "inner": inner}
-    kept: list[tuple[tuple[int, ...], torch.dtype]] = []
+    saved: list[tuple[tuple[int, ...], torch.dtype]] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        kept.append((tuple(tensor.shape), tensor.dtype))
+        saved.append((tuple(tensor.shape), tensor.dtype))
         return tensor
 
     def compiled(case: Any, options: dict[str, Any]) -> Any:
@@ -199,23 +209,25 @@ def torchao_16(rank: int, world: int, variant: dict[str, Any], inner: str = "aot
         return torch.compile(case.module, backend="ub_overlap", options=options)
 
     with uncached():
-        moved = values(plain, compiled(plain, {**options, "overrides": {"*": "none"}}))
+        hoisted = values(plain, compiled(plain, {**options, "overrides": {"*": "none"}}))
         mark = HISTORY.mark()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            ours = values(fused, compiled(fused, options))
+            actual = values(fused, compiled(fused, options))
         step = [d for p in HISTORY.since(mark) for d in p.decisions]
         mark = HISTORY.mark()
         with torch.no_grad():
-            output = compiled(alone, options)(*alone.inputs)
+            output = compiled(forward_only, options)(*forward_only.inputs)
     forward = [d for p in HISTORY.since(mark) for d in p.decisions]
-    errors = {n: error(ours[n], eager[n], n) for n in eager} | {"forward alone": error(output, eager["output0"], "output")}
-    far = {n: (error(eager[n], truth[n], n), error(ours[n], truth[n], n)) for n in truth}
+    errors = {n: error(actual[n], eager[n], n) for n in eager} | {"forward only": error(output, eager["output0"], "output")}
+    exact_errors = {n: (error(eager[n], truth[n], n), error(actual[n], truth[n], n)) for n in truth}
     whole = case.inputs[0].numel() * world
-    return GatherReaders(all(torch.equal(moved[n], eager[n]) for n in eager), errors, far, (step, forward), kept, whole)
+    return TorchaoRun(
+        all(torch.equal(hoisted[n], eager[n]) for n in eager), errors, exact_errors, (step, forward), saved, whole
+    )
 
 
 def gathered(x: Tensor, dim: int = 0) -> Tensor:
-    """The rows of all ranks, float8 as bytes."""
+    """Gather the rows of all ranks, float8 as bytes."""
     raw = x.view(torch.uint8) if x.dtype.itemsize == 1 else x
     whole = funcol.wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(raw, dist.get_world_size(), world_name()))
     if dim:
@@ -233,7 +245,7 @@ def scaled(a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None = N
 
 
 def _operands(rank: int, rows: bool, dims: int = 2) -> tuple[Tensor, ...]:
-    """(x, scale of x, w, scale of w, v, scale of v): x [16, 32] or [2, 8, 32] of this rank, w and v [48, 32]."""
+    """Return (x, its scale, w, its scale, v, its scale): x [16, 32] or [2, 8, 32] of this rank, w and v [48, 32]."""
     draw = torch.Generator().manual_seed(5 + rank)
     x = torch.randn(16, 32, generator=draw).to(E4M3)
     w, v = (torch.randn(48, 32, generator=draw).to(E4M3) for _ in range(2))
@@ -271,7 +283,7 @@ def _scatter_mixed(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: 
 
 
 def _other_rows(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Tensor:
-    """The scales are gathered, and those of two halves exchanged."""
+    """Gather the scales and swap their halves."""
     first, second = gathered(sx).chunk(2)
     return scaled(gathered(x), w.t(), torch.cat([second, first]), sw)
 
@@ -289,14 +301,14 @@ def _trimmed(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor
 
 
 def _other_forms(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> tuple[Tensor, ...]:
-    """Others read the gathered scales, as another type and turned."""
+    """Other nodes read the gathered scales, in another dtype and transposed."""
     g, s = gathered(x), gathered(sx) if sx.dim() else sx
     y = scaled(g.reshape(-1, 32), w.t(), s.reshape(-1, 1) if sx.dim() else s, sw)
     return y, s.double() / 3, s.transpose(0, 1).contiguous() + 1 if s.dim() else s + 1
 
 
 def _softmax(x: Tensor, sx: Tensor, w: Tensor, sw: Tensor, v: Tensor, sv: Tensor) -> Tensor:
-    """Logits in float8, of which each rank has some columns."""
+    """Softmax of float8 logits whose columns are sharded."""
     y = scaled(x, w.t(), sx, sw).float()
     return (y - funcol.all_reduce(y.amax(-1, True), "max", world_name())).exp()
 
@@ -309,8 +321,8 @@ GRAPHS = {
 
 
 def graphs(rank: int, world: int) -> dict[tuple[str, str], tuple[float, list[tuple[str, str, str | None]]]]:
-    """By graph and scaling: the largest difference from eager, relative, and (kind, strategy, reason) of its decisions."""
-    found = {}
+    """Return by graph and scaling: the largest relative difference from eager, (kind, strategy, reason) of its decisions."""
+    results = {}
     for name, (function, dims) in GRAPHS.items():
         for scaling in ("tensor", "rows") if ROWS else ("tensor",):
             if name in (("other_rows", "not_gathered") if scaling == "tensor" else ("right", "softmax")):
@@ -319,23 +331,25 @@ def graphs(rank: int, world: int) -> dict[tuple[str, str], tuple[float, list[tup
             torch._dynamo.reset()
             decisions = decisions_of(function, inputs)
             with uncached():
-                ours = torch.compile(function, backend="ub_overlap", options={"overlap": "force", "inner": "aot_eager"})(
+                actual = torch.compile(function, backend="ub_overlap", options={"overlap": "force", "inner": "aot_eager"})(
                     *inputs
                 )
-            theirs = function(*inputs)
-            pairs = list(zip(*((t,) if isinstance(t, Tensor) else t for t in (ours, theirs)), strict=True))
+            expected = function(*inputs)
+            pairs = list(zip(*((t,) if isinstance(t, Tensor) else t for t in (actual, expected)), strict=True))
             assert all(a.dtype == b.dtype for a, b in pairs), (name, scaling)
             worst = max(float((a.double() - b.double()).abs().max() / b.double().abs().max()) for a, b in pairs)
-            found[name, scaling] = (
+            results[name, scaling] = (
                 worst,
                 [(d.kind.value, str(d.strategy), d.reason.value if d.reason else None) for d in decisions],
             )
-    return found
+    return results
 
 
 def wire(rank: int, world: int) -> tuple[float, float]:
-    """The largest difference of a scattered sum of float8 products from eager, relative to the largest value: in bf16 and in
-    float8 on the way."""
+    """Return the largest difference of a scattered sum of float8 matmuls from eager, relative to the largest value.
+
+    First sent in bf16, then in float8.
+    """
     draw = torch.Generator().manual_seed(9 + rank)
     x, w = (torch.randn(n, 32, generator=draw).to(E4M3) for n in (32, 128))
     one = torch.ones(())
@@ -343,12 +357,12 @@ def wire(rank: int, world: int) -> tuple[float, float]:
     def function(x: Tensor, w: Tensor) -> Tensor:
         return scattered(scaled(x, w.t(), one, one))
 
-    theirs = function(x, w).double()
-    found = []
+    expected = function(x, w).double()
+    errors = []
     for reduced in (False, True):
         torch._dynamo.reset()
         options = {"overlap": "force", "inner": "aot_eager", "fp8": {"products": "off", "reduce_scatter": reduced}}
         with uncached():
-            ours = torch.compile(function, backend="ub_overlap", options=options)(x, w)
-        found.append(float((ours.double() - theirs).abs().max() / theirs.abs().max()))
-    return found[0], found[1]
+            actual = torch.compile(function, backend="ub_overlap", options=options)(x, w)
+        errors.append(float((actual.double() - expected).abs().max() / expected.abs().max()))
+    return errors[0], errors[1]

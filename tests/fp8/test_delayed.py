@@ -1,6 +1,6 @@
-"""Delayed scaling: scales of what tensors were, on one process against float64, and over ranks.
+"""Delayed scaling, on one process against float64, and over ranks.
 
-Bounds are those of test_fp8_numbers.py, of what was quantised by the scales that the histories give.
+Bounds are those of test_fp8_numbers.py, of what was quantized by the scales that the histories give.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ub_overlap
 from tests.compiler.rank_compile import since
-from tests.fp8.rank_fp8 import accumulated, apart
-from tests.fp8.test_numerics import E4M3, E5M2, TINY, K, M, N, check, compiled, inputs, linear, quantised
+from tests.fp8.rank_fp8 import run_microbatches, run_unequal_ranks
+from tests.fp8.test_numerics import E4M3, E5M2, LEAST_SCALE, K, M, N, check, compiled, inputs, linear, quantized
 from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
 from ub_overlap.compiler.cost.profile_lookup import load
@@ -61,9 +61,9 @@ state.count = 0  # type: ignore[attr-defined]
 
 
 def scaled_by(x: Tensor, amax: float, format: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x by the scale of a largest magnitude that is known already: what is more than twice as large saturates."""
+    """Quantize x by the scale of a known amax: values more than twice as large saturate."""
     largest = torch.finfo(format).max
-    s = (torch.tensor(2 * amax) * (1.0 / largest)).clamp(min=TINY)
+    s = (torch.tensor(2 * amax) * (1.0 / largest)).clamp(min=LEAST_SCALE)
     return (x.float() * s.reciprocal()).clamp(-largest, largest).to(format), s
 
 
@@ -85,8 +85,8 @@ def test_numbers_over_steps(state: Fp8State) -> None:
         x, dy = inputs("outliers"), inputs("signs")[:, :N].contiguous() * 0.01
         first = step(run, module, x, dy)
         assert all(torch.equal(a, b) for a, b in zip(first, step(one, plain, x, dy), strict=True))
-        wq, ws = quantised(module.weight.detach(), E4M3, None)
-        vq, vs = quantised(module.weight.detach(), E4M3, None)
+        wq, ws = quantized(module.weight.detach(), E4M3, None)
+        vq, vs = quantized(module.weight.detach(), E4M3, None)
         amax, steepest = 0.0, 0.0
         for factor in (0.25, 4.0, 1.0):
             amax, steepest = max(amax, x.abs().max().item()), max(steepest, dy.abs().max().item())
@@ -97,7 +97,7 @@ def test_numbers_over_steps(state: Fp8State) -> None:
             check(dx, dq, vq, ds, vs)
             check(dw, dq.t(), xq, ds, xs)
             cut = (xq.float().abs() == 448).sum() > 1
-            assert cut == (factor == 4.0)  # and bf16 would not be what check() wants: it keeps what is cut here
+            assert cut == (factor == 4.0)  # and bf16 would not be what check() wants: it keeps what is cut
             assert not cut or (y.double() - (x.double() @ module.weight.double().t())).abs().max() > 0.1 * y.abs().max()
     assert sorted(k.rpartition("/")[2] for k in state.state_dict()) == ["dy", "x"]
 
@@ -118,11 +118,11 @@ def test_histories_forget_and_skip(state: Fp8State) -> None:
         assert call(1.0).tolist() == [8.0, 3.0]
     assert call(float("inf")).tolist() == [1.0, 3.0]
     assert call(float("nan")).tolist() == [1.0, 3.0]
-    assert state.state_dict()["a"][:2].tolist() == [0.5, 0.5]  # beside what was not finite
+    assert state.state_dict()["a"][:2].tolist() == [0.5, 0.5]  # next to values that are not finite
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_not_finite_travels(value: float, state: Fp8State) -> None:
+def test_non_finite_values_propagate(value: float, state: Fp8State) -> None:
     x = inputs("normal").clone()
     with uncached(), torch.no_grad():
         run = compiled(linear(bias=False), **delayed(state.name))
@@ -142,15 +142,17 @@ def test_saved_and_loaded(state: Fp8State) -> None:
         for factor in (1.0, 3.0):
             step(run, module, inputs("normal") * factor, dy * factor)
         saved = state.state_dict()
-        kept = {key: value.clone() for key, value in saved.items()}
-        there = step(run, module, inputs("binades"), dy)
-        assert all(torch.equal(saved[key], kept[key]) for key in kept)  # copies
+        copies = {key: value.clone() for key, value in saved.items()}
+        first = step(run, module, inputs("binades"), dy)
+        assert all(torch.equal(saved[key], copies[key]) for key in copies)  # copies
         other = ub_overlap.fp8_state(f"{state.name} loaded")
         other.load_state_dict(saved)  # before anything is compiled
-        here = step(compiled(module, **delayed(other.name)), module, inputs("binades"), dy)
-    assert all(torch.equal(a, b) for a, b in zip(there, here, strict=True))
-    ours, theirs = state.state_dict(), other.state_dict()
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+        loaded = step(compiled(module, **delayed(other.name)), module, inputs("binades"), dy)
+    assert all(torch.equal(a, b) for a, b in zip(first, loaded, strict=True))
+    saved_state, loaded_state = state.state_dict(), other.state_dict()
+    assert saved_state.keys() == loaded_state.keys() and all(
+        torch.equal(saved_state[key], loaded_state[key]) for key in saved_state
+    )
     state.load_state_dict(saved)  # while it runs
     assert all(torch.equal(value, saved[key]) for key, value in state.state_dict().items())
     state.reset()
@@ -161,7 +163,7 @@ def test_loading_is_strict(state: Fp8State) -> None:
     keys = join_keys(state.name, ["m/x", "m/dy"])
     fp8_amax_history(torch.empty(1), keys, True)
     good = state.state_dict()
-    for wrong, said in (
+    for wrong, message in (
         ({"m/x": good["m/x"]}, "'m/dy' is missing from the loaded state"),
         ({**good, "n/x": good["m/x"]}, "'n/x' belongs to no tensor"),
         ({**good, "m/x": good["m/x"][1:]}, f"expected: torch.float32 [{1 + LENGTH}]"),
@@ -169,7 +171,7 @@ def test_loading_is_strict(state: Fp8State) -> None:
     ):
         with pytest.raises(errors.Fp8StateError, match=r"fp8_state\('test") as raised:
             state.load_state_dict(wrong)
-        assert said in str(raised.value)
+        assert message in str(raised.value)
     with pytest.raises(errors.Fp8StateError, match="too many"):
         fp8_amax_history(torch.empty(1), join_keys(state.name, map(str, range(CAPACITY))), True)
 
@@ -196,10 +198,10 @@ def test_may_be_captured(state: Fp8State) -> None:
     history = state.history_of("x", x.device)
     at = history.current.data_ptr(), history.past.data_ptr(), history.graph_slots["x", 0].data_ptr()
     with NoSync():
-        found = call()
+        results = call()
     state.load_state_dict(state.state_dict())
     assert at == (history.current.data_ptr(), history.past.data_ptr(), history.graph_slots["x", 0].data_ptr())
-    for tensor in found:
+    for tensor in results:
         for memory in (history.current, history.past, history.graph_slots["x", 0]):
             assert not 0 <= tensor.data_ptr() - memory.data_ptr() < memory.nbytes
 
@@ -235,25 +237,25 @@ def test_warm_caches(state: Fp8State, tmp_path: Any, monkeypatch: pytest.MonkeyP
     assert history["dy"][:2].tolist() == [dy.abs().max().item()] * 2
 
 
-def test_worth() -> None:
-    """Activations and gradients are read once: what is not worth it with current scales may be with delayed ones."""
+def test_profitability() -> None:
+    """Activations and gradients are read once: casts cost less than with current scales."""
     graph = torch.fx.Graph()
     x, w = (graph.placeholder(name) for name in ("x", "w"))
-    turned = graph.call_function(torch.ops.aten.permute.default, (w, [1, 0]))
-    product = graph.call_function(torch.ops.aten.mm.default, (x, turned))
+    transposed = graph.call_function(torch.ops.aten.permute.default, (w, [1, 0]))
+    product = graph.call_function(torch.ops.aten.mm.default, (x, transposed))
     graph.output((product,))
     rows, inner, cols = 16384, 8192, 16  # few columns: the casts are most of it
-    sizes = ((x, (rows, inner)), (w, (cols, inner)), (turned, (inner, cols)), (product, (rows, cols)))
+    sizes = ((x, (rows, inner)), (w, (cols, inner)), (transposed, (inner, cols)), (product, (rows, cols)))
     for node, size in sizes:
         node.meta["val"] = torch.empty(size, dtype=torch.bfloat16, device="meta")
-    found = find_linears(graph, set())
-    said = {
-        name: Fp8Profitability(found, recipe_of(name), load("h200"), {}, "bfloat16").explain_slowdown(
-            found[0], [found[0].forward]
+    linears = find_linears(graph, set())
+    reasons = {
+        name: Fp8Profitability(linears, recipe_of(name), load("h200"), {}, "bfloat16").explain_slowdown(
+            linears[0], [linears[0].forward]
         )
         for name in ("tensorwise", "delayed")
     }
-    casts = {name: int(text.rpartition("casts ")[2]) for name, text in said.items()}
+    casts = {name: int(text.rpartition("casts ")[2]) for name, text in reasons.items()}
     assert casts["delayed"] < casts["tensorwise"]
 
 
@@ -266,28 +268,28 @@ def test_training(state: Fp8State, monkeypatch: pytest.MonkeyPatch) -> None:
         teacher, model = (nn.Sequential(nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 16)) for _ in range(2))
         model = model.bfloat16()
         run = compiled(model, **options)
-        optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False), []
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False), []
         for _ in range(60):
             for _ in range(2):
                 x = torch.randn(32, 16)
                 value = (run(x.bfloat16()).float() - 10 * teacher(x).detach()).square().mean()
                 (value / 2).backward()
-                found.append(value.item())
+                losses.append(value.item())
             optimizer.step()
             optimizer.zero_grad()
-        return sum(found[-20:]) / 20
+        return sum(losses[-20:]) / 20
 
     with uncached():
-        plain, ours = loss(fp8="off"), loss(**delayed(state.name))
+        plain, delayed_loss = loss(fp8="off"), loss(**delayed(state.name))
         monkeypatch.setattr("ub_overlap.runtime.fp8.amax_history.delayed_cast.HEADROOM", 2.0**-3)
         cut = loss(**delayed(f"{state.name} cut"))
-    assert abs(ours / plain - 1) < 0.03 < abs(cut / plain - 1), (plain, ours, cut)
+    assert abs(delayed_loss / plain - 1) < 0.03 < abs(cut / plain - 1), (plain, delayed_loss, cut)
 
 
 def test_over_ranks(pool2: RankPool) -> None:
     """Two microbatches a step, other values on each rank: numbers are the same with and without overlap, and sites are those of
     tensorwise. What is gathered has each rank's own history."""
-    runs = pool2.run(accumulated, timeout=200)
+    runs = pool2.run(run_microbatches, timeout=200)
     for equal, kinds, reasons, casts, _ in runs:
         assert equal
         assert kinds == {"forward": ["all_gather_matmul", "matmul_reduce_scatter"]} | {
@@ -305,12 +307,12 @@ def test_over_ranks(pool2: RankPool) -> None:
 
 
 def test_ranks_that_differ(pool2: RankPool) -> None:
-    """Ranks whose tensors are 8x apart have one scale for what is gathered in the first call, behind gradients of 0, and
-    where a history was changed or reset on one rank alone. Errors against 16 bits: of tensorwise 0.04 to 0.08."""
-    for errors_of in pool2.run(apart, timeout=100):
+    """Ranks whose tensors differ 8x share one scale for a gathered tensor: in the first call, after gradients of 0, and after
+    a history was changed or reset on one rank only. Errors against 16 bits: tensorwise has 0.04 to 0.08."""
+    for errors_of in pool2.run(run_unequal_ranks, timeout=100):
         assert len(errors_of) == 8
-        for what, found in errors_of.items():
-            assert max(found) < 0.15, (what, found)
+        for call, distances in errors_of.items():
+            assert max(distances) < 0.15, (call, distances)
 
 
 class Block(nn.Module):
@@ -368,9 +370,9 @@ def test_modules_without_a_path(state: Fp8State) -> None:
             run = torch.compile(lambda x, w: x @ w.t(), backend="ub_overlap", options=options)
             weight = torch.randn(N, K).bfloat16().requires_grad_()
             run(inputs("normal") * size, weight).sum().backward()
-            state.kept = [*getattr(state, "kept", []), weight]  # type: ignore[attr-defined]
-    found = {key: value[0].item() for key, value in state.state_dict().items()}
-    assert found["/x@1"] == 64 * found["/x"]
+            state.weights = [*getattr(state, "weights", []), weight]  # type: ignore[attr-defined]
+    amax = {key: value[0].item() for key, value in state.state_dict().items()}
+    assert amax["/x@1"] == 64 * amax["/x"]
 
 
 def test_weights_are_told_apart(state: Fp8State) -> None:
@@ -406,7 +408,7 @@ def test_calls_without_gradients_move_nothing(state: Fp8State) -> None:
     assert all(torch.equal(before[key], after[key]) for key in before)
     (xq, xs), (wq, ws) = (
         scaled_by(inputs("normal") * 100, inputs("normal").abs().max().item(), E4M3),
-        quantised(module.weight.detach(), E4M3, None),
+        quantized(module.weight.detach(), E4M3, None),
     )
     check(y, xq, wq.t(), xs, ws)  # by the scale of the steps
 
@@ -428,22 +430,26 @@ def test_reentrant_checkpoints_after_a_plain_step(state: Fp8State) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints(reentrant: bool, state: Fp8State) -> None:
-    """A forward that is run again in backward moves no history and gives the same bits; where it is the only one that has
-    gradients it is the step."""
+    """A forward that runs again in backward changes no history and gives the same bits.
+
+    Where it is the only one that has gradients, it is the step.
+    """
     from torch.utils.checkpoint import checkpoint
 
     module, dy = linear(bias=False), inputs("signs")[:, :N].contiguous()
-    found = []
+    runs = []
     with uncached():
         for name in (state.name, f"{state.name} again"):
             run = compiled(module, **delayed(name))
             again = name != state.name
             call = (lambda x, run=run: checkpoint(run, x, use_reentrant=reentrant)) if again else run
-            found.append([step(call, module, inputs("normal") * size, dy * size) for size in (1.0, 3.0, 0.5)])
-    ours, theirs = (fp8_state(name).state_dict() for name in (f"{state.name} again", state.name))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
-    for one, other in zip(*found, strict=True):
-        for a, b in list(zip(one, other, strict=True))[reentrant:]:  # its forward without gradients comes before the step
+            runs.append([step(call, module, inputs("normal") * size, dy * size) for size in (1.0, 3.0, 0.5)])
+    checkpointed, plain = (fp8_state(name).state_dict() for name in (f"{state.name} again", state.name))
+    assert checkpointed.keys() == plain.keys() and all(torch.equal(checkpointed[key], plain[key]) for key in checkpointed)
+    for plain_step, checkpointed_step in zip(*runs, strict=True):
+        for a, b in list(zip(plain_step, checkpointed_step, strict=True))[
+            reentrant:
+        ]:  # its forward without gradients comes before the step
             assert torch.equal(a, b)
 
 

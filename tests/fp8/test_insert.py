@@ -1,4 +1,4 @@
-"""Float8 over ranks: which products, what travels, what is kept, and that overlap changes no number."""
+"""Float8 over ranks: which matmuls, what is sent, what is saved, and that overlap changes no number."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed._functional_collectives as funcol
 
 from tests.compiler.rank_compile import world_name
 from tests.fp8.rank_fp8 import NO_ROWS, RECIPES, ROWS, Run, both, float8, graphs, torchao, torchao_16, wire
-from tests.fp8.rank_hoist import graphs as cast_behind
+from tests.fp8.rank_hoist import graphs as hoist_graphs
 from tests.harness.ranks import RankPool
 from tests.models.compare import error, uncached
 from ub_overlap.compiler.plan.decision import CastDecision
@@ -38,18 +38,21 @@ def by_role(run: Run) -> Counter[tuple[str, str]]:
 
 
 def same(a: Run, b: Run) -> bool:
-    """Do two runs agree? Sums over ranks are rounded elsewhere, and then a few elements fall on the other float8 step: 1/8 of
-    themselves, not of the largest."""
+    """Return whether two runs agree.
+
+    Sums over ranks are rounded elsewhere, so a few elements fall on the next float8 step: 1/8 of themselves, not of the
+    largest.
+    """
     return all(error(b.values[n], a.values[n], n) < 0.05 for n in a.values)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_llama(pool2: RankPool, recipe: str) -> None:
-    """Seven linears, gathered along dim 1 of two batches: every collective beside one is overlapped, in float8."""
+    """Seven linears, gathered along dim 1 of two batches: every collective next to one is overlapped, in float8."""
     for off, on in pool2.run(both, LLAMA, {"dtype": BF16}, {**EAGER, "fp8": {"recipe": recipe}}, timeout=200):
         gradient = recipe if recipe == "tensorwise" else Reason.RECIPE.value
-        wanted = {("forward", recipe): 7, ("input gradient", recipe): 7, ("weight gradient", gradient): 7}
-        assert by_role(off) == by_role(on) == wanted
+        expected = {("forward", recipe): 7, ("input gradient", recipe): 7, ("weight gradient", gradient): 7}
+        assert by_role(off) == by_role(on) == expected
         for phase in ("forward", "backward"):
             assert on.kinds(phase) == ["all_gather_matmul"] * 2 + ["matmul_reduce_scatter"] * 2
             assert off.kinds(phase) == []
@@ -68,23 +71,23 @@ def test_llama(pool2: RankPool, recipe: str) -> None:
         assert on.errors["output0"][1] > 2 * on.errors["output0"][0]
 
 
-def test_what_is_kept(pool2: RankPool) -> None:
-    """Tokens [64, 64] gathered: kept as float8 alone; of the weights nothing but themselves: both halves look up their cast."""
+def test_saved_for_backward(pool2: RankPool) -> None:
+    """Backward saves the gathered tokens [64, 64] in float8 only, and no cast of a weight: both halves use the cached one."""
     variant = {"dtype": BF16, "length": 32}
     for run in pool2.run(float8, MLP, variant, {**EAGER, "overlap": "force"}):
-        assert ((64, 64), torch.float8_e4m3fn) in run.kept
-        assert ((64, 64), BF16) not in run.kept and ((2, 32, 64), BF16) not in run.kept
+        assert ((64, 64), torch.float8_e4m3fn) in run.saved
+        assert ((64, 64), BF16) not in run.saved and ((2, 32, 64), BF16) not in run.saved
         weights = {(48, 64), (64, 48)}
-        assert not {(s, d) for s, d in run.kept if s in weights and d in FLOAT8}
+        assert not {(s, d) for s, d in run.saved if s in weights and d in FLOAT8}
     for run in pool2.run(float8, MLP, variant, {**EAGER, "overlap": "force", "fp8": {"weights": "per_call"}}):
-        assert {(s, d) for s, d in run.kept if s in weights and d in FLOAT8} == {(s, torch.float8_e4m3fn) for s in weights}
+        assert {(s, d) for s, d in run.saved if s in weights and d in FLOAT8} == {(s, torch.float8_e4m3fn) for s in weights}
     rowwise = {**EAGER, "overlap": "force", "fp8": {"recipe": "rowwise"}}
     for run in pool2.run(float8, MLP, variant, rowwise) if ROWS else ():
-        assert ((64, 64), torch.float8_e4m3fn) in run.kept and ((64, 64), BF16) not in run.kept
+        assert ((64, 64), torch.float8_e4m3fn) in run.saved and ((64, 64), BF16) not in run.saved
 
 
 def test_bias_inference_and_batch_of_one(pool2: RankPool) -> None:
-    """A bias gradient reads the dequantised gradient; fp8="forward" leaves backward alone but gathers float8 forward."""
+    """A bias gradient reads the dequantized gradient; fp8="forward" leaves backward alone but gathers float8 in forward."""
     for run in pool2.run(float8, MLP, {"dtype": BF16, "bias": True, "batch": 1, "length": 32}, {**EAGER, "overlap": "force"}):
         assert run.kinds("forward") == run.kinds("backward") == ["all_gather_matmul", "matmul_reduce_scatter"]
         assert run.errors["down.bias.grad"][1] < 0.05
@@ -99,7 +102,7 @@ def test_bias_inference_and_batch_of_one(pool2: RankPool) -> None:
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_weights_gathered(pool2: RankPool, inner: str) -> None:
-    """Weights that all ranks hold shards of are quantised before they travel, with one scale over the ranks."""
+    """Sharded weights are quantized before the gather, with one scale for all ranks."""
     for run in pool2.run(float8, FSDP, {"dtype": BF16}, {"inner": inner, "fp8": "all", "overlap": "force"}, timeout=200):
         gathers = [d for d in run.decisions if d.kind.value == "all_gather"]
         assert len(gathers) == 2 and {d.dtype for d in gathers} == {"uint8"}
@@ -111,7 +114,7 @@ def test_weights_gathered(pool2: RankPool, inner: str) -> None:
 
 @pytest.mark.parametrize("overlap", ["off", "force"])
 def test_uneven_columns(pool3: RankPool, overlap: str) -> None:
-    """336, 336 and 334 columns: no rank quantises what it gathers, as the last one cannot."""
+    """336, 336 and 334 columns: no rank quantizes before the gather, as the last one cannot."""
     variant = {"dtype": BF16, "length": 48, "hidden": 1006}
     for run in pool3.run(float8, MLP, variant, {**EAGER, "overlap": overlap}, timeout=60):
         assert by_role(run) == {(role, "sizes_not_16"): 2 for role in ALL}
@@ -131,7 +134,7 @@ class Only:
 
 
 def test_filter(pool2: RankPool) -> None:
-    """w1 stays in bf16 and w3 does not: their common gather carries bf16, and w3's operand is quantised behind it."""
+    """w1 stays in bf16 and w3 does not: their shared gather carries bf16, and w3's operand is quantized after it."""
     options = {**EAGER, "overlap": "force", "fp8": {"filter": Only("w3")}}
     for run in pool2.run(float8, LLAMA, {"dtype": BF16}, options):
         assert {c.module.rpartition(".")[2] for c in run.casts if c.recipe} == {"w3"}
@@ -141,22 +144,22 @@ def test_filter(pool2: RankPool) -> None:
         assert all(b < 0.2 for _, b in run.errors.values())
 
 
-def test_graphs_that_are_float8(pool2: RankPool) -> None:
-    """Hand-written graphs: what is a site is one, what only looks alike is left alone; numbers are eager's."""
+def test_float8_graphs(pool2: RankPool) -> None:
+    """Hand-written graphs: sites are matched, lookalikes are left alone, numbers are eager's."""
     gather, scatter = "all_gather_matmul", "matmul_reduce_scatter"
-    wanted = {"several": gather, "dim0": gather, "dim1": gather, "scatter": scatter, "other_forms": gather}
+    expected = {"several": gather, "dim0": gather, "dim1": gather, "scatter": scatter, "other_forms": gather}
     reasons = {
         "scatter_mixed": "scaled_form", "other_rows": "scaled_form", "not_gathered": "scaled_form", "right": "scaled_form",
         "trimmed": "uneven_shards", "softmax": "reduce_op_unsupported",
     }  # fmt: skip
-    for found in pool2.run(graphs, timeout=200):
+    for run in pool2.run(graphs, timeout=200):
         only_rows = set() if ROWS else {"other_rows", "not_gathered"}
-        assert {name for name, _ in found} == (set(wanted) | set(reasons)) - only_rows
-        assert not ROWS or {name for name, scaling in found if scaling == "rows"} >= set(wanted)
-        for (name, scaling), (worst, decisions) in found.items():
+        assert {name for name, _ in run} == (set(expected) | set(reasons)) - only_rows
+        assert not ROWS or {name for name, scaling in run if scaling == "rows"} >= set(expected)
+        for (name, scaling), (worst, decisions) in run.items():
             assert worst < 0.01, (name, scaling, worst)
             done = [kind for kind, strategy, _ in decisions if strategy == "pipelined"]
-            assert done == ([wanted[name]] if name in wanted else []), (name, scaling, decisions)
+            assert done == ([expected[name]] if name in expected else []), (name, scaling, decisions)
             if name in reasons:
                 assert reasons[name] in [reason for _, _, reason in decisions], (name, scaling, decisions)
             if name in ("several", "dim0", "dim1", "other_forms") and scaling == "rows":
@@ -176,16 +179,16 @@ def test_torchao_gathers_float8(pool2: RankPool, variant: dict[str, Any]) -> Non
 
 
 def test_torchao_gathers_16_bits(pool2: RankPool) -> None:
-    """Its casts move before the gathers, bit for bit, and the gathers are sites."""
+    """Casts move before the gathers with bitwise equal results, and the gathers are sites."""
     pytest.importorskip("torchao")
-    for found in pool2.run(torchao_16, {}, timeout=200):
-        assert found.equal
+    for run in pool2.run(torchao_16, {}, timeout=200):
+        assert run.equal
         for phase in ("forward", "backward"):
-            assert found.kinds(phase) == ["all_gather_matmul", "matmul_reduce_scatter"]
-        gathers = [d for d in found.decisions[0] if d.kind.value == "all_gather_matmul"]
+            assert run.kinds(phase) == ["all_gather_matmul", "matmul_reduce_scatter"]
+        gathers = [d for d in run.decisions[0] if d.kind.value == "all_gather_matmul"]
         assert {d.work.dtype for d in gathers if d.work} == {"float8"}
-        assert {d.reason for d in found.decisions[0] if not d.overlapped} == {Reason.SCALES}
-        assert max(found.errors.values()) < 0.02
+        assert {d.reason for d in run.decisions[0] if not d.overlapped} == {Reason.SCALES}
+        assert max(run.errors.values()) < 0.02
 
 
 @NO_ROWS
@@ -195,17 +198,19 @@ def test_torchao_gathers_16_bits(pool2: RankPool) -> None:
     ids=["dim1", "dim0", "high-dim1", "high-batch1"],
 )
 def test_torchao_rowwise(pool2: RankPool, recipe: str, variant: dict[str, Any]) -> None:
-    """Rows are gathered as float8, their scales beside them; weight gradients gather for themselves: float8 by columns, or in
-    16 bits, which backward keeps the shard for. What is scaled behind a product becomes the product's scales."""
+    """Rows are gathered as float8 with their scales; scales after a matmul become the matmul's own.
+
+    Weight gradients gather in backward, which saves the shard: float8 by columns, or 16 bits.
+    """
     pytest.importorskip("torchao")
     gather, scatter = "all_gather_matmul", "matmul_reduce_scatter"
-    for found in pool2.run(torchao_16, {**variant, "recipe": recipe}, timeout=200):
-        step, forward = found.decisions
-        assert found.equal and max(found.errors.values()) < 0.02  # a bf16 rounding of a sum over ranks
-        assert all(ours <= 1.05 * eager + 0.01 for eager, ours in found.far.values())
-        assert found.kinds("forward") == sorted(d.kind.value for d in forward if d.overlapped) == [gather, scatter]
+    for run in pool2.run(torchao_16, {**variant, "recipe": recipe}, timeout=200):
+        step, forward = run.decisions
+        assert run.equal and max(run.errors.values()) < 0.02  # a bf16 rounding of a sum over ranks
+        assert all(ours <= 1.05 * eager + 0.01 for eager, ours in run.exact_errors.values())
+        assert run.kinds("forward") == sorted(d.kind.value for d in forward if d.overlapped) == [gather, scatter]
         twice = recipe == GW_HP
-        assert found.kinds("backward") == [gather] * (2 if twice else 1) + [scatter]
+        assert run.kinds("backward") == [gather] * (2 if twice else 1) + [scatter]
         types = [d.work.dtype for d in step if d.kind.value == gather and d.work]
         assert types == ["float8", "bfloat16", "bfloat16"] if twice else types == ["float8", "float8"]
         merged = [d.phase for d in step if d.strategy.mode is Mode.MERGED]
@@ -213,44 +218,46 @@ def test_torchao_rowwise(pool2: RankPool, recipe: str, variant: dict[str, Any]) 
         left = Counter(d.reason for d in step if not d.overlapped and d.strategy.mode is not Mode.MERGED)
         assert set(left) == {Reason.SCALES} | (set() if twice else {Reason.SCALED_FORM})
         assert left[Reason.SCALED_FORM] == (0 if twice else 2)  # float8 by columns: of x, and of dy
-        assert not any(math.prod(shape) == found.elements for shape, _ in found.kept)  # shards
+        assert not any(math.prod(shape) == run.elements for shape, _ in run.saved)  # shards
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", pytest.param(GW_HP, marks=NO_ROWS)])
 def test_torchao_by_inductor(pool2: RankPool, recipe: str) -> None:
-    """Fused casts too are scaled by the largest of all ranks: no number is further from the truth than eager's."""
+    """Fused casts use the amax of all ranks too: no number is further from float64 than eager's."""
     pytest.importorskip("torchao")
-    for found in pool2.run(torchao_16, {"recipe": recipe}, "inductor", timeout=200):
-        assert found.kinds("forward") == ["all_gather_matmul", "matmul_reduce_scatter"]
-        assert found.kinds("backward") == ["all_gather_matmul"] * (2 if recipe == GW_HP else 1) + ["matmul_reduce_scatter"]
-        assert all(ours <= 1.2 * eager + 0.01 for eager, ours in found.far.values()), found.far
+    for run in pool2.run(torchao_16, {"recipe": recipe}, "inductor", timeout=200):
+        assert run.kinds("forward") == ["all_gather_matmul", "matmul_reduce_scatter"]
+        assert run.kinds("backward") == ["all_gather_matmul"] * (2 if recipe == GW_HP else 1) + ["matmul_reduce_scatter"]
+        assert all(ours <= 1.2 * eager + 0.01 for eager, ours in run.exact_errors.values()), run.exact_errors
 
 
 @NO_ROWS
-def test_casts_behind_a_gather(pool2: RankPool) -> None:
-    """Hand-written graphs: what moves is a site, what only looks alike stays with its reason; numbers are eager's."""
-    sites = {"rows": 1, "any_scale": 1, "dim1": 1, "columns": 1, "behind": 1}
+def test_casts_after_a_gather(pool2: RankPool) -> None:
+    """Hand-written graphs: casts that move make a site, lookalikes stay with their reason, numbers are eager's."""
+    sites = {"rows": 1, "any_scale": 1, "dim1": 1, "columns": 1, "scaled_after": 1}
     reasons = {
         **dict.fromkeys(
-            ("other_order", "two_orders", "square", "turned_columns", "in_16_bits", "two_formats"), "cast_in_between"
+            ("other_order", "two_orders", "square", "transposed_columns", "in_16_bits", "two_formats"), "cast_in_between"
         ),
         **dict.fromkeys(("logged", "smooth", "mask", "watched", "wide"), "cast_in_between"),
         "columns": "scaled_form",
-        "behind_any": "scale_not_constant",
+        "scaled_after_any": "scale_not_constant",
     }
-    for found in pool2.run(cast_behind, timeout=200):
-        assert {name for name, _ in found} == set(sites) | set(reasons)
-        for (name, dynamic), (equal, far, decisions) in found.items():
-            assert equal and far < 0.01, (name, dynamic)
-            taken = sum(d.overlapped and d.strategy.mode is not Mode.MERGED for d in decisions)
+    for run in pool2.run(hoist_graphs, timeout=200):
+        assert {name for name, _ in run} == set(sites) | set(reasons)
+        for (name, dynamic), (equal, difference, decisions) in run.items():
+            assert equal and difference < 0.01, (name, dynamic)
+            overlapped = sum(d.overlapped and d.strategy.mode is not Mode.MERGED for d in decisions)
             why = "dynamic_shape" if (name, dynamic) == ("dim1", True) else reasons.get(name)  # half of a symbolic length
-            assert taken == (0 if why == "dynamic_shape" else sites.get(name, 0)), (name, dynamic, decisions)
+            assert overlapped == (0 if why == "dynamic_shape" else sites.get(name, 0)), (name, dynamic, decisions)
             assert why is None or why in [d.reason.value for d in decisions if d.reason], (name, dynamic, decisions)
 
 
-def told(rank: int, world: int) -> str:
-    """The error of ranks whose filters differ: the last one keeps `down` in 16 bits. (Both plans are new to the group: of a
-    length that no other test has.)"""
+def mismatch_error(rank: int, world: int) -> str:
+    """Return the error of ranks whose filters differ: the last one leaves `down` in 16 bits.
+
+    Both plans are new to the group: no other test has this length.
+    """
     options = {**EAGER, "overlap": "force"} | ({"fp8": {"filter": Only("up")}} if rank else {})
     try:
         float8(rank, world, MLP, {"dtype": BF16, "length": 96}, options)
@@ -260,18 +267,20 @@ def told(rank: int, world: int) -> str:
 
 
 def test_a_product_that_ranks_cast_differently_is_named(pool2: RankPool) -> None:
-    for text in pool2.run(told, timeout=60):
+    for text in pool2.run(mismatch_error, timeout=60):
         assert text.startswith("PlanMismatchError")
         assert "rank 0: float8: forward matmul of 'down' by tensorwise" in text, text
         assert "rank 1: float8: forward matmul of 'down' in 16 bits (filtered: the fp8 filter refuses" in text, text
     pool2.close()  # its group is poisoned now; the next test gets a new one
 
 
-def by_hand(rank: int, world: int) -> str:
-    """A weight that is no DTensor, of which rank 1 has columns that do not divide by 16: its error. It then takes part in what
-    rank 0 waits in."""
+def manual_sharding_error(rank: int, world: int) -> str:
+    """Return the error for a manually sharded weight whose columns do not divide by 16 on rank 1.
+
+    Rank 1 then joins the all_reduce that rank 0 waits in.
+    """
     name, before = world_name(), settings.current().init_timeout_s
-    w, said = torch.ones(40 if rank else 48, 64, dtype=BF16), ""
+    w, message = torch.ones(40 if rank else 48, 64, dtype=BF16), ""
     function = lambda x, w: funcol.all_gather_tensor(x, 0, name) @ w.t()  # noqa: E731
     settings.configure(init_timeout_s=6.0)
     try:
@@ -280,28 +289,28 @@ def by_hand(rank: int, world: int) -> str:
                 torch.ones(8, 64, dtype=BF16), w
             )
     except UbOverlapError as failed:
-        said = f"{type(failed).__name__}: {failed}"
+        message = f"{type(failed).__name__}: {failed}"
     finally:
         settings.configure(init_timeout_s=before)
     if rank == 1:
         funcol.wait_tensor(funcol.all_reduce(torch.ones(()), "max", name))
-    return said
+    return message
 
 
-def test_a_weight_sharded_by_hand_is_named(pool2: RankPool) -> None:
-    """By the rank that waits at an op. The other one waits in c10d meanwhile, and hears of it afterwards."""
-    other, said = pool2.run(by_hand, timeout=60)
-    assert said.startswith(
+def test_manually_sharded_weight_is_named(pool2: RankPool) -> None:
+    """The rank that waits at an op raises first. The other one waits in c10d, and raises afterwards."""
+    other, message = pool2.run(manual_sharding_error, timeout=60)
+    assert message.startswith(
         "PlanMismatchError: rank 0 of the group compiled another plan than rank 1, and did not reach this op"
-    ), said
-    assert "rank 0: float8: forward matmul of '' by tensorwise" in said
-    assert "rank 1: float8: forward matmul of '' in 16 bits (sizes_not_16: columns 40 do not divide by 16)" in said
+    ), message
+    assert "rank 0: float8: forward matmul of '' by tensorwise" in message
+    assert "rank 1: float8: forward matmul of '' in 16 bits (sizes_not_16: columns 40 do not divide by 16)" in message
     assert other.startswith("PeerFailedError") and "PlanMismatchError" in other, other
     pool2.close()
 
 
-def test_what_is_scattered_travels_as_float8(pool2: RankPool) -> None:
-    """Each rank sends half of its product [32, 128] as e4m3: an error of 2^-4 of an element, which is one of two summed."""
+def test_float8_reduce_scatter(pool2: RankPool) -> None:
+    """Each rank sends half of its result [32, 128] as e4m3: an error of 2^-4 of an element, one of two terms."""
     for plain, reduced in pool2.run(wire):
         assert plain <= 2**-8
         assert 2**-8 < reduced <= 2**-4
@@ -314,7 +323,7 @@ def test_casts_in_reports() -> None:
     plan = Plan("forward", (), casts=(cast,))
     assert Plan.from_json(plan.to_json()) == plan and json.loads(plan.to_json())["casts"][0]["reason"] == "filtered"
     assert line(plan).endswith("; float8 0 of 1 products; left in high precision: filtered 1")
-    (told,) = Report([plan]).casts
-    assert (told.node, told.reason, told.detail, told.error) == (cast.node, cast.reason, cast.detail, None)
+    (reported,) = Report([plan]).casts
+    assert (reported.node, reported.reason, reported.detail, reported.error) == (cast.node, cast.reason, cast.detail, None)
     other = CastDecision(node="mm", role="forward", module="a.b", shape="[1, 2] @ [2, 3]", recipe="tensorwise")
     assert len({Plan("forward", (), casts=c).digest for c in ((), (cast,), (other,))}) == 3

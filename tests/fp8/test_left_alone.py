@@ -1,4 +1,4 @@
-"""What stands beside float8 products and must keep its numbers: read off graphs, without ranks."""
+"""Nodes next to float8 matmuls must keep their numbers: checked on graphs, without ranks."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ def test_gathered_counts_and_losses_are_no_gradients() -> None:
         assert sorted(map(str, carried)) == sorted(("torch.uint8", str(dtype)))
 
 
-def test_float32_is_meant() -> None:
+def test_float32_is_left_alone() -> None:
     graph = scaled(lambda x, w, r: (x @ w.t(), x.float() @ r.float().t()), ((32, 64), BF16), ((48, 64), BF16), ((16, 64), BF16))
     assert len(products(graph)) == 1
     (router,) = graph.find_nodes(op="call_function", target=aten.mm.default)
     assert joint_decision(router).cast.reason is Reason.DTYPE_UNSUPPORTED
 
 
-def test_operands_lie_as_gpus_multiply_them() -> None:
-    """Rows of the left operand and columns of the right one in one piece, however the values came to lie."""
+def test_operand_layouts() -> None:
+    """Left operands are row-major, right operands column-major, whatever the layouts of the values."""
     cases: list[Callable[[Tensor, Tensor], Tensor]] = [
         lambda x, w: torch.relu(x.t()) @ w.t(),
         lambda x, w: x.t() @ w.t(),
@@ -88,20 +88,20 @@ def test_a_cast_to_the_same_type_is_no_cast() -> None:
     assert product.args[0].meta["val"].dtype is torch.float8_e4m3fn
 
 
-def test_linear_behind_linear() -> None:
-    """The second reads what the first computed in float8, and no product in 16 bits stays; gradients between them are e5m2."""
+def test_linear_after_linear() -> None:
+    """The second reads the result of the first; no 16-bit matmul stays; gradients between them are e5m2."""
     graph = scaled(lambda x, v, w: x @ v.t() @ w.t(), ((32, 64), BF16), ((48, 64), BF16), ((16, 48), BF16))
     assert len(products(graph)) == 2 and not graph.find_nodes(op="call_function", target=aten.mm.default)
     torch._dynamo.reset()
     module = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 32)).bfloat16()
-    options = {"fp8": {"recipe": "delayed", "state": "behind"}, "inner": "aot_eager"}
+    options = {"fp8": {"recipe": "delayed", "state": "linear after linear"}, "inner": "aot_eager"}
     with uncached():
         torch.compile(module, backend="ub_overlap", options=options)(torch.randn(32, 64, dtype=BF16)).sum().backward()
-    assert [key.rpartition("/")[2] for key in fp8_state("behind").state_dict()] == ["x", "x", "dy", "dy"]
+    assert [key.rpartition("/")[2] for key in fp8_state("linear after linear").state_dict()] == ["x", "x", "dy", "dy"]
 
 
 class Half(nn.Module):
-    """A size that no input has, and two symbolic ones on the way."""
+    """A size that no input has, and two symbolic ones in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Half(nn.Module):
 
 @pytest.mark.skipif(not ROWS, reason="no scales of rows on this torch's CPU")
 def test_sizes_that_no_input_has() -> None:
-    """Scales of rows would have to say them: in high precision, with the reason."""
+    """Per-row scales would need them: the linear stays in high precision, with the reason."""
     torch._dynamo.reset()
     mark = HISTORY.mark()
     options = {"fp8": {"recipe": "rowwise"}, "inner": "aot_eager"}
@@ -128,7 +128,7 @@ def test_sizes_that_no_input_has() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_rows(recipe: str) -> None:
-    """None at all, and none that the graph knows of: the largest magnitude of nothing is 0."""
+    """No rows, statically and at run time: the amax of no elements is 0."""
     torch._dynamo.reset()
     module = nn.Linear(64, 48).bfloat16()
     picked: Any = torch.compile(
@@ -137,9 +137,9 @@ def test_no_rows(recipe: str) -> None:
     )  # fmt: skip
     x = torch.randn(4, 64, dtype=BF16, requires_grad=True)
     with uncached(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        for wanted in (torch.ones(4), torch.zeros(4)):
-            y = picked(x, wanted)
-            assert y.shape == (int(wanted.sum()), 48) and y.isfinite().all()
+        for mask in (torch.ones(4), torch.zeros(4)):
+            y = picked(x, mask)
+            assert y.shape == (int(mask.sum()), 48) and y.isfinite().all()
         compiled: Any = torch.compile(module, backend="ub_overlap", options={"fp8": {"recipe": recipe}, "inner": "aot_eager"})
         compiled(x[:0]).sum().backward()
     assert x.grad is not None and (x.grad == 0).all()

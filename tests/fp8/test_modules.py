@@ -1,4 +1,4 @@
-"""Which module a call of a shared graph is of: while CUDA graphs are captured, and where graphs of the same modules differ."""
+"""Identify the module of a call of a shared graph: during captures, and with different graphs of the same modules."""
 
 from __future__ import annotations
 
@@ -103,5 +103,5 @@ def test_blocks_are_numbered_alike_by_all_their_graphs() -> None:
     of_second = {key: value for key, value in state.items() if "second/x" in key}
     assert sorted(key.partition("@")[2] for key in of_second) == ["", "1", "2"], sorted(state)
     for key, value in of_second.items():  # now, and in the call before
-        wanted = seen[int(key.partition("@")[2] or 0)]
-        assert value[:2].tolist() == pytest.approx([wanted] * 2, rel=0.1), (key, value[:3], seen)
+        amax = seen[int(key.partition("@")[2] or 0)]
+        assert value[:2].tolist() == pytest.approx([amax] * 2, rel=0.1), (key, value[:3], seen)

@@ -1,8 +1,8 @@
 """One linear in float8 on one process, against float64 with the inputs' own rounding.
 
-Legend: x [M, K], w [N, K]; q, s the quantised tensor and its scale; u(t) = 2^-(mantissa bits + 1) a type's unit roundoff.
+Legend: x [M, K], w [N, K]; q, s the quantized tensor and its scale; u(t) = 2^-(mantissa bits + 1) a type's unit roundoff.
 
-The bound of a product of quantised operands, element by element. Products of two float8 values are exact in float32 (4 + 4
+The bound of a product of quantized operands, element by element. Products of two float8 values are exact in float32 (4 + 4
 bits). A float32 sum of K terms errs by at most (K - 1) u(f32) sum|terms| to first order, in any order; scaling twice and adding
 a bias round three times more, storing as bf16 once, by u(bf16) of the result. Doubled for the second order.
 """
@@ -30,15 +30,15 @@ from ub_overlap.runtime.fp8 import amax_history
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 U32, U16 = 2.0**-24, 2.0**-9
-TINY = 2.0**-120
+LEAST_SCALE = 2.0**-120
 M, K, N = 32, 64, 48
 
 
-def quantised(x: Tensor, format: torch.dtype, dim: int | None) -> tuple[Tensor, Tensor]:
-    """As docs/guide/float8.md says it: (q, s)."""
+def quantized(x: Tensor, format: torch.dtype, dim: int | None) -> tuple[Tensor, Tensor]:
+    """Quantize as docs/guide/float8.md defines it: (q, s)."""
     largest = torch.finfo(format).max
     amax = (x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)).float()
-    s = (amax * (1.0 / largest)).clamp(min=TINY)
+    s = (amax * (1.0 / largest)).clamp(min=LEAST_SCALE)
     return (x.float() * s.reciprocal()).clamp(-largest, largest).to(format), s
 
 
@@ -92,11 +92,11 @@ def test_forward_and_gradients(kind: str, recipe: str) -> None:
         dy = inputs("signs" if kind == "normal" else kind)[:, :N].contiguous() * 0.01
         y.backward(dy)
     w = module.weight.detach()
-    xq, xs = quantised(x.detach(), E4M3, -1 if rows else None)
-    wq, ws = quantised(w, E4M3, -1 if rows else None)
+    xq, xs = quantized(x.detach(), E4M3, -1 if rows else None)
+    wq, ws = quantized(w, E4M3, -1 if rows else None)
     check(y.detach(), xq, wq.t(), xs, ws.t() if rows else ws, module.bias)
-    dq, ds = quantised(dy, E4M3 if rows else E5M2, -1 if rows else None)
-    vq, vs = quantised(w, E4M3, 0 if rows else None)
+    dq, ds = quantized(dy, E4M3 if rows else E5M2, -1 if rows else None)
+    vq, vs = quantized(w, E4M3, 0 if rows else None)
     assert x.grad is not None and module.weight.grad is not None
     check(x.grad, dq, vq, ds, vs)
     if not rows:
@@ -114,13 +114,13 @@ def test_quantisation_errs_by_half_a_step(recipe: str) -> None:
     for kind in ("normal", "binades", "outliers", "tiny"):
         x = inputs(kind)
         for format, unit, least in ((E4M3, 2.0**-4, 2.0**-10), (E5M2, 2.0**-3, 2.0**-17)):
-            q, s = quantised(x, format, -1 if recipe == "rowwise" else None)
+            q, s = quantized(x, format, -1 if recipe == "rowwise" else None)
             bound = (unit + 4 * U32) * x.double().abs() + s.double() * least
             assert ((x.double() - q.double() * s.double()).abs() <= bound).all()
 
 
-def test_it_is_float8_and_no_passthrough() -> None:
-    """Beside a value of 2^20 a tensor's least step is 2^20 / 448 * 2^-9: what is smaller by half is lost, as bf16 would not."""
+def test_it_is_float8_not_a_passthrough() -> None:
+    """With a value of 2^20 a tensor's least step is 2^20 / 448 * 2^-9: smaller values are lost, which bf16 keeps."""
     x = torch.full((M, K), 1.0).bfloat16()
     x[0, 0] = 2.0**20
     with uncached():
@@ -133,7 +133,7 @@ def test_it_is_float8_and_no_passthrough() -> None:
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_not_finite_travels(value: float) -> None:
+def test_non_finite_values_propagate(value: float) -> None:
     x = inputs("normal").clone()
     x[3, 5] = value
     with uncached():
@@ -164,15 +164,15 @@ def test_sizes_that_do_not_divide_and_a_filter() -> None:
 
 @pytest.mark.parametrize(("tokens", "width", "faster"), [(8192, 8192, True), (64, 512, False)])
 def test_a_linear_that_would_be_slower(tokens: int, width: int, faster: bool) -> None:
-    """By an H200's profile a large linear is faster in float8, and the casts of a small one cost more than it saves."""
+    """By an H200's profile a large linear is faster in float8; the casts of a small one cost more than it saves."""
     graph = torch.fx.Graph()
     with FakeTensorMode():
         values = [torch.empty(tokens, width, dtype=torch.bfloat16), torch.empty(width, width, dtype=torch.bfloat16)]
         x, w = (graph.placeholder(f"arg_{i}") for i in range(2))
-        turned = graph.call_function(torch.ops.aten.permute.default, (w, [1, 0]))
-        product = graph.call_function(torch.ops.aten.mm.default, (x, turned))
+        transposed = graph.call_function(torch.ops.aten.permute.default, (w, [1, 0]))
+        product = graph.call_function(torch.ops.aten.mm.default, (x, transposed))
         graph.output((product,))
-        for node, value in zip((x, w, turned, product), (*values, values[1].t(), values[0] @ values[1].t()), strict=True):
+        for node, value in zip((x, w, transposed, product), (*values, values[1].t(), values[0] @ values[1].t()), strict=True):
             node.meta["val"] = value
         count = insert_casts(graph, InsertConfig(recipe_of("tensorwise"), True, None, load("h200")))
     assert count == int(faster)
@@ -191,12 +191,12 @@ def test_cache_keys() -> None:
     class Other(Named):
         key = "other"
 
-    wanted = [
+    variants = [
         {}, {"fp8": "forward"}, {"fp8": "all"}, {"fp8": {"recipe": "rowwise"}},
         {"fp8": {"reduce_scatter": True}}, {"fp8": {"filter": Named()}},
         {"fp8": {"filter": Other()}},
     ]  # fmt: skip
-    assert len({str(key(**options)) for options in wanted}) == len(wanted)
+    assert len({str(key(**options)) for options in variants}) == len(variants)
     assert key(fp8={"filter": Named()}) == key(fp8={"filter": Named()})
     assert key(fp8={"filter": lambda module, shape: True}) is None
 
@@ -236,8 +236,8 @@ def test_explain_measures_each_product() -> None:
     apart = ((y.float() - plain.float()).norm() / plain.float().norm()).item()
     assert errors["0", "forward"] == pytest.approx(apart, rel=1e-3)
     rows = report.float8().splitlines()[2:]
-    found = [float(row.split()[-1]) for row in rows]
-    assert found == sorted(found, reverse=True) and len(rows) == 6
+    listed = [float(row.split()[-1]) for row in rows]
+    assert listed == sorted(listed, reverse=True) and len(rows) == 6
     assert report.float8() in str(report) and len(report.to_dict()["casts"]) == 6
     plain_report = ub_overlap.explain(model, {"inner": "aot_eager", "fp8": "all"})(x.bfloat16())
     assert {c.recipe for c in plain_report.casts} == {"tensorwise"}

@@ -1,4 +1,4 @@
-"""Under Inductor scaled products get their operands in the layouts that GPUs multiply, which the CPU does not ask for."""
+"""Under Inductor scaled matmuls get operands in the layouts that GPUs require and the CPU does not."""
 
 from __future__ import annotations
 

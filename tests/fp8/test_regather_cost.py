@@ -1,4 +1,4 @@
-"""When a gather is made twice, as float8 for the forward and in 16 bits for backward: by an H200's profile, without ranks."""
+"""When to gather twice, in float8 in forward and in 16 bits in backward: by an H200's profile, without ranks."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def traced(rows: int, inner: int, columns: int, format: torch.dtype = torch.floa
     the gathered elements in 16 bits."""
     graph, mode = Graph(), compat.__getattr__("FakeTensorMode")()
 
-    def given(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Node:
+    def placeholder(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Node:
         node = graph.placeholder(name)
         with mode:
             node.meta["val"] = torch.empty(shape, dtype=dtype)
         return node
 
-    x = given("x", (rows // RANKS, inner), torch.bfloat16)
-    w, sw = given("w", (columns, inner), format), given("sw", (1, columns), torch.float32)
-    dy = given("tangents_1", (rows, columns), torch.bfloat16)
+    x = placeholder("x", (rows // RANKS, inner), torch.bfloat16)
+    w, sw = placeholder("w", (columns, inner), format), placeholder("sw", (1, columns), torch.float32)
+    dy = placeholder("tangents_1", (rows, columns), torch.bfloat16)
     e = Emitter(graph, x, {})
     gather = e.call(c10d.all_gather_into_tensor.default, x, RANKS, "0")
     g = e.call(c10d.wait_tensor.default, gather)
@@ -46,8 +46,8 @@ def traced(rows: int, inner: int, columns: int, format: torch.dtype = torch.floa
 
 
 @pytest.mark.parametrize(("columns", "pays"), [(7168, True), (64, False)])
-def test_gathered_twice_where_it_is_hidden(columns: int, pays: bool) -> None:
-    """8192 tokens of 8192 channels: beside 7168 columns both gathers hide, beside 64 neither does."""
+def test_gather_twice_where_both_hide(columns: int, pays: bool) -> None:
+    """8192 tokens of 8192 channels: with 7168 columns both gathers hide, with 64 neither does."""
     why = explain_no_gain(traced(8192, 8192, columns), load("h200"), {})
     assert (why == "") is pays, why
     assert pays or why.startswith("predicted exposed us by profile h200")

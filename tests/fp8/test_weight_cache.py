@@ -1,4 +1,4 @@
-"""Casts of weights that outlive calls: made anew where a weight has changed, and nowhere else."""
+"""Cached casts of weights: repeated where a weight has changed, and nowhere else."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def noise(*shape: int, dtype: torch.dtype = BF16, seed: int = 1) -> Tensor:
     return (torch.randn(shape, generator=g) * torch.exp2(torch.randint(-12, 6, shape, generator=g).float())).to(dtype)
 
 
-def same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
+def same(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
     def bits(t: Tensor) -> Tensor:
         return t.view(torch.uint8 if t.dtype.itemsize == 1 else torch.int32)
 
-    return all(a.shape == b.shape and torch.equal(bits(a), bits(b)) for a, b in zip(found, expected, strict=True))
+    return all(a.shape == b.shape and torch.equal(bits(a), bits(b)) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("axis", AXES)
@@ -97,7 +97,7 @@ def swapped(w: Tensor) -> None:
 
 
 def negated(w: Tensor) -> None:
-    w.data.view(torch.int16)[11, 3] ^= -0x8000  # of one element the sign: no magnitude changes
+    w.data.view(torch.int16)[11, 3] ^= -0x8000  # of one element the sign: no absolute value changes
 
 
 @pytest.mark.parametrize("axis", AXES)
@@ -196,7 +196,7 @@ def model(dtype: torch.dtype = BF16, again: bool = False) -> Mlp:
 def train(module: Mlp, options: dict[str, Any], steps: int = 2, microbatches: int = 3, autocast: bool = False) -> list[Tensor]:
     """Outputs and the weights in the end."""
     torch._dynamo.reset()
-    found = []
+    outputs = []
     with uncached():
         run = torch.compile(module, backend="ub_overlap", options={"fp8": "all", **options})
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
@@ -207,10 +207,10 @@ def train(module: Mlp, options: dict[str, Any], steps: int = 2, microbatches: in
                 with torch.autocast("cpu", BF16, enabled=autocast):
                     y = run(x)
                 (y.float() ** 2).mean().backward()
-                found += [y.detach(), x.grad]
+                outputs += [y.detach(), x.grad]
             optimizer.step()
             optimizer.zero_grad()
-    return [*found, *(p.detach() for p in module.parameters())]
+    return [*outputs, *(p.detach() for p in module.parameters())]
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -256,12 +256,12 @@ def test_inductor_leaves_them_alone(again: bool, casts: list[Any], monkeypatch: 
 
 def test_autocast(casts: list[Any]) -> None:
     """float32 weights under autocast: cast from what autocast would have rounded them to."""
-    found = [
+    runs = [
         train(model(torch.float32), {"inner": "aot_eager", "fp8": {"weights": kind}}, autocast=True)
         for kind in ("cached", "per_call")
     ]
     assert len(casts) == 6
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 def test_forward_alone(casts: list[Any]) -> None:
@@ -303,8 +303,8 @@ def test_no_graph_returns_them() -> None:
     e = Emitter(graph, w, {})
     op = e.call(OP, w, BF16, None, None, False)
     q, scale = e.item(op, 0), e.item(op, 1)
-    turned, own = e.call(aten.permute.default, q, [1, 0]), e.call(aten.mul.Tensor, scale, 2.0)
-    graph.output((turned, scale, own, w))
+    transposed, own = e.call(aten.permute.default, q, [1, 0]), e.call(aten.mul.Tensor, scale, 2.0)
+    graph.output((transposed, scale, own, w))
     assert copy_returned_casts(graph) == 2
     remove_noop_ops(graph)  # Inductor's, which comes later
     (returned,) = graph.output_node().args
@@ -313,8 +313,8 @@ def test_no_graph_returns_them() -> None:
 
 
 def test_swapped_for_a_while(casts: list[Any]) -> None:
-    """Between forward and backward somebody evaluates with other elements, and autograd's versions do not show it."""
-    found = []
+    """Between forward and backward an evaluation runs with other elements, and autograd's versions do not show it."""
+    runs = []
     for kind in ("cached", "per_call"):
         module = model()
         torch._dynamo.reset()
@@ -331,8 +331,8 @@ def test_swapped_for_a_while(casts: list[Any]) -> None:
             for p, w in zip(module.parameters(), own, strict=True):
                 p.data.copy_(w)
             y.sum().backward()
-        found.append([y.detach(), x.grad, *(p.grad for p in module.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        runs.append([y.detach(), x.grad, *(p.grad for p in module.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
     assert len(casts) == 9
 
 
@@ -361,7 +361,7 @@ def test_threads() -> None:
             assert all(same((q, scale), cast_in_aten(w, None)) for q, scale in both), turn
 
 
-def test_activations_are_not_kept(casts: list[Any]) -> None:
+def test_activations_are_not_cached(casts: list[Any]) -> None:
     """A product of two inputs of the graph: only parameters come again."""
     torch._dynamo.reset()
 

@@ -112,67 +112,67 @@ def find_readers(gather: Node) -> GatherReaders | None:
     waits = readers(gather)
     if len(waits) != 1 or waits[0].target is not c10d.wait_tensor.default:
         return None
-    found = GatherReaders(gather, waits[0], {waits[0]})
-    for cast in _classify(found):
-        scaled = _match_scaled_cast(cast, found)
+    users = GatherReaders(gather, waits[0], {waits[0]})
+    for cast in _classify(users):
+        scaled = _match_scaled_cast(cast, users)
         if scaled is not None:
-            found.casts[cast] = scaled
+            users.casts[cast] = scaled
         else:
-            found.others.add(cast)
-    _keep_needed_amaxes(found)
-    return found
+            users.others.add(cast)
+    _keep_needed_amaxes(users)
+    return users
 
 
-def _classify(found: GatherReaders) -> list[Node]:
-    """Fill aliases, elementwise, amaxes and others of `found`. Return the nodes that are cast to float8."""
+def _classify(users: GatherReaders) -> list[Node]:
+    """Fill aliases, elementwise, amaxes and others of `users`. Return the nodes that are cast to float8."""
     casts: list[Node] = []
-    todo = [found.wait]
+    todo = [users.wait]
     while todo:
         node = todo.pop()
         for user in readers(node):
-            if user in found.aliases or user in found.elementwise or user in found.amaxes or user in casts:
+            if user in users.aliases or user in users.elementwise or user in users.amaxes or user in casts:
                 continue
-            is_alias = node in found.aliases
-            if is_alias and carries_elements(user, node, found.aliases, exact=True):
-                found.aliases.add(user)
+            is_alias = node in users.aliases
+            if is_alias and carries_elements(user, node, users.aliases, exact=True):
+                users.aliases.add(user)
                 todo.append(user)
-            elif is_alias and not _has_all_elements(node, found.wait):
-                found.others.add(user)
+            elif is_alias and not _has_all_elements(node, users.wait):
+                users.others.add(user)
             elif _is_elementwise_of(user, node):
-                found.elementwise[user] = found.elementwise.get(node, node)
+                users.elementwise[user] = users.elementwise.get(node, node)
                 if dtype_of(user) in FLOAT8:
                     casts.append(user)
                 else:
                     todo.append(user)
-            elif (granularity := _match_amax(user, node, found)) is not None:
-                found.amaxes[user] = granularity
+            elif (granularity := _match_amax(user, node, users)) is not None:
+                users.amaxes[user] = granularity
             else:
-                found.others.add(user)
+                users.others.add(user)
     for cast in casts:
-        del found.elementwise[cast]
+        del users.elementwise[cast]
     return casts
 
 
-def _keep_needed_amaxes(found: GatherReaders) -> None:
+def _keep_needed_amaxes(users: GatherReaders) -> None:
     """Move the amaxes that no cast needs to the other readers."""
-    has_row_casts = any(scaled.is_per_row for scaled in found.casts.values())
-    needed = _find_needed_amaxes(found)
+    has_row_casts = any(scaled.is_per_row for scaled in users.casts.values())
+    needed = _find_needed_amaxes(users)
     unneeded = {
-        n for n, granularity in found.amaxes.items() if not (has_row_casts if granularity is Granularity.ROW else n in needed)
+        n for n, granularity in users.amaxes.items() if not (has_row_casts if granularity is Granularity.ROW else n in needed)
     }
-    found.others |= unneeded
-    found.amaxes = {n: granularity for n, granularity in found.amaxes.items() if n not in unneeded}
+    users.others |= unneeded
+    users.amaxes = {n: granularity for n, granularity in users.amaxes.items() if n not in unneeded}
 
 
-def _find_needed_amaxes(found: GatherReaders) -> set[Node]:
+def _find_needed_amaxes(users: GatherReaders) -> set[Node]:
     """Return the amaxes that the scales of casts are computed from."""
-    elements = found.aliases | found.elementwise.keys()
-    chain = [n for cast in found.casts for n in _elementwise_chain(cast, found)]
+    elements = users.aliases | users.elementwise.keys()
+    chain = [n for cast in users.casts for n in _elementwise_chain(cast, users)]
     todo = [scale for n in chain for scale in n.all_input_nodes if scale not in elements]
     needed, seen = set[Node](), set(todo)
     while todo:
         node = todo.pop()
-        if node in found.amaxes:
+        if node in users.amaxes:
             needed.add(node)
             continue
         todo += (new := set(node.all_input_nodes) - seen)
@@ -180,10 +180,10 @@ def _find_needed_amaxes(found: GatherReaders) -> set[Node]:
     return needed
 
 
-def _elementwise_chain(cast: Node, found: GatherReaders) -> list[Node]:
+def _elementwise_chain(cast: Node, users: GatherReaders) -> list[Node]:
     """Return the nodes that compute `cast` from an alias, last first."""
     chain = [cast]
-    while (previous := next((n for n in chain[-1].all_input_nodes if n in found.elementwise), None)) is not None:
+    while (previous := next((n for n in chain[-1].all_input_nodes if n in users.elementwise), None)) is not None:
         chain.append(previous)
     return chain
 
@@ -227,32 +227,32 @@ def _has_scale_shape(value: Node) -> bool:
     return not shape or is_same(shape[-1], 1) or all(is_same(s, 1) for s in shape[:-1])
 
 
-def _match_amax(user: Node, node: Node, found: GatherReaders) -> Granularity | None:
+def _match_amax(user: Node, node: Node, users: GatherReaders) -> Granularity | None:
     """Return the granularity at which `user` is the amax of `node`.
 
     None where it is none, or where `node` has other inputs than the gathered elements.
     """
-    if user.target not in _AMAX_OPS or user.kwargs or tensor_of(user) is None or not _is_from_gather_only(node, found):
+    if user.target not in _AMAX_OPS or user.kwargs or tensor_of(user) is None or not _is_from_gather_only(node, users):
         return None
     if not shape_of(user):
         return Granularity.TENSOR if dtype_of(user) in _EXACT_IN_FLOAT32 else None
-    rank, alias = len(shape_of(node)), found.elementwise.get(node, node)
+    rank, alias = len(shape_of(node)), users.elementwise.get(node, node)
     if user.target is not aten.amax.default or rank < 2 or len(user.args) != 3 or not user.args[2]:
         return None
     dims = {int(d) % rank for d in user.args[1]}  # type: ignore[union-attr,arg-type]
-    if is_same(shape_of(node)[-1], 1) or not _has_rows_of_shards(alias, found.wait):
+    if is_same(shape_of(node)[-1], 1) or not _has_rows_of_shards(alias, users.wait):
         return None
     if dims == set(range(rank - 1)):
         return Granularity.COLUMN if dtype_of(user) in _EXACT_IN_FLOAT32 else None
     if dims != {rank - 1}:
         return None
-    found.row_order = found.row_order or _row_order(alias)
-    return Granularity.ROW if _row_order(alias) is found.row_order else None
+    users.row_order = users.row_order or _row_order(alias)
+    return Granularity.ROW if _row_order(alias) is users.row_order else None
 
 
-def _is_from_gather_only(node: Node, found: GatherReaders) -> bool:
+def _is_from_gather_only(node: Node, users: GatherReaders) -> bool:
     """Return whether `node` is computed from gathered elements and numbers only."""
-    while node not in found.aliases:
+    while node not in users.aliases:
         if len(node.all_input_nodes) != 1:
             return False
         node = node.all_input_nodes[0]
@@ -266,18 +266,18 @@ def _row_order(alias: Node) -> Node:
     return alias
 
 
-def _match_scaled_cast(cast: Node, found: GatherReaders) -> ScaledCast | None:
+def _match_scaled_cast(cast: Node, users: GatherReaders) -> ScaledCast | None:
     """Return how `cast` is computed, or None where it is not scaled, or by something else than amaxes."""
     node, last_scale, kinds = cast, None, set()
-    while node not in found.aliases:
+    while node not in users.aliases:
         inputs = node.all_input_nodes
-        elements = [n for n in inputs if n in found.elementwise or n in found.aliases]
+        elements = [n for n in inputs if n in users.elementwise or n in users.aliases]
         if len(elements) != 1:
             return None
         for scale in inputs:
             if scale is elements[0]:
                 continue
-            granularity = found.granularity(scale)
+            granularity = users.granularity(scale)
             if granularity is None or not is_same_shape(shape_of(scale), _scale_shape(granularity, shape_of(elements[0]))):
                 return None
             last_scale = last_scale or scale
@@ -286,9 +286,9 @@ def _match_scaled_cast(cast: Node, found: GatherReaders) -> ScaledCast | None:
     if last_scale is None:
         return None
     finest = next(kind for kind in (Granularity.ROW, Granularity.COLUMN, Granularity.TENSOR) if kind in kinds)
-    if finest is not Granularity.TENSOR and not _has_rows_of_shards(node, found.wait):
+    if finest is not Granularity.TENSOR and not _has_rows_of_shards(node, users.wait):
         return None
-    if finest is Granularity.ROW and _row_order(node) is not found.row_order:
+    if finest is Granularity.ROW and _row_order(node) is not users.row_order:
         return None
     return ScaledCast(node, last_scale, finest)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.fp8.rank_fp8 import accumulated, apart
+from tests.fp8.rank_fp8 import run_microbatches, run_unequal_ranks
 from tests.gpu import captures
 from tests.gpu.cases import BF16, E4M3, E5M2, F16, F32
 from tests.gpu.lockstep import Lockstep
@@ -147,14 +147,14 @@ def first_seen_in_a_capture(lockstep: Lockstep) -> str:
 def ranks(lockstep: Lockstep) -> str:
     """Two steps of two microbatches with shards 8x apart: all ranks use one scale."""
     with on(lockstep.device):
-        equal, kinds, _, casts, state = accumulated(lockstep.rank, lockstep.ranks)
+        equal, kinds, _, casts, state = run_microbatches(lockstep.rank, lockstep.ranks)
     assert equal and casts == {"delayed"}, (equal, casts)
     assert kinds == {phase: ["all_gather_matmul", "matmul_reduce_scatter"] for phase in ("forward", "backward")}, kinds
     gathered = sorted(key for key in state if key.endswith(("up/x", "down/dy")))
     assert len(gathered) == 2, sorted(state)
     assert all((state[key][1:] > 0).sum() == 3 for key in gathered)  # of four calls; the last amax is not pushed yet
     with on(lockstep.device):
-        found = apart(lockstep.rank, lockstep.ranks)
+        found = run_unequal_ranks(lockstep.rank, lockstep.ranks)
     worst = max(max(errors) for errors in found.values())
     assert worst < 0.15, found
     return f"one scale of what is gathered: errors of {worst:.1e} at most where shards are 8x apart"

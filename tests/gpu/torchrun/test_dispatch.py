@@ -204,7 +204,7 @@ def casts_hoisted(lockstep: Lockstep) -> str:
     if not lockstep.cuda and not compat.cpu_scales_rows():
         pytest.skip("this torch's CPU has no scales of rows")
     inputs, done = operands(lockstep.rank, lockstep.device), []
-    for name in ("rows", "any_scale", "dim1", "columns", "behind"):
+    for name in ("rows", "any_scale", "dim1", "columns", "scaled_after"):
         _, far, decisions = graph(name, inputs)
         lockstep.sync()
         session.check()
