@@ -19,10 +19,6 @@ from tests.fp8.rank_fp8 import run_microbatches, run_unequal_ranks
 from tests.fp8.test_numerics import E4M3, E5M2, LEAST_SCALE, K, M, N, check, compiled, inputs, linear, quantized
 from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
-from ub_overlap.compiler.cost.profile_lookup import load
-from ub_overlap.compiler.fp8.insert.fp8_profitability import Fp8Profitability
-from ub_overlap.compiler.fp8.insert.linears import find_linears
-from ub_overlap.compiler.fp8.recipe import recipe_of
 from ub_overlap.compiler.options import parse
 from ub_overlap.compiler.plan.reasons import Reason
 from ub_overlap.compiler.reports.history import HISTORY
@@ -235,28 +231,6 @@ def test_warm_caches(state: Fp8State, tmp_path: Any, monkeypatch: pytest.MonkeyP
     history = {key.rpartition("/")[2]: value for key, value in state.state_dict().items()}
     assert history["x"][:2].tolist() == [2 * x.abs().max().item(), x.abs().max().item()]
     assert history["dy"][:2].tolist() == [dy.abs().max().item()] * 2
-
-
-def test_profitability() -> None:
-    """Activations and gradients are read once: casts cost less than with current scales."""
-    graph = torch.fx.Graph()
-    x, w = (graph.placeholder(name) for name in ("x", "w"))
-    transposed = graph.call_function(torch.ops.aten.permute.default, (w, [1, 0]))
-    product = graph.call_function(torch.ops.aten.mm.default, (x, transposed))
-    graph.output((product,))
-    rows, inner, cols = 16384, 8192, 16  # few columns: the casts are most of it
-    sizes = ((x, (rows, inner)), (w, (cols, inner)), (transposed, (inner, cols)), (product, (rows, cols)))
-    for node, size in sizes:
-        node.meta["val"] = torch.empty(size, dtype=torch.bfloat16, device="meta")
-    linears = find_linears(graph, set())
-    reasons = {
-        name: Fp8Profitability(linears, recipe_of(name), load("h200"), {}, "bfloat16").explain_slowdown(
-            linears[0], [linears[0].forward]
-        )
-        for name in ("tensorwise", "delayed")
-    }
-    casts = {name: int(text.rpartition("casts ")[2]) for name, text in reasons.items()}
-    assert casts["delayed"] < casts["tensorwise"]
 
 
 def test_training(state: Fp8State, monkeypatch: pytest.MonkeyPatch) -> None:

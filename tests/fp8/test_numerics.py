@@ -20,8 +20,10 @@ import ub_overlap
 from tests.fp8.rank_fp8 import RECIPES, ROWS
 from tests.models.compare import uncached
 from ub_overlap.compiler.cost.profile_lookup import load
+from ub_overlap.compiler.fp8.insert.fp8_profitability import Fp8Profitability
 from ub_overlap.compiler.fp8.insert.insert_casts import insert_casts
 from ub_overlap.compiler.fp8.insert.insert_config import InsertConfig
+from ub_overlap.compiler.fp8.insert.linears import find_linears
 from ub_overlap.compiler.fp8.recipe import recipe_of
 from ub_overlap.compiler.joint.joint_decision import joint_decision
 from ub_overlap.compiler.options import parse
@@ -179,6 +181,28 @@ def test_a_linear_that_would_be_slower(tokens: int, width: int, faster: bool) ->
     casts = [cast for n in graph.nodes if (cast := joint_decision(n).cast) is not None]
     assert [c.reason for c in casts] == [None if faster else Reason.NO_GAIN]
     assert faster or "casts" in casts[0].detail
+
+
+def test_delayed_casts_cost_less() -> None:
+    """Activations and gradients are read once: casts cost less than with current scales."""
+    graph = torch.fx.Graph()
+    x, w = (graph.placeholder(name) for name in ("x", "w"))
+    transposed = graph.call_function(torch.ops.aten.permute.default, (w, [1, 0]))
+    product = graph.call_function(torch.ops.aten.mm.default, (x, transposed))
+    graph.output((product,))
+    rows, inner, cols = 16384, 8192, 16  # few columns: the casts are most of it
+    sizes = ((x, (rows, inner)), (w, (cols, inner)), (transposed, (inner, cols)), (product, (rows, cols)))
+    for node, size in sizes:
+        node.meta["val"] = torch.empty(size, dtype=torch.bfloat16, device="meta")
+    linears = find_linears(graph, set())
+    reasons = {
+        name: Fp8Profitability(linears, recipe_of(name), load("h200"), {}, "bfloat16").explain_slowdown(
+            linears[0], [linears[0].forward]
+        )
+        for name in ("tensorwise", "delayed")
+    }
+    casts = {name: int(text.rpartition("casts ")[2]) for name, text in reasons.items()}
+    assert casts["delayed"] < casts["tensorwise"]
 
 
 def test_cache_keys() -> None:
