@@ -1,19 +1,21 @@
-"""What a site is worth: a model of the device that plays the very schedules that would run.
+"""The cost model: predictions from the very schedules that would run.
 
-    profile.py    what is known of a machine, as numbers: JSON, checked field by field
-    load.py       which profile to use: load("h200"), load("file.json"), load(None)
-    shape.py      what has to be computed and moved at one site      SiteShape
-    matmul.py     time of one matmul
-    program.py    a rank's schedule as items with costs to look up
-    play.py       items on two queues, with events, flags and contention -> times
-    predict.py    (shape, strategy, profile) -> Prediction
-    choose.py     (shape, profile) -> Choice
-    of_site.py    a graph's site -> SiteShape
-    again.py      what gathering a tensor again adds to backward
-    amounts.py    bytes and operations of a site, and what a bulk collective takes along
+    profile.py          measured properties of a machine: JSON, checked field by field
+    profile_lookup.py   which profile to use: load("h200"), load("file.json"), load(None)
+    policy.py           the policy of overlap="auto": what is weighed, by which profile, above which threshold
+    site_shape.py       the sizes of one site: SiteShape
+    wire.py             bytes on the wire
+    matmul_time.py      time of one matmul
+    program.py          a rank's schedule as items with costs to look up
+    simulate.py         items on two queues, with events, flags and contention -> times
+    predict.py          (shape, strategy, profile) -> Prediction
+    choice.py           (shape, profile) -> StrategyChoice
+    site_sizes.py       a graph's site -> SiteShape
+    regather.py         time that gathering a tensor again adds to backward
+    traffic.py          bytes and operations of a site
 
-All of it but of_site.py, again.py and amounts.py is plain Python without torch: a plan can be made where there is no GPU and no
-torch.fx. A prediction depends on shape, strategy and profile alone.
+All but policy.py, site_sizes.py, regather.py and traffic.py is plain Python without torch: a plan can be made without a GPU and
+without torch.fx. A prediction depends on shape, strategy and profile alone.
 """
 
 from .choice import StrategyChoice, choose

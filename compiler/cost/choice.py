@@ -1,4 +1,4 @@
-"""(shape, profile) -> the strategy that is predicted to be fastest, with a preference for the simpler."""
+"""(shape, profile) -> the strategy that is predicted to be fastest, with a preference for simpler ones."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .site_shape import SiteShape
 
 MARGIN = 0.02
 MARGIN_US = 3.0
-"""What a more complicated strategy must save, as a share and in microseconds: predictions err by as much."""
+"""The saving required of a more complicated strategy, as a share and in microseconds: the prediction error."""
 MARGIN_SENT = 0.25
-"""No margin is more than this share of the collective alone, which is all that a strategy can save: beside a long matmul 2%
-would be."""
+"""The margin is at most this share of the collective alone, which is all that a strategy can save. With a long matmul 2% would
+be more."""
 
 
 @dataclass(frozen=True, slots=True)
 class StrategyChoice:
-    """`predictions`: by strategy, as text. `reason`: the reckoning in a sentence. `gain_us`: against the plain way. `open`:
-    what could be chosen. `strategy` is a single one, until carry.py has made a table of several choices."""
+    """`predictions`: by strategy, as text. `reason`: the predictions in a sentence. `gain_us`: against no overlap. `open`: the
+    strategies to choose from. `strategy` is a single one, until dispatch_table.py combines several choices in a table."""
 
     strategy: Strategy | DispatchTable
     predictions: dict[str, Prediction]
@@ -31,18 +31,18 @@ class StrategyChoice:
 
 
 def margin_us(us: float, plain: Prediction) -> float:
-    """What must be saved to take the place of something that takes `us`. `plain`: the plain way."""
+    """Return the saving required to replace a strategy that takes `us`. `plain`: the prediction without overlap."""
     return max(min(MARGIN * us, MARGIN_SENT * plain.communication_us), MARGIN_US)
 
 
 def choose(
     shape: SiteShape, profile: Profile, overlap_only: bool = False, chunks: int = 0, timed: tuple[str, ...] = ()
 ) -> StrategyChoice:
-    """The cheapest strategy. `overlap_only`: of those that overlap (the plain way is still predicted). `chunks`: in so many
-    pieces if at all; 0: in any number. `timed`: of these alone, where any are given (for comparisons with measured times).
+    """Return the cheapest strategy. `overlap_only`: only those that overlap (none is still predicted). `chunks`: the number of
+    pieces; 0: any number. `timed`: only these, if any (for comparisons with measured times).
 
-    Strategies are met from the simplest to the most complicated (none, one piece, few pieces, many, stripes); one takes the
-    place of the best so far only if it saves `margin_us`.
+    Strategies are compared from the simplest to the most complicated: none, one piece, few pieces, many, stripes. One replaces
+    the best so far only if it saves `margin_us`.
     """
     return _choose(shape, profile, overlap_only, chunks, timed)
 

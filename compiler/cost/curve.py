@@ -1,4 +1,4 @@
-"""Times that were measured at some sizes, and what lies between them."""
+"""Times measured at some sizes, and interpolation between them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ Curve = tuple[tuple[float, float], ...]
 
 
 def at(curve: Curve, size: float) -> float:
-    """Microseconds for `size` bytes: linear between points, on along the last two beyond; below the first point its time falls
-    with the slope behind it, to half of it at most (what a transfer of nothing costs was not measured)."""
+    """Return the microseconds for `size` bytes: linear between points, and extrapolated from the last two beyond them.
+
+    Below the first point the time falls with the slope after it, to half of its time at least: an empty transfer was not
+    measured.
+    """
     if len(curve) == 1:
         known, us = curve[0]
         return us * max(size / known, 0.5)
@@ -23,8 +26,10 @@ def at(curve: Curve, size: float) -> float:
 
 
 def between(curves: Mapping[int, Curve], ranks: int, size: float) -> float | None:
-    """Microseconds for `size` bytes in a group of `ranks`: between the measured group sizes on both sides, by the
-    logarithm of ranks; beyond them the nearest one's. None where nothing was measured."""
+    """Return the microseconds for `size` bytes in a group of `ranks`, interpolated by the logarithm of ranks.
+
+    Beyond the measured group sizes the nearest one is used. None where nothing was measured.
+    """
     below = max((r for r in curves if r <= ranks), default=0)
     above = min((r for r in curves if r >= ranks), default=0)
     if not below or not above:

@@ -1,4 +1,4 @@
-"""(shape, strategy, profile) -> how long the site takes, and when each of its steps runs."""
+"""(shape, strategy, profile) -> the time of the site, and when each of its steps runs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .site_shape import SIZES, SiteShape
 
 STRIPES = (2, 4)
 LEAST_BLOCK = 128
-"""Rows of a shard's share of a stripe: libraries batch smaller blocks badly."""
+"""Least rows of a shard's share of a stripe: libraries are slow with batches of smaller blocks."""
 LEAST_ROWS = 8
-"""Candidates cut a product into no pieces of fewer rows."""
+"""Least rows of a piece."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """Microseconds of one site by one strategy.
 
-    `matmul_us`: its whole matmuls alone, in the plain way with what sums them. `communication_us`: its transfers alone.
+    `matmul_us`: its whole matmuls alone; without overlap, their sums too. `communication_us`: its transfers alone.
     `timeline`: (queue, step, begin, end), of rank 0.
     """
 
@@ -36,7 +36,7 @@ class Prediction:
 
 
 def candidates(shape: SiteShape) -> list[Strategy]:
-    """What could run the site, the plain way first."""
+    """Return the strategies that can run the site, none first."""
     if shape.ranks == 1:
         return [NONE]
     if shape.bulk:
@@ -52,7 +52,7 @@ def candidates(shape: SiteShape) -> list[Strategy]:
 
 
 def predict(shape: SiteShape, strategy: Strategy, profile: Profile) -> Prediction:
-    """ValueError where the strategy cannot run the site."""
+    """Predict a site. ValueError where the strategy cannot run it."""
     return _predict(shape, strategy, profile)
 
 
@@ -64,12 +64,14 @@ def _predict(shape: SiteShape, strategy: Strategy, profile: Profile) -> Predicti
     steps = profile.steps
     made = programs(shape.key(strategy))
     cost = _costs(shape, profile)
-    contention = Contention(1 + profile.matmul_beside, 1 + profile.push_beside, steps.event_us, steps.wait_us, steps.arrive_us)
+    contention = Contention(
+        1 + profile.matmul_slowdown, 1 + profile.push_slowdown, steps.event_us, steps.wait_us, steps.arrive_us
+    )
     times = play(made, cost, contention)
     pushes = sum(cost(item.work) for item in made[0] if item.work.what == "push")
     flags = sum(cost(item.work) for item in made[0] if item.work.what == "flag")
     us = max(end for rank in times for _, end in rank)
-    # A piece's time comes from other measurements than the whole's: cutting never makes a product faster than its floor.
+    # The times of pieces and of the whole come from different measurements. Cutting never makes a matmul faster than the whole.
     floor = max(sum(matmuls), pushes)
     timeline = tuple(
         ("COPY" if item.copies else "COMPUTE", item.text, begin, end)
@@ -79,20 +81,20 @@ def _predict(shape: SiteShape, strategy: Strategy, profile: Profile) -> Predicti
 
 
 def collective_us(shape: SiteShape, profile: Profile) -> float:
-    """Microseconds of the plain collective."""
+    """Return the microseconds of the plain collective."""
     if shape.ranks == 1:
         return 0.0
     found = between(profile.collectives[shape.collective], shape.ranks, shape.bytes_sent)
-    # Nothing measured: a ring at the port's speed.
+    # Not measured: a ring at the bandwidth of the port.
     return 15.0 + at(profile.push, shape.bytes_sent) if found is None else found
 
 
 def _plain(shape: SiteShape, profile: Profile, matmuls: list[float]) -> Prediction:
-    """The collective and the matmuls, one after the other."""
+    """Predict the collective and the matmuls one after the other."""
     collective, at_us = collective_us(shape, profile), 0.0
     work = [(f"matmul {i}", us) for i, us in enumerate(matmuls)]
     if len(matmuls) > 1 and not shape.gathers and not shape.bulk:
-        # Products that are summed: a matmul that adds to a sum has it copied first, a schedule's adds where it already is.
+        # Summed products: a plain matmul that adds to a sum copies it first; a schedule's adds in place.
         m, n, _, _ = shape.matmuls[0]
         work += [(f"sum {i}", at(profile.copy, m * n * SIZES[shape.dtype])) for i in range(1, len(matmuls))]
     steps = (
@@ -118,12 +120,12 @@ def _whole_us(shape: SiteShape, profile: Profile, index: int) -> float:
 
 
 def _costs(shape: SiteShape, profile: Profile) -> Callable[[CostItem], float]:
-    """What each piece of work takes at this shape."""
+    """Return the function that gives the time of each item at this shape."""
     steps = profile.steps
     fixed = {
         "begin": steps.begin_us, "end": steps.end_us, "flag": steps.flag_us, "signal": steps.signal_us, "wait": steps.wait_us,
     }  # fmt: skip
-    known: dict[int, float] = {}  # by identity: the programs, which are kept, hold the work
+    known: dict[int, float] = {}  # by identity: the cached programs keep the items alive
 
     def cost(work: CostItem) -> float:
         us = known.get(id(work))
@@ -157,7 +159,8 @@ def _cost(shape: SiteShape, profile: Profile, work: CostItem) -> float:
 
 
 def _piece_us(shape: SiteShape, profile: Profile, work: CostItem) -> float:
-    """A matmul of some shards of the product: fewer rows, a shorter inner dim (contractions), or fewer columns (whole)."""
+    """Return the time of a matmul of some shards: fewer rows, a shorter inner dim (contractions), or fewer columns
+    (shard_dim_is_last)."""
     m, n, k, contracts = shape.matmuls[work.index]
     part = work.share / shape.ranks
     layout, pieces = _layout(shape, contracts), work.pieces
@@ -165,12 +168,12 @@ def _piece_us(shape: SiteShape, profile: Profile, work: CostItem) -> float:
         pieces *= shape.outer
     if contracts and part < 1:
         us = matmul_us(profile, shape.multiplied, layout, m, n, round(k * part))
-        # Accumulated in fp32: the sum is written so, and read again by every further piece.
+        # Accumulated in fp32: the sum is written in fp32, and read again by every further piece.
         more = m * n * (4 - SIZES[shape.dtype] + (4 if work.adds else 0))
         return us + max(0.0, more / (profile.compute.memory_gbs * 1e3))
     if shape.shard_dim_is_last and not shape.gathers and not shape.bulk:
         return matmul_us(profile, shape.multiplied, layout, m, round(n * part), k)
     rows, count = round(m * part / pieces), max(1, round(1 / part)) if part else 1
     first = matmul_us(profile, shape.multiplied, layout, rows, n, k, pieces)
-    # All pieces but one find the right operand where the one before left it; which one this is makes no difference here.
+    # All pieces but one find the right operand in the cache; which one is the first makes no difference here.
     return (first + (count - 1) * matmul_us(profile, shape.multiplied, layout, rows, n, k, pieces, True)) / count

@@ -1,6 +1,6 @@
-"""What is known of a machine: plain numbers, read from JSON, checked field by field.
+"""The measured properties of a machine: plain numbers, read from JSON, checked field by field.
 
-`python -m ub_overlap calibrate` writes such a file (runtime/calibrate); profiles of an H200 and of the CPU executor ship with
+`python -m ub_overlap calibrate` writes such a file (tools/calibrate); profiles of an H200 and of the CPU executor ship with
 the package (profiles/*.json), so that a laptop can plan for an H200. Times are microseconds, sizes bytes, rates GB/s or
 TFLOP/s.
 """
@@ -23,12 +23,12 @@ LAYOUTS = ("nt", "nn", "tn")
 """nt: x @ w.t(), a Linear; nn: its input's gradient; tn: its weight's, x.t() @ y."""
 DTYPES = ("bfloat16", "float16", "float32", "float8")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-_AGAIN = "make it again: torchrun --nproc-per-node N -m ub_overlap calibrate"
+_AGAIN = "create it again: torchrun --nproc-per-node N -m ub_overlap calibrate"
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
-    """The analytic model of a matmul: `units` work on tiles (rows, columns, efficiency) in waves; see matmul.py."""
+class ComputeModel:
+    """The analytic model of a matmul: `units` work on tiles (rows, columns, efficiency) in waves; see matmul_time.py."""
 
     units: int
     tiles: tuple[tuple[int, int, float], ...]
@@ -46,18 +46,18 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What the small steps of a call take."""
+    """The times of the small steps of a call."""
 
     begin_us: float
     """The call's first kernel."""
     end_us: float
-    """Its last one: the signals that the slot was read."""
+    """Its last kernel: the signals that the slot was read."""
     wait_us: float
     """A wait for flags that are there."""
     arrive_us: float
     """From a flag's write to the end of the wait for it."""
     flag_us: float
-    """A flag behind a push, on the copy queue."""
+    """A flag after a push, on the copy queue."""
     event_us: float
     """From the end of a step to the begin of one on the other queue that waits for it."""
     signal_us: float
@@ -68,15 +68,15 @@ class Steps:
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """Everything that the simulator needs; a pure value, named by its digest."""
+    """Everything that the simulator needs; an immutable value, identified by its digest."""
 
     name: str
     """ "h200", "cpu", "analytic:<gpu>", or what calibration called it."""
     key: Mapping[str, Any]
-    """What it was measured on; another machine's key differs."""
+    """The machine it was measured on; another machine's key differs."""
     source: str
     """Where the numbers come from, in words."""
-    compute: Compute
+    compute: ComputeModel
     matmuls: tuple[tuple[str, str, int, int, int, float], ...]
     """Measured: (layout, dtype, M, N, K, microseconds)."""
     push: Curve
@@ -88,14 +88,14 @@ class Profile:
     collectives: Mapping[str, Mapping[int, Curve]]
     """Plain collectives by ranks, by bytes that a rank sends."""
     steps: Steps
-    matmul_beside: float
-    """Slow-down of a matmul beside traffic: 0.03 is 3% more time while it lasts."""
-    push_beside: float
-    """Slow-down of traffic beside a matmul."""
+    matmul_slowdown: float
+    """Slowdown of a matmul during transfers: 0.03 is 3% more time while they last."""
+    push_slowdown: float
+    """Slowdown of transfers during a matmul."""
     checks: tuple[tuple[str, int, str, int, int, int, str, float], ...] = ()
     """Whole calls that were timed: (kind, ranks, dtype, M, N, K of one rank's matmul, strategy, microseconds)."""
     holes: tuple[str, ...] = ()
-    """What could not be measured and was taken from elsewhere."""
+    """What could not be measured and came from another profile."""
     digest: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -116,7 +116,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Profile:
-        """Reads a profile; OptionError names `where` (its file), the field, what it got and what it expected."""
+        """Read a profile. OptionError names `where` (its file), the field, what it got and what it expected."""
         try:
             found = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -130,7 +130,7 @@ class Profile:
 
 
 def _plain(p: Profile) -> dict[str, Any]:
-    """A profile as JSON values."""
+    """Return a profile as JSON values."""
     return {
         "name": p.name,
         "source": p.source,
@@ -146,7 +146,7 @@ def _plain(p: Profile) -> dict[str, Any]:
             "cache_mib": p.compute.cache_mib,
         },
         "steps": {name: getattr(p.steps, name) for name in Steps.__slots__},
-        "beside": {"matmul": p.matmul_beside, "push": p.push_beside},
+        "beside": {"matmul": p.matmul_slowdown, "push": p.push_slowdown},
         "push": _points(p.push),
         "copy": _points(p.copy),
         "reduce": _points(p.reduce),
@@ -162,18 +162,18 @@ def _points(curve: Curve) -> list[list[float]]:
 
 
 class _Reader:
-    """Takes a profile out of parsed JSON."""
+    """Reads a profile from parsed JSON."""
 
     def __init__(self, found: dict[str, Any], where: str) -> None:
         self.found, self.where = found, where
 
     def profile(self) -> Profile:
-        compute, beside = self.part("compute"), self.part("beside")
+        compute, slowdown = self.part("compute"), self.part("beside")
         return Profile(
             name=self.text("name"),
             key=self.part("key"),
             source=self.text("source"),
-            compute=Compute(
+            compute=ComputeModel(
                 units=round(self.number(compute, "compute.units", 1)),
                 tiles=self.tiles(compute),
                 tflops=self.named(compute, "compute.tflops", DTYPES, "bfloat16"),
@@ -189,8 +189,8 @@ class _Reader:
             reduce=self.curve(self.found.get("reduce"), "reduce"),
             collectives=self.collectives(),
             steps=Steps(**{name: self.number(self.part("steps"), f"steps.{name}") for name in Steps.__slots__}),
-            matmul_beside=self.number(beside, "beside.matmul"),
-            push_beside=self.number(beside, "beside.push"),
+            matmul_slowdown=self.number(slowdown, "beside.matmul"),
+            push_slowdown=self.number(slowdown, "beside.push"),
             checks=self.checks(),
             holes=self.holes(),
         )
@@ -294,7 +294,7 @@ class _Reader:
 
 
 def rising(points: Any) -> Curve:
-    """Points whose time never falls with size: noise must not make more bytes cheaper."""
+    """Return points whose time never falls with size: noise must not make more bytes cheaper."""
     out: list[tuple[float, float]] = []
     for size, us in points:
         out.append((size, max(us, out[-1][1]) if out else us))

@@ -11,7 +11,7 @@ from pathlib import Path
 from ub_overlap.runtime import machine, profile_store
 from ub_overlap.runtime.errors import OptionError
 
-from .profile import Compute, Profile
+from .profile import ComputeModel, Profile
 
 log = logging.getLogger(__name__)
 
@@ -23,13 +23,13 @@ _GENERATIONS = {(8, 0): (2.2, 230.0, 1500.0), (9, 0): (5.45, 385.0, 3800.0), (10
 
 
 def shipped() -> list[str]:
-    """Names of the profiles that come with the package."""
+    """Return the names of the profiles that come with the package."""
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
 @lru_cache(maxsize=64)
 def read(path: Path) -> Profile:
-    """The profile in a file. OptionError names file, field, got and expected."""
+    """Read the profile in a file. OptionError names file, field, got and expected."""
     try:
         text = path.read_text()
     except (OSError, ValueError) as error:  # ValueError: no text, or no path
@@ -43,10 +43,11 @@ def read(path: Path) -> Profile:
 
 
 def load(which: str | Path | Profile | None = None, ranks: int | None = None, device: str | None = None) -> Profile:
-    """`which`: a profile, its path, or the name of a shipped one. None: the one that was measured on this machine (for groups
-    of `ranks` if there is one), else the one shipped for this kind of device, else an analytic one; what it came to is logged.
+    """Return a profile. `which`: a profile, its path, or the name of a shipped one.
 
-    `device`: "cuda" or "cpu" (None: cuda where there is one). OptionError for what is no profile.
+    None: the one measured on this machine (for groups of `ranks` if there is one), else the one shipped for this kind of
+    device, else an analytic one; the result is logged. `device`: "cuda" or "cpu" (None: cuda where there is one). OptionError
+    for anything that is not a profile.
     """
     if isinstance(which, Profile):
         found = which
@@ -60,12 +61,14 @@ def load(which: str | Path | Profile | None = None, ranks: int | None = None, de
 
 
 _used: dict[str, Profile] = {}
-"""What this process has worked with, by what plans call it."""
+"""The profiles that this process has used, by their names in plans."""
 
 
 def of_plan(names: str, ranks: int) -> Profile | None:
-    """The profile that a plan's choices for a group of `ranks` rest on: `names` is what the plan says of them, by commas. None
-    where it is not at hand: not used by this process, not shipped, and not in the user's cache directory."""
+    """Return the profile behind a plan's choices for a group of `ranks`. `names`: the plan's profiles, separated by commas.
+
+    None where it is not available: not used by this process, not shipped, and not in the user's cache directory.
+    """
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     found = [profile for name in wanted if (profile := _used.get(name) or _stored().get(name)) is not None]
     if len(found) < len(wanted) or not found:
@@ -75,7 +78,7 @@ def of_plan(names: str, ranks: int) -> Profile | None:
 
 @lru_cache(maxsize=1)
 def _stored() -> dict[str, Profile]:
-    """Shipped and measured profiles, by what plans call them."""
+    """Return shipped and measured profiles, by their names in plans."""
     paths = [*FOLDER.glob("*.json")]
     with contextlib.suppress(OSError, RuntimeError):  # a directory that is not ours to read; no home at all
         paths += profile_store.directory().glob("*.json")
@@ -88,14 +91,14 @@ def _stored() -> dict[str, Profile]:
 
 
 def signature(which: str | Path | None, devices: tuple[str, ...]) -> tuple[str, ...]:
-    """What `load` may return, as digests: for the cache keys of compiled graphs. `devices`: types that graphs may be on."""
+    """Return the digests of what `load` may return, for cache keys of compiled graphs. `devices`: types of graphs' tensors."""
     if which is not None:
         return (load(which).digest,)
     return tuple(sorted({digest for device in devices for digest in _digests(device)}))
 
 
 def _digests(device: str) -> frozenset[str]:
-    """Of all that `_of_this_machine` may return, for groups of whatever size."""
+    """Return the digests of what `_of_this_machine` may return, for groups of any size."""
     mine, _ = profile_store.found(machine.key(device, 2)) if device == "cpu" or machine.device() == "cuda" else ([], [])
     ranks = {at for at, _ in mine} or {2}
     return frozenset({_of_this_machine(device, at).digest for at in ranks})
@@ -119,7 +122,7 @@ def _of_this_machine(device: str, ranks: int) -> Profile:
 
 
 def fallback(device: str, gpu: str) -> Profile:
-    """What is used where nobody has measured: the shipped profile of a near kind of device, else an analytic one."""
+    """Return the profile of an unmeasured device: the shipped one of a similar device, else an analytic one."""
     if device == "cpu":
         return read(FOLDER / "cpu.json")
     for part, stem in _BY_GPU:
@@ -135,13 +138,13 @@ def fallback(device: str, gpu: str) -> Profile:
 
 
 def analytic(name: str, units: int, capability: tuple[int, int]) -> Profile:
-    """A profile of a GPU that nobody measured: an H200's, scaled by what the properties tell."""
+    """Return an H200's profile scaled by the properties of an unmeasured GPU."""
     base = read(FOLDER / "h200.json")
     known = [c for c in _GENERATIONS if c <= tuple(capability)] or [min(_GENERATIONS)]
     per_unit, link, memory = _GENERATIONS[max(known)]
     _, base_link, base_memory = _GENERATIONS[9, 0]
     rate = per_unit * units / base.compute.tflops["bfloat16"]
-    compute = Compute(
+    compute = ComputeModel(
         units=units,
         tiles=base.compute.tiles,
         tflops={dtype: tflops * rate for dtype, tflops in base.compute.tflops.items()},
@@ -169,7 +172,7 @@ def analytic(name: str, units: int, capability: tuple[int, int]) -> Profile:
             for kind, curves in base.collectives.items()
         },
         steps=base.steps,
-        matmul_beside=base.matmul_beside,
-        push_beside=base.push_beside,
+        matmul_slowdown=base.matmul_slowdown,
+        push_slowdown=base.push_slowdown,
         holes=("everything: not measured",),
     )

@@ -1,9 +1,9 @@
 """A rank's schedule as the executor issues it: items on two queues, each with what it costs to look up.
 
-As csrc/cuda/executor.cpp does it: one kernel begins the call and makes all waits for free slots; neighbouring waits are one
-kernel, neighbouring local copies one launch; the last kernel tells the peers that the slot was read.
+Same order as csrc/cuda/executor.cpp: one kernel begins the call and waits for all free slots. Neighboring waits are one kernel,
+neighboring local copies one launch. The last kernel signals the peers that the slot was read.
 
-Costs are looked up by `CostItem`, which knows no sizes, only shares of a shard: one program serves every shape.
+Costs are looked up by `CostItem`, which holds shares of a shard and no sizes: one program serves every shape.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class CostItem:
     """`what`: "begin", "end", "matmul", "push", "flag", "copy", "reduce", "finish", "wait", "signal" or "opaque".
 
     `share`: shards it covers (matmul: of its product; a contraction: of what it reads). `index`: consumer or term of a matmul.
-    `pieces`: blocks of a matmul that do not lie together; sources of a reduction. `adds`: to what is there. `peer`: ranks
-    from here to where a push goes. `us`: of an opaque step.
+    `pieces`: separate blocks of a matmul; sources of a reduction. `adds`: accumulates into its output. `peer`: ranks
+    from this rank to the target of a push. `us`: of an opaque step.
     """
 
     what: str
@@ -50,12 +50,12 @@ class CostItem:
 
 
 FlagName = tuple[FlagKind, int, int]
-"""A flag by kind, ranks from its writer to where it lies, and index: the same word under rotation."""
+"""A flag by kind, distance in ranks from its writer to its owner, and index: the same word under rotation."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueItem:
-    """One step of a queue. `after`: items that must have ended. `waits` and `signals`: flags, seen from this rank."""
+    """One step of a queue. `after`: items that must have ended. `waits` and `signals`: flags, relative to this rank."""
 
     copies: bool
     work: CostItem
@@ -67,7 +67,7 @@ class QueueItem:
 
 @lru_cache(maxsize=512)
 def programs(key: Key) -> tuple[tuple[QueueItem, ...], ...]:
-    """One program a rank; a single one where every rank does the same but for where it stands in the ring."""
+    """Return one program per rank; a single one where all ranks do the same up to rotation."""
     made = [_program(schedule) for schedule in build_all(key)]
     shapes = {tuple(replace(item, text="") for item in program) for program in made}
     return (made[0],) if len(shapes) == 1 else tuple(made)
@@ -77,7 +77,7 @@ def _program(schedule: Schedule) -> tuple[QueueItem, ...]:
     rank, ranks = schedule.rank, schedule.key.ranks
     items: list[QueueItem] = [QueueItem(False, CostItem("begin"), text="begin")]
     events: dict[int, int] = {}
-    ended: dict[int, tuple[Region, Region]] = {}  # local copies by item, which a neighbour may join
+    ended: dict[int, tuple[Region, Region]] = {}  # local copies by item, which a neighbor may join
     copying = False
 
     def name(flag: Flag) -> FlagName:
@@ -87,7 +87,7 @@ def _program(schedule: Schedule) -> tuple[QueueItem, ...]:
         after = tuple(events[event] for event in step.after)
         copies = step.queue is Queue.COPY
         if isinstance(step, Wait) and step.back:
-            continue  # made by the call's first kernel
+            continue  # done by the call's first kernel
         if isinstance(step, Signal) and not copies and step.flag.kind is FlagKind.DONE:
             if items[-1].work.what != "end":
                 items.append(QueueItem(False, CostItem("end"), after, text="end"))
@@ -109,7 +109,7 @@ def _program(schedule: Schedule) -> tuple[QueueItem, ...]:
                 ended[len(items) - 1] = (step.src, step.dst)
         if step.record is not None:
             events[step.record] = len(items) - 1
-    one: dict[CostItem, CostItem] = {}  # equal work is one object, so that a cost is looked up without comparing
+    one: dict[CostItem, CostItem] = {}  # equal items are one object, so that a cost is looked up by identity
     return tuple(replace(item, work=one.setdefault(item.work, item.work)) for item in items)
 
 
@@ -126,7 +126,7 @@ def _work(step: Step, rank: int, key: Key) -> CostItem:
         case Compute():
             contracts = bool(key.contracts) and key.contracts[step.index]
             parts = step.reads if contracts else step.writes
-            # A bulk op's matmul is whole; its one write is all of its result.
+            # A bulk op's matmul is not cut; its one write is its whole result.
             share = float(key.ranks) if key.kind.startswith("bulk_") else sum(map(_share, parts))
             pieces = len(step.writes) if key.striped else 1
             return CostItem("matmul", share, step.index, pieces, step.accumulate)
@@ -144,7 +144,7 @@ def _share(region: Region) -> float:
 
 
 def _joins(before: tuple[Region, Region], step: Copy) -> bool:
-    """Does a local copy lie behind the one before, in source and in destination, so that both are one launch?"""
+    """Whether a local copy continues the one before in source and destination, so that both are one launch."""
     for old, new in zip(before, (step.src, step.dst), strict=True):
         along = (old.shard == new.shard and old.hi == new.lo) or (old.shard + 1 == new.shard and old.hi == 1 and new.lo == 0)
         if old.buf is not new.buf or not along:

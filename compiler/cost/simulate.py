@@ -1,8 +1,8 @@
-"""Plays programs against the clock: two queues a rank, events, flags, and what runs beside what.
+"""Discrete-event simulation of programs: two queues per rank, events, flags, and contention.
 
-A rank's compute queue and its copy queue run at once. While bytes move in or out of a rank its matmul runs slower, while it
-multiplies its pushes do, and pushes to one rank at the same time share its port. Flags are the only thing that ties ranks
-together. Where all ranks do the same, one is played and its peers are taken to be exactly as far as itself.
+A rank's compute queue and copy queue run concurrently. While bytes move in or out of a rank its matmul runs slower; while a
+matmul runs its pushes run slower; and concurrent pushes to one rank share its port. Flags are the only synchronization between
+ranks. Where all ranks do the same, one is simulated and its peers are assumed to be exactly as far.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SHARE = 0.7
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """Slow-downs as factors from 1 on, and what it costs to meet."""
+    """Slowdowns as factors of at least 1, and the latencies of synchronization."""
 
     matmul: float
     push: float
@@ -33,19 +33,19 @@ Times = list[tuple[float, float]]
 
 
 def play(programs: Sequence[Sequence[QueueItem]], cost: Callable[[CostItem], float], contention: Contention) -> list[Times]:
-    """Times of every item of every program. ValueError if they wait for each other in a circle."""
+    """Return the times of every item of every program. ValueError if they wait for each other in a cycle."""
     return _Game(programs, cost, contention).run()
 
 
 class _Game:
-    """Queue q of the game is the compute queue (even) or the copy queue (odd) of rank q // 2."""
+    """Queue q is the compute queue (even) or the copy queue (odd) of rank q // 2."""
 
     def __init__(
         self, programs: Sequence[Sequence[QueueItem]], cost: Callable[[CostItem], float], contention: Contention
     ) -> None:
         self.programs, self.cost, self.with_ = programs, cost, contention
         self.ranks = len(programs)
-        self.beside = 1 / contention.matmul
+        self.matmul_speed = 1 / contention.matmul
         queues = 2 * self.ranks
         self.lists = [[i for i, x in enumerate(programs[q // 2]) if x.copies == bool(q % 2)] for q in range(queues)]
         self.head = [0] * queues
@@ -76,7 +76,7 @@ class _Game:
         return self.times
 
     def start(self, q: int, now: float) -> None:
-        """Begin the next item of an idle queue if nothing keeps it."""
+        """Begin the next item of an idle queue if it waits for nothing."""
         rank, place = q // 2, self.lists[q][self.head[q]]
         item, times = self.programs[rank][place], self.times[rank]
         latency = 0.0
@@ -141,7 +141,7 @@ class _Game:
                     self.start(idle, now)
 
     def traffic(self, target: int, source: int, now: float) -> None:
-        """A push from `source` to `target` began or ended: it concerns both their matmuls and every push that goes there."""
+        """Update speeds after a push from `source` to `target` began or ended: both matmuls and all pushes to `target`."""
         if self.ranks == 1:
             self.rate(0, now)
             return
@@ -150,13 +150,13 @@ class _Game:
                 self.rate(rank, now)
 
     def rate(self, rank: int, now: float) -> None:
-        """Set the speeds of a rank's two queues for what runs now."""
+        """Set the speeds of a rank's two queues for the items that run now."""
         compute, copy = 2 * rank, 2 * rank + 1
         place = self.running[compute]
         multiplies = place >= 0 and self.programs[rank][place].work.what == "matmul"
         pushes = self.target[rank] >= 0
         if multiplies:
-            self.set(compute, now, self.beside if pushes or self.moves[rank] else 1.0)
+            self.set(compute, now, self.matmul_speed if pushes or self.moves[rank] else 1.0)
         if pushes:
             shares = max(1, self.moves[self.target[rank]]) ** SHARE if self.ranks > 1 else 1.0
             self.set(copy, now, 1 / ((self.with_.push if multiplies else 1.0) * shares))

@@ -1,4 +1,4 @@
-"""A site in numbers, as the cost model reckons with it.
+"""The sizes of a site for the cost model.
 
 Legend: R ranks; a shard is one rank's share of the gathered, scattered or reduced tensor.
 """
@@ -26,7 +26,7 @@ KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class SiteShape(SiteSizes):
-    """The work of one site, checked, and what follows from it. ValueError for a kind or dtype without a cost, or a bad size."""
+    """The checked sizes of one site. ValueError for a kind or dtype without a cost, or a bad size."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -48,7 +48,7 @@ class SiteShape(SiteSizes):
 
     @property
     def multiplied(self) -> str:
-        """The type of what is multiplied; `dtype` is what travels."""
+        """The dtype of the matmuls' operands; `dtype` is that of the collective."""
         return self.operands or self.dtype
 
     @property
@@ -72,7 +72,7 @@ class SiteShape(SiteSizes):
         return bytes_sent_by_rank(self.shard_bytes, self.ranks, self.collective == "all_reduce")
 
     def key(self, strategy: Strategy) -> Key:
-        """The schedule that runs this site by `strategy`. ValueError for none, and where strategy and site do not fit."""
+        """Return the key of the schedule for `strategy`. ValueError for none, and where strategy and site do not fit."""
         if strategy.mode is not (Mode.BULK if self.bulk else Mode.PIPELINED):
             raise ValueError(f"{strategy} of a {self.kind} site has no schedule")
         if strategy.striped and (self.shard_dim_is_last or self.gathers):

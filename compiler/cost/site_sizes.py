@@ -1,4 +1,4 @@
-"""A graph's site in numbers."""
+"""The sizes of a graph's site."""
 
 from __future__ import annotations
 
@@ -20,33 +20,35 @@ from .site_shape import SIZES, SiteShape
 from .traffic import about
 
 Ranges = Mapping[sympy.Symbol, tuple[int, int | None]]
-"""Size symbols and the least and the largest value (None: any) that the graph is good for."""
+"""Size symbols with the least and the largest value (None: any) for which the graph is valid."""
 Hints = Mapping[sympy.Symbol, int]
-"""Size symbols and the values they had when the graph was traced."""
+"""Size symbols with their values when the graph was traced."""
 
 _BULK = {Op.ALL_GATHER: "bulk_all_gather", Op.REDUCE_SCATTER: "bulk_reduce_scatter", Op.ALL_REDUCE: "bulk_all_reduce"}
 
 
 def hints_of(graph: Graph) -> dict[sympy.Symbol, int]:
-    """The values behind the symbols that the graph's inputs carry plainly."""
+    """Return the values of the symbols that are sizes of the graph's inputs."""
     return {symbol: value for symbol, x in size_symbols(graph) if (value := hint_of(x)) is not None}
 
 
 def ranges_of(graph: Graph) -> dict[sympy.Symbol, tuple[int, int | None]]:
-    """The ranges of the same symbols."""
+    """Return the ranges of the same symbols."""
     return {symbol: compat.range_of(x) for symbol, x in size_symbols(graph)}
 
 
 def shape_of_site(site: Site, hints: Hints, exact: bool = False, wire_dtype: str = "") -> SiteShape | None:
-    """None where a size has no hint, or a dtype no cost. `exact`: as on this rank, for reports; choices rest on sizes that
-    ranks have in common (amounts.about)."""
+    """Return the shape of a site; None where a size has no hint, or a dtype no cost.
+
+    `exact`: as on this rank, for reports. Choices use sizes that all ranks share (traffic.about).
+    """
     sizes = sizes_of_site(site, wire_dtype)
     return None if sizes is None else shape_at(sizes, hints, exact)
 
 
 def sizes_of_site(site: Site, wire_dtype: str = "") -> SiteSizes | None:
-    """The site with sizes as they are, ints or expressions: equal for sites that are equal whatever symbols stand for. None
-    where the dtype has no cost."""
+    """Return the sizes of a site, ints or expressions; None where the dtype has no cost. Equal sites have equal sizes,
+    whatever the values of symbols."""
     c, operands = site.collective, ""
     if isinstance(site, Gather):
         dtype, whole = _dtype(site.dtype), (site.rows, site.cols)
@@ -74,7 +76,7 @@ def sizes_of_site(site: Site, wire_dtype: str = "") -> SiteSizes | None:
 
 
 def shape_at(sizes: SiteSizes, hints: Hints, exact: bool = False) -> SiteShape | None:
-    """`sizes` with the values of `hints`; None where one is missing or below 0."""
+    """Return `sizes` with the values of `hints`; None where one is missing or below 0."""
 
     def number(x: Size) -> int:
         value = evaluate_size(x, hints)
@@ -104,8 +106,8 @@ def shape_at(sizes: SiteSizes, hints: Hints, exact: bool = False) -> SiteShape |
 
 
 def _alike(kind: str, matmul: tuple[int, int, int, bool]) -> tuple[int, int, int, bool]:
-    """A product with `about` in place of what may differ between ranks: of a gather the columns of its weight, of a reduction
-    the inner dim, of products that have nothing to do with their collective everything."""
+    """Round with `about` the sizes of a matmul that may differ between ranks: the columns of a gather's weight, the inner dim
+    of a reduction, all sizes of independent matmuls."""
     m, n, k, contracts = matmul
     if kind.startswith("bulk_"):
         return about(m), about(n), about(k), contracts

@@ -1,7 +1,7 @@
-"""What backward keeps of a gathered tensor: decided on the joint graph, before the partitioner, from the same site finder.
+"""What backward keeps of gathered tensors: decided on the joint graph, before the partitioner, from the same matches.
 
 torch saves the gathered tensor by default (R times the shard). A gather whose nodes are marked for recomputation is saved as
-its shard instead, and backward gathers again: a gather that meets the weight-gradient matmuls and is overlapped like any other.
+its shard instead, and backward gathers again. That gather feeds the weight-gradient matmuls and is overlapped like any other.
 
     memory_budget=None   gathered tensors
     memory_budget=0      shards
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from torch.fx import Graph, Node
 
 from ..cost.policy import Policy
-from ..cost.regather import again_us
+from ..cost.regather import regather_us
 from ..cost.site_sizes import Hints, hints_of
 from ..graph.aten import dtype_of, shape_of, storage_node
 from ..graph.joint_graph import FIRST_REGION, LAST_REGION, RECOMPUTED, mark_recomputed, needs_tangents
@@ -31,12 +31,12 @@ from .joint_decision import record_decision
 class _Weighed:
     match: Gather
     nodes: tuple[Node, ...]
-    """What is marked if backward is to gather again: of the forward, whatever carries gathered elements."""
+    """Nodes to mark for recomputation: those of the forward that carry gathered elements."""
     kept: SavedActivation
 
 
 def apply_save_policy(graph: Graph, options: Options, policy: Policy) -> int:
-    """Marks gathers of the forward half of a joint graph as the options say; returns how many."""
+    """Mark gathers in the forward half of a joint graph for recomputation. Return how many."""
     if options.memory_budget is None:
         return 0
     backward = needs_tangents(graph)
@@ -44,12 +44,12 @@ def apply_save_policy(graph: Graph, options: Options, policy: Policy) -> int:
         return 0
     hints = hints_of(graph)
     candidates = find_candidates(graph)
-    beside = _InputGradients(graph, backward)
-    weighed = [w for c in candidates if (w := _weigh(c, backward, beside, options, policy, hints)) is not None]
+    input_gradients = _InputGradients(graph, backward)
+    weighed = [w for c in candidates if (w := _weigh(c, backward, input_gradients, options, policy, hints)) is not None]
     if options.memory_budget == 0:
         whole: set[int] = set()
     else:
-        # A region that the user checkpoints is the user's: nothing of it is kept, whatever we say.
+        # A region that the user checkpoints is not kept, so it does not count.
         weighed = [
             w for w in weighed if not any("recompute" in n.meta and n.meta.get(RECOMPUTED) != FIRST_REGION for n in w.nodes)
         ]
@@ -63,8 +63,10 @@ def apply_save_policy(graph: Graph, options: Options, policy: Policy) -> int:
 
 
 def _within(kept: list[SavedActivation], budget: float) -> set[int]:
-    """Which to keep gathered: the most microseconds a byte first, as long as they fit. `budget`: up to 1 a share of all bytes,
-    above that bytes."""
+    """Return the indices of those to keep gathered: the most microseconds per byte first, while they fit.
+
+    `budget`: up to 1 a share of all bytes, above that bytes.
+    """
     left = budget * sum(k.gathered_bytes for k in kept) if budget <= 1 else budget
     whole = set()
     for i in sorted(range(len(kept)), key=lambda i: (-kept[i].again_us / max(1, kept[i].gathered_bytes), i)):
@@ -75,9 +77,9 @@ def _within(kept: list[SavedActivation], budget: float) -> set[int]:
 
 
 def _weigh(
-    candidate: Candidate, backward: set[Node], beside: _InputGradients, options: Options, policy: Policy, hints: Hints
+    candidate: Candidate, backward: set[Node], input_gradients: _InputGradients, options: Options, policy: Policy, hints: Hints
 ) -> _Weighed | None:
-    """None for what is no gather of the forward, or what backward does not read."""
+    """Return the cost of gathering again; None unless it is a gather of the forward that backward reads."""
     match = candidate.match
     if not isinstance(match, Gather) or match.collective.node in backward:
         return None
@@ -91,14 +93,16 @@ def _weigh(
     again = replace(match, consumers=consumers, kept_aliases=kept_aliases) if consumers else None
     forward = [k.operand.node for k in match.consumers if k.compute.node not in backward]
     profile = policy.profile(c.ranks, c.node.meta["val"].device.type)
-    us = again_us(c, again, beside.of(forward), profile, hints, options.overlap != "off")
+    us = regather_us(c, again, input_gradients.of(forward), profile, hints, options.overlap != "off")
     gathered = _bytes(c.node, hints)
     return _Weighed(match, nodes, SavedActivation("gathered", gathered, _bytes(c.input, hints), round(us, 2)))
 
 
 class _InputGradients:
-    """Products of the backward half by the tensors that they read: those with a layer's weight, other than its own gradient,
-    are its input's gradient. They do not need the layer's input."""
+    """Matmuls of the backward half by the tensors that they read.
+
+    Those that read a layer's weight compute its input's gradient. They do not need the layer's input.
+    """
 
     def __init__(self, graph: Graph, backward: set[Node]) -> None:
         self._by: dict[Node, list[Matmul]] = {}

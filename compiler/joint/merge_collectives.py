@@ -5,7 +5,7 @@
     x2 -> all_reduce -> wait -> view* /
 
 Runs on the joint graph, before the partitioner, because it changes what is computed. Sound for "sum" and "avg" over the same
-group when nobody else reads either result.
+group when nothing else reads either result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .joint_decision import joint_decision, record_decision
 
 
 def merge_all_reduces(graph: Graph) -> int:
-    """Merges in place; returns how many all_reduces went away."""
+    """Merge in place. Return how many all_reduces were removed."""
     found = [c for c in find_collectives(graph) if c.op is Op.ALL_REDUCE and c.group is not None]
     reduces: dict[Node, Collective] = {c.wait: c for c in found if c.wait is not None}
     if len(reduces) < 2:
@@ -51,7 +51,7 @@ def merge_all_reduces(graph: Graph) -> int:
 
 
 def _reduced(node: object, reduces: dict[Node, Collective]) -> Collective | None:
-    """The all_reduce that `node` is a view of, if it and all views on the way have no other user."""
+    """Return the all_reduce that `node` is a view of, if it and all views in between have no other user."""
     while isinstance(node, Node) and len(node.users) == 1:
         if node in reduces:
             return reduces[node] if len(reduces[node].node.users) == 1 else None
@@ -77,7 +77,7 @@ def _merge(graph: Graph, add: Node, a: Collective, b: Collective) -> Collective:
     todo = [x for x in add.args if isinstance(x, Node)]
     add.replace_all_uses_with(wait)
     graph.erase_node(add)
-    while todo:  # the old views, waits and all_reduces: c10d ops look impure, so nobody else removes them
+    while todo:  # the old views, waits and all_reduces: c10d ops look impure, so dead-code elimination keeps them
         node = todo.pop()
         if node.users or node in (a.input, b.input):
             continue

@@ -84,8 +84,8 @@ class BulkEstimate:
     def __str__(self) -> str:
         own = "its own matmuls save nothing" if self.own_us is None else f"its own matmuls save {self.own_us:.0f} us and hold 0"
         return (
-            f"with independent matmuls it saves {self.saves_us:.0f} us, {self.holds_bytes} bytes live longer and the peak grows "
-            f"by {self.peak_bytes}; {own}"
+            f"with independent matmuls it saves {self.saves_us:.0f} us, {self.holds_bytes} bytes live longer and the peak "
+            f"grows by {self.peak_bytes}; {own}"
         )
 
 

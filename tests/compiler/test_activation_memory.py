@@ -1,4 +1,4 @@
-"""What backward keeps of a gathered tensor: all of it, or the shard, gathered again beside matmuls."""
+"""What backward keeps of a gathered tensor: all of it, or the shard, gathered again concurrently with matmuls."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def run_checkpointed(
     return Saved(sizes, [d for p in HISTORY.since(mark) for d in p.decisions], worst)
 
 
-FULL = since((2, 12), "a tensor of the gathered size is kept there beside the user's region, for a reason not found yet")
+FULL = since((2, 12), "a tensor of the gathered size is kept there next to the user's region, for a reason not found yet")
 
 
 @pytest.mark.parametrize("selective", [pytest.param(False, marks=FULL), True], ids=["full", "selective"])

@@ -88,9 +88,9 @@ def calls(rank: int, world: int) -> tuple[list[str], dict[str, dict[str, int]], 
         out, _ = OPS.matmul_all_reduce(*args, "avg", torch.float32, False, table, name, "/choice.reduce")
         check("reduce", out, total / world)
         bulk = table.replace("pipelined", "bulk")
-        out, (beside,) = OPS.bulk(shards[rank], [lhs[rank]], [rhs], "all_gather", "sum", bulk, name, "/choice.bulk")
+        out, (product,) = OPS.bulk(shards[rank], [lhs[rank]], [rhs], "all_gather", "sum", bulk, name, "/choice.bulk")
         check("bulk", out, whole)
-        check("beside", beside, lhs[rank].double() @ rhs.double())
+        check("product", product, lhs[rank].double() @ rhs.double())
     stats = {site: s for site, s in site_stats().items() if site.startswith("/choice.")}
     try:
         OPS.all_gather_matmul(shards[rank], [w], [False], [False], 1, False, False, "8=none;bulk", name, "/bad")

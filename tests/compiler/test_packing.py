@@ -1,4 +1,4 @@
-"""Which collective runs beside which matmuls: the best there is on small graphs, legal on all, the same on all ranks."""
+"""Packing of collectives and matmuls: optimal on small graphs, legal on all, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def saved(found: Decided) -> float:
 
 
 def pairs(found: Decided) -> dict[str, list[str]]:
-    """Collective -> the matmuls that it runs beside, by their names."""
+    """Collective -> the names of the matmuls of its site."""
     return {c.site.collective.node.name: [p.node.name for p in c.site.matmuls] for c in found.chosen}
 
 
 def near_and_far() -> Graph:
-    """A short gather beside a long matmul, a long gather beside a short one; all four independent."""
+    """A short gather next to a long matmul, a long gather next to a short one; all four are independent."""
     d = Dag(8)
     few, many, w = d.input("few", 512, 8192), d.input("many", 1024, 8192), d.input("w", 8192, 8192)
     x, tall = d.input("x", 1024, 8192), d.input("tall", 8192, 8192)
@@ -60,7 +60,7 @@ def near_and_far() -> Graph:
 
 
 def contested() -> Graph:
-    """`first` may run beside either matmul, and gains more by `shared`; `second` only beside `shared`: it feeds the other."""
+    """`first` may use either matmul, and gains more with `shared`; `second` only `shared`: it feeds the other."""
     d = Dag(8)
     a, b, w = d.input("a", 1024, 8192), d.input("b", 1024, 8192), d.input("w", 8192, 8192)
     x, y = d.input("x", 8192, 8192), d.input("y", 512, 8192)
@@ -82,7 +82,7 @@ def test_the_nearest_matmul_is_not_the_best(no_limit: None) -> None:
     graph = near_and_far()
     found = decided(graph)
     matmuls = {name: graph_node(graph, p[0]).meta["val"].shape[0] for name, p in pairs(found).items()}
-    assert list(matmuls.values()) == [1024, 8192], "the short gather beside the short matmul"
+    assert list(matmuls.values()) == [1024, 8192], "the short gather with the short matmul"
     assert saved(found) == pytest.approx(best(graph, H200), abs=0.6)
 
 
@@ -149,7 +149,7 @@ def test_another_matmul_must_save_more_than_predictions_err(monkeypatch: pytest.
 
 
 def left_out() -> Graph:
-    """A gather of queries, keys and values, kept besides; the two small matmuls suffer from pieces and hide next to nothing."""
+    """A gather of queries, keys and values, returned as well; the two small matmuls suffer from pieces and hide next to nothing."""
     d = Dag(2)
     whole = d.gather(d.input("x", 4096, 8192))
     return d.output(whole, *(d.mm(whole, d.input(name, 8192, n)) for name, n in (("q", 4096), ("k", 512), ("v", 512))))
@@ -214,7 +214,7 @@ def test_plans_do_not_depend_on_the_hash_seed() -> None:
 
 def uneven(rank: int, last: int, few: int) -> Graph:
     """A block's backward as the first rank has it (`few` = `last` = 1000 columns a layer), and as the last one does. Two
-    gathers and a scatter, each of which could run beside weight gradients of unequal sizes; nodes of other names."""
+    gathers and a scatter, each of which could run concurrently with weight gradients of unequal sizes; nodes of other names."""
     d = Dag(4)
     x, y = d.input(f"x{rank}", 2048, 4096), d.input(f"y{rank}", 2048, 4096)
     w, v = d.input("w", 4096, last), d.input("v", 4096, 960 + few - 1000)

@@ -85,7 +85,8 @@ SHARED: list[tuple[dict[str, Any], str, str]] = [
 ]
 EXPLAINS: list[dict[str, Any]] = [
     {"matmuls": ("mm_7",)}, {"paired": ("mm_7",)}, {"source": "other.py:1: f(x)"}, {"detail": "else"}, {"bytes": 1},
-    {"rows": 3}, {"kept": SavedActivation("gathered", 32, 8, 2.0)}, {"options": ("bulk",)}, {"pairing": BulkEstimate(1.0, 2, 3, None)},
+    {"rows": 3}, {"kept": SavedActivation("gathered", 32, 8, 2.0)}, {"options": ("bulk",)},
+    {"pairing": BulkEstimate(1.0, 2, 3, None)},
 ]  # fmt: skip
 
 
@@ -105,8 +106,8 @@ def test_the_graph_is_named_whatever_is_float8() -> None:
     """What float8 adds, and numbers and types, are left out of it; modules, groups and collectives are not."""
     scales = replace(LEFT, id="forward.0", kind=Kind.ALL_REDUCE, reason=Reason.SCALES)
     gather = replace(SITE, id="forward.1", dtype="uint8", strategy=NONE)
-    quantised = Plan("forward", (scales, gather, replace(LEFT, id="forward.2"), GONE))
-    assert quantised.graph == PLAN.graph and quantised.digest != PLAN.digest
+    quantized = Plan("forward", (scales, gather, replace(LEFT, id="forward.2"), GONE))
+    assert quantized.graph == PLAN.graph and quantized.digest != PLAN.digest
     for changes in ({"module": "layers.1.wq"}, {"group": "g1"}, {"ranks": 4}, {"kind": Kind.MATMUL_ALL_REDUCE}):
         assert Plan("forward", (replace(SITE, **changes), LEFT, GONE)).graph != PLAN.graph
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ub_overlap.compiler.cost.profile import Compute, Profile, Steps
+from ub_overlap.compiler.cost.profile import ComputeModel, Profile, Steps
 
 MIB = 1 << 20
 # A matmul: launch 1 us, then 2 M N K / 1e9 us at one unit with tiles of one element. A push, a copy, a reduction: 1 us a MiB.
@@ -10,7 +10,7 @@ PLAIN = Profile(
     name="by hand",
     key={"device": "cuda", "gpu": "none"},
     source="made up",
-    compute=Compute(
+    compute=ComputeModel(
         units=1,
         tiles=((1, 1, 1.0),),
         tflops={"bfloat16": 1000.0},
@@ -29,6 +29,6 @@ PLAIN = Profile(
         "all_reduce": {2: ((MIB, 2.0), (1024 * MIB, 2048.0))},
     },
     steps=Steps(begin_us=0.0, end_us=0.0, wait_us=0.0, arrive_us=0.0, flag_us=0.0, event_us=0.0, signal_us=0.0, gap_us=0.0),
-    matmul_beside=0.0,
-    push_beside=0.0,
+    matmul_slowdown=0.0,
+    push_slowdown=0.0,
 )

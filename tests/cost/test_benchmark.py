@@ -29,7 +29,7 @@ def us(strategy: str) -> float:
 
 
 def test_errors_regret_and_gain() -> None:
-    """Times that are exactly half of what is predicted, but for one strategy that nobody would choose and that was best."""
+    """Times that are exactly half of what is predicted, but for one strategy that is never chosen and that was best."""
     times = {"seq_g": us("none") / 2, "seq": 1.0, "ours_g pipelined": us("pipelined") / 2, "ours pipelined": 1.0}
     times["ours_g pipelined:chunks=1"] = us("pipelined") / 4
     (row,) = cost_model.rows_of(stored(times), load("h200"))

@@ -54,7 +54,7 @@ def test_products_that_are_summed_are_copied_in_the_plain_way() -> None:
 
 
 def test_gather_behind_its_matmul() -> None:
-    """2 ranks, the matmul is long: own half beside the push, then the other half: nothing is seen but one more launch."""
+    """2 ranks, the matmul is long: the own half during the push, then the other half: only one more launch shows."""
     shape = gather(2, 8, 100)
     found = predict(shape, strategy("pipelined"), PLAIN)
     assert found.us == pytest.approx(found.matmul_us + 1)
@@ -62,7 +62,7 @@ def test_gather_behind_its_matmul() -> None:
 
 
 def test_gather_that_the_matmul_cannot_hide() -> None:
-    """The push of 80 us ends long after the own half; the other half is what is seen beside it."""
+    """The push of 80 us ends long after the own half; only the other half shows in addition."""
     shape = gather(2, 80, 20)
     found = predict(shape, strategy("pipelined"), PLAIN)
     assert found.us == pytest.approx(80 + (found.matmul_us + 1) / 2)
@@ -71,7 +71,7 @@ def test_gather_that_the_matmul_cannot_hide() -> None:
 
 
 def test_scatter() -> None:
-    """The shard for the peer is made first and pushed beside the own half; then both are read and one is written."""
+    """The shard for the peer is computed first and pushed during the own half; then both are read and one is written."""
     shape = scatter(2, 8, 100)
     found = predict(shape, strategy("pipelined"), PLAIN)
     assert found.us == pytest.approx(found.matmul_us + 1 + 3 * 8)
@@ -80,7 +80,7 @@ def test_scatter() -> None:
 
 
 def test_bulk() -> None:
-    """All pushes beside the matmul, then one copy of the own shard and one of each peer's."""
+    """All pushes during the matmul, then one copy of the own shard and one of each peer's."""
     shape = SiteShape("bulk_all_gather", 2, "bfloat16", ((1000, 1000, 50000, False),), 8 * MIB, 1)
     found = predict(shape, strategy("bulk"), PLAIN)
     assert found.matmul_us == pytest.approx(101)
@@ -88,7 +88,7 @@ def test_bulk() -> None:
 
 
 def test_slow_down_lasts_as_long_as_the_traffic() -> None:
-    """A matmul of 100 us beside 30 us of traffic at 1.5: it does 20 us' worth in these, and the other 80 at full speed."""
+    """A matmul of 100 us with 30 us of traffic at 1.5: it does 20 us of work in these, and the other 80 at full speed."""
     items = [QueueItem(False, CostItem("matmul", 1.0)), QueueItem(True, CostItem("push", 1.0))]
     costs = {"matmul": 100.0, "push": 30.0}
     (times,) = play([items], lambda work: costs[work.what], replace(FREE, matmul=1.5))
@@ -98,7 +98,7 @@ def test_slow_down_lasts_as_long_as_the_traffic() -> None:
 
 
 def test_pushes_to_one_rank_share_its_port() -> None:
-    """Ranks 0 and 1 both push to rank 2 from the begin; rank 2 to nobody."""
+    """Ranks 0 and 1 both push to rank 2 from the beginning; rank 2 to none."""
     items = [[QueueItem(True, CostItem("push", 1.0, peer=2))], [QueueItem(True, CostItem("push", 1.0, peer=1))], []]
     times = play(items, lambda _: 10.0, FREE)
     assert [end for rank in times for _, end in rank] == [pytest.approx(10 * 2**SHARE)] * 2

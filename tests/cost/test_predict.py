@@ -79,7 +79,7 @@ def test_a_chosen_overlap_is_worth_it() -> None:
 
 
 def test_what_shapes_come_to() -> None:
-    """Little to move beside much to compute, much beside little, and next to nothing."""
+    """Little to send and much to compute, the reverse, and almost nothing."""
     big = SiteShape("all_gather_matmul", 8, "bfloat16", ((8192, 7168, 8192, False),), 8192, 8192)
     assert choose(big, H200).strategy.mode is Mode.PIPELINED
     tiny = SiteShape("all_gather_matmul", 8, "bfloat16", ((64, 64, 64, False),), 64, 64)

@@ -44,7 +44,7 @@ def summary(profile: Profile, path: Path, seconds: float) -> str:
     size, us = profile.push[-1]
     found = errors(profile)
     off = [abs(p / m - 1) for _, p, m in found]
-    steps, slow, slowed = profile.steps, profile.matmul_beside, profile.push_beside
+    steps, slow, slowed = profile.steps, profile.matmul_slowdown, profile.push_slowdown
     lines = [
         f"profile {profile}: {path} ({seconds:.0f} s)",
         f"  {len(profile.matmuls)} matmuls, best bfloat16 {rate:.4g} TFLOP/s at {where}",

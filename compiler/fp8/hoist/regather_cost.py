@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from ...cost.choice import MARGIN_US, choose
 from ...cost.profile import Profile
-from ...cost.regather import again_us
+from ...cost.regather import regather_us
 from ...cost.site_sizes import Hints, shape_at, shape_of_site
 from ...graph.aten import element_effect, readers
 from ...graph.matmul import Matmul, as_matmul, find_indivisible_size
@@ -44,7 +44,7 @@ def explain_no_gain(gather_readers: GatherReaders, profile: Profile, hints: Hint
     match = match_all_gather(collective, {n: i for i, n in enumerate(gather_readers.gather.graph.nodes)})
     # Only the weight gradients still read 16 bits.
     site = replace(match, kept_aliases=()) if isinstance(match, Gather) else None
-    backward_us = again_us(collective, site, (), profile, hints)
+    backward_us = regather_us(collective, site, (), profile, hints)
     if forward_us + backward_us + MARGIN_US < once_us:
         return ""
     times = f"{once_us:.0f} gathered once in 16 bits, {forward_us:.0f} in float8 and {backward_us:.0f} again in backward"
