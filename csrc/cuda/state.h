@@ -29,13 +29,13 @@ struct SharedState {
 constexpr uint64_t group_lock = 1ull << 32;
 
 struct LocalState {
-    uint64_t epoch_and_lock;  // low half: epoch of the last call that began; `group_lock`
-    uint64_t heartbeat;       // globaltimer of the last progress of the call that holds the group lock
-    uint32_t used[slots];     // epoch of the last call that used the slot
-    uint32_t before[slots];   // epoch of the call that used the slot before that one, 0: none
-    uint32_t failed;          // never cleared: a failed group is not used again
-    uint32_t leaving;         // blocks of the call's last kernel that have finished reading this state
-    uint64_t word[slots];     // flag value of the slot's call: the source of its signals
+    uint64_t epoch_and_lock;         // low half: epoch of the last call that began; `group_lock`
+    uint64_t heartbeat;              // globaltimer of the last progress of the call that holds the group lock
+    uint32_t last_epoch[slots];      // epoch of the last call that used the slot
+    uint32_t previous_epoch[slots];  // epoch of the call that used the slot before that one, 0: none
+    uint32_t failed;                 // never cleared: a failed group is not used again
+    uint32_t blocks_done;            // blocks of the call's last kernel that have finished reading this state
+    uint64_t word[slots];            // flag value of the slot's call: the source of its signals
 };
 
 // group_lock: no peer was late, but the call that holds the group lock on this device makes no progress.

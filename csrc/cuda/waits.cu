@@ -77,7 +77,7 @@ __device__ void update_heartbeat(const Group& g, uint64_t now) {
 __device__ void wait_for(const Group& g, int slot, const WaitWord& w, uint64_t timeout_ns) {
     if (load_failed(g.local)) return;
     const uint64_t word = g.local->word[slot];
-    const uint32_t expected = w.past ? g.local->before[slot] : epoch_half(word);
+    const uint32_t expected = w.past ? g.local->previous_epoch[slot] : epoch_half(word);
     if (w.past && expected == 0) return;  // no call has used the slot yet
     SharedState* own = g.shared[g.rank];
     const uint64_t* flag = flag_words(own) + w.place;
@@ -143,8 +143,8 @@ __global__ void __launch_bounds__(32) begin_kernel(Group g, int slot, uint32_t t
         if (epoch == 0) epoch = 1;
         __threadfence();  // sees what the previous call has written, maybe on another stream
         *reinterpret_cast<volatile uint64_t*>(&s->epoch_and_lock) = group_lock | epoch;
-        s->before[slot] = s->used[slot];
-        s->used[slot] = epoch;
+        s->previous_epoch[slot] = s->last_epoch[slot];
+        s->last_epoch[slot] = epoch;
         s->word[slot] = static_cast<uint64_t>(epoch) << 32 | tag;
         update_heartbeat(g, now_ns());
         __threadfence();
@@ -173,11 +173,11 @@ __global__ void __launch_bounds__(32) signal_kernel(Group g, int slot, SignalLis
 constexpr int end_blocks = 32, end_threads = 128;
 
 // Releases the group lock. Called by one thread of each block of the last kernel, after its block has read LocalState. The
-// last of them releases it: from then on `word`, `used` and a failure may be the next call's.
+// last of them releases it: from then on `word`, `last_epoch` and a failure may be the next call's.
 __device__ void release_group_lock(const Group& g) {
     __threadfence();
-    if (atomicAdd(&g.local->leaving, 1u) + 1 != gridDim.x) return;
-    *reinterpret_cast<volatile uint32_t*>(&g.local->leaving) = 0;
+    if (atomicAdd(&g.local->blocks_done, 1u) + 1 != gridDim.x) return;
+    *reinterpret_cast<volatile uint32_t*>(&g.local->blocks_done) = 0;
     __threadfence();
     atomicAnd(reinterpret_cast<unsigned long long*>(&g.local->epoch_and_lock), ~static_cast<unsigned long long>(group_lock));
 }

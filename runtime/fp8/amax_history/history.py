@@ -27,7 +27,7 @@ CAPACITY = 8192
 NEUTRAL_AMAX = torch.finfo(E4M3).max
 """Assumed amax of a gathered tensor while all its values so far are 0: equal on all ranks."""
 SEPARATOR = ";"
-_FIX = "load what state_dict() of the same model gave; two models of the same module paths need two names of fp8 state"
+_FIX = "load the state_dict() of the same model; two models with equal module paths need two names of fp8 state"
 
 
 @dataclass(slots=True, eq=False)
