@@ -8,12 +8,12 @@ tensor-parallel groups are [0 .. T-1], [T .. 2T-1], ..., the data-parallel ones 
 DistributedDataParallel, around the compiled layer or inside it (--ddp). --accumulate K sums K passes under no_sync. --fp8
 computes the linears in float8 (docs/guide/float8.md), in both variants, by --fp8-recipe tensorwise, delayed or rowwise.
 
-By default (--compare) the layer trains twice, step by step in turn on the same data and dropout masks: once with the
-collectives left alone, once overlapped. The table at the end has the median step times (the slowest rank's) and their ratio.
+By default (--compare) the layer trains twice, alternating step by step on the same data and dropout masks: without and with
+overlap. The table at the end has the median step times of the slowest rank and their ratio.
 
-Exit code 0: the losses of both agree, and the replicas' weights; 1: they do not; 2: bad arguments (torchrun itself exits with
-1 then). The bound on losses is a relative one on rounding: the same sums in another order differ in the last bits, and training
-carries that on; a wrong gradient moves a loss by far more in a few steps.
+Exit code 0: the losses of both agree, and the replicas' weights; 1: they differ; 2: bad arguments (torchrun itself exits with 1
+then). The bound on losses is a relative bound on rounding: sums in another order differ in the last bits, and training
+amplifies that. A wrong gradient changes a loss far more in a few steps.
 
     layer/flags.py     the command line              layer/rng.py    dropout masks from DTensor's RNG tracker
     layer/model.py     the layers and their plan     layer/train.py  a training step, its phases and times
@@ -25,7 +25,7 @@ from __future__ import annotations
 import os
 import sys
 
-# No NVLink multicast; and one compiler thread a rank, not a pool for each. torch reads these when it is imported.
+# No NVLink multicast, and one compiler thread per rank instead of a pool. torch reads these when it is imported.
 for _name, _value in (
     ("NCCL_NVLS_ENABLE", "0"),
     ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"),
@@ -37,8 +37,8 @@ for _name, _value in (
 from layer.run import main  # noqa: E402  (after the environment: it imports torch)
 
 if __name__ == "__main__":
-    # At once: gloo's threads outlive their groups here, and one that lets go of a tensor while the interpreter ends aborts the
-    # process after a right run (pytorch/pytorch#179291).
+    # Exit at once: gloo's threads outlive their groups, and one that frees a tensor while the interpreter ends aborts
+    # the process after a successful run (pytorch/pytorch#179291).
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -29,11 +29,11 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SMALL = "--device cpu --overlap force --option inner=aot_eager --seq-length 32 --num-heads 4 --head-dim 16 --num-iters 3"
 MLP_SITES, BLOCK_SITES = (6, 6), (12, 12)
 """(overlapped, of all) of one layer: in forward a gather and a scatter for each part; in backward the same and its LayerNorm's
-two all_reduces, beside matmuls that the pairing leaves to them."""
+two all_reduces, concurrent with matmuls that packing leaves to them."""
 
 
 def run(ranks: int, flags: str, *, timeout: float = 100.0) -> tuple[int, str]:
-    """(exit code, output) of a torchrun; it and all its ranks are killed after `timeout` seconds."""
+    """Return (exit code, output) of a torchrun. It and all its ranks are killed after `timeout` seconds."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     process = subprocess.Popen(
         [*command, str(EXAMPLES / "layer_with_overlap.py"), *flags.split()],
@@ -89,8 +89,8 @@ def test_one_replica_and_the_same_seed() -> None:
 
 @pytest.mark.parametrize(("recipe", "collectives"), [("tensorwise", 8), ("delayed", 7)])
 def test_float8(recipe: str, collectives: int) -> None:
-    """Both variants in float8: each part's gather and scatter, forward and backward; beside them all_reduces bring scales
-    together (one for all tensors where they are delayed), and the LayerNorm's two find no 16-bit matmul beside them."""
+    """Both variants in float8: each part's gather and scatter, forward and backward. All_reduces agree on scales (one for all
+    tensors with delayed scaling). The LayerNorm's two all_reduces have no independent 16-bit matmul."""
     code, output = run(2, f"{SMALL} --fp8 --fp8-recipe {recipe}")
     check(code, output, (4, collectives))
     assert f"with linears in float8 ({recipe})" in output
@@ -119,7 +119,7 @@ def test_two_replicas(flags: str, expected: tuple[int, int]) -> None:
         ("--num-replicas 2", "--num-replicas 2: expected a divisor of the 3 ranks"),
         ("--num-heads 4", "--num-heads 4: expected a multiple of 3"),
         ("--num-heads 3 --seq-length 32", "--seq-length 32: expected a multiple of 3"),
-        ("--num-heads 3 --seq-length 9 --fp8-recipe delayed", "--fp8-recipe delayed: expected --fp8 beside it"),
+        ("--num-heads 3 --seq-length 9 --fp8-recipe delayed", "--fp8-recipe delayed: expected together with --fp8"),
         ("--dropout 1", "--dropout from 0 to below 1"),
         ("--num-heads 3 --seq-length 9 --option inner", "--option inner: expected NAME=VALUE"),
         ("--num-heads 3 --seq-length 9 --option overlap=off", "--overlap or --no-comm-overlap for the overlap"),

@@ -1,4 +1,4 @@
-"""The command line of layer_with_overlap.py: what a user may ask for, and what does not fit together."""
+"""The command line of layer_with_overlap.py, parsed and validated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flags:
-    """One run, checked. Sizes are those of the whole layer, over all ranks of a tensor-parallel group."""
+    """Validated flags of one run. Sizes are those of the whole layer, over all ranks of a tensor-parallel group."""
 
     rank: int
     world: int
@@ -34,14 +34,14 @@ class Flags:
     ddp: str
     """"outside": DDP(compile(model)); "inside": compile(DDP(model))."""
     ddp_graphs: DDPGraphs
-    """Torch's optimize_ddp: what becomes of graphs under DDP (see replicas.py)."""
+    """torch's optimize_ddp: how graphs are split under DDP (see replicas.py)."""
     bucket_mb: float
     accumulate: int
     overlap: str
     comm_overlap: bool
-    """False: only the variant without overlap runs."""
+    """False: run only the variant without overlap."""
     compare: bool
-    """Both variants run, step by step in turn."""
+    """Run both variants, alternating step by step."""
     seq_length: int
     batch_size: int
     num_heads: int
@@ -53,7 +53,7 @@ class Flags:
     seed: int
     dtype: torch.dtype
     fp8: bool
-    """Linears are computed in float8."""
+    """Compute linears in float8."""
     lr: float
     timeout_s: int
     verbose: bool
@@ -71,7 +71,7 @@ class Flags:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Every rank parses the same flags and finds the same mistake: rank 0 alone says so."""
+    """A parser that prints errors on rank 0 only: every rank parses the same flags."""
 
     def error(self, message: str) -> NoReturn:
         if os.environ.get("RANK", "0") == "0":
@@ -89,7 +89,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--ddp-graphs", choices=get_args(DDPGraphs), default="no_optimization", help="see layer/replicas.py")
     add("--bucket-mb", type=float, default=25.0, help="size of DDP's gradient buckets in MiB (default %(default)s)")
     add("--accumulate", type=int, default=1, metavar="K", help="forward and backward passes a step, all but the last no_sync")
-    add("--overlap", choices=("auto", "force"), default="auto", help="collectives to hide: large ones, or all that can be")
+    add(
+        "--overlap",
+        choices=("auto", "force"),
+        default="auto",
+        help="collectives to hide: those predicted to gain, or all legal ones",
+    )
     add("--no-comm-overlap", action="store_true", help="run only the variant without overlap")
     add("--compare", action=argparse.BooleanOptionalAction, default=True, help="run both variants side by side (default)")
     add("--seq-length", type=int, help="positions (default: 512, on GPUs 4096)")
@@ -117,50 +122,50 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str] | None = None) -> Flags:
-    """The flags of this rank, from the command line and torchrun's environment. SystemExit(2) with a message for bad ones."""
+    """Return the flags of this rank, from the command line and torchrun's environment. SystemExit(2) for bad flags."""
     parser = _parser()
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     if "WORLD_SIZE" not in os.environ:
         parser.error("no ranks: start it with torchrun --standalone --nproc-per-node W examples/layer_with_overlap.py ...")
     world, local_world = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     gpus = torch.cuda.device_count()
-    if given.device == "cuda" and gpus < local_world:
+    if args.device == "cuda" and gpus < local_world:
         parser.error(f"--device cuda: {local_world} ranks on this host need as many GPUs, it has {gpus}")
-    device = given.device if given.device != "auto" else "cuda" if gpus >= local_world else "cpu"
-    # What a GPU computes in no time leaves nothing to hide behind.
-    given.seq_length = given.seq_length if given.seq_length is not None else 4096 if device == "cuda" else 512
-    given.num_heads = given.num_heads if given.num_heads is not None else 64 if device == "cuda" else 8
+    device = args.device if args.device != "auto" else "cuda" if gpus >= local_world else "cpu"
+    # Small matmuls on a GPU are too short to hide communication.
+    args.seq_length = args.seq_length if args.seq_length is not None else 4096 if device == "cuda" else 512
+    args.num_heads = args.num_heads if args.num_heads is not None else 64 if device == "cuda" else 8
     for name in ("num_layers", "num_replicas", "accumulate", "seq_length", "batch_size", "num_heads", "head_dim",
                  "mlp_ratio", "num_iters", "timeout"):  # fmt: skip
-        if getattr(given, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(given, name)}: expected at least 1")
-    if given.warmup < 0 or given.bucket_mb <= 0 or not (given.lr is None or given.lr > 0) or not 0 <= given.dropout < 1:
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected at least 1")
+    if args.warmup < 0 or args.bucket_mb <= 0 or not (args.lr is None or args.lr > 0) or not 0 <= args.dropout < 1:
         parser.error("expected --warmup of at least 0, --bucket-mb and --lr above 0, --dropout from 0 to below 1")
-    if world % given.num_replicas:
-        parser.error(f"--num-replicas {given.num_replicas}: expected a divisor of the {world} ranks")
-    given.lr = given.lr or 0.1 / (given.num_heads * given.head_dim)
-    ranks = world // given.num_replicas
-    for name, size in (("num-heads", given.num_heads), ("seq-length", given.seq_length)):
+    if world % args.num_replicas:
+        parser.error(f"--num-replicas {args.num_replicas}: expected a divisor of the {world} ranks")
+    args.lr = args.lr or 0.1 / (args.num_heads * args.head_dim)
+    ranks = world // args.num_replicas
+    for name, size in (("num-heads", args.num_heads), ("seq-length", args.seq_length)):
         if size % ranks:
             parser.error(f"--{name} {size}: expected a multiple of {ranks}, the ranks of a tensor-parallel group")
-    dtype = given.dtype if given.dtype != "auto" else "bfloat16" if device == "cuda" or given.fp8 else "float32"
+    dtype = args.dtype if args.dtype != "auto" else "bfloat16" if device == "cuda" or args.fp8 else "float32"
     options = {}
-    for text in given.option:
+    for text in args.option:
         name, equals, value = text.partition("=")
         if not equals or name in ("overlap", "fp8"):
             parser.error(
                 f"--option {text}: expected NAME=VALUE, and --overlap or --no-comm-overlap for the overlap, --fp8 for float8"
             )
         options[name] = _value(value)
-    if given.fp8_recipe and not given.fp8:
-        parser.error(f"--fp8-recipe {given.fp8_recipe}: expected --fp8 beside it")
-    if given.fp8:
-        options["fp8"] = {"recipe": given.fp8_recipe or "tensorwise"}
+    if args.fp8_recipe and not args.fp8:
+        parser.error(f"--fp8-recipe {args.fp8_recipe}: expected together with --fp8")
+    if args.fp8:
+        options["fp8"] = {"recipe": args.fp8_recipe or "tensorwise"}
     return Flags(
         rank=int(os.environ["RANK"]), world=world, local_rank=int(os.environ["LOCAL_RANK"]), local_world=local_world,
-        device=device, dtype=DTYPES[dtype], options=options, timeout_s=given.timeout,
-        comm_overlap=not given.no_comm_overlap, compare=given.compare and not given.no_comm_overlap,
-        **{name: getattr(given, name) for name in (
+        device=device, dtype=DTYPES[dtype], options=options, timeout_s=args.timeout,
+        comm_overlap=not args.no_comm_overlap, compare=args.compare and not args.no_comm_overlap,
+        **{name: getattr(args, name) for name in (
             "layer", "num_layers", "num_replicas", "ddp", "ddp_graphs", "bucket_mb", "accumulate", "overlap", "seq_length",
             "batch_size", "num_heads", "head_dim", "mlp_ratio", "dropout", "num_iters", "warmup", "seed", "lr", "verbose",
             "fp8",

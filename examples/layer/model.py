@@ -1,9 +1,10 @@
-"""The layers, and how tensor parallelism deals them out.
+"""The layers and their tensor parallelism.
 
-Legend: S positions, B sequences, H hidden size, A heads, E = H / A, F MLP size, T ranks of a tensor-parallel group. Positions
-come first, x [S, B, H], so that a rank's share [S/T, B, H] is one block of memory. Each layer begins with an all_gather of the
-normed x before its column-parallel linear and ends with a reduce_scatter after its row-parallel one; backward does the same
-the other way round. Those are what the backend hides.
+Legend: S positions, B sequences, H hidden size, A heads, E = H / A, F MLP size, T ranks of a tensor-parallel group.
+
+Positions are the first dim, x [S, B, H], so a rank's shard [S/T, B, H] is one block of memory. Each layer begins with an
+all_gather of the normed x before its column-parallel linear and ends with a reduce_scatter after its row-parallel linear.
+Backward has the reverse. The backend hides these collectives.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 
 def drop(x: Tensor, keep: Tensor | None, probability: float) -> Tensor:
-    """Dropout with a mask from outside (see rng.py): x / (1 - p) where `keep`, 0 elsewhere; x itself for no mask."""
+    """Apply dropout with a given mask (see rng.py): x / (1 - p) where `keep`, 0 elsewhere; x without a mask."""
     return x if keep is None else torch.where(keep, x * (1.0 / (1.0 - probability)), 0.0)
 
 
@@ -51,7 +52,7 @@ class LayerNormAttention(nn.Module):
         self.proj = nn.Linear(hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The head count is left to view(-1): under tensor parallelism qkv returns this rank's heads only."""
+        """The head count is view(-1): under tensor parallelism qkv returns this rank's heads only."""
         qkv = self.qkv(self.norm(x))
         s, b, _ = qkv.shape
         q, k, v = qkv.view(s, b, -1, 3, self.head_dim).permute(3, 1, 2, 0, 4).unbind(0)
@@ -60,7 +61,7 @@ class LayerNormAttention(nn.Module):
 
 
 class MLPLayer(nn.Module):
-    """A LayerNorm-MLP and its dropout: one mask."""
+    """A LayerNorm-MLP with dropout: one mask."""
 
     masks = 1
 
@@ -93,7 +94,7 @@ LAYERS: dict[str, type[MLPLayer] | type[TransformerLayer]] = {"mlp": MLPLayer, "
 
 
 class Stack(nn.Module):
-    """Layers one after the other. `keep`: each layer's masks in order, or nothing at all where there is no dropout."""
+    """A stack of layers. `keep`: the masks of all layers in order, or none without dropout."""
 
     def __init__(self, kind: str, num_layers: int, *, hidden: int, head_dim: int, mlp: int, dropout: float) -> None:
         super().__init__()
@@ -102,7 +103,7 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(layer(hidden, head_dim, mlp, dropout) for _ in range(num_layers))
 
     def init_weights(self, seed: int) -> None:
-        """Draw all weights from `seed`, the same on every rank; to be called before the layers are distributed."""
+        """Draw all weights from `seed`, the same on every rank. Call it before the layers are distributed."""
         generator = torch.Generator().manual_seed(seed)
         for name, weight in self.named_parameters():
             if weight.dim() == 2:

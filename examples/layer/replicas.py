@@ -1,19 +1,19 @@
-"""Data parallel replicas of tensor parallel layers: DistributedDataParallel and DTensor in one model.
+"""Data-parallel replicas of tensor-parallel layers: DistributedDataParallel and DTensor in one model.
 
-DistributedDataParallel copies gradients into flat buckets and cannot do that with DTensors. `LocalParameters` therefore owns a
-model's parameters as what they are in memory, a rank's own shards, and makes DTensors of them when it is called. That costs
-nothing in a compiled graph, and the optimizer works on plain tensors. A replicated parameter whose gradient is a sum over the
-ranks' shares (LayerNorm's, whose input is sharded) is summed in the backward graph.
+DistributedDataParallel copies gradients into flat buckets, which is impossible for DTensors. So `LocalParameters` owns the
+parameters as plain tensors, this rank's shards, and wraps them as DTensors at each call. That costs nothing in a compiled
+graph, and the optimizer works on plain tensors. The gradient of a replicated parameter with a sharded input (LayerNorm) is
+summed over ranks in the backward graph.
 
-What torch.compile does under DistributedDataParallel, in either order of the two:
+Modes of torch.compile under DistributedDataParallel, in either order of the two:
 
-- "ddp_optimizer", torch's default, splits the graph at the borders of gradient buckets (1 MiB and more) before a backend sees
-  it. DTensor graphs do not survive that: torch 2.13 fails under any backend ("expected all tensors_saved_with_vc_check to be
-  Tensors": the mesh is an input of the graph). Graphs of plain tensors do, each piece gets a plan of its own, but a border
-  between an all_gather and its matmul parts the two: the all_gather is then left alone, with the reason no_matmul.
-- "no_optimization" (also written optimize_ddp=False), what the example takes, keeps a model in one graph, so all sites are
-  found, in either order. Gradients are averaged when backward is done, not beside it.
-- "python_reducer" traces the averaging into backward by compiled autograd. All sites are found as well.
+- "ddp_optimizer", torch's default, splits the graph at the boundaries of gradient buckets (1 MiB and more) before the backend
+  runs. DTensor graphs fail then: torch 2.13 raises under any backend ("expected all tensors_saved_with_vc_check to be
+  Tensors": the mesh is an input of the graph). Graphs of plain tensors work. Each part has its own plan; a boundary between an
+  all_gather and its matmul leaves the all_gather alone, with the reason no_matmul.
+- "no_optimization" (also written optimize_ddp=False), the default of the example, keeps a model in one graph, so all sites are
+  found, in either order. Gradients are averaged after backward, not concurrently.
+- "python_reducer" traces the averaging into backward with compiled autograd. All sites are found.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from ub_overlap import DDPGraphs, optimize_ddp
 
 
 class LocalParameters(nn.Module):
-    """`model`, whose parameters are DTensors, as a module whose parameters are this rank's shards (the same memory)."""
+    """A module with `model`'s DTensor parameters as this rank's shards (the same memory)."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._hidden = [model]  # in a list: not a submodule, so that its DTensors are no parameters of this one
+        self._hidden = [model]  # in a list, so it is not a submodule and its DTensors are not parameters of this module
         self._layouts: list[tuple[str, str, DeviceMesh, tuple[Placement, ...], torch.Size, tuple[int, ...]]] = []
         for name, parameter in model.named_parameters():
             if not isinstance(parameter, DTensor):
@@ -47,19 +47,19 @@ class LocalParameters(nn.Module):
             )
 
     def forward(self, *args: Tensor) -> Tensor:
-        whole: dict[str, Tensor] = {
+        parameters: dict[str, Tensor] = {
             name: DTensor.from_local(
                 getattr(self, local), mesh, placements, run_check=False, shape=shape, stride=stride
             )
             for name, local, mesh, placements, shape, stride in self._layouts
         }  # fmt: skip
-        return torch.func.functional_call(self._hidden[0], whole, args)
+        return torch.func.functional_call(self._hidden[0], parameters, args)
 
 
 def build(
     model: LocalParameters, mesh: DeviceMesh, *, options: dict[str, Any], order: str, graphs: DDPGraphs, bucket_mb: float
 ) -> tuple[Callable[..., Tensor], DistributedDataParallel | None]:
-    """(what to call, its DDP): `model` compiled, and averaged over mesh["dp"] where that has more than one rank.
+    """Return (callable, its DDP): `model` compiled, and averaged over mesh["dp"] if that has several ranks.
 
     `order`: "outside" DDP(compile(model)), "inside" compile(DDP(model)). `graphs`: see the docstring above.
     """

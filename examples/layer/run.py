@@ -1,4 +1,4 @@
-"""The whole of a run: groups, two variants in turn, the table of step times, the verdict on losses and weights."""
+"""One run: groups, two alternating variants, the table of step times, the comparison of losses and weights."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ import torch.distributed as dist
 from tabulate import tabulate
 
 from layer.flags import Flags, parse
-from layer.train import PHASES, LayerVariant, RandomBatches, Record, connect, meet, unequal_replicas
+from layer.train import PHASES, LayerVariant, RandomBatches, Record, connect, synchronize_ranks, unequal_replicas
 
 BOUND = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 FP8_BOUND = 3e-2
-"""Both variants quantise alike, but a sum that differs in its last bit may fall on the other side of a float8 step."""
+"""Both variants quantize alike, but a sum that differs in its last bit may round to another float8 value."""
 
 
 def log(flags: Flags, text: str, *, everyone: bool = False) -> None:
-    """A line of this rank's; of rank 0 alone unless `everyone` or --verbose."""
+    """Print a line of this rank; of rank 0 only unless `everyone` or --verbose."""
     if flags.rank == 0 or everyone or flags.verbose:
         sys.stdout.write(f"[rank {flags.rank}] {text}\n")
         sys.stdout.flush()
 
 
 def disagreement(a: Record, b: Record) -> float:
-    """The largest relative difference of the losses of two records; infinite where one is not finite."""
+    """Return the largest relative difference of the losses of two records; infinite if a loss is not finite."""
     if not all(map(math.isfinite, [*a.losses, *b.losses])):
         return math.inf
     return max(abs(x - y) / max(abs(x), abs(y), 1e-30) for x, y in zip(a.losses, b.losses, strict=True))
 
 
 def verdict(a: Record, b: Record, dtype: torch.dtype, fp8: bool = False) -> tuple[str, int]:
-    """What is to be said of two variants' losses, and the exit code."""
+    """Return the comparison of two variants' losses as text, and the exit code."""
     worst, bound = disagreement(a, b), max(BOUND[dtype], FP8_BOUND if fp8 else 0.0)
     agree = worst <= bound
     text = f"the losses {'agree' if agree else 'DO NOT AGREE'}: largest relative difference {worst:.1e}, allowed {bound:.0e}"
@@ -47,18 +47,18 @@ def step_log(record: Record, iteration: int) -> str:
 
 
 def slowest(record: Record, flags: Flags) -> float:
-    """The median step time of the slowest rank, in ms. All ranks together."""
+    """Return the median step time of the slowest rank, in ms. All ranks together."""
     worst = torch.tensor(record.median(flags.warmup), device=flags.device)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return worst.item()
 
 
 def train(flags: Flags) -> int:
-    """A rank's whole life; returns the exit code."""
+    """Run one rank and return the exit code."""
     mesh = connect(flags)
     groups = {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in ("tp", "dp")}
     log(flags, f"TP group {groups['tp']}, DP group {groups['dp']}", everyone=True)
-    meet(flags)
+    synchronize_ranks(flags)
     kinds = [("no overlap", "off")] if flags.compare or not flags.comm_overlap else []
     kinds += [("overlap", flags.overlap)] if flags.comm_overlap else []
     variants = [LayerVariant(name, overlap, flags, mesh) for name, overlap in kinds]

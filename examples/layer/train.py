@@ -1,4 +1,4 @@
-"""One rank's training steps, with their phases, for one variant of a layer or for two in turn."""
+"""Training steps of one rank with their phases, for one variant of a layer or for two alternating ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PHASES = ("forward", "backward", "optimizer")
 
 
 def connect(flags: Flags) -> DeviceMesh:
-    """Join torchrun's ranks; the 2D mesh ("dp", "tp"): replica d holds the ranks [d T, ..., d T + T - 1]."""
+    """Join torchrun's ranks. Return the 2D mesh ("dp", "tp"): replica d has the ranks [d T, ..., d T + T - 1]."""
     timeout = timedelta(seconds=flags.timeout_s)
     if flags.device == "cuda":
         torch.cuda.set_device(flags.local_rank)
@@ -40,15 +40,15 @@ def connect(flags: Flags) -> DeviceMesh:
 
 
 def limit_wait(group: Any, device: str, timeout: timedelta) -> None:
-    """Give a group that init_device_mesh made, with the default of its backend, our own deadline."""
+    """Set the deadline of a group that init_device_mesh created with its backend's default."""
     if hasattr(group, "set_timeout"):
         group.set_timeout(timeout)
     else:  # before torch 2.13
         group._get_backend(torch.device(device))._set_default_timeout(timeout)
 
 
-def meet(flags: Flags) -> None:
-    """All ranks wait for each other, with nothing left to do on their devices."""
+def synchronize_ranks(flags: Flags) -> None:
+    """Wait for all ranks and their devices."""
     if flags.device == "cuda":
         torch.cuda.synchronize()
         dist.barrier(device_ids=[flags.local_rank])
@@ -57,7 +57,7 @@ def meet(flags: Flags) -> None:
 
 
 def unequal_replicas(model: LocalParameters, group: dist.ProcessGroup) -> list[str]:
-    """The parameters that are not bitwise the same on all ranks of `group`: there should be none. All ranks together."""
+    """Return the parameters that are not bitwise equal on all ranks of `group`. All ranks together."""
     unequal = []
     for name, parameter in model.named_parameters():
         low, high = parameter.detach().clone(), parameter.detach().clone()
@@ -69,13 +69,13 @@ def unequal_replicas(model: LocalParameters, group: dist.ProcessGroup) -> list[s
 
 
 class Phases:
-    """Times the phases of a step in milliseconds, without waiting for the device in between: end() does, once."""
+    """Times the phases of a step in milliseconds. Only end() waits for the device."""
 
     def __init__(self, device: str) -> None:
         self.cuda, self.marks = device == "cuda", []
 
     def mark(self) -> None:
-        """A phase begins, or the last one is over."""
+        """Mark the begin of a phase, or the end of the last one."""
         if self.cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -84,7 +84,7 @@ class Phases:
             self.marks.append(time.perf_counter())
 
     def end(self) -> list[float]:
-        """The times between the marks."""
+        """Return the times between the marks."""
         pairs = zip(self.marks, self.marks[1:], strict=False)
         if self.cuda:
             torch.cuda.synchronize()
@@ -102,7 +102,7 @@ class Batch:
 
 
 class RandomBatches:
-    """Random inputs, new ones every time, the same in every run. The layers learn tanh(x)."""
+    """Random inputs, different in every step, the same in every run. The layers learn tanh(x)."""
 
     def __init__(self, flags: Flags, mesh: DeviceMesh, masks: int) -> None:
         self.flags, self.count = flags, masks if flags.dropout > 0 else 0
@@ -114,14 +114,14 @@ class RandomBatches:
         f = self.flags
         shape = (f.seq_length // f.tensor_parallel, f.batch_size, f.hidden)
         x = torch.randn(shape, generator=self.generator, device=f.device, dtype=f.dtype)
-        whole = (f.seq_length, f.batch_size, f.hidden)
-        keep = [self.masks.draw(whole, Shard(0), f.dropout) for _ in range(self.count)]
+        full_shape = (f.seq_length, f.batch_size, f.hidden)
+        keep = [self.masks.draw(full_shape, Shard(0), f.dropout) for _ in range(self.count)]
         return Batch(x=x.requires_grad_(), target=torch.tanh(x.detach()), keep=keep)
 
 
 @dataclass(kw_only=True, slots=True)
 class Record:
-    """What a variant did: every step's loss (the mean over all ranks), time in ms and times of its phases; and its sites."""
+    """The record of a variant: loss of every step (mean over all ranks), time in ms, times of its phases; and its sites."""
 
     name: str
     losses: list[float] = field(default_factory=list)
@@ -132,7 +132,7 @@ class Record:
     plans: list[str] = field(default_factory=list)
 
     def median(self, warmup: int) -> float:
-        """Median step time in ms, less the first `warmup` steps (the last one is always counted)."""
+        """Return the median step time in ms without the first `warmup` steps (the last step always counts)."""
         return statistics.median(self.times[min(warmup, len(self.times) - 1) :])
 
 
@@ -159,10 +159,10 @@ class LayerVariant:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=flags.lr)
 
     def step(self, batches: list[Batch]) -> None:
-        """One step over `batches`, gradients summed; all ranks together. Its times are those of this rank."""
+        """Run one step over `batches` with summed gradients; all ranks together. Times are those of this rank."""
         flags, first = self.flags, not self.record.losses
         known = {plan.digest for plan in reports().plans} if first else set()
-        meet(flags)
+        synchronize_ranks(flags)
         begin = time.perf_counter()
         total = torch.zeros((), device=flags.device)
         spent = [0.0] * len(PHASES)
@@ -170,11 +170,11 @@ class LayerVariant:
         for i, batch in enumerate(batches):
             phases = Phases(flags.device)
             passes.append(phases)
-            with self._gradients_stay_here(last=i == len(batches) - 1):
+            with self._local_gradients(last=i == len(batches) - 1):
                 phases.mark()
                 y = self.forward(batch.x, *batch.keep)
                 phases.mark()
-                # The mean over a rank's share; with DDP's mean over replicas, the sum over T ranks is the mean over everything.
+                # The mean over a shard. With DDP's mean over replicas, the sum over T ranks is the mean over all elements.
                 loss = (y.float() - batch.target.float()).square().mean() / len(batches)
                 (loss / flags.tensor_parallel).backward()
                 phases.mark()
@@ -186,7 +186,7 @@ class LayerVariant:
         passes[-1].mark()
         for phases in passes:
             times = phases.end()
-            # The last pass has one stretch more, from its end to the optimizer's begin: it is next to nothing.
+            # The last pass has one interval more, from its end to the optimizer's begin, which is negligible.
             for phase, ms in enumerate([*times[:2], times[-1]] if len(times) == 4 else times):
                 spent[phase] += ms
         self.record.times.append(1e3 * (time.perf_counter() - begin))
@@ -197,15 +197,15 @@ class LayerVariant:
             self._count(known)
 
     @contextlib.contextmanager
-    def _gradients_stay_here(self, last: bool) -> Iterator[None]:
-        """Around all passes but the last of a step: DDP only adds gradients up and averages them in the last one."""
+    def _local_gradients(self, last: bool) -> Iterator[None]:
+        """Disable DDP's averaging in all passes but the last of a step. Gradients accumulate locally."""
         with contextlib.nullcontext() if last or self.ddp is None else self.ddp.no_sync():
             yield
 
     def _count(self, known: set[str]) -> None:
-        """The sites of the graphs that this variant's first step compiled, or took from a warm cache.
+        """Count the sites of the graphs that this variant's first step compiled or read from a warm cache.
 
-        Where no plan is new both variants decided alike (nothing to gain), so their plans are one and the same."""
+        If no plan is new, both variants decided alike (no gain) and share their plans."""
         every = reports().decisions
         mine = [d for d in every if d.plan not in known] or every
         self.record.sites = len(mine)

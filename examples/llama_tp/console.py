@@ -1,4 +1,4 @@
-"""What the demo draws: a progress bar, and two curves on one ASCII plot."""
+"""Console output of the demo: a progress bar and an ASCII plot of two curves."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TextIO
 
 
 class ProgressBar:
-    """A one-line progress bar. On a terminal it redraws in place; elsewhere (a log) it prints one line every tenth.
+    """A one-line progress bar. On a terminal it redraws in place; in a log it prints one line per tenth.
 
-    `total` steps are announced in advance; each `update` says one more is done and what to show beside the bar.
+    `total`: the number of steps. Each `update` counts one step and sets the text next to the bar.
     """
 
     WIDTH = 30
@@ -22,7 +22,7 @@ class ProgressBar:
         self.live = self.stream.isatty()
 
     def update(self, note: str) -> None:
-        """One step is done."""
+        """Count one step and redraw."""
         before, self.done = self.done, self.done + 1
         if not self.enabled:
             return
@@ -36,7 +36,7 @@ class ProgressBar:
 
 
 def plot(first: Sequence[float], second: Sequence[float], *, marks: str = "eu*", width: int = 64, height: int = 12) -> str:
-    """Two curves of equal length over their index: `marks` are the first's, the second's, and where both fall on one cell.
+    """Return a plot of two curves of equal length. `marks`: characters of the first, of the second, and of both in one cell.
 
     Raises:
         ValueError: a value is not finite, or the curves are empty or of different lengths.

@@ -1,4 +1,4 @@
-"""Real text as training data: the bytes of text that ships with Python and with this repository. Nothing is downloaded."""
+"""Training data: the bytes of text files of Python and of this repository. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ MAX_BYTES = 2_000_000
 
 
 def text_files() -> list[Path]:
-    """The files read, in the order read: Python's license, its help topics, stdlib modules, this repository's pages."""
+    """Return the files in reading order: Python's license, help topics, stdlib modules, this repository's pages."""
     candidates = [STDLIB / name for name in ("LICENSE.txt", "pydoc_data/topics.py", "argparse.py", "statistics.py")]
     candidates += [ROOT / "LICENSE", ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [path for path in candidates if path.is_file()]
 
 
 def load_corpus() -> Tensor:
-    """All text as one 1D int64 tensor of byte values, at most MAX_BYTES long.
+    """Return all text as a 1D int64 tensor of byte values, at most MAX_BYTES long.
 
     Raises:
-        FileNotFoundError: none of the files is there.
+        FileNotFoundError: none of the files exists.
     """
     files = text_files()
     if not files:
@@ -35,7 +35,7 @@ def load_corpus() -> Tensor:
 
 
 class TextBatches:
-    """Random windows of the corpus, drawn from a seed: the same on every rank and in every run over the same text."""
+    """Random windows of the corpus from a seed: the same on every rank and in every run over the same text."""
 
     def __init__(self, corpus: Tensor, *, batch: int, seq: int, seed: int) -> None:
         if len(corpus) <= seq + 1:
@@ -44,7 +44,7 @@ class TextBatches:
         self.generator = torch.Generator().manual_seed(seed)
 
     def next(self) -> tuple[Tensor, Tensor]:
-        """Tokens [batch, seq] and targets [batch, seq], the tokens shifted by one; int64."""
+        """Return tokens [batch, seq] and targets [batch, seq], shifted by one; int64."""
         starts = torch.randint(len(self.corpus) - self.seq - 1, (self.batch,), generator=self.generator)
         windows = torch.stack([self.corpus[s : s + self.seq + 1] for s in starts.tolist()])
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

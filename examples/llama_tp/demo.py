@@ -2,9 +2,9 @@
 
     python examples/llama_tp/demo.py [--ranks 2] [--steps 24] [--overlap force] [--inner inductor] ...
 
-Starts its own ranks: on GPUs with NCCL when there is one for each rank, else on the CPU with gloo. Prints both loss curves, the
-largest difference, step times, the table of sites with decisions, and where the reports lie. Exit code 0: the curves agree;
-1: they do not, or a rank failed; 2: bad arguments.
+It starts its own ranks: on GPUs with NCCL if there is one per rank, otherwise on the CPU with gloo. It prints both loss curves,
+the largest difference, step times, the table of sites, and the paths of the reports. Exit code 0: the curves agree; 1: they
+differ, or a rank failed; 2: bad arguments.
 """
 
 from __future__ import annotations
@@ -29,27 +29,31 @@ from train import DemoOutcome, TrainingRun, TrainingSettings, train
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
 TOLERANCE_REASON = (
-    "the same sums in another order differ in the last bits, and training amplifies that step by step: a bound on rounding, "
-    "not on the method; a wrong gradient moves the loss by far more within a few steps"
+    "sums in another order differ in the last bits, and training amplifies that in each step. This bounds rounding; "
+    "a wrong gradient changes the loss far more within a few steps"
 )
 
 
 def parse(argv: Sequence[str] | None) -> TrainingSettings:
-    """The settings of a run. SystemExit(2) with a message for bad arguments."""
+    """Return the settings of a run. SystemExit(2) with a message for bad arguments."""
     parser = argparse.ArgumentParser(description="Train a small Llama eager and through ub_overlap, side by side.")
-    parser.add_argument("--ranks", type=int, default=2, help="processes, each with its share of a layer (default %(default)s)")
+    parser.add_argument("--ranks", type=int, default=2, help="processes, each with its shard of a layer (default %(default)s)")
     parser.add_argument("--steps", type=int, default=24, help="training steps (default %(default)s)")
     parser.add_argument("--dim", type=int, default=256, help="model dimension, a multiple of 64 (default %(default)s)")
     parser.add_argument("--layers", type=int, default=2, help="transformer blocks (default %(default)s)")
-    parser.add_argument("--batch", type=int, default=4, help="sequences a step (default %(default)s)")
-    parser.add_argument("--seq", type=int, default=256, help="bytes of text a sequence (default %(default)s)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: GPUs if there are enough")
-    parser.add_argument("--inner", choices=("inductor", "aot_eager"), default="inductor", help="who compiles what we rewrote")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per step (default %(default)s)")
+    parser.add_argument("--seq", type=int, default=256, help="bytes of text per sequence (default %(default)s)")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: GPUs if there is one per rank"
+    )
+    parser.add_argument(
+        "--inner", choices=("inductor", "aot_eager"), default="inductor", help="compiler of the rewritten graph"
+    )
     parser.add_argument(
         "--overlap", choices=("auto", "force", "off"), default="force", help="which sites (default %(default)s)"
     )
     page = str(Path(tempfile.gettempdir(), "ub_overlap_demo.html"))
-    parser.add_argument("--page", default=page, metavar="FILE", help="the report as a page (default %(default)s)")
+    parser.add_argument("--page", default=page, metavar="FILE", help="write the report as a page (default %(default)s)")
     parser.add_argument(
         "--timeout", type=int, default=120, metavar="S", help="seconds a rank waits for another before it fails"
     )
@@ -78,7 +82,7 @@ def parse(argv: Sequence[str] | None) -> TrainingSettings:
 
 
 def _rank(rank: int, settings: TrainingSettings, folder: str) -> None:
-    """A spawned rank; rank 0 leaves the outcome in `folder`."""
+    """Run a spawned rank. Rank 0 stores the outcome in `folder`."""
     train(rank, settings, f"{folder}/rendezvous", lambda outcome: torch.save(outcome, f"{folder}/outcome"))
 
 
@@ -88,7 +92,7 @@ def launch(settings: TrainingSettings) -> DemoOutcome:
     Raises:
         ProcessRaisedException, ProcessExitedException: a rank failed or died (message); the others are stopped.
     """
-    # One compiler thread a rank: the default, a pool of worker processes for each rank, doubles the compile time on few cores.
+    # One compiler thread per rank. The default, a pool of processes for each rank, doubles the compile time on few cores.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     with tempfile.TemporaryDirectory(prefix="ub_overlap_demo_") as folder:
         mp.spawn(_rank, (settings, folder), nprocs=settings.ranks)
@@ -96,7 +100,7 @@ def launch(settings: TrainingSettings) -> DemoOutcome:
 
 
 def loss_table(eager: TrainingRun, ours: TrainingRun, *, rows: int = 8) -> str:
-    """Some `rows` steps, evenly spread, first and last included."""
+    """Return `rows` evenly spaced steps, first and last included."""
     count = len(eager.losses)
     steps = sorted({round(i * (count - 1) / max(rows - 1, 1)) for i in range(rows)})
     lines = [f"  {'step':>5}  {'eager':>10}  {'ub_overlap':>10}  {'difference':>10}"]
@@ -107,13 +111,13 @@ def loss_table(eager: TrainingRun, ours: TrainingRun, *, rows: int = 8) -> str:
 
 
 def time_line(name: str, run: TrainingRun) -> str:
-    """First step (compilation included) and the median of the others."""
+    """Return the time of the first step (with compilation) and the median of the others."""
     later = run.seconds[1:] or run.seconds
     return f"  {name:<10}  first {run.seconds[0]:7.2f} s   median of the others {1e3 * statistics.median(later):8.1f} ms"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The demo; returns the exit code."""
+    """Run the demo and return the exit code."""
     settings = parse(argv)
     where = f"{settings.ranks} GPUs (NCCL)" if settings.device == "cuda" else f"{settings.ranks} CPU ranks (gloo)"
     args = settings.args
@@ -133,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tolerance = TOLERANCE[settings.dtype]
     agree = finite and worst <= tolerance
 
-    print("\nLoss, nats a byte")
+    print("\nLoss, nats per byte")
     print(loss_table(eager, ours))
     if finite:
         print("\n  e eager, u ub_overlap, * both")
@@ -143,10 +147,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("\nStep time")
     print(time_line("eager", eager))
     print(time_line("ub_overlap", ours))
-    print("\nReports, to be read again with: python -m ub_overlap report show DIGEST")
+    print("\nReports; show one with: python -m ub_overlap report show DIGEST")
     print("\n".join(f"  {path}" for path in outcome.paths))
     if outcome.page:
-        print(f"\nBoth graphs side by side, before and after, with every decision: open {outcome.page}")
+        print(f"\nGraphs before and after, with all decisions: open {outcome.page}")
     print(f"\nLargest difference {worst:.1e}, allowed {tolerance:.0e}: {TOLERANCE_REASON}.")
     print(f"The loss curves {'agree' if agree else 'DO NOT AGREE'}.")
     return 0 if agree else 1

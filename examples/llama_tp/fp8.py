@@ -2,7 +2,7 @@
 
     python examples/llama_tp/fp8.py [--ranks 2] [--steps 300] [--recipe tensorwise] [--figure docs/fp8_training.png]
 
-Both start from the same weights and see the same bytes; options={"fp8": "all"} is all that differs, with a filter that leaves
+Both start from the same weights and see the same bytes. Only options={"fp8": ...} differs, with a filter that leaves
 the language-model head in bf16, as is usual. The step size rises over the first tenth and falls to zero. Exit code 0: the
 losses of the last tenth of the steps, in the mean, differ by 1% at most; 1: they do not; 2: bad arguments.
 """
@@ -33,17 +33,19 @@ BOUND = 0.01
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small Llama in bf16 and in float8, side by side.")
-    parser.add_argument("--ranks", type=int, default=2, help="processes, each with its share of a layer (default %(default)s)")
+    parser.add_argument("--ranks", type=int, default=2, help="processes, each with its shard of a layer (default %(default)s)")
     parser.add_argument("--steps", type=int, default=300, help="training steps (default %(default)s)")
     parser.add_argument("--dim", type=int, default=256, help="model dimension, a multiple of 64 (default %(default)s)")
     parser.add_argument("--layers", type=int, default=2, help="transformer blocks (default %(default)s)")
-    parser.add_argument("--batch", type=int, default=4, help="sequences a step (default %(default)s)")
-    parser.add_argument("--seq", type=int, default=128, help="bytes of text a sequence (default %(default)s)")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per step (default %(default)s)")
+    parser.add_argument("--seq", type=int, default=128, help="bytes of text per sequence (default %(default)s)")
     parser.add_argument("--recipe", default="tensorwise", help="recipe of the option fp8 (default %(default)s)")
     parser.add_argument("--overlap", choices=("force", "off"), default="force", help="which sites (default %(default)s)")
-    parser.add_argument("--inner", choices=("inductor", "aot_eager"), default="inductor", help="who compiles the rest")
-    parser.add_argument("--figure", type=Path, help="where to draw the curves (needs matplotlib)")
-    parser.add_argument("--data", type=Path, help="where to write them as JSON")
+    parser.add_argument(
+        "--inner", choices=("inductor", "aot_eager"), default="inductor", help="compiler of the rewritten graph"
+    )
+    parser.add_argument("--figure", type=Path, help="draw the curves to this file (needs matplotlib)")
+    parser.add_argument("--data", type=Path, help="write the losses to this file as JSON")
     flags = parser.parse_args(argv)
     if min(flags.ranks, flags.steps, flags.layers, flags.batch, flags.seq) < 1 or flags.dim % 64:
         parser.error("expected sizes of at least 1, and --dim a multiple of 64")
@@ -59,13 +61,13 @@ blocks_only.key = "blocks"  # type: ignore[attr-defined]  # names it for compile
 
 
 def rate(step: int, steps: int) -> float:
-    """The step size at a step, as a share of the largest."""
+    """Return the learning rate of a step, as a share of the maximum."""
     rise = max(1, steps // 10)
     return min((step + 1) / rise, (steps - step) / max(1, steps - rise))
 
 
-def work(rank: int, flags: argparse.Namespace, rendezvous: str, results: Any) -> None:
-    """A rank's whole life: both trainings, step by step in turn."""
+def run_rank(rank: int, flags: argparse.Namespace, rendezvous: str, results: Any) -> None:
+    """Run both trainings on one rank, alternating step by step."""
     common = {"overlap": flags.overlap, "inner": flags.inner}
     args = ModelArgs(dim=flags.dim, num_layers=flags.layers, hidden_dim=3 * flags.dim, max_seq_len=flags.seq)
     settings = TrainingSettings(
@@ -96,14 +98,14 @@ def work(rank: int, flags: argparse.Namespace, rendezvous: str, results: Any) ->
 
 
 def difference(bf16: list[float], fp8: list[float]) -> float:
-    """Relative difference of the mean losses over the last tenth of the steps; NaN where a loss is."""
+    """Return the relative difference of the mean losses over the last tenth of the steps; NaN if a loss is NaN."""
     last = max(1, len(bf16) // 10)
     a, b = (sum(x[-last:]) / last for x in (bf16, fp8))
     return (b - a) / a
 
 
 def draw(path: Path, bf16: list[float], fp8: list[float], recipe: str) -> None:
-    """The curves, and their relative difference below, smoothed over ten steps."""
+    """Draw the curves and their relative difference, smoothed over ten steps."""
     import matplotlib  # pyrefly: ignore[missing-import]
 
     matplotlib.use("Agg")
@@ -115,7 +117,7 @@ def draw(path: Path, bf16: list[float], fp8: list[float], recipe: str) -> None:
     figure, (top, bottom) = pyplot.subplots(2, sharex=True, figsize=(7, 5), height_ratios=(3, 1))
     top.plot(smooth(bf16), label="bf16", linewidth=1.2)
     top.plot(smooth(fp8), label=f'fp8="all", {recipe}', linewidth=1.2, linestyle="--")
-    top.set_ylabel("loss (nats a byte)")
+    top.set_ylabel("loss (nats per byte)")
     top.legend()
     bottom.plot([100 * (b - a) / a for a, b in zip(smooth(bf16), smooth(fp8), strict=True)], linewidth=1)
     bottom.axhline(0, color="black", linewidth=0.5)
@@ -129,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parse(argv)
     with tempfile.TemporaryDirectory() as folder:
         results = mp.get_context("spawn").SimpleQueue()
-        mp.spawn(work, (flags, f"{folder}/rendezvous", results), nprocs=flags.ranks)
+        mp.spawn(run_rank, (flags, f"{folder}/rendezvous", results), nprocs=flags.ranks)
         (bf16, fp8), casts = results.get()
     print(plot(bf16, fp8, marks="bf*"))
     if flags.data:

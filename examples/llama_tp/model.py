@@ -1,7 +1,7 @@
 """A Llama-architecture language model in plain PyTorch: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
 Legend: B sequences, S positions, D model dim, H query heads, G key and value heads, E = D / H, F feed-forward dim,
-V vocabulary. Nothing here knows of ranks: `parallelize.py` distributes the modules by name; H and G are then a rank's own.
+V vocabulary. The model is independent of ranks: `parallelize.py` distributes the modules by name; H and G are then per rank.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class ModelArgs:
 
 
 def rope_table(head_dim: int, max_seq_len: int, theta: float) -> Tensor:
-    """Angles of the rotary embedding as cosines and sines, [2, max_seq_len, head_dim / 2], fp32."""
+    """Return cosines and sines of the rotary embedding, [2, max_seq_len, head_dim / 2], fp32."""
     freqs = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float32), freqs)
     return torch.stack((angles.cos(), angles.sin()))
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Turn each pair of channels (i, i + E/2) of x [B, S, H, E] by its position's angle, in fp32; x's dtype."""
+    """Rotate each pair of channels (i, i + E/2) of x [B, S, H, E] by its position's angle, in fp32; return x's dtype."""
     cos, sin = rope[:, : x.shape[1], None, :]
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -60,7 +60,7 @@ class CausalAttention(nn.Module):
         self.wo = nn.Linear(args.num_heads * self.head_dim, args.dim, bias=False)
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
-        """The head count is left to view(-1): under tensor parallelism the projections return this rank's heads only."""
+        """The head count is view(-1): under tensor parallelism the projections return this rank's heads only."""
         b, s, _ = x.shape
         q = rotate(self.wq(x).view(b, s, -1, self.head_dim), rope).transpose(1, 2)
         k = rotate(self.wk(x).view(b, s, -1, self.head_dim), rope).transpose(1, 2)
@@ -113,7 +113,7 @@ class Transformer(nn.Module):
         self.register_buffer("rope", table, persistent=False)
 
     def init_weights(self, seed: int) -> None:
-        """Draw all weights from `seed`, the same on every rank; to be called before the model is distributed."""
+        """Draw all weights from `seed`, the same on every rank. Call it before the model is distributed."""
         generator = torch.Generator().manual_seed(seed)
         depth_std = 0.02 / (2 * self.args.num_layers) ** 0.5
         for name, weight in self.named_parameters():

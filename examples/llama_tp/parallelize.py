@@ -1,8 +1,8 @@
-"""Tensor plus sequence parallelism for `model.Transformer`, in DTensor's own words.
+"""Tensor and sequence parallelism for `model.Transformer` with DTensor.
 
-Between the blocks each rank keeps a share of the positions, x [B, S/R, D] (Shard(1)). A block's projections need all
-positions of x, an all_gather before wq wk wv (and w1 w3), and its last matmul leaves a partial sum, a reduce_scatter after
-wo (and w2): the four collectives of a block that the backend hides.
+Between the blocks each rank has a shard of the positions, x [B, S/R, D] (Shard(1)). A block's projections need all positions of
+x: an all_gather before wq wk wv (and w1 w3). Its last matmul computes a partial sum: a reduce_scatter after wo (and w2). The
+backend hides these four collectives of a block.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from model import ModelArgs, Transformer, TransformerBlock
 
 
 def check_divides(args: ModelArgs, ranks: int) -> None:
-    """ValueError unless heads and hidden channels can be dealt out evenly over `ranks` ranks."""
+    """Raise ValueError unless heads and hidden channels divide by `ranks`."""
     for name in ("num_heads", "num_kv_heads", "hidden_dim"):
         if getattr(args, name) % ranks:
             raise ValueError(f"{name}={getattr(args, name)} must divide by the number of ranks, {ranks}")

@@ -1,4 +1,4 @@
-"""One rank of the demo: the same model trained twice side by side, eager and compiled, step by step on the same batches."""
+"""One rank of the demo: train a model eager and compiled, alternating step by step on the same batches."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from ub_overlap import reports
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingSettings:
-    """What the command line decides; travels to every rank."""
+    """Settings from the command line, the same on every rank."""
 
     ranks: int
-    """Processes, each on a GPU of its own or all on the CPU."""
+    """Processes, each on its own GPU or all on the CPU."""
     device: str
     """"cuda" or "cpu"."""
     steps: int
@@ -35,11 +35,11 @@ class TrainingSettings:
     seq: int
     args: ModelArgs
     options: dict[str, Any]
-    """Handed to torch.compile(backend="ub_overlap", options=...)."""
+    """Options of torch.compile(backend="ub_overlap", options=...)."""
     page: str = ""
-    """Where rank 0 writes its report as a page; "" nowhere."""
+    """File for the HTML report of rank 0; "" for none."""
     dtype: torch.dtype
-    """Of weights and activations; losses are computed in fp32."""
+    """Dtype of weights and activations; losses are computed in fp32."""
     lr: float = 3e-3
     seed: int = 0
     timeout_s: int = 120
@@ -47,7 +47,7 @@ class TrainingSettings:
 
 @dataclass(kw_only=True, slots=True)
 class TrainingRun:
-    """What one of the two trainings did: the loss of each step and its wall time in seconds, the first step's included."""
+    """Loss and wall time in seconds of each step of one training, including the first."""
 
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -55,23 +55,23 @@ class TrainingRun:
 
 @dataclass(kw_only=True, slots=True)
 class DemoOutcome:
-    """What rank 0 reports: both trainings, the compiled model's sites as text, and where its reports lie."""
+    """The results of rank 0: both trainings, the sites of the compiled model as text, and the paths of its reports."""
 
     eager: TrainingRun
     ours: TrainingRun
     sites: str
     paths: list[str]
     page: str = ""
-    """Where the page lies that shows both graphs."""
+    """Path of the HTML report."""
 
 
 def build(settings: TrainingSettings, mesh: DeviceMesh) -> Transformer:
-    """The model, its weights drawn from the seed on the CPU and then distributed over `mesh`."""
+    """Return the model with weights from the seed, distributed over `mesh`."""
     model = Transformer(settings.args)
     model.init_weights(settings.seed)
     rope = model.rope.to(settings.device)
     model.to(settings.device, settings.dtype)
-    model.rope = rope  # angles stay in fp32: bf16 has too few digits for positions past 256
+    model.rope = rope  # angles stay in fp32: bf16 has too few digits for positions above 256
     return parallelize(model, mesh)
 
 
@@ -83,7 +83,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), foreach=False)
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
-        """One step of training; the loss before it, in nats a byte."""
+        """Run one training step. Return the loss before it, in nats per byte."""
         if self.device == "cuda":
             torch.cuda.synchronize()
         begin = time.perf_counter()
@@ -99,7 +99,7 @@ class Trainer:
 
 
 def start(rank: int, settings: TrainingSettings, rendezvous: str) -> DeviceMesh:
-    """Join the process group through the file `rendezvous`; the mesh over all ranks."""
+    """Join the process group through the file `rendezvous`. Return the mesh over all ranks."""
     if settings.device == "cuda":
         torch.cuda.set_device(rank)
     else:
@@ -115,7 +115,7 @@ def start(rank: int, settings: TrainingSettings, rendezvous: str) -> DeviceMesh:
 
 
 def train(rank: int, settings: TrainingSettings, rendezvous: str, deliver: Callable[[DemoOutcome], None]) -> None:
-    """A rank's whole life. Rank 0 shows progress and hands the outcome to `deliver`."""
+    """Run one rank. Rank 0 shows progress and passes the outcome to `deliver`."""
     mesh = start(rank, settings, rendezvous)
     try:
         eager_model, compiled_model = build(settings, mesh), build(settings, mesh)

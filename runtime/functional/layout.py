@@ -41,7 +41,7 @@ def caller(function: str, site: str | None) -> Caller:
 
 
 class Layout(NamedTuple):
-    """`outer` and `last` of docs/ops.md; `shape`: of the result, without its last dim where that is a weight's N."""
+    """`outer` and `last` of the ops; `shape`: of the result, without its last dim where that is a weight's N."""
 
     outer: int
     last: bool

@@ -20,7 +20,7 @@ def data(*sizes: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def gathered(shards: Sequence[Tensor], outer: int, last: bool) -> Tensor:
-    """G of docs/explanation/op_semantics.md."""
+    """G of runtime/ops/all_gather_matmul.py."""
     cols = shards[0].shape[-1]
     rows = math.prod(shards[0].shape[:-1])
     if last:

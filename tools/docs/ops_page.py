@@ -13,11 +13,28 @@ import torch
 
 from ub_overlap.runtime import ops
 
+STRATEGIES = """## strategy, group, site
+
+| strategy | what runs |
+| --- | --- |
+| `none` | the plain collective and the matmuls |
+| `pipelined`, `pipelined:chunks=N` | N pieces of the gathered or scattered dim; default one per rank |
+| `pipelined:stripes=N` | scattered or reduced products: each matmul computes the N-th part of every rank's shard |
+| `bulk`, `bulk:chunks=N` | the collective concurrent with independent matmuls |
+| `1024=none;*=pipelined` | selected by the rows of the full matrix; for bulk, all dims but the last of the full tensor |
+| `pipelined\\|none` | selected by measurement at the site's first call |
+
+`group` is the c10d group name. `site` is "<plan digest>/<site id>", e.g. "9f2c0a1b77de4410/backward.3".
+
+All matmuls are 2D. Operands may have any strides: transposed weights are permuted views. No output aliases an input. The ops
+support fp32, bf16 and fp16; scaled ops support float8. What happens at a call: [schedules](../explanation/schedules.md).
+"""
+
 
 def ops_page() -> str:
     """Return the page of all ops of torch.ops.ub_overlap."""
     parts = [f"## {module.__name__.rpartition('.')[2]}\n\n{module_text(module)}" for module in op_modules()]
-    return "\n".join(["# Ops", "", docstring_as_markdown(inspect.getdoc(ops) or ""), "", "\n\n".join(parts), ""])
+    return "\n".join(["# Ops", "", docstring_as_markdown(inspect.getdoc(ops) or ""), "", "\n\n".join([*parts, STRATEGIES])])
 
 
 def op_modules() -> list[ModuleType]:
@@ -44,9 +61,15 @@ def schema_of(name: str) -> str:
 
 
 def module_text(module: ModuleType) -> str:
-    """Return schemas and docstring of a module as Markdown."""
-    schemas = "\n".join(f"    {line}" for schema in schemas_of(module) for line in wrap_schema(schema))
-    return f"{schemas}\n\n{docstring_as_markdown(inspect.getdoc(module) or '')}"
+    """Return schemas and docstring of a module as Markdown. A schema that the docstring shows is not repeated."""
+    text = inspect.getdoc(module) or ""
+    stem = module.__name__.rpartition(".")[2]
+    if text.startswith(f"{stem}: "):
+        text = text[len(stem) + 2 :]
+        text = text[0].upper() + text[1:]
+    schemas = [schema for schema in schemas_of(module) if f"    {schema.partition('(')[0]}(" not in text]
+    block = "\n".join(f"    {line}" for schema in schemas for line in wrap_schema(schema))
+    return "\n\n".join(filter(None, (block, docstring_as_markdown(text))))
 
 
 def wrap_schema(schema: str, width: int = 116) -> list[str]:
