@@ -129,7 +129,7 @@ def test_plot(console: ModuleType) -> None:
 def test_progress_in_a_log(console: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     """Not on a terminal: a line every tenth, none where it is switched off (ranks other than 0)."""
     for enabled in (True, False):
-        progress = console.Progress(40, enabled=enabled)
+        progress = console.ProgressBar(40, enabled=enabled)
         for _ in range(40):
             progress.update("loss")
     lines = capsys.readouterr().out.splitlines()
