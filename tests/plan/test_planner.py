@@ -48,7 +48,9 @@ def test_a_large_model_on_this_machine(tmp_path: Path) -> None:
     collectives = [(s["phase"], s["kind"].removesuffix("_matmul").removeprefix("matmul_")) for s in sites]
     assert collectives == [(p, kind) for p in ("forward", "backward") for kind in ("all_gather", "reduce_scatter") * 2]
     paired = [s for s in sites if s["choice"] == "bulk"]
-    assert [s["kind"] for s in paired] == ["all_gather"], "beside a weight's gradient; scatters sum in their own matmuls"
+    assert [s["kind"] for s in paired] == ["all_gather"], (
+        "runs concurrently with a weight gradient; scatters are summed in their own matmuls"
+    )
     for s in sites[4:]:
         weighed = s["pairing"]
         if s["choice"] == "bulk":
@@ -77,7 +79,7 @@ def test_a_large_model_on_this_machine(tmp_path: Path) -> None:
     assert step["step"]["none_us"] == pytest.approx(13060, rel=0.15), "compiled without overlap, measured"
 
 
-def test_sizes_beside_a_model_and_layers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_with_a_model_and_layers(capsys: pytest.CaptureFixture[str]) -> None:
     wanted = ["--seq", "1024", "--tp", "4", "--layers", "2", "--memory-budget", "0"]
     assert main(["plan", "--model", "llama-8b", "--profile", "h200", "--json", *wanted]) == 0
     step = json.loads(capsys.readouterr().out)

@@ -116,7 +116,7 @@ def explain(rank: int, world: int, folder: str, measure: bool) -> Explained:
     return Explained(rows, report.table(), str(report), trace_events, settings.current().trace, png)
 
 
-def test_measured_beside_predicted(pool2: RankPool, tmp_path: Path) -> None:
+def test_measured_and_predicted(pool2: RankPool, tmp_path: Path) -> None:
     for explained in pool2.run(explain, str(tmp_path), True):
         by_id = {row["id"]: row for row in explained.rows}
         for name in ("forward.0", "forward.1", "backward.0"):
