@@ -1,4 +1,4 @@
-"""The best that a graph's collectives could have, by trying everything: no code of compiler/decide is used."""
+"""The optimum for a graph's collectives by brute force, without the packing of compiler/select."""
 
 from __future__ import annotations
 
