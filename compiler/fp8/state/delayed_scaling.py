@@ -1,8 +1,8 @@
 """Delayed scaling in a joint graph (EXPERIMENTAL): forward reads the amax histories once, and every cast feeds them.
 
-    fp8_amax_history(weight, keys) -> amax [N] -> all_reduce(max) -> amax [N]       (no all_reduce where nothing is gathered)
-                              -> slots [N]                        |
-    x -> fp8_quantize(x, amax, slots, index, key) -> q, scale <---+---> fp8_quantize(dy, ..)
+    fp8_amax_history(weight, keys) -> amax [N] -> all_reduce(max) -> amax [N]      (no all_reduce where nothing is gathered)
+                                   -> slots [N]                         |
+    x -> fp8_quantize(x, amax, slots, index, key) -> q, scale  <--------+--------> fp8_quantize(dy, ..)
 
 The histories are runtime state (runtime/fp8/amax_history/), not graph values. The graph names them by keys, which a later
 compilation of the same model repeats, and by a weight, which differs between modules that share the graph.
