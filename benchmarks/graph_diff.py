@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ub_overlap.compiler.diff.edits import Diff
-from ub_overlap.compiler.diff.graph_store import Graphs
+from ub_overlap.compiler.diff.graph_store import PlanGraphs
 from ub_overlap.compiler.diff.render import html, text
 from ub_overlap.compiler.diff.snapshot import NodeShot, Snapshot
 
@@ -89,7 +89,7 @@ def retraced(s: Snapshot) -> Snapshot:
 def main(nodes: int) -> None:
     before, after = graph(nodes, False, "one", "before"), graph(nodes, True, "one", "after")
     other = retraced(before)
-    graphs = Graphs("0" * 16, "forward", before, after)
+    graphs = PlanGraphs("0" * 16, "forward", before, after)
 
     def say(what: str, run: Callable[[], Any]) -> None:
         begin = time.perf_counter()
@@ -102,7 +102,7 @@ def main(nodes: int) -> None:
     say("unified text", lambda: f"{len(text.unified(graphs.diff()))} characters")
     say("pack", lambda: f"{len(graphs.pack())} bytes")
     packed = graphs.pack()
-    say("unpack", lambda: f"{len(Graphs.unpack(packed).before.nodes)} nodes")
+    say("unpack", lambda: f"{len(PlanGraphs.unpack(packed).before.nodes)} nodes")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "page.html")
         report = {"version": 1, "plans": [graphs.plan], "sites": [], "graphs": [graphs.to_dict()]}

@@ -19,7 +19,7 @@ from ub_overlap.runtime import ops
 from ub_overlap.runtime.errors import OptionError
 from ub_overlap.runtime.session import plan_graphs
 
-from .diff.compare_ranks import explain as explain_ranks
+from .diff.compare_ranks import explain_difference
 from .diff.joint_snapshot import JointSnapshot
 from .graph.graph_inputs import GraphInputs
 from .options import Options, parse
@@ -72,7 +72,7 @@ def _prepared(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any
     """Return (our options, Inductor's) after loading what compiled graphs need."""
     ours, theirs = parse(options, compat.inductor_option_names())
     ops.load()
-    plan_graphs.install(explain_ranks)
+    plan_graphs.install(explain_difference)
     return ours, theirs
 
 

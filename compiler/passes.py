@@ -41,7 +41,7 @@ from .joint.merge_collectives import merge_all_reduces
 from .match.amax_reductions import mark_amax_reductions
 from .options import Options
 from .reports.history import HISTORY
-from .reports.summary import announce
+from .reports.summary import announce_plan
 from .rewrite.rewrite_graph import rewrite
 from .select import decide
 from .unmatched import report_unmatched
@@ -151,7 +151,7 @@ class RewritePass(_Pass):
             return
         HISTORY.record(decided.plan)
         plan_announcements.announce_plan(decided.groups, decided.plan.graph, decided.plan.digest)
-        announce(decided.plan)
+        announce_plan(decided.plan)
         report_unmatched(decided.plan, self.options)
         recorder = SnapshotRecorder(graph, decided.plan.phase, settings.current().snapshots)
         recorder.before(decided.chosen)

@@ -1,22 +1,24 @@
-"""Two ranks' graphs compared, for the error of ranks that compiled different plans."""
+"""Compare the graphs of two ranks, for the error about ranks that compiled different plans."""
 
 from __future__ import annotations
 
 from .edits import Diff
-from .graph_store import Graphs
+from .graph_store import PlanGraphs
 from .snapshot import Snapshot
 
 SHOWN = 5  # edits
 
 
-def explain(mine: bytes, theirs: bytes, names: tuple[str, str]) -> str:
-    """What differs between the graphs as they came to the backend: the first node with its line, and the first edits.
-    ValueError for what are no graphs."""
-    here, there = Graphs.unpack(mine), Graphs.unpack(theirs)
-    diff = Diff(_of(here.before, names[0]), _of(there.before, names[1]))
+def explain_difference(mine: bytes, theirs: bytes, names: tuple[str, str]) -> str:
+    """Describe how the graphs before the rewrite differ: the first node with its line, and the first edits.
+
+    ValueError if the bytes are not graphs.
+    """
+    own, other = PlanGraphs.unpack(mine), PlanGraphs.unpack(theirs)
+    diff = Diff(_labeled(own.before, names[0]), _labeled(other.before, names[1]))
     if diff.same:
-        return f"the {here.phase} graphs are the same ({len(here.before.nodes)} nodes): options, profile or settings differ"
-    lines = [f"the {here.phase} graphs differ: {diff.counts()}; the first node that does:"]
+        return f"the {own.phase} graphs are the same ({len(own.before.nodes)} nodes): options, profile or settings differ"
+    lines = [f"the {own.phase} graphs differ: {diff.counts()}; the first node that differs:"]
     lines += [f"  {line}" for line in diff.first().splitlines()]
     lines += [f"  {e.title}{f' in {e.module}' if e.module else ''}" for e in diff.edits[:SHOWN]]
     if len(diff.edits) > SHOWN:
@@ -24,5 +26,5 @@ def explain(mine: bytes, theirs: bytes, names: tuple[str, str]) -> str:
     return "\n".join(lines)
 
 
-def _of(s: Snapshot, rank: str) -> Snapshot:
+def _labeled(s: Snapshot, rank: str) -> Snapshot:
     return Snapshot(s.nodes, s.phase, rank, "", s.torch)

@@ -1,4 +1,4 @@
-"""The graphs of compiled plans, by digest: kept here, packed, and beside the plan on disk for who runs out of a warm cache."""
+"""The graphs of compiled plans, by digest: packed in memory, and on disk with the plan, for runs with a warm compile cache."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from .edits import Diff
 from .snapshot import Snapshot
 
 log = logging.getLogger(__name__)
-KEPT = 256  # plans whose graphs a process keeps: packed, a node takes about 20 bytes
+CAPACITY = 256
+"""Plans whose graphs a process keeps. A packed node takes about 20 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Graphs:
-    """What one plan was made of, and what became of it. `joint`: the joint graph before and after the joint pass, with the
-    forward plan, where that pass changed anything."""
+class PlanGraphs:
+    """The graph of one plan before and after the rewrite.
+
+    `joint`: the joint graph before and after the joint pass. Only with a forward plan, and if that pass changed the graph.
+    """
 
     plan: str
     phase: str
@@ -31,12 +34,15 @@ class Graphs:
     joint: tuple[Snapshot, Snapshot] | None = None
 
     def diff(self) -> Diff:
+        """Return the difference that the rewrite made."""
         return Diff(self.before, self.after, self.plan)
 
     def joint_diff(self) -> Diff | None:
+        """Return the difference that the joint pass made, or None."""
         return Diff(*self.joint, self.plan) if self.joint else None
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the snapshots as plain data."""
         joint = [s.to_dict() for s in self.joint] if self.joint else None
         return {
             "plan": self.plan, "phase": self.phase, "before": self.before.to_dict(), "after": self.after.to_dict(),
@@ -44,46 +50,50 @@ class Graphs:
         }  # fmt: skip
 
     @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> Graphs:
-        """ValueError or KeyError for what is not one."""
+    def from_dict(cls, d: dict[str, Any]) -> PlanGraphs:
+        """Read what `to_dict` wrote. ValueError or KeyError for other data."""
         before, after = Snapshot.from_dict(d["before"]), Snapshot.from_dict(d["after"])
         joint = d.get("joint")
         pair = (Snapshot.from_dict(joint[0]), Snapshot.from_dict(joint[1])) if joint else None
         return cls(d["plan"], d["phase"], before, after, pair)
 
     def pack(self) -> bytes:
+        """Return the snapshots as compressed bytes."""
         return zlib.compress(json.dumps(self.to_dict(), separators=(",", ":")).encode(), 1)
 
     @classmethod
-    def unpack(cls, data: bytes) -> Graphs:
-        """ValueError for what is not one."""
+    def unpack(cls, data: bytes) -> PlanGraphs:
+        """Read what `pack` wrote. ValueError for other bytes."""
         try:
             return cls.from_dict(json.loads(zlib.decompress(data)))
         except (zlib.error, KeyError, TypeError) as e:
             raise ValueError(f"not the graphs of a plan: {e}") from e
 
 
-class Store:
-    """Thread-safe: Inductor compiles on several threads."""
+class GraphStore:
+    """The graphs of plans. Thread-safe, as Inductor compiles on several threads."""
 
     def __init__(self) -> None:
         self._packed: OrderedDict[str, bytes] = OrderedDict()
         self._lock = threading.Lock()
 
-    def record(self, graphs: Graphs) -> None:
+    def record(self, graphs: PlanGraphs) -> None:
+        """Keep the graphs in memory and on disk."""
         data = graphs.pack()
         with self._lock:
             self._packed[graphs.plan] = data
             self._packed.move_to_end(graphs.plan)
-            while len(self._packed) > KEPT:
+            while len(self._packed) > CAPACITY:
                 self._packed.popitem(last=False)
         try:
             plan_store.save_graphs(graphs.plan, data)
         except OSError as e:
-            log.warning("the graphs of plan %s are not kept on disk, so a warm cache cannot show them: %s", graphs.plan, e)
+            log.warning(
+                "could not store the graphs of plan %s; runs with a warm compile cache cannot show them: %s", graphs.plan, e
+            )
 
-    def find(self, plan: str) -> Graphs | None:
-        """The graphs of a plan of this process or of the disk; None where nobody kept any."""
+    def find(self, plan: str) -> PlanGraphs | None:
+        """Return the graphs of a plan from memory or disk, or None."""
         with self._lock:
             data = self._packed.get(plan)
         if data is None:
@@ -91,10 +101,10 @@ class Store:
         if data is None:
             return None
         try:
-            return Graphs.unpack(data)
+            return PlanGraphs.unpack(data)
         except ValueError as e:
-            log.warning("the graphs of plan %s cannot be read: %s", plan, e)
+            log.warning("could not read the graphs of plan %s: %s", plan, e)
             return None
 
 
-STORE = Store()
+STORE = GraphStore()

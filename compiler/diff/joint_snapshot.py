@@ -1,6 +1,6 @@
-"""Snapshots that the passes take: before and after a rewrite, and of the joint graph where it changes.
+"""The snapshots that the passes take: before and after a rewrite, and of a joint graph that changes.
 
-They explain and decide nothing: whatever fails here is logged, and compiling goes on.
+They only explain. A failure here is logged, and compilation goes on.
 """
 
 from __future__ import annotations
@@ -14,26 +14,28 @@ from torch.fx import Graph
 from ..match.collectives import find_collectives
 from ..plan.chosen_site import ChosenSite
 from ..plan.plan import Plan
-from ..reports.summary import artifact
-from .graph_store import STORE, Graphs
+from ..reports.summary import trace_artifact
+from .graph_store import STORE, PlanGraphs
 from .render.text import unified
 from .snapshot import Snapshot
-from .snapshot_graph import Texts, take
+from .snapshot_graph import NodeTexts, snapshot_graph
 
 log = logging.getLogger(__name__)
 
 
 class SnapshotRecorder:
-    """One graph while a pass is at it. `on` False: nothing is taken."""
+    """Takes snapshots of one graph before and after a pass. With `on` False it takes none."""
 
     def __init__(self, graph: Graph, phase: str, on: bool) -> None:
         self._graph, self._phase, self._on = graph, phase, on
-        self._lineage, self._texts = uuid.uuid4().hex, Texts()
+        self._lineage, self._texts = uuid.uuid4().hex, NodeTexts()
         self._before: Snapshot | None = None
 
     def before(self, chosen: Sequence[ChosenSite] = ()) -> None:
-        """Takes the graph as it is. `chosen`: the sites that will be rewritten; other collectives
-        are marked too, by their numbers."""
+        """Take the snapshot before the pass.
+
+        `chosen`: the sites that will be rewritten. Other collectives are marked too, by their numbers.
+        """
         marks: dict[str, str] = {}
         if self._on and self._phase != "joint":
             marks = {c.node.name: f"{self._phase}.{n}" for n, c in enumerate(find_collectives(self._graph))}
@@ -42,41 +44,42 @@ class SnapshotRecorder:
         self._before = self._take("before", marks)
 
     def after(self) -> tuple[Snapshot, Snapshot] | None:
-        """Both snapshots, or None where one is not there."""
-        left = {n.name: n.site for n in self._before.nodes if n.site} if self._before else {}
-        after = self._take("after", left)
+        """Take the snapshot after the pass. Return both, or None if one is missing."""
+        marks = {n.name: n.site for n in self._before.nodes if n.site} if self._before else {}
+        after = self._take("after", marks)
         return (self._before, after) if self._before and after else None
 
     def _take(self, label: str, sites: dict[str, str]) -> Snapshot | None:
         if not self._on:
             return None
         try:
-            return take(self._graph, self._phase, label, sites, self._lineage, self._texts)
-        except Exception:  # an explanation must not cost the user his compilation
+            return snapshot_graph(self._graph, self._phase, label, sites, self._lineage, self._texts)
+        except Exception:  # an explanation must not stop the compilation
             log.warning("no snapshot of the %s graph", self._phase, exc_info=True)
             return None
 
 
-def told(graphs: Graphs) -> str:
-    """The diffs of a plan as text."""
+def format_diffs(graphs: PlanGraphs) -> str:
+    """Return the diffs of a plan as text."""
     return "\n\n".join(f"{d}\n\n{unified(d)}" for d in (graphs.joint_diff(), graphs.diff()) if d is not None)
 
 
 class JointSnapshot:
-    """What the joint pass leaves for the forward pass of the same graph, which has a plan to keep it under."""
+    """Snapshots of a joint graph, kept until the forward pass of the same graph has a plan to store them with."""
 
     def __init__(self) -> None:
         self.joint: tuple[Snapshot, Snapshot] | None = None
 
-    def record(self, plan: Plan, taken: tuple[Snapshot, Snapshot] | None) -> None:
-        if taken is None:
+    def record(self, plan: Plan, snapshots: tuple[Snapshot, Snapshot] | None) -> None:
+        """Store the snapshots of a rewrite with its plan."""
+        if snapshots is None:
             return
         joint = None
         if plan.phase == "forward":
             joint, self.joint = self.joint, None
         try:
-            graphs = Graphs(plan.digest, plan.phase, *taken, joint)
+            graphs = PlanGraphs(plan.digest, plan.phase, *snapshots, joint)
             STORE.record(graphs)
-            artifact(f"diff_{plan.phase}", "string", lambda: told(graphs))
+            trace_artifact(f"diff_{plan.phase}", "string", lambda: format_diffs(graphs))
         except Exception:  # as above
-            log.warning("the graphs of plan %s are not kept", plan.digest, exc_info=True)
+            log.warning("could not store the graphs of plan %s", plan.digest, exc_info=True)

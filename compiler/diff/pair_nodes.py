@@ -1,13 +1,13 @@
-"""Which node of one snapshot is which node of the other.
+"""Pair the corresponding nodes of two snapshots.
 
-    lineage      of one graph object: a name is a node
-    provenance   the same op on the same shapes, from the same line, module and node of Dynamo's graph, as often here as there
+    lineage      two snapshots of one graph object: the same name
+    provenance   the same op and shapes, from the same line, module and node of Dynamo's graph, equally often in both graphs
     name         the same name, op and shapes
     structure    the same op over the same ops down to the inputs (a hash of each node and its inputs' hashes)
-    neighbours   the same op at a matched input, then at a matched user: what is left of nodes whose shape has changed
+    neighbours   the same op at a paired input, then at a paired user: remaining nodes whose shape changed
     name again   the same name and op
 
-Every step looks at nodes that no step before it has matched, and is linear.
+Each step pairs nodes that no earlier step has paired, in linear time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NONE = -1
 
 
 class Matching:
-    """`to_b[i]`: the place in `b` of node i of `a`, or NONE; `to_a` the other way. `how[i]`: the step that found it."""
+    """The pairs. `to_b[i]`: the position in `b` of node i of `a`, or NONE; `to_a`: the inverse. `how[i]`: the step of the pair."""
 
     def __init__(self, a: Snapshot, b: Snapshot) -> None:
         self.a, self.b = a, b
@@ -30,31 +30,33 @@ class Matching:
         self._step = ""
 
     def pair(self, i: int, j: int) -> None:
+        """Pair node i of `a` with node j of `b`."""
         self.to_b[i], self.to_a[j], self.how[i] = j, i, self._step
 
     def by(self, step: str, key: Callable[[NodeShot], Hashable | None], even: bool) -> None:
-        """Pairs nodes of equal keys, in order. `even`: only where both sides have as many of them."""
+        """Pair nodes of equal keys, in order. `even`: only if both graphs have equally many of them."""
         self.by_keys(step, list(map(key, self.a.nodes)), list(map(key, self.b.nodes)), even)
 
-    def by_keys(self, step: str, here: list[Hashable | None], there: list[Hashable | None], even: bool) -> None:
+    def by_keys(self, step: str, keys_a: list[Hashable | None], keys_b: list[Hashable | None], even: bool) -> None:
+        """Pair nodes of equal keys, given as lists."""
         self._step = step
-        mine, theirs = self._free(here, self.to_b), self._free(there, self.to_a)
-        for key, places in mine.items():
-            others = theirs.get(key, [])
+        free_a, free_b = self._free(keys_a, self.to_b), self._free(keys_b, self.to_a)
+        for key, places in free_a.items():
+            others = free_b.get(key, [])
             if not even or len(places) == len(others):
                 for i, j in zip(places, others, strict=False):
                     self.pair(i, j)
 
     @staticmethod
     def _free(keys: Iterable[Hashable | None], matched: list[int]) -> dict[Hashable, list[int]]:
-        found: dict[Hashable, list[int]] = defaultdict(list)
+        free: dict[Hashable, list[int]] = defaultdict(list)
         for place, key in enumerate(keys):
             if matched[place] == NONE and key is not None:
-                found[key].append(place)
-        return found
+                free[key].append(place)
+        return free
 
     def by_inputs(self) -> None:
-        """A node whose input is matched is the first free node of its target that reads the partner at the same argument."""
+        """Pair a node whose input is paired with the first free node of its target that reads the partner at the same argument."""
         self._step = "neighbours"
         readers: dict[Hashable, list[int]] = defaultdict(list)
         for i in range(len(self.a.nodes) - 1, -1, -1):  # the first reader is the last of its list
@@ -74,7 +76,7 @@ class Matching:
                     break
 
     def by_users(self) -> None:
-        """The same from the outputs back: what stands at the same argument of two matched nodes, if it has the same target."""
+        """Pair the nodes at the same argument of two paired nodes, from the outputs back, if they have the same target."""
         self._step = "neighbours"
         for j in range(len(self.b.nodes) - 1, -1, -1):
             if (i := self.to_a[j]) == NONE:
@@ -84,15 +86,15 @@ class Matching:
                     self.pair(x, y)
 
 
-def match(a: Snapshot, b: Snapshot) -> Matching:
-    """Every node of `a` and `b` matched once, or not at all."""
+def pair_nodes(a: Snapshot, b: Snapshot) -> Matching:
+    """Pair each node of `a` with at most one node of `b`."""
     m = Matching(a, b)
     if a.lineage and a.lineage == b.lineage:
         m.by("lineage", lambda n: (n.name, n.op, n.target), even=True)
         return m
     m.by("provenance", _provenance, even=True)
     m.by("name", lambda n: (n.name, *_form(n)), even=True)
-    m.by_keys("structure", structure(a), structure(b), even=False)
+    m.by_keys("structure", structure_hashes(a), structure_hashes(b), even=False)
     m.by_inputs()
     m.by_users()
     m.by("name again", lambda n: (n.name, *_target(n)), even=True)
@@ -100,7 +102,7 @@ def match(a: Snapshot, b: Snapshot) -> Matching:
 
 
 def _target(n: NodeShot) -> tuple[str, str]:
-    """A placeholder's target is its name."""
+    """(op, target); the target of a placeholder is its name and is left out."""
     return (n.op, n.target if n.op != "placeholder" else "")
 
 
@@ -109,14 +111,14 @@ def _form(n: NodeShot) -> tuple[str, ...]:
 
 
 def _provenance(n: NodeShot) -> Hashable | None:
-    """None where torch says nothing of the node: inputs and the output."""
+    """The source of a node; None if torch records none, as for inputs and the output."""
     return (*_form(n), n.module, n.source, n.origin) if n.source or n.origin else None
 
 
-def structure(s: Snapshot) -> list[Hashable | None]:
-    """A hash of each node: its form and its inputs' hashes. Inputs of the graph have their names."""
-    known: list[int] = []
+def structure_hashes(s: Snapshot) -> list[Hashable | None]:
+    """Return a hash of each node: of its form and of its inputs' hashes. Inputs of the graph hash their names."""
+    hashes: list[int] = []
     for n in s.nodes:
         own = (*_form(n), n.name if n.op == "placeholder" else "")
-        known.append(hash((own, tuple(known[i] for i in n.inputs))))
-    return list(known)
+        hashes.append(hash((own, tuple(hashes[i] for i in n.inputs))))
+    return list(hashes)

@@ -1,4 +1,4 @@
-"""Two snapshots side by side: rows in an order that keeps both graphs' orders as far as that can be."""
+"""Two snapshots side by side, in rows that keep the order of both graphs as far as possible."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from .pair_nodes import NONE
 
 @dataclass(frozen=True, slots=True)
 class DiffRow:
-    """A node of the first snapshot, one of the second, or both. `kind`: "same", "changed", "removed", "added", "moved"
-    (both sides have it, in another order: it has a row for each)."""
+    """A node of the first snapshot, one of the second, or both.
+
+    `kind`: "same", "changed", "removed", "added", or "moved" (in both graphs, in another order, with a row for each).
+    """
 
     before: int
     after: int
     kind: str
     edit: int = NONE
-    """Index of the edit that it belongs to."""
+    """Index of the edit that the row belongs to."""
 
 
-def rows(diff: Diff) -> list[DiffRow]:
-    """Pairs that keep their order (as many as can) are rows of two; what lies between two of them stands side by side."""
+def align_rows(diff: Diff) -> list[DiffRow]:
+    """Return the rows. As many pairs as possible keep their order and share a row; nodes between them have rows of their own."""
     m = diff.matching
     edit_of_a = {i: k for k, e in enumerate(diff.edits) for i in (*e.removed, *(c.before for c in e.changed))}
     edit_of_b = {j: k for k, e in enumerate(diff.edits) for j in (*e.added, *(c.after for c in e.changed))}
     out: list[DiffRow] = []
     i = j = 0
-    for x, y in [*_kept(m.to_b), (len(m.to_b), len(m.to_a))]:
+    for x, y in [*_ordered_pairs(m.to_b), (len(m.to_b), len(m.to_a))]:
         for p in range(i, x):
             out.append(DiffRow(p, NONE, "removed" if m.to_b[p] == NONE else "moved", edit_of_a.get(p, NONE)))
         for q in range(j, y):
@@ -39,8 +41,8 @@ def rows(diff: Diff) -> list[DiffRow]:
     return out
 
 
-def _kept(to_b: list[int]) -> list[tuple[int, int]]:
-    """A longest list of pairs that grows on both sides (patience sorting)."""
+def _ordered_pairs(to_b: list[int]) -> list[tuple[int, int]]:
+    """A longest list of pairs that ascends in both graphs (patience sorting)."""
     tops: list[int] = []
     at: list[int] = []
     before: dict[int, int] = {}
@@ -54,9 +56,9 @@ def _kept(to_b: list[int]) -> list[tuple[int, int]]:
         else:
             tops[k], at[k] = j, i
         before[i] = at[k - 1] if k else NONE
-    found = []
+    pairs = []
     i = at[-1] if at else NONE
     while i != NONE:
-        found.append((i, to_b[i]))
+        pairs.append((i, to_b[i]))
         i = before[i]
-    return found[::-1]
+    return pairs[::-1]

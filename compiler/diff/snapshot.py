@@ -1,4 +1,4 @@
-"""A graph as plain data, taken at one moment: what diffs, pages and errors are made of. Imports no torch."""
+"""A graph as plain data, for diffs, pages and errors. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ VERSION = 1
 
 
 class NodeShot(NamedTuple):
-    """One node; a tuple, because a graph has thousands. Everything that more than one can share is text, so that JSON keeps it
-    once."""
+    """One node, as a tuple, because a graph has thousands. Fields that nodes share are text, which JSON stores once."""
 
     name: str
     inputs: tuple[int, ...] = ()
-    """Places of the nodes that it reads, in the order of its arguments."""
+    """Positions of the nodes that it reads, in the order of its arguments."""
     op: str = "call_function"
     target: str = ""
     args: str = ""
-    """Its arguments, "%" for each node; process groups by their order in the graph, which is the same on all ranks."""
+    """Its arguments, with "%" for each node. Process groups are numbered in graph order, which is the same on all ranks."""
     shape: str = ""
-    """ "[64, 32]"; several results "[64, 32] [64]"; symbols where dynamic."""
+    """The shape: "[64, 32]"; of several results "[64, 32] [64]"; with symbols for dynamic sizes."""
     dtype: str = ""
     stride: str = ""
     module: str = ""
     source: str = ""
-    """ "file:line: code"."""
+    """The line of the user's code: "file:line: code"."""
     origin: str = ""
-    """The node of Dynamo's graph that it was made from, "" where torch does not tell (backward)."""
+    """The node of Dynamo's graph that it was derived from; "" if torch does not record it (backward)."""
     site: str = ""
-    """The site it belongs to ("forward.0"): as a member that is to be replaced, or as part of what replaced it."""
+    """The site of the node ("forward.0"), as a member that is replaced or as part of the replacement."""
 
 
 _SHARED = NodeShot._fields[2:]
@@ -39,8 +38,10 @@ _SHARED = NodeShot._fields[2:]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The nodes of a graph, in its order. Two snapshots of one lineage are of the same graph object, in which names are kept
-    and never used twice."""
+    """The nodes of a graph, in its order.
+
+    Two snapshots of one lineage are of the same graph object, in which names are stable and never reused.
+    """
 
     nodes: tuple[NodeShot, ...]
     phase: str = ""
@@ -51,15 +52,15 @@ class Snapshot:
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
-        """Places of the readers of each node, each once."""
-        found: list[list[int]] = [[] for _ in self.nodes]
+        """Positions of the readers of each node, each once."""
+        readers: list[list[int]] = [[] for _ in self.nodes]
         for place, node in enumerate(self.nodes):
             for i in dict.fromkeys(node.inputs):
-                found[i].append(place)
-        return tuple(map(tuple, found))
+                readers[i].append(place)
+        return tuple(map(tuple, readers))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON: a row a node, [name, inputs, and numbers of texts]."""
+        """Return plain data: one row per node, [name, inputs, indices of texts]."""
         texts: dict[str, int] = {}
         rows = [[n.name, n.inputs, *[texts.setdefault(text, len(texts)) for text in n[2:]]] for n in self.nodes]
         return {
@@ -69,30 +70,30 @@ class Snapshot:
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> Snapshot:
-        """ValueError for what is not one, or was made by another version."""
+        """Read what `to_dict` wrote. ValueError for other data or another version."""
         if d.get("version") != VERSION or not isinstance(d.get("nodes"), list):
             raise ValueError(f"snapshot: got version {d.get('version')!r}, expected {VERSION}")
         texts, columns = d["texts"], d["columns"][2:]
         nodes = []
         for name, inputs, *numbers in d["nodes"]:
             if inputs and not 0 <= min(inputs) <= max(inputs) < len(d["nodes"]):
-                raise ValueError(f"snapshot: node {name} reads a node that is not there")
+                raise ValueError(f"snapshot: node {name} reads a node that does not exist")
             shared = {column: texts[number] for column, number in zip(columns, numbers, strict=True) if column in _SHARED}
             nodes.append(NodeShot(name=name, inputs=tuple(inputs), **shared))
         return cls(tuple(nodes), d["phase"], d["label"], d["lineage"], d["torch"])
 
 
 def line_number(source: str) -> str:
-    """ "/home/me/model.py:12: code" -> "model.py:12"."""
+    """Shorten a line: "/home/me/model.py:12: code" -> "model.py:12"."""
     return source.partition(": ")[0].rpartition("/")[2]
 
 
-def line_of(snapshot: Snapshot, node: NodeShot) -> str:
-    """ "mm_1 = aten.mm.default(x, permute_1) [64, 32] bfloat16"."""
+def format_node(snapshot: Snapshot, node: NodeShot) -> str:
+    """Return a node as text: "mm_1 = aten.mm.default(x, permute_1) [64, 32] bfloat16"."""
     names = iter(snapshot.nodes[i].name for i in node.inputs)
-    said = "".join(next(names, "%") if c == "%" else c for c in node.args)
+    args = "".join(next(names, "%") if c == "%" else c for c in node.args)
     value = " ".join(filter(None, (node.shape, node.dtype)))
-    text = f"{node.name} = {node.target}({said})" if node.op == "call_function" else f"{node.name} = {node.op}({said})"
+    text = f"{node.name} = {node.target}({args})" if node.op == "call_function" else f"{node.name} = {node.op}({args})"
     return f"{text} {value}".rstrip()
 
 
@@ -101,14 +102,14 @@ _PLAIN = {
     "mm": "matmul", "addmm": "matmul", "bmm": "matmul",
     "_scaled_mm": "scaled_matmul", "_unsafe_view": "view", "convert_element_type": "cast",
 }  # fmt: skip
-_QUIET = {
+_MINOR = {
     "view", "reshape", "permute", "clone", "getitem", "t", "transpose", "expand", "squeeze", "unsqueeze", "alias", "detach",
     "split", "split_with_sizes", "chunk", "slice", "sym_size", "cat", "cast", "contiguous", "output", "placeholder",
 }  # fmt: skip
 
 
-def short(node: NodeShot) -> str:
-    """The op in one word: "aten.mm.default" -> "matmul"."""
+def short_op(node: NodeShot) -> str:
+    """Return the op as one word: "aten.mm.default" -> "matmul"."""
     if node.op != "call_function":
         return node.op
     parts = node.target.split(".")
@@ -116,12 +117,12 @@ def short(node: NodeShot) -> str:
     return _PLAIN.get(name, name)
 
 
-def summary(nodes: Iterable[NodeShot]) -> str:
-    """ "all_gather + wait + 3 matmuls"; views and the like only where there is nothing else."""
+def summarize_ops(nodes: Iterable[NodeShot]) -> str:
+    """Count ops as text: "all_gather + wait + 3 matmuls". Views and the like are named only if there is nothing else."""
     counts: dict[str, int] = {}
     for node in nodes:
-        counts[short(node)] = counts.get(short(node), 0) + 1
-    loud = {name: count for name, count in counts.items() if name not in _QUIET}
+        counts[short_op(node)] = counts.get(short_op(node), 0) + 1
+    main = {name: count for name, count in counts.items() if name not in _MINOR}
     return " + ".join(
-        name if count == 1 else f"{count} {name}{'' if name.endswith('s') else 's'}" for name, count in (loud or counts).items()
+        name if count == 1 else f"{count} {name}{'' if name.endswith('s') else 's'}" for name, count in (main or counts).items()
     )

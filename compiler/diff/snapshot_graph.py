@@ -1,4 +1,4 @@
-"""FX graph -> Snapshot."""
+"""FX graph -> Snapshot, a copy as plain data."""
 
 from __future__ import annotations
 
@@ -18,36 +18,42 @@ from .snapshot import NodeShot, Snapshot
 _LONGEST = 400  # characters of a node's arguments: constants may be long
 
 
-class Texts:
-    """What a node is in words, kept from one snapshot of a graph to the next: value, module, line and origin of a node do not
-    change while it is there. Process groups are numbered by first use: their names differ between ranks."""
+class NodeTexts:
+    """The texts of nodes, cached from one snapshot of a graph to the next.
+
+    Value, module, line and origin of a node do not change. Process groups are numbered by first use, as their names differ
+    between ranks.
+    """
 
     def __init__(self) -> None:
         self.text = _Text()
         self._fixed: dict[Node, tuple[str, str, str, str, str, str, str, str]] = {}
 
     def fixed(self, node: Node) -> tuple[str, str, str, str, str, str, str, str]:
-        """op, target, shape, dtype, stride, module, source, origin."""
-        found = self._fixed.get(node)
-        if found is None:
+        """Return op, target, shape, dtype, stride, module, source, origin."""
+        texts = self._fixed.get(node)
+        if texts is None:
             value = self.text.value(node.meta.get("val") if node.op != "output" else None)
             place = (module_path(node), source_line(node), _origin(node))
-            found = self._fixed[node] = (node.op, self.text.target(node.target), *value, *place)
-        return found
+            texts = self._fixed[node] = (node.op, self.text.target(node.target), *value, *place)
+        return texts
 
 
-def take(
+def snapshot_graph(
     graph: Graph,
     phase: str,
     label: str,
     sites: Mapping[str, str] | None = None,
     lineage: str = "",
-    texts: Texts | None = None,
+    texts: NodeTexts | None = None,
 ) -> Snapshot:
-    """A copy of `graph` as it is now. `sites`: node name -> site id, for nodes that carry none themselves. `lineage`: a text
-    of the caller's, the same for several snapshots of one graph object and for no others; so are `texts`."""
+    """Return a copy of `graph` as it is now.
+
+    `sites`: node name -> site id, for nodes without one of their own. `lineage` and `texts`: shared by the snapshots of one
+    graph object, and by no others.
+    """
     places = {node: place for place, node in enumerate(graph.nodes)}
-    texts, marked = texts or Texts(), sites or {}
+    texts, marked = texts or NodeTexts(), sites or {}
     shots = []
     for node in graph.nodes:
         op, target, shape, dtype, stride, module, source, origin = texts.fixed(node)
@@ -60,7 +66,7 @@ def take(
 
 
 def _origin(node: Node) -> str:
-    """The name of the first of the nodes that this one was made from."""
+    """The name of the first node that this one was derived from."""
     before = node.meta.get("from_node")
     while before:
         last = before[-1]
@@ -72,7 +78,7 @@ def _origin(node: Node) -> str:
 
 
 class _Text:
-    """Texts of arguments and values."""
+    """The texts of arguments and values."""
 
     def __init__(self) -> None:
         self._inputs: list[Node] = []
@@ -81,55 +87,55 @@ class _Text:
         self._names: dict[Any, tuple[str, ...]] = {}
 
     def target(self, target: Any) -> str:
-        found = self._targets.get(target) if target.__hash__ else None
-        if found is None:
-            found = target if isinstance(target, str) else str(target)
+        text = self._targets.get(target) if target.__hash__ else None
+        if text is None:
+            text = target if isinstance(target, str) else str(target)
             if not isinstance(target, str | compat.OpOverload):
-                found = getattr(target, "__name__", found)
-            self._targets[target] = found
-        return found
+                text = getattr(target, "__name__", text)
+            self._targets[target] = text
+        return text
 
     def args(self, node: Node) -> tuple[str, list[Node]]:
-        """Its arguments, "%" for each node, and these nodes, as often and in the order as they stand there."""
+        """Return the arguments, with "%" for each node, and these nodes, as often and in the same order."""
         self._inputs = inputs = []
         names = self._schema(node.target)
         parts = [
-            self._one(value, names[i] if i < len(names) else "") for i, value in enumerate(node.args)
+            self._arg(value, names[i] if i < len(names) else "") for i, value in enumerate(node.args)
         ]  # fmt: skip
-        parts += [f"{key}={self._one(value, key if names else '')}" for key, value in node.kwargs.items()]
-        said = ", ".join(parts)
-        if len(said) > _LONGEST:
-            said = said[:_LONGEST] + "..." + "%" * said[_LONGEST:].count("%")
-        return said, inputs
+        parts += [f"{key}={self._arg(value, key if names else '')}" for key, value in node.kwargs.items()]
+        text = ", ".join(parts)
+        if len(text) > _LONGEST:
+            text = text[:_LONGEST] + "..." + "%" * text[_LONGEST:].count("%")
+        return text, inputs
 
     def _schema(self, target: Any) -> tuple[str, ...]:
-        """Argument names of collectives and of our ops; nothing of others."""
+        """The argument names of collectives and of ub_overlap's ops; () for others."""
         if not isinstance(target, compat.OpOverload) or target.namespace not in ("_c10d_functional", "ub_overlap"):
             return ()
         if target not in self._names:
             self._names[target] = tuple(a.name for a in target._schema.arguments)
         return self._names[target]
 
-    def _one(self, value: Any, name: str) -> str:
+    def _arg(self, value: Any, name: str) -> str:
         if isinstance(value, Node):
             self._inputs.append(value)
             return "%"
         if isinstance(value, str):
             if name in ("group_name", "group", "tag"):
                 return self._groups.setdefault(value, f"g{len(self._groups)}")
-            said = repr(SiteId.parse(value).name if name == "site" else value)
+            text = repr(SiteId.parse(value).name if name == "site" else value)
         elif isinstance(value, list | tuple):
-            return "[" + ", ".join(self._one(v, "") for v in value) + "]"
+            return "[" + ", ".join(self._arg(v, "") for v in value) + "]"
         elif isinstance(value, dict):
-            return "{" + ", ".join(f"{k}: {self._one(v, '')}" for k, v in value.items()) + "}"
+            return "{" + ", ".join(f"{k}: {self._arg(v, '')}" for k, v in value.items()) + "}"
         elif isinstance(value, slice):
-            return ":".join(self._one(v, "") for v in (value.start, value.stop, value.step))
+            return ":".join(self._arg(v, "") for v in (value.start, value.stop, value.step))
         else:
-            said = str(value).removeprefix("torch.")
-        return said.replace("%", "")[:_LONGEST]
+            text = str(value).removeprefix("torch.")
+        return text.replace("%", "")[:_LONGEST]
 
     def value(self, val: Any) -> tuple[str, str, str]:
-        """(shape, dtype, stride) of a node's value."""
+        """Return (shape, dtype, stride) of a node's value."""
         if isinstance(val, torch.Tensor):
             dtype = str(val.dtype).removeprefix("torch.")
             stride = str(list(val.stride())) if val.layout is torch.strided else str(val.layout)

@@ -1,11 +1,11 @@
-"""What was decided and what came of it, for people and for programs.
+"""Reports of decisions and of their results at run time.
 
-describe.py   what a Decision shows of a site
-history.py    the plans of this process
-summary.py    a plan in one line
-outlook.py    what the cost model says of a decision
-measured.py   what calls of its sites took
-timeline.py   their steps, predicted beside measured
-report.py     all of it: Report, reports()
-explain.py    ub_overlap.explain
+describe_site.py   the facts about a site that a Decision shows
+history.py         the plans of this process
+summary.py         a plan in one line, for logs
+outlook.py         the predicted times of a decision
+measured.py        the measured times of sites
+timeline.py        the steps of sites, predicted and measured
+report.py          Report and reports()
+explain.py         ub_overlap.explain
 """

@@ -1,4 +1,4 @@
-"""What a Decision shows of a site: shapes, types, group, module path, source line."""
+"""The facts about a site that a Decision shows: shapes, types, group, module path, source line."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from ..overrides.rule import SiteDescription
 from ..plan.decision import SiteSizes
 
 
-def groups_of(candidates: list[Candidate]) -> dict[str, str]:
-    """Names that are the same on all ranks for the groups of a graph: g0, g1, ... by first use."""
-    out: dict[str, str] = {}
+def group_names(candidates: list[Candidate]) -> dict[str, str]:
+    """Return a name for each group of a graph that is the same on all ranks: g0, g1, ... by first use."""
+    names: dict[str, str] = {}
     for c in candidates:
         if c.collective.group is not None:
-            out.setdefault(c.collective.group, f"g{len(out)}")
-    return out
+            names.setdefault(c.collective.group, f"g{len(names)}")
+    return names
 
 
-def row(candidate: Candidate, site: Gather | Reduction | Bulk | None, groups: dict[str, str]) -> dict[str, Any]:
-    """The descriptive fields of a Decision."""
+def describe_site(candidate: Candidate, site: Gather | Reduction | Bulk | None, groups: dict[str, str]) -> dict[str, Any]:
+    """Return the descriptive fields of a Decision."""
     c = candidate.collective
     shapes: list[tuple[str, str]] = []
     if tensor_of(c.input) is not None:
         shapes.append(("input", format_shape(shape_of(c.input))))
     if isinstance(site, Gather):
         shapes.append(("gathered", format_shape((site.rows, site.cols))))
-        shapes += [(f"matmul{i}", _product(k.compute)) for i, k in enumerate(site.consumers)]
+        shapes += [(f"matmul{i}", _matmul_shape(k.compute)) for i, k in enumerate(site.consumers)]
     elif isinstance(site, Reduction):
         shapes.append(("product", format_shape((site.rows, site.cols))))
-        shapes += [(f"matmul{i}", _product(t)) for i, t in enumerate(site.terms)]
+        shapes += [(f"matmul{i}", _matmul_shape(t)) for i, t in enumerate(site.terms)]
     elif isinstance(site, Bulk):
-        shapes += [(f"matmul{i}", _product(p)) for i, p in enumerate(site.matmuls)]
-    nodes = _makers(candidate, site)
+        shapes += [(f"matmul{i}", _matmul_shape(p)) for i, p in enumerate(site.matmuls)]
+    nodes = _shown_nodes(candidate, site)
     return {
         "group": groups.get(c.group or "", ""),
         "ranks": c.ranks,
@@ -50,10 +50,10 @@ def row(candidate: Candidate, site: Gather | Reduction | Bulk | None, groups: di
     }
 
 
-def work_of(
+def reported_sizes(
     candidate: Candidate, site: Gather | Reduction | Bulk | None, hints: Hints, wire_dtype: str = ""
 ) -> SiteSizes | None:
-    """The sizes of `site`, or of the collective alone; None where the cost model knows nothing of it."""
+    """Return the sizes of `site`, or of the collective alone; None if the cost model does not cover it."""
     c = candidate.collective
     if c.op is None or c.ranks < 2 or tensor_of(c.input) is None:
         return None
@@ -61,8 +61,8 @@ def work_of(
     return SiteSizes(**asdict(shape)) if shape is not None else None
 
 
-def _makers(candidate: Candidate, site: Gather | Reduction | Bulk | None) -> list[Node]:
-    """The nodes whose modules and lines a site is shown with: the matmuls that its tensor meets, then the collective."""
+def _shown_nodes(candidate: Candidate, site: Gather | Reduction | Bulk | None) -> list[Node]:
+    """The nodes whose modules and lines are shown: the matmuls of the collective's data, then the collective."""
     if isinstance(site, Gather):
         return [*(k.compute.node for k in site.consumers), candidate.collective.node]
     if isinstance(site, Reduction):
@@ -70,10 +70,10 @@ def _makers(candidate: Candidate, site: Gather | Reduction | Bulk | None) -> lis
     return [candidate.collective.node]
 
 
-def place_of(candidate: Candidate, id: str, phase: str, kinds: tuple[str, ...]) -> SiteDescription:
-    """What rules and saved plans see of a candidate, whatever is decided on it."""
+def describe_candidate(candidate: Candidate, id: str, phase: str, kinds: tuple[str, ...]) -> SiteDescription:
+    """Return the facts that rules and saved plans match, which do not depend on the decision."""
     c = candidate.collective
-    modules = dict.fromkeys(m for n in _makers(candidate, candidate.match) if (m := module_path(n)))
+    modules = dict.fromkeys(m for n in _shown_nodes(candidate, candidate.match) if (m := module_path(n)))
     known = tensor_of(c.input)
     return SiteDescription(
         id=id,
@@ -86,5 +86,5 @@ def place_of(candidate: Candidate, id: str, phase: str, kinds: tuple[str, ...]) 
     )
 
 
-def _product(p: Any) -> str:
-    return f"{format_shape(p.lhs.shape if not p.lhs.is_transposed else p.lhs.shape[::-1])} @ {format_shape((p.rhs.rows, p.rhs.cols))}"
+def _matmul_shape(p: Any) -> str:
+    return f"{format_shape((p.lhs.rows, p.lhs.cols))} @ {format_shape((p.rhs.rows, p.rhs.cols))}"

@@ -1,4 +1,4 @@
-"""What sites really took: step times of their last call, as the runtime traces them."""
+"""Measured times of sites: the steps of their last call, as the runtime traces them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ub_overlap.runtime.extension import extension
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """One step of a call; microseconds on a clock that all steps of a run share."""
+    """One step of a call, in microseconds on a clock that all steps of a run share."""
 
     queue: str
     text: str
@@ -23,32 +23,32 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """`us`: a call of the site, from its first step to its last: the median over the runs. `steps`: of the last run."""
+    """The measured time of a site. `us`: median over the runs, from first to last step. `steps`: those of the last run."""
 
     us: float
     steps: tuple[StepTime, ...]
 
 
-def last_call(site: str) -> tuple[StepTime, ...]:
-    """The steps of the last traced call of a site ("<plan digest>/<site id>"); empty where there was none."""
+def last_call_steps(site: str) -> tuple[StepTime, ...]:
+    """Return the steps of the last traced call of a site ("<plan digest>/<site id>"); () without one."""
     rows = extension().last_trace(site)
     return tuple(StepTime(queue, f"{kind} {step}", begin / 1e3, end / 1e3) for step, queue, kind, begin, end, _ in rows)
 
 
-def measure(run: Callable[[], Any], sites: Sequence[str], repeats: int = 3) -> dict[str, Measured]:
-    """Calls `run` `repeats` times with tracing on; the times of those of `sites` that ran. All ranks must call it together."""
+def measure_sites(run: Callable[[], Any], sites: Sequence[str], repeats: int = 3) -> dict[str, Measured]:
+    """Call `run` `repeats` times with tracing. Return the times of the sites that ran. All ranks must call it together."""
     before = settings.current().trace
-    found: dict[str, list[tuple[StepTime, ...]]] = {}
+    traced: dict[str, list[tuple[StepTime, ...]]] = {}
     settings.configure(trace=True)
     try:
         for _ in range(repeats):
             run()
             for site in sites:
-                if steps := last_call(site):
-                    found.setdefault(site, []).append(steps)
+                if steps := last_call_steps(site):
+                    traced.setdefault(site, []).append(steps)
     finally:
         settings.configure(trace=before)
-    return {site: Measured(median(map(_span, calls)), calls[-1]) for site, calls in found.items()}
+    return {site: Measured(median(map(_span, calls)), calls[-1]) for site, calls in traced.items()}
 
 
 def _span(steps: tuple[StepTime, ...]) -> float:

@@ -1,4 +1,4 @@
-"""What a decision is predicted to take: the cost model asked about a site of a plan, for reports and for planning ahead."""
+"""Predicted times of decisions, from the cost model, for reports and for the planner."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from ..plan.strategy import NONE
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Microseconds of one site. `by_strategy`: predictions of all that could run it, none first, and of what was decided.
+    """Predicted times of one site, in microseconds.
 
-    `exposed_us`: what the communication adds to the matmuls alone, as decided; `gain_us`: against none."""
+    `by_strategy`: the predictions of all strategies that could run it, none first, and of the decided one.
+    """
 
     FIELDS: ClassVar[tuple[str, ...]] = (
         "matmul_us", "communication_us", "predicted_us", "choice", "best", "gain_us", "choice_reason",
@@ -31,21 +32,26 @@ class Outlook:
 
     @property
     def none(self) -> Prediction:
+        """The prediction without overlap."""
         return self.by_strategy[str(NONE)]
 
     @property
     def chosen(self) -> Prediction:
+        """The prediction of the decided strategy."""
         return self.by_strategy[self.decided]
 
     @property
     def gain_us(self) -> float:
+        """The predicted saving against no overlap."""
         return self.none.us - self.chosen.us
 
     @property
     def exposed_us(self) -> float:
+        """The exposed communication time as decided: the time beyond that of the matmuls alone."""
         return max(0.0, self.chosen.us - self.chosen.matmul_us)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields of FIELDS."""
         return {
             "matmul_us": round(self.none.matmul_us, 3),
             "communication_us": round(self.none.communication_us, 3),
@@ -57,35 +63,37 @@ class Outlook:
         }
 
     def times(self) -> str:
-        """ "none 615, pipelined 432, ..."."""
+        """Return the predictions as text: "none 615, pipelined 432, ..."."""
         return ", ".join(f"{s} {p.us:.0f}" for s, p in self.by_strategy.items())
 
 
-def shape_of(d: Decision) -> SiteShape | None:
-    """The site as the cost model knows it; None for what it has no model of (other collectives, other dtypes, groups of one
-    rank, sizes without a value, what was merged away)."""
+def site_shape_of(d: Decision) -> SiteShape | None:
+    """Return the site as the cost model reads it, or None.
+
+    None for other collectives, other dtypes, groups of one rank, sizes without a value, and merged collectives.
+    """
     return None if d.work is None else SiteShape.from_dict(d.work.to_dict())
 
 
 def outlook(d: Decision, profile: Profile) -> Outlook | None:
-    """Predictions for one decision, or None as for `shape_of`."""
-    shape = shape_of(d)
+    """Return the predictions for one decision, or None as for `site_shape_of`."""
+    shape = site_shape_of(d)
     if shape is None:
         return None
     decided = str(d.traced)
     if not shape.matmuls:
         alone = predict(shape, NONE, profile)
-        return Outlook({str(NONE): alone}, str(NONE), str(NONE), "nothing to hide it behind")
+        return Outlook({str(NONE): alone}, str(NONE), str(NONE), "no matmul to hide it behind")
     choice = choose(shape, profile)
-    known = dict(choice.predictions)
-    if decided not in known:
-        known[decided] = predict(shape, d.traced, profile)
-    return Outlook(known, decided, str(choice.strategy), choice.reason)
+    predictions = dict(choice.predictions)
+    if decided not in predictions:
+        predictions[decided] = predict(shape, d.traced, profile)
+    return Outlook(predictions, decided, str(choice.strategy), choice.reason)
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Microseconds over many sites; `matmul_us` is what no overlap can save."""
+    """Predicted times of many sites together, in microseconds. No overlap can save `matmul_us`."""
 
     sites: int
     unknown: int
@@ -97,15 +105,16 @@ class Totals:
 
     @property
     def exposed_us(self) -> float:
-        """What communication adds without overlap."""
+        """The exposed communication time without overlap."""
         return max(0.0, self.none_us - self.matmul_us)
 
     @property
     def hidden(self) -> float:
-        """Share of the exposed communication that the choice hides."""
+        """The share of the exposed communication that the decisions hide."""
         return (self.none_us - self.chosen_us) / self.exposed_us if self.exposed_us else 0.0
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the sums as plain data."""
         own = {name: getattr(self, name) for name in self.__slots__}
         own |= {"exposed_us": self.exposed_us, "hidden": self.hidden}
         return {k: round(v, 4) if isinstance(v, float) else v for k, v in own.items()}
@@ -121,7 +130,7 @@ class Totals:
 
 
 def totals(outlooks: Sequence[Outlook | None]) -> Totals:
-    """Sums over those that are known."""
+    """Return the sums over the sites that have predictions."""
     known = [o for o in outlooks if o is not None]
     return Totals(
         sites=len(known),

@@ -1,4 +1,4 @@
-"""What the compiler decided and what the runtime then did, for people and for programs."""
+"""Reports: the decisions of the compiler and the figures of the runtime."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ub_overlap.runtime.stats import SiteStats, site_stats
 from ..cost.profile import Profile
 from ..cost.profile_lookup import load, of_plan
 from ..diff.edits import Diff
-from ..diff.graph_store import STORE, Graphs
+from ..diff.graph_store import STORE, PlanGraphs
 from ..plan.decision import CastDecision, Decision
 from ..plan.plan import Plan
 from ..plan.strategy import NONE, DispatchTable
@@ -26,36 +26,37 @@ from . import timeline
 from .history import HISTORY
 from .measured import Measured
 from .outlook import Outlook, outlook, totals
-from .summary import line
+from .summary import format_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedDecision(Decision):
-    """A Decision with what happened to it at run time (None before its first call, and for sites left alone)."""
+    """A Decision with its run-time figures, which are None before the first call and for sites left alone."""
 
     plan: str
-    """Digest of the plan it belongs to."""
+    """Digest of the plan."""
     predicted_by: str = ""
-    """The profile that `outlook` was made by."""
+    """The profile of `outlook`."""
     calls: int | None = None
     executed: str | None = None
-    """The strategy of the last call, or "c10d" where the group turned out to have no transport."""
+    """The strategy of the last call, or "c10d" if the group has no transport."""
     calls_by_strategy: tuple[tuple[str, int], ...] = ()
-    """Several where the site has a table of sizes, or alternatives."""
+    """(strategy, calls). Several if the site has a dispatch table or autotunes."""
     tuned: tuple[tuple[str, TunedStrategy], ...] = ()
-    """With autotune=True what was measured and picked: (up to how many rows, "*" any; what)."""
+    """With autotune=True, (rows, what was measured and selected) of each bucket; "*" for any number of rows."""
     transport: str | None = None
     bytes_copied: int | None = None
     bytes_beside_matmul: int | None = None
-    """Bytes that really moved beside a matmul of the same call."""
+    """Bytes that were copied concurrently with a matmul of the same call."""
     outlook: Outlook | None = None
-    """Predicted times; None for what the cost model does not know."""
+    """Predicted times; None if the cost model does not cover the site."""
     error: float | None = None
-    """With options={"verify": True}: the largest difference from the plain way, over the largest magnitude of its result."""
+    """With options={"verify": True}: the largest difference from the unfused ops, relative to the amax of their result."""
     measured_us: float | None = None
-    """A call of the site, median over a few; None without explain(..., measure=True)."""
+    """The time of one call, median over a few; None without explain(..., measure=True)."""
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the decision and its figures as plain data."""
         own = (
             "plan", "predicted_by", "calls", "executed", "transport", "bytes_copied", "bytes_beside_matmul", "measured_us",
             "error",
@@ -63,26 +64,28 @@ class ReportedDecision(Decision):
         predicted = self.outlook.to_dict() if self.outlook else dict.fromkeys(Outlook.FIELDS)
         picked = {
             "calls_by_strategy": dict(self.calls_by_strategy),
-            "tuned": {rows: found.to_dict() for rows, found in self.tuned},
+            "tuned": {rows: times.to_dict() for rows, times in self.tuned},
         }
         return {**super(ReportedDecision, self).to_dict(), **{k: getattr(self, k) for k in own}, **picked, **predicted}
 
 
 @dataclass(frozen=True)
 class ReportedCast(CastDecision):
-    """`error`: with options={"verify": True} or explain(..., measure=True), ||float8 - 16 bits|| / ||16 bits|| of this rank's
-    product, the worst call's; None where it was not compared."""
+    """A CastDecision with its measured error."""
 
     error: float | None = None
+    """||float8 - 16 bits|| / ||16 bits|| of this rank's matmul, of the worst call.
+
+    Measured with options={"verify": True} or explain(..., measure=True), else None.
+    """
 
 
 class Report:
-    """The plans of one or more graphs, in the order in which they were compiled.
+    """The plans of one or more graphs, in the order of their compilation.
 
-    `decisions`: every collective with its outcome; run-time figures are today's less those of `since` (earlier site_stats).
-    Predictions are made by the profile that a plan's choices rest on, where it is at hand; else by `profile` (None: this
-    machine's). `measured`: times by "<plan digest>/<site id>"; `float8`: errors by Cast.key (None: those of this process so
-    far).
+    `since`: earlier site_stats, which are subtracted from the run-time figures. `profile`: the profile of predictions for
+    plans whose own profile is not available; None is this machine's. `measured`: times by "<plan digest>/<site id>".
+    `float8`: errors by CastDecision.key; None is those of this process so far.
     """
 
     def __init__(
@@ -101,17 +104,18 @@ class Report:
 
     @property
     def profile(self) -> Profile:
-        """What predictions are made by where the plan names no profile, or one that is not at hand."""
+        """The profile of predictions for plans that name none, or one that is not available."""
         if self._profile is None:
             self._profile = load(None, max((d.ranks for p in self.plans for d in p.decisions), default=0) or None)
         return self._profile
 
     def profile_of(self, plan: Plan, d: Decision) -> Profile:
-        """What the predictions of a decision are made by."""
+        """Return the profile of a decision's predictions."""
         return of_plan(plan.profile, d.ranks) or self.profile
 
     @property
     def decisions(self) -> list[ReportedDecision]:
+        """Every collective with its decision and run-time figures."""
         now, errors = site_stats(), verify.ERRORS.by_site()
         return [
             _reported(
@@ -124,7 +128,7 @@ class Report:
 
     @property
     def casts(self) -> list[ReportedCast]:
-        """Every product of a linear that the float8 pass looked at."""
+        """Every matmul of a linear that the float8 pass examined."""
         errors = verify.FLOAT8.by_site() if self._float8 is None else self._float8
 
         def reported(c: CastDecision) -> ReportedCast:
@@ -135,35 +139,35 @@ class Report:
 
     @property
     def paths(self) -> list[Path]:
-        """Where the plans are stored."""
+        """The files of the stored plans."""
         return [plan_store.path_of(p.digest) for p in self.plans]
 
     def summary(self) -> str:
-        """One line a graph."""
-        return "\n".join(line(p) for p in self.plans) or "no graph with collectives was compiled"
+        """Return one line per graph."""
+        return "\n".join(format_plan(p) for p in self.plans) or "no graph with collectives was compiled"
 
     def table(self) -> str:
-        """A row a collective."""
+        """Return a table with one row per collective."""
         rows, decisions = [], self.decisions
         verified = any(d.error is not None for d in decisions)
         for d in decisions:
             shapes = dict(d.shapes)
-            products = [v for k, v in shapes.items() if k.startswith("matmul")]
+            matmuls = [v for k, v in shapes.items() if k.startswith("matmul")]
             rows.append(
                 {
                     "site": d.id,
                     "kind": d.kind.value,
                     "module": d.module,
                     "line": d.source.rpartition("/")[2].split(": ")[0],
-                    "shape": products[0] if products else shapes.get("input", ""),
-                    "matmuls": len(products),
+                    "shape": matmuls[0] if matmuls else shapes.get("input", ""),
+                    "matmuls": len(matmuls),
                     "group": f"{d.group} x{d.ranks}",
                     "bytes sent": d.bytes,
                     "matmul us": _us(d.outlook.none.matmul_us if d.outlook else None),
                     "comm us": _us(d.outlook.none.communication_us if d.outlook else None),
                     "predicted us": d.outlook.times() if d.outlook else None,
                     "strategy": str(d.strategy),
-                    **({"tuned": _picks(d)} if any(d.tuned for d in decisions) else {}),
+                    **({"tuned": _tuned_column(d)} if any(d.tuned for d in decisions) else {}),
                     "gain us": _us(d.outlook.gain_us if d.outlook else None),
                     **({"measured us": _us(d.measured_us)} if self._measured else {}),
                     **({"error": None if d.error is None else _error(d.error, d.dtype)} if verified else {}),
@@ -174,7 +178,7 @@ class Report:
         return tabulate(rows, headers="keys", tablefmt="simple", missingval="-", disable_numparse=True)
 
     def float8(self) -> str:
-        """A row a product that the float8 pass looked at, those farthest from 16 bits first; "" without any."""
+        """Return a table with one row per matmul that the float8 pass examined, largest error first; "" without any."""
         rows = [
             {
                 "module": c.module,
@@ -188,25 +192,30 @@ class Report:
         return tabulate(rows, headers="keys", tablefmt="simple", missingval="-", disable_numparse=True) if rows else ""
 
     def totals(self) -> str:
-        """Predicted times over all sites, and the measured ones of those that were measured."""
+        """Return the predicted times of all sites together, and the measured ones of those that were measured."""
         decisions = self.decisions
         used = dict.fromkeys(str(self.profile_of(p, d)) for p in self.plans for d in p.decisions)
         text = f"profile {', '.join(used)}; {totals([d.outlook for d in decisions])}"
-        gone = dict.fromkeys(
+        missing = dict.fromkeys(
             p.profile for p in self.plans for d in p.decisions if p.profile and not of_plan(p.profile, d.ranks)
         )
-        if gone:
-            text += f"; the choices rest on {', '.join(gone)}, which is not at hand"
-        known = [d for d in decisions if d.measured_us is not None and d.outlook is not None]
-        if known:
-            predicted, took = sum(d.outlook.chosen.us for d in known if d.outlook), sum(d.measured_us or 0.0 for d in known)
-            text += f"; {len(known)} measured sites took {took:.0f} us, predicted {predicted:.0f} us"
+        if missing:
+            text += f"; the decisions use {', '.join(missing)}, which is not available"
+        measured = [d for d in decisions if d.measured_us is not None and d.outlook is not None]
+        if measured:
+            predicted, took = (
+                sum(d.outlook.chosen.us for d in measured if d.outlook),
+                sum(d.measured_us or 0.0 for d in measured),
+            )
+            text += f"; {len(measured)} measured sites took {took:.0f} us, predicted {predicted:.0f} us"
         return text
 
     def timeline(self, path: str | Path, site: str | None = None, predicted: bool = True, measured: bool = True) -> Path:
-        """Writes the steps of one site, or of all in their order, predicted and (after explain(..., measure=True)) measured:
-        .png (needs matplotlib), else JSON for chrome://tracing or ui.perfetto.dev. OptionError for an unknown site, and
-        where there is nothing to show."""
+        """Write the steps of one site, or of all in order, predicted and (after explain(..., measure=True)) measured.
+
+        A .png needs matplotlib; other files are JSON for chrome://tracing or ui.perfetto.dev. OptionError for an unknown
+        site, or if there is nothing to show.
+        """
         lanes = []
         for plan in self.plans:
             for d in plan.decisions:
@@ -214,26 +223,26 @@ class Report:
                 if site not in (None, d.id, full_id):
                     continue
                 if predicted and (o := outlook(d, self.profile_of(plan, d))) is not None:
-                    lanes.append(timeline.predicted(d.id, o.chosen))
+                    lanes.append(timeline.predicted_lane(d.id, o.chosen))
                 if measured and (m := self._measured.get(full_id)) is not None:
-                    lanes.append(timeline.measured(d.id, m))
+                    lanes.append(timeline.measured_lane(d.id, m))
         if site is not None and not lanes:
             ids = ", ".join(d.id for p in self.plans for d in p.decisions)
-            raise OptionError("no such site, or nothing known of it", where="timeline", got=site, expected=f"one of {ids}")
-        return timeline.write(path, lanes)
+            raise OptionError("no such site, or no times of it", where="timeline", got=site, expected=f"one of {ids}")
+        return timeline.write_timeline(path, lanes)
 
     @property
-    def graphs(self) -> list[Graphs]:
-        """The graphs of the plans as they were before and after, of those that were kept (UB_OVERLAP_SNAPSHOTS=0)."""
+    def graphs(self) -> list[PlanGraphs]:
+        """The stored graphs of the plans, before and after the rewrite. None are stored with UB_OVERLAP_SNAPSHOTS=0."""
         return [g for p in self.plans if (g := STORE.find(p.digest)) is not None]
 
     @property
     def diff(self) -> list[Diff]:
-        """What was rewritten: a Diff a graph, and one more where the joint graph was changed before it was cut in two."""
+        """The changes: a Diff per graph, and one more if the joint graph was changed before it was partitioned."""
         return [d for g in self.graphs for d in (g.joint_diff(), g.diff()) if d is not None]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain data; `python -m ub_overlap explain` and `diff` read it back."""
+        """Return everything as plain data, which `python -m ub_overlap explain` and `diff` read."""
         return {
             "version": 1,
             "plans": [p.digest for p in self.plans],
@@ -248,55 +257,56 @@ class Report:
         }
 
     def to_json(self) -> str:
+        """Return `to_dict` as JSON."""
         return json.dumps(self.to_dict())
 
     def to_html(self, path: str | Path, title: str = "report") -> Path:
-        """Writes one page that needs nothing but itself: both graphs side by side, sites, reasons, predictions, schedules."""
+        """Write a self-contained HTML page: both graphs side by side, sites, reasons, predictions, schedules."""
         from ..diff.render import html
 
         return html.write(path, self.to_dict(), title)
 
     def _lanes(self) -> dict[str, list[dict[str, Any]]]:
-        """The steps of each site by "<plan digest>/<site id>": the plain way, as decided, and as measured."""
-        found: dict[str, list[dict[str, Any]]] = {}
+        """The steps of each site by "<plan digest>/<site id>": without overlap, as decided, and as measured."""
+        lanes_by_site: dict[str, list[dict[str, Any]]] = {}
         for plan in self.plans:
             for d in plan.decisions:
                 site = str(SiteId(plan.digest, d.id))
                 if lanes := lanes_of(d.id, outlook(d, self.profile_of(plan, d)), self._measured.get(site)):
-                    found[site] = lanes
-        return found
+                    lanes_by_site[site] = lanes
+        return lanes_by_site
 
     def __str__(self) -> str:
         if not self.plans:
             return self.summary()
-        compared = self.float8() if any(c.error is not None for c in self.casts) else ""
-        return "\n".join(filter(None, (self.summary(), self.table(), self.totals(), compared)))
+        errors = self.float8() if any(c.error is not None for c in self.casts) else ""
+        return "\n".join(filter(None, (self.summary(), self.table(), self.totals(), errors)))
 
 
 def lanes_of(site: str, predicted: Outlook | None, measured: Measured | None = None) -> list[dict[str, Any]]:
-    """The steps of a site, as JSON: the plain way, as decided, and as measured."""
-    lanes = [timeline.predicted(site, predicted.none, "predicted, none")] if predicted else []
+    """Return the steps of a site as plain data: without overlap, as decided, and as measured."""
+    lanes = [timeline.predicted_lane(site, predicted.none, "predicted, none")] if predicted else []
     if predicted and predicted.chosen is not predicted.none:
-        lanes.append(timeline.predicted(site, predicted.chosen, f"predicted, {predicted.decided}"))
+        lanes.append(timeline.predicted_lane(site, predicted.chosen, f"predicted, {predicted.decided}"))
     if measured is not None:
-        lanes.append(timeline.measured(site, measured))
+        lanes.append(timeline.measured_lane(site, measured))
     return [lane.to_dict() for lane in lanes]
 
 
 def _hidden(d: ReportedDecision) -> str:
-    """The share of the bytes that moved beside a matmul."""
+    """The share of the bytes that were copied concurrently with a matmul."""
     return f"{d.bytes_beside_matmul / d.bytes_copied:.0%}" if d.bytes_copied and d.bytes_beside_matmul is not None else ""
 
 
 def _tuned(plan: Plan, d: Decision) -> tuple[tuple[str, TunedStrategy], ...]:
-    """What was measured at a site, by the limits of its table."""
-    found = tuned_strategies(str(SiteId(plan.digest, d.id)))
+    """The measurements of a site, by the limits of its dispatch table."""
+    measurements = tuned_strategies(str(SiteId(plan.digest, d.id)))
     limits = [b.limit for b in d.strategy.buckets] if isinstance(d.strategy, DispatchTable) else []
-    return tuple(("*" if limits[n] is None else str(limits[n]), found[n]) for n in sorted(found))
+    return tuple(("*" if limits[n] is None else str(limits[n]), measurements[n]) for n in sorted(measurements))
 
 
-def _picks(d: ReportedDecision) -> str | None:
-    """The column of what was timed: "none 12, pipelined 9 us measured: pipelined"."""
+def _tuned_column(d: ReportedDecision) -> str | None:
+    """The column of measurements: "none 12, pipelined 9 us measured: pipelined"."""
     return "; ".join(str(t) if rows == "*" else f"{rows} rows: {t}" for rows, t in d.tuned) or None
 
 
@@ -325,7 +335,7 @@ def _reported(
     if now is None or calls == 0:
         return ReportedDecision(**base, plan=plan.digest)
     earlier = before.strategies if before else {}
-    copied, beside = (before.bytes_copied, before.bytes_beside_matmul) if before else (0, 0)
+    copied, concurrent = (before.bytes_copied, before.bytes_beside_matmul) if before else (0, 0)
     return ReportedDecision(
         **base,
         plan=plan.digest,
@@ -334,14 +344,14 @@ def _reported(
         calls_by_strategy=tuple((s, n) for s, count in now.strategies.items() if (n := count - earlier.get(s, 0))),
         transport=now.transport,
         bytes_copied=now.bytes_copied - copied,
-        # Steps on a GPU are issued, not timed: what moved beside what is not known there.
-        bytes_beside_matmul=None if now.transport == "symmetric memory" else now.bytes_beside_matmul - beside,
+        # Steps on a GPU are issued, not timed, so their concurrency is unknown.
+        bytes_beside_matmul=None if now.transport == "symmetric memory" else now.bytes_beside_matmul - concurrent,
     )
 
 
 def reports() -> Report:
-    """Everything that this process compiled, and every plan that it ran out of a warm compile cache."""
+    """Return a report of all graphs that this process compiled or ran from a warm compile cache."""
     plans = {p.digest: p for p in HISTORY.plans()}
     ran = (SiteId.parse(site).digest for site in site_stats())
-    plans |= {p.digest: p for p in HISTORY.found(d for d in ran if d not in plans and plan_store.is_digest(d))}
+    plans |= {p.digest: p for p in HISTORY.find_all(d for d in ran if d not in plans and plan_store.is_digest(d))}
     return Report(list(plans.values()))

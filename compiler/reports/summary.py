@@ -1,4 +1,4 @@
-"""One line a graph at INFO, every decision at DEBUG; plan, reasons and diff as artifacts of TORCH_TRACE."""
+"""Logs: one line per graph at INFO, every decision at DEBUG. Plan, reasons and diff are artifacts of TORCH_TRACE."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..plan.plan import Plan
 log = logging.getLogger("ub_overlap")
 
 
-def line(plan: Plan) -> str:
-    """E.g. "backward 3f2a...: 7 of 8 collectives overlapped (all_gather_matmul 3, ...); left alone: no_matmul 1"."""
+def format_plan(plan: Plan) -> str:
+    """Return e.g. "backward 3f2a...: 7 of 8 collectives overlapped (all_gather_matmul 3, ...); left alone: no_matmul 1"."""
     done = Counter(f"{d.kind.value} {d.strategy.mode.value}" for d in plan.decisions if d.overlapped)
     left = Counter(d.reason.value for d in plan.decisions if d.reason)
     text = f"{plan.phase} {plan.digest}: {sum(done.values())} of {len(plan.decisions)} collectives overlapped"
@@ -31,25 +31,27 @@ def line(plan: Plan) -> str:
     return text
 
 
-def announce(plan: Plan) -> None:
-    """Logs the plan and hands it to TORCH_TRACE."""
-    log.info("%s", line(plan))
+def announce_plan(plan: Plan) -> None:
+    """Log the plan, and write it to TORCH_TRACE."""
+    log.info("%s", format_plan(plan))
     for c in plan.casts:
         log.debug("%s %s %s: %s %s", c.module, c.role, c.shape, c.recipe or (c.reason.value if c.reason else ""), c.detail)
     for d in plan.decisions:
-        log.debug("%s", reason(d))
-    artifact(f"plan_{plan.phase}", "json", plan.to_json)
-    artifact(f"reasons_{plan.phase}", "string", lambda: "\n".join([line(plan), *map(reason, plan.decisions)]))
+        log.debug("%s", format_decision(d))
+    trace_artifact(f"plan_{plan.phase}", "json", plan.to_json)
+    trace_artifact(
+        f"reasons_{plan.phase}", "string", lambda: "\n".join([format_plan(plan), *map(format_decision, plan.decisions)])
+    )
 
 
-def reason(d: Decision) -> str:
-    """E.g. "forward.0 all_reduce: none (non_linear: relu ...) model.py:12: ..."."""
+def format_decision(d: Decision) -> str:
+    """Return e.g. "forward.0 all_reduce: none (non_linear: relu ...) model.py:12: ..."."""
     why = ": ".join(filter(None, (d.reason.value if d.reason else "", d.detail)))
     return f"{d.id} {d.kind.value}: {d.strategy}{f' ({why})' if why else ''} {d.source}"
 
 
-def artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
-    """Hands TORCH_TRACE a text under "ub_overlap_<name>"; made only where somebody traces."""
+def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
+    """Write a text to TORCH_TRACE as "ub_overlap_<name>". It is computed only if tracing is on."""
     compat.trace_structured(
         "artifact", metadata_fn=lambda: {"name": f"ub_overlap_{name}", "encoding": encoding}, payload_fn=payload
     )

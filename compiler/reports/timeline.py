@@ -1,4 +1,4 @@
-"""Pictures of a site's steps, predicted beside measured: Chrome / Perfetto JSON, and PNG where matplotlib is installed."""
+"""Timelines of a site's steps, predicted and measured: Chrome / Perfetto JSON, or PNG with matplotlib."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ub_overlap.runtime.errors import OptionError
 from ..cost.predict import Prediction
 from .measured import Measured, StepTime
 
-COLOURS = {"matmul": "#4878d0", "copy": "#ee854a", "collective": "#d65f5f", "reduce": "#6acc64", "other": "#c0c0c0"}
+COLORS = {"matmul": "#4878d0", "copy": "#ee854a", "collective": "#d65f5f", "reduce": "#6acc64", "other": "#c0c0c0"}
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """The steps of one site, predicted or measured, from its first step on."""
+    """The steps of one site, predicted or measured. The first begins at 0."""
 
     site: str
     what: str
@@ -28,39 +28,46 @@ class Lane:
 
     @property
     def us(self) -> float:
+        """The end of the last step."""
         return max((s.end_us for s in self.steps), default=0.0)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the lane as plain data."""
         steps = [[s.queue, s.text, round(s.begin_us, 3), round(s.end_us, 3)] for s in self.steps]
         return {"what": self.what, "us": round(self.us, 3), "steps": steps}
 
 
-def predicted(site: str, prediction: Prediction, what: str = "predicted") -> Lane:
+def predicted_lane(site: str, prediction: Prediction, what: str = "predicted") -> Lane:
+    """Return the predicted steps of a site."""
     return Lane(site, what, tuple(StepTime(*step) for step in prediction.timeline))
 
 
-def measured(site: str, found: Measured) -> Lane:
-    return Lane(site, "measured", from_zero(found.steps))
+def measured_lane(site: str, times: Measured) -> Lane:
+    """Return the measured steps of a site."""
+    return Lane(site, "measured", start_at_zero(times.steps))
 
 
-def kind(step: StepTime) -> str:
-    """What a step's text begins with, as one of COLOURS."""
+def step_kind(step: StepTime) -> str:
+    """Return the kind of a step, one of COLORS, by the first word of its text."""
     word = step.text.lower().partition(" ")[0]
-    return "collective" if word in _COLLECTIVES else word if word in COLOURS else "other"
+    return "collective" if word in _COLLECTIVES else word if word in COLORS else "other"
 
 
-def shifted(steps: Sequence[StepTime], by: float) -> tuple[StepTime, ...]:
+def shift_steps(steps: Sequence[StepTime], by: float) -> tuple[StepTime, ...]:
+    """Return the steps moved by a time."""
     return tuple(StepTime(s.queue, s.text, s.begin_us + by, s.end_us + by) for s in steps)
 
 
-def from_zero(steps: Sequence[StepTime]) -> tuple[StepTime, ...]:
-    """The same steps, the first of which begins at 0."""
-    return shifted(steps, -min(s.begin_us for s in steps)) if steps else ()
+def start_at_zero(steps: Sequence[StepTime]) -> tuple[StepTime, ...]:
+    """Return the steps moved so that the first begins at 0."""
+    return shift_steps(steps, -min(s.begin_us for s in steps)) if steps else ()
 
 
-def events(lanes: Sequence[Lane]) -> list[dict[str, Any]]:
-    """Trace events: a process for predicted and one for measured, a thread a queue. A site begins where the slower of the two
-    ended the one before it, so that both lie below each other."""
+def trace_events(lanes: Sequence[Lane]) -> list[dict[str, Any]]:
+    """Return trace events: one process for predicted and one for measured, one thread per queue.
+
+    A site begins where the slower of the two ended the site before it, so that both are aligned.
+    """
     out: list[dict[str, Any]] = []
     processes = {what: i + 1 for i, what in enumerate(dict.fromkeys(lane.what for lane in lanes))}
     for what, pid in processes.items():
@@ -69,8 +76,8 @@ def events(lanes: Sequence[Lane]) -> list[dict[str, Any]]:
             out.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": queue}})
     begin = 0.0
     for site in dict.fromkeys(lane.site for lane in lanes):
-        mine = [lane for lane in lanes if lane.site == site]
-        for lane in mine:
+        own = [lane for lane in lanes if lane.site == site]
+        for lane in own:
             for s in lane.steps:
                 out.append(
                     {
@@ -78,20 +85,22 @@ def events(lanes: Sequence[Lane]) -> list[dict[str, Any]]:
                         "pid": processes[lane.what], "tid": int(s.queue == "COPY"), "args": {"site": site},
                     }
                 )  # fmt: skip
-        begin += max(lane.us for lane in mine)
+        begin += max(lane.us for lane in own)
     return out
 
 
-def write(path: str | Path, lanes: Sequence[Lane]) -> Path:
-    """Writes the picture that the name's ending asks for: .png, else JSON for chrome://tracing and ui.perfetto.dev. OptionError
-    where there is nothing to show, or no matplotlib for a PNG."""
+def write_timeline(path: str | Path, lanes: Sequence[Lane]) -> Path:
+    """Write a .png, or JSON for chrome://tracing and ui.perfetto.dev, by the file's suffix.
+
+    OptionError if there is nothing to show, or no matplotlib for a PNG.
+    """
     path = Path(path)
     if not any(lane.steps for lane in lanes):
         raise OptionError("there is no timeline to show", got="no steps", expected="a site that is overlapped or measured")
     if path.suffix.lower() == ".png":
         _png(path, lanes)
     else:
-        path.write_text(json.dumps({"traceEvents": events(lanes), "displayTimeUnit": "ns"}))
+        path.write_text(json.dumps({"traceEvents": trace_events(lanes), "displayTimeUnit": "ns"}))
     return path
 
 
@@ -112,11 +121,11 @@ def _png(path: Path, lanes: Sequence[Lane]) -> None:
         for s in lane.steps:
             height = row + (0.4 if s.queue == "COPY" else 0.0)  # rows grow downwards
             axes.broken_barh(
-                [(s.begin_us, s.end_us - s.begin_us)], (height, 0.36), facecolors=COLOURS[kind(s)], edgecolor="white"
+                [(s.begin_us, s.end_us - s.begin_us)], (height, 0.36), facecolors=COLORS[step_kind(s)], edgecolor="white"
             )
-    for name, colour in COLOURS.items():
-        axes.broken_barh([], (0, 0), facecolors=colour, label=name)
-    axes.legend(loc="lower right", ncols=len(COLOURS), fontsize="small")
+    for name, color in COLORS.items():
+        axes.broken_barh([], (0, 0), facecolors=color, label=name)
+    axes.legend(loc="lower right", ncols=len(COLORS), fontsize="small")
     axes.set_yticks([row + 0.4 for row in range(len(lanes))], [f"{lane.site}\n{lane.what}" for lane in lanes])
     axes.set_xlabel("microseconds; above: compute, below: copies")
     axes.invert_yaxis()

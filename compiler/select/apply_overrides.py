@@ -6,7 +6,7 @@ from ..match import Candidate
 from ..options import Options
 from ..overrides.requested_strategy import Override
 from ..plan.reasons import Reason
-from ..reports.describe_site import place_of
+from ..reports.describe_site import describe_candidate
 from .decision_record import kinds_of
 
 
@@ -15,4 +15,4 @@ def find_overrides(candidates: list[Candidate], options: Options, phase: str) ->
     if not candidates or not options.overrides:
         return {}
     requestable = [(i, c) for i, c in enumerate(candidates) if c.miss is None or c.miss.reason is not Reason.SCALES]
-    return options.overrides.find(phase, [place_of(c, f"{phase}.{i}", phase, kinds_of(c)) for i, c in requestable])
+    return options.overrides.find(phase, [describe_candidate(c, f"{phase}.{i}", phase, kinds_of(c)) for i, c in requestable])

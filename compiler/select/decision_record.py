@@ -18,7 +18,7 @@ from ..overrides.requested_strategy import Override
 from ..plan.decision import Decision
 from ..plan.reasons import Kind
 from ..plan.strategy import NONE, Mode, Strategy
-from ..reports.describe_site import groups_of, row, work_of
+from ..reports.describe_site import describe_site, group_names, reported_sizes
 from .dispatch_table import rows_at
 from .packing import Assignment
 
@@ -49,7 +49,7 @@ class GraphContext:
     phase: str
     hints: Hints
     groups: dict[str, str]
-    """By c10d name, as describe_site.groups_of numbers them."""
+    """By c10d name, as describe_site.group_names numbers them."""
     stable_names: dict[Node, str]
     """Names of the graph's matmuls that are the same on all ranks."""
     owners: dict[Node, str]
@@ -63,7 +63,7 @@ class GraphContext:
             for p in candidate.match.matmuls if candidate.match else ():
                 owners.setdefault(p.node, name)
         names = stable_names(node for node in graph.nodes if is_matmul(node))
-        return cls(phase, hints, groups_of(list(candidates.values())), names, owners)
+        return cls(phase, hints, group_names(list(candidates.values())), names, owners)
 
 
 def make_decision(
@@ -88,7 +88,7 @@ def make_decision(
         reason=assignment.miss.reason if assignment.miss else None,
         detail="; ".join(filter(None, (explanation, str(assignment.estimate or ""), str(saved or "")))),
         predicted=tuple((text, round(p.us, 2)) for text, p in choice.predictions.items()) if choice else (),
-        work=work_of(candidate, shown, context.hints, wire_dtype),
+        work=reported_sizes(candidate, shown, context.hints, wire_dtype),
         rows=rows_at(shown, context.hints) if shown else None,
         kind=_MATCHED[op] if is_matched and op else _PLAIN[op],
         options=_legal_modes(candidate),
@@ -100,7 +100,7 @@ def make_decision(
         wire_dtype=wire_dtype,
         bytes=bytes_sent(shown, wire_dtype) if shown else None,
         flops=sum(f for f in operations if f is not None) if operations and None not in operations else None,
-        **row(candidate, shown, context.groups),
+        **describe_site(candidate, shown, context.groups),
     )
 
 

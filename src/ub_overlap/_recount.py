@@ -20,7 +20,7 @@ _KEY = re.compile(r"(?P<before>.*?/)(?P<n>\d+)(?P<after>/.*)?", re.DOTALL)
 class Recounted(dist.Store):
     """`store` under `prefix`. One for each rendezvous, on every rank with the same prefix.
 
-    C++ keeps only the C++ half of it alive: whoever hands it over holds on to it.
+    C++ keeps only the C++ half of it alive, so the caller must keep a reference.
     """
 
     def __init__(self, store: Any, prefix: str) -> None:

@@ -1,6 +1,6 @@
 """The only file that names private parts of torch. Everything else imports them from here.
 
-`_PRIVATE` maps our name to where torch keeps it, oldest place first when it moved (supported: torch 2.11 to 2.13); the name is
+`_PRIVATE` maps our name to where torch keeps it, oldest place first when it moved (supported: torch 2.11 to 2.15); the name is
 resolved at its first use, so importing this file imports no torch. What needs more than a name (a changed signature, say) is a
 function below, with its torch imports inside. `tests/test_torch_compat.py` resolves every name on the installed torch.
 """
@@ -63,7 +63,7 @@ def __getattr__(name: str) -> Any:
     import torch
 
     raise ImportError(
-        f"torch {torch.__version__} has {name!r} at none of {', '.join(_PRIVATE[name])}; ub_overlap supports torch 2.11 to 2.13"
+        f"torch {torch.__version__} has {name!r} at none of {', '.join(_PRIVATE[name])}; ub_overlap supports torch 2.11 to 2.15"
     )
 
 
@@ -136,7 +136,7 @@ def never_reused(op: Any) -> None:
 
 @functools.cache
 def mend_fused_reads() -> None:
-    """Inductor's CPU kernels: a node whose loops are laid out anew to be fused still reads what a collective wrote in place.
+    """Inductor's CPU kernels: a node whose loops are rearranged for fusion still reads what a collective wrote in place.
     torch 2.11 to 2.13 forget that it is another version of the buffer, and may run the node before the collective: a float8
     cast would be scaled by the largest of one rank."""
     node = __getattr__("inductor_node")
@@ -342,7 +342,7 @@ def storage_id(tensor: Any) -> int:
 
 
 def weak_storage(tensor: Any) -> Any:
-    """Does not keep the memory; `expired()` tells whether anybody does."""
+    """A reference that does not keep the memory alive. `expired()` is True once no other reference does."""
     return __getattr__("_StorageWeakRef")(tensor.untyped_storage())
 
 

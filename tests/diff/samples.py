@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ub_overlap.compiler.diff.graph_store import Graphs
+from ub_overlap.compiler.diff.graph_store import PlanGraphs
 from ub_overlap.compiler.diff.snapshot import NodeShot, Snapshot
 
 PLAN = "00112233aabbccdd"
@@ -140,5 +140,5 @@ def report() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def graphs() -> Graphs:
-    return Graphs(PLAN, "forward", before(), after())
+def graphs() -> PlanGraphs:
+    return PlanGraphs(PLAN, "forward", before(), after())

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.graph_diff import graph
 from tests.diff.samples import report
-from ub_overlap.compiler.diff.graph_store import Graphs
+from ub_overlap.compiler.diff.graph_store import PlanGraphs
 from ub_overlap.compiler.diff.render import html
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -102,7 +102,7 @@ def test_twenty_thousand_nodes(tmp_path: Path) -> None:
     """Only what is seen is in the document, whatever is scrolled to."""
     plan = "f" * 16
     found = {**report(), "plans": [plan], "sites": [], "graphs": [
-        Graphs(plan, "forward", graph(20_000, False, "one", "before"), graph(20_000, True, "one", "after")).to_dict()
+        PlanGraphs(plan, "forward", graph(20_000, False, "one", "before"), graph(20_000, True, "one", "after")).to_dict()
     ]}  # fmt: skip
     out = browse(
         tmp_path,

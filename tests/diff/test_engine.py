@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.diff.samples import after, before, graphs, renamed, with_clone
-from ub_overlap.compiler.diff.compare_ranks import explain
+from ub_overlap.compiler.diff.compare_ranks import explain_difference
 from ub_overlap.compiler.diff.edits import Diff
-from ub_overlap.compiler.diff.graph_store import Graphs
-from ub_overlap.compiler.diff.pair_nodes import NONE, match
-from ub_overlap.compiler.diff.rows import rows
+from ub_overlap.compiler.diff.graph_store import PlanGraphs
+from ub_overlap.compiler.diff.pair_nodes import NONE, pair_nodes
+from ub_overlap.compiler.diff.rows import align_rows
 from ub_overlap.compiler.diff.snapshot import NodeShot, Snapshot
 from ub_overlap.runtime import plan_store
 from ub_overlap.runtime.session import plan_graphs
@@ -86,9 +86,9 @@ def test_a_rewired_input_is_a_change() -> None:
 def test_json_and_back() -> None:
     text = json.dumps(before().to_dict())
     assert Snapshot.from_dict(json.loads(text)) == before()
-    assert Graphs.unpack(graphs().pack()) == graphs()
+    assert PlanGraphs.unpack(graphs().pack()) == graphs()
     joint = replace(graphs(), joint=(before(), after()))
-    assert Graphs.unpack(joint.pack()) == joint
+    assert PlanGraphs.unpack(joint.pack()) == joint
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_what_is_no_snapshot(broken: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="snapshot"):
         Snapshot.from_dict(broken)
     with pytest.raises(ValueError, match="graphs of a plan"):
-        Graphs.unpack(b"nonsense")
+        PlanGraphs.unpack(b"nonsense")
 
 
 def random_graph(seed: int) -> Snapshot:
@@ -124,7 +124,7 @@ def test_any_two_graphs(seed: int) -> None:
     came = sorted(j for e in d.edits for j in e.added)
     assert gone == [i for i, j in enumerate(d.matching.to_b) if j == NONE]
     assert came == [j for j, i in enumerate(d.matching.to_a) if i == NONE]
-    shown = rows(d)
+    shown = align_rows(d)
     assert [r.before for r in shown if r.before != NONE] == list(range(len(a.nodes)))
     assert [r.after for r in shown if r.after != NONE] == list(range(len(b.nodes)))
     assert {r.kind for r in shown if r.edit == NONE} <= {"same", "moved"}
@@ -136,7 +136,7 @@ def test_other_order_moves_rows_and_edits_nothing() -> None:
     where = {i: k for k, i in enumerate(order)}
     moved = tuple(a.nodes[i]._replace(inputs=tuple(where[x] for x in a.nodes[i].inputs)) for i in order)
     d = Diff(a, replace(a, nodes=moved, label="sorted"))
-    assert d.same and any(r.kind == "moved" for r in rows(d))
+    assert d.same and any(r.kind == "moved" for r in align_rows(d))
 
 
 def depth(s: Snapshot, i: int) -> int:
@@ -144,24 +144,24 @@ def depth(s: Snapshot, i: int) -> int:
 
 
 def test_matching_tells_how() -> None:
-    m = match(before(), renamed(before()))
+    m = pair_nodes(before(), renamed(before()))
     assert set(m.how) <= {"name", "structure", "neighbours", "provenance", "name again"}
     assert m.how[m.a.nodes.index(next(n for n in m.a.nodes if n.name == "relu"))] == "structure"
-    assert set(match(before(), after()).how) == {"lineage", ""}
+    assert set(pair_nodes(before(), after()).how) == {"lineage", ""}
 
 
 def test_ranks() -> None:
-    other = Graphs("f" * 16, "forward", with_clone(before(lineage="two")), after()).pack()
-    said = explain(graphs().pack(), other, ("rank 0", "rank 3"))
-    assert said.splitlines()[0] == "the forward graphs differ: 1 edit: 0 nodes removed, 1 added; the first node that does:"
+    other = PlanGraphs("f" * 16, "forward", with_clone(before(lineage="two")), after()).pack()
+    said = explain_difference(graphs().pack(), other, ("rank 0", "rank 3"))
+    assert said.splitlines()[0] == "the forward graphs differ: 1 edit: 0 nodes removed, 1 added; the first node that differs:"
     assert "rank 3: clone = aten.clone.default(relu)" in said and "/home/me/model.py:12" in said
-    assert "are the same (20 nodes)" in explain(graphs().pack(), graphs().pack(), ("rank 0", "rank 1"))
+    assert "are the same (20 nodes)" in explain_difference(graphs().pack(), graphs().pack(), ("rank 0", "rank 1"))
 
 
 def test_ranks_whose_graphs_cannot_be_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Then the error does without."""
     monkeypatch.setenv("UB_OVERLAP_CACHE_DIR", str(tmp_path))
-    plan_graphs.install(explain)
+    plan_graphs.install(explain_difference)
     assert plan_graphs.pack_graphs("0" * 16) == ""
     plan_store.save_graphs("0" * 16, graphs().pack())
     good = plan_graphs.pack_graphs("0" * 16)

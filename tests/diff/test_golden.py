@@ -31,7 +31,7 @@ def comparison() -> str:
     a, b = report(), report()
     b["sites"] = [{**b["sites"][0], "strategy": "none", "reason": "no_gain"}, *b["sites"][1:2]]
     b["graphs"] = [{**graphs().to_dict(), "before": renamed(with_clone(before())).to_dict()}]
-    return site_section.comparison(stored_report.compare(a, b, ("a.json", "b.json")))
+    return site_section.render_comparison(stored_report.compare_reports(a, b, ("a.json", "b.json")))
 
 
 def pretty(value: object) -> str:
@@ -44,8 +44,8 @@ WRITTEN: dict[str, Callable[[], str]] = {
     "table_of_runs.txt": lambda: str(other_run()),
     "unified.txt": lambda: text.unified(rewrite()),
     "unified_of_runs.txt": lambda: text.unified(other_run(), context=1),
-    "overview.txt": lambda: site_section.overview(report(), [rewrite()]),
-    "site.txt": lambda: site_section.one(report(), [rewrite()], "forward.1"),
+    "overview.txt": lambda: site_section.render_overview(report(), [rewrite()]),
+    "site.txt": lambda: site_section.render_site(report(), [rewrite()], "forward.1"),
     "comparison.txt": comparison,
     "diff.json": lambda: pretty(rewrite().to_dict()),
     "rewrite.dot": lambda: dot.dot(rewrite()),
@@ -68,10 +68,10 @@ def test_colour_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
             return True
 
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert text.wants_colour(Terminal()) and not text.wants_colour()  # type: ignore[arg-type]
+    assert text.wants_color(Terminal()) and not text.wants_color()  # type: ignore[arg-type]
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not text.wants_colour(Terminal())  # type: ignore[arg-type]
-    assert "\x1b[31m-mm" in text.unified(rewrite(), colour=True) and "\x1b" not in text.unified(rewrite())
+    assert not text.wants_color(Terminal())  # type: ignore[arg-type]
+    assert "\x1b[31m-mm" in text.unified(rewrite(), color=True) and "\x1b" not in text.unified(rewrite())
 
 
 def test_the_page_is_one_file(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tests.compiler.rank_compile import FORCE, INDUCTOR, build
 from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
 from ub_overlap.compiler.diff import stored_report
-from ub_overlap.compiler.diff.graph_store import STORE, Store
+from ub_overlap.compiler.diff.graph_store import STORE, GraphStore
 from ub_overlap.compiler.diff.render import html
 from ub_overlap.runtime import plan_store, settings
 
@@ -43,7 +43,7 @@ def explain(rank: int, world: int, model: tuple[str, dict[str, Any]], options: d
     titles = [(d.a.phase, e.site, e.title) for d in report.diff for e in d.edits]
     sources = [e.source for d in report.diff for e in d.edits]
     on_disk = [plan_store.graphs_path_of(p.digest).is_file() for p in report.plans]
-    kept, stored_ = ([s.find(p.digest) for p in report.plans] for s in (STORE, Store()))
+    kept, stored_ = ([s.find(p.digest) for p in report.plans] for s in (STORE, GraphStore()))
     warm = sum(a is not None and b is not None and a.after.nodes == b.after.nodes for a, b in zip(kept, stored_, strict=True))
     page = report.to_html(plan_store.directory() / f"page-{rank}.html").read_text() if rank == 0 else ""
     return Told(report.to_json(), titles, sources, on_disk, warm, page)
@@ -79,10 +79,10 @@ def test_ranks_and_compilers_compared(of_mlp: dict[str, list[Told]], tmp_path: P
     for name, told in (("eager", eager), ("other", other), ("inductor", inductor)):
         paths.append(tmp_path / f"{name}.json")
         paths[-1].write_text(told.json)
-    reports = [stored_report.read(p) for p in paths]
-    same = stored_report.compare(reports[0], reports[1], ("rank 0", "rank 1"))
+    reports = [stored_report.read_report(p) for p in paths]
+    same = stored_report.compare_reports(reports[0], reports[1], ("rank 0", "rank 1"))
     assert same.same and [d.same for d in same.before] == [True, True]
-    differs = stored_report.compare(reports[0], reports[2], ("aot", "inductor"))
+    differs = stored_report.compare_reports(reports[0], reports[2], ("aot", "inductor"))
     assert not differs.same and not differs.sites
     forward = differs.before[0]
     assert {n.target for e in forward.edits for n in (forward.a.nodes[i] for i in e.removed)} <= {

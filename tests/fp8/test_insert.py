@@ -21,7 +21,7 @@ from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.reasons import Reason
 from ub_overlap.compiler.plan.strategy import Mode
 from ub_overlap.compiler.reports.report import Report
-from ub_overlap.compiler.reports.summary import line
+from ub_overlap.compiler.reports.summary import format_plan
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.errors import UbOverlapError
 
@@ -322,7 +322,7 @@ def test_casts_in_reports() -> None:
     )
     plan = Plan("forward", (), casts=(cast,))
     assert Plan.from_json(plan.to_json()) == plan and json.loads(plan.to_json())["casts"][0]["reason"] == "filtered"
-    assert line(plan).endswith("; float8 0 of 1 products; left in high precision: filtered 1")
+    assert format_plan(plan).endswith("; float8 0 of 1 products; left in high precision: filtered 1")
     (reported,) = Report([plan]).casts
     assert (reported.node, reported.reason, reported.detail, reported.error) == (cast.node, cast.reason, cast.detail, None)
     other = CastDecision(node="mm", role="forward", module="a.b", shape="[1, 2] @ [2, 3]", recipe="tensorwise")

@@ -22,8 +22,8 @@ from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.reasons import Kind
 from ub_overlap.compiler.plan.strategy import NONE, Mode, Strategy
 from ub_overlap.compiler.reports.measured import StepTime
-from ub_overlap.compiler.reports.outlook import outlook, shape_of, totals
-from ub_overlap.compiler.reports.timeline import Lane, events, kind, write
+from ub_overlap.compiler.reports.outlook import outlook, site_shape_of, totals
+from ub_overlap.compiler.reports.timeline import Lane, step_kind, trace_events, write_timeline
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.errors import OptionError
 
@@ -46,7 +46,7 @@ def test_a_decision_keeps_its_work_in_json() -> None:
 
 
 def test_an_outlook_is_the_cost_models() -> None:
-    shape = shape_of(SITE8)
+    shape = site_shape_of(SITE8)
     assert shape is not None and (shape.kind, shape.ranks, shape.matmuls) == ("all_gather_matmul", 8, WORK.matmuls)
     prediction = outlook(SITE8, H200)
     assert prediction is not None
@@ -69,7 +69,7 @@ def test_an_outlook_is_the_cost_models() -> None:
 )
 def test_what_the_model_knows(changes: dict[str, Any], known: str | None) -> None:
     decision = replace(SITE8, **changes)
-    shape = shape_of(decision)
+    shape = site_shape_of(decision)
     assert (shape.kind if shape else None) == known
     prediction = outlook(decision, H200)
     assert (prediction is None) == (known is None)
@@ -158,7 +158,7 @@ LANES = [
 
 
 def test_sites_follow_each_other_in_a_timeline() -> None:
-    spans = [(e["cat"], e["pid"], e["tid"], e["ts"], e["dur"]) for e in events(LANES) if e["ph"] == "X"]
+    spans = [(e["cat"], e["pid"], e["tid"], e["ts"], e["dur"]) for e in trace_events(LANES) if e["ph"] == "X"]
     assert spans == [
         ("forward.0", 1, 0, 0.0, 5.0), ("forward.0", 1, 1, 1.0, 2.0), ("forward.0", 2, 0, 0.0, 8.0),
         ("forward.1", 1, 0, 8.0, 2.0),
@@ -171,16 +171,16 @@ def test_sites_follow_each_other_in_a_timeline() -> None:
      ("reduce_scatter", "collective"), ("wait 0", "other")],
 )  # fmt: skip
 def test_kinds_of_steps(text: str, expected: str) -> None:
-    assert kind(StepTime("COMPUTE", text, 0.0, 1.0)) == expected
+    assert step_kind(StepTime("COMPUTE", text, 0.0, 1.0)) == expected
 
 
 def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OptionError, match="no timeline"):
-        write(tmp_path / "empty.json", [Lane("forward.0", "measured", ())])
+        write_timeline(tmp_path / "empty.json", [Lane("forward.0", "measured", ())])
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     with pytest.raises(OptionError, match="pip install matplotlib"):
-        write(tmp_path / "step.png", LANES)
+        write_timeline(tmp_path / "step.png", LANES)
     monkeypatch.undo()
     pytest.importorskip("matplotlib")
-    assert write(tmp_path / "step.png", LANES).read_bytes().startswith(b"\x89PNG")
+    assert write_timeline(tmp_path / "step.png", LANES).read_bytes().startswith(b"\x89PNG")

@@ -11,7 +11,7 @@ from tabulate import tabulate
 
 from ub_overlap.compiler.cost.profile import Profile
 from ub_overlap.compiler.cost.profile_lookup import load
-from ub_overlap.compiler.diff.graph_store import Graphs
+from ub_overlap.compiler.diff.graph_store import PlanGraphs
 from ub_overlap.compiler.options import Options
 from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.plan.plan import Plan
@@ -20,7 +20,7 @@ from ub_overlap.compiler.plan.strategy import Mode, Strategy
 from ub_overlap.compiler.reports import timeline
 from ub_overlap.compiler.reports.outlook import Outlook, Totals, outlook, totals
 from ub_overlap.compiler.reports.report import lanes_of
-from ub_overlap.compiler.reports.summary import line
+from ub_overlap.compiler.reports.summary import format_plan
 from ub_overlap.runtime.site_id import SiteId
 
 from .models import Sizes
@@ -44,7 +44,7 @@ class PlannedStep:
     rows: tuple[PlanRow, ...]
     plans: tuple[Plan, ...]
     rest: dict[str, float]
-    graphs: tuple[Graphs, ...] = ()
+    graphs: tuple[PlanGraphs, ...] = ()
     """Before and after, where they were asked for."""
 
     @property
@@ -93,14 +93,16 @@ class PlannedStep:
                 lanes[str(SiteId(plan.digest, row.site.id))] = lanes_of(row.site.id, row.outlook)
         report = {
             "sites": sites, "lanes": lanes, "graphs": [g.to_dict() for g in self.graphs], "profile": str(self.profile),
-            "summary": "\n".join(map(line, self.plans)), "totals": str(self.totals),
+            "summary": "\n".join(map(format_plan, self.plans)), "totals": str(self.totals),
         }  # fmt: skip
         s = self.sizes
         return html.write(path, report, f"plan: hidden {s.hidden}, {s.seq} tokens, TP {s.tp}, {s.dtype}")
 
     def timeline(self, path: str | Path) -> Path:
         """Writes the steps of all sites as predicted: .png (needs matplotlib), else JSON for chrome://tracing."""
-        return timeline.write(path, [timeline.predicted(r.site.id, r.outlook.chosen) for r in self.rows if r.outlook])
+        return timeline.write_timeline(
+            path, [timeline.predicted_lane(r.site.id, r.outlook.chosen) for r in self.rows if r.outlook]
+        )
 
     def __str__(self) -> str:
         s, t = self.sizes, self.totals

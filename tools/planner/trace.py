@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule, Node
 
 from ub_overlap import _torch_compat as compat
-from ub_overlap.compiler.diff.graph_store import Graphs
+from ub_overlap.compiler.diff.graph_store import PlanGraphs
 from ub_overlap.compiler.diff.joint_snapshot import SnapshotRecorder
 from ub_overlap.compiler.options import Options
 from ub_overlap.compiler.passes import JointPass, phase_of
@@ -33,7 +33,7 @@ class Traced:
 
     plan: Plan
     rest: Rest
-    graphs: Graphs | None = None
+    graphs: PlanGraphs | None = None
 
 
 def trace(sizes: Sizes, options: Options, rewritten: bool = False) -> list[Traced]:
@@ -73,12 +73,12 @@ def trace(sizes: Sizes, options: Options, rewritten: bool = False) -> list[Trace
     return graphs
 
 
-def _rewritten(graph: Graph, decided: Decided, options: Options) -> Graphs | None:
+def _rewritten(graph: Graph, decided: Decided, options: Options) -> PlanGraphs | None:
     watch = SnapshotRecorder(graph, decided.plan.phase, on=True)
     watch.before(decided.chosen)
     rewrite(graph, decided.chosen)
     taken = watch.after()
-    return Graphs(decided.plan.digest, decided.plan.phase, *taken) if taken else None
+    return PlanGraphs(decided.plan.digest, decided.plan.phase, *taken) if taken else None
 
 
 def _taken(graph: Graph, decided: Decided) -> set[Node]:

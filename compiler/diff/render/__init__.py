@@ -1,1 +1,1 @@
-"""A Diff for people and for programs: text.py, html.py, dot.py, model_explorer.py."""
+"""Output formats of a Diff: text, HTML, graphviz, model-explorer JSON."""

@@ -1,4 +1,4 @@
-"""A diff for graphviz: each edit is a cluster, what went is red, what came is green, what it hangs on is grey."""
+"""A diff for graphviz: each edit is a cluster; removed nodes are red, added ones green, their neighbors gray."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..edits import Diff, Edit
 from ..pair_nodes import NONE
 from ..snapshot import NodeShot, Snapshot
 
-_LOOKS = {
+_STYLES = {
     "removed": 'style=filled, fillcolor="#fdecec", color="#a11d1d"',
     "added": 'style=filled, fillcolor="#e6f6ec", color="#0c6b3f"',
     "changed": 'style=filled, fillcolor="#fff6db", color="#9a6b00"',
@@ -17,8 +17,10 @@ _LOOKS = {
 
 
 def dot(diff: Diff, site: str | None = None) -> str:
-    """The edits with the nodes around them; `site`: one of them. Nodes that both graphs have are drawn once, and an edge that
-    only the first graph has is dashed."""
+    """Return the edits with their neighboring nodes. `site`: only the edit of that site.
+
+    Nodes of both graphs are drawn once. An edge that only the first graph has is dashed.
+    """
     edits = [e for e in diff.edits if site in (None, e.site)]
     out = ["digraph diff {", "  rankdir=TB; node [shape=box, fontname=monospace, fontsize=10]; compound=true;"]
     drawn: dict[str, str] = {}
@@ -46,11 +48,11 @@ def _members(diff: Diff, edit: Edit) -> list[tuple[str, NodeShot, str]]:
 
 
 def _edges(diff: Diff, edit: Edit, edges: dict[tuple[str, str], str]) -> None:
-    """Adds what the edit's nodes read and who reads them."""
-    here = diff.matching.to_b
+    """Add the inputs and the readers of the edit's nodes."""
+    to_b = diff.matching.to_b
 
     def before(i: int) -> str:
-        return f"a{i}" if here[i] == NONE else f"b{here[i]}"
+        return f"a{i}" if to_b[i] == NONE else f"b{to_b[i]}"
 
     def around(s: Snapshot, k: int) -> list[tuple[int, int]]:
         return [(p, k) for p in dict.fromkeys(s.nodes[k].inputs)] + [(k, u) for u in s.users[k]]
@@ -59,7 +61,7 @@ def _edges(diff: Diff, edit: Edit, edges: dict[tuple[str, str], str]) -> None:
         edges.update({(f"b{p}", f"b{q}"): "" for p, q in around(diff.b, j)})
     for i in edit.removed:
         for p, q in around(diff.a, i):
-            edges.setdefault((before(p), before(q)), "" if here[p] == here[q] == NONE else " [style=dashed]")
+            edges.setdefault((before(p), before(q)), "" if to_b[p] == to_b[q] == NONE else " [style=dashed]")
 
 
 def _of(diff: Diff, name: str) -> NodeShot:
@@ -68,4 +70,4 @@ def _of(diff: Diff, name: str) -> NodeShot:
 
 def _node(name: str, node: NodeShot, look: str) -> str:
     about = f"{node.name}\n{node.target if node.op == 'call_function' else node.op}\n{node.shape} {node.dtype}".rstrip()
-    return f"{name} [label={json.dumps(about)}, {_LOOKS[look]}];"
+    return f"{name} [label={json.dumps(about)}, {_STYLES[look]}];"

@@ -1,6 +1,6 @@
-"""One page that needs nothing but itself: both graphs side by side, the sites and what was reckoned of them.
+"""Write a self-contained HTML page: both graphs side by side, and the sites with their predictions.
 
-page.html  its frame (a jinja2 template)      page.css  its looks      page.js  its behaviour, over the data of `data`
+page.html  the frame (a jinja2 template)      page.css  the style      page.js  the behavior, over the result of `data`
 """
 
 from __future__ import annotations
@@ -15,29 +15,30 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ..edits import Diff
-from ..graph_store import Graphs
+from ..graph_store import PlanGraphs
 from ..pair_nodes import NONE
-from ..rows import DiffRow, rows
+from ..rows import DiffRow, align_rows
 
 FOLDER = Path(__file__).parent
 KINDS = ("same", "changed", "removed", "added", "moved", "replaced")
-"""What page.js calls a row; "replaced": something went and something came, side by side."""
+"""The kinds of row in page.js. "replaced": a removed and an added node side by side."""
 
 
 def write(path: str | Path, report: Mapping[str, Any], title: str = "ub_overlap report") -> Path:
-    """The page of a report as Report.to_dict gives it (or as its JSON is read back)."""
+    """Write the page of a report, as Report.to_dict returns it or as its JSON is read."""
     return write_page(path, data(report, title), title)
 
 
 def write_diffs(path: str | Path, diffs: list[Diff], title: str) -> Path:
-    """The page of any diffs: of two runs, of two ranks."""
+    """Write the page of any diffs: of two runs, or of two ranks."""
     return write_page(path, {**_EMPTY, "title": title, "graphs": [_graph(d, f"{d.phase} {d.plan}") for d in diffs]}, title)
 
 
-def write_page(path: str | Path, found: Mapping[str, Any], title: str) -> Path:
+def write_page(path: str | Path, content: Mapping[str, Any], title: str) -> Path:
+    """Write the page of the data that page.js reads."""
     environment = Environment(loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined)
-    # "<" could end the script; the others end a line in JavaScript, and not in JSON.
-    text = json.dumps(found, separators=(",", ":")).replace("<", "\\u003c").replace("\u2028", " ").replace("\u2029", " ")
+    # "<" could end the script. The others end a line in JavaScript, but not in JSON.
+    text = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c").replace("\u2028", " ").replace("\u2029", " ")
     page = environment.get_template("page.html").render(
         title=title,
         css=Markup((FOLDER / "page.css").read_text()),
@@ -53,13 +54,13 @@ _EMPTY: dict[str, Any] = {"summary": "", "totals": "", "profile": "", "sites": [
 
 
 def data(report: Mapping[str, Any], title: str = "") -> dict[str, Any]:
-    """What page.js draws: sites and lanes of the report, and each graph with its rows and edits."""
+    """Return what page.js draws: sites and lanes of the report, and each graph with its rows and edits."""
     graphs = []
     for d in report.get("graphs", []):
-        found = Graphs.from_dict(d)
-        joint = found.joint_diff()
-        graphs += [_graph(joint, f"joint {found.plan}")] if joint else []
-        graphs.append(_graph(found.diff(), f"{found.phase} {found.plan}"))
+        snapshots = PlanGraphs.from_dict(d)
+        joint = snapshots.joint_diff()
+        graphs += [_graph(joint, f"joint {snapshots.plan}")] if joint else []
+        graphs.append(_graph(snapshots.diff(), f"{snapshots.phase} {snapshots.plan}"))
     kept = {k: report.get(k, _EMPTY[k]) for k in ("summary", "totals", "profile", "sites", "lanes")}
     return {**_EMPTY, **kept, "title": title, "graphs": graphs}
 
@@ -89,7 +90,7 @@ def _graph(diff: Diff, name: str) -> dict[str, Any]:
 
 
 def side_by_side(diff: Diff) -> list[DiffRow]:
-    """`rows`, with what went and what came between two kept nodes on the same lines, edit by edit."""
+    """Return the rows, with removed and added nodes between two kept nodes on the same lines, edit by edit."""
     out: list[DiffRow] = []
     gap: list[DiffRow] = []
 
@@ -104,7 +105,7 @@ def side_by_side(diff: Diff) -> list[DiffRow]:
                     out.extend(r for r in (x, y) if r)
         gap.clear()
 
-    for row in rows(diff):
+    for row in align_rows(diff):
         if row.before != NONE and row.after != NONE:
             flush()
             out.append(row)

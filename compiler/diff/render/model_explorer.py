@@ -1,4 +1,4 @@
-"""A diff for Google's model-explorer: a JSON graph collection, both graphs, nodes by module, what differs in colour.
+"""A diff for Google's model-explorer: a JSON collection of both graphs, with nodes by module and differences in color.
 
 pip install ai-edge-model-explorer; model-explorer diff.json
 """
@@ -11,7 +11,7 @@ from ..edits import Diff
 from ..pair_nodes import NONE
 from ..snapshot import NodeShot, Snapshot
 
-_COLOURS = {
+_COLORS = {
     "removed": {"backgroundColor": "#fdecec", "borderColor": "#a11d1d"},
     "added": {"backgroundColor": "#e6f6ec", "borderColor": "#0c6b3f"},
     "changed": {"backgroundColor": "#fff6db", "borderColor": "#9a6b00"},
@@ -19,7 +19,7 @@ _COLOURS = {
 
 
 def collection(diffs: list[Diff]) -> dict[str, Any]:
-    """One collection with the two graphs of each diff."""
+    """Return one collection with the two graphs of each diff."""
     graphs = []
     for d in diffs:
         gone = {i: "removed" for i, j in enumerate(d.matching.to_b) if j == NONE}
@@ -37,7 +37,7 @@ def _graph(name: str, s: Snapshot, marked: dict[int, str]) -> dict[str, Any]:
 
 
 def _node(s: Snapshot, place: int, n: NodeShot, mark: str | None) -> dict[str, Any]:
-    told = {"target": n.target, "arguments": n.args, "module": n.module, "source": n.source, "site": n.site, "diff": mark}
+    facts = {"target": n.target, "arguments": n.args, "module": n.module, "source": n.source, "site": n.site, "diff": mark}
     edges = [
         {"sourceNodeId": str(i), "sourceNodeOutputId": "0", "targetNodeInputId": str(slot)} for slot, i in enumerate(n.inputs)
     ]
@@ -46,9 +46,9 @@ def _node(s: Snapshot, place: int, n: NodeShot, mark: str | None) -> dict[str, A
         "id": str(place),
         "label": n.name,
         "namespace": n.module.replace(".", "/"),
-        "attrs": [{"key": key, "value": text} for key, text in told.items() if text],
+        "attrs": [{"key": key, "value": text} for key, text in facts.items() if text],
         "incomingEdges": edges,
     }
     if value:
         out["outputsMetadata"] = [{"id": "0", "attrs": [{"key": "tensor_shape", "value": value}]}]
-    return {**out, "style": _COLOURS[mark]} if mark else out
+    return {**out, "style": _COLORS[mark]} if mark else out

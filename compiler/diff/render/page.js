@@ -4,7 +4,7 @@
   const $ = (id) => document.getElementById(id);
   const SAME = 0, CHANGED = 1, REMOVED = 2, ADDED = 3, MOVED = 4, REPLACED = 5;
   const HEIGHT = 22;
-  // Left alone by choice, or with nothing to hide behind: not what a user looks for.
+  // Left alone by choice, or with no matmul to hide behind: not a problem to solve.
   const CALM = new Set(["disabled_by_user", "below_threshold", "no_gain", "no_matmul", "trivial_group", "matmul_taken", "scales"]);
 
   const make = (tag, attributes = {}, ...children) => {
@@ -28,7 +28,7 @@
   const brief = (dtype) => dtype.replace("bfloat", "bf").replace(/^float(?=\d)/, "f").replace(/^int(?=\d)/, "i");
   const place = (source) => (source ? source.split(": ")[0].split("/").pop() : "");
 
-  // ---- the data, unpacked: nodes are made when they are asked for
+  // ---- the data, unpacked: nodes are created on first use
 
   const graphs = DATA.graphs.map((g) => {
     const side = (s) => {
@@ -60,11 +60,11 @@
     const nothing = { size: 0, label: "", torch: "", node: () => null, call: () => "", readers: () => [] };
     for (const plan of new Set(DATA.sites.map((d) => d.plan))) {
       const sites = DATA.sites.filter((d) => d.plan === plan), phase = sites[0].phase;
-      graphs.push({ name: `${phase} ${plan}`, phase, plan, counts: "no snapshots were kept", before: nothing, after: nothing,
+      graphs.push({ name: `${phase} ${plan}`, phase, plan, counts: "no snapshots were stored", before: nothing, after: nothing,
         rows: [], edits: [], sites, bySite: new Map(sites.map((d) => [d.id, d])) });
     }
   }
-  // Diffs of other graphs than a rewrite's have edits and no decisions: their edits are listed as sites are.
+  // Diffs of graphs without decisions have only edits: they are listed like sites.
   for (const g of graphs) {
     if (g.sites.length) continue;
     g.sites = g.edits.map((e, k) => ({ id: e.site || `edit ${k + 1}`, kind: e.title, module: e.module, source: e.source, edit: k, strategy: "", phase: g.phase }));
@@ -199,7 +199,7 @@
     }, make("span", { class: "stripe" }), make("span", { class: "id" }, d.id),
     make("span", { class: "gain" }, gain(d)),
     make("span", { class: "kind", title: d.kind }, [d.kind, d.module].filter(Boolean).join("  \u00b7  ")),
-    make("span", { class: "what", title: d.detail || "" }, outcome(d) || place(d.source)))) : [make("li", { class: "none" }, "nothing here")]));
+    make("span", { class: "what", title: d.detail || "" }, outcome(d) || place(d.source)))) : [make("li", { class: "none" }, "no sites")]));
   };
 
   // ---- detail
@@ -227,15 +227,15 @@
       make("p", {}, edit ? edit.title : d.kind), d.detail ? make("p", {}, d.detail) : null,
       d.source ? make("h3", {}, "Where") : null, d.source ? make("pre", {}, d.source) : null,
       make("table", {}, row("module", d.module), row("group", d.group ? `${d.group}, ${d.ranks} ranks` : ""), row("dtype", d.dtype),
-        row("a rank sends", bytes(d.bytes)), row("could be", (d.options || []).join(", ")), row("ran as", d.executed),
+        row("bytes sent", bytes(d.bytes)), row("options", (d.options || []).join(", ")), row("executed", d.executed),
         row("transport", d.transport), row("calls", d.calls),
-        row("bytes moved", d.bytes_copied ? `${bytes(d.bytes_copied)}${d.bytes_beside_matmul === null ? "" : `, ${Math.round(100 * d.bytes_beside_matmul / d.bytes_copied)}% beside a matmul`}` : ""),
+        row("bytes copied", d.bytes_copied ? `${bytes(d.bytes_copied)}${d.bytes_beside_matmul === null ? "" : `, ${Math.round(100 * d.bytes_beside_matmul / d.bytes_copied)}% concurrent with a matmul`}` : ""),
         row("error", d.error === null || d.error === undefined ? "" : String(d.error))),
     ];
     if (d.shapes && Object.keys(d.shapes).length) {
       parts.push(make("h3", {}, "Shapes"), make("table", {}, ...Object.entries(d.shapes).map(([k, v]) => row(k, make("code", {}, v)))));
     }
-    parts.push(...reckoning(d), ...schedule(d));
+    parts.push(...predictions(d), ...schedule(d));
     if (edit) {
       if (edit.removed.length) parts.push(make("h3", {}, "Before"), nodes("before", edit.removed, "gone"));
       if (edit.added.length) parts.push(make("h3", {}, "After"), nodes("after", edit.added, "came"));
@@ -246,7 +246,7 @@
     } else {
       const mine = [];
       for (let i = 0; i < g.before.size; i += 1) if (g.before.node(i).site === id) mine.push(i);
-      if (mine.length) parts.push(make("h3", {}, "Left as it is"), nodes("before", mine, ""));
+      if (mine.length) parts.push(make("h3", {}, "Unchanged"), nodes("before", mine, ""));
     }
     show(parts);
     drawSites();
@@ -261,7 +261,7 @@
     draw();
   };
 
-  const reckoning = (d) => {
+  const predictions = (d) => {
     const times = d.predicted_us && typeof d.predicted_us === "object" ? Object.entries(d.predicted_us) : [];
     if (!times.length) return [];
     const most = Math.max(...times.map(([, t]) => t), d.measured_us || 0);
@@ -308,7 +308,7 @@
         });
       });
     });
-    const kinds = { matmul: "matmul", copy: "copy", collective: "collective", reduce: "reduce", step: "wait and others" };
+    const kinds = { matmul: "matmul", copy: "copy", collective: "collective", reduce: "reduce", step: "wait, others" };
     return [make("h3", {}, "Schedule"), out, make("div", { class: "legend" }, ...Object.entries(kinds).map(([k, name]) =>
       make("span", {}, make("i", { style: `background:var(--${k})` }), name)))];
   };
@@ -323,7 +323,7 @@
       make("pre", {}, g[side].call(n)),
       make("table", {}, row("side", side), row("shape", n.shape), row("stride", n.stride), row("dtype", n.dtype), row("module", n.module),
         row("site", n.site && g.bySite.has(n.site) ? make("a", { href: "#", onclick: (e) => { e.preventDefault(); open(n.site); } }, n.site) : n.site),
-        row("made from", n.origin), row("reads", n.inputs.length ? jump([...new Set(n.inputs)]) : ""), row("read by", g[side].readers(i).length ? jump(g[side].readers(i)) : "")),
+        row("derived from", n.origin), row("reads", n.inputs.length ? jump([...new Set(n.inputs)]) : ""), row("read by", g[side].readers(i).length ? jump(g[side].readers(i)) : "")),
       n.source ? make("h3", {}, "Where") : null, n.source ? make("pre", {}, n.source) : null]);
     draw();
   };
@@ -377,10 +377,10 @@
   };
   const theme = (name) => {
     document.documentElement.dataset.theme = name;
-    try { localStorage.setItem("ub_overlap theme", name); } catch { /* a page from a file may have no storage */ }
+    try { localStorage.setItem("ub_overlap theme", name); } catch { /* a page opened from a file may have no storage */ }
   };
   const help = () => {
-    const keys = { "/": "search", "j  k": "next, previous site", "[  ]": "previous, next graph", d: "only sites and differences", t: "light or dark", Esc: "close, clear", "?": "this" };
+    const keys = { "/": "search", "j  k": "next, previous site", "[  ]": "previous, next graph", d: "only sites and differences", t: "light or dark", Esc: "close panel, clear search", "?": "this help" };
     $("help").replaceChildren(make("table", {}, ...Object.entries(keys).map(([k, what]) => make("tr", {}, make("td", {}, make("kbd", {}, k)), make("td", {}, what)))));
     $("help").showModal();
   };

@@ -1,4 +1,4 @@
-"""A stored report, and the difference of two, as text for a terminal."""
+"""A stored report, one of its sites, and the difference of two reports, as text for a terminal."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from tabulate import tabulate
 
 from ..edits import Diff
-from ..snapshot import line_number, line_of
+from ..snapshot import format_node, line_number
 from ..stored_report import Comparison
 
 
-def overview(report: Mapping[str, Any], diffs: Sequence[Diff]) -> str:
-    """Sites, what was left alone and why, and the edits of every graph."""
+def render_overview(report: Mapping[str, Any], diffs: Sequence[Diff]) -> str:
+    """Return the sites, the reasons of those that are left alone, and the edits of every graph."""
     sites = report["sites"]
     if not sites:
         return "no graph with collectives was compiled"
@@ -47,15 +47,15 @@ def _times(site: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {us:.0f}" for name, us in times.items())
 
 
-def one(report: Mapping[str, Any], diffs: Sequence[Diff], site: str) -> str:
-    """Everything that is known of a site, in every graph that has one of that name."""
+def render_site(report: Mapping[str, Any], diffs: Sequence[Diff], site: str) -> str:
+    """Return all facts about a site, in every graph that has a site of that name."""
     parts = []
     for s in report["sites"]:
         if s["id"] != site:
             continue
-        shown = ("kind", "strategy", "reason", "detail", "module", "source", "group", "ranks", "dtype", "bytes", "flops")
+        decided = ("kind", "strategy", "reason", "detail", "module", "source", "group", "ranks", "dtype", "bytes", "flops")
         run = ("executed", "transport", "calls", "bytes_copied", "bytes_beside_matmul", "measured_us", "error")
-        facts = {k: s[k] for k in (*shown, *run) if s.get(k) not in (None, "")}
+        facts = {k: s[k] for k in (*decided, *run) if s.get(k) not in (None, "")}
         facts |= {f"shape of {k}": v for k, v in s["shapes"].items()}
         if s.get("predicted_us"):
             facts["predicted us"] = _times(s)
@@ -68,19 +68,19 @@ def one(report: Mapping[str, Any], diffs: Sequence[Diff], site: str) -> str:
 def _nodes(diff: Diff, site: str) -> str:
     edit = diff.by_site[site]
     lines = [f"  {edit.title}"]
-    lines += [f"  - {line_of(diff.a, diff.a.nodes[i])}" for i in edit.removed]
-    lines += [f"  + {line_of(diff.b, diff.b.nodes[j])}" for j in edit.added]
+    lines += [f"  - {format_node(diff.a, diff.a.nodes[i])}" for i in edit.removed]
+    lines += [f"  + {format_node(diff.b, diff.b.nodes[j])}" for j in edit.added]
     return "\n".join(lines)
 
 
-def comparison(found: Comparison) -> str:
-    """What two reports do not have in common."""
-    if found.same:
-        return f"no difference: {len(found.before)} graphs"
-    parts = [found.missing]
-    if found.sites:
-        rows = [{"site": c.site, "what": f, "first": a, "second": b} for c in found.sites for f, a, b in c.fields]
+def render_comparison(comparison: Comparison) -> str:
+    """Return the differences of two reports."""
+    if comparison.same:
+        return f"no difference: {len(comparison.before)} graphs"
+    parts = [comparison.missing]
+    if comparison.sites:
+        rows = [{"site": c.site, "what": f, "first": a, "second": b} for c in comparison.sites for f, a, b in c.fields]
         parts.append(tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True))
-    for d in found.shown:
+    for d in comparison.shown:
         parts.append(f"{d}\nfirst node that differs:\n{d.first()}")
     return "\n\n".join(filter(None, parts))

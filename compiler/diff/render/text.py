@@ -1,4 +1,4 @@
-"""A diff on a terminal: both graphs as one unified text, beside the table that str() of a Diff is."""
+"""A diff for a terminal: both graphs as one unified text. str() of a Diff is a table."""
 
 from __future__ import annotations
 
@@ -8,26 +8,29 @@ from typing import IO
 
 from ..edits import Diff
 from ..pair_nodes import NONE
-from ..rows import DiffRow, rows
-from ..snapshot import Snapshot, line_of
+from ..rows import DiffRow, align_rows
+from ..snapshot import Snapshot, format_node
 
-_COLOURS = {"removed": "31", "added": "32", "changed": "33", "hunk": "36"}
+_COLORS = {"removed": "31", "added": "32", "changed": "33", "hunk": "36"}
 
 
-def wants_colour(stream: IO[str] | None = None) -> bool:
-    """Terminals, unless NO_COLOR is set."""
+def wants_color(stream: IO[str] | None = None) -> bool:
+    """Return whether a stream shows color: terminals do, unless NO_COLOR is set."""
     stream = stream or sys.stdout
     return not os.environ.get("NO_COLOR") and stream.isatty()
 
 
-def painted(text: str, kind: str, colour: bool) -> str:
-    return f"\x1b[{_COLOURS[kind]}m{text}\x1b[0m" if colour and kind in _COLOURS else text
+def paint(text: str, kind: str, color: bool) -> str:
+    """Return `text` in the color of its kind."""
+    return f"\x1b[{_COLORS[kind]}m{text}\x1b[0m" if color and kind in _COLORS else text
 
 
-def unified(diff: Diff, context: int = 3, colour: bool = False) -> str:
-    """Both graphs as one text, as `diff -u` shows files; "" where they are the same. What only moved is shown once, where the
-    second graph has it."""
-    shown = [r for r in rows(diff) if r.kind != "moved" or r.after != NONE]
+def unified(diff: Diff, context: int = 3, color: bool = False) -> str:
+    """Return both graphs as one text, like `diff -u`; "" if they are the same.
+
+    A node that only moved is shown once, where the second graph has it.
+    """
+    shown = [r for r in align_rows(diff) if r.kind != "moved" or r.after != NONE]
     near = _near([r.kind not in ("same", "moved") for r in shown], context)
     if not any(near):
         return ""
@@ -38,30 +41,30 @@ def unified(diff: Diff, context: int = 3, colour: bool = False) -> str:
         if keep and not inside:
             edit = diff.edits[e] if (e := _next_edit(shown, k, near)) != NONE else None
             about = f" {edit.site or edit.module}" if edit and (edit.site or edit.module) else ""
-            out.append(painted(f"@@ -{i + 1} +{j + 1} @@{about}", "hunk", colour))
+            out.append(paint(f"@@ -{i + 1} +{j + 1} @@{about}", "hunk", color))
         inside = keep
         if keep:
-            out += _lines(diff, row, colour)
+            out += _lines(diff, row, color)
         i, j = i + (row.before != NONE), j + (row.after != NONE)
     return "\n".join(out)
 
 
-def _lines(diff: Diff, row: DiffRow, colour: bool) -> list[str]:
+def _lines(diff: Diff, row: DiffRow, color: bool) -> list[str]:
     match row.kind:
         case "removed":
-            return [painted("-" + _node(diff.a, row.before), "removed", colour)]
+            return [paint("-" + _node(diff.a, row.before), "removed", color)]
         case "added":
-            return [painted("+" + _node(diff.b, row.after), "added", colour)]
+            return [paint("+" + _node(diff.b, row.after), "added", color)]
         case "changed":
             return [
-                painted("-" + _node(diff.a, row.before), "removed", colour),
-                painted("+" + _node(diff.b, row.after), "added", colour),
+                paint("-" + _node(diff.a, row.before), "removed", color),
+                paint("+" + _node(diff.b, row.after), "added", color),
             ]
     return [" " + _node(diff.b, row.after)]
 
 
 def _node(snapshot: Snapshot, place: int) -> str:
-    return line_of(snapshot, snapshot.nodes[place])
+    return format_node(snapshot, snapshot.nodes[place])
 
 
 def _near(marked: list[bool], context: int) -> list[bool]:

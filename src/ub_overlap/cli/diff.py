@@ -26,7 +26,9 @@ def run(flags: argparse.Namespace) -> int:
     from ub_overlap.compiler.diff.render import site_section
 
     try:
-        comparison = stored_report.compare(stored_report.read(flags.a), stored_report.read(flags.b), (flags.a, flags.b))
+        comparison = stored_report.compare_reports(
+            stored_report.read_report(flags.a), stored_report.read_report(flags.b), (flags.a, flags.b)
+        )
     except OptionError as error:
         print(error, file=sys.stderr)
         return 2
@@ -41,5 +43,5 @@ def run(flags: argparse.Namespace) -> int:
     elif flags.text:
         exports.unified(comparison.shown)
     else:
-        print(site_section.comparison(comparison))
+        print(site_section.render_comparison(comparison))
     return 0 if comparison.same else 1

@@ -21,15 +21,15 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
 def run(flags: argparse.Namespace) -> int:
     """Print the report. Return 1 for an unknown site. OptionError for a file that is not a report."""
     from ub_overlap.compiler.diff import stored_report
-    from ub_overlap.compiler.diff.graph_store import Graphs
+    from ub_overlap.compiler.diff.graph_store import PlanGraphs
     from ub_overlap.compiler.diff.render import site_section
 
-    report = stored_report.read(flags.report)
+    report = stored_report.read_report(flags.report)
     known = [site["id"] for site in report["sites"]]
     if flags.site and flags.site not in known:
         print(f"no site {flags.site!r} in {flags.report}; its sites are {', '.join(known) or 'none'}", file=sys.stderr)
         return 1
-    diffs = [d for g in map(Graphs.from_dict, report["graphs"]) for d in (g.joint_diff(), g.diff()) if d is not None]
+    diffs = [d for g in map(PlanGraphs.from_dict, report["graphs"]) for d in (g.joint_diff(), g.diff()) if d is not None]
     if flags.html:
         from ub_overlap.compiler.diff.render import html
 
@@ -42,7 +42,7 @@ def run(flags: argparse.Namespace) -> int:
     elif flags.text:
         exports.unified(diffs)
     elif flags.site:
-        print(site_section.one(report, diffs, flags.site))
+        print(site_section.render_site(report, diffs, flags.site))
     else:
-        print(site_section.overview(report, diffs))
+        print(site_section.render_overview(report, diffs))
     return 0

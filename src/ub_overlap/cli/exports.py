@@ -40,4 +40,4 @@ def unified(diffs: Sequence[Diff]) -> None:
     from ub_overlap.compiler.diff.render import text
 
     for d in diffs:
-        print(text.unified(d, colour=text.wants_colour()))
+        print(text.unified(d, color=text.wants_color()))
