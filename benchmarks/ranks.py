@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ub_overlap import _torch_compat as compat
-from ub_overlap.tools.rank_process import Deadline, World, leave, this_device
+from ub_overlap.tools.rank_process import Deadline, World, exit_process, this_device
 
 
 def start(tp: int | None = None, device: str | None = None) -> World | None:
@@ -43,4 +43,4 @@ def end(world: World, code: int) -> None:
     """Leave together. Does not return."""
     with Deadline("end", 60):
         dist.barrier(group=world.control)
-    leave(code)
+    exit_process(code)

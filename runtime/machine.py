@@ -1,4 +1,4 @@
-"""What a profile is measured on: the key under which it is kept, and by which it becomes invalid."""
+"""Description of this machine: the key under which a device profile is stored, and by which it becomes invalid."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 KEY = ("device", "gpu", "units", "memory_gib", "driver", "cuda", "torch", "cublas", "nccl", "topology", "ranks")
-"""Fields of a key; "ranks" is the size of the group that was measured, the others are the machine's."""
+"""Fields of a key. "ranks" is the size of the measured group; the others describe the machine."""
 
 
 @lru_cache(maxsize=2)
@@ -20,7 +20,7 @@ def _machine(device: str) -> tuple[tuple[str, Any], ...]:
     import torch
 
     if device == "cpu":
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "gpu": platform.machine(),
             "units": os.cpu_count() or 1,
             "torch": str(torch.__version__),
@@ -30,7 +30,7 @@ def _machine(device: str) -> tuple[tuple[str, Any], ...]:
         nccl: Any = None
         with contextlib.suppress(Exception):
             nccl = torch.cuda.nccl.version()
-        found = {
+        fields = {
             "gpu": properties.name,
             "units": properties.multi_processor_count,
             "memory_gib": round(properties.total_memory / 2**30),
@@ -41,51 +41,52 @@ def _machine(device: str) -> tuple[tuple[str, Any], ...]:
             "nccl": ".".join(map(str, nccl)) if isinstance(nccl, tuple) else nccl,
             "topology": _topology(),
         }
-    return tuple({"device": device, **found}.items())
+    return tuple({"device": device, **fields}.items())
 
 
 def key(device: str, ranks: int) -> dict[str, Any]:
-    """The key of this machine for a group of `ranks`. `device`: "cuda" or "cpu"."""
+    """Return the key of this machine for a group of `ranks`. `device`: "cuda" or "cpu"."""
     return {**dict(_machine(device)), "ranks": ranks}
 
 
-def same_machine(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """The fields, but for ranks, in which two keys differ."""
-    return [name for name in KEY if name != "ranks" and one.get(name) != other.get(name)]
+def differing_fields(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+    """Return the fields, except ranks, in which two keys differ."""
+    return [name for name in KEY if name != "ranks" and first.get(name) != second.get(name)]
 
 
 def device() -> str:
-    """ "cuda" where torch sees a GPU, else "cpu"."""
+    """Return "cuda" where torch sees a GPU, else "cpu"."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def properties() -> dict[str, Any]:
-    """What an analytic profile of the current GPU starts from."""
+    """Return the current GPU's properties for an analytic profile."""
     import torch
 
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return {"name": found.name, "units": found.multi_processor_count, "capability": (found.major, found.minor)}
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {"name": gpu.name, "units": gpu.multi_processor_count, "capability": (gpu.major, gpu.minor)}
 
 
 def cache_mib() -> float:
-    """Last-level cache of the current GPU."""
+    """Return the last-level cache of the current GPU in MiB."""
     import torch
 
-    found: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return float(round(getattr(found, "L2_cache_size", 0) / 2**20, 1))
+    gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return float(round(getattr(gpu, "L2_cache_size", 0) / 2**20, 1))
 
 
 def _driver() -> str | None:
     with contextlib.suppress(OSError):
-        found = re.search(r"Kernel Module[^\n]*?\s(\d+\.\d+(?:\.\d+)?)\s", Path("/proc/driver/nvidia/version").read_text())
-        return found[1] if found else None
+        text = Path("/proc/driver/nvidia/version").read_text()
+        version = re.search(r"Kernel Module[^\n]*?\s(\d+\.\d+(?:\.\d+)?)\s", text)
+        return version[1] if version else None
     return None
 
 
 def _cublas() -> str | None:
-    """The version of the package that torch brings; a system's own cuBLAS is told by "cuda"."""
+    """Return the version of the cuBLAS package that torch depends on. A system cuBLAS is covered by the field "cuda"."""
     for name in ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
@@ -93,7 +94,7 @@ def _cublas() -> str | None:
 
 
 def _topology() -> str:
-    """How the GPUs that this process sees reach each other."""
+    """Describe the links between the GPUs that this process sees."""
     import torch
 
     from ub_overlap import _torch_compat as compat
@@ -103,9 +104,9 @@ def _topology() -> str:
         return "one GPU"
     with contextlib.suppress(Exception):
         links = compat.nvlinks()
-        between = [links[i][j] for i in range(count) for j in range(count) if i != j] if links else []
-        if between and max(between) > 0:
-            return f"nvlink x{min(between)}"
+        counts = [links[i][j] for i in range(count) for j in range(count) if i != j] if links else []
+        if counts and max(counts) > 0:
+            return f"nvlink x{min(counts)}"
     with contextlib.suppress(Exception):
         if all(torch.cuda.can_device_access_peer(i, j) for i in range(count) for j in range(count) if i != j):
             return "peer access"

@@ -1,8 +1,8 @@
-"""Plans by digest, on disk: what a warm compile cache, the session's mismatch error and the command line read; and beside each
-plan the graphs that it was made of and for, as bytes that only ub_overlap.compiler.diff reads.
+"""Plans on disk by digest, with the graphs before and after the rewrite.
 
-A compile-cache hit skips the pass that made the plan, yet the cached code still carries the plan's digest in every op.
-The plan text is therefore kept beside the caches, under its digest, and written once.
+A warm compile cache, the session's mismatch error and the command line read the plans. Only ub_overlap.compiler.diff reads the
+graphs, which are opaque bytes here. A compile-cache hit skips the pass that made the plan, but every op in the cached code
+still names the plan's digest. So the plan text is stored next to the caches, under its digest, and written once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _DIGEST = re.compile(r"[0-9a-f]{8,64}\Z")
 
 
 def directory() -> Path:
-    """$UB_OVERLAP_CACHE_DIR/plans, else $XDG_CACHE_HOME/ub_overlap/plans, else ~/.cache/ub_overlap/plans."""
+    """Return $UB_OVERLAP_CACHE_DIR/plans, else $XDG_CACHE_HOME/ub_overlap/plans, else ~/.cache/ub_overlap/plans."""
     root = os.environ.get("UB_OVERLAP_CACHE_DIR")
     if root:
         return Path(root) / "plans"
@@ -24,26 +24,29 @@ def directory() -> Path:
 
 
 def is_digest(text: str) -> bool:
-    """Can it be a plan's name? (Sites of plain functions belong to none.)"""
+    """Return whether `text` has the form of a plan digest. Sites of plain functions have no plan."""
     return _DIGEST.match(text) is not None
 
 
 def path_of(digest: str) -> Path:
+    """Return the file of a plan."""
     if not is_digest(digest):
         raise ValueError(f"plan digest {digest!r}: expected 8 to 64 hexadecimal digits")
     return directory() / f"{digest}.json"
 
 
 def graphs_path_of(digest: str) -> Path:
+    """Return the file of a plan's graphs."""
     return path_of(digest).with_suffix(".graphs")
 
 
 def save(digest: str, text: str) -> Path:
-    """Writes `text` under `digest` atomically: readers see the old text or the new, never a part."""
+    """Write `text` under `digest` atomically: readers see the old text or the new, never a part."""
     return _write(path_of(digest), text.encode())
 
 
 def save_graphs(digest: str, data: bytes) -> Path:
+    """Write the graphs of a plan atomically."""
     return _write(graphs_path_of(digest), data)
 
 
@@ -61,7 +64,7 @@ def _write(path: Path, data: bytes) -> Path:
 
 
 def load(digest: str) -> str | None:
-    """The plan's JSON text, or None where this machine has none under `digest`."""
+    """Return the plan's JSON text, None where this machine has none under `digest`."""
     try:
         return path_of(digest).read_text()
     except FileNotFoundError:
@@ -69,7 +72,7 @@ def load(digest: str) -> str | None:
 
 
 def load_graphs(digest: str) -> bytes | None:
-    """The graphs of a plan, or None where this machine has none under `digest`."""
+    """Return the graphs of a plan, None where this machine has none under `digest`."""
     try:
         return graphs_path_of(digest).read_bytes()
     except FileNotFoundError:

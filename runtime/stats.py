@@ -1,4 +1,4 @@
-"""What the ops did, by site: counted in C++ at every call, read here."""
+"""Statistics of the ops by site, counted in C++ at every call."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ class SiteStats:
     strategy: str
     """Of the last call: "pipelined", "bulk:chunks=4", ..."""
     transport: str
-    """What ran it: "shared memory", "local" (a group of one rank), or "c10d" (plain collective, then matmul) where the ranks
-    share no memory, or where that is what was picked."""
+    """Transport of the last call: "shared memory", "symmetric memory", "local" (a group of one rank), or "c10d" (plain
+    collective, then matmul) where the ranks share no memory or the dispatch table chose it."""
     bytes_copied: int
     """Bytes that this rank pushed to its peers."""
     bytes_beside_matmul: int
-    """Those of them that moved while a matmul of the same call ran, by the steps' own clocks."""
+    """The part of them that moved while a matmul of the same call ran, by the steps' clocks."""
     strategies: Mapping[str, int] = field(default_factory=dict)
-    """Calls by the strategy that ran them: several where the site has a table of sizes, or alternatives."""
+    """Calls by strategy: several where the site has a dispatch table or alternatives."""
     reason: str = ""
-    """Why the last call ran over c10d: "none by size", "none by measurement", or why the group has no transport of ours."""
+    """Why the last call ran over c10d: "none by size", "none by measurement", or why the group has no other transport."""
 
 
 def site_stats() -> dict[str, SiteStats]:
-    """Site ("<plan digest>/<site id>") -> totals since the process began. Empty before the extension is loaded."""
+    """Return the totals since process start by site ("<plan digest>/<site id>"). Empty before the extension is loaded."""
     from ub_overlap.runtime import ops
 
     names = {f.name for f in fields(SiteStats)}

@@ -1,14 +1,14 @@
-"""How much communication a profiler trace shows with nothing beside it. Plain Python over Chrome JSON; imports no torch.
+"""Measure exposed communication in a profiler trace. Plain Python over Chrome JSON; does not import torch.
 
-Other tools know NCCL's kernels by name and take every other kernel for computation, so ours count as compute and overlap as 0.
-Here, of a device's events:
+Other tools recognize NCCL's kernels by name and count every other kernel as computation. So they count this library's kernels
+as compute, and report no overlap. Here the events of a device are:
 
-    communication   NCCL's kernels; our kernels (waits, signals, local copies, reductions); copies to peers
+    communication   NCCL's kernels; ub_overlap's kernels (waits, signals, local copies, reductions); copies to peers
     computation     every other kernel
-    exposed         communication while no computation runs, in microseconds of wall time
+    exposed         communication with no concurrent compute kernel, in microseconds of wall time
 
-A copy is one to a peer where the profiler says so (PtoP), or where it is a device's own copy (DtoD) on a stream that runs
-no kernels: the executor's copy stream holds none.
+A copy goes to a peer if the profiler says so (PtoP), or if it is a copy within a device (DtoD) on a stream without kernels:
+the executor's copy stream has none.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ Span = tuple[float, float]
 
 
 @dataclass(slots=True)
-class Device:
-    """Microseconds of one device over the whole trace. `parts`: communication by what carries it; `sites`: exposed time in the
-    ranges that kernels of a site are put under."""
+class DeviceTimes:
+    """Microseconds of one device over the whole trace.
+
+    `parts`: communication by its carrier. `sites`: exposed time within the profiler ranges of a site's kernels.
+    """
 
     device: str
     span_us: float = 0.0
@@ -45,10 +47,11 @@ class Device:
 
     @property
     def hidden(self) -> float:
-        """Share of the communication that ran beside computation; 1 where there was none."""
+        """Share of the communication that was concurrent with computation; 1 without communication."""
         return 1.0 - self.exposed_us / self.communication_us if self.communication_us else 1.0
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the times as JSON values."""
         times = {k: round(getattr(self, k), 3) for k in ("span_us", "compute_us", "communication_us", "exposed_us", "hidden")}
         rounded = {k: {n: round(us, 3) for n, us in getattr(self, k).items()} for k in ("parts", "sites")}
         return {"device": self.device, **times, **rounded}
@@ -61,29 +64,32 @@ class Device:
         )
 
 
-def read(path: str | Path) -> list[Device]:
-    """A trace of torch.profiler (export_chrome_trace; .gz too), device by device. OptionError for what is none, and for a trace
-    without a device: on the CPU our ops are single events, whose insides only UB_OVERLAP_TRACE=1 tells."""
+def read_trace(path: str | Path) -> list[DeviceTimes]:
+    """Read a trace of torch.profiler (export_chrome_trace, also .gz) and return the times by device.
+
+    OptionError for other files, and for a trace without device events. On the CPU an op is a single event; only
+    UB_OVERLAP_TRACE=1 shows its steps.
+    """
     try:
         raw = Path(path).read_bytes()
-        found = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
+        content = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
     except (OSError, ValueError) as e:
-        raise OptionError("this is no trace", where=str(path), got=str(e), expected="Chrome JSON of torch.profiler") from e
-    rows = found.get("traceEvents") if isinstance(found, dict) else found
+        raise OptionError("not a profiler trace", where=str(path), got=str(e), expected="Chrome JSON of torch.profiler") from e
+    rows = content.get("traceEvents") if isinstance(content, dict) else content
     if not isinstance(rows, list):
-        raise OptionError("this is no trace", where=str(path), got="other JSON", expected="a list traceEvents")
-    devices = exposed(rows)
+        raise OptionError("not a profiler trace", where=str(path), got="other JSON", expected="a list traceEvents")
+    devices = measure_devices(rows)
     if not devices:
         raise OptionError(
-            "the trace shows no device", where=str(path), got="no events of kernels or copies",
+            "the trace has no device events", where=str(path), got="no kernels or copies",
             expected="a trace with ProfilerActivity.CUDA",
-            fix="on the CPU: UB_OVERLAP_TRACE=1 and ub_overlap.reports(), which tell the bytes that were hidden",
+            fix="on the CPU: UB_OVERLAP_TRACE=1 and ub_overlap.reports(), which show the hidden bytes",
         )  # fmt: skip
     return devices
 
 
-def exposed(events: Iterable[Mapping[str, Any]]) -> list[Device]:
-    """The devices of a trace, by number."""
+def measure_devices(events: Iterable[Mapping[str, Any]]) -> list[DeviceTimes]:
+    """Return the times of a trace's devices, by device number."""
     work: dict[str, list[Mapping[str, Any]]] = {}
     ranges: dict[str, list[tuple[str, Span]]] = {}
     for e in events:
@@ -92,16 +98,16 @@ def exposed(events: Iterable[Mapping[str, Any]]) -> list[Device]:
         category, device = e.get("cat"), str((e.get("args") or {}).get("device", e.get("pid")))
         if category in ("kernel", "gpu_memcpy", "gpu_memset"):
             work.setdefault(device, []).append(e)
-        elif category == "gpu_user_annotation" and (named := _RANGE.match(str(e.get("name")))):
-            ranges.setdefault(str(e.get("pid")), []).append((named[2], _span(e)))
-    found = []
+        elif category == "gpu_user_annotation" and (match := _RANGE.match(str(e.get("name")))):
+            ranges.setdefault(str(e.get("pid")), []).append((match[2], _span(e)))
+    devices = []
     for device, rows in sorted(work.items()):
         pids = {str(e.get("pid")) for e in rows}
-        found.append(_device(device, rows, [r for pid in sorted(pids) for r in ranges.get(pid, [])]))
-    return found
+        devices.append(_measure_device(device, rows, [r for pid in sorted(pids) for r in ranges.get(pid, [])]))
+    return devices
 
 
-def _device(name: str, rows: Sequence[Mapping[str, Any]], ranges: Sequence[tuple[str, Span]]) -> Device:
+def _measure_device(name: str, rows: Sequence[Mapping[str, Any]], ranges: Sequence[tuple[str, Span]]) -> DeviceTimes:
     with_kernels = {_stream(e) for e in rows if e["cat"] == "kernel"}
     parts: dict[str, list[Span]] = {}
     computing: list[Span] = []
@@ -111,26 +117,26 @@ def _device(name: str, rows: Sequence[Mapping[str, Any]], ranges: Sequence[tuple
         elif kind:
             parts.setdefault(kind, []).append(_span(e))
     busy, moving = union(computing), union(s for spans in parts.values() for s in spans)
-    open_ = minus(moving, busy)
-    everything = union(map(_span, rows))
+    exposed = minus(moving, busy)
+    extent = union(map(_span, rows))
     sites: dict[str, float] = {}
     for site, (begin, end) in ranges:
-        first, last = bisect_right(open_, begin, key=lambda s: s[1]), bisect_left(open_, end, key=lambda s: s[0])
-        inside = sum(min(end, y) - max(begin, x) for x, y in open_[first:last])
+        first, last = bisect_right(exposed, begin, key=lambda s: s[1]), bisect_left(exposed, end, key=lambda s: s[0])
+        inside = sum(min(end, y) - max(begin, x) for x, y in exposed[first:last])
         sites[site] = sites.get(site, 0.0) + inside
-    return Device(
+    return DeviceTimes(
         device=name,
-        span_us=everything[-1][1] - everything[0][0],
+        span_us=extent[-1][1] - extent[0][0],
         compute_us=total(busy),
         communication_us=total(moving),
-        exposed_us=total(open_),
+        exposed_us=total(exposed),
         parts={kind: total(union(spans)) for kind, spans in sorted(parts.items())},
         sites=dict(sorted(sites.items(), key=lambda item: -item[1])),
     )
 
 
 def _kind(e: Mapping[str, Any], with_kernels: set[Any]) -> str:
-    """ "compute", what carries communication, or "" for what is neither (copies from and to the host)."""
+    """Return "compute", the carrier of communication, or "" for neither (copies from and to the host)."""
     name = str(e.get("name"))
     if e["cat"] == "kernel":
         return "NCCL" if _NCCL.match(name) else "ub_overlap kernels" if _OURS.search(name) else "compute"
@@ -149,7 +155,7 @@ def _span(e: Mapping[str, Any]) -> Span:
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The same times, without overlaps, in order."""
+    """Merge spans into ordered spans without overlaps."""
     out: list[Span] = []
     for begin, end in sorted(spans):
         if out and begin <= out[-1][1]:
@@ -160,7 +166,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def minus(a: Sequence[Span], b: Sequence[Span]) -> list[Span]:
-    """The times of `a` that are none of `b`; both as `union` gives them."""
+    """Return the times in `a` but not in `b`, both results of `union`."""
     out, k = [], 0
     for begin, end in a:
         while k < len(b) and b[k][1] <= begin:
@@ -177,4 +183,5 @@ def minus(a: Sequence[Span], b: Sequence[Span]) -> list[Span]:
 
 
 def total(spans: Iterable[Span]) -> float:
+    """Return the sum of the lengths."""
     return sum(end - begin for begin, end in spans)

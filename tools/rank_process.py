@@ -1,4 +1,4 @@
-"""The ranks of a program of our own (calibration, benchmarks, checks): how they join, agree, keep deadlines and end."""
+"""Ranks of the project's own programs (calibration, benchmarks, GPU tests): start, agreement, deadlines and exit."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 
-class Member:
-    """This process among the ranks of a program. `control`: a group of them all over gloo, which starts no kernel."""
+class RankProcess:
+    """This process among the ranks of a program. `control`: a gloo group of all ranks, which launches no kernels."""
 
     rank: int
     ranks: int
@@ -25,26 +25,29 @@ class Member:
 
     @property
     def cuda(self) -> bool:
+        """The ranks compute on GPUs."""
         return self.device.type == "cuda"
 
     def say(self, *what: Any) -> None:
+        """Print on rank 0."""
         if self.rank == 0:
             print(*what, flush=True)
 
     def sync(self) -> None:
+        """Synchronize with this rank's device."""
         if self.cuda:
             torch.cuda.synchronize()
 
-    def gather(self, mine: Any) -> list[Any]:
-        """What every rank brought, in rank order."""
-        found: list[Any] = [None] * self.ranks
-        dist.all_gather_object(found, mine, group=self.control)
-        return found
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, in rank order. Collective."""
+        values: list[Any] = [None] * self.ranks
+        dist.all_gather_object(values, value, group=self.control)
+        return values
 
 
 @dataclass
-class World(Member):
-    """The ranks that take part together. `group`: c10d name of them all, for work; `control`: the same over gloo."""
+class World(RankProcess):
+    """All ranks of a program. `group`: c10d name of a group of all ranks, for measured ops; `control`: the same over gloo."""
 
     rank: int
     ranks: int
@@ -54,26 +57,26 @@ class World(Member):
 
     @classmethod
     def join(cls, rank: int, ranks: int, device: torch.device, control_s: float) -> Self:
-        """Make the default process group, which is `group` then. Collective; give it a deadline.
+        """Make the default process group, which becomes `group`. Collective; call it under a `Deadline`.
 
-        `device`: as `this_device` says. `control_s`: seconds that a rank may keep the others waiting at `control`.
+        `device`: from `this_device`. `control_s`: timeout of `control` in seconds.
         """
-        more: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+        device_id: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, rank=rank, world_size=ranks, timeout=timedelta(seconds=90), **more)
+        dist.init_process_group(backend, rank=rank, world_size=ranks, timeout=timedelta(seconds=90), **device_id)
         control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=control_s))
         dist.barrier(group=control)
         torch.manual_seed(rank)
-        whole: Any = dist.group.WORLD
-        return cls(rank, ranks, device, str(whole.group_name), control)
+        default_group: Any = dist.group.WORLD
+        return cls(rank, ranks, device, str(default_group.group_name), control)
 
     def barrier(self) -> None:
-        """All ranks have come here, and their devices have nothing to do."""
+        """Wait until all ranks arrive with idle devices."""
         self.sync()
         dist.barrier(group=self.control)
 
     def worst(self, values: Sequence[float]) -> list[float]:
-        """Each value's maximum over the ranks: what waits for all waits for the slowest."""
+        """Return each value's maximum over the ranks, because a collective waits for the slowest."""
         if not values:
             return []
         result = torch.tensor(list(values), dtype=torch.float64)
@@ -81,7 +84,7 @@ class World(Member):
         return result.tolist()
 
     def agreed(self, body: Callable[[], Any]) -> tuple[Any, str]:
-        """(what `body` returned, "") if it worked on all ranks, else (None, why): then no rank goes on with it. Collective."""
+        """Return (result of `body`, "") if it succeeded on all ranks, else (None, the first error) on all ranks. Collective."""
         value, error = None, ""
         try:
             value = body()
@@ -93,13 +96,13 @@ class World(Member):
         return (None, errors[0]) if errors else (value, "")
 
     def new_group(self) -> str:
-        """The name of another group of all ranks."""
-        made: Any = dist.new_group(backend="nccl" if self.cuda else "gloo")
-        return str(made.group_name)
+        """Make another group of all ranks and return its name. Collective."""
+        group: Any = dist.new_group(backend="nccl" if self.cuda else "gloo")
+        return str(group.group_name)
 
 
 def this_device(kind: str | None, rank: int) -> torch.device:
-    """Where this rank computes, made current. `kind`: "cuda", "cpu", or None for CUDA where there is one."""
+    """Return this rank's device and make it current. `kind`: "cuda", "cpu", or None for CUDA if available."""
     if (kind or ("cuda" if torch.cuda.is_available() else "cpu")) != "cuda":
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
@@ -107,9 +110,8 @@ def this_device(kind: str | None, rank: int) -> torch.device:
     return device
 
 
-def leave(code: int) -> None:
-    """End the process, whatever state the devices are in: what a driver would still tidy up may wait for a peer that has gone.
-    Does not return."""
+def exit_process(code: int) -> None:
+    """End the process without cleanup: a driver's cleanup may wait for a peer that is gone. Does not return."""
     try:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -118,7 +120,7 @@ def leave(code: int) -> None:
 
 
 class Deadline:
-    """Ends the process when the body takes longer: nothing else gets a thread out of a driver call. `last` runs before."""
+    """Ends the process when the body takes longer: no other way interrupts a driver call. `last` runs before."""
 
     def __init__(self, name: str, seconds: float, last: Callable[[], Any] | None = None) -> None:
         self.name, self.seconds, self.last = name, seconds, last
@@ -126,14 +128,14 @@ class Deadline:
         self.timer.daemon = True
 
     def _over(self) -> None:
-        who = f"rank {os.environ.get('RANK')}: {self.name}"
+        label = f"rank {os.environ.get('RANK')}: {self.name}"
         try:
-            print(f"{who}: not done after {self.seconds:g} s", file=sys.stderr, flush=True)
+            print(f"{label}: not done after {self.seconds:g} s", file=sys.stderr, flush=True)
             faulthandler.dump_traceback(all_threads=True)
             if self.last:
                 self.last()
         finally:
-            leave(3)
+            exit_process(3)
 
     def __enter__(self) -> None:
         self.timer.start()

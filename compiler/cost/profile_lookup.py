@@ -99,7 +99,8 @@ def signature(which: str | Path | None, devices: tuple[str, ...]) -> tuple[str, 
 
 def _digests(device: str) -> frozenset[str]:
     """Return the digests of what `_of_this_machine` may return, for groups of any size."""
-    mine, _ = profile_store.found(machine.key(device, 2)) if device == "cpu" or machine.device() == "cuda" else ([], [])
+    can_look = device == "cpu" or machine.device() == "cuda"
+    mine, _ = profile_store.find_profiles(machine.key(device, 2)) if can_look else ([], [])
     ranks = {at for at, _ in mine} or {2}
     return frozenset({_of_this_machine(device, at).digest for at in ranks})
 
@@ -107,7 +108,7 @@ def _digests(device: str) -> frozenset[str]:
 @lru_cache(maxsize=64)
 def _of_this_machine(device: str, ranks: int) -> Profile:
     key = machine.key(device, ranks) if device == "cpu" or machine.device() == "cuda" else {"device": device}
-    mine, others = profile_store.found(key)
+    mine, others = profile_store.find_profiles(key)
     for told in others:
         log.info("profile left out: %s", told)
     for _, path in sorted(mine, key=lambda at: (abs(math.log2(at[0] / max(ranks, 1))), at[0])):

@@ -57,7 +57,7 @@ def explain(
             measured = measure_sites(lambda: once(compiled), sites) if measure else {}
             errors: dict[str, verify.SiteError] | None = None
             if measure and any(c.recipe for p in plans for c in p.casts):
-                with verify.FLOAT8.apart() as errors:
+                with verify.FLOAT8.record_separately() as errors:
                     once(torch.compile(plain, backend="ub_overlap", options={**own, "verify": True}))
         profile = own.get("profile")
         return Report(plans, before, load(profile) if profile is not None else None, measured, errors)

@@ -1,14 +1,14 @@
-"""The ops as plain functions with gradients, for people who write their own layers; `ub_overlap.all_gather_matmul` and its kin.
+"""The ops as functions with gradients, for hand-written layers: `ub_overlap.all_gather_matmul`, ...
 
-    groups.py    which group and which device is meant
-    layout.py    what a caller brings, checked, as the two-dimensional arguments of the ops
+    groups.py    resolves the group and its device
+    layout.py    checks arguments and turns them into the two-dimensional arguments of the ops
     gather.py    all_gather_matmul       forward: gather op; backward: the sum's scatter and the weights' gradients, overlapped
     scatter.py   matmul_reduce_scatter   forward: scatter op; backward: one gather op
     reduce.py    matmul_all_reduce       backward: local
     plain.py     strategy="none": c10d's functional collectives and matmuls
     arena.py     initialize_group and check_errors
 
-They run on the same sessions and schedules, and raise the same errors, as what the compiler emits; torch.compile traces them.
+They use the same sessions and schedules, and raise the same errors, as compiled graphs. torch.compile can trace them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which group is meant: a ProcessGroup, a DeviceMesh of one dim, (mesh, dim), a c10d group name, or None for the world."""
+"""Resolve a group argument: a ProcessGroup, a 1D DeviceMesh, (mesh, dim), a c10d group name, or None for the world."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _EXPECTED = "a ProcessGroup, a DeviceMesh of one dim, (DeviceMesh, dim), a group
 
 @torch.compiler.assume_constant_result
 def name_of(group: Group) -> str:
-    """c10d's name of `group`. OptionError where it is no group, or this process is not in it."""
+    """Return c10d's name of `group`. Raise OptionError for an invalid group, or one that this process is not in."""
     from torch.distributed.device_mesh import DeviceMesh
 
     if not dist.is_initialized():
         raise errors.OptionError(
-            "there is no process group",
+            "no process group",
             got="torch.distributed is not initialized",
             fix="call torch.distributed.init_process_group or init_device_mesh first",
         )
@@ -55,18 +55,18 @@ def name_of(group: Group) -> str:
         return group
     if not isinstance(group, dist.ProcessGroup):
         got = "a group that this process is not in" if group is dist.GroupMember.NON_GROUP_MEMBER else repr(group)
-        raise errors.OptionError("this is not a group of this process", got=got, expected=_EXPECTED)
+        raise errors.OptionError("not a group of this process", got=got, expected=_EXPECTED)
     return str(group.group_name)
 
 
 @torch.compiler.assume_constant_result
 def size_of(name: str) -> int:
-    """Ranks of the group of that name."""
+    """Return the number of ranks of the group `name`."""
     return int(_torch_compat.group_of(name).size())
 
 
 def device_of(name: str) -> torch.device:
-    """The device that a group's tensors lie on, as far as its backend tells: the current GPU, else the CPU."""
+    """Return the device of a group's tensors by its backend: the current GPU, else the CPU."""
     if torch.cuda.is_available() and "cuda" in _torch_compat.device_types(_torch_compat.group_of(name)):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

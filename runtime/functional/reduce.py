@@ -28,25 +28,25 @@ def matmul_all_reduce(
     strategy: str = "pipelined",
     site: str | None = None,
 ) -> Tensor:
-    """all_reduce(x @ W), the communication hidden behind the matmul. x [.., K], weight [K, N] -> [.., N], equal on all ranks.
+    """Compute all_reduce(x @ W), overlapped. x [.., K], weight [K, N] -> [.., N], equal on all ranks.
 
-    Backward assumes that y's gradient is equal on all ranks too, as it is where the ranks go on alike: it needs no
-    communication. bias [N] is added once, after the sum. reduce_op, strategy, site: as in `matmul_reduce_scatter`.
+    Backward needs no communication: it assumes that y's gradient is equal on all ranks, as it is where the ranks use y alike.
+    bias [N] is added once, after the sum. reduce_op, strategy, site: as in `matmul_reduce_scatter`.
     """
-    who = layout.caller("matmul_all_reduce", site)
-    layout.one_of(who, "reduce_op", reduce_op, ("sum", "avg"))
+    call = layout.caller("matmul_all_reduce", site)
+    layout.check_choice(call, "reduce_op", reduce_op, ("sum", "avg"))
     name = name_of(group)
     ranks = size_of(name)
     x, weight, bias = layout.autocast(x, weight, bias)
-    layout.dim_of(who, "the last dim", -1, x)
-    layout.operands(who, x.shape[-1], x, [weight])
-    layout.biases(who, bias, [weight])
+    layout.dim_of(call, "the last dim", -1, x)
+    layout.check_weights(call, x.shape[-1], x, [weight])
+    layout.bias_list(call, bias, [weight])
     if strategy == "none":
         out = plain.all_reduce(x @ weight, reduce_op, name, ranks)
     else:
         flat = x.reshape(-1, x.shape[-1])
         divide = ranks if reduce_op == "avg" else 1
-        out = _MatmulReduce.apply(flat, weight, reduce_op, divide, strategy, name, who.site)
+        out = _MatmulReduce.apply(flat, weight, reduce_op, divide, strategy, name, call.site)
         out = out.reshape(*x.shape[:-1], weight.shape[1])
     return out if bias is None else out + bias
 

@@ -81,7 +81,10 @@ def _describe_value(label: str, value: Any) -> str:
 
 
 def _describe_cast(row: dict[str, Any] | None, details: dict[str, Any]) -> str:
-    """E.g. "float8: forward matmul of 'layers.0.w1' in 16 bits (filtered: the fp8 filter refuses ...)". `details`: the reason."""
+    """Return "float8: forward matmul of 'layers.0.w1' in 16 bits (filtered: the fp8 filter refuses ...)".
+
+    `details`: has the reason.
+    """
     if row is None:
         return "float8: no such matmul"
     reason = ": ".join(filter(None, (details.get("reason"), details.get("detail"))))
@@ -90,7 +93,7 @@ def _describe_cast(row: dict[str, Any] | None, details: dict[str, Any]) -> str:
 
 
 def _describe_site(row: dict[str, Any] | None, other: dict[str, Any] | None) -> str:
-    """E.g. "site id=forward.0 kind=all_gather_matmul strategy=none", then the other fields that differ."""
+    """Return "site id=forward.0 kind=all_gather_matmul strategy=none", then the other fields that differ."""
     if row is None:
         return "site no such site"
     leading = ("id", "kind", "strategy")

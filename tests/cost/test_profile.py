@@ -18,7 +18,7 @@ from ub_overlap.compiler.options import parse
 from ub_overlap.compiler.plan.strategy import Strategy
 from ub_overlap.runtime import machine, profile_store
 from ub_overlap.runtime.errors import OptionError
-from ub_overlap.tools.calibrate.fit import errors, fit, rates, shape_of, with_steps
+from ub_overlap.tools.calibrate.fit import compare_calls, fit, fit_rates, shape_of, with_steps
 
 Json = dict[str, Any]
 
@@ -180,7 +180,7 @@ def test_fit_finds_the_costs_that_whole_calls_show() -> None:
     found = fit(replace(PLAIN, checks=checks))
     assert (found.steps.begin_us, found.steps.end_us) == (pytest.approx(10, rel=0.1), pytest.approx(10, rel=0.1))
     assert found.steps.wait_us == pytest.approx(truth.steps.wait_us, rel=0.3)
-    assert max(abs(p / us - 1) for _, p, us in errors(found)) < 0.1
+    assert max(abs(p / us - 1) for _, p, us in compare_calls(found)) < 0.1
     assert Profile.from_json(found.to_json(), "itself") == found
     assert fit(PLAIN) == PLAIN
 
@@ -190,4 +190,4 @@ def test_rates_follow_what_was_measured() -> None:
 
     base = load("h200")
     slow = replace(base, matmuls=tuple((*row[:5], analytic_us(base, row[1], row[0], *row[2:5]) * 2) for row in base.matmuls))
-    assert rates(slow).compute.tflops["bfloat16"] == pytest.approx(base.compute.tflops["bfloat16"] / 2, rel=0.1)
+    assert fit_rates(slow).compute.tflops["bfloat16"] == pytest.approx(base.compute.tflops["bfloat16"] / 2, rel=0.1)

@@ -78,7 +78,7 @@ TRACE = [
 
 def test_exposed() -> None:
     """Device 0: communication 2..14 and 16..26; computation 0..10 and 14..20; so 10..14 and 20..26 are exposed."""
-    first, second = exposed.exposed(TRACE)
+    first, second = exposed.measure_devices(TRACE)
     assert (first.communication_us, first.compute_us, first.exposed_us) == (22, 16, 10)
     assert first.parts == {"NCCL": 10, "copies to peers": 10, "ub_overlap kernels": 4}
     assert first.sites == {"forward.0": 4} and first.hidden == pytest.approx(1 - 10 / 22)

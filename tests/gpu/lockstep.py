@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from ub_overlap.runtime import ops, settings
 from ub_overlap.runtime.session import session
-from ub_overlap.tools.rank_process import Deadline, Member
+from ub_overlap.tools.rank_process import Deadline, RankProcess
 
 STEP_TIMEOUT_S = float(os.environ.get("UB_OVERLAP_TEST_STEP_TIMEOUT_S", "20"))
 
@@ -38,7 +38,7 @@ def is_under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-class Lockstep(Member):
+class Lockstep(RankProcess):
     """This process among the ranks of torchrun.
 
     `device_type`: "cuda" or "cpu". `quick`: fewer cases, fewer iterations. `notes`: (test, measured values) for the summary.

@@ -19,10 +19,10 @@ from tests.compiler.rank_compile import decisions_of
 from tests.harness.ranks import RankPool
 from ub_overlap.cli import main
 from ub_overlap.runtime.errors import OptionError
-from ub_overlap.tools.planner.models import MODELS, Sizes, block_input, named, parallel_blocks
-from ub_overlap.tools.planner.unmatched_time import rest_of
+from ub_overlap.tools.planner.models import MODELS, BlockSizes, block_input, named, parallel_blocks
+from ub_overlap.tools.planner.unmatched_time import find_unmatched_work
 
-SMALL = Sizes(hidden=64, ffn=128, heads=8, kv_heads=4, seq=32, tp=2, batch=2, dtype="fp32")
+SMALL = BlockSizes(hidden=64, ffn=128, heads=8, kv_heads=4, seq=32, tp=2, batch=2, dtype="fp32")
 
 
 def run(*arguments: str, code: int = 0, cwd: Path | None = None) -> Any:
@@ -35,7 +35,7 @@ def run(*arguments: str, code: int = 0, cwd: Path | None = None) -> Any:
     return json.loads(done.stdout) if code == 0 else done.stderr
 
 
-def flags(s: Sizes) -> list[str]:
+def flags(s: BlockSizes) -> list[str]:
     names = ("hidden", "ffn", "heads", "kv_heads", "seq", "tp", "batch", "layers", "dtype")
     pairs = [(f"--{n.replace('_', '-')}", str(getattr(s, n))) for n in names]
     return [x for pair in pairs for x in pair] + ([] if s.gated else ["--ungated"])
@@ -135,7 +135,7 @@ def plan_beside_a_group(rank: int, world: int) -> str:
     return ""
 
 
-def compiled(rank: int, world: int, sizes: Sizes, path: str, inner: str) -> list[tuple[str, str, str, str]]:
+def compiled(rank: int, world: int, sizes: BlockSizes, path: str, inner: str) -> list[tuple[str, str, str, str]]:
     torch.manual_seed(3)
     blocks = parallel_blocks(sizes, DeviceMesh("cpu", torch.arange(world), mesh_dim_names=("tp",)))
     x = torch.randn(block_input(sizes).shape, requires_grad=True)
@@ -187,7 +187,7 @@ def test_the_rest_counts_each_kernel_once() -> None:
             values[node] = node.target(*torch.fx.node.map_arg(node.args, lambda n: values[n]))
         if node in values:
             node.meta["val"] = values[node]
-    rest = rest_of(graph, set())
+    rest = find_unmatched_work(graph, set())
     assert rest.matmuls == (("float32", 32, 16, 8), ("float32", 32, 1, 16))
     assert sorted(rest.kernels) == [2 * 32 * 8 * 4, 2 * 32 * 16 * 4]
     assert rest.attention == ()

@@ -90,7 +90,7 @@ except ub_overlap.errors.OptionError as error:
     print(error.what)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout == "there is no process group\n", done.stderr
+    assert done.stdout == "no process group\n", done.stderr
 
 
 def test_the_face_is_lazy() -> None:

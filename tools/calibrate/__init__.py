@@ -1,6 +1,12 @@
-"""Measures a machine for the cost model: `torchrun --nproc-per-node N -m ub_overlap calibrate`.
+"""Measure a machine for the cost model: `torchrun --nproc-per-node N -m ub_overlap calibrate`.
 
-machine.py   what is measured: GPU, driver, libraries, topology (the key of a profile)
-cache.py     where profiles are kept
-run.py       the order of the measurements, their budget, and the JSON they make
+calibrate.py   the command: measure, fit, write the profile, print a summary
+run.py         the order of the measurements, their budget, and the JSON that they make
+matmuls.py     matmuls over a grid of shapes
+traffic.py     pushes and plain collectives
+kernels.py     the executor's kernels and steps, and whole calls
+fit.py         costs that no single measurement shows, fitted to whole calls
+world.py       the ranks, their probes, and the timing of calls
+
+The key of a profile is in runtime/machine.py, the files are in runtime/profile_store.py.
 """

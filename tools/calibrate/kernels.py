@@ -1,5 +1,4 @@
-"""What the executor's own kernels and small steps take: from traces of calls whose matmuls are next to nothing, and from
-whole calls."""
+"""Time the executor's kernels and small steps, from traces of calls with tiny matmuls, and whole calls."""
 
 from __future__ import annotations
 
@@ -20,32 +19,32 @@ Trace = list[tuple[int, str, str, int, int, int]]
 
 
 def small_kernel(world: World, burst: Burst) -> float:
-    """Microseconds of a kernel that does next to nothing, in a row of them."""
+    """Return the microseconds of a minimal kernel in a sequence of them."""
     cell = torch.zeros(1, device=world.device)
     return world.worst([burst.us(lambda: cell.add_(1), 40, rounds=15, ahead=3)])[0]
 
 
 def events(world: World, burst: Burst, kernel_us: float) -> float:
-    """Microseconds from a kernel's end to the begin of one on another stream that waits for it."""
-    here, there = torch.cuda.current_stream(), torch.cuda.Stream(priority=-1)
+    """Return the microseconds from a kernel's end to the start of a kernel on another stream that waits for it."""
+    current, side = torch.cuda.current_stream(), torch.cuda.Stream(priority=-1)
     cells = [torch.zeros(1, device=world.device) for _ in range(2)]
     marks = [torch.cuda.Event() for _ in range(2)]
 
     def call() -> None:
         cells[0].add_(1)
-        marks[0].record(here)
-        with torch.cuda.stream(there):
-            there.wait_event(marks[0])
+        marks[0].record(current)
+        with torch.cuda.stream(side):
+            side.wait_event(marks[0])
             cells[1].add_(1)
-            marks[1].record(there)
-        here.wait_event(marks[1])
+            marks[1].record(side)
+        current.wait_event(marks[1])
 
     us = burst.us(call, 12, rounds=15, ahead=3)
     return world.worst([max(0.5, us / 2 - kernel_us)])[0]
 
 
 class Calls:
-    """Calls of our ops whose transfers have a chosen size and whose matmuls have 16 inner or outer columns."""
+    """Calls of the ops with a given transfer size, whose matmuls have 16 inner or outer columns."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -56,10 +55,11 @@ class Calls:
         settings.configure(step_timeout_s=20, init_timeout_s=60)
 
     def tensor(self, *sizes: int) -> torch.Tensor:
+        """Return a random tensor."""
         return torch.randn(*sizes, device=self.world.device).to(self.dtype)
 
     def gather(self, size: int) -> tuple[Callable[[], Any], str]:
-        """A kept gather of shards of `size` bytes, and its site."""
+        """Return a call that gathers shards of `size` bytes and keeps the result, and its site."""
         rows = max(1, size // (self.cols * self.item))
         shard, weight = self.tensor(rows, self.cols).unsqueeze(0), self.tensor(self.cols, 16)
         op: Any = torch.ops.ub_overlap.all_gather_matmul.default
@@ -68,7 +68,7 @@ class Calls:
         return lambda: op(*args), site
 
     def scatter(self, size: int) -> tuple[Callable[[], Any], str]:
-        """A reduce_scatter of shards of `size` bytes, and its site."""
+        """Return a call that reduce_scatters shards of `size` bytes, and its site."""
         rows = max(1, size // (self.cols * self.item)) * self.world.ranks
         left, right = self.tensor(rows, 16), self.tensor(16, self.cols)
         op: Any = torch.ops.ub_overlap.matmul_reduce_scatter.default
@@ -76,32 +76,32 @@ class Calls:
         more = (None, 1, False, "sum", self.dtype, False, "plain", "pipelined:chunks=1", self.world.group, site)
         return lambda: op([left], [right], *more), site
 
-    def traces(self, made: tuple[Callable[[], Any], str], count: int = 5) -> list[Trace]:
-        """Step times of `count` calls after two others. Collective."""
-        call, site = made
+    def traces(self, call_and_site: tuple[Callable[[], Any], str], count: int = 5) -> list[Trace]:
+        """Return the step times of `count` calls after two warm-up calls. Collective."""
+        call, site = call_and_site
         settings.configure(trace=True)
         try:
-            found = []
+            traces = []
             for turn in range(count + 2):
                 call()
                 self.world.barrier()
                 if turn > 1:
-                    found.append(list(ops.load().last_trace(site)))
-            return found
+                    traces.append(list(ops.load().last_trace(site)))
+            return traces
         finally:
             settings.configure(trace=False)
 
 
 def spans(traces: list[Trace], queue: str, kind: str, share: float = 0.5) -> float:
-    """Microseconds of the steps of a kind on a queue: the median, or what `share` of them stay below."""
-    found = sorted((end - begin) / 1e3 for trace in traces for _, q, k, begin, end, _ in trace if (q, k) == (queue, kind))
-    return found[int(share * (len(found) - 1))] if found else 0.0
+    """Return the median microseconds of the steps of a kind on a queue, or the quantile `share`."""
+    times = sorted((end - begin) / 1e3 for trace in traces for _, q, k, begin, end, _ in trace if (q, k) == (queue, kind))
+    return times[int(share * (len(times) - 1))] if times else 0.0
 
 
 def memory(world: World, calls: Calls, kernel_us: float, progress: ProgressLine, quick: bool) -> dict[str, list[list[float]]]:
-    """Curves of local copies (by bytes copied) and of reductions (by bytes read and written); on the CPU also of pushes.
+    """Return curves of local copies (by bytes copied) and of reductions (by bytes read and written); on the CPU also of pushes.
 
-    On CUDA a stamp is a kernel too, so one is taken off.
+    On CUDA a time stamp is a kernel too, so one kernel's time is subtracted.
     """
     sizes = [int(x * MIB) for x in ((1, 4, 16, 64) if world.cuda else (1 / 256, 1 / 16, 1, 4))][:: 2 if quick else 1]
     off = kernel_us if world.cuda else 0.0
@@ -122,22 +122,22 @@ def memory(world: World, calls: Calls, kernel_us: float, progress: ProgressLine,
 
 
 def cpu_steps(world: World, calls: Calls) -> dict[str, float]:
-    """Small steps of the CPU executor, by its own clocks."""
+    """Return the times of the CPU executor's small steps, by its own clocks."""
     gathers, scatters = calls.traces(calls.gather(4096), 15), calls.traces(calls.scatter(4096), 15)
     both = gathers + scatters
     signal, flag = spans(both, "COMPUTE", "signal"), spans(both, "COPY", "signal")
-    # Most waits last as long as the peer is late; the shortest are those for what was there.
-    there, late = spans(both, "COMPUTE", "wait", 0.05), spans(both, "COMPUTE", "wait", 0.25)
-    found = {"flag_us": flag, "signal_us": signal, "wait_us": there, "arrive_us": late, "event_us": signal}
-    return dict(zip(found, world.worst(list(found.values())), strict=True))
+    # Most waits last as long as the peer is late; the shortest are those for data that had already arrived.
+    satisfied, late = spans(both, "COMPUTE", "wait", 0.05), spans(both, "COMPUTE", "wait", 0.25)
+    times = {"flag_us": flag, "signal_us": signal, "wait_us": satisfied, "arrive_us": late, "event_us": signal}
+    return dict(zip(times, world.worst(list(times.values())), strict=True))
 
 
-Check = list[Any]
-"""A whole call that was timed: [kind, ranks, dtype, M, N, K, strategy, us]; sizes are one rank's matmul's."""
+TimedCall = list[Any]
+"""A timed whole call: [kind, ranks, dtype, M, N, K, strategy, us], with the sizes of one rank's matmul."""
 
 
-def checks(world: World, burst: Burst, calls: Calls, progress: ProgressLine, quick: bool) -> list[Check]:
-    """Whole calls, small ones first: what they take beside their parts is the cost of their small steps. Collective."""
+def checks(world: World, burst: Burst, calls: Calls, progress: ProgressLine, quick: bool) -> list[TimedCall]:
+    """Time whole calls, small ones first: their time minus that of their parts is the cost of small steps. Collective."""
     ranks = world.ranks
     shapes = [(512, 1024, 1024), (4096, 8192, 2048), (128, 512, 512), (2048, 4096, 4096)]
     if world.cuda:
@@ -145,24 +145,24 @@ def checks(world: World, burst: Burst, calls: Calls, progress: ProgressLine, qui
     else:
         shapes = [(32, 64, 64), (128, 128, 128), (512, 256, 256)]
     strategies = ["pipelined:chunks=1", "pipelined", *([f"pipelined:chunks={2 * ranks}"] if world.cuda else [])]
-    found: list[Check] = []
+    timed: list[TimedCall] = []
     for m, n, k in shapes[: 2 if quick else None]:
         rows = -(-m // (16 * ranks)) * 16 * ranks
         for kind in ("all_gather_matmul", "matmul_reduce_scatter"):
             for strategy in strategies:
-                call = _whole(calls, kind, rows, n, k, strategy)
+                call = _whole_call(calls, kind, rows, n, k, strategy)
                 count = 6 if world.cuda else 3
                 us = burst.us(call, count, rounds=15, together=True, warm=4, ahead=2)
-                found.append([kind, ranks, str(calls.dtype)[6:], rows, n, k, strategy, us])
+                timed.append([kind, ranks, str(calls.dtype)[6:], rows, n, k, strategy, us])
                 progress.step("whole calls", 1)
     if world.cuda:
         session.check(world.group)
-    for check, us in zip(found, world.worst([c[-1] for c in found]), strict=True):
-        check[-1] = us
-    return found
+    for row, us in zip(timed, world.worst([row[-1] for row in timed]), strict=True):
+        row[-1] = us
+    return timed
 
 
-def _whole(calls: Calls, kind: str, m: int, n: int, k: int, strategy: str) -> Callable[[], Any]:
+def _whole_call(calls: Calls, kind: str, m: int, n: int, k: int, strategy: str) -> Callable[[], Any]:
     group, site = calls.world.group, f"calibrate/{kind} {m} {n} {k} {strategy}"
     weight = calls.tensor(n, k).t()
     if kind == "all_gather_matmul":

@@ -1,4 +1,4 @@
-"""Matmuls over a grid of shapes: random normal data, other memory at every call, so that no cache holds the operands."""
+"""Time matmuls over a grid of shapes, with random normal data in other memory at every call, so that no cache holds it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from ub_overlap import _torch_compat as compat
 
-from .world import Burst, Calibration, ProgressLine
+from .world import Burst, CalibrationWorld, ProgressLine
 
 Shape = tuple[int, int, int]
 Point = tuple[str, str, int, int, int]
@@ -28,13 +28,13 @@ _PLANES = (
 """(N, K) of the grid."""
 _FEW = ((1024, 4096, 4096), (4096, 4096, 4096), (8192, 8192, 2048), (8192, 2048, 8192), (2048, 8192, 8192), (8192, 8192, 8192))
 _CPU_ROWS, _CPU_PLANES = (16, 64, 256, 1024), ((32, 64), (64, 256), (256, 64), (256, 256), (512, 512), (1024, 256))
-MOST_OPERATIONS = 4.2e12
+MAX_FLOPS = 4.2e12
 POOL = 1 << 28
 """Elements of each operand's memory."""
 
 
 def points(cuda: bool, quick: bool) -> list[Point]:
-    """What is measured, in an order that mixes sizes: drifting clocks then hit no one part of the grid."""
+    """Return the points to measure, in an order that mixes sizes: drifting clocks then affect all parts of the grid alike."""
     if cuda:
         grid = [(m, n, k) for m in _ROWS[:: 2 if quick else 1] for n, k in _PLANES[:: 3 if quick else 1]]
         few: tuple[Shape, ...] = _FEW[:3] if quick else _FEW
@@ -47,21 +47,21 @@ def points(cuda: bool, quick: bool) -> list[Point]:
         wide = "float32"
         others = [(layout, wide, 256, 256, 256) for layout in ("nn", "tn")]
         others += [("nt", "bfloat16", m, 256, 256) for m in (64, 256)]
-    made: list[Point] = [("nt", wide, *s) for s in grid if 2.0 * s[0] * s[1] * s[2] <= MOST_OPERATIONS and _fits(s)]
-    made += others
-    random.Random(0).shuffle(made)
-    return made
+    all_points: list[Point] = [("nt", wide, *s) for s in grid if 2.0 * s[0] * s[1] * s[2] <= MAX_FLOPS and _fits_pool(s)]
+    all_points += others
+    random.Random(0).shuffle(all_points)
+    return all_points
 
 
-def _fits(shape: Shape) -> bool:
+def _fits_pool(shape: Shape) -> bool:
     m, n, k = shape
     return max(m * k, k * n, m * n) <= POOL
 
 
-class Pool:
-    """Memory for operands, sized for the device; views of it begin at other places from call to call."""
+class OperandPool:
+    """Memory for operands, sized for the device. Each call uses views at other offsets."""
 
-    def __init__(self, world: Calibration, dtype: str) -> None:
+    def __init__(self, world: CalibrationWorld, dtype: str) -> None:
         self.dtype = dtype
         size = POOL if world.cuda else 1 << 21
         kind: torch.dtype = getattr(torch, "float8_e4m3fn" if dtype == "float8" else dtype)
@@ -73,7 +73,7 @@ class Pool:
         self.one = torch.ones((), device=world.device, dtype=torch.float32)
 
     def call(self, layout: str, shape: Shape) -> Callable[[], Any]:
-        """A call that multiplies, each time with the next part of the pool."""
+        """Return a call that multiplies, each time with the next views of the pool."""
         m, n, k = shape
         lefts, rights = self._views(0, m * k), self._views(1, k * n)
         out = self.out[: m * n].view(m, n)
@@ -93,39 +93,45 @@ class Pool:
 
     def _views(self, part: int, count: int) -> list[torch.Tensor]:
         step = -(-count // 256) * 256
-        places = range(0, max(1, self.parts[part].numel() - count + 1), step)
-        return [self.parts[part][at : at + count] for at in list(places)[:8]]
+        offsets = range(0, max(1, self.parts[part].numel() - count + 1), step)
+        return [self.parts[part][at : at + count] for at in list(offsets)[:8]]
 
 
-def measure(world: Calibration, burst: Burst, progress: ProgressLine, quick: bool, limit_s: float) -> list[tuple[Any, ...]]:
-    """[layout, dtype, M, N, K, microseconds] of every point that the budget allows, the slowest rank's. Collective."""
-    every = points(world.cuda, quick)
-    taken: list[tuple[Point, float]] = []
-    names = dict.fromkeys(p[1] for p in every)
-    for dtype in names:
-        mine = [p for p in every if p[1] == dtype]
-        found = world.probe(f"matmuls of {dtype}", lambda d=dtype, m=mine: _of_dtype(world, burst, progress, d, m, limit_s))
-        taken += found or []
+def measure(
+    world: CalibrationWorld, burst: Burst, progress: ProgressLine, quick: bool, limit_s: float
+) -> list[tuple[Any, ...]]:
+    """Return [layout, dtype, M, N, K, microseconds] of every point within the budget, for the slowest rank. Collective."""
+    all_points = points(world.cuda, quick)
+    timed: list[tuple[Point, float]] = []
+    dtypes = dict.fromkeys(p[1] for p in all_points)
+    for dtype in dtypes:
+        selected = [p for p in all_points if p[1] == dtype]
+        timed += (
+            world.probe(
+                f"matmuls of {dtype}", lambda d=dtype, s=selected: _measure_dtype(world, burst, progress, d, s, limit_s)
+            )
+            or []
+        )
         if world.cuda:
             torch.cuda.empty_cache()
-    slowest = world.worst([us for _, us in taken])
-    return [(*point, round(us, 3)) for (point, _), us in zip(taken, slowest, strict=True)]
+    slowest = world.worst([us for _, us in timed])
+    return [(*point, round(us, 3)) for (point, _), us in zip(timed, slowest, strict=True)]
 
 
-def _of_dtype(
-    world: Calibration, burst: Burst, progress: ProgressLine, dtype: str, mine: list[Point], limit_s: float
+def _measure_dtype(
+    world: CalibrationWorld, burst: Burst, progress: ProgressLine, dtype: str, selected: list[Point], limit_s: float
 ) -> list[tuple[Point, float]]:
-    pool = Pool(world, dtype)
+    pool = OperandPool(world, dtype)
     burst.settle(0.2)
-    found: list[tuple[Point, float]] = []
-    for number, point in enumerate(mine):
-        # Ranks must leave together, so the clock is compared now and then.
+    timed: list[tuple[Point, float]] = []
+    for number, point in enumerate(selected):
+        # Ranks must stop at the same point, so they compare clocks every 16 points.
         if number % 16 == 15 and world.spent() > limit_s:
-            world.holes.append(f"matmuls of {dtype}: {len(mine) - number} points left out, time was up")
+            world.holes.append(f"matmuls of {dtype}: {len(selected) - number} points left out, time was up")
             break
         shape = point[2:]
-        us = 2e-6 * shape[0] * shape[1] * shape[2] / (600 if world.cuda else 0.03)  # about
+        us = 2e-6 * shape[0] * shape[1] * shape[2] / (600 if world.cuda else 0.03)  # estimate
         count = max(2, min(16, int(1500 / (us + 4)))) if world.cuda else max(1, min(20, int(2000 / (us + 4))))
-        found.append((point, burst.us(pool.call(point[0], shape), count, rounds=5 if world.cuda else 7)))
+        timed.append((point, burst.us(pool.call(point[0], shape), count, rounds=5 if world.cuda else 7)))
         progress.step("matmuls", 1)
-    return found
+    return timed

@@ -1,4 +1,4 @@
-"""What travels between ranks: pushes by the copy engine, alone and beside a matmul, and the plain collectives."""
+"""Time the traffic between ranks: pushes by the copy engine, alone and concurrent with a matmul, and plain collectives."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ CPU_COLLECTIVES = (4096, 65536, MIB, 4 * MIB)
 class PeerTraffic:
     """Symmetric memory of the ranks' GPUs and a copy stream. Collective."""
 
-    def __init__(self, world: World, most: int) -> None:
-        self.world, self.most = world, most
-        whole: Any = dist.group.WORLD
-        self.memory = compat.symmetric_empty(most, world.device)
-        self.handle: Any = compat.symmetric_rendezvous(self.memory, str(whole.group_name))
-        self.source = torch.empty(most, dtype=torch.uint8, device=world.device).random_(0, 255)
+    def __init__(self, world: World, max_bytes: int) -> None:
+        self.world, self.max_bytes = world, max_bytes
+        default_group: Any = dist.group.WORLD
+        self.memory = compat.symmetric_empty(max_bytes, world.device)
+        self.handle: Any = compat.symmetric_rendezvous(self.memory, str(default_group.group_name))
+        self.source = torch.empty(max_bytes, dtype=torch.uint8, device=world.device).random_(0, 255)
         self.side = torch.cuda.Stream(priority=-1)
 
     def together(self) -> None:
@@ -37,26 +37,26 @@ class PeerTraffic:
         self.handle.barrier(channel=0)
 
     def push(self, size: int, step: int) -> Callable[[], Any]:
-        """A call that sends `size` bytes to the peer `step` ranks below, as all ranks do at once."""
+        """Return a call that sends `size` bytes to the peer `step` ranks below. All ranks send concurrently."""
         peer = (self.world.rank - step) % self.world.ranks
         target, source = self.handle.get_buffer(peer, (size,), torch.uint8), self.source[:size]
         return lambda: target.copy_(source, non_blocking=True)
 
     def round(self, size: int) -> Callable[[], Any]:
-        """One push to each peer, in rotated order."""
+        """Return a call that pushes once to each peer, in rotated order."""
         pushes = [self.push(size, step) for step in range(1, self.world.ranks)]
 
         def call() -> None:
-            for one in pushes:
-                one()
+            for push in pushes:
+                push()
 
         return call
 
 
 def pushes(world: World, burst: Burst, peers: PeerTraffic, progress: ProgressLine, quick: bool) -> list[list[float]]:
-    """[bytes, microseconds] of one push in a row of them."""
+    """Return [bytes, microseconds] of one push in a sequence of them."""
     times = []
-    sizes = [size for size in PUSHES[:: 2 if quick else 1] if size <= peers.most]
+    sizes = [size for size in PUSHES[:: 2 if quick else 1] if size <= peers.max_bytes]
     others = world.ranks - 1
     for size in sizes:
         count = max(2, min(16, 64 * MIB // (size * others)))
@@ -66,7 +66,7 @@ def pushes(world: World, burst: Burst, peers: PeerTraffic, progress: ProgressLin
 
 
 def flag(world: World, burst: Burst, peers: PeerTraffic) -> float:
-    """Microseconds that a flag of 8 bytes behind every push adds."""
+    """Return the microseconds that an 8-byte flag after every push adds."""
     big, small = peers.push(MIB, 1), peers.push(8, 1)
 
     def both() -> None:
@@ -78,14 +78,16 @@ def flag(world: World, burst: Burst, peers: PeerTraffic) -> float:
     return world.worst([max(0.5, statistics.median(with_flag) - statistics.median(without))])[0]
 
 
-def beside(world: World, burst: Burst, peers: PeerTraffic, progress: ProgressLine) -> tuple[float, float]:
-    """(slow-down of a matmul while bytes come and go, slow-down of pushes beside matmuls), 0.03 for 3%; alone and beside in
-    turns."""
+def concurrent_slowdown(world: World, burst: Burst, peers: PeerTraffic, progress: ProgressLine) -> tuple[float, float]:
+    """Return (slow-down of a matmul concurrent with traffic, slow-down of pushes concurrent with matmuls), 0.03 for 3%.
+
+    Isolated and concurrent runs alternate.
+    """
     left, right = (torch.randn(8192, 8192, device=world.device).to(torch.bfloat16) for _ in range(2))
     out = torch.empty(8192, 8192, device=world.device, dtype=torch.bfloat16)
     begin, done, sent = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-    push = peers.round(min(16 * MIB, peers.most))
-    here = torch.cuda.current_stream()
+    push = peers.round(min(16 * MIB, peers.max_bytes))
+    current = torch.cuda.current_stream()
 
     def run(products: int, sends: int) -> tuple[float, float]:
         burst.load(2)
@@ -99,7 +101,7 @@ def beside(world: World, burst: Burst, peers: PeerTraffic, progress: ProgressLin
             for _ in range(sends):
                 push()
             sent.record()
-        here.wait_stream(peers.side)
+        current.wait_stream(peers.side)
         torch.cuda.synchronize()
         return begin.elapsed_time(done), begin.elapsed_time(sent)
 
@@ -111,27 +113,27 @@ def beside(world: World, burst: Burst, peers: PeerTraffic, progress: ProgressLin
     alone: list[list[float]] = [[], []]
     both: list[list[float]] = [[], []]
     for turn in range(9):
-        mine = run(2, 0)[0], run(0, 8)[1], run(2, many)[0], run(long, 8)[1]
+        times = run(2, 0)[0], run(0, 8)[1], run(2, many)[0], run(long, 8)[1]
         if turn:
-            for values, us in zip((alone[0], alone[1], both[0], both[1]), mine, strict=True):
+            for values, us in zip((alone[0], alone[1], both[0], both[1]), times, strict=True):
                 values.append(us)
-    progress.step("beside a matmul", 20)
-    slow = [statistics.median(b) / statistics.median(a) - 1 for a, b in zip(alone, both, strict=True)]
-    # The middle rank's: what one rank's matmul loses on another's account is no constant, and its maximum would be noise.
-    first, second = (statistics.median(found) for found in zip(*world.gather(slow), strict=True))
-    return max(0.0, first), max(0.0, second)
+    progress.step("traffic concurrent with a matmul", 20)
+    slowdowns = [statistics.median(b) / statistics.median(a) - 1 for a, b in zip(alone, both, strict=True)]
+    # The median over ranks: the slow-down varies between ranks, and its maximum would be noise.
+    matmul, push_slowdown = (statistics.median(values) for values in zip(*world.gather(slowdowns), strict=True))
+    return max(0.0, matmul), max(0.0, push_slowdown)
 
 
 def collectives(world: World, burst: Burst, progress: ProgressLine, quick: bool) -> dict[str, list[list[float]]]:
-    """Curves of the plain collectives by bytes that a rank sends."""
+    """Return curves of the plain collectives by bytes that a rank sends."""
     dtype = torch.bfloat16 if world.cuda else torch.float32
     sizes = (COLLECTIVES if world.cuda else CPU_COLLECTIVES)[:: 2 if quick else 1]
     item, ranks = torch.empty(0, dtype=dtype).element_size(), world.ranks
-    found: dict[str, list[list[float]]] = {}
+    curves: dict[str, list[list[float]]] = {}
     for kind in ("all_gather", "reduce_scatter", "all_reduce"):
         times, sent = [], []
         for size in sizes:
-            # Shards that begin at multiples of 512 bytes, as those of a model do: others are copied in smaller words.
+            # Shards start at multiples of 512 bytes, like a model's: unaligned shards are copied in smaller words.
             few = max(1, size // ((ranks - 1) * 512)) * 512 // item
             small = torch.ones(few, device=world.device, dtype=dtype)
             big = torch.ones(few * ranks, device=world.device, dtype=dtype)
@@ -145,5 +147,5 @@ def collectives(world: World, burst: Burst, progress: ProgressLine, quick: bool)
             times.append(us)
             sent.append(few * item * (ranks - 1) * (2 if kind == "all_reduce" else 1))
             progress.step(kind, 2)
-        found[kind] = [[size, us] for size, us in zip(sent, world.worst(times), strict=True)]
-    return found
+        curves[kind] = [[size, us] for size, us in zip(sent, world.worst(times), strict=True)]
+    return curves

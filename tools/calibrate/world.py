@@ -1,4 +1,4 @@
-"""The ranks that calibrate together: start, budget, progress, end; and how a call is timed."""
+"""The ranks of a calibration: start, budget, progress, end; and the timing of calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ub_overlap.runtime.errors import OptionError
 
-from ..rank_process import Deadline, World, leave, this_device
+from ..rank_process import Deadline, World, exit_process, this_device
 
 START_S = 180.0
 PROBE_S = 60.0
@@ -23,18 +23,18 @@ PROBE_S = 60.0
 
 
 @dataclass
-class Calibration(World):
-    """The ranks, when they began, and what could not be measured."""
+class CalibrationWorld(World):
+    """The ranks, their start time, and the measurements that failed."""
 
     begun: float = field(default_factory=time.monotonic)
     holes: list[str] = field(default_factory=list)
 
     def spent(self) -> float:
-        """Seconds since the begin, the same on all ranks. Collective."""
+        """Return the seconds since the start, the same on all ranks. Collective."""
         return self.worst([time.monotonic() - self.begun])[0]
 
     def probe(self, name: str, body: Callable[[], Any]) -> Any:
-        """What `body` returns if it works on all ranks; else None, and a named hole. Collective."""
+        """Return the result of `body` if it succeeds on all ranks; else None, and record a named hole. Collective."""
         with Deadline(f"calibration, {name}", PROBE_S):
             value, error = self.agreed(body)
         if error:
@@ -44,7 +44,7 @@ class Calibration(World):
         return value
 
 
-def start(kind: str | None = None) -> Calibration:
+def start(kind: str | None = None) -> CalibrationWorld:
     """Join the ranks of torchrun. `kind`: "cuda" or "cpu". OptionError outside of torchrun, or with one rank."""
     ranks = int(os.environ.get("WORLD_SIZE", "0"))
     if "RANK" not in os.environ or ranks < 2:
@@ -56,31 +56,31 @@ def start(kind: str | None = None) -> Calibration:
         )
     rank = int(os.environ["RANK"])
     with Deadline("start of calibration", START_S):
-        here = Calibration.join(rank, ranks, this_device(kind, rank), control_s=120)
-        here.group = here.new_group()
-    return here
+        world = CalibrationWorld.join(rank, ranks, this_device(kind, rank), control_s=120)
+        world.group = world.new_group()
+    return world
 
 
-def end(world: Calibration) -> None:
-    """Leave together. On CUDA the process ends here."""
+def end(world: CalibrationWorld) -> None:
+    """End all ranks together. On CUDA the process ends here."""
     with Deadline("end of calibration", PROBE_S):
         world.barrier()
         if world.cuda:
-            leave(0)
+            exit_process(0)
         dist.destroy_process_group()
 
 
 class ProgressLine:
-    """A bar on rank 0's stderr; a line a step where that is no terminal."""
+    """A progress bar on rank 0's stderr; one line per step where that is not a terminal."""
 
     WIDTH = 28
 
-    def __init__(self, world: Calibration, total: float) -> None:
+    def __init__(self, world: CalibrationWorld, total: float) -> None:
         self.world, self.total, self.done, self.text = world, total, 0.0, ""
         self.live = sys.stderr.isatty()
 
     def step(self, text: str, weight: float) -> None:
-        """`weight` of the work is done, and `text` is what it was."""
+        """Report that `weight` more of the work is done. `text`: what it was."""
         self.done = min(self.total, self.done + weight)
         if self.world.rank or (not self.live and text == self.text):
             return
@@ -92,19 +92,20 @@ class ProgressLine:
         print(f"\r{line:<79}" if self.live else line, end="" if self.live else "\n", file=sys.stderr, flush=True)
 
     def close(self) -> None:
+        """End the line."""
         if self.live and self.world.rank == 0:
             print(file=sys.stderr, flush=True)
 
 
 class Burst:
-    """Microseconds of one call out of several in a row, by this rank's clock.
+    """Times one call in a sequence of several, by this rank's clock.
 
-    On CUDA the calls are enqueued behind a matmul that runs longer than enqueueing takes, so that the device and not the host
-    is timed, at the clocks of steady load.
+    On CUDA the calls are enqueued after a matmul that runs longer than enqueueing takes. So the device is timed, not the host,
+    at the clocks of steady load.
     """
 
     def __init__(self, world: World, together: Callable[[], Any] | None = None) -> None:
-        """`together`: enqueues a barrier of all ranks' devices."""
+        """Allocate the load. `together`: enqueues a barrier of all ranks' devices."""
         self.world, self.together = world, together
         if world.cuda:
             self.left, self.right, self.out = (
@@ -113,19 +114,19 @@ class Burst:
             self.marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
 
     def load(self, times: int = 1) -> None:
-        """Enqueue work of about 0.6 ms each, on CUDA."""
+        """Enqueue `times` matmuls of about 0.6 ms each, on CUDA."""
         for _ in range(times if self.world.cuda else 0):
             torch.mm(self.left, self.right, out=self.out)
 
     def settle(self, seconds: float) -> None:
-        """Load of this rank alone until the clocks are where it puts them."""
+        """Load this rank's device until its clocks are steady."""
         until = time.monotonic() + seconds
         while self.world.cuda and time.monotonic() < until:
             self.load(8)
             self.world.sync()
 
     def once(self, call: Callable[[], Any], count: int, together: bool = False, ahead: int = 1) -> float:
-        """One burst: microseconds of each of `count` calls. `ahead`: units of load in front."""
+        """Run one burst and return the microseconds per call. `ahead`: units of load before it."""
         if not self.world.cuda:
             begin = time.perf_counter()
             for _ in range(count):
@@ -145,8 +146,10 @@ class Burst:
     def us(
         self, call: Callable[[], Any], count: int = 8, rounds: int = 5, together: bool = False, warm: int = 1, ahead: int = 1
     ) -> float:
-        """The median of `rounds` bursts after `warm` others. `together`: the ranks' devices begin together (collective
-        calls)."""
+        """Return the median of `rounds` bursts after `warm` others.
+
+        `together`: the ranks' devices start together (collective calls).
+        """
         for _ in range(warm):
             self.once(call, count, together, ahead)
         if together and not self.world.cuda:

@@ -1,9 +1,9 @@
-"""Planning without the machine: the real tensor-parallel block, traced over ranks that do not exist, through our own passes.
+"""Plan a step without the machine: trace a real tensor-parallel block over fake ranks and run the compiler's passes on it.
 
-    models.py   the blocks that can be planned, and their sizes
-    trace.py    block -> the decisions of its forward and backward graph, and what else those graphs compute
-    rest.py     time of what is no site: other matmuls, attention, elementwise work
-    step.py     all of it together: the predicted step, as rows, totals, JSON and a plan to load
+    models.py           the blocks that can be planned, and their sizes
+    trace.py            block -> decisions of its forward and backward graph, and the other work in those graphs
+    unmatched_time.py   time of work outside of sites: other matmuls, attention, elementwise work
+    planned_step.py     the predicted step as rows, totals, JSON and a plan to load
 
-No GPU, no memory (fake tensors), no peers (torch's fake process group).
+It needs no GPU, no memory (fake tensors) and no peers (torch's fake process group).
 """

@@ -1,6 +1,6 @@
 """Decoder blocks with tensor and sequence parallelism, as DTensor users write them.
 
-Legend: R ranks, B batch, S sequence (S/R a rank between the parallel regions), D hidden, H query heads, d width of a head.
+Legend: R ranks, B batch, S sequence (S/R per rank between the parallel regions), D hidden, H query heads, d width of a head.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """What is planned. `gated`: SwiGLU, RMSNorm, rotary positions, no biases (Llama); else GELU, LayerNorm and biases (GPT)."""
+class BlockSizes:
+    """Sizes of a block. `gated`: SwiGLU, RMSNorm, rotary positions, no biases (Llama); else GELU, LayerNorm, biases (GPT)."""
 
     hidden: int
     ffn: int
@@ -48,7 +48,7 @@ class Sizes:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise _refused(name, value, "an integer of at least 1")
         if self.tp < 2:
-            raise _refused("tp", self.tp, "at least 2 ranks: one has nobody to talk to")
+            raise _refused("tp", self.tp, "at least 2 ranks: one rank has no communication")
         if self.dtype not in DTYPES:
             raise _refused("dtype", self.dtype, " or ".join(DTYPES))
         if self.hidden % self.heads:
@@ -63,24 +63,25 @@ class Sizes:
 
     @property
     def head_dim(self) -> int:
+        """Width of a head."""
         return self.hidden // self.heads
 
 
 def _refused(name: str, got: Any, expected: str) -> OptionError:
     return OptionError(
-        what=f"this block cannot be planned: {name}", where=f"--{name.replace('_', '-')}", got=str(got), expected=expected
+        what=f"cannot plan this block: {name}", where=f"--{name.replace('_', '-')}", got=str(got), expected=expected
     )
 
 
 MODELS = {
-    "llama-8b": Sizes(hidden=4096, ffn=14336, heads=32, kv_heads=8, seq=8192, tp=8),
-    "llama-70b": Sizes(hidden=8192, ffn=28672, heads=64, kv_heads=8, seq=8192, tp=8),
-    "gpt3-175b": Sizes(hidden=12288, ffn=49152, heads=96, kv_heads=96, seq=2048, tp=8, gated=False),
+    "llama-8b": BlockSizes(hidden=4096, ffn=14336, heads=32, kv_heads=8, seq=8192, tp=8),
+    "llama-70b": BlockSizes(hidden=8192, ffn=28672, heads=64, kv_heads=8, seq=8192, tp=8),
+    "gpt3-175b": BlockSizes(hidden=12288, ffn=49152, heads=96, kv_heads=96, seq=2048, tp=8, gated=False),
 }
 
 
-def named(name: str, **changes: Any) -> Sizes:
-    """The sizes of a known model, with changes. OptionError for another name."""
+def named(name: str, **changes: Any) -> BlockSizes:
+    """Return the sizes of a known model, with changes. OptionError for another name."""
     if name not in MODELS:
         raise OptionError(what="unknown model", where="--model", got=name, expected=f"one of {', '.join(MODELS)}")
     return replace(MODELS[name], **changes)
@@ -89,7 +90,7 @@ def named(name: str, **changes: Any) -> Sizes:
 class Attention(nn.Module):
     """[B, S, D] -> [B, S, D], causal."""
 
-    def __init__(self, s: Sizes) -> None:
+    def __init__(self, s: BlockSizes) -> None:
         super().__init__()
         few, bias = s.kv_heads * s.head_dim, not s.gated
         self.head_dim, self.rotary = s.head_dim, s.gated
@@ -108,7 +109,7 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Rotary positions, halves form. [B, H, S, d] -> the same."""
+    """Apply rotary positions, halves form. [B, H, S, d] -> the same."""
     half = x.shape[-1] // 2
     frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float32, device=x.device) / half)
     angle = torch.arange(x.shape[-2], dtype=torch.float32, device=x.device)[:, None] * frequency
@@ -120,7 +121,7 @@ def rotate(x: Tensor) -> Tensor:
 class FeedForward(nn.Module):
     """[B, S, D] -> [B, S, D]."""
 
-    def __init__(self, s: Sizes) -> None:
+    def __init__(self, s: BlockSizes) -> None:
         super().__init__()
         self.w1 = nn.Linear(s.hidden, s.ffn, bias=not s.gated)
         self.w2 = nn.Linear(s.ffn, s.hidden, bias=not s.gated)
@@ -133,7 +134,7 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """[B, S/R, D] of this rank -> the same."""
 
-    def __init__(self, s: Sizes) -> None:
+    def __init__(self, s: BlockSizes) -> None:
         super().__init__()
         norm = nn.RMSNorm if s.gated else nn.LayerNorm
         self.attention_norm, self.attention = norm(s.hidden, eps=1e-5), Attention(s)
@@ -147,7 +148,7 @@ class Block(nn.Module):
 class Blocks(nn.Module):
     """`layers` blocks, one after the other."""
 
-    def __init__(self, s: Sizes) -> None:
+    def __init__(self, s: BlockSizes) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Block(s) for _ in range(s.layers))
 
@@ -157,17 +158,17 @@ class Blocks(nn.Module):
         return x
 
 
-def parallel_blocks(s: Sizes, mesh: DeviceMesh) -> nn.Module:
-    """The blocks as DTensors over `mesh`: sequence-parallel norms, column- then row-parallel layers."""
+def parallel_blocks(s: BlockSizes, mesh: DeviceMesh) -> nn.Module:
+    """Return the blocks as DTensors over `mesh`: sequence-parallel norms, column- then row-parallel layers."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(DTYPES[s.dtype])  # a fake module cannot be cast afterwards
     try:
         blocks = Blocks(s)
     finally:
         torch.set_default_dtype(before)
-    gathered = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    gather_input = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     plan: dict[str, ParallelStyle] = {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
-    plan |= {"attention": gathered, "feed_forward": gathered}
+    plan |= {"attention": gather_input, "feed_forward": gather_input}
     plan |= {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
     plan |= {f"feed_forward.{name}": ColwiseParallel() for name in (("w1", "w3") if s.gated else ("w1",))}
     plan |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in ("attention.wo", "feed_forward.w2")}
@@ -176,6 +177,6 @@ def parallel_blocks(s: Sizes, mesh: DeviceMesh) -> nn.Module:
     return blocks
 
 
-def block_input(s: Sizes) -> Tensor:
-    """This rank's share of the hidden states, [B, S/R, D], that a gradient goes back through."""
+def block_input(s: BlockSizes) -> Tensor:
+    """Return this rank's shard of the hidden states, [B, S/R, D], which requires grad."""
     return torch.zeros(s.batch, s.seq // s.tp, s.hidden, dtype=DTYPES[s.dtype], requires_grad=True)

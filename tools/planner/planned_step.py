@@ -1,4 +1,4 @@
-"""The predicted step of a block by site, with totals: as text, as JSON, and as a plan for options={"overrides": path}."""
+"""Predict the step of a block by site, with totals: as text, as JSON, and as a plan for options={"overrides": path}."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ub_overlap.compiler.reports.report import lanes_of
 from ub_overlap.compiler.reports.summary import format_plan
 from ub_overlap.runtime.site_id import SiteId
 
-from .models import Sizes
+from .models import BlockSizes
 from .trace import trace
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """One site and what is predicted of it (None: no prediction)."""
+    """One site and its prediction, None without one."""
 
     site: Decision
     outlook: Outlook | None
@@ -37,35 +37,38 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """The predicted step. `rest`: microseconds of what is no site, by what they go to."""
+    """The predicted step. `rest`: microseconds of work outside of sites, by kind of work."""
 
-    sizes: Sizes
+    sizes: BlockSizes
     profile: Profile
     rows: tuple[PlanRow, ...]
     plans: tuple[Plan, ...]
     rest: dict[str, float]
     graphs: tuple[PlanGraphs, ...] = ()
-    """Before and after, where they were asked for."""
+    """Graphs before and after the rewrite, if requested."""
 
     @property
     def totals(self) -> Totals:
+        """Totals over all sites."""
         return totals([r.outlook for r in self.rows])
 
     @property
     def none_us(self) -> float:
-        """The whole step without overlap."""
+        """Microseconds of the step without overlap."""
         return self.totals.none_us + sum(self.rest.values())
 
     @property
     def chosen_us(self) -> float:
+        """Microseconds of the step with the chosen strategies."""
         return self.totals.chosen_us + sum(self.rest.values())
 
     def saved_plan(self) -> str:
-        """JSON for options={"overrides": path}: the sites of all graphs with the chosen strategies."""
+        """Return JSON for options={"overrides": path}: the sites of all graphs with the chosen strategies."""
         rows = [{**d.to_dict(), "plan": p.digest} for p in self.plans for d in p.decisions]
         return json.dumps({"version": 1, "plans": [p.digest for p in self.plans], "sites": rows}, indent=1)
 
     def to_json(self) -> str:
+        """Return the prediction as JSON."""
         sites = [{**r.site.to_dict(), **(r.outlook.to_dict() if r.outlook else {})} for r in self.rows]
         step = {"none_us": self.none_us, "chosen_us": self.chosen_us, "rest_us": self.rest}
         return json.dumps(
@@ -81,7 +84,7 @@ class PlannedStep:
         )
 
     def to_html(self, path: str | Path) -> Path:
-        """Writes a page as Report.to_html does, of ranks that do not exist."""
+        """Write a self-contained HTML page, like Report.to_html."""
         from ub_overlap.compiler.diff.render import html
 
         rows = iter(self.rows)
@@ -99,7 +102,7 @@ class PlannedStep:
         return html.write(path, report, f"plan: hidden {s.hidden}, {s.seq} tokens, TP {s.tp}, {s.dtype}")
 
     def timeline(self, path: str | Path) -> Path:
-        """Writes the steps of all sites as predicted: .png (needs matplotlib), else JSON for chrome://tracing."""
+        """Write the predicted steps of all sites: .png (needs matplotlib), else JSON for chrome://tracing."""
         return timeline.write_timeline(
             path, [timeline.predicted_lane(r.site.id, r.outlook.chosen) for r in self.rows if r.outlook]
         )
@@ -111,14 +114,14 @@ class PlannedStep:
             f"hidden {s.hidden}, ffn {s.ffn}, heads {s.heads} (kv {s.kv_heads}), batch {s.batch} x {s.seq} tokens, "
             f"{s.dtype}, TP {s.tp}, layers {s.layers}, forward + backward; profile {self.profile}\n\n"
             f"{table(self.rows)}\n\n{t}\n"
-            f"the rest: {rest} us (attention and elementwise work by rule of thumb)\n"
-            f"the step: {self.none_us / 1000:.2f} ms without overlap, {self.chosen_us / 1000:.2f} ms as chosen, "
+            f"other work: {rest} us (attention and elementwise work are rough estimates)\n"
+            f"step: {self.none_us / 1000:.2f} ms without overlap, {self.chosen_us / 1000:.2f} ms as chosen, "
             f"{self.none_us / self.chosen_us:.2f}x"
         )
 
 
 def table(rows: tuple[PlanRow, ...] | list[PlanRow]) -> str:
-    """A row a site; a column for every strategy that some site could have."""
+    """Return one row per site, with a column for every strategy that some site has as an alternative."""
     names = list(dict.fromkeys(s for r in rows if r.outlook for s in r.outlook.by_strategy))
     names.sort(key=lambda n: ((s := Strategy.parse(n)).mode is not Mode.NONE, s.mode is Mode.BULK, s.striped, s.chunks))
     out = []
@@ -132,19 +135,17 @@ def table(rows: tuple[PlanRow, ...] | list[PlanRow]) -> str:
         cells |= {short(n): o.by_strategy[n].us if o and n in o.by_strategy else None for n in names}
         cells |= {"choice": str(d.strategy), "gain": o and o.gain_us}
         out.append(cells)
-    heads = (
-        "microseconds; matmul, comm: alone; pipelined: in one chunk a rank; cN: in N chunks; sN: in N stripes; gain: over none"
-    )
+    heads = "microseconds; matmul, comm: alone; pipelined: one chunk per rank; cN: N chunks; sN: N stripes; gain: over none"
     return tabulate(out, headers="keys", tablefmt="simple", floatfmt=".0f", missingval="-") + f"\n{heads}"
 
 
 def short(strategy: str) -> str:
-    """ "pipelined:chunks=4" -> "c4"."""
+    """Return "c4" for "pipelined:chunks=4"."""
     return strategy.replace("pipelined:chunks=", "c").replace("pipelined:stripes=", "s")
 
 
 def mnk(d: Decision) -> str:
-    """The products of a site: "8192x1024x8192 + 2 of 8192x128x8192"."""
+    """Return the matmuls of a site: "8192x1024x8192 + 2 of 8192x128x8192"."""
     if d.work is None:
         return ""
     counts: dict[str, int] = {}
@@ -154,9 +155,11 @@ def mnk(d: Decision) -> str:
     return " + ".join(text if count == 1 else f"{count} of {text}" for text, count in counts.items())
 
 
-def plan_step(sizes: Sizes, options: Options, graphs: bool = False) -> PlannedStep:
-    """Traces the block, decides every site as `options` say (its profile is what the step is predicted for) and adds it all up.
-    OptionError where a saved plan does not fit. `graphs`: for a page; needs the extension."""
+def plan_step(sizes: BlockSizes, options: Options, graphs: bool = False) -> PlannedStep:
+    """Trace the block, decide every site by `options`, and predict the step with the options' profile.
+
+    `graphs`: include graphs for an HTML page; needs the extension. OptionError where a saved plan does not fit.
+    """
     profile = load(options.profile, sizes.tp)
     traced = trace(sizes, options, graphs)
     rows = tuple(PlanRow(d, outlook(_own_work(d, g.plan), profile)) for g in traced for d in g.plan.decisions)
@@ -164,12 +167,12 @@ def plan_step(sizes: Sizes, options: Options, graphs: bool = False) -> PlannedSt
     for graph in traced:
         for name, us in graph.rest.us(profile).items():
             rest[name] = rest.get(name, 0.0) + us
-    kept = tuple(g.graphs for g in traced if g.graphs)
-    return PlannedStep(sizes, profile, rows, tuple(g.plan for g in traced), rest, kept)
+    all_graphs = tuple(g.graphs for g in traced if g.graphs)
+    return PlannedStep(sizes, profile, rows, tuple(g.plan for g in traced), rest, all_graphs)
 
 
 def _own_work(d: Decision, plan: Plan) -> Decision:
-    """A site that is left alone, without the matmuls that another site of the plan runs: they are counted there."""
+    """Return a site that is not overlapped without the matmuls of other sites: they are counted there."""
     if d.overlapped or d.work is None or not d.matmuls:
         return d
     others = {m for o in plan.decisions if o.overlapped for m in o.matmuls}

@@ -1,4 +1,4 @@
-"""A block traced as it would be compiled: through Dynamo, AOTAutograd, its partitioner and our passes, up to the decisions."""
+"""Trace a block as it would be compiled: through Dynamo, AOTAutograd, its partitioner and the passes, up to the decisions."""
 
 from __future__ import annotations
 
@@ -23,34 +23,37 @@ from ub_overlap.compiler.rewrite.rewrite_graph import rewrite
 from ub_overlap.compiler.select import Decided, decide
 from ub_overlap.runtime.errors import UbOverlapError
 
-from .models import Sizes, block_input, parallel_blocks
-from .unmatched_time import Rest, rest_of
+from .models import BlockSizes, block_input, parallel_blocks
+from .unmatched_time import UnmatchedWork, find_unmatched_work
 
 
 @dataclass(frozen=True, slots=True)
-class Traced:
-    """One graph: its plan, what it computes beside the plan's sites, and, where asked for, what a rewrite makes of it."""
+class TracedGraph:
+    """One graph: its plan, its other work, and, if requested, the graphs before and after the rewrite."""
 
     plan: Plan
-    rest: Rest
+    rest: UnmatchedWork
     graphs: PlanGraphs | None = None
 
 
-def trace(sizes: Sizes, options: Options, rewritten: bool = False) -> list[Traced]:
-    """The forward and the backward graph of the blocks, in this order. UbOverlapError where this process has a process group
-    already: the ranks that are planned for do not exist, and the default group has to be theirs. OptionError where a saved plan
-    among the options does not fit. `rewritten`: with the graphs before and after; needs the extension, which has the ops."""
+def trace(sizes: BlockSizes, options: Options, rewritten: bool = False) -> list[TracedGraph]:
+    """Trace the blocks and return their forward and backward graph, in this order.
+
+    `rewritten`: include the graphs before and after the rewrite; needs the extension, which has the ops. UbOverlapError where
+    this process already has a process group: the default group must be that of the fake ranks. OptionError where a saved plan
+    in the options does not fit.
+    """
     if rewritten:
         from ub_overlap.runtime import ops
 
         ops.load()
-    graphs: list[Traced] = []
+    graphs: list[TracedGraph] = []
 
     def compiled(gm: GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
         decided = decide(gm.graph, options, phase_of(gm.graph), lambda *_: None)
-        rest = rest_of(gm.graph, _taken(gm.graph, decided))
-        plain = GraphModule(gm, copy.deepcopy(gm.graph)) if rewritten else gm  # what runs: there are no ranks to run ops with
-        graphs.append(Traced(decided.plan, rest, _rewritten(gm.graph, decided, options) if rewritten else None))
+        rest = find_unmatched_work(gm.graph, _site_nodes(gm.graph, decided))
+        plain = GraphModule(gm, copy.deepcopy(gm.graph)) if rewritten else gm  # runs instead: fake ranks cannot run the ops
+        graphs.append(TracedGraph(decided.plan, rest, _rewritten(gm.graph, decided, options) if rewritten else None))
         return compat.make_boxed_func(plain.forward)
 
     joint = JointPass(options)
@@ -61,41 +64,41 @@ def trace(sizes: Sizes, options: Options, rewritten: bool = False) -> list[Trace
         return compat.min_cut_rematerialization_partition(gm, *args, **kwargs)
 
     backend = compat.aot_autograd(fw_compiler=compiled, bw_compiler=compiled, partition_fn=partition)
-    with _ranks(sizes.tp) as mesh, compat.caches_off(), compat.FakeTensorMode():
+    with _fake_ranks(sizes.tp) as mesh, compat.caches_off(), compat.FakeTensorMode():
         blocks = parallel_blocks(sizes, mesh)
         try:
             out = torch.compile(blocks, backend=backend, fullgraph=True, dynamic=False)(block_input(sizes))
             out.sum().backward()
         except Exception as error:
             if isinstance(own := getattr(error, "inner_exception", None), UbOverlapError):
-                raise own from None  # Dynamo's wrapping says nothing about a plan
+                raise own from None  # Dynamo's wrapper adds no information about a plan
             raise
     return graphs
 
 
 def _rewritten(graph: Graph, decided: Decided, options: Options) -> PlanGraphs | None:
-    watch = SnapshotRecorder(graph, decided.plan.phase, on=True)
-    watch.before(decided.chosen)
+    recorder = SnapshotRecorder(graph, decided.plan.phase, on=True)
+    recorder.before(decided.chosen)
     rewrite(graph, decided.chosen)
-    taken = watch.after()
-    return PlanGraphs(decided.plan.digest, decided.plan.phase, *taken) if taken else None
+    snapshots = recorder.after()
+    return PlanGraphs(decided.plan.digest, decided.plan.phase, *snapshots) if snapshots else None
 
 
-def _taken(graph: Graph, decided: Decided) -> set[Node]:
-    """The nodes that the decisions account for: members of sites, and the matmuls of those that are left alone."""
+def _site_nodes(graph: Graph, decided: Decided) -> set[Node]:
+    """Return the nodes that the decisions cover: members of sites, and the matmuls of sites that are not overlapped."""
     names = {m for d in decided.plan.decisions for m in d.matmuls}
     return {n for chosen in decided.chosen for n in chosen.site.members} | {n for n in graph.nodes if n.name in names}
 
 
 @contextmanager
-def _ranks(count: int) -> Iterator[DeviceMesh]:
-    """A mesh of `count` ranks, of which this process plays the first and the others do not exist."""
+def _fake_ranks(count: int) -> Iterator[DeviceMesh]:
+    """Yield a mesh of `count` fake ranks, of which this process is the first."""
     if dist.is_initialized():
         raise UbOverlapError(
             "planning needs a process without a process group",
-            where="ub_overlap.compiler.planner",
+            where="ub_overlap.tools.planner",
             got=f"a {dist.get_backend()} group of {dist.get_world_size()} ranks",
-            fix="plan in a process of its own: python -m ub_overlap plan ...",
+            fix="plan in a separate process: python -m ub_overlap plan ...",
         )
     dist.init_process_group("fake", store=compat.FakeStore(), rank=0, world_size=count)
     torch.compiler.reset()

@@ -1,8 +1,8 @@
-"""What a graph computes beside its sites, in numbers, and how long a machine takes for it.
+"""Estimate the time of a graph's work outside of sites.
 
-Matmuls that are in no site go by the profile's own matmul model. The profile knows no attention kernel and no fusion, so these
-two are rough: attention runs at a share of the matmul rate, and elementwise work (norms, activations, rotary positions,
-residuals) is fused into kernels that each read their inputs and write their outputs once, at the speed of memory.
+Matmuls outside of sites use the profile's matmul model. The profile has no attention kernel and no fusion, so these two are
+rough. Attention runs at a share of the matmul rate. Elementwise work (norms, activations, rotary positions, residuals) is fused
+into kernels that each read their inputs and write their outputs once, at memory bandwidth.
 """
 
 from __future__ import annotations
@@ -20,22 +20,25 @@ from ub_overlap.compiler.graph.matmul import as_matmul, is_matmul
 from ub_overlap.compiler.match.collectives import is_collective
 
 ATTENTION_SHARE = (0.55, 0.45)
-"""Forward and backward: flash attention's rate over that of a large matmul, as torch's kernels are on Hopper; an assumption."""
+"""Forward and backward: flash attention's rate relative to a large matmul, for torch's kernels on Hopper; an assumption."""
 _BACKWARD_FLOPS = 2.5
-"""Five matmuls in the backward of flash attention, two in the forward."""
+"""Flash attention has five matmuls in backward, two in forward."""
 _FREE = {aten.sym_size.int, torch.ops._c10d_functional.wait_tensor.default}
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
-    """`matmuls`: (dtype, M, N, K). `attention`: (dtype, operations, backward). `kernels`: bytes read and written by each."""
+class UnmatchedWork:
+    """Work outside of sites.
+
+    `matmuls`: (dtype, M, N, K). `attention`: (dtype, operations, backward). `kernels`: bytes read and written by each.
+    """
 
     matmuls: tuple[tuple[str, int, int, int], ...]
     attention: tuple[tuple[str, float, bool], ...]
     kernels: tuple[int, ...]
 
     def us(self, profile: Profile) -> dict[str, float]:
-        """Microseconds by what they go to."""
+        """Return the microseconds by kind of work."""
         return {
             "matmuls": sum(matmul_us(profile, dtype, "nt", m, n, k) for dtype, m, n, k in self.matmuls),
             "attention": sum(_attention_us(profile, *work) for work in self.attention),
@@ -48,25 +51,25 @@ def _attention_us(profile: Profile, dtype: str, operations: float, backward: boo
     return operations / (rates.get(dtype, rates["bfloat16"]) * 1e6 * ATTENTION_SHARE[backward])
 
 
-def rest_of(graph: Graph, taken: set[Node]) -> Rest:
-    """What `graph` computes outside of the nodes `taken`. Sizes must be static."""
+def find_unmatched_work(graph: Graph, site_nodes: set[Node]) -> UnmatchedWork:
+    """Return the work of `graph` outside of `site_nodes`. BlockSizes must be static."""
     matmuls: list[tuple[str, int, int, int]] = []
     attention: list[tuple[str, float, bool]] = []
     light: list[Node] = []
     for node in graph.nodes:
-        if node.op != "call_function" or node in taken or node.target in _FREE or is_collective(node):
+        if node.op != "call_function" or node in site_nodes or node.target in _FREE or is_collective(node):
             continue
         if is_matmul(node):
             p, left = as_matmul(node), tensor_of(node_arg(node, 1 if node.target is aten.addmm.default else 0))
             assert left is not None
-            # A true batch is counted as one product with the rows of all.
+            # A real batch is counted as one matmul with the rows of all its members.
             m, n = p.shape if p is not None else (left.numel() // left.shape[-1], shape_of(node)[-1])
             matmuls.append((_dtype(node), int(m), int(n), int(left.shape[-1])))
         elif "scaled_dot_product" in str(node.target):
             attention.append(_attention(node))
         else:
             light.append(node)
-    return Rest(tuple(matmuls), tuple(attention), tuple(_kernels(light)))
+    return UnmatchedWork(tuple(matmuls), tuple(attention), tuple(_kernels(light)))
 
 
 def _dtype(node: Node) -> str:
@@ -75,19 +78,22 @@ def _dtype(node: Node) -> str:
 
 
 def _attention(node: Node) -> tuple[str, float, bool]:
-    """(dtype, operations, backward) of a scaled_dot_product_attention op: its operands are [B, H, S, d]."""
+    """Return (dtype, operations, backward) of a scaled_dot_product_attention op, whose operands are [B, H, S, d]."""
     backward = "backward" in str(node.target)
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    q, k = tensor_of(given["query"]), tensor_of(given["key"])
+    arguments: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    q, k = tensor_of(arguments["query"]), tensor_of(arguments["key"])
     assert q is not None and k is not None
-    operations = 4.0 * q.numel() * k.shape[-2] * (0.5 if given.get("is_causal", False) else 1.0)
-    return _dtype(given["query"]), operations * (_BACKWARD_FLOPS if backward else 1.0), backward
+    operations = 4.0 * q.numel() * k.shape[-2] * (0.5 if arguments.get("is_causal", False) else 1.0)
+    return _dtype(arguments["query"]), operations * (_BACKWARD_FLOPS if backward else 1.0), backward
 
 
 def _kernels(light: list[Node]) -> list[int]:
-    """Bytes of the kernels that elementwise nodes fuse to. One kernel: nodes that feed each other, through views too, with as
-    many matmuls, collectives and attentions before them: what such an op separates cannot be one kernel."""
+    """Return the bytes of the kernels that elementwise nodes fuse into.
+
+    One kernel: nodes that feed each other, also through views, with equally many matmuls, collectives and attentions before
+    them. Nodes separated by such an op cannot be one kernel.
+    """
     inside = set(light)
     works = [n for n in light if not _is_view(n)]
     depth: dict[Node, int] = {}
@@ -102,7 +108,7 @@ def _kernels(light: list[Node]) -> list[int]:
             node = group[node]
         return node
 
-    read: dict[Node, set[Node]] = {n: {_holder(i, inside) for i in n.all_input_nodes} for n in works}
+    read: dict[Node, set[Node]] = {n: {_view_base(i, inside) for i in n.all_input_nodes} for n in works}
     for node in works:
         for before in read[node]:
             if before in group and depth[before] == depth[node]:
@@ -122,23 +128,23 @@ def _kernels(light: list[Node]) -> list[int]:
     return [sum(map(_bytes, reads.get(r, set()) | writes.get(r, set()))) for r in roots]
 
 
-def _holder(node: Node, inside: set[Node]) -> Node:
-    """The node whose memory `node` is a view of."""
+def _view_base(node: Node, inside: set[Node]) -> Node:
+    """Return the node whose memory `node` is a view of."""
     while node in inside and _is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def _users(node: Node, inside: set[Node]) -> list[Node]:
-    """Who reads `node`, through views too."""
-    found: list[Node] = []
+    """Return the readers of `node`, also through views."""
+    readers: list[Node] = []
     for user in node.users:
-        found += _users(user, inside) if user in inside and _is_view(user) else [user]
-    return found
+        readers += _users(user, inside) if user in inside and _is_view(user) else [user]
+    return readers
 
 
 def _is_view(node: Node) -> bool:
-    """Does it move no bytes: another shape of the same elements, or a part of them?"""
+    """Return whether the node moves no bytes: another shape of the same elements, or a part of them."""
     if node.target in CUTS or "getitem" in str(node.target) or node.target is aten.slice.Tensor:
         return True
     step = element_effect(node)

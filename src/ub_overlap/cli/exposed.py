@@ -21,7 +21,7 @@ def run(flags: argparse.Namespace) -> int:
     """Print one line per device, and its sites. OptionError for a file that is not a trace of a device."""
     from ub_overlap.tools import exposed
 
-    devices = exposed.read(flags.trace)
+    devices = exposed.read_trace(flags.trace)
     if flags.json:
         print(json.dumps([d.to_dict() for d in devices]))
         return 0

@@ -115,9 +115,9 @@ def traced(lockstep: Lockstep) -> str:
         raise AssertionError(f"sites {sorted(sites)}, ranges {sorted(ranges)}")
     if not lockstep.cuda:
         return f"{len(ranges)} ranges"
-    (ours,) = exposed.read(path)
+    (ours,) = exposed.read_trace(path)
     plain_step, _ = stepper(lockstep, "inductor", {})
-    (plain,) = exposed.read(trace(lockstep, plain_step, "inductor")[0])
+    (plain,) = exposed.read_trace(trace(lockstep, plain_step, "inductor")[0])
     lockstep.say(f"  ours: {ours}\n  inductor: {plain}")
     if not ours.parts.get("copies to peers") or not ours.parts.get("ub_overlap kernels") or "NCCL" in ours.parts:
         raise AssertionError(f"ours: {ours}")
