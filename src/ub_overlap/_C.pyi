@@ -99,6 +99,9 @@ def generation() -> int:
 
 def close(group: str, device: str, /) -> None: ...
 def close_all() -> None: ...
+slots: int
+"""Arena slots per rank; runtime/schedule/steps.py has the same number."""
+
 def unlink_name(name: str, /) -> None:
     """Remove a shared memory segment that a dead peer left behind."""
 
