@@ -99,6 +99,7 @@ def generation() -> int:
 
 def close(group: str, device: str, /) -> None: ...
 def close_all() -> None: ...
+
 slots: int
 """Arena slots per rank; runtime/schedule/steps.py has the same number."""
 
