@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import ClassVar
 
 import torch
 from torch.fx import Node
 
 from ub_overlap.runtime.fp8.numerics import FLOAT8
+from ub_overlap.runtime.schedule.steps import ComputeKind
 
 from .aten import Effect, aten, dtype_of, element_effect, shape_of, tensor_of
 from .sizes import Size, divide, is_same, is_same_shape, squeezed
@@ -19,12 +19,6 @@ FLOAT8_MULTIPLE = 16
 """The hardware multiplies float8 matrices whose inner dim and columns divide by this."""
 
 _MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default)
-
-
-class ComputeKind(Enum):
-    """The kinds of compute node that a collective can overlap with."""
-
-    MATMUL = "matmul"
 
 
 @dataclass(frozen=True, slots=True)

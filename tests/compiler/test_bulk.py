@@ -1,4 +1,4 @@
-"""Collectives beside matmuls that do not depend on them: found by dependency, run as one op."""
+"""Collectives with independent matmuls: matched by dependency, run as one op."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def run_ops(value: Tensor, ops: list[Op], seen: list[Tensor]) -> Tensor:
 
 
 def gathered(c: Chain) -> Callable[..., Any]:
-    """all_gather -> chain -> one or two matmuls, and now and then somebody else who reads the gathered elements."""
+    """all_gather -> chain -> one or two matmuls, and sometimes another reader of the gathered elements."""
     shape = tuple(c.dim() for _ in range(c.draw.randint(2, 3)))
     dim = c.draw.randrange(len(shape))
     full = (*shape[:dim], shape[dim] * c.world, *shape[dim + 1 :])

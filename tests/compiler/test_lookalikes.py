@@ -98,7 +98,7 @@ CASES: dict[str, Case] = {
     "multiplied with a copy of itself": (lambda x: (g := gather(x)) @ g.t().clone(), ((2, 5),), Reason.DEPENDENT_OPERAND),
     "overwritten": (overwritten, ((2, 5), (N, 5), (5, 3)), Reason.NON_LINEAR),
     "rounded on the way": (lambda x, w: gather(x * 0.3).bfloat16().float() @ w, ((2, 16), (16, 8)), Reason.CAST_IN_BETWEEN),
-    "quantised on the way": (
+    "quantized on the way": (
         lambda x, w: gather(x * 0.3).to(torch.float8_e4m3fn).float() @ w, ((2, 16), (16, 8)), Reason.CAST_IN_BETWEEN,
     ),
     "two casts": (two_casts, ((2, 16), (16, 8)), Reason.CAST_IN_BETWEEN),
@@ -148,7 +148,7 @@ def test_case(pool3: RankPool, name: str) -> None:
 
 
 def uneven(rank: int, world: int) -> bool:
-    """A weight with fewer columns on the last ranks, at a site that is left alone, beside a site that is not."""
+    """A weight with fewer columns on the last ranks, at a site that is left alone, with another site that is not."""
 
     def function(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         return gather(x) @ w, gather(x * 2) @ v

@@ -1,4 +1,4 @@
-"""Each Reason, provoked on a graph that torch traced: what is left alone says exactly why."""
+"""Each Reason, on a graph that torch traced: a collective that is left alone reports the exact reason."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FORM_REASONS: dict[str, tuple[Reason | None, Reason | None]] = {
 
 
 def why(d: dict[str, Any]) -> str:
-    """The reason of a decision, also where the collective found something else to run beside (bulk)."""
+    """Return the reason of a decision, also if the collective runs with independent matmuls (bulk)."""
     return d["reason"] or d["detail"].removeprefix("not pipelined: ").partition(":")[0]
 
 
@@ -229,7 +229,7 @@ def test_write_between(pool2: RankPool) -> None:
 
 
 def _held(deep: int) -> Dag:
-    """A matmul [8192, deep] @ [deep, 8192] that could run beside a later gather: then its operand lives while `big` does."""
+    """A matmul [8192, deep] @ [deep, 8192] that is independent of a later gather. Its operand then lives while `big` does."""
     d = Dag(8)
     x, w, late = d.input("x", 8192, deep), d.input("primals_w", deep, 8192), d.input("late", 1024, 8192)
     product = d.mm(x, w)

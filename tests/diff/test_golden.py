@@ -1,4 +1,4 @@
-"""What every renderer writes, against files in golden/. ACCEPT=1 pytest tests/diff/test_golden.py writes them anew."""
+"""The output of every renderer, compared with files in golden/. ACCEPT=1 pytest tests/diff/test_golden.py updates them."""
 
 from __future__ import annotations
 

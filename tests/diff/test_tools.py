@@ -69,7 +69,7 @@ TRACE = [
     event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 30, 10),
     event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 41, 1),
     event("gpu_user_annotation", "ub_overlap::all_gather_matmul[forward.0]", 0, 15),
-    event("gpu_user_annotation", "somebody's range", 0, 40),
+    event("gpu_user_annotation", "a user's range", 0, 40),
     event("cpu_op", "aten::mm", 0, 100),
     event("kernel", "sm90_gemm", 5, 1, pid=1),
     {"ph": "M", "name": "process_name"},

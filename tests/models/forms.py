@@ -377,7 +377,7 @@ def two_reduces_apart(env: Env, x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor
 
 @form(lambda r: ((8, 64), (48, 32), (32, 64)), Expected(Sites(plain_gather=1), Sites(plain_scatter=1)))
 def bulk_gather(env: Env, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-    """A collective beside a matmul that does not depend on it."""
+    """A collective and an independent matmul."""
     return env.gather(x) * 2.0, a @ b
 
 
