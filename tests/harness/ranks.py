@@ -4,7 +4,7 @@
     results = pool.run(function, *args, timeout=30)  # function(rank, world, *args) on each rank -> [of rank 0, of rank 1]
     pool.close()
 
-A rank that dies, hangs or fails alone costs the whole pool: it is killed, and made anew at the next run.
+A rank that dies, hangs or fails alone ends the pool: all its processes are killed, and the next run starts new ones.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Job:
 
 
 def name_of(function: Callable[..., Any] | str) -> str:
-    """ "module:qualified.name" of a function that a fresh process can import."""
+    """Return "module:qualified.name" of a function that a new process can import."""
     if isinstance(function, str):
         return function
     if "<" in function.__qualname__ or function.__module__ == "__main__":
@@ -105,7 +105,7 @@ def _run_job(job: _Job, rank: int, world: int) -> Any:
 
 
 def _serve(rank: int, world: int, port: int, timeout: float, folder: str, pipe: Connection) -> None:
-    """Life of one worker: join the world, then run jobs until the pipe closes."""
+    """Run one worker: join the world, then run jobs until the pipe closes."""
     os.setsid()
     stacks = Path(folder, f"stacks.{rank}").open("w")  # noqa: SIM115 (open as long as the process lives)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -135,9 +135,9 @@ def _serve(rank: int, world: int, port: int, timeout: float, folder: str, pipe: 
 
 
 class RankPool:
-    """`world` processes with an initialised gloo world, started at the first run.
+    """`world` processes with an initialized gloo world, started at the first run.
 
-    `collective_timeout`: seconds after which gloo itself gives up; `env` adds to the workers' environment for good.
+    `collective_timeout`: gloo's own timeout in seconds. `env`: added to the workers' environment.
     """
 
     def __init__(self, world: int, collective_timeout: float = 120.0, env: dict[str, str] | None = None) -> None:
@@ -169,7 +169,7 @@ class RankPool:
         env: dict[str, str] | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Results by rank of `function(rank, world, *args, **kwargs)`. `env` holds for this call only."""
+        """Return the results of `function(rank, world, *args, **kwargs)` by rank. `env` applies to this call only."""
         job = pickle.dumps(_Job(name_of(function), args, kwargs, list(sys.path), env or {}))
         if not self._processes:
             self._start()
@@ -190,7 +190,7 @@ class RankPool:
         return [answers[rank][1] for rank in range(self.world)]
 
     def close(self) -> None:
-        """Kill the workers and everything that they started."""
+        """Kill the workers and all processes that they started."""
         for process in self._processes:
             for kill in (lambda pid: os.killpg(pid, signal.SIGKILL), lambda pid: os.kill(pid, signal.SIGKILL)):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -233,7 +233,7 @@ class RankPool:
             raise
 
     def _collect(self, timeout: float, what: str) -> dict[int, tuple[str, Any]]:
-        """One answer a rank; fewer when a rank failed and others did not finish within GRACE."""
+        """Return one answer per rank; fewer when a rank failed and others did not finish within GRACE."""
         answers: dict[int, tuple[str, Any]] = {}
         deadline = time.monotonic() + timeout
         failed = False
@@ -258,7 +258,7 @@ class RankPool:
         return answers
 
     def _stacks(self, ranks: Any) -> str:
-        """Python stacks of all threads of ranks that are still running."""
+        """Return the Python stacks of all threads of ranks that are still running."""
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._processes[rank].pid, signal.SIGUSR1)
@@ -268,6 +268,6 @@ class RankPool:
 
 
 def run_ranks(function: Callable[..., Any] | str, world: int, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
-    """One run in a fresh pool: for tests that kill ranks or leave processes in a bad state."""
+    """Run once in a new pool: for tests that kill ranks or leave processes in a bad state."""
     with RankPool(world) as pool:
         return pool.run(function, *args, timeout=timeout, **kwargs)

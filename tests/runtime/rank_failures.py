@@ -1,4 +1,4 @@
-"""What ranks run in test_failures.py and test_races.py: ways to go wrong."""
+"""Rank functions of test_failures.py and test_races.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .rank_sessions import C, gather, reset, scatter
 
 
 def attempt(body: Callable[[], Any]) -> dict[str, Any]:
-    """What `body` raised, as plain data, and after how long."""
+    """Return what `body` raised, as plain data, and after how many seconds."""
     begin = time.monotonic()
     try:
         body()

@@ -1,4 +1,4 @@
-"""What ranks run in test_initialize.py and test_watchdog.py."""
+"""Rank functions of test_initialize.py and test_watchdog.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks run in test_sessions.py and test_overlap.py."""
+"""Rank functions of test_sessions.py and test_overlap.py."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Ranks of their own, for tests that kill, stop or abandon them. `tests/harness` has the pools for all others.
+"""New rank processes, for tests that kill, stop or abandon ranks. `tests/harness` has the pools for other tests.
 
     outcomes = run_ranks("tests.runtime.rank_failures:dies", 3, args=(1,), timeout=40)
 
-Every rank is a fresh process with a gloo world; the Store lives in the caller, so that no rank's death takes it away. Whatever
-happens, all processes are gone when `run_ranks` returns.
+Every rank is a new process with a gloo world. The Store is in the caller, so that it survives the death of any rank. All
+processes have ended when `run_ranks` returns.
 """
 
 from __future__ import annotations

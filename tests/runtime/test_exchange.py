@@ -1,4 +1,4 @@
-"""Exchanges through a Store: what travels, whom a deadline names, what a mismatch of plans reads; ranks are threads here."""
+"""Exchanges through a Store: texts sent, ranks named by a deadline, texts read after a plan mismatch. Ranks are threads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def short() -> Iterator[None]:
 
 
 def at_once(bodies: list[Callable[[], Any]]) -> list[Any]:
-    """What each returned or raised."""
+    """Return what each body returned or raised."""
     found: list[Any] = [None] * len(bodies)
 
     def run(rank: int) -> None:
@@ -64,7 +64,7 @@ def test_timing_a_site_waits_for_a_step(short: None) -> None:
 
 
 def test_a_rank_reads_one_other_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of five ranks with three plans two leave their texts, and each rank gets that of the first one that differs."""
+    """Of five ranks with three plans, two send their texts, and each rank reads that of the first rank that differs."""
     digests, store = ["aaaaaaaa", "aaaaaaaa", "bbbbbbbb", "cccccccc", "bbbbbbbb"], dist.HashStore()
     looked: list[tuple[str, str]] = []
     for module in (plan_check, plan_mismatch):
@@ -87,7 +87,7 @@ def test_a_rank_reads_one_other_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Group:
-    """A process group, as far as notices look at one."""
+    """The part of a process group that plan announcements use."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.store = lambda: rank, dist.HashStore()
@@ -97,8 +97,8 @@ def left(group: Group, graph: str) -> dict[str, Any]:
     return dict(json.loads(group.store.get(plan_announcements._key("g", graph, 1))))
 
 
-def test_notices_end_with_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another group of that name was told is none of this one's, and a list does not grow without end."""
+def test_announcements_end_with_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Announcements of an earlier group of the same name do not count, and a list has a maximum length."""
     here = [Group(1)]
     monkeypatch.setattr(_torch_compat, "is_fake_group", lambda name: False)
     monkeypatch.setattr(_torch_compat, "group_of", lambda name: here[0])
@@ -125,7 +125,7 @@ def test_notices_end_with_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dropped", [False, True])
-def test_a_notice_that_dropped_plans_accuses_nobody(dropped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_announcement_that_dropped_plans_is_no_evidence(dropped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = json.dumps({"graph": "G", "shared": {"sites": []}})
     for module in (plan_announcements, plan_mismatch):
         monkeypatch.setattr(module, "load_plan_text", lambda digest: plan)

@@ -1,4 +1,4 @@
-"""Whatever a peer does: an error on time, that names it, and nothing left in /dev/shm (conftest.py looks)."""
+"""Failures of a peer: an error before the deadline that names the peer, and no segments left in /dev/shm (conftest.py)."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _check_names_rank_1(found: Any, limit: float) -> None:
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGKILL-during"])
 def test_killed(how: str) -> None:
-    """A death is seen long before the deadline."""
+    """A peer's death is detected long before the deadline."""
     outcomes = run_ranks("tests.runtime.rank_failures:dies", 3, args=(how, 60.0), timeout=120)
     for rank in (0, 2):
         _check_names_rank_1(outcomes[rank].value, SLACK)
@@ -131,7 +131,7 @@ def test_stopped(how: str) -> None:
 
 
 def test_killed_while_binding() -> None:
-    """Its segments have names then: its peers remove them."""
+    """Its segments still have names: its peers remove them."""
     outcomes = run_ranks("tests.runtime.rank_failures:dies_binding", 2, timeout=60)
     assert outcomes[0].value["error"] == "PeerTimeoutError"
     assert "rank 1 of the group did not arrive" in outcomes[0].value["text"]
@@ -139,7 +139,7 @@ def test_killed_while_binding() -> None:
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 def test_the_host_of_the_store(how: str) -> None:
-    """c10d's own waits for a Store that has fallen silent have no deadline; ours do."""
+    """c10d waits without a deadline for a Store that does not answer; the session has one."""
     init_s = 3.0 if how == "SIGSTOP" else 60.0
     outcomes = run_ranks("tests.runtime.rank_failures:store_ends", 3, args=(how, init_s), timeout=120, wait_for=(1, 2))
     for outcome in outcomes[1:]:
@@ -154,7 +154,7 @@ def test_the_host_of_the_store(how: str) -> None:
 
 @pytest.mark.parametrize("binding", [False, True])
 def test_ctrl_c(binding: bool) -> None:
-    """It ends a wait at once, and the peers hear of it."""
+    """It ends a wait at once, and the peers are notified."""
     first, second = (o.value for o in run_ranks("tests.runtime.rank_failures:interrupted", 2, args=(binding,), timeout=120))
     assert first["error"] == "KeyboardInterrupt"
     assert first["seconds"] < SLACK

@@ -1,4 +1,4 @@
-"""Failures show in the log by themselves, once, and are raised all the same."""
+"""The watchdog logs each failure once, and the error is still raised."""
 
 from __future__ import annotations
 
