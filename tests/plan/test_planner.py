@@ -19,10 +19,10 @@ from tests.compiler.rank_compile import decisions_of
 from tests.harness.ranks import RankPool
 from ub_overlap.cli import main
 from ub_overlap.runtime.errors import OptionError
-from ub_overlap.tools.planner.models import MODELS, BlockSizes, block_input, named, parallel_blocks
+from ub_overlap.tools.planner.models import MODELS, PlannedBlock, block_input, named, parallel_blocks
 from ub_overlap.tools.planner.unmatched_time import find_unmatched_work
 
-SMALL = BlockSizes(hidden=64, ffn=128, heads=8, kv_heads=4, seq=32, tp=2, batch=2, dtype="fp32")
+SMALL = PlannedBlock(hidden=64, ffn=128, heads=8, kv_heads=4, seq=32, tp=2, batch=2, dtype="fp32")
 
 
 def run(*arguments: str, code: int = 0, cwd: Path | None = None) -> Any:
@@ -35,7 +35,7 @@ def run(*arguments: str, code: int = 0, cwd: Path | None = None) -> Any:
     return json.loads(done.stdout) if code == 0 else done.stderr
 
 
-def flags(s: BlockSizes) -> list[str]:
+def flags(s: PlannedBlock) -> list[str]:
     names = ("hidden", "ffn", "heads", "kv_heads", "seq", "tp", "batch", "layers", "dtype")
     pairs = [(f"--{n.replace('_', '-')}", str(getattr(s, n))) for n in names]
     return [x for pair in pairs for x in pair] + ([] if s.gated else ["--ungated"])
@@ -135,7 +135,7 @@ def plan_beside_a_group(rank: int, world: int) -> str:
     return ""
 
 
-def compiled(rank: int, world: int, sizes: BlockSizes, path: str, inner: str) -> list[tuple[str, str, str, str]]:
+def compiled(rank: int, world: int, sizes: PlannedBlock, path: str, inner: str) -> list[tuple[str, str, str, str]]:
     torch.manual_seed(3)
     blocks = parallel_blocks(sizes, DeviceMesh("cpu", torch.arange(world), mesh_dim_names=("tp",)))
     x = torch.randn(block_input(sizes).shape, requires_grad=True)

@@ -28,7 +28,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockSizes:
+class PlannedBlock:
     """Sizes of a block. `gated`: SwiGLU, RMSNorm, rotary positions, no biases (Llama); else GELU, LayerNorm, biases (GPT)."""
 
     hidden: int
@@ -74,13 +74,13 @@ def _refused(name: str, got: Any, expected: str) -> OptionError:
 
 
 MODELS = {
-    "llama-8b": BlockSizes(hidden=4096, ffn=14336, heads=32, kv_heads=8, seq=8192, tp=8),
-    "llama-70b": BlockSizes(hidden=8192, ffn=28672, heads=64, kv_heads=8, seq=8192, tp=8),
-    "gpt3-175b": BlockSizes(hidden=12288, ffn=49152, heads=96, kv_heads=96, seq=2048, tp=8, gated=False),
+    "llama-8b": PlannedBlock(hidden=4096, ffn=14336, heads=32, kv_heads=8, seq=8192, tp=8),
+    "llama-70b": PlannedBlock(hidden=8192, ffn=28672, heads=64, kv_heads=8, seq=8192, tp=8),
+    "gpt3-175b": PlannedBlock(hidden=12288, ffn=49152, heads=96, kv_heads=96, seq=2048, tp=8, gated=False),
 }
 
 
-def named(name: str, **changes: Any) -> BlockSizes:
+def named(name: str, **changes: Any) -> PlannedBlock:
     """Return the sizes of a known model, with changes. OptionError for another name."""
     if name not in MODELS:
         raise OptionError(what="unknown model", where="--model", got=name, expected=f"one of {', '.join(MODELS)}")
@@ -90,7 +90,7 @@ def named(name: str, **changes: Any) -> BlockSizes:
 class Attention(nn.Module):
     """[B, S, D] -> [B, S, D], causal."""
 
-    def __init__(self, s: BlockSizes) -> None:
+    def __init__(self, s: PlannedBlock) -> None:
         super().__init__()
         few, bias = s.kv_heads * s.head_dim, not s.gated
         self.head_dim, self.rotary = s.head_dim, s.gated
@@ -121,7 +121,7 @@ def rotate(x: Tensor) -> Tensor:
 class FeedForward(nn.Module):
     """[B, S, D] -> [B, S, D]."""
 
-    def __init__(self, s: BlockSizes) -> None:
+    def __init__(self, s: PlannedBlock) -> None:
         super().__init__()
         self.w1 = nn.Linear(s.hidden, s.ffn, bias=not s.gated)
         self.w2 = nn.Linear(s.ffn, s.hidden, bias=not s.gated)
@@ -134,7 +134,7 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """[B, S/R, D] of this rank -> the same."""
 
-    def __init__(self, s: BlockSizes) -> None:
+    def __init__(self, s: PlannedBlock) -> None:
         super().__init__()
         norm = nn.RMSNorm if s.gated else nn.LayerNorm
         self.attention_norm, self.attention = norm(s.hidden, eps=1e-5), Attention(s)
@@ -148,7 +148,7 @@ class Block(nn.Module):
 class Blocks(nn.Module):
     """`layers` blocks, one after the other."""
 
-    def __init__(self, s: BlockSizes) -> None:
+    def __init__(self, s: PlannedBlock) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Block(s) for _ in range(s.layers))
 
@@ -158,7 +158,7 @@ class Blocks(nn.Module):
         return x
 
 
-def parallel_blocks(s: BlockSizes, mesh: DeviceMesh) -> nn.Module:
+def parallel_blocks(s: PlannedBlock, mesh: DeviceMesh) -> nn.Module:
     """Return the blocks as DTensors over `mesh`: sequence-parallel norms, column- then row-parallel layers."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(DTYPES[s.dtype])  # a fake module cannot be cast afterwards
@@ -177,6 +177,6 @@ def parallel_blocks(s: BlockSizes, mesh: DeviceMesh) -> nn.Module:
     return blocks
 
 
-def block_input(s: BlockSizes) -> Tensor:
+def block_input(s: PlannedBlock) -> Tensor:
     """Return this rank's shard of the hidden states, [B, S/R, D], which requires grad."""
     return torch.zeros(s.batch, s.seq // s.tp, s.hidden, dtype=DTYPES[s.dtype], requires_grad=True)

@@ -23,7 +23,7 @@ from ub_overlap.compiler.reports.report import lanes_of
 from ub_overlap.compiler.reports.summary import format_plan
 from ub_overlap.runtime.site_id import SiteId
 
-from .models import BlockSizes
+from .models import PlannedBlock
 from .trace import trace
 
 
@@ -39,7 +39,7 @@ class PlanRow:
 class PlannedStep:
     """The predicted step. `rest`: microseconds of work outside of sites, by kind of work."""
 
-    sizes: BlockSizes
+    sizes: PlannedBlock
     profile: Profile
     rows: tuple[PlanRow, ...]
     plans: tuple[Plan, ...]
@@ -155,7 +155,7 @@ def mnk(d: Decision) -> str:
     return " + ".join(text if count == 1 else f"{count} of {text}" for text, count in counts.items())
 
 
-def plan_step(sizes: BlockSizes, options: Options, graphs: bool = False) -> PlannedStep:
+def plan_step(sizes: PlannedBlock, options: Options, graphs: bool = False) -> PlannedStep:
     """Trace the block, decide every site by `options`, and predict the step with the options' profile.
 
     `graphs`: include graphs for an HTML page; needs the extension. OptionError where a saved plan does not fit.

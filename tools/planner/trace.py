@@ -23,7 +23,7 @@ from ub_overlap.compiler.rewrite.rewrite_graph import rewrite
 from ub_overlap.compiler.select import Decided, decide
 from ub_overlap.runtime.errors import UbOverlapError
 
-from .models import BlockSizes, block_input, parallel_blocks
+from .models import PlannedBlock, block_input, parallel_blocks
 from .unmatched_time import UnmatchedWork, find_unmatched_work
 
 
@@ -36,7 +36,7 @@ class TracedGraph:
     graphs: PlanGraphs | None = None
 
 
-def trace(sizes: BlockSizes, options: Options, rewritten: bool = False) -> list[TracedGraph]:
+def trace(sizes: PlannedBlock, options: Options, rewritten: bool = False) -> list[TracedGraph]:
     """Trace the blocks and return their forward and backward graph, in this order.
 
     `rewritten`: include the graphs before and after the rewrite; needs the extension, which has the ops. UbOverlapError where

@@ -52,7 +52,7 @@ def _attention_us(profile: Profile, dtype: str, operations: float, backward: boo
 
 
 def find_unmatched_work(graph: Graph, site_nodes: set[Node]) -> UnmatchedWork:
-    """Return the work of `graph` outside of `site_nodes`. BlockSizes must be static."""
+    """Return the work of `graph` outside of `site_nodes`. PlannedBlock must be static."""
     matmuls: list[tuple[str, int, int, int]] = []
     attention: list[tuple[str, float, bool]] = []
     light: list[Node] = []

@@ -42,12 +42,12 @@ def run(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if not flags.model and missing:
         parser.error(f"give --model, or {', '.join(missing)}")
     from ub_overlap.compiler.options import parse
-    from ub_overlap.tools.planner.models import BlockSizes, named
+    from ub_overlap.tools.planner.models import PlannedBlock, named
     from ub_overlap.tools.planner.planned_step import plan_step
 
     if not flags.model:
         size_flags.setdefault("kv_heads", size_flags["heads"])
-    sizes = named(flags.model, **size_flags) if flags.model else BlockSizes(**size_flags)
+    sizes = named(flags.model, **size_flags) if flags.model else PlannedBlock(**size_flags)
     options: dict[str, Any] = {"profile": flags.profile}
     option_flags = ("overrides", "min_bytes", "memory_budget")
     options |= {name: value for name in option_flags if (value := getattr(flags, name)) is not None}
