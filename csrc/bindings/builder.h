@@ -1,4 +1,4 @@
-// From what a caller brings to a Call: the checks, the texts that ranks compare, and the group's session.
+// Builds a Call from an op's arguments: checks them, writes the texts that ranks compare, and finds the group's session.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -23,7 +23,7 @@ std::string text_of(const T& value) {
     return out.str();
 }
 
-// What is known of a call before its tensors are looked at: where it is, with whom, and by which strategy.
+// Starts with the call's site, group and strategy; the op adds its tensors.
 class Builder {
   public:
     Builder(std::string op, at::Device device, const Site& site)
@@ -66,7 +66,7 @@ class Builder {
                                         : std::string(wide) + ", " + narrow);
     }
 
-    // A 2D tensor as it lies in memory; it must outlive the call.
+    // A view of a 2D tensor, which must outlive the call.
     Matrix matrix(const Tensor& t, const char* name, Float8 float8 = Float8::no) const {
         check(t.device() == device_, std::string(name) + " is on another device", text_of(t.device()), text_of(device_));
         check(t.dim() == 2, std::string(name) + " is not a matrix", text_of(t.sizes()), "two dims");
@@ -74,19 +74,19 @@ class Builder {
         return {static_cast<char*>(t.data_ptr()), t.size(0), t.size(1), t.stride(0), t.stride(1), type};
     }
 
-    // Factors of float8 numbers: one, or `each` of `lines` its own. A copy that is made lives as long as the builder.
+    // Scales of float8 numbers: one, or with `each` one per line. A copy lives as long as the builder.
     Scale scale(const Tensor& t, int64_t lines, bool each, const char* name) {
         const std::string what = std::string("the scales of ") + name;
         check(t.device() == device_, what + " are on another device", text_of(t.device()), text_of(device_));
         check(t.scalar_type() == at::kFloat, what + " have another dtype", c10::toString(t.scalar_type()), "float32");
         check(t.numel() == (each ? lines : 1), what + " do not fit", text_of(t.sizes()),
-              each ? std::to_string(lines) + " of them, since the other operand has one a line"
+              each ? std::to_string(lines) + " of them, since the other operand has one per line"
                    : "one, since the other operand has one");
         kept_.push_back(t.contiguous());
         return {kept_.back().const_data_ptr<float>(), each};
     }
 
-    // a @ b as the tensor cores take float8 matrices: `a` row-major, `b` column-major, sizes that divide by 16.
+    // Checks that tensor cores can multiply a @ b in float8: `a` row-major, `b` column-major, sizes that divide by 16.
     void check_float8(const Matrix& a, const Matrix& b) const {
         const std::string sizes = "[" + std::to_string(a.rows) + ", " + std::to_string(a.cols) + "] @ [" +
                                   std::to_string(b.rows) + ", " + std::to_string(b.cols) + "]";
@@ -139,7 +139,7 @@ class Builder {
         shape_ += "; ";
     }
 
-    // Finds or makes the session of the group.
+    // Finds or creates the session of the group.
     std::shared_ptr<Session> session() {
         const std::string device = c10::DeviceTypeName(device_.type(), true);
         std::shared_ptr<Session> found = Registry::get().find(site_.group, device, group_.get());
@@ -156,7 +156,7 @@ class Builder {
 
     at::Device device() const { return device_; }
 
-    // What is to be compared between ranks, and its hash: equal on all ranks in a program that is in step.
+    // Sets the text that ranks compare, and its hash: equal on all ranks of a correct program.
     void seal() {
         call.shape_text = shape_;
         call.key.shard_dim_is_last = call.shard_dim_is_last;
@@ -173,7 +173,7 @@ class Builder {
     }
 
   private:
-    // Sets chunks and striped. The texts are built for errors alone: this runs at every call.
+    // Sets chunks and striped. Runs at every call, so texts are built only for errors.
     void read_strategy(const std::string& strategy) {
         if (strategy == "none") return;
         const size_t colon = strategy.find(':');

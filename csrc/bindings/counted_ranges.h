@@ -1,4 +1,4 @@
-// For tests: what is pushed and popped as NVTX ranges, in the place of torch's own, which only CUDA builds have.
+// For tests: records NVTX pushes and pops instead of torch's own ranges, which only CUDA builds have.
 #pragma once
 
 #include <torch/csrc/profiler/stubs/base.h>

@@ -20,7 +20,7 @@ namespace py = pybind11;
 namespace ub_overlap {
 namespace {
 
-// A Python object that C++ may let go of on any thread.
+// A Python object that C++ may release on any thread.
 std::shared_ptr<void> hold(py::object object) {
     return {object.release().ptr(), [](void* pointer) {
                 if (!Py_IsInitialized()) return;
@@ -149,7 +149,7 @@ py::dict build_info() {
     return info;
 }
 
-// Throws what a peer reported, or that a peer is gone. For waits outside of the executor.
+// Throws the failure that a peer reported, or that a peer is gone. For waits outside the executor.
 void check_peers(ShmArena& arena, const std::string& op, const std::string& site) {
     if (const Failure* failure = arena.aborted()) throw CallFailed(*failure);
     for (int rank = 0; rank < arena.ranks(); ++rank) {
@@ -165,7 +165,7 @@ void check_peers(ShmArena& arena, const std::string& op, const std::string& site
     }
 }
 
-// What went wrong in the group, in words, or None.
+// Raises the group's failure; returns None while there is none.
 py::object abort_text(Arena& arena) {
     arena.poll();
     const Failure* failure = arena.aborted();
@@ -235,14 +235,15 @@ void define_testing(py::module_ m) {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-    m.doc() = "Runtime of ub_overlap: sessions, settings, statistics. Importing it registers torch.ops.ub_overlap.";
+    m.doc() =
+        "Runtime of ub_overlap: sessions, settings, statistics. Importing it registers the kernels of torch.ops.ub_overlap.";
     py::register_local_exception_translator([](std::exception_ptr error) {
         if (error && !set_python_error(error)) std::rethrow_exception(error);
     });
 
     py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
         .def_property_readonly("slot_bytes", &Arena::slot_bytes)
-        .def("check", &abort_text, "Raises what a peer reported; None while nobody has given up.");
+        .def("check", &abort_text, "Raises the failure that a peer reported.");
 
     py::class_<ShmArena, Arena, std::shared_ptr<ShmArena>>(m, "ShmArena")
         .def(py::init<int, int, int64_t>(), py::arg("rank"), py::arg("ranks"), py::arg("slot_bytes"))
@@ -253,7 +254,7 @@ PYBIND11_MODULE(_C, m) {
         .def("grow_attach", &ShmArena::grow_attach, py::arg("rank"), py::arg("data_name"))
         .def("grow_commit", &ShmArena::grow_commit)
         .def("unlink", &ShmArena::unlink)
-        .def("check", &check_peers, py::arg("op"), py::arg("site"), "Raises when a peer has given up or is gone.");
+        .def("check", &check_peers, py::arg("op"), py::arg("site"), "Raises where a peer has failed or its process is gone.");
 
 #ifdef UB_OVERLAP_CUDA
     py::class_<cuda::CudaArena, Arena, std::shared_ptr<cuda::CudaArena>>(m, "CudaArena")
@@ -264,7 +265,8 @@ PYBIND11_MODULE(_C, m) {
         .def("can_free", &cuda::CudaArena::can_free, py::call_guard<py::gil_scoped_release>(),
              "Whether memory of the arena can be freed now; takes a second at most.")
         .def("replace", &cuda::CudaArena::replace, py::arg("data"), py::arg("slot_bytes"));
-    m.def("words_bytes", &cuda::words_bytes, py::arg("ranks"), "Symmetric memory that a rank needs beside its slots.");
+    m.def("words_bytes", &cuda::words_bytes, py::arg("ranks"),
+          "Bytes of symmetric memory that a rank needs besides its slots.");
 #endif
 
     py::class_<ForwardUses>(m, "ForwardUses", "Whether backward may reuse the cached cast of a weight.")
@@ -288,7 +290,7 @@ PYBIND11_MODULE(_C, m) {
         .def_property_readonly("reason", &Session::reason)
         .def_property_readonly("epoch", &Session::epoch)
         .def_property_readonly("failure_text", &Session::failure_text)
-        .def("check", &Session::check, py::call_guard<py::gil_scoped_release>(), "Raises what has gone wrong so far.")
+        .def("check", &Session::check, py::call_guard<py::gil_scoped_release>(), "Raises the first error so far.")
         .def("close", &Session::close, py::call_guard<py::gil_scoped_release>());
 
     m.def(
@@ -303,7 +305,8 @@ PYBIND11_MODULE(_C, m) {
         py::arg("provide"), py::arg("bind"), py::arg("fallback"), py::arg("make_error"));
     m.def("set_provider", &set_provider, py::arg("provide"), "Replaces the schedule provider and forgets its schedules.");
     m.def("set_step_timeout", [](double seconds) { settings().step_timeout_ns.store(static_cast<int64_t>(seconds * 1e9)); });
-    m.def("set_replay", [](bool on) { settings().replay.store(on); }, "Whether calls that come again are recorded (CUDA).");
+    m.def(
+        "set_replay", [](bool on) { settings().replay.store(on); }, "Whether repeated calls are recorded and replayed (CUDA).");
     m.def("set_trace", [](bool on) { settings().trace.store(on); }, "Keep the step times of the last call of every site.");
     m.def("set_nvtx", [](bool on) { settings().nvtx.store(on); }, "NVTX ranges around calls, where torch has NVTX.");
     m.def("site_stats", &site_stats);

@@ -1,4 +1,4 @@
-// What profilers see of a call: a range with the names of op and site. Free where nobody listens.
+// Profiler range of a call, named after op and site. Costs nothing without a profiler.
 #pragma once
 
 #include <ATen/record_function.h>

@@ -67,7 +67,7 @@ class Arena {
             }
         }
     }
-    // Null while nobody has given up.
+    // The group's failure, or null while there is none.
     virtual const Failure* aborted() {
         ControlBlock* block = control(rank());
         return block->abort_state.load(std::memory_order_acquire) == 2 ? &block->abort : nullptr;

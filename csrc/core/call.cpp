@@ -62,7 +62,7 @@ Span Call::lay(const Region& r, char* base, int64_t row) const {
     const bool stacked = r.buf == Buf::landing && collective != Collective::gather;
     const bool single = (r.buf == Buf::input && collective == Collective::gather) ||
                         (r.buf == Buf::output && collective == Collective::scatter);
-    // Whose rows a shard number stands for: a lone shard is its owner's, a stacked one that of the memory's owner.
+    // The rank whose rows the region holds: single and stacked shards belong to the rank that owns the memory.
     const int owner = stacked || single ? r.rank : r.shard;
     const int64_t count = rows(owner), lo = r.lo.of(count), hi = r.hi.of(count);
     Span span{base, outer, (stacked || single ? count : total_rows()) * row, (hi - lo) * row};
@@ -98,7 +98,7 @@ Span Call::span(const Region& r) const {
     return lay(r, base, inner * size_of(type_of(r)));
 }
 
-// The scales beside a region; no data where its buffer has none.
+// The scales of a region; no data where its buffer has none.
 Span Call::table(const Region& r) const {
     char* base = nullptr;
     if (scales_a_row > 0) {

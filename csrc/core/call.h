@@ -14,7 +14,7 @@
 //
 // A split along the last dim of [P, R * q] is the same thing with o = P, rows = q, Q = 1.
 //
-// float8 numbers travel with fp32 scales. A buffer of them has a table beside it, `scales_a_row` scales for every row and laid
+// float8 numbers travel with fp32 scales. Each such buffer has a table of scales, `scales_a_row` scales for every row and laid
 // out like the rows themselves; what moves or lands is always a region of the buffer and the same region of its table, under
 // one flag. So steps know nothing of scales. Two kinds of calls have them:
 //
@@ -45,7 +45,7 @@ struct Span {
     int64_t blocks = 0, stride = 0, bytes = 0;
 };
 
-// What one copy step moves: rows, and the scales beside them where there are any.
+// What one copy step moves: rows, or their scales.
 struct Move {
     Span src, dst;
 };

@@ -21,7 +21,7 @@ std::vector<std::string> split(std::string_view text, char at) {
 }
 
 [[noreturn]] void refuse(const std::string& text, const std::string& part) {
-    throw NamedError("OptionError", {{"what", "this choice of strategies is not understood"},
+    throw NamedError("OptionError", {{"what", "this table of strategies is not understood"},
                                      {"got", "'" + part + "' in '" + text + "'"},
                                      {"expected", "rows=strategy;...;*=strategy by rising rows, or strategy|strategy"}});
 }

@@ -3,7 +3,7 @@
 //     1536=none;6144=pipelined:chunks=1;*=pipelined      by the rows of the call, up to each limit; "*": any
 //     pipelined|none                                     alternatives: the first, until the session has timed them (tuning.h)
 //
-// What a call picks depends on its rows alone, which its ranks have in common, and on what they have agreed on.
+// A call's strategy depends only on its rows, which are equal on all ranks, and on what the ranks agreed on.
 #pragma once
 
 #include <cstddef>
@@ -20,8 +20,8 @@ class DispatchTable {
         std::vector<std::string> strategies;
     };
 
-    // The choice that `text` holds, or null where it is a single strategy. Parsed once for every distinct text. Throws
-    // NamedError on what is no choice.
+    // The table that `text` holds, or null where it is a single strategy. Parsed once per distinct text. Throws NamedError on
+    // a malformed table.
     static const DispatchTable* of(const std::string& text);
 
     // Number of the bucket for a call of `rows` rows.
@@ -35,7 +35,7 @@ class DispatchTable {
     std::vector<Bucket> buckets_;
 };
 
-// Why the call that this thread makes runs by the strategy it does: for statistics. "" where its op carries one alone.
+// Why this thread's call runs its strategy, for statistics. "" where the op carries a single strategy.
 const char*& dispatched_by();
 
 }  // namespace ub_overlap

@@ -1,4 +1,4 @@
-// What runs a call. One instance a device type; several threads may run calls of different groups at once.
+// Runs a call. One instance per device type; several threads may run calls of different groups at once.
 #pragma once
 
 #include <vector>

@@ -14,7 +14,7 @@ enum class FailureCode : int32_t {
     none = 0,
     peer_timeout = 1,        // `culprit` did not come before the deadline
     peer_died = 2,           // the process of `culprit` is gone
-    shape_mismatch = 3,      // `culprit` brought other sizes to the same site
+    shape_mismatch = 3,      // `culprit` called the same site with other sizes
     site_mismatch = 4,       // `culprit` is at another site
     peer_failed = 5,         // `reporter` raised something of its own
     group_lock_timeout = 6,  // on the device of `culprit` a call holds the group lock and makes no progress
@@ -27,7 +27,7 @@ struct Failure {
     uint32_t expected = 0, observed = 0;
     double waited_s = 0, silent_s = -1;  // silent_s: since the culprit last showed a sign of life, -1 if not known
     char op[32] = {}, phase[16] = {}, site[224] = {};
-    char got[640] = {}, wanted[640] = {};  // mismatches: what the culprit brought, what the reporter brought
+    char got[640] = {}, wanted[640] = {};  // mismatches: the call of the culprit, and of the reporter
 };
 
 template <size_t n>

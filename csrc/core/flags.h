@@ -16,7 +16,7 @@ static_assert(FlagWord::is_always_lock_free, "flag words live in memory that pro
 enum class FlagKind : int32_t { ready = 0, done = 1, ready2 = 2 };
 constexpr int flag_kinds = 3;
 
-// Arena slots, taken in turn: slot = epoch modulo slots.
+// Arena slots, used in rotation: slot = epoch modulo slots.
 constexpr int slots = 2;
 
 // Pieces of a shard that can be signalled one by one: as many as options may ask for, even of a group of one rank. Proofs of
@@ -37,9 +37,9 @@ inline uint32_t tag_of(uint64_t value) {
     return static_cast<uint32_t>(value);
 }
 
-// Has `seen` come to `wanted`? Right as long as two ranks are fewer than 2^31 calls apart.
-inline bool reached(uint32_t seen, uint32_t wanted) {
-    return static_cast<int32_t>(seen - wanted) >= 0;
+// Whether epoch `seen` is `expected` or later. Correct while ranks are fewer than 2^31 calls apart.
+inline bool reached(uint32_t seen, uint32_t expected) {
+    return static_cast<int32_t>(seen - expected) >= 0;
 }
 
 // Place of a word among the flags of one rank: [kind][slot][source][index]. Words of one source lie together: one writer a

@@ -73,7 +73,7 @@ struct Program {
     int events = 0;
     uint64_t id = 0;  // no other program of this process has it
 
-    // Is the sum of this consumer put together in fp32, by several matmuls?
+    // Whether several matmuls accumulate this consumer's product in fp32.
     bool accumulates(int consumer) const {
         for (const Step& step : steps) {
             if (step.kind == StepKind::finish && step.index == consumer) return true;
@@ -84,10 +84,10 @@ struct Program {
 
 using EncodedSchedule = std::vector<std::vector<int64_t>>;
 
-// Throws NamedError on what no executor can run.
+// Throws NamedError on steps that no executor can run.
 Program decode(const EncodedSchedule& encoded, int rank, int ranks);
 
-// Decoded programs by key and rank, for the whole process; asks `provider` for what it has not met.
+// Decoded programs by key and rank, for the whole process. Calls `provider` for unknown keys.
 class ProgramCache {
   public:
     using Provider = std::function<EncodedSchedule(const Key&, int rank)>;

@@ -60,8 +60,8 @@ void Session::mark_failed(const Call& call, const std::string& text, const Failu
     arena_->abort(record);
 }
 
-// Lets peers see where this rank is before it waits for them, so that a rank at another site, or with other sizes, is told
-// from one that is late.
+// Publishes this rank's call before it waits for peers. Peers can then distinguish a rank at another site, or with other
+// sizes, from a late one.
 void Session::publish(const Call& call) {
     CallDescriptor& descriptor = arena_->control(rank_)->calls[call.slot()];
     set_text(descriptor.op, call.op_name);

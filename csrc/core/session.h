@@ -1,4 +1,4 @@
-// One group of ranks on one device type: its arena, its epoch, its verified plans, and whether it is still usable.
+// The session of one group on one device type: arena, epoch, verified plans, and the failure that made it unusable.
 #pragma once
 
 #include <cstdint>
@@ -31,11 +31,11 @@ class Session {
     void run(Call& call, Executor& executor, const std::function<void(Call&)>& prepare);
     // Plan check alone, for calls that another transport carries out.
     void verify_only(const Call& call);
-    // Which of the alternatives of a bucket of a site's sizes the ranks have agreed on, -1 while they have not.
+    // The alternative that the ranks agreed on for a bucket of a site's table; -1 before they did.
     int picked(const std::string& site, int bucket);
-    // Times them, all ranks together, unless this is not the moment for it (a graph is being captured).
+    // Times the alternatives on all ranks together. Does nothing while a graph is being captured.
     void tune(const Tuning& tuning);
-    // Throws what has gone wrong in a call that was only issued (CUDA), or at a peer.
+    // Throws the failure of a call that was only issued (CUDA), or of a peer.
     void check();
     void set_hooks(SessionHooks hooks);
     void close();
@@ -70,7 +70,7 @@ class Session {
     bool closed_ = false;
 };
 
-// "9f2c/backward.3" -> "9f2c"; empty without a slash: such a site belongs to no plan and is not verified.
+// The plan digest of a site: "9f2c/backward.3" -> "9f2c". Empty without a slash: such a site has no plan to verify.
 std::string digest_of(const std::string& site);
 
 }  // namespace ub_overlap

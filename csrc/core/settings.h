@@ -17,7 +17,7 @@ struct Settings {
     std::atomic<bool> trace{false};
     std::atomic<bool> replay{true};
     std::atomic<bool> nvtx{false};  // NVTX ranges around calls
-    // Called now and then by the thread of a call that waits; throws when the user has asked for an end (Ctrl-C).
+    // Called regularly by the thread of a waiting call; throws on Ctrl-C.
     std::atomic<void (*)()> check_signals{nullptr};
 };
 
@@ -26,7 +26,7 @@ inline Settings& settings() {
     return one;
 }
 
-// What tests do to a call. Null in real life: one pointer test a call.
+// Faults that tests inject into a call. Null otherwise: one pointer test per call.
 struct Injection {
     // (i, j): matmul i of a call (counted from 0) may not end before copy j of its COPY queue has begun, nor that copy begin
     // before that matmul: they do run at the same time, or the call fails.

@@ -11,14 +11,14 @@ Overlap overlap_of(const std::vector<StepTime>& times) {
     for (const StepTime& copy : times) {
         if (copy.queue != copy_queue || copy.kind != static_cast<int>(StepKind::copy)) continue;
         sum.copied += copy.bytes;
-        int64_t beside = 0;  // matmuls of a call run one after the other, so their times do not overlap
+        int64_t overlapped = 0;  // matmuls of a call run one after the other, so their times do not overlap
         for (const StepTime& matmul : times) {
             if (matmul.kind != static_cast<int>(StepKind::compute)) continue;
-            beside += std::max<int64_t>(0, std::min(copy.end_ns, matmul.end_ns) - std::max(copy.begin_ns, matmul.begin_ns));
+            overlapped += std::max<int64_t>(0, std::min(copy.end_ns, matmul.end_ns) - std::max(copy.begin_ns, matmul.begin_ns));
         }
         const int64_t lasted = copy.end_ns - copy.begin_ns;
         if (lasted > 0)
-            sum.beside += static_cast<double>(copy.bytes) * static_cast<double>(beside) / static_cast<double>(lasted);
+            sum.overlapped += static_cast<double>(copy.bytes) * static_cast<double>(overlapped) / static_cast<double>(lasted);
     }
     return sum;
 }
@@ -35,7 +35,7 @@ void Stats::add(const std::string& site, const std::string& strategy, const std:
     SiteStats& stats = sites_[site];
     stats.calls += 1;
     stats.bytes_copied += overlap.copied;
-    stats.bytes_beside_matmul += overlap.beside;
+    stats.bytes_beside_matmul += overlap.overlapped;
     stats.strategy = strategy;
     stats.strategies[strategy] += 1;
     stats.transport = transport;
@@ -58,7 +58,7 @@ std::map<std::string, SiteStats> Stats::sites() {
     for (const auto& [site, read] : deferred) {  // without the lock: it waits for a device
         const Overlap last = overlap_of(read());
         SiteStats& stats = found[site];
-        if (last.copied) stats.bytes_beside_matmul = static_cast<double>(stats.bytes_copied) * last.beside / last.copied;
+        if (last.copied) stats.bytes_beside_matmul = static_cast<double>(stats.bytes_copied) * last.overlapped / last.copied;
     }
     return found;
 }

@@ -1,4 +1,4 @@
-// What happened, by site: how often, over which transport, how many bytes travelled, and how many of them beside a matmul.
+// Statistics by site: calls, transport, bytes copied, and bytes copied while a matmul of the same call ran.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ struct SiteStats {
 // Bytes of the copies on the COPY queue, and those weighted by the share of each copy's time in which some matmul ran.
 struct Overlap {
     int64_t copied = 0;
-    double beside = 0;
+    double overlapped = 0;
 };
 Overlap overlap_of(const std::vector<StepTime>& times);
 
@@ -35,10 +35,10 @@ class Stats {
     static Stats& get();
     void add(const std::string& site, const std::string& strategy, const std::string& transport, const std::string& reason,
              const std::vector<StepTime>& times, bool keep_trace);
-    // Step times that only the device knows, of the site's last traced call (or of the last replay of its graph): asked for
-    // when somebody wants to see them.
+    // Registers a reader of step times that only the device knows: of the site's last traced call, or of the last replay of
+    // its graph. It is called when statistics are read.
     void defer(const std::string& site, std::function<std::vector<StepTime>()> read);
-    // Where times are deferred, the share of the bytes that moved beside a matmul is that of the last traced call.
+    // Where times are deferred, the share of bytes that moved during a matmul is that of the last traced call.
     std::map<std::string, SiteStats> sites();
     std::vector<StepTime> trace(const std::string& site);
     void clear();

@@ -1,4 +1,4 @@
-// What it takes to time the alternatives of one site on the ranks of its group.
+// A request to time the alternatives of one site on all ranks of its group.
 #pragma once
 
 #include <functional>
@@ -12,7 +12,7 @@ struct Tuning {
     int bucket = 0;
     std::string work;  // op, sizes and types: sites that are equal in it share what was measured, where all ranks can
     std::vector<std::string> strategies;
-    std::function<bool(int)> run;  // runs the call by one of them, and forgets its results; false: it failed
+    std::function<bool(int)> run;  // runs the call with one alternative and drops its results; false: it failed
 };
 
 }  // namespace ub_overlap

@@ -35,7 +35,7 @@ int64_t control_bytes(int ranks) {
 }
 
 // "/ub_overlap-<32 hex digits>", or "/ub_overlap-<tag>-<32 hex digits>" with letters and digits of UB_OVERLAP_SHM_TAG, so that
-// the segments of one job can be told from those of others on the machine.
+// the segments of one job are distinguishable from those of other jobs on the machine.
 std::string random_name() {
     unsigned char bytes[16];
     if (getrandom(bytes, sizeof bytes, 0) != sizeof bytes) fail("name", "", 0, errno);

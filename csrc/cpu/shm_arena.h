@@ -53,7 +53,7 @@ class ShmArena final : public Arena {
     void grow_begin(int64_t slot_bytes);
     void grow_attach(int rank, const std::string& data_name);
     void grow_commit();
-    // Also what a failed bind or growth calls: afterwards none of our names exists any more.
+    // Removes all names of this arena. A failed bind or growth calls it too.
     void unlink();
 
   private:
@@ -62,12 +62,12 @@ class ShmArena final : public Arena {
     std::vector<std::unique_ptr<ShmSegment>> control_, data_, next_;
 };
 
-// Removes a name that a dead peer left behind. Only names that this library makes.
+// Unlinks a segment that a dead peer left behind. Refuses names that this library does not make.
 void unlink_name(const std::string& name);
 
 // Start time of a process in clock ticks since boot, 0 where there is none (or only a zombie).
 uint64_t start_time_of(int pid);
-// Has the process that made this block ended?
+// Whether the process that made this block has ended.
 bool gone(const ControlBlock* block);
 
 int64_t now_ns();

@@ -46,7 +46,7 @@ void compare_calls(const Call& call, const FlagWait& wait, uint32_t seen_tag, in
     throw CallFailed(failure);
 }
 
-// Who is to blame when `peer` is late: `peer` itself, unless it is alive and waits for somebody in its turn.
+// The rank that delays `peer`: `peer` itself, unless it is alive and waits for another rank.
 int culprit_behind(const Call& call, int peer) {
     int blamed = peer;
     for (int hops = 0; hops < call.ranks; ++hops) {

@@ -28,16 +28,25 @@ class CudaArena(Arena):
 
     def __init__(self, device: int, host: ShmArena, words: Sequence[int], data: Sequence[int], slot_bytes: int) -> None: ...
     @property
-    def captured(self) -> bool:
-        """Whether some graph holds the slots' addresses."""
-    def ended(self) -> bool:
+    def is_captured(self) -> bool:
+        """Whether a graph holds the slots' addresses."""
+    def has_ended(self) -> bool:
         """Return whether every plain call of the group has ended on the device."""
-    def free_to_go(self) -> bool:
+    def can_free(self) -> bool:
         """Return whether memory of the arena can be freed now. Takes a second at most."""
     def replace(self, data: Sequence[int], slot_bytes: int) -> None: ...
 
 def words_bytes(ranks: int) -> int:
     """Return the bytes of symmetric memory that a rank needs besides its slots. Defined in builds with CUDA only."""
+
+class ForwardUses:
+    """Whether backward may reuse the cached cast of a weight."""
+
+    def __init__(self) -> None: ...
+    @property
+    def count(self) -> int: ...
+    def can_reuse(self, reuse_forward: bool, in_capture: int = 0) -> bool: ...
+    def record(self, reuse_forward: bool, in_capture: int = 0) -> None: ...
 
 class Session:
     def __init__(
@@ -112,6 +121,9 @@ def build_info() -> dict[str, Any]:
 class testing:
     """Hooks for tests: a submodule."""
 
+    float8_numbers: tuple[float, float, float]
+    """The kernels' least scale, and the largest e4m3 and e5m2 numbers."""
+
     @staticmethod
     def set_latches(latches: Sequence[tuple[int, int]]) -> None:
         """(i, j): matmul i of a call and its copy j must run at the same time."""
@@ -135,8 +147,8 @@ class testing:
     @staticmethod
     def reset() -> None: ...
     @staticmethod
-    def hold_turn(arena: CudaArena, /) -> None:
-        """Act as if a call of the group never ended. Defined in builds with CUDA only."""
+    def hold_group_lock(arena: CudaArena, /) -> None:
+        """Take the group's lock on the device, as a call that never ends. Defined in builds with CUDA only."""
     @staticmethod
     def provider_calls() -> int:
         """Return how often the schedule provider was called."""
