@@ -14,7 +14,7 @@ SOURCES += $(wildcard setup.py pyproject.toml LICENSE)
 help:
 	@echo "make demo     train a small Llama on 2 local ranks, eager and through ub_overlap, side by side"
 	@echo "make test     all tests"
-	@echo "make lint     ruff, clang-format, pyrefly          make format   let ruff and clang-format rewrite"
+	@echo "make lint     ruff, clang-format, pyrefly, words   make format   let ruff and clang-format rewrite"
 	@echo "make install  set up .venv and install the package make clean    remove .venv and all that was built"
 
 demo: $(VENV)/.package
@@ -29,6 +29,7 @@ lint: $(VENV)/.package $(VENV)/.lint $(VENV)/.test
 	@$(BIN)/ruff format --check $(PY_DIRS) setup.py
 	@$(if $(CXX_FILES),$(BIN)/clang-format --dry-run -Werror $(CXX_FILES),:)
 	@$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+	@$(BIN)/python .ci/vocabulary
 
 format: $(VENV)/.base $(VENV)/.lint
 	@$(BIN)/ruff check --fix $(PY_DIRS) setup.py

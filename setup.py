@@ -43,9 +43,9 @@ def packages() -> dict[str, str]:
 
 def cuda_sources() -> tuple[list[str], str]:
     """The CUDA sources to build, and why these."""
-    wish = os.environ.get("UB_OVERLAP_BUILD_CUDA", "auto")
-    if wish not in ("auto", "0", "1"):
-        sys.exit(f"UB_OVERLAP_BUILD_CUDA={wish!r}: expected auto, 0 or 1")
+    requested = os.environ.get("UB_OVERLAP_BUILD_CUDA", "auto")
+    if requested not in ("auto", "0", "1"):
+        sys.exit(f"UB_OVERLAP_BUILD_CUDA={requested!r}: expected auto, 0 or 1")
     sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc/cuda").glob("*.c[up]*"))
     lacks = []
     if not sources:
@@ -54,9 +54,9 @@ def cuda_sources() -> tuple[list[str], str]:
         lacks.append(f"torch {torch.__version__} is a CPU build")
     if not (shutil.which("nvcc") or cpp_extension.CUDA_HOME):
         lacks.append("no nvcc found (PATH, CUDA_HOME)")
-    if wish == "1" and lacks:
+    if requested == "1" and lacks:
         sys.exit(f"UB_OVERLAP_BUILD_CUDA=1, but {'; '.join(lacks)}")
-    if wish == "0":
+    if requested == "0":
         return [], "no (UB_OVERLAP_BUILD_CUDA=0)"
     return ([], f"no ({'; '.join(lacks)})") if lacks else (sources, f"yes (CUDA {torch.version.cuda})")
 

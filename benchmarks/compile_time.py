@@ -106,7 +106,7 @@ def measure(model: torch.nn.Module, tokens: torch.Tensor, budget: float | None) 
 
 def clear_caches() -> None:
     """Clear the caches of predictions, as in a new process."""
-    for place in ("choose:_choose", "predict:_predict", "matmul:matmul_us", "matmul:_residual"):
+    for place in ("choice:_choose", "predict:_predict", "matmul_time:matmul_us", "matmul_time:_residual"):
         module, _, name = place.partition(":")
         getattr(importlib.import_module(f"ub_overlap.compiler.cost.{module}"), name).cache_clear()
 

@@ -19,7 +19,7 @@ class SiteStats:
     collective, then matmul) where the ranks share no memory or the dispatch table chose it."""
     bytes_copied: int
     """Bytes that this rank pushed to its peers."""
-    bytes_beside_matmul: int
+    bytes_overlapped: int
     """The part of them that moved while a matmul of the same call ran, by the steps' clocks."""
     strategies: Mapping[str, int] = field(default_factory=dict)
     """Calls by strategy: several where the site has a dispatch table or alternatives."""

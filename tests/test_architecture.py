@@ -210,7 +210,7 @@ def test_float8_numbers_are_those_of_the_kernels() -> None:
 
 
 def test_the_compilers_folders_are_its_parts() -> None:
-    """A part is a folder that the architecture names; beside them lies only the way that holds them together."""
+    """Every folder is named in the architecture page; few files lie outside of folders."""
     folders = [path.parent.name for path in sorted((ROOT / "compiler").glob("*/__init__.py"))]
     text = (ROOT / "docs/explanation/architecture.md").read_text()
     assert not [name for name in folders if f"{name}/" not in text]

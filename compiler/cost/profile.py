@@ -146,7 +146,7 @@ def _plain(p: Profile) -> dict[str, Any]:
             "cache_mib": p.compute.cache_mib,
         },
         "steps": {name: getattr(p.steps, name) for name in Steps.__slots__},
-        "beside": {"matmul": p.matmul_slowdown, "push": p.push_slowdown},
+        "slowdown": {"matmul": p.matmul_slowdown, "push": p.push_slowdown},
         "push": _points(p.push),
         "copy": _points(p.copy),
         "reduce": _points(p.reduce),
@@ -168,7 +168,7 @@ class _Reader:
         self.found, self.where = found, where
 
     def profile(self) -> Profile:
-        compute, slowdown = self.part("compute"), self.part("beside")
+        compute, slowdown = self.part("compute"), self.part("slowdown")
         return Profile(
             name=self.text("name"),
             key=self.part("key"),
@@ -189,8 +189,8 @@ class _Reader:
             reduce=self.curve(self.found.get("reduce"), "reduce"),
             collectives=self.collectives(),
             steps=Steps(**{name: self.number(self.part("steps"), f"steps.{name}") for name in Steps.__slots__}),
-            matmul_slowdown=self.number(slowdown, "beside.matmul"),
-            push_slowdown=self.number(slowdown, "beside.push"),
+            matmul_slowdown=self.number(slowdown, "slowdown.matmul"),
+            push_slowdown=self.number(slowdown, "slowdown.push"),
             checks=self.checks(),
             holes=self.holes(),
         )

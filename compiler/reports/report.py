@@ -46,7 +46,7 @@ class ReportedDecision(Decision):
     """With autotune=True, (rows, what was measured and selected) of each bucket; "*" for any number of rows."""
     transport: str | None = None
     bytes_copied: int | None = None
-    bytes_beside_matmul: int | None = None
+    bytes_overlapped: int | None = None
     """Bytes that were copied concurrently with a matmul of the same call."""
     outlook: Outlook | None = None
     """Predicted times; None if the cost model does not cover the site."""
@@ -58,7 +58,7 @@ class ReportedDecision(Decision):
     def to_dict(self) -> dict[str, Any]:
         """Return the decision and its figures as plain data."""
         own = (
-            "plan", "predicted_by", "calls", "executed", "transport", "bytes_copied", "bytes_beside_matmul", "measured_us",
+            "plan", "predicted_by", "calls", "executed", "transport", "bytes_copied", "bytes_overlapped", "measured_us",
             "error",
         )  # fmt: skip
         predicted = self.outlook.to_dict() if self.outlook else dict.fromkeys(Outlook.FIELDS)
@@ -295,7 +295,7 @@ def lanes_of(site: str, predicted: Outlook | None, measured: Measured | None = N
 
 def _hidden(d: ReportedDecision) -> str:
     """The share of the bytes that were copied concurrently with a matmul."""
-    return f"{d.bytes_beside_matmul / d.bytes_copied:.0%}" if d.bytes_copied and d.bytes_beside_matmul is not None else ""
+    return f"{d.bytes_overlapped / d.bytes_copied:.0%}" if d.bytes_copied and d.bytes_overlapped is not None else ""
 
 
 def _tuned(plan: Plan, d: Decision) -> tuple[tuple[str, TunedStrategy], ...]:
@@ -335,7 +335,7 @@ def _reported(
     if now is None or calls == 0:
         return ReportedDecision(**base, plan=plan.digest)
     earlier = before.strategies if before else {}
-    copied, concurrent = (before.bytes_copied, before.bytes_beside_matmul) if before else (0, 0)
+    copied, concurrent = (before.bytes_copied, before.bytes_overlapped) if before else (0, 0)
     return ReportedDecision(
         **base,
         plan=plan.digest,
@@ -345,7 +345,7 @@ def _reported(
         transport=now.transport,
         bytes_copied=now.bytes_copied - copied,
         # Steps on a GPU are issued, not timed, so their concurrency is unknown.
-        bytes_beside_matmul=None if now.transport == "symmetric memory" else now.bytes_beside_matmul - concurrent,
+        bytes_overlapped=None if now.transport == "symmetric memory" else now.bytes_overlapped - concurrent,
     )
 
 

@@ -162,8 +162,8 @@ bool matmul_cpu(const MatmulTask& task, void*, void*) {
 namespace {
 
 // A stream's matmuls run one after the other, so they share one workspace, which outlives everything: torch may be filling a
-// pool for a graph now, in which nothing may stay. A graph's own matmuls get one of that pool: the graph may run beside
-// whatever its stream does then.
+// pool for a graph now, in which nothing may stay. A graph's own matmuls get one of that pool: the graph may run concurrently
+// with whatever its stream does then.
 struct Workspace {
     void* data = nullptr;
     at::Tensor held;

@@ -107,7 +107,7 @@ py::dict site_stats() {
         one["reason"] = stats.reason;
         one["strategies"] = stats.strategies;
         one["bytes_copied"] = stats.bytes_copied;
-        one["bytes_beside_matmul"] = static_cast<int64_t>(stats.bytes_beside_matmul);
+        one["bytes_overlapped"] = static_cast<int64_t>(stats.bytes_overlapped);
         all[py::str(site)] = one;
     }
     return all;

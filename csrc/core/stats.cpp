@@ -35,7 +35,7 @@ void Stats::add(const std::string& site, const std::string& strategy, const std:
     SiteStats& stats = sites_[site];
     stats.calls += 1;
     stats.bytes_copied += overlap.copied;
-    stats.bytes_beside_matmul += overlap.overlapped;
+    stats.bytes_overlapped += overlap.overlapped;
     stats.strategy = strategy;
     stats.strategies[strategy] += 1;
     stats.transport = transport;
@@ -58,7 +58,7 @@ std::map<std::string, SiteStats> Stats::sites() {
     for (const auto& [site, read] : deferred) {  // without the lock: it waits for a device
         const Overlap last = overlap_of(read());
         SiteStats& stats = found[site];
-        if (last.copied) stats.bytes_beside_matmul = static_cast<double>(stats.bytes_copied) * last.overlapped / last.copied;
+        if (last.copied) stats.bytes_overlapped = static_cast<double>(stats.bytes_copied) * last.overlapped / last.copied;
     }
     return found;
 }

@@ -18,7 +18,7 @@ struct StepTime {
 
 struct SiteStats {
     int64_t calls = 0, bytes_copied = 0;
-    double bytes_beside_matmul = 0;
+    double bytes_overlapped = 0;
     std::string strategy, transport, reason;    // of the last call
     std::map<std::string, int64_t> strategies;  // calls by strategy
 };

@@ -68,7 +68,7 @@ def check_fields(told: Told) -> None:
         assert (row["calls"], row["executed"]) == (1, "pipelined")
         assert row["transport"] not in (None, "", "c10d")
         assert row["bytes_copied"] > 0
-        assert 0 <= row["bytes_beside_matmul"] <= row["bytes_copied"]
+        assert 0 <= row["bytes_overlapped"] <= row["bytes_copied"]
 
 
 def test_decisions(pool2: RankPool) -> None:

@@ -86,7 +86,7 @@ def put(field: str, value: Any) -> Callable[[Json], None]:
         (put("steps.flag_us", -1), "steps.flag_us", "-1", "at least 0"),
         (put("steps.flag_us", float("nan")), "steps.flag_us", "nan", "a number"),
         (drop("steps.event_us"), "steps.event_us", "None", "a number"),
-        (put("beside.matmul", True), "beside.matmul", "True", "a number"),
+        (put("slowdown.matmul", True), "slowdown.matmul", "True", "a number"),
         (put("push", []), "push", "[]", "[bytes, microseconds]"),
         (put("push.1", [1, 5.0]), "push[1]", "[1, 5.0]", "more bytes than the point before"),
         (put("reduce.0", [1 << 20, "x"]), "reduce[0]", "'x'", "above 0"),

@@ -226,7 +226,7 @@ def dies(rank: int, world: int, how: str, step_s: float) -> Any:
 
 
 def dies_binding(rank: int, world: int) -> Any:
-    """Rank 1 dies when it has made its segments and nobody has attached."""
+    """Rank 1 dies after making its segments, before any peer attaches."""
     settings.configure(init_timeout_s=2.0)
     if rank == 1:
         from ub_overlap.runtime.session.store_exchange import Exchange
@@ -323,7 +323,7 @@ def hammer(rank: int, world: int, kind: str, times: int, delay_us: int) -> list[
 
 def without_done(rank: int, world: int, waits: bool, times: int) -> list[str]:
     """Gathers in which rank 0 is slow to read what landed, and rank 1 runs ahead as far as it is let. `waits`: with the waits
-    for free slots, or with them removed. Rank 1 hears nobody: its own waits for data would hold it back just as well."""
+    for free slots, or with them removed. Rank 1 sees no DONE signals: its own waits for data would hold it back too."""
 
     def provide(key: tuple[Any, ...], me: int) -> list[tuple[int, ...]]:
         rows = proven(key, me)

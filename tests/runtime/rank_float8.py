@@ -282,7 +282,7 @@ def wire(rank: int, world: int) -> list[str]:
 
 
 def unusual(rank: int, world: int) -> list[str]:
-    """NaN and infinity arrive; on a float8 wire an infinity as NaN, and what lies beside it as ever."""
+    """NaN and infinity arrive. A float8 wire turns an infinity into NaN and leaves its neighbours unchanged."""
     bad, name = [], rank_ops.group()
     shards = [torch.ones(4, 16).to(E5M2) for _ in range(world)]
     shards[0][1, 3], shards[-1][2, 5] = torch.inf, torch.nan
@@ -307,7 +307,7 @@ def unusual(rank: int, world: int) -> list[str]:
         if not torch.equal(out[:, 7].nan_to_num(nan=-1.0), odd.nan_to_num(nan=-1.0)):
             bad.append(f"scatter {how}: {out[:, 7].tolist()}, expected {odd.tolist()}")
         if not torch.equal(rest, torch.full_like(rest, 16.0 * world)):
-            bad.append(f"scatter {how}: {rest.unique().tolist()} beside it")
+            bad.append(f"scatter {how}: {rest.unique().tolist()} next to it")
     # The largest products of e4m3 are too large for fp16: infinite there, and finite in bf16.
     top = torch.full((world, 16), 448.0).to(E4M3)
     for dtype, finite in ((F16, False), (BF16, True)):
@@ -387,7 +387,7 @@ def mismatched(rank: int, world: int) -> list[str]:
             name = dist.new_group(list(range(world))).group_name
             try:
                 attempt(name)
-                bad.append(f"{words}: nobody noticed")
+                bad.append(f"{words}: no rank noticed")
             except errors.ShapeMismatchError as error:
                 bad += [] if words in str(error) else [f"expected '{words}', got: {error}"]
             dist.barrier()

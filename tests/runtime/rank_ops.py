@@ -29,7 +29,7 @@ def strategies(world: int) -> list[str]:
 
 
 def striped(world: int) -> list[str]:
-    """What reductions have beside these."""
+    """Further arguments of reductions."""
     return [*strategies(world), "pipelined:stripes=1", f"pipelined:stripes={world + 1}"]
 
 

@@ -130,7 +130,7 @@ def every_fp16(rank: int, world: int) -> list[str]:
 
 
 def latched(rank: int, world: int) -> dict[str, Any]:
-    """A matmul is held until a copy of its call has begun: if copies did not run beside matmuls, this would time out."""
+    """A matmul is held until a copy of its call has begun: if copies did not run concurrently with matmuls, this would time out."""
     name = rank_ops.group()
     with reset():
         settings.configure(step_timeout_s=15.0, trace=True)

@@ -19,7 +19,7 @@ STEP = 0.2
 
 @pytest.fixture(autouse=True)
 def deadline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A short one; and nobody may wait for the whole device, which has none."""
+    """A short deadline. No code may wait for the whole device, which has no deadline."""
 
     def refused() -> None:
         raise AssertionError("a wait for the whole device")

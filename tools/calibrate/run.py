@@ -82,7 +82,7 @@ def _measure_traffic(
             "a matmul concurrent with pushes", lambda: traffic.concurrent_slowdown(world, burst, peers, progress)
         )
         if slowdown:
-            made["beside"] = {"matmul": slowdown[0], "push": slowdown[1]}
+            made["slowdown"] = {"matmul": slowdown[0], "push": slowdown[1]}
     curves = world.probe("collectives", lambda: traffic.collectives(world, burst, progress, quick))
     if curves:
         # Keep curves of other group sizes only if they are of the same GPU.

@@ -229,7 +229,7 @@
       make("table", {}, row("module", d.module), row("group", d.group ? `${d.group}, ${d.ranks} ranks` : ""), row("dtype", d.dtype),
         row("bytes sent", bytes(d.bytes)), row("options", (d.options || []).join(", ")), row("executed", d.executed),
         row("transport", d.transport), row("calls", d.calls),
-        row("bytes copied", d.bytes_copied ? `${bytes(d.bytes_copied)}${d.bytes_beside_matmul === null ? "" : `, ${Math.round(100 * d.bytes_beside_matmul / d.bytes_copied)}% concurrent with a matmul`}` : ""),
+        row("bytes copied", d.bytes_copied ? `${bytes(d.bytes_copied)}${d.bytes_overlapped === null ? "" : `, ${Math.round(100 * d.bytes_overlapped / d.bytes_copied)}% concurrent with a matmul`}` : ""),
         row("error", d.error === null || d.error === undefined ? "" : String(d.error))),
     ];
     if (d.shapes && Object.keys(d.shapes).length) {

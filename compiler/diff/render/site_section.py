@@ -54,7 +54,7 @@ def render_site(report: Mapping[str, Any], diffs: Sequence[Diff], site: str) -> 
         if s["id"] != site:
             continue
         decided = ("kind", "strategy", "reason", "detail", "module", "source", "group", "ranks", "dtype", "bytes", "flops")
-        run = ("executed", "transport", "calls", "bytes_copied", "bytes_beside_matmul", "measured_us", "error")
+        run = ("executed", "transport", "calls", "bytes_copied", "bytes_overlapped", "measured_us", "error")
         facts = {k: s[k] for k in (*decided, *run) if s.get(k) not in (None, "")}
         facts |= {f"shape of {k}": v for k, v in s["shapes"].items()}
         if s.get("predicted_us"):

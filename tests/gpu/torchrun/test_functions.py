@@ -225,7 +225,7 @@ def busy_stream(lockstep: Lockstep, group: str) -> str:
         raise AssertionError(f"the other stream was done first: growth took {growth:.1f} s, with the timing {both:.1f} s")
     if not bool(y.isfinite().all()) or not bool(timed.isfinite().all()):
         raise AssertionError("the outputs are not finite")
-    return f"growth {growth:.2f} s, timing {both - growth:.2f} s, beside a stream that was busy for {asleep:g} s"
+    return f"growth {growth:.2f} s, timing {both - growth:.2f} s, with another stream busy for {asleep:g} s"
 
 
 def rebound(lockstep: Lockstep, group: str) -> str:

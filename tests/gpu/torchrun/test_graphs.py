@@ -107,12 +107,12 @@ def replay_and_eager_call(lockstep: Lockstep, group: str, count: int) -> str:
 
     expected = []
     for x in inputs:
-        expected.append(call(x, "beside").clone())
+        expected.append(call(x, "concurrent").clone())
         lockstep.sync()
     graph = torch.cuda.CUDAGraph()
     lockstep.barrier()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        out = call(static, "beside.graph")
+        out = call(static, "concurrent.graph")
     lanes = [torch.cuda.Stream() for _ in range(2)]
     wrong, met = 0, 0
     for turn in range(count):
@@ -124,7 +124,7 @@ def replay_and_eager_call(lockstep: Lockstep, group: str, count: int) -> str:
             graph.replay()
         time.sleep(0.0005)
         with torch.cuda.stream(lanes[1]):
-            eager = call(inputs[b], "beside")
+            eager = call(inputs[b], "concurrent")
         met += not lanes[0].query()
         lockstep.sync()
         session.check(group)
@@ -177,7 +177,7 @@ def two_threads(lockstep: Lockstep, group: str, count: int) -> str:
     if bad:
         raise AssertionError(f"{len(bad)} of {count} plain calls are wrong, the first {bad[:5]}")
     settings.configure(replay=True)
-    return f"{graphs} captures beside {count} plain calls, bitwise"
+    return f"{graphs} captures and {count} eager calls, bitwise"
 
 
 class Model(nn.Module):

@@ -84,7 +84,7 @@ def concurrent_bytes(lockstep: Lockstep, group: str, kind: str, size: int) -> st
         case, strategy = make.gather(cases.BF16, 1, size, 2 * size, [cases.PLAIN], False, False, n=2 * size), "pipelined"
     else:
         case, strategy = make.scatter(cases.BF16, 1, size, 2 * size, depths=[2 * size]), "pipelined"
-    site = f"beside.{kind}.{size}"
+    site = f"concurrent.{kind}.{size}"
     settings.configure(trace=True)
     try:
         for _ in range(4):
@@ -95,10 +95,10 @@ def concurrent_bytes(lockstep: Lockstep, group: str, kind: str, size: int) -> st
         found = stats.site_stats()[site]
     finally:
         settings.configure(trace=False)
-    every = lockstep.gather((found.bytes_beside_matmul, found.bytes_copied))
+    every = lockstep.gather((found.bytes_overlapped, found.bytes_copied))
     hidden, copied = sum(h for h, _ in every), sum(c for _, c in every)
     if not 0 < hidden <= copied:
-        raise AssertionError(f"{hidden} of {copied} bytes moved beside a matmul")
+        raise AssertionError(f"{hidden} of {copied} bytes moved concurrently with a matmul")
     return f"{100 * hidden / copied:.0f}% of {copied / 2**20:.0f} MiB"
 
 
