@@ -11,9 +11,10 @@ from hypothesis import settings
 import tests.harness.shared_memory  # noqa: F401  (tags the segments of this process and of all that it starts)
 from tests.harness.fixtures import pool2, pool3, pool4  # noqa: F401  (fixtures, found by name)
 
-# Reports that tests make go to a folder of their own; ranks and subprocesses inherit it.
-_STORE = tempfile.TemporaryDirectory(prefix="ub_overlap_tests_")
-os.environ["UB_OVERLAP_CACHE_DIR"] = _STORE.name
+# Reports of tests go to a folder of their own, which ranks and subprocesses inherit. The ranks of torchrun share one folder.
+if "RANK" not in os.environ or "UB_OVERLAP_CACHE_DIR" not in os.environ:
+    _STORE = tempfile.TemporaryDirectory(prefix="ub_overlap_tests_")
+    os.environ["UB_OVERLAP_CACHE_DIR"] = _STORE.name
 
 # derandomize: a CI run tries the same examples as the run before it. deadline: two shared cores keep no deadline.
 settings.register_profile("ub_overlap", deadline=None, derandomize=True, print_blob=True)
