@@ -1,11 +1,11 @@
-"""A machine with round numbers, on which times can be worked out by hand."""
+"""A device profile with round numbers, for which times can be computed by hand."""
 
 from __future__ import annotations
 
 from ub_overlap.compiler.cost.profile import ComputeModel, Profile, Steps
 
 MIB = 1 << 20
-# A matmul: launch 1 us, then 2 M N K / 1e9 us at one unit with tiles of one element. A push, a copy, a reduction: 1 us a MiB.
+# A matmul: launch 1 us, then 2 M N K / 1e9 us at one unit with tiles of one element. A push, copy or reduction: 1 us per MiB.
 PLAIN = Profile(
     name="by hand",
     key={"device": "cuda", "gpu": "none"},

@@ -1,4 +1,4 @@
-"""python -m benchmarks.cost_model on a stored table: errors, regret and gain, offline."""
+"""Tests of `python -m benchmarks.cost_model` on a stored table: errors, regret and gain, offline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROW = {"kind": "AG", "name": "qkv", "M": 8192, "N": 10240, "K": 8192, "ranks": 8
 
 
 def stored(times: dict[str, float], **changes: Any) -> dict[str, Any]:
-    """A table of one row; `times` in microseconds by column."""
+    """Return a table of one row; `times` is in microseconds by column."""
     row = {**ROW, "ms": {name: us / 1e3 for name, us in times.items()}, "why": {}}
     return {
         "benchmark": "ops", "device": "cuda", "devices": ["a GPU"] * 8, "ranks": 8, "date": "today", "dtype": "bfloat16",
@@ -29,7 +29,10 @@ def us(strategy: str) -> float:
 
 
 def test_errors_regret_and_gain() -> None:
-    """Times that are exactly half of what is predicted, but for one strategy that is never chosen and that was best."""
+    """Errors, regret and gain are right for known times.
+
+    Most times are exactly half of the predictions. The fastest strategy is one that is not chosen.
+    """
     times = {"seq_g": us("none") / 2, "seq": 1.0, "ours_g pipelined": us("pipelined") / 2, "ours pipelined": 1.0}
     times["ours_g pipelined:chunks=1"] = us("pipelined") / 4
     (row,) = cost_model.rows_of(stored(times), load("h200"))
@@ -71,7 +74,10 @@ def test_what_is_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str], te
 
 
 def test_a_row_in_float8() -> None:
-    """Its gather moves a byte an element and its matmul is float8's; what it scatters stays in 16 bits, and takes as long."""
+    """An FP8 row is predicted faster.
+
+    Its gather sends 1 byte per element and its matmul is FP8. Its scatter stays in 16 bits, so its communication time is equal.
+    """
     for kind, travels, share in (("AG", "float8", 0.7), ("RS", "bfloat16", 0.97)):
         shapes = [cost_model.shape_of({**ROW, "kind": kind, **more}, "bfloat16") for more in ({"fp8": "row"}, {})]
         assert (shapes[0].dtype, shapes[0].multiplied) == (travels, "float8")

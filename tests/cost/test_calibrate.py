@@ -1,4 +1,4 @@
-"""Calibration on CPU ranks: it ends in time, and what it writes is a profile of this machine that is then used."""
+"""Tests of calibration on CPU ranks: it ends in time, and its profile of this machine is then used."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_outside_of_torchrun(tmp_path: Path) -> None:
 
 
 def test_a_probe_that_fails_leaves_a_hole(tmp_path: Path) -> None:
-    """One probe that raises on all ranks: named, filled from the shipped profile, and the rest is measured."""
+    """A probe that raises on all ranks is named and filled from the shipped profile; the other probes are measured."""
     program = tmp_path / "failing.py"
     program.write_text(
         "import sys\n"

@@ -1,4 +1,4 @@
-"""The choice in the compiler: what is chosen, what is said, and that all ranks must rest on one profile."""
+"""Tests of strategy selection in the compiler: choices, messages, and the check that all ranks use one profile."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def decided(rank: int, world: int, options: dict[str, Any], sizes: tuple[int, in
 
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_auto_weighs_and_says_so(pool2: RankPool, dynamic: bool | None) -> None:
-    """A site that an H200 would overlap, on a machine that is none; with dynamic shapes by the sizes it was traced with."""
+    """CPU ranks choose by the H200 profile and name it in the reason; dynamic shapes use the traced sizes."""
     plans = pool2.run(decided, {**AUTO, "profile": "h200"}, (512, 512, 512), dynamic, timeout=120)
     assert len({plan.digest for (plan,) in plans}) == 1
     for (plan,) in plans:
@@ -53,7 +53,7 @@ def test_auto_weighs_and_says_so(pool2: RankPool, dynamic: bool | None) -> None:
 
 
 def test_profile_is_part_of_the_plan(pool2: RankPool, tmp_path: Path) -> None:
-    """The same decisions by another profile are another plan; where no choice was made there is none to name."""
+    """Equal decisions from another profile make another plan; a plan without selection names no profile."""
     found = json.loads(load("h200").to_json())
     found["source"] = "another day"
     path = tmp_path / "other.json"
@@ -69,7 +69,7 @@ def test_profile_is_part_of_the_plan(pool2: RankPool, tmp_path: Path) -> None:
 
 
 def forced_by_profile(rank: int, world: int) -> list[str]:
-    """Strategies under "force": in the best predicted form where a profile is given, in the asked number of pieces always."""
+    """Return the strategies under "force": the best predicted form if a profile is given, always in the requested chunks."""
     function, inputs = gather_mm(8, 64, 64)
     force = {**AUTO, "overlap": "force", "profile": "h200"}
     with torch.no_grad():
@@ -85,13 +85,13 @@ def forced_by_profile(rank: int, world: int) -> list[str]:
 
 
 def test_force(pool2: RankPool) -> None:
-    """An H200 would leave this site alone, or do it in one piece; forced, it is cut, so that something overlaps."""
+    """A forced site is split to overlap, although the H200 profile prefers no overlap or one chunk."""
     for strategies in pool2.run(forced_by_profile, timeout=120):
         assert strategies == ["pipelined", "pipelined:chunks=4", "pipelined:chunks=8"]
 
 
 def with_two_profiles(rank: int, world: int, paths: list[str]) -> str:
-    """The error of a first call for which the ranks used different profiles."""
+    """Return the error of a first call in which the ranks used different profiles."""
     name = world_name()
     function = lambda x, w: funcol.all_gather_tensor(x, 0, name) @ w  # noqa: E731
     options = {"overlap": "force", "inner": "aot_eager", "profile": paths[rank]}
@@ -114,11 +114,14 @@ def test_ranks_with_different_profiles_are_told(pool2: RankPool, tmp_path: Path)
         assert error.startswith("PlanMismatchError")
         for path in paths:
             assert f"device profile {load(path)}" in error
-    pool2.close()  # its group is poisoned now; the next test gets a new one
+    pool2.close()  # the group is poisoned; the next test creates a new one
 
 
 def left_alone_by_one(rank: int, world: int) -> str:
-    """Rank 0 overlaps a site that rank 1 leaves alone: its error. It then makes the collective that rank 1 waits in."""
+    """Return the error of rank 0, which overlaps a site that rank 1 does not.
+
+    Rank 0 then issues the collective in which rank 1 waits.
+    """
     name, before = world_name(), settings.current().init_timeout_s
     function = lambda x, w: funcol.all_gather_tensor(x, 0, name) @ w  # noqa: E731
     options = {"overlap": "off" if rank else "force", "inner": "aot_eager"}

@@ -1,4 +1,4 @@
-"""The simulator against schedules that are small enough to work out by hand."""
+"""Tests of the simulator against schedules that are small enough to compute by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def strategy(text: str) -> Strategy:
 
 
 def gather(ranks: int, mib: float, us: float) -> SiteShape:
-    """Shards of `mib` MiB; a product that takes `us` microseconds (less launches) as a whole."""
+    """Return a site with shards of `mib` MiB and a matmul of `us` microseconds without launches."""
     rows, cols = ranks * 1024, int(mib * 512)
     n = int(us * 1e9 / (2 * rows * cols))
     return SiteShape("all_gather_matmul", ranks, "bfloat16", ((rows, n, cols, False),), rows, cols)
@@ -45,7 +45,7 @@ def test_plain_way_is_the_sum() -> None:
 
 
 def test_products_that_are_summed_are_copied_in_the_plain_way() -> None:
-    """The second matmul adds to a copy of the first one's product; a schedule's adds to the product itself."""
+    """Without overlap, the second matmul adds to a copy of the first product; a schedule adds in place."""
     one, two = (SiteShape("matmul_reduce_scatter", 4, "bfloat16", ((4096, 4096, 1024, False),) * n, 4096, 4096) for n in (1, 2))
     h200 = load("h200")
     more = predict(two, NONE, h200).us - predict(one, NONE, h200).us
@@ -54,7 +54,7 @@ def test_products_that_are_summed_are_copied_in_the_plain_way() -> None:
 
 
 def test_gather_behind_its_matmul() -> None:
-    """2 ranks, the matmul is long: the own half during the push, then the other half: only one more launch shows."""
+    """2 ranks, long matmul: the push is hidden behind the local half; only one more launch is exposed."""
     shape = gather(2, 8, 100)
     found = predict(shape, strategy("pipelined"), PLAIN)
     assert found.us == pytest.approx(found.matmul_us + 1)
@@ -62,7 +62,7 @@ def test_gather_behind_its_matmul() -> None:
 
 
 def test_gather_that_the_matmul_cannot_hide() -> None:
-    """The push of 80 us ends long after the own half; only the other half shows in addition."""
+    """The push of 80 us ends long after the local half; the time is the push plus the other half."""
     shape = gather(2, 80, 20)
     found = predict(shape, strategy("pipelined"), PLAIN)
     assert found.us == pytest.approx(80 + (found.matmul_us + 1) / 2)
@@ -71,7 +71,7 @@ def test_gather_that_the_matmul_cannot_hide() -> None:
 
 
 def test_scatter() -> None:
-    """The shard for the peer is computed first and pushed during the own half; then both are read and one is written."""
+    """The peer's shard is computed first and pushed during the local half; then two shards are read and one is written."""
     shape = scatter(2, 8, 100)
     found = predict(shape, strategy("pipelined"), PLAIN)
     assert found.us == pytest.approx(found.matmul_us + 1 + 3 * 8)
@@ -80,7 +80,7 @@ def test_scatter() -> None:
 
 
 def test_bulk() -> None:
-    """All pushes during the matmul, then one copy of the own shard and one of each peer's."""
+    """All pushes run during the matmul, followed by one copy of the local shard and one of each peer's."""
     shape = SiteShape("bulk_all_gather", 2, "bfloat16", ((1000, 1000, 50000, False),), 8 * MIB, 1)
     found = predict(shape, strategy("bulk"), PLAIN)
     assert found.matmul_us == pytest.approx(101)
@@ -88,7 +88,10 @@ def test_bulk() -> None:
 
 
 def test_slow_down_lasts_as_long_as_the_traffic() -> None:
-    """A matmul of 100 us with 30 us of traffic at 1.5: it does 20 us of work in these, and the other 80 at full speed."""
+    """A slowdown applies only during traffic.
+
+    A matmul of 100 us with 30 us of traffic at 1.5 does 20 us of work in these 30 us, and the other 80 at full speed.
+    """
     items = [QueueItem(False, CostItem("matmul", 1.0)), QueueItem(True, CostItem("push", 1.0))]
     costs = {"matmul": 100.0, "push": 30.0}
     (times,) = play([items], lambda work: costs[work.what], replace(FREE, matmul=1.5))
@@ -98,14 +101,14 @@ def test_slow_down_lasts_as_long_as_the_traffic() -> None:
 
 
 def test_pushes_to_one_rank_share_its_port() -> None:
-    """Ranks 0 and 1 both push to rank 2 from the beginning; rank 2 to none."""
+    """Ranks 0 and 1 both push to rank 2 from the beginning; rank 2 pushes to no rank."""
     items = [[QueueItem(True, CostItem("push", 1.0, peer=2))], [QueueItem(True, CostItem("push", 1.0, peer=1))], []]
     times = play(items, lambda _: 10.0, FREE)
     assert [end for rank in times for _, end in rank] == [pytest.approx(10 * 2**SHARE)] * 2
 
 
 def test_events_flags_and_waits() -> None:
-    """rank 0 pushes after its matmul, and signals; rank 1 waits. What it costs to meet is added once each."""
+    """Each event, wait and arrival cost is added once: rank 0 pushes after its matmul and signals; rank 1 waits."""
     flag = (FlagKind.READY, 1, 0)
     first = [
         QueueItem(False, CostItem("matmul")),
@@ -139,7 +142,7 @@ KEYS = [
 
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_one_rank_stands_for_all(key: Key) -> None:
-    """Where programs are equal but for where they stand in the ring, playing one gives what playing all gives."""
+    """For programs that differ only in ring position, simulating one rank equals simulating all ranks."""
     (one,) = programs(key)
     costs = {"matmul": 10.0, "push": 7.0, "copy": 2.0, "reduce": 3.0}
 
@@ -152,7 +155,7 @@ def test_one_rank_stands_for_all(key: Key) -> None:
 
 
 def test_every_step_is_played() -> None:
-    """No matmul, push or reduction is lost on the way from a schedule to a program."""
+    """No matmul, push or reduction is lost between a schedule and its program."""
     from ub_overlap.runtime.schedule.steps import Compute, Copy, Queue, Reduce
 
     for key in KEYS:

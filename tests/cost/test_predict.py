@@ -1,4 +1,4 @@
-"""Predictions are sane: monotone, never below the floor, the same everywhere; and the choice follows them."""
+"""Tests of predictions: monotone, never below the lower bound, equal in all processes, and followed by the choice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROFILES = [H200, load("cpu"), PLAIN, analytic("NVIDIA A100", 108, (8, 0))]
 
 
 def sites(ranks: int) -> list[SiteShape]:
-    """A site of every kind, with the shapes of a 70B model."""
+    """Return a site of every kind, with the shapes of a 70B model."""
     m, d, f = 4096, 8192, 28672
     return [
         SiteShape("all_gather_matmul", ranks, "bfloat16", ((m, f // ranks, d, False),), m, d),
@@ -45,7 +45,7 @@ def sites(ranks: int) -> list[SiteShape]:
 @pytest.mark.parametrize("profile", PROFILES, ids=str)
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_never_below_the_floor(profile: object, ranks: int) -> None:
-    """Nothing ends before its matmuls or its pushes could have."""
+    """No prediction is shorter than the matmuls alone or the pushes alone."""
     for shape in sites(ranks):
         for strategy in candidates(shape):
             found = predict(shape, strategy, profile)  # type: ignore[arg-type]
@@ -58,7 +58,10 @@ def test_never_below_the_floor(profile: object, ranks: int) -> None:
 
 @pytest.mark.parametrize("strategy", ["none", "pipelined", "pipelined:chunks=1", "pipelined:chunks=16", "pipelined:stripes=2"])
 def test_more_bytes_take_no_less(strategy: str) -> None:
-    """The matmul stays, what travels grows (by a wider dtype on the wire is no such case: rows and columns do)."""
+    """More bytes with an equal matmul never take less time.
+
+    Rows and columns grow here; a wider dtype on the wire is a different case.
+    """
     last = 0.0
     for cols in (256, 1024, 4096, 16384):
         shape = SiteShape("matmul_reduce_scatter", 8, "bfloat16", ((4096, 4096, 1024, False),), 4096, cols)
@@ -79,7 +82,7 @@ def test_a_chosen_overlap_is_worth_it() -> None:
 
 
 def test_what_shapes_come_to() -> None:
-    """Little to send and much to compute, the reverse, and almost nothing."""
+    """Large matmuls are overlapped, tiny ones are not, and fixed chunks limit the candidates."""
     big = SiteShape("all_gather_matmul", 8, "bfloat16", ((8192, 7168, 8192, False),), 8192, 8192)
     assert choose(big, H200).strategy.mode is Mode.PIPELINED
     tiny = SiteShape("all_gather_matmul", 8, "bfloat16", ((64, 64, 64, False),), 64, 64)
@@ -103,7 +106,7 @@ def test_candidates() -> None:
 
 
 def test_matmul_follows_what_was_measured_nearby() -> None:
-    """Exact at a measured shape (others pull a little), and a neighbour takes over how far it was off."""
+    """A measured shape keeps its time up to 5%, and a neighbour takes over its relative error."""
     _, dtype, m, n, k, us = max(H200.matmuls, key=lambda row: row[5])
     assert matmul_us(H200, dtype, "nt", m, n, k) == pytest.approx(us, rel=0.05)
     off = replace(H200, matmuls=tuple((*row[:5], row[5] * 1.5) for row in H200.matmuls))
@@ -112,7 +115,7 @@ def test_matmul_follows_what_was_measured_nearby() -> None:
 
 @pytest.mark.parametrize("layout", ["nt", "tn"])
 def test_the_nearest_measured_shapes_are_the_nearest(layout: str) -> None:
-    """Against a look at all of them."""
+    """The lookup of the nearest measured shapes agrees with an exhaustive search."""
     rows = [row for row in H200.matmuls if row[1] == "bfloat16"]
     draw = random.Random(3)
     for _ in range(50):
@@ -144,7 +147,7 @@ for ranks in (2, 3, 6, 8):
 
 
 def test_same_in_every_process() -> None:
-    """Bit for bit, whatever the hash seed: ranks decide apart and must decide alike."""
+    """Predictions are bitwise equal for any hash seed, because ranks choose separately and must agree."""
     outs = set()
     for seed in ("0", "1", "4242"):
         done = subprocess.run(
@@ -160,7 +163,7 @@ def test_same_in_every_process() -> None:
 
 
 def test_a_float8_wire_sends_half_the_bytes() -> None:
-    """A byte an element and 4 bytes per 128 columns: pushes are cheaper, the plain collective is the same."""
+    """FP8 sends 1 byte per element and 4 bytes per 128 columns: pushes are cheaper, the plain collective is unchanged."""
     plain = SiteShape("matmul_reduce_scatter", 4, "bfloat16", ((8192, 4096, 64, False),), 8192, 4096, operands="float8")
     narrow = SiteShape.from_dict({**plain.to_dict(), "wire_dtype": "float8"})
     assert narrow.shard_bytes_on_wire == 2048 * (4096 + 4 * 32) and plain.shard_bytes_on_wire == plain.shard_bytes

@@ -1,4 +1,4 @@
-"""Profiles: round trips, which one is used, and what is said about files that are none."""
+"""Tests of profiles: round trips, profile lookup, and errors for invalid files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Json = dict[str, Any]
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cache directory of the test's own."""
+    """Return a cache directory that belongs to the test."""
     monkeypatch.setenv("UB_OVERLAP_CACHE_DIR", str(tmp_path))
     _of_this_machine.cache_clear()
     read.cache_clear()
@@ -98,7 +98,7 @@ def put(field: str, value: Any) -> Callable[[Json], None]:
     ],
 )
 def test_broken_file(tmp_path: Path, change: Callable[[Json], None], field: str, got: str, expected: str) -> None:
-    """Every error names file, field, what it got and what it expected, from the API and as an option of the backend."""
+    """Every error names file, field, got and expected, from the API and as a backend option."""
     found = json.loads(PLAIN.to_json())
     change(found)
     path = tmp_path / "broken.json"
@@ -128,7 +128,7 @@ def test_no_such_file(tmp_path: Path) -> None:
 
 
 def kept(folder: Path, ranks: int, **changes: Any) -> Profile:
-    """A profile of this machine's CPU in the cache, with some of its key changed."""
+    """Store a profile of this machine's CPU in the cache, with some fields of its key changed."""
     found = json.loads(load("cpu").to_json())
     found["name"] = f"kept {ranks} {sorted(changes)}"
     found["key"] = {**machine.key("cpu", ranks), **changes}
@@ -140,7 +140,7 @@ def kept(folder: Path, ranks: int, **changes: Any) -> Profile:
 
 
 def test_which_profile_is_used(own_cache: Path) -> None:
-    """The machine's own, by the nearest group size; never one whose key differs; else the shipped one."""
+    """The machine's profile of the nearest group size is used, never one with another key; else the shipped one."""
     assert load(None, 2, "cpu") == load("cpu")
     before = signature(None, ("cpu",))
     kept(own_cache, 2, torch="0.1")
@@ -166,7 +166,7 @@ def test_what_else_lies_in_the_cache_is_no_matter(own_cache: Path, text: str) ->
 
 
 def test_fit_finds_the_costs_that_whole_calls_show() -> None:
-    """Calls that begin and end in 10 us each, and whose small steps take half of what they take alone."""
+    """The fit recovers 10 us at the begin and end of each call, and small steps at half of their isolated time."""
     from dataclasses import replace
 
     truth = with_steps(PLAIN, 10.0, 0.5)

@@ -1,1 +1,1 @@
-"""Snapshots, diffs, pages."""
+"""Tests of graph snapshots, diffs and HTML pages."""

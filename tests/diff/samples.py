@@ -1,4 +1,4 @@
-"""Small graphs by hand: a tensor-parallel MLP before and after its rewrite, and as other ranks and versions have it."""
+"""Small hand-written graphs: a tensor-parallel MLP before and after its rewrite, and variants of other ranks and versions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LINE = "/home/me/model.py:12: return self.w2(F.relu(self.w1(x)))"
 
 
 class Builder:
-    """Nodes by name; inputs are names too."""
+    """Builder of snapshots whose nodes and inputs are given by name."""
 
     def __init__(self, **shared: str) -> None:
         self.nodes: list[NodeShot] = []
@@ -41,7 +41,10 @@ class Builder:
 
 
 def before(rows: int = 64, lineage: str = "one", label: str = "before", **shared: str) -> Snapshot:
-    """x -> all_gather -> two matmuls -> relu, add -> matmul -> reduce_scatter; and an all_reduce that is left alone."""
+    """Return the graph before the rewrite.
+
+    x -> all_gather -> two matmuls -> relu, add -> matmul -> reduce_scatter; and an all_reduce that is not overlapped.
+    """
     b = Builder(**{"module": "mlp", "source": LINE, **shared})
     s0, s1, c = {"site": "forward.0"}, {"site": "forward.1"}, "_c10d_functional"
     m, whole, wide = f"[{rows}, 32]", f"[{2 * rows}, 32]", f"[{2 * rows}, 48]"
@@ -86,7 +89,7 @@ def after() -> Snapshot:
 
 
 def renamed(s: Snapshot, label: str = "another run") -> Snapshot:
-    """The same graph with other names and line numbers, as another run of edited code has it."""
+    """Return the same graph with other names and line numbers, as after an edit of the code."""
     nodes = tuple(
         n._replace(name=n.name if n.op != "call_function" else f"n{i}", source=n.source.replace(":12:", ":99:"))
         for i, n in enumerate(s.nodes)
@@ -95,7 +98,7 @@ def renamed(s: Snapshot, label: str = "another run") -> Snapshot:
 
 
 def with_clone(s: Snapshot) -> Snapshot:
-    """A clone between the relu and who reads it, and every name counted on from there."""
+    """Return the graph with a clone inserted between the relu and its readers; later node indices are shifted."""
     nodes: list[NodeShot] = []
     where: list[int] = []
     for n in s.nodes:
@@ -108,7 +111,7 @@ def with_clone(s: Snapshot) -> Snapshot:
 
 
 def report() -> dict[str, Any]:
-    """What Report.to_dict gives for these graphs."""
+    """Return the result of Report.to_dict for these graphs."""
     shared = {
         "phase": "forward", "group": "g0", "ranks": 2, "dtype": "bfloat16", "module": "mlp", "source": LINE, "plan": PLAN,
         "bytes": 4096, "flops": 786432, "work": None, "options": ["pipelined"], "predicted": {}, "matmuls": [],

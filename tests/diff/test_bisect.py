@@ -1,4 +1,7 @@
-"""`bisect` with a command that stands for a training: it stores a plan, and its loss depends on which sites are overlapped."""
+"""Tests of `bisect` on a stand-in training command.
+
+The command stores a plan. Its loss depends on which sites are overlapped.
+"""
 
 from __future__ import annotations
 
@@ -62,9 +65,9 @@ def test_two_sites_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
 
 
 def test_nothing_to_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert find(tmp_path, monkeypatch, "forward.0", "loss") == 1  # its exit code is 0
+    assert find(tmp_path, monkeypatch, "forward.0", "loss") == 1  # the command exits with code 0
     assert "good with all sites" in capsys.readouterr().err
-    assert find(tmp_path, monkeypatch, "always", "crash") == 1  # wrong whatever is on
+    assert find(tmp_path, monkeypatch, "always", "crash") == 1  # fails with every set of sites
     assert "bad without any overlap" in capsys.readouterr().err
     assert find(tmp_path, monkeypatch, "always", "hang", "--timeout", "0.5") == 1
     assert "exit code 124" in capsys.readouterr().err

@@ -1,5 +1,8 @@
-"""The page in a real browser, without one of the drivers: the test adds a script that clicks and types, and reads the DOM that
-is left (chromium --headless --dump-dom). Errors of the page are collected in it."""
+"""Tests of the HTML page in headless Chromium, without a driver.
+
+The test adds a script that clicks and types, then reads the resulting DOM (chromium --headless --dump-dom). The DOM also
+holds the page's JavaScript errors.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ const type = async (s) => { $("#search").value = s; $("#search").dispatchEvent(n
 
 
 def browse(folder: Path, found: dict[str, Any], steps: str) -> dict[str, Any]:
-    """`out` as the steps (JavaScript) leave it, on the page of a report."""
+    """Return `out` after the steps (JavaScript) have run on the page of a report."""
     path = html.write(folder / "page.html", found)
     page = (
         path.read_text()
@@ -99,7 +102,7 @@ def test_sites_details_filters_and_search(tmp_path: Path) -> None:
 
 
 def test_twenty_thousand_nodes(tmp_path: Path) -> None:
-    """Only what is seen is in the document, whatever is scrolled to."""
+    """The document holds only the visible nodes at every scroll position."""
     plan = "f" * 16
     found = {**report(), "plans": [plan], "sites": [], "graphs": [
         PlanGraphs(plan, "forward", graph(20_000, False, "one", "before"), graph(20_000, True, "one", "after")).to_dict()

@@ -1,4 +1,4 @@
-"""`explain`, `diff` and `doctor` on the command line: output, files, exit codes."""
+"""Tests of `explain`, `diff` and `doctor` on the command line: output, files, exit codes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def stored(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
-    """Another graph, and another decision."""
+    """Return another graph with another decision."""
     b = report()
     b["sites"] = [{**b["sites"][0], "strategy": "none", "reason": "no_gain", "detail": "too small"}, *b["sites"][1:]]
     b["graphs"] = [{**graphs().to_dict(), "before": with_clone(before()).to_dict()}]
@@ -109,7 +109,7 @@ def test_doctor_here(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_doctor_where_torch_is_broken(torch: str, said: str, tmp_path: Path) -> None:
-    """It never fails: it says what is broken, and what still works."""
+    """`doctor` never fails; it reports what is broken and what still works."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text(torch)
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])

@@ -1,4 +1,4 @@
-"""Snapshots, matching, edits and rows, on graphs by hand and on random ones."""
+"""Tests of snapshots, node matching, edits and diff rows on hand-written and random graphs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_same_graph_by_other_names(other: Snapshot) -> None:
 
 
 def test_a_node_more() -> None:
-    """Every name and line after it may have moved: only the node itself is a difference."""
+    """An inserted node is the only difference, although later names and lines shift."""
     d = Diff(before(), renamed(with_clone(before())))
     (edit,) = d.edits
     assert edit.title == "nothing -> clone" and not edit.removed and not edit.changed
@@ -59,7 +59,7 @@ def test_a_node_more() -> None:
 
 
 def test_another_shape_is_a_change() -> None:
-    """Nodes that only have other sizes are still the same nodes."""
+    """Nodes that differ only in sizes are still matched."""
     d = Diff(before(), before(rows=32, lineage="other", label="rank 1"))
     (edit,) = d.edits
     assert not edit.removed and not edit.added
@@ -114,7 +114,7 @@ def random_graph(seed: int) -> Snapshot:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_any_two_graphs(seed: int) -> None:
-    """Every node is matched once, or in one edit; rows show every node once a side, in its order."""
+    """Every node is matched once or in one edit; rows show every node once per side, in order."""
     a, b = random_graph(seed), random_graph(seed + 1000 if seed % 2 else seed)
     d = Diff(a, b)
     assert d.same is (seed % 2 == 0)
@@ -159,7 +159,7 @@ def test_ranks() -> None:
 
 
 def test_ranks_whose_graphs_cannot_be_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Then the error does without."""
+    """The error omits the graph difference when no graphs are available."""
     monkeypatch.setenv("UB_OVERLAP_CACHE_DIR", str(tmp_path))
     plan_graphs.install(explain_difference)
     assert plan_graphs.pack_graphs("0" * 16) == ""

@@ -1,4 +1,7 @@
-"""The output of every renderer, compared with files in golden/. ACCEPT=1 pytest tests/diff/test_golden.py updates them."""
+"""Tests of every renderer's output against the files in golden/.
+
+ACCEPT=1 pytest tests/diff/test_golden.py updates them.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def comparison() -> str:
 
 
 def pretty(value: object) -> str:
-    """JSON with short lists on a line."""
+    """Return indented JSON with each short list on one line."""
     return re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", json.dumps(value, indent=1))
 
 
@@ -75,7 +78,7 @@ def test_colour_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_page_is_one_file(tmp_path: Path) -> None:
-    """Nothing is fetched, and no text of a graph can end the script it stands in."""
+    """The page fetches nothing, and no graph text can close the script element around it."""
     hostile = report()
     hostile["sites"][0]["detail"] = "</script><script>alert(1)</script>\u2028"
     page = html.write(tmp_path / "page.html", hostile).read_text()
@@ -91,7 +94,7 @@ def test_the_page_calls_missed_what_the_compiler_does() -> None:
 
 
 def test_dot_is_balanced_and_complete() -> None:
-    """Every node that an edge names is drawn."""
+    """Every node named by an edge is drawn."""
     said = dot.dot(rewrite())
     drawn = set(re.findall(r"^\s+([ab]\d+) \[", said, re.M))
     used = {n for pair in re.findall(r"^\s+([ab]\d+) -> ([ab]\d+)", said, re.M) for n in pair}

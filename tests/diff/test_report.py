@@ -1,4 +1,4 @@
-"""Snapshots of what torch really traces: through the passes, the store, the report and its page."""
+"""Tests of snapshots of graphs traced by torch, from the passes to the store, the report and its page."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def explain(rank: int, world: int, model: tuple[str, dict[str, Any]], options: d
 
 @pytest.fixture(scope="module")
 def of_mlp(pool2: RankPool) -> dict[str, list[Told]]:
-    """What all ranks tell of one model, by who compiles it."""
+    """Return the results of all ranks for one model, by inner compiler."""
     return {name: pool2.run(explain, MLP, options) for name, options in (("aot_eager", FORCE), ("inductor", INDUCTOR))}
 
 
@@ -73,7 +73,7 @@ def test_before_and_after(of_mlp: dict[str, list[Told]], inner: str) -> None:
 
 
 def test_ranks_and_compilers_compared(of_mlp: dict[str, list[Told]], tmp_path: Path) -> None:
-    """Ranks have the same graph; Inductor's is another than AOTAutograd's, and the diff names views and not the matmuls."""
+    """Ranks have equal graphs; Inductor's and AOTAutograd's graphs differ in views and not in matmuls."""
     (eager, other), inductor = of_mlp["aot_eager"], of_mlp["inductor"][0]
     paths = []
     for name, told in (("eager", eager), ("other", other), ("inductor", inductor)):
@@ -92,7 +92,7 @@ def test_ranks_and_compilers_compared(of_mlp: dict[str, list[Told]], tmp_path: P
 
 
 def test_joint(pool2: RankPool) -> None:
-    """all_reduce(a) + all_reduce(b) -> all_reduce(a + b) happens before the graph is cut in two: a diff of its own."""
+    """The rewrite all_reduce(a) + all_reduce(b) -> all_reduce(a + b) precedes partitioning and has its own diff."""
     told = pool2.run(explain, SUMMED, FORCE)[0]
     joint = [title for phase, _, title in told.titles if phase == "joint"]
     assert joint == ["2 all_reduces + 2 waits + add -> add + all_reduce + wait"]
@@ -100,8 +100,8 @@ def test_joint(pool2: RankPool) -> None:
 
 
 def apart(rank: int, world: int) -> dict[str, Any]:
-    """Rank 1 squares what the others do not, so that its second collective feeds no matmul any more."""
-    group: Any = dist.new_group(list(range(world)))  # of its own: the error poisons it
+    """Explain a model in which only rank 1 squares a value, so its second collective feeds no matmul."""
+    group: Any = dist.new_group(list(range(world)))  # a separate group, because the error poisons it
     name = group.group_name
 
     def function(x: Tensor, w: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def apart(rank: int, world: int) -> dict[str, Any]:
 
 
 def test_ranks_that_differ_are_told_where(pool2: RankPool) -> None:
-    """The error says which node differs first, and its line, on both ranks."""
+    """The error names the first differing node and its source line on both ranks."""
     for rank, found in enumerate(pool2.run(apart, timeout=120)):
         assert found["type"] == "PlanMismatchError"
         said = found["diff"]

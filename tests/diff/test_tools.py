@@ -1,4 +1,4 @@
-"""Where people already look: the log, TORCH_TRACE, the profiler, and exposed communication of a trace."""
+"""Tests of the log, TORCH_TRACE, profiler ranges, and exposed communication of a trace."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ub_overlap.tools import exposed
 
 
 def looked(rank: int, world: int) -> tuple[dict[str, str], list[str], list[str]]:
-    """(artifacts by name, names of the profiler's ranges of ours, those when no profiler is on) of a step."""
+    """Return the artifacts of a step by name, the package's profiler ranges, and the events of all_gather_matmul."""
     artifacts: dict[str, str] = {}
 
     def record(kind: str, metadata_fn: Callable[[], dict[str, Any]], payload_fn: Callable[[], str]) -> None:
@@ -77,7 +77,7 @@ TRACE = [
 
 
 def test_exposed() -> None:
-    """Device 0: communication 2..14 and 16..26; computation 0..10 and 14..20; so 10..14 and 20..26 are exposed."""
+    """Device 0: communication 2..14 and 16..26; computation 0..10 and 14..20; exposed 10..14 and 20..26."""
     first, second = exposed.measure_devices(TRACE)
     assert (first.communication_us, first.compute_us, first.exposed_us) == (22, 16, 10)
     assert first.parts == {"NCCL": 10, "copies to peers": 10, "ub_overlap kernels": 4}
@@ -87,7 +87,7 @@ def test_exposed() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_spans(seed: int) -> None:
-    """Against counting every hundredth."""
+    """The length of the difference of two span lists equals a count over a grid of 1/100."""
     rng = torch.Generator().manual_seed(seed)
     a, b = (
         exposed.union((float(x), float(x + d)) for x, d in torch.randint(1, 40, (12, 2), generator=rng).tolist())

@@ -1,4 +1,4 @@
-"""options={"verify": True} and UB_OVERLAP_DISABLE."""
+"""Tests of options={"verify": True} and UB_OVERLAP_DISABLE."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODELS = (
 
 
 def verified(rank: int, world: int, model: tuple[str, dict[str, Any]], options: dict[str, Any]) -> tuple[list[Any], str, float]:
-    """(site, calls, error) of a step, the table, and the largest difference of outputs and gradients from those of eager."""
+    """Return (site, calls, error) per site, the table, and the largest difference from eager outputs and gradients."""
     case = build(rank, world, *model)
 
     def step(function: Any) -> list[Tensor]:
@@ -66,7 +66,7 @@ def test_inductor(pool2: RankPool) -> None:
 
 
 def sabotaged(rank: int, world: int) -> list[Any]:
-    """The same, with a rewrite of reductions that is off by a thousandth."""
+    """Return the sites of `verified` with a reduction rewrite whose result is wrong by a factor of 1.001."""
     good = rewrite_graph.rewrite_reduction
 
     def bad(e: Any, *more: Any) -> dict[Node, Node]:

@@ -1,1 +1,1 @@
-"""Overrides, saved plans, planned steps, and predictions in reports."""
+"""Tests of overrides, saved plans, planned steps, and predictions in reports."""

@@ -1,4 +1,4 @@
-"""A tp_comm_overlap_cfg as rules: the rule of each entry, warnings and errors."""
+"""Tests of a tp_comm_overlap_cfg as rules: the rule of each entry, warnings and errors."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_yaml_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_yaml_without_pyyaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "yaml", None)  # its import then fails
+    monkeypatch.setitem(sys.modules, "yaml", None)  # makes its import fail
     path = tmp_path / "cfg.yaml"
     path.write_text(YAML)
     with pytest.raises(OptionError, match="cfg.yaml") as caught:

@@ -1,4 +1,4 @@
-"""The guide pages of overrides and planner: rules parse, and every Megatron switch is mapped."""
+"""Tests of the guide pages of overrides and planner: rules parse, and every Megatron switch is mapped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planned steps: the sites of a compilation, plausible sums, and saved plans that a compilation applies."""
+"""Tests of planned steps: the sites of a compilation, plausible sums, and saved plans that a compilation applies."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def flags(s: PlannedBlock) -> list[str]:
 
 
 def test_a_large_model_on_this_machine(tmp_path: Path) -> None:
-    """From a folder without the checkout; sums of the 70B block, whose compute was measured at 9.3 ms on one of 8 H200s."""
+    """Planning works outside the checkout, and the sums of the 70B block are plausible.
+
+    Its compute was measured at 9.3 ms on one of 8 H200s.
+    """
     step = run("--model", "llama-70b", "--profile", "h200", "--timeline", "step.json", cwd=tmp_path)
     sites = step["sites"]
     collectives = [(s["phase"], s["kind"].removesuffix("_matmul").removeprefix("matmul_")) for s in sites]
@@ -55,7 +58,7 @@ def test_a_large_model_on_this_machine(tmp_path: Path) -> None:
         weighed = s["pairing"]
         if s["choice"] == "bulk":
             assert s["paired"] and weighed["saves_us"] > weighed["own_us"] > 0
-        elif weighed:  # time or memory speaks against it
+        elif weighed:  # rejected because of time or peak memory
             assert weighed["saves_us"] < weighed["own_us"] or weighed["peak_bytes"] > 0
     by_id = {s["id"]: s for s in sites}
     assert by_id["forward.0"]["module"] == "layers.0.attention.wq"
@@ -102,7 +105,7 @@ def test_sizes_with_a_model_and_layers(capsys: pytest.CaptureFixture[str]) -> No
     ids=str,
 )
 def test_what_cannot_be_planned(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with contextlib.suppress(SystemExit):  # bad usage, not bad sizes
+    with contextlib.suppress(SystemExit):  # usage errors exit; invalid sizes return 1
         assert main(["plan", *arguments]) == 1
     text = " ".join(capsys.readouterr().err.split()).replace("expected: one of", "expected:")
     assert message in text
@@ -146,7 +149,10 @@ def compiled(rank: int, world: int, sizes: PlannedBlock, path: str, inner: str) 
 
 @pytest.mark.parametrize(("gated", "inner"), [(True, "inductor"), (False, "aot_eager")])
 def test_a_saved_plan_is_what_compiling_the_block_gives(pool2: RankPool, tmp_path: Path, gated: bool, inner: str) -> None:
-    """Force strategies too, so that agreement by default values is excluded."""
+    """A compiled block has the sites of its saved plan.
+
+    Some strategies are forced, so the test cannot pass on default values alone.
+    """
     sizes, path = replace(SMALL, gated=gated), str(tmp_path / "plan.json")
     forced = tmp_path / "rules.json"
     forced.write_text(
@@ -169,7 +175,7 @@ def test_known_models() -> None:
 
 
 def test_the_rest_counts_each_kernel_once() -> None:
-    """relu(x) + 1, a matmul, and three elementwise nodes behind it: two kernels."""
+    """Each fused kernel counts once: relu(x) + 1, a matmul, and three elementwise nodes after it are two kernels."""
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y = torch.ops.aten.mm.default(torch.ops.aten.add.Tensor(torch.ops.aten.relu.default(x), 1), w)

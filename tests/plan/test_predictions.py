@@ -1,4 +1,4 @@
-"""Reports with predictions, measurements and timelines."""
+"""Tests of reports with predictions, measurements and timelines."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_measured_and_predicted(pool2: RankPool, tmp_path: Path) -> None:
             wanted = set(by_id) if what == "predicted" else set(by_id) - {"backward.1"}
             assert {e["cat"] for e in steps} == wanted and all(e["dur"] >= 0 and e["ts"] >= 0 for e in steps)
             assert any(e["name"].startswith("matmul") for e in steps)
-            # matplotlib may be there or not; without it the way out is named
+            # without matplotlib the message names the install command
         assert not explained.png or "pip install matplotlib" in explained.png
 
 

@@ -1,4 +1,4 @@
-"""Rules: matching, errors, and effects on a graph."""
+"""Tests of rules: matching, errors, and effects on a graph."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ STRIPES = [
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_stripes_by_rules_compute_the_same(pool2: RankPool, inner: str) -> None:
-    """Compare outputs and gradients of a sequence-parallel Llama block, and the rule that decided each site."""
+    """Rules with stripes keep outputs and gradients of a sequence-parallel Llama block, and each site names its rule."""
     options = {"overlap": "force", "inner": inner, "overrides": [*STRIPES, {"backward.3": "pipelined"}]}
     for outcome in check(pool2, LLAMA, {"sequence": True}, options):
         by_site = {d["id"]: (d["strategy"], d["detail"]) for d in outcome.decisions}

@@ -1,4 +1,4 @@
-"""Saved plans: applied to graphs that fit; errors for other files and for graphs that differ."""
+"""Tests of saved plans: applied to matching graphs; errors for other files and for graphs that differ."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_broken_file(tmp_path: Path) -> None:
         parse({"overrides": str(path)}, frozenset())
 
 
-# The sites of PLAN as a graph shows them.
+# The sites of PLAN as described by a graph.
 PLACES = [
     SiteDescription(
         id=d.id, phase=d.phase, kinds=("all_gather", d.kind.value), modules=(d.module, "layers.0"), ranks=d.ranks,
@@ -114,14 +114,14 @@ def test_another_number_of_sites() -> None:
 
 
 def test_of_several_graphs_the_one_that_fits_is_taken() -> None:
-    """A model with a graph break has two forward graphs, each with a forward.0."""
+    """The matching graph of a plan is selected. A graph break gives two forward graphs, each with a forward.0."""
     other = Plan("forward", tuple(replace(d, module="head") for d in PLAN.decisions[:1]))
     rows = [{**d.to_dict(), "plan": p.digest} for p in (other, PLAN) for d in p.decisions]
     graphs = parse_saved_plan({"version": 1, "plans": [other.digest, PLAN.digest], "sites": rows}, "")
     assert len(graphs) == 2
     assert set(match_saved_graph(graphs, "forward", PLACES)) == {"forward.0", "forward.1"}
     assert set(match_saved_graph(graphs, "forward", [replace(PLACES[0], modules=("head",))])) == {"forward.0"}
-    with pytest.raises(OptionError, match="forward.1"):  # compared with the graph that agrees longest
+    with pytest.raises(OptionError, match="forward.1"):  # compared with the graph with the longest matching prefix
         match_saved_graph(graphs, "forward", [PLACES[0], replace(PLACES[1], ranks=3)])
 
 
