@@ -1,8 +1,8 @@
-"""A c10d Store whose users count their exchanges by themselves, seen from where they are now.
+"""A c10d Store wrapper that renumbers the exchange counter in torch's rendezvous keys from 0.
 
-torch's rendezvous for symmetric memory names its keys "<prefix>/<n>" and "<prefix>/<n>/<rank>", where n counts the exchanges
-of the process, of all groups. Ranks of a group that have a different past therefore never meet. Here n is counted from the
-first one that is asked for.
+torch's rendezvous for symmetric memory uses the keys "<prefix>/<n>" and "<prefix>/<n>/<rank>". n counts the exchanges of the
+process over all groups. Ranks with different counts use different keys and never find each other. Here n is relative to the
+first n that is requested.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _KEY = re.compile(r"(?P<before>.*?/)(?P<n>\d+)(?P<after>/.*)?", re.DOTALL)
 
 
 class Recounted(dist.Store):
-    """`store` under `prefix`. One for each rendezvous, on every rank with the same prefix.
+    """`store` under `prefix`. Every rendezvous needs a new one, with the same prefix on every rank.
 
-    C++ keeps only the C++ half of it alive, so the caller must keep a reference.
+    C++ keeps only its C++ half alive, so the caller must keep a reference.
     """
 
     def __init__(self, store: Any, prefix: str) -> None:

@@ -1,8 +1,8 @@
 """The only file that names private parts of torch. Everything else imports them from here.
 
-`_PRIVATE` maps our name to where torch keeps it, oldest place first when it moved (supported: torch 2.11 to 2.15); the name is
-resolved at its first use, so importing this file imports no torch. What needs more than a name (a changed signature, say) is a
-function below, with its torch imports inside. `tests/test_torch_compat.py` resolves every name on the installed torch.
+`_PRIVATE` maps our name to its locations in torch, oldest first (supported: torch 2.11 to 2.15). A name is resolved at its
+first use, so importing this file does not import torch. APIs that need more than a name (a changed signature, say) have a
+function below, which imports torch itself. `tests/test_torch_compat.py` resolves every name on the installed torch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
 
 
 def __getattr__(name: str) -> Any:
-    """Resolve a private torch name. AttributeError for one not listed, ImportError for one that this torch does not have."""
+    """Resolve a private torch name. AttributeError if it is not listed, ImportError if this torch lacks it."""
     if name not in _PRIVATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}: list it in _PRIVATE")
     for place in _PRIVATE[name]:
@@ -68,7 +68,7 @@ def __getattr__(name: str) -> Any:
 
 
 def names() -> list[str]:
-    """The private torch names that `__getattr__` resolves."""
+    """Return the private torch names that `__getattr__` resolves."""
     return sorted(_PRIVATE)
 
 
@@ -76,7 +76,7 @@ def names() -> list[str]:
 
 
 def fake_mode_of(value: Any) -> Any:
-    """The FakeTensorMode that a node's meta["val"] lives in."""
+    """Return the FakeTensorMode of a node's meta["val"]. ValueError if it has none."""
     mode = __getattr__("detect_fake_mode")([value])
     if mode is None:
         raise ValueError(f"a graph value without a FakeTensorMode: got {type(value).__name__}, expected a FakeTensor")
@@ -84,30 +84,30 @@ def fake_mode_of(value: Any) -> Any:
 
 
 def range_of(size: Any) -> tuple[int, int | None]:
-    """The least and the largest value (None: any) that a SymInt may have."""
+    """Return the lower and upper bound of a SymInt (upper None: unbounded)."""
     bounds = size.node.shape_env.bound_sympy(size.node.expr)
     least = int(bounds.lower) if bounds.lower.is_Integer else 0
     return least, int(bounds.upper) if bounds.upper.is_Integer else None
 
 
 def group_size(name: str) -> int:
-    """Ranks of the process group registered under `name`."""
+    """Return the number of ranks of the process group registered under `name`."""
     return int(__getattr__("_group_size_by_name")(name))
 
 
 def inductor_option_names() -> frozenset[str]:
-    """Names of torch._inductor.config, as torch.compile(options=) takes them."""
+    """Return the names of torch._inductor.config, as torch.compile(options=) accepts them."""
     config = __getattr__("inductor_config")
     return frozenset(k.replace("-", "_") for k in config.get_config_copy())
 
 
 def inductor_modes() -> list[str]:
-    """The modes that torch.compile(mode=) knows."""
+    """Return the modes of torch.compile(mode=)."""
     return sorted(__getattr__("list_mode_options")())
 
 
 def caches_off() -> Any:
-    """A context in which compiled graphs are neither looked up in Inductor's and AOTAutograd's caches nor put there."""
+    """Return a context in which Inductor's and AOTAutograd's caches are neither read nor written."""
     import contextlib
 
     import torch._functorch.config as functorch
@@ -120,7 +120,7 @@ def caches_off() -> Any:
 
 @functools.cache
 def never_reused(op: Any) -> None:
-    """Tells Inductor that what `op` returns is not its own: it must not compute anything else into that memory."""
+    """Forbid Inductor to reuse the output buffers of `op`: their memory is not Inductor's."""
     from torch._inductor.lowering import fallback_handler, register_lowering
 
     lower, virtualized = fallback_handler(op), __getattr__("inductor_virtualized")
@@ -136,9 +136,10 @@ def never_reused(op: Any) -> None:
 
 @functools.cache
 def mend_fused_reads() -> None:
-    """Inductor's CPU kernels: a node whose loops are rearranged for fusion still reads what a collective wrote in place.
-    torch 2.11 to 2.13 forget that it is another version of the buffer, and may run the node before the collective: a float8
-    cast would be scaled by the largest of one rank."""
+    """Patch a bug of Inductor on the CPU: fused nodes lose their dependency on in-place collectives.
+
+    When fusion reorders a node's loops, torch 2.11 to 2.13 drop the renames of mutated buffers. The node may then run before
+    the collective that writes its input: a float8 cast would be scaled by the amax of one rank."""
     node = __getattr__("inductor_node")
     recompute = node.recompute_size_and_body
 
@@ -150,7 +151,7 @@ def mend_fused_reads() -> None:
 
 
 def user_pass(name: str, options: dict[str, Any]) -> list[Any]:
-    """The user's own passes at Inductor's hook `name`, from their options or the global config, as a list."""
+    """Return the user's passes at Inductor's hook `name`, from their options or the global config."""
     value = options.get(name, getattr(__getattr__("inductor_config"), name))
     if value is None:
         return []
@@ -158,49 +159,53 @@ def user_pass(name: str, options: dict[str, Any]) -> list[Any]:
 
 
 def must_recompute() -> Any:
-    """The tag in node.meta["recompute"] that makes the partitioner compute a node again in backward."""
+    """Return the tag in node.meta["recompute"] that makes the partitioner recompute a node in backward."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     return CheckpointPolicy.MUST_RECOMPUTE
 
 
 def must_save() -> Any:
-    """The tag in node.meta["recompute"] that makes the partitioner keep a node's value for backward."""
+    """Return the tag in node.meta["recompute"] that makes the partitioner save a node's value for backward."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     return CheckpointPolicy.MUST_SAVE
 
 
 def hash_of_files(paths: list[Any]) -> str:
-    """One hash over the contents of files."""
+    """Return one hash of the contents of files."""
     digest = __getattr__("_get_hash_for_files")(tuple(str(p) for p in paths))
     return digest.hex() if isinstance(digest, bytes) else str(digest)
 
 
 def custom_graph_pass() -> type:
-    """Inductor's base class of passes with a cache key."""
+    """Return Inductor's base class of passes with a cache key."""
     return __getattr__("CustomGraphPass")
 
 
 def dtensor_input(node: Any) -> int | None:
-    """Which input of Dynamo's graph is the DTensor whose local tensor a placeholder of a joint graph takes; None for others."""
+    """Return the index of the DTensor input of Dynamo's graph whose local tensor this placeholder is, else None.
+
+    `node`: a placeholder of a joint graph."""
     desc = node.meta.get("desc")
     return getattr(desc.base, "idx", None) if getattr(desc, "attr", None) == "_local_tensor" else None
 
 
 def graph_input(node: Any) -> int | None:
-    """Which input of Dynamo's graph a placeholder of a joint graph takes, itself or its local tensor; None for others."""
+    """Return the index of the input of Dynamo's graph that this placeholder, or its DTensor, is; else None.
+
+    `node`: a placeholder of a joint graph."""
     desc = node.meta.get("desc")
     return getattr(desc, "idx", None) if dtensor_input(node) is None else dtensor_input(node)
 
 
 def chained(before: list[Any], own: Any) -> Any:
-    """What a hook of Inductor takes to run the user's passes `before` and then ours (torch 2.11 takes one pass, not a list)."""
+    """Return a pass for a hook of Inductor: the user's passes `before`, then ours. torch 2.11 accepts one pass, not a list."""
     return _Chain(before, own) if before else own
 
 
 class _Chain:
-    """Several passes as one, made a CustomGraphPass when it is first built (torch is imported then)."""
+    """Several passes as one CustomGraphPass. torch is imported when it is built."""
 
     def __new__(cls, before: list[Any], own: Any) -> Any:
         base = custom_graph_pass()
@@ -211,7 +216,7 @@ class _Chain:
                     p(graph)
 
             def uuid(self) -> Any:
-                # A user's pass without a key has none: like torch, do not cache then.
+                # Like torch, do not cache if a user's pass has no key.
                 keys = [p.uuid() if isinstance(p, base) else None for p in (*before, own)]
                 return None if any(k is None for k in keys) else tuple(keys)
 
@@ -219,7 +224,7 @@ class _Chain:
 
 
 def is_fake_group(name: str) -> bool:
-    """Is the group registered under `name` torch's fake process group (one process that plays one of many ranks)?"""
+    """Return whether the group `name` is torch's fake process group (one process simulates one of many ranks)."""
     import torch.distributed as dist
 
     return dist.get_backend(group_of(name)) == "fake"
@@ -229,7 +234,7 @@ def is_fake_group(name: str) -> bool:
 
 
 def group_of(name: str) -> Any:
-    """The c10d process group registered under `name`, as c10d and the functional collectives know it."""
+    """Return the c10d process group registered under `name`, the name that functional collectives use."""
     from torch.distributed import distributed_c10d
 
     resolve: Any = distributed_c10d._resolve_process_group
@@ -237,17 +242,17 @@ def group_of(name: str) -> Any:
 
 
 def gather_into(out: Any, shard: Any, group: str) -> None:
-    """all_gather of `shard` into `out`, shard after shard; without what torch.distributed's own functions add for the host."""
+    """All-gather `shard` into `out`, in rank order, without the host overhead of torch.distributed's functions."""
     group_of(group)._allgather_base(out, shard).wait()
 
 
 def scatter_into(out: Any, whole: Any, group: str) -> None:
-    """reduce_scatter of `whole` into `out`, summed."""
+    """Reduce-scatter `whole` into `out`, with a sum."""
     group_of(group)._reduce_scatter_base(out, whole).wait()
 
 
 def groups() -> list[str]:
-    """Name, backend and size of every c10d process group of this process."""
+    """Return "name:backend:size" of every c10d process group of this process."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
@@ -258,24 +263,24 @@ def groups() -> list[str]:
 
 
 def store_of(group: Any) -> Any:
-    """The Store through which `group` was made: all its ranks see the same keys in it."""
+    """Return the Store with which `group` was created. All its ranks share the keys."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._world.pg_map[group][1]
 
 
 def symmetric_empty(size: int, device: Any) -> Any:
-    """`size` bytes of memory that peers can map, an allocation of its own."""
+    """Allocate `size` bytes of memory that peers can map, as a separate allocation."""
     import torch
 
     return __getattr__("_SymmetricMemory").empty_strided_p2p((size,), (1,), torch.uint8, device)
 
 
 def symmetric_rendezvous(tensor: Any, group: str, apart: str = "") -> Any:
-    """Map the ranks' tensors, made by `symmetric_empty` with equal sizes, into each other's processes. Collective.
+    """Map the ranks' tensors from `symmetric_empty`, of equal sizes, into each other's processes. Collective.
 
-    `apart`: a name that this group has not used before, where its ranks have been through unequal numbers of rendezvous: then
-    torch's keys, which carry that number, are counted from here on."""
+    `apart`: a name that is new to this group. Required if its ranks have completed unequal numbers of rendezvous: torch's keys
+    contain that number, and this call counts it from 0."""
     if not apart:
         return __getattr__("_rendezvous")(tensor, group)
     from torch._C import _distributed_c10d as c10d
@@ -286,9 +291,9 @@ def symmetric_rendezvous(tensor: Any, group: str, apart: str = "") -> Any:
     name: Any = f"{group}/{apart}"
     store = Recounted(store_of(members), apart)
     _recounted.append(store)
-    # torch finds a name's Store in a table of its own (2.13) or through the process group of that name (2.11): it gets both.
+    # torch looks up the Store of a name in a separate table (2.13) or through the process group of that name (2.11): set both.
     memory.set_group_info(name, members.rank(), members.size(), store)
-    named = c10d.ProcessGroup(store, members.rank(), members.size())  # the registry does not keep it
+    named = c10d.ProcessGroup(store, members.rank(), members.size())  # the registry does not keep it alive
     c10d._register_process_group(name, named)
     try:
         return memory.rendezvous(tensor, name)
@@ -297,11 +302,11 @@ def symmetric_rendezvous(tensor: Any, group: str, apart: str = "") -> Any:
 
 
 _recounted: list[Any] = []
-"""C++ does not keep the Python half of a Store alive."""
+"""References to Stores: C++ does not keep their Python half alive."""
 
 
 def nvlinks() -> list[list[int]] | None:
-    """NVLinks between the GPUs that this process sees, [i][j] by CUDA index; None where this torch or machine cannot tell."""
+    """Return NVLink counts between the visible GPUs, [i][j] by CUDA index. None if torch cannot report them."""
     try:
         found = __getattr__("_detect_dma_connectivity")(__getattr__("_DeviceType").CUDA, "nvlink").matrix
     except (ImportError, AttributeError, TypeError, RuntimeError):
@@ -310,7 +315,7 @@ def nvlinks() -> list[list[int]] | None:
 
 
 def warms_up_cuda_graph(device_index: int) -> bool:
-    """Is Inductor running a graph of `device_index` for the last time before it captures it?"""
+    """Return whether Inductor runs a graph of `device_index` in warmup, the last run before capture."""
     import sys
 
     trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
@@ -318,47 +323,48 @@ def warms_up_cuda_graph(device_index: int) -> bool:
         return False
     try:
         container = trees.get_obj(trees.local, "tree_manager_containers").get(device_index)
-    except (AttributeError, AssertionError, RuntimeError):  # a thread that has none
+    except (AttributeError, AssertionError, RuntimeError):  # a thread without a container
         return False
     return bool(getattr(getattr(container, "tree_manager", None), "in_warmup", False))
 
 
 def is_computed_again(policy: Any) -> bool:
-    """Is `policy` (node.meta["recompute"]) that of a region that the user checkpoints?"""
+    """Return whether `policy` (node.meta["recompute"]) marks a checkpointed region of the user."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     return policy in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def in_backward() -> bool:
-    """Does this thread run inside autograd's backward?"""
+    """Return whether this thread runs autograd's backward."""
     return __getattr__("_graph_task")() != -1
 
 
 def storage_id(tensor: Any) -> int:
-    """Names the memory that a tensor lies in, also while that is resized; another one's once it is gone and no weak_storage is
-    kept."""
+    """Return an id of a tensor's storage. Resizing keeps it.
+
+    A new storage may get the id of a freed one, unless a `weak_storage` of the old one exists."""
     return tensor.untyped_storage()._cdata
 
 
 def weak_storage(tensor: Any) -> Any:
-    """A reference that does not keep the memory alive. `expired()` is True once no other reference does."""
+    """Return a weak reference to a tensor's storage. `expired()` is True once the storage is freed."""
     return __getattr__("_StorageWeakRef")(tensor.untyped_storage())
 
 
 def dtypes(given: Any) -> list[Any]:
-    """A ScalarType[] as a Python kernel gets it: on some ways through the dispatcher dtypes have become their numbers."""
+    """Return the dtypes of a ScalarType[] argument of a Python kernel: some dispatcher paths pass them as integers."""
     return list(given) if not any(isinstance(value, int) for value in given) else __getattr__("_dtypes_of_numbers")(given)
 
 
 def device_types(group: Any) -> list[str]:
-    """The device types that the backends of `group` serve."""
+    """Return the device types that the backends of `group` support."""
     return sorted({device.type for device in group._device_types})
 
 
 @functools.cache
 def cpu_scales_rows() -> bool:
-    """Does torch._scaled_mm take a scale a row on the CPU? torch 2.11 takes one a tensor alone."""
+    """Return whether torch._scaled_mm supports per-row scales on the CPU. torch 2.11 supports per-tensor scales only."""
     import torch
 
     q, scale = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(16, 1)

@@ -1,4 +1,4 @@
-"""The command line: one file per verb. Each has `add(verbs, as_json)`, which adds its parser and its function.
+"""The command line: one file per verb. Each file defines `add(verbs, as_json)`, which adds its parser and function.
 
 Verbs import their dependencies when they run. `--version`, `report`, `explain` and `diff` load no torch. `doctor` also works
 if torch or another third-party package is missing or broken.

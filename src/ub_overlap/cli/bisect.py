@@ -3,8 +3,8 @@
     python -m ub_overlap bisect -- torchrun --nproc-per-node 2 train.py          bad: exit code is not 0,
     python -m ub_overlap bisect --loss 'loss (\\S+)' -- torchrun ... train.py     or the last loss differs
 
-"Differs" is relative to the run without overlap. Every run is a separate process with UB_OVERLAP_DISABLE set. torch's compile
-caches are off, so plans are compiled again.
+The loss is compared with the run without overlap. Every run is a separate process with UB_OVERLAP_DISABLE set. torch's compile
+caches are off, so every run compiles its plans.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
 
 @dataclass(slots=True)
 class Trial:
-    """Runs of a command with some sites overlapped, each judged good or bad."""
+    """Runs of a command with a subset of sites overlapped, each classified as good or bad."""
 
     command: Sequence[str]
     loss: re.Pattern[str] | None
@@ -45,7 +45,7 @@ class Trial:
     runs: int = 0
 
     def is_bad(self, enabled: Sequence[str]) -> bool:
-        """Run the command with only the sites `enabled` overlapped, and judge it."""
+        """Run the command with only the sites `enabled` overlapped. Return whether it is bad."""
         disabled = [s for s in self.sites if s not in enabled]
         code, loss = self.run_command(",".join(disabled))
         wrong = code != 0 or (self.loss is not None and not self._matches_reference(loss))
@@ -65,7 +65,7 @@ class Trial:
         try:
             out, _ = run.communicate(timeout=self.timeout_s)
         except subprocess.TimeoutExpired:
-            os.killpg(run.pid, signal.SIGKILL)  # a launcher's ranks too
+            os.killpg(run.pid, signal.SIGKILL)  # also kills a launcher's ranks
             run.wait()
             return 124, None
         losses = self.loss.findall(out) if self.loss else []
@@ -82,7 +82,7 @@ class Trial:
 
 
 def find_bad_sites(sites: Sequence[str], is_bad: Callable[[Sequence[str]], bool]) -> list[str]:
-    """Return one bad site, or several that are bad only together. All `sites` together are bad."""
+    """Return one bad site, or several that are bad only in combination. Precondition: all `sites` combined are bad."""
     suspects = list(sites)
     while len(suspects) > 1:
         middle = len(suspects) // 2
@@ -131,13 +131,13 @@ def run(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def overlapped_since(moment: float) -> dict[str, dict[str, str]]:
-    """Return the overlapped sites of plans stored since then, by id: kind, strategy, module, source."""
+    """Return the overlapped sites of plans stored since `moment`, by id: kind, strategy, module, source."""
     from ub_overlap.runtime import plan_store
 
     sites: dict[str, dict[str, str]] = {}
     folder = plan_store.directory()
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
-        if path.stat().st_mtime < moment - 1:  # some file systems count whole seconds
+        if path.stat().st_mtime < moment - 1:  # some file systems store whole seconds
             continue
         for site in json.loads(path.read_text())["sites"]:
             if "pipelined" in site["strategy"] or "bulk" in site["strategy"]:

@@ -17,7 +17,7 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
 
 
 def run(path: str, *, as_json: bool) -> int:
-    """Print the rules (--json: as options={"overrides": ...} takes them); fields without effect here go to stderr."""
+    """Print the rules (--json: in the form of options={"overrides": ...}), and to stderr the fields without effect here."""
     from tabulate import tabulate
 
     from ub_overlap.compiler.overrides.megatron import import_file

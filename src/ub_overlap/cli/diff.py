@@ -1,4 +1,4 @@
-"""`diff`: compare two stored reports, of two runs, ranks or versions."""
+"""`diff`: compare the stored reports of two runs, ranks or versions."""
 
 from __future__ import annotations
 

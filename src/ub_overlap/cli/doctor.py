@@ -1,7 +1,7 @@
 """`doctor`: report what works on this machine, what does not, and what to do. It never fails.
 
-It uses the standard library only. probe.py checks torch and the extension in a separate process, with a deadline: they may be
-missing, broken, or hang on a device.
+It uses the standard library only. torch and the extension may be missing or broken, or hang on a device. So probe.py checks
+them in a separate process, with a time limit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS",
 )  # fmt: skip
 MIN_SHM = 64 << 20
-"""Free bytes in /dev/shm that small models on the CPU need."""
+"""Minimum of free bytes in /dev/shm for small models on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Verdict:
 
 
 def collect_facts() -> dict[str, Any]:
-    """Return all facts and their verdicts. Never raises."""
+    """Return all facts and their verdicts. Never raise."""
     facts: dict[str, Any] = {"ub_overlap": __version__, "system": _guarded(_system), "store": _guarded(_store)}
     facts["nvidia_smi"] = _guarded(_nvidia_smi)
     facts["environment"] = {k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)}
@@ -110,7 +110,7 @@ def _probe() -> dict[str, Any]:
 
 
 def verdicts(facts: dict[str, Any]) -> list[Verdict]:
-    """Return what works, from the facts of `collect_facts`."""
+    """Return the verdict on each feature, from the facts of `collect_facts`."""
     probe = facts["probe"]
 
     def problem_of(name: str) -> str:

@@ -1,4 +1,4 @@
-"""`explain`: show a stored report as text, page or graph."""
+"""`explain`: show a stored report as text, HTML page or graph."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Print one line per device, and its sites. OptionError for a file that is not a trace of a device."""
+    """Print one line per device, then its sites. OptionError if the file is not a device trace."""
     from ub_overlap.tools import exposed
 
     devices = exposed.read_trace(flags.trace)

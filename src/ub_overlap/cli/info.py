@@ -12,7 +12,7 @@ from ub_overlap.runtime import plan_store
 
 
 def info() -> dict[str, Any]:
-    """Return installed versions. `problem`: None, or why the package cannot run here. Imports torch and the extension."""
+    """Return installed versions. `problem`: None, or the reason why the package cannot run. Imports torch and the extension."""
     facts: dict[str, Any] = {
         "ub_overlap": __version__,
         "python": platform.python_version(),

@@ -1,6 +1,6 @@
 """Checks of `doctor` that need torch or GPUs, in a separate process. As a program it prints one JSON line per finding.
 
-Every check is guarded: a failure is a finding under the check's name, and a crash keeps the lines printed before it.
+Every check is guarded: a failure becomes a finding under the check's name. Lines printed before a crash remain valid.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def extension() -> dict[str, Any]:
 
 
 def private_names() -> dict[str, Any]:
-    """Return the private names that an untested torch lacks. Tested versions have all, and the check takes seconds."""
+    """Return the private names that an untested torch lacks. Tested versions are skipped: the check takes seconds."""
     import torch
 
     from ub_overlap import _torch_compat as compat
