@@ -1,4 +1,4 @@
-"""What the ops must return, in fp64, from all ranks' inputs; and how far a result may be from it."""
+"""Expected op results in fp64, computed from all ranks' inputs, and the error tolerance."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ ALL_TRANSPOSES: list[Transposes] = [(False, False), (False, True), (True, False)
 
 
 def data(*sizes: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Random numbers that every rank can make for every other one."""
+    """Return random numbers that depend on the seed only, so any rank can compute another rank's data."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(sizes, generator=generator).to(dtype)
 
 
 def gathered(shards: Sequence[Tensor], outer: int, last: bool) -> Tensor:
-    """G of runtime/ops/all_gather_matmul.py."""
+    """Return the gathered tensor, G of runtime/ops/all_gather_matmul.py."""
     cols = shards[0].shape[-1]
     rows = math.prod(shards[0].shape[:-1])
     if last:
@@ -35,7 +35,7 @@ def product(gathered: Tensor, operand: Tensor, transpose_gathered: bool, transpo
 
 
 def scattered(partials: Sequence[Tensor], outer: int, last: bool, rank: int) -> Tensor:
-    """The share of `rank` of the sum."""
+    """Return the shard of the sum that `rank` owns."""
     total, ranks = sum(partials), len(partials)
     rows, cols = partials[0].shape
     if last:
@@ -45,12 +45,12 @@ def scattered(partials: Sequence[Tensor], outer: int, last: bool, rank: int) -> 
 
 
 def tolerance(dtype: torch.dtype, terms: int) -> float:
-    """Error of a sum of `terms` products of standard normal numbers, rounded to `dtype` a few times."""
+    """Return the error bound of a sum of `terms` products of standard normal numbers, rounded to `dtype` a few times."""
     return 6 * torch.finfo(dtype).eps * max(1, terms) ** 0.5 + 1e-6 * max(1, terms) ** 0.5
 
 
 def far(name: str, got: Tensor, want: Tensor, terms: int, dtype: torch.dtype | None = None) -> list[str]:
-    """Complaints about `got`: sizes, layout, values. `dtype`: the coarsest type that took part."""
+    """Return a list of errors in the sizes, layout and values of `got`. `dtype`: the least precise type involved."""
     if tuple(got.shape) != tuple(want.shape):
         return [f"{name}: got sizes {tuple(got.shape)}, expected {tuple(want.shape)}"]
     if not got.is_contiguous():

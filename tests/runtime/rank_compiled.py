@@ -1,4 +1,4 @@
-"""What ranks run in test_functional.py to compile the plain functions, and the documented layer."""
+"""Rank functions of test_functional.py that compile the functional API and the documented layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def block(x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, how: dict[str, Any]) ->
 
 
 def compiled(rank: int, world: int, backend: str, batch: int) -> list[str]:
-    """A hand-written gated MLP: compiled as one graph, it gives what it gives eager. `batch` 1: shards lie one by one."""
+    """A hand-written gated MLP, compiled as one graph, equals eager. With `batch` 1 the shards are contiguous."""
     bad, options = [], {"inner": "aot_eager", "overlap": "force"} if backend == "ub_overlap" else None
     for how in ({}, {"save": "shard"}, {"strategy": "none"}):
         inputs = [leaf(batch, 4, 8, seed=rank, dtype=torch.float32, grad=True)]
@@ -54,7 +54,7 @@ def compiled(rank: int, world: int, backend: str, batch: int) -> list[str]:
 
 
 def dynamic(rank: int, world: int) -> list[str]:
-    """Compiled once for any number of tokens."""
+    """One compilation with dynamic shapes serves any number of tokens."""
     bad, how = [], {"save": "shard"}
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     fast = torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=True)
@@ -70,7 +70,7 @@ def dynamic(rank: int, world: int) -> list[str]:
 
 
 def named(rank: int, world: int) -> list[str]:
-    """Compiled as one graph with every way to name a group."""
+    """The functions compile as one graph with every form of the group argument."""
     mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
     world_group: Any = dist.group.WORLD
     bad = []
@@ -89,7 +89,7 @@ def named(rank: int, world: int) -> list[str]:
 
 
 def documented(rank: int, world: int) -> list[str]:
-    """The layer of docs/guide/without_compile.md, against the same on one process."""
+    """The layer of docs/guide/without_compile.md equals the same layer on one process."""
     text = (Path(__file__).resolve().parents[2] / "docs/guide/without_compile.md").read_text()
     names: dict[str, Any] = {"torch": torch, "nn": torch.nn, "F": torch.nn.functional, "ub_overlap": ub_overlap}
     exec(text.split("```python\n")[1].split("```")[0], names)

@@ -22,11 +22,11 @@ from .rank_sessions import C, gather, reset, scatter
 
 
 def attempt(body: Callable[[], Any]) -> dict[str, Any]:
-    """Return what `body` raised, as plain data, and after how many seconds."""
+    """Return the error that `body` raised, as plain data, with the elapsed seconds."""
     begin = time.monotonic()
     try:
         body()
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  (told to the test)
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  (reported to the test)
         return {
             "error": type(error).__name__,
             "text": str(error),
@@ -42,7 +42,7 @@ def fresh(world: int) -> str:
 
 
 def never_calls(rank: int, world: int, step_s: float) -> list[dict[str, Any]]:
-    """The last rank skips its second call. Then: what a call after that says."""
+    """The last rank skips its second call. Return also the error of a later call."""
     name = fresh(world)
     with reset():
         settings.configure(step_timeout_s=step_s)
@@ -54,8 +54,10 @@ def never_calls(rank: int, world: int, step_s: float) -> list[dict[str, Any]]:
 
 
 def ranges(rank: int, world: int) -> tuple[dict[str, Any], list[str]]:
-    """What the last of four calls raised, to which rank 1 brings another shape, and the NVTX ranges of all but the first, which
-    the setting leaves out."""
+    """Return the error of the last of four calls, and the recorded NVTX ranges.
+
+    Rank 1 passes another shape to the last call. The first call runs before NVTX is enabled and has no range.
+    """
     name = fresh(world)
     with reset():
         C.testing.count_ranges(True)
@@ -80,7 +82,7 @@ def never_binds(rank: int, world: int, init_s: float) -> dict[str, Any]:
 
 
 def other_shapes(rank: int, world: int, rows: int) -> dict[str, Any]:
-    """Rank 1 brings `rows` rows, the others 4, after a call in step."""
+    """Rank 1 passes `rows` rows and the other ranks pass 4, after one matching call."""
     name = fresh(world)
     gather(name, rank, world, 4)
     return attempt(lambda: gather(name, rank, world, rows if rank == 1 else 4))
@@ -94,7 +96,7 @@ def other_sites(rank: int, world: int) -> dict[str, Any]:
 
 
 def other_plans(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """Rank 1 compiled another plan, whose second site runs in bulk."""
+    """Rank 1 compiles a different plan, whose second site uses the bulk strategy."""
     os.environ["UB_OVERLAP_CACHE_DIR"] = folder
     name = fresh(world)
     digest = "aaaaaaaa11111111" if rank != 1 else "bbbbbbbb22222222"
@@ -110,7 +112,7 @@ def same_plans(rank: int, world: int) -> dict[str, Any]:
 
 
 def raises_alone(rank: int, world: int) -> dict[str, Any]:
-    """Rank 1 cannot build its schedule: the others hear of it."""
+    """Rank 1 cannot build its schedule, and the other ranks are notified."""
     name = fresh(world)
     gather(name, rank, world, 4)
 
@@ -143,7 +145,7 @@ def unknown_compute_kind(rank: int, world: int) -> dict[str, Any]:
 
 
 def bad_arguments(rank: int, world: int) -> list[str]:
-    """Mistakes that a rank can see by itself: they leave the group usable."""
+    """Errors that a rank detects locally leave the group usable."""
     name = rank_ops.group()
     a, b = data(4, 6, seed=1), data(6, 3, seed=2)
     call = torch.ops.ub_overlap.all_gather_matmul
@@ -175,7 +177,7 @@ def bad_arguments(rank: int, world: int) -> list[str]:
 
 
 class _Gather(torch.autograd.Function):
-    """A gather whose backward runs an op of ours, as compiled graphs do."""
+    """A gather whose backward runs a ub_overlap op, as in compiled graphs."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, name: str) -> torch.Tensor:  # type: ignore[override]
@@ -189,7 +191,7 @@ class _Gather(torch.autograd.Function):
 
 
 def in_backward(rank: int, world: int, compiled: bool) -> dict[str, Any]:
-    """Rank 1 does not run its backward: the other's error is ours, eagerly and compiled, not a bare RuntimeError."""
+    """Rank 1 skips its backward. The other rank raises a ub_overlap error, eager and compiled, not a RuntimeError."""
     name = fresh(world)
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -217,7 +219,7 @@ def dies(rank: int, world: int, how: str, step_s: float) -> Any:
     dist.barrier()
     if rank == 1:
         if how.endswith("during"):
-            C.testing.set_step_delays({2: 60_000_000})  # between its first matmul and that one's copy
+            C.testing.set_step_delays({2: 60_000_000})  # between its first matmul and the copy of that matmul
             threading.Timer(0.5, os.kill, (os.getpid(), getattr(signal, how.partition("-")[0]))).start()
         else:
             os.kill(os.getpid(), getattr(signal, how))
@@ -243,7 +245,7 @@ def dies_binding(rank: int, world: int) -> Any:
 
 
 def store_ends(rank: int, world: int, how: str, init_s: float) -> Any:
-    """Rank 0 hosts the Store, and ends or stops; the others meet a plan that they have to compare."""
+    """Rank 0 hosts the Store and is killed or stopped. The other ranks then run a new plan, which needs a comparison."""
     first = dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
     if rank == 0:
@@ -262,7 +264,7 @@ def store_ends(rank: int, world: int, how: str, init_s: float) -> Any:
 
 
 def interrupted(rank: int, world: int, binding: bool) -> Any:
-    """Ctrl-C at rank 0 while it waits for rank 1, in a call or in the first one; rank 1 comes a second later."""
+    """Rank 0 gets Ctrl-C while it waits for rank 1, in the first call or a later one. Rank 1 is a second late."""
     name = rank_ops.group()
     settings.configure(init_timeout_s=60.0, step_timeout_s=60.0)
     if not binding:
@@ -276,7 +278,7 @@ def interrupted(rank: int, world: int, binding: bool) -> Any:
 
 
 def forks(rank: int, world: int) -> Any:
-    """A child of a rank calls an op of its parent's group; the parent goes on."""
+    """A forked child calls an op on its parent's group. The parent continues."""
     name = rank_ops.group()
     gather(name, rank, world, 4)
     receive, send = os.pipe()
@@ -290,7 +292,7 @@ def forks(rank: int, world: int) -> Any:
 
 
 def no_room(rank: int, world: int) -> Any:
-    """More shared memory than there is."""
+    """A call requests more shared memory than exists."""
     name = fresh(world)
     gather(name, rank, world, 4)
     shard = torch.empty(1, dtype=torch.bfloat16).expand(1 << 20, 1 << 18)  # half a terabyte, in two bytes
@@ -303,7 +305,7 @@ def no_room(rank: int, world: int) -> Any:
 
 
 def hammer(rank: int, world: int, kind: str, times: int, delay_us: int) -> list[str]:
-    """Many calls back to back with changing data and random delays before every step; every result is checked."""
+    """Back-to-back calls with changing data and random delays before every step give correct results."""
     name, bad = rank_ops.group(), []
     with reset():
         C.testing.set_random_delay(delay_us, 7 * rank + 1)
@@ -322,8 +324,10 @@ def hammer(rank: int, world: int, kind: str, times: int, delay_us: int) -> list[
 
 
 def without_done(rank: int, world: int, waits: bool, times: int) -> list[str]:
-    """Gathers in which rank 0 is slow to read what landed, and rank 1 runs ahead as far as it is let. `waits`: with the waits
-    for free slots, or with them removed. Rank 1 sees no DONE signals: its own waits for data would hold it back too."""
+    """Run gathers in which rank 0 reads received data late and rank 1 runs ahead.
+
+    `waits`: keep the waits for free slots, else remove them. Rank 1 has no waits for data, which would delay it too.
+    """
 
     def provide(key: tuple[Any, ...], me: int) -> list[tuple[int, ...]]:
         rows = proven(key, me)
@@ -337,7 +341,7 @@ def without_done(rank: int, world: int, waits: bool, times: int) -> list[str]:
         with reset():
             settings.configure(step_timeout_s=10.0)
             rows = provide(("all_gather_matmul", world, 0, (False,), 0, False, False), rank)
-            slow = max(i for i, row in enumerate(rows) if row[0] == 3)  # the matmul on what landed
+            slow = max(i for i, row in enumerate(rows) if row[0] == 3)  # the matmul on received data
             C.testing.set_step_delays({slow: 20_000}, only_rank=0)
             for i in range(times):
                 bad += [f"call {i}: {b}" for b in gather(name, rank, world, 6, seed=1000 * i)]

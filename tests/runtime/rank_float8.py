@@ -1,10 +1,10 @@
-"""What ranks run in test_float8.py: the float8 ops against fp64, within bounds that follow from the formats alone.
+"""Rank functions of test_float8_ops.py: the float8 ops against fp64, within error bounds derived from the formats.
 
-Inputs are exact: a float8 number has no rounding to speak of, and a product of two fits fp32. So a result may be off by
-    sums      fp32, any order: (K - 1) u32 of the sum of sizes, and u32 for each scale and for the addend
-    rounding  u of the type it is rounded to, of its size, or half the smallest number there is
-    wire      e4m3 with a scale: 2^-4 of a number's size, or 2^-10 of its segment's scale, which is the largest size / 448
-with u half of the type's eps. `Bounded` carries an exact value and such a bound through the steps of an op.
+Inputs are exact: they are float8 numbers, and a product of two fits fp32. The error of a result comes from
+    sums      fp32, any order: (K - 1) u32 of the sum of absolute values, and u32 for each scale and for the addend
+    rounding  u of the rounded type, times the absolute value, or half the smallest representable number
+    wire      e4m3 with a scale: 2^-4 of a number's absolute value, or 2^-10 of its segment's scale, which is amax / 448
+with u half of the type's eps. `Bounded` propagates an exact value and its error bound through the steps of an op.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ U32 = torch.finfo(F32).eps / 2
 
 @dataclass(frozen=True)
 class Bounded:
-    """What a result is exactly, and how far (elementwise) it may be from that; all fp64."""
+    """An exact result and its elementwise error bound, both fp64."""
 
     exact: Tensor
     off: Tensor
 
     def size(self) -> Tensor:
-        """The largest that the computed number can be."""
+        """Return the largest absolute value that the computed number can have."""
         return self.exact.abs() + self.off
 
     def rounded(self, dtype: torch.dtype) -> Bounded:
@@ -47,17 +47,17 @@ class Bounded:
         return Bounded(self.exact, self.off + self.size() * info.eps / 2 + info.smallest_normal * info.eps / 2)
 
     def wired(self) -> Bounded:
-        """Through the float8 wire: rows in segments of 128."""
+        """Return the value after the float8 wire, which scales segments of 128 elements."""
         largest = self.size().unflatten(-1, (-1, 128)).amax(-1, keepdim=True).expand(-1, -1, 128).flatten(-2)
         off = self.size() * 2.0**-4 + largest / 448 * 2.0**-10 + 2.0**-126
         return Bounded(self.exact, self.off + off * (1 + 8 * U32))
 
     def __add__(self, other: Bounded) -> Bounded:
-        """Added up in fp32."""
+        """Return the fp32 sum."""
         return Bounded(self.exact + other.exact, (self.off + other.off) + (self.size() + other.size()) * U32)
 
     def share(self, outer: int, ranks: int, rank: int) -> Bounded:
-        """Rows of the shard of `rank`."""
+        """Return the rows of the shard of `rank`."""
         rows, cols = self.exact.shape
         block = rows // (outer * ranks) if outer else 0
         cut = [x.reshape(outer, ranks, block, cols)[:, rank].reshape(outer * block, cols) for x in (self.exact, self.off)]
@@ -74,7 +74,7 @@ class Bounded:
 
 
 def scaled(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Bounded:
-    """a [M, K] @ b [K, N], scaled, in fp32."""
+    """Return the scaled product a [M, K] @ b [K, N] in fp32."""
     factor = a_scale.double().reshape(-1, 1) * b_scale.double().reshape(1, -1)
     sizes = (a.double().abs() @ b.double().abs()) * factor
     return Bounded((a.double() @ b.double()) * factor, sizes * U32 * (a.shape[1] + 2) * 1.001)
@@ -85,7 +85,7 @@ def exactly(value: Tensor) -> Bounded:
 
 
 def numbers(*sizes: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Over many binades, with outliers; the first row is zero, the second of one sign."""
+    """Return numbers over many binades, with outliers. The first row is zero, the second has one sign."""
     spread = data(*sizes, seed=seed) * torch.exp2((data(*sizes, seed=seed + 1) * 3).round())
     if sizes and sizes[0] > 2:
         spread[0] = 0
@@ -95,7 +95,7 @@ def numbers(*sizes: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def factors(count: int, seed: int) -> Tensor:
-    """Scales over some binades, so small that products fit fp16."""
+    """Return scales over several binades, small enough for products to fit fp16."""
     return torch.exp2(data(count, seed=seed) - 9).float()
 
 
@@ -106,7 +106,7 @@ def scales_of(lines: int, row: bool, seed: int, column: bool) -> Tensor:
 
 
 def weight(k: int, n: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """[K, N], column-major."""
+    """Return a column-major [K, N] weight."""
     return numbers(n, k, dtype=dtype, seed=seed).t()
 
 
@@ -121,7 +121,7 @@ def gather_case(
     rank: int, world: int, types: tuple[torch.dtype, torch.dtype], row: bool, outer: int, m: int, k: int,
     outs: Sequence[tuple[int, torch.dtype, bool]], keep: bool, strategy: str, seed: int, group: str = "",
 ) -> list[str]:  # fmt: skip
-    """outs: (N, dtype, with a bias?) of each consumer."""
+    """Run one gather and check it. `outs`: (N, dtype, has a bias) of each consumer."""
     shards = [numbers(outer * m, k, dtype=types[0], seed=seed + 7 * r) for r in range(world)]
     scales = [scales_of(outer * m, row, seed if not row else seed + r, True) for r in range(world)]
     operands = [weight(k, n, types[1], seed + 50 + j) for j, (n, _, _) in enumerate(outs)]
@@ -183,7 +183,7 @@ def gathers(rank: int, world: int) -> list[str]:
 def partial_of(
     terms: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], addend: Tensor | None, dtype: torch.dtype, sizes: tuple[int, int]
 ) -> Bounded:
-    """A rank's product: the sum of its terms, rounded to `dtype` after each."""
+    """Return a rank's partial product: the sum of its terms, rounded to `dtype` after each."""
     total = None if addend is None else exactly(addend.double().expand(sizes))
     for a, b, a_scale, b_scale in terms:
         term = scaled(a, b, a_scale, b_scale)
@@ -193,7 +193,7 @@ def partial_of(
 
 
 def scattered(partials: Sequence[Bounded], outer: int, rank: int, wire: str, by: str, out_dtype: torch.dtype) -> Bounded:
-    """The sum's share of `rank`."""
+    """Return the shard of the sum that `rank` owns."""
     total: Bounded | None = None
     for r, partial in enumerate(partials):
         part = partial.share(outer, len(partials), rank)
@@ -210,7 +210,7 @@ def scatter_case(
     dtypes: tuple[torch.dtype, torch.dtype], wire: str, by: str, addend_dims: int, strategy: str, seed: int, group: str = "",
     sent: str = "",
 ) -> list[str]:  # fmt: skip
-    """dtypes: of the product and of the result. sent: what does travel, where that is not `wire`."""
+    """Run one scatter and check it. `dtypes`: of product and result. `sent`: the wire format if it differs from `wire`."""
     p = outer * world * m
     everyone, addends = [], []
     for r in range(world):
@@ -230,7 +230,7 @@ def scatter_case(
     name = f"scatter {types} {'row' if row else 'tensor'} outer={outer} m={m} ks={ks} q={q} {dtypes} {wire} {by} {strategy}"
     want = scattered(partials, outer, rank, sent or wire, by, dtypes[1])
     bad = want.far(name, out, dtypes[1])
-    if wire == "float8" and not sent and p and not bad:  # it was rounded: a plain wire's result would not be so far off
+    if wire == "float8" and not sent and p and not bad:  # a float8 wire rounds: the error must exceed a plain bound
         close = scattered(partials, outer, rank, "plain", by, dtypes[1])
         if not close.far("", out, dtypes[1]):
             bad.append(f"{name}: nothing was rounded to float8")
@@ -257,7 +257,7 @@ def scatters(rank: int, world: int) -> list[str]:
 
 
 def wire(rank: int, world: int) -> list[str]:
-    """Bit for bit what the format says: one rank's part alone, to each owner; and the owner's own as it was made."""
+    """A single rank's contribution arrives bitwise as the format defines. The owner's own contribution is not rounded."""
     bad = []
     values = numbers(4 * world, 256, dtype=E5M2, seed=3).to(F32) * torch.exp2(torch.arange(4 * world).float() * 4 - 60)[:, None]
     values[2, 128:] = 0
@@ -282,7 +282,7 @@ def wire(rank: int, world: int) -> list[str]:
 
 
 def unusual(rank: int, world: int) -> list[str]:
-    """NaN and infinity arrive. A float8 wire turns an infinity into NaN and leaves its neighbours unchanged."""
+    """NaN and infinity are transmitted. A float8 wire changes an infinity into NaN and leaves its neighbours unchanged."""
     bad, name = [], rank_ops.group()
     shards = [torch.ones(4, 16).to(E5M2) for _ in range(world)]
     shards[0][1, 3], shards[-1][2, 5] = torch.inf, torch.nan
@@ -321,7 +321,7 @@ def unusual(rank: int, world: int) -> list[str]:
 
 
 def refusals(rank: int, world: int) -> list[str]:
-    """Each with its words, before anything is sent."""
+    """Invalid arguments raise an error with a specific text before any communication."""
     name, one, bad = rank_ops.group(), torch.ones(()), []
     shard, column = torch.zeros(4, 16).to(E4M3), torch.zeros(16, 16).to(E4M3).t()
 
@@ -359,7 +359,7 @@ def refusals(rank: int, world: int) -> list[str]:
 
 
 def mismatched(rank: int, world: int) -> list[str]:
-    """Ranks that bring other scalings, other wires or other types: told, and by what."""
+    """Ranks that differ in scaling, wire or dtype get an error that names the difference."""
     bad = []
     one, each, column = torch.ones(()), torch.ones(4, 1), torch.zeros(16, 16).to(E4M3).t()
 
@@ -396,14 +396,14 @@ def mismatched(rank: int, world: int) -> list[str]:
 
 
 def plain(rank: int, world: int) -> list[str]:
-    """Without a transport of ours: c10d, to the same bounds; a float8 wire sends what the products are."""
+    """The c10d fallback meets the same bounds. There a float8 wire sends the products in their own type."""
     with rank_sessions.reset():
         C.testing.set_host_id(f"host{rank}:boot:1")
         name = dist.new_group(list(range(world))).group_name
         bad, outs = [], ((16, BF16, True), (32, F32, False))
         for row in (False, True):
             bad += gather_case(rank, world, PAIRS[1], row, 2, 3, 32, outs, True, "pipelined", 31 + row, name)
-            # gloo sums in the products' type: fp32 here, where that is what the bound says
+            # gloo sums in the type of the products: fp32 here, as the bound assumes
             bad += scatter_case(
                 rank, world, PAIRS[0], row, 1, 3, [32, 16], 128, (F32, BF16), "float8", "sum", 1, "pipelined", 77 + row, name,
                 "plain",
@@ -416,7 +416,7 @@ def plain(rank: int, world: int) -> list[str]:
 
 
 def checked(rank: int, world: int) -> list[str]:
-    """torch.library.opcheck, short of test_schema, which compares float8 in ways that torch has no kernels for."""
+    """The ops pass torch.library.opcheck without test_schema, whose float8 comparisons have no kernels in torch."""
     name, tests = rank_ops.group(), ("test_faketensor", "test_aot_dispatch_dynamic")
     one, column = torch.ones(()), numbers(16, 16, dtype=E4M3, seed=1).t()
     for row in (False, True):
@@ -430,7 +430,7 @@ def checked(rank: int, world: int) -> list[str]:
 
 
 def everything(rank: int, world: int) -> dict[str, list[str]]:
-    """All of the above; proofs of pairs of schedules are left out, as in work_ops."""
+    """Run all of the above. Proofs of pairs of schedules are omitted, as in rank_ops."""
     C.set_provider(provide)
     try:
         found = {f.__name__: f(rank, world)[:10] for f in (gathers, scatters, wire, unusual, refusals)}

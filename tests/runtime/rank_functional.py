@@ -1,4 +1,4 @@
-"""What ranks run in test_functional.py: the plain functions and their gradients against fp64 on one process."""
+"""Rank functions of test_functional.py: the functional API and its gradients against fp64 on one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def off(name: str, got: Tensor | None, want: Tensor | None, terms: int) -> list[str]:
-    """Complaints about `got`; `want` is fp64."""
+    """Return a list of errors in `got`. `want` is fp64."""
     if got is None or want is None:
         return [] if got is want else [f"{name}: got {type(got).__name__}, expected {type(want).__name__}"]
     if tuple(got.shape) != tuple(want.shape):
@@ -34,7 +34,7 @@ def off(name: str, got: Tensor | None, want: Tensor | None, terms: int) -> list[
 
 
 def leaf(*sizes: int, seed: int, dtype: torch.dtype, grad: bool, turned: bool = False) -> Tensor:
-    """The same on every rank that asks; `turned`: not contiguous."""
+    """Return a leaf that depends on the seed only. `turned`: not contiguous."""
     t = data(*sizes, seed=seed, dtype=dtype)
     if turned:
         t = t.transpose(0, -1).contiguous().transpose(0, -1)
@@ -46,7 +46,7 @@ def doubles(tensors: Sequence[Tensor | None]) -> list[Any]:
 
 
 def weighted(outs: Sequence[Tensor], seed: int) -> Tensor:
-    """A scalar whose gradients are numbers of all sizes; the same weights for the same seed."""
+    """Return a scalar loss with gradients of varied size. The weights depend on the seed only."""
     return sum((o * data(*o.shape, seed=seed + i).to(o.dtype)).sum() for i, o in enumerate(outs))  # type: ignore[return-value]
 
 
@@ -65,7 +65,7 @@ def gather_case(
     group: Any = None,
     **how: Any,
 ) -> list[str]:
-    """`sizes`: of a shard; `widths`: N of each weight; `wants`: gradients of the shard, of the weights."""
+    """Check one gather. `sizes`: of a shard. `widths`: N of each weight. `wants`: gradients of the shard, of the weights."""
     last = dim % len(sizes) == len(sizes) - 1
     inner = sizes[-1] * (world if last else 1)
     shards = [leaf(*sizes, seed=seed + r, dtype=dtype, grad=wants[0], turned=seed % 2 == 1) for r in range(world)]
@@ -125,7 +125,10 @@ def scatter_case(
     group: Any = None,
     **how: Any,
 ) -> list[str]:
-    """`sizes`: of the product before it is scattered, without its last dim `width`. `addend`: 0 none, 1 a row, 2 a tensor."""
+    """Check one scatter. `sizes`: of the product before the scatter, without its last dim `width`.
+
+    `addend`: 0 none, 1 a row, 2 a tensor.
+    """
     count = len(inners)
     xs, ws, adds, exact = [], [], [], []
     for r in range(world):
@@ -189,7 +192,7 @@ def gathers(rank: int, world: int) -> list[str]:
         bad += gather_case(
             rank, world, dtype, sizes, dim, widths, wants, bias=seed % 3 == 0, whole=seed % 5 < 2, seed=seed, **how
         )
-    for wants, save, dim in itertools.product(WANTS, ("gathered", "shard"), (0, 1)):  # every way through backward
+    for wants, save, dim in itertools.product(WANTS, ("gathered", "shard"), (0, 1)):  # every path through backward
         seed += 10_001
         bad += gather_case(rank, world, torch.float32, (2, 3, 4), dim, (3, 5, 2), wants, seed=seed, save=save)
     return bad
@@ -211,7 +214,7 @@ def scatters(rank: int, world: int) -> list[str]:
 
 
 def smallest(rank: int, world: int) -> list[str]:
-    """One element a rank, and none."""
+    """Sizes of one element per rank and of zero elements are correct."""
     bad = []
     for how in ({"strategy": "pipelined"}, {"strategy": "none"}):
         for sizes, dim, widths in (
@@ -251,7 +254,7 @@ def reduces(rank: int, world: int) -> list[str]:
 
 
 def groups(rank: int, world: int) -> list[str]:
-    """Every way to name a group, and meshes of two dims, one of them not contiguous."""
+    """Every form of the group argument works, also 2-D meshes, one of them not contiguous."""
     bad = []
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
     line = init_device_mesh("cpu", (world,))
@@ -267,7 +270,7 @@ def groups(rank: int, world: int) -> list[str]:
 
 
 def kept(rank: int, world: int) -> dict[str, list[list[int]]]:
-    """Sizes of what autograd keeps that is no input."""
+    """Return the sizes of saved tensors that are not inputs."""
     found = {}
     x, w = leaf(4, 8, seed=rank, dtype=torch.float32, grad=True), leaf(8, 6, seed=1, dtype=torch.float32, grad=True)
     cases = {
@@ -295,7 +298,7 @@ def kept(rank: int, world: int) -> dict[str, list[list[int]]]:
 
 
 def sites(rank: int, world: int) -> dict[str, dict[str, int]]:
-    """Calls of each op's site in one forward and backward, by what is kept and which dim is gathered."""
+    """Count the calls of each site in one forward and backward, by saved tensor and gathered dim."""
     found = {}
     for save, dim, wants in itertools.product(("gathered", "shard"), (0, 1), ((True, True), (True, False), (False, True))):
         name = f"{save} {dim} {'x' * wants[0]}{'w' * wants[1]}"
@@ -314,7 +317,7 @@ def sites(rank: int, world: int) -> dict[str, dict[str, int]]:
 
 
 def twice(rank: int, world: int) -> str:
-    """A gradient of a gradient is refused, not wrong."""
+    """Double backward raises an error."""
     x, w = leaf(4, 8, seed=rank, dtype=torch.float32, grad=True), leaf(8, 6, seed=1, dtype=torch.float32, grad=True)
     y = ub_overlap.all_gather_matmul(x, w)
     (g,) = torch.autograd.grad((y * y).sum(), x, create_graph=True)
@@ -326,7 +329,7 @@ def twice(rank: int, world: int) -> str:
 
 
 def partly_used(rank: int, world: int) -> list[str]:
-    """Outputs that the loss does not use: one product of two, or the gathered tensor alone."""
+    """Gradients are right if the loss uses one product of two, or the gathered tensor alone."""
     bad = []
     for save, dim in itertools.product(("gathered", "shard"), (0, 1)):
         shards = [leaf(2, 3, 4, seed=r, dtype=torch.float32, grad=True) for r in range(world)]
@@ -348,7 +351,7 @@ def partly_used(rank: int, world: int) -> list[str]:
 
 
 def autocast(rank: int, world: int) -> list[str]:
-    """Under autocast as torch's own linear: bf16 in and out, float32 gradients of float32 leaves."""
+    """Autocast acts as for torch's linear: bf16 in and out, float32 gradients of float32 leaves."""
     x, w = leaf(4, 8, seed=rank, dtype=torch.float32, grad=True), leaf(8, 6, seed=1, dtype=torch.float32, grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = ub_overlap.all_gather_matmul(x, w)
@@ -360,7 +363,7 @@ def autocast(rank: int, world: int) -> list[str]:
 
 
 def refusals(rank: int, world: int) -> list[tuple[str, str]]:
-    """(what was done, what the error said or which other thing happened) for every misuse. No communication is begun."""
+    """Return (misuse, error text or other result) for every misuse. No communication starts."""
     x, w = torch.ones(4, 8), torch.ones(8, 6)
     ag, rs = ub_overlap.all_gather_matmul, ub_overlap.matmul_reduce_scatter
     mesh = init_device_mesh("cpu", (1, world))
@@ -397,13 +400,13 @@ def refusals(rank: int, world: int) -> list[tuple[str, str]]:
             found.append((name, "nothing was raised"))
         except errors.OptionError as error:
             found.append((name, "" if error.got and error.expected else f"incomplete: {error}"))
-        except Exception as error:  # noqa: BLE001  (told to the test)
+        except Exception as error:  # noqa: BLE001  (reported to the test)
             found.append((name, f"{type(error).__name__}: {error}"))
     return found
 
 
 def out_of_step(rank: int, world: int) -> str:
-    """Another shape on one rank: the sessions' own error."""
+    """A different shape on one rank raises the session's error."""
     group = dist.new_group(list(range(world)))
     try:
         ub_overlap.all_gather_matmul(torch.ones(4 + rank, 8), torch.ones(8, 6), group, site="odd")

@@ -51,7 +51,7 @@ def bound(name: str) -> session.Session:
 
 
 def ahead(rank: int, world: int) -> dict[str, Any]:
-    """Room for [4096, 64] float32, then calls of that size and smaller, all kinds."""
+    """Reserve space for [4096, 64] float32, then run calls of every kind up to that size."""
     name, rows = new_group(world), 4096 // world
     with logged() as lines:
         slot = ub_overlap.initialize_group(name, (4096, 64), torch.float32)
@@ -66,7 +66,7 @@ def ahead(rank: int, world: int) -> dict[str, Any]:
 
 
 def later(rank: int, world: int) -> dict[str, Any]:
-    """A group that is in use already; then ranks that bring different sizes, and one that asks for more."""
+    """Initialize a group in use, then with sizes that differ by rank, then with a larger request on one rank."""
     name = new_group(world)
     bad = gather(name, rank, world, 4)
     first = bound(name).slot_bytes
@@ -78,7 +78,7 @@ def later(rank: int, world: int) -> dict[str, Any]:
 
 
 def without_arena(rank: int, world: int) -> dict[str, Any]:
-    """Groups that need none: of one rank, and of ranks on several hosts."""
+    """Groups of one rank, or of ranks on several hosts, need no arena."""
     alone = [dist.new_group([r]) for r in range(world)][rank]
     found = {"alone": ub_overlap.initialize_group(alone, MIB)}
     with reset(), logged() as lines:
@@ -91,7 +91,7 @@ def without_arena(rank: int, world: int) -> dict[str, Any]:
 
 
 def alone_in_it(rank: int, world: int) -> str:
-    """The last rank does not come."""
+    """The last rank does not call initialize."""
     name = new_group(world)
     with reset():
         settings.configure(init_timeout_s=1.0)
@@ -106,7 +106,7 @@ def alone_in_it(rank: int, world: int) -> str:
 
 
 def mapped() -> int:
-    """Bytes of slots that this process maps, its own and its peers'."""
+    """Return the bytes of slots that this process maps, its own and its peers'."""
     total = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "/ub_overlap-" in line:
@@ -116,8 +116,10 @@ def mapped() -> int:
 
 
 def block(rank: int, world: int, seed: int, tokens: int, hidden: int) -> dict[str, Any]:
-    """The sites of a sequence-parallel Llama block, forward and backward, `tokens` x `hidden` bf16 and smaller ones, in some
-    order. The widths between the collectives are left thin: they do not matter to the arena."""
+    """Run the sites of a sequence-parallel Llama block, forward and backward, in the given order.
+
+    Activations are `tokens` x `hidden` bf16 and smaller. The inner widths are small: they do not affect the arena.
+    """
     name, thin, order = new_group(world), 8, random.Random(seed)
     before = mapped()
     w_in = torch.randn(hidden, thin, dtype=torch.bfloat16).mul_(0.1).requires_grad_()
@@ -145,7 +147,7 @@ def block(rank: int, world: int, seed: int, tokens: int, hidden: int) -> dict[st
 
 
 def watched(rank: int, world: int) -> dict[str, Any]:
-    """Rank 0 gives up in a call that no other rank makes: the others, who make none, hear of it, and then raise it too."""
+    """Rank 0 fails in a call that no other rank makes. The other ranks log the failure and then raise it."""
     name = new_group(world)
     bad = gather(name, rank, world, 4)
     with reset(), logged("ub_overlap.runtime", logging.ERROR) as lines:
@@ -159,7 +161,7 @@ def watched(rank: int, world: int) -> dict[str, Any]:
         deadline = time.monotonic() + 20
         while not lines and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(4 * watchdog._watchdog.period_s)  # it says so once
+        time.sleep(4 * watchdog._watchdog.period_s)  # it logs once
         try:
             if rank:
                 ub_overlap.check_errors(name)
@@ -170,7 +172,7 @@ def watched(rank: int, world: int) -> dict[str, Any]:
 
 
 def unpoisoned(rank: int, world: int) -> list[str]:
-    """check_errors() without failures, by every name of a group."""
+    """check_errors() without failures passes, with every form of the group argument."""
     group = dist.new_group(list(range(world)))
     bad = gather(group.group_name, rank, world, 4)
     ub_overlap.check_errors(group)
@@ -180,7 +182,7 @@ def unpoisoned(rank: int, world: int) -> list[str]:
 
 
 class FakeArena:
-    """In the place of a SymmetricArena: what sessions ask of one, over the hosts' own shared memory."""
+    """A fake SymmetricArena over host shared memory, with the interface that sessions use."""
 
     def __init__(self, host: Any, group: str, rank: int, ranks: int, slot_bytes: int) -> None:
         self.core, self.slot_bytes = host, slot_bytes
@@ -192,7 +194,7 @@ class FakeArena:
 
 
 def gpus(rank: int, world: int, nvlink: bool | None, any_link: bool = False) -> dict[str, Any]:
-    """A CUDA group is bound on a machine that is made up: a GPU a rank, peers, with these links."""
+    """Bind a CUDA group on a fake machine: one GPU per rank, all peers, with these links."""
     name = new_group(world)
     with pytest.MonkeyPatch.context() as patch, reset(), logged() as lines:
         settings.configure(links="any" if any_link else "nvlink")

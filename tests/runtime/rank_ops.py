@@ -1,4 +1,4 @@
-"""What ranks run in test_ops.py: every op over many cases; each returns a list of complaints."""
+"""Rank functions of test_ops.py: every op over many cases. Each returns a list of errors."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def group() -> str:
 
 
 def strategies(world: int) -> list[str]:
-    """Fewer and more pieces than ranks, and numbers that do not divide. Proving schedules of 8 ranks takes a while."""
+    """Return strategies with fewer and more pieces than ranks, divisible or not. Proofs for 8 ranks are slow."""
     chunks = [1, max(1, world - 1), 2 * world, 3 * world - 1] if world < 4 else [world - 1, 2 * world - 1]
     return ["pipelined", *(f"pipelined:chunks={n}" for n in chunks)]
 
 
 def striped(world: int) -> list[str]:
-    """Further arguments of reductions."""
+    """Return further arguments of reductions."""
     return [*strategies(world), "pipelined:stripes=1", f"pipelined:stripes={world + 1}"]
 
 
@@ -233,7 +233,7 @@ def bulks(rank: int, world: int) -> list[str]:
 
 
 def everything(rank: int, world: int) -> dict[str, Any]:
-    """All of the above. The proofs of pairs of schedules are left out: they are quadratic in the number of cases."""
+    """Run all of the above. Proofs of pairs of schedules are omitted: they are quadratic in the number of cases."""
     from ub_overlap.runtime import ops
     from ub_overlap.runtime.schedule.encode import provide
 

@@ -25,7 +25,7 @@ C = ops.extension()
 
 @contextlib.contextmanager
 def reset() -> Iterator[None]:
-    """Leaves no hook and no changed setting behind in a pool's process."""
+    """Restore hooks and settings of a pool's process on exit."""
     before = settings.current()
     try:
         yield
@@ -37,7 +37,7 @@ def reset() -> Iterator[None]:
 def gather(
     name: str, rank: int, world: int, rows: int, seed: int = 0, cols: int = 4, site: str = "/g", strategy: str = "pipelined"
 ) -> list[str]:
-    """One gather on a group, checked."""
+    """Run one gather on a group and check it."""
     shards = [data(rows, cols, seed=seed + r) for r in range(world)]
     operand = data(cols, 3, seed=seed + 99)
     _, (out,) = OPS.all_gather_matmul(shards[rank], [operand], [False], [False], 1, False, False, strategy, name, site)
@@ -57,7 +57,7 @@ def scatter(
 
 
 def bitwise(rank: int, world: int) -> list[str]:
-    """Gathers equal the same matmuls called chunk for chunk; scatters equal themselves, on every run and by every chunking."""
+    """Gathers equal the same matmuls per chunk bitwise. Scatters are bitwise equal over runs and chunk counts."""
     bad, name = [], rank_ops.group()
     for dtype in rank_ops.DTYPES:
         shards = [data(24, 32, seed=r, dtype=dtype) for r in range(world)]
@@ -91,7 +91,7 @@ def bitwise(rank: int, world: int) -> list[str]:
 
 
 def accuracy(rank: int, world: int) -> list[str]:
-    """Against fp64 our scatter is no worse than gloo's after the same matmul."""
+    """Our scatter's error against fp64 is no larger than gloo's after the same matmul."""
     bad = []
     for dtype in rank_ops.DTYPES:
         lhs = [data(64 * world, 128, seed=5 + r, dtype=dtype) for r in range(world)]
@@ -109,7 +109,7 @@ def accuracy(rank: int, world: int) -> list[str]:
 
 
 def every_fp16(rank: int, world: int) -> list[str]:
-    """All 65536 bit patterns through the reduction: plus zeros from the peers, each must come back as it was."""
+    """The reduction of each of the 65536 bit patterns with zeros from the peers returns the pattern unchanged."""
     bad = []
     for dtype in (torch.float16, torch.bfloat16):
         bits = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
@@ -130,7 +130,7 @@ def every_fp16(rank: int, world: int) -> list[str]:
 
 
 def latched(rank: int, world: int) -> dict[str, Any]:
-    """A matmul is held until a copy of its call has begun: if copies did not run concurrently with matmuls, this would time out."""
+    """Copies run concurrently with matmuls. Each matmul waits for a copy of its call, so serial execution would time out."""
     name = rank_ops.group()
     with reset():
         settings.configure(step_timeout_s=15.0, trace=True)
@@ -144,7 +144,7 @@ def latched(rank: int, world: int) -> dict[str, Any]:
 
 
 def shapes(rank: int, world: int) -> dict[str, Any]:
-    """Growth, and shapes that have not been seen: the provider is not asked again."""
+    """Arena growth and new shapes do not call the schedule provider again."""
     name, bad, lines = dist.new_group(list(range(world))).group_name, [], []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -160,7 +160,7 @@ def shapes(rank: int, world: int) -> dict[str, Any]:
 
 
 def groups(rank: int, world: int) -> list[str]:
-    """Overlapping groups, one of them not contiguous and in another order than the world's, in one program."""
+    """Overlapping groups work in one program. One is not contiguous and orders its ranks differently from the world."""
     lists = ([0, 2], [1, 3], [3, 0], [0, 1, 3])
     made = [
         dist.new_group(ranks, sort_ranks=False)
@@ -181,7 +181,7 @@ def groups(rank: int, world: int) -> list[str]:
 
 
 def again(rank: int, world: int, port: int) -> dict[str, Any]:
-    """Destroy the world and make it again under the same name: a new session, and right numbers."""
+    """A world that is destroyed and created again under the same name gets a new session and correct results."""
     name, bad, before = rank_ops.group(), [], C.generation()
     for life in range(2):
         bad += gather(rank_ops.group(), rank, world, 5, seed=life) + scatter(rank_ops.group(), rank, world, 5, seed=life)
@@ -193,17 +193,17 @@ def again(rank: int, world: int, port: int) -> dict[str, Any]:
 
 
 def alone(rank: int, world: int) -> list[str]:
-    """A group of one rank."""
+    """Ops on a group of one rank are correct."""
     mine = [dist.new_group([r]) for r in range(world)][rank].group_name
     bad = gather(mine, 0, 1, 5) + scatter(mine, 0, 1, 5) + gather(mine, 0, 1, 6, strategy="pipelined:chunks=3")
-    bad += gather(mine, 0, 1, 70, strategy="pipelined:chunks=64")  # the most that options allow
+    bad += gather(mine, 0, 1, 70, strategy="pipelined:chunks=64")  # the maximum that options allow
     out, _ = OPS.matmul_all_reduce([torch.eye(3)], [torch.eye(3)], None, "avg", torch.float32, False, "pipelined", mine, "/one")
     whole, _ = OPS.bulk(torch.ones(4), [], [], "all_reduce", "sum", "bulk", mine, "/one")
     return bad + ([] if torch.equal(out, torch.eye(3)) and torch.equal(whole, torch.ones(4)) else ["values differ"])
 
 
 def hosts(rank: int, world: int) -> dict[str, Any]:
-    """Ranks that pretend to be on two hosts run plain c10d, and say so. All ops, on a group of their own."""
+    """All ops run as plain c10d, and log it, on a group whose ranks report two hosts."""
     group = dist.new_group(list(range(world)))
     with reset():
         C.testing.set_host_id(f"host{rank % 2}:boot:1")
@@ -220,7 +220,7 @@ def hosts(rank: int, world: int) -> dict[str, Any]:
 
 
 def closed(rank: int, world: int) -> dict[str, Any]:
-    """close() twice, then calls by all ranks: a new session."""
+    """Calls after a double close() start a new session."""
     name = dist.new_group(list(range(world))).group_name
     bad = gather(name, rank, world, 4)
     dist.barrier()
@@ -233,7 +233,7 @@ def closed(rank: int, world: int) -> dict[str, Any]:
 
 
 def checked(rank: int, world: int) -> list[str]:
-    """torch.library.opcheck on all ops, without the tests that only concern autograd."""
+    """All ops pass torch.library.opcheck, without the tests that only concern autograd."""
     name, tests = rank_ops.group(), ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     a, b = data(6, 4, seed=rank), data(4, 5, seed=rank + 9)
     for last, keep in ((False, True), (True, False)):
@@ -269,7 +269,7 @@ def checked(rank: int, world: int) -> list[str]:
 
 
 def autocast(rank: int, world: int) -> list[str]:
-    """An op's types are those of its operands, whatever autocast says, on our transport and on plain c10d."""
+    """Autocast does not change an op's dtypes, on our transport and on plain c10d."""
     bad = []
     a, b = data(8, 16, seed=1), data(16, 4, seed=2)
     for host in ("", f"host{rank}:boot:1"):
@@ -286,7 +286,7 @@ def autocast(rank: int, world: int) -> list[str]:
 
 
 def threads(rank: int, world: int) -> list[str]:
-    """Two threads, a group each, that begin in one order here and in the other there: neither may wait for the other."""
+    """Two threads with one group each start in opposite orders on two ranks. Neither waits for the other."""
     names = [dist.new_group(list(range(world))).group_name for _ in range(2)]
     bad: list[str] = []
 
@@ -300,14 +300,14 @@ def threads(rank: int, world: int) -> list[str]:
             for turn in range(3):
                 reduce(which, 10 * turn)
                 time.sleep(0.3 if which == (rank + turn) % 2 else 0.0)
-        except Exception as error:  # noqa: BLE001  (told to the test)
+        except Exception as error:  # noqa: BLE001  (reported to the test)
             bad.append(f"{type(error).__name__}: {error}")
 
     with reset():
         settings.configure(step_timeout_s=30.0)
         reduce(0, 1)
         reduce(1, 2)
-        C.testing.set_step_delays({3: 200_000})  # both first pushes are under way before either is reduced
+        C.testing.set_step_delays({3: 200_000})  # both first pushes are in flight before either is reduced
         both = [threading.Thread(target=work, args=(which,)) for which in ((0, 1) if rank else (1, 0))]
         for thread in both:
             thread.start()
@@ -318,7 +318,7 @@ def threads(rank: int, world: int) -> list[str]:
 
 
 def gone(rank: int, world: int) -> list[str]:
-    """A destroyed group's session, and its memory, go at the latest when the next one is made."""
+    """The session and memory of a destroyed group are freed at the latest when the next session is created."""
     first = dist.new_group(list(range(world)))
     name, bad = first.group_name, gather(first.group_name, rank, world, 4)
     dist.destroy_process_group(first)

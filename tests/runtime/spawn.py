@@ -41,7 +41,7 @@ class Outcome:
 def run_ranks(
     function: str, world: int, args: tuple[Any, ...] = (), timeout: float = 60, wait_for: Sequence[int] = ()
 ) -> list[Outcome]:
-    """Run "module:function"(rank, world, *args) on every rank. `wait_for`: the ranks that have to end, () for all."""
+    """Run "module:function"(rank, world, *args) on every rank. `wait_for`: the ranks that must end, () for all."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -75,7 +75,7 @@ def _main(folder: str, port: str, world: str, function: str, args: str, rank: st
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
     me, size = int(rank), int(world)
     store = dist.TCPStore("127.0.0.1", int(port), is_master=False, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=me, world_size=size, timeout=timedelta(seconds=60))
@@ -85,7 +85,7 @@ def _main(folder: str, port: str, world: str, function: str, args: str, rank: st
         outcome = Outcome(
             me, value=getattr(importlib.import_module(module), name)(me, size, *ast.literal_eval(args)), ended=True
         )
-    except BaseException as error:  # noqa: BLE001  (whatever it is, the caller wants to see it)
+    except BaseException as error:  # noqa: BLE001  (every error is reported to the caller)
         outcome = Outcome(
             me,
             error=type(error).__name__,

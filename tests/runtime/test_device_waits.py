@@ -1,4 +1,4 @@
-"""The host's waits for its own device: for what they need and no more, each with a deadline. Devices are fakes here."""
+"""Host waits for the rank's own device: each waits for specific work and has a deadline. Devices are fakes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEP = 0.2
 
 @pytest.fixture(autouse=True)
 def deadline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A short deadline. No code may wait for the whole device, which has no deadline."""
+    """Set a short deadline, and fail on a wait for the whole device, which has no deadline."""
 
     def refused() -> None:
         raise AssertionError("a wait for the whole device")
@@ -32,7 +32,7 @@ def deadline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Event:
-    """Passes when it is asked for the `passes`-th time."""
+    """A fake event that completes at its `passes`-th query."""
 
     passes = 3
 
@@ -67,7 +67,7 @@ def test_a_stream_that_does_not_come_to_its_end(monkeypatch: pytest.MonkeyPatch)
 
 
 def arena(core: Any, monkeypatch: pytest.MonkeyPatch) -> symm_mem.SymmetricArena:
-    """One of two ranks that has been made and met."""
+    """Return an arena of two ranks after its rendezvous."""
     monkeypatch.setattr(symm_mem, "_allocate", lambda size: torch.empty(1))
     monkeypatch.setattr(symm_mem, "refuse_capture", lambda doing: None)
     made = symm_mem.SymmetricArena.__new__(symm_mem.SymmetricArena)
@@ -96,7 +96,10 @@ def test_growth_waits_for_the_calls_of_its_group(monkeypatch: pytest.MonkeyPatch
 def test_old_slots_go_where_nothing_has_to_be_waited_for(
     captured: bool, free: bool, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As torch's memory goes, it waits for the whole device: it stays while that is busy, and goes with the next growth."""
+    """Old slots are kept while the device is busy and freed at the next growth.
+
+    Freeing torch's symmetric memory waits for the whole device.
+    """
     met: list[str] = []
 
     def rendezvous(tensor: Any, group: str, name: str) -> Any:
@@ -127,7 +130,7 @@ def refuses() -> bool:
 def test_memory_stays_where_the_device_does_not_tell(
     core: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An arena that goes leaves its memory, and the first one says why; growth goes on and keeps the old slots."""
+    """An arena's memory is kept if the device state is unknown. Only the first arena logs the reason."""
     monkeypatch.setattr(symm_mem._process, "has_warned", False)
     monkeypatch.setattr(symm_mem._process, "retained", [])
     words = []
@@ -143,9 +146,9 @@ def test_memory_stays_where_the_device_does_not_tell(
 
 
 def test_names_of_meetings() -> None:
-    """Ranks that have been through equally many need none; others get one that all make out alike, and never the same again."""
+    """Ranks with equal exchange counts need no rendezvous name. Other ranks derive one equal, unique name."""
     seen = set()
-    for _ in range(2):  # a group that is bound, closed and bound again: its ranks' counts may be what they were
+    for _ in range(2):  # a group that is bound, closed and bound again may have the same counts
         tokens = [f"{count}:{symm_mem.new_rendezvous_token().partition(':')[2]}" for count in (4, 4, 2)]
         names = {symm_mem.rendezvous_name(list(tokens)) for _rank in range(3)}
         assert len(names) == 1
@@ -162,7 +165,7 @@ FIELDS = {
 
 @pytest.mark.parametrize("connections", ["", "1", "8"])
 def test_group_lock_timeout(connections: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The own device is late, not a peer; under one connection the error says what that has to do with it."""
+    """The error blames the rank's own device, not a peer. With one connection it names CUDA_DEVICE_MAX_CONNECTIONS."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
     error = errors.make("DeviceTimeoutError", FIELDS)
     assert isinstance(error, errors.DeviceTimeoutError) and error.ranks == (1,)

@@ -1,4 +1,4 @@
-"""Exchanges through a Store: texts sent, ranks named by a deadline, texts read after a plan mismatch. Ranks are threads."""
+"""Exchanges through a Store: messages, missing ranks at the deadline, plan mismatches. Ranks are threads."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def short() -> Iterator[None]:
 
 
 def at_once(bodies: list[Callable[[], Any]]) -> list[Any]:
-    """Return what each body returned or raised."""
+    """Run all bodies concurrently and return the result or error of each."""
     found: list[Any] = [None] * len(bodies)
 
     def run(rank: int) -> None:
         try:
             found[rank] = bodies[rank]()
-        except Exception as error:  # noqa: BLE001  (told to the test)
+        except Exception as error:  # noqa: BLE001  (reported to the test)
             found[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(bodies))]
@@ -48,7 +48,7 @@ def members(store: Any, ranks: int) -> list[store_exchange.Exchange]:
 
 @pytest.mark.parametrize(("deadline", "setting"), [("init", "INIT"), ("step", "STEP")])
 def test_an_error_names_the_setting_that_was_used(short: None, deadline: store_exchange.Deadline, setting: str) -> None:
-    """Whatever the topic."""
+    """The error names the timeout setting for every topic."""
     one, _ = members(dist.HashStore(), 2)
     with pytest.raises(errors.PeerTimeoutError) as caught:
         one.gather("tune/1", {}, deadline, "tune a site")
@@ -64,7 +64,7 @@ def test_timing_a_site_waits_for_a_step(short: None) -> None:
 
 
 def test_a_rank_reads_one_other_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of five ranks with three plans, two send their texts, and each rank reads that of the first rank that differs."""
+    """Of five ranks with three plans, two send their plan. Each rank reads the plan of the first rank that differs."""
     digests, store = ["aaaaaaaa", "aaaaaaaa", "bbbbbbbb", "cccccccc", "bbbbbbbb"], dist.HashStore()
     looked: list[tuple[str, str]] = []
     for module in (plan_check, plan_mismatch):
@@ -98,7 +98,7 @@ def left(group: Group, graph: str) -> dict[str, Any]:
 
 
 def test_announcements_end_with_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Announcements of an earlier group of the same name do not count, and a list has a maximum length."""
+    """Announcements of an earlier group of the same name are ignored. The list has a maximum length."""
     here = [Group(1)]
     monkeypatch.setattr(_torch_compat, "is_fake_group", lambda name: False)
     monkeypatch.setattr(_torch_compat, "group_of", lambda name: here[0])

@@ -1,4 +1,4 @@
-"""Failures of a peer: an error before the deadline that names the peer, and no segments left in /dev/shm (conftest.py)."""
+"""Peer failures raise an error before the deadline that names the peer. No segment is left in /dev/shm (conftest.py)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_rank_that_skips_a_call(pools: dict[int, RankPool]) -> None:
         assert "all_gather_matmul at site '/g', phase READY" in first["text"]
         assert then["error"] == "SessionPoisonedError"
         assert then["seconds"] < STEP, "it does not wait for a deadline again"
-    # The one that skipped it hears of it at its next call.
+    # The rank that skipped the call gets the error at its next call.
     assert found[2][1]["error"] == "PeerTimeoutError"
     assert found[2][1]["ranks"] == (2,)
 
@@ -42,7 +42,7 @@ def test_a_rank_that_never_binds(pools: dict[int, RankPool]) -> None:
 
 @pytest.mark.parametrize("rows", [5, 300_000])
 def test_other_shapes(pools: dict[int, RankPool], rows: int) -> None:
-    """Also where only one of the ranks would have to grow."""
+    """Different shapes raise an error, also if only one rank would have to grow its arena."""
     for rank, found in enumerate(pools[3].run(rank_failures.other_shapes, rows, timeout=60)):
         assert found["error"] == "ShapeMismatchError", (rank, found)
         assert f"[{rows}, 4]" in found["text"]
@@ -52,7 +52,7 @@ def test_other_shapes(pools: dict[int, RankPool], rows: int) -> None:
 
 
 def test_every_nvtx_range_is_closed(pools: dict[int, RankPool]) -> None:
-    """Also that of a call that raises. Ranges of a call that was never announced, or a pop too many, would stand there too."""
+    """Every NVTX range is closed, also that of a call that raises. There are no extra ranges or pops."""
     for failed, found in pools[2].run(rank_failures.ranges, timeout=60):
         assert failed["error"] == "ShapeMismatchError", failed
         names = ["all_gather_matmul[forward.0]", "matmul_reduce_scatter[forward.1]", "all_gather_matmul[backward.0]"]
@@ -131,7 +131,7 @@ def test_stopped(how: str) -> None:
 
 
 def test_killed_while_binding() -> None:
-    """Its segments still have names: its peers remove them."""
+    """Peers remove the segments of a rank that dies while binding. The segments still have names then."""
     outcomes = run_ranks("tests.runtime.rank_failures:dies_binding", 2, timeout=60)
     assert outcomes[0].value["error"] == "PeerTimeoutError"
     assert "rank 1 of the group did not arrive" in outcomes[0].value["text"]
@@ -139,12 +139,12 @@ def test_killed_while_binding() -> None:
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 def test_the_host_of_the_store(how: str) -> None:
-    """c10d waits without a deadline for a Store that does not answer; the session has one."""
+    """The session has a deadline for a Store that does not answer. c10d has none."""
     init_s = 3.0 if how == "SIGSTOP" else 60.0
     outcomes = run_ranks("tests.runtime.rank_failures:store_ends", 3, args=(how, init_s), timeout=120, wait_for=(1, 2))
     for outcome in outcomes[1:]:
         found = outcome.value
-        # One that hears of it from the other before it asks the Store itself passes on what that one said.
+        # A rank that is notified by the other rank before it queries the Store raises that rank's error.
         heard = how == "SIGKILL" and found["error"] == "PeerFailedError" and "failed" in found["text"]
         assert heard or (found["error"] == "PeerTimeoutError" and 0 in found["ranks"]), found
         assert "all_gather_matmul at site 'dddddddd44444444/forward.0'" in found["text"]
@@ -154,7 +154,7 @@ def test_the_host_of_the_store(how: str) -> None:
 
 @pytest.mark.parametrize("binding", [False, True])
 def test_ctrl_c(binding: bool) -> None:
-    """It ends a wait at once, and the peers are notified."""
+    """Ctrl-C ends a wait at once, and the peers are notified."""
     first, second = (o.value for o in run_ranks("tests.runtime.rank_failures:interrupted", 2, args=(binding,), timeout=120))
     assert first["error"] == "KeyboardInterrupt"
     assert first["seconds"] < SLACK

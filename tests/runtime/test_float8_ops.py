@@ -1,4 +1,4 @@
-"""The float8 ops against fp64, within bounds derived from the formats (work_float8.py), on 2 and 3 ranks."""
+"""The float8 ops against fp64, within bounds derived from the formats (rank_float8.py), on 2 and 3 ranks."""
 
 from __future__ import annotations
 

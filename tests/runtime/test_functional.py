@@ -1,4 +1,4 @@
-"""The plain functions: values and gradients against fp64, also compiled; what they keep, and what they refuse."""
+"""The functional API: values and gradients against fp64, also compiled, saved tensors and errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_what_is_kept(pools: dict[int, RankPool]) -> None:
 
 
 def test_what_runs(pools: dict[int, RankPool]) -> None:
-    """As docs/guide/without_compile.md tables it."""
+    """The sites that run match the table of docs/guide/without_compile.md."""
     both, one = {"/s": 1, "/s.backward": 1, "/s.backward.gather": 1}, {"/s": 1, "/s.backward": 1}
     for found in pools[2].run(work.sites, timeout=60):
         scatters = {name: found.pop(name) for name in list(found) if name.startswith("scatter")}

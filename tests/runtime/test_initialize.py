@@ -1,4 +1,4 @@
-"""initialize: no growth afterwards, the largest request counts, one line in the log; and how large arenas become."""
+"""initialize: no later growth, the largest request wins, one log line, and arena sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ub_overlap.runtime.session import arena_size
 from . import rank_initialize as work
 
 MIB = 1 << 20
-BUDGET = 600 * MIB  # of a rank's slots, for 8192 tokens of 8192 in bf16
+BUDGET = 600 * MIB  # bytes of a rank's slots, for 8192 tokens of 8192 in bf16
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -58,16 +58,16 @@ def test_a_rank_that_does_not_come(pools: dict[int, RankPool]) -> None:
 
 @pytest.mark.timeout(300)
 def test_arena_of_a_large_block(pools: dict[int, RankPool]) -> None:
-    """S = H = 8192: a slot is exactly one activation, [8192, 8192] bf16, whatever number of ranks shares it."""
+    """A slot is exactly one activation, [8192, 8192] bf16, for any number of ranks (S = H = 8192)."""
     for found in pools[2].run(work.block, 1, 8192, 8192, timeout=240):
         assert found["slots"][-1] == 128 * MIB, found
-        assert found["own"] <= BUDGET, found  # as the kernel sees it, control blocks and all
-        assert found["peak"] <= BUDGET, found  # the old slots go when the new ones are there
+        assert found["own"] <= BUDGET, found  # measured by the kernel, with control blocks
+        assert found["peak"] <= BUDGET, found  # the old slots are freed once the new ones exist
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_order_of_first_use(pools: dict[int, RankPool], seed: int) -> None:
-    """A 64th of that, in other orders: the largest call counts, and later ones reuse it."""
+    """The largest call sets the arena size in any order, and later calls reuse it. Sizes are 1/64 of the large block."""
     for found in pools[4].run(work.block, seed, 1024, 1024, timeout=60):
         slots = found["slots"]
         assert slots == sorted(slots)
@@ -76,7 +76,7 @@ def test_order_of_first_use(pools: dict[int, RankPool], seed: int) -> None:
 
 
 def test_growth_keeps_the_budget() -> None:
-    """Sizes that creep up to the largest, by any steps: what is held, and what is held while it grows."""
+    """Gradual growth to the largest size stays within the memory budget, also while growing."""
     largest = 8192 * 8192 * 2
     for start, step in itertools.product((1, 1 << 18, 100 * MIB), (1 << 12, 1 << 20, 5_000_003, 50 * MIB)):
         held = growths = 0
@@ -87,4 +87,4 @@ def test_growth_keeps_the_budget() -> None:
                 assert 2 * (held + size) <= BUDGET
                 held, growths = size, growths + 1
         assert held == largest
-        assert growths <= 1 + 9 * 10  # eight an octave, ten octaves above the first slot
+        assert growths <= 1 + 9 * 10  # eight per octave, ten octaves above the first slot

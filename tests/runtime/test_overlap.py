@@ -1,4 +1,4 @@
-"""Copies run concurrently with matmuls, and the statistics show it."""
+"""Copies run concurrently with matmuls, and the statistics report it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls back to back under random delays; and proof that this test can fail."""
+"""Back-to-back calls under random delays, and proof that the test can fail."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def test_back_to_back(pools: dict[int, RankPool], kind: str, world: int) -> None
 
 
 def test_slots_are_reused_only_when_read(pools: dict[int, RankPool]) -> None:
-    """Rank 0 reads late: with the waits for free slots all is well, without them its data is overwritten under it."""
+    """Waits for free slots protect a late reader. Without them its data is overwritten."""
     assert pools[2].run(rank_failures.without_done, True, 8, timeout=60)[0] == []
     assert pools[2].run(rank_failures.without_done, False, 8, timeout=60)[0], "the missing waits went unseen"

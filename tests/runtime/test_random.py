@@ -1,7 +1,7 @@
 """Random programs: sequences of random ops, sizes, dtypes and chunk counts on groups of random size, against fp64.
 
 hypothesis draws the programs; the first 1 to 8 ranks of one world of 8 run each as a subgroup, so ops of many kinds share an
-arena, the copy engine and the cached schedules in one run. The race tests cover timing; this covers combinations.
+arena, the copy engine and the cached schedules in one run. The race tests cover timing, this test covers combinations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from . import rank_ops
 from .oracle import ALL_TRANSPOSES
 
 Call = dict[str, Any]
-_GROUPS: dict[int, Any] = {}  # in the ranks: subgroups [0 .. size) made so far
+_GROUPS: dict[int, Any] = {}  # in the ranks: the subgroups [0 .. size) created so far
 
 CALLS = st.fixed_dictionaries(
     {
@@ -41,7 +41,7 @@ CALLS = st.fixed_dictionaries(
 
 
 def one(rank: int, ranks: int, call: Call, seed: int) -> list[str]:
-    """Runs one call of a program on the subgroup that `rank_ops.group` names."""
+    """Run one call of a program on the subgroup that `rank_ops.group` names."""
     dtype = rank_ops.DTYPES[call["dtype"]]
     strategy = "pipelined" + (f":chunks={call['chunks']}" if call["chunks"] else "")
     m, q, last = call["m"], call["q"], call["last"]
@@ -66,9 +66,9 @@ def one(rank: int, ranks: int, call: Call, seed: int) -> list[str]:
 
 
 def program(rank: int, world: int, size: int, calls: list[Call], seed: int) -> list[str]:
-    """Runs `calls` on the first `size` ranks; returns complaints."""
+    """Run `calls` on the first `size` ranks and return a list of errors."""
     if size not in _GROUPS:
-        _GROUPS[size] = dist.new_group(list(range(size)))  # on all ranks, as c10d wants it
+        _GROUPS[size] = dist.new_group(list(range(size)))  # on all ranks, as c10d requires
     if rank >= size:
         return []
     plain = rank_ops.group

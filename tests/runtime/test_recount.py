@@ -1,4 +1,4 @@
-"""Stores whose users count by themselves: ranks with a different past meet, through c10d's C++ as torch's rendezvous does."""
+"""Store exchanges of ranks whose local exchange counts differ, through c10d's C++ as in torch's rendezvous."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ub_overlap._recount import Recounted
 
 
 def exchange(store: dist.Store, n: int, rank: int, ranks: int, found: dict[int, list[bytes]]) -> None:
-    """torch's StoreExchange, call for call: an all_gather, then a barrier."""
+    """Make the same Store calls as torch's StoreExchange: an all_gather, then a barrier."""
     store.set(f"CUDASymmetricMemory/{n}/{rank}", f"of {rank}")
     found[rank] = store.multi_get([f"CUDASymmetricMemory/{n}/{r}" for r in range(ranks)])
     key = f"CUDASymmetricMemory/{n + 1}"
@@ -23,12 +23,12 @@ def exchange(store: dist.Store, n: int, rank: int, ranks: int, found: dict[int, 
 def test_ranks_with_another_past_meet_again_and_again() -> None:
     base = dist.HashStore()
     base.set_timeout(timedelta(seconds=10))
-    counts = [0, 4, 11]  # exchanges that each rank has been through before
+    counts = [0, 4, 11]  # earlier exchanges of each rank
     for meeting in range(3):
         kept = [Recounted(base, f"meeting {meeting}") for _ in counts]
         found: dict[int, list[bytes]] = {}
         threads = [
-            # The C++ half alone reaches the other side.
+            # Only the C++ part reaches the peer.
             threading.Thread(target=exchange, args=(dist.PrefixStore("group", kept[rank]), n, rank, 3, found), daemon=True)
             for rank, n in enumerate(counts)
         ]
@@ -54,7 +54,7 @@ def test_other_keys_pass() -> None:
 
 
 def test_a_process_group_hands_out_the_store() -> None:
-    """As torch 2.11 comes by it: the name, the process group of that name, its Store."""
+    """A process group returns its Store as torch 2.11 looks it up: by the name of the group."""
     from torch._C import _distributed_c10d as c10d
 
     kept = Recounted(dist.HashStore(), "apart")

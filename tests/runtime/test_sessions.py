@@ -1,4 +1,4 @@
-"""Sessions: many groups, growth, new shapes, other hosts, and a group that is made again under its old name."""
+"""Sessions: many groups, growth, new shapes, several hosts, and a group created again under its old name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings, error texts and the check of the build: no ranks needed."""
+"""Settings, error texts and the build check, without ranks."""
 
 from __future__ import annotations
 

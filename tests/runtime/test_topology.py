@@ -1,4 +1,4 @@
-"""Which transport a group gets, on machines that are not here: a fake description in, a transport and a reason out."""
+"""Transport selection on fake machine descriptions: the transport and the reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def matrix(ranks: int, value: bool | None = True) -> tuple[tuple[bool | None, ..
 
 
 def box(ranks: int, kind: tuple[str, tuple[int, int]] = HOPPER, **changes: Any) -> Topology:
-    """One host, a GPU a rank, all joined by NVLink."""
+    """Return one host with a GPU per rank, all connected by NVLink."""
     gpus = tuple(Gpu(uuid=f"uuid{r}", name=kind[0], capability=kind[1]) for r in range(ranks))
     whole = Topology(hosts=("h:boot:1",) * ranks, gpus=gpus, peer=matrix(ranks), nvlink=matrix(ranks))
     return dataclasses.replace(whole, **changes)
@@ -49,7 +49,7 @@ def test_cpu_ranks() -> None:
 
 
 def test_hosts_come_first() -> None:
-    """GPUs on other hosts may have the same uuid (partitions, say) and no matrix entry: the hosts are the reason."""
+    """Several hosts are the reported reason, even if GPUs share a uuid (partitions) or have no matrix entry."""
     found = choose_transport(box(2, hosts=("node1:x", "node2:y"), peer=matrix(2, None), nvlink=matrix(2, None)))
     assert found.transport == "c10d"
     assert found.reason == "its ranks do not share memory (2 hosts: node1, node2)"
@@ -74,7 +74,7 @@ def test_no_peer_access() -> None:
 
 
 def test_pcie_only() -> None:
-    """Two NVLink islands joined by PCIe, as in machines with bridges: peers, but slow ones."""
+    """Two NVLink islands connected by PCIe, as in machines with bridges, are slow peers."""
     islands = without(4, *((i, j) for i in range(4) for j in range(4) if i // 2 != j // 2))
     found = choose_transport(box(4, AMPERE, nvlink=islands))
     assert found.transport == "c10d"
@@ -93,7 +93,7 @@ def test_what_is_unknown_counts_as_good_and_is_told() -> None:
 
 
 def test_described_from_what_ranks_exchange() -> None:
-    """Through JSON, as the exchange does it; PCIe counts as good only if all ranks say so."""
+    """Descriptions pass through JSON as in the exchange. PCIe is accepted only if all ranks accept it."""
     cards = [{"host": "h:1", "gpu": {"uuid": f"u{r}", "name": "X", "capability": [8, 6]}} for r in range(2)]
     rows: list[dict[str, Any]] = [
         {"peer": [True, True], "nvlink": [True, False], "any": True},
@@ -122,7 +122,7 @@ class Properties:
     ("by_torch", "by_nvml", "expected"),
     [
         ([[0, 18], [18, 0]], None, True),
-        ([[0, 0], [0, 0]], True, True),  # switches that a virtual machine does not see
+        ([[0, 0], [0, 0]], True, True),  # switches that are hidden from a virtual machine
         ([[0, 0], [0, 0]], False, False),
         ([[0, 0], [0, 0]], None, None),
         (None, False, False),
@@ -132,7 +132,7 @@ class Properties:
 def test_links_as_one_rank_sees_them(
     monkeypatch: pytest.MonkeyPatch, by_torch: list[list[int]] | None, by_nvml: bool | None, expected: bool | None
 ) -> None:
-    """Rank 1 of 3 on device 1 of the 2 that it sees: rank 0's is the other one, rank 2's is hidden from it."""
+    """A rank reports links to visible devices only. Rank 1 of 3 sees rank 0's device, not rank 2's."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: Properties(f"u{i}"))
@@ -144,7 +144,7 @@ def test_links_as_one_rank_sees_them(
 
 
 class Library:
-    """As much of NVML as is asked for. `status`: of the pair; `known`: the uuids it has."""
+    """A fake of the used part of NVML. `status`: of the pair. `known`: the uuids it has."""
 
     def __init__(self, status: int, known: tuple[bytes, ...] = (b"GPU-a", b"GPU-b")) -> None:
         self.status, self.known = status, known

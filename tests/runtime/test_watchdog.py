@@ -79,7 +79,7 @@ def test_holds_nothing_alive() -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_peer_that_gave_up(world: int) -> None:
-    """All ranks log it, the idle ones too; it is still theirs to raise, with its own class and text."""
+    """All ranks log a peer's failure, also idle ones. They still raise it later with its class and text."""
     with RankPool(world) as pool:
         for rank, found in enumerate(pool.run(work.watched, timeout=60)):
             assert found["bad"] == []
@@ -91,5 +91,5 @@ def test_a_peer_that_gave_up(world: int) -> None:
 
 
 def test_check_where_all_is_well() -> None:
-    with RankPool(2) as pool:  # of its own: check() looks at all groups, and other tests break theirs
+    with RankPool(2) as pool:  # a separate pool: check() covers all groups, and other tests break theirs
         assert pool.run(work.unpoisoned, timeout=60) == [[]] * 2
