@@ -1,1 +1,1 @@
-"""The compiler on graphs that torch traces while the tests run."""
+"""Tests of the compiler on graphs that torch traces at test time."""

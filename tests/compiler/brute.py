@@ -1,4 +1,4 @@
-"""The optimum for a graph's collectives by brute force, without the packing of compiler/select."""
+"""Brute-force optimum for a graph's collectives, without the packing of compiler/select."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ub_overlap.compiler.select.legality import without
 
 
 def gain(site: Site, profile: Profile) -> float:
-    """Microseconds that the best strategy saves at this site."""
+    """Return the microseconds that the best strategy saves at this site."""
     shape = shape_of_site(site, {})
     assert shape is not None
     return choose(shape, profile).gain_us
@@ -29,8 +29,10 @@ def edges(graph: Graph) -> list[tuple[Node, Node]]:
 
 
 def legal(graph: Graph, groups: list[list[Node]]) -> bool:
-    """Can these groups be one op each, all at once? Nothing in two of them, no circle through them, no write between, and no
-    matmul that reads another one of its own group."""
+    """Return whether each group can be fused into one op, all at once.
+
+    Groups are disjoint and form no cycle. No write lies between members, and no matmul reads another one of its group.
+    """
     whole: dict[Node, Node] = {}
     for group in groups:
         if any(is_matmul(n) and is_matmul(i) and i in group for n in group for i in n.all_input_nodes):
@@ -55,7 +57,7 @@ def legal(graph: Graph, groups: list[list[Node]]) -> bool:
 
 
 def independent(graph: Graph, node: Node) -> list[Matmul]:
-    """Products without a path to or from `node`."""
+    """Return the matmuls without a path to or from `node`."""
     dag = networkx.DiGraph(edges(graph))
     tied = networkx.ancestors(dag, node) | networkx.descendants(dag, node)
     products = [as_matmul(n) for n in graph.nodes if is_matmul(n) and n not in tied]
@@ -63,7 +65,7 @@ def independent(graph: Graph, node: Node) -> list[Matmul]:
 
 
 def sites(graph: Graph, candidate: Candidate) -> Iterator[Site]:
-    """Everything that one collective could be part of, alone legal or not."""
+    """Yield every site that could contain this collective, legal or not."""
     match = candidate.match
     if isinstance(match, Gather):
         nodes = [k.compute.node for k in match.consumers]
@@ -82,7 +84,7 @@ def sites(graph: Graph, candidate: Candidate) -> Iterator[Site]:
 
 
 def best(graph: Graph, profile: Profile) -> float:
-    """The most microseconds that could be saved."""
+    """Return the maximum saving in microseconds."""
     choices: list[list[tuple[float, list[Node]]]] = []
     for candidate in find_candidates(graph):
         found = [(gain(site, profile), site.members) for site in sites(graph, candidate)]

@@ -1,4 +1,4 @@
-"""Graphs of collectives and matmuls, made node by node as AOTAutograd writes them, without tracing and without ranks."""
+"""Graphs of collectives and matmuls in AOTAutograd's form, built node by node without tracing or ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 @dataclass
 class Dag:
-    """Appends nodes with fake values. `group` need not exist unless the graph is run.."""
+    """Graph builder that appends nodes with fake values. `group` must exist only if the graph is run."""
 
     ranks: int = 2
     group: str = "g"
@@ -44,11 +44,11 @@ class Dag:
         return self.call(aten.permute.default, a, [1, 0])
 
     def gather(self, x: Node) -> Node:
-        """[m, n] -> [R m, n]: the wait."""
+        """Append an all_gather [m, n] -> [R m, n] and return its wait."""
         return self.call(c10d.wait_tensor.default, self.call(c10d.all_gather_into_tensor.default, x, self.ranks, self.group))
 
     def scatter(self, x: Node) -> Node:
-        """[R m, n] -> [m, n]: the wait."""
+        """Append a reduce_scatter [R m, n] -> [m, n] and return its wait."""
         made = self.call(c10d.reduce_scatter_tensor.default, x, "sum", self.ranks, self.group)
         return self.call(c10d.wait_tensor.default, made)
 
@@ -63,8 +63,10 @@ def module_of(graph: Graph) -> GraphModule:
 
 
 def random_dag(seed: int, ranks: int = 2, group: str = "g", nodes: int = 9, dtype: torch.dtype = torch.bfloat16) -> Graph:
-    """Inputs, then a random mix of matmuls, gathers, scatters, sums and, seldom, writes. Tensors are [R m, n] whole or [m, n]
-    shards; sizes are drawn so that gains differ."""
+    """Return a graph with a random mix of matmuls, gathers, scatters, sums and a few writes.
+
+    Full tensors are [R m, n], shards are [m, n]. Sizes are drawn so that gains differ.
+    """
     draw = random.Random(seed)
     d = Dag(ranks, group, dtype)
     small = dtype == torch.float32
@@ -92,7 +94,7 @@ def random_dag(seed: int, ranks: int = 2, group: str = "g", nodes: int = 9, dtyp
 
 
 def inputs_of(graph: Graph, rank: int) -> list[Tensor]:
-    """Small whole numbers for every placeholder, other ones on every rank."""
+    """Return small integer values for every placeholder, different on each rank."""
     made = torch.Generator().manual_seed(rank)
     values = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
     return [torch.randint(-1, 2, v.shape, generator=made).to(v.dtype) for v in values]

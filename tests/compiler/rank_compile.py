@@ -1,4 +1,4 @@
-"""What the ranks of these tests do: compile a case or a function, and tell which plans the compiler made."""
+"""Helpers that run on the ranks: compile a case or a function, and return the plans of the compiler."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ INDUCTOR: dict[str, Any] = {"overlap": "force"}
 
 
 def world_name() -> Any:
-    """The name of the group of all ranks."""
+    """Return the name of the group of all ranks."""
     group = dist.group.WORLD
     assert group is not None
     return group.group_name
 
 
 def since(release: tuple[int, int], why: str) -> pytest.MarkDecorator:
-    """Skips a test on an older torch, saying why."""
+    """Return a mark that skips a test on an older torch and states the reason."""
     found = tuple(int(part) for part in torch.__version__.split(".")[:2])
     return pytest.mark.skipif(found < release, reason=f"torch {torch.__version__}: {why}")
 
@@ -44,7 +44,7 @@ def build(rank: int, world: int, module: str, variant: Mapping[str, Any]) -> Cas
 def plans_of(
     function: Callable[..., Any], inputs: tuple[Any, ...], options: Mapping[str, Any] = FORCE, dynamic: bool | None = None
 ) -> list[Plan]:
-    """The plans of one forward, and of a backward where anything needs a gradient."""
+    """Return the plans of one forward, and of its backward if the loss requires a gradient."""
     mark = HISTORY.mark()
     with uncached():
         compiled = torch.compile(function, backend="ub_overlap", options=dict(options), dynamic=dynamic)
@@ -63,7 +63,7 @@ def decisions_of(
 def check(
     pool: RankPool, module: str, variant: Mapping[str, Any], options: Mapping[str, Any], timeout: float = 240.0
 ) -> list[Comparison]:
-    """Numbers and sites on every rank; the outcomes by rank."""
+    """Check results and sites on every rank, and return the outcomes by rank."""
     outcomes: list[Comparison] = pool.run(compare, module, dict(variant), dict(options), timeout=timeout)
     for outcome in outcomes:
         outcome.check()
@@ -73,7 +73,7 @@ def check(
 
 @contextlib.contextmanager
 def saved_sizes() -> Any:
-    """Numbers of elements of what is saved for backward while open."""
+    """Record the element counts of tensors saved for backward inside this context."""
     sizes: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:

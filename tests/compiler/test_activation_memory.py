@@ -1,4 +1,4 @@
-"""What backward keeps of a gathered tensor: all of it, or the shard, gathered again concurrently with matmuls."""
+"""Activation memory: backward keeps a gathered tensor, or keeps its shard and overlaps a second gather with matmuls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WEIGHT = ("tests.models.fsdp", {})
 
 @dataclass(frozen=True)
 class Saved:
-    """Elements of each tensor kept for backward, decisions, and the largest error of any value against eager."""
+    """Element counts of tensors kept for backward, decisions, and the largest error against eager."""
 
     sizes: list[int]
     decisions: list[Decision]
@@ -58,7 +58,10 @@ def backward_gathers(saved: Saved) -> list[Decision]:
 def test_shard_is_kept(
     pool2: RankPool, model: tuple[str, dict[str, Any]], gathered: int, shard: int, before: int, after: int, inner: str
 ) -> None:
-    """`gathered`, `shard`: elements of the tensor; `before`, `after`: gathers in backward without and with the policy."""
+    """A zero memory budget keeps the shard instead of the gathered tensor.
+
+    `gathered`, `shard`: elements of the tensor. `before`, `after`: gathers in backward without and with the policy.
+    """
     options = {"overlap": "force", "inner": inner}
     for whole, part in zip(
         pool2.run(run, *model, options, timeout=200),
@@ -86,7 +89,7 @@ def keep_matmuls(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointP
 
 
 class Checkpointed(nn.Module):
-    """`inner` under torch.utils.checkpoint, whole or with its matmuls' results kept."""
+    """`inner` under torch.utils.checkpoint, either full or with matmul results kept."""
 
     def __init__(self, inner: nn.Module, selective: bool) -> None:
         super().__init__()
@@ -120,7 +123,7 @@ FULL = since((2, 12), "a tensor of the gathered size is kept there next to the u
 @pytest.mark.parametrize("selective", [pytest.param(False, marks=FULL), True], ids=["full", "selective"])
 @pytest.mark.parametrize("budget", [None, 0])
 def test_activation_checkpointing(pool2: RankPool, selective: bool, budget: int | None) -> None:
-    """The user's region decides: its gather runs again in backward, and is overlapped there too."""
+    """The gather of a user's checkpoint region runs again in backward, and is overlapped there."""
     for saved in pool2.run(run_checkpointed, selective, {**FORCE, "memory_budget": budget}):
         assert saved.error < 1e-5
         kept = [n for n in saved.sizes if n == 2 * 8 * 64]
@@ -134,7 +137,7 @@ def test_activation_checkpointing(pool2: RankPool, selective: bool, budget: int 
 @FULL
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
 def test_a_region_in_float8(pool2: RankPool, recipe: str) -> None:
-    """What takes the place of a product in the user's region is in it too: neither what is gathered nor results are kept."""
+    """The float8 replacement of a matmul stays in its checkpoint region: gathered tensors and results are not kept."""
     gathered, product = 2 * 8 * 64, 2 * 8 * 48
     for saved in pool2.run(run_checkpointed, False, {**FORCE, "fp8": {"recipe": recipe}}, torch.bfloat16):
         assert saved.error < 0.3
@@ -152,7 +155,10 @@ def run_budgets(rank: int, world: int, budgets: list[float]) -> list[Saved]:
 
 
 def test_memory_budget(pool2: RankPool) -> None:
-    """Nothing, a part, one tensor's bytes, all; and no budget."""
+    """Kept bytes stay within the budget.
+
+    Budgets: nothing, a fraction, the bytes of one tensor, everything, and no budget.
+    """
     for none, part, some, whole, unlimited in pool2.run(run_budgets, [0.0, 0.5, 96 * 64 * 4 + 1.0, float("inf")], timeout=240):
         gathers = [[d.kept for d in s.decisions if d.kept is not None] for s in (none, part, some, whole)]
         assert len({len(kept) for kept in gathers}) == 1 and len(gathers[0]) >= 2

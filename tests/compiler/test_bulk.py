@@ -22,7 +22,7 @@ BULK: dict[str, Any] = {"overlap": "force", "overrides": {"backward.*": "bulk"}}
 
 
 def independent(rank: int, world: int, stage: str) -> dict[str, list[tuple[str, int]]]:
-    """Phase -> (collective, products independent of it) in graph order."""
+    """Return by phase (collective, number of matmuls independent of it) in graph order."""
     return {
         trace.phase: [
             (c.collective.op.value if c.collective.op else "", len(c.independent_matmuls))
@@ -34,7 +34,10 @@ def independent(rank: int, world: int, stage: str) -> dict[str, list[tuple[str, 
 
 @pytest.mark.parametrize("stage", ["aot", "inductor"])
 def test_independent_products_of_a_llama_block(pool2: RankPool, stage: str) -> None:
-    """Forward: none. Backward: the weight gradients that are ready (w2 w1 w3; then also wo v k q)."""
+    """Each collective reports the matmuls that are independent of it.
+
+    Forward: none. Backward: the weight gradients that are ready (w2 w1 w3; then also wo v k q).
+    """
     for found in pool2.run(independent, stage, timeout=120):
         assert [n for _, n in found["forward"]] == [0, 0, 0, 0]
         assert found["backward"] == [("all_gather", 0), ("reduce_scatter", 3), ("all_gather", 3), ("reduce_scatter", 7)]
@@ -70,7 +73,7 @@ compare_name = "tests.models.compare:compare"
 
 
 def code(rank: int, world: int) -> tuple[list[str], int]:
-    """(what Inductor wrote, bulk decisions) of forward and backward."""
+    """Return (Inductor's generated code, number of bulk decisions) of forward and backward."""
     case = build(rank, world, *MLP)
     compiled = torch.compile(case.module, backend="ub_overlap", options=BULK)
 
@@ -84,7 +87,7 @@ def code(rank: int, world: int) -> tuple[list[str], int]:
 
 
 def test_generated_code(pool2: RankPool) -> None:
-    """One call takes the collective's input and the products' operands, all of them alive."""
+    """One call takes the collective's input and the matmul operands, and none of them is deleted before."""
     for written, decided in pool2.run(code, timeout=240):
         lines = [line.strip() for text in written for line in text.splitlines()]
         calls = [i for i, line in enumerate(lines) if "ub_overlap.bulk.default(" in line]
@@ -102,6 +105,6 @@ def test_generated_code(pool2: RankPool) -> None:
 
 
 def test_pipelined_first(pool2: RankPool) -> None:
-    """Without a plan the pipelined form is preferred: no bulk in a graph where everything matches."""
+    """Pipelined is preferred to bulk without overrides, if every collective matches."""
     for outcome in check(pool2, *MLP, {"overlap": "force", "inner": "aot_eager"}):
         assert {d["strategy"] for d in outcome.decisions} == {"pipelined"}

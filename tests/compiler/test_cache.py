@@ -27,7 +27,7 @@ pytestmark = since((2, 12), "AOTAutograd's cache stays unused there, for a reaso
 
 @dataclass(frozen=True)
 class Run:
-    """Hits and misses of both caches, plans the passes made, error against eager, rows of the report."""
+    """Hits and misses of both caches, number of plans made, error against eager, and rows of the report."""
 
     hits: tuple[int, int]
     misses: tuple[int, int]
@@ -37,7 +37,10 @@ class Run:
 
 
 def run(rank: int, world: int, options: dict[str, Any], explain: bool) -> Run:
-    """Each rank has torch's caches for itself: a slower rank would else find what a faster one has just made."""
+    """Compile and run the model, and count cache hits and misses.
+
+    Each rank has its own torch caches. Otherwise a slower rank would hit an entry of a faster one.
+    """
     from torch._dynamo.utils import counters
 
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(os.environ["UB_OVERLAP_CACHE_DIR"]).with_name(f"inductor{rank}"))
@@ -64,14 +67,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def cold(folders: dict[str, str]) -> list[Run]:
-    """The first run of the program, in processes that end with it."""
+    """First run of the program, in processes that exit afterwards."""
     with RankPool(2, env=folders) as pool:
         return pool.run(run, BASE, False, timeout=200)
 
 
 @pytest.fixture(scope="module")
 def warm(folders: dict[str, str], cold: list[Run]) -> Iterator[RankPool]:
-    """Fresh processes that find what the first ones left."""
+    """Fresh processes that use the caches of the first run."""
     with RankPool(2, env=folders) as pool:
         yield pool
 
@@ -85,7 +88,7 @@ def test_cold(cold: list[Run]) -> None:
 
 @pytest.mark.timeout(300)
 def test_warm(warm: RankPool) -> None:
-    """No pass runs, yet the ops do, and the report tells the decisions out of the store."""
+    """A warm start runs the ops without any pass, and reports decisions from the plan store."""
     for got in warm.run(run, BASE, True, timeout=200):
         assert got.made == 0
         assert got.hits[1] >= 1 and got.misses == (0, 0)

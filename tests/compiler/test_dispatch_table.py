@@ -1,4 +1,4 @@
-"""Ops that carry several strategies: what the text says, which one a call picks, and that all ranks pick the same."""
+"""Dispatch tables of ops: text form, the strategy that a call picks, and equal picks on all ranks."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def test_bad_text(text: str) -> None:
 
 
 def calls(rank: int, world: int) -> tuple[list[str], dict[str, dict[str, int]], dict[str, str], str]:
-    """Every op with a table, over the limits of its buckets, against fp64; then text that C++ does not understand."""
+    """Check every op with a table across bucket limits against fp64, then text that C++ rejects."""
     name, bad = world_name(), []
     table = "8=none;16=pipelined:chunks=1;*=pipelined"
 
     def check(what: str, out: Tensor, want: Tensor) -> None:
         bad.extend(far(what, out, want, 16))
 
-    for rows in (4, 5, 8, 9, 10, 4):  # of a shard: twice as many in all
+    for rows in (4, 5, 8, 9, 10, 4):  # rows of a shard; the gathered tensor has twice as many
         shards = [data(rows, 6, seed=r) for r in range(world)]
         whole, w = torch.cat(shards).double(), data(6, 3, seed=9)
         kept, (out,) = OPS.all_gather_matmul(shards[rank], [w], [False], [False], 1, False, True, table, name, "/choice.gather")
@@ -124,7 +124,10 @@ def weights() -> tuple[Tensor, Tensor]:
 
 
 def sizes(rank: int, world: int) -> tuple[str, list[tuple[str, dict[str, int], list[str]]], float]:
-    """One graph for many sizes: the plan, what ran at each site and what should have, and the largest error."""
+    """Run one graph at many sizes.
+
+    Return the plan, the actual and expected strategies of each site, and the largest error.
+    """
     run, (w1, w2), mark, worst = layer(world_name()), weights(), HISTORY.mark(), 0.0
     ran = (64, 900, 2048, 64)
     with torch.no_grad(), uncached():
@@ -147,7 +150,7 @@ def sizes(rank: int, world: int) -> tuple[str, list[tuple[str, dict[str, int], l
 
 
 def test_one_graph_for_all_sizes(pool2: RankPool) -> None:
-    """The ranks have other hash seeds (they are spawned), and make the same bytes."""
+    """Ranks make byte-equal plans, although their hash seeds differ because they are spawned."""
     found = pool2.run(sizes, timeout=150)
     assert found[0][0] == found[1][0], "the ranks' plans differ"
     plan = Plan.from_json(found[0][0])
@@ -169,7 +172,7 @@ def plan_dynamic(rank: int, world: int, options: dict[str, Any], rows: int) -> l
 
 
 def test_floor_and_forced_tables(pool2: RankPool) -> None:
-    """min_bytes is a limit of rows; a table that a plan file gives is obeyed, traced at whatever size."""
+    """min_bytes becomes a limit in rows, and an overridden table is used at any traced size."""
     tables = []
     for traced in (64, 4096):
         (text,), (other,) = pool2.run(plan_dynamic, {**AUTO, "min_bytes": 1 << 24}, traced, timeout=120)
@@ -190,7 +193,7 @@ def test_floor_and_forced_tables(pool2: RankPool) -> None:
 
 
 def twice(name: Any) -> Any:
-    """Two equal sites and another one."""
+    """Return a function with two equal sites and a different one."""
 
     def run(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         a, b = (funcol.all_gather_tensor(y, 0, name) @ w1 for y in (x, x + 1))
@@ -200,7 +203,10 @@ def twice(name: Any) -> Any:
 
 
 def tune(rank: int, world: int) -> list[dict[str, Any]]:
-    """The same layer on three groups: measured, measured again as by a new process, and on a machine that forgot."""
+    """Autotune the same layer on three groups.
+
+    The first is measured. The second has results on disk only, like a new process. In the third, one rank lost its results.
+    """
     found = []
     options = {**AUTO, "profile": "cpu", "autotune": True}
     (w1, w2), x = weights(), data(256, 512, seed=rank).to(torch.bfloat16)
@@ -209,7 +215,7 @@ def tune(rank: int, world: int) -> list[dict[str, Any]]:
         mark, before = HISTORY.mark(), site_stats()
         if life:
             autotune.clear_results()
-        if life == 2 and rank == 1:  # one rank that knows nothing is enough: all measure
+        if life == 2 and rank == 1:  # one rank without results makes all ranks measure
             autotune._results.files[autotune.path_of(found[0]["digest"])] = {}
         with torch.no_grad(), uncached():
             compiled = torch.compile(twice(name), backend="ub_overlap", options=options)
@@ -236,7 +242,10 @@ def tune(rank: int, world: int) -> list[dict[str, Any]]:
 
 
 def test_tuning(pool2: RankPool) -> None:
-    """Timed once for equal sites, the same pick on all ranks, kept on disk, and no mark on calls or results."""
+    """Equal sites are timed once, all ranks pick the same strategy, and picks are stored on disk.
+
+    Timing does not change call counts or results.
+    """
     ranks = pool2.run(tune, timeout=150)
     assert ops.load()
     for life, (mine, theirs) in enumerate(zip(*ranks, strict=True)):
@@ -251,7 +260,7 @@ def test_tuning(pool2: RankPool) -> None:
                 assert list(us) == names and all(t > 0 for t in us.values())
                 best = min(us, key=us.__getitem__)
                 assert picked in (best, names[0]) and us[picked] <= us[best] / (1 - autotune.MARGIN) + 1e-3
-                # Three calls of the site and no more: the first by prediction, the others by what was picked.
+                # Exactly three calls of the site: the first uses the predicted strategy, the others the picked one.
                 assert ran == ({names[0]: 3} if picked == names[0] else {names[0]: 1, picked: 2})
             assert "us measured" in one["table"] and one["json"]["sites"][0]["tuned"]["*"] == one["picks"][0]["*"]
             assert one["picks"][0] == one["picks"][1]

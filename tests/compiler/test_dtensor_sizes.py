@@ -1,4 +1,4 @@
-"""What ranks hold of a DTensor, against DTensor itself."""
+"""Local sizes of a DTensor's shards, compared with DTensor itself."""
 
 from __future__ import annotations
 
@@ -39,6 +39,9 @@ def test_sizes(name: str) -> None:
 
 
 def test_shards_are_part_of_the_key() -> None:
-    """The weight of one rank may be that of another model, whose other ranks hold less."""
+    """Shard sizes of all ranks are part of the cache key.
+
+    Two models may have equal weights on one rank and different ones on other ranks.
+    """
     options = parse({"fp8": "all"}, frozenset())[0]
     assert JointPass(options).uuid() != JointPass(options, GraphInputs(shards=((2, ((334, 336), (64,))),))).uuid()

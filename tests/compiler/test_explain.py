@@ -1,4 +1,4 @@
-"""ub_overlap.explain and reports: what was decided, for people and programs, and what then ran."""
+"""ub_overlap.explain and reports: decisions as text and JSON, and the strategies that ran."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEGATRON = "tests.models.megatron"
 
 @dataclass(frozen=True)
 class Told:
-    """What a report says, as text, and whether explaining left the model as it was."""
+    """Contents of a report, and whether explaining left the model unchanged."""
 
     rows: list[dict[str, Any]]
     json: str
@@ -112,7 +112,7 @@ class Granularity(logging.Handler):
 
 
 def logged(rank: int, world: int) -> list[tuple[str, str]]:
-    """What the backend logs while it compiles one form whose forward matches and whose backward does not."""
+    """Return the backend's log records from compiling one form."""
     log, lines = logging.getLogger("ub_overlap"), Granularity()
     level = log.level
     log.addHandler(lines)
@@ -128,7 +128,7 @@ def logged(rank: int, world: int) -> list[tuple[str, str]]:
 
 
 def test_log(pool2: RankPool) -> None:
-    """One line a graph at INFO, every decision with its reason at DEBUG."""
+    """The log has one line per graph at INFO, and every decision with its reason at DEBUG."""
     for records in pool2.run(logged):
         info = [text for level, text in records if level == "INFO" and "collectives overlapped" in text]
         assert [text.split()[0] for text in info] == ["forward", "backward"]
@@ -138,7 +138,10 @@ def test_log(pool2: RankPool) -> None:
 
 
 def ran(rank: int, world: int) -> tuple[list[tuple[str, int | None]], list[str], list[bool]]:
-    """Calls by site of everything this process compiled, after three steps of one model more."""
+    """Run three steps of a new model in a process that compiled others before.
+
+    Return calls by site of the new model, digests of the earlier plans, and whether each plan is stored.
+    """
     case = build(rank, world, MEGATRON, {"dims": 2, "bias": True, "local": 12})
     with uncached():
         function = torch.compile(case.module, backend="ub_overlap", options=FORCE)
@@ -158,7 +161,7 @@ def test_reports(pool2: RankPool) -> None:
 
 
 def plain_function(rank: int, world: int) -> list[str]:
-    """A function instead of a module, without gradients."""
+    """Explain a plain function without gradients, and return its strategies."""
     import torch.distributed._functional_collectives as funcol
 
     group = world_name()

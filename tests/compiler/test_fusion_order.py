@@ -1,4 +1,4 @@
-"""Order.fuse on random graphs: what it accepts keeps the graph acyclic, what it refuses would not."""
+"""FusionOrder.fuse on random graphs: a group is accepted exactly if the graph stays acyclic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 @st.composite
 def graphs(draw: st.DrawFn, walls: bool = False) -> tuple[Graph, list[Node]]:
-    """A graph of additions in which any node may read any earlier two; with `walls` some write in place."""
+    """Draw a graph of additions of any two earlier nodes; with `walls`, some write in place."""
     graph = Graph()
     nodes = [graph.placeholder(f"x{i}") for i in range(2)]
     for _ in range(draw(st.integers(4, 14))):
@@ -32,7 +32,7 @@ def pick(data: st.DataObject, nodes: list[Node]) -> set[Node]:
 
 
 def contracted(graph: Graph, groups: list[set[Node]]) -> networkx.DiGraph:
-    """The graph with each group as one node."""
+    """Return the graph with each group contracted to one node."""
     whole = {n: min(group) for group in groups for n in group}
     edges = [(whole.get(i, i), whole.get(n, n)) for n in graph.nodes for i in n.all_input_nodes]
     return networkx.DiGraph([(a, b) for a, b in edges if a is not b])
@@ -105,7 +105,7 @@ def test_wall_between_two_members() -> None:
 
 
 def test_readers_of_sizes_do_not_count() -> None:
-    """sym_size of a member is read off the graph's inputs instead, so that it ties nothing together."""
+    """A reader of a member's sym_size is no dependency, because the size is computed from the graph's inputs."""
     graph = Graph()
     x = graph.placeholder("x")
     first = graph.call_function(aten.add.Tensor, (x, x))

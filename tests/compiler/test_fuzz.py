@@ -1,6 +1,7 @@
-"""Random chains between collective and matmul, in both directions, against eager. All values are small integers, so that every
-sum is exact whatever its order: results must be equal to the bit. Dims are drawn from few values that coincide with the rank
-count and with each other, because wrong readings of a layout hide where sizes are all different.
+"""Random op chains between collective and matmul, in both directions, compared with eager.
+
+All values are small integers, so every sum is exact in any order and results must be bit-equal. Dims are drawn from few
+values that coincide with the rank count and with each other. Distinct sizes would hide a misread layout.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from tests.models.compare import uncached
 from ub_overlap.compiler.reports.history import HISTORY
 
 SEEDS = {2: 40, 3: 10}
-"""Chains by ranks: three ranks share two cores."""
+"""Number of chains by number of ranks. Three ranks share two cores."""
 Op = tuple[str, Callable[[Tensor], Tensor]]
 
 
 class Chain:
-    """Draws operations (the same on all ranks) and tensors (of one rank)."""
+    """Random source of operations (the same on all ranks) and tensors (of one rank)."""
 
     def __init__(self, seed: int, rank: int, world: int) -> None:
         self.draw, self.rank, self.world = random.Random(seed), rank, world
@@ -35,7 +36,7 @@ class Chain:
         self.text: list[str] = []
 
     def tensor(self, *shape: int) -> int:
-        """The number of a new input."""
+        """Add an input and return its index."""
         self.inputs.append(torch.randint(-1, 2, shape, generator=self.values).float())
         return len(self.inputs) - 1
 
@@ -43,7 +44,7 @@ class Chain:
         return self.draw.choice([1, self.world, self.world, 2 * self.world, 2])
 
     def step(self, shape: tuple[int, ...]) -> Op:
-        """One view, permute, copy or cast there and back that fits `shape`."""
+        """Draw one view, permute, copy or round-trip cast that is valid for `shape`."""
         kind = self.draw.choice(["merge", "split", "one", "permute", "permute", "copy", "cast"])
         at = self.draw.randrange(len(shape))
         if kind == "merge" and at + 1 < len(shape):
@@ -89,7 +90,7 @@ def run_ops(value: Tensor, ops: list[Op], seen: list[Tensor]) -> Tensor:
 
 
 def gathered(c: Chain) -> Callable[..., Any]:
-    """all_gather -> chain -> one or two matmuls, and sometimes another reader of the gathered elements."""
+    """Draw all_gather -> chain -> one or two matmuls, sometimes with another reader of the gathered tensor."""
     shape = tuple(c.dim() for _ in range(c.draw.randint(2, 3)))
     dim = c.draw.randrange(len(shape))
     full = (*shape[:dim], shape[dim] * c.world, *shape[dim + 1 :])
@@ -116,7 +117,7 @@ def gathered(c: Chain) -> Callable[..., Any]:
 
 
 def reduced(c: Chain, collective: str) -> Callable[..., Any]:
-    """matmul -> chain with summands and scales -> reduce_scatter or all_reduce."""
+    """Draw matmul -> chain with summands and scales -> reduce_scatter or all_reduce."""
     m, k, n = c.dim() * c.draw.choice([1, c.world]), c.dim(), c.dim() * c.draw.choice([1, c.world])
     a, b = c.tensor(m, k), c.tensor(k, n)
     first = c.draw.choice(["mm", "row", "column", "transposed", "two", "none"])
@@ -176,13 +177,13 @@ def values(function: Callable[..., Any], inputs: list[Tensor], grad: bool) -> li
 
 
 def differ(a: list[Tensor | None], b: list[Tensor | None]) -> list[int]:
-    """The positions where a value is not equal to the bit."""
+    """Return the indices of values that are not bit-equal."""
     same = [x is y if x is None or y is None else torch.equal(x, y) for x, y in zip(a, b, strict=True)]
     return [i for i, equal in enumerate(same) if not equal]
 
 
 def fuzz(rank: int, world: int, kind: str, seeds: list[int]) -> tuple[list[str], dict[str, int]]:
-    """What went wrong, by seed, and how often each strategy was taken."""
+    """Return the failures by seed, and how often each strategy was selected."""
     wrong: list[str] = []
     taken: Counter[str] = Counter()
     for seed in seeds:

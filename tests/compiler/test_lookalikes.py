@@ -1,6 +1,6 @@
-"""What looks like a site and is another program: dims that coincide, columns taken for rows, casts that round.
+"""Graphs that resemble a site but differ: coinciding dims, columns in place of rows, casts that round.
 
-Each case is compared with eager on three ranks; where it may not be rewritten, the reason is asserted too.
+Each case is compared with eager on three ranks. If it must not be rewritten, the reason is asserted too.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def saved_scatter(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
 
 
 def dropouts(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """The second matmul needs random numbers that are drawn after those of the first one's result."""
+    """The second matmul depends on random numbers drawn after those for the first matmul's result."""
     g = gather(x)
     first = F.dropout(g @ w, 0.5)
     return first, g @ F.dropout(v, 0.5)
@@ -116,7 +116,7 @@ WITHOUT_GRADIENT = {"overwritten", "gather saved", "scatter saved"}
 
 
 def run(rank: int, world: int, name: str, options: dict[str, Any]) -> tuple[list[float], list[str]]:
-    """Largest differences to eager, and the forward's reason ("" where it is pipelined)."""
+    """Return the largest differences from eager, and the forward's reason ("" if pipelined)."""
     function, shapes, _ = CASES[name]
     values_of = torch.Generator().manual_seed(rank)
     inputs = [torch.randint(1, 4, s, generator=values_of).float() for s in shapes]
@@ -148,7 +148,7 @@ def test_case(pool3: RankPool, name: str) -> None:
 
 
 def uneven(rank: int, world: int) -> bool:
-    """A weight with fewer columns on the last ranks, at a site that is left alone, with another site that is not."""
+    """Compare with eager: one site is disabled and has a weight with fewer columns on the last ranks."""
 
     def function(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         return gather(x) @ w, gather(x * 2) @ v
@@ -165,7 +165,7 @@ def test_uneven_ranks_may_be_left_alone(pool3: RankPool) -> None:
 
 
 def unequal(rank: int, world: int) -> list[str]:
-    """The last channels of a layer lie on fewer ranks: inner sizes are a rank's own, and the sites are overlapped anyway."""
+    """Compile a layer whose inner size differs by rank; return wrong tensors and sites that are not overlapped."""
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(8, 16, generator=generator)
     w = torch.randn(16, 12 + 4 * rank, generator=generator)

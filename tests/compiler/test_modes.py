@@ -99,7 +99,7 @@ class Broken(nn.Module):
 
 
 class Regions(nn.Module):
-    """Each layer compiled on its own, as torchtitan does."""
+    """Compile each layer separately, as torchtitan does."""
 
     def __init__(self, world: int) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ AUTO = Options(profile="h200", min_bytes=0)
 
 @pytest.fixture
 def no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory and margins are what brute force knows nothing of."""
+    """Disable memory costs and margins, which brute force does not model."""
     monkeypatch.setattr(peak_memory, "MORE_BYTES", 1 << 60)
     monkeypatch.setattr(profitability.SiteCosts, "us_per_byte", lambda *_: 0.0)
     monkeypatch.setattr(alternatives, "margin_us", lambda *_: 0.0)
@@ -39,17 +39,20 @@ def decided(graph: Graph) -> Decided:
 
 
 def saved(found: Decided) -> float:
-    """Microseconds, as the cost model has them."""
+    """Return the saving in microseconds by the cost model."""
     return sum(gain(chosen.site, H200) for chosen in found.chosen)
 
 
 def pairs(found: Decided) -> dict[str, list[str]]:
-    """Collective -> the names of the matmuls of its site."""
+    """Return the names of each site's matmuls by collective."""
     return {c.site.collective.node.name: [p.node.name for p in c.site.matmuls] for c in found.chosen}
 
 
 def near_and_far() -> Graph:
-    """A short gather next to a long matmul, a long gather next to a short one; all four are independent."""
+    """Return a graph with a short gather next to a long matmul, and a long gather next to a short one.
+
+    All four are independent.
+    """
     d = Dag(8)
     few, many, w = d.input("few", 512, 8192), d.input("many", 1024, 8192), d.input("w", 8192, 8192)
     x, tall = d.input("x", 1024, 8192), d.input("tall", 8192, 8192)
@@ -60,7 +63,10 @@ def near_and_far() -> Graph:
 
 
 def contested() -> Graph:
-    """`first` may use either matmul, and gains more with `shared`; `second` only `shared`: it feeds the other."""
+    """Return a graph with two gathers that compete for `shared`.
+
+    `first` may use either matmul and gains more with `shared`. `second` feeds the other matmul, so it may use only `shared`.
+    """
     d = Dag(8)
     a, b, w = d.input("a", 1024, 8192), d.input("b", 1024, 8192), d.input("w", 8192, 8192)
     x, y = d.input("x", 8192, 8192), d.input("y", 512, 8192)
@@ -71,7 +77,10 @@ def contested() -> Graph:
 
 
 def crossed() -> Graph:
-    """Each gather is independent of the matmul that the other one feeds; both pairs at once would wait for each other."""
+    """Return a graph in which each gather is independent of the matmul that the other one feeds.
+
+    Both pairs at once would form a cycle.
+    """
     d = Dag(8)
     a, b, w = d.input("a", 1024, 8192), d.input("b", 1024, 8192), d.input("w", 8192, 8192)
     first, second = (d.call(aten.relu.default, d.gather(x)) for x in (a, b))
@@ -113,7 +122,7 @@ def test_pairs_that_would_wait_for_each_other(no_limit: None) -> None:
 
 
 def test_small_graphs_against_brute_force(no_limit: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exactly the best, less what a product must add to be taken along; greedy alone often misses it."""
+    """The packing saves the optimum, less the minimum gain of an added matmul. Greedy alone often misses it."""
     totals, modes = [], Counter[str]()
     for seed in range(64):
         graph = random_dag(seed)
@@ -131,7 +140,7 @@ def test_small_graphs_against_brute_force(no_limit: None, monkeypatch: pytest.Mo
 
 
 def near_tie() -> Graph:
-    """A scatter whose own matmul hides it nearly as well as an independent one does."""
+    """Return a graph with a scatter that its own matmul hides nearly as well as an independent one."""
     d = Dag(4)
     a, b, x, y = d.input("a", 8192, 7168), d.input("b", 7168, 8192), d.input("x", 8192, 8192), d.input("y", 8192, 8192)
     return d.output(d.scatter(d.mm(a, b)), d.mm(x, y))
@@ -149,7 +158,10 @@ def test_another_matmul_must_save_more_than_predictions_err(monkeypatch: pytest.
 
 
 def left_out() -> Graph:
-    """A gather of queries, keys and values, returned as well; the two small matmuls suffer from pieces and hide next to nothing."""
+    """Return a graph with a gather that feeds query, key and value matmuls and is also returned.
+
+    Chunking slows the two small matmuls, and they hide almost nothing.
+    """
     d = Dag(2)
     whole = d.gather(d.input("x", 4096, 8192))
     return d.output(whole, *(d.mm(whole, d.input(name, 8192, n)) for name, n in (("q", 4096), ("k", 512), ("v", 512))))
@@ -164,7 +176,7 @@ def test_a_consumer_is_left_out_for_more_than_predictions_err(monkeypatch: pytes
 
 
 def test_a_search_that_finds_nothing_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Picks, the graph's order and what lives, through searches that place and take back."""
+    """A failed search restores the placements, the graph's order and the live memory."""
     improve, found = packing._State.improve, Counter[bool]()
 
     def checked(state: Any, window: list[int], tries: int) -> bool:
@@ -189,7 +201,10 @@ def test_a_search_that_finds_nothing_leaves_all_as_it_was(monkeypatch: pytest.Mo
 
 
 def test_large_graphs_are_legal() -> None:
-    """Many windows, writes between, the memory limit on: never a circle, never across a write, no matmul twice."""
+    """Packing of a large graph is legal: no cycle, no move across a write, no matmul in two sites.
+
+    These graphs have many windows and writes, and the memory limit applies.
+    """
     for seed in range(8):
         graph = random_dag(1000 + seed, nodes=60)
         found = decided(graph)
@@ -213,8 +228,10 @@ def test_plans_do_not_depend_on_the_hash_seed() -> None:
 
 
 def uneven(rank: int, last: int, few: int) -> Graph:
-    """A block's backward as the first rank has it (`few` = `last` = 1000 columns a layer), and as the last one does. Two
-    gathers and a scatter, each of which could run concurrently with weight gradients of unequal sizes; nodes of other names."""
+    """Return a block's backward on one rank. The first rank has `few` = `last` = 1000 columns per layer.
+
+    Two gathers and a scatter can each run concurrently with weight gradients of unequal sizes. Node names differ by rank.
+    """
     d = Dag(4)
     x, y = d.input(f"x{rank}", 2048, 4096), d.input(f"y{rank}", 2048, 4096)
     w, v = d.input("w", 4096, last), d.input("v", 4096, 960 + few - 1000)
@@ -231,7 +248,10 @@ def uneven(rank: int, last: int, few: int) -> Graph:
 
 @pytest.mark.parametrize("overlap", ["auto", "force"])
 def test_ranks_with_uneven_shards_plan_alike(overlap: Any) -> None:
-    """The last rank has fewer columns; what is byte-equal is all that ranks tell each other of a plan."""
+    """Ranks make equal plans although the last rank has fewer columns.
+
+    All plan contents that ranks exchange are byte-equal.
+    """
     plans = []
     for rank, last, few in ((0, 1000, 1000), (3, 999, 997), (2, 1000, 999)):
         options = Options(profile="h200" if overlap == "auto" else None, min_bytes=0, overlap=overlap)
@@ -244,7 +264,7 @@ def test_ranks_with_uneven_shards_plan_alike(overlap: Any) -> None:
 
 
 def run_both(rank: int, world: int, seeds: list[int]) -> tuple[list[str], Counter[str]]:
-    """What differs between a graph and its rewritten copy, by seed; strategies taken."""
+    """Return the differences between a graph and its rewritten copy by seed, and the selected strategies."""
     from ub_overlap.compiler.passes import RewritePass
     from ub_overlap.compiler.reports.history import HISTORY
     from ub_overlap.runtime import ops

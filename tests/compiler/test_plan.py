@@ -1,4 +1,4 @@
-"""The plan's vocabulary: text forms, JSON, and a digest that ranks share whatever their groups are called."""
+"""Plans: text forms, JSON, and a digest that is equal on all ranks and independent of group names."""
 
 from __future__ import annotations
 
@@ -92,7 +92,10 @@ EXPLAINS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(("changes", "mine", "theirs"), SHARED, ids=lambda x: str(x) if isinstance(x, dict) else "")
 def test_digest_follows_what_ranks_must_share(changes: dict[str, Any], mine: str, theirs: str) -> None:
-    """And what differs is what an error says, alone, whatever else differs that only explains."""
+    """A shared field changes the digest, and the error names only that field.
+
+    Differences in explanatory fields are not named.
+    """
     assert other(**changes) != PLAN.digest
     both = {key: value for change in (*EXPLAINS, changes) for key, value in change.items()}
     found = find_first_difference(PLAN.to_json(), Plan("forward", (replace(SITE, **both), LEFT, GONE)).to_json())
@@ -103,7 +106,10 @@ def test_digest_follows_what_ranks_must_share(changes: dict[str, Any], mine: str
 
 
 def test_the_graph_is_named_whatever_is_float8() -> None:
-    """What float8 adds, and numbers and types, are left out of it; modules, groups and collectives are not."""
+    """The graph digest excludes collectives that float8 adds, site numbers and dtypes.
+
+    It includes modules, groups and collectives.
+    """
     scales = replace(LEFT, id="forward.0", kind=Kind.ALL_REDUCE, reason=Reason.SCALES)
     gather = replace(SITE, id="forward.1", dtype="uint8", strategy=NONE)
     quantized = Plan("forward", (scales, gather, replace(LEFT, id="forward.2"), GONE))
@@ -118,7 +124,10 @@ def test_digest_leaves_out_what_only_explains(changes: dict[str, object]) -> Non
 
 
 def test_casts_that_differ_are_named() -> None:
-    """Before the sites, which differ because of them; with the reason, which is no part of what must be the same."""
+    """A cast difference is named before the site differences that it causes.
+
+    The error states the reason for a refusal. The detail of a refusal is not part of the digest.
+    """
     cast = CastDecision(node="mm", role="forward", module="a.b", shape="[1, 2] @ [2, 3]", recipe="tensorwise")
     refused = replace(cast, node="mm_1", recipe="", reason=Reason.FILTERED, detail="fp8_filter refuses a.b")
     last = replace(cast, role="weight gradient")
@@ -140,7 +149,7 @@ def test_digest_follows_phase_and_order() -> None:
 
 
 def in_rows(rank: int, world: int) -> tuple[str, list[str], set[str]]:
-    """(c10d name of this rank's group, plan digests, names of the group in the plan) on a 2D mesh."""
+    """Return (c10d name of this rank's group, plan digests, names of the group in the plan) on a 2D mesh."""
     name = tensor_mesh(world, True).get_group().group_name
 
     def function(x: Tensor, w: Tensor) -> Tensor:

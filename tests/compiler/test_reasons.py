@@ -41,7 +41,7 @@ FORM_REASONS: dict[str, tuple[Reason | None, Reason | None]] = {
     "scatter_wrong_bounds": (R.SHARD_ORDER, R.UNEVEN_SHARDS),
     "scatter_padded": (R.UNEVEN_SHARDS, R.UNEVEN_SHARDS),
 }
-"""Form -> why its forward and its backward collective are not pipelined (None: numbers alone decide)."""
+"""Reasons by form why the forward and the backward collective are not pipelined (None: only results are checked)."""
 
 
 def why(d: dict[str, Any]) -> str:
@@ -51,7 +51,10 @@ def why(d: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("name", FORM_REASONS)
 def test_form_is_refused(pool2: RankPool, name: str) -> None:
-    """What looks like a site and is none: rivals compute wrong numbers for some of these."""
+    """A form that resembles a site is refused with its reason.
+
+    Other implementations compute wrong results for some of these.
+    """
     for outcome in pool2.run(compare, "tests.models.forms", {"name": name}, FORCE):
         outcome.check()
         for phase, reason in zip(("forward", "backward"), FORM_REASONS[name], strict=True):
@@ -100,7 +103,7 @@ def gather_in_stripes(m: Maker) -> Case:
 
 
 def last_dim_in_stripes(m: Maker) -> Case:
-    """A scatter of columns: its shards are no blocks of rows."""
+    """A scatter of columns, whose shards are not blocks of rows."""
     function = lambda x, w: funcol.reduce_scatter_tensor(x @ w, "sum", 1, m.group)  # noqa: E731
     return function, (m.x(16, 32), m.x(32, 8 * m.world)), {**FORCE, "overrides": {"forward.0": "pipelined:stripes=2"}}
 
@@ -110,7 +113,7 @@ def small(m: Maker) -> Case:
 
 
 def no_gain(m: Maker) -> Case:
-    """An H200 multiplies this long before its first push has arrived."""
+    """A matmul that an H200 finishes long before its first push has arrived."""
     return gather_mm(m, overlap="auto", min_bytes=0, profile="h200")
 
 
@@ -151,12 +154,12 @@ def column_added(m: Maker) -> Case:
 
 
 def taken(m: Maker) -> Case:
-    """One matmul between a gather and a scatter: it can hide one of them."""
+    """One matmul between a gather and a scatter, which can hide only one of them."""
     return (lambda x, w: m.scatter(m.gather(x) @ w)), (m.x(8, 64), m.x(64, 48)), FORCE
 
 
 def unbacked(m: Maker) -> Case:
-    """A size that only the data tells."""
+    """A data-dependent size."""
     return (lambda x, w: m.gather(x.nonzero().float()) @ w), (torch.eye(6), m.x(2, 48)), FORCE
 
 
@@ -181,7 +184,7 @@ SITUATIONS: dict[Callable[[Maker], Case], Reason] = {
 
 
 def situation(rank: int, world: int, name: str) -> Decision:
-    """The last collective's decision."""
+    """Return the last collective's decision."""
     function, inputs, options = globals()[name](Maker(rank, world))
     with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         return decisions_of(function, inputs, options)[-1]
@@ -201,7 +204,7 @@ def test_situation(pool2: RankPool, make: Callable[[Maker], Case]) -> None:
 
 
 def group_in_graph(rank: int, world: int) -> list[Decision]:
-    """The group comes from a mesh inside the graph, so that one graph serves all ranks."""
+    """Return decisions for a group that comes from a mesh inside the graph, shared by all ranks."""
     m, mesh = Maker(rank, world), DeviceMesh("cpu", torch.arange(world), mesh_dim_names=("tp",))
     with torch.no_grad(), torch.distributed.config.patch(compile_on_one_rank=True):
         return decisions_of(lambda x, w: m.gather(x, (mesh, 0)) @ w, (m.x(8, 64), m.x(64, 48)))
@@ -214,7 +217,7 @@ def test_group_in_graph(pool2: RankPool) -> None:
 
 
 def with_write(rank: int, world: int) -> list[Decision]:
-    """A traced graph into which a user's pass put a write between the gather and its matmul."""
+    """Return decisions for a graph with a write between the gather and its matmul, as from a user's pass."""
     graph: Graph = capture(build(rank, world, "tests.models.forms", {"name": "gather_mm"}))[0].module.graph
     matmul = next(n for n in graph.nodes if n.target is torch.ops.aten.mm.default)
     weight = next(n for n in graph.nodes if n.op == "placeholder")
@@ -229,7 +232,10 @@ def test_write_between(pool2: RankPool) -> None:
 
 
 def _held(deep: int) -> Dag:
-    """A matmul [8192, deep] @ [deep, 8192] that is independent of a later gather. Its operand then lives while `big` does."""
+    """Return a graph with a matmul [8192, deep] @ [deep, 8192] that is independent of a later gather.
+
+    Overlapping the two keeps the matmul's operand alive while `big` is.
+    """
     d = Dag(8)
     x, w, late = d.input("x", 8192, deep), d.input("primals_w", deep, 8192), d.input("late", 1024, 8192)
     product = d.mm(x, w)
@@ -239,7 +245,10 @@ def _held(deep: int) -> Dag:
 
 
 def test_memory_must_be_worth_it() -> None:
-    """128 MiB more at the peak would take longer to move than the gather that they hide; 32 MiB take less."""
+    """Bulk is refused if the extra peak memory costs more time than the overlap saves.
+
+    Moving 128 MiB takes longer than the hidden gather; moving 32 MiB takes less.
+    """
     options = parse({"profile": "h200", "min_bytes": 0}, frozenset())[0]
     (cheap,) = decide(_held(2048).graph, options, "backward", lambda *_: None).plan.decisions
     (dear,) = decide(_held(8192).graph, options, "backward", lambda *_: None).plan.decisions
@@ -250,7 +259,10 @@ def test_memory_must_be_worth_it() -> None:
 
 
 def test_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The matmul would wait for the gather's input, and with it its operand, which could have gone before `big` was made."""
+    """Bulk is refused if the extra peak memory exceeds the limit.
+
+    The matmul would wait for the gather's input. Its operand could otherwise be freed before `big` is allocated.
+    """
     d = _held(2048)
     options = parse({"profile": "h200", "min_bytes": 0}, frozenset())[0]
     (free,) = decide(d.graph, options, "backward", lambda *_: None).plan.decisions
@@ -269,12 +281,12 @@ def test_every_reason_is_provoked() -> None:
 
 
 def test_every_refused_form_is_here() -> None:
-    """Forms whose forward looks like a site and is none."""
+    """Every form that must be refused in forward has an entry in FORM_REASONS."""
     assert {name for name, form in FORMS.items() if form.expected.refused} <= set(FORM_REASONS)
 
 
 def test_a_sum_without_an_end() -> None:
-    """Residual streams are sums of sums: the reason for a miss must not look through all of them, and not call itself."""
+    """The search for a miss's reason is bounded and not recursive, because residual streams are sums of sums."""
     from torch.fx import Graph
 
     from ub_overlap import _torch_compat as compat
@@ -285,7 +297,7 @@ def test_a_sum_without_an_end() -> None:
     with compat.FakeTensorMode():
         value = torch.empty(4, 4)
     node.meta["val"] = value
-    for _ in range(2000):  # each the sum of the two before
+    for _ in range(2000):  # each is the sum of the previous two
         before, node = node, graph.call_function(torch.ops.aten.add.Tensor, (node, before))
         node.meta["val"] = value
     assert explain_reduction.find_scaling(node) is None

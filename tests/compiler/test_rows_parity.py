@@ -1,7 +1,7 @@
-"""The rows of a site, counted in Python (select/dispatch_table.rows_of) and in C++ (csrc/bindings/ops/dispatch.h), are equal.
+"""Parity of a site's row count in Python (select/dispatch_table.rows_of) and C++ (csrc/bindings/ops/dispatch.h).
 
-Every op runs by two tables: one changes its strategy at the counted rows, one just below. A call must use the first bucket of
-the one table and the last bucket of the other.
+Every op runs with two tables: one changes its strategy at the counted rows, one just below. A call must use the first
+bucket of the first table and the last bucket of the second.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ def run(graph: Graph, inputs: list[Tensor], override: str) -> tuple[int | None, 
 
 
 def dispatched(rank: int, world: int) -> dict[str, tuple[int | None, list[set[str]]]]:
-    """By case: the rows counted in Python, and what ran by the table that ends there, and by the one that ends before."""
+    """Return by case the rows counted in Python, and the strategies that ran.
+
+    The first table has its limit at that count, the second one row below.
+    """
     found = {}
     for name, (mode, graph, shapes) in CASES.items():
         dtype = E4M3 if name.startswith("float8") else torch.float32

@@ -1,4 +1,7 @@
-"""Every model and form of the catalogue, compiled forward and backward: numbers against float64, sites against structure."""
+"""Every model and form of the catalogue, compiled forward and backward.
+
+Results are compared with float64, and sites with the expected structure.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def test_every_case(pool2: RankPool, name: str) -> None:
 
 @pytest.mark.parametrize("name", MESH)
 def test_mesh(pool4: RankPool, name: str) -> None:
-    """Groups {0, 2} and {1, 3} of 4 ranks."""
+    """Models on a 2D mesh have correct results and sites. The groups are {0, 2} and {1, 3} of 4 ranks."""
     check(pool4, *MESH[name], FORCE)
 
 
@@ -62,7 +65,10 @@ def test_more_chunks_than_ranks(pool2: RankPool, chunks: int) -> None:
 
 @pytest.fixture(scope="module", params=[(w, p) for w in (2, 4) for p in ("hf", "titan")], ids=lambda p: f"{p[1]}-{p[0]}")
 def package_pool(request: pytest.FixtureRequest) -> Iterator[tuple[RankPool, dict[str, Any]]]:
-    """Ranks that import one foreign package only: torchtitan after transformers in one process breaks the partitioner."""
+    """Ranks that import only one third-party package.
+
+    Importing torchtitan after transformers in one process breaks the partitioner.
+    """
     world, prefix = request.param
     package = {"hf": "transformers", "titan": "torchtitan"}[prefix]
     if prefix == "titan" and tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 12):
@@ -75,7 +81,7 @@ def package_pool(request: pytest.FixtureRequest) -> Iterator[tuple[RankPool, dic
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_external(package_pool: tuple[RankPool, dict[str, Any]], inner: str) -> None:
-    """Models that we did not write, parallelised by their own code. The long list runs once, on 2 ranks."""
+    """Third-party models, parallelised by their own code, are overlapped. The full list runs once, on 2 ranks."""
     pool, named = package_pool
     chosen = named if pool.world == 2 and inner == "aot_eager" else dict(list(named.items())[:1])
     for module, variant in chosen.values():
