@@ -1,1 +1,4 @@
-"""Models whose sites are known from their structure. Each module has `build(rank, world, **variant) -> Case`."""
+"""Models whose sites are known from their structure.
+
+Each module has `build(rank, world, **variant) -> Case`.
+"""

@@ -1,4 +1,4 @@
-"""Stand-ins for packages that an import names but that what we use of it never calls (Triton kernels, loggers, data sets)."""
+"""Mocks of packages that are imported but not called here (Triton kernels, loggers, data sets)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Answers imports of the given top-level packages, whatever is below them, with modules whose attributes are mocks."""
+    """Import finder that returns modules of mocks for the given top-level packages and their submodules."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
@@ -41,7 +41,7 @@ def _attribute(name: str) -> Any:
 
 @contextlib.contextmanager
 def stand_ins(*names: str) -> Iterator[None]:
-    """While open, packages of `names` that are not installed import as mocks; afterwards they are absent again."""
+    """Mock the packages of `names` that are not installed; remove the mocks on exit."""
     absent = [name for name in names if name not in sys.modules and importlib.util.find_spec(name) is None]
     finder = _Finder(absent)
     sys.meta_path.append(finder)

@@ -1,4 +1,4 @@
-"""What a model's `build` returns: the module of this rank, its inputs and what its structure says about sites."""
+"""Result types of a model's `build`: the module of this rank, its inputs and its expected sites."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Sites:
-    """Collectives of one graph phase by what they are to a matmul.
+    """Number of collectives of one graph phase, by their relation to a matmul.
 
     gather: all_gather -> matmul(s); scatter: matmul(s) -> reduce_scatter; reduce: matmul(s) -> all_reduce.
-    contracted: gathers whose tensor is (also) contracted over the gathered dim, by a weight gradient (part of `gather`).
-    merged: all_reduces that disappear because their results are summed.
-    plain_*: collectives next to no matmul: never candidates of those three kinds.
+    contracted: gathers that a weight gradient (also) contracts over the gathered dim (included in `gather`).
+    merged: all_reduces that are removed because their results are summed.
+    plain_*: collectives without an adjacent matmul; they are never candidates of those three kinds.
     """
 
     gather: int = 0
@@ -33,26 +33,26 @@ class Sites:
 
     @property
     def all_gathers(self) -> int:
-        """all_gather nodes that the traced graph holds."""
+        """Return the number of all_gather nodes in the traced graph."""
         return self.gather + self.plain_gather
 
     @property
     def reduce_scatters(self) -> int:
-        """reduce_scatter nodes that the traced graph holds."""
+        """Return the number of reduce_scatter nodes in the traced graph."""
         return self.scatter + self.plain_scatter
 
     @property
     def all_reduces(self) -> int:
-        """all_reduce nodes that the traced graph holds."""
+        """Return the number of all_reduce nodes in the traced graph."""
         return self.reduce + self.merged + self.plain_reduce
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Sites of forward and backward as traced, with what AOTAutograd saves by default (gathered tensors).
+    """Sites of forward and backward as traced. By default, AOTAutograd saves gathered tensors.
 
-    refused, refused_backward: "" when all sites of the phase must be rewritten; else what makes them other than they look. Such
-    a site may stay a collective, with a Reason, or be rewritten rightly: numbers decide, counts do not.
+    refused, refused_backward: "" if all sites of the phase must be rewritten, else why a plain rewrite would be wrong. Such a
+    site may stay a collective with a Reason, or get a correct rewrite. Tests then check numerics, not counts.
     """
 
     forward: Sites = field(default_factory=Sites)
@@ -66,13 +66,13 @@ class _Place:
 
 
 def device() -> torch.device:
-    """Where cases are built: the CPU, or what `on` says."""
+    """Return the device on which cases are built: the CPU, or the device of `on`."""
     return _Place.device
 
 
 @contextlib.contextmanager
 def on(where: torch.device | str) -> Iterator[None]:
-    """Cases built inside live on this device, with the values that they have on the CPU."""
+    """Build the enclosed cases on this device, with the same values as on the CPU."""
     before, _Place.device = _Place.device, torch.device(where)
     try:
         yield
@@ -81,20 +81,21 @@ def on(where: torch.device | str) -> Iterator[None]:
 
 
 def settle(module: nn.Module, dtype: torch.dtype, exact: bool) -> nn.Module:
-    """`module` with weights in dtype; exact: the same rounded values as float64, for reference runs."""
+    """Cast `module` to dtype; with `exact`, store the rounded weights as float64 for reference runs."""
     return module.to(dtype).to(device(), torch.float64 if exact else dtype)
 
 
 def noise(shape: tuple[int, ...], seed: int, dtype: torch.dtype, exact: bool, grad: bool = True) -> Tensor:
-    """Normal values, the same for each dtype up to its rounding."""
+    """Return normally distributed values that are equal for all dtypes up to rounding."""
     value = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
     return value.to(device(), torch.float64 if exact else dtype).requires_grad_(grad)
 
 
 @dataclass(frozen=True)
 class Case:
-    """`module(*inputs)` on this rank. Fresh from `build`: same seed, same weights.
+    """A module of this rank and its inputs, run as `module(*inputs)`.
 
+    Two cases from `build` have the same seed and weights.
     dynamic: for torch.compile. context: entered around forward and backward.
     """
 

@@ -1,4 +1,4 @@
-"""Cases by name: (module, variant). Tests are parametrised over these, so that each model is listed once."""
+"""Cases by name: (module, variant). Tests are parametrised over these, so each model is listed once."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ EXTERNAL: Named = {
     "titan_whole": (_TITAN, {"whole": True}),
 }
 
-# What one of the supported torch versions cannot run or trace without us: name -> (first version that can, why).
+# Cases that a supported torch version cannot run or trace without this package: name -> (first version that can, why).
 NEEDS: dict[str, tuple[tuple[int, int], str]] = {
     "mlp_uneven": ((2, 12), "eager DTensor: F.linear takes no view of an uneven shard"),
     "mlp_function_gated_dim1": ((2, 12), "Dynamo breaks the graph at the autograd.Function"),
@@ -81,7 +81,7 @@ NEEDS: dict[str, tuple[tuple[int, int], str]] = {
 
 
 def unfit(name: str) -> str:
-    """Why the installed torch cannot run or trace this case; "" where it can."""
+    """Return why the installed torch cannot run or trace this case, or "" if it can."""
     first, why = NEEDS.get(name, ((0, 0), ""))
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     return f"torch {torch.__version__}: {why}" if version < first else ""
@@ -89,7 +89,7 @@ def unfit(name: str) -> str:
 
 SINGLE: Named = {name: ("tests.models.forms", {"name": name}) for name in FORMS}
 
-# For numbers of ranks that divide no model's heads and widths: 3, 5, 6, 7.
+# For 3, 5, 6 and 7 ranks, which do not divide the heads and widths of any model.
 ODD = (
     "mlp_2d",
     "gather_mm",

@@ -1,8 +1,10 @@
-"""One case run three ways with the same weights: float64 eager (the truth), eager in its dtype, compiled in its dtype.
+"""Comparison of three runs of one case: float64 eager (the reference), eager and compiled in its dtype.
+
+All runs have the same weights.
 
 outcome = pool2.run(compare, "tests.models.megatron", {"gather_dim": 1}, {"overlap": "force"})[0]
-outcome.check()          # outputs and every gradient: no further from the truth than `factor` times eager
-outcome.check_sites()    # rewritten sites as the model's structure says
+outcome.check()          # error of outputs and every gradient: at most `factor` times eager's
+outcome.check_sites()    # rewritten sites as the model's structure requires
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from tests.harness.traces import as_loss
 from tests.models.case import Case, Expected, Sites, on
 from ub_overlap._torch_compat import caches_off as uncached
 
-SLACK = 8  # roundings of the dtype that are forgiven where eager happens to be exact
+SLACK = 8  # tolerance in roundings of the dtype, for tensors on which eager is exact by chance
 
 Values = dict[str, Tensor | None]
 
@@ -36,15 +38,17 @@ class Comparison:
     expected: Expected
 
     def check(self, factor: float = 2.0) -> None:
-        """AssertionError naming every tensor whose compiled error is above factor * eager's + SLACK roundings."""
+        """Raise AssertionError with every tensor whose compiled error is above factor * eager's + SLACK roundings."""
         bad = {n: pair for n, pair in self.errors.items() if not pair[1] <= factor * pair[0] + SLACK * self.roundings[n]}
         assert not bad, "compiled is further from float64 than eager: " + ", ".join(
             f"{n} {compiled:.3g} (eager {eager:.3g})" for n, (eager, compiled) in bad.items()
         )
 
     def check_sites(self) -> None:
-        """AssertionError where a phase differs from the structure: in the collectives that were decided, or in the sites that
-        were rewritten (not counted in phases with refused sites)."""
+        """Raise AssertionError if the collectives or the rewritten sites of a phase differ from the model's structure.
+
+        Rewritten sites are not counted in phases with refused sites.
+        """
         for phase, sites, why in (
             ("forward", self.expected.forward, self.expected.refused),
             ("backward", self.expected.backward, self.expected.refused_backward),
@@ -71,9 +75,9 @@ def _kinds(sites: Sites) -> dict[str, int]:
 
 
 def values(case: Case, run: Any) -> Values:
-    """Outputs and gradients of one forward and backward of `run` (the case's module, compiled or not), as local tensors.
+    """Return outputs and gradients of one forward and backward of `run` as local tensors.
 
-    Gradients of parameters that DTensor left unreduced are summed over the ranks first.
+    `run` is the case's module, compiled or not. Unreduced gradients of DTensor parameters are summed over the ranks first.
     """
     with (case.context or contextlib.nullcontext)():
         output = run(*case.inputs)
@@ -93,7 +97,7 @@ def _local(tensor: Tensor | None) -> Tensor | None:
 
 
 def error(value: Tensor | None, truth: Tensor | None, name: str) -> float:
-    """Largest difference relative to the truth's largest value; both may be None together."""
+    """Return the largest difference relative to the reference's largest value; both tensors may be None."""
     if value is None or truth is None:
         assert value is truth, f"{name}: one run has a gradient, another none"
         return 0.0
@@ -114,7 +118,7 @@ def compare(
     fresh: bool = True,
     device: torch.device | str = "cpu",
 ) -> Comparison:
-    """Run `module`.build(**variant) three ways on `device`. `fresh`: compile caches are passed by, so the passes do run."""
+    """Run `module`.build(**variant) three ways on `device`. `fresh`: bypass compile caches, so that the passes run."""
     with on(device):
         return _compare(rank, world, module, variant or {}, options, backend, fresh)
 

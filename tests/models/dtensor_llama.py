@@ -1,7 +1,7 @@
-"""Llama written like torchtitan's, parallelised with DTensor: sequence-parallel, all_reduce, 2D mesh, language-model head.
+"""Llama in the form of torchtitan's, parallelised with DTensor: sequence-parallel, all_reduce, 2D mesh, language-model head.
 
-Legend: B batch, S sequence (S/R a rank between blocks), D width, H query heads, G key/value heads, F feed-forward width, V
-vocabulary.
+Legend: B batch, S sequence (S/R per rank between blocks), D width, H query heads, G key/value heads, F feed-forward width,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.models.case import Case, Expected, Sites, device, noise, settle
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes; every dim that is sharded divides by 8."""
+    """Model sizes; every sharded dim is divisible by 8."""
 
     layers: int = 1
     dim: int = 64
@@ -40,7 +40,7 @@ class Config:
 
 
 class Attention(nn.Module):
-    """[B, S, D] -> [B, S, D], causal, grouped query heads, rotary positions."""
+    """Causal attention with grouped query heads and rotary positions. [B, S, D] -> [B, S, D]."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Rotary positions in the half-split form. [B, H, S, d] -> the same."""
+    """Apply rotary positions in the half-split form. [B, H, S, d] -> the same."""
     half, length = x.shape[-1] // 2, x.shape[-2]
     frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float32, device=x.device) / half)
     angle = torch.arange(length, dtype=torch.float32, device=x.device)[:, None] * frequency
@@ -100,7 +100,7 @@ class Block(nn.Module):
 
 
 class ShardBlocks(nn.Module):
-    """Decoder layers alone: hidden states in, hidden states out."""
+    """Decoder layers without embedding and head: hidden states in, hidden states out."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class WithLoss(nn.Module):
 
 
 def sequence_plan() -> dict[str, Any]:
-    """Sequence-parallel plan of one block: hidden states are Shard(1) between the linears."""
+    """Return the sequence-parallel plan of one block: hidden states are Shard(1) between the linears."""
     return {
         "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
@@ -160,7 +160,7 @@ def sequence_plan() -> dict[str, Any]:
 
 
 def reduce_plan() -> dict[str, Any]:
-    """Plain tensor-parallel plan of one block: hidden states are replicated, row-wise linears all_reduce."""
+    """Return the tensor-parallel plan of one block: hidden states are replicated, row-wise linears all_reduce."""
     column, row = (
         ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"),
         ("attention.wo", "feed_forward.w2"),
@@ -169,7 +169,10 @@ def reduce_plan() -> dict[str, Any]:
 
 
 def tensor_mesh(world: int, two_dims: bool) -> DeviceMesh:
-    """All ranks; or tensor parallelism over {0, 2} and {1, 3} of 4 ranks, data parallelism over the other dim."""
+    """Return the mesh of all ranks.
+
+    With `two_dims`, 4 ranks have tensor parallelism over {0, 2} and {1, 3}, and data parallelism over the other dim.
+    """
     if not two_dims:
         return DeviceMesh(device().type, torch.arange(world), mesh_dim_names=("tp",))
     grid = torch.arange(world).view(-1, 2).t().contiguous() if world == 4 else torch.arange(world).view(1, -1)
@@ -177,12 +180,12 @@ def tensor_mesh(world: int, two_dims: bool) -> DeviceMesh:
 
 
 def blocks_sites(layers: int, sequence: bool, needs_input_grad: bool = True) -> Expected:
-    """Sites of `layers` blocks.
+    """Return the sites of `layers` blocks.
 
     Sequence-parallel forward: norm -> gather -> q k v; wo -> scatter; norm -> gather -> w1 w3; w2 -> scatter. Backward: each
     scatter's gradient is gathered and feeds input and weight gradient (contracted) of wo and w2; each gather's gradient is the
     sum of the input gradients of q k v (w1 w3), scattered. Plain forward: wo, w2 -> all_reduce. Plain backward: one all_reduce
-    a column-wise linear (3 + 2), of which those whose results are summed merge into one (1 + 1).
+    per column-wise linear (3 + 2), of which those with summed results merge into one (1 + 1).
     """
     if sequence:
         return Expected(
@@ -207,7 +210,10 @@ def build(
     exact: bool = False,
     dynamic: bool | None = None,
 ) -> Case:
-    """`head`: "" (blocks on hidden states), "logits", "loss" or "loss_parallel" (whole model on tokens). `length`: S, whole."""
+    """Build blocks or the whole model.
+
+    `head`: "" (blocks on hidden states), "logits", "loss" or "loss_parallel" (whole model on tokens). `length`: global S.
+    """
     config = Config(layers=layers, bias=bias, kv_heads=kv_heads)
     mesh = tensor_mesh(world, two_dims)
     ranks, me = mesh.size(), mesh.get_local_rank()
@@ -245,9 +251,9 @@ def build(
 
 
 def head_sites(layers: int, sequence: bool, sharded: bool) -> Expected:
-    """ShardBlocks plus embedding (a sum over ranks without a matmul) and head (one column-wise linear).
+    """Return the sites of the blocks, the embedding (a sum over ranks without a matmul) and the head (a column-wise linear).
 
-    Whole logits are gathered after the head's matmul (plain); a sharded loss takes three tiny all_reduces instead.
+    Unsharded logits are gathered after the head's matmul (plain); a sharded loss has three small all_reduces instead.
     """
     inner = blocks_sites(layers, sequence)
     logits_gather, loss_reduces = (0, 3) if sharded else (1, 0)

@@ -1,4 +1,4 @@
-"""One DTensor MLP whose input is a DTensor itself, so that uneven sequence shards are known to DTensor and padded and trimmed.
+"""DTensor MLP whose input is a DTensor, so that DTensor pads and trims uneven sequence shards.
 
 Legend: B batch, S sequence, D width, F feed-forward width.
 """
@@ -16,7 +16,7 @@ from tests.models.dtensor_llama import tensor_mesh
 
 
 class MLP(nn.Module):
-    """Local shard of x [B, S, D] -> local shard of the result; the wrap into DTensor is inside, S = `length` over all ranks."""
+    """MLP from the local shard of x [B, S, D] to the local shard of the result, over DTensors with S = `length` in all."""
 
     def __init__(self, dim: int, hidden: int, bias: bool, mesh: object, shape: tuple[int, ...], along: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def build(
     dynamic: bool | None = None,
     hidden: int = 96,
 ) -> Case:
-    """`length` and `hidden` need not divide by the ranks. `along`: which dim of x is sharded."""
+    """Build the MLP. The ranks need not divide `length` and `hidden`. `along`: the sharded dim of x."""
     mesh = tensor_mesh(world, two_dims)
     torch.manual_seed(7)
     shape = (batch, length, 64)

@@ -1,7 +1,7 @@
-"""Single forms that models meet now and then: each is one function of local tensors, traced with its backward.
+"""Single forms that models sometimes contain: each is one function of local tensors, traced with its backward.
 
-Legend: R ranks; x local input, G its gather; M rows, K contracted, N columns. What `Form.expected` says is refused looks like a
-site and is none, or another one: a plain rewrite would give wrong numbers.
+Legend: R ranks; x local input, G its gather; M rows, K contracted, N columns. A form that `Form.expected` marks as refused
+resembles a site, but is none or a different one: a plain rewrite would give wrong numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.models.case import Case, Expected, Sites, noise
 
 @dataclass(frozen=True)
 class Env:
-    """What a form's function knows besides its tensors. `low` is bf16 (or the exact dtype in reference runs)."""
+    """Ranks, group and dtypes of a form's function. `low` is bf16 (or the exact dtype in reference runs)."""
 
     rank: int
     world: int
@@ -45,7 +45,10 @@ GATHERED, SCATTERED = Expected(AG_FORWARD, RS_BACKWARD), Expected(RS_FORWARD, AG
 
 @dataclass(frozen=True)
 class Form:
-    """`shapes(world)`: local shapes of the inputs, all with gradients unless `inference`."""
+    """A form and its expected sites.
+
+    `shapes(world)`: local shapes of the inputs. All inputs have gradients unless `inference`.
+    """
 
     function: Function
     shapes: Callable[[int], tuple[tuple[int, ...], ...]]
@@ -59,7 +62,7 @@ FORMS: dict[str, Form] = {}
 def form(
     shapes: Callable[[int], tuple[tuple[int, ...], ...]], expected: Expected, inference: bool = False
 ) -> Callable[[Function], Function]:
-    """Register the function below under its name."""
+    """Register the decorated function under its name."""
 
     def register(function: Function) -> Function:
         FORMS[function.__name__] = Form(function, shapes, expected, inference)
@@ -69,7 +72,7 @@ def form(
 
 
 def refused(expected: Expected, forward: str = "", backward: str = "") -> Expected:
-    """The same collectives, none of which may be taken for a plain gather or scatter in the phases that say why."""
+    """Return the same collectives, marked as no plain gather or scatter in the phases with a reason."""
     return Expected(expected.forward, expected.backward, forward, backward)
 
 
@@ -88,7 +91,7 @@ def gather_transposed_weight(env: Env, x: Tensor, w: Tensor) -> Tensor:
 
 @form(lambda r: ((8, 64), (48, 64)), GATHERED)
 def gather_transposed_product(env: Env, x: Tensor, w: Tensor) -> Tensor:
-    """(G w^T)^T written as w G^T: the gather is the right operand, transposed."""
+    """(G w^T)^T in the form w G^T: the gather is the right operand, transposed."""
     return w @ env.gather(x).t()
 
 
@@ -114,13 +117,13 @@ def gather_einsum(env: Env, x: Tensor, w: Tensor) -> Tensor:
 
 @form(lambda r: ((1, 8, 64), (1, 64, 48)), GATHERED)
 def gather_bmm_one(env: Env, x: Tensor, w: Tensor) -> Tensor:
-    """A batched matmul of batch 1 is a matmul."""
+    """A batched matmul of batch 1 is a 2D matmul."""
     return torch.bmm(env.gather(x, 1), w)
 
 
 @form(lambda r: ((3, 8, 64), (3, 64, 48)), refused(GATHERED, "bmm", "bmm"))
 def gather_bmm(env: Env, x: Tensor, w: Tensor) -> Tensor:
-    """Another weight for each batch: no 2D matmul."""
+    """A batched matmul with one weight per batch is not a 2D matmul."""
     return torch.bmm(env.gather(x, 1), w)
 
 
@@ -132,26 +135,26 @@ def gather_three_users(env: Env, x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> 
 
 @form(lambda r: ((8, 64), (64, 48)), GATHERED)
 def gather_other_user(env: Env, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-    """The gathered tensor is an output too, and normalised elsewhere."""
+    """The gathered tensor is also an output, and is also normalised."""
     g = env.gather(x)
     return g @ w, g.square().mean(-1), g
 
 
 @form(lambda r: ((8, 64), (64, 48)), refused(GATHERED, backward="narrowed before the sum"))
 def gather_cast(env: Env, x: Tensor, w: Tensor) -> Tensor:
-    """Gathered in low precision, multiplied in high."""
+    """Gather in low precision, multiply in high precision."""
     return env.gather(x.to(env.low)).to(env.high) @ w
 
 
 @form(lambda r: ((8, 64), (64, 48)), GATHERED)
 def gather_cast_down(env: Env, x: Tensor, w: Tensor) -> Tensor:
-    """Gathered in high precision, multiplied in low."""
+    """Gather in high precision, multiply in low precision."""
     return (env.gather(x).to(env.low) @ w.to(env.low)).to(env.high)
 
 
 @form(lambda r: ((16, 64 // r), (64, 48)), GATHERED)
 def gather_k(env: Env, x: Tensor, w: Tensor) -> Tensor:
-    """Gathered along the contraction."""
+    """Gather along the contracted dim."""
     return env.gather(x, 1) @ w
 
 
@@ -162,26 +165,26 @@ def gather_k_3d(env: Env, x: Tensor, w: Tensor) -> Tensor:
 
 @form(lambda r: ((8, 64), (8 * r, 48)), GATHERED)
 def gather_contracted(env: Env, x: Tensor, y: Tensor) -> Tensor:
-    """Weight-gradient shape: G^T y."""
+    """Weight gradient: G^T y."""
     return env.gather(x).t() @ y
 
 
 @form(lambda r: ((24, 64), (64 // r, 48)), GATHERED)
 def gather_weight(env: Env, x: Tensor, w: Tensor) -> Tensor:
-    """The right operand is gathered along its rows (ZeRO-3 with [in, out] weights)."""
+    """Gather the right operand along its rows (ZeRO-3 with [in, out] weights)."""
     return x @ env.gather(w)
 
 
 @form(lambda r: ((8, 64), (64, 48)), refused(GATHERED, "order", "order"))
 def gather_permuted(env: Env, x: Tensor, w: Tensor) -> Tensor:
-    """Shards in another order. Must not be taken for the plain gather."""
+    """A gather with permuted shards must not be matched as a plain gather."""
     raw = funcol.all_gather_tensor_autograd(x.view(2, 4, 64), 0, env.group)
     return torch.cat(list(raw.split(2))[::-1], 1).view(-1, 64) @ w
 
 
 @form(lambda r: ((2, 8, 64), (64, 48)), refused(GATHERED, "bounds", "bounds"))
 def gather_wrong_bounds(env: Env, x: Tensor, w: Tensor) -> Tensor:
-    """Slices of the gather that overlap: each has the right shape, the first is taken twice."""
+    """Overlapping slices with the right shapes, the first one repeated, must not be matched as a plain gather."""
     raw = env.gather(x)
     pieces = [raw[2 * s : 2 * s + 2] for s in range(env.world)]
     return torch.cat([pieces[0], *pieces[:-1]], 1) @ w
@@ -189,7 +192,7 @@ def gather_wrong_bounds(env: Env, x: Tensor, w: Tensor) -> Tensor:
 
 @form(lambda r: ((2, 8, 64), (64, 48)), refused(GATHERED, "bounds", "bounds"))
 def gather_shifted(env: Env, x: Tensor, w: Tensor) -> Tensor:
-    """Slices shifted by one row of the gather."""
+    """Slices that are shifted by one row must not be matched as a plain gather."""
     raw = env.gather(x)
     pieces = [raw[min(2 * s + 1, 2 * env.world - 2) : min(2 * s + 3, 2 * env.world)] for s in range(env.world)]
     return torch.cat(pieces, 1) @ w
@@ -197,7 +200,7 @@ def gather_shifted(env: Env, x: Tensor, w: Tensor) -> Tensor:
 
 @form(lambda r: ((2, 8, 64), (64, 48)), refused(GATHERED, "trim", "padded"))
 def gather_trimmed(env: Env, x: Tensor, w: Tensor) -> Tensor:
-    """Gathered along dim 1 of padded shards, the padding cut off."""
+    """Gather along dim 1 of padded shards, with the padding trimmed."""
     whole = env.gather(x, 1)
     return whole[:, : 8 * env.world - 3] @ w
 
@@ -209,7 +212,7 @@ def gather_trimmed_rows(env: Env, x: Tensor, w: Tensor) -> Tensor:
 
 @form(lambda r: ((8, 64), (64, 64)), refused(GATHERED, "depends on itself"))
 def gather_squared(env: Env, x: Tensor, w: Tensor) -> Tensor:
-    """Both operands come from one gather."""
+    """Both operands are the same gathered tensor."""
     g = env.gather(x)
     return g @ g.t()
 
@@ -221,7 +224,7 @@ def gather_without_matmul(env: Env, x: Tensor, w: Tensor) -> Tensor:
 
 @form(lambda r: ((8, 64), (64, 48)), Expected(Sites(gather=1), Sites()), inference=True)
 def gather_in_place(env: Env, x: Tensor, w: Tensor) -> Tensor:
-    """The legacy in-place form."""
+    """Gather in the legacy in-place form."""
     out = x.new_empty(x.shape[0] * env.world, x.shape[1])
     dist.all_gather_into_tensor(out, x)
     return out @ w
@@ -245,7 +248,7 @@ def mm_scatter(env: Env, x: Tensor, w: Tensor) -> Tensor:
 
 @form(lambda r: ((8 * r, 32), (32, 64)), Expected(RS_FORWARD), inference=True)
 def mm_scatter_avg(env: Env, x: Tensor, w: Tensor) -> Tensor:
-    """torch has no backward for it."""
+    """Reduce-scatter with average, for which torch has no backward."""
     return env.scatter(x @ w, 0, "avg")
 
 
@@ -266,7 +269,7 @@ def linear_scatter_dim1_one(env: Env, x: Tensor, w: Tensor) -> Tensor:
 
 @form(lambda r: ((16, 32), (32, 64)), SCATTERED)
 def mm_scatter_n(env: Env, x: Tensor, w: Tensor) -> Tensor:
-    """Scattered along the columns."""
+    """Reduce-scatter along the columns."""
     return env.scatter(x @ w, 1)
 
 
@@ -303,19 +306,19 @@ def divided_scatter(env: Env, x: Tensor, w: Tensor) -> Tensor:
 
 @form(lambda r: ((8 * r, 32), (32, 64)), SCATTERED)
 def cast_scatter(env: Env, x: Tensor, w: Tensor) -> Tensor:
-    """Low-precision matmul, high-precision sum (mixed-precision weight gradients)."""
+    """Low-precision matmul with a high-precision sum (mixed-precision weight gradients)."""
     return env.scatter((x.to(env.low) @ w.to(env.low)).to(env.high))
 
 
 @form(lambda r: ((8 * r, 32), (32, 64)), refused(SCATTERED, "nonlinear", "masked"))
 def relu_scatter(env: Env, x: Tensor, w: Tensor) -> Tensor:
-    """Rowwise sound block by block, but not an op of the sum."""
+    """A relu before the scatter must not be matched: it is row-wise but does not commute with the sum."""
     return env.scatter((x @ w).relu())
 
 
 @form(lambda r: ((8 * r, 32), (32, 64)), refused(SCATTERED, backward="added"))
 def mm_scatter_users(env: Env, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-    """The matmul's result is an output too."""
+    """The matmul's result is also an output."""
     product = x @ w
     return env.scatter(product), product
 
@@ -328,21 +331,21 @@ def mm_scatter_result_users(env: Env, x: Tensor, w: Tensor) -> tuple[Tensor, ...
 
 @form(lambda r: ((3, 8 * r, 32), (64, 32)), refused(SCATTERED, "order", "order"))
 def scatter_permuted(env: Env, x: Tensor, w: Tensor) -> Tensor:
-    """ShardBlocks handed out in reverse order."""
+    """A scatter of blocks in reverse order must not be matched as a plain scatter."""
     product = torch.nn.functional.linear(x, w)
     return env.scatter(torch.cat(list(product.chunk(env.world, 1))[::-1]))
 
 
 @form(lambda r: ((3, 8 * r, 32), (64, 32)), refused(SCATTERED, "bounds", "bounds"))
 def scatter_wrong_bounds(env: Env, x: Tensor, w: Tensor) -> Tensor:
-    """One block sent to all ranks."""
+    """A scatter that sends one block to all ranks must not be matched as a plain scatter."""
     product = torch.nn.functional.linear(x, w)
     return env.scatter(torch.cat([product[:, :8]] * env.world))
 
 
 @form(lambda r: ((8 * r - 3, 32), (32, 64)), refused(SCATTERED, "padded", "trim"))
 def scatter_padded(env: Env, x: Tensor, w: Tensor) -> Tensor:
-    """Rows padded to a multiple of the ranks before the scatter."""
+    """Rows are padded to a multiple of the ranks before the scatter."""
     return env.scatter(torch.nn.functional.pad(x @ w, (0, 0, 0, 3)))
 
 
@@ -356,7 +359,7 @@ def mm_reduce(env: Env, x: Tensor, w: Tensor) -> Tensor:
 
 @form(lambda r: ((16, 32), (32, 64), (32, 64)), Expected(Sites(reduce=1, merged=1), Sites()), inference=True)
 def two_reduces(env: Env, x: Tensor, w: Tensor, v: Tensor) -> Tensor:
-    """all_reduce(a) + all_reduce(b) = all_reduce(a + b)."""
+    """Two all_reduces merge: all_reduce(a) + all_reduce(b) = all_reduce(a + b)."""
     return env.reduce(x @ w) + env.reduce(x @ v)
 
 
@@ -367,7 +370,7 @@ def three_reduces(env: Env, x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tenso
 
 @form(lambda r: ((16, 32), (32, 64), (32, 64)), Expected(Sites(reduce=2), Sites()), inference=True)
 def two_reduces_apart(env: Env, x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """One of the summed results has another user: two all_reduces stay."""
+    """Two all_reduces stay if one of the summed results has another user."""
     a, b = env.reduce(x @ w), env.reduce(x @ v)
     return a + b, a.relu()
 
@@ -377,12 +380,12 @@ def two_reduces_apart(env: Env, x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor
 
 @form(lambda r: ((8, 64), (48, 32), (32, 64)), Expected(Sites(plain_gather=1), Sites(plain_scatter=1)))
 def bulk_gather(env: Env, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-    """A collective and an independent matmul."""
+    """All-gather with an independent matmul."""
     return env.gather(x) * 2.0, a @ b
 
 
 class Single(nn.Module):
-    """One form as a module."""
+    """Module of one form."""
 
     def __init__(self, function: Function, env: Env, inference: bool) -> None:
         super().__init__()
@@ -400,7 +403,7 @@ def build(
     exact: bool = False,
     dynamic: bool | None = None,
 ) -> Case:
-    """One of FORMS on all ranks. Inputs are leaves with gradients, except for forms without a backward."""
+    """Build one of FORMS on all ranks. Inputs are leaves with gradients, except for forms without a backward."""
     chosen = FORMS[name]
     high = torch.float64 if exact else dtype
     env = Env(rank, world, dist.group.WORLD.group_name, torch.float64 if exact else torch.bfloat16, high)

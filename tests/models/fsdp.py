@@ -1,6 +1,7 @@
-"""Weights gathered in the forward, as SimpleFSDP does: parameters are Shard(0) DTensors, replicated inside a parametrization.
+"""MLP with weights gathered in the forward, as in SimpleFSDP.
 
-Legend: M rows of the batch (this rank's own), D width, F feed-forward width; a weight [F, D] lives as [F / R, D].
+Parameters are Shard(0) DTensors, replicated inside a parametrization.
+Legend: M rows of the local batch, D width, F feed-forward width; a weight [F, D] is stored as [F / R, D].
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tests.models.case import Case, Expected, Sites, device, noise, settle
 
 
 class Gathered(nn.Module):
-    """A linear whose weight is Shard(0). Forward gathers it in `param`; its gradient is reduce-scattered in `reduce` dtype."""
+    """Linear with a Shard(0) weight, gathered in dtype `param`; its gradient is reduce-scattered in dtype `reduce`."""
 
     def __init__(
         self, rows: int, columns: int, mesh: DeviceMesh, param: torch.dtype | None, reduce: torch.dtype | None
@@ -25,7 +26,7 @@ class Gathered(nn.Module):
         self.mesh, self.param, self.reduce = mesh, param, reduce
 
     def shard(self) -> None:
-        """Turn the whole weight into this rank's share; after dtype changes."""
+        """Replace the full weight by this rank's shard. Call after dtype changes."""
         self.weight = nn.Parameter(distribute_tensor(self.weight.detach(), self.mesh, [Shard(0)]))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -36,7 +37,7 @@ class Gathered(nn.Module):
 
 
 class MLP(nn.Module):
-    """[M, D] or [B, S, D] -> the same."""
+    """MLP of gathered linears. [M, D] or [B, S, D] -> the same."""
 
     def __init__(self, dim: int, hidden: int, mesh: DeviceMesh, param: torch.dtype | None, reduce: torch.dtype | None) -> None:
         super().__init__()
@@ -56,11 +57,13 @@ def build(
     exact: bool = False,
     dynamic: bool | None = None,
 ) -> Case:
-    """`mixed`: parameters in `dtype`, gathered and multiplied in bf16, gradients reduced in `dtype` (SimpleFSDP's mixed
+    """Build the MLP.
+
+    `mixed`: parameters in `dtype`, gathered and multiplied in bf16, gradients reduced in `dtype` (SimpleFSDP's mixed
     precision).
 
-    Forward: one gather a linear, on the right operand. Backward: one weight gradient -> reduce_scatter a linear; the gathered
-    weight is saved, so none is gathered again.
+    Forward: one gather per linear, on the right operand. Backward: one weight gradient -> reduce_scatter per linear; gathered
+    weights are saved, so no weight is gathered again.
     """
     mesh = DeviceMesh(device().type, torch.arange(world), mesh_dim_names=("fsdp",))
     low = (torch.float64 if exact else torch.bfloat16) if mixed else None

@@ -1,7 +1,7 @@
-"""transformers' Llama, parallelised by its own tensor-parallel plan and loaded by its own from_pretrained.
+"""transformers' Llama, loaded by its from_pretrained and parallelised by its own tensor-parallel plan.
 
-The checkpoint is random, made here from a tiny LlamaConfig; nothing is downloaded. torch.compile sees the whole causal model.
-Needs the packages of tests/models/requirements.txt.
+The checkpoint is random, generated here from a tiny LlamaConfig; nothing is downloaded. torch.compile gets the whole causal
+model. Requires the packages of tests/models/requirements.txt.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.models.case import Case, Expected, Sites, device
 
 
 class Logits(nn.Module):
-    """Tokens [B, S] -> logits [B, S, V] of a causal model, without its cache."""
+    """Causal model without its cache. Tokens [B, S] -> logits [B, S, V]."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Logits(nn.Module):
 
 
 def load(world: int, layers: int, kv_heads: int, dtype: torch.dtype, bias: bool) -> Any:
-    """A tiny LlamaForCausalLM with `tp_plan="auto"` over all ranks of the existing process group."""
+    """Load a tiny LlamaForCausalLM with `tp_plan="auto"` over all ranks of the existing process group."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -81,11 +81,11 @@ def build(
     exact: bool = False,
     dynamic: bool | None = None,
 ) -> Case:
-    """The plan is all_reduce tensor parallelism: o_proj and down_proj reduce in the forward.
+    """Build the model with all_reduce tensor parallelism: o_proj and down_proj reduce in the forward.
 
-    Backward: one all_reduce a column-wise linear: q k v (merge into one) and gate up (merge into one), and the head's. The
-    head's logits are gathered after its matmul, and the vocabulary-parallel embedding is summed without one. In the first layer
-    the input of q k v comes from the embedding, which takes a gradient too.
+    Backward: one all_reduce per column-wise linear: q k v (merge into one), gate up (merge into one), and the head's. The
+    head's logits are gathered after its matmul, and the vocabulary-parallel embedding is summed without a matmul. In the first
+    layer the input of q k v comes from the embedding, which also has a gradient.
     """
     model = load(world, layers, kv_heads, dtype, bias)
     if exact:

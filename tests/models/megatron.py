@@ -19,7 +19,7 @@ from tests.models.case import Case, Expected, Sites, noise, settle
 
 
 class GatherFromSequence(torch.autograd.Function):
-    """All-gather forward, reduce-scatter backward (Megatron's _GatherFromSequenceParallelRegion)."""
+    """All-gather in the forward, reduce-scatter in the backward (Megatron's _GatherFromSequenceParallelRegion)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: str) -> Tensor:
@@ -32,7 +32,7 @@ class GatherFromSequence(torch.autograd.Function):
 
 
 class ReduceScatterToSequence(torch.autograd.Function):
-    """Reduce-scatter forward, all-gather backward (Megatron's _ReduceScatterToSequenceParallelRegion)."""
+    """Reduce-scatter in the forward, all-gather in the backward (Megatron's _ReduceScatterToSequenceParallelRegion)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: str) -> Tensor:
@@ -45,7 +45,7 @@ class ReduceScatterToSequence(torch.autograd.Function):
 
 
 class CopyToTensorParallel(torch.autograd.Function):
-    """Identity forward, all-reduce backward (Megatron's _CopyToModelParallelRegion)."""
+    """Identity in the forward, all-reduce in the backward (Megatron's _CopyToModelParallelRegion)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
@@ -58,7 +58,7 @@ class CopyToTensorParallel(torch.autograd.Function):
 
 
 class ReduceFromTensorParallel(torch.autograd.Function):
-    """All-reduce forward, identity backward (Megatron's _ReduceFromModelParallelRegion)."""
+    """All-reduce in the forward, identity in the backward (Megatron's _ReduceFromModelParallelRegion)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
@@ -70,8 +70,11 @@ class ReduceFromTensorParallel(torch.autograd.Function):
 
 
 class Mappings(nn.Module):
-    """The two ends of a tensor-parallel region. `style`: "functional" (torch's own autograd forms), "function" (the classes
-    above) or "reduce" (no sequence parallelism: copy and all-reduce)."""
+    """Entry and exit of a tensor-parallel region.
+
+    `style`: "functional" (torch's autograd forms), "function" (the classes above) or "reduce" (no sequence parallelism: copy
+    and all-reduce).
+    """
 
     def __init__(self, style: str, dim: int, group: str) -> None:
         super().__init__()
@@ -93,7 +96,7 @@ class Mappings(nn.Module):
 
 
 class MLP(nn.Module):
-    """enter -> w1 (and w3 if gated) -> activation -> w2 -> leave. Weights are this rank's F / R share."""
+    """enter -> w1 (and w3 if gated) -> activation -> w2 -> leave. Weights are this rank's F / R shard."""
 
     def __init__(self, dim: int, hidden: int, ends: Mappings, bias: bool, gated: bool) -> None:
         super().__init__()
@@ -109,8 +112,10 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """enter -> fused qkv -> causal attention over this rank's heads -> projection -> leave. Sequence is dim `along` of the 3D
-    input."""
+    """enter -> fused qkv -> causal attention over this rank's heads -> projection -> leave.
+
+    The sequence is dim `along` of the 3D input.
+    """
 
     def __init__(self, dim: int, heads: int, world: int, ends: Mappings, bias: bool, along: int) -> None:
         super().__init__()
@@ -156,7 +161,10 @@ def build(
     exact: bool = False,
     dynamic: bool | None = None,
 ) -> Case:
-    """`part`: "mlp", "attention" or "layer" (both, `layers` times). `local`: S / R. See `Mappings` for `style`."""
+    """Build a part of the model.
+
+    `part`: "mlp", "attention" or "layer" (both, `layers` times). `local`: S / R. `style`: see `Mappings`.
+    """
     dim, hidden, heads = 64, 96, 8
     group = dist.group.WORLD.group_name
     torch.manual_seed(100 + rank)

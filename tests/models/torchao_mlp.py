@@ -1,6 +1,6 @@
-"""Models that are FP8 already: torchao's float8 training under DTensor tensor parallelism.
+"""Models that already use FP8: torchao's float8 training under DTensor tensor parallelism.
 
-Legend: B batch, S sequence (S/R a rank), D width, F feed-forward width.
+Legend: B batch, S sequence (S/R per rank), D width, F feed-forward width.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ def build(
     exact: bool = False,
     hidden: int = 96,
 ) -> Case:
-    """`recipe`: a Float8LinearConfig recipe name. `gather_fp8`: torchao's own FP8 all-gather (tensorwise alone has it)."""
+    """Build the model.
+
+    `recipe`: a Float8LinearConfig recipe name. `gather_fp8`: torchao's own FP8 all-gather (only the tensorwise recipe has it).
+    """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 

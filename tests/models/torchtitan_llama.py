@@ -1,7 +1,7 @@
 """torchtitan's Llama 3, parallelised by torchtitan's own parallelize code, on CPU ranks.
 
-torchtitan imports Triton kernels, loggers and data sets that nothing here calls; where they are not installed they are mocked
-during the import. Its default device is patched to the case's. Needs the packages of tests/models/requirements.txt.
+torchtitan imports Triton kernels, loggers and data sets that are not called here; missing ones are mocked during the import.
+Its default device is patched to the case's. Requires the packages of tests/models/requirements.txt.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ UNUSED = ("triton", "tensorboard", "datasets", "torch_checkpointing", "wandb", "
 
 @functools.cache
 def package() -> SimpleNamespace:
-    """The names of torchtitan that the model is built from."""
+    """Return the torchtitan names from which the model is built."""
     import torch._inductor.compile_fx  # noqa: F401  (before the stand-ins: Inductor looks for Triton itself)
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -31,7 +31,7 @@ def package() -> SimpleNamespace:
         from torchtitan.models import common, llama3
         from torchtitan.models.common import attention
         from torchtitan.models.llama3 import sharding
-    FakeTensorMode.__init__ = init  # torchtitan patches it for all of the process
+    FakeTensorMode.__init__ = init  # torchtitan patches it for the whole process
     parallel_dims.device_type = device().type
     return SimpleNamespace(
         CompileConfig=config.CompileConfig,
@@ -51,7 +51,7 @@ def package() -> SimpleNamespace:
 
 
 def configuration(titan: SimpleNamespace, layers: int, kv_heads: int, fuse_qkv: bool) -> Any:
-    """A tiny Llama 3, built as torchtitan's own debug model is."""
+    """Return a tiny Llama 3 config in the form of torchtitan's debug model."""
     llama3, dim, vocab, heads = titan.llama3, 64, 160, 8
     config = llama3.Llama3Model.Config(
         dim=dim,
@@ -70,16 +70,19 @@ def configuration(titan: SimpleNamespace, layers: int, kv_heads: int, fuse_qkv: 
             attn_backend="flex",
         ),
     )
-    for layer in config.layers:  # torchtitan's own kernel that runs on a CPU; its builder offers only flex and varlen
+    for layer in config.layers:  # the torchtitan kernel that runs on CPU; its builder has only flex and varlen
         layer.attention.inner_attention = titan.ScaledDotProductAttention.Config()
     return config
 
 
 def sites(layers: int, sequence: bool, whole: bool) -> Expected:
-    """Sequence-parallel blocks as in dtensor_llama; the embedding's sum is scattered without a matmul (its gradient gathered);
+    """Return the expected sites.
+
+    Sequence-parallel blocks are as in dtensor_llama. The embedding's sum is scattered without a matmul (its gradient gathered);
     the final norm's output is gathered into the head, whose logits stay sharded. FSDP's hooks cut the graph between that gather
-    and the head. Without sequence parallelism: one all_reduce a region each way, for q k v share theirs; the embedding's has no
-    matmul."""
+    and the head. Without sequence parallelism, each region has one all_reduce per direction, because q k v share theirs; the
+    embedding's all_reduce has no matmul.
+    """
     inner = 2 * layers
     if not sequence:
         return Expected(Sites(reduce=inner, plain_reduce=1), Sites(reduce=inner + 1))
@@ -104,21 +107,24 @@ def build(
     exact: bool = False,
     dynamic: bool | None = None,
 ) -> Case:
-    """`spmd`: torchtitan's spmd_backend. `whole`: all of parallelize_llama, FSDP2 over one rank and its hooks too; else its
-    tensor parallelism alone (Module.parallelize). `sequence=False` is for spmd="spmd_types": the DTensor form gathers saved
-    activations again."""
+    """Build the model.
+
+    `spmd`: torchtitan's spmd_backend. `whole`: all of parallelize_llama, including FSDP2 over one rank and its hooks; else only
+    its tensor parallelism (Module.parallelize). `sequence=False` requires spmd="spmd_types", because the DTensor form regathers
+    saved activations.
+    """
     titan = package()
     parallelism = titan.ParallelismConfig(tensor_parallel_degree=world, enable_sequence_parallel=sequence, spmd_backend=spmd)
     titan.set_spmd_backend(spmd)
     dims = titan.ParallelDims.from_config(parallelism, world)
     dims.build_mesh()
     config = configuration(titan, layers, kv_heads, fuse_qkv)
-    titan.set_llama3_sharding_config(config, enable_sp=sequence)  # what Config.update_from_config does, without the trainer
+    titan.set_llama3_sharding_config(config, enable_sp=sequence)  # as in Config.update_from_config, without the trainer
     torch.manual_seed(7)
     model: Any = config.build()
     model.init_states()
     model.to(device())
-    for parameter in model.parameters():  # not the module: its rotary table is complex
+    for parameter in model.parameters():  # not module.to(): the rotary table is complex
         parameter.data = parameter.data.to(dtype).to(torch.float64 if exact else dtype)
     if whole:
         titan.llama3.parallelize_llama(
