@@ -1,4 +1,4 @@
-"""Count the CUDA graphs that Inductor captures: a test that claims graphs must see some."""
+"""Count the CUDA graphs that Inductor captures. A test of CUDA graphs must capture some."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Random op arguments on one rank's device, ways to run them, and their distance from float64.
+"""Random op arguments on one rank's device, functions that run them, and their error against float64.
 
-A `Maker` makes cases for a group of `ranks`. A case is (op, arguments up to the strategy).
+A `Maker` creates cases for a group of `ranks`. A case is (op, arguments up to the strategy).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Maker:
         return AG, (shard, operands, *map(list, zip(*transposes, strict=True)), 1 if last else outer, last, keep)
 
     def scatter(self, dtype: torch.dtype, outer: int, m: int, q: int, last: bool = False, **more: Any) -> Case:
-        """`more`: depths, bias, out_dtype, keep, by."""
+        """Return a scatter case. `more`: depths, bias, out_dtype, keep, by."""
         p, cols = (m, q * self.ranks) if last else (outer * self.ranks * m, q)
         depths = more.get("depths", [128])
         lhs = [self.randn(p, k, dtype=dtype) for k in depths]
@@ -64,7 +64,10 @@ class Maker:
         return torch.exp2(-2 - 2 * torch.rand(*sizes, device=self.device))
 
     def scaled_gather(self, dtype: torch.dtype, outer: int, m: int, k: int, row: bool, **more: Any) -> Case:
-        """`more`: keep, widths, bias, types (of the shard and of the operands). Per-tensor scales are 1/8 on all ranks."""
+        """Return a scaled gather case. Per-tensor scales are 1/8 on all ranks.
+
+        `more`: keep, widths, bias, types (of the shard and of the operands).
+        """
         widths, (left, right) = more.get("widths", [96]), more.get("types", (E4M3, E4M3))
         operands = [self.float8(n, k, dtype=right).t() for n in widths]
         shard_scale = self.scales(outer * m, 1) if row else torch.full((), 0.125, device=self.device)
@@ -75,7 +78,7 @@ class Maker:
         return SAG, (shard, shard_scale, operands, operand_scales, biases, outer, keep, [dtype for _ in widths], fast)
 
     def scaled_scatter(self, dtype: torch.dtype, outer: int, m: int, q: int, row: bool, **more: Any) -> Case:
-        """`more`: depths, bias, out_dtype, by, wire, types (of the left and of the right operands)."""
+        """Return a scaled scatter case. `more`: depths, bias, out_dtype, by, wire, types (of left and right operands)."""
         p, depths, (left, right) = outer * self.ranks * m, more.get("depths", [128]), more.get("types", (E4M3, E4M3))
         lhs = [self.float8(p, k, dtype=left) for k in depths]
         rhs = [self.float8(q, k, dtype=right).t() for k in depths]
@@ -140,7 +143,7 @@ def run_exact(case: Case, group: str) -> list[torch.Tensor]:
 
 
 def sizes_of_parts(case: Case, group: str) -> torch.Tensor:
-    """Return, per element of a scaled scatter's result, the sum of absolute contributions of all ranks, in float64."""
+    """Return the sum of absolute contributions of all ranks to each element of a scaled scatter, in float64."""
     lhs, rhs, lhs_scales, rhs_scales, partial, outer = map(doubled, case[1][:6])
     for a, b, a_scale, b_scale in zip(lhs, rhs, lhs_scales, rhs_scales, strict=True):
         partial = c10d_fallback.scaled_matmul(a, b, a_scale, b_scale, partial, torch.float64, False)
@@ -149,7 +152,7 @@ def sizes_of_parts(case: Case, group: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Truth:
-    """Expected outputs of a case, in float64 and from the c10d op. Making it is collective, checking is not."""
+    """Expected outputs of a case, in float64 and from the c10d op. Construction is collective, checks are not."""
 
     exact: list[torch.Tensor]
     plain: list[torch.Tensor]
@@ -190,7 +193,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def differs(a: list[torch.Tensor], b: list[torch.Tensor]) -> torch.Tensor:
-    """Return a device bool: does any bit of any output differ? Does not wait for the device."""
+    """Return a device bool: whether any bit of any output differs. Does not wait for the device."""
     device = next(t.device for t in a)
     found = torch.zeros((), dtype=torch.bool, device=device)
     for x, y in zip(a, b, strict=True):

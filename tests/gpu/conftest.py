@@ -1,4 +1,4 @@
-"""How many ranks this machine's GPUs allow, and the skip of tests that need more."""
+"""The number of ranks that this machine's GPUs allow, and the skip of tests that need more."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 
 
 def gpus() -> int:
-    """GPUs of this machine, without starting CUDA where there is none."""
+    """Return the number of GPUs, without initializing CUDA on a machine that has none."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def ranks_of_this_machine() -> int:
-    """UB_OVERLAP_TEST_RANKS, or all GPUs."""
+    """Return UB_OVERLAP_TEST_RANKS, or the number of all GPUs."""
     return int(os.environ.get("UB_OVERLAP_TEST_RANKS", "0")) or gpus()
 
 
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def ranks() -> int:
-    """Ranks of a test; it skips where there are fewer than two GPUs, or fewer GPUs than ranks asked for."""
+    """Return the number of ranks of a test. Skip with fewer than two GPUs, or fewer GPUs than requested ranks."""
     found, wanted = gpus(), ranks_of_this_machine()
     if found < 2:
         pytest.skip(f"{found} GPUs, needs 2")

@@ -26,7 +26,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Finished:
-    """How a process ended. `code`: None if it outlasted its limit and was killed."""
+    """The result of a process. `code`: None if it exceeded its limit and was killed."""
 
     command: str
     code: int | None
@@ -46,7 +46,7 @@ def torchrun_command(
 ) -> list[str]:
     """Return the command that runs pytest on a module of tests/gpu/torchrun on `ranks` local ranks.
 
-    `python`: the interpreter and what it runs under, such as a sanitizer. `all_output`: of all ranks, else of rank 0.
+    `python`: the interpreter and its wrapper command, such as a sanitizer. `all_output`: of all ranks, else of rank 0.
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     interpreter = ["--no-python", *(python or [sys.executable])]
@@ -82,7 +82,7 @@ def launch(command: Sequence[str], limit_s: float, env: dict[str, str] | None = 
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Send SIGTERM, then SIGKILL to the process tree. torchrun's ranks live in sessions of their own."""
+    """Send SIGTERM, then SIGKILL to the process tree. torchrun's ranks run in separate sessions."""
     family = _descendants(process.pid)
     with contextlib.suppress(ProcessLookupError):
         process.terminate()

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 --local-ranks-filter 0 -m pytest tests/gpu/torchrun [--quick] [--device cpu] [-k TEXT]
 
-A test that fails on one rank fails on all, and the next test gets a new process group: the old one is out of step.
-A test that outlasts its deadline ends the process, with its name and all stacks.
+A test that fails on one rank fails on all, and the next test gets a new process group: the old one is out of sync.
+A test that exceeds its deadline ends the process, with its name and all stacks.
 """
 
 # ruff: noqa: E402   the environment is set before torch is imported
@@ -39,7 +39,7 @@ def is_under_torchrun() -> bool:
 
 
 class Lockstep(RankProcess):
-    """This process among the ranks of torchrun.
+    """The state of this rank of torchrun.
 
     `device_type`: "cuda" or "cpu". `quick`: fewer cases, fewer iterations. `notes`: (test, measured values) for the summary.
     """
@@ -78,7 +78,7 @@ class Lockstep(RankProcess):
     def run(self, test: str, deadline_s: float, body: Callable[[], None], group: str = "") -> None:
         """Run the body of one test on all ranks. AssertionError on every rank where it failed on any.
 
-        `group`: the process group that belongs to this test alone. Its session is closed and its failures are not checked.
+        `group`: the process group of this test only. Its session is closed and its failures are not checked.
         """
         self._test, error = test, ""
         torch.manual_seed(self.rank)
@@ -108,7 +108,7 @@ class Lockstep(RankProcess):
             self.notes.append((self._test, str(text)))
 
     def group(self) -> str:
-        """The process group of all ranks that tests share; a new one after a failure."""
+        """Return the process group of all ranks that tests share, a new one after a failure."""
         if self._group is None:
             self._group = self.new_group()
         return self._group
@@ -119,7 +119,7 @@ class Lockstep(RankProcess):
         return "" if made is dist.GroupMember.NON_GROUP_MEMBER else str(made.group_name)
 
     def close(self, group: str) -> None:
-        """Close the session of a group, whatever state it is in."""
+        """Close the session of a group in any state."""
         try:
             session.close(group, self.device_type)
         except Exception:  # noqa: BLE001  its failure has been reported by the test
@@ -151,9 +151,9 @@ class Lockstep(RankProcess):
             time.sleep(seconds)
 
     def shared_random(self, seed: int) -> random.Random:
-        """A generator of the same numbers on all ranks."""
+        """Return a generator of the same numbers on all ranks."""
         return random.Random(seed)
 
     def own_random(self, seed: int) -> random.Random:
-        """A generator of other numbers on each rank."""
+        """Return a generator of different numbers on each rank."""
         return random.Random(1000 * (seed + 1) + self.rank)

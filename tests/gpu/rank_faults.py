@@ -1,4 +1,4 @@
-"""Rank functions of test_faults.py: rank 1 fails, and every living rank returns what it saw.
+"""Rank functions of test_faults.py: rank 1 fails, and every living rank returns its observations.
 
 Ranks are processes of tests/runtime/spawn.py, with a gloo world. Every function returns a `Seen` as a dict.
 """
@@ -29,7 +29,7 @@ Outs = list[torch.Tensor]
 
 @dataclass
 class Seen:
-    """What a rank saw.
+    """The observations of one rank.
 
     `error`, `ranks`, `text`: the first error. `seconds`: its delay after the fault. `after`: the error of the next call.
     `outputs`: "nan", "right" (the call had ended before), "none" (the op raised at once) or "WRONG". `notes`: remarks.
@@ -100,7 +100,7 @@ class Scene:
         seen = Seen()
         try:
             body()
-        except Exception as error:  # noqa: BLE001  told to the program
+        except Exception as error:  # noqa: BLE001  reported to the test program
             seen.seconds = time.time() - begin()
             seen.error, seen.text = type(error).__name__, str(error)
             seen.ranks = tuple(getattr(error, "ranks", ()))

@@ -2,11 +2,11 @@
 
     replay(schedules, records, one_clock)     # schedules and records of all ranks; raises Violation
 
-A record is (step, queue, kind, begin_ns, end_ns, bytes), as `last_trace` gives it. Whenever the proof says "a happens
-before b" must show in the times: steps of a queue one after the other, events, flags; and no two steps that touch one piece
-of memory, one of them writing, may overlap. CLOCK_MONOTONIC is one clock for all ranks of a host. GPUs have a clock each
-(%globaltimer): then there must be offsets between the clocks with which every rule between ranks holds, which a circle of
-rules that runs backwards in time excludes.
+A record is (step, queue, kind, begin_ns, end_ns, bytes), as `last_trace` returns it. The times must agree with every
+happens-before edge of the proof: the order of steps on a queue, events and flags. Two steps that access the same piece of
+memory, at least one writing, may not overlap. CLOCK_MONOTONIC is one clock for all ranks of a host. Each GPU has its own
+clock (%globaltimer). Clock offsets must then exist that satisfy every rule between ranks. A cycle of rules that runs
+backwards in time excludes such offsets.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Replayed:
 
 @dataclass(frozen=True)
 class _Rule:
-    """Rule: `late` - `early` is not negative, each on the clock of its rank."""
+    """The rule that `late` - `early` is not negative, each on the clock of its rank."""
 
     early_rank: int
     early: int
@@ -65,7 +65,7 @@ def replay(
         return record[3], record[4]
 
     def free(node: Node) -> bool:
-        """Is it a wait for an earlier epoch? An executor may run it anywhere before the pushes that need it."""
+        """Return whether it is a wait for an earlier epoch. An executor may run it anywhere before the pushes that need it."""
         return isinstance(node.step, Wait) and node.step.back != 0
 
     rules: list[_Rule] = []
@@ -99,7 +99,7 @@ def replay(
 
 
 def _offsets(rules: Sequence[_Rule], ranks: int, grain_ns: int) -> list[int]:
-    """Return clock offsets per rank that satisfy the rules between ranks, if any exist."""
+    """Return clock offsets by rank that satisfy the rules between ranks, if any exist."""
     between = [r for r in rules if r.early_rank != r.late_rank]
     offsets = [0] * ranks
     for _ in range(ranks + 1):  # Bellman-Ford: each rule bounds the offset of its earlier rank from above
@@ -132,7 +132,7 @@ def _check_complete(schedules: Sequence[Schedule], records: Sequence[Sequence[Re
 
 
 def _conflicts(order: HappensBefore) -> list[tuple[Node, Node]]:
-    """Yield pairs of steps on two queues or ranks that touch the same piece of a buffer, at least one writing."""
+    """Return pairs of steps on two queues or ranks that access the same piece of a buffer, at least one writing."""
     touched: dict[tuple[int, int, int, int], list[tuple[Node, Region, bool]]] = {}
     for node in order.nodes:
         for access in accesses(node.step, node.rank):

@@ -1,4 +1,4 @@
-"""Write out of bounds with a kernel of our name: memcheck must find it. Exit code 3: this torch compiles no kernels."""
+"""Write out of bounds in a kernel named like ours: memcheck must report it. Exit code 3: this torch compiles no kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults: rank 1 is killed, stopped, skips a call, differs or is late. Every living rank must raise in time.
+"""Faults: rank 1 is killed, stopped, skips a call, passes other arguments or is late. Every living rank must raise in time.
 
 No torchrun: a launcher ends all ranks when one dies. Each case has its own processes. Several cases share the GPUs. A living
 rank must raise an error of ub_overlap that names rank 1, within twice the deadline after the fault (plus SPARE_S for sharing
@@ -53,13 +53,13 @@ def faults(device: str, quick: bool) -> list[Fault]:
 
 
 def names(text: str, rank: int) -> bool:
-    """Does an error's first line name `rank`?"""
+    """Return whether an error's first line names `rank`."""
     first = text.splitlines()[0] if text else ""
     return any(str(rank) in re.findall(r"\d+", part) for part in re.findall(r"ranks? [\d, and]+", first))
 
 
 def judge(fault: Fault, outcome: Outcome, deadline: float, cuda: bool) -> str:
-    """Return what is wrong with the end of this rank, "" if nothing is."""
+    """Return what is wrong with the result of this rank, or ""."""
     if outcome.error or outcome.value is None:
         last = outcome.text.strip().splitlines()
         return f"ended with {outcome.error or 'nothing'} {last[0] if last else ''}"
@@ -82,7 +82,7 @@ def judge(fault: Fault, outcome: Outcome, deadline: float, cuda: bool) -> str:
 
 
 def play(fault: Fault, device: str, ranks: int, deadline: float) -> tuple[str, str]:
-    """Run one fault: (why it is wrong, or "", and what was measured)."""
+    """Run one fault and return (what is wrong, or "", and the measured values)."""
     living = [rank for rank in range(ranks) if rank != GUILTY or fault.function != "dies"]
     clock = time.monotonic()
     outcomes = run_ranks(
@@ -106,7 +106,7 @@ def play(fault: Fault, device: str, ranks: int, deadline: float) -> tuple[str, s
 
 
 class FaultRuns:
-    """Runs of all selected faults, several at a time; each test asks for its own."""
+    """Concurrent runs of all selected faults. Each test reads its own result."""
 
     def __init__(self, faults: list[Fault], device: str, ranks: int, deadline: float, at_once: int) -> None:
         self._pool = ThreadPoolExecutor(at_once)
@@ -118,7 +118,7 @@ class FaultRuns:
 
 @pytest.fixture(scope="module")
 def gpu_runs(request: pytest.FixtureRequest) -> FaultRuns:
-    """The selected faults on all GPUs, four at a time, with a deadline of 4 s."""
+    """Run the selected faults on all GPUs, four at a time, with a deadline of 4 s."""
     chosen = [item.callspec.params["fault"] for item in request.session.items if item.function is test_fault]  # type: ignore[attr-defined]
     return FaultRuns(chosen, "cuda", ranks_of_this_machine(), 4.0, 4)
 

@@ -56,7 +56,7 @@ def test_another_clock_is_told_from_one(key: Key) -> None:
 @pytest.mark.parametrize("one_clock", [True, False])
 @pytest.mark.parametrize("key", KEYS, ids=lambda key: key.kind)
 def test_every_step_that_ran_too_early_is_seen(key: Key, one_clock: bool) -> None:
-    """Move each waiting step to the front: every move is seen, also with unequal clocks."""
+    """A move of any waiting step to the front is detected, also with unequal clocks."""
     schedules = build_all(key)
     records, order = timed(schedules), HappensBefore([Call(schedules, tuple(range(key.ranks)), 1)], 2)
     tried = 0

@@ -1,7 +1,7 @@
 """compute-sanitizer over our kernels: memcheck, racecheck (shared memory) and synccheck, each on two ranks with tiny shapes.
 
-Only kernels whose name holds "ub_overlap" are checked, where the installed version can choose. Every rank runs under a
-sanitizer of its own, and each one's summary must be clean. A control with an out-of-bounds write shows that the tool looks.
+Only kernels with "ub_overlap" in their name are checked, if the installed version can filter. Every rank runs under its own
+sanitizer, and each summary must be clean. A control with an out-of-bounds write shows that the tool detects errors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SUMMARY = re.compile(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+) (?:errors?|haz
 
 
 def sanitizer() -> str:
-    """Path of the tool; "" where it is not installed."""
+    """Return the path of the tool, or "" if it is not installed."""
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     places = [Path(home, "bin"), Path(home, "compute-sanitizer"), Path("/usr/local/cuda/bin")]
     return shutil.which("compute-sanitizer") or next(
@@ -32,13 +32,13 @@ def sanitizer() -> str:
 
 
 def sanitized(tool: str) -> list[str]:
-    """The command that runs another one under `tool`."""
+    """Return the command that runs another command under `tool`."""
     path = sanitizer()
     if not path:
         pytest.skip("compute-sanitizer is not installed")
     help_text = subprocess.run([path, "--help"], capture_output=True, text=True, timeout=60, check=False).stdout
     flags = ["--tool", tool]
-    # The option had several names. Without any of them all kernels are checked.
+    # The option's name depends on the version. Without it all kernels are checked.
     for name in ("--kernel-name", "--kernel-regex", "--filter"):
         if f"{name} " in help_text or f"{name}=" in help_text:
             flags += [name, "kns=ub_overlap"]

@@ -2,8 +2,8 @@
 
     pytest tests/gpu/test_torchrun.py tests/gpu/test_faults.py tests/gpu/test_sanitizer.py -m gpu --quick -rA
 
-On GPUs all of them run; on CPU ranks a selection shows that they work at all. Modules are in the order of what a short lease
-should learn first.
+All modules run on GPUs. A selection runs on CPU ranks as a smoke test. The most informative modules run first, for short
+machine time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.gpu.launch import Finished, launch, torchrun_command
 
 @dataclass(frozen=True)
 class Module:
-    """A test module. `limit_s`, `quick_s`: its limit, and that with --quick. `env`: more of its environment."""
+    """A test module. `limit_s`, `quick_s`: its limit without and with --quick. `env`: extra environment variables."""
 
     name: str
     limit_s: float
@@ -45,7 +45,7 @@ MODULES = (
 
 
 def keep_log(name: str, finished: Finished) -> None:
-    """Write the output to the folder UB_OVERLAP_TEST_LOG, where it is set."""
+    """Write the output to the folder UB_OVERLAP_TEST_LOG, if it is set."""
     if folder := os.environ.get("UB_OVERLAP_TEST_LOG"):
         Path(folder).mkdir(parents=True, exist_ok=True)
         Path(folder, f"{name}.log").write_text(f"{finished.why()}\n{finished.output}\n")

@@ -1,1 +1,1 @@
-"""What tests share: pools of ranks, graph traces, comparisons."""
+"""Shared test helpers: pools of ranks, graph traces, comparisons."""

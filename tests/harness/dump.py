@@ -19,7 +19,7 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broa
 
 
 def counts(module: Any) -> dict[str, int]:
-    """Collectives and matmuls of a graph by operator name."""
+    """Count the collectives and matmuls of a graph by operator name."""
     names = [str(node.target).split("(")[0] for node in module.graph.nodes if node.op == "call_function"]
     kept = [n for n in names if any(c in n for c in COLLECTIVES) or n.split(".")[-2:-1] in (["mm"], ["addmm"], ["bmm"])]
     return dict(collections.Counter(kept))
@@ -28,7 +28,7 @@ def counts(module: Any) -> dict[str, int]:
 def dump(
     rank: int, world: int, module: str, variant: dict[str, Any], stages: tuple[str, ...]
 ) -> list[tuple[str, str, dict[str, int], str]]:
-    """(stage, phase, counts, text) of each graph."""
+    """Return (stage, phase, counts, text) of each graph."""
     import torch
 
     found = []
@@ -43,7 +43,7 @@ def dump(
 def write(
     pool: RankPool, folder: str, module: str, name: str, variant: dict[str, Any], stages: tuple[str, ...] = ("aot", "inductor")
 ) -> None:
-    """FOLDER/<name>.txt with the graphs of rank 0, and a line a graph on stdout."""
+    """Write the graphs of rank 0 to FOLDER/<name>.txt, and print one line per graph."""
     lines = [f"# {module} {variant} world {pool.world}"]
     try:
         for stage, phase, count, text in pool.run(dump, module, variant, stages, timeout=120)[0]:

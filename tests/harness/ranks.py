@@ -36,7 +36,7 @@ SETTINGS = {
     "TOKENIZERS_PARALLELISM": "false",
     "CUDA_VISIBLE_DEVICES": "",
 }
-GRACE = 5.0  # seconds that the other ranks have to finish after one has failed
+GRACE = 5.0  # seconds for the other ranks to finish after one has failed
 
 
 class RankError(RuntimeError):
@@ -55,7 +55,7 @@ class RankDied(RuntimeError):
 
 
 class RankTimeout(TimeoutError):
-    """A function did not end on all ranks in time. The text holds the stacks of those that were still in it."""
+    """A function did not end on all ranks in time. The text holds the stacks of ranks that had not finished."""
 
 
 @dataclass(frozen=True)
@@ -123,13 +123,13 @@ def _serve(rank: int, world: int, port: int, timeout: float, folder: str, pipe: 
             break
         try:
             answer = pickle.dumps(("result", _run_job(job, rank, world)))
-        except BaseException as error:  # noqa: BLE001 (all of it goes to the parent)
+        except BaseException as error:  # noqa: BLE001 (every error is sent to the parent)
             answer = pickle.dumps(("error", (type(error).__name__, str(error), traceback.format_exc())))
         sys.stdout.flush()
         sys.stderr.flush()
         try:
             pipe.send_bytes(answer)
-        except OSError:  # the tests are gone
+        except OSError:  # the parent process has ended
             break
     os._exit(0)
 
@@ -268,6 +268,6 @@ class RankPool:
 
 
 def run_ranks(function: Callable[..., Any] | str, world: int, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
-    """Run once in a new pool: for tests that kill ranks or leave processes in a bad state."""
+    """Run once in a new pool, for tests that kill ranks or leave processes in a bad state."""
     with RankPool(world) as pool:
         return pool.run(function, *args, timeout=timeout, **kwargs)

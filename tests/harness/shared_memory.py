@@ -1,4 +1,4 @@
-"""Shared memory segments of this test process and its descendants, told from those of other jobs by a tag in their names."""
+"""Shared memory segments of this test process and its descendants, identified by a tag in their names."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Graphs as torch really traces them: after AOTAutograd's partitioner, and as Inductor hands them to
-post_grad_custom_pre_pass."""
+"""Graphs that torch traces: after AOTAutograd's partitioner, and as Inductor passes them to post_grad_custom_pre_pass."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from tests.models.case import Case
 
 @dataclass(frozen=True)
 class Trace:
-    """One graph. `phase` is "forward", "backward" or "inference"; `module` is a copy, metadata and all."""
+    """One graph. `phase` is "forward", "backward" or "inference"; `module` is a copy with all metadata."""
 
     phase: str
     text: str
@@ -32,7 +31,7 @@ class Trace:
 class Recorder:
     """A torch.compile backend that records graphs and runs them eagerly.
 
-    `stage`: "aot" (graphs of the partitioner) or "inductor" (the same graphs where Inductor's first post-grad hook sees them).
+    `stage`: "aot" (graphs of the partitioner) or "inductor" (the same graphs at Inductor's first post-grad hook).
     """
 
     stage: str = "aot"
@@ -63,7 +62,7 @@ class Recorder:
         return compiler
 
     def _inductor(self, module: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        """compile_fx_inner up to the hook; the graph then runs as it was."""
+        """Run compile_fx_inner up to the hook, and return the unmodified graph."""
         from functorch.compile import make_boxed_func
         from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx_inner
@@ -91,11 +90,11 @@ class Recorder:
 
 
 class _Seen(Exception):
-    """Ends Inductor's work on a graph that has been recorded."""
+    """Raised to stop Inductor once a graph has been recorded."""
 
 
 def capture(case: Case, stage: str = "aot") -> list[Trace]:
-    """Graphs of one forward and, when anything requires grad, backward of a case."""
+    """Return the graphs of one forward of a case and, when anything requires grad, one backward."""
     recorder = Recorder(stage)
     with (case.context or contextlib.nullcontext)(), torch._functorch.config.patch(enable_autograd_cache=False):
         loss = as_loss(torch.compile(case.module, backend=recorder, dynamic=case.dynamic)(*case.inputs))
@@ -105,7 +104,7 @@ def capture(case: Case, stage: str = "aot") -> list[Trace]:
 
 
 def as_loss(output: Any) -> torch.Tensor:
-    """A scalar that gives each output element another gradient (a plain sum would hide permuted rows)."""
+    """Return a scalar with a different gradient per output element (a plain sum would hide permuted rows)."""
     leaves = [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
     tensors = [t.to_local() if isinstance(t, DTensor) else t for t in leaves]
     total: Any = 0.0

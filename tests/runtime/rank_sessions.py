@@ -203,7 +203,7 @@ def alone(rank: int, world: int) -> list[str]:
 
 
 def hosts(rank: int, world: int) -> dict[str, Any]:
-    """All ops run as plain c10d, and log it, on a group whose ranks report two hosts."""
+    """All ops run as plain c10d on a group whose ranks report two hosts. The statistics report it."""
     group = dist.new_group(list(range(world)))
     with reset():
         C.testing.set_host_id(f"host{rank % 2}:boot:1")

@@ -48,7 +48,7 @@ def members(store: Any, ranks: int) -> list[store_exchange.Exchange]:
 
 @pytest.mark.parametrize(("deadline", "setting"), [("init", "INIT"), ("step", "STEP")])
 def test_an_error_names_the_setting_that_was_used(short: None, deadline: store_exchange.Deadline, setting: str) -> None:
-    """The error names the timeout setting for every topic."""
+    """The error names the setting of the deadline that was used, for any topic."""
     one, _ = members(dist.HashStore(), 2)
     with pytest.raises(errors.PeerTimeoutError) as caught:
         one.gather("tune/1", {}, deadline, "tune a site")

@@ -1,6 +1,6 @@
-"""Ways to break a schedule, each a list of (name, broken schedule).
+"""Mutations of a schedule, as lists of (name, broken schedule).
 
-`harmful` ones must all be refused; `any_order` ones may be harmless, and are then run on the reference executor.
+The checker must refuse all `harmful` ones. `any_order` ones may be harmless, and then run on the reference executor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Broken = tuple[str, Schedule]
 
 
 def delete(schedule: Schedule, place: int) -> Schedule:
-    """Without one step. Its event moves to the step before it on its queue, so that only the step itself is missing."""
+    """Delete one step. Its event moves to the previous step of its queue, so only the step itself is missing."""
     steps = list(schedule.steps)
     gone = steps.pop(place)
     if gone.record is not None:
@@ -48,7 +48,7 @@ def delete(schedule: Schedule, place: int) -> Schedule:
 
 
 def harmful(schedule: Schedule) -> Iterator[Broken]:
-    """Every single-step deletion, dropped event, retargeted flag or region, and duplicated store."""
+    """Return every single-step deletion, dropped event, retargeted flag or region, and duplicated store."""
     for place, step in enumerate(schedule.steps):
         yield f"without {place} {step}", delete(schedule, place)
         for changed in (*_without_events(step), *_retargeted(step, schedule.key.ranks)):
@@ -68,7 +68,7 @@ def harmful(schedule: Schedule) -> Iterator[Broken]:
 
 
 def any_order(schedule: Schedule) -> Iterator[Broken]:
-    """Neighbours of a queue swapped, and steps moved to the other queue."""
+    """Return swaps of adjacent steps of a queue, and moves of steps to the other queue."""
     for i, j in _neighbours(schedule):
         yield f"{j} before {i}", _swap(schedule, i, j)
     for place, step in enumerate(schedule.steps):
@@ -87,7 +87,7 @@ def _with(schedule: Schedule, place: int, step: Step) -> Schedule:
 
 
 def _swap(schedule: Schedule, i: int, j: int) -> Schedule:
-    """The two steps exchanged; what they wait for and record stays at their place, so only their order changes."""
+    """Swap two steps. Their waits and events stay in place, so only the order of the steps changes."""
     steps = list(schedule.steps)
     first, second = steps[i], steps[j]
     steps[i] = replace(second, after=first.after, record=first.record)
@@ -108,7 +108,7 @@ def _retargeted(step: Step, ranks: int) -> Iterator[Step]:
         case Signal():
             yield from (replace(step, flag=flag) for flag in _other_flags(step.flag, ranks))
         case Wait():
-            # The piece before, not the piece after: a source pushes in order, so a wait for a later piece is only stronger.
+            # The previous piece, not the next: a source pushes in order, so a wait for a later piece is only stronger.
             yield replace(step, flag=replace(step.flag, index=step.flag.index - 1))
             yield from (replace(step, flag=flag) for flag in _other_flags(step.flag, ranks) if flag.index == step.flag.index)
             yield replace(step, back=2 - step.back)

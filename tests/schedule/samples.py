@@ -8,7 +8,7 @@ from ub_overlap.runtime.schedule import Key
 
 
 def keys(ranks: int, chunks: int) -> Iterator[Key]:
-    """One key or more of every kind."""
+    """Return at least one key of every kind."""
     yield Key("all_gather_matmul", ranks, chunks, contracts=(False,))
     yield Key("all_gather_matmul", ranks, chunks, contracts=(True, False, True), keep=True)
     yield Key("all_gather_matmul", ranks, chunks, contracts=(True, True))
@@ -24,5 +24,5 @@ def keys(ranks: int, chunks: int) -> Iterator[Key]:
 
 
 def chunk_counts(ranks: int) -> list[int]:
-    """Fewer than the ranks, as many, more, multiples and not."""
+    """Return chunk counts below, equal to and above the number of ranks, multiples and others."""
     return sorted({0, 1, 2, ranks // 2, max(1, ranks - 1), ranks, ranks + 1, 2 * ranks, 3 * ranks - 1, 4 * ranks})

@@ -1,4 +1,4 @@
-"""Builders: everything they build is proven, and has the order of steps that makes it fast."""
+"""Builders: all schedules are proven, and their step order allows overlap."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_key_is_proven(ranks: int) -> None:
         for key in keys(ranks, chunks):
             if chunks <= 2 * ranks:
                 check_reuse(key, key)
-            else:  # more pieces change nothing about how calls meet, but cost most to prove
+            else:  # more pieces do not change how calls interact, but are the slowest to prove
                 check(build_all(key))
 
 
@@ -57,7 +57,7 @@ def test_gather_starts_computing_before_any_wait_on_compute() -> None:
     ("chunks", "read"),
     [
         (1, [[0, 1, 2, 3]]),  # nothing is pipelined
-        (2, [[2], [3], [0, 1]]),  # own, then all others at once: two runs, as shard 2 lies in another buffer
+        (2, [[2], [3], [0, 1]]),  # own, then all others at once: two runs, as shard 2 is in another buffer
         (3, [[2], [3], [0], [1]]),  # batches (3, 0) and (1): the ring wraps inside the first
         (4, [[2], [3], [0], [1]]),
     ],

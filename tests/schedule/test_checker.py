@@ -1,4 +1,4 @@
-"""The checker's rules, one by one, on small schedules written by hand."""
+"""Each rule of the checker, on small hand-written schedules."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def push(rank: int, peer: int) -> Copy:
 
 
 def both(make: Callable[[int, int], list[Step]], key: Key = GATHER) -> tuple[Schedule, ...]:
-    """Two ranks that do the same: make(rank, peer)."""
+    """Return the schedules of two symmetric ranks, from make(rank, peer)."""
     return tuple(Schedule(key, rank, tuple(make(rank, 1 - rank))) for rank in (0, 1))
 
 
 def gather(rank: int, peer: int) -> list[Step]:
-    """A correct bulk_all_gather of two ranks, without DONE."""
+    """Return a correct bulk_all_gather of two ranks, without DONE."""
     return [
         push(rank, peer),
         Signal(queue=COPY, flag=ready(peer, rank), record=0),
@@ -60,7 +60,7 @@ def refused(rule: str, schedules: tuple[Schedule, ...], says: str = "") -> None:
 
 
 def edited(place: int, *steps: Step) -> tuple[Schedule, ...]:
-    """`gather` with rank 1's step `place` replaced by `steps`."""
+    """Return `gather` with rank 1's step `place` replaced by `steps`."""
     good = both(gather)
     return good[0], replace(good[1], steps=(*good[1].steps[:place], *steps, *good[1].steps[place + 1 :]))
 
@@ -101,7 +101,7 @@ def test_circular_wait() -> None:
 
 
 def test_issue_order_of_one_thread() -> None:
-    """Two queues run it, but one host thread that blocks in the first wait never issues the push behind it."""
+    """A push after a blocking wait is refused: two queues can run it, but a single host thread never issues the push."""
 
     def late_push(rank: int, peer: int) -> list[Step]:
         steps = gather(rank, peer)
@@ -114,7 +114,7 @@ def test_race_with_a_push() -> None:
     good = both(gather)[1].steps
     moved = (*good[:2], good[2], replace(good[4], after=()), replace(good[3], after=(0,)))
     schedules = both(gather)[0], replace(both(gather)[1], steps=moved)
-    # Depending on the order the checker meets them in, the read is unordered with the push or comes before it.
+    # Depending on the order of the checks, the read is unordered with the push or comes before it.
     with pytest.raises(ScheduleError, match=r"LANDING@1\[0\]") as error:
         check(schedules)
     assert error.value.rule in ("race", "unwritten")
@@ -142,7 +142,7 @@ def test_join_rule() -> None:
 
 
 def test_heard_rule() -> None:
-    """Rank 0 uses nothing of rank 1 in this (odd) op, so only the heard rule can see that it never looks."""
+    """Rank 0 uses no data of rank 1 in this op, so only the heard rule detects the missing wait."""
     key = Key("bulk_all_gather", 2, terms=1)
     steps = [Compute(queue=COMPUTE, index=0, reads=(), writes=(Region(Buf.RESULT, rank, 0),)) for rank in (0, 1)]
     refused("heard", both(lambda rank, peer: [steps[rank]], key), "rank 0 ends without having waited for rank 1")
@@ -183,7 +183,7 @@ def test_sums_are_rounded_last() -> None:
 
 
 def test_pieces_keep_their_interval() -> None:
-    """Halves that travel crosswise and are crossed back on arrival end right, unless a shard has an odd number of rows."""
+    """Halves that are swapped on push and swapped back on arrival are right only for an even number of rows."""
     halves = [(Fraction(0), Fraction(1, 2)), (Fraction(1, 2), Fraction(1))]
 
     def crossed(rank: int, peer: int) -> list[Step]:
@@ -219,7 +219,7 @@ def test_only_gathers_have_gathered_operands() -> None:
 
 
 def gated(rank: int, peer: int, gates: bool) -> list[Step]:
-    """A gather whose matmul waits for its operand by itself."""
+    """Return a gather whose matmul waits for its own operand."""
     own, theirs = Region(Buf.INPUT, rank, rank), Region(Buf.LANDING, rank, peer)
     gate = Wait(queue=COMPUTE, flag=ready(rank, peer))
     results = (Region(Buf.RESULT, rank, rank), Region(Buf.RESULT, rank, peer))
@@ -238,7 +238,7 @@ def test_gates_order_what_their_matmul_reads() -> None:
 
 
 def opaque(rank: int, peer: int, waits: bool = True) -> list[Step]:
-    """A whole exchange in one step: both ranks push, signal and wait inside it, and that is no circle."""
+    """Return a complete exchange in one step: both ranks push, signal and wait inside it, which is not a cycle."""
     wait = Wait(queue=COMPUTE, flag=ready(rank, peer))
     return [
         Opaque(

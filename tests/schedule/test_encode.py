@@ -1,4 +1,4 @@
-"""Encoding: the table of docs/explanation/schedules.md, there and back, and what C++ is handed."""
+"""Encoding: the table of docs/explanation/schedules.md, the round trip, and the rows that C++ receives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference executor: any interleaving of proven schedules gives the right rows, and wrong schedules show."""
+"""The reference executor: any interleaving of proven schedules gives the right rows, and wrong schedules fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .samples import keys
 
 @st.composite
 def programs(draw: st.DrawFn) -> list[SimulatedCall]:
-    """Some calls on one arena: kinds, chunk counts, repetitions and row counts (also 0, and fewer rows than pieces)."""
+    """Draw calls on one arena: kinds, chunk counts, repetitions and row counts (also 0, and fewer rows than pieces)."""
     ranks = draw(st.integers(1, 8))
     chunks = st.integers(0, 3 * ranks)
     choice = [draw(st.sampled_from(list(keys(ranks, draw(chunks))))) for _ in range(draw(st.integers(1, 3)))]
@@ -54,7 +54,7 @@ def test_overlapping_groups_are_right(data: st.DataObject, seed: int) -> None:
 
 
 def test_missing_waits_show() -> None:
-    """The executor can see wrong rows: without READY waits some interleaving gives some."""
+    """The executor detects wrong rows: without READY waits some interleaving gives them."""
     for key in keys(2, 4):
         good = build_all(key)
         steps = tuple(step for step in good[1].steps if not (isinstance(step, Wait) and step.back == 0))
@@ -63,7 +63,7 @@ def test_missing_waits_show() -> None:
 
 
 def test_missing_joins_show() -> None:
-    """The executor frees inputs at the end of a call, so a push that outlives it carries no data."""
+    """The executor detects missing joins: it frees inputs at the end of a call, so a later push has no data."""
     key = Key("all_gather_matmul", 2, 0, contracts=(False,))
     good = build_all(key)
     steps = tuple(replace(step, after=()) for step in good[1].steps)

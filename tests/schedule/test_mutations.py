@@ -16,7 +16,7 @@ SAMPLES = [key for ranks, chunks in [(1, 0), (2, 4), (3, 0), (4, 2)] for key in 
 
 
 def accepted(schedules: tuple[Schedule, ...]) -> bool:
-    """Whether three calls, two epochs apart, are proven: nothing between them helps to order them."""
+    """Return whether three calls, two epochs apart, are proven. No call between them helps to order them."""
     try:
         check_sequence([schedules] * 3, epochs=[1, 3, 5])
     except ScheduleError:

@@ -1,4 +1,4 @@
-"""Calls that follow one another: slot reuse, flag words, overlapping groups, skipped calls."""
+"""Sequences of calls: slot reuse, flag words, overlapping groups, skipped calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .samples import keys
 
 
 def without(schedules: tuple[Schedule, ...], drop: type, kind: FlagKind) -> tuple[Schedule, ...]:
-    """All ranks without their steps of class `drop` on flags of `kind`; the joins of dropped steps move to the last one."""
+    """Drop all ranks' steps of class `drop` on flags of `kind`. Joins of dropped steps move to the last step."""
     result = []
     for schedule in schedules:
         steps = [step for step in schedule.steps if not (isinstance(step, drop) and step.flag.kind is kind)]
@@ -53,7 +53,7 @@ def test_larger_groups() -> None:
 
 
 def test_slot_reuse_needs_done() -> None:
-    """Without its DONE waits no op may use a slot again, whatever runs in between."""
+    """An op without its DONE waits may not reuse a slot, for any calls in between."""
     for key in keys(3, 0):
         broken = without(build_all(key), Wait, FlagKind.DONE)
         with pytest.raises(ScheduleError) as error:
@@ -62,14 +62,16 @@ def test_slot_reuse_needs_done() -> None:
 
 
 def test_every_call_between_orders_its_neighbours_too() -> None:
-    """Why a missing DONE shows only across a gap: a call of ours that has ended has heard everyone begin it. This is what
-    check_pair's gaps are for; they make the proof independent of what ran in between."""
+    """A missing DONE is detected only across a gap: a call that has ended was begun by all ranks.
+
+    The gaps of check_pair make the proof independent of the calls in between.
+    """
     broken = without(build_all(Key("all_gather_matmul", 3, contracts=(False,))), Wait, FlagKind.DONE)
     check_sequence([broken] * 4)
 
 
 def test_a_flag_word_is_not_written_over_an_unseen_value() -> None:
-    """Ranks that only greet each other touch no slot, but one may greet again before the other has looked."""
+    """A flag may not be overwritten before its reader has seen it. Ranks that only signal touch no slot."""
 
     def greet(rank: int, wait_first: bool) -> Schedule:
         peer = 1 - rank
@@ -114,7 +116,7 @@ def test_a_skipped_call_is_a_mismatch_or_a_blocked_wait(ranks: int) -> None:
 
 
 def test_a_skipped_call_of_a_loop_blocks() -> None:
-    """The same site again and again: calls pair up by count, and the last one misses a rank."""
+    """A skipped call of a repeated site blocks: calls match by count, and the last one misses a rank."""
     found = check_skip([build_all(Key("matmul_all_reduce", 3, 3, terms=1))] * 4)
     assert all(outcome.blocked and not outcome.mismatched for outcome in found.values())
 
@@ -126,13 +128,13 @@ def test_a_skipped_call_of_one_group_shows_on_two() -> None:
 
 
 def test_skips_that_go_unseen_are_reported() -> None:
-    """An op that does not wait for everyone (rank 0 only sends) lets a rank leave unseen: check_skip must say so."""
+    """check_skip refuses an op that does not wait for all ranks (rank 0 only sends): a skipped call is undetected."""
     schedules = build_all(Key("bulk_all_gather", 2))
     mute = tuple(replace(s, steps=tuple(step for step in s.steps if not isinstance(step, Wait))) for s in schedules)
     with pytest.raises(ScheduleError, match="skipped call 0, and rank") as error:
         check_skip([mute])
     assert error.value.rule == "skip"
-    nobody_cares = Key("all_gather_matmul", 2)  # no consumer: no builder builds it, as nothing would be computed
+    nobody_cares = Key("all_gather_matmul", 2)  # no consumer: no builder builds this, as it computes nothing
     idle = [Schedule(nobody_cares, rank, (Opaque(queue=Queue.COMPUTE, name="idle"),)) for rank in (0, 1)]
     with pytest.raises(ScheduleError, match="every rank ended all its calls"):
         check_skip([idle])
