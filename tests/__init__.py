@@ -1,1 +1,1 @@
-"""The tests; a package, so that ranks that a test starts can import its functions by name."""
+"""Package of the tests, so that ranks can import test functions by name."""

@@ -1,4 +1,4 @@
-"""What all tests share: pools of ranks, hypothesis' settings, and a report store that is not the user's."""
+"""Shared test setup: pools of ranks, hypothesis settings, and a report store separate from the user's."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hypothesis import settings
 import tests.harness.shared_memory  # noqa: F401  (tags the segments of this process and of all that it starts)
 from tests.harness.fixtures import pool2, pool3, pool4  # noqa: F401  (fixtures, found by name)
 
-# Reports of tests go to a folder of their own, which ranks and subprocesses inherit. The ranks of torchrun share one folder.
+# Tests store reports in a separate folder, which ranks and subprocesses inherit. The ranks of torchrun share one folder.
 if "RANK" not in os.environ or "UB_OVERLAP_CACHE_DIR" not in os.environ:
     _STORE = tempfile.TemporaryDirectory(prefix="ub_overlap_tests_")
     os.environ["UB_OVERLAP_CACHE_DIR"] = _STORE.name
 
-# derandomize: a CI run tries the same examples as the run before it. deadline: two shared cores keep no deadline.
+# derandomize: every CI run uses the same examples. deadline: two shared cores are too slow for a per-example limit.
 settings.register_profile("ub_overlap", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ub_overlap")
 

@@ -1,4 +1,4 @@
-"""The layers stay layers: imports run one way, private torch names sit in one file, and no file grows without end."""
+"""Tests of the layering: one import direction, private torch names in one file, and a limit on file size."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ub_overlap.runtime.fp8.numerics import E4M3, E5M2, LEAST_SCALE
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 460
 
-# Import-name prefix -> folder. The face may import all, compiler may import runtime, runtime only itself, the extension
-# and the compatibility file; the schedules are plain Python.
+# Import-name prefix -> folder. ub_overlap may import all, compiler may import runtime, runtime only itself, the extension
+# and the compatibility file. The schedules are plain Python.
 LAYERS = {
     "ub_overlap.compiler": ROOT / "compiler",
     "ub_overlap.runtime": ROOT / "runtime",
@@ -40,7 +40,7 @@ def python_files(*folders: str) -> list[Path]:
 
 
 def package_of(path: Path) -> str:
-    """The import package that `path` lies in, "" for a file outside the package's folders."""
+    """Return the import package of `path`, or "" for a file outside the package's folders."""
     for prefix, folder in LAYERS.items():
         if path.is_relative_to(folder):
             return ".".join((prefix, *path.relative_to(folder).parts[:-1]))
@@ -48,12 +48,12 @@ def package_of(path: Path) -> str:
 
 
 def module_of(path: Path) -> str:
-    """The dotted name that `path` is imported by."""
+    """Return the dotted name under which `path` is imported."""
     return package_of(path) if path.stem == "__init__" else f"{package_of(path)}.{path.stem}"
 
 
 def imported_names(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of everything imported, relative imports resolved; `from a import b` gives a.b."""
+    """Yield (line, dotted name) of every import. Relative imports are resolved; `from a import b` gives a.b."""
     package = package_of(path)
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -70,7 +70,7 @@ def is_or_is_in(name: str, module: str) -> bool:
 
 @pytest.mark.parametrize("folder", FORBIDDEN)
 def test_imports_run_one_way(folder: str) -> None:
-    """src (face) -> compiler -> runtime -> _C, never back; runtime/schedule is plain Python."""
+    """Imports go from ub_overlap (src) to compiler to runtime to _C only; runtime/schedule is plain Python."""
     found = [
         f"{path.relative_to(ROOT)}:{line}: imports {name}"
         for path in python_files(folder)
@@ -81,13 +81,13 @@ def test_imports_run_one_way(folder: str) -> None:
 
 
 def test_no_files_import_each_other() -> None:
-    """In no circle, also where an import waits inside a function."""
+    """There are no import cycles, including imports inside functions."""
     homes = {module_of(path): path for path in python_files("compiler", "runtime", "tools", "src")}
     graph = {
         home: {
             name if name in homes else name.rpartition(".")[0]
             for _, name in imported_names(path)
-            if name != "ub_overlap._C"  # the extension is no file of these
+            if name != "ub_overlap._C"  # the extension is not a Python file
         }
         & homes.keys() - {home}
         for home, path in homes.items()
@@ -100,15 +100,16 @@ def test_no_files_import_each_other() -> None:
 
 
 def test_the_layers_are_there() -> None:
-    """The other tests would pass on empty folders."""
+    """No layer is empty, because the other tests would pass on empty folders."""
     for folder in FORBIDDEN:
         assert python_files(folder), folder
 
 
 def private_torch_names(source: str) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of every torch name with a private part, through aliases (`import torch.distributed as dist`).
+    """Yield (line, dotted name) of every torch name with a private part, through aliases.
 
-    `torch.ops` namespaces are names of operators, not of modules, and end the search.
+    An alias is e.g. `import torch.distributed as dist`. `torch.ops` namespaces are names of operators, not of modules, and end
+    the search.
     """
     tree = ast.parse(source)
     aliases: dict[str, str] = {}
@@ -136,7 +137,7 @@ def private_torch_names(source: str) -> Iterator[tuple[int, str]]:
 
 
 def dotted(node: ast.expr, aliases: dict[str, str]) -> str:
-    """ "torch._dynamo.reset" of the expression, "" where it is not a chain of names."""
+    """Return the dotted name of the expression, e.g. "torch._dynamo.reset", or "" if it is not a chain of names."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -147,7 +148,10 @@ def dotted(node: ast.expr, aliases: dict[str, str]) -> str:
 
 
 def is_private_torch(name: str) -> bool:
-    """torch.a._b is; torch.ops._c10d_functional (an operator namespace) and dunders (torch.__version__) are not."""
+    """Return whether a torch name has a private part.
+
+    torch.a._b has one. torch.ops._c10d_functional (an operator namespace) and dunders (torch.__version__) have none.
+    """
     if not re.fullmatch(r"torch(\.\w+)+(:[\w.]+)?", name) or is_or_is_in(name, "torch.ops"):
         return False
     return any(part.startswith("_") and not part.startswith("__") for part in re.split(r"[.:]", name))
@@ -172,7 +176,10 @@ def test_the_scan_for_private_names(source: str, private: bool) -> None:
 
 
 def test_private_torch_names_sit_in_one_file() -> None:
-    """A torch release then breaks one file, and tests/test_torch_compat.py says which name."""
+    """Private torch names are in one file.
+
+    A torch release can then break only that file, and tests/test_torch_compat.py gives the name.
+    """
     found = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in python_files("src", "compiler", "runtime", "tools", "examples")
@@ -184,7 +191,7 @@ def test_private_torch_names_sit_in_one_file() -> None:
 
 @pytest.mark.parametrize("folder", NO_TORCH_HEADERS)
 def test_executors_include_no_torch_header(folder: str) -> None:
-    """Matmuls come in as functions that csrc/bindings injects."""
+    """Executors include no torch header; csrc/bindings injects matmuls as functions."""
     header = re.compile(r'^\s*#\s*include\s*[<"](torch|ATen|c10|caffe2|pybind11|Python\.h)', re.MULTILINE)
     found = [
         f"{path.relative_to(ROOT)}: {match.group().strip()}"
@@ -196,7 +203,7 @@ def test_executors_include_no_torch_header(folder: str) -> None:
 
 
 def test_float8_numbers_are_those_of_the_kernels() -> None:
-    """Casts of the compiler's nodes, the runtime's and the kernels' agree bit for bit."""
+    """The FP8 constants of compiler, runtime and kernels are equal, so that casts agree bitwise."""
     literal = re.compile(r"2(\.0)?\s*\*\*\s*-120")
     homes = [
         path.relative_to(ROOT).as_posix() for path in python_files("compiler", "runtime") if literal.search(path.read_text())
@@ -210,7 +217,7 @@ def test_float8_numbers_are_those_of_the_kernels() -> None:
 
 
 def test_the_compilers_folders_are_its_parts() -> None:
-    """Every folder is named in the architecture page; few files lie outside of folders."""
+    """The architecture page names every compiler folder; at most 7 files are outside of folders."""
     folders = [path.parent.name for path in sorted((ROOT / "compiler").glob("*/__init__.py"))]
     text = (ROOT / "docs/explanation/architecture.md").read_text()
     assert not [name for name in folders if f"{name}/" not in text]

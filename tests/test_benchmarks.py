@@ -1,4 +1,4 @@
-"""The benchmarks run on CPU ranks and store complete documents. No timing decides over success."""
+"""Tests that the benchmarks run on CPU ranks and store complete documents. No result depends on timing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FACTS = {"date", "ranks", "device", "devices", "driver", "torch", "cuda", "nccl"
 
 
 def torchrun(ranks: int, module: str, arguments: Sequence[str], timeout: float = 240) -> str:
-    """Output of a benchmark on CPU ranks."""
+    """Return the output of a benchmark on CPU ranks."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
     command = [*launch, "--rdzv-endpoint", "localhost:0", "-m", module, "--device", "cpu", *arguments]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=timeout, check=False)
@@ -36,14 +36,14 @@ def torchrun(ranks: int, module: str, arguments: Sequence[str], timeout: float =
 
 
 def printed(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """What benchmarks.report makes of a file."""
+    """Return the output of benchmarks.report for a file."""
     monkeypatch.setattr(sys, "argv", ["report", str(path)])
     assert report.main() == 0
     return capsys.readouterr().out
 
 
 def test_ops_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of three ranks take part. Columns that need CUDA are left out with that reason; all others have times."""
+    """Two of three ranks take part. Columns that need CUDA are omitted with that reason; all others have times."""
     path = tmp_path / "ops.json"
     arguments = [
         "--suite",
@@ -100,7 +100,7 @@ def test_blocks_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str],
 
 
 def guarded(rank: int, world: int) -> dict[str, Any]:
-    """A row on these ranks, one of whose strategies gives wrong numbers on the last rank, and one NaN."""
+    """Measure a row in which one strategy is wrong on the last rank and another returns NaN."""
     group: Any = dist.group.WORLD
     here = World(rank, world, torch.device("cpu"), group.group_name, dist.new_group(backend="gloo"))
 
@@ -131,7 +131,7 @@ def test_wrong_numbers_get_no_time(pool2: RankPool) -> None:
 
 
 def stored(**ms: float) -> dict[str, Any]:
-    """A row of a CUDA run, as stored."""
+    """Return a row of a CUDA run, as stored."""
     times = {
         name.replace("__", ":chunks=").replace("ours_g_", "ours_g ").replace("last_", "last "): t for name, t in ms.items()
     }
@@ -139,7 +139,7 @@ def stored(**ms: float) -> dict[str, Any]:
 
 
 def test_ratios() -> None:
-    """The best strategy over the floor and under the better rival; the column that keeps the gathered tensor is none."""
+    """Ratios compare the best strategy with the lower bound and the best rival; `keep` columns are excluded."""
     row = stored(B=1.0, push=0.5, seq_g=2.0, torch_g=1.5, ours_g_pipelined=1.2, ours_g_pipelined__4=1.25, ours_g_keep=1.1)
     row["ms"] |= {"last pipelined": 0.25, "ours pipelined": 1.5}
     found = derive(row)
@@ -183,7 +183,7 @@ def test_report_refuses_other_files(
 
 
 def test_plot(tmp_path: Path) -> None:
-    """With matplotlib a PNG, without it a notice; never an error."""
+    """The plot is a PNG with matplotlib and a notice without it, never an error."""
     row = stored(B=1.0, push=0.5, seq_g=2.0, torch_g=1.5, ours_g_pipelined=1.2, last_pipelined=0.25)
     document = {"benchmark": "ops", "ranks": 4, "devices": ["H200"], "torch": "2.11", "date": "today", "rows": [row]}
     path = tmp_path / "plot.png"

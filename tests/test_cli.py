@@ -1,4 +1,4 @@
-"""`python -m ub_overlap`: output, JSON, exit codes, and that it works from any folder."""
+"""Tests of `python -m ub_overlap`: output, JSON, exit codes, and independence of the current folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
-    """One stored plan, in a store of its own: a gather that is overlapped, an all_reduce that is not."""
+    """Store one plan in a separate store: an overlapped gather and an all_reduce without overlap."""
     monkeypatch.setenv("UB_OVERLAP_CACHE_DIR", str(tmp_path))
     decisions = (
         Decision(
@@ -55,7 +55,7 @@ def run(arguments: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.parametrize("where", ["root", "elsewhere"])
 def test_runs_from_anywhere(where: str, tmp_path: Path) -> None:
-    """The checkout's own folders compiler/ and runtime/ must not get in the way of the installed package."""
+    """The checkout's folders compiler/ and runtime/ must not shadow the installed package."""
     done = run(["info", "--json"], ROOT if where == "root" else tmp_path)
     facts = json.loads(done.stdout)
     assert (done.returncode, facts["problem"]) == (0, None), done.stderr
@@ -81,7 +81,7 @@ def test_info_as_text(capsys: pytest.CaptureFixture[str]) -> None:
 def test_info_says_what_keeps_the_package_from_running(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "ub_overlap._C", None)  # an import of it then fails
+    monkeypatch.setitem(sys.modules, "ub_overlap._C", None)  # makes its import fail
     assert cli.main(["info", "--json"]) == 1
     assert "_C" in json.loads(capsys.readouterr().out)["problem"]
 

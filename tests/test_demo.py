@@ -1,4 +1,4 @@
-"""The demo and the README's example run, and the demo notices curves that do not agree."""
+"""Tests of the demo and the README's example, and of the demo's check of the loss curves."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def demo(arguments: Sequence[str], *, cwd: Path = ROOT) -> subprocess.CompletedP
 
 @pytest.fixture
 def console(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """examples/llama_tp/console.py as a module."""
+    """Return examples/llama_tp/console.py as a module."""
     spec = importlib.util.spec_from_file_location("demo_console", EXAMPLES / "llama_tp/console.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -41,7 +41,7 @@ def console(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_curves_agree(batch: int, tmp_path: Path) -> None:
-    """Batch 1 traces other views than batch 2. Run from elsewhere: the demo finds its own files."""
+    """The demo finds its own files from another folder. Batch sizes 1 and 2 trace different views."""
     page = tmp_path / "page.html"
     done = demo([*SMALL, "--batch", str(batch), "--page", str(page)], cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -74,7 +74,7 @@ def test_bad_arguments(arguments: list[str], message: str) -> None:
 
 
 def test_curves_that_differ_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The demo's own verdict, on an outcome whose curves part at the second step, and on one that is not finite."""
+    """The demo fails if the loss curves differ at the second step or are not finite."""
     monkeypatch.syspath_prepend(EXAMPLES / "llama_tp")
     import demo
     from train import DemoOutcome, TrainingRun
@@ -104,7 +104,7 @@ def test_a_rank_that_dies_fails_the_demo(monkeypatch: pytest.MonkeyPatch, capsys
 
 
 def test_readme_example() -> None:
-    """examples/tp_mlp.py under torchrun, and the README shows it as it is."""
+    """examples/tp_mlp.py runs under torchrun, and the README contains its exact code."""
     example = EXAMPLES / "tp_mlp.py"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
     done = subprocess.run(
@@ -127,7 +127,7 @@ def test_plot(console: ModuleType) -> None:
 
 
 def test_progress_in_a_log(console: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    """Not on a terminal: a line every tenth, none where it is switched off (ranks other than 0)."""
+    """Outside a terminal, progress prints one line per tenth; disabled (ranks other than 0), it prints nothing."""
     for enabled in (True, False):
         progress = console.ProgressBar(40, enabled=enabled)
         for _ in range(40):

@@ -1,4 +1,7 @@
-"""Contents of the wheel and effects of an import. The layout is tested on an install from a copy of this checkout."""
+"""Tests of the wheel's contents and of import side effects.
+
+The layout is tested on an install from a copy of this checkout.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ IN_WHEEL = ("src", "compiler", "runtime", "tools", "csrc", "setup.py", "pyprojec
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the package installed by pip, built without the extension: the layout does not depend on it."""
+    """Return a folder with the package, installed by pip without the extension, which does not affect the layout."""
     copy, target = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("site")
     for name in IN_WHEEL:
         ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so")
@@ -49,7 +52,7 @@ def python(code: str, *, site: Path, cwd: Path) -> str:
 
 
 def test_top_level_names(site: Path) -> None:
-    """The folders compiler/, runtime/ and tools/ install as parts of ub_overlap, never as modules of their own."""
+    """The folders compiler/, runtime/ and tools/ install as subpackages of ub_overlap, never as top-level modules."""
     names = {path.name for path in site.iterdir() if not path.name.endswith(".dist-info")}
     assert names - {"bin", "__pycache__"} == {"ub_overlap"}
     assert (site / "ub_overlap/compiler/plan/plan.py").is_file()
@@ -57,7 +60,7 @@ def test_top_level_names(site: Path) -> None:
 
 
 def test_every_module_is_in_the_wheel(site: Path) -> None:
-    """A new folder that the packaging does not know would be missing from installs only."""
+    """The wheel contains every module; a new folder without a packaging entry would be missing from installs only."""
     homes = {name: f"ub_overlap/{name}" for name in ("compiler", "runtime", "tools")} | {"src/ub_overlap": "ub_overlap"}
     for folder, home in homes.items():
         for path in (p for kind in ("py", "json", "html", "css", "js") for p in (ROOT / folder).rglob(f"*.{kind}")):
@@ -93,13 +96,13 @@ def test_torch_finds_the_backend_without_an_import(site: Path, tmp_path: Path) -
 
 
 def test_importing_is_cheap(site: Path, tmp_path: Path) -> None:
-    """No torch, so no device, no process group, no threads."""
+    """Importing ub_overlap does not import torch, so it creates no device, process group or thread."""
     code = "import sys, ub_overlap; dir(ub_overlap); print('torch' in sys.modules)"
     assert python(code, site=site, cwd=tmp_path) == "False"
 
 
 def test_importing_everything_touches_no_gpu() -> None:
-    """All public names, from the package under test. The extension is loaded too."""
+    """Loading all public names and the extension initialises neither CUDA nor a process group."""
     code = (
         "import torch, torch.distributed as dist, ub_overlap; "
         "[getattr(ub_overlap, name) for name in ub_overlap.__all__]; "

@@ -1,6 +1,6 @@
-"""examples/layer_with_overlap.py under torchrun on CPU ranks, and what it is made of: replicas, masks, the verdict.
+"""Tests of examples/layer_with_overlap.py under torchrun on CPU ranks, and of its replicas, masks and verdict.
 
-Every run has a hard deadline. The runs use inner=aot_eager: what is tested is the same in front of Inductor.
+Every run has a hard deadline. The runs use inner=aot_eager, because the tested code precedes Inductor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ two all_reduces, concurrent with matmuls that packing leaves to them."""
 
 
 def run(ranks: int, flags: str, *, timeout: float = 100.0) -> tuple[int, str]:
-    """Return (exit code, output) of a torchrun. It and all its ranks are killed after `timeout` seconds."""
+    """Return (exit code, output) of a torchrun, which is killed with all its ranks after `timeout` seconds."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     process = subprocess.Popen(
         [*command, str(EXAMPLES / "layer_with_overlap.py"), *flags.split()],
@@ -62,7 +62,7 @@ def sites(output: str, variant: str) -> tuple[int, int]:
 
 
 def check(code: int, output: str, expected: tuple[int, int]) -> None:
-    """The run was right: both variants trained alike, the one with `expected` sites overlapped, the other with none."""
+    """Check that both variants trained alike, one with `expected` overlapped sites and the other with none."""
     assert code == 0, output
     assert "the losses agree" in output
     assert "DO NOT AGREE" not in output
@@ -74,7 +74,7 @@ def check(code: int, output: str, expected: tuple[int, int]) -> None:
 
 
 def test_one_replica_and_the_same_seed() -> None:
-    """2 ranks, both variants; then the one without overlap alone: dropout and data are the same, so its losses are, too."""
+    """A run without overlap has the losses of the comparison run on 2 ranks: dropout and data are the same."""
     code, output = run(2, SMALL)
     check(code, output, MLP_SITES)
     for rank in (0, 1):
@@ -89,8 +89,11 @@ def test_one_replica_and_the_same_seed() -> None:
 
 @pytest.mark.parametrize(("recipe", "collectives"), [("tensorwise", 8), ("delayed", 7)])
 def test_float8(recipe: str, collectives: int) -> None:
-    """Both variants in float8: each part's gather and scatter, forward and backward. All_reduces agree on scales (one for all
-    tensors with delayed scaling). The LayerNorm's two all_reduces have no independent 16-bit matmul."""
+    """Both variants run in FP8 with the expected numbers of overlapped sites and collectives.
+
+    Sites: each part's gather and scatter, forward and backward. All_reduces agree on scales (one for all tensors with delayed
+    scaling). The LayerNorm's two all_reduces have no independent 16-bit matmul.
+    """
     code, output = run(2, f"{SMALL} --fp8 --fp8-recipe {recipe}")
     check(code, output, (4, collectives))
     assert f"with linears in float8 ({recipe})" in output
@@ -105,7 +108,10 @@ def test_float8(recipe: str, collectives: int) -> None:
     ],
 )
 def test_two_replicas(flags: str, expected: tuple[int, int]) -> None:
-    """4 ranks: DDP around the compiled layer or inside it, passes under no_sync; the sites are those of one replica."""
+    """The sites on 4 ranks are those of one replica.
+
+    DDP is around the compiled layer or inside it, and some passes run under no_sync.
+    """
     code, output = run(4, f"{SMALL} --num-replicas 2 {flags}")
     check(code, output, expected)
     for rank in range(4):
@@ -134,7 +140,7 @@ def test_bad_flags(flags: str, message: str, flags_of: Callable[..., Any], capsy
 
 
 def test_flags(flags_of: Callable[..., Any]) -> None:
-    """Flags of one rank of three; options of torch.compile are JSON values or texts."""
+    """Flags of one of three ranks are parsed; options of torch.compile are JSON values or strings."""
     flags = flags_of("--num-heads", "6", "--seq-length", "9", "--option", "min_bytes=3", "--option", "inner=aot_eager")
     assert (flags.tensor_parallel, flags.device, flags.dtype) == (3, "cpu", torch.float32)
     assert flags.options == {"min_bytes": 3, "inner": "aot_eager"}
@@ -142,7 +148,7 @@ def test_flags(flags_of: Callable[..., Any]) -> None:
 
 @pytest.fixture
 def flags_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """The example's parser, in an environment of 3 ranks on a host without GPUs."""
+    """Return the example's parser in an environment of 3 ranks on a host without GPUs."""
     monkeypatch.syspath_prepend(EXAMPLES)
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}.items():
         monkeypatch.setenv(name, value)
@@ -172,7 +178,7 @@ def test_losses_that_differ_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_ranks(rank: int, world: int) -> None:
-    """A sharded block against the whole one: output, input gradient and weight gradients; its masks; unequal replicas."""
+    """Compare a sharded block with the unsharded one: output, input and weight gradients, masks, unequal replicas."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
 
@@ -232,7 +238,7 @@ def test_a_sharded_block_is_the_whole_one(pool2: RankPool, monkeypatch: pytest.M
 
 
 class Plain(nn.Module):
-    """MLPs over functional collectives, of plain tensors: graphs that DDPOptimizer can split. 1 MiB of weights a linear."""
+    """MLPs over functional collectives of plain tensors, whose graphs DDPOptimizer can split. 1 MiB of weights per linear."""
 
     def __init__(self, group: object) -> None:
         super().__init__()
@@ -250,7 +256,7 @@ class Plain(nn.Module):
 
 
 def ddp_of(rank: int, world: int, order: str, mode: Any) -> tuple[list[Tensor], list[Decision]]:
-    """Two passes (one under no_sync) of `Plain` under DDP: gradients, and decisions of the graphs that were compiled."""
+    """Run two passes (one under no_sync) of `Plain` under DDP. Return gradients and decisions of the compiled graphs."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.nn.parallel import DistributedDataParallel
 
@@ -280,8 +286,10 @@ def ddp_of(rank: int, world: int, order: str, mode: Any) -> tuple[list[Tensor], 
 
 @pytest.mark.parametrize("order", ["outside", "inside"])
 def test_ddp_keeps_sites_or_gives_reasons(order: str, pool4: RankPool) -> None:
-    """Whole graphs keep all 8 sites. DDPOptimizer's pieces get a plan each, and what it parts has a reason that says so. The
-    gradients are those of the whole graphs."""
+    """Unsplit graphs keep all 8 sites, and split graphs have equal gradients.
+
+    Each piece of DDPOptimizer's split has a plan. A collective separated from its matmul has a reason that names the split.
+    """
     whole = pool4.run(ddp_of, order, "no_optimization", timeout=60)
     traced = pool4.run(ddp_of, order, "python_reducer", timeout=60) if order == "inside" else whole
     split = pool4.run(ddp_of, order, "ddp_optimizer", timeout=60)
@@ -300,5 +308,5 @@ def test_ddp_keeps_sites_or_gives_reasons(order: str, pool4: RankPool) -> None:
         for d in lost:
             assert d.reason is Reason.NO_MATMUL
             assert "another graph" in d.detail and "DDPOptimizer's split" in d.detail
-    for rank in range(2):  # the replicas of a shard have averaged
+    for rank in range(2):  # the replicas of a shard have averaged gradients
         torch.testing.assert_close(whole[rank][0], whole[rank + 2][0])

@@ -1,4 +1,4 @@
-"""Every private torch name that the package uses exists on the installed torch."""
+"""Tests that every private torch name used by the package exists on the installed torch."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def test_a_name_that_this_torch_lacks_names_the_torch(monkeypatch: pytest.Monkey
 
 
 def test_imports_of_torch_are_inside_functions() -> None:
-    """Importing the face, and through it this file, must not cost the import of torch."""
+    """Importing ub_overlap, and through it _torch_compat.py, must not import torch."""
     for line in inspect.getsource(_torch_compat).splitlines():
         assert not line.startswith(("import torch", "from torch")), line
