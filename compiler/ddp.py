@@ -1,4 +1,4 @@
-"""Graphs of models that are compiled under DistributedDataParallel, DDP(compile(m)) and compile(DDP(m)) alike.
+"""Graphs of models compiled under DistributedDataParallel: DDP(compile(m)) and compile(DDP(m)).
 
 Dynamo's default there is DDPOptimizer. It splits a graph at the borders of gradient buckets before a backend sees it. A border
 between an all_gather and its matmul separates the two, and DTensor graphs fail altogether in torch 2.13. A backend cannot

@@ -2,7 +2,7 @@
 
     profile.py          measured properties of a machine: JSON, checked field by field
     profile_lookup.py   which profile to use: load("h200"), load("file.json"), load(None)
-    policy.py           the policy of overlap="auto": what is weighed, by which profile, above which threshold
+    policy.py           the policy of overlap="auto": which sites are predicted, profile, threshold
     site_shape.py       the sizes of one site: SiteShape
     wire.py             bytes on the wire
     matmul_time.py      time of one matmul

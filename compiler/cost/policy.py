@@ -1,6 +1,6 @@
-"""The policy of overlap="auto": what is weighed, by which profile, above which threshold.
+"""The policy of overlap="auto": which sites the cost model decides, with which profile and threshold.
 
-One `Policy` is built per pass. Sites, saved activations and float8 casts ask it; no other file loads a profile for a decision.
+One `Policy` is built per pass, for sites, saved activations and float8 casts. No other file loads a profile for a decision.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .traffic import bytes_sent, bytes_sent_in
 
 @dataclass(slots=True)
 class Policy:
-    """What the options say about weighing. `threshold`: bytes that a rank must send; 0 where overlap is forced."""
+    """The options that control cost decisions. `threshold`: bytes that a rank must send; 0 where overlap is forced."""
 
     is_forced: bool
-    """overlap="force": every legal site is overlapped, whatever it saves."""
+    """overlap="force": every legal site is overlapped, whatever its predicted saving."""
     threshold: int
     is_autotuned: bool
     profile_name: str | None
@@ -39,22 +39,22 @@ class Policy:
         return cls(forced, threshold, options.autotune, options.profile, options.fp8.reduce_scatter)
 
     def is_modeled(self, device: str) -> bool:
-        """Whether predicted times count on `device`. The CPU executor is a reference that no speed is asked of."""
+        """Return whether `device` has a meaningful cost model. The CPU executor is a reference without a performance goal."""
         return self.profile_name is not None or device == "cuda"
 
     def is_weighed(self, device: str) -> bool:
-        """Whether predicted times decide on `device`."""
+        """Return whether predicted times decide on `device`."""
         return not self.is_forced and self.is_modeled(device)
 
     def profile(self, ranks: int | None, device: str) -> Profile:
-        """Return the profile that predictions for groups of `ranks` rest on."""
+        """Return the profile for predictions in groups of `ranks`."""
         key = (ranks, device)
         if key not in self._profiles:
             self._profiles[key] = load(self.profile_name, ranks, device)
         return self._profiles[key]
 
     def is_below_threshold(self, sent: int | None) -> bool:
-        """Whether `sent` bytes are too few to overlap; False where they have no value."""
+        """Return whether `sent` bytes are too few to overlap. False if `sent` has no value."""
         return sent is not None and sent < self.threshold
 
     def bytes_sent(self, site: Site, wire_dtype: str = "") -> int | None:

@@ -71,7 +71,7 @@ def _predict(shape: SiteShape, strategy: Strategy, profile: Profile) -> Predicti
     pushes = sum(cost(item.work) for item in made[0] if item.work.what == "push")
     flags = sum(cost(item.work) for item in made[0] if item.work.what == "flag")
     us = max(end for rank in times for _, end in rank)
-    # The times of pieces and of the whole come from different measurements. Cutting never makes a matmul faster than the whole.
+    # Pieces and the whole are measured separately. The floor ensures that cutting never makes a matmul faster than the whole.
     floor = max(sum(matmuls), pushes)
     timeline = tuple(
         ("COPY" if item.copies else "COMPUTE", item.text, begin, end)
@@ -146,7 +146,7 @@ def _cost(shape: SiteShape, profile: Profile, work: CostItem) -> float:
         case "copy":
             return at(profile.copy, size)
         case "reduce":
-            # Reads this rank's own piece and those that came over the wire, writes one.
+            # It reads this rank's own piece and the received ones, and writes one.
             return at(profile.reduce, size * 2 + on_wire * (work.pieces - 1))
         case "matmul":
             return _piece_us(shape, profile, work)

@@ -39,7 +39,7 @@ class ComputeModel:
     """From one matmul's end to the next one's begin."""
     memory_gbs: float
     layouts: Mapping[str, float]
-    """Time over that of "nt"."""
+    """Time relative to "nt"."""
     cache_mib: float = 0.0
     """Last-level cache: an operand that fits stays for the next piece of the same product."""
 
@@ -51,9 +51,9 @@ class Steps:
     begin_us: float
     """The call's first kernel."""
     end_us: float
-    """Its last kernel: the signals that the slot was read."""
+    """The call's last kernel: it signals that the slot was read."""
     wait_us: float
-    """A wait for flags that are there."""
+    """A wait for flags that are already set."""
     arrive_us: float
     """From a flag's write to the end of the wait for it."""
     flag_us: float
@@ -95,7 +95,7 @@ class Profile:
     checks: tuple[tuple[str, int, str, int, int, int, str, float], ...] = ()
     """Whole calls that were timed: (kind, ranks, dtype, M, N, K of one rank's matmul, strategy, microseconds)."""
     holes: tuple[str, ...] = ()
-    """What could not be measured and came from another profile."""
+    """Measurements that failed, with values from another profile."""
     digest: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Which profile a compilation uses."""
+"""Select the profile that a compilation uses."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _used: dict[str, Profile] = {}
 
 
 def of_plan(names: str, ranks: int) -> Profile | None:
-    """Return the profile behind a plan's choices for a group of `ranks`. `names`: the plan's profiles, separated by commas.
+    """Return the profile that a plan used for a group of `ranks`. `names`: the plan's profiles, separated by commas.
 
     None where it is not available: not used by this process, not shipped, and not in the user's cache directory.
     """
@@ -91,14 +91,14 @@ def _stored() -> dict[str, Profile]:
 
 
 def signature(which: str | Path | None, devices: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the digests of what `load` may return, for cache keys of compiled graphs. `devices`: types of graphs' tensors."""
+    """Return the digests of profiles that `load` may return, for cache keys. `devices`: device types of the graphs' tensors."""
     if which is not None:
         return (load(which).digest,)
     return tuple(sorted({digest for device in devices for digest in _digests(device)}))
 
 
 def _digests(device: str) -> frozenset[str]:
-    """Return the digests of what `_of_this_machine` may return, for groups of any size."""
+    """Return the digests of profiles that `_of_this_machine` may return, for groups of any size."""
     can_look = device == "cpu" or machine.device() == "cuda"
     mine, _ = profile_store.find_profiles(machine.key(device, 2)) if can_look else ([], [])
     ranks = {at for at, _ in mine} or {2}

@@ -1,4 +1,4 @@
-"""A rank's schedule as the executor issues it: items on two queues, each with what it costs to look up.
+"""A rank's schedule as the executor issues it: items on two queues, each with the key of its cost.
 
 Same order as csrc/cuda/executor.cpp: one kernel begins the call and waits for all free slots. Neighboring waits are one kernel,
 neighboring local copies one launch. The last kernel signals the peers that the slot was read.
@@ -144,7 +144,7 @@ def _share(region: Region) -> float:
 
 
 def _joins(before: tuple[Region, Region], step: Copy) -> bool:
-    """Whether a local copy continues the one before in source and destination, so that both are one launch."""
+    """Return whether a local copy continues the one before in source and destination, so that both are one launch."""
     for old, new in zip(before, (step.src, step.dst), strict=True):
         along = (old.shard == new.shard and old.hi == new.lo) or (old.shard + 1 == new.shard and old.hi == 1 and new.lo == 0)
         if old.buf is not new.buf or not along:

@@ -58,7 +58,7 @@ class _Game:
         self.times: list[Times] = [[(0.0, math.inf)] * len(p) for p in programs]
         self.flags: set[tuple[int, FlagName]] = set()
         self.moves = [0] * self.ranks  # pushes that arrive at a rank now
-        self.target = [-1] * self.ranks  # where a rank's push goes now
+        self.target = [-1] * self.ranks  # the target of a rank's current push
 
     def run(self) -> list[Times]:
         for q in range(len(self.lists)):

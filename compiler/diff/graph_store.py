@@ -51,7 +51,7 @@ class PlanGraphs:
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> PlanGraphs:
-        """Read what `to_dict` wrote. ValueError or KeyError for other data."""
+        """Read the result of `to_dict`. ValueError or KeyError for other data."""
         before, after = Snapshot.from_dict(d["before"]), Snapshot.from_dict(d["after"])
         joint = d.get("joint")
         pair = (Snapshot.from_dict(joint[0]), Snapshot.from_dict(joint[1])) if joint else None
@@ -63,7 +63,7 @@ class PlanGraphs:
 
     @classmethod
     def unpack(cls, data: bytes) -> PlanGraphs:
-        """Read what `pack` wrote. ValueError for other bytes."""
+        """Read the result of `pack`. ValueError for other bytes."""
         try:
             return cls.from_dict(json.loads(zlib.decompress(data)))
         except (zlib.error, KeyError, TypeError) as e:

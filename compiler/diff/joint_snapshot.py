@@ -1,6 +1,6 @@
 """The snapshots that the passes take: before and after a rewrite, and of a joint graph that changes.
 
-They only explain. A failure here is logged, and compilation goes on.
+Snapshots serve explanations only. A failure here is logged, and compilation continues.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ NONE = -1
 
 
 class Matching:
-    """The pairs. `to_b[i]`: the position in `b` of node i of `a`, or NONE; `to_a`: the inverse. `how[i]`: the step of the pair."""
+    """The pairs. `to_b[i]`: the position in `b` of node i of `a`, or NONE; `to_a`: the inverse. `how[i]`: the pair's step."""
 
     def __init__(self, a: Snapshot, b: Snapshot) -> None:
         self.a, self.b = a, b
@@ -56,7 +56,7 @@ class Matching:
         return free
 
     def by_inputs(self) -> None:
-        """Pair a node whose input is paired with the first free node of its target that reads the partner at the same argument."""
+        """Pair a reader of a paired node with the first free node of its target that reads the partner at that argument."""
         self._step = "neighbours"
         readers: dict[Hashable, list[int]] = defaultdict(list)
         for i in range(len(self.a.nodes) - 1, -1, -1):  # the first reader is the last of its list

@@ -24,7 +24,7 @@ class DiffRow:
 
 
 def align_rows(diff: Diff) -> list[DiffRow]:
-    """Return the rows. As many pairs as possible keep their order and share a row; nodes between them have rows of their own."""
+    """Return the rows. As many pairs as possible keep their order and share a row; nodes between them have separate rows."""
     m = diff.matching
     edit_of_a = {i: k for k, e in enumerate(diff.edits) for i in (*e.removed, *(c.before for c in e.changed))}
     edit_of_b = {j: k for k, e in enumerate(diff.edits) for j in (*e.added, *(c.after for c in e.changed))}

@@ -70,7 +70,7 @@ class Snapshot:
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> Snapshot:
-        """Read what `to_dict` wrote. ValueError for other data or another version."""
+        """Read the result of `to_dict`. ValueError for other data or another version."""
         if d.get("version") != VERSION or not isinstance(d.get("nodes"), list):
             raise ValueError(f"snapshot: got version {d.get('version')!r}, expected {VERSION}")
         texts, columns = d["texts"], d["columns"][2:]

@@ -1,6 +1,6 @@
 """Fix the memory layouts that scaled matmuls require: row-major left operands, column-major right operands, dense scales.
 
-The hardware multiplies no other layouts, but Inductor chooses the layout of what it computes. It may replace a transposed
+The hardware multiplies no other layouts, but Inductor chooses the layouts of its results. It may replace a transposed
 copy of a pointwise result by a view of it. Only a GPU would notice.
 """
 

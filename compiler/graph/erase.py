@@ -1,4 +1,4 @@
-"""Erase graph nodes that no node reads any more."""
+"""Erase graph nodes without readers."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class GraphInputs:
     parameters: tuple[int, ...] = ()
     """The positions of the model's parameters, which are the same tensors in every call."""
     is_known: bool = True
-    """False: a pass that sees graphs only has none of these facts."""
+    """False for passes that see graphs only: they have none of these facts."""
 
     @classmethod
     def of(cls, inputs: Sequence[Any]) -> GraphInputs:

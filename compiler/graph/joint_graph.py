@@ -24,7 +24,7 @@ def needs_tangents(graph: Graph) -> set[Node]:
 FIRST_REGION = 0
 """A checkpoint region for values that are cheap to recompute from their neighbors."""
 LAST_REGION = 2**31
-"""A checkpoint region after all of the user's. torch saves what a later region needs of an earlier one."""
+"""A checkpoint region after all of the user's. torch saves the values that a later region reads from an earlier one."""
 RECOMPUTED = "ub_overlap_recomputed"
 """Key of node.meta: the region in which `mark_recomputed` marked the node."""
 

@@ -1,1 +1,1 @@
-"""Decisions on the joint graph: merged collectives, and what backward keeps of gathered tensors."""
+"""Decisions on the joint graph: merged collectives, and whether backward keeps a gathered tensor or its shard."""

@@ -1,4 +1,4 @@
-"""What backward keeps of gathered tensors: decided on the joint graph, before the partitioner, from the same matches.
+"""Decide on the joint graph whether backward keeps a gathered tensor or its shard. Runs before the partitioner, on the matches.
 
 torch saves the gathered tensor by default (R times the shard). A gather whose nodes are marked for recomputation is saved as
 its shard instead, and backward gathers again. That gather feeds the weight-gradient matmuls and is overlapped like any other.

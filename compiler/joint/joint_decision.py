@@ -1,6 +1,6 @@
-"""The record of what the pass on the joint graph decided for one node.
+"""The record of the joint pass's decision for one node.
 
-Decisions on the joint graph are read again after the partitioner, on its halves. They travel in `node.meta`, which the
+Decisions on the joint graph are read again after the partitioner, on its halves. They are stored in `node.meta`, which the
 partitioner copies: one key, one frozen record.
 """
 
@@ -19,18 +19,18 @@ _KEY = "ub_overlap_joint_decision"
 
 @dataclass(frozen=True, slots=True)
 class JointDecision:
-    """What was decided for one node of a joint graph; the defaults where nothing was."""
+    """The decision for one node of a joint graph. Default values mean no decision."""
 
     saved_activation: SavedActivation | None = None
-    """Of a gather: what backward keeps of its result."""
+    """Gathers: the form in which backward keeps the result."""
     merged_count: int = 1
-    """Of an all_reduce: the number of the program's all_reduces that it stands for."""
+    """all_reduces: the number of the program's all_reduces that were merged into it."""
     cast: CastDecision | None = None
-    """Of a product of a linear: its float8 decision."""
+    """Matmuls of linears: the float8 decision."""
     carries_scales: bool = False
-    """Of an all_reduce: whether it reduces the amax values that scales are computed from."""
+    """all_reduces: whether it reduces the amax values that scales are computed from."""
     why_unmatched: tuple[Reason, str] | None = None
-    """Of a gather: why its casts to float8 stay behind it."""
+    """Gathers: the reason why casts to float8 stay after it."""
 
 
 _UNDECIDED = JointDecision()

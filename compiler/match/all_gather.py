@@ -30,7 +30,7 @@ from .site import Gather, Miss
 def match_all_gather(c: Collective, position: dict[Node, int]) -> Gather | Miss:
     """Return the all_gather with its consumers in graph order (`position`), or the reason why there are none.
 
-    One op serves the largest group of consumers that read the gathered matrix alike.
+    One op serves the largest group of consumers that read the gathered matrix in the same layout.
     """
     if dtype_of(c.node) not in (*FLOATS, *FLOAT8, torch.uint8):
         supported = "float32, bfloat16, float16 and float8"

@@ -1,4 +1,4 @@
-"""Groups of matmuls that read a gathered matrix alike. One op can serve one group."""
+"""Groups of matmuls that read a gathered matrix in the same layout. One op can serve one group."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GatheredLayout:
     dtype: torch.dtype
     permutes: tuple[Permute, ...]
     scale: object
-    """What its float8 rows are scaled by; () for 16 bits."""
+    """The scales of its float8 rows; () for 16 bits."""
 
 
 class ConsumerGroups:

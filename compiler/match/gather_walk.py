@@ -33,7 +33,7 @@ from .permutes import permute_of_input
 from .site import Consumer, GatheredAlias, Miss
 
 _SEARCH_LIMIT = 8
-"""Nodes examined for a matmul behind a reader that ends the walk."""
+"""Nodes examined for a matmul after a reader that ends the walk."""
 
 
 class MatmulUse(NamedTuple):
@@ -82,7 +82,7 @@ class GatherWalk:
             self.blocked.append(miss)
 
     def _add_reader(self, node: Node, alias: GatheredAlias, reader: Node) -> list[Node]:
-        """File a reader of the alias `node`. Return the aliases that it adds."""
+        """Record a reader of the alias `node`. Return the aliases that it adds."""
         if reader in self.aliases or reader.target is aten.sym_size.int:
             return []
         matmul = as_matmul(reader)
@@ -96,7 +96,7 @@ class GatherWalk:
             return self._add_cut(node, alias, reader)
         if effect is not None and effect.kind is Effect.CAST:
             if alias.dtype.itemsize == 1 and self._gathered_dtype.itemsize == 1:
-                self._keep(node)  # gathered float8 is scaled by what it is cast to
+                self._keep(node)  # gathered float8 is scaled in the type of this cast
                 return []
             if not _is_exact_cast(self._gathered_dtype, alias.dtype):
                 detail = f"{reader.name} is a second cast, of values that the first cast rounded"
@@ -110,7 +110,7 @@ class GatherWalk:
         return [reader]
 
     def _add_cut(self, node: Node, alias: GatheredAlias, cut: Node) -> list[Node]:
-        """File a split, chunk or slice. The walk goes on only through a cat that joins its pieces."""
+        """Record a split, chunk or slice. The walk continues only through a cat that joins its pieces."""
         pieces = [cut] if cut.target is aten.slice.Tensor else list(cut.users)
         as_bytes = [u for p in pieces for u in p.users if u.target is aten.view.dtype and alias.dtype.itemsize == 1]
         cats = dict.fromkeys(u for p in (*pieces, *as_bytes) for u in p.users if u.target is aten.cat.default)
@@ -146,7 +146,7 @@ class GatherWalk:
         )
 
     def _add_matmul(self, node: Node, alias: GatheredAlias, matmul: Matmul) -> None:
-        """File a matmul that reads the alias `node`: as a use if the alias is its left or right operand."""
+        """Record a matmul that reads the alias `node`: as a use if the alias is its left or right operand."""
         lhs, rhs = matmul.lhs, matmul.rhs
         if matmul.scales is not None and (lhs.node is not node or alias.is_transposed or alias.dtype not in FLOAT8):
             miss = Miss(Reason.SCALED_FORM, f"{matmul.node.name}: float8 rows are gathered as the left operand only")

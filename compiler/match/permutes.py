@@ -42,12 +42,12 @@ class Permute:
 
     @property
     def blocks_before(self) -> ShardBlocks:
-        """Where the shards lie before the permute."""
+        """The layout of the shards before the permute."""
         return _blocks(self.before, self.axis, self.ranks)
 
     @property
     def blocks_after(self) -> ShardBlocks:
-        """Where the shards lie after the permute."""
+        """The layout of the shards after the permute."""
         return _blocks(self.after, self.dims.index(self.axis), self.ranks)
 
 

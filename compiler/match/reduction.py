@@ -1,7 +1,7 @@
 """The sum of matmuls in front of a reduction, as reduce_scatter and all_reduce share it.
 
     add(view(mm), view(mm)) | addmm(mm, a, b) -> ...              several matmuls, one reduction
-    add(mm, residual) | addmm(bias, a, b) | mul(mm, constant)     what commutes with a sum
+    add(mm, residual) | addmm(bias, a, b) | mul(mm, constant)     operations that commute with a sum
 
 The walk goes backward from the collective's input: over a chain of views to the root of a sum, then over the summands.
 A summand that is a matmul becomes a term. Any other becomes an addend, which every rank adds before the reduction, exactly

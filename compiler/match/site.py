@@ -56,7 +56,7 @@ class Gather:
 
     collective: Collective
     blocks: ShardBlocks
-    """Where the shards lie in G."""
+    """The layout of the shards in G."""
     rows: Size
     cols: Size
     shard_dim_is_last: bool
@@ -137,7 +137,7 @@ class Reduction:
 
     collective: Collective
     blocks: ShardBlocks
-    """Where the shards lie in the sum."""
+    """The layout of the shards in the sum."""
     rows: Size
     cols: Size
     shard_dim_is_last: bool

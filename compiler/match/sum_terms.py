@@ -37,7 +37,7 @@ class SumTerms:
         return [_transpose(p) if is_transposed else p for p, is_transposed in self.terms]
 
     def _add_summand(self, node: Node, is_transposed: bool, is_private: bool) -> None:
-        """File one summand. `is_private`: all readers of `node` are inside the sum."""
+        """Record one summand. `is_private`: all readers of `node` are inside the sum."""
         if not is_private:
             self.addends.append((node, is_transposed))
         elif self._pass_view(node, is_transposed):
@@ -50,7 +50,7 @@ class SumTerms:
             self.addends.append((node, is_transposed))
 
     def _pass_view(self, node: Node, is_transposed: bool) -> bool:
-        """Go on to the source of a view or a transpose. Return False for other nodes."""
+        """Continue to the source of a view or a transpose. Return False for other nodes."""
         effect = element_effect(node) if node is not self.root else None
         if effect is None or effect.kind is Effect.CAST:
             return False
@@ -69,7 +69,7 @@ class SumTerms:
         self.terms.append((matmul, is_transposed))
 
     def _add_bias(self, matmul: Matmul, bias: Node, is_transposed: bool) -> bool:
-        """File the first operand of an addmm: a row, or a further summand. Return False for other broadcasts."""
+        """Record the first operand of an addmm: a row, or a further summand. Return False for other broadcasts."""
         if len(shape_of(bias)) == 1 and is_same(shape_of(bias)[0], matmul.shape[1]) and not is_transposed:
             self.biases.append(bias)
             return True
@@ -79,7 +79,7 @@ class SumTerms:
         return False
 
     def _add_sum(self, add: Node, is_transposed: bool) -> None:
-        """File the two operands of an add: a matrix and a row, or two matrices."""
+        """Record the two operands of an add: a matrix and a row, or two matrices."""
         if not is_transposed and (row := _added_row(add)) is not None:
             matrix, bias = row
             self.inner.append(add)

@@ -36,7 +36,7 @@ class ViewChain:
 
     root: Node
     blocks: ShardBlocks
-    """Where the shards lie in the root."""
+    """The layout of the shards in the root."""
     matrix: tuple[Size, ...] = ()
     """(rows, cols) if the root is the transpose of what the collective reads, else ()."""
     scalings: list[tuple[object, object]] = field(default_factory=list)

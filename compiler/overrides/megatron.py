@@ -1,6 +1,6 @@
 """A tp_comm_overlap_cfg of Megatron / NeMo / TransformerEngine, as rules.
 
-The cfg is a table {"<layer>_<pass>": {"method": ..., ...}}. What an entry overlaps there decides which sites its rule matches:
+The cfg is a table {"<layer>_<pass>": {"method": ..., ...}}. An entry's rule matches the sites that the entry overlaps there:
 
     qkv_fprop, fc1_fprop      all_gather -> matmul                    forward    ring_exchange
     proj_fprop, fc2_fprop     matmul -> reduce_scatter                forward    pipeline, ring_exchange

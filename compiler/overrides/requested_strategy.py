@@ -41,7 +41,7 @@ def is_requestable(text: object) -> bool:
 
 
 def override_of(text: str, ranks: int, by: str) -> Override | None:
-    """Return what `text` requests in a group of `ranks`; None for "auto"."""
+    """Return the request of `text` in a group of `ranks`; None for "auto"."""
     text = resolve_ranks(text, ranks)
     if text == AUTO:
         return None

@@ -97,7 +97,7 @@ def parse_rule(row: Mapping[Any, Any], origin: str, field: str) -> Rule:
 
 
 def find_rule(rules: Sequence[Rule], site: SiteDescription) -> Override | None:
-    """Return what the last rule that matches `site` requests, if one does."""
+    """Return the request of the last rule that matches `site`, or None."""
     for number in range(len(rules), 0, -1):
         rule = rules[number - 1]
         if rule.matches(site):

@@ -17,7 +17,7 @@ class UnmatchedPatterns:
         self._checked: set[tuple[str, str]] = set()
 
     def check(self, phase: str, sites: Sequence[SiteDescription], patterns: Sequence[str], rules: Sequence[Rule]) -> None:
-        """Warn of what matches none of `sites`, the sites of a graph of `phase`, and was not checked for this phase before."""
+        """Warn of patterns and rules that match none of `sites`, all of one graph. Each is checked once per `phase`."""
         unmatched: list[str] = []
         for pattern in patterns:
             if _can_match(pattern, phase):  # "backward.*" does not concern forward graphs

@@ -1,4 +1,4 @@
-"""The records of what was decided: one `Decision` for a collective, one `CastDecision` for a float8 product."""
+"""The records of decisions: one `Decision` for a collective, one `CastDecision` for a float8 product."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SiteSizes:
 
 @dataclass(frozen=True, slots=True)
 class SavedActivation:
-    """What backward keeps of a gathered tensor, in bytes of one rank, and the cost of both forms."""
+    """The form in which backward keeps a gathered tensor: bytes of one rank, and the cost of both forms."""
 
     keeps: str
     """"gathered", or "shard": then it is gathered again."""

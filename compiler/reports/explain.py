@@ -1,4 +1,4 @@
-"""ub_overlap.explain(model, options)(*args, **kwargs): the decision on every collective, in the form of torch._dynamo.explain."""
+"""ub_overlap.explain(model, options)(*args, **kwargs): every collective's decision, like torch._dynamo.explain."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def _emit(e: Emitter, chosen: ChosenSite, name: str) -> dict[Node, Node]:
 
 
 def _compare(e: Emitter, old: Node, new: Node, inside: set[Node], name: str) -> Node:
-    """What users of `old` outside of the site read under `verify`: `new`, compared with `old`."""
+    """Return the value that users of `old` outside of the site read under `verify`: `new`, compared with `old`."""
     if all(u in inside or u.target is torch.ops.aten.sym_size.int for u in old.users):
         return new
     return e.call(torch.ops.ub_overlap.compare.default, new, old, name, value_is=new.meta["val"])

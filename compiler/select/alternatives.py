@@ -3,7 +3,7 @@
     pipelined   the match; and the match without some consumers, which other sites may then use
     bulk        with sets of independent matmuls: as few as hide the collective, the nearest of several equal ones
 
-This file lists what each candidate could have. packing.py selects the alternatives that fit together.
+This file lists the alternatives of each candidate. packing.py selects the alternatives that fit together.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Alternative:
     saved_us: float
     """Predicted, against the plain collective and matmuls."""
     benefit: Benefit
-    """`saved_us` minus the margin of what is not the simplest alternative, after the priorities."""
+    """The priorities, then `saved_us` minus the margin (none for the simplest alternative)."""
     matmul_bits: int
     """One bit for each matmul of the site."""
     choice: StrategyChoice | None = None

@@ -154,7 +154,7 @@ def _describe_independent(assignment: Assignment, context: GraphContext) -> tupl
 
 
 def _explain(candidate: Candidate, override: Override | None, assignment: Assignment, independent: tuple[str, ...]) -> str:
-    """Return the reason or the choice in a sentence, and who requested it."""
+    """Return the reason or the choice in a sentence, and its requester."""
     if assignment.miss:
         text = assignment.miss.detail
     else:

@@ -1,4 +1,4 @@
-"""What an op carries: one strategy, a table for dynamic sizes, or alternatives to time (plan/strategy.py has the forms).
+"""The strategy of an op: a single one, a table for dynamic sizes, or alternatives to time (forms: plan/strategy.py).
 
 A site with dynamic rows is predicted at powers of two of the symbol that its rows depend on, within the symbol's range; other
 symbols keep their traced values. A call uses the choice of the nearest of these sizes. Sites with static rows are predicted
@@ -121,6 +121,6 @@ def _values(least: int, most: int | None) -> list[int]:
 
 
 def _rows_below_threshold(rows: int, shape: SiteShape, min_bytes: int) -> int:
-    """Return the largest number of rows of which a rank sends less than `min_bytes`; `shape` has `rows`."""
+    """Return the largest number of rows for which a rank sends less than `min_bytes`; `shape` has `rows`."""
     sent = round(shape.bytes_sent)
     return (min_bytes * rows - 1) // sent if sent and rows and min_bytes else 0

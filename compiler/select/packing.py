@@ -44,7 +44,7 @@ class Assignment:
     alternatives: Alternatives
     result: Alternative | Miss
     estimate: BulkEstimate | None
-    """What bulk overlap costs and saves, where it was considered."""
+    """Cost and saving of bulk overlap, where it was considered."""
 
     @property
     def alternative(self) -> Alternative | None:
@@ -186,7 +186,7 @@ class _State:
         return True
 
     def estimate(self, i: int) -> BulkEstimate | None:
-        """Return what bulk overlap and the candidate's own matmuls would save."""
+        """Return the savings of bulk overlap and of the candidate's own matmuls."""
         alternatives, placement = self.candidates[i], self.placements.get(i)
         bulk = [a for a in alternatives.ranked if a.is_bulk][:SHOWN]
         if not bulk or not alternatives.counts_memory:

@@ -25,7 +25,7 @@ from ..graph.sizes import as_sizes, evaluate_size, numel
 
 MORE_SHARE = 0.05
 MORE_BYTES = 256 << 20
-"""The graph's peak may grow by the larger of these, whatever it saves: a share of the peak, and bytes."""
+"""The graph's peak may grow by the larger of these, whatever the saving: a share of the peak, and bytes."""
 
 HeldBytes = list[tuple[int, int, int]]
 """(first position, last position, bytes): positions of the graph between which more bytes are alive."""

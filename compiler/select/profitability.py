@@ -35,7 +35,7 @@ class SiteCosts:
     profiles: dict[str, Profile] = field(default_factory=dict)
     """By digest."""
     choices: dict[tuple[Any, ...], StrategyChoice] = field(default_factory=dict)
-    """By all that makes sites equal."""
+    """By the facts that make two sites equal."""
 
     @classmethod
     def of(cls, graph: Graph, policy: Policy) -> SiteCosts:

@@ -54,7 +54,7 @@ _EMPTY: dict[str, Any] = {"summary": "", "totals": "", "profile": "", "sites": [
 
 
 def data(report: Mapping[str, Any], title: str = "") -> dict[str, Any]:
-    """Return what page.js draws: sites and lanes of the report, and each graph with its rows and edits."""
+    """Return the data that page.js draws: sites and lanes of the report, and each graph with its rows and edits."""
     graphs = []
     for d in report.get("graphs", []):
         snapshots = PlanGraphs.from_dict(d)

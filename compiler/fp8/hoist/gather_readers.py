@@ -33,7 +33,7 @@ _MAX_STEPS = 24
 
 
 class Granularity(Enum):
-    """What has a scale of its own."""
+    """The part of a tensor that shares one scale."""
 
     TENSOR = auto()
     ROW = auto()
@@ -74,7 +74,7 @@ class GatherReaders:
     """The first alias whose rows are in the order that per-row scales are in."""
 
     def granularity(self, value: Node, depth: int = _MAX_STEPS) -> Granularity | None:
-        """Return what each element of `value` belongs to, if it is computed from amaxes of one kind and numbers only."""
+        """Return the granularity of `value`. None unless it is computed from numbers and amaxes of one granularity only."""
         if value in self.amaxes:
             return self.amaxes[value]
         if depth == 0 or value.op != "call_function" or tensor_of(value) is None or not _has_scale_shape(value):

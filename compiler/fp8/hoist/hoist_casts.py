@@ -1,4 +1,4 @@
-"""Move float8 casts behind a gather before it: for graphs that are float8 already, but gather 16 bits.
+"""Move float8 casts from after a gather to before it, in float8 graphs that gather 16 bits.
 
     x bf16 -> all_gather -> abs -> max -> scale           x -> abs -> max -> all_reduce(max) -> scale
                   |                        |       =>     |                                       |
@@ -12,9 +12,9 @@ Elementwise and per-row computations commute with a gather. The amax of the tens
 shards' amaxes. So every number stays the same, except NaN: collectives may drop one from a maximum. Then only its own element
 is NaN. The scales must be computed from those amaxes only, as other inputs may differ between ranks.
 
-What only backward reads of a forward gather is gathered in backward: float8 by columns. If backward reads the 16 bits (a weight
-gradient in high precision), backward gathers them again, concurrent with the matmuls that read them, if that is predicted to
-pay (regather_cost.py). If forward needs the 16 bits, the gather stays (hoist_legality.py).
+Casts of a forward gather that only backward reads (float8 by columns) are gathered in backward. If backward reads the 16 bits
+(a weight gradient in high precision), backward gathers them again, concurrent with the matmuls that read them, if that is
+predicted to be faster (regather_cost.py). If forward needs the 16 bits, the gather stays (hoist_legality.py).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def hoist_casts(graph: Graph, config: HoistConfig) -> int:
 
 
 class _GatherHoister:
-    """Moves the casts behind one gather. `backward`: the nodes of the backward half."""
+    """Moves the casts after one gather. `backward`: the nodes of the backward half."""
 
     def __init__(self, graph: Graph, readers: GatherReaders, inputs: Sequence[Node], backward: set[Node]) -> None:
         self._graph, self._readers, self._inputs, self._backward = graph, readers, inputs, backward
@@ -124,7 +124,7 @@ class _GatherHoister:
             mark_recomputed(readers | _find_nodes_between(shard, gathered), LAST_REGION)
 
     def _replace_amaxes(self, needed_row_values: list[Node], row_scales: Node | None) -> None:
-        """Let what reads amaxes and per-row values of the gathered tensor read those of the shards."""
+        """Redirect readers of amaxes and per-row values of the gathered tensor to those of the shards."""
         gather, amaxes = self._readers.gather, self._readers.amaxes
         with self._graph.inserting_before(gather):
             e = Emitter(self._graph, gather, {}, inputs=self._inputs)
@@ -135,14 +135,14 @@ class _GatherHoister:
 
 
 def _record_foreign_casts(readers: GatherReaders) -> None:
-    """Record why none of the casts behind a gather could move."""
+    """Record why no cast after a gather could move."""
     for node in sorted(n for n in readers.others if tensor_of(n) is not None and dtype_of(n) in FLOAT8):
         detail = f"{node.name} stays behind it: scaled by something else than the amax of what it casts"
         record_decision(readers.gather, why_unmatched=(Reason.CAST_IN_BETWEEN, detail))
 
 
 def _find_forward_readers(cast: Node, backward: set[Node]) -> set[Node] | None:
-    """Return what forward computes from `cast`. Return None if forward returns such a value, or if `cast` is in backward."""
+    """Return the values that forward computes from `cast`. None if forward returns one, or if `cast` is in backward."""
     if cast in backward:
         return None
     readers: set[Node] = set()

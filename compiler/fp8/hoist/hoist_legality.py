@@ -1,4 +1,4 @@
-"""Decide whether the casts behind a gather may move before it, with a reason where they stay."""
+"""Decide whether the casts after a gather may move before it, with a reason if not."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .rebuild_on_shard import ShardRebuilder
 from .regather_cost import explain_no_gain, find_float8_matmuls
 
 StayReason = tuple[Reason, str]
-"""(reason, detail) why casts stay behind their gather."""
+"""(reason, detail) why casts stay after their gather."""
 
 
 @dataclass(frozen=True, slots=True)
 class HoistConfig:
-    """What the options and the runtime allow."""
+    """The limits set by the options and the runtime."""
 
     policy: Policy
     """Casts stay if a rank sends less than its threshold: the collectives of scales would take longer than the float8 gather
@@ -39,7 +39,7 @@ class HoistConfig:
 def find_stay_reason(
     readers: GatherReaders, backward: set[Node], inputs: Sequence[Node], config: HoistConfig, hints: Hints
 ) -> StayReason | None:
-    """Return why the casts of `readers` stay behind their gather, or None. `backward`: the nodes of the backward half."""
+    """Return why the casts of `readers` stay after their gather, or None. `backward`: the nodes of the backward half."""
     gather, cast = readers.gather, min(readers.casts)
     policy = config.policy
     sent = policy.bytes_sent_in(gather, dtype_of(gather).itemsize, hints)

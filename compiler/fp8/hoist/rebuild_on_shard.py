@@ -1,4 +1,4 @@
-"""Recompute on the shard what readers of a gather compute of its result. Each computation is emitted once."""
+"""Rebuild on the shard the values that readers compute from a gather's result. Each value is emitted once."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ShardRebuilder:
         return e.cast(emit_max_over_ranks(e, e.cast(amax, torch.float32), self._groups)[-1], dtype_of(amax))
 
     def _row_view_base(self, node: Node) -> Node | None:
-        """Return what `node` is a view of, if it holds one value per row: on the shard these keep the shard's shape."""
+        """Return the base of the view `node` if it holds one value per row: on the shard such values keep the shard's shape."""
         step = element_effect(node)
         if step is None or step.kind is not Effect.SAME or self._readers.granularity(node) is not Granularity.ROW:
             return None

@@ -36,7 +36,7 @@ class ChosenMatmuls:
     high_precision: dict[Node, Matmul]
     """Weight gradients that stay in high precision, but whose activation is quantized."""
     decisions: dict[Node, CastDecision]
-    """What the report says of each."""
+    """The report's record of each."""
 
 
 def choose_matmuls(
@@ -99,7 +99,7 @@ def _refuse_role(role: Role, matmul: Matmul, config: InsertConfig) -> Refusal | 
 
 
 def _refuse_uneven_weight(weight_sizes: LocalSizes) -> Refusal | None:
-    """Refuse by the sizes of all ranks: what one rank gathers in float8, no other may gather in 16 bits."""
+    """Refuse matmuls by the sizes of all ranks: a tensor is gathered in float8 on all ranks or on none."""
     for sizes in weight_sizes:
         if len(sizes) > 1 and any(size % FLOAT8_MULTIPLE or size == 0 for size in sizes):
             held = ", ".join(map(str, sizes))

@@ -17,7 +17,7 @@ LinearFilter = Callable[[str, tuple[int, int]], bool]
 
 @dataclass(frozen=True, slots=True)
 class InsertConfig:
-    """What the options request, and what is known of the graph's inputs."""
+    """The requests of the options, and facts about the graph's inputs."""
 
     recipe: Recipe
     backward: bool
@@ -32,4 +32,4 @@ class InsertConfig:
     verify: bool = False
     """Whether each matmul also runs in 16 bits and is compared (runtime/verify.py)."""
     uneven_inputs: Mapping[Node, LocalSizes] = field(default_factory=dict)
-    """The graph inputs of which ranks hold different sizes."""
+    """The graph inputs whose sizes differ between ranks."""

@@ -3,7 +3,7 @@
     forward    w -> fp8_cached_weight(w) -> q, scale                                          casts if w has changed
     backward   w -> fp8_cached_weight(w, after=scale of dy, reuse_forward=True) -> q, scale   the forward's cast
 
-With per-row scales the scales of backward lie along the other dim: that is a cast of its own.
+With per-row scales, backward needs scales along the other dim, which is a separate cast.
 
 Each half of the graph calls the op itself. A cast that forward returned to backward would count as an intermediate, whose
 memory torch reuses for the next one. So casts may not be returned from a graph either (`copy_returned_casts`).
