@@ -1,6 +1,6 @@
 """Column- and row-parallel MLP and attention on functional collectives, as in Megatron-LM's mappings.
 
-Legend: S sequence (S/R a rank), B batch, D width, F feed-forward width, H heads. Megatron's layout is [S, B, D], gathered on
+Legend: S sequence (S/R per rank), B batch, D width, F feed-forward width, H heads. Megatron's layout is [S, B, D], gathered on
 dim 0; `gather_dim=1` is [B, S, D]; `dims=2` is [S, D].
 """
 
