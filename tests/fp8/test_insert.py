@@ -271,7 +271,7 @@ def test_a_product_that_ranks_cast_differently_is_named(pool2: RankPool) -> None
         assert text.startswith("PlanMismatchError")
         assert "rank 0: float8: forward matmul of 'down' by tensorwise" in text, text
         assert "rank 1: float8: forward matmul of 'down' in 16 bits (filtered: the fp8 filter refuses" in text, text
-    pool2.close()  # its group is poisoned now; the next test gets a new one
+    pool2.close()  # its group has failed; the next test gets a new pool
 
 
 def manual_sharding_error(rank: int, world: int) -> str:

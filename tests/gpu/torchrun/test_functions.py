@@ -137,7 +137,7 @@ def watched(lockstep: Lockstep, group: str) -> str:
         if lockstep.rank != 1 and not told:
             raise AssertionError(f"the watchdog said nothing; the log: {seen.texts}")
         if lockstep.cuda and out is not None and not bool(out.isnan().all()):
-            raise AssertionError("the output is not poisoned")
+            raise AssertionError("the output is not NaN")
     finally:
         settings.configure(step_timeout_s=timeout_s)
         logging.getLogger("ub_overlap").removeHandler(seen)
@@ -183,7 +183,7 @@ def group_lock_never_released(lockstep: Lockstep, group: str) -> str:
     if seconds > 2 * deadline + 1 or (lockstep.rank == 1 and seconds < 0.9 * deadline):
         raise AssertionError(f"after {seconds:.1f} s, deadline {deadline:g} s")
     if not bool(out.isnan().all()):
-        raise AssertionError("the output is not poisoned")
+        raise AssertionError("the output is not NaN")
     return f"after {seconds:.1f} s; rank 0: {type(error).__name__}"
 
 
