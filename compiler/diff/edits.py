@@ -158,7 +158,7 @@ def _changes(m: Matching) -> list[Change]:
         different = [(f, getattr(x, f), getattr(y, f)) for f in FIELDS if getattr(x, f) != getattr(y, f)]
         if x.op == "placeholder":
             different = [d for d in different if d[0] != "target"]
-        # A removed or added input is a difference of its own, and not one of its readers.
+        # A removed or added input is a separate difference, not one of its readers.
         moved = [(p, q) for p, q in zip(x.inputs, y.inputs, strict=False) if m.to_b[p] not in (q, NONE) and m.to_a[q] != NONE]
         if moved:
             before, after = (", ".join(s.nodes[k[n]].name for k in moved) for n, s in enumerate((m.a, m.b)))

@@ -108,7 +108,7 @@ def _as_term(node: Node, is_transposed: bool) -> Matmul | None:
         return matmul
     if matmul.scales is not None:  # float8 operands have one layout
         return None
-    is_matrix = is_same_shape(squeezed(matmul.shape), squeezed(shape_of(node)))  # a batch may only look like a matrix
+    is_matrix = is_same_shape(squeezed(matmul.shape), squeezed(shape_of(node)))  # a batch may have the shape of a matrix
     return matmul if is_matrix else None
 
 

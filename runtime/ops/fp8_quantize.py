@@ -32,7 +32,7 @@ def fp8_quantize(
     """Return (q, scale)."""
     state, name = split_keys(key)
     history = state.history_of(name, x.device)
-    # The host knows the slot of a sole module. Among several, `slots` tells on the device, without a wait.
+    # The host knows the slot if there is one module. For several, the device reads it from `slots`, without a wait.
     fixed = slice(history.slots[name], history.slots[name] + 1) if history.module_counts[name] == 1 else None
     slot = slots[index : index + 1]
     if groups:

@@ -1,4 +1,4 @@
-"""Schedules: what every rank does for one strategy, as data that is proven before it runs.
+"""Schedules: the steps of every rank for one strategy, as data that is proven before it runs.
 
 Builders (`build`) write schedules in the language of `steps.py`. The checker (`check`, `check_reuse`, ...) proves them with
 happens-before over all ranks. `provide` returns proven schedules to C++. `describe` draws them. `interpret.py` is the

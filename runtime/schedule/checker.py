@@ -51,7 +51,7 @@ def check(schedules: Sequence[Schedule]) -> None:
     grid = memory.Grid(schedules)
     memory.check_call(order, grid)
     _check_ends(order)
-    if not any(isinstance(node.step, Opaque) for node in order.nodes):  # an Opaque does not declare what it computes
+    if not any(isinstance(node.step, Opaque) for node in order.nodes):  # an Opaque does not declare its computation
         SymbolicRun(order, grid).run()
 
 

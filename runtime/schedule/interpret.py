@@ -1,7 +1,7 @@
 """The reference executor: run all ranks' schedules on symbolic rows, under a random interleaving.
 
-It shares only the step classes with the checker, so that each tests the other. What the checker accepts must give the right
-rows under every interleaving, and what gives wrong rows must be rejected. It is also the shortest definition of an executor.
+It shares only the step classes with the checker, so that each tests the other. An accepted schedule must give the right
+rows under every interleaving; one that gives wrong rows must be rejected. It is also the shortest definition of an executor.
 
 Every rank has two threads, one per queue. They advance one *row* at a time, so that torn copies show. A tick runs the ready
 thread with the highest priority. Priorities are random and sometimes redrawn, which finds rare orders (a very late rank) more
@@ -245,5 +245,5 @@ class Machine:
 
 
 def _stamp(run: _RankCall) -> tuple[int, int]:
-    """Return what distinguishes this call's data from other calls'. Ranks that count calls alike have equal stamps."""
+    """Return the stamp that distinguishes this call's data. Ranks with equal call counts have equal stamps."""
     return (run.site.tag, run.epoch)

@@ -1,4 +1,4 @@
-"""The definition of the ops in symbolic rows: how many rows a region has, and what every row of a result must hold.
+"""The definition of the ops in symbolic rows: how many rows a region has, and the required value of every row of a result.
 
 Rows are symbols: ``(tag, epoch, "input", rank, shard, row)`` and terms over them, as `interpret.py` builds them.
 """

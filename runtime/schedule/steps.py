@@ -142,7 +142,7 @@ class Wait(Step):
 
 
 class ComputeKind(IntEnum):
-    """What a Compute step computes. The executors refuse other kinds."""
+    """The computation of a Compute step. The executors refuse other kinds."""
 
     MATMUL = 0
 

@@ -1,4 +1,4 @@
-"""Check that the steps compute what the op's definition says, by symbolic execution.
+"""Check by symbolic execution that the steps compute the result that the op's definition requires.
 
 `memory.py` has proven that every read sees one definite write. So the result does not depend on the interleaving, and one run
 in any valid order is enough. A cell of INPUT holds its own symbol, copies move symbols, matmuls and reductions build terms over

@@ -3,7 +3,7 @@
 C++ calls `bind` at the group's first call. Each step is one exchange with the init deadline:
 
     hosts       host, GPU, builds, requested slot size   -> transport (topology.py)
-    links       CUDA: what each GPU sees of the others
+    links       CUDA: each GPU's access to the others
     arena       names of the shared memory segments      -> attach to all peers'
     attached    nothing                                  -> unlink: from here on no segment can be left in /dev/shm
     allocated   CUDA: size of the allocated slots        -> torch's rendezvous

@@ -14,7 +14,7 @@ from .store_exchange import Exchange
 def check_plans(exchange: Exchange, number: int, digest: str, slot_bytes: int, check: Callable[[], None]) -> int:
     """Compare plan digests over all ranks and return the largest slot size requested with them.
 
-    `number`: plans that this session has checked, this one included. `slot_bytes`: what this rank requests, 0 for nothing.
+    `number`: plans that this session has checked, this one included. `slot_bytes`: this rank's request, 0 for none.
     `check`: raises when a peer has failed. PlanMismatchError names the ranks with another plan, and the first difference.
     """
     topic = f"plan/{number}"
@@ -24,7 +24,7 @@ def check_plans(exchange: Exchange, number: int, digest: str, slot_bytes: int, c
     except errors.PeerTimeoutError as timeout:
         raise plan_announcements.explain_timeout(exchange, topic, digest, timeout) from None
     mismatched = [rank for rank, plan in enumerate(plans) if plan["digest"] != digest]
-    if mismatched:  # all ranks see the mismatch: only now exchange the texts, which are long
+    if mismatched:  # all ranks have detected the mismatch: exchange the long texts only now
         raise _compare_texts(exchange, number, plans, mismatched, check)
     return max(plan["slot"] for plan in plans)
 

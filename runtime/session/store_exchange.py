@@ -29,9 +29,9 @@ def deadline_seconds(deadline: Deadline) -> float:
 
 
 def _run_with_timeout(timeout_s: float, body: Callable[[threading.Event], T]) -> T:
-    """Return or raise what `body` does, or raise TimeoutError.
+    """Run `body` and return its result or raise its exception. TimeoutError after `timeout_s`.
 
-    `body` runs on a daemon thread, because it may block forever. Its argument is set once no thread waits for it any more.
+    `body` runs on a daemon thread, because it may block forever. Its argument is set once the caller no longer waits.
     """
     cancelled = threading.Event()
     outcome = run_in_daemon_thread("ub_overlap-store", lambda: body(cancelled))
@@ -121,7 +121,7 @@ class Exchange:
     ) -> T:
         """Run `body`, which talks to the Store, and turn failures of the Store into PeerTimeoutError.
 
-        `texts`: what has been received so far, by rank; the error names the other ranks.
+        `texts`: those received so far, by rank; the error names the other ranks.
         """
         try:
             return _run_with_timeout(1.25 * timeout_s, body)  # `body` has its own deadline while the Store answers
@@ -133,7 +133,7 @@ class Exchange:
         except RuntimeError as failure:  # base class of c10d's errors
             self._store_hangs = True
             what = f"the Store of group '{self.group}' failed: {str(failure).splitlines()[0]}"
-        with contextlib.suppress(errors.PeerFailedError):  # a peer that only met the same Store failure
+        with contextlib.suppress(errors.PeerFailedError):  # a peer that reports the same Store failure
             if check:
                 check()  # names the peer whose process hosted the Store, where that is visible
         missing = [rank for rank in range(self.ranks) if rank not in texts and rank != self.rank]

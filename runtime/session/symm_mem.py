@@ -69,7 +69,7 @@ def find_links(uuids: Sequence[str], rank: int) -> dict[str, list[bool | None]]:
         index = visible.get(uuid)
         peer.append(None if index is None else torch.cuda.can_device_access_peer(current, index))
         has_links = link_counts is not None and index is not None and link_counts[current][index] > 0
-        # torch counts links by their far ends and misses those through switches that a virtual machine does not see. So a
+        # torch counts links by their remote ends and misses links through switches that a virtual machine hides. So a
         # count of zero proves nothing; NVML's answer for the pair does.
         nvlink.append(True if has_links else nvml.has_nvlink(uuids[rank], uuid))
     return {"peer": peer, "nvlink": nvlink}
@@ -121,7 +121,7 @@ class SymmetricArena:
         from ..extension import extension
 
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-        if torch.cuda.device_count() == 1:  # each rank's own GPU is index 0; topology.py told them apart by uuid
+        if torch.cuda.device_count() == 1:  # each rank's own GPU is index 0; topology.py distinguished them by uuid
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         self._host, self._group, self._rank, self._ranks = host, group, rank, ranks
         self._slot_bytes = slot_bytes
@@ -169,8 +169,8 @@ class SymmetricArena:
         self.data_name = new_rendezvous_token()
         self._tokens = {self._rank: self.data_name}
         # The wait protects the old slots: this rank's calls push into its peers' and read its own. Its eager calls end in issue
-        # order on whatever stream, so the last call's event covers all of them. The exchange that follows waits for the peers'
-        # calls, which push into this rank's slots. Replays of captured graphs are not seen, and need not be: slots that a
+        # order on any stream, so the last call's event covers all of them. The exchange that follows waits for the peers'
+        # calls, which push into this rank's slots. Replays of captured graphs are not covered, and need not be: slots that a
         # graph addresses are kept (`_retained`). Calls of other groups and other work touch none of these slots.
         device_wait.wait_until(self.core.has_ended, f"a call of group '{self._group}', whose landing area is to grow,")
 
@@ -213,7 +213,7 @@ class SymmetricArena:
         return False
 
     def unlink(self) -> None:
-        """Do nothing: symmetric memory has no names that could be left behind."""
+        """Do nothing: symmetric memory has no names that could leak."""
 
     def _rendezvous(self, tensor: torch.Tensor, name: str) -> tuple[list[int], Any]:
         """Return every rank's pointer to its `tensor`, and torch's handle. `name`: of `rendezvous_name`."""
@@ -250,7 +250,7 @@ _process = _ProcessState()
 
 
 def new_rendezvous_token() -> str:
-    """Return what a rank sends its peers before a rendezvous: "<rendezvous completed>:<random name>"."""
+    """Return the text that a rank sends its peers before a rendezvous: "<rendezvous completed>:<random name>"."""
     return f"{_process.rendezvous_count}:{secrets.token_hex(8)}"
 
 

@@ -1,6 +1,6 @@
 """Topology of a group, and the transport that follows from it.
 
-Every rank describes what it sees (symm_mem.py), the ranks exchange that (bind.py), and each decides on the same description
+Every rank describes its GPU and links (symm_mem.py). The ranks exchange this (bind.py), and each decides on the same data
 by a pure function:
 
     one host, CPU tensors                                       shared memory
@@ -34,7 +34,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """Hosts, GPUs and links by rank. `gpus` is empty for CPU tensors; [i][j] of a matrix is what rank i sees of rank j."""
+    """Hosts, GPUs and links by rank. `gpus` is empty for CPU tensors; [i][j] of a matrix is rank i's view of rank j."""
 
     hosts: tuple[str, ...]
     """Equal texts: the processes share memory. The host's name ends at the first colon."""
@@ -42,7 +42,7 @@ class Topology:
     peer: tuple[Row, ...] = ()
     """The GPU of i can address the memory of j's."""
     nvlink: tuple[Row, ...] = ()
-    """That access goes over NVLink, directly or through switches."""
+    """That access uses NVLink, directly or through switches."""
     any_link: bool = False
     """Accept peers over PCIe too: all ranks have UB_OVERLAP_LINKS=any."""
 

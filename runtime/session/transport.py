@@ -1,6 +1,6 @@
-"""Groups that the runtime can serve, as far as every rank can tell alike at compile time.
+"""Which groups the runtime supports, by facts that are equal on all ranks at compile time.
 
-What needs a look at the peers (ranks on several hosts, GPUs without peer access) is found when the group binds, at its first
+Facts about the peers (ranks on several hosts, GPUs without peer access) are determined when the group binds, at its first
 call (bind.py).
 """
 
@@ -34,9 +34,9 @@ def unsupported_reason(device: str, group: str, ranks: int) -> str | None:
 
 
 def transport_signature() -> tuple[str, ...]:
-    """Return what decisions depend on besides graph and options, for cache keys: backend and size of every group.
+    """Return the inputs of decisions other than graph and options, for cache keys: backend and size of every group.
 
-    A graph compiled over a fake group serves no real one, and an all_reduce's node does not show its group's size.
+    A graph compiled over a fake group is invalid for a real one, and an all_reduce's node does not show its group's size.
     """
     from ub_overlap import _torch_compat as compat
 

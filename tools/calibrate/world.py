@@ -80,7 +80,7 @@ class ProgressLine:
         self.live = sys.stderr.isatty()
 
     def step(self, text: str, weight: float) -> None:
-        """Report that `weight` more of the work is done. `text`: what it was."""
+        """Report that `weight` more of the work is done. `text` describes that part."""
         self.done = min(self.total, self.done + weight)
         if self.world.rank or (not self.live and text == self.text):
             return

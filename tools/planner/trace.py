@@ -92,7 +92,7 @@ def _site_nodes(graph: Graph, decided: Decided) -> set[Node]:
 
 @contextmanager
 def _fake_ranks(count: int) -> Iterator[DeviceMesh]:
-    """Yield a mesh of `count` fake ranks, of which this process is the first."""
+    """Yield a mesh of `count` fake ranks. This process is the first."""
     if dist.is_initialized():
         raise UbOverlapError(
             "planning needs a process without a process group",

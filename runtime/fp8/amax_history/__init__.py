@@ -15,8 +15,8 @@ While a history is empty, the scale comes from the current values. For gathered 
 first call (`first_amax.py`). Only the number of calls decides which call is the first. Loaded or reset histories do not, so
 ranks cannot disagree.
 
-One graph may serve several modules (blocks that are compiled one by one). Their weights tell them apart. The nth weight that
-comes with a key has the history "key@n". `slots` carries that choice to backward, which does not get the weight.
+One graph may serve several modules (blocks that are compiled one by one). Their weights distinguish them. The nth weight that
+comes with a key has the history "key@n". `slots` carries that choice to backward, which does not receive the weight.
 
 The host never waits for the device, and memory keeps its address. The ops can therefore be captured in CUDA graphs after a
 first call. fp8_quantize records a maximum, so running it again changes nothing. The results are copies.

@@ -64,7 +64,7 @@ class AmaxHistory:
         return torch.cat([self.current[slot : slot + 1], self.past[:, slot]])
 
     def write(self, key: str, value: Tensor) -> None:
-        """Replace what `read` returns."""
+        """Replace the amax and history that `read` returns."""
         slot = self.slots[key]
         self.current[slot].copy_(value[0])
         self.past[:, slot].copy_(value[1:])
@@ -93,7 +93,7 @@ class Fp8State:
             return unclaimed | {key: history.read(key) for history in self._histories.values() for key in history.slots}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load what `state_dict` returned.
+        """Load a result of `state_dict`.
 
         Before the first step, values wait until graphs use their keys. Later the keys must equal the existing ones.
         Fp8StateError names the first bad key, and nothing is loaded."""
@@ -243,6 +243,6 @@ def join_keys(name: str, keys: Iterable[str]) -> str:
 
 
 def split_keys(text: str) -> tuple[Fp8State, str]:
-    """Return the state that such a text names, and its keys, joined by ";"."""
+    """Return the state named in such a text, and its keys, joined by ";"."""
     name, _, keys = text.partition(SEPARATOR)
     return fp8_state(name), keys

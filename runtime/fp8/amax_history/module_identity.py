@@ -1,4 +1,4 @@
-"""Which module a call belongs to, where one graph serves several: their weights tell."""
+"""Identify the module of a call by its weight, where one graph serves several modules."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class ModuleNumbers:
 
 
 def is_capture_copy(weight: Tensor) -> bool:
-    """Return whether `weight` lies in the memory pool of the CUDA graph that is being captured.
+    """Return whether `weight` is in the memory pool of the CUDA graph that is being captured.
 
     That pool holds the copies that torch makes of a graph's inputs, and no module's own weight. False if the allocator cannot
-    tell."""
-    probe = torch.empty(1, device=weight.device)  # a new allocation lies in that pool
+    report it."""
+    probe = torch.empty(1, device=weight.device)  # a new allocation is in that pool
     try:
-        segments = torch.cuda.memory_snapshot()  # asks only the host's allocator
+        segments = torch.cuda.memory_snapshot()  # reads only the host's allocator state
     except RuntimeError:  # an allocator without snapshots
         return False
     capture_pool, weight_pool = (_pool(tensor.untyped_storage().data_ptr(), segments) for tensor in (probe, weight))

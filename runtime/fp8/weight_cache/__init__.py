@@ -8,7 +8,7 @@ anything. On GPUs a checksum of the bits is computed in the pass that computes t
 (csrc/cuda/fp8_cached_weight.cu). The host does not wait, so calls can be captured. On other devices the bits are compared with
 a copy.
 
-When backward may reuse the forward's cast is one rule, csrc/core/forward_uses.h, which both caches ask.
+When backward may reuse the forward's cast is one rule, csrc/core/forward_uses.h, which both caches use.
 
 q and scale live as long as the weight's memory and keep their addresses.
 

@@ -30,7 +30,7 @@ def insert(weight: Tensor, round_to: torch.dtype, axis: int | None) -> CachedWei
     detached = weight.detach()
 
     def body() -> CachedWeight:
-        # On its own thread: outside the caller's modes and of the memory pool of a graph that is about to be captured.
+        # On a separate thread: outside of the caller's modes and of the memory pool of a graph that is about to be captured.
         with torch.cuda.stream(stream):
             return allocate(detached, axis)
 

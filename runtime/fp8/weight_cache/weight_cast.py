@@ -25,10 +25,10 @@ def _new_forward_uses() -> Any:
 
 @dataclass(slots=True, eq=False)
 class CachedWeight:
-    """The cast of one weight, `q` [R, C] and `scale`, and what tells whether it is up to date.
+    """The cast of one weight, `q` [R, C] and `scale`, and a record of the bits that it was computed from.
 
-    On GPUs that is `checksum` int64 [1] over the weight's bits, 0 before the first cast. On other devices it is `cast_bits`, a
-    copy of the bits that were cast. The C++ struct of this name has the same fields (csrc/bindings/ops/fp8_cached_weight.cpp).
+    On GPUs the record is `checksum` int64 [1] over the weight's bits, 0 before the first cast. On other devices it is
+    `cast_bits`, a copy of the bits. The C++ struct of this name has the same fields (csrc/bindings/ops/fp8_cached_weight.cpp).
     """
 
     q: Tensor

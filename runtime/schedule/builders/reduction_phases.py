@@ -55,7 +55,7 @@ def _matmul_outputs(writer: ScheduleWriter) -> Iterator[MatmulOutput]:
         return
     for batch in split([*writer.peers_up, rank], key.chunks if 0 < key.chunks < key.ranks else key.ranks):
         for run in runs(batch):
-            # No step waits for the own shard alone: it is not cut.
+            # The own shard is not cut: no step waits for it alone.
             for index, cut in enumerate(pieces(key) if run != [rank] else [(ZERO, ONE)]):
                 yield run, index, cut, [shard for shard in batch if shard in run and shard != rank]
 
