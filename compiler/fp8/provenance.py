@@ -55,7 +55,8 @@ def carries_elements(user: Node, node: Node, carriers: Container[Node], exact: b
     if user.target in CUTS or node.target in CUTS or user.target is aten.slice.Tensor:
         return True
     if user.target is aten.cat.default:
-        return element_source(user) in carriers
+        source = element_source(user)
+        return source is not None and source in carriers
     if not exact:
         return element_source(user) is node
     step = element_effect(user)

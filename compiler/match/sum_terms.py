@@ -114,7 +114,8 @@ def _as_term(node: Node, is_transposed: bool) -> Matmul | None:
 
 def _is_plain_add(node: Node) -> bool:
     """Return whether `node` is the sum of two tensors."""
-    return node.target in ADDS and node.kwargs.get("alpha", 1) == 1 and all(isinstance(a, Node) for a in node.args)
+    has_scale = node.kwargs.get("alpha", 1) != 1
+    return node.target in ADDS and not has_scale and all(isinstance(a, Node) for a in node.args)
 
 
 def _added_row(add: Node) -> tuple[Node, Node] | None:

@@ -103,7 +103,8 @@ def test_ours_and_theirs() -> None:
 
 def test_key_covers_what_graphs_depend_on() -> None:
     changed = [
-        {"overlap": "force"}, {"min_bytes": 1}, {"overrides": {"*": "chunks=4"}}, {"memory_budget": 0}, {"on_unmatched": "warn"},
+        {"overlap": "force"}, {"min_bytes": 1}, {"overrides": {"*": "chunks=4"}}, {"memory_budget": 0},
+        {"on_unmatched": "warn"},
         {"mode": "max-autotune"}, {"inner": "aot_eager"}, {"overrides": {"*": "bulk"}}, {"overrides": [{"strategy": "bulk"}]},
         {"fp8": "forward"}, {"fp8": "all"}, {"fp8": {"state": "a"}}, {"autotune": True}, {"verify": True},
     ]  # fmt: skip

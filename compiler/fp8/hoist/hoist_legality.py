@@ -45,7 +45,8 @@ def find_stay_reason(
     sent = policy.bytes_sent_in(gather, dtype_of(gather).itemsize, hints)
     if policy.is_below_threshold(sent):
         return Reason.BELOW_THRESHOLD, f"{cast.name} stays behind it: a rank sends {sent} bytes, below {policy.threshold}"
-    if (counts := _count_row_computations(readers)) not in (None, (1, 1)):
+    counts = _count_row_computations(readers)
+    if counts is not None and counts != (1, 1):
         detail = f"{counts[0]} casts of its rows, read with {counts[1]} scales of them"
         return Reason.CAST_IN_BETWEEN, f"{cast.name} stays behind it: {detail}"
     if (size := find_unknown_size(inputs, _sizes_to_emit(readers))) is not None:
