@@ -121,7 +121,7 @@ NAMES = tuple(f.name for f in fields(Options))
 RENAMED = {
     "plan": "overrides={value}",
     "rules": "overrides={value}",
-    "chunks": "overrides={{'*': 'chunks={value}'}}",
+    "chunks": "overrides=[{{'strategy': 'chunks={value}'}}]",
     "save": "memory_budget=0 for save='shard', memory_budget=None for save='gathered'",
     "on_miss": "on_unmatched={value}",
     "tune": "autotune={value}",

@@ -19,5 +19,5 @@ class SiteId:
     @classmethod
     def parse(cls, text: str) -> SiteId:
         """Read "<digest>/<name>". Text without a slash is a name without a plan."""
-        digest, _, name = text.rpartition("/")
-        return cls(digest, name)
+        digest, slash, name = text.partition("/")
+        return cls(digest, name) if slash else cls("", text)
