@@ -1,5 +1,5 @@
 # Two commands: `make demo` and `make test`. Each does all its own set-up (.venv, torch, the extension); a second call is quick.
-#   make demo ARGS="--steps 40 --layers 4"     make test ARGS="tests/test_cli.py -k info"     make PYTHON=python3.12 test
+#   make demo ARGS="--steps 40 --layers 4"     make test ARGS="tests/cli -k info"     make PYTHON=python3.12 test
 PYTHON ?= python3
 ARGS ?=
 

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -34,6 +33,7 @@ from ub_overlap.compiler.cost import SiteShape, choose, load
 from ub_overlap.compiler.options import Options
 from ub_overlap.compiler.passes import JointPass, RewritePass, transport
 from ub_overlap.compiler.reports.history import HISTORY
+from ub_overlap.compiler.text.table import render_table
 from ub_overlap.runtime import ops
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "llama_tp"))
@@ -63,7 +63,7 @@ def main() -> None:
         total = sum(s for name, s in seconds.items() if name != "auto s")
         row = {"layers": layers, "collectives": len(decisions), "overlapped": sum(d.overlapped for d in decisions), **seconds}
         rows.append({**row, "total s": total, "ms a layer": 1000 * total / layers})
-    print(tabulate(rows, headers="keys", floatfmt=".3f"))
+    print(render_table(rows, floats=".3f"))
     if args.different:
         print(f"{args.different} sites of different sizes selected in {select_different(args.different):.2f} s")
     if args.json:

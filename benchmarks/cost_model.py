@@ -19,10 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from ub_overlap.compiler.cost import Profile, SiteShape, choose, load, predict
 from ub_overlap.compiler.plan.strategy import Strategy
+from ub_overlap.compiler.text.table import render_table
 from ub_overlap.runtime.errors import UbOverlapError
 
 DATA = Path(__file__).resolve().parents[1] / "docs" / "data"
@@ -103,7 +102,7 @@ def table(rows: Sequence[PredictedRow]) -> str:
         cells["regret"] = "-" if row.regret is None else f"{row.regret:.1%}"
         cells["gain"] = "-" if row.gain is None else f"{row.gain:.2f}"
         lines.append(cells)
-    return tabulate(lines, headers="keys", tablefmt="simple", missingval="-", disable_numparse=True)
+    return render_table(lines)
 
 
 def summary(rows: Sequence[PredictedRow]) -> dict[str, float]:

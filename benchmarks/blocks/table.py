@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tabulate import tabulate
+from ub_overlap.compiler.text.table import render_table
 
 NONE = "-"
 KINDS = {"step": "fwd + bwd", "forward": "fwd", "step_g": "fwd + bwd (g)", "forward_g": "fwd (g)"}
@@ -32,18 +32,17 @@ def text(document: dict[str, Any], style: str = "simple") -> str:
     for size in document["rows"]:
         variants = size["variants"]
         kinds = [kind for kind in KINDS if any(v.get(kind) for v in variants.values())]
-        heads = [f"{size['size']} block, {size['seq']} tokens"]
-        for kind in kinds:
-            heads += [f"{KINDS[kind]} ms", "x best of torch", "hidden"]
-        lines = []
+        titles = {f"gain {kind}": "x best of torch" for kind in kinds} | {f"hidden {kind}": "hidden" for kind in kinds}
+        rows = []
         for name, v in variants.items():
-            line = [name]
+            row = {f"{size['size']} block, {size['seq']} tokens": name}
             for kind in kinds:
                 torch_s = [variants[t][kind] for t in ("inductor", "asynctp") if variants.get(t, {}).get(kind)]
                 gain = min(torch_s) / v[kind] if torch_s and v.get(kind) else None
-                line += [number(v.get(kind)), number(gain), share(hidden(variants, name, kind))]
-            lines.append([*line, number(v.get("peak_mib"), 0), v.get("sites") or ""])
-        parts.append(tabulate(lines, [*heads, "peak MiB", "sites"], tablefmt=style, disable_numparse=True))
+                row[f"{KINDS[kind]} ms"] = number(v.get(kind))
+                row |= {f"gain {kind}": number(gain), f"hidden {kind}": share(hidden(variants, name, kind))}
+            rows.append({**row, "peak MiB": number(v.get("peak_mib"), 0), "sites": v.get("sites") or ""})
+        parts.append(render_table(rows, style=style, titles=titles))
         notes = [f"no {name} {what}: {why}" for name, v in variants.items() for what, why in v.get("why", {}).items()]
         parts.append("\n".join(notes))
     return "\n\n".join(part for part in parts if part) or "no rows"

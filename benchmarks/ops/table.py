@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from tabulate import tabulate
+from ub_overlap.compiler.text.table import render_table
 
 NONE = "-"
 
@@ -74,7 +74,7 @@ def main_table(rows: list[dict[str, Any]], style: str) -> str:
         line = [f"{row['kind']} {row['name']}", f"{row['M']},{row['N']},{row['K']}", *times, show(d["ours"]), show(d["ours_g"])]
         line += [short(d["best"]), *ratios, d["rival"] or NONE, show(d["gain"], 2), show(d["host_us"], 0)]
         lines.append([*line, *(show(d[key]) for key in more)])
-    return tabulate(lines, heads, tablefmt=style, disable_numparse=True)
+    return render_table([dict(zip(heads, line, strict=True)) for line in lines], style=style)
 
 
 def strategy_table(rows: list[dict[str, Any]], style: str) -> str:
@@ -86,7 +86,7 @@ def strategy_table(rows: list[dict[str, Any]], style: str) -> str:
         ms = row["ms"]
         times = [show(ms.get(f"{kind} {s}")) for s in names for kind in ("ours", "ours_g")]
         lines.append([f"{row['kind']} {row['name']}", row["M"], *times, show(ms.get("ours_g keep"))])
-    return tabulate(lines, heads, tablefmt=style, disable_numparse=True)
+    return render_table([dict(zip(heads, line, strict=True)) for line in lines], style=style)
 
 
 def _chunks(strategy: str) -> int:

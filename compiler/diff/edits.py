@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from tabulate import tabulate
-
+from ..text.table import render_table
 from .pair_nodes import NONE, Matching, pair_nodes
 from .snapshot import NodeShot, Snapshot, format_node, line_number, short_op, summarize_ops
 
@@ -123,6 +122,10 @@ class Diff:
 
     def __str__(self) -> str:
         """Return a table with one row per edit."""
+        return self.table()
+
+    def table(self, width: int | None = None) -> str:
+        """Return a table with one row per edit. `width`: the limit of a line; columns that do not fit are left out."""
         name = f"{self.phase} {self.plan}".strip()
         heading = f"{name or 'graph'}: {self.a.label or 'before'} -> {self.b.label or 'after'}: {self.counts()}"
         if self.same:
@@ -137,7 +140,7 @@ class Diff:
             }
             for e in self.edits
         ]
-        return heading + "\n" + tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True)
+        return heading + "\n" + render_table(rows, width=width, optional=("line", "module", "nodes"))
 
 
 def _where(s: Snapshot, place: int) -> str:

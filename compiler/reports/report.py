@@ -7,8 +7,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from ub_overlap.runtime import plan_store, verify
 from ub_overlap.runtime.autotune import TunedStrategy, tuned_strategies
 from ub_overlap.runtime.errors import OptionError
@@ -22,11 +20,17 @@ from ..diff.graph_store import STORE, PlanGraphs
 from ..plan.decision import CastDecision, Decision
 from ..plan.plan import Plan
 from ..plan.strategy import NONE, DispatchTable
+from ..text.table import render_table
 from . import timeline
 from .history import HISTORY
 from .measured import Measured
 from .outlook import Outlook, outlook, totals
 from .summary import format_plan
+
+OPTIONAL_COLUMNS = (
+    "predicted us", "shape", "group", "matmuls", "bytes sent", "line", "calls", "comm us", "matmul us", "module", "tuned",
+)  # fmt: skip
+"""Columns of `Report.table` that a narrow terminal does not need, least important first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +150,8 @@ class Report:
         """Return one line per graph."""
         return "\n".join(format_plan(p) for p in self.plans) or "no graph with collectives was compiled"
 
-    def table(self) -> str:
-        """Return a table with one row per collective."""
+    def table(self, width: int | None = None) -> str:
+        """Return a table with one row per collective. `width`: the limit of a line; columns that do not fit are left out."""
         rows, decisions = [], self.decisions
         verified = any(d.error is not None for d in decisions)
         for d in decisions:
@@ -175,7 +179,7 @@ class Report:
                     "hidden bytes / reason": d.reason.value if d.reason else _hidden(d),
                 }
             )
-        return tabulate(rows, headers="keys", tablefmt="simple", missingval="-", disable_numparse=True)
+        return render_table(rows, width=width, optional=OPTIONAL_COLUMNS)
 
     def float8(self) -> str:
         """Return a table with one row per matmul that the float8 pass examined, largest error first; "" without any."""
@@ -189,7 +193,7 @@ class Report:
             }
             for c in sorted(self.casts, key=lambda c: -(c.error if c.error is not None else -1.0))
         ]
-        return tabulate(rows, headers="keys", tablefmt="simple", missingval="-", disable_numparse=True) if rows else ""
+        return render_table(rows)
 
     def totals(self) -> str:
         """Return the predicted times of all sites together, and the measured ones of those that were measured."""

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 
 from layer.flags import Flags, parse
 from layer.train import PHASES, LayerVariant, RandomBatches, Record, connect, synchronize_ranks, unequal_replicas
+from ub_overlap.compiler.text.table import render_table
 
 BOUND = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 FP8_BOUND = 3e-2
@@ -81,7 +81,7 @@ def train(flags: Flags) -> int:
          "sites overlapped": f"{r.overlapped} of {r.sites}", "graphs": len(r.plans), "last loss": f"{r.losses[-1]:.6f}"}
         for r, ms in zip(records, times, strict=True)
     ]  # fmt: skip
-    log(flags, "step times\n" + tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True))
+    log(flags, "step times\n" + render_table(rows))
     unequal = {name for variant in variants for name in unequal_replicas(variant.model, mesh.get_group("dp"))}
     if unequal:
         log(flags, f"the replicas of this rank DO NOT AGREE in {', '.join(sorted(unequal))}", everyone=True)

@@ -65,15 +65,7 @@ def test_golden(name: str) -> None:
     assert found == path.read_text(), f"{name} differs; if that is right: ACCEPT=1 python -m pytest {__file__}"
 
 
-def test_colour_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal:
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert text.wants_color(Terminal()) and not text.wants_color()  # type: ignore[arg-type]
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not text.wants_color(Terminal())  # type: ignore[arg-type]
+def test_colour_is_optional() -> None:
     assert "\x1b[31m-mm" in text.unified(rewrite(), color=True) and "\x1b" not in text.unified(rewrite())
 
 

@@ -105,8 +105,8 @@ def test_sizes_with_a_model_and_layers(capsys: pytest.CaptureFixture[str]) -> No
     ids=str,
 )
 def test_what_cannot_be_planned(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with contextlib.suppress(SystemExit):  # usage errors exit; invalid sizes return 1
-        assert main(["plan", *arguments]) == 1
+    with contextlib.suppress(SystemExit):  # usage errors exit; invalid sizes return 2
+        assert main(["plan", *arguments]) == 2
     text = " ".join(capsys.readouterr().err.split()).replace("expected: one of", "expected:")
     assert message in text
 
@@ -116,7 +116,7 @@ def test_a_plan_of_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[s
     sizes = flags(replace(SMALL, tp=4))
     assert main(["plan", *sizes, "--save", path]) == 0
     assert main(["plan", *sizes, "--overrides", path]) == 0
-    assert main(["plan", *flags(SMALL), "--overrides", path]) == 1
+    assert main(["plan", *flags(SMALL), "--overrides", path]) == 2
     error = capsys.readouterr().err
     assert "the first site that differs is forward.0" in error and path in error and "field ranks" in error
     assert "ranks=2 in the graph" in error and "ranks=4 in the plan" in error and "Traceback" not in error

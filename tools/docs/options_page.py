@@ -10,6 +10,7 @@ from ub_overlap.runtime.typed_fields import markdown_table
 VARIABLES = (
     ("`UB_OVERLAP_CACHE_DIR`", "`~/.cache/ub_overlap`", "folder of stored plans, profiles and autotune results"),
     ("`UB_OVERLAP_DISABLE`", "", "patterns of sites that are left alone, e.g. `forward.3,backward.*`; wins over all overrides"),
+    ("`UB_OVERLAP_DEBUG`", "`0`", "`1` shows the traceback of an error of the command line"),
     ("`UB_OVERLAP_BUILD_CUDA`", "`auto`", "at build time: `auto`, `0`, or `1` (fail without nvcc and a CUDA torch)"),
     ("`TORCH_LOGS=+ub_overlap`", "", "INFO: one line per graph; DEBUG: every decision"),
     ("`TORCH_TRACE`", "", "artifacts `ub_overlap_plan_*`, `ub_overlap_reasons_*`, `ub_overlap_diff_*`, per phase"),

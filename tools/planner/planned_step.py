@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from tabulate import tabulate
 
 from ub_overlap.compiler.cost.profile import Profile
 from ub_overlap.compiler.cost.profile_lookup import load
@@ -16,11 +15,12 @@ from ub_overlap.compiler.options import Options
 from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.reasons import collective_of
-from ub_overlap.compiler.plan.strategy import Mode, Strategy
+from ub_overlap.compiler.plan.strategy import NONE, Mode, Strategy
 from ub_overlap.compiler.reports import timeline
 from ub_overlap.compiler.reports.outlook import Outlook, Totals, outlook, totals
 from ub_overlap.compiler.reports.report import lanes_of
 from ub_overlap.compiler.reports.summary import format_plan
+from ub_overlap.compiler.text.table import render_table
 from ub_overlap.runtime.site_id import SiteId
 
 from .models import PlannedBlock
@@ -108,19 +108,23 @@ class PlannedStep:
         )
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, width: int | None = None) -> str:
+        """Return the prediction as text. `width`: of its table; columns that do not fit are left out."""
         s, t = self.sizes, self.totals
         rest = ", ".join(f"{name} {us:.0f}" for name, us in self.rest.items())
         return (
             f"hidden {s.hidden}, ffn {s.ffn}, heads {s.heads} (kv {s.kv_heads}), batch {s.batch} x {s.seq} tokens, "
             f"{s.dtype}, TP {s.tp}, layers {s.layers}, forward + backward; profile {self.profile}\n\n"
-            f"{table(self.rows)}\n\n{t}\n"
+            f"{table(self.rows, width)}\n\n{t}\n"
             f"other work: {rest} us (attention and elementwise work are rough estimates)\n"
             f"step: {self.none_us / 1000:.2f} ms without overlap, {self.chosen_us / 1000:.2f} ms as chosen, "
             f"{self.none_us / self.chosen_us:.2f}x"
         )
 
 
-def table(rows: tuple[PlanRow, ...] | list[PlanRow]) -> str:
+def table(rows: Sequence[PlanRow], width: int | None = None) -> str:
     """Return one row per site, with a column for every strategy that some site has as an alternative."""
     names = list(dict.fromkeys(s for r in rows if r.outlook for s in r.outlook.by_strategy))
     names.sort(key=lambda n: ((s := Strategy.parse(n)).mode is not Mode.NONE, s.mode is Mode.BULK, s.striped, s.chunks))
@@ -136,7 +140,9 @@ def table(rows: tuple[PlanRow, ...] | list[PlanRow]) -> str:
         cells |= {"choice": str(d.strategy), "gain": o and o.gain_us}
         out.append(cells)
     heads = "microseconds; matmul, comm: alone; pipelined: one chunk per rank; cN: N chunks; sN: N stripes; gain: over none"
-    return tabulate(out, headers="keys", tablefmt="simple", floatfmt=".0f", missingval="-") + f"\n{heads}"
+    others = [short(n) for n in names if n not in (str(NONE), "pipelined", "bulk")]
+    optional = ("MB", "M N K", *others, "comm", "matmul", "module", "bulk", "pipelined")
+    return render_table(out, width=width, optional=optional, floats=".0f") + f"\n{heads}"
 
 
 def short(strategy: str) -> str:

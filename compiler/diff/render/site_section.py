@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tabulate import tabulate
-
+from ...text.table import render_table
 from ..edits import Diff
 from ..snapshot import format_node, line_number
 from ..stored_report import Comparison
 
+OPTIONAL_COLUMNS = ("predicted us", "line", "module", "measured us")
+"""Columns of the overview that a narrow terminal does not need, least important first."""
 
-def render_overview(report: Mapping[str, Any], diffs: Sequence[Diff]) -> str:
-    """Return the sites, the reasons of those that are left alone, and the edits of every graph."""
+
+def render_overview(report: Mapping[str, Any], diffs: Sequence[Diff], width: int | None = None) -> str:
+    """Return the sites, the reasons of those that are left alone, and the edits of every graph. `width`: of its tables."""
     sites = report["sites"]
     if not sites:
         return "no graph with collectives was compiled"
@@ -29,12 +31,12 @@ def render_overview(report: Mapping[str, Any], diffs: Sequence[Diff]) -> str:
         }
         for s in sites
     ]
-    parts = [report.get("summary") or "", tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True)]
+    parts = [report.get("summary") or "", render_table(rows, width=width, optional=OPTIONAL_COLUMNS)]
     left = [
         f"  {s['id']} {s['kind']} at {s['source'] or s['module']}: {s['reason']}: {s['detail']}" for s in sites if s["reason"]
     ]
     parts += ["left alone:\n" + "\n".join(left)] if left else []
-    parts += [str(d) for d in diffs] or ["no snapshots of the graphs were kept"]
+    parts += [d.table(width) for d in diffs] or ["no snapshots of the graphs were kept"]
     return "\n\n".join(filter(None, [*parts, report.get("totals")]))
 
 
@@ -73,14 +75,14 @@ def _nodes(diff: Diff, site: str) -> str:
     return "\n".join(lines)
 
 
-def render_comparison(comparison: Comparison) -> str:
-    """Return the differences of two reports."""
+def render_comparison(comparison: Comparison, width: int | None = None) -> str:
+    """Return the differences of two reports. `width`: of its tables."""
     if comparison.same:
         return f"no difference: {len(comparison.before)} graphs"
     parts = [comparison.missing]
     if comparison.sites:
         rows = [{"site": c.site, "what": f, "first": a, "second": b} for c in comparison.sites for f, a, b in c.fields]
-        parts.append(tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True))
+        parts.append(render_table(rows, width=width))
     for d in comparison.shown:
-        parts.append(f"{d}\nfirst node that differs:\n{d.first()}")
+        parts.append(f"{d.table(width)}\nfirst node that differs:\n{d.first()}")
     return "\n\n".join(filter(None, parts))

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from typing import IO
-
+from ...text.terminal import paint
 from ..edits import Diff
 from ..pair_nodes import NONE
 from ..rows import DiffRow, align_rows
 from ..snapshot import Snapshot, format_node
 
-_COLORS = {"removed": "31", "added": "32", "changed": "33", "hunk": "36"}
-
-
-def wants_color(stream: IO[str] | None = None) -> bool:
-    """Return whether a stream shows color: terminals do, unless NO_COLOR is set."""
-    stream = stream or sys.stdout
-    return not os.environ.get("NO_COLOR") and stream.isatty()
-
-
-def paint(text: str, kind: str, color: bool) -> str:
-    """Return `text` in the color of its kind."""
-    return f"\x1b[{_COLORS[kind]}m{text}\x1b[0m" if color and kind in _COLORS else text
+_COLORS = {"removed": 31, "added": 32, "hunk": 36}
 
 
 def unified(diff: Diff, context: int = 3, color: bool = False) -> str:
@@ -41,7 +27,7 @@ def unified(diff: Diff, context: int = 3, color: bool = False) -> str:
         if keep and not inside:
             edit = diff.edits[e] if (e := _next_edit(shown, k, near)) != NONE else None
             about = f" {edit.site or edit.module}" if edit and (edit.site or edit.module) else ""
-            out.append(paint(f"@@ -{i + 1} +{j + 1} @@{about}", "hunk", color))
+            out.append(paint(f"@@ -{i + 1} +{j + 1} @@{about}", _COLORS["hunk"], color))
         inside = keep
         if keep:
             out += _lines(diff, row, color)
@@ -52,13 +38,13 @@ def unified(diff: Diff, context: int = 3, color: bool = False) -> str:
 def _lines(diff: Diff, row: DiffRow, color: bool) -> list[str]:
     match row.kind:
         case "removed":
-            return [paint("-" + _node(diff.a, row.before), "removed", color)]
+            return [paint("-" + _node(diff.a, row.before), _COLORS["removed"], color)]
         case "added":
-            return [paint("+" + _node(diff.b, row.after), "added", color)]
+            return [paint("+" + _node(diff.b, row.after), _COLORS["added"], color)]
         case "changed":
             return [
-                paint("-" + _node(diff.a, row.before), "removed", color),
-                paint("+" + _node(diff.b, row.after), "added", color),
+                paint("-" + _node(diff.a, row.before), _COLORS["removed"], color),
+                paint("+" + _node(diff.b, row.after), _COLORS["added"], color),
             ]
     return [" " + _node(diff.b, row.after)]
 

@@ -6,10 +6,18 @@ import argparse
 import os
 from typing import Any
 
+from .parsers import add_verb, output_file
+
 
 def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
-    parser = verbs.add_parser("calibrate", help="measure this machine for the cost model (under torchrun)")
-    parser.add_argument("--out", help="write the profile to this file instead of the user's cache")
+    parser = add_verb(
+        verbs, "calibrate", "measure this machine for the cost model, under torchrun",
+        launcher="torchrun --nproc-per-node 8 -m ub_overlap", examples=["calibrate", "calibrate --quick --out profile.json"],
+        exits={0: "success", 1: "a measurement failed on all ranks", 2: "bad usage, or not started by torchrun"},
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", type=output_file, metavar="FILE", help="write the profile to this file instead of the user's cache"
+    )
     parser.add_argument("--quick", action="store_true", help="measure a quarter of the points")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if available")
     parser.set_defaults(run=run)
@@ -22,5 +30,5 @@ def run(flags: argparse.Namespace) -> int:
         os.environ[name] = value
     from ub_overlap.tools.calibrate.calibrate import calibrate
 
-    calibrate(flags.out, flags.device, quick=flags.quick)
+    calibrate(flags.out and str(flags.out), flags.device, quick=flags.quick)
     return 0

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import Any
 
-from ub_overlap.runtime.errors import OptionError
-
 from . import exports
+from .parsers import add_verb
 
 
 def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
-    parser = verbs.add_parser("diff", parents=[as_json], help="compare two stored reports: graphs and decisions that differ")
+    parser = add_verb(
+        verbs, "diff", "compare two reports: graphs and decisions that differ", parents=[as_json],
+        examples=["diff before.json after.json", "diff rank0.json rank1.json --html page.html"],
+        exits={0: "the reports are the same", 1: "they differ", 2: "bad usage, or not a report"},
+    )  # fmt: skip
     parser.add_argument("a", metavar="A.json", help="a file of Report.to_json(), or a stored plan")
     parser.add_argument("b", metavar="B.json")
     exports.add(parser)
@@ -21,17 +23,14 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Return 0 if both are the same, 1 if they differ, 2 if a file cannot be read."""
+    """Return 0 if both are the same, 1 if they differ. OptionError for a file that is not a report."""
     from ub_overlap.compiler.diff import stored_report
     from ub_overlap.compiler.diff.render import site_section
+    from ub_overlap.compiler.text.terminal import output_width
 
-    try:
-        comparison = stored_report.compare_reports(
-            stored_report.read_report(flags.a), stored_report.read_report(flags.b), (flags.a, flags.b)
-        )
-    except OptionError as error:
-        print(error, file=sys.stderr)
-        return 2
+    comparison = stored_report.compare_reports(
+        stored_report.read_report(flags.a), stored_report.read_report(flags.b), (flags.a, flags.b)
+    )
     if flags.html:
         from ub_overlap.compiler.diff.render import html
 
@@ -43,5 +42,5 @@ def run(flags: argparse.Namespace) -> int:
     elif flags.text:
         exports.unified(comparison.shown)
     else:
-        print(site_section.render_comparison(comparison))
+        print(site_section.render_comparison(comparison, output_width()))
     return 0 if comparison.same else 1

@@ -18,6 +18,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ub_overlap import __version__
+from ub_overlap.compiler.text.terminal import paint, wants_color
+
+from .parsers import add_verb
 
 DEADLINE_S = 120
 VARIABLES = (
@@ -186,7 +189,10 @@ def _reading() -> Verdict:
 
 
 def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
-    parser = verbs.add_parser("doctor", parents=[as_json], help="report what works on this machine, what does not, and why")
+    parser = add_verb(
+        verbs, "doctor", "report what works on this machine, what does not, and why", parents=[as_json],
+        examples=["doctor", "doctor --json"], exits={0: "some overlap works here", 1: "none works"},
+    )  # fmt: skip
     parser.set_defaults(run=run)
 
 
@@ -201,8 +207,8 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def text(facts: dict[str, Any]) -> str:
-    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    mark = {True: "\x1b[32mworks\x1b[0m" if colour else "works", False: "\x1b[31mno\x1b[0m   " if colour else "no   "}
+    color = wants_color()
+    mark = {True: paint("works", 32, color), False: paint("no   ", 31, color)}
     lines = [f"ub_overlap {facts['ub_overlap']}"]
     for name in ("system", "store"):
         lines += [f"  {key:<12} {value}" for key, value in facts[name].items()]

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import Any
 
+from ub_overlap.runtime.errors import OptionError
+
 from . import exports
+from .parsers import add_verb
 
 
 def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
-    parser = verbs.add_parser("explain", parents=[as_json], help="show a stored report: decisions, reasons, edits")
+    parser = add_verb(
+        verbs, "explain", "show a report: decisions, reasons, edits", parents=[as_json],
+        examples=["explain report.json", "explain report.json --site forward.0", "explain report.json --html page.html"],
+        exits={0: "success", 2: "bad usage, not a report, or no such site"},
+    )  # fmt: skip
     parser.add_argument("report", metavar="REPORT.json", help="a file of Report.to_json(), or a stored plan")
     parser.add_argument("--site", metavar="ID", help='show one site, e.g. "forward.0"')
     exports.add(parser)
@@ -19,16 +25,16 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Print the report. Return 1 for an unknown site. OptionError for a file that is not a report."""
+    """Print the report. OptionError for an unknown site, or a file that is not a report."""
     from ub_overlap.compiler.diff import stored_report
     from ub_overlap.compiler.diff.graph_store import PlanGraphs
     from ub_overlap.compiler.diff.render import site_section
+    from ub_overlap.compiler.text.terminal import output_width
 
     report = stored_report.read_report(flags.report)
     known = [site["id"] for site in report["sites"]]
     if flags.site and flags.site not in known:
-        print(f"no site {flags.site!r} in {flags.report}; its sites are {', '.join(known) or 'none'}", file=sys.stderr)
-        return 1
+        raise OptionError(f"no site {flags.site!r}", where=flags.report, expected=f"one of {', '.join(known) or 'none'}")
     diffs = [d for g in map(PlanGraphs.from_dict, report["graphs"]) for d in (g.joint_diff(), g.diff()) if d is not None]
     if flags.html:
         from ub_overlap.compiler.diff.render import html
@@ -44,5 +50,5 @@ def run(flags: argparse.Namespace) -> int:
     elif flags.site:
         print(site_section.render_site(report, diffs, flags.site))
     else:
-        print(site_section.render_overview(report, diffs))
+        print(site_section.render_overview(report, diffs, output_width()))
     return 0

@@ -9,15 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .parsers import output_file
+
 if TYPE_CHECKING:
     from ub_overlap.compiler.diff.edits import Diff
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", action="store_true", help="print the graphs as a unified diff")
-    parser.add_argument("--html", metavar="FILE", help="write a self-contained HTML page")
-    parser.add_argument("--dot", metavar="FILE", help="write the edits for graphviz")
-    parser.add_argument("--model-explorer", metavar="FILE", help="write both graphs for Google's model-explorer")
+    parser.add_argument("--html", type=output_file, metavar="FILE", help="write a self-contained HTML page")
+    parser.add_argument("--dot", type=output_file, metavar="FILE", help="write the edits for graphviz")
+    parser.add_argument(
+        "--model-explorer", type=output_file, metavar="FILE", help="write both graphs for Google's model-explorer"
+    )
 
 
 def write(flags: argparse.Namespace, diffs: Sequence[Diff], site: str | None = None) -> None:
@@ -25,10 +29,10 @@ def write(flags: argparse.Namespace, diffs: Sequence[Diff], site: str | None = N
     from ub_overlap.compiler.diff.render import dot, model_explorer
 
     if flags.dot:
-        Path(flags.dot).write_text("\n".join(dot.dot(d, site) for d in diffs) + "\n")
+        flags.dot.write_text("\n".join(dot.dot(d, site) for d in diffs) + "\n", encoding="utf-8")
         report_written(flags.dot)
     if flags.model_explorer:
-        Path(flags.model_explorer).write_text(json.dumps(model_explorer.collection(list(diffs))))
+        flags.model_explorer.write_text(json.dumps(model_explorer.collection(list(diffs))))
         report_written(flags.model_explorer)
 
 
@@ -38,6 +42,7 @@ def report_written(path: str | Path) -> None:
 
 def unified(diffs: Sequence[Diff]) -> None:
     from ub_overlap.compiler.diff.render import text
+    from ub_overlap.compiler.text.terminal import wants_color
 
     for d in diffs:
-        print(text.unified(d, color=text.wants_color()))
+        print(text.unified(d, color=wants_color()))

@@ -6,13 +6,16 @@ import argparse
 import json
 from typing import Any
 
+from .parsers import add_verb
+
 
 def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
-    parser = verbs.add_parser(
-        "exposed",
-        parents=[as_json],
-        help="print the exposed communication of a torch.profiler trace",
-    )
+    parser = add_verb(
+        verbs, "exposed", "print the exposed communication of a torch.profiler trace", parents=[as_json],
+        examples=["exposed trace.json", "exposed trace.json.gz --json"],
+        exits={0: "success", 2: "bad usage, or not a trace of a device"},
+        details="Communication time with no concurrent compute kernel is exposed.",
+    )  # fmt: skip
     parser.add_argument("trace", metavar="TRACE.json", help="a file of export_chrome_trace (.gz too)")
     parser.set_defaults(run=run)
 

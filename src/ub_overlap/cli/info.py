@@ -10,6 +10,8 @@ from typing import Any
 from ub_overlap import __version__
 from ub_overlap.runtime import plan_store
 
+from .parsers import add_verb
+
 
 def info() -> dict[str, Any]:
     """Return installed versions. `problem`: None, or the reason why the package cannot run. Imports torch and the extension."""
@@ -49,5 +51,8 @@ def show_info(*, as_json: bool) -> int:
 
 
 def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
-    parser = verbs.add_parser("info", parents=[as_json], help="print versions, the extension, CUDA devices")
+    parser = add_verb(
+        verbs, "info", "print versions, the extension, CUDA devices", parents=[as_json],
+        examples=["info", "info --json"], exits={0: "the package can run here", 1: "it cannot; `problem` says why"},
+    )  # fmt: skip
     parser.set_defaults(run=lambda flags: show_info(as_json=flags.json))

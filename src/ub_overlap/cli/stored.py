@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from datetime import datetime
 from typing import Any
 
 from ub_overlap.runtime import plan_store
+from ub_overlap.runtime.errors import OptionError
+
+from .parsers import add_verb
 
 
 def stored_plans() -> list[dict[str, Any]]:
@@ -43,15 +45,14 @@ def list_reports(*, as_json: bool) -> int:
 
 
 def show_report(digest: str, *, as_json: bool) -> int:
-    """Print the report whose digest begins with `digest`. Return 1 if there is none, or more than one."""
+    """Print the report whose digest begins with `digest`. OptionError if there is none, or more than one."""
     digests = [row["digest"] for row in stored_plans() if row["digest"].startswith(digest)]
     text = plan_store.load(digests[0]) if len(digests) == 1 else None
     if text is None:
         problem = f"{len(digests)} reports begin with it: {', '.join(digests)}" if digests else "no such report"
-        print(
-            f"report {digest!r}: {problem} in {plan_store.directory()}; see: python -m ub_overlap report list", file=sys.stderr
+        raise OptionError(
+            problem, where=str(plan_store.directory()), got=repr(digest), fix="python -m ub_overlap report list shows all"
         )
-        return 1
     if as_json:
         print(text)
         return 0
@@ -69,16 +70,26 @@ def show_report(digest: str, *, as_json: bool) -> int:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return rows of the same keys as a table. Values are not converted: a digest of digits is not a number."""
-    from tabulate import tabulate
+    """Return rows of the same keys as a table that fits the terminal."""
+    from ub_overlap.compiler.text.table import render_table
+    from ub_overlap.compiler.text.terminal import output_width
 
-    return tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True)
+    return render_table(rows, width=output_width(), optional=("shapes", "written", "module"))
 
 
 def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
-    whats = verbs.add_parser("report", help="stored reports").add_subparsers(dest="what", required=True, metavar="{list,show}")
-    listing = whats.add_parser("list", parents=[as_json], help="list stored reports, newest first")
+    report = add_verb(
+        verbs, "report", "list and show stored reports", examples=["report list", "report show 61010f66"],
+        details="Every compilation stores one report per graph, under the digest of its plan.",
+    )  # fmt: skip
+    whats = report.add_subparsers(dest="what", required=True, metavar="{list,show}")
+    listing = add_verb(
+        whats, "list", "list stored reports, newest first", parents=[as_json], examples=["report list", "report list --json"]
+    )
     listing.set_defaults(run=lambda flags: list_reports(as_json=flags.json))
-    show = whats.add_parser("show", parents=[as_json], help="show one stored report")
+    show = add_verb(
+        whats, "show", "show one stored report", parents=[as_json], examples=["report show 61010f66"],
+        exits={0: "success", 2: "bad usage, or not exactly one report has that digest"},
+    )  # fmt: skip
     show.add_argument("digest", help="the report's digest, or its first digits")
     show.set_defaults(run=lambda flags: show_report(flags.digest, as_json=flags.json))

@@ -18,7 +18,7 @@ from ub_overlap.compiler.plan.reasons import Kind, Reason
 from ub_overlap.compiler.plan.strategy import Mode, Strategy
 from ub_overlap.runtime import plan_store
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_report_show(plan: Plan, digits: int, capsys: pytest.CaptureFixture[str]
 
 def test_report_show_of_one_that_is_not_there(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
     missing = "0" * 16 if not plan.digest.startswith("0") else "f" * 16
-    assert cli.main(["report", "show", missing]) == 1
+    assert cli.main(["report", "show", missing]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "no such report" in captured.err
@@ -132,5 +132,5 @@ def test_report_show_of_one_that_is_not_there(plan: Plan, capsys: pytest.Capture
 def test_report_show_of_an_ambiguous_prefix(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
     other = Plan("backward", plan.decisions)
     plan_store.save(other.digest, other.to_json())
-    assert cli.main(["report", "show", ""]) == 1
+    assert cli.main(["report", "show", ""]) == 2
     assert "2 reports" in capsys.readouterr().err

@@ -1,0 +1,1 @@
+"""Text output: tables that fit a width, and what the terminal shows. Imports no torch."""

@@ -1,0 +1,73 @@
+"""Failures of a command: one line on stderr, an exit code, and with --json one object on stdout.
+
+0    success                     3    an error inside this package
+1    the verb found a problem    130  interrupted
+2    bad usage                   141  the reader of a pipe ended (| head)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+from ub_overlap.runtime.errors import OptionError, UbOverlapError
+
+from .parsers import UsageError
+
+FOUND, USAGE, INTERNAL, INTERRUPTED, BROKEN_PIPE = 1, 2, 3, 130, 141
+
+
+def guarded(body: Callable[[], int], prog: str, *, as_json: bool, show_traceback: bool) -> int:
+    """Run `body` and return its exit code. A failure becomes one line on stderr; SystemExit(2) for bad usage."""
+    try:
+        code = body()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Python flushes stdout once more at its exit. The null device accepts that.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:  # noqa: BLE001  (the command line never shows a traceback by itself)
+        code, line, fields = describe(error)
+        if show_traceback:
+            traceback.print_exc()
+        print(line if isinstance(error, UsageError) else f"{prog}: error: {line}", file=sys.stderr)
+        if as_json:
+            print(json.dumps({"error": fields, "exit_code": code}), flush=True)
+        if isinstance(error, UsageError):
+            raise SystemExit(code) from None
+        return code
+
+
+def describe(error: Exception) -> tuple[int, str, dict[str, str]]:
+    """Return an error's exit code, its line of text, and its fields for JSON."""
+    fields = {"type": type(error).__name__}
+    if isinstance(error, UbOverlapError):
+        names = ("where", "got", "expected", "fix")
+        parts = {name: " ".join(str(getattr(error, name)).split()) for name in names}
+        known = {name: text for name, text in parts.items() if text}
+        line = "; ".join([" ".join(error.what.split()), *(f"{name}: {text}" for name, text in known.items())])
+        return USAGE if isinstance(error, OptionError) else FOUND, line, {**fields, "what": error.what, **known}
+    text = " ".join(str(error).split())
+    fields["what"] = text
+    if isinstance(error, UsageError):
+        return USAGE, text, fields
+    if isinstance(error, OSError):
+        return FOUND, text, fields
+    if isinstance(error, ImportError):
+        return FOUND, f"{text}; what works here: python -m ub_overlap doctor", fields
+    hint = "UB_OVERLAP_DEBUG=1 shows the traceback; python -m ub_overlap doctor --bundle FILE.zip collects what a report needs"
+    return INTERNAL, f"internal error: {type(error).__name__}: {text}; {hint}", fields
+
+
+def make_output_safe() -> None:
+    """Let stdout escape characters that its encoding lacks, instead of raising UnicodeEncodeError. stderr already does."""
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None and getattr(sys.stdout, "errors", "") == "strict":
+        reconfigure(errors="backslashreplace")

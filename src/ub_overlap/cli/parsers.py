@@ -1,0 +1,126 @@
+"""Parsers of the command line: one-line usage errors, help with an example, and types of file arguments.
+
+`Parser` objects keep what their help shows (summary, examples, exit codes), so that tools/docs writes docs/reference/cli.md
+from the same data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+PROG = "python -m ub_overlap"
+
+
+class UsageError(Exception):
+    """Bad usage of a command. The message names the command and its help."""
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Wraps descriptions and keeps the lines of an epilog."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith(("examples:", "exit codes:")):
+            return "".join(indent + line for line in text.splitlines(keepends=True))
+        return super()._fill_text(text, width, indent)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises UsageError. `examples`: command lines without PROG. `exits`: exit code -> meaning."""
+
+    def __init__(
+        self,
+        *args: Any,
+        examples: Sequence[str] = (),
+        launcher: str = PROG,
+        exits: dict[int, str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.examples = [f"{launcher} {example}".rstrip() for example in examples]
+        self.exits = dict(exits or {})
+        self.verbs: dict[str, Parser] = {}
+        kwargs.setdefault("formatter_class", HelpFormatter)
+        kwargs.setdefault("allow_abbrev", False)  # an abbreviation breaks when a flag is added
+        super().__init__(*args, epilog=self._epilog(), **kwargs)
+
+    def _epilog(self) -> str:
+        lines = ["examples:", *(f"  {e}" for e in self.examples)] if self.examples else []
+        lines += ["", "exit codes:", *(f"  {code}  {meaning}" for code, meaning in self.exits.items())] if self.exits else []
+        return "\n".join(lines).lstrip("\n")
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UsageError."""
+        raise UsageError(f"{self.prog}: error: {message}; see: {self.prog} --help")
+
+
+def add_verb(
+    verbs: Any,
+    name: str,
+    summary: str,
+    *,
+    examples: Sequence[str],
+    exits: dict[int, str] | None = None,
+    details: str = "",
+    parents: Sequence[argparse.ArgumentParser] = (),
+    launcher: str = PROG,
+) -> Parser:
+    """Add the parser of a verb. `summary`: a phrase without a period. `exits`: codes other than those of bad usage."""
+    codes = {2: "bad usage, or a file that cannot be read", **(exits or {0: "success"})}
+    parser: Parser = verbs.add_parser(
+        name,
+        parents=list(parents),
+        help=summary,
+        description=" ".join(filter(None, [f"{summary[0].upper()}{summary[1:]}.", details])),
+        examples=examples,
+        exits=dict(sorted(codes.items())),
+        launcher=launcher,
+    )
+    return parser
+
+
+def all_parsers(parser: Parser) -> list[Parser]:
+    """Return a parser and all parsers of its verbs, each before its own verbs."""
+    found = [parser]
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found += [inner for verb in action.choices.values() for inner in all_parsers(verb)]
+    return found
+
+
+def output_file(text: str) -> Path:
+    """Return the path of a file that can be written: the type of an argument."""
+    path = Path(text)
+    folder = path.parent
+    if not text or path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder; give a file")
+    if not folder.is_dir():
+        raise argparse.ArgumentTypeError(f"the folder of {text!r} does not exist")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: no permission")
+    return path
+
+
+def input_file(text: str) -> Path:
+    """Return the path of a file that can be read: the type of an argument."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder; give a file")
+    if not path.exists():
+        raise argparse.ArgumentTypeError(f"file not found: {text!r}")
+    if not os.access(path, os.R_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be read: no permission")
+    return path
+
+
+def positive(text: str) -> float:
+    """Return a number above 0: the type of an argument."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
