@@ -6,7 +6,10 @@ The command stores a plan. Its loss depends on which sites are overlapped.
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,7 +30,7 @@ sites = [{"id": i, "strategy": "pipelined" if i in on else "none", **row} for i 
 (folder / "00112233.json").write_text(json.dumps({"sites": sites}))
 wrong = sys.argv[1] == "always" or set(sys.argv[1].split(",")) <= set(on)
 print("step 1 loss 9.0", flush=True)
-if sys.argv[2] == "hang":
+if sys.argv[2] == "hang" or sys.argv[2] == "hang_if_wrong" and wrong:
     time.sleep(60)
 print("step 2 loss", "nan" if wrong and sys.argv[2] == "nan" else 3.0 if wrong else 2.0)
 sys.exit(3 if wrong and sys.argv[2] == "crash" else 0)
@@ -55,7 +58,11 @@ def test_one_site(
 ) -> None:
     assert find(tmp_path, monkeypatch, guilty, how, "--json", *flags) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [s["site"] for s in found["sites"]] == [guilty] and found["runs"] <= 2 + 2 * 4
+    assert found["status"] == "found" and [s["site"] for s in found["sites"]] == [guilty]
+    runs = found["runs"]
+    assert len(runs) <= 2 + 2 * 4 and [r["number"] for r in runs] == list(range(1, len(runs) + 1))
+    assert [r["outcome"] for r in runs[:2]] == ["good", "bad"] and runs[0]["disabled"] == "*" and runs[1]["disabled"] == ""
+    assert all("step 1 loss 9.0" in Path(r["log"]).read_text() for r in runs)
 
 
 def test_two_sites_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,12 +76,90 @@ def test_nothing_to_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert "good with all sites" in capsys.readouterr().err
     assert find(tmp_path, monkeypatch, "always", "crash") == 1  # fails with every set of sites
     assert "bad without any overlap" in capsys.readouterr().err
+    monkeypatch.setenv("UB_OVERLAP_CACHE_DIR", str(tmp_path / "empty"))
+    assert cli.main(["bisect", "--json", "--", sys.executable, "-c", EMPTY_PLANS]) == 1
+    assert json.loads(capsys.readouterr().out)["status"] == "no_sites"
+
+
+EMPTY_PLANS = "import os, sys; sys.exit(os.environ['UB_OVERLAP_DISABLE'] != '*')"
+
+
+@pytest.mark.parametrize("arguments", [
+    ["bisect"], ["bisect", "--loss", "(", "--", "true"], ["bisect", "--loss", "loss", "--", "true"],
+    ["bisect", "--", "no-such-command-here"], ["bisect", "--timeout", "0", "--", "true"], ["bisect", "--", "/etc/passwd"],
+    ["bisect", "--logs", "/dev/null/x", "--", "true"], ["bisect", "--on-timeout", "maybe", "--", "true"],
+])  # fmt: skip
+def test_bad_usage_is_found_before_the_first_run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        cli.main(arguments)
+    assert exit.value.code == 2
+    assert "run 1" not in (text := capsys.readouterr().err) and len(text.splitlines()) == 1
+
+
+def test_timeouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A hang is bad by default; --on-timeout stop ends the search. Neither is a failure with an exit code."""
+    assert find(tmp_path, monkeypatch, "forward.0", "hang_if_wrong", "--timeout", "1", "--json") == 0
+    answer, said = capsys.readouterr()
+    found = json.loads(answer)
+    timed_out = [r for r in found["runs"] if r["timed_out"]]
+    assert [s["site"] for s in found["sites"]] == ["forward.0"] and len(timed_out) >= 3
+    assert all(r["outcome"] == "timeout" and r["exit_code"] is None for r in timed_out)
+    assert "run 2: all sites overlapped: timed out after 1 s: timeout\n    step 1 loss 9.0\n" in said
+    assert find(tmp_path, monkeypatch, "forward.0", "hang_if_wrong", "--timeout", "1", "--json", "--on-timeout", "stop") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["status"], found["sites"], len(found["runs"])) == ("timeout", [], 2)
     assert find(tmp_path, monkeypatch, "always", "hang", "--timeout", "0.5") == 1
-    assert "exit code 124" in capsys.readouterr().err
-    for arguments in (["bisect"], ["bisect", "--loss", "(", "--", "x"], ["bisect", "--loss", "loss", "--", "x"]):
-        with pytest.raises(SystemExit) as exit:
-            cli.main(arguments)
-        assert exit.value.code == 2
+    assert "the command is bad without any overlap (run 1: timed out after" in capsys.readouterr().err
+
+
+def test_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The output of every run is in a file; the tail of a failed run is shown; --show-output and --quiet."""
+    logs = tmp_path / "logs"
+    assert find(tmp_path, monkeypatch, "always", "crash", "--logs", str(logs), "--json") == 1
+    answer, said = capsys.readouterr()
+    found = json.loads(answer)
+    assert found["status"] == "bad_without_overlap" and found["message"] and found["sites"] == []
+    assert [(r["number"], r["exit_code"], r["outcome"], r["log"]) for r in found["runs"]] == [
+        (1, 3, "bad", f"{logs}/run-1.log")
+    ]
+    assert (logs / "run-1.log").read_text().splitlines()[1:] == ["step 1 loss 9.0", "step 2 loss 3.0"]
+    assert "UB_OVERLAP_DISABLE='*'" in (logs / "run-1.log").read_text()
+    assert "run 1: no sites overlapped: exit code 3 after 0 s: bad\n    step 1 loss 9.0\n    step 2 loss 3.0\n" in said
+    find(tmp_path, monkeypatch, "always", "crash", "--tail", "1")
+    assert "    step 2 loss 3.0" in (said := capsys.readouterr().err) and "step 1 loss" not in said
+    find(tmp_path, monkeypatch, "always", "crash", "--show-output")
+    assert "\nstep 1 loss 9.0\nstep 2 loss 3.0\n" in capsys.readouterr().err
+    find(tmp_path, monkeypatch, "always", "crash", "--quiet")
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_the_users_own_patterns_stay_disabled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("UB_OVERLAP_DISABLE", "forward.0")
+    assert find(tmp_path, monkeypatch, "forward.0", "crash", "--json") == 1
+    assert json.loads(capsys.readouterr().out)["status"] == "good"
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_command(how: signal.Signals, tmp_path: Path) -> None:
+    """The command runs in a session of its own, so the interrupt is passed on: its grandchild ends too."""
+    mark = tmp_path / "grandchild"
+    script = (
+        f"import subprocess, time; open({str(mark)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid)); time.sleep(60)"
+    )
+    bisect = subprocess.Popen(
+        [sys.executable, "-m", "ub_overlap", "bisect", "--logs", str(tmp_path / "logs"), "--", sys.executable, "-c", script],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 30
+    while not (mark.exists() and mark.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    bisect.send_signal(how)
+    _, said = bisect.communicate(timeout=30)
+    assert bisect.returncode == 130 and said.splitlines()[-1].endswith("bisect: interrupted") and "Traceback" not in said
+    status = Path(f"/proc/{mark.read_text()}/status")
+    assert not status.exists() or "Z (zombie)" in status.read_text()
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 16])

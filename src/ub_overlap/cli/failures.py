@@ -32,6 +32,8 @@ def guarded(body: Callable[[], int], prog: str, *, as_json: bool, show_traceback
         return BROKEN_PIPE
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
+        if as_json:
+            print(json.dumps({"error": {"type": "KeyboardInterrupt", "what": "interrupted"}, "exit_code": INTERRUPTED}))
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001  (the command line never shows a traceback by itself)
         code, line, fields = describe(error)
