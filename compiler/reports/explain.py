@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from ub_overlap.runtime.stats import site_stats
 from ..cost.profile_lookup import load
 from ..options import Options
 from .history import HISTORY
+from .isolated_compile import CompiledPart, compiled_parts, isolated_compiler
 from .measured import measure_sites
 from .report import Report
 
@@ -27,53 +28,61 @@ def explain(
 ) -> Callable[..., Report]:
     """Compile `model` (a module or function, compiled or not), run it once and report every collective.
 
-    `measure`: run it three more times with tracing, and report the measured time of each site next to the predicted one.
-    With `fp8` it is then compiled once more, and each float8 matmul also runs in 16 bits. `Report.casts` and
+    `options`: None is those that it was compiled with. Of a model that is not compiled, but some submodules are, these are
+    compiled. `measure`: run it three more times with tracing, and report the measured time of each site next to the predicted
+    one. With `fp8` it is then compiled once more, and each float8 matmul also runs in 16 bits. `Report.casts` and
     `Report.float8()` show the difference.
 
-    Compile caches are bypassed. All ranks of the model's groups must call it together. The forward runs once. If an output
-    needs a gradient, so does the backward, through torch.autograd.grad, so that no .grad changes. Buffers that a forward
-    updates are updated; the amax history of delayed scaling is not.
+    The model is compiled apart from what this process has compiled: no cache is read, and no compiled code is changed. All
+    ranks of the model's groups must call it together. The forward runs once. If an output needs a gradient, so does the
+    backward, through torch.autograd.grad, so that no .grad changes. Buffers that a forward updates are updated; the amax
+    history of delayed scaling is not.
     """
-    plain = getattr(model, "_orig_mod", None) or getattr(model, "_torchdynamo_orig_callable", None) or model
+    parts = compiled_parts(model)
+    parts = [replace(p, options=options if options is not None else p.options) for p in parts]
 
     def run(*args: Any, **kwargs: Any) -> Report:
         before = site_stats()
         mark = HISTORY.mark()
 
-        def once(compiled: Callable[..., Any]) -> None:
-            leaves = compat.tree_leaves(compiled(*args, **kwargs))
+        def once(function: Callable[..., Any]) -> None:
+            leaves = compat.tree_leaves(function(*args, **kwargs))
             outputs = [o for o in leaves if isinstance(o, torch.Tensor) and o.requires_grad]
             if outputs:
                 seeds = [torch.ones_like(o) for o in outputs]
                 torch.autograd.grad(outputs, _leaves(outputs), seeds, allow_unused=True)
 
-        # With caches, a hit would run no pass, and a graph without sites would not be reported.
-        with _own_state(options or {}) as own, compat.caches_off():
-            compiled = torch.compile(plain, backend="ub_overlap", options=own or None)
-            once(compiled)
-            plans = HISTORY.since(mark)
-            sites = [str(SiteId(p.digest, d.id)) for p in plans for d in p.decisions if d.overlapped]
-            measured = measure_sites(lambda: once(compiled), sites) if measure else {}
+        with _own_state(parts) as own, isolated_compiler() as compiler:
+            with compiler.installed(model, own) as function:
+                once(function)
+                plans = HISTORY.since(mark)
+                sites = [str(SiteId(p.digest, d.id)) for p in plans for d in p.decisions if d.overlapped]
+                measured = measure_sites(lambda: once(function), sites) if measure else {}
             errors: dict[str, verify.SiteError] | None = None
             if measure and any(c.recipe for p in plans for c in p.casts):
-                with verify.FLOAT8.record_separately() as errors:
-                    once(torch.compile(plain, backend="ub_overlap", options={**own, "verify": True}))
-        profile = own.get("profile")
-        return Report(plans, before, load(profile) if profile is not None else None, measured, errors)
+                verified = [replace(p, options={**(p.options or {}), "verify": True}) for p in own]
+                with verify.FLOAT8.record_separately() as errors, compiler.installed(model, verified) as function:
+                    once(function)
+        profiles = [p.options["profile"] for p in own if p.options and p.options.get("profile") is not None]
+        return Report(plans, before, load(profiles[0]) if profiles else None, measured, errors)
 
     return run
 
 
 @contextlib.contextmanager
-def _own_state(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The options with a copy of the amax history of delayed scaling, so that `explain` does not change the training's."""
-    fp8 = Options(fp8=options.get("fp8")).fp8  # type: ignore[arg-type]
-    if fp8.recipe != "delayed":
-        yield dict(options)
-        return
-    with amax_history.copy_state(fp8.state) as name:
-        yield {**options, "fp8": replace(fp8, state=name)}
+def _own_state(parts: Sequence[CompiledPart]) -> Iterator[list[CompiledPart]]:
+    """The parts with a copy of the amax history of delayed scaling, so that `explain` does not change the training's."""
+    with contextlib.ExitStack() as stack:
+        copies: dict[str, str] = {}
+        own = []
+        for part in parts:
+            fp8 = Options(fp8=(part.options or {}).get("fp8")).fp8  # type: ignore[arg-type]
+            if fp8.recipe == "delayed":
+                if fp8.state not in copies:
+                    copies[fp8.state] = stack.enter_context(amax_history.copy_state(fp8.state))
+                part = replace(part, options={**(part.options or {}), "fp8": replace(fp8, state=copies[fp8.state])})
+            own.append(part)
+        yield own
 
 
 def _leaves(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
