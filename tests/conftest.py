@@ -23,6 +23,7 @@ settings.load_profile("ub_overlap")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: runs on GPUs, and skips with a reason where there are too few")
+    config.addinivalue_line("markers", "soak: half a minute of a program of tests/soak")
     config.addinivalue_line("markers", "full: left out with --quick")
     config.addinivalue_line("markers", "deadline(seconds): limit of a test under torchrun (tests/gpu/torchrun)")
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.harness.strike import signal_before_exchange
 from ub_overlap.runtime import errors, ops, plan_store, settings
 from ub_overlap.runtime.schedule.encode import provide as proven
 
@@ -231,16 +232,7 @@ def dies_binding(rank: int, world: int) -> Any:
     """Rank 1 dies after making its segments, before any peer attaches."""
     settings.configure(init_timeout_s=2.0)
     if rank == 1:
-        from ub_overlap.runtime.session.store_exchange import Exchange
-
-        before = Exchange.gather
-
-        def after_arena(self: Any, topic: str, mine: Any, *rest: Any) -> Any:
-            if topic == "attached":
-                os.kill(os.getpid(), signal.SIGKILL)
-            return before(self, topic, mine, *rest)
-
-        Exchange.gather = after_arena  # type: ignore[method-assign]
+        signal_before_exchange("attached", "SIGKILL")
     return attempt(lambda: gather(rank_ops.group(), rank, world, 4))
 
 

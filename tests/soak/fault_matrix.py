@@ -1,0 +1,152 @@
+"""The fault matrix: faults of one rank, by kind of op, place and signal, and what the other ranks must then observe.
+
+No torchrun: a launcher ends all ranks when one dies. Each trial has its own processes. A living rank must raise an error of
+ub_overlap that names the victim, within twice the deadline after the fault (plus `spare_s` for a busy machine). Its outputs
+are NaN or those of a call that had ended. A further call raises too. Nothing is left in /dev/shm.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from tests.runtime.spawn import Outcome, run_ranks
+
+OPS = ("AG", "RS", "AR", "bulk")
+ALL_OPS = (*OPS, "SAG", "SRS")
+TIMEOUT, FAILED, MISMATCH, SHAPE = ("PeerTimeoutError",), ("PeerFailedError",), ("SiteMismatchError",), ("ShapeMismatchError",)
+PATIENCE = 10.0
+"""CPU ranks see a dead process at once. Trials with one have a deadline that is so many times longer, with the same limit."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of the victim: a function of rank_faults.py, an op, and a variant.
+
+    `errors`: classes that living ranks may raise, () for none. `victim_lives`: the victim raises too. `is_death`: its process
+    ends. `devices`: where it is tried.
+    """
+
+    function: str
+    kind: str
+    how: str
+    errors: tuple[str, ...]
+    victim_lives: bool = True
+    is_death: bool = False
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}: {self.function} {self.how}"
+
+
+def list_faults(device: str, quick: bool = False) -> list[Fault]:
+    """Return the faults for a device. `quick`: fewer ops."""
+    faults: list[Fault] = []
+    for kind in ("AG", "RS") if quick else OPS if device == "cuda" else ALL_OPS:
+        faults += [
+            Fault("dies", kind, "SIGKILL", TIMEOUT, victim_lives=False, is_death=True),
+            Fault("dies", kind, "SIGSTOP", TIMEOUT, victim_lives=False),
+            Fault("dies", kind, "SIGTERM", TIMEOUT, victim_lives=False, is_death=True, devices=("cpu",)),
+            Fault("dies", kind, "SIGINT", TIMEOUT + FAILED, victim_lives=False, is_death=True, devices=("cpu",)),
+        ]
+    for kind in ("AG",) if quick else OPS:
+        faults += [Fault("skips", kind, "last", TIMEOUT), Fault("skips", kind, "next", MISMATCH)]
+        faults += [Fault("leaves", kind, how, TIMEOUT, False, True, ("cpu",)) for how in ("raises", "exits")]
+        faults += [Fault("leaves", kind, "in_op", FAILED, False, True, ("cpu",))]
+    for kind in ("RS",) if quick else ("AG", "RS", "AR"):
+        faults += [Fault("differs", kind, "shape", SHAPE), Fault("differs", kind, "site", MISMATCH)]
+        faults += [Fault("differs", kind, "dtype", SHAPE, devices=("cpu",))]
+        faults += [Fault("differs", kind, "plan", ("PlanMismatchError",), devices=("cpu",))]
+    before = TIMEOUT + FAILED
+    for how in ("exits", "sleeps", "SIGKILL", "SIGSTOP"):
+        faults.append(Fault("binds", "AG", how, before, victim_lives=False, devices=("cpu",)))
+    for topic in ("hosts", "arena", "attached"):
+        for how in ("SIGKILL", "SIGTERM", "SIGSTOP"):
+            faults.append(Fault("binds", "AG", f"{topic}:{how}", before, victim_lives=False, devices=("cpu",)))
+    for topic in ("grow/1", "grown/1"):
+        for how in ("SIGKILL", "SIGTERM"):
+            faults.append(Fault("grows", "RS", f"{topic}:{how}", TIMEOUT, False, True, ("cpu",)))
+        faults.append(Fault("grows", "RS", f"{topic}:SIGSTOP", TIMEOUT, victim_lives=False, devices=("cpu",)))
+    faults += [Fault("slow", "AG", "host", ()), Fault("slow", "RS", "device", (), devices=("cuda",))]
+    faults += [Fault("forks", "AG", how, (), devices=("cpu",)) for how in ("bound", "unbound")]
+    if device == "cuda":
+        faults += [Fault("dies", "graph", how, TIMEOUT, victim_lives=False) for how in ("SIGKILL", "SIGSTOP")]
+        faults += [Fault("skips", "graph", "last", TIMEOUT), Fault("slow", "graph", "device", ())]
+    return [fault for fault in faults if device in fault.devices]
+
+
+def names_rank(text: str, rank: int) -> bool:
+    """Return whether an error's first line names `rank`."""
+    first = text.splitlines()[0] if text else ""
+    return any(str(rank) in re.findall(r"\d+", part) for part in re.findall(r"ranks? [\d, and]+", first))
+
+
+def judge(fault: Fault, outcome: Outcome, limit_s: float, victim: int, cuda: bool) -> str:
+    """Return what is wrong with the result of a rank, or ""."""
+    if outcome.error or outcome.value is None:
+        last = outcome.text.strip().splitlines()
+        return f"ended with {outcome.error or 'nothing'} {last[0] if last else ''}"
+    seen: dict[str, Any] = outcome.value
+    if not fault.errors:
+        return "" if not seen["error"] else f"{seen['error']}: {seen['text'].splitlines()[0] if seen['text'] else ''}"
+    if seen["error"] not in fault.errors:
+        return f"raised {seen['error'] or 'nothing'} after {seen['calls']} calls: {seen['text'][:120]}"
+    if outcome.rank != victim and not names_rank(seen["text"], victim):
+        return f"does not name rank {victim}: {seen['text'].splitlines()[0]}"
+    if seen["seconds"] > limit_s:
+        return f"raised after {seen['seconds']:.1f} s"
+    if "WRONG" in seen["outputs"] or (
+        cuda and fault.function != "dies" and outcome.rank != victim and seen["outputs"] not in ("nan", "none")
+    ):
+        return f"outputs are {seen['outputs']}"
+    if not seen["after"]:
+        return "a further call did not raise"
+    return str(seen["notes"])
+
+
+def play(fault: Fault, device: str, ranks: int, deadline: float, victim: int = 1, spare_s: float = 1.5) -> tuple[str, str]:
+    """Run one trial and return (what is wrong, or "", and the measured values)."""
+    living = [rank for rank in range(ranks) if rank != victim or fault.victim_lives]
+    patience = PATIENCE if fault.is_death and device == "cpu" else 1.0
+    clock = time.monotonic()
+    outcomes = run_ranks(
+        f"tests.soak.rank_faults:{fault.function}",
+        ranks,
+        args=(device, fault.kind, fault.how, patience * deadline, victim),
+        timeout=90 + 4 * patience * deadline,
+        wait_for=living,
+    )
+    limit_s = 2 * deadline + spare_s
+    bad = [f"rank {r}: {why}" for r in living if (why := judge(fault, outcomes[r], limit_s, victim, device == "cuda"))]
+    took = time.monotonic() - clock
+    if bad:
+        return "; ".join(bad), ""
+    values = [outcomes[r].value for r in living]
+    if not fault.errors:
+        return "", f"no error, {max(v['seconds'] for v in values):.1f} s of {took:.0f} s"
+    texts = sorted({f"{v['error']} naming {list(v['ranks'])}" for v in values})
+    outs = sorted({v["outputs"] for v in values})
+    slowest = max(v["seconds"] for v in values)
+    return "", f"{slowest:.1f} s after: {', '.join(texts)}; outputs {', '.join(outs)}"
+
+
+class FaultRuns:
+    """Concurrent runs of faults. Each test reads its own result."""
+
+    def __init__(
+        self, faults: Sequence[Fault], device: str, ranks: int, deadline: float, at_once: int, spare_s: float = 1.5
+    ) -> None:
+        self._pool = ThreadPoolExecutor(at_once)
+        self._runs = {fault.name: self._pool.submit(play, fault, device, ranks, deadline, spare_s=spare_s) for fault in faults}
+
+    def result(self, fault: Fault) -> tuple[str, str]:
+        return self._runs[fault.name].result()
+
+    def close(self) -> None:
+        """Wait for all runs."""
+        self._pool.shutdown()

@@ -1,0 +1,208 @@
+"""Rank functions of the fault matrix: one rank, the victim, fails. Every living rank returns its observations.
+
+Ranks are processes of tests/runtime/spawn.py, with a gloo world. Every function returns a `Seen` as a dict. `kind`: the op
+(tests/gpu/cases.py), or "graph". `how`: the variant of the fault.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.harness.strike import signal_before_exchange
+from ub_overlap.runtime import ops, plan_store
+from ub_overlap.runtime.session import session
+
+from .scene import Scene
+
+LOOP_S = 30.0
+"""Seconds after which a loop of calls without an error ends."""
+
+
+def dies(rank: int, world: int, device: str, kind: str, how: str, deadline: float, victim: int) -> dict[str, Any]:
+    """Send the signal `how` to the victim while all ranks call in a loop. SIGINT raises KeyboardInterrupt there."""
+    scene = Scene(rank, world, device, kind, deadline, victim)
+    scene.strike_later(lambda: os.kill(os.getpid(), getattr(signal, how)))
+    return scene.finish(scene.call_until_error(LOOP_S + 3 * deadline))
+
+
+def leaves(rank: int, world: int, device: str, kind: str, how: str, deadline: float, victim: int) -> dict[str, Any]:
+    """The victim stops calling: its program raises (`how` "raises"), ends ("exits"), or fails within an op ("in_op")."""
+    scene = Scene(rank, world, device, kind, deadline, victim)
+    for _ in range(3):
+        scene.call()
+    scene.settle()
+    if not scene.is_victim:
+        return scene.finish(scene.call_until_error(LOOP_S + 3 * deadline))
+    scene.record_fault()
+    if how == "in_op":
+
+        def refuse(key: Any, rank: int) -> Any:
+            raise MemoryError("no room for schedules")
+
+        ops.extension().set_provider(refuse)
+        scene.call()
+    if how == "raises":
+        raise ValueError("the victim's own error")
+    return {}
+
+
+def binds(rank: int, world: int, device: str, kind: str, how: str, deadline: float, victim: int) -> dict[str, Any]:
+    """The victim fails before the group's first call, or within it.
+
+    `how`: "exits" or "sleeps" before the call, a signal before the call, or "topic:signal" within it.
+    """
+    scene = Scene(rank, world, device, kind, deadline, victim, bound=False)
+    begin = time.time()
+    if scene.is_victim:
+        topic, _, name = how.rpartition(":")
+        if how == "exits":
+            return {}
+        if how == "sleeps":
+            time.sleep(LOOP_S + 3 * deadline)
+        elif topic:
+            signal_before_exchange(topic, name)
+        else:
+            os.kill(os.getpid(), getattr(signal, name))
+
+    def body() -> None:
+        scene.outs = scene.op()
+        scene.look()
+
+    return scene.finish(scene.attempt(body, lambda: begin))
+
+
+def grows(rank: int, world: int, device: str, kind: str, how: str, deadline: float, victim: int) -> dict[str, Any]:
+    """The victim gets a signal while the arena grows. `how`: "topic:signal"."""
+    scene = Scene(rank, world, device, kind, deadline, victim)
+    case, _ = scene.make.kind(scene.kind, 16 * scene.size)
+    scene.settle()
+    begin = time.time()
+    if scene.is_victim:
+        topic, _, name = how.rpartition(":")
+        signal_before_exchange(topic, name)
+
+    def body() -> None:
+        scene.op(site="fault.grows", case=case)
+        scene.look()
+
+    return scene.finish(scene.attempt(body, lambda: begin))
+
+
+def skips(rank: int, world: int, device: str, kind: str, how: str, deadline: float, victim: int) -> dict[str, Any]:
+    """The victim skips its last call (`how` "last"), or skips it and calls another site (`how` "next")."""
+    scene = Scene(rank, world, device, kind, deadline, victim)
+    for _ in range(3):
+        scene.call()
+    scene.settle()
+    begin = time.time()
+
+    def body() -> None:
+        if not scene.is_victim:
+            scene.call()
+            scene.look()
+        elif how == "next":
+            scene.outs = scene.op(site="fault.next")
+            scene.look()
+        else:
+            others = [f"done/{other}" for other in range(world) if other != victim]
+            scene.store.wait(others, timedelta(seconds=4 * deadline + 10))
+            session.check(scene.group)
+
+    seen = scene.attempt(body, lambda: begin)
+    scene.store.set(f"done/{rank}", "1")
+    if scene.is_victim and how == "last":
+        scene.outs = scene.expected  # of its last call before the fault
+    return scene.finish(seen)
+
+
+def differs(rank: int, world: int, device: str, kind: str, how: str, deadline: float, victim: int) -> dict[str, Any]:
+    """The victim passes another shape or dtype, calls another site, or has another plan. The arena does not grow."""
+    scene = Scene(rank, world, device, kind, deadline, victim)
+    odd = how if scene.is_victim else ""
+    dtype = torch.float16 if odd == "dtype" else torch.bfloat16
+    case, _ = scene.make.kind(scene.kind, scene.size // 2 + (16 if odd == "shape" else 0), dtype)
+    site = f"fault.{'two' if odd == 'site' else 'one'}"
+    if how == "plan":
+        digest = ("b" if odd else "a") * 16
+        sites = [{"id": "forward.0", "kind": case[0], "strategy": "bulk" if odd else "pipelined"}]
+        plan_store.save(digest, json.dumps({"shared": {"sites": sites}}))
+        site = f"{digest}/forward.0"
+    scene.settle()
+    begin = time.time()
+
+    def body() -> None:
+        scene.outs = scene.op(site=site, case=case)
+        scene.look()
+
+    scene.outs = []
+    seen = scene.attempt(body, lambda: begin)
+    scene.expected = [torch.zeros_like(t) for t in scene.outs]  # only NaN is right
+    return scene.finish(seen)
+
+
+def slow(rank: int, world: int, device: str, kind: str, how: str, deadline: float, victim: int) -> dict[str, Any]:
+    """The victim is late by 0.6 of the deadline, on the host or on the device. Expect no error and right numbers."""
+    scene = Scene(rank, world, device, kind, deadline, victim)
+
+    def be_late() -> None:
+        if how == "device" and scene.cuda:
+            torch.cuda._sleep(int(0.6 * deadline * 1.8e9))
+        else:
+            time.sleep(0.6 * deadline)
+
+    return _expect_right(scene, be_late)
+
+
+def forks(rank: int, world: int, device: str, kind: str, how: str, deadline: float, victim: int) -> dict[str, Any]:
+    """The victim forks a child that calls an op of the group. The child gets a ForkError, and nothing else happens.
+
+    `how`: "bound", or "unbound" for a fork before the group's first call.
+    """
+    scene = Scene(rank, world, device, kind, deadline, victim, bound=how == "bound")
+
+    def fork() -> None:
+        receive, send = os.pipe()
+        child = os.fork()
+        if child == 0:
+            seen = scene.attempt(scene.call, time.time)
+            os.write(send, seen.error.encode() or b"no error")
+            os._exit(0)
+        os.waitpid(child, 0)
+        name = os.read(receive, 1000).decode()
+        assert name == "ForkError", f"the child got {name}"
+
+    if how == "unbound":
+        if scene.is_victim:
+            fork()
+        dist.barrier()
+        scene.expected = [t.clone() for t in scene.op()]
+        return _expect_right(scene, lambda: None)
+    return _expect_right(scene, fork)
+
+
+def _expect_right(scene: Scene, disturb: Callable[[], None]) -> dict[str, Any]:
+    """Disturb the victim before each of two calls. Their results must be right."""
+    begin = time.time()
+
+    def body() -> None:
+        for _ in range(2):
+            if scene.is_victim:
+                disturb()
+            scene.call()
+            scene.look()
+            bad = [i for i, (a, b) in enumerate(zip(scene.outs, scene.expected, strict=True)) if not torch.equal(a, b)]
+            assert not bad, f"outputs {bad} are wrong"
+
+    seen = scene.attempt(body, lambda: begin)
+    seen.seconds = time.time() - begin
+    return asdict(seen)

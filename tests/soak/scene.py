@@ -1,0 +1,166 @@
+"""One rank of a fault trial: its group, a typical call, and what it observed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.gpu import cases
+from tests.gpu.cases import Maker
+from ub_overlap import _torch_compat
+from ub_overlap.runtime import errors, ops, settings
+from ub_overlap.runtime.session import session
+
+Outs = list[torch.Tensor]
+
+
+@dataclass
+class Seen:
+    """The observations of one rank.
+
+    `error`, `ranks`, `text`: the first error. `seconds`: its delay after the fault. `after`: the error of the next call.
+    `outputs`: "nan", "right" (the call had ended before), "none" (the op raised at once) or "WRONG". `notes`: remarks.
+    """
+
+    error: str = ""
+    ranks: tuple[int, ...] = ()
+    text: str = ""
+    seconds: float = 0.0
+    after: str = ""
+    outputs: str = ""
+    calls: int = 0
+    notes: str = ""
+
+
+class Scene:
+    """A rank with its group, a case of `kind`, and the expected result without faults.
+
+    `victim`: the rank at fault. `bound`: make the group's session by a first call.
+    """
+
+    def __init__(self, rank: int, world: int, device: str, kind: str, deadline: float, victim: int, bound: bool = True) -> None:
+        self.rank, self.victim, self.cuda = rank, victim, device == "cuda"
+        self.device = torch.device("cuda", rank) if self.cuda else torch.device("cpu")
+        if self.cuda:
+            torch.cuda.set_device(self.device)
+        settings.configure(step_timeout_s=deadline, init_timeout_s=60.0 if bound else deadline)
+        torch.manual_seed(rank)
+        self.group = str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+        self.store = _torch_compat.store_of(dist.group.WORLD)
+        self.make = Maker(self.device, world)
+        self.graph: Any = None
+        self.kind = "AG" if kind == "graph" else kind
+        self.size = 2048 if self.cuda else 64
+        self.case, self.strategy = self.make.kind(self.kind, self.size)
+        self.outs: Outs = []
+        self.expected: Outs = []
+        if not bound:
+            dist.barrier()
+            return
+        self.expected = [t.clone() for t in self.op()]
+        self.settle()
+        if kind == "graph":
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.outs = self.op()
+        self.settle()
+        core = next(core for core in ops.extension().sessions() if core.group == self.group)
+        assert core.transport == ("symmetric memory" if self.cuda else "shared memory"), core.reason
+
+    def op(self, site: str = "", case: Any = None) -> Outs:
+        return cases.run_op(case or self.case, self.strategy, self.group, site or f"fault.{self.kind}")
+
+    def call(self) -> None:
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self.outs = self.op()
+
+    @property
+    def is_victim(self) -> bool:
+        return self.rank == self.victim
+
+    def record_fault(self) -> None:
+        """Publish the time of the fault."""
+        self.store.set("fault", repr(time.time()))
+
+    def fault_time(self) -> float:
+        self.store.wait(["fault"], timedelta(seconds=5))
+        return float(self.store.get("fault"))
+
+    def call_until_error(self, seconds: float) -> Seen:
+        """Call in a loop and return the error."""
+        calls = 0
+
+        def body() -> None:
+            nonlocal calls
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                for _ in range(4):
+                    self.call()
+                    calls += 1
+                self.look()
+
+        seen = self.attempt(body, self.fault_time)
+        seen.calls = calls
+        return seen
+
+    def strike_later(self, strike: Callable[[], None], seconds: float = 0.5) -> None:
+        """Run `strike` on the victim, on another thread, while it calls."""
+        if not self.is_victim:
+            return
+
+        def run() -> None:
+            self.record_fault()
+            strike()
+
+        threading.Timer(seconds, run).start()
+
+    def settle(self) -> None:
+        self.sync()
+        session.check(self.group)
+        dist.barrier()
+
+    def sync(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def look(self) -> None:
+        self.sync()
+        session.check(self.group)
+
+    def attempt(self, body: Callable[[], Any], begin: Callable[[], float]) -> Seen:
+        """Return the error that `body` raises. `begin`: time of the fault."""
+        seen = Seen()
+        try:
+            body()
+        except Exception as error:  # noqa: BLE001  reported to the test program
+            seen.seconds = time.time() - begin()
+            seen.error, seen.text = type(error).__name__, str(error)
+            seen.ranks = tuple(getattr(error, "ranks", ()))
+            if not isinstance(error, errors.UbOverlapError):
+                seen.notes = "not an error of ub_overlap"
+        return seen
+
+    def finish(self, seen: Seen) -> dict[str, Any]:
+        """Check the outputs of the last call and the error of one more call."""
+        if seen.error:
+            self.sync()
+            kinds = set()
+            for got, right in zip(self.outs, self.expected, strict=True) if self.outs else ():
+                if got.numel():  # outputs that were not requested are empty
+                    kinds.add("nan" if bool(got.isnan().all()) else "right" if torch.equal(got, right) else "WRONG")
+            seen.outputs = "WRONG" if "WRONG" in kinds else ", ".join(sorted(kinds)) or "none"
+            try:
+                self.op()
+                self.look()
+            except errors.UbOverlapError as error:
+                seen.after = type(error).__name__
+        return asdict(seen)

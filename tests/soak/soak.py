@@ -1,0 +1,85 @@
+"""The soak: random calls on CPU ranks until a number of seconds or calls is reached.
+
+Results equal fp64 as closely as the plain op's, and memory, descriptors, mappings and threads of all ranks stay flat.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tests.harness.ranks import RankPool
+from tests.harness.shared_memory import list_segments
+
+from .rank_soak import run_batch
+from .resources import Resources, find_leaks
+
+BATCH = 25
+"""Calls between two samples of the resources."""
+
+
+@dataclass
+class SoakReport:
+    """The result of a soak. `bad`: "rank, error" texts with the number of the call. `samples`: resources by rank."""
+
+    ranks: int
+    seed: int
+    calls: int = 0
+    seconds: float = 0.0
+    bad: list[tuple[int, int, str]] = field(default_factory=list)
+    samples: list[list[Resources]] = field(default_factory=list)
+    leaks: list[str] = field(default_factory=list)
+
+    @property
+    def is_fine(self) -> bool:
+        return not self.bad and not self.leaks
+
+    def describe(self) -> str:
+        """Return the result in lines. Each wrong call comes with the command that replays it."""
+        lines = [f"{self.calls} calls on {self.ranks} ranks in {self.seconds:.0f} s, seed {self.seed}: {len(self.bad)} wrong"]
+        for number, rank, text in self.bad:
+            lines.append(f"  rank {rank}: {text}")
+            lines.append(
+                f"    replay: python -m tests.soak calls --ranks {self.ranks} --seed {self.seed} --first {number} -n 1"
+            )
+        for rank, samples in enumerate(self.samples):
+            if samples:
+                a, b = samples[0], samples[-1]
+                lines.append(
+                    f"  rank {rank}: resident {a.rss >> 20} to {b.rss >> 20} MiB, descriptors {a.fds} to {b.fds}, "
+                    f"mappings {a.maps} to {b.maps}, threads {a.threads} to {b.threads}"
+                )
+        return "\n".join([*lines, *(f"  LEAK {leak}" for leak in self.leaks)])
+
+
+def soak(
+    ranks: int,
+    seed: int,
+    *,
+    seconds: float | None = None,
+    calls: int | None = None,
+    first: int = 0,
+    sabotage: int = -1,
+    progress: Callable[[str], None] = lambda text: None,
+) -> SoakReport:
+    """Run random calls until `seconds` or `calls` are over, or an op raises. `first`: the number of the first call."""
+    report = SoakReport(ranks, seed, samples=[[] for _ in range(ranks)])
+    begin = time.monotonic()
+    before = list_segments()
+    with RankPool(ranks) as pool:
+        while (calls is None or report.calls < calls) and (seconds is None or time.monotonic() - begin < seconds):
+            count = BATCH if calls is None else min(BATCH, calls - report.calls)
+            results = pool.run(run_batch, seed, first + report.calls, count, sabotage, timeout=60 + 2 * count)
+            report.calls += count
+            for rank, result in enumerate(results):
+                report.bad += [(number, rank, text) for number, text in result["bad"]]
+                report.samples[rank].append(result["resources"])
+            progress(f"{report.calls} calls, {time.monotonic() - begin:.0f} s, {len(report.bad)} wrong")
+            if any(result["broken"] for result in results):
+                break
+        report.seconds = time.monotonic() - begin
+    report.leaks = [f"rank {rank}: {leak}" for rank, samples in enumerate(report.samples) for leak in find_leaks(samples)]
+    left = sorted(list_segments() - before)
+    report.leaks += [f"/dev/shm/{name} is left behind" for name in left]
+    return report

@@ -1,0 +1,87 @@
+"""Half a minute each of the soak and the fault matrix. By hand they run longer: python -m tests.soak --help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.harness.shared_memory import list_segments
+
+from .fault_matrix import Fault, FaultRuns, list_faults
+from .resources import Resources, find_leaks
+from .soak import soak
+
+DEADLINE_S, SPARE_S = 2.0, 15.0
+"""The spare seconds are for a busy machine: a rank that hangs exceeds them, and a death is seen before them."""
+FAULTS = (
+    "RS: dies SIGKILL",
+    "SRS: dies SIGTERM",
+    "bulk: leaves exits",
+    "AG: leaves raises",
+    "AG: binds SIGKILL",
+    "AG: binds attached:SIGTERM",
+    "AG: slow host",
+)
+"""Those that tests/runtime/test_failures.py does not try, and a late rank."""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(150)
+def test_soak() -> None:
+    """Random calls of all ops have right results, and nothing grows."""
+    report = soak(2, seed=20, seconds=20.0)
+    assert report.is_fine, report.describe()
+    assert report.calls >= 100, report.describe()
+
+
+@pytest.mark.timeout(120)
+def test_a_wrong_result_is_found_and_replays() -> None:
+    """The soak finds a result that was changed, names its call, and finds it again in that call alone."""
+    first = soak(2, seed=4, first=20, calls=8, sabotage=27)
+    assert [(number, rank) for number, rank, _ in first.bad] == [(27, 1)], first.describe()
+    assert "--seed 4 --first 27 -n 1" in first.describe()
+    again = soak(2, seed=4, first=27, calls=1, sabotage=27)
+    text = [bad[2].partition(": error")[0] for bad in (*first.bad, *again.bad)]
+    assert text[0] == text[1], "the same op on the same sizes"
+
+
+@pytest.mark.parametrize("name", ["rss", "fds", "maps", "threads"])
+def test_growth_is_found(name: str) -> None:
+    """A steady growth is found, a large warm-up and a peak are not."""
+
+    def sample(i: int, grown: bool) -> Resources:
+        values = {"rss": 200 << 20, "fds": 16, "maps": 400, "threads": 6}
+        step = {"rss": 1 << 20, "maps": 2}.get(name, 1)
+        values[name] += step * i if grown else step * min(i, 5) + (step if i == 20 else 0)
+        return Resources(calls=i, **values)
+
+    assert not find_leaks([sample(i, False) for i in range(30)])
+    found = find_leaks([sample(i, True) for i in range(30)])
+    assert len(found) == 1, found
+    assert found[0].startswith(f"{name} grew from")
+
+
+@pytest.fixture(scope="module")
+def fault_runs(request: pytest.FixtureRequest) -> Iterator[FaultRuns]:
+    """Run the selected faults, two at a time."""
+    chosen = [item.callspec.params["fault"] for item in request.session.items if item.function is test_fault]  # type: ignore[attr-defined]
+    before = list_segments()
+    runs = FaultRuns(chosen, "cpu", 2, DEADLINE_S, 2, SPARE_S)
+    yield runs
+    runs.close()
+    assert list_segments() <= before, "trials left shared memory segments behind"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("fault", [f for f in list_faults("cpu") if f.name in FAULTS], ids=lambda fault: fault.name)
+def test_fault(fault_runs: FaultRuns, fault: Fault) -> None:
+    wrong, _ = fault_runs.result(fault)
+    assert not wrong, wrong
+
+
+def test_the_chosen_faults_exist() -> None:
+    names = [fault.name for fault in list_faults("cpu")]
+    assert set(FAULTS) <= set(names)
+    assert len(names) == len(set(names)), "two faults have one name"
