@@ -102,6 +102,13 @@ class PeerFailedError(RankError):
     """A peer raised an error and reported it to the group. `ranks`: the peer."""
 
 
+class CollectiveError(RankError):
+    """The plain collective of a site failed in c10d, or reached the deadline of its process group.
+
+    c10d does not name the rank at fault: `ranks` is empty. The error's cause (`__cause__`) is c10d's own.
+    """
+
+
 class SessionPoisonedError(UbOverlapError):
     """An earlier error left the ranks of this group out of step. The group cannot be used any more."""
 

@@ -36,6 +36,7 @@ from . import fp8_amax_history as fp8_amax_history
 from . import fp8_cached_weight as fp8_cached_weight
 from . import fp8_quantize as fp8_quantize
 from .definition import OpDefinition
+from .plain_collective import at_site
 from .schedule_provider import ScheduleProvider
 
 DEFINITIONS: dict[str, OpDefinition[Any]] = {
@@ -59,7 +60,8 @@ load = extension
 def run_fallback(op: str, *args: Any) -> Any:
     """Run the fallback of `op` on the arguments of its schema. C++ calls this."""
     definition = DEFINITIONS[op]
-    return definition.fallback(definition.arguments(*args))
+    with at_site(op, args[-1]):
+        return definition.fallback(definition.arguments(*args))
 
 
 _C = load()

@@ -16,6 +16,7 @@ from torch import Tensor
 from ub_overlap import _torch_compat
 
 from ..fp8.numerics import FLOAT8
+from .plain_collective import run_collective
 
 
 def group_size(group: str) -> int:
@@ -36,7 +37,7 @@ def all_gather(shard: Tensor, group: str) -> Tensor:
         return all_gather(shard.contiguous().view(torch.uint8), group).view(shard.dtype)
     out = shard.new_empty((shard.shape[0] * group_size(group), *shard.shape[1:]))
     if out.numel():
-        _torch_compat.gather_into(out, shard.contiguous(), group)
+        run_collective(group, shard.device.type, lambda: _torch_compat.gather_into(out, shard.contiguous(), group))
     return out
 
 
@@ -44,7 +45,7 @@ def reduce_scatter(full: Tensor, group: str) -> Tensor:
     """[R * s, ...] -> [s, ...], summed over ranks"""
     out = full.new_empty((full.shape[0] // group_size(group), *full.shape[1:]))
     if out.numel():
-        _torch_compat.scatter_into(out, full.contiguous(), group)
+        run_collective(group, full.device.type, lambda: _torch_compat.scatter_into(out, full.contiguous(), group))
     return out
 
 
@@ -52,7 +53,7 @@ def all_reduce(full: Tensor, group: str) -> Tensor:
     """Return a contiguous tensor of the same sizes, summed over ranks."""
     out = full.clone(memory_format=torch.contiguous_format)
     if out.numel():
-        _torch_compat.group_of(group).allreduce([out]).wait()
+        run_collective(group, full.device.type, lambda: _torch_compat.group_of(group).allreduce([out]).wait())
     return out
 
 

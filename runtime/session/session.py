@@ -13,6 +13,7 @@ through all-to-all exchanges with deadlines (store_exchange.py), so an error nam
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -119,6 +120,15 @@ class Session:
             "group '%s': landing area grew from %d to %d bytes per slot (%d of arena), for %s at site '%s'",
             exchange.group, before, size, self.arena_bytes, op, site,
         )  # fmt: skip
+
+    def fail_collective(self, op: str, site: str, text: str) -> None:
+        """Tell the peers that a plain collective failed here. Raise PeerTimeoutError where the process of one is gone."""
+        if self._exchange is not None:
+            self._exchange.op, self._exchange.site = op, site
+            self._exchange.fail(f"{op} at site '{site}': {text}")
+            for _ in range(10 if self._arena is not None else 0):  # a process closes its sockets before it is gone
+                self._check_peers()
+                time.sleep(0.05)
 
     def tune(self, op: str, site: str, bucket: int, work: str, strategies: Sequence[str], run: Callable[[int], bool]) -> int:
         """Return the index of the strategy that all ranks use at a site, -1 where none can be timed now."""

@@ -256,6 +256,16 @@ def scatter_into(out: Any, whole: Any, group: str) -> None:
     group_of(group)._reduce_scatter_base(out, whole).wait()
 
 
+def timeout_of(group: Any, device: str) -> float | None:
+    """Return the deadline of a group's collectives on a device type in seconds, None where its backend has none."""
+    import torch
+
+    try:
+        return float(group._get_backend(torch.device(device)).options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return None
+
+
 def groups() -> list[str]:
     """Return "name:backend:size" of every c10d process group of this process."""
     import torch.distributed as dist

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ def attempt(body: Callable[[], Any]) -> dict[str, Any]:
             "error": type(error).__name__,
             "text": str(error),
             "ranks": getattr(error, "ranks", None),
+            "cause": type(error.__cause__).__name__,
             "seconds": time.monotonic() - begin,
             "ours": isinstance(error, errors.UbOverlapError),
         }
@@ -52,6 +54,19 @@ def never_calls(rank: int, world: int, step_s: float) -> list[dict[str, Any]]:
         found = [attempt(lambda: rank == world - 1 or gather(name, rank, world, 4))]
         dist.barrier()
         return [*found, attempt(lambda: gather(name, rank, world, 4))]
+
+
+def plain_collective(rank: int, world: int, how: str, timeout_s: float) -> dict[str, Any]:
+    """Rank 1 skips a site that runs a plain collective: the group has no transport, or the strategy is "none"."""
+    group = dist.new_group(list(range(world)), timeout=timedelta(seconds=timeout_s))
+    with reset():
+        if how == "hosts":
+            C.testing.set_host_id(f"host{rank}:boot:1")
+        call = {"strategy": "pipelined" if how == "hosts" else "none", "site": "/plain"}
+        gather(group.group_name, rank, world, 4, **call)
+        found = attempt(lambda: rank == 1 or gather(group.group_name, rank, world, 4, **call))
+        dist.barrier()
+        return found
 
 
 def ranges(rank: int, world: int) -> tuple[dict[str, Any], list[str]]:

@@ -40,6 +40,18 @@ def test_a_rank_that_never_binds(pools: dict[int, RankPool]) -> None:
         assert found[rank]["seconds"] < STEP + SLACK
 
 
+@pytest.mark.parametrize("how", ["hosts", "none"])
+def test_a_plain_collective(pools: dict[int, RankPool], how: str) -> None:
+    """The error of a plain collective names site, rank and the deadline, which is c10d's. Its cause is c10d's error."""
+    found = pools[2].run(rank_failures.plain_collective, how, 2.0, timeout=60)[0]
+    assert (found["error"], found["ranks"]) == ("CollectiveError", ()), found
+    assert "failed on rank 0 of the group" in found["text"]
+    assert "all_gather_matmul at site '/plain', group '" in found["text"]
+    assert "the deadline of the process group, 2 s" in found["text"]
+    assert found["seconds"] < 2 + SLACK
+    assert found["cause"] == "RuntimeError"
+
+
 @pytest.mark.parametrize("rows", [5, 300_000])
 def test_other_shapes(pools: dict[int, RankPool], rows: int) -> None:
     """Different shapes raise an error, also if only one rank would have to grow its arena."""

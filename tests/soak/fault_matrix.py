@@ -54,6 +54,7 @@ def list_faults(device: str, quick: bool = False) -> list[Fault]:
             Fault("dies", kind, "SIGTERM", TIMEOUT, victim_lives=False, is_death=True, devices=("cpu",)),
             Fault("dies", kind, "SIGINT", TIMEOUT + FAILED, victim_lives=False, is_death=True, devices=("cpu",)),
         ]
+    faults += [Fault("dies", f"plain {kind}", "SIGKILL", TIMEOUT, False, True, ("cpu",)) for kind in OPS]
     for kind in ("AG",) if quick else OPS:
         faults += [Fault("skips", kind, "last", TIMEOUT), Fault("skips", kind, "next", MISMATCH)]
         faults += [Fault("leaves", kind, how, TIMEOUT, False, True, ("cpu",)) for how in ("raises", "exits")]

@@ -40,7 +40,7 @@ class Seen:
 
 
 class Scene:
-    """A rank with its group, a case of `kind`, and the expected result without faults.
+    """A rank with its group, a case of `kind` ("plain AG" for a plain collective), and the expected result without faults.
 
     `victim`: the rank at fault. `bound`: make the group's session by a first call.
     """
@@ -58,7 +58,10 @@ class Scene:
         self.graph: Any = None
         self.kind = "AG" if kind == "graph" else kind
         self.size = 2048 if self.cuda else 64
-        self.case, self.strategy = self.make.kind(self.kind, self.size)
+        op = self.kind.removeprefix("plain ")
+        self.case, self.strategy = self.make.kind(op, self.size)
+        if op != self.kind:
+            self.strategy = "none"
         self.outs: Outs = []
         self.expected: Outs = []
         if not bound:

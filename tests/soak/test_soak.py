@@ -17,6 +17,7 @@ DEADLINE_S, SPARE_S = 2.0, 15.0
 FAULTS = (
     "RS: dies SIGKILL",
     "SRS: dies SIGTERM",
+    "plain AR: dies SIGKILL",
     "bulk: leaves exits",
     "AG: leaves raises",
     "AG: binds SIGKILL",
