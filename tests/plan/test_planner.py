@@ -19,7 +19,8 @@ from tests.compiler.rank_compile import decisions_of
 from tests.harness.ranks import RankPool
 from ub_overlap.cli import main
 from ub_overlap.runtime.errors import OptionError
-from ub_overlap.tools.planner.models import MODELS, PlannedBlock, block_input, named, parallel_blocks
+from ub_overlap.tools.planner.models import block_input, parallel_blocks
+from ub_overlap.tools.planner.sizes import MODELS, PlannedBlock, named
 from ub_overlap.tools.planner.unmatched_time import find_unmatched_work
 
 SMALL = PlannedBlock(hidden=64, ffn=128, heads=8, kv_heads=4, seq=32, tp=2, batch=2, dtype="fp32")

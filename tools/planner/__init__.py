@@ -1,6 +1,7 @@
 """Plan a step without the machine: trace a real tensor-parallel block over fake ranks and run the compiler's passes on it.
 
-    models.py           the blocks that can be planned, and their sizes
+    sizes.py            sizes of a block, and of known models; no torch
+    models.py           the block as a module of DTensors
     trace.py            block -> decisions of its forward and backward graph, and the other work in those graphs
     unmatched_time.py   time of work outside of sites: other matmuls, attention, elementwise work
     planned_step.py     the predicted step as rows, totals, JSON and a plan to load

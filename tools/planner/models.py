@@ -5,9 +5,6 @@ Legend: R ranks, B batch, S sequence (S/R per rank between the parallel regions)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,69 +19,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from ub_overlap.runtime.errors import OptionError
+from .sizes import PlannedBlock
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedBlock:
-    """Sizes of a block. `gated`: SwiGLU, RMSNorm, rotary positions, no biases (Llama); else GELU, LayerNorm, biases (GPT)."""
-
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    seq: int
-    tp: int
-    batch: int = 1
-    layers: int = 1
-    dtype: str = "bf16"
-    gated: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("hidden", "ffn", "heads", "kv_heads", "seq", "tp", "batch", "layers"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise _refused(name, value, "an integer of at least 1")
-        if self.tp < 2:
-            raise _refused("tp", self.tp, "at least 2 ranks: one rank has no communication")
-        if self.dtype not in DTYPES:
-            raise _refused("dtype", self.dtype, " or ".join(DTYPES))
-        if self.hidden % self.heads:
-            raise _refused("hidden", self.hidden, f"a multiple of heads={self.heads}")
-        if self.gated and self.hidden // self.heads % 2:
-            raise _refused("hidden", self.hidden, "heads of an even size, for rotary positions")
-        if self.heads % self.kv_heads:
-            raise _refused("heads", self.heads, f"a multiple of kv_heads={self.kv_heads}")
-        for name in ("ffn", "heads", "kv_heads", "seq"):
-            if getattr(self, name) % self.tp:
-                raise _refused(name, getattr(self, name), f"a multiple of tp={self.tp}")
-
-    @property
-    def head_dim(self) -> int:
-        """Width of a head."""
-        return self.hidden // self.heads
-
-
-def _refused(name: str, got: Any, expected: str) -> OptionError:
-    return OptionError(
-        what=f"cannot plan this block: {name}", where=f"--{name.replace('_', '-')}", got=str(got), expected=expected
-    )
-
-
-MODELS = {
-    "llama-8b": PlannedBlock(hidden=4096, ffn=14336, heads=32, kv_heads=8, seq=8192, tp=8),
-    "llama-70b": PlannedBlock(hidden=8192, ffn=28672, heads=64, kv_heads=8, seq=8192, tp=8),
-    "gpt3-175b": PlannedBlock(hidden=12288, ffn=49152, heads=96, kv_heads=96, seq=2048, tp=8, gated=False),
-}
-
-
-def named(name: str, **changes: Any) -> PlannedBlock:
-    """Return the sizes of a known model, with changes. OptionError for another name."""
-    if name not in MODELS:
-        raise OptionError(what="unknown model", where="--model", got=name, expected=f"one of {', '.join(MODELS)}")
-    return replace(MODELS[name], **changes)
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Attention(nn.Module):
@@ -161,7 +98,7 @@ class Blocks(nn.Module):
 def parallel_blocks(s: PlannedBlock, mesh: DeviceMesh) -> nn.Module:
     """Return the blocks as DTensors over `mesh`: sequence-parallel norms, column- then row-parallel layers."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(DTYPES[s.dtype])  # a fake module cannot be cast afterwards
+    torch.set_default_dtype(TORCH_DTYPES[s.dtype])  # a fake module cannot be cast afterwards
     try:
         blocks = Blocks(s)
     finally:
@@ -179,4 +116,4 @@ def parallel_blocks(s: PlannedBlock, mesh: DeviceMesh) -> nn.Module:
 
 def block_input(s: PlannedBlock) -> Tensor:
     """Return this rank's shard of the hidden states, [B, S/R, D], which requires grad."""
-    return torch.zeros(s.batch, s.seq // s.tp, s.hidden, dtype=DTYPES[s.dtype], requires_grad=True)
+    return torch.zeros(s.batch, s.seq // s.tp, s.hidden, dtype=TORCH_DTYPES[s.dtype], requires_grad=True)

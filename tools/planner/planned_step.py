@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ub_overlap.compiler.reports.summary import format_plan
 from ub_overlap.compiler.text.table import render_table
 from ub_overlap.runtime.site_id import SiteId
 
-from .models import PlannedBlock
+from .sizes import PlannedBlock
 from .trace import trace
 
 
@@ -161,13 +161,17 @@ def mnk(d: Decision) -> str:
     return " + ".join(text if count == 1 else f"{count} of {text}" for text, count in counts.items())
 
 
-def plan_step(sizes: PlannedBlock, options: Options, graphs: bool = False) -> PlannedStep:
+def plan_step(
+    sizes: PlannedBlock, options: Options, graphs: bool = False, progress: Callable[[str], None] = lambda _: None
+) -> PlannedStep:
     """Trace the block, decide every site by `options`, and predict the step with the options' profile.
 
-    `graphs`: include graphs for an HTML page; needs the extension. OptionError where a saved plan does not fit.
+    `graphs`: include graphs for an HTML page; needs the extension. `progress`: is called with each step of the work.
+    OptionError where a saved plan does not fit.
     """
     profile = load(options.profile, sizes.tp)
-    traced = trace(sizes, options, graphs)
+    traced = trace(sizes, options, graphs, progress)
+    progress("predicting the step")
     rows = tuple(PlanRow(d, outlook(_own_work(d, g.plan), profile)) for g in traced for d in g.plan.decisions)
     rest: dict[str, float] = {}
     for graph in traced:

@@ -23,7 +23,8 @@ from ub_overlap.compiler.rewrite.rewrite_graph import rewrite
 from ub_overlap.compiler.select import Decided, decide
 from ub_overlap.runtime.errors import UbOverlapError
 
-from .models import PlannedBlock, block_input, parallel_blocks
+from .models import block_input, parallel_blocks
+from .sizes import PlannedBlock
 from .unmatched_time import UnmatchedWork, find_unmatched_work
 
 
@@ -36,12 +37,14 @@ class TracedGraph:
     graphs: PlanGraphs | None = None
 
 
-def trace(sizes: PlannedBlock, options: Options, rewritten: bool = False) -> list[TracedGraph]:
+def trace(
+    sizes: PlannedBlock, options: Options, rewritten: bool = False, progress: Callable[[str], None] = lambda _: None
+) -> list[TracedGraph]:
     """Trace the blocks and return their forward and backward graph, in this order.
 
-    `rewritten`: include the graphs before and after the rewrite; needs the extension, which has the ops. UbOverlapError where
-    this process already has a process group: the default group must be that of the fake ranks. OptionError where a saved plan
-    in the options does not fit.
+    `rewritten`: include the graphs before and after the rewrite; needs the extension, which has the ops. `progress`: is called
+    with each step of the work. UbOverlapError where this process already has a process group: the default group must be that
+    of the fake ranks. OptionError where a saved plan in the options does not fit.
     """
     if rewritten:
         from ub_overlap.runtime import ops
@@ -50,7 +53,9 @@ def trace(sizes: PlannedBlock, options: Options, rewritten: bool = False) -> lis
     graphs: list[TracedGraph] = []
 
     def compiled(gm: GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
-        decided = decide(gm.graph, options, phase_of(gm.graph), lambda *_: None)
+        phase = phase_of(gm.graph)
+        progress(f"selecting strategies of the {phase} graph")
+        decided = decide(gm.graph, options, phase, lambda *_: None)
         rest = find_unmatched_work(gm.graph, _site_nodes(gm.graph, decided))
         plain = GraphModule(gm, copy.deepcopy(gm.graph)) if rewritten else gm  # runs instead: fake ranks cannot run the ops
         graphs.append(TracedGraph(decided.plan, rest, _rewritten(gm.graph, decided, options) if rewritten else None))
@@ -59,13 +64,16 @@ def trace(sizes: PlannedBlock, options: Options, rewritten: bool = False) -> lis
     joint = JointPass(options)
 
     def partition(gm: GraphModule, *args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        progress("partitioning the joint graph")
         joint(gm.graph)
         gm.recompile()
         return compat.min_cut_rematerialization_partition(gm, *args, **kwargs)
 
     backend = compat.aot_autograd(fw_compiler=compiled, bw_compiler=compiled, partition_fn=partition)
     with _fake_ranks(sizes.tp) as mesh, compat.caches_off(), compat.FakeTensorMode():
+        progress("building the block")
         blocks = parallel_blocks(sizes, mesh)
+        progress("tracing forward and backward")
         try:
             out = torch.compile(blocks, backend=backend, fullgraph=True, dynamic=False)(block_input(sizes))
             out.sum().backward()

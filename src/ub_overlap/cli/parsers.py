@@ -7,8 +7,9 @@ from the same data.
 from __future__ import annotations
 
 import argparse
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -117,10 +118,24 @@ def input_file(text: str) -> Path:
 
 def positive(text: str) -> float:
     """Return a number above 0: the type of an argument."""
+    return _number(text, float, lambda value: value > 0, "a number above 0")
+
+
+def non_negative(text: str) -> float:
+    """Return a number of at least 0: the type of an argument."""
+    return _number(text, float, lambda value: value >= 0, "a number of at least 0")
+
+
+def non_negative_int(text: str) -> int:
+    """Return an integer of at least 0: the type of an argument."""
+    return int(_number(text, int, lambda value: value >= 0, "an integer of at least 0"))
+
+
+def _number(text: str, kind: Callable[[str], float], valid: Callable[[float], bool], expected: str) -> float:
     try:
-        value = float(text)
+        value = kind(text)
     except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+        value = math.nan
+    if not (math.isfinite(value) and valid(value)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
     return value

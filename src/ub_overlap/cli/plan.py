@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
-from typing import Any
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from ub_overlap.runtime.errors import OptionError
+
+from .exports import report_written
+from .parsers import Parser, add_verb, input_file, non_negative, non_negative_int, output_file
+from .progress import show_progress
+
+if TYPE_CHECKING:
+    from ub_overlap.tools.planner.sizes import PlannedBlock
 
 SIZES = {
     "hidden": "width of the model", "ffn": "width of the feed-forward layer", "heads": "query heads",
@@ -15,48 +24,105 @@ REQUIRED = ("hidden", "ffn", "heads", "seq", "tp")
 
 
 def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
-    parser = verbs.add_parser("plan", parents=[as_json], help="predict the step of a block, site by site; needs no GPU")
+    parser = add_verb(
+        verbs, "plan", "predict the step of a tensor-parallel block, site by site; needs no GPU", parents=[as_json],
+        examples=[
+            "plan --model llama-70b",
+            "plan --model llama-8b --seq 4096 --tp 4 --save plan.json --html page.html",
+            "plan --hidden 8192 --ffn 28672 --heads 64 --kv-heads 8 --seq 8192 --tp 8",
+        ],
+        exits={0: "success", 1: "the block could not be planned", 2: "bad usage, or sizes that do not fit"},
+    )  # fmt: skip
     parser.add_argument("--model", help="llama-8b, llama-70b or gpt3-175b; other size flags replace its values")
     for name, text in SIZES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
     parser.add_argument("--dtype", help="bf16 (default), fp16 or fp32")
     parser.add_argument("--ungated", action="store_true", help="GELU, LayerNorm and biases (GPT) instead of SwiGLU and RMSNorm")
     parser.add_argument("--profile", default="h200", help="a shipped profile (h200, cpu) or a file (default: h200)")
-    parser.add_argument("--min-bytes", type=int, metavar="N", help="the option min_bytes=")
-    parser.add_argument("--memory-budget", type=float, metavar="N", help="the option memory_budget=: a share up to 1, or bytes")
+    parser.add_argument("--min-bytes", type=non_negative_int, metavar="N", help="the option min_bytes=")
     parser.add_argument(
-        "--overrides", metavar="FILE", help="the option overrides=: JSON or YAML with strategies, or a saved plan"
+        "--memory-budget", type=non_negative, metavar="N", help="the option memory_budget=: a share up to 1, or bytes"
     )
-    parser.add_argument("--save", metavar="FILE", help="write the plan; options={'overrides': FILE} applies it")
-    parser.add_argument("--timeline", metavar="FILE", help="write the predicted steps of all sites: JSON for Perfetto, or .png")
-    parser.add_argument("--html", metavar="FILE", help="write a page: both graphs side by side, sites, predicted schedules")
+    parser.add_argument(
+        "--overrides",
+        type=input_file,
+        metavar="FILE",
+        help="the option overrides=: JSON or YAML with strategies, or a saved plan",
+    )
+    parser.add_argument(
+        "--save", type=output_file, metavar="FILE", help="write the plan; options={'overrides': FILE} applies it"
+    )
+    parser.add_argument(
+        "--timeline",
+        type=output_file,
+        metavar="FILE",
+        help="write the predicted steps of all sites: JSON for Perfetto, or .png (needs matplotlib)",
+    )
+    parser.add_argument(
+        "--html", type=output_file, metavar="FILE", help="write a page: both graphs side by side, sites, predicted schedules"
+    )
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
     parser.set_defaults(run=lambda flags: run(flags, parser))
 
 
-def run(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Print the step and return 0. SystemExit(2) for missing sizes, OptionError for invalid ones."""
+def run(flags: argparse.Namespace, parser: Parser) -> int:
+    """Print the step and return 0. UsageError for missing sizes, OptionError for invalid values."""
+    sizes, options = check(flags, parser)
+    with show_progress("plan", quiet=flags.quiet or flags.json) as progress:
+        progress("loading torch")
+        from ub_overlap.compiler.options import parse
+        from ub_overlap.tools.planner.planned_step import plan_step
+
+        step = plan_step(sizes, parse(options, frozenset())[0], graphs=flags.html is not None, progress=progress)
+        progress("writing files")
+        if flags.save:
+            flags.save.write_text(step.saved_plan(), encoding="utf-8")
+        if flags.html:
+            step.to_html(flags.html)
+        if flags.timeline:
+            step.timeline(flags.timeline)
+    for path in filter(None, (flags.save, flags.html, flags.timeline)):
+        report_written(path)
+    if flags.json:
+        print(step.to_json())
+    else:
+        from ub_overlap.compiler.text.terminal import output_width
+
+        print(step.text(output_width()))
+    return 0
+
+
+def check(flags: argparse.Namespace, parser: Parser) -> tuple[PlannedBlock, dict[str, Any]]:
+    """Return the sizes and options of the flags. It checks all values, and imports no torch: errors take no time."""
+    from ub_overlap.compiler.cost import profile_lookup
+    from ub_overlap.compiler.overrides.override_set import parse_overrides
+    from ub_overlap.tools.planner.sizes import PlannedBlock, named
+
     size_flags: dict[str, Any] = {name: value for name in (*SIZES, "dtype") if (value := getattr(flags, name)) is not None}
     if flags.ungated:
         size_flags["gated"] = False
     missing = [f"--{name}" for name in REQUIRED if name not in size_flags]
     if not flags.model and missing:
         parser.error(f"give --model, or {', '.join(missing)}")
-    from ub_overlap.compiler.options import parse
-    from ub_overlap.tools.planner.models import PlannedBlock, named
-    from ub_overlap.tools.planner.planned_step import plan_step
-
     if not flags.model:
         size_flags.setdefault("kv_heads", size_flags["heads"])
     sizes = named(flags.model, **size_flags) if flags.model else PlannedBlock(**size_flags)
     options: dict[str, Any] = {"profile": flags.profile}
     option_flags = ("overrides", "min_bytes", "memory_budget")
     options |= {name: value for name in option_flags if (value := getattr(flags, name)) is not None}
-    step = plan_step(sizes, parse(options, frozenset())[0], graphs=flags.html is not None)
-    if flags.save:
-        Path(flags.save).write_text(step.saved_plan())
+    profile_lookup.load(flags.profile, sizes.tp)
+    if flags.overrides:
+        options["overrides"] = str(flags.overrides)
+        parse_overrides(options["overrides"])
+    if flags.timeline and flags.timeline.suffix.lower() == ".png":
+        _require("matplotlib", "--timeline FILE.png", "pip install matplotlib, or write JSON: --timeline step.json")
     if flags.html:
-        step.to_html(flags.html)
-    if flags.timeline:
-        step.timeline(flags.timeline)
-    print(step.to_json() if flags.json else step)
-    return 0
+        _require("ub_overlap._C", "--html", "build the extension: pip install --no-build-isolation .")
+    _require("torch", "plan", "pip install torch; what works here: python -m ub_overlap doctor")
+    return sizes, options
+
+
+def _require(module: str, what: str, fix: str) -> None:
+    """Raise OptionError if a module is not installed. It is not imported."""
+    if importlib.util.find_spec(module) is None:
+        raise OptionError(f"{what} needs {module}, which is not installed", fix=fix)

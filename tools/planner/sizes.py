@@ -1,0 +1,70 @@
+"""Sizes of the blocks that can be planned. Imports no torch, so that bad sizes are an error at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ub_overlap.runtime.errors import OptionError
+
+DTYPES = ("bf16", "fp16", "fp32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedBlock:
+    """Sizes of a block. `gated`: SwiGLU, RMSNorm, rotary positions, no biases (Llama); else GELU, LayerNorm, biases (GPT)."""
+
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    seq: int
+    tp: int
+    batch: int = 1
+    layers: int = 1
+    dtype: str = "bf16"
+    gated: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "ffn", "heads", "kv_heads", "seq", "tp", "batch", "layers"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise _refused(name, value, "an integer of at least 1")
+        if self.tp < 2:
+            raise _refused("tp", self.tp, "at least 2 ranks: one rank has no communication")
+        if self.dtype not in DTYPES:
+            raise _refused("dtype", self.dtype, " or ".join(DTYPES))
+        if self.hidden % self.heads:
+            raise _refused("hidden", self.hidden, f"a multiple of heads={self.heads}")
+        if self.gated and self.hidden // self.heads % 2:
+            raise _refused("hidden", self.hidden, "heads of an even size, for rotary positions")
+        if self.heads % self.kv_heads:
+            raise _refused("heads", self.heads, f"a multiple of kv_heads={self.kv_heads}")
+        for name in ("ffn", "heads", "kv_heads", "seq"):
+            if getattr(self, name) % self.tp:
+                raise _refused(name, getattr(self, name), f"a multiple of tp={self.tp}")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.hidden // self.heads
+
+
+def _refused(name: str, got: Any, expected: str) -> OptionError:
+    return OptionError(
+        what=f"cannot plan this block: {name}", where=f"--{name.replace('_', '-')}", got=str(got), expected=expected
+    )
+
+
+MODELS = {
+    "llama-8b": PlannedBlock(hidden=4096, ffn=14336, heads=32, kv_heads=8, seq=8192, tp=8),
+    "llama-70b": PlannedBlock(hidden=8192, ffn=28672, heads=64, kv_heads=8, seq=8192, tp=8),
+    "gpt3-175b": PlannedBlock(hidden=12288, ffn=49152, heads=96, kv_heads=96, seq=2048, tp=8, gated=False),
+}
+
+
+def named(name: str, **changes: Any) -> PlannedBlock:
+    """Return the sizes of a known model, with changes. OptionError for another name."""
+    if name not in MODELS:
+        raise OptionError(what="unknown model", where="--model", got=name, expected=f"one of {', '.join(MODELS)}")
+    return replace(MODELS[name], **changes)
