@@ -59,9 +59,7 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
         "--on-timeout", choices=("bad", "stop"), default="bad", help="what a timeout is: a bad run (default), or the end"
     )
     parser.add_argument("--show-output", action="store_true", help="show the output of the command while it runs, on stderr")
-    parser.add_argument(
-        "--tail", type=non_negative_int, default=10, metavar="N", help="lines to show of a failed run (10)"
-    )
+    parser.add_argument("--tail", type=non_negative_int, default=10, metavar="N", help="lines to show of a failed run (10)")
     parser.add_argument("--logs", metavar="FOLDER", help="folder of the runs' output (default: a new temporary one)")
     parser.add_argument("--quiet", action="store_true", help="print the answer only")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command, after --")
