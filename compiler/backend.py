@@ -79,6 +79,7 @@ def _prepared(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any
 def _inductor_options(ours: Options, theirs: dict[str, Any], mode: str | None, inputs: GraphInputs) -> dict[str, Any]:
     """Return Inductor's options: those of its mode, the user's, and our passes at its hooks after the user's passes."""
     compat.mend_fused_reads()
+    compat.mend_stored_reductions()
     if ours.fp8.is_on:
         compat.never_reused(torch.ops.ub_overlap.fp8_cached_weight.default)
     patches = {**(compat.list_mode_options(mode) if mode else {}), **theirs}

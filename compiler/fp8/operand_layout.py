@@ -6,7 +6,6 @@ copy of a pointwise result by a view of it. Only a GPU would notice.
 
 from __future__ import annotations
 
-import torch
 from torch.fx import Graph, Node
 
 from ub_overlap import _torch_compat as compat
@@ -50,11 +49,10 @@ def emit_contiguous_scales(e: Emitter, scales: Node, shape: tuple[Size, ...]) ->
 
 
 def _pin(e: Emitter, operand: Node, row_major: bool) -> Node:
-    strides: list[Size] = list(operand.meta["val"].stride())
-    if any(isinstance(s, torch.SymInt) for s in strides):
-        rows, cols = shape_of(operand)
-        strides = [cols, 1] if row_major else [1, rows]
+    """Emit `operand` in the required layout, whatever layout its own node has: passes may have replaced that node."""
+    rows, cols = shape_of(operand)
     try:
-        return e.call(compat.__getattr__("force_stride_order"), operand, [e.size(s) for s in strides])
+        strides = [e.size(cols), 1] if row_major else [1, e.size(rows)]
     except SizeUnknown:
         return operand
+    return e.call(compat.__getattr__("force_stride_order"), operand, strides)

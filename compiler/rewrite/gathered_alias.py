@@ -6,7 +6,7 @@ from torch.fx import Node
 
 from ..graph.aten import ShardBlocks, dtype_of, shape_of
 from ..graph.emitter import Emitter
-from ..graph.sizes import is_same
+from ..graph.sizes import as_sizes, is_same, squeezed
 from ..match.permutes import Permute
 from ..match.site import Gather, GatheredScales
 
@@ -33,6 +33,8 @@ def restore_alias(
         # Contiguous if the alias was: its users may view it.
         value = e.permute(value, [1, 0]) if node.meta["val"].is_contiguous() else e.transpose(value)
     value = e.reshape(value, shape)
+    if _is_column_major(node) and not _is_column_major(value):  # a copy that the program made for a scaled matmul
+        value = e.transpose(e.permute(value, [1, 0]))
     return e.bitcast(value, alias.dtype) if dtype_of(value).itemsize == 1 else e.cast(value, alias.dtype)
 
 
@@ -44,3 +46,9 @@ def _reorder(e: Emitter, value: Node, before: ShardBlocks, after: ShardBlocks) -
         return e.permute(e.reshape(value, (before.outer, before.ranks, before.inner)), [1, 0, 2])
     value = _reorder(e, value, before, ShardBlocks(1, before.ranks, before.outer * before.inner))
     return e.permute(e.reshape(value, (after.ranks, after.outer, after.inner)), [1, 0, 2])
+
+
+def _is_column_major(node: Node) -> bool:
+    """Return whether `node` is a matrix whose columns are contiguous and whose rows are not."""
+    shape, strides = shape_of(node), as_sizes(node.meta["val"].stride())
+    return len(squeezed(shape)) == len(shape) == 2 and is_same(strides[0], 1) and is_same(strides[1], shape[0])

@@ -29,6 +29,8 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "DeletedGuards": ("torch._dynamo.guards:DeletedGuardManagerWrapper",),
     "extern_kernels": ("torch._inductor.select_algorithm:extern_kernels",),
     "force_stride_order": ("torch._inductor.inductor_prims:force_stride_order",),
+    "cpp_vector_kernel": ("torch._inductor.codegen.cpp:CppVecKernel",),
+    "deferred_line": ("torch._inductor.codegen.common:DeferredLine",),
     "inductor_config": ("torch._inductor.config",),
     "inductor_node": ("torch._inductor.scheduler:SchedulerNode",),
     "inductor_virtualized": ("torch._inductor.virtualized:V",),
@@ -153,6 +155,24 @@ def mend_fused_reads() -> None:
         self.set_read_writes(self.read_writes.rename(self.mutation_renames))
 
     node.recompute_size_and_body = mended
+
+
+@functools.cache
+def mend_stored_reductions() -> None:
+    """Patch a bug of Inductor on the CPU: code that stores one vectorized sum to two buffers of 16 bits does not compile.
+
+    torch 2.11 to 2.15 declare the converted sum once for each store, under one name. Gradients of two biases of one value, such
+    as `F.linear(x, w, b) + c`, are such sums."""
+    kernel, line = __getattr__("cpp_vector_kernel"), __getattr__("deferred_line")
+    store = kernel.store_reduction
+
+    def mended(self: Any, name: str, index: Any, value: Any) -> None:
+        # Buffers that are removed later take their lines with them: hence lines of `name`.
+        self.reduction_suffix.writeline(line(name, "{"))
+        store(self, name, index, value)
+        self.reduction_suffix.writeline(line(name, "}"))
+
+    kernel.store_reduction = mended
 
 
 def user_pass(name: str, options: dict[str, Any]) -> list[Any]:
