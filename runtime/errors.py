@@ -141,7 +141,9 @@ def ranks_text(ranks: Sequence[int]) -> str:
 def _peer_timeout(fields: dict[str, str]) -> UbOverlapError:
     rank, waited, silent = int(fields["ranks"]), fields["waited_s"], float(fields["silent_s"])
     label = f"rank {rank} of the group"
-    if fields["dead"] == "1":
+    seen, awaited = int(fields["observed_epoch"]), int(fields["expected_epoch"])
+    is_gone = fields["dead"] == "1"
+    if is_gone:
         what = f"{label} is gone: its process ended during a call"
     else:
         what = f"{label} did not arrive within {waited} s"
@@ -154,13 +156,13 @@ def _peer_timeout(fields: dict[str, str]) -> UbOverlapError:
         site=fields["site"],
         phase=fields["phase"],
         chunk=int(fields["chunk"]),
-        expected_epoch=int(fields["expected_epoch"]),
-        observed_epoch=int(fields["observed_epoch"]),
+        expected_epoch=awaited,
+        observed_epoch=seen,
         reporter=int(fields["reporter"]),
         where=f"{fields['op']} at site '{fields['site']}', phase {fields['phase']}, chunk {fields['chunk']}; "
         f"noticed by rank {fields['reporter']}",
-        got=f"epoch {fields['observed_epoch']}",
-        expected=f"epoch {fields['expected_epoch']}",
+        got="" if is_gone else f"epoch {seen}" if seen else "no signal yet",
+        expected="" if is_gone else f"epoch {awaited}",
         fix=f"look at the log and the stack of rank {rank}; if it is only slow, raise UB_OVERLAP_STEP_TIMEOUT_S",
     )
 

@@ -97,6 +97,7 @@ def current() -> Settings:
 def configure(**changes: Any) -> Settings:
     """Change settings of this process by name, from now on. Return the settings then in force.
 
+    They hold for all groups and models. A wait has the deadline that is in force when it begins.
     OptionError for an unknown name or an invalid value; nothing changes then.
     """
     unknown = sorted(set(changes) - set(Settings.__slots__))

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
-from .. import errors, settings
+from .. import settings
 from ..extension import extension
 from ..session.bind import bind
+from ..session.site_mismatch import make_error
 from . import (
     all_gather_matmul,
     all_gather_scaled_matmul,
@@ -67,7 +68,7 @@ def run_fallback(op: str, *args: Any) -> Any:
 _C = load()
 for _definition in DEFINITIONS.values():
     _definition.register()
-_C.install(provide=ScheduleProvider(), bind=bind, fallback=run_fallback, make_error=errors.make)
+_C.install(provide=ScheduleProvider(), bind=bind, fallback=run_fallback, make_error=make_error)
 settings.apply()
 # Sessions hold Python objects, so they must be closed while the interpreter lives.
 atexit.register(_C.close_all)

@@ -132,6 +132,7 @@ def test_killed(how: str) -> None:
     for rank in (0, 2):
         _check_names_rank_1(outcomes[rank].value, SLACK)
         assert "rank 1 of the group is gone" in outcomes[rank].value[0]["text"]
+        assert "epoch" not in outcomes[rank].value[0]["text"]
 
 
 @pytest.mark.parametrize("how", ["SIGSTOP", "SIGSTOP-during"])
