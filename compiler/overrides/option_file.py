@@ -15,7 +15,7 @@ _SHOWN = 60
 def read_option_file(path: str | Path) -> Any:
     """Return the content of a JSON or YAML file. OptionError if it cannot be read; YAML needs PyYAML, an optional package."""
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise refused("", "", str(path), "a readable JSON or YAML file", fix=str(error)) from error
     try:

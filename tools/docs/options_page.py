@@ -8,7 +8,11 @@ from ub_overlap.runtime.settings import describe_settings
 from ub_overlap.runtime.typed_fields import markdown_table
 
 VARIABLES = (
-    ("`UB_OVERLAP_CACHE_DIR`", "`~/.cache/ub_overlap`", "folder of stored plans, profiles and autotune results"),
+    (
+        "`UB_OVERLAP_CACHE_DIR`",
+        "`~/.cache/ub_overlap`",
+        "folder of stored plans, profiles and autotune results; `clear-cache` empties it",
+    ),
     ("`UB_OVERLAP_DISABLE`", "", "patterns of sites that are left alone, e.g. `forward.3,backward.*`; wins over all overrides"),
     ("`UB_OVERLAP_DEBUG`", "`0`", "`1` shows the traceback of an error of the command line"),
     ("`UB_OVERLAP_BUILD_CUDA`", "`auto`", "at build time: `auto`, `0`, or `1` (fail without nvcc and a CUDA torch)"),

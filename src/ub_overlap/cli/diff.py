@@ -17,7 +17,7 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
         exits={0: "the reports are the same", 1: "they differ", 2: "bad usage, or not a report"},
     )  # fmt: skip
     parser.add_argument("a", metavar="A.json", help="a file of Report.to_json(), or a stored plan")
-    parser.add_argument("b", metavar="B.json")
+    parser.add_argument("b", metavar="B.json", help="the report that it is compared with")
     exports.add(parser)
     parser.set_defaults(run=run)
 

@@ -20,7 +20,8 @@ from typing import Any
 from ub_overlap import __version__
 from ub_overlap.compiler.text.terminal import paint, wants_color
 
-from .parsers import add_verb
+from .parsers import Parser, add_verb, input_file, non_negative_int, output_file
+from .redact import redact_variable
 
 DEADLINE_S = 120
 VARIABLES = (
@@ -45,7 +46,7 @@ def collect_facts() -> dict[str, Any]:
     """Return all facts and their verdicts. Never raise."""
     facts: dict[str, Any] = {"ub_overlap": __version__, "system": _guarded(_system), "store": _guarded(_store)}
     facts["nvidia_smi"] = _guarded(_nvidia_smi)
-    facts["environment"] = {k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)}
+    facts["environment"] = {k: redact_variable(k, v) for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)}
     facts["probe"] = _guarded(_probe)
     facts["verdicts"] = [asdict(v) for v in verdicts(facts)]
     return facts
@@ -191,13 +192,30 @@ def _reading() -> Verdict:
 def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
     parser = add_verb(
         verbs, "doctor", "report what works on this machine, what does not, and why", parents=[as_json],
-        examples=["doctor", "doctor --json"], exits={0: "some overlap works here", 1: "none works"},
+        examples=["doctor", "doctor --json", "doctor --bundle report.zip --log train.log"],
+        exits={0: "some overlap works here, or the bundle was written", 1: "no overlap works"},
     )  # fmt: skip
-    parser.set_defaults(run=run)
+    bundle = parser.add_argument_group("a bug report")
+    bundle.add_argument(
+        "--bundle", type=output_file, metavar="FILE.zip", help="write one file for a bug report, with secrets redacted"
+    )
+    bundle.add_argument("--plan", action="append", default=[], metavar="DIGEST", help="a plan to include (default: the newest)")
+    bundle.add_argument("--newest", type=non_negative_int, default=4, metavar="N", help="newest plans to include (default 4)")
+    bundle.add_argument(
+        "--report", action="append", default=[], type=input_file, metavar="FILE", help="a report of to_json() to include"
+    )
+    bundle.add_argument(
+        "--log", action="append", default=[], type=input_file, metavar="FILE", help="a log to include; its end, if it is large"
+    )
+    parser.set_defaults(run=lambda flags: run(flags, parser))
 
 
-def run(flags: argparse.Namespace) -> int:
-    """Print the facts and verdicts. Return 0 if some overlap works, else 1."""
+def run(flags: argparse.Namespace, parser: Parser) -> int:
+    """Print the facts and verdicts. Return 0 if some overlap works, else 1. With --bundle write them to a file."""
+    if flags.bundle:
+        return write_bundle(flags)
+    if flags.plan or flags.report or flags.log:
+        parser.error("--plan, --report and --log need --bundle FILE.zip")
     facts = collect_facts()
     if flags.json:
         print(json.dumps(facts, default=str))
@@ -206,8 +224,27 @@ def run(flags: argparse.Namespace) -> int:
     return 0 if any(v["works"] for v in facts["verdicts"] if v["what"].startswith("overlap between")) else 1
 
 
-def text(facts: dict[str, Any]) -> str:
-    color = wants_color()
+def write_bundle(flags: argparse.Namespace) -> int:
+    """Write the file for a bug report and list its contents."""
+    from ub_overlap.compiler.text.table import render_table
+    from ub_overlap.compiler.text.terminal import output_width
+
+    from . import bundle
+
+    entries = [*bundle.plan_entries(flags.plan, flags.newest), *bundle.file_entries(flags.report, flags.log)]
+    facts = collect_facts()
+    contents = bundle.write_bundle(flags.bundle, facts, text(facts, color=False), entries)
+    if flags.json:
+        print(json.dumps({"bundle": str(flags.bundle), "contents": contents}))
+    else:
+        print(render_table(contents, width=output_width(), optional=("about",)))
+        print(f"wrote {flags.bundle}. Secrets are redacted; plans contain source lines of the model. Look before you send it.")
+    return 0
+
+
+def text(facts: dict[str, Any], color: bool | None = None) -> str:
+    """Return the facts and verdicts as text. `color`: None for what stdout shows."""
+    color = wants_color() if color is None else color
     mark = {True: paint("works", 32, color), False: paint("no   ", 31, color)}
     lines = [f"ub_overlap {facts['ub_overlap']}"]
     for name in ("system", "store"):

@@ -8,9 +8,10 @@ from __future__ import annotations
 import importlib.metadata
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
-PACKAGES = ("torch", "triton", "tabulate", "jinja2", "numpy", "matplotlib", "transformers", "torchtitan")
+PACKAGES = ("torch", "triton", "tabulate", "rich", "jinja2", "numpy", "matplotlib", "transformers", "torchtitan")
 
 
 def packages() -> dict[str, str | None]:
@@ -88,9 +89,16 @@ def profile() -> dict[str, Any]:
     return {"name": str(load(None))}
 
 
+def settings() -> dict[str, Any]:
+    """Return the settings that the environment gives."""
+    from ub_overlap.runtime.settings import current
+
+    return asdict(current())
+
+
 CHECKS: dict[str, Callable[[], Any]] = {
     "packages": packages, "torch": torch_build, "devices": devices, "nvlink": nvlink, "symmetric": symmetric,
-    "extension": extension, "private_names": private_names, "profile": profile,
+    "extension": extension, "private_names": private_names, "profile": profile, "settings": settings,
 }  # fmt: skip
 
 

@@ -1,0 +1,112 @@
+"""Tests of `doctor --bundle`: contents, chosen plans, and no secrets."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from ub_overlap.cli import bundle, doctor, main
+from ub_overlap.cli.redact import REDACTED, redact_text, redact_variable
+from ub_overlap.runtime import plan_store
+
+DIGESTS = [f"{n:016x}" for n in (0xA0, 0xB0, 0xC0, 0xD0, 0xE0, 0xF0)]
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Store six plans, the last the newest, and skip the checks that need torch."""
+    monkeypatch.setenv("UB_OVERLAP_CACHE_DIR", str(tmp_path / "cache"))
+    for age, digest in enumerate(reversed(DIGESTS)):
+        path = plan_store.save(digest, json.dumps({"digest": digest}))
+        plan_store.save_graphs(digest, b"packed")
+        os.utime(path, (2e9 - age, 2e9 - age))
+    (plan_store.directory() / "notes.json").write_text("mine")
+    monkeypatch.setattr(doctor, "_probe", lambda: {"settings": {"step_timeout_s": 7.0}, "packages": {"torch": "2.13.0"}})
+    return tmp_path
+
+
+def read(path: Path) -> dict[str, str]:
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        return {name: archive.read(name).decode() for name in archive.namelist()}
+
+
+def test_contents(store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("UB_OVERLAP_STEP_TIMEOUT_S", "7")
+    monkeypatch.setenv("UB_OVERLAP_PROXY", "http://me:hunter2@proxy:3128")
+    monkeypatch.setenv("UB_OVERLAP_HUB_TOKEN", "hunter3")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter4")
+    log, report = store / "train.log", store / "report.json"
+    log.write_text("x" * bundle.MAX_LOG + f"\nHF_TOKEN=hunter5 tokens: 8192\nlast line in {Path.home()}/run\n")
+    report.write_text("{}")
+    path = store / "out.zip"
+    assert main(["doctor", "--bundle", str(path), "--log", str(log), "--log", str(log), "--report", str(report), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    files = read(path)
+    assert {row["name"] for row in answer["contents"]} | {"contents.txt"} == set(files)
+    assert {row["name"]: row["bytes"] for row in answer["contents"]} == {
+        name: len(text.encode()) for name, text in files.items() if name != "contents.txt"
+    }
+    assert all(name in files["contents.txt"] for name in files if name != "contents.txt")
+    newest = {f"plans/{digest}.{suffix}" for digest in DIGESTS[-4:] for suffix in ("json", "graphs")}
+    assert {name for name in files if name.startswith("plans/")} == newest
+    assert {name for name in files if name.startswith(("logs/", "reports/"))} == {
+        "logs/train.log", "logs/2-train.log", "reports/report.json",
+    }  # fmt: skip
+    assert "UB_OVERLAP_STEP_TIMEOUT_S=7" in files["doctor.txt"] and "\x1b" not in files["doctor.txt"]
+    facts = json.loads(files["doctor.json"])
+    assert facts["probe"]["settings"] == {"step_timeout_s": 7.0} and facts["environment"]["UB_OVERLAP_HUB_TOKEN"] == REDACTED
+    assert "pytest==" in files["packages.txt"]
+    assert "tokens: 8192" in files["logs/train.log"] and files["logs/train.log"].endswith("last line in ~/run\n")
+    assert len(files["logs/train.log"]) <= bundle.MAX_LOG + 100
+    everything = "\n".join(files.values())
+    assert "hunter" not in everything and "AWS_" not in everything and "proxy:3128" in everything
+    assert sorted(p.name for p in store.iterdir()) == ["cache", "out.zip", "report.json", "train.log"], "no partial file"
+
+
+def test_chosen_plans(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = store / "out.zip"
+    assert main(["doctor", "--bundle", str(path), "--plan", DIGESTS[0], "--plan", DIGESTS[1]]) == 0
+    out = capsys.readouterr().out
+    assert {n for n in read(path) if n.endswith(".graphs")} == {f"plans/{d}.graphs" for d in DIGESTS[:2]}
+    assert f"wrote {path}" in out and f"plans/{DIGESTS[0]}.json" in out
+    assert main(["doctor", "--bundle", str(path), "--newest", "0"]) == 0
+    assert not [n for n in read(path) if n.startswith("plans/")]
+    assert main(["doctor", "--bundle", str(path), "--plan", "ffff"]) == 2
+    assert "no such plan" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--plan", "a0"), ("--bundle", "nowhere/x.zip"), ("--bundle", "x.zip", "--log", "nowhere.log")], ids=str
+)
+def test_bad_usage(arguments: tuple[str, ...], store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(store)
+    with pytest.raises(SystemExit) as exit:
+        main(["doctor", *arguments])
+    assert exit.value.code == 2 and not (store / "x.zip").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "redacted"),
+    [
+        ("git+https://me:pw@host/x.git", f"git+https://{REDACTED}@host/x.git"),
+        ("https://token@host/x", f"https://{REDACTED}@host/x"),
+        ("Authorization: Bearer abcdefgh12345", f"Authorization: Bearer {REDACTED}"),
+        ('{"api_key": "abc", "lr": 0.1}', f'{{"api_key": "{REDACTED}", "lr": 0.1}}'),
+        ("password=abc; x=1", f"password={REDACTED}; x=1"),
+        ("login with hf_abcdefghijklm done", f"login with {REDACTED} done"),
+        ("tokens=8192 tokens_per_second: 12 pad_token: 0", "tokens=8192 tokens_per_second: 12 pad_token: 0"),
+        ("step 1 loss 2.0 https://host/x all_gather(x, [t, t_1])", "step 1 loss 2.0 https://host/x all_gather(x, [t, t_1])"),
+    ],
+)
+def test_redaction(text: str, redacted: str) -> None:
+    assert redact_text(text) == redacted
+
+
+def test_redaction_of_variables() -> None:
+    assert redact_variable("WANDB_API_KEY", "x") == REDACTED == redact_variable("MY_PASSWORD_FILE", "x")
+    assert redact_variable("UB_OVERLAP_LINKS", "any") == "any" and redact_variable("HF_TOKEN", "") == ""
