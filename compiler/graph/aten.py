@@ -28,6 +28,7 @@ _SHARES = {operator.getitem, aten._unsafe_view.default, c10d.wait_tensor.default
 """Ops that share their input's memory although their schema does not say so."""
 CUTS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
 _PERMUTES = {aten.permute.default, aten.t.default, aten.transpose.int, aten.numpy_T.default}
+DIVISIONS = {aten.div.Tensor, aten.div.Scalar}
 CASTS = {aten._to_copy.default, aten.to.dtype, prims.convert_element_type.default}
 
 

@@ -99,6 +99,16 @@ def is_matmul(node: Node) -> bool:
     return node.op == "call_function" and node.target in _MATMULS
 
 
+def comes_from_matmul(node: Node) -> bool:
+    """Return whether `node` is a matmul, or views and casts of one."""
+    while not is_matmul(node):
+        effect = element_effect(node)
+        if effect is None:
+            return False
+        node = effect.source
+    return True
+
+
 def as_matmul(node: Node) -> Matmul | None:
     """Return the 2D matmul of `node`, or None (no matmul, a true batch, scaled terms, other dtypes)."""
     if not is_matmul(node) or tensor_of(node) is None or dtype_of(node) not in FLOATS:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch.fx import Node
 
 from ..graph.aten import aten, element_effect, tensor_of
-from ..graph.matmul import is_matmul
+from ..graph.matmul import comes_from_matmul, is_matmul
 from ..plan.reasons import Reason
 from .site import Miss
-from .sum_terms import ADDS
+from .sum_terms import ADDS, SUBTRACTIONS
 from .view_chain import PADS, SCALINGS
 
 _CUTS = (*PADS, aten.slice_scatter.default, aten.slice_backward.default, aten.slice.Tensor)
@@ -18,7 +18,7 @@ _SUMMAND_LIMIT = 64
 
 def explain_no_term(root: Node) -> Miss:
     """Return the reason why the root of a sum has no term."""
-    near = [n for n in root.all_input_nodes if _comes_from_matmul(n)]
+    near = [n for n in root.all_input_nodes if comes_from_matmul(n)]
     if is_matmul(root):
         return Miss(Reason.LAYOUT, f"{root.name} is a batched matmul")
     if root.target in _CUTS:
@@ -45,17 +45,7 @@ def find_scaling(root: Node) -> Node | None:
         if node in seen:
             continue
         seen.add(node)
-        if node.target in SCALINGS and any(_comes_from_matmul(n) for n in node.all_input_nodes):
+        if node.target in SCALINGS and any(comes_from_matmul(n) for n in node.all_input_nodes):
             return node
-        todo += reversed(node.all_input_nodes if node.target in ADDS else [])
+        todo += reversed(node.all_input_nodes if node.target in (*ADDS, *SUBTRACTIONS) else [])
     return None
-
-
-def _comes_from_matmul(node: Node) -> bool:
-    """Return whether `node` is a matmul, or views and casts of one."""
-    while not is_matmul(node):
-        effect = element_effect(node)
-        if effect is None:
-            return False
-        node = effect.source
-    return True

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
 from torch.fx import Graph, Node
 
@@ -22,9 +23,9 @@ class IndependentMatmuls:
     """
 
     def __init__(self, graph: Graph, collectives: list[Node], position: dict[Node, int]) -> None:
-        self._position = position
-        self._matmuls = {n: p for n in graph.nodes if is_matmul(n) and (p := as_matmul(n)) and p.bias is None and not p.scales}
+        self._matmuls = {n: p for n in graph.nodes if is_matmul(n) and (p := as_matmul(n)) and not p.scales}
         self._bit = {n: 1 << i for i, n in enumerate([*collectives, *self._matmuls])}
+        self._position = position
         self._needs: dict[Node, int] = {}
         for n in graph.nodes:
             needs = self._bit.get(n, 0)
@@ -35,13 +36,16 @@ class IndependentMatmuls:
         self._positions = [position[n] for n in self._ordered]
 
     def find(self, collective: Node) -> list[Matmul]:
-        """Return up to `MATMUL_LIMIT` independent matmuls, nearest in graph order first."""
-        bit, needs, position = self._bit[collective], self._needs[collective], self._position[collective]
-        index = bisect_left(self._positions, position)
+        """Return up to `MATMUL_LIMIT` independent matmuls, nearest in graph order first.
+
+        Distance counts matmuls, not nodes: ranks may have different nodes in between, such as a bias on one rank only.
+        """
+        bit, needs = self._bit[collective], self._needs[collective]
+        index = bisect_left(self._positions, self._position[collective])
         before = self._ordered[max(0, index - SEARCH_LIMIT) : index][::-1]
         after = self._ordered[index : index + SEARCH_LIMIT]
         independent = []
-        for n in merge_nearest(before, after, self._position, position):
+        for n in interleave(before, after):
             if not (self._needs[n] & bit) and not (needs & self._bit[n]):
                 independent.append(self._matmuls[n])
                 if len(independent) == MATMUL_LIMIT:
@@ -49,15 +53,7 @@ class IndependentMatmuls:
         return independent
 
 
-def merge_nearest(before: list[Node], after: list[Node], position: dict[Node, int], center: int) -> Iterator[Node]:
-    """Merge `before` (backward) and `after` (forward) by distance from position `center`."""
-    i = j = 0
-    while i < len(before) or j < len(after):
-        left = center - position[before[i]] if i < len(before) else None
-        right = position[after[j]] - center if j < len(after) else None
-        if right is None or (left is not None and left <= right):
-            yield before[i]
-            i += 1
-        else:
-            yield after[j]
-            j += 1
+def interleave(before: Sequence[Node], after: Sequence[Node]) -> Iterator[Node]:
+    """Yield the nodes of `before` and `after` in turn, and the rest of the longer one."""
+    for pair in zip_longest(before, after):
+        yield from (n for n in pair if n is not None)

@@ -1,11 +1,12 @@
 """The sum of matmuls in front of a reduction, as reduce_scatter and all_reduce share it.
 
     add(view(mm), view(mm)) | addmm(mm, a, b) -> ...              several matmuls, one reduction
-    add(mm, residual) | addmm(bias, a, b) | mul(mm, constant)     operations that commute with a sum
+    add(mm, residual) | sub(mm, 0.5) | addmm(bias, a, b)          addends
+    mul(mm, constant)                                             operations that commute with a sum
 
 The walk goes backward from the collective's input: over a chain of views to the root of a sum, then over the summands.
-A summand that is a matmul becomes a term. Any other becomes an addend, which every rank adds before the reduction, exactly
-as the graph did.
+A summand that is a matmul becomes a term. Any other becomes an addend, which the rank adds before the reduction, exactly
+as the graph did. Ranks may have different addends: a bias is often added on one rank only.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from ..graph.aten import dtype_of, readers, shape_of
+from ..graph.aten import dtype_of, readers
 from ..graph.matmul import FLOATS, Matmul, find_indivisible_size
-from ..graph.sizes import Size, is_same, is_same_shape, numel
+from ..graph.sizes import Size, is_same_shape
 from ..plan.reasons import Reason
 from .collectives import Collective
 from .explain_reduction import explain_no_term
@@ -56,7 +57,6 @@ class ReducedSum:
             shard_dim_is_last=shard_dim_is_last,
             terms=self.terms,
             addends=tuple(self.summands.addends),
-            biases=tuple(self.summands.biases),
             scalings=tuple(self.chain.scalings[::-1]),
             inner=tuple(self.summands.inner),
             root=self.chain.root,
@@ -93,8 +93,6 @@ def _check_shapes(reduced: ReducedSum) -> Miss | None:
     terms, summands = reduced.terms, reduced.summands
     if not all(is_same_shape(p.shape, (reduced.rows, reduced.cols)) for p in terms):
         return Miss(Reason.LAYOUT, "the matmuls of the sum have different shapes as matrices")
-    if not all(is_same(numel(shape_of(n)), reduced.cols) for n in summands.biases):
-        return Miss(Reason.BROADCAST_SUM, "a row is added in another shape than that of the matmul")
     if len({dtype_of(n) for n in (*(p.node for p in terms), *summands.inner)}) != 1:
         return Miss(Reason.CAST_IN_BETWEEN, "the matmuls of the sum, or the sum, have different types")
     return None

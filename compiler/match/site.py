@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from ..graph.aten import ShardBlocks
+from ..graph.aten import DIVISIONS, ShardBlocks
 from ..graph.matmul import Matmul, Operand, Scales
 from ..graph.sizes import Size
 from ..plan.reasons import Reason
@@ -129,6 +129,23 @@ class GatheredAlias:
 
 
 @dataclass(frozen=True, slots=True)
+class Addend:
+    """A summand that is no matmul: `value` times `factor`, broadcast to `shape`.
+
+    It is a rank's own business: other ranks may add something else, or nothing. A sum with an addend is matched, chosen and
+    run like the same sum without it.
+    """
+
+    value: Node | float
+    """A node (a tensor, or a symbolic number) or a constant."""
+    shape: tuple[Size, ...]
+    """The shape of the sum at the addition."""
+    is_transposed: bool
+    """Whether the sum there is the transpose of the matrix that is reduced."""
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Reduction:
     """Sum of matmuls (+ addends) -> reduce_scatter or all_reduce.
 
@@ -143,13 +160,8 @@ class Reduction:
     shard_dim_is_last: bool
     """Whether the columns of the sum are scattered; else its rows are."""
     terms: tuple[Matmul, ...]
-    addends: tuple[tuple[Node, bool], ...]
-    """(node, is transposed) of as many elements, added before the reduction.
-
-    A transposed addend holds the transposed matrix in its own squeezed shape.
-    """
-    biases: tuple[Node, ...]
-    """Rows [cols] that are added to every row."""
+    addends: tuple[Addend, ...]
+    """What this rank adds to the matmuls, before the reduction."""
     scalings: tuple[tuple[object, object], ...]
     """(op, constant) pairs that are applied to the result, in this order."""
     inner: tuple[Node, ...]
@@ -164,6 +176,15 @@ class Reduction:
     """Permutes between the sum and the collective. They are applied to the op's result, in this order."""
     kept_nodes: tuple[Node, ...]
     """The root and nodes of the view chain with readers outside of the site: their values must survive the rewrite."""
+
+    @property
+    def scale(self) -> float:
+        """The constant of all scalings together."""
+        scale = 1.0
+        for target, constant in self.scalings:
+            assert isinstance(constant, int | float)
+            scale = scale / constant if target in DIVISIONS else scale * constant
+        return scale
 
     @property
     def matmuls(self) -> tuple[Matmul, ...]:

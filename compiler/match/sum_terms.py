@@ -1,23 +1,24 @@
-"""The backward walk from the root of a sum over its summands: matmuls, addends and biases."""
+"""The backward walk from the root of a sum over its summands: matmuls and addends."""
 
 from __future__ import annotations
 
 from torch.fx import Node
 
-from ..graph.aten import Effect, aten, element_effect, readers, shape_of
-from ..graph.matmul import Matmul, as_matmul
-from ..graph.sizes import is_same, is_same_shape, squeezed
+from ..graph.aten import Effect, aten, element_effect, readers, shape_of, tensor_of
+from ..graph.matmul import Matmul, as_matmul, comes_from_matmul
+from ..graph.sizes import Size, is_same_shape, squeezed
 from ..plan.reasons import Reason
-from .site import Miss
+from .site import Addend, Miss
 
-ADDS = (aten.add.Tensor,)
+ADDS = (aten.add.Tensor, aten.add.Scalar)
+SUBTRACTIONS = (aten.sub.Tensor, aten.sub.Scalar)
 
 
 class SumTerms:
     """The summands of the root of a sum.
 
-    `terms`: (matmul, is transposed). `addends`: (node, is transposed) of summands that are no matmuls. `biases`: rows that
-    are added to every row. `inner`: the nodes between the root and its summands. `blocked`: why summands are no terms.
+    `terms`: (matmul, is transposed). `addends`: what is added to them. `inner`: the nodes between the root and its summands.
+    `blocked`: why summands are no terms.
 
     A transposed summand holds the transpose of the matrix that is reduced: no view may give it another shape.
     """
@@ -25,8 +26,7 @@ class SumTerms:
     def __init__(self, root: Node, is_transposed: bool) -> None:
         self.root = root
         self.terms: list[tuple[Matmul, bool]] = []
-        self.addends: list[tuple[Node, bool]] = []
-        self.biases: list[Node] = []
+        self.addends: list[Addend] = []
         self.inner: list[Node] = []
         self.blocked: list[Miss] = []
         self._add_summand(root, is_transposed, is_private=True)
@@ -37,17 +37,17 @@ class SumTerms:
         return [_transpose(p) if is_transposed else p for p, is_transposed in self.terms]
 
     def _add_summand(self, node: Node, is_transposed: bool, is_private: bool) -> None:
-        """Record one summand. `is_private`: all readers of `node` are inside the sum."""
-        if not is_private:
-            self.addends.append((node, is_transposed))
-        elif self._pass_view(node, is_transposed):
+        """Record one summand of full size. `is_private`: all readers of `node` are inside the sum."""
+        if is_private and self._pass_view(node, is_transposed):
             return
-        elif (matmul := _as_term(node, is_transposed)) is not None:
-            self._add_matmul(matmul, is_transposed)
-        elif _is_plain_add(node):
+        if is_private and (matmul := _as_term(node, is_transposed)) is not None:
+            self.terms.append((matmul, is_transposed))
+            if matmul.bias is not None:
+                self._add_to_sum(matmul.bias, matmul.shape, is_transposed)
+        elif is_private and _is_sum(node):
             self._add_sum(node, is_transposed)
         else:
-            self.addends.append((node, is_transposed))
+            self.addends.append(Addend(node, shape_of(node), is_transposed))
 
     def _pass_view(self, node: Node, is_transposed: bool) -> bool:
         """Continue to the source of a view or a transpose. Return False for other nodes."""
@@ -61,44 +61,41 @@ class SumTerms:
         self._add_summand(source, is_transposed != transposes, len(readers(source)) == 1)
         return True
 
-    def _add_matmul(self, matmul: Matmul, is_transposed: bool) -> None:
-        if matmul.bias is not None and not self._add_bias(matmul, matmul.bias, is_transposed):
-            detail = f"{matmul.node.name} broadcasts its bias over something else than rows"
-            self._add_blocked(matmul.node, is_transposed, detail)
+    def _add_sum(self, node: Node, is_transposed: bool) -> None:
+        """Record both operands of a sum or a difference, at least one of which has full size."""
+        shape, factor = shape_of(node), float(node.kwargs.get("alpha", 1))  # type: ignore[arg-type]
+        if node.target in SUBTRACTIONS:
+            factor = -factor
+        left, right = node.args
+        if factor == 1 and not _has_shape(left, shape):
+            left, right = right, left
+        if not _has_shape(left, shape):
+            for value in (left, right) if not _has_shape(right, shape) else ():
+                self._note_broadcast(value)
+            self.addends.append(Addend(node, shape, is_transposed))
             return
-        self.terms.append((matmul, is_transposed))
+        self.inner.append(node)
+        assert isinstance(left, Node)
+        is_doubled = left is right  # its two readers are one node
+        self._add_summand(left, is_transposed, len(readers(left)) == 1 and not is_doubled)
+        self._add_to_sum(right, shape, is_transposed, factor, not is_doubled)
 
-    def _add_bias(self, matmul: Matmul, bias: Node, is_transposed: bool) -> bool:
-        """Record the first operand of an addmm: a row, or a further summand. Return False for other broadcasts."""
-        if len(shape_of(bias)) == 1 and is_same(shape_of(bias)[0], matmul.shape[1]) and not is_transposed:
-            self.biases.append(bias)
-            return True
-        if is_same_shape(shape_of(bias), matmul.shape):
-            self._add_summand(bias, is_transposed, len(readers(bias)) == 1)
-            return True
-        return False
-
-    def _add_sum(self, add: Node, is_transposed: bool) -> None:
-        """Record the two operands of an add: a matrix and a row, or two matrices."""
-        if not is_transposed and (row := _added_row(add)) is not None:
-            matrix, bias = row
-            self.inner.append(add)
-            self.biases.append(bias)
-            self._add_summand(matrix, is_transposed, len(readers(matrix)) == 1)
+    def _add_to_sum(
+        self, value: object, shape: tuple[Size, ...], is_transposed: bool, factor: float = 1.0, may_be_term: bool = True
+    ) -> None:
+        """Record what is added to a summand of `shape`: a further summand of full size, or an addend that broadcasts."""
+        if isinstance(value, Node) and factor == 1 and _has_shape(value, shape):
+            self._add_summand(value, is_transposed, len(readers(value)) == 1 and may_be_term)
             return
-        a, b = add.args
-        assert isinstance(a, Node) and isinstance(b, Node)
-        shape = squeezed(shape_of(add))
-        if not is_same_shape(squeezed(shape_of(a)), shape) or not is_same_shape(squeezed(shape_of(b)), shape):
-            self._add_blocked(add, is_transposed, f"{add.name} broadcasts a term of the sum")
-            return
-        self.inner.append(add)
-        for n in (a, b):
-            self._add_summand(n, is_transposed, len(readers(n)) == 1 and a is not b)
+        assert isinstance(value, Node | int | float)
+        if not _has_shape(value, shape):
+            self._note_broadcast(value)
+        if value != 0:  # ranks other than the one with the bias often add 0
+            self.addends.append(Addend(value, shape, is_transposed, factor))
 
-    def _add_blocked(self, node: Node, is_transposed: bool, detail: str) -> None:
-        self.blocked.append(Miss(Reason.BROADCAST_SUM, detail))
-        self.addends.append((node, is_transposed))
+    def _note_broadcast(self, value: object) -> None:
+        if isinstance(value, Node) and comes_from_matmul(value):
+            self.blocked.append(Miss(Reason.BROADCAST_SUM, f"the sum broadcasts {value.name}"))
 
 
 def _as_term(node: Node, is_transposed: bool) -> Matmul | None:
@@ -112,22 +109,18 @@ def _as_term(node: Node, is_transposed: bool) -> Matmul | None:
     return matmul if is_matrix else None
 
 
-def _is_plain_add(node: Node) -> bool:
-    """Return whether `node` is the sum of two tensors."""
-    has_scale = node.kwargs.get("alpha", 1) != 1
-    return node.target in ADDS and not has_scale and all(isinstance(a, Node) for a in node.args)
+def _is_sum(node: Node) -> bool:
+    """Return whether `node` is the sum or the difference of tensors and real numbers."""
+    if node.target not in (*ADDS, *SUBTRACTIONS) or len(node.args) != 2:
+        return False
+    return isinstance(node.kwargs.get("alpha", 1), int | float) and all(isinstance(a, Node | int | float) for a in node.args)
 
 
-def _added_row(add: Node) -> tuple[Node, Node] | None:
-    """(matrix, row) if `add` adds one row to every row of a matrix."""
-    for matrix, row in (add.args, add.args[::-1]):
-        assert isinstance(matrix, Node) and isinstance(row, Node)
-        wide, narrow = shape_of(add), shape_of(row)
-        # The row's own last dim: a column [n, 1] over [n, n] has the same number of elements and is another sum.
-        is_row = len(squeezed(narrow)) == 1 and is_same_shape(narrow[-1:], wide[-1:])
-        if is_row and is_same_shape(shape_of(matrix), wide) and len(squeezed(wide)) > 1:
-            return matrix, row
-    return None
+def _has_shape(value: object, shape: tuple[Size, ...]) -> bool:
+    """Return whether `value` is a tensor of `shape`, up to dims of size 1."""
+    return (
+        isinstance(value, Node) and tensor_of(value) is not None and is_same_shape(squeezed(shape_of(value)), squeezed(shape))
+    )
 
 
 def _transpose(matmul: Matmul) -> Matmul:

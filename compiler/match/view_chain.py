@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from ..graph.aten import (
+    DIVISIONS,
     Effect,
     ElementEffect,
     ShardBlocks,
@@ -26,7 +27,7 @@ from .collectives import Collective
 from .permutes import Permute, permute_to_output
 from .site import Miss
 
-SCALINGS = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
+SCALINGS = (aten.mul.Tensor, aten.mul.Scalar, *DIVISIONS)
 PADS = (aten.constant_pad_nd.default, aten.pad.default)
 
 
@@ -120,5 +121,5 @@ def follow_view_chain(c: Collective, can_regroup: bool) -> ViewChain | Miss:
 def _commutes(scaling: Node) -> bool:
     """Return whether `scaling` is by a constant that may follow the reduction: not one that gives infinities or NaNs."""
     constant = scaling.args[1]
-    divides = scaling.target in (aten.div.Tensor, aten.div.Scalar)
+    divides = scaling.target in DIVISIONS
     return isinstance(constant, int | float) and math.isfinite(constant) and not (divides and constant == 0)

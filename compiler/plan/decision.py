@@ -119,6 +119,8 @@ class Decision:
     """Modes that are legal for this site."""
     wire_dtype: str = ""
     """"float8" where float8 products are scattered as float8; "" where a site sends the type of its tensor."""
+    scale: float = 1.0
+    """The constant that the sum over ranks is multiplied by, in place of each rank's product: equal on all ranks."""
     bytes: int | None = None
     """Bytes each rank sends (None where dynamic)."""
     flops: int | None = None
@@ -159,6 +161,7 @@ class Decision:
             "reason": self.reason.value if self.reason else None, "detail": self.detail, "group": self.group,
             "ranks": self.ranks, "shapes": dict(self.shapes), "dtype": self.dtype, "matmuls": list(self.matmuls),
             "takes": list(self.takes), "paired": list(self.paired), "wire_dtype": self.wire_dtype,
+            "scale": self.scale,
             "options": list(self.options), "bytes": self.bytes, "flops": self.flops, "module": self.module,
             "source": self.source, "predicted": dict(self.predicted), "work": self.work.to_dict() if self.work else None,
             "rows": self.rows,
@@ -174,7 +177,8 @@ class Decision:
             strategy=merged if d["strategy"] == str(merged) else parse(d["strategy"]),
             reason=Reason(d["reason"]) if d["reason"] else None, detail=d["detail"], group=d["group"], ranks=d["ranks"],
             shapes=tuple(d["shapes"].items()), dtype=d["dtype"], matmuls=tuple(d["matmuls"]), options=tuple(d["options"]),
-            wire_dtype=d.get("wire_dtype", ""), takes=tuple(d.get("takes", ())), paired=tuple(d.get("paired", ())),
+            wire_dtype=d.get("wire_dtype", ""), scale=d.get("scale", 1.0),
+            takes=tuple(d.get("takes", ())), paired=tuple(d.get("paired", ())),
             bytes=d["bytes"], flops=d["flops"], module=d["module"], source=d["source"],
             predicted=tuple(d.get("predicted", {}).items()),
             work=SiteSizes.from_dict(d["work"]) if d.get("work") else None, rows=d.get("rows"),

@@ -40,7 +40,8 @@ class Plan:
         before effects. It holds what decides how ranks communicate and in which order, and the module, so that stored plans of
         equal graphs do not mix. Node names, source lines and sentences only explain. Of the shapes it holds those that ranks
         share: not the matmuls' own (the last columns of a weight may be on fewer ranks), and none of sites left alone. All
-        ranks must quantize alike, because scales and gathered bytes are common to them.
+        ranks must quantize alike, because scales and gathered bytes are common to them. What a rank adds to its product before
+        a reduction is its own business; the constant that a product is multiplied by is not, as it follows the reduction.
         """
         return {
             "profile": self.profile,
@@ -50,7 +51,7 @@ class Plan:
                 {
                     "id": d.id, "kind": d.kind.value, "strategy": str(d.strategy), "group": d.group, "ranks": d.ranks,
                     "dtype": d.dtype, "module": d.module, "takes": list(d.takes), "shapes": d.shared_shapes,
-                    "wire_dtype": d.wire_dtype,
+                    "wire_dtype": d.wire_dtype, "scale": d.scale,
                     "keeps": d.kept.keeps if d.kept else None,
                 }
                 for d in self.decisions

@@ -55,7 +55,7 @@ class Reason(str, Enum):
     NON_LINEAR = "non_linear"
     """An op between collective and matmul does not commute with the collective."""
     BROADCAST_SUM = "broadcast_sum"
-    """A sum before the reduction broadcasts its terms."""
+    """A sum before the reduction broadcasts its matmul."""
     DEPENDENT_OPERAND = "dependent_operand"
     """The matmul's other operand depends on the collective, or on another matmul of the site."""
     MATMUL_TAKEN = "matmul_taken"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..graph.aten import aten, dtype_of, shape_of
+from ..graph.aten import dtype_of, shape_of
 from ..graph.emitter import Emitter
-from ..graph.sizes import squeezed
 from ..match.collectives import Op
 from ..match.site import Reduction
 from ..plan.strategy import DispatchTable, Strategy
+from .addend import emit_addend
 
 
 def rewrite_reduction(
@@ -42,7 +42,7 @@ def rewrite_reduction(
 def _emit_op(e: Emitter, m: Reduction, strategy: str, site: str, wire: str) -> Node:
     c, dtype = m.collective, dtype_of(m.terms[0].node)
     lhs, rhs = [e.operand(t.lhs) for t in m.terms], [e.operand(t.rhs) for t in m.terms]
-    addend, keep = _addend(e, m), bool(m.kept_nodes)
+    addend, keep = emit_addend(e, m), bool(m.kept_nodes)
     # A scaling that kept the sum in range now follows it. Until then the sum stays in float32.
     out_dtype = torch.float32 if m.scalings else dtype_of(c.node)
     scales = [t.scales for t in m.terms if t.scales is not None]
@@ -87,21 +87,3 @@ def _static_outputs(e: Emitter, m: Reduction, lhs: Node) -> tuple[torch.Tensor, 
     out = e.empty(shape, torch.float32, lhs) if m.scalings else e.output_value(shape, m.collective.wait)
     partial = e.empty((rows, cols) if m.kept_nodes else (0,), dtype_of(m.terms[0].node), lhs)
     return None if out is None or partial is None else (out, partial)
-
-
-def _addend(e: Emitter, m: Reduction) -> Node | None:
-    """One tensor for all addends: a row [cols] if there are only biases, else a full [rows, cols]."""
-    dtype = dtype_of(m.terms[0].node)
-    full: Node | None = None
-    row: Node | None = None
-    for node in m.biases:
-        node = e.cast(e.reshape(node, (m.cols,)), dtype)
-        row = node if row is None else e.call(aten.add.Tensor, row, node)
-    for node, is_transposed in m.addends:
-        if is_transposed:
-            node = e.transpose(e.reshape(node, squeezed(shape_of(node))))
-        matrix = e.cast(e.reshape(node, (m.rows, m.cols)), dtype)
-        full = matrix if full is None else e.call(aten.add.Tensor, full, matrix)
-    if full is None or row is None:
-        return full if full is not None else row
-    return e.call(aten.add.Tensor, full, row)

@@ -12,7 +12,7 @@ from ..cost.traffic import bytes_sent, flops
 from ..graph.matmul import is_matmul
 from ..graph.source_location import module_path, stable_names
 from ..joint.joint_decision import joint_decision
-from ..match import Bulk, Candidate
+from ..match import Bulk, Candidate, Reduction
 from ..match.collectives import Op
 from ..overrides.requested_strategy import Override
 from ..plan.decision import Decision
@@ -98,6 +98,7 @@ def make_decision(
         kept=saved,
         pairing=assignment.estimate,
         wire_dtype=wire_dtype,
+        scale=site.scale if isinstance(site, Reduction) else 1.0,
         bytes=bytes_sent(shown, wire_dtype) if shown else None,
         flops=sum(f for f in operations if f is not None) if operations and None not in operations else None,
         **describe_site(candidate, shown, context.groups),

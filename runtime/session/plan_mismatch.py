@@ -40,7 +40,16 @@ def plan_mismatch_error(
         where=f"group '{exchange.group}' at site '{own['site']}'",
         got=f"rank {first}: {difference[1]}",
         expected=f"rank {rank}: {difference[0]}",
-        fix="give all ranks the same model, shapes, options and device profile; look for rank-dependent code",
+        fix=_fix(*difference),
+    )
+
+
+def _fix(own: str, other: str) -> str:
+    if " scale=" in own and " scale=" in other:
+        return "multiply by the same constant on all ranks, or by a tensor: a constant is applied after the reduction"
+    return (
+        "give all ranks the same model, shapes, options and device profile; look for rank-dependent code (only what a rank "
+        "adds to a product before a reduction may differ)"
     )
 
 
@@ -63,9 +72,9 @@ def find_first_difference(own_text: str | None, other_text: str | None) -> tuple
             index, (own_row, other_row) = next(((n, both) for n, both in rows if both[0] != both[1]), (0, (None, None)))
             if own_row is other_row:  # one plan lacks the part: it is of another version
                 continue
+            details = [plan[part][index] if index < len(plan.get(part, ())) else {} for plan in plans]
             if part == "sites":
-                return _describe_site(own_row, other_row), _describe_site(other_row, own_row)
-            details = [plan["casts"][index] if index < len(plan.get("casts", ())) else {} for plan in plans]
+                return _describe_site(own_row, other_row, details[0]), _describe_site(other_row, own_row, details[1])
             return _describe_cast(own_row, details[0]), _describe_cast(other_row, details[1])
         label = _PART_LABELS.get(part, part)
         return _describe_value(label, values[0]), _describe_value(label, values[1])
@@ -87,15 +96,20 @@ def _describe_cast(row: dict[str, Any] | None, details: dict[str, Any]) -> str:
     """
     if row is None:
         return "float8: no such matmul"
-    reason = ": ".join(filter(None, (details.get("reason"), details.get("detail"))))
-    how = f"by {row['recipe']}" if row["recipe"] else "in 16 bits" + (f" ({reason})" if reason else "")
+    how = f"by {row['recipe']}" if row["recipe"] else "in 16 bits" + _reason_text(details)
     return f"float8: {row['role']} matmul of '{row['module']}' {how}"
 
 
-def _describe_site(row: dict[str, Any] | None, other: dict[str, Any] | None) -> str:
-    """Return "site id=forward.0 kind=all_gather_matmul strategy=none", then the other fields that differ."""
+def _describe_site(row: dict[str, Any] | None, other: dict[str, Any] | None, details: dict[str, Any]) -> str:
+    """Return "site id=forward.0 kind=all_gather strategy=none", the other fields that differ, and the reason in `details`."""
     if row is None:
         return "site no such site"
     leading = ("id", "kind", "strategy")
     rest = [key for key in row if key not in leading and other is not None and row[key] != other.get(key)]
-    return "site " + " ".join(f"{key}={row[key]}" for key in (*leading, *rest) if key in row)
+    return "site " + " ".join(f"{key}={row[key]}" for key in (*leading, *rest) if key in row) + _reason_text(details)
+
+
+def _reason_text(details: dict[str, Any]) -> str:
+    """Return " (non_linear: relu does not commute with the reduction)", "" without a reason."""
+    reason = details.get("reason")
+    return f" ({': '.join(filter(None, (reason, details.get('detail'))))})" if reason else ""

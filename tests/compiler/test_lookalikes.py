@@ -76,11 +76,14 @@ def dropouts(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, ...]:
 
 N = 2 * R
 CASES: dict[str, Case] = {
-    "column on a square": (lambda x, w, c: scatter(x @ w + c), ((N, 5), (5, N), (N, 1)), Reason.BROADCAST_SUM),
+    "column on a square": (lambda x, w, c: scatter(x @ w + c), ((N, 5), (5, N), (N, 1)), None),
     "bias, then a transposed square": (
-        lambda x, w, b: scatter(F.linear(x, w, b).t()), ((N, 5), (N, 5), (N,)), Reason.BROADCAST_SUM,
+        lambda x, w, b: scatter(F.linear(x, w, b).t()), ((N, 5), (N, 5), (N,)), None,
     ),
-    "row, then a transposed square": (lambda x, w, b: scatter((x @ w + b).t()), ((N, 5), (5, N), (N,)), Reason.BROADCAST_SUM),
+    "row, then a transposed square": (lambda x, w, b: scatter((x @ w + b).t()), ((N, 5), (5, N), (N,)), None),
+    "batch of which every row is added": (
+        lambda x, w, a: scatter((a + x @ w).view(-1, 3)), ((4, 5), (5, 3), (N, 4, 3)), Reason.BROADCAST_SUM,
+    ),
     "bias of one column": (lambda x, w, b: scatter(F.linear(x, w, b)), ((N, 5), (1, 5), (1,)), None),
     "transposed summand of another shape": (
         lambda x, w, a: scatter((x @ w).view(N, 6) + a.t()), ((4 * R, 5), (5, 3), (6, N)), None,

@@ -149,8 +149,8 @@ def scaled(m: Maker) -> Case:
     return scatter_of(m, lambda y, s: y * s, m.x(64))
 
 
-def column_added(m: Maker) -> Case:
-    return scatter_of(m, lambda y, c: y + c, m.x(8 * m.world, 1))
+def product_repeated(m: Maker) -> Case:
+    return scatter_of(m, lambda y, c: (y + c).flatten(0, 1), m.x(2, 8 * m.world, 1))
 
 
 def taken(m: Maker) -> Case:
@@ -177,7 +177,7 @@ SITUATIONS: dict[Callable[[Maker], Case], Reason] = {
     all_to_all: R.COLLECTIVE_UNSUPPORTED,
     narrowed: R.CAST_IN_BETWEEN,
     scaled: R.SCALE_NOT_CONSTANT,
-    column_added: R.BROADCAST_SUM,
+    product_repeated: R.BROADCAST_SUM,
     taken: R.MATMUL_TAKEN,
     unbacked: R.DYNAMIC_SHAPE,
 }
