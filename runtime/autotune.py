@@ -24,7 +24,7 @@ from typing import Any
 
 from ub_overlap import _torch_compat as compat
 
-from . import errors, machine, plan_store, profile_store, settings
+from . import errors, machine, plan_store, settings, stored_file
 from .extension import extension
 from .session import device_wait
 from .session.store_exchange import Exchange
@@ -238,15 +238,15 @@ class _File:
             return
         rows = {name: row.to_dict() for name, row in ({**_load(self.path), key: result}).items()}
         try:
-            profile_store.write(self.path, json.dumps({"version": VERSION, "tuned": rows}, indent=1))
+            stored_file.write(self.path, json.dumps({"version": VERSION, "tuned": rows}, indent=1))
         except OSError as error:
             log.warning("cannot write %s, the next process measures again: %s", self.path, error)
 
 
 def _load(path: Path) -> dict[str, TunedStrategy]:
     """Return the results in a file, none where it is unreadable: they only save time."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        content = json.loads(path.read_text())
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        content = stored_file.read_json(path)
         if content["version"] == VERSION:
             return {
                 str(key): TunedStrategy(str(row["strategy"]), {str(k): float(v) for k, v in row["us"].items()})

@@ -33,6 +33,17 @@ class OptionError(UbOverlapError, ValueError):
     """An invalid setting, option or argument."""
 
 
+class StoredFileError(OptionError):
+    """A file that is missing, damaged, or of another kind. `where` is its name; `what` names the bad field."""
+
+    @property
+    def line(self) -> str:
+        """The error in one line: "FILE: what, got ..., expected ..."."""
+        parts = [f"{self.where}: {self.what}"]
+        parts += [f"{label} {text}" for label, text in (("got", self.got), ("expected", self.expected)) if text]
+        return ", ".join(" ".join(part.split()) for part in parts)
+
+
 class RankError(UbOverlapError):
     """An error that names ranks of the group. `ranks`: the ranks that caused it, never the one that reports it."""
 

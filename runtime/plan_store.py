@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from pathlib import Path
+
+from . import stored_file
 
 _DIGEST = re.compile(r"[0-9a-f]{8,64}\Z")
 
@@ -41,39 +42,25 @@ def graphs_path_of(digest: str) -> Path:
 
 
 def save(digest: str, text: str) -> Path:
-    """Write `text` under `digest` atomically: readers see the old text or the new, never a part."""
-    return _write(path_of(digest), text.encode())
+    """Write `text` under `digest`."""
+    return stored_file.write(path_of(digest), text)
 
 
 def save_graphs(digest: str, data: bytes) -> Path:
-    """Write the graphs of a plan atomically."""
-    return _write(graphs_path_of(digest), data)
-
-
-def _write(path: Path, data: bytes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd, name = tempfile.mkstemp(dir=path.parent, prefix=".plan-")
-    try:
-        with os.fdopen(fd, "wb") as f:
-            f.write(data)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-    return path
+    """Write the graphs of a plan."""
+    return stored_file.write(graphs_path_of(digest), data)
 
 
 def load(digest: str) -> str | None:
     """Return the plan's JSON text, None where this machine has none under `digest`."""
-    try:
-        return path_of(digest).read_text()
-    except FileNotFoundError:
-        return None
+    data = _read(path_of(digest))
+    return None if data is None else data.decode(errors="replace")
 
 
 def load_graphs(digest: str) -> bytes | None:
     """Return the graphs of a plan, None where this machine has none under `digest`."""
-    try:
-        return graphs_path_of(digest).read_bytes()
-    except FileNotFoundError:
-        return None
+    return _read(graphs_path_of(digest))
+
+
+def _read(path: Path) -> bytes | None:
+    return stored_file.read_bytes(path) if path.exists() else None

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
-import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from . import plan_store
+from . import plan_store, stored_file
 from .machine import KEY, differing_fields
 
 
@@ -28,22 +25,6 @@ def path_of(key: dict[str, Any]) -> Path:
     return directory() / f"{name}-tp{key.get('ranks')}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
 
 
-def write(path: Path, text: str) -> None:
-    """Replace `path` atomically, one process at a time: readers see the old text or the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with (path.parent / f".{path.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        fd, name = tempfile.mkstemp(dir=path.parent, prefix=".profile-")
-        try:
-            with os.fdopen(fd, "w") as f:
-                f.write(text)
-            os.replace(name, path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)
-            raise
-
-
 def find_profiles(key: dict[str, Any]) -> tuple[list[tuple[int, Path]], list[str]]:
     """Return [(ranks, file)] of this machine's profiles, and why other profiles do not match, both in file order.
 
@@ -56,12 +37,12 @@ def find_profiles(key: dict[str, Any]) -> tuple[list[tuple[int, Path]], list[str
         paths = sorted(directory().glob("*.json"))
     for path in paths:
         try:
-            profile_key = json.loads(path.read_text())["key"]
+            profile_key = stored_file.read_json(path)["key"]
             differing = differing_fields(key, dict(profile_key))
             ranks = int(profile_key["ranks"])
             if ranks < 1:
                 raise ValueError(ranks)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             rejected.append(f"{path}: not a profile")
             continue
         if not differing:

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-from ub_overlap.runtime.errors import OptionError
+from ub_overlap.runtime.errors import OptionError, StoredFileError
+from ub_overlap.runtime.stored_file import parse_json
 
 from .curve import Curve
 
@@ -115,12 +116,9 @@ class Profile:
         return json.dumps({"format": FORMAT, "version": VERSION, **_plain(self)}, indent=1)
 
     @classmethod
-    def from_json(cls, text: str, where: str) -> Profile:
-        """Read a profile. OptionError names `where` (its file), the field, what it got and what it expected."""
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise _broken(where, "the whole file", str(error), "JSON") from error
+    def from_json(cls, text: str | bytes, where: str) -> Profile:
+        """Read a profile. StoredFileError names `where` (its file), the field, what it got and what it expected."""
+        found = parse_json(text, where)
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             got = found.get("format") if isinstance(found, dict) else type(found).__name__
             raise _broken(where, "format", repr(got), repr(FORMAT), "give the path of a profile")
@@ -306,4 +304,4 @@ def _is_number(x: Any) -> TypeGuard[float]:
 
 
 def _broken(where: str, name: str, got: str, expected: str, fix: str = _AGAIN) -> OptionError:
-    return OptionError(what=f"bad profile: field {name!r}", where=where, got=got, expected=expected, fix=fix)
+    return StoredFileError(what=f"bad profile: field {name!r}", where=where, got=got, expected=expected, fix=fix)

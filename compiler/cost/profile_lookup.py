@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ub_overlap.runtime import machine, profile_store
 from ub_overlap.runtime.errors import OptionError
+from ub_overlap.runtime.stored_file import read_bytes
 
 from .profile import ComputeModel, Profile
 
@@ -29,17 +30,8 @@ def shipped() -> list[str]:
 
 @lru_cache(maxsize=64)
 def read(path: Path) -> Profile:
-    """Read the profile in a file. OptionError names file, field, got and expected."""
-    try:
-        text = path.read_text()
-    except (OSError, ValueError) as error:  # ValueError: no text, or no path
-        raise OptionError(
-            what="a profile cannot be read",
-            where=str(path),
-            got=str(error),
-            expected=f"a file, or one of {', '.join(shipped())}",
-        ) from error
-    return Profile.from_json(text, str(path))
+    """Read the profile in a file. StoredFileError names file, field, got and expected."""
+    return Profile.from_json(read_bytes(path, f"a profile, or one of {', '.join(shipped())}"), str(path))
 
 
 def load(which: str | Path | Profile | None = None, ranks: int | None = None, device: str | None = None) -> Profile:

@@ -10,8 +10,10 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from ub_overlap.runtime import plan_store
+from ub_overlap.runtime import plan_store, stored_file
+from ub_overlap.runtime.errors import StoredFileError
 
+from ..plan.records import GraphsRecord
 from .edits import Diff
 from .snapshot import Snapshot
 
@@ -50,8 +52,8 @@ class PlanGraphs:
         }  # fmt: skip
 
     @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> PlanGraphs:
-        """Read the result of `to_dict`. ValueError or KeyError for other data."""
+    def from_dict(cls, d: GraphsRecord) -> PlanGraphs:
+        """Read the result of `to_dict`. ValueError names the row that is not a node of the graph."""
         before, after = Snapshot.from_dict(d["before"]), Snapshot.from_dict(d["after"])
         joint = d.get("joint")
         pair = (Snapshot.from_dict(joint[0]), Snapshot.from_dict(joint[1])) if joint else None
@@ -62,12 +64,18 @@ class PlanGraphs:
         return zlib.compress(json.dumps(self.to_dict(), separators=(",", ":")).encode(), 1)
 
     @classmethod
-    def unpack(cls, data: bytes) -> PlanGraphs:
-        """Read the result of `pack`. ValueError for other bytes."""
-        try:
-            return cls.from_dict(json.loads(zlib.decompress(data)))
-        except (zlib.error, KeyError, TypeError) as e:
-            raise ValueError(f"not the graphs of a plan: {e}") from e
+    def unpack(cls, data: bytes, where: str = "the graphs of a plan") -> PlanGraphs:
+        """Read the result of `pack`. StoredFileError for other bytes names `where`: their file or rank."""
+        content = stored_file.parse_json(stored_file.inflate(data, where), where)
+        return read_graphs(stored_file.validate(content, GraphsRecord, where, "the graphs of a plan"), where)
+
+
+def read_graphs(d: GraphsRecord, where: str, field: str = "") -> PlanGraphs:
+    """Return PlanGraphs.from_dict(d). StoredFileError names the file `where`. `field`: of the file, that has the graphs."""
+    try:
+        return PlanGraphs.from_dict(d)
+    except ValueError as e:
+        raise stored_file.bad_field(where, "the graphs of a plan", field, "", str(e)) from e
 
 
 class GraphStore:
@@ -93,17 +101,15 @@ class GraphStore:
             )
 
     def find(self, plan: str) -> PlanGraphs | None:
-        """Return the graphs of a plan from memory or disk, or None."""
+        """Return the graphs of a plan from memory or disk, or None. A damaged file is skipped with a warning."""
         with self._lock:
             data = self._packed.get(plan)
-        if data is None:
-            data = plan_store.load_graphs(plan)
-        if data is None:
-            return None
         try:
-            return PlanGraphs.unpack(data)
-        except ValueError as e:
-            log.warning("could not read the graphs of plan %s: %s", plan, e)
+            if data is None:
+                data = plan_store.load_graphs(plan)
+            return PlanGraphs.unpack(data, str(plan_store.graphs_path_of(plan))) if data is not None else None
+        except StoredFileError as e:
+            log.warning("skipped %s", e.line)
             return None
 
 

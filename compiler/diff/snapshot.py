@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -71,16 +71,25 @@ class Snapshot:
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> Snapshot:
         """Read the result of `to_dict`. ValueError for other data or another version."""
-        if d.get("version") != VERSION or not isinstance(d.get("nodes"), list):
-            raise ValueError(f"snapshot: got version {d.get('version')!r}, expected {VERSION}")
+        if d.get("version") != VERSION:
+            raise ValueError(f"a graph of version {VERSION}, not {d.get('version')!r}")
         texts, columns = d["texts"], d["columns"][2:]
         nodes = []
-        for name, inputs, *numbers in d["nodes"]:
-            if inputs and not 0 <= min(inputs) <= max(inputs) < len(d["nodes"]):
-                raise ValueError(f"snapshot: node {name} reads a node that does not exist")
+        for name, inputs, *numbers in _checked_rows(d["nodes"], len(columns), len(texts)):
             shared = {column: texts[number] for column, number in zip(columns, numbers, strict=True) if column in _SHARED}
             nodes.append(NodeShot(name=name, inputs=tuple(inputs), **shared))
         return cls(tuple(nodes), d["phase"], d["label"], d["lineage"], d["torch"])
+
+
+def _checked_rows(rows: Any, columns: int, texts: int) -> Iterator[list[Any]]:
+    """Yield the rows of `Snapshot.to_dict`. ValueError for the first that is not one. A node reads earlier nodes only."""
+    for place, row in enumerate(rows):
+        is_row = isinstance(row, list) and len(row) == 2 + columns and isinstance(row[0], str) and isinstance(row[1], list)
+        if not is_row or not all(type(n) is int and 0 <= n < texts for n in row[2:]):
+            raise ValueError(f"in nodes[{place}] a row of name, inputs and {columns} indices of {texts} texts")
+        if not all(type(n) is int and 0 <= n < place for n in row[1]):
+            raise ValueError(f"in nodes[{place}] inputs that are nodes before it")
+        yield row
 
 
 def line_number(source: str) -> str:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ub_overlap.runtime import plan_store
-from ub_overlap.runtime.errors import OptionError
+from ub_overlap.runtime import stored_file
+from ub_overlap.runtime.errors import StoredFileError
 
+from ..plan.records import PlanRecord, ReportRecord, as_record
 from .edits import Diff
-from .graph_store import PlanGraphs
+from .graph_store import STORE, PlanGraphs, read_graphs
 from .snapshot import Snapshot
 
 _COMPARED = ("kind", "strategy", "reason", "group", "ranks", "dtype", "shapes", "module")
@@ -20,40 +20,57 @@ _COMPARED = ("kind", "strategy", "reason", "group", "ranks", "dtype", "shapes", 
 
 
 def read_report(path: str | Path) -> dict[str, Any]:
-    """Read a report of Report.to_json, or a stored plan with its graphs. OptionError if it is neither."""
-    name = str(path)
-    try:
-        report = json.loads(Path(path).read_text())
-    except FileNotFoundError as e:
-        raise OptionError("file not found", where=name, got=str(e), expected="a JSON file of Report.to_json()") from e
-    except (OSError, ValueError, UnicodeDecodeError) as e:
-        raise OptionError("not a ub_overlap report", where=name, got=str(e), expected="a JSON file of Report.to_json()") from e
-    if not isinstance(report, dict) or not isinstance(report.get("sites"), list) or report.get("version") != 1:
-        version = report.get("version") if isinstance(report, dict) else None
-        raise OptionError(
-            "not a ub_overlap report", where=name, got=f"version {version!r}" if version else "other JSON",
-            expected="JSON of Report.to_json(), version 1, or a stored plan", fix="explain(...)(...).to_json()",
+    """Read a report of Report.to_json, a stored plan with its graphs, or a plan of `plan --save`.
+
+    StoredFileError for other files. It says what the file is, if it is another one of ours.
+    """
+    where = str(path)
+    content = stored_file.read_json(path, "JSON of Report.to_json(), or a stored plan")
+    if not isinstance(content, dict) or not isinstance(content.get("sites"), list) or "block" in content:
+        what, fix = _other_kind(content)
+        raise StoredFileError(
+            "not a report" + (f", but {what}" if what else ""), where=where,
+            expected="JSON of Report.to_json(), or a stored plan", fix=fix or "write one with explain(model)(...).to_json()",
         )  # fmt: skip
-    if "digest" in report:
-        report = _of_plan(report)
-    try:
-        for graphs in report.get("graphs", []):
-            PlanGraphs.from_dict(graphs)
-    except (ValueError, KeyError, TypeError, IndexError) as e:
-        raise OptionError("cannot read a graph of the report", where=name, got=f"{type(e).__name__}: {e}") from e
+    report: dict[str, Any]
+    if "digest" in content:
+        report = _of_plan(as_record(content, PlanRecord, where, "a plan"))
+    else:
+        report = {**_EMPTY, **as_record(content, ReportRecord, where, "a report")}
+    for number, graphs in enumerate(report["graphs"]):
+        read_graphs(graphs, where, f"graphs[{number}]")
     return report
 
 
-def _of_plan(plan: dict[str, Any]) -> dict[str, Any]:
+_EMPTY: dict[str, Any] = {"profile": "", "summary": "", "totals": "", "lanes": {}, "graphs": [], "casts": []}
+"""What a saved plan does not have."""
+
+
+def _other_kind(content: Any) -> tuple[str, str]:
+    """Return what a file is that is not a report, and what to do with it; ("", "") where that is unknown."""
+    keys = set(content) if isinstance(content, dict) else set()
+    if isinstance(content, list) or keys == {"rules"} or any("fprop" in k or "*" in k for k in keys):
+        return "rules of the option overrides", "python -m ub_overlap plan --overrides FILE, or options={'overrides': FILE}"
+    if "block" in keys:
+        return "a prediction of plan --json", "plan --html FILE shows it as a page, plan --save FILE writes a plan"
+    if "format" in keys and "compute" in keys:
+        return "a device profile", "python -m ub_overlap plan --profile FILE"
+    if "tuned" in keys:
+        return "results of autotune", "they are read by options={'autotune': True}"
+    if "traceEvents" in keys:
+        return "a profiler trace", "python -m ub_overlap exposed FILE"
+    return "", ""
+
+
+def _of_plan(plan: PlanRecord) -> dict[str, Any]:
     """A stored plan as a report, without run-time figures."""
-    digest = str(plan["digest"])
-    packed = plan_store.load_graphs(digest)
-    try:
-        graphs = [PlanGraphs.unpack(packed).to_dict()] if packed else []
-    except ValueError:
-        graphs = []
+    digest = plan["digest"]
+    graphs = STORE.find(digest)
     sites = [{**site, "plan": digest} for site in plan["sites"]]
-    return {"version": 1, "plans": [digest], "sites": sites, "profile": plan.get("profile", ""), "lanes": {}, "graphs": graphs}
+    return {
+        **_EMPTY, "version": 1, "plans": [digest], "sites": sites, "profile": plan.get("profile", ""),
+        "casts": plan.get("casts", []), "graphs": [graphs.to_dict()] if graphs else [],
+    }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

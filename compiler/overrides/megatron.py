@@ -112,6 +112,7 @@ def _rule(name: str, entry: Mapping[str, Any], origin: str, unused: list[str]) -
         kind=kind,
         phase="forward" if name.endswith("_fprop") else "backward",
         optional=(method, kind) == ("bulk", _GATHER),
+        place=f"{Path(origin).name}: {name}" if origin else name,
     )
 
 

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+
+from ub_overlap.runtime.errors import StoredFileError
 
 from ..plan.plan import Plan
 from .megatron import is_tp_comm_overlap_cfg, rules_of_cfg
@@ -77,7 +79,7 @@ def parse_overrides(value: Any, origin: str = "", field: str = "overrides") -> O
     if isinstance(value, Overrides):
         return value
     if isinstance(value, str | Path):
-        return parse_overrides(read_option_file(value), str(value))
+        return _parse_file(value, origin, field)
     if isinstance(value, Plan):
         return Overrides(saved=parse_saved_plan(json.loads(value.to_json()), origin))
     if isinstance(value, Mapping):
@@ -86,6 +88,22 @@ def parse_overrides(value: Any, origin: str = "", field: str = "overrides") -> O
         parts = [_parse_part(part, origin, f"{field}[{i}]") for i, part in enumerate(value)]
         return sum(parts, Overrides())
     raise refused(origin, "", value, FORMS)
+
+
+def _parse_file(path: str | Path, origin: str, field: str) -> Overrides:
+    """Return the overrides of a file. `origin`, `field`: what names it, if that is a file. Files do not name files in turn."""
+    if _INSIDE in origin:
+        raise refused(origin, field, str(path), "rules, or a saved plan: this file is named by another one")
+    try:
+        content = read_option_file(path)
+    except StoredFileError as error:
+        if not origin:
+            raise
+        raise refused(origin, field, str(path), "the path of a JSON or YAML file", fix=error.line) from error
+    return parse_overrides(content, f"{path}{_INSIDE}{origin}" if origin else str(path))
+
+
+_INSIDE = ", named by "
 
 
 def _parse_mapping(value: Mapping[Any, Any], origin: str, field: str) -> Overrides:
@@ -105,7 +123,7 @@ def _parse_mapping(value: Mapping[Any, Any], origin: str, field: str) -> Overrid
 def _parse_part(part: Any, origin: str, field: str) -> Overrides:
     """Return the overrides of one element of a list."""
     if isinstance(part, Rule):
-        return Overrides(rules=(part,))
+        return Overrides(rules=(part if part.place else replace(part, place=field),))
     if isinstance(part, Mapping) and "sites" not in part and any(name in FIELDS for name in part):
         return Overrides(rules=(parse_rule(part, origin, field),))
     if isinstance(part, list | tuple) and len(part) == 2 and all(isinstance(text, str) for text in part):

@@ -23,7 +23,7 @@ _CHUNKS = re.compile(r"chunks=([1-9][0-9]?)\Z")
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """A request of the user for one site. `by`: its source, e.g. "rule 2 (module ...)" or "overrides ('backward.*')"."""
+    """A request of the user for one site. `by`: its source, e.g. "overrides[1] (module ...)" or "overrides ('backward.*')"."""
 
     strategy: Strategy | DispatchTable | None
     """The strategy to use; None leaves the choice automatic."""

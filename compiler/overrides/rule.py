@@ -14,8 +14,9 @@ optional  True: no warning where the rule matches no site
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from ..plan.reasons import Kind
@@ -50,6 +51,8 @@ class Rule:
     kind: str = "*"
     phase: str = ""
     optional: bool = False
+    place: str = field(default="", compare=False, repr=False)
+    """Where it was written, for messages: "overrides[0]", "rules.yaml: overrides[0]", or an entry of a cfg."""
 
     def matches(self, site: SiteDescription) -> bool:
         """Return whether the rule applies to `site`."""
@@ -63,45 +66,54 @@ class Rule:
         out: dict[str, Any] = {"module": module, "kind": self.kind, "phase": self.phase, "strategy": self.strategy}
         return {k: v for k, v in out.items() if v not in ("", "*")} | ({"optional": True} if self.optional else {})
 
+    @property
+    def title(self) -> str:
+        """Its place and what it matches: "overrides[0] (module *.wq)". Messages name rules by it."""
+        return f"{self.place or 'a rule'} ({self})"
+
     def __str__(self) -> str:
         module = f"module {', '.join(self.module)}" if self.module != ("*",) else ""
         kind = f"kind {self.kind}" if self.kind != "*" else ""
         return "; ".join(part for part in (module, kind, self.phase) if part) or "any site"
 
 
-def parse_rule(row: Mapping[Any, Any], origin: str, field: str) -> Rule:
-    """Return the rule of a dict. OptionError names the field, and the file `origin`."""
-    for name in row:
-        if name not in FIELDS:
-            raise refused(origin, f"{field}.{name}", row[name], f"one of the fields {', '.join(FIELDS)}")
+def parse_rule(row: Mapping[Any, Any], origin: str, name: str) -> Rule:
+    """Return the rule of a dict. OptionError names the field, and the file `origin`. `name`: the path to the rule."""
+    for key in row:
+        if key not in FIELDS:
+            raise refused(origin, f"{name}.{key}", row[key], f"one of the fields {', '.join(FIELDS)}")
     if "strategy" not in row:
-        raise refused(origin, f"{field}.strategy", "nothing", EXPECTED)
+        raise refused(origin, f"{name}.strategy", "nothing", EXPECTED)
     module = row.get("module", "*")
     module = (module,) if isinstance(module, str) else module
-    if not isinstance(module, list | tuple) or not module or not all(isinstance(m, str) and m for m in module):
-        raise refused(origin, f"{field}.module", row["module"], "a glob of module paths, or a list of them")
+    if (
+        not isinstance(module, list | tuple)
+        or not module
+        or not all(isinstance(m, str) and m and m.isprintable() for m in module)
+    ):
+        raise refused(origin, f"{name}.module", row["module"], "a glob of module paths, or a list of them")
     kind = row.get("kind") or "*"
     names = [k.value for k in Kind]
     if not isinstance(kind, str) or not any(fnmatchcase(k, kind) for k in names):
-        raise refused(origin, f"{field}.kind", row["kind"], f"a glob of {', '.join(names)}")
+        raise refused(origin, f"{name}.kind", row["kind"], f"a glob of {', '.join(names)}")
     phase = row.get("phase") or ""
     if phase not in ("", *PHASES):
-        raise refused(origin, f"{field}.phase", row["phase"], "'forward' or 'backward'")
+        raise refused(origin, f"{name}.phase", row["phase"], "'forward' or 'backward'")
     strategy = row["strategy"]
     if not is_requestable(strategy):
-        raise refused(origin, f"{field}.strategy", strategy, EXPECTED)
+        raise refused(origin, f"{name}.strategy", strategy, EXPECTED)
     optional = row.get("optional", False)
     if not isinstance(optional, bool):
-        raise refused(origin, f"{field}.optional", optional, "True or False")
-    return Rule(strategy=strategy, module=tuple(module), kind=kind, phase=phase, optional=optional)
+        raise refused(origin, f"{name}.optional", optional, "True or False")
+    place = f"{Path(origin.partition(', ')[0]).name}: {name}" if origin else name
+    return Rule(strategy=strategy, module=tuple(module), kind=kind, phase=phase, optional=optional, place=place)
 
 
 def find_rule(rules: Sequence[Rule], site: SiteDescription) -> Override | None:
     """Return the request of the last rule that matches `site`, or None."""
-    for number in range(len(rules), 0, -1):
-        rule = rules[number - 1]
+    for rule in reversed(rules):
         if rule.matches(site):
-            return override_of(rule.strategy, site.ranks, f"rule {number} ({rule})")
+            return override_of(rule.strategy, site.ranks, rule.title)
     return None
 
 

@@ -22,9 +22,9 @@ class UnmatchedPatterns:
         for pattern in patterns:
             if _can_match(pattern, phase):  # "backward.*" does not concern forward graphs
                 unmatched += self._first_miss(f"pattern {pattern!r}", phase, any(fnmatchcase(s.id, pattern) for s in sites))
-        for number, rule in enumerate(rules, 1):
+        for rule in rules:
             if rule.phase in ("", phase) and not rule.optional:
-                unmatched += self._first_miss(f"rule {number} ({rule})", phase, any(rule.matches(s) for s in sites))
+                unmatched += self._first_miss(rule.title, phase, any(rule.matches(s) for s in sites))
         if unmatched:
             modules = ", ".join(dict.fromkeys(m for s in sites for m in s.modules)) or "none"
             warnings.warn(

@@ -11,8 +11,11 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from ub_overlap.runtime.stored_file import parse_json
+
 from .decision import CastDecision, Decision
 from .reasons import Reason, collective_of
+from .records import PlanRecord, as_record
 from .strategy import Mode
 
 
@@ -83,10 +86,9 @@ class Plan:
         )
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
-        d = json.loads(text)
-        if d.get("version") != 1:
-            raise ValueError(f"plan: got version {d.get('version')!r}, expected 1; made by another version of ub_overlap")
+    def from_json(cls, text: str, where: str = "a plan") -> Plan:
+        """Read the result of `to_json`. StoredFileError names `where` and the field."""
+        d = as_record(parse_json(text, where), PlanRecord, where, "a plan")
         return cls(
             d["phase"],
             tuple(Decision.from_dict(s) for s in d["sites"]),

@@ -8,7 +8,9 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 
 from ub_overlap.runtime import plan_store
+from ub_overlap.runtime.errors import StoredFileError
 
+from ..plan import plan_files
 from ..plan.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -55,12 +57,15 @@ class History:
             return list(self._plans.values())
 
     def find(self, digest: str) -> Plan | None:
-        """Return a plan from memory or from the store, or None."""
+        """Return a plan from memory or from the store, or None. A damaged file is skipped with a warning."""
         with self._lock:
             if digest in self._plans:
                 return self._plans[digest]
-        text = plan_store.load(digest)
-        return Plan.from_json(text) if text is not None else None
+        try:
+            return plan_files.load_plan(digest)
+        except StoredFileError as e:
+            log.warning("skipped %s", e.line)
+            return None
 
     def find_all(self, digests: Iterable[str]) -> list[Plan]:
         """Return the plans of `digests` that are in memory or in the store, forward plans first."""

@@ -100,7 +100,7 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class IsolatedCompiler:
-    """Compiles parts, each call anew. It is used inside of `isolated_compiler`."""
+    """Compiles parts, each call again. It is used inside of `isolated_compiler`."""
 
     def __init__(self) -> None:
         self.backends: list[Callable[..., Any]] = []
@@ -120,7 +120,7 @@ class IsolatedCompiler:
 
     @contextlib.contextmanager
     def installed(self, model: Callable[..., Any], parts: Sequence[CompiledPart]) -> Iterator[Callable[..., Any]]:
-        """Yield a function that runs `model` with `parts` compiled anew, each with its options."""
+        """Yield a function that runs `model` with `parts` compiled again, each with its options."""
         with contextlib.ExitStack() as stack:
             function = model
             for part in parts:

@@ -22,7 +22,7 @@ from typing import Any
 
 from ub_overlap import _torch_compat as compat
 
-from .. import errors
+from .. import errors, stored_file
 from . import plan_graphs
 from .plan_mismatch import load_plan_text, plan_mismatch_error
 from .store_exchange import Exchange
@@ -64,7 +64,7 @@ def explain_timeout(exchange: Exchange, topic: str, digest: str, timeout: errors
     """Return a PlanMismatchError where announcements explain why ranks did not join `topic` for `digest`, else `timeout`."""
     text = load_plan_text(digest) if timeout.phase == topic else None
     try:
-        graph = json.loads(text or "")["graph"]
+        graph = stored_file.parse_json(text or "", "a plan")["graph"]
     except (ValueError, KeyError, TypeError):
         return timeout
     plans = {

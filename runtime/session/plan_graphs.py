@@ -42,7 +42,7 @@ def pack_graphs(digest: str) -> str:
 def explain_difference(own: str, other: str, names: tuple[str, str]) -> str:
     """Describe how two ranks' packed graphs differ, "" where they cannot be compared."""
     explain = _Installed.explain
-    if explain is None or not own or not other:
+    if explain is None or not own or not other or len(other) > 2 * MAX_BYTES:  # `other` comes from a peer
         return ""
     try:
         return explain(base64.b64decode(own), base64.b64decode(other), names)

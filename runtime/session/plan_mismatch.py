@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from .. import errors, plan_store
+from .. import errors, plan_store, stored_file
 from . import plan_graphs
 from .store_exchange import Exchange
 
@@ -59,10 +58,13 @@ def find_first_difference(own_text: str | None, other_text: str | None) -> tuple
     None where the texts cannot be compared.
     """
     try:
-        plans = [json.loads(text or "") for text in (own_text, other_text)]
-        own, other = (dict(plan["shared"]) for plan in plans)
-    except (ValueError, KeyError, TypeError):
+        plans = [stored_file.parse_json(text or "", "a plan") for text in (own_text, other_text)]
+        return _first_difference(plans, *(dict(plan["shared"]) for plan in plans))
+    except (ValueError, KeyError, TypeError, AttributeError):  # damaged, or of another version
         return None
+
+
+def _first_difference(plans: Sequence[dict[str, Any]], own: dict[str, Any], other: dict[str, Any]) -> tuple[str, str] | None:
     for part in dict.fromkeys((*own, *other)):
         values = own.get(part), other.get(part)
         if values[0] == values[1]:

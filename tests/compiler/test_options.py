@@ -49,7 +49,7 @@ NAMES = frozenset({"shape_padding", "max_autotune"})
         ("overrides", {"forward.0": "fast"}, "auto, none, pipelined, bulk, pipelined:chunks=N"),
         ("overrides", {"forward.0": "chunks=65"}, "N from 1 to 64"),
         ("overrides", {"forward.0": None}, "none, pipelined, bulk"),
-        ("overrides", "/nowhere/plan.json", "a readable JSON or YAML file"),
+        ("overrides", "/nowhere/plan.json", "a JSON or YAML file"),
         ("overrides", 7, "a dict {site pattern: strategy}"),
         ("overrides", [7], "a dict {site pattern: strategy}"),
     ],

@@ -16,7 +16,7 @@ from ub_overlap.compiler.cost.predict import predict
 from ub_overlap.compiler.cost.profile_lookup import _of_this_machine, analytic, read, shipped, signature
 from ub_overlap.compiler.options import parse
 from ub_overlap.compiler.plan.strategy import Strategy
-from ub_overlap.runtime import machine, profile_store
+from ub_overlap.runtime import machine, profile_store, stored_file
 from ub_overlap.runtime.errors import OptionError
 from ub_overlap.tools.calibrate.fit import compare_calls, fit, fit_rates, shape_of, with_steps
 
@@ -134,7 +134,7 @@ def kept(folder: Path, ranks: int, **changes: Any) -> Profile:
     found["key"] = {**machine.key("cpu", ranks), **changes}
     path = profile_store.path_of(found["key"])
     assert path.parent == folder
-    profile_store.write(path, json.dumps(found))
+    stored_file.write(path, json.dumps(found))
     _of_this_machine.cache_clear()
     return Profile.from_json(json.dumps(found), "")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from ub_overlap.compiler.diff.graph_store import PlanGraphs
 from ub_overlap.compiler.diff.pair_nodes import NONE, pair_nodes
 from ub_overlap.compiler.diff.rows import align_rows
 from ub_overlap.compiler.diff.snapshot import NodeShot, Snapshot
-from ub_overlap.runtime import plan_store
+from ub_overlap.runtime import plan_store, stored_file
+from ub_overlap.runtime.errors import StoredFileError
 from ub_overlap.runtime.session import plan_graphs
 
 
@@ -93,13 +95,33 @@ def test_json_and_back() -> None:
 
 @pytest.mark.parametrize(
     "broken",
-    [{"version": 2, "nodes": []}, {"version": 1}, {"version": 1, "texts": [], "columns": ["", ""], "nodes": [["x", [3]]]}],
+    [
+        {"version": 2},
+        {"nodes": [["x", [3], *[0] * 10]]},
+        {"nodes": [["x", [0], *[0] * 10]]},
+        {"nodes": [["x", [], *[0] * 9, -1]]},
+        {"nodes": [["x", [], *[0] * 9, 99]]},
+        {"nodes": [["x", []]]},
+        {"nodes": [3]},
+        {"texts": None},
+        {"columns": 3},
+    ],
 )
 def test_what_is_no_snapshot(broken: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="snapshot"):
-        Snapshot.from_dict(broken)
-    with pytest.raises(ValueError, match="graphs of a plan"):
-        PlanGraphs.unpack(b"nonsense")
+    own = graphs().to_dict()
+    data = zlib.compress(json.dumps({**own, "before": {**own["before"], **broken}}).encode())
+    with pytest.raises(StoredFileError, match="not the graphs of a plan: ") as caught:
+        PlanGraphs.unpack(data, "some.graphs")
+    assert "some.graphs" in caught.value.line and ("before" in caught.value.line or "nodes[0]" in caught.value.line)
+
+
+def test_what_is_no_data() -> None:
+    """Bytes that are no graphs, a part of them, and data that inflates without end."""
+    packed = graphs().pack()
+    bomb = zlib.compress(bytes(stored_file.MAX_BYTES + 1))
+    for data, what in ((b"nonsense", "damaged"), (b"", "empty"), (packed[:-9], "truncated"), (bomb, "too large")):
+        with pytest.raises(StoredFileError, match=what):
+            PlanGraphs.unpack(data)
 
 
 def random_graph(seed: int) -> Snapshot:

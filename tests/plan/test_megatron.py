@@ -114,7 +114,7 @@ def test_yaml_without_pyyaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_import_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "other.json"
     path.write_text('{"optimizer": {"lr": 1}}')
-    assert main(["import-cfg", str(path)]) == 1
+    assert main(["import-cfg", str(path)]) == 2
     error = capsys.readouterr().err
     assert "not a tp_comm_overlap_cfg" in error and str(path) in error and "optimizer" in error and "qkv_fprop" in error
 

@@ -78,7 +78,7 @@ def test_last_matching_rule_wins_and_auto_gives_back() -> None:
     )
     forced = find_rule(rules, place())
     assert forced is not None and forced.strategy == Strategy(Mode.PIPELINED, 4)
-    assert forced.by == "rule 2 (module layers.0)"
+    assert forced.by == "overrides[1] (module layers.0)"
     assert find_rule(rules, place(modules=("layers.0.attention.wk",))) is None
     assert str(find_rule(rules, place(phase="backward")).strategy) == "bulk"  # type: ignore[union-attr]
     assert str(find_rule(rules, place(modules=("layers.5",))).strategy) == "none"  # type: ignore[union-attr]
@@ -113,7 +113,6 @@ def test_chunks_of_ranks(text: str, ranks: int, strategy: str) -> None:
         ([{"strategy": "none", "phase": "back"}], "overrides[0].phase", "back", "'forward' or 'backward'"),
         ([{"strategy": "none", "module": 3}], "overrides[0].module", "3", "a glob of module paths"),
         ([{"strategy": "none", "modules": "a"}], "overrides[0].modules", "a", "one of the fields module"),
-        ("/nowhere/rules.json", "overrides", "/nowhere/rules.json", "a readable JSON or YAML file"),
     ],
     ids=str,
 )
@@ -153,7 +152,7 @@ def test_what_matches_nothing_is_reported_once() -> None:
     (text,) = warnings_of(
         unmatched, "forward", ["forward.7", "forward.*", "backward.9"], [{"module": "lyers", "strategy": "none"}]
     )
-    assert "pattern 'forward.7'" in text and "rule 1 (module lyers)" in text
+    assert "pattern 'forward.7'" in text and "overrides[0] (module lyers)" in text
     assert "forward.*" not in text and "backward.9" not in text
     assert "layers.0.attention.wq" in text, "says what there is"
     assert warnings_of(unmatched, "forward", ["forward.7"], [{"module": "lyers", "strategy": "none"}]) == []
@@ -175,12 +174,15 @@ def test_stripes_by_rules_compute_the_same(pool2: RankPool, inner: str) -> None:
     for outcome in check(pool2, LLAMA, {"sequence": True}, options):
         by_site = {d["id"]: (d["strategy"], d["detail"]) for d in outcome.decisions}
         assert by_site["forward.1"] == (
-            "pipelined:stripes=2", "pipelined:stripes=2 forced by rule 1 (kind matmul_*)",
+            "pipelined:stripes=2", "pipelined:stripes=2 forced by overrides[0] (kind matmul_*)",
         )  # fmt: skip
-        assert by_site["forward.3"][0] == "pipelined:stripes=3" and "rule 2 (module *.w2; forward)" in by_site["forward.3"][1]
+        assert (
+            by_site["forward.3"][0] == "pipelined:stripes=3"
+            and "overrides[1] (module *.w2; forward)" in by_site["forward.3"][1]
+        )
         assert by_site["forward.0"] == ("pipelined", "")
         assert by_site["backward.1"][0] == "pipelined:stripes=2"
-        assert by_site["backward.2"][0] == "pipelined:chunks=4" and "rule 3" in by_site["backward.2"][1]
+        assert by_site["backward.2"][0] == "pipelined:chunks=4" and "overrides[2]" in by_site["backward.2"][1]
         assert by_site["backward.3"] == ("pipelined", "pipelined forced by overrides ('backward.3')"), "the pattern wins"
 
 
@@ -200,6 +202,6 @@ def illegal(rank: int, world: int) -> list[tuple[str, str | None, str]]:
 def test_illegal_stripes_leave_a_site_alone(pool2: RankPool) -> None:
     for gather, scatter, *backward in pool2.run(illegal):
         assert gather[:2] == ("none", "strategy_illegal")
-        assert "shards are gathered" in gather[2] and "rule 1 (any site)" in gather[2]
+        assert "shards are gathered" in gather[2] and "overrides[0] (any site)" in gather[2]
         assert scatter[:2] == ("pipelined:stripes=2", None)
-        assert backward == [("none", "disabled_by_user", "rule 2 (backward) says none")] * 2
+        assert backward == [("none", "disabled_by_user", "overrides[1] (backward) says none")] * 2

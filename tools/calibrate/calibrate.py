@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ub_overlap.compiler.cost.profile import Profile
 from ub_overlap.compiler.cost.profile_lookup import fallback
-from ub_overlap.runtime import machine, profile_store
+from ub_overlap.runtime import machine, profile_store, stored_file
 
 from .fit import compare_calls, fit
 
@@ -30,7 +30,7 @@ def calibrate(out: str | None = None, device: str | None = None, *, quick: bool 
     profile = fit(Profile.from_json(json.dumps(measured), "this calibration"))
     path = Path(out) if out else profile_store.path_of(dict(profile.key))
     if ranks.rank == 0:
-        profile_store.write(path, profile.to_json())
+        stored_file.write(path, profile.to_json())
         print(summarize(profile, path, time.monotonic() - start), flush=True)
         sys.stdout.flush()
     world.end(ranks)

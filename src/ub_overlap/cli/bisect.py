@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from .parsers import Parser, add_verb, non_negative_int, positive
+from .stored import report_skipped
 from .trial import Outcome, Runner, Trial, interrupted_by_sigterm
 
 ANSWERS = {
@@ -187,14 +188,16 @@ class Search:
 
 def overlapped_since(moment: float) -> dict[str, dict[str, str]]:
     """Return the overlapped sites of plans stored since `moment`, by id: kind, strategy, module, source."""
-    from ub_overlap.runtime import plan_store
+    from ub_overlap.compiler.plan import plan_files
 
     sites: dict[str, dict[str, str]] = {}
-    folder = plan_store.directory()
-    for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
-        if path.stat().st_mtime < moment - 1:  # some file systems store whole seconds
-            continue
-        for site in json.loads(path.read_text())["sites"]:
+    for _, changed, plan in plan_files.stored_plans(report_skipped):
+        if changed < moment - 1:  # some file systems store whole seconds
+            break
+        for site in plan["sites"]:
             if "pipelined" in site["strategy"] or "bulk" in site["strategy"]:
-                sites.setdefault(site["id"], {k: site[k] for k in ("kind", "strategy", "module", "source")})
+                sites.setdefault(
+                    site["id"],
+                    {"kind": site["kind"], "strategy": site["strategy"], "module": site["module"], "source": site["source"]},
+                )
     return dict(sorted(sites.items(), key=lambda item: (item[0].split(".")[0] != "forward", int(item[0].split(".")[1]))))

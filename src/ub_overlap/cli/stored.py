@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from datetime import datetime
 from typing import Any
 
 from ub_overlap.runtime import plan_store
-from ub_overlap.runtime.errors import OptionError
+from ub_overlap.runtime.errors import OptionError, StoredFileError
 
 from .parsers import add_verb
 
 
 def stored_plans() -> list[dict[str, Any]]:
     """Return the stored plans, newest first: digest, phase, sites, overlapped, written (local time)."""
+    from ub_overlap.compiler.plan import plan_files
+
     rows = []
-    folder = plan_store.directory()
-    paths = sorted(folder.glob("*.json"), key=lambda p: p.stat().st_mtime, reverse=True) if folder.is_dir() else []
-    for path in paths:
-        plan = json.loads(path.read_text())
+    for _, changed, plan in plan_files.stored_plans(report_skipped):
         strategies = [site["strategy"] for site in plan["sites"]]
         rows.append(
             {
@@ -27,10 +27,15 @@ def stored_plans() -> list[dict[str, Any]]:
                 "phase": plan["phase"],
                 "sites": len(strategies),
                 "overlapped": sum(strategy not in ("none", "merged") for strategy in strategies),
-                "written": datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "seconds"),
+                "written": datetime.fromtimestamp(changed).isoformat(" ", "seconds"),
             }
         )
     return rows
+
+
+def report_skipped(error: StoredFileError) -> None:
+    """Print the line of a damaged file of the store; the command goes on without it."""
+    print(f"skipped {error.line}", file=sys.stderr)
 
 
 def list_reports(*, as_json: bool) -> int:
@@ -45,18 +50,21 @@ def list_reports(*, as_json: bool) -> int:
 
 
 def show_report(digest: str, *, as_json: bool) -> int:
-    """Print the report whose digest begins with `digest`. OptionError if there is none, or more than one."""
-    digests = [row["digest"] for row in stored_plans() if row["digest"].startswith(digest)]
-    text = plan_store.load(digests[0]) if len(digests) == 1 else None
-    if text is None:
+    """Print the report whose digest begins with `digest`. OptionError if there is none, or more than one, or it is damaged."""
+    from ub_overlap.compiler.plan import plan_files
+
+    named = sorted(plan_store.directory().glob("*.json")) if plan_store.is_digest(digest.ljust(8, "0")) else []
+    paths = [path for path in named if path.stem.startswith(digest)]
+    digests = [path.stem for path in paths]
+    if len(paths) != 1:
         problem = f"{len(digests)} reports begin with it: {', '.join(digests)}" if digests else "no such report"
         raise OptionError(
             problem, where=str(plan_store.directory()), got=repr(digest), fix="python -m ub_overlap report list shows all"
         )
+    plan = plan_files.read_plan(paths[0])
     if as_json:
-        print(text)
+        print(json.dumps(plan))
         return 0
-    plan = json.loads(text)
     print(f"{plan['digest']}  {plan['phase']}  {len(plan['sites'])} sites")
     rows = []
     for site in plan["sites"]:
