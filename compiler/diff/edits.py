@@ -126,11 +126,18 @@ class Diff:
 
     def table(self, width: int | None = None) -> str:
         """Return a table with one row per edit. `width`: the limit of a line; columns that do not fit are left out."""
-        name = f"{self.phase} {self.plan}".strip()
-        heading = f"{name or 'graph'}: {self.a.label or 'before'} -> {self.b.label or 'after'}: {self.counts()}"
         if self.same:
-            return heading
-        rows = [
+            return self.heading()
+        return self.heading() + "\n" + render_table(self.rows(), width=width, optional=("line", "module", "nodes"))
+
+    def heading(self) -> str:
+        """Return the graph, both sides and the number of edits in a line."""
+        name = f"{self.phase} {self.plan}".strip()
+        return f"{name or 'graph'}: {self.a.label or 'before'} -> {self.b.label or 'after'}: {self.counts()}"
+
+    def rows(self) -> list[dict[str, str]]:
+        """Return the rows of `table`: one dict per edit."""
+        return [
             {
                 "site": e.site or "-",
                 "edit": e.title,
@@ -140,7 +147,12 @@ class Diff:
             }
             for e in self.edits
         ]
-        return heading + "\n" + render_table(rows, width=width, optional=("line", "module", "nodes"))
+
+    def _repr_html_(self) -> str:
+        """Return the edits for a notebook."""
+        from .render.notebook import Section, render_notebook
+
+        return render_notebook([Section(self.heading(), self.rows())])
 
 
 def _where(s: Snapshot, place: int) -> str:

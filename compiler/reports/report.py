@@ -152,6 +152,10 @@ class Report:
 
     def table(self, width: int | None = None) -> str:
         """Return a table with one row per collective. `width`: the limit of a line; columns that do not fit are left out."""
+        return render_table(self.rows(), width=width, optional=OPTIONAL_COLUMNS)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows of `table`: one dict per collective."""
         rows, decisions = [], self.decisions
         verified = any(d.error is not None for d in decisions)
         for d in decisions:
@@ -179,11 +183,14 @@ class Report:
                     "hidden bytes / reason": d.reason.value if d.reason else _hidden(d),
                 }
             )
-        return render_table(rows, width=width, optional=OPTIONAL_COLUMNS)
+        return rows
 
     def float8(self) -> str:
         """Return a table with one row per matmul that the float8 pass examined, largest error first; "" without any."""
-        rows = [
+        return render_table(self._float8_rows())
+
+    def _float8_rows(self) -> list[dict[str, Any]]:
+        return [
             {
                 "module": c.module,
                 "product": c.role,
@@ -193,7 +200,6 @@ class Report:
             }
             for c in sorted(self.casts, key=lambda c: -(c.error if c.error is not None else -1.0))
         ]
-        return render_table(rows)
 
     def totals(self) -> str:
         """Return the predicted times of all sites together, and the measured ones of those that were measured."""
@@ -279,6 +285,21 @@ class Report:
                 if lanes := lanes_of(d.id, outlook(d, self.profile_of(plan, d)), self._measured.get(site)):
                     lanes_by_site[site] = lanes
         return lanes_by_site
+
+    def _repr_html_(self) -> str:
+        """Return the report for a notebook: summary, sites, reasons and edits."""
+        from ..diff.render.notebook import Section, render_notebook
+
+        left = [
+            {"site": d.id, "kind": d.kind.value, "reason": d.reason.value, "detail": d.detail, "source": d.source}
+            for d in self.decisions
+            if d.reason
+        ]
+        sections = [Section(self.summary(), self.rows(), self.totals() if self.plans else "")]
+        sections += [Section(f"left alone: {len(left)}", left, is_open=False)] if left else []
+        sections += [Section(d.heading(), d.rows(), is_open=False) for d in self.diff]
+        sections += [Section(f"float8: {len(rows)} matmuls", rows, is_open=False)] if (rows := self._float8_rows()) else []
+        return render_notebook(sections)
 
     def __str__(self) -> str:
         if not self.plans:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from html import unescape
 from pathlib import Path
@@ -17,11 +16,11 @@ from typing import Any
 import pytest
 
 from benchmarks.graph_diff import graph
+from tests.diff.devtools import BROWSER
 from tests.diff.samples import report
 from ub_overlap.compiler.diff.graph_store import PlanGraphs
 from ub_overlap.compiler.diff.render import html
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome on PATH")
 
 ERRORS = """<script>
@@ -76,7 +75,7 @@ def test_sites_details_filters_and_search(tmp_path: Path) -> None:
         out.sites = texts("#sites .id"); out.filters = texts("#filters button"); out.summary = $("#summary").textContent;
         out.rows = all(".row").length;
         key("j"); out.first = $("#detail").textContent; out.lanes = all("svg.lanes rect[fill]").length;
-        out.current = texts("#sites li[aria-current=true] .id"); out.marked = all(".row.site").length;
+        out.current = texts("#sites [aria-current=true] .id"); out.marked = all(".row.site").length;
         out.gone = all("#detail li.gone").length; out.came = all("#detail li.came").length;
         key("j"); key("j"); out.third = $("#detail").textContent;
         key("Escape"); out.shut = $("#detail").hidden;

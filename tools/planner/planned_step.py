@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from ub_overlap.compiler.options import Options
 from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.reasons import collective_of
-from ub_overlap.compiler.plan.strategy import NONE, Mode, Strategy
+from ub_overlap.compiler.plan.strategy import Mode, Strategy
 from ub_overlap.compiler.reports import timeline
 from ub_overlap.compiler.reports.outlook import Outlook, Totals, outlook, totals
 from ub_overlap.compiler.reports.report import lanes_of
@@ -112,19 +113,43 @@ class PlannedStep:
 
     def text(self, width: int | None = None) -> str:
         """Return the prediction as text. `width`: of its table; columns that do not fit are left out."""
-        s, t = self.sizes, self.totals
-        rest = ", ".join(f"{name} {us:.0f}" for name, us in self.rest.items())
+        return f"{self._heading()}\n\n{table(self.rows, width)}\n{LEGEND}\n\n{self._closing()}"
+
+    def _repr_html_(self) -> str:
+        """Return the prediction for a notebook."""
+        from ub_overlap.compiler.diff.render.notebook import Section, render_notebook
+
+        return render_notebook([Section(self._heading(), table_rows(self.rows), f"{LEGEND}\n{self._closing()}", floats=".0f")])
+
+    def _heading(self) -> str:
+        s = self.sizes
         return (
             f"hidden {s.hidden}, ffn {s.ffn}, heads {s.heads} (kv {s.kv_heads}), batch {s.batch} x {s.seq} tokens, "
-            f"{s.dtype}, TP {s.tp}, layers {s.layers}, forward + backward; profile {self.profile}\n\n"
-            f"{table(self.rows, width)}\n\n{t}\n"
+            f"{s.dtype}, TP {s.tp}, layers {s.layers}, forward + backward; profile {self.profile}"
+        )
+
+    def _closing(self) -> str:
+        rest = ", ".join(f"{name} {us:.0f}" for name, us in self.rest.items())
+        return (
+            f"{self.totals}\n"
             f"other work: {rest} us (attention and elementwise work are rough estimates)\n"
             f"step: {self.none_us / 1000:.2f} ms without overlap, {self.chosen_us / 1000:.2f} ms as chosen, "
             f"{self.none_us / self.chosen_us:.2f}x"
         )
 
 
+LEGEND = "microseconds; matmul, comm: alone; pipelined: one chunk per rank; cN: N chunks; sN: N stripes; gain: over none"
+
+
 def table(rows: Sequence[PlanRow], width: int | None = None) -> str:
+    """Return `table_rows` as text. `width`: the limit of a line; columns that do not fit are left out."""
+    cells = table_rows(rows)
+    others = [name for row in cells for name in row if re.fullmatch(r"[cs]\d+", name)]
+    optional = ("MB", "M N K", *dict.fromkeys(others), "comm", "matmul", "module", "bulk", "pipelined")
+    return render_table(cells, width=width, optional=optional, floats=".0f")
+
+
+def table_rows(rows: Sequence[PlanRow]) -> list[dict[str, Any]]:
     """Return one row per site, with a column for every strategy that some site has as an alternative."""
     names = list(dict.fromkeys(s for r in rows if r.outlook for s in r.outlook.by_strategy))
     names.sort(key=lambda n: ((s := Strategy.parse(n)).mode is not Mode.NONE, s.mode is Mode.BULK, s.striped, s.chunks))
@@ -139,10 +164,7 @@ def table(rows: Sequence[PlanRow], width: int | None = None) -> str:
         cells |= {short(n): o.by_strategy[n].us if o and n in o.by_strategy else None for n in names}
         cells |= {"choice": str(d.strategy), "gain": o and o.gain_us}
         out.append(cells)
-    heads = "microseconds; matmul, comm: alone; pipelined: one chunk per rank; cN: N chunks; sN: N stripes; gain: over none"
-    others = [short(n) for n in names if n not in (str(NONE), "pipelined", "bulk")]
-    optional = ("MB", "M N K", *others, "comm", "matmul", "module", "bulk", "pipelined")
-    return render_table(out, width=width, optional=optional, floats=".0f") + f"\n{heads}"
+    return out
 
 
 def short(strategy: str) -> str:

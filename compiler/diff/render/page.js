@@ -17,6 +17,15 @@
     e.append(...children.filter((c) => c !== null && c !== undefined && c !== ""));
     return e;
   };
+  // Redrawing replaces the focused element: focus its successor, so that the keyboard stays where it was.
+  const keepFocus = (box, key, redraw) => {
+    const focused = document.activeElement, name = focused && box.contains(focused) ? focused.dataset[key] : undefined;
+    redraw();
+    if (name !== undefined) [...box.querySelectorAll(`[data-${key}]`)].find((e) => e.dataset[key] === name)?.focus({ preventScroll: true });
+  };
+  // The attributes of an element that a click, Enter or Space activates.
+  const pressed = (act) => ({ role: "button", tabindex: "0", onclick: act,
+    onkeydown: (e) => { if (e.key === "Enter" || e.key === " ") { e.preventDefault(); act(); } } });
   const us = (x) => (x === null || x === undefined ? "" : (Math.abs(x) < 100 ? x.toFixed(1) : Math.round(x).toLocaleString("en")) + " us");
   const bytes = (x) => {
     if (x === null || x === undefined) return "";
@@ -190,16 +199,16 @@
   const drawSites = () => {
     const g = now(), counts = { all: g.sites.length };
     g.sites.forEach((d) => { counts[group(d)] = (counts[group(d)] || 0) + 1; });
-    $("filters").replaceChildren(...Object.entries({ all: "all", ...NAMES }).filter(([k]) => counts[k]).map(([k, name]) =>
-      make("button", { "aria-pressed": String(state.filter === k), "data-filter": k, style: k === "all" ? "" : `color: var(--${k})`,
-        onclick: () => { state.filter = k; drawSites(); } }, `${name} ${counts[k]}`)));
+    keepFocus($("filters"), "filter", () => $("filters").replaceChildren(...Object.entries({ all: "all", ...NAMES })
+      .filter(([k]) => counts[k]).map(([k, name]) => make("button", { "aria-pressed": String(state.filter === k), "data-filter": k,
+        style: k === "all" ? "" : `color: var(--${k})`, onclick: () => { state.filter = k; drawSites(); } }, `${name} ${counts[k]}`))));
     const found = visible();
-    $("sites").replaceChildren(...(found.length ? found.map((d) => make("li", {
-      "data-site": d.id, "aria-current": String(d.id === state.site), style: colour(d), onclick: () => open(d.id),
+    keepFocus($("sites"), "site", () => $("sites").replaceChildren(...(found.length ? found.map((d) => make("li", {}, make("button", {
+      "data-site": d.id, "aria-current": String(d.id === state.site), "aria-controls": "detail", style: colour(d), onclick: () => open(d.id),
     }, make("span", { class: "stripe" }), make("span", { class: "id" }, d.id),
     make("span", { class: "gain" }, gain(d)),
     make("span", { class: "kind", title: d.kind }, [d.kind, d.module].filter(Boolean).join("  \u00b7  ")),
-    make("span", { class: "what", title: d.detail || "" }, outcome(d) || place(d.source)))) : [make("li", { class: "none" }, "no sites")]));
+    make("span", { class: "what", title: d.detail || "" }, outcome(d) || place(d.source))))) : [make("li", { class: "none" }, "no sites")])));
   };
 
   // ---- detail
@@ -211,7 +220,7 @@
   const more = (all) => (all.length > MOST ? make("p", { class: "none" }, `and ${(all.length - MOST).toLocaleString("en")} more`) : null);
   const nodes = (side, places, look) => make("ul", { class: "nodes" }, ...places.slice(0, MOST).map((i) => {
     const n = now()[side].node(i);
-    return make("li", { class: look, title: n.source, onclick: () => { state.node = { side, place: i }; reveal(side, i); } },
+    return make("li", { class: look, title: n.source, ...pressed(() => { state.node = { side, place: i }; reveal(side, i); }) },
       `${n.name} `, make("small", {}, `${now()[side].call(n)} ${n.shape}`));
   }), more(places));
 
@@ -248,9 +257,9 @@
       for (let i = 0; i < g.before.size; i += 1) if (g.before.node(i).site === id) mine.push(i);
       if (mine.length) parts.push(make("h3", {}, "Unchanged"), nodes("before", mine, ""));
     }
-    show(parts);
+    show(parts, `Site ${id}`);
     drawSites();
-    document.querySelector("#sites li[aria-current=true]")?.scrollIntoView({ block: "nearest" });
+    currentSite()?.scrollIntoView({ block: "nearest" });
     if (edit) {
       const side = edit.removed.length ? "before" : "after";
       const at = edit.removed[0] ?? edit.added[0] ?? (edit.changed[0] || [])[1];
@@ -324,18 +333,21 @@
       make("table", {}, row("side", side), row("shape", n.shape), row("stride", n.stride), row("dtype", n.dtype), row("module", n.module),
         row("site", n.site && g.bySite.has(n.site) ? make("a", { href: "#", onclick: (e) => { e.preventDefault(); open(n.site); } }, n.site) : n.site),
         row("derived from", n.origin), row("reads", n.inputs.length ? jump([...new Set(n.inputs)]) : ""), row("read by", g[side].readers(i).length ? jump(g[side].readers(i)) : "")),
-      n.source ? make("h3", {}, "Where") : null, n.source ? make("pre", {}, n.source) : null]);
+      n.source ? make("h3", {}, "Where") : null, n.source ? make("pre", {}, n.source) : null], `Node ${n.name}`);
     draw();
   };
 
-  const show = (parts) => {
+  const currentSite = () => document.querySelector("#sites [aria-current=true]");
+  const show = (parts, label) => {
     const box = $("detail");
+    box.setAttribute("aria-label", label);
     box.replaceChildren(...parts.filter(Boolean));
     box.hidden = false;
     box.scrollTop = 0;
     document.querySelector("main").classList.add("open");
   };
   const shut = () => {
+    if ($("detail").contains(document.activeElement)) currentSite()?.focus();  // the focus returns to where the panel came from
     $("detail").hidden = true;
     document.querySelector("main").classList.remove("open");
     state.site = state.node = null;
@@ -350,8 +362,8 @@
     state.graph = k;
     state.filter = "all";
     const g = now();
-    $("tabs").replaceChildren(...graphs.map((h, i) => make("button", { role: "tab", "aria-selected": String(i === k), onclick: () => choose(i) },
-      h.phase || "graph", make("small", {}, h.plan.slice(0, 8)))));
+    keepFocus($("tabs"), "graph", () => $("tabs").replaceChildren(...graphs.map((h, i) => make("button", { role: "tab", "data-graph": i,
+      "aria-selected": String(i === k), "aria-controls": "graphs", onclick: () => choose(i) }, h.phase || "graph", make("small", {}, h.plan.slice(0, 8))))));
     $("before-head").replaceChildren(make("b", {}, g.before.label || "before"), `  ${g.before.size.toLocaleString("en")} nodes`);
     $("after-head").replaceChildren(make("b", {}, g.after.label || "after"), `  ${g.after.size.toLocaleString("en")} nodes`);
     const done = g.sites.filter((d) => ["pipelined", "bulk"].includes(group(d)));
@@ -374,13 +386,14 @@
     if (!found.length) return;
     const k = found.findIndex((d) => d.id === state.site);
     open(found[k < 0 ? (by > 0 ? 0 : found.length - 1) : Math.min(found.length - 1, Math.max(0, k + by))].id);
+    if ($("sites").contains(document.activeElement)) currentSite()?.focus();
   };
   const theme = (name) => {
     document.documentElement.dataset.theme = name;
     try { localStorage.setItem("ub_overlap theme", name); } catch { /* a page opened from a file may have no storage */ }
   };
   const help = () => {
-    const keys = { "/": "search", "j  k": "next, previous site", "[  ]": "previous, next graph", d: "only sites and differences", t: "light or dark", Esc: "close panel, clear search", "?": "this help" };
+    const keys = { Tab: "next site, filter, button", Enter: "open the focused site", "\u2191  \u2193": "focus the previous, next site", "/": "search", "j  k": "open the next, previous site", "[  ]": "previous, next graph", d: "only sites and differences", t: "light or dark", Esc: "close panel, clear search", "?": "this help" };
     $("help").replaceChildren(make("table", {}, ...Object.entries(keys).map(([k, what]) => make("tr", {}, make("td", {}, make("kbd", {}, k)), make("td", {}, what)))));
     $("help").showModal();
   };
@@ -408,6 +421,13 @@
   $("keys").addEventListener("click", help);
   addEventListener("keydown", (e) => {
     const typing = e.target === $("search");
+    const focused = document.activeElement, inSites = focused && $("sites").contains(focused);
+    if (inSites && ["ArrowDown", "ArrowUp", "Home", "End"].includes(e.key)) {
+      const all = [...$("sites").querySelectorAll("button")], at = all.indexOf(focused), last = all.length - 1;
+      all[{ ArrowDown: Math.min(at + 1, last), ArrowUp: Math.max(at - 1, 0), Home: 0, End: last }[e.key]].focus();
+      e.preventDefault();
+      return;
+    }
     if (e.key === "Escape") {
       if (typing || state.query) { $("search").value = state.query = ""; $("search").blur(); drawSites(); refilter(); } else shut();
       return;
