@@ -120,6 +120,13 @@ class CollectiveError(RankError):
     """
 
 
+class GroupAbortedError(UbOverlapError):
+    """This process aborted the group with `ub_overlap.abort`. The waits of this rank ended; the group cannot be used any more.
+
+    `got`: who aborted it, and why. The other ranks raise PeerFailedError.
+    """
+
+
 class SessionPoisonedError(UbOverlapError):
     """An earlier error left the ranks of this group out of step. The group cannot be used any more."""
 
@@ -178,6 +185,16 @@ def _peer_timeout(fields: dict[str, str]) -> UbOverlapError:
     )
 
 
+def group_aborted(group: str, *, where: str, reason: str) -> GroupAbortedError:
+    """Return the error of a wait, or a call, of a group that this rank has aborted."""
+    return GroupAbortedError(
+        f"this rank aborted group '{group}'" if group else "this rank aborted the group",
+        where=where,
+        got=reason,
+        fix="to go on, destroy the process group on all ranks and make it again",
+    )
+
+
 def _group_lock_timeout(fields: dict[str, str]) -> UbOverlapError:
     rank, waited = int(fields["ranks"]), float(fields["waited_s"])
     connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
@@ -199,6 +216,11 @@ def _group_lock_timeout(fields: dict[str, str]) -> UbOverlapError:
     )
 
 
+def _call_text(fields: dict[str, str]) -> str:
+    """Return "op at site 'site'", "" where no call was running."""
+    return f"{fields['op']} at site '{fields['site']}'" if fields["op"] else ""
+
+
 def _rank_mismatch(name: str, fields: dict[str, str]) -> UbOverlapError:
     culprit, reporter = int(fields["ranks"]), int(fields["reporter"])
     got, expected = f"rank {culprit}: {fields['got']}", f"rank {reporter}: {fields['expected']}"
@@ -217,6 +239,8 @@ def make(name: str, fields: dict[str, str]) -> UbOverlapError:
         return _peer_timeout(fields)
     if name == "DeviceTimeoutError":
         return _group_lock_timeout(fields)
+    if name == "GroupAbortedError":
+        return group_aborted("", where=_call_text(fields), reason=fields["got"])
     if name in ("ShapeMismatchError", "SiteMismatchError"):
         return _rank_mismatch(name, fields)
     if name == "PeerFailedError":
@@ -224,7 +248,7 @@ def make(name: str, fields: dict[str, str]) -> UbOverlapError:
         return PeerFailedError(
             f"rank {rank} of the group failed",
             ranks=(rank,),
-            where=f"{fields['op']} at site '{fields['site']}'",
+            where=_call_text(fields),
             got=fields["got"],
             fix=f"look at the log of rank {rank}",
         )

@@ -28,6 +28,8 @@ const char* class_of(FailureCode code) {
             return "PeerFailedError";
         case FailureCode::group_lock_timeout:
             return "DeviceTimeoutError";
+        case FailureCode::group_aborted:
+            return "GroupAbortedError";
         default:
             return "PeerTimeoutError";
     }

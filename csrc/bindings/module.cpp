@@ -151,7 +151,11 @@ py::dict build_info() {
 
 // Throws the failure that a peer reported, or that a peer is gone. For waits outside the executor.
 void check_peers(ShmArena& arena, const std::string& op, const std::string& site) {
-    if (const Failure* failure = arena.aborted()) throw CallFailed(*failure);
+    if (const Failure* failure = arena.aborted()) {
+        Failure seen = *failure;
+        if (seen.code == FailureCode::group_aborted) set_text(seen.op, op), set_text(seen.site, site);
+        throw CallFailed(seen);
+    }
     for (int rank = 0; rank < arena.ranks(); ++rank) {
         if (!gone(arena.control(rank))) continue;
         Failure failure;
@@ -172,6 +176,16 @@ py::object abort_text(Arena& arena) {
     if (!failure) return py::none();
     set_python_error(std::make_exception_ptr(CallFailed(*failure)));
     throw py::error_already_set();
+}
+
+void fail_group(Arena& arena, const std::string& text, const std::string& op, const std::string& site) {
+    Failure failure;
+    failure.code = FailureCode::peer_failed;
+    failure.reporter = failure.culprit = arena.rank();
+    set_text(failure.op, op);
+    set_text(failure.site, site);
+    set_text(failure.got, text);
+    arena.abort(failure);
 }
 
 void define_testing(py::module_ m) {
@@ -243,7 +257,9 @@ PYBIND11_MODULE(_C, m) {
 
     py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
         .def_property_readonly("slot_bytes", &Arena::slot_bytes)
-        .def("check", &abort_text, "Raises the failure that a peer reported.");
+        .def("check", &abort_text, "Raises the failure that a peer reported.")
+        .def("fail", &fail_group, py::arg("text"), py::arg("op"), py::arg("site"), py::call_guard<py::gil_scoped_release>(),
+             "Tells all ranks that this one failed, unless they know of a failure.");
 
     py::class_<ShmArena, Arena, std::shared_ptr<ShmArena>>(m, "ShmArena")
         .def(py::init<int, int, int64_t>(), py::arg("rank"), py::arg("ranks"), py::arg("slot_bytes"))
@@ -291,6 +307,8 @@ PYBIND11_MODULE(_C, m) {
         .def_property_readonly("epoch", &Session::epoch)
         .def_property_readonly("failure_text", &Session::failure_text)
         .def("check", &Session::check, py::call_guard<py::gil_scoped_release>(), "Raises the first error so far.")
+        .def("abort", &Session::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>(),
+             "Ends the session's waits here and on its peers. Idempotent, from any thread.")
         .def("close", &Session::close, py::call_guard<py::gil_scoped_release>());
 
     m.def(

@@ -56,13 +56,19 @@ class Arena {
     virtual void poll() {}
     // Returns when no device works on this arena any more, or a step's deadline is over.
     virtual void quiesce() {}
-    // Tell every rank, this one too, that the group is broken. A record that is there already stays.
+    // The code under which a rank records `failure`: a group that its peer aborted has failed because of that peer.
+    FailureCode code_at(int rank, const Failure& failure) const {
+        const bool is_peer_abort = failure.code == FailureCode::group_aborted && rank != this->rank();
+        return is_peer_abort ? FailureCode::peer_failed : failure.code;
+    }
+    // Tell every rank, this one too, that the group is broken. A record that is there already stays. Any thread may call it.
     virtual void abort(const Failure& failure) {
         for (int r = 0; r < ranks(); ++r) {
             ControlBlock* block = control(r);
             uint32_t none = 0;
             if (block && block->abort_state.compare_exchange_strong(none, 1, std::memory_order_acq_rel)) {
                 block->abort = failure;
+                block->abort.code = code_at(r, failure);
                 block->abort_state.store(2, std::memory_order_release);
             }
         }

@@ -18,6 +18,7 @@ enum class FailureCode : int32_t {
     site_mismatch = 4,       // `culprit` is at another site
     peer_failed = 5,         // `reporter` raised something of its own
     group_lock_timeout = 6,  // on the device of `culprit` a call holds the group lock and makes no progress
+    group_aborted = 7,       // this rank aborted the group; its peers see peer_failed
 };
 
 // Fixed size and free of pointers. `reporter` is the rank that noticed.

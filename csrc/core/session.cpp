@@ -23,7 +23,18 @@ void Session::set_hooks(SessionHooks hooks) {
     hooks_ = std::move(hooks);
 }
 
-void Session::refuse_if_unusable() {
+void Session::throw_aborted(const Call* call) {
+    Failure failure;
+    failure.code = FailureCode::group_aborted;
+    failure.reporter = failure.culprit = rank_;
+    if (call) set_text(failure.op, call->op_name), set_text(failure.site, call->site);
+    const std::lock_guard<std::mutex> lock(abort_mutex_);
+    set_text(failure.got, abort_reason_);
+    throw CallFailed(failure);
+}
+
+void Session::refuse_if_unusable(const Call* call) {
+    if (aborted_.load(std::memory_order_acquire)) throw_aborted(call);
     if (closed_) {
         throw NamedError("SessionPoisonedError",
                          {{"what", "the session of group '" + group_ + "' is closed"},
@@ -79,7 +90,7 @@ void Session::verify(const Call& call) {
 
 void Session::verify_only(const Call& call) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
-    refuse_if_unusable();
+    refuse_if_unusable(&call);
     try {
         verify(call);
     } catch (const std::exception& error) {
@@ -96,7 +107,7 @@ int Session::picked(const std::string& site, int bucket) {
 
 void Session::tune(const Tuning& tuning) {
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
-    refuse_if_unusable();
+    refuse_if_unusable(nullptr);
     if (!hooks_.tune) return;
     try {
         const int pick = hooks_.tune(tuning);
@@ -112,12 +123,43 @@ void Session::tune(const Tuning& tuning) {
 
 void Session::check() {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
-    refuse_if_unusable();
+    refuse_if_unusable(nullptr);
+}
+
+// The record of an abort names the call that it interrupts. The text may change meanwhile: a stamp that is equal before and
+// after shows that it did not.
+void Session::abort(const std::string& reason) {
+    std::shared_ptr<Arena> arena;
+    {
+        const std::lock_guard<std::mutex> lock(abort_mutex_);
+        if (aborted_.load(std::memory_order_relaxed)) return;
+        abort_reason_ = reason;
+        aborted_.store(true, std::memory_order_release);
+        arena = arena_;
+    }
+    if (!arena) return;
+    Failure failure;
+    failure.code = FailureCode::group_aborted;
+    failure.reporter = failure.culprit = rank_;
+    set_text(failure.got, reason);
+    const CallDescriptor* last = nullptr;
+    uint64_t last_stamp = 0;
+    for (const CallDescriptor& call : arena->control(rank_)->calls) {
+        const uint64_t stamp = call.stamp.load(std::memory_order_acquire);
+        if (stamp != 0 && (!last || reached(epoch_of(stamp), epoch_of(last_stamp)))) last = &call, last_stamp = stamp;
+    }
+    if (last) {
+        failure.expected = epoch_of(last_stamp);
+        set_text(failure.op, last->op), set_text(failure.site, last->site);
+        std::atomic_thread_fence(std::memory_order_acquire);
+        if (last->stamp.load(std::memory_order_relaxed) != last_stamp) failure.op[0] = failure.site[0] = 0;
+    }
+    arena->abort(failure);
 }
 
 void Session::run(Call& call, Executor& executor, const std::function<void(Call&)>& prepare) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
-    refuse_if_unusable();
+    refuse_if_unusable(&call);
     call.epoch = ++epoch_;
     try {
         call.program = ProgramCache::get(call.key, rank_);
@@ -130,6 +172,7 @@ void Session::run(Call& call, Executor& executor, const std::function<void(Call&
         Stats::get().add(call.site, call.strategy, transport_, reason_, executor.run(call), trace);
     } catch (const CallFailed& failed) {
         mark_failed(call, "epoch " + std::to_string(call.epoch) + " at site '" + call.site + "'", &failed.failure);
+        if (failed.failure.code == FailureCode::group_aborted) throw_aborted(&call);
         throw;
     } catch (const std::exception& error) {
         mark_failed(call, error.what(), nullptr);
@@ -145,7 +188,9 @@ void Session::close() {
     closed_ = true;
     if (arena_) arena_->quiesce();
     hooks_ = {};
-    arena_.reset();
+    std::shared_ptr<Arena> arena;  // released without the lock: that may take a second
+    const std::lock_guard<std::mutex> abort_lock(abort_mutex_);
+    arena.swap(arena_);
 }
 
 }  // namespace ub_overlap

@@ -1,6 +1,7 @@
 // The session of one group on one device type: arena, epoch, verified plans, and the failure that made it unusable.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -38,6 +39,9 @@ class Session {
     // Throws the failure of a call that was only issued (CUDA), or of a peer.
     void check();
     void set_hooks(SessionHooks hooks);
+    // Ends the waits of this session's call, here and on the peers, and makes the session unusable. Does not wait for the call.
+    // Idempotent. Any thread may call it at any time.
+    void abort(const std::string& reason);
     void close();
 
     const std::string& group() const { return group_; }
@@ -52,7 +56,9 @@ class Session {
     Arena* arena() { return arena_.get(); }
 
   private:
-    void refuse_if_unusable();
+    // Throws where the session cannot run `call`, or any call where that is null.
+    void refuse_if_unusable(const Call* call);
+    [[noreturn]] void throw_aborted(const Call* call);
     void publish(const Call& call);
     void verify(const Call& call);
     // Marks the session unusable and tells the peers; `text` is what later calls quote.
@@ -68,6 +74,9 @@ class Session {
     std::map<std::pair<std::string, int>, int> picks_;
     std::string failure_text_;
     bool closed_ = false;
+    std::mutex abort_mutex_;  // guards `abort_reason_`, and `arena_` against its release: `mutex_` is held during calls
+    std::string abort_reason_;
+    std::atomic<bool> aborted_{false};
 };
 
 // The plan digest of a site: "9f2c/backward.3" -> "9f2c". Empty without a slash: such a site has no plan to verify.

@@ -58,7 +58,7 @@ CudaArena::CudaArena(int device, std::shared_ptr<ShmArena> host, const std::vect
     void* record = nullptr;
     check(cudaHostAlloc(&record, sizeof(WaitFailure), pinned), "allocate the failure record");
     group_.failure = new (record) WaitFailure{};
-    check(cudaHostAlloc(reinterpret_cast<void**>(&abort_source_), sizeof(uint64_t), pinned), "allocate the abort word");
+    check(cudaHostAlloc(reinterpret_cast<void**>(&abort_source_), 2 * sizeof(uint64_t), pinned), "allocate the abort words");
     check(cudaStreamCreateWithFlags(&abort_stream_, cudaStreamNonBlocking), "create a stream");
     check(cudaEventCreateWithFlags(&last_call_end, cudaEventDisableTiming), "create an event");
     preload_waits();
@@ -149,16 +149,17 @@ void CudaArena::abort(const Failure& failure) {
     if (reported_) return;  // the failed kernel has sent it, or we have
     reported_ = true;
     AbortWord word;
-    word.code = static_cast<uint32_t>(failure.code);
     word.reporter = failure.reporter < 0 ? rank() : failure.reporter;
     word.culprit = failure.culprit < 0 ? rank() : failure.culprit;
     word.epoch = failure.expected;
     int previous = 0;
     if (cudaGetDevice(&previous) != cudaSuccess) return;
     cudaSetDevice(device_);
-    *abort_source_ = pack_abort(word);
     for (int r = 0; r < ranks(); ++r) {
-        cudaMemcpyAsync(&group_.shared[r]->abort, abort_source_, sizeof(uint64_t), cudaMemcpyDefault, abort_stream_);
+        uint64_t* source = abort_source_ + (r != rank());
+        word.code = static_cast<uint32_t>(code_at(r, failure));
+        *source = pack_abort(word);
+        cudaMemcpyAsync(&group_.shared[r]->abort, source, sizeof(uint64_t), cudaMemcpyDefault, abort_stream_);
     }
     cudaGetLastError();  // best effort: their deadlines remain
     cudaSetDevice(previous);

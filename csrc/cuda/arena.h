@@ -84,7 +84,7 @@ class CudaArena final : public Arena {
     int64_t slot_bytes_;
     Group group_{};
     RecordedCalls recorded_calls_;
-    uint64_t* abort_source_ = nullptr;  // pinned
+    uint64_t* abort_source_ = nullptr;  // pinned: the word for this rank, the word for its peers
     cudaStream_t abort_stream_ = nullptr;
     std::mutex mutex_;
     std::map<uint32_t, CallName> names_;

@@ -127,6 +127,12 @@ __device__ uint32_t take_group_lock(const Group& g, uint64_t timeout_ns) {
         old = atomicOr(lock, group_lock);
         if ((old & group_lock) == 0) break;
         const uint64_t now = now_ns(), heartbeat = *reinterpret_cast<const volatile uint64_t*>(&g.local->heartbeat);
+        if (const uint64_t abort = load_acquire(&g.shared[g.rank]->abort); abort != 0) {
+            WaitWord none{};
+            none.source = static_cast<uint16_t>(g.rank);
+            fail(g, none, WaitOutcome::aborted, (old & 0xffffffffu) << 32, 0, abort, now - begin);
+            break;
+        }
         const uint64_t since = heartbeat > begin ? heartbeat : begin;
         if (now <= since || now - since <= timeout_ns) continue;
         WaitWord own{};

@@ -25,7 +25,7 @@ from ub_overlap import _torch_compat
 from .. import errors, settings
 from ..extension import extension
 from ..site_id import SiteId
-from . import plan_announcements, topology, watchdog
+from . import abort_signal, plan_announcements, topology, watchdog
 from .arena_size import SIZE_STEP, round_slot_bytes
 from .session import Session
 from .store_exchange import Exchange
@@ -56,16 +56,19 @@ def bind(group: str, device: str, slot_bytes: int, op: str, site: str) -> Sessio
     process_group = _torch_compat.group_of(group)
     rank, ranks = process_group.rank(), process_group.size()
     slot_bytes = max(slot_bytes, _requested.pop((group, device), 0))
+    abort = abort_signal.new_signal(group, device, process_group, f"{op} at site '{site}'")
     if ranks == 1:
         session = _make_session(group, device, rank, ranks, None, None, "local", "a group of one rank")
     else:
-        exchange = Exchange(_torch_compat.store_of(process_group), group, device, rank, ranks, op, site)
+        exchange = Exchange(_torch_compat.store_of(process_group), group, device, rank, ranks, op, site, abort)
         try:
             session = _bind_ranks(exchange, device, slot_bytes)
         except BaseException as error:  # also Ctrl-C: the peers need not wait for this rank
             exchange.fail(f"{type(error).__name__}: {error}")
             _unlink_segments(exchange)
             raise
+    session.abort = abort
+    abort.attach(session.core)
     _sessions[group, device] = session
     if session.slot_bytes:
         watchdog.watch(session)
@@ -136,17 +139,27 @@ def _bind_ranks(exchange: Exchange, device: str, slot_bytes: int) -> Session:
             if peer != rank:
                 arena.attach(peer, names["control"], names["data"])
         exchange.gather("attached", {}, "init", doing)
+        if device != "cuda":
+            return _make_session(group, device, rank, ranks, exchange, arena, "shared memory", "")
+        return _bind_cuda(exchange, arena, slot_bytes, doing)
+    except BaseException as error:  # a peer may have bound already: it looks for failures in the arena, not in the Store
+        arena.fail(f"{type(error).__name__}: {error}", exchange.op, exchange.site)
+        raise
     finally:
         arena.unlink()
-    if device != "cuda":
-        return _make_session(group, device, rank, ranks, exchange, arena, "shared memory", "")
+
+
+def _bind_cuda(exchange: Exchange, host: Any, slot_bytes: int, doing: str) -> Session:
+    """Make the symmetric memory of the group. `host`: its shared memory, attached to all peers'."""
     from . import symm_mem
 
-    symmetric = symm_mem.SymmetricArena(arena, group, rank, ranks, slot_bytes)
+    group, rank, ranks = exchange.group, exchange.rank, exchange.ranks
+    host.unlink()
+    symmetric = symm_mem.SymmetricArena(host, group, rank, ranks, slot_bytes, exchange.abort)
     tokens = exchange.gather("allocated", {"slot": slot_bytes, "name": symmetric.data_name}, "init", doing)
     symmetric.rendezvous([token["name"] for token in tokens])
     exchange.gather("ready", {}, "init", doing)
-    return _make_session(group, device, rank, ranks, exchange, symmetric, "symmetric memory", "")
+    return _make_session(group, exchange.device, rank, ranks, exchange, symmetric, "symmetric memory", "")
 
 
 def _exchange_hosts(exchange: Exchange, device: str, slot_bytes: int, doing: str) -> list[dict[str, Any]]:

@@ -26,11 +26,13 @@ def wait_for_event(description: str, event: Any = None) -> None:
     wait_until(event.query, description)
 
 
-def wait_until(is_done: Callable[[], bool], description: str) -> None:
-    """Wait until `is_done()`. Raise DeviceTimeoutError after the step deadline."""
+def wait_until(is_done: Callable[[], bool], description: str, check: Callable[[], None] | None = None) -> None:
+    """Wait until `is_done()`. Raise DeviceTimeoutError after the step deadline. `check`: called while waiting; it may raise."""
     timeout_s, pause = settings.current().step_timeout_s, 0.0
     end = time.monotonic() + timeout_s
     while not is_done():
+        if check:
+            check()
         if time.monotonic() > end:
             raise errors.DeviceTimeoutError(
                 f"{description} did not end on this rank's device within {timeout_s:g} s",

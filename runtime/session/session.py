@@ -21,6 +21,7 @@ from .. import errors
 from ..autotune import Tuner
 from ..extension import extension
 from ..schedule.steps import SLOTS
+from .abort_signal import AbortSignal
 from .arena_size import round_slot_bytes
 from .plan_check import check_plans
 from .store_exchange import Exchange
@@ -34,6 +35,8 @@ class Session:
     def __init__(self, core: Any, exchange: Exchange | None, arena: Any) -> None:
         self.core = core
         self._exchange, self._arena = exchange, arena
+        self.abort = AbortSignal(core.group) if exchange is None else exchange.abort
+        """Ends waits when the group is aborted. Lives as long as the session."""
         self._checked_plans = self._growths = self._reservations = 0
         self._reserved = ("", 0)
         # Without an arena every alternative runs as the same plain c10d collective: nothing to agree on.

@@ -16,10 +16,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 from .. import errors, settings
+from .abort_signal import AbortSignal
 from .daemon_thread import run_in_daemon_thread
 
 T = TypeVar("T")
 Deadline = Literal["init", "step"]
+_FAIL_S = 1.0
+"""Seconds that a rank which has failed waits for the Store to take that."""
 
 
 def deadline_seconds(deadline: Deadline) -> float:
@@ -28,28 +31,26 @@ def deadline_seconds(deadline: Deadline) -> float:
     return now.init_timeout_s if deadline == "init" else now.step_timeout_s
 
 
-def _run_with_timeout(timeout_s: float, body: Callable[[threading.Event], T]) -> T:
-    """Run `body` and return its result or raise its exception. TimeoutError after `timeout_s`.
-
-    `body` runs on a daemon thread, because it may block forever. Its argument is set once the caller no longer waits.
-    """
-    cancelled = threading.Event()
-    outcome = run_in_daemon_thread("ub_overlap-store", lambda: body(cancelled))
-    try:
-        return outcome.result(timeout_s)
-    finally:
-        cancelled.set()
-
-
 class Exchange:
     """Exchanges between the ranks of a group, each under a topic that is used once.
 
-    `op`, `site`: the call that needs them, for errors.
+    `op`, `site`: the call that needs them, for errors. `abort`: ends waits when the group is aborted.
     """
 
-    def __init__(self, store: Any, group: str, device: str, rank: int, ranks: int, op: str, site: str) -> None:
-        self.store, self.group, self.rank, self.ranks = store, group, rank, ranks
+    def __init__(
+        self,
+        store: Any,
+        group: str,
+        device: str,
+        rank: int,
+        ranks: int,
+        op: str,
+        site: str,
+        abort: AbortSignal | None = None,
+    ) -> None:
+        self.store, self.group, self.device, self.rank, self.ranks = store, group, device, rank, ranks
         self.op, self.site = op, site
+        self.abort = abort or AbortSignal(group)
         self._store_hangs = False  # the Store did not answer: another request may never return
         # One Store may serve several sessions of a group name in turn. All ranks count the same number of them.
         number = self._request(lambda _: store.add(f"ub_overlap/{device}/sessions/{rank}", 1), deadline_seconds("init"), {})
@@ -59,10 +60,11 @@ class Exchange:
         return f"{self._prefix}/{topic}/{rank}"
 
     def fail(self, text: str) -> None:
-        """Tell the peers that wait for this rank that it has failed."""
-        with contextlib.suppress(Exception):
-            if not self._store_hangs:
-                self.store.set(self._key("failed", self.rank), text)
+        """Tell the peers that wait for this rank that it has failed. Wait at most a second for the Store."""
+        if not self._store_hangs:
+            key = self._key("failed", self.rank)
+            with contextlib.suppress(Exception):
+                run_in_daemon_thread("ub_overlap-store", lambda: self.store.set(key, text)).result(_FAIL_S)
 
     def read_available(self, topic: str) -> dict[int, dict[str, Any]]:
         """Return the texts that are there now, by rank, without waiting."""
@@ -124,7 +126,7 @@ class Exchange:
         `texts`: those received so far, by rank; the error names the other ranks.
         """
         try:
-            return _run_with_timeout(1.25 * timeout_s, body)  # `body` has its own deadline while the Store answers
+            return self._run(body, 1.25 * timeout_s)  # `body` has its own deadline while the Store answers
         except errors.UbOverlapError:
             raise
         except TimeoutError:
@@ -140,6 +142,21 @@ class Exchange:
         fix = "look at the process that hosts the Store: rank 0 of the world, or the launcher"
         raise self._timeout_error(what, missing, "store", f"nothing from {errors.ranks_text(missing)}", fix)
 
+    def _run(self, body: Callable[[threading.Event], T], timeout_s: float) -> T:
+        """Run `body` and return its result or raise its exception. TimeoutError after `timeout_s`.
+
+        `body` runs on a daemon thread, because it may block forever. Its argument is set once the caller no longer waits.
+        """
+        cancelled = threading.Event()
+        outcome = run_in_daemon_thread("ub_overlap-store", lambda: body(cancelled))
+        try:
+            return self.abort.result(outcome, timeout_s, self._where())
+        finally:
+            cancelled.set()
+
+    def _where(self) -> str:
+        return f"{self.op} at site '{self.site}', group '{self.group}' of {self.ranks} ranks"
+
     def _timeout_error(self, what: str, missing: Sequence[int], phase: str, got: str, fix: str) -> errors.PeerTimeoutError:
         return errors.PeerTimeoutError(
             what,
@@ -148,7 +165,7 @@ class Exchange:
             site=self.site,
             phase=phase,
             reporter=self.rank,
-            where=f"{self.op} at site '{self.site}', group '{self.group}' of {self.ranks} ranks; noticed by rank {self.rank}",
+            where=f"{self._where()}; noticed by rank {self.rank}",
             got=got,
             expected=f"{self.ranks} ranks",
             fix=fix,

@@ -28,6 +28,7 @@ from ub_overlap import _torch_compat
 from .. import errors, settings
 from ..schedule.steps import SLOTS
 from . import device_wait
+from .abort_signal import AbortSignal
 from .daemon_thread import run_in_daemon_thread
 
 log = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ def refuse_capture(doing: str) -> None:
 class SymmetricArena:
     """The arena that `Session` uses on CUDA. It grows by the same steps as a `ShmArena`. `core`: its C++ object."""
 
-    def __init__(self, host: Any, group: str, rank: int, ranks: int, slot_bytes: int) -> None:
+    def __init__(self, host: Any, group: str, rank: int, ranks: int, slot_bytes: int, abort: AbortSignal | None = None) -> None:
         from ..extension import extension
 
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
@@ -125,6 +126,7 @@ class SymmetricArena:
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         self._host, self._group, self._rank, self._ranks = host, group, rank, ranks
         self._slot_bytes = slot_bytes
+        self._abort = abort or AbortSignal(group)
         self._words = _allocate(extension().words_bytes(ranks))
         self._data = _allocate(SLOTS * slot_bytes)
         self._retained: list[Any] = []
@@ -172,7 +174,8 @@ class SymmetricArena:
         # order on any stream, so the last call's event covers all of them. The exchange that follows waits for the peers'
         # calls, which push into this rank's slots. Replays of captured graphs are not covered, and need not be: slots that a
         # graph addresses are kept (`_retained`). Calls of other groups and other work touch none of these slots.
-        device_wait.wait_until(self.core.has_ended, f"a call of group '{self._group}', whose landing area is to grow,")
+        description = f"a call of group '{self._group}', whose landing area is to grow,"
+        device_wait.wait_until(self.core.has_ended, description, self._abort.check)
 
     def grow_attach(self, rank: int, name: str) -> None:
         """Take a peer's rendezvous token."""
@@ -217,7 +220,7 @@ class SymmetricArena:
 
     def _rendezvous(self, tensor: torch.Tensor, name: str) -> tuple[list[int], Any]:
         """Return every rank's pointer to its `tensor`, and torch's handle. `name`: of `rendezvous_name`."""
-        handle = _outside_pools(lambda: _torch_compat.symmetric_rendezvous(tensor, self._group, name))
+        handle = _outside_pools(lambda: _torch_compat.symmetric_rendezvous(tensor, self._group, name), self._abort)
         _process.rendezvous_count += 1
         pointers = [int(pointer) for pointer in handle.buffer_ptrs]
         offset = tensor.data_ptr() - pointers[self._rank]  # of the tensor within its allocation, the same on all ranks
@@ -264,7 +267,7 @@ def rendezvous_name(tokens: Sequence[str]) -> str:
     return "" if has_equal_counts else f"ub_overlap/rendezvous/{tokens[0].partition(':')[2]}"
 
 
-def _outside_pools(body: Callable[[], T]) -> T:
+def _outside_pools(body: Callable[[], T], abort: AbortSignal) -> T:
     """Run `body` on another thread, with a deadline, which torch's rendezvous lacks.
 
     While torch warms up for a CUDA graph, this thread allocates from that graph's pool, where nothing may outlive the graph.
@@ -279,7 +282,7 @@ def _outside_pools(body: Callable[[], T]) -> T:
     outcome = run_in_daemon_thread("ub_overlap-rendezvous", run)
     timeout_s = settings.current().init_timeout_s
     try:
-        return outcome.result(timeout_s)
+        return abort.result(outcome, timeout_s, "torch's rendezvous for symmetric memory")
     except TimeoutError:
         if outcome.done():
             raise  # by the body

@@ -15,6 +15,8 @@ import threading
 import weakref
 from typing import Any
 
+from .. import errors
+
 log = logging.getLogger("ub_overlap.runtime")
 
 
@@ -74,7 +76,8 @@ class Watchdog:
             if error is not None:
                 with self._lock:
                     self._watched.discard(session)
-                log.error("group '%s' has failed: %s: %s", session.group, type(error).__name__, error)
+                if not isinstance(error, errors.GroupAbortedError):  # logged by `abort`
+                    log.error("group '%s' has failed: %s: %s", session.group, type(error).__name__, error)
 
 
 _watchdog = Watchdog()

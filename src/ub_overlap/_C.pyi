@@ -8,6 +8,8 @@ class Arena:
     def slot_bytes(self) -> int: ...
     def check(self) -> None:
         """Raise what a peer reported."""
+    def fail(self, text: str, op: str, site: str) -> None:
+        """Tell all ranks that this one failed, unless they know of a failure."""
 
 class ShmArena(Arena):
     def __init__(self, rank: int, ranks: int, slot_bytes: int) -> None: ...
@@ -71,6 +73,8 @@ class Session:
         """The error that made the session unusable, or ""."""
     def check(self) -> None:
         """Raise the first error so far."""
+    def abort(self, reason: str) -> None:
+        """End the session's waits here and on its peers. Idempotent, from any thread."""
     def close(self) -> None: ...
 
 _Provide = Callable[[tuple[Any, ...], int], Sequence[Sequence[int]]]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         matmul_all_reduce,
         matmul_reduce_scatter,
     )
+    from ub_overlap.runtime.session.abort import abort
     from ub_overlap.runtime.settings import Settings, configure
     from ub_overlap.runtime.settings import current as settings
     from ub_overlap.runtime.stats import SiteStats, site_stats
@@ -41,6 +42,7 @@ __all__ = [
     "SiteStats",
     "UbOverlapError",
     "__version__",
+    "abort",
     "all_gather_matmul",
     "backend",
     "check_errors",
@@ -68,6 +70,7 @@ if not TYPE_CHECKING:
         "Settings": ("ub_overlap.runtime.settings", "Settings"),
         "SiteStats": ("ub_overlap.runtime.stats", "SiteStats"),
         "UbOverlapError": ("ub_overlap.runtime.errors", "UbOverlapError"),
+        "abort": ("ub_overlap.runtime.session.abort", "abort"),
         "all_gather_matmul": ("ub_overlap.runtime.functional", "all_gather_matmul"),
         "backend": ("ub_overlap.compiler.backend", "ub_overlap"),
         "check_errors": ("ub_overlap.runtime.functional", "check_errors"),

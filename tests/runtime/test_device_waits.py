@@ -106,7 +106,7 @@ def test_old_slots_go_where_nothing_has_to_be_waited_for(
         met.append(name)
         return SimpleNamespace(buffer_ptrs=[tensor.data_ptr(), tensor.data_ptr()])
 
-    monkeypatch.setattr(symm_mem, "_outside_pools", lambda body: body())
+    monkeypatch.setattr(symm_mem, "_outside_pools", lambda body, abort: body())
     monkeypatch.setattr(symm_mem._torch_compat, "symmetric_rendezvous", rendezvous)
     one = arena(core_of(True, captured, free), monkeypatch)
     one.grow_begin(128)

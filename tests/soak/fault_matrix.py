@@ -18,6 +18,7 @@ from tests.runtime.spawn import Outcome, run_ranks
 
 OPS = ("AG", "RS", "AR", "bulk")
 ALL_OPS = (*OPS, "SAG", "SRS")
+ABORTED = ("GroupAbortedError", "PeerFailedError")
 TIMEOUT, FAILED, MISMATCH, SHAPE = ("PeerTimeoutError",), ("PeerFailedError",), ("SiteMismatchError",), ("ShapeMismatchError",)
 PATIENCE = 10.0
 """CPU ranks see a dead process at once. Trials with one have a deadline that is so many times longer, with the same limit."""
@@ -57,6 +58,7 @@ def list_faults(device: str, quick: bool = False) -> list[Fault]:
     faults += [Fault("dies", f"plain {kind}", "SIGKILL", TIMEOUT, False, True, ("cpu",)) for kind in OPS]
     for kind in ("AG",) if quick else OPS:
         faults += [Fault("skips", kind, "last", TIMEOUT), Fault("skips", kind, "next", MISMATCH)]
+        faults += [Fault("aborts", kind, how, ABORTED) for how in ("busy", "idle")]
         faults += [Fault("leaves", kind, how, TIMEOUT, False, True, ("cpu",)) for how in ("raises", "exits")]
         faults += [Fault("leaves", kind, "in_op", FAILED, False, True, ("cpu",))]
     for kind in ("RS",) if quick else ("AG", "RS", "AR"):
@@ -77,6 +79,7 @@ def list_faults(device: str, quick: bool = False) -> list[Fault]:
     faults += [Fault("forks", "AG", how, (), devices=("cpu",)) for how in ("bound", "unbound")]
     if device == "cuda":
         faults += [Fault("dies", "graph", how, TIMEOUT, victim_lives=False) for how in ("SIGKILL", "SIGSTOP")]
+        faults += [Fault("aborts", "graph", "busy", ABORTED)]
         faults += [Fault("skips", "graph", "last", TIMEOUT), Fault("slow", "graph", "device", ())]
     return [fault for fault in faults if device in fault.devices]
 

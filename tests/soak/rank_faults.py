@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import ub_overlap
 from tests.harness.strike import signal_before_exchange
 from ub_overlap.runtime import ops, plan_store
 from ub_overlap.runtime.session import session
@@ -122,6 +123,31 @@ def skips(rank: int, world: int, device: str, kind: str, how: str, deadline: flo
     scene.store.set(f"done/{rank}", "1")
     if scene.is_victim and how == "last":
         scene.outs = scene.expected  # of its last call before the fault
+    return scene.finish(seen)
+
+
+def aborts(rank: int, world: int, device: str, kind: str, how: str, deadline: float, victim: int) -> dict[str, Any]:
+    """The victim aborts the group from a thread: `how` "busy", within a call that the others make later, or "idle"."""
+    scene = Scene(rank, world, device, kind, deadline, victim)
+    scene.strike_later(lambda: ub_overlap.abort(reason="a fault trial"))
+
+    def body() -> None:
+        if not scene.is_victim and how == "busy":
+            scene.store.wait(["fault"], timedelta(seconds=30))
+            time.sleep(0.2)
+        if scene.is_victim and how == "idle":
+            time.sleep(1.0)
+        else:
+            scene.call()
+        scene.look()
+
+    seen = scene.attempt(body, scene.fault_time)
+    if scene.is_victim and how == "idle":
+        scene.outs = scene.expected  # of its last call before the fault
+    if seen.seconds > deadline / 2:
+        seen.notes = f"raised {seen.seconds:.1f} s after the abort"
+    if seen.error != ("GroupAbortedError" if scene.is_victim else "PeerFailedError"):
+        seen.notes = f"raised {seen.error}"
     return scene.finish(seen)
 
 
