@@ -38,7 +38,7 @@ def build_parser() -> Parser:
             3: "an error inside this package",
         },
     )
-    parser.add_argument("--version", action="version", version=f"ub_overlap {__version__}")
+    parser.add_argument("--version", action="version", version=f"ub_overlap {__version__}", help="print the version")
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an error, as UB_OVERLAP_DEBUG=1 does")
     as_json = argparse.ArgumentParser(add_help=False)
     as_json.add_argument("--json", action="store_true", help="print JSON, also for an error")

@@ -15,7 +15,7 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
         verbs, "import-cfg", "print a tp_comm_overlap_cfg of Megatron, NeMo or TransformerEngine as rules", parents=[as_json],
         examples=["import-cfg overlap.yaml", "import-cfg overlap.yaml --json > rules.json"],
     )  # fmt: skip
-    parser.add_argument("file", help="YAML or JSON")
+    parser.add_argument("file", metavar="FILE", help="YAML or JSON")
     parser.set_defaults(run=lambda flags: run(flags.file, as_json=flags.json))
 
 

@@ -40,6 +40,7 @@ class Parser(argparse.ArgumentParser):
         exits: dict[int, str] | None = None,
         **kwargs: Any,
     ) -> None:
+        self.launcher = launcher
         self.examples = [f"{launcher} {example}".rstrip() for example in examples]
         self.exits = dict(exits or {})
         self.verbs: dict[str, Parser] = {}

@@ -99,5 +99,5 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
         whats, "show", "show one stored report", parents=[as_json], examples=["report show 61010f66"],
         exits={0: "success", 2: "bad usage, or not exactly one report has that digest"},
     )  # fmt: skip
-    show.add_argument("digest", help="the report's digest, or its first digits")
+    show.add_argument("digest", metavar="DIGEST", help="the report's digest, or its first digits")
     show.set_defaults(run=lambda flags: show_report(flags.digest, as_json=flags.json))
