@@ -25,6 +25,8 @@ from .errors import StoredFileError
 
 T = TypeVar("T")
 
+TEMPORARY = ".ub_overlap-"
+"""The names of files that are being written begin with it. A process that is killed leaves one."""
 MAX_BYTES = 256 << 20
 """The largest file, and the largest inflated content, that is read."""
 MAX_DEPTH = 64
@@ -46,7 +48,7 @@ _UNSAFE = re.compile(
 def write(path: Path, data: bytes | str) -> Path:
     """Replace `path` by `data`. OSError if that fails; then the old file stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem[:40]}-")
+    fd, name = tempfile.mkstemp(dir=path.parent, prefix=TEMPORARY)
     try:
         with os.fdopen(fd, "wb") as f:
             f.write(data if isinstance(data, bytes) else data.encode())

@@ -16,6 +16,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ _NCCL = re.compile(r"^(nccl|rccl|mscclKernel)", re.IGNORECASE)
 _OURS = re.compile(r"\bub_overlap::")
 _RANGE = re.compile(r"^ub_overlap::([\w ]+)\[(.+)\]$")
 Span = tuple[float, float]
+MAX_BYTES = 8 << 30
+"""The largest trace that is read, decompressed."""
 
 
 @dataclass(slots=True)
@@ -71,14 +74,19 @@ def read_trace(path: str | Path) -> list[DeviceTimes]:
     UB_OVERLAP_TRACE=1 shows its steps.
     """
     try:
-        raw = Path(path).read_bytes()
-        content = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
-    except (OSError, ValueError) as e:
+        content = json.loads(_read_bounded(path))
+    except FileNotFoundError:
+        raise OptionError("file not found", where=str(path), expected="Chrome JSON of torch.profiler") from None
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as e:  # EOFError: a truncated .gz
         raise OptionError("not a profiler trace", where=str(path), got=str(e), expected="Chrome JSON of torch.profiler") from e
     rows = content.get("traceEvents") if isinstance(content, dict) else content
     if not isinstance(rows, list):
         raise OptionError("not a profiler trace", where=str(path), got="other JSON", expected="a list traceEvents")
-    devices = measure_devices(rows)
+    try:
+        devices = measure_devices(rows)
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as e:
+        what = f"an event with other fields ({type(e).__name__}: {e})"
+        raise OptionError("not a profiler trace", where=str(path), got=what, expected="events with ts, dur and args") from e
     if not devices:
         raise OptionError(
             "the trace has no device events", where=str(path), got="no kernels or copies",
@@ -86,6 +94,18 @@ def read_trace(path: str | Path) -> list[DeviceTimes]:
             fix="on the CPU: UB_OVERLAP_TRACE=1 and ub_overlap.reports(), which show the hidden bytes",
         )  # fmt: skip
     return devices
+
+
+def _read_bounded(path: str | Path) -> bytes:
+    """The content of a file, decompressed. ValueError if it is more than MAX_BYTES."""
+    with open(path, "rb") as f:
+        is_compressed = f.read(2) == b"\x1f\x8b"
+        f.seek(0)
+        content: Any = gzip.GzipFile(fileobj=f) if is_compressed else f
+        data = content.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"more than {MAX_BYTES >> 30} GiB")
+    return bytes(data)
 
 
 def measure_devices(events: Iterable[Mapping[str, Any]]) -> list[DeviceTimes]:

@@ -126,6 +126,7 @@ class SiteRecord(TypedDict):
     module: str
     source: str
     wire_dtype: NotRequired[str]
+    scale: NotRequired[float]
     takes: NotRequired[list[str]]
     paired: NotRequired[list[str]]
     predicted: NotRequired[dict[str, float]]

@@ -13,9 +13,9 @@ import pytest
 
 from ub_overlap.cli import cache, main
 
-OURS = ("plans/0011223344556677.json", "plans/0011223344556677.graphs", "plans/.plan-abc", "tuned/0011223344556677.json")
+OURS = ("plans/0011223344556677.json", "plans/0011223344556677.graphs", "plans/.ub_overlap-abc", "tuned/0011223344556677.json")
 PROFILE = "profiles/nvidia-h200-tp8-0123abcd.json"
-THEIRS = ("plans/notes.txt", "plans/deadbeef.json.bak", "tuned/x.json", "thesis.json", "plans/.plan-new")
+THEIRS = ("plans/notes.txt", "plans/deadbeef.json.bak", "tuned/x.json", "thesis.json", "plans/.ub_overlap-new")
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("x" * 100)
         os.utime(root / name, (1e9, 1e9))
-    os.utime(root / "plans/.plan-new")
+    os.utime(root / "plans/.ub_overlap-new")
     outside.mkdir()
     (outside / "aabbccddeeff0011.json").write_text("precious")
     (root / "plans/aabbccddeeff0011.json").symlink_to(outside / "aabbccddeeff0011.json")
@@ -49,7 +49,7 @@ def test_dry_run(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"100 B  {store / name}" in listed for name in OURS) and PROFILE not in out
     assert f"{store}/plans" in listed and "300 B" in listed
     assert f"{store}/plans/aabbccddeeff0011.json: a symbolic link" in stays and "notes.txt: not a file of this package" in stays
-    assert ".plan-new: maybe in use" in stays and "cafecafecafecafe.json: not a file of this package" in stays
+    assert ".ub_overlap-new: maybe in use" in stays and "cafecafecafecafe.json: not a file of this package" in stays
 
 
 def test_only_our_files_are_removed(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

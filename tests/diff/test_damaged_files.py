@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
@@ -27,6 +28,7 @@ from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.reports.history import History
 from ub_overlap.runtime import autotune, plan_store, stored_file
 from ub_overlap.runtime.errors import OptionError, StoredFileError
+from ub_overlap.tools import exposed
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "1"))
 """Of each mutation test."""
@@ -140,7 +142,7 @@ def test_truncated_graphs(store: Path, capsys: pytest.CaptureFixture[str], caplo
 
 
 def test_a_read_report_is_the_written_one(tmp_path: Path) -> None:
-    """Reading loses no field of a plan or of a report."""
+    """Reading loses no field of a plan or of a report: a new field of a Decision is in compiler/plan/records.py too."""
     path = tmp_path / "a.json"
     for content in (report(), json.loads(PLAN.to_json())):
         path.write_text(json.dumps(content))
@@ -190,9 +192,9 @@ def test_writes_are_atomic_and_durable(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_one_writer() -> None:
-    """No other file of the package renames files into place."""
+    """No other file of the engine renames files into place."""
     root = Path(__file__).parents[2]
-    folders = [root / name for name in ("compiler", "runtime", "tools", "src/ub_overlap")]
+    folders = [root / name for name in ("compiler", "runtime", "tools")]
     writers = [p.name for f in folders for p in f.rglob("*.py") if "os.replace" in p.read_text() or "mkstemp" in p.read_text()]
     assert writers == ["stored_file.py"]
 
@@ -313,6 +315,25 @@ READERS: dict[str, tuple[Any, Callable[[Path], Any]]] = {
     ),
     "cfg": ({"qkv_fprop": {"method": "ring_exchange", "aggregate": True}, "fc1_dgrad": {"method": "bulk"}}, read_rules),
 }
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b"[" * 100_000, b'{"traceEvents": 3}', gzip.compress(b'{"traceEvents": []}')[:-12],
+        b'[{"ph": "X", "cat": "kernel", "name": "k", "ts": "late", "dur": [], "args": {"device": 0}}]',
+        b'[{"ph": "X", "cat": "kernel", "args": 3}]', gzip.compress(bytes(3 << 20)),
+    ],
+)  # fmt: skip
+def test_what_is_no_trace(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exposed, "MAX_BYTES", 2 << 20)
+    path = tmp_path / "trace.json"
+    path.write_bytes(content)
+    assert run("exposed", path) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "trace.json" in err
 
 
 def check_error(error: OptionError) -> None:

@@ -111,5 +111,5 @@ def test_exposed_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert [d["exposed_us"] for d in json.loads(capsys.readouterr().out)] == [10, 0]
     for text in ("no json", "{}", '{"traceEvents": []}'):
         path.write_text(text)
-        assert cli.main(["exposed", str(path)]) == 1
+        assert cli.main(["exposed", str(path)]) == 2
         assert "trace" in capsys.readouterr().err

@@ -23,16 +23,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ub_overlap.runtime import plan_store
+from ub_overlap.runtime import plan_store, stored_file
 from ub_overlap.runtime.errors import OptionError
 
 from .parsers import Parser, add_verb, non_negative
 
 DIGEST = "[0-9a-f]{8,64}"
+TEMPORARY = rf"(?:{re.escape(stored_file.TEMPORARY)}|\.plan-|\.profile-)\w+"  # the last two of earlier versions
 NAMES = {
-    "plans": re.compile(rf"{DIGEST}\.(json|graphs)|\.plan-\w+"),
-    "tuned": re.compile(rf"{DIGEST}\.json|\.{DIGEST}\.json\.lock|\.profile-\w+"),
-    "profiles": re.compile(r"\.?[a-z0-9-]+-tp\w+-[0-9a-f]{8}\.json(\.lock)?|\.profile-\w+"),
+    "plans": re.compile(rf"{DIGEST}\.(json|graphs)|{TEMPORARY}"),
+    "tuned": re.compile(rf"{DIGEST}\.json|\.{DIGEST}\.json\.lock|{TEMPORARY}"),
+    "profiles": re.compile(rf"\.?[a-z0-9-]+-tp\w+-[0-9a-f]{{8}}\.json(\.lock)?|{TEMPORARY}"),
 }
 """Folder in the cache -> names of our files."""
 IN_USE_S = 3600
@@ -122,7 +123,7 @@ def _reason_to_keep(folder: str, name: str, about: os.stat_result) -> str:
         return "not a file of this package"
     if about.st_uid != os.getuid():
         return "owned by another user"
-    is_temporary = name.startswith((".plan-", ".profile-"))
+    is_temporary = re.fullmatch(TEMPORARY, name) is not None
     return "maybe in use" if is_temporary and time.time() - about.st_mtime < IN_USE_S else ""
 
 
