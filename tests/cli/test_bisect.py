@@ -17,17 +17,21 @@ import pytest
 
 from ub_overlap import __main__ as cli
 from ub_overlap.cli.bisect import find_bad_sites
+from ub_overlap.compiler.plan.decision import Decision
+from ub_overlap.compiler.plan.plan import Plan
+from ub_overlap.compiler.plan.reasons import Kind
+from ub_overlap.compiler.plan.strategy import Mode, Strategy
 
 TRAINING = """
 import fnmatch, json, os, pathlib, sys, time
-ids = [f"{phase}.{i}" for phase in ("forward", "backward") for i in range(6)]
+plan = json.loads(pathlib.Path(__file__).with_name("plan.json").read_text())
 off = os.environ["UB_OVERLAP_DISABLE"].split(",")
-on = [i for i in ids if not any(fnmatch.fnmatchcase(i, p) for p in off)]
-row = {"kind": "all_gather_matmul", "module": "mlp", "source": "model.py:1: x"}
+on = [s["id"] for s in plan["sites"] if not any(fnmatch.fnmatchcase(s["id"], p) for p in off)]
+for site in plan["sites"]:
+    site["strategy"] = "pipelined" if site["id"] in on else "none"
 folder = pathlib.Path(os.environ["UB_OVERLAP_CACHE_DIR"], "plans")
 folder.mkdir(parents=True, exist_ok=True)
-sites = [{"id": i, "strategy": "pipelined" if i in on else "none", **row} for i in ids]
-(folder / "00112233.json").write_text(json.dumps({"sites": sites}))
+(folder / "00112233.json").write_text(json.dumps(plan))
 wrong = sys.argv[1] == "always" or set(sys.argv[1].split(",")) <= set(on)
 print("step 1 loss 9.0", flush=True)
 if sys.argv[2] == "hang" or sys.argv[2] == "hang_if_wrong" and wrong:
@@ -39,6 +43,11 @@ sys.exit(3 if wrong and sys.argv[2] == "crash" else 0)
 
 def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guilty: str, how: str, *flags: str) -> int:
     monkeypatch.setenv("UB_OVERLAP_CACHE_DIR", str(tmp_path))
+    plan = Plan("forward", tuple(
+        Decision(id=f"{phase}.{i}", kind=Kind.ALL_GATHER_MATMUL, phase=phase, strategy=Strategy(Mode.PIPELINED), module="mlp")
+        for phase in ("forward", "backward") for i in range(6)
+    ))  # fmt: skip
+    (tmp_path / "plan.json").write_text(plan.to_json())
     script = tmp_path / "train.py"
     script.write_text(TRAINING)
     return cli.main(["bisect", *flags, "--", sys.executable, str(script), guilty, how])

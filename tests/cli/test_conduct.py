@@ -117,7 +117,11 @@ def test_errors_as_json(command: str, folder: Path, capsys: pytest.CaptureFixtur
     assert run(command) == 2
     out, said = capsys.readouterr()
     answer = json.loads(out)
-    assert answer["exit_code"] == 2 and answer["error"]["type"] in ("OptionError", "UsageError") and answer["error"]["what"]
+    assert (
+        answer["exit_code"] == 2
+        and answer["error"]["type"] in ("OptionError", "StoredFileError", "UsageError")
+        and answer["error"]["what"]
+    )
     assert len(said.splitlines()) == 1
 
 
@@ -209,7 +213,7 @@ def test_a_locale_without_utf8(encoding: str, folder: Path) -> None:
     """Characters that the encoding of stdout lacks are escaped; files are UTF-8."""
     name = "layers.\u5c42.\u00e9"
     sites = [{**site, "module": name, "source": f"/home/{name}.py:1: x = '\u2192'"} for site in report()["sites"]]
-    (folder / "wide.json").write_text(json.dumps({**report(), "sites": sites}))
+    (folder / "wide.json").write_text(json.dumps({**report(), "sites": sites}, ensure_ascii=False), encoding="utf-8")
     done = subprocess.run(
         [PYTHON, "-X", "utf8=0", "-m", "ub_overlap", "explain", "wide.json", "--dot", "x.dot", "--html", "x.html"],
         env={**os.environ, "PYTHONIOENCODING": encoding, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"},
