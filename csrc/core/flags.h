@@ -2,11 +2,18 @@
 //
 // A word is 64 bits in the memory of the rank that waits: epoch in the high half, site tag in the low half. One rank alone
 // writes it, with release, after the data it stands for; its owner reads it with acquire, before it touches that data.
-// Epochs count up and are compared modularly; words are never reset.
+// Epochs count up and are compared modularly; words are never reset. READY words of the CUDA executor differ: see
+// cuda/state.h.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+
+#ifdef __CUDACC__
+#define UB_OVERLAP_HOST_DEVICE __host__ __device__
+#else
+#define UB_OVERLAP_HOST_DEVICE
+#endif
 
 namespace ub_overlap {
 
@@ -44,7 +51,7 @@ inline bool reached(uint32_t seen, uint32_t expected) {
 
 // Place of a word among the flags of one rank: [kind][slot][source][index]. Words of one source lie together: one writer a
 // line.
-inline int64_t flag_place(FlagKind kind, int slot, int source, int index, int ranks) {
+UB_OVERLAP_HOST_DEVICE inline int64_t flag_place(FlagKind kind, int slot, int source, int index, int ranks) {
     return ((static_cast<int64_t>(kind) * slots + slot) * ranks + source) * max_pieces + index;
 }
 inline int64_t flag_count(int ranks) {

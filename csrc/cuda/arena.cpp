@@ -50,6 +50,7 @@ CudaArena::CudaArena(int device, std::shared_ptr<ShmArena> host, const std::vect
                                         {"expected", "at most " + std::to_string(max_ranks)}});
     }
     const DeviceScope scope(device_);
+    check_stream_writes(device_);
     group_.rank = rank(), group_.ranks = ranks();
     const std::vector<char*> shared = pointers(words, ranks());
     for (int r = 0; r < ranks(); ++r) group_.shared[r] = reinterpret_cast<SharedState*>(shared[r]);

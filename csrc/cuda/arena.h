@@ -54,7 +54,6 @@ class CudaArena final : public Arena {
     int device() const { return device_; }
     const Group& group() const { return group_; }
     uint64_t* flag_word(int rank, uint32_t place) const;
-    const uint64_t* source_word(int slot) const { return &group_.local->word[slot]; }
     // Records the call of a tag: kernels know calls only by tag.
     void record(const Call& call);
     // Notes that a graph holds the addresses of this arena's slots.

@@ -1,5 +1,7 @@
 #include "cuda/device.h"
 
+#include <cuda.h>
+
 #include <chrono>
 #include <condition_variable>
 #include <map>
@@ -56,6 +58,49 @@ Device& device_of(int index) {
     std::unique_ptr<Device>& device = (*all)[index];
     if (!device) device = std::make_unique<Device>();
     return *device;
+}
+
+namespace {
+
+// The driver's function, looked up at run time: the extension also loads where no driver is installed.
+template <typename Function>
+Function driver_function(const char* name) {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+    constexpr unsigned int version = 12000;  // of the function's signature
+    check(cudaGetDriverEntryPointByVersion(name, &entry, version, cudaEnableDefault, &result), "look up a driver function");
+#else
+    check(cudaGetDriverEntryPoint(name, &entry, cudaEnableDefault, &result), "look up a driver function");
+#endif
+    if (result != cudaDriverEntryPointSuccess || !entry) {
+        throw NamedError("UbOverlapError", {{"what", std::string("the CUDA driver has no function ") + name},
+                                            {"fix", "install a driver for CUDA 12 or later"}});
+    }
+    return reinterpret_cast<Function>(entry);
+}
+
+}  // namespace
+
+void write_word(uint64_t* word, uint64_t value, cudaStream_t stream) {
+    using Write = CUresult (*)(CUstream, CUdeviceptr, cuuint64_t, unsigned int);
+    static const auto write = driver_function<Write>("cuStreamWriteValue64");
+    const CUresult code = write(stream, reinterpret_cast<CUdeviceptr>(word), value, CU_STREAM_WRITE_VALUE_DEFAULT);
+    if (code != CUDA_SUCCESS) {
+        throw NamedError("UbOverlapError", {{"what", "cannot signal a peer: cuStreamWriteValue64 failed"},
+                                            {"got", "CUresult " + std::to_string(static_cast<int>(code))}});
+    }
+}
+
+void check_stream_writes(int index) {
+    using GetAttribute = CUresult (*)(int*, CUdevice_attribute, CUdevice);
+    static const auto get = driver_function<GetAttribute>("cuDeviceGetAttribute");
+    int can_write = 0;  // CUDA numbers the devices of the driver and of the runtime alike
+    if (get(&can_write, CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS, index) == CUDA_SUCCESS && can_write) return;
+    throw NamedError("ArenaError", {{"what", "the device cannot write 64-bit words from a stream"},
+                                    {"where", "cuda:" + std::to_string(index)},
+                                    {"expected", "CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS"},
+                                    {"fix", "set UB_OVERLAP_DISABLE=* to run plain collectives"}});
 }
 
 bool is_idle(int index, int64_t timeout_ns) {

@@ -42,6 +42,13 @@ Device& device_of(int index);
 // Returns the id of the capture that a stream takes part in; 0 for none.
 unsigned long long capture_of(cudaStream_t stream);
 
+// Writes `value` to `word`, which may lie on a peer, when all earlier work of the stream has ended and is visible to all
+// devices. cuStreamWriteValue64. May be captured.
+void write_word(uint64_t* word, uint64_t value, cudaStream_t stream);
+
+// Throws ArenaError if the device cannot write 64-bit words from a stream.
+void check_stream_writes(int index);
+
 // Returns whether a device becomes idle on all streams within `timeout_ns`. The driver waits for that without a deadline, and
 // another stream may wait for a peer that waits for us. So a separate thread asks it, and is abandoned after the timeout: it
 // uses no Python, and nothing that ends with the process. Also false if CUDA refuses because a graph is being captured.

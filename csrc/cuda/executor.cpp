@@ -3,7 +3,7 @@
 //     begin    first kernel on COMPUTE: takes the group lock, counts the epoch, and waits for all slots that the call needs
 //              (DONE of earlier calls). So COPY has no kernel: a push never waits for a multiprocessor that a matmul holds.
 //              Waiting here is safe: these waits belong to past calls, whose steps have all been issued on all ranks.
-//     push     peer copy on COPY, then the slot's word copied to the peer's flag: the stream orders the flag after the data
+//     push     peer copy on COPY, then a stream write to the peer's flag, which has a system-wide barrier in front
 //     wait     a kernel of one warp on COMPUTE, for all adjacent waits at once
 //     end      last kernel on COMPUTE: sends DONE, fills the outputs with NaN if a wait failed, releases the group lock
 //
@@ -88,7 +88,7 @@ class Run {
         cudaGetLastError();  // clears an error that is not sticky, so that no later check reports it
     }
 
-    // Makes COPY begin after the call's first kernel: its signals read what that kernel writes.
+    // Makes COPY begin after the call's first kernel, which waits until the peers have left the slot.
     void begin_copies() {
         if (copying_) return;
         copied_ = lane_.event(start_ + 1);  // created before any copy is issued: clean_up needs no new event
@@ -125,11 +125,11 @@ class Run {
             case StepKind::copy:
                 return copy(step, stream);
             case StepKind::signal: {
-                const SignalWord word{place_of(step.flag), step.flag.rank};
+                const bool done = step.flag.kind == FlagKind::done;
+                const SignalWord word{place_of(step.flag), static_cast<uint16_t>(step.flag.rank), static_cast<uint16_t>(done)};
                 if (step.queue == copy_queue) {
-                    check(cudaMemcpyAsync(arena_->flag_word(word.rank, word.place), arena_->source_word(call_.slot()),
-                                          sizeof(uint64_t), cudaMemcpyDeviceToDevice, stream),
-                          "signal a peer");
+                    if (done) throw done_on_copy_queue();
+                    write_word(arena_->flag_word(word.rank, word.place), ready_word(call_.tag), stream);
                 } else {
                     if (signals_.count == max_words) flush_signals();
                     signals_.words[signals_.count++] = word;
@@ -270,6 +270,12 @@ class Run {
         // DONE of the call that used the slot before lies in the slot's own words.
         return {place_of(wait.flag), static_cast<uint16_t>(wait.flag.source), static_cast<uint16_t>(wait.flag.index),
                 static_cast<uint8_t>(wait.flag.kind), static_cast<uint8_t>(wait.back != 0)};
+    }
+    // A DONE word holds the epoch, which a stream write cannot know.
+    NamedError done_on_copy_queue() const {
+        return NamedError("UbOverlapError", {{"what", "a schedule signals DONE on the copy queue"},
+                                             {"where", call_.op_name + " at site '" + call_.site + "'"},
+                                             {"expected", "DONE on the compute queue"}});
     }
     NamedError too_many(const char* what) const {
         return NamedError("UbOverlapError", {{"what", std::string("too many ") + what + " for one call"},

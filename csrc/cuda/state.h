@@ -5,8 +5,12 @@
 //     WaitFailure   pinned host memory: the first wait that failed
 //
 // A call's slot is fixed when it is issued (host), its epoch when it runs (device). So eager calls and replays may mix: a push
-// waits for DONE of the call that used the slot before, whichever that was. Signals copy `word[slot]`, which no other call
-// changes before this one has ended.
+// waits for DONE of the call that used the slot before, whichever that was.
+//
+// DONE words hold (epoch, site tag), as on the CPU. READY words are written by cuStreamWriteValue64, the documented way to
+// raise a flag behind a copy engine's data: it has a system-wide barrier and writes the word whole. Its value is fixed when
+// the call is issued or captured, before the epoch is known. So a READY word is 0 or `ready_word(tag)`, and its owner clears
+// it before it signals DONE to the word's writer. The checker's released rule proves that nobody reads or writes it between.
 #pragma once
 
 #include <cstdint>
@@ -24,6 +28,11 @@ struct SharedState {
     uint64_t unused[30];
 };
 
+// The value of a raised READY or READY2 word. Not 0 for any tag.
+UB_OVERLAP_HOST_DEVICE constexpr uint64_t ready_word(uint32_t tag) {
+    return 1ull << 32 | tag;
+}
+
 // The group lock: this bit of LocalState::epoch_and_lock is set while a call of the group runs. It serializes calls on several
 // streams, replayed graphs among them.
 constexpr uint64_t group_lock = 1ull << 32;
@@ -35,7 +44,7 @@ struct LocalState {
     uint32_t previous_epoch[slots];  // epoch of the call that used the slot before that one, 0: none
     uint32_t failed;                 // never cleared: a failed group is not used again
     uint32_t blocks_done;            // blocks of the call's last kernel that have finished reading this state
-    uint64_t word[slots];            // flag value of the slot's call: the source of its signals
+    uint64_t word[slots];            // epoch and site tag of the slot's call: the value of its DONE signals
 };
 
 // group_lock: no peer was late, but the call that holds the group lock on this device makes no progress.
@@ -63,7 +72,8 @@ struct WaitWord {
 
 struct SignalWord {
     uint32_t place;  // index into the flag words of `rank`
-    int32_t rank;
+    uint16_t rank;
+    uint16_t done;  // 1: DONE, which also clears this rank's READY words of `rank`; 0: READY or READY2
 };
 
 template <typename Word>
@@ -86,12 +96,6 @@ struct PoisonList {
 struct AbortWord {
     uint32_t code = 0, reporter = 0, culprit = 0, kind = 0, index = 0, epoch = 0;
 };
-
-#ifdef __CUDACC__
-#define UB_OVERLAP_HOST_DEVICE __host__ __device__
-#else
-#define UB_OVERLAP_HOST_DEVICE
-#endif
 
 UB_OVERLAP_HOST_DEVICE inline uint64_t pack_abort(const AbortWord& a) {
     return static_cast<uint64_t>(a.code & 15) | static_cast<uint64_t>(a.reporter & 255) << 4 |

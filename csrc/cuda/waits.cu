@@ -73,6 +73,16 @@ __device__ void update_heartbeat(const Group& g, uint64_t now) {
     *reinterpret_cast<volatile uint64_t*>(&g.local->heartbeat) = now;
 }
 
+// Returns the DONE word of the last call that `source` has ended, 0 for none.
+__device__ uint64_t load_last_done(const Group& g, int source) {
+    uint64_t last = 0;
+    for (int slot = 0; slot < slots; ++slot) {
+        const uint64_t word = load_acquire(flag_words(g.shared[g.rank]) + flag_place(FlagKind::done, slot, source, 0, g.ranks));
+        if (last == 0 || (word != 0 && static_cast<int32_t>(epoch_half(word) - epoch_half(last)) > 0)) last = word;
+    }
+    return last;
+}
+
 // Waits for a flag, one lane per word. Ends by arrival, by the abort of a peer, or by the deadline; never traps.
 __device__ void wait_for(const Group& g, int slot, const WaitWord& w, uint64_t timeout_ns) {
     if (load_failed(g.local)) return;
@@ -81,8 +91,8 @@ __device__ void wait_for(const Group& g, int slot, const WaitWord& w, uint64_t t
     if (w.past && expected == 0) return;  // no call has used the slot yet
     SharedState* own = g.shared[g.rank];
     const uint64_t* flag = flag_words(own) + w.place;
-    const auto arrived = [expected](uint64_t seen) {
-        return seen != 0 && static_cast<int32_t>(epoch_half(seen) - expected) >= 0;
+    const auto arrived = [expected, past = w.past](uint64_t seen) {
+        return seen != 0 && (!past || static_cast<int32_t>(epoch_half(seen) - expected) >= 0);
     };
     uint64_t seen = load_acquire(flag);
     if (!arrived(seen)) {
@@ -101,6 +111,7 @@ __device__ void wait_for(const Group& g, int slot, const WaitWord& w, uint64_t t
                     seen = load_acquire(flag);
                     if (arrived(seen)) break;
                     const uint64_t full = static_cast<uint64_t>(expected) << 32 | (w.past ? 0 : word & 0xffffffffu);
+                    if (!w.past) seen = load_last_done(g, w.source);
                     if (!failed) fail(g, w, abort ? WaitOutcome::aborted : WaitOutcome::timeout, full, seen, abort, waited);
                     return;  // `waiting` stays: it shows the others which rank we waited for
                 }
@@ -109,7 +120,8 @@ __device__ void wait_for(const Group& g, int slot, const WaitWord& w, uint64_t t
         }
         *waiting = 0;
     }
-    if (!w.past && seen != word) fail(g, w, WaitOutcome::mismatch, word, seen, 0, 0);
+    const uint32_t tag = static_cast<uint32_t>(seen), own_tag = static_cast<uint32_t>(word);
+    if (!w.past && tag != own_tag) fail(g, w, WaitOutcome::mismatch, word, static_cast<uint64_t>(expected) << 32 | tag, 0, 0);
 }
 
 // Takes the group lock and returns the epoch of the call that held it before. The host orders eager calls of several streams
@@ -164,11 +176,21 @@ __global__ void __launch_bounds__(32) wait_kernel(Group g, int slot, WaitList li
     for (int i = threadIdx.x; i < list.count; i += 32) wait_for(g, slot, list.words[i], timeout_ns);
 }
 
+// Called by all threads of one block.
 __device__ void signal_all(const Group& g, int slot, const SignalList& list) {
+    for (int i = 0; i < list.count; ++i) {
+        if (!list.words[i].done) continue;
+        for (const FlagKind kind : {FlagKind::ready, FlagKind::ready2}) {
+            uint64_t* words = flag_words(g.shared[g.rank]) + flag_place(kind, slot, list.words[i].rank, 0, g.ranks);
+            for (int index = threadIdx.x; index < max_pieces; index += blockDim.x) words[index] = 0;
+        }
+    }
+    __syncthreads();
     for (int i = threadIdx.x; i < list.count; i += blockDim.x) {
         const SignalWord& s = list.words[i];
+        const uint64_t word = g.local->word[slot];
         __threadfence_system();
-        store_release(flag_words(g.shared[s.rank]) + s.place, g.local->word[slot]);
+        store_release(flag_words(g.shared[s.rank]) + s.place, s.done ? word : ready_word(static_cast<uint32_t>(word)));
     }
 }
 

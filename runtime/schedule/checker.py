@@ -13,6 +13,10 @@ One call (`check`), over all ranks at once:
 Several calls (`check_sequence`): 1 and 2 across calls. Also, a call accesses an arena slot only after the previous call of the
 slot is done with it, and no flag word is overwritten before its waiter has seen it.
 
+A key (`check_key_proof`): `check`, and *released*: a rank signals READY to a peer only after it has seen the slot's earlier DONE of
+that peer, and signals DONE to a peer only after its waits for that peer's READY have ended. So an executor may clear a peer's
+READY words before it signals DONE to that peer. The CUDA executor does.
+
 **Why pairs are enough.** Let call X use a slot in epoch e, and let Y be the next user, in epoch e + SLOTS. `check_reuse`
 proves X and Y *without* the calls between them. So those may be any calls, even on plain c10d. Any earlier user of the slot
 is ordered too: by 5 and 6, a rank ends Y only after all ranks have begun Y, hence ended X. No sequence blocks either. Run the
@@ -33,14 +37,14 @@ from itertools import pairwise
 
 from . import memory
 from .builders import build_all, check_key
-from .effects import show_flag, waits
+from .effects import show_flag, signals, waits
 from .happens_before import Call, HappensBefore, Node, Word
 from .schedule_error import ScheduleError
 from .skipped_calls import check_skip
-from .steps import SLOTS, Key, Opaque, Queue, Schedule
+from .steps import SLOTS, Flag, FlagKind, Key, Opaque, Queue, Schedule
 from .symbolic_run import SymbolicRun
 
-__all__ = ["ScheduleError", "check", "check_key_proof", "check_pair", "check_reuse", "check_sequence", "check_skip"]
+__all__ = ["ScheduleError", "check", "check_key_proof", "check_pair", "check_released", "check_reuse", "check_sequence", "check_skip"]
 
 
 def check(schedules: Sequence[Schedule]) -> None:
@@ -88,9 +92,10 @@ def check_sequence(
 
 @lru_cache(maxsize=1024)
 def check_key_proof(key: Key) -> None:
-    """Run `check` on the built schedules of `key`, once."""
+    """Run `check` and `check_released` on the built schedules of `key`, once."""
     check_key(key)
     check(build_all(key))
+    check_released(build_all(key))
 
 
 @lru_cache(maxsize=4096)
@@ -160,6 +165,36 @@ def _check_ends(order: HappensBefore) -> None:
             raise ScheduleError(
                 "heard", f"rank {rank} ends without having waited for rank {peer}: a call skipped there would not be noticed"
             )
+
+
+def check_released(schedules: Sequence[Schedule]) -> None:
+    """Check the released rule for one call of all ranks."""
+    order = HappensBefore([Call(tuple(schedules), tuple(range(len(schedules))), 1)], SLOTS)
+    signalled: dict[tuple[int, int], Node] = {}  # (rank, peer) -> the node of `rank` that signals DONE to `peer`
+    awaited: dict[tuple[int, int], int] = {}  # (rank, peer) -> nodes of `rank` that wait for DONE of `peer`, as a bit mask
+    for node in order.nodes:
+        for flag in _signals_of(node):
+            if flag.kind is FlagKind.DONE:
+                signalled[node.rank, flag.rank] = node
+        for flag in _waits_of(node):
+            if flag.kind is FlagKind.DONE:
+                awaited[node.rank, flag.source] = awaited.get((node.rank, flag.source), 0) | 1 << node.id
+    for node in order.nodes:
+        for flag in _signals_of(node):
+            if flag.kind is not FlagKind.DONE and not order.ended[node.id] & awaited.get((node.rank, flag.rank), 0):
+                raise ScheduleError("released", f"{order.where(node)} does not follow a wait for DONE of rank {flag.rank}")
+        for flag in _waits_of(node):
+            done = signalled.get((node.rank, flag.source))
+            if flag.kind is not FlagKind.DONE and (done is None or not order.ended[done.id] >> node.id & 1):
+                raise ScheduleError("released", f"rank {node.rank} may signal DONE to rank {flag.source} before {order.where(node)}")
+
+
+def _signals_of(node: Node) -> tuple[Flag, ...]:
+    return signals(node.step) if node.opens else ()
+
+
+def _waits_of(node: Node) -> tuple[Flag, ...]:
+    return tuple(wait.flag for wait in waits(node.step)) if node.closes else ()
 
 
 def _check_words(order: HappensBefore) -> None:

@@ -13,6 +13,7 @@ from ub_overlap.runtime.schedule import (
     ScheduleError,
     build_all,
     check_pair,
+    check_released,
     check_reuse,
     check_sequence,
     check_skip,
@@ -89,6 +90,24 @@ def test_a_flag_word_is_not_written_over_an_unseen_value() -> None:
     with pytest.raises(ScheduleError) as error:
         check_sequence([[greet(0, False), greet(1, True)]] * 2, epochs=[1, 3])
     assert error.value.rule == "flag overwritten"
+
+
+def test_ready_words_may_be_cleared_before_done() -> None:
+    """A READY without a wait for the slot's DONE, and a DONE before a wait for READY, are refused."""
+    for key in keys(3, 0):
+        schedules = build_all(key)
+        check_released(schedules)
+        with pytest.raises(ScheduleError, match="does not follow a wait for DONE") as error:
+            check_released(without(schedules, Wait, FlagKind.DONE))
+        assert error.value.rule == "released"
+        early = []
+        for schedule in schedules:
+            done = [step for step in schedule.steps if isinstance(step, Signal) and step.flag.kind is FlagKind.DONE]
+            rest = [step for step in schedule.steps if step not in done]
+            early.append(replace(schedule, steps=(*(replace(step, after=()) for step in done), *rest)))
+        with pytest.raises(ScheduleError, match="may signal DONE to rank") as error:
+            check_released(early)
+        assert error.value.rule == "released"
 
 
 def test_missing_done_signals_are_unmatched_waits() -> None:
