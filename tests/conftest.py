@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -12,9 +13,12 @@ import tests.harness.shared_memory  # noqa: F401  (tags the segments of this pro
 from tests.harness.fixtures import pool2, pool3, pool4  # noqa: F401  (fixtures, found by name)
 
 # Tests store reports in a separate folder, which ranks and subprocesses inherit. The ranks of torchrun share one folder.
-if "RANK" not in os.environ or "UB_OVERLAP_CACHE_DIR" not in os.environ:
+if "RANK" not in os.environ:
     _STORE = tempfile.TemporaryDirectory(prefix="ub_overlap_tests_")
     os.environ["UB_OVERLAP_CACHE_DIR"] = _STORE.name
+elif "UB_OVERLAP_CACHE_DIR" not in os.environ:  # started by hand, not by tests/gpu/launch.py
+    _run = "_".join(os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT"))
+    os.environ["UB_OVERLAP_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / f"ub_overlap_tests_{os.getuid()}_{_run}_{os.getppid()}")
 
 # derandomize: every CI run uses the same examples. deadline: two shared cores are too slow for a per-example limit.
 settings.register_profile("ub_overlap", deadline=None, derandomize=True, print_blob=True)

@@ -7,7 +7,7 @@
 // Prints the time of a stream of pushes and flags, eagerly and as a CUDA graph, and the host time of one flag. Then a litmus
 // test: a kernel on the peer spins on the flag and counts data words that are stale and flag words that are torn.
 //
-//     nvcc -O3 -std=c++17 -arch=sm_90 -o /tmp/flags benchmarks/flags/flags.cu -lcuda && /tmp/flags [iterations]
+//     nvcc -O3 -std=c++17 -arch=sm_90 -o /tmp/flags benchmarks/flags.cu -lcuda && /tmp/flags [iterations]
 #include <cuda.h>
 #include <cuda_runtime.h>
 
@@ -18,13 +18,13 @@
 #include <cstdlib>
 #include <vector>
 
-#define CHECK(call)                                                                             \
-    do {                                                                                        \
-        const cudaError_t code = (call);                                                        \
-        if (code != cudaSuccess) {                                                              \
+#define CHECK(call)                                                                              \
+    do {                                                                                         \
+        const cudaError_t code = (call);                                                         \
+        if (code != cudaSuccess) {                                                               \
             std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(code)); \
-            std::exit(1);                                                                       \
-        }                                                                                       \
+            std::exit(1);                                                                        \
+        }                                                                                        \
     } while (0)
 
 enum Variant { copy_only, barrier_and_copy, write_value, no_flag, variants };
@@ -162,7 +162,8 @@ Timing time_pieces(Variant variant, const Buffers& b, size_t bytes, int pieces, 
 void litmus(Variant variant, const Buffers& b, int words, int iterations) {
     volatile int* ack;
     Counts* counts;
-    CHECK(cudaHostAlloc(reinterpret_cast<void**>(const_cast<int**>(&ack)), sizeof(int), cudaHostAllocPortable | cudaHostAllocMapped));
+    CHECK(cudaHostAlloc(reinterpret_cast<void**>(const_cast<int**>(&ack)), sizeof(int),
+                        cudaHostAllocPortable | cudaHostAllocMapped));
     CHECK(cudaHostAlloc(reinterpret_cast<void**>(&counts), sizeof(Counts), cudaHostAllocPortable | cudaHostAllocMapped));
     *ack = 0, *counts = Counts{};
     CHECK(cudaMemsetAsync(b.flag, 0, sizeof(uint64_t), b.stream));
@@ -216,7 +217,8 @@ int main(int argc, char** argv) {
         }
     }
     for (const int words : {256, 16384, 262144, 4194304}) {
-        for (int v = 0; v < no_flag; ++v) litmus(static_cast<Variant>(v), b, words, words > 1000000 ? iterations / 10 : iterations);
+        for (int v = 0; v < no_flag; ++v)
+            litmus(static_cast<Variant>(v), b, words, words > 1000000 ? iterations / 10 : iterations);
     }
     return 0;
 }
