@@ -18,7 +18,9 @@ if "RANK" not in os.environ:
     os.environ["UB_OVERLAP_CACHE_DIR"] = _STORE.name
 elif "UB_OVERLAP_CACHE_DIR" not in os.environ:  # started by hand, not by tests/gpu/launch.py
     _run = "_".join(os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT"))
-    os.environ["UB_OVERLAP_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / f"ub_overlap_tests_{os.getuid()}_{_run}_{os.getppid()}")
+    os.environ["UB_OVERLAP_CACHE_DIR"] = str(
+        Path(tempfile.gettempdir()) / f"ub_overlap_tests_{os.getuid()}_{_run}_{os.getppid()}"
+    )
 
 # derandomize: every CI run uses the same examples. deadline: two shared cores are too slow for a per-example limit.
 settings.register_profile("ub_overlap", deadline=None, derandomize=True, print_blob=True)

@@ -44,7 +44,16 @@ from .skipped_calls import check_skip
 from .steps import SLOTS, Flag, FlagKind, Key, Opaque, Queue, Schedule
 from .symbolic_run import SymbolicRun
 
-__all__ = ["ScheduleError", "check", "check_key_proof", "check_pair", "check_released", "check_reuse", "check_sequence", "check_skip"]
+__all__ = [
+    "ScheduleError",
+    "check",
+    "check_key_proof",
+    "check_pair",
+    "check_released",
+    "check_reuse",
+    "check_sequence",
+    "check_skip",
+]
 
 
 def check(schedules: Sequence[Schedule]) -> None:
@@ -186,7 +195,9 @@ def check_released(schedules: Sequence[Schedule]) -> None:
         for flag in _waits_of(node):
             done = signalled.get((node.rank, flag.source))
             if flag.kind is not FlagKind.DONE and (done is None or not order.ended[done.id] >> node.id & 1):
-                raise ScheduleError("released", f"rank {node.rank} may signal DONE to rank {flag.source} before {order.where(node)}")
+                raise ScheduleError(
+                    "released", f"rank {node.rank} may signal DONE to rank {flag.source} before {order.where(node)}"
+                )
 
 
 def _signals_of(node: Node) -> tuple[Flag, ...]:
