@@ -80,9 +80,13 @@ def _inductor_options(ours: Options, theirs: dict[str, Any], mode: str | None, i
     """Return Inductor's options: those of its mode, the user's, and our passes at its hooks after the user's passes."""
     compat.mend_fused_reads()
     compat.mend_stored_reductions()
+    compat.mend_any_arguments()
     if ours.fp8.is_on:
         compat.never_reused(torch.ops.ub_overlap.fp8_cached_weight.default)
     patches = {**(compat.list_mode_options(mode) if mode else {}), **theirs}
+    for definition in ops.DEFINITIONS.values():
+        if definition.flat_overload is not None:
+            compat.use_flat_results(definition.overload, definition.flat_overload)
     joint_snapshot = JointSnapshot()
     own_passes = (JointPass(ours, inputs, joint_snapshot), RewritePass(ours, inputs, joint_snapshot))
     for hook, own in zip(HOOKS, own_passes, strict=True):

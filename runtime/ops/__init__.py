@@ -8,6 +8,8 @@
     fp8_amax_history, fp8_quantize, fp8_cached_weight           float8 casts with state
 
 Every op that overlaps ends with (str strategy, str group, str site). C++ implements it (csrc/bindings/ops/).
+An op with a list among its results has a second form `<name>_flat`, which returns all of them in one list. Inductor's C++
+wrapper (`cpp_wrapper=True`) calls that form.
 
 Importing this package registers the ops. It starts no process group and touches no device; the first call on a group
 makes the group's session.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 LIBRARY = torch.library.Library("ub_overlap", "FRAGMENT")
 TAGS = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
@@ -30,12 +31,34 @@ class OpDefinition(Generic[Args]):
     def name(self) -> str:
         return self.schema.partition("(")[0]
 
+    @property
+    def overload(self) -> Any:
+        """The registered op."""
+        return getattr(torch.ops.ub_overlap, self.name).default
+
+    @property
+    def flat_overload(self) -> Any | None:
+        """The registered op `<name>_flat`, which returns all results in one list. None if no result of the op is a list.
+
+        Inductor's C++ wrapper (`cpp_wrapper=True`) calls it: a list among several results has no code there.
+        """
+        flat = getattr(torch.ops.ub_overlap, f"{self.name}_flat", None)
+        return None if flat is None else flat.default
+
     def register(self) -> None:
         """Define the op and its fake. The kernels register themselves when the extension is loaded."""
         LIBRARY.define(self.schema, tags=TAGS)
-        torch.library.register_fake(
-            f"ub_overlap::{self.name}", lambda *args, **kwargs: self.fake(self.arguments(*args, **kwargs)), lib=LIBRARY
-        )
+
+        def fake(*args: Any, **kwargs: Any) -> Any:
+            return self.fake(self.arguments(*args, **kwargs))
+
+        torch.library.register_fake(f"ub_overlap::{self.name}", fake, lib=LIBRARY)
+        arguments, _, results = self.schema.removeprefix(self.name).partition(" -> ")
+        if "Tensor[]" in results:
+            flat = f"{self.name}_flat"
+            LIBRARY.define(f"{flat}{arguments} -> Tensor[]", tags=TAGS)
+            LIBRARY.impl(flat, lambda *args: _flatten(self.overload(*args)), "CompositeExplicitAutograd")
+            torch.library.register_fake(f"ub_overlap::{flat}", lambda *args: _flatten(fake(*args)), lib=LIBRARY)
 
 
 def define_python_op(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any] | None) -> None:
@@ -45,3 +68,8 @@ def define_python_op(schema: str, kernel: Callable[..., Any], fake: Callable[...
     LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     if fake is not None:
         torch.library.register_fake(f"ub_overlap::{name}", fake, lib=LIBRARY)
+
+
+def _flatten(results: Sequence[Any]) -> list[Tensor]:
+    """Return tensors and lists of tensors as one list."""
+    return [tensor for result in results for tensor in (result if isinstance(result, list | tuple) else (result,))]

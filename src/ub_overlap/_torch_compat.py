@@ -29,6 +29,7 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "DeletedGuards": ("torch._dynamo.guards:DeletedGuardManagerWrapper",),
     "extern_kernels": ("torch._inductor.select_algorithm:extern_kernels",),
     "force_stride_order": ("torch._inductor.inductor_prims:force_stride_order",),
+    "cpp_wrapper": ("torch._inductor.codegen.cpp_wrapper_cpu:CppWrapperCpu",),
     "cpp_vector_kernel": ("torch._inductor.codegen.cpp:CppVecKernel",),
     "deferred_line": ("torch._inductor.codegen.common:DeferredLine",),
     "inductor_config": ("torch._inductor.config",),
@@ -139,6 +140,42 @@ def never_reused(op: Any) -> None:
         return outputs
 
     register_lowering(op, type_promotion_kind=None)(kept)
+
+
+@functools.cache
+def use_flat_results(op: Any, flat: Any) -> None:
+    """Let Inductor's C++ wrapper call `flat` for `op`, whose last result is a list. It has no code for such results.
+
+    `flat`: an op of the same arguments that returns all results in one list."""
+    from torch._inductor.lowering import fallback_handler, register_lowering
+
+    nested, listed = fallback_handler(op), fallback_handler(flat)
+    singles = len(op._schema.returns) - 1
+
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        if not __getattr__("inductor_virtualized").graph.cpp_wrapper:
+            return nested(*args, **kwargs)
+        results = listed(*args, **kwargs)
+        return (*results[:singles], results[singles:])
+
+    register_lowering(op, type_promotion_kind=None)(lower)
+
+
+@functools.cache
+def mend_any_arguments() -> None:
+    """Patch a bug of Inductor's C++ wrapper: torch 2.13 has no code for texts in arguments of type Any.
+
+    The group names of functional collectives are such arguments. A collective that is not overlapped calls them."""
+    import torch
+
+    wrapper = __getattr__("cpp_wrapper")
+    generate = wrapper.generate_py_arg
+
+    def mended(self: Any, args: str, index: int, value: Any, arg_type: Any) -> Any:
+        is_text = isinstance(arg_type, torch.AnyType) and isinstance(value, str)
+        return generate(self, args, index, value, torch.StringType.get() if is_text else arg_type)
+
+    wrapper.generate_py_arg = mended
 
 
 @functools.cache

@@ -121,7 +121,7 @@ class Program(nn.Module):
         return self._run(x)
 
     def _run(self, x: Tensor) -> tuple[Tensor, ...]:
-        dim = min(self.dim, x.dim() - 2)
+        dim = min(self.dim, x.dim() - 2) if x.shape[0] > 1 else x.dim() - 2
         if self.before == "gather":
             x = funcol.all_gather_tensor_autograd(x, dim, world_name())
         y = x

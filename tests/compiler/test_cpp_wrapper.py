@@ -1,0 +1,65 @@
+"""Inductor's C++ wrapper (`cpp_wrapper=True`) calls our ops: values and gradients are those of eager."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.compiler.rank_compile import INDUCTOR, world_name
+from tests.harness.ranks import RankPool
+from tests.models.compare import error, uncached
+from ub_overlap.compiler.reports.history import HISTORY
+
+
+class Block(nn.Module):
+    """A gather with two matmuls, a reduce_scatter, an all_reduce, and a gather without a matmul."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Parameter(0.2 * torch.randn(64, 96)) for _ in range(2))
+        self.down, self.head, self.bias = (nn.Parameter(0.2 * torch.randn(*s)) for s in ((96, 64), (64, 32), (64,)))
+        self.shift = nn.Parameter(torch.randn(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = funcol.all_gather_tensor_autograd(x, 0, world_name())
+        h = torch.addmm(self.bias, F.silu(x @ self.gate) * (x @ self.up), self.down)
+        shard = funcol.reduce_scatter_tensor_autograd(h, "sum", 0, world_name())
+        y = funcol.all_reduce(shard @ self.head, "sum", world_name())
+        return y + funcol.all_gather_tensor_autograd(self.shift, 0, world_name())
+
+
+def run(rank: int, world: int, options: dict[str, Any]) -> tuple[dict[str, float], set[tuple[str, str]]]:
+    """Return the errors against eager, and (phase, kind) of the overlapped collectives."""
+    torch.manual_seed(rank)
+    module = Block().bfloat16()
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    leaves = {"x": x, **dict(module.named_parameters())}
+
+    def values(function: Any) -> dict[str, Tensor | None]:
+        for leaf in leaves.values():
+            leaf.grad = None
+        y = function(x)
+        y.square().sum().backward()
+        return {"y": y.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
+
+    eager, mark = values(module), HISTORY.mark()
+    with uncached():
+        wrapped: Any = torch.compile(module, backend="ub_overlap", options={**INDUCTOR, "cpp_wrapper": True, **options})
+        found = values(wrapped)
+    decisions = [d for p in HISTORY.since(mark) for d in p.decisions]
+    return {n: error(found[n], eager[n], n) for n in eager}, {(d.phase, d.kind.value) for d in decisions if d.overlapped}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("options", [{}, {"fp8": "all"}], ids=["16 bits", "float8"])
+def test_cpp_wrapper(pool2: RankPool, options: dict[str, Any]) -> None:
+    for errors, sites in pool2.run(run, options, timeout=380):
+        assert {("forward", "all_gather_matmul"), ("forward", "matmul_reduce_scatter")} <= sites
+        assert {("backward", "all_gather_matmul"), ("backward", "matmul_reduce_scatter")} <= sites
+        assert options or ("forward", "matmul_all_reduce") in sites
+        assert all(e < (0.2 if options else 0.02) for e in errors.values()), errors
