@@ -36,6 +36,7 @@ from .graph.aten import c10d
 from .graph.dtensor_sizes import sizes_by_placeholder
 from .graph.graph_inputs import GraphInputs
 from .graph.joint_graph import drop_unread
+from .graph.source_location import calling_line
 from .joint.activation_memory import apply_save_policy
 from .joint.merge_collectives import merge_all_reduces
 from .match.amax_reductions import mark_amax_reductions
@@ -142,11 +143,16 @@ def _insert_config(graph: Graph, options: Options, policy: Policy, inputs: Graph
 class RewritePass(_Pass):
     """Find sites, decide, record the plan, and rewrite the graph."""
 
+    _calling_line = ""
+
     def __call__(self, graph: Graph) -> None:
         if self.options.fp8.is_on:
             copy_returned_casts(graph)
         drop_unread(graph)
-        decided = decide(graph, self.options, phase_of(graph), transport.unsupported_reason)
+        phase = phase_of(graph)
+        if phase == "forward" or not self._calling_line:  # backward may be compiled by autograd, far from the user's call
+            self._calling_line = calling_line()
+        decided = decide(graph, self.options, phase, transport.unsupported_reason, self._calling_line)
         if not (decided.plan.decisions or decided.plan.casts):
             return
         HISTORY.record(decided.plan)

@@ -2,29 +2,67 @@
 
 from __future__ import annotations
 
+import linecache
+import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cache, lru_cache
+from pathlib import Path
+from types import FrameType
 
+import torch
 from torch.fx import Node
 
+from ub_overlap import _torch_compat as compat
+
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s+(.*)')
-_LIBRARY = re.compile(r"[/\\]torch[/\\](distributed|nn|_dynamo|_tensor|utils|autograd)")
+_LIBRARIES = (
+    "torch", "torchao", "accelerate", "einops", "ub_overlap", "transformers/integrations", "transformers/utils",
+    "transformers/modeling_layers.py", "torchtitan/distributed", "megatron/core/tensor_parallel",
+)  # fmt: skip
+"""Packages, folders and files that run between a user's line and a collective. Model code of a library is not among them."""
+_LIBRARY = re.compile(rf"/(?:site|dist)-packages/(?:{'|'.join(map(re.escape, _LIBRARIES))})(?:/|$)")
+
+_CELL = re.compile(r"\.__closure__\[\d+\]\.cell_contents")
+_PART = re.compile(r"\['([^']*)'\]|\[(\w+)\]|(\w+)")
+_WRAPPERS = {"_modules", "__dict__", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+"""Parts of a path that are no names of modules."""
+_ROOTS = (["self"], ["fn"], ["args", "0"])
+"""Variables of the compiled module: of its forward, of torch's wrapper of a module such as nn.Sequential, of a decorator."""
 
 
 def module_path(node: Node) -> str:
-    """Return the path of the innermost nn.Module. torch copies the stack of forward nodes to backward nodes."""
+    """Return the path of the innermost nn.Module, as named_modules() of the compiled module gives it.
+
+    In a compiled function the name of the variable that holds the module comes first: "model.layers.0.wq". torch copies the
+    stack of forward nodes to backward nodes.
+    """
+    return _module_paths(_innermost_source(node))[0]
+
+
+def module_paths(node: Node) -> tuple[str, ...]:
+    """Return the paths by which a user may name the innermost nn.Module: `module_path`, and the same without a variable."""
+    return tuple(path for path in dict.fromkeys(_module_paths(_innermost_source(node))) if path)
+
+
+def _innermost_source(node: Node) -> str:
+    """Return Dynamo's source of the module: "L['self'].layers.0.wq"."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    paths = [path for path, _ in stack.values()] if isinstance(stack, dict) else []
-    return _plain(paths[-1]) if paths else ""
+    return next((path for path, _ in reversed(stack.values())), "") if isinstance(stack, dict) else ""
 
 
 @lru_cache(maxsize=4096)
-def _plain(path: str) -> str:
-    path = re.sub(r"L\['self'\]\.?", "", path)
-    path = re.sub(r"_modules\['(\w+)'\]", r"\1", path)
-    return re.sub(r"\._orig_mod|_orig_mod\.", "", path).replace("['", ".").replace("']", "").lstrip(".")
+def _module_paths(source: str) -> tuple[str, str]:
+    """Return (path, path without the variable) of a module that Dynamo found at `source`."""
+    parts = [next(filter(None, groups)) for groups in _PART.findall(_CELL.sub("", source)) if any(groups)]
+    is_variable = len(parts) > 1 and parts[0] in ("L", "G")
+    parts = [part for part in parts[is_variable:] if part not in _WRAPPERS]
+    for root in _ROOTS:
+        if is_variable and parts[: len(root)] == root:
+            return (".".join(parts[len(root) :]),) * 2
+    return ".".join(parts), ".".join(parts[is_variable:])
 
 
 def stable_names(nodes: Iterable[Node]) -> dict[Node, str]:
@@ -43,15 +81,44 @@ def stable_names(nodes: Iterable[Node]) -> dict[Node, str]:
 
 
 def source_line(node: Node) -> str:
-    """Return "file:line: code" of the innermost frame outside of torch."""
+    """Return "file:line: code" of the innermost frame of the user's code; "" where the node has none.
+
+    A layer of an nn.Sequential that is compiled by itself has none: only torch's code is traced.
+    """
     return _line(node.stack_trace or "")
 
 
 @lru_cache(maxsize=4096)
 def _line(trace: str) -> str:
-    frames = _FRAME.findall(trace)
-    own = [f for f in frames if not _LIBRARY.search(f[0])] or frames
-    if not own:
-        return ""
-    path, line, _, code = own[-1]
-    return f"{path}:{line}: {code.strip()}"
+    for path, line, _, code in reversed(_FRAME.findall(trace)):
+        if not _is_library(path):
+            return f"{path}:{line}: {code.strip()}"
+    return ""
+
+
+def calling_line() -> str:
+    """Return "file:line: code" of the user's code that runs now: at compile time, the call of the compiled module."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not _is_library(path) and not path.startswith(("<eval_with_key>", "<frozen")):
+            return f"{path}:{frame.f_lineno}: {linecache.getline(path, frame.f_lineno).strip()}"
+        frame = frame.f_back
+    return ""
+
+
+@lru_cache(maxsize=4096)
+def _is_library(path: str) -> bool:
+    """Return whether a file belongs to Python, to torch, to this package, or to a library's wrappers of parallel modules."""
+    if "-packages" not in path:
+        return path.startswith(_folders())
+    return path.startswith(_folders()[1:]) or _LIBRARY.search(path.replace(os.sep, "/")) is not None
+
+
+@cache
+def _folders() -> tuple[str, ...]:
+    """The folders of Python, which may hold all packages, and of torch and this package, which may lie elsewhere."""
+    import ub_overlap.runtime
+
+    files = (os.__file__, torch.__file__, compat.__file__, ub_overlap.runtime.__file__, str(Path(__file__).parent))
+    return tuple(str(Path(file or "").parent) + os.sep for file in files)

@@ -3,7 +3,7 @@
     {"module": "layers.*.attention", "kind": "matmul_*", "phase": "forward", "strategy": "pipelined:chunks=R/2"}
 
 module    glob, or a list of globs, of module paths as the report shows them. It matches the module and all inside it;
-          "*.wq" is a wq anywhere. Default: any module
+          "*.wq" is a wq anywhere. The variable of a compiled function ("model.layers.0") may be omitted. Default: any module
 kind      glob of kinds ("all_gather_matmul", "matmul_*", ...). A kind without "matmul" matches every such collective; a kind
           with "matmul" only those next to a matmul. Default: any
 phase     "forward" or "backward". Default: both

@@ -10,7 +10,7 @@ from torch.fx import Node
 from ..cost.site_sizes import Hints, shape_of_site
 from ..graph.aten import dtype_of, shape_of, tensor_of
 from ..graph.sizes import format_shape
-from ..graph.source_location import module_path, source_line
+from ..graph.source_location import module_path, module_paths, source_line
 from ..match import Bulk, Candidate, Gather, Reduction
 from ..overrides.rule import SiteDescription
 from ..plan.decision import SiteSizes
@@ -73,7 +73,7 @@ def _shown_nodes(candidate: Candidate, site: Gather | Reduction | Bulk | None) -
 def describe_candidate(candidate: Candidate, id: str, phase: str, kinds: tuple[str, ...]) -> SiteDescription:
     """Return the facts that rules and saved plans match, which do not depend on the decision."""
     c = candidate.collective
-    modules = dict.fromkeys(m for n in _shown_nodes(candidate, candidate.match) if (m := module_path(n)))
+    modules = dict.fromkeys(m for n in _shown_nodes(candidate, candidate.match) for m in module_paths(n))
     known = tensor_of(c.input)
     return SiteDescription(
         id=id,

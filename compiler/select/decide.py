@@ -50,8 +50,11 @@ class Decided:
     """c10d names of the groups of its collectives."""
 
 
-def decide(graph: Graph, options: Options, phase: str, transport: Transport) -> Decided:
-    """Decide every collective of `graph`; `phase` is "forward" or "backward"."""
+def decide(graph: Graph, options: Options, phase: str, transport: Transport, calling_line: str = "") -> Decided:
+    """Decide every collective of `graph`; `phase` is "forward" or "backward".
+
+    `calling_line`: the source of sites that have no line of the user's code in the graph.
+    """
     candidates = find_candidates(graph)
     names = [f"{phase}.{number}" for number in range(len(candidates))]
     overrides = find_overrides(candidates, options, phase)
@@ -66,7 +69,7 @@ def decide(graph: Graph, options: Options, phase: str, transport: Transport) -> 
     counts_memory = any(alternatives.counts_memory and any(a.is_bulk for a in alternatives.ranked) for alternatives in found)
     assignments = pack(found, order, PeakMemory.of(graph, costs.hints) if counts_memory else PeakMemory.uncounted())
 
-    context = GraphContext.of(graph, phase, costs.hints, dict(zip(names, candidates, strict=True)))
+    context = GraphContext.of(graph, phase, costs.hints, dict(zip(names, candidates, strict=True)), calling_line)
     decisions: list[Decision] = []
     selected: list[tuple[str, Alternative]] = []
     for name, candidate, assignment in zip(names, candidates, assignments, strict=True):

@@ -54,16 +54,20 @@ class GraphContext:
     """Names of the graph's matmuls that are the same on all ranks."""
     owners: dict[Node, str]
     """Ids of the sites whose matches contain a matmul."""
+    calling_line: str
+    """The user's line that called the compiled module, for sites without a line of the user's in the graph."""
 
     @classmethod
-    def of(cls, graph: Graph, phase: str, hints: Hints, candidates: Mapping[str, Candidate]) -> GraphContext:
+    def of(
+        cls, graph: Graph, phase: str, hints: Hints, candidates: Mapping[str, Candidate], calling_line: str
+    ) -> GraphContext:
         """`candidates`: by site id, in graph order."""
         owners: dict[Node, str] = {}
         for name, candidate in candidates.items():
             for p in candidate.match.matmuls if candidate.match else ():
                 owners.setdefault(p.node, name)
         names = stable_names(node for node in graph.nodes if is_matmul(node))
-        return cls(phase, hints, group_names(list(candidates.values())), names, owners)
+        return cls(phase, hints, group_names(list(candidates.values())), names, owners, calling_line)
 
 
 def make_decision(
@@ -81,6 +85,7 @@ def make_decision(
     is_forward = context.phase == "forward"
     saved = joint_decision(candidate.collective.node).saved_activation if is_forward else None
     explanation = _explain(candidate, override, assignment, independent)
+    facts = describe_site(candidate, shown, context.groups)
     return Decision(
         id=id,
         phase=context.phase,
@@ -101,7 +106,7 @@ def make_decision(
         scale=site.scale if isinstance(site, Reduction) else 1.0,
         bytes=bytes_sent(shown, wire_dtype) if shown else None,
         flops=sum(f for f in operations if f is not None) if operations and None not in operations else None,
-        **describe_site(candidate, shown, context.groups),
+        **{**facts, "source": facts["source"] or context.calling_line},
     )
 
 
