@@ -58,9 +58,7 @@ class GraphContext:
     """The user's line that called the compiled module, for sites without a line of the user's in the graph."""
 
     @classmethod
-    def of(
-        cls, graph: Graph, phase: str, hints: Hints, candidates: Mapping[str, Candidate], calling_line: str
-    ) -> GraphContext:
+    def of(cls, graph: Graph, phase: str, hints: Hints, candidates: Mapping[str, Candidate], calling_line: str) -> GraphContext:
         """`candidates`: by site id, in graph order."""
         owners: dict[Node, str] = {}
         for name, candidate in candidates.items():
