@@ -63,4 +63,5 @@ def load_graphs(digest: str) -> bytes | None:
 
 
 def _read(path: Path) -> bytes | None:
-    return stored_file.read_bytes(path) if path.exists() else None
+    # os.path.exists is False, too, for a folder that is not ours to read: then there are no stored plans.
+    return stored_file.read_bytes(path) if os.path.exists(path) else None
