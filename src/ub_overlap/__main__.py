@@ -18,7 +18,8 @@
     python -m ub_overlap import-cfg FILE [--json]       print a tp_comm_overlap_cfg of Megatron, NeMo or TE as rules
 
 Exit codes: 0 success; 1 the verb found a problem (`info`, `doctor`: the package cannot run here; `diff`: the reports differ;
-`bisect`: no bad site); 2 bad usage, or a file that cannot be read; 3 an error inside this package. docs/reference/cli.md has all.
+`bisect`: no bad site found); 2 bad usage, or a file that cannot be read; 3 an error inside this package. All flags are in
+docs/reference/cli.md.
 """
 
 from __future__ import annotations

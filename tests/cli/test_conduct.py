@@ -208,6 +208,26 @@ def test_a_closed_pipe_is_no_error(folder: Path) -> None:
     assert done.stderr == "" and done.stdout.splitlines()[-1] == "codes 141 0"
 
 
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("explain a.json > /dev/full", 1),
+        ("explain a.json --json > /dev/full", 1),
+        ("explain a.json >&-", 0),
+        ("explain other.json --json >&-", 2),
+        ("--help | (exec <&-; sleep 1); exit ${PIPESTATUS[0]}", 141),
+    ],
+)
+def test_output_that_cannot_be_written(command: str, code: int, folder: Path) -> None:
+    """A full device is an error in one line; a stdout that was closed before the start is none."""
+    done = subprocess.run(
+        ["bash", "-c", f"{PYTHON} -m ub_overlap {command}"], capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "PYTHONUNBUFFERED": ""},
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert len(done.stderr.splitlines()) == (1 if code in (1, 2) else 0) and "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_a_locale_without_utf8(encoding: str, folder: Path) -> None:
     """Characters that the encoding of stdout lacks are escaped; files are UTF-8."""

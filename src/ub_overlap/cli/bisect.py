@@ -43,6 +43,7 @@ class Stopped(Exception):
 def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
     parser = add_verb(
         verbs, "bisect", "find the site that breaks a command, by disabling halves of the sites", parents=[as_json],
+        usage="%(prog)s [flags] -- COMMAND ...",
         details="A run is bad if its exit code is not 0, if it times out, or if its last loss differs from that of the run "
         "without overlap. Compile caches are off, so every run compiles its plans.",
         examples=[

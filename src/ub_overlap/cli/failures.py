@@ -12,6 +12,8 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 from ub_overlap.runtime.errors import OptionError, UbOverlapError
 
@@ -23,9 +25,11 @@ FOUND, USAGE, INTERNAL, INTERRUPTED, BROKEN_PIPE = 1, 2, 3, 130, 141
 def guarded(body: Callable[[], int], prog: str, *, as_json: bool, show_traceback: bool) -> int:
     """Run `body` and return its exit code. A failure becomes one line on stderr; SystemExit(2) for bad usage."""
     try:
-        code = body()
-        sys.stdout.flush()
-        return code
+        try:
+            return body()
+        finally:  # also after --help, which raises SystemExit
+            if sys.stdout is not None:  # it is None if the caller closed it
+                sys.stdout.flush()
     except BrokenPipeError:
         # Python flushes stdout once more at its exit. The null device accepts that.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -33,7 +37,7 @@ def guarded(body: Callable[[], int], prog: str, *, as_json: bool, show_traceback
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         if as_json:
-            print(json.dumps({"error": {"type": "KeyboardInterrupt", "what": "interrupted"}, "exit_code": INTERRUPTED}))
+            _print_json({"error": {"type": "KeyboardInterrupt", "what": "interrupted"}, "exit_code": INTERRUPTED})
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001  (the command line never shows a traceback by itself)
         code, line, fields = describe(error)
@@ -41,10 +45,15 @@ def guarded(body: Callable[[], int], prog: str, *, as_json: bool, show_traceback
             traceback.print_exc()
         print(line if isinstance(error, UsageError) else f"{prog}: error: {line}", file=sys.stderr)
         if as_json:
-            print(json.dumps({"error": fields, "exit_code": code}), flush=True)
+            _print_json({"error": fields, "exit_code": code})
         if isinstance(error, UsageError):
             raise SystemExit(code) from None
         return code
+
+
+def _print_json(answer: dict[str, Any]) -> None:
+    with suppress(OSError):  # the error may be that of stdout
+        print(json.dumps(answer), flush=True)
 
 
 def describe(error: Exception) -> tuple[int, str, dict[str, str]]:

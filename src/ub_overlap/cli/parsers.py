@@ -68,8 +68,12 @@ def add_verb(
     details: str = "",
     parents: Sequence[argparse.ArgumentParser] = (),
     launcher: str = PROG,
+    usage: str | None = None,
 ) -> Parser:
-    """Add the parser of a verb. `summary`: a phrase without a period. `exits`: codes other than those of bad usage."""
+    """Add the parser of a verb. `summary`: a phrase without a period. `exits`: codes other than those of bad usage.
+
+    `usage`: instead of argparse's.
+    """
     codes = {2: "bad usage, or a file that cannot be read", **(exits or {0: "success"})}
     parser: Parser = verbs.add_parser(
         name,
@@ -79,6 +83,7 @@ def add_verb(
         examples=examples,
         exits=dict(sorted(codes.items())),
         launcher=launcher,
+        usage=usage,
     )
     return parser
 
@@ -96,7 +101,9 @@ def output_file(text: str) -> Path:
     """Return the path of a file that can be written: the type of an argument."""
     path = Path(text)
     folder = path.parent
-    if not text or path.is_dir():
+    if not text:
+        raise argparse.ArgumentTypeError("give a file")
+    if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is a folder; give a file")
     if not folder.is_dir():
         raise argparse.ArgumentTypeError(f"the folder of {text!r} does not exist")
