@@ -31,8 +31,7 @@ def guarded(body: Callable[[], int], prog: str, *, as_json: bool, show_traceback
             if sys.stdout is not None:  # it is None if the caller closed it
                 sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes stdout once more at its exit. The null device accepts that.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return BROKEN_PIPE
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
@@ -46,9 +45,19 @@ def guarded(body: Callable[[], int], prog: str, *, as_json: bool, show_traceback
         print(line if isinstance(error, UsageError) else f"{prog}: error: {line}", file=sys.stderr)
         if as_json:
             _print_json({"error": fields, "exit_code": code})
+        _discard_output()
         if isinstance(error, UsageError):
             raise SystemExit(code) from None
         return code
+
+
+def _discard_output() -> None:
+    """Send what stdout cannot write to the null device: Python flushes stdout once more at its exit."""
+    if sys.stdout is not None:
+        try:
+            sys.stdout.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_json(answer: dict[str, Any]) -> None:
