@@ -77,8 +77,8 @@ class Reason(str, Enum):
     RECIPE = "recipe"
     """A matmul that the float8 recipe keeps in high precision."""
     STRATEGY_ILLEGAL = "strategy_illegal"
-    """An override requests a strategy that this kind of site does not have: stripes where nothing is reduced, or where
-    the shards cannot be cut."""
+    """An override requests a strategy that the site does not have: stripes where nothing is reduced, or where the shards
+    cannot be cut; bulk without an independent matmul; pipelined where only independent matmuls exist."""
 
 
 def collective_of(kind: str) -> str:

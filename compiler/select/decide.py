@@ -24,7 +24,7 @@ from ..plan.strategy import NONE
 from .alternatives import Alternative, AlternativeFinder, Alternatives
 from .apply_overrides import find_overrides
 from .decision_record import GraphContext, make_decision, merge_scales, merged_away
-from .legality import no_stripes, unknown_size
+from .legality import find_illegal, unknown_size
 from .packing import pack
 from .peak_memory import PeakMemory
 from .profitability import SiteCosts
@@ -92,7 +92,7 @@ def _refuse(candidate: Candidate, override: Override | None, options: Options, t
     forced = override.strategy if override else None
     if forced == NONE or (options.overlap == "off" and forced is None):
         return Miss(Reason.DISABLED_BY_USER, f"{override.by} says none" if override and forced else "overlap='off'")
-    if forced is not None and forced.striped and (illegal := no_stripes(candidate.match)):
+    if forced is not None and (illegal := find_illegal(candidate, forced)):
         return Miss(Reason.STRATEGY_ILLEGAL, illegal)
     assert c.group is not None
     if why := transport(c.node.meta["val"].device.type, c.group, c.ranks):

@@ -14,9 +14,22 @@ from ..match import Bulk, Candidate, Gather, Miss, Reduction, Site
 from ..match.fusion_order import FusionOrder
 from ..match.site import Match
 from ..plan.reasons import Reason
+from ..plan.strategy import DispatchTable, Mode, Strategy
 
 
-def no_stripes(match: Match | None) -> str:
+def find_illegal(candidate: Candidate, forced: Strategy | DispatchTable) -> str:
+    """Return why a candidate that could be overlapped does not have the strategy `forced`; "" where nothing is known."""
+    match, miss = candidate.match, candidate.miss
+    if forced.mode is Mode.BULK and match is not None and not candidate.independent_matmuls:
+        own = ", ".join(p.node.name for p in match.matmuls)
+        return f"bulk needs a matmul that is independent of the collective, and there is none; {own} can be pipelined with it"
+    if forced.mode is Mode.PIPELINED and miss is not None and miss.reason is Reason.NO_MATMUL and candidate.independent_matmuls:
+        name = candidate.independent_matmuls[0].node.name
+        return f"pipelined needs a matmul of the collective's own data: {miss.detail}; bulk can hide it behind {name}"
+    return _no_stripes(match) if forced.striped else ""
+
+
+def _no_stripes(match: Match | None) -> str:
     """Return why a match cannot run in stripes; "" where it can, or where something else prevents pipelining."""
     if isinstance(match, Gather):
         return "stripes cut a product that is reduced; here shards are gathered"

@@ -49,7 +49,7 @@ def test_forced_bulk(pool2: RankPool, inner: str) -> None:
         outcome.check()
         backward = [d for d in outcome.decisions if d["phase"] == "backward"]
         assert [d["strategy"] for d in backward] == ["none", "bulk", "bulk", "bulk"]
-        assert [d["reason"] for d in backward] == ["no_matmul", None, None, None]
+        assert [d["reason"] for d in backward] == ["strategy_illegal", None, None, None]
         assert all(len(d["paired"]) == len(d["matmuls"]) > 0 for d in backward if d["strategy"] == "bulk")
         taken = [m for d in backward for m in d["matmuls"] if d["strategy"] == "bulk"]
         assert len(taken) == len(set(taken))

@@ -108,6 +108,17 @@ def last_dim_in_stripes(m: Maker) -> Case:
     return function, (m.x(16, 32), m.x(32, 8 * m.world)), {**FORCE, "overrides": {"forward.0": "pipelined:stripes=2"}}
 
 
+def bulk_without_independent(m: Maker) -> Case:
+    """A gather whose own matmul could hide it."""
+    return gather_mm(m, overrides={"forward.0": "bulk"})
+
+
+def pipelined_without_own(m: Maker) -> Case:
+    """A gather without a matmul of its own, which an independent one could hide."""
+    options = {**FORCE, "overrides": {"forward.0": "pipelined"}}
+    return (lambda x, w: (m.gather(x).relu(), x @ w)), (m.x(8, 64), m.x(64, 48)), options
+
+
 def small(m: Maker) -> Case:
     return gather_mm(m, overlap="auto", min_bytes=8 * 64 * 4 + 1)
 
@@ -168,6 +179,8 @@ SITUATIONS: dict[Callable[[Maker], Case], Reason] = {
     plan_says_none: R.DISABLED_BY_USER,
     gather_in_stripes: R.STRATEGY_ILLEGAL,
     last_dim_in_stripes: R.STRATEGY_ILLEGAL,
+    bulk_without_independent: R.STRATEGY_ILLEGAL,
+    pipelined_without_own: R.STRATEGY_ILLEGAL,
     small: R.BELOW_THRESHOLD,
     no_gain: R.NO_GAIN,
     one_rank: R.TRIVIAL_GROUP,
