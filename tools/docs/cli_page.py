@@ -28,7 +28,7 @@ def section(parser: Parser) -> str:
     name = parser.prog.removeprefix(PROG).strip()
     examples = "\n".join(f"    {example}" for example in parser.examples)
     parts = [f"## {name}", parser.description or "", f"    {usage(parser)}", argument_table(parser), "Examples:", examples]
-    return "\n\n".join(filter(None, [*parts, exit_table(parser)]))
+    return "\n\n".join(part for part in [*parts, exit_table(parser)] if part)
 
 
 def usage(parser: Parser) -> str:
