@@ -87,7 +87,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
     report = add_verb(
-        verbs, "report", "list and show stored reports", examples=["report list", "report show e066ba28"],
+        verbs, "report", "list and show stored reports", examples=["report list", "report show 9f2c0a1b"],
         details="Every compilation stores one report per graph, under the digest of its plan.",
     )  # fmt: skip
     whats = report.add_subparsers(dest="what", required=True, metavar="{list,show}")
@@ -96,7 +96,7 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
     )
     listing.set_defaults(run=lambda flags: list_reports(as_json=flags.json))
     show = add_verb(
-        whats, "show", "show one stored report", parents=[as_json], examples=["report show e066ba28"],
+        whats, "show", "show one stored report", parents=[as_json], examples=["report show 9f2c0a1b"],
         exits={0: "success", 2: "bad usage, or not exactly one report has that digest"},
     )  # fmt: skip
     show.add_argument("digest", metavar="DIGEST", help="the report's digest, or its first digits")
