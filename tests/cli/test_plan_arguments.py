@@ -46,6 +46,14 @@ def test_bad_arguments_are_found_before_any_work(arguments: tuple[str, ...], sai
     assert said in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+def test_calibrate_outside_of_torchrun_is_found_before_torch_is_loaded() -> None:
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, "calibrate"], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2 and "torchrun --nproc-per-node N -m ub_overlap calibrate" in done.stderr
+
+
 def test_a_picture_needs_matplotlib(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ matmuls.py     matmuls over a grid of shapes
 traffic.py     pushes and plain collectives
 kernels.py     the executor's kernels and steps, and whole calls
 fit.py         costs that no single measurement shows, fitted to whole calls
+launch.py      the ranks that torchrun started; no torch
 world.py       the ranks, their probes, and the timing of calls
 
 The key of a profile is in runtime/machine.py, the files are in runtime/profile_store.py.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 import time
@@ -13,9 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ub_overlap.runtime.errors import OptionError
-
 from ..rank_process import Deadline, World, exit_process, this_device
+from .launch import ranks_of_torchrun
 
 START_S = 180.0
 PROBE_S = 60.0
@@ -46,15 +44,7 @@ class CalibrationWorld(World):
 
 def start(kind: str | None = None) -> CalibrationWorld:
     """Join the ranks of torchrun. `kind`: "cuda" or "cpu". OptionError outside of torchrun, or with one rank."""
-    ranks = int(os.environ.get("WORLD_SIZE", "0"))
-    if "RANK" not in os.environ or ranks < 2:
-        raise OptionError(
-            "calibration needs the ranks of a group",
-            got=f"{ranks or 1} rank",
-            expected="2 or more",
-            fix="torchrun --nproc-per-node N -m ub_overlap calibrate",
-        )
-    rank = int(os.environ["RANK"])
+    rank, ranks = ranks_of_torchrun()
     with Deadline("start of calibration", START_S):
         world = CalibrationWorld.join(rank, ranks, this_device(kind, rank), control_s=120)
         world.group = world.new_group()

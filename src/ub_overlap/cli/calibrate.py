@@ -25,6 +25,9 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
 
 def run(flags: argparse.Namespace) -> int:
     """Measure this machine and store a profile. UbOverlapError if that is not possible."""
+    from ub_overlap.tools.calibrate.launch import ranks_of_torchrun
+
+    ranks_of_torchrun()  # before torch is loaded
     # NVLink multicast is never used. torch reads these variables when it is imported.
     for name, value in (("NCCL_NVLS_ENABLE", "0"), ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"), ("NVSHMEM_DISABLE_NVLS", "1")):
         os.environ[name] = value
