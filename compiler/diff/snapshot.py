@@ -84,8 +84,8 @@ class Snapshot:
 def _checked_rows(rows: Any, columns: int, texts: int) -> Iterator[list[Any]]:
     """Yield the rows of `Snapshot.to_dict`. ValueError for the first that is not one. A node reads earlier nodes only."""
     for place, row in enumerate(rows):
-        is_row = isinstance(row, list) and len(row) == 2 + columns and isinstance(row[0], str) and isinstance(row[1], list)
-        if not is_row or not all(type(n) is int and 0 <= n < texts for n in row[2:]):
+        is_row = isinstance(row, list) and len(row) == 2 + columns and isinstance(row[0], str)
+        if not is_row or not isinstance(row[1], list | tuple) or not all(type(n) is int and 0 <= n < texts for n in row[2:]):
             raise ValueError(f"in nodes[{place}] a row of name, inputs and {columns} indices of {texts} texts")
         if not all(type(n) is int and 0 <= n < place for n in row[1]):
             raise ValueError(f"in nodes[{place}] inputs that are nodes before it")

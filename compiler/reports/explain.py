@@ -28,8 +28,8 @@ def explain(
 ) -> Callable[..., Report]:
     """Compile `model` (a module or function, compiled or not), run it once and report every collective.
 
-    `options`: None is those that it was compiled with. Of a model that is not compiled, but some submodules are, these are
-    compiled. `measure`: run it three more times with tracing, and report the measured time of each site next to the predicted
+    `options`: None is those that it was compiled with. If only submodules are compiled by this backend, these are explained.
+    `measure`: run it three more times with tracing, and report the measured time of each site next to the predicted
     one. With `fp8` it is then compiled once more, and each float8 matmul also runs in 16 bits. `Report.casts` and
     `Report.float8()` show the difference.
 

@@ -44,7 +44,10 @@ class CompiledPart:
 
 
 def compiled_parts(model: Callable[..., Any]) -> list[CompiledPart]:
-    """Return the parts of `model` that are compiled: the model, else its outermost compiled submodules, else the model."""
+    """Return the parts of `model` that are compiled.
+
+    It is the model, if it is compiled. Else they are its outermost submodules that this backend compiled, else the model.
+    """
     if (part := _part_of(model)) is not None:
         return [replace(part, install=None)]
     parts: list[CompiledPart] = []
@@ -55,7 +58,7 @@ def compiled_parts(model: Callable[..., Any]) -> list[CompiledPart]:
             part = _part_of(child)
             if part is None:
                 todo = [*child.children(), *todo]
-            elif all(part.target != p.target for p in parts):
+            elif part.options is not None and all(part.target != p.target for p in parts):
                 parts.append(part)
     return parts or [CompiledPart(model)]
 

@@ -15,6 +15,7 @@ from tests.compiler.rank_compile import FORCE, world_name
 from tests.harness.ranks import RankPool
 from ub_overlap import _torch_compat as compat
 from ub_overlap.compiler.reports.history import HISTORY
+from ub_overlap.compiler.reports.isolated_compile import compiled_parts
 
 
 class Block(nn.Module):
@@ -151,3 +152,21 @@ def plain_backend(rank: int, world: int) -> list[str]:
 
 def test_compiled_by_another_backend(pool2: RankPool) -> None:
     assert all(len(found) == 8 for found in pool2.run(plain_backend))
+
+
+def test_parts() -> None:
+    """Submodules that another backend compiled are no parts of a model that is not compiled: the whole model is."""
+    ours: dict[str, Any] = {"backend": "ub_overlap", "options": FORCE, "dynamic": False, "fullgraph": True}
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+    model[0] = torch.compile(model[0], backend="eager")
+    assert [p.target for p in compiled_parts(model)] == [model]
+    inner = model[1][0]
+    model[1][0] = torch.compile(inner, **ours)
+    model[1].append(model[1][0])
+    (part,) = compiled_parts(model)
+    assert (part.target, part.options, part.dynamic, part.fullgraph) == (inner, FORCE, False, True)
+    model[1].compile(**ours)
+    assert [p.target for p in compiled_parts(model)] == [model[1]._call_impl]
+    assert [p.install for p in compiled_parts(torch.compile(model, **ours))] == [None]
+    decorated = torch.compile(backend="ub_overlap", mode="default", options=None)(test_parts)
+    assert [(p.target, p.options) for p in compiled_parts(decorated)] == [(test_parts, {})]
