@@ -84,12 +84,15 @@ def test_other_objects() -> None:
     (site, _) = some_report().plans[0].decisions
     step = PlannedStep(MODELS["llama-8b"], load("cpu"), (PlanRow(site, None),), (), {"matmuls": 5.0})
     assert "forward.0" in Cells(step._repr_html_()).rows[1] and "other work: matmuls 5 us" in step._repr_html_()
-    assert "forward.0" in str(step) and "other work: matmuls 5 us" in str(step)
+    assert "forward.0" in str(step) and "other work: matmuls 5 us" in str(step) and "M N K" in str(step)
+    narrow = step.text(60)
+    assert "not shown in 60 columns: MB, M N K" in narrow
+    assert max(len(line) for line in narrow.splitlines() if line.startswith(("site", "---", "forward."))) <= 60
 
 
 def test_many_rows_are_cut() -> None:
     text = render_notebook([Section("sites", [{"site": n, "gain us": 1.25} for n in range(MAX_ROWS + 7)], floats=".1f")])
-    assert len(Cells(text).rows) == MAX_ROWS + 1 and "and 7 more rows" in text and ">1.2<" in text
+    assert len(Cells(text).rows) == MAX_ROWS + 1 and "and 7 more rows" in text and 'class="number">1.2<' in text
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome on PATH")

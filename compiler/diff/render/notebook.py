@@ -7,6 +7,7 @@ The fragment has no script and fetches nothing. Without its style, which some vi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,8 +52,7 @@ def _prepared(section: Section) -> dict[str, Any]:
 
 def _cell(value: Any, column: str, floats: str) -> dict[str, str]:
     text = "-" if value is None else format(value, floats) if isinstance(value, float) else str(value)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    look = "number" if is_number or column.endswith(" us") else ""
+    look = "number" if re.fullmatch(r"-?\d+(\.\d+)?", text) else ""
     if column in ("strategy", "choice"):
         # A strategy may be a table of several: "1024=none;*=pipelined".
         look = next((mode for mode in _MODES if mode in text), "none")
