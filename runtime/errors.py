@@ -166,7 +166,7 @@ def _peer_timeout(fields: dict[str, str]) -> UbOverlapError:
     else:
         what = f"{label} did not arrive within {waited} s"
         if silent > 1:
-            what += f" (no heartbeat for {silent:.1f} s)"
+            what += f" (its process exists, without progress in the group for {silent:.1f} s: compiling, busy or stopped)"
     return PeerTimeoutError(
         what,
         ranks=(rank,),
