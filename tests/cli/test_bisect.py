@@ -6,6 +6,7 @@ The command stores a plan. Its loss depends on which sites are overlapped.
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from ub_overlap import __main__ as cli
+from ub_overlap.cli import trial
 from ub_overlap.cli.bisect import find_bad_sites
 from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.plan.plan import Plan
@@ -140,6 +142,14 @@ def test_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "\nstep 1 loss 9.0\nstep 2 loss 3.0\n" in capsys.readouterr().err
     find(tmp_path, monkeypatch, "always", "crash", "--quiet")
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_large_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the end of the output is searched, so that a log of gigabytes does not fill the memory."""
+    monkeypatch.setattr(trial, "MAX_OUTPUT", 40)
+    command = [sys.executable, "-c", "print('loss 1.0'); print('x' * 100); print('loss 2.0')"]
+    run = trial.Runner(command, tmp_path, 60, re.compile(r"loss (\S+)"), False).run("all", "")
+    assert run.loss == 2.0 and run.last_lines(5) == ["loss 2.0"] and "loss 1.0" in run.log.read_text()
 
 
 def test_the_users_own_patterns_stay_disabled(

@@ -238,7 +238,8 @@ def write_bundle(flags: argparse.Namespace) -> int:
         print(json.dumps({"bundle": str(flags.bundle), "contents": contents}))
     else:
         print(render_table(contents, width=output_width(), optional=("about",)))
-        print(f"wrote {flags.bundle}. Secrets are redacted; plans contain source lines of the model. Look before you send it.")
+        print(f"wrote {flags.bundle}. Secrets are redacted, but plans, graphs and reports contain source lines of the model:")
+        print("look into the file before you send it")
     return 0
 
 

@@ -22,6 +22,8 @@ from typing import IO, Any
 GRACE_S = 5.0
 """Time between SIGTERM and SIGKILL: a launcher ends its ranks, and ranks write what they were doing."""
 POLL_S = 0.05
+MAX_OUTPUT = 64 << 20
+"""Bytes of a run's output that are searched for the loss."""
 
 
 class Outcome(Enum):
@@ -59,8 +61,10 @@ class Trial:
         return self.text().splitlines()[-count:] if count > 0 else []
 
     def text(self) -> str:
-        """Return the output of the command."""
-        return self.log.read_text(encoding="utf-8", errors="replace").partition("\n")[2]
+        """Return the output of the command, or its end if it is large."""
+        with open(self.log, "rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - MAX_OUTPUT))
+            return log.read(MAX_OUTPUT).decode(errors="replace").partition("\n")[2]  # the first line is ours, or cut
 
     def to_dict(self) -> dict[str, Any]:
         """Return the run as JSON values."""
