@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
 from ub_overlap import _torch_compat as compat
@@ -22,6 +21,7 @@ from ub_overlap.runtime.session import plan_graphs
 from .diff.compare_ranks import explain_difference
 from .diff.joint_snapshot import JointSnapshot
 from .graph.graph_inputs import GraphInputs
+from .inductor import apply_bug_patches, register_lowerings
 from .options import Options, parse
 from .passes import HOOKS, JointPass, RewritePass
 
@@ -78,15 +78,9 @@ def _prepared(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any
 
 def _inductor_options(ours: Options, theirs: dict[str, Any], mode: str | None, inputs: GraphInputs) -> dict[str, Any]:
     """Return Inductor's options: those of its mode, the user's, and our passes at its hooks after the user's passes."""
-    compat.mend_fused_reads()
-    compat.mend_stored_reductions()
-    compat.mend_any_arguments()
-    if ours.fp8.is_on:
-        compat.never_reused(torch.ops.ub_overlap.fp8_cached_weight.default)
+    apply_bug_patches()
+    register_lowerings()
     patches = {**(compat.list_mode_options(mode) if mode else {}), **theirs}
-    for definition in ops.DEFINITIONS.values():
-        if definition.flat_overload is not None:
-            compat.use_flat_results(definition.overload, definition.flat_overload)
     joint_snapshot = JointSnapshot()
     own_passes = (JointPass(ours, inputs, joint_snapshot), RewritePass(ours, inputs, joint_snapshot))
     for hook, own in zip(HOOKS, own_passes, strict=True):

@@ -28,6 +28,7 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "on_bytecode": ("torch._dynamo.convert_frame:register_bytecode_hook",),
     "DeletedGuards": ("torch._dynamo.guards:DeletedGuardManagerWrapper",),
     "extern_kernels": ("torch._inductor.select_algorithm:extern_kernels",),
+    "fallback_handler": ("torch._inductor.lowering:fallback_handler",),
     "force_stride_order": ("torch._inductor.inductor_prims:force_stride_order",),
     "cpp_wrapper": ("torch._inductor.codegen.cpp_wrapper_cpu:CppWrapperCpu",),
     "cpp_vector_kernel": ("torch._inductor.codegen.cpp:CppVecKernel",),
@@ -37,6 +38,7 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "inductor_virtualized": ("torch._inductor.virtualized:V",),
     "list_mode_options": ("torch._inductor:list_mode_options",),
     "min_cut_rematerialization_partition": ("torch._functorch.partitioners:min_cut_rematerialization_partition",),
+    "register_lowering": ("torch._inductor.lowering:register_lowering",),
     "stable_topological_sort": ("torch._inductor.pattern_matcher:stable_topological_sort",),
     "trace_structured": ("torch._logging:trace_structured",),
     "tree_leaves": ("torch.utils._pytree:tree_leaves",),
@@ -124,92 +126,6 @@ def caches_off() -> Any:
     stack.enter_context(__getattr__("inductor_config").patch(fx_graph_cache=False))
     stack.enter_context(functorch.patch(enable_autograd_cache=False))
     return stack
-
-
-@functools.cache
-def never_reused(op: Any) -> None:
-    """Forbid Inductor to reuse the output buffers of `op`: their memory is not Inductor's."""
-    from torch._inductor.lowering import fallback_handler, register_lowering
-
-    lower, virtualized = fallback_handler(op), __getattr__("inductor_virtualized")
-
-    def kept(*args: Any, **kwargs: Any) -> Any:
-        outputs = lower(*args, **kwargs)
-        for output in __getattr__("tree_leaves")(outputs):
-            virtualized.graph.never_reuse_buffers.add(output.get_name())
-        return outputs
-
-    register_lowering(op, type_promotion_kind=None)(kept)
-
-
-@functools.cache
-def use_flat_results(op: Any, flat: Any) -> None:
-    """Let Inductor's C++ wrapper call `flat` for `op`, whose last result is a list. It has no code for such results.
-
-    `flat`: an op of the same arguments that returns all results in one list."""
-    from torch._inductor.lowering import fallback_handler, register_lowering
-
-    nested, listed = fallback_handler(op), fallback_handler(flat)
-    singles = len(op._schema.returns) - 1
-
-    def lower(*args: Any, **kwargs: Any) -> Any:
-        if not __getattr__("inductor_virtualized").graph.cpp_wrapper:
-            return nested(*args, **kwargs)
-        results = listed(*args, **kwargs)
-        return (*results[:singles], results[singles:])
-
-    register_lowering(op, type_promotion_kind=None)(lower)
-
-
-@functools.cache
-def mend_any_arguments() -> None:
-    """Patch a bug of Inductor's C++ wrapper: torch 2.13 has no code for texts in arguments of type Any.
-
-    The group names of functional collectives are such arguments. A collective that is not overlapped calls them."""
-    import torch
-
-    wrapper = __getattr__("cpp_wrapper")
-    generate = wrapper.generate_py_arg
-
-    def mended(self: Any, args: str, index: int, value: Any, arg_type: Any) -> Any:
-        is_text = isinstance(arg_type, torch.AnyType) and isinstance(value, str)
-        return generate(self, args, index, value, torch.StringType.get() if is_text else arg_type)
-
-    wrapper.generate_py_arg = mended
-
-
-@functools.cache
-def mend_fused_reads() -> None:
-    """Patch a bug of Inductor on the CPU: fused nodes lose their dependency on in-place collectives.
-
-    When fusion reorders a node's loops, torch 2.11 to 2.13 drop the renames of mutated buffers. The node may then run before
-    the collective that writes its input: a float8 cast would be scaled by the amax of one rank."""
-    node = __getattr__("inductor_node")
-    recompute = node.recompute_size_and_body
-
-    def mended(self: Any, *args: Any, **kwargs: Any) -> None:
-        recompute(self, *args, **kwargs)
-        self.set_read_writes(self.read_writes.rename(self.mutation_renames))
-
-    node.recompute_size_and_body = mended
-
-
-@functools.cache
-def mend_stored_reductions() -> None:
-    """Patch a bug of Inductor on the CPU: code that stores one vectorized sum to two buffers of 16 bits does not compile.
-
-    torch 2.11 to 2.15 declare the converted sum once for each store, under one name. Gradients of two biases of one value, such
-    as `F.linear(x, w, b) + c`, are such sums."""
-    kernel, line = __getattr__("cpp_vector_kernel"), __getattr__("deferred_line")
-    store = kernel.store_reduction
-
-    def mended(self: Any, name: str, index: Any, value: Any) -> None:
-        # Buffers that are removed later take their lines with them: hence lines of `name`.
-        self.reduction_suffix.writeline(line(name, "{"))
-        store(self, name, index, value)
-        self.reduction_suffix.writeline(line(name, "}"))
-
-    kernel.store_reduction = mended
 
 
 def user_pass(name: str, options: dict[str, Any]) -> list[Any]:

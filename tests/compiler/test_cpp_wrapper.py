@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from tests.compiler.rank_compile import INDUCTOR, world_name
 from tests.harness.ranks import RankPool
 from tests.models.compare import error, uncached
+from ub_overlap import _torch_compat as compat
+from ub_overlap.compiler.inductor.op_lowerings import use_flat_results
 from ub_overlap.compiler.reports.history import HISTORY
 
 
@@ -63,3 +65,32 @@ def test_cpp_wrapper(pool2: RankPool, options: dict[str, Any]) -> None:
         assert {("backward", "all_gather_matmul"), ("backward", "matmul_reduce_scatter")} <= sites
         assert options or ("forward", "matmul_all_reduce") in sites
         assert all(e < (0.2 if options else 0.02) for e in errors.values()), errors
+
+
+def test_list_of_dtypes() -> None:
+    """A traced call holds integers for dtypes, for which torch 2.11's wrapper has no code."""
+    library = torch.library.Library("ub_overlap_tests", "FRAGMENT")
+    ops = torch.ops.ub_overlap_tests
+
+    def nested(x: Tensor, dtypes: list[Any]) -> tuple[Tensor, list[Tensor]]:
+        return x + 1, [(x * 2).to(dtype) for dtype in compat.dtypes(dtypes)]
+
+    def flat(x: Tensor, dtypes: list[Any]) -> list[Tensor]:
+        first, rest = nested(x, dtypes)
+        return [first, *rest]
+
+    for kernel, results in ((nested, "(Tensor, Tensor[])"), (flat, "Tensor[]")):
+        library.define(f"{kernel.__name__}(Tensor x, ScalarType[] dtypes) -> {results}")
+        library.impl(kernel.__name__, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"ub_overlap_tests::{kernel.__name__}", kernel, lib=library)
+    use_flat_results(ops.nested.default, ops.flat.default)
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        first, rest = ops.nested(x.relu(), [torch.float32, torch.bfloat16])
+        return (first, *rest)
+
+    x = torch.randn(4, 4)
+    with uncached():
+        found = torch.compile(function, options={"cpp_wrapper": True})(x)
+    for a, b in zip(found, function(x), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
