@@ -80,6 +80,22 @@ def test_chosen_plans(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no such plan" in capsys.readouterr().err
 
 
+def test_a_folder_of_logs(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest files of the folder itself; links and folders in it are not followed."""
+    monkeypatch.setattr(bundle, "MAX_LOGS", 2)
+    flight = store / "flight"
+    (flight / "inner").mkdir(parents=True)
+    for age, file in enumerate(("rank0.json", "rank1.json", "rank2.json")):
+        (flight / file).write_text('{"rank": 0, "api_key": "hunter6"}')
+        os.utime(flight / file, (2e9 - age, 2e9 - age))
+    (flight / "link.json").symlink_to("/etc/passwd")
+    path = store / "out.zip"
+    assert main(["doctor", "--bundle", str(path), "--log", str(flight)]) == 0
+    files = read(path)
+    assert {n for n in files if n.startswith("logs/")} == {"logs/flight/rank0.json", "logs/flight/rank1.json"}
+    assert "hunter" not in files["logs/flight/rank0.json"]
+
+
 @pytest.mark.parametrize(
     "arguments", [("--plan", "a0"), ("--bundle", "nowhere/x.zip"), ("--bundle", "x.zip", "--log", "nowhere.log")], ids=str
 )

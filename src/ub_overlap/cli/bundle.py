@@ -3,7 +3,7 @@
     doctor.txt, doctor.json     what works on this machine: versions, devices, our environment variables, settings
     packages.txt                installed packages
     plans/DIGEST.json, .graphs  stored plans with their graphs: the newest, or those of --plan
-    reports/, logs/             the files of --report, and the ends of the files of --log
+    reports/, logs/             the files of --report, and the ends of the files of --log, which may be folders
     contents.txt                this list
 
 Secrets are redacted in texts. Plans are copied as they are: they contain source lines of the model.
@@ -30,6 +30,8 @@ MAX_LOG = 256 << 10
 """Bytes of the end of a log."""
 MAX_FILE = 64 << 20
 """Larger plans and graphs are left out."""
+MAX_LOGS = 64
+"""Files of a folder of logs; the newest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +98,18 @@ def file_entries(reports: Sequence[Path], logs: Sequence[Path]) -> Iterator[Entr
 
     for path in reports:
         yield Entry(name("reports", path), "a report", path.read_bytes())
-    for path in logs:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - MAX_LOG))
-            data = file.read(MAX_LOG)
-        about = "a log" if size <= MAX_LOG else f"the last {MAX_LOG >> 10} KiB of a log"
-        yield Entry(name("logs", path), about, redact_text(data.decode(errors="replace")).encode())
+    for given in logs:
+        folder = f"logs/{given.name}" if given.is_dir() else "logs"
+        for path in newest_files(given) if given.is_dir() else [given]:
+            with open(path, "rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - MAX_LOG))
+                data = file.read(MAX_LOG)
+            about = "a log" if size <= MAX_LOG else f"the last {MAX_LOG >> 10} KiB of a log"
+            yield Entry(name(folder, path), about, redact_text(data.decode(errors="replace")).encode())
+
+
+def newest_files(folder: Path) -> list[Path]:
+    """Return the newest files of a folder by name, without those of its folders and without symbolic links."""
+    files = [path for path in folder.iterdir() if path.is_file() and not path.is_symlink()]
+    return sorted(sorted(files, key=lambda path: -path.stat().st_mtime)[:MAX_LOGS])

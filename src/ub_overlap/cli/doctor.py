@@ -20,7 +20,7 @@ from typing import Any
 from ub_overlap import __version__
 from ub_overlap.compiler.text.terminal import paint, wants_color
 
-from .parsers import Parser, add_verb, input_file, non_negative_int, output_file
+from .parsers import Parser, add_verb, input_file, input_path, non_negative_int, output_file
 from .redact import redact_variable
 
 DEADLINE_S = 120
@@ -205,7 +205,12 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
         "--report", action="append", default=[], type=input_file, metavar="FILE", help="a report of to_json() to include"
     )
     bundle.add_argument(
-        "--log", action="append", default=[], type=input_file, metavar="FILE", help="a log to include; its end, if it is large"
+        "--log",
+        action="append",
+        default=[],
+        type=input_path,
+        metavar="PATH",
+        help="a log, or a folder of logs or flight records, to include; the end of large files",
     )
     parser.set_defaults(run=lambda flags: run(flags, parser))
 

@@ -124,6 +124,11 @@ def input_file(text: str) -> Path:
     return path
 
 
+def input_path(text: str) -> Path:
+    """Return the path of a file or folder that can be read: the type of an argument."""
+    return Path(text) if Path(text).is_dir() and os.access(text, os.R_OK | os.X_OK) else input_file(text)
+
+
 def positive(text: str) -> float:
     """Return a number above 0: the type of an argument."""
     return _number(text, float, lambda value: value > 0, "a number above 0")
