@@ -115,8 +115,9 @@ def test_what_is_no_snapshot(broken: dict[str, object]) -> None:
     assert "some.graphs" in caught.value.line and ("before" in caught.value.line or "nodes[0]" in caught.value.line)
 
 
-def test_what_is_no_data() -> None:
+def test_what_is_no_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes that are no graphs, a part of them, and data that inflates without end."""
+    monkeypatch.setattr(stored_file, "MAX_BYTES", 1 << 20)
     packed = graphs().pack()
     bomb = zlib.compress(bytes(stored_file.MAX_BYTES + 1))
     for data, what in ((b"nonsense", "damaged"), (b"", "empty"), (packed[:-9], "truncated"), (bomb, "too large")):
