@@ -140,7 +140,7 @@ class ArenaError(UbOverlapError):
 
 
 class ForkError(UbOverlapError):
-    """A session was used in a child forked from the process that made it."""
+    """A forked child used a process group of its parent."""
 
 
 class TransportError(UbOverlapError):

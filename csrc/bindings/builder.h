@@ -28,6 +28,7 @@ class Builder {
   public:
     Builder(std::string op, at::Device device, const Site& site)
         : device_(device), site_(site), group_(c10d::resolve_process_group(site.group)) {
+        Registry::get().refuse_inherited(site.group, group_.get());
         call.op_name = std::move(op);
         call.site = site.id;
         call.strategy = site.strategy;

@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <unistd.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "bindings/counted_ranges.h"
 #include "bindings/python.h"
@@ -331,6 +332,14 @@ PYBIND11_MODULE(_C, m) {
     m.def("clear_stats", [] { Stats::get().clear(); });
     m.def("last_trace", &last_trace, py::arg("site"), "(step, queue, kind, begin_ns, end_ns, bytes) for each step.");
     m.def("sessions", [] { return Registry::get().all(); });
+    m.def(
+        "set_inherited_groups",
+        [](const std::vector<std::string>& names) {
+            std::vector<const void*> owners;
+            for (const std::string& name : names) owners.push_back(c10d::resolve_process_group(name).release());
+            Registry::get().set_inherited(std::move(owners));
+        },
+        py::arg("names"), "In a forked child: refuse these groups, which are its parent's.");
     m.def("generation", [] { return Registry::get().generation(); });
     m.def(
         "close", [](const std::string& group, const std::string& device) { Registry::get().drop(group, device); },

@@ -2,7 +2,22 @@
 
 #include <unistd.h>
 
+#include <algorithm>
+
 namespace ub_overlap {
+namespace {
+
+NamedError fork_error(const std::string& group) {
+    return NamedError("ForkError",
+                      {{"what", "this process was forked from the one that created group '" + group + "'"},
+                       {"got", "pid " + std::to_string(getpid()) + ", with the connections of its parent"},
+                       {"expected", "a group that this process created"},
+                       {"fix",
+                        "start workers with the spawn method; or destroy the group in the child and create one of its "
+                        "own over another Store"}});
+}
+
+}  // namespace
 
 Registry& Registry::get() {
     static Registry* one = new Registry;  // never destroyed: sessions hold Python objects, and close by atexit
@@ -13,14 +28,7 @@ std::shared_ptr<Session> Registry::find(const std::string& group, const std::str
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = entries_.find({group, device});
     if (found == entries_.end() || found->second.owner != owner) return nullptr;
-    if (found->second.pid != getpid()) {
-        throw NamedError(
-            "ForkError",
-            {{"what", "this process was forked from the one that uses group '" + group + "'"},
-             {"got", "pid " + std::to_string(getpid())},
-             {"expected", "pid " + std::to_string(found->second.pid) + ", which owns the session and its copy thread"},
-             {"fix", "start workers with the spawn method, or make a process group of their own in the child"}});
-    }
+    if (found->second.pid != getpid()) throw fork_error(group);
     return found->second.session;
 }
 
@@ -63,7 +71,9 @@ void Registry::drop(const std::string& group, const std::string& device) {
 std::vector<std::shared_ptr<Session>> Registry::all() {
     std::lock_guard<std::mutex> lock(mutex_);
     std::vector<std::shared_ptr<Session>> list;
-    for (auto& entry : entries_) list.push_back(entry.second.session);
+    for (auto& entry : entries_) {
+        if (entry.second.pid == getpid()) list.push_back(entry.second.session);
+    }
     return list;
 }
 
@@ -75,6 +85,16 @@ void Registry::clear() {
         entries_.clear();
     }
     close(std::move(old));
+}
+
+void Registry::set_inherited(std::vector<const void*> owners) {
+    if (const auto* before = inherited_.load()) owners.insert(owners.end(), before->begin(), before->end());
+    inherited_.store(new std::vector<const void*>(std::move(owners)));
+}
+
+void Registry::refuse_inherited(const std::string& group, const void* owner) const {
+    const auto* inherited = inherited_.load(std::memory_order_acquire);
+    if (inherited && std::find(inherited->begin(), inherited->end(), owner) != inherited->end()) throw fork_error(group);
 }
 
 int64_t Registry::generation() {

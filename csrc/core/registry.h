@@ -2,9 +2,10 @@
 //
 // A name is not an identity: a process group can be destroyed and made again under the same name, and a forked child inherits
 // this table. An entry therefore remembers the group object it was made for (held weakly, so that its address cannot be given
-// to another one) and the process it was made in.
+// to another one) and the process it was made in. Groups that a child inherited without a session are listed there too.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
@@ -31,6 +32,11 @@ class Registry {
     void clear();
     int64_t generation();
 
+    // In a forked child: the groups of its parent. They must never be freed, so that no other group gets their addresses.
+    void set_inherited(std::vector<const void*> owners);
+    // Throws NamedError("ForkError") for such a group. Takes no lock.
+    void refuse_inherited(const std::string& group, const void* owner) const;
+
   private:
     struct Entry {
         std::shared_ptr<Session> session;
@@ -42,7 +48,8 @@ class Registry {
 
     std::mutex mutex_;
     std::map<std::pair<std::string, std::string>, Entry> entries_;
-    int64_t generation_ = 0;  // sessions made so far
+    int64_t generation_ = 0;                                           // sessions made so far
+    std::atomic<const std::vector<const void*>*> inherited_{nullptr};  // replaced, never freed
 };
 
 }  // namespace ub_overlap

@@ -24,6 +24,7 @@ import torch
 
 from .. import settings
 from ..extension import extension
+from ..session import inherited_groups
 from ..session.bind import bind
 from ..session.site_mismatch import make_error
 from . import (
@@ -71,6 +72,7 @@ _C = load()
 for _definition in DEFINITIONS.values():
     _definition.register()
 _C.install(provide=ScheduleProvider(), bind=bind, fallback=run_fallback, make_error=make_error)
+inherited_groups.install(_C)
 settings.apply()
 # Sessions hold Python objects, so they must be closed while the interpreter lives.
 atexit.register(_C.close_all)

@@ -24,6 +24,7 @@ from ub_overlap import _torch_compat as compat
 
 from .. import errors, stored_file
 from . import plan_graphs
+from .inherited_groups import is_inherited
 from .plan_mismatch import load_plan_text, plan_mismatch_error
 from .store_exchange import Exchange
 
@@ -45,6 +46,8 @@ def announce_plan(groups: Iterable[str], graph: str, digest: str) -> None:
             if compat.is_fake_group(group):
                 continue
             members = compat.group_of(group)
+            if is_inherited(members):
+                continue
             digests = _announced.setdefault(members, {}).setdefault(graph, [])
             if digest in digests:
                 digests.remove(digest)

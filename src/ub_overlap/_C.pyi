@@ -107,6 +107,9 @@ def last_trace(site: str) -> list[tuple[int, str, str, int, int, int]]:
     """Return (step, queue, kind, begin_ns, end_ns, bytes) for each step of the site's last traced call."""
 
 def sessions() -> list[Session]: ...
+def set_inherited_groups(names: Sequence[str]) -> None:
+    """Refuse these groups in a forked child: they are its parent's."""
+
 def generation() -> int:
     """Return how many sessions this process has made."""
 

@@ -239,15 +239,22 @@ def timeout_of(group: Any, device: str) -> float | None:
         return None
 
 
-def groups() -> list[str]:
-    """Return "name:backend:size" of every c10d process group of this process."""
+def process_groups() -> list[Any]:
+    """Return the c10d process groups of this process."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
     if not (dist.is_available() and dist.is_initialized()):
         return []
     known: Any = distributed_c10d._world.pg_map
-    return sorted(f"{g.group_name}:{dist.get_backend(g)}:{g.size()}" for g in known)
+    return list(known)
+
+
+def groups() -> list[str]:
+    """Return "name:backend:size" of every c10d process group of this process."""
+    import torch.distributed as dist
+
+    return sorted(f"{g.group_name}:{dist.get_backend(g)}:{g.size()}" for g in process_groups())
 
 
 def process_groups() -> list[Any]:
