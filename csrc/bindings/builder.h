@@ -23,6 +23,15 @@ std::string text_of(const T& value) {
     return out.str();
 }
 
+// Whether ops can still find a group. destroy_process_group() ends that at once, whoever still holds the object.
+inline bool is_registered(const std::string& name, const c10::weak_intrusive_ptr<c10d::ProcessGroup>& group) {
+    try {
+        return c10d::resolve_process_group(name) == group.lock();
+    } catch (const c10::Error&) {
+        return false;
+    }
+}
+
 // Starts with the call's site, group and strategy; the op adds its tensors.
 class Builder {
   public:
@@ -151,7 +160,8 @@ class Builder {
         }
         found = python_hooks().bind(site_.group, device, call);
         const c10::weak_intrusive_ptr<c10d::ProcessGroup> weak(group_);
-        Registry::get().put(found, group_.get(), [weak] { return !weak.expired(); });
+        Registry::get().put(found, group_.get(),
+                            [weak, name = site_.group] { return !weak.expired() && is_registered(name, weak); });
         return found;
     }
 

@@ -158,7 +158,7 @@ void check_peers(ShmArena& arena, const std::string& op, const std::string& site
         throw CallFailed(seen);
     }
     for (int rank = 0; rank < arena.ranks(); ++rank) {
-        if (!gone(arena.control(rank))) continue;
+        if (!arena.control(rank) || !gone(arena.control(rank))) continue;  // null: not attached yet
         Failure failure;
         failure.code = FailureCode::peer_died;
         failure.reporter = arena.rank();
@@ -227,6 +227,8 @@ void define_testing(py::module_ m) {
         "set_host_id", [](std::string id) { state->host_id = std::move(id); },
         "Pretend to be on this host; empty: the true one.");
     m.def("host_id", [] { return state->host_id; });
+    m.def("set_interrupted_allocation", &set_interrupted_allocation, py::arg("bytes"),
+          "Allocations of more bytes fail as if a signal came, as under a timer before Linux 6.11; -1: none.");
     m.def(
         "count_ranges", [](bool on) { CountedRanges::get().listen(on); }, py::arg("on"),
         "Count NVTX ranges in the place of torch's, which only CUDA builds have.");
@@ -234,6 +236,7 @@ void define_testing(py::module_ m) {
     m.def("reset", [] {
         state->injection = {};
         state->host_id.clear();
+        set_interrupted_allocation(-1);
         CountedRanges::get().listen(false);
         publish();
     });
@@ -263,14 +266,17 @@ PYBIND11_MODULE(_C, m) {
              "Tells all ranks that this one failed, unless they know of a failure.");
 
     py::class_<ShmArena, Arena, std::shared_ptr<ShmArena>>(m, "ShmArena")
-        .def(py::init<int, int, int64_t>(), py::arg("rank"), py::arg("ranks"), py::arg("slot_bytes"))
-        .def_property_readonly("control_name", &ShmArena::control_name)
-        .def_property_readonly("data_name", &ShmArena::data_name)
-        .def("attach", &ShmArena::attach, py::arg("rank"), py::arg("control_name"), py::arg("data_name"))
-        .def("grow_begin", &ShmArena::grow_begin, py::arg("slot_bytes"))
-        .def("grow_attach", &ShmArena::grow_attach, py::arg("rank"), py::arg("data_name"))
+        .def(py::init<int, int, int64_t>(), py::arg("rank"), py::arg("ranks"), py::arg("slot_bytes"),
+             py::call_guard<py::gil_scoped_release>())
+        .def_property_readonly("control_address", &ShmArena::control_address)
+        .def_property_readonly("data_address", &ShmArena::data_address)
+        .def("attach", &ShmArena::attach, py::arg("rank"), py::arg("control_address"), py::arg("data_address"),
+             "Returns why this process cannot reach the peer's memory, '' where it can.")
+        .def("grow_begin", &ShmArena::grow_begin, py::arg("slot_bytes"), py::call_guard<py::gil_scoped_release>())
+        .def("grow_attach", &ShmArena::grow_attach, py::arg("rank"), py::arg("data_address"))
         .def("grow_commit", &ShmArena::grow_commit)
-        .def("unlink", &ShmArena::unlink)
+        .def("grow_abort", &ShmArena::grow_abort)
+        .def("stop_sharing", &ShmArena::stop_sharing)
         .def("check", &check_peers, py::arg("op"), py::arg("site"), "Raises where a peer has failed or its process is gone.");
 
 #ifdef UB_OVERLAP_CUDA
@@ -344,8 +350,13 @@ PYBIND11_MODULE(_C, m) {
     m.def(
         "close", [](const std::string& group, const std::string& device) { Registry::get().drop(group, device); },
         py::call_guard<py::gil_scoped_release>());
+    m.def(
+        "has_destroyed_groups", [] { return Registry::get().has_destroyed(); }, py::call_guard<py::gil_scoped_release>(),
+        "Whether a session's group was destroyed.");
+    m.def(
+        "close_destroyed_groups", [] { Registry::get().close_destroyed(); }, py::call_guard<py::gil_scoped_release>(),
+        "Closes the sessions of destroyed groups; waits for their running calls.");
     m.def("close_all", [] { Registry::get().clear(); }, py::call_guard<py::gil_scoped_release>());
-    m.def("unlink_name", &unlink_name);
     m.attr("slots") = slots;  // runtime/schedule/steps.py has the same number
     m.def("build_info", &build_info);
     define_testing(m.def_submodule("testing", "Hooks for tests."));

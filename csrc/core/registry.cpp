@@ -87,6 +87,25 @@ void Registry::clear() {
     close(std::move(old));
 }
 
+bool Registry::has_destroyed() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return std::any_of(entries_.begin(), entries_.end(),
+                       [](const auto& at) { return at.second.pid == getpid() && !at.second.alive(); });
+}
+
+void Registry::close_destroyed() {
+    std::vector<Entry> old;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        for (auto at = entries_.begin(); at != entries_.end();) {
+            const bool ends = at->second.pid == getpid() && !at->second.alive();
+            if (ends) old.push_back(std::move(at->second));
+            at = ends ? entries_.erase(at) : std::next(at);
+        }
+    }
+    close(std::move(old));
+}
+
 void Registry::set_inherited(std::vector<const void*> owners) {
     if (const auto* before = inherited_.load()) owners.insert(owners.end(), before->begin(), before->end());
     inherited_.store(new std::vector<const void*>(std::move(owners)));

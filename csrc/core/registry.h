@@ -24,13 +24,16 @@ class Registry {
 
     // The session made for `owner`, or null. Throws NamedError("ForkError") in a child of the process that made it.
     std::shared_ptr<Session> find(const std::string& group, const std::string& device, const void* owner);
-    // `alive` says whether `owner` still exists, and keeps its address from being used again. The session that was there before
-    // is closed, and so are those whose owners are gone.
+    // `alive` says whether `owner` can still be used, and keeps its address from being used again. The session that was there
+    // before is closed, and so are those whose owners were destroyed.
     void put(std::shared_ptr<Session> session, const void* owner, std::function<bool()> alive);
     void drop(const std::string& group, const std::string& device);
     std::vector<std::shared_ptr<Session>> all();
     void clear();
     int64_t generation();
+    // Whether a session's group was destroyed, and a call that closes such sessions. It waits for their running calls.
+    bool has_destroyed();
+    void close_destroyed();
 
     // In a forked child: the groups of its parent. They must never be freed, so that no other group gets their addresses.
     void set_inherited(std::vector<const void*> owners);

@@ -4,18 +4,16 @@ C++ calls `bind` at the group's first call. Each step is one exchange with the i
 
     hosts       host, GPU, builds, requested slot size   -> transport (topology.py)
     links       CUDA: each GPU's access to the others
-    arena       names of the shared memory segments      -> attach to all peers'
-    attached    nothing                                  -> unlink: from here on no segment can be left in /dev/shm
+    arena       addresses of the shared memory           -> attach to all peers'
+    attached    why a peer's memory cannot be reached    -> plain c10d on all ranks if any rank has a reason
     allocated   CUDA: size of the allocated slots        -> torch's rendezvous
     ready       nothing                                  -> all flag words are zero
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import socket
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -27,11 +25,15 @@ from ..extension import extension
 from ..site_id import SiteId
 from . import abort_signal, plan_announcements, topology, watchdog
 from .arena_size import SIZE_STEP, round_slot_bytes
+from .host import has_ended, host_id
 from .session import Session
 from .store_exchange import Exchange
 
 log = logging.getLogger(__name__)
 
+_LATE_S = 2.0
+"""Seconds after which a peer whose memory cannot be mapped, and whose pid is unknown here, has died: it may also be on another
+host with an equal id, as clones of a virtual machine are, and then it answers at once."""
 _requested: dict[tuple[str, str], int] = {}
 _sessions: weakref.WeakValueDictionary[tuple[str, str], Session] = weakref.WeakValueDictionary()
 
@@ -65,7 +67,6 @@ def bind(group: str, device: str, slot_bytes: int, op: str, site: str) -> Sessio
             session = _bind_ranks(exchange, device, slot_bytes)
         except BaseException as error:  # also Ctrl-C: the peers need not wait for this rank
             exchange.fail(f"{type(error).__name__}: {error}")
-            _unlink_segments(exchange)
             raise
     session.abort = abort
     abort.attach(session.core)
@@ -74,23 +75,6 @@ def bind(group: str, device: str, slot_bytes: int, op: str, site: str) -> Sessio
         watchdog.watch(session)
     _log_session(session)
     return session
-
-
-def host_id() -> str:
-    """Return a text that is equal for two processes exactly when they can share memory.
-
-    They then share machine, boot, /dev/shm and process ids, by which peers see that a rank is gone (containers may share
-    only the rest).
-    """
-    pretended = extension().testing.host_id()
-    if pretended:
-        return pretended
-    boot = pids = ""
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    with contextlib.suppress(OSError):
-        pids = os.readlink("/proc/self/ns/pid")
-    return f"{socket.gethostname()}:{boot}:{os.stat('/dev/shm').st_dev}:{pids}"
 
 
 def _log_session(session: Session) -> None:
@@ -134,19 +118,15 @@ def _bind_ranks(exchange: Exchange, device: str, slot_bytes: int) -> Session:
     # On CUDA the slots are elsewhere: shared memory then only holds the hosts' words.
     arena = extension().ShmArena(rank=rank, ranks=ranks, slot_bytes=SIZE_STEP if device == "cuda" else slot_bytes)
     try:
-        own = {"control": arena.control_name, "data": arena.data_name}
-        for peer, names in enumerate(exchange.gather("arena", own, "init", doing)):
-            if peer != rank:
-                arena.attach(peer, names["control"], names["data"])
-        exchange.gather("attached", {}, "init", doing)
+        reason = _attach_to_peers(exchange, arena, doing)
+        if reason:
+            return _make_session(group, device, rank, ranks, exchange, None, "c10d", reason)
         if device != "cuda":
             return _make_session(group, device, rank, ranks, exchange, arena, "shared memory", "")
         return _bind_cuda(exchange, arena, slot_bytes, doing)
     except BaseException as error:  # a peer may have bound already: it looks for failures in the arena, not in the Store
         arena.fail(f"{type(error).__name__}: {error}", exchange.op, exchange.site)
         raise
-    finally:
-        arena.unlink()
 
 
 def _bind_cuda(exchange: Exchange, host: Any, slot_bytes: int, doing: str) -> Session:
@@ -154,19 +134,45 @@ def _bind_cuda(exchange: Exchange, host: Any, slot_bytes: int, doing: str) -> Se
     from . import symm_mem
 
     group, rank, ranks = exchange.group, exchange.rank, exchange.ranks
-    host.unlink()
     symmetric = symm_mem.SymmetricArena(host, group, rank, ranks, slot_bytes, exchange.abort)
-    tokens = exchange.gather("allocated", {"slot": slot_bytes, "name": symmetric.data_name}, "init", doing)
+    tokens = exchange.gather("allocated", {"slot": slot_bytes, "name": symmetric.data_address}, "init", doing)
     symmetric.rendezvous([token["name"] for token in tokens])
     exchange.gather("ready", {}, "init", doing)
     return _make_session(group, exchange.device, rank, ranks, exchange, symmetric, "symmetric memory", "")
+
+
+def _attach_to_peers(exchange: Exchange, arena: Any, doing: str) -> str:
+    """Map the memory of all peers. Return why one of the ranks cannot, equal on all ranks, "" where all can.
+
+    That is known only now: a process that changed its user, or that has file capabilities, is closed to its peers.
+    """
+    reason, unreachable = "", dict[int, int]()  # peer -> pid
+    try:
+        own = {"control": arena.control_address, "data": arena.data_address}
+        for peer, address in enumerate(exchange.gather("arena", own, "init", doing)):
+            problem = "" if peer == exchange.rank else arena.attach(peer, address["control"], address["data"])
+            if problem:
+                reason = reason or f"its rank {exchange.rank} cannot map the memory of rank {peer} ({problem})"
+                unreachable[peer] = int(address["control"].partition(":")[0])
+        late = time.monotonic() + _LATE_S
+
+        def check() -> None:
+            arena.check(exchange.op, exchange.site)
+            for peer, pid in unreachable.items():
+                if time.monotonic() > late and has_ended(pid):
+                    raise exchange.gone_error(peer, "attached")
+
+        results = exchange.gather("attached", {"unreachable": reason}, "init", doing, check)
+    finally:
+        arena.stop_sharing()
+    return next((result["unreachable"] for result in results if result["unreachable"]), "")
 
 
 def _exchange_hosts(exchange: Exchange, device: str, slot_bytes: int, doing: str) -> list[dict[str, Any]]:
     """Return every rank's host, GPU, builds and requested slot size. BuildMismatchError where builds differ."""
     info = extension().build_info()
     versions = {"version": info["version"], "torch": info["torch"]}
-    own = {**versions, "host": host_id(), "slot": slot_bytes}
+    own = {**versions, "host": host_id(device), "slot": slot_bytes}
     if device == "cuda":
         from . import symm_mem
 
@@ -204,10 +210,3 @@ def _exchange_topology(exchange: Exchange, device: str, hosts: Sequence[dict[str
 def _describe_pairs(pairs: Sequence[tuple[int, int]]) -> str:
     few = ", ".join(f"{i} and {j}" for i, j in pairs[:4])
     return few if len(pairs) <= 4 else f"{few} and {len(pairs) - 4} more pairs"
-
-
-def _unlink_segments(exchange: Exchange) -> None:
-    """Remove segments of peers after a failed bind: their processes may be gone."""
-    for names in exchange.read_available("arena").values():
-        for name in names.values():
-            extension().unlink_name(name)

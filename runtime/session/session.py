@@ -7,7 +7,7 @@ through all-to-all exchanges with deadlines (store_exchange.py), so an error nam
     plan/N             digest of the N-th plan -> must be equal; else text/N sends plans and graphs, and PlanMismatchError
                        names the first site and node that differ. `initialize` uses it with a requested slot size
     tune/N, tuned/N    autotune.py: measurements that ranks have of a site's alternatives, then the times taken
-    grow/N             name of the larger segment -> attach; grown/N: all ranks have moved, the old one is released
+    grow/N             address of the larger segment -> attach; grown/N: all ranks have moved, the old one is released
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Session:
             if self._arena is not None:
                 extension().Arena.check(getattr(self._arena, "core", self._arena))
         except errors.UbOverlapError as error:
-            return error
+            return error.with_traceback(None)  # a traceback would keep this session's memory
         return None
 
     def verify(self, digest: str, op: str, site: str) -> None:
@@ -107,17 +107,20 @@ class Session:
         doing = f"a call that needs {needed} bytes of landing area"
         try:
             arena.grow_begin(size)
-            own = {"name": arena.data_name, "size": size, "needed": needed}
+            own = {"address": arena.data_address, "size": size, "needed": needed}
             segments = exchange.gather(f"grow/{self._growths}", own, "step", doing, self._check_peers)
             for rank, segment in enumerate(segments):
                 if segment["needed"] != needed:
                     raise _size_mismatch(exchange, rank, segment["needed"], needed)
-            for rank, segment in enumerate(segments):  # only once all agree: a rank that does not unlinks its segments
+            for rank, segment in enumerate(segments):  # only once all agree: a rank that does not frees its own
                 if rank != exchange.rank:
-                    arena.grow_attach(rank, segment["name"])
+                    self._attach_grown(rank, segment["address"])
             exchange.gather(f"grown/{self._growths}", {}, "step", doing, self._check_peers)
+        except BaseException:
+            arena.grow_abort()  # the error may live long
+            raise
         finally:
-            arena.unlink()
+            arena.stop_sharing()
         arena.grow_commit()
         log.info(
             "group '%s': landing area grew from %d to %d bytes per slot (%d of arena), for %s at site '%s'",
@@ -132,6 +135,13 @@ class Session:
             for _ in range(10 if self._arena is not None else 0):  # a process closes its sockets before it is gone
                 self._check_peers()
                 time.sleep(0.05)
+
+    def _attach_grown(self, rank: int, address: str) -> None:
+        try:
+            self._arena.grow_attach(rank, address)
+        except errors.ArenaError:
+            self._check_peers()  # a rank that has died is the better error
+            raise
 
     def tune(self, op: str, site: str, bucket: int, work: str, strategies: Sequence[str], run: Callable[[int], bool]) -> int:
         """Return the index of the strategy that all ranks use at a site, -1 where none can be timed now."""

@@ -66,15 +66,6 @@ class Exchange:
             with contextlib.suppress(Exception):
                 run_in_daemon_thread("ub_overlap-store", lambda: self.store.set(key, text)).result(_FAIL_S)
 
-    def read_available(self, topic: str) -> dict[int, dict[str, Any]]:
-        """Return the texts that are there now, by rank, without waiting."""
-        texts = {}
-        for rank in range(self.ranks if not self._store_hangs else 0):
-            with contextlib.suppress(Exception):
-                if self.store.check([self._key(topic, rank)]):
-                    texts[rank] = json.loads(self.store.get(self._key(topic, rank)))
-        return texts
-
     def read_key(self, key: str) -> dict[str, Any] | None:
         """Return the value of any `key` of the group's Store, None where it is not there now. Do not wait."""
         with contextlib.suppress(Exception):
@@ -156,6 +147,12 @@ class Exchange:
 
     def _where(self) -> str:
         return f"{self.op} at site '{self.site}', group '{self.group}' of {self.ranks} ranks"
+
+    def gone_error(self, rank: int, topic: str) -> errors.PeerTimeoutError:
+        """Return the error for a rank whose process ended before it arrived at `topic`."""
+        late = errors.ranks_text([rank])
+        what = f"{late} of the group is gone: its process ended while the group was set up"
+        return self._timeout_error(what, [rank], topic, f"nothing from {late}", f"look at the log of {late}")
 
     def _timeout_error(self, what: str, missing: Sequence[int], phase: str, got: str, fix: str) -> errors.PeerTimeoutError:
         return errors.PeerTimeoutError(

@@ -133,13 +133,13 @@ class SymmetricArena:
         self._next: Any = None
         self._next_slot_bytes = 0
         self._tokens: dict[int, str] = {}
-        self.data_name = new_rendezvous_token()
+        self.data_address = new_rendezvous_token()
         self.core: Any = None
 
     def rendezvous(self, tokens: Sequence[str]) -> None:
         """Exchange pointers with all ranks and clear this rank's words. Collective, once all ranks have allocated.
 
-        `tokens`: every rank's `data_name`.
+        `tokens`: every rank's `data_address`.
         """
         from ..extension import extension
 
@@ -168,8 +168,8 @@ class SymmetricArena:
         """Allocate larger slots, then wait until no call of this rank uses the old ones."""
         refuse_capture("grow the landing area")
         self._next, self._next_slot_bytes = _allocate(SLOTS * slot_bytes), slot_bytes
-        self.data_name = new_rendezvous_token()
-        self._tokens = {self._rank: self.data_name}
+        self.data_address = new_rendezvous_token()
+        self._tokens = {self._rank: self.data_address}
         # The wait protects the old slots: this rank's calls push into its peers' and read its own. Its eager calls end in issue
         # order on any stream, so the last call's event covers all of them. The exchange that follows waits for the peers'
         # calls, which push into this rank's slots. Replays of captured graphs are not covered, and need not be: slots that a
@@ -215,8 +215,13 @@ class SymmetricArena:
             log.warning(text, self._group, why)
         return False
 
-    def unlink(self) -> None:
-        """Do nothing: symmetric memory has no names that could leak."""
+    def grow_abort(self) -> None:
+        """Free the larger slots of a growth that failed."""
+        if self._can_free():
+            self._next = None
+
+    def stop_sharing(self) -> None:
+        """Do nothing: only torch's rendezvous shares this memory."""
 
     def _rendezvous(self, tensor: torch.Tensor, name: str) -> tuple[list[int], Any]:
         """Return every rank's pointer to its `tensor`, and torch's handle. `name`: of `rendezvous_name`."""

@@ -37,7 +37,7 @@ class Topology:
     """Hosts, GPUs and links by rank. `gpus` is empty for CPU tensors; [i][j] of a matrix is rank i's view of rank j."""
 
     hosts: tuple[str, ...]
-    """Equal texts: the processes share memory. The host's name ends at the first colon."""
+    """By rank, from `host.host_id`: "<name>:<boot>;<label>=<value>;...". Equal texts: the processes may share memory."""
     gpus: tuple[Gpu, ...] = ()
     peer: tuple[Row, ...] = ()
     """The GPU of i can address the memory of j's."""
@@ -90,6 +90,10 @@ def _several_hosts(topology: Topology) -> str:
     if len(hosts) < 2:
         return ""
     names = sorted({host.split(":")[0] for host in hosts})
+    if len({host.partition(";")[0] for host in hosts}) == 1:
+        parts = [dict(part.split("=", 1) for part in host.split(";")[1:]) for host in hosts]
+        differing = [label for label in parts[0] if len({part.get(label) for part in parts}) > 1]
+        return f"its ranks do not share memory (one host, {names[0]}, but different {' and '.join(differing)})"
     return f"its ranks do not share memory ({len(hosts)} hosts: {', '.join(names)})"
 
 

@@ -4,6 +4,9 @@ torch.cuda.synchronize().
 One daemon thread starts with the first session that has an arena. Four times a second it reads every session's failure record.
 It logs a failure once, with the full text, as an error of the logger "ub_overlap.runtime". It only reads the record
 (csrc/core/arena.h), so the next op on the group and `check_errors()` still raise the error.
+
+It also frees the memory of destroyed groups. torch has no hook for destroy_process_group(), and programs keep references to
+destroyed groups, so finalizers of group objects would come late.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import weakref
 from typing import Any
 
 from .. import errors
+from ..extension import extension
+from .daemon_thread import run_in_daemon_thread
 
 log = logging.getLogger("ub_overlap.runtime")
 
@@ -27,6 +32,7 @@ class Watchdog:
         self.period_s = period_s
         self._lock = threading.Lock()
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._failed: weakref.WeakSet[Any] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
 
@@ -53,19 +59,23 @@ class Watchdog:
 
     def reset_after_fork(self) -> None:
         """Drop the parent's sessions in a forked child, which has no thread."""
-        self._lock, self._watched, self._thread = threading.Lock(), weakref.WeakSet(), None
+        self._lock, self._thread = threading.Lock(), None
+        self._watched, self._failed = weakref.WeakSet(), weakref.WeakSet()
 
     def _run(self, stopping: threading.Event) -> None:
         while not stopping.wait(self.period_s):
             self.poll()
+            if extension().has_destroyed_groups():
+                # Closing waits for running calls, on a thread of its own: failures of other groups must not wait.
+                run_in_daemon_thread("ub_overlap-close", extension().close_destroyed_groups)
             with self._lock:
-                if stopping.is_set() or not len(self._watched):
+                if stopping.is_set() or not (len(self._watched) or len(self._failed)):
                     if self._stopping is stopping:
                         self._thread = None
                     return
 
     def poll(self) -> None:
-        """Check every session once. Stop watching a session that has failed."""
+        """Check every session once. A session that has failed is only watched for its end."""
         with self._lock:
             sessions = list(self._watched)
         for session in sessions:
@@ -76,6 +86,7 @@ class Watchdog:
             if error is not None:
                 with self._lock:
                     self._watched.discard(session)
+                    self._failed.add(session)
                 if not isinstance(error, errors.GroupAbortedError):  # logged by `abort`
                     log.error("group '%s' has failed: %s: %s", session.group, type(error).__name__, error)
 

@@ -153,7 +153,7 @@ GPUS = {
 )
 def test_doctor_of_gpus(change: dict[str, object], works: bool, said: str) -> None:
     facts = {
-        "probe": {**GPUS, **change}, "nvidia_smi": {"gpus": ["0, H200", "1, H200"]}, "system": {"shm_free": 1 << 34},
+        "probe": {**GPUS, **change}, "nvidia_smi": {"gpus": ["0, H200", "1, H200"]}, "system": {"memory_free": 1 << 34},
         "store": {"folder": "/tmp"},
     }  # fmt: skip
     (verdict,) = (v for v in doctor.verdicts(facts) if v.what == "overlap between GPUs of this host")

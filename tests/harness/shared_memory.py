@@ -1,13 +1,44 @@
-"""Shared memory segments of this test process and its descendants, identified by a tag in their names."""
+"""Shared memory of this test process and its descendants, identified by a tag in the segments' names.
+
+A segment lives as long as a process has it open or mapped. Ranks close its descriptor once their peers have mapped it. Sessions
+keep it mapped.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+from pathlib import Path
 
 TAG = os.environ.setdefault("UB_OVERLAP_SHM_TAG", f"tests{os.getpid()}{secrets.token_hex(4)}")
+_NAME = f"ub_overlap-{TAG}-"
 
 
 def list_segments() -> set[str]:
-    """Return the names in /dev/shm of this job's segments."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith(f"ub_overlap-{TAG}-")}
+    """Return the descriptors of this job's segments that any process has open, and files in /dev/shm with their names."""
+    found = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if name.startswith(_NAME)}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            for entry in os.scandir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    if os.readlink(entry.path).startswith(f"/memfd:{_NAME}"):
+                        found.add(entry.path)
+    return found
+
+
+def list_mappings(pid: int | str) -> dict[str, int]:
+    """Return the bytes of each of this job's segments that a process has mapped."""
+    mappings: dict[str, int] = {}
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            fields = line.split(maxsplit=5)
+            if len(fields) == 6 and fields[5].startswith(f"/memfd:{_NAME}"):
+                begin, _, end = fields[0].partition("-")
+                mappings[fields[5]] = mappings.get(fields[5], 0) + int(end, 16) - int(begin, 16)
+    return mappings
+
+
+def list_holders() -> set[int]:
+    """Return the processes that have memory of this job mapped."""
+    return {int(pid) for pid in filter(str.isdigit, os.listdir("/proc")) if list_mappings(pid)}

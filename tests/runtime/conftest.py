@@ -1,4 +1,4 @@
-"""Rank pools by size, and the check that tests leave no segments in /dev/shm."""
+"""Rank pools by size, and the check that tests leave no shared memory open."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pools(pool2: RankPool, pool4: RankPool) -> Iterator[dict[int, RankPool]]:
 
 @pytest.fixture(autouse=True)
 def shm_is_clean() -> Iterator[None]:
-    """Fail a test that leaves segments of this job in /dev/shm."""
+    """Fail a test after which a process of this job can still hand out its segments, or a file has their names."""
     before = list_segments()
     yield
-    assert list_segments() <= before, "the test left shared memory segments behind"
+    assert list_segments() <= before, "the test left shared memory open"

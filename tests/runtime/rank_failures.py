@@ -244,8 +244,8 @@ def dies(rank: int, world: int, how: str, step_s: float) -> Any:
 
 
 def dies_binding(rank: int, world: int) -> Any:
-    """Rank 1 dies after making its segments, before any peer attaches."""
-    settings.configure(init_timeout_s=2.0)
+    """Rank 1 dies once it has mapped its peer's memory."""
+    settings.configure(init_timeout_s=100.0)
     if rank == 1:
         signal_before_exchange("attached", "SIGKILL")
     return attempt(lambda: gather(rank_ops.group(), rank, world, 4))

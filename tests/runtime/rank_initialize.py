@@ -184,10 +184,10 @@ def unpoisoned(rank: int, world: int) -> list[str]:
 class FakeArena:
     """A fake SymmetricArena over host shared memory, with the interface that sessions use."""
 
-    def __init__(self, host: Any, group: str, rank: int, ranks: int, slot_bytes: int) -> None:
+    def __init__(self, host: Any, group: str, rank: int, ranks: int, slot_bytes: int, abort: Any) -> None:
         self.core, self.slot_bytes = host, slot_bytes
 
-    data_name = "0"
+    data_address = "0"
 
     def rendezvous(self, tokens: list[str]) -> None:
         assert tokens == ["0"] * len(tokens)

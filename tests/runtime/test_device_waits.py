@@ -13,6 +13,7 @@ import torch
 
 from ub_overlap.runtime import autotune, errors, settings
 from ub_overlap.runtime.session import device_wait, symm_mem
+from ub_overlap.runtime.session.abort_signal import AbortSignal
 
 STEP = 0.2
 
@@ -72,6 +73,7 @@ def arena(core: Any, monkeypatch: pytest.MonkeyPatch) -> symm_mem.SymmetricArena
     monkeypatch.setattr(symm_mem, "refuse_capture", lambda doing: None)
     made = symm_mem.SymmetricArena.__new__(symm_mem.SymmetricArena)
     made._group, made._rank, made._ranks, made._slot_bytes, made.core = "g", 0, 2, 64, core
+    made._abort = AbortSignal("g")
     made._retained, made._words, made._data = [], torch.empty(1), torch.empty(1)
     made._words_handle = made._data_handle = "old"
     return made
@@ -110,7 +112,7 @@ def test_old_slots_go_where_nothing_has_to_be_waited_for(
     monkeypatch.setattr(symm_mem._torch_compat, "symmetric_rendezvous", rendezvous)
     one = arena(core_of(True, captured, free), monkeypatch)
     one.grow_begin(128)
-    one.grow_attach(1, one.data_name)
+    one.grow_attach(1, one.data_address)
     one.grow_commit()
     assert (one.slot_bytes, len(one._retained), met) == (128, kept, [""])
     one.core = core_of(True, captured)
@@ -118,7 +120,7 @@ def test_old_slots_go_where_nothing_has_to_be_waited_for(
     one.grow_attach(1, "77:of rank 1")
     one.grow_commit()
     assert len(one._retained) == (2 if captured else 0)
-    assert met[1] == f"ub_overlap/rendezvous/{one.data_name.partition(':')[2]}"
+    assert met[1] == f"ub_overlap/rendezvous/{one.data_address.partition(':')[2]}"
     one.core = core_of(True)
 
 

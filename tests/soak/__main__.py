@@ -13,7 +13,6 @@ import argparse
 import re
 import sys
 import time
-from pathlib import Path
 
 import tests.harness.shared_memory  # noqa: F401  (tags the segments of this process and of all that it starts)
 
@@ -45,8 +44,6 @@ def _faults(options: argparse.Namespace) -> int:
             before = list_segments()
             wrong, measured = play(fault, "cpu", options.ranks, options.deadline, victim, options.spare)
             if left := sorted(list_segments() - before):
-                for name in left:
-                    Path("/dev/shm", name).unlink(missing_ok=True)
                 wrong = "; ".join(filter(None, [wrong, f"left behind: {', '.join(left)}"]))
             tried, failed = tried + 1, failed + bool(wrong)
             print(

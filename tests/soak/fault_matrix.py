@@ -2,7 +2,7 @@
 
 No torchrun: a launcher ends all ranks when one dies. Each trial has its own processes. A living rank must raise an error of
 ub_overlap that names the victim, within twice the deadline after the fault (plus `spare_s` for a busy machine). Its outputs
-are NaN or those of a call that had ended. A further call raises too. Nothing is left in /dev/shm.
+are NaN or those of a call that had ended. A further call raises too. No shared memory is left open.
 """
 
 from __future__ import annotations

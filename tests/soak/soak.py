@@ -81,5 +81,5 @@ def soak(
         report.seconds = time.monotonic() - begin
     report.leaks = [f"rank {rank}: {leak}" for rank, samples in enumerate(report.samples) for leak in find_leaks(samples)]
     left = sorted(list_segments() - before)
-    report.leaks += [f"/dev/shm/{name} is left behind" for name in left]
+    report.leaks += [f"{name} is left open" for name in left]
     return report

@@ -71,7 +71,7 @@ def fault_runs(request: pytest.FixtureRequest) -> Iterator[FaultRuns]:
     runs = FaultRuns(chosen, "cpu", 2, DEADLINE_S, 2, SPARE_S)
     yield runs
     runs.close()
-    assert list_segments() <= before, "trials left shared memory segments behind"
+    assert list_segments() <= before, "trials left shared memory open"
 
 
 @pytest.mark.soak

@@ -7,6 +7,7 @@ them in a separate process, with a time limit.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -28,8 +29,8 @@ VARIABLES = (
     "UB_OVERLAP_", "TORCH_LOGS", "TORCH_TRACE", "NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS",
     "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS",
 )  # fmt: skip
-MIN_SHM = 64 << 20
-"""Minimum of free bytes in /dev/shm for small models on the CPU."""
+MIN_MEMORY = 64 << 20
+"""Minimum of free bytes of memory for small models on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,9 @@ def _guarded(check: Any) -> Any:
 
 def _system() -> dict[str, Any]:
     found: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform(), "cpus": os.cpu_count()}
-    if os.path.isdir("/dev/shm"):
-        found["shm_free"] = shutil.disk_usage("/dev/shm").free
+    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as file:
+        sizes = dict(line.split(":") for line in file)
+        found["memory_free"] = 1024 * int(sizes.get("MemAvailable", "0").split()[0])
     return found
 
 
@@ -135,11 +137,11 @@ def verdicts(facts: dict[str, Any]) -> list[Verdict]:
     out.append(Verdict("this torch", known, why, "" if known else install))
     out.append(_built(problem_of("extension"), probe))
     built = out[-1].works
-    shm = facts["system"].get("shm_free")
-    enough = shm is not None and shm >= MIN_SHM
-    room = f"/dev/shm has {shm >> 20} MiB free" if shm is not None else "there is no /dev/shm"
+    free = facts["system"].get("memory_free")
+    enough = free is not None and free >= MIN_MEMORY
+    room = f"{free >> 20} MiB of memory are free" if free is not None else "/proc does not show the free memory"
     out.append(Verdict("overlap between CPU ranks of this host", built and enough, room if built else "no extension",
-                       "" if enough else "give the container a larger /dev/shm"))  # fmt: skip
+                       "" if enough else "give the container more memory and a /proc of its own"))  # fmt: skip
     out.append(_on_gpus(facts, built))
     store = facts["store"]
     fix = "set UB_OVERLAP_CACHE_DIR" if "problem" in store else ""

@@ -1,0 +1,59 @@
+"""Identity of a rank's host: what ranks must share to use each other's memory.
+
+Peers open shared memory as /proc/<pid>/fd/<number>, see by the pid whether a rank is gone, and compare its heartbeats with
+their own monotonic clock. So ranks share memory only within one boot of one machine, one pid namespace and one time namespace.
+IPC and network namespaces do not matter, nor does /dev/shm. On CUDA, torch passes descriptors through sockets in the temporary
+directory, which must then be one too. Whether a peer may open the memory shows when it does (bind.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+
+from ..extension import extension
+
+
+def host_id(device: str) -> str:
+    """Return "<host name>:<boot>;<label>=<value>;...", equal for two processes that may share memory for `device`.
+
+    The labels name in the plural what differs (topology.py).
+    """
+    pretended = extension().testing.host_id()
+    if pretended:
+        return pretended
+    boot = ""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    parts = {"pid namespaces": _link("/proc/self/ns/pid"), "time namespaces": _link("/proc/self/ns/time")}
+    if device == "cuda":
+        parts["temporary directories (TMPDIR)"] = _identify(_socket_directory())
+    return ";".join([f"{socket.gethostname()}:{boot}", *(f"{label}={value}" for label, value in parts.items())])
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a process of this pid namespace has ended, or is a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in ("Z", "X")
+    except (OSError, IndexError):
+        return True
+
+
+def _link(path: str) -> str:
+    with contextlib.suppress(OSError):  # a kernel without this kind of namespace
+        return os.readlink(path)
+    return ""
+
+
+def _socket_directory() -> str:
+    """Return the directory in which torch's symmetric memory makes its sockets."""
+    return next((os.environ[name] for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR") if name in os.environ), "/tmp")
+
+
+def _identify(directory: str) -> str:
+    with contextlib.suppress(OSError):
+        status = os.stat(directory)
+        return f"{status.st_dev}.{status.st_ino}"
+    return directory
