@@ -123,7 +123,6 @@ def has_destroyed_groups() -> bool:
 def close_destroyed_groups() -> None:
     """Close the sessions of destroyed groups. Waits for their running calls."""
 
-
 slots: int
 """Arena slots per rank; runtime/schedule/steps.py has the same number."""
 
