@@ -93,7 +93,7 @@ def parse_json(data: bytes | str, where: str, expected: str = "JSON") -> Any:
         raise _too_deep(where) from None
     except json.JSONDecodeError as error:
         # The end of the text where a value should go on: the rest of the file is missing.
-        is_cut = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated")
+        is_cut = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated")
         what = "the file is truncated" if is_cut else "the file is damaged: not JSON"
         raise StoredFileError(what, where=where, got=f"{error.msg}, line {error.lineno}", expected=expected) from error
     except ValueError as error:

@@ -7,6 +7,7 @@ import logging
 import threading
 import zlib
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,7 @@ class PlanGraphs:
         }  # fmt: skip
 
     @classmethod
-    def from_dict(cls, d: GraphsRecord) -> PlanGraphs:
+    def from_dict(cls, d: Mapping[str, Any]) -> PlanGraphs:
         """Read the result of `to_dict`. ValueError names the row that is not a node of the graph."""
         before, after = Snapshot.from_dict(d["before"]), Snapshot.from_dict(d["after"])
         joint = d.get("joint")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -69,7 +69,7 @@ class Snapshot:
         }  # fmt: skip
 
     @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> Snapshot:
+    def from_dict(cls, d: Mapping[str, Any]) -> Snapshot:
         """Read the result of `to_dict`. ValueError for other data or another version."""
         if d.get("version") != VERSION:
             raise ValueError(f"a graph of version {VERSION}, not {d.get('version')!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -42,7 +43,7 @@ class SiteSizes:
         }  # fmt: skip
 
     @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> Self:
+    def from_dict(cls, d: Mapping[str, Any]) -> Self:
         known: dict[str, Any] = {**d, "matmuls": tuple(tuple(m) for m in d["matmuls"])}
         return cls(**known)
 
@@ -170,7 +171,7 @@ class Decision:
         }  # fmt: skip
 
     @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> Decision:
+    def from_dict(cls, d: Mapping[str, Any]) -> Decision:
         merged = Strategy(Mode.MERGED)
         return cls(
             id=d["id"], kind=Kind(d["kind"]), phase=d["phase"],
@@ -213,6 +214,6 @@ class CastDecision:
         return {**asdict(self), "reason": self.reason.value if self.reason else None}
 
     @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> CastDecision:
+    def from_dict(cls, d: Mapping[str, Any]) -> CastDecision:
         known: dict[str, Any] = {**d, "reason": Reason(d["reason"]) if d["reason"] else None}
         return cls(**known)
