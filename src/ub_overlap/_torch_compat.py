@@ -257,13 +257,6 @@ def groups() -> list[str]:
     return sorted(f"{g.group_name}:{dist.get_backend(g)}:{g.size()}" for g in process_groups())
 
 
-def process_groups() -> list[Any]:
-    """Return the c10d process groups of this process."""
-    from torch.distributed import distributed_c10d
-
-    return list(distributed_c10d._world.pg_map)
-
-
 def store_of(group: Any) -> Any:
     """Return the Store with which `group` was created. All its ranks share the keys."""
     from torch.distributed import distributed_c10d
