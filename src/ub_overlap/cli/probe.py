@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-PACKAGES = ("torch", "triton", "tabulate", "rich", "jinja2", "numpy", "matplotlib", "transformers", "torchtitan")
+PACKAGES = ("torch", "triton", "tabulate", "rich", "msgspec", "jinja2", "numpy", "matplotlib", "transformers", "torchtitan")
 
 
 def packages() -> dict[str, str | None]:
