@@ -57,6 +57,8 @@ class RankError(UbOverlapError):
 class PlanMismatchError(RankError):
     """The ranks of a group compiled different plans. `ranks`: those whose plan differs from this rank's.
 
+    Without ranks: a graph was compiled for a group of another size than the one that it runs on.
+
     `diff`: how the graph of the first of them differs from this rank's, "" where one of the graphs is not available.
     """
 

@@ -26,6 +26,7 @@ from ..site_id import SiteId
 from . import abort_signal, plan_announcements, topology, watchdog
 from .arena_size import SIZE_STEP, round_slot_bytes
 from .host import has_ended, host_id
+from .plan_check import check_group_size
 from .session import Session
 from .store_exchange import Exchange
 
@@ -60,6 +61,7 @@ def bind(group: str, device: str, slot_bytes: int, op: str, site: str) -> Sessio
     slot_bytes = max(slot_bytes, _requested.pop((group, device), 0))
     abort = abort_signal.new_signal(group, device, process_group, f"{op} at site '{site}'")
     if ranks == 1:
+        check_group_size(group, ranks, site)  # such a session runs without plan checks
         session = _make_session(group, device, rank, ranks, None, None, "local", "a group of one rank")
     else:
         exchange = Exchange(_torch_compat.store_of(process_group), group, device, rank, ranks, op, site, abort)

@@ -6,9 +6,28 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import errors
+from ..site_id import SiteId
 from . import plan_announcements, plan_graphs
-from .plan_mismatch import load_plan_text, plan_mismatch_error
+from .plan_mismatch import find_stored_site, load_plan_text, plan_mismatch_error
 from .store_exchange import Exchange
+
+
+def check_group_size(group: str, ranks: int, site: str) -> None:
+    """Raise PlanMismatchError where the plan of `site` was made for another number of ranks than the group has.
+
+    Graphs hold the names of groups. So a graph that was compiled before the groups were made again finds a new group.
+    """
+    stored = find_stored_site(SiteId.parse(site))
+    planned = stored[1].get("ranks") if stored else None
+    if planned in (None, ranks):
+        return
+    raise errors.PlanMismatchError(
+        f"a graph that was compiled for {planned} ranks runs on a group of {ranks}",
+        where=f"group '{group}' at site '{site}'",
+        got=f"{ranks} ranks",
+        expected=f"{planned} ranks",
+        fix="call torch.compiler.reset() after process groups were made again: the model is then compiled for them",
+    )
 
 
 def check_plans(exchange: Exchange, number: int, digest: str, slot_bytes: int, check: Callable[[], None]) -> int:

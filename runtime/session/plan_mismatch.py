@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 from .. import errors, plan_store, stored_file
+from ..site_id import SiteId
 from . import plan_graphs
 from .store_exchange import Exchange
 
@@ -16,6 +18,15 @@ def load_plan_text(digest: str) -> str | None:
     try:
         return plan_store.load(digest)
     except (OSError, ValueError):
+        return None
+
+
+def find_stored_site(site: SiteId) -> tuple[str, dict[str, Any]] | None:
+    """Return (graph, row of the site in `Plan.shared`) of a site in its stored plan, None where there is none."""
+    try:
+        plan = json.loads(load_plan_text(site.digest) or "") if site.digest else {}
+        return plan["graph"], next(row for row in plan["shared"]["sites"] if row["id"] == site.name)
+    except (ValueError, KeyError, TypeError, StopIteration):
         return None
 
 

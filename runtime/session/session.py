@@ -23,7 +23,7 @@ from ..extension import extension
 from ..schedule.steps import SLOTS
 from .abort_signal import AbortSignal
 from .arena_size import round_slot_bytes
-from .plan_check import check_plans
+from .plan_check import check_group_size, check_plans
 from .store_exchange import Exchange
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,10 @@ class Session:
         return None
 
     def verify(self, digest: str, op: str, site: str) -> None:
-        """Check that all ranks run the plan `digest`. PlanMismatchError names the ranks that do not, and the difference."""
+        """Check that all ranks run the plan `digest`, and that it was made for a group of this size.
+
+        PlanMismatchError names the ranks with another plan, and the difference.
+        """
         exchange = self._exchange
         if exchange is None:
             return
@@ -89,6 +92,7 @@ class Session:
         self._checked_plans += 1
         requested = self._reserved[1] if digest == self._reserved[0] else 0
         try:
+            check_group_size(self.group, exchange.ranks, site)
             largest = check_plans(exchange, self._checked_plans, digest, requested, self._check_peers)
             if self._arena is not None and largest > self._arena.slot_bytes:
                 self.grow(largest, op, site)

@@ -6,13 +6,12 @@ looks like another place in the program. The plans of both compilations are stor
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 from .. import errors
 from ..site_id import SiteId
-from .plan_mismatch import load_plan_text
+from .plan_mismatch import find_stored_site
 
 _SITE = re.compile(r".* at site '([^']*)'$")
 
@@ -51,14 +50,7 @@ def _other_inputs(fields: dict[str, str]) -> errors.ShapeMismatchError | None:
 def _site_row(text: str) -> tuple[str, dict[str, Any]] | None:
     """Return (graph, row of the site in its stored plan) for "<op> at site '<digest>/<id>'", None without such a plan."""
     match = _SITE.match(text)
-    site = SiteId.parse(match[1]) if match else None
-    if site is None or not site.digest:
-        return None
-    try:
-        plan = json.loads(load_plan_text(site.digest) or "")
-        return plan["graph"], next(row for row in plan["shared"]["sites"] if row["id"] == site.name)
-    except (ValueError, KeyError, TypeError, StopIteration):
-        return None
+    return find_stored_site(SiteId.parse(match[1])) if match else None
 
 
 def _describe_inputs(row: dict[str, Any]) -> str:

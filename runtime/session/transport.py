@@ -30,6 +30,8 @@ def unsupported_reason(device: str, group: str, ranks: int) -> str | None:
         return f"this build has no executor for {device} tensors (it has: {', '.join(sorted(executor_devices()))})"
     if compat.is_fake_group(group):
         return "the group is a fake process group: its ranks do not exist"
+    if kind := compat.foreign_type(group):
+        return f"the group is a {kind}: its ranks may change between calls, and have no Store of their own"
     return None
 
 

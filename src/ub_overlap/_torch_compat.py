@@ -208,6 +208,12 @@ def is_fake_group(name: str) -> bool:
     return dist.get_backend(group_of(name)) == "fake"
 
 
+def foreign_type(name: str) -> str:
+    """Return the type of the group `name` where another library implements it, "" for c10d's own types."""
+    kind = type(group_of(name))
+    return "" if kind.__module__.split(".")[0] == "torch" else f"{kind.__module__}.{kind.__qualname__}"
+
+
 # ---- runtime ---------------------------------------------------------------------------------------------------------------
 
 

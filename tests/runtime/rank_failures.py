@@ -122,6 +122,16 @@ def other_plans(rank: int, world: int, folder: str) -> dict[str, Any]:
     return attempt(lambda: gather(name, rank, world, 4, site=f"{digest}/forward.0"))
 
 
+def planned_for_others(rank: int, world: int, folder: str) -> list[dict[str, Any]]:
+    """A graph that was compiled for three ranks runs on a group of two, or of one."""
+    os.environ["UB_OVERLAP_CACHE_DIR"] = folder
+    plan_store.save("e" * 16, json.dumps({"graph": "0", "shared": {"sites": [{"id": "forward.0", "ranks": 3}]}}))
+    alone = [dist.new_group([r]) for r in range(world)][rank].group_name
+    site = f"{'e' * 16}/forward.0"
+    name = fresh(world)
+    return [attempt(lambda: gather(name, rank, world, 4, site=site)), attempt(lambda: gather(alone, 0, 1, 4, site=site))]
+
+
 def same_plans(rank: int, world: int) -> dict[str, Any]:
     name = fresh(world)
     return attempt(lambda: [gather(name, rank, world, 4, site=f"cccccccc33333333/forward.{i}") for i in range(4)])

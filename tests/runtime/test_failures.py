@@ -87,6 +87,19 @@ def test_other_plans(pools: dict[int, RankPool], tmp_path: Path) -> None:
     assert (found[1]["error"], found[1]["ranks"]) == ("PlanMismatchError", (0, 2))
 
 
+def test_a_plan_for_another_number_of_ranks(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    """A graph from before its groups were made again, with fewer ranks, is an error that says what to do."""
+    for found in pools[2].run(rank_failures.planned_for_others, str(tmp_path), timeout=60):
+        for ranks, seen in zip((2, 1), found, strict=True):
+            assert (seen["error"], seen["ranks"]) in (
+                ("PlanMismatchError", ()),
+                ("PeerFailedError", (0,)),
+                ("PeerFailedError", (1,)),
+            )
+            assert f"compiled for 3 ranks runs on a group of {ranks}" in seen["text"], seen
+            assert seen["seconds"] < SLACK
+
+
 def test_same_plans(pools: dict[int, RankPool]) -> None:
     assert {found["error"] for found in pools[3].run(rank_failures.same_plans, timeout=60)} == {""}
 

@@ -13,7 +13,7 @@ from tests.harness.ranks import RankPool
 from ub_overlap import _torch_compat
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.errors import OptionError
-from ub_overlap.runtime.session import symm_mem
+from ub_overlap.runtime.session import symm_mem, transport
 from ub_overlap.runtime.session.topology import Gpu, Topology, TransportChoice, build_topology, choose_transport
 
 from . import rank_initialize
@@ -201,3 +201,16 @@ def test_a_group_bound_on_faked_gpus(pools: dict[int, RankPool], nvlink: bool | 
             assert "1048576 bytes per slot, 2097152 bytes of arena" in line
         unknown = [text for text in found["lines"] if "links between ranks 0 and 1 are unknown" in text]
         assert len(unknown) == (nvlink is None)
+
+
+def test_a_group_of_another_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups whose type is not c10d's, such as torchft's, are left alone with a reason."""
+
+    class ManagedProcessGroup:
+        pass
+
+    monkeypatch.setattr(_torch_compat, "group_of", lambda name: ManagedProcessGroup())
+    monkeypatch.setattr(_torch_compat, "is_fake_group", lambda name: False)
+    reason = transport.unsupported_reason("cpu", "managed", 2)
+    assert reason is not None
+    assert "ManagedProcessGroup: its ranks may change between calls" in reason

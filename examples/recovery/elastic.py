@@ -1,0 +1,34 @@
+"""Elastic restart: a rank is killed, torchrun restarts all ranks, and they go on from the checkpoint.
+
+torchrun --nproc-per-node 2 --max-restarts 1 examples/recovery/elastic.py --folder CHECKPOINTS
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from train import train
+
+
+def main() -> None:
+    """Train; the last rank dies in step 3 of the first start."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=5)
+    flags = parser.parse_args()
+    # torchrun gives every restart its own prefix in the agent's Store.
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank, ranks, start = dist.get_rank(), dist.get_world_size(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    losses = train(rank, ranks, flags.steps, flags.folder, 3 if start == 0 and rank == ranks - 1 else -1)
+    if rank == 0:
+        print(f"start {start}: done {losses}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
