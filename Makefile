@@ -5,10 +5,10 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-PY_DIRS := src compiler runtime tools examples tests benchmarks
+PY_DIRS := src compiler runtime tools build_tools examples tests benchmarks
 CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.hpp' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null | sort)
 SOURCES := $(shell find src compiler runtime tools csrc -type f -not -path '*/__pycache__/*' -not -path '*.egg-info/*' 2>/dev/null)
-SOURCES += $(wildcard setup.py pyproject.toml LICENSE)
+SOURCES += $(wildcard setup.py build_tools/*.py pyproject.toml MANIFEST.in README.md LICENSE .ci/install)
 
 .PHONY: help demo test lint format install clean
 help:
@@ -50,11 +50,10 @@ $(VENV)/.lint: $(VENV)/.base .ci/lint.txt
 	@.ci/setup lint $(VENV) $(PYTHON)
 	@touch $@
 
-# build/lib is removed so that a module that was deleted here does not live on in the wheel; compiled objects are kept.
+# Through the sdist, like users. Compiled objects are kept.
 $(VENV)/.package: $(VENV)/.base $(SOURCES)
 	@echo "setup: building and installing ub_overlap"
-	@rm -rf build/lib* build/bdist*
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps .
+	@.ci/install $(BIN)/python
 	@touch $@
 
 clean:

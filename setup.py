@@ -1,27 +1,36 @@
-"""Builds ub_overlap: three pure Python trees mapped to one package, and the extension ub_overlap._C.
+"""Build ub_overlap: three pure Python trees mapped to one package, and the extension ub_overlap._C.
 
 UB_OVERLAP_BUILD=1|0             0: no extension, for those who only look at graphs (the ops then say what is missing)
-UB_OVERLAP_BUILD_CUDA=auto|0|1   CUDA sources: if nvcc and a CUDA torch are here (auto), never (0), or fail (1)
+UB_OVERLAP_BUILD_CUDA=auto|0|1   CUDA sources: if the toolkit and a CUDA torch are here (auto), never (0), or fail (1)
+UB_OVERLAP_LOCAL_VERSION=TAG     version 0.1.0+TAG: names the torch of a prebuilt wheel (build_tools/wheels.py)
+TORCH_CUDA_ARCH_LIST, MAX_JOBS, CUDA_HOME, CXX: as in any extension of torch
+
+docs/guide/installation.md explains them. Static metadata is in pyproject.toml; supported versions are in _versions.py.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import shutil
+import runpy
 import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
-import torch
-from setuptools import find_packages, setup
-from torch.utils import cpp_extension
+import setuptools
 
-try:
-    import pybind11
-except ImportError:  # torch carries its headers
-    pybind11 = None
+# Python 3.11 puts setuptools 65 into new environments, which cannot read the licence in pyproject.toml and says so at length.
+if int(setuptools.__version__.partition(".")[0]) < 77:
+    raise SystemExit(f"ub_overlap: got setuptools {setuptools.__version__}, expected 77 or later: pip install 'setuptools>=77'")
 
 ROOT = Path(__file__).resolve().parent
-VERSION = "0.1.0"
+sys.path.insert(0, str(ROOT))  # builds through pyproject.toml do not put this folder on the path
+
+from build_tools import cuda_toolkit, index_readme  # noqa: E402
+
+VERSIONS = runpy.run_path(str(ROOT / "src/ub_overlap/_versions.py"))
+VERSION: str = VERSIONS["VERSION"]
 # Import name -> folder. Nothing named `compiler` or `runtime` may come to lie on anyone's path.
 TREES = {
     "ub_overlap": "src/ub_overlap",
@@ -29,89 +38,124 @@ TREES = {
     "ub_overlap.runtime": "runtime",
     "ub_overlap.tools": "tools",
 }
+COMPILING = {"build", "build_ext", "bdist_wheel", "install", "develop", "editable_wheel"}
 
 
 def packages() -> dict[str, str]:
-    """Every package of the trees and its folder."""
-    found = {}
+    """Return every package of the trees and its folder."""
+    mapped = {}
     for name, folder in TREES.items():
-        found[name] = folder
-        for sub in find_packages(str(ROOT / folder)):
-            found[f"{name}.{sub}"] = f"{folder}/{sub.replace('.', '/')}"
-    return found
+        mapped[name] = folder
+        for sub in setuptools.find_packages(str(ROOT / folder)):
+            mapped[f"{name}.{sub}"] = f"{folder}/{sub.replace('.', '/')}"
+    return mapped
 
 
-def cuda_sources() -> tuple[list[str], str]:
-    """The CUDA sources to build, and why these."""
-    requested = os.environ.get("UB_OVERLAP_BUILD_CUDA", "auto")
-    if requested not in ("auto", "0", "1"):
-        sys.exit(f"UB_OVERLAP_BUILD_CUDA={requested!r}: expected auto, 0 or 1")
-    sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc/cuda").glob("*.c[up]*"))
-    lacks = []
-    if not sources:
-        lacks.append("this version has no CUDA sources")
-    if torch.version.cuda is None:
-        lacks.append(f"torch {torch.__version__} is a CPU build")
-    if not (shutil.which("nvcc") or cpp_extension.CUDA_HOME):
-        lacks.append("no nvcc found (PATH, CUDA_HOME)")
-    if requested == "1" and lacks:
-        sys.exit(f"UB_OVERLAP_BUILD_CUDA=1, but {'; '.join(lacks)}")
-    if requested == "0":
-        return [], "no (UB_OVERLAP_BUILD_CUDA=0)"
-    return ([], f"no ({'; '.join(lacks)})") if lacks else (sources, f"yes (CUDA {torch.version.cuda})")
+def import_torch() -> Any:
+    """Return torch. SystemExit with one line if there is none, or one that ub_overlap does not support."""
+    supported = VERSIONS["SUPPORTED_TORCH"]
+    fix = "install one of these and build with pip install --no-build-isolation"
+    try:
+        import torch
+    except ImportError as error:
+        raise SystemExit(
+            f"ub_overlap: the build needs torch {supported}, and {sys.executable} imports none ({error}): {fix}"
+        ) from None
+    if not VERSIONS["is_supported_torch"](str(torch.__version__)):
+        raise SystemExit(f"ub_overlap: got torch {torch.__version__} in {sys.executable}, expected torch {supported}: {fix}")
+    return torch
 
 
-def extension() -> cpp_extension.CppExtension:
-    cuda, said = cuda_sources()
-    sources = [str(p.relative_to(ROOT)) for part in ("core", "cpu", "bindings") for p in (ROOT / "csrc" / part).rglob("*.cpp")]
+def relative(paths: Any) -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for path in paths)
+
+
+def extension() -> dict[str, Any]:
+    """Return the arguments of setup() that compile ub_overlap._C. SystemExit if this torch or CUDA toolkit cannot."""
+    torch = import_torch()
+    from torch.utils import cpp_extension
+
+    try:
+        import pybind11
+    except ImportError:  # torch carries its headers
+        pybind11 = None
+    cuda_files = list((ROOT / "csrc/cuda").glob("*.*"))
+    with_cuda, cuda_note = cuda_toolkit.decide(
+        os.environ.get("UB_OVERLAP_BUILD_CUDA", "auto"),
+        cuda_toolkit.TorchCuda(
+            version=str(torch.__version__),
+            cuda=torch.version.cuda,
+            home=cpp_extension.CUDA_HOME,
+            include=cpp_extension.include_paths("cuda") if torch.version.cuda and cpp_extension.CUDA_HOME else (),
+        ),
+        cuda_toolkit.toolkit_headers(cuda_files),
+    )
+    if with_cuda:
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
+        cuda_note += f", architectures {os.environ['TORCH_CUDA_ARCH_LIST']}"
+    sources = relative(p for part in ("core", "cpu", "bindings") for p in (ROOT / "csrc" / part).rglob("*.cpp"))
+    cuda_sources = relative(p for p in cuda_files if p.suffix in (".cpp", ".cu")) if with_cuda else []
     cxx = ["-O3", "-g0", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-Wall", "-Wextra", "-DUSE_C10D"]
     system = [f"-isystem{path}" for path in cpp_extension.include_paths()]  # torch's headers are not ours to warn about
-    macros = [("UB_OVERLAP_VERSION", f'"{VERSION}"'), ("UB_OVERLAP_TORCH_VERSION", f'"{torch.__version__}"')]
-    if cuda:
-        macros.append(("UB_OVERLAP_CUDA", "1"))
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
-    make = cpp_extension.CUDAExtension if cuda else cpp_extension.CppExtension
     nvcc = ["-O3", "--extended-lambda", "-Xcompiler=-fvisibility=hidden"]
-    flags = {"cxx": cxx + system, "nvcc": nvcc} if cuda else {"cxx": cxx + system}
     print(
         f"ub_overlap {VERSION} build summary\n"
-        f"  sources   {len(sources)} C++, {len(cuda)} CUDA\n"
+        f"  sources   {len(sources)} C++, {len(cuda_sources)} CUDA\n"
         f"  flags     {' '.join(cxx)}\n"
         f"  torch     {torch.__version__}\n"
         f"  pybind11  {pybind11.__version__ if pybind11 else 'in torch'}\n"
         f"  python    {sys.version.split()[0]}\n"
-        f"  CUDA      {said}",
+        f"  CUDA      {'yes' if with_cuda else 'no'}: {cuda_note}",
         file=sys.stderr,
     )
-    return make(
+    make = cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension
+    module = make(
         "ub_overlap._C",
-        sorted(sources) + cuda,
+        sources + cuda_sources,
         # pybind11's own headers before the copy that torch carries: one version in all of our files.
         include_dirs=[str(ROOT / "csrc"), *([pybind11.get_include()] if pybind11 else [])],
-        define_macros=macros,
-        extra_compile_args=flags,
+        define_macros=[
+            ("UB_OVERLAP_VERSION", f'"{VERSION}"'),
+            ("UB_OVERLAP_TORCH_VERSION", f'"{torch.__version__}"'),
+            *([("UB_OVERLAP_CUDA", "1")] if with_cuda else []),
+        ],
+        extra_compile_args={"cxx": cxx + system, **({"nvcc": nvcc} if with_cuda else {})},
         libraries=["rt"],
         # By name: some compilers carry only a static libstdc++, and a second copy of it in one process breaks iostreams.
         extra_link_args=["-l:libstdc++.so.6"] if sys.platform == "linux" else [],
     )
 
+    class BuildExtension(cpp_extension.BuildExtension):
+        """torch's, and a record of the build next to the extension.
 
-class BuildExtension(cpp_extension.BuildExtension):
-    """torch's, with as many compilers as MAX_JOBS says (ninja: all cores)."""
+        pip shows no output of a build that succeeds: `info`, `doctor` and reports print the record."""
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **{**kwargs, "use_ninja": True})  # type: ignore[arg-type]
+        def run(self) -> None:
+            super().run()
+            folder = Path(self.get_ext_fullpath("ub_overlap._C")).parent
+            (folder / "_C_build.json").write_text(json.dumps({"cuda": with_cuda, "cuda_note": cuda_note}))
+
+    return {"ext_modules": [module], "cmdclass": {"build_ext": BuildExtension}}
 
 
-found = packages()
-setup(
-    version=VERSION,
-    packages=list(found),
-    package_dir=found,
-    package_data={
-        "ub_overlap": ["py.typed", "_C.pyi"],
-        "ub_overlap.compiler": ["**/*.json", "**/*.html", "**/*.css", "**/*.js"],
-    },
-    ext_modules=[extension()] if os.environ.get("UB_OVERLAP_BUILD", "1") != "0" else [],
-    cmdclass={"build_ext": BuildExtension},
-)
+def project() -> dict[str, Any]:
+    """Return the metadata that depends on the version and on the address of the repository."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ub_overlap"]
+    repository, local = settings["repository"], os.environ.get("UB_OVERLAP_LOCAL_VERSION")
+    pages = {"Documentation": "blob/main/docs/index.md", "Changelog": "blob/main/CHANGELOG.md", "Issues": "issues"}
+    return {
+        "version": f"{VERSION}+{local}" if local else VERSION,
+        "long_description": index_readme.rewrite((ROOT / "README.md").read_text(), repository, f"v{VERSION}"),
+        "long_description_content_type": "text/markdown",
+        "project_urls": {
+            "Repository": repository,
+            **{name: f"{repository}/{page}" for name, page in pages.items()},
+        }
+        if repository
+        else {},
+    }
+
+
+compiles = os.environ.get("UB_OVERLAP_BUILD", "1") != "0" and not COMPILING.isdisjoint(sys.argv)
+package_dir = packages()
+setuptools.setup(packages=list(package_dir), package_dir=package_dir, **project(), **(extension() if compiles else {}))

@@ -221,7 +221,7 @@ class _File:
     def __init__(self, digest: str) -> None:
         try:
             self.path: Path | None = path_of(digest)
-        except ValueError:  # a site without a plan: results last as long as the process
+        except (ValueError, OSError):  # a site without a plan, or no folder: results last as long as the process
             self.path = None
 
     def read(self) -> dict[str, TunedStrategy]:

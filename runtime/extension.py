@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +26,15 @@ def check_build(info: Mapping[str, Any], torch_version: str) -> None:
             expected=f"torch {info['torch']}",
             fix=_REBUILD,
         )
+
+
+def cuda_note() -> str:
+    """Return why CUDA is or is not part of the extension, as setup.py recorded it. BuildMismatchError without an extension."""
+    record = Path(str(extension().__file__)).resolve().with_name("_C_build.json")
+    try:
+        return str(json.loads(record.read_text())["cuda_note"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"no record of the build in {record}"
 
 
 if TYPE_CHECKING:

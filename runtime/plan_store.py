@@ -7,21 +7,42 @@ still names the plan's digest. So the plan text is stored next to the caches, un
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from . import stored_file
+
+log = logging.getLogger(__name__)
 
 _DIGEST = re.compile(r"[0-9a-f]{8,64}\Z")
 
 
 def directory() -> Path:
-    """Return $UB_OVERLAP_CACHE_DIR/plans, else $XDG_CACHE_HOME/ub_overlap/plans, else ~/.cache/ub_overlap/plans."""
+    """Return $UB_OVERLAP_CACHE_DIR/plans, else $XDG_CACHE_HOME/ub_overlap/plans, else ~/.cache/ub_overlap/plans.
+
+    FileNotFoundError for a user without a home folder, as in containers with a numeric user: nothing is stored then."""
     root = os.environ.get("UB_OVERLAP_CACHE_DIR")
     if root:
         return Path(root) / "plans"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ub_overlap" / "plans"
+    cache = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(cache) if cache else Path.home() / ".cache") / "ub_overlap" / "plans"
+    except RuntimeError:
+        raise FileNotFoundError(errno.ENOENT, "no home folder; set UB_OVERLAP_CACHE_DIR", "~/.cache") from None
+
+
+_logged: set[tuple[str, int | None]] = set()
+
+
+def log_unsaved(what: str, digest: str, effect: str, error: OSError) -> None:
+    """Log once per kind of object and cause that this process stores nothing. `effect`: what does not work then."""
+    if (what, error.errno) not in _logged:
+        _logged.add((what, error.errno))
+        log.warning("could not store the %s of plan %s; %s (said once): %s", what, digest, effect, error)
 
 
 def is_digest(text: str) -> bool:
@@ -53,15 +74,19 @@ def save_graphs(digest: str, data: bytes) -> Path:
 
 def load(digest: str) -> str | None:
     """Return the plan's JSON text, None where this machine has none under `digest`."""
-    data = _read(path_of(digest))
+    data = _read(path_of, digest)
     return None if data is None else data.decode(errors="replace")
 
 
 def load_graphs(digest: str) -> bytes | None:
     """Return the graphs of a plan, None where this machine has none under `digest`."""
-    return _read(graphs_path_of(digest))
+    return _read(graphs_path_of, digest)
 
 
-def _read(path: Path) -> bytes | None:
+def _read(locate: Callable[[str], Path], digest: str) -> bytes | None:
+    try:
+        path = locate(digest)
+    except FileNotFoundError:  # no home folder
+        return None
     # os.path.exists is False, too, for a folder that is not ours to read: then there are no stored plans.
     return stored_file.read_bytes(path) if os.path.exists(path) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ EXAMPLES = ROOT / "examples"
 SMALL = ["--device", "cpu", "--steps", "3", "--dim", "64", "--layers", "1", "--seq", "32", "--inner", "aot_eager"]
 
 
-def demo(arguments: Sequence[str], *, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def demo(arguments: Sequence[str], *, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, EXAMPLES / "llama_tp/demo.py", *arguments],
         cwd=cwd,
@@ -25,6 +26,7 @@ def demo(arguments: Sequence[str], *, cwd: Path = ROOT) -> subprocess.CompletedP
         capture_output=True,
         timeout=240,
         check=False,
+        env={**os.environ, **environment},
     )
 
 
@@ -52,10 +54,18 @@ def test_curves_agree(batch: int, tmp_path: Path) -> None:
     assert f"open {page}" in done.stdout and "forward.0" in page.read_text()
 
 
-def test_more_ranks_and_no_overlap() -> None:
-    done = demo([*SMALL, "--ranks", "4", "--overlap", "off", "--batch", "2"])
+def test_more_ranks_and_no_overlap(tmp_path: Path) -> None:
+    """The page is in a new folder of mode 0700, never at a name that another user can prepare."""
+    victim, folder = tmp_path / "victim", tmp_path / "tmp"
+    folder.mkdir()
+    (folder / "ub_overlap_demo.html").symlink_to(victim)
+    done = demo([*SMALL, "--ranks", "4", "--overlap", "off", "--batch", "2"], TMPDIR=str(folder))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "disabled_by_user" in done.stdout
+    assert not victim.exists()
+    (page,) = re.findall(r"open (\S+\.html)", done.stdout)
+    assert Path(page).is_relative_to(folder) and Path(page).is_file()
+    assert Path(page).parent.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize(

@@ -1,39 +1,121 @@
-"""Tests of the wheel's contents and of import side effects.
+"""Tests of the sdist, of the wheel built from it, and of import side effects.
 
-The layout is tested on an install from a copy of this checkout.
+`make test` runs on a package that is compiled from the sdist (.ci/install). Here the extension is left out to save a minute.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-IN_WHEEL = ("src", "compiler", "runtime", "tools", "csrc", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+GENERATED = (".*", "__pycache__", "*.egg-info", "*.so", "_C_build.json", "build", "dist")
+HIDDEN_SOURCES = (".ci", ".clang-format", ".gitignore")
+
+
+def run(*command: str | Path, cwd: Path | None = None, **environment: str) -> str:
+    """Return the stdout of a command that succeeds."""
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        text=True,
+        capture_output=True,
+        timeout=280,
+        check=False,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def pip(*arguments: str | Path) -> None:
+    """Run pip without build isolation and without compiling the extension."""
+    run(sys.executable, "-m", "pip", *arguments, UB_OVERLAP_BUILD="0")
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the package, installed by pip without the extension, which does not affect the layout."""
-    copy, target = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("site")
-    for name in IN_WHEEL:
-        ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so")
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, copy / name, ignore=ignore)
-        else:
-            shutil.copy(ROOT / name, copy / name)
-    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--target", str(target), str(copy)]
-    done = subprocess.run(
-        pip, text=True, capture_output=True, timeout=280, check=False, env={**os.environ, "UB_OVERLAP_BUILD": "0"}
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of the repository without generated files, as a build writes next to the sources."""
+    copy = tmp_path_factory.mktemp("checkout") / "ub_overlap"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*GENERATED))
+    for name in HIDDEN_SOURCES:
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, copy / name)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def sdist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the sdist, a tar.gz."""
+    folder = tmp_path_factory.mktemp("sdist")
+    run(sys.executable, "-c", f"import setuptools.build_meta as b; b.build_sdist({str(folder)!r})", cwd=checkout)
+    (path,) = folder.iterdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def unpacked(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the root folder of the unpacked sdist."""
+    folder = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    (root,) = folder.iterdir()
+    return root
+
+
+@pytest.fixture(scope="module")
+def site(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the package, installed by pip from the sdist."""
+    target = tmp_path_factory.mktemp("site")
+    pip("install", "--no-deps", "--no-build-isolation", "--target", target, sdist)
     return target
+
+
+def files(folder: Path) -> set[str]:
+    """Return the relative names of the files of `folder`, without bytecode."""
+    return {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file() and p.suffix != ".pyc"}
+
+
+def test_the_sdist_is_the_repository(unpacked: Path) -> None:
+    """Every tracked file is in the sdist, so that it builds, tests and documents itself."""
+    git = subprocess.run(["git", "ls-files"], cwd=ROOT, text=True, capture_output=True, check=False)
+    if git.returncode:
+        pytest.skip("not a git checkout")
+    tracked = {name for name in git.stdout.splitlines() if (ROOT / name).exists()}
+    assert sorted(tracked - files(unpacked)) == []
+    generated = {"PKG-INFO", "setup.cfg"}
+    untracked = {name for name in files(unpacked) - tracked if not (ROOT / name).exists()}
+    assert sorted(name for name in untracked - generated if ".egg-info/" not in name) == []
+
+
+def test_every_include_is_in_the_sdist(unpacked: Path) -> None:
+    """Every `#include "..."` of csrc resolves inside the sdist: one that is missing fails the build after minutes."""
+    sources = [path for path in (unpacked / "csrc").rglob("*.*") if path.suffix in (".cpp", ".cu", ".h", ".cuh")]
+    included = [(path, name) for path in sources for name in re.findall(r'#\s*include\s*"([^"]+)"', path.read_text())]
+    missing = [
+        f"{path.relative_to(unpacked)}: {name}"
+        for path, name in included
+        if not (path.parent / name).is_file() and not (unpacked / "csrc" / name).is_file()
+    ]
+    assert len(included) > 100
+    assert missing == []
+
+
+def test_wheel_of_the_checkout_equals_wheel_of_the_sdist(checkout: Path, site: Path, tmp_path: Path) -> None:
+    pip("wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path / "wheel", checkout)
+    (wheel,) = (tmp_path / "wheel").iterdir()
+    pip("install", "--no-deps", "--target", tmp_path / "site", wheel)
+    ignored = (".dist-info/direct_url.json",)
+    assert {n for n in files(tmp_path / "site") if not n.endswith(ignored)} == {
+        n for n in files(site) if not n.endswith(ignored)
+    }
 
 
 def python(code: str, *, site: Path, cwd: Path) -> str:
@@ -68,10 +150,22 @@ def test_every_module_is_in_the_wheel(site: Path) -> None:
 
 
 def test_one_version(site: Path) -> None:
-    """setup.py and the package have the same version."""
+    """The wheel, the package and the extension have the same version."""
     import ub_overlap
+    from ub_overlap.runtime.extension import extension
 
     assert (site / f"ub_overlap-{ub_overlap.__version__}.dist-info").is_dir()
+    assert extension().build_info()["version"] == ub_overlap.__version__
+
+
+def test_the_extension_has_a_record_of_its_build() -> None:
+    """The record says why CUDA is part of the extension or not, and agrees with it."""
+    from ub_overlap.cli.info import info
+    from ub_overlap.runtime.extension import cuda_note, extension
+
+    built = extension().build_info()["cuda"]
+    assert re.search(r"nvcc \d+\.\d+ in " if built else r"without CUDA|no nvcc|CUDA_HOME|UB_OVERLAP_BUILD_CUDA=0", cuda_note())
+    assert info()["extension"]["cuda_note"] == cuda_note()
 
 
 @pytest.mark.parametrize("name", ["compiler", "runtime", "tools"])

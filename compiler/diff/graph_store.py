@@ -97,9 +97,7 @@ class GraphStore:
         try:
             plan_store.save_graphs(graphs.plan, data)
         except OSError as e:
-            log.warning(
-                "could not store the graphs of plan %s; runs with a warm compile cache cannot show them: %s", graphs.plan, e
-            )
+            plan_store.log_unsaved("graphs", graphs.plan, "runs with a warm compile cache cannot show them", e)
 
     def find(self, plan: str) -> PlanGraphs | None:
         """Return the graphs of a plan from memory or disk, or None. A damaged file is skipped with a warning."""

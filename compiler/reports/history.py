@@ -38,7 +38,7 @@ class History:
         try:
             plan_store.save(plan.digest, plan.to_json())
         except OSError as e:
-            log.warning("could not store plan %s; runs with a warm compile cache cannot report it: %s", plan.digest, e)
+            plan_store.log_unsaved("decisions", plan.digest, "runs with a warm compile cache cannot report them", e)
 
     def mark(self) -> int:
         """Return a point in time, for `since`."""

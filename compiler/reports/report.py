@@ -143,7 +143,11 @@ class Report:
 
     @property
     def paths(self) -> list[Path]:
-        """The files of the stored plans."""
+        """The files of the stored plans; none without a folder to store them."""
+        try:
+            plan_store.directory()
+        except FileNotFoundError:
+            return []
         return [plan_store.path_of(p.digest) for p in self.plans]
 
     def summary(self) -> str:

@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -52,8 +53,9 @@ def parse(argv: Sequence[str] | None) -> TrainingSettings:
     parser.add_argument(
         "--overlap", choices=("auto", "force", "off"), default="force", help="which sites (default %(default)s)"
     )
-    page = str(Path(tempfile.gettempdir(), "ub_overlap_demo.html"))
-    parser.add_argument("--page", default=page, metavar="FILE", help="write the report as a page (default %(default)s)")
+    parser.add_argument(
+        "--page", default=None, metavar="FILE", help="write the report as a page (default: a new private folder under $TMPDIR)"
+    )
     parser.add_argument(
         "--timeout", type=int, default=120, metavar="S", help="seconds a rank waits for another before it fails"
     )
@@ -94,6 +96,8 @@ def launch(settings: TrainingSettings) -> DemoOutcome:
     """
     # One compiler thread per rank. The default, a pool of processes for each rank, doubles the compile time on few cores.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    if settings.page is None:  # a name that others cannot foresee, in a folder of mode 0700
+        settings = replace(settings, page=str(Path(tempfile.mkdtemp(prefix="ub_overlap_demo_page_"), "report.html")))
     with tempfile.TemporaryDirectory(prefix="ub_overlap_demo_") as folder:
         mp.spawn(_rank, (settings, folder), nprocs=settings.ranks)
         return torch.load(Path(folder, "outcome"), weights_only=False)

@@ -36,8 +36,8 @@ class TrainingSettings:
     args: ModelArgs
     options: dict[str, Any]
     """Options of torch.compile(backend="ub_overlap", options=...)."""
-    page: str = ""
-    """File for the HTML report of rank 0; "" for none."""
+    page: str | None = ""
+    """File for the HTML report of rank 0; "" for none, None for a file in a new private folder."""
     dtype: torch.dtype
     """Dtype of weights and activations; losses are computed in fp32."""
     lr: float = 3e-3

@@ -22,12 +22,23 @@ def executor_devices() -> frozenset[str]:
         return frozenset({"cpu"})
 
 
+def _cuda_note(device: str) -> str:
+    """Return why CUDA is not part of the extension, in parentheses; "" for other devices and without an extension."""
+    from ..errors import BuildMismatchError
+    from ..extension import cuda_note
+
+    try:
+        return f" ({cuda_note()})" if device == "cuda" else ""
+    except BuildMismatchError as error:
+        return f" ({error.what})"
+
+
 def unsupported_reason(device: str, group: str, ranks: int) -> str | None:
     """Return why a group of `ranks` ranks cannot be served on tensors of `device`, None where it can."""
     from ub_overlap import _torch_compat as compat
 
     if device not in executor_devices():
-        return f"this build has no executor for {device} tensors (it has: {', '.join(sorted(executor_devices()))})"
+        return f"this build has no executor for {device} tensors{_cuda_note(device)}"
     if compat.is_fake_group(group):
         return "the group is a fake process group: its ranks do not exist"
     if kind := compat.foreign_type(group):

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ub_overlap._versions import VERSION as __version__
 from ub_overlap.runtime.session import inherited_groups as _inherited_groups  # noqa: F401  (watches forks)
-
-__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from ub_overlap.compiler.backend import passes

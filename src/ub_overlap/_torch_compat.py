@@ -1,7 +1,7 @@
 """The only file that names private parts of torch. Everything else imports them from here.
 
-`_PRIVATE` maps our name to its locations in torch, oldest first (supported: torch 2.11 to 2.15). A name is resolved at its
-first use, so importing this file does not import torch. APIs that need more than a name (a changed signature, say) have a
+`_PRIVATE` maps our name to its locations in torch, oldest first (`_versions.py` has the supported ones). A name is resolved at
+its first use, so importing this file does not import torch. APIs that need more than a name (a changed signature, say) have a
 function below, which imports torch itself. `tests/test_torch_compat.py` resolves every name on the installed torch.
 """
 
@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import importlib
 from typing import Any
+
+from ub_overlap._versions import SUPPORTED_TORCH
 
 _PRIVATE: dict[str, tuple[str, ...]] = {
     "check": ("torch:_check",),
@@ -73,7 +75,8 @@ def __getattr__(name: str) -> Any:
     import torch
 
     raise ImportError(
-        f"torch {torch.__version__} has {name!r} at none of {', '.join(_PRIVATE[name])}; ub_overlap supports torch 2.11 to 2.15"
+        f"torch {torch.__version__} has {name!r} at none of {', '.join(_PRIVATE[name])}; "
+        f"ub_overlap supports torch {SUPPORTED_TORCH}"
     )
 
 

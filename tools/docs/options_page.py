@@ -15,7 +15,9 @@ VARIABLES = (
     ),
     ("`UB_OVERLAP_DISABLE`", "", "patterns of sites that are left alone, e.g. `forward.3,backward.*`; wins over all overrides"),
     ("`UB_OVERLAP_DEBUG`", "`0`", "`1` shows the traceback of an error of the command line"),
-    ("`UB_OVERLAP_BUILD_CUDA`", "`auto`", "at build time: `auto`, `0`, or `1` (fail without nvcc and a CUDA torch)"),
+    ("`UB_OVERLAP_BUILD`", "`1`", "at build time: `0` builds no extension, for machines that only look at graphs"),
+    ("`UB_OVERLAP_BUILD_CUDA`", "`auto`", "at build time: `auto`, `0`, or `1` (fail if CUDA cannot be built)"),
+    ("`UB_OVERLAP_LOCAL_VERSION`", "", "at build time: local version of the wheel, e.g. `torch2.13.cpu`"),
     ("`TORCH_LOGS=+ub_overlap`", "", "INFO: one line per graph; DEBUG: every decision"),
     ("`TORCH_TRACE`", "", "artifacts `ub_overlap_plan_*`, `ub_overlap_reasons_*`, `ub_overlap_diff_*`, per phase"),
 )

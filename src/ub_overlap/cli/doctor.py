@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ub_overlap import __version__
+from ub_overlap._versions import REQUIREMENT, SUPPORTED_TORCH, is_supported_torch
 from ub_overlap.compiler.text.terminal import paint, wants_color
 
 from .parsers import Parser, add_verb, input_file, input_path, non_negative_int, output_file
@@ -126,14 +127,13 @@ def verdicts(facts: dict[str, Any]) -> list[Verdict]:
     out = []
     torch = problem_of("torch")
     version = str(probe.get("torch", {}).get("version", ""))
-    install = "pip install torch, 2.11 to 2.13"
+    install = f"pip install '{REQUIREMENT}', then ub_overlap again"
     out.append(Verdict("import torch", not torch, torch or f"torch {version}", install if torch else ""))
     if torch:
         return [*out, _reading()]
-    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
     missing = probe.get("private_names", {}).get("missing") or []
-    known = (2, 11) <= numbers <= (2, 13) and not missing
-    why = f"torch {version} has no {', '.join(missing)}" if missing else f"torch {version}; 2.11 to 2.13 are tested"
+    known = is_supported_torch(version) and not missing
+    why = f"torch {version}; {SUPPORTED_TORCH} are supported" + (f"; it has no {', '.join(missing)}" if missing else "")
     out.append(Verdict("this torch", known, why, "" if known else install))
     out.append(_built(problem_of("extension"), probe))
     built = out[-1].works
@@ -171,7 +171,9 @@ def _on_gpus(facts: dict[str, Any], built: bool) -> Verdict:
         why = f"torch sees {count} GPU{'' if count == 1 else 's'}" + (f", nvidia-smi {seen}" if seen != count else "")
         return Verdict(what, False, why, "check CUDA_VISIBLE_DEVICES and the build of torch" if seen != count else "")
     if not built or str(probe["extension"].get("cuda")) != "True":
-        return Verdict(what, False, "the extension has no CUDA executor", "build with UB_OVERLAP_BUILD_CUDA=1 and nvcc")
+        note = probe["extension"].get("cuda_note", "") if built else "no extension"
+        fix = "build again with UB_OVERLAP_BUILD_CUDA=1, which fails where CUDA cannot be built"
+        return Verdict(what, False, f"the extension has no CUDA executor ({note})", fix)
     if "problem" in probe.get("symmetric", {}):
         return Verdict(what, False, probe["symmetric"]["problem"], "a torch with symmetric memory")
     pairs = [(i, j) for i in range(count) for j in range(i)]

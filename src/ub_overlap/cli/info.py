@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import platform
 from typing import Any
@@ -21,17 +22,20 @@ def info() -> dict[str, Any]:
         "torch": None,
         "extension": None,
         "cuda_devices": 0,
-        "reports": str(plan_store.directory()),
+        "reports": None,
         "problem": None,
     }
+    with contextlib.suppress(FileNotFoundError):  # no home folder
+        facts["reports"] = str(plan_store.directory())
     try:
         import torch
 
         facts["torch"] = str(torch.__version__)
         facts["cuda_devices"] = torch.cuda.device_count()
         from ub_overlap.runtime import ops
+        from ub_overlap.runtime.extension import cuda_note
 
-        facts["extension"] = ops.load().build_info()
+        facts["extension"] = {**ops.load().build_info(), "cuda_note": cuda_note()}
     except Exception as error:  # noqa: BLE001  (any error is the answer of this command)
         facts["problem"] = f"{type(error).__name__}: {error}"
     return facts

@@ -61,19 +61,21 @@ def symmetric() -> dict[str, Any]:
 
 
 def extension() -> dict[str, Any]:
+    from ub_overlap.runtime.extension import cuda_note
     from ub_overlap.runtime.extension import extension as load
 
-    return dict(load().build_info())
+    return {**load().build_info(), "cuda_note": cuda_note()}
 
 
 def private_names() -> dict[str, Any]:
-    """Return the private names that an untested torch lacks. Tested versions are skipped: the check takes seconds."""
+    """Return the private names that an unsupported torch lacks. Supported versions are skipped: the check takes seconds."""
     import torch
 
     from ub_overlap import _torch_compat as compat
+    from ub_overlap._versions import is_supported_torch
 
     missing: list[str] = []
-    if str(torch.__version__).startswith(("2.11", "2.12", "2.13")):
+    if is_supported_torch(str(torch.__version__)):
         return {"missing": missing}
     for name in compat.names():
         try:
