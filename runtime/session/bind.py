@@ -27,6 +27,7 @@ from . import abort_signal, plan_announcements, topology, watchdog
 from .arena_size import SIZE_STEP, round_slot_bytes
 from .host import has_ended, host_id
 from .plan_check import check_group_size
+from .presence import watch_processes
 from .session import Session
 from .store_exchange import Exchange
 
@@ -181,7 +182,7 @@ def _exchange_hosts(exchange: Exchange, device: str, slot_bytes: int, doing: str
         symm_mem.refuse_capture(f"bind group '{exchange.group}'")
         own["gpu"] = symm_mem.describe_gpu()
     try:
-        hosts = exchange.gather("hosts", own, "init", doing)
+        hosts = exchange.gather("hosts", own, "init", doing, watch_processes(exchange, "hosts"))
     except errors.PeerTimeoutError as timeout:
         digest = SiteId.parse(exchange.site).digest
         raise plan_announcements.explain_timeout(exchange, "hosts", digest, timeout) from None

@@ -26,6 +26,7 @@ from .. import errors, stored_file
 from . import plan_graphs
 from .inherited_groups import is_inherited
 from .plan_mismatch import load_plan_text, plan_mismatch_error
+from .presence import announce_process
 from .store_exchange import Exchange
 
 MAX_PLANS = 16
@@ -60,6 +61,7 @@ def announce_plan(groups: Iterable[str], graph: str, digest: str) -> None:
                 "digest": digest,
                 "site": "none of this plan",
             }
+            announce_process(members)
             compat.store_of(members).set(_key(group, graph, members.rank()), json.dumps(announcement))
 
 

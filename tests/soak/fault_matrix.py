@@ -68,6 +68,7 @@ def list_faults(device: str, quick: bool = False) -> list[Fault]:
     before = TIMEOUT + FAILED
     for how in ("exits", "sleeps", "SIGKILL", "SIGSTOP"):
         faults.append(Fault("binds", "AG", how, before, victim_lives=False, devices=("cpu",)))
+    faults.append(Fault("binds", "AG", "compiled", TIMEOUT, False, True, ("cpu",)))
     for topic in ("hosts", "arena", "attached"):
         for how in ("SIGKILL", "SIGTERM", "SIGSTOP"):
             faults.append(Fault("binds", "AG", f"{topic}:{how}", before, victim_lives=False, devices=("cpu",)))

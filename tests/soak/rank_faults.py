@@ -22,6 +22,7 @@ import ub_overlap
 from tests.harness.strike import signal_before_exchange
 from ub_overlap.runtime import ops, plan_store
 from ub_overlap.runtime.session import session
+from ub_overlap.runtime.session.plan_announcements import announce_plan
 
 from .scene import Scene
 
@@ -60,13 +61,15 @@ def leaves(rank: int, world: int, device: str, kind: str, how: str, deadline: fl
 def binds(rank: int, world: int, device: str, kind: str, how: str, deadline: float, victim: int) -> dict[str, Any]:
     """The victim fails before the group's first call, or within it.
 
-    `how`: "exits" or "sleeps" before the call, a signal before the call, or "topic:signal" within it.
+    `how`: "exits" or "sleeps" before the call, "compiled" to exit after it compiled a graph of the group, a signal before the call, or "topic:signal" within it.
     """
     scene = Scene(rank, world, device, kind, deadline, victim, bound=False)
     begin = time.time()
     if scene.is_victim:
         topic, _, name = how.rpartition(":")
-        if how == "exits":
+        if how == "compiled":
+            announce_plan([scene.group], "graph", "a" * 16)
+        if how in ("exits", "compiled"):
             return {}
         if how == "sleeps":
             time.sleep(LOOP_S + 3 * deadline)

@@ -20,7 +20,8 @@ FAULTS = (
     "plain AR: dies SIGKILL",
     "bulk: leaves exits",
     "AG: leaves raises",
-    "AG: binds SIGKILL",
+    "AG: binds compiled",
+    "RS: grows grow/1:SIGKILL",
     "AG: binds attached:SIGTERM",
     "AG: slow host",
 )
