@@ -20,6 +20,13 @@ class UbOverlapError(RuntimeError):
         self.what, self.where, self.got, self.expected, self.fix = what, where, got, expected, fix
         super().__init__(self.message())
 
+    flight_record = ""
+    """File with the last calls of every group of this process, "" where none was written."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return f"{text}\n  flight:   {self.flight_record}" if self.flight_record else text
+
     def message(self) -> str:
         """Return the full text."""
         lines = [self.what]
@@ -158,6 +165,12 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
+def _advise(setting: str) -> str:
+    from . import settings  # imports this module
+
+    return settings.advise(setting)
+
+
 def _peer_timeout(fields: dict[str, str]) -> UbOverlapError:
     rank, waited, silent = int(fields["ranks"]), fields["waited_s"], float(fields["silent_s"])
     label = f"rank {rank} of the group"
@@ -183,7 +196,9 @@ def _peer_timeout(fields: dict[str, str]) -> UbOverlapError:
         f"noticed by rank {fields['reporter']}",
         got="" if is_gone else f"epoch {seen}" if seen else "no signal yet",
         expected="" if is_gone else f"epoch {awaited}",
-        fix=f"look at the log and the stack of rank {rank}; if it is only slow, raise UB_OVERLAP_STEP_TIMEOUT_S",
+        fix=f"look at the log of rank {rank}"
+        if is_gone
+        else f"look at the log and the stack of rank {rank}; if it is only slow, {_advise('step_timeout_s')}",
     )
 
 

@@ -12,9 +12,10 @@ from typing import Any, Literal, get_type_hints
 
 from .errors import OptionError
 from .extension import extension
-from .typed_fields import check_values, number, typed_field
+from .typed_fields import Check, check_values, integer_from, number, typed_field
 
 _SECONDS = number("a finite number of seconds above 0, at most 1e9", lambda value: 0 < value <= 1e9)
+_FOLDER = Check("a folder", lambda value: os.fspath(value))
 _PREFIX = "UB_OVERLAP_"
 
 
@@ -37,6 +38,13 @@ class Settings:
         "nvlink", '"nvlink": GPUs connected over PCIe only run plain collectives; "any": they are overlapped too'
     )
     snapshots: bool = typed_field(True, "keep each graph before and after the rewrite, for reports and errors")
+    flight_calls: int = typed_field(
+        256,
+        "calls of each group that the flight recorder keeps, from the group's first call on; 0 turns it off",
+        integer_from(0),
+    )
+    flight_dir: str = typed_field("", "folder of flight records; empty: `flight` in the cache folder", _FOLDER)
+    flight_signal: bool = typed_field(True, "write a flight record on SIGUSR1, unless the program handles that signal")
     merge_all_reduces: bool = typed_field(True, "rewrite all_reduce(a) + all_reduce(b) to all_reduce(a + b)")
 
     def __post_init__(self) -> None:
@@ -68,12 +76,13 @@ def from_environment() -> Settings:
 def _from_text(variable: str, text: str, kind: Any) -> Any:
     if kind is bool:
         return text != "0"
-    if kind is not float:
+    if kind not in (int, float):
         return text
     try:
-        return float(text)
+        return kind(text)
     except ValueError:
-        raise OptionError(f"{variable} is not a number", got=repr(text), expected="seconds, e.g. 100") from None
+        expected = "seconds, e.g. 100" if kind is float else "an integer"
+        raise OptionError(f"{variable} is not a number", got=repr(text), expected=expected) from None
 
 
 def _as_text(default: Any) -> str:
@@ -85,6 +94,8 @@ class _Holder:
     """The settings of this process. C++ keeps a copy of those that it reads, pushed by `apply`."""
 
     settings: Settings | None = None
+    configured: frozenset[str] = frozenset()
+    """Settings that `configure` changed: their environment variables no longer count."""
 
 
 def current() -> Settings:
@@ -92,6 +103,14 @@ def current() -> Settings:
     if _Holder.settings is None:
         _Holder.settings = from_environment()
     return _Holder.settings
+
+
+def advise(name: str) -> str:
+    """Return how to raise a setting, for errors: by what set it last."""
+    if name in _Holder.configured:
+        now = getattr(current(), name)
+        return f"raise {name} where ub_overlap.configure(...) sets it, to {now:g} ({environment_name(name)} is ignored)"
+    return f"raise {environment_name(name)}"
 
 
 def configure(**changes: Any) -> Settings:
@@ -104,6 +123,7 @@ def configure(**changes: Any) -> Settings:
     if unknown:
         raise OptionError(f"unknown setting {unknown[0]!r}", expected=f"one of {', '.join(Settings.__slots__)}")
     _Holder.settings = replace(current(), **changes)
+    _Holder.configured |= changes.keys()
     apply()
     return _Holder.settings
 
@@ -112,6 +132,7 @@ def apply() -> None:
     """Push the settings in force to C++."""
     c = extension()
     c.set_step_timeout(current().step_timeout_s)
+    c.set_flight_calls(current().flight_calls)
     c.set_trace(current().trace)
     c.set_replay(current().replay)
     c.set_nvtx(current().nvtx)

@@ -51,6 +51,15 @@ Fields fields_of(const Failure& f) {
             {"expected", f.wanted}};
 }
 
+void raise_object(PyObject* error) {
+    if (auto* hook = static_cast<PyObject*>(python_hooks().on_error.get())) {
+        PyObject* none = PyObject_CallOneArg(hook, error);
+        if (!none) PyErr_Clear();  // the error itself matters more
+        Py_XDECREF(none);
+    }
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
+}
+
 void set_named(const std::string& name, const Fields& fields) {
     auto* factory = static_cast<PyObject*>(python_hooks().make_error.get());
     if (!factory) {
@@ -67,7 +76,7 @@ void set_named(const std::string& name, const Fields& fields) {
     PyObject* error = PyObject_CallFunction(factory, "sO", name.c_str(), dict);
     Py_DECREF(dict);
     if (!error) return;  // the factory's own error is set
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
+    raise_object(error);
     Py_DECREF(error);
 }
 
@@ -82,8 +91,7 @@ bool set_python_error(const std::exception_ptr& error) {
     try {
         std::rethrow_exception(error);
     } catch (const PythonRaised& raised) {
-        auto* value = static_cast<PyObject*>(raised.value.get());
-        PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(value)), value);
+        raise_object(static_cast<PyObject*>(raised.value.get()));
     } catch (const CallFailed& failed) {
         set_named(class_of(failed.failure.code), fields_of(failed.failure));
     } catch (const NamedError& named) {

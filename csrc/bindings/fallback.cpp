@@ -5,6 +5,9 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <utility>
+
+#include "bindings/ops/run_op.h"
 #include "bindings/python.h"
 
 namespace ub_overlap {
@@ -115,6 +118,8 @@ std::vector<at::Tensor> FallbackCall::run(const Site& site) {
     PyObject* args = checked(PyList_AsTuple(static_cast<PyObject*>(list_)));
     PyObject* returned = PyObject_CallObject(static_cast<PyObject*>(python_hooks().fallback.get()), args);
     Py_DECREF(args);
+    const PlainCall plain = std::exchange(plain_call(), {});
+    if (plain.session) plain.session->end_plain(plain.number, !returned);
     checked(returned);
     std::vector<at::Tensor> results;
     flatten(returned, results);

@@ -5,8 +5,12 @@
 #include <unistd.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include <algorithm>
+
 #include "bindings/counted_ranges.h"
 #include "bindings/python.h"
+#include "core/dump_signal.h"
+#include "core/flight.h"
 #include "core/float8.h"
 #include "core/forward_uses.h"
 #include "core/registry.h"
@@ -129,6 +133,45 @@ py::list last_trace(const std::string& site) {
     return steps;
 }
 
+// (number, epoch, state, op, site, strategy, shapes, enqueued, started, ended) of each call that is kept; times in ns.
+py::list flight(Session& session) {
+    std::vector<FlightEntry> entries;
+    {
+        const py::gil_scoped_release released;  // it may wait for a device
+        entries = session.flight();
+    }
+    py::list list;
+    for (const FlightEntry& e : entries) {
+        list.append(py::make_tuple(e.number, e.epoch, name_of(e.state), e.text.op, e.text.site, e.text.strategy, e.text.shape,
+                                   e.enqueued_ns, e.started_ns, e.ended_ns));
+    }
+    return list;
+}
+
+// Host time of recording one call, in ns: the least of several batches.
+double time_flight_recorder(int64_t calls, int64_t sites) {
+    FlightRecorder recorder(256);
+    std::vector<CallText> texts;
+    for (int64_t i = 0; i < sites; ++i) {
+        texts.push_back({"all_gather_matmul", "9f2c4b7a11223344/forward." + std::to_string(i), "pipelined:chunks=4",
+                         "shard[2048, 8192] bfloat16; rhs[8192, 3584] bfloat16; outer=1; " + std::to_string(i)});
+    }
+    double least = 1e18;
+    for (int batch = 0; batch < 10; ++batch) {
+        const int64_t begin = now_ns();
+        for (int64_t i = 0; i < calls; ++i) {
+            const auto which = static_cast<size_t>(i % sites);
+            const CallText& text = texts[which];
+            const uint64_t number = recorder.begin(static_cast<uint64_t>(i), static_cast<uint32_t>(which * 2654435761u + 1),
+                                                   {text.op, text.site, text.strategy, text.shape});
+            recorder.set_state(number, CallState::started);
+            recorder.set_state(number, CallState::finished);
+        }
+        least = std::min(least, static_cast<double>(now_ns() - begin) / static_cast<double>(calls));
+    }
+    return least;
+}
+
 // Python runs signal handlers on its main thread alone; on others there is nothing to do, and no need for the GIL.
 void check_signals() {
     if (gettid() != getpid() || !Py_IsInitialized()) return;
@@ -246,6 +289,8 @@ void define_testing(py::module_ m) {
         "Take the group's lock on the device, as a call that never ends.");
 #endif
     m.attr("float8_numbers") = py::make_tuple(least_scale, e4m3_max, e5m2_max);
+    m.def("time_flight_recorder", &time_flight_recorder, py::arg("calls"), py::arg("sites"),
+          "Nanoseconds of host time to record one call.");
     m.def("provider_calls", &ProgramCache::provider_calls, "How often the schedule provider has been asked.");
     m.def("clear_programs", &ProgramCache::clear);
 }
@@ -262,6 +307,8 @@ PYBIND11_MODULE(_C, m) {
     py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
         .def_property_readonly("slot_bytes", &Arena::slot_bytes)
         .def("check", &abort_text, "Raises the failure that a peer reported.")
+        .def("watch", &Arena::watch, py::call_guard<py::gil_scoped_release>(),
+             "Ends waits of a device for a rank that is gone or has failed. For a watchdog.")
         .def("fail", &fail_group, py::arg("text"), py::arg("op"), py::arg("site"), py::call_guard<py::gil_scoped_release>(),
              "Tells all ranks that this one failed, unless they know of a failure.");
 
@@ -314,24 +361,35 @@ PYBIND11_MODULE(_C, m) {
         .def_property_readonly("epoch", &Session::epoch)
         .def_property_readonly("failure_text", &Session::failure_text)
         .def("check", &Session::check, py::call_guard<py::gil_scoped_release>(), "Raises the first error so far.")
+        .def_property_readonly("calls", &Session::calls)
+        .def("flight", &flight, "The calls that the flight recorder keeps, oldest first.")
+        .def("waiting_for", &Session::waiting_for, py::call_guard<py::gil_scoped_release>(),
+             "The ranks that this rank waits for now.")
         .def("abort", &Session::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>(),
              "Ends the session's waits here and on its peers. Idempotent, from any thread.")
         .def("close", &Session::close, py::call_guard<py::gil_scoped_release>());
 
     m.def(
         "install",
-        [](py::object provide, py::object bind, py::object fallback, py::object make_error) {
+        [](py::object provide, py::object bind, py::object fallback, py::object make_error, py::object on_error) {
             set_provider(std::move(provide));
             set_bind(std::move(bind));
             python_hooks().fallback = hold(std::move(fallback));
             python_hooks().make_error = hold(std::move(make_error));
+            python_hooks().on_error = hold(std::move(on_error));
             settings().check_signals.store(&check_signals);
         },
-        py::arg("provide"), py::arg("bind"), py::arg("fallback"), py::arg("make_error"));
+        py::arg("provide"), py::arg("bind"), py::arg("fallback"), py::arg("make_error"), py::arg("on_error"));
     m.def("set_provider", &set_provider, py::arg("provide"), "Replaces the schedule provider and forgets its schedules.");
     m.def("set_step_timeout", [](double seconds) { settings().step_timeout_ns.store(static_cast<int64_t>(seconds * 1e9)); });
     m.def(
         "set_replay", [](bool on) { settings().replay.store(on); }, "Whether repeated calls are recorded and replayed (CUDA).");
+    m.def(
+        "set_flight_calls", [](int64_t calls) { settings().flight_calls.store(calls); },
+        "Calls that the flight recorder keeps of each group bound from now on; 0: none.");
+    m.def("catch_dump_signal", &DumpSignal::install, "Takes SIGUSR1 unless the process handles it. Whether it is taken.");
+    m.def("release_dump_signal", &DumpSignal::uninstall);
+    m.def("take_dump_signal", &DumpSignal::take, "Whether the signal came since the last call.");
     m.def("set_trace", [](bool on) { settings().trace.store(on); }, "Keep the step times of the last call of every site.");
     m.def("set_nvtx", [](bool on) { settings().nvtx.store(on); }, "NVTX ranges around calls, where torch has NVTX.");
     m.def("site_stats", &site_stats);

@@ -20,11 +20,11 @@ struct PythonRaised : std::exception {
     std::string text;
 };
 
-// The callables that Python installs. make_error: (class name, fields) -> exception. fallback: (op name, *arguments of the
-// op) -> results.
+// The callables that Python installs. make_error: (class name, fields) -> exception. on_error: (exception), before it is
+// raised. fallback: (op name, *arguments of the op) -> results.
 struct PythonHooks {
     std::function<std::shared_ptr<Session>(const std::string& group, const std::string& device, const Call& call)> bind;
-    std::shared_ptr<void> make_error, fallback;
+    std::shared_ptr<void> make_error, fallback, on_error;
 };
 PythonHooks& python_hooks();
 

@@ -11,9 +11,11 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "core/failure.h"
 #include "core/flags.h"
+#include "core/flight.h"
 
 namespace ub_overlap {
 
@@ -54,6 +56,18 @@ class Arena {
     }
     // Looks for a failure that a device has written down, and tells the group of it.
     virtual void poll() {}
+    // Called regularly by a watchdog thread: ends waits of a device for a rank whose process is gone, or that has failed.
+    virtual void watch() {}
+    // Sets the states of calls that were issued to a device. Takes a fraction of a second at most.
+    virtual void refine(std::vector<FlightEntry>& entries) { (void)entries; }
+    // Ranks whose flags this rank waits for now. Racy: for messages.
+    virtual std::vector<int> waiting_for() {
+        std::vector<int> list;
+        for (const auto& word : control(rank())->waiting) {
+            if (const int next = word.load(std::memory_order_relaxed)) list.push_back(next - 1);
+        }
+        return list;
+    }
     // Returns when no device works on this arena any more, or a step's deadline is over.
     virtual void quiesce() {}
     // The code under which a rank records `failure`: a group that its peer aborted has failed because of that peer.

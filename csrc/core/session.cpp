@@ -17,7 +17,8 @@ Session::Session(std::string group, std::string device, int rank, int ranks, std
       reason_(std::move(reason)),
       rank_(rank),
       ranks_(ranks),
-      arena_(std::move(arena)) {}
+      arena_(std::move(arena)),
+      flight_(settings().flight_calls.load(std::memory_order_relaxed)) {}
 
 void Session::set_hooks(SessionHooks hooks) {
     hooks_ = std::move(hooks);
@@ -88,15 +89,39 @@ void Session::verify(const Call& call) {
     verified_.insert(digest);
 }
 
-void Session::verify_only(const Call& call) {
+uint64_t Session::verify_only(const Call& call) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     refuse_if_unusable(&call);
+    const uint64_t number = flight_.begin(0, call.tag, {call.op_name, call.site, call.strategy, call.shape_text});
     try {
         verify(call);
     } catch (const std::exception& error) {
+        flight_.set_state(number, CallState::failed);
         mark_failed(call, error.what(), nullptr);
         throw;
     }
+    flight_.set_state(number, CallState::started);
+    return number;
+}
+
+void Session::end_plain(uint64_t number, bool failed) {
+    if (failed || device_ == "cpu") flight_.set_state(number, failed ? CallState::failed : CallState::finished);
+}
+
+std::shared_ptr<Arena> Session::living_arena() {
+    const std::lock_guard<std::mutex> lock(abort_mutex_);
+    return arena_;
+}
+
+std::vector<FlightEntry> Session::flight() {
+    std::vector<FlightEntry> entries = flight_.entries();
+    if (const std::shared_ptr<Arena> arena = living_arena()) arena->refine(entries);
+    return entries;
+}
+
+std::vector<int> Session::waiting_for() {
+    const std::shared_ptr<Arena> arena = living_arena();
+    return arena ? arena->waiting_for() : std::vector<int>();
 }
 
 int Session::picked(const std::string& site, int bucket) {
@@ -161,6 +186,7 @@ void Session::run(Call& call, Executor& executor, const std::function<void(Call&
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     refuse_if_unusable(&call);
     call.epoch = ++epoch_;
+    const uint64_t number = flight_.begin(call.epoch, call.tag, {call.op_name, call.site, call.strategy, call.shape_text});
     try {
         call.program = ProgramCache::get(call.key, rank_);
         prepare(call);
@@ -168,16 +194,22 @@ void Session::run(Call& call, Executor& executor, const std::function<void(Call&
         verify(call);
         if (arena_ && arena_->slot_bytes() < call.slot_bytes()) hooks_.grow(call);
         call.arena = arena_.get();
-        const bool trace = settings().trace.load(std::memory_order_relaxed);
-        Stats::get().add(call.site, call.strategy, transport_, reason_, executor.run(call), trace);
+        const bool trace = settings().trace.load(std::memory_order_relaxed), ends = device_ == "cpu";
+        if (ends) flight_.set_state(number, CallState::started);
+        const std::vector<StepTime> times = executor.run(call);
+        flight_.set_state(number, ends ? CallState::finished : CallState::issued);
+        Stats::get().add(call.site, call.strategy, transport_, reason_, times, trace);
     } catch (const CallFailed& failed) {
+        flight_.set_state(number, CallState::failed);
         mark_failed(call, "epoch " + std::to_string(call.epoch) + " at site '" + call.site + "'", &failed.failure);
         if (failed.failure.code == FailureCode::group_aborted) throw_aborted(&call);
         throw;
     } catch (const std::exception& error) {
+        flight_.set_state(number, CallState::failed);
         mark_failed(call, error.what(), nullptr);
         throw;
     } catch (...) {
+        flight_.set_state(number, CallState::failed);
         mark_failed(call, "unknown error", nullptr);
         throw;
     }

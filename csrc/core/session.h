@@ -30,14 +30,20 @@ class Session {
 
     // Runs one call; the arguments have been checked. Blocks until the results are there (CPU) or on their way (CUDA).
     void run(Call& call, Executor& executor, const std::function<void(Call&)>& prepare);
-    // Plan check alone, for calls that another transport carries out.
-    void verify_only(const Call& call);
+    // Plan check alone, for calls that another transport carries out. Returns the call's number in the flight recorder.
+    uint64_t verify_only(const Call& call);
     // The alternative that the ranks agreed on for a bucket of a site's table; -1 before they did.
     int picked(const std::string& site, int bucket);
+    // The end of a call that another transport carried out. `number`: of verify_only.
+    void end_plain(uint64_t number, bool failed);
     // Times the alternatives on all ranks together. Does nothing while a graph is being captured.
     void tune(const Tuning& tuning);
     // Throws the failure of a call that was only issued (CUDA), or of a peer.
     void check();
+    // The last calls, oldest first, and the ranks that the call in flight waits for. Any thread may call them.
+    std::vector<FlightEntry> flight();
+    std::vector<int> waiting_for();
+    uint64_t calls() const { return flight_.count(); }
     void set_hooks(SessionHooks hooks);
     // Ends the waits of this session's call, here and on the peers, and makes the session unusable. Does not wait for the call.
     // Idempotent. Any thread may call it at any time.
@@ -59,6 +65,7 @@ class Session {
     // Throws where the session cannot run `call`, or any call where that is null.
     void refuse_if_unusable(const Call* call);
     [[noreturn]] void throw_aborted(const Call* call);
+    std::shared_ptr<Arena> living_arena();
     void publish(const Call& call);
     void verify(const Call& call);
     // Marks the session unusable and tells the peers; `text` is what later calls quote.
@@ -68,6 +75,7 @@ class Session {
     const int rank_, ranks_;
     std::shared_ptr<Arena> arena_;  // null where there are no peers or no transport
     SessionHooks hooks_;
+    FlightRecorder flight_;
     std::recursive_mutex mutex_;  // one call at a time
     uint64_t epoch_ = 0;
     std::set<std::string> verified_;

@@ -14,6 +14,7 @@ namespace ub_overlap {
 
 struct Settings {
     std::atomic<int64_t> step_timeout_ns{100'000'000'000};
+    std::atomic<int64_t> flight_calls{256};  // that the flight recorder of a group keeps; 0: off
     std::atomic<bool> trace{false};
     std::atomic<bool> replay{true};
     std::atomic<bool> nvtx{false};  // NVTX ranges around calls

@@ -4,6 +4,8 @@
 #include <time.h>
 
 #include <algorithm>
+#include <map>
+#include <vector>
 
 #include "core/settings.h"
 #include "cpu/shm_arena.h"
@@ -13,6 +15,8 @@ namespace {
 
 constexpr int64_t fresh_ns = 1'000'000'000;        // a rank that waits shows a sign of life at least this often
 constexpr int64_t look_for_dead_ns = 100'000'000;  // reading /proc is slow
+constexpr int64_t vote_ns = 200'000'000;           // for the calls of other ranks, once two ranks are in different calls
+constexpr int64_t overslept_ns = 1'000'000'000;    // a process that wakes so late did not run meanwhile
 
 Failure failure_at(const Call& call, const FlagWait& wait, FailureCode code, int culprit, int64_t waited_ns) {
     Failure failure;
@@ -30,6 +34,37 @@ Failure failure_at(const Call& call, const FlagWait& wait, FailureCode code, int
     return failure;
 }
 
+// What a rank is doing at `epoch`: the tag of its call, 0 where it has published none.
+uint32_t tag_at(Arena& arena, int rank, uint32_t epoch) {
+    const uint64_t stamp = arena.control(rank)->calls[epoch % slots].stamp.load(std::memory_order_acquire);
+    return epoch_of(stamp) == epoch ? tag_of(stamp) : 0;
+}
+
+// `peer` is in another call than this rank. Either may be at fault: the call of most ranks is the right one. The ranks that
+// have not come yet get a moment to do so. Returns (culprit, a rank that is in the right call).
+std::pair<int, int> find_odd_one(const Call& call, int peer) {
+    const auto epoch = static_cast<uint32_t>(call.epoch);
+    const auto all_there = [&] {
+        for (int r = 0; r < call.ranks; ++r) {
+            if (!tag_at(*call.arena, r, epoch)) return false;
+        }
+        return true;
+    };
+    wait_until(all_there, now_ns() + vote_ns, [&] {
+        if (const Failure* failure = call.arena->aborted()) throw CallFailed(*failure);
+    });
+    std::map<uint32_t, int> votes;
+    for (int r = 0; r < call.ranks; ++r) {
+        if (const uint32_t tag = tag_at(*call.arena, r, epoch)) ++votes[tag];
+    }
+    for (int r = 0; r < call.ranks; ++r) {
+        const uint32_t tag = tag_at(*call.arena, r, epoch);
+        if (tag != call.tag && votes[tag] > votes[call.tag] && tag == tag_at(*call.arena, peer, epoch))
+            return {call.rank, peer};
+    }
+    return {peer, call.rank};
+}
+
 // The peer is in a call of our epoch: is it the same call?
 void compare_calls(const Call& call, const FlagWait& wait, uint32_t seen_tag, int64_t waited_ns) {
     const CallDescriptor& theirs = call.arena->control(wait.flag.source)->calls[call.slot()];
@@ -39,25 +74,68 @@ void compare_calls(const Call& call, const FlagWait& wait, uint32_t seen_tag, in
     const bool same_site = described && call.site == theirs.site && call.op_name == theirs.op;
     Failure failure = failure_at(call, wait, same_site ? FailureCode::shape_mismatch : FailureCode::site_mismatch,
                                  wait.flag.source, waited_ns);
-    set_text(failure.got, same_site   ? std::string(theirs.shape)
-                          : described ? std::string(theirs.op) + " at site '" + theirs.site + "'"
-                                      : std::string("a call of another epoch"));
-    set_text(failure.wanted, same_site ? call.shape_text : call.op_name + " at site '" + call.site + "'");
+    std::string got = same_site   ? std::string(theirs.shape)
+                      : described ? std::string(theirs.op) + " at site '" + theirs.site + "'"
+                                  : std::string("a call of another epoch");
+    std::string wanted = same_site ? call.shape_text : call.op_name + " at site '" + call.site + "'";
+    if (described) {
+        const auto [culprit, other] = find_odd_one(call, wait.flag.source);
+        if (culprit == call.rank) std::swap(got, wanted);
+        failure.culprit = culprit;
+        failure.reporter = other;
+    }
+    set_text(failure.got, got);
+    set_text(failure.wanted, wanted);
     throw CallFailed(failure);
 }
 
-// The rank that delays `peer`: `peer` itself, unless it is alive and waits for another rank.
-int culprit_behind(const Call& call, int peer) {
-    int blamed = peer;
-    for (int hops = 0; hops < call.ranks; ++hops) {
-        const ControlBlock* block = call.arena->control(blamed);
-        if (gone(block) || now_ns() - block->heartbeat_ns.load(std::memory_order_relaxed) > fresh_ns) return blamed;
-        int next = block->waiting[copy_queue].load(std::memory_order_relaxed);
-        if (!next) next = block->waiting[compute_queue].load(std::memory_order_relaxed);
-        if (!next || next - 1 == call.rank) return blamed;
-        blamed = next - 1;
+// The epoch of the last call that a rank has published.
+uint32_t last_epoch(Arena& arena, int rank) {
+    uint32_t last = 0;
+    for (const CallDescriptor& call : arena.control(rank)->calls) {
+        const uint32_t epoch = epoch_of(call.stamp.load(std::memory_order_relaxed));
+        if (epoch && (!last || reached(epoch, last))) last = epoch;
     }
-    return peer;  // they wait in a circle
+    return last;
+}
+
+// The rank that delays the group: one that the waits from `peer` on lead to, over both queues of each rank, and that is gone,
+// does not run, or waits for no rank. Of several the one in the earliest call, then the one silent for longest. What a rank
+// that does not run has been waiting for tells nothing, but is followed too: an innocent rank may run late on a busy machine.
+int find_culprit(const Call& call, int peer, int64_t waited_ns) {
+    struct Candidate {
+        int rank;
+        uint32_t epoch;
+        int64_t silent_ns;
+    };
+    std::vector<Candidate> candidates;
+    std::vector<int> todo{peer};
+    std::vector<bool> seen(static_cast<size_t>(call.ranks));
+    while (!todo.empty()) {
+        const int rank = todo.back();
+        todo.pop_back();
+        if (seen[rank]) continue;
+        seen[rank] = true;
+        const ControlBlock* block = call.arena->control(rank);
+        bool waits = false;
+        for (const auto& word : block->waiting) {
+            const int next = word.load(std::memory_order_relaxed);
+            if (next) todo.push_back(next - 1), waits = true;
+        }
+        if (rank == call.rank) continue;
+        if (gone(block)) return rank;
+        const int64_t silent = now_ns() - block->heartbeat_ns.load(std::memory_order_relaxed);
+        if (!waits || silent > std::max(fresh_ns, waited_ns / 4)) {
+            candidates.push_back({rank, last_epoch(*call.arena, rank), silent});
+        }
+    }
+    if (candidates.empty()) return peer;  // they wait in a circle
+    return std::min_element(candidates.begin(), candidates.end(),
+                            [](const Candidate& a, const Candidate& b) {
+                                if (a.epoch != b.epoch) return !reached(a.epoch, b.epoch);
+                                return a.silent_ns > b.silent_ns;
+                            })
+        ->rank;
 }
 
 }  // namespace
@@ -66,14 +144,20 @@ bool wait_until(const std::function<bool()>& condition, int64_t deadline_ns, con
     for (int i = 0; i < 200; ++i) {
         if (condition()) return true;
     }
+    const int64_t begin = now_ns();
     for (int i = 0; i < 50; ++i) {
         sched_yield();
         if (condition()) return true;
     }
+    int64_t last = begin;
     for (int64_t sleep_ns = 20'000;; sleep_ns = std::min<int64_t>(sleep_ns * 5 / 4, 300'000)) {
         look();
         if (condition()) return true;
-        if (now_ns() > deadline_ns) return false;
+        const int64_t now = now_ns(), paused = now - last;
+        // The process was stopped, or its machine was: the peers probably too. That time does not count.
+        if (paused > overslept_ns && deadline_ns < INT64_MAX - paused) deadline_ns += paused;
+        last = now;
+        if (now > deadline_ns) return false;
         timespec t{0, sleep_ns};
         nanosleep(&t, nullptr);
     }
@@ -114,20 +198,15 @@ void wait_for_flag(const Call& call, const FlagWait& wait, int queue, const std:
                 }
             }
         };
-        bool came = false;
-        try {
-            came = wait_until(arrived, begin + settings().step_timeout_ns.load(std::memory_order_relaxed), look);
-        } catch (...) {
-            mine->waiting[queue].store(0, std::memory_order_relaxed);
-            throw;
-        }
-        mine->waiting[queue].store(0, std::memory_order_relaxed);
-        if (!came) {
-            const int culprit = culprit_behind(call, wait.flag.source);
-            Failure failure = failure_at(call, wait, FailureCode::peer_timeout, culprit, now_ns() - begin);
+        // A wait that fails leaves `waiting`: it shows the others, which may fail at the same time, whom this rank waited for.
+        if (!wait_until(arrived, begin + settings().step_timeout_ns.load(std::memory_order_relaxed), look)) {
+            const int64_t waited = now_ns() - begin;
+            Failure failure =
+                failure_at(call, wait, FailureCode::peer_timeout, find_culprit(call, wait.flag.source, waited), waited);
             failure.observed = epoch_of(seen);
             throw CallFailed(failure);
         }
+        mine->waiting[queue].store(0, std::memory_order_relaxed);
     }
     if (wait.back == 0 && (epoch_of(seen) != static_cast<uint32_t>(epoch) || tag_of(seen) != call.tag)) {
         compare_calls(call, wait, tag_of(seen), 0);

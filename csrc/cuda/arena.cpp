@@ -1,5 +1,6 @@
 #include "cuda/arena.h"
 
+#include <algorithm>
 #include <cstdio>
 
 #include "core/settings.h"
@@ -60,7 +61,10 @@ CudaArena::CudaArena(int device, std::shared_ptr<ShmArena> host, const std::vect
     check(cudaHostAlloc(&record, sizeof(WaitFailure), pinned), "allocate the failure record");
     group_.failure = new (record) WaitFailure{};
     check(cudaHostAlloc(reinterpret_cast<void**>(&abort_source_), 2 * sizeof(uint64_t), pinned), "allocate the abort words");
+    check(cudaHostAlloc(&record, sizeof(Progress), pinned), "allocate the progress record");
+    progress_ = new (record) Progress{};
     check(cudaStreamCreateWithFlags(&abort_stream_, cudaStreamNonBlocking), "create a stream");
+    check(cudaEventCreateWithFlags(&progress_end_, cudaEventDisableTiming), "create an event");
     check(cudaEventCreateWithFlags(&last_call_end, cudaEventDisableTiming), "create an event");
     preload_waits();
     preload_data();
@@ -84,6 +88,8 @@ CudaArena::~CudaArena() {
         cudaFree(group_.local);
         cudaFreeHost(group_.failure);
         cudaFreeHost(abort_source_);
+        cudaFreeHost(progress_);
+        cudaEventDestroy(progress_end_);
         cudaStreamDestroy(abort_stream_);
         cudaEventDestroy(last_call_end);
     } catch (...) {  // the driver is shutting down, or no thread can start: memory that the device may use is not freed
@@ -184,9 +190,120 @@ void CudaArena::poll() {
 int CudaArena::find_dead_rank() {
     for (int r = 0; r < ranks(); ++r) {
         const ControlBlock* block = control(r);
-        if (r != rank() && block && start_time_of(block->pid) != block->start_time) return r;
+        if (r != rank() && block && gone(block)) return r;
     }
     return -1;
+}
+
+// Copies on the stream of aborts, which waits for no kernel. A copy that is late, as with one hardware queue for all streams,
+// is left to the next call.
+CudaArena::Progress CudaArena::read_progress(int64_t timeout_ns) {
+    const std::lock_guard<std::mutex> lock(progress_mutex_);
+    const DeviceScope scope(device_);
+    const RelaxedCapture relaxed;  // another thread may be capturing
+    if (!copying_progress_) {
+        const auto copy = [&](void* to, const void* from, size_t bytes) {
+            check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, abort_stream_), "read a group's progress");
+        };
+        copy(&progress_->shared, group_.shared[rank()], sizeof(SharedState));
+        copy(&progress_->local, group_.local, sizeof(LocalState));
+        check(cudaEventRecord(progress_end_, abort_stream_), "record an event");
+        copying_progress_ = true;
+    }
+    cudaError_t status = cudaErrorNotReady;
+    wait_until([&] { return (status = cudaEventQuery(progress_end_)) != cudaErrorNotReady; }, now_ns() + timeout_ns, [] {});
+    if (status == cudaErrorNotReady) {
+        cudaGetLastError();
+        return Progress{};
+    }
+    copying_progress_ = false;
+    check(status, "read a group's progress");
+    Progress progress = *progress_;
+    progress.known = true;
+    return progress;
+}
+
+// A rank may end correctly while this rank's last call still runs: it has sent all data then. Its death is a failure where the
+// device waits for it, and still does in the same call at the next look.
+void CudaArena::watch() {
+    if (const Failure* failure = Arena::aborted()) {  // a peer's host may have had
+                                                      // no way to tell the devices
+        abort(*failure);
+        return;
+    }
+    const int dead = find_dead_rank();
+    if (dead < 0) return;
+    const Progress progress = read_progress(10'000'000);
+    if (!progress.known) return;
+    const auto epoch = static_cast<uint32_t>(progress.local.epoch_and_lock);
+    if ((progress.shared.waiting >> dead & 1) == 0) {
+        suspect_ = -1;
+        return;
+    }
+    if (suspect_ != dead || suspect_epoch_ != epoch) {
+        suspect_ = dead, suspect_epoch_ = epoch;
+        return;
+    }
+    Failure failure;
+    failure.code = FailureCode::peer_died;
+    failure.reporter = rank();
+    failure.culprit = dead;
+    failure.expected = epoch;
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        const auto entry = names_.find(tag_of(progress.local.word[epoch % slots]));
+        const CallName& own = entry == names_.end() ? last_ : entry->second;
+        set_text(failure.op, own.op);
+        set_text(failure.site, own.site);
+    }
+    abort(failure);
+}
+
+std::vector<int> CudaArena::waiting_for() {
+    std::vector<int> list;
+    try {
+        const Progress progress = read_progress(100'000'000);
+        for (int r = 0; progress.known && r < ranks(); ++r) {
+            if (progress.shared.waiting >> r & 1) list.push_back(r);
+        }
+    } catch (const std::exception&) {  // a failed device
+    }
+    return list;
+}
+
+// Calls of a group run in issue order. Epochs are counted on the device, so they tell exactly which call runs, unless graphs of
+// torch's were replayed: then the running call is the first with its tag.
+void CudaArena::refine(std::vector<FlightEntry>& entries) {
+    Progress progress;
+    bool ended = false;
+    try {
+        ended = has_ended();
+        if (!ended) progress = read_progress(100'000'000);
+    } catch (const std::exception&) {  // a failed device
+        return;
+    }
+    if (!ended && !progress.known) return;
+    const auto epoch = static_cast<uint32_t>(progress.local.epoch_and_lock);
+    const bool runs = (progress.local.epoch_and_lock & group_lock) != 0;
+    const auto issued = [](const FlightEntry& entry) { return entry.state == CallState::issued; };
+    auto current = entries.end();
+    if (!ended && !captured_) {
+        current = std::find_if(entries.begin(), entries.end(), [&](const FlightEntry& e) {
+            return issued(e) && reached(static_cast<uint32_t>(e.epoch), epoch);
+        });
+        if (current != entries.end() && !runs && static_cast<uint32_t>(current->epoch) == epoch) ++current;
+    } else if (!ended) {
+        uint32_t tag = 0;
+        for (const uint64_t word : progress.local.word) {
+            if (epoch_of(word) == epoch) tag = tag_of(word);
+        }
+        current = std::find_if(entries.begin(), entries.end(), [&](const FlightEntry& e) { return issued(e) && e.tag == tag; });
+    }
+    for (auto entry = entries.begin(); entry != current; ++entry) {
+        if (issued(*entry)) entry->state = CallState::finished;
+    }
+    if (current == entries.end() || !issued(*current) || !runs) return;
+    current->state = progress.local.failed ? CallState::failed : CallState::started;
 }
 
 Failure CudaArena::failure_from(const WaitFailure& seen) {

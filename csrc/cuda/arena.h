@@ -36,6 +36,9 @@ class CudaArena final : public Arena {
     char* slot(int rank, int slot) override { return data_[rank] + slot * slot_bytes_; }
     int64_t slot_bytes() const override { return slot_bytes_; }
     void poll() override;
+    void watch() override;
+    void refine(std::vector<FlightEntry>& entries) override;
+    std::vector<int> waiting_for() override;
     void quiesce() override;
     const Failure* aborted() override;
     void abort(const Failure& failure) override;
@@ -74,6 +77,13 @@ class CudaArena final : public Arena {
     Failure failure_from(const WaitFailure& seen);
     void describe_mismatch(Failure& failure, int source, uint32_t seen_tag, uint32_t own_tag);
     int find_dead_rank();
+    // What the device is doing, copied while its kernels run. `known` false where no copy arrived within `timeout_ns`.
+    struct Progress {
+        SharedState shared;
+        LocalState local;
+        bool known = false;
+    };
+    Progress read_progress(int64_t timeout_ns);
 
     const int device_;
     std::shared_ptr<ShmArena> host_;
@@ -89,6 +99,13 @@ class CudaArena final : public Arena {
     std::map<uint32_t, CallName> names_;
     CallName last_;
     bool captured_ = false, reported_ = false;
+    std::mutex progress_mutex_;
+    Progress* progress_ = nullptr;        // pinned
+    cudaEvent_t progress_end_ = nullptr;  // of the last copy to it
+    bool copying_progress_ = false;
+    int suspect_ = -1;  // a dead rank that this rank's device waited for when
+                        // `watch` last looked, in that epoch
+    uint32_t suspect_epoch_ = 0;
 };
 
 // Makes a device current in a scope.

@@ -24,7 +24,7 @@ constexpr int max_words = 32;  // flags that one launch waits for or writes: one
 
 struct SharedState {
     uint64_t abort;    // 0, or packed by `pack_abort`: a rank has aborted
-    uint64_t waiting;  // 1 + the rank that this rank waits for, 0 if none
+    uint64_t waiting;  // bits of the ranks that this rank waits for
     uint64_t unused[30];
 };
 

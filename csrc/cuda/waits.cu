@@ -30,13 +30,15 @@ __device__ inline uint32_t epoch_half(uint64_t word) {
     return static_cast<uint32_t>(word >> 32);
 }
 
-// Returns the rank to blame when `peer` is late: the end of the chain of ranks that wait for each other.
+// Returns the rank to blame when `peer` is late: one that waits for no rank, at the end of the waits that begin at `peer`.
 __device__ int find_culprit(const Group& g, int peer) {
-    int blamed = peer;
-    for (int hops = 0; hops < g.ranks; ++hops) {
-        const uint64_t next = load_acquire(&g.shared[blamed]->waiting);
-        if (next == 0 || static_cast<int>(next) - 1 == g.rank) return blamed;
-        blamed = static_cast<int>(next) - 1;
+    uint64_t seen = 0, todo = 1ull << peer;
+    while (todo != 0) {
+        const int rank = __ffsll(static_cast<long long>(todo)) - 1;
+        seen |= 1ull << rank;
+        const uint64_t next = load_acquire(&g.shared[rank]->waiting);
+        if (next == 0 && rank != g.rank) return rank;
+        todo = (todo | next) & ~seen;
     }
     return peer;  // a cycle
 }
@@ -97,12 +99,15 @@ __device__ void wait_for(const Group& g, int slot, const WaitWord& w, uint64_t t
     uint64_t seen = load_acquire(flag);
     if (!arrived(seen)) {
         const uint64_t begin = now_ns();
-        volatile uint64_t* waiting = &own->waiting;
-        *waiting = w.source + 1;
+        auto* waiting = reinterpret_cast<unsigned long long*>(&own->waiting);
+        const unsigned long long bit = 1ull << w.source;
+        atomicOr(waiting, bit);
         for (uint32_t spin = 1;; ++spin) {
             seen = load_acquire(flag);
             if (arrived(seen)) break;
             if (spin % 8 == 0) {
+                // Another lane that waited for the same rank may have cleared the bit.
+                if ((*reinterpret_cast<const volatile unsigned long long*>(waiting) & bit) == 0) atomicOr(waiting, bit);
                 const uint64_t abort = load_acquire(&own->abort), now = now_ns(), waited = now - begin;
                 update_heartbeat(g, now);
                 const bool late = waited > timeout_ns, failed = load_failed(g.local) != 0;
@@ -118,7 +123,7 @@ __device__ void wait_for(const Group& g, int slot, const WaitWord& w, uint64_t t
             }
             __nanosleep(spin < 64 ? 32 : 256);
         }
-        *waiting = 0;
+        atomicAnd(waiting, ~bit);
     }
     const uint32_t tag = static_cast<uint32_t>(seen), own_tag = static_cast<uint32_t>(word);
     if (!w.past && tag != own_tag) fail(g, w, WaitOutcome::mismatch, word, static_cast<uint64_t>(expected) << 32 | tag, 0, 0);

@@ -24,7 +24,7 @@ import torch
 
 from .. import settings
 from ..extension import extension
-from ..session import inherited_groups
+from ..session import flight, inherited_groups
 from ..session.bind import bind
 from ..session.site_mismatch import make_error
 from . import (
@@ -71,7 +71,7 @@ def run_fallback(op: str, *args: Any) -> Any:
 _C = load()
 for _definition in DEFINITIONS.values():
     _definition.register()
-_C.install(provide=ScheduleProvider(), bind=bind, fallback=run_fallback, make_error=make_error)
+_C.install(provide=ScheduleProvider(), bind=bind, fallback=run_fallback, make_error=make_error, on_error=flight.attach)
 inherited_groups.install(_C)
 settings.apply()
 # Sessions hold Python objects, so they must be closed while the interpreter lives.

@@ -15,12 +15,17 @@ from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
 from .. import errors
+from .wait_limit import WaitLimit
 
 T = TypeVar("T")
+_POLL_S = 0.25
 
 
 class AbortSignal:
-    """The abort of one session of a group on one device type. `members`: its process group, held weakly."""
+    """The abort of one session of a group on one device type. `members`: its process group, held weakly.
+
+    It also lists the sessions of this process, those in the making included.
+    """
 
     def __init__(self, group: str, device: str = "", members: Any = None) -> None:
         self.group, self.device = group, device
@@ -28,7 +33,10 @@ class AbortSignal:
         self._lock = threading.RLock()  # reentrant: a signal handler may abort the group whose wait it interrupts
         self._waits: set[Future[Any]] = set()
         self._reason = ""
-        self._core: Any = None
+        self.core: Any = None
+        """The C++ session, None while it is being made."""
+        self.token = ""
+        """A text that is equal on all ranks of the session, and no other session's."""
 
     def set(self, reason: str) -> bool:
         """End this rank's waits. Do not wait for them. Return False where that was done before."""
@@ -36,7 +44,7 @@ class AbortSignal:
             if self._reason:
                 return False
             self._reason = reason
-            waits, core = list(self._waits), self._core
+            waits, core = list(self._waits), self.core
         if core is not None:
             core.abort(reason)
         for wait in waits:
@@ -47,7 +55,7 @@ class AbortSignal:
     def attach(self, core: Any) -> None:
         """Take the session that the waits were for. Abort it where the group was aborted meanwhile."""
         with self._lock:
-            self._core = core
+            self.core = core
             reason = self._reason
         if reason:
             core.abort(reason)
@@ -66,8 +74,14 @@ class AbortSignal:
         with self._lock:
             self.check(where)
             self._waits.add(outcome)
+        deadline = WaitLimit(timeout_s)
         try:
-            return outcome.result(timeout_s)
+            while True:
+                try:
+                    return outcome.result(min(_POLL_S, timeout_s))
+                except TimeoutError:
+                    if outcome.done() or deadline.is_over():
+                        raise
         except errors.GroupAbortedError:
             raise self.error(where) from None
         finally:

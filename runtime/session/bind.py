@@ -13,6 +13,7 @@ C++ calls `bind` at the group's first call. Each step is one exchange with the i
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 import weakref
 from collections.abc import Sequence
@@ -74,7 +75,7 @@ def bind(group: str, device: str, slot_bytes: int, op: str, site: str) -> Sessio
     session.abort = abort
     abort.attach(session.core)
     _sessions[group, device] = session
-    if session.slot_bytes:
+    if ranks > 1:
         watchdog.watch(session)
     _log_session(session)
     return session
@@ -175,7 +176,7 @@ def _exchange_hosts(exchange: Exchange, device: str, slot_bytes: int, doing: str
     """Return every rank's host, GPU, builds and requested slot size. BuildMismatchError where builds differ."""
     info = extension().build_info()
     versions = {"version": info["version"], "torch": info["torch"]}
-    own = {**versions, "host": host_id(device), "slot": slot_bytes}
+    own = {**versions, "host": host_id(device), "slot": slot_bytes, "token": secrets.token_hex(8)}
     if device == "cuda":
         from . import symm_mem
 
@@ -186,6 +187,7 @@ def _exchange_hosts(exchange: Exchange, device: str, slot_bytes: int, doing: str
     except errors.PeerTimeoutError as timeout:
         digest = SiteId.parse(exchange.site).digest
         raise plan_announcements.explain_timeout(exchange, "hosts", digest, timeout) from None
+    exchange.abort.token = hosts[0]["token"]
     for peer, host in enumerate(hosts):
         peer_versions = {key: host[key] for key in versions}
         if peer_versions != versions:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import errors, settings
+from .wait_limit import WaitLimit
 
 
 def wait_for_event(description: str, event: Any = None) -> None:
@@ -29,16 +30,16 @@ def wait_for_event(description: str, event: Any = None) -> None:
 def wait_until(is_done: Callable[[], bool], description: str, check: Callable[[], None] | None = None) -> None:
     """Wait until `is_done()`. Raise DeviceTimeoutError after the step deadline. `check`: called while waiting; it may raise."""
     timeout_s, pause = settings.current().step_timeout_s, 0.0
-    end = time.monotonic() + timeout_s
+    end = WaitLimit(timeout_s)
     while not is_done():
         if check:
             check()
-        if time.monotonic() > end:
+        if end.is_over():
             raise errors.DeviceTimeoutError(
                 f"{description} did not end on this rank's device within {timeout_s:g} s",
                 got="work on its stream is still running, or queued behind other work",
                 expected="the work ends by itself: waits for peers have deadlines",
-                fix="look for work issued before it; if that work is only slow, raise UB_OVERLAP_STEP_TIMEOUT_S",
+                fix=f"look for work issued before it; if that work is only slow, {settings.advise('step_timeout_s')}",
             )
         time.sleep(pause)  # releases the GIL
         pause = min(pause + 2e-5, 1e-3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,6 +60,11 @@ def _compare_texts(
     digest = plans[exchange.rank]["digest"]
     own = {"text": load_plan_text(digest), "graphs": plan_graphs.pack_graphs(digest)}
     sent = own if exchange.rank in senders else None
-    texts = exchange.gather_from(mismatched[:1], f"text/{number}", sent, "init", "compare plans", check)
+
+    def check_alive() -> None:
+        with contextlib.suppress(errors.PeerFailedError):  # a rank that has its text already has raised the mismatch
+            check()
+
+    texts = exchange.gather_from(mismatched[:1], f"text/{number}", sent, "init", "compare plans", check_alive)
     texts[exchange.rank] = own
     return plan_mismatch_error(exchange, {rank: {**plans[rank], **text} for rank, text in texts.items()}, mismatched)

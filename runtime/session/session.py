@@ -75,7 +75,9 @@ class Session:
         """Return the error of a failed call without consuming it: the next op on the group and `check` still raise it."""
         try:
             if self._arena is not None:
-                extension().Arena.check(getattr(self._arena, "core", self._arena))
+                memory = getattr(self._arena, "core", self._arena)
+                memory.watch()  # a device does not see that a peer's process is gone
+                extension().Arena.check(memory)
         except errors.UbOverlapError as error:
             return error.with_traceback(None)  # a traceback would keep this session's memory
         return None

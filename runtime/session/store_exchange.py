@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 from .. import errors, settings
 from .abort_signal import AbortSignal
 from .daemon_thread import run_in_daemon_thread
+from .wait_limit import WaitLimit
 
 T = TypeVar("T")
 Deadline = Literal["init", "step"]
@@ -183,7 +183,7 @@ class Exchange:
         if own is not None:
             self.store.set(self._key(topic, self.rank), json.dumps(own))
         timeout_s, pause = deadline_seconds(deadline), 0.0005
-        end = time.monotonic() + timeout_s
+        end = WaitLimit(timeout_s)
         failure: Exception | None = None
         while not cancelled.is_set():
             for rank in sources:
@@ -197,11 +197,10 @@ class Exchange:
             failure = self._find_failure(missing, check)
             if failure:
                 continue  # a text that the peer wrote before it failed counts first: poll once more
-            if time.monotonic() > end:
+            if end.is_over():
                 late = errors.ranks_text(missing)
                 what = f"{late} of the group did not arrive at {doing} within {timeout_s:g} s"
-                setting = f"UB_OVERLAP_{deadline.upper()}_TIMEOUT_S"
-                fix = f"look at the log and the stack of {late}; if it is only slow, raise {setting}"
+                fix = f"look at the log and the stack of {late}; if it is only slow, {settings.advise(f'{deadline}_timeout_s')}"
                 raise self._timeout_error(what, missing, topic, errors.ranks_text(sorted(texts)), fix)
             cancelled.wait(pause)
             pause = min(pause * 1.5, 0.02)

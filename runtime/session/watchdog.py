@@ -6,7 +6,8 @@ It logs a failure once, with the full text, as an error of the logger "ub_overla
 (csrc/core/arena.h), so the next op on the group and `check_errors()` still raise the error.
 
 It also frees the memory of destroyed groups. torch has no hook for destroy_process_group(), and programs keep references to
-destroyed groups, so finalizers of group objects would come late.
+destroyed groups, so finalizers of group objects would come late. And it writes a flight record after SIGUSR1 (flight.py), and
+ends waits of a GPU for a rank whose process is gone.
 """
 
 from __future__ import annotations
@@ -16,20 +17,28 @@ import logging
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from .. import errors
 from ..extension import extension
+from . import flight
 from .daemon_thread import run_in_daemon_thread
 
 log = logging.getLogger("ub_overlap.runtime")
 
 
 class Watchdog:
-    """Polls objects with `group` and `pending_error() -> Exception | None`. Holds them weakly."""
+    """Polls objects with `group` and `pending_error() -> Exception | None`. Holds them weakly.
 
-    def __init__(self, period_s: float = 0.25) -> None:
+    `on_start`: called before the thread starts. `on_poll`: called by the thread each time.
+    """
+
+    def __init__(
+        self, period_s: float = 0.25, on_start: Callable[[], None] | None = None, on_poll: Callable[[], None] | None = None
+    ) -> None:
         self.period_s = period_s
+        self._on_start, self._on_poll = on_start, on_poll
         self._lock = threading.Lock()
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
         self._failed: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -42,6 +51,8 @@ class Watchdog:
             self._watched.add(session)
             if self._thread is None:
                 self._stopping = threading.Event()
+                if self._on_start:
+                    self._on_start()
                 atexit.unregister(self.stop)
                 # Runs before handlers registered earlier: before the sessions close (runtime/ops/__init__.py).
                 atexit.register(self.stop)
@@ -76,8 +87,10 @@ class Watchdog:
 
     def poll(self) -> None:
         """Check every session once. A session that has failed is only watched for its end."""
+        if self._on_poll:
+            self._on_poll()
         with self._lock:
-            sessions = list(self._watched)
+            sessions = [session for session in self._watched if session not in self._failed]
         for session in sessions:
             try:
                 error: Exception | None = session.pending_error()
@@ -91,6 +104,7 @@ class Watchdog:
                     log.error("group '%s' has failed: %s: %s", session.group, type(error).__name__, error)
 
 
-_watchdog = Watchdog()
+_watchdog = Watchdog(on_start=flight.catch_signal, on_poll=flight.dump_if_signalled)
 watch = _watchdog.watch
 os.register_at_fork(after_in_child=_watchdog.reset_after_fork)
+os.register_at_fork(after_in_child=flight.release_signal)

@@ -8,6 +8,8 @@ class Arena:
     def slot_bytes(self) -> int: ...
     def check(self) -> None:
         """Raise what a peer reported."""
+    def watch(self) -> None:
+        """End waits of a device for a rank that is gone or has failed. For a watchdog."""
     def fail(self, text: str, op: str, site: str) -> None:
         """Tell all ranks that this one failed, unless they know of a failure."""
 
@@ -75,6 +77,11 @@ class Session:
         """The error that made the session unusable, or ""."""
     def check(self) -> None:
         """Raise the first error so far."""
+    @property
+    def calls(self) -> int: ...
+    def flight(self) -> list[tuple[int, int, str, str, str, str, str, int, int, int]]:
+        """Return the calls that the flight recorder keeps, oldest first (runtime/session/flight.py: FIELDS)."""
+    def waiting_for(self) -> list[int]: ...
     def abort(self, reason: str) -> None:
         """End the session's waits here and on its peers. Idempotent, from any thread."""
     def close(self) -> None: ...
@@ -87,8 +94,9 @@ def install(
     bind: Callable[[str, str, int, str, str], Any],
     fallback: Callable[..., Any],
     make_error: Callable[[str, dict[str, str]], BaseException],
+    on_error: Callable[[BaseException], None],
 ) -> None:
-    """Set the callbacks into Python: schedules, sessions, c10d fallbacks, errors."""
+    """Set the callbacks into Python: schedules, sessions, c10d fallbacks, errors, and what is done before one is raised."""
 
 def set_provider(provide: _Provide) -> None:
     """Replace the schedule provider and forget its schedules."""
@@ -97,6 +105,10 @@ def set_step_timeout(seconds: float, /) -> None: ...
 def set_replay(on: bool, /) -> None:
     """Set whether repeated calls are recorded and replayed (CUDA)."""
 
+def set_flight_calls(calls: int, /) -> None: ...
+def catch_dump_signal() -> bool: ...
+def release_dump_signal() -> None: ...
+def take_dump_signal() -> bool: ...
 def set_trace(on: bool, /) -> None:
     """Set whether the step times of each site's last call are kept."""
 
@@ -159,6 +171,9 @@ class testing:
         """Return the name of each push since count_ranges(True), and "" for each pop."""
     @staticmethod
     def reset() -> None: ...
+    @staticmethod
+    def time_flight_recorder(calls: int, sites: int) -> float:
+        """Return the nanoseconds of host time to record one call."""
     @staticmethod
     def hold_group_lock(arena: CudaArena, /) -> None:
         """Take the group's lock on the device, as a call that never ends. Defined in builds with CUDA only."""

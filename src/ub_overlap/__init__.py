@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         matmul_reduce_scatter,
     )
     from ub_overlap.runtime.session.abort import abort
+    from ub_overlap.runtime.session.flight import flight_record
     from ub_overlap.runtime.settings import Settings, configure
     from ub_overlap.runtime.settings import current as settings
     from ub_overlap.runtime.stats import SiteStats, site_stats
@@ -50,6 +51,7 @@ __all__ = [
     "configure",
     "errors",
     "explain",
+    "flight_record",
     "fp8_state",
     "initialize_group",
     "matmul_all_reduce",
@@ -78,6 +80,7 @@ if not TYPE_CHECKING:
         "configure": ("ub_overlap.runtime.settings", "configure"),
         "errors": ("ub_overlap.runtime.errors", ""),
         "explain": ("ub_overlap.compiler.reports.explain", "explain"),
+        "flight_record": ("ub_overlap.runtime.session.flight", "flight_record"),
         "fp8_state": ("ub_overlap.runtime.fp8.amax_history", "fp8_state"),
         "initialize_group": ("ub_overlap.runtime.functional", "initialize_group"),
         "matmul_all_reduce": ("ub_overlap.runtime.functional", "matmul_all_reduce"),

@@ -36,6 +36,27 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         settings.from_environment()
 
 
+def test_integers_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UB_OVERLAP_FLIGHT_CALLS", "7")
+    monkeypatch.setenv("UB_OVERLAP_FLIGHT_SIGNAL", "0")
+    assert settings.from_environment() == settings.Settings(flight_calls=7, flight_signal=False)
+    for text in ("many", "7.5", "-1"):
+        monkeypatch.setenv("UB_OVERLAP_FLIGHT_CALLS", text)
+        with pytest.raises(errors.OptionError, match="UB_OVERLAP_FLIGHT_CALLS"):
+            settings.from_environment()
+
+
+def test_advice_names_what_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `configure` the environment variable no longer counts: advising it would not help."""
+    monkeypatch.setattr(settings, "_Holder", type("Holder", (), {"settings": None, "configured": frozenset()}))
+    assert settings.advise("step_timeout_s") == "raise UB_OVERLAP_STEP_TIMEOUT_S"
+    settings.configure(trace=False)
+    assert settings.advise("step_timeout_s") == "raise UB_OVERLAP_STEP_TIMEOUT_S"
+    before = settings.current().step_timeout_s
+    settings.configure(step_timeout_s=before)
+    assert settings.advise("step_timeout_s").startswith("raise step_timeout_s where ub_overlap.configure(...) sets it")
+
+
 def test_built_for_another_torch() -> None:
     with pytest.raises(errors.BuildMismatchError, match=r"9\.9\.9") as caught:
         check_build({"torch": "9.9.9"}, torch.__version__)

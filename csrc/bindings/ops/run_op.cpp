@@ -30,12 +30,17 @@ Executor& executor_of(at::Device device, Call& call) {
 
 }  // namespace
 
+PlainCall& plain_call() {
+    thread_local PlainCall current;
+    return current;
+}
+
 bool run_on_transport(Builder& b, const std::function<void(Call&)>& prepare) {
     b.seal();
     std::shared_ptr<Session> session = b.session();
     const bool strategy_is_none = b.call.strategy == "none";
     if (strategy_is_none || session->transport() == "c10d") {
-        session->verify_only(b.call);
+        plain_call() = {session, session->verify_only(b.call)};
         const std::string reason = strategy_is_none ? std::string("none") + dispatched_by() : session->reason();
         Stats::get().add(b.call.site, b.call.strategy, "c10d", reason, {}, false);
         return false;

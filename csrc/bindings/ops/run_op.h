@@ -16,6 +16,13 @@ namespace ub_overlap {
 // or the strategy is "none". `prepare` is called once the call's schedule is known.
 bool run_on_transport(Builder& b, const std::function<void(Call&)>& prepare = [](Call&) {});
 
+// The call that this thread is about to carry out by plain collectives, for the flight recorder.
+struct PlainCall {
+    std::shared_ptr<Session> session;
+    uint64_t number = 0;
+};
+PlainCall& plain_call();
+
 // Runs the body of an op: its device is current, the GIL is released, autograd and autocast are off below it, and our
 // exceptions become Python's.
 template <typename Body>

@@ -22,7 +22,7 @@ from ub_overlap import __version__
 from ub_overlap._versions import REQUIREMENT, SUPPORTED_TORCH, is_supported_torch
 from ub_overlap.compiler.text.terminal import paint, wants_color
 
-from .parsers import Parser, add_verb, input_file, input_path, non_negative_int, output_file
+from .parsers import Parser, add_verb, input_file, input_folder, input_path, non_negative_int, output_file
 from .redact import redact_variable
 
 DEADLINE_S = 120
@@ -196,8 +196,11 @@ def _reading() -> Verdict:
 def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
     parser = add_verb(
         verbs, "doctor", "report what works on this machine, what does not, and why", parents=[as_json],
-        examples=["doctor", "doctor --json", "doctor --bundle report.zip --log train.log"],
-        exits={0: "some overlap works here, or the bundle was written", 1: "no overlap works"},
+        examples=["doctor", "doctor --json", "doctor --bundle report.zip --log train.log", "doctor --flight flight/"],
+        exits={
+            0: "some overlap works here, the bundle was written, or no rank is at fault",
+            1: "no overlap works, or a rank is at fault",
+        },
     )  # fmt: skip
     bundle = parser.add_argument_group("a bug report")
     bundle.add_argument(
@@ -216,11 +219,17 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="a log, or a folder of logs or flight records, to include; the end of large files",
     )
+    parser.add_argument(
+        "--flight", type=input_folder, metavar="DIR",
+        help="merge the flight records of all ranks in DIR: which rank is behind, at which site, and who disagrees",
+    )  # fmt: skip
     parser.set_defaults(run=lambda flags: run(flags, parser))
 
 
 def run(flags: argparse.Namespace, parser: Parser) -> int:
     """Print the facts and verdicts. Return 0 if some overlap works, else 1. With --bundle write them to a file."""
+    if flags.flight:
+        return show_flight(flags)
     if flags.bundle:
         return write_bundle(flags)
     if flags.plan or flags.report or flags.log:
@@ -231,6 +240,15 @@ def run(flags: argparse.Namespace, parser: Parser) -> int:
     else:
         print(text(facts))
     return 0 if any(v["works"] for v in facts["verdicts"] if v["what"].startswith("overlap between")) else 1
+
+
+def show_flight(flags: argparse.Namespace) -> int:
+    """Print what the flight records of all ranks say. Return 1 if a rank is at fault, else 0."""
+    from . import flight
+
+    findings = flight.merge(flight.read_folder(flags.flight))
+    print(json.dumps([finding.to_dict() for finding in findings]) if flags.json else flight.text(findings))
+    return 1 if any(finding.ranks_at_fault for finding in findings) else 0
 
 
 def write_bundle(flags: argparse.Namespace) -> int:

@@ -129,6 +129,16 @@ def input_path(text: str) -> Path:
     return Path(text) if Path(text).is_dir() and os.access(text, os.R_OK | os.X_OK) else input_file(text)
 
 
+def input_folder(text: str) -> Path:
+    """Return the path of a folder: the type of an argument."""
+    path = Path(text)
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is a file; give a folder" if path.exists() else f"folder not found: {text!r}"
+        )
+    return path
+
+
 def positive(text: str) -> float:
     """Return a number above 0: the type of an argument."""
     return _number(text, float, lambda value: value > 0, "a number above 0")
