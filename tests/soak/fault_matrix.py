@@ -21,8 +21,7 @@ ALL_OPS = (*OPS, "SAG", "SRS")
 ABORTED = ("GroupAbortedError", "PeerFailedError")
 TIMEOUT, FAILED, MISMATCH, SHAPE = ("PeerTimeoutError",), ("PeerFailedError",), ("SiteMismatchError",), ("ShapeMismatchError",)
 PATIENCE = 10.0
-"""Ranks see a dead process long before the deadline. Trials with one have a deadline that is so many times longer, with the same
-limit."""
+"""Ranks see a dead process long before the deadline: trials with one have a deadline so many times longer, and the same limit."""
 
 
 @dataclass(frozen=True)
