@@ -165,12 +165,6 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _advise(setting: str) -> str:
-    from . import settings  # imports this module
-
-    return settings.advise(setting)
-
-
 def _peer_timeout(fields: dict[str, str]) -> UbOverlapError:
     rank, waited, silent = int(fields["ranks"]), fields["waited_s"], float(fields["silent_s"])
     label = f"rank {rank} of the group"
@@ -198,7 +192,7 @@ def _peer_timeout(fields: dict[str, str]) -> UbOverlapError:
         expected="" if is_gone else f"epoch {awaited}",
         fix=f"look at the log of rank {rank}"
         if is_gone
-        else f"look at the log and the stack of rank {rank}; if it is only slow, {_advise('step_timeout_s')}",
+        else f"look at the log and the stack of rank {rank}; if it is only slow, {fields['advice']}",
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from .. import errors
+from .. import errors, settings
 from ..site_id import SiteId
 from .plan_mismatch import find_stored_site
 
@@ -20,7 +20,7 @@ def make_error(name: str, fields: dict[str, str]) -> errors.UbOverlapError:
     """Return the error that C++ describes by class name and fields."""
     if name == "SiteMismatchError" and (error := _other_inputs(fields)):
         return error
-    return errors.make(name, fields)
+    return errors.make(name, {**fields, "advice": settings.advise("step_timeout_s")})
 
 
 def _other_inputs(fields: dict[str, str]) -> errors.ShapeMismatchError | None:
