@@ -84,6 +84,7 @@ def make_decision(
     saved = joint_decision(candidate.collective.node).saved_activation if is_forward else None
     explanation = _explain(candidate, override, assignment, independent)
     facts = describe_site(candidate, shown, context.groups)
+    facts["source"] = facts["source"] or context.calling_line
     return Decision(
         id=id,
         phase=context.phase,
@@ -104,7 +105,7 @@ def make_decision(
         scale=site.scale if isinstance(site, Reduction) else 1.0,
         bytes=bytes_sent(shown, wire_dtype) if shown else None,
         flops=sum(f for f in operations if f is not None) if operations and None not in operations else None,
-        **{**facts, "source": facts["source"] or context.calling_line},
+        **facts,
     )
 
 
