@@ -55,6 +55,10 @@ def delays(rank: int, world: int, kind: str, how: str, victim: int, step_s: floa
             else:
                 found = attempt(lambda: None if how == "skips the last" else call(name, rank, world, 6))
         else:
+            if how == "skips one":
+                time.sleep(
+                    0.2 + 0.2 * ((rank - victim) % world)
+                )  # the victim waits for the first that comes, and notices first
             found = attempt(lambda: call(name, rank, world, 6))
         dist.barrier()
         return found
