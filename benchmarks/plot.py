@@ -1,4 +1,4 @@
-"""Plot stored measurements. Without matplotlib a notice is printed instead."""
+"""Plot stored measurements. Without matplotlib a message is printed instead."""
 
 from __future__ import annotations
 

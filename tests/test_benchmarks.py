@@ -183,7 +183,7 @@ def test_report_refuses_other_files(
 
 
 def test_plot(tmp_path: Path) -> None:
-    """The plot is a PNG with matplotlib and a notice without it, never an error."""
+    """The plot is a PNG with matplotlib and a message without it, never an error."""
     row = stored(B=1.0, push=0.5, seq_g=2.0, torch_g=1.5, ours_g_pipelined=1.2, last_pipelined=0.25)
     document = {"benchmark": "ops", "ranks": 4, "devices": ["H200"], "torch": "2.11", "date": "today", "rows": [row]}
     path = tmp_path / "plot.png"

@@ -132,8 +132,8 @@ def test_an_announcement_that_dropped_plans_is_no_evidence(dropped: bool, monkey
         monkeypatch.setattr(module, "load_plan_text", lambda digest: plan)
     store = dist.HashStore()
     one = members(store, 2)[0]
-    notice = {"digests": ["bbbbbbbb"], "dropped": dropped, "digest": "bbbbbbbb", "site": "none of this plan"}
-    store.set(plan_announcements._key("g", "G", 1), json.dumps(notice))
+    announcement = {"digests": ["bbbbbbbb"], "dropped": dropped, "digest": "bbbbbbbb", "site": "none of this plan"}
+    store.set(plan_announcements._key("g", "G", 1), json.dumps(announcement))
     late = errors.PeerTimeoutError("late", ranks=(1,), phase="plan/1")
     found = plan_announcements.explain_timeout(one, "plan/1", "aaaaaaaa", late)
     assert (found is late) if dropped else isinstance(found, errors.PlanMismatchError) and found.ranks == (1,)
