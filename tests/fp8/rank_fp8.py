@@ -77,6 +77,11 @@ NO_OVERLAP: dict[str, Any] = {"overrides": {"*": "none"}}
 MicrobatchResult = tuple[bool, dict[str, list[str]], set[Any], set[str], dict[str, Tensor]]
 
 
+def mlp_sizes(world: int) -> dict[str, Any]:
+    """Return sizes of tests.models.dtensor_mlp in bf16 that float8 accepts on `world` ranks: 48 hidden channels and 16 tokens each."""
+    return {"dtype": torch.bfloat16, "length": 16 * world, "hidden": 48 * world}
+
+
 def run_microbatches(rank: int, world: int) -> MicrobatchResult:
     """Run an MLP with delayed scaling, two steps of two microbatches.
 
@@ -84,7 +89,7 @@ def run_microbatches(rank: int, world: int) -> MicrobatchResult:
     """
     runs = []
     for name, extra in (("plain", NO_OVERLAP), ("force", {})):
-        case = build(rank, world, "tests.models.dtensor_mlp", {"dtype": torch.bfloat16, "length": 32})
+        case = build(rank, world, "tests.models.dtensor_mlp", mlp_sizes(world))
         options: dict[str, Any] = {
             "fp8": {"recipe": "delayed", "state": name},
             "overlap": "force",
@@ -113,15 +118,14 @@ def run_microbatches(rank: int, world: int) -> MicrobatchResult:
 
 def run_unequal_ranks(rank: int, world: int) -> dict[str, list[float]]:
     """Return the relative errors, in norm, of outputs and gradients against 16 bits: an MLP whose ranks' values differ 8x."""
-    small = {"dtype": torch.bfloat16, "length": 32}
-    plain, case, other = (build(rank, world, "tests.models.dtensor_mlp", small) for _ in range(3))
+    plain, case, other = (build(rank, world, "tests.models.dtensor_mlp", mlp_sizes(world)) for _ in range(3))
     options = {"fp8": {"recipe": "delayed", "state": "unequal ranks"}, "inner": "aot_eager", "overlap": "force", **NO_OVERLAP}
     torch._dynamo.reset()
     state, errors = fp8_state("unequal ranks"), {}
 
     def call(run: Any, module: Any, outer: Any, size: float = 1.0, slope: float = 1.0) -> list[Tensor]:
         module.zero_grad(set_to_none=True)
-        inputs = [(x.detach() * ((1 + 7 * rank) * size)).requires_grad_() for x in outer]
+        inputs = [(x.detach() * ((1 + 7 * rank / max(1, world - 1)) * size)).requires_grad_() for x in outer]
         y = run(*inputs)
         y.backward(torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view(y.shape) * (8 - 7 * rank) * slope)
         return [y.detach(), inputs[0].grad, *(p.grad.to_local() for p in module.parameters())]  # type: ignore[list-item]
