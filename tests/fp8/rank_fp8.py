@@ -78,7 +78,7 @@ MicrobatchResult = tuple[bool, dict[str, list[str]], set[Any], set[str], dict[st
 
 
 def mlp_sizes(world: int) -> dict[str, Any]:
-    """Return sizes of tests.models.dtensor_mlp in bf16 that float8 accepts on `world` ranks: 48 hidden channels and 16 tokens each."""
+    """Return sizes of tests.models.dtensor_mlp that float8 accepts: 48 hidden channels and 16 tokens per rank, in bf16."""
     return {"dtype": torch.bfloat16, "length": 16 * world, "hidden": 48 * world}
 
 
