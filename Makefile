@@ -10,11 +10,12 @@ CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.hpp' -o -name '*.cpp' -o -
 SOURCES := $(shell find src compiler runtime tools csrc -type f -not -path '*/__pycache__/*' -not -path '*.egg-info/*' 2>/dev/null)
 SOURCES += $(wildcard setup.py build_tools/*.py pyproject.toml MANIFEST.in README.md LICENSE .ci/install)
 
-.PHONY: help demo test lint format install clean
+.PHONY: help demo test lint docs format install clean
 help:
 	@echo "make demo     train a small Llama on 2 local ranks, eager and through ub_overlap, side by side"
 	@echo "make test     all tests"
 	@echo "make lint     ruff, clang-format, pyrefly, words   make format   let ruff and clang-format rewrite"
+	@echo "make docs     the documentation as a site in build/docs; a broken link fails"
 	@echo "make install  set up .venv and install the package make clean    remove .venv and all that was built"
 
 demo: $(VENV)/.package
@@ -31,6 +32,10 @@ lint: $(VENV)/.package $(VENV)/.lint $(VENV)/.test
 	@$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 	@$(BIN)/python .ci/vocabulary
 
+docs: $(VENV)/.package $(VENV)/.docs
+	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+	@echo "docs: build/docs/index.html"
+
 format: $(VENV)/.base $(VENV)/.lint
 	@$(BIN)/ruff check --fix $(PY_DIRS) setup.py
 	@$(BIN)/ruff format $(PY_DIRS) setup.py
@@ -44,6 +49,10 @@ $(VENV)/.base: .ci/setup .ci/torch.txt .ci/build.txt
 
 $(VENV)/.test: $(VENV)/.base .ci/test.txt $(wildcard tests/models/requirements.txt)
 	@.ci/setup test $(VENV) $(PYTHON)
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.base .ci/docs.txt
+	@.ci/setup docs $(VENV) $(PYTHON)
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.base .ci/lint.txt
