@@ -1,7 +1,7 @@
 """Sphinx configuration of the site: `make docs` builds it in build/docs.
 
-The pages are plain Markdown and read well as files. Three things are added here: the tree of contents (contents.rst), the public
-API by autodoc (reference/autodoc.rst, written for each build), and links that leave docs/, which point to the repository.
+The pages are plain Markdown and read well as files. Three things are added here: the tree of contents (contents.rst), the
+public API by autodoc (reference/autodoc.rst, written for each build), and links that leave docs/, which point to the repository.
 """
 
 from __future__ import annotations
