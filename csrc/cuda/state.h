@@ -10,7 +10,7 @@
 // DONE words hold (epoch, site tag), as on the CPU. READY words are written by cuStreamWriteValue64, the documented way to
 // raise a flag behind a copy engine's data: it has a system-wide barrier and writes the word whole. Its value is fixed when
 // the call is issued or captured, before the epoch is known. So a READY word is 0 or `ready_word(tag)`, and its owner clears
-// it before it signals DONE to the word's writer. The checker's released rule proves that nobody reads or writes it between.
+// it before it signals DONE to the word's writer. The checker's released rule proves that this is safe.
 #pragma once
 
 #include <cstdint>
