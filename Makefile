@@ -5,7 +5,7 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-PY_DIRS := src compiler runtime tools build_tools examples tests benchmarks
+PY_DIRS := src compiler runtime tools build_tools examples tests benchmarks docs
 CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.hpp' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null | sort)
 SOURCES := $(shell find src compiler runtime tools csrc -type f -not -path '*/__pycache__/*' -not -path '*.egg-info/*' 2>/dev/null)
 SOURCES += $(wildcard setup.py build_tools/*.py pyproject.toml MANIFEST.in README.md LICENSE .ci/install)

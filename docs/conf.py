@@ -1,7 +1,8 @@
 """Sphinx configuration of the site: `make docs` builds it in build/docs.
 
 The pages are plain Markdown and read well as files. Three things are added here: the tree of contents (contents.rst), the
-public API by autodoc (reference/autodoc.rst, written for each build), and links that leave docs/, which point to the repository.
+public API by autodoc (reference/autodoc.rst, written for each build), and links that leave docs/, which point to the
+repository.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 import ub_overlap
 
 ROOT = Path(__file__).resolve().parents[1]
-METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+METADATA, REPOSITORY = PYPROJECT["project"], PYPROJECT["tool"]["ub_overlap"]["repository"].rstrip("/")
 
 project = METADATA["name"]
 author = "the ub_overlap authors"
@@ -57,19 +59,21 @@ def write_api_page(*_: Any) -> None:
 
 
 def link_to_repository(app: Any, docname: str, source: list[str]) -> None:
-    """Replace links to files outside of docs/, and to folders, by links to the repository."""
-    repository = METADATA.get("urls", {}).get("Repository", "").rstrip("/")
+    """Replace links to files outside of docs/, and to folders, by links to the repository; without one, by their text."""
     folder = (ROOT / "docs" / docname).parent
 
     def replaced(match: re.Match[str]) -> str:
-        file, hash_sign, anchor = match[1].partition("#")
+        text, link = match.groups()
+        file, hash_sign, anchor = link.partition("#")
         target = (folder / file).resolve()
         is_page = target.is_relative_to(ROOT / "docs") and target.is_file()
-        if not file or re.match(r"[a-z]+:", match[1]) or is_page or not target.is_relative_to(ROOT):
+        if not file or re.match(r"[a-z]+:", link) or is_page or not target.is_relative_to(ROOT):
             return match[0]
-        return f"]({repository}/blob/main/{target.relative_to(ROOT)}{hash_sign}{anchor})"
+        if not REPOSITORY:
+            return text
+        return f"[{text}]({REPOSITORY}/blob/main/{target.relative_to(ROOT)}{hash_sign}{anchor})"
 
-    source[0] = re.sub(r"\]\(([^)\s]+)\)", replaced, source[0])
+    source[0] = re.sub(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)", replaced, source[0])
 
 
 def setup(app: Any) -> None:

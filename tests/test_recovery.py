@@ -14,7 +14,7 @@ from torch import nn
 from tests.gpu.launch import launch
 
 ROOT = Path(__file__).resolve().parents[1]
-EXAMPLE = ROOT / "examples/recovery/train.py"
+EXAMPLE = ROOT / "examples/recovery/shrink.py"
 STEPS, KILLED = 5, 3
 
 

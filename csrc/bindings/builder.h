@@ -23,7 +23,7 @@ std::string text_of(const T& value) {
     return out.str();
 }
 
-// Whether ops can still find a group. destroy_process_group() ends that at once, whoever still holds the object.
+// Returns whether ops can still find a group. destroy_process_group() ends that at once, even if the object is still held.
 inline bool is_registered(const std::string& name, const c10::weak_intrusive_ptr<c10d::ProcessGroup>& group) {
     try {
         return c10d::resolve_process_group(name) == group.lock();

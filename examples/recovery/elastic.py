@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from train import train
+from shrink import train
 
 
 def main() -> None:

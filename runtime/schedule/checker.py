@@ -13,9 +13,9 @@ One call (`check`), over all ranks at once:
 Several calls (`check_sequence`): 1 and 2 across calls. Also, a call accesses an arena slot only after the previous call of the
 slot is done with it, and no flag word is overwritten before its waiter has seen it.
 
-A key (`check_key_proof`): `check`, and *released*: a rank signals READY to a peer only after it has seen the slot's earlier DONE of
-that peer, and signals DONE to a peer only after its waits for that peer's READY have ended. So an executor may clear a peer's
-READY words before it signals DONE to that peer. The CUDA executor does.
+A key (`check_key_proof`): `check`, and *released*: a rank signals READY to a peer only after it has seen the slot's earlier
+DONE of that peer, and signals DONE to a peer only after its waits for that peer's READY have ended. So an executor may clear
+a peer's READY words before it signals DONE to that peer. The CUDA executor does.
 
 **Why pairs are enough.** Let call X use a slot in epoch e, and let Y be the next user, in epoch e + SLOTS. `check_reuse`
 proves X and Y *without* the calls between them. So those may be any calls, even on plain c10d. Any earlier user of the slot

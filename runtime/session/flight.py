@@ -53,12 +53,10 @@ def flight_record(group: Group = None) -> list[dict[str, Any]]:
     One dict per group and device type: "group", "id" (equal on all ranks), "device", "rank", "ranks", "transport",
     "calls" (made so far), "waiting_for" (ranks, now) and "records": the last calls, oldest first, each a dict of
 
-        number, epoch             count of the group's calls; count of those on its own transport
-        state                     "enqueued" (waits for its plan or memory), "issued" (on the GPU's stream), "started",
-                                  "finished" or "failed"
-        op, site, strategy, shapes
-        enqueued_s, started_s, ended_s
-                                  host times in seconds since 1970; 0: not yet, or not known. "started" on a GPU: issued
+    - number, epoch: the count of the group's calls, and of those on its own transport
+    - state: "enqueued" (waits for its plan or memory), "issued" (on the GPU's stream), "started", "finished" or "failed"
+    - op, site, strategy, shapes
+    - enqueued_s, started_s, ended_s: host times in seconds since 1970; 0: not yet, or not known. "started" on a GPU: issued
 
     The setting `flight_calls` is the number of calls that are kept. Any thread may call this, also while an op waits.
     """

@@ -25,10 +25,10 @@ def make_error(name: str, fields: dict[str, str]) -> errors.UbOverlapError:
 
 def _other_inputs(fields: dict[str, str]) -> errors.ShapeMismatchError | None:
     """Return the error for ranks at one site of one graph that was compiled for different inputs, None elsewhere."""
-    rows = [_site_row(fields[side]) for side in ("got", "expected")]
-    if rows[0] is None or rows[1] is None:
+    theirs, own = (_site_row(fields[side]) for side in ("got", "expected"))
+    if theirs is None or own is None:
         return None
-    (their_graph, their_row), (own_graph, own_row) = rows
+    (their_graph, their_row), (own_graph, own_row) = theirs, own
     keys = ("id", "kind", "module")
     if their_graph != own_graph or any(their_row.get(key) != own_row.get(key) for key in keys):
         return None

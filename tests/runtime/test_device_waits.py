@@ -161,7 +161,8 @@ def test_names_of_meetings() -> None:
 
 FIELDS = {
     "op": "all_gather_matmul", "site": "s", "reporter": "1", "ranks": "1", "phase": "GROUP_LOCK", "chunk": "0",
-    "expected_epoch": "7", "observed_epoch": "0", "waited_s": "4", "silent_s": "-1", "dead": "0", "got": "", "expected": "", "advice": "",
+    "expected_epoch": "7", "observed_epoch": "0", "waited_s": "4", "silent_s": "-1", "dead": "0", "got": "", "expected": "",
+    "advice": "",
 }  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def test_what_ranks_must_share(other: str, reason: str) -> None:
 
 @pytest.mark.parametrize(("flags", "differing"), [(["-i"], ""), (["-p"], "pid namespaces"), (["-T"], "time namespaces")])
 def test_host_id_in_a_namespace(flags: list[str], differing: str) -> None:
-    """Ranks in pid or time namespaces of their own are told apart; IPC namespaces do not matter."""
+    """Ranks in pid or time namespaces of their own are distinguished; IPC namespaces do not matter."""
     program = "from ub_overlap.runtime.session.host import host_id; print(host_id('cpu'))"
     command = [sys.executable, "-c", program]
     apart = subprocess.run(["unshare", *flags, "-f", *command], cwd=ROOT, capture_output=True, text=True, timeout=60)

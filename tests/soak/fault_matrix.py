@@ -21,7 +21,7 @@ ALL_OPS = (*OPS, "SAG", "SRS")
 ABORTED = ("GroupAbortedError", "PeerFailedError")
 TIMEOUT, FAILED, MISMATCH, SHAPE = ("PeerTimeoutError",), ("PeerFailedError",), ("SiteMismatchError",), ("ShapeMismatchError",)
 PATIENCE = 10.0
-"""Ranks see a dead process long before the deadline: trials with one have a deadline so many times longer, and the same limit."""
+"""Trials with a dead process have a deadline so many times longer, and the same limit: ranks see a dead process at once."""
 
 
 @dataclass(frozen=True)

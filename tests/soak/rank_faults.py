@@ -61,7 +61,8 @@ def leaves(rank: int, world: int, device: str, kind: str, how: str, deadline: fl
 def binds(rank: int, world: int, device: str, kind: str, how: str, deadline: float, victim: int) -> dict[str, Any]:
     """The victim fails before the group's first call, or within it.
 
-    `how`: "exits" or "sleeps" before the call, "compiled" to exit after it compiled a graph of the group, a signal before the call, or "topic:signal" within it.
+    `how`: "exits" or "sleeps" before the call, "compiled" to exit after it compiled a graph of the group, a signal before the
+    call, or "topic:signal" within it.
     """
     scene = Scene(rank, world, device, kind, deadline, victim, bound=False)
     begin = time.time()

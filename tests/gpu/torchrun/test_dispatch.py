@@ -146,8 +146,9 @@ def tables(lockstep: Lockstep, group: str) -> str:
 
 
 def float8(lockstep: Lockstep, recipe: str, graphs: bool) -> str:
-    """Compare an overlapped float8 step with the same casts without overlap, and with 16 bits. Inputs differ 8x between the first
-    and the last rank.
+    """Compare an overlapped float8 step with the same casts without overlap, and with 16 bits.
+
+    Inputs differ 8x between the first and the last rank.
 
     The bound against 16 bits: of the four products that a gradient of `up` goes through, each rounds two operands to float8; an
     element's error is uniform within u of it, so u / sqrt(3) of it at most; errors add as squares, and three of them lie behind

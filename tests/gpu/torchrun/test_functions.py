@@ -235,7 +235,7 @@ def rebound(lockstep: Lockstep, group: str) -> str:
         pytest.skip("needs 3 GPUs")
     make = Maker(lockstep.device, lockstep.ranks)
     x, w = make.randn(32, 64, dtype=F32), make.randn(64, 48, dtype=F32, scale=0.1)
-    # With the backend of the world: torch 2.11 hangs in new_group of another backend, as ranks outside of the group take part in
+    # With the backend of the world: torch 2.11 hangs in new_group of another backend, since ranks outside of the group join
     # a split of the NCCL communicator that its members never call.
     pair = lockstep.new_group([0, 1])
     if pair:

@@ -1,7 +1,7 @@
 """Recover in the process: a rank is killed, and the others go on with a compiled tensor-parallel model.
 
-    python examples/recovery/train.py --ranks 3 --spares 0      the rest shards over 2 ranks
-    python examples/recovery/train.py --ranks 2 --spares 1      a spare process takes the place of the killed rank
+    python examples/recovery/shrink.py --ranks 3 --spares 0      the rest shards over 2 ranks
+    python examples/recovery/shrink.py --ranks 2 --spares 1      a spare process takes the place of the killed rank
 
 Every attempt has a fresh Store prefix, as torchft's quorums have. The launcher stands for a scheduler: it hosts the Store and
 says which processes are in an attempt. State is a checkpoint of full tensors, written after every step.
@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +26,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 import ub_overlap
 
@@ -33,18 +34,21 @@ TOKENS, WIDTH, HIDDEN = 12, 48, 96
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-def build(ranks: int, folder: Path) -> tuple[nn.Module, nn.Module, int]:
+def build(ranks: int, folder: Path) -> tuple[nn.Module, Callable[..., Any], int]:
     """Return (model, compiled model, first step), with the state of the last checkpoint, sharded over `ranks`."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
-    plan = {"0": ColwiseParallel(input_layouts=Shard(0)), "2": RowwiseParallel(output_layouts=Shard(0))}
+    plan: dict[str, ParallelStyle] = {
+        "0": ColwiseParallel(input_layouts=Shard(0)),
+        "2": RowwiseParallel(output_layouts=Shard(0)),
+    }
     parallelize_module(model, init_device_mesh("cpu", (ranks,)), plan)
     first = 0
     if (folder / "checkpoint.pt").exists():
         saved = torch.load(folder / "checkpoint.pt")
         set_model_state_dict(model, saved["model"], options=FULL)
         first = saved["step"] + 1
-    options = {"overlap": "force", "inner": "aot_eager"}
+    options: dict[str, Any] = {"overlap": "force", "inner": "aot_eager"}
     return model, torch.compile(model, backend="ub_overlap", options=options), first
 
 
