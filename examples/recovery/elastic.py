@@ -21,9 +21,11 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=5)
     flags = parser.parse_args()
-    # torchrun gives every restart its own prefix in the agent's Store.
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    rank, ranks, start = dist.get_rank(), dist.get_world_size(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    # Restarts share torchrun's Store, which still holds the addresses of the killed start. So each start has a prefix of its own.
+    start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    store, rank, ranks = next(dist.rendezvous("env://", timeout=timedelta(seconds=60)))
+    store = dist.PrefixStore(f"start-{start}", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     losses = train(rank, ranks, flags.steps, flags.folder, 3 if start == 0 and rank == ranks - 1 else -1)
     if rank == 0:
         print(f"start {start}: done {losses}", flush=True)
