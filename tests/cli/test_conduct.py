@@ -186,6 +186,8 @@ def test_examples_parse(parser: Parser, folder: Path) -> None:
         for word in words:
             if word.endswith((".json", ".gz", ".yaml", ".log")) and not word.startswith("-"):
                 Path(word).touch()
+            elif word.endswith("/"):
+                Path(word).mkdir()
         if "VERB" not in words:
             build_parser().parse_args(words)
 
