@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -77,7 +78,7 @@ def build_wheel(sdist: Path, python: Path, output: Path, cuda: str) -> Path:
         run([python, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", built, sdist], env=env)
         (wheel,) = Path(built).glob("*.whl")
         check_wheel(wheel, python, version, with_cuda=with_cuda)
-        return wheel.replace(output / wheel.name)
+        return Path(shutil.move(wheel, output / wheel.name))  # the temporary folder may be on another file system
 
 
 def check_wheel(wheel: Path, python: Path, torch_version: str, *, with_cuda: bool) -> None:
@@ -108,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = False
     try:
         sdist = build_sdist(flags.output)
-    except BuildError as error:
+    except (BuildError, OSError) as error:
         print(f"sdist: {error}", file=sys.stderr)
         return 1
     print(f"sdist  {sdist}", flush=True)
@@ -117,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             try:
                 python = make_environment(Path(folder), name) if is_version else Path(name)
                 print(f"wheel  {build_wheel(sdist, python, flags.output, flags.cuda)}", flush=True)
-            except BuildError as error:
+            except (BuildError, OSError) as error:  # OSError: e.g. no such Python
                 failed = True
                 print(f"{'torch ' if is_version else ''}{name}: {error}", file=sys.stderr)
     return 1 if failed else 0

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -160,3 +163,36 @@ def test_a_failed_wheel_is_reported_and_the_others_are_built(
     assert code == 1
     assert "bad: no torch there" in streams.err
     assert f"wheel  {tmp_path}/good.whl" in streams.out
+
+
+def test_a_missing_interpreter_does_not_stop_the_other_wheels(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    build = wheels.build_wheel
+
+    def build_or_pretend(sdist: Path, python: Path, output: Path, cuda: str) -> Path:
+        return output / "good.whl" if python.name == "good" else build(sdist, python, output, cuda)
+
+    monkeypatch.setattr(wheels, "build_wheel", build_or_pretend)
+    monkeypatch.setattr(wheels, "build_sdist", lambda folder: folder / "sdist.tar.gz")
+    missing = str(tmp_path / "no/python")
+    assert wheels.main(["--interpreter", missing, "--interpreter", "good", "--output", str(tmp_path)]) == 1
+    streams = capsys.readouterr()
+    assert f"{missing}: " in streams.err and f"wheel  {tmp_path}/good.whl" in streams.out
+
+
+def test_a_wheel_is_moved_to_another_file_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def run(command: Sequence[str | Path], **_: object) -> str:
+        if "wheel" in command:
+            (Path(command[command.index("-w") + 1]) / "x.whl").write_bytes(b"wheel")
+        return '["2.13.0+cpu", null]'
+
+    def cross_device(*_: object, **__: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(wheels, "run", run)
+    monkeypatch.setattr(wheels, "check_wheel", lambda *_, **__: None)
+    monkeypatch.setattr(os, "rename", cross_device)
+    monkeypatch.setattr(os, "replace", cross_device)
+    wheel = wheels.build_wheel(tmp_path / "sdist.tar.gz", Path("python"), tmp_path, "auto")
+    assert wheel == tmp_path / "x.whl" and wheel.read_bytes() == b"wheel"
