@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=5)
     flags = parser.parse_args()
-    # Restarts share torchrun's Store, which still holds the addresses of the killed start. So each start has a prefix of its own.
+    # Restarts share the Store of torchrun, which holds the addresses of the killed start. So each start has its own prefix.
     start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     store, rank, ranks = next(dist.rendezvous("env://", timeout=timedelta(seconds=60)))
     store = dist.PrefixStore(f"start-{start}", store)
