@@ -1,8 +1,8 @@
 """The flight recorder: the last calls of every group, as data, and in a file after an error or on SIGUSR1.
 
 C++ records each call (csrc/core/flight.h). Here the records of all groups become one JSON file per process, in one folder for
-all ranks of a host: $UB_OVERLAP_FLIGHT_DIR, else `flight` in the cache folder. `python -m ub_overlap doctor --flight DIR`
-merges the files of all ranks. The file has
+all ranks: $UB_OVERLAP_FLIGHT_DIR, else `flight` in the cache folder. Hosts may share the folder, so file names have the host.
+`python -m ub_overlap doctor --flight DIR` merges the files of all ranks. The file has
 
     {"version": 1, "rank": 0, "pid": 4711, "host": "node1", "time": 1.7e9, "reason": "PeerTimeoutError: ...", "groups": [...]}
 
@@ -15,6 +15,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -33,7 +34,8 @@ log = logging.getLogger("ub_overlap.runtime")
 
 VERSION = 1
 KEPT_FILES = 64
-"""Files in the folder. The oldest are removed."""
+KEPT_S = 86400.0
+"""The newest files of a host are kept, and those younger than a day: one fault may write a file for each of many ranks."""
 FIELDS = ("number", "epoch", "state", "op", "site", "strategy", "shapes", "enqueued_s", "started_s", "ended_s")
 """Of a call. Times: seconds since 1970, 0 where the call is not there yet."""
 _DUMPED = (errors.RankError, errors.GroupAbortedError, errors.ArenaError)
@@ -114,20 +116,34 @@ def dump(reason: str) -> str:
             "groups": groups,
         }
         with _lock:
-            path = stored_file.write(folder() / f"rank{content['rank']}-{os.getpid()}.json", json.dumps(content, indent=1))
-            _remove_old_files(path.parent)
+            name = f"rank{content['rank']}-{_host()}-{os.getpid()}.json"
+            path = stored_file.write(folder() / name, json.dumps(content, indent=1))
             _Last.path = str(path)
+            _remove_old_files(path.parent)
         return str(path)
     except Exception:
         log.debug("no flight record", exc_info=True)
         return ""
 
 
+def _host() -> str:
+    """Return the host as part of a file name."""
+    return re.sub(r"[^\w.-]", "_", socket.gethostname())
+
+
 def _remove_old_files(directory: Path) -> None:
-    files = sorted(directory.glob("rank*-*.json"), key=lambda file: file.stat().st_mtime)
-    for file in files[:-KEPT_FILES]:
-        with contextlib.suppress(OSError):
-            file.unlink()
+    """Remove old files that this host wrote. Its other ranks may do the same at the same time."""
+    name = re.compile(rf"rank-?\d+-{re.escape(_host())}-\d+\.json")
+    times: dict[Path, float] = {}
+    with contextlib.suppress(OSError):
+        for file in directory.iterdir():
+            if name.fullmatch(file.name):
+                with contextlib.suppress(OSError):
+                    times[file] = file.stat().st_mtime
+    for file in sorted(times, key=lambda file: times[file])[:-KEPT_FILES]:
+        if times[file] < time.time() - KEPT_S:
+            with contextlib.suppress(OSError):
+                file.unlink()
 
 
 def attach(error: BaseException) -> None:

@@ -31,7 +31,7 @@ def _write(
     group = {"group": "tp", "id": "abc", "device": "cpu", "rank": rank, "ranks": ranks, "transport": "shared memory"}
     group |= {"calls": len(sites), "waiting_for": list(waiting), "records": records}
     content = {"version": 1, "rank": rank, "pid": 7, "host": "h", "time": time, "reason": "SIGUSR1", "groups": [group]}
-    (folder / f"rank{rank}-{int(time)}.json").write_text(json.dumps(content))
+    (folder / f"rank{rank}-h-{int(time)}.json").write_text(json.dumps(content))
 
 
 def _merge(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any], str]:
@@ -49,7 +49,7 @@ def test_a_rank_that_is_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (code, finding["ranks_at_fault"]) == (1, [1])
     assert "rank 1 did not make call 2: bulk all_gather at site 'a/1' (input[4, 4] float)" in text
     assert "the last call of rank 1, 1, is finished: bulk all_gather at site 'a/0'" in text
-    assert "rank 0: 3 calls, the last started, waits for rank 1  (rank0-1.json)" in text
+    assert "rank 0: 3 calls, the last started, waits for rank 1  (rank0-h-1.json)" in text
 
 
 def test_ranks_that_disagree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,9 +96,16 @@ def test_nothing_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "all ranks finished their 2 calls" in text
 
 
+def test_other_files_are_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _write(tmp_path, 0, ["a/0"], ranks=2)
+    _write(tmp_path, 1, ["a/0"], ranks=2)
+    (tmp_path / "rank0.json").write_text('{"loss": 2.0}')
+    assert _merge(tmp_path, capsys)[0] == 0
+
+
 @pytest.mark.parametrize("content", ["{}", "[1]", '{"version": 1, "groups": [{"id": 3}]}', "no json"])
 def test_a_bad_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
-    (tmp_path / "rank0-1.json").write_text(content)
+    (tmp_path / "rank0-h-1.json").write_text(content)
     assert main(["doctor", "--flight", str(tmp_path)]) == 2
     assert "flight record" in capsys.readouterr().err
 

@@ -52,7 +52,7 @@ def fails(rank: int, world: int, folder: str) -> dict[str, Any]:
                 path, text = error.flight_record, str(error)
         dist.barrier()
         end = time.monotonic() + 10
-        while not (files := list(Path(folder).glob(f"rank{rank}-{os.getpid()}.json"))) and time.monotonic() < end:
+        while not (files := list(Path(folder).glob(f"rank{rank}-*-{os.getpid()}.json"))) and time.monotonic() < end:
             time.sleep(0.05)  # the watchdog of the rank that skipped the call writes it
         again = attempt(lambda: gather(name, rank, world, 4))
         dist.barrier()

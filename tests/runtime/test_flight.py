@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.harness.ranks import RankPool
 from ub_overlap.cli import flight as merged
-from ub_overlap.runtime import ops
+from ub_overlap.runtime import ops, settings
+from ub_overlap.runtime.session import flight
 
 from . import rank_flight
 from .spawn import run_ranks
@@ -74,3 +78,56 @@ def test_a_signal(tmp_path: Path) -> None:
     (group,) = content["groups"]
     assert [record["state"] for record in group["records"]] == ["finished", "started"]
     assert group["waiting_for"] == [1]
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a host whose records are in tmp_path, with one group to record."""
+    monkeypatch.setattr(flight.socket, "gethostname", lambda: "node-1")
+    monkeypatch.setattr(flight, "flight_record", lambda: [{"group": "tp"}])
+    monkeypatch.setattr(flight._Last, "path", "")
+    settings.configure(flight_dir=str(tmp_path))
+    yield "node-1"
+    settings.configure(flight_dir="")
+
+
+def _write_files(folder: Path, names: list[str], days: float) -> None:
+    now = time.time()
+    for i, name in enumerate(names):
+        (folder / name).write_text("{}")
+        os.utime(folder / name, (now - 86400 * days + i, now - 86400 * days + i))
+
+
+def test_old_files_of_this_host_are_removed(host: str, tmp_path: Path) -> None:
+    """Beyond the newest 64, those older than a day. Files of other hosts and of the user stay."""
+    others = ["rank0-metrics.json", "rank0-1.json", "rank3-node-2-7.json", f"rank0-{host}-7.json.txt", f"rank0-{host}-x.json"]
+    _write_files(tmp_path, others, days=9)
+    _write_files(tmp_path, [f"rank{i}-{host}-1.json" for i in range(-1, 69)], days=3)
+    written = Path(flight.dump("a test"))
+    assert written.name == f"rank-1-{host}-{os.getpid()}.json"
+    removed = {f"rank{i}-{host}-1.json" for i in range(-1, 6)}  # 70 and the written one, without 64
+    assert {file.name for file in tmp_path.iterdir()} == {
+        *others, written.name, *(f"rank{i}-{host}-1.json" for i in range(-1, 69)),
+    } - removed  # fmt: skip
+
+
+def test_the_files_of_one_fault_stay(host: str, tmp_path: Path) -> None:
+    """Of more ranks than the files that are kept."""
+    _write_files(tmp_path, [f"rank{i}-{host}-1.json" for i in range(200)], days=0.01)
+    assert flight.dump("a test")
+    assert len(list(tmp_path.iterdir())) == 201
+
+
+def test_files_that_another_rank_removes(host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The written file is named, although another rank removes old files at the same time."""
+    _write_files(tmp_path, [f"rank{i}-{host}-1.json" for i in range(70)], days=3)
+    stat = Path.stat
+
+    def gone(file: Path, **options: bool) -> os.stat_result:
+        if file.name.endswith("-1.json"):
+            raise FileNotFoundError(file)
+        return stat(file, **options)
+
+    monkeypatch.setattr(Path, "stat", gone)
+    path = flight.dump("a test")
+    assert path and path == flight._Last.path

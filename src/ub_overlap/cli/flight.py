@@ -6,6 +6,7 @@ numbered from 1 on every rank, so calls of one number must be equal on all ranks
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from ub_overlap.runtime.errors import StoredFileError, ranks_text
 
 VERSION = 1
 _EXPECTED = "a flight record of ub_overlap"
+_NAME = re.compile(r"rank-?\d+-(.+-)?\d+\.json")
+"""File names of runtime/session/flight.py: rank, host, process."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +69,17 @@ class Finding:
 
 
 def read_folder(folder: Path) -> list[dict[str, Any]]:
-    """Return the contents of all files of a folder. StoredFileError for a file that is not a flight record, or for none."""
+    """Return the contents of all flight records of a folder. StoredFileError for a file that is not a flight record, or for none."""
     contents = []
-    for path in sorted(folder.glob("rank*.json")):
+    for path in sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name)):
         content = stored_file.read_json(path, _EXPECTED)
         if not isinstance(content, dict) or content.get("version") != VERSION or not isinstance(content.get("groups"), list):
             raise StoredFileError("not a flight record", where=str(path), expected=f"{_EXPECTED}, version {VERSION}")
         contents.append({**content, "file": path.name})
     if not contents:
-        raise StoredFileError("no flight records", where=str(folder), expected="files rank*.json of UB_OVERLAP_FLIGHT_DIR")
+        raise StoredFileError(
+            "no flight records", where=str(folder), expected="files rank<R>-<host>-<pid>.json of UB_OVERLAP_FLIGHT_DIR"
+        )
     return contents
 
 
