@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.no_home import leave_home
 from ub_overlap.cli import bundle, doctor, main
 from ub_overlap.cli.redact import REDACTED, redact_text, redact_variable
 from ub_overlap.runtime import plan_store
@@ -94,6 +95,29 @@ def test_a_folder_of_logs(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = read(path)
     assert {n for n in files if n.startswith("logs/")} == {"logs/flight/rank0.json", "logs/flight/rank1.json"}
     assert "hunter" not in files["logs/flight/rank0.json"]
+
+
+def test_a_user_without_a_home_folder(store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The bundle has no plans then."""
+    leave_home(monkeypatch)
+    path = store / "out.zip"
+    assert main(["doctor", "--bundle", str(path)]) == 0
+    assert set(read(path)) == {"contents.txt", "doctor.txt", "doctor.json", "packages.txt"}
+    capsys.readouterr()
+    assert main(["doctor", "--bundle", str(path), "--plan", DIGESTS[0]]) == 2
+    assert "no such plan: there is no home folder" in capsys.readouterr().err
+
+
+def test_the_file_is_private_and_follows_no_link(store: Path) -> None:
+    """Other users may have put links into the folder, e.g. /tmp."""
+    victim = store / "victim"
+    victim.write_text("precious")
+    (store / ".out.zip.part").symlink_to(victim)
+    path = store / "out.zip"
+    path.symlink_to(victim)
+    assert main(["doctor", "--bundle", str(path), "--newest", "0"]) == 0
+    assert victim.read_text() == "precious" and not path.is_symlink()
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize(
