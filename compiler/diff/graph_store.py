@@ -103,10 +103,11 @@ class GraphStore:
         """Return the graphs of a plan from memory or disk, or None. A damaged file is skipped with a warning."""
         with self._lock:
             data = self._packed.get(plan)
+        where = f"the graphs of plan {plan}"
         try:
-            if data is None:
-                data = plan_store.load_graphs(plan)
-            return PlanGraphs.unpack(data, str(plan_store.graphs_path_of(plan))) if data is not None else None
+            if data is None and (data := plan_store.load_graphs(plan)) is not None:
+                where = str(plan_store.graphs_path_of(plan))
+            return PlanGraphs.unpack(data, where) if data is not None else None
         except StoredFileError as e:
             log.warning("skipped %s", e.line)
             return None

@@ -21,7 +21,7 @@ from ..graph.sizes import Size, is_same_shape
 from ..plan.reasons import Reason
 from .collectives import Collective
 from .explain_reduction import explain_no_term
-from .site import Miss, Reduction
+from .site import Miss, Reduction, scale_of
 from .sum_terms import SumTerms
 from .view_chain import ViewChain, follow_view_chain
 
@@ -57,7 +57,8 @@ class ReducedSum:
             shard_dim_is_last=shard_dim_is_last,
             terms=self.terms,
             addends=tuple(self.summands.addends),
-            scalings=tuple(self.chain.scalings[::-1]),
+            # Without effect they must leave no trace: the type of the op's output depends on them, and ranks may differ.
+            scalings=tuple(self.chain.scalings[::-1]) if scale_of(self.chain.scalings) != 1 else (),
             inner=tuple(self.summands.inner),
             root=self.chain.root,
             root_is_transposed=bool(self.chain.matrix),

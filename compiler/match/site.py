@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +14,15 @@ from ..graph.sizes import Size
 from ..plan.reasons import Reason
 from .collectives import Collective
 from .permutes import Permute
+
+
+def scale_of(scalings: Sequence[tuple[object, object]]) -> float:
+    """Return the constant of all scalings together."""
+    scale = 1.0
+    for target, constant in scalings:
+        assert isinstance(constant, int | float)
+        scale = scale / constant if target in DIVISIONS else scale * constant
+    return scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +173,7 @@ class Reduction:
     addends: tuple[Addend, ...]
     """What this rank adds to the matmuls, before the reduction."""
     scalings: tuple[tuple[object, object], ...]
-    """(op, constant) pairs that are applied to the result, in this order."""
+    """(op, constant) pairs that are applied to the result, in this order. None where their scale is 1."""
     inner: tuple[Node, ...]
     """Nodes of the sum between the terms and the root."""
     root: Node
@@ -180,11 +190,7 @@ class Reduction:
     @property
     def scale(self) -> float:
         """The constant of all scalings together."""
-        scale = 1.0
-        for target, constant in self.scalings:
-            assert isinstance(constant, int | float)
-            scale = scale / constant if target in DIVISIONS else scale * constant
-        return scale
+        return scale_of(self.scalings)
 
     @property
     def matmuls(self) -> tuple[Matmul, ...]:

@@ -48,12 +48,15 @@ def _is_single(shape: tuple[object, ...]) -> bool:
 
 def _emit_row(e: Emitter, addend: Addend, m: Reduction) -> Node:
     """Emit an addend as [cols]."""
-    value, dtype = addend.value, _dtype(m)
+    value, dtype, device = addend.value, _dtype(m), m.terms[0].node.meta["val"].device
+    options = {"dtype": dtype, "device": device, "pin_memory": False}
     if not isinstance(value, Node) or tensor_of(value) is None:
-        options = {"dtype": dtype, "device": m.terms[0].node.meta["val"].device, "pin_memory": False}
         number = value if isinstance(value, Node) else value * addend.factor
         row = e.call(aten.full.default, [e.size(m.cols)], number, **options)
         return row if number is not value or addend.factor == 1 else _scaled(e, row, addend.factor)
+    if value.meta["val"].device != device:  # a CPU tensor without dims: only those may be added to tensors on a GPU
+        zeros = e.call(aten.full.default, [e.size(m.cols)], 0.0, **options)
+        return e.call(aten.add.Tensor, zeros, value, alpha=addend.factor)
     value = _scaled(e, e.cast(value, dtype), addend.factor)
     if not _is_single(shape_of(value)):
         return e.reshape(value, (m.cols,))

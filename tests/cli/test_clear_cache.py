@@ -13,9 +13,14 @@ import pytest
 
 from ub_overlap.cli import cache, main
 
-OURS = ("plans/0011223344556677.json", "plans/0011223344556677.graphs", "plans/.ub_overlap-abc", "tuned/0011223344556677.json")
+OURS = (
+    "plans/0011223344556677.json", "plans/0011223344556677.graphs", "plans/.ub_overlap-abc", "tuned/0011223344556677.json",
+    "flight/rank0-4711.json", "flight/rank-1-4712.json", "flight/.ub_overlap-abc",
+)  # fmt: skip
 PROFILE = "profiles/nvidia-h200-tp8-0123abcd.json"
-THEIRS = ("plans/notes.txt", "plans/deadbeef.json.bak", "tuned/x.json", "thesis.json", "plans/.ub_overlap-new")
+THEIRS = (
+    "plans/notes.txt", "plans/deadbeef.json.bak", "tuned/x.json", "thesis.json", "plans/.ub_overlap-new", "flight/rank0.json",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -55,7 +60,7 @@ def test_dry_run(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_only_our_files_are_removed(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["clear-cache", "--yes", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert (answer["removed"], answer["bytes"], answer["failed"]) == (4, 400, []) and len(answer["skipped"]) == 6
+    assert (answer["removed"], answer["bytes"], answer["failed"]) == (7, 700, []) and len(answer["skipped"]) == 7
     assert {Path(f["path"]).relative_to(store).as_posix() for f in answer["files"]} == set(OURS)
     assert names(store) == {*THEIRS, PROFILE}
     assert (tmp_path / "outside/aabbccddeeff0011.json").read_text() == "precious"
@@ -118,7 +123,7 @@ def test_the_question(answer: str, code: int, store: Path) -> None:
     done = subprocess.run(command, stdin=theirs, capture_output=True, text=True, timeout=60, check=False)
     os.close(theirs)
     os.close(ours)
-    assert done.returncode == code and "remove 4 files? [y/N]" in done.stdout, done.stderr
+    assert done.returncode == code and "remove 7 files? [y/N]" in done.stdout, done.stderr
     assert (OURS[0] in names(store)) is (code == 1)
 
 

@@ -110,6 +110,32 @@ def test_a_bad_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], content:
     assert "flight record" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("content", ["{}", '{"version": 1, "groups": [{"id": 3}]}', '{"version": 1, "gro'])
+def test_a_bad_file_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
+    for rank in (0, 1):
+        _write(tmp_path, rank, ["a/0"], ranks=2)
+    (tmp_path / "rank7-7.json").write_text(content)
+    assert main(["doctor", "--flight", str(tmp_path)]) == 0
+    out, said = capsys.readouterr()
+    assert "all ranks finished their 1 calls" in out
+    assert said.startswith(f"skipped {tmp_path}/rank7-7.json: ") and len(said.splitlines()) == 1
+    for rank in (0, 1):
+        (tmp_path / f"rank{rank}-1.json").write_text(content)
+    assert main(["doctor", "--flight", str(tmp_path)]) == 2, "no good file"
+    said = capsys.readouterr().err
+    assert said.count("skipped ") == 3 and "no flight records" in said
+
+
+def test_a_record_with_odd_types(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _write(tmp_path, 0, ["a/0"], ranks=2)
+    _write(tmp_path, 1, ["a/0"], ranks=2)
+    odd = json.loads((tmp_path / "rank1-1.json").read_text())
+    odd["time"] = "yesterday"
+    (tmp_path / "rank2-1.json").write_text(json.dumps(odd))
+    assert main(["doctor", "--flight", str(tmp_path)]) == 0
+    assert "skipped" in capsys.readouterr().err
+
+
 def test_a_bad_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--flight", str(tmp_path)]) == 2
     assert "no flight records" in capsys.readouterr().err

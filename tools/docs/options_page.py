@@ -11,7 +11,7 @@ VARIABLES = (
     (
         "`UB_OVERLAP_CACHE_DIR`",
         "`~/.cache/ub_overlap`",
-        "folder of stored plans, profiles and autotune results; `clear-cache` empties it",
+        "folder of plans, tuning results, flight records and profiles; `clear-cache` removes them, profiles with `--profiles`",
     ),
     ("`UB_OVERLAP_DISABLE`", "", "patterns of sites that are left alone, e.g. `forward.3,backward.*`; wins over all overrides"),
     ("`UB_OVERLAP_DEBUG`", "`0`", "`1` shows the traceback of an error of the command line"),
