@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ub_overlap import _torch_compat
 
 from ..errors import OptionError
-from . import abort_signal
+from . import abort_signal, inherited_groups
 from .daemon_thread import run_in_daemon_thread
 from .group_argument import Group, name_of
 from .store_exchange import Exchange
@@ -36,6 +36,8 @@ def abort(group: Group = None, *, reason: str = "") -> None:
     A wait that it ends raises GroupAbortedError, and so does each later op of the group: waits inside an op, on the CPU or on
     the GPU, and waits for the other ranks at a first call. The outputs of a GPU call that did not end are NaN. The other
     ranks' waits end as well; they raise PeerFailedError, which names this rank. `reason` is part of both errors.
+
+    A forked child cannot abort its parent's groups: a ForkError where `group` is one, else they are left alone.
 
     To go on, destroy the process group and make it again. Plain collectives of the group are c10d's to abort.
     """
@@ -63,7 +65,8 @@ def abort(group: Group = None, *, reason: str = "") -> None:
 def _find(group: Group) -> tuple[list[Any], Callable[[abort_signal.AbortSignal], bool]]:
     """Return the living process groups that `group` means, and whether a session's signal is of one of them."""
     if group is None:
-        return (_torch_compat.process_groups() if dist.is_initialized() else []), lambda signal: True
+        living = _torch_compat.process_groups() if dist.is_initialized() else []
+        return [members for members in living if not inherited_groups.is_inherited(members)], lambda signal: True
     try:
         members = _torch_compat.group_of(name_of(group))
     except (OptionError, RuntimeError, ValueError, KeyError):
@@ -75,6 +78,8 @@ def _find(group: Group) -> tuple[list[Any], Callable[[abort_signal.AbortSignal],
         if dist.is_initialized() and not known:
             raise
         return [], is_destroyed
+    if inherited_groups.is_inherited(members):
+        raise inherited_groups.fork_error(members.group_name)
     return [members], lambda signal: signal.members() is members
 
 

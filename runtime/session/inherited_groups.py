@@ -26,6 +26,18 @@ def is_inherited(group: Any) -> bool:
     return any(group is other for other in _inherited)
 
 
+def fork_error(group: str) -> Exception:
+    """Return the ForkError for an inherited group."""
+    from ub_overlap.runtime import errors
+
+    return errors.ForkError(
+        f"this process was forked from the one that created group '{group}'",
+        got=f"pid {os.getpid()}, with the connections of its parent",
+        expected="a group that this process created",
+        fix="call it in the process that created the group",
+    )
+
+
 def install(extension: Any) -> None:
     """Make the ops of `extension` refuse the inherited groups."""
     from ub_overlap import _torch_compat

@@ -18,6 +18,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any
 
 from .. import errors
@@ -26,6 +27,9 @@ from . import flight
 from .daemon_thread import run_in_daemon_thread
 
 log = logging.getLogger("ub_overlap.runtime")
+
+_CLOSE_S = 10.0
+"""Seconds that `stop` waits for threads that free memory."""
 
 
 class Watchdog:
@@ -44,6 +48,7 @@ class Watchdog:
         self._failed: weakref.WeakSet[Any] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
+        self._closing: list[Future[None]] = []
 
     def watch(self, session: Any) -> None:
         """Poll `session` too. Start the thread where it does not run."""
@@ -61,24 +66,27 @@ class Watchdog:
                 self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; the next `watch` starts it again."""
+        """End the thread and those that free memory. The next `watch` starts it again."""
         with self._lock:
             thread, self._thread = self._thread, None
             self._stopping.set()
         if thread is not None and thread is not threading.current_thread():
             thread.join(2.0)
+        wait(self._closing, _CLOSE_S)  # a thread inside C++ when the interpreter ends would abort the process
 
     def reset_after_fork(self) -> None:
         """Drop the parent's sessions in a forked child, which has no thread."""
         self._lock, self._thread = threading.Lock(), None
         self._watched, self._failed = weakref.WeakSet(), weakref.WeakSet()
+        self._closing = []
 
     def _run(self, stopping: threading.Event) -> None:
         while not stopping.wait(self.period_s):
             self.poll()
             if extension().has_destroyed_groups():
                 # Closing waits for running calls, on a thread of its own: failures of other groups must not wait.
-                run_in_daemon_thread("ub_overlap-close", extension().close_destroyed_groups)
+                closing = run_in_daemon_thread("ub_overlap-close", extension().close_destroyed_groups)
+                self._closing = [*(other for other in self._closing if not other.done()), closing]
             with self._lock:
                 if stopping.is_set() or not (len(self._watched) or len(self._failed)):
                     if self._stopping is stopping:

@@ -86,3 +86,18 @@ def check_errors_in_child(rank: int, world: int) -> Any:
 
     _gather(rank, world)
     return _run_in_child(lambda: ub_overlap.check_errors()), _gather(rank, world)
+
+
+def abort_in_child(rank: int, world: int) -> Any:
+    """A child aborts the group that it inherited, by name and with all groups, before any rank has called an op."""
+    import ub_overlap
+
+    from . import rank_ops
+
+    def body() -> Any:
+        ub_overlap.abort()
+        return ub_overlap.abort(rank_ops.group())
+
+    child = _run_in_child(body) if rank == 1 else None
+    dist.barrier()
+    return child, _gather(rank, world)

@@ -39,3 +39,11 @@ def test_forked_data_loaders() -> None:
 
 def test_check_errors_in_a_child() -> None:
     assert _values("check_errors_in_child") == [(None, [])] * 2
+
+
+def test_abort_in_a_child() -> None:
+    """It says that the child may not, and the parents' first call is not told of it."""
+    (_, peer), (child, parent) = _values("abort_in_child")
+    assert (peer, parent) == ([], [])
+    assert child[0] == "ForkError", child
+    assert "this process was forked from the one that created group" in child[1]

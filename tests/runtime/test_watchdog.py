@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 
 from tests.harness.ranks import RankPool
 from ub_overlap.runtime import errors
+from ub_overlap.runtime.session import watchdog
 from ub_overlap.runtime.session.watchdog import Watchdog
 
 from . import rank_initialize as work
@@ -75,6 +78,24 @@ def test_holds_nothing_alive() -> None:
     gc.collect()
     assert until(lambda: seen() is None)
     assert until(lambda: dog._thread is None), "the thread ends when there is nothing to watch"
+
+
+def test_stop_waits_for_memory_that_is_being_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that frees it must not outlive the interpreter."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def close() -> None:
+        begun.set()
+        time.sleep(0.3)
+        ended.set()
+
+    core = SimpleNamespace(has_destroyed_groups=lambda: not begun.is_set(), close_destroyed_groups=close)
+    monkeypatch.setattr(watchdog, "extension", lambda: core)
+    dog, patient = Watchdog(0.01), Patient()
+    dog.watch(patient)
+    assert begun.wait(10)
+    dog.stop()
+    assert ended.is_set()
 
 
 @pytest.mark.parametrize("world", [2, 4])
