@@ -30,12 +30,12 @@ std::string hex(uint32_t tag) {
 
 }  // namespace
 
-DeviceScope::DeviceScope(int device) {
+DeviceScope::DeviceScope(int device, Restore restore) : device_(device), restore_(restore) {
     check(cudaGetDevice(&before_), "get the current device");
     if (before_ != device) check(cudaSetDevice(device), "set the current device");
 }
 DeviceScope::~DeviceScope() {
-    cudaSetDevice(before_);
+    if (before_ != device_ && (restore_ == Restore::always || has_context(before_))) cudaSetDevice(before_);
 }
 
 int64_t words_bytes(int ranks) {
@@ -82,7 +82,7 @@ CudaArena::CudaArena(int device, std::shared_ptr<ShmArena> host, const std::vect
 // Memory that a graph of torch's or a running call may use is not freed.
 CudaArena::~CudaArena() {
     try {
-        const DeviceScope scope(device_);
+        const DeviceScope scope(device_, DeviceScope::Restore::if_in_use);
         if (captured_ || !can_free()) return;
         recorded_calls_.clear();
         cudaFree(group_.local);
@@ -117,7 +117,7 @@ void CudaArena::record(const Call& call) {
 }
 
 bool CudaArena::has_ended() const {
-    const DeviceScope scope(device_);
+    const DeviceScope scope(device_, DeviceScope::Restore::if_in_use);
     const RelaxedCapture relaxed;  // another thread may be capturing
     const cudaError_t status = has_called ? cudaEventQuery(last_call_end) : cudaSuccess;
     if (status != cudaSuccess) cudaGetLastError();
@@ -159,17 +159,17 @@ void CudaArena::abort(const Failure& failure) {
     word.reporter = failure.reporter < 0 ? rank() : failure.reporter;
     word.culprit = failure.culprit < 0 ? rank() : failure.culprit;
     word.epoch = failure.expected;
-    int previous = 0;
-    if (cudaGetDevice(&previous) != cudaSuccess) return;
-    cudaSetDevice(device_);
-    for (int r = 0; r < ranks(); ++r) {
-        uint64_t* source = abort_source_ + (r != rank());
-        word.code = static_cast<uint32_t>(code_at(r, failure));
-        *source = pack_abort(word);
-        cudaMemcpyAsync(&group_.shared[r]->abort, source, sizeof(uint64_t), cudaMemcpyDefault, abort_stream_);
+    try {
+        const DeviceScope scope(device_, DeviceScope::Restore::if_in_use);
+        for (int r = 0; r < ranks(); ++r) {
+            uint64_t* source = abort_source_ + (r != rank());
+            word.code = static_cast<uint32_t>(code_at(r, failure));
+            *source = pack_abort(word);
+            cudaMemcpyAsync(&group_.shared[r]->abort, source, sizeof(uint64_t), cudaMemcpyDefault, abort_stream_);
+        }
+    } catch (const std::exception&) {
     }
     cudaGetLastError();  // best effort: their deadlines remain
-    cudaSetDevice(previous);
 }
 
 void CudaArena::poll() {
@@ -186,11 +186,11 @@ void CudaArena::poll() {
     abort(own_failure_);
 }
 
-// Returns a rank whose process has ended, or -1.
-int CudaArena::find_dead_rank() {
+// Returns a rank of the bit mask `among` whose process has ended, or -1.
+int CudaArena::find_dead_rank(uint64_t among) {
     for (int r = 0; r < ranks(); ++r) {
         const ControlBlock* block = control(r);
-        if (r != rank() && block && gone(block)) return r;
+        if (r != rank() && (among >> r & 1) && block && gone(block)) return r;
     }
     return -1;
 }
@@ -199,7 +199,7 @@ int CudaArena::find_dead_rank() {
 // is left to the next call.
 CudaArena::Progress CudaArena::read_progress(int64_t timeout_ns) {
     const std::lock_guard<std::mutex> lock(progress_mutex_);
-    const DeviceScope scope(device_);
+    const DeviceScope scope(device_, DeviceScope::Restore::if_in_use);
     const RelaxedCapture relaxed;  // another thread may be capturing
     if (!copying_progress_) {
         const auto copy = [&](void* to, const void* from, size_t bytes) {
@@ -226,17 +226,16 @@ CudaArena::Progress CudaArena::read_progress(int64_t timeout_ns) {
 // A rank may end correctly while this rank's last call still runs: it has sent all data then. Its death is a failure where the
 // device waits for it, and still does in the same call at the next look.
 void CudaArena::watch() {
-    if (const Failure* failure = Arena::aborted()) {  // a peer's host may have had
-                                                      // no way to tell the devices
+    if (const Failure* failure = Arena::aborted()) {  // a peer's host may not have reached the devices
         abort(*failure);
         return;
     }
-    const int dead = find_dead_rank();
-    if (dead < 0) return;
+    if (find_dead_rank() < 0) return;
     const Progress progress = read_progress(10'000'000);
     if (!progress.known) return;
     const auto epoch = static_cast<uint32_t>(progress.local.epoch_and_lock);
-    if ((progress.shared.waiting >> dead & 1) == 0) {
+    const int dead = find_dead_rank(progress.shared.waiting);  // others may have ended correctly
+    if (dead < 0) {
         suspect_ = -1;
         return;
     }
@@ -339,7 +338,10 @@ Failure CudaArena::failure_from(const WaitFailure& seen) {
     }
     if (outcome == WaitOutcome::timeout) {
         failure.code = FailureCode::peer_timeout;
-        if (const int dead = find_dead_rank(); dead >= 0) failure.code = FailureCode::peer_died, failure.culprit = dead;
+        const uint64_t named = failure.culprit < 0 ? 0 : 1ull << failure.culprit;
+        int dead = find_dead_rank(named);
+        if (dead < 0) dead = find_dead_rank();
+        if (dead >= 0) failure.code = FailureCode::peer_died, failure.culprit = dead;
     } else if (outcome == WaitOutcome::group_lock) {
         failure.code = FailureCode::group_lock_timeout;
         set_text(failure.phase, "GROUP_LOCK");

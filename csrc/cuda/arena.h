@@ -76,7 +76,7 @@ class CudaArena final : public Arena {
     };
     Failure failure_from(const WaitFailure& seen);
     void describe_mismatch(Failure& failure, int source, uint32_t seen_tag, uint32_t own_tag);
-    int find_dead_rank();
+    int find_dead_rank(uint64_t among = ~0ull);
     // What the device is doing, copied while its kernels run. `known` false where no copy arrived within `timeout_ns`.
     struct Progress {
         SharedState shared;
@@ -108,15 +108,20 @@ class CudaArena final : public Arena {
     uint32_t suspect_epoch_ = 0;
 };
 
-// Makes a device current in a scope.
+// Makes a device current in a scope. `Restore::if_in_use`: the previous device is not made current again if this process has no
+// context on it. Making it current would create one, about half a gigabyte on GPU 0 of each rank, since new threads begin
+// there.
 class DeviceScope {
   public:
-    explicit DeviceScope(int device);
+    enum class Restore { always, if_in_use };
+    explicit DeviceScope(int device, Restore restore = Restore::always);
     ~DeviceScope();
     DeviceScope(const DeviceScope&) = delete;
     DeviceScope& operator=(const DeviceScope&) = delete;
 
   private:
+    const int device_;
+    const Restore restore_;
     int before_ = 0;
 };
 

@@ -92,6 +92,18 @@ void write_word(uint64_t* word, uint64_t value, cudaStream_t stream) {
     }
 }
 
+bool has_context(int index) noexcept {
+    try {
+        using GetState = CUresult (*)(CUdevice, unsigned int*, int*);
+        static const auto get = driver_function<GetState>("cuDevicePrimaryCtxGetState");
+        unsigned int flags = 0;
+        int active = 0;  // CUDA numbers the devices of the driver and of the runtime alike
+        return get(index, &flags, &active) != CUDA_SUCCESS || active;
+    } catch (const std::exception&) {
+        return true;
+    }
+}
+
 void check_stream_writes(int index) {
     using GetAttribute = CUresult (*)(int*, CUdevice_attribute, CUdevice);
     static const auto get = driver_function<GetAttribute>("cuDeviceGetAttribute");

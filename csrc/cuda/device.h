@@ -46,6 +46,9 @@ unsigned long long capture_of(cudaStream_t stream);
 // devices. cuStreamWriteValue64. May be captured.
 void write_word(uint64_t* word, uint64_t value, cudaStream_t stream);
 
+// Returns whether this process has a context on a device. True where that is unknown.
+bool has_context(int index) noexcept;
+
 // Throws ArenaError if the device cannot write 64-bit words from a stream.
 void check_stream_writes(int index);
 
