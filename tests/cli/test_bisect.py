@@ -6,6 +6,7 @@ The command stores a plan. Its loss depends on which sites are overlapped.
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -179,6 +180,39 @@ def test_an_interrupt_ends_the_command(how: signal.Signals, tmp_path: Path) -> N
     assert bisect.returncode == 130 and said.splitlines()[-1].endswith("bisect: interrupted") and "Traceback" not in said
     status = Path(f"/proc/{mark.read_text()}/status")
     assert not status.exists() or "Z (zombie)" in status.read_text()
+
+
+RANK = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+time.sleep(60)
+"""
+LAUNCHER = """
+import subprocess, sys, time
+{at_sigterm}
+rank = [sys.executable, "-c", sys.argv[1], sys.argv[2]]
+subprocess.Popen(rank, start_new_session=True).wait()
+"""
+
+
+@pytest.mark.parametrize(
+    "at_sigterm", ["", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"], ids=["dies", "waits"]
+)
+def test_a_rank_in_another_session_ends(at_sigterm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's ranks have sessions of their own and may ignore SIGTERM; torchrun itself dies of it, or waits for them."""
+    monkeypatch.setattr(trial, "GRACE_S", 0.5)
+    mark = tmp_path / "rank"
+    command = [sys.executable, "-c", LAUNCHER.format(at_sigterm=at_sigterm), RANK, str(mark)]
+    run = trial.Runner(command, tmp_path, 2.0, None, False).run("all", "")
+    assert run.timed_out and mark.exists()
+    status = Path(f"/proc/{mark.read_text()}/status")
+    deadline = time.monotonic() + 5
+    while (lives := status.exists() and "Z (zombie)" not in status.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if lives:
+        os.kill(int(mark.read_text()), signal.SIGKILL)
+    assert not lives, "the rank is an orphan"
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 16])

@@ -19,6 +19,8 @@ from enum import Enum
 from pathlib import Path
 from typing import IO, Any
 
+from .process_tree import find_descendants, kill
+
 GRACE_S = 5.0
 """Time between SIGTERM and SIGKILL: a launcher ends its ranks, and ranks write what they were doing."""
 POLL_S = 0.05
@@ -140,14 +142,21 @@ class Runner:
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all processes of its session: a launcher's ranks outlive the launcher."""
+    """End a process, all processes of its session, and, where it still runs, its descendants in other sessions.
+
+    torchrun gives each rank a session of its own, and may wait for 30 s before it kills them. By then GRACE_S are over.
+    """
+    family: dict[int, str] = {}
     if process.poll() is None:
+        family = find_descendants([process.pid])  # before SIGTERM: the parent of an orphan is no longer known
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S)
+        family |= find_descendants([process.pid, *family])
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
+    kill(family)
     process.wait()
 
 
