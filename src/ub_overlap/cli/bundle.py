@@ -12,6 +12,7 @@ Secrets are redacted in texts. Plans are copied as they are: they contain source
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import json
 import os
 import zipfile
@@ -21,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ub_overlap.runtime import plan_store
+from ub_overlap.runtime import plan_store, stored_file
 from ub_overlap.runtime.errors import OptionError
 
 from .redact import redact_text
@@ -44,7 +45,9 @@ class Entry:
 
 
 def write_bundle(path: Path, facts: dict[str, Any], text: str, entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    """Write the bundle and return its contents: name, bytes, about. The file appears complete or not at all."""
+    """Write the bundle and return its contents: name, bytes, about. The file appears complete or not at all.
+
+    Other users cannot read it, as plans contain source lines."""
     files = [
         Entry("doctor.txt", "doctor", redact_text(text).encode()),
         Entry("doctor.json", "doctor, for programs", redact_text(json.dumps(facts, default=str, indent=1)).encode()),
@@ -53,15 +56,12 @@ def write_bundle(path: Path, facts: dict[str, Any], text: str, entries: Sequence
     ]
     contents = [{"name": e.name, "bytes": len(e.data), "about": e.about} for e in files]
     listing = "".join(f"{row['bytes']:>10}  {row['name']}  ({row['about']})\n" for row in contents)
-    partial = path.with_name(f".{path.name}.part")
-    try:
-        with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr("contents.txt", f"ub_overlap bug report, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC\n\n{listing}")
-            for entry in files:
-                archive.writestr(entry.name, entry.data)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("contents.txt", f"ub_overlap bug report, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC\n\n{listing}")
+        for entry in files:
+            archive.writestr(entry.name, entry.data)
+    stored_file.write(path, packed.getvalue())
     return contents
 
 
@@ -72,8 +72,17 @@ def installed_packages() -> list[str]:
 
 
 def plan_entries(digests: Sequence[str], newest: int) -> Iterator[Entry]:
-    """Yield the plans whose digests begin with one of `digests`, else the newest plans. OptionError for an unknown digest."""
-    folder = plan_store.directory()
+    """Yield the plans whose digests begin with one of `digests`, else the newest plans. OptionError for an unknown digest.
+
+    A user without a home folder has no plans."""
+    try:
+        folder = plan_store.directory()
+    except FileNotFoundError as error:
+        if digests:
+            raise OptionError(
+                "no such plan: there is no home folder", got=repr(digests[0]), fix="set UB_OVERLAP_CACHE_DIR"
+            ) from error
+        return
     paths = [p for p in folder.glob("*.json") if plan_store.is_digest(p.stem) and p.is_file()] if folder.is_dir() else []
     paths.sort(key=lambda p: (-p.stat().st_mtime, p.name))
     for digest in digests:

@@ -2,6 +2,7 @@
 
     plans/      reports by plan digest, with their graphs
     tuned/      autotune results
+    flight/     flight records; not those in $UB_OVERLAP_FLIGHT_DIR
     profiles/   device profiles that `calibrate` measured; removed only with --profiles, because measuring takes a machine
 
 Only files with the names that this package gives are removed, and only in these folders. Symbolic links are never followed:
@@ -33,6 +34,7 @@ TEMPORARY = rf"(?:{re.escape(stored_file.TEMPORARY)}|\.plan-|\.profile-)\w+"  # 
 NAMES = {
     "plans": re.compile(rf"{DIGEST}\.(json|graphs)|{TEMPORARY}"),
     "tuned": re.compile(rf"{DIGEST}\.json|\.{DIGEST}\.json\.lock|{TEMPORARY}"),
+    "flight": re.compile(rf"rank-?[0-9]+-[0-9]+\.json|{TEMPORARY}"),
     "profiles": re.compile(rf"\.?[a-z0-9-]+-tp\w+-[0-9a-f]{{8}}\.json(\.lock)?|{TEMPORARY}"),
 }
 """Folder in the cache -> names of our files."""
@@ -52,7 +54,7 @@ class CachedFile:
 
 def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
     parser = add_verb(
-        verbs, "clear-cache", "remove stored reports and autotune results", parents=[as_json],
+        verbs, "clear-cache", "remove stored reports, autotune results and flight records", parents=[as_json],
         details="Device profiles stay, unless --profiles is given. Other files in the folder stay, symbolic links too.",
         examples=["clear-cache --dry-run", "clear-cache --yes", "clear-cache --older-than 30 --yes"],
         exits={0: "success, also if there is nothing to remove", 1: "not confirmed, or a file could not be removed"},
@@ -69,7 +71,7 @@ def run(flags: argparse.Namespace, parser: Parser) -> int:
     if not (flags.dry_run or flags.yes) and (flags.json or not sys.stdin.isatty()):
         parser.error("give --yes to remove the files, or --dry-run to list them")
     root = plan_store.directory().parent
-    files, skipped = find_files(root, ("plans", "tuned", "profiles") if flags.profiles else ("plans", "tuned"))
+    files, skipped = find_files(root, tuple(name for name in NAMES if flags.profiles or name != "profiles"))
     before = time.time() - 86400 * flags.older_than
     files = [f for f in files if f.modified <= before]
     removed: list[CachedFile] = []

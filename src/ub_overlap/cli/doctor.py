@@ -245,8 +245,9 @@ def run(flags: argparse.Namespace, parser: Parser) -> int:
 def show_flight(flags: argparse.Namespace) -> int:
     """Print what the flight records of all ranks say. Return 1 if a rank is at fault, else 0."""
     from . import flight
+    from .stored import report_skipped
 
-    findings = flight.merge(flight.read_folder(flags.flight))
+    findings = flight.merge(flight.read_folder(flags.flight, report_skipped))
     print(json.dumps([finding.to_dict() for finding in findings]) if flags.json else flight.text(findings))
     return 1 if any(finding.ranks_at_fault for finding in findings) else 0
 

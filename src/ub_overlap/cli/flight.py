@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,19 +68,39 @@ class Finding:
         }
 
 
-def read_folder(folder: Path) -> list[dict[str, Any]]:
-    """Return the contents of all flight records of a folder. StoredFileError for a file that is not a flight record, or for none."""
+def read_folder(folder: Path, skipped: Callable[[StoredFileError], None]) -> list[dict[str, Any]]:
+    """Return the contents of the flight records of a folder. `skipped`: told of each bad file.
+
+    StoredFileError if the folder has no good one."""
     contents = []
+    bad: list[StoredFileError] = []
     for path in sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name)):
-        content = stored_file.read_json(path, _EXPECTED)
-        if not isinstance(content, dict) or content.get("version") != VERSION or not isinstance(content.get("groups"), list):
-            raise StoredFileError("not a flight record", where=str(path), expected=f"{_EXPECTED}, version {VERSION}")
-        contents.append({**content, "file": path.name})
+        try:
+            contents.append(read_file(path))
+        except StoredFileError as error:
+            bad.append(error)
+    if not contents and len(bad) == 1:
+        raise bad[0]
+    for error in bad:
+        skipped(error)
     if not contents:
         raise StoredFileError(
             "no flight records", where=str(folder), expected="files rank<R>-<host>-<pid>.json of UB_OVERLAP_FLIGHT_DIR"
         )
     return contents
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Return the content of a flight record. StoredFileError for another or a damaged file."""
+    content = stored_file.read_json(path, _EXPECTED)
+    if not isinstance(content, dict) or content.get("version") != VERSION or not isinstance(content.get("groups"), list):
+        raise StoredFileError("not a flight record", where=str(path), expected=f"{_EXPECTED}, version {VERSION}")
+    content = {**content, "file": path.name}
+    try:
+        merge([content])
+    except StoredFileError as error:
+        raise StoredFileError(error.what, where=str(path), got=error.got, expected=error.expected) from error
+    return content
 
 
 def merge(contents: Sequence[Mapping[str, Any]]) -> list[Finding]:
@@ -90,9 +110,9 @@ def merge(contents: Sequence[Mapping[str, Any]]) -> list[Finding]:
         for content in contents:
             for group in content["groups"]:
                 if group["id"] and group["ranks"] > 1:
-                    rows = sessions.setdefault(group["id"], {})
-                    if group["rank"] not in rows or rows[group["rank"]][0] < content["time"]:
-                        rows[group["rank"]] = (content["time"], group, content)
+                    rows, rank, time = sessions.setdefault(str(group["id"]), {}), int(group["rank"]), float(content["time"])
+                    if rank not in rows or rows[rank][0] < time:
+                        rows[rank] = (time, group, content)
         findings = [_judge(sessions[key]) for key in sorted(sessions)]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise StoredFileError("a damaged flight record", got=f"{type(error).__name__}: {error}", expected=_EXPECTED) from error
