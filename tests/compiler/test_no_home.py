@@ -49,6 +49,7 @@ def compile_two(rank: int, world: int) -> tuple[int, list[Path], list[str]]:
                 case = build(rank, world, "tests.models.megatron", {"dims": dims, "bias": False, "local": 12})
                 as_loss(torch.compile(case.module, backend="ub_overlap", options=FORCE)(*case.inputs)).backward()
             report = ub_overlap.reports()
+            assert report.diff and report.to_json()
             return sum(d.strategy != "none" for d in report.decisions), report.paths, lines.texts
     finally:
         plan_store.log.removeHandler(lines)

@@ -159,6 +159,30 @@ def scale(rank: int, world: int, as_tensor: bool) -> str:
     return ""
 
 
+def scale_by_one(rank: int, world: int) -> tuple[float, list[str], list[str]]:
+    """Multiply by 1.0 on rank 0 only, in bfloat16."""
+    torch.manual_seed(9 + rank)
+    x, w = torch.randn(ROWS, INNER, dtype=torch.bfloat16), torch.randn(INNER, COLS, dtype=torch.bfloat16)
+    group = world_name()
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return funcol.all_reduce(x @ w if rank else (x @ w) * 1.0, "sum", group)
+
+    expected, mark = function(x, w), HISTORY.mark()
+    with torch.no_grad(), uncached():
+        found = torch.compile(function, backend="ub_overlap", options=FORCE)(x, w)
+    plans = HISTORY.since(mark)
+    difference = error(found, expected, "value")
+    return difference, [p.digest for p in plans], [str(d.strategy) for p in plans for d in p.decisions]
+
+
+def test_a_factor_of_one_on_one_rank(pool2: RankPool) -> None:
+    """A factor of 1 does nothing, also not to the type of the op's output, which all ranks must share."""
+    first, other = pool2.run(scale_by_one, timeout=120)
+    assert first[1] == other[1] and first[2] == other[2] == ["pipelined"]
+    assert max(first[0], other[0]) < 1e-2
+
+
 def test_a_constant_factor_of_one_rank_is_an_error(pool2: RankPool) -> None:
     """A constant factor is applied to the sum of all ranks, so it must be the same; a tensor may differ."""
     assert pool2.run(scale, True, timeout=120) == ["", ""]
