@@ -120,7 +120,7 @@ def test_a_bad_file_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "all ranks finished their 1 calls" in out
     assert said.startswith(f"skipped {tmp_path}/rank7-7.json: ") and len(said.splitlines()) == 1
     for rank in (0, 1):
-        (tmp_path / f"rank{rank}-1.json").write_text(content)
+        (tmp_path / f"rank{rank}-h-1.json").write_text(content)
     assert main(["doctor", "--flight", str(tmp_path)]) == 2, "no good file"
     said = capsys.readouterr().err
     assert said.count("skipped ") == 3 and "no flight records" in said
@@ -129,7 +129,7 @@ def test_a_bad_file_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_record_with_odd_types(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _write(tmp_path, 0, ["a/0"], ranks=2)
     _write(tmp_path, 1, ["a/0"], ranks=2)
-    odd = json.loads((tmp_path / "rank1-1.json").read_text())
+    odd = json.loads((tmp_path / "rank1-h-1.json").read_text())
     odd["time"] = "yesterday"
     (tmp_path / "rank2-1.json").write_text(json.dumps(odd))
     assert main(["doctor", "--flight", str(tmp_path)]) == 0
