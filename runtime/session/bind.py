@@ -66,6 +66,7 @@ def bind(group: str, device: str, slot_bytes: int, op: str, site: str) -> Sessio
         check_group_size(group, ranks, site)  # such a session runs without plan checks
         session = _make_session(group, device, rank, ranks, None, None, "local", "a group of one rank")
     else:
+        watchdog.start()  # for SIGUSR1 while this rank waits for the others
         exchange = Exchange(_torch_compat.store_of(process_group), group, device, rank, ranks, op, site, abort)
         try:
             session = _bind_ranks(exchange, device, slot_bytes)

@@ -1,7 +1,7 @@
 """Log failed groups even where no thread calls an op: the process may only replay CUDA graphs, or block in
 torch.cuda.synchronize().
 
-One daemon thread starts with the first session that has an arena. Four times a second it reads every session's failure record.
+One daemon thread starts before the first session of several ranks is made: SIGUSR1 works while ranks wait there. Four times a second it reads every session's failure record.
 It logs a failure once, with the full text, as an error of the logger "ub_overlap.runtime". It only reads the record
 (csrc/core/arena.h), so the next op on the group and `check_errors()` still raise the error.
 
@@ -23,7 +23,7 @@ from typing import Any
 
 from .. import errors
 from ..extension import extension
-from . import flight
+from . import abort_signal, flight
 from .daemon_thread import run_in_daemon_thread
 
 log = logging.getLogger("ub_overlap.runtime")
@@ -54,6 +54,11 @@ class Watchdog:
         """Poll `session` too. Start the thread where it does not run."""
         with self._lock:
             self._watched.add(session)
+        self.start()
+
+    def start(self) -> None:
+        """Start the thread where it does not run. It ends when there is no session, also none in the making."""
+        with self._lock:
             if self._thread is None:
                 self._stopping = threading.Event()
                 if self._on_start:
@@ -88,7 +93,7 @@ class Watchdog:
                 closing = run_in_daemon_thread("ub_overlap-close", extension().close_destroyed_groups)
                 self._closing = [*(other for other in self._closing if not other.done()), closing]
             with self._lock:
-                if stopping.is_set() or not (len(self._watched) or len(self._failed)):
+                if stopping.is_set() or not (self._watched or self._failed or abort_signal.signals()):
                     if self._stopping is stopping:
                         self._thread = None
                     return
@@ -113,6 +118,6 @@ class Watchdog:
 
 
 _watchdog = Watchdog(on_start=flight.catch_signal, on_poll=flight.dump_if_signalled)
-watch = _watchdog.watch
+start, watch = _watchdog.start, _watchdog.watch
 os.register_at_fork(after_in_child=_watchdog.reset_after_fork)
 os.register_at_fork(after_in_child=flight.release_signal)

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 import ub_overlap
 from ub_overlap.runtime import errors, ops, settings
-from ub_overlap.runtime.session import flight
+from ub_overlap.runtime.session import abort_signal, flight, watchdog
 
 from . import rank_ops
 from .rank_failures import attempt
@@ -82,6 +83,40 @@ def signalled(rank: int, world: int, folder: str) -> dict[str, Any]:
     found["child"] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     faulthandler.register(signal.SIGUSR1)  # a handler of the program replaces ours
     found["taken"] = C.catch_dump_signal()
+    return found
+
+
+def _until(condition: Callable[[], object]) -> bool:
+    end = time.monotonic() + 20
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return bool(condition())
+
+
+def signalled_at_first_calls(rank: int, world: int, folder: str) -> list[dict[str, Any]]:
+    """Rank 0 gets SIGUSR1 in the first call of a group, while the other waits for its file, and again after destroy."""
+    settings.configure(init_timeout_s=60.0, flight_dir=folder)
+    found = []
+
+    def interrupt() -> None:
+        if _until(lambda: flight._Last.owns_signal and abort_signal.signals()):
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    for _ in range(2):
+        group = dist.new_group(list(range(world)))
+        if rank == 0:
+            threading.Thread(target=interrupt, daemon=True).start()
+        else:
+            found.append({"file": _until(lambda: list(Path(folder).glob("rank0-*.json")))})
+        found.append(attempt(lambda: gather(group.group_name, rank, world, 4)))  # noqa: B023
+        dist.destroy_process_group(group)
+        del group
+        found.append({"ended": _until(lambda: watchdog._watchdog._thread is None)})
+        dist.barrier()
+        for file in Path(folder).glob("rank0-*.json"):
+            with contextlib.suppress(FileNotFoundError):
+                file.unlink()
+        dist.barrier()
     return found
 
 

@@ -66,6 +66,15 @@ def test_an_error_has_a_file(pools: dict[int, RankPool], tmp_path: Path) -> None
 
 
 @pytest.mark.timeout(120)
+def test_a_signal_in_first_calls(tmp_path: Path) -> None:
+    """It neither ends the process before there is a session, nor is lost after the last group was destroyed."""
+    for outcome in run_ranks("tests.runtime.rank_flight:signalled_at_first_calls", 2, args=(str(tmp_path),), timeout=100):
+        assert outcome.ended and not outcome.error, outcome
+        for found in outcome.value:
+            assert found.get("error", "") == "" and all(found.get(key, True) for key in ("file", "ended")), outcome
+
+
+@pytest.mark.timeout(120)
 def test_a_signal(tmp_path: Path) -> None:
     for outcome in run_ranks("tests.runtime.rank_flight:signalled", 2, args=(str(tmp_path),), timeout=90):
         found = outcome.value
