@@ -154,8 +154,9 @@ bool wait_until(const std::function<bool()>& condition, int64_t deadline_ns, con
         look();
         if (condition()) return true;
         const int64_t now = now_ns(), paused = now - last;
-        // The process was stopped, or its machine was: the peers probably too. That time does not count.
-        if (paused > overslept_ns && deadline_ns < INT64_MAX - paused) deadline_ns += paused;
+        // The process was stopped, or its machine was: the peers probably too. Only the first second of that counts. It does
+        // count: else a `look` that takes so long would never reach the deadline.
+        if (paused > overslept_ns && deadline_ns < INT64_MAX - paused) deadline_ns += paused - overslept_ns;
         last = now;
         if (now > deadline_ns) return false;
         timespec t{0, sleep_ns};

@@ -80,7 +80,9 @@ class AbortSignal:
                 try:
                     return outcome.result(min(_POLL_S, timeout_s))
                 except TimeoutError:
-                    if outcome.done() or deadline.is_over():
+                    if outcome.done():  # since the poll, or with a TimeoutError of its own
+                        return outcome.result()
+                    if deadline.is_over():
                         raise
         except errors.GroupAbortedError:
             raise self.error(where) from None

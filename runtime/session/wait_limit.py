@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 OVERSLEPT_S = 1.0
-"""A poll that comes so late shows that the process, or its machine, was stopped meanwhile; csrc/cpu/waiter.cpp has the same."""
+"""The most that counts between two polls. A later poll shows that the process, or its machine, was stopped meanwhile.
+csrc/cpu/waiter.cpp has the same."""
 
 
 class WaitLimit:
@@ -21,6 +22,5 @@ class WaitLimit:
         """Count the time since the last poll and return whether the deadline is over."""
         now = time.monotonic()
         elapsed, self._last = now - self._last, now
-        if elapsed < OVERSLEPT_S:
-            self._left -= elapsed
+        self._left -= min(elapsed, OVERSLEPT_S)  # slow polls count too: else they would never reach the deadline
         return self._left < 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from ub_overlap.runtime import autotune, errors, settings
-from ub_overlap.runtime.session import device_wait, symm_mem
+from ub_overlap.runtime.session import device_wait, symm_mem, wait_limit
 from ub_overlap.runtime.session.abort_signal import AbortSignal
 
 STEP = 0.2
@@ -188,3 +189,27 @@ def test_errors_carry_their_ranks() -> None:
 def test_a_wait_that_ends() -> None:
     asked = iter([False, False, True])
     device_wait.wait_until(lambda: next(asked), "something")
+
+
+def test_time_in_which_the_process_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts as one second, so that a loop with slow polls ends too."""
+    now = 0.0
+    monkeypatch.setattr(wait_limit, "time", SimpleNamespace(monotonic=lambda: now))
+    limit = wait_limit.WaitLimit(3.0)
+    seen = []
+    for now in (1000.0, 1002.0, 1004.0, 1006.0):
+        seen.append(limit.is_over())
+    assert seen == [False, False, False, True]
+
+
+def test_a_result_that_comes_as_a_poll_ends() -> None:
+    """It is the result, also where the deadline is over."""
+
+    class Late(Future[int]):
+        def result(self, timeout: float | None = None) -> int:
+            if timeout is not None:
+                self.set_result(7)
+                raise TimeoutError
+            return super().result()
+
+    assert AbortSignal("g").result(Late(), 0.0) == 7
