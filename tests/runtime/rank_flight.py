@@ -94,29 +94,36 @@ def _until(condition: Callable[[], object]) -> bool:
 
 
 def signalled_at_first_calls(rank: int, world: int, folder: str) -> list[dict[str, Any]]:
-    """Rank 0 gets SIGUSR1 in the first call of a group, while the other waits for its file, and again after destroy."""
+    """Rank 0 gets SIGUSR1 in the first call of a group, and again in that of a group made after its destruction."""
     settings.configure(init_timeout_s=60.0, flight_dir=folder)
-    found = []
+    return _signalled_at_first_call(rank, world, folder) + _signalled_at_first_call(rank, world, folder)
+
+
+def _signalled_at_first_call(rank: int, world: int, folder: str) -> list[dict[str, Any]]:
+    """Rank 0 waits in its first call for the other, which comes once there is a file."""
 
     def interrupt() -> None:
         if _until(lambda: flight._Last.owns_signal and abort_signal.signals()):
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    for _ in range(2):
-        group = dist.new_group(list(range(world)))
-        if rank == 0:
-            threading.Thread(target=interrupt, daemon=True).start()
-        else:
-            found.append({"file": _until(lambda: list(Path(folder).glob("rank0-*.json")))})
-        found.append(attempt(lambda: gather(group.group_name, rank, world, 4)))  # noqa: B023
-        dist.destroy_process_group(group)
-        del group
-        found.append({"ended": _until(lambda: watchdog._watchdog._thread is None)})
-        dist.barrier()
-        for file in Path(folder).glob("rank0-*.json"):
-            with contextlib.suppress(FileNotFoundError):
-                file.unlink()
-        dist.barrier()
+    def files() -> list[Path]:
+        return list(Path(folder).glob("rank0-*.json"))
+
+    group, found = dist.new_group(list(range(world))), []
+    name = group.group_name
+    if rank == 0:
+        threading.Thread(target=interrupt, daemon=True).start()
+    else:
+        found.append({"file": _until(files)})
+    found.append(attempt(lambda: gather(name, rank, world, 4)))
+    dist.destroy_process_group(group)
+    del group
+    found.append({"ended": _until(lambda: watchdog._watchdog._thread is None)})
+    dist.barrier()
+    if rank == 0:
+        for file in files():
+            file.unlink()
+    dist.barrier()
     return found
 
 

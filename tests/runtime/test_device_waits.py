@@ -193,13 +193,10 @@ def test_a_wait_that_ends() -> None:
 
 def test_time_in_which_the_process_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """It counts as one second, so that a loop with slow polls ends too."""
-    now = 0.0
-    monkeypatch.setattr(wait_limit, "time", SimpleNamespace(monotonic=lambda: now))
+    times = iter((0.0, 1000.0, 1002.0, 1004.0, 1006.0))
+    monkeypatch.setattr(wait_limit, "time", SimpleNamespace(monotonic=lambda: next(times)))
     limit = wait_limit.WaitLimit(3.0)
-    seen = []
-    for now in (1000.0, 1002.0, 1004.0, 1006.0):
-        seen.append(limit.is_over())
-    assert seen == [False, False, False, True]
+    assert [limit.is_over() for _ in range(4)] == [False, False, False, True]
 
 
 def test_a_result_that_comes_as_a_poll_ends() -> None:
