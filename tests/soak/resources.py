@@ -12,6 +12,8 @@ ALLOWED_RSS = 8 << 20
 """Bytes of growth of resident memory after the warm-up that count as noise."""
 ALLOWED_MAPS = 12
 """malloc maps a few more regions now and then."""
+MIN_SAMPLES = 6
+"""With fewer, leaks are not looked for."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ def measure_resources(calls: int) -> Resources:
 
 def find_leaks(samples: Sequence[Resources]) -> list[str]:
     """Return what grew from the end of the warm-up, a third of the samples, to the end. Few samples show nothing."""
-    if len(samples) < 6:
+    if len(samples) < MIN_SAMPLES:
         return []
     window = len(samples) // 6
     before, after = samples[2 * window : 3 * window], samples[-window:]

@@ -13,7 +13,7 @@ from tests.harness.ranks import RankPool
 from tests.harness.shared_memory import list_segments
 
 from .rank_soak import run_batch
-from .resources import Resources, find_leaks
+from .resources import MIN_SAMPLES, Resources, find_leaks
 
 BATCH = 25
 """Calls between two samples of the resources."""
@@ -50,6 +50,8 @@ class SoakReport:
                     f"  rank {rank}: resident {a.rss >> 20} to {b.rss >> 20} MiB, descriptors {a.fds} to {b.fds}, "
                     f"mappings {a.maps} to {b.maps}, threads {a.threads} to {b.threads}"
                 )
+                if len(samples) < MIN_SAMPLES:
+                    lines.append(f"  rank {rank}: {len(samples)} samples show no leak; it takes {MIN_SAMPLES}")
         return "\n".join([*lines, *(f"  LEAK {leak}" for leak in self.leaks)])
 
 
@@ -61,14 +63,24 @@ def soak(
     calls: int | None = None,
     first: int = 0,
     sabotage: int = -1,
+    least_samples: int = 0,
+    limit_s: float = float("inf"),
     progress: Callable[[str], None] = lambda text: None,
 ) -> SoakReport:
-    """Run random calls until `seconds` or `calls` are over, or an op raises. `first`: the number of the first call."""
+    """Run random calls until `seconds` or `calls` are over, or an op raises. `first`: the number of the first call.
+
+    `least_samples`: a slow machine goes on behind `seconds` until it has so many samples of the resources, or to `limit_s`.
+    """
     report = SoakReport(ranks, seed, samples=[[] for _ in range(ranks)])
     begin = time.monotonic()
     before = list_segments()
+
+    def is_time_left() -> bool:
+        limit = limit_s if len(report.samples[0]) < least_samples else seconds
+        return limit is None or time.monotonic() - begin < limit
+
     with RankPool(ranks) as pool:
-        while (calls is None or report.calls < calls) and (seconds is None or time.monotonic() - begin < seconds):
+        while (calls is None or report.calls < calls) and is_time_left():
             count = BATCH if calls is None else min(BATCH, calls - report.calls)
             results = pool.run(run_batch, seed, first + report.calls, count, sabotage, timeout=60 + 2 * count)
             report.calls += count

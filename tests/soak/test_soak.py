@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,8 @@ from .fault_matrix import Fault, FaultRuns, list_faults
 from .resources import Resources, find_leaks
 from .soak import soak
 
+LEAST_SAMPLES = 12
+"""Two samples to each sixth of the soak: find_leaks compares the lowest with the highest of a sixth."""
 DEADLINE_S, SPARE_S = 2.0, 15.0
 """The spare seconds are for a busy machine: a rank that hangs exceeds them, and a death is seen before them."""
 FAULTS = (
@@ -29,12 +33,47 @@ FAULTS = (
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(180)
 def test_soak() -> None:
     """Random calls of all ops have right results, and nothing grows."""
-    report = soak(2, seed=20, seconds=20.0)
+    report = soak(2, seed=20, seconds=20.0, least_samples=LEAST_SAMPLES, limit_s=120.0)
     assert report.is_fine, report.describe()
-    assert report.calls >= 100, report.describe()
+    assert min(map(len, report.samples)) >= LEAST_SAMPLES, report.describe()
+
+
+class _SlowPool:
+    """Stands for the ranks of a machine that takes five seconds for a batch. Each batch leaves a file open."""
+
+    now, batches = 0.0, 0
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def __enter__(self) -> _SlowPool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def run(self, *_: object, **__: object) -> list[dict[str, Any]]:
+        type(self).now += 5.0
+        type(self).batches += 1
+        found = Resources(calls=25 * self.batches, rss=200 << 20, fds=16 + self.batches, maps=400, threads=6)
+        return [{"bad": [], "broken": False, "resources": found}] * self.ranks
+
+
+def test_a_leak_is_found_on_a_slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The soak goes on until it has the samples that show a leak, at most to its limit, and says where they are too few."""
+    monkeypatch.setattr(_SlowPool, "now", 0.0)
+    monkeypatch.setattr(_SlowPool, "batches", 0)
+    monkeypatch.setattr("tests.soak.soak.RankPool", _SlowPool)
+    monkeypatch.setattr("tests.soak.soak.time", SimpleNamespace(monotonic=lambda: _SlowPool.now))
+    report = soak(2, seed=1, seconds=20.0, least_samples=LEAST_SAMPLES, limit_s=120.0)
+    assert [len(samples) for samples in report.samples] == [LEAST_SAMPLES, LEAST_SAMPLES]
+    assert "fds grew from" in report.describe() and not report.is_fine
+    report = soak(2, seed=1, seconds=20.0, least_samples=LEAST_SAMPLES, limit_s=25.0)
+    assert [len(samples) for samples in report.samples] == [5, 5]
+    assert "rank 1: 5 samples show no leak; it takes 6" in report.describe()
 
 
 @pytest.mark.timeout(120)
