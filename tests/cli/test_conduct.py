@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.diff.samples import before, graphs, report, with_clone
+from tests.harness.no_home import leave_home
 from ub_overlap.cli import build_parser, doctor, failures, info, main
 from ub_overlap.cli.parsers import Parser, all_parsers
 from ub_overlap.compiler.plan.plan import Plan
@@ -125,6 +126,21 @@ def test_errors_as_json(command: str, folder: Path, capsys: pytest.CaptureFixtur
     assert len(said.splitlines()) == 1
 
 
+def test_codes_in_the_help_are_those_of_failures() -> None:
+    codes = {0, failures.FOUND, failures.USAGE, failures.INTERNAL, failures.INTERRUPTED, failures.BROKEN_PIPE}
+    assert set(build_parser().exits) == codes
+
+
+def test_reports_without_a_home_folder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    leave_home(monkeypatch)
+    assert main(["report", "list"]) == 0
+    assert capsys.readouterr().out == "no reports: no home folder; set UB_OVERLAP_CACHE_DIR\n"
+    assert main(["report", "list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+    assert main(["report", "show", "ffff"]) == 2
+    assert "no home folder; set UB_OVERLAP_CACHE_DIR" in capsys.readouterr().err
+
+
 def raiser(error: BaseException) -> Callable[[], int]:
     def body() -> int:
         raise error
@@ -142,6 +158,9 @@ def raiser(error: BaseException) -> Callable[[], int]:
         ),
         (ArenaError("two\nlines"), 1, "two lines"),
         (OSError(28, "No space left on device", "x.json"), 1, "No space left on device: 'x.json'"),
+        (PermissionError(13, "Permission denied", "x.json"), 2, "Permission denied: 'x.json'"),
+        (OSError("not a gzipped file"), 2, "not a gzipped file"),
+        (ConnectionRefusedError(111, "Connection refused"), 1, "Connection refused"),
         (ModuleNotFoundError("No module named 'torch'"), 1, "No module named 'torch'"),
         (KeyError("sites"), 3, "internal error: KeyError: 'sites'; UB_OVERLAP_DEBUG=1"),
         (KeyboardInterrupt(), 130, "interrupted"),

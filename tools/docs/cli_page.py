@@ -17,7 +17,6 @@ def cli_page() -> str:
         "fit the terminal; `COLUMNS` sets the width of files and pipes too. `NO_COLOR`, `FORCE_COLOR` and `TERM=dumb` are "
         "respected.",
         exit_table(top),
-        "Interrupted commands exit with 130, commands whose reader closed the pipe (`| head`) with 141.",
         argument_table(top),
         *(section(parser) for parser in verbs),
     ])  # fmt: skip

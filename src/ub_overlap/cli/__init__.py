@@ -33,9 +33,11 @@ def build_parser() -> Parser:
         examples=["doctor", "report list", "plan --model llama-70b", "VERB --help"],
         exits={
             0: "success",
-            1: "the verb found a problem, e.g. reports that differ",
+            1: "the verb found a problem, e.g. reports that differ, or the disk is full",
             2: "bad usage, or a file that cannot be read",
             3: "an error inside this package",
+            130: "interrupted",
+            141: "the reader of its output ended, e.g. head",
         },
     )
     parser.add_argument("--version", action="version", version=f"ub_overlap {__version__}", help="print the version")

@@ -1,12 +1,16 @@
 """Failures of a command: one line on stderr, an exit code, and with --json one object on stdout.
 
-0    success                     3    an error inside this package
-1    the verb found a problem    130  interrupted
-2    bad usage                   141  the reader of a pipe ended (| head)
+0    success
+1    the verb found a problem, or the disk is full
+2    bad usage, or a file that cannot be read
+3    an error inside this package
+130  interrupted
+141  the reader of a pipe ended (| head)
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -20,6 +24,8 @@ from ub_overlap.runtime.errors import OptionError, UbOverlapError
 from .parsers import UsageError
 
 FOUND, USAGE, INTERNAL, INTERRUPTED, BROKEN_PIPE = 1, 2, 3, 130, 141
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Of a disk. Another command line would not help."""
 
 
 def guarded(body: Callable[[], int], prog: str, *, as_json: bool, show_traceback: bool) -> int:
@@ -79,7 +85,8 @@ def describe(error: Exception) -> tuple[int, str, dict[str, str]]:
     if isinstance(error, UsageError):
         return USAGE, text, fields
     if isinstance(error, OSError):
-        return FOUND, text, fields
+        is_of_machine = error.errno in _FULL or isinstance(error, ConnectionError | TimeoutError)
+        return FOUND if is_of_machine else USAGE, text, fields
     if isinstance(error, ImportError):
         return FOUND, f"{text}; what works here: python -m ub_overlap doctor", fields
     hint = "UB_OVERLAP_DEBUG=1 shows the traceback; python -m ub_overlap doctor --bundle FILE.zip collects what a report needs"

@@ -39,13 +39,20 @@ def report_skipped(error: StoredFileError) -> None:
 
 
 def list_reports(*, as_json: bool) -> int:
-    rows = stored_plans()
+    """Print the stored reports. A user without a home folder has none."""
+    none = "no reports"
+    rows: list[dict[str, Any]] = []
+    try:
+        none += f" in {plan_store.directory()}; compiling a model with backend='ub_overlap' stores one per graph"
+        rows = stored_plans()
+    except FileNotFoundError as error:
+        none += f": {error.strerror}"
     if as_json:
         print(json.dumps(rows))
     elif rows:
         print(table(rows))
     else:
-        print(f"no reports in {plan_store.directory()}; compiling a model with backend='ub_overlap' stores one per graph")
+        print(none)
     return 0
 
 
