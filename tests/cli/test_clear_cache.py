@@ -15,7 +15,7 @@ from ub_overlap.cli import cache, main
 
 OURS = (
     "plans/0011223344556677.json", "plans/0011223344556677.graphs", "plans/.ub_overlap-abc", "tuned/0011223344556677.json",
-    "flight/rank0-4711.json", "flight/rank-1-4712.json", "flight/.ub_overlap-abc",
+    "flight/rank0-node-1.lan-4711.json", "flight/rank-1-4712.json", "flight/.ub_overlap-abc",
 )  # fmt: skip
 PROFILE = "profiles/nvidia-h200-tp8-0123abcd.json"
 THEIRS = (

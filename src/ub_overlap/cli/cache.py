@@ -34,7 +34,7 @@ TEMPORARY = rf"(?:{re.escape(stored_file.TEMPORARY)}|\.plan-|\.profile-)\w+"  # 
 NAMES = {
     "plans": re.compile(rf"{DIGEST}\.(json|graphs)|{TEMPORARY}"),
     "tuned": re.compile(rf"{DIGEST}\.json|\.{DIGEST}\.json\.lock|{TEMPORARY}"),
-    "flight": re.compile(rf"rank-?[0-9]+-[0-9]+\.json|{TEMPORARY}"),
+    "flight": re.compile(rf"rank-?[0-9]+-(.+-)?[0-9]+\.json|{TEMPORARY}"),
     "profiles": re.compile(rf"\.?[a-z0-9-]+-tp\w+-[0-9a-f]{{8}}\.json(\.lock)?|{TEMPORARY}"),
 }
 """Folder in the cache -> names of our files."""
