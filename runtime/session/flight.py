@@ -20,6 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from .. import errors, plan_store, settings, stored_file
 from ..extension import extension
 from .abort_signal import AbortSignal, signals
+from .daemon_thread import run_in_daemon_thread
 from .group_argument import Group, name_of
 
 log = logging.getLogger("ub_overlap.runtime")
@@ -39,7 +41,9 @@ KEPT_S = 86400.0
 FIELDS = ("number", "epoch", "state", "op", "site", "strategy", "shapes", "enqueued_s", "started_s", "ended_s")
 """Of a call. Times: seconds since 1970, 0 where the call is not there yet."""
 _DUMPED = (errors.RankError, errors.GroupAbortedError, errors.ArenaError)
-_lock = threading.RLock()  # reentrant: a signal handler may dump
+_WRITE_S = 2.0
+"""Seconds that a file may take. A folder on a network may hang, and the error that the file is for must not wait for that."""
+_lock = threading.Lock()
 
 
 class _Last:
@@ -115,15 +119,24 @@ def dump(reason: str) -> str:
             "reason": reason,
             "groups": groups,
         }
-        with _lock:
-            name = f"rank{content['rank']}-{_host()}-{os.getpid()}.json"
-            path = stored_file.write(folder() / name, json.dumps(content, indent=1))
-            _Last.path = str(path)
-            _remove_old_files(path.parent)
-        return str(path)
+        return run_in_daemon_thread("ub_overlap-flight", partial(_write, content)).result(_WRITE_S)
     except Exception:
         log.debug("no flight record", exc_info=True)
         return ""
+
+
+def _write(content: dict[str, Any]) -> str:
+    """Write a file and return its path, "" while an earlier one hangs."""
+    if not _lock.acquire(timeout=_WRITE_S):
+        return ""
+    try:
+        name = f"rank{content['rank']}-{_host()}-{content['pid']}.json"
+        path = stored_file.write(folder() / name, json.dumps(content, indent=1))
+        _Last.path = str(path)
+        _remove_old_files(path.parent)
+        return str(path)
+    finally:
+        _lock.release()
 
 
 def _host() -> str:

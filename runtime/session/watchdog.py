@@ -1,9 +1,10 @@
 """Log failed groups even where no thread calls an op: the process may only replay CUDA graphs, or block in
 torch.cuda.synchronize().
 
-One daemon thread starts before the first session of several ranks is made: SIGUSR1 works while ranks wait there. Four times a second it reads every session's failure record.
-It logs a failure once, with the full text, as an error of the logger "ub_overlap.runtime". It only reads the record
-(csrc/core/arena.h), so the next op on the group and `check_errors()` still raise the error.
+One daemon thread starts before the first session of several ranks is made: SIGUSR1 works while ranks wait there. Four times a
+second it reads every session's failure record. It logs a failure once, with the full text, as an error of the logger
+"ub_overlap.runtime". It only reads the record (csrc/core/arena.h), so the next op on the group and `check_errors()` still
+raise the error.
 
 It also frees the memory of destroyed groups. torch has no hook for destroy_process_group(), and programs keep references to
 destroyed groups, so finalizers of group objects would come late. And it writes a flight record after SIGUSR1 (flight.py), and

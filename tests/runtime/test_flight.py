@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from tests.harness.ranks import RankPool
 from ub_overlap.cli import flight as merged
-from ub_overlap.runtime import ops, settings
+from ub_overlap.runtime import ops, settings, stored_file
 from ub_overlap.runtime.session import flight
 
 from . import rank_flight
@@ -58,7 +59,7 @@ def test_an_error_has_a_file(pools: dict[int, RankPool], tmp_path: Path) -> None
         assert f"\n  flight:   {path}" in found[rank]["text"]
         assert f"\n  flight:   {path}" in found[rank]["again"], "the error of later calls names the file of the first"
     assert [row["files"] for row in found] == [1, 1, 1]
-    (finding,) = [f for f in merged.merge(merged.read_folder(tmp_path)) if f.ranks_at_fault]
+    (finding,) = [f for f in merged.merge(merged.read_folder(tmp_path, print)) if f.ranks_at_fault]
     assert finding.ranks_at_fault == (2,)
     text = merged.text([finding])
     assert "rank 2 did not make call 4: all_gather_matmul at site '/skipped'" in text
@@ -140,3 +141,22 @@ def test_files_that_another_rank_removes(host: str, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Path, "stat", gone)
     path = flight.dump("a test")
     assert path and path == flight._Last.path
+
+
+def test_a_folder_that_hangs(host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error does not wait for its file, nor do later ones. The folder may come back."""
+    answers = threading.Event()
+    written = stored_file.write
+
+    def hangs(path: Path, data: bytes | str) -> Path:
+        answers.wait(30)
+        return written(path, data)
+
+    monkeypatch.setattr(flight, "_WRITE_S", 0.2)
+    monkeypatch.setattr(stored_file, "write", hangs)
+    begin = time.monotonic()
+    assert [flight.dump("a test"), flight.dump("another")] == ["", ""]
+    assert time.monotonic() - begin < 10
+    answers.set()
+    monkeypatch.setattr(flight, "_WRITE_S", 20.0)
+    assert Path(flight.dump("a third")).parent == tmp_path
