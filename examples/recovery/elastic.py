@@ -22,6 +22,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     flags = parser.parse_args()
     # Restarts share the Store of torchrun, which holds the addresses of the killed start. So each start has its own prefix.
+    # Each node counts its own failures only: several nodes need another prefix (docs/guide/recovery.md).
     start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     store, rank, ranks = next(dist.rendezvous("env://", timeout=timedelta(seconds=60)))
     store = dist.PrefixStore(f"start-{start}", store)
