@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -245,6 +246,8 @@ class _File:
 
 def _load(path: Path) -> dict[str, TunedStrategy]:
     """Return the results in a file, none where it is unreadable: they only save time."""
+    if not os.path.isfile(path):  # to open a FIFO would block for ever
+        return {}
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, OverflowError):
         content = stored_file.read_json(path)
         if content["version"] == VERSION:

@@ -88,5 +88,5 @@ def _read(locate: Callable[[str], Path], digest: str) -> bytes | None:
         path = locate(digest)
     except FileNotFoundError:  # no home folder
         return None
-    # os.path.exists is False, too, for a folder that is not ours to read: then there are no stored plans.
-    return stored_file.read_bytes(path) if os.path.exists(path) else None
+    # isfile is False, too, for a folder that is not ours to read: then there are no stored plans. A FIFO would block for ever.
+    return stored_file.read_bytes(path) if os.path.isfile(path) else None

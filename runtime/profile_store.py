@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ def find_profiles(key: dict[str, Any]) -> tuple[list[tuple[int, Path]], list[str
     rejected: list[str] = []
     paths: list[Path] = []
     with contextlib.suppress(OSError, RuntimeError):  # the directory is missing or unreadable; no home directory
-        paths = sorted(directory().glob("*.json"))
+        paths = sorted(
+            path for path in directory().glob("*.json") if os.path.isfile(path)
+        )  # to open a FIFO would block for ever
     for path in paths:
         try:
             profile_key = stored_file.read_json(path)["key"]

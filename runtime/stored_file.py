@@ -109,18 +109,19 @@ def parse_json(data: bytes | str, where: str, expected: str = "JSON") -> Any:
     raise _too_deep(where)
 
 
-def inflate(data: bytes, where: str) -> bytes:
-    """Return zlib data decompressed, at most MAX_BYTES of it."""
+def inflate(data: bytes, where: str, limit: int | None = None) -> bytes:
+    """Return zlib data decompressed. `limit`: its largest size; MAX_BYTES without."""
+    limit = MAX_BYTES if limit is None else limit
     if not data:
         raise StoredFileError("the file is empty", where=where)
     inflater = zlib.decompressobj()
     try:
-        content = inflater.decompress(data, MAX_BYTES)
+        content = inflater.decompress(data, limit)
         is_more = bool(inflater.unconsumed_tail) and bool(inflater.decompress(inflater.unconsumed_tail, 1))
     except zlib.error as error:
         raise StoredFileError("the file is damaged: not compressed data", where=where, got=str(error)) from error
     if is_more:
-        raise StoredFileError("the file is too large", where=where, expected=f"at most {MAX_BYTES >> 20} MiB decompressed")
+        raise StoredFileError("the file is too large", where=where, expected=f"at most {limit >> 20} MiB decompressed")
     if not inflater.eof:
         raise StoredFileError("the file is truncated", where=where, got=f"{len(data)} bytes of compressed data")
     return content

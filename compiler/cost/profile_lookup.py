@@ -73,7 +73,7 @@ def _stored() -> dict[str, Profile]:
     """Return shipped and measured profiles, by their names in plans."""
     paths = [*FOLDER.glob("*.json")]
     with contextlib.suppress(OSError, RuntimeError):  # a directory that is not ours to read; no home at all
-        paths += profile_store.directory().glob("*.json")
+        paths += [path for path in profile_store.directory().glob("*.json") if path.is_file()]
     found = {}
     for path in sorted(paths):
         with contextlib.suppress(OptionError):

@@ -7,6 +7,8 @@ from .graph_store import PlanGraphs
 from .snapshot import Snapshot
 
 SHOWN = 5  # edits
+MAX_BYTES = 16 << 20
+"""Largest graphs of a rank, decompressed. They come from a peer: a few KiB may inflate to much more."""
 
 
 def explain_difference(mine: bytes, theirs: bytes, names: tuple[str, str]) -> str:
@@ -14,7 +16,9 @@ def explain_difference(mine: bytes, theirs: bytes, names: tuple[str, str]) -> st
 
     ValueError if the bytes are not graphs.
     """
-    own, other = PlanGraphs.unpack(mine), PlanGraphs.unpack(theirs)
+    own, other = (
+        PlanGraphs.unpack(data, f"the graphs of {name}", MAX_BYTES) for data, name in zip((mine, theirs), names, strict=True)
+    )
     diff = Diff(_labeled(own.before, names[0]), _labeled(other.before, names[1]))
     if diff.same:
         return f"the {own.phase} graphs are the same ({len(own.before.nodes)} nodes): options, profile or settings differ"

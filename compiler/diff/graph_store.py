@@ -65,9 +65,12 @@ class PlanGraphs:
         return zlib.compress(json.dumps(self.to_dict(), separators=(",", ":")).encode(), 1)
 
     @classmethod
-    def unpack(cls, data: bytes, where: str = "the graphs of a plan") -> PlanGraphs:
-        """Read the result of `pack`. StoredFileError for other bytes names `where`: their file or rank."""
-        content = stored_file.parse_json(stored_file.inflate(data, where), where)
+    def unpack(cls, data: bytes, where: str = "the graphs of a plan", limit: int | None = None) -> PlanGraphs:
+        """Read the result of `pack`. StoredFileError for other bytes names `where`: their file or rank.
+
+        `limit`: bytes when decompressed, if not those of a file.
+        """
+        content = stored_file.parse_json(stored_file.inflate(data, where, limit), where)
         return read_graphs(stored_file.validate(content, GraphsRecord, where, "the graphs of a plan"), where)
 
 

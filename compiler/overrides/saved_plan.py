@@ -20,7 +20,8 @@ from .option_file import refused
 from .requested_strategy import Override
 from .rule import PHASES, SiteDescription
 
-VERSION = 1
+VERSIONS = (1, 2)
+"""Of reports and the output of `plan --save`, and of stored plans (compiler/plan/records.py)."""
 _STRATEGIES = "none, pipelined, bulk, pipelined:chunks=N or bulk:chunks=N, pipelined:stripes=N, or a table of these"
 
 
@@ -54,8 +55,13 @@ def parse_saved_plan(plan: Mapping[str, Any], origin: str) -> tuple[SavedGraph, 
     def bad(field: str, got: Any, expected: str, fix: str = "") -> OptionError:
         return refused(origin or "a plan given as a dict", field, got, expected, fix)
 
-    if plan.get("version") != VERSION:
-        raise bad("version", plan.get("version"), str(VERSION), "another version of ub_overlap wrote it: save the plan again")
+    if plan.get("version") not in VERSIONS:
+        raise bad(
+            "version",
+            plan.get("version"),
+            " or ".join(map(str, VERSIONS)),
+            "another version of ub_overlap wrote it: save the plan again",
+        )
     if not isinstance(plan["sites"], list):
         raise bad("sites", plan["sites"], "a list of sites")
     graphs: dict[tuple[str, str], list[SavedSite]] = {}

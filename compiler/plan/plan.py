@@ -15,7 +15,7 @@ from ub_overlap.runtime.stored_file import parse_json
 
 from .decision import CastDecision, Decision
 from .reasons import Reason, collective_of
-from .records import PlanRecord, as_record
+from .records import PLAN_VERSION, PlanRecord, as_record
 from .strategy import Mode
 
 
@@ -74,7 +74,7 @@ class Plan:
     def to_json(self) -> str:
         return json.dumps(
             {
-                "version": 1,
+                "version": PLAN_VERSION,
                 "digest": self.digest,
                 "graph": self.graph,
                 "shared": self.shared,

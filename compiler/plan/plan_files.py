@@ -1,7 +1,8 @@
-"""The stored plans of this machine. A damaged file never hides the others."""
+"""The stored plans of this machine. A file that is damaged or of another version never hides the others."""
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from .records import PlanRecord, as_record
 
 
 def load_plan(digest: str) -> Plan | None:
-    """Return the stored plan of a digest, None where this machine has none. StoredFileError if its file is damaged."""
+    """Return the stored plan of a digest, None where this machine has none. StoredFileError if its file is damaged, or of another version."""
     text = plan_store.load(digest)
     if text is None:
         return None
@@ -36,9 +37,13 @@ def stored_plans(skipped: Callable[[StoredFileError], None]) -> Iterator[tuple[P
     folder = plan_store.directory()
     for path in folder.glob("*.json") if folder.is_dir() else []:
         try:
-            rows.append((path.stat().st_mtime, path))
+            status = path.stat()
         except OSError:  # removed since
             continue
+        if stat.S_ISREG(status.st_mode):
+            rows.append((status.st_mtime, path))
+        else:  # to open a FIFO would block for ever
+            skipped(StoredFileError("not a file", where=str(path)))
     for changed, path in sorted(rows, reverse=True):
         try:
             yield path, changed, read_plan(path)

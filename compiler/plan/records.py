@@ -1,6 +1,7 @@
 """Plans and reports as stored: the fields of their JSON, which runtime/stored_file.py validates.
 
-Fields of NotRequired may be missing in files of earlier versions. A field that is not listed here is not read. This file
+Fields of NotRequired may be missing in reports, which stay readable from version to version. A plan of another PLAN_VERSION
+is refused, as its digest cannot be checked. A field that is not listed here is not read. This file
 imports no torch.
 """
 
@@ -18,7 +19,9 @@ from .strategy import Mode, parse
 
 R = TypeVar("R")
 VERSION = 1
-"""Of the JSON of plans, graphs and reports."""
+"""Of the JSON of graphs and reports."""
+PLAN_VERSION = 2
+"""Of the JSON of stored plans. It is raised when the digest has other content: then plans of before do not have theirs."""
 
 Phase = Literal["forward", "backward"]
 _SITE = re.compile(r"(forward|backward)\.[0-9]{1,9}(\.[a-z0-9_]+)?\Z")
@@ -137,7 +140,7 @@ class SiteRecord(TypedDict):
 
 
 class CastRecord(TypedDict):
-    """CastDecision, and its measured error in reports."""
+    """CastDecision."""
 
     node: str
     role: str
@@ -146,13 +149,12 @@ class CastRecord(TypedDict):
     recipe: str
     reason: ReasonName | None
     detail: NotRequired[str]
-    error: NotRequired[float | None]
 
 
 class PlanRecord(TypedDict):
     """Plan."""
 
-    version: Literal[1]
+    version: Literal[2]
     digest: Digest
     graph: NotRequired[str]
     shared: NotRequired[dict[str, Any]]
@@ -190,6 +192,12 @@ class ReportedSiteRecord(SiteRecord):
     best: NotRequired[str | None]
     gain_us: NotRequired[float | None]
     choice_reason: NotRequired[str | None]
+
+
+class ReportedCastRecord(CastRecord):
+    """ReportedCast."""
+
+    error: NotRequired[float | None]
 
 
 class LaneRecord(TypedDict):
@@ -233,7 +241,7 @@ class ReportRecord(TypedDict):
     summary: NotRequired[str]
     totals: NotRequired[str]
     sites: list[ReportedSiteRecord]
-    casts: NotRequired[list[CastRecord]]
+    casts: NotRequired[list[ReportedCastRecord]]
     lanes: NotRequired[dict[str, list[LaneRecord]]]
     graphs: NotRequired[list[GraphsRecord]]
 
@@ -242,9 +250,10 @@ def as_record(value: Any, record: type[R], where: str, what: str) -> R:
     """Return parsed JSON as a record. StoredFileError names `where` and the field. `what`: e.g. "a plan"."""
     if not isinstance(value, dict):
         raise bad_field(where, what, "", f"a {type(value).__name__}", "a JSON object")
-    if value.get("version") != VERSION:
+    version = PLAN_VERSION if record is PlanRecord else VERSION
+    if value.get("version") != version:
         raise StoredFileError(
-            f"not {what}: field version", where=where, got=repr(value.get("version"))[:20], expected=str(VERSION),
+            f"not {what}: field version", where=where, got=repr(value.get("version"))[:20], expected=str(version),
             fix="another version of ub_overlap wrote it, or it is another file",
         )  # fmt: skip
     return validate(value, record, where, what)

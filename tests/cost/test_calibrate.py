@@ -7,10 +7,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
+
+import pytest
 
 from ub_overlap.compiler.cost import SiteShape, choose, load
 from ub_overlap.runtime import machine
-from ub_overlap.tools.calibrate import matmuls
+from ub_overlap.runtime.errors import OptionError
+from ub_overlap.tools.calibrate import matmuls, world
+from ub_overlap.tools.calibrate.calibrate import calibrate as measure
 
 PACE = 120
 
@@ -49,6 +54,17 @@ def test_out_file_and_no_cache(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert load(tmp_path / "mine.json").key["ranks"] == 3
     assert not (tmp_path / "profiles").exists()
+
+
+def test_without_a_home_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The profile would be lost: the error comes before the ranks start."""
+    for name in ("UB_OVERLAP_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError))
+    monkeypatch.setattr(world, "start", mock.Mock(side_effect=AssertionError("started")))
+    with pytest.raises(OptionError, match="no folder for the profile") as caught:
+        measure()
+    assert "--out FILE" in str(caught.value)
 
 
 def test_outside_of_torchrun(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from ub_overlap.compiler.diff.graph_store import PlanGraphs
 from ub_overlap.compiler.overrides.override_set import parse_overrides
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.reports.history import History
-from ub_overlap.runtime import autotune, plan_store, stored_file
+from ub_overlap.runtime import autotune, machine, plan_store, profile_store, stored_file
 from ub_overlap.runtime.errors import OptionError, StoredFileError
 from ub_overlap.tools import exposed
 
@@ -72,6 +72,21 @@ def test_a_bad_plan_hides_no_other(name: str, store: Path, capsys: pytest.Captur
     history = History()
     assert [p.digest for p in history.find_all([digest, PLAN.digest])] == [PLAN.digest]
     assert cli.main(["explain", str(store / f"{PLAN.digest}.json")]) == 0
+
+
+def test_a_fifo_is_skipped(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """To open a FIFO waits for its writer: no reader of the cache folder does."""
+    digest = "ab" * 8
+    fifos = [store / f"{digest}.json", store / f"{digest}.graphs", store.parent / "profiles/p.json", autotune.path_of(digest)]
+    for path in fifos:
+        path.parent.mkdir(exist_ok=True)
+        os.mkfifo(path)
+    assert run("report", "list", "--json") == 0
+    out, err = capsys.readouterr()
+    assert [row["digest"] for row in json.loads(out)] == [PLAN.digest] and f"{digest}.json" in err
+    assert run("report", "show", digest) == 2
+    assert plan_store.load(digest) is None and plan_store.load_graphs(digest) is None
+    assert profile_store.find_profiles(machine.key("cpu", 2)) == ([], []) and autotune._load(fifos[-1]) == {}
 
 
 def test_a_plan_under_another_digest(store: Path, caplog: pytest.LogCaptureFixture) -> None:

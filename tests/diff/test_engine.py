@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.diff.samples import after, before, graphs, renamed, with_clone
+from ub_overlap.compiler.diff import compare_ranks
 from ub_overlap.compiler.diff.compare_ranks import explain_difference
 from ub_overlap.compiler.diff.edits import Diff
 from ub_overlap.compiler.diff.graph_store import PlanGraphs
@@ -179,6 +180,13 @@ def test_ranks() -> None:
     assert said.splitlines()[0] == "the forward graphs differ: 1 edit: 0 nodes removed, 1 added; the first node that differs:"
     assert "rank 3: clone = aten.clone.default(relu)" in said and "/home/me/model.py:12" in said
     assert "are the same (20 nodes)" in explain_difference(graphs().pack(), graphs().pack(), ("rank 0", "rank 1"))
+
+
+def test_graphs_of_a_rank_that_inflate_without_end() -> None:
+    bomb = zlib.compress(bytes(compare_ranks.MAX_BYTES + 1))
+    with pytest.raises(StoredFileError, match="too large") as caught:
+        explain_difference(graphs().pack(), bomb, ("rank 0", "rank 3"))
+    assert "graphs of rank 3" in caught.value.line
 
 
 def test_ranks_whose_graphs_cannot_be_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def test_numbers(pool2: RankPool) -> None:
 def test_layouts(pool2: RankPool) -> None:
     """More programs, with empty kernels: errors of Inductor's lowering and of operand layouts do not need kernels."""
     seen = check(pool2, list(range(LOWERED)), has_kernels=False)
+    assert seen["call of _scaled_mm"], seen
     for recipe in ("tensorwise", "delayed"):
         assert seen[f"cast forward {recipe}"] and seen[f"cast weight gradient {recipe}"], seen
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 
 from ub_overlap.compiler.cost.profile import Profile
 from ub_overlap.compiler.cost.profile_lookup import fallback
 from ub_overlap.runtime import machine, profile_store, stored_file
+from ub_overlap.runtime.errors import OptionError
 
 from .fit import compare_calls, fit
 
@@ -18,8 +18,10 @@ from .fit import compare_calls, fit
 def calibrate(out: str | None = None, device: str | None = None, *, quick: bool = False) -> Path:
     """Measure on all ranks of torchrun. Rank 0 writes the profile (to `out`, or the user's cache). Return its path.
 
-    OptionError outside of torchrun.
+    OptionError outside of torchrun, or without a folder for the profile.
     """
+    if out is None:
+        _check_folder()
     from . import run, world
 
     ranks = world.start(device)
@@ -29,12 +31,26 @@ def calibrate(out: str | None = None, device: str | None = None, *, quick: bool 
     measured = run.run(ranks, json.loads(base.to_json()), quick, command)
     profile = fit(Profile.from_json(json.dumps(measured), "this calibration"))
     path = Path(out) if out else profile_store.path_of(dict(profile.key))
+    failure: OptionError | None = None
     if ranks.rank == 0:
-        stored_file.write(path, profile.to_json())
         print(summarize(profile, path, time.monotonic() - start), flush=True)
-        sys.stdout.flush()
-    world.end(ranks)
+        try:
+            stored_file.write(path, profile.to_json())
+        except OSError as error:
+            failure = OptionError("cannot write the profile", where=str(path), got=str(error), fix="use --out FILE")
+    world.end(ranks, failure)
+    if failure:
+        raise failure
     return path
+
+
+def _check_folder() -> None:
+    """Raise OptionError where there is no folder for the profile, before minutes of measuring."""
+    try:
+        profile_store.directory()
+    except FileNotFoundError as error:
+        fix = "set UB_OVERLAP_CACHE_DIR, or use --out FILE"
+        raise OptionError("no folder for the profile", where=str(error.filename), got="no home folder", fix=fix) from error
 
 
 def summarize(profile: Profile, path: Path, seconds: float) -> str:

@@ -51,12 +51,14 @@ def start(kind: str | None = None) -> CalibrationWorld:
     return world
 
 
-def end(world: CalibrationWorld) -> None:
-    """End all ranks together. On CUDA the process ends here."""
+def end(world: CalibrationWorld, failure: Exception | None = None) -> None:
+    """End all ranks together. On CUDA the process ends here, after it printed the `failure` of this rank."""
     with Deadline("end of calibration", PROBE_S):
         world.barrier()
         if world.cuda:
-            exit_process(0)
+            if failure:
+                print(f"calibrate: {failure}", file=sys.stderr, flush=True)
+            exit_process(1 if failure else 0)
         dist.destroy_process_group()
 
 

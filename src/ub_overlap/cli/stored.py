@@ -61,7 +61,7 @@ def show_report(digest: str, *, as_json: bool) -> int:
     from ub_overlap.compiler.plan import plan_files
 
     named = sorted(plan_store.directory().glob("*.json")) if plan_store.is_digest(digest.ljust(8, "0")) else []
-    paths = [path for path in named if path.stem.startswith(digest)]
+    paths = [path for path in named if path.stem.startswith(digest) and path.is_file()]
     digests = [path.stem for path in paths]
     if len(paths) != 1:
         problem = f"{len(digests)} reports begin with it: {', '.join(digests)}" if digests else "no such report"
