@@ -35,9 +35,8 @@ def find_profiles(key: dict[str, Any]) -> tuple[list[tuple[int, Path]], list[str
     rejected: list[str] = []
     paths: list[Path] = []
     with contextlib.suppress(OSError, RuntimeError):  # the directory is missing or unreadable; no home directory
-        paths = sorted(
-            path for path in directory().glob("*.json") if os.path.isfile(path)
-        )  # to open a FIFO would block for ever
+        # Without FIFOs: to open one would block for ever.
+        paths = sorted(path for path in directory().glob("*.json") if os.path.isfile(path))
     for path in paths:
         try:
             profile_key = stored_file.read_json(path)["key"]

@@ -15,7 +15,10 @@ from .records import PlanRecord, as_record
 
 
 def load_plan(digest: str) -> Plan | None:
-    """Return the stored plan of a digest, None where this machine has none. StoredFileError if its file is damaged, or of another version."""
+    """Return the stored plan of a digest, None where this machine has none.
+
+    StoredFileError if its file is damaged, or of another version.
+    """
     text = plan_store.load(digest)
     if text is None:
         return None
