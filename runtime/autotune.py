@@ -17,7 +17,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -117,10 +117,10 @@ class Tuner:
         self._count += 1
         file = _File(SiteId.parse(site).digest)
         key = _key(work, strategies, self._device, exchange.ranks)
-        result = self._agree_on_cached(file.read().get(key), strategies, check)
+        result, keys = self._agree_on_cached(key, file.read().get(key), strategies, check)
         if result is None:
             result = self._measure(strategies, run, check)
-            file.add(key, result, write=exchange.rank == 0)
+            file.add(keys, result, write=exchange.rank == 0)
             log.info("site '%s', bucket %d: %s", site, bucket, result)
         _results.sites.setdefault(site, {})[bucket] = result
         return list(strategies).index(result.strategy)
@@ -130,15 +130,20 @@ class Tuner:
         return self._exchange.gather(f"{topic}/{self._count}", own, "step", doing, check)
 
     def _agree_on_cached(
-        self, cached: TunedStrategy | None, strategies: Sequence[str], check: Callable[[], None]
-    ) -> TunedStrategy | None:
-        """Return the cached result if every rank has the same one, else None."""
-        own = {"known": cached.to_dict() if cached and cached.strategy in strategies else None, "of": list(strategies)}
+        self, key: str, cached: TunedStrategy | None, strategies: Sequence[str], check: Callable[[], None]
+    ) -> tuple[TunedStrategy | None, set[str]]:
+        """Return the cached result if every rank has the same one, else None; and the keys of all ranks.
+
+        Keys differ where a rank adds something of its own to the sum that is reduced.
+        """
+        known = cached.to_dict() if cached and cached.strategy in strategies else None
+        own = {"known": known, "of": list(strategies), "key": key}
         ranks = self._gather("tune", own, "tune a site", check)
         for rank, other in enumerate(ranks):
             if other["of"] != own["of"]:
                 raise self._site_mismatch(rank, other["of"], own["of"])
-        return cached if own["known"] is not None and all(other == own for other in ranks) else None
+        is_common = known is not None and all(other["known"] == known for other in ranks)
+        return cached if is_common else None, {str(other["key"]) for other in ranks}
 
     def _site_mismatch(self, rank: int, got: Any, expected: Any) -> errors.SiteMismatchError:
         assert self._exchange is not None
@@ -232,12 +237,13 @@ class _File:
             _results.files[path] = _load(self.path) if self.path else {}
         return _results.files[path]
 
-    def add(self, key: str, result: TunedStrategy, write: bool) -> None:
+    def add(self, keys: Iterable[str], result: TunedStrategy, write: bool) -> None:
         """Add a result for this process, and on disk if `write`, keeping what other groups wrote since."""
-        self.read()[key] = result
+        added = dict.fromkeys(sorted(keys), result)
+        self.read().update(added)
         if not write or self.path is None:
             return
-        rows = {name: row.to_dict() for name, row in ({**_load(self.path), key: result}).items()}
+        rows = {name: row.to_dict() for name, row in ({**_load(self.path), **added}).items()}
         try:
             stored_file.write(self.path, json.dumps({"version": VERSION, "tuned": rows}, indent=1))
         except OSError as error:

@@ -267,3 +267,30 @@ def test_tuning(pool2: RankPool) -> None:
     for mine in ranks[0][1:]:
         assert mine["digest"] == ranks[0][0]["digest"]
     assert ranks[0][0]["picks"] == ranks[0][1]["picks"], "a later process reads what the first one wrote"
+
+
+def tune_with_a_bias(rank: int, world: int) -> list[bool]:
+    """Return whether a site with a bias on rank 0 only was timed: first, then in a group that reads what the first wrote."""
+    (w, _), x = weights(), data(512, 512, seed=rank).to(torch.bfloat16)
+    bias = torch.ones(w.shape[1], dtype=w.dtype)
+    timed = []
+    for _ in range(2):
+        autotune.clear_results()
+        name = dist.new_group(list(range(world))).group_name
+
+        def run(x: Tensor, name: Any = name) -> Tensor:
+            return funcol.reduce_scatter_tensor(x @ w + bias if rank == 0 else x @ w, "sum", 0, name)
+
+        mark, before = HISTORY.mark(), site_stats()
+        with torch.no_grad(), uncached():
+            compiled = torch.compile(run, backend="ub_overlap", options={**AUTO, "profile": "cpu", "autotune": True})
+            assert (compiled(x).float() - run(x).float()).abs().max().item() < 0.2
+        (plan,) = HISTORY.since(mark)
+        tuning = f"{SiteId(plan.digest, plan.decisions[0].id)}.tuning"
+        after = site_stats()
+        timed.append(tuning in after and (tuning not in before or after[tuning].calls > before[tuning].calls))
+    return timed
+
+
+def test_results_of_a_site_with_an_addend_of_one_rank_are_used_again(pool2: RankPool) -> None:
+    assert pool2.run(tune_with_a_bias, timeout=120) == [[True, False]] * 2
