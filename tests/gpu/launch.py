@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from ub_overlap.cli.process_tree import find_descendants, kill
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
@@ -83,24 +84,10 @@ def launch(command: Sequence[str], limit_s: float, env: dict[str, str] | None = 
 
 def _end(process: subprocess.Popen[str]) -> None:
     """Send SIGTERM, then SIGKILL to the process tree. torchrun's ranks run in separate sessions."""
-    family = _descendants(process.pid)
+    family = find_descendants([process.pid])
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(5)
-    for pid in [*_descendants(process.pid), *family, process.pid]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _descendants(pid: int) -> list[int]:
-    parents: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError):
-            parents.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(int(stat.parent.name))
-    found, left = [], [pid]
-    while left:
-        children = parents.get(left.pop(), [])
-        found += children
-        left += children
-    return found
+    kill(family | find_descendants([process.pid]))
+    process.kill()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+from collections.abc import Container
 from pathlib import Path
 
 TAG = os.environ.setdefault("UB_OVERLAP_SHM_TAG", f"tests{os.getpid()}{secrets.token_hex(4)}")
@@ -39,6 +40,8 @@ def list_mappings(pid: int | str) -> dict[str, int]:
     return mappings
 
 
-def list_holders() -> set[int]:
-    """Return the processes that have memory of this job mapped."""
-    return {int(pid) for pid in filter(str.isdigit, os.listdir("/proc")) if list_mappings(pid)}
+def list_processes_with_mappings(segments: Container[str]) -> set[int]:
+    """Return the processes that have one of `segments` mapped (keys of list_mappings)."""
+    return {
+        int(pid) for pid in filter(str.isdigit, os.listdir("/proc")) if any(name in segments for name in list_mappings(pid))
+    }

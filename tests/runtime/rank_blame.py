@@ -58,7 +58,7 @@ def delays(rank: int, world: int, kind: str, how: str, victim: int, step_s: floa
             if how == "skips one":
                 time.sleep(
                     0.2 + 0.2 * ((rank - victim) % world)
-                )  # the victim waits for the first that comes, and notices first
+                )  # the victim waits for its first peer, so it reports the failure first
             found = attempt(lambda: call(name, rank, world, 6))
         dist.barrier()
         return found

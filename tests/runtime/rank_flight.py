@@ -58,7 +58,7 @@ def fails(rank: int, world: int, folder: str) -> dict[str, Any]:
         again = attempt(lambda: gather(name, rank, world, 4))
         dist.barrier()
         settings.configure(flight_dir="")
-        return {"path": path, "text": text, "files": len(files), "again": again["text"]}
+        return {"group": name, "path": path, "text": text, "files": len(files), "again": again["text"]}
 
 
 def signalled(rank: int, world: int, folder: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.harness.shared_memory import list_holders, list_mappings, list_segments
+from tests.harness.shared_memory import list_mappings, list_processes_with_mappings, list_segments
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.session.store_exchange import Exchange
 
@@ -49,7 +49,15 @@ def killed_growing(rank: int, world: int, topic: str) -> Any:
     if rank == 1:
         _die_at(topic)
     found = attempt(lambda: gather(rank_ops.group(), rank, world, MANY_ROWS))
-    return {**found, "before": before, "after": _mapped_bytes(), "open": list_segments(), "holders": list_holders()}
+    segments = sorted(list_mappings("self"))
+    return {
+        **found,
+        "before": before,
+        "after": _mapped_bytes(),
+        "open": list_segments(),
+        "segments": segments,
+        "processes": list_processes_with_mappings(segments),
+    }
 
 
 def unreachable(rank: int, world: int) -> Any:

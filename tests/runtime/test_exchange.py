@@ -91,11 +91,13 @@ class Group:
     """The part of a process group that plan announcements use."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.store = lambda: rank, dist.HashStore()
+        self.rank, self.store, self.group_name = lambda: rank, dist.HashStore(), "g"
 
 
 def left(group: Group, graph: str) -> dict[str, Any]:
-    return dict(json.loads(group.store.get(plan_announcements._key("g", graph, 1))))
+    key = plan_announcements._key("g", graph, 1)
+    assert group.store.check([key]), "nothing was announced"  # get() would wait for five minutes
+    return dict(json.loads(group.store.get(key)))
 
 
 def test_announcements_end_with_their_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.harness.ranks import RankPool
-from tests.harness.shared_memory import list_holders
+from tests.harness.shared_memory import list_processes_with_mappings
 from ub_overlap.runtime.session.host import host_id
 from ub_overlap.runtime.session.topology import Topology, choose_transport
 
@@ -25,8 +25,8 @@ def test_killed_while_growing(topic: str) -> None:
     assert survivor["seconds"] < 20
     assert survivor["after"] == survivor["before"] > 0
     assert survivor["open"] == set()
-    assert len(survivor["holders"]) == 1
-    assert not survivor["holders"] & list_holders(), "the survivor's memory outlived it"
+    assert len(survivor["processes"]) == 1
+    assert not list_processes_with_mappings(survivor["segments"]), "the survivor's memory outlived it"
 
 
 def test_a_peer_that_cannot_be_reached() -> None:
