@@ -29,7 +29,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SMALL = "--device cpu --overlap force --option inner=aot_eager --seq-length 32 --num-heads 4 --head-dim 16 --num-iters 3"
 MLP_SITES, BLOCK_SITES = (6, 6), (12, 12)
 """(overlapped, of all) of one layer: in forward a gather and a scatter for each part; in backward the same and its LayerNorm's
-two all_reduces, concurrent with matmuls that packing leaves to them."""
+two all_reduces, concurrent with matmuls that the assignment leaves to them."""
 
 
 def run(ranks: int, flags: str, *, timeout: float = 100.0) -> tuple[int, str]:

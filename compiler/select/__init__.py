@@ -8,7 +8,7 @@
     alternatives.py      candidate -> its alternatives, pipelined or bulk
     benefit.py           the key by which alternatives are compared
     peak_memory.py       live bytes along the graph, and what a site adds
-    packing.py           alternatives of all candidates -> at most one each
+    assignment.py        alternatives of all candidates -> at most one each
     decision_record.py   the result as a Decision
 
 Each rank decides on its own and all ranks must decide alike. So no decision depends on what only one rank knows.

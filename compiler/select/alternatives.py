@@ -3,7 +3,7 @@
     pipelined   the match; and the match without some consumers, which other sites may then use
     bulk        with sets of independent matmuls: as few as hide the collective, the nearest of several equal ones
 
-This file lists the alternatives of each candidate. packing.py selects the alternatives that fit together.
+This file lists the alternatives of each candidate. assignment.py selects the alternatives that fit together.
 """
 
 from __future__ import annotations

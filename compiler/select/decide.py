@@ -23,9 +23,9 @@ from ..plan.reasons import Reason
 from ..plan.strategy import NONE
 from .alternatives import Alternative, AlternativeFinder, Alternatives
 from .apply_overrides import find_overrides
+from .assignment import assign_alternatives
 from .decision_record import GraphContext, make_decision, merge_scales, merged_away
 from .legality import find_illegal, unknown_size
-from .packing import pack
 from .peak_memory import PeakMemory
 from .profitability import SiteCosts
 
@@ -67,7 +67,8 @@ def decide(graph: Graph, options: Options, phase: str, transport: Transport, cal
         miss = _refuse(candidate, override, options, transport)
         found.append(Alternatives(miss=miss) if miss else finder.find(candidate, override))
     counts_memory = any(alternatives.counts_memory and any(a.is_bulk for a in alternatives.ranked) for alternatives in found)
-    assignments = pack(found, order, PeakMemory.of(graph, costs.hints) if counts_memory else PeakMemory.uncounted())
+    memory = PeakMemory.of(graph, costs.hints) if counts_memory else PeakMemory.uncounted()
+    assignments = assign_alternatives(found, order, memory)
 
     context = GraphContext.of(graph, phase, costs.hints, dict(zip(names, candidates, strict=True)), calling_line)
     decisions: list[Decision] = []

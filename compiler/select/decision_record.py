@@ -19,8 +19,8 @@ from ..plan.decision import Decision
 from ..plan.reasons import Kind
 from ..plan.strategy import NONE, Mode, Strategy
 from ..reports.describe_site import describe_site, group_names, reported_sizes
+from .assignment import Assignment
 from .dispatch_table import rows_at
-from .packing import Assignment
 
 _MATCHED = {
     Op.ALL_GATHER: Kind.ALL_GATHER_MATMUL,

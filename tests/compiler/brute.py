@@ -1,4 +1,4 @@
-"""Brute-force optimum for a graph's collectives, without the packing of compiler/select."""
+"""Brute-force optimum for a graph's collectives, without the search of compiler/select."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packing of collectives and matmuls: optimal on small graphs, legal on all, the same on all ranks."""
+"""Assignment of matmuls to collectives: optimal on small graphs, legal on all, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.harness.ranks import RankPool
 from ub_overlap.compiler.cost import load
 from ub_overlap.compiler.options import Options
 from ub_overlap.compiler.plan.strategy import Mode
-from ub_overlap.compiler.select import Decided, alternatives, decide, packing, peak_memory, profitability
+from ub_overlap.compiler.select import Decided, alternatives, assignment, decide, peak_memory, profitability
 
 H200 = load("h200")
 AUTO = Options(profile="h200", min_bytes=0)
@@ -105,7 +105,7 @@ def test_the_best_single_pair_is_not_in_the_best_pairing(no_limit: None, monkeyp
     assert len(found.chosen) == 2
     assert saved(found) == pytest.approx(best(graph, H200), abs=0.6)
     for name in ("TRIES", "LEAST_TRIES"):
-        monkeypatch.setattr(packing, name, 0)
+        monkeypatch.setattr(assignment, name, 0)
     greedy = decided(graph)
     assert saved(greedy) < saved(found) - 20
     for d in found.plan.decisions:
@@ -122,7 +122,7 @@ def test_pairs_that_would_wait_for_each_other(no_limit: None) -> None:
 
 
 def test_small_graphs_against_brute_force(no_limit: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The packing saves the optimum, less the minimum gain of an added matmul. Greedy alone often misses it."""
+    """The assignment saves the optimum, less the minimum gain of an added matmul. Greedy alone often misses it."""
     totals, modes = [], Counter[str]()
     for seed in range(64):
         graph = random_dag(seed)
@@ -134,7 +134,7 @@ def test_small_graphs_against_brute_force(no_limit: None, monkeypatch: pytest.Mo
     assert not wrong, wrong
     assert modes["bulk"] > 50 and modes["pipelined"] > 5
     for name in ("TRIES", "LEAST_TRIES"):
-        monkeypatch.setattr(packing, name, 0)
+        monkeypatch.setattr(assignment, name, 0)
     greedy = [saved(decided(random_dag(seed))) for seed, _, _ in totals]
     assert sum(g < b - 2.0 for g, (_, _, b) in zip(greedy, totals, strict=True)) >= 3
 
@@ -177,7 +177,7 @@ def test_a_consumer_is_left_out_for_more_than_predictions_err(monkeypatch: pytes
 
 def test_a_search_that_finds_nothing_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed search restores the placements, the graph's order and the live memory."""
-    improve, found = packing._State.improve, Counter[bool]()
+    improve, found = assignment._State.improve, Counter[bool]()
 
     def checked(state: Any, window: list[int], tries: int) -> bool:
         before = (
@@ -194,14 +194,14 @@ def test_a_search_that_finds_nothing_leaves_all_as_it_was(monkeypatch: pytest.Mo
         assert max(state.memory.live) <= state.memory.current_peak
         return better
 
-    monkeypatch.setattr(packing._State, "improve", checked)
+    monkeypatch.setattr(assignment._State, "improve", checked)
     for seed in range(16):
         decided(random_dag(seed, nodes=30))
     assert found[False] > 5 and found[True] > 0, found
 
 
 def test_large_graphs_are_legal() -> None:
-    """Packing of a large graph is legal: no cycle, no move across a write, no matmul in two sites.
+    """The assignment of a large graph is legal: no cycle, no move across a write, no matmul in two sites.
 
     These graphs have many windows and writes, and the memory limit applies.
     """
@@ -214,7 +214,7 @@ def test_large_graphs_are_legal() -> None:
 def test_plans_do_not_depend_on_the_hash_seed() -> None:
     program = (
         "from tests.compiler.dags import random_dag\n"
-        "from tests.compiler.test_packing import decided\n"
+        "from tests.compiler.test_assignment import decided\n"
         "for seed in range(8):\n"
         "    print(decided(random_dag(seed, nodes=25)).plan.to_json())\n"
     )

@@ -1,7 +1,7 @@
 """Selection of at most one alternative per candidate, so that all of them together have the largest benefit.
 
 A matmul serves one collective. No two sites may wait for each other: match/fusion_order.py proves it, through all that is
-fused. A higher memory peak must be worth its price. This is a weighted packing, solved in two steps:
+fused. A higher memory peak must be worth its price. This is a weighted set packing problem, solved in two steps:
 
     greedy    the alternative with the largest benefit of all is placed first
     windows   neighboring candidates are released and searched by branch and bound, with the rest fixed
@@ -64,7 +64,7 @@ class Assignment:
         return self.alternative.choice if self.alternative else self.alternatives.choice
 
 
-def pack(candidates: Sequence[Alternatives], order: FusionOrder, memory: PeakMemory) -> list[Assignment]:
+def assign_alternatives(candidates: Sequence[Alternatives], order: FusionOrder, memory: PeakMemory) -> list[Assignment]:
     """Select an alternative for each candidate. `order` holds the selected sites as fused afterwards."""
     state = _State(candidates, order, memory)
     state.place_greedily()
