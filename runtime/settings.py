@@ -37,6 +37,10 @@ class Settings:
     links: Literal["nvlink", "any"] = typed_field(
         "nvlink", '"nvlink": GPUs connected over PCIe only run plain collectives; "any": they are overlapped too'
     )
+    shared_gpus: bool = typed_field(
+        False,
+        "for tests: ranks that share a GPU overlap too, where they take turns; slow. Else they run plain collectives",
+    )
     snapshots: bool = typed_field(True, "keep each graph before and after the rewrite, for reports and errors")
     flight_calls: int = typed_field(
         256,

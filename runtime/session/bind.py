@@ -209,7 +209,8 @@ def _exchange_topology(exchange: Exchange, device: str, hosts: Sequence[dict[str
     from . import symm_mem
 
     uuids = [host["gpu"]["uuid"] for host in hosts]
-    links = {**symm_mem.find_links(uuids, exchange.rank), "any": settings.current().links == "any"}
+    accepts = {"any": settings.current().links == "any", "shared_gpus": settings.current().shared_gpus}
+    links = {**symm_mem.find_links(uuids, exchange.rank), **accepts}
     return topology.build_topology(hosts, exchange.gather("links", links, "init", doing))
 
 

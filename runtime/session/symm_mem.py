@@ -122,7 +122,8 @@ class SymmetricArena:
         from ..extension import extension
 
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-        if torch.cuda.device_count() == 1:  # each rank's own GPU is index 0; topology.py distinguished them by uuid
+        # Where each rank sees its own GPU as index 0, topology.py distinguished them by uuid.
+        if torch.cuda.device_count() == 1 or settings.current().shared_gpus:
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         self._host, self._group, self._rank, self._ranks = host, group, rank, ranks
         self._slot_bytes = slot_bytes

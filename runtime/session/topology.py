@@ -8,6 +8,8 @@ by a pure function:
     several hosts; two ranks on one GPU; no peer access;
     peers over PCIe only                                        c10d: plain collectives, then matmuls; with a reason
 
+Settings accept peers over PCIe (`links`) and ranks that share a GPU (`shared_gpus`).
+
 Links that no rank could look up (None) are assumed good, and logged.
 """
 
@@ -45,6 +47,8 @@ class Topology:
     """That access uses NVLink, directly or through switches."""
     any_link: bool = False
     """Accept peers over PCIe too: all ranks have UB_OVERLAP_LINKS=any."""
+    shared_gpus: bool = False
+    """Accept ranks that share a GPU: all ranks have UB_OVERLAP_SHARED_GPUS=1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +66,8 @@ class TransportChoice:
 def build_topology(hosts: Sequence[Mapping[str, Any]], links: Sequence[Mapping[str, Any]]) -> Topology:
     """Build the topology from exchanged texts.
 
-    `hosts`: each with "host" and "gpu" (symm_mem.describe_gpu). `links`: symm_mem.find_links, each with "any".
+    `hosts`: each with "host" and "gpu" (symm_mem.describe_gpu). `links`: symm_mem.find_links, each with "any" and
+    "shared_gpus".
     """
     gpus = (host["gpu"] for host in hosts)
     return Topology(
@@ -71,6 +76,7 @@ def build_topology(hosts: Sequence[Mapping[str, Any]], links: Sequence[Mapping[s
         peer=tuple(tuple(row["peer"]) for row in links),
         nvlink=tuple(tuple(row["nvlink"]) for row in links),
         any_link=all(row["any"] for row in links),
+        shared_gpus=all(row["shared_gpus"] for row in links),
     )
 
 
@@ -79,7 +85,7 @@ def choose_transport(topology: Topology) -> TransportChoice:
     reason = _several_hosts(topology)
     if not topology.gpus:
         return TransportChoice(transport="c10d", reason=reason) if reason else TransportChoice(transport="shared memory")
-    reason = reason or _shared_gpu(topology.gpus) or _no_peer_access(topology.peer) or _pcie_only(topology)
+    reason = reason or _shared_gpu(topology) or _no_peer_access(topology.peer) or _pcie_only(topology)
     if reason:
         return TransportChoice(transport="c10d", reason=reason)
     return TransportChoice(transport="symmetric memory", unknown=_unknown_pairs(topology))
@@ -97,12 +103,14 @@ def _several_hosts(topology: Topology) -> str:
     return f"its ranks do not share memory ({len(hosts)} hosts: {', '.join(names)})"
 
 
-def _shared_gpu(gpus: Sequence[Gpu]) -> str:
-    uuids = [gpu.uuid for gpu in gpus]
+def _shared_gpu(topology: Topology) -> str:
+    if topology.shared_gpus:
+        return ""
+    uuids = [gpu.uuid for gpu in topology.gpus]
     for rank, uuid in enumerate(uuids):
         if uuid in uuids[:rank]:
             first = uuids.index(uuid)
-            return f"its ranks {first} and {rank} are on one GPU ({uuid}), where one would wait for the other forever"
+            return f"its ranks {first} and {rank} are on one GPU ({uuid}), where one waits for its turn while the other waits for it"
     return ""
 
 

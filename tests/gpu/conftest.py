@@ -26,10 +26,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def ranks() -> int:
-    """Return the number of ranks of a test. Skip with fewer than two GPUs, or fewer GPUs than requested ranks."""
+    """Return the number of ranks of a test. Skip without two GPUs, unless UB_OVERLAP_TEST_RANKS asks for more ranks than GPUs:
+    ranks then share GPUs."""
     found, wanted = gpus(), ranks_of_this_machine()
-    if found < 2:
+    if found == 0 or wanted < 2:
         pytest.skip(f"{found} GPUs, needs 2")
-    if wanted > found:
-        pytest.skip(f"UB_OVERLAP_TEST_RANKS={wanted}, and there are {found} GPUs")
     return wanted

@@ -42,15 +42,20 @@ class Lockstep(RankProcess):
     """The state of this rank of torchrun.
 
     `device_type`: "cuda" or "cpu". `quick`: fewer cases, fewer iterations. `notes`: (test, measured values) for the summary.
+    `shares_gpu`: ranks take turns on a GPU. For numbers, not for times.
     """
 
     def __init__(self, device_type: str, quick: bool) -> None:
-        """With UB_OVERLAP_TEST_NCCL=0 the world has gloo only, which starts no kernel."""
+        """With UB_OVERLAP_TEST_NCCL=0 the world has gloo only, which starts no kernel. So has a world of more ranks than GPUs,
+        where ranks share GPUs: NCCL refuses that."""
         self.device_type, self.quick = device_type, quick
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         cuda = device_type == "cuda"
-        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-        self.backend = "nccl" if cuda and os.environ.get("UB_OVERLAP_TEST_NCCL", "1") != "0" else "gloo"
+        gpus = torch.cuda.device_count() if cuda else 0
+        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus) if cuda else torch.device("cpu")
+        self.shares_gpu = cuda and self.ranks > gpus
+        has_nccl = cuda and not self.shares_gpu and os.environ.get("UB_OVERLAP_TEST_NCCL", "1") != "0"
+        self.backend = "nccl" if has_nccl else "gloo"
         self.notes: list[tuple[str, str]] = []
         self._test = ""
         self._group: str | None = None
@@ -82,7 +87,7 @@ class Lockstep(RankProcess):
         """
         self._test, error = test, ""
         torch.manual_seed(self.rank)
-        settings.configure(step_timeout_s=STEP_TIMEOUT_S, init_timeout_s=60)
+        settings.configure(step_timeout_s=STEP_TIMEOUT_S, init_timeout_s=60, shared_gpus=self.shares_gpu)
         with Deadline(test, deadline_s):
             try:
                 body()

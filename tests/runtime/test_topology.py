@@ -66,6 +66,8 @@ def test_two_ranks_on_one_gpu() -> None:
     found = choose_transport(box(4, gpus=gpus))
     assert found.transport == "c10d"
     assert "ranks 1 and 3 are on one GPU (uuid1)" in found.reason
+    assert choose_transport(box(4, gpus=gpus, shared_gpus=True)) == TransportChoice(transport="symmetric memory")
+    assert choose_transport(box(4, gpus=gpus, shared_gpus=True, peer=without(4, (0, 1)))).transport == "c10d"
 
 
 def test_no_peer_access() -> None:
@@ -93,11 +95,11 @@ def test_what_is_unknown_counts_as_good_and_is_told() -> None:
 
 
 def test_described_from_what_ranks_exchange() -> None:
-    """Descriptions pass through JSON as in the exchange. PCIe is accepted only if all ranks accept it."""
+    """Descriptions pass through JSON as in the exchange. PCIe and shared GPUs are accepted only if all ranks accept them."""
     cards = [{"host": "h:1", "gpu": {"uuid": f"u{r}", "name": "X", "capability": [8, 6]}} for r in range(2)]
     rows: list[dict[str, Any]] = [
-        {"peer": [True, True], "nvlink": [True, False], "any": True},
-        {"peer": [True, True], "nvlink": [None, True], "any": False},
+        {"peer": [True, True], "nvlink": [True, False], "any": True, "shared_gpus": True},
+        {"peer": [True, True], "nvlink": [None, True], "any": False, "shared_gpus": False},
     ]
     found = build_topology(*json.loads(json.dumps([cards, rows])))
     assert found == Topology(
@@ -108,6 +110,10 @@ def test_described_from_what_ranks_exchange() -> None:
     )
     assert choose_transport(found).transport == "c10d"
     rows[1]["any"] = True
+    assert choose_transport(build_topology(cards, rows)).transport == "symmetric memory"
+    cards[1]["gpu"] = cards[0]["gpu"]
+    assert choose_transport(build_topology(cards, rows)).transport == "c10d"
+    rows[1]["shared_gpus"] = True
     assert choose_transport(build_topology(cards, rows)).transport == "symmetric memory"
 
 

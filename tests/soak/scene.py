@@ -47,10 +47,12 @@ class Scene:
 
     def __init__(self, rank: int, world: int, device: str, kind: str, deadline: float, victim: int, bound: bool = True) -> None:
         self.rank, self.victim, self.cuda = rank, victim, device == "cuda"
-        self.device = torch.device("cuda", rank) if self.cuda else torch.device("cpu")
+        gpus = torch.cuda.device_count() if self.cuda else 0
+        self.device = torch.device("cuda", rank % gpus) if self.cuda else torch.device("cpu")
         if self.cuda:
             torch.cuda.set_device(self.device)
-        settings.configure(step_timeout_s=deadline, init_timeout_s=60.0 if bound else deadline)
+        limits = {"step_timeout_s": deadline, "init_timeout_s": 60.0 if bound else deadline}
+        settings.configure(**limits, shared_gpus=self.cuda and world > gpus)
         torch.manual_seed(rank)
         self.group = str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
         self.store = _torch_compat.store_of(dist.group.WORLD)
