@@ -16,8 +16,10 @@ import torch.distributed as dist
 from benchmarks import report
 from benchmarks.blocks.table import hidden
 from benchmarks.ops import measure as measuring
+from benchmarks.ops.collectives import C10dCollectives
 from benchmarks.ops.suite import SuiteRow, load
 from benchmarks.ops.table import derive, mean, summary
+from benchmarks.ops.table import text as ops_text
 from benchmarks.plot import draw
 from tests.harness.ranks import RankPool
 from ub_overlap.tools.rank_process import World
@@ -120,7 +122,10 @@ def guarded(rank: int, world: int) -> dict[str, Any]:
             return [self.row.M]
 
     measuring.Case = Wrong  # type: ignore[misc]
-    setting = measuring.OpContext(here, torch.float32, ["right", "stale", "nan"], "seq,ours*", 2, 1, None, here.group)
+    columns, collectives = ("seq,ours*", 2, 1, None), C10dCollectives(here)
+    setting = measuring.OpContext(
+        here, torch.float32, ["right", "stale", "nan"], *columns, here.group, collectives, here.new_group
+    )
     return measuring.measure(SuiteRow("AG", "guard", 8 * world, 4 * world, 16), setting)
 
 
@@ -149,6 +154,35 @@ def test_ratios() -> None:
     lost = stored(B=1.0, push=0.5, seq_g=1.1, ours_g_pipelined=1.2)
     assert "1 under 0.98" in summary([row, lost]) and "ours 1.20 x B" in summary([row, lost])
     assert derive({"ms": {}})["T/B"] is None
+
+
+def test_floor_with_the_sum() -> None:
+    """A reduce_scatter of 4 ranks reads 4 shards of its rows and writes one: 5/4 of 128 MiB at 4.2 TB/s are 40 us."""
+    scatter = stored(B=1.0, push=0.5, seq_g=2.0, ours_g_pipelined=1.2) | {"kind": "RS", "N": 8192, "ranks": 4}
+    assert derive(scatter)["B + sum"] == pytest.approx(1.03995, rel=1e-4)
+    assert derive(scatter)["T/(B + sum)"] == pytest.approx(1.2 / 1.03995, rel=1e-4)
+    assert "1.15 x (B + sum)" in summary([scatter]) and "| 1.040" in ops_text({"rows": [scatter]}, "github")
+    gather = stored(B=1.0, ours_g_pipelined=1.2) | {"ranks": 4}
+    assert derive(gather)["B + sum"] is None and "B + sum" not in ops_text({"rows": [gather]}, "github")
+
+
+def test_mirror_of_four_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes time a group of four. Results are compared with those of two ranks in the same roles, and tables say so."""
+    path = tmp_path / "mirror.json"
+    arguments = ["--suite", "tiny", "--rows", "AG tiny 64,RS tiny row 64", "--mirror", "4", "--iters", "2", "--warm", "1"]
+    out = torchrun(2, "benchmarks.ops", [*arguments, "--json", str(path), "--strategies", "pipelined,pipelined:stripes=2"])
+    document: dict[str, Any] = json.loads(path.read_text())
+    assert document["ranks"] == 4 and len(document["devices"]) == 2 and document["transports"] == ["mirror"]
+    assert document["mirror"].startswith("Mirror of 4 ranks on 2 GPUs") and "Results are not those of 4 ranks" in out
+    gather, scatter = document["rows"]
+    assert gather["bytes"] == 3 * 16 * 32 * 2 and scatter["bytes"] == 3 * 16 * 128 * 2
+    for row, wanted in ((gather, {"ours pipelined"}), (scatter, {"ours pipelined", "ours pipelined:stripes=2"})):
+        assert row["ms"].keys() >= {"gemm", "cut pipelined", *wanted} and row["ranks"] == 4
+        assert not row["ms"].keys() & {"nccl", "seq", "seq_g", "torch", "torch_g"}
+        assert all(row["why"][name] == "mirror: its ranks do not exist" for name in ("nccl", "seq", "torch_g"))
+        assert 0 <= row["error"]["ours pipelined"] < 1e-4
+    text = printed(path, capsys, monkeypatch)
+    assert document["mirror"] in text and "2 x " in text
 
 
 def test_share_hidden() -> None:

@@ -5,8 +5,12 @@
 Columns (ms, median over --iters, maximum over ranks; _g: as a CUDA graph):
   gemm, nccl, push   the matmul, the collective, a copy-engine push of the same bytes, each alone (graphs)
   B                  the floor: the matmul concurrent with an independent push (graph)
+  B + sum            reduce_scatters: B plus the least time of the sum, (R + 1) / R * M * N * 2 bytes at 4.2 TB/s (computed)
   seq, torch         the collective and then the matmul; torch.ops.symm_mem.fused_*
   ours S, cut S, last S   our op by strategy S; the matmul alone in its pieces; the piece that nothing hides
+
+--mirror R times a group of R ranks on two GPUs (benchmarks/mirror): torchrun --nproc-per-node 2 -m benchmarks.ops --mirror 8.
+There are no columns of NCCL and torch then, and every result is compared with that of two ranks in the same roles.
 
 Rows in float8 (--suite fp8): e4m3 operands, quantized before the timing for every variant; B, seq, torch and ours in
 float8 too. More columns (graphs):
@@ -27,9 +31,13 @@ import torch
 from ub_overlap.tools.rank_process import Deadline, World
 
 from .. import facts
+from ..mirror import PROCESSES, note
+from ..mirror.collectives import MirrorCollectives
+from ..mirror.group import MirrorGroups
 from ..ranks import end, start
 from ..report import draw, ops_text
-from .measure import OpContext, measure
+from .collectives import C10dCollectives
+from .measure import NEEDS_CUDA, NEEDS_RANKS, OpContext, measure
 from .peers import PeerPushes
 from .suite import SuiteRow, load
 
@@ -39,6 +47,7 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--suite", default="h200", help="a file, or a name in benchmarks/suites (h200, fp8, quick, tiny)")
     parser.add_argument("--rows", default="*", help="comma-separated patterns of 'KIND name M'")
     parser.add_argument("--tp", type=int, help="ranks that take part (default: all that torchrun started)")
+    parser.add_argument("--mirror", type=int, metavar="R", help="time a group of R ranks on 2 GPUs (mirror mode)")
     parser.add_argument("--strategies", default="", help="comma-separated (default: from the number of ranks)")
     parser.add_argument("--variants", default="*", help="comma-separated patterns of columns to time")
     parser.add_argument("--iters", type=int, default=30)
@@ -48,7 +57,10 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--json")
     parser.add_argument("--png")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.mirror is not None and (args.mirror <= PROCESSES or args.tp):
+        parser.error(f"--mirror {args.mirror}: expected a group of more than {PROCESSES} ranks, and no --tp")
+    return args
 
 
 def default_strategies(ranks: int) -> list[str]:
@@ -70,13 +82,13 @@ def run(args: argparse.Namespace, world: World, rows: list[SuiteRow], document: 
         with Deadline(row.title, args.row_deadline_s, lambda: world.say(ops_text(document))):
             measured, why = world.agreed(lambda row=row: measure(row, context))
         if why:
-            measured = {**vars(row), "ranks": world.ranks, "ms": {}, "why": {"*": why}}
+            measured = {**vars(row), "ranks": context.ranks, "ms": {}, "why": {"*": why}}
         document["rows"].append(measured)
         gc.collect()
         if world.cuda:
             torch.cuda.empty_cache()
         times = ", ".join(f"{name} {ms:.3f}" for name, ms in measured["ms"].items() if not name.startswith(("cut", "last")))
-        bad = "; ".join(f"{name}: {text}" for name, text in measured["why"].items() if text != "needs CUDA")
+        bad = "; ".join(f"{name}: {text}" for name, text in measured["why"].items() if text not in (NEEDS_CUDA, NEEDS_RANKS))
         world.say(f"[{time.monotonic() - clock:.1f} s] {row.title}: {times}{' !! ' + bad if bad else ''}")
         if world.rank == 0 and args.json:
             facts.write(args.json, document)
@@ -86,7 +98,7 @@ def main() -> None:
     args = parse_flags()
     try:
         rows = load(args.suite, args.rows)
-        world = start(args.tp, args.device)
+        world = start(PROCESSES if args.mirror else args.tp, args.device)
     except ValueError as error:
         sys.exit(f"benchmarks.ops: {error}")
     if world is None:
@@ -98,20 +110,26 @@ def main() -> None:
     settings.configure(step_timeout_s=20, init_timeout_s=60)
     gc.freeze()  # objects of imports need no collection before every capture
     with Deadline("set-up", 120):
-        peers = PeerPushes(world, max(row.shard_bytes(world.ranks) for row in rows)) if world.cuda else None
-        strategies = args.strategies.split(",") if args.strategies else default_strategies(world.ranks)
+        ranks, new_group, collectives = args.mirror or world.ranks, world.new_group, C10dCollectives(world)
+        if args.mirror:
+            new_group, collectives = MirrorGroups(world, ranks).new_group, MirrorCollectives(world, ranks)
+        peers = PeerPushes(world, ranks, max(row.shard_bytes(ranks) for row in rows)) if world.cuda else None
+        strategies = args.strategies.split(",") if args.strategies else default_strategies(ranks)
         dtype = torch.bfloat16 if world.cuda else torch.float32
-        context = OpContext(world, dtype, strategies, args.variants, args.iters, args.warm, peers, world.new_group())
+        timed = (args.variants, args.iters, args.warm)
+        context = OpContext(world, dtype, strategies, *timed, peers, new_group(), collectives, new_group)
         meta = facts.facts(world, "benchmarks.ops")
     document: dict[str, Any] = {
         "benchmark": "ops",
         **meta,
+        **({"ranks": ranks, "mirror": note(ranks)} if args.mirror else {}),
         "dtype": str(dtype)[6:],
         "iters": args.iters,
         "strategies": strategies,
         "rows": [],
     }
-    world.say(f"torch {meta['torch']}, {world.ranks} x {meta['devices'][0]}, {len(rows)} rows, strategies {strategies}")
+    size = f"{ranks} ranks on {world.ranks} x {meta['devices'][0]}"
+    world.say(f"torch {meta['torch']}, {size}, {len(rows)} rows, strategies {strategies}")
     run(args, world, rows, document, context)
     document["transports"] = sorted({str(s.transport) for s in extension().sessions() if s.group == context.group})
     if world.rank == 0:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ub_overlap.runtime.schedule.builders import build
 from ub_overlap.runtime.schedule.steps import Compute, Key
 from ub_overlap.tools.rank_process import World
 
+from .collectives import RowCollectives
 from .suite import SuiteRow
 
 Call = Callable[[], Any]
@@ -22,10 +22,11 @@ class Case:
     RS: `full` [M, K/R], `weight` [K/R, N] -> [M/R, N]. The weight is transposed, as a Linear's is; values are random normal.
     """
 
-    def __init__(self, row: SuiteRow, world: World, dtype: torch.dtype) -> None:
+    def __init__(self, row: SuiteRow, world: World, dtype: torch.dtype, collectives: RowCollectives) -> None:
         self.row, self.world, self.dtype = row, world, dtype
-        m, n, k = row.sizes(world.ranks)
-        shard_rows = m // world.ranks
+        self.collectives, self.ranks = collectives, collectives.ranks
+        m, n, k = row.sizes(self.ranks)
+        shard_rows = m // self.ranks
 
         def randn(*sizes: int) -> torch.Tensor:
             return torch.randn(*sizes, device=world.device, dtype=dtype)
@@ -50,18 +51,18 @@ class Case:
 
     def collective(self) -> torch.Tensor:
         if self.gather:
-            dist.all_gather_into_tensor(self.gathered, self.shard)
+            self.collectives.gather(self.gathered, self.shard)
             return self.gathered
-        dist.reduce_scatter_tensor(self.reduced, self.product)
+        self.collectives.scatter(self.reduced, self.product)
         return self.reduced
 
     def seq(self) -> torch.Tensor:
         """Run the collective and the matmul one after the other."""
         if self.gather:
-            dist.all_gather_into_tensor(self.gathered, self.shard)
+            self.collectives.gather(self.gathered, self.shard)
             return torch.mm(self.gathered, self.weight, out=self.product)
         torch.mm(self.full, self.weight, out=self.product)
-        dist.reduce_scatter_tensor(self.reduced, self.product)
+        self.collectives.scatter(self.reduced, self.product)
         return self.reduced
 
     def torch_fused(self) -> torch.Tensor:
@@ -92,9 +93,9 @@ class Case:
         chunks = int(strategy.partition(":chunks=")[2] or 0)
         contracts, terms = ((False,), 0) if self.gather else ((), 1)
         kind = "all_gather_matmul" if self.gather else "matmul_reduce_scatter"
-        steps = build(Key(kind, self.world.ranks, chunks, contracts, terms), self.world.rank).steps
+        steps = build(Key(kind, self.ranks, chunks, contracts, terms), 0).steps  # of equal sizes on all ranks
         shares = [sum(w.hi - w.lo for w in step.writes) for step in steps if isinstance(step, Compute)]
-        rows = [share * (self.row.M // self.world.ranks) for share in shares]
+        rows = [share * (self.row.M // self.ranks) for share in shares]
         return [int(r) for r in rows] if all(r == int(r) for r in rows) else []
 
     def cut(self, rows: list[int]) -> Call:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ub_overlap.runtime.ops.c10d_fallback import scaled_matmul
 
 from ..ranks import World
 from .case import Call, Case
+from .collectives import RowCollectives
 from .suite import SuiteRow
 
 E4M3, MAX_E4M3 = torch.float8_e4m3fn, 448.0
@@ -33,11 +33,12 @@ class Float8Case(Case):
     """AG: `shard` [M/R, K], `full` [M, K]; RS: `full` [M, K/R]; e4m3, quantized from the bf16 `wide`. `weight` is
     e4m3, column-major. One scale for all ranks is 1/32: values are random normal, 448 / 32 is never reached."""
 
-    def __init__(self, row: SuiteRow, world: World, dtype: torch.dtype) -> None:
+    def __init__(self, row: SuiteRow, world: World, dtype: torch.dtype, collectives: RowCollectives) -> None:
         self.row, self.world, self.dtype = row, world, dtype
+        self.collectives, self.ranks = collectives, collectives.ranks
         self.by_row, self.gather = row.fp8 == "row", row.kind == "AG"
-        m, n, k = row.sizes(world.ranks)
-        per_rank = m // world.ranks
+        m, n, k = row.sizes(self.ranks)
+        per_rank = m // self.ranks
 
         def empty(*sizes: int, dtype: torch.dtype = dtype) -> torch.Tensor:
             return torch.empty(*sizes, device=world.device, dtype=dtype)
@@ -63,9 +64,9 @@ class Float8Case(Case):
         its_scale.copy_(scales)
         if self.gather:  # read by the matmul alone: any values of this kind
             rows = self.shard.shape[0]
-            for r in range(self.world.ranks):
+            for r in range(self.ranks):
                 self.full[r * rows : (r + 1) * rows].copy_(numbers)
-            self.full_scale.copy_(scales.repeat(self.world.ranks, 1) if self.by_row else scales)
+            self.full_scale.copy_(scales.repeat(self.ranks, 1) if self.by_row else scales)
 
     def _quantize_wide(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self.by_row:
@@ -81,18 +82,18 @@ class Float8Case(Case):
 
     def collective(self) -> torch.Tensor:
         if not self.gather:
-            dist.reduce_scatter_tensor(self.reduced, self.product)
+            self.collectives.scatter(self.reduced, self.product)
             return self.reduced
-        dist.all_gather_into_tensor(self.gathered.view(torch.uint8), self.shard.view(torch.uint8))
+        self.collectives.gather(self.gathered.view(torch.uint8), self.shard.view(torch.uint8))
         if self.by_row:
-            dist.all_gather_into_tensor(self.gathered_scale, self.shard_scale)
+            self.collectives.gather(self.gathered_scale, self.shard_scale)
         return self.gathered
 
     def seq(self) -> torch.Tensor:
         if self.gather:
             self.collective()
             return self._multiply(self.gathered, self.gathered_scale if self.by_row else self.shard_scale)
-        dist.reduce_scatter_tensor(self.reduced, self._multiply(self.full, self.full_scale))
+        self.collectives.scatter(self.reduced, self._multiply(self.full, self.full_scale))
         return self.reduced
 
     def torch_fused(self) -> torch.Tensor:

@@ -17,11 +17,15 @@ from ub_overlap.tools.rank_process import World
 
 from ..timing import Clock, graphed, settle
 from .case import Call, Case
+from .collectives import RowCollectives
 from .float8 import Float8Case
 from .peers import PeerPushes
 from .suite import SuiteRow
 
 NEEDS_CUDA = "needs CUDA"
+NEEDS_RANKS = "mirror: its ranks do not exist"
+PLAIN = ("nccl", "seq", "seq_g", "torch", "torch_g")
+"""Columns of plain collectives and of other libraries: they need all ranks of the group."""
 BOUND = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-4}
 """Largest allowed difference from the plain result, ||a - b|| / ||b||. Both round to dtype, NCCL after every addition."""
 WIRE_BOUND = 5e-2
@@ -34,7 +38,7 @@ def bound(name: str, dtype: torch.dtype) -> float:
 
 @dataclass
 class OpContext:
-    """Properties that all rows share. `group`: the c10d group of our ops."""
+    """Properties that all rows share. `group`: the c10d group of our ops; `new_group` makes another one of the same size."""
 
     world: World
     dtype: torch.dtype
@@ -44,6 +48,18 @@ class OpContext:
     warm: int
     peers: PeerPushes | None
     group: str
+    collectives: RowCollectives
+    new_group: Callable[[], str]
+
+    @property
+    def ranks(self) -> int:
+        """Size of the group of our ops. In mirror mode more than the processes of `world`."""
+        return self.collectives.ranks
+
+    @property
+    def is_mirror(self) -> bool:
+        """Two processes stand for all ranks of the group."""
+        return self.ranks != self.world.ranks
 
 
 @dataclass
@@ -57,11 +73,11 @@ class Columns:
 
 def measure(row: SuiteRow, context: OpContext) -> dict[str, Any]:
     """Return the row as JSON values: `ms`, `iqr`, `host_us`, `error` by column, and `why` for columns without a time."""
-    world = context.world
-    record: dict[str, Any] = {**vars(row), "ranks": world.ranks, "bytes": row.shard_bytes(world.ranks) * (world.ranks - 1)}
-    if uneven := row.why_not(world.ranks):
+    world, ranks = context.world, context.ranks
+    record: dict[str, Any] = {**vars(row), "ranks": ranks, "bytes": row.shard_bytes(ranks) * (ranks - 1)}
+    if uneven := row.why_not(ranks):
         return {**record, "ms": {}, "why": {"*": uneven}}
-    case = (Float8Case if row.fp8 else Case)(row, world, context.dtype)
+    case = (Float8Case if row.fp8 else Case)(row, world, context.dtype, context.collectives)
     settle(case.gemm, world, 0.2 if world.cuda else 0.0)
     columns = Columns()
     eager = _build(case, context, columns)
@@ -89,11 +105,14 @@ def measure(row: SuiteRow, context: OpContext) -> dict[str, Any]:
 
 def _build(case: Case, context: OpContext, columns: Columns) -> dict[str, Call]:
     """Fill `columns`. Return the eager calls whose host time is measured."""
-    world, peers, size = context.world, context.peers, case.row.shard_bytes(context.world.ranks)
+    world, peers, size = context.world, context.peers, case.row.shard_bytes(context.ranks)
     eager: dict[str, Call] = {}
 
     def add(name: str, make: Callable[[], Call], graph: bool, cuda_only: bool = False) -> None:
         if not any(fnmatchcase(name, p) for p in context.columns.split(",")):
+            return
+        if context.is_mirror and name in PLAIN:
+            columns.why[name] = NEEDS_RANKS
             return
         if not world.cuda and (cuda_only or name.endswith("_g") or name.startswith("ours_g")):
             columns.why[name] = NEEDS_CUDA
@@ -152,7 +171,7 @@ def _reduce_rate(case: Case, context: OpContext) -> float | None:
         call()
         context.world.sync()
         spans = [end - begin for _, _, kind, begin, end, _ in extension().last_trace(site) if kind == "reduce"]
-        moved = case.row.shard_bytes(context.world.ranks) * (context.world.ranks + 1)
+        moved = case.row.shard_bytes(context.ranks) * (context.ranks + 1)
         rates.append(moved / sum(spans) if spans and sum(spans) else 0.0)
     settings.configure(trace=before)
     return -context.world.worst([-median(rates)])[0] or None
@@ -176,7 +195,7 @@ def _replace_poisoned_group(context: OpContext, columns: Columns) -> None:
         for name in [name for name in columns.calls if name.startswith("ours")]:
             del columns.calls[name]
             columns.why[name] = f"the group failed: {why}"
-        context.group = context.world.new_group()
+        context.group = context.new_group()
 
 
 def _cuts(case: Case, strategy: str, add: Callable[..., None]) -> None:

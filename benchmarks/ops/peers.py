@@ -1,5 +1,6 @@
 """Copy-engine pushes between ranks for the columns "push" and B, and a barrier kernel for a common start.
 
+In mirror mode the one other GPU takes the pushes to all peers, at distinct addresses.
 B is the matmul concurrent with an independent push of the same bytes, on one side stream, with peers in rotated order. A second
 stream, or all ranks pushing to the same peer, would halve the bandwidth. No overlapped op with this matmul can be faster.
 """
@@ -16,11 +17,11 @@ from ub_overlap.tools.rank_process import World
 
 
 class PeerPushes:
-    """Symmetric memory for pushes of up to `max_bytes` to each peer. Collective."""
+    """Symmetric memory for pushes of up to `max_bytes` to each peer of a group of `ranks`. Collective."""
 
-    def __init__(self, world: World, max_bytes: int) -> None:
-        self.world = world
-        self.memory = compat.symmetric_empty(max_bytes * world.ranks, world.device)
+    def __init__(self, world: World, ranks: int, max_bytes: int) -> None:
+        self.world, self.ranks = world, ranks
+        self.memory = compat.symmetric_empty(max_bytes * ranks, world.device)
         self.handle: Any = compat.symmetric_rendezvous(self.memory, world.group)
         self.source = torch.empty(max_bytes, dtype=torch.uint8, device=world.device).random_(0, 255)
         self.side = torch.cuda.Stream(priority=-1)
@@ -31,10 +32,11 @@ class PeerPushes:
 
     def push(self, size: int) -> Callable[[], None]:
         """Return a call that sends `size` bytes to every peer, each rank to another peer at a time."""
-        ranks, rank = self.world.ranks, self.world.rank
-        order = [(rank - step) % ranks for step in range(1, ranks)]
         source = self.source[:size]
-        targets = [self.handle.get_buffer(peer, (size,), torch.uint8, storage_offset=rank * size) for peer in order]
+        targets = [
+            self.handle.get_buffer(process, (size,), torch.uint8, storage_offset=place * size)
+            for process, place in push_targets(self.world.rank, self.world.ranks, self.ranks)
+        ]
 
         def call() -> None:
             for target in targets:
@@ -56,3 +58,12 @@ class PeerPushes:
             return out
 
         return call
+
+
+def push_targets(rank: int, processes: int, ranks: int) -> list[tuple[int, int]]:
+    """Return (process, place in its memory) of each push of a rank, in order.
+
+    `processes` other than `ranks`: mirror mode, where the other one of two processes stands for all peers."""
+    if processes == ranks:
+        return [((rank - step) % ranks, rank) for step in range(1, ranks)]
+    return [(1 - rank, place) for place in range(1, ranks)]

@@ -9,6 +9,8 @@ from typing import Any
 from ub_overlap.compiler.text.table import render_table
 
 NONE = "-"
+MEMORY_TB_S = 4.2
+"""Rate at which the driver copies local memory of an H200, bytes read and written: no sum can be faster."""
 
 
 def strategies_of(ms: dict[str, float], prefix: str) -> dict[str, float]:
@@ -24,12 +26,15 @@ def derive(row: dict[str, Any]) -> dict[str, Any]:
     time = (graphs or eager).get(best) if best else None
     rivals = {name: ms[name] for name in (("seq_g", "torch_g") if graphs else ("seq", "torch")) if name in ms}
     rival = min(rivals, key=rivals.__getitem__, default=None)
+    with_sum = add(ms.get("B"), sum_ms(row))
     floor, push, last = ms.get("B"), ms.get("push"), ms.get(f"last {best}")
     return {
         "best": best,
         "ours": min(eager.values(), default=None),
         "ours_g": min(graphs.values(), default=None),
         "T/B": ratio(time, floor),
+        "B + sum": with_sum,
+        "T/(B + sum)": ratio(time, with_sum),
         "bound": ratio(last + push, floor) if last and push else None,
         "split": ratio(ms.get(f"cut {best}"), ms.get("gemm")),
         "eager/graph": ratio(min(eager.values(), default=None), min(graphs.values(), default=None)),
@@ -39,6 +44,19 @@ def derive(row: dict[str, Any]) -> dict[str, Any]:
         "gain": ratio(rivals[rival], time) if rival else None,
         "host_us": host.get(f"ours {best}"),
     }
+
+
+def sum_ms(row: dict[str, Any]) -> float | None:
+    """Return the least time of a reduce_scatter's sum, None for other rows.
+
+    A rank reads R shards of its rows and writes one: (R + 1) / R * M * N * 2 bytes."""
+    if row.get("kind") != "RS" or not row.get("ranks"):
+        return None
+    return 1e3 * (row["ranks"] + 1) / row["ranks"] * row["M"] * row["N"] * 2 / (MEMORY_TB_S * 1e12)
+
+
+def add(a: float | None, b: float | None) -> float | None:
+    return a + b if a and b else None
 
 
 def ratio(a: float | None, b: float | None) -> float | None:
@@ -61,20 +79,38 @@ def short(strategy: str | None) -> str:
 
 
 def main_table(rows: list[dict[str, Any]], style: str) -> str:
-    heads = ["op", "M,N,K", "GEMM", "NCCL", "push", "**B**", "seq", "seq (g)", "torch", "torch (g)", "ours", "ours (g)"]
-    heads += ["chunks", "T/B", "bound", "split", "eager/graph", "best rival", "rival/ours", "host us"]
+    """Return times and ratios by row, without columns that no row has."""
+    heads = [
+        "op",
+        "M,N,K",
+        "GEMM",
+        "NCCL",
+        "push",
+        "**B**",
+        "B + sum",
+        "seq",
+        "seq (g)",
+        "torch",
+        "torch (g)",
+        "ours",
+        "ours (g)",
+    ]
+    heads += ["chunks", "T/B", "T/(B + sum)", "bound", "split", "eager/graph", "best rival", "rival/ours", "host us"]
     more = {"cast": "quantize + ours", "wire": "ours, float8 wire"}
     more = {key: head for key, head in more.items() if any(derive(row)[key] for row in rows)}
     heads += more.values()
     lines = []
     for row in rows:
         d, ms = derive(row), row["ms"]
-        times = [show(ms.get(name)) for name in ("gemm", "nccl", "push", "B", "seq", "seq_g", "torch", "torch_g")]
-        ratios = [show(d[name], 2) for name in ("T/B", "bound", "split", "eager/graph")]
+        times = [show(ms.get(name)) for name in ("gemm", "nccl", "push", "B")] + [show(d["B + sum"])]
+        times += [show(ms.get(name)) for name in ("seq", "seq_g", "torch", "torch_g")]
+        ratios = [show(d[name], 2) for name in ("T/B", "T/(B + sum)", "bound", "split", "eager/graph")]
         line = [f"{row['kind']} {row['name']}", f"{row['M']},{row['N']},{row['K']}", *times, show(d["ours"]), show(d["ours_g"])]
         line += [short(d["best"]), *ratios, d["rival"] or NONE, show(d["gain"], 2), show(d["host_us"], 0)]
         lines.append([*line, *(show(d[key]) for key in more)])
-    return render_table([dict(zip(heads, line, strict=True)) for line in lines], style=style)
+    table = [dict(zip(heads, line, strict=True)) for line in lines]
+    known = [head for head in heads if any(line[head] != NONE for line in table)]
+    return render_table([{head: line[head] for head in known} for line in table], style=style)
 
 
 def strategy_table(rows: list[dict[str, Any]], style: str) -> str:
@@ -105,6 +141,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
         text = (
             f"{kind}, {len(full)} rows of M 8192, geometric mean: ours {show(mean(derive(row)['T/B'] for row in full), 2)} x B"
         )
+        if with_sum := mean(derive(row)["T/(B + sum)"] for row in full):
+            text += f", {with_sum:.2f} x (B + sum)"
         text += f" (bound {show(bound, 2)}), torch {show(others['torch_g'], 2)}, NCCL + cuBLAS {show(others['seq_g'], 2)};"
         lines.append(f"{text} eager/graph at most {show(max((e for e in eager if e), default=None), 2)}")
     for title, fits in (("M >= 2048", lambda m: m >= 2048), ("M < 2048", lambda m: m < 2048)):
@@ -147,5 +185,5 @@ def text(document: dict[str, Any], style: str = "simple") -> str:
     rows = document["rows"]
     if not rows:
         return "no rows"
-    parts = [main_table(rows, style), summary(rows), strategy_table(rows, style), missing(rows)]
+    parts = [document.get("mirror", ""), main_table(rows, style), summary(rows), strategy_table(rows, style), missing(rows)]
     return "\n\n".join(part for part in parts if part)

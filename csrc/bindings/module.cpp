@@ -293,6 +293,8 @@ void define_testing(py::module_ m) {
           "Nanoseconds of host time to record one call.");
     m.def("provider_calls", &ProgramCache::provider_calls, "How often the schedule provider has been asked.");
     m.def("clear_programs", &ProgramCache::clear);
+    m.def("set_mirrored", &ProgramCache::set_mirrored, py::arg("on"),
+          "Accept schedules that signal in the name of other ranks (benchmarks/mirror), and forget all schedules.");
 }
 
 }  // namespace
@@ -318,7 +320,7 @@ PYBIND11_MODULE(_C, m) {
         .def_property_readonly("control_address", &ShmArena::control_address)
         .def_property_readonly("data_address", &ShmArena::data_address)
         .def("attach", &ShmArena::attach, py::arg("rank"), py::arg("control_address"), py::arg("data_address"),
-             "Returns why this process cannot reach the peer's memory, '' where it can.")
+             py::arg("made_as") = -1, "Returns why this process cannot reach the peer's memory, '' where it can.")
         .def("grow_begin", &ShmArena::grow_begin, py::arg("slot_bytes"), py::call_guard<py::gil_scoped_release>())
         .def("grow_attach", &ShmArena::grow_attach, py::arg("rank"), py::arg("data_address"))
         .def("grow_commit", &ShmArena::grow_commit)

@@ -89,6 +89,7 @@ struct Cache {
     std::map<std::pair<Key, int>, std::shared_ptr<const Program>> programs;
     ProgramCache::Provider provider;
     int64_t calls = 0;
+    bool mirrored = false;
 };
 
 Cache& cache() {
@@ -98,7 +99,7 @@ Cache& cache() {
 
 }  // namespace
 
-Program decode(const EncodedSchedule& encoded, int rank, int ranks) {
+Program decode(const EncodedSchedule& encoded, int rank, int ranks, bool mirrored) {
     static std::atomic<uint64_t> count{0};
     Program program;
     program.id = ++count;
@@ -117,7 +118,7 @@ Program decode(const EncodedSchedule& encoded, int rank, int ranks) {
                 break;
             case StepKind::signal:
                 step.flag = in.flag(ranks);
-                if (step.flag.source != rank) in.fail("it writes the flag of another rank");
+                if (step.flag.source != rank && !mirrored) in.fail("it writes the flag of another rank");
                 break;
             case StepKind::wait:
                 step.waits = {in.wait(ranks)};
@@ -161,11 +162,13 @@ Program decode(const EncodedSchedule& encoded, int rank, int ranks) {
 std::shared_ptr<const Program> ProgramCache::get(const Key& key, int rank) {
     Cache& c = cache();
     Provider provider;
+    bool mirrored = false;
     {
         std::lock_guard<std::mutex> lock(c.mutex);
         auto found = c.programs.find({key, rank});
         if (found != c.programs.end()) return found->second;
         provider = c.provider;
+        mirrored = c.mirrored;
         ++c.calls;
     }
     if (!provider) {
@@ -173,7 +176,7 @@ std::shared_ptr<const Program> ProgramCache::get(const Key& key, int rank) {
                          {{"what", "no schedule provider is installed"}, {"fix", "import ub_overlap.runtime.ops"}});
     }
     // Outside the lock: the provider takes the GIL, whose holder may be waiting for the lock.
-    auto program = std::make_shared<const Program>(decode(provider(key, rank), rank, key.ranks));
+    auto program = std::make_shared<const Program>(decode(provider(key, rank), rank, key.ranks, mirrored));
     std::lock_guard<std::mutex> lock(c.mutex);
     return c.programs.emplace(std::make_pair(key, rank), program).first->second;
 }
@@ -186,6 +189,12 @@ void ProgramCache::set_provider(Provider provider) {
 int64_t ProgramCache::provider_calls() {
     std::lock_guard<std::mutex> lock(cache().mutex);
     return cache().calls;
+}
+
+void ProgramCache::set_mirrored(bool on) {
+    std::lock_guard<std::mutex> lock(cache().mutex);
+    cache().mirrored = on;
+    cache().programs.clear();
 }
 
 void ProgramCache::clear() {

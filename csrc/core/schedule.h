@@ -85,7 +85,8 @@ struct Program {
 using EncodedSchedule = std::vector<std::vector<int64_t>>;
 
 // Throws NamedError on steps that no executor can run.
-Program decode(const EncodedSchedule& encoded, int rank, int ranks);
+// `mirrored`: its signals are in the name of other ranks, as in benchmarks/mirror.
+Program decode(const EncodedSchedule& encoded, int rank, int ranks, bool mirrored = false);
 
 // Decoded programs by key and rank, for the whole process. Calls `provider` for unknown keys.
 class ProgramCache {
@@ -95,6 +96,8 @@ class ProgramCache {
     static void set_provider(Provider provider);
     static int64_t provider_calls();
     static void clear();
+    // Whether schedules are `mirrored`. Forgets all schedules.
+    static void set_mirrored(bool on);
 };
 
 }  // namespace ub_overlap

@@ -39,12 +39,13 @@ FlagWord* ShmArena::flags(int rank) {
     return reinterpret_cast<FlagWord*>(control_[rank]->data() + (sizeof(ControlBlock) + 63) / 64 * 64);
 }
 
-std::string ShmArena::attach(int rank, const std::string& control_address, const std::string& data_address) {
+std::string ShmArena::attach(int rank, const std::string& control_address, const std::string& data_address, int made_as) {
     std::string reason;
     auto control = ShmSegment::attach(control_address, control_bytes(ranks_), reason);
     if (!control) return reason;
     const auto* block = reinterpret_cast<const ControlBlock*>(control->data());
-    if (block->magic != arena_magic || block->version != arena_version || block->rank != rank || block->ranks != ranks_) {
+    const int expected = made_as < 0 ? rank : made_as;
+    if (block->magic != arena_magic || block->version != arena_version || block->rank != expected || block->ranks != ranks_) {
         return "the memory of rank " + std::to_string(rank) + " has another layout";
     }
     data_[rank] = ShmSegment::attach(data_address, slots * slot_bytes_, reason);

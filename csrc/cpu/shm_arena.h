@@ -23,8 +23,10 @@ class ShmArena final : public Arena {
 
     const std::string& control_address() const { return control_[rank_]->address(); }
     const std::string& data_address() const { return (next_[rank_] ? next_ : data_)[rank_]->address(); }
-    // Attaches to a peer's segments. Returns why this process cannot reach them, "" where it can.
-    std::string attach(int rank, const std::string& control_address, const std::string& data_address);
+    // Attaches to a peer's segments. Returns why this process cannot reach them, "" where it can. `made_as`: the rank that
+    // their process has in its own arena, -1 for `rank`. Another one only in benchmarks/mirror, where a process stands for many
+    // ranks.
+    std::string attach(int rank, const std::string& control_address, const std::string& data_address, int made_as = -1);
     // Growth: make bigger slots here, attach to the peers', then take them all into use. Flags and epochs live on.
     void grow_begin(int64_t slot_bytes);
     void grow_attach(int rank, const std::string& data_address);

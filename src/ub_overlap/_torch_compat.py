@@ -54,6 +54,8 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "_graph_task": ("torch._C:_current_graph_task_id",),
     "_StorageWeakRef": ("torch.multiprocessing.reductions:StorageWeakRef",),
     "_dtypes_of_numbers": ("torch.distributed._symmetric_memory:_maybe_convert_scalar_types_to_dtypes",),
+    "_fake_backend": ("torch.testing._internal.distributed.fake_pg:_create_fake_pg",),
+    "_new_group": ("torch.distributed.distributed_c10d:_new_process_group_helper",),
     "_group_size_by_name": ("torch.distributed.distributed_c10d:_get_group_size_by_name",),
 }
 
@@ -209,6 +211,24 @@ def is_fake_group(name: str) -> bool:
     import torch.distributed as dist
 
     return dist.get_backend(group_of(name)) == "fake"
+
+
+def add_fake_group(name: str, backend: str, ranks: int, store: Any) -> Any:
+    """Register a fake process group of `ranks` ranks, of which this process is the first, as a group of `backend`.
+
+    Its plain collectives do nothing. Unlike torch's fake groups it exists next to a real default group."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    if not hasattr(dist.Backend, backend.upper()):
+        creator: Any = __getattr__("_fake_backend")
+        dist.Backend.register_backend(backend, creator, extended_api=True, devices=["cpu", "cuda"])
+    members = list(range(ranks))
+    made, _ = __getattr__("_new_group")(ranks, 0, members, backend, store, name, timeout=timedelta(minutes=5))
+    distributed_c10d._world.pg_group_ranks[made] = {rank: rank for rank in members}
+    return made
 
 
 def foreign_type(name: str) -> str:

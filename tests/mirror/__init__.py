@@ -1,0 +1,1 @@
+"""Mirror mode of the benchmarks: two processes stand for R ranks."""

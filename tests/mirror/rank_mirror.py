@@ -1,0 +1,153 @@
+"""Rank functions of test_executor.py: every op on a mirrored group. Each returns a list of errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ub_overlap.runtime.ops as ops
+from benchmarks.mirror.group import MirrorGroups
+from tests.runtime import oracle
+from tests.runtime.oracle import data, far
+from ub_overlap.runtime.extension import extension
+from ub_overlap.tools.rank_process import World
+
+OPS = torch.ops.ub_overlap
+
+
+def world_of(rank: int, processes: int) -> World:
+    default: Any = dist.group.WORLD
+    return World(rank, processes, torch.device("cpu"), default.group_name, dist.new_group(backend="gloo"))
+
+
+def shard_of(partial: Tensor, ranks: int, outer: int, last: bool, owner: int) -> Tensor:
+    """Return the shard of `owner`: the oracle's sum of this partial product and of zeros."""
+    return oracle.scattered([partial, *[torch.zeros_like(partial)] * (ranks - 1)], outer, last, owner)
+
+
+def gathers(process: int, ranks: int, group: str) -> list[str]:
+    """Run gathers of several layouts and sizes. The slots grow with the third."""
+    bad = []
+    for number, (outer, m, q, last, strategy) in enumerate(
+        [
+            (1, 6, 8, False, "pipelined"),
+            (3, 2, 5, True, "pipelined:chunks=1"),
+            (2, 256, 64, False, "pipelined"),
+            (1, 4, 4, False, f"pipelined:chunks={2 * ranks}"),
+        ]
+    ):
+        shards = [data(outer * m, q, seed=number + 10 * p) for p in (process, *[1 - process] * (ranks - 1))]
+        whole = oracle.gathered([s.double() for s in shards], outer, last)
+        rhs = [data(whole.shape[0] if t else whole.shape[1], 3, seed=90) for t, _ in oracle.ALL_TRANSPOSES]
+        flags = [list(flags) for flags in zip(*oracle.ALL_TRANSPOSES, strict=True)]
+        kept, outs = OPS.all_gather_matmul(
+            shards[0], rhs, *flags, 1 if last else outer, last, True, strategy, group, f"ag{number}"
+        )
+        bad += far(f"gather {number}", kept, whole, 1)
+        for transpose, right, out in zip(oracle.ALL_TRANSPOSES, rhs, outs, strict=True):
+            bad += far(f"gather {number} {transpose}", out, oracle.product(whole, right.double(), *transpose), right.shape[0])
+    return bad
+
+
+def reductions(process: int, ranks: int, group: str) -> list[str]:
+    """Run reduce_scatters and all_reduces of one and two terms, in pieces and in stripes."""
+    bad = []
+    for number, (terms, last, strategy) in enumerate(
+        [
+            (1, False, "pipelined"),
+            (2, False, "pipelined:stripes=2"),
+            (1, True, "pipelined"),
+            (2, False, f"pipelined:chunks={2 * ranks}"),
+        ]
+    ):
+        sizes = (6, 4 * ranks) if last else (6 * ranks, 4)
+        operands = {
+            p: [(data(sizes[0], 5, seed=70 * p + t), data(5, sizes[1], seed=31 * p + t)) for t in range(terms)] for p in (0, 1)
+        }
+        partials = {p: sum(a.double() @ b.double() for a, b in pairs) for p, pairs in operands.items()}
+        mine, theirs = partials[process], partials[1 - process]
+
+        def reduced(mine: Tensor = mine, theirs: Tensor = theirs, last: bool = last) -> Tensor:
+            own = shard_of(mine, ranks, 1, last, 0)
+            return own + sum(shard_of(theirs, ranks, 1, last, p) for p in range(1, ranks))
+
+        lhs, rhs = map(list, zip(*operands[process], strict=True))
+        out, _ = OPS.matmul_reduce_scatter(
+            lhs, rhs, None, 1, last, "sum", torch.float32, False, "plain", strategy, group, f"rs{number}"
+        )
+        bad += far(f"scatter {number}", out, reduced(), 5 * terms * ranks)
+        if not last:
+            out, _ = OPS.matmul_all_reduce(lhs, rhs, None, "sum", torch.float32, False, strategy, group, f"ar{number}")
+            want = torch.cat([reduced(), *[reduced(theirs, mine)] * (ranks - 1)])
+            bad += far(f"reduce {number}", out, want, 5 * terms * ranks)
+    return bad
+
+
+def bulks(process: int, ranks: int, group: str) -> list[str]:
+    bad = []
+    left, right = data(6, 5, seed=1), data(5, 4, seed=2)
+    for number, collective in enumerate(("all_gather", "reduce_scatter", "all_reduce")):
+        inputs = {p: data(2 * ranks, 3, seed=number + 10 * p) for p in (0, 1)}
+        mine, theirs = (inputs[p].double() for p in (process, 1 - process))
+        out, products = OPS.bulk(inputs[process], [left], [right], collective, "sum", "bulk", group, f"bulk{number}")
+        first = shard_of(mine, ranks, 1, False, 0) + sum(shard_of(theirs, ranks, 1, False, p) for p in range(1, ranks))
+        other = shard_of(theirs, ranks, 1, False, 0) + sum(shard_of(mine, ranks, 1, False, p) for p in range(1, ranks))
+        want = {"all_gather": [mine, *[theirs] * (ranks - 1)], "reduce_scatter": [first]}
+        bad += far(f"bulk {collective}", out, torch.cat(want.get(collective, [first, *[other] * (ranks - 1)])), ranks)
+        bad += far(f"bulk {collective} product", products[0], left.double() @ right.double(), 5)
+    return bad
+
+
+KINDS: list[Callable[[int, int, str], list[str]]] = [gathers, reductions, bulks]
+
+
+def every_op(rank: int, processes: int, ranks: int) -> list[str]:
+    """Run every op twice on a mirrored group of `ranks` ranks."""
+    groups = MirrorGroups(world_of(rank, processes), ranks)
+    try:
+        group = groups.new_group()
+        bad = [error for _ in range(2) for kind in KINDS for error in kind(rank, ranks, group)]
+        (core,) = [core for core in extension().sessions() if core.group == group]
+        if (core.rank, core.ranks, core.transport) != (0, ranks, "mirror"):
+            bad.append(f"session of rank {core.rank} of {core.ranks} over {core.transport}")
+        return bad
+    finally:
+        groups.close()
+
+
+def real_group_after(rank: int, processes: int) -> list[str]:
+    """Run a gather on a real group after a mirrored one was closed."""
+    assert ops.DEFINITIONS
+    shards = [data(4, 3, seed=r) for r in range(processes)]
+    default: Any = dist.group.WORLD
+    kept, _ = OPS.all_gather_matmul(shards[rank], [], [], [], 1, False, True, "pipelined", default.group_name, "after")
+    return far("real group", kept, torch.cat(shards).double(), 1)
+
+
+def lost_process(rank: int, processes: int) -> list[str]:
+    """One process makes no second call: the other one reports it within the deadline, and the ranks that it stands for."""
+    from ub_overlap.runtime import errors, settings
+
+    groups = MirrorGroups(world_of(rank, processes), 4)
+    before = settings.current().step_timeout_s
+    settings.configure(step_timeout_s=1)
+    try:
+        group = groups.new_group()
+        shard = data(4, 3, seed=rank)
+        for number in range(1 + (rank == 0)):
+            try:
+                OPS.all_gather_matmul(shard, [], [], [], 1, False, True, "pipelined", group, "lost")
+            except errors.PeerTimeoutError as error:
+                return [str(error)]
+            assert number == 0, "the second call ended"
+        dist.barrier()
+        return []
+    finally:
+        settings.configure(step_timeout_s=before)
+        if rank == 0:
+            dist.barrier()
+        groups.close()

@@ -1,0 +1,21 @@
+"""Mirrored groups on the CPU executor: every op ends, with the results of two processes in the roles of R ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness.ranks import RankPool
+
+from . import rank_mirror
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("ranks", [3, 4, 8])
+def test_every_op(pool2: RankPool, ranks: int) -> None:
+    assert pool2.run(rank_mirror.every_op, ranks, timeout=100) == [[], []]
+    assert pool2.run(rank_mirror.real_group_after, timeout=30) == [[], []]
+
+
+def test_a_process_that_does_not_come_is_reported(pool2: RankPool) -> None:
+    found = pool2.run(rank_mirror.lost_process, timeout=60)
+    assert "READY" in found[0][0] and found[1] == []
