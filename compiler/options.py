@@ -132,7 +132,7 @@ RENAMED = {
     "fp8_reduce_scatter": "fp8={{'reduce_scatter': {value}}}",
     "timeout_s": "ub_overlap.configure(step_timeout_s={value}), or UB_OVERLAP_STEP_TIMEOUT_S",
     "snapshots": "ub_overlap.configure(snapshots={value}), or UB_OVERLAP_SNAPSHOTS",
-    "merge_all_reduces": "ub_overlap.configure(merge_all_reduces={value}), or UB_OVERLAP_MERGE_ALL_REDUCES",
+    "merge_collectives": "ub_overlap.configure(merge_collectives={value}), or UB_OVERLAP_MERGE_COLLECTIVES",
 }
 """Options of earlier versions -> their new spelling."""
 

@@ -38,7 +38,7 @@ from .graph.graph_inputs import GraphInputs
 from .graph.joint_graph import drop_unread
 from .graph.source_location import calling_line
 from .joint.activation_memory import apply_save_policy
-from .joint.merge_collectives import merge_all_reduces
+from .joint.merge.merge_collectives import merge_collectives
 from .match.amax_reductions import mark_amax_reductions
 from .options import Options
 from .reports.history import HISTORY
@@ -81,18 +81,19 @@ class _Pass(compat.custom_graph_pass()):  # type: ignore[misc]
         if not self.options.is_cacheable:
             return None
         profiles = signature(self.options.profile, tuple(sorted(transport.executor_devices())))
-        merges = settings.current().merge_all_reduces
+        merges = settings.current().merge_collectives
         key = (self.options.key(), merges, astuple(self.inputs), torch.__version__, transport.transport_signature(), profiles)
         return (type(self).__name__, _sources(), *key)
 
 
 class JointPass(_Pass):
-    """Merge all_reduces, insert float8 casts, hoist casts before gathers, and apply the memory budget."""
+    """Merge collectives, insert float8 casts, hoist casts before gathers, and apply the memory budget."""
 
     def __call__(self, graph: Graph) -> None:
-        all_reduces = graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
+        mergeable = (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default, c10d.all_gather_into_tensor.default)
+        may_merge = any(len(graph.find_nodes(op="call_function", target=target)) > 1 for target in mergeable)
         has_float8 = bool(graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default))
-        may_change = len(all_reduces) > 1 or has_float8 or self.options.fp8.is_on
+        may_change = may_merge or has_float8 or self.options.fp8.is_on
         recorder = SnapshotRecorder(graph, "joint", settings.current().snapshots and may_change)
         recorder.before()
         policy = Policy.of(self.options)
@@ -107,8 +108,8 @@ class JointPass(_Pass):
 
     def _rewrite(self, graph: Graph, policy: Policy, has_float8: bool) -> dict[str, int]:
         """Change what the graph computes. Return the number of changes by kind. `has_float8`: the program has such matmuls."""
-        merges = settings.current().merge_all_reduces and self.options.overlap != "off"
-        merged = merge_all_reduces(graph) if merges else 0
+        merges = settings.current().merge_collectives and self.options.overlap != "off"
+        merged = merge_collectives(graph) if merges else 0
         cast = insert_casts(graph, _insert_config(graph, self.options, policy, self.inputs)) if self.options.fp8.is_on else 0
         hoisted = folded = 0
         if has_float8 and self.options.overlap != "off":
@@ -116,7 +117,7 @@ class JointPass(_Pass):
             hoisted = hoist_casts(graph, HoistConfig(policy, transport.unsupported_reason, may_be_uneven))
             folded = fold_scales(graph, policy)
         return {
-            "all_reduces merged": merged,
+            "collectives merged": merged,
             "matmuls cast to float8": cast,
             "gathers after their casts": hoisted,
             "matmuls with folded scales": folded,

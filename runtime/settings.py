@@ -49,7 +49,9 @@ class Settings:
     )
     flight_dir: str = typed_field("", "folder of flight records; empty: `flight` in the cache folder", _FOLDER)
     flight_signal: bool = typed_field(True, "write a flight record on SIGUSR1, unless the program handles that signal")
-    merge_all_reduces: bool = typed_field(True, "rewrite all_reduce(a) + all_reduce(b) to all_reduce(a + b)")
+    merge_collectives: bool = typed_field(
+        True, "merge sums of all_reduces or reduce_scatters into one of the sum, and all_gathers of one tensor into one"
+    )
 
     def __post_init__(self) -> None:
         def refuse(name: str, value: Any, expected: str) -> OptionError:

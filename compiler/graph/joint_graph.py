@@ -21,6 +21,23 @@ def needs_tangents(graph: Graph) -> set[Node]:
     return backward
 
 
+_REGION_KEYS = ("partitioner_tag", "recompute", "ac_graph_id")
+
+
+def region_of(node: Node) -> tuple[object, ...]:
+    """Return what ties `node` to one half of the joint graph, or to a checkpoint region."""
+    return tuple(node.meta.get(key) for key in _REGION_KEYS)
+
+
+def copy_region(source: Node, nodes: Iterable[Node]) -> None:
+    """Put `nodes` where `source` is: in its half and its checkpoint region."""
+    for node in nodes:
+        for key in _REGION_KEYS:
+            node.meta.pop(key, None)
+            if key in source.meta:
+                node.meta[key] = source.meta[key]
+
+
 FIRST_REGION = 0
 """A checkpoint region for values that are cheap to recompute from their neighbors."""
 LAST_REGION = 2**31

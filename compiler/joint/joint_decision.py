@@ -24,7 +24,7 @@ class JointDecision:
     saved_activation: SavedActivation | None = None
     """Gathers: the form in which backward keeps the result."""
     merged_count: int = 1
-    """all_reduces: the number of the program's all_reduces that were merged into it."""
+    """Collectives: the number of the program's collectives that were merged into it."""
     cast: CastDecision | None = None
     """Matmuls of linears: the float8 decision."""
     carries_scales: bool = False

@@ -100,7 +100,7 @@ class FusionOrder:
             name = min(crossing, key=self.position.__getitem__).name
             return Miss(Reason.DEPENDENT_OPERAND, f"{name} needs a result of the site and feeds it")
         window = self.items[first : last + 1]
-        if barrier := next((n for n in window if _has_effects(n) and n not in inside), None):
+        if barrier := next((n for n in window if has_effects(n) and n not in inside), None):
             return Miss(Reason.MUTATION_BARRIER, f"{barrier.name} ({barrier.target}) lies between the nodes of the site")
         moves_back = [n in after for n in window if _is_random(n)]
         if moves_back != sorted(moves_back):
@@ -120,7 +120,7 @@ class FusionOrder:
             self.position[n] = i
 
 
-def _has_effects(node: Node) -> bool:
+def has_effects(node: Node) -> bool:
     """Return whether `node` writes to a tensor. Functional collectives and their waits only look impure."""
     if node.op != "call_function" or not isinstance(node.target, compat.OpOverload):
         return False

@@ -46,6 +46,13 @@ class ViewChain:
     permutes: list[Permute] = field(default_factory=list)
     """Last applied first."""
 
+    @classmethod
+    def at_input(cls, c: Collective) -> ViewChain:
+        """Return the empty chain in front of `c`."""
+        total = numel(shape_of(c.input))
+        inner = total // c.ranks if isinstance(total, int) else total / c.ranks
+        return cls(c.input, ShardBlocks(1, c.ranks, inner))
+
     def extend(self, can_regroup: bool) -> Node | Miss | None:
         """Move the root over one node of the chain. Return the new root, None at the sum, or the reason to stop.
 
@@ -108,14 +115,30 @@ class ViewChain:
 
 def follow_view_chain(c: Collective, can_regroup: bool) -> ViewChain | Miss:
     """Walk from the input of `c` to the root of the sum. Return the reason if the walk ends at a node that is not allowed."""
-    total = numel(shape_of(c.input))
-    inner = total // c.ranks if isinstance(total, int) else total / c.ranks
-    chain = ViewChain(c.input, ShardBlocks(1, c.ranks, inner))
+    chain = ViewChain.at_input(c)
     while (root := chain.extend(can_regroup)) is not None:
         if isinstance(root, Miss):
             return root
         chain.root = root
     return chain
+
+
+def follow_regroup(c: Collective, can_regroup: bool) -> ViewChain:
+    """Walk from the input of `c` over views, and over cats that regroup shards, to the first node that does more than that.
+
+    All nodes of the chain compute from its root alone: they can be copied for another root of its shape.
+    """
+    chain = ViewChain.at_input(c)
+    while True:
+        step = element_effect(chain.root)
+        is_view = step is not None and step.kind is Effect.SAME and step.source is chain.root.args[0]
+        is_regroup = (
+            can_regroup and chain.root.target is aten.cat.default and not any(map(element_effect, pieces_of(chain.root)))
+        )
+        root = chain.extend(can_regroup) if is_view or is_regroup else None
+        if root is None or isinstance(root, Miss):
+            return chain
+        chain.root = root
 
 
 def _commutes(scaling: Node) -> bool:

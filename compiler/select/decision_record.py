@@ -127,15 +127,17 @@ def merge_scales(decisions: list[Decision], candidates: list[Candidate]) -> None
 
 
 def merged_away(candidate: Candidate, into: Decision) -> list[Decision]:
-    """Return one decision for each all_reduce that the joint pass summed into this one."""
+    """Return one decision for each collective that the joint pass merged into this one."""
     merged = joint_decision(candidate.collective.node).merged_count - 1
+    op = candidate.collective.op
+    how = "gathers the same tensor as" if op is Op.ALL_GATHER else "summed into"
     return [
         Decision(
             id=f"{into.id}.merged{i}",
             phase=into.phase,
-            kind=Kind.ALL_REDUCE,
+            kind=_PLAIN[op],
             strategy=Strategy(Mode.MERGED),
-            detail=f"summed into {into.id}",
+            detail=f"{how} {into.id}",
             group=into.group,
             ranks=into.ranks,
             dtype=into.dtype,

@@ -117,10 +117,10 @@ def test_settings_that_change_graphs_are_part_of_the_cache_key() -> None:
     try:
         settings.configure(step_timeout_s=60, snapshots=False)
         assert JointPass(Options()).uuid() == before
-        settings.configure(merge_all_reduces=False)
+        settings.configure(merge_collectives=False)
         assert JointPass(Options()).uuid() != before
     finally:
-        settings.configure(step_timeout_s=100, snapshots=True, merge_all_reduces=True)
+        settings.configure(step_timeout_s=100, snapshots=True, merge_collectives=True)
 
 
 @pytest.mark.parametrize("form", ["all", {"products": "all"}, {}, Fp8Config(products="all")])

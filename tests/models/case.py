@@ -18,7 +18,8 @@ class Sites:
 
     gather: all_gather -> matmul(s); scatter: matmul(s) -> reduce_scatter; reduce: matmul(s) -> all_reduce.
     contracted: gathers that a weight gradient (also) contracts over the gathered dim (included in `gather`).
-    merged: all_reduces that are removed because their results are summed.
+    merged, merged_scatters: all_reduces and reduce_scatters that are removed because their results are summed.
+    merged_gathers: all_gathers that are removed because another one gathers the same tensor.
     plain_*: collectives without an adjacent matmul; they are never candidates of those three kinds.
     """
 
@@ -27,6 +28,8 @@ class Sites:
     reduce: int = 0
     contracted: int = 0
     merged: int = 0
+    merged_scatters: int = 0
+    merged_gathers: int = 0
     plain_gather: int = 0
     plain_scatter: int = 0
     plain_reduce: int = 0
@@ -34,12 +37,12 @@ class Sites:
     @property
     def all_gathers(self) -> int:
         """Return the number of all_gather nodes in the traced graph."""
-        return self.gather + self.plain_gather
+        return self.gather + self.merged_gathers + self.plain_gather
 
     @property
     def reduce_scatters(self) -> int:
         """Return the number of reduce_scatter nodes in the traced graph."""
-        return self.scatter + self.plain_scatter
+        return self.scatter + self.merged_scatters + self.plain_scatter
 
     @property
     def all_reduces(self) -> int:

@@ -21,6 +21,8 @@ DTENSOR: Named = {
     "llama_bias_b1": (_LLAMA, {"bias": True, "batch": 1}),
     "llama_gqa_two_blocks": (_LLAMA, {"kv_heads": 4, "layers": 2}),
     "llama_dynamic": (_LLAMA, {"dynamic": True}),
+    "llama_each_b2": (_LLAMA, {"each": True}),
+    "llama_each_b1": (_LLAMA, {"each": True, "batch": 1, "kv_heads": 4, "bias": True}),
     "llama_logits": (_LLAMA, {"head": "logits"}),
     "llama_loss": (_LLAMA, {"head": "loss"}),
     "llama_loss_parallel": (_LLAMA, {"head": "loss_parallel"}),

@@ -61,7 +61,8 @@ class Comparison:
             seen = tuple(sum(op in d["kind"] for d in mine) for op in ("all_gather", "reduce_scatter", "all_reduce"))
             there = (sites.all_gathers, sites.reduce_scatters, sites.all_reduces)
             assert seen == there, f"{phase}: {seen} all_gathers, reduce_scatters, all_reduces; structure has {there}\n{rows}"
-            assert why or (found, merged) == (wanted, sites.merged), (
+            all_merged = sites.merged + sites.merged_scatters + sites.merged_gathers
+            assert why or (found, merged) == (wanted, all_merged), (
                 f"{phase}: {found}, {merged} merged; structure says {sites}\n{rows}"
             )
 

@@ -159,6 +159,13 @@ def sequence_plan() -> dict[str, Any]:
     }
 
 
+def each_plan() -> dict[str, Any]:
+    """Return the sequence-parallel plan in which every column-wise linear gathers its own input, as in torch's tutorials."""
+    plan = {name: style for name, style in sequence_plan().items() if not isinstance(style, PrepareModuleInput)}
+    columns = ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3")
+    return plan | {name: ColwiseParallel(input_layouts=Shard(1)) for name in columns}
+
+
 def reduce_plan() -> dict[str, Any]:
     """Return the tensor-parallel plan of one block: hidden states are replicated, row-wise linears all_reduce."""
     column, row = (
@@ -179,17 +186,20 @@ def tensor_mesh(world: int, two_dims: bool) -> DeviceMesh:
     return DeviceMesh(device().type, grid, mesh_dim_names=("dp", "tp"))["tp"]
 
 
-def blocks_sites(layers: int, sequence: bool, needs_input_grad: bool = True) -> Expected:
+def blocks_sites(layers: int, sequence: bool, needs_input_grad: bool = True, each: bool = False) -> Expected:
     """Return the sites of `layers` blocks.
 
     Sequence-parallel forward: norm -> gather -> q k v; wo -> scatter; norm -> gather -> w1 w3; w2 -> scatter. Backward: each
     scatter's gradient is gathered and feeds input and weight gradient (contracted) of wo and w2; each gather's gradient is the
     sum of the input gradients of q k v (w1 w3), scattered. Plain forward: wo, w2 -> all_reduce. Plain backward: one all_reduce
-    per column-wise linear (3 + 2), of which those with summed results merge into one (1 + 1).
+    per column-wise linear (3 + 2), of which those with summed results merge into one (1 + 1). `each`: the same for gathers of
+    one tensor in the forward, and for reduce_scatters in the backward.
     """
     if sequence:
+        more = 3 * layers if each else 0
         return Expected(
-            Sites(gather=2 * layers, scatter=2 * layers), Sites(gather=2 * layers, scatter=2 * layers, contracted=2 * layers)
+            Sites(gather=2 * layers, scatter=2 * layers, merged_gathers=more),
+            Sites(gather=2 * layers, scatter=2 * layers, contracted=2 * layers, merged_scatters=more),
         )
     last = 0 if needs_input_grad else 1
     return Expected(Sites(reduce=2 * layers), Sites(reduce=2 * layers - last, merged=3 * layers - 2 * last))
@@ -199,6 +209,7 @@ def build(
     rank: int,
     world: int,
     sequence: bool = True,
+    each: bool = False,
     batch: int = 2,
     layers: int = 1,
     bias: bool = False,
@@ -212,20 +223,21 @@ def build(
 ) -> Case:
     """Build blocks or the whole model.
 
-    `head`: "" (blocks on hidden states), "logits", "loss" or "loss_parallel" (whole model on tokens). `length`: global S.
+    `each`: every column-wise linear gathers its own input. `head`: "" (blocks on hidden states), "logits", "loss" or
+    "loss_parallel" (whole model on tokens). `length`: global S.
     """
     config = Config(layers=layers, bias=bias, kv_heads=kv_heads)
     mesh = tensor_mesh(world, two_dims)
     ranks, me = mesh.size(), mesh.get_local_rank()
     torch.manual_seed(7)
-    plan = sequence_plan() if sequence else reduce_plan()
+    plan = each_plan() if each else sequence_plan() if sequence else reduce_plan()
     if not head:
         blocks = settle(ShardBlocks(config), dtype, exact)
         x = noise((batch, length, config.dim), 11, dtype, exact, grad=False)
         for block in blocks.layers:
             parallelize_module(block, mesh, plan)
         local = x.tensor_split(ranks, 1)[me].clone() if sequence else x
-        return Case(blocks, (local.requires_grad_(),), blocks_sites(layers, sequence), dynamic=dynamic)
+        return Case(blocks, (local.requires_grad_(),), blocks_sites(layers, sequence, each=each), dynamic=dynamic)
     model = settle(Llama(config), dtype, exact)
     for block in model.layers:
         parallelize_module(block, mesh, plan)

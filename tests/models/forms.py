@@ -375,6 +375,31 @@ def two_reduces_apart(env: Env, x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor
     return a + b, a.relu()
 
 
+@form(lambda r: ((8 * r, 32), (32, 64), (32, 64)), Expected(Sites(scatter=1, merged_scatters=1)), inference=True)
+def two_scatters(env: Env, x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """Two reduce_scatters merge: reduce_scatter(a) + reduce_scatter(b) = reduce_scatter(a + b)."""
+    return env.scatter(x @ w) + env.scatter(x @ v)
+
+
+@form(lambda r: ((3, 8 * r, 32), *[(64, 32)] * 3), Expected(Sites(scatter=1, merged_scatters=2)), inference=True)
+def three_scatters_dim1(env: Env, x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    linear = torch.nn.functional.linear
+    return env.scatter(linear(x, a), 1) + env.scatter(linear(x, b), 1) + env.scatter(linear(x, c), 1)
+
+
+@form(lambda r: ((8 * r, 32), (32, 64), (32, 64)), Expected(Sites(scatter=2)), inference=True)
+def two_scatters_apart(env: Env, x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Two reduce_scatters stay if one of the summed results has another user."""
+    a, b = env.scatter(x @ w), env.scatter(x @ v)
+    return a + b, a.relu()
+
+
+@form(lambda r: ((8, 64), (64, 48), (64, 32)), Expected(Sites(gather=1, merged_gathers=1)), inference=True)
+def two_gathers(env: Env, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    """Two all_gathers of one tensor merge."""
+    return env.gather(x) @ a, env.gather(x) @ b
+
+
 # ---- bulk
 
 
