@@ -63,8 +63,9 @@ def _sources() -> str:
 
 
 def phase_of(graph: Graph) -> str:
-    """Return "backward" for a graph that takes tangents, else "forward" (inference included)."""
-    return "backward" if any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph.nodes) else "forward"
+    """Return "backward" for a graph that takes tangents or comes from compiled autograd, else "forward" (inference included)."""
+    takes_tangents = any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph.nodes)
+    return "backward" if takes_tangents or compat.is_in_compiled_autograd() else "forward"
 
 
 class _Pass(compat.custom_graph_pass()):  # type: ignore[misc]
@@ -82,7 +83,10 @@ class _Pass(compat.custom_graph_pass()):  # type: ignore[misc]
             return None
         profiles = signature(self.options.profile, tuple(sorted(transport.executor_devices())))
         merges = settings.current().merge_collectives
-        key = (self.options.key(), merges, astuple(self.inputs), torch.__version__, transport.transport_signature(), profiles)
+        key = (
+            self.options.key(), merges, astuple(self.inputs), torch.__version__, transport.transport_signature(), profiles,
+            compat.is_in_compiled_autograd(),
+        )  # fmt: skip
         return (type(self).__name__, _sources(), *key)
 
 

@@ -298,6 +298,7 @@ def test_ddp_keeps_sites_or_gives_reasons(order: str, pool4: RankPool) -> None:
         for gradients, decisions in (whole[rank], traced[rank]):
             torch.testing.assert_close(gradients, whole[rank][0])
             assert [d.overlapped for d in decisions] == [True] * 8, decisions
+            assert [d.phase for d in decisions] == ["forward"] * 4 + ["backward"] * 4
         gradients, decisions = split[rank]
         torch.testing.assert_close(gradients, whole[rank][0])
         assert len(decisions) == 8

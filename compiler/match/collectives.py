@@ -1,15 +1,23 @@
-"""The collectives of a graph, in graph order, each with its wait and its group."""
+"""The collectives of a graph, in graph order, each with its wait and its group.
+
+Every op that communicates is a collective here, also those of other libraries: torch's functional collectives, sends and
+receives, symmetric memory, and custom ops whose schema takes a group. Kinds without a matcher have no `Op`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
+from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 
 from ub_overlap import _torch_compat as compat
 
-from ..graph.aten import c10d
+from ..graph.aten import c10d, tensor_of
 
 
 class Op(Enum):
@@ -47,14 +55,33 @@ class Collective:
     reduce_op: str = ""
 
 
+_GROUP_ARGS = ("group_name", "pg_name", "process_group", "group")
+"""Names of the argument that is a group, in the schemas of torch and of others."""
+_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor", "symm_mem")
+"""Libraries of torch whose ops with a group or a tag communicate."""
+
+
 def is_collective(node: Node) -> bool:
-    """Return whether `node` starts a functional collective."""
-    return (
-        node.op == "call_function"
-        and isinstance(node.target, compat.OpOverload)
-        and node.target.namespace == "_c10d_functional"
-        and "wait_tensor" not in node.target._schema.name
+    """Return whether `node` communicates. Ops of this package do not count: they are sites already."""
+    return node.op == "call_function" and isinstance(node.target, compat.OpOverload) and _communicates(node.target)
+
+
+@cache
+def _communicates(op: Any) -> bool:
+    if op.namespace == "ub_overlap" or "wait_tensor" in op._schema.name:
+        return False
+    return _group_position(op) is not None or (
+        op.namespace in _NAMESPACES and any(a.name == "tag" for a in op._schema.arguments)
     )
+
+
+@cache
+def _group_position(op: Any) -> int | None:
+    """Return the position of the argument that names the group, None without one. Numbers, as in group_norm, name none."""
+    for i, a in enumerate(op._schema.arguments):
+        if a.name in _GROUP_ARGS and not isinstance(a.type, torch.IntType):
+            return i
+    return None
 
 
 def find_collectives(graph: Graph) -> list[Collective]:
@@ -81,20 +108,33 @@ def read_collective(node: Node) -> Collective:
 
 
 def _group_arg(node: Node) -> object:
-    schema = node.target._schema  # type: ignore[union-attr]
-    for i, a in enumerate(schema.arguments):
-        if a.name in ("group_name", "tag"):
-            return node.args[i] if i < len(node.args) else node.kwargs.get(a.name)
-    return None
+    position = _group_position(node.target)
+    if position is None:
+        return None
+    name = node.target._schema.arguments[position].name  # type: ignore[union-attr]
+    return node.args[position] if position < len(node.args) else node.kwargs.get(name)
 
 
 def _first_input(node: Node) -> Node:
-    """The tensor that the collective reads; the first of them if it is coalesced."""
-    tensors = node.args[0]
-    return tensors if isinstance(tensors, Node) else tensors[0]  # type: ignore[index,return-value]
+    """Return the tensor that the collective reads, the first of several; the collective itself if it reads none."""
+    return next((n for n in _inputs(node) if tensor_of(n) is not None), node)
+
+
+def _inputs(node: Node) -> Iterator[Node]:
+    """Yield the nodes that `node` reads, in the order of its arguments."""
+    for value in (*node.args, *node.kwargs.values()):
+        yield from (v for v in (value if isinstance(value, list | tuple) else (value,)) if isinstance(v, Node))
 
 
 def _rank_count(node: Node, op: Op | None, group: str | None) -> int:
+    """Return the ranks of the collective; 0 where the group is unknown here, as a library's own names may be."""
     if op in _RANKS_ARG:
         return int(node.args[_RANKS_ARG[op]])  # type: ignore[call-overload]
-    return compat.group_size(group) if group is not None else 0
+    if group is None:
+        return 0
+    if op is not None:
+        return compat.group_size(group)
+    try:
+        return compat.group_size(group)
+    except (RuntimeError, ValueError, KeyError):
+        return 0

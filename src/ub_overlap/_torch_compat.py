@@ -20,6 +20,7 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "FakeTensorMode": ("torch._subclasses.fake_tensor:FakeTensorMode",),
     "OpOverload": ("torch._ops:OpOverload",),
     "CustomGraphPass": ("torch._inductor.custom_graph_pass:CustomGraphPass",),
+    "compiled_autograd": ("torch._dynamo.compiled_autograd",),
     "aot_autograd": ("torch._dynamo.backends.common:aot_autograd",),
     "compile_fx": ("torch._inductor.compile_fx:compile_fx",),
     "detect_fake_mode": ("torch._guards:detect_fake_mode",),
@@ -96,6 +97,11 @@ def fake_mode_of(value: Any) -> Any:
     if mode is None:
         raise ValueError(f"a graph value without a FakeTensorMode: got {type(value).__name__}, expected a FakeTensor")
     return mode
+
+
+def is_in_compiled_autograd() -> bool:
+    """Return whether compiled autograd runs: what is compiled then is a backward without `tangents`."""
+    return bool(getattr(__getattr__("compiled_autograd"), "in_compiled_autograd_region", False))
 
 
 def range_of(size: Any) -> tuple[int, int | None]:

@@ -1,0 +1,85 @@
+"""Which ops count as communication: each has a Decision or a Reason, also those of other libraries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed._symmetric_memory  # registers its ops
+import torch.distributed.distributed_c10d as torch_c10d
+from torch import Tensor
+from torch.fx import Graph
+
+from tests.compiler.rank_compile import FORCE, decisions_of, world_name
+from tests.harness.ranks import RankPool
+from ub_overlap.compiler.match.collectives import is_collective
+from ub_overlap.compiler.plan.decision import Decision
+from ub_overlap.compiler.plan.reasons import Kind, Reason
+from ub_overlap.runtime import ops
+
+COMMUNICATE = (
+    "_c10d_functional::all_gather_into_tensor",
+    "_c10d_functional::all_to_all_single",
+    "_c10d_functional::broadcast_",
+    "_c10d_functional_autograd::all_to_all_single",
+    "_dtensor::shard_dim_alltoall",
+    "c10d::recv_",
+    "c10d_functional::all_reduce",
+    "symm_mem::fused_all_gather_matmul",
+    "symm_mem::one_shot_all_reduce",
+)
+DO_NOT = (
+    "_c10d_functional::wait_tensor",
+    "aten::mm",
+    "aten::native_group_norm",  # its `group` is a number
+    "ub_overlap::all_gather_matmul",  # a site already
+)
+
+
+def _op(name: str) -> Any:
+    namespace, _, op = name.partition("::")
+    return getattr(getattr(torch.ops, namespace), op).default
+
+
+@pytest.mark.parametrize("name", COMMUNICATE + DO_NOT)
+def test_is_collective(name: str) -> None:
+    ops.extension()  # registers our ops
+    node = Graph().call_function(_op(name))
+    assert is_collective(node) is (name in COMMUNICATE)
+
+
+@torch.library.custom_op("ub_overlap_tests::exchange", mutates_args=())
+def exchange(scale: float, x: Tensor, pg_name: str) -> Tensor:
+    """A collective of another library: the sum over the ranks of a group, times `scale`."""
+    out = x * scale
+    torch_c10d.all_reduce(out, group=torch_c10d._resolve_process_group(pg_name))
+    return out
+
+
+@exchange.register_fake
+def _(scale: float, x: Tensor, pg_name: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+def foreign(rank: int, world: int) -> tuple[list[Decision], list[Decision]]:
+    """Return the decisions of a graph with a foreign collective, of a known and of an unknown group name."""
+    x, w = torch.ones(8, 16), torch.ones(16, 8)
+    with torch.no_grad():
+        known = decisions_of(lambda x, w: exchange(2.0, x, world_name()) @ w, (x, w), FORCE)
+    graph = Graph()
+    node = graph.call_function(torch.ops.ub_overlap_tests.exchange.default, (2.0, graph.placeholder("x"), "of a library"))
+    graph.output(node)
+    from ub_overlap.compiler.options import parse
+    from ub_overlap.compiler.select import decide
+
+    return known, list(decide(graph, parse(FORCE, frozenset())[0], "forward", lambda *_: None).plan.decisions)
+
+
+def test_a_collective_of_another_library(pool2: RankPool) -> None:
+    """Its input need not be the first argument, and its group's name may be its own."""
+    for known, unknown in pool2.run(foreign):
+        for decisions, ranks, shapes in ((known, 2, (("input", "[8, 16]"),)), (unknown, 0, ())):
+            (d,) = decisions
+            assert (d.kind, d.reason, d.ranks, d.shapes) == (Kind.OTHER, Reason.COLLECTIVE_UNSUPPORTED, ranks, shapes)
+            assert "exchange" in d.detail
