@@ -66,6 +66,9 @@ def sizes_of_site(site: Site, wire_dtype: str = "") -> SiteSizes | None:
         elements = numel(shape_of(c.input))
         dtype, whole = _dtype(dtype_of(c.input)), (elements * (c.ranks if c.op is Op.ALL_GATHER else 1), 1)
         matmuls = tuple((*p.shape, p.inner, False) for p in site.matmuls)
+        # An fp32 reduction of gradients runs concurrently with 16-bit matmuls. Of several types the slowest is priced.
+        widest = max((dtype_of(p.node) for p in site.matmuls), key=lambda t: t.itemsize, default=dtype_of(c.input))
+        operands = "" if (name := _dtype(widest)) in (None, dtype) else str(name)
         kind, keep, outer = _BULK[c.op], False, 1
     else:
         return None

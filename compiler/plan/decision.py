@@ -31,7 +31,7 @@ class SiteSizes:
     outer: int = 1
     """ShardBlocks of rows that a shard consists of: a batch in front of the gathered or scattered dim."""
     operands: str = ""
-    """Type of the matmuls' operands where it differs from `dtype`, the type of the collective's tensor."""
+    """Type of the matmuls' operands (the widest of several) where it differs from `dtype`, the collective's tensor's type."""
     wire_dtype: str = ""
     """"float8" where a reduction sends `dtype` as float8 with scales; "" where it sends `dtype`."""
 

@@ -11,13 +11,18 @@ import torch
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
+from tests.compiler.dags import Dag
 from tests.compiler.rank_compile import decisions_of, plans_of, world_name
 from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
 from ub_overlap.compiler.cost import load
+from ub_overlap.compiler.cost.predict import predict
+from ub_overlap.compiler.cost.site_sizes import shape_at
+from ub_overlap.compiler.options import parse
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.reasons import Reason
-from ub_overlap.compiler.plan.strategy import Mode
+from ub_overlap.compiler.plan.strategy import Mode, Strategy
+from ub_overlap.compiler.select import decide
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.errors import PlanMismatchError
 
@@ -145,3 +150,19 @@ def test_a_site_that_a_rank_leaves_alone_is_named(pool2: RankPool) -> None:
     assert "rank 1 of the group compiled another plan than rank 0, and did not reach this op" in said
     assert "site id=forward.0 kind=all_gather_matmul strategy=none" in said and "strategy=pipelined" in said
     pool2.close()
+
+
+@pytest.mark.parametrize(("sent", "operands"), [(torch.float32, "bfloat16"), (torch.bfloat16, "")])
+def test_independent_matmuls_have_their_own_type(sent: torch.dtype, operands: str) -> None:
+    """bf16 matmuls concurrent with an fp32 reduction of gradients cost what they cost in bf16."""
+    d = Dag(8)
+    x, w, gradient = d.input("x", 8192, 4096), d.input("primals_w", 4096, 14336), d.input("gradient", 8192, 4096)
+    wide = d.call(torch.ops.prims.convert_element_type.default, gradient, sent)
+    d.output(d.mm(x, w), d.scatter(wide))
+    options = parse({"profile": "h200", "min_bytes": 0}, frozenset())[0]
+    (decision,) = decide(d.graph, options, "backward", lambda *_: None).plan.decisions
+    assert str(decision.strategy) == "bulk" and decision.work is not None and decision.work.operands == operands
+    shape = shape_at(decision.work, {}, exact=True)
+    assert shape is not None
+    alone = predict(shape, Strategy(Mode.BULK), load("h200")).matmul_us
+    assert 8192 * 4096 * 14336 * 2 / alone / 1e6 > 600, "TFLOP/s of bf16"
