@@ -13,10 +13,7 @@ the executor's copy stream has none.
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
-import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,12 +22,10 @@ from typing import Any
 
 from ub_overlap.runtime.errors import OptionError
 
-_NCCL = re.compile(r"^(nccl|rccl|mscclKernel)", re.IGNORECASE)
-_OURS = re.compile(r"\bub_overlap::")
+from . import trace_events
+from .trace_events import Span, minus, total, union
+
 _RANGE = re.compile(r"^ub_overlap::([\w ]+)\[(.+)\]$")
-Span = tuple[float, float]
-MAX_BYTES = 8 << 30
-"""The largest trace that is read, decompressed."""
 
 
 @dataclass(slots=True)
@@ -73,15 +68,7 @@ def read_trace(path: str | Path) -> list[DeviceTimes]:
     OptionError for other files, and for a trace without device events. On the CPU an op is a single event; only
     UB_OVERLAP_TRACE=1 shows its steps.
     """
-    try:
-        content = json.loads(_read_bounded(path))
-    except FileNotFoundError:
-        raise OptionError("file not found", where=str(path), expected="Chrome JSON of torch.profiler") from None
-    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as e:  # EOFError: a truncated .gz
-        raise OptionError("not a profiler trace", where=str(path), got=str(e), expected="Chrome JSON of torch.profiler") from e
-    rows = content.get("traceEvents") if isinstance(content, dict) else content
-    if not isinstance(rows, list):
-        raise OptionError("not a profiler trace", where=str(path), got="other JSON", expected="a list traceEvents")
+    rows = trace_events.read_events(path)
     try:
         devices = measure_devices(rows)
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as e:
@@ -96,18 +83,6 @@ def read_trace(path: str | Path) -> list[DeviceTimes]:
     return devices
 
 
-def _read_bounded(path: str | Path) -> bytes:
-    """The content of a file, decompressed. ValueError if it is more than MAX_BYTES."""
-    with open(path, "rb") as f:
-        is_compressed = f.read(2) == b"\x1f\x8b"
-        f.seek(0)
-        content: Any = gzip.GzipFile(fileobj=f) if is_compressed else f
-        data = content.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"more than {MAX_BYTES >> 30} GiB")
-    return bytes(data)
-
-
 def measure_devices(events: Iterable[Mapping[str, Any]]) -> list[DeviceTimes]:
     """Return the times of a trace's devices, by device number."""
     work: dict[str, list[Mapping[str, Any]]] = {}
@@ -115,11 +90,10 @@ def measure_devices(events: Iterable[Mapping[str, Any]]) -> list[DeviceTimes]:
     for e in events:
         if not isinstance(e, dict) or e.get("ph") != "X":
             continue
-        category, device = e.get("cat"), str((e.get("args") or {}).get("device", e.get("pid")))
-        if category in ("kernel", "gpu_memcpy", "gpu_memset"):
-            work.setdefault(device, []).append(e)
-        elif category == "gpu_user_annotation" and (match := _RANGE.match(str(e.get("name")))):
-            ranges.setdefault(str(e.get("pid")), []).append((match[2], _span(e)))
+        if trace_events.is_device_work(e):
+            work.setdefault(trace_events.device_of(e), []).append(e)
+        elif e.get("cat") == "gpu_user_annotation" and (match := _RANGE.match(str(e.get("name")))):
+            ranges.setdefault(str(e.get("pid")), []).append((match[2], trace_events.span(e)))
     devices = []
     for device, rows in sorted(work.items()):
         pids = {str(e.get("pid")) for e in rows}
@@ -128,17 +102,17 @@ def measure_devices(events: Iterable[Mapping[str, Any]]) -> list[DeviceTimes]:
 
 
 def _measure_device(name: str, rows: Sequence[Mapping[str, Any]], ranges: Sequence[tuple[str, Span]]) -> DeviceTimes:
-    with_kernels = {_stream(e) for e in rows if e["cat"] == "kernel"}
+    with_kernels = trace_events.streams_with_kernels(rows)
     parts: dict[str, list[Span]] = {}
     computing: list[Span] = []
     for e in rows:
         if (kind := _kind(e, with_kernels)) == "compute":
-            computing.append(_span(e))
+            computing.append(trace_events.span(e))
         elif kind:
-            parts.setdefault(kind, []).append(_span(e))
+            parts.setdefault(kind, []).append(trace_events.span(e))
     busy, moving = union(computing), union(s for spans in parts.values() for s in spans)
     exposed = minus(moving, busy)
-    extent = union(map(_span, rows))
+    extent = union(map(trace_events.span, rows))
     sites: dict[str, float] = {}
     for site, (begin, end) in ranges:
         first, last = bisect_right(exposed, begin, key=lambda s: s[1]), bisect_left(exposed, end, key=lambda s: s[0])
@@ -159,49 +133,6 @@ def _kind(e: Mapping[str, Any], with_kernels: set[Any]) -> str:
     """Return "compute", the carrier of communication, or "" for neither (copies from and to the host)."""
     name = str(e.get("name"))
     if e["cat"] == "kernel":
-        return "NCCL" if _NCCL.match(name) else "ub_overlap kernels" if _OURS.search(name) else "compute"
-    if "PtoP" in name or ("DtoD" in name and _stream(e) not in with_kernels):
-        return "copies to peers"
-    return ""
-
-
-def _stream(e: Mapping[str, Any]) -> Any:
-    return (e.get("args") or {}).get("stream", e.get("tid"))
-
-
-def _span(e: Mapping[str, Any]) -> Span:
-    begin = float(e["ts"])
-    return begin, begin + float(e.get("dur", 0.0))
-
-
-def union(spans: Iterable[Span]) -> list[Span]:
-    """Merge spans into ordered spans without overlaps."""
-    out: list[Span] = []
-    for begin, end in sorted(spans):
-        if out and begin <= out[-1][1]:
-            out[-1] = (out[-1][0], max(out[-1][1], end))
-        else:
-            out.append((begin, end))
-    return out
-
-
-def minus(a: Sequence[Span], b: Sequence[Span]) -> list[Span]:
-    """Return the times in `a` but not in `b`, both results of `union`."""
-    out, k = [], 0
-    for begin, end in a:
-        while k < len(b) and b[k][1] <= begin:
-            k += 1
-        at, j = begin, k
-        while j < len(b) and b[j][0] < end:
-            if b[j][0] > at:
-                out.append((at, b[j][0]))
-            at = max(at, b[j][1])
-            j += 1
-        if at < end:
-            out.append((at, end))
-    return out
-
-
-def total(spans: Iterable[Span]) -> float:
-    """Return the sum of the lengths."""
-    return sum(end - begin for begin, end in spans)
+        is_ours = trace_events.OURS.search(name)
+        return "NCCL" if trace_events.NCCL.match(name) else "ub_overlap kernels" if is_ours else "compute"
+    return "copies to peers" if trace_events.is_peer_copy(e, with_kernels) else ""
