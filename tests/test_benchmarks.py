@@ -101,6 +101,23 @@ def test_blocks_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     assert "| tiny block, 32 tokens" in text and "forced" in out
 
 
+def test_mirror_of_two_blocks(tmp_path: Path) -> None:
+    """Two processes run two blocks of four ranks in a row. Variants of torch are refused; a waterfall needs CUDA."""
+    path = tmp_path / "blocks.json"
+    arguments = ["--size", "tiny", "--seq", "32", "--iters", "2", "--warm", "1", "--json", str(path), "--layers", "2"]
+    forced = ["--ours", 'forced={"overlap": "force"}']
+    out = torchrun(2, "benchmarks.blocks", [*arguments, *forced, "--mirror", "4", "--waterfall"])
+    document: dict[str, Any] = json.loads(path.read_text())
+    (size,) = document["rows"]
+    assert document["ranks"] == 4 and size["layers"] == 2 and list(size["variants"]) == ["forced", "compute"]
+    assert document["mirror"] in out and "tiny 2 blocks, 32 tokens" in out and "over compute" in out
+    forced_row, compute = size["variants"]["forced"], size["variants"]["compute"]
+    assert forced_row["sites"] == "16 of 16" and forced_row["step"] > 0 and compute["forward"] > 0
+    assert forced_row["why"]["waterfall"] == "needs CUDA" and "waterfall" not in size
+    with pytest.raises(AssertionError, match="variants of ours, compute"):
+        torchrun(2, "benchmarks.blocks", [*arguments, "--mirror", "4", "--variants", "inductor"])
+
+
 def guarded(rank: int, world: int) -> dict[str, Any]:
     """Measure a row in which one strategy is wrong on the last rank and another returns NaN."""
     group: Any = dist.group.WORLD

@@ -64,7 +64,7 @@ def streams_with_kernels(events: Iterable[Event]) -> set[Any]:
 
 
 def is_peer_copy(e: Event, with_kernels: set[Any]) -> bool:
-    """Return whether a copy goes to a peer: the profiler says so, or it is a copy within a device on a stream without kernels."""
+    """Return whether a copy goes to a peer: by its name, or as a copy within a device on a stream without kernels."""
     name = str(e.get("name"))
     return e["cat"] == "gpu_memcpy" and ("PtoP" in name or ("DtoD" in name and stream_of(e) not in with_kernels))
 

@@ -5,6 +5,10 @@
 inductor: torch.compile; asynctp: with Inductor's async-TP; ours: backend="ub_overlap"; compute: one rank's compute alone, the
 collectives replaced by views. Hidden = (inductor - variant) / (inductor - compute). Milliseconds, median over --iters, maximum
 over ranks; the variants alternate.
+
+--mirror R times a group of R ranks on two GPUs (benchmarks/mirror): variants of ours and compute alone.
+--layers N times N blocks in a row, so that the host's work for a block runs while the device computes the one before.
+--waterfall shows where the captured step of each variant spends its time, by class of kernel, against compute; of rank 0.
 """
 
 from __future__ import annotations
@@ -17,16 +21,20 @@ import time
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ub_overlap import _torch_compat as compat
 from ub_overlap.tools.rank_process import Deadline, World
 
 from .. import facts
+from ..mirror import PROCESSES, note
+from ..mirror.group import MirrorGroups
 from ..ranks import end, start
 from ..report import draw
 from ..timing import Clock, graphed
+from . import waterfall
 from .model import SIZES
-from .profile import write_profile
+from .profile import prepare_for_captures, trace_replays, write_profile
 from .table import text
 from .variants import BlockContext, BlockVariant, differences, make
 
@@ -43,13 +51,16 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--size", default="70b,8b", help=f"comma-separated, of {', '.join(SIZES)}")
     parser.add_argument("--seq", type=int, default=8192, help="tokens; batch 1")
     parser.add_argument("--tp", type=int, help="ranks that take part (default: all that torchrun started)")
-    parser.add_argument("--variants", default="inductor,asynctp,ours,compute")
+    parser.add_argument("--mirror", type=int, metavar="R", help="time a group of R ranks on 2 GPUs (mirror mode)")
+    parser.add_argument("--layers", type=int, default=1, help="blocks in a row")
+    parser.add_argument("--variants", help="default: inductor,asynctp,ours,compute; in mirror mode ours,compute")
     parser.add_argument("--ours", action="append", default=[], metavar="NAME=JSON", help="a variant of ours with these options")
     parser.add_argument("--compiler", choices=("inductor", "aot_eager"), help="default: inductor on CUDA, aot_eager on the CPU")
     parser.add_argument("--write", action="store_true", help="weights change before each step (default: a later microbatch)")
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--warm", type=int, default=5)
     parser.add_argument("--graphs", action="store_true", help="time each as a CUDA graph too, last")
+    parser.add_argument("--waterfall", action="store_true", help="take the captured steps apart, last; implies --graphs")
     parser.add_argument("--profile", metavar="DIR", help="write a device profile of a step of ours, on rank 0")
     parser.add_argument("--budget-s", type=float, default=0.0, help="start nothing new after this many seconds (0: no limit)")
     parser.add_argument("--deadline-s", type=float, default=240.0, help="time limit of a compilation or a round")
@@ -57,16 +68,21 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--json")
     parser.add_argument("--png")
     args = parser.parse_args()
+    if args.mirror is not None and (args.mirror <= PROCESSES or args.tp):
+        parser.error(f"--mirror {args.mirror}: expected a group of more than {PROCESSES} ranks, and no --tp")
+    if args.layers < 1:
+        parser.error(f"--layers {args.layers}: expected 1 or more")
+    args.graphs = args.graphs or args.waterfall
+    known = ("ours", "compute") if args.mirror else ("inductor", "asynctp", "ours", "compute")
+    args.variants = args.variants or ",".join(known)
     named = [text.partition("=") for text in args.ours]
     args.options = {name: json.loads(options or "{}") for name, _, options in named} or {"ours": {"overlap": "auto"}}
     unknown = [
-        *({*args.variants.split(",")} - {"inductor", "asynctp", "ours", "compute"}),
+        *({*args.variants.split(",")} - {*known}),
         *({*args.size.split(",")} - {*SIZES}),
     ]
     if unknown:
-        parser.error(
-            f"{', '.join(unknown)}: expected sizes of {', '.join(SIZES)} and variants inductor, asynctp, ours, compute"
-        )
+        parser.error(f"{', '.join(unknown)}: expected sizes of {', '.join(SIZES)} and variants of {', '.join(known)}")
     return args
 
 
@@ -76,6 +92,8 @@ class BlocksRun:
     def __init__(self, args: argparse.Namespace, world: World, document: dict[str, Any]) -> None:
         self.args, self.world, self.document, self.begun = args, world, document, time.monotonic()
         self.clock = Clock(world)
+        self.ranks = args.mirror or world.ranks
+        self.groups = MirrorGroups(world, args.mirror) if args.mirror else None
 
     def save(self) -> None:
         if self.world.rank == 0 and self.args.json:
@@ -90,11 +108,14 @@ class BlocksRun:
     def size(self, size: str) -> None:
         args, world = self.args, self.world
         dtype = torch.bfloat16 if world.cuda else torch.float32
-        mesh = init_device_mesh(world.device.type, (world.ranks,))
+        mesh = self.mesh()
         compiler = args.compiler or ("inductor" if world.cuda else "aot_eager")
-        context = BlockContext(world, mesh, SIZES[size], args.seq, dtype, compiler, args.options, args.write)
+        context = BlockContext(
+            world, mesh, self.ranks, SIZES[size], args.seq, dtype, compiler, args.options, args.write, args.layers
+        )
         rows: dict[str, Any] = {}
-        self.document["rows"].append({"size": size, "seq": args.seq, "compiler": compiler, "variants": rows})
+        row = {"size": size, "seq": args.seq, "layers": args.layers, "compiler": compiler, "variants": rows}
+        self.document["rows"].append(row)
         names = [n for name in args.variants.split(",") for n in (args.options if name == "ours" else [name])]
         torch._dynamo.reset()
         variants: dict[str, BlockVariant] = {}
@@ -106,19 +127,27 @@ class BlocksRun:
         for name in args.options if args.profile else ():
             if name in variants:
                 with self.deadline(f"profile of {name}"):
-                    title = f"{size}_tp{world.ranks}_{name}"
+                    title = f"{size}_tp{self.ranks}_{name}"
                     message, why = world.agreed(lambda n=name, t=title: write_profile(variants[n], world, args.profile, t))
                     world.say(message or why)
         if args.graphs and not self.spent():
-            self.graphs(variants, rows)
+            replays = self.graphs(variants, rows)
+            if args.waterfall:
+                self.waterfall(replays, row)
+
+    def mesh(self) -> DeviceMesh:
+        device = self.world.device.type
+        if self.groups is None:
+            return init_device_mesh(device, (self.ranks,))
+        return DeviceMesh.from_group(compat.group_of(self.groups.new_group()), device)
 
     def build(self, name: str, context: BlockContext, variants: dict[str, BlockVariant], rows: dict[str, Any]) -> None:
         world, begun = self.world, time.monotonic()
         if name == "asynctp" and not world.cuda:
             rows[name]["why"]["*"] = "needs CUDA"
             return
-        if context.sizes.kv_heads % world.ranks or context.tokens % world.ranks:
-            rows[name]["why"]["*"] = f"{context.sizes.kv_heads} heads or {context.tokens} tokens for {world.ranks} ranks"
+        if context.sizes.kv_heads % self.ranks or context.tokens % self.ranks:
+            rows[name]["why"]["*"] = f"{context.sizes.kv_heads} heads or {context.tokens} tokens for {self.ranks} ranks"
             return
         with self.deadline(f"compile {name}"):
             variant, why = world.agreed(lambda: make(name, context))
@@ -174,9 +203,11 @@ class BlocksRun:
                 rows[name]["why"][kind + suffix] = why
         self.save()
 
-    def graphs(self, variants: dict[str, BlockVariant], rows: dict[str, Any]) -> None:
-        """Time each variant's step and forward as a CUDA graph. This runs last: a failed capture may break the process."""
-        calls = {}
+    def graphs(self, variants: dict[str, BlockVariant], rows: dict[str, Any]) -> dict[str, Any]:
+        """Time each variant's step and forward as a CUDA graph. This runs last: a failed capture may break the process.
+
+        Return the replays by "VARIANT KIND"."""
+        calls: dict[str, Any] = {}
         for name, variant in variants.items():
             for kind in ("step", "forward"):
                 if not self.world.cuda:
@@ -190,12 +221,36 @@ class BlocksRun:
                 else:
                     calls[f"{name} {kind}"] = made[0]
         self.rounds(calls, rows, "_g")
+        return calls
+
+    def waterfall(self, replays: dict[str, Any], row: dict[str, Any]) -> None:
+        """Take the captured step of each variant apart, on rank 0."""
+        steps: dict[str, Any] = {}
+        for name, variant in row["variants"].items():
+            if f"{name} step" not in replays:
+                variant["why"]["waterfall"] = variant["why"].get("step_g", "no captured step")
+                continue
+
+            def measure(replay: Any = replays[f"{name} step"]) -> waterfall.StepTimes:
+                events = trace_replays(replay, self.clock.together, self.world)
+                return waterfall.middle_step(waterfall.measure_steps(events))
+
+            with self.deadline(f"trace of {name}"):
+                steps[name], why = self.world.agreed(measure)
+            if why:
+                del steps[name]
+                variant["why"]["waterfall"] = why
+                self.world.say(f"{name}: no waterfall: {why}")
+        if steps:
+            measured = {n: row["variants"][n]["step_g"] for n in steps if row["variants"][n].get("step_g")}
+            row["waterfall"] = waterfall.compare(steps, measured)
+        self.save()
 
 
 def main() -> None:
     args = parse_flags()
     try:
-        world = start(args.tp, args.device)
+        world = start(PROCESSES if args.mirror else args.tp, args.device)
     except ValueError as error:
         sys.exit(f"benchmarks.blocks: {error}")
     if world is None:
@@ -204,9 +259,13 @@ def main() -> None:
 
     ops.load()
     settings.configure(step_timeout_s=60, init_timeout_s=240)  # ranks compile for different times
+    if args.waterfall and world.cuda:
+        prepare_for_captures()
     with Deadline("set-up", 120):
         document: dict[str, Any] = {"benchmark": "blocks", **facts.facts(world, "benchmarks.blocks"), "iters": args.iters}
         document |= {"ours": args.options, "rows": []}
+        if args.mirror:
+            document |= {"ranks": args.mirror, "mirror": note(args.mirror)}
         run = BlocksRun(args, world, document)
     for size in args.size.split(","):
         if run.spent():

@@ -84,9 +84,19 @@ class LlamaBlock(nn.Module):
         return h + self.ffn(self.ffn_norm(h))
 
 
-def parallel(sizes: BlockSizes, mesh: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Return the block as DTensors over `mesh`: sequence-parallel norms, column- and row-parallel layers, fixed weights."""
+def parallel(sizes: BlockSizes, mesh: Any, device: torch.device, dtype: torch.dtype, layers: int = 1) -> nn.Module:
+    """Return `layers` blocks as DTensors over `mesh`: sequence-parallel norms, column- and row-parallel layers."""
     torch.manual_seed(1)
+    return stack([parallel_block(sizes, mesh, device, dtype) for _ in range(layers)])
+
+
+def stack(blocks: list[nn.Module]) -> nn.Module:
+    """Return one block as it is, and several as a Sequential."""
+    return blocks[0] if len(blocks) == 1 else fresh_code(nn.Sequential(*blocks))
+
+
+def parallel_block(sizes: BlockSizes, mesh: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Return one block with new weights. All ranks draw the same ones, so each keeps its shards without communication."""
     with torch.device(device):
         block = fresh_code(LlamaBlock(sizes).to(dtype))
     gathered = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
@@ -95,10 +105,12 @@ def parallel(sizes: BlockSizes, mesh: Any, device: torch.device, dtype: torch.dt
     plan |= {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
     plan |= {f"ffn.{name}": ColwiseParallel() for name in ("w1", "w3")}
     plan |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in ("attention.wo", "ffn.w2")}
-    return parallelize_module(block, mesh, plan)
+    return parallelize_module(block, mesh, plan, src_data_rank=None)
 
 
-def compute_only(sizes: BlockSizes, ranks: int, tokens: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def compute_only(
+    sizes: BlockSizes, ranks: int, tokens: int, device: torch.device, dtype: torch.dtype, layers: int = 1
+) -> nn.Module:
     """Return the compute of one rank. A gather is a view of an existing full-size tensor, a scatter a part of its input.
 
     In backward it is the other way round. The values have no meaning; only the time counts."""
@@ -138,7 +150,7 @@ def compute_only(sizes: BlockSizes, ranks: int, tokens: int, device: torch.devic
             return h + ViewScatter.apply(self.w2(F.silu(self.w1(y)) * self.w3(y)))
 
     with torch.device(device):
-        return fresh_code(ComputeOnly().to(dtype))
+        return stack([fresh_code(ComputeOnly().to(dtype)) for _ in range(layers)])
 
 
 def fresh_code(block: nn.Module) -> nn.Module:

@@ -59,10 +59,13 @@ def local(value: Any) -> Tensor:
 
 @dataclass
 class BlockContext:
-    """Properties that all variants share. `compiler`: "inductor" or "aot_eager". `ours`: name -> options of our backend."""
+    """Properties that all variants share. `compiler`: "inductor" or "aot_eager". `ours`: name -> options of our backend.
+
+    `mesh`: of `ranks` ranks. In mirror mode these are more than the processes of `world`."""
 
     world: World
     mesh: DeviceMesh
+    ranks: int
     sizes: BlockSizes
     tokens: int
     dtype: torch.dtype
@@ -70,16 +73,18 @@ class BlockContext:
     ours: dict[str, dict[str, Any]]
     write: bool = False
     """Weights change before each step."""
+    layers: int = 1
+    """Blocks in a row."""
 
 
 def make(name: str, context: BlockContext) -> BlockVariant:
     """Return a compiled variant: forward, backward, and forward without gradients."""
     world, sizes = context.world, context.sizes
     if name == "compute":
-        block = compute_only(sizes, world.ranks, context.tokens, world.device, context.dtype)
+        block = compute_only(sizes, context.ranks, context.tokens, world.device, context.dtype, context.layers)
         call = torch.compile(block, backend=context.compiler)
     else:
-        block = parallel(sizes, context.mesh, world.device, context.dtype)
+        block = parallel(sizes, context.mesh, world.device, context.dtype, context.layers)
         if name in context.ours:
             options = dict(context.ours[name])
             if context.compiler == "aot_eager":
@@ -90,7 +95,7 @@ def make(name: str, context: BlockContext) -> BlockVariant:
         else:
             call = torch.compile(block, backend=context.compiler, fullgraph=True)
     torch.manual_seed(100 + world.rank)
-    shape = (1, context.tokens // world.ranks, sizes.dim)
+    shape = (1, context.tokens // context.ranks, sizes.dim)
     x, grad = (torch.randn(shape, device=world.device, dtype=context.dtype) for _ in range(2))
     variant = BlockVariant(name, block, call, x.requires_grad_(), grad)
     if context.write:

@@ -15,6 +15,7 @@ A push that a matmul hides costs nothing here, and what it costs the matmul show
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -148,7 +149,7 @@ def attribute(named: Sequence[tuple[str, str, Span]], begin: float, end: float) 
     active: list[tuple[int, float, int]] = []  # rank, begin, number
     pending = sorted(range(len(named)), key=lambda i: named[i][2][0])
     at = 0
-    for left, right in zip(edges, edges[1:], strict=False):
+    for left, right in itertools.pairwise(edges):
         while at < len(pending) and named[pending[at]][2][0] <= left:
             kind, _, (first, _) = named[pending[at]]
             active.append((_BEHIND_COMPUTE.get(kind, 0), first, pending[at]))
@@ -201,7 +202,7 @@ def compare(steps: dict[str, StepTimes], measured_ms: dict[str, float], base: st
 
 
 def named_share(whole: float, named: float) -> float | None:
-    """Return the share of a difference that is named, None where there is no difference. More than all counts as an error too."""
+    """Return the share of a difference that is named, None where there is none. Naming too much counts as an error."""
     return 1.0 - abs(whole - named) / abs(whole) if whole else None
 
 

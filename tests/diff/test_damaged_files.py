@@ -28,7 +28,7 @@ from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.reports.history import History
 from ub_overlap.runtime import autotune, machine, plan_store, profile_store, stored_file
 from ub_overlap.runtime.errors import OptionError, StoredFileError
-from ub_overlap.tools import exposed
+from ub_overlap.tools import trace_events
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "1"))
 """Of each mutation test."""
@@ -343,7 +343,7 @@ READERS: dict[str, tuple[Any, Callable[[Path], Any]]] = {
 def test_what_is_no_trace(
     content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exposed, "MAX_BYTES", 2 << 20)
+    monkeypatch.setattr(trace_events, "MAX_BYTES", 2 << 20)
     path = tmp_path / "trace.json"
     path.write_bytes(content)
     assert run("exposed", path) == 2
