@@ -10,6 +10,7 @@
 #include <map>
 #include <mutex>
 
+#include "core/failure.h"
 #include "cuda/blas.h"
 #endif
 
@@ -161,35 +162,50 @@ bool matmul_cpu(const MatmulTask& task, void*, void*) {
 #ifdef UB_OVERLAP_CUDA
 namespace {
 
-// A stream's matmuls run one after the other, so they share one workspace, which outlives everything: torch may be filling a
-// pool for a graph now, in which nothing may stay. A graph's own matmuls get one of that pool: the graph may run concurrently
-// with whatever its stream does then.
+// Scratch of a stream's matmuls, which run one after the other: cuBLASLt's workspace, and room for copies of scales.
+constexpr int64_t scale_copies = 2, scale_copy_bytes = 1 << 20;  // the scales of 262144 rows
+constexpr int64_t workspace_bytes = static_cast<int64_t>(cuda::blas_workspace_bytes) + scale_copies * scale_copy_bytes;
+// Streams of a device with permanent workspaces. Programs compute on one or two streams.
+constexpr int64_t permanent_workspaces = 8;
+
 struct Workspace {
-    void* data = nullptr;
+    char* data = nullptr;
     at::Tensor held;
+
+    char* scale_copy(int64_t index) const {
+        return data + static_cast<int64_t>(cuda::blas_workspace_bytes) + index * scale_copy_bytes;
+    }
 };
 
+// A stream's workspace is permanent: torch may be filling a pool for a graph now, in which nothing may stay. Streams beyond the
+// first few get theirs from torch, call by call, and their calls are not recorded. The matmuls of a graph of torch's also get
+// one from its pool: the graph may run concurrently with whatever its stream does then.
 Workspace workspace_of(cudaStream_t owner, c10::DeviceIndex device) {
     const auto allocate = [&] {
         const at::TensorOptions options = at::TensorOptions(at::kByte).device(at::kCUDA, device);
-        const at::Tensor held = at::empty({static_cast<int64_t>(cuda::blas_workspace_bytes)}, options);
-        return Workspace{held.data_ptr(), held};
+        const at::Tensor held = at::empty({workspace_bytes}, options);
+        return Workspace{static_cast<char*>(held.data_ptr()), held};
     };
     if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) return allocate();
     static std::mutex mutex;
-    static auto* all = new std::map<std::pair<int, cudaStream_t>, void*>;  // never destroyed: CUDA may go first
+    static auto* all = new std::map<int, std::map<cudaStream_t, char*>>;  // never destroyed: CUDA may go first
     const std::lock_guard<std::mutex> lock(mutex);
-    void*& one = (*all)[{device, owner}];
-    if (!one) one = cuda::allocate_permanently(cuda::blas_workspace_bytes);
-    return one ? Workspace{one, {}} : allocate();
+    std::map<cudaStream_t, char*>& streams = (*all)[device];
+    const auto entry = streams.find(owner);
+    if (entry != streams.end()) return {entry->second, {}};
+    if (static_cast<int64_t>(streams.size()) >= permanent_workspaces) return allocate();
+    char* data = static_cast<char*>(cuda::allocate_permanently(static_cast<size_t>(workspace_bytes)));
+    if (!data) return allocate();
+    streams[owner] = data;
+    return {data, {}};
 }
 
-// cuBLAS wants scales at 16 bytes, and a piece's begin wherever its rows do. Undefined where they are there already.
-at::Tensor aligned(Scale& scale, int64_t lines, at::Device device) {
-    if (!scale.each || reinterpret_cast<uintptr_t>(scale.data) % 16 == 0 || lines == 0) return {};
-    at::Tensor copy = scales(scale, lines, true, device).clone();
-    scale.data = static_cast<const float*>(copy.data_ptr());
-    return copy;
+// Throws if ATen would be called while a call is recorded: it works on the caller's stream, where it would run at once.
+void refuse_while_recording(const void* stream, const void* owner, const char* what) {
+    if (stream == owner) return;
+    throw NamedError("UbOverlapError", {{"what", std::string(what) + " while a call is being recorded"},
+                                        {"expected", "a matmul by cuBLASLt, as in the call's earlier runs"},
+                                        {"fix", "report this as a bug"}});
 }
 
 }  // namespace
@@ -197,22 +213,37 @@ at::Tensor aligned(Scale& scale, int64_t lines, at::Device device) {
 bool matmul_cuda(const MatmulTask& task, void* stream, void* owner) {
     const c10::DeviceIndex device = c10::cuda::current_device();
     const Workspace workspace = workspace_of(static_cast<cudaStream_t>(owner), device);
-    // What is given back at once must not be named by a graph of ours.
-    const bool kept = stream == owner || !workspace.held.defined();
+    const auto queue = static_cast<cudaStream_t>(stream);
+    // What is freed behind this call must not be named by a graph of ours.
+    const bool recordable = stream == owner || !workspace.held.defined();
     if (!task.scaled()) {
-        if (cuda::blas_matmul(task, workspace.data, static_cast<cudaStream_t>(stream))) return kept;
+        if (cuda::blas_matmul(task, workspace.data, queue)) return recordable;
+        refuse_while_recording(stream, owner, "a matmul falls back to ATen");
         multiply(task, at::Device(at::kCUDA, device));
         return false;
     }
-    bool all = kept;
+    // cuBLASLt reads scales in lines of 16 bytes. A piece may begin at any row.
+    bool all = recordable;
+    at::Tensor copies[scale_copies];
+    const auto align = [&](Scale& scale, int64_t lines, int64_t index) {
+        const int64_t bytes = lines * static_cast<int64_t>(sizeof(float));
+        if (!scale.each || reinterpret_cast<uintptr_t>(scale.data) % 16 == 0) return;
+        if (bytes <= scale_copy_bytes) {
+            scale.data = cuda::copy_to_scratch(scale.data, bytes, workspace.scale_copy(index), queue);
+            return;
+        }
+        refuse_while_recording(stream, owner, "a copy of many scales is made by ATen");
+        copies[index] = scales(scale, lines, true, at::Device(at::kCUDA, device)).clone();
+        scale.data = static_cast<const float*>(copies[index].data_ptr());
+        all = false;
+    };
     for (int64_t block = 0; block < task.batch; ++block) {
         MatmulTask one = task.one(block);
-        const at::Device here(at::kCUDA, device);
-        const at::Tensor a_moved = aligned(one.a_scale, one.a.rows, here), b_moved = aligned(one.b_scale, one.b.cols, here);
-        if (a_moved.defined() || b_moved.defined()) all = false;
-        if (cuda::blas_matmul(one, workspace.data, static_cast<cudaStream_t>(stream))) continue;
+        align(one.a_scale, one.a.rows, 0), align(one.b_scale, one.b.cols, 1);
+        if (cuda::blas_matmul(one, workspace.data, queue)) continue;
         all = false;
-        multiply_scaled(one, here,
+        refuse_while_recording(stream, owner, "a float8 matmul falls back to ATen");
+        multiply_scaled(one, at::Device(at::kCUDA, device),
                         [&](const at::Tensor& a, const at::Tensor& b, const at::Tensor& a_scale, const at::Tensor& b_scale) {
                             return at::_scaled_mm(a, b, a_scale, b_scale, {}, {}, scalar_type(one.out.type), one.fast_sums);
                         });

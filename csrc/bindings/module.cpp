@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "bindings/counted_ranges.h"
+#include "bindings/definitions.h"
 #include "bindings/python.h"
 #include "core/dump_signal.h"
 #include "core/flight.h"
@@ -387,6 +388,9 @@ PYBIND11_MODULE(_C, m) {
     m.def(
         "set_replay", [](bool on) { settings().replay.store(on); }, "Whether repeated calls are recorded and replayed (CUDA).");
     m.def(
+        "set_early_launch", [](bool on) { settings().early_launch.store(on); },
+        "Whether waits, sums and ends are launched with programmatic stream serialization (CUDA).");
+    m.def(
         "set_flight_calls", [](int64_t calls) { settings().flight_calls.store(calls); },
         "Calls that the flight recorder keeps of each group bound from now on; 0: none.");
     m.def("catch_dump_signal", &DumpSignal::install, "Takes SIGUSR1 unless the process handles it. Whether it is taken.");
@@ -419,7 +423,9 @@ PYBIND11_MODULE(_C, m) {
     m.def("close_all", [] { Registry::get().clear(); }, py::call_guard<py::gil_scoped_release>());
     m.attr("slots") = slots;  // runtime/schedule/steps.py has the same number
     m.def("build_info", &build_info);
-    define_testing(m.def_submodule("testing", "Hooks for tests."));
+    define_matmul_algorithms(m);
+    py::module_ testing = m.def_submodule("testing", "Hooks for tests.");
+    define_testing(testing), define_kernel_tests(testing);
 }
 
 }  // namespace ub_overlap

@@ -1,9 +1,10 @@
-// Matmuls by cuBLASLt with plans cached by shape: a launch costs the host a few microseconds.
+// Matmuls by cuBLASLt with plans cached by shape (cuda/blas_plan.h): a launch costs the host a few microseconds.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
+#include <cstdint>
 
 #include "core/types.h"
 
@@ -14,6 +15,9 @@ constexpr size_t blas_workspace_bytes = 32u << 20;  // the default of cuBLAS on 
 // Allocates device memory outside of torch's allocators that is never freed; null if there is none left. Can be called while
 // another stream is being captured.
 void* allocate_permanently(size_t bytes);
+
+// Enqueues a copy of `bytes` bytes and returns its address, `scratch`. May be captured.
+const float* copy_to_scratch(const float* data, int64_t bytes, void* scratch, cudaStream_t stream);
 
 // Enqueues `task` on `stream` and returns true. Does nothing and returns false if the task does not suit cuBLASLt: fp32
 // operands (their precision depends on torch's settings), strides that are neither row- nor column-major, or a shape without an

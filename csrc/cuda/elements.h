@@ -8,8 +8,9 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "core/block_positions.h"
 #include "core/float8.h"
-#include "cuda/kernels.h"
+#include "cuda/launch.h"
 
 namespace ub_overlap::cuda {
 
@@ -103,9 +104,11 @@ void with_type(DType type, Body body) {
     }
 }
 
-inline unsigned blocks_for(int64_t items, int threads) {
-    constexpr int64_t max_blocks = 132 * 8;
-    return static_cast<unsigned>(std::min((items + threads - 1) / threads, max_blocks));
+// Calls `body(first block, blocks)` for as many blocks at a time as BlockPositions can number.
+template <typename Body>
+void for_numbered_blocks(int64_t blocks, int64_t per_block, Body body) {
+    const int64_t at_once = BlockPositions::blocks_at_once(per_block);
+    for (int64_t first = 0; first < blocks; first += at_once) body(first, std::min(at_once, blocks - first));
 }
 
 // ORs the addresses and strides that must be multiples of the vector's size.

@@ -40,6 +40,7 @@ class Run {
           compute_(compute),
           copies_(lane.copies),
           timeout_ns_(timeout_ns),
+          early_launch_(settings().early_launch.load(std::memory_order_relaxed)),
           start_(static_cast<size_t>(program_.events)) {}
 
     std::vector<StepTime> issue_all() {
@@ -73,7 +74,7 @@ class Run {
             }
         }
         launch_begin(arena_->group(), call_.slot(), call_.tag, free, timeout_ns_, compute_);
-        begun_ = true;
+        begun_ = true, after_kernel_ = true;
     }
 
     // Ends a call that could not be issued completely. COMPUTE still ends after COPY, as the caller frees its tensors in the
@@ -82,7 +83,7 @@ class Run {
     void clean_up() noexcept {
         if (copying_ && cudaEventRecord(copied_, copies_) == cudaSuccess) cudaStreamWaitEvent(compute_, copied_, 0);
         try {
-            if (begun_) launch_end(arena_->group(), call_.slot(), SignalList{}, PoisonList{}, true, compute_);
+            if (begun_) launch_end(arena_->group(), call_.slot(), SignalList{}, PoisonList{}, true, false, compute_);
         } catch (const std::exception&) {
         }
         cudaGetLastError();  // clears an error that is not sticky, so that no later check reports it
@@ -109,6 +110,7 @@ class Run {
         if (copies) begin_copies();
         for (int event : step.after) {
             check(cudaStreamWaitEvent(stream, lane_.event(static_cast<size_t>(event)), 0), "wait for an event");
+            if (!copies) after_kernel_ = false;
         }
         const bool in_first_kernel = waits && step.waits[0].back != 0;  // done by the call's first kernel
         if (trace_ && !in_first_kernel) trace_->step_begins(number, stream);
@@ -140,7 +142,7 @@ class Run {
                 if (step.queue == copy_queue) {
                     WaitList single;
                     single.words[single.count++] = word_of(step.waits[0]);
-                    launch_wait(arena_->group(), call_.slot(), single, timeout_ns_, stream);
+                    launch_wait(arena_->group(), call_.slot(), single, timeout_ns_, false, stream);
                 } else {
                     if (waits_.count == max_words) flush_waits();
                     waits_.words[waits_.count++] = word_of(step.waits[0]);
@@ -155,14 +157,21 @@ class Run {
                 }
                 flush_waits();
                 for (const MatmulTask& task : call_.matmuls(step)) {
-                    recordable_ = matmul_(task, compute_, call_.stream) && recordable_;
+                    const bool by_kernel = matmul_(task, compute_, call_.stream);  // ATen's may end with another kind of work
+                    after_kernel_ = by_kernel && task.batch * task.out.rows * task.out.cols > 0;
+                    recordable_ = by_kernel && recordable_;
                 }
-                for (const Rounding& rounding : call_.roundings(step)) launch_round_for_wire(rounding, call_.type, compute_);
+                for (const Rounding& rounding : call_.roundings(step)) {
+                    launch_round_for_wire(rounding, call_.type, compute_);
+                    after_kernel_ = true;
+                }
                 return 0;
             case StepKind::reduce: {
                 if (step.reads.size() > max_ranks) throw too_many("sources");
                 const float divisor = call_.average ? static_cast<float>(call_.ranks) : 1.0f;
-                launch_reduce(call_.sources(step), call_.span(step.writes[0]), call_.out_type, divisor, stream);
+                const Span to = call_.span(step.writes[0]);
+                launch_reduce(call_.sources(step), to, call_.out_type, divisor, early(), stream);
+                after_kernel_ = to.blocks * to.bytes > 0;
                 return 0;
             }
             case StepKind::finish: {
@@ -171,7 +180,8 @@ class Run {
                 const int64_t count = sum.rows * sum.cols;
                 const Span from{sum.data, 1, count * size_of(sum.type), count * size_of(sum.type)};
                 const Span to{result.data, 1, count * size_of(result.type), count * size_of(result.type)};
-                launch_reduce({Source{from, {}, sum.type}}, to, result.type, 1.0f, stream);
+                launch_reduce({Source{from, {}, sum.type}}, to, result.type, 1.0f, early(), stream);
+                after_kernel_ = count > 0;
                 return 0;
             }
         }
@@ -218,8 +228,8 @@ class Run {
         const auto add = [&](char* data, int64_t bytes) {
             if (!data || bytes == 0) return;
             if (outputs.count == 16) {
-                launch_end(arena_->group(), call_.slot(), SignalList{}, outputs, false, compute_);
-                outputs.count = 0;
+                launch_end(arena_->group(), call_.slot(), SignalList{}, outputs, false, early(), compute_);
+                outputs.count = 0, after_kernel_ = true;
             }
             outputs.parts[outputs.count].data = data;
             outputs.parts[outputs.count++].bytes = bytes;
@@ -229,7 +239,7 @@ class Run {
         add(call_.output, call_.outer * rows * call_.inner * size_of(call_.out_type));
         add(call_.output_scales, call_.outer * rows * call_.scales_a_row * static_cast<int64_t>(sizeof(float)));
         for (const Matrix& result : call_.results) add(result.data, result.rows * result.cols * size_of(result.type));
-        launch_end(arena_->group(), call_.slot(), signals_, outputs, true, compute_);
+        launch_end(arena_->group(), call_.slot(), signals_, outputs, true, early(), compute_);
         begun_ = false;  // from here on another call may hold the group lock
         signals_.count = 0;
     }
@@ -248,20 +258,26 @@ class Run {
         if (src.blocks != 1 || dst.blocks != 1) flush_copy(pending);
     }
     void flush_copy(Move& pending) {
-        if (pending.src.data) launch_copy(pending.src, pending.dst, compute_);
+        if (pending.src.data) launch_copy(pending.src, pending.dst, compute_), after_kernel_ = true;
         pending = Move{};
     }
     void flush_copies() {
         for (Move& pending : moves_) flush_copy(pending);
     }
     void flush_waits() {
-        if (waits_.count) launch_wait(arena_->group(), call_.slot(), waits_, timeout_ns_, compute_);
+        if (waits_.count)
+            launch_wait(arena_->group(), call_.slot(), waits_, timeout_ns_, early(), compute_), after_kernel_ = true;
         waits_.count = 0;
     }
     void flush_signals() {
-        if (signals_.count) launch_signal(arena_->group(), call_.slot(), signals_, compute_);
+        if (signals_.count) launch_signal(arena_->group(), call_.slot(), signals_, compute_), after_kernel_ = true;
         signals_.count = 0;
     }
+
+    // Returns whether the next kernel on COMPUTE may be launched early. Not behind an event: the kernel would then have several
+    // predecessors, of which a captured launch may relax one alone. The first kernel of a call is never launched early: what it
+    // follows is the caller's.
+    bool early() const { return early_launch_ && after_kernel_ && !trace_; }
 
     uint32_t place_of(const FlagId& flag) const {
         return static_cast<uint32_t>(flag_place(flag.kind, call_.slot(), flag.source, flag.index, call_.ranks));
@@ -290,6 +306,7 @@ class Run {
     CudaArena* arena_;
     const cudaStream_t compute_, copies_;
     const int64_t timeout_ns_;
+    const bool early_launch_;
     const size_t start_;  // number of the first event beyond the schedule's
     std::vector<StepTime> times_;
     WaitList waits_;      // on COMPUTE, not launched yet
@@ -298,6 +315,7 @@ class Run {
     std::shared_ptr<Trace> trace_;
     cudaEvent_t copied_ = nullptr;
     bool begun_ = false, copying_ = false, recordable_ = true;
+    bool after_kernel_ = false;  // the last work on COMPUTE is a kernel of this call
 };
 
 // Records the launches of a call as a graph. On any failure sets `unrecordable`; nothing has run then.

@@ -258,11 +258,11 @@ __global__ void __launch_bounds__(threads, resident) cast_kernel(const Weight w)
 }
 
 template <typename T, typename H, Scales by>
-void launch(const Weight& w, cudaStream_t stream) {
-    const unsigned blocks = static_cast<unsigned>(std::min<int64_t>(w.tiles, 132 * resident));
-    checksum_kernel<T, H, by><<<blocks, threads, 0, stream>>>(w);
-    cast_kernel<T, H, by><<<blocks, threads, 0, stream>>>(w);
-    check(cudaGetLastError(), "launch a weight's cast to float8");
+void launch_both(const Weight& w, cudaStream_t stream) {
+    for (const auto kernel : {&checksum_kernel<T, H, by>, &cast_kernel<T, H, by>}) {
+        const unsigned blocks = blocks_for(kernel, w.tiles * threads, threads);
+        launch(kernel, blocks, threads, false, stream, "launch a weight's cast to float8", w);
+    }
 }
 
 // Calls `body` with values of the C++ types of a weight and of what it is rounded to.
@@ -309,9 +309,9 @@ void preload_cached_weight() {
             with_types(type, round_to, [](auto t, auto h) {
                 using T = decltype(t);
                 using H = decltype(h);
-                load(&checksum_kernel<T, H, Scales::tensor>), load(&cast_kernel<T, H, Scales::tensor>);
-                load(&checksum_kernel<T, H, Scales::rows>), load(&cast_kernel<T, H, Scales::rows>);
-                load(&checksum_kernel<T, H, Scales::columns>), load(&cast_kernel<T, H, Scales::columns>);
+                load(&checksum_kernel<T, H, Scales::tensor>, threads), load(&cast_kernel<T, H, Scales::tensor>, threads);
+                load(&checksum_kernel<T, H, Scales::rows>, threads), load(&cast_kernel<T, H, Scales::rows>, threads);
+                load(&checksum_kernel<T, H, Scales::columns>, threads), load(&cast_kernel<T, H, Scales::columns>, threads);
             });
         }
     }
@@ -322,9 +322,9 @@ void launch_weight_cast(const WeightCast& cast, DType type, DType round_to, cuda
     with_types(type, round_to, [&](auto t, auto h) {
         using T = decltype(t);
         using H = decltype(h);
-        if (cast.axis == 0) return launch<T, H, Scales::tensor>(w, stream);
-        if (cast.axis == -1) return launch<T, H, Scales::rows>(w, stream);
-        launch<T, H, Scales::columns>(w, stream);
+        if (cast.axis == 0) return launch_both<T, H, Scales::tensor>(w, stream);
+        if (cast.axis == -1) return launch_both<T, H, Scales::rows>(w, stream);
+        launch_both<T, H, Scales::columns>(w, stream);
     });
 }
 

@@ -88,19 +88,20 @@ __global__ void __launch_bounds__(threads)
 }
 
 template <typename T>
-void launch(const DelayedCast& c, cudaStream_t stream) {
+void cast(const DelayedCast& c, cudaStream_t stream) {
     const T* x = reinterpret_cast<const T*>(c.x);
     const bool aligned = (reinterpret_cast<uint64_t>(c.x) | reinterpret_cast<uint64_t>(c.q)) % 16 == 0;
     const int64_t lines = aligned ? c.count / per_thread : 0;
-    const unsigned blocks = std::max(1u, blocks_for(std::max(lines, c.count - lines * per_thread), threads));
+    const int64_t items = std::max(lines, c.count - lines * per_thread);
     const auto kernel = c.format == DType::e4m3 ? &cast_kernel<T, __NV_E4M3> : &cast_kernel<T, __NV_E5M2>;
     const double format_max = c.format == DType::e4m3 ? e4m3_max : e5m2_max;
     const float inverse_max = static_cast<float>(1.0 / format_max);
     check(cudaMemsetAsync(c.current_amax, 0, sizeof(float), stream), "clear an amax");
-    amax_kernel<T><<<blocks, threads, 0, stream>>>(x, lines, c.count, c.past_amax, c.current_amax);
-    kernel<<<blocks, threads, 0, stream>>>(x, lines, c.count, c.past_amax, c.current_amax, c.headroom, inverse_max, c.q,
-                                           c.scale, c.amax_out);
-    check(cudaGetLastError(), "launch a cast to float8");
+    const char* what = "launch a cast to float8";
+    launch(&amax_kernel<T>, blocks_for(&amax_kernel<T>, items, threads), threads, false, stream, what, x, lines, c.count,
+           c.past_amax, c.current_amax);
+    launch(kernel, blocks_for(kernel, items, threads), threads, false, stream, what, x, lines, c.count, c.past_amax,
+           c.current_amax, c.headroom, inverse_max, c.q, c.scale, c.amax_out);
 }
 
 }  // namespace
@@ -109,13 +110,14 @@ void preload_delayed_cast() {
     for (DType type : {DType::f32, DType::bf16, DType::f16}) {
         with_type(type, [&](auto t) {
             using T = decltype(t);
-            load(&amax_kernel<T>), load(&cast_kernel<T, __NV_E4M3>), load(&cast_kernel<T, __NV_E5M2>);
+            load(&amax_kernel<T>, threads), load(&cast_kernel<T, __NV_E4M3>, threads),
+                load(&cast_kernel<T, __NV_E5M2>, threads);
         });
     }
 }
 
 void launch_delayed_cast(const DelayedCast& cast, DType type, cudaStream_t stream) {
-    with_type(type, [&](auto t) { launch<decltype(t)>(cast, stream); });
+    with_type(type, [&](auto t) { cuda::cast<decltype(t)>(cast, stream); });
 }
 
 }  // namespace ub_overlap::cuda

@@ -11,6 +11,7 @@
 namespace ub_overlap::cuda {
 namespace {
 
+constexpr int threads = 256;
 constexpr int lanes_per_segment = scale_block / per_thread;
 static_assert(wire_float8 == DType::e4m3 && 32 % lanes_per_segment == 0);
 
@@ -24,13 +25,13 @@ __device__ inline void store_elements(char* base, int64_t at, const Elements<T>&
 
 // All threads of a block stay together: lanes without an element join the shuffles with zeros.
 template <typename S>
-__global__ void __launch_bounds__(256) round_kernel(const char* from, int64_t from_stride, char* to, int64_t to_stride,
-                                                    char* scales, int64_t scales_stride, int64_t per_block, int64_t total) {
+__global__ void __launch_bounds__(threads) round_kernel(const char* from, int64_t from_stride, char* to, int64_t to_stride,
+                                                        char* scales, int64_t scales_stride, BlockPositions positions) {
     const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-    for (int64_t first = blockIdx.x * static_cast<int64_t>(blockDim.x); first < total; first += step) {
+    for (int64_t first = blockIdx.x * static_cast<int64_t>(blockDim.x); first < positions.total; first += step) {
         const int64_t item = first + threadIdx.x;
-        const bool live = item < total;
-        const int64_t block = total == per_block ? 0 : item / per_block, at = item - block * per_block;
+        const bool live = item < positions.total;
+        const int64_t block = positions.block(item), at = positions.within(item);
         float value[per_thread];
         float amax = 0.0f;
         if (live) {
@@ -79,11 +80,12 @@ __device__ inline void unpack(const uint4& line, float scale, float (&value)[per
 
 // A thread has the loads of `width` sources in flight at a time.
 template <typename S, typename D, int width>
-__global__ void __launch_bounds__(256) reduce_scaled_kernel(ScaledSources sources, char* dst, int64_t dst_stride,
-                                                            int64_t per_block, int64_t total, float divisor) {
+__global__ void __launch_bounds__(threads)
+    reduce_scaled_kernel(ScaledSources sources, char* dst, int64_t dst_stride, BlockPositions positions, float divisor) {
+    wait_for_predecessor();
     const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-    for (int64_t item = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; item < total; item += step) {
-        const int64_t block = total == per_block ? 0 : item / per_block, at = item - block * per_block;
+    for (int64_t item = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; item < positions.total; item += step) {
+        const int64_t block = positions.block(item), at = positions.within(item);
         Elements<S> own{};
         if (sources.plain >= 0) {
             own = load_elements<S>(sources.data[sources.plain] + block * sources.stride[sources.plain], at);
@@ -129,8 +131,8 @@ auto reduce_scaled_for(int sources) {
                           : &reduce_scaled_kernel<S, D, 8>;
 }
 
-// Returns the threads per block of a span. The ops ensure that blocks are whole segments.
-int64_t threads_per_block(const Span& rounded) {
+// Returns the groups of `per_thread` elements per block of a span. The ops ensure that blocks are whole segments.
+int64_t groups_per_block(const Span& rounded) {
     if (rounded.bytes % scale_block != 0 || low_bits(rounded) % 16 != 0) {
         throw NamedError("UbOverlapError", {{"what", "a block of float8 numbers on the wire is not a multiple of a segment"},
                                             {"got", std::to_string(rounded.bytes) + " bytes"},
@@ -143,11 +145,11 @@ int64_t threads_per_block(const Span& rounded) {
 
 void preload_fp8_wire() {
     for (DType from : {DType::f32, DType::bf16, DType::f16}) {
-        with_type(from, [&](auto s) { load(&round_kernel<decltype(s)>); });
+        with_type(from, [&](auto s) { load(&round_kernel<decltype(s)>, threads); });
         for (DType to : {DType::f32, DType::bf16, DType::f16}) {
             for (const int sources : {2, 4, 8}) {
                 with_type(from, [&](auto s) {
-                    with_type(to, [&](auto d) { load(reduce_scaled_for<decltype(s), decltype(d)>(sources)); });
+                    with_type(to, [&](auto d) { load(reduce_scaled_for<decltype(s), decltype(d)>(sources), threads); });
                 });
             }
         }
@@ -156,15 +158,19 @@ void preload_fp8_wire() {
 
 void launch_round_for_wire(const Rounding& r, DType type, cudaStream_t stream) {
     if (r.from.bytes == 0 || r.from.blocks == 0) return;
-    const int64_t per_block = threads_per_block(r.to), total = per_block * r.from.blocks;
+    const int64_t per_block = groups_per_block(r.to);
     with_type(type, [&](auto s) {
-        round_kernel<decltype(s)><<<blocks_for(total, 256), 256, 0, stream>>>(
-            r.from.data, r.from.stride, r.to.data, r.to.stride, r.scales.data, r.scales.stride, per_block, total);
+        for_numbered_blocks(r.from.blocks, per_block, [&](int64_t first, int64_t blocks) {
+            const BlockPositions positions(blocks, per_block);
+            const auto kernel = &round_kernel<decltype(s)>;
+            launch(kernel, blocks_for(kernel, positions.total, threads), threads, false, stream, "launch a rounding to float8",
+                   r.from.data + first * r.from.stride, r.from.stride, r.to.data + first * r.to.stride, r.to.stride,
+                   r.scales.data + first * r.scales.stride, r.scales.stride, positions);
+        });
     });
-    check(cudaGetLastError(), "launch a rounding to float8");
 }
 
-void launch_reduce_scaled(const std::vector<Source>& sources, const Span& dst, DType dst_type, float divisor,
+void launch_reduce_scaled(const std::vector<Source>& sources, const Span& dst, DType dst_type, float divisor, bool early,
                           cudaStream_t stream) {
     ScaledSources list{static_cast<int32_t>(sources.size()), -1, {}, {}, {}, {}};
     DType plain_type = DType::f32;
@@ -174,19 +180,26 @@ void launch_reduce_scaled(const std::vector<Source>& sources, const Span& dst, D
         list.data[i] = source.data.data, list.stride[i] = source.data.stride;
         list.scales[i] = source.scales.data, list.scales_stride[i] = source.scales.stride;
         if (source.scales.data) {
-            per_block = threads_per_block(source.data);
+            per_block = groups_per_block(source.data);
         } else {
             list.plain = static_cast<int32_t>(i), plain_type = source.type;
         }
     }
-    const int64_t total = per_block * dst.blocks;
     with_type(plain_type, [&](auto s) {
         with_type(dst_type, [&](auto d) {
             const auto kernel = reduce_scaled_for<decltype(s), decltype(d)>(list.count);
-            kernel<<<blocks_for(total, 256), 256, 0, stream>>>(list, dst.data, dst.stride, per_block, total, divisor);
+            for_numbered_blocks(dst.blocks, per_block, [&](int64_t first, int64_t blocks) {
+                const BlockPositions positions(blocks, per_block);
+                ScaledSources part = list;
+                for (int i = 0; i < list.count; ++i) {
+                    part.data[i] += first * list.stride[i];
+                    if (part.scales[i]) part.scales[i] += first * list.scales_stride[i];
+                }
+                launch(kernel, blocks_for(kernel, positions.total, threads), threads, early, stream, "launch a reduction", part,
+                       dst.data + first * dst.stride, dst.stride, positions, divisor);
+            });
         });
     });
-    check(cudaGetLastError(), "launch a reduction");
 }
 
 }  // namespace ub_overlap::cuda

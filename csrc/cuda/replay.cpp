@@ -1,11 +1,16 @@
 #include "cuda/replay.h"
 
+#include "core/matmul_algorithms.h"
+#include "core/settings.h"
+
 namespace ub_overlap::cuda {
 namespace {
 
-// More than the ops of a step of a large model, in both slots. With more, buffers do not repeat, and recorded calls are not
-// reused.
-constexpr size_t capacity = 8192;
+// The graph may be running: CUDA then frees it when it has ended.
+void destroy(RecordedCall& call) {
+    if (call.graph) cudaGraphExecDestroy(call.graph);
+    call.graph = nullptr;
+}
 
 void add(Fingerprint& print, const Matrix& m) {
     print.push_back(reinterpret_cast<uint64_t>(m.data));
@@ -54,6 +59,9 @@ Fingerprint make_fingerprint(const Call& call, int64_t timeout_ns) {
     add(print, call.input_scale);
     print.push_back(static_cast<uint64_t>(call.scales_a_row) << 2 | static_cast<uint64_t>(call.narrow_wire) << 1 |
                     static_cast<uint64_t>(call.fast_sums));
+    // How kernels are launched, and which algorithms the matmuls use.
+    print.push_back(settings().early_launch.load(std::memory_order_relaxed));
+    print.push_back(MatmulAlgorithms::get().generation());
     return print;
 }
 
@@ -64,20 +72,13 @@ size_t RecordedCalls::Hash::operator()(const Fingerprint& print) const {
 }
 
 RecordedCall& RecordedCalls::count(const Fingerprint& print) {
-    auto entry = calls_.find(print);
-    if (entry == calls_.end()) {
-        if (calls_.size() >= capacity) clear();
-        entry = calls_.try_emplace(print).first;
-    }
-    ++entry->second.calls;
-    return entry->second;
+    RecordedCall& call = calls_.use(print, destroy);
+    ++call.calls;
+    return call;
 }
 
 void RecordedCalls::clear() {
-    for (auto& [print, call] : calls_) {
-        if (call.graph) cudaGraphExecDestroy(call.graph);
-    }
-    calls_.clear();
+    calls_.clear(destroy);
 }
 
 }  // namespace ub_overlap::cuda

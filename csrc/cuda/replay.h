@@ -9,10 +9,10 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <unordered_map>
 #include <vector>
 
 #include "core/call.h"
+#include "core/recent_map.h"
 #include "core/stats.h"
 
 namespace ub_overlap::cuda {
@@ -35,7 +35,8 @@ class RecordedCalls {
     RecordedCalls& operator=(const RecordedCalls&) = delete;
     ~RecordedCalls() { clear(); }
 
-    // Returns the entry of a call and counts the call. The reference is valid until the next `count`.
+    // Returns the entry of a call and counts the call. The reference is valid until the next `count`. A new entry evicts the
+    // one used least recently once there are more than the ops of a step of a large model, in both slots.
     RecordedCall& count(const Fingerprint& print);
     // Destroys all graphs: the addresses in them are stale.
     void clear();
@@ -44,7 +45,7 @@ class RecordedCalls {
     struct Hash {
         size_t operator()(const Fingerprint& print) const;
     };
-    std::unordered_map<Fingerprint, RecordedCall, Hash> calls_;
+    RecentMap<Fingerprint, RecordedCall, Hash> calls_{8192};
 };
 
 }  // namespace ub_overlap::cuda

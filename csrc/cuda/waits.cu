@@ -2,7 +2,7 @@
 #include <cstdint>
 
 #include "core/failure.h"
-#include "cuda/kernels.h"
+#include "cuda/launch.h"
 
 namespace ub_overlap::cuda {
 namespace {
@@ -177,6 +177,7 @@ __global__ void __launch_bounds__(32) begin_kernel(Group g, int slot, uint32_t t
 }
 
 __global__ void __launch_bounds__(32) wait_kernel(Group g, int slot, WaitList list, uint64_t timeout_ns) {
+    wait_for_predecessor();
     if (threadIdx.x == 0) update_heartbeat(g, now_ns());
     for (int i = threadIdx.x; i < list.count; i += 32) wait_for(g, slot, list.words[i], timeout_ns);
 }
@@ -203,6 +204,7 @@ __global__ void __launch_bounds__(32) signal_kernel(Group g, int slot, SignalLis
     signal_all(g, slot, list);
 }
 
+// Few blocks: a call that succeeds writes no output here, and each block reads the call's state.
 constexpr int end_blocks = 32, end_threads = 128;
 
 // Releases the group lock. Called by one thread of each block of the last kernel, after its block has read LocalState. The
@@ -216,6 +218,7 @@ __device__ void release_group_lock(const Group& g) {
 }
 
 __global__ void __launch_bounds__(end_threads) end_kernel(Group g, int slot, SignalList list, PoisonList outputs, bool final) {
+    wait_for_predecessor();
     if (blockIdx.x == 0) signal_all(g, slot, list);
     // An aborting peer may have pushed before we had released the slot, so the data that this call read may be wrong too.
     bool failed = false;
@@ -251,7 +254,8 @@ void check(cudaError_t code, const char* what) {
 }
 
 void preload_waits() {
-    load(&begin_kernel), load(&wait_kernel), load(&signal_kernel), load(&end_kernel), load(&stamp_kernel);
+    load(&begin_kernel, 32), load(&wait_kernel, 32), load(&signal_kernel, 32), load(&end_kernel, end_threads);
+    load(&stamp_kernel, 1);
 }
 
 void launch_begin(const Group& group, int slot, uint32_t tag, const WaitList& free, int64_t timeout_ns, cudaStream_t stream) {
@@ -259,10 +263,9 @@ void launch_begin(const Group& group, int slot, uint32_t tag, const WaitList& fr
     check(cudaGetLastError(), "launch the first kernel of a call");
 }
 
-void launch_wait(const Group& group, int slot, const WaitList& list, int64_t timeout_ns, cudaStream_t stream) {
+void launch_wait(const Group& group, int slot, const WaitList& list, int64_t timeout_ns, bool early, cudaStream_t stream) {
     if (list.count == 0) return;
-    wait_kernel<<<1, 32, 0, stream>>>(group, slot, list, static_cast<uint64_t>(timeout_ns));
-    check(cudaGetLastError(), "launch a wait");
+    launch(&wait_kernel, 1, 32, early, stream, "launch a wait", group, slot, list, timeout_ns);
 }
 
 void launch_signal(const Group& group, int slot, const SignalList& list, cudaStream_t stream) {
@@ -271,10 +274,10 @@ void launch_signal(const Group& group, int slot, const SignalList& list, cudaStr
     check(cudaGetLastError(), "launch a signal");
 }
 
-void launch_end(const Group& group, int slot, const SignalList& list, const PoisonList& outputs, bool final,
+void launch_end(const Group& group, int slot, const SignalList& list, const PoisonList& outputs, bool final, bool early,
                 cudaStream_t stream) {
-    end_kernel<<<end_blocks, end_threads, 0, stream>>>(group, slot, list, outputs, final);
-    check(cudaGetLastError(), "launch the last kernel of a call");
+    launch(&end_kernel, end_blocks, end_threads, early, stream, "launch the last kernel of a call", group, slot, list, outputs,
+           final);
 }
 
 void launch_stamp(uint64_t* where, cudaStream_t stream) {

@@ -105,10 +105,36 @@ def set_step_timeout(seconds: float, /) -> None: ...
 def set_replay(on: bool, /) -> None:
     """Set whether repeated calls are recorded and replayed (CUDA)."""
 
+def set_early_launch(on: bool, /) -> None:
+    """Set whether waits, sums and ends are launched with programmatic stream serialization (CUDA)."""
+
 def set_flight_calls(calls: int, /) -> None: ...
 def catch_dump_signal() -> bool: ...
 def release_dump_signal() -> None: ...
 def take_dump_signal() -> bool: ...
+def add_matmul_algorithms(device: int, chosen: Mapping[str, bytes]) -> None:
+    """Use these algorithms of cuBLASLt from now on: key of a matmul -> bytes."""
+
+def matmul_algorithms(device: int) -> dict[str, bytes]:
+    """Return the algorithms in use that a search has chosen."""
+
+def clear_matmul_algorithms() -> None:
+    """Use the library's first proposals again."""
+
+def matmul_problems() -> list[tuple[str, str, int, bool, list[tuple[str, str, int, int]]]]:
+    """Return (key, text, uses, has a chosen algorithm, [(buffer, dtype, bytes, alignment)]) of each matmul that has run.
+
+    On the current device. Defined in builds with CUDA only, as are the three functions below."""
+
+def propose_matmul_algorithms(key: str, count: int) -> list[bytes]:
+    """Return up to `count` algorithms in the order of the library's estimate."""
+
+def run_matmul_algorithm(key: str, algorithm: bytes, buffers: Mapping[str, int], workspace: int, stream: int) -> None:
+    """Enqueue a matmul by an algorithm, on buffers of matmul_problems' sizes and alignments."""
+
+def blas_version() -> int:
+    """Return the version of cuBLASLt that is loaded."""
+
 def set_trace(on: bool, /) -> None:
     """Set whether the step times of each site's last call are kept."""
 
@@ -185,3 +211,26 @@ class testing:
     @staticmethod
     def set_mirrored(on: bool) -> None:
         """Accept schedules that signal in the name of other ranks (benchmarks/mirror), and forget all schedules."""
+    @staticmethod
+    def run_copy(src: int, src_stride: int, dst: int, dst_stride: int, blocks: int, bytes: int, stream: int | None) -> None:
+        """Copy `blocks` runs of `bytes` bytes by the executor's kernel. `stream` None: the CPU's."""
+    @staticmethod
+    def run_sum(
+        sources: Sequence[tuple[int, int]],
+        dtype: str,
+        dst: int,
+        dst_stride: int,
+        dst_dtype: str,
+        blocks: int,
+        elements: int,
+        divisor: float,
+        stream: int | None,
+    ) -> None:
+        """Add up sources (address, stride in bytes) in fp32, in their order, and divide. `stream` None: on the CPU."""
+    @staticmethod
+    def block_positions(blocks: int, per_block: int, numbers: Sequence[int]) -> list[tuple[int, int]]: ...
+    @staticmethod
+    def blocks_at_once(per_block: int) -> int: ...
+    @staticmethod
+    def use_recent_map(capacity: int, keys: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Use the keys in turn and return those evicted, then those left."""

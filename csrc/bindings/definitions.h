@@ -1,0 +1,13 @@
+// Parts of the module ub_overlap._C that have files of their own.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace ub_overlap {
+
+// Chosen algorithms of matmuls, and what a search for them needs.
+void define_matmul_algorithms(pybind11::module_& m);
+// Copies and sums by themselves, and helpers of kernels. For tests and benchmarks.
+void define_kernel_tests(pybind11::module_& testing);
+
+}  // namespace ub_overlap
