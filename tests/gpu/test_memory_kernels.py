@@ -26,7 +26,7 @@ def _needs_gpu() -> None:
 
 @pytest.mark.parametrize("shift", [0, 8, 4, 2, 1])
 @pytest.mark.parametrize(
-    "blocks, size", [(1, 16), (1, 40_000_000), (1, 4097), (3, 4_000_000), (4096, 512), (7, 13), (70_000, 16)]
+    ("blocks", "size"), [(1, 16), (1, 40_000_000), (1, 4097), (3, 4_000_000), (4096, 512), (7, 13), (70_000, 16)]
 )
 def test_copy(blocks: int, size: int, shift: int) -> None:
     compare_copy("cuda", blocks, size, shift)
