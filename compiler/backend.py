@@ -81,6 +81,8 @@ def _inductor_options(ours: Options, theirs: dict[str, Any], mode: str | None, i
     apply_bug_patches()
     register_lowerings()
     patches = {**(compat.list_mode_options(mode) if mode else {}), **theirs}
+    if ours.fp8.is_on:
+        patches.setdefault("realize_opcount_threshold", 100)
     joint_snapshot = JointSnapshot()
     own_passes = (JointPass(ours, inputs, joint_snapshot), RewritePass(ours, inputs, joint_snapshot))
     for hook, own in zip(HOOKS, own_passes, strict=True):

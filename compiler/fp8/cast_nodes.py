@@ -4,9 +4,14 @@
     q     = cast(clamp(x / scale, -F, F))     q * scale is about x
 
 An infinity makes its scale infinite and its own element NaN. A NaN makes both NaN. So neither is lost.
+
+The amax of a tensor is the maximum of its rows' amaxes. Inductor computes those in the kernel that computes the rows, a norm
+for example, and there casts too where the scale is known before (delayed scaling).
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch.fx import Node
@@ -26,13 +31,31 @@ def emit_scale(e: Emitter, x: Node, format: torch.dtype, dim: int | None, groups
     `groups`: the process groups whose ranks share the scale.
     """
     absolute = e.call(aten.abs.default, x)
-    if dim is None and not all(is_positive(n) for n in x.meta["val"].shape):  # amax of no elements raises; here it is 0
-        absolute = e.call(aten.constant_pad_nd.default, e.call(aten.reshape.default, absolute, [-1]), [0, 1])
-    amax = e.call(aten.amax.default, absolute, [] if dim is None else [dim], dim is not None)
+    amax = emit_amax(e, absolute) if dim is None else e.call(aten.amax.default, absolute, [dim], True)
     amax = e.cast(amax, torch.float32)
-    amax = emit_max_over_ranks(e, amax, groups)[-1]
+    return emit_scale_of_amax(e, emit_max_over_ranks(e, amax, groups)[-1], format)
+
+
+def emit_scale_of_amax(e: Emitter, amax: Node, format: torch.dtype) -> Node:
+    """Emit the scale by which `amax` becomes the largest value of `format`."""
     scaled = e.call(aten.mul.Tensor, amax, 1.0 / torch.finfo(format).max)
     return e.call(aten.clamp_min.default, scaled, LEAST_SCALE)
+
+
+def emit_amax(e: Emitter, absolute: Node) -> Node:
+    """Emit the maximum [] of `absolute`, which has no negative elements: first of each row. 0 if there are no elements."""
+    if not all(is_positive(n) for n in absolute.meta["val"].shape):  # amax of no elements raises
+        absolute = e.call(aten.constant_pad_nd.default, e.call(aten.reshape.default, absolute, [-1]), [0, 1])
+    if absolute.meta["val"].dim() > 1:
+        absolute = e.call(aten.amax.default, absolute, [-1])
+    return e.call(aten.amax.default, absolute, [])
+
+
+def emit_finite_amax(e: Emitter, x: Node) -> Node:
+    """Emit the largest finite absolute value of `x`, float32 []; 0 if there is none."""
+    absolute = e.call(aten.abs.default, x)
+    finite = e.call(aten.where.ScalarOther, e.call(aten.lt.Scalar, absolute, math.inf), absolute, 0.0)
+    return e.cast(emit_amax(e, finite), torch.float32)
 
 
 def emit_max_over_ranks(e: Emitter, value: Node, groups: tuple[str, ...]) -> list[Node]:
@@ -46,10 +69,19 @@ def emit_max_over_ranks(e: Emitter, value: Node, groups: tuple[str, ...]) -> lis
 
 def emit_quantize(e: Emitter, x: Node, scale: Node, format: torch.dtype) -> Node:
     """Emit `x / scale`, clamped to the range of `format` and cast to it."""
+    return e.cast(_emit_scaled(e, x, scale, format), format)
+
+
+def emit_quantize_by_finite_scale(e: Emitter, x: Node, scale: Node, format: torch.dtype) -> Node:
+    """Emit the same for a scale that an infinity in `x` did not make infinite. Elements that are not finite become NaN."""
+    is_finite = e.call(aten.lt.Scalar, e.call(aten.abs.default, x), math.inf)
+    return e.cast(e.call(aten.where.ScalarOther, is_finite, _emit_scaled(e, x, scale, format), math.nan), format)
+
+
+def _emit_scaled(e: Emitter, x: Node, scale: Node, format: torch.dtype) -> Node:
     wide = e.call(aten.mul.Tensor, e.cast(x, torch.float32), e.call(aten.reciprocal.default, scale))
     largest = torch.finfo(format).max
-    clamped = e.call(aten.clamp_max.default, e.call(aten.clamp_min.default, wide, -largest), largest)
-    return e.cast(clamped, format)
+    return e.call(aten.clamp_max.default, e.call(aten.clamp_min.default, wide, -largest), largest)
 
 
 def emit_dequantize(e: Emitter, q: Node, scale: Node, dtype: torch.dtype) -> Node:

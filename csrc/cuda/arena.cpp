@@ -69,7 +69,7 @@ CudaArena::CudaArena(int device, std::shared_ptr<ShmArena> host, const std::vect
     preload_waits();
     preload_data();
     preload_fp8_wire();
-    preload_delayed_cast();
+    preload_amax_history();
     preload_cached_weight();
     // On its own stream: the caller's stream may be waiting for a peer that waits for this rank to bind.
     check(cudaMemsetAsync(group_.local, 0, sizeof(LocalState), abort_stream_), "clear the epochs");

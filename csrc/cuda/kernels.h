@@ -10,18 +10,15 @@
 
 namespace ub_overlap::cuda {
 
-// A cast to float8 of `count` elements at `x` by *past_amax if it is above 0, else by their own amax. *amax_out becomes the
-// maximum of itself and their amax. `current_amax`: one float of scratch. All on the device.
-struct DelayedCast {
-    const char* x;
+// The amax histories of `count` tensors, on the device: distinct columns `slots` of `current` [capacity] and `past`
+// [history_length, capacity].
+struct AmaxHistories {
+    const int64_t* slots;
     int64_t count;
-    DType format;
-    const float* past_amax;
-    float headroom;
-    float* current_amax;
-    char* q;
-    float* scale;
-    float* amax_out;
+    int64_t capacity;
+    float* current;
+    float* past;
+    int64_t history_length;
 };
 
 // A cast to e4m3 of a weight [rows, cols], both multiples of 16. One scale (axis 0), a scale per row (-1) or per column (-2).
@@ -38,12 +35,12 @@ struct WeightCast {
     int64_t* scratch;
 };
 
-// Load the kernels of waits.cu, data.cu, fp8_wire.cu, fp8_delayed_cast.cu and fp8_cached_weight.cu onto the current device.
+// Load the kernels of waits.cu, data.cu, fp8_wire.cu, fp8_amax_history.cu and fp8_cached_weight.cu onto the current device.
 // Loading one later could wait for a kernel that spins.
 void preload_waits();
 void preload_data();
 void preload_fp8_wire();
-void preload_delayed_cast();
+void preload_amax_history();
 void preload_cached_weight();
 
 // First kernel of a call. Takes the group lock, counts the epoch, stores the slot's word, and waits until the peers have left
@@ -71,8 +68,11 @@ void launch_reduce_scaled(const std::vector<Source>& sources, const Span& dst, D
 // Rounds numbers of `type` to float8 and scales, like the CPU's round_for_wire.
 void launch_round_for_wire(const Rounding& rounding, DType type, cudaStream_t stream);
 
-// Casts elements of `type` to float8 (fp8_delayed_cast.cu).
-void launch_delayed_cast(const DelayedCast& cast, DType type, cudaStream_t stream);
+// Stores the maxima of histories in `amax` [count]. `is_step`: pushes `current` before, where it is above 0, and clears it.
+void launch_advance_histories(const AmaxHistories& histories, bool is_step, float* amax, cudaStream_t stream);
+// Raises `current` in the slots to `amax` [count], and copies *scale. `past` is not used.
+void launch_raise_amax(const AmaxHistories& histories, const float* amax, const float* scale, float* scale_copy,
+                       cudaStream_t stream);
 // Casts a weight to float8 if its bits have changed since the last call (fp8_cached_weight.cu). Elements of `type`, f32 or
 // `round_to`, are first rounded to `round_to`, bf16 or f16.
 void launch_weight_cast(const WeightCast& cast, DType type, DType round_to, cudaStream_t stream);

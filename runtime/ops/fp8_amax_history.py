@@ -15,6 +15,7 @@ from torch import Tensor
 from ub_overlap import _torch_compat as compat
 
 from ..fp8.amax_history.history import SEPARATOR, AmaxHistory, split_keys
+from ..fp8.amax_history.history_update import advance
 from .definition import define_python_op
 
 SCHEMA = "fp8_amax_history(Tensor weight, str keys, bool step) -> (Tensor amax, Tensor slots)"
@@ -25,14 +26,8 @@ def fp8_amax_history(weight: Tensor, keys: str, step: bool) -> tuple[Tensor, Ten
     state, names = split_keys(keys)
     history, module = state.register(names, weight)
     slots = history.graph_slots[names, module].clone()
-    advances = _is_step(history, names, module, step)
-    past = history.past.index_select(1, slots)
-    if advances:
-        current = history.current.index_select(0, slots)
-        history.current.index_fill_(0, slots, 0.0)
-        past = torch.where(current > 0, torch.cat([current[None], past[:-1]]), past)
-        history.past.index_copy_(1, slots, past)
-    return past.amax(0), slots
+    is_step = _is_step(history, names, module, step)
+    return advance(history.current, history.past, slots, is_step), slots
 
 
 def _is_step(history: AmaxHistory, names: str, module: int, step: bool) -> bool:

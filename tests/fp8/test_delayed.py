@@ -26,7 +26,7 @@ from ub_overlap.runtime import errors
 from ub_overlap.runtime.fp8 import amax_history
 from ub_overlap.runtime.fp8.amax_history import CAPACITY, LENGTH, Fp8State, fp8_state, join_keys
 from ub_overlap.runtime.ops.fp8_amax_history import fp8_amax_history
-from ub_overlap.runtime.ops.fp8_quantize import fp8_quantize
+from ub_overlap.runtime.ops.fp8_record_amax import fp8_record_amax
 
 
 def delayed(name: str) -> dict[str, Any]:
@@ -99,22 +99,31 @@ def test_numbers_over_steps(state: Fp8State) -> None:
 
 
 def test_histories_forget_and_skip(state: Fp8State) -> None:
-    """A value leaves after LENGTH calls; a call that did not see a tensor pushes nothing; what is not finite is not noted."""
-    keys, like = join_keys(state.name, ["a", "b"]), torch.empty(1)
+    """A value leaves after LENGTH calls; a call that did not see a tensor pushes nothing; the largest of a step counts."""
+    keys, like, one = join_keys(state.name, ["a", "b"]), torch.empty(1), torch.ones(())
 
     def call(a: float, b: float | None = None) -> Tensor:
         amax, at = fp8_amax_history(like, keys, True)
-        fp8_quantize(torch.tensor([a, 0.5]).bfloat16(), amax, at, 0, join_keys(state.name, ["a"]), E4M3, "forward", "")
+        for value in (a, a / 2):
+            fp8_record_amax(one, at[:1], torch.tensor([value]), join_keys(state.name, ["a"]), "forward")
         if b is not None:
-            fp8_quantize(torch.tensor([b]).bfloat16(), amax, at, 1, join_keys(state.name, ["b"]), E5M2, "backward", "")
+            fp8_record_amax(one, at[1:], torch.tensor([b]), join_keys(state.name, ["b"]), "backward")
         return amax
 
     assert call(8.0, 3.0).tolist() == [0.0, 0.0]
     for _ in range(LENGTH):
         assert call(1.0).tolist() == [8.0, 3.0]
-    assert call(float("inf")).tolist() == [1.0, 3.0]
-    assert call(float("nan")).tolist() == [1.0, 3.0]
-    assert state.state_dict()["a"][:2].tolist() == [0.5, 0.5]  # next to values that are not finite
+    assert call(1.0).tolist() == [1.0, 3.0]
+
+
+def test_only_finite_values_are_recorded(state: Fp8State) -> None:
+    module, x = linear(bias=False), inputs("normal").clone()
+    wanted = x.abs().max().item()
+    x[0, :3] = torch.tensor([float("inf"), float("-inf"), float("nan")])
+    with uncached():
+        step(compiled(module, **delayed(state.name)), module, x, inputs("signs")[:, :N].contiguous())
+    recorded = next(value[0].item() for key, value in state.state_dict().items() if key.endswith("x"))
+    assert recorded == wanted
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
@@ -188,7 +197,7 @@ def test_may_be_captured(state: Fp8State) -> None:
 
     def call() -> tuple[Tensor, ...]:
         amax, slots = fp8_amax_history(x, keys, True)
-        return amax, slots, *fp8_quantize(x, amax, slots, 0, keys, E4M3, "forward", "")
+        return amax, slots, fp8_record_amax(amax[0], slots, amax + 1, keys, "forward")
 
     call()
     history = state.history_of("x", x.device)
@@ -207,8 +216,7 @@ def test_ops_are_what_they_say(state: Fp8State) -> None:
     amax, at = torch.ones(1), torch.zeros(1, dtype=torch.int64)
     for op, args in (
         (torch.ops.ub_overlap.fp8_amax_history.default, (x, keys, True)),
-        (torch.ops.ub_overlap.fp8_quantize.default, (x, amax, at, 0, keys, E4M3, "forward", "")),
-        (torch.ops.ub_overlap.fp8_quantize.default, (x[:0], amax, at, 0, keys, E5M2, "never", "")),
+        (torch.ops.ub_overlap.fp8_record_amax.default, (amax[0], at, amax, keys, "forward")),
     ):
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
     with torch.inference_mode():  # what is made in it may be written to outside
@@ -255,7 +263,7 @@ def test_training(state: Fp8State, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with uncached():
         plain, delayed_loss = loss(fp8="off"), loss(**delayed(state.name))
-        monkeypatch.setattr("ub_overlap.runtime.fp8.amax_history.delayed_cast.HEADROOM", 2.0**-3)
+        monkeypatch.setattr("ub_overlap.compiler.fp8.state.delayed_scaling.HEADROOM", 2.0**-3)
         cut = loss(**delayed(f"{state.name} cut"))
     assert abs(delayed_loss / plain - 1) < 0.03 < abs(cut / plain - 1), (plain, delayed_loss, cut)
 

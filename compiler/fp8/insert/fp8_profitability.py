@@ -73,7 +73,7 @@ class Fp8Profitability:
         passes = 1 if recipe.delayed else current_passes
         # Bytes per element: of a cast, of a weight's cast, of a transposed copy.
         cast, weight_cast, transpose = 2 * passes + 1, 2 * weight_passes + 1, 2
-        launches = 3 if recipe.delayed else passes  # csrc/cuda/fp8_delayed_cast.cu always launches the kernel of first calls
+        launches = 3 if recipe.delayed else passes  # delayed: two of the sampled rows, one of the rows' amaxes
         x, w, dy = rows * inner, cols * inner, rows * cols
         moved, kernels = x * cast / sharing + w * weight_cast, launches / sharing + weight_passes
         if Role.INPUT_GRADIENT in roles:

@@ -96,7 +96,7 @@ class _CastInserter:
         for node, result in scaled.items():  # last: a linear may quantize the result of another by its old node
             replace_matmul(graph, node, result, chosen.decisions[node] if self._config.verify else None)
         if self._delayed is not None:
-            self._delayed.set_history_keys()
+            self._delayed.finish()
         erase_unread(graph, (*scaled, *values.replaced))
         compat.stable_topological_sort(graph)
 

@@ -1,8 +1,16 @@
-"""Delayed scaling in a joint graph (EXPERIMENTAL): forward reads the amax histories once, and every cast feeds them.
+"""Delayed scaling in a joint graph: forward reads the amax histories once, and each half records the amax of its casts once.
 
     fp8_amax_history(weight, keys) -> amax [N] -> all_reduce(max) -> amax [N]      (no all_reduce where nothing is gathered)
-                                   -> slots [N]                         |
-    x -> fp8_quantize(x, amax, slots, index, key) -> q, scale  <--------+--------> fp8_quantize(dy, ..)
+                                   -> slots [N]
+
+    for each tensor x      scale = (amax[i] > 0 ? HEADROOM amax[i] : first amax) / F        q = cast(x / scale)
+    for forward, backward  fp8_record_amax(a scale, slots of its tensors, amax of its tensors) -> the same scale
+
+A cast is plain ATen and its scale is known before. So Inductor casts and measures in the kernel that computes `x`. The op that
+records depends on the measured values. A matmul reads its result, so it is not dropped.
+
+Without a history the scale comes from the current values: of SAMPLED_ROWS rows at least, as that is a pass of its own in every
+call. For gathered tensors ranks agree on it (fp8_first_amax).
 
 The histories are runtime state (runtime/fp8/amax_history/), not graph values. The graph names them by keys, which a later
 compilation of the same model repeats, and by a weight, which differs between modules that share the graph.
@@ -10,8 +18,7 @@ compilation of the same model repeats, and by a weight, which differs between mo
 
 from __future__ import annotations
 
-import functools
-import logging
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,32 +28,56 @@ from torch.fx import Graph, Node
 
 from ub_overlap.runtime.fp8.amax_history import join_keys
 
+from ...graph.aten import aten, shape_of
 from ...graph.emitter import Emitter
 from ...joint.joint_decision import record_decision
-from ..cast_nodes import emit_max_over_ranks, save_for_backward
+from ..cast_nodes import (
+    emit_finite_amax,
+    emit_max_over_ranks,
+    emit_quantize_by_finite_scale,
+    emit_scale_of_amax,
+    save_for_backward,
+)
 from ..quantized_values import QuantizedValue
 
-log = logging.getLogger(__name__)
+HEADROOM = 2.0
+"""Factor by which a tensor may grow over its history before it saturates. It costs one binade of 18 (e4m3) or 32 (e5m2), and
+no bit."""
+SAMPLED_ROWS = 256
+"""Rows that are read for the scale of a tensor without a history."""
 
 
-@functools.cache
-def _warn_experimental() -> None:
-    log.warning(
-        "fp8 recipe 'delayed' is experimental: on 2 H200s it saved 1% of a Llama block's step as CUDA graph, "
-        "and an eager 8B block was 14% slower (docs/guide/float8.md)"
-    )
+@dataclass(frozen=True, slots=True)
+class _DelayedCast:
+    """A cast: the key and index of its history, its scale, and the amax of the tensor."""
+
+    key: str
+    index: int
+    scale: Node
+    measured: Node
 
 
 @dataclass(slots=True)
 class _HistoryNodes:
-    """The nodes that compute `amax` of N tensors, and the keys of these tensors."""
+    """The nodes that read the histories of N tensors, and the casts of these tensors."""
 
     history: Node
-    amax: Node
     slots: Node
+    amax: dict[tuple[str, ...], Node]
+    """float32 [N], by the groups whose ranks share scales: () for the rank's own."""
     per_tensor: list[Node]
     """Nodes of shape [N]."""
     keys: list[str] = field(default_factory=list)
+    casts: dict[str, list[_DelayedCast]] = field(default_factory=dict)
+    """By the half of the graph that casts: "forward" or "backward"."""
+
+    def add(self, key: str) -> None:
+        """Add a tensor."""
+        self.keys.append(key)
+        shape = (len(self.keys),)
+        self.history.meta["val"] = tuple(v.new_empty(shape) for v in self.history.meta["val"])
+        for node in self.per_tensor:
+            node.meta["val"] = node.meta["val"].new_empty(shape)
 
 
 class DelayedScaling:
@@ -56,9 +87,8 @@ class DelayedScaling:
     """
 
     def __init__(self, graph: Graph, inputs: Sequence[Node], state: str, step: bool) -> None:
-        _warn_experimental()
         self._graph, self._inputs, self._state, self._step = graph, inputs, state, step
-        self._histories: dict[tuple[torch.device, tuple[str, ...]], _HistoryNodes] = {}
+        self._histories: dict[torch.device, _HistoryNodes] = {}
         self._name_counts: Counter[str] = Counter()
 
     def emit_cast(
@@ -70,42 +100,92 @@ class DelayedScaling:
         """
         count = self._name_counts[name]
         self._name_counts[name] += 1
-        key = f"{name}#{count}" if count else name
-        history = self._history(value, groups, weight)
-        text, index = join_keys(self._state, [key]), len(history.keys)
-        records_in = "never" if not self._step else "backward" if backward else "forward"
-        op = torch.ops.ub_overlap.fp8_quantize.default
-        cast = e.call(op, value, history.amax, history.slots, index, text, format, records_in, ";".join(groups))
-        history.keys.append(key)
-        q, scale = e.item(cast, 0), e.item(cast, 1)
+        history = self._history(value, weight)
+        amax = self._shared_amax(history, groups)
+        key, index, half = f"{name}#{count}" if count else name, len(history.keys), "backward" if backward else "forward"
+        history.add(key)
+        first = self._emit_first_amax(e, value, history.slots, index, key, half, groups)
+        past = e.call(aten.select.int, amax, 0, index)
+        expected = e.call(aten.where.self, e.call(aten.gt.Scalar, past, 0), e.call(aten.mul.Tensor, past, HEADROOM), first)
+        scale = emit_scale_of_amax(e, expected, format)
+        q = emit_quantize_by_finite_scale(e, value, scale, format)
         for node in (q, scale):
-            if "recompute" not in node.meta:  # in a checkpoint region of the program a second cast records the same amax
+            if "recompute" not in node.meta:
                 save_for_backward(node)
+        if self._step:
+            history.casts.setdefault(half, []).append(_DelayedCast(key, index, scale, emit_finite_amax(e, value)))
         return QuantizedValue(q, scale)
 
-    def set_history_keys(self) -> None:
-        """Give the ops that read histories their keys, once all casts are emitted."""
+    def finish(self) -> None:
+        """Give the ops that read histories their keys, and record what is measured, once all casts are emitted."""
         for history in self._histories.values():
             weight, _, step = history.history.args
             history.history.args = (weight, join_keys(self._state, history.keys), step)
-            n = len(history.keys)
-            history.history.meta["val"] = tuple(v.new_empty((n,)) for v in history.history.meta["val"])
-            for node in history.per_tensor:
-                node.meta["val"] = node.meta["val"].new_empty((n,))
+            for half, casts in history.casts.items():
+                self._emit_record(history.slots, casts, half)
 
-    def _history(self, value: Node, groups: tuple[str, ...], weight: Node) -> _HistoryNodes:
+    def _emit_first_amax(
+        self, e: Emitter, value: Node, slots: Node, index: int, key: str, half: str, groups: tuple[str, ...]
+    ) -> Node:
+        """Emit the amax [] of the current values, equal on the ranks of `groups`."""
+        rows = shape_of(value)[-2] if len(shape_of(value)) > 1 else 1
+        step = max(1, rows // SAMPLED_ROWS) if isinstance(rows, int) else 1
+        if step > 1:
+            value = e.call(aten.slice.Tensor, value, len(shape_of(value)) - 2, 0, sys.maxsize, step)
+        amax = emit_finite_amax(e, value)
+        if step > 1:
+            amax = e.call(aten.mul.Tensor, amax, HEADROOM)
+        if not groups:
+            return amax
+        op, text = torch.ops.ub_overlap.fp8_first_amax.default, join_keys(self._state, [key])
+        return e.call(op, amax, slots, index, text, half if self._step else "never", ";".join(groups))
+
+    def _emit_record(self, slots: Node, casts: list[_DelayedCast], half: str) -> None:
+        """Record what `casts` measured, before the matmuls of the last cast. The graph lists casts in the order of matmuls."""
+        last = casts[-1]
+        readers = [user for user in last.scale.users if user.target is not aten.reciprocal.default]
+        if not readers:
+            return
+        with self._graph.inserting_after(last.measured):
+            e = Emitter(self._graph, last.scale, {}, inputs=self._inputs)
+            own_slots = self._emit_slots_of(e, slots, casts)
+            measured = e.call(aten.cat.default, [e.reshape(c.measured, (1,)) for c in casts])
+            keys = join_keys(self._state, [c.key for c in casts])
+            recorded = e.call(torch.ops.ub_overlap.fp8_record_amax.default, last.scale, own_slots, measured, keys, half)
+        recorded.meta.pop("ac_graph_id", None)
+        save_for_backward(recorded)  # computed again it would measure all tensors again
+        last.scale.replace_all_uses_with(recorded, delete_user_cb=lambda user: user in readers)
+
+    def _emit_slots_of(self, e: Emitter, slots: Node, casts: list[_DelayedCast]) -> Node:
+        """Emit the slots of `casts`: a view where their indices are consecutive."""
+        first, last = casts[0].index, casts[-1].index
+        if [c.index for c in casts] == list(range(first, last + 1)):
+            return e.call(aten.slice.Tensor, slots, 0, first, last + 1)
+        return e.call(aten.cat.default, [e.call(aten.slice.Tensor, slots, 0, c.index, c.index + 1) for c in casts])
+
+    def _history(self, value: Node, weight: Node) -> _HistoryNodes:
         device = value.meta["val"].device
-        if (device, groups) not in self._histories:
+        if device not in self._histories:
             first = next(n for n in self._graph.nodes if n.op != "placeholder")
             with self._graph.inserting_before(first):
                 e = Emitter(self._graph, value, {}, inputs=self._inputs)
                 text = join_keys(self._state, ["?"])
                 history = e.call(torch.ops.ub_overlap.fp8_amax_history.default, weight, text, self._step)
-                nodes = emit_max_over_ranks(e, e.item(history, 0), groups)
-                for all_reduce in nodes[1::2]:
-                    record_decision(all_reduce, carries_scales=True)
-                slots = e.item(history, 1)
-            for node in (nodes[-1], slots):
+                amax, slots = e.item(history, 0), e.item(history, 1)
+            for node in (amax, slots):
                 save_for_backward(node)
-            self._histories[device, groups] = _HistoryNodes(history, nodes[-1], slots, [*nodes, slots])
-        return self._histories[device, groups]
+            self._histories[device] = _HistoryNodes(history, slots, {(): amax}, [amax, slots])
+        return self._histories[device]
+
+    def _shared_amax(self, history: _HistoryNodes, groups: tuple[str, ...]) -> Node:
+        """Return the maxima [N] over the ranks of `groups`: of all tensors, by one all_reduce of each group."""
+        if groups not in history.amax:
+            own = history.amax[()]
+            with self._graph.inserting_after(max(history.per_tensor)):
+                nodes = emit_max_over_ranks(Emitter(self._graph, own, {}, inputs=self._inputs), own, groups)[1:]
+            for all_reduce in nodes[::2]:
+                record_decision(all_reduce, carries_scales=True)
+            save_for_backward(nodes[-1])
+            history.amax[groups] = nodes[-1]
+            history.per_tensor += nodes
+        return history.amax[groups]

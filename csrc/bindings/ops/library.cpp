@@ -25,9 +25,8 @@ void no_executor(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit:
 
 #ifdef UB_OVERLAP_CUDA
 TORCH_LIBRARY_FRAGMENT(ub_overlap, m) {
-    m.def(
-        "fp8_delayed_cast(Tensor x, Tensor amax, int index, Tensor(a!) amax_out, ScalarType format, float headroom) "
-        "-> (Tensor q, Tensor scale)");
+    m.def("fp8_advance_histories(Tensor(a!) current, Tensor(b!) past, Tensor slots, bool is_step) -> Tensor");
+    m.def("fp8_raise_amax(Tensor(a!) current, Tensor slots, Tensor amax, Tensor scale) -> Tensor");
     m.def(
         "fp8_cached_weight_refresh(Tensor weight, ScalarType round_to, int? axis, Tensor(a!) q, Tensor(b!) scale, "
         "Tensor(c!) checksum, Tensor(d!) scratch) -> ()");
@@ -54,7 +53,8 @@ TORCH_LIBRARY_IMPL(ub_overlap, CPU, m) {
 TORCH_LIBRARY_IMPL(ub_overlap, CUDA, m) {
 #ifdef UB_OVERLAP_CUDA
     register_ops(m);
-    m.impl("fp8_delayed_cast", &fp8_delayed_cast);
+    m.impl("fp8_advance_histories", &fp8_advance_histories);
+    m.impl("fp8_raise_amax", &fp8_raise_amax);
     m.impl("fp8_cached_weight_refresh", &fp8_cached_weight_refresh);
     m.impl("fp8_cached_weight_insert", &fp8_cached_weight_insert);
     m.impl("fp8_cached_weight", &fp8_cached_weight);  // Python defines the schema: every device has the op

@@ -45,10 +45,11 @@ TensorAndList bulk(const Site& site, const at::Tensor& input, at::TensorList lhs
                    std::string reduce_op);
 
 #ifdef UB_OVERLAP_CUDA
-// Casts x, of any shape, by amax[index]; amax_out [1] becomes the maximum of itself and x's amax. Returns (float8 of x's shape,
-// its scale []).
-TwoTensors fp8_delayed_cast(const at::Tensor& x, const at::Tensor& amax, int64_t index, at::Tensor& amax_out,
-                            at::ScalarType format, double headroom);
+// Returns the maxima [N] of the amax histories in `slots` [N]: columns of current [C] and past [calls, C]. `is_step`: pushes
+// `current` before, where it is above 0, and clears it.
+at::Tensor fp8_advance_histories(at::Tensor& current, at::Tensor& past, const at::Tensor& slots, bool is_step);
+// Raises `current` in `slots` to `amax` [N]. Returns a copy of `scale` [].
+at::Tensor fp8_raise_amax(at::Tensor& current, const at::Tensor& slots, const at::Tensor& amax, const at::Tensor& scale);
 // Returns the cached cast of a weight [R, C], up to date: (e4m3, scales). `reuse_forward`: in backward, whose forward has used
 // the cast. A weight that is not cached goes to fp8_cached_weight_miss, which Python has.
 TwoTensors fp8_cached_weight(const at::Tensor& weight, at::ScalarType round_to, std::optional<int64_t> axis,

@@ -4,7 +4,8 @@ Legend: N tensors of a graph, H = LENGTH calls.
 
     forward begins    amax, slots = fp8_amax_history(weight, keys)    push the current amax into histories [H]; their maxima [N]
                       amax = all_reduce(amax, max)                    for gathered shards: one scale on all ranks
-    for each tensor   q, scale = fp8_quantize(x, amax, slots, i, ..)  cast by amax[i], and record the amax of x
+    for each tensor   cast by amax[i], and measure: graph nodes, which Inductor fuses (compiler/fp8/state/delayed_scaling.py)
+    forward ends      fp8_record_amax(scale, slots, measured)         raise the current amax to what was measured
     backward          the same, with the same `amax` and `slots`
 
 Each call of a graph's forward with gradients is a step. A microbatch is a step too, on all ranks alike. Without gradients,
@@ -12,23 +13,22 @@ and in the forward that a checkpoint recomputes in backward, histories are read 
 amax since the last step keeps its history: its backward may come later, or never.
 
 While a history is empty, the scale comes from the current values. For gathered shards the ranks agree on that amax in the
-first call (`first_amax.py`). Only the number of calls decides which call is the first. Loaded or reset histories do not, so
+first call (`fp8_first_amax`). Only the number of calls decides which call is the first. Loaded or reset histories do not, so
 ranks cannot disagree.
 
 One graph may serve several modules (blocks that are compiled one by one). Their weights distinguish them. The nth weight that
 comes with a key has the history "key@n". `slots` carries that choice to backward, which does not receive the weight.
 
 The host never waits for the device, and memory keeps its address. The ops can therefore be captured in CUDA graphs after a
-first call. fp8_quantize records a maximum, so running it again changes nothing. The results are copies.
+first call. fp8_record_amax records a maximum, so running it again changes nothing. The results are copies.
 
-    module_identity.py   which module a call belongs to       history.py        histories, their memory, the state dict
-    first_amax.py        the amax of first calls, by rank     delayed_cast.py   one cast, in ATen or by our kernel
-    runtime/ops/         the ops: fp8_amax_history.py, fp8_quantize.py
+    module_identity.py   which module a call belongs to       history.py   histories, their memory, the state dict
+    history_update.py    how a call changes histories, in ATen or by our kernels
+    runtime/ops/         the ops: fp8_amax_history.py, fp8_first_amax.py, fp8_record_amax.py
 """
 
 from __future__ import annotations
 
-from .delayed_cast import cast_in_aten as cast_in_aten
 from .history import CAPACITY as CAPACITY
 from .history import LENGTH as LENGTH
 from .history import Fp8State as Fp8State

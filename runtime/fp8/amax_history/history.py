@@ -145,7 +145,7 @@ class Fp8State:
         """Return the memory that holds `key`. Fp8StateError unless a graph has read its history."""
         history = self._histories.get(device)
         if history is None or key not in history.slots:
-            raise self._error(f"the history {key!r} was never read", str(device), "fp8_amax_history before fp8_quantize")
+            raise self._error(f"the history {key!r} was never read", str(device), "fp8_amax_history before it is recorded")
         return history
 
     def _add(self, keys: str, weight: Tensor) -> tuple[AmaxHistory, int]:

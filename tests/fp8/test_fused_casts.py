@@ -1,0 +1,128 @@
+"""Casts in a form that Inductor fuses with what computes their inputs: read from the graph after the pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, Node
+
+from tests.fp8.test_numerics import compiled
+from tests.models.compare import uncached
+from ub_overlap.compiler.fp8.insert.insert_casts import insert_casts
+from ub_overlap.compiler.fp8.insert.insert_config import InsertConfig
+from ub_overlap.compiler.fp8.recipe import RecipeName, recipe_of
+from ub_overlap.compiler.fp8.state.delayed_scaling import SAMPLED_ROWS
+from ub_overlap.runtime import ops as ops  # registers them
+from ub_overlap.runtime.fp8.numerics import FLOAT8
+
+aten = torch.ops.aten
+ROWS, INNER, COLS = 8192, 64, 48
+
+
+def rewritten(recipe: RecipeName) -> tuple[Graph, dict[str, Node]]:
+    """Return the joint graph of y = relu(x) @ w^T after the pass, and its values "relu" and "dy"."""
+    graph = Graph()
+    with FakeTensorMode():
+        empty = torch.empty(0, dtype=torch.bfloat16)
+
+    def add(node: Node, *shape: int) -> Node:
+        node.meta["val"] = empty.new_empty(shape)
+        return node
+
+    x, w, dy = (
+        add(graph.placeholder(n), *s) for n, s in (("x", (ROWS, INNER)), ("w", (COLS, INNER)), ("tangents_1", (ROWS, COLS)))
+    )
+    relu = add(graph.call_function(aten.relu.default, (x,)), ROWS, INNER)
+    transposed = add(graph.call_function(aten.permute.default, (w, [1, 0])), INNER, COLS)
+    y = add(graph.call_function(aten.mm.default, (relu, transposed)), ROWS, COLS)
+    dx = add(graph.call_function(aten.mm.default, (dy, w)), ROWS, INNER)
+    dyt = add(graph.call_function(aten.permute.default, (dy, [1, 0])), COLS, ROWS)
+    dw = add(graph.call_function(aten.mm.default, (dyt, relu)), COLS, INNER)
+    graph.output((y, dx, dw))
+    assert insert_casts(graph, InsertConfig(recipe_of(recipe), backward=True, state="fused")) == 3
+    return graph, {"relu": relu, "dy": dy}
+
+
+def ancestors(node: Node) -> set[Node]:
+    found: set[Node] = set()
+    todo = [node]
+    while todo:
+        for source in todo.pop().all_input_nodes:
+            if source not in found:
+                found.add(source)
+                todo.append(source)
+    return found
+
+
+def casts_of(graph: Graph, value: Node) -> list[Node]:
+    """Return the casts to float8 of elements of `value`, which has rows of its own."""
+    casts = [n for n in graph.nodes if n.op == "call_function" and n.meta["val"] is not None and _is_cast(n)]
+    return [n for n in casts if value in ancestors(n) and n.meta["val"].shape == value.meta["val"].shape]
+
+
+def _is_cast(node: Node) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, Tensor) and value.dtype in FLOAT8 and "convert_element_type" in str(node.target)
+
+
+def reduced_rows(node: Node) -> list[int]:
+    """Return the numbers of rows that are reduced for `node`."""
+    amaxes = [n for n in ancestors(node) if n.target is aten.amax.default]
+    return [n.all_input_nodes[0].meta["val"].shape[0] for n in amaxes if n.all_input_nodes[0].meta["val"].dim() == 2]
+
+
+def test_delayed_casts_wait_for_a_sample_only() -> None:
+    """A cast depends on reductions of sampled rows, never on one of the whole tensor: that one is its sibling."""
+    graph, values = rewritten("delayed")
+    for name, value in values.items():
+        casts = casts_of(graph, value)
+        assert len(casts) == 1, name
+        assert reduced_rows(casts[0]) and max(reduced_rows(casts[0])) <= SAMPLED_ROWS
+        whole = [
+            n
+            for n in graph.find_nodes(op="call_function", target=aten.amax.default)
+            if n.args[1] == [-1] and n.meta["val"].shape == (ROWS,) and value in ancestors(n)
+        ]
+        assert len(whole) == 1, name
+    records = graph.find_nodes(op="call_function", target=torch.ops.ub_overlap.fp8_record_amax.default)
+    assert [r.args[4] for r in records] == ["forward", "backward"]
+    assert all(any(u.target is aten._scaled_mm.default for u in r.users) for r in records)
+
+
+def test_current_casts_measure_by_rows_first() -> None:
+    """The amax of a tensor is that of its rows' amaxes, which fuse with a norm."""
+    graph, values = rewritten("tensorwise")
+    for value in values.values():
+        (cast,) = casts_of(graph, value)
+        assert reduced_rows(cast) == [ROWS]
+        partial = [n for n in ancestors(cast) if n.target is aten.amax.default and n.args[1] == [-1]]
+        assert [tuple(n.meta["val"].shape) for n in partial if value in ancestors(n)] == [(ROWS,)]
+
+
+def test_no_op_of_ours_reads_an_activation() -> None:
+    """Inductor never fuses an op of ours: one that read an activation would force a 16-bit copy of it into memory."""
+    graph, _ = rewritten("delayed")
+    own = [n for n in graph.nodes if str(n.target).startswith("ub_overlap.")]
+    assert len(own) == 3
+    for node in own:
+        assert all(source.op == "placeholder" or source.meta["val"].dim() < 2 for source in node.all_input_nodes), node
+
+
+def test_activations_are_saved_in_float8() -> None:
+    """Backward of the second linear reads the first one's activation in float8, and relu's own input."""
+    module = nn.Sequential(nn.Linear(INNER, COLS, bias=False), nn.ReLU(), nn.Linear(COLS, INNER, bias=False)).bfloat16()
+    x = torch.randn(1024, INNER).bfloat16().requires_grad_()
+    saved: list[tuple[tuple[int, ...], torch.dtype]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append((tuple(tensor.shape), tensor.dtype))
+        return tensor
+
+    with uncached():
+        run = compiled(module, fp8={"recipe": "delayed", "state": "saved in float8"})
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = run(x)
+    y.float().square().sum().backward()
+    large = sorted(str(dtype) for shape, dtype in saved if shape[:1] == (1024,))
+    assert large == ["torch.bfloat16", "torch.float8_e4m3fn", "torch.float8_e4m3fn"], saved
