@@ -2,9 +2,7 @@
 //
 // `slots` are distinct columns of `current` [capacity] and `past` [history_length, capacity], newest row first. Amax values are
 // finite and not negative, so their bits compare like integers. The host reads nothing back, so calls can be captured.
-#include <algorithm>
-
-#include "cuda/kernels.h"
+#include "cuda/launch.h"
 
 namespace ub_overlap::cuda {
 namespace {
@@ -13,50 +11,49 @@ constexpr int threads = 128;
 
 // amax[i] = the maximum of the history in slots[i]. In a step, current is pushed before, if it is above 0, and cleared.
 __global__ void __launch_bounds__(threads) advance_kernel(const AmaxHistories h, bool is_step, float* amax) {
-    const int64_t i = blockIdx.x * static_cast<int64_t>(threads) + threadIdx.x;
-    if (i >= h.count) return;
-    const int64_t slot = h.slots[i];
-    const float newest = is_step ? h.current[slot] : 0.0f;
-    const bool pushes = newest > 0.0f;
-    float incoming = newest, most = 0.0f;
-    for (int64_t row = 0; row < h.history_length; ++row) {
-        float* at = h.past + row * h.capacity + slot;
-        const float before = *at, after = pushes ? incoming : before;
-        if (pushes) *at = after;
-        incoming = before;
-        most = fmaxf(most, after);
+    const int64_t step = gridDim.x * int64_t{threads};
+    for (int64_t i = blockIdx.x * int64_t{threads} + threadIdx.x; i < h.count; i += step) {
+        const int64_t slot = h.slots[i];
+        const float newest = is_step ? h.current[slot] : 0.0f;
+        const bool pushes = newest > 0.0f;
+        float incoming = newest, most = 0.0f;
+        for (int64_t row = 0; row < h.history_length; ++row) {
+            float* at = h.past + row * h.capacity + slot;
+            const float before = *at, after = pushes ? incoming : before;
+            if (pushes) *at = after;
+            incoming = before;
+            most = fmaxf(most, after);
+        }
+        if (is_step) h.current[slot] = 0.0f;
+        amax[i] = most;
     }
-    if (is_step) h.current[slot] = 0.0f;
-    amax[i] = most;
 }
 
 // current[slots[i]] = max(current[slots[i]], amax[i]), and *scale_copy = *scale.
 __global__ void __launch_bounds__(threads)
     raise_kernel(const AmaxHistories h, const float* amax, const float* scale, float* scale_copy) {
-    const int64_t i = blockIdx.x * static_cast<int64_t>(threads) + threadIdx.x;
-    if (i == 0) *scale_copy = *scale;
-    if (i < h.count) atomicMax(reinterpret_cast<int*>(h.current + h.slots[i]), __float_as_int(amax[i]));
-}
-
-unsigned blocks_of(const AmaxHistories& h) {
-    return static_cast<unsigned>(std::max<int64_t>(1, (h.count + threads - 1) / threads));
+    const int64_t begin = blockIdx.x * int64_t{threads} + threadIdx.x, step = gridDim.x * int64_t{threads};
+    if (begin == 0) *scale_copy = *scale;
+    for (int64_t i = begin; i < h.count; i += step) {
+        atomicMax(reinterpret_cast<int*>(h.current + h.slots[i]), __float_as_int(amax[i]));
+    }
 }
 
 }  // namespace
 
 void preload_amax_history() {
-    load(&advance_kernel), load(&raise_kernel);
+    load(&advance_kernel, threads), load(&raise_kernel, threads);
 }
 
 void launch_advance_histories(const AmaxHistories& histories, bool is_step, float* amax, cudaStream_t stream) {
-    advance_kernel<<<blocks_of(histories), threads, 0, stream>>>(histories, is_step, amax);
-    check(cudaGetLastError(), "launch an update of amax histories");
+    launch(&advance_kernel, blocks_for(&advance_kernel, histories.count, threads), threads, false, stream,
+           "launch an update of amax histories", histories, is_step, amax);
 }
 
 void launch_raise_amax(const AmaxHistories& histories, const float* amax, const float* scale, float* scale_copy,
                        cudaStream_t stream) {
-    raise_kernel<<<blocks_of(histories), threads, 0, stream>>>(histories, amax, scale, scale_copy);
-    check(cudaGetLastError(), "launch a record of amax values");
+    launch(&raise_kernel, blocks_for(&raise_kernel, histories.count, threads), threads, false, stream,
+           "launch a record of amax values", histories, amax, scale, scale_copy);
 }
 
 }  // namespace ub_overlap::cuda
