@@ -13,17 +13,19 @@ from typing import Any
 
 import torch
 
-from ub_overlap.tools.rank_process import World
+from ub_overlap.tools.rank_process import RankProcess
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def facts(world: World, module: str) -> dict[str, Any]:
+def facts(world: RankProcess, module: str) -> dict[str, Any]:
     """Return metadata as JSON values, None if unknown. Collective: every rank reports its device."""
     from ub_overlap.runtime.extension import extension
 
     name = torch.cuda.get_device_name(world.device) if world.cuda else platform.processor() or platform.machine()
     nccl: Any = torch.cuda.nccl.version() if world.cuda else None
+    launched = os.environ.get("WORLD_SIZE")
+    launcher = f"torchrun --nproc-per-node {launched}" if launched else "python"
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "ranks": world.ranks,
@@ -40,7 +42,7 @@ def facts(world: World, module: str) -> dict[str, Any]:
         "dirty": _has_changes(),
         "build": {key: str(value) for key, value in extension().build_info().items()},
         "max_connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
-        "command": f"torchrun --nproc-per-node {os.environ.get('WORLD_SIZE')} -m {module} {' '.join(sys.argv[1:])}".strip(),
+        "command": f"{launcher} -m {module} {' '.join(sys.argv[1:])}".strip(),
     }
 
 

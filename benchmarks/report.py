@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from .blocks import table as blocks
+from .memory import table as memory
 from .ops import table as ops
 from .plot import draw
 
 __all__ = ["draw", "heading", "markdown", "ops_text"]
 
-TEXTS = {"ops": ops.text, "blocks": blocks.text}
+TEXTS = {"ops": ops.text, "blocks": blocks.text, "memory": memory.text}
 ops_text = ops.text
 
 

@@ -202,6 +202,26 @@ def test_mirror_of_four_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert document["mirror"] in text and "2 x " in text
 
 
+def test_memory_table(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates count bytes read and written: a copy of 128 MiB moves 256, a sum of 4 parts of 128 MiB together 160."""
+    rows = [
+        {"kernel": "copy", "mib": 128, "sources": 1, "us": 64.0, "off_us": 32.0},
+        {"kernel": "sum of 4", "mib": 128, "sources": 4, "us": 50.0, "off_us": 10.0},
+        {"kernel": "copy by the driver", "mib": 32, "sources": 1, "us": 20.0, "off_us": 5.0},
+    ]
+    facts = {"date": "today", "devices": ["H200"], "torch": "2.11", "command": "python -m benchmarks.memory"}
+    document = {"benchmark": "memory", **facts, "matmul": [8192, 8192, 8192], "matmul_us": 1380.0, "rows": rows}
+    path = tmp_path / "memory.json"
+    path.write_text(json.dumps(document))
+    text = printed(path, capsys, monkeypatch)
+    lines = {
+        line.split("|")[1].strip(): [c.strip() for c in line.split("|")[2:-1]] for line in text.splitlines() if "|" in line
+    }
+    assert lines["copy"] == ["128", "64.0", "4.19", "4.0", "32.0", "50%"]
+    assert lines["sum of 4"][2:4] == ["3.36", "3.8"] and lines["copy by the driver"][3] == "-"
+    assert "goals missed:\nsum of 4, 128 MiB: 3.36 TB/s, goal 3.8" in text
+
+
 def test_share_hidden() -> None:
     times = {"inductor": {"step": 10.0}, "compute": {"step": 6.0}, "ours": {"step": 8.0}, "worse": {"step": 11.0}}
     assert hidden(times, "ours", "step") == 0.5 and hidden(times, "worse", "step") == -0.25

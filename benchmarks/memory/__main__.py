@@ -1,0 +1,172 @@
+"""Time our memory kernels on one GPU.
+
+    python -m benchmarks.memory [--mib 32,128] [--json OUT]
+
+copy: our kernel; copy by the driver: cudaMemcpyAsync; sum of N: N bf16 parts, added in fp32 and rounded once. MiB counts what
+is read: the source of a copy, all parts of a sum. TB/s counts bytes read and written.
+
+us               time of one call, as part of a CUDA graph of many calls on rotating buffers, which no cache holds
+us off a matmul  how much longer a matmul takes when one such call runs on another stream, as a CUDA graph
+
+Every sum is compared bit by bit with the same sum by torch, before and after timing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ub_overlap.runtime.extension import extension
+from ub_overlap.tools.rank_process import RankProcess
+
+from .. import facts
+from .table import text
+
+ROTATED_BYTES = 1 << 30
+"""Bytes of all buffers of a kernel: an order of magnitude more than the cache."""
+MATMUL = (8192, 8192, 8192)
+COUNTS = (2, 4, 8)
+
+
+@dataclass
+class OneProcess(RankProcess):
+    """This process alone, for the metadata of a measurement."""
+
+    device: torch.device
+    rank: int = 0
+    ranks: int = 1
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value."""
+        return [value]
+
+
+@dataclass
+class MemoryCall:
+    """Calls of one kernel on rotating buffers. `parts[i]`: the sources of call i; `outs[i]`: its result."""
+
+    kernel: str
+    mib: int
+    sources: int
+    parts: list[list[Tensor]]
+    outs: list[Tensor]
+
+    def run(self, number: int) -> None:
+        """Enqueue a call on the current stream."""
+        which = number % len(self.outs)
+        parts, out, stream = self.parts[which], self.outs[which], torch.cuda.current_stream().cuda_stream
+        if self.kernel == "copy by the driver":
+            out.copy_(parts[0])  # contiguous, of one type and device: torch calls cudaMemcpyAsync
+        elif self.kernel == "copy":
+            extension().testing.launch_copy(parts[0].data_ptr(), out.data_ptr(), out.numel() * 2, stream)
+        else:
+            extension().testing.launch_sum([part.data_ptr() for part in parts], out.data_ptr(), out.numel(), stream)
+
+    def check(self) -> None:
+        """Raise AssertionError where a result differs from torch's in any bit."""
+        for number in range(len(self.outs)):
+            self.outs[number].fill_(float("nan"))
+            self.run(number)
+            expected = self.parts[number][0].float()
+            for part in self.parts[number][1:]:
+                expected += part.float()
+            assert torch.equal(self.outs[number], expected.bfloat16()), (
+                f"{self.kernel}, {self.mib} MiB: other bits than torch's"
+            )
+
+
+def prepare(kernel: str, mib: int, sources: int, device: torch.device) -> MemoryCall:
+    elements = (mib << 20) // 2 // sources
+    sets = max(2, ROTATED_BYTES // ((mib << 20) * (sources + 1) // sources))
+    parts = [[torch.randn(elements, device=device).bfloat16() for _ in range(sources)] for _ in range(sets)]
+    return MemoryCall(kernel, mib, sources, parts, [torch.empty_like(group[0]) for group in parts])
+
+
+def graph_us(body: Callable[[], Any], rounds: int = 15) -> float:
+    """Return the median microseconds of `body` as a CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        body()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = []
+    for _ in range(rounds + 3):
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(1e3 * begin.elapsed_time(end))
+    return median(times[3:])
+
+
+def measure(call: MemoryCall, matmul: Callable[[], Any], matmul_us: float) -> dict[str, Any]:
+    """Return a row: `us` alone, and `off_us`, what one call takes off a concurrent matmul."""
+    call.check()
+    count = 2 * len(call.outs)
+    us = graph_us(lambda: [call.run(i) for i in range(count)]) / count
+    concurrent = max(1, int(0.5 * matmul_us / us))
+    side = torch.cuda.Stream()
+
+    def both() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for i in range(concurrent):
+                call.run(i)
+        matmul()
+        torch.cuda.current_stream().wait_stream(side)
+
+    off_us = (graph_us(both) - matmul_us) / concurrent
+    call.check()
+    return {
+        "kernel": call.kernel,
+        "mib": call.mib,
+        "sources": call.sources,
+        "us": us,
+        "off_us": off_us,
+        "concurrent": concurrent,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", default="32,128", help="comma-separated sizes")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks.memory: needs a GPU")
+    device = torch.device("cuda", torch.cuda.current_device())
+    m, n, k = MATMUL
+    left, right = torch.randn(m, k, device=device).bfloat16(), torch.randn(k, n, device=device).bfloat16()
+    out = torch.empty(m, n, device=device, dtype=torch.bfloat16)
+
+    def matmul() -> Tensor:
+        return torch.mm(left, right, out=out)
+
+    for _ in range(100):  # the clocks settle
+        matmul()
+    document: dict[str, Any] = {"benchmark": "memory", **facts.facts(OneProcess(device), "benchmarks.memory")}
+    document |= {"matmul": MATMUL, "matmul_us": graph_us(matmul), "rows": []}
+    kinds = [("copy", 1), ("copy by the driver", 1), *((f"sum of {count}", count) for count in COUNTS)]
+    for mib in map(int, args.mib.split(",")):
+        for kernel, sources in kinds:
+            document["rows"].append(measure(prepare(kernel, mib, sources, device), matmul, document["matmul_us"]))
+            torch.cuda.empty_cache()
+    print(text(document), flush=True)
+    if args.json:
+        facts.write(args.json, document)
+
+
+if __name__ == "__main__":
+    main()
