@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import report
+from benchmarks.blocks.__main__ import parse_flags
 from benchmarks.blocks.table import hidden
 from benchmarks.ops import measure as measuring
 from benchmarks.ops.collectives import C10dCollectives
@@ -114,8 +115,24 @@ def test_mirror_of_two_blocks(tmp_path: Path) -> None:
     forced_row, compute = size["variants"]["forced"], size["variants"]["compute"]
     assert forced_row["sites"] == "16 of 16" and forced_row["step"] > 0 and compute["forward"] > 0
     assert forced_row["why"]["waterfall"] == "needs CUDA" and "waterfall" not in size
-    with pytest.raises(AssertionError, match="variants of ours, compute"):
-        torchrun(2, "benchmarks.blocks", [*arguments, "--mirror", "4", "--variants", "inductor"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mirror", "4", "--variants", "inductor"], "expected sizes of 8b, 70b, tiny and variants of ours, compute"),
+        (["--mirror", "2"], "a group of more than 2 ranks"),
+        (["--mirror", "4", "--tp", "2"], "and no --tp"),
+        (["--layers", "0"], "expected 1 or more"),
+    ],
+)
+def test_arguments_of_blocks(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["blocks", *arguments])
+    with pytest.raises(SystemExit):
+        parse_flags()
+    assert message in capsys.readouterr().err
 
 
 def guarded(rank: int, world: int) -> dict[str, Any]:

@@ -38,6 +38,7 @@ MODULES = (
     Module("graphs", 300, 120),
     Module("recorded", 150, 80),
     Module("dispatch", 300, 150),
+    Module("mirror", 150, 90),
     Module("tools", 200, 120),
     Module("models", 800, 200),
     *(Module("connections", 150, 100, (("CUDA_DEVICE_MAX_CONNECTIONS", n),)) for n in ("1", "8", "32")),
@@ -72,6 +73,7 @@ def test_on_gpus(ranks: int, module: Module, request: pytest.FixtureRequest) -> 
         ("broken_schedules", "AG2"),
         ("numerics", "scatter"),
         ("recorded", "RS"),
+        ("mirror", "every_op and 4"),
     ],
 )
 def test_on_cpu_ranks(module: str, selection: str) -> None:

@@ -1,8 +1,11 @@
-"""Rank functions of test_executor.py: every op on a mirrored group. Each returns a list of errors."""
+"""Rank functions of test_executor.py and of tests/gpu/torchrun/test_mirror.py: every op on a mirrored group.
+
+Each returns a list of errors. On GPUs the data is bf16."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +15,7 @@ from torch import Tensor
 import ub_overlap.runtime.ops as ops
 from benchmarks.mirror.group import MirrorGroups
 from tests.runtime import oracle
-from tests.runtime.oracle import data, far
+from tests.runtime.oracle import far
 from ub_overlap.runtime.extension import extension
 from ub_overlap.tools.rank_process import World
 
@@ -24,12 +27,26 @@ def world_of(rank: int, processes: int) -> World:
     return World(rank, processes, torch.device("cpu"), default.group_name, dist.new_group(backend="gloo"))
 
 
+@dataclass(frozen=True)
+class Data:
+    """Makes random numbers that depend on the seed only."""
+
+    device: torch.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    def __call__(self, *sizes: int, seed: int) -> Tensor:
+        return oracle.data(*sizes, seed=seed, dtype=self.dtype).to(self.device)
+
+
 def shard_of(partial: Tensor, ranks: int, outer: int, last: bool, owner: int) -> Tensor:
     """Return the shard of `owner`: the oracle's sum of this partial product and of zeros."""
     return oracle.scattered([partial, *[torch.zeros_like(partial)] * (ranks - 1)], outer, last, owner)
 
 
-def gathers(process: int, ranks: int, group: str) -> list[str]:
+def gathers(process: int, ranks: int, group: str, data: Data) -> list[str]:
     """Run gathers of several layouts and sizes. The slots grow with the third."""
     bad = []
     for number, (outer, m, q, last, strategy) in enumerate(
@@ -53,9 +70,10 @@ def gathers(process: int, ranks: int, group: str) -> list[str]:
     return bad
 
 
-def reductions(process: int, ranks: int, group: str) -> list[str]:
+def reductions(process: int, ranks: int, group: str, data: Data) -> list[str]:
     """Run reduce_scatters and all_reduces of one and two terms, in pieces and in stripes."""
     bad = []
+    dtype = data.dtype
     for number, (terms, last, strategy) in enumerate(
         [
             (1, False, "pipelined"),
@@ -77,17 +95,17 @@ def reductions(process: int, ranks: int, group: str) -> list[str]:
 
         lhs, rhs = map(list, zip(*operands[process], strict=True))
         out, _ = OPS.matmul_reduce_scatter(
-            lhs, rhs, None, 1, last, "sum", torch.float32, False, "plain", strategy, group, f"rs{number}"
+            lhs, rhs, None, 1, last, "sum", dtype, False, "plain", strategy, group, f"rs{number}"
         )
         bad += far(f"scatter {number}", out, reduced(), 5 * terms * ranks)
         if not last:
-            out, _ = OPS.matmul_all_reduce(lhs, rhs, None, "sum", torch.float32, False, strategy, group, f"ar{number}")
+            out, _ = OPS.matmul_all_reduce(lhs, rhs, None, "sum", dtype, False, strategy, group, f"ar{number}")
             want = torch.cat([reduced(), *[reduced(theirs, mine)] * (ranks - 1)])
             bad += far(f"reduce {number}", out, want, 5 * terms * ranks)
     return bad
 
 
-def bulks(process: int, ranks: int, group: str) -> list[str]:
+def bulks(process: int, ranks: int, group: str, data: Data) -> list[str]:
     bad = []
     left, right = data(6, 5, seed=1), data(5, 4, seed=2)
     for number, collective in enumerate(("all_gather", "reduce_scatter", "all_reduce")):
@@ -102,16 +120,21 @@ def bulks(process: int, ranks: int, group: str) -> list[str]:
     return bad
 
 
-KINDS: list[Callable[[int, int, str], list[str]]] = [gathers, reductions, bulks]
+KINDS: list[Callable[[int, int, str, Data], list[str]]] = [gathers, reductions, bulks]
 
 
 def every_op(rank: int, processes: int, ranks: int) -> list[str]:
     """Run every op twice on a mirrored group of `ranks` ranks."""
-    groups = MirrorGroups(world_of(rank, processes), ranks)
+    return run_every_op(world_of(rank, processes), ranks)
+
+
+def run_every_op(world: World, ranks: int) -> list[str]:
+    groups = MirrorGroups(world, ranks)
     try:
-        group = groups.new_group()
-        bad = [error for _ in range(2) for kind in KINDS for error in kind(rank, ranks, group)]
+        group, data = groups.new_group(), Data(world.device)
+        bad = [error for _ in range(2) for kind in KINDS for error in kind(world.rank, ranks, group, data)]
         (core,) = [core for core in extension().sessions() if core.group == group]
+        core.check()
         if (core.rank, core.ranks, core.transport) != (0, ranks, "mirror"):
             bad.append(f"session of rank {core.rank} of {core.ranks} over {core.transport}")
         return bad
@@ -122,7 +145,7 @@ def every_op(rank: int, processes: int, ranks: int) -> list[str]:
 def real_group_after(rank: int, processes: int) -> list[str]:
     """Run a gather on a real group after a mirrored one was closed."""
     assert ops.DEFINITIONS
-    shards = [data(4, 3, seed=r) for r in range(processes)]
+    shards = [oracle.data(4, 3, seed=r) for r in range(processes)]
     default: Any = dist.group.WORLD
     kept, _ = OPS.all_gather_matmul(shards[rank], [], [], [], 1, False, True, "pipelined", default.group_name, "after")
     return far("real group", kept, torch.cat(shards).double(), 1)
@@ -137,7 +160,7 @@ def lost_process(rank: int, processes: int) -> list[str]:
     settings.configure(step_timeout_s=1)
     try:
         group = groups.new_group()
-        shard = data(4, 3, seed=rank)
+        shard = oracle.data(4, 3, seed=rank)
         for number in range(1 + (rank == 0)):
             try:
                 OPS.all_gather_matmul(shard, [], [], [], 1, False, True, "pipelined", group, "lost")
