@@ -4,8 +4,9 @@
         tune/N     each rank's result for equal sites    -> all ranks have the same: use it
         else       all alternatives in turn, on the inputs of this call: WARM rounds, then TIMED rounds
         tuned/N    each rank's median times              -> the least time of the slowest rank; the same on every rank
+        algorithms/N   CUDA: times of several algorithms for each matmul of that strategy (runtime/matmul_algorithms)
 
-Both exchanges go through the group's Store, with the step deadline. Results are cached in `<cache>/tuned/<plan digest>.json`,
+All exchanges go through the group's Store, with the step deadline. Results are cached in `<cache>/tuned/<plan digest>.json`,
 by sizes, machine and version, for later processes. Nothing is timed while a CUDA graph is captured or warmed up by Inductor.
 """
 
@@ -121,6 +122,8 @@ class Tuner:
         if result is None:
             result = self._measure(strategies, run, check)
             file.add(keys, result, write=exchange.rank == 0)
+            if self._device == "cuda":
+                self._tune_matmuls(lambda: _run(run, list(strategies).index(result.strategy)), check)
             log.info("site '%s', bucket %d: %s", site, bucket, result)
         _results.sites.setdefault(site, {})[bucket] = result
         return list(strategies).index(result.strategy)
@@ -171,6 +174,16 @@ class Tuner:
         best = min(range(len(strategies)), key=slowest.__getitem__)
         best = best if slowest[best] < (1 - MARGIN) * slowest[0] else 0
         return TunedStrategy(strategies[best], dict(zip(strategies, slowest, strict=True)))
+
+    def _tune_matmuls(self, call: Callable[[], None], check: Callable[[], None]) -> None:
+        from .matmul_algorithms import gpu, tuning
+
+        def gather(own: dict[str, Any]) -> list[dict[str, Any]]:
+            return self._gather("algorithms", own, "the exchange of the times of a site's matmuls", check)
+
+        assert self._exchange is not None
+        device = gpu.Gpu()
+        tuning.tune_call(device, device.device, device.library(), call, gather, write=self._exchange.rank == 0)
 
 
 class _TimedCallFailed(RuntimeError):

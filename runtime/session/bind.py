@@ -3,6 +3,7 @@
 C++ calls `bind` at the group's first call. Each step is one exchange with the init deadline:
 
     hosts       host, GPU, builds, requested slot size   -> transport (topology.py)
+                CUDA: digest of stored algorithms        -> the ranks use them if all read the same
     links       CUDA: each GPU's access to the others
     arena       addresses of the shared memory           -> attach to all peers'
     attached    why a peer's memory cannot be reached    -> plain c10d on all ranks if any rank has a reason
@@ -23,6 +24,7 @@ from ub_overlap import _torch_compat
 
 from .. import errors, settings
 from ..extension import extension
+from ..matmul_algorithms import loading as matmul_algorithms
 from ..site_id import SiteId
 from . import abort_signal, plan_announcements, topology, watchdog
 from .arena_size import SIZE_STEP, round_slot_bytes
@@ -183,6 +185,7 @@ def _exchange_hosts(exchange: Exchange, device: str, slot_bytes: int, doing: str
 
         symm_mem.refuse_capture(f"bind group '{exchange.group}'")
         own["gpu"] = symm_mem.describe_gpu()
+        own["algorithms"] = _load_algorithms()
     try:
         hosts = exchange.gather("hosts", own, "init", doing, watch_processes(exchange, "hosts"))
     except errors.PeerTimeoutError as timeout:
@@ -198,7 +201,19 @@ def _exchange_hosts(exchange: Exchange, device: str, slot_bytes: int, doing: str
                 expected=f"rank {exchange.rank}: {versions}",
                 fix="install the same ub_overlap and torch on all ranks",
             )
+    if len({host.get("algorithms", "") for host in hosts}) > 1:
+        import torch
+
+        matmul_algorithms.drop(torch.cuda.current_device(), exchange.group)
     return hosts
+
+
+def _load_algorithms() -> str:
+    """Use the stored algorithms of matmuls on this rank's GPU. Return a digest of them, which all ranks must share."""
+    from ..matmul_algorithms import gpu
+
+    device = gpu.Gpu()
+    return matmul_algorithms.load(device.device, device.library())
 
 
 def _exchange_topology(exchange: Exchange, device: str, hosts: Sequence[dict[str, Any]], doing: str) -> topology.Topology:

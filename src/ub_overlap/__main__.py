@@ -11,7 +11,7 @@
     python -m ub_overlap exposed TRACE.json [--json]    exposed communication of a profiler trace
     python -m ub_overlap report list [--json]           list stored reports, newest first
     python -m ub_overlap report show DIGEST [--json]    show one of them; the first digits of the digest are enough
-    python -m ub_overlap clear-cache [--dry-run]        remove stored reports, autotune results, flight records
+    python -m ub_overlap clear-cache [--dry-run]        remove stored reports, results, flight records
     torchrun --nproc-per-node N -m ub_overlap calibrate [--quick] [--out FILE]
                                                         measure this machine for the cost model
     python -m ub_overlap plan --model llama-70b [...]   predict the step of a block, without a GPU

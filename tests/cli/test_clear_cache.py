@@ -15,11 +15,13 @@ from ub_overlap.cli import cache, main
 
 OURS = (
     "plans/0011223344556677.json", "plans/0011223344556677.graphs", "plans/.ub_overlap-abc", "tuned/0011223344556677.json",
+    "algorithms/nvidia-h200-130100-0123abcd.json", "algorithms/.ub_overlap-abc",
     "flight/rank0-node-1.lan-4711.json", "flight/rank-1-4712.json", "flight/.ub_overlap-abc",
 )  # fmt: skip
 PROFILE = "profiles/nvidia-h200-tp8-0123abcd.json"
 THEIRS = (
-    "plans/notes.txt", "plans/deadbeef.json.bak", "tuned/x.json", "thesis.json", "plans/.ub_overlap-new", "flight/rank0.json",
+    "plans/notes.txt", "plans/deadbeef.json.bak", "tuned/x.json", "algorithms/x.json", "thesis.json",
+    "plans/.ub_overlap-new", "flight/rank0.json",
 )  # fmt: skip
 
 
@@ -60,7 +62,7 @@ def test_dry_run(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_only_our_files_are_removed(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["clear-cache", "--yes", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert (answer["removed"], answer["bytes"], answer["failed"]) == (7, 700, []) and len(answer["skipped"]) == 7
+    assert (answer["removed"], answer["bytes"], answer["failed"]) == (9, 900, []) and len(answer["skipped"]) == 8
     assert {Path(f["path"]).relative_to(store).as_posix() for f in answer["files"]} == set(OURS)
     assert names(store) == {*THEIRS, PROFILE}
     assert (tmp_path / "outside/aabbccddeeff0011.json").read_text() == "precious"
@@ -123,7 +125,7 @@ def test_the_question(answer: str, code: int, store: Path) -> None:
     done = subprocess.run(command, stdin=theirs, capture_output=True, text=True, timeout=60, check=False)
     os.close(theirs)
     os.close(ours)
-    assert done.returncode == code and "remove 7 files? [y/N]" in done.stdout, done.stderr
+    assert done.returncode == code and "remove 9 files? [y/N]" in done.stdout, done.stderr
     assert (OURS[0] in names(store)) is (code == 1)
 
 

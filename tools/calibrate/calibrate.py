@@ -18,11 +18,13 @@ from .fit import compare_calls, fit
 def calibrate(out: str | None = None, device: str | None = None, *, quick: bool = False) -> Path:
     """Measure on all ranks of torchrun. Rank 0 writes the profile (to `out`, or the user's cache). Return its path.
 
+    On GPUs also store the fastest algorithms of the measured calls' matmuls.
+
     OptionError outside of torchrun, or without a folder for the profile.
     """
     if out is None:
         _check_folder()
-    from . import run, world
+    from . import algorithms, run, world
 
     ranks = world.start(device)
     start = time.monotonic()
@@ -38,6 +40,9 @@ def calibrate(out: str | None = None, device: str | None = None, *, quick: bool 
             stored_file.write(path, profile.to_json())
         except OSError as error:
             failure = OptionError("cannot write the profile", where=str(path), got=str(error), fix="use --out FILE")
+    chosen = algorithms.choose(ranks)  # behind the profile, which is complete without
+    if chosen and ranks.rank == 0:
+        print(algorithms.summarize(chosen), flush=True)
     world.end(ranks, failure)
     if failure:
         raise failure

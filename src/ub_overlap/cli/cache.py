@@ -2,6 +2,7 @@
 
     plans/      reports by plan digest, with their graphs
     tuned/      autotune results
+    algorithms/ algorithms of matmuls that a search has chosen
     flight/     flight records; not those in $UB_OVERLAP_FLIGHT_DIR
     profiles/   device profiles that `calibrate` measured; removed only with --profiles, because measuring takes a machine
 
@@ -34,6 +35,7 @@ TEMPORARY = rf"(?:{re.escape(stored_file.TEMPORARY)}|\.plan-|\.profile-)\w+"  # 
 NAMES = {
     "plans": re.compile(rf"{DIGEST}\.(json|graphs)|{TEMPORARY}"),
     "tuned": re.compile(rf"{DIGEST}\.json|\.{DIGEST}\.json\.lock|{TEMPORARY}"),
+    "algorithms": re.compile(rf"[a-z0-9-]+-[0-9]+-[0-9a-f]{{8}}\.json|{TEMPORARY}"),
     "flight": re.compile(rf"rank-?[0-9]+-(.+-)?[0-9]+\.json|{TEMPORARY}"),
     "profiles": re.compile(rf"\.?[a-z0-9-]+-tp\w+-[0-9a-f]{{8}}\.json(\.lock)?|{TEMPORARY}"),
 }
@@ -54,8 +56,9 @@ class CachedFile:
 
 def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
     parser = add_verb(
-        verbs, "clear-cache", "remove stored reports, autotune results and flight records", parents=[as_json],
-        details="Device profiles stay, unless --profiles is given. Other files in the folder stay, symbolic links too.",
+        verbs, "clear-cache", "remove stored reports, results of measurements and flight records", parents=[as_json],
+        details="Results are those of autotune, and algorithms of matmuls. Device profiles stay, unless --profiles is given. "
+        "Other files in the folder stay, symbolic links too.",
         examples=["clear-cache --dry-run", "clear-cache --yes", "clear-cache --older-than 30 --yes"],
         exits={0: "success, also if there is nothing to remove", 1: "not confirmed, or a file could not be removed"},
     )  # fmt: skip
