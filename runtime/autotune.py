@@ -182,7 +182,7 @@ class Tuner:
             return self._gather("algorithms", own, "the exchange of the times of a site's matmuls", check)
 
         assert self._exchange is not None
-        device = gpu.Gpu()
+        device = gpu.MatmulGpu()
         tuning.tune_call(device, device.device, device.library(), call, gather, write=self._exchange.rank == 0)
 
 

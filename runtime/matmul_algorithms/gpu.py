@@ -29,7 +29,7 @@ _PATTERN = 1 << 20
 _COMPARED = 1 << 18
 
 
-class Gpu:
+class MatmulGpu:
     """The current device, for search.py."""
 
     def __init__(self) -> None:

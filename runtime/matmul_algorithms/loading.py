@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from ..extension import extension
 from . import store
@@ -14,34 +13,26 @@ from .store import ChosenAlgorithm, Library
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Loaded:
-    """By index of the device: its library, and a digest of what its file had. A process reads each file once."""
-
-    libraries: dict[int, Library] = field(default_factory=dict)
-    digests: dict[int, str] = field(default_factory=dict)
-
-
-_loaded = _Loaded()
+_digests: dict[int, str] = {}
+"""Index of a device -> digest of what its file had. A process reads the file once."""
 
 
 def load(device: int, library: Library) -> str:
     """Use the stored algorithms on a device. Return a digest of them, "" for none: ranks of a group compare theirs."""
-    if device not in _loaded.digests:
+    if device not in _digests:
         chosen = store.load(library)
-        _loaded.libraries[device] = library
-        _loaded.digests[device] = _digest_of(chosen)
+        _digests[device] = _digest_of(chosen)
         if chosen:
             extension().add_matmul_algorithms(device, {key: row.algorithm for key, row in chosen.items()})
             log.info("cuda:%d: %d matmuls have a stored algorithm (%s)", device, len(chosen), store.path_of(library))
-    return _loaded.digests[device]
+    return _digests[device]
 
 
 def drop(device: int, group: str) -> None:
     """Use the library's first proposals, because the ranks of a group loaded different algorithms."""
-    if _loaded.digests.get(device):
+    if _digests.get(device):
         log.warning("the ranks of group '%s' read different algorithms of matmuls, and use none of them in this process", group)
-    _loaded.digests[device] = ""
+    _digests[device] = ""
     extension().clear_matmul_algorithms()
 
 
@@ -61,8 +52,7 @@ def adopt(device: int, library: Library, chosen: Mapping[str, ChosenAlgorithm], 
 
 def forget() -> None:
     """Forget what was loaded and chosen, as in a new process."""
-    _loaded.libraries.clear()
-    _loaded.digests.clear()
+    _digests.clear()
     extension().clear_matmul_algorithms()
 
 

@@ -212,7 +212,7 @@ def _load_algorithms() -> str:
     """Use the stored algorithms of matmuls on this rank's GPU. Return a digest of them, which all ranks must share."""
     from ..matmul_algorithms import gpu
 
-    device = gpu.Gpu()
+    device = gpu.MatmulGpu()
     return matmul_algorithms.load(device.device, device.library())
 
 

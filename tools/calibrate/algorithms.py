@@ -18,7 +18,7 @@ def choose(world: CalibrationWorld) -> dict[str, ChosenAlgorithm] | None:
     from ub_overlap.runtime.matmul_algorithms import gpu
 
     def search() -> dict[str, ChosenAlgorithm]:
-        device = gpu.Gpu()
+        device = gpu.MatmulGpu()
         return tuning.tune(device, device.device, device.library(), device.problems(), world.gather, write=world.rank == 0)
 
     chosen: dict[str, ChosenAlgorithm] | None = world.probe("algorithms of matmuls", search)

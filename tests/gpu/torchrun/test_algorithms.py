@@ -34,7 +34,7 @@ def call_of(lockstep: Lockstep, group: str, kind: str) -> Callable[[], list[torc
 
 def keys_of(call: Callable[[], Any]) -> dict[str, bool]:
     """Return the keys of a call's matmuls, and whether a search has chosen their algorithm."""
-    device = gpu.Gpu()
+    device = gpu.MatmulGpu()
     before = device.problems()
     with tuning.without_replay():
         call()
@@ -56,7 +56,7 @@ def is_close(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 def test_search_is_used_by_all_ranks_and_stored(lockstep: Lockstep, group: str, kind: str) -> None:
     call = call_of(lockstep, group, kind)
     first = [call() for _ in range(4)][-1]  # recorded by now: a replay must not keep the first proposal
-    device = gpu.Gpu()
+    device = gpu.MatmulGpu()
     chosen = tuning.tune_call(device, device.device, device.library(), call, lockstep.gather, write=lockstep.rank == 0)
     assert chosen and len({str(sorted(rank)) for rank in lockstep.gather({k: c.algorithm for k, c in chosen.items()})}) == 1
     keys = keys_of(call)
@@ -94,7 +94,7 @@ def test_stored_algorithms_are_used_by_a_new_process(lockstep: Lockstep, group: 
     """Runs behind the search, in new processes with the same cache folder."""
     call = call_of(lockstep, group, kind)
     call()
-    stored = store.load(gpu.Gpu().library())
+    stored = store.load(gpu.MatmulGpu().library())
     keys = keys_of(call)
     assert keys and set(keys) <= set(stored) and all(keys.values())
     session.check(group)
