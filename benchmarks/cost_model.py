@@ -70,7 +70,7 @@ def measured_times(row: dict[str, Any]) -> dict[str, float]:
     ours, plain = ("ours_g ", "seq_g") if graphs else ("ours ", "seq")
     times = {"none": 1e3 * ms[plain]} if plain in ms else {}
     for name, value in ms.items():
-        if name.startswith(ours + "pipelined"):
+        if name.startswith((ours + "pipelined", ours + "direct")):
             times[str(Strategy.parse(name.removeprefix(ours)))] = 1e3 * value
     return times
 

@@ -64,9 +64,9 @@ def parse_flags() -> argparse.Namespace:
 
 
 def default_strategies(ranks: int) -> list[str]:
-    """Return one piece per rank, one piece, fewer and more pieces than ranks, and stripes for reductions."""
+    """Return one piece per rank, one piece, fewer and more pieces than ranks; stripes and direct for reductions."""
     counts = [c for c in sorted({1, 2, ranks // 2, 2 * ranks}) if c and c != ranks]
-    return ["pipelined", *(f"pipelined:chunks={c}" for c in counts), "pipelined:stripes=2", "pipelined:stripes=4"]
+    return ["pipelined", *(f"pipelined:chunks={c}" for c in counts), "pipelined:stripes=2", "pipelined:stripes=4", "direct"]
 
 
 def run(args: argparse.Namespace, world: World, rows: list[SuiteRow], document: dict[str, Any], context: OpContext) -> None:

@@ -145,12 +145,14 @@ def _build(case: Case, context: OpContext, columns: Columns) -> dict[str, Call]:
     add("seq_g", lambda: case.seq, True)
     add("torch", lambda: case.torch_fused, False, cuda_only=True)
     add("torch_g", lambda: case.torch_fused, True, cuda_only=True)
-    strategies = [s for s in context.strategies if not (case.gather and "stripes" in s)]
+    has_direct, has_stripes = not case.gather and not case.row.fp8, not case.gather
+    strategies = [s for s in context.strategies if has_stripes or "stripes" not in s]
+    strategies = [s for s in strategies if has_direct or s != "direct"]
     for strategy in strategies:  # eager columns first: growth of the group's memory would invalidate graphs
         add(f"ours {strategy}", lambda s=strategy: case.ours(s, context.group), False)
     for strategy in strategies:
         add(f"ours_g {strategy}", lambda s=strategy: case.ours(s, context.group), True)
-        if "stripes" not in strategy:  # their pieces form one batched matmul
+        if strategy.startswith("pipelined") and "stripes" not in strategy:  # others are one batched matmul, or several
             _cuts(case, strategy, add)
     if case.gather:
         add("ours_g keep", lambda: case.ours(strategies[0], context.group, keep=True), True)

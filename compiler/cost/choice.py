@@ -41,15 +41,15 @@ def choose(
     """Return the cheapest strategy. `overlap_only`: only those that overlap (none is still predicted). `chunks`: the number of
     pieces; 0: any number. `timed`: only these, if any (for comparisons with measured times).
 
-    Strategies are compared from the simplest to the most complicated: none, one piece, few pieces, many, stripes. One replaces
-    the best so far only if it saves `margin_us`.
+    Strategies are compared from the simplest to the most complicated: none, one piece, few pieces, many, stripes, direct. One
+    replaces the best so far only if it saves `margin_us`.
     """
     return _choose(shape, profile, overlap_only, chunks, timed)
 
 
 @lru_cache(maxsize=1024)
 def _choose(shape: SiteShape, profile: Profile, overlap_only: bool, chunks: int, timed: tuple[str, ...]) -> StrategyChoice:
-    open_to = candidates(shape)
+    open_to = candidates(shape, profile)
     if chunks and not shape.bulk and len(open_to) > 1:
         open_to = [NONE, Strategy(Mode.PIPELINED, chunks)]
     if timed:

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from ..plan.strategy import MAX_CHUNKS, NONE, Mode, Strategy
 from .curve import at, between
+from .direct_time import direct_us, has_direct_times, link_us
 from .matmul_time import matmul_us
 from .profile import Profile
 from .program import CostItem, programs
@@ -35,8 +36,8 @@ class Prediction:
     timeline: tuple[tuple[str, str, float, float], ...] = ()
 
 
-def candidates(shape: SiteShape) -> list[Strategy]:
-    """Return the strategies that can run the site, none first."""
+def candidates(shape: SiteShape, profile: Profile) -> list[Strategy]:
+    """Return the strategies that can run the site and have times in `profile`, none first."""
     if shape.ranks == 1:
         return [NONE]
     if shape.bulk:
@@ -48,6 +49,8 @@ def candidates(shape: SiteShape) -> list[Strategy]:
     found = [Strategy(Mode.PIPELINED, 0 if c == ranks else c) for c in sorted(counts) if c <= limit or c == 1]
     if not shape.gathers and not shape.shard_dim_is_last:
         found += [Strategy(Mode.PIPELINED, c, striped=True) for c in STRIPES if c * ranks * LEAST_BLOCK <= rows]
+    if not shape.why_not_direct and has_direct_times(profile, shape):
+        found.append(Strategy(Mode.DIRECT))
     return [NONE, *found]
 
 
@@ -69,6 +72,8 @@ def _predict(shape: SiteShape, strategy: Strategy, profile: Profile) -> Predicti
     )
     times = play(made, cost, contention)
     pushes = sum(cost(item.work) for item in made[0] if item.work.what == "push")
+    if strategy.direct:
+        pushes += link_us(profile, shape.ranks, shape.dtype, shape.rows, shape.cols)
     flags = sum(cost(item.work) for item in made[0] if item.work.what == "flag")
     us = max(end for rank in times for _, end in rank)
     # Pieces and the whole are measured separately. The floor ensures that cutting never makes a matmul faster than the whole.
@@ -150,6 +155,9 @@ def _cost(shape: SiteShape, profile: Profile, work: CostItem) -> float:
             return at(profile.reduce, size * 2 + on_wire * (work.pieces - 1))
         case "matmul":
             return _piece_us(shape, profile, work)
+        case "direct":
+            m, n, k, _ = shape.matmuls[work.index]
+            return direct_us(profile, shape.ranks, shape.dtype, m, n, k, shape.outer)
         case "finish":
             m, n, _, _ = shape.matmuls[work.index]
             return at(profile.reduce, m * n * (4 + SIZES[shape.dtype]))

@@ -67,6 +67,16 @@ class Steps:
     """Between a collective and a matmul, one after the other."""
 
 
+@dataclass(frozen=True, slots=True)
+class DirectStores:
+    """Matmuls whose product is stored at the ranks that own its shards (strategy direct); see direct_time.py."""
+
+    link_gbs: float
+    """The rate of their stores where the link binds."""
+    matmuls: tuple[tuple[str, int, int, int, int, float], ...]
+    """Measured: (dtype, ranks, M, N, K of one rank's whole matmul, microseconds)."""
+
+
 @dataclass(frozen=True, eq=False)
 class Profile:
     """Everything that the simulator needs; an immutable value, identified by its digest."""
@@ -97,6 +107,8 @@ class Profile:
     """Whole calls that were timed: (kind, ranks, dtype, M, N, K of one rank's matmul, strategy, microseconds)."""
     holes: tuple[str, ...] = ()
     """Measurements that failed, with values from another profile."""
+    direct: DirectStores | None = None
+    """None where they were not measured: then `direct` is not selected."""
     digest: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -129,6 +141,7 @@ class Profile:
 
 def _plain(p: Profile) -> dict[str, Any]:
     """Return a profile as JSON values."""
+    direct = {} if p.direct is None else {"direct": _plain_direct(p.direct)}
     return {
         "name": p.name,
         "source": p.source,
@@ -152,7 +165,12 @@ def _plain(p: Profile) -> dict[str, Any]:
         "matmuls": [[*row[:5], float(row[5])] for row in p.matmuls],
         "checks": [[*row[:7], float(row[7])] for row in p.checks],
         "holes": list(p.holes),
+        **direct,
     }
+
+
+def _plain_direct(direct: DirectStores) -> dict[str, Any]:
+    return {"link_gbs": direct.link_gbs, "matmuls": [[*row[:5], float(row[5])] for row in direct.matmuls]}
 
 
 def _points(curve: Curve) -> list[list[float]]:
@@ -191,6 +209,7 @@ class _Reader:
             push_slowdown=self.number(slowdown, "slowdown.push"),
             checks=self.checks(),
             holes=self.holes(),
+            direct=self.direct(),
         )
 
     def part(self, name: str) -> dict[str, Any]:
@@ -274,6 +293,22 @@ class _Reader:
                     f"matmuls[{number}]", row, f"[one of {'/'.join(LAYOUTS)}, one of {'/'.join(DTYPES)}, M, N, K, microseconds]"
                 )
         return tuple((a, t, int(m), int(n), int(k), float(us)) for a, t, m, n, k, us in found)
+
+    def direct(self) -> DirectStores | None:
+        if self.found.get("direct") is None:
+            return None
+        part = self.part("direct")
+        rows = part.get("matmuls")
+        if not isinstance(rows, list) or not rows:
+            raise self.bad("direct.matmuls", rows, "a list of [dtype, ranks, M, N, K, microseconds]")
+        for number, row in enumerate(rows):
+            good = isinstance(row, list) and len(row) == 6 and row[0] in DTYPES and all(_is_number(x) for x in row[1:])
+            if not good or row[1] < 2 or min(row[2:5]) < 1 or row[5] < 1e-3:
+                raise self.bad(
+                    f"direct.matmuls[{number}]", row, f"[one of {'/'.join(DTYPES)}, ranks from 2 on, M, N, K, microseconds]"
+                )
+        known = tuple((t, int(r), int(m), int(n), int(k), float(us)) for t, r, m, n, k, us in rows)
+        return DirectStores(self.number(part, "direct.link_gbs", 1e-3), known)
 
     def checks(self) -> tuple[tuple[str, int, str, int, int, int, str, float], ...]:
         found = self.found.get("checks") or []

@@ -33,7 +33,7 @@ from ub_overlap.runtime.schedule.steps import (
 
 @dataclass(frozen=True, slots=True)
 class CostItem:
-    """`what`: "begin", "end", "matmul", "push", "flag", "copy", "reduce", "finish", "wait", "signal" or "opaque".
+    """`what`: "begin", "end", "matmul", "direct" (a matmul that stores its product at peers), "push", "flag", "copy", "reduce", "finish", "wait", "signal" or "opaque".
 
     `share`: shards it covers (matmul: of its product; a contraction: of what it reads). `index`: consumer or term of a matmul.
     `pieces`: separate blocks of a matmul; sources of a reduction. `adds`: accumulates into its output. `peer`: ranks
@@ -128,6 +128,8 @@ def _work(step: Step, rank: int, key: Key) -> CostItem:
             parts = step.reads if contracts else step.writes
             # A bulk op's matmul is not cut; its one write is its whole result.
             share = float(key.ranks) if key.kind.startswith("bulk_") else sum(map(_share, parts))
+            if key.direct:
+                return CostItem("direct", share, step.index)
             pieces = len(step.writes) if key.striped else 1
             return CostItem("matmul", share, step.index, pieces, step.accumulate)
         case Reduce():

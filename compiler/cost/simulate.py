@@ -1,7 +1,8 @@
 """Discrete-event simulation of programs: two queues per rank, events, flags, and contention.
 
 A rank's compute queue and copy queue run concurrently. While bytes move in or out of a rank its matmul runs slower; while a
-matmul runs its pushes run slower; and concurrent pushes to one rank share its port. Flags are the only synchronization between
+matmul runs its pushes run slower; and concurrent pushes to one rank share its port. A matmul that stores at its peers uses the
+same ports: as one push, spread over all peers. Flags are the only synchronization between
 ranks. Where all ranks do the same, one is simulated and its peers are assumed to be exactly as far.
 """
 
@@ -58,6 +59,7 @@ class _Game:
         self.times: list[Times] = [[(0.0, math.inf)] * len(p) for p in programs]
         self.flags: set[tuple[int, FlagName]] = set()
         self.moves = [0] * self.ranks  # pushes that arrive at a rank now
+        self.stores = [0] * self.ranks  # matmuls of peers that store at a rank now
         self.target = [-1] * self.ranks  # the target of a rank's current push
 
     def run(self) -> list[Times]:
@@ -113,6 +115,8 @@ class _Game:
             self.target[rank] = target
             self.moves[target] += 1
             self.traffic(target, rank, now)
+        elif what == "direct":
+            self.store(rank, 1, now)
         elif what == "matmul":
             self.rate(rank, now)
 
@@ -127,6 +131,8 @@ class _Game:
             target, self.target[rank] = self.target[rank], -1
             self.moves[target] -= 1
             self.traffic(target, rank, now)
+        elif what == "direct":
+            self.store(rank, -1, now)
         elif what == "matmul":
             self.rate(rank, now)
         woken = [rank]
@@ -149,17 +155,33 @@ class _Game:
             if rank in (target, source) or self.target[rank] == target:
                 self.rate(rank, now)
 
+    def store(self, source: int, count: int, now: float) -> None:
+        """Update speeds after a matmul of `source` that stores at all peers began (`count` 1) or ended (-1)."""
+        for rank in range(self.ranks):
+            if rank != source or self.ranks == 1:
+                self.stores[rank] += count
+        for rank in range(self.ranks):
+            self.rate(rank, now)
+
+    def shares(self, target: int) -> float:
+        """Return the factor by which transfers to `target` slow each other down."""
+        stored = self.stores[target] / max(1, self.ranks - 1)  # each is spread over all peers
+        pushed = self.moves[target] if self.ranks > 1 else min(1, self.moves[target])
+        return max(1.0, pushed + stored) ** SHARE
+
     def rate(self, rank: int, now: float) -> None:
         """Set the speeds of a rank's two queues for the items that run now."""
         compute, copy = 2 * rank, 2 * rank + 1
         place = self.running[compute]
-        multiplies = place >= 0 and self.programs[rank][place].work.what == "matmul"
+        what = self.programs[rank][place].work.what if place >= 0 else ""
         pushes = self.target[rank] >= 0
-        if multiplies:
-            self.set(compute, now, self.matmul_speed if pushes or self.moves[rank] else 1.0)
+        if what == "matmul":
+            self.set(compute, now, self.matmul_speed if pushes or self.moves[rank] or self.stores[rank] else 1.0)
+        elif what == "direct":
+            self.set(compute, now, 1 / max(self.shares(peer) for peer in range(self.ranks) if peer != rank or self.ranks == 1))
         if pushes:
-            shares = max(1, self.moves[self.target[rank]]) ** SHARE if self.ranks > 1 else 1.0
-            self.set(copy, now, 1 / ((self.with_.push if multiplies else 1.0) * shares))
+            slowed = self.with_.push if what in ("matmul", "direct") else 1.0
+            self.set(copy, now, 1 / (slowed * self.shares(self.target[rank])))
 
     def set(self, q: int, now: float, speed: float) -> None:
         if self.running[q] < 0 or self.speed[q] == speed:

@@ -47,6 +47,17 @@ class SiteShape(SiteSizes):
         return self.kind == "all_gather_matmul"
 
     @property
+    def why_not_direct(self) -> str:
+        """Why the product cannot be stored at its owners; "" where it can. (For graphs: select/legality.py.)"""
+        if self.gathers or self.bulk:
+            return "nothing is multiplied and then reduced"
+        if self.shard_dim_is_last:
+            return "shards of the last dim are no blocks of rows"
+        if len(self.matmuls) != 1 or self.multiplied != self.dtype or self.wire_dtype or self.keep:
+            return "only the plain product of one matmul, without other readers, can be stored at its owners"
+        return ""
+
+    @property
     def multiplied(self) -> str:
         """The dtype of the matmuls' operands; `dtype` is that of the collective."""
         return self.operands or self.dtype
@@ -73,10 +84,12 @@ class SiteShape(SiteSizes):
 
     def key(self, strategy: Strategy) -> Key:
         """Return the key of the schedule for `strategy`. ValueError for none, and where strategy and site do not fit."""
-        if strategy.mode is not (Mode.BULK if self.bulk else Mode.PIPELINED):
+        if strategy.mode not in ((Mode.BULK,) if self.bulk else (Mode.PIPELINED, Mode.DIRECT)):
             raise ValueError(f"{strategy} of a {self.kind} site has no schedule")
         if strategy.striped and (self.shard_dim_is_last or self.gathers):
             raise ValueError(f"{strategy}: only a reduction whose shards can be cut is made in stripes; got {self}")
+        if strategy.direct and (why := self.why_not_direct):
+            raise ValueError(f"{strategy}: {why}; got {self}")
         return Key(
             kind=self.kind,
             ranks=self.ranks,
@@ -86,4 +99,5 @@ class SiteShape(SiteSizes):
             shard_dim_is_last=self.shard_dim_is_last,
             keep=self.keep and self.gathers,
             striped=strategy.striped,
+            direct=strategy.direct,
         )

@@ -60,7 +60,8 @@ def sizes_of_site(site: Site, wire_dtype: str = "") -> SiteSizes | None:
         dtype, whole = _dtype(dtype_of(site.terms[0].node)), (site.rows, site.cols)
         matmuls = tuple((site.rows, site.cols, t.inner, False) for t in site.terms)
         operands = "float8" if site.terms[0].scales is not None else ""
-        kind, keep = "matmul_all_reduce" if c.op is Op.ALL_REDUCE else "matmul_reduce_scatter", False
+        kind = "matmul_all_reduce" if c.op is Op.ALL_REDUCE else "matmul_reduce_scatter"
+        keep = bool(site.kept_nodes)
         outer = 1 if site.shard_dim_is_last or c.op is Op.ALL_REDUCE else site.blocks.outer
     elif c.op in _BULK:
         elements = numel(shape_of(c.input))

@@ -14,7 +14,7 @@ from ..plan.strategy import MAX_CHUNKS, DispatchTable, Strategy, parse
 
 AUTO = "auto"
 EXPECTED = (
-    "auto, none, pipelined, bulk, pipelined:chunks=N, pipelined:stripes=N, bulk:chunks=N, chunks=N "
+    "auto, none, pipelined, direct, bulk, pipelined:chunks=N, pipelined:stripes=N, bulk:chunks=N, chunks=N "
     f"(N from 1 to {MAX_CHUNKS}; of chunks also R, R/2, 2R), or a table of these"
 )
 _OF_RANKS = re.compile(r"((?:(?:pipelined|bulk):)?chunks=)(R/2|2R|R)\Z")

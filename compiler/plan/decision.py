@@ -25,7 +25,7 @@ class SiteSizes:
     cols: int
     """[rows, cols] of the collective's whole tensor: what all ranks gather, or what is reduced."""
     keep: bool = False
-    """The gathered tensor is returned as well."""
+    """The gathered tensor, or the product before its reduction, is returned as well."""
     shard_dim_is_last: bool = False
     """Shards of the last dim, which cannot be cut."""
     outer: int = 1
@@ -144,7 +144,7 @@ class Decision:
 
     @property
     def overlapped(self) -> bool:
-        return self.strategy.mode in (Mode.PIPELINED, Mode.BULK)
+        return self.strategy.mode in (Mode.PIPELINED, Mode.DIRECT, Mode.BULK)
 
     @property
     def traced(self) -> Strategy:

@@ -77,8 +77,9 @@ class Reason(str, Enum):
     RECIPE = "recipe"
     """A matmul that the float8 recipe keeps in high precision."""
     STRATEGY_ILLEGAL = "strategy_illegal"
-    """An override requests a strategy that the site does not have: stripes where nothing is reduced, or where the shards
-    cannot be cut; bulk without an independent matmul; pipelined where only independent matmuls exist."""
+    """An override requests a strategy that the site does not have: stripes or direct where nothing is reduced, or where the
+    shards cannot be cut; direct where the product is a sum, float8 or read by others; bulk without an independent matmul;
+    pipelined where only independent matmuls exist."""
 
 
 def collective_of(kind: str) -> str:

@@ -25,6 +25,8 @@ MAX_CHUNKS = 64
 class Mode(str, Enum):
     NONE = "none"
     PIPELINED = "pipelined"
+    DIRECT = "direct"
+    """The matmul of a reduction stores every shard of its product in the memory of the rank that owns it."""
     BULK = "bulk"
     MERGED = "merged"
     """Removed: an all_reduce that was summed into another, or a gather of scales that goes along with their rows."""
@@ -41,20 +43,21 @@ class Strategy:
     chunks: int = 0
     striped: bool = False
 
-    _PATTERN: ClassVar[re.Pattern[str]] = re.compile(r"(none|pipelined|bulk)(?::(chunks|stripes)=([1-9][0-9]{0,3}))?\Z")
+    _PATTERN: ClassVar[re.Pattern[str]] = re.compile(r"(none|pipelined|direct|bulk)(?::(chunks|stripes)=([1-9][0-9]{0,3}))?\Z")
 
     def __str__(self) -> str:
         return self.mode.value + (f":{'stripes' if self.striped else 'chunks'}={self.chunks}" if self.chunks else "")
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
-        """Read "none", "pipelined", "bulk", "pipelined:chunks=4" or "pipelined:stripes=2". ValueError for anything else."""
+        """Read "none", "pipelined", "direct", "bulk", "pipelined:chunks=4" or "pipelined:stripes=2". ValueError for anything else."""
         match = cls._PATTERN.match(text)
         mode, what, count = match.groups() if match else ("none", "", "0")
         striped = what == "stripes"
-        if not match or (mode == "none" and what) or int(count or 0) > MAX_CHUNKS or (striped and mode != "pipelined"):
+        is_whole = mode in ("none", "direct")  # has no pieces
+        if not match or (is_whole and what) or int(count or 0) > MAX_CHUNKS or (striped and mode != "pipelined"):
             raise ValueError(
-                f"strategy {text!r}: expected none, pipelined, bulk, one of the last two with :chunks=1..{MAX_CHUNKS}, "
+                f"strategy {text!r}: expected none, pipelined, direct, bulk, pipelined or bulk with :chunks=1..{MAX_CHUNKS}, "
                 f"or pipelined:stripes=1..{MAX_CHUNKS}"
             )
         return cls(Mode(mode), int(count or 0), striped)
@@ -71,6 +74,10 @@ class Strategy:
     def at(self, _rows: int) -> Strategy:
         """Return the strategy of a call of `rows` rows: itself."""
         return self
+
+    @property
+    def direct(self) -> bool:
+        return self.mode is Mode.DIRECT
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
@@ -119,12 +126,16 @@ class DispatchTable:
 
     @property
     def mode(self) -> Mode:
-        """The mode of the overlapped strategies: a site is pipelined or bulk, whatever its sizes."""
+        """The mode of the first overlapped strategy. All are bulk, or all overlap with the collective's own matmuls."""
         return next((s.mode for s in self.strategies if s != NONE), Mode.NONE)
 
     @property
     def striped(self) -> bool:
         return any(s.striped for s in self.strategies)
+
+    @property
+    def direct(self) -> bool:
+        return any(s.direct for s in self.strategies)
 
 
 def table(buckets: Sequence[Bucket]) -> Strategy | DispatchTable:
@@ -155,6 +166,6 @@ def parse(text: str) -> Strategy | DispatchTable:
     if any(len(set(b.strategies)) != len(b.strategies) for b in buckets):
         raise ValueError(f"strategy {text!r}: expected each alternative once")
     found = table(buckets)
-    if len({s.mode for s in found.strategies} - {Mode.NONE}) > 1:
-        raise ValueError(f"strategy {text!r}: expected strategies of one kind, and none")
+    if len({s.mode is Mode.BULK for s in found.strategies if s != NONE}) > 1:
+        raise ValueError(f"strategy {text!r}: expected bulk and none, or any others without bulk")
     return found

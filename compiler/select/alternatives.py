@@ -93,10 +93,10 @@ class AlternativeFinder:
         forced = override.strategy if override else None
         alternatives = Alternatives(miss=candidate.miss, counts_memory=not forced and not self.costs.policy.is_forced)
         for mode in [forced.mode] if forced else [Mode.PIPELINED, Mode.BULK]:
-            if mode is Mode.PIPELINED:
-                small = self._add_pipelined(alternatives, candidate, forced, override.chunks if override else 0)
-            else:
+            if mode is Mode.BULK:
                 small = self._add_bulk(alternatives, candidate, forced)
+            else:
+                small = self._add_pipelined(alternatives, candidate, forced, override.chunks if override else 0)
             if small:
                 return Alternatives(miss=small)
         alternatives.ranked = _subtract_margin(alternatives.ranked)

@@ -21,6 +21,7 @@ from ..plan.strategy import NONE, Mode, Strategy
 from ..reports.describe_site import describe_site, group_names, reported_sizes
 from .assignment import Assignment
 from .dispatch_table import rows_at
+from .legality import why_not_direct
 
 _MATCHED = {
     Op.ALL_GATHER: Kind.ALL_GATHER_MATMUL,
@@ -111,7 +112,8 @@ def make_decision(
 
 def _legal_modes(candidate: Candidate) -> tuple[str, ...]:
     pipelined = (Mode.PIPELINED.value,) if candidate.match is not None else ()
-    return pipelined + ((Mode.BULK.value,) if candidate.independent_matmuls else ())
+    direct = (Mode.DIRECT.value,) if candidate.match is not None and not why_not_direct(candidate.match) else ()
+    return pipelined + direct + ((Mode.BULK.value,) if candidate.independent_matmuls else ())
 
 
 def merge_scales(decisions: list[Decision], candidates: list[Candidate]) -> None:

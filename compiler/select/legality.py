@@ -23,10 +23,31 @@ def find_illegal(candidate: Candidate, forced: Strategy | DispatchTable) -> str:
     if forced.mode is Mode.BULK and match is not None and not candidate.independent_matmuls:
         own = ", ".join(p.node.name for p in match.matmuls)
         return f"bulk needs a matmul that is independent of the collective, and there is none; {own} can be pipelined with it"
-    if forced.mode is Mode.PIPELINED and miss is not None and miss.reason is Reason.NO_MATMUL and candidate.independent_matmuls:
-        name = candidate.independent_matmuls[0].node.name
-        return f"pipelined needs a matmul of the collective's own data: {miss.detail}; bulk can hide it behind {name}"
-    return _no_stripes(match) if forced.striped else ""
+    needs_own = forced.mode in (Mode.PIPELINED, Mode.DIRECT)
+    if needs_own and miss is not None and miss.reason is Reason.NO_MATMUL and candidate.independent_matmuls:
+        name, mode = candidate.independent_matmuls[0].node.name, forced.mode.value
+        return f"{mode} needs a matmul of the collective's own data: {miss.detail}; bulk can hide it behind {name}"
+    if forced.striped and (why := _no_stripes(match)):
+        return why
+    return why_not_direct(match) if forced.direct and match is not None else ""
+
+
+def why_not_direct(match: Match) -> str:
+    """Return why the product of a match cannot be stored at its owners; "" where it can.
+
+    Addends do not matter: they are a rank's own business.
+    """
+    if not isinstance(match, Reduction):
+        return "direct stores a product at the ranks that reduce it; here shards are gathered"
+    if match.shard_dim_is_last:
+        return "direct stores blocks of rows, and here the last dim is scattered"
+    if len(match.terms) > 1:
+        return f"direct stores the product of one matmul, and here {len(match.terms)} are summed"
+    if match.terms[0].scales is not None:
+        return "direct stores no product of float8 operands"
+    if match.kept_nodes:
+        return f"direct keeps no copy of the product, which {match.kept_nodes[0].name} needs"
+    return ""
 
 
 def _no_stripes(match: Match | None) -> str:

@@ -134,11 +134,12 @@ class Builder {
         call.average = op == "avg";
     }
 
-    void describe(const char* name, const Tensor& t) {
+    void describe(const char* name, const Tensor& t) { describe(name, t.sizes(), t.dtype()); }
+    void describe(const char* name, at::IntArrayRef sizes, caffe2::TypeMeta type) {
         shape_ += name;
-        append(t.sizes());
+        append(sizes);
         shape_ += ' ';
-        shape_ += t.dtype().name();
+        shape_ += type.name();
         shape_ += "; ";
     }
     template <typename T>
@@ -184,7 +185,7 @@ class Builder {
     }
 
   private:
-    // Sets chunks and striped. Runs at every call, so texts are built only for errors.
+    // Sets chunks, striped and direct. Runs at every call, so texts are built only for errors.
     void read_strategy(const std::string& strategy) {
         if (strategy == "none") return;
         const size_t colon = strategy.find(':');
@@ -192,11 +193,11 @@ class Builder {
         const auto need = [&](bool good, const char* what) {
             if (good) return;
             refuse(what, "'" + strategy + "'",
-                   "'none', 'pipelined', 'pipelined:chunks=N', 'pipelined:stripes=N' (reductions), 'bulk' or 'bulk:chunks=N', "
-                   "N of 1 "
-                   "or more");
+                   "'none', 'pipelined', 'pipelined:chunks=N', 'pipelined:stripes=N' or 'direct' (reductions), 'bulk' or "
+                   "'bulk:chunks=N', N of 1 or more");
         };
-        need(name == "pipelined" || name == "bulk", "this strategy is unknown");
+        call.key.direct = strategy == "direct";
+        need(name == "pipelined" || name == "bulk" || call.key.direct, "this strategy is unknown");
         if (colon == std::string::npos) return;
         const std::string_view rest = text.substr(colon + 1), label = rest.substr(0, rest.find('=') + 1);
         const std::string_view digits = rest.substr(label.size());

@@ -82,6 +82,10 @@ bool widening_mm(at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool
 
 void multiply(const MatmulTask& t, at::Device device) {
     if (t.batch == 0 || t.out.rows == 0 || t.out.cols == 0) return;
+    if (!t.addresses.empty()) {
+        for (int64_t block = 0; block < t.batch; ++block) multiply(t.one(block), device);
+        return;
+    }
     // A contraction is formed in fp32, and so is a product of a narrow gathered piece with a wide operand.
     const auto operand = [&](at::Tensor tensor) { return tensor.to(scalar_type(t.out.type)); };
     if (t.batch > most_single_blocks) {
@@ -211,6 +215,13 @@ void refuse_while_recording(const void* stream, const void* owner, const char* w
 }  // namespace
 
 bool matmul_cuda(const MatmulTask& task, void* stream, void* owner) {
+    if (!task.addresses.empty()) {
+        bool recordable = true;
+        for (int64_t block = 0; block < task.batch; ++block) {
+            recordable = matmul_cuda(task.one(block), stream, owner) && recordable;
+        }
+        return recordable;
+    }
     const c10::DeviceIndex device = c10::cuda::current_device();
     const Workspace workspace = workspace_of(static_cast<cudaStream_t>(owner), device);
     const auto queue = static_cast<cudaStream_t>(stream);

@@ -148,10 +148,22 @@ std::vector<MatmulTask> Call::matmuls(const Step& step) const {
         task.a = lhs[step.index];
         task.b = rhs[step.index];
         tasks.push_back(task);
+    } else if (key.direct) {
+        direct_matmuls(step, tasks);
     } else {
         product_matmuls(step, tasks);
     }
     return tasks;
+}
+
+int64_t Call::bytes_at_peers(const Step& step) const {
+    int64_t bytes = 0;
+    for (const Region& region : step.writes) {
+        if (region.rank == rank) continue;
+        const Span stored = span(region);
+        bytes += stored.blocks * stored.bytes;
+    }
+    return bytes;
 }
 
 // Scales of the rows of INPUT (`own`) or of this rank's LANDING.
@@ -273,6 +285,34 @@ void Call::product_matmuls(const Step& step, std::vector<MatmulTask>& tasks) con
         }
         tasks.push_back(task);
     }
+}
+
+// A product whose shards are stored at their owners, in the order of the step. Equal shards are one batch.
+void Call::direct_matmuls(const Step& step, std::vector<MatmulTask>& tasks) const {
+    const Matrix &a = lhs[0], &b = rhs[0];
+    bool equal = true;
+    for (const Region& region : step.writes) equal = equal && rows(region.rank) == rows(rank);
+    MatmulTask batch;
+    for (const Region& region : step.writes) {
+        const int64_t first = begin[region.rank], count = rows(region.rank);
+        const Span landing = span(region);
+        MatmulTask task;
+        task.out = Matrix{landing.data, count, inner, inner, 1, type};
+        task.a = a.row_block(first, count), task.b = b, task.addend = addend.row_block(first, count);
+        task.batch = outer, task.out_step = landing.stride / size_of(type), task.a_step = total_rows() * a.row_stride;
+        task.addend_step = total_rows() * addend.row_stride;
+        if (!equal) {
+            tasks.push_back(task);
+            continue;
+        }
+        if (batch.addresses.empty()) batch = task;
+        for (int64_t block = 0; block < outer; ++block) {
+            const MatmulTask one = task.one(block);
+            batch.addresses.push_back({one.out.data, one.a.data, one.addend.data});
+        }
+    }
+    batch.batch = static_cast<int64_t>(batch.addresses.size());
+    if (batch.batch > 0) tasks.push_back(batch);
 }
 
 }  // namespace ub_overlap

@@ -12,6 +12,8 @@
 //     scatters              whole     whole     stacked   -          single
 //     all_reduces           whole     whole     stacked   whole      whole
 //
+// A direct call has no PARTIAL: its matmul stores the shard of each rank in that rank's LANDING.
+//
 // A split along the last dim of [P, R * q] is the same thing with o = P, rows = q, Q = 1.
 //
 // float8 numbers travel with fp32 scales. Each such buffer has a table of scales, `scales_a_row` scales for every row and laid
@@ -122,6 +124,8 @@ struct Call {
     std::vector<Move> moves(const Step& step) const;
     std::vector<Source> sources(const Step& step) const;
     std::vector<MatmulTask> matmuls(const Step& step) const;
+    // Bytes of a matmul step's results that are stored at peers.
+    int64_t bytes_at_peers(const Step& step) const;
     // What of a matmul step's results is to be rounded for the wire, once they are there.
     std::vector<Rounding> roundings(const Step& step) const;
 
@@ -132,6 +136,7 @@ struct Call {
     Scale scale_of(bool own) const;
     void gathered_matmuls(const Step& step, std::vector<MatmulTask>& tasks) const;
     void product_matmuls(const Step& step, std::vector<MatmulTask>& tasks) const;
+    void direct_matmuls(const Step& step, std::vector<MatmulTask>& tasks) const;
 };
 
 }  // namespace ub_overlap

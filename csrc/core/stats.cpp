@@ -9,6 +9,10 @@ namespace ub_overlap {
 Overlap overlap_of(const std::vector<StepTime>& times) {
     Overlap sum;
     for (const StepTime& copy : times) {
+        if (copy.kind == static_cast<int>(StepKind::compute)) {  // a matmul that stores at peers
+            sum.copied += copy.bytes;
+            sum.overlapped += static_cast<double>(copy.bytes);
+        }
         if (copy.queue != copy_queue || copy.kind != static_cast<int>(StepKind::copy)) continue;
         sum.copied += copy.bytes;
         int64_t overlapped = 0;  // matmuls of a call run one after the other, so their times do not overlap

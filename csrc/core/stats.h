@@ -23,7 +23,8 @@ struct SiteStats {
     std::map<std::string, int64_t> strategies;  // calls by strategy
 };
 
-// Bytes of the copies on the COPY queue, and those weighted by the share of each copy's time in which some matmul ran.
+// Bytes of the copies on the COPY queue, and those weighted by the share of each copy's time in which some matmul ran. Bytes
+// that a matmul stores at peers count as copied while it ran.
 struct Overlap {
     int64_t copied = 0;
     double overlapped = 0;

@@ -1,7 +1,9 @@
 // Plain data that crosses every layer: element types, 2D views and one matmul. No torch, so that kernels need none either.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace ub_overlap {
 
@@ -49,6 +51,11 @@ struct Scale {
     Scale from(int64_t line) const { return {each && data ? data + line : data, each}; }
 };
 
+// Where one matmul of a batch reads and writes.
+struct BatchAddresses {
+    char *out = nullptr, *a = nullptr, *addend = nullptr;
+};
+
 // out = a @ b (+ addend, or + out where `accumulate`), `batch` times, each operand moved on by its step (in elements).
 // out is fp32 where the product is accumulated over a contraction: then a @ b is to be formed in fp32 too.
 // float8 operands: a @ b is formed in fp32, multiplied by both scales, and rounded once, to out's type.
@@ -56,6 +63,8 @@ struct MatmulTask {
     Matrix out, a, b, addend;
     int64_t batch = 1;
     int64_t out_step = 0, a_step = 0, b_step = 0, addend_step = 0;
+    // A batch without equal steps: the addresses of each. `out`, `a` and `addend` are those of the first, and `b` is shared.
+    std::vector<BatchAddresses> addresses;
     bool accumulate = false;
     Scale a_scale, b_scale;  // a batch's scales of a: a_scale_step lines further on
     int64_t a_scale_step = 0;
@@ -70,6 +79,12 @@ struct MatmulTask {
         };
         MatmulTask task = *this;
         task.batch = 1;
+        if (!addresses.empty()) {
+            const BatchAddresses& at = addresses[static_cast<size_t>(block)];
+            task.out.data = at.out, task.a.data = at.a, task.addend.data = at.addend;
+            task.addresses.clear();
+            return task;
+        }
         task.out = moved(out, out_step), task.a = moved(a, a_step), task.b = moved(b, b_step);
         task.addend = moved(addend, addend_step), task.a_scale = a_scale.from(block * a_scale_step);
         return task;

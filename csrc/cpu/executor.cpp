@@ -2,6 +2,7 @@
 //
 //     push     copy into a peer's slot, then store READY or READY2 there with release; both on the copy engine's thread, or the
 //              copy on one thread and the signal on another behind an event (release and acquire too)
+//     store    a direct call's matmul writes peers' slots; READY follows on the same thread, with release
 //     arrive   load the word with acquire until it holds this epoch, then read the slot
 //     free     after the last read of its own slot a rank stores DONE at every peer; a push two epochs later waits for that
 //
@@ -98,7 +99,7 @@ class Run {
                 for (const FlagWait& gate : step.waits) wait_for_flag(call_, gate, step.queue, stop_);
                 for (const MatmulTask& task : call_.matmuls(step)) matmul_(task, nullptr, nullptr);
                 for (const Rounding& rounding : call_.roundings(step)) round_for_wire(rounding, call_.type);
-                return 0;
+                return call_.bytes_at_peers(step);
             case StepKind::reduce: {
                 const float divisor = call_.average ? static_cast<float>(call_.ranks) : 1.0f;
                 reduce_spans(call_.sources(step), call_.span(step.writes[0]), call_.out_type, divisor);

@@ -4,6 +4,8 @@
 //              (DONE of earlier calls). So COPY has no kernel: a push never waits for a multiprocessor that a matmul holds.
 //              Waiting here is safe: these waits belong to past calls, whose steps have all been issued on all ranks.
 //     push     peer copy on COPY, then a stream write to the peer's flag, which has a system-wide barrier in front
+//     store    a direct call's matmul writes the peers' slots itself. Its stores are performed when it ends. The signal kernel
+//              behind it has a fence and a release, both system-wide, so a peer that acquires READY sees them
 //     wait     a kernel of one warp on COMPUTE, for all adjacent waits at once
 //     end      last kernel on COMPUTE: sends DONE, fills the outputs with NaN if a wait failed, releases the group lock
 //
@@ -165,7 +167,7 @@ class Run {
                     launch_round_for_wire(rounding, call_.type, compute_);
                     after_kernel_ = true;
                 }
-                return 0;
+                return call_.bytes_at_peers(step);
             case StepKind::reduce: {
                 if (step.reads.size() > max_ranks) throw too_many("sources");
                 const float divisor = call_.average ? static_cast<float>(call_.ranks) : 1.0f;

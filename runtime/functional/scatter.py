@@ -138,7 +138,8 @@ class _MatmulScatter(torch.autograd.Function):
         )
         ctx.outer, ctx.shard_dim_is_last, ctx.count = outer, shard_dim_is_last, count
         ctx.divide = ranks if reduce_op == "avg" else 1
-        gather_strategy = "pipelined" if "stripes" in strategy else strategy  # gathers have no stripes
+        is_of_gathers = "stripes" not in strategy and strategy != "direct"
+        gather_strategy = strategy if is_of_gathers else "pipelined"
         ctx.strategy, ctx.group, ctx.site = gather_strategy, group, f"{site}.backward"
         ctx.addend_is_row = addend is not None and addend.dim() == 1
         # An input is saved only if its weight needs a gradient, and vice versa.

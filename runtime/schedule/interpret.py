@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .effects import show, waits
-from .op_contract import EMPTY, expected_rows, extent
+from .op_contract import EMPTY, expected_rows, extent, product_shard
 from .steps import SLOTS, Buf, Compute, Copy, Finish, Key, Queue, Reduce, Region, Schedule, Signal, Step, Wait
 
 FREED = "freed"
@@ -185,7 +185,8 @@ class Machine:
             for region in step.writes:
                 for row in self._rows(run, region):
                     before = self._read(run, region, row) if step.accumulate else ()
-                    self._write(run, region, row, (*before, (*_stamp(run), "term", step.index, run.rank, region.shard, row)))
+                    term = (*_stamp(run), "term", step.index, run.rank, product_shard(region), row)
+                    self._write(run, region, row, (*before, term))
                     yield
         elif not key.contracts:
             for region in step.writes:

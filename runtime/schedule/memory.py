@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from .effects import Access, accesses, show_region
 from .happens_before import HappensBefore, Node
 from .schedule_error import ScheduleError
-from .steps import ONE, ZERO, Buf, Copy, Opaque, Region, Schedule
+from .steps import ONE, ZERO, Buf, Compute, Copy, Opaque, Region, Schedule
 
 Cell = tuple[Buf, int, int, int, int]
 """Buffer, rank, consumer, shard, and the cell's number in the shard."""
@@ -120,7 +120,7 @@ def _check_region(order: HappensBefore, node: Node, access: Access, ranks: int) 
         raise ScheduleError("region", f"{order.where(node)}: {show_region(region)} does not exist in a group of {ranks} ranks")
     if region.index and region.buf is not Buf.RESULT:
         raise ScheduleError("region", f"{order.where(node)}: only RESULT has an index, not {region.buf.name} ({region.index})")
-    is_push = (isinstance(node.step, Copy) and access.write) or isinstance(node.step, Opaque)
+    is_push = (isinstance(node.step, (Copy, Compute)) and access.write) or isinstance(node.step, Opaque)
     if region.rank != node.rank and not (region.buf.in_arena and is_push):
         raise ScheduleError(
             "region", f"{order.where(node)}: only pushes to a peer's arena access other ranks, not {show_region(region)}"

@@ -29,6 +29,14 @@ def extent(key: Key, rows: Sequence[int], region: Region) -> tuple[int, int]:
     return int(count * region.lo), int(count * region.hi)
 
 
+def product_shard(region: Region) -> int:
+    """Return the shard of a product that a matmul writes to `region` of PARTIAL or LANDING.
+
+    The shard number of LANDING names the sender. The shard of the product belongs to the rank whose memory it is in.
+    """
+    return region.rank if region.buf is Buf.LANDING else region.shard
+
+
 def expected_rows(
     key: Key, rows: Sequence[int], me: int, stamp: tuple[int, int], memory: Mapping[RowAddress, Any]
 ) -> Iterator[tuple[RowAddress, Any]]:

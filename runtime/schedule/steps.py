@@ -41,7 +41,7 @@ class Buf(IntEnum):
     name       lives in     holds
     =========  ===========  ================================================================================
     INPUT      user tensor  the collective's input: the local shard (gathers), R shards (bulk scatters, reduces)
-    PARTIAL    user tensor  R shards of this rank's unreduced product, shard s belongs to rank s
+    PARTIAL    user tensor  R shards of this rank's unreduced product, shard s belongs to rank s (not in a direct call)
     LANDING    arena slot   R shards; shard s was sent by rank s. Symmetric: peers write it
     LANDING2   arena slot   R shards; the second phase of an all_reduce
     OUTPUT     user tensor  the collective's result: R shards (gathers, reduces) or one shard, number 0 (scatters)
@@ -152,7 +152,8 @@ class Compute(Step):
     """One matmul of consumer (gathers, bulk) or term (scatters, reduces) `index`, restricted to one piece.
 
     `reads`: the pieces of INPUT or LANDING that are its gathered operand (empty when all operands are OPERANDs).
-    `writes`: the pieces of RESULT or PARTIAL that it produces.
+    `writes`: the pieces of RESULT or PARTIAL that it produces. In a direct call they are pieces of LANDING in the memory of
+    the ranks that own them. A write to a peer is a push.
     `accumulate`: add to `writes` instead of storing: term > 0 of a sum of products, or a further shard of a contraction. A
     contraction writes all of RESULT shard 0 at every step. One that reads the full gathered matrix in one step rounds by
     itself, so it needs no Finish.
@@ -208,6 +209,7 @@ class Key:
     be cut, because a piece would not be a block of rows; chunks is then at most R.
     keep: the gathered tensor (gathers) is an output too. striped (scatters): every matmul makes one
     piece of every shard, instead of all of some shards; chunks then counts the pieces of a shard.
+    direct (scatters of one term): one matmul stores each shard in the memory of its owner, and nothing is copied.
     """
 
     kind: str
@@ -218,6 +220,7 @@ class Key:
     shard_dim_is_last: bool = False
     keep: bool = False
     striped: bool = False
+    direct: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any
 from .effects import show_region
 from .happens_before import HappensBefore, Node
 from .memory import Cell, Grid
+from .op_contract import product_shard
 from .schedule_error import ScheduleError
 from .steps import ONE, ZERO, Buf, Compute, Copy, Finish, Key, Reduce, Region
 
@@ -83,11 +84,12 @@ class SymbolicRun:
             raise self._fail(node, f"is matmul {step.index}, but the key has {count}")
         if not gathers and step.reads:
             raise self._fail(node, "gathers operands, but this kind's matmuls read only OPERANDs")
-        target_buf = Buf.PARTIAL if self.key.kind.startswith("matmul_") else Buf.RESULT
+        has_products = self.key.kind.startswith("matmul_")
+        target_buf = Buf.LANDING if self.key.direct else Buf.PARTIAL if has_products else Buf.RESULT
         for region in step.writes:
             if region.buf is not target_buf or region.index != (step.index if target_buf is Buf.RESULT else 0):
                 raise self._fail(node, f"writes {show_region(region)}, expected {target_buf.name} of matmul {step.index}")
-        if target_buf is Buf.PARTIAL:
+        if has_products:
             self._partial(node, step)
         elif not gathers:
             for region in step.writes:
@@ -106,7 +108,9 @@ class SymbolicRun:
         for region in step.writes:
             for cell in self.grid.cells(region):
                 terms = self.held[cell][-1] if step.accumulate else ()
-                self.held[cell] = ("partial", cell[1], cell[3], cell[4], tuple(sorted((*terms, step.index))))
+                self.held[cell] = (
+                    "partial", node.rank, product_shard(region), cell[4], tuple(sorted((*terms, step.index))),
+                )  # fmt: skip
 
     def _contract(self, node: Node, step: Compute) -> None:
         if step.writes != (Region(Buf.RESULT, node.rank, 0, index=step.index),):
@@ -166,7 +170,7 @@ def expected_cells(key: Key, cells: int) -> Iterator[tuple[Cell, Value]]:
     for rank in ranks:
         for cell in range(cells):
             for shard in ranks:
-                if has_products:
+                if has_products and not key.direct:
                     yield (Buf.PARTIAL, rank, 0, shard, cell), ("partial", rank, shard, cell, terms)
                 if key.kind == "bulk_all_gather" or (key.keep and key.kind == "all_gather_matmul"):
                     yield (Buf.OUTPUT, rank, 0, shard, cell), ("input", shard, shard, cell)

@@ -36,12 +36,15 @@ AUTO: dict[str, Any] = {"overlap": "auto", "inner": "aot_eager", "min_bytes": 0,
         "pipelined|none",
         "none|bulk",
         "16=bulk;*=none|bulk",
+        "8=none;64=direct;*=pipelined|direct",
+        "direct|pipelined:stripes=2",
     ],
 )
 def test_text(text: str) -> None:
     found = parse(text)
     assert str(found) == text and isinstance(found, DispatchTable) and Strategy.is_forceable(text)
-    assert found.mode is (Mode.BULK if "bulk" in text else Mode.PIPELINED)
+    assert found.mode in ((Mode.BULK,) if "bulk" in text else (Mode.PIPELINED, Mode.DIRECT))
+    assert found.direct is ("direct" in text)
 
 
 def test_a_table_is_looked_up_by_rows() -> None:
@@ -56,7 +59,8 @@ def test_a_table_is_looked_up_by_rows() -> None:
 @pytest.mark.parametrize(
     "text",
     ["8=none", "*=none;8=bulk", "8=none;8=bulk;*=none", "9=none;8=bulk;*=none", "x=none;*=bulk", "none|none", "none|", ";",
-     "0=none;*=bulk", "8=pipelined;*=bulk", "none;bulk"],
+     "0=none;*=bulk", "8=pipelined;*=bulk", "direct|bulk",
+     "none;bulk"],
 )  # fmt: skip
 def test_bad_text(text: str) -> None:
     assert not Strategy.is_forceable(text)

@@ -108,6 +108,38 @@ def last_dim_in_stripes(m: Maker) -> Case:
     return function, (m.x(16, 32), m.x(32, 8 * m.world)), {**FORCE, "overrides": {"forward.0": "pipelined:stripes=2"}}
 
 
+def gather_direct(m: Maker) -> Case:
+    return gather_mm(m, overrides={"forward.0": "8=pipelined;*=direct"})
+
+
+def last_dim_direct(m: Maker) -> Case:
+    function, inputs, _ = last_dim_in_stripes(m)
+    return function, inputs, {**FORCE, "overrides": {"forward.0": "direct"}}
+
+
+def sum_direct(m: Maker) -> Case:
+    """A scatter of a sum of two products."""
+    function = lambda x, w, v: m.scatter(x @ w + x @ v)  # noqa: E731
+    inputs = (m.x(8 * m.world, 32), m.x(32, 64), m.x(32, 64))
+    return function, inputs, {**FORCE, "overrides": {"forward.0": "direct"}}
+
+
+def kept_direct(m: Maker) -> Case:
+    """A scatter of a product that is returned as well."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        product = x @ w
+        return m.scatter(product), product
+
+    return function, (m.x(8 * m.world, 32), m.x(32, 64)), {**FORCE, "overrides": {"forward.0": "direct"}}
+
+
+def direct_without_own(m: Maker) -> Case:
+    """A collective without a matmul of its own, next to an independent one."""
+    function, inputs, options = pipelined_without_own(m)
+    return function, inputs, {**options, "overrides": {"forward.0": "direct"}}
+
+
 def bulk_without_independent(m: Maker) -> Case:
     """A gather whose own matmul could hide it."""
     return gather_mm(m, overrides={"forward.0": "bulk"})
@@ -179,6 +211,11 @@ SITUATIONS: dict[Callable[[Maker], Case], Reason] = {
     plan_says_none: R.DISABLED_BY_USER,
     gather_in_stripes: R.STRATEGY_ILLEGAL,
     last_dim_in_stripes: R.STRATEGY_ILLEGAL,
+    gather_direct: R.STRATEGY_ILLEGAL,
+    last_dim_direct: R.STRATEGY_ILLEGAL,
+    sum_direct: R.STRATEGY_ILLEGAL,
+    kept_direct: R.STRATEGY_ILLEGAL,
+    direct_without_own: R.STRATEGY_ILLEGAL,
     bulk_without_independent: R.STRATEGY_ILLEGAL,
     pipelined_without_own: R.STRATEGY_ILLEGAL,
     small: R.BELOW_THRESHOLD,

@@ -47,7 +47,7 @@ def sites(ranks: int) -> list[SiteShape]:
 def test_never_below_the_floor(profile: object, ranks: int) -> None:
     """No prediction is shorter than the matmuls alone or the pushes alone."""
     for shape in sites(ranks):
-        for strategy in candidates(shape):
+        for strategy in candidates(shape, profile):  # type: ignore[arg-type]
             found = predict(shape, strategy, profile)  # type: ignore[arg-type]
             pushes = at(profile.push, shape.shard_bytes) * (ranks - 1) if strategy.chunks <= 1 else 0.0  # type: ignore[attr-defined]
             assert found.us >= found.matmul_us > 0
@@ -94,7 +94,7 @@ def test_what_shapes_come_to() -> None:
 
 
 def test_candidates() -> None:
-    names = lambda shape: [str(s) for s in candidates(shape)]  # noqa: E731
+    names = lambda shape: [str(s) for s in candidates(shape, H200)]  # noqa: E731
     gather, *_, bulk = sites(8)
     scatter = sites(8)[4]
     assert names(gather) == ["none", *(f"pipelined{c}" for c in (":chunks=1", ":chunks=2", ":chunks=4", "", ":chunks=16"))]

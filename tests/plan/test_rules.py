@@ -92,6 +92,7 @@ def test_last_matching_rule_wins_and_auto_gives_back() -> None:
         ("pipelined:chunks=2R", 6, "pipelined:chunks=12"),
         ("bulk:chunks=R", 2, "bulk:chunks=2"),
         ("pipelined:stripes=4", 8, "pipelined:stripes=4"),
+        ("direct", 8, "direct"),
     ],
 )
 def test_chunks_of_ranks(text: str, ranks: int, strategy: str) -> None:
@@ -190,6 +191,17 @@ def test_stripes_of_an_all_reduce(pool2: RankPool) -> None:
     options = {**FORCE, "overrides": [{"kind": "matmul_all_reduce", "strategy": "pipelined:stripes=2"}]}
     for outcome in check(pool2, LLAMA, {"sequence": False}, options):
         assert {d["strategy"] for d in outcome.decisions if d["kind"] == "matmul_all_reduce"} == {"pipelined:stripes=2"}
+
+
+@pytest.mark.parametrize("sequence", [True, False], ids=["reduce_scatter", "all_reduce"])
+def test_direct_by_rules_computes_the_same(pool2: RankPool, sequence: bool) -> None:
+    """Rules with direct keep outputs and gradients of a Llama block, with the comparison of every site in the graph."""
+    rules = [{"module": ["*.wo", "*.w2"], "kind": "matmul_*", "phase": "forward", "strategy": "direct"}]
+    for outcome in check(pool2, LLAMA, {"sequence": sequence}, {**FORCE, "overrides": rules, "verify": True}):
+        chosen = [d for d in outcome.decisions if d["strategy"] == "direct"]
+        assert len(chosen) == 2 and all("forced by overrides[0]" in d["detail"] for d in chosen)
+        assert {d["kind"] for d in chosen} == {"matmul_reduce_scatter" if sequence else "matmul_all_reduce"}
+        assert all("direct" in d["options"] for d in chosen)
 
 
 def illegal(rank: int, world: int) -> list[tuple[str, str | None, str]]:

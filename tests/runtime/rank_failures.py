@@ -332,7 +332,7 @@ def hammer(rank: int, world: int, kind: str, times: int, delay_us: int) -> list[
                     name, rank, world, 5 + i % 3, seed=i, strategy=("pipelined", f"pipelined:chunks={2 * world}")[i % 2]
                 )
             if kind != "gather":
-                bad += scatter(name, rank, world, 4 + i % 2, seed=i)
+                bad += scatter(name, rank, world, 4 + i % 2, seed=i, strategy=("pipelined", "direct")[i // 2 % 2])
             if kind == "mixed":
                 out, _ = torch.ops.ub_overlap.bulk(data(7, seed=i + rank), [], [], "all_reduce", "sum", "bulk", name, "/bulk")
                 want = sum(data(7, seed=i + r).double() for r in range(world))

@@ -202,7 +202,7 @@ def scatters(rank: int, world: int) -> list[str]:
     bad, seed = [], 0
     shapes = (((3 * world,), 0), ((3 * world,), 1), ((2, 2 * world), 1), ((2 * world, 3), 0), ((2, 3, world), 2), ((2, 3), 2))
     for dtype, strategy, (sizes, dim) in itertools.product(
-        DTYPES, ("pipelined", "none", "pipelined:chunks=1", "pipelined:stripes=3"), shapes
+        DTYPES, ("pipelined", "none", "pipelined:chunks=1", "pipelined:stripes=3", "direct"), shapes
     ):
         seed += 10_001
         wants, inners = WANTS[seed // 3 % 3], ((5,), (4, 3))[seed % 2]
@@ -229,12 +229,13 @@ def smallest(rank: int, world: int) -> list[str]:
         bad += scatter_case(rank, world, torch.float32, (0,), 0, 3, (4,), **how)
     mine = [dist.new_group([r]) for r in range(world)][rank]
     bad += gather_case(0, 1, torch.float32, (3, 4), 0, (2,), group=mine)
-    return bad + scatter_case(0, 1, torch.float32, (3,), 0, 2, group=mine)
+    bad += scatter_case(0, 1, torch.float32, (3,), 0, 2, group=mine)
+    return bad + scatter_case(0, 1, torch.float32, (3,), 0, 2, group=mine, strategy="direct")
 
 
 def reduces(rank: int, world: int) -> list[str]:
     bad: list[str] = []
-    for seed, (dtype, strategy, op) in enumerate(itertools.product(DTYPES, ("pipelined", "none"), ("sum", "avg"))):
+    for seed, (dtype, strategy, op) in enumerate(itertools.product(DTYPES, ("pipelined", "none", "direct"), ("sum", "avg"))):
         xs = [leaf(2, 3, 5, seed=seed + 10 * r, dtype=dtype, grad=True) for r in range(world)]
         ws = [leaf(5, 4, seed=seed + 10 * r + 1, dtype=dtype, grad=True) for r in range(world)]
         b = leaf(4, seed=9, dtype=dtype, grad=True)

@@ -30,7 +30,7 @@ def strategies(world: int) -> list[str]:
 
 def striped(world: int) -> list[str]:
     """Return further arguments of reductions."""
-    return [*strategies(world), "pipelined:stripes=1", f"pipelined:stripes={world + 1}"]
+    return [*strategies(world), "pipelined:stripes=1", f"pipelined:stripes={world + 1}", "direct"]
 
 
 def gather_case(
@@ -191,6 +191,32 @@ def reduces(rank: int, world: int) -> list[str]:
     return bad
 
 
+def directs(rank: int, world: int) -> list[str]:
+    """Run products of one term by direct: blocks, addends, uneven and empty shards; and one rank that runs as pipelined."""
+    bad: list[str] = []
+    seed = 3_000_000
+    for dtype, out_dtype in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)):
+        for outer, m, k, q in ((1, 6, 16, 8), (3, 2, 7, 5), (20, 1, 3, 4), (1, 0, 4, 3), (1, 2, 0, 3), (0, 0, 3, 3)):
+            for addend, op in ((0, "sum"), (1, "avg"), (2, "sum")):
+                seed += 1000
+                p = outer * m * world
+                bad += reduce_case(
+                    rank, world, dtype, out_dtype, p, [k], q, outer, False, op, False, addend, "direct", seed, True
+                )
+        for p, k, q in ((4 * world, 16, 8), (4 * world + 3, 7, 5), (1, 4, 3), (0, 4, 3)):
+            for addend in (0, 1, 2):
+                seed += 1000
+                bad += reduce_case(
+                    rank, world, dtype, out_dtype, p, [k], q, 1, False, "sum", False, addend, "direct", seed, False
+                )
+    for scatter in (True, False):  # rank 0 keeps the product, so it runs as pipelined: peers see no difference
+        seed += 1000
+        bad += reduce_case(
+            rank, world, torch.float32, torch.float32, 3 * world, [5], 4, 1, False, "sum", rank == 0, 2, "direct", seed, scatter
+        )
+    return bad
+
+
 def bulk_case(
     rank: int, world: int, dtype: torch.dtype, collective: str, sizes: tuple[int, ...], count: int, op: str, chunks: str,
     other: torch.dtype, seed: int,
@@ -239,6 +265,6 @@ def everything(rank: int, world: int) -> dict[str, Any]:
 
     ops.extension().set_provider(provide)
     try:
-        return {f.__name__: f(rank, world)[:20] for f in (gathers, scatters, reduces, bulks)}
+        return {f.__name__: f(rank, world)[:20] for f in (gathers, scatters, reduces, directs, bulks)}
     finally:
         ops.extension().set_provider(ops.ScheduleProvider())

@@ -82,6 +82,11 @@ def bitwise(rank: int, world: int) -> list[str]:
         ]
         if not all(torch.equal(runs[0], other) for other in runs[1:]):
             bad.append(f"scatter {dtype}: runs differ")
+        direct, _ = OPS.matmul_reduce_scatter(
+            [lhs], [rhs], None, 1, False, "sum", dtype, False, "plain", "direct", name, "/bits"
+        )
+        if not torch.equal(runs[0], direct):
+            bad.append(f"scatter {dtype}: direct differs from pipelined")
         whole = OPS.matmul_all_reduce([lhs], [rhs], None, "sum", dtype, False, "pipelined", name, "/bits")[0]
         everyone = [torch.empty_like(whole) for _ in range(world)]
         dist.all_gather(everyone, whole)
@@ -127,6 +132,21 @@ def every_fp16(rank: int, world: int) -> list[str]:
             off = rounded[:, 0] != numbers.to(dtype)
             bad.append(f"{dtype}: rounding differs for {numbers[off][:3].tolist()}: {rounded[:, 0][off][:3].tolist()}")
     return bad
+
+
+def direct_steps(rank: int, world: int) -> dict[str, Any]:
+    """Return errors, statistics and step times of a direct scatter and a direct all_reduce."""
+    name = rank_ops.group()
+    with reset():
+        settings.configure(step_timeout_s=15.0, trace=True)
+        C.clear_stats()
+        bad = scatter(name, rank, world, 40, site="/direct.rs", strategy="direct")
+        x, w = data(40 * world, 5, seed=rank), data(5, 3, seed=98)
+        out, _ = OPS.matmul_all_reduce([x], [w], None, "sum", torch.float32, False, "direct", name, "/direct.ar")
+        bad += far("reduce", out, sum(data(40 * world, 5, seed=r).double() for r in range(world)) @ w.double(), 5 * world)
+        return {
+            "bad": bad, "stats": C.site_stats(), "scatter": C.last_trace("/direct.rs"), "reduce": C.last_trace("/direct.ar"),
+        }  # fmt: skip
 
 
 def latched(rank: int, world: int) -> dict[str, Any]:

@@ -23,3 +23,17 @@ def test_copies_run_beside_matmuls(pools: dict[int, RankPool], world: int) -> No
         matmuls = [step for step in found["scatter"] if step[2] == "matmul"]
         copies = [step for step in found["scatter"] if step[1:3] == ("COPY", "copy")]
         assert matmuls[0][4] <= copies[0][3] < matmuls[1][4]
+
+
+def test_direct_products_travel_with_their_matmul(pools: dict[int, RankPool]) -> None:
+    """A direct scatter has one matmul and no copy; an all_reduce copies in its second phase alone."""
+    shard = 40 * 3 * 4  # bytes
+    for found in pools[4].run(rank_sessions.direct_steps, timeout=60):
+        assert found["bad"] == []
+        assert [step[1:3] for step in found["scatter"] if step[2] in ("matmul", "copy")] == [("COMPUTE", "matmul")]
+        assert {step[1] for step in found["scatter"]} == {"COMPUTE"}
+        copies = [step for step in found["reduce"] if step[1:3] == ("COPY", "copy")]
+        assert len(copies) == 3 and sum(step[2] == "matmul" for step in found["reduce"]) == 1
+        stats = found["stats"]["/direct.rs"]
+        assert (stats["strategy"], stats["bytes_copied"], stats["bytes_overlapped"]) == ("direct", 3 * shard, 3 * shard)
+        assert found["stats"]["/direct.ar"]["bytes_copied"] == 6 * shard

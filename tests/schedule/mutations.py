@@ -58,7 +58,8 @@ def harmful(schedule: Schedule) -> Iterator[Broken]:
             yield f"{place} {step} twice", replace(schedule, steps=again)
     for i, j in _neighbours(schedule):
         first, second = schedule.steps[i], schedule.steps[j]
-        told_too_early = isinstance(first, Copy) and isinstance(second, Signal)
+        is_push = any(access.write and access.region.buf.in_arena for access in accesses(first, schedule.rank))
+        told_too_early = is_push and isinstance(second, Signal)
         read_too_early = isinstance(first, Wait) and any(
             access.region.buf.in_arena and access.region.shard == first.flag.source
             for access in accesses(second, schedule.rank)

@@ -18,6 +18,8 @@ def keys(ranks: int, chunks: int) -> Iterator[Key]:
         yield Key(kind, ranks, chunks, terms=2, keep=True)
         if chunks <= 8:  # of every shard
             yield Key(kind, ranks, chunks, terms=2, striped=True)
+        if ranks > 1:
+            yield Key(kind, ranks, terms=1, direct=True)
     for kind in ("bulk_all_gather", "bulk_reduce_scatter", "bulk_all_reduce"):
         yield Key(kind, ranks, chunks)
         yield Key(kind, ranks, chunks, terms=2)

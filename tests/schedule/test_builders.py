@@ -120,6 +120,27 @@ def test_stripes_are_made_of_all_shards_and_pushed_at_once(kind: str) -> None:
     assert [push.after for push in pushes] == [(step.record,) if i == 0 else () for step in matmuls for i in range(3)]
 
 
+@pytest.mark.parametrize("kind", ["matmul_reduce_scatter", "matmul_all_reduce"])
+def test_direct_stores_every_shard_at_its_owner_by_one_matmul(kind: str) -> None:
+    schedule = build(Key(kind, 4, terms=1, direct=True), 2)
+    (matmul,) = of(schedule, Compute)
+    assert matmul.writes == tuple(Region(Buf.LANDING, owner, 2) for owner in (3, 0, 1, 2))  # the own shard is last
+    told = [step for step in of(schedule, Signal) if step.flag.kind is FlagKind.READY]
+    free = [step for step in of(schedule, Wait) if step.flag.kind is FlagKind.DONE]
+    assert {step.flag.rank for step in told} == {step.flag.source for step in free} == {0, 1, 3}
+    assert schedule.steps[:7] == (*free, matmul, *told)
+    assert all(step.queue is Queue.COMPUTE for step in (*free, matmul, *told))
+    assert not [step for step in of(schedule, Copy) if step.dst.buf is Buf.LANDING]
+    if kind == "matmul_reduce_scatter":
+        assert not [step for step in schedule.steps if step.queue is Queue.COPY]
+
+
+def test_direct_sums_what_landed() -> None:
+    for rank in range(3):
+        (step,) = of(build(Key("matmul_all_reduce", 3, terms=1, direct=True), rank), Reduce)
+        assert step.srcs == tuple(Region(Buf.LANDING, rank, source) for source in range(3))
+
+
 def test_sums_are_in_rank_order_on_every_rank() -> None:
     for rank in range(3):
         for step in of(build(Key("matmul_all_reduce", 3, 6, terms=1), rank), Reduce):
@@ -142,8 +163,8 @@ def test_ops_end_by_freeing_the_slot_once_all_pushes_ended() -> None:
         steps = build(key, 1).steps
         tail = steps[-3:]
         assert all(isinstance(step, Signal) and step.flag.kind is FlagKind.DONE for step in tail)
-        last_copy = [step for step in steps if step.queue is Queue.COPY][-1]
-        assert tail[0].after == (last_copy.record,)
+        copies = [step for step in steps if step.queue is Queue.COPY]
+        assert tail[0].after == ((copies[-1].record,) if copies else ())
 
 
 def test_one_rank_alone_pushes_and_waits_for_nothing() -> None:
@@ -179,6 +200,13 @@ def test_runs_and_splits() -> None:
         (Key("bulk_all_reduce", 2, terms=-1), "terms"),
         (Key("matmul_reduce_scatter", 2, terms=1, shard_dim_is_last=True, striped=True), "striped needs"),
         (Key("all_gather_matmul", 2, contracts=(False,), striped=True), "striped needs"),
+        (Key("all_gather_matmul", 2, contracts=(False,), direct=True), "direct needs"),
+        (Key("bulk_reduce_scatter", 2, terms=1, direct=True), "direct needs"),
+        (Key("matmul_reduce_scatter", 2, terms=2, direct=True), "direct needs"),
+        (Key("matmul_reduce_scatter", 2, terms=1, shard_dim_is_last=True, direct=True), "direct needs"),
+        (Key("matmul_reduce_scatter", 1, terms=1, direct=True), "two ranks or more"),
+        (Key("matmul_reduce_scatter", 2, chunks=4, terms=1, direct=True), "neither chunks"),
+        (Key("matmul_all_reduce", 2, terms=1, striped=True, direct=True), "nor stripes"),
     ],
 )
 def test_meaningless_keys_are_refused(key: Key, says: str) -> None:

@@ -135,6 +135,72 @@ def test_region_rules() -> None:
     refused("region", edited(2, replace(good[2], dst=Region(Buf.OUTPUT, 1, 1, index=3))), "only RESULT has an index")
 
 
+def direct(rank: int, peer: int, **changes: Step) -> list[Step]:
+    """Return a direct scatter of two ranks, without DONE. `changes`: other steps by name."""
+    writes = (Region(Buf.LANDING, peer, rank), Region(Buf.LANDING, rank, rank))
+    steps: dict[str, Step] = {
+        "matmul": Compute(queue=COMPUTE, index=0, reads=(), writes=writes),
+        "tell": Signal(queue=COMPUTE, flag=ready(peer, rank)),
+        "hear": Wait(queue=COMPUTE, flag=ready(rank, peer)),
+        "sum": Reduce(
+            queue=COMPUTE,
+            srcs=(Region(Buf.LANDING, rank, 0), Region(Buf.LANDING, rank, 1)),
+            dst=Region(Buf.OUTPUT, rank, 0),
+        ),
+    }
+    return list({**steps, **changes}.values())
+
+
+DIRECT = Key("matmul_reduce_scatter", 2, terms=1, direct=True)
+
+
+def test_a_matmul_may_store_at_a_peer() -> None:
+    check(both(direct, DIRECT))
+    with pytest.raises(ScheduleError) as error:  # nothing frees the slot
+        check_sequence([both(direct, DIRECT)] * 2, epochs=[1, 3])
+    assert error.value.rule == "slot reuse"
+
+
+def test_direct_stores_are_told_and_awaited() -> None:
+    good = both(direct, DIRECT)
+
+    def early(rank: int, peer: int) -> list[Step]:
+        matmul, tell, *rest = direct(rank, peer)
+        return [tell, matmul, *rest]
+
+    with pytest.raises(ScheduleError, match=r"LANDING@\d") as error:  # told before the store
+        check((good[0], both(early, DIRECT)[1]))
+    assert error.value.rule in ("race", "unwritten")
+    deaf = [step for step in direct(1, 0) if not isinstance(step, Wait)]
+    with pytest.raises(ScheduleError) as error:
+        check((good[0], replace(good[1], steps=tuple(deaf))))
+    assert error.value.rule in ("race", "unwritten")
+
+
+def test_direct_shards_go_to_their_owners() -> None:
+    key = replace(DIRECT, ranks=3)
+    schedules = build_all(key)
+    place = next(i for i, step in enumerate(schedules[1].steps) if isinstance(step, Compute))
+    matmul = schedules[1].steps[place]
+    assert isinstance(matmul, Compute)
+
+    def storing(*writes: Region) -> tuple[Schedule, ...]:
+        steps = (*schedules[1].steps[:place], replace(matmul, writes=writes), *schedules[1].steps[place + 1 :])
+        return schedules[0], replace(schedules[1], steps=steps), schedules[2]
+
+    check(storing(*matmul.writes[::-1]))  # any order
+    refused("region", storing(Region(Buf.OUTPUT, 2, 0), *matmul.writes[1:]), "pushes to a peer.s arena")
+    refused("region", storing(Region(Buf.PARTIAL, 2, 2), *matmul.writes[1:]), "pushes to a peer.s arena")
+    refused("unwritten", storing(*matmul.writes[:2], Region(Buf.PARTIAL, 1, 1)), r"reads LANDING@1\[1\]")
+    refused("written twice", storing(matmul.writes[0], *matmul.writes), "stores LANDING@2")
+    with pytest.raises(ScheduleError, match=r"LANDING@2\[0\]"):  # the place of another sender
+        check(storing(Region(Buf.LANDING, 2, 0), *matmul.writes[1:]))
+
+
+def test_only_direct_products_land() -> None:
+    refused("meaning", both(direct, replace(DIRECT, direct=False)), "expected PARTIAL")
+
+
 def test_join_rule() -> None:
     good = both(gather)[1].steps
     refused("join", edited(4, replace(good[4], after=())), "may still run when the call ends")

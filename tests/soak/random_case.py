@@ -108,7 +108,7 @@ def _draw_strategy(rng: random.Random, op: str, ranks: int) -> str:
         return rng.choice(("bulk", f"bulk:chunks={2 * ranks}"))
     options = ["pipelined", f"pipelined:chunks={2 * ranks}"]
     if op in ("scatter", "reduce", "scaled_scatter"):
-        options.append(f"pipelined:stripes={ranks + 1}")
+        options += [f"pipelined:stripes={ranks + 1}", "direct"]
     return rng.choice(options)
 
 

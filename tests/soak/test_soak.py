@@ -22,12 +22,15 @@ FAULTS = (
     "RS: dies SIGKILL",
     "SRS: dies SIGTERM",
     "plain AR: dies SIGKILL",
+    "RS direct: dies SIGKILL",
+    "AR direct: dies SIGSTOP",
     "bulk: leaves exits",
     "AG: leaves raises",
     "AG: binds compiled",
     "RS: grows grow/1:SIGKILL",
     "AG: binds attached:SIGTERM",
     "AG: slow host",
+    "RS direct: slow host",
 )
 """Those that tests/runtime/test_failures.py does not try, and a late rank."""
 

@@ -16,7 +16,7 @@ from typing import Any
 FOLDER = Path(__file__).parent
 MAX_ROWS = 200
 """Rows of a table in a notebook. Notebooks store their outputs."""
-_MODES = ("pipelined", "bulk", "merged")
+_MODES = ("pipelined", "direct", "bulk", "merged")
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,9 +84,9 @@
     if (d.edit !== undefined) return "other";
     if (d.reason) return CALM.has(d.reason) ? "alone" : "missed";
     // A strategy may be a table of several: "1024:none|pipelined;bulk".
-    return ["pipelined", "bulk", "merged"].find((mode) => d.strategy.includes(mode)) || "alone";
+    return ["pipelined", "direct", "bulk", "merged"].find((mode) => d.strategy.includes(mode)) || "alone";
   };
-  const NAMES = { pipelined: "pipelined", bulk: "bulk", merged: "merged", missed: "missed", alone: "left alone", other: "edit" };
+  const NAMES = { pipelined: "pipelined", direct: "direct", bulk: "bulk", merged: "merged", missed: "missed", alone: "left alone", other: "edit" };
   const colour = (d) => `--c: var(--${group(d)})`;
   const gain = (d) => (!d.gain_us ? "" : d.gain_us > 0 ? `saves ${us(d.gain_us)}` : `costs ${us(-d.gain_us)}`);
   const outcome = (d) => (d.edit !== undefined ? "" : d.reason ? `${d.reason.replace(/_/g, " ")}` : d.strategy);
@@ -366,7 +366,7 @@
       "aria-selected": String(i === k), "aria-controls": "graphs", onclick: () => choose(i) }, h.phase || "graph", make("small", {}, h.plan.slice(0, 8))))));
     $("before-head").replaceChildren(make("b", {}, g.before.label || "before"), `  ${g.before.size.toLocaleString("en")} nodes`);
     $("after-head").replaceChildren(make("b", {}, g.after.label || "after"), `  ${g.after.size.toLocaleString("en")} nodes`);
-    const done = g.sites.filter((d) => ["pipelined", "bulk"].includes(group(d)));
+    const done = g.sites.filter((d) => ["pipelined", "direct", "bulk"].includes(group(d)));
     const decided = g.sites.filter((d) => d.edit === undefined);
     const sum = (key, of) => decided.reduce((t, d) => t + (of(d) ?? 0), 0);
     const none = sum("none", (d) => d.predicted_us && d.predicted_us.none), chosen = none - sum("gain", (d) => d.gain_us);

@@ -11,7 +11,8 @@ TensorAndList bulk(const Site& site, const Tensor& input, at::TensorList lhs, at
         Builder b("bulk " + collective, input.device(), site);
         Call& call = b.call;
         call.op = OpKind::bulk;
-        b.check(!call.key.striped, "bulk has no stripes", call.strategy, "'bulk' or 'bulk:chunks=N'");
+        b.check(!call.key.striped && !call.key.direct, "bulk has neither stripes nor products at their owners", call.strategy,
+                "'bulk' or 'bulk:chunks=N'");
         call.key.kind = "bulk_" + collective;
         call.key.terms = static_cast<int64_t>(lhs.size());
         call.type = call.out_type =

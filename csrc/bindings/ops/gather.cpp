@@ -17,7 +17,8 @@ struct GatherOperands {
         call.key.keep = return_gathered;
         call.shard_dim_is_last = shard_dim_is_last;
         call.type = call.out_type = b.type_of(shard.scalar_type(), float8);
-        b.check(!call.key.striped, "a gather has no stripes", call.strategy, "'pipelined' or 'pipelined:chunks=N'");
+        b.check(!call.key.striped && !call.key.direct, "a gather has neither stripes nor products at their owners",
+                call.strategy, "'pipelined' or 'pipelined:chunks=N'");
         b.check(shard.dim() >= 1, "shard has no dims", text_of(shard.sizes()), "at least one dim");
         b.check(outer >= 0 && (!shard_dim_is_last || outer == 1), "outer is wrong", std::to_string(outer),
                 shard_dim_is_last ? "1" : "0 or more");

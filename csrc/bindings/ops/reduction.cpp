@@ -55,10 +55,9 @@ struct ReductionOperands {
             b.check(call.addend.type == call.type, "the addend has another dtype than the product", name_of(call.addend.type),
                     name_of(call.type));
         }
-        partial = at::empty({rows, cols}, lhs[0].options().dtype(product_dtype));
-        call.partial = data_of(partial);
+        options = lhs[0].options().dtype(product_dtype);
         // The inner sizes are a rank's own: the last channels of a layer may lie on fewer ranks.
-        b.describe("product", partial);
+        b.describe("product", {rows, cols}, options.dtype());
         if (scales) b.note("scaling", call.rhs_scales[0].each ? "row" : "tensor");
         b.note("reduce_op", reduce_op);
         b.note("out_dtype", c10::toString(out_dtype));
@@ -82,8 +81,8 @@ struct ReductionOperands {
         } else {
             b.deal_equally(outer, shard, cols);
         }
-        const Tensor out = at::empty({shard_dim_is_last ? rows : outer * shard, shard_dim_is_last ? shard : cols},
-                                     partial.options().dtype(out_dtype));
+        const Tensor out =
+            at::empty({shard_dim_is_last ? rows : outer * shard, shard_dim_is_last ? shard : cols}, options.dtype(out_dtype));
         call.output = data_of(out);
         b.note("outer", outer);
         b.note("shard_dim_is_last", shard_dim_is_last);
@@ -103,7 +102,6 @@ struct ReductionOperands {
         call.narrow_wire = true;
         call.scales_a_row = cols / scale_block;
         if (call.ranks == 1) return;
-        const auto options = partial.options();
         rounded = at::empty({rows, cols}, options.dtype(at::kByte));
         scales = at::empty({rows, call.scales_a_row}, options.dtype(at::kFloat));
         call.wire = data_of(rounded), call.wire_scales = data_of(scales);
@@ -112,7 +110,14 @@ struct ReductionOperands {
     // Returns the op's results, from our transport or from the fallback. `add_arguments` writes the fallback's arguments.
     template <typename AddArguments>
     TwoTensors run(Builder& b, const Site& site, const Tensor& out, bool return_partial, AddArguments add_arguments) const {
-        if (run_on_transport(b)) return {out, return_partial ? partial : at::empty({0}, partial.options())};
+        Call& call = b.call;
+        // Other calls have something to do with the product before it travels, or no peer: they run as "pipelined". The two
+        // strategies look alike to a peer (the same rows and flags), so a rank may decide this alone.
+        call.key.direct = call.key.direct && call.ranks > 1 && call.key.terms == 1 && !call.shard_dim_is_last &&
+                          !call.narrow_wire && call.lhs_scales.empty() && !return_partial;
+        const Tensor partial = at::empty({call.key.direct ? 0 : rows, cols}, options);
+        call.partial = call.key.direct ? nullptr : data_of(partial);
+        if (run_on_transport(b)) return {out, return_partial ? partial : at::empty({0}, options)};
         WithGil gil;
         FallbackCall fallback(b.call.op_name);
         add_arguments(fallback);
@@ -121,7 +126,8 @@ struct ReductionOperands {
     }
 
     int64_t rows = 0, cols = 0;
-    Tensor partial, rounded, scales;
+    at::TensorOptions options;  // of the product
+    Tensor rounded, scales;
 };
 
 at::ScalarType dtype_of_first(at::TensorList list) {

@@ -53,6 +53,10 @@ def check_key(key: Key) -> None:
         refuse(f"shards cannot be cut (shard_dim_is_last), so chunks is at most {key.ranks}, got {key.chunks}")
     if key.striped and (key.shard_dim_is_last or not scatters):
         refuse("striped needs a matmul whose shards can be cut")
+    if key.direct and (key.shard_dim_is_last or not scatters or key.terms != 1):
+        refuse("direct needs a product of one term whose shards are blocks of rows")
+    if key.direct and (key.ranks == 1 or key.striped or key.chunks):
+        refuse("direct stores whole shards at peers: it needs two ranks or more, and has neither chunks nor stripes")
     if key.contracts and not gathers:
         refuse("only all_gather_matmul has consumers that contract: leave contracts empty")
     if gathers and key.terms:

@@ -14,7 +14,6 @@ from .schedule_writer import ScheduleWriter
 def build(key: Key, rank: int) -> Schedule:
     """Build the schedule of `rank` for a "matmul_all_reduce" key."""
     writer = ScheduleWriter(key, rank)
-    scatter_products(writer)
-    reduce_own(writer, Buf.PARTIAL, rank, share=True)
+    reduce_own(writer, scatter_products(writer), rank, share=True)
     collect(writer, Buf.LANDING2, FlagKind.READY2)
     return writer.close()

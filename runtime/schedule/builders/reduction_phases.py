@@ -12,6 +12,11 @@ The pushes of the last one are exposed, but all earlier pieces are summed meanwh
     COMPUTE   mm(#0 of all)   mm(#1 of all)             wait #0, reduce #0    wait #1, reduce #1
     COPY                      push #0 to 2, 3, 0        push #1 to 2, 3, 0
 
+Direct, one matmul stores each shard at its owner, and the copy queue is idle. The matmul computes the own shard last: the peers'
+shards travel meanwhile, and no two ranks begin with the same owner. Rank 1 of 4::
+
+    COMPUTE   mm(2 at 2, 3 at 3, 0 at 0, own 1)   tell 2, 3, 0   wait all, reduce
+
 Share (all_reduce): the owner pushes the reduced shard to every peer; arriving shards are copied into the result.
 """
 
@@ -27,7 +32,26 @@ MatmulOutput = tuple[Sequence[int], int, tuple[Fraction, Fraction], Sequence[int
 """The output of one matmul: shards, number of the piece and its interval, and the owners it is pushed to, in push order."""
 
 
-def scatter_products(writer: ScheduleWriter) -> None:
+def scatter_products(writer: ScheduleWriter) -> Buf:
+    """Compute the product so that every shard lands at its owner. Return the buffer that holds this rank's own shard."""
+    if writer.key.direct:
+        _store_at_owners(writer)
+        return Buf.LANDING
+    _push_partial(writer)
+    return Buf.PARTIAL
+
+
+def _store_at_owners(writer: ScheduleWriter) -> None:
+    """Compute every shard into its owner's LANDING by one matmul, and tell the owners."""
+    for owner in writer.peers_up:
+        writer.wait_slot_free(owner, Queue.COMPUTE)
+    writes = tuple(Region(Buf.LANDING, owner, writer.rank) for owner in (*writer.peers_up, writer.rank))
+    writer.add(Compute(queue=Queue.COMPUTE, index=0, reads=(), writes=writes))
+    for owner in writer.peers_up:
+        writer.signal(Queue.COMPUTE, FlagKind.READY, owner)
+
+
+def _push_partial(writer: ScheduleWriter) -> None:
     """Compute PARTIAL, some shards or one stripe at a time, and push the output to its owner's LANDING."""
     free: set[int] = set()
     for shards, index, cut, owners in _matmul_outputs(writer):

@@ -78,14 +78,18 @@ class ScheduleWriter:
         """Make COMPUTE wait for a flag of this call."""
         self.add(Wait(queue=Queue.COMPUTE, flag=Flag(kind, self.rank, source, index)))
 
-    def wait_slot_free(self, peer: int) -> None:
-        """Make COPY wait until `peer` has read its slot's previous contents, of SLOTS calls ago."""
-        self.add(Wait(queue=Queue.COPY, flag=Flag(FlagKind.DONE, self.rank, peer), back=SLOTS))
+    def wait_slot_free(self, peer: int, queue: Queue = Queue.COPY) -> None:
+        """Make `queue` wait until `peer` has read its slot's previous contents, of SLOTS calls ago."""
+        self.add(Wait(queue=queue, flag=Flag(FlagKind.DONE, self.rank, peer), back=SLOTS))
+
+    def signal(self, queue: Queue, kind: FlagKind, peer: int, index: int = 0) -> None:
+        """Tell `peer` that everything before this step on `queue` is in its memory."""
+        self.add(Signal(queue=queue, flag=Flag(kind, peer, self.rank, index)))
 
     def push(self, src: Region, dst: Region, kind: FlagKind, index: int, after: tuple[int, ...] = ()) -> None:
         """Write a piece into a peer's landing area, then signal the peer."""
         self.add(Copy(queue=Queue.COPY, src=src, dst=dst, after=after))
-        self.add(Signal(queue=Queue.COPY, flag=Flag(kind, dst.rank, self.rank, index)))
+        self.signal(Queue.COPY, kind, dst.rank, index)
 
     def local_copy(self, src: Region, dst: Region) -> None:
         """Copy within this rank's memory on COMPUTE."""

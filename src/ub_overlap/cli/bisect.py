@@ -196,7 +196,7 @@ def overlapped_since(moment: float) -> dict[str, dict[str, str]]:
         if changed < moment - 1:  # some file systems store whole seconds
             break
         for site in plan["sites"]:
-            if "pipelined" in site["strategy"] or "bulk" in site["strategy"]:
+            if any(mode in site["strategy"] for mode in ("pipelined", "direct", "bulk")):
                 sites.setdefault(
                     site["id"],
                     {"kind": site["kind"], "strategy": site["strategy"], "module": site["module"], "source": site["source"]},

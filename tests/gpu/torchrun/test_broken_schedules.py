@@ -26,7 +26,7 @@ from ub_overlap.runtime import errors, ops, settings
 from ub_overlap.runtime.schedule.effects import accesses, show
 from ub_overlap.runtime.schedule.encode import decode, encode
 from ub_overlap.runtime.schedule.encode import provide as proven
-from ub_overlap.runtime.schedule.steps import Copy, FlagKind, Key, Queue, Region, Schedule, Signal, Step, Wait
+from ub_overlap.runtime.schedule.steps import Compute, Copy, FlagKind, Key, Queue, Region, Schedule, Signal, Step, Wait
 from ub_overlap.runtime.session import session
 
 Edit = Callable[[Schedule], Schedule]
@@ -80,6 +80,10 @@ def held_up(schedule: Schedule, wait: Wait, copies: int) -> Schedule:
     """Return the sender's schedule with idle copies before the push that `wait` awaits: into its own shard of its landing area,
     which no step reads."""
     signal = next(i for i, s in enumerate(schedule.steps) if isinstance(s, Signal) and s.flag == wait.flag)
+    matmul = next((i for i, s in enumerate(schedule.steps) if isinstance(s, Compute) and s.writes[0].buf.in_arena), signal)
+    if matmul < signal and wait.flag.kind is FlagKind.READY:  # a direct call: nothing is in its own landing area yet
+        own = schedule.steps[matmul].writes[-1]
+        return insert(schedule, matmul, [Copy(queue=Queue.COMPUTE, src=own, dst=own)] * copies)
     push = schedule.steps[signal - 1]
     assert isinstance(push, Copy), f"expected a push before {show(schedule.steps[signal])}, got {show(push)}"
     me = schedule.rank
@@ -213,11 +217,12 @@ def waits_of(schedule: Schedule, quick: bool) -> list[Wait]:
     ]
 
 
-DATA_KINDS = ("AG2", "AG", "RS", "AR", "bulk", "bulk RS")
-SLOT_KINDS = ("AG2", "RS", "AR", "bulk", "bulk RS")
+DATA_KINDS = ("AG2", "AG", "RS", "RS direct", "AR", "AR direct", "bulk", "bulk RS")
+SLOT_KINDS = ("AG2", "RS", "RS direct", "AR", "bulk", "bulk RS")
 SIGNALS = {
     "AG2": (FlagKind.READY, FlagKind.DONE),
     "RS": (FlagKind.READY, FlagKind.DONE),
+    "RS direct": (FlagKind.READY, FlagKind.DONE),
     "AR": tuple(FlagKind),
     "bulk": (FlagKind.READY, FlagKind.DONE),
     "bulk RS": (FlagKind.READY,),
@@ -229,7 +234,7 @@ def full_unless(quick: bool) -> Any:
 
 
 @pytest.mark.deadline(240)
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=full_unless(k in ("AG2", "RS", "AR"))) for k in DATA_KINDS])
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=full_unless(k in ("AG2", "RS", "RS direct", "AR"))) for k in DATA_KINDS])
 def test_every_wait_for_data_is_needed(lockstep: Lockstep, kind: str) -> None:
     """All waits share one group: a missing wait breaks numbers, not the group."""
     group = lockstep.new_group(backend="gloo")
@@ -241,7 +246,7 @@ def test_every_wait_for_data_is_needed(lockstep: Lockstep, kind: str) -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["with its wait for a free slot", "without its wait for a free slot"])
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=full_unless(k in ("AG2", "RS"))) for k in SLOT_KINDS])
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=full_unless(k in ("AG2", "RS", "RS direct"))) for k in SLOT_KINDS])
 def test_a_rank_that_never_signals_done(lockstep: Lockstep, own_group: str, kind: str, waits: bool) -> None:
     lockstep.note(without_done(lockstep, own_group, kind, waits))
 
@@ -252,7 +257,7 @@ def test_a_rank_that_never_signals_done(lockstep: Lockstep, own_group: str, kind
         pytest.param(
             kind,
             flag,
-            marks=full_unless(kind in ("AG2", "RS") or (kind == "AR" and flag is FlagKind.READY2)),
+            marks=full_unless(kind in ("AG2", "RS", "RS direct") or (kind == "AR" and flag is FlagKind.READY2)),
             id=f"{kind}-{flag.name}",
         )
         for kind, flags in SIGNALS.items()

@@ -48,7 +48,8 @@ def layer(lockstep: Lockstep, group: str, dtype: torch.dtype, save: str, strateg
     x = make.randn(*sizes, dtype=dtype).requires_grad_()
     w1 = (make.randn(inner, width, dtype=dtype, scale=0.1)).t().requires_grad_()
     w2 = (make.randn(width, inner, dtype=dtype, scale=0.1)).t().requires_grad_()
-    h = ub_overlap.all_gather_matmul(x, w1, group, gather_dim=dim, save=save, strategy=strategy)
+    of_gather = "pipelined" if strategy == "direct" else strategy
+    h = ub_overlap.all_gather_matmul(x, w1, group, gather_dim=dim, save=save, strategy=of_gather)
     y = ub_overlap.matmul_reduce_scatter(torch.nn.functional.gelu(h), w2, group, scatter_dim=dim, strategy=strategy)
     weight = make.randn(*y.shape, dtype=dtype)
     found = torch.autograd.grad((y * weight).sum(), (x, w1, w2))
@@ -258,7 +259,7 @@ RANKS = int(os.environ.get("WORLD_SIZE", "2"))
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("strategy", ["pipelined", f"pipelined:chunks={2 * RANKS}", "none"])
+@pytest.mark.parametrize("strategy", ["pipelined", f"pipelined:chunks={2 * RANKS}", "direct", "none"])
 @pytest.mark.parametrize("save", ["gathered", "shard"])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_layer(lockstep: Lockstep, group: str, dtype: torch.dtype, save: str, strategy: str, dim: int) -> None:

@@ -207,7 +207,7 @@ full = pytest.mark.full
 DTYPES = [BF16, F32, pytest.param(F16, marks=full)]
 # Rows of a shard, K and N; "large" is a quarter as large on the CPU.
 SHAPES = ["large", pytest.param("odd", marks=full), pytest.param("small", marks=full), pytest.param("llama", marks=full)]
-STRATEGIES = ["pipelined", f"pipelined:chunks={2 * RANKS}", "pipelined:stripes=3"]
+STRATEGIES = ["pipelined", f"pipelined:chunks={2 * RANKS}", "pipelined:stripes=3", "direct"]
 SCALINGS = [(False, False), (True, False), (False, True), (True, True)]
 
 

@@ -104,7 +104,8 @@ def strategies(op: str, ranks: int) -> list[str]:
     name = "bulk" if op == BULK else "pipelined"
     counts = sorted({1, 2, ranks, 2 * ranks, 2 * ranks + 1, max(1, ranks - 1)})
     stripes = [f"pipelined:stripes={n}" for n in sorted({1, 3, ranks})] if op in (RS, AR, SRS) else []
-    return [name, *(f"{name}:chunks={n}" for n in counts), *stripes]
+    direct = ["direct"] if op in (RS, AR) else []
+    return [name, *(f"{name}:chunks={n}" for n in counts), *stripes, *direct]
 
 
 def is_quick(op: str, dtype: torch.dtype, strategy: str, ranks: int) -> bool:

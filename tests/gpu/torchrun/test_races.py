@@ -23,11 +23,12 @@ from ub_overlap.runtime.session import session
 VERSIONS = 6  # different inputs of a site
 LOOPS = {
     "AG only": ["AG", "AG2"],
-    "RS only": ["RS", "RS1", "RS striped"],
+    "RS only": ["RS", "RS1", "RS striped", "RS direct"],
+    "direct": ["RS direct", "RS direct 3", "AR direct"],
     "AR only": ["AR"],
     "bulk only": ["bulk", "bulk RS"],
     "float8": ["SAG", "SRS", "SAG2", "SRS wire", "SRS striped"],
-    "mixed": ["AG", "RS", "AR", "bulk", "RS striped"],
+    "mixed": ["AG", "RS", "AR", "bulk", "RS striped", "RS direct", "AR direct"],
 }
 
 
@@ -210,7 +211,7 @@ def replays(lockstep: Lockstep, group: str, kinds: list[str], count: int) -> str
     return f"{count} turns of {len(kinds)} ops in {seconds:.1f} s, a fifth of them eager, bitwise"
 
 
-QUICK = ("AG only", "RS only", "mixed", "float8")
+QUICK = ("AG only", "RS only", "direct", "mixed", "float8")
 
 
 def calls_of(lockstep: Lockstep) -> int:

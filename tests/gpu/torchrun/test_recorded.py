@@ -102,10 +102,13 @@ def concurrent_bytes(lockstep: Lockstep, group: str, kind: str, size: int) -> st
     return f"{100 * hidden / copied:.0f}% of {copied / 2**20:.0f} MiB"
 
 
-QUICK = ("AG", "AG2", "RS", "AR", "SAG", "SRS wire")
+QUICK = ("AG", "AG2", "RS", "RS direct", "AR", "SAG", "SRS wire")
 KINDS = [
     pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.full)
-    for kind in ("AG", "AG2", "RS", "RS1", "RS striped", "AR", "SAG", "SAG2", "SRS", "SRS wire", "bulk", "bulk RS")
+    for kind in (
+        "AG", "AG2", "RS", "RS1", "RS striped", "RS direct", "RS direct 3", "AR", "AR direct", "SAG", "SAG2", "SRS", "SRS wire",
+        "bulk", "bulk RS",
+    )
 ]
 
 
