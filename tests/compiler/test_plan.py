@@ -43,18 +43,18 @@ GONE = replace(SITE, id="forward.2.merged0", strategy=Strategy(Mode.MERGED))
 PLAN = Plan("forward", (SITE, LEFT, GONE))
 
 
-@pytest.mark.parametrize("text", ["none", "pipelined", "bulk", "pipelined:chunks=4", "bulk:chunks=16"])
+@pytest.mark.parametrize("text", ["none", "pipelined", "direct", "bulk", "pipelined:chunks=4", "bulk:chunks=16"])
 def test_strategy_text(text: str) -> None:
     assert str(Strategy.parse(text)) == text
     assert Strategy.is_forceable(text)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "auto", "merged", "none:chunks=2", "bulk:chunks=0", "pipelined:chunks=x", "bulk\n", "Bulk"]
+    "text", ["", "auto", "merged", "none:chunks=2", "bulk:chunks=0", "pipelined:chunks=x", "bulk\n", "Bulk", "direct:chunks=2"]
 )
 def test_bad_strategy(text: str) -> None:
     assert not Strategy.is_forceable(text)
-    with pytest.raises(ValueError, match="expected none, pipelined, bulk"):
+    with pytest.raises(ValueError, match="expected none, pipelined, direct, bulk"):
         Strategy.parse(text)
 
 

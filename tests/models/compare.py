@@ -68,7 +68,7 @@ class Comparison:
 
 
 def _rewritten(decision: dict[str, Any]) -> bool:
-    return decision["strategy"].partition(":")[0] in ("pipelined", "bulk")
+    return decision["strategy"].partition(":")[0] in ("pipelined", "direct", "bulk")
 
 
 def _kinds(sites: Sites) -> dict[str, int]:

@@ -234,7 +234,9 @@ def full_unless(quick: bool) -> Any:
 
 
 @pytest.mark.deadline(240)
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=full_unless(k in ("AG2", "RS", "RS direct", "AR"))) for k in DATA_KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=full_unless(k in ("AG2", "RS", "RS direct", "AR"))) for k in DATA_KINDS]
+)
 def test_every_wait_for_data_is_needed(lockstep: Lockstep, kind: str) -> None:
     """All waits share one group: a missing wait breaks numbers, not the group."""
     group = lockstep.new_group(backend="gloo")

@@ -39,7 +39,7 @@ def run(lockstep: Lockstep, entry: tuple[str, dict[str, Any]], options: dict[str
     session.check()
     outcome.check()
     outcome.check_sites()
-    counts = Counter(d["kind"] for d in outcome.decisions if d["strategy"].partition(":")[0] in ("pipelined", "bulk"))
+    counts = Counter(d["kind"] for d in outcome.decisions if d["strategy"].partition(":")[0] in ("pipelined", "direct", "bulk"))
     sites = ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or "no sites"
     worst = max((pair[1] for pair in outcome.errors.values()), default=0.0)
     eager = max((pair[0] for pair in outcome.errors.values()), default=0.0)

@@ -106,8 +106,21 @@ QUICK = ("AG", "AG2", "RS", "RS direct", "AR", "SAG", "SRS wire")
 KINDS = [
     pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.full)
     for kind in (
-        "AG", "AG2", "RS", "RS1", "RS striped", "RS direct", "RS direct 3", "AR", "AR direct", "SAG", "SAG2", "SRS", "SRS wire",
-        "bulk", "bulk RS",
+        "AG",
+        "AG2",
+        "RS",
+        "RS1",
+        "RS striped",
+        "RS direct",
+        "RS direct 3",
+        "AR",
+        "AR direct",
+        "SAG",
+        "SAG2",
+        "SRS",
+        "SRS wire",
+        "bulk",
+        "bulk RS",
     )
 ]
 
