@@ -102,6 +102,21 @@ def test_blocks_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     assert "| tiny block, 32 tokens" in text and "forced" in out
 
 
+def test_feed_forward_alone(tmp_path: Path) -> None:
+    """Norm and feed-forward have two sites per direction. TransformerEngine needs CUDA, and is no variant of a block."""
+    path = tmp_path / "mlp.json"
+    arguments = ["--size", "tiny", "--seq", "32", "--iters", "2", "--warm", "1", "--json", str(path)]
+    mlp = ["--model", "mlp", "--variants", "inductor,ours,compute,te_fp8", "--ours", 'forced={"overlap": "force"}']
+    assert "tiny mlp, 32 tokens" in torchrun(2, "benchmarks.blocks", [*arguments, *mlp])
+    (size,) = json.loads(path.read_text())["rows"]
+    variants = size["variants"]
+    assert size["model"] == "mlp" and variants["te_fp8"]["why"] == {"*": "needs CUDA"}
+    assert variants["forced"]["sites"] == "4 of 4" and 0 <= variants["forced"]["error"] < 1e-3
+    assert all(variants[name]["step"] > 0 for name in ("inductor", "forced", "compute"))
+    with pytest.raises(AssertionError, match="variants of inductor, asynctp, ours, compute"):
+        torchrun(2, "benchmarks.blocks", [*arguments, "--variants", "te"])
+
+
 def test_mirror_of_two_blocks(tmp_path: Path) -> None:
     """Two processes run two blocks of four ranks in a row. Variants of torch are refused; a waterfall needs CUDA."""
     path = tmp_path / "blocks.json"

@@ -7,6 +7,8 @@ collectives replaced by views. Hidden = (inductor - variant) / (inductor - compu
 over ranks; the variants alternate.
 
 --mirror R times a group of R ranks on two GPUs (benchmarks/mirror): variants of ours and compute alone.
+--model mlp times the block's norm and feed-forward alone. Its variants "te" and "te_fp8" are TransformerEngine's LayerNormMLP,
+with weights of its own: its numbers are not compared.
 --layers N times N blocks in a row, so that the host's work for a block runs while the device computes the one before.
 --waterfall shows where the captured step of each variant spends its time, by class of kernel, against compute; of rank 0.
 """
@@ -33,10 +35,10 @@ from ..ranks import end, start
 from ..report import draw
 from ..timing import Clock, graphed
 from . import waterfall
-from .model import SIZES
+from .model import MODELS, SIZES
 from .profile import prepare_for_captures, trace_replays, write_profile
 from .table import text
-from .variants import BlockContext, BlockVariant, differences, make
+from .variants import TRANSFORMER_ENGINE, BlockContext, BlockVariant, differences, make
 
 BOUND = {torch.bfloat16: 4e-2, torch.float32: 1e-3}
 """Largest allowed difference from inductor, ||a - b|| / ||b||, in any gradient."""
@@ -49,6 +51,7 @@ sqrt(8 * 2) * 0.047 = 0.19. A lost shard of R gives sqrt(1 / R): 0.35 at 8 ranks
 def parse_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="70b,8b", help=f"comma-separated, of {', '.join(SIZES)}")
+    parser.add_argument("--model", choices=tuple(MODELS), default="block", help="a Llama block, or its norm and feed-forward")
     parser.add_argument("--seq", type=int, default=8192, help="tokens; batch 1")
     parser.add_argument("--tp", type=int, help="ranks that take part (default: all that torchrun started)")
     parser.add_argument("--mirror", type=int, metavar="R", help="time a group of R ranks on 2 GPUs (mirror mode)")
@@ -73,8 +76,10 @@ def parse_flags() -> argparse.Namespace:
     if args.layers < 1:
         parser.error(f"--layers {args.layers}: expected 1 or more")
     args.graphs = args.graphs or args.waterfall
-    known = ("ours", "compute") if args.mirror else ("inductor", "asynctp", "ours", "compute")
-    args.variants = args.variants or ",".join(known)
+    default = known = ("ours", "compute") if args.mirror else ("inductor", "asynctp", "ours", "compute")
+    if args.model == "mlp" and not args.mirror:
+        known = (*known, *TRANSFORMER_ENGINE)
+    args.variants = args.variants or ",".join(default)
     named = [text.partition("=") for text in args.ours]
     args.options = {name: json.loads(options or "{}") for name, _, options in named} or {"ours": {"overlap": "auto"}}
     unknown = [
@@ -111,10 +116,17 @@ class BlocksRun:
         mesh = self.mesh()
         compiler = args.compiler or ("inductor" if world.cuda else "aot_eager")
         context = BlockContext(
-            world, mesh, self.ranks, SIZES[size], args.seq, dtype, compiler, args.options, args.write, args.layers
+            world, mesh, self.ranks, SIZES[size], args.seq, dtype, compiler, args.options, args.write, args.layers, args.model
         )
         rows: dict[str, Any] = {}
-        row = {"size": size, "seq": args.seq, "layers": args.layers, "compiler": compiler, "variants": rows}
+        row = {
+            "size": size,
+            "model": args.model,
+            "seq": args.seq,
+            "layers": args.layers,
+            "compiler": compiler,
+            "variants": rows,
+        }
         self.document["rows"].append(row)
         names = [n for name in args.variants.split(",") for n in (args.options if name == "ours" else [name])]
         torch._dynamo.reset()
@@ -143,7 +155,7 @@ class BlocksRun:
 
     def build(self, name: str, context: BlockContext, variants: dict[str, BlockVariant], rows: dict[str, Any]) -> None:
         world, begun = self.world, time.monotonic()
-        if name == "asynctp" and not world.cuda:
+        if name in ("asynctp", *TRANSFORMER_ENGINE) and not world.cuda:
             rows[name]["why"]["*"] = "needs CUDA"
             return
         if context.sizes.kv_heads % self.ranks or context.tokens % self.ranks:
@@ -173,7 +185,7 @@ class BlocksRun:
         reference = variants.get("inductor")
         if reference is None:
             return
-        for name in [n for n in variants if n not in ("inductor", "compute")]:
+        for name in [n for n in variants if n not in ("inductor", "compute", *TRANSFORMER_ENGINE)]:
             with self.deadline(f"compare {name}"):
                 errors, why = self.world.agreed(lambda name=name: differences(variants[name], reference, self.world))
             worst = max(errors, key=errors.__getitem__) if errors else ""

@@ -1,4 +1,4 @@
-"""A Llama block: its tensor- and sequence-parallel form, and the compute of one rank without communication.
+"""A Llama block, or its norm and feed-forward alone: the tensor- and sequence-parallel form, and the compute of one rank.
 
 Legend: S tokens (S/R per rank between layers), D width, F feed-forward width, R ranks; batch 1.
 """
@@ -84,10 +84,26 @@ class LlamaBlock(nn.Module):
         return h + self.ffn(self.ffn_norm(h))
 
 
-def parallel(sizes: BlockSizes, mesh: Any, device: torch.device, dtype: torch.dtype, layers: int = 1) -> nn.Module:
-    """Return `layers` blocks as DTensors over `mesh`: sequence-parallel norms, column- and row-parallel layers."""
+class LlamaMlp(nn.Module):
+    """Norm and feed-forward, without the residual: [1, S/R, D] of this rank -> the same."""
+
+    def __init__(self, sizes: BlockSizes) -> None:
+        super().__init__()
+        self.ffn_norm, self.ffn = nn.RMSNorm(sizes.dim), LlamaFeedForward(sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ffn(self.ffn_norm(x))
+
+
+MODELS = {"block": LlamaBlock, "mlp": LlamaMlp}
+
+
+def parallel(
+    sizes: BlockSizes, mesh: Any, device: torch.device, dtype: torch.dtype, layers: int = 1, model: str = "block"
+) -> nn.Module:
+    """Return `layers` models as DTensors over `mesh`: sequence-parallel norms, column- and row-parallel layers."""
     torch.manual_seed(1)
-    return stack([parallel_block(sizes, mesh, device, dtype) for _ in range(layers)])
+    return stack([parallel_block(sizes, mesh, device, dtype, model) for _ in range(layers)])
 
 
 def stack(blocks: list[nn.Module]) -> nn.Module:
@@ -95,21 +111,29 @@ def stack(blocks: list[nn.Module]) -> nn.Module:
     return blocks[0] if len(blocks) == 1 else fresh_code(nn.Sequential(*blocks))
 
 
-def parallel_block(sizes: BlockSizes, mesh: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def parallel_block(sizes: BlockSizes, mesh: Any, device: torch.device, dtype: torch.dtype, model: str = "block") -> nn.Module:
     """Return one block with new weights. All ranks draw the same ones, so each keeps its shards without communication."""
     with torch.device(device):
-        block = fresh_code(LlamaBlock(sizes).to(dtype))
+        block = fresh_code(MODELS[model](sizes).to(dtype))
     gathered = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-    plan: dict[str, Any] = {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
-    plan |= {"attention": gathered, "ffn": gathered}
-    plan |= {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
-    plan |= {f"ffn.{name}": ColwiseParallel() for name in ("w1", "w3")}
-    plan |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in ("attention.wo", "ffn.w2")}
+    parts = {"attention": (("wq", "wk", "wv"), "wo"), "ffn": (("w1", "w3"), "w2")}
+    plan: dict[str, Any] = {}
+    for part, (columns, rows) in parts.items():
+        if hasattr(block, part):
+            plan |= {f"{part}_norm": SequenceParallel(), part: gathered}
+            plan |= {f"{part}.{name}": ColwiseParallel() for name in columns}
+            plan |= {f"{part}.{rows}": RowwiseParallel(output_layouts=Shard(1))}
     return parallelize_module(block, mesh, plan, src_data_rank=None)
 
 
 def compute_only(
-    sizes: BlockSizes, ranks: int, tokens: int, device: torch.device, dtype: torch.dtype, layers: int = 1
+    sizes: BlockSizes,
+    ranks: int,
+    tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    layers: int = 1,
+    model: str = "block",
 ) -> nn.Module:
     """Return the compute of one rank. A gather is a view of an existing full-size tensor, a scatter a part of its input.
 
@@ -139,15 +163,22 @@ def compute_only(
         def __init__(self) -> None:
             super().__init__()
             dim, q, kv, wide = sizes.dim, sizes.dim // ranks, sizes.kv_heads * sizes.head_dim // ranks, sizes.wide // ranks
-            self.attention_norm, self.ffn_norm = nn.RMSNorm(dim), nn.RMSNorm(dim)
-            self.wq, self.wk, self.wv, self.wo = linear(dim, q), linear(dim, kv), linear(dim, kv), linear(q, dim)
+            self.ffn_norm = nn.RMSNorm(dim)
             self.w1, self.w3, self.w2 = linear(dim, wide), linear(dim, wide), linear(wide, dim)
+            if model == "block":
+                self.attention_norm = nn.RMSNorm(dim)
+                self.wq, self.wk, self.wv, self.wo = linear(dim, q), linear(dim, kv), linear(dim, kv), linear(q, dim)
 
         def forward(self, x: Tensor) -> Tensor:
+            if model == "mlp":
+                return self.feed_forward(x)
             y = ViewGather.apply(self.attention_norm(x))
             h = x + ViewScatter.apply(self.wo(attend(self.wq(y), self.wk(y), self.wv(y), sizes.head_dim)))
-            y = ViewGather.apply(self.ffn_norm(h))
-            return h + ViewScatter.apply(self.w2(F.silu(self.w1(y)) * self.w3(y)))
+            return h + self.feed_forward(h)
+
+        def feed_forward(self, x: Tensor) -> Tensor:
+            y = ViewGather.apply(self.ffn_norm(x))
+            return ViewScatter.apply(self.w2(F.silu(self.w1(y)) * self.w3(y)))
 
     with torch.device(device):
         return stack([fresh_code(ComputeOnly().to(dtype)) for _ in range(layers)])

@@ -42,7 +42,8 @@ def text(document: dict[str, Any], style: str = "simple") -> str:
     parts = [document.get("mirror", "")]
     for size in document["rows"]:
         variants = size["variants"]
-        blocks = "block" if size.get("layers", 1) == 1 else f"{size['layers']} blocks"
+        model = size.get("model", "block")
+        blocks = model if size.get("layers", 1) == 1 else f"{size['layers']} {model}s"
         kinds = [kind for kind in KINDS if any(v.get(kind) for v in variants.values())]
         titles = {f"gain {kind}": "x best of torch" for kind in kinds} | {f"hidden {kind}": "hidden" for kind in kinds}
         titles |= {f"over {kind}": "over compute" for kind in kinds}

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -14,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.tools.rank_process import World
 
-from .model import BlockSizes, compute_only, parallel
+from .model import BlockSizes, compute_only, parallel, stack
 
 
 @dataclass
@@ -75,16 +76,20 @@ class BlockContext:
     """Weights change before each step."""
     layers: int = 1
     """Blocks in a row."""
+    model: str = "block"
+    """A key of `model.MODELS`."""
 
 
 def make(name: str, context: BlockContext) -> BlockVariant:
     """Return a compiled variant: forward, backward, and forward without gradients."""
     world, sizes = context.world, context.sizes
+    if name in TRANSFORMER_ENGINE:
+        return make_transformer_engine(name, context)
     if name == "compute":
-        block = compute_only(sizes, context.ranks, context.tokens, world.device, context.dtype, context.layers)
+        block = compute_only(sizes, context.ranks, context.tokens, world.device, context.dtype, context.layers, context.model)
         call = torch.compile(block, backend=context.compiler)
     else:
-        block = parallel(sizes, context.mesh, world.device, context.dtype, context.layers)
+        block = parallel(sizes, context.mesh, world.device, context.dtype, context.layers, context.model)
         if name in context.ours:
             options = dict(context.ours[name])
             if context.compiler == "aot_eager":
@@ -113,6 +118,52 @@ def make(name: str, context: BlockContext) -> BlockVariant:
         variant.sites = f"{sum(d.overlapped for d in mine)} of {len(mine)}"
     if name == "asynctp":
         variant.sites = f"{fused_ops(variant, world)} fused"
+    return variant
+
+
+TRANSFORMER_ENGINE = ("te", "te_fp8")
+
+
+def make_transformer_engine(name: str, context: BlockContext) -> BlockVariant:
+    """Return TransformerEngine's LayerNormMLP of the same sizes: in 16 bits, or in float8 with delayed scaling."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe
+
+    world, sizes = context.world, context.sizes
+    group = dist.group.WORLD
+    layers = [
+        te.LayerNormMLP(
+            sizes.dim,
+            sizes.wide,
+            bias=False,
+            normalization="RMSNorm",
+            activation="swiglu",
+            tp_group=group,
+            tp_size=context.ranks,
+            sequence_parallel=True,
+            set_parallel_mode=True,
+            seq_length=context.tokens,
+            micro_batch_size=1,
+            params_dtype=context.dtype,
+            device=world.device,
+        )
+        for _ in range(context.layers)
+    ]
+    module, scaling = stack(layers), recipe.DelayedScaling()
+
+    def call(x: Tensor) -> Tensor:
+        with te.fp8_autocast(enabled=name == "te_fp8", fp8_recipe=scaling, fp8_group=group):
+            return module(x)
+
+    torch.manual_seed(100 + world.rank)
+    shape = (context.tokens // context.ranks, 1, sizes.dim)
+    x, grad = (torch.randn(shape, device=world.device, dtype=context.dtype) for _ in range(2))
+    variant = BlockVariant(name, module, call, x.requires_grad_(), grad)
+    if context.write:
+        variant.written = [p.data.view(-1)[:1] for p in module.parameters()]
+    variant.step()
+    variant.forward()
+    world.sync()
     return variant
 
 
