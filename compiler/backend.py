@@ -25,6 +25,10 @@ from .inductor import apply_bug_patches, register_lowerings
 from .options import Options, parse
 from .passes import HOOKS, JointPass, RewritePass
 
+MOST_FUSED_OPERATIONS = 100
+"""Operations up to which Inductor computes a value in its readers' kernels, in float8 graphs. By default it stores a value of
+more than 30, and so a 16-bit or fp32 copy of an activation's gradient that is cast to float8."""
+
 
 def ub_overlap(
     gm: GraphModule, example_inputs: list[Any], *, options: dict[str, Any] | None = None, mode: str | None = None
@@ -82,7 +86,7 @@ def _inductor_options(ours: Options, theirs: dict[str, Any], mode: str | None, i
     register_lowerings()
     patches = {**(compat.list_mode_options(mode) if mode else {}), **theirs}
     if ours.fp8.is_on:
-        patches.setdefault("realize_opcount_threshold", 100)
+        patches.setdefault("realize_opcount_threshold", MOST_FUSED_OPERATIONS)
     joint_snapshot = JointSnapshot()
     own_passes = (JointPass(ours, inputs, joint_snapshot), RewritePass(ours, inputs, joint_snapshot))
     for hook, own in zip(HOOKS, own_passes, strict=True):

@@ -142,10 +142,11 @@ class DelayedScaling:
 
     def _emit_record(self, slots: Node, casts: list[_DelayedCast], half: str) -> None:
         """Record what `casts` measured, before the matmuls of the last cast. The graph lists casts in the order of matmuls."""
-        last = casts[-1]
-        readers = [user for user in last.scale.users if user.target is not aten.reciprocal.default]
-        if not readers:
+        while casts and not _find_readers(casts[-1]):  # never multiplied
+            casts = casts[:-1]
+        if not casts:
             return
+        last, readers = casts[-1], _find_readers(casts[-1])
         with self._graph.inserting_after(last.measured):
             e = Emitter(self._graph, last.scale, {}, inputs=self._inputs)
             own_slots = self._emit_slots_of(e, slots, casts)
@@ -189,3 +190,8 @@ class DelayedScaling:
             history.amax[groups] = nodes[-1]
             history.per_tensor += nodes
         return history.amax[groups]
+
+
+def _find_readers(cast: _DelayedCast) -> list[Node]:
+    """Return the readers of the scale that do not compute the cast itself."""
+    return [user for user in cast.scale.users if user.target is not aten.reciprocal.default]
