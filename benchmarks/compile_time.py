@@ -1,6 +1,6 @@
 """Measure the compile time of our passes (JointPass, RewritePass) on Llama graphs of increasing depth.
 
-    python -m benchmarks.compile_time [--layers 10 20 40 80] [--different 640] [--json FILE]
+    python -m benchmarks.compile_time [--layers 10 20 40 80] [--different 640] [--pack force] [--json FILE]
 
 One process is rank 0 of 4 with torch's fake process group. The model is examples/llama_tp with tiny weights. The passes run
 inside a real AOTAutograd trace of its forward and backward, and only they are timed. overlap="force" rewrites every site and
@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[10, 20, 40, 80])
     parser.add_argument("--different", type=int, default=640, help="number of sites of different sizes (0: none)")
     parser.add_argument("--memory-budget", type=float, help="the option memory_budget=")
+    parser.add_argument("--pack", choices=("auto", "force", "off"), default="auto", help="the option pack=")
     parser.add_argument("--json")
     args = parser.parse_args()
     ops.load()
@@ -58,7 +59,7 @@ def main() -> None:
         torch._dynamo.reset()
         mark = HISTORY.mark()
         sizes = ModelArgs(dim=64, num_layers=layers, num_heads=8, num_kv_heads=4, hidden_dim=128, max_seq_len=32)
-        seconds = measure(parallelize(Transformer(sizes), mesh), torch.randint(0, 256, (2, 32)), args.memory_budget)
+        seconds = measure(parallelize(Transformer(sizes), mesh), torch.randint(0, 256, (2, 32)), args)
         decisions = [d for p in HISTORY.since(mark) for d in p.decisions]
         total = sum(s for name, s in seconds.items() if name != "auto s")
         row = {"layers": layers, "collectives": len(decisions), "overlapped": sum(d.overlapped for d in decisions), **seconds}
@@ -71,10 +72,10 @@ def main() -> None:
             json.dump(rows, f, indent=1)
 
 
-def measure(model: torch.nn.Module, tokens: torch.Tensor, budget: float | None) -> dict[str, float]:
+def measure(model: torch.nn.Module, tokens: torch.Tensor, args: argparse.Namespace) -> dict[str, float]:
     """Return seconds of each pass on the graphs of `model`. The unchanged graphs run afterwards."""
-    options = Options(overlap="force", memory_budget=budget)
-    auto = Options(overlap="auto", memory_budget=budget, min_bytes=0, profile="h200")
+    options = Options(overlap="force", memory_budget=args.memory_budget, pack=args.pack)
+    auto = Options(overlap="auto", memory_budget=args.memory_budget, pack=args.pack, min_bytes=0, profile="h200")
     seconds = {"joint s": 0.0, "forward s": 0.0, "backward s": 0.0, "auto s": 0.0}
     clear_caches()
 

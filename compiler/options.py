@@ -54,6 +54,11 @@ class Options:
     overlap: Literal["auto", "force", "off"] = typed_field(
         "auto", '"auto": sites where overlap is predicted to be faster; "force": every legal site; "off": none'
     )
+    pack: Literal["auto", "force", "off"] = typed_field(
+        "auto",
+        'matmuls of one site as one, on packed operands (q, k, v; w1, w3). "auto": where predicted to be faster; '
+        '"force": wherever legal; "off": nowhere',
+    )
     min_bytes: int = typed_field(
         DEFAULT_MIN_BYTES,
         '"auto" overlaps collectives in which a rank sends at least this many bytes',

@@ -43,6 +43,7 @@ from .match.amax_reductions import mark_amax_reductions
 from .options import Options
 from .reports.history import HISTORY
 from .reports.summary import announce_plan
+from .rewrite.part_strides import Outputs
 from .rewrite.rewrite_graph import rewrite
 from .select import decide
 from .unmatched import report_unmatched
@@ -166,7 +167,8 @@ class RewritePass(_Pass):
         report_unmatched(decided.plan, self.options)
         recorder = SnapshotRecorder(graph, decided.plan.phase, settings.current().snapshots)
         recorder.before(decided.chosen)
-        rewrite(graph, decided.chosen, self.options.verify)
+        outputs = Outputs.of(graph, phase == "backward", restores_strides=self.options.inner == "inductor")
+        rewrite(graph, decided.chosen, outputs, self.options.verify)
         if decided.plan.casts:
             pin_operand_layouts(graph)
         self.joint_snapshot.record(decided.plan, recorder.after())

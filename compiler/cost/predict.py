@@ -61,9 +61,10 @@ def predict(shape: SiteShape, strategy: Strategy, profile: Profile) -> Predictio
 
 @lru_cache(maxsize=4096)
 def _predict(shape: SiteShape, strategy: Strategy, profile: Profile) -> Prediction:
-    matmuls = [_whole_us(shape, profile, index) for index in range(len(shape.matmuls))]
     if strategy == NONE:
-        return _plain(shape, profile, matmuls)
+        return _plain(shape, profile, _whole_matmuls(shape, profile))
+    copy_us, shape = sum(at(profile.copy, size) for size in shape.copied_bytes), shape.computed
+    matmuls = _whole_matmuls(shape, profile)
     steps = profile.steps
     made = programs(shape.key(strategy))
     cost = _costs(shape, profile)
@@ -78,11 +79,12 @@ def _predict(shape: SiteShape, strategy: Strategy, profile: Profile) -> Predicti
     us = max(end for rank in times for _, end in rank)
     # Pieces and the whole are measured separately. The floor ensures that cutting never makes a matmul faster than the whole.
     floor = max(sum(matmuls), pushes)
+    packing = (("COMPUTE", "pack operands", 0.0, copy_us),) if copy_us else ()
     timeline = tuple(
-        ("COPY" if item.copies else "COMPUTE", item.text, begin, end)
+        ("COPY" if item.copies else "COMPUTE", item.text, copy_us + begin, copy_us + end)
         for item, (begin, end) in zip(made[0], times[0], strict=True)
     )
-    return Prediction(max(us, floor), sum(matmuls), pushes + flags, timeline)
+    return Prediction(copy_us + max(us, floor), sum(matmuls), pushes + flags, (*packing, *timeline))
 
 
 def collective_us(shape: SiteShape, profile: Profile) -> float:
@@ -117,6 +119,10 @@ def _plain(shape: SiteShape, profile: Profile, matmuls: list[float]) -> Predicti
 
 def _layout(shape: SiteShape, contracts: bool) -> str:
     return "tn" if contracts else "nt"
+
+
+def _whole_matmuls(shape: SiteShape, profile: Profile) -> list[float]:
+    return [_whole_us(shape, profile, index) for index in range(len(shape.matmuls))]
 
 
 def _whole_us(shape: SiteShape, profile: Profile, index: int) -> float:
@@ -179,9 +185,11 @@ def _piece_us(shape: SiteShape, profile: Profile, work: CostItem) -> float:
         # Accumulated in fp32: the sum is written in fp32, and read again by every further piece.
         more = m * n * (4 - SIZES[shape.dtype] + (4 if work.adds else 0))
         return us + max(0.0, more / (profile.compute.memory_gbs * 1e3))
+    # A further term of a sum reads the piece that it adds to.
+    more_us = m * n * part * SIZES[shape.dtype] / (profile.compute.memory_gbs * 1e3) if work.adds else 0.0
     if shape.shard_dim_is_last and not shape.gathers and not shape.bulk:
-        return matmul_us(profile, shape.multiplied, layout, m, round(n * part), k)
+        return matmul_us(profile, shape.multiplied, layout, m, round(n * part), k) + more_us
     rows, count = round(m * part / pieces), max(1, round(1 / part)) if part else 1
     first = matmul_us(profile, shape.multiplied, layout, rows, n, k, pieces)
     # All pieces but one find the right operand in the cache; which one is the first makes no difference here.
-    return (first + (count - 1) * matmul_us(profile, shape.multiplied, layout, rows, n, k, pieces, True)) / count
+    return (first + (count - 1) * matmul_us(profile, shape.multiplied, layout, rows, n, k, pieces, True)) / count + more_us

@@ -5,7 +5,7 @@ Legend: R ranks; a shard is one rank's share of the gathered, scattered or reduc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ub_overlap.runtime.schedule.steps import Key
 
@@ -35,6 +35,8 @@ class SiteShape(SiteSizes):
             raise ValueError(f"dtype {self.dtype!r}, operands {self.operands!r}: expected of {', '.join(SIZES)}")
         if self.wire_dtype not in ("", FLOAT8):
             raise ValueError(f"wire_dtype {self.wire_dtype!r}: expected '' or {FLOAT8!r}")
+        if self.packs and (sum(self.packs) != len(self.matmuls) or len(self.pack_copies) != len(self.packs)):
+            raise ValueError(f"packs {self.packs}, copies {self.pack_copies}: expected of {len(self.matmuls)} matmuls")
         if self.ranks < 1 or self.rows < 0 or self.cols < 0 or any(min(m[:3]) < 0 for m in self.matmuls):
             raise ValueError(f"a size below 0, or no rank: {self}")
 
@@ -53,7 +55,7 @@ class SiteShape(SiteSizes):
             return "nothing is multiplied and then reduced"
         if self.shard_dim_is_last:
             return "shards of the last dim are no blocks of rows"
-        if len(self.matmuls) != 1 or self.multiplied != self.dtype or self.wire_dtype or self.keep:
+        if len(self.computed.matmuls) != 1 or self.multiplied != self.dtype or self.wire_dtype or self.keep:
             return "only the plain product of one matmul, without other readers, can be stored at its owners"
         return ""
 
@@ -82,6 +84,34 @@ class SiteShape(SiteSizes):
         """Bytes that one rank sends in the plain collective."""
         return bytes_sent_by_rank(self.shard_bytes, self.ranks, self.collective == "all_reduce")
 
+    @property
+    def computed(self) -> SiteShape:
+        """The same site with the matmuls that an overlapped call computes: one for each pack."""
+        if not self.packs:
+            return self
+        return replace(self, matmuls=tuple(map(self._wide, self._pack_members())), packs=(), pack_copies=())
+
+    @property
+    def copied_bytes(self) -> tuple[int, ...]:
+        """Bytes of each matrix into which operands are copied together."""
+        sizes = []
+        for members, copied in zip(self._pack_members(), self.pack_copies, strict=True):
+            m, n, k, _ = self._wide(members)
+            sizes += [m * k] if "lhs" in copied else []
+            sizes += [k * n] if "rhs" in copied else []
+        return tuple(size * SIZES[self.multiplied] for size in sizes)
+
+    def _pack_members(self) -> list[tuple[tuple[int, int, int, bool], ...]]:
+        ends = [sum(self.packs[: i + 1]) for i in range(len(self.packs))]
+        return [self.matmuls[end - size : end] for size, end in zip(self.packs, ends, strict=True)]
+
+    def _wide(self, members: tuple[tuple[int, int, int, bool], ...]) -> tuple[int, int, int, bool]:
+        """One matmul for all: consumers add up along N, terms along K."""
+        m, n, k, contracts = members[0]
+        if self.gathers:
+            return m, sum(member[1] for member in members), k, contracts
+        return m, n, sum(member[2] for member in members), contracts
+
     def key(self, strategy: Strategy) -> Key:
         """Return the key of the schedule for `strategy`. ValueError for none, and where strategy and site do not fit."""
         if strategy.mode not in ((Mode.BULK,) if self.bulk else (Mode.PIPELINED, Mode.DIRECT)):
@@ -90,12 +120,13 @@ class SiteShape(SiteSizes):
             raise ValueError(f"{strategy}: only a reduction whose shards can be cut is made in stripes; got {self}")
         if strategy.direct and (why := self.why_not_direct):
             raise ValueError(f"{strategy}: {why}; got {self}")
+        matmuls = self.computed.matmuls
         return Key(
             kind=self.kind,
             ranks=self.ranks,
             chunks=min(strategy.chunks, self.ranks) if self.shard_dim_is_last else strategy.chunks,
-            contracts=tuple(m[3] for m in self.matmuls) if self.gathers else (),
-            terms=0 if self.gathers else len(self.matmuls),
+            contracts=tuple(m[3] for m in matmuls) if self.gathers else (),
+            terms=0 if self.gathers else len(matmuls),
             shard_dim_is_last=self.shard_dim_is_last,
             keep=self.keep and self.gathers,
             striped=strategy.striped,

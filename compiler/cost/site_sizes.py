@@ -12,12 +12,12 @@ from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime.fp8.numerics import FLOAT8
 
 from ..graph.aten import dtype_of, shape_of
-from ..graph.sizes import Size, evaluate_size, hint_of, numel, size_symbols
+from ..graph.sizes import Size, about, evaluate_size, hint_of, numel, size_symbols
 from ..match.collectives import Op
+from ..match.pack_groups import pack_copies
 from ..match.site import Gather, Reduction, Site
 from ..plan.decision import SiteSizes
 from .site_shape import SIZES, SiteShape
-from .traffic import about
 
 Ranges = Mapping[sympy.Symbol, tuple[int, int | None]]
 """Size symbols with the least and the largest value (None: any) for which the graph is valid."""
@@ -40,7 +40,7 @@ def ranges_of(graph: Graph) -> dict[sympy.Symbol, tuple[int, int | None]]:
 def shape_of_site(site: Site, hints: Hints, exact: bool = False, wire_dtype: str = "") -> SiteShape | None:
     """Return the shape of a site; None where a size has no hint, or a dtype no cost.
 
-    `exact`: as on this rank, for reports. Choices use sizes that all ranks share (traffic.about).
+    `exact`: as on this rank, for reports. Choices use sizes that all ranks share (sizes.about).
     """
     sizes = sizes_of_site(site, wire_dtype)
     return None if sizes is None else shape_at(sizes, hints, exact)
@@ -76,7 +76,9 @@ def sizes_of_site(site: Site, wire_dtype: str = "") -> SiteSizes | None:
     if dtype is None:
         return None
     last = site.shard_dim_is_last if isinstance(site, Gather | Reduction) else False
-    return SiteSizes(kind, c.ranks, dtype, matmuls, *whole, keep, last, outer, operands, wire_dtype)
+    packs = site.packs if isinstance(site, Gather | Reduction) else ()
+    copies = pack_copies(site) if isinstance(site, Gather | Reduction) else ()
+    return SiteSizes(kind, c.ranks, dtype, matmuls, *whole, keep, last, outer, operands, wire_dtype, packs, copies)
 
 
 def shape_at(sizes: SiteSizes, hints: Hints, exact: bool = False) -> SiteShape | None:
@@ -104,6 +106,8 @@ def shape_at(sizes: SiteSizes, hints: Hints, exact: bool = False) -> SiteShape |
             number(sizes.outer),
             sizes.operands,
             sizes.wire_dtype,
+            sizes.packs,
+            sizes.pack_copies,
         )
     except ValueError:
         return None

@@ -12,7 +12,7 @@ import sympy
 
 from ..graph.aten import dtype_of, shape_of
 from ..graph.matmul import Matmul
-from ..graph.sizes import evaluate_size, numel
+from ..graph.sizes import about, evaluate_size, numel
 from ..match.collectives import Collective, Op
 from ..match.site import Gather, Reduction, Site
 from .wire import bytes_on_wire, bytes_sent_by_rank
@@ -22,17 +22,6 @@ FLOPS_PER_BYTE = 2000
 FLOPS_PER_US = 770e6
 BULK_PRODUCTS = 8
 """Matmuls of one bulk op at most, however small: all their operands live until the op."""
-
-
-def about(x: int) -> int:
-    """Round a size that may differ a little between ranks, so that all ranks compute with the same number.
-
-    Rounds up to 64, then to an eighth of the size's octave. Sizes that divide evenly mostly stay as they are; the smaller last
-    share is rounded up to them.
-    """
-    x = -(-x // 64) * 64
-    step = max(64, 1 << max(0, x.bit_length() - 4))
-    return -(-x // step) * step
 
 
 def bytes_sent(site: Site, wire_dtype: str = "") -> int | None:

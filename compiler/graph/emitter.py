@@ -50,7 +50,7 @@ class Emitter:
 
     def call(self, target: Any, *args: Any, value_is: Any = None, **kwargs: Any) -> Node:
         """Emit one node. `value_is`: its meta["val"] if known; else it is computed on fake tensors, in about 1 ms."""
-        args, kwargs = torch.fx.node.map_arg((args, kwargs), self._current)  # type: ignore[assignment]
+        args, kwargs = torch.fx.node.map_arg((args, kwargs), self.current)  # type: ignore[assignment]
         node = self.graph.call_function(target, args, kwargs)
         node.meta.update(self._meta)
 
@@ -80,7 +80,8 @@ class Emitter:
             return val
         return self.empty(shape, val.dtype, old)
 
-    def _current(self, node: Node) -> Node:
+    def current(self, node: Node) -> Node:
+        """Return the replacement of `node` by an earlier site, or `node`."""
         while node in self._replaced:
             node = self._replaced[node]
         return node

@@ -103,3 +103,14 @@ def is_same_shape(a: tuple[Size, ...], b: tuple[Size, ...]) -> bool:
 def squeezed(shape: tuple[Size, ...]) -> tuple[Size, ...]:
     """Return the shape without dims that are statically 1."""
     return tuple(s for s in shape if not (isinstance(s, int) and s == 1))
+
+
+def about(x: int) -> int:
+    """Round a size that may differ a little between ranks, so that all ranks compute with the same number.
+
+    Rounds up to 64, then to an eighth of the size's octave. Sizes that divide evenly mostly stay as they are; the smaller last
+    share is rounded up to them.
+    """
+    x = -(-x // 64) * 64
+    step = max(64, 1 << max(0, x.bit_length() - 4))
+    return -(-x // step) * step

@@ -84,6 +84,8 @@ class Gather:
     """Splits, getitems and slices between two aliases, without other readers."""
     scales: GatheredScales | None = None
     """The gather of the scales of float8 rows."""
+    packs: tuple[int, ...] = ()
+    """Numbers of neighboring consumers that become one matmul (pack_groups.py), e.g. (3, 1). Empty: each is one."""
 
     @property
     def scaled(self) -> Scales | None:
@@ -186,6 +188,8 @@ class Reduction:
     """Permutes between the sum and the collective. They are applied to the op's result, in this order."""
     kept_nodes: tuple[Node, ...]
     """The root and nodes of the view chain with readers outside of the site: their values must survive the rewrite."""
+    packs: tuple[int, ...] = ()
+    """Numbers of neighboring terms that become one matmul (pack_groups.py), e.g. (3, 1). Empty: each is one."""
 
     @property
     def scale(self) -> float:

@@ -34,17 +34,23 @@ class SiteSizes:
     """Type of the matmuls' operands (the widest of several) where it differs from `dtype`, the collective's tensor's type."""
     wire_dtype: str = ""
     """"float8" where a reduction sends `dtype` as float8 with scales; "" where it sends `dtype`."""
+    packs: tuple[int, ...] = ()
+    """Numbers of neighboring `matmuls` that an overlapped site computes as one, on packed operands. Empty: each is one."""
+    pack_copies: tuple[str, ...] = ()
+    """For each of `packs` the operands that are copied together first: "", "lhs", "rhs" or "lhs+rhs"."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "kind": self.kind, "ranks": self.ranks, "dtype": self.dtype, "matmuls": [list(m) for m in self.matmuls],
             "rows": self.rows, "cols": self.cols, "keep": self.keep, "shard_dim_is_last": self.shard_dim_is_last,
-            "outer": self.outer, "operands": self.operands, "wire_dtype": self.wire_dtype,
+            "outer": self.outer, "operands": self.operands, "wire_dtype": self.wire_dtype, "packs": list(self.packs),
+            "pack_copies": list(self.pack_copies),
         }  # fmt: skip
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Self:
-        known: dict[str, Any] = {**d, "matmuls": tuple(tuple(m) for m in d["matmuls"])}
+        lists = {name: tuple(d.get(name, ())) for name in ("packs", "pack_copies")}
+        known: dict[str, Any] = {**d, "matmuls": tuple(tuple(m) for m in d["matmuls"]), **lists}
         return cls(**known)
 
 
@@ -122,6 +128,10 @@ class Decision:
     """"float8" where float8 products are scattered as float8; "" where a site sends the type of its tensor."""
     scale: float = 1.0
     """The constant that the sum over ranks is multiplied by, in place of each rank's product: equal on all ranks."""
+    packs: tuple[int, ...] = ()
+    """Numbers of neighboring `matmuls` that the site computes as one, on packed operands. Empty: each is one."""
+    pack_bytes: int | None = 0
+    """Bytes of this rank's packed operands that are copies (None where dynamic); they live as long as the call."""
     bytes: int | None = None
     """Bytes each rank sends (None where dynamic)."""
     flops: int | None = None
@@ -162,7 +172,7 @@ class Decision:
             "reason": self.reason.value if self.reason else None, "detail": self.detail, "group": self.group,
             "ranks": self.ranks, "shapes": dict(self.shapes), "dtype": self.dtype, "matmuls": list(self.matmuls),
             "takes": list(self.takes), "paired": list(self.paired), "wire_dtype": self.wire_dtype,
-            "scale": self.scale,
+            "scale": self.scale, "packs": list(self.packs), "pack_bytes": self.pack_bytes,
             "options": list(self.options), "bytes": self.bytes, "flops": self.flops, "module": self.module,
             "source": self.source, "predicted": dict(self.predicted), "work": self.work.to_dict() if self.work else None,
             "rows": self.rows,
@@ -179,6 +189,7 @@ class Decision:
             reason=Reason(d["reason"]) if d["reason"] else None, detail=d["detail"], group=d["group"], ranks=d["ranks"],
             shapes=tuple(d["shapes"].items()), dtype=d["dtype"], matmuls=tuple(d["matmuls"]), options=tuple(d["options"]),
             wire_dtype=d.get("wire_dtype", ""), scale=d.get("scale", 1.0),
+            packs=tuple(d.get("packs", ())), pack_bytes=d.get("pack_bytes", 0),
             takes=tuple(d.get("takes", ())), paired=tuple(d.get("paired", ())),
             bytes=d["bytes"], flops=d["flops"], module=d["module"], source=d["source"],
             predicted=tuple(d.get("predicted", {}).items()),

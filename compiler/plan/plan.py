@@ -54,7 +54,7 @@ class Plan:
                 {
                     "id": d.id, "kind": d.kind.value, "strategy": str(d.strategy), "group": d.group, "ranks": d.ranks,
                     "dtype": d.dtype, "module": d.module, "takes": list(d.takes), "shapes": d.shared_shapes,
-                    "wire_dtype": d.wire_dtype, "scale": d.scale,
+                    "wire_dtype": d.wire_dtype, "scale": d.scale, "packs": list(d.packs),
                     "keeps": d.kept.keeps if d.kept else None,
                 }
                 for d in self.decisions

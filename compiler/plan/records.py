@@ -20,7 +20,7 @@ from .strategy import Mode, parse
 R = TypeVar("R")
 VERSION = 1
 """Of the JSON of graphs and reports."""
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 """Of the JSON of stored plans. It is raised when the digest has other content: then plans of before do not have theirs."""
 
 Phase = Literal["forward", "backward"]
@@ -89,6 +89,8 @@ class SizesRecord(TypedDict):
     outer: NotRequired[int]
     operands: NotRequired[str]
     wire_dtype: NotRequired[str]
+    packs: NotRequired[list[int]]
+    pack_copies: NotRequired[list[str]]
 
 
 class SavedActivationRecord(TypedDict):
@@ -130,6 +132,8 @@ class SiteRecord(TypedDict):
     source: str
     wire_dtype: NotRequired[str]
     scale: NotRequired[float]
+    packs: NotRequired[list[int]]
+    pack_bytes: NotRequired[int | None]
     takes: NotRequired[list[str]]
     paired: NotRequired[list[str]]
     predicted: NotRequired[dict[str, float]]
@@ -154,7 +158,7 @@ class CastRecord(TypedDict):
 class PlanRecord(TypedDict):
     """Plan."""
 
-    version: Literal[2]
+    version: Literal[3]
     digest: Digest
     graph: NotRequired[str]
     shared: NotRequired[dict[str, Any]]

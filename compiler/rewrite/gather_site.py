@@ -8,18 +8,23 @@ from torch.fx import Node
 from ..graph.aten import aten, dtype_of, shape_of
 from ..graph.emitter import Emitter
 from ..graph.sizes import divide, numel
-from ..match.site import Gather
+from ..match.pack_groups import consumer_packs
+from ..match.site import Consumer, Gather
 from ..plan.strategy import DispatchTable, Strategy
 from .gathered_alias import restore_alias
+from .packed_operands import PackedOperands
 
 Outputs = tuple[torch.Tensor, list[torch.Tensor]]
 ScaledOutputs = tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]
 
 
-def rewrite_gather(e: Emitter, m: Gather, strategy: Strategy | DispatchTable, site: str) -> dict[Node, Node]:
+def rewrite_gather(
+    e: Emitter, m: Gather, strategy: Strategy | DispatchTable, site: str, packed: PackedOperands
+) -> dict[Node, Node]:
     """Emit the op. Return the replacement of each node. The insertion point is after every operand."""
     shard = _shard(e, m)
-    operands = [e.operand(k.operand) for k in m.consumers]
+    packs = consumer_packs(m)
+    operands = [packed.emit(e, [k.operand for k in pack], 1) for pack in packs]
     outer = 1 if m.shard_dim_is_last else e.size(m.blocks.outer)
     if m.scaled is not None:
         return _rewrite_scaled(e, m, shard, operands, outer, strategy, site)
@@ -27,8 +32,8 @@ def rewrite_gather(e: Emitter, m: Gather, strategy: Strategy | DispatchTable, si
         torch.ops.ub_overlap.all_gather_matmul.default,
         shard,
         operands,
-        [k.transpose_gathered for k in m.consumers],
-        [k.transpose_out for k in m.consumers],
+        [pack[0].transpose_gathered for pack in packs],
+        [pack[0].transpose_out for pack in packs],
         outer,
         m.shard_dim_is_last,
         bool(m.kept_aliases),
@@ -39,12 +44,15 @@ def rewrite_gather(e: Emitter, m: Gather, strategy: Strategy | DispatchTable, si
     )
     replaced: dict[Node, Node] = {}
     outs = e.item(op, 1)
-    for i, k in enumerate(m.consumers):
-        node = k.compute.node
-        value = e.reshape(e.item(outs, i), shape_of(node), old=node)
-        if k.compute.bias is not None:
-            value = e.call(aten.add.Tensor, value, k.compute.bias)
-        replaced[node] = value
+    for i, pack in enumerate(packs):
+        sizes = [k.operand.cols for k in pack]
+        parts = packed.cut(e, e.item(outs, i), sizes, 0 if pack[0].transpose_out else 1)
+        for k, part in zip(pack, parts, strict=True):
+            node = k.compute.node
+            value = e.reshape(part, shape_of(node), old=node if len(pack) == 1 else None)
+            if k.compute.bias is not None:
+                value = e.call(aten.add.Tensor, value, k.compute.bias)
+            replaced[node] = value
     if m.kept_aliases:
         gathered = e.item(op, 0)
         replaced.update({node: restore_alias(e, m, gathered, node, m.permutes) for node in m.kept_aliases})
@@ -95,8 +103,18 @@ def _rewrite_scaled(
 def _static_outputs(e: Emitter, m: Gather, shard: Node) -> Outputs | None:
     """The op's output values if all sizes are static."""
     gathered = e.empty((m.rows, m.cols) if m.kept_aliases else (0,), dtype_of(shard), shard)
-    outs = [e.output_value(k.compute.shape, k.compute.node) for k in m.consumers]
+    outs = [_static_result(e, pack) for pack in consumer_packs(m)]
     return None if gathered is None or any(o is None for o in outs) else (gathered, outs)  # type: ignore[return-value]
+
+
+def _static_result(e: Emitter, pack: tuple[Consumer, ...]) -> torch.Tensor | None:
+    """The value of the result of a pack."""
+    first = pack[0].compute
+    if len(pack) == 1:
+        return e.output_value(first.shape, first.node)
+    total = sum(k.operand.cols for k in pack)
+    shape = (total, first.shape[1]) if pack[0].transpose_out else (first.shape[0], total)
+    return e.empty(shape, dtype_of(first.node), first.node)
 
 
 def _static_scaled_outputs(e: Emitter, m: Gather, shard: Node, keep: bool) -> ScaledOutputs | None:

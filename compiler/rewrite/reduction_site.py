@@ -8,13 +8,15 @@ from torch.fx import Node
 from ..graph.aten import dtype_of, shape_of
 from ..graph.emitter import Emitter
 from ..match.collectives import Op
+from ..match.pack_groups import term_packs
 from ..match.site import Reduction
 from ..plan.strategy import DispatchTable, Strategy
 from .addend import emit_addend
+from .packed_operands import PackedOperands
 
 
 def rewrite_reduction(
-    e: Emitter, m: Reduction, strategy: Strategy | DispatchTable, site: str, wire_dtype: str = ""
+    e: Emitter, m: Reduction, strategy: Strategy | DispatchTable, site: str, packed: PackedOperands, wire_dtype: str = ""
 ) -> dict[Node, Node]:
     """Emit the op. Return the replacement of each node. The insertion point is after every operand and addend.
 
@@ -22,7 +24,7 @@ def rewrite_reduction(
     """
     c = m.collective
     assert c.wait is not None
-    op = _emit_op(e, m, str(strategy), site, wire_dtype or "plain")
+    op = _emit_op(e, m, str(strategy), site, packed, wire_dtype or "plain")
     value = e.item(op, 0) if m.terms[0].scales is None else op
     for permute in m.permutes:
         shape = permute.shard_shape if c.op is Op.REDUCE_SCATTER else permute.before
@@ -39,9 +41,11 @@ def rewrite_reduction(
     return replaced
 
 
-def _emit_op(e: Emitter, m: Reduction, strategy: str, site: str, wire: str) -> Node:
+def _emit_op(e: Emitter, m: Reduction, strategy: str, site: str, packed: PackedOperands, wire: str) -> Node:
     c, dtype = m.collective, dtype_of(m.terms[0].node)
-    lhs, rhs = [e.operand(t.lhs) for t in m.terms], [e.operand(t.rhs) for t in m.terms]
+    packs = term_packs(m)
+    lhs = [packed.emit(e, [t.lhs for t in pack], 1) for pack in packs]
+    rhs = [packed.emit(e, [t.rhs for t in pack], 0) for pack in packs]
     addend, keep = emit_addend(e, m), bool(m.kept_nodes)
     # A scaling that kept the sum in range now follows it. Until then the sum stays in float32.
     out_dtype = torch.float32 if m.scalings else dtype_of(c.node)

@@ -16,31 +16,38 @@ from ..match.site import Gather, Reduction
 from ..plan.chosen_site import ChosenSite
 from .bulk_site import rewrite_bulk
 from .gather_site import rewrite_gather
+from .packed_operands import PackedOperands
+from .part_strides import Outputs, update_strides
 from .reduction_site import rewrite_reduction
 
 
-def rewrite(graph: Graph, chosen: Sequence[ChosenSite], verify: bool = False) -> None:
+def rewrite(graph: Graph, chosen: Sequence[ChosenSite], outputs: Outputs, verify: bool = False) -> None:
     """Replace each chosen site by its op, in place.
 
     Only nodes that a site replaced are removed: a wider dead-code predicate would also delete updates of buffers.
+    `outputs`: the parts of packed results that the graph may return.
     `verify`: they stay, and other nodes read torch.ops.ub_overlap.compare(op's, graph's, name), which returns the op's.
     """
     if not chosen:
         return
     replaced: dict[Node, Node] = {}
+    packed = PackedOperands()
     for site in chosen:
-        _rewrite_site(graph, site, replaced, verify)
+        _rewrite_site(graph, site, replaced, packed, verify)
     compat.stable_topological_sort(graph)
+    update_strides(graph, packed.parts, outputs)
     graph.lint()
 
 
-def _rewrite_site(graph: Graph, chosen: ChosenSite, replaced_before: dict[Node, Node], verify: bool) -> None:
+def _rewrite_site(
+    graph: Graph, chosen: ChosenSite, replaced_before: dict[Node, Node], packed: PackedOperands, verify: bool
+) -> None:
     site, name = chosen.site, str(chosen.id)
     members = site.members
     inside = set(members)
     e = Emitter(graph, site.collective.node, replaced_before, name)
     with graph.inserting_before(_insertion_point(members, inside)):
-        replaced = _emit(e, chosen, name)
+        replaced = _emit(e, chosen, name, packed)
         if verify:
             replaced = {old: _compare(e, old, new, inside, name) for old, new in replaced.items()}
         sizes: dict[Node, int | Node] = {}  # the size of a tensor outlives it
@@ -68,12 +75,12 @@ def _insertion_point(members: list[Node], inside: set[Node]) -> Node:
     return last.next
 
 
-def _emit(e: Emitter, chosen: ChosenSite, name: str) -> dict[Node, Node]:
+def _emit(e: Emitter, chosen: ChosenSite, name: str, packed: PackedOperands) -> dict[Node, Node]:
     site, strategy = chosen.site, chosen.strategy
     if isinstance(site, Gather):
-        return rewrite_gather(e, site, strategy, name)
+        return rewrite_gather(e, site, strategy, name, packed)
     if isinstance(site, Reduction):
-        return rewrite_reduction(e, site, strategy, name, chosen.wire_dtype)
+        return rewrite_reduction(e, site, strategy, name, packed, chosen.wire_dtype)
     return rewrite_bulk(e, site, strategy, name)
 
 
@@ -81,7 +88,8 @@ def _compare(e: Emitter, old: Node, new: Node, inside: set[Node], name: str) -> 
     """Return the value that users of `old` outside of the site read under `verify`: `new`, compared with `old`."""
     if all(u in inside or u.target is torch.ops.aten.sym_size.int for u in old.users):
         return new
-    return e.call(torch.ops.ub_overlap.compare.default, new, old, name, value_is=new.meta["val"])
+    val = new.meta["val"]  # the copy of a part of a packed result is contiguous
+    return e.call(torch.ops.ub_overlap.compare.default, new, old, name, value_is=val if val.is_contiguous() else None)
 
 
 def _replace_size(old: Node, new: int | Node) -> None:

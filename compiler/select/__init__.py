@@ -4,6 +4,7 @@
     apply_overrides.py   candidate -> the user's request for it
     legality.py          candidate -> the site that its match allows, or a Miss
     profitability.py     site -> predicted gain and strategy
+    pack_choice.py       site -> its form with packed operands
     dispatch_table.py    one strategy for all calls, a table for dynamic sizes, or alternatives to time
     alternatives.py      candidate -> its alternatives, pipelined or bulk
     benefit.py           the key by which alternatives are compared

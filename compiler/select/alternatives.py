@@ -27,6 +27,7 @@ from ..plan.reasons import Reason
 from ..plan.strategy import NONE, DispatchTable, Mode, Strategy
 from .benefit import NO_BENEFIT, Benefit
 from .legality import pipelined, without
+from .pack_choice import choose_form
 from .profitability import SiteCosts, too_small
 
 ADDS_US = 0.5
@@ -54,6 +55,8 @@ class Alternative:
     """Pipelined with all matmuls of the match."""
     wire_dtype: str = ""
     """As in `Decision`."""
+    pack_reason: str = ""
+    """Why its matmuls are packed or apart; "" where nothing could be packed."""
 
     @property
     def is_bulk(self) -> bool:
@@ -121,7 +124,8 @@ class AlternativeFinder:
             if unknown := self.find_unknown_size(site):
                 failed = failed or unknown
                 continue
-            choice = None if forced else self.costs.choose(site, chunks)
+            form = choose_form(site, self.costs, forced, chunks)
+            choice = form.choice
             alternatives.choice = alternatives.choice or choice
             if choice is not None and choice.strategy.mode is Mode.NONE:
                 failed = failed or Miss(Reason.NO_GAIN, choice.reason)
@@ -129,8 +133,8 @@ class AlternativeFinder:
             strategy = choice.strategy if choice else forced or Strategy(Mode.PIPELINED, chunks)
             saved_us = _saved_us(site, choice)
             alternative = Alternative(
-                site, strategy, saved_us, self._benefit(site, saved_us, forced), self._bits_of(site.matmuls), choice,
-                site is match, self.costs.wire_dtype(site),
+                form.site, strategy, saved_us, self._benefit(site, saved_us, forced), self._bits_of(site.matmuls), choice,
+                site is match, self.costs.wire_dtype(site), form.reason,
             )  # fmt: skip
             alternatives.ranked.append(alternative)
         if not alternatives.ranked:

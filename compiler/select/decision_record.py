@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from torch.fx import Graph, Node
 
-from ..cost.site_sizes import Hints
+from ..cost.site_sizes import Hints, shape_of_site
 from ..cost.traffic import bytes_sent, flops
 from ..graph.matmul import is_matmul
 from ..graph.source_location import module_path, stable_names
 from ..joint.joint_decision import joint_decision
-from ..match import Bulk, Candidate, Reduction
+from ..match import Bulk, Candidate, Gather, Reduction
 from ..match.collectives import Op
 from ..overrides.requested_strategy import Override
 from ..plan.decision import Decision
@@ -104,10 +104,18 @@ def make_decision(
         pairing=assignment.estimate,
         wire_dtype=wire_dtype,
         scale=site.scale if isinstance(site, Reduction) else 1.0,
+        packs=site.packs if isinstance(site, Gather | Reduction) else (),
+        pack_bytes=_pack_bytes(site, context.hints) if isinstance(site, Gather | Reduction) and site.packs else 0,
         bytes=bytes_sent(shown, wire_dtype) if shown else None,
         flops=sum(f for f in operations if f is not None) if operations and None not in operations else None,
         **facts,
     )
+
+
+def _pack_bytes(site: Gather | Reduction, hints: Hints) -> int | None:
+    """Return the bytes of this rank's packed operands that are copies."""
+    shape = shape_of_site(site, hints, exact=True)
+    return None if shape is None else sum(shape.copied_bytes)
 
 
 def _legal_modes(candidate: Candidate) -> tuple[str, ...]:
@@ -169,7 +177,8 @@ def _explain(candidate: Candidate, override: Override | None, assignment: Assign
     else:
         overlapped = f"concurrent with {', '.join(independent)}" if independent else ""
         choice = assignment.choice.reason if assignment.choice else ""
-        text = "; ".join(filter(None, (_why_bulk(candidate, assignment), overlapped, choice)))
+        packed = assignment.alternative.pack_reason if assignment.alternative else ""
+        text = "; ".join(filter(None, (_why_bulk(candidate, assignment), overlapped, choice, packed)))
     if override is None or override.strategy is None or override.by in text:
         return text
     return "; ".join(filter(None, [text, f"{override.strategy} forced by {override.by}"]))

@@ -19,9 +19,8 @@ from torch.fx import Graph, Node
 from ub_overlap import _torch_compat as compat
 
 from ..cost.site_sizes import Hints
-from ..cost.traffic import about
 from ..graph.aten import alias_base, aten
-from ..graph.sizes import as_sizes, evaluate_size, numel
+from ..graph.sizes import about, as_sizes, evaluate_size, numel
 
 MORE_SHARE = 0.05
 MORE_BYTES = 256 << 20

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.fx import Graph
 
 from ..cost.choice import StrategyChoice, choose
 from ..cost.curve import at
 from ..cost.policy import Policy
+from ..cost.predict import Prediction, predict
 from ..cost.profile import Profile
 from ..cost.site_shape import SiteShape
-from ..cost.site_sizes import Hints, Ranges, hints_of, ranges_of, shape_at, sizes_of_site
+from ..cost.site_sizes import Hints, Ranges, hints_of, ranges_of, shape_at, shape_of_site, sizes_of_site
 from ..cost.wire import FLOAT8
 from ..match import Bulk, Miss, Site
 from ..match.collectives import Collective
 from ..plan.reasons import Reason
-from ..plan.strategy import DispatchTable, Strategy
-from .dispatch_table import DispatchSettings, choose_for_all_sizes, rows_of
+from ..plan.strategy import NONE, DispatchTable, Strategy
+from .dispatch_table import DispatchSettings, choose_for_all_sizes, rows_at, rows_of
 from .legality import can_send_float8
 
 LARGE_TRANSFER = 64 << 20
 """Bytes of a transfer that reaches full bandwidth."""
+
+
+class SiteTimes(NamedTuple):
+    """The prediction of a site without overlap, and the microseconds that it takes as chosen."""
+
+    plain: Prediction
+    us: float
 
 
 @dataclass(slots=True)
@@ -73,6 +81,22 @@ class SiteCosts:
             traced = choose_at(shape)
             self.choices[key] = choose_for_all_sizes(traced, choose_at, sizes, rows, self.hints, self.ranges, settings)
         return self.choices[key]
+
+    def times_us(self, site: Site, choice: StrategyChoice | None, requested: Strategy | DispatchTable) -> SiteTimes | None:
+        """Return the predicted times of a site with its choice (None: with the strategy `requested`) at the traced sizes.
+
+        None where nothing is predicted.
+        """
+        if choice is not None:
+            plain = choice.predictions[str(NONE)]
+            return SiteTimes(plain, plain.us - choice.gain_us)
+        device = site.collective.node.meta["val"].device.type
+        shape = shape_of_site(site, self.hints, wire_dtype=self.wire_dtype(site))
+        if shape is None or not self.policy.is_modeled(device):
+            return None
+        profile = self.policy.profile(shape.ranks, device)
+        strategy = requested.at(rows_at(site, self.hints) or 0)
+        return SiteTimes(predict(shape, NONE, profile), predict(shape, strategy, profile).us)
 
     def us_per_byte(self, c: Collective) -> float:
         """Return the price of a byte at the graph's peak memory: the time to send one.

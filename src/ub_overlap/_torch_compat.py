@@ -188,6 +188,12 @@ def graph_input(node: Any) -> int | None:
     return getattr(desc, "idx", None) if dtensor_input(node) is None else dtensor_input(node)
 
 
+def saved_outputs(node: Any) -> list[int]:
+    """Return the positions of tensors that are saved for backward among the outputs of a graph. `node`: its output node."""
+    descs = node.meta.get("desc") or ()
+    return [i for i, desc in enumerate(descs) if type(desc).__name__.startswith("SavedForBackwards")]
+
+
 def chained(before: list[Any], own: Any) -> Any:
     """Return a pass for a hook of Inductor: the user's passes `before`, then ours. torch 2.11 accepts one pass, not a list."""
     return _Chain(before, own) if before else own

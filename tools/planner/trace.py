@@ -19,6 +19,7 @@ from ub_overlap.compiler.diff.joint_snapshot import SnapshotRecorder
 from ub_overlap.compiler.options import Options
 from ub_overlap.compiler.passes import JointPass, phase_of
 from ub_overlap.compiler.plan.plan import Plan
+from ub_overlap.compiler.rewrite.part_strides import Outputs
 from ub_overlap.compiler.rewrite.rewrite_graph import rewrite
 from ub_overlap.compiler.select import Decided, decide
 from ub_overlap.runtime.errors import UbOverlapError
@@ -87,7 +88,8 @@ def trace(
 def _rewritten(graph: Graph, decided: Decided, options: Options) -> PlanGraphs | None:
     recorder = SnapshotRecorder(graph, decided.plan.phase, on=True)
     recorder.before(decided.chosen)
-    rewrite(graph, decided.chosen)
+    outputs = Outputs.of(graph, decided.plan.phase == "backward", restores_strides=True)
+    rewrite(graph, decided.chosen, outputs)
     snapshots = recorder.after()
     return PlanGraphs(decided.plan.digest, decided.plan.phase, *snapshots) if snapshots else None
 

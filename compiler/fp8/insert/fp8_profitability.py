@@ -17,9 +17,8 @@ import sympy
 from ...cost.matmul_time import matmul_us
 from ...cost.profile import Profile
 from ...cost.site_sizes import Hints
-from ...cost.traffic import about
 from ...graph.matmul import Matmul
-from ...graph.sizes import Size
+from ...graph.sizes import Size, about
 from ..recipe import Recipe
 from .linears import Linear, Role
 

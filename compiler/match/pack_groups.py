@@ -1,0 +1,100 @@
+"""Pack groups: matmuls of one site whose operands, side by side in one matrix, make one matmul.
+
+    gathered    G @ B1, G @ B2               ->  G @ [B1 | B2]           the results are slices of one result
+    summed      A1 @ B1 + A2 @ B2            ->  [A1 | A2] @ [B1; B2]    the inner dim adds up inside of the matmul
+    gradients   B1^T @ G, B2^T @ G           ->  [B1 | B2]^T @ G         the results are blocks of rows of one result
+
+This file lists the forms that are legal. select/pack_choice.py chooses one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from ..graph.aten import dtype_of
+from ..graph.matmul import Matmul
+from ..graph.sizes import about
+from .site import Bulk, Consumer, Gather, Reduction, Site
+
+PackedSite = Gather | Reduction
+T = TypeVar("T")
+
+
+def packed_forms(site: Site) -> list[PackedSite]:
+    """Return `site` with its pack groups: whole ones first, then without their largest, their two largest, ...
+
+    A large matmul gains little from a pack, and its operand is the dearest to copy.
+    """
+    groups = [] if isinstance(site, Bulk) or any(p.scales for p in site.matmuls) else _groups(site)
+    if isinstance(site, Bulk) or not groups:
+        return []
+    return [
+        _packed(site, [sorted(group, key=lambda i: (_size(site, i), i))[: max(0, len(group) - dropped)] for group in groups])
+        for dropped in range(max(map(len, groups)) - 1)
+    ]
+
+
+def explain_unpacked(site: Site) -> str:
+    """Return why a site of several matmuls has no pack group; "" where it has one, or a single matmul."""
+    if isinstance(site, Bulk) or len(site.matmuls) < 2:
+        return ""
+    if any(p.scales is not None for p in site.matmuls):
+        return "not packed: float8 operands have scales of their own"
+    if isinstance(site, Reduction) or _groups(site):
+        return ""
+    orientations = {(k.transpose_gathered, k.transpose_out) for k in site.consumers}
+    alike = len(orientations) < len(site.consumers)
+    return "not packed: the matmuls of one orientation differ in type, or their columns are dynamic" if alike else ""
+
+
+def _groups(site: PackedSite) -> list[list[int]]:
+    """The indices of matmuls that can share an operand, by what they must have in common; two or more each."""
+    groups: dict[object, list[int]] = {}
+    if isinstance(site, Gather):
+        for i, k in enumerate(site.consumers):
+            if isinstance(k.operand.cols, int):  # the offsets of the parts
+                groups.setdefault((k.transpose_gathered, k.transpose_out, dtype_of(k.operand.node)), []).append(i)
+    else:
+        for i, term in enumerate(site.terms):
+            groups.setdefault(dtype_of(term.node), []).append(i)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _size(site: PackedSite, index: int) -> int:
+    """The size of a matmul along the packed dim, rounded: ranks may differ a little. 0 where it is dynamic."""
+    size = site.consumers[index].operand.cols if isinstance(site, Gather) else site.terms[index].inner
+    return about(size) if isinstance(size, int) else 0
+
+
+def _packed(site: PackedSite, groups: Sequence[Sequence[int]]) -> PackedSite:
+    """Return `site` with the members of each group of two or more next to each other, in graph order."""
+    first = {min(group): sorted(group) for group in groups if len(group) > 1}
+    inside = {i for group in first.values() for i in group}
+    order = [first.get(i, [i]) for i in range(len(site.matmuls)) if i in first or i not in inside]
+    packs, flat = tuple(map(len, order)), [i for group in order for i in group]
+    if isinstance(site, Gather):
+        return replace(site, consumers=tuple(site.consumers[i] for i in flat), packs=packs)
+    return replace(site, terms=tuple(site.terms[i] for i in flat), packs=packs)
+
+
+def consumer_packs(site: Gather) -> list[tuple[Consumer, ...]]:
+    """Return the consumers by the matmul of the op that computes them."""
+    return _cut(site.consumers, site.packs)
+
+
+def term_packs(site: Reduction) -> list[tuple[Matmul, ...]]:
+    """Return the terms by the matmul of the op that computes them."""
+    return _cut(site.terms, site.packs)
+
+
+def pack_copies(site: PackedSite) -> tuple[str, ...]:
+    """Return the operands that each pack copies together: "", "lhs", "rhs" or "lhs+rhs" (SiteSizes.pack_copies)."""
+    copied = "rhs" if isinstance(site, Gather) else "lhs+rhs"
+    return tuple(copied if size > 1 else "" for size in site.packs)
+
+
+def _cut(values: tuple[T, ...], packs: tuple[int, ...]) -> list[tuple[T, ...]]:
+    ends = [sum(packs[: i + 1]) for i in range(len(packs))]
+    return [values[end - size : end] for size, end in zip(packs, ends, strict=True)] if packs else [(v,) for v in values]

@@ -1,0 +1,56 @@
+"""The form of a site with packed operands (match/pack_groups.py): predicted under pack="auto", the widest under "force"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..cost.choice import StrategyChoice, margin_us
+from ..match.pack_groups import explain_unpacked, packed_forms
+from ..match.site import Site
+from ..plan.strategy import DispatchTable, Mode, Strategy
+from .profitability import SiteCosts
+
+
+@dataclass(frozen=True, slots=True)
+class PackedChoice:
+    """A site in its chosen form, the choice of its strategy, and why its matmuls are packed or apart ("": nothing to pack)."""
+
+    site: Site
+    choice: StrategyChoice | None
+    reason: str = ""
+
+
+def choose_form(site: Site, costs: SiteCosts, forced: Strategy | DispatchTable | None, chunks: int) -> PackedChoice:
+    """Return `site`, or a packed form of it. `forced`, `chunks`: what the user requests, as for `SiteCosts.choose`."""
+    choice = None if forced else costs.choose(site, chunks)
+    forms = packed_forms(site)
+    if not forms:
+        return PackedChoice(site, choice, explain_unpacked(site))
+    pack = costs.policy.pack
+    if pack == "off":
+        return PackedChoice(site, choice, "not packed: pack='off'")
+    if pack == "force":
+        packed = None if forced else costs.choose(forms[0], chunks)
+        return PackedChoice(forms[0], packed, f"packed as {_sizes(forms[0])}: pack='force'")
+    requested = forced or Strategy(Mode.PIPELINED, chunks)
+    times = costs.times_us(site, choice, requested)
+    if times is None:
+        return PackedChoice(site, choice, "not packed: nothing is predicted here")
+    margin = margin_us(times.us, times.plain)
+    best, best_us, texts = PackedChoice(site, choice), times.us - margin, []
+    for form in forms:
+        packed = None if forced else costs.choose(form, chunks)
+        packed_times = costs.times_us(form, packed, requested)
+        if packed_times is None:
+            continue
+        texts.append(f"{_sizes(form)} {packed_times.us:.0f}")
+        if packed_times.us < best_us:
+            best, best_us = PackedChoice(form, packed), packed_times.us
+    text = f"predicted us: apart {times.us:.0f}, packed as {', '.join(texts)}"
+    chosen = f"packed as {_sizes(best.site)}" if best.site is not site else f"not packed: saves less than {margin:.0f} us"
+    return PackedChoice(best.site, best.choice, f"{chosen}; {text}")
+
+
+def _sizes(site: Site) -> str:
+    """The numbers of matmuls that become one, e.g. "3+1"."""
+    return "+".join(map(str, getattr(site, "packs", ())))

@@ -1,0 +1,89 @@
+"""Packed operands: matmuls of one site as one, against eager, float64 and the op on joined operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.compiler.rank_compile import FORCE, INDUCTOR, check
+from tests.compiler.rank_packs import CASES, PACK, run_by_hand, run_case, run_chains, run_microbatches
+from tests.diff.test_verify import verified
+from tests.harness.ranks import RankPool
+from tests.models.catalogue import DTENSOR, MEGATRON, Named
+from tests.models.compare import compare
+
+MODELS: Named = {**DTENSOR, **MEGATRON}
+PACK_INDUCTOR: dict[str, Any] = {**INDUCTOR, "pack": "force"}
+SEEDS = 16
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cases(pool2: RankPool, name: str) -> None:
+    """Values and strides of all outputs are eager's, whatever reads the parts; look-alikes are not packed."""
+    for differ, strides, packs in pool2.run(run_case, name, PACK, timeout=120):
+        assert (differ, strides, packs) == ([], [], CASES[name][2])
+
+
+@pytest.mark.parametrize("name", ["flattened", "heads", "strict readers", "written", "rows of results", "views of views"])
+def test_inductor(pool2: RankPool, name: str) -> None:
+    for differ, strides, packs in pool2.run(run_case, name, PACK_INDUCTOR, timeout=240):
+        assert (differ, strides, packs) == ([], [], CASES[name][2])
+
+
+@pytest.mark.parametrize("name", ["llama_b2", "llama_bias_b1", "llama_gqa_two_blocks", "llama_reduce", "mlp_gated_bias"])
+def test_models(pool2: RankPool, name: str) -> None:
+    """Models are as near to float64 as eager. Every gather and every sum of several matmuls is one matmul."""
+    for outcome in check(pool2, *MODELS[name], PACK):
+        packed = [d for d in outcome.decisions if d["packs"]]
+        assert {d["kind"] for d in packed if d["phase"] == "backward"} <= {"matmul_reduce_scatter", "matmul_all_reduce"}
+        assert all(d["pack_bytes"] and "pack='force'" in d["detail"] for d in packed)
+        several = [d for d in outcome.decisions if len(d["matmuls"]) > 1 and d["kind"] != "all_gather_matmul"]
+        assert several and all(d["packs"] == [len(d["matmuls"])] for d in several)
+
+
+def test_gathered_again(pool2: RankPool) -> None:
+    """A tensor that backward gathers again is multiplied once for all weight gradients."""
+    outcomes = pool2.run(compare, *MODELS["llama_gqa_two_blocks"], {**PACK, "memory_budget": 0}, timeout=120)
+    for outcome in outcomes:
+        outcome.check()
+        gathers = [d for d in outcome.decisions if d["phase"] == "backward" and d["kind"] == "all_gather_matmul"]
+        assert sorted(d["packs"] for d in gathers if d["packs"]) == [[2], [2], [3], [3]]
+
+
+def test_block_inductor(pool2: RankPool) -> None:
+    check(pool2, *MODELS["llama_bias_b1"], PACK_INDUCTOR)
+
+
+def test_dynamic(pool2: RankPool) -> None:
+    check(pool2, *MODELS["mlp_dynamic_dim1"], PACK)
+
+
+def test_chains(pool2: RankPool) -> None:
+    for wrong, packed in pool2.run(run_chains, list(range(SEEDS)), timeout=240):
+        assert not wrong, "\n".join(wrong)
+        assert packed >= SEEDS // 2
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_microbatches(pool2: RankPool, to_none: bool) -> None:
+    """Gradients that are parts of one result accumulate as gradients of their own."""
+    assert pool2.run(run_microbatches, to_none, {**PACK, "memory_budget": 0}, timeout=120) == [[], []]
+
+
+def test_the_bits_of_the_op(pool2: RankPool) -> None:
+    assert all(pool2.run(run_by_hand, timeout=120))
+
+
+def test_verify(pool2: RankPool) -> None:
+    model = ("tests.models.dtensor_llama", {"kv_heads": 4})
+    for sites, _, worst in pool2.run(verified, model, PACK, timeout=120):
+        assert sites and all(error is not None and error < 1e-4 for _, _, error in sites) and worst < 1e-3
+
+
+def test_off_and_unpredicted(pool2: RankPool) -> None:
+    """Without a cost model "auto" packs nothing, like "off", and both say so."""
+    for pack, why in (("off", "pack='off'"), ("auto", "nothing is predicted here")):
+        for outcome in check(pool2, *MODELS["mlp_gated_bias"], {**FORCE, "pack": pack}):
+            assert not any(d["packs"] for d in outcome.decisions)
+            assert all(why in d["detail"] for d in outcome.decisions if d["phase"] == "forward" and len(d["matmuls"]) > 1)
