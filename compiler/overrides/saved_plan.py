@@ -20,7 +20,7 @@ from .option_file import refused
 from .requested_strategy import Override
 from .rule import PHASES, SiteDescription
 
-VERSIONS = (1, 2)
+VERSIONS = (1, 2, 3)
 """Of reports and the output of `plan --save`, and of stored plans (compiler/plan/records.py)."""
 _STRATEGIES = "none, pipelined, direct, bulk, pipelined:chunks=N or bulk:chunks=N, pipelined:stripes=N, or a table of these"
 

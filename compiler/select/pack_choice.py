@@ -35,7 +35,7 @@ def choose_form(site: Site, costs: SiteCosts, forced: Strategy | DispatchTable |
     requested = forced or Strategy(Mode.PIPELINED, chunks)
     times = costs.times_us(site, choice, requested)
     if times is None:
-        return PackedChoice(site, choice, "not packed: nothing is predicted here")
+        return PackedChoice(site, choice)
     margin = margin_us(times.us, times.plain)
     best, best_us, texts = PackedChoice(site, choice), times.us - margin, []
     for form in forms:
