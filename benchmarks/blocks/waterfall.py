@@ -34,7 +34,7 @@ _OURS = {
     FLAGS: re.compile(r"\b(begin|end|signal|stamp)_kernel"),
     WAITS: re.compile(r"\bwait_kernel"),
     "sums": re.compile(r"\breduce\w*_kernel"),
-    "casts": re.compile(r"\b(\w*cast|\w*amax\w*|checksum|round|\w*quantize\w*)_kernel"),
+    "casts": re.compile(r"\b(\w*cast|\w*amax\w*|checksum|round|\w*quantize\w*|advance|raise)_kernel"),  # and amax histories
     "local copies": re.compile(r"\b\w*copy_kernel"),
 }
 """Kernels of ub_overlap by class; the first match counts."""

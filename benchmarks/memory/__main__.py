@@ -30,7 +30,7 @@ from .. import facts
 from .table import text
 
 ROTATED_BYTES = 1 << 30
-"""Bytes of all buffers of a kernel: an order of magnitude more than the cache."""
+"""Bytes of all buffers of a kernel: twenty times the cache."""
 MATMUL = (8192, 8192, 8192)
 COUNTS = (2, 4, 8)
 

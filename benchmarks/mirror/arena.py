@@ -18,8 +18,9 @@ class MirrorShmArena:
     def __init__(self, ranks: int, slot_bytes: int) -> None:
         self.core: Any = extension().ShmArena(rank=0, ranks=ranks, slot_bytes=slot_bytes)
         self.peers = range(1, ranks)
-        for name in ("check", "grow_begin", "grow_commit", "grow_abort", "stop_sharing"):
-            setattr(self, name, getattr(self.core, name))
+        self.check = self.core.check
+        self.grow_begin, self.grow_commit, self.grow_abort = self.core.grow_begin, self.core.grow_commit, self.core.grow_abort
+        self.stop_sharing = self.core.stop_sharing
 
     @property
     def slot_bytes(self) -> int:

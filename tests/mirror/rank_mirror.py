@@ -86,7 +86,9 @@ def reductions(process: int, ranks: int, group: str, data: Data) -> list[str]:
         operands = {
             p: [(data(sizes[0], 5, seed=70 * p + t), data(5, sizes[1], seed=31 * p + t)) for t in range(terms)] for p in (0, 1)
         }
-        partials = {p: sum(a.double() @ b.double() for a, b in pairs) for p, pairs in operands.items()}
+        partials: dict[int, Tensor] = {
+            p: torch.stack([a.double() @ b.double() for a, b in pairs]).sum(0) for p, pairs in operands.items()
+        }
         mine, theirs = partials[process], partials[1 - process]
 
         def reduced(mine: Tensor = mine, theirs: Tensor = theirs, last: bool = last) -> Tensor:
