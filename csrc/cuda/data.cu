@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "core/tiles.h"
 #include "cuda/elements.h"
 
 namespace ub_overlap::cuda {
@@ -23,35 +24,10 @@ constexpr int reduce_unroll = 4;  // of at most two sources
 template <int sources>
 constexpr int unroll_of = sources <= 2 ? reduce_unroll : 8 / sources;
 
-// The tiles of a span of `blocks` blocks of `per_block` vectors.
-struct Tiles {
-    int64_t per_block, vectors, tiles_per_block, total;  // vectors: of a tile
-
-    // Makes tiles as large as a thread's `max_unroll` loads allow, but smaller ones where the device would not be filled.
-    Tiles(int64_t blocks, int64_t block_vectors, int max_unroll, int64_t resident_blocks) : per_block(block_vectors) {
-        const int64_t share = (blocks * per_block + resident_blocks * threads - 1) / (resident_blocks * threads);
-        vectors = threads * std::clamp<int64_t>(share, 1, max_unroll);
-        tiles_per_block = (per_block + vectors - 1) / vectors, total = blocks * tiles_per_block;
-    }
-    // Returns whether most threads have work in most tiles.
-    bool are_full() const { return total == tiles_per_block || per_block >= 4 * vectors; }
-};
-
-// This thread's part of a tile: vectors `at`, `at + threads`, ... below `end` of a block.
-struct TilePart {
-    int64_t block, at, end;
-
-    __device__ TilePart(const Tiles& tiles, int64_t tile) {
-        block = tiles.total == tiles.tiles_per_block ? 0 : tile / tiles.tiles_per_block;
-        const int64_t first = (tile - block * tiles.tiles_per_block) * tiles.vectors;
-        at = first + threadIdx.x, end = min(first + tiles.vectors, tiles.per_block);
-    }
-};
-
 __global__ void __launch_bounds__(threads, resident)
     copy_kernel(const char* src, int64_t src_stride, char* dst, int64_t dst_stride, Tiles tiles) {
     for (int64_t tile = blockIdx.x; tile < tiles.total; tile += gridDim.x) {
-        const TilePart part(tiles, tile);
+        const TilePart part(tiles, tile, threadIdx.x);
         const char* from = src + part.block * src_stride;
         uint4 loaded[copy_unroll];
 #pragma unroll
@@ -137,7 +113,7 @@ __global__ void __launch_bounds__(threads, resident)
     constexpr int n = 16 / static_cast<int>(sizeof(S)), unroll = unroll_of<count>;
     wait_for_predecessor();
     for (int64_t tile = blockIdx.x; tile < tiles.total; tile += gridDim.x) {
-        const TilePart part(tiles, tile);
+        const TilePart part(tiles, tile, threadIdx.x);
         uint4 loaded[count][unroll];
 #pragma unroll
         for (int k = 0; k < count; ++k) {
@@ -259,7 +235,7 @@ void launch_copy(const Span& from, const Span& to, cudaStream_t stream) {
     if (src.bytes == 0 || src.blocks == 0) return;
     if (merge_blocks(src).blocks == 1 && merge_blocks(dst).blocks == 1) src = merge_blocks(src), dst = merge_blocks(dst);
     const uint64_t bits = low_bits(src) | low_bits(dst) | static_cast<uint64_t>(src.bytes);
-    const Tiles tiles(src.blocks, src.bytes / 16, copy_unroll, resident_blocks(&copy_kernel, threads));
+    const Tiles tiles(src.blocks, src.bytes / 16, threads, copy_unroll, resident_blocks(&copy_kernel, threads));
     if (bits % 16 == 0 && tiles.are_full()) {
         launch(&copy_kernel, blocks_for(&copy_kernel, tiles.total * threads, threads), threads, false, stream,
                "launch a local copy", src.data, src.stride, dst.data, dst.stride, tiles);
@@ -303,7 +279,7 @@ void launch_reduce(const std::vector<Source>& sources, const Span& to, DType dst
             using S = decltype(s);
             using D = decltype(d);
             if (const ReduceKernel reduce = reduce_for<S, D>(list.count); vectors && reduce.kernel) {
-                const Tiles tiles(dst.blocks, per_block, reduce.unroll, resident_blocks(reduce.kernel, threads));
+                const Tiles tiles(dst.blocks, per_block, threads, reduce.unroll, resident_blocks(reduce.kernel, threads));
                 if (tiles.are_full()) {
                     launch(reduce.kernel, blocks_for(reduce.kernel, tiles.total * threads, threads), threads, early, stream,
                            "launch a reduction", list, dst.data, dst.stride, tiles, divisor);

@@ -1,5 +1,6 @@
 #include "cuda/launch.h"
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <tuple>
@@ -16,7 +17,7 @@ KernelLimits query_limits(int device, const void* kernel, int threads) {
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "read the compute capability");
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, threads, 0), "compute an occupancy");
     // ptxVersion: the architecture that the code was compiled for, __CUDA_ARCH__ / 10. PTX for 8.0 also runs on 9.0.
-    return {int64_t{multiprocessors} * per_multiprocessor, major >= 9 && attributes.ptxVersion >= 90};
+    return {int64_t{multiprocessors} * std::max(1, per_multiprocessor), major >= 9 && attributes.ptxVersion >= 90};
 }
 
 }  // namespace

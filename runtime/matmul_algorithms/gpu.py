@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 WORKSPACE_BYTES = 32 << 20
 """As cuda/blas.h has it."""
+MEMORY_SHARE = 0.25
+"""The buffers take at most this share of the free memory. Operands of a batch may lie far apart, and would span too much."""
 CACHE_FACTOR = 2
 """The cache is flushed by writing this many times its size."""
 TOLERANCE = 0.02
@@ -49,7 +51,10 @@ class MatmulGpu:
         return extension().propose_matmul_algorithms(key, count)
 
     def prepare(self, problem: Problem, algorithms: Sequence[bytes]) -> Callable[[int], float]:
-        """Return a function that times one algorithm. torch.OutOfMemoryError where the GPU has no room for the buffers."""
+        """Return a function that times one algorithm. MemoryError or torch.OutOfMemoryError without room for the buffers."""
+        needed, free = sum(size for _, _, size, _ in problem.buffers), torch.cuda.mem_get_info(self.device)[0]
+        if min(size for _, _, size, _ in problem.buffers) <= 0 or needed > free * MEMORY_SHARE:
+            raise MemoryError(f"its operands span {needed >> 20} MiB, and {free >> 20} MiB are free")
         buffers, out = self._buffers(problem)
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         flush = self._cache_flush()

@@ -135,3 +135,21 @@ def test_recorded_steps(lockstep: Lockstep, group: str, kind: str, size: int, gr
 @pytest.mark.parametrize("kind", ["AG", "RS"])
 def test_bytes_concurrent_with_matmuls(lockstep: Lockstep, group: str, kind: str) -> None:
     lockstep.note(concurrent_bytes(lockstep, group, kind, 2048 if lockstep.cuda else 512))
+
+
+@pytest.mark.parametrize("rows", [37, 125])
+def test_scales_of_rows_may_begin_anywhere(lockstep: Lockstep, group: str, rows: int) -> None:
+    """Pieces whose scales are not aligned to 16 bytes have the same bits, launched step by step and replayed."""
+    if not lockstep.cuda:
+        pytest.skip("the CPU does not replay calls")
+    make, site = Maker(lockstep.device, lockstep.ranks), f"recorded.scales.{rows}"
+    case = make.scaled_gather(cases.BF16, 1, rows, 256, True, keep=True)
+    settings.configure(replay=False)
+    try:
+        expected = cases.run_op(case, "pipelined:chunks=4", group, site)
+    finally:
+        settings.configure(replay=True)
+    for _ in range(6):
+        assert not bool(cases.differs(cases.run_op(case, "pipelined:chunks=4", group, site), expected))
+    lockstep.sync()
+    session.check(group)
