@@ -10,12 +10,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from ub_overlap.runtime import autotune
 from ub_overlap.runtime.extension import extension
-from ub_overlap.runtime.matmul_algorithms import loading, search, store, tuning
+from ub_overlap.runtime.matmul_algorithms import gpu, loading, search, store, tuning
 from ub_overlap.runtime.matmul_algorithms.search import Problem
 from ub_overlap.runtime.matmul_algorithms.store import ChosenAlgorithm, Library
 
@@ -191,3 +192,28 @@ def test_without_a_home_folder(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     assert store.load(LIBRARY) == {}
     store.add(LIBRARY, {KEY: CHOSEN})
     assert "no home folder" in caplog.text
+
+
+def test_autotune_searches_the_chosen_strategy(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class TunedGpu(FakeDevice):
+        device = 0
+
+        def library(self) -> Library:
+            return LIBRARY
+
+    class OneRank:
+        rank, topics = 0, list[str]()
+
+        def gather(self, topic: str, own: Any, *_: Any) -> list[Any]:
+            self.topics.append(topic)
+            return [own]
+
+    device, exchange = TunedGpu({A: 10.0, B: 5.0}), OneRank()
+    monkeypatch.setattr(gpu, "MatmulGpu", lambda: device)
+
+    def call() -> None:
+        device.uses[KEY] += 1
+
+    autotune.Tuner(cast("Any", exchange), "cuda")._tune_matmuls(call, lambda: None)
+    assert exchange.topics == ["algorithms/0"]
+    assert extension().matmul_algorithms(0) == {KEY: B} and set(store.load(LIBRARY)) == {KEY}
