@@ -1,4 +1,4 @@
-"""Casts in a form that Inductor fuses with what computes their inputs: read from the graph after the pass."""
+"""Casts in a form that Inductor fuses with what computes their inputs, read from the graph after the pass; sampled scales."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 
-from tests.fp8.test_numerics import compiled
+from tests.fp8.rank_fp8 import float8, mlp_sizes
+from tests.fp8.test_delayed import step
+from tests.fp8.test_numerics import M, N, compiled, inputs, linear
+from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
 from ub_overlap.compiler.fp8.insert.insert_casts import insert_casts
 from ub_overlap.compiler.fp8.insert.insert_config import InsertConfig
@@ -78,7 +81,7 @@ def test_delayed_casts_wait_for_a_sample_only() -> None:
     for name, value in values.items():
         casts = casts_of(graph, value)
         assert len(casts) == 1, name
-        assert reduced_rows(casts[0]) and max(reduced_rows(casts[0])) <= SAMPLED_ROWS
+        assert reduced_rows(casts[0]) == [SAMPLED_ROWS]
         whole = [
             n
             for n in graph.find_nodes(op="call_function", target=aten.amax.default)
@@ -126,3 +129,35 @@ def test_activations_are_saved_in_float8() -> None:
     y.float().square().sum().backward()
     large = sorted(str(dtype) for shape, dtype in saved if shape[:1] == (1024,))
     assert large == ["torch.bfloat16", "torch.float8_e4m3fn", "torch.float8_e4m3fn"], saved
+
+
+def test_first_call_of_many_rows(pool2: RankPool) -> None:
+    """Scales of sampled rows cost no accuracy: errors against float64 are those of tensorwise, but for the place of the scale
+    in its binade."""
+    sizes = {**mlp_sizes(2), "length": 2 * 2 * SAMPLED_ROWS}
+    errors_of = {}
+    for recipe in ("tensorwise", "delayed"):
+        options = {"fp8": {"recipe": recipe, "state": "many rows"}, "inner": "aot_eager", "overlap": "force"}
+        runs = pool2.run(float8, "tests.models.dtensor_mlp", sizes, options, timeout=100)
+        assert all({c.recipe for c in run.casts} == {recipe} for run in runs)
+        errors_of[recipe] = [run.errors for run in runs]
+    for current, delayed_errors in zip(*errors_of.values(), strict=True):
+        for name, (_, error_of) in delayed_errors.items():
+            assert error_of <= 1.3 * current[name][1], (name, error_of, current[name])
+
+
+def test_rows_that_are_not_sampled() -> None:
+    """A larger row between the sampled ones saturates in the first call alone, and no other row notices."""
+    module, x = linear(bias=False), torch.cat([inputs("normal")] * (2 * SAMPLED_ROWS // M))
+    x[1] *= 8
+    dy = torch.ones(len(x), N).bfloat16()
+    plain = x.detach().float() @ module.weight.detach().float().t()
+    with uncached():
+        run = compiled(module, fp8={"recipe": "delayed", "state": "rows between"})
+        first, second = (step(run, module, x, dy)[0].float() for _ in range(2))
+
+    def error_of(y: Tensor, rows: slice) -> float:
+        return float((y[rows] - plain[rows]).norm() / plain[rows].norm())
+
+    assert error_of(first, slice(1, 2)) > 0.3 and error_of(first, slice(2, None)) < 0.06
+    assert error_of(second, slice(1, 2)) < 0.06 and error_of(second, slice(2, None)) < 0.06

@@ -43,8 +43,9 @@ from ..quantized_values import QuantizedValue
 HEADROOM = 2.0
 """Factor by which a tensor may grow over its history before it saturates. It costs one binade of 18 (e4m3) or 32 (e5m2), and
 no bit."""
-SAMPLED_ROWS = 256
-"""Rows that are read for the scale of a tensor without a history."""
+SAMPLED_ROWS = 512
+"""Rows, at least, that are read for the scale of a tensor without a history. For fewer rows than twice the multiprocessors of a
+GPU, Inductor may split the reduction into two kernels."""
 
 
 @dataclass(frozen=True, slots=True)
