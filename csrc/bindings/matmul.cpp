@@ -166,9 +166,10 @@ bool matmul_cpu(const MatmulTask& task, void*, void*) {
 #ifdef UB_OVERLAP_CUDA
 namespace {
 
-// Scratch of a stream's matmuls, which run one after the other: cuBLASLt's workspace, and room for copies of scales.
-constexpr int64_t scale_copies = 2, scale_copy_bytes = 1 << 20;  // the scales of 262144 rows
-constexpr int64_t workspace_bytes = static_cast<int64_t>(cuda::blas_workspace_bytes) + scale_copies * scale_copy_bytes;
+// Scratch of a stream's matmuls, which run one after the other: cuBLASLt's workspace, and room for copies of scales or for the
+// addresses of a batch.
+constexpr int64_t scratch_parts = 2, scratch_part_bytes = 1 << 20;  // the scales of 262144 rows
+constexpr int64_t workspace_bytes = static_cast<int64_t>(cuda::blas_workspace_bytes) + scratch_parts * scratch_part_bytes;
 // Streams of a device with permanent workspaces. Programs compute on one or two streams.
 constexpr int64_t permanent_workspaces = 8;
 
@@ -176,8 +177,8 @@ struct Workspace {
     char* data = nullptr;
     at::Tensor held;
 
-    char* scale_copy(int64_t index) const {
-        return data + static_cast<int64_t>(cuda::blas_workspace_bytes) + index * scale_copy_bytes;
+    char* scratch_part(int64_t index) const {
+        return data + static_cast<int64_t>(cuda::blas_workspace_bytes) + index * scratch_part_bytes;
     }
 };
 
@@ -216,7 +217,12 @@ void refuse_while_recording(const void* stream, const void* owner, const char* w
 
 bool matmul_cuda(const MatmulTask& task, void* stream, void* owner) {
     if (!task.addresses.empty()) {
-        bool recordable = true;
+        const Workspace workspace = workspace_of(static_cast<cudaStream_t>(owner), c10::cuda::current_device());
+        bool recordable = stream == owner || !workspace.held.defined();
+        if (cuda::blas_matmul_by_address(task, workspace.data, workspace.scratch_part(0), scratch_part_bytes,
+                                         static_cast<cudaStream_t>(stream))) {
+            return recordable;
+        }
         for (int64_t block = 0; block < task.batch; ++block) {
             recordable = matmul_cuda(task.one(block), stream, owner) && recordable;
         }
@@ -235,12 +241,12 @@ bool matmul_cuda(const MatmulTask& task, void* stream, void* owner) {
     }
     // cuBLASLt reads scales in lines of 16 bytes. A piece may begin at any row.
     bool all = recordable;
-    at::Tensor copies[scale_copies];
+    at::Tensor copies[scratch_parts];
     const auto align = [&](Scale& scale, int64_t lines, int64_t index) {
         const int64_t bytes = lines * static_cast<int64_t>(sizeof(float));
         if (!scale.each || reinterpret_cast<uintptr_t>(scale.data) % 16 == 0) return;
-        if (bytes <= scale_copy_bytes) {
-            scale.data = cuda::copy_to_scratch(scale.data, bytes, workspace.scale_copy(index), queue);
+        if (bytes <= scratch_part_bytes) {
+            scale.data = cuda::copy_to_scratch(scale.data, bytes, workspace.scratch_part(index), queue);
             return;
         }
         refuse_while_recording(stream, owner, "a copy of many scales is made by ATen");

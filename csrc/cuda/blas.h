@@ -25,4 +25,9 @@ const float* copy_to_scratch(const float* data, int64_t bytes, void* scratch, cu
 // too. `workspace`: `blas_workspace_bytes`, used by no other stream.
 bool blas_matmul(const MatmulTask& task, void* workspace, cudaStream_t stream);
 
+// The same for a batch with `addresses`: one launch for all, whose results may lie on several devices. Also returns false where
+// cuBLAS is older than 13.1, for a row as addend, and where the addresses do not fit into `scratch`, device memory that belongs
+// to the stream as the workspace does.
+bool blas_matmul_by_address(const MatmulTask& task, void* workspace, void* scratch, int64_t scratch_bytes, cudaStream_t stream);
+
 }  // namespace ub_overlap::cuda

@@ -25,6 +25,18 @@ cudaDataType_t data_type(DType type) {
     return types[static_cast<int32_t>(type)];
 }
 
+// A batch by addresses is a mode of cuBLAS 13.1. A program may load an older one than it was compiled for.
+bool set_addressed(cublasLtMatrixLayout_t layout) {
+#if CUBLAS_VER_MAJOR > 13 || (CUBLAS_VER_MAJOR == 13 && CUBLAS_VER_MINOR >= 1)
+    const uint32_t mode = CUBLASLT_BATCH_MODE_POINTER_ARRAY;
+    return cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_BATCH_MODE, &mode, sizeof mode) ==
+           CUBLAS_STATUS_SUCCESS;
+#else
+    (void)layout;
+    return false;
+#endif
+}
+
 cublasLtMatrixLayout_t make_layout(const Operand& x, int64_t batch) {
     cublasLtMatrixLayout_t layout = nullptr;
     need(cublasLtMatrixLayoutCreate(&layout, data_type(x.type), static_cast<uint64_t>(x.rows), static_cast<uint64_t>(x.cols),
@@ -75,7 +87,7 @@ void set_scaling(cublasLtMatmulDesc_t desc, const Scaling& scaling, bool bias, D
     if (bias) set_attribute(desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, static_cast<int32_t>(data_type(out)), "set a bias");
 }
 
-std::string text_of(const std::array<int64_t, 29>& shape) {
+std::string text_of(const PlanShape& shape) {
     std::string text;
     for (const int64_t number : shape) text += (text.empty() ? "" : ",") + std::to_string(number);
     return text;
@@ -95,7 +107,7 @@ bool Operand::set(const Matrix& m, int64_t step) {
 
 uint32_t Operand::alignment() const {
     const auto size = static_cast<uint64_t>(size_of(type));
-    return lowest_bit(reinterpret_cast<uint64_t>(data) | (static_cast<uint64_t>(batch_step) * size) | 256);
+    return lowest_bit(reinterpret_cast<uint64_t>(data) | (static_cast<uint64_t>(batch_step) * size) | addresses | 256);
 }
 
 int64_t Operand::extent(int64_t batch) const {
@@ -106,7 +118,7 @@ uint32_t Problem::out_alignment() const {
     return std::min(out.alignment(), lowest_bit(reinterpret_cast<uint64_t>(bias) | 256));
 }
 
-std::array<int64_t, 29> Problem::shape() const {
+PlanShape Problem::shape() const {
     return {a.rows,
             a.cols,
             a.stride,
@@ -130,6 +142,7 @@ std::array<int64_t, 29> Problem::shape() const {
             static_cast<int64_t>(out.type),
             bias != nullptr,
             batch,
+            by_address,
             static_cast<int64_t>(b.type),
             scaling.scaled,
             scaling.each,
@@ -189,6 +202,9 @@ PlannedProblem Planner::make(const Problem& problem) {
     set_attribute(plan.desc, CUBLASLT_MATMUL_DESC_EPILOGUE, problem.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT,
                   "set an epilogue");
     if (scaling.scaled) set_scaling(plan.desc, scaling, problem.bias != nullptr, problem.out.type);
+    for (const cublasLtMatrixLayout_t layout : {plan.a, plan.b, plan.c, plan.d}) {
+        if (problem.by_address && !set_addressed(layout)) return planned;
+    }
     const std::vector<cublasLtMatmulAlgo_t> proposals = propose(planned, 1);
     plan.usable = !proposals.empty();
     if (plan.usable) planned.first_proposal = proposals[0];

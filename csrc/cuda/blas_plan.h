@@ -19,13 +19,14 @@ namespace ub_overlap::cuda {
 struct Operand {
     const char* data = nullptr;
     int64_t rows = 0, cols = 0, stride = 0, batch_step = 0;
+    uint64_t addresses = 0;  // of a batch without equal steps: all of them, combined by OR
     bool row_major = false;
     DType type = DType::f32;
 
     // Describes `m`; false if it is neither row- nor column-major. A row-major matrix is the column-major matrix of its
     // transpose.
     bool set(const Matrix& m, int64_t step);
-    // Returns the largest power of two that divides the address and the batch step, in bytes, up to 256.
+    // Returns the largest power of two that divides all addresses of the batch, up to 256.
     uint32_t alignment() const;
     // Returns the bytes from the first element to the end of the last.
     int64_t extent(int64_t batch) const;
@@ -41,16 +42,21 @@ struct Scaling {
         : a(t.a_scale.data), b(t.b_scale.data), scaled(t.scaled()), each(t.a_scale.each), fast(t.fast_sums) {}
 };
 
+using PlanShape = std::array<int64_t, 30>;
+
 // A matmul without its addresses' values. `c`: the addend, or `out` itself. `bias`: a vector that is added to each row, or
 // null.
 struct Problem {
     Operand a, b, c, out;
     const char* bias = nullptr;
     int64_t batch = 1;
+    // The `data` of all operands are arrays of addresses in device memory, one address for each of the batch. Of a plan's
+    // problem they are the first matrices.
+    bool by_address = false;
     Scaling scaling;
 
     // Returns everything that a plan depends on.
-    std::array<int64_t, 29> shape() const;
+    PlanShape shape() const;
     // A bias is loaded with the width with which the result is stored.
     uint32_t out_alignment() const;
 };
@@ -98,7 +104,7 @@ class Planner {
     const int device_;
     cublasLtHandle_t handle_ = nullptr;
     std::mutex mutex_;
-    std::map<std::array<int64_t, 29>, std::unique_ptr<PlannedProblem>> planned_;
+    std::map<PlanShape, std::unique_ptr<PlannedProblem>> planned_;
     // A plan's description holds the addresses of biases and scales, so such a plan is launched by one thread at a time.
     std::mutex addresses_mutex_;
 };

@@ -4,6 +4,7 @@
 
 #include "core/failure.h"
 #include "cuda/blas_plan.h"
+#include "cuda/kernels.h"
 
 namespace ub_overlap::cuda {
 namespace {
@@ -20,6 +21,7 @@ std::vector<SearchBuffer> buffers_of(const Problem& p) {
     };
     add("a", p.a), add("b", p.b), add("out", p.out);
     if (has_own_addend(p)) add("c", p.c);
+    if (p.by_address) buffers.push_back({"addresses", DType::f32, 4 * p.batch * int64_t{sizeof(uint64_t)}, 256});
     if (p.bias) buffers.push_back({"bias", p.out.type, p.out.rows * size_of(p.out.type), p.out_alignment()});
     if (!p.scaling.scaled) return buffers;
     const int64_t rows = p.scaling.each ? p.out.cols : 1, cols = p.scaling.each ? p.out.rows : 1;
@@ -28,12 +30,24 @@ std::vector<SearchBuffer> buffers_of(const Problem& p) {
     return buffers;
 }
 
+// Makes a batch by addresses of matrices that lie one behind the other. In use the results of some lie at peers.
+void set_addresses(Problem& p, const char* array, cudaStream_t stream) {
+    std::vector<uint64_t> words;
+    for (Operand* x : {&p.a, &p.b, &p.c, &p.out}) {
+        const auto first = reinterpret_cast<uint64_t>(x->data);
+        x->data = array + words.size() * sizeof(uint64_t);
+        for (int64_t i = 0; i < p.batch; ++i)
+            words.push_back(first + static_cast<uint64_t>(i * x->batch_step * size_of(x->type)));
+    }
+    launch_store_words(words, reinterpret_cast<uint64_t*>(const_cast<char*>(array)), stream);
+}
+
 std::string text_of(const Problem& p) {
     const int64_t depth = p.a.row_major ? p.a.rows : p.a.cols;
     std::string text = std::to_string(p.out.cols) + " x " + std::to_string(p.out.rows) + " x " + std::to_string(depth) + " " +
                        name_of(p.a.type);
     if (p.out.type != p.a.type) text += std::string(" to ") + name_of(p.out.type);
-    return p.batch > 1 ? text + ", batch of " + std::to_string(p.batch) : text;
+    return p.batch > 1 ? text + ", batch of " + std::to_string(p.batch) + (p.by_address ? " by address" : "") : text;
 }
 
 }  // namespace
@@ -79,6 +93,7 @@ void run_algorithm(const std::string& key, const std::string& algorithm, const s
         problem.scaling.a = reinterpret_cast<const float*>(address("a_scale"));
         problem.scaling.b = reinterpret_cast<const float*>(address("b_scale"));
     }
+    if (problem.by_address) set_addresses(problem, address("addresses"), stream);
     planner.launch(problem, plan, 0.0f, reinterpret_cast<void*>(workspace), stream);
 }
 

@@ -42,6 +42,7 @@ void preload_data();
 void preload_fp8_wire();
 void preload_amax_history();
 void preload_cached_weight();
+void preload_words();
 
 // First kernel of a call. Takes the group lock, counts the epoch, stores the slot's word, and waits until the peers have left
 // the slot. `timeout_ns`: deadline of each wait, and of the group lock since its holder last made progress.
@@ -53,6 +54,9 @@ void launch_signal(const Group& group, int slot, const SignalList& list, cudaStr
 // end a call; the `final` one releases the group lock.
 void launch_end(const Group& group, int slot, const SignalList& list, const PoisonList& outputs, bool final, bool early,
                 cudaStream_t stream);
+
+// Writes words to device memory. They travel as parameters of kernels, so that a captured launch holds them.
+void launch_store_words(const std::vector<uint64_t>& words, uint64_t* to, cudaStream_t stream);
 
 // Writes the device's clock (globaltimer, ns) to `where`, in pinned or device memory.
 void launch_stamp(uint64_t* where, cudaStream_t stream);

@@ -14,7 +14,7 @@ import pytest
 from ub_overlap.compiler.cost import SiteShape, choose, load
 from ub_overlap.runtime import machine
 from ub_overlap.runtime.errors import OptionError
-from ub_overlap.tools.calibrate import matmuls, world
+from ub_overlap.tools.calibrate import direct_stores, matmuls, world
 from ub_overlap.tools.calibrate.calibrate import calibrate as measure
 
 PACE = 120
@@ -45,8 +45,11 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert len(profile.matmuls) == len(matmuls.points(False, True))
     assert all(set(curves) == {2} for curves in profile.collectives.values())
     assert profile.matmuls != load("cpu").matmuls and profile.push != load("cpu").push
+    assert profile.direct is not None and profile.direct.link_gbs > 0
+    assert [row[:5] for row in profile.direct.matmuls] == [("float32", 2, *s) for s in direct_stores.shapes(False, True)]
     shape = SiteShape("matmul_reduce_scatter", 2, "float32", ((4096, 512, 512, False),), 4096, 512)
-    assert all(p.us > 0 for p in choose(shape, profile).predictions.values())
+    predictions = choose(shape, profile).predictions
+    assert "direct" in predictions and all(p.us > 0 for p in predictions.values())
 
 
 def test_out_file_and_no_cache(tmp_path: Path) -> None:

@@ -76,13 +76,16 @@ class Calls:
         more = (None, 1, False, "sum", self.dtype, False, "plain", "pipelined:chunks=1", self.world.group, site)
         return lambda: op([left], [right], *more), site
 
-    def traces(self, call_and_site: tuple[Callable[[], Any], str], count: int = 5) -> list[Trace]:
-        """Return the step times of `count` calls after two warm-up calls. Collective."""
+    def traces(
+        self, call_and_site: tuple[Callable[[], Any], str], count: int = 5, before: Callable[[], Any] = lambda: None
+    ) -> list[Trace]:
+        """Return the step times of `count` calls after two warm-up calls. `before` runs ahead of each. Collective."""
         call, site = call_and_site
         settings.configure(trace=True)
         try:
             traces = []
             for turn in range(count + 2):
+                before()
                 call()
                 self.world.barrier()
                 if turn > 1:

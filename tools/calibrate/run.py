@@ -15,7 +15,7 @@ import torch
 
 from ub_overlap.runtime import machine
 
-from . import kernels, matmuls, traffic
+from . import direct_stores, kernels, matmuls, traffic
 from .world import Burst, CalibrationWorld, ProgressLine
 
 BUDGET_S = 90.0
@@ -42,7 +42,11 @@ def run(world: CalibrationWorld, base: dict[str, Any], quick: bool = False, sour
         source=f"measured {when}{': ' + source if source else ''}",
         holes=[],
     )
-    total = len(matmuls.points(world.cuda, quick)) + (120 if world.cuda else 60) // (2 if quick else 1)
+    total = (
+        len(matmuls.points(world.cuda, quick))
+        + 2 * len(direct_stores.shapes(world.cuda, quick))
+        + (120 if world.cuda else 60) // (2 if quick else 1)
+    )
     progress = ProgressLine(world, total)
     peers: traffic.PeerTraffic | None = None
     if world.cuda:
@@ -106,6 +110,10 @@ def _measure_kernels(
         return []
     curves = world.probe("copies and reductions", lambda: kernels.memory(world, calls, kernel_us, progress, quick))
     made.update(curves or {})
+    made.pop("direct", None)  # of the base profile: what was not measured here is not used
+    direct = world.probe("stores at peers", lambda: direct_stores.measure(world, burst, calls, kernel_us, progress, quick))
+    if direct:
+        made["direct"] = direct
     if not world.cuda:
         steps.update(world.probe("small steps", lambda: kernels.cpu_steps(world, calls)) or {})
     return world.probe("whole calls", lambda: kernels.checks(world, burst, calls, progress, quick)) or []
