@@ -38,7 +38,7 @@ def main() -> None:
             begin = time.perf_counter()
             for _ in range(args.calls):
                 torch.ops.ub_overlap.all_gather_matmul(
-                    shard, [weight], [False], [False], 1, False, False, strategy, group.group_name, "/pick"
+                    shard, [weight], [False], [False], 1, False, False, [], [], strategy, group.group_name, "/pick"
                 )
             best[name] = min(best[name], (time.perf_counter() - begin) / args.calls)
     for name, seconds in best.items():

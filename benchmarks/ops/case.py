@@ -76,10 +76,10 @@ class Case:
         if self.gather:
             shard, weight = self.shard.unsqueeze(0), self.weight
             op: Any = torch.ops.ub_overlap.all_gather_matmul.default
-            return lambda: op(shard, [weight], [False], [False], 1, False, keep, strategy, group, site)[1][0]
+            return lambda: op(shard, [weight], [False], [False], 1, False, keep, [], [], strategy, group, site)[1][0]
         op = torch.ops.ub_overlap.matmul_reduce_scatter.default
         lhs, rhs, dtype = [self.full], [self.weight], self.dtype
-        return lambda: op(lhs, rhs, None, 1, False, "sum", dtype, keep, "plain", strategy, group, site)[0]
+        return lambda: op(lhs, rhs, None, 1, False, "sum", dtype, keep, "plain", [], [], strategy, group, site)[0]
 
     def variants(self, strategies: Sequence[str], group: str) -> dict[str, Callable[[], Call]]:
         """Return further columns, built on demand. Columns named "ours..." compute the result of `seq`."""

@@ -33,11 +33,12 @@ from ub_overlap.runtime.schedule.steps import (
 
 @dataclass(frozen=True, slots=True)
 class CostItem:
-    """`what`: "begin", "end", "matmul", "direct" (a matmul that stores its product at peers), "push", "flag", "copy", "reduce", "finish", "wait", "signal" or "opaque".
+    """`what`: "begin", "end", "matmul", "direct" (a matmul that stores its product at peers), "push", "flag", "copy", "reduce",
+    "finish", "wait", "signal" or "opaque".
 
-    `share`: shards it covers (matmul: of its product; a contraction: of what it reads). `index`: consumer or term of a matmul.
-    `pieces`: separate blocks of a matmul; sources of a reduction. `adds`: accumulates into its output. `peer`: ranks
-    from this rank to the target of a push. `us`: of an opaque step.
+    `share`: shards it covers (matmul: of its product; a contraction: of what it reads). `index`: consumer or term of a
+    matmul, independent matmuls behind them. `pieces`: separate blocks of a matmul; sources of a reduction. `adds`:
+    accumulates into its output. `peer`: ranks from this rank to the target of a push. `us`: of an opaque step.
     """
 
     what: str
@@ -124,10 +125,11 @@ def _work(step: Step, rank: int, key: Key) -> CostItem:
         case Wait():
             return CostItem("wait")
         case Compute():
+            if key.is_independent(step):  # never cut: its one write is its whole result
+                return CostItem("matmul", float(key.ranks), key.terms + step.index)
             contracts = bool(key.contracts) and key.contracts[step.index]
             parts = step.reads if contracts else step.writes
-            # A bulk op's matmul is not cut; its one write is its whole result.
-            share = float(key.ranks) if key.kind.startswith("bulk_") else sum(map(_share, parts))
+            share = sum(map(_share, parts))
             if key.direct:
                 return CostItem("direct", share, step.index)
             pieces = len(step.writes) if key.striped else 1

@@ -37,6 +37,8 @@ def rewrite_gather(
         outer,
         m.shard_dim_is_last,
         bool(m.kept_aliases),
+        [],
+        [],
         str(strategy),
         m.collective.group,
         site,

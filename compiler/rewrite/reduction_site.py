@@ -61,10 +61,21 @@ def _emit_op(e: Emitter, m: Reduction, strategy: str, site: str, packed: PackedO
         outer = 1 if m.shard_dim_is_last else e.size(m.blocks.outer)
         return e.call(
             torch.ops.ub_overlap.matmul_reduce_scatter.default, lhs, rhs, addend, outer, m.shard_dim_is_last, c.reduce_op,
-            out_dtype, keep, "plain", strategy, c.group, site, value_is=_static_outputs(e, m, lhs[0]),
+            out_dtype, keep, "plain", [], [], strategy, c.group, site, value_is=_static_outputs(e, m, lhs[0]),
         )  # fmt: skip
     return e.call(
-        torch.ops.ub_overlap.matmul_all_reduce.default, lhs, rhs, addend, c.reduce_op, out_dtype, keep, strategy, c.group, site
+        torch.ops.ub_overlap.matmul_all_reduce.default,
+        lhs,
+        rhs,
+        addend,
+        c.reduce_op,
+        out_dtype,
+        keep,
+        [],
+        [],
+        strategy,
+        c.group,
+        site,
     )
 
 
@@ -81,7 +92,7 @@ def _restore_kept(e: Emitter, m: Reduction, root: Node) -> dict[Node, Node]:
     return {node: copy(node) for node in m.kept_nodes}
 
 
-def _static_outputs(e: Emitter, m: Reduction, lhs: Node) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _static_outputs(e: Emitter, m: Reduction, lhs: Node) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]] | None:
     """The output values of a reduce_scatter, result and sum, if all sizes are static."""
     rows, cols, ranks = m.rows, m.cols, m.collective.ranks
     if not isinstance(rows, int) or not isinstance(cols, int):
@@ -90,4 +101,4 @@ def _static_outputs(e: Emitter, m: Reduction, lhs: Node) -> tuple[torch.Tensor, 
     shape = (rows, cols // ranks) if m.shard_dim_is_last else (rows // ranks, cols)
     out = e.empty(shape, torch.float32, lhs) if m.scalings else e.output_value(shape, m.collective.wait)
     partial = e.empty((rows, cols) if m.kept_nodes else (0,), dtype_of(m.terms[0].node), lhs)
-    return None if out is None or partial is None else (out, partial)
+    return None if out is None or partial is None else (out, partial, [])

@@ -59,8 +59,8 @@ void set_provider(py::object provide) {
         return in_python([&] {
             py::tuple contracts(key.contracts.size());
             for (size_t i = 0; i < key.contracts.size(); ++i) contracts[i] = py::bool_(key.contracts[i]);
-            const py::tuple tuple = py::make_tuple(key.kind, key.ranks, key.chunks, contracts, key.terms, key.shard_dim_is_last,
-                                                   key.keep, key.striped, key.direct);
+            const py::tuple tuple = py::make_tuple(key.kind, key.ranks, key.chunks, contracts, key.terms, key.independent,
+                                                   key.shard_dim_is_last, key.keep, key.striped, key.direct);
             return handle_of(held)(tuple, rank).cast<EncodedSchedule>();
         });
     });

@@ -130,7 +130,7 @@ std::vector<Source> Call::sources(const Step& step) const {
 
 std::vector<Rounding> Call::roundings(const Step& step) const {
     std::vector<Rounding> all;
-    if (!narrow_wire || step.index + 1 != key.terms) return all;
+    if (!narrow_wire || is_independent(step) || step.index + 1 != key.terms) return all;
     for (const Region& region : step.writes) {
         if (region.shard == rank) continue;  // it does not travel
         all.push_back({span(region), lay(region, wire, inner * size_of(wire_float8)), table(region)});
@@ -138,16 +138,22 @@ std::vector<Rounding> Call::roundings(const Step& step) const {
     return all;
 }
 
+// Only consumers and independent matmuls write RESULT; the independent ones come last.
+bool Call::is_independent(const Step& step) const {
+    return step.writes[0].buf == Buf::result && static_cast<size_t>(step.writes[0].index) >= key.contracts.size();
+}
+
 std::vector<MatmulTask> Call::matmuls(const Step& step) const {
     std::vector<MatmulTask> tasks;
-    if (op == OpKind::all_gather_matmul) {
-        gathered_matmuls(step, tasks);
-    } else if (op == OpKind::bulk) {
+    if (is_independent(step)) {
+        const size_t number = step.index - key.contracts.size();
         MatmulTask task;
         task.out = results[step.index];
-        task.a = lhs[step.index];
-        task.b = rhs[step.index];
+        task.a = independent_lhs[number];
+        task.b = independent_rhs[number];
         tasks.push_back(task);
+    } else if (op == OpKind::all_gather_matmul) {
+        gathered_matmuls(step, tasks);
     } else if (key.direct) {
         direct_matmuls(step, tasks);
     } else {

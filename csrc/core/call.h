@@ -82,7 +82,9 @@ struct Call {
     DType type = DType::f32;      // of INPUT, PARTIAL and LANDING
     DType out_type = DType::f32;  // of OUTPUT and LANDING2
     char *input = nullptr, *partial = nullptr, *output = nullptr;
-    std::vector<Matrix> lhs, rhs, results;  // operands; results in the orientation of the tensor returned
+    // Operands of consumers (rhs) or terms. Results of consumers, in the orientation of the tensor returned, then those of
+    // the independent matmuls, which neither read nor feed the collective.
+    std::vector<Matrix> lhs, rhs, results, independent_lhs, independent_rhs;
     // all_gather_matmul: consumer j multiplies G, or G^T where transpose_gathered[j]; it returns the product, or the
     // product's transpose where transpose_out[j].
     std::vector<bool> transpose_gathered, transpose_out;
@@ -134,6 +136,7 @@ struct Call {
     Span lay(const Region& region, char* base, int64_t row_bytes) const;
     Span table(const Region& region) const;
     Scale scale_of(bool own) const;
+    bool is_independent(const Step& step) const;
     void gathered_matmuls(const Step& step, std::vector<MatmulTask>& tasks) const;
     void product_matmuls(const Step& step, std::vector<MatmulTask>& tasks) const;
     void direct_matmuls(const Step& step, std::vector<MatmulTask>& tasks) const;

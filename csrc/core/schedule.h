@@ -59,10 +59,12 @@ struct Key {
     int ranks = 1;
     int64_t chunks = 0;
     std::vector<bool> contracts;
-    int64_t terms = 0;
+    int64_t terms = 0, independent = 0;
     bool shard_dim_is_last = false, keep = false, striped = false, direct = false;
 
-    auto tied() const { return std::tie(kind, ranks, chunks, contracts, terms, shard_dim_is_last, keep, striped, direct); }
+    auto tied() const {
+        return std::tie(kind, ranks, chunks, contracts, terms, independent, shard_dim_is_last, keep, striped, direct);
+    }
     bool operator<(const Key& other) const { return tied() < other.tied(); }
 };
 

@@ -43,7 +43,8 @@ Fingerprint make_fingerprint(const Call& call, int64_t timeout_ns) {
     for (size_t j = 0; j < call.transpose_gathered.size(); ++j) {
         print.push_back(static_cast<uint64_t>(call.transpose_gathered[j]) << 1 | static_cast<uint64_t>(call.transpose_out[j]));
     }
-    for (const std::vector<Matrix>* list : {&call.lhs, &call.rhs, &call.results, &call.accumulators}) {
+    for (const std::vector<Matrix>* list :
+         {&call.lhs, &call.rhs, &call.results, &call.accumulators, &call.independent_lhs, &call.independent_rhs}) {
         print.push_back(list->size());
         for (const Matrix& m : *list) add(print, m);
     }

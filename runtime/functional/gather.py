@@ -96,7 +96,18 @@ def _run(
         )
     no_transpose = [False] * len(weights)
     gathered, outs = OPS.all_gather_matmul(
-        shard, weights, no_transpose, no_transpose, at.outer, at.shard_dim_is_last, return_gathered, strategy, group, call.site
+        shard,
+        weights,
+        no_transpose,
+        no_transpose,
+        at.outer,
+        at.shard_dim_is_last,
+        return_gathered,
+        [],
+        [],
+        strategy,
+        group,
+        call.site,
     )
     return [*outs, gathered] if return_gathered else outs
 
@@ -121,7 +132,18 @@ class _GatherMatmul(torch.autograd.Function):
             ctx.set_materialize_grads(False)
         no_transpose, keep_gathered = [False] * len(weights), saved == "gathered" or return_gathered
         gathered, outs = OPS.all_gather_matmul(
-            shard, list(weights), no_transpose, no_transpose, outer, shard_dim_is_last, keep_gathered, strategy, group, site
+            shard,
+            list(weights),
+            no_transpose,
+            no_transpose,
+            outer,
+            shard_dim_is_last,
+            keep_gathered,
+            [],
+            [],
+            strategy,
+            group,
+            site,
         )
         ctx.outer, ctx.shard_dim_is_last, ctx.return_gathered, ctx.saved = outer, shard_dim_is_last, return_gathered, saved
         ctx.strategy, ctx.group, ctx.site = strategy, group, f"{site}.backward"
@@ -181,7 +203,7 @@ def _scatter(ctx: Any, terms: list[tuple[Tensor, Tensor]], gathered_grad: Tensor
         assert gathered_grad is not None
         rows, cols = gathered_grad.shape
         lhs, rhs = [gathered_grad.new_empty((rows, 0))], [gathered_grad.new_empty((0, cols))]
-    out, _ = OPS.matmul_reduce_scatter(
+    out, _, _ = OPS.matmul_reduce_scatter(
         lhs,
         rhs,
         gathered_grad,
@@ -191,6 +213,8 @@ def _scatter(ctx: Any, terms: list[tuple[Tensor, Tensor]], gathered_grad: Tensor
         weights[0].dtype,
         False,
         "plain",
+        [],
+        [],
         ctx.strategy,
         ctx.group,
         ctx.site,
@@ -214,6 +238,8 @@ def _weight_grads(ctx: Any, activation: Tensor | None, products: list[Any]) -> l
         ctx.outer,
         ctx.shard_dim_is_last,
         False,
+        [],
+        [],
         ctx.strategy,
         ctx.group,
         site,

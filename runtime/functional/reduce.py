@@ -58,7 +58,7 @@ class _MatmulReduce(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, reduce_op: str, divide: int, strategy: str, group: str, site: str
     ) -> Tensor:
-        out, _ = OPS.matmul_all_reduce([x], [weight], None, reduce_op, x.dtype, False, strategy, group, site)
+        out, _, _ = OPS.matmul_all_reduce([x], [weight], None, reduce_op, x.dtype, False, [], [], strategy, group, site)
         ctx.divide = divide
         ctx.save_for_backward(x, weight)
         return out

@@ -59,7 +59,7 @@ def matmul_reduce_scatter(
                 at.outer, at.shard_dim_is_last, reduce_op, ranks, strategy, name, call.site, len(flat), extra, *flat, *ws
             )
         else:
-            out, _ = OPS.matmul_reduce_scatter(
+            out, _, _ = OPS.matmul_reduce_scatter(
                 flat,
                 ws,
                 extra,
@@ -69,6 +69,8 @@ def matmul_reduce_scatter(
                 flat[0].dtype,
                 False,
                 "plain",
+                [],
+                [],
                 strategy,
                 name,
                 call.site,
@@ -133,8 +135,8 @@ class _MatmulScatter(torch.autograd.Function):
         *terms: Tensor,
     ) -> Tensor:
         lhs, rhs = list(terms[:count]), list(terms[count:])
-        out, _ = OPS.matmul_reduce_scatter(
-            lhs, rhs, addend, outer, shard_dim_is_last, reduce_op, lhs[0].dtype, False, "plain", strategy, group, site
+        out, _, _ = OPS.matmul_reduce_scatter(
+            lhs, rhs, addend, outer, shard_dim_is_last, reduce_op, lhs[0].dtype, False, "plain", [], [], strategy, group, site
         )
         ctx.outer, ctx.shard_dim_is_last, ctx.count = outer, shard_dim_is_last, count
         ctx.divide = ranks if reduce_op == "avg" else 1
@@ -162,7 +164,18 @@ class _MatmulScatter(torch.autograd.Function):
             transpose.append(not is_weight)  # (G^T @ X)^T for a weight
         keep = ctx.needs_input_grad[8]
         gathered, outs = OPS.all_gather_matmul(
-            grad, operands, transpose, transpose, ctx.outer, ctx.shard_dim_is_last, keep, ctx.strategy, ctx.group, ctx.site
+            grad,
+            operands,
+            transpose,
+            transpose,
+            ctx.outer,
+            ctx.shard_dim_is_last,
+            keep,
+            [],
+            [],
+            ctx.strategy,
+            ctx.group,
+            ctx.site,
         )
         term_grads: list[Tensor | None] = [None] * (2 * count)
         for i, out in zip(ctx.saved, outs, strict=True):

@@ -21,6 +21,9 @@ are accumulated in fp32 as they arrive and rounded once. Other consumers are com
 An operand has the shard's dtype or float32. A float32 operand widens the product: pieces are cast as they are
 multiplied. The result has the operand's dtype. `gathered` is G (contiguous) if return_gathered, else an empty tensor
 of shape [0].
+
+The products independent_lhs[i] @ independent_rhs[i] neither read nor feed the gather. They are computed while shards are on
+their way, and follow the consumers' in outs.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ from .definition import OpDefinition
 
 SCHEMA = (
     "all_gather_matmul(Tensor shard, Tensor[] operands, bool[] transpose_gathered, bool[] transpose_out, SymInt outer, "
-    "bool shard_dim_is_last, bool return_gathered, str strategy, str group, str site) -> (Tensor gathered, Tensor[] outs)"
+    "bool shard_dim_is_last, bool return_gathered, Tensor[] independent_lhs, Tensor[] independent_rhs, str strategy, "
+    "str group, str site) -> (Tensor gathered, Tensor[] outs)"
 )
 
 
@@ -49,6 +53,8 @@ class AllGatherMatmulArgs(NamedTuple):
     outer: int
     shard_dim_is_last: bool
     return_gathered: bool
+    independent_lhs: Sequence[Tensor]
+    independent_rhs: Sequence[Tensor]
     strategy: str
     group: str
     site: str
@@ -65,6 +71,7 @@ def fake(a: AllGatherMatmulArgs) -> tuple[Tensor, list[Tensor]]:
         compat.check(operand.shape[0] == (rows if transposed else cols), lambda: "an operand does not fit the gathered matrix")
         sizes = (cols if transposed else rows, operand.shape[1])
         outs.append(operand.new_empty(sizes[::-1] if out_transposed else sizes))
+    outs += c10d.empty_products(a.independent_lhs, a.independent_rhs)
     return a.shard.new_empty((rows, cols) if a.return_gathered else (0,)), outs
 
 
@@ -78,6 +85,7 @@ def fallback(a: AllGatherMatmulArgs) -> tuple[Tensor, list[Tensor]]:
     for operand, transposed, out_transposed in zip(a.operands, a.transpose_gathered, a.transpose_out, strict=True):
         product = (gathered.T if transposed else gathered).to(operand.dtype) @ operand
         outs.append((product.T if out_transposed else product).contiguous())
+    outs += c10d.products(a.independent_lhs, a.independent_rhs)
     return (gathered.contiguous() if a.return_gathered else a.shard.new_empty(0)), outs
 
 

@@ -49,8 +49,7 @@ def fake(a: BulkArgs) -> tuple[Tensor, list[Tensor]]:
     elif a.collective == "reduce_scatter":
         compat.check(sizes[0] % ranks == 0, lambda: "the input cannot be scattered evenly")
         sizes[0] = sizes[0] // ranks
-    outs = [lhs.new_empty((lhs.shape[0], rhs.shape[1])) for lhs, rhs in zip(a.lhs, a.rhs, strict=True)]
-    return a.input.new_empty(sizes), outs
+    return a.input.new_empty(sizes), c10d.empty_products(a.lhs, a.rhs)
 
 
 def fallback(a: BulkArgs) -> tuple[Tensor, list[Tensor]]:
@@ -60,7 +59,7 @@ def fallback(a: BulkArgs) -> tuple[Tensor, list[Tensor]]:
     else:
         collective = c10d.reduce_scatter if a.collective == "reduce_scatter" else c10d.all_reduce
         out = c10d.divide_for_avg(collective(a.input, a.group), a.reduce_op, a.group)
-    return out, [lhs @ rhs for lhs, rhs in zip(a.lhs, a.rhs, strict=True)]
+    return out, c10d.products(a.lhs, a.rhs)
 
 
 DEFINITION = OpDefinition(SCHEMA, BulkArgs, fake, fallback)

@@ -91,6 +91,16 @@ def scatter_cols(partial: Tensor, group: str) -> Tensor:
     return reduce_scatter(shards, group).reshape(rows, cols // ranks)
 
 
+def products(lhs: Sequence[Tensor], rhs: Sequence[Tensor]) -> list[Tensor]:
+    """Return each lhs[i] @ rhs[i]."""
+    return [a @ b for a, b in zip(lhs, rhs, strict=True)]
+
+
+def empty_products(lhs: Sequence[Tensor], rhs: Sequence[Tensor]) -> list[Tensor]:
+    """Return empty tensors of the sizes of each lhs[i] @ rhs[i]."""
+    return [a.new_empty((a.shape[0], b.shape[1])) for a, b in zip(lhs, rhs, strict=True)]
+
+
 def sum_of_matmuls(lhs: Sequence[Tensor], rhs: Sequence[Tensor], addend: Tensor | None) -> Tensor:
     """Return the sum of lhs[t] @ rhs[t], plus `addend`."""
     partial = lhs[0] @ rhs[0] if addend is None else torch.addmm(addend, lhs[0], rhs[0])

@@ -59,8 +59,8 @@ def decode(rows: Sequence[Sequence[int]], key: Key, rank: int) -> Schedule:
 
 
 def _key(fields: tuple[Any, ...]) -> Key:
-    kind, ranks, chunks, contracts, terms, *flags = fields
-    return Key(str(kind), int(ranks), int(chunks), tuple(map(bool, contracts)), int(terms), *map(bool, flags))
+    kind, ranks, chunks, contracts, terms, independent, *flags = fields
+    return Key(str(kind), int(ranks), int(chunks), tuple(map(bool, contracts)), int(terms), int(independent), *map(bool, flags))
 
 
 @lru_cache(maxsize=1024)

@@ -181,16 +181,16 @@ class Machine:
 
     def _matmul(self, run: _RankCall, step: Compute) -> Iterator[None]:
         key = run.site.key
-        if key.kind.startswith("matmul_"):
+        if key.is_independent(step):
+            self._write(run, step.writes[0], 0, ("matmul", step.index))
+            yield
+        elif key.kind.startswith("matmul_"):
             for region in step.writes:
                 for row in self._rows(run, region):
                     before = self._read(run, region, row) if step.accumulate else ()
                     term = (*_stamp(run), "term", step.index, run.rank, product_shard(region), row)
                     self._write(run, region, row, (*before, term))
                     yield
-        elif not key.contracts:
-            for region in step.writes:
-                self._write(run, region, 0, ("matmul", step.index))
         elif key.contracts[step.index]:
             region = step.writes[0]
             parts = self._read(run, region, 0) if step.accumulate else ()

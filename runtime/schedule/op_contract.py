@@ -24,7 +24,8 @@ def extent(key: Key, rows: Sequence[int], region: Region) -> tuple[int, int]:
     is_scatter = key.kind not in ("all_gather_matmul", "bulk_all_gather")
     is_reduced = region.buf is Buf.OUTPUT and key.kind.endswith("reduce_scatter")
     is_own = is_reduced or (region.buf is Buf.LANDING and is_scatter)
-    is_single = region.buf is Buf.RESULT and not (key.contracts and not key.contracts[region.index])
+    is_sharded = region.index < len(key.contracts) and not key.contracts[region.index]
+    is_single = region.buf is Buf.RESULT and not is_sharded
     count = 1 if is_single else rows[region.rank if is_own else region.shard]
     return int(count * region.lo), int(count * region.hi)
 
@@ -67,7 +68,7 @@ def expected_rows(
             for index, contracts in enumerate(key.contracts):
                 if not contracts:
                     yield (Buf.RESULT, index, shard, row), ("matmul", index, gathered(shard, row))
-    for index in range(key.terms) if not has_products else ():
+    for index in key.independent_indices:
         yield (Buf.RESULT, index, 0, 0), ("matmul", index)
     for index, contracts in enumerate(key.contracts):
         if contracts:

@@ -45,7 +45,8 @@ class Buf(IntEnum):
     LANDING    arena slot   R shards; shard s was sent by rank s. Symmetric: peers write it
     LANDING2   arena slot   R shards; the second phase of an all_reduce
     OUTPUT     user tensor  the collective's result: R shards (gathers, reduces) or one shard, number 0 (scatters)
-    RESULT     user tensor  product of consumer j (`Compute.index`): R shards, or one (number 0) when it accumulates
+    RESULT     user tensor  product of consumer j (`Compute.index`): R shards, or one (number 0) when it accumulates;
+                            behind the consumers' the products of the independent matmuls: one shard, number 0
     OPERAND    user tensor  matmul operands that no step of the schedule writes (not checked for races)
     =========  ===========  ================================================================================
     """
@@ -149,7 +150,8 @@ class ComputeKind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute(Step):
-    """One matmul of consumer (gathers, bulk) or term (scatters, reduces) `index`, restricted to one piece.
+    """One matmul of consumer (gathers) or term (scatters, reduces) `index`, restricted to one piece. Or an independent matmul,
+    which writes RESULT `index` (`Key.is_independent`).
 
     `reads`: the pieces of INPUT or LANDING that are its gathered operand (empty when all operands are OPERANDs).
     `writes`: the pieces of RESULT or PARTIAL that it produces. In a direct call they are pieces of LANDING in the memory of
@@ -205,8 +207,9 @@ class Key:
     kind: "all_gather_matmul" | "matmul_reduce_scatter" | "matmul_all_reduce" | "bulk_all_gather" | "bulk_reduce_scatter" |
     "bulk_all_reduce". chunks: pieces that the split dimension is cut into over the whole group (0: one per rank).
     contracts: one bool per consumer, True where its matmul contracts over the gathered dimension.
-    terms: matmuls summed before a scatter or reduce, or independent matmuls of a bulk op. shard_dim_is_last: shards cannot
-    be cut, because a piece would not be a block of rows; chunks is then at most R.
+    terms: matmuls summed before a scatter or reduce. independent: matmuls that neither read nor feed the collective; their
+    RESULTs are behind the consumers'. A bulk op has no other matmuls. shard_dim_is_last: shards cannot be cut, because a
+    piece would not be a block of rows; chunks is then at most R.
     keep: the gathered tensor (gathers) is an output too. striped (scatters): every matmul makes one
     piece of every shard, instead of all of some shards; chunks then counts the pieces of a shard.
     direct (scatters of one term): one matmul stores each shard in the memory of its owner, and nothing is copied.
@@ -217,10 +220,20 @@ class Key:
     chunks: int = 0
     contracts: tuple[bool, ...] = ()
     terms: int = 0
+    independent: int = 0
     shard_dim_is_last: bool = False
     keep: bool = False
     striped: bool = False
     direct: bool = False
+
+    @property
+    def independent_indices(self) -> range:
+        """The RESULTs of the independent matmuls."""
+        return range(len(self.contracts), len(self.contracts) + self.independent)
+
+    def is_independent(self, step: Compute) -> bool:
+        """Return whether `step` is an independent matmul: only they and consumers write RESULT."""
+        return step.writes[:1] != () and step.writes[0].buf is Buf.RESULT and step.writes[0].index in self.independent_indices
 
 
 @dataclass(frozen=True, slots=True)

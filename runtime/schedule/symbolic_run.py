@@ -78,6 +78,9 @@ class SymbolicRun:
         self._store(node, dst, self._load(src))
 
     def _matmul(self, node: Node, step: Compute) -> None:
+        if self.key.is_independent(step):
+            self._independent(node, step)
+            return
         gathers = self.key.kind == "all_gather_matmul"
         count = len(self.key.contracts) if gathers else self.key.terms
         if not 0 <= step.index < count:
@@ -85,15 +88,12 @@ class SymbolicRun:
         if not gathers and step.reads:
             raise self._fail(node, "gathers operands, but this kind's matmuls read only OPERANDs")
         has_products = self.key.kind.startswith("matmul_")
-        target_buf = Buf.LANDING if self.key.direct else Buf.PARTIAL if has_products else Buf.RESULT
+        target_buf = Buf.RESULT if gathers else Buf.LANDING if self.key.direct else Buf.PARTIAL
         for region in step.writes:
             if region.buf is not target_buf or region.index != (step.index if target_buf is Buf.RESULT else 0):
                 raise self._fail(node, f"writes {show_region(region)}, expected {target_buf.name} of matmul {step.index}")
         if has_products:
             self._partial(node, step)
-        elif not gathers:
-            for region in step.writes:
-                self._store(node, region, [("matmul", step.index, cell) for cell in self.grid.numbers(region)])
         elif self.key.contracts[step.index]:
             self._contract(node, step)
         else:
@@ -103,6 +103,12 @@ class SymbolicRun:
                 raise self._fail(node, "reads and writes different pieces")
             for source, target in zip(step.reads, step.writes, strict=True):
                 self._store(node, target, [("matmul", step.index, value) for value in self._load(source)])
+
+    def _independent(self, node: Node, step: Compute) -> None:
+        if step.reads or step.accumulate or step.writes != (Region(Buf.RESULT, node.rank, 0, index=step.index),):
+            raise self._fail(node, "is an independent matmul, so it must store all of its own RESULT and read only OPERANDs")
+        for region in step.writes:
+            self._store(node, region, [("matmul", step.index, cell) for cell in self.grid.numbers(region)])
 
     def _partial(self, node: Node, step: Compute) -> None:
         for region in step.writes:
@@ -181,7 +187,7 @@ def expected_cells(key: Key, cells: int) -> Iterator[tuple[Cell, Value]]:
                         yield (Buf.RESULT, rank, index, shard, cell), ("matmul", index, ("input", shard, shard, cell))
             if key.kind.endswith("reduce_scatter"):
                 yield (Buf.OUTPUT, rank, 0, 0, cell), total(rank, cell)
-            for index in terms if not has_products else ():
+            for index in key.independent_indices:
                 yield (Buf.RESULT, rank, index, 0, cell), ("matmul", index, cell)
 
 

@@ -277,6 +277,6 @@ def run_by_hand(rank: int, world: int) -> bool:
     with torch.no_grad(), uncached():
         found = torch.compile(parts, backend="ub_overlap", options=PACK)(x, a, b)
         _, (whole,) = torch.ops.ub_overlap.all_gather_matmul(
-            x, [torch.cat([a, b], 1)], [False], [False], 1, False, False, "pipelined", world_name(), "by_hand"
+            x, [torch.cat([a, b], 1)], [False], [False], 1, False, False, [], [], "pipelined", world_name(), "by_hand"
         )
     return torch.equal(torch.cat(found, 1), whole)

@@ -79,17 +79,19 @@ def calls(rank: int, world: int) -> tuple[list[str], dict[str, dict[str, int]], 
     for rows in (4, 5, 8, 9, 10, 4):  # rows of a shard; the gathered tensor has twice as many
         shards = [data(rows, 6, seed=r) for r in range(world)]
         whole, w = torch.cat(shards).double(), data(6, 3, seed=9)
-        kept, (out,) = OPS.all_gather_matmul(shards[rank], [w], [False], [False], 1, False, True, table, name, "/choice.gather")
+        kept, (out,) = OPS.all_gather_matmul(
+            shards[rank], [w], [False], [False], 1, False, True, [], [], table, name, "/choice.gather"
+        )
         check("gather", out, whole @ w.double())
         check("gathered", kept, whole)
         lhs, rhs = [data(rows * world, 5, seed=r + 20) for r in range(world)], data(5, 3, seed=8)
         total = sum(a.double() @ rhs.double() for a in lhs)
         args = ([lhs[rank]], [rhs], None)
-        out, _ = OPS.matmul_reduce_scatter(
-            *args, 1, False, "sum", torch.float32, False, "plain", table, name, "/choice.scatter"
+        out, _, _ = OPS.matmul_reduce_scatter(
+            *args, 1, False, "sum", torch.float32, False, "plain", [], [], table, name, "/choice.scatter"
         )
         check("scatter", out, total[rank * rows : (rank + 1) * rows])
-        out, _ = OPS.matmul_all_reduce(*args, "avg", torch.float32, False, table, name, "/choice.reduce")
+        out, _, _ = OPS.matmul_all_reduce(*args, "avg", torch.float32, False, [], [], table, name, "/choice.reduce")
         check("reduce", out, total / world)
         bulk = table.replace("pipelined", "bulk")
         out, (product,) = OPS.bulk(shards[rank], [lhs[rank]], [rhs], "all_gather", "sum", bulk, name, "/choice.bulk")
@@ -97,7 +99,7 @@ def calls(rank: int, world: int) -> tuple[list[str], dict[str, dict[str, int]], 
         check("product", product, lhs[rank].double() @ rhs.double())
     stats = {site: s for site, s in site_stats().items() if site.startswith("/choice.")}
     try:
-        OPS.all_gather_matmul(shards[rank], [w], [False], [False], 1, False, False, "8=none;bulk", name, "/bad")
+        OPS.all_gather_matmul(shards[rank], [w], [False], [False], 1, False, False, [], [], "8=none;bulk", name, "/bad")
         said = ""
     except OptionError as error:
         said = str(error)

@@ -136,7 +136,7 @@ KEYS = [
     Key("matmul_reduce_scatter", 4, 0, terms=2),
     Key("matmul_reduce_scatter", 4, 2, terms=1, striped=True),
     Key("matmul_all_reduce", 3, 0, terms=1),
-    Key("bulk_all_reduce", 4, 0, terms=1),
+    Key("bulk_all_reduce", 4, 0, independent=1),
 ]
 
 

@@ -34,27 +34,46 @@ class Maker:
         return (torch.randn(*sizes, device=self.device) * scale).to(dtype)
 
     def gather(
-        self, dtype: torch.dtype, outer: int, m: int, q: int, transposes: list[Transposes], last: bool, keep: bool, n: int = 96
+        self,
+        dtype: torch.dtype,
+        outer: int,
+        m: int,
+        q: int,
+        transposes: list[Transposes],
+        last: bool,
+        keep: bool,
+        n: int = 96,
+        independent: int = 0,
     ) -> Case:
         shard = self.randn(m, q, dtype=dtype) if last else self.randn(outer, m, q, dtype=dtype)
         rows, cols = (m, q * self.ranks) if last else (outer * self.ranks * m, q)
         sizes = [(rows if transposed else cols, n + 8 * i) for i, (transposed, _) in enumerate(transposes)]
         operands = [self.randn(*size, dtype=dtype, scale=0.1) for size in sizes]
         operands = [o.t().contiguous().t() if i % 2 == 0 else o for i, o in enumerate(operands)]  # a Linear's weight
-        return AG, (shard, operands, *map(list, zip(*transposes, strict=True)), 1 if last else outer, last, keep)
+        flags = (*map(list, zip(*transposes, strict=True)), 1 if last else outer, last, keep)
+        return AG, (shard, operands, *flags, *self.independent(dtype, independent))
+
+    def independent(self, dtype: torch.dtype, count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the operands of `count` independent matmuls."""
+        lhs = [self.randn(128 + 8 * i, 192, dtype=dtype) for i in range(count)]
+        return lhs, [self.randn(96, 192, dtype=dtype, scale=0.1).t() for _ in range(count)]
 
     def scatter(self, dtype: torch.dtype, outer: int, m: int, q: int, last: bool = False, **more: Any) -> Case:
-        """Return a scatter case. `more`: depths, bias, out_dtype, keep, by."""
+        """Return a scatter case. `more`: depths, bias, out_dtype, keep, by, independent."""
         p, cols = (m, q * self.ranks) if last else (outer * self.ranks * m, q)
         depths = more.get("depths", [128])
         lhs = [self.randn(p, k, dtype=dtype) for k in depths]
         rhs = [self.randn(cols, k, dtype=dtype, scale=0.1).t() for k in depths]
         addend = self.randn(cols, dtype=dtype) if more.get("bias") else None
         out_dtype, keep = more.get("out_dtype", dtype), more.get("keep", False)
-        return RS, (lhs, rhs, addend, 1 if last else outer, last, more.get("by", "sum"), out_dtype, keep, "plain")
+        more_args = (more.get("by", "sum"), out_dtype, keep, "plain", *self.independent(dtype, more.get("independent", 0)))
+        return RS, (lhs, rhs, addend, 1 if last else outer, last, *more_args)
 
-    def reduce(self, dtype: torch.dtype, p: int, q: int, k: int, by: str = "sum", keep: bool = False) -> Case:
-        return AR, ([self.randn(p, k, dtype=dtype)], [self.randn(k, q, dtype=dtype, scale=0.1)], None, by, dtype, keep)
+    def reduce(
+        self, dtype: torch.dtype, p: int, q: int, k: int, by: str = "sum", keep: bool = False, independent: int = 0
+    ) -> Case:
+        terms = [self.randn(p, k, dtype=dtype)], [self.randn(k, q, dtype=dtype, scale=0.1)]
+        return AR, (*terms, None, by, dtype, keep, *self.independent(dtype, independent))
 
     def float8(self, *sizes: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
         return self.randn(*sizes, scale=4.0).to(dtype)

@@ -15,7 +15,7 @@ KEYS = [
     Key("all_gather_matmul", 3, 6, contracts=(False, True), keep=True),
     Key("matmul_reduce_scatter", 3, 0, terms=1),
     Key("matmul_all_reduce", 2, 4, terms=1),
-    Key("bulk_all_gather", 4, 0, terms=2),
+    Key("bulk_all_gather", 4, 0, independent=2),
 ]
 
 

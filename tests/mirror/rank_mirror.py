@@ -62,7 +62,7 @@ def gathers(process: int, ranks: int, group: str, data: Data) -> list[str]:
         rhs = [data(whole.shape[0] if t else whole.shape[1], 3, seed=90) for t, _ in oracle.ALL_TRANSPOSES]
         flags = [list(flags) for flags in zip(*oracle.ALL_TRANSPOSES, strict=True)]
         kept, outs = OPS.all_gather_matmul(
-            shards[0], rhs, *flags, 1 if last else outer, last, True, strategy, group, f"ag{number}"
+            shards[0], rhs, *flags, 1 if last else outer, last, True, [], [], strategy, group, f"ag{number}"
         )
         bad += far(f"gather {number}", kept, whole, 1)
         for transpose, right, out in zip(oracle.ALL_TRANSPOSES, rhs, outs, strict=True):
@@ -96,12 +96,12 @@ def reductions(process: int, ranks: int, group: str, data: Data) -> list[str]:
             return own + sum(shard_of(theirs, ranks, 1, last, p) for p in range(1, ranks))
 
         lhs, rhs = map(list, zip(*operands[process], strict=True))
-        out, _ = OPS.matmul_reduce_scatter(
-            lhs, rhs, None, 1, last, "sum", dtype, False, "plain", strategy, group, f"rs{number}"
+        out, _, _ = OPS.matmul_reduce_scatter(
+            lhs, rhs, None, 1, last, "sum", dtype, False, "plain", [], [], strategy, group, f"rs{number}"
         )
         bad += far(f"scatter {number}", out, reduced(), 5 * terms * ranks)
         if not last:
-            out, _ = OPS.matmul_all_reduce(lhs, rhs, None, "sum", dtype, False, strategy, group, f"ar{number}")
+            out, _, _ = OPS.matmul_all_reduce(lhs, rhs, None, "sum", dtype, False, [], [], strategy, group, f"ar{number}")
             want = torch.cat([reduced(), *[reduced(theirs, mine)] * (ranks - 1)])
             bad += far(f"reduce {number}", out, want, 5 * terms * ranks)
     return bad
@@ -149,7 +149,7 @@ def real_group_after(rank: int, processes: int) -> list[str]:
     assert ops.DEFINITIONS
     shards = [oracle.data(4, 3, seed=r) for r in range(processes)]
     default: Any = dist.group.WORLD
-    kept, _ = OPS.all_gather_matmul(shards[rank], [], [], [], 1, False, True, "pipelined", default.group_name, "after")
+    kept, _ = OPS.all_gather_matmul(shards[rank], [], [], [], 1, False, True, [], [], "pipelined", default.group_name, "after")
     return far("real group", kept, torch.cat(shards).double(), 1)
 
 
@@ -165,7 +165,7 @@ def lost_process(rank: int, processes: int) -> list[str]:
         shard = oracle.data(4, 3, seed=rank)
         for number in range(1 + (rank == 0)):
             try:
-                OPS.all_gather_matmul(shard, [], [], [], 1, False, True, "pipelined", group, "lost")
+                OPS.all_gather_matmul(shard, [], [], [], 1, False, True, [], [], "pipelined", group, "lost")
             except errors.PeerTimeoutError as error:
                 return [str(error)]
             assert number == 0, "the second call ended"

@@ -22,7 +22,7 @@ OPS = torch.ops.ub_overlap
 
 def _all_reduce(name: str, rank: int, world: int, rows: int, site: str = "/r") -> None:
     lhs, rhs = data(rows * world, 5, seed=rank), data(5, 3, seed=98)
-    OPS.matmul_all_reduce([lhs], [rhs], None, "sum", torch.float32, False, "pipelined", name, site)
+    OPS.matmul_all_reduce([lhs], [rhs], None, "sum", torch.float32, False, [], [], "pipelined", name, site)
 
 
 CALLS = {"AG": gather, "RS": scatter, "AR": _all_reduce}

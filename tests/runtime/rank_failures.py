@@ -176,25 +176,41 @@ def bad_arguments(rank: int, world: int) -> list[str]:
     a, b = data(4, 6, seed=1), data(6, 3, seed=2)
     call = torch.ops.ub_overlap.all_gather_matmul
     tries = [
-        attempt(lambda: call(a, [b], [False], [False], 1, False, False, "sometimes", name, "/x")),
-        attempt(lambda: call(a, [b], [False], [False], 1, False, False, "pipelined:chunks=0", name, "/x")),
-        attempt(lambda: call(a, [b], [False], [False], 1, False, False, "pipelined:chunks=99999", name, "/x")),
-        attempt(lambda: call(a, [b], [False], [False], 1, False, False, "pipelined:stripes=2", name, "/x")),
-        attempt(lambda: call(a, [b], [False], [False], 1, False, False, "bulk:stripes=2", name, "/x")),
+        attempt(lambda: call(a, [b], [False], [False], 1, False, False, [], [], "sometimes", name, "/x")),
+        attempt(lambda: call(a, [b], [False], [False], 1, False, False, [], [], "pipelined:chunks=0", name, "/x")),
+        attempt(lambda: call(a, [b], [False], [False], 1, False, False, [], [], "pipelined:chunks=99999", name, "/x")),
+        attempt(lambda: call(a, [b], [False], [False], 1, False, False, [], [], "pipelined:stripes=2", name, "/x")),
+        attempt(lambda: call(a, [b], [False], [False], 1, False, False, [], [], "bulk:stripes=2", name, "/x")),
         attempt(lambda: torch.ops.ub_overlap.bulk(a, [], [], "all_gather", "sum", "pipelined:stripes=2", name, "/x")),
-        attempt(lambda: call(a, [b], [False], [], 1, False, False, "pipelined", name, "/x")),
-        attempt(lambda: call(a, [b], [True], [False], 1, False, False, "pipelined", name, "/x")),
-        attempt(lambda: call(a, [b], [False], [False], 3, False, False, "pipelined", name, "/x")),
-        attempt(lambda: call(a.double(), [b.double()], [False], [False], 1, False, False, "pipelined", name, "/x")),
-        attempt(lambda: call(a, [b.half()], [False], [False], 1, False, False, "pipelined", name, "/x")),
+        attempt(lambda: call(a, [b], [False], [], 1, False, False, [], [], "pipelined", name, "/x")),
+        attempt(lambda: call(a, [b], [True], [False], 1, False, False, [], [], "pipelined", name, "/x")),
+        attempt(lambda: call(a, [b], [False], [False], 3, False, False, [], [], "pipelined", name, "/x")),
+        attempt(lambda: call(a.double(), [b.double()], [False], [False], 1, False, False, [], [], "pipelined", name, "/x")),
+        attempt(lambda: call(a, [b], [False], [False], 1, False, False, [a], [], "pipelined", name, "/x")),
+        attempt(lambda: call(a, [b], [False], [False], 1, False, False, [b], [b], "pipelined", name, "/x")),
+        attempt(lambda: call(a, [], [], [], 1, False, False, [a], [b], "pipelined", name, "/x")),
+        attempt(lambda: call(a, [b.half()], [False], [False], 1, False, False, [], [], "pipelined", name, "/x")),
         attempt(
             lambda: torch.ops.ub_overlap.matmul_reduce_scatter(
-                [a], [b], None, 1, False, "max", a.dtype, False, "plain", "pipelined", name, "/x"
+                [a], [b], None, 1, False, "max", a.dtype, False, "plain", [], [], "pipelined", name, "/x"
             )
         ),
         attempt(
             lambda: torch.ops.ub_overlap.matmul_reduce_scatter(
-                [data(2 * world + 1, 6, seed=1)], [b], None, 1, False, "sum", a.dtype, False, "plain", "pipelined", name, "/x"
+                [data(2 * world + 1, 6, seed=1)],
+                [b],
+                None,
+                1,
+                False,
+                "sum",
+                a.dtype,
+                False,
+                "plain",
+                [],
+                [],
+                "pipelined",
+                name,
+                "/x",
             )
         ),
     ]
@@ -357,7 +373,7 @@ def without_done(rank: int, world: int, waits: bool, times: int) -> list[str]:
     try:
         with reset():
             settings.configure(step_timeout_s=10.0)
-            rows = provide(("all_gather_matmul", world, 0, (False,), 0, False, False), rank)
+            rows = provide(("all_gather_matmul", world, 0, (False,), 0, 0, False, False), rank)
             slow = max(i for i, row in enumerate(rows) if row[0] == 3)  # the matmul on received data
             C.testing.set_step_delays({slow: 20_000}, only_rank=0)
             for i in range(times):

@@ -264,8 +264,8 @@ def wire(rank: int, world: int) -> list[str]:
     for dtype, sender in itertools.product((F32, BF16), range(world)):
         exact = values.to(dtype)
         lhs = torch.eye(4 * world, dtype=dtype) if rank == sender else torch.zeros(4 * world, 4 * world, dtype=dtype)
-        out, partial = OPS.matmul_reduce_scatter(
-            [lhs], [exact], None, 1, False, "sum", F32, True, "float8", "pipelined", rank_ops.group(),
+        out, partial, _ = OPS.matmul_reduce_scatter(
+            [lhs], [exact], None, 1, False, "sum", F32, True, "float8", [], [], "pipelined", rank_ops.group(),
             f"/wire.{dtype}.{sender}",
         )  # fmt: skip
         mine = exact[4 * rank : 4 * rank + 4].float()

@@ -33,6 +33,21 @@ def striped(world: int) -> list[str]:
     return [*strategies(world), "pipelined:stripes=1", f"pipelined:stripes={world + 1}", "direct"]
 
 
+def independent(rank: int, dtype: torch.dtype, count: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the operands of independent matmuls. Sizes and values are this rank's own."""
+    lhs = [data(4 + rank + j, 6, seed=700 + rank + j, dtype=dtype) for j in range(count)]
+    return lhs, [data(3, 6, seed=800 + rank + j, dtype=dtype).T for j in range(count)]
+
+
+def far_products(name: str, lhs: list[Tensor], rhs: list[Tensor], outs: list[Tensor]) -> list[str]:
+    """Return the errors of the products of independent matmuls."""
+    bad: list[str] = []
+    for a, b, out in zip(lhs, rhs, outs, strict=True):
+        bad += far(f"{name} independent", out, a.double() @ b.double(), 6)
+        bad += [f"{name} independent: dtype {out.dtype}"] if out.dtype != a.dtype else []
+    return bad
+
+
 def gather_case(
     rank: int,
     world: int,
@@ -56,6 +71,7 @@ def gather_case(
         b = data(n, rows, seed=seed + 100 + j, dtype=dtype).T if j % 2 else data(rows, n, seed=seed + 100 + j, dtype=dtype)
         operands.append(b)
     shard = shards[rank]
+    others = independent(rank, dtype, seed // 10 % 3 if transposes else 0)
     if seed % 3 == 0:  # a view that is not contiguous
         shard = torch.empty(sizes[1], sizes[0], dtype=dtype).T.copy_(shard)
     got, outs = OPS.all_gather_matmul(
@@ -66,6 +82,7 @@ def gather_case(
         1 if last else outer,
         last,
         keep,
+        *others,
         strategy,
         group(),
         f"/ag.{seed}",
@@ -77,7 +94,8 @@ def gather_case(
             bad.append(f"{name}: gathered differs")
     elif tuple(got.shape) != (0,):
         bad.append(f"{name}: gathered is {tuple(got.shape)}")
-    for transpose, operand, out in zip(transposes, operands, outs, strict=True):
+    bad += far_products(name, *others, outs[len(operands) :])
+    for transpose, operand, out in zip(transposes, operands, outs, strict=False):
         want = oracle.product(whole, operand.double(), *transpose)
         bad += far(f"{name} {transpose}", out, want, operand.shape[0])
         if out.dtype != dtype:
@@ -130,14 +148,17 @@ def reduce_case(
             mine = (*map(list, zip(*terms, strict=True)), addend)
     assert mine is not None
     lhs, rhs, addend = mine
+    others = independent(rank, dtype, seed // 1000 % 3)
     if scatter:
         want = oracle.scattered(partials, outer, last, rank)
-        out, partial = OPS.matmul_reduce_scatter(
-            lhs, rhs, addend, outer, last, reduce_op, out_dtype, keep, "plain", strategy, group(), f"/rs.{seed}"
+        out, partial, products = OPS.matmul_reduce_scatter(
+            lhs, rhs, addend, outer, last, reduce_op, out_dtype, keep, "plain", *others, strategy, group(), f"/rs.{seed}"
         )
     else:
         want = sum(partials)
-        out, partial = OPS.matmul_all_reduce(lhs, rhs, addend, reduce_op, out_dtype, keep, strategy, group(), f"/ar.{seed}")
+        out, partial, products = OPS.matmul_all_reduce(
+            lhs, rhs, addend, reduce_op, out_dtype, keep, *others, strategy, group(), f"/ar.{seed}"
+        )
     if reduce_op == "avg":
         want = want / world
     coarse = max((dtype, out_dtype), key=lambda d: torch.finfo(d).eps)
@@ -150,7 +171,7 @@ def reduce_case(
         bad += far(f"{name} partial", partial, partials[rank], sum(ks), dtype)
     elif tuple(partial.shape) != (0,):
         bad.append(f"{name}: partial is {tuple(partial.shape)}")
-    return bad
+    return bad + far_products(name, *others, products)
 
 
 def scatters(rank: int, world: int) -> list[str]:

@@ -40,7 +40,7 @@ def gather(
     """Run one gather on a group and check it."""
     shards = [data(rows, cols, seed=seed + r) for r in range(world)]
     operand = data(cols, 3, seed=seed + 99)
-    _, (out,) = OPS.all_gather_matmul(shards[rank], [operand], [False], [False], 1, False, False, strategy, name, site)
+    _, (out,) = OPS.all_gather_matmul(shards[rank], [operand], [False], [False], 1, False, False, [], [], strategy, name, site)
     return far("gather", out, torch.cat(shards).double() @ operand.double(), cols)
 
 
@@ -49,8 +49,8 @@ def scatter(
 ) -> list[str]:
     lhs = [data(rows * world, 5, seed=seed + r) for r in range(world)]
     operand = data(5, 3, seed=seed + 98)
-    out, _ = OPS.matmul_reduce_scatter(
-        [lhs[rank]], [operand], None, 1, False, "sum", torch.float32, False, "plain", strategy, name, site
+    out, _, _ = OPS.matmul_reduce_scatter(
+        [lhs[rank]], [operand], None, 1, False, "sum", torch.float32, False, "plain", [], [], strategy, name, site
     )
     total = sum(a.double() @ operand.double() for a in lhs)
     return far("scatter", out, total[rank * rows : (rank + 1) * rows], 5 * world)
@@ -65,7 +65,18 @@ def bitwise(rank: int, world: int) -> list[str]:
         for pieces in (1, 3):
             strategy = f"pipelined:chunks={world * pieces}"
             _, (out, flipped) = OPS.all_gather_matmul(
-                shards[rank], [operand, operand], [False, False], [False, True], 1, False, False, strategy, name, "/bits"
+                shards[rank],
+                [operand, operand],
+                [False, False],
+                [False, True],
+                1,
+                False,
+                False,
+                [],
+                [],
+                strategy,
+                name,
+                "/bits",
             )
             for r in range(world):
                 for piece in [shards[r]] if r == rank else shards[r].chunk(pieces):
@@ -77,17 +88,19 @@ def bitwise(rank: int, world: int) -> list[str]:
                         bad += far("transposed", flipped[:, at : at + len(piece)].contiguous(), want.T.double(), 32)
         lhs, rhs = data(12 * world, 40, seed=5 + rank, dtype=dtype), data(40, 8, seed=6 + rank, dtype=dtype)
         runs = [
-            OPS.matmul_reduce_scatter([lhs], [rhs], None, 1, False, "sum", dtype, False, "plain", "pipelined", name, "/bits")[0]
+            OPS.matmul_reduce_scatter(
+                [lhs], [rhs], None, 1, False, "sum", dtype, False, "plain", [], [], "pipelined", name, "/bits"
+            )[0]
             for _ in range(5)
         ]
         if not all(torch.equal(runs[0], other) for other in runs[1:]):
             bad.append(f"scatter {dtype}: runs differ")
-        direct, _ = OPS.matmul_reduce_scatter(
-            [lhs], [rhs], None, 1, False, "sum", dtype, False, "plain", "direct", name, "/bits"
+        direct, _, _ = OPS.matmul_reduce_scatter(
+            [lhs], [rhs], None, 1, False, "sum", dtype, False, "plain", [], [], "direct", name, "/bits"
         )
         if not torch.equal(runs[0], direct):
             bad.append(f"scatter {dtype}: direct differs from pipelined")
-        whole = OPS.matmul_all_reduce([lhs], [rhs], None, "sum", dtype, False, "pipelined", name, "/bits")[0]
+        whole = OPS.matmul_all_reduce([lhs], [rhs], None, "sum", dtype, False, [], [], "pipelined", name, "/bits")[0]
         everyone = [torch.empty_like(whole) for _ in range(world)]
         dist.all_gather(everyone, whole)
         if not all(torch.equal(whole, other) for other in everyone):
@@ -102,8 +115,21 @@ def accuracy(rank: int, world: int) -> list[str]:
         lhs = [data(64 * world, 128, seed=5 + r, dtype=dtype) for r in range(world)]
         rhs = [data(128, 32, seed=60 + r, dtype=dtype) for r in range(world)]
         want = sum(a.double() @ b.double() for a, b in zip(lhs, rhs, strict=True))[rank * 64 : (rank + 1) * 64]
-        ours, _ = OPS.matmul_reduce_scatter(
-            [lhs[rank]], [rhs[rank]], None, 1, False, "sum", dtype, False, "plain", "pipelined", rank_ops.group(), "/accuracy"
+        ours, _, _ = OPS.matmul_reduce_scatter(
+            [lhs[rank]],
+            [rhs[rank]],
+            None,
+            1,
+            False,
+            "sum",
+            dtype,
+            False,
+            "plain",
+            [],
+            [],
+            "pipelined",
+            rank_ops.group(),
+            "/accuracy",
         )
         theirs = torch.empty(64, 32, dtype=dtype)
         dist.reduce_scatter_tensor(theirs, lhs[rank] @ rhs[rank])
@@ -125,8 +151,8 @@ def every_fp16(rank: int, world: int) -> list[str]:
             bad.append(f"{dtype}: {int((~same).sum())} values change, first {bits[~same][0]} -> {out[~same][0]}")
         numbers = data(50_000, seed=3).mul(torch.logspace(-9, 5, 50_000))
         product = torch.ones(50_000, 1, dtype=torch.float32) * (numbers[:, None] if rank == 0 else -0.0)
-        rounded, _ = OPS.matmul_all_reduce(
-            [product], [torch.ones(1, 1)], None, "sum", dtype, False, "pipelined", rank_ops.group(), "/round"
+        rounded, _, _ = OPS.matmul_all_reduce(
+            [product], [torch.ones(1, 1)], None, "sum", dtype, False, [], [], "pipelined", rank_ops.group(), "/round"
         )
         if not torch.equal(rounded[:, 0], numbers.to(dtype)):
             off = rounded[:, 0] != numbers.to(dtype)
@@ -142,7 +168,7 @@ def direct_steps(rank: int, world: int) -> dict[str, Any]:
         C.clear_stats()
         bad = scatter(name, rank, world, 40, site="/direct.rs", strategy="direct")
         x, w = data(40 * world, 5, seed=rank), data(5, 3, seed=98)
-        out, _ = OPS.matmul_all_reduce([x], [w], None, "sum", torch.float32, False, "direct", name, "/direct.ar")
+        out, _, _ = OPS.matmul_all_reduce([x], [w], None, "sum", torch.float32, False, [], [], "direct", name, "/direct.ar")
         bad += far("reduce", out, sum(data(40 * world, 5, seed=r).double() for r in range(world)) @ w.double(), 5 * world)
         return {
             "bad": bad, "stats": C.site_stats(), "scatter": C.last_trace("/direct.rs"), "reduce": C.last_trace("/direct.ar"),
@@ -217,7 +243,9 @@ def alone(rank: int, world: int) -> list[str]:
     mine = [dist.new_group([r]) for r in range(world)][rank].group_name
     bad = gather(mine, 0, 1, 5) + scatter(mine, 0, 1, 5) + gather(mine, 0, 1, 6, strategy="pipelined:chunks=3")
     bad += gather(mine, 0, 1, 70, strategy="pipelined:chunks=64")  # the maximum that options allow
-    out, _ = OPS.matmul_all_reduce([torch.eye(3)], [torch.eye(3)], None, "avg", torch.float32, False, "pipelined", mine, "/one")
+    out, _, _ = OPS.matmul_all_reduce(
+        [torch.eye(3)], [torch.eye(3)], None, "avg", torch.float32, False, [], [], "pipelined", mine, "/one"
+    )
     whole, _ = OPS.bulk(torch.ones(4), [], [], "all_reduce", "sum", "bulk", mine, "/one")
     return bad + ([] if torch.equal(out, torch.eye(3)) and torch.equal(whole, torch.ones(4)) else ["values differ"])
 
@@ -260,7 +288,7 @@ def checked(rank: int, world: int) -> list[str]:
         operands = [data(4 * world if last else 4, 3, seed=1), data(6 if last else 6 * world, 3, seed=2)]
         torch.library.opcheck(
             OPS.all_gather_matmul.default,
-            (a, operands, [False, True], [False, True], 1, last, keep, "pipelined", name, "/c"),
+            (a, operands, [False, True], [False, True], 1, last, keep, [a], [b], "pipelined", name, "/c"),
             test_utils=tests,
         )
         p, q = (6, 4 * world) if last else (6 * world, 4)
@@ -274,13 +302,17 @@ def checked(rank: int, world: int) -> list[str]:
             torch.bfloat16,
             keep,
             "plain",
+            [a],
+            [b],
             "pipelined",
             name,
             "/c",
         )
         torch.library.opcheck(OPS.matmul_reduce_scatter.default, args, test_utils=tests)
     torch.library.opcheck(
-        OPS.matmul_all_reduce.default, ([a], [b], None, "sum", torch.float32, True, "pipelined", name, "/c"), test_utils=tests
+        OPS.matmul_all_reduce.default,
+        ([a], [b], None, "sum", torch.float32, True, [a], [b], "pipelined", name, "/c"),
+        test_utils=tests,
     )
     for collective in ("all_gather", "reduce_scatter", "all_reduce"):
         inputs = data(2 * world, 3, seed=rank)
@@ -296,8 +328,12 @@ def autocast(rank: int, world: int) -> list[str]:
         with reset(), torch.autocast("cpu"):
             C.testing.set_host_id(host)
             name = dist.new_group(list(range(world))).group_name
-            out, partial = OPS.matmul_all_reduce([a], [b], None, "sum", a.dtype, True, "pipelined", name, "/autocast")
-            _, (product,) = OPS.all_gather_matmul(a, [b], [False], [False], 1, False, False, "pipelined", name, "/autocast")
+            out, partial, _ = OPS.matmul_all_reduce(
+                [a], [b], None, "sum", a.dtype, True, [], [], "pipelined", name, "/autocast"
+            )
+            _, (product,) = OPS.all_gather_matmul(
+                a, [b], [False], [False], 1, False, False, [], [], "pipelined", name, "/autocast"
+            )
         want = a.double() @ b.double()
         bad += far("all_reduce", out, world * want, 16) + far("partial", partial, want, 16)
         bad += far("gather", product, torch.cat([want] * world), 16)

@@ -13,6 +13,7 @@ def keys(ranks: int, chunks: int) -> Iterator[Key]:
     yield Key("all_gather_matmul", ranks, chunks, contracts=(True, False, True), keep=True)
     yield Key("all_gather_matmul", ranks, chunks, contracts=(True, True))
     yield Key("all_gather_matmul", ranks, chunks, keep=True)
+    yield Key("all_gather_matmul", ranks, chunks, contracts=(False, True), independent=2)
     for kind in ("matmul_reduce_scatter", "matmul_all_reduce"):
         yield Key(kind, ranks, chunks, terms=1)
         yield Key(kind, ranks, chunks, terms=2, keep=True)
@@ -20,9 +21,11 @@ def keys(ranks: int, chunks: int) -> Iterator[Key]:
             yield Key(kind, ranks, chunks, terms=2, striped=True)
         if ranks > 1:
             yield Key(kind, ranks, terms=1, direct=True)
+            yield Key(kind, ranks, terms=1, independent=1, direct=True)
+        yield Key(kind, ranks, chunks, terms=1, independent=2)
     for kind in ("bulk_all_gather", "bulk_reduce_scatter", "bulk_all_reduce"):
         yield Key(kind, ranks, chunks)
-        yield Key(kind, ranks, chunks, terms=2)
+        yield Key(kind, ranks, chunks, independent=2)
 
 
 def chunk_counts(ranks: int) -> list[int]:

@@ -150,7 +150,7 @@ def test_sums_are_in_rank_order_on_every_rank() -> None:
 
 @pytest.mark.parametrize("kind", ["bulk_all_gather", "bulk_reduce_scatter", "bulk_all_reduce"])
 def test_bulk_issues_its_pushes_before_its_matmuls(kind: str) -> None:
-    steps = build(Key(kind, 4, 8, terms=2), 3).steps
+    steps = build(Key(kind, 4, 8, independent=2), 3).steps
     first_matmul = next(i for i, step in enumerate(steps) if isinstance(step, Compute))
     pushed = [step for step in steps[:first_matmul] if isinstance(step, Copy)]
     assert len(pushed) == 3 * 2
@@ -186,6 +186,29 @@ def test_runs_and_splits() -> None:
     assert split([], 3) == []
 
 
+def _kinds_of_compute(schedule: Schedule) -> str:
+    """Return the COMPUTE queue in letters: m own matmul, i independent matmul, w wait, r Reduce, c copy, d DONE."""
+    letters = {Wait: "w", Reduce: "r", Copy: "c", Signal: "d"}
+    key = schedule.key
+    steps = [step for step in schedule.steps if step.queue is Queue.COMPUTE]
+    return "".join("mi"[key.is_independent(s)] if isinstance(s, Compute) else letters[type(s)] for s in steps)
+
+
+@pytest.mark.parametrize(
+    ("key", "queue"),
+    [
+        (Key("all_gather_matmul", 4, 0, contracts=(False,), independent=2), "miiwmwmwmddd"),
+        (Key("all_gather_matmul", 4, 2, contracts=(False,), independent=2), "miiwwwmmddd"),
+        (Key("all_gather_matmul", 4, 1, contracts=(False,), independent=1), "ciwwwmddd"),
+        (Key("matmul_reduce_scatter", 3, 0, terms=1, independent=2), "mmmiiwwrdd"),
+        (Key("matmul_all_reduce", 3, 0, terms=1, independent=1), "mmmwwriwcwcdd"),
+        (Key("bulk_all_gather", 3, 0, independent=2), "iicwcwcdd"),
+    ],
+)
+def test_independent_matmuls_run_before_the_waits(key: Key, queue: str) -> None:
+    assert _kinds_of_compute(build(key, 1)) == queue
+
+
 @pytest.mark.parametrize(
     ("key", "says"),
     [
@@ -197,7 +220,8 @@ def test_runs_and_splits() -> None:
         (Key("all_gather_matmul", 2, contracts=(True,), terms=1), "terms at 0"),
         (Key("matmul_reduce_scatter", 2), "set terms"),
         (Key("matmul_all_reduce", 2, terms=1, contracts=(True,)), "contracts"),
-        (Key("bulk_all_reduce", 2, terms=-1), "terms"),
+        (Key("bulk_all_reduce", 2, independent=-1), "independent must be 0 or more"),
+        (Key("bulk_all_reduce", 2, terms=1), "terms at 0"),
         (Key("matmul_reduce_scatter", 2, terms=1, shard_dim_is_last=True, striped=True), "striped needs"),
         (Key("all_gather_matmul", 2, contracts=(False,), striped=True), "striped needs"),
         (Key("all_gather_matmul", 2, contracts=(False,), direct=True), "direct needs"),

@@ -209,7 +209,7 @@ def test_join_rule() -> None:
 
 def test_heard_rule() -> None:
     """Rank 0 uses no data of rank 1 in this op, so only the heard rule detects the missing wait."""
-    key = Key("bulk_all_gather", 2, terms=1)
+    key = Key("bulk_all_gather", 2, independent=1)
     steps = [Compute(queue=COMPUTE, index=0, reads=(), writes=(Region(Buf.RESULT, rank, 0),)) for rank in (0, 1)]
     refused("heard", both(lambda rank, peer: [steps[rank]], key), "rank 0 ends without having waited for rank 1")
 
@@ -277,11 +277,38 @@ def test_sums_take_equal_intervals() -> None:
 
 
 def test_only_gathers_have_gathered_operands() -> None:
-    schedules = build_all(Key("bulk_all_gather", 2, terms=1))
+    schedules = build_all(Key("bulk_all_gather", 2, independent=1))
     steps = [
         replace(step, reads=(Region(Buf.INPUT, 1, 1),)) if isinstance(step, Compute) else step for step in schedules[1].steps
     ]
     refused("meaning", (schedules[0], replace(schedules[1], steps=tuple(steps))), "only OPERANDs")
+
+
+@pytest.mark.parametrize("kind", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+@pytest.mark.parametrize(
+    ("change", "rule", "says"),
+    [
+        (lambda step: [replace(step, reads=(Region(Buf.INPUT, 1, 1),))], "meaning", "only OPERANDs"),
+        (
+            lambda step: [replace(step, writes=(replace(step.writes[0], hi=Fraction(1, 2)),))],
+            "meaning",
+            "all of its own RESULT",
+        ),
+        (lambda step: [replace(step, index=step.index + 1)], "meaning", "all of its own RESULT"),
+        (lambda step: [], "result", "cell 0 of RESULT"),
+    ],
+    ids=["reads", "part", "index", "absent"],
+)
+def test_independent_matmuls_are_whole_and_complete(
+    kind: str, change: Callable[[Compute], list[Step]], rule: str, says: str
+) -> None:
+    gathers = kind == "all_gather_matmul"
+    key = Key(kind, 2, contracts=(False,) if gathers else (), terms=0 if gathers else 1, independent=1)
+    schedules = build_all(key)
+    steps: list[Step] = []
+    for step in schedules[1].steps:
+        steps += change(step) if isinstance(step, Compute) and key.is_independent(step) else [step]
+    refused(rule, (schedules[0], replace(schedules[1], steps=tuple(steps))), says)
 
 
 def gated(rank: int, peer: int, gates: bool) -> list[Step]:

@@ -69,22 +69,22 @@ def test_rows_hold_plain_integers() -> None:
 
 
 def test_provide_takes_a_plain_tuple() -> None:
-    key = Key("all_gather_matmul", 4, 8, (True, False), 0, False, True)
+    key = Key("all_gather_matmul", 4, 8, (True, False), keep=True)
     rows = provide(astuple(key), 3)
     assert decode(rows, key, 3) == build(key, 3)
-    assert provide((key.kind, 4, 8, [1, 0], 0, 0, 1), 3) == rows
+    assert provide((key.kind, 4, 8, [1, 0], 0, 0, 0, 1), 3) == rows
 
 
 def test_provide_refuses_what_cannot_be_built() -> None:
     with pytest.raises(ScheduleError, match="unknown"):
-        provide(("all_to_all", 2, 0, (), 0, False, False), 0)
+        provide(("all_to_all", 2, 0, (), 0, 0, False, False), 0)
 
 
 def test_pairs_are_proven() -> None:
     a, b = Key("all_gather_matmul", 3, contracts=(False,)), Key("matmul_reduce_scatter", 3, 6, terms=1)
     prove_pair(astuple(a), astuple(b))
     with pytest.raises(ScheduleError, match="set terms"):
-        prove_pair(astuple(a), ("matmul_reduce_scatter", 3, 0, (), 0, False, False))
+        prove_pair(astuple(a), ("matmul_reduce_scatter", 3, 0, (), 0, 0, False, False))
 
 
 def test_what_executors_cannot_run_is_refused() -> None:

@@ -64,7 +64,7 @@ class Calls:
         shard, weight = self.tensor(rows, self.cols).unsqueeze(0), self.tensor(self.cols, 16)
         op: Any = torch.ops.ub_overlap.all_gather_matmul.default
         site = f"calibrate/gather {size}"
-        args = (shard, [weight], [False], [False], 1, False, True, "pipelined:chunks=1", self.world.group, site)
+        args = (shard, [weight], [False], [False], 1, False, True, [], [], "pipelined:chunks=1", self.world.group, site)
         return lambda: op(*args), site
 
     def scatter(self, size: int) -> tuple[Callable[[], Any], str]:
@@ -73,7 +73,7 @@ class Calls:
         left, right = self.tensor(rows, 16), self.tensor(16, self.cols)
         op: Any = torch.ops.ub_overlap.matmul_reduce_scatter.default
         site = f"calibrate/scatter {size}"
-        more = (None, 1, False, "sum", self.dtype, False, "plain", "pipelined:chunks=1", self.world.group, site)
+        more = (None, 1, False, "sum", self.dtype, False, "plain", [], [], "pipelined:chunks=1", self.world.group, site)
         return lambda: op([left], [right], *more), site
 
     def traces(
@@ -171,7 +171,7 @@ def _whole_call(calls: Calls, kind: str, m: int, n: int, k: int, strategy: str) 
     if kind == "all_gather_matmul":
         shard = calls.tensor(m // calls.world.ranks, k).unsqueeze(0)
         op: Any = torch.ops.ub_overlap.all_gather_matmul.default
-        return lambda: op(shard, [weight], [False], [False], 1, False, False, strategy, group, site)
+        return lambda: op(shard, [weight], [False], [False], 1, False, False, [], [], strategy, group, site)
     full = calls.tensor(m, k)
     op = torch.ops.ub_overlap.matmul_reduce_scatter.default
-    return lambda: op([full], [weight], None, 1, False, "sum", calls.dtype, False, "plain", strategy, group, site)
+    return lambda: op([full], [weight], None, 1, False, "sum", calls.dtype, False, "plain", [], [], strategy, group, site)

@@ -1,5 +1,6 @@
 // A collective concurrent with matmuls that are independent of it.
 #include "bindings/fallback.h"
+#include "bindings/ops/independent.h"
 #include "bindings/ops/ops.h"
 #include "bindings/ops/run_op.h"
 
@@ -14,7 +15,6 @@ TensorAndList bulk(const Site& site, const Tensor& input, at::TensorList lhs, at
         b.check(!call.key.striped && !call.key.direct, "bulk has neither stripes nor products at their owners", call.strategy,
                 "'bulk' or 'bulk:chunks=N'");
         call.key.kind = "bulk_" + collective;
-        call.key.terms = static_cast<int64_t>(lhs.size());
         call.type = call.out_type =
             b.type_of(input.scalar_type(), collective == "all_gather" ? Builder::Float8::may : Builder::Float8::no);
         const int64_t rows = input.dim() ? input.size(0) : 1;
@@ -40,22 +40,11 @@ TensorAndList bulk(const Site& site, const Tensor& input, at::TensorList lhs, at
             b.reduce_by(reduce_op);
             b.deal_floor(rows, inner);
         }
-        b.check(lhs.size() == rhs.size(), "lhs and rhs differ in number", std::to_string(lhs.size()),
-                std::to_string(rhs.size()));
         const Tensor dense = input.contiguous();
         call.input = data_of(dense);
         Tensor out = at::empty(sizes, input.options());
         call.output = data_of(out);
-        std::vector<Tensor> outs;
-        for (size_t j = 0; j < lhs.size(); ++j) {
-            call.lhs.push_back(b.matrix(lhs[j], "a left operand"));
-            call.rhs.push_back(b.matrix(rhs[j], "a right operand"));
-            b.check(call.lhs[j].cols == call.rhs[j].rows && call.lhs[j].type == call.rhs[j].type,
-                    "the operands of a product do not fit", text_of(lhs[j].sizes()) + " @ " + text_of(rhs[j].sizes()),
-                    "[M, K] @ [K, N] of one dtype");
-            outs.push_back(at::empty({lhs[j].size(0), rhs[j].size(1)}, lhs[j].options()));
-            call.results.push_back(b.matrix(outs[j], "a result"));
-        }
+        const std::vector<Tensor> outs = add_independent(b, lhs, rhs);
         b.describe("input", input);
         b.note("reduce_op", reduce_op);
         if (run_on_transport(b)) return {out, outs};

@@ -1,5 +1,6 @@
 // all_gather -> matmuls.
 #include "bindings/fallback.h"
+#include "bindings/ops/independent.h"
 #include "bindings/ops/ops.h"
 #include "bindings/ops/run_op.h"
 
@@ -50,7 +51,8 @@ struct GatherOperands {
 
 TensorAndList all_gather_matmul(const Site& site, const Tensor& shard, at::TensorList operands,
                                 const c10::List<bool>& transpose_gathered, const c10::List<bool>& transpose_out, int64_t outer,
-                                bool shard_dim_is_last, bool return_gathered) {
+                                bool shard_dim_is_last, bool return_gathered, at::TensorList independent_lhs,
+                                at::TensorList independent_rhs) {
     return run_op(shard.device(), [&]() -> TensorAndList {
         Builder b("all_gather_matmul", shard.device(), site);
         Call& call = b.call;
@@ -79,7 +81,11 @@ TensorAndList all_gather_matmul(const Site& site, const Tensor& shard, at::Tenso
             call.key.contracts.push_back(transposed != shard_dim_is_last);
             call.results.push_back(b.matrix(outs.back(), "a result"));
         }
-        if (!return_gathered && operands.empty()) return {gather.gathered, outs};  // nothing to compute
+        const bool is_used = return_gathered || !operands.empty();
+        b.check(is_used || independent_lhs.empty(), "independent matmuls without a use of the gathered tensor",
+                std::to_string(independent_lhs.size()), "an operand, or return_gathered");
+        if (!is_used) return {gather.gathered, outs};  // nothing to compute
+        const std::vector<Tensor> independent = add_independent(b, independent_lhs, independent_rhs);
         b.note("transpose_gathered", transpose_gathered);
         b.note("transpose_out", transpose_out);
         const auto accumulators = [&](Call& call) {
@@ -90,7 +96,10 @@ TensorAndList all_gather_matmul(const Site& site, const Tensor& shard, at::Tenso
                 call.accumulators[j] = b.matrix(sums.back(), "an accumulator");
             }
         };
-        if (run_on_transport(b, accumulators)) return {gather.gathered, outs};
+        if (run_on_transport(b, accumulators)) {
+            outs.insert(outs.end(), independent.begin(), independent.end());
+            return {gather.gathered, outs};
+        }
         WithGil gil;
         std::vector<Tensor> results = FallbackCall("all_gather_matmul")
                                           .tensor(shard)
@@ -100,6 +109,8 @@ TensorAndList all_gather_matmul(const Site& site, const Tensor& shard, at::Tenso
                                           .integer(outer)
                                           .flag(shard_dim_is_last)
                                           .flag(return_gathered)
+                                          .tensors(independent_lhs)
+                                          .tensors(independent_rhs)
                                           .run(site);
         return {results.at(0), std::vector<Tensor>(results.begin() + 1, results.end())};
     });

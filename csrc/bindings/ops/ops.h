@@ -13,6 +13,7 @@ namespace ub_overlap {
 
 using TensorAndList = std::tuple<at::Tensor, std::vector<at::Tensor>>;
 using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
+using TwoTensorsAndList = std::tuple<at::Tensor, at::Tensor, std::vector<at::Tensor>>;
 
 // The last three arguments of every op. A kernel gets one strategy; dispatch.h resolves tables of strategies.
 struct Site {
@@ -22,24 +23,27 @@ struct Site {
 
 TensorAndList all_gather_matmul(const Site& site, const at::Tensor& shard, at::TensorList operands,
                                 const c10::List<bool>& transpose_gathered, const c10::List<bool>& transpose_out, int64_t outer,
-                                bool shard_dim_is_last, bool return_gathered);
+                                bool shard_dim_is_last, bool return_gathered, at::TensorList independent_lhs,
+                                at::TensorList independent_rhs);
 
 std::tuple<at::Tensor, at::Tensor, std::vector<at::Tensor>> all_gather_scaled_matmul(
     const Site& site, const at::Tensor& shard, const at::Tensor& shard_scale, at::TensorList operands,
     at::TensorList operand_scales, const c10::List<std::optional<at::Tensor>>& biases, int64_t outer, bool return_gathered,
     const std::vector<at::ScalarType>& out_dtypes, bool fast_accum);
 
-TwoTensors matmul_reduce_scatter(const Site& site, at::TensorList lhs, at::TensorList rhs,
-                                 const std::optional<at::Tensor>& addend, int64_t outer, bool shard_dim_is_last,
-                                 std::string reduce_op, at::ScalarType out_dtype, bool return_partial, std::string wire);
+TwoTensorsAndList matmul_reduce_scatter(const Site& site, at::TensorList lhs, at::TensorList rhs,
+                                        const std::optional<at::Tensor>& addend, int64_t outer, bool shard_dim_is_last,
+                                        std::string reduce_op, at::ScalarType out_dtype, bool return_partial, std::string wire,
+                                        at::TensorList independent_lhs, at::TensorList independent_rhs);
 
 at::Tensor scaled_matmul_reduce_scatter(const Site& site, at::TensorList lhs, at::TensorList rhs, at::TensorList lhs_scales,
                                         at::TensorList rhs_scales, const std::optional<at::Tensor>& addend, int64_t outer,
                                         std::string reduce_op, at::ScalarType product_dtype, at::ScalarType out_dtype,
                                         bool fast_accum, std::string wire);
 
-TwoTensors matmul_all_reduce(const Site& site, at::TensorList lhs, at::TensorList rhs, const std::optional<at::Tensor>& addend,
-                             std::string reduce_op, at::ScalarType out_dtype, bool return_partial);
+TwoTensorsAndList matmul_all_reduce(const Site& site, at::TensorList lhs, at::TensorList rhs,
+                                    const std::optional<at::Tensor>& addend, std::string reduce_op, at::ScalarType out_dtype,
+                                    bool return_partial, at::TensorList independent_lhs, at::TensorList independent_rhs);
 
 TensorAndList bulk(const Site& site, const at::Tensor& input, at::TensorList lhs, at::TensorList rhs, std::string collective,
                    std::string reduce_op);

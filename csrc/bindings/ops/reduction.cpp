@@ -1,5 +1,6 @@
 // Matmuls -> reduce_scatter or all_reduce.
 #include "bindings/fallback.h"
+#include "bindings/ops/independent.h"
 #include "bindings/ops/ops.h"
 #include "bindings/ops/run_op.h"
 
@@ -109,7 +110,8 @@ struct ReductionOperands {
 
     // Returns the op's results, from our transport or from the fallback. `add_arguments` writes the fallback's arguments.
     template <typename AddArguments>
-    TwoTensors run(Builder& b, const Site& site, const Tensor& out, bool return_partial, AddArguments add_arguments) const {
+    TwoTensorsAndList run(Builder& b, const Site& site, const Tensor& out, bool return_partial,
+                          const std::vector<Tensor>& independent, AddArguments add_arguments) const {
         Call& call = b.call;
         // Other calls have something to do with the product before it travels, or no peer: they run as "pipelined". The two
         // strategies look alike to a peer (the same rows and flags), so a rank may decide this alone.
@@ -117,12 +119,13 @@ struct ReductionOperands {
                           !call.narrow_wire && call.lhs_scales.empty() && !return_partial;
         const Tensor partial = at::empty({call.key.direct ? 0 : rows, cols}, options);
         call.partial = call.key.direct ? nullptr : data_of(partial);
-        if (run_on_transport(b)) return {out, return_partial ? partial : at::empty({0}, options)};
+        if (run_on_transport(b)) return {out, return_partial ? partial : at::empty({0}, options), independent};
         WithGil gil;
         FallbackCall fallback(b.call.op_name);
         add_arguments(fallback);
-        std::vector<Tensor> results = fallback.run(site);
-        return {results.at(0), results.size() > 1 ? results[1] : Tensor()};
+        const std::vector<Tensor> results = fallback.run(site);
+        if (results.size() < 2) return {results.at(0), Tensor(), {}};
+        return {results[0], results[1], std::vector<Tensor>(results.begin() + 2, results.end())};
     }
 
     int64_t rows = 0, cols = 0;
@@ -136,17 +139,20 @@ at::ScalarType dtype_of_first(at::TensorList list) {
 
 }  // namespace
 
-TwoTensors matmul_reduce_scatter(const Site& site, at::TensorList lhs, at::TensorList rhs, const std::optional<Tensor>& addend,
-                                 int64_t outer, bool shard_dim_is_last, std::string reduce_op, at::ScalarType out_dtype,
-                                 bool return_partial, std::string wire) {
-    return run_op(device_of(lhs), [&]() -> TwoTensors {
+TwoTensorsAndList matmul_reduce_scatter(const Site& site, at::TensorList lhs, at::TensorList rhs,
+                                        const std::optional<Tensor>& addend, int64_t outer, bool shard_dim_is_last,
+                                        std::string reduce_op, at::ScalarType out_dtype, bool return_partial, std::string wire,
+                                        at::TensorList independent_lhs, at::TensorList independent_rhs) {
+    return run_op(device_of(lhs), [&]() -> TwoTensorsAndList {
         Builder b("matmul_reduce_scatter", device_of(lhs), site);
         ReductionOperands operands(b, lhs, rhs, nullptr, addend, dtype_of_first(lhs), out_dtype, reduce_op);
         const Tensor out = operands.scatter(b, outer, shard_dim_is_last, out_dtype);
         operands.set_wire(b, wire);
-        return operands.run(b, site, out, return_partial, [&](FallbackCall& fallback) {
+        const std::vector<Tensor> independent = add_independent(b, independent_lhs, independent_rhs);
+        return operands.run(b, site, out, return_partial, independent, [&](FallbackCall& fallback) {
             fallback.tensors(lhs).tensors(rhs).tensor(addend ? *addend : Tensor()).integer(outer).flag(shard_dim_is_last);
             fallback.text(reduce_op).dtype(out_dtype).flag(return_partial).text(wire);
+            fallback.tensors(independent_lhs).tensors(independent_rhs);
         });
     });
 }
@@ -162,16 +168,17 @@ Tensor scaled_matmul_reduce_scatter(const Site& site, at::TensorList lhs, at::Te
         b.call.fast_sums = fast_accum;
         const Tensor out = operands.scatter(b, outer, false, out_dtype);
         operands.set_wire(b, wire);
-        return std::get<0>(operands.run(b, site, out, false, [&](FallbackCall& fallback) {
+        return std::get<0>(operands.run(b, site, out, false, {}, [&](FallbackCall& fallback) {
             fallback.tensors(lhs).tensors(rhs).tensors(lhs_scales).tensors(rhs_scales).tensor(addend ? *addend : Tensor());
             fallback.integer(outer).text(reduce_op).dtype(product_dtype).dtype(out_dtype).flag(fast_accum).text(wire);
         }));
     });
 }
 
-TwoTensors matmul_all_reduce(const Site& site, at::TensorList lhs, at::TensorList rhs, const std::optional<Tensor>& addend,
-                             std::string reduce_op, at::ScalarType out_dtype, bool return_partial) {
-    return run_op(device_of(lhs), [&]() -> TwoTensors {
+TwoTensorsAndList matmul_all_reduce(const Site& site, at::TensorList lhs, at::TensorList rhs,
+                                    const std::optional<Tensor>& addend, std::string reduce_op, at::ScalarType out_dtype,
+                                    bool return_partial, at::TensorList independent_lhs, at::TensorList independent_rhs) {
+    return run_op(device_of(lhs), [&]() -> TwoTensorsAndList {
         Builder b("matmul_all_reduce", device_of(lhs), site);
         Call& call = b.call;
         call.op = OpKind::matmul_all_reduce;
@@ -181,9 +188,11 @@ TwoTensors matmul_all_reduce(const Site& site, at::TensorList lhs, at::TensorLis
         b.deal_floor(operands.rows, operands.cols);
         Tensor out = at::empty({operands.rows, operands.cols}, lhs[0].options().dtype(out_dtype));
         call.output = data_of(out);
-        return operands.run(b, site, out, return_partial, [&](FallbackCall& fallback) {
+        const std::vector<Tensor> independent = add_independent(b, independent_lhs, independent_rhs);
+        return operands.run(b, site, out, return_partial, independent, [&](FallbackCall& fallback) {
             fallback.tensors(lhs).tensors(rhs).tensor(addend ? *addend : Tensor());
             fallback.text(reduce_op).dtype(out_dtype).flag(return_partial);
+            fallback.tensors(independent_lhs).tensors(independent_rhs);
         });
     });
 }

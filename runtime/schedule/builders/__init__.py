@@ -59,11 +59,11 @@ def check_key(key: Key) -> None:
         refuse("direct stores whole shards at peers: it needs two ranks or more, and has neither chunks nor stripes")
     if key.contracts and not gathers:
         refuse("only all_gather_matmul has consumers that contract: leave contracts empty")
-    if gathers and key.terms:
-        refuse("all_gather_matmul counts its consumers by contracts: leave terms at 0")
     if gathers and not key.contracts and not key.keep:
         refuse("the gathered tensor has no use: name a consumer or set keep")
     if scatters and key.terms < 1:
         refuse("a reduction has at least one term: set terms")
-    if key.terms < 0:
-        refuse(f"terms must be 0 or more, got {key.terms}")
+    if not scatters and key.terms:
+        refuse("only a reduction of products has terms: leave terms at 0")
+    if key.independent < 0:
+        refuse(f"independent must be 0 or more, got {key.independent}")

@@ -11,7 +11,7 @@ to the result (all_gather), reduced (reduce_scatter), or reduced and shared (all
 
 from __future__ import annotations
 
-from ..steps import Buf, Compute, FlagKind, Key, Queue, Region, Schedule
+from ..steps import Buf, FlagKind, Key, Region, Schedule
 from .reduction_phases import collect, reduce_own, scatter_input
 from .schedule_writer import ScheduleWriter, pieces
 
@@ -24,7 +24,7 @@ def build_all_gather(key: Key, rank: int) -> Schedule:
         for index, (lo, hi) in enumerate(pieces(key)):
             src, dst = Region(Buf.INPUT, rank, rank, lo, hi), Region(Buf.LANDING, peer, rank, lo, hi)
             writer.push(src, dst, FlagKind.READY, index)
-    _independent_matmuls(writer)
+    writer.independent_matmuls()
     writer.local_copy(Region(Buf.INPUT, rank, rank), Region(Buf.OUTPUT, rank, rank))
     collect(writer, Buf.LANDING, FlagKind.READY)
     return writer.close()
@@ -34,7 +34,7 @@ def build_reduce_scatter(key: Key, rank: int) -> Schedule:
     """Build the schedule of `rank` for a "bulk_reduce_scatter" key."""
     writer = ScheduleWriter(key, rank)
     scatter_input(writer)
-    _independent_matmuls(writer)
+    writer.independent_matmuls()
     reduce_own(writer, Buf.INPUT, 0, share=False)
     return writer.close()
 
@@ -43,13 +43,7 @@ def build_all_reduce(key: Key, rank: int) -> Schedule:
     """Build the schedule of `rank` for a "bulk_all_reduce" key."""
     writer = ScheduleWriter(key, rank)
     scatter_input(writer)
-    _independent_matmuls(writer)
+    writer.independent_matmuls()
     reduce_own(writer, Buf.INPUT, rank, share=True)
     collect(writer, Buf.LANDING2, FlagKind.READY2)
     return writer.close()
-
-
-def _independent_matmuls(writer: ScheduleWriter) -> None:
-    for index in range(writer.key.terms):
-        result = Region(Buf.RESULT, writer.rank, 0, index=index)
-        writer.add(Compute(queue=Queue.COMPUTE, index=index, reads=(), writes=(result,)))

@@ -14,6 +14,12 @@ Consumers that contract over the gathered dim (weight gradients) run last, each 
 then the other consumers have hidden the communication, and adding shard by shard would move an fp32 sum through memory at
 every step. For that matmul the own shard is copied next to the landed ones. Where every consumer contracts, they add up shards
 as these arrive. chunks = 1: nothing is pipelined, all consumers run on the full matrix once it has arrived.
+
+Independent matmuls run behind the own piece and before the first wait. With enough of them chunks = 1 or 2 exposes nothing,
+and the consumers need not be cut into R pieces::
+
+    COPY      push to 0        push to 3        push to 2
+    COMPUTE   mm(own 1)   independent ..............   wait 2, 3, 0   mm(2, 3), mm(0)   done
 """
 
 from __future__ import annotations
@@ -40,6 +46,7 @@ def build(key: Key, rank: int) -> Schedule:
         _consume(writer, streaming, (Region(Buf.INPUT, rank, rank),), first=True)
     if waiting and key.ranks > 1:
         writer.local_copy(Region(Buf.INPUT, rank, rank), Region(Buf.LANDING, rank, rank))
+    writer.independent_matmuls()
     batches = split(writer.peers_up, key.chunks - 1 if 0 < key.chunks < key.ranks else key.ranks)
     for batch in batches:
         for index, (lo, hi) in enumerate(cuts):  # a batch of several shards has one piece a shard

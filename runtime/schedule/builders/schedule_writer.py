@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from ..steps import SLOTS, Copy, Flag, FlagKind, Key, Queue, Region, Schedule, Signal, Step, Wait
+from ..steps import SLOTS, Buf, Compute, Copy, Flag, FlagKind, Key, Queue, Region, Schedule, Signal, Step, Wait
 
 
 def pieces(key: Key) -> list[tuple[Fraction, Fraction]]:
@@ -94,6 +94,12 @@ class ScheduleWriter:
     def local_copy(self, src: Region, dst: Region) -> None:
         """Copy within this rank's memory on COMPUTE."""
         self.add(Copy(queue=Queue.COMPUTE, src=src, dst=dst))
+
+    def independent_matmuls(self) -> None:
+        """Add the matmuls that are independent of the collective, each as a whole."""
+        for index in self.key.independent_indices:
+            result = Region(Buf.RESULT, self.rank, 0, index=index)
+            self.add(Compute(queue=Queue.COMPUTE, index=index, reads=(), writes=(result,)))
 
     def close(self) -> Schedule:
         """Add the tail of every op and return the schedule.

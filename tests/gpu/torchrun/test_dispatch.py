@@ -112,9 +112,9 @@ def tables(lockstep: Lockstep, group: str) -> str:
     sizes = {"none": make.randn(1, 128, 256, dtype=BF16), "pipelined": make.randn(1, 136, 256, dtype=BF16)}
 
     def call(x: Tensor, strategy: str, site: str) -> Tensor:
-        return torch.ops.ub_overlap.all_gather_matmul(x, [weight], [False], [False], 1, False, False, strategy, group, site)[1][
-            0
-        ]
+        return torch.ops.ub_overlap.all_gather_matmul(
+            x, [weight], [False], [False], 1, False, False, [], [], strategy, group, site
+        )[1][0]
 
     done = []
     for picked, x in sizes.items():

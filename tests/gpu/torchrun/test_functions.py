@@ -213,9 +213,9 @@ def busy_stream(lockstep: Lockstep, group: str) -> str:
     torch.cuda.current_stream().synchronize()
     growth = time.monotonic() - clock
     open_ones = "|".join(strategies)
-    timed = torch.ops.ub_overlap.all_gather_matmul(small, [w], [False], [False], 1, False, False, open_ones, group, "/busy")[1][
-        0
-    ]
+    timed = torch.ops.ub_overlap.all_gather_matmul(
+        small, [w], [False], [False], 1, False, False, [], [], open_ones, group, "/busy"
+    )[1][0]
     torch.cuda.current_stream().synchronize()
     both, still = time.monotonic() - clock, not lane.query()
     lockstep.sync()

@@ -36,10 +36,10 @@ class Layer:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         ub = torch.ops.ub_overlap
         _, (h,) = ub.all_gather_matmul(
-            x, [self.up], [False], [False], 1, False, False, "pipelined", self.group, f"{self.name}.ag"
+            x, [self.up], [False], [False], 1, False, False, [], [], "pipelined", self.group, f"{self.name}.ag"
         )
         scattered = ub.matmul_reduce_scatter(
-            [h], [self.down], None, 1, False, "sum", BF16, False, "plain", "pipelined", self.group, f"{self.name}.rs"
+            [h], [self.down], None, 1, False, "sum", BF16, False, "plain", [], [], "pipelined", self.group, f"{self.name}.rs"
         )
         return scattered[0]
 
@@ -101,7 +101,7 @@ def replay_and_eager_call(lockstep: Lockstep, group: str, count: int) -> str:
 
     def call(x: torch.Tensor, site: str) -> torch.Tensor:
         gathered = torch.ops.ub_overlap.all_gather_matmul(
-            x, [weight], [False], [False], 1, False, False, "pipelined", group, site
+            x, [weight], [False], [False], 1, False, False, [], [], "pipelined", group, site
         )
         return gathered[1][0]
 

@@ -49,10 +49,11 @@ def test_replays(lockstep: Lockstep, world: World, ranks: int) -> None:
         )
 
         def gather() -> Tensor:
-            return OPS.all_gather_matmul(shard, [weight], [False], [False], 1, False, False, "pipelined", group, "ag")[1][0]
+            more = ([False], [False], 1, False, False, [], [], "pipelined", group, "ag")
+            return OPS.all_gather_matmul(shard, [weight], *more)[1][0]
 
         def scatter() -> Tensor:
-            more = (None, 1, False, "sum", torch.bfloat16, False, "plain", "pipelined", group, "rs")
+            more = (None, 1, False, "sum", torch.bfloat16, False, "plain", [], [], "pipelined", group, "rs")
             return OPS.matmul_reduce_scatter([left], [right], *more)[0]
 
         captured = [capture(gather), capture(scatter)]

@@ -132,7 +132,7 @@ def wire_bits(lockstep: Lockstep, group: str, dtype: torch.dtype, strategy: str)
     eye, right = torch.eye(lockstep.ranks * rows, dtype=dtype, device=lockstep.device), exact.to(lockstep.device)
     for sender in range(lockstep.ranks):
         left = eye if lockstep.rank == sender else torch.zeros_like(eye)
-        out, _ = torch.ops.ub_overlap.matmul_reduce_scatter(
+        out, _, _ = torch.ops.ub_overlap.matmul_reduce_scatter(
             [left],
             [right],
             None,
@@ -142,6 +142,8 @@ def wire_bits(lockstep: Lockstep, group: str, dtype: torch.dtype, strategy: str)
             F32,
             False,
             "float8",
+            [],
+            [],
             strategy,
             group,
             f"numerics.wire.{dtype}.{sender}",

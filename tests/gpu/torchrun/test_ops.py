@@ -47,6 +47,7 @@ LAYOUTS: dict[str, Layouts] = {
         "transposed outs": lambda m, d: m.gather(d, 1, 96, 128, [OUT_T, BOTH_T], False, False),
         "last, G and G^T keep": lambda m, d: m.gather(d, 1, 96, 64, [PLAIN, GATHERED_T], True, True),
         "odd sizes, all transposes": lambda m, d: m.gather(d, 3, 7, 13, [PLAIN, OUT_T, GATHERED_T, BOTH_T], False, True),
+        "independent matmuls": lambda m, d: m.gather(d, 1, 128, 256, [PLAIN, GATHERED_T], False, False, independent=2),
         "last, odd": lambda m, d: m.gather(d, 1, 5, 7, [OUT_T, BOTH_T], True, True),
         "one row": lambda m, d: m.gather(d, 1, 1, 8, [PLAIN, GATHERED_T], False, True),
         "no rows": lambda m, d: m.gather(d, 1, 0, 8, [PLAIN, GATHERED_T], False, True),
@@ -55,6 +56,7 @@ LAYOUTS: dict[str, Layouts] = {
         "plain": lambda m, d: m.scatter(d, 1, 128, 256),
         "outer 2, bias, keep": lambda m, d: m.scatter(d, 2, 64, 128, bias=True, keep=True),
         "two terms, avg": lambda m, d: m.scatter(d, 1, 96, 128, depths=[64, 96], by="avg"),
+        "independent matmuls, bias": lambda m, d: m.scatter(d, 1, 128, 256, bias=True, independent=2),
         "last": lambda m, d: m.scatter(d, 1, 96, 64, last=True),
         "odd sizes, out fp32": lambda m, d: m.scatter(d, 3, 7, 13, out_dtype=F32),
         "one row": lambda m, d: m.scatter(d, 1, 1, 8),
@@ -62,6 +64,7 @@ LAYOUTS: dict[str, Layouts] = {
     },
     AR: {
         "even, keep": lambda m, d: m.reduce(d, 256, 128, 64, keep=True),
+        "independent matmul": lambda m, d: m.reduce(d, 256, 128, 64, independent=1),
         "odd rows, avg": lambda m, d: m.reduce(d, 131, 77, 64, "avg"),
         "one row": lambda m, d: m.reduce(d, 1, 8, 16),
     },
