@@ -9,6 +9,7 @@ Columns (ms, median over --iters, maximum over ranks; _g: as a CUDA graph):
   seq, torch         the collective and then the matmul; torch.ops.symm_mem.fused_*
   ours S, cut S, last S   our op by strategy S; the matmul alone in its pieces; the piece that nothing hides
 
+--algorithms chooses the fastest of 16 algorithms for each of our matmuls first; gemm, B, seq and torch keep torch's.
 --mirror R times a group of R ranks on two GPUs (benchmarks/mirror): torchrun --nproc-per-node 2 -m benchmarks.ops --mirror 8.
 There are no columns of NCCL and torch then, and every result is compared with that of two ranks in the same roles.
 
@@ -54,6 +55,7 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--warm", type=int, default=6)
     parser.add_argument("--budget-s", type=float, default=0.0, help="start no row after this many seconds (0: no limit)")
     parser.add_argument("--row-deadline-s", type=float, default=60.0, help="time limit of a row; a longer row ends the run")
+    parser.add_argument("--algorithms", action="store_true", help="search the algorithms of our matmuls first (CUDA)")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--json")
     parser.add_argument("--png")
@@ -117,7 +119,8 @@ def main() -> None:
         strategies = args.strategies.split(",") if args.strategies else default_strategies(ranks)
         dtype = torch.bfloat16 if world.cuda else torch.float32
         timed = (args.variants, args.iters, args.warm)
-        context = OpContext(world, dtype, strategies, *timed, peers, new_group(), collectives, new_group)
+        searches = args.algorithms and world.cuda
+        context = OpContext(world, dtype, strategies, *timed, peers, new_group(), collectives, new_group, searches)
         meta = facts.facts(world, "benchmarks.ops")
     document: dict[str, Any] = {
         "benchmark": "ops",
@@ -126,6 +129,7 @@ def main() -> None:
         "dtype": str(dtype)[6:],
         "iters": args.iters,
         "strategies": strategies,
+        **({"algorithms": "searched"} if searches else {}),
         "rows": [],
     }
     size = f"{ranks} ranks on {world.ranks} x {meta['devices'][0]}"

@@ -50,6 +50,8 @@ class OpContext:
     group: str
     collectives: RowCollectives
     new_group: Callable[[], str]
+    searches_algorithms: bool = False
+    """Choose the algorithms of our matmuls before they are timed as graphs. The other columns keep torch's."""
 
     @property
     def ranks(self) -> int:
@@ -150,6 +152,8 @@ def _build(case: Case, context: OpContext, columns: Columns) -> dict[str, Call]:
     strategies = [s for s in strategies if has_direct or s != "direct"]
     for strategy in strategies:  # eager columns first: growth of the group's memory would invalidate graphs
         add(f"ours {strategy}", lambda s=strategy: case.ours(s, context.group), False)
+    if context.searches_algorithms:
+        _search_algorithms(world)
     for strategy in strategies:
         add(f"ours_g {strategy}", lambda s=strategy: case.ours(s, context.group), True)
         if strategy.startswith("pipelined") and "stripes" not in strategy:  # others are one batched matmul, or several
@@ -162,6 +166,15 @@ def _build(case: Case, context: OpContext, columns: Columns) -> dict[str, Call]:
         if name in columns.calls:
             eager[name] = columns.calls[name]
     return eager
+
+
+def _search_algorithms(world: World) -> None:
+    """Choose the algorithms of all matmuls so far, on all ranks. They hold for this process only."""
+    from ub_overlap.runtime.matmul_algorithms import gpu, tuning
+
+    device = gpu.MatmulGpu()
+    chosen = tuning.tune(device, device.device, device.library(), device.problems(), world.gather, write=False)
+    world.say(*(f"\n  {row}" for row in chosen.values() if row.us < row.first_us))
 
 
 def _reduce_rate(case: Case, context: OpContext) -> float | None:
