@@ -28,7 +28,7 @@ for name in ${*:-memory ops8 ops4 blocks2 blocks8 blocks4}; do
     memory) part memory 60 python3 -m benchmarks.memory ;;
     ops8) ops 8 ;;
     ops4) ops 4 ;;
-    blocks2) ranks blocks2 150 benchmarks.blocks --size 8b --variants inductor,ours,compute --iters 15 --waterfall --budget-s 120 ;;
+    blocks2) ranks blocks2 150 benchmarks.blocks --size 8b --variants inductor,ours,compute,nocomm --iters 15 --waterfall --budget-s 120 ;;
     blocks8) ranks blocks8 150 benchmarks.blocks --mirror 8 --size 8b,70b --iters 15 --waterfall --budget-s 120 ;;
     blocks4) ranks blocks4 150 benchmarks.blocks --mirror 4 --size 8b,70b --iters 15 --waterfall --budget-s 120 ;;
     *) echo "no part '$name'" >&2 && exit 2 ;;

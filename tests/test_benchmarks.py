@@ -135,7 +135,7 @@ def test_mirror_of_two_blocks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mirror", "4", "--variants", "inductor"], "expected sizes of 8b, 70b, tiny and variants of ours, compute"),
+        (["--mirror", "4", "--variants", "inductor"], "expected sizes of 8b, 70b, tiny and variants of ours, compute, nocomm"),
         (["--mirror", "2"], "a group of more than 2 ranks"),
         (["--mirror", "4", "--tp", "2"], "and no --tp"),
         (["--layers", "0"], "expected 1 or more"),

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node N -m benchmarks.blocks [--size 70b,8b] [--tp T] [--json OUT] [--ours NAME=JSON ...]
 
 inductor: torch.compile; asynctp: with Inductor's async-TP; ours: backend="ub_overlap"; compute: one rank's compute alone, the
-collectives replaced by views. Hidden = (inductor - variant) / (inductor - compute). Milliseconds, median over --iters, maximum
-over ranks; the variants alternate.
+collectives replaced by views; nocomm: Inductor's graph with collectives that take no time, in --variants only. Hidden =
+(inductor - variant) / (inductor - compute). Milliseconds, median over --iters, maximum over ranks; the variants alternate.
 
 --mirror R times a group of R ranks on two GPUs (benchmarks/mirror): variants of ours and compute alone.
 --model mlp times the block's norm and feed-forward alone. Its variants "te" and "te_fp8" are TransformerEngine's LayerNormMLP,
@@ -37,7 +37,7 @@ from ..timing import Clock, graphed
 from . import waterfall
 from .model import MODELS, SIZES
 from .profile import prepare_for_captures, trace_replays, write_profile
-from .table import text
+from .table import BASELINES, NO_COMMUNICATION, text
 from .variants import TRANSFORMER_ENGINE, BlockContext, BlockVariant, differences, make
 
 BOUND = {torch.bfloat16: 4e-2, torch.float32: 1e-3}
@@ -76,7 +76,8 @@ def parse_flags() -> argparse.Namespace:
     if args.layers < 1:
         parser.error(f"--layers {args.layers}: expected 1 or more")
     args.graphs = args.graphs or args.waterfall
-    default = known = ("ours", "compute") if args.mirror else ("inductor", "asynctp", "ours", "compute")
+    default = ("ours", "compute") if args.mirror else ("inductor", "asynctp", "ours", "compute")
+    known = (*default, NO_COMMUNICATION)
     if args.model == "mlp" and not args.mirror:
         known = (*known, *TRANSFORMER_ENGINE)
     args.variants = args.variants or ",".join(default)
@@ -158,6 +159,9 @@ class BlocksRun:
         if name in ("asynctp", *TRANSFORMER_ENGINE) and not world.cuda:
             rows[name]["why"]["*"] = "needs CUDA"
             return
+        if name == NO_COMMUNICATION and context.compiler != "inductor":
+            rows[name]["why"]["*"] = "needs Inductor"
+            return
         if context.sizes.kv_heads % self.ranks or context.tokens % self.ranks:
             rows[name]["why"]["*"] = f"{context.sizes.kv_heads} heads or {context.tokens} tokens for {self.ranks} ranks"
             return
@@ -185,7 +189,7 @@ class BlocksRun:
         reference = variants.get("inductor")
         if reference is None:
             return
-        for name in [n for n in variants if n not in ("inductor", "compute", *TRANSFORMER_ENGINE)]:
+        for name in [n for n in variants if n not in ("inductor", *BASELINES, *TRANSFORMER_ENGINE)]:
             with self.deadline(f"compare {name}"):
                 errors, why = self.world.agreed(lambda name=name: differences(variants[name], reference, self.world))
             worst = max(errors, key=errors.__getitem__) if errors else ""

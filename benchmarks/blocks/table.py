@@ -9,13 +9,16 @@ from ub_overlap.compiler.text.table import render_table
 from . import waterfall
 
 NONE = "-"
+NO_COMMUNICATION = "nocomm"
+BASELINES = ("compute", NO_COMMUNICATION)
+"""Variants without communication. Their results have no meaning."""
 KINDS = {"step": "fwd + bwd", "forward": "fwd", "step_g": "fwd + bwd (g)", "forward_g": "fwd (g)"}
 
 
 def hidden(variants: dict[str, Any], name: str, kind: str) -> float | None:
     """Return the share of the exposed communication (inductor minus compute) that a variant hides, None if unknown."""
     times = [variants.get(v, {}).get(kind) for v in ("inductor", "compute", name)]
-    if name in ("inductor", "compute") or not all(times) or times[0] <= times[1]:
+    if name in ("inductor", *BASELINES) or not all(times) or times[0] <= times[1]:
         return None
     return (times[0] - times[2]) / (times[0] - times[1])
 

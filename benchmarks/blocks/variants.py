@@ -1,4 +1,4 @@
-"""Variants of a block: Inductor, async-TP, our backend, and the compute of one rank alone."""
+"""Variants of a block: Inductor, async-TP, our backend, Inductor without communication, and the compute of one rank alone."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.tools.rank_process import World
 
 from .model import BlockSizes, compute_only, parallel, stack
+from .no_communication import removal_pass
+from .table import NO_COMMUNICATION
 
 
 @dataclass
@@ -95,6 +97,8 @@ def make(name: str, context: BlockContext) -> BlockVariant:
             if context.compiler == "aot_eager":
                 options["inner"] = "aot_eager"
             call = torch.compile(block, backend="ub_overlap", fullgraph=True, options=options)
+        elif name == NO_COMMUNICATION:
+            call = torch.compile(block, fullgraph=True, options={"post_grad_custom_pre_pass": removal_pass()})
         elif name == "asynctp":
             call = torch.compile(block, fullgraph=True, options={"_micro_pipeline_tp": True})
         else:

@@ -20,5 +20,5 @@ def note(ranks: int) -> str:
     return (
         f"Mirror of {ranks} ranks on {PROCESSES} GPUs: each GPU runs the program of rank 0, and the other GPU stands for ranks "
         f"1 to {ranks - 1}. Times are those of {ranks} ranks, without their skew and without incast. Results are not those of "
-        f"{ranks} ranks. There are no NCCL rows, and collectives that are left alone take no time."
+        f"{ranks} ranks. There are no NCCL rows, and collectives that are left alone do not communicate."
     )
