@@ -71,13 +71,14 @@ def gathers(process: int, ranks: int, group: str, data: Data) -> list[str]:
 
 
 def reductions(process: int, ranks: int, group: str, data: Data) -> list[str]:
-    """Run reduce_scatters and all_reduces of one and two terms, in pieces and in stripes."""
+    """Run reduce_scatters and all_reduces of one and two terms, in pieces, in stripes and stored at their owners."""
     bad = []
     dtype = data.dtype
     for number, (terms, last, strategy) in enumerate(
         [
             (1, False, "pipelined"),
             (2, False, "pipelined:stripes=2"),
+            (1, False, "direct"),
             (1, True, "pipelined"),
             (2, False, f"pipelined:chunks={2 * ranks}"),
         ]
