@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ def apply_bug_patches() -> None:
     _mend_fused_reads()
     _mend_stored_reductions()
     _mend_any_arguments()
+    _mend_tiling()
 
 
 def _mend_fused_reads() -> None:
@@ -65,3 +67,34 @@ def _mend_any_arguments() -> None:
         return generate(self, args, index, value, torch.StringType.get() if is_text else arg_type)
 
     wrapper.generate_py_arg = mended
+
+
+def _mend_tiling() -> None:
+    """Patch a bug of Inductor on GPUs: tiles ignore reads of a buffer that a collective has written in place.
+
+    torch 2.11 to 2.15 look reads up by the name of the buffer after the mutation, but loops have its first name. A transposed
+    copy of a gathered float8 tensor then has tiles of one dim, whose neighboring threads read neighboring rows.
+    """
+    tiling = compat.__getattr__("inductor_tiling")
+    tiling.extract_normalized_read_writes = with_real_names(tiling.extract_normalized_read_writes)
+
+
+class _WithRealNames:
+    """A scheduler node whose reads have the first names of their buffers. Nodes may be frozen: this is a view of one."""
+
+    def __init__(self, node: Any, real_names: dict[str, str]) -> None:
+        self._node, self.read_writes = node, node.read_writes.rename(real_names)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+
+def with_real_names(extract: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `extract`, a function of a scheduler node, which then finds the node's reads under the first names of buffers."""
+    virtualized = compat.__getattr__("inductor_virtualized")
+
+    @functools.wraps(extract)
+    def mended(node: Any, *args: Any, **kwargs: Any) -> Any:
+        return extract(_WithRealNames(node, virtualized.graph.scheduler.mutation_real_name), *args, **kwargs)
+
+    return mended

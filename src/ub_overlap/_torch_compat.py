@@ -38,6 +38,7 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "deferred_line": ("torch._inductor.codegen.common:DeferredLine",),
     "inductor_config": ("torch._inductor.config",),
     "inductor_node": ("torch._inductor.scheduler:SchedulerNode",),
+    "inductor_tiling": ("torch._inductor.tiling_utils",),
     "inductor_virtualized": ("torch._inductor.virtualized:V",),
     "list_mode_options": ("torch._inductor:list_mode_options",),
     "min_cut_rematerialization_partition": ("torch._functorch.partitioners:min_cut_rematerialization_partition",),
