@@ -38,7 +38,8 @@ def matmul_reduce_scatter(
     are summed first.
 
     reduce_op: "sum" or "avg". addend [N] or [.., N]: each rank's own, added before the sum. bias [N]: added once, after it.
-    strategy, site: as in `all_gather_matmul`. The sum is in fp32 in rank order, rounded once.
+    strategy, site: as in `all_gather_matmul`. strategy is also "pipelined:stripes=N" or "direct": one matmul stores each shard
+    in the memory of the rank that owns it. The sum is in fp32 in rank order, rounded once.
     """
     call = layout.caller("matmul_reduce_scatter", site)
     layout.check_choice(call, "reduce_op", reduce_op, ("sum", "avg"))

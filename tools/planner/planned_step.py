@@ -145,7 +145,7 @@ def table(rows: Sequence[PlanRow], width: int | None = None) -> str:
     """Return `table_rows` as text. `width`: the limit of a line; columns that do not fit are left out."""
     cells = table_rows(rows)
     others = [name for row in cells for name in row if re.fullmatch(r"[cs]\d+", name)]
-    optional = ("MB", "M N K", *dict.fromkeys(others), "comm", "matmul", "module", "bulk", "pipelined")
+    optional = ("MB", "M N K", *dict.fromkeys(others), "comm", "matmul", "module", "bulk", "direct", "pipelined")
     return render_table(cells, width=width, optional=optional, floats=".0f")
 
 
