@@ -27,7 +27,9 @@ def draw(document: dict[str, Any], path: str) -> str:
 
 
 def _title(document: dict[str, Any]) -> str:
-    return f"{document['ranks']} x {document['devices'][0]}, torch {document['torch']}, {document['date']}"
+    devices = document["devices"]
+    mirrored = f"{document['ranks']} ranks in mirror mode on " if document.get("mirror") else ""
+    return f"{mirrored}{len(devices)} x {devices[0]}, torch {document['torch']}, {document['date']}"
 
 
 def _ops(document: dict[str, Any], pyplot: Any) -> Any:

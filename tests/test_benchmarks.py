@@ -21,6 +21,7 @@ from benchmarks.ops.collectives import C10dCollectives
 from benchmarks.ops.suite import SuiteRow, load
 from benchmarks.ops.table import derive, mean, summary
 from benchmarks.ops.table import text as ops_text
+from benchmarks.plot import _title as plot_title
 from benchmarks.plot import draw
 from tests.harness.ranks import RankPool
 from ub_overlap.tools.rank_process import World
@@ -290,6 +291,9 @@ def test_plot(tmp_path: Path) -> None:
     row = stored(B=1.0, push=0.5, seq_g=2.0, torch_g=1.5, ours_g_pipelined=1.2, last_pipelined=0.25)
     document = {"benchmark": "ops", "ranks": 4, "devices": ["H200"], "torch": "2.11", "date": "today", "rows": [row]}
     path = tmp_path / "plot.png"
+    mirrored = document | {"mirror": "Mirror of 4 ranks on 2 GPUs", "devices": ["H200"] * 2}
+    assert plot_title(document) == "1 x H200, torch 2.11, today"
+    assert plot_title(mirrored) == "4 ranks in mirror mode on 2 x H200, torch 2.11, today"
     said = draw(document, str(path))
     try:
         import matplotlib  # noqa: F401

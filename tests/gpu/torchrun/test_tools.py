@@ -1,4 +1,4 @@
-"""User tools on GPUs: verify, explain with measured times, profiler ranges, `exposed` on a real trace, NVTX."""
+"""User tools on GPUs: verify, explain with measured times, profiler ranges, `exposed` and waterfall of real traces, NVTX."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import ub_overlap
+from benchmarks.blocks import waterfall
+from benchmarks.blocks.profile import STEPS, prepare_for_captures, trace_replays
+from benchmarks.timing import graphed
 from tests.gpu.cases import BF16
 from tests.gpu.lockstep import Lockstep
 from tests.harness.traces import as_loss
@@ -23,6 +26,7 @@ from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.verify import TOLERANCE
 from ub_overlap.tools import exposed
+from ub_overlap.tools.rank_process import World
 
 FORCE: dict[str, Any] = {"overlap": "force"}
 
@@ -130,6 +134,29 @@ def traced(lockstep: Lockstep) -> str:
     return f"hidden: ours {ours.hidden:.0%}, inductor {plain.hidden:.0%}; {len(ranges)} ranges"
 
 
+def taken_apart(lockstep: Lockstep) -> str:
+    """The waterfall of a captured step knows its kernels: our calls, their matmuls and pushes, and no other library's."""
+    if not lockstep.cuda:
+        pytest.skip("the CPU has no graphs")
+    prepare_for_captures()
+    step, sites = stepper(lockstep, "ub_overlap", FORCE)
+    world = World(lockstep.rank, lockstep.ranks, lockstep.device, lockstep.group(), lockstep.control)
+    replay, _ = graphed(step, world)
+    token = torch.zeros(1, device=lockstep.device)
+    steps = waterfall.measure_steps(trace_replays(replay, lambda: dist.all_reduce(token), world))
+    middle = waterfall.middle_step(steps)
+    text = ", ".join(f"{kind} {us:.0f}" for kind, us in sorted(middle.classes.items(), key=lambda item: -item[1]))
+    if len(steps) != STEPS or not sites:
+        raise AssertionError(f"{len(steps)} steps in the trace, {len(sites)} sites")
+    if abs(sum(middle.classes.values()) - middle.total_us) > 0.01 * middle.total_us:
+        raise AssertionError(f"classes add up to {sum(middle.classes.values()):.0f} of {middle.total_us:.0f} us: {text}")
+    if missing := [k for k in (waterfall.OWN_MATMULS, waterfall.FLAGS, waterfall.PUSHES, "sums") if not middle.busy.get(k)]:
+        raise AssertionError(f"no {missing}: {text}")
+    if middle.classes.get(waterfall.OTHER, 0.0) + middle.classes.get(waterfall.NCCL, 0.0) > 0.05 * middle.total_us:
+        raise AssertionError(f"{text}; {middle.kernels.get(waterfall.OTHER)}")
+    return f"{middle.total_us:.0f} us: {text}"
+
+
 def nvtx(lockstep: Lockstep) -> str:
     """NVTX ranges are balanced while torch emits its own."""
     if not lockstep.cuda:
@@ -159,6 +186,11 @@ def test_explain_with_measured_times(lockstep: Lockstep) -> None:
 @pytest.mark.deadline(120)
 def test_profiler_trace_and_exposed_communication(lockstep: Lockstep) -> None:
     lockstep.note(traced(lockstep))
+
+
+@pytest.mark.deadline(120)
+def test_waterfall_of_a_captured_step(lockstep: Lockstep) -> None:
+    lockstep.note(taken_apart(lockstep))
 
 
 def test_nvtx_ranges(lockstep: Lockstep) -> None:
