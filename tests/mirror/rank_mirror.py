@@ -80,7 +80,6 @@ def reductions(process: int, ranks: int, group: str, data: Data) -> list[str]:
             (2, False, "pipelined:stripes=2"),
             (1, False, "direct"),
             (1, True, "pipelined"),
-            (1, False, "direct"),
             (2, False, f"pipelined:chunks={2 * ranks}"),
         ]
     ):
