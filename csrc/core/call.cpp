@@ -293,30 +293,31 @@ void Call::product_matmuls(const Step& step, std::vector<MatmulTask>& tasks) con
     }
 }
 
-// A product whose shards are stored at their owners, in the order of the step. Equal shards are one batch.
+// A product whose shards are stored at their owners, in the order of the step. Equal pieces are one batch.
 void Call::direct_matmuls(const Step& step, std::vector<MatmulTask>& tasks) const {
     const Matrix &a = lhs[0], &b = rhs[0];
     bool equal = true;
-    for (const Region& region : step.writes) equal = equal && rows(region.rank) == rows(rank);
-    MatmulTask batch;
     for (const Region& region : step.writes) {
-        const int64_t first = begin[region.rank], count = rows(region.rank);
+        const int64_t shard = rows(region.rank), skip = region.lo.of(shard), count = region.hi.of(shard) - skip;
+        const int64_t first = begin[region.rank] + skip;
         const Span landing = span(region);
         MatmulTask task;
         task.out = Matrix{landing.data, count, inner, inner, 1, type};
         task.a = a.row_block(first, count), task.b = b, task.addend = addend.row_block(first, count);
         task.batch = outer, task.out_step = landing.stride / size_of(type), task.a_step = total_rows() * a.row_stride;
         task.addend_step = total_rows() * addend.row_stride;
-        if (!equal) {
-            tasks.push_back(task);
-            continue;
-        }
-        if (batch.addresses.empty()) batch = task;
+        tasks.push_back(task);
+        equal = equal && count == tasks.front().out.rows;
+    }
+    if (!equal || tasks.empty()) return;
+    MatmulTask batch = tasks.front();
+    for (const MatmulTask& task : tasks) {
         for (int64_t block = 0; block < outer; ++block) {
             const MatmulTask one = task.one(block);
             batch.addresses.push_back({one.out.data, one.a.data, one.addend.data});
         }
     }
+    tasks.clear();
     batch.batch = static_cast<int64_t>(batch.addresses.size());
     if (batch.batch > 0) tasks.push_back(batch);
 }

@@ -60,9 +60,7 @@ Fingerprint make_fingerprint(const Call& call, int64_t timeout_ns) {
     add(print, call.input_scale);
     print.push_back(static_cast<uint64_t>(call.scales_a_row) << 2 | static_cast<uint64_t>(call.narrow_wire) << 1 |
                     static_cast<uint64_t>(call.fast_sums));
-    // How kernels are launched, and which algorithms the matmuls use.
     print.push_back(settings().early_launch.load(std::memory_order_relaxed));
-    print.push_back(MatmulAlgorithms::get().generation());
     return print;
 }
 
@@ -73,6 +71,9 @@ size_t RecordedCalls::Hash::operator()(const Fingerprint& print) const {
 }
 
 RecordedCall& RecordedCalls::count(const Fingerprint& print) {
+    const uint64_t algorithms = MatmulAlgorithms::get().generation();
+    if (algorithms != algorithms_) clear();  // their matmuls have other algorithms, so none would be launched again
+    algorithms_ = algorithms;
     RecordedCall& call = calls_.use(print, destroy);
     ++call.calls;
     return call;

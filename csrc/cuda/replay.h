@@ -46,6 +46,7 @@ class RecordedCalls {
         size_t operator()(const Fingerprint& print) const;
     };
     RecentMap<Fingerprint, RecordedCall, Hash> calls_{8192};
+    uint64_t algorithms_ = 0;  // generation of MatmulAlgorithms that the graphs hold
 };
 
 }  // namespace ub_overlap::cuda

@@ -8,7 +8,7 @@ source was used once and in the right order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .effects import show_region
@@ -35,7 +35,8 @@ class SymbolicRun:
     def __init__(self, order: HappensBefore, grid: Grid) -> None:
         self.order = order
         self.grid = grid
-        self.key: Key = order.calls[0].schedules[0].key
+        self.keys = tuple(schedule.key for schedule in order.calls[0].schedules)
+        self.key: Key = self.keys[0]  # all are alike, apart from `direct`
         self.held: dict[Cell, Value] = {}
         self.sums: dict[tuple[int, int], _Sum] = {}  # by rank and consumer
 
@@ -51,7 +52,7 @@ class SymbolicRun:
                     self._reduce(node, node.step)
                 case Finish():
                     self._finish(node, node.step.index)
-        for cell, expected in expected_cells(self.key, self.grid.count):
+        for cell, expected in expected_cells(self.keys, self.grid.count):
             if self.held.get(cell) != expected:
                 raise ScheduleError("result", f"{_show_cell(cell)} ends as {self.held.get(cell)}, expected {expected}")
         for index, contracts in enumerate(self.key.contracts):
@@ -88,7 +89,7 @@ class SymbolicRun:
         if not gathers and step.reads:
             raise self._fail(node, "gathers operands, but this kind's matmuls read only OPERANDs")
         has_products = self.key.kind.startswith("matmul_")
-        target_buf = Buf.RESULT if gathers else Buf.LANDING if self.key.direct else Buf.PARTIAL
+        target_buf = Buf.RESULT if gathers else Buf.LANDING if self.keys[node.rank].direct else Buf.PARTIAL
         for region in step.writes:
             if region.buf is not target_buf or region.index != (step.index if target_buf is Buf.RESULT else 0):
                 raise self._fail(node, f"writes {show_region(region)}, expected {target_buf.name} of matmul {step.index}")
@@ -163,8 +164,9 @@ class SymbolicRun:
             raise ScheduleError("result", f"rank {rank}: the sum of consumer {index} is never rounded (Finish)")
 
 
-def expected_cells(key: Key, cells: int) -> Iterator[tuple[Cell, Value]]:
-    """Yield the final value of every cell of every result, except sums of contractions."""
+def expected_cells(keys: Sequence[Key], cells: int) -> Iterator[tuple[Cell, Value]]:
+    """Yield the final value of every cell of every result, except sums of contractions. `keys`: each rank's."""
+    key = keys[0]
     ranks = range(key.ranks)
     terms = tuple(range(key.terms))
     has_products = key.kind.startswith("matmul_")
@@ -176,7 +178,7 @@ def expected_cells(key: Key, cells: int) -> Iterator[tuple[Cell, Value]]:
     for rank in ranks:
         for cell in range(cells):
             for shard in ranks:
-                if has_products and not key.direct:
+                if has_products and not keys[rank].direct:
                     yield (Buf.PARTIAL, rank, 0, shard, cell), ("partial", rank, shard, cell, terms)
                 if key.kind == "bulk_all_gather" or (key.keep and key.kind == "all_gather_matmul"):
                     yield (Buf.OUTPUT, rank, 0, shard, cell), ("input", shard, shard, cell)

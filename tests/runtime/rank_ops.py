@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -235,6 +237,45 @@ def directs(rank: int, world: int) -> list[str]:
         bad += reduce_case(
             rank, world, torch.float32, torch.float32, 3 * world, [5], 4, 1, False, "sum", rank == 0, 2, "direct", seed, scatter
         )
+    return bad
+
+
+def cut_directs(rank: int, world: int) -> list[str]:
+    """Run direct calls whose matmul is cut into one per half of the shards. The checker accepts such schedules."""
+    from ub_overlap.runtime import ops
+    from ub_overlap.runtime.schedule import Key, Schedule, build_all, check
+    from ub_overlap.runtime.schedule.encode import encode
+    from ub_overlap.runtime.schedule.steps import Buf, Compute, Step
+
+    def cut(schedule: Schedule) -> Schedule:
+        steps: list[Step] = []
+        for step in schedule.steps:
+            if not isinstance(step, Compute) or step.writes[0].buf is not Buf.LANDING:
+                steps.append(step)
+                continue
+            for lo, hi in ((Fraction(0), Fraction(1, 2)), (Fraction(1, 2), Fraction(1))):
+                steps.append(replace(step, writes=tuple(replace(region, lo=lo, hi=hi) for region in step.writes)))
+        return replace(schedule, steps=tuple(steps))
+
+    def provide(key: tuple[Any, ...], me: int) -> list[tuple[int, ...]]:
+        schedules = tuple(cut(schedule) for schedule in build_all(Key(*key)))
+        check(schedules)
+        return encode(schedules[me])
+
+    bad: list[str] = []
+    seed = 3_900_000
+    ops.extension().set_provider(provide)
+    try:
+        for scatter, outer, m in ((True, 1, 6), (True, 3, 5), (True, 2, 1), (False, 1, 6), (False, 1, 5)):
+            for addend in (0, 1, 2):
+                seed += 1000
+                p = outer * m * world + (0 if scatter else 3)
+                float32 = torch.float32
+                bad += reduce_case(
+                    rank, world, float32, float32, p, [7], 5, outer, False, "sum", False, addend, "direct", seed, scatter
+                )
+    finally:
+        ops.extension().set_provider(ops.ScheduleProvider())
     return bad
 
 

@@ -17,6 +17,11 @@ def test_values(pools: dict[int, RankPool], world: int) -> None:
             assert not bad, (rank, what)
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_direct_calls_of_several_matmuls(pools: dict[int, RankPool], world: int) -> None:
+    assert pools[world].run(rank_ops.cut_directs, timeout=60) == [[]] * world
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_bitwise(pools: dict[int, RankPool], world: int) -> None:
     assert pools[world].run(rank_sessions.bitwise, timeout=60) == [[]] * world

@@ -9,6 +9,8 @@ from fractions import Fraction
 import pytest
 
 from ub_overlap.runtime.schedule import Key, Schedule, ScheduleError, build_all, check, check_sequence
+from ub_overlap.runtime.schedule.checker import check_released
+from ub_overlap.runtime.schedule.interpret import Machine, SimulatedCall
 from ub_overlap.runtime.schedule.steps import (
     Buf,
     Compute,
@@ -199,6 +201,33 @@ def test_direct_shards_go_to_their_owners() -> None:
 
 def test_only_direct_products_land() -> None:
     refused("meaning", both(direct, replace(DIRECT, direct=False)), "expected PARTIAL")
+
+
+@pytest.mark.parametrize("kind", ["matmul_reduce_scatter", "matmul_all_reduce"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks_choose_direct_by_themselves(kind: str, ranks: int) -> None:
+    """Each rank may store at the owners or push, in any call: the peers see the same rows and flags."""
+    key = Key(kind, ranks, terms=1)
+    pushing, storing = build_all(key), build_all(replace(key, direct=True))
+    mixes = [tuple(storing[r] if mask >> r & 1 else pushing[r] for r in range(ranks)) for mask in range(1 << ranks)]
+    for mix, next_mix in zip(mixes, mixes[::-1], strict=True):
+        check(mix)
+        check_released(mix)
+        check_sequence([mix, next_mix, mix], epochs=[1, 3, 5])
+        sites = [SimulatedCall(group, tuple(range(ranks)), 1, tuple(2 + r for r in range(ranks))) for group in (mix, next_mix)]
+        for seed in range(3):
+            outcome = Machine([*sites, *sites], seed).run()
+            assert outcome.is_clean, (mix, outcome)
+
+
+def test_only_direct_may_differ_between_ranks() -> None:
+    striped = build_all(Key("matmul_reduce_scatter", 2, 1, terms=1, striped=True))
+    plain = build_all(Key("matmul_reduce_scatter", 2, terms=1))
+    refused("group", (plain[0], striped[1]), "schedule 1 is for rank 1")
+    # A rank that stores at the owners must not tell them as if it had pushed two pieces.
+    pieces, direct = build_all(Key("matmul_reduce_scatter", 2, 4, terms=1)), build_all(DIRECT)
+    with pytest.raises(ScheduleError):
+        check((direct[0], pieces[1]))
 
 
 def test_join_rule() -> None:

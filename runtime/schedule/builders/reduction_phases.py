@@ -12,8 +12,8 @@ The pushes of the last one are exposed, but all earlier pieces are summed meanwh
     COMPUTE   mm(#0 of all)   mm(#1 of all)             wait #0, reduce #0    wait #1, reduce #1
     COPY                      push #0 to 2, 3, 0        push #1 to 2, 3, 0
 
-Direct, one matmul stores each shard at its owner, and the copy queue is idle. The matmul computes the own shard last: the peers'
-shards travel meanwhile, and no two ranks begin with the same owner. Rank 1 of 4::
+Direct, one matmul stores each shard at its owner, and the copy queue is idle. The matmul computes the own shard last: the
+peers' shards travel meanwhile, and no two ranks begin with the same owner. Rank 1 of 4::
 
     COMPUTE   mm(2 at 2, 3 at 3, 0 at 0, own 1)   tell 2, 3, 0   wait all, reduce
 
