@@ -4,7 +4,7 @@
         tune/N     each rank's result for equal sites    -> all ranks have the same: use it
         else       all alternatives in turn, on the inputs of this call: WARM rounds, then TIMED rounds
         tuned/N    each rank's median times              -> the least time of the slowest rank; the same on every rank
-        algorithms/N   CUDA: times of several algorithms for each matmul of that strategy (runtime/matmul_algorithms)
+        algorithms-I/N CUDA: times of several algorithms for each matmul of that strategy (runtime/matmul_algorithms)
 
 All exchanges go through the group's Store, with the step deadline. Results are cached in `<cache>/tuned/<plan digest>.json`,
 by sizes, machine and version, for later processes. Nothing is timed while a CUDA graph is captured or warmed up by Inductor.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -161,7 +162,7 @@ class Tuner:
 
     def _measure(self, strategies: Sequence[str], run: Callable[[int], bool], check: Callable[[], None]) -> TunedStrategy:
         """Time every strategy on all ranks and return the one with the least time on its slowest rank."""
-        measure_us = _cuda_us if self._device == "cuda" else _cpu_us
+        measure_us = device_wait.time_on_stream if self._device == "cuda" else _cpu_us
         times: list[list[float]] = [[] for _ in strategies]
         for turn in range(WARM + TIMED):
             for index in range(len(strategies)):
@@ -178,8 +179,10 @@ class Tuner:
     def _tune_matmuls(self, call: Callable[[], None], check: Callable[[], None]) -> None:
         from .matmul_algorithms import gpu, tuning
 
+        rounds = itertools.count()
+
         def gather(own: dict[str, Any]) -> list[dict[str, Any]]:
-            return self._gather("algorithms", own, "the exchange of the times of a site's matmuls", check)
+            return self._gather(f"algorithms-{next(rounds)}", own, "the exchange of the times of a site's matmuls", check)
 
         assert self._exchange is not None
         device = gpu.MatmulGpu()
@@ -199,21 +202,6 @@ def _cpu_us(body: Callable[[], None]) -> float:
     begin = time.perf_counter()
     body()
     return (time.perf_counter() - begin) * 1e6
-
-
-def _cuda_us(body: Callable[[], None]) -> float:
-    """Return the time between the first and the last work of the call on the current stream."""
-    import torch
-
-    # The stream must be idle before the call, because host time counts. Other streams are not waited for: one of them may
-    # wait for a peer that waits for this rank.
-    device_wait.wait_for_event("work issued before a timed call")
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    body()
-    end.record()
-    device_wait.wait_for_event("a timed call", end)
-    return float(begin.elapsed_time(end)) * 1e3
 
 
 def _blocked_by(device: str) -> str:

@@ -153,7 +153,7 @@ def _build(case: Case, context: OpContext, columns: Columns) -> dict[str, Call]:
     for strategy in strategies:  # eager columns first: growth of the group's memory would invalidate graphs
         add(f"ours {strategy}", lambda s=strategy: case.ours(s, context.group), False)
     if context.searches_algorithms:
-        _search_algorithms(world)
+        _search_algorithms(world, [call for name, call in columns.calls.items() if name.startswith("ours ")])
     for strategy in strategies:
         add(f"ours_g {strategy}", lambda s=strategy: case.ours(s, context.group), True)
         if strategy.startswith("pipelined") and "stripes" not in strategy:  # others are one batched matmul, or several
@@ -168,13 +168,16 @@ def _build(case: Case, context: OpContext, columns: Columns) -> dict[str, Call]:
     return eager
 
 
-def _search_algorithms(world: World) -> None:
-    """Choose the algorithms of all matmuls so far, on all ranks. They hold for this process only."""
+def _search_algorithms(world: World, calls: Sequence[Call]) -> None:
+    """Choose the algorithms of the calls' matmuls, on all ranks. They hold for this process only."""
     from ub_overlap.runtime.matmul_algorithms import gpu, tuning
 
     device = gpu.MatmulGpu()
-    chosen = tuning.tune(device, device.device, device.library(), device.problems(), world.gather, write=False)
-    world.say(*(f"\n  {row}" for row in chosen.values() if row.us < row.first_us))
+    for call in calls:
+        chosen = tuning.tune_call(device, device.device, device.library(), call, world.gather, write=False)
+        for row in chosen.values():
+            if row.us < row.first_us:
+                world.say(f"  {row}")
 
 
 def _reduce_rate(case: Case, context: OpContext) -> float | None:

@@ -26,7 +26,8 @@ py::list problems() {
         for (const cuda::SearchBuffer& b : problem.buffers) {
             buffers.append(py::make_tuple(b.name, name_of(b.type), b.bytes, b.alignment));
         }
-        all.append(py::make_tuple(problem.key, problem.text, problem.uses, problem.has_chosen, buffers));
+        all.append(
+            py::make_tuple(problem.key, problem.text, problem.uses, problem.has_chosen, problem.stores_at_peers, buffers));
     }
     return all;
 }
@@ -50,8 +51,8 @@ void define_matmul_algorithms(py::module_& m) {
     m.def("clear_matmul_algorithms", [] { MatmulAlgorithms::get().clear(); }, "Use the library's first proposals again.");
 #ifdef UB_OVERLAP_CUDA
     m.def("matmul_problems", &problems,
-          "(key, text, uses, has a chosen algorithm, [(buffer, dtype, bytes, alignment)]) of each matmul that has run on the "
-          "current device.");
+          "(key, text, uses, has a chosen algorithm, stores at peers, [(buffer, dtype, bytes, alignment)]) of each matmul that "
+          "has run on the current device.");
     m.def("propose_matmul_algorithms", &proposals, py::arg("key"), py::arg("count"));
     m.def(
         "run_matmul_algorithm",

@@ -56,7 +56,8 @@ std::vector<SearchProblem> search_problems() {
     std::vector<SearchProblem> all;
     for (const PlannedProblem& planned : planner_of_current_device().problems()) {
         if (!planned.plan.usable) continue;
-        all.push_back({planned.key, text_of(planned.problem), planned.uses, planned.has_chosen, buffers_of(planned.problem)});
+        all.push_back({planned.key, text_of(planned.problem), planned.uses, planned.has_chosen, planned.problem.by_address,
+                       buffers_of(planned.problem)});
     }
     return all;
 }

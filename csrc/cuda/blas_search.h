@@ -25,7 +25,8 @@ struct SearchBuffer {
 struct SearchProblem {
     std::string key, text;
     int64_t uses = 0;
-    bool has_chosen = false;  // it runs by an algorithm of a search
+    bool has_chosen = false;       // it runs by an algorithm of a search
+    bool stores_at_peers = false;  // in use its results lie in other ranks' memory
     std::vector<SearchBuffer> buffers;
 };
 std::vector<SearchProblem> search_problems();

@@ -44,11 +44,18 @@ class MatmulGpu:
 
     def problems(self) -> list[Problem]:
         """Return the matmuls that have run."""
-        return [Problem(key, text, uses, tuple(buffers)) for key, text, uses, _, buffers in extension().matmul_problems()]
+        return [
+            Problem(key, text, uses, at_peers, tuple(buffers))
+            for key, text, uses, _, at_peers, buffers in extension().matmul_problems()
+        ]
 
     def propose(self, key: str, count: int) -> list[bytes]:
         """Return the library's proposals."""
         return extension().propose_matmul_algorithms(key, count)
+
+    def time_call(self, call: Callable[[], object]) -> float:
+        """Return the microseconds between the first and the last work of the call on the current stream."""
+        return device_wait.time_on_stream(call)
 
     def prepare(self, problem: Problem, algorithms: Sequence[bytes]) -> Callable[[int], float]:
         """Return a function that times one algorithm. MemoryError or torch.OutOfMemoryError without room for the buffers."""

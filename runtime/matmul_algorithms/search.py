@@ -28,6 +28,8 @@ class Problem:
     key: str
     text: str
     uses: int
+    stores_at_peers: bool = False
+    """In use its results lie in other ranks' memory, so it is timed in its call."""
     buffers: tuple[tuple[str, str, int, int], ...] = ()
     """(name, dtype, bytes, alignment)."""
 
@@ -37,6 +39,7 @@ class Device(Protocol):
 
     def problems(self) -> list[Problem]: ...
     def propose(self, key: str, count: int) -> list[bytes]: ...
+    def time_call(self, call: Callable[[], object]) -> float: ...
     def prepare(self, problem: Problem, algorithms: Sequence[bytes]) -> Callable[[int], float]:
         """Return a function that runs algorithm i once and returns its microseconds, infinity if it must not be used."""
 
@@ -85,12 +88,17 @@ def choose(ranks: Sequence[Times], texts: Mapping[str, str]) -> dict[str, Chosen
         slowest = {a: max(row[a] for row in rows) for a in rows[0] if all(a in row for row in rows)}
         if not slowest:
             continue
-        first = next(iter(slowest))
-        best = min(slowest, key=slowest.__getitem__)
-        best = best if slowest[best] < (1 - MARGIN) * slowest[first] else first
+        algorithms, us = list(slowest), list(slowest.values())
+        best = fastest(us)
         text = texts.get(key, "a matmul of another rank")
-        chosen[key] = ChosenAlgorithm(bytes.fromhex(best), text, slowest[best], slowest[first])
+        chosen[key] = ChosenAlgorithm(bytes.fromhex(algorithms[best]), text, us[best], us[0])
     return chosen
+
+
+def fastest(slowest: Sequence[float]) -> int:
+    """Return the index of the least time, 0 where it saves less than the margin."""
+    best = min(range(len(slowest)), key=slowest.__getitem__)
+    return best if slowest[best] < (1 - MARGIN) * slowest[0] else 0
 
 
 def search(

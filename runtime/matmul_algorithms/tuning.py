@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from statistics import median
 from typing import Any
 
 from .. import settings
@@ -20,20 +21,58 @@ Gather = Callable[[dict[str, Any]], Sequence[dict[str, Any]]]
 
 
 def tune_call(
-    device: Device, index: int, library: Library, call: Callable[[], None], gather: Gather, *, write: bool
+    device: Device, index: int, library: Library, call: Callable[[], object], gather: Gather, *, write: bool
 ) -> dict[str, ChosenAlgorithm]:
-    """Run `call` once and choose the algorithms of its matmuls. Collective. `index`: of the device. `write`: on one rank."""
+    """Run `call` and choose the algorithms of its matmuls. Collective. `index`: of the device. `write`: on one rank.
+
+    A matmul that stores at peers is timed in the call, because the links decide. Others are timed by themselves.
+    """
     before = device.problems()
     with without_replay():  # a replayed call does not show its matmuls
         call()
-    return tune(device, index, library, search.used_since(before, device.problems()), gather, write=write)
+        used = search.used_since(before, device.problems())
+        chosen = tune(device, index, library, used, gather, write=write)
+        at_peers = [problem for problem in used if problem.stores_at_peers and problem.key not in loading.known(index)]
+        for_peers = _time_in_calls(device, index, at_peers, call, gather)
+    loading.adopt(index, library, for_peers, write=write)
+    for row in for_peers.values():
+        log.info("algorithm of a matmul: %s in its call", row)
+    return chosen | for_peers
+
+
+def _time_in_calls(
+    device: Device, index: int, problems: Sequence[Problem], call: Callable[[], object], gather: Gather
+) -> dict[str, ChosenAlgorithm]:
+    """Time the call with each proposal for one matmul after the other. None where ranks have different proposals."""
+    proposals = [list(dict.fromkeys(device.propose(problem.key, search.PROPOSALS))) for problem in problems]
+    own = [[algorithm.hex() for algorithm in row] for row in proposals]
+    if any(rank["proposals"] != own for rank in gather({"proposals": own})):
+        log.info("the ranks have different proposals for matmuls that store at peers: they keep the first")
+        return {}
+    chosen: dict[str, ChosenAlgorithm] = {}
+    for problem, algorithms in zip(problems, proposals, strict=True):
+        times: list[list[float]] = [[] for _ in algorithms]
+        for turn in range(search.WARM + search.TIMED):
+            for number, algorithm in enumerate(algorithms):
+                extension().add_matmul_algorithms(index, {problem.key: algorithm})
+                us = device.time_call(call)
+                if turn >= search.WARM:
+                    times[number].append(us)
+        ranks = gather({"key": problem.key, "us": [round(median(us), 3) for us in times]})
+        slowest = [max(us) for us in zip(*(rank["us"] for rank in ranks), strict=True)]
+        best = search.fastest(slowest)
+        row = ChosenAlgorithm(algorithms[best], problem.text, slowest[best], slowest[0])
+        extension().add_matmul_algorithms(index, {problem.key: row.algorithm})
+        chosen |= {str(rank["key"]): row for rank in ranks}
+    return chosen
 
 
 def tune(
     device: Device, index: int, library: Library, problems: Sequence[Problem], gather: Gather, *, write: bool
 ) -> dict[str, ChosenAlgorithm]:
-    """Choose the algorithms of those matmuls that have none, and use them from now on. Collective."""
-    chosen = search.search(device, problems, loading.known(index), gather)
+    """Choose the algorithms of matmuls that have none and store locally, and use them from now on. Collective."""
+    local = [problem for problem in problems if not problem.stores_at_peers]
+    chosen = search.search(device, local, loading.known(index), gather)
     loading.adopt(index, library, chosen, write=write)
     for row in chosen.values():
         log.info("algorithm of a matmul: %s", row)

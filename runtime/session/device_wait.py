@@ -27,6 +27,21 @@ def wait_for_event(description: str, event: Any = None) -> None:
     wait_until(event.query, description)
 
 
+def time_on_stream(body: Callable[[], object]) -> float:
+    """Return the microseconds between the first and the last work of `body` on the current CUDA stream."""
+    import torch
+
+    # The stream must be idle before, because host time counts. Other streams are not waited for: one of them may wait for a
+    # peer that waits for this rank.
+    wait_for_event("work issued before a timed call")
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    body()
+    end.record()
+    wait_for_event("a timed call", end)
+    return float(begin.elapsed_time(end)) * 1e3
+
+
 def wait_until(is_done: Callable[[], bool], description: str, check: Callable[[], None] | None = None) -> None:
     """Wait until `is_done()`. Raise DeviceTimeoutError after the step deadline. `check`: called while waiting; it may raise."""
     timeout_s, pause = settings.current().step_timeout_s, 0.0

@@ -121,10 +121,10 @@ def matmul_algorithms(device: int) -> dict[str, bytes]:
 def clear_matmul_algorithms() -> None:
     """Use the library's first proposals again."""
 
-def matmul_problems() -> list[tuple[str, str, int, bool, list[tuple[str, str, int, int]]]]:
-    """Return (key, text, uses, has a chosen algorithm, [(buffer, dtype, bytes, alignment)]) of each matmul that has run.
+def matmul_problems() -> list[tuple[str, str, int, bool, bool, list[tuple[str, str, int, int]]]]:
+    """Return (key, text, uses, has a chosen algorithm, stores at peers, buffers) of each matmul that has run.
 
-    On the current device. Defined in builds with CUDA only, as are the three functions below."""
+    `buffers`: (name, dtype, bytes, alignment). On the current device. Defined in builds with CUDA only, as are the three functions below."""
 
 def propose_matmul_algorithms(key: str, count: int) -> list[bytes]:
     """Return up to `count` algorithms in the order of the library's estimate."""

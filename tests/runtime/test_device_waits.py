@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ub_overlap.runtime import autotune, errors, settings
+from ub_overlap.runtime import errors, settings
 from ub_overlap.runtime.session import device_wait, symm_mem, wait_limit
 from ub_overlap.runtime.session.abort_signal import AbortSignal
 
@@ -55,7 +55,7 @@ class Event:
 def test_a_call_is_timed_between_events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     ran: list[int] = []
-    assert autotune._cuda_us(lambda: ran.append(1)) == 2000.0
+    assert device_wait.time_on_stream(lambda: ran.append(1)) == 2000.0
     assert ran == [1]
 
 
@@ -64,7 +64,7 @@ def test_a_stream_that_does_not_come_to_its_end(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Event, "passes", 1 << 60)
     begin = time.monotonic()
     with pytest.raises(errors.DeviceTimeoutError, match=r"work issued before a timed call did not end .* 0\.2 s"):
-        autotune._cuda_us(lambda: None)
+        device_wait.time_on_stream(lambda: None)
     assert time.monotonic() - begin >= STEP
 
 

@@ -42,12 +42,20 @@ class FakeDevice:
     missing: frozenset[str] = frozenset()
     calls: list[bytes] = field(default_factory=list)
     uses: dict[str, int] = field(default_factory=lambda: {KEY: 1, OTHER: 1})
+    at_peers: frozenset[str] = frozenset()
 
     def problems(self) -> list[Problem]:
-        return [Problem(key, f"matmul {key}", uses) for key, uses in self.uses.items()]
+        return [Problem(key, f"matmul {key}", uses, key in self.at_peers) for key, uses in self.uses.items()]
 
     def propose(self, key: str, count: int) -> list[bytes]:
         return list(self.us)[:count]
+
+    def time_call(self, call: Callable[[], object]) -> float:
+        """The time of the algorithm that is in use, for a matmul that stores at peers."""
+        call()
+        (key,) = self.at_peers
+        self.calls.append(extension().matmul_algorithms(0)[key])
+        return self.us[self.calls[-1]]
 
     def prepare(self, problem: Problem, algorithms: Sequence[bytes]) -> Callable[[int], float]:
         if problem.key in self.missing:
@@ -120,6 +128,39 @@ def test_matmuls_of_a_call_are_searched_once_and_then_in_use(cache: Path) -> Non
     assert store.load(LIBRARY)[OTHER].algorithm == B
     calls = len(device.calls)
     assert tuning.tune_call(device, 0, LIBRARY, call, gather, write=True) == {} and len(device.calls) == calls
+
+
+def test_a_matmul_that_stores_at_peers_is_timed_in_its_call(cache: Path) -> None:
+    """Not by itself: the links decide. The slowest rank decides here too."""
+    device = FakeDevice({A: 10.0, B: 5.0, C: 6.0}, missing=frozenset({KEY}), at_peers=frozenset({KEY}))
+
+    def call() -> None:
+        device.uses[KEY] += 1
+
+    def gather(own: dict[str, Any]) -> list[dict[str, Any]]:
+        peer = dict(own)
+        if "us" in own:
+            peer |= {"key": OTHER, "us": [own["us"][0], 3 * own["us"][1], own["us"][2]]}
+        return [own, peer]
+
+    found = tuning.tune_call(device, 0, LIBRARY, call, gather, write=True)
+    assert extension().matmul_algorithms(0) == {KEY: C, OTHER: C}
+    assert found[KEY].us == 6.0 and found[KEY].first_us == 10.0 and set(store.load(LIBRARY)) == {KEY, OTHER}
+    assert device.calls[:4] == [A, B, C, A] and len(device.calls) == 3 * (search.WARM + search.TIMED)
+    assert tuning.tune_call(device, 0, LIBRARY, call, gather, write=True) == {}
+
+
+def test_ranks_with_other_proposals_keep_the_first_at_peers(cache: Path) -> None:
+    device = FakeDevice({A: 10.0, B: 5.0}, at_peers=frozenset({KEY}))
+
+    def call() -> None:
+        device.uses[KEY] += 1
+
+    def gather(own: dict[str, Any]) -> list[dict[str, Any]]:
+        return [own, {**own, "proposals": []}] if "proposals" in own else [own, own]
+
+    assert tuning.tune_call(device, 0, LIBRARY, call, gather, write=True) == {} and device.calls == []
+    assert extension().matmul_algorithms(0) == {}
 
 
 def test_a_second_process_uses_what_is_stored(cache: Path) -> None:
@@ -215,5 +256,5 @@ def test_autotune_searches_the_chosen_strategy(cache: Path, monkeypatch: pytest.
         device.uses[KEY] += 1
 
     autotune.Tuner(cast("Any", exchange), "cuda")._tune_matmuls(call, lambda: None)
-    assert exchange.topics == ["algorithms/0"]
+    assert exchange.topics == ["algorithms-0/0", "algorithms-1/0"]
     assert extension().matmul_algorithms(0) == {KEY: B} and set(store.load(LIBRARY)) == {KEY}

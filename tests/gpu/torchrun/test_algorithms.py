@@ -15,7 +15,7 @@ from ub_overlap.runtime.extension import extension
 from ub_overlap.runtime.matmul_algorithms import gpu, loading, search, store, tuning
 from ub_overlap.runtime.session import session
 
-KINDS = ("AG", "RS", "AR", "SAG", "SRS")
+KINDS = ("AG", "RS", "RS direct", "AR", "SAG", "SRS")
 SIZE = 1024
 
 
@@ -39,7 +39,7 @@ def keys_of(call: Callable[[], Any]) -> dict[str, bool]:
     with tuning.without_replay():
         call()
     used = {problem.key for problem in search.used_since(before, device.problems())}
-    return {key: has for key, _, _, has, _ in extension().matmul_problems() if key in used}
+    return {key: has for key, _, _, has, *_ in extension().matmul_problems() if key in used}
 
 
 def is_equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
