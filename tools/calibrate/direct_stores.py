@@ -70,5 +70,5 @@ def measure(world: World, burst: Burst, calls: Calls, kernel_us: float, progress
 
 def _call(calls: Calls, left: torch.Tensor, right: torch.Tensor, site: str) -> tuple[Callable[[], Any], str]:
     op: Any = torch.ops.ub_overlap.matmul_reduce_scatter.default
-    more = (None, 1, False, "sum", calls.dtype, False, "plain", "direct", calls.world.group, site)
+    more = (None, 1, False, "sum", calls.dtype, False, "plain", [], [], "direct", calls.world.group, site)
     return lambda: op([left], [right], *more), site
