@@ -36,6 +36,11 @@ def packed_forms(site: Site) -> list[PackedSite]:
     ]
 
 
+def one_matmul(site: Site) -> PackedSite | None:
+    """Return the form of `site` whose matmuls are all one; None if there is none."""
+    return next((form for form in packed_forms(site) if len(form.packs) == 1), None)
+
+
 def explain_unpacked(site: Site) -> str:
     """Return why a site of several matmuls has no pack group; "" where it has one, or a single matmul."""
     if isinstance(site, Bulk) or len(site.matmuls) < 2:

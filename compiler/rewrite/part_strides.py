@@ -4,14 +4,18 @@ Views of a part get the strides that they have now; a view that strides do not a
 which restores all strides behind it, if one of these readers does not take what it would see:
 
     ATen ops               take any strides
+    attention kernels      take rows at multiples of 16 bytes
     ops of this package    take matrices of any strides
     outputs                `Outputs`
     all others             (collectives, custom ops, higher-order ops, as_strided, writes) take what was traced
+
+A part that is returned keeps the whole result alive. So it is copied where most of the result is not returned.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +36,8 @@ _FIXED = {
     aten._reshape_alias.default,
 }
 """ATen ops whose result or legality depends on the strides of their inputs."""
+_ALIGNMENT = 16
+"""Bytes to which compiled code and attention kernels assume that tensors are aligned, whatever their offset is."""
 _OPS = {
     f"ub_overlap::{name}" for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "bulk", "compare")
 }
@@ -58,7 +64,7 @@ class Outputs:
     def may_return(self, output: Node, node: Node, value: torch.Tensor) -> bool:
         """Return whether `output` may return `node` as the view `value`."""
         positions = {i for i, returned in enumerate(output.args[0]) if returned is node}  # type: ignore[arg-type]
-        if not self.is_backward and not positions <= self.saved:
+        if (not self.is_backward and not positions <= self.saved) or not _is_multiple(value.storage_offset(), value):
             return False
         return value.is_contiguous() or (self.restores_strides and not self.is_backward)
 
@@ -66,8 +72,9 @@ class Outputs:
 def update_strides(graph: Graph, parts: Sequence[Node], outputs: Outputs) -> None:
     """Correct the graph behind `parts`. `outputs`: what it may return."""
     known: dict[Any, tuple[Any, Any]] = {}
+    kept = _find_returned(parts)
     for part in parts:
-        views = _find_views(part, outputs, known)
+        views = _find_views(part, outputs, known, part in kept)
         if views is None:
             _copy(graph, part)
             continue
@@ -75,10 +82,47 @@ def update_strides(graph: Graph, parts: Sequence[Node], outputs: Outputs) -> Non
             view.target, view.meta["val"] = target, value
 
 
-def _find_views(part: Node, outputs: Outputs, known: dict[Any, tuple[Any, Any]]) -> dict[Node, tuple[Any, Any]] | None:
+def _find_returned(parts: Sequence[Node]) -> set[Node]:
+    """Return the parts of results of which the graph returns half or more."""
+    by_result: defaultdict[Node, list[Node]] = defaultdict(list)
+    for part in parts:
+        by_result[part.args[0]].append(part)  # type: ignore[index]
+    kept: set[Node] = set()
+    for siblings in by_result.values():
+        returned = [part for part in siblings if _is_returned(part)]
+        if 2 * sum(map(_cut_size, returned)) >= sum(map(_cut_size, siblings)):
+            kept.update(returned)
+    return kept
+
+
+def _cut_size(part: Node) -> int:
+    """Return the size of `part` along the dim in which it was cut."""
+    _, _, begin, end = part.args
+    assert isinstance(begin, int) and isinstance(end, int)
+    return end - begin
+
+
+def _is_returned(part: Node) -> bool:
+    """Return whether the graph returns `part` or a view of it."""
+    todo, seen = [part], {part}
+    while todo:
+        node = todo.pop()
+        for user in node.users:
+            if user.op == "output":
+                return True
+            if user not in seen and _is_view(user, node):
+                seen.add(user)
+                todo.append(user)
+    return False
+
+
+def _find_views(
+    part: Node, outputs: Outputs, known: dict[Any, tuple[Any, Any]], may_return: bool
+) -> dict[Node, tuple[Any, Any]] | None:
     """Return `part` and its views with the targets and values that they need. None if a reader takes no such view.
 
     `known`: those of equal views. Layers of a model have equal views, and a fake tensor takes long to compute.
+    `may_return`: whether views may be returned at all.
     """
     views: dict[Node, tuple[Any, Any]] = {part: (part.target, part.meta["val"])}
     todo = [part]
@@ -89,11 +133,17 @@ def _find_views(part: Node, outputs: Outputs, known: dict[Any, tuple[Any, Any]])
                 continue
             if _is_view(user, node):
                 key = _key(user, views[node][1])
-                views[user] = known.get(key) or _compute(user, views)
+                view = known.get(key) or _compute(user, views)
+                if view is None:
+                    return None
+                views[user] = view
                 if key is not None:
-                    known[key] = views[user]
+                    known[key] = view
                 todo.append(user)
-            elif not (outputs.may_return(user, node, views[node][1]) if user.op == "output" else _takes_any_strides(user)):
+            elif user.op == "output":
+                if not may_return or not outputs.may_return(user, node, views[node][1]):
+                    return None
+            elif not _takes_strides(user, views[node][1]):
                 return None
     return views
 
@@ -108,8 +158,8 @@ def _key(view: Node, value: Any) -> Any:
     return view.target, repr(view.args[1:]), repr(view.kwargs), value.dim(), sizes, value.storage_offset(), value.dtype
 
 
-def _compute(view: Node, views: dict[Node, tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Return the target and the value of a view: a reshape where strides do not allow a view."""
+def _compute(view: Node, views: dict[Node, tuple[Any, Any]]) -> tuple[Any, Any] | None:
+    """Return the target and the value of a view: a reshape where strides do not allow a view. None if nothing does."""
 
     def value(arg: Any) -> Any:
         return (views[arg][1] if arg in views else arg.meta["val"]) if isinstance(arg, Node) else arg
@@ -121,7 +171,8 @@ def _compute(view: Node, views: dict[Node, tuple[Any, Any]]) -> tuple[Any, Any]:
         try:
             return view.target, view.target(*args, **kwargs)  # type: ignore[operator]
         except (RuntimeError, ValueError):  # fake tensors refuse the view as real ones would
-            assert view.target in _RESHAPES, f"{view}: {view.target} of strides {args[0].stride()}"
+            if view.target not in _RESHAPES:  # view_as_complex, for example, takes even strides only
+                return None
             return aten.reshape.default, aten.reshape.default(*args, **kwargs)
 
 
@@ -132,12 +183,20 @@ def _is_view(user: Node, node: Node) -> bool:
     return user.target in _RESHAPES or (alias_base(user) is node and not _is_mutable(user))
 
 
-def _takes_any_strides(user: Node) -> bool:
+def _takes_strides(user: Node, value: Any) -> bool:
+    """Return whether `user`, no view, takes the strides of `value` where it was traced with a contiguous tensor."""
     if not isinstance(user.target, compat.OpOverload):
         return False
     if user.target in _FIXED or (_is_mutable(user) and user.target is not aten.copy_.default):
         return False
+    if "attention" in user.target._schema.name:
+        return all(_is_multiple(size, value) for size in (value.storage_offset(), *value.stride()) if size != 1)
     return user.target.namespace in ("aten", "prims") or user.target._schema.name in _OPS
+
+
+def _is_multiple(elements: Any, value: torch.Tensor) -> bool:
+    """Return whether so many elements of `value` are known to be a multiple of the alignment."""
+    return isinstance(elements, int) and elements * value.element_size() % _ALIGNMENT == 0
 
 
 def _is_mutable(user: Node) -> bool:

@@ -70,7 +70,8 @@ def decide(graph: Graph, options: Options, phase: str, transport: Transport, cal
     memory = PeakMemory.of(graph, costs.hints) if counts_memory else PeakMemory.uncounted()
     assignments = assign_alternatives(found, order, memory)
 
-    context = GraphContext.of(graph, phase, costs.hints, dict(zip(names, candidates, strict=True)), calling_line)
+    by_name = dict(zip(names, candidates, strict=True))
+    context = GraphContext.of(graph, phase, costs.hints, by_name, calling_line, options.pack != "off")
     decisions: list[Decision] = []
     selected: list[tuple[str, Alternative]] = []
     for name, candidate, assignment in zip(names, candidates, assignments, strict=True):
@@ -93,7 +94,7 @@ def _refuse(candidate: Candidate, override: Override | None, options: Options, t
     forced = override.strategy if override else None
     if forced == NONE or (options.overlap == "off" and forced is None):
         return Miss(Reason.DISABLED_BY_USER, f"{override.by} says none" if override and forced else "overlap='off'")
-    if forced is not None and (illegal := find_illegal(candidate, forced)):
+    if forced is not None and (illegal := find_illegal(candidate, forced, options.pack != "off")):
         return Miss(Reason.STRATEGY_ILLEGAL, illegal)
     assert c.group is not None
     if why := transport(c.node.meta["val"].device.type, c.group, c.ranks):

@@ -57,16 +57,20 @@ class GraphContext:
     """Ids of the sites whose matches contain a matmul."""
     calling_line: str
     """The user's line that called the compiled module, for sites without a line of the user's in the graph."""
+    may_pack: bool
+    """Whether the options allow packed operands."""
 
     @classmethod
-    def of(cls, graph: Graph, phase: str, hints: Hints, candidates: Mapping[str, Candidate], calling_line: str) -> GraphContext:
+    def of(
+        cls, graph: Graph, phase: str, hints: Hints, candidates: Mapping[str, Candidate], calling_line: str, may_pack: bool
+    ) -> GraphContext:
         """`candidates`: by site id, in graph order."""
         owners: dict[Node, str] = {}
         for name, candidate in candidates.items():
             for p in candidate.match.matmuls if candidate.match else ():
                 owners.setdefault(p.node, name)
         names = stable_names(node for node in graph.nodes if is_matmul(node))
-        return cls(phase, hints, group_names(list(candidates.values())), names, owners, calling_line)
+        return cls(phase, hints, group_names(list(candidates.values())), names, owners, calling_line, may_pack)
 
 
 def make_decision(
@@ -96,7 +100,7 @@ def make_decision(
         work=reported_sizes(candidate, shown, context.hints, wire_dtype),
         rows=rows_at(shown, context.hints) if shown else None,
         kind=_MATCHED[op] if is_matched and op else _PLAIN[op],
-        options=_legal_modes(candidate),
+        options=_legal_modes(candidate, context.may_pack),
         matmuls=tuple(p.node.name for p in matmuls),
         takes=tuple(context.stable_names[p.node] for p in matmuls) if site else (),
         paired=independent,
@@ -118,9 +122,10 @@ def _pack_bytes(site: Gather | Reduction, hints: Hints) -> int | None:
     return None if shape is None else sum(shape.copied_bytes)
 
 
-def _legal_modes(candidate: Candidate) -> tuple[str, ...]:
+def _legal_modes(candidate: Candidate, may_pack: bool) -> tuple[str, ...]:
     pipelined = (Mode.PIPELINED.value,) if candidate.match is not None else ()
-    direct = (Mode.DIRECT.value,) if candidate.match is not None and not why_not_direct(candidate.match) else ()
+    match = candidate.match
+    direct = (Mode.DIRECT.value,) if match is not None and not why_not_direct(match, may_pack) else ()
     return pipelined + direct + ((Mode.BULK.value,) if candidate.independent_matmuls else ())
 
 

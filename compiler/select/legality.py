@@ -12,13 +12,17 @@ from ..graph.aten import shape_of, tensor_of
 from ..graph.sizes import Size
 from ..match import Bulk, Candidate, Gather, Miss, Reduction, Site
 from ..match.fusion_order import FusionOrder
+from ..match.pack_groups import one_matmul
 from ..match.site import Match
 from ..plan.reasons import Reason
 from ..plan.strategy import DispatchTable, Mode, Strategy
 
 
-def find_illegal(candidate: Candidate, forced: Strategy | DispatchTable) -> str:
-    """Return why a candidate that could be overlapped does not have the strategy `forced`; "" where nothing is known."""
+def find_illegal(candidate: Candidate, forced: Strategy | DispatchTable, may_pack: bool) -> str:
+    """Return why a candidate that could be overlapped does not have the strategy `forced`; "" where nothing is known.
+
+    `may_pack`: whether the options allow packed operands.
+    """
     match, miss = candidate.match, candidate.miss
     if forced.mode is Mode.BULK and match is not None and not candidate.independent_matmuls:
         own = ", ".join(p.node.name for p in match.matmuls)
@@ -29,19 +33,19 @@ def find_illegal(candidate: Candidate, forced: Strategy | DispatchTable) -> str:
         return f"{mode} needs a matmul of the collective's own data: {miss.detail}; bulk can hide it behind {name}"
     if forced.striped and (why := _no_stripes(match)):
         return why
-    return why_not_direct(match) if forced.direct and match is not None else ""
+    return why_not_direct(match, may_pack) if forced.direct and match is not None else ""
 
 
-def why_not_direct(match: Match) -> str:
+def why_not_direct(match: Match, may_pack: bool) -> str:
     """Return why the product of a match cannot be stored at its owners; "" where it can.
 
-    Addends do not matter: they are a rank's own business.
+    Addends do not matter: they are a rank's own business. `may_pack`: a sum of matmuls may become one.
     """
     if not isinstance(match, Reduction):
         return "direct stores a product at the ranks that reduce it; here shards are gathered"
     if match.shard_dim_is_last:
         return "direct stores blocks of rows, and here the last dim is scattered"
-    if len(match.terms) > 1:
+    if len(match.terms) > 1 and not (may_pack and one_matmul(match)):
         return f"direct stores the product of one matmul, and here {len(match.terms)} are summed"
     if match.terms[0].scales is not None:
         return "direct stores no product of float8 operands"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..cost.choice import StrategyChoice, margin_us
-from ..match.pack_groups import explain_unpacked, packed_forms
+from ..match.pack_groups import explain_unpacked, one_matmul, packed_forms
 from ..match.site import Site
 from ..plan.strategy import DispatchTable, Mode, Strategy
 from .profitability import SiteCosts
@@ -32,6 +32,8 @@ def choose_form(site: Site, costs: SiteCosts, forced: Strategy | DispatchTable |
     if pack == "force":
         packed = None if forced else costs.choose(forms[0], chunks)
         return PackedChoice(forms[0], packed, f"packed as {_sizes(forms[0])}: pack='force'")
+    if forced and forced.direct and (whole := one_matmul(site)):
+        return PackedChoice(whole, None, f"packed as {_sizes(whole)}: direct stores the product of one matmul")
     requested = forced or Strategy(Mode.PIPELINED, chunks)
     times = costs.times_us(site, choice, requested)
     if times is None:

@@ -68,6 +68,19 @@ def strict_readers(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, 
     return gather(q), needs_contiguous(k), v.as_strided((2, v.shape[1]), (v.shape[1], 1), v.shape[1])
 
 
+def complex_pairs(x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    """A view that odd strides do not allow, in place of which there is no reshape."""
+    q, k = parts(x, a, b)
+    return torch.view_as_real(torch.view_as_complex(q.view(q.shape[0], -1, 2)) * (1 + 1j)), k
+
+
+def unaligned_attention(x: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, ...]:
+    """Attention on rows that do not begin at multiples of 16 bytes: one of four matmuls has three columns."""
+    g = gather(x)
+    q, k, v = ((g @ w).view(1, -1, 2, w.shape[1] // 2).transpose(1, 2) for w in (a, b, c))
+    return F.scaled_dot_product_attention(q * 0, k * 0, v), g @ d
+
+
 def written(x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
     """A part that the program writes to, and one that it returns twice."""
     q, k = parts(x, a, b)
@@ -156,6 +169,10 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[int], Shapes], list[list[in
     "flattened": (flattened, lambda r: W, [[3]]),
     "heads": (heads, lambda r: W, [[3]]),
     "strict readers": (strict_readers, lambda r: W, [[2], []]),
+    "complex pairs": (complex_pairs, lambda r: (*W[:2], (K, 3)), [[2]]),
+    "unaligned attention": (
+        unaligned_attention, lambda r: ((M, K), (K, 8), (K, 8), (K, 8), (K, 3)), [[4]],
+    ),
     "written": (written, lambda r: W[:3], [[2]]),
     "views of views": (views_of_views, lambda r: ((M, K), (K, 8), (K, 8)), [[2]]),
     "biases": (biases, lambda r: ((M, K), (8, K), (4, K), (8,)), [[2]]),
@@ -174,6 +191,38 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[int], Shapes], list[list[in
     "two types": (two_types, lambda r: W[:3], [[]]),
 }  # fmt: skip
 WITHOUT_GRADIENT = {"summed everywhere"}
+
+
+def mostly_saved(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Backward needs the first two parts."""
+    q, k, v = parts(x, a, b, c)
+    return q.square().sum() + k.square().sum() + v.sum()
+
+
+def hardly_saved(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Backward needs the last part."""
+    q, k, v = parts(x, a, b, c)
+    return q.sum() + k.sum() + v.square().sum()
+
+
+def saved_bytes(rank: int, world: int, options: dict[str, Any]) -> list[list[int]]:
+    """Return the bytes of the storages that hold parts saved for backward, of `mostly_saved` and of `hardly_saved`."""
+    random = torch.Generator().manual_seed(rank)
+    inputs = [torch.randn(shape, generator=random, requires_grad=True) for shape in W]
+    sizes: list[list[int]] = []
+    for function in (mostly_saved, hardly_saved):
+        kept: dict[int, int] = {}
+
+        def note(t: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            if t.dim() == 2 and t.shape[0] == M * world:
+                kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        torch._dynamo.reset()
+        with uncached(), torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            torch.compile(function, backend="ub_overlap", options={**options, "memory_budget": 0})(*inputs).backward()
+        sizes.append(sorted(kept.values()))
+    return sizes
 
 
 def run_case(rank: int, world: int, name: str, options: dict[str, Any]) -> tuple[list[int], list[str], list[list[int]]]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.compiler.rank_compile import FORCE, INDUCTOR, check
-from tests.compiler.rank_packs import CASES, PACK, run_by_hand, run_case, run_chains, run_microbatches
+from tests.compiler.rank_packs import CASES, PACK, M, run_by_hand, run_case, run_chains, run_microbatches, saved_bytes
 from tests.diff.test_verify import verified
 from tests.harness.ranks import RankPool
 from tests.models.catalogue import DTENSOR, MEGATRON, Named
@@ -25,7 +25,7 @@ def test_cases(pool2: RankPool, name: str) -> None:
         assert (differ, strides, packs) == ([], [], CASES[name][2])
 
 
-@pytest.mark.parametrize("name", ["flattened", "heads", "strict readers", "written", "rows of results", "views of views"])
+@pytest.mark.parametrize("name", ["complex pairs", "flattened", "heads", "strict readers", "written", "rows of results", "views of views"])
 def test_inductor(pool2: RankPool, name: str) -> None:
     for differ, strides, packs in pool2.run(run_case, name, PACK_INDUCTOR, timeout=240):
         assert (differ, strides, packs) == ([], [], CASES[name][2])
@@ -53,6 +53,13 @@ def test_gathered_again(pool2: RankPool) -> None:
 
 def test_block_inductor(pool2: RankPool) -> None:
     check(pool2, *MODELS["llama_bias_b1"], PACK_INDUCTOR)
+
+
+def test_saved_parts(pool2: RankPool) -> None:
+    """Saved parts share their result where it is mostly saved. A small saved part does not keep all of it alive."""
+    for mostly, hardly in pool2.run(saved_bytes, PACK_INDUCTOR, timeout=240):
+        rows = 2 * M * 4
+        assert (mostly, hardly) == ([rows * (8 + 4 + 4)], [rows * 4])
 
 
 def test_dynamic(pool2: RankPool) -> None:

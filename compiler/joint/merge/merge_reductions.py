@@ -6,7 +6,8 @@
 
 The same holds for reduce_scatter. Its views may include a cat that regroups another dim by shards. Both operands must be
 regrouped alike.
-Sound for "sum" and "avg" over the same group when nothing else reads either result.
+Sound for "sum" and "avg" over the same group when nothing else reads either result. A matmul that other nodes read keeps its
+own reduction: it can be pipelined with that one, but not with the reduction of a sum.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.fx.node import map_arg
 from ...graph.aten import Effect, ShardBlocks, aten, dtype_of, element_effect, shape_of
 from ...graph.emitter import Emitter
 from ...graph.joint_graph import copy_region
+from ...graph.matmul import is_matmul
 from ...graph.sizes import is_same, is_same_shape
 from ...match.collectives import Collective, Op, read_collective
 from ...match.view_chain import follow_regroup
@@ -82,11 +84,18 @@ def _can_merge(add: Node, a: _Reduced, b: _Reduced) -> bool:
         first.node is not second.node
         and (first.op, first.group, first.reduce_op) == (second.op, second.group, second.reduce_op)
         and first.reduce_op in ("sum", "avg")
+        and not any(is_matmul(r.value) and _has_other_readers(r) for r in (a, b))
         and dtype_of(a.value) == dtype_of(b.value) == dtype_of(add)
         and all(is_same_shape(shape_of(x), shape_of(add)) for x in add.all_input_nodes)
         and is_same(a.blocks.outer, b.blocks.outer)
         and is_same(a.blocks.inner, b.blocks.inner)
     )
+
+
+def _has_other_readers(r: _Reduced) -> bool:
+    """Return whether nodes outside of the reduction read the value that is reduced."""
+    inside = {*r.views, r.collective.node}
+    return any(user not in inside and user.target is not aten.sym_size.int for user in r.value.users)
 
 
 def _hold(add: Node, a: _Reduced, b: _Reduced, limits: MergeLimits) -> bool:
