@@ -78,6 +78,7 @@ APART: dict[str, Function] = {
     "difference": lambda x, y, w: scatter(x @ w) - scatter(y @ w),
     "transposed": lambda x, y, w: scatter(x[:, :4] @ w[:4, :4]) + scatter(y[:, :4] @ w[:4, :4]).t(),
     "doubled": lambda x, y, w: (s := scatter(x @ w)) + s,
+    "matmul with another reader": lambda x, y, w: (scatter(p := x @ w) + scatter(y @ w), p.relu()),
     "kind": lambda x, y, w: scatter(x @ w) + funcol.all_reduce((y @ w)[:4], "sum", world_name()),
     "gathers, group": lambda x, y, w: (gather(x) @ w, gather(x, other_group()) @ w),
     "gathers, other tensor": lambda x, y, w: (gather(x) @ w, gather(x.clone() * 1) @ w + gather(y) @ w),

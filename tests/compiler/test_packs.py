@@ -25,7 +25,9 @@ def test_cases(pool2: RankPool, name: str) -> None:
         assert (differ, strides, packs) == ([], [], CASES[name][2])
 
 
-@pytest.mark.parametrize("name", ["complex pairs", "flattened", "heads", "strict readers", "written", "rows of results", "views of views"])
+@pytest.mark.parametrize(
+    "name", ["complex pairs", "flattened", "heads", "strict readers", "written", "rows of results", "views of views"]
+)
 def test_inductor(pool2: RankPool, name: str) -> None:
     for differ, strides, packs in pool2.run(run_case, name, PACK_INDUCTOR, timeout=240):
         assert (differ, strides, packs) == ([], [], CASES[name][2])
@@ -86,6 +88,14 @@ def test_verify(pool2: RankPool) -> None:
     model = ("tests.models.dtensor_llama", {"kv_heads": 4})
     for sites, _, worst in pool2.run(verified, model, PACK, timeout=120):
         assert sites and all(error is not None and error < 1e-4 for _, _, error in sites) and worst < 1e-3
+
+
+@pytest.mark.parametrize("pack", ["auto", "force", "off"])
+def test_direct_packs_a_sum(pool2: RankPool, pack: str) -> None:
+    """A sum of matmuls that is forced to run by direct becomes one matmul. It runs apart where packs are off."""
+    options = {**FORCE, "pack": pack, "overrides": [{"strategy": "direct"}]}
+    for differ, strides, packs in pool2.run(run_case, "summed everywhere", options, timeout=120):
+        assert (differ, strides, packs) == ([], [], [[] if pack == "off" else [2]])
 
 
 def test_off_and_unpredicted(pool2: RankPool) -> None:
