@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tests.gpu import cases
 from tests.gpu.cases import AG, BF16, E4M3, F16, F32, Case, Maker
 from tests.gpu.lockstep import Lockstep
+from ub_overlap.runtime.extension import extension
 from ub_overlap.runtime.ops import c10d_fallback
 from ub_overlap.runtime.schedule.builders import build_all
 from ub_overlap.runtime.schedule.steps import Compute, Key
@@ -305,3 +306,18 @@ def test_float8_wire(lockstep: Lockstep, group: str, dtype: torch.dtype, strateg
 )
 def test_equal_bits_in_every_run(lockstep: Lockstep, group: str, kind: str) -> None:
     lockstep.note(repeats(lockstep, group, kind, 20))
+
+
+@pytest.mark.parametrize("addend", [False, True], ids=["", "addend"])
+def test_a_direct_product_is_one_launch(lockstep: Lockstep, group: str, addend: bool) -> None:
+    """cuBLASLt takes the addresses of all shards at once, from version 13.1 on. The addend is a matrix."""
+    if not lockstep.cuda:
+        pytest.skip("the CPU has no cuBLASLt")
+    make, size = Maker(lockstep.device, lockstep.ranks), 1024
+    op, arguments = make.scatter(BF16, 1, size // lockstep.ranks, size, depths=[size])
+    if addend:
+        arguments = (*arguments[:2], make.randn(size, size, dtype=BF16), *arguments[3:])
+    lockstep.note(against_plain(lockstep, group, (op, arguments), "direct", 0, f"numerics.direct.{addend}"))
+    texts = [text for _, text, *_ in extension().matmul_problems()]
+    if extension().blas_version() >= 130100:
+        assert any(f"batch of {lockstep.ranks} by address" in text for text in texts), texts
