@@ -60,8 +60,7 @@ bool blas_matmul(const MatmulTask& t, void* workspace, cudaStream_t stream) {
     Planner& planner = planner_of_current_device();
     const Plan plan = planner.plan(problem);
     if (!plan.usable) return false;
-    planner.launch(problem, plan, beta_of(t, problem), workspace, stream);
-    return true;
+    return planner.launch(problem, plan, beta_of(t, problem), workspace, stream);
 }
 
 bool blas_matmul_by_address(const MatmulTask& t, void* workspace, void* scratch, int64_t scratch_bytes, cudaStream_t stream) {
@@ -92,8 +91,7 @@ bool blas_matmul_by_address(const MatmulTask& t, void* workspace, void* scratch,
     launch_store_words(words, static_cast<uint64_t*>(scratch), stream);
     auto* const arrays = static_cast<const char*>(scratch);
     for (size_t k = 0; k < 4; ++k) operands[k]->data = arrays + k * batch * sizeof(uint64_t);
-    planner.launch(problem, plan, beta_of(t, problem), workspace, stream);
-    return true;
+    return planner.launch(problem, plan, beta_of(t, problem), workspace, stream);
 }
 
 }  // namespace ub_overlap::cuda

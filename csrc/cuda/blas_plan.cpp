@@ -207,19 +207,19 @@ PlannedProblem Planner::make(const Problem& problem) {
     }
     const std::vector<cublasLtMatmulAlgo_t> proposals = propose(planned, 1);
     plan.usable = !proposals.empty();
-    if (plan.usable) planned.first_proposal = proposals[0];
+    if (plan.usable) plan.first_proposal = proposals[0];
     return planned;
 }
 
 void Planner::set_algorithm(PlannedProblem& planned) {
     MatmulAlgorithms& algorithms = MatmulAlgorithms::get();
     planned.generation = algorithms.generation();  // before `find`: a later change is seen at the next use
-    planned.plan.algo = planned.first_proposal, planned.has_chosen = false;
+    planned.plan.algo = planned.plan.first_proposal, planned.plan.has_chosen = false;
     if (!planned.plan.usable) return;
     const std::optional<std::string> bytes = algorithms.find(device_, planned.key);
     cublasLtMatmulAlgo_t chosen{};
     if (!bytes || !algorithm_of(*bytes, chosen) || !accepts(planned.plan, chosen)) return;
-    planned.plan.algo = chosen, planned.has_chosen = true;
+    planned.plan.algo = chosen, planned.plan.has_chosen = true;
 }
 
 std::vector<cublasLtMatmulAlgo_t> Planner::propose(const PlannedProblem& planned, int count) {
@@ -256,15 +256,26 @@ bool Planner::accepts(const Plan& plan, const cublasLtMatmulAlgo_t& algorithm) {
            result.state == CUBLAS_STATUS_SUCCESS && result.workspaceSize <= blas_workspace_bytes;
 }
 
-void Planner::launch(const Problem& problem, const Plan& plan, float beta, void* workspace, cudaStream_t stream) {
+bool Planner::launch(const Problem& problem, const Plan& plan, float beta, void* workspace, cudaStream_t stream) {
     const float one = 1.0f;
     std::unique_lock<std::mutex> lock(addresses_mutex_, std::defer_lock);
     if (problem.bias || problem.scaling.scaled) lock.lock();
     if (problem.bias) set_attribute(plan.desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, problem.bias, "set a bias");
     if (problem.scaling.scaled) set_scales(plan.desc, problem.scaling);
-    need(cublasLtMatmul(handle_, plan.desc, &one, problem.b.data, plan.a, problem.a.data, plan.b, &beta, problem.c.data, plan.c,
-                        const_cast<char*>(problem.out.data), plan.d, &plan.algo, workspace, blas_workspace_bytes, stream),
-         "launch a matmul");
+    const auto enqueue = [&](const cublasLtMatmulAlgo_t& algorithm) {
+        return cublasLtMatmul(handle_, plan.desc, &one, problem.b.data, plan.a, problem.a.data, plan.b, &beta, problem.c.data,
+                              plan.c, const_cast<char*>(problem.out.data), plan.d, &algorithm, workspace, blas_workspace_bytes,
+                              stream);
+    };
+    // These mean that nothing has been enqueued. Neither a proposal nor the check of an algorithm promises that it runs.
+    const auto is_refused = [](cublasStatus_t status) {
+        return status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE;
+    };
+    cublasStatus_t status = enqueue(plan.algo);
+    if (is_refused(status) && plan.has_chosen) status = enqueue(plan.first_proposal);
+    if (is_refused(status)) return false;
+    need(status, "launch a matmul");
+    return true;
 }
 
 Planner& planner_of_current_device() {

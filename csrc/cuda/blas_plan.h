@@ -64,8 +64,9 @@ struct Problem {
 struct Plan {
     cublasLtMatmulDesc_t desc = nullptr;
     cublasLtMatrixLayout_t a = nullptr, b = nullptr, c = nullptr, d = nullptr;
-    cublasLtMatmulAlgo_t algo{};
+    cublasLtMatmulAlgo_t algo{}, first_proposal{};
     bool usable = false;
+    bool has_chosen = false;  // `algo` comes from MatmulAlgorithms
 };
 
 // A plan, and what a search for a better algorithm needs.
@@ -73,8 +74,6 @@ struct PlannedProblem {
     Problem problem;
     std::string key;  // the shape as text, also in files
     Plan plan;
-    cublasLtMatmulAlgo_t first_proposal{};
-    bool has_chosen = false;  // the algorithm comes from MatmulAlgorithms
     uint64_t generation = 0;  // of MatmulAlgorithms, when the algorithm was set
     int64_t uses = 0;
 };
@@ -94,8 +93,9 @@ class Planner {
     std::vector<cublasLtMatmulAlgo_t> propose(const PlannedProblem& planned, int count);
     // Returns whether the library runs a plan by this algorithm, in our workspace.
     bool accepts(const Plan& plan, const cublasLtMatmulAlgo_t& algorithm);
-    // Enqueues a matmul: the addresses of `problem`, the descriptions and algorithm of `plan`.
-    void launch(const Problem& problem, const Plan& plan, float beta, void* workspace, cudaStream_t stream);
+    // Enqueues a matmul: the addresses of `problem`, the descriptions and algorithm of `plan`. A chosen algorithm that the
+    // library refuses is replaced by its first proposal. Returns false, and enqueues nothing, if it refuses that too.
+    bool launch(const Problem& problem, const Plan& plan, float beta, void* workspace, cudaStream_t stream);
 
   private:
     PlannedProblem make(const Problem& problem);

@@ -56,7 +56,7 @@ std::vector<SearchProblem> search_problems() {
     std::vector<SearchProblem> all;
     for (const PlannedProblem& planned : planner_of_current_device().problems()) {
         if (!planned.plan.usable) continue;
-        all.push_back({planned.key, text_of(planned.problem), planned.uses, planned.has_chosen, planned.problem.by_address,
+        all.push_back({planned.key, text_of(planned.problem), planned.uses, planned.plan.has_chosen, planned.problem.by_address,
                        buffers_of(planned.problem)});
     }
     return all;
@@ -75,12 +75,15 @@ void run_algorithm(const std::string& key, const std::string& algorithm, const s
     const PlannedProblem planned = planner.find(key);
     Problem problem = planned.problem;
     Plan plan = planned.plan;
-    if (!algorithm_of(algorithm, plan.algo) || !planner.accepts(plan, plan.algo)) {
+    plan.has_chosen = false;  // no other algorithm takes its place
+    const auto need = [&](bool accepted) {
+        if (accepted) return;
         throw NamedError("OptionError", {{"what", "cuBLASLt refuses an algorithm for this matmul"},
                                          {"where", text_of(problem)},
                                          {"got", std::to_string(algorithm.size()) + " bytes"},
                                          {"expected", "an algorithm that propose_algorithms returned for it"}});
-    }
+    };
+    need(algorithm_of(algorithm, plan.algo) && planner.accepts(plan, plan.algo));
     const auto address = [&](const char* name) {
         const auto entry = buffers.find(name);
         if (entry != buffers.end() && entry->second != 0) return reinterpret_cast<const char*>(entry->second);
@@ -95,7 +98,7 @@ void run_algorithm(const std::string& key, const std::string& algorithm, const s
         problem.scaling.b = reinterpret_cast<const float*>(address("b_scale"));
     }
     if (problem.by_address) set_addresses(problem, address("addresses"), stream);
-    planner.launch(problem, plan, 0.0f, reinterpret_cast<void*>(workspace), stream);
+    need(planner.launch(problem, plan, 0.0f, reinterpret_cast<void*>(workspace), stream));
 }
 
 int64_t blas_version() {

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..errors import OptionError
 from ..extension import extension
 from ..session import device_wait
 from .search import Problem
@@ -67,8 +68,14 @@ class MatmulGpu:
         flush = self._cache_flush()
         addresses = {name: buffer.data_ptr() for name, buffer in buffers.items()}
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        expected: list[torch.Tensor] = []
+        expected: list[torch.Tensor] = []  # the result of the first proposal that runs
+        compared: set[int] = set()
         refused: set[int] = set()
+
+        def refuse(index: int, why: str) -> float:
+            log.warning("proposal %d for the matmul %s is not used: %s", index, problem.text, why)
+            refused.add(index)
+            return float("inf")
 
         def run(index: int) -> float:
             if index in refused:
@@ -76,15 +83,17 @@ class MatmulGpu:
             stream = torch.cuda.current_stream().cuda_stream
             flush.zero_()  # also hides the host time of the launch
             begin.record()
-            extension().run_matmul_algorithm(problem.key, algorithms[index], addresses, workspace.data_ptr(), stream)
+            try:
+                extension().run_matmul_algorithm(problem.key, algorithms[index], addresses, workspace.data_ptr(), stream)
+            except OptionError as error:
+                return refuse(index, str(error))
             end.record()
             device_wait.wait_for_event("a timed matmul", end)
-            if index >= len(expected):
-                expected.append(_sample(out))
-                if index > 0 and not _is_close(expected[index], expected[0]):
-                    log.warning("proposal %d for the matmul %s gives another result and is not used", index, problem.text)
-                    refused.add(index)
-                    return float("inf")
+            if index not in compared:
+                compared.add(index)
+                expected[1:] = [_sample(out)]
+                if not _is_close(expected[-1], expected[0]):
+                    return refuse(index, "it gives another result")
             return float(begin.elapsed_time(end)) * 1e3
 
         return run
