@@ -93,10 +93,16 @@ def emit_dequantize(e: Emitter, q: Node, scale: Node, dtype: torch.dtype) -> Nod
     return value
 
 
-def emit_transposed_copy(e: Emitter, q: Node) -> Node:
-    """Emit a contiguous [c, r] of `q` [r, c]. Backward recomputes it."""
+def emit_transposed_copy(e: Emitter, q: Node, may_fuse: bool) -> Node:
+    """Emit a contiguous [c, r] of `q` [r, c]. Backward recomputes it.
+
+    `may_fuse`: whether Inductor may store it in the kernel that computes `q`.
+    """
     transposed = e.call(aten.permute.default, q, [1, 0])
-    copy = e.call(aten.clone.default, transposed, memory_format=torch.contiguous_format)
+    if may_fuse:
+        copy = e.call(aten.clone.default, transposed, memory_format=torch.contiguous_format)
+    else:
+        copy = e.call(torch.ops.ub_overlap.fp8_layout_copy.default, transposed)
     mark_recomputed((transposed, copy), FIRST_REGION)
     return copy
 

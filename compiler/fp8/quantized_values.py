@@ -54,7 +54,8 @@ class QuantizedValues:
 
     `float8_gathers`: the all_gathers that carry float8 only. `quantize`: how a value is cast at its origin. `inputs`: the graph
     inputs that sizes may be read from. `is_cast_per_reader`: whether readers do not share the casts of a value. `stop_at`:
-    values that are cast as they are, wherever their elements come from.
+    values that are cast as they are, wherever their elements come from. `may_fuse_copies`: whether transposed copies may be
+    stored by the kernels of casts: not where those reduce rows.
     """
 
     def __init__(
@@ -65,9 +66,11 @@ class QuantizedValues:
         inputs: Sequence[Node],
         is_cast_per_reader: Callable[[Node], bool] = lambda node: False,
         stop_at: Container[Node] = (),
+        may_fuse_copies: bool = True,
     ) -> None:
         self.graph, self._quantize, self._inputs, self._stop_at = graph, quantize, inputs, stop_at
         self.float8_gathers, self.is_cast_per_reader = float8_gathers, is_cast_per_reader
+        self._may_fuse_copies = may_fuse_copies
         self.reader: Node
         """The node that values are quantized for: new nodes are inserted before it."""
         self.replaced: set[Node] = set()
@@ -127,7 +130,7 @@ class QuantizedValues:
     def _transposed_copy(self, base: Node) -> Node:
         if (base, "transposed") not in self._copies:
             with self.emitter(base) as e:
-                self._copies[base, "transposed"] = emit_transposed_copy(e, base)
+                self._copies[base, "transposed"] = emit_transposed_copy(e, base, self._may_fuse_copies)
         return self._copies[base, "transposed"]
 
     def _contiguous_copy(self, q: Node) -> Node:

@@ -7,6 +7,7 @@
     compare                                                     verification
     fp8_amax_history, fp8_first_amax, fp8_record_amax           delayed scaling
     fp8_cached_weight                                           float8 weights that outlive a call
+    fp8_layout_copy                                             a transposed copy that is not fused
 
 Every op that overlaps ends with (str strategy, str group, str site). C++ implements it (csrc/bindings/ops/).
 An op with a list among its results has a second form `<name>_flat`, which returns all of them in one list. Inductor's C++
@@ -40,6 +41,7 @@ from . import compare as compare  # registers ub_overlap::compare
 from . import fp8_amax_history as fp8_amax_history
 from . import fp8_cached_weight as fp8_cached_weight
 from . import fp8_first_amax as fp8_first_amax
+from . import fp8_layout_copy as fp8_layout_copy
 from . import fp8_record_amax as fp8_record_amax
 from .definition import OpDefinition
 from .plain_collective import at_site

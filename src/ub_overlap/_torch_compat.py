@@ -41,6 +41,7 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "inductor_tiling": ("torch._inductor.tiling_utils",),
     "inductor_virtualized": ("torch._inductor.virtualized:V",),
     "list_mode_options": ("torch._inductor:list_mode_options",),
+    "lowerings": ("torch._inductor.lowering:lowerings",),
     "min_cut_rematerialization_partition": ("torch._functorch.partitioners:min_cut_rematerialization_partition",),
     "register_lowering": ("torch._inductor.lowering:register_lowering",),
     "stable_topological_sort": ("torch._inductor.pattern_matcher:stable_topological_sort",),

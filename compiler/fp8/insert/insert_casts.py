@@ -81,7 +81,14 @@ class _CastInserter:
         if config.recipe.delayed:
             self._delayed = DelayedScaling(graph, inputs, config.state, step=bool(backward))
         gathers = find_float8_gathers(graph, self._scale_axes, chosen.scaled)
-        self._values = QuantizedValues(graph, gathers, self._quantize, inputs, is_cast_per_reader=self._cached.is_from_weight)
+        self._values = QuantizedValues(
+            graph,
+            gathers,
+            self._quantize,
+            inputs,
+            is_cast_per_reader=self._cached.is_from_weight,
+            may_fuse_copies=not config.recipe.delayed,
+        )
 
     def rewrite(self) -> None:
         graph, values, chosen = self._graph, self._values, self._chosen

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 
 from tests.fp8.rank_fp8 import run_microbatches, run_unequal_ranks
 from tests.gpu import captures
@@ -105,6 +107,51 @@ def compiled(lockstep: Lockstep, turns: int) -> str:
     return f"{turns} steps, bitwise"
 
 
+class Gated(nn.Module):
+    """A norm and a gated feed-forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(512)
+        self.w1, self.w3, self.w2 = (nn.Linear(*sizes, bias=False) for sizes in ((512, 1024), (512, 1024), (1024, 512)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+
+
+def kinds_of_casts(code: str) -> list[str]:
+    """Return the heuristics of Inductor's kernels that read 16 bits and store float8."""
+    kinds = []
+    for body in re.findall(r"async_compile\.triton\('\w+', '''(.*?)'''", code, re.DOTALL):
+        signature = re.search(r"'signature': (\{.*?\})", body)
+        heuristics = re.search(r"@triton_heuristics\.(\w+)", body)
+        assert signature is not None and heuristics is not None, body[:500]
+        pointers = signature.group(1)
+        if re.search(r"'out_ptr\d+': '\*fp8", pointers) and re.search(r"'in_ptr\d+': '\*bf16'", pointers):
+            kinds.append(heuristics.group(1))
+    return kinds
+
+
+def fused(lockstep: Lockstep) -> str:
+    """Every cast of a norm, an activation or a gradient is in the kernel that measures it: one that reduces its rows."""
+    if not lockstep.cuda:
+        pytest.skip("Inductor's kernels for the CPU have another form")
+    kinds = {}
+    for recipe in ("tensorwise", "delayed"):
+        torch.manual_seed(3)
+        captures.reset()
+        model = Gated().to(lockstep.device, BF16)
+        options = {"fp8": {"recipe": recipe, "state": "fused"}, "overlap": "force", "force_disable_caches": True}
+        run: Any = torch.compile(model, backend="ub_overlap", options=options)
+        x = torch.randn(2048, 512, device=lockstep.device).to(BF16)
+        _, codes = run_and_get_code(captures.step, run, model, x)
+        kinds[recipe] = kinds_of_casts("".join(codes))
+    assert len(kinds["delayed"]) >= 4 and all(kind.endswith("reduction") for kind in kinds["delayed"]), kinds
+    assert "pointwise" in kinds["tensorwise"], kinds  # the cast of an activation comes after its measure
+    return f"{len(kinds['delayed'])} kernels cast and measure"
+
+
 def first_seen_in_a_capture(lockstep: Lockstep) -> str:
     """A weight first seen in a capture: a copy of the only module's is accepted, another module's is refused."""
     if not lockstep.cuda:
@@ -168,6 +215,11 @@ def test_captured(lockstep: Lockstep) -> None:
 @pytest.mark.deadline(150)
 def test_compiled(lockstep: Lockstep) -> None:
     lockstep.note(compiled(lockstep, 5 if lockstep.quick else 20))
+
+
+@pytest.mark.deadline(150)
+def test_fused(lockstep: Lockstep) -> None:
+    lockstep.note(fused(lockstep))
 
 
 @pytest.mark.deadline(120)
