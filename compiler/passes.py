@@ -158,7 +158,9 @@ class RewritePass(_Pass):
         phase = phase_of(graph)
         if phase == "forward" or not self._calling_line:  # backward may be compiled by autograd, far from the user's call
             self._calling_line = calling_line()
-        decided = decide(graph, self.options, phase, transport.unsupported_reason, self._calling_line)
+        decided = decide(
+            graph, self.options, phase, transport.unsupported_reason, self._calling_line, self.inputs.neighbors_in(graph)
+        )
         if not (decided.plan.decisions or decided.plan.casts):
             return
         HISTORY.record(decided.plan)

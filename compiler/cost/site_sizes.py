@@ -14,7 +14,6 @@ from ub_overlap.runtime.fp8.numerics import FLOAT8
 from ..graph.aten import dtype_of, shape_of
 from ..graph.sizes import Size, about, evaluate_size, hint_of, numel, size_symbols
 from ..match.collectives import Op
-from ..match.pack_groups import pack_copies
 from ..match.site import Gather, Reduction, Site
 from ..plan.decision import SiteSizes
 from .site_shape import SIZES, SiteShape
@@ -77,7 +76,7 @@ def sizes_of_site(site: Site, wire_dtype: str = "") -> SiteSizes | None:
         return None
     last = site.shard_dim_is_last if isinstance(site, Gather | Reduction) else False
     packs = site.packs if isinstance(site, Gather | Reduction) else ()
-    copies = pack_copies(site) if isinstance(site, Gather | Reduction) else ()
+    copies = site.pack_copies if isinstance(site, Gather | Reduction) else ()
     return SiteSizes(kind, c.ranks, dtype, matmuls, *whole, keep, last, outer, operands, wire_dtype, packs, copies)
 
 

@@ -90,6 +90,11 @@ def alias_base(node: Node) -> Node | None:
     return node.all_input_nodes[0] if returns and returns[0].alias_info is not None else None
 
 
+def is_mutable(node: Node) -> bool:
+    """Return whether `node` writes to a tensor."""
+    return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
+
+
 def storage_node(node: Node) -> Node:
     """Return the node that allocated the memory of `node`."""
     while (base := alias_base(node)) is not None:

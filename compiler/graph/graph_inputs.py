@@ -5,17 +5,41 @@ Decisions rest on them, so they are part of cache keys. torch's own cache keys l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from ub_overlap import _torch_compat as compat
+from ub_overlap.runtime.packed_mark import MARK
 
+from .aten import is_mutable
 from .dtensor_sizes import UnevenInputs, find_uneven_inputs
 from .sizes import hint_of, symbolic_sizes
+
+Neighbors = Mapping[Node, tuple[int, int]]
+"""Placeholders of packed parameters: the number of their block of memory, and the offset in elements."""
+NO_NEIGHBORS: Neighbors = MappingProxyType({})
+
+
+def _find_neighbors(inputs: Sequence[Any], parameters: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+    """Return (position, number of the block, offset in elements) of packed parameters that follow each other in memory."""
+    packed = {i: getattr(inputs[i], "_local_tensor", inputs[i]) for i in parameters if hasattr(inputs[i], MARK)}
+    found: list[tuple[int, int, int]] = []
+    blocks, begin, end = 0, 0, None
+    for i, weight in sorted(packed.items(), key=lambda item: item[1].data_ptr()):
+        if not weight.is_contiguous():
+            continue
+        if weight.data_ptr() != end:
+            blocks, begin = blocks + 1, weight.data_ptr()
+        found.append((i, blocks, (weight.data_ptr() - begin) // weight.element_size()))
+        end = weight.data_ptr() + weight.numel() * weight.element_size()
+    # Blocks are numbered by their first position: addresses differ between runs and ranks.
+    numbers = {block: number for number, block in enumerate(dict.fromkeys(block for _, block, _ in sorted(found)))}
+    return tuple((i, numbers[block], offset) for i, block, offset in sorted(found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +52,8 @@ class GraphInputs:
     """The local sizes of inputs that differ between ranks."""
     parameters: tuple[int, ...] = ()
     """The positions of the model's parameters, which are the same tensors in every call."""
+    neighbors: tuple[tuple[int, int, int], ...] = ()
+    """(position, number of the block of memory, offset in elements) of packed parameters (ub_overlap.pack)."""
     is_known: bool = True
     """False for passes that see graphs only: they have none of these facts."""
 
@@ -36,7 +62,16 @@ class GraphInputs:
         """Return the facts about the inputs that a backend gets."""
         hints = tuple((hint_of(x), compat.range_of(x)) for x in symbolic_sizes(inputs))
         parameters = tuple(i for i, x in enumerate(inputs) if isinstance(x, torch.nn.Parameter))
-        return cls(hints, find_uneven_inputs(inputs), parameters)
+        return cls(hints, find_uneven_inputs(inputs), parameters, _find_neighbors(inputs, parameters))
+
+    def neighbors_in(self, graph: Graph) -> Neighbors:
+        """Return the placeholders of a forward or backward graph that take packed parameters.
+
+        Those that the graph writes to are left out, as a write would not wait for those who read the block as one matrix.
+        """
+        places = {position: (block, offset) for position, block, offset in self.neighbors}
+        found = {n: places.get(compat.graph_input(n)) for n in graph.find_nodes(op="placeholder")} if places else {}
+        return {n: place for n, place in found.items() if place is not None and not any(map(is_mutable, n.users))}
 
     def parameters_in(self, graph: Graph) -> set[Node]:
         """Return the placeholders of a joint graph that take parameters, or their local tensors."""

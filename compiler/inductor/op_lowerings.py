@@ -16,6 +16,7 @@ def register_lowerings() -> None:
     """Register the lowerings, once in a process."""
     _never_reuse(torch.ops.ub_overlap.fp8_cached_weight.default)
     _never_fuse(torch.ops.ub_overlap.fp8_layout_copy.default)
+    _never_reuse(torch.ops.ub_overlap.packed_weight.default)
     for definition in ops.DEFINITIONS.values():
         if definition.flat_overload is not None:
             use_flat_results(definition.overload, definition.flat_overload)

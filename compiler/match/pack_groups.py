@@ -13,32 +13,38 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from ..graph.aten import dtype_of
-from ..graph.matmul import Matmul
-from ..graph.sizes import about
+from ..graph.aten import dtype_of, shape_of
+from ..graph.graph_inputs import NO_NEIGHBORS, Neighbors
+from ..graph.matmul import Matmul, Operand
+from ..graph.operand_source import find_source
+from ..graph.sizes import about, is_same_shape, numel
 from .site import Bulk, Consumer, Gather, Reduction, Site
 
 PackedSite = Gather | Reduction
 T = TypeVar("T")
 
 
-def packed_forms(site: Site) -> list[PackedSite]:
+def packed_forms(site: Site, neighbors: Neighbors = NO_NEIGHBORS) -> list[PackedSite]:
     """Return `site` with its pack groups: whole ones first, then without their largest, their two largest, ...
 
-    A large matmul gains little from a pack, and its operand is the dearest to copy.
+    A large matmul gains little from a pack, and its operand is the dearest to copy. `neighbors`: weights that need no copy.
     """
     groups = [] if isinstance(site, Bulk) or any(p.scales for p in site.matmuls) else _groups(site)
     if isinstance(site, Bulk) or not groups:
         return []
     return [
-        _packed(site, [sorted(group, key=lambda i: (_size(site, i), i))[: max(0, len(group) - dropped)] for group in groups])
+        _packed(
+            site,
+            [sorted(group, key=lambda i: (_size(site, i), i))[: max(0, len(group) - dropped)] for group in groups],
+            neighbors,
+        )
         for dropped in range(max(map(len, groups)) - 1)
     ]
 
 
-def one_matmul(site: Site) -> PackedSite | None:
-    """Return the form of `site` whose matmuls are all one; None if there is none."""
-    return next((form for form in packed_forms(site) if len(form.packs) == 1), None)
+def one_matmul(site: Site, neighbors: Neighbors = NO_NEIGHBORS) -> PackedSite | None:
+    """Return the form of `site` whose matmuls are all one; None if there is none. `neighbors`: as for `packed_forms`."""
+    return next((form for form in packed_forms(site, neighbors) if len(form.packs) == 1), None)
 
 
 def explain_unpacked(site: Site) -> str:
@@ -73,15 +79,45 @@ def _size(site: PackedSite, index: int) -> int:
     return about(size) if isinstance(size, int) else 0
 
 
-def _packed(site: PackedSite, groups: Sequence[Sequence[int]]) -> PackedSite:
-    """Return `site` with the members of each group of two or more next to each other, in graph order."""
+def _packed(site: PackedSite, groups: Sequence[Sequence[int]], neighbors: Neighbors) -> PackedSite:
+    """Return `site` with the members of each group of two or more next to each other.
+
+    They are in the order of their weights in memory where these are next to each other, else in graph order.
+    """
     first = {min(group): sorted(group) for group in groups if len(group) > 1}
     inside = {i for group in first.values() for i in group}
     order = [first.get(i, [i]) for i in range(len(site.matmuls)) if i in first or i not in inside]
+    lhs, dim = ("", 1) if isinstance(site, Gather) else ("lhs", 0)
+    rights = [k.operand for k in site.consumers] if isinstance(site, Gather) else [term.rhs for term in site.terms]
+    copies: list[str] = []
+    for number, group in enumerate(order):
+        if len(group) == 1:
+            copies.append("")
+            continue
+        adjacent = _order_in_memory([rights[i] for i in group], dim, neighbors)
+        order[number] = [group[i] for i in adjacent] if adjacent else group
+        copies.append(lhs if adjacent else "+".join(filter(None, (lhs, "rhs"))))
     packs, flat = tuple(map(len, order)), [i for group in order for i in group]
     if isinstance(site, Gather):
-        return replace(site, consumers=tuple(site.consumers[i] for i in flat), packs=packs)
-    return replace(site, terms=tuple(site.terms[i] for i in flat), packs=packs)
+        return replace(site, consumers=tuple(site.consumers[i] for i in flat), packs=packs, pack_copies=tuple(copies))
+    return replace(site, terms=tuple(site.terms[i] for i in flat), packs=packs, pack_copies=tuple(copies))
+
+
+def _order_in_memory(operands: Sequence[Operand], dim: int, neighbors: Neighbors) -> list[int] | None:
+    """Return the order of `operands`, joined along `dim`, as weights next to each other in memory. None if they are not."""
+    sources = [find_source(operand) for operand in operands]
+    # Rows of the stored matrices follow each other: the columns of matrices that are stored transposed.
+    if not all(s.node in neighbors and s.is_transposed == (dim == 1) for s in sources):
+        return None
+    if not all(is_same_shape(shape_of(s.node), s.shape) for s in sources):
+        return None
+    order = sorted(range(len(sources)), key=lambda i: neighbors[sources[i].node])
+    storage, end = neighbors[sources[order[0]].node]
+    for i in order:
+        if neighbors[sources[i].node] != (storage, end):
+            return None
+        end += numel(sources[i].shape)
+    return order
 
 
 def consumer_packs(site: Gather) -> list[tuple[Consumer, ...]]:
@@ -92,12 +128,6 @@ def consumer_packs(site: Gather) -> list[tuple[Consumer, ...]]:
 def term_packs(site: Reduction) -> list[tuple[Matmul, ...]]:
     """Return the terms by the matmul of the op that computes them."""
     return _cut(site.terms, site.packs)
-
-
-def pack_copies(site: PackedSite) -> tuple[str, ...]:
-    """Return the operands that each pack copies together: "", "lhs", "rhs" or "lhs+rhs" (SiteSizes.pack_copies)."""
-    copied = "rhs" if isinstance(site, Gather) else "lhs+rhs"
-    return tuple(copied if size > 1 else "" for size in site.packs)
 
 
 def _cut(values: tuple[T, ...], packs: tuple[int, ...]) -> list[tuple[T, ...]]:

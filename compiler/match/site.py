@@ -86,6 +86,8 @@ class Gather:
     """The gather of the scales of float8 rows."""
     packs: tuple[int, ...] = ()
     """Numbers of neighboring consumers that become one matmul (pack_groups.py), e.g. (3, 1). Empty: each is one."""
+    pack_copies: tuple[str, ...] = ()
+    """The operands that each of `packs` copies together: "", "lhs", "rhs" or "lhs+rhs"."""
 
     @property
     def scaled(self) -> Scales | None:
@@ -190,6 +192,8 @@ class Reduction:
     """The root and nodes of the view chain with readers outside of the site: their values must survive the rewrite."""
     packs: tuple[int, ...] = ()
     """Numbers of neighboring terms that become one matmul (pack_groups.py), e.g. (3, 1). Empty: each is one."""
+    pack_copies: tuple[str, ...] = ()
+    """The operands that each of `packs` copies together: "", "lhs", "rhs" or "lhs+rhs"."""
 
     @property
     def scale(self) -> float:

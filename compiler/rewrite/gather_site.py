@@ -24,7 +24,8 @@ def rewrite_gather(
     """Emit the op. Return the replacement of each node. The insertion point is after every operand."""
     shard = _shard(e, m)
     packs = consumer_packs(m)
-    operands = [packed.emit(e, [k.operand for k in pack], 1) for pack in packs]
+    copies = m.pack_copies or ("",) * len(packs)
+    operands = [packed.emit(e, [k.operand for k in pack], 1, "rhs" in c) for pack, c in zip(packs, copies, strict=True)]
     outer = 1 if m.shard_dim_is_last else e.size(m.blocks.outer)
     if m.scaled is not None:
         return _rewrite_scaled(e, m, shard, operands, outer, strategy, site)

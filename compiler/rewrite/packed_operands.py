@@ -1,6 +1,7 @@
 """Packed operands: matrices side by side in one, and the parts of the result.
 
-    operands   [B1 | B2] by aten.cat; once for all sites of a graph that pack the same matrices
+    operands   [B1 | B2] by aten.cat, or ub_overlap.packed_weight for weights next to each other in memory; once for all sites
+               of a graph that pack the same matrices
     results    slices: blocks of rows are contiguous, blocks of columns are not (part_strides.py)
 
 Matrices are joined as they are stored. A stored weight [N, H] that is multiplied as [H, N] is joined along its rows, and the
@@ -15,12 +16,11 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
-from ..graph.aten import Effect, aten, dtype_of, element_effect, node_arg, shape_of
+from ..graph.aten import aten, dtype_of, shape_of
 from ..graph.emitter import Emitter
 from ..graph.matmul import Operand
+from ..graph.operand_source import find_source
 from ..graph.sizes import Size, as_sizes, is_same, is_same_shape
-
-_VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 
 
 @dataclass(slots=True)
@@ -33,17 +33,20 @@ class PackedOperands:
     """The values of slices, which are equal in all layers of a model."""
     _joined: dict[tuple[object, ...], Node] = field(default_factory=dict)
 
-    def emit(self, e: Emitter, operands: Sequence[Operand], dim: int) -> Node:
-        """Emit the matrix of `operands` side by side along `dim`; a single one as it is."""
+    def emit(self, e: Emitter, operands: Sequence[Operand], dim: int, is_copied: bool = True) -> Node:
+        """Emit the matrix of `operands` side by side along `dim`; a single one as it is.
+
+        `is_copied`: False for weights that lie next to each other in memory.
+        """
         if len(operands) == 1:
             return e.operand(operands[0])
-        sources = [_find_source(e, operand) for operand in operands]
+        sources = [find_source(operand, e.current) for operand in operands]
         is_transposed = 2 * sum(map(_is_column_major, sources)) > len(sources)
         if is_transposed:
             sources, dim = [source.t for source in sources], 1 - dim
         key = (*((s.node, s.shape, s.is_transposed) for s in sources), dim)
         if key not in self._joined:
-            self._joined[key] = _join(e, [e.operand(s) for s in sources], dim)
+            self._joined[key] = _join(e, [e.operand(s) for s in sources], dim, is_copied)
         return e.transpose(self._joined[key]) if is_transposed else self._joined[key]
 
     def cut(self, e: Emitter, result: Node, sizes: Sequence[int], dim: int) -> list[Node]:
@@ -64,24 +67,6 @@ class PackedOperands:
         return part
 
 
-def _find_source(e: Emitter, operand: Operand) -> Operand:
-    """Return the operand as the matrix of the node that views and transposes start from."""
-    node = e.current(operand.node)
-    while (effect := element_effect(node)) is not None:
-        if (
-            effect.kind is Effect.TRANSPOSE
-            and is_same_shape(shape_of(node), operand.shape)
-            and len(shape_of(effect.source)) == 2
-        ):
-            operand = Operand(effect.source, (operand.shape[1], operand.shape[0]), not operand.is_transposed)
-        elif node.target in _VIEWS:
-            operand = Operand(node_arg(node), operand.shape, operand.is_transposed)
-        else:
-            break
-        node = e.current(operand.node)
-    return Operand(node, operand.shape, operand.is_transposed)
-
-
 def _is_column_major(operand: Operand) -> bool:
     """Return whether the columns of the matrix, as it is multiplied, are stored one after the other."""
     value = operand.node.meta["val"]
@@ -92,10 +77,12 @@ def _is_column_major(operand: Operand) -> bool:
     return is_stored_by_columns != operand.is_transposed
 
 
-def _join(e: Emitter, matrices: Sequence[Node], dim: int) -> Node:
+def _join(e: Emitter, matrices: Sequence[Node], dim: int, is_copied: bool) -> Node:
     """Emit one contiguous matrix."""
     shapes = [shape_of(matrix) for matrix in matrices]
     total: Size = sum(shape[dim] for shape in shapes)
     shape = (total, shapes[0][1]) if dim == 0 else (shapes[0][0], total)
     value: torch.Tensor | None = e.empty(shape, matrices[0].meta["val"].dtype, matrices[0])
+    if not is_copied:
+        return e.call(torch.ops.ub_overlap.packed_weight.default, list(matrices), value_is=value)
     return e.call(aten.cat.default, list(matrices), dim, value_is=value)

@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 
 from ub_overlap import _torch_compat as compat
 
-from ..graph.aten import alias_base, aten
+from ..graph.aten import alias_base, aten, is_mutable
 
 _RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 _FIXED = {
@@ -180,14 +180,14 @@ def _is_view(user: Node, node: Node) -> bool:
     """Return whether `user` is a view of `node`, or one of several views."""
     if user.target in _FIXED or user.target is torch.ops._c10d_functional.wait_tensor.default:
         return False
-    return user.target in _RESHAPES or (alias_base(user) is node and not _is_mutable(user))
+    return user.target in _RESHAPES or (alias_base(user) is node and not is_mutable(user))
 
 
 def _takes_strides(user: Node, value: Any) -> bool:
     """Return whether `user`, no view, takes the strides of `value` where it was traced with a contiguous tensor."""
     if not isinstance(user.target, compat.OpOverload):
         return False
-    if user.target in _FIXED or (_is_mutable(user) and user.target is not aten.copy_.default):
+    if user.target in _FIXED or (is_mutable(user) and user.target is not aten.copy_.default):
         return False
     if "attention" in user.target._schema.name:
         return all(_is_multiple(size, value) for size in (value.storage_offset(), *value.stride()) if size != 1)
@@ -197,10 +197,6 @@ def _takes_strides(user: Node, value: Any) -> bool:
 def _is_multiple(elements: Any, value: torch.Tensor) -> bool:
     """Return whether so many elements of `value` are known to be a multiple of the alignment."""
     return isinstance(elements, int) and elements * value.element_size() % _ALIGNMENT == 0
-
-
-def _is_mutable(user: Node) -> bool:
-    return bool(getattr(getattr(user.target, "_schema", None), "is_mutable", False))
 
 
 def _copy(graph: Graph, part: Node) -> None:

@@ -45,7 +45,8 @@ def _emit_op(e: Emitter, m: Reduction, strategy: str, site: str, packed: PackedO
     c, dtype = m.collective, dtype_of(m.terms[0].node)
     packs = term_packs(m)
     lhs = [packed.emit(e, [t.lhs for t in pack], 1) for pack in packs]
-    rhs = [packed.emit(e, [t.rhs for t in pack], 0) for pack in packs]
+    copies = m.pack_copies or ("",) * len(packs)
+    rhs = [packed.emit(e, [t.rhs for t in pack], 0, "rhs" in copied) for pack, copied in zip(packs, copies, strict=True)]
     addend, keep = emit_addend(e, m), bool(m.kept_nodes)
     # A scaling that kept the sum in range now follows it. Until then the sum stays in float32.
     out_dtype = torch.float32 if m.scalings else dtype_of(c.node)

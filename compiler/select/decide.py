@@ -10,6 +10,7 @@ from torch.fx import Graph
 from ub_overlap.runtime.site_id import SiteId
 
 from ..cost.policy import Policy
+from ..graph.graph_inputs import NO_NEIGHBORS, Neighbors
 from ..graph.sizes import size_symbols
 from ..joint.joint_decision import joint_decision
 from ..match import Candidate, Miss, find_candidates
@@ -50,15 +51,23 @@ class Decided:
     """c10d names of the groups of its collectives."""
 
 
-def decide(graph: Graph, options: Options, phase: str, transport: Transport, calling_line: str = "") -> Decided:
+def decide(
+    graph: Graph,
+    options: Options,
+    phase: str,
+    transport: Transport,
+    calling_line: str = "",
+    neighbors: Neighbors = NO_NEIGHBORS,
+) -> Decided:
     """Decide every collective of `graph`; `phase` is "forward" or "backward".
 
-    `calling_line`: the source of sites that have no line of the user's code in the graph.
+    `calling_line`: the source of sites that have no line of the user's code in the graph. `neighbors`: packed
+    weights.
     """
     candidates = find_candidates(graph)
     names = [f"{phase}.{number}" for number in range(len(candidates))]
     overrides = find_overrides(candidates, options, phase)
-    order, costs = FusionOrder(graph), SiteCosts.of(graph, Policy.of(options))
+    order, costs = FusionOrder(graph), SiteCosts.of(graph, Policy.of(options), neighbors)
     known = frozenset(symbol for symbol, _ in size_symbols(graph))
     finder = AlternativeFinder(costs, order, lambda site: unknown_size(site, known))
     found: list[Alternatives] = []

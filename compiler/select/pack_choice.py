@@ -23,7 +23,7 @@ class PackedChoice:
 def choose_form(site: Site, costs: SiteCosts, forced: Strategy | DispatchTable | None, chunks: int) -> PackedChoice:
     """Return `site`, or a packed form of it. `forced`, `chunks`: what the user requests, as for `SiteCosts.choose`."""
     choice = None if forced else costs.choose(site, chunks)
-    forms = packed_forms(site)
+    forms = packed_forms(site, costs.neighbors)
     if not forms:
         return PackedChoice(site, choice, explain_unpacked(site))
     pack = costs.policy.pack
@@ -32,7 +32,7 @@ def choose_form(site: Site, costs: SiteCosts, forced: Strategy | DispatchTable |
     if pack == "force":
         packed = None if forced else costs.choose(forms[0], chunks)
         return PackedChoice(forms[0], packed, f"packed as {_sizes(forms[0])}: pack='force'")
-    if forced and forced.direct and (whole := one_matmul(site)):
+    if forced and forced.direct and (whole := one_matmul(site, costs.neighbors)):
         return PackedChoice(whole, None, f"packed as {_sizes(whole)}: direct stores the product of one matmul")
     requested = forced or Strategy(Mode.PIPELINED, chunks)
     times = costs.times_us(site, choice, requested)

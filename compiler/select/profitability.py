@@ -15,6 +15,7 @@ from ..cost.profile import Profile
 from ..cost.site_shape import SiteShape
 from ..cost.site_sizes import Hints, Ranges, hints_of, ranges_of, shape_at, shape_of_site, sizes_of_site
 from ..cost.wire import FLOAT8
+from ..graph.graph_inputs import NO_NEIGHBORS, Neighbors
 from ..match import Bulk, Miss, Site
 from ..match.collectives import Collective
 from ..plan.reasons import Reason
@@ -40,14 +41,16 @@ class SiteCosts:
     policy: Policy
     hints: Hints
     ranges: Ranges
+    neighbors: Neighbors = field(default_factory=dict)
+    """Packed weights."""
     profiles: dict[str, Profile] = field(default_factory=dict)
     """By digest."""
     choices: dict[tuple[Any, ...], StrategyChoice] = field(default_factory=dict)
     """By the facts that make two sites equal."""
 
     @classmethod
-    def of(cls, graph: Graph, policy: Policy) -> SiteCosts:
-        return cls(policy, hints_of(graph), ranges_of(graph))
+    def of(cls, graph: Graph, policy: Policy, neighbors: Neighbors = NO_NEIGHBORS) -> SiteCosts:
+        return cls(policy, hints_of(graph), ranges_of(graph), neighbors)
 
     def wire_dtype(self, site: Site) -> str:
         """Return "float8" for a reduction that sends its products as float8, else ""."""

@@ -4,6 +4,7 @@
     matmul_reduce_scatter, scaled_matmul_reduce_scatter         a product whose blocks are sent while the next is computed
     matmul_all_reduce                                           the same, reduced to all ranks
     bulk                                                        a collective concurrent with independent matmuls
+    packed_weight                                               weights next to each other in memory as one matrix
     compare                                                     verification
     fp8_amax_history, fp8_first_amax, fp8_record_amax           delayed scaling
     fp8_cached_weight                                           float8 weights that outlive a call
@@ -43,6 +44,7 @@ from . import fp8_cached_weight as fp8_cached_weight
 from . import fp8_first_amax as fp8_first_amax
 from . import fp8_layout_copy as fp8_layout_copy
 from . import fp8_record_amax as fp8_record_amax
+from . import packed_weight as packed_weight
 from .definition import OpDefinition
 from .plain_collective import at_site
 from .schedule_provider import ScheduleProvider

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         matmul_all_reduce,
         matmul_reduce_scatter,
     )
+    from ub_overlap.runtime.pack import PackedGroup, pack
     from ub_overlap.runtime.session.abort import abort
     from ub_overlap.runtime.session.flight import flight_record
     from ub_overlap.runtime.settings import Settings, configure
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DDPGraphs",
     "Fp8Config",
+    "PackedGroup",
     "Plan",
     "Report",
     "Settings",
@@ -57,6 +59,7 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "optimize_ddp",
+    "pack",
     "passes",
     "reports",
     "settings",
@@ -68,6 +71,7 @@ if not TYPE_CHECKING:
     _HOME = {
         "DDPGraphs": ("ub_overlap.compiler.ddp", "DDPGraphs"),
         "Fp8Config": ("ub_overlap.compiler.fp8_config", "Fp8Config"),
+        "PackedGroup": ("ub_overlap.runtime.pack", "PackedGroup"),
         "Plan": ("ub_overlap.compiler.plan.plan", "Plan"),
         "Report": ("ub_overlap.compiler.reports.report", "Report"),
         "Settings": ("ub_overlap.runtime.settings", "Settings"),
@@ -86,6 +90,7 @@ if not TYPE_CHECKING:
         "matmul_all_reduce": ("ub_overlap.runtime.functional", "matmul_all_reduce"),
         "matmul_reduce_scatter": ("ub_overlap.runtime.functional", "matmul_reduce_scatter"),
         "optimize_ddp": ("ub_overlap.compiler.ddp", "optimize_ddp"),
+        "pack": ("ub_overlap.runtime.pack", "pack"),
         "passes": ("ub_overlap.compiler.backend", "passes"),
         "reports": ("ub_overlap.compiler.reports.report", "reports"),
         "settings": ("ub_overlap.runtime.settings", "current"),

@@ -46,6 +46,10 @@ static void register_ops(torch::Library& m) {
     m.impl("bulk", &Dispatched<&bulk, BulkRows>::call);
 }
 
+TORCH_LIBRARY_IMPL(ub_overlap, CompositeExplicitAutograd, m) {
+    m.impl("packed_weight", &packed_weight);  // Python defines the schema
+}
+
 TORCH_LIBRARY_IMPL(ub_overlap, CPU, m) {
     register_ops(m);
 }

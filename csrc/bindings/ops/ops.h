@@ -48,6 +48,9 @@ TwoTensorsAndList matmul_all_reduce(const Site& site, at::TensorList lhs, at::Te
 TensorAndList bulk(const Site& site, const at::Tensor& input, at::TensorList lhs, at::TensorList rhs, std::string collective,
                    std::string reduce_op);
 
+// Returns weights [N_i, K] as one matrix [sum of N_i, K]: their own memory if they lie next to each other, else a copy.
+at::Tensor packed_weight(at::TensorList weights);
+
 #ifdef UB_OVERLAP_CUDA
 // Returns the maxima [N] of the amax histories in `slots` [N]: columns of current [C] and past [calls, C]. `is_step`: pushes
 // `current` before, where it is above 0, and clears it.
