@@ -30,6 +30,8 @@ class Override:
     by: str
     chunks: int = 0
     """Pieces of an automatic choice that overlaps; 0: as many as are predicted to be best."""
+    packs: tuple[int, ...] | None = None
+    """The packs to use, as in `Decision`; None leaves the choice to the option `pack`."""
 
 
 def is_requestable(text: object) -> bool:

@@ -37,6 +37,8 @@ class SavedSite:
     module: str
     input: str
     strategy: str
+    packs: tuple[int, ...] | None = None
+    """As in `Decision`; None for a plan of a version without packs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,9 @@ def parse_saved_plan(plan: Mapping[str, Any], origin: str) -> tuple[SavedGraph, 
         is_merged = row["strategy"] == Mode.MERGED.value
         if not is_merged and not Strategy.is_forceable(row["strategy"]):
             raise bad(f"sites[{i}].strategy", row["strategy"], _STRATEGIES)
+        packs = row.get("packs")
+        if packs is not None and not (isinstance(packs, list | tuple) and all(isinstance(n, int) and n > 0 for n in packs)):
+            raise bad(f"sites[{i}].packs", packs, "a list of the numbers of matmuls that become one")
         sites = graphs.setdefault((str(row.get("plan", plan.get("digest", ""))), row["phase"]), [])
         if not is_merged and row.get("reason") != Reason.SCALES.value:  # scales belong to another site, or to none
             shapes = row.get("shapes")
@@ -90,6 +95,7 @@ def parse_saved_plan(plan: Mapping[str, Any], origin: str) -> tuple[SavedGraph, 
                     module=str(row.get("module") or ""),
                     input=str(shapes.get("input", "")) if isinstance(shapes, Mapping) else "",
                     strategy=row["strategy"],
+                    packs=None if packs is None else tuple(packs),
                 )
             )
     return tuple(SavedGraph(phase, tuple(sites), origin) for (_, phase), sites in graphs.items())
@@ -105,7 +111,8 @@ def match_saved_graph(graphs: Sequence[SavedGraph], phase: str, sites: Sequence[
         difference = _first_difference(graph, sites)
         if difference is None:
             _warn_of_sizes(graph, sites)
-            return {s.id: Override(parse(s.strategy), f"the saved plan {graph.origin}".strip()) for s in graph.sites}
+            by = f"the saved plan {graph.origin}".strip()
+            return {s.id: Override(parse(s.strategy), by, packs=s.packs) for s in graph.sites}
         if best is None or difference[0] > best[0]:
             best = difference
     if best is not None:

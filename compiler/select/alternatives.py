@@ -99,7 +99,7 @@ class AlternativeFinder:
             if mode is Mode.BULK:
                 small = self._add_bulk(alternatives, candidate, forced)
             else:
-                small = self._add_pipelined(alternatives, candidate, forced, override.chunks if override else 0)
+                small = self._add_pipelined(alternatives, candidate, override)
             if small:
                 return Alternatives(miss=small)
         alternatives.ranked = _subtract_margin(alternatives.ranked)
@@ -109,10 +109,9 @@ class AlternativeFinder:
         alternatives.ranked.sort(key=lambda a: (a.benefit.negated, a.is_bulk, len(a.site.matmuls)))
         return alternatives
 
-    def _add_pipelined(
-        self, alternatives: Alternatives, candidate: Candidate, forced: Strategy | DispatchTable | None, chunks: int
-    ) -> Miss | None:
+    def _add_pipelined(self, alternatives: Alternatives, candidate: Candidate, override: Override | None) -> Miss | None:
         """Add the match, and the match without some consumers. Return a miss if the candidate is below the threshold."""
+        forced, chunks = (override.strategy, override.chunks) if override else (None, 0)
         match = pipelined(candidate, self.order)
         sites = [*([] if isinstance(match, Miss) else [match]), *_without_some_consumers(candidate.match)]
         if isinstance(match, Miss):
@@ -124,7 +123,7 @@ class AlternativeFinder:
             if unknown := self.find_unknown_size(site):
                 failed = failed or unknown
                 continue
-            form = choose_form(site, self.costs, forced, chunks)
+            form = choose_form(site, self.costs, override)
             choice = form.choice
             alternatives.choice = alternatives.choice or choice
             if choice is not None and choice.strategy.mode is Mode.NONE:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from ..cost.choice import StrategyChoice, margin_us
 from ..match.pack_groups import explain_unpacked, one_matmul, packed_forms
 from ..match.site import Site
-from ..plan.strategy import DispatchTable, Mode, Strategy
+from ..overrides.requested_strategy import Override
+from ..plan.strategy import Mode, Strategy
 from .profitability import SiteCosts
 
 
@@ -20,8 +21,9 @@ class PackedChoice:
     reason: str = ""
 
 
-def choose_form(site: Site, costs: SiteCosts, forced: Strategy | DispatchTable | None, chunks: int) -> PackedChoice:
-    """Return `site`, or a packed form of it. `forced`, `chunks`: what the user requests, as for `SiteCosts.choose`."""
+def choose_form(site: Site, costs: SiteCosts, override: Override | None) -> PackedChoice:
+    """Return `site`, or a packed form of it. `override`: what the user requests."""
+    forced, chunks = (override.strategy, override.chunks) if override else (None, 0)
     choice = None if forced else costs.choose(site, chunks)
     forms = packed_forms(site, costs.neighbors)
     if not forms:
@@ -29,11 +31,16 @@ def choose_form(site: Site, costs: SiteCosts, forced: Strategy | DispatchTable |
     pack = costs.policy.pack
     if pack == "off":
         return PackedChoice(site, choice, "not packed: pack='off'")
+    if forced and forced.direct and (whole := one_matmul(site, costs.neighbors)):
+        return PackedChoice(whole, None, f"packed as {_sizes(whole)}: direct stores the product of one matmul")
+    if override and override.packs is not None:
+        form = next((form for form in forms if form.packs == override.packs), site)
+        return PackedChoice(
+            form, choice, f"packed as {_sizes(form)} by request" if form is not site else "not packed by request"
+        )
     if pack == "force":
         packed = None if forced else costs.choose(forms[0], chunks)
         return PackedChoice(forms[0], packed, f"packed as {_sizes(forms[0])}: pack='force'")
-    if forced and forced.direct and (whole := one_matmul(site, costs.neighbors)):
-        return PackedChoice(whole, None, f"packed as {_sizes(whole)}: direct stores the product of one matmul")
     requested = forced or Strategy(Mode.PIPELINED, chunks)
     times = costs.times_us(site, choice, requested)
     if times is None:

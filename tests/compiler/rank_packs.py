@@ -5,6 +5,7 @@ All values are small integers, so every sum is exact in any order and results mu
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from tests.compiler.rank_compile import FORCE, world_name
 from tests.compiler.test_fuzz import Chain, after, differ, run_ops, values
 from tests.models.compare import uncached
+from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.reports.history import HISTORY
 
 PACK: dict[str, Any] = {**FORCE, "pack": "force"}
@@ -277,6 +279,31 @@ def run_chains(rank: int, world: int, seeds: list[int]) -> tuple[list[str], int]
         if bad := differ(truth, found):
             wrong.append(f"seed {seed}: values {bad} differ: gather {shape} dim {dim} -> {' -> '.join(c.text)}")
     return wrong, packed
+
+
+def run_saved(rank: int, world: int) -> dict[str, list[list[int]]]:
+    """Return the packs of the forward under overrides that are its packed plan, by the option `pack`; and of an older plan."""
+    random = torch.Generator().manual_seed(rank)
+    inputs = [torch.randint(-2, 3, shape, generator=random).float() for shape in W]
+
+    def packs_under(pack: str, overrides: Any = None) -> tuple[list[list[int]], Plan]:
+        torch._dynamo.reset()
+        mark = HISTORY.mark()
+        options = {**FORCE, "pack": pack, "overrides": overrides}
+        with torch.no_grad(), uncached():
+            found = torch.compile(parts, backend="ub_overlap", options=options)(*inputs)
+        assert all(map(torch.equal, found, parts(*inputs)))
+        (plan,) = HISTORY.since(mark)
+        return [list(d.packs) for d in plan.decisions], plan
+
+    packed, apart = packs_under("force")[1], packs_under("off")[1]
+    older = {**json.loads(packed.to_json()), "version": 2}
+    older["sites"] = [{name: value for name, value in site.items() if name != "packs"} for site in older["sites"]]
+    return {
+        "packed": [p for pack in ("auto", "force", "off") for p in packs_under(pack, packed)[0]],
+        "apart": [p for pack in ("auto", "force", "off") for p in packs_under(pack, apart)[0]],
+        "older": [p for pack in ("auto", "force", "off") for p in packs_under(pack, older)[0]],
+    }
 
 
 class Projections(nn.Module):

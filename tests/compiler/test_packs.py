@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 
 from tests.compiler.rank_compile import FORCE, INDUCTOR, check
-from tests.compiler.rank_packs import CASES, PACK, M, run_by_hand, run_case, run_chains, run_microbatches, saved_bytes
+from tests.compiler.rank_packs import (
+    CASES,
+    PACK,
+    M,
+    run_by_hand,
+    run_case,
+    run_chains,
+    run_microbatches,
+    run_saved,
+    saved_bytes,
+)
 from tests.diff.test_verify import verified
 from tests.harness.ranks import RankPool
 from tests.models.catalogue import DTENSOR, MEGATRON, Named
@@ -96,6 +106,12 @@ def test_direct_packs_a_sum(pool2: RankPool, pack: str) -> None:
     options = {**FORCE, "pack": pack, "overrides": [{"strategy": "direct"}]}
     for differ, strides, packs in pool2.run(run_case, "summed everywhere", options, timeout=120):
         assert (differ, strides, packs) == ([], [], [[] if pack == "off" else [2]])
+
+
+def test_saved_plans(pool2: RankPool) -> None:
+    """A saved plan packs what it packed. "off" still packs nothing, and a plan without packs leaves them to the option."""
+    for found in pool2.run(run_saved, timeout=120):
+        assert found == {"packed": [[3], [3], []], "apart": [[], [], []], "older": [[], [3], []]}
 
 
 def test_off_and_unpredicted(pool2: RankPool) -> None:
