@@ -69,7 +69,7 @@ class GraphInputs:
 
         Those that the graph writes to are left out, as a write would not wait for those who read the block as one matrix.
         """
-        places = {position: (block, offset) for position, block, offset in self.neighbors}
+        places: dict[int | None, tuple[int, int]] = {position: (block, offset) for position, block, offset in self.neighbors}
         found = {n: places.get(compat.graph_input(n)) for n in graph.find_nodes(op="placeholder")} if places else {}
         return {n: place for n, place in found.items() if place is not None and not any(map(is_mutable, n.users))}
 

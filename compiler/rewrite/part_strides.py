@@ -166,7 +166,7 @@ def _compute(view: Node, views: dict[Node, tuple[Any, Any]]) -> tuple[Any, Any] 
 
     args, kwargs = torch.fx.node.map_aggregate((view.args, view.kwargs), value)  # type: ignore[misc]
     if view.target is operator.getitem:
-        return view.target, args[0][args[1]]
+        return view.target, args[0][args[1]]  # type: ignore[index]
     with compat.fake_mode_of(args[0]):
         try:
             return view.target, view.target(*args, **kwargs)  # type: ignore[operator]
