@@ -12,6 +12,6 @@ later processes until `clear-cache`.
 
 Algorithms differ in the order of their sums, so results may change in their last bits where the algorithm changes. All ranks
 that search together, or read the same file, use the same one: equal operands then give equal results on them, as without a
-search. Ranks of a larger group, some of which searched in a smaller one, may use different ones until they start again. Graphs of torch's that
-were captured before a search keep their algorithms.
+search. Ranks of a larger group, some of which searched in a smaller one, may use different ones until they start again. Graphs
+of torch's that were captured before a search keep their algorithms.
 """
