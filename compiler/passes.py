@@ -32,13 +32,12 @@ from .fp8.insert.insert_config import InsertConfig
 from .fp8.operand_layout import pin_operand_layouts
 from .fp8.recipe import recipe_of
 from .fp8.state.cached_weights import copy_returned_casts
-from .graph.aten import c10d
 from .graph.dtensor_sizes import sizes_by_placeholder
 from .graph.graph_inputs import GraphInputs
 from .graph.joint_graph import drop_unread
 from .graph.source_location import calling_line
 from .joint.activation_memory import apply_save_policy
-from .joint.merge.merge_collectives import merge_collectives
+from .joint.merge.merge_collectives import may_merge, merge_collectives
 from .match.amax_reductions import mark_amax_reductions
 from .options import Options
 from .reports.history import HISTORY
@@ -95,14 +94,13 @@ class JointPass(_Pass):
     """Merge collectives, insert float8 casts, hoist casts before gathers, and apply the memory budget."""
 
     def __call__(self, graph: Graph) -> None:
-        mergeable = (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default, c10d.all_gather_into_tensor.default)
-        may_merge = any(len(graph.find_nodes(op="call_function", target=target)) > 1 for target in mergeable)
+        merges = settings.current().merge_collectives and self.options.overlap != "off" and may_merge(graph)
         has_float8 = bool(graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default))
-        may_change = may_merge or has_float8 or self.options.fp8.is_on
+        may_change = merges or has_float8 or self.options.fp8.is_on
         recorder = SnapshotRecorder(graph, "joint", settings.current().snapshots and may_change)
         recorder.before()
         policy = Policy.of(self.options)
-        changes = self._rewrite(graph, policy, has_float8)
+        changes = self._rewrite(graph, policy, merges, has_float8)
         mark_amax_reductions(graph)
         shards = apply_save_policy(graph, self.options, policy)
         self.joint_snapshot.joint = recorder.after() if any(changes.values()) else None
@@ -111,9 +109,11 @@ class JointPass(_Pass):
             counts = ", ".join(f"{count} {what}" for what, count in changes.items())
             log.info("joint graph: %s, %d gathers keep the shard", counts, shards)
 
-    def _rewrite(self, graph: Graph, policy: Policy, has_float8: bool) -> dict[str, int]:
-        """Change what the graph computes. Return the number of changes by kind. `has_float8`: the program has such matmuls."""
-        merges = settings.current().merge_collectives and self.options.overlap != "off"
+    def _rewrite(self, graph: Graph, policy: Policy, merges: bool, has_float8: bool) -> dict[str, int]:
+        """Change what the graph computes. Return the number of changes by kind.
+
+        `merges`: collectives may be merged. `has_float8`: the program has such matmuls.
+        """
         merged = merge_collectives(graph) if merges else 0
         cast = insert_casts(graph, _insert_config(graph, self.options, policy, self.inputs)) if self.options.fp8.is_on else 0
         hoisted = folded = 0

@@ -25,8 +25,7 @@ def merge_gathers(graph: Graph, gathers: Sequence[Collective], limits: MergeLimi
     earlier: dict[tuple[object, ...], Collective] = {}
     count = 0
     for c in gathers:
-        source = _source(c.input)
-        key = (source, shape_of(c.input), dtype_of(c.input), c.group, c.ranks, region_of(c.node))
+        source, key = _source(c.input), _key(c)
         kept = earlier.setdefault(key, c)
         if kept is c:
             continue
@@ -40,6 +39,16 @@ def merge_gathers(graph: Graph, gathers: Sequence[Collective], limits: MergeLimi
         record_decision(kept.node, merged_count=sum(joint_decision(g.node).merged_count for g in (kept, c)))
         count += 1
     return count
+
+
+def has_equal_gathers(gathers: Sequence[Collective]) -> bool:
+    """Return whether two of `gathers` gather one tensor."""
+    return len({_key(c) for c in gathers}) < len(gathers)
+
+
+def _key(c: Collective) -> tuple[object, ...]:
+    """Return what equal gathers have in common."""
+    return _source(c.input), shape_of(c.input), dtype_of(c.input), c.group, c.ranks, region_of(c.node)
 
 
 def _source(node: Node) -> Node:

@@ -44,12 +44,10 @@ def merge_reductions(graph: Graph, reductions: Sequence[Collective], limits: Mer
     """Merge sums of `reductions` in place, as far as `limits` allow. Return how many were removed."""
     if len(reductions) < 2:
         return 0
-    by_wait = {c.wait: c for c in reductions}
+    by_wait: dict[Node | None, Collective] = {c.wait: c for c in reductions}
     count = 0
     for node in list(graph.nodes):
-        if node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1 or len(node.args) != 2:
-            continue
-        summands = [_find_reduction(a, by_wait) for a in node.args]
+        summands = _summands(node, by_wait)
         a, b = (None if c is None else _reduced(c) for c in summands)
         if a is None or b is None or not _can_merge(node, a, b) or not _hold(node, a, b, limits):
             continue
@@ -58,6 +56,20 @@ def merge_reductions(graph: Graph, reductions: Sequence[Collective], limits: Mer
         by_wait[merged.wait] = merged
         count += 1
     return count
+
+
+def has_sums(graph: Graph, reductions: Sequence[Collective]) -> bool:
+    """Return whether the graph adds the results of two of `reductions`."""
+    by_wait: dict[Node | None, Collective] = {c.wait: c for c in reductions}
+    adds = graph.find_nodes(op="call_function", target=aten.add.Tensor)
+    return len(by_wait) > 1 and any(None not in _summands(node, by_wait) for node in adds)
+
+
+def _summands(node: Node, by_wait: dict[Node | None, Collective]) -> tuple[Collective | None, Collective | None]:
+    """Return the reductions whose results `node` adds; None for what is none."""
+    if node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1 or len(node.args) != 2:
+        return None, None
+    return _find_reduction(node.args[0], by_wait), _find_reduction(node.args[1], by_wait)
 
 
 def _find_reduction(node: object, by_wait: dict[Node | None, Collective]) -> Collective | None:
