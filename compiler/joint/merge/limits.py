@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 from torch.fx import Graph, Node
 
-from ...cost.site_sizes import Hints, hints_of
+from ...cost.site_sizes import hints_of
 from ...cost.traffic import about
 from ...graph.aten import dtype_of, shape_of, storage_node
 from ...graph.sizes import evaluate_size, numel
@@ -15,36 +13,17 @@ from ...select.peak_memory import HeldBytes, PeakMemory
 
 
 class MergeLimits:
-    """Writes and live bytes of a graph, by the positions of its nodes before anything was merged.
-
-    Both are counted at the first question, which precedes the first merge: most graphs have nothing to merge.
-    """
+    """Writes and live bytes of a graph, by the positions of its nodes before anything was merged."""
 
     def __init__(self, graph: Graph, growth: int | None = None) -> None:
         """`growth`: bytes by which merging may raise the memory peak; None for the limit of bulk sites."""
-        self._graph, self._growth = graph, growth
-
-    @cached_property
-    def _hints(self) -> Hints:
-        return hints_of(self._graph)
-
-    @cached_property
-    def memory(self) -> PeakMemory:
-        """The live bytes."""
-        return PeakMemory.of(self._graph, self._hints, self._growth)
-
-    @property
-    def position(self) -> dict[Node, int]:
-        """The positions of the nodes."""
-        return self.memory.position
-
-    @cached_property
-    def _writes(self) -> list[tuple[int, set[Node]]]:
-        return [(at, {storage_node(i) for i in n.all_input_nodes}) for n, at in self.position.items() if has_effects(n)]
-
-    @cached_property
-    def _returned(self) -> set[Node]:
-        return {storage_node(i) for out in self._graph.find_nodes(op="output") for i in out.all_input_nodes}
+        self._hints = hints_of(graph)
+        self.memory = PeakMemory.of(graph, self._hints, growth)
+        self.position = self.memory.position
+        self._writes = [
+            (at, {storage_node(i) for i in node.all_input_nodes}) for node, at in self.position.items() if has_effects(node)
+        ]
+        self._returned = {storage_node(i) for out in graph.find_nodes(op="output") for i in out.all_input_nodes}
 
     def is_written_between(self, tensor: Node, begin: int, end: int) -> bool:
         """Return whether a node between two positions writes to the memory of `tensor`."""
