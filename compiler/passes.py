@@ -63,7 +63,7 @@ def _sources() -> str:
 
 
 def phase_of(graph: Graph) -> str:
-    """Return "backward" for a graph that takes tangents or comes from compiled autograd, else "forward" (inference included)."""
+    """Return "backward" for a graph that takes tangents or comes from compiled autograd, else "forward" (also inference)."""
     takes_tangents = any(n.op == "placeholder" and n.name.startswith("tangents") for n in graph.nodes)
     return "backward" if takes_tangents or compat.is_in_compiled_autograd() else "forward"
 

@@ -50,7 +50,7 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
-        """Read "none", "pipelined", "direct", "bulk", "pipelined:chunks=4" or "pipelined:stripes=2". ValueError for anything else."""
+        """Read "none", "pipelined", "direct", "bulk", "pipelined:chunks=4" or "pipelined:stripes=2". ValueError for others."""
         match = cls._PATTERN.match(text)
         mode, what, count = match.groups() if match else ("none", "", "0")
         striped = what == "stripes"

@@ -110,7 +110,7 @@ def _shared_gpu(topology: Topology) -> str:
     for rank, uuid in enumerate(uuids):
         if uuid in uuids[:rank]:
             first = uuids.index(uuid)
-            return f"its ranks {first} and {rank} are on one GPU ({uuid}), where one waits for its turn while the other waits for it"
+            return f"its ranks {first} and {rank} are on one GPU ({uuid}), where one would wait for the other forever"
     return ""
 
 

@@ -124,7 +124,9 @@ def clear_matmul_algorithms() -> None:
 def matmul_problems() -> list[tuple[str, str, int, bool, bool, list[tuple[str, str, int, int]]]]:
     """Return (key, text, uses, has a chosen algorithm, stores at peers, buffers) of each matmul that has run.
 
-    `buffers`: (name, dtype, bytes, alignment). On the current device. Defined in builds with CUDA only, as are the three functions below."""
+    `buffers`: (name, dtype, bytes, alignment). On the current device. Defined in builds with CUDA only, as are the three
+    functions below.
+    """
 
 def propose_matmul_algorithms(key: str, count: int) -> list[bytes]:
     """Return up to `count` algorithms in the order of the library's estimate."""

@@ -202,6 +202,7 @@ def gpus(rank: int, world: int, nvlink: bool | None, any_link: bool = False) -> 
         patch.setattr(symm_mem, "describe_gpu", lambda: {"uuid": f"u{rank}", "name": "Fake", "capability": [8, 0]})
         patch.setattr(symm_mem, "device_label", lambda: f"cuda:{rank} (Fake)")
         patch.setattr(symm_mem, "SymmetricArena", FakeArena)
+        patch.setattr(bind, "_load_algorithms", lambda: "")
         row = {"peer": [True] * world, "nvlink": [nvlink if other != rank else True for other in range(world)]}
         patch.setattr(symm_mem, "find_links", lambda uuids, me: row if uuids == [f"u{r}" for r in range(world)] else {})
         found = bind.bind(name, "cuda", 1 << 20, "op", "/site")

@@ -20,10 +20,13 @@ STRATEGIES = """## strategy, group, site
 | `none` | the plain collective and the matmuls |
 | `pipelined`, `pipelined:chunks=N` | N pieces of the gathered or scattered dim; default one per rank |
 | `pipelined:stripes=N` | scattered or reduced products: each matmul computes the N-th part of every rank's shard |
-| `direct` | scattered or reduced products: one matmul stores each shard in the memory of the rank that owns it. A call that sums several products, scatters the last dim, has float8 operands or returns `partial` runs as `pipelined` |
+| `direct` | scattered or reduced products: one matmul stores each shard at its owner (see below) |
 | `bulk`, `bulk:chunks=N` | the collective concurrent with independent matmuls |
 | `1024=none;*=pipelined` | selected by the rows of the full matrix; for bulk, all dims but the last of the full tensor |
 | `pipelined\\|none` | selected by measurement at the site's first call |
+
+A call with `direct` runs as `pipelined` if it sums several products, scatters the last dim, has float8 operands or returns
+`partial`.
 
 `group` is the c10d group name. `site` is "<plan digest>/<site id>", e.g. "9f2c0a1b77de4410/backward.3".
 

@@ -1,4 +1,4 @@
-"""Advance amax histories by a step and record amax values, by our kernels on GPUs (csrc/cuda/fp8_amax_history.cu), else in ATen.
+"""Advance amax histories by a step and record amax values: by kernels on GPUs (csrc/cuda/fp8_amax_history.cu), else by ATen.
 
 N tensors, H = LENGTH calls. `current` float32 [CAPACITY], `past` float32 [H, CAPACITY]: as in AmaxHistory. `slots`
 int64 [N]: distinct columns of them.
