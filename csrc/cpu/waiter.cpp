@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t fresh_ns = 1'000'000'000;        // a rank that waits shows a sign of life at least this often
 constexpr int64_t look_for_dead_ns = 100'000'000;  // reading /proc is slow
-constexpr int64_t vote_ns = 200'000'000;           // for the calls of other ranks, once two ranks are in different calls
+constexpr int64_t vote_ns = 500'000'000;           // for the calls of other ranks, once two ranks are in different calls
 constexpr int64_t overslept_ns = 1'000'000'000;    // a process that wakes so late did not run meanwhile
 
 Failure failure_at(const Call& call, const FlagWait& wait, FailureCode code, int culprit, int64_t waited_ns) {

@@ -55,10 +55,8 @@ def delays(rank: int, world: int, kind: str, how: str, victim: int, step_s: floa
             else:
                 found = attempt(lambda: None if how == "skips the last" else call(name, rank, world, 6))
         else:
-            if how == "skips one":
-                time.sleep(
-                    0.2 + 0.2 * ((rank - victim) % world)
-                )  # the victim waits for its first peer, so it reports the failure first
+            if how == "skips one":  # the victim waits for its first peer, so it reports the failure first
+                time.sleep(0.2 + 0.02 * ((rank - victim) % world))
             found = attempt(lambda: call(name, rank, world, 6))
         dist.barrier()
         return found
