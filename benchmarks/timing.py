@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ub_overlap.tools.rank_process import World
+from ub_overlap.tools.rank_process import RankProcess, World
 
 Call = Callable[[], Any]
 
 
-def graphed(call: Call, world: World, warm: int = 3) -> tuple[Call, Any]:
+def graphed(call: Call, world: RankProcess, warm: int = 3) -> tuple[Call, Any]:
     """Capture `call` as a CUDA graph. Return (replay, the captured result, which every replay writes again)."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -99,7 +99,7 @@ def spread(values: list[float]) -> float:
     return high - low
 
 
-def settle(call: Call, world: World, seconds: float = 0.2) -> None:
+def settle(call: Call, world: RankProcess, seconds: float = 0.2) -> None:
     """Run `call` until the clocks are at the level of steady load."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:

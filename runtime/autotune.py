@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from ub_overlap import _torch_compat as compat
@@ -32,13 +31,12 @@ from .extension import extension
 from .session import device_wait
 from .session.store_exchange import Exchange
 from .site_id import SiteId
+from .timed_rounds import fastest, median_us
 
 log = logging.getLogger(__name__)
 
 WARM, TIMED = 3, 5
 """Rounds. On CUDA the third call of an equal kind is recorded as a CUDA graph, which is what a training loop replays."""
-MARGIN = 0.02
-"""Relative time that another alternative must save to replace the model's choice. Smaller differences are noise."""
 VERSION = 1
 
 
@@ -163,18 +161,11 @@ class Tuner:
     def _measure(self, strategies: Sequence[str], run: Callable[[int], bool], check: Callable[[], None]) -> TunedStrategy:
         """Time every strategy on all ranks and return the one with the least time on its slowest rank."""
         measure_us = device_wait.time_on_stream if self._device == "cuda" else _cpu_us
-        times: list[list[float]] = [[] for _ in strategies]
-        for turn in range(WARM + TIMED):
-            for index in range(len(strategies)):
-                us = measure_us(lambda index=index: _run(run, index))
-                if turn >= WARM:
-                    times[index].append(us)
-        own = {"us": [round(median(t), 3) for t in times]}
+        us = median_us(len(strategies), lambda index: measure_us(lambda: _run(run, index)), warm=WARM, timed=TIMED)
+        own = {"us": us}
         ranks = self._gather("tuned", own, "the exchange of a site's times", check)
         slowest = [max(rank["us"][index] for rank in ranks) for index in range(len(strategies))]
-        best = min(range(len(strategies)), key=slowest.__getitem__)
-        best = best if slowest[best] < (1 - MARGIN) * slowest[0] else 0
-        return TunedStrategy(strategies[best], dict(zip(strategies, slowest, strict=True)))
+        return TunedStrategy(strategies[fastest(slowest)], dict(zip(strategies, slowest, strict=True)))
 
     def _tune_matmuls(self, call: Callable[[], None], check: Callable[[], None]) -> None:
         from .matmul_algorithms import gpu, tuning

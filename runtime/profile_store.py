@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ def directory() -> Path:
 
 def path_of(key: dict[str, Any]) -> Path:
     """Return the file of a key."""
-    name = re.sub(r"[^a-z0-9]+", "-", str(key.get("gpu", "")).lower()).strip("-") or "unknown"
+    name = stored_file.as_file_name(str(key.get("gpu", "")))
     text = json.dumps([key.get(field) for field in KEY])
     return directory() / f"{name}-tp{key.get('ranks')}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
 

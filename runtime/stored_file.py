@@ -62,6 +62,11 @@ def write(path: Path, data: bytes | str) -> Path:
     return path
 
 
+def as_file_name(text: str) -> str:
+    """Return `text` in letters, digits and hyphens, for the beginning of a file's name; "unknown" if nothing is left."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "unknown"
+
+
 def read_bytes(path: str | Path, expected: str = "") -> bytes:
     """Return the content of a file. `expected`: what it should be, for the error."""
     try:

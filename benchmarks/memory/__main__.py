@@ -27,6 +27,7 @@ from ub_overlap.runtime.extension import extension
 from ub_overlap.tools.rank_process import RankProcess
 
 from .. import facts
+from ..timing import graphed, settle
 from .table import text
 
 ROTATED_BYTES = 1 << 30
@@ -65,9 +66,11 @@ class MemoryCall:
         if self.kernel == "copy by the driver":
             out.copy_(parts[0])  # contiguous, of one type and device: torch calls cudaMemcpyAsync
         elif self.kernel == "copy":
-            extension().testing.launch_copy(parts[0].data_ptr(), out.data_ptr(), out.numel() * 2, stream)
+            size = out.nbytes
+            extension().testing.run_copy(parts[0].data_ptr(), size, out.data_ptr(), size, 1, size, stream)
         else:
-            extension().testing.launch_sum([part.data_ptr() for part in parts], out.data_ptr(), out.numel(), stream)
+            size, sources = out.nbytes, [(part.data_ptr(), part.nbytes) for part in parts]
+            extension().testing.run_sum(sources, "bfloat16", out.data_ptr(), size, "bfloat16", 1, out.numel(), 1.0, stream)
 
     def check(self) -> None:
         """Raise AssertionError where a result differs from torch's in any bit."""
@@ -89,33 +92,25 @@ def prepare(kernel: str, mib: int, sources: int, device: torch.device) -> Memory
     return MemoryCall(kernel, mib, sources, parts, [torch.empty_like(group[0]) for group in parts])
 
 
-def graph_us(body: Callable[[], Any], rounds: int = 15) -> float:
+def graph_us(body: Callable[[], Any], process: RankProcess, rounds: int = 15) -> float:
     """Return the median microseconds of `body` as a CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        body()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        body()
+    replay, _ = graphed(body, process, warm=1)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
     for _ in range(rounds + 3):
         begin.record()
-        graph.replay()
+        replay()
         end.record()
         torch.cuda.synchronize()
         times.append(1e3 * begin.elapsed_time(end))
     return median(times[3:])
 
 
-def measure(call: MemoryCall, matmul: Callable[[], Any], matmul_us: float) -> dict[str, Any]:
+def measure(call: MemoryCall, matmul: Callable[[], Any], matmul_us: float, process: RankProcess) -> dict[str, Any]:
     """Return a row: `us` alone, and `off_us`, what one call takes off a concurrent matmul."""
     call.check()
     count = 2 * len(call.outs)
-    us = graph_us(lambda: [call.run(i) for i in range(count)]) / count
+    us = graph_us(lambda: [call.run(i) for i in range(count)], process) / count
     concurrent = max(1, int(0.5 * matmul_us / us))
     side = torch.cuda.Stream()
 
@@ -127,7 +122,7 @@ def measure(call: MemoryCall, matmul: Callable[[], Any], matmul_us: float) -> di
         matmul()
         torch.cuda.current_stream().wait_stream(side)
 
-    off_us = (graph_us(both) - matmul_us) / concurrent
+    off_us = (graph_us(both, process) - matmul_us) / concurrent
     call.check()
     return {
         "kernel": call.kernel,
@@ -154,14 +149,14 @@ def main() -> None:
     def matmul() -> Tensor:
         return torch.mm(left, right, out=out)
 
-    for _ in range(100):  # the clocks settle
-        matmul()
-    document: dict[str, Any] = {"benchmark": "memory", **facts.facts(OneProcess(device), "benchmarks.memory")}
-    document |= {"matmul": MATMUL, "matmul_us": graph_us(matmul), "rows": []}
+    process = OneProcess(device)
+    settle(matmul, process)
+    document: dict[str, Any] = {"benchmark": "memory", **facts.facts(process, "benchmarks.memory")}
+    document |= {"matmul": MATMUL, "matmul_us": graph_us(matmul, process), "rows": []}
     kinds = [("copy", 1), ("copy by the driver", 1), *((f"sum of {count}", count) for count in COUNTS)]
     for mib in map(int, args.mib.split(",")):
         for kernel, sources in kinds:
-            document["rows"].append(measure(prepare(kernel, mib, sources, device), matmul, document["matmul_us"]))
+            document["rows"].append(measure(prepare(kernel, mib, sources, device), matmul, document["matmul_us"], process))
             torch.cuda.empty_cache()
     print(text(document), flush=True)
     if args.json:

@@ -91,7 +91,7 @@ def alias_base(node: Node) -> Node | None:
 
 
 def is_mutable(node: Node) -> bool:
-    """Return whether `node` writes to a tensor."""
+    """Return whether `node` writes to a tensor. Functional collectives and their waits only look impure."""
     return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
 
 

@@ -6,7 +6,6 @@ receives, symmetric memory, and custom ops whose schema takes a group. Kinds wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -117,13 +116,7 @@ def _group_arg(node: Node) -> object:
 
 def _first_input(node: Node) -> Node:
     """Return the tensor that the collective reads, the first of several; the collective itself if it reads none."""
-    return next((n for n in _inputs(node) if tensor_of(n) is not None), node)
-
-
-def _inputs(node: Node) -> Iterator[Node]:
-    """Yield the nodes that `node` reads, in the order of its arguments."""
-    for value in (*node.args, *node.kwargs.values()):
-        yield from (v for v in (value if isinstance(value, list | tuple) else (value,)) if isinstance(v, Node))
+    return next((n for n in node.all_input_nodes if tensor_of(n) is not None), node)
 
 
 def _rank_count(node: Node, op: Op | None, group: str | None) -> int:

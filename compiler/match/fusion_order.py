@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from ub_overlap import _torch_compat as compat
 
-from ..graph.aten import readers
+from ..graph.aten import is_mutable, readers
 from ..plan.reasons import Reason
 from .site import Miss
 
@@ -100,7 +100,7 @@ class FusionOrder:
             name = min(crossing, key=self.position.__getitem__).name
             return Miss(Reason.DEPENDENT_OPERAND, f"{name} needs a result of the site and feeds it")
         window = self.items[first : last + 1]
-        if barrier := next((n for n in window if has_effects(n) and n not in inside), None):
+        if barrier := next((n for n in window if is_mutable(n) and n not in inside), None):
             return Miss(Reason.MUTATION_BARRIER, f"{barrier.name} ({barrier.target}) lies between the nodes of the site")
         moves_back = [n in after for n in window if _is_random(n)]
         if moves_back != sorted(moves_back):
@@ -118,13 +118,6 @@ class FusionOrder:
         self.items[first : first + len(nodes)] = nodes
         for i, n in enumerate(nodes, first):
             self.position[n] = i
-
-
-def has_effects(node: Node) -> bool:
-    """Return whether `node` writes to a tensor. Functional collectives and their waits only look impure."""
-    if node.op != "call_function" or not isinstance(node.target, compat.OpOverload):
-        return False
-    return node.target._schema.is_mutable
 
 
 def _is_random(node: Node) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import TypeVar
 
 from ..graph.aten import dtype_of, shape_of
@@ -131,5 +132,5 @@ def term_packs(site: Reduction) -> list[tuple[Matmul, ...]]:
 
 
 def _cut(values: tuple[T, ...], packs: tuple[int, ...]) -> list[tuple[T, ...]]:
-    ends = [sum(packs[: i + 1]) for i in range(len(packs))]
-    return [values[end - size : end] for size, end in zip(packs, ends, strict=True)] if packs else [(v,) for v in values]
+    parts = zip(packs, accumulate(packs), strict=True)
+    return [values[end - size : end] for size, end in parts] if packs else [(v,) for v in values]

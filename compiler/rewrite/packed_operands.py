@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch.fx import Node
@@ -53,7 +54,7 @@ class PackedOperands:
         """Emit the parts of `result` of these sizes along `dim`; all of it where it has one part."""
         if len(sizes) == 1:
             return [result]
-        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        ends = accumulate(sizes)
         parts = [self._slice(e, result, dim, end - size, end) for size, end in zip(sizes, ends, strict=True)]
         self.parts += parts
         return parts

@@ -19,7 +19,6 @@
 #include "cpu/shm_arena.h"
 #ifdef UB_OVERLAP_CUDA
 #include "cuda/arena.h"
-#include "cuda/kernels.h"
 #endif
 
 namespace py = pybind11;
@@ -234,12 +233,6 @@ void fail_group(Arena& arena, const std::string& text, const std::string& op, co
     arena.abort(failure);
 }
 
-#ifdef UB_OVERLAP_CUDA
-Span contiguous(uint64_t address, int64_t bytes) {
-    return {reinterpret_cast<char*>(address), 1, bytes, bytes};
-}
-#endif
-
 void define_testing(py::module_ m) {
     struct State {  // only touched with the GIL held
         Injection injection;
@@ -295,22 +288,6 @@ void define_testing(py::module_ m) {
     m.def(
         "hold_group_lock", [](cuda::CudaArena& arena) { arena.hold_group_lock(); },
         "Take the group's lock on the device, as a call that never ends.");
-    m.def(
-        "launch_copy",
-        [](uint64_t from, uint64_t to, int64_t bytes, uint64_t stream) {
-            cuda::launch_copy(contiguous(from, bytes), contiguous(to, bytes), reinterpret_cast<cudaStream_t>(stream));
-        },
-        py::arg("src"), py::arg("dst"), py::arg("bytes"), py::arg("stream"), "Copy memory of the current device.");
-    m.def(
-        "launch_sum",
-        [](const std::vector<uint64_t>& from, uint64_t to, int64_t count, uint64_t stream) {
-            std::vector<Source> sources;
-            for (const uint64_t address : from) sources.push_back({contiguous(address, 2 * count), {}, DType::bf16});
-            cuda::launch_reduce(sources, contiguous(to, 2 * count), DType::bf16, 1.0f, false,
-                                reinterpret_cast<cudaStream_t>(stream));
-        },
-        py::arg("sources"), py::arg("dst"), py::arg("count"), py::arg("stream"),
-        "Add `count` bf16 numbers of each address, of the current device.");
 #endif
     m.attr("float8_numbers") = py::make_tuple(least_scale, e4m3_max, e5m2_max);
     m.def("time_flight_recorder", &time_flight_recorder, py::arg("calls"), py::arg("sites"),

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from statistics import median
 from typing import Any, Protocol
 
+from ..timed_rounds import fastest, median_us
 from .store import ChosenAlgorithm
 
 log = logging.getLogger(__name__)
@@ -16,9 +16,7 @@ log = logging.getLogger(__name__)
 PROPOSALS = 16
 """Algorithms of a matmul that are timed."""
 WARM, TIMED = 2, 9
-"""Rounds. Each runs every algorithm once, so that clocks and heat are the same for all."""
-MARGIN = 0.02
-"""Relative time that an algorithm must save to replace the first proposal. Smaller differences are noise."""
+"""Rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +61,10 @@ def _measure_one(device: Device, problem: Problem) -> list[list[Any]]:
     try:
         algorithms = list(dict.fromkeys(device.propose(problem.key, PROPOSALS)))
         run = device.prepare(problem, algorithms)
-        times: list[list[float]] = [[] for _ in algorithms]
-        for turn in range(WARM + TIMED):
-            for index in range(len(algorithms)):
-                us = run(index)
-                if turn >= WARM:
-                    times[index].append(us)
+        medians = median_us(len(algorithms), run, warm=WARM, timed=TIMED)
     except Exception as error:  # noqa: BLE001  the peers wait for this rank's times, and the first proposal works
         log.warning("cannot time the algorithms of the matmul %s: %s", problem.text, error)
         return []
-    medians = [round(median(us), 3) for us in times]
     return [[algorithm.hex(), us] for algorithm, us in zip(algorithms, medians, strict=True) if isfinite(us)]
 
 
@@ -93,12 +85,6 @@ def choose(ranks: Sequence[Times], texts: Mapping[str, str]) -> dict[str, Chosen
         text = texts.get(key, "a matmul of another rank")
         chosen[key] = ChosenAlgorithm(bytes.fromhex(algorithms[best]), text, us[best], us[0])
     return chosen
-
-
-def fastest(slowest: Sequence[float]) -> int:
-    """Return the index of the least time, 0 where it saves less than the margin."""
-    best = min(range(len(slowest)), key=slowest.__getitem__)
-    return best if slowest[best] < (1 - MARGIN) * slowest[0] else 0
 
 
 def search(

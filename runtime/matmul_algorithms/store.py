@@ -53,7 +53,7 @@ def directory() -> Path:
 
 def path_of(library: Library) -> Path:
     """Return the file of a library."""
-    name = re.sub(r"[^a-z0-9]+", "-", library.gpu.lower()).strip("-") or "unknown"
+    name = stored_file.as_file_name(library.gpu)
     return directory() / f"{name}-{library.version}-{hashlib.sha256(library.gpu.encode()).hexdigest()[:8]}.json"
 
 

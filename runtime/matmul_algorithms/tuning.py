@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from statistics import median
 from typing import Any
 
 from .. import settings
 from ..extension import extension
+from ..timed_rounds import fastest, median_us
 from . import loading, search
 from .search import Device, Problem
 from .store import ChosenAlgorithm, Library
@@ -51,16 +51,15 @@ def _time_in_calls(
         return {}
     chosen: dict[str, ChosenAlgorithm] = {}
     for problem, algorithms in zip(problems, proposals, strict=True):
-        times: list[list[float]] = [[] for _ in algorithms]
-        for turn in range(search.WARM + search.TIMED):
-            for number, algorithm in enumerate(algorithms):
-                extension().add_matmul_algorithms(index, {problem.key: algorithm})
-                us = device.time_call(call)
-                if turn >= search.WARM:
-                    times[number].append(us)
-        ranks = gather({"key": problem.key, "us": [round(median(us), 3) for us in times]})
+
+        def run(number: int, key: str = problem.key, algorithms: Sequence[bytes] = algorithms) -> float:
+            extension().add_matmul_algorithms(index, {key: algorithms[number]})
+            return device.time_call(call)
+
+        us = median_us(len(algorithms), run, warm=search.WARM, timed=search.TIMED)
+        ranks = gather({"key": problem.key, "us": us})
         slowest = [max(us) for us in zip(*(rank["us"] for rank in ranks), strict=True)]
-        best = search.fastest(slowest)
+        best = fastest(slowest)
         row = ChosenAlgorithm(algorithms[best], problem.text, slowest[best], slowest[0])
         extension().add_matmul_algorithms(index, {problem.key: row.algorithm})
         chosen |= {str(rank["key"]): row for rank in ranks}

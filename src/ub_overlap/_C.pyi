@@ -206,12 +206,6 @@ class testing:
     def hold_group_lock(arena: CudaArena, /) -> None:
         """Take the group's lock on the device, as a call that never ends. Defined in builds with CUDA only."""
     @staticmethod
-    def launch_copy(src: int, dst: int, bytes: int, stream: int) -> None:
-        """Copy memory of the current device by our kernel. Defined in builds with CUDA only, like the next one."""
-    @staticmethod
-    def launch_sum(sources: Sequence[int], dst: int, count: int, stream: int) -> None:
-        """Add `count` bf16 numbers of each address, of the current device, by our kernel."""
-    @staticmethod
     def provider_calls() -> int:
         """Return how often the schedule provider was called."""
     @staticmethod

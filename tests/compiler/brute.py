@@ -11,9 +11,9 @@ from torch.fx import Graph, Node
 from ub_overlap.compiler.cost.choice import choose
 from ub_overlap.compiler.cost.profile import Profile
 from ub_overlap.compiler.cost.site_sizes import shape_of_site
+from ub_overlap.compiler.graph.aten import is_mutable
 from ub_overlap.compiler.graph.matmul import Matmul, as_matmul, is_matmul
 from ub_overlap.compiler.match import Bulk, Candidate, Gather, Site, find_candidates
-from ub_overlap.compiler.match.fusion_order import has_effects
 from ub_overlap.compiler.select.legality import without
 
 
@@ -47,7 +47,7 @@ def legal(graph: Graph, groups: list[list[Node]]) -> bool:
     segment: dict[Node, int] = {}
     walls = 0
     for n in graph.nodes:
-        walls += has_effects(n)
+        walls += is_mutable(n)
         segment[n] = walls
     for group in groups:
         near = [i for n in group for i in n.all_input_nodes]

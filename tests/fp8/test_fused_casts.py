@@ -167,7 +167,7 @@ def test_first_call_of_many_rows(pool2: RankPool) -> None:
 
 
 def test_rows_that_are_not_sampled() -> None:
-    """A larger row between the sampled ones saturates in the first call alone, and no other row notices."""
+    """A larger row between the sampled ones saturates in the first call only, and other rows keep their accuracy."""
     module, x = linear(bias=False), torch.cat([inputs("normal")] * (2 * SAMPLED_ROWS // M))
     x[1] *= 8
     dy = torch.ones(len(x), N).bfloat16()

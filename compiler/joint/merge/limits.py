@@ -6,9 +6,8 @@ from torch.fx import Graph, Node
 
 from ...cost.site_sizes import hints_of
 from ...cost.traffic import about
-from ...graph.aten import dtype_of, shape_of, storage_node
+from ...graph.aten import dtype_of, is_mutable, shape_of, storage_node
 from ...graph.sizes import evaluate_size, numel
-from ...match.fusion_order import has_effects
 from ...select.peak_memory import HeldBytes, PeakMemory
 
 
@@ -21,7 +20,7 @@ class MergeLimits:
         self.memory = PeakMemory.of(graph, self._hints, growth)
         self.position = self.memory.position
         self._writes = [
-            (at, {storage_node(i) for i in node.all_input_nodes}) for node, at in self.position.items() if has_effects(node)
+            (at, {storage_node(i) for i in node.all_input_nodes}) for node, at in self.position.items() if is_mutable(node)
         ]
         self._returned = {storage_node(i) for out in graph.find_nodes(op="output") for i in out.all_input_nodes}
 
