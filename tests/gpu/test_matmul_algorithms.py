@@ -15,7 +15,7 @@ from tests.gpu.launch import launch, torchrun_command
 @pytest.mark.gpu
 @pytest.mark.timeout(500)
 def test_search_then_new_processes(ranks: int, tmp_path: Path) -> None:
-    for selection in ("search", "stored"):
+    for selection in ("test_search", "test_stored"):
         command = torchrun_command("test_algorithms.py", ranks, ["-k", selection, "-s"])
         finished = launch(command, 240, {"UB_OVERLAP_CACHE_DIR": str(tmp_path)})
         print(finished.output[-6000:])

@@ -1,4 +1,5 @@
-"""The search for algorithms of matmuls. tests/gpu/test_matmul_algorithms.py runs `search`, then `stored` in new processes."""
+"""The search for algorithms of matmuls. tests/gpu/test_matmul_algorithms.py runs
+test_search*, then test_stored* in new processes."""
 
 from __future__ import annotations
 

@@ -110,19 +110,24 @@ def replay_and_eager_call(lockstep: Lockstep, group: str, count: int) -> str:
         expected.append(call(x, "concurrent").clone())
         lockstep.sync()
     graph = torch.cuda.CUDAGraph()
+    number, begun = torch.zeros(1, device=lockstep.device), torch.zeros(1, pin_memory=True)
     lockstep.barrier()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        begun.copy_(number, non_blocking=True)
         out = call(static, "concurrent.graph")
     lanes = [torch.cuda.Stream() for _ in range(2)]
     wrong, met = 0, 0
     for turn in range(count):
         a, b = turn % 3, (turn * 2 + 1) % 3
         static.copy_(inputs[a])
+        number.fill_(turn + 1)
         lockstep.sync()
         lockstep.barrier()
         with torch.cuda.stream(lanes[0]):
             graph.replay()
-        time.sleep(0.0005)
+        give_up = time.monotonic() + 10
+        while begun.item() != turn + 1:  # all ranks must run the replay first
+            assert time.monotonic() < give_up, "the replay does not begin"
         with torch.cuda.stream(lanes[1]):
             eager = call(inputs[b], "concurrent")
         met += not lanes[0].query()
