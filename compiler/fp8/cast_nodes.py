@@ -127,3 +127,8 @@ def view_as_format(e: Emitter, q: Node, format: torch.dtype) -> Node:
 def save_for_backward(node: Node) -> None:
     """Mark `node` to be saved, not recomputed, where backward needs it."""
     node.meta["recompute"] = compat.must_save()
+
+
+def recompute_in_backward(node: Node) -> None:
+    """Mark `node` to be computed again, not saved, where backward needs it."""
+    node.meta["recompute"] = compat.must_recompute()

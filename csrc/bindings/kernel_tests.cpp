@@ -7,7 +7,6 @@
 #include "core/block_positions.h"
 #include "core/failure.h"
 #include "core/recent_map.h"
-#include "core/tiles.h"
 #include "cpu/kernels.h"
 #ifdef UB_OVERLAP_CUDA
 #include "cuda/kernels.h"
@@ -63,23 +62,6 @@ std::vector<std::pair<int64_t, int64_t>> block_positions(int64_t blocks, int64_t
     return found;
 }
 
-// Returns whether the tiles are full, and how often each vector of each block is in the part of a thread.
-std::pair<bool, std::vector<int>> count_tiles(int64_t blocks, int64_t vectors, int64_t threads, int64_t unroll,
-                                              int64_t resident_blocks) {
-    const Tiles tiles(blocks, vectors, threads, unroll, resident_blocks);
-    std::vector<int> counts(static_cast<size_t>(blocks * vectors));
-    for (int64_t tile = 0; tile < tiles.total; ++tile) {
-        for (int64_t thread = 0; thread < threads; ++thread) {
-            const TilePart part(tiles, tile, thread);
-            for (int64_t u = 0; u < unroll; ++u) {
-                if (part.at + u * threads < part.end)
-                    ++counts[static_cast<size_t>(part.block * vectors + part.at + u * threads)];
-            }
-        }
-    }
-    return {tiles.are_full(), counts};
-}
-
 // Uses the keys of a RecentMap in turn. Returns those that were evicted, and then all that are left, in ascending order.
 std::pair<std::vector<int64_t>, std::vector<int64_t>> use_recent_map(size_t capacity, const std::vector<int64_t>& keys) {
     RecentMap<int64_t, int64_t> map(capacity);
@@ -100,8 +82,6 @@ void define_kernel_tests(py::module_& testing) {
                 "Adds up sources (address, stride in bytes) of `blocks` runs of `elements` elements, in fp32.");
     testing.def("block_positions", &block_positions, py::arg("blocks"), py::arg("per_block"), py::arg("numbers"));
     testing.def("blocks_at_once", &BlockPositions::blocks_at_once, py::arg("per_block"));
-    testing.def("count_tiles", &count_tiles, py::arg("blocks"), py::arg("vectors"), py::arg("threads"), py::arg("unroll"),
-                py::arg("resident_blocks"));
     testing.def("use_recent_map", &use_recent_map, py::arg("capacity"), py::arg("keys"));
 }
 

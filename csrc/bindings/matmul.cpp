@@ -239,12 +239,13 @@ bool matmul_cuda(const MatmulTask& task, void* stream, void* owner) {
         multiply(task, at::Device(at::kCUDA, device));
         return false;
     }
-    // cuBLASLt reads scales in lines of 16 bytes. A piece may begin at any row.
+    // cuBLASLt refuses scales that are not aligned to 16 bytes. A piece may begin at any row, and one scale may be an element
+    // of a larger tensor.
     bool all = recordable;
     at::Tensor copies[scratch_parts];
     const auto align = [&](Scale& scale, int64_t lines, int64_t index) {
-        const int64_t bytes = lines * static_cast<int64_t>(sizeof(float));
-        if (!scale.each || reinterpret_cast<uintptr_t>(scale.data) % 16 == 0) return;
+        const int64_t bytes = (scale.each ? lines : 1) * static_cast<int64_t>(sizeof(float));
+        if (reinterpret_cast<uintptr_t>(scale.data) % 16 == 0) return;
         if (bytes <= scratch_part_bytes) {
             scale.data = cuda::copy_to_scratch(scale.data, bytes, workspace.scratch_part(index), queue);
             return;

@@ -1,4 +1,4 @@
-// Elements of several equal blocks under one number, for the loops of kernels: no division per element.
+// Elements of several equal blocks under one number, for the threads of kernels: no division per element.
 #pragma once
 
 #include <cstdint>

@@ -234,8 +234,5 @@ class testing:
     @staticmethod
     def blocks_at_once(per_block: int) -> int: ...
     @staticmethod
-    def count_tiles(blocks: int, vectors: int, threads: int, unroll: int, resident_blocks: int) -> tuple[bool, list[int]]:
-        """Return whether the tiles of a span are full, and in how many threads' parts each vector is."""
-    @staticmethod
     def use_recent_map(capacity: int, keys: Sequence[int]) -> tuple[list[int], list[int]]:
         """Use the keys in turn and return those evicted, then those left."""

@@ -82,6 +82,10 @@ class Maker:
         """Return random scales from 1/16 to 1/4."""
         return torch.exp2(-2 - 2 * torch.rand(*sizes, device=self.device))
 
+    def one_of_three_scales(self) -> torch.Tensor:
+        """Return a scale [1, 1] that is not aligned to 16 bytes, as one of several that were computed together."""
+        return self.scales(3)[1:2].view(1, 1)
+
     def scaled_gather(self, dtype: torch.dtype, outer: int, m: int, k: int, row: bool, **more: Any) -> Case:
         """Return a scaled gather case. Per-tensor scales are 1/8 on all ranks.
 
@@ -90,7 +94,7 @@ class Maker:
         widths, (left, right) = more.get("widths", [96]), more.get("types", (E4M3, E4M3))
         operands = [self.float8(n, k, dtype=right).t() for n in widths]
         shard_scale = self.scales(outer * m, 1) if row else torch.full((), 0.125, device=self.device)
-        operand_scales = [self.scales(1, n) if row else self.scales(1, 1) for n in widths]
+        operand_scales = [self.scales(1, n) if row else self.one_of_three_scales() for n in widths]
         biases = [self.randn(n, dtype=dtype) if more.get("bias") else None for n in widths]
         shard = self.float8(outer, m, k, dtype=left)
         keep, fast = more.get("keep", False), more.get("fast", False)
@@ -101,7 +105,7 @@ class Maker:
         p, depths, (left, right) = outer * self.ranks * m, more.get("depths", [128]), more.get("types", (E4M3, E4M3))
         lhs = [self.float8(p, k, dtype=left) for k in depths]
         rhs = [self.float8(q, k, dtype=right).t() for k in depths]
-        lhs_scales = [self.scales(p, 1) if row else self.scales(1) for _ in depths]
+        lhs_scales = [self.scales(p, 1) if row else self.one_of_three_scales() for _ in depths]
         rhs_scales = [self.scales(1, q) if row else self.scales(1) for _ in depths]
         addend = self.randn(q, dtype=dtype) if more.get("bias") else None
         kinds = (dtype, more.get("out_dtype", dtype), more.get("fast", False), more.get("wire", "plain"))

@@ -14,7 +14,7 @@ from ub_overlap.runtime.extension import extension
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-# (blocks, elements, gap): one tile, tiles cut by the end, several blocks of tiles, narrow blocks, single elements.
+# (blocks, elements, gap): one block, blocks of threads cut by the end, several blocks, narrow blocks, single elements.
 SPANS = ((1, 1024, 0), (1, 5_000_008, 0), (3, 1_000_000, 64), (2048, 256, 768), (5, 37, 3), (70_000, 8, 8))
 
 

@@ -51,16 +51,6 @@ def test_positions_of_one_large_block() -> None:
     assert extension().testing.block_positions(1, 2**41, numbers) == [(0, n) for n in numbers]
 
 
-@pytest.mark.parametrize("vectors", [1, 31, 32, 33, 127, 128, 129, 1000])
-@pytest.mark.parametrize("blocks", [1, 2, 5])
-def test_tiles_cover_each_vector_once(blocks: int, vectors: int) -> None:
-    for unroll in (1, 2, 4, 8):
-        for resident in (1, 3, 500):
-            full, counts = extension().testing.count_tiles(blocks, vectors, 32, unroll, resident)
-            assert set(counts) == {1}, (blocks, vectors, unroll, resident)
-            assert full or (blocks > 1 and vectors < 4 * 32 * unroll)
-
-
 def test_recent_map_evicts_the_least_recently_used() -> None:
     evicted, left = extension().testing.use_recent_map(3, [1, 2, 3, 1, 4, 5, 1, 2])
     assert evicted == [2, 3, 4] and left == [1, 2, 5]

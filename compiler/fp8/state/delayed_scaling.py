@@ -36,6 +36,7 @@ from ..cast_nodes import (
     emit_max_over_ranks,
     emit_quantize_by_finite_scale,
     emit_scale_of_amax,
+    recompute_in_backward,
     save_for_backward,
 )
 from ..quantized_values import QuantizedValue
@@ -107,6 +108,8 @@ class DelayedScaling:
         history.add(key)
         first = self._emit_first_amax(e, value, history.slots, index, key, half, groups)
         past = e.call(aten.select.int, amax, 0, index)
+        # A saved view is a buffer that Inductor may write the scale to, and cuBLASLt refuses scales not aligned to 16 bytes.
+        recompute_in_backward(past)
         expected = e.call(aten.where.self, e.call(aten.gt.Scalar, past, 0), e.call(aten.mul.Tensor, past, HEADROOM), first)
         scale = emit_scale_of_amax(e, expected, format)
         q = emit_quantize_by_finite_scale(e, value, scale, format)
