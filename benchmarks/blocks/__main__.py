@@ -10,7 +10,8 @@ collectives replaced by views; nocomm: Inductor's graph with collectives that ta
 --model mlp times the block's norm and feed-forward alone. Its variants "te" and "te_fp8" are TransformerEngine's LayerNormMLP,
 with weights of its own: its numbers are not compared.
 --layers N times N blocks in a row, so that the host's work for a block runs while the device computes the one before.
---waterfall shows where the captured step of each variant spends its time, by class of kernel, against compute; of rank 0.
+--waterfall shows where the captured step of each variant spends its time, by class of kernel, against compute; of the
+rank that computes longest.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=1, help="blocks in a row")
     parser.add_argument("--variants", help="default: inductor,asynctp,ours,compute; in mirror mode ours,compute")
     parser.add_argument("--ours", action="append", default=[], metavar="NAME=JSON", help="a variant of ours with these options")
+    parser.add_argument("--pack-weights", default="", metavar="NAMES", help="variants of ours that call ub_overlap.pack first")
     parser.add_argument("--compiler", choices=("inductor", "aot_eager"), help="default: inductor on CUDA, aot_eager on the CPU")
     parser.add_argument("--write", action="store_true", help="weights change before each step (default: a later microbatch)")
     parser.add_argument("--iters", type=int, default=20)
@@ -83,8 +85,10 @@ def parse_flags() -> argparse.Namespace:
     args.variants = args.variants or ",".join(default)
     named = [text.partition("=") for text in args.ours]
     args.options = {name: json.loads(options or "{}") for name, _, options in named} or {"ours": {"overlap": "auto"}}
+    args.pack_weights = [name for name in args.pack_weights.split(",") if name]
     unknown = [
         *({*args.variants.split(",")} - {*known}),
+        *({*args.pack_weights} - {*args.options}),
         *({*args.size.split(",")} - {*SIZES}),
     ]
     if unknown:
@@ -117,8 +121,9 @@ class BlocksRun:
         mesh = self.mesh()
         compiler = args.compiler or ("inductor" if world.cuda else "aot_eager")
         context = BlockContext(
-            world, mesh, self.ranks, SIZES[size], args.seq, dtype, compiler, args.options, args.write, args.layers, args.model
-        )
+            world, mesh, self.ranks, SIZES[size], args.seq, dtype, compiler, args.options, args.write, args.layers, args.model,
+            args.pack_weights,
+        )  # fmt: skip
         rows: dict[str, Any] = {}
         row = {
             "size": size,
@@ -240,7 +245,7 @@ class BlocksRun:
         return calls
 
     def waterfall(self, replays: dict[str, Any], row: dict[str, Any]) -> None:
-        """Take the captured step of each variant apart, on rank 0."""
+        """Take the captured step of each variant apart, on the rank whose "compute" takes longest."""
         steps: dict[str, Any] = {}
         for name, variant in row["variants"].items():
             if f"{name} step" not in replays:
@@ -259,7 +264,10 @@ class BlocksRun:
                 self.world.say(f"{name}: no waterfall: {why}")
         if steps:
             measured = {n: row["variants"][n]["step_g"] for n in steps if row["variants"][n].get("step_g")}
-            row["waterfall"] = waterfall.compare(steps, measured)
+            ranks = self.world.gather(steps)
+            base = "compute" if "compute" in steps else next(iter(steps))
+            slowest = max(range(len(ranks)), key=lambda rank: ranks[rank][base].total_us)
+            row["waterfall"] = waterfall.compare(ranks[slowest], measured) | {"rank": slowest}
         self.save()
 
 
@@ -279,7 +287,7 @@ def main() -> None:
         prepare_for_captures()
     with Deadline("set-up", 120):
         document: dict[str, Any] = {"benchmark": "blocks", **facts.facts(world, "benchmarks.blocks"), "iters": args.iters}
-        document |= {"ours": args.options, "rows": []}
+        document |= {"ours": args.options, "pack_weights": args.pack_weights, "rows": []}
         if args.mirror:
             document |= {"ranks": args.mirror, "mirror": note(args.mirror)}
         run = BlocksRun(args, world, document)

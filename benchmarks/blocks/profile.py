@@ -17,6 +17,8 @@ from ub_overlap.tools.rank_process import World
 from .variants import BlockVariant
 
 STEPS = 3
+REPLAYS = 15
+"""Replays in a trace, without a pause: clocks and power are those of steady load."""
 
 
 def write_profile(variant: BlockVariant, world: World, folder: str, title: str) -> str:
@@ -48,14 +50,14 @@ def prepare_for_captures() -> None:
 
 
 def trace_replays(replay: Callable[[], Any], together: Callable[[], Any], world: World) -> list[trace_events.Event]:
-    """Return the events of STEPS replays of a captured step, each started together. All ranks profile; collective."""
+    """Return the events of REPLAYS replays of a captured step, each started together. All ranks profile; collective."""
     replay()
     world.barrier()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        for _ in range(STEPS):
+        for _ in range(REPLAYS):
             together()
             replay()
-            world.sync()
+        world.sync()
     with tempfile.TemporaryDirectory(prefix="ub_overlap_waterfall_") as folder:
         path = str(Path(folder) / "trace.json")
         trace.export_chrome_trace(path)

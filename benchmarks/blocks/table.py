@@ -67,6 +67,7 @@ def text(document: dict[str, Any], style: str = "simple") -> str:
         notes = [f"no {name} {what}: {why}" for name, v in variants.items() for what, why in v.get("why", {}).items()]
         parts.append("\n".join(notes))
         if "waterfall" in size:
-            parts.append(f"captured step of the {size['size']} {blocks}, microseconds by class, rank 0")
+            rank = size["waterfall"].get("rank", 0)
+            parts.append(f"captured step of the {size['size']} {blocks}, microseconds by class, rank {rank}")
             parts.append(waterfall.text(size["waterfall"], style))
     return "\n\n".join(part for part in parts if part) or "no rows"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
+import ub_overlap
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.tools.rank_process import World
 
@@ -80,6 +82,8 @@ class BlockContext:
     """Blocks in a row."""
     model: str = "block"
     """A key of `model.MODELS`."""
+    pack_weights: Sequence[str] = ()
+    """Variants of ours whose sibling weights ub_overlap.pack puts next to each other."""
 
 
 def make(name: str, context: BlockContext) -> BlockVariant:
@@ -94,6 +98,8 @@ def make(name: str, context: BlockContext) -> BlockVariant:
         block = parallel(sizes, context.mesh, world.device, context.dtype, context.layers, context.model)
         if name in context.ours:
             options = dict(context.ours[name])
+            if name in context.pack_weights:
+                ub_overlap.pack(block)
             if context.compiler == "aot_eager":
                 options["inner"] = "aot_eager"
             call = torch.compile(block, backend="ub_overlap", fullgraph=True, options=options)

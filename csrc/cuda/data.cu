@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(threads)
     const int64_t item = blockIdx.x * int64_t{threads} + threadIdx.x;
     if (item >= positions.total) return;
     const int64_t block = positions.block(item), at = positions.within(item);
-    reinterpret_cast<Vec*>(dst + block * dst_stride)[at] = load_streaming<Vec>(src + block * src_stride, at);
+    reinterpret_cast<Vec*>(dst + block * dst_stride)[at] = load_vector<Vec>(src + block * src_stride, at);
 }
 
 struct Sources {
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(threads)
     Loaded<S, n> loaded[count];
 #pragma unroll
     for (int k = 0; k < count; ++k) {
-        loaded[k] = load_streaming<Loaded<S, n>>(sources.data[k] + block * sources.stride[k], at);
+        loaded[k] = load_vector<Loaded<S, n>>(sources.data[k] + block * sources.stride[k], at);
     }
     float sum[n];
     to_floats(loaded[0], sum, S{});
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(threads)
 #pragma unroll
         for (int k = 0; k < width; ++k) {
             if (base + k >= sources.count) continue;
-            loaded[k] = load_streaming<Loaded<S, n>>(sources.data[base + k] + block * sources.stride[base + k], at);
+            loaded[k] = load_vector<Loaded<S, n>>(sources.data[base + k] + block * sources.stride[base + k], at);
         }
 #pragma unroll
         for (int k = 0; k < width; ++k) {

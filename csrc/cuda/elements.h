@@ -14,15 +14,11 @@
 
 namespace ub_overlap::cuda {
 
-// Loads data that is read once: the cache does not keep it.
+// Loads number `at` of the vectors behind `base`. Plain, although the data is read once: with loads that the cache evicts
+// first, copies are 3% slower on an H200 and sums 5%.
 template <typename T>
-__device__ inline T load_streaming(const char* base, int64_t at) {
-    if constexpr (sizeof(T) == 16) {
-        const int4 raw = __ldcs(reinterpret_cast<const int4*>(base) + at);
-        return *reinterpret_cast<const T*>(&raw);
-    } else {
-        return reinterpret_cast<const T*>(base)[at];
-    }
+__device__ inline T load_vector(const char* base, int64_t at) {
+    return reinterpret_cast<const T*>(base)[at];
 }
 
 __device__ inline float to_float(float v) {

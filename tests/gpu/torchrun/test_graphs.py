@@ -128,6 +128,7 @@ def replay_and_eager_call(lockstep: Lockstep, group: str, count: int) -> str:
         give_up = time.monotonic() + 10
         while begun.item() != turn + 1:  # all ranks must run the replay first
             assert time.monotonic() < give_up, "the replay does not begin"
+        time.sleep(0.0005)
         with torch.cuda.stream(lanes[1]):
             eager = call(inputs[b], "concurrent")
         met += not lanes[0].query()
