@@ -33,11 +33,6 @@ class Settings:
         "record repeated GPU calls as CUDA graphs. During a recording (0.2 ms) CUDA refuses torch.cuda.synchronize() of "
         "other threads: set 0 in programs with such threads",
     )
-    early_launch: bool = typed_field(
-        False,
-        "launch waits, sums and ends of GPU calls while the kernel before them ends (programmatic stream serialization, "
-        "compute capability 9.0); not measured yet",
-    )
     nvtx: bool = typed_field(False, "NVTX ranges with site names around calls, for Nsight")
     links: Literal["nvlink", "any"] = typed_field(
         "nvlink", '"nvlink": GPUs connected over PCIe only run plain collectives; "any": they are overlapped too'
@@ -146,5 +141,4 @@ def apply() -> None:
     c.set_flight_calls(current().flight_calls)
     c.set_trace(current().trace)
     c.set_replay(current().replay)
-    c.set_early_launch(current().early_launch)
     c.set_nvtx(current().nvtx)

@@ -50,7 +50,7 @@ void run_sum(const std::vector<std::pair<Address, int64_t>>& sources, const std:
     const Span to{pointer(dst), blocks, dst_stride, elements * size_of(dst_type)};
     if (!stream) return reduce_spans(list, to, dst_type, divisor);
 #ifdef UB_OVERLAP_CUDA
-    cuda::launch_reduce(list, to, dst_type, divisor, false, reinterpret_cast<cudaStream_t>(*stream));
+    cuda::launch_reduce(list, to, dst_type, divisor, reinterpret_cast<cudaStream_t>(*stream));
 #endif
 }
 

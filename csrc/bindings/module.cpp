@@ -388,9 +388,6 @@ PYBIND11_MODULE(_C, m) {
     m.def(
         "set_replay", [](bool on) { settings().replay.store(on); }, "Whether repeated calls are recorded and replayed (CUDA).");
     m.def(
-        "set_early_launch", [](bool on) { settings().early_launch.store(on); },
-        "Whether waits, sums and ends are launched with programmatic stream serialization (CUDA).");
-    m.def(
         "set_flight_calls", [](int64_t calls) { settings().flight_calls.store(calls); },
         "Calls that the flight recorder keeps of each group bound from now on; 0: none.");
     m.def("catch_dump_signal", &DumpSignal::install, "Takes SIGUSR1 unless the process handles it. Whether it is taken.");

@@ -76,7 +76,6 @@ __device__ inline void store_sum(char* dst, int64_t at, const float (&sum)[n], f
 template <typename S, typename D, int n, int count>
 __global__ void __launch_bounds__(threads)
     reduce_kernel(Sources sources, char* dst, int64_t dst_stride, BlockPositions positions, float divisor) {
-    wait_for_predecessor();
     const int64_t item = blockIdx.x * int64_t{threads} + threadIdx.x;
     if (item >= positions.total) return;
     const int64_t block = positions.block(item), at = positions.within(item);
@@ -101,7 +100,6 @@ __global__ void __launch_bounds__(threads)
 template <typename S, typename D, int n, int width>
 __global__ void __launch_bounds__(threads)
     reduce_many_kernel(Sources sources, char* dst, int64_t dst_stride, BlockPositions positions, float divisor) {
-    wait_for_predecessor();
     const int64_t item = blockIdx.x * int64_t{threads} + threadIdx.x;
     if (item >= positions.total) return;
     const int64_t block = positions.block(item), at = positions.within(item);
@@ -160,7 +158,7 @@ void copy_vectors(const Span& src, const Span& dst, cudaStream_t stream) {
     const int64_t per_block = src.bytes / static_cast<int64_t>(sizeof(Vec));
     for_numbered_blocks(src.blocks, per_block, [&](int64_t first, int64_t blocks) {
         const BlockPositions positions(blocks, per_block);
-        launch(&copy_kernel<Vec>, grid_of(positions.total), threads, false, stream, "launch a local copy",
+        launch(&copy_kernel<Vec>, grid_of(positions.total), threads, stream, "launch a local copy",
                src.data + first * src.stride, src.stride, dst.data + first * dst.stride, dst.stride, positions);
     });
 }
@@ -195,12 +193,11 @@ void launch_copy(const Span& from, const Span& to, cudaStream_t stream) {
     }
 }
 
-void launch_reduce(const std::vector<Source>& sources, const Span& to, DType dst_type, float divisor, bool early,
-                   cudaStream_t stream) {
+void launch_reduce(const std::vector<Source>& sources, const Span& to, DType dst_type, float divisor, cudaStream_t stream) {
     Span dst = to;
     if (dst.bytes == 0 || dst.blocks == 0 || sources.empty()) return;
     for (const Source& source : sources) {
-        if (source.scales.data) return launch_reduce_scaled(sources, to, dst_type, divisor, early, stream);
+        if (source.scales.data) return launch_reduce_scaled(sources, to, dst_type, divisor, stream);
     }
     const DType source_type = sources[0].type;
     bool flat = merge_blocks(dst).blocks == 1;
@@ -226,7 +223,7 @@ void launch_reduce(const std::vector<Source>& sources, const Span& to, DType dst
                 const BlockPositions positions(blocks, per_block);
                 Sources part = list;
                 for (int i = 0; i < list.count; ++i) part.data[i] += first * list.stride[i];
-                launch(kernel, grid_of(positions.total), threads, early, stream, "launch a reduction", part,
+                launch(kernel, grid_of(positions.total), threads, stream, "launch a reduction", part,
                        dst.data + first * dst.stride, dst.stride, positions, divisor);
             });
         });

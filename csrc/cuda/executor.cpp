@@ -1,15 +1,18 @@
-// Maps a schedule to two streams:
+// Maps a schedule's two queues to three streams. The flags of COPY have their own:
 //
 //     begin    first kernel on COMPUTE: takes the group lock, counts the epoch, and waits for all slots that the call needs
 //              (DONE of earlier calls). So COPY has no kernel: a push never waits for a multiprocessor that a matmul holds.
 //              Waiting here is safe: these waits belong to past calls, whose steps have all been issued on all ranks.
-//     push     peer copy on COPY, then a stream write to the peer's flag, which has a system-wide barrier in front
+//     push     peer copy on COPY
+//     signal   of a push: on FLAGS, behind an event of COPY, a stream write to the peer's flag, which has a system-wide barrier
+//     in
+//              front. On COPY itself it would leave the link idle for 3 us between two pushes
 //     store    a direct call's matmul writes the peers' slots itself. Its stores are performed when it ends. The signal kernel
 //              behind it has a fence and a release, both system-wide, so a peer that acquires READY sees them
 //     wait     a kernel of one warp on COMPUTE, for all adjacent waits at once
 //     end      last kernel on COMPUTE: sends DONE, fills the outputs with NaN if a wait failed, releases the group lock
 //
-// Events join the streams. COMPUTE ends after COPY, so the caller's stream alone tells when inputs may be freed.
+// Events join the streams. COMPUTE ends after COPY and FLAGS, so the caller's stream alone tells when inputs may be freed.
 #include "cuda/executor.h"
 
 #include <cuda_runtime_api.h>
@@ -41,8 +44,8 @@ class Run {
           arena_(static_cast<CudaArena*>(call.arena)),
           compute_(compute),
           copies_(lane.copies),
+          flags_(lane.flags),
           timeout_ns_(timeout_ns),
-          early_launch_(settings().early_launch.load(std::memory_order_relaxed)),
           start_(static_cast<size_t>(program_.events)) {}
 
     std::vector<StepTime> issue_all() {
@@ -76,44 +79,54 @@ class Run {
             }
         }
         launch_begin(arena_->group(), call_.slot(), call_.tag, free, timeout_ns_, compute_);
-        begun_ = true, after_kernel_ = true;
+        begun_ = true;
     }
 
-    // Ends a call that could not be issued completely. COMPUTE still ends after COPY, as the caller frees its tensors in the
-    // order of its own stream, and the group lock is released. The call's own error is being thrown, so errors here are
-    // ignored. Both parts are tried.
+    // Ends a call that could not be issued completely. COMPUTE still ends after COPY and FLAGS, as the caller frees its tensors
+    // in the order of its own stream, and the group lock is released. The call's own error is being thrown, so errors here are
+    // ignored. All parts are tried.
     void clean_up() noexcept {
-        if (copying_ && cudaEventRecord(copied_, copies_) == cudaSuccess) cudaStreamWaitEvent(compute_, copied_, 0);
+        for (const cudaStream_t stream : {copies_, flags_}) {
+            if (copying_ && cudaEventRecord(copied_, stream) == cudaSuccess) cudaStreamWaitEvent(compute_, copied_, 0);
+        }
         try {
-            if (begun_) launch_end(arena_->group(), call_.slot(), SignalList{}, PoisonList{}, true, false, compute_);
+            if (begun_) launch_end(arena_->group(), call_.slot(), SignalList{}, PoisonList{}, true, compute_);
         } catch (const std::exception&) {
         }
         cudaGetLastError();  // clears an error that is not sticky, so that no later check reports it
     }
 
-    // Makes COPY begin after the call's first kernel, which waits until the peers have left the slot.
+    // Makes COPY and FLAGS begin after the call's first kernel, which waits until the peers have left the slot.
     void begin_copies() {
         if (copying_) return;
         copied_ = lane_.event(start_ + 1);  // created before any copy is issued: clean_up needs no new event
         const cudaEvent_t begun = lane_.event(start_);
         check(cudaEventRecord(begun, compute_), "record an event");
         check(cudaStreamWaitEvent(copies_, begun, 0), "wait for an event");
+        check(cudaStreamWaitEvent(flags_, begun, 0), "wait for an event");
         copying_ = true;
+    }
+
+    // Makes FLAGS wait for what has been issued on COPY.
+    void join_flags() {
+        check(cudaEventRecord(copied_, copies_), "record an event");
+        check(cudaStreamWaitEvent(flags_, copied_, 0), "wait for an event");
     }
 
     void issue(int number) {
         const Step& step = program_.steps[number];
         const bool copies = step.queue == copy_queue;
-        const cudaStream_t stream = copies ? copies_ : compute_;
         const bool waits = step.kind == StepKind::wait, signals = step.kind == StepKind::signal;
         if (!copies && !(waits && step.after.empty())) flush_waits();
         if (!copies && !signals) flush_signals();
         if (!copies && !(step.kind == StepKind::copy && step.after.empty())) flush_copies();
         if (copies) begin_copies();
         for (int event : step.after) {
-            check(cudaStreamWaitEvent(stream, lane_.event(static_cast<size_t>(event)), 0), "wait for an event");
-            if (!copies) after_kernel_ = false;
+            check(cudaStreamWaitEvent(copies ? copies_ : compute_, lane_.event(static_cast<size_t>(event)), 0),
+                  "wait for an event");
         }
+        if (copies && signals) join_flags();
+        const cudaStream_t stream = !copies ? compute_ : signals ? flags_ : copies_;
         const bool in_first_kernel = waits && step.waits[0].back != 0;  // done by the call's first kernel
         if (trace_ && !in_first_kernel) trace_->step_begins(number, stream);
         const int64_t bytes = in_first_kernel ? 0 : execute(step, stream);
@@ -121,7 +134,8 @@ class Run {
         if (!copies && (trace_ || step.record >= 0)) flush_waits(), flush_signals(), flush_copies();
         if (trace_ && !in_first_kernel) trace_->step_ends(number, stream);
         if (step.record < 0) return;
-        check(cudaEventRecord(lane_.event(static_cast<size_t>(step.record)), stream), "record an event");
+        if (copies && !signals) join_flags();  // an event of COPY stands for its flags too
+        check(cudaEventRecord(lane_.event(static_cast<size_t>(step.record)), copies ? flags_ : compute_), "record an event");
     }
 
     int64_t execute(const Step& step, cudaStream_t stream) {
@@ -144,7 +158,7 @@ class Run {
                 if (step.queue == copy_queue) {
                     WaitList single;
                     single.words[single.count++] = word_of(step.waits[0]);
-                    launch_wait(arena_->group(), call_.slot(), single, timeout_ns_, false, stream);
+                    launch_wait(arena_->group(), call_.slot(), single, timeout_ns_, stream);
                 } else {
                     if (waits_.count == max_words) flush_waits();
                     waits_.words[waits_.count++] = word_of(step.waits[0]);
@@ -159,21 +173,17 @@ class Run {
                 }
                 flush_waits();
                 for (const MatmulTask& task : call_.matmuls(step)) {
-                    const bool by_kernel = matmul_(task, compute_, call_.stream);  // ATen's may end with another kind of work
-                    after_kernel_ = by_kernel && task.batch * task.out.rows * task.out.cols > 0;
-                    recordable_ = by_kernel && recordable_;
+                    recordable_ = matmul_(task, compute_, call_.stream) && recordable_;
                 }
                 for (const Rounding& rounding : call_.roundings(step)) {
                     launch_round_for_wire(rounding, call_.type, compute_);
-                    after_kernel_ = true;
                 }
                 return call_.bytes_at_peers(step);
             case StepKind::reduce: {
                 if (step.reads.size() > max_ranks) throw too_many("sources");
                 const float divisor = call_.average ? static_cast<float>(call_.ranks) : 1.0f;
                 const Span to = call_.span(step.writes[0]);
-                launch_reduce(call_.sources(step), to, call_.out_type, divisor, early(), stream);
-                after_kernel_ = to.blocks * to.bytes > 0;
+                launch_reduce(call_.sources(step), to, call_.out_type, divisor, stream);
                 return 0;
             }
             case StepKind::finish: {
@@ -182,8 +192,7 @@ class Run {
                 const int64_t count = sum.rows * sum.cols;
                 const Span from{sum.data, 1, count * size_of(sum.type), count * size_of(sum.type)};
                 const Span to{result.data, 1, count * size_of(result.type), count * size_of(result.type)};
-                launch_reduce({Source{from, {}, sum.type}}, to, result.type, 1.0f, early(), stream);
-                after_kernel_ = count > 0;
+                launch_reduce({Source{from, {}, sum.type}}, to, result.type, 1.0f, stream);
                 return 0;
             }
         }
@@ -230,8 +239,8 @@ class Run {
         const auto add = [&](char* data, int64_t bytes) {
             if (!data || bytes == 0) return;
             if (outputs.count == 16) {
-                launch_end(arena_->group(), call_.slot(), SignalList{}, outputs, false, early(), compute_);
-                outputs.count = 0, after_kernel_ = true;
+                launch_end(arena_->group(), call_.slot(), SignalList{}, outputs, false, compute_);
+                outputs.count = 0;
             }
             outputs.parts[outputs.count].data = data;
             outputs.parts[outputs.count++].bytes = bytes;
@@ -241,7 +250,7 @@ class Run {
         add(call_.output, call_.outer * rows * call_.inner * size_of(call_.out_type));
         add(call_.output_scales, call_.outer * rows * call_.scales_a_row * static_cast<int64_t>(sizeof(float)));
         for (const Matrix& result : call_.results) add(result.data, result.rows * result.cols * size_of(result.type));
-        launch_end(arena_->group(), call_.slot(), signals_, outputs, true, early(), compute_);
+        launch_end(arena_->group(), call_.slot(), signals_, outputs, true, compute_);
         begun_ = false;  // from here on another call may hold the group lock
         signals_.count = 0;
     }
@@ -260,26 +269,20 @@ class Run {
         if (src.blocks != 1 || dst.blocks != 1) flush_copy(pending);
     }
     void flush_copy(Move& pending) {
-        if (pending.src.data) launch_copy(pending.src, pending.dst, compute_), after_kernel_ = true;
+        if (pending.src.data) launch_copy(pending.src, pending.dst, compute_);
         pending = Move{};
     }
     void flush_copies() {
         for (Move& pending : moves_) flush_copy(pending);
     }
     void flush_waits() {
-        if (waits_.count)
-            launch_wait(arena_->group(), call_.slot(), waits_, timeout_ns_, early(), compute_), after_kernel_ = true;
+        if (waits_.count) launch_wait(arena_->group(), call_.slot(), waits_, timeout_ns_, compute_);
         waits_.count = 0;
     }
     void flush_signals() {
-        if (signals_.count) launch_signal(arena_->group(), call_.slot(), signals_, compute_), after_kernel_ = true;
+        if (signals_.count) launch_signal(arena_->group(), call_.slot(), signals_, compute_);
         signals_.count = 0;
     }
-
-    // Returns whether the next kernel on COMPUTE may be launched early. Not behind an event: the kernel would then have several
-    // predecessors, of which a captured launch may relax one alone. The first kernel of a call is never launched early: what it
-    // follows is the caller's.
-    bool early() const { return early_launch_ && after_kernel_ && !trace_; }
 
     uint32_t place_of(const FlagId& flag) const {
         return static_cast<uint32_t>(flag_place(flag.kind, call_.slot(), flag.source, flag.index, call_.ranks));
@@ -306,9 +309,8 @@ class Run {
     MatmulFn matmul_;
     Lane& lane_;
     CudaArena* arena_;
-    const cudaStream_t compute_, copies_;
+    const cudaStream_t compute_, copies_, flags_;
     const int64_t timeout_ns_;
-    const bool early_launch_;
     const size_t start_;  // number of the first event beyond the schedule's
     std::vector<StepTime> times_;
     WaitList waits_;      // on COMPUTE, not launched yet
@@ -317,7 +319,6 @@ class Run {
     std::shared_ptr<Trace> trace_;
     cudaEvent_t copied_ = nullptr;
     bool begun_ = false, copying_ = false, recordable_ = true;
-    bool after_kernel_ = false;  // the last work on COMPUTE is a kernel of this call
 };
 
 // Records the launches of a call as a graph. On any failure sets `unrecordable`; nothing has run then.

@@ -1,4 +1,5 @@
-// Runs schedules on CUDA: COMPUTE steps on the caller's stream, COPY steps on the device's one copy stream.
+// Runs schedules on CUDA: COMPUTE steps on the caller's stream, COPY steps on the device's one copy stream and the stream of
+// its flags.
 #pragma once
 
 #include "core/executor.h"

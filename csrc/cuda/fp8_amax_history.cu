@@ -46,13 +46,13 @@ void preload_amax_history() {
 }
 
 void launch_advance_histories(const AmaxHistories& histories, bool is_step, float* amax, cudaStream_t stream) {
-    launch(&advance_kernel, blocks_for(&advance_kernel, histories.count, threads), threads, false, stream,
+    launch(&advance_kernel, blocks_for(&advance_kernel, histories.count, threads), threads, stream,
            "launch an update of amax histories", histories, is_step, amax);
 }
 
 void launch_raise_amax(const AmaxHistories& histories, const float* amax, const float* scale, float* scale_copy,
                        cudaStream_t stream) {
-    launch(&raise_kernel, blocks_for(&raise_kernel, histories.count, threads), threads, false, stream,
+    launch(&raise_kernel, blocks_for(&raise_kernel, histories.count, threads), threads, stream,
            "launch a record of amax values", histories, amax, scale, scale_copy);
 }
 

@@ -261,7 +261,7 @@ template <typename T, typename H, Scales by>
 void launch_both(const Weight& w, cudaStream_t stream) {
     for (const auto kernel : {&checksum_kernel<T, H, by>, &cast_kernel<T, H, by>}) {
         const unsigned blocks = blocks_for(kernel, w.tiles * threads, threads);
-        launch(kernel, blocks, threads, false, stream, "launch a weight's cast to float8", w);
+        launch(kernel, blocks, threads, stream, "launch a weight's cast to float8", w);
     }
 }
 

@@ -82,7 +82,6 @@ __device__ inline void unpack(const uint4& line, float scale, float (&value)[per
 template <typename S, typename D, int width>
 __global__ void __launch_bounds__(threads)
     reduce_scaled_kernel(ScaledSources sources, char* dst, int64_t dst_stride, BlockPositions positions, float divisor) {
-    wait_for_predecessor();
     const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
     for (int64_t item = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; item < positions.total; item += step) {
         const int64_t block = positions.block(item), at = positions.within(item);
@@ -163,14 +162,14 @@ void launch_round_for_wire(const Rounding& r, DType type, cudaStream_t stream) {
         for_numbered_blocks(r.from.blocks, per_block, [&](int64_t first, int64_t blocks) {
             const BlockPositions positions(blocks, per_block);
             const auto kernel = &round_kernel<decltype(s)>;
-            launch(kernel, blocks_for(kernel, positions.total, threads), threads, false, stream, "launch a rounding to float8",
+            launch(kernel, blocks_for(kernel, positions.total, threads), threads, stream, "launch a rounding to float8",
                    r.from.data + first * r.from.stride, r.from.stride, r.to.data + first * r.to.stride, r.to.stride,
                    r.scales.data + first * r.scales.stride, r.scales.stride, positions);
         });
     });
 }
 
-void launch_reduce_scaled(const std::vector<Source>& sources, const Span& dst, DType dst_type, float divisor, bool early,
+void launch_reduce_scaled(const std::vector<Source>& sources, const Span& dst, DType dst_type, float divisor,
                           cudaStream_t stream) {
     ScaledSources list{static_cast<int32_t>(sources.size()), -1, {}, {}, {}, {}};
     DType plain_type = DType::f32;
@@ -195,7 +194,7 @@ void launch_reduce_scaled(const std::vector<Source>& sources, const Span& dst, D
                     part.data[i] += first * list.stride[i];
                     if (part.scales[i]) part.scales[i] += first * list.scales_stride[i];
                 }
-                launch(kernel, blocks_for(kernel, positions.total, threads), threads, early, stream, "launch a reduction", part,
+                launch(kernel, blocks_for(kernel, positions.total, threads), threads, stream, "launch a reduction", part,
                        dst.data + first * dst.stride, dst.stride, positions, divisor);
             });
         });

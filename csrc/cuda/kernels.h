@@ -47,12 +47,11 @@ void preload_words();
 // First kernel of a call. Takes the group lock, counts the epoch, stores the slot's word, and waits until the peers have left
 // the slot. `timeout_ns`: deadline of each wait, and of the group lock since its holder last made progress.
 void launch_begin(const Group& group, int slot, uint32_t tag, const WaitList& free, int64_t timeout_ns, cudaStream_t stream);
-// `early`, here and below: the kernel may start while the kernel before it on the stream ends (cuda/launch.h).
-void launch_wait(const Group& group, int slot, const WaitList& list, int64_t timeout_ns, bool early, cudaStream_t stream);
+void launch_wait(const Group& group, int slot, const WaitList& list, int64_t timeout_ns, cudaStream_t stream);
 void launch_signal(const Group& group, int slot, const SignalList& list, cudaStream_t stream);
 // End of a call: sends the remaining signals, and fills `outputs` with NaN if a wait of this group has failed. Several may
 // end a call; the `final` one releases the group lock.
-void launch_end(const Group& group, int slot, const SignalList& list, const PoisonList& outputs, bool final, bool early,
+void launch_end(const Group& group, int slot, const SignalList& list, const PoisonList& outputs, bool final,
                 cudaStream_t stream);
 
 // Writes words to device memory. They travel as parameters of kernels, so that a captured launch holds them.
@@ -64,10 +63,9 @@ void launch_stamp(uint64_t* where, cudaStream_t stream);
 // Copies by kernels, 16 bytes per thread if the addresses allow it.
 void launch_copy(const Span& src, const Span& dst, cudaStream_t stream);
 // dst = (sum of sources in their order, in fp32) / divisor, rounded once.
-void launch_reduce(const std::vector<Source>& sources, const Span& dst, DType dst_type, float divisor, bool early,
-                   cudaStream_t stream);
+void launch_reduce(const std::vector<Source>& sources, const Span& dst, DType dst_type, float divisor, cudaStream_t stream);
 // The same sum if some sources are float8 with scales.
-void launch_reduce_scaled(const std::vector<Source>& sources, const Span& dst, DType dst_type, float divisor, bool early,
+void launch_reduce_scaled(const std::vector<Source>& sources, const Span& dst, DType dst_type, float divisor,
                           cudaStream_t stream);
 // Rounds numbers of `type` to float8 and scales, like the CPU's round_for_wire.
 void launch_round_for_wire(const Rounding& rounding, DType type, cudaStream_t stream);

@@ -60,7 +60,6 @@ Fingerprint make_fingerprint(const Call& call, int64_t timeout_ns) {
     add(print, call.input_scale);
     print.push_back(static_cast<uint64_t>(call.scales_a_row) << 2 | static_cast<uint64_t>(call.narrow_wire) << 1 |
                     static_cast<uint64_t>(call.fast_sums));
-    print.push_back(settings().early_launch.load(std::memory_order_relaxed));
     return print;
 }
 

@@ -43,7 +43,6 @@ struct LocalState {
     uint32_t last_epoch[slots];      // epoch of the last call that used the slot
     uint32_t previous_epoch[slots];  // epoch of the call that used the slot before that one, 0: none
     uint32_t failed;                 // never cleared: a failed group is not used again
-    uint32_t blocks_done;            // blocks of the call's last kernel that have finished reading this state
     uint64_t word[slots];            // epoch and site tag of the slot's call: the value of its DONE signals
 };
 

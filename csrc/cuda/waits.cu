@@ -177,12 +177,12 @@ __global__ void __launch_bounds__(32) begin_kernel(Group g, int slot, uint32_t t
 }
 
 __global__ void __launch_bounds__(32) wait_kernel(Group g, int slot, WaitList list, uint64_t timeout_ns) {
-    wait_for_predecessor();
     if (threadIdx.x == 0) update_heartbeat(g, now_ns());
     for (int i = threadIdx.x; i < list.count; i += 32) wait_for(g, slot, list.words[i], timeout_ns);
 }
 
-// Called by all threads of one block.
+// Called by all threads of one block. A release is cumulative: a peer that acquires a DONE word also sees the words that other
+// threads of the block have cleared before the barrier.
 __device__ void signal_all(const Group& g, int slot, const SignalList& list) {
     for (int i = 0; i < list.count; ++i) {
         if (!list.words[i].done) continue;
@@ -195,7 +195,6 @@ __device__ void signal_all(const Group& g, int slot, const SignalList& list) {
     for (int i = threadIdx.x; i < list.count; i += blockDim.x) {
         const SignalWord& s = list.words[i];
         const uint64_t word = g.local->word[slot];
-        __threadfence_system();
         store_release(flag_words(g.shared[s.rank]) + s.place, s.done ? word : ready_word(static_cast<uint32_t>(word)));
     }
 }
@@ -204,22 +203,11 @@ __global__ void __launch_bounds__(32) signal_kernel(Group g, int slot, SignalLis
     signal_all(g, slot, list);
 }
 
-// Few blocks: a call that succeeds writes no output here, and each block reads the call's state.
-constexpr int end_blocks = 32, end_threads = 128;
-
-// Releases the group lock. Called by one thread of each block of the last kernel, after its block has read LocalState. The
-// last of them releases it: from then on `word`, `last_epoch` and a failure may be the next call's.
-__device__ void release_group_lock(const Group& g) {
-    __threadfence();
-    if (atomicAdd(&g.local->blocks_done, 1u) + 1 != gridDim.x) return;
-    *reinterpret_cast<volatile uint32_t*>(&g.local->blocks_done) = 0;
-    __threadfence();
-    atomicAnd(reinterpret_cast<unsigned long long*>(&g.local->epoch_and_lock), ~static_cast<unsigned long long>(group_lock));
-}
+// One block: a call that succeeds writes no output here.
+constexpr int end_threads = 1024;
 
 __global__ void __launch_bounds__(end_threads) end_kernel(Group g, int slot, SignalList list, PoisonList outputs, bool final) {
-    wait_for_predecessor();
-    if (blockIdx.x == 0) signal_all(g, slot, list);
+    signal_all(g, slot, list);
     // An aborting peer may have pushed before we had released the slot, so the data that this call read may be wrong too.
     bool failed = false;
     if (threadIdx.x == 0) {
@@ -228,15 +216,18 @@ __global__ void __launch_bounds__(end_threads) end_kernel(Group g, int slot, Sig
         failed = abort != 0 || load_failed(g.local) != 0;
     }
     failed = __syncthreads_or(failed);
-    if (final && threadIdx.x == 0) release_group_lock(g);  // from here on the call's state is not read
+    if (final && threadIdx.x == 0) {
+        // Releases the group lock: from here on `word`, `last_epoch` and a failure may be the next call's.
+        __threadfence();
+        atomicAnd(reinterpret_cast<unsigned long long*>(&g.local->epoch_and_lock),
+                  ~static_cast<unsigned long long>(group_lock));
+    }
     if (!failed) return;
     for (int part = 0; part < outputs.count; ++part) {
         const int64_t bytes = outputs.parts[part].bytes, halves = bytes / 2;
         auto* data = reinterpret_cast<uint16_t*>(outputs.parts[part].data);
-        if (bytes % 2 && blockIdx.x == 0 && threadIdx.x == 0) outputs.parts[part].data[bytes - 1] = static_cast<char>(0xff);
-        for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < halves; i += gridDim.x * blockDim.x) {
-            data[i] = 0xffff;
-        }
+        if (bytes % 2 && threadIdx.x == 0) outputs.parts[part].data[bytes - 1] = static_cast<char>(0xff);
+        for (int64_t i = threadIdx.x; i < halves; i += end_threads) data[i] = 0xffff;
     }
 }
 
@@ -263,9 +254,9 @@ void launch_begin(const Group& group, int slot, uint32_t tag, const WaitList& fr
     check(cudaGetLastError(), "launch the first kernel of a call");
 }
 
-void launch_wait(const Group& group, int slot, const WaitList& list, int64_t timeout_ns, bool early, cudaStream_t stream) {
+void launch_wait(const Group& group, int slot, const WaitList& list, int64_t timeout_ns, cudaStream_t stream) {
     if (list.count == 0) return;
-    launch(&wait_kernel, 1, 32, early, stream, "launch a wait", group, slot, list, timeout_ns);
+    launch(&wait_kernel, 1, 32, stream, "launch a wait", group, slot, list, timeout_ns);
 }
 
 void launch_signal(const Group& group, int slot, const SignalList& list, cudaStream_t stream) {
@@ -274,10 +265,9 @@ void launch_signal(const Group& group, int slot, const SignalList& list, cudaStr
     check(cudaGetLastError(), "launch a signal");
 }
 
-void launch_end(const Group& group, int slot, const SignalList& list, const PoisonList& outputs, bool final, bool early,
+void launch_end(const Group& group, int slot, const SignalList& list, const PoisonList& outputs, bool final,
                 cudaStream_t stream) {
-    launch(&end_kernel, end_blocks, end_threads, early, stream, "launch the last kernel of a call", group, slot, list, outputs,
-           final);
+    launch(&end_kernel, 1, end_threads, stream, "launch the last kernel of a call", group, slot, list, outputs, final);
 }
 
 void launch_stamp(uint64_t* where, cudaStream_t stream) {

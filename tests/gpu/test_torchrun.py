@@ -41,7 +41,6 @@ MODULES = (
     Module("mirror", 150, 90),
     Module("tools", 200, 120),
     Module("models", 800, 200),
-    *(Module(name, 300, 120, (("UB_OVERLAP_EARLY_LAUNCH", "1"),)) for name in ("races", "graphs", "broken_schedules")),
     *(Module("connections", 150, 100, (("CUDA_DEVICE_MAX_CONNECTIONS", n),)) for n in ("1", "8", "32")),
 )
 
