@@ -14,7 +14,7 @@ from ub_overlap.runtime.session import session
 
 from ..rank_process import World
 from .kernels import Calls, spans
-from .world import Burst, ProgressLine
+from .world import Burst
 
 Shape = tuple[int, int, int]
 """M, N, K of one rank's whole matmul."""
@@ -33,13 +33,17 @@ def shapes(cuda: bool, quick: bool) -> list[Shape]:
     return [(m, n, k) for m in _ROWS[1 if quick else 0 :] for n, k in _PLANES[:: 2 if quick else 1]]
 
 
-def measure(world: World, burst: Burst, calls: Calls, kernel_us: float, progress: ProgressLine, quick: bool) -> dict[str, Any]:
+def measure(
+    world: World, burst: Burst, calls: Calls, kernel_us: float, step: Callable[[str, int], None], quick: bool
+) -> dict[str, Any]:
     """Return the profile's field "direct": the rate of stores over the link, and each shape's time. Collective.
+
+    `step`: called with a text and a number of measurements behind each shape.
 
     The link's rate is the highest at which the stores of some shape ran, apart from the first shard's matmul, in whose time the
     link is idle. On CUDA a time stamp is a kernel too, so `kernel_us` is subtracted.
     """
-    dtype, item, ranks = str(calls.dtype)[6:], calls.item, world.ranks
+    dtype, item, ranks = str(calls.dtype)[6:], calls.item, calls.ranks
     whole, stored = [], []
     measured = [(-(-m // (16 * ranks)) * 16 * ranks, n, k) for m, n, k in shapes(world.cuda, quick)]
     for m, n, k in measured:
@@ -54,9 +58,9 @@ def measure(world: World, burst: Burst, calls: Calls, kernel_us: float, progress
 
         traces = calls.traces(_call(calls, left, right, f"calibrate/direct {m} {n} {k}"), before=start_together)
         stored.append(max(0.2, spans(traces, "COMPUTE", "matmul") - (kernel_us if world.cuda else 0.0)))
-        progress.step("stores at peers", 2)
+        step("stores at peers", 2)
     if world.cuda:
-        session.check(world.group)
+        session.check(calls.group)
     whole, stored = world.worst(whole), world.worst(stored)
     rates = []
     for (m, n, _), whole_us, us in zip(measured, whole, stored, strict=True):
@@ -70,5 +74,5 @@ def measure(world: World, burst: Burst, calls: Calls, kernel_us: float, progress
 
 def _call(calls: Calls, left: torch.Tensor, right: torch.Tensor, site: str) -> tuple[Callable[[], Any], str]:
     op: Any = torch.ops.ub_overlap.matmul_reduce_scatter.default
-    more = (None, 1, False, "sum", calls.dtype, False, "plain", [], [], "direct", calls.world.group, site)
+    more = (None, 1, False, "sum", calls.dtype, False, "plain", [], [], "direct", calls.group, site)
     return lambda: op([left], [right], *more), site

@@ -44,10 +44,11 @@ def events(world: World, burst: Burst, kernel_us: float) -> float:
 
 
 class Calls:
-    """Calls of the ops with a given transfer size, whose matmuls have 16 inner or outer columns."""
+    """Calls of the ops with a given transfer size, whose matmuls have 16 inner or outer columns. `ranks`: of the group."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, group: str = "", ranks: int = 0) -> None:
+        """`group`, `ranks`: by default those of `world`."""
+        self.world, self.group, self.ranks = world, group or world.group, ranks or world.ranks
         self.dtype = torch.bfloat16 if world.cuda else torch.float32
         self.cols = 8192 if world.cuda else 256
         self.item = torch.empty(0, dtype=self.dtype).element_size()
@@ -64,16 +65,16 @@ class Calls:
         shard, weight = self.tensor(rows, self.cols).unsqueeze(0), self.tensor(self.cols, 16)
         op: Any = torch.ops.ub_overlap.all_gather_matmul.default
         site = f"calibrate/gather {size}"
-        args = (shard, [weight], [False], [False], 1, False, True, [], [], "pipelined:chunks=1", self.world.group, site)
+        args = (shard, [weight], [False], [False], 1, False, True, [], [], "pipelined:chunks=1", self.group, site)
         return lambda: op(*args), site
 
     def scatter(self, size: int) -> tuple[Callable[[], Any], str]:
         """Return a call that reduce_scatters shards of `size` bytes, and its site."""
-        rows = max(1, size // (self.cols * self.item)) * self.world.ranks
+        rows = max(1, size // (self.cols * self.item)) * self.ranks
         left, right = self.tensor(rows, 16), self.tensor(16, self.cols)
         op: Any = torch.ops.ub_overlap.matmul_reduce_scatter.default
         site = f"calibrate/scatter {size}"
-        more = (None, 1, False, "sum", self.dtype, False, "plain", [], [], "pipelined:chunks=1", self.world.group, site)
+        more = (None, 1, False, "sum", self.dtype, False, "plain", [], [], "pipelined:chunks=1", self.group, site)
         return lambda: op([left], [right], *more), site
 
     def traces(

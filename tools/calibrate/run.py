@@ -111,7 +111,7 @@ def _measure_kernels(
     curves = world.probe("copies and reductions", lambda: kernels.memory(world, calls, kernel_us, progress, quick))
     made.update(curves or {})
     made.pop("direct", None)  # of the base profile: what was not measured here is not used
-    direct = world.probe("stores at peers", lambda: direct_stores.measure(world, burst, calls, kernel_us, progress, quick))
+    direct = world.probe("stores at peers", lambda: direct_stores.measure(world, burst, calls, kernel_us, progress.step, quick))
     if direct:
         made["direct"] = direct
     if not world.cuda:
