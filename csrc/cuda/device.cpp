@@ -15,7 +15,6 @@ Lane::Lane() {
     int least = 0, greatest = 0;
     check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "read the stream priorities");
     check(cudaStreamCreateWithPriority(&copies, cudaStreamNonBlocking, greatest), "create a copy stream");
-    check(cudaStreamCreateWithPriority(&flags, cudaStreamNonBlocking, greatest), "create a stream for flags");
 }
 
 cudaEvent_t Lane::event(size_t number) {

@@ -10,14 +10,14 @@
 
 namespace ub_overlap::cuda {
 
-// The streams of pushes and of their flags, and events, for one call at a time. An event may be recorded again once the wait
-// for it has been issued, so the next call uses the events of this one.
+// A copy stream and events for one call at a time. An event may be recorded again once the wait for it has been issued, so the
+// next call uses the events of this one.
 class Lane {
   public:
     Lane();
     cudaEvent_t event(size_t number);
 
-    cudaStream_t copies = nullptr, flags = nullptr;
+    cudaStream_t copies = nullptr;
 
   private:
     std::vector<cudaEvent_t> events_;

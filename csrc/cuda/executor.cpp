@@ -1,18 +1,15 @@
-// Maps a schedule's two queues to three streams. The flags of COPY have their own:
+// Maps a schedule to two streams:
 //
 //     begin    first kernel on COMPUTE: takes the group lock, counts the epoch, and waits for all slots that the call needs
 //              (DONE of earlier calls). So COPY has no kernel: a push never waits for a multiprocessor that a matmul holds.
 //              Waiting here is safe: these waits belong to past calls, whose steps have all been issued on all ranks.
-//     push     peer copy on COPY
-//     signal   of a push: on FLAGS, behind an event of COPY, a stream write to the peer's flag, which has a system-wide barrier
-//     in
-//              front. On COPY itself it would leave the link idle for 3 us between two pushes
+//     push     peer copy on COPY, then a stream write to the peer's flag, which has a system-wide barrier in front
 //     store    a direct call's matmul writes the peers' slots itself. Its stores are performed when it ends. The signal kernel
 //              behind it has a fence and a release, both system-wide, so a peer that acquires READY sees them
 //     wait     a kernel of one warp on COMPUTE, for all adjacent waits at once
 //     end      last kernel on COMPUTE: sends DONE, fills the outputs with NaN if a wait failed, releases the group lock
 //
-// Events join the streams. COMPUTE ends after COPY and FLAGS, so the caller's stream alone tells when inputs may be freed.
+// Events join the streams. COMPUTE ends after COPY, so the caller's stream alone tells when inputs may be freed.
 #include "cuda/executor.h"
 
 #include <cuda_runtime_api.h>
@@ -44,7 +41,6 @@ class Run {
           arena_(static_cast<CudaArena*>(call.arena)),
           compute_(compute),
           copies_(lane.copies),
-          flags_(lane.flags),
           timeout_ns_(timeout_ns),
           start_(static_cast<size_t>(program_.events)) {}
 
@@ -82,13 +78,11 @@ class Run {
         begun_ = true;
     }
 
-    // Ends a call that could not be issued completely. COMPUTE still ends after COPY and FLAGS, as the caller frees its tensors
-    // in the order of its own stream, and the group lock is released. The call's own error is being thrown, so errors here are
-    // ignored. All parts are tried.
+    // Ends a call that could not be issued completely. COMPUTE still ends after COPY, as the caller frees its tensors in the
+    // order of its own stream, and the group lock is released. The call's own error is being thrown, so errors here are
+    // ignored. Both parts are tried.
     void clean_up() noexcept {
-        for (const cudaStream_t stream : {copies_, flags_}) {
-            if (copying_ && cudaEventRecord(copied_, stream) == cudaSuccess) cudaStreamWaitEvent(compute_, copied_, 0);
-        }
+        if (copying_ && cudaEventRecord(copied_, copies_) == cudaSuccess) cudaStreamWaitEvent(compute_, copied_, 0);
         try {
             if (begun_) launch_end(arena_->group(), call_.slot(), SignalList{}, PoisonList{}, true, compute_);
         } catch (const std::exception&) {
@@ -96,37 +90,28 @@ class Run {
         cudaGetLastError();  // clears an error that is not sticky, so that no later check reports it
     }
 
-    // Makes COPY and FLAGS begin after the call's first kernel, which waits until the peers have left the slot.
+    // Makes COPY begin after the call's first kernel, which waits until the peers have left the slot.
     void begin_copies() {
         if (copying_) return;
         copied_ = lane_.event(start_ + 1);  // created before any copy is issued: clean_up needs no new event
         const cudaEvent_t begun = lane_.event(start_);
         check(cudaEventRecord(begun, compute_), "record an event");
         check(cudaStreamWaitEvent(copies_, begun, 0), "wait for an event");
-        check(cudaStreamWaitEvent(flags_, begun, 0), "wait for an event");
         copying_ = true;
-    }
-
-    // Makes FLAGS wait for what has been issued on COPY.
-    void join_flags() {
-        check(cudaEventRecord(copied_, copies_), "record an event");
-        check(cudaStreamWaitEvent(flags_, copied_, 0), "wait for an event");
     }
 
     void issue(int number) {
         const Step& step = program_.steps[number];
         const bool copies = step.queue == copy_queue;
+        const cudaStream_t stream = copies ? copies_ : compute_;
         const bool waits = step.kind == StepKind::wait, signals = step.kind == StepKind::signal;
         if (!copies && !(waits && step.after.empty())) flush_waits();
         if (!copies && !signals) flush_signals();
         if (!copies && !(step.kind == StepKind::copy && step.after.empty())) flush_copies();
         if (copies) begin_copies();
         for (int event : step.after) {
-            check(cudaStreamWaitEvent(copies ? copies_ : compute_, lane_.event(static_cast<size_t>(event)), 0),
-                  "wait for an event");
+            check(cudaStreamWaitEvent(stream, lane_.event(static_cast<size_t>(event)), 0), "wait for an event");
         }
-        if (copies && signals) join_flags();
-        const cudaStream_t stream = !copies ? compute_ : signals ? flags_ : copies_;
         const bool in_first_kernel = waits && step.waits[0].back != 0;  // done by the call's first kernel
         if (trace_ && !in_first_kernel) trace_->step_begins(number, stream);
         const int64_t bytes = in_first_kernel ? 0 : execute(step, stream);
@@ -134,8 +119,7 @@ class Run {
         if (!copies && (trace_ || step.record >= 0)) flush_waits(), flush_signals(), flush_copies();
         if (trace_ && !in_first_kernel) trace_->step_ends(number, stream);
         if (step.record < 0) return;
-        if (copies && !signals) join_flags();  // an event of COPY stands for its flags too
-        check(cudaEventRecord(lane_.event(static_cast<size_t>(step.record)), copies ? flags_ : compute_), "record an event");
+        check(cudaEventRecord(lane_.event(static_cast<size_t>(step.record)), stream), "record an event");
     }
 
     int64_t execute(const Step& step, cudaStream_t stream) {
@@ -309,7 +293,7 @@ class Run {
     MatmulFn matmul_;
     Lane& lane_;
     CudaArena* arena_;
-    const cudaStream_t compute_, copies_, flags_;
+    const cudaStream_t compute_, copies_;
     const int64_t timeout_ns_;
     const size_t start_;  // number of the first event beyond the schedule's
     std::vector<StepTime> times_;

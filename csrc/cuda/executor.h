@@ -1,5 +1,4 @@
-// Runs schedules on CUDA: COMPUTE steps on the caller's stream, COPY steps on the device's one copy stream and the stream of
-// its flags.
+// Runs schedules on CUDA: COMPUTE steps on the caller's stream, COPY steps on the device's one copy stream.
 #pragma once
 
 #include "core/executor.h"
