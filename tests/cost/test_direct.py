@@ -20,6 +20,7 @@ from ub_overlap.runtime.errors import OptionError
 
 DIRECT = Strategy.parse("direct")
 H200 = load("h200")
+UNMEASURED = replace(H200, direct=None)
 PROBE = (
     ("bfloat16", 8, 8192, 8192, 3584, 782.0),
     ("bfloat16", 8, 8192, 8192, 1024, 359.0),
@@ -30,7 +31,7 @@ PROBE = (
     ("bfloat16", 4, 8192, 4096, 3584, 412.0),
     ("bfloat16", 2, 8192, 8192, 14336, 2986.0),
 )
-"""Times of two H200s, 2026-11-22. They make a test profile: no shipped profile has them."""
+"""Times of two H200s, 2026-11-22, by a probe without our runtime."""
 PROBED = replace(H200, direct=DirectStores(360.0, PROBE))
 
 
@@ -76,7 +77,7 @@ def test_only_measured_groups_are_offered() -> None:
     shape = scatter(8, 8192, 8192, 1024)
     assert offers(shape, PROBED) and offers(replace(shape, kind="matmul_all_reduce"), PROBED)
     assert offers(replace(shape, dtype="float16"), PROBED)
-    assert not any(offers(shape, load(name)) for name in ("h200", "cpu"))
+    assert offers(shape, H200) and not offers(shape, UNMEASURED) and not offers(shape, load("cpu"))
     assert not offers(replace(shape, ranks=16), PROBED)
     for changed in (
         {"dtype": "float32"}, {"operands": "float8"}, {"shard_dim_is_last": True}, {"matmuls": shape.matmuls * 2},
@@ -91,7 +92,8 @@ def test_the_choice_is_made_site_by_site() -> None:
     o, fc2 = scatter(8, 8192, 8192, 1024), scatter(2, 8192, 8192, 14336)
     assert choose(o, PROBED).strategy == DIRECT
     assert choose(fc2, PROBED).strategy != DIRECT
-    assert choose(o, H200).strategy != DIRECT
+    assert choose(o, H200).strategy == DIRECT and choose(fc2, H200).strategy != DIRECT
+    assert choose(o, UNMEASURED).strategy != DIRECT
     slow = replace(PROBED, direct=replace(PROBED.direct, matmuls=tuple((*row[:5], 2 * row[5]) for row in PROBE)))
     assert choose(o, slow).strategy != DIRECT
 
@@ -121,7 +123,8 @@ def test_stores_and_pushes_share_a_port() -> None:
 
 def test_profiles_keep_direct() -> None:
     assert Profile.from_json(PROBED.to_json(), "here") == PROBED
-    assert "direct" not in json.loads(H200.to_json())
+    assert Profile.from_json(H200.to_json(), "here") == H200 and {row[1] for row in H200.direct.matmuls} == {2, 4, 8}
+    assert "direct" not in json.loads(UNMEASURED.to_json())
     found = json.loads(PROBED.to_json())
     for bad, field in (
         ({"link_gbs": 0, "matmuls": [list(PROBE[0])]}, "direct.link_gbs"),

@@ -98,7 +98,7 @@ def test_candidates() -> None:
     gather, *_, bulk = sites(8)
     scatter = sites(8)[4]
     assert names(gather) == ["none", *(f"pipelined{c}" for c in (":chunks=1", ":chunks=2", ":chunks=4", "", ":chunks=16"))]
-    assert names(scatter) == [*names(gather), "pipelined:stripes=2", "pipelined:stripes=4"]
+    assert names(scatter) == [*names(gather), "pipelined:stripes=2", "pipelined:stripes=4", "direct"]
     assert names(replace(scatter, shard_dim_is_last=True)) == names(gather)[:-1]
     assert names(bulk) == ["none", "bulk"]
     with pytest.raises(ValueError, match="no schedule"):
