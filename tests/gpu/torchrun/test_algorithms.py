@@ -90,6 +90,21 @@ def test_search_refused_algorithms_fall_back(lockstep: Lockstep, group: str, kin
 
 
 @pytest.mark.deadline(120)
+def test_search_keeps_its_operands(lockstep: Lockstep, group: str) -> None:
+    """Memory that is allocated between two timings is not that of the operands: all proposals give the same result."""
+    call_of(lockstep, group, "AG")()
+    device = gpu.MatmulGpu()
+    for problem in [p for p in device.problems() if not p.stores_at_peers][:4]:
+        proposals = device.propose(problem.key, 4)
+        run = device.prepare(problem, proposals)
+        sizes = [size for _, _, size, _ in problem.buffers]
+        for index in range(len(proposals)):
+            held = [torch.full((size // 4 + 1,), float("nan"), device=lockstep.device) for size in sizes]
+            assert run(index) < float("inf"), problem.text
+            del held
+
+
+@pytest.mark.deadline(120)
 @pytest.mark.parametrize("kind", KINDS)
 def test_stored_algorithms_are_used_by_a_new_process(lockstep: Lockstep, group: str, kind: str) -> None:
     """Runs behind the search, in new processes with the same cache folder."""
