@@ -59,6 +59,11 @@ class Options:
         'matmuls of one site as one, on packed operands (q, k, v; w1, w3). "auto": where predicted to be faster; '
         '"force": wherever legal; "off": nowhere',
     )
+    independent_matmuls: Literal["auto", "bulk", "off"] = typed_field(
+        "auto",
+        'matmuls that neither read nor feed a collective (weight gradients), computed during its transfers. "auto": where '
+        'predicted to be faster; "bulk": only where the collective then has no matmul of its own; "off": nowhere',
+    )
     min_bytes: int = typed_field(
         DEFAULT_MIN_BYTES,
         '"auto" overlaps collectives in which a rank sends at least this many bytes',

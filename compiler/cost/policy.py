@@ -31,14 +31,18 @@ class Policy:
     wants_float8_wire: bool
     """Products of float8 operands are to be scattered as float8."""
     pack: str = "auto"
-    """The option of that name."""
+    independent_matmuls: str = "auto"
+    """The options of these names."""
     _profiles: dict[tuple[int | None, str], Profile] = field(default_factory=dict)
 
     @classmethod
     def of(cls, options: Options) -> Policy:
         forced = options.overlap == "force"
         threshold = 0 if forced else options.min_bytes
-        return cls(forced, threshold, options.autotune, options.profile, options.fp8.reduce_scatter, options.pack)
+        return cls(
+            forced, threshold, options.autotune, options.profile, options.fp8.reduce_scatter, options.pack,
+            options.independent_matmuls,
+        )  # fmt: skip
 
     def is_modeled(self, device: str) -> bool:
         """Return whether `device` has a meaningful cost model. The CPU executor is a reference without a performance goal."""

@@ -44,7 +44,7 @@ def candidates(shape: SiteShape, profile: Profile) -> list[Strategy]:
         return [NONE, Strategy(Mode.BULK)]
     ranks = shape.ranks
     counts = {c for c in (1, 2, ranks // 2, ranks, 2 * ranks) if 0 < c <= MAX_CHUNKS or c == ranks}
-    rows = max((m[2] if m[3] else m[0] for m in shape.matmuls), default=shape.rows)
+    rows = max((m[2] if m[3] else m[0] for m in shape.own_matmuls), default=shape.rows)
     limit = ranks if shape.shard_dim_is_last else max(1, rows // LEAST_ROWS)
     found = [Strategy(Mode.PIPELINED, 0 if c == ranks else c) for c in sorted(counts) if c <= limit or c == 1]
     if not shape.gathers and not shape.shard_dim_is_last:
@@ -100,10 +100,11 @@ def _plain(shape: SiteShape, profile: Profile, matmuls: list[float]) -> Predicti
     """Predict the collective and the matmuls one after the other."""
     collective, at_us = collective_us(shape, profile), 0.0
     work = [(f"matmul {i}", us) for i, us in enumerate(matmuls)]
-    if len(matmuls) > 1 and not shape.gathers and not shape.bulk:
+    terms = len(shape.own_matmuls)
+    if terms > 1 and not shape.gathers:
         # Summed products: a plain matmul that adds to a sum copies it first; a schedule's adds in place.
         m, n, _, _ = shape.matmuls[0]
-        work += [(f"sum {i}", at(profile.copy, m * n * SIZES[shape.dtype])) for i in range(1, len(matmuls))]
+        work += [(f"sum {i}", at(profile.copy, m * n * SIZES[shape.dtype])) for i in range(1, terms)]
     steps = (
         [(shape.collective, collective), *work]
         if "gather" in shape.kind or shape.bulk

@@ -35,10 +35,16 @@ class SiteShape(SiteSizes):
             raise ValueError(f"dtype {self.dtype!r}, operands {self.operands!r}: expected of {', '.join(SIZES)}")
         if self.wire_dtype not in ("", FLOAT8):
             raise ValueError(f"wire_dtype {self.wire_dtype!r}: expected '' or {FLOAT8!r}")
-        if self.packs and (sum(self.packs) != len(self.matmuls) or len(self.pack_copies) != len(self.packs)):
-            raise ValueError(f"packs {self.packs}, copies {self.pack_copies}: expected of {len(self.matmuls)} matmuls")
+        own = len(self.own_matmuls)
+        if self.packs and (sum(self.packs) != own or len(self.pack_copies) != len(self.packs)):
+            raise ValueError(f"packs {self.packs}, copies {self.pack_copies}: expected of {own} matmuls")
         if self.ranks < 1 or self.rows < 0 or self.cols < 0 or any(min(m[:3]) < 0 for m in self.matmuls):
             raise ValueError(f"a size below 0, or no rank: {self}")
+
+    @property
+    def own_matmuls(self) -> tuple[tuple[int, int, int, bool], ...]:
+        """The matmuls that read or feed the collective."""
+        return () if self.bulk else self.matmuls[: len(self.matmuls) - self.independent]
 
     @property
     def bulk(self) -> bool:
@@ -55,7 +61,7 @@ class SiteShape(SiteSizes):
             return "nothing is multiplied and then reduced"
         if self.shard_dim_is_last:
             return "shards of the last dim are no blocks of rows"
-        if len(self.computed.matmuls) != 1 or self.multiplied != self.dtype or self.wire_dtype or self.keep:
+        if len(self.computed.own_matmuls) != 1 or self.multiplied != self.dtype or self.wire_dtype or self.keep:
             return "only the plain product of one matmul, without other readers, can be stored at its owners"
         return ""
 
@@ -89,7 +95,8 @@ class SiteShape(SiteSizes):
         """The same site with the matmuls that an overlapped call computes: one for each pack."""
         if not self.packs:
             return self
-        return replace(self, matmuls=tuple(map(self._wide, self._pack_members())), packs=(), pack_copies=())
+        packed = map(self._wide, self._pack_members())
+        return replace(self, matmuls=(*packed, *self.matmuls[len(self.own_matmuls) :]), packs=(), pack_copies=())
 
     @property
     def copied_bytes(self) -> tuple[int, ...]:
@@ -120,14 +127,14 @@ class SiteShape(SiteSizes):
             raise ValueError(f"{strategy}: only a reduction whose shards can be cut is made in stripes; got {self}")
         if strategy.direct and (why := self.why_not_direct):
             raise ValueError(f"{strategy}: {why}; got {self}")
-        matmuls = self.computed.matmuls
+        matmuls = self.computed.own_matmuls
         return Key(
             kind=self.kind,
             ranks=self.ranks,
             chunks=min(strategy.chunks, self.ranks) if self.shard_dim_is_last else strategy.chunks,
             contracts=tuple(m[3] for m in matmuls) if self.gathers else (),
-            terms=0 if self.gathers or self.bulk else len(matmuls),
-            independent=len(matmuls) if self.bulk else 0,
+            terms=0 if self.gathers else len(matmuls),
+            independent=len(self.matmuls) if self.bulk else self.independent,
             shard_dim_is_last=self.shard_dim_is_last,
             keep=self.keep and self.gathers,
             striped=strategy.striped,

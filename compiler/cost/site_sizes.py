@@ -14,7 +14,7 @@ from ub_overlap.runtime.fp8.numerics import FLOAT8
 from ..graph.aten import dtype_of, shape_of
 from ..graph.sizes import Size, about, evaluate_size, hint_of, numel, size_symbols
 from ..match.collectives import Op
-from ..match.site import Gather, Reduction, Site
+from ..match.site import Bulk, Gather, Reduction, Site
 from ..plan.decision import SiteSizes
 from .site_shape import SIZES, SiteShape
 
@@ -74,10 +74,13 @@ def sizes_of_site(site: Site, wire_dtype: str = "") -> SiteSizes | None:
         return None
     if dtype is None:
         return None
+    if not isinstance(site, Bulk):
+        matmuls += tuple((*p.shape, p.inner, False) for p in site.independent)
     last = site.shard_dim_is_last if isinstance(site, Gather | Reduction) else False
     packs = site.packs if isinstance(site, Gather | Reduction) else ()
     copies = site.pack_copies if isinstance(site, Gather | Reduction) else ()
-    return SiteSizes(kind, c.ranks, dtype, matmuls, *whole, keep, last, outer, operands, wire_dtype, packs, copies)
+    independent = len(site.independent)
+    return SiteSizes(kind, c.ranks, dtype, matmuls, *whole, keep, last, outer, operands, wire_dtype, packs, copies, independent)
 
 
 def shape_at(sizes: SiteSizes, hints: Hints, exact: bool = False) -> SiteShape | None:
@@ -92,7 +95,8 @@ def shape_at(sizes: SiteSizes, hints: Hints, exact: bool = False) -> SiteShape |
     try:
         found = [(number(m), number(n), number(k), contracts) for m, n, k, contracts in sizes.matmuls]
         if not exact:
-            found = [_alike(sizes.kind, m) for m in found]
+            own = len(found) - sizes.independent
+            found = [_alike(sizes.kind, m, is_independent=i >= own) for i, m in enumerate(found)]
         whole = (number(sizes.rows), number(sizes.cols))
         return SiteShape(
             sizes.kind,
@@ -107,16 +111,17 @@ def shape_at(sizes: SiteSizes, hints: Hints, exact: bool = False) -> SiteShape |
             sizes.wire_dtype,
             sizes.packs,
             sizes.pack_copies,
+            sizes.independent,
         )
     except ValueError:
         return None
 
 
-def _alike(kind: str, matmul: tuple[int, int, int, bool]) -> tuple[int, int, int, bool]:
+def _alike(kind: str, matmul: tuple[int, int, int, bool], is_independent: bool) -> tuple[int, int, int, bool]:
     """Round with `about` the sizes of a matmul that may differ between ranks: the columns of a gather's weight, the inner dim
     of a reduction, all sizes of independent matmuls."""
     m, n, k, contracts = matmul
-    if kind.startswith("bulk_"):
+    if is_independent:
         return about(m), about(n), about(k), contracts
     return (m, about(n), k, contracts) if kind == "all_gather_matmul" else (m, n, about(k), contracts)
 

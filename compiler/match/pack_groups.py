@@ -50,7 +50,7 @@ def one_matmul(site: Site, neighbors: Neighbors = NO_NEIGHBORS) -> PackedSite | 
 
 def explain_unpacked(site: Site) -> str:
     """Return why a site of several matmuls has no pack group; "" where it has one, or a single matmul."""
-    if isinstance(site, Bulk) or len(site.matmuls) < 2:
+    if isinstance(site, Bulk) or _count(site) < 2:
         return ""
     if any(p.scales is not None for p in site.matmuls):
         return "not packed: float8 operands have scales of their own"
@@ -74,6 +74,11 @@ def _groups(site: PackedSite) -> list[list[int]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
+def _count(site: PackedSite) -> int:
+    """The number of the site's own matmuls: independent ones have no operand in common with them."""
+    return len(site.consumers) if isinstance(site, Gather) else len(site.terms)
+
+
 def _size(site: PackedSite, index: int) -> int:
     """The size of a matmul along the packed dim, rounded: ranks may differ a little. 0 where it is dynamic."""
     size = site.consumers[index].operand.cols if isinstance(site, Gather) else site.terms[index].inner
@@ -87,7 +92,7 @@ def _packed(site: PackedSite, groups: Sequence[Sequence[int]], neighbors: Neighb
     """
     first = {min(group): sorted(group) for group in groups if len(group) > 1}
     inside = {i for group in first.values() for i in group}
-    order = [first.get(i, [i]) for i in range(len(site.matmuls)) if i in first or i not in inside]
+    order = [first.get(i, [i]) for i in range(_count(site)) if i in first or i not in inside]
     lhs, dim = ("", 1) if isinstance(site, Gather) else ("lhs", 0)
     rights = [k.operand for k in site.consumers] if isinstance(site, Gather) else [term.rhs for term in site.terms]
     copies: list[str] = []

@@ -88,6 +88,8 @@ class Gather:
     """Numbers of neighboring consumers that become one matmul (pack_groups.py), e.g. (3, 1). Empty: each is one."""
     pack_copies: tuple[str, ...] = ()
     """The operands that each of `packs` copies together: "", "lhs", "rhs" or "lhs+rhs"."""
+    independent: tuple[Matmul, ...] = ()
+    """Matmuls that neither read nor feed the collective, and run while shards are on their way."""
 
     @property
     def scaled(self) -> Scales | None:
@@ -96,14 +98,14 @@ class Gather:
 
     @property
     def matmuls(self) -> tuple[Matmul, ...]:
-        """The consumers' matmuls."""
-        return tuple(k.compute for k in self.consumers)
+        """The consumers' matmuls, then the independent ones."""
+        return (*(k.compute for k in self.consumers), *self.independent)
 
     @property
     def members(self) -> list[Node]:
         """The nodes that the site replaces."""
         scales = self.scales.members if self.scales else []
-        return [self.collective.node, *self.aliases, *self.cuts, *(c.compute.node for c in self.consumers), *scales]
+        return [self.collective.node, *self.aliases, *self.cuts, *(p.node for p in self.matmuls), *scales]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +196,8 @@ class Reduction:
     """Numbers of neighboring terms that become one matmul (pack_groups.py), e.g. (3, 1). Empty: each is one."""
     pack_copies: tuple[str, ...] = ()
     """The operands that each of `packs` copies together: "", "lhs", "rhs" or "lhs+rhs"."""
+    independent: tuple[Matmul, ...] = ()
+    """Matmuls that neither read nor feed the collective, and run while shards are on their way."""
 
     @property
     def scale(self) -> float:
@@ -202,14 +206,14 @@ class Reduction:
 
     @property
     def matmuls(self) -> tuple[Matmul, ...]:
-        """The matmuls of the sum."""
-        return self.terms
+        """The matmuls of the sum, then the independent ones."""
+        return (*self.terms, *self.independent)
 
     @property
     def members(self) -> list[Node]:
         """The nodes that the site replaces."""
         wait = [self.collective.wait] if self.collective.wait else []
-        return [*(t.node for t in self.terms), *self.inner, *self.view_chain, self.collective.node, *wait]
+        return [*(p.node for p in self.matmuls), *self.inner, *self.view_chain, self.collective.node, *wait]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +222,11 @@ class Bulk:
 
     collective: Collective
     matmuls: tuple[Matmul, ...]
+
+    @property
+    def independent(self) -> tuple[Matmul, ...]:
+        """All matmuls: they neither read nor feed the collective."""
+        return self.matmuls
 
     @property
     def members(self) -> list[Node]:

@@ -32,6 +32,8 @@ class Override:
     """Pieces of an automatic choice that overlaps; 0: as many as are predicted to be best."""
     packs: tuple[int, ...] | None = None
     """The packs to use, as in `Decision`; None leaves the choice to the option `pack`."""
+    independent: int = 0
+    """The number of independent matmuls that a site with a given strategy takes besides its own, as in a saved plan."""
 
 
 def is_requestable(text: object) -> bool:

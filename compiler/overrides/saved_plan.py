@@ -39,6 +39,8 @@ class SavedSite:
     strategy: str
     packs: tuple[int, ...] | None = None
     """As in `Decision`; None for a plan of a version without packs."""
+    independent: int = 0
+    """The number of its independent matmuls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,7 @@ def parse_saved_plan(plan: Mapping[str, Any], origin: str) -> tuple[SavedGraph, 
                     input=str(shapes.get("input", "")) if isinstance(shapes, Mapping) else "",
                     strategy=row["strategy"],
                     packs=None if packs is None else tuple(packs),
+                    independent=len(row.get("paired") or ()),
                 )
             )
     return tuple(SavedGraph(phase, tuple(sites), origin) for (_, phase), sites in graphs.items())
@@ -112,7 +115,7 @@ def match_saved_graph(graphs: Sequence[SavedGraph], phase: str, sites: Sequence[
         if difference is None:
             _warn_of_sizes(graph, sites)
             by = f"the saved plan {graph.origin}".strip()
-            return {s.id: Override(parse(s.strategy), by, packs=s.packs) for s in graph.sites}
+            return {s.id: Override(parse(s.strategy), by, packs=s.packs, independent=s.independent) for s in graph.sites}
         if best is None or difference[0] > best[0]:
             best = difference
     if best is not None:

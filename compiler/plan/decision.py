@@ -38,13 +38,15 @@ class SiteSizes:
     """Numbers of neighboring `matmuls` that an overlapped site computes as one, on packed operands. Empty: each is one."""
     pack_copies: tuple[str, ...] = ()
     """For each of `packs` the operands that are copied together first: "", "lhs", "rhs" or "lhs+rhs"."""
+    independent: int = 0
+    """The number of the last `matmuls` that neither read nor feed the collective. Of a bulk site: all."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "kind": self.kind, "ranks": self.ranks, "dtype": self.dtype, "matmuls": [list(m) for m in self.matmuls],
             "rows": self.rows, "cols": self.cols, "keep": self.keep, "shard_dim_is_last": self.shard_dim_is_last,
             "outer": self.outer, "operands": self.operands, "wire_dtype": self.wire_dtype, "packs": list(self.packs),
-            "pack_copies": list(self.pack_copies),
+            "pack_copies": list(self.pack_copies), "independent": self.independent,
         }  # fmt: skip
 
     @classmethod
@@ -121,7 +123,7 @@ class Decision:
     takes: tuple[str, ...] = ()
     """The matmuls of an overlapped site, by names that are the same on all ranks: "<module>#<number of the matmul in it>"."""
     paired: tuple[str, ...] = ()
-    """The matmuls of a bulk site, with their modules and the sites whose matches contain them."""
+    """The independent matmuls of a site, with their modules and the sites whose matches contain them."""
     options: tuple[str, ...] = ()
     """Modes that are legal for this site."""
     wire_dtype: str = ""

@@ -91,6 +91,7 @@ class SizesRecord(TypedDict):
     wire_dtype: NotRequired[str]
     packs: NotRequired[list[int]]
     pack_copies: NotRequired[list[str]]
+    independent: NotRequired[int]
 
 
 class SavedActivationRecord(TypedDict):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..graph.aten import aten, shape_of
 from ..graph.emitter import Emitter
 from ..match.site import Bulk
 from ..plan.strategy import DispatchTable, Strategy
+from .independent_matmuls import independent_operands, independent_results
 
 
 def rewrite_bulk(e: Emitter, m: Bulk, strategy: Strategy | DispatchTable, site: str) -> dict[Node, Node]:
@@ -18,12 +18,8 @@ def rewrite_bulk(e: Emitter, m: Bulk, strategy: Strategy | DispatchTable, site: 
     """
     c = m.collective
     assert c.wait is not None and c.op is not None
-    lhs, rhs = [e.operand(p.lhs) for p in m.matmuls], [e.operand(p.rhs) for p in m.matmuls]
+    lhs, rhs = independent_operands(e, m)
     op = e.call(torch.ops.ub_overlap.bulk.default, c.input, lhs, rhs, c.op.value, c.reduce_op, str(strategy), c.group, site)
-    outs = e.item(op, 1)
-    replaced: dict[Node, Node] = {}
-    for i, p in enumerate(m.matmuls):
-        value = e.reshape(e.item(outs, i), shape_of(p.node))
-        replaced[p.node] = value if p.bias is None else e.call(aten.add.Tensor, value, p.bias)
+    replaced = independent_results(e, m, e.item(op, 1))
     replaced[c.wait] = replaced[c.node] = e.item(op, 0)
     return replaced

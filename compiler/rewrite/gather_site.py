@@ -12,6 +12,7 @@ from ..match.pack_groups import consumer_packs
 from ..match.site import Consumer, Gather
 from ..plan.strategy import DispatchTable, Strategy
 from .gathered_alias import restore_alias
+from .independent_matmuls import independent_operands, independent_results, independent_values
 from .packed_operands import PackedOperands
 
 Outputs = tuple[torch.Tensor, list[torch.Tensor]]
@@ -38,8 +39,7 @@ def rewrite_gather(
         outer,
         m.shard_dim_is_last,
         bool(m.kept_aliases),
-        [],
-        [],
+        *independent_operands(e, m),
         str(strategy),
         m.collective.group,
         site,
@@ -56,6 +56,7 @@ def rewrite_gather(
             if k.compute.bias is not None:
                 value = e.call(aten.add.Tensor, value, k.compute.bias)
             replaced[node] = value
+    replaced.update(independent_results(e, m, outs, len(packs)))
     if m.kept_aliases:
         gathered = e.item(op, 0)
         replaced.update({node: restore_alias(e, m, gathered, node, m.permutes) for node in m.kept_aliases})
@@ -106,7 +107,7 @@ def _rewrite_scaled(
 def _static_outputs(e: Emitter, m: Gather, shard: Node) -> Outputs | None:
     """The op's output values if all sizes are static."""
     gathered = e.empty((m.rows, m.cols) if m.kept_aliases else (0,), dtype_of(shard), shard)
-    outs = [_static_result(e, pack) for pack in consumer_packs(m)]
+    outs = [*(_static_result(e, pack) for pack in consumer_packs(m)), *independent_values(e, m)]
     return None if gathered is None or any(o is None for o in outs) else (gathered, outs)  # type: ignore[return-value]
 
 

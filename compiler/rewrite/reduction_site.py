@@ -12,6 +12,7 @@ from ..match.pack_groups import term_packs
 from ..match.site import Reduction
 from ..plan.strategy import DispatchTable, Strategy
 from .addend import emit_addend
+from .independent_matmuls import independent_operands, independent_results, independent_values
 from .packed_operands import PackedOperands
 
 
@@ -34,6 +35,8 @@ def rewrite_reduction(
         value = e.call(target, value, constant)
     value = e.cast(value, dtype_of(c.wait))
     replaced = {c.wait: value, c.node: value}
+    if m.independent:
+        replaced.update(independent_results(e, m, e.item(op, 2)))
     if m.kept_nodes:
         partial = e.item(op, 1)
         root = e.reshape(e.permute(partial, [1, 0]) if m.root_is_transposed else partial, shape_of(m.root))
@@ -62,7 +65,8 @@ def _emit_op(e: Emitter, m: Reduction, strategy: str, site: str, packed: PackedO
         outer = 1 if m.shard_dim_is_last else e.size(m.blocks.outer)
         return e.call(
             torch.ops.ub_overlap.matmul_reduce_scatter.default, lhs, rhs, addend, outer, m.shard_dim_is_last, c.reduce_op,
-            out_dtype, keep, "plain", [], [], strategy, c.group, site, value_is=_static_outputs(e, m, lhs[0]),
+            out_dtype, keep, "plain", *independent_operands(e, m), strategy, c.group, site,
+            value_is=_static_outputs(e, m, lhs[0]),
         )  # fmt: skip
     return e.call(
         torch.ops.ub_overlap.matmul_all_reduce.default,
@@ -72,8 +76,7 @@ def _emit_op(e: Emitter, m: Reduction, strategy: str, site: str, packed: PackedO
         c.reduce_op,
         out_dtype,
         keep,
-        [],
-        [],
+        *independent_operands(e, m),
         strategy,
         c.group,
         site,
@@ -102,4 +105,7 @@ def _static_outputs(e: Emitter, m: Reduction, lhs: Node) -> tuple[torch.Tensor, 
     shape = (rows, cols // ranks) if m.shard_dim_is_last else (rows // ranks, cols)
     out = e.empty(shape, torch.float32, lhs) if m.scalings else e.output_value(shape, m.collective.wait)
     partial = e.empty((rows, cols) if m.kept_nodes else (0,), dtype_of(m.terms[0].node), lhs)
-    return None if out is None or partial is None else (out, partial, [])
+    independent = independent_values(e, m)
+    if out is None or partial is None or any(v is None for v in independent):
+        return None
+    return out, partial, independent  # type: ignore[return-value]

@@ -1,6 +1,7 @@
 """candidate -> its alternatives, each with its benefit, or the reason why there are none.
 
-    pipelined   the match; and the match without some consumers, which other sites may then use
+    pipelined   the match; the match without some consumers, which other sites may then use; and the match with few
+                independent matmuls, which hide what its own leave exposed
     bulk        with sets of independent matmuls: as few as hide the collective, the nearest of several equal ones
 
 This file lists the alternatives of each candidate. assignment.py selects the alternatives that fit together.
@@ -9,7 +10,7 @@ This file lists the alternatives of each candidate. assignment.py selects the al
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations
@@ -17,23 +18,29 @@ from itertools import combinations
 from torch.fx import Node
 
 from ..cost.choice import StrategyChoice, margin_us
+from ..cost.site_sizes import sizes_of_site
 from ..cost.traffic import BULK_PRODUCTS, hidden_us
 from ..graph.aten import dtype_of, shape_of
 from ..graph.matmul import Matmul
 from ..match import Bulk, Candidate, Gather, Miss, Site
 from ..match.fusion_order import FusionOrder
+from ..match.pack_groups import packed_forms
+from ..match.site import Match
 from ..overrides.requested_strategy import Override
 from ..plan.reasons import Reason
 from ..plan.strategy import NONE, DispatchTable, Mode, Strategy
 from .benefit import NO_BENEFIT, Benefit
+from .dispatch_table import rows_of
 from .legality import pipelined, without
-from .pack_choice import choose_form
+from .pack_choice import PackedChoice, choose_form
 from .profitability import SiteCosts, too_small
 
 ADDS_US = 0.5
 """A matmul joins a bulk site only if it adds at least this to the saved time."""
 NEAR = 6
 """All sets of this many nearest matmuls are considered; of farther ones only runs of neighbors."""
+MOST_PIPELINED = 3
+"""Independent matmuls of one pipelined site at most: it has matmuls of its own, and hides the most with few more."""
 FEW = 4
 """Of up to this many consumers every subset may be left out; of more, one or all but one."""
 
@@ -62,6 +69,11 @@ class Alternative:
     def is_bulk(self) -> bool:
         return isinstance(self.site, Bulk)
 
+    @property
+    def moves_matmuls(self) -> bool:
+        """Whether independent matmuls run earlier or later than in the graph, so that tensors may live longer."""
+        return bool(self.site.independent)
+
 
 @dataclass(slots=True)
 class Alternatives:
@@ -77,6 +89,8 @@ class Alternatives:
     """Whether peak memory limits the candidate; False where overlap is forced."""
     us_per_byte: float = 0.0
     """Price of a byte at the graph's peak memory."""
+    independent_limit: str = ""
+    """The option that keeps independent matmuls out of the candidate, for the report."""
 
 
 @dataclass(slots=True)
@@ -90,6 +104,8 @@ class AlternativeFinder:
     _bits: dict[Node, int] = field(default_factory=dict)
     _size_numbers: dict[object, int] = field(default_factory=dict)
     _bulk_choices: dict[tuple[object, ...], tuple[StrategyChoice | None, float]] = field(default_factory=dict)
+    _forms: dict[tuple[object, ...], PackedChoice] = field(default_factory=dict)
+    """Of pipelined sites with independent matmuls, by sizes."""
 
     def find(self, candidate: Candidate, override: Override | None) -> Alternatives:
         """Return every legal alternative of a candidate. `override`: the user's request for it."""
@@ -102,6 +118,9 @@ class AlternativeFinder:
                 small = self._add_pipelined(alternatives, candidate, override)
             if small:
                 return Alternatives(miss=small)
+        allowed = self.costs.policy.independent_matmuls
+        if allowed != "auto" and candidate.independent_matmuls and not forced:
+            alternatives.independent_limit = f"independent_matmuls={allowed!r}"
         alternatives.ranked = _subtract_margin(alternatives.ranked)
         if alternatives.choice is not None:
             alternatives.us_per_byte = self.costs.us_per_byte(candidate.collective)
@@ -110,8 +129,9 @@ class AlternativeFinder:
         return alternatives
 
     def _add_pipelined(self, alternatives: Alternatives, candidate: Candidate, override: Override | None) -> Miss | None:
-        """Add the match, and the match without some consumers. Return a miss if the candidate is below the threshold."""
-        forced, chunks = (override.strategy, override.chunks) if override else (None, 0)
+        """Add the match, without some consumers, and with independent matmuls. Return a miss if the candidate is below the
+        threshold."""
+        forced = override.strategy if override else None
         match = pipelined(candidate, self.order)
         sites = [*([] if isinstance(match, Miss) else [match]), *_without_some_consumers(candidate.match)]
         if isinstance(match, Miss):
@@ -126,26 +146,82 @@ class AlternativeFinder:
             form = choose_form(site, self.costs, override)
             choice = form.choice
             alternatives.choice = alternatives.choice or choice
+            if site is match and not isinstance(match, Miss) and self.costs.policy.independent_matmuls == "auto":
+                self._add_with_independent(alternatives, candidate, match, choice, override)
             if choice is not None and choice.strategy.mode is Mode.NONE:
                 failed = failed or Miss(Reason.NO_GAIN, choice.reason)
                 continue
-            strategy = choice.strategy if choice else forced or Strategy(Mode.PIPELINED, chunks)
             saved_us = _saved_us(site, choice)
-            alternative = Alternative(
-                form.site, strategy, saved_us, self._benefit(site, saved_us, forced), self._bits_of(site.matmuls), choice,
-                site is match, self.costs.wire_dtype(site), form.reason,
-            )  # fmt: skip
-            alternatives.ranked.append(alternative)
+            alternatives.ranked.append(self._pipelined_alternative(form, saved_us, override, is_match=site is match))
         if not alternatives.ranked:
             alternatives.miss = alternatives.miss or failed
         return None
+
+    def _pipelined_alternative(
+        self, form: PackedChoice, saved_us: float, override: Override | None, is_match: bool = False
+    ) -> Alternative:
+        forced, chunks = (override.strategy, override.chunks) if override else (None, 0)
+        strategy = form.choice.strategy if form.choice else forced or Strategy(Mode.PIPELINED, chunks)
+        site, benefit = form.site, self._benefit(form.site, saved_us, forced)
+        bits, wire = self._bits_of(site.matmuls), self.costs.wire_dtype(site)
+        return Alternative(site, strategy, saved_us, benefit, bits, form.choice, is_match, wire, form.reason)
+
+    def _add_with_independent(
+        self,
+        alternatives: Alternatives,
+        candidate: Candidate,
+        match: Match,
+        alone: StrategyChoice | None,
+        override: Override | None,
+    ) -> None:
+        """Add the match with sets of independent matmuls that save more than fewer of them.
+
+        `alone`: its choice without any. With a requested strategy: sets of as many as are requested.
+        """
+        requested = override.independent if override and override.strategy else None
+        if requested == 0 or match.matmuls[0].scales is not None or (requested is None and alone is None):
+            return
+        fitting = [
+            p
+            for p in fitting_independent(match, candidate.independent_matmuls)
+            if not self.find_unknown_size(Bulk(match.collective, (p,)))
+        ]
+        if not fitting:
+            return
+        forms = packed_forms(match, self.costs.neighbors)
+        numbers = [self._number_of((p.shape, p.inner, dtype_of(p.node))) for p in fitting]
+        sizes = tuple([sizes_of_site(form, self.costs.wire_dtype(form)) for form in (match, *forms)])
+        # Equal sizes are predicted once.
+        device = match.collective.node.meta["val"].device.type
+        site_key = (sizes, rows_of(match), device, override) if None not in sizes else match.collective.node
+        best_us = {0: alone.gain_us if alone else 0.0}  # by set, as bits: the most that it or a subset saves
+        for indices, bits, subsets in _sets(len(fitting), requested or MOST_PIPELINED):
+            subset_us = best_us[bits] = max([best_us[subset] for subset in subsets])
+            matmuls = tuple([fitting[i] for i in indices])
+            if requested not in (None, len(matmuls)) or any(q.node in p.node.all_input_nodes for p in matmuls for q in matmuls):
+                continue
+            key = (site_key, *[numbers[i] for i in indices])
+            if key not in self._forms:
+                with_forms = [replace(form, independent=matmuls) for form in forms]
+                self._forms[key] = choose_form(replace(match, independent=matmuls), self.costs, override, with_forms)
+            form = self._forms[key]
+            saved_us = _saved_us(form.site, form.choice)
+            if form.choice is not None and form.choice.strategy.mode is Mode.NONE:
+                continue
+            if requested is None:
+                if saved_us <= subset_us + ADDS_US:
+                    continue  # fewer matmuls do as well
+                best_us[bits] = saved_us
+            own = next(own for own in (match, *forms) if not isinstance(form.site, Bulk) and own.packs == form.site.packs)
+            form = replace(form, site=replace(own, independent=matmuls))
+            alternatives.ranked.append(self._pipelined_alternative(form, saved_us, override))
 
     def _add_bulk(
         self, alternatives: Alternatives, candidate: Candidate, forced: Strategy | DispatchTable | None
     ) -> Miss | None:
         """Add sets of independent matmuls. Return a miss if the candidate is below the threshold."""
         c = candidate.collective
-        if not candidate.independent_matmuls:
+        if not candidate.independent_matmuls or (self.costs.policy.independent_matmuls == "off" and not forced):
             return None
         if small := too_small(Bulk(c, candidate.independent_matmuls[:1]), self.costs.policy, forced):
             return small
@@ -176,7 +252,7 @@ class AlternativeFinder:
         inputs = [sum(1 << i for i, q in enumerate(matmuls) if q.node in p.node.all_input_nodes) for p in matmuls]
         any_reads = any(inputs)
         bits_of = [self._bit(p.node) for p in matmuls]
-        for indices, bits, subsets in _sets(len(matmuls)):
+        for indices, bits, subsets in _sets(len(matmuls), BULK_PRODUCTS):
             subset_us = best_us[bits] = max([best_us.get(subset, -math.inf) for subset in subsets], default=-math.inf)
             # A matmul that reads another directly. (One that does so through other nodes is refused when the site is fused.)
             if any_reads and any(inputs[i] & bits for i in indices):
@@ -203,8 +279,8 @@ class AlternativeFinder:
         return self._size_numbers.setdefault(sizes, len(self._size_numbers))
 
     def _benefit(self, site: Site, saved_us: float, forced: Strategy | DispatchTable | None) -> Benefit:
-        if forced:
-            return Benefit(1, 0, 0, saved_us)
+        if forced:  # a pipelined site has independent matmuls then only because they are requested too
+            return Benefit(2 if site.independent and not isinstance(site, Bulk) else 1, 0, 0, saved_us)
         if self.costs.policy.is_forced:
             return Benefit(0, 1, 0 if isinstance(site, Bulk) else 1, saved_us)
         return Benefit(0, 0, 0, saved_us)
@@ -217,6 +293,23 @@ class AlternativeFinder:
 
     def _bit(self, node: Node) -> int:
         return 1 << self._bits.setdefault(node, len(self._bits))
+
+
+def fitting_independent(site: Site, independent: Sequence[Matmul]) -> list[Matmul]:
+    """Return the nearest of `independent` that the op of `site` may compute as well.
+
+    They have the type of its own matmuls. They read no value inside the site, such as a sum that is also kept, and none of
+    its nodes reads them. (Dependencies through other nodes are found when the site is fused.)
+    """
+    members = set(site.members)
+    inputs = {i for n in members for i in n.all_input_nodes}
+    dtype = dtype_of(site.matmuls[0].node)
+    fitting = [
+        p
+        for p in independent
+        if dtype_of(p.node) == dtype and p.node not in inputs and members.isdisjoint(p.node.all_input_nodes)
+    ]
+    return fitting[:NEAR]
 
 
 def _saved_us(site: Site, choice: StrategyChoice | None) -> float:
@@ -256,13 +349,13 @@ def _without_some_consumers(match: Site | None) -> Iterator[Gather]:
 
 
 @cache
-def _sets(count: int) -> tuple[tuple[tuple[int, ...], int, tuple[int, ...]], ...]:
-    """Return the sets of 0 .. count - 1 (nearest first) to consider, `BULK_PRODUCTS` members at most.
+def _sets(count: int, most: int) -> tuple[tuple[tuple[int, ...], int, tuple[int, ...]], ...]:
+    """Return the sets of 0 .. count - 1 (nearest first) to consider, `most` members at most.
 
     Smaller sets come first, then nearer ones. Each is (members, members as bits, the sets without one member as bits).
     """
     found: list[tuple[int, ...]] = []
-    for size in range(1, min(count, BULK_PRODUCTS) + 1):
+    for size in range(1, min(count, most) + 1):
         found += combinations(range(min(count, NEAR)), size)
         found += [tuple(range(at, at + size)) for at in range(count - size + 1) if at + size > NEAR]
     sets = [(indices, sum(1 << i for i in indices)) for indices in found]

@@ -105,7 +105,7 @@ class _State:
         alternatives = self.candidates[i]
         if alternative.matmul_bits & self.used_matmuls:
             return Miss(Reason.MATMUL_TAKEN, _taken_text(alternatives))
-        held = self.memory.held_by(alternative.site.members) if alternative.is_bulk and alternatives.counts_memory else []
+        held = self.memory.held_by_independent(alternative.site) if alternatives.counts_memory else []
         peak_growth = self.memory.growth_with(held)
         price_us = peak_growth * alternatives.us_per_byte
         benefit = alternative.benefit.plus_us(-price_us)
@@ -186,16 +186,17 @@ class _State:
         return True
 
     def estimate(self, i: int) -> BulkEstimate | None:
-        """Return the savings of bulk overlap and of the candidate's own matmuls."""
+        """Return the savings with independent matmuls and with the candidate's own matmuls alone."""
         alternatives, placement = self.candidates[i], self.placements.get(i)
-        bulk = [a for a in alternatives.ranked if a.is_bulk][:SHOWN]
-        if not bulk or not alternatives.counts_memory:
+        moving = [a for a in alternatives.ranked if a.moves_matmuls][:SHOWN]
+        if not moving or not alternatives.counts_memory:
             return None
-        own = max((a for a in alternatives.ranked if not a.is_bulk), key=lambda a: a.saved_us, default=None)
-        if placement and placement.alternative.is_bulk:
+        own = max((a for a in alternatives.ranked if not a.moves_matmuls), key=lambda a: a.saved_us, default=None)
+        if placement and placement.alternative.moves_matmuls:
             saved_us, held, peak_growth = placement.alternative.saved_us, placement.held, placement.peak_growth
         else:
-            options = [(a.saved_us, held := self.memory.held_by(a.site.members), self.memory.growth_with(held)) for a in bulk]
+            held_by = self.memory.held_by_independent
+            options = [(a.saved_us, held := held_by(a.site), self.memory.growth_with(held)) for a in moving]
             saved_us, held, peak_growth = max(options, key=lambda x: x[0] - x[2] * alternatives.us_per_byte)
         return BulkEstimate(round(saved_us, 2), total_bytes(held), peak_growth, round(own.saved_us, 2) if own else None)
 

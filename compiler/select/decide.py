@@ -75,7 +75,9 @@ def decide(
         override = overrides.get(name)
         miss = _refuse(candidate, override, options, transport)
         found.append(Alternatives(miss=miss) if miss else finder.find(candidate, override))
-    counts_memory = any(alternatives.counts_memory and any(a.is_bulk for a in alternatives.ranked) for alternatives in found)
+    counts_memory = any(
+        alternatives.counts_memory and any(a.moves_matmuls for a in alternatives.ranked) for alternatives in found
+    )
     memory = PeakMemory.of(graph, costs.hints) if counts_memory else PeakMemory.uncounted()
     assignments = assign_alternatives(found, order, memory)
 

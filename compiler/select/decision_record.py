@@ -164,11 +164,11 @@ def merged_away(candidate: Candidate, into: Decision) -> list[Decision]:
 
 
 def _describe_independent(assignment: Assignment, context: GraphContext) -> tuple[str, ...]:
-    """Return the matmuls of a bulk site: "mm_3 of forward.2 (layers.0.w1)" where another site matches them."""
-    if not isinstance(assignment.site, Bulk):
+    """Return the independent matmuls of a site: "mm_3 of forward.2 (layers.0.w1)" where another site matches them."""
+    if assignment.site is None:
         return ()
     texts = []
-    for node in (p.node for p in assignment.site.matmuls):
+    for node in (p.node for p in assignment.site.independent):
         module = module_path(node)
         owner = f" of {context.owners[node]}" if node in context.owners else ""
         texts.append(node.name + owner + (f" ({module})" if module else ""))
@@ -180,7 +180,10 @@ def _explain(candidate: Candidate, override: Override | None, assignment: Assign
     if assignment.miss:
         text = assignment.miss.detail
     else:
-        overlapped = f"concurrent with {', '.join(independent)}" if independent else ""
+        limit = assignment.alternatives.independent_limit
+        overlapped = f"no independent matmuls: {limit}" if limit else ""
+        if independent:
+            overlapped = f"concurrent with {', '.join(independent)}"
         choice = assignment.choice.reason if assignment.choice else ""
         packed = assignment.alternative.pack_reason if assignment.alternative else ""
         text = "; ".join(filter(None, (_why_bulk(candidate, assignment), overlapped, choice, packed)))

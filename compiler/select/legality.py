@@ -63,7 +63,7 @@ def _no_stripes(match: Match | None) -> str:
     return ""
 
 
-def pipelined(candidate: Candidate, order: FusionOrder) -> Site | Miss:
+def pipelined(candidate: Candidate, order: FusionOrder) -> Match | Miss:
     """Return the match without the matmuls that would close a cycle. Nothing is fused in `order` yet."""
     match = candidate.match
     if match is None:

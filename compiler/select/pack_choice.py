@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..cost.choice import StrategyChoice, margin_us
-from ..match.pack_groups import explain_unpacked, one_matmul, packed_forms
+from ..match.pack_groups import PackedSite, explain_unpacked, packed_forms
 from ..match.site import Site
 from ..overrides.requested_strategy import Override
 from ..plan.strategy import Mode, Strategy
@@ -21,17 +22,19 @@ class PackedChoice:
     reason: str = ""
 
 
-def choose_form(site: Site, costs: SiteCosts, override: Override | None) -> PackedChoice:
-    """Return `site`, or a packed form of it. `override`: what the user requests."""
+def choose_form(
+    site: Site, costs: SiteCosts, override: Override | None, forms: Sequence[PackedSite] | None = None
+) -> PackedChoice:
+    """Return `site`, or a packed form of it. `override`: what the user requests. `forms`: its packed forms, where known."""
     forced, chunks = (override.strategy, override.chunks) if override else (None, 0)
     choice = None if forced else costs.choose(site, chunks)
-    forms = packed_forms(site, costs.neighbors)
+    forms = packed_forms(site, costs.neighbors) if forms is None else forms
     if not forms:
         return PackedChoice(site, choice, explain_unpacked(site))
     pack = costs.policy.pack
     if pack == "off":
         return PackedChoice(site, choice, "not packed: pack='off'")
-    if forced and forced.direct and (whole := one_matmul(site, costs.neighbors)):
+    if forced and forced.direct and (whole := next((form for form in forms if len(form.packs) == 1), None)):
         return PackedChoice(whole, None, f"packed as {_sizes(whole)}: direct stores the product of one matmul")
     if override and override.packs is not None:
         form = next((form for form in forms if form.packs == override.packs), site)

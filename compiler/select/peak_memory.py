@@ -21,6 +21,7 @@ from ub_overlap import _torch_compat as compat
 from ..cost.site_sizes import Hints
 from ..graph.aten import alias_base, aten
 from ..graph.sizes import about, as_sizes, evaluate_size, numel
+from ..match import Bulk, Site
 
 MORE_SHARE = 0.05
 MORE_BYTES = 256 << 20
@@ -42,6 +43,7 @@ class PeakMemory:
     sites hold; `limit`: what the peak may grow to."""
 
     position: dict[Node, int]
+    readers: dict[Node, list[Node]]
     last_use: dict[Node, int]
     bytes: dict[Node, int]
     base: dict[Node, Node]
@@ -73,12 +75,23 @@ class PeakMemory:
         live = list(accumulate(change[:-1]))
         peak = max(live, default=0)
         limit = peak + (max(int(MORE_SHARE * peak), MORE_BYTES) if growth is None else growth)
-        return cls(position, last_use, size, base, live, peak, peak, limit)
+        return cls(position, readers, last_use, size, base, live, peak, peak, limit)
 
     @classmethod
     def uncounted(cls) -> PeakMemory:
         """Return a record that holds nothing, for graphs without a memory limit."""
-        return cls({}, {}, {}, {}, [], 0, 0, 0)
+        return cls({}, {}, {}, {}, {}, [], 0, 0, 0)
+
+    def held_by_independent(self, site: Site) -> HeldBytes:
+        """Return the bytes that a site holds because of its independent matmuls. A fall is a negative number of bytes.
+
+        What a site with its own matmuls alone would hold is part of overlapping it, and has no price.
+        """
+        independent = {p.node for p in site.independent}
+        if not independent:
+            return []
+        own = [] if isinstance(site, Bulk) else self.held_by([m for m in site.members if m not in independent])
+        return self.held_by(site.members) + [(begin, end, -size) for begin, end, size in own]
 
     def held_by(self, members: Collection[Node]) -> HeldBytes:
         """Return the bytes that `members` as one op keep alive longer, or allocate earlier."""
@@ -93,7 +106,8 @@ class PeakMemory:
             if _is_owned(i) and last_use < runs:
                 held.append((last_use + 1, runs, self.bytes[i]))
         for m in members:
-            if at[m] > runs and self.base[m] is m:
+            # What only the members read is never a tensor of its own.
+            if at[m] > runs and self.base[m] is m and not inside.issuperset(self.readers.get(m, ())):
                 held.append((runs, at[m], self.bytes[m]))
         return held
 

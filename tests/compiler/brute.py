@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations
 
 import networkx
@@ -14,6 +15,7 @@ from ub_overlap.compiler.cost.site_sizes import shape_of_site
 from ub_overlap.compiler.graph.aten import is_mutable
 from ub_overlap.compiler.graph.matmul import Matmul, as_matmul, is_matmul
 from ub_overlap.compiler.match import Bulk, Candidate, Gather, Site, find_candidates
+from ub_overlap.compiler.select.alternatives import fitting_independent
 from ub_overlap.compiler.select.legality import without
 
 
@@ -74,6 +76,10 @@ def sites(graph: Graph, candidate: Candidate) -> Iterator[Site]:
                 yield without(match, set(gone))
     elif match is not None:
         yield match
+    if match is not None:
+        fitting = fitting_independent(match, candidate.independent_matmuls)
+        for count in range(1, len(fitting) + 1):
+            yield from (replace(match, independent=some) for some in combinations(fitting, count))
     if candidate.collective.wait is not None:
         products = independent(graph, candidate.collective.node)
         for count in range(1, len(products) + 1):

@@ -51,16 +51,15 @@ def test_a_large_model_on_this_machine(tmp_path: Path) -> None:
     sites = step["sites"]
     collectives = [(s["phase"], s["kind"].removesuffix("_matmul").removeprefix("matmul_")) for s in sites]
     assert collectives == [(p, kind) for p in ("forward", "backward") for kind in ("all_gather", "reduce_scatter") * 2]
-    paired = [s for s in sites if s["choice"] == "bulk"]
-    assert [s["kind"] for s in paired] == ["all_gather"], (
-        "runs concurrently with a weight gradient; scatters are summed in their own matmuls"
-    )
-    for s in sites[4:]:
-        weighed = s["pairing"]
-        if s["choice"] == "bulk":
-            assert s["paired"] and weighed["saves_us"] > weighed["own_us"] > 0
-        elif weighed:  # rejected because of time or peak memory
-            assert weighed["saves_us"] < weighed["own_us"] or weighed["peak_bytes"] > 0
+    assert not any(s["choice"] == "bulk" for s in sites), "each has matmuls of its own, and takes independent ones besides"
+    paired = {s["id"]: {p.rpartition(".")[2].strip(")") for p in s["paired"]} for s in sites if s["paired"]}
+    # In backward.0 its own matmuls hide all but the fixed steps. The others hide theirs behind weight gradients.
+    assert set(paired) == {"backward.1", "backward.2", "backward.3"}
+    assert len(paired["backward.1"]) == len(paired["backward.2"]) == 1
+    assert paired["backward.1"] | paired["backward.2"] == {"w1", "w3"} and paired["backward.3"] <= {"wq", "wk", "wv"}
+    for s in sites[5:]:
+        assert s["pairing"]["saves_us"] > s["pairing"]["own_us"] > 0
+    assert step["step"]["rest_us"]["matmuls"] < 50, "weight gradients run during transfers, narrow ones perhaps not"
     by_id = {s["id"]: s for s in sites}
     assert by_id["forward.0"]["module"] == "layers.0.attention.wq"
     assert by_id["forward.0"]["work"]["matmuls"][0] == [8192, 1024, 8192, False]
