@@ -124,11 +124,13 @@ def summary(rows: Sequence[PredictedRow]) -> dict[str, float]:
 
 def summary_text(rows: Sequence[PredictedRow]) -> str:
     s = summary(rows)
+    has_gains = any(row.gain is not None for row in rows)
+    gains = f"mean {s['mean gain']:.2f}x, least {s['least gain']:.2f}x" if has_gains else "not timed"
     return (
         f"{s['times']} times of {s['rows']} rows: "
         f"median |error| {s['median error']:.1%}, 90th percentile {s['p90 error']:.1%}; "
         f"regret of the selection mean {s['mean regret']:.1%}, worst {s['worst regret']:.1%}; "
-        f"auto against the plain strategy mean {s['mean gain']:.2f}x, least {s['least gain']:.2f}x"
+        f"auto against the plain strategy {gains}"
     )
 
 
