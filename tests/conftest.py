@@ -32,6 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "soak: half a minute of a program of tests/soak")
     config.addinivalue_line("markers", "full: left out with --quick")
     config.addinivalue_line("markers", "deadline(seconds): limit of a test under torchrun (tests/gpu/torchrun)")
+    config.addinivalue_line("markers", "own_gpus(why): needs a GPU of its own for each rank (tests/gpu/torchrun)")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

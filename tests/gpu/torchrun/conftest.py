@@ -48,6 +48,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     lockstep = pyfuncitem.funcargs.get("lockstep")
     if not isinstance(lockstep, Lockstep):
         return None
+    if lockstep.shares_gpu and (unfit := pyfuncitem.get_closest_marker("own_gpus")):
+        pytest.skip(f"ranks share a GPU: {unfit.args[0]}")
     marker = pyfuncitem.get_closest_marker("deadline")
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     own_group = pyfuncitem.funcargs.get("own_group", "")

@@ -22,6 +22,8 @@ from ub_overlap.runtime.fp8.amax_history.history_update import advance, advance_
 from ub_overlap.runtime.ops.fp8_amax_history import fp8_amax_history
 from ub_overlap.runtime.ops.fp8_record_amax import fp8_record_amax
 
+pytestmark = pytest.mark.own_gpus("gloo's functional collectives of GPU tensors end the process (torch 2.11)")
+
 COUNTS = (1, 2, 127, 128, 129, 1000, CAPACITY)
 
 
