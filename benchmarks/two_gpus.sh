@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Measure what two GPUs allow: memory kernels, ops and blocks of 4 and 8 ranks in mirror mode, blocks of 2 ranks with waterfalls.
+# Measure what two GPUs allow: memory kernels, ops and blocks of 2 ranks, of 4 and 8 ranks in mirror mode, and float8 MLPs.
 #
-#     benchmarks/two_gpus.sh OUT [PART...]     parts: memory ops8 ops4 blocks2 blocks8 blocks4 (default: all, about 8 minutes)
+#     benchmarks/two_gpus.sh OUT [PART...]     parts: memory ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp (default: all, 8 minutes)
 #
 # JSON files, and the output of all parts in log.txt, are in OUT. Tables are printed last. Every part has a time limit.
 set -u
@@ -21,16 +21,27 @@ part() {  # NAME SECONDS COMMAND...: run a part that writes OUT/NAME.json
     echo "$name: $((SECONDS - begin)) s"
 }
 ranks() { part "$1" "$2" torchrun --nproc-per-node 2 -m "${@:3}"; }
-ops() { ranks "ops$1" 100 benchmarks.ops --mirror "$1" --suite quick --rows '*8192' --iters 20 --budget-s 70; }
+ops() { ranks "$1" 100 benchmarks.ops "${@:2}" --suite quick --rows '*8192' --iters 15 --algorithms --budget-s 70; }
+# plain: independent matmuls in bulk collectives only, nothing packed; apart: nothing packed; weights: packed without copies.
+blocks() {
+    ranks "$1" 150 benchmarks.blocks "${@:2}" --size 8b,70b --iters 15 --waterfall --ours 'ours={}' \
+        --ours 'plain={"pack":"off","independent_matmuls":"bulk"}' --ours 'apart={"pack":"off"}' --ours 'weights={}' \
+        --pack-weights weights --budget-s 120
+}
+mlp() {
+    ranks mlp 150 benchmarks.blocks --model mlp --size 8b,70b --variants inductor,ours,compute,te,te_fp8 --iters 15 --waterfall \
+        --ours 'bf16={}' --ours 'tensorwise={"fp8":"all"}' --ours 'delayed={"fp8":{"recipe":"delayed"}}' \
+        --ours 'rowwise={"fp8":{"recipe":"rowwise"}}' --budget-s 120
+}
 
-for name in ${*:-memory ops8 ops4 blocks2 blocks8 blocks4}; do
+for name in ${*:-memory ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp}; do
     case $name in
     memory) part memory 60 python3 -m benchmarks.memory ;;
-    ops8) ops 8 ;;
-    ops4) ops 4 ;;
-    blocks2) ranks blocks2 150 benchmarks.blocks --size 8b --variants inductor,ours,compute,nocomm --iters 15 --waterfall --budget-s 120 ;;
-    blocks8) ranks blocks8 150 benchmarks.blocks --mirror 8 --size 8b,70b --iters 15 --waterfall --budget-s 120 ;;
-    blocks4) ranks blocks4 150 benchmarks.blocks --mirror 4 --size 8b,70b --iters 15 --waterfall --budget-s 120 ;;
+    ops8 | ops4) ops "$name" --mirror "${name#ops}" ;;
+    ops2) ops ops2 ;;
+    blocks8 | blocks4) blocks "$name" --mirror "${name#blocks}" ;;
+    blocks2) blocks blocks2 --variants inductor,ours,compute,nocomm ;;
+    mlp) mlp ;;
     *) echo "no part '$name'" >&2 && exit 2 ;;
     esac
 done
