@@ -152,14 +152,15 @@ def _costs(shape: SiteShape, profile: Profile) -> Callable[[CostItem], float]:
 def _cost(shape: SiteShape, profile: Profile, work: CostItem) -> float:
     size = work.share * shape.shard_bytes
     on_wire = work.share * shape.shard_bytes_on_wire
+    reduced = work.share * shape.reduced_shard_bytes
     match work.what:
         case "push":
-            return at(profile.push, on_wire)
+            return at(profile.push, reduced if work.of_sum else on_wire)
         case "copy":
-            return at(profile.copy, size)
+            return at(profile.copy, reduced if work.of_sum else size)
         case "reduce":
             # It reads this rank's own piece and the received ones, and writes one.
-            return at(profile.reduce, size * 2 + on_wire * (work.pieces - 1))
+            return at(profile.reduce, size + on_wire * (work.pieces - 1) + reduced)
         case "matmul":
             return _piece_us(shape, profile, work)
         case "direct":

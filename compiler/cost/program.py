@@ -14,6 +14,7 @@ from functools import lru_cache
 from ub_overlap.runtime.schedule.builders import build_all
 from ub_overlap.runtime.schedule.effects import show, signals, waits
 from ub_overlap.runtime.schedule.steps import (
+    Buf,
     Compute,
     Copy,
     Finish,
@@ -39,6 +40,7 @@ class CostItem:
     `share`: shards it covers (matmul: of its product; a contraction: of what it reads). `index`: consumer or term of a
     matmul, independent matmuls behind them. `pieces`: separate blocks of a matmul; sources of a reduction. `adds`:
     accumulates into its output. `peer`: ranks from this rank to the target of a push. `us`: of an opaque step.
+    `of_sum`: it moves reduced elements, which may be wider than the summands.
     """
 
     what: str
@@ -48,6 +50,7 @@ class CostItem:
     adds: bool = False
     peer: int = 0
     us: float = 0.0
+    of_sum: bool = False
 
 
 FlagName = tuple[FlagKind, int, int]
@@ -117,9 +120,10 @@ def _program(schedule: Schedule) -> tuple[QueueItem, ...]:
 def _work(step: Step, rank: int, key: Key) -> CostItem:
     match step:
         case Copy():
+            of_sum = step.src.buf in (Buf.OUTPUT, Buf.LANDING2)
             if step.queue is Queue.COMPUTE:
-                return CostItem("copy", _share(step.src))
-            return CostItem("push", _share(step.src), peer=(step.dst.rank - rank) % key.ranks)
+                return CostItem("copy", _share(step.src), of_sum=of_sum)
+            return CostItem("push", _share(step.src), peer=(step.dst.rank - rank) % key.ranks, of_sum=of_sum)
         case Signal():
             return CostItem("flag" if step.queue is Queue.COPY else "signal")
         case Wait():

@@ -35,6 +35,8 @@ class SiteShape(SiteSizes):
             raise ValueError(f"dtype {self.dtype!r}, operands {self.operands!r}: expected of {', '.join(SIZES)}")
         if self.wire_dtype not in ("", FLOAT8):
             raise ValueError(f"wire_dtype {self.wire_dtype!r}: expected '' or {FLOAT8!r}")
+        if self.reduced not in SIZES:
+            raise ValueError(f"out_dtype {self.out_dtype!r}: expected '' or of {', '.join(SIZES)}")
         own = len(self.own_matmuls)
         if self.packs and (sum(self.packs) != own or len(self.pack_copies) != len(self.packs)):
             raise ValueError(f"packs {self.packs}, copies {self.pack_copies}: expected of {own} matmuls")
@@ -71,6 +73,11 @@ class SiteShape(SiteSizes):
         return self.operands or self.dtype
 
     @property
+    def reduced(self) -> str:
+        """The dtype of the reduced tensor; of a gather, of the gathered one."""
+        return self.out_dtype or self.dtype
+
+    @property
     def collective(self) -> str:
         """ "all_gather", "reduce_scatter" or "all_reduce"."""
         return next(name for name in ("all_gather", "reduce_scatter", "all_reduce") if name in self.kind)
@@ -86,9 +93,15 @@ class SiteShape(SiteSizes):
         return bytes_on_wire(self.rows * self.cols, SIZES[self.dtype], self.wire_dtype) / self.ranks
 
     @property
+    def reduced_shard_bytes(self) -> float:
+        """Bytes of one rank's share of the reduced tensor."""
+        return self.rows * self.cols * SIZES[self.reduced] / self.ranks
+
+    @property
     def bytes_sent(self) -> float:
-        """Bytes that one rank sends in the plain collective."""
-        return bytes_sent_by_rank(self.shard_bytes, self.ranks, self.collective == "all_reduce")
+        """Bytes that one rank sends in the plain collective, which sends the type that it returns."""
+        shared = self.reduced_shard_bytes if self.collective == "all_reduce" else 0.0
+        return bytes_sent_by_rank(self.reduced_shard_bytes, self.ranks, shared)
 
     @property
     def computed(self) -> SiteShape:

@@ -64,10 +64,10 @@ def sizes_of_site(site: Site, wire_dtype: str = "") -> SiteSizes | None:
         outer = 1 if site.shard_dim_is_last or c.op is Op.ALL_REDUCE else site.blocks.outer
     elif c.op in _BULK:
         elements = numel(shape_of(c.input))
-        dtype, whole = _dtype(dtype_of(c.input)), (elements * (c.ranks if c.op is Op.ALL_GATHER else 1), 1)
+        dtype, whole = _dtype(c.narrow_dtype), (elements * (c.ranks if c.op is Op.ALL_GATHER else 1), 1)
         matmuls = tuple((*p.shape, p.inner, False) for p in site.matmuls)
         # An fp32 reduction of gradients runs concurrently with 16-bit matmuls. Of several types the slowest is priced.
-        widest = max((dtype_of(p.node) for p in site.matmuls), key=lambda t: t.itemsize, default=dtype_of(c.input))
+        widest = max((dtype_of(p.node) for p in site.matmuls), key=lambda t: t.itemsize, default=c.narrow_dtype)
         operands = "" if (name := _dtype(widest)) in (None, dtype) else str(name)
         kind, keep, outer = _BULK[c.op], False, 1
     else:
@@ -79,8 +79,11 @@ def sizes_of_site(site: Site, wire_dtype: str = "") -> SiteSizes | None:
     last = site.shard_dim_is_last if isinstance(site, Gather | Reduction) else False
     packs = site.packs if isinstance(site, Gather | Reduction) else ()
     copies = site.pack_copies if isinstance(site, Gather | Reduction) else ()
-    independent = len(site.independent)
-    return SiteSizes(kind, c.ranks, dtype, matmuls, *whole, keep, last, outer, operands, wire_dtype, packs, copies, independent)
+    reduced = _dtype(dtype_of(c.node)) or "" if not isinstance(site, Gather) else dtype
+    return SiteSizes(
+        kind, c.ranks, dtype, matmuls, *whole, keep, last, outer, operands, wire_dtype, packs, copies, len(site.independent),
+        "" if reduced == dtype else reduced,
+    )  # fmt: skip
 
 
 def shape_at(sizes: SiteSizes, hints: Hints, exact: bool = False) -> SiteShape | None:
@@ -112,6 +115,7 @@ def shape_at(sizes: SiteSizes, hints: Hints, exact: bool = False) -> SiteShape |
             sizes.packs,
             sizes.pack_copies,
             sizes.independent,
+            sizes.out_dtype,
         )
     except ValueError:
         return None

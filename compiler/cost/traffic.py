@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import sympy
+import torch
 
 from ..graph.aten import dtype_of, shape_of
 from ..graph.matmul import Matmul
@@ -26,18 +27,27 @@ BULK_PRODUCTS = 8
 
 def bytes_sent(site: Site, wire_dtype: str = "") -> int | None:
     """Return the bytes one rank sends at this site, None where dynamic. `wire_dtype`: "" for the type of what is sent."""
-    c = site.collective
-    dtype = site.dtype if isinstance(site, Gather) else dtype_of(site.terms[0].node if isinstance(site, Reduction) else c.input)
-    return bytes_sent_in(c, dtype.itemsize, {}, wire_dtype)
+    return bytes_sent_in(site.collective, sent_dtype(site).itemsize, {}, wire_dtype)
+
+
+def sent_dtype(site: Site) -> torch.dtype:
+    """Return the type of the elements that a site sends, where they are not rounded to float8."""
+    if isinstance(site, Gather):
+        return site.dtype
+    return dtype_of(site.terms[0].node) if isinstance(site, Reduction) else site.collective.narrow_dtype
 
 
 def bytes_sent_in(c: Collective, itemsize: int, hints: Mapping[sympy.Symbol, int], wire_dtype: str = "") -> int | None:
-    """Return the bytes one rank sends in `c` with elements of `itemsize` bytes; None for a size without a value."""
+    """Return the bytes one rank sends in `c` with elements of `itemsize` bytes; None for a size without a value.
+
+    An all_reduce sends its sums in the type of its result.
+    """
     elements = evaluate_size(numel(shape_of(c.input)), hints)
     if elements is None:
         return None
     shard = elements if c.op is Op.ALL_GATHER else elements // c.ranks
-    return int(bytes_sent_by_rank(bytes_on_wire(shard, itemsize, wire_dtype), c.ranks, c.op is Op.ALL_REDUCE))
+    reduced = shard * dtype_of(c.node).itemsize if c.op is Op.ALL_REDUCE else 0
+    return int(bytes_sent_by_rank(bytes_on_wire(shard, itemsize, wire_dtype), c.ranks, reduced))
 
 
 def flops(p: Matmul) -> int | None:

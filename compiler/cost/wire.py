@@ -16,6 +16,6 @@ def bytes_on_wire(elements: float, itemsize: int, wire_dtype: str = "") -> float
     return elements * (1 + SCALE_BYTES / SEGMENT) if wire_dtype == FLOAT8 else elements * itemsize
 
 
-def bytes_sent_by_rank(shard_bytes: float, ranks: int, is_all_reduce: bool) -> float:
-    """Return the bytes one rank sends: R - 1 shards, twice that for an all_reduce."""
-    return shard_bytes * (ranks - 1) * (2 if is_all_reduce else 1)
+def bytes_sent_by_rank(shard_bytes: float, ranks: int, reduced_shard_bytes: float = 0.0) -> float:
+    """Return the bytes one rank sends: R - 1 shards, and in an all_reduce its reduced shard to R - 1 ranks."""
+    return (shard_bytes + reduced_shard_bytes) * (ranks - 1)

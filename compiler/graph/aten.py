@@ -6,6 +6,7 @@ Inductor's decomposed ops, AOTAutograd's plain ones, and einsum's permutes of si
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -27,8 +28,10 @@ _VIEWS = {
 _SHARES = {operator.getitem, aten._unsafe_view.default, c10d.wait_tensor.default}
 """Ops that share their input's memory although their schema does not say so."""
 CUTS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
-_PERMUTES = {aten.permute.default, aten.t.default, aten.transpose.int, aten.numpy_T.default}
+PERMUTES = {aten.permute.default, aten.t.default, aten.transpose.int, aten.numpy_T.default}
 DIVISIONS = {aten.div.Tensor, aten.div.Scalar}
+SCALINGS = (aten.mul.Tensor, aten.mul.Scalar, *DIVISIONS)
+PADS = (aten.constant_pad_nd.default, aten.pad.default)
 CASTS = {aten._to_copy.default, aten.to.dtype, prims.convert_element_type.default}
 
 
@@ -133,6 +136,20 @@ def permutation(node: Node) -> list[int]:
     return dims
 
 
+def is_constant_scaling(node: Node) -> bool:
+    """Return whether `node` scales by a constant that may follow a sum: not one that gives infinities or NaNs."""
+    if node.target not in SCALINGS:
+        return False
+    constant = node.args[1]
+    divides = node.target in DIVISIONS
+    return isinstance(constant, int | float) and math.isfinite(constant) and not (divides and constant == 0)
+
+
+def is_getitem(node: Node) -> bool:
+    """Return whether `node` is one of the parts that a split or chunk returns."""
+    return node.target is operator.getitem and isinstance(node.args[0], Node) and node.args[0].target in CUTS
+
+
 def element_effect(node: Node) -> ElementEffect | None:
     """Return the effect of `node` on the elements of its tensor input, or None if it does more than pass them on."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
@@ -154,7 +171,7 @@ def element_effect(node: Node) -> ElementEffect | None:
         if before.device != after.device:
             return None
         return ElementEffect(Effect.SAME if before.dtype == after.dtype else Effect.CAST, src)
-    if node.target in _PERMUTES:
+    if node.target in PERMUTES:
         dims, shape = permutation(node), shape_of(src)
         moved = [d for d in dims if not (isinstance(shape[d], int) and shape[d] == 1)]
         if moved == sorted(moved):

@@ -16,7 +16,8 @@ from torch.fx import Graph, Node
 
 from ub_overlap import _torch_compat as compat
 
-from ..graph.aten import c10d, tensor_of
+from ..graph.aten import c10d, dtype_of, tensor_of
+from .widening_cast import WideningCast, find_widening_cast
 
 
 class Op(Enum):
@@ -52,6 +53,13 @@ class Collective:
     """None where the group is a value that the graph computes."""
     ranks: int
     reduce_op: str = ""
+    widening: WideningCast | None = None
+    """The casts to fp32 in front of a sum. A site may send what they read."""
+
+    @property
+    def narrow_dtype(self) -> torch.dtype:
+        """The type of the input before a widening cast."""
+        return self.widening.dtype if self.widening else dtype_of(self.input)
 
 
 _GROUP_ARGS = ("group_name", "pg_name", "process_group", "group")
@@ -95,14 +103,16 @@ def read_collective(node: Node) -> Collective:
     group = name if isinstance(name, str) else None
     waits = [u for u in node.users if u.target is c10d.wait_tensor.default]
     reduce_op = str(node.args[_REDUCE_OP_ARG[op]]) if op in _REDUCE_OP_ARG else ""
+    tensor = _first_input(node)
     return Collective(
         op=op,
         node=node,
         wait=waits[0] if len(waits) == 1 else None,
-        input=_first_input(node),
+        input=tensor,
         group=group,
         ranks=_rank_count(node, op, group),
         reduce_op=reduce_op,
+        widening=find_widening_cast(tensor, node) if reduce_op in ("sum", "avg") else None,
     )
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from ..graph.aten import aten, element_effect, tensor_of
+from ..graph.aten import PADS, SCALINGS, aten, element_effect, tensor_of
 from ..graph.matmul import comes_from_matmul, is_matmul
 from ..plan.reasons import Reason
 from .site import Miss
 from .sum_terms import ADDS, SUBTRACTIONS
-from .view_chain import PADS, SCALINGS
 
 _CUTS = (*PADS, aten.slice_scatter.default, aten.slice_backward.default, aten.slice.Tensor)
 _SUMMAND_LIMIT = 64

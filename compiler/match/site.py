@@ -218,7 +218,7 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class Bulk:
-    """A collective and matmuls that are independent of it."""
+    """A collective and matmuls that are independent of it. It sends what a widening cast in front of it reads."""
 
     collective: Collective
     matmuls: tuple[Matmul, ...]
@@ -231,8 +231,9 @@ class Bulk:
     @property
     def members(self) -> list[Node]:
         """The nodes that the site replaces."""
-        assert self.collective.wait is not None
-        return [self.collective.node, self.collective.wait, *(p.node for p in self.matmuls)]
+        c = self.collective
+        assert c.wait is not None
+        return [*(c.widening.nodes if c.widening else ()), c.node, c.wait, *(p.node for p in self.matmuls)]
 
 
 Match = Gather | Reduction

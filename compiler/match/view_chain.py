@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 from torch.fx import Node
 
 from ..graph.aten import (
-    DIVISIONS,
+    PADS,
     Effect,
     ElementEffect,
     ShardBlocks,
@@ -16,6 +15,7 @@ from ..graph.aten import (
     dim_of,
     dtype_of,
     element_effect,
+    is_constant_scaling,
     match_regroup,
     node_arg,
     pieces_of,
@@ -26,9 +26,6 @@ from ..plan.reasons import Reason
 from .collectives import Collective
 from .permutes import Permute, permute_to_output
 from .site import Miss
-
-SCALINGS = (aten.mul.Tensor, aten.mul.Scalar, *DIVISIONS)
-PADS = (aten.constant_pad_nd.default, aten.pad.default)
 
 
 @dataclass(slots=True)
@@ -70,7 +67,7 @@ class ViewChain:
         if not self.matrix and (permute := permute_to_output(node, self.blocks)) is not None:
             self.blocks = permute.blocks_before
             self.permutes.append(permute)
-        elif node.target in SCALINGS and _commutes(node):
+        elif is_constant_scaling(node):
             self.scalings.append((node.target, node.args[1]))
         else:
             return None
@@ -139,10 +136,3 @@ def follow_regroup(c: Collective, can_regroup: bool) -> ViewChain:
         if root is None or isinstance(root, Miss):
             return chain
         chain.root = root
-
-
-def _commutes(scaling: Node) -> bool:
-    """Return whether `scaling` is by a constant that may follow the reduction: not one that gives infinities or NaNs."""
-    constant = scaling.args[1]
-    divides = scaling.target in DIVISIONS
-    return isinstance(constant, int | float) and math.isfinite(constant) and not (divides and constant == 0)

@@ -40,13 +40,15 @@ class SiteSizes:
     """For each of `packs` the operands that are copied together first: "", "lhs", "rhs" or "lhs+rhs"."""
     independent: int = 0
     """The number of the last `matmuls` that neither read nor feed the collective. Of a bulk site: all."""
+    out_dtype: str = ""
+    """Type of the reduced tensor where it is wider than `dtype`, which is sent and summed. The plain collective sends it."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "kind": self.kind, "ranks": self.ranks, "dtype": self.dtype, "matmuls": [list(m) for m in self.matmuls],
             "rows": self.rows, "cols": self.cols, "keep": self.keep, "shard_dim_is_last": self.shard_dim_is_last,
             "outer": self.outer, "operands": self.operands, "wire_dtype": self.wire_dtype, "packs": list(self.packs),
-            "pack_copies": list(self.pack_copies), "independent": self.independent,
+            "pack_copies": list(self.pack_copies), "independent": self.independent, "out_dtype": self.out_dtype,
         }  # fmt: skip
 
     @classmethod

@@ -92,6 +92,7 @@ class SizesRecord(TypedDict):
     packs: NotRequired[list[int]]
     pack_copies: NotRequired[list[str]]
     independent: NotRequired[int]
+    out_dtype: NotRequired[str]
 
 
 class SavedActivationRecord(TypedDict):

@@ -247,7 +247,9 @@ class AlternativeFinder:
         strategy = forced or Strategy(Mode.BULK)
         best_us: dict[int, float] = {}  # by set, as bits: the most that it or a subset saves
         # Equal sizes are predicted once: they share a number.
-        collective = self._number_of((c.op, c.ranks, shape_of(c.input), dtype_of(c.input), c.group, forced is None))
+        collective = self._number_of(
+            (c.op, c.ranks, shape_of(c.input), c.narrow_dtype, dtype_of(c.node), c.group, forced is None)
+        )
         numbers = [self._number_of((p.shape, p.inner, dtype_of(p.node))) for p in matmuls]
         inputs = [sum(1 << i for i, q in enumerate(matmuls) if q.node in p.node.all_input_nodes) for p in matmuls]
         any_reads = any(inputs)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from torch.fx import Graph, Node
 
 from ..cost.site_sizes import Hints, shape_of_site
-from ..cost.traffic import bytes_sent, flops
+from ..cost.traffic import bytes_sent, flops, sent_dtype
+from ..graph.aten import dtype_of
 from ..graph.matmul import is_matmul
 from ..graph.source_location import module_path, stable_names
 from ..joint.joint_decision import joint_decision
@@ -186,10 +187,23 @@ def _explain(candidate: Candidate, override: Override | None, assignment: Assign
             overlapped = f"concurrent with {', '.join(independent)}"
         choice = assignment.choice.reason if assignment.choice else ""
         packed = assignment.alternative.pack_reason if assignment.alternative else ""
-        text = "; ".join(filter(None, (_why_bulk(candidate, assignment), overlapped, choice, packed)))
+        narrow = _describe_types(assignment)
+        text = "; ".join(filter(None, (_why_bulk(candidate, assignment), overlapped, narrow, choice, packed)))
     if override is None or override.strategy is None or override.by in text:
         return text
     return "; ".join(filter(None, [text, f"{override.strategy} forced by {override.by}"]))
+
+
+def _describe_types(assignment: Assignment) -> str:
+    """Return the types of a reduction that sends a narrower one than it returns; "" for other sites."""
+    site = assignment.site
+    if site is None or isinstance(site, Gather) or (assignment.alternative and assignment.alternative.wire_dtype):
+        return ""
+    sent, reduced = sent_dtype(site), dtype_of(site.collective.node)
+    if sent.itemsize >= reduced.itemsize:
+        return ""
+    names = [str(dtype).removeprefix("torch.") for dtype in (sent, reduced)]
+    return f"sends {names[0]} and sums in {names[1]}"
 
 
 def _why_bulk(candidate: Candidate, assignment: Assignment) -> str:

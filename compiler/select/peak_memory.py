@@ -108,7 +108,7 @@ class PeakMemory:
         for m in members:
             # What only the members read is never a tensor of its own.
             if at[m] > runs and self.base[m] is m and not inside.issuperset(self.readers.get(m, ())):
-                held.append((runs, at[m], self.bytes[m]))
+                held.append((runs, at[m] - 1, self.bytes[m]))  # from at[m] on it is counted already
         return held
 
     def growth_with(self, held: HeldBytes) -> int:

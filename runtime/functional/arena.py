@@ -42,13 +42,13 @@ def initialize_group(
     bind.request_slot_bytes(name, where.type, needed)
     # The first call has no plan: it binds the group where that has not been done. The second reserves, in step with all ranks.
     try:
-        torch.ops.ub_overlap.bulk(scalar, [], [], "all_gather", "sum", "bulk", name, str(SiteId("", _SITE)))
+        torch.ops.ub_overlap.bulk(scalar, [], [], "all_gather", "sum", scalar.dtype, "bulk", name, str(SiteId("", _SITE)))
     finally:
         bind.clear_request(name, where.type)
     own = bind.find_session(name, where.type)
     assert own is not None, "the op above has bound the group"
     digest = own.reserve(needed)
-    torch.ops.ub_overlap.bulk(scalar, [], [], "all_gather", "sum", "bulk", name, str(SiteId(digest, _SITE)))
+    torch.ops.ub_overlap.bulk(scalar, [], [], "all_gather", "sum", scalar.dtype, "bulk", name, str(SiteId(digest, _SITE)))
     return own.slot_bytes
 
 

@@ -188,12 +188,13 @@ def _all_grads(
         terms = sorted(terms, key=lambda term: -term[1].shape[1])
         grad, weight = terms[0]
         site = f"{ctx.site}.gather"
-        gathered, (first,) = OPS.bulk(activation, [grad], [weight.t()], "all_gather", "sum", "bulk", ctx.group, site)
+        args = ([grad], [weight.t()], "all_gather", "sum", activation.dtype, "bulk")
+        gathered, (first,) = OPS.bulk(activation, *args, ctx.group, site)
         total, terms = first if total is None else total + first, terms[1:]
     for grad, weight in terms:
         total = grad @ weight.t() if total is None else torch.addmm(total, grad, weight.t())
     lhs = [gathered.t()] * len(products)
-    return OPS.bulk(total, lhs, products, "reduce_scatter", "sum", "bulk", ctx.group, ctx.site)
+    return OPS.bulk(total, lhs, products, "reduce_scatter", "sum", total.dtype, "bulk", ctx.group, ctx.site)
 
 
 def _scatter(ctx: Any, terms: list[tuple[Tensor, Tensor]], gathered_grad: Tensor | None, weights: Sequence[Tensor]) -> Tensor:

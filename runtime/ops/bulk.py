@@ -10,6 +10,9 @@ Legend: R ranks of the group; s rows of a shard.
     outs[j] = lhs[j] @ rhs[j]
 
 reduce_op is "sum" or "avg"; an all_gather ignores it. An all_gather also takes float8; the matmuls do not.
+
+out has out_dtype, which of an all_gather is the input's. A reduction sends the input in its own dtype, takes the sum in
+fp32 in rank order, divides it by R for "avg", and rounds once to out_dtype. An all_reduce sends its sums in out_dtype.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ub_overlap import _torch_compat as compat
@@ -25,8 +29,8 @@ from . import c10d_fallback as c10d
 from .definition import OpDefinition
 
 SCHEMA = (
-    "bulk(Tensor input, Tensor[] lhs, Tensor[] rhs, str collective, str reduce_op, str strategy, str group, str site)"
-    " -> (Tensor out, Tensor[] outs)"
+    "bulk(Tensor input, Tensor[] lhs, Tensor[] rhs, str collective, str reduce_op, ScalarType out_dtype, "
+    "str strategy, str group, str site) -> (Tensor out, Tensor[] outs)"
 )
 
 
@@ -36,6 +40,7 @@ class BulkArgs(NamedTuple):
     rhs: Sequence[Tensor]
     collective: str
     reduce_op: str
+    out_dtype: torch.dtype
     strategy: str
     group: str
     site: str
@@ -49,7 +54,7 @@ def fake(a: BulkArgs) -> tuple[Tensor, list[Tensor]]:
     elif a.collective == "reduce_scatter":
         compat.check(sizes[0] % ranks == 0, lambda: "the input cannot be scattered evenly")
         sizes[0] = sizes[0] // ranks
-    return a.input.new_empty(sizes), c10d.empty_products(a.lhs, a.rhs)
+    return a.input.new_empty(sizes, dtype=a.out_dtype), c10d.empty_products(a.lhs, a.rhs)
 
 
 def fallback(a: BulkArgs) -> tuple[Tensor, list[Tensor]]:
@@ -58,7 +63,8 @@ def fallback(a: BulkArgs) -> tuple[Tensor, list[Tensor]]:
         out = c10d.all_gather(a.input, a.group)
     else:
         collective = c10d.reduce_scatter if a.collective == "reduce_scatter" else c10d.all_reduce
-        out = c10d.divide_for_avg(collective(a.input, a.group), a.reduce_op, a.group)
+        wide = a.input.to(torch.promote_types(a.input.dtype, a.out_dtype))
+        out = c10d.divide_for_avg(collective(wide, a.group), a.reduce_op, a.group).to(a.out_dtype)
     return out, c10d.products(a.lhs, a.rhs)
 
 

@@ -94,7 +94,8 @@ def calls(rank: int, world: int) -> tuple[list[str], dict[str, dict[str, int]], 
         out, _, _ = OPS.matmul_all_reduce(*args, "avg", torch.float32, False, [], [], table, name, "/choice.reduce")
         check("reduce", out, total / world)
         bulk = table.replace("pipelined", "bulk")
-        out, (product,) = OPS.bulk(shards[rank], [lhs[rank]], [rhs], "all_gather", "sum", bulk, name, "/choice.bulk")
+        shard, site = shards[rank], "/choice.bulk"
+        out, (product,) = OPS.bulk(shard, [lhs[rank]], [rhs], "all_gather", "sum", shard.dtype, bulk, name, site)
         check("bulk", out, whole)
         check("product", product, lhs[rank].double() @ rhs.double())
     stats = {site: s for site, s in site_stats().items() if site.startswith("/choice.")}

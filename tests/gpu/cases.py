@@ -111,9 +111,11 @@ class Maker:
         kinds = (dtype, more.get("out_dtype", dtype), more.get("fast", False), more.get("wire", "plain"))
         return SRS, (lhs, rhs, lhs_scales, rhs_scales, addend, outer, more.get("by", "sum"), *kinds)
 
-    def bulk(self, dtype: torch.dtype, collective: str, rows: int, q: int, by: str = "sum") -> Case:
+    def bulk(
+        self, dtype: torch.dtype, collective: str, rows: int, q: int, by: str = "sum", out_dtype: torch.dtype | None = None
+    ) -> Case:
         lhs, rhs = [self.randn(128, 64, dtype=dtype)], [self.randn(64, 96, dtype=dtype)]
-        return BULK, (self.randn(rows, q, dtype=dtype), lhs, rhs, collective, by)
+        return BULK, (self.randn(rows, q, dtype=dtype), lhs, rhs, collective, by, out_dtype or dtype)
 
     def kind(self, name: str, size: int = 256, dtype: torch.dtype = BF16) -> tuple[Case, str]:
         """Return a typical case and its strategy by a short name."""

@@ -114,7 +114,8 @@ def bulks(process: int, ranks: int, group: str, data: Data) -> list[str]:
     for number, collective in enumerate(("all_gather", "reduce_scatter", "all_reduce")):
         inputs = {p: data(2 * ranks, 3, seed=number + 10 * p) for p in (0, 1)}
         mine, theirs = (inputs[p].double() for p in (process, 1 - process))
-        out, products = OPS.bulk(inputs[process], [left], [right], collective, "sum", "bulk", group, f"bulk{number}")
+        own = inputs[process]
+        out, products = OPS.bulk(own, [left], [right], collective, "sum", own.dtype, "bulk", group, f"bulk{number}")
         first = shard_of(mine, ranks, 1, False, 0) + sum(shard_of(theirs, ranks, 1, False, p) for p in range(1, ranks))
         other = shard_of(theirs, ranks, 1, False, 0) + sum(shard_of(mine, ranks, 1, False, p) for p in range(1, ranks))
         want = {"all_gather": [mine, *[theirs] * (ranks - 1)], "reduce_scatter": [first]}

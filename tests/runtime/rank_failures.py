@@ -181,7 +181,7 @@ def bad_arguments(rank: int, world: int) -> list[str]:
         attempt(lambda: call(a, [b], [False], [False], 1, False, False, [], [], "pipelined:chunks=99999", name, "/x")),
         attempt(lambda: call(a, [b], [False], [False], 1, False, False, [], [], "pipelined:stripes=2", name, "/x")),
         attempt(lambda: call(a, [b], [False], [False], 1, False, False, [], [], "bulk:stripes=2", name, "/x")),
-        attempt(lambda: torch.ops.ub_overlap.bulk(a, [], [], "all_gather", "sum", "pipelined:stripes=2", name, "/x")),
+        attempt(lambda: torch.ops.ub_overlap.bulk(a, [], [], "all_gather", "sum", a.dtype, "pipelined:stripes=2", name, "/x")),
         attempt(lambda: call(a, [b], [False], [], 1, False, False, [], [], "pipelined", name, "/x")),
         attempt(lambda: call(a, [b], [True], [False], 1, False, False, [], [], "pipelined", name, "/x")),
         attempt(lambda: call(a, [b], [False], [False], 3, False, False, [], [], "pipelined", name, "/x")),
@@ -228,7 +228,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        out, _ = torch.ops.ub_overlap.bulk(grad, [], [], "all_reduce", "sum", "bulk", ctx.name, "/backward")
+        out, _ = torch.ops.ub_overlap.bulk(grad, [], [], "all_reduce", "sum", grad.dtype, "bulk", ctx.name, "/backward")
         return out, None
 
 
@@ -350,7 +350,8 @@ def hammer(rank: int, world: int, kind: str, times: int, delay_us: int) -> list[
             if kind != "gather":
                 bad += scatter(name, rank, world, 4 + i % 2, seed=i, strategy=("pipelined", "direct")[i // 2 % 2])
             if kind == "mixed":
-                out, _ = torch.ops.ub_overlap.bulk(data(7, seed=i + rank), [], [], "all_reduce", "sum", "bulk", name, "/bulk")
+                mine = data(7, seed=i + rank)
+                out, _ = torch.ops.ub_overlap.bulk(mine, [], [], "all_reduce", "sum", mine.dtype, "bulk", name, "/bulk")
                 want = sum(data(7, seed=i + r).double() for r in range(world))
                 bad += [] if torch.allclose(out.double(), want, atol=1e-5) else [f"bulk {i}"]
     return bad[:5]

@@ -173,7 +173,7 @@ def gathers(rank: int, world: int) -> list[str]:
             bad += gather_case(rank, world, PAIRS[0], row, outer, m, k, ((n, BF16, True),), True, "pipelined", seed)
     bad += gather_case(rank, world, PAIRS[0], True, 2, 3, 16, (), True, "pipelined", seed + 100)
     inputs = [numbers(5, 3, dtype=E5M2, seed=r) for r in range(world)]
-    out, _ = OPS.bulk(inputs[rank], [], [], "all_gather", "sum", "bulk", rank_ops.group(), "/float8.bulk")
+    out, _ = OPS.bulk(inputs[rank], [], [], "all_gather", "sum", E5M2, "bulk", rank_ops.group(), "/float8.bulk")
     return bad if same(out, torch.cat([i.view(torch.uint8) for i in inputs]).view(E5M2)) else [*bad, "bulk: bytes differ"]
 
 
@@ -409,7 +409,7 @@ def plain(rank: int, world: int) -> list[str]:
                 "plain",
             )  # fmt: skip
         inputs = torch.full((2, 3), float(rank)).to(E4M3)
-        out, _ = OPS.bulk(inputs, [], [], "all_gather", "sum", "bulk", name, "/float8.plain")
+        out, _ = OPS.bulk(inputs, [], [], "all_gather", "sum", E4M3, "bulk", name, "/float8.plain")
         if out.float().sum() != 6 * sum(range(world)):
             bad.append(f"bulk: {out}")
         return bad

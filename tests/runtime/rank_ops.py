@@ -281,20 +281,21 @@ def cut_directs(rank: int, world: int) -> list[str]:
 
 def bulk_case(
     rank: int, world: int, dtype: torch.dtype, collective: str, sizes: tuple[int, ...], count: int, op: str, chunks: str,
-    other: torch.dtype, seed: int,
+    other: torch.dtype, seed: int, out_dtype: torch.dtype | None = None,
 ) -> list[str]:  # fmt: skip
     full = (sizes[0] * world, *sizes[1:]) if collective == "reduce_scatter" else sizes
     inputs = [data(*full, seed=seed + r, dtype=dtype) for r in range(world)]
     lhs = [data(6, 5, seed=seed + 50 + j, dtype=other) for j in range(count)]
     rhs = [data(4, 5, seed=seed + 70 + j, dtype=other).T for j in range(count)]
-    out, outs = OPS.bulk(inputs[rank], lhs, rhs, collective, op, "bulk" + chunks, group(), f"/bulk.{seed}")
+    out_dtype = out_dtype or dtype
+    out, outs = OPS.bulk(inputs[rank], lhs, rhs, collective, op, out_dtype, "bulk" + chunks, group(), f"/bulk.{seed}")
     total = sum(i.double() for i in inputs)
     if collective == "all_gather":
         want = torch.cat(inputs).double()
     else:
         want = total if collective == "all_reduce" else total[rank * sizes[0] : (rank + 1) * sizes[0]]  # type: ignore[index,misc]
         want = want / world if op == "avg" else want
-    name = f"bulk {collective} {dtype} {sizes} {op} {chunks}"
+    name = f"bulk {collective} {dtype}->{out_dtype} {sizes} {op} {chunks}"
     bad = far(name, out, want, world)
     for a, b, c in zip(lhs, rhs, outs, strict=True):
         bad += far(f"{name} product", c, a.double() @ b.double(), 5)
@@ -317,6 +318,11 @@ def bulks(rank: int, world: int) -> list[str]:
                 continue
             seed += 1000
             bad += bulk_case(rank, world, dtype, collective, sizes, count, op, chunks, DTYPES[seed // 1000 % 3], seed)
+    # The input travels in its type, and the sum is rounded once to another.
+    for (dtype, out_dtype), collective in itertools.product(itertools.permutations(DTYPES, 2), kinds[1:]):
+        for sizes, op, chunks in (((5, 3), "sum", ""), ((3, 2, 7), "avg", f":chunks={2 * world}"), ((0, 3), "sum", "")):
+            seed += 1000
+            bad += bulk_case(rank, world, dtype, collective, sizes, 1, op, chunks, dtype, seed, out_dtype)
     return bad
 
 

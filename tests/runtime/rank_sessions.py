@@ -145,7 +145,7 @@ def every_fp16(rank: int, world: int) -> list[str]:
     for dtype in (torch.float16, torch.bfloat16):
         bits = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
         mine = bits if rank == 0 else torch.full_like(bits, -0.0)
-        out, _ = OPS.bulk(mine, [], [], "all_reduce", "sum", "bulk", rank_ops.group(), "/bits16")
+        out, _ = OPS.bulk(mine, [], [], "all_reduce", "sum", dtype, "bulk", rank_ops.group(), "/bits16")
         same = (out.view(torch.int16) == bits.view(torch.int16)) | (out.isnan() & bits.isnan())
         if not bool(same.all()):
             bad.append(f"{dtype}: {int((~same).sum())} values change, first {bits[~same][0]} -> {out[~same][0]}")
@@ -246,7 +246,7 @@ def alone(rank: int, world: int) -> list[str]:
     out, _, _ = OPS.matmul_all_reduce(
         [torch.eye(3)], [torch.eye(3)], None, "avg", torch.float32, False, [], [], "pipelined", mine, "/one"
     )
-    whole, _ = OPS.bulk(torch.ones(4), [], [], "all_reduce", "sum", "bulk", mine, "/one")
+    whole, _ = OPS.bulk(torch.ones(4), [], [], "all_reduce", "sum", torch.float32, "bulk", mine, "/one")
     return bad + ([] if torch.equal(out, torch.eye(3)) and torch.equal(whole, torch.ones(4)) else ["values differ"])
 
 
@@ -316,7 +316,8 @@ def checked(rank: int, world: int) -> list[str]:
     )
     for collective in ("all_gather", "reduce_scatter", "all_reduce"):
         inputs = data(2 * world, 3, seed=rank)
-        torch.library.opcheck(OPS.bulk.default, (inputs, [a], [b], collective, "sum", "bulk", name, "/c"), test_utils=tests)
+        args = (inputs, [a], [b], collective, "sum", inputs.dtype, "bulk", name, "/c")
+        torch.library.opcheck(OPS.bulk.default, args, test_utils=tests)
     return []
 
 
@@ -348,7 +349,8 @@ def threads(rank: int, world: int) -> list[str]:
 
     def reduce(which: int, seed: int) -> None:
         inputs = [data(50, 4, seed=seed + r) for r in range(world)]
-        out, _ = OPS.bulk(inputs[rank], [], [], "all_reduce", "sum", "bulk", names[which], f"/threads.{which}")
+        mine = inputs[rank]
+        out, _ = OPS.bulk(mine, [], [], "all_reduce", "sum", mine.dtype, "bulk", names[which], f"/threads.{which}")
         bad.extend(far("all_reduce", out, sum(x.double() for x in inputs), world))
 
     def work(which: int) -> None:

@@ -84,7 +84,8 @@ class _Draw:
     def bulk(self) -> Case:
         collective = self.rng.choice(("all_gather", "reduce_scatter", "all_reduce"))
         rows = self.rows * (self.make.ranks if collective == "reduce_scatter" else 1)
-        return self.make.bulk(self.dtype, collective, rows, self.cols, self.rng.choice(("sum", "avg")))
+        out_dtype = self.dtype if collective == "all_gather" else self.rng.choice((self.dtype, F32))
+        return self.make.bulk(self.dtype, collective, rows, self.cols, self.rng.choice(("sum", "avg")), out_dtype)
 
     def scaled_gather(self) -> Case:
         rng = self.rng

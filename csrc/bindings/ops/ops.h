@@ -46,7 +46,7 @@ TwoTensorsAndList matmul_all_reduce(const Site& site, at::TensorList lhs, at::Te
                                     bool return_partial, at::TensorList independent_lhs, at::TensorList independent_rhs);
 
 TensorAndList bulk(const Site& site, const at::Tensor& input, at::TensorList lhs, at::TensorList rhs, std::string collective,
-                   std::string reduce_op);
+                   std::string reduce_op, at::ScalarType out_dtype);
 
 // Returns weights [N_i, K] as one matrix [sum of N_i, K]: their own memory if they lie next to each other, else a copy.
 at::Tensor packed_weight(at::TensorList weights);

@@ -33,6 +33,8 @@ CASES: dict[str, Callable[[Maker], tuple[Case, str]]] = {
     "all_reduce, odd": lambda m: (m.reduce(BF16, 13, 7, 8), "pipelined"),
     "bulk gather": lambda m: (m.bulk(BF16, "all_gather", 6, 10), "bulk"),
     "bulk scatter": lambda m: (m.bulk(F32, "reduce_scatter", 6 * m.ranks, 8), "bulk"),
+    "bulk scatter, out fp32": lambda m: (m.bulk(BF16, "reduce_scatter", 6 * m.ranks, 8, out_dtype=F32), "bulk"),
+    "bulk reduce, odd, out fp32": lambda m: (m.bulk(BF16, "all_reduce", 7, 9, out_dtype=F32), "bulk"),
     "bulk reduce": lambda m: (m.bulk(F16, "all_reduce", 7, 9), "bulk"),
 }
 

@@ -98,6 +98,8 @@ LAYOUTS: dict[str, Layouts] = {
         "all_gather, odd": lambda m, d: m.bulk(d, "all_gather", 7, 13),
         "reduce_scatter, avg": lambda m, d: m.bulk(d, "reduce_scatter", 64 * m.ranks, 128, "avg"),
         "all_reduce, odd": lambda m, d: m.bulk(d, "all_reduce", 67, 31),
+        "reduce_scatter, odd, out fp32": lambda m, d: m.bulk(d, "reduce_scatter", 7 * m.ranks, 13, out_dtype=F32),
+        "all_reduce, odd, out fp32": lambda m, d: m.bulk(d, "all_reduce", 67, 31, out_dtype=F32),
     },
 }
 
