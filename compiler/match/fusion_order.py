@@ -26,6 +26,8 @@ class FusionOrder:
     def __init__(self, graph: Graph) -> None:
         self.items: list[Node] = list(graph.nodes)
         self.position: dict[Node, int] = {n: i for i, n in enumerate(graph.nodes)}
+        self._writes = {n for n in self.items if is_mutable(n)}
+        self._random = {n for n in self.items if _is_random(n)}
         self._fused: dict[Node, tuple[Node, ...]] = {}
         self._done: list[tuple[tuple[Node, ...], int, list[Node] | None]] = []
         """The log that `back` undoes: (site, position, former nodes there) of a fuse, (site, 0, None) of a release."""
@@ -100,9 +102,9 @@ class FusionOrder:
             name = min(crossing, key=self.position.__getitem__).name
             return Miss(Reason.DEPENDENT_OPERAND, f"{name} needs a result of the site and feeds it")
         window = self.items[first : last + 1]
-        if barrier := next((n for n in window if is_mutable(n) and n not in inside), None):
+        if barrier := next((n for n in window if n in self._writes and n not in inside), None):
             return Miss(Reason.MUTATION_BARRIER, f"{barrier.name} ({barrier.target}) lies between the nodes of the site")
-        moves_back = [n in after for n in window if _is_random(n)]
+        moves_back = [n in after for n in window if n in self._random]
         if moves_back != sorted(moves_back):
             return Miss(Reason.MUTATION_BARRIER, "random ops between the nodes of the site would run in another order")
         ordered = sorted(inside, key=self.position.__getitem__)

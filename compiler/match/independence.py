@@ -6,8 +6,10 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
+import torch
 from torch.fx import Graph, Node
 
+from ..graph.aten import tensor_of
 from ..graph.matmul import Matmul, as_matmul, is_matmul
 
 SEARCH_LIMIT = 64
@@ -36,7 +38,7 @@ class IndependentMatmuls:
         self._positions = [position[n] for n in self._ordered]
 
     def find(self, collective: Node) -> list[Matmul]:
-        """Return up to `MATMUL_LIMIT` independent matmuls, nearest in graph order first.
+        """Return up to `MATMUL_LIMIT` independent matmuls on the collective's device, nearest in graph order first.
 
         Distance counts matmuls, not nodes: ranks may have different nodes in between, such as a bias on one rank only.
         """
@@ -46,7 +48,7 @@ class IndependentMatmuls:
         after = self._ordered[index : index + SEARCH_LIMIT]
         independent = []
         for n in interleave(before, after):
-            if not (self._needs[n] & bit) and not (needs & self._bit[n]):
+            if not (self._needs[n] & bit) and not (needs & self._bit[n]) and _device_of(n) == _device_of(collective):
                 independent.append(self._matmuls[n])
                 if len(independent) == MATMUL_LIMIT:
                     break
@@ -57,3 +59,8 @@ def interleave(before: Sequence[Node], after: Sequence[Node]) -> Iterator[Node]:
     """Yield the nodes of `before` and `after` in turn, and the rest of the longer one."""
     for pair in zip_longest(before, after):
         yield from (n for n in pair if n is not None)
+
+
+def _device_of(node: Node) -> torch.device | None:
+    value = tensor_of(node)
+    return None if value is None else value.device

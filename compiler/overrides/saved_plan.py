@@ -85,6 +85,9 @@ def parse_saved_plan(plan: Mapping[str, Any], origin: str) -> tuple[SavedGraph, 
         packs = row.get("packs")
         if packs is not None and not (isinstance(packs, list | tuple) and all(isinstance(n, int) and n > 0 for n in packs)):
             raise bad(f"sites[{i}].packs", packs, "a list of the numbers of matmuls that become one")
+        paired = row.get("paired") or ()
+        if not isinstance(paired, list | tuple):
+            raise bad(f"sites[{i}].paired", paired, "a list of the independent matmuls of the site")
         sites = graphs.setdefault((str(row.get("plan", plan.get("digest", ""))), row["phase"]), [])
         if not is_merged and row.get("reason") != Reason.SCALES.value:  # scales belong to another site, or to none
             shapes = row.get("shapes")
@@ -98,7 +101,7 @@ def parse_saved_plan(plan: Mapping[str, Any], origin: str) -> tuple[SavedGraph, 
                     input=str(shapes.get("input", "")) if isinstance(shapes, Mapping) else "",
                     strategy=row["strategy"],
                     packs=None if packs is None else tuple(packs),
-                    independent=len(row.get("paired") or ()),
+                    independent=len(paired),
                 )
             )
     return tuple(SavedGraph(phase, tuple(sites), origin) for (_, phase), sites in graphs.items())

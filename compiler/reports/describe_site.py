@@ -37,8 +37,9 @@ def describe_site(candidate: Candidate, site: Gather | Reduction | Bulk | None, 
     elif isinstance(site, Reduction):
         shapes.append(("product", format_shape((site.rows, site.cols))))
         shapes += [(f"matmul{i}", _matmul_shape(t)) for i, t in enumerate(site.terms)]
-    elif isinstance(site, Bulk):
-        shapes += [(f"matmul{i}", _matmul_shape(p)) for i, p in enumerate(site.matmuls)]
+    if site is not None:
+        own = len(site.matmuls) - len(site.independent)
+        shapes += [(f"matmul{i}", _matmul_shape(p)) for i, p in enumerate(site.independent, own)]
     nodes = _shown_nodes(candidate, site)
     return {
         "group": groups.get(c.group or "", ""),

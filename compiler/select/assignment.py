@@ -99,13 +99,15 @@ class _State:
     placements: dict[int, _Placement] = field(default_factory=dict)
     used_matmuls: int = 0
     log: list[tuple[int, _Placement, bool, int]] = field(default_factory=list)
+    _held: dict[int, HeldBytes] = field(default_factory=dict)
+    """By the id of an alternative: they are placed many times."""
 
     def place(self, i: int, alternative: Alternative) -> Miss | None:
         """Place an alternative of candidate `i`, or return why it does not fit or is not worth its memory."""
         alternatives = self.candidates[i]
         if alternative.matmul_bits & self.used_matmuls:
             return Miss(Reason.MATMUL_TAKEN, _taken_text(alternatives))
-        held = self.memory.held_by_independent(alternative.site) if alternatives.counts_memory else []
+        held = self._held_by(alternative) if alternatives.counts_memory else []
         peak_growth = self.memory.growth_with(held)
         price_us = peak_growth * alternatives.us_per_byte
         benefit = alternative.benefit.plus_us(-price_us)
@@ -121,6 +123,12 @@ class _State:
         self.log.append((i, placement, True, self.memory.current_peak))
         self._add(i, placement)
         return None
+
+    def _held_by(self, alternative: Alternative) -> HeldBytes:
+        held = self._held.get(id(alternative))
+        if held is None:
+            held = self._held[id(alternative)] = self.memory.held_by_independent(alternative.site)
+        return held
 
     def _add(self, i: int, placement: _Placement) -> None:
         self.memory.add(placement.held)
@@ -195,8 +203,7 @@ class _State:
         if placement and placement.alternative.moves_matmuls:
             saved_us, held, peak_growth = placement.alternative.saved_us, placement.held, placement.peak_growth
         else:
-            held_by = self.memory.held_by_independent
-            options = [(a.saved_us, held := held_by(a.site), self.memory.growth_with(held)) for a in moving]
+            options = [(a.saved_us, held := self._held_by(a), self.memory.growth_with(held)) for a in moving]
             saved_us, held, peak_growth = max(options, key=lambda x: x[0] - x[2] * alternatives.us_per_byte)
         return BulkEstimate(round(saved_us, 2), total_bytes(held), peak_growth, round(own.saved_us, 2) if own else None)
 
@@ -259,7 +266,8 @@ class _Search:
 
 
 def _taken_text(alternatives: Alternatives) -> str:
-    if not alternatives.ranked[0].is_bulk:
-        one = len(alternatives.ranked[0].site.matmuls) == 1
-        return "its matmul already hides another collective" if one else "its matmuls already hide another collective"
-    return "every independent matmul already hides another collective"
+    own = next((a for a in alternatives.ranked if not a.moves_matmuls), None)
+    if own is None:
+        return "every independent matmul already hides another collective"
+    one = len(own.site.matmuls) == 1
+    return "its matmul already hides another collective" if one else "its matmuls already hide another collective"

@@ -126,8 +126,9 @@ class PeakMemory:
 
     def remove(self, held: HeldBytes) -> None:
         self._change(held, -1)
-        if held and self.current_peak > self.peak:
-            self.current_peak = max(self.live)
+        # Without bytes that a site saved, the peak may be higher.
+        if held and (self.current_peak > self.peak or any(size < 0 for _, _, size in held)):
+            self.current_peak = max(self.peak, max(self.live))
 
     def _change(self, held: HeldBytes, sign: int) -> None:
         for begin, end, size in held:

@@ -25,6 +25,7 @@ from ub_overlap.compiler.match.fusion_order import FusionOrder
 from ub_overlap.compiler.options import Options, parse
 from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.plan.plan import Plan
+from ub_overlap.compiler.plan.reasons import Reason
 from ub_overlap.compiler.plan.strategy import Mode
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.compiler.select import decide
@@ -58,6 +59,7 @@ def test_exposed_gather_takes_an_independent_matmul() -> None:
     assert site.strategy.mode is Mode.PIPELINED and len(site.paired) == 1 and len(site.matmuls) == 2
     assert site.work is not None and site.work.independent == 1
     assert f"concurrent with {site.paired[0]}" in site.detail
+    assert dict(site.shapes)["matmul1"] == "[1792, 8192] @ [8192, 4096]"
     assert Plan.from_json(plan.to_json()) == plan and Plan.from_json(plan.to_json()).digest == plan.digest
 
 
@@ -100,6 +102,28 @@ def test_only_matmuls_without_a_dependency_are_taken(graph: Callable[[str], Grap
     assert len(taken) == 1 and len(taken[0]) == 1, "so only the dependency prevents it below"
     for how in ("operand", "through relu"):
         assert not any(a.site.independent for a in placed(graph(how)) if not a.is_bulk), how
+
+
+def test_a_matmul_on_another_device_is_not_taken() -> None:
+    """A matmul on the CPU next to a collective on the GPU, or the reverse."""
+    d = Dag(8)
+    gathered, a, b = d.gather(d.input("x", 1024, 4096)), d.input("a", 1792, 8192), d.input("b", 8192, 4096)
+    for n in (a, b):
+        with d.mode:
+            n.meta["val"] = torch.empty(n.meta["val"].shape, dtype=d.dtype, device="cuda")
+    site = only(d.output(d.mm(gathered, d.input("w", 4096, 512)), gathered, d.mm(a, b)))
+    assert site.overlapped and site.paired == () and site.options == ("pipelined",)
+
+
+def test_the_independent_matmul_of_another_site() -> None:
+    """Two gathers save nothing with their own matmuls alone, and one matmul is independent of both."""
+    d = Dag(8)
+    products = [d.mm(d.gather(d.input(f"x{i}", 512, 4096)), d.input(f"w{i}", 4096, 16)) for i in range(2)]
+    graph = d.output(*products, d.mm(d.input("a", 1792, 8192), d.input("b", 8192, 4096)))
+    decisions = decide(graph, AUTO, "backward", lambda *_: None).plan.decisions
+    (without,) = (d for d in decisions if not d.overlapped)
+    assert len(decisions) == 2 and without.reason is Reason.MATMUL_TAKEN
+    assert without.detail.startswith("every independent matmul already hides another collective")
 
 
 def placed(graph: Graph) -> list[Alternative]:
@@ -145,6 +169,18 @@ def test_own_matmuls_hold_no_bytes() -> None:
     held = total_bytes(memory.held_by(match.members))
     assert held > 0 and total_bytes(memory.held_by(one.members)) >= held
     assert total_bytes(memory.held_by_independent(one)) == total_bytes(memory.held_by(one.members)) - held
+
+
+def test_releasing_saved_bytes_raises_the_peak() -> None:
+    """Independent matmuls may shorten lifetimes, and another site may use these bytes. A release takes them back."""
+    d = Dag(8)
+    memory = PeakMemory.of(d.output(d.mm(d.input("a", 64, 64), d.input("b", 64, 64))), {})
+    at = memory.live.index(memory.peak)
+    memory.add([(at, at, -512)])
+    memory.add([(at, at, 512)])
+    assert memory.current_peak == memory.peak
+    memory.remove([(at, at, -512)])
+    assert memory.current_peak == max(memory.live) == memory.peak + 512
 
 
 def test_a_saved_plan_takes_as_many_again() -> None:

@@ -46,6 +46,7 @@ def with_site(number: int, **changes: Any) -> dict[str, Any]:
         (with_site(0, phase="back"), "sites[0].phase", "'back'", "'forward' or 'backward'"),
         (with_site(0, ranks="2"), "sites[0].ranks", "'2'", "a number"),
         (with_site(0, id=None), "sites[0].id", "None", "a text"),
+        (with_site(0, paired=2), "sites[0].paired", "2", "a list of the independent matmuls"),
         ({"optimizer": {"lr": 1}}, "optimizer", "{'lr': 1}", "none, pipelined, direct, bulk"),
         ([1, 2], "overrides[0]", "1", "a dict {site pattern: strategy}"),
     ],
