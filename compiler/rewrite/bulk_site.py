@@ -11,16 +11,19 @@ from ..match.site import Bulk
 from ..plan.strategy import DispatchTable, Strategy
 from .independent_matmuls import independent_operands, independent_results
 from .narrow_input import emit_narrow
+from .packed_operands import PackedOperands
 
 
-def rewrite_bulk(e: Emitter, m: Bulk, strategy: Strategy | DispatchTable, site: str) -> dict[Node, Node]:
+def rewrite_bulk(
+    e: Emitter, m: Bulk, strategy: Strategy | DispatchTable, site: str, packed: PackedOperands
+) -> dict[Node, Node]:
     """Emit the op. Return the replacement of each node.
 
     The insertion point is after the collective's input and every operand.
     """
     c = m.collective
     assert c.wait is not None and c.op is not None
-    lhs, rhs = independent_operands(e, m)
+    lhs, rhs = independent_operands(e, m, packed)
     tensor = emit_narrow(e, c.input, c.widening) if c.widening else c.input
     op = e.call(
         torch.ops.ub_overlap.bulk.default, tensor, lhs, rhs, c.op.value, c.reduce_op, dtype_of(c.node), str(strategy), c.group,

@@ -39,7 +39,7 @@ def rewrite_gather(
         outer,
         m.shard_dim_is_last,
         bool(m.kept_aliases),
-        *independent_operands(e, m),
+        *independent_operands(e, m, packed),
         str(strategy),
         m.collective.group,
         site,

@@ -8,11 +8,12 @@ from torch.fx import Node
 from ..graph.aten import aten, shape_of
 from ..graph.emitter import Emitter
 from ..match.site import Site
+from .packed_operands import PackedOperands
 
 
-def independent_operands(e: Emitter, m: Site) -> tuple[list[Node], list[Node]]:
+def independent_operands(e: Emitter, m: Site, packed: PackedOperands) -> tuple[list[Node], list[Node]]:
     """Emit the left and the right operands."""
-    return [e.operand(p.lhs) for p in m.independent], [e.operand(p.rhs) for p in m.independent]
+    return [packed.emit_one(e, p.lhs) for p in m.independent], [packed.emit_one(e, p.rhs) for p in m.independent]
 
 
 def independent_results(e: Emitter, m: Site, outs: Node, first: int = 0) -> dict[Node, Node]:

@@ -2,6 +2,7 @@
 
     operands   [B1 | B2] by aten.cat, or ub_overlap.packed_weight for weights next to each other in memory; once for all sites
                of a graph that pack the same matrices
+    B1 alone   in a later op of ours: a slice of [B1 | B2], so that B1 is written once, by the kernel that computes it
     results    slices: blocks of rows are contiguous, blocks of columns are not (part_strides.py)
 
 Matrices are joined as they are stored. A stored weight [N, H] that is multiplied as [H, N] is joined along its rows, and the
@@ -33,6 +34,8 @@ class PackedOperands:
     _values: dict[tuple[object, ...], object] = field(default_factory=dict)
     """The values of slices, which are equal in all layers of a model."""
     _joined: dict[tuple[object, ...], Node] = field(default_factory=dict)
+    _copies: dict[Operand, tuple[Node, int, int, int]] = field(default_factory=dict)
+    """Where a joined matrix holds a copy of a matrix: the joined one, the dim, begin and end."""
 
     def emit(self, e: Emitter, operands: Sequence[Operand], dim: int, is_copied: bool = True) -> Node:
         """Emit the matrix of `operands` side by side along `dim`; a single one as it is.
@@ -40,15 +43,39 @@ class PackedOperands:
         `is_copied`: False for weights that lie next to each other in memory.
         """
         if len(operands) == 1:
-            return e.operand(operands[0])
+            return self.emit_one(e, operands[0])
         sources = [find_source(operand, e.current) for operand in operands]
         is_transposed = 2 * sum(map(_is_column_major, sources)) > len(sources)
         if is_transposed:
             sources, dim = [source.t for source in sources], 1 - dim
         key = (*((s.node, s.shape, s.is_transposed) for s in sources), dim)
         if key not in self._joined:
-            self._joined[key] = _join(e, [e.operand(s) for s in sources], dim, is_copied)
+            joined = self._joined[key] = _join(e, [e.operand(s) for s in sources], dim, is_copied)
+            if is_copied:
+                self._note_copies(sources, joined, dim)
         return e.transpose(self._joined[key]) if is_transposed else self._joined[key]
+
+    def emit_one(self, e: Emitter, operand: Operand) -> Node:
+        """Emit an operand: a slice of a joined matrix before it, if one holds a copy."""
+        source = find_source(operand, e.current)
+        for is_transposed, matrix in ((False, source), (True, source.t)):
+            if matrix not in self._copies:
+                continue
+            joined, dim, begin, end = self._copies[matrix]
+            part = self._slice(e, joined, dim, begin, end)
+            if joined < part:  # else another matrix of it may depend on the op
+                return e.transpose(part) if is_transposed else part
+            part.graph.erase_node(part)
+        return e.operand(operand)
+
+    def _note_copies(self, sources: Sequence[Operand], joined: Node, dim: int) -> None:
+        """Note the places of matrices that elementwise kernels compute. Other matrices are in memory anyway."""
+        sizes = [(source.rows, source.cols)[dim] for source in sources]
+        if not all(isinstance(size, int) for size in sizes):
+            return
+        for source, size, end in zip(sources, sizes, accumulate(sizes), strict=True):
+            if torch.Tag.pointwise in getattr(source.node.target, "tags", ()):
+                self._copies.setdefault(source, (joined, dim, end - size, end))
 
     def cut(self, e: Emitter, result: Node, sizes: Sequence[int], dim: int) -> list[Node]:
         """Emit the parts of `result` of these sizes along `dim`; all of it where it has one part."""

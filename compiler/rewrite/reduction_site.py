@@ -65,7 +65,7 @@ def _emit_op(e: Emitter, m: Reduction, strategy: str, site: str, packed: PackedO
         outer = 1 if m.shard_dim_is_last else e.size(m.blocks.outer)
         return e.call(
             torch.ops.ub_overlap.matmul_reduce_scatter.default, lhs, rhs, addend, outer, m.shard_dim_is_last, c.reduce_op,
-            out_dtype, keep, "plain", *independent_operands(e, m), strategy, c.group, site,
+            out_dtype, keep, "plain", *independent_operands(e, m, packed), strategy, c.group, site,
             value_is=_static_outputs(e, m, lhs[0]),
         )  # fmt: skip
     return e.call(
@@ -76,7 +76,7 @@ def _emit_op(e: Emitter, m: Reduction, strategy: str, site: str, packed: PackedO
         c.reduce_op,
         out_dtype,
         keep,
-        *independent_operands(e, m),
+        *independent_operands(e, m, packed),
         strategy,
         c.group,
         site,

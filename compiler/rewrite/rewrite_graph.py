@@ -81,7 +81,7 @@ def _emit(e: Emitter, chosen: ChosenSite, name: str, packed: PackedOperands) -> 
         return rewrite_gather(e, site, strategy, name, packed)
     if isinstance(site, Reduction):
         return rewrite_reduction(e, site, strategy, name, packed, chosen.wire_dtype)
-    return rewrite_bulk(e, site, strategy, name)
+    return rewrite_bulk(e, site, strategy, name, packed)
 
 
 def _compare(e: Emitter, old: Node, new: Node, inside: set[Node], name: str) -> Node:

@@ -20,6 +20,9 @@ from tests.harness.ranks import RankPool
 from tests.models.compare import Comparison, compare, uncached
 from ub_overlap.compiler.cost import load
 from ub_overlap.compiler.cost.policy import Policy
+from ub_overlap.compiler.graph.aten import shape_of
+from ub_overlap.compiler.graph.emitter import Emitter
+from ub_overlap.compiler.graph.matmul import Operand
 from ub_overlap.compiler.match import Reduction, find_candidates
 from ub_overlap.compiler.match.fusion_order import FusionOrder
 from ub_overlap.compiler.options import Options, parse
@@ -28,11 +31,15 @@ from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.reasons import Reason
 from ub_overlap.compiler.plan.strategy import Mode
 from ub_overlap.compiler.reports.history import HISTORY
+from ub_overlap.compiler.rewrite.packed_operands import PackedOperands
+from ub_overlap.compiler.rewrite.part_strides import Outputs
+from ub_overlap.compiler.rewrite.rewrite_graph import rewrite
 from ub_overlap.compiler.select import decide
 from ub_overlap.compiler.select.alternatives import Alternative, AlternativeFinder
 from ub_overlap.compiler.select.assignment import assign_alternatives
 from ub_overlap.compiler.select.peak_memory import PeakMemory, total_bytes
 from ub_overlap.compiler.select.profitability import SiteCosts
+from ub_overlap.runtime import ops
 from ub_overlap.runtime.errors import OptionError
 
 AUTO = Options(profile="h200")
@@ -183,6 +190,67 @@ def test_releasing_saved_bytes_raises_the_peak() -> None:
     assert memory.current_peak == max(memory.live) == memory.peak + 512
 
 
+def gradients_of_a_gated_layer() -> Graph:
+    """Return a scatter of two products of elementwise gradients, then a gather, and the gradients of two weights."""
+    d = Dag(8)
+    x, y = d.input("x", 8192, 4096), d.input("y", 1024, 4096)
+    gradients = [d.call(aten.relu.default, d.input(f"d{i}", 8192, 1792)) for i in range(2)]
+    terms = [d.mm(gradient, d.input(f"w{i}", 1792, 4096)) for i, gradient in enumerate(gradients)]
+    scattered = d.scatter(d.call(aten.add.Tensor, *terms))
+    product = d.mm(d.gather(y), d.input("w", 4096, 512))
+    return d.output(scattered, product, *(d.mm(d.t(gradient), x) for gradient in gradients))
+
+
+def rewritten(graph: Graph) -> Graph:
+    """Return `graph`, rewritten as decided for a machine on which operands are always packed."""
+    ops.load()
+    options = Options(profile="h200", pack="force")
+    decided = decide(graph, options, "backward", lambda *_: None)
+    rewrite(graph, decided.chosen, Outputs(is_backward=True))
+    return graph
+
+
+def test_operands_are_read_where_they_are_packed() -> None:
+    """A gradient that a sum packs is written once: other ops of ours read a slice of the packed matrix."""
+    graph = rewritten(gradients_of_a_gated_layer())
+    (cat,) = graph.find_nodes(op="call_function", target=aten.cat.default)[:1]
+    relus = graph.find_nodes(op="call_function", target=aten.relu.default)
+    independent = [n for n in graph.nodes if n.target is aten.mm.default]
+    assert relus and not independent, "both weight gradients are in ops"
+    assert [[user for user in relu.users if user.users] for relu in relus] == [[cat], [cat]]
+    assert len([user for user in cat.users if user.target is aten.slice.Tensor]) == 2
+
+
+def test_only_ops_behind_the_packed_matrix_read_it() -> None:
+    """Another matrix of it may need the result of an op before it."""
+    d = Dag()
+    a, b = (d.call(aten.relu.default, d.input(name, 8, 4)) for name in "ab")
+    first, last = (d.call(aten.relu.default, a) for _ in range(2))
+    graph, packed = d.output(first, last), PackedOperands()
+    e, left, right = Emitter(graph, a, {}), Operand(a, (8, 4)), Operand(b, (8, 4))
+    with graph.inserting_before(last):
+        joined = packed.emit(e, [left, right], 1)
+    with graph.inserting_before(first):
+        assert packed.emit_one(e, left) is a and packed.emit_one(e, right) is b
+    with graph.inserting_before(graph.output_node()):
+        part, transposed = packed.emit_one(e, right), packed.emit_one(e, left.t)
+    assert part.target is aten.slice.Tensor and part.args == (joined, 1, 4, 8)
+    assert transposed.all_input_nodes[0].args == (joined, 1, 0, 4) and shape_of(transposed) == (4, 8)
+    graph.lint()
+
+
+@pytest.mark.parametrize("kind", ["an input", "a product"])
+def test_matrices_that_are_in_memory_anyway_are_read_there(kind: str) -> None:
+    d = Dag()
+    inputs = [d.input(name, 8, 4) for name in "ab"]
+    matrices = inputs if kind == "an input" else [d.mm(x, d.input(f"w{i}", 4, 4)) for i, x in enumerate(inputs)]
+    graph, packed = d.output(*matrices), PackedOperands()
+    e = Emitter(graph, matrices[0], {})
+    with graph.inserting_before(graph.output_node()):
+        packed.emit(e, [Operand(m, (8, 4)) for m in matrices], 1)
+        assert packed.emit_one(e, Operand(matrices[1], (8, 4))) is matrices[1]
+
+
 def test_a_saved_plan_takes_as_many_again() -> None:
     graph = gradients_of_o(8)
     plan = decide(graph, AUTO, "backward", lambda *_: None).plan
@@ -216,8 +284,8 @@ def filled(outcome: Comparison) -> list[str]:
 
 @pytest.mark.parametrize(
     ("variant", "options"),
-    [({}, {}), ({"bias": True, "batch": 1}, {"verify": True})],
-    ids=["plain", "verify"],
+    [({}, {}), ({"bias": True, "batch": 1}, {"verify": True}), ({"batch": 1}, {"pack": "force"})],
+    ids=["plain", "verify", "packed"],
 )
 def test_results(pool2: RankPool, slow_link: str, variant: dict[str, Any], options: dict[str, Any]) -> None:
     """A Llama block's outputs and gradients are as close to float64 as eager's, and all ranks choose alike."""
