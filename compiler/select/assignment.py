@@ -27,8 +27,8 @@ from .peak_memory import HeldBytes, PeakMemory, total_bytes
 
 WINDOW = 8
 """Candidates that are searched together."""
-TRIES = 8000
-LEAST_TRIES = 60
+TRIES = 2000
+LEAST_TRIES = 20
 """Sites tried over all windows of a graph, and at least in each window."""
 PASSES = 2
 SHOWN = 4
