@@ -43,9 +43,9 @@ def packed_forms(site: Site, neighbors: Neighbors = NO_NEIGHBORS) -> list[Packed
     ]
 
 
-def one_matmul(site: Site, neighbors: Neighbors = NO_NEIGHBORS) -> PackedSite | None:
-    """Return the form of `site` whose matmuls are all one; None if there is none. `neighbors`: as for `packed_forms`."""
-    return next((form for form in packed_forms(site, neighbors) if len(form.packs) == 1), None)
+def one_matmul(forms: Sequence[PackedSite]) -> PackedSite | None:
+    """Return the one of a site's packed forms whose own matmuls are all one; None if there is none."""
+    return next((form for form in forms if len(form.packs) == 1), None)
 
 
 def explain_unpacked(site: Site) -> str:

@@ -36,7 +36,7 @@ from .pack_choice import PackedChoice, choose_form
 from .profitability import SiteCosts, too_small
 
 ADDS_US = 0.5
-"""A matmul joins a bulk site only if it adds at least this to the saved time."""
+"""An independent matmul joins a site only if it adds at least this to the saved time."""
 NEAR = 6
 """All sets of this many nearest matmuls are considered; of farther ones only runs of neighbors."""
 MOST_PIPELINED = 3

@@ -12,7 +12,7 @@ from ..graph.aten import shape_of, tensor_of
 from ..graph.sizes import Size
 from ..match import Bulk, Candidate, Gather, Miss, Reduction, Site
 from ..match.fusion_order import FusionOrder
-from ..match.pack_groups import one_matmul
+from ..match.pack_groups import one_matmul, packed_forms
 from ..match.site import Match
 from ..plan.reasons import Reason
 from ..plan.strategy import DispatchTable, Mode, Strategy
@@ -45,7 +45,7 @@ def why_not_direct(match: Match, may_pack: bool) -> str:
         return "direct stores a product at the ranks that reduce it; here shards are gathered"
     if match.shard_dim_is_last:
         return "direct stores blocks of rows, and here the last dim is scattered"
-    if len(match.terms) > 1 and not (may_pack and one_matmul(match)):
+    if len(match.terms) > 1 and not (may_pack and one_matmul(packed_forms(match))):
         return f"direct stores the product of one matmul, and here {len(match.terms)} are summed"
     if match.terms[0].scales is not None:
         return "direct stores no product of float8 operands"

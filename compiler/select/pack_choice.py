@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..cost.choice import StrategyChoice, margin_us
-from ..match.pack_groups import PackedSite, explain_unpacked, packed_forms
+from ..match.pack_groups import PackedSite, explain_unpacked, one_matmul, packed_forms
 from ..match.site import Site
 from ..overrides.requested_strategy import Override
 from ..plan.strategy import Mode, Strategy
@@ -34,7 +34,7 @@ def choose_form(
     pack = costs.policy.pack
     if pack == "off":
         return PackedChoice(site, choice, "not packed: pack='off'")
-    if forced and forced.direct and (whole := next((form for form in forms if len(form.packs) == 1), None)):
+    if forced and forced.direct and (whole := one_matmul(forms)):
         return PackedChoice(whole, None, f"packed as {_sizes(whole)}: direct stores the product of one matmul")
     if override and override.packs is not None:
         form = next((form for form in forms if form.packs == override.packs), site)
