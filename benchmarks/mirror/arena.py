@@ -20,7 +20,7 @@ class MirrorShmArena:
         self.peers = range(1, ranks)
         self.check = self.core.check
         self.grow_begin, self.grow_commit, self.grow_abort = self.core.grow_begin, self.core.grow_commit, self.core.grow_abort
-        self.stop_sharing = self.core.stop_sharing
+        self.stop_sharing, self.bytes_of_slot = self.core.stop_sharing, self.core.bytes_of_slot
 
     @property
     def slot_bytes(self) -> int:

@@ -71,7 +71,8 @@ void set_bind(py::object bind) {
     auto held = hold(std::move(bind));
     python_hooks().bind = [held](const std::string& group, const std::string& device, const Call& call) {
         return in_python([&] {
-            py::object made = handle_of(held)(group, device, call.slot_bytes(), call.op_name, call.site);
+            const int64_t slot_bytes = call.split_slot < 0 ? call.slot_bytes() : 0;
+            py::object made = handle_of(held)(group, device, slot_bytes, call.op_name, call.site);
             auto session = made.attr("core").cast<std::shared_ptr<Session>>();
             auto owner = hold(std::move(made));
             SessionHooks hooks;
@@ -79,7 +80,7 @@ void set_bind(py::object bind) {
                 in_python([&] { handle_of(owner).attr("verify")(digest, call.op_name, call.site); });
             };
             hooks.grow = [owner](const Call& call) {
-                in_python([&] { handle_of(owner).attr("grow")(call.slot_bytes(), call.op_name, call.site); });
+                in_python([&] { handle_of(owner).attr("grow")(call.slot_bytes(), call.op_name, call.site, call.slot()); });
             };
             hooks.tune = [owner](const Tuning& tuning) {
                 return in_python([&] {
@@ -308,7 +309,8 @@ PYBIND11_MODULE(_C, m) {
     });
 
     py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
-        .def_property_readonly("slot_bytes", &Arena::slot_bytes)
+        .def_property_readonly("slot_bytes", [](const Arena& arena) { return arena.slot_bytes(0); })
+        .def("bytes_of_slot", &Arena::slot_bytes, py::arg("slot"), "0 for a split slot that no call has used.")
         .def("check", &abort_text, "Raises the failure that a peer reported.")
         .def("watch", &Arena::watch, py::call_guard<py::gil_scoped_release>(),
              "Ends waits of a device for a rank that is gone or has failed. For a watchdog.")
@@ -322,7 +324,8 @@ PYBIND11_MODULE(_C, m) {
         .def_property_readonly("data_address", &ShmArena::data_address)
         .def("attach", &ShmArena::attach, py::arg("rank"), py::arg("control_address"), py::arg("data_address"),
              py::arg("made_as") = -1, "Returns why this process cannot reach the peer's memory, '' where it can.")
-        .def("grow_begin", &ShmArena::grow_begin, py::arg("slot_bytes"), py::call_guard<py::gil_scoped_release>())
+        .def("grow_begin", &ShmArena::grow_begin, py::arg("slot_bytes"), py::arg("slot"),
+             py::call_guard<py::gil_scoped_release>())
         .def("grow_attach", &ShmArena::grow_attach, py::arg("rank"), py::arg("data_address"))
         .def("grow_commit", &ShmArena::grow_commit)
         .def("grow_abort", &ShmArena::grow_abort)
@@ -337,7 +340,7 @@ PYBIND11_MODULE(_C, m) {
         .def("has_ended", &cuda::CudaArena::has_ended, "Whether every plain call of the group has ended on the device.")
         .def("can_free", &cuda::CudaArena::can_free, py::call_guard<py::gil_scoped_release>(),
              "Whether memory of the arena can be freed now; takes a second at most.")
-        .def("replace", &cuda::CudaArena::replace, py::arg("data"), py::arg("slot_bytes"));
+        .def("replace", &cuda::CudaArena::replace, py::arg("data"), py::arg("slot_bytes"), py::arg("slot"));
     m.def("words_bytes", &cuda::words_bytes, py::arg("ranks"),
           "Bytes of symmetric memory that a rank needs besides its slots.");
 #endif
@@ -418,7 +421,8 @@ PYBIND11_MODULE(_C, m) {
         "close_destroyed_groups", [] { Registry::get().close_destroyed(); }, py::call_guard<py::gil_scoped_release>(),
         "Closes the sessions of destroyed groups; waits for their running calls.");
     m.def("close_all", [] { Registry::get().clear(); }, py::call_guard<py::gil_scoped_release>());
-    m.attr("slots") = slots;  // runtime/schedule/steps.py has the same number
+    m.attr("slots") = slots;              // runtime/schedule/steps.py has the same number
+    m.attr("split_slots") = split_slots;  // likewise
     m.def("build_info", &build_info);
     define_matmul_algorithms(m);
     py::module_ testing = m.def_submodule("testing", "Hooks for tests.");

@@ -1,7 +1,8 @@
 // The memory that the ranks of a group share, as an executor sees it: for every rank a control block and the slots.
 //
 //     control block of rank r   header | descriptors of r's current calls | abort record | flag words that r waits on
-//     slot s of rank r          LANDING | LANDING2: what peers pushed to r in the calls whose epoch modulo 2 is s
+//     slot s of rank r          LANDING | LANDING2: what peers pushed to r in the calls whose epoch modulo 2 is s; behind
+//                               these the split slots, whose memory is made by the first start that uses it
 //
 // Who writes what in the control block of rank r:
 //     r itself      descriptor of the call (before its first flag), heartbeat and `waiting` (while it waits)
@@ -20,10 +21,11 @@
 namespace ub_overlap {
 
 constexpr uint64_t arena_magic = 0x75625f6f7665726cULL;
-constexpr uint32_t arena_version = 1;
+constexpr uint32_t arena_version = 2;
 
 // What a rank is doing in the call of one epoch. `stamp` (epoch, tag) is stored last, with release; the text of an epoch stays
-// until the epoch after the next, which its owner cannot reach before all peers have left this one.
+// until the epoch after the next, which its owner cannot reach before all peers have left this one. A split slot's stays until
+// its next start, when all peers have received this rank's data.
 struct CallDescriptor {
     std::atomic<uint64_t> stamp;
     char op[32], site[224], shape[640];
@@ -35,10 +37,11 @@ struct ControlBlock {
     int32_t rank, ranks, pid;
     uint64_t start_time;                // of the process, in clock ticks since boot: tells a reused pid
     std::atomic<int64_t> heartbeat_ns;  // CLOCK_MONOTONIC, the same for all processes of a host
-    std::atomic<int32_t> waiting[2];    // by queue: 1 + the rank whose flag this rank waits for, 0 when it waits for none
+    // 1 + the rank whose flag this rank waits for, 0 when it waits for none: by queue, then COPY of each split collective.
+    std::atomic<int32_t> waiting[2 + split_slots];
     std::atomic<uint32_t> abort_state;  // 0 none, 1 being written, 2 readable
     Failure abort;
-    CallDescriptor calls[slots];
+    CallDescriptor calls[all_slots];
 };
 
 class Arena {
@@ -49,7 +52,7 @@ class Arena {
     virtual ControlBlock* control(int rank) = 0;
     virtual FlagWord* flags(int rank) = 0;
     virtual char* slot(int rank, int slot) = 0;
-    virtual int64_t slot_bytes() const = 0;
+    virtual int64_t slot_bytes(int slot) const = 0;
 
     FlagWord& flag(int rank, FlagKind kind, int slot, int source, int index) {
         return flags(rank)[flag_place(kind, slot, source, index, ranks())];

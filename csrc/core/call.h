@@ -102,12 +102,15 @@ struct Call {
     int device = -1;  // CUDA: index of the tensors' device, and the caller's current stream on it
     void* stream = nullptr;
 
-    // Filled in by the session.
+    int split_slot = -1;  // of a split collective, whose start and finish are two ops
+
+    // Filled in by the session. The calls of a split slot have epochs of their own.
     uint64_t epoch = 0;
     Arena* arena = nullptr;
     std::shared_ptr<const Program> program;
 
-    int slot() const { return static_cast<int>(epoch % slots); }
+    // The slot of this call, or of the call `back` epochs before.
+    int slot(int back = 0) const { return split_slot < 0 ? static_cast<int>((epoch - back) % slots) : slots + split_slot; }
     int64_t rows(int shard) const { return begin[shard + 1] - begin[shard]; }
     int64_t total_rows() const { return begin[ranks]; }
     int64_t max_rows() const;

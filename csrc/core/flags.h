@@ -26,6 +26,10 @@ constexpr int flag_kinds = 3;
 // Arena slots, used in rotation: slot = epoch modulo slots.
 constexpr int slots = 2;
 
+// Slots behind those, one for each split collective that may be open at once. Each has memory, words and epochs of its own.
+constexpr int split_slots = 8;
+constexpr int all_slots = slots + split_slots;
+
 // Pieces of a shard that can be signalled one by one: as many as options may ask for, even of a group of one rank. Proofs of
 // more would take long (the square of the pieces of all ranks).
 constexpr int max_pieces = 64;
@@ -52,10 +56,10 @@ inline bool reached(uint32_t seen, uint32_t expected) {
 // Place of a word among the flags of one rank: [kind][slot][source][index]. Words of one source lie together: one writer a
 // line.
 UB_OVERLAP_HOST_DEVICE inline int64_t flag_place(FlagKind kind, int slot, int source, int index, int ranks) {
-    return ((static_cast<int64_t>(kind) * slots + slot) * ranks + source) * max_pieces + index;
+    return ((static_cast<int64_t>(kind) * all_slots + slot) * ranks + source) * max_pieces + index;
 }
 inline int64_t flag_count(int ranks) {
-    return static_cast<int64_t>(flag_kinds) * slots * ranks * max_pieces;
+    return static_cast<int64_t>(flag_kinds) * all_slots * ranks * max_pieces;
 }
 
 }  // namespace ub_overlap

@@ -106,7 +106,7 @@ Program decode(const EncodedSchedule& encoded, int rank, int ranks, bool mirrore
     for (size_t place = 0; place < encoded.size(); ++place) {
         Reader in(encoded[place], place);
         Step step;
-        step.kind = static_cast<StepKind>(in.next(0, 5, "opcode"));
+        step.kind = static_cast<StepKind>(in.next(0, 6, "opcode"));
         step.queue = static_cast<int>(in.next(0, 1, "queue"));
         step.record = static_cast<int>(in.next(-1, INT32_MAX, "event"));
         step.after.resize(static_cast<size_t>(in.next(0, INT32_MAX, "count")));
@@ -139,6 +139,9 @@ Program decode(const EncodedSchedule& encoded, int rank, int ranks, bool mirrore
                 break;
             case StepKind::finish:
                 step.index = static_cast<int>(in.next(0, INT32_MAX, "index"));
+                break;
+            case StepKind::return_:
+                program.start_steps = static_cast<int>(place) + 1;
                 break;
         }
         in.end();

@@ -12,7 +12,7 @@
 
 namespace ub_overlap {
 
-enum class StepKind : int32_t { copy = 0, signal = 1, wait = 2, compute = 3, reduce = 4, finish = 5 };
+enum class StepKind : int32_t { copy = 0, signal = 1, wait = 2, compute = 3, reduce = 4, finish = 5, return_ = 6 };
 enum class ComputeKind : int32_t { matmul = 0 };
 enum class Buf : int32_t { input = 0, partial = 1, landing = 2, landing2 = 3, output = 4, result = 5, operand = 6 };
 enum Queue : int32_t { compute_queue = 0, copy_queue = 1 };
@@ -73,7 +73,8 @@ struct Program {
     std::vector<Step> steps;
     std::vector<int> queues[2];
     int events = 0;
-    uint64_t id = 0;  // no other program of this process has it
+    int start_steps = 0;  // of a split collective: how many steps its start issues
+    uint64_t id = 0;      // no other program of this process has it
 
     // Whether several matmuls accumulate this consumer's product in fp32.
     bool accumulates(int consumer) const {

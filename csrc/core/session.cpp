@@ -169,7 +169,8 @@ void Session::abort(const std::string& reason) {
     set_text(failure.got, reason);
     const CallDescriptor* last = nullptr;
     uint64_t last_stamp = 0;
-    for (const CallDescriptor& call : arena->control(rank_)->calls) {
+    for (int slot = 0; slot < slots; ++slot) {
+        const CallDescriptor& call = arena->control(rank_)->calls[slot];
         const uint64_t stamp = call.stamp.load(std::memory_order_acquire);
         if (stamp != 0 && (!last || reached(epoch_of(stamp), epoch_of(last_stamp)))) last = &call, last_stamp = stamp;
     }
@@ -182,23 +183,9 @@ void Session::abort(const std::string& reason) {
     arena->abort(failure);
 }
 
-void Session::run(Call& call, Executor& executor, const std::function<void(Call&)>& prepare) {
-    std::lock_guard<std::recursive_mutex> lock(mutex_);
-    refuse_if_unusable(&call);
-    call.epoch = ++epoch_;
-    const uint64_t number = flight_.begin(call.epoch, call.tag, {call.op_name, call.site, call.strategy, call.shape_text});
+void Session::run_op_of(const Call& call, uint64_t number, const std::function<void()>& body) {
     try {
-        call.program = ProgramCache::get(call.key, rank_);
-        prepare(call);
-        if (arena_) publish(call);
-        verify(call);
-        if (arena_ && arena_->slot_bytes() < call.slot_bytes()) hooks_.grow(call);
-        call.arena = arena_.get();
-        const bool trace = settings().trace.load(std::memory_order_relaxed), ends = device_ == "cpu";
-        if (ends) flight_.set_state(number, CallState::started);
-        const std::vector<StepTime> times = executor.run(call);
-        flight_.set_state(number, ends ? CallState::finished : CallState::issued);
-        Stats::get().add(call.site, call.strategy, transport_, reason_, times, trace);
+        body();
     } catch (const CallFailed& failed) {
         flight_.set_state(number, CallState::failed);
         mark_failed(call, "epoch " + std::to_string(call.epoch) + " at site '" + call.site + "'", &failed.failure);
@@ -215,10 +202,87 @@ void Session::run(Call& call, Executor& executor, const std::function<void(Call&
     }
 }
 
+void Session::set_up(Call& call, const std::function<void(Call&)>& prepare) {
+    call.program = ProgramCache::get(call.key, rank_);
+    prepare(call);
+    if (arena_) publish(call);
+    verify(call);
+    if (arena_ && arena_->slot_bytes(call.slot()) < call.slot_bytes()) hooks_.grow(call);
+    call.arena = arena_.get();
+}
+
+void Session::run(Call& call, Executor& executor, const std::function<void(Call&)>& prepare) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    refuse_if_unusable(&call);
+    call.epoch = ++epoch_;
+    const uint64_t number = flight_.begin(call.epoch, call.tag, {call.op_name, call.site, call.strategy, call.shape_text});
+    run_op_of(call, number, [&] {
+        set_up(call, prepare);
+        const bool trace = settings().trace.load(std::memory_order_relaxed), ends = device_ == "cpu";
+        if (ends) flight_.set_state(number, CallState::started);
+        const std::vector<StepTime> times = executor.run(call);
+        flight_.set_state(number, ends ? CallState::finished : CallState::issued);
+        Stats::get().add(call.site, call.strategy, transport_, reason_, times, trace);
+    });
+}
+
+void Session::start(Call call, std::shared_ptr<void> input, Executor& executor) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    refuse_if_unusable(&call);
+    std::unique_ptr<OpenCollective>& open = open_[call.split_slot];
+    if (open) {
+        throw NamedError("OptionError",
+                         {{"what", "split slot " + std::to_string(call.split_slot) + " is in use by an open collective"},
+                          {"where", call.op_name + " at site '" + call.site + "', group '" + group_ + "'"},
+                          {"got", open->call.op_name + " at site '" + open->call.site + "' was started and not finished"},
+                          {"expected", "finish_collective before the next start_collective of a slot"},
+                          {"fix", "finish it first, or use another of the " + std::to_string(split_slots) + " split slots"}});
+    }
+    auto next = std::make_unique<OpenCollective>();
+    next->call = std::move(call);
+    next->input = std::move(input);
+    Call& own = next->call;
+    own.epoch = ++split_epochs_[own.split_slot];
+    next->number = flight_.begin(0, own.tag, {own.op_name, own.site, own.strategy, own.shape_text});
+    run_op_of(own, next->number, [&] {
+        set_up(own, [](Call&) {});
+        flight_.set_state(next->number, CallState::started);
+        next->work = executor.start(own);
+    });
+    open = std::move(next);
+}
+
+void Session::finish(const Call& call, Executor& executor) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    refuse_if_unusable(&call);
+    const OpenCollective* begun = open_[call.split_slot].get();
+    if (!begun || begun->call.tag != call.tag) {
+        const std::string slot = "split slot " + std::to_string(call.split_slot);
+        const auto name = [](const Call& c) { return c.op_name + " at site '" + c.site + "' (" + c.shape_text + ")"; };
+        throw NamedError("OptionError", {{"what", begun ? slot + " holds another collective than the one to finish"
+                                                        : slot + " has no open collective"},
+                                         {"where", "finish_collective at site '" + call.site + "', group '" + group_ + "'"},
+                                         {"got", begun ? name(begun->call) : "no start_collective since the last finish"},
+                                         {"expected", name(call)},
+                                         {"fix", "pass the arguments of start_collective, and finish every collective once"}});
+    }
+    const std::unique_ptr<OpenCollective> open = std::move(open_[call.split_slot]);
+    Call& own = open->call;
+    own.output = call.output;
+    own.stream = call.stream;
+    run_op_of(own, open->number, [&] {
+        const bool trace = settings().trace.load(std::memory_order_relaxed);
+        const std::vector<StepTime> times = executor.finish(*open->work);
+        flight_.set_state(open->number, device_ == "cpu" ? CallState::finished : CallState::issued);
+        Stats::get().add(own.site, own.strategy, transport_, reason_, times, trace);
+    });
+}
+
 void Session::close() {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     closed_ = true;
     if (arena_) arena_->quiesce();
+    for (auto& open : open_) open.reset();
     hooks_ = {};
     std::shared_ptr<Arena> arena;  // released without the lock: that may take a second
     const std::lock_guard<std::mutex> abort_lock(abort_mutex_);

@@ -30,6 +30,10 @@ class Session {
 
     // Runs one call; the arguments have been checked. Blocks until the results are there (CPU) or on their way (CUDA).
     void run(Call& call, Executor& executor, const std::function<void(Call&)>& prepare);
+    // The two halves of a split collective. `start` begins the pushes of `call` and keeps `input`, its tensor, until `finish`,
+    // which gets the same call with an output. Between them the session may run any calls. Neither holds the session meanwhile.
+    void start(Call call, std::shared_ptr<void> input, Executor& executor);
+    void finish(const Call& call, Executor& executor);
     // Plan check alone, for calls that another transport carries out. Returns the call's number in the flight recorder.
     uint64_t verify_only(const Call& call);
     // The alternative that the ranks agreed on for a bucket of a site's table; -1 before they did.
@@ -62,6 +66,17 @@ class Session {
     Arena* arena() { return arena_.get(); }
 
   private:
+    // A split collective between start and finish.
+    struct OpenCollective {
+        Call call;
+        std::shared_ptr<void> input;
+        uint64_t number = 0;             // in the flight recorder
+        std::unique_ptr<OpenWork> work;  // refers to `call`, so it is destroyed first
+    };
+    // Runs one op of `call`. An error makes the session unusable, and is passed on.
+    void run_op_of(const Call& call, uint64_t number, const std::function<void()>& body);
+    // Finds the schedule of a call, compares plans and grows its slot.
+    void set_up(Call& call, const std::function<void(Call&)>& prepare);
     // Throws where the session cannot run `call`, or any call where that is null.
     void refuse_if_unusable(const Call* call);
     [[noreturn]] void throw_aborted(const Call* call);
@@ -78,6 +93,8 @@ class Session {
     FlightRecorder flight_;
     std::recursive_mutex mutex_;  // one call at a time
     uint64_t epoch_ = 0;
+    uint64_t split_epochs_[split_slots] = {};
+    std::unique_ptr<OpenCollective> open_[split_slots];
     std::set<std::string> verified_;
     std::map<std::pair<std::string, int>, int> picks_;
     std::string failure_text_;

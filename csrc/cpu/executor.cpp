@@ -10,7 +10,9 @@
 // it.
 #include "cpu/executor.h"
 
+#include <algorithm>
 #include <atomic>
+#include <deque>
 #include <exception>
 #include <memory>
 #include <mutex>
@@ -26,7 +28,7 @@ namespace ub_overlap {
 namespace {
 
 // One call under way on its two threads.
-class Run {
+class Run final : public OpenWork {
   public:
     Run(const Call& call, MatmulFn matmul)
         : call_(call),
@@ -39,20 +41,51 @@ class Run {
         find_latched_steps();
     }
 
+    Run(const Run&) = delete;
+    Run& operator=(const Run&) = delete;
+    // The copy engine works on this object. Its waits have deadlines.
+    ~Run() override { join(); }
+
     std::vector<StepTime> go() {
-        CopyEngine::Job job{[this] { queue(copy_queue); }};
-        const bool copies = !program_.queues[copy_queue].empty();
-        if (copies) CopyEngine::get().submit(job);
-        queue(compute_queue);
-        if (copies) CopyEngine::get().wait(job);
-        if (error_) std::rethrow_exception(error_);
-        return std::move(times_);
+        start_copies(0, steps());
+        return compute(0);
+    }
+    void start() { start_copies(0, program_.start_steps); }
+    std::vector<StepTime> finish() {
+        start_copies(program_.start_steps, steps());
+        return compute(program_.start_steps);
     }
 
   private:
-    void queue(int which) noexcept {
+    int steps() const { return static_cast<int>(program_.steps.size()); }
+
+    // Hands the COPY steps from `first` to `last` to the copy engine, behind those that it has.
+    void start_copies(int first, int last) {
+        const std::vector<int>& copies = program_.queues[copy_queue];
+        if (std::none_of(copies.begin(), copies.end(), [=](int n) { return first <= n && n < last; })) return;
+        CopyEngine::Job* before = jobs_.empty() ? nullptr : &jobs_.back();
+        jobs_.push_back({[this, before, first, last] {
+            if (before) CopyEngine::get().wait(*before);
+            queue(copy_queue, first, last);
+        }});
+        CopyEngine::get().submit(jobs_.back());
+    }
+    // Runs the COMPUTE steps from `first` on, and returns when all steps have ended.
+    std::vector<StepTime> compute(int first) {
+        queue(compute_queue, first, steps());
+        join();
+        if (error_) std::rethrow_exception(error_);
+        return std::move(times_);
+    }
+    void join() {
+        for (CopyEngine::Job& job : jobs_) CopyEngine::get().wait(job);
+        jobs_.clear();
+    }
+
+    void queue(int which, int first, int last) noexcept {
         try {
             for (int number : program_.queues[which]) {
+                if (number < first || number >= last) continue;
                 const Step& step = program_.steps[number];
                 for (int event : step.after) wait_for_event(event);
                 delay(number);
@@ -110,6 +143,8 @@ class Run {
                 if (sum.data != result.data) round_from_f32(sum.data, result.data, sum.rows * sum.cols, result.type);
                 return 0;
             }
+            case StepKind::return_:
+                return 0;
         }
         return 0;
     }
@@ -165,6 +200,7 @@ class Run {
     const Program& program_;
     MatmulFn matmul_;
     std::shared_ptr<const Injection> injection_;
+    std::deque<CopyEngine::Job> jobs_;  // in order
     std::unique_ptr<std::atomic<uint8_t>[]> begun_, events_;
     std::vector<StepTime> times_;
     std::atomic<bool> stop_{false};
@@ -177,6 +213,16 @@ class Run {
 
 std::vector<StepTime> CpuExecutor::run(const Call& call) {
     return Run(call, matmul_).go();
+}
+
+std::unique_ptr<OpenWork> CpuExecutor::start(const Call& call) {
+    auto run = std::make_unique<Run>(call, matmul_);
+    run->start();
+    return run;
+}
+
+std::vector<StepTime> CpuExecutor::finish(OpenWork& work) {
+    return static_cast<Run&>(work).finish();
 }
 
 }  // namespace ub_overlap

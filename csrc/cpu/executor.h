@@ -9,6 +9,8 @@ class CpuExecutor final : public Executor {
   public:
     explicit CpuExecutor(MatmulFn matmul) : matmul_(matmul) {}
     std::vector<StepTime> run(const Call& call) override;
+    std::unique_ptr<OpenWork> start(const Call& call) override;
+    std::vector<StepTime> finish(OpenWork& work) override;
 
   private:
     MatmulFn matmul_;

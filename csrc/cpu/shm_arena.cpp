@@ -6,6 +6,7 @@
 #include <fstream>
 #include <new>
 #include <sstream>
+#include <utility>
 
 namespace ub_overlap {
 namespace {
@@ -16,10 +17,12 @@ int64_t control_bytes(int ranks) {
 
 }  // namespace
 
-ShmArena::ShmArena(int rank, int ranks, int64_t slot_bytes)
-    : rank_(rank), ranks_(ranks), slot_bytes_(slot_bytes), control_(ranks), data_(ranks), next_(ranks) {
+ShmArena::ShmArena(int rank, int ranks, int64_t slot_bytes) : rank_(rank), ranks_(ranks), control_(ranks) {
+    for (Memory& memory : memories_) memory.segments.resize(ranks);
+    next_.segments.resize(ranks);
     control_[rank] = ShmSegment::create(control_bytes(ranks));
-    data_[rank] = ShmSegment::create(slots * slot_bytes);
+    memories_[0].slot_bytes = slot_bytes;
+    memories_[0].segments[rank] = ShmSegment::create(memories_[0].bytes(0));
     // Pages of a new segment are zero: no flag is set, epoch 0 has no call.
     ControlBlock* block = new (control_[rank]->data()) ControlBlock{};
     block->magic = arena_magic;
@@ -48,20 +51,22 @@ std::string ShmArena::attach(int rank, const std::string& control_address, const
     if (block->magic != arena_magic || block->version != arena_version || block->rank != expected || block->ranks != ranks_) {
         return "the memory of rank " + std::to_string(rank) + " has another layout";
     }
-    data_[rank] = ShmSegment::attach(data_address, slots * slot_bytes_, reason);
-    if (data_[rank]) control_[rank] = std::move(control);
+    Memory& memory = memories_[0];
+    memory.segments[rank] = ShmSegment::attach(data_address, memory.bytes(0), reason);
+    if (memory.segments[rank]) control_[rank] = std::move(control);
     return reason;
 }
 
-void ShmArena::grow_begin(int64_t slot_bytes) {
-    next_slot_bytes_ = slot_bytes;
-    next_[rank_] = ShmSegment::create(slots * slot_bytes);
+void ShmArena::grow_begin(int64_t slot_bytes, int slot) {
+    growing_ = memory_of(slot);
+    next_.slot_bytes = slot_bytes;
+    next_.segments[rank_] = ShmSegment::create(next_.bytes(growing_));
 }
 
 void ShmArena::grow_attach(int rank, const std::string& data_address) {
     std::string reason;
-    next_[rank] = ShmSegment::attach(data_address, slots * next_slot_bytes_, reason);
-    if (next_[rank]) return;
+    next_.segments[rank] = ShmSegment::attach(data_address, next_.bytes(growing_), reason);
+    if (next_.segments[rank]) return;
     throw NamedError("ArenaError", {{"what", "cannot attach the grown memory of rank " + std::to_string(rank)},
                                     {"got", reason},
                                     {"expected", "the memory that it made for this call"},
@@ -69,19 +74,20 @@ void ShmArena::grow_attach(int rank, const std::string& data_address) {
 }
 
 void ShmArena::grow_commit() {
-    data_.swap(next_);
-    slot_bytes_ = next_slot_bytes_;
+    std::swap(memories_[growing_], next_);
     grow_abort();
 }
 
 void ShmArena::grow_abort() {
-    for (auto& segment : next_) segment.reset();
+    for (auto& segment : next_.segments) segment.reset();
 }
 
 void ShmArena::stop_sharing() {
-    for (auto* list : {&control_, &data_, &next_}) {
-        if ((*list)[rank_]) (*list)[rank_]->stop_sharing();
-    }
+    const auto stop = [this](auto& segments) {
+        if (segments[rank_]) segments[rank_]->stop_sharing();
+    };
+    stop(control_), stop(next_.segments);
+    for (Memory& memory : memories_) stop(memory.segments);
 }
 
 uint64_t start_time_of(int pid) {

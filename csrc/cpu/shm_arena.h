@@ -18,17 +18,23 @@ class ShmArena final : public Arena {
     int ranks() const override { return ranks_; }
     ControlBlock* control(int rank) override;
     FlagWord* flags(int rank) override;
-    char* slot(int rank, int slot) override { return data_[rank]->data() + slot * slot_bytes_; }
-    int64_t slot_bytes() const override { return slot_bytes_; }
+    char* slot(int rank, int slot) override {
+        const Memory& memory = memories_[memory_of(slot)];
+        return memory.segments[rank]->data() + (slot < slots ? slot * memory.slot_bytes : 0);
+    }
+    int64_t slot_bytes(int slot) const override { return memories_[memory_of(slot)].slot_bytes; }
 
     const std::string& control_address() const { return control_[rank_]->address(); }
-    const std::string& data_address() const { return (next_[rank_] ? next_ : data_)[rank_]->address(); }
+    const std::string& data_address() const {
+        return (next_.segments[rank_] ? next_ : memories_[0]).segments[rank_]->address();
+    }
     // Attaches to a peer's segments. Returns why this process cannot reach them, "" where it can. `made_as`: the rank that
     // their process has in its own arena, -1 for `rank`. Another one only in benchmarks/mirror, where a process stands for many
     // ranks.
     std::string attach(int rank, const std::string& control_address, const std::string& data_address, int made_as = -1);
-    // Growth: make bigger slots here, attach to the peers', then take them all into use. Flags and epochs live on.
-    void grow_begin(int64_t slot_bytes);
+    // Growth of a split slot, or of all other slots: make bigger ones here, attach to the peers', then take them all into use.
+    // Flags and epochs live on, and so does the data of other slots.
+    void grow_begin(int64_t slot_bytes, int slot);
     void grow_attach(int rank, const std::string& data_address);
     void grow_commit();
     // Frees the bigger slots.
@@ -37,9 +43,18 @@ class ShmArena final : public Arena {
     void stop_sharing();
 
   private:
+    // One segment for each rank. The first memory holds `slots` slots, the others one split slot each.
+    struct Memory {
+        int64_t slot_bytes = 0;
+        std::vector<std::unique_ptr<ShmSegment>> segments;
+        int64_t bytes(int which) const { return (which == 0 ? slots : 1) * slot_bytes; }
+    };
+    static int memory_of(int slot) { return slot < slots ? 0 : 1 + slot - slots; }
+
     int rank_, ranks_;
-    int64_t slot_bytes_, next_slot_bytes_ = 0;
-    std::vector<std::unique_ptr<ShmSegment>> control_, data_, next_;
+    std::vector<std::unique_ptr<ShmSegment>> control_;
+    Memory memories_[1 + split_slots], next_;
+    int growing_ = 0;  // the memory that `next_` replaces
 };
 
 // Start time of a process in clock ticks since boot, 0 where there is none (or only a zombie).

@@ -34,19 +34,18 @@ Failure failure_at(const Call& call, const FlagWait& wait, FailureCode code, int
     return failure;
 }
 
-// What a rank is doing at `epoch`: the tag of its call, 0 where it has published none.
-uint32_t tag_at(Arena& arena, int rank, uint32_t epoch) {
-    const uint64_t stamp = arena.control(rank)->calls[epoch % slots].stamp.load(std::memory_order_acquire);
-    return epoch_of(stamp) == epoch ? tag_of(stamp) : 0;
+// What a rank is doing at the epoch of `call`: the tag of its call, 0 where it has published none.
+uint32_t tag_at(const Call& call, int rank) {
+    const uint64_t stamp = call.arena->control(rank)->calls[call.slot()].stamp.load(std::memory_order_acquire);
+    return epoch_of(stamp) == static_cast<uint32_t>(call.epoch) ? tag_of(stamp) : 0;
 }
 
 // `peer` is in another call than this rank. Either may be at fault: the call of most ranks is the right one. The ranks that
 // have not come yet get a moment to do so. Returns (culprit, a rank that is in the right call).
 std::pair<int, int> find_odd_one(const Call& call, int peer) {
-    const auto epoch = static_cast<uint32_t>(call.epoch);
     const auto all_there = [&] {
         for (int r = 0; r < call.ranks; ++r) {
-            if (!tag_at(*call.arena, r, epoch)) return false;
+            if (!tag_at(call, r)) return false;
         }
         return true;
     };
@@ -55,12 +54,11 @@ std::pair<int, int> find_odd_one(const Call& call, int peer) {
     });
     std::map<uint32_t, int> votes;
     for (int r = 0; r < call.ranks; ++r) {
-        if (const uint32_t tag = tag_at(*call.arena, r, epoch)) ++votes[tag];
+        if (const uint32_t tag = tag_at(call, r)) ++votes[tag];
     }
     for (int r = 0; r < call.ranks; ++r) {
-        const uint32_t tag = tag_at(*call.arena, r, epoch);
-        if (tag != call.tag && votes[tag] > votes[call.tag] && tag == tag_at(*call.arena, peer, epoch))
-            return {call.rank, peer};
+        const uint32_t tag = tag_at(call, r);
+        if (tag != call.tag && votes[tag] > votes[call.tag] && tag == tag_at(call, peer)) return {call.rank, peer};
     }
     return {peer, call.rank};
 }
@@ -89,11 +87,11 @@ void compare_calls(const Call& call, const FlagWait& wait, uint32_t seen_tag, in
     throw CallFailed(failure);
 }
 
-// The epoch of the last call that a rank has published.
+// The epoch of the last call that a rank has published, split collectives apart.
 uint32_t last_epoch(Arena& arena, int rank) {
     uint32_t last = 0;
-    for (const CallDescriptor& call : arena.control(rank)->calls) {
-        const uint32_t epoch = epoch_of(call.stamp.load(std::memory_order_relaxed));
+    for (int slot = 0; slot < slots; ++slot) {
+        const uint32_t epoch = epoch_of(arena.control(rank)->calls[slot].stamp.load(std::memory_order_relaxed));
         if (epoch && (!last || reached(epoch, last))) last = epoch;
     }
     return last;
@@ -167,8 +165,7 @@ bool wait_until(const std::function<bool()>& condition, int64_t deadline_ns, con
 void wait_for_flag(const Call& call, const FlagWait& wait, int queue, const std::atomic<bool>& stop) {
     if (call.epoch <= static_cast<uint64_t>(wait.back)) return;  // before the first call of the group
     const uint64_t epoch = call.epoch - wait.back;
-    const FlagWord& word =
-        call.arena->flag(call.rank, wait.flag.kind, static_cast<int>(epoch % slots), wait.flag.source, wait.flag.index);
+    const FlagWord& word = call.arena->flag(call.rank, wait.flag.kind, call.slot(wait.back), wait.flag.source, wait.flag.index);
     uint64_t seen = 0;
     const auto arrived = [&] {
         seen = word.load(std::memory_order_acquire);
@@ -179,7 +176,9 @@ void wait_for_flag(const Call& call, const FlagWait& wait, int queue, const std:
         ControlBlock* mine = call.arena->control(call.rank);
         const int64_t begin = now_ns();
         int64_t looked_for_dead = begin;
-        mine->waiting[queue].store(wait.flag.source + 1, std::memory_order_relaxed);
+        std::atomic<int32_t>& waiting =
+            mine->waiting[queue == copy_queue && call.split_slot >= 0 ? 2 + call.split_slot : queue];
+        waiting.store(wait.flag.source + 1, std::memory_order_relaxed);
         const auto look = [&] {
             const int64_t now = now_ns();
             mine->heartbeat_ns.store(now, std::memory_order_relaxed);
@@ -189,7 +188,10 @@ void wait_for_flag(const Call& call, const FlagWait& wait, int queue, const std:
             if (failure && !arrived()) throw CallFailed(*failure);
             const uint64_t stamp =
                 call.arena->control(wait.flag.source)->calls[call.slot()].stamp.load(std::memory_order_acquire);
-            if (epoch_of(stamp) == static_cast<uint32_t>(call.epoch)) compare_calls(call, wait, call.tag, now - begin);
+            // A peer with our tag may leave this call meanwhile, and describe its next one.
+            if (epoch_of(stamp) == static_cast<uint32_t>(call.epoch) && tag_of(stamp) != call.tag) {
+                compare_calls(call, wait, call.tag, now - begin);
+            }
             if (now - looked_for_dead > look_for_dead_ns) {
                 looked_for_dead = now;
                 if (const auto check_signals = settings().check_signals.load()) check_signals();
@@ -207,7 +209,7 @@ void wait_for_flag(const Call& call, const FlagWait& wait, int queue, const std:
             failure.observed = epoch_of(seen);
             throw CallFailed(failure);
         }
-        mine->waiting[queue].store(0, std::memory_order_relaxed);
+        waiting.store(0, std::memory_order_relaxed);
     }
     if (wait.back == 0 && (epoch_of(seen) != static_cast<uint32_t>(epoch) || tag_of(seen) != call.tag)) {
         compare_calls(call, wait, tag_of(seen), 0);

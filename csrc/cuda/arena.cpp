@@ -101,7 +101,12 @@ uint64_t* CudaArena::flag_word(int rank, uint32_t place) const {
     return reinterpret_cast<uint64_t*>(group_.shared[rank] + 1) + place;
 }
 
-void CudaArena::replace(const std::vector<uint64_t>& data, int64_t slot_bytes) {
+void CudaArena::replace(const std::vector<uint64_t>& data, int64_t slot_bytes, int slot) {
+    if (slot >= slots) {  // split collectives are not recorded
+        split_[slot - slots].data = pointers(data, ranks());
+        split_[slot - slots].bytes = slot_bytes;
+        return;
+    }
     data_ = pointers(data, ranks());
     slot_bytes_ = slot_bytes;
     recorded_calls_.clear();

@@ -14,6 +14,7 @@
 #include "core/arena.h"
 #include "core/call.h"
 #include "cpu/shm_arena.h"
+#include "cuda/device.h"
 #include "cuda/replay.h"
 #include "cuda/state.h"
 
@@ -33,8 +34,10 @@ class CudaArena final : public Arena {
     int ranks() const override { return host_->ranks(); }
     ControlBlock* control(int rank) override { return host_->control(rank); }
     FlagWord* flags(int rank) override { return host_->flags(rank); }  // unused: the flags lie on the device
-    char* slot(int rank, int slot) override { return data_[rank] + slot * slot_bytes_; }
-    int64_t slot_bytes() const override { return slot_bytes_; }
+    char* slot(int rank, int slot) override {
+        return slot < slots ? data_[rank] + slot * slot_bytes_ : split_[slot - slots].data[rank];
+    }
+    int64_t slot_bytes(int slot) const override { return slot < slots ? slot_bytes_ : split_[slot - slots].bytes; }
     void poll() override;
     void watch() override;
     void refine(std::vector<FlightEntry>& entries) override;
@@ -43,8 +46,8 @@ class CudaArena final : public Arena {
     const Failure* aborted() override;
     void abort(const Failure& failure) override;
 
-    // Replaces the slots. All ranks have stopped using the old ones.
-    void replace(const std::vector<uint64_t>& data, int64_t slot_bytes);
+    // Replaces a split slot, or all other slots. All ranks have stopped using the old ones.
+    void replace(const std::vector<uint64_t>& data, int64_t slot_bytes, int slot);
     // Returns whether every eager call of the group has ended on the device. They end in issue order, so the last one tells.
     // Replays of torch's graphs are not tracked: memory that they may use is not freed, see `is_captured`.
     bool has_ended() const;
@@ -63,6 +66,7 @@ class CudaArena final : public Arena {
     void set_captured() { captured_ = true; }
     bool is_captured() const { return captured_; }
 
+    Events& split_events(int split_slot) { return split_[split_slot].events; }
     RecordedCalls& recorded_calls() { return recorded_calls_; }
 
     // The end of the last call, and its stream: calls of a group run in issue order on all streams.
@@ -91,6 +95,12 @@ class CudaArena final : public Arena {
     std::atomic<bool> has_failed_{false};
     std::vector<char*> data_;
     int64_t slot_bytes_;
+    struct SplitSlot {
+        std::vector<char*> data;  // one pointer per rank
+        int64_t bytes = 0;        // 0: not allocated yet
+        Events events;
+    };
+    SplitSlot split_[split_slots];
     Group group_{};
     RecordedCalls recorded_calls_;
     uint64_t* abort_source_ = nullptr;  // pinned: the word for this rank, the word for its peers

@@ -17,7 +17,11 @@ Lane::Lane() {
     check(cudaStreamCreateWithPriority(&copies, cudaStreamNonBlocking, greatest), "create a copy stream");
 }
 
-cudaEvent_t Lane::event(size_t number) {
+Events::~Events() {
+    for (const cudaEvent_t event : events_) cudaEventDestroy(event);  // one that is pending is freed when it has ended
+}
+
+cudaEvent_t Events::at(size_t number) {
     while (events_.size() <= number) {
         cudaEvent_t event = nullptr;
         check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "create an event");

@@ -10,17 +10,25 @@
 
 namespace ub_overlap::cuda {
 
-// A copy stream and events for one call at a time. An event may be recorded again once the wait for it has been issued, so the
-// next call uses the events of this one.
-class Lane {
+// Events for one call at a time. An event may be recorded again once the wait for it has been issued, so the next call uses the
+// events of this one.
+class Events {
   public:
-    Lane();
-    cudaEvent_t event(size_t number);
-
-    cudaStream_t copies = nullptr;
+    Events() = default;
+    Events(const Events&) = delete;
+    Events& operator=(const Events&) = delete;
+    ~Events();
+    cudaEvent_t at(size_t number);
 
   private:
     std::vector<cudaEvent_t> events_;
+};
+
+// A copy stream, and the events of calls on it. Split collectives have events of their own, as other calls run meanwhile.
+struct Lane {
+    Lane();
+    cudaStream_t copies = nullptr;
+    Events events;
 };
 
 // Streams and events that take part in a capture of torch's belong to it until it ends. Another thread may make eager calls in

@@ -9,6 +9,9 @@
 //     wait     a kernel of one warp on COMPUTE, for all adjacent waits at once
 //     end      last kernel on COMPUTE: sends DONE, fills the outputs with NaN if a wait failed, releases the group lock
 //
+// A split collective is `begin` and its pushes, then, in another op, the rest. Between them COMPUTE does not wait for COPY. It
+// has the lock of its slot instead of the group's, so other calls of the group run meanwhile.
+//
 // Events join the streams. COMPUTE ends after COPY, so the caller's stream alone tells when inputs may be freed.
 #include "cuda/executor.h"
 
@@ -30,27 +33,63 @@ namespace {
 
 using namespace cuda;
 
-class Run {
+class Run final : public OpenWork {
   public:
     // `compute`: the stream of COMPUTE steps. While the call is being recorded it is not the caller's stream.
-    Run(const Call& call, MatmulFn matmul, Lane& lane, cudaStream_t compute, int64_t timeout_ns)
+    Run(const Call& call, MatmulFn matmul, Events& events, cudaStream_t copies, cudaStream_t compute, int64_t timeout_ns)
         : call_(call),
           program_(*call.program),
           matmul_(matmul),
-          lane_(lane),
+          events_(events),
           arena_(static_cast<CudaArena*>(call.arena)),
           compute_(compute),
-          copies_(lane.copies),
+          copies_(copies),
           timeout_ns_(timeout_ns),
           start_(static_cast<size_t>(program_.events)) {}
 
+    Run(const Run&) = delete;
+    Run& operator=(const Run&) = delete;
+    // Of a collective that is never finished: its pushes may still read the input, which is freed next.
+    ~Run() override {
+        if (unfinished_) join_copies(), cudaGetLastError();
+    }
+
     std::vector<StepTime> issue_all() {
+        issue_first(static_cast<int>(program_.steps.size()));
+        return issue_last(static_cast<int>(program_.steps.size()));
+    }
+    // The halves of a split collective.
+    void start() {
+        issue_first(program_.start_steps);
+        unfinished_ = true;
+    }
+    std::vector<StepTime> finish(cudaStream_t compute) {
+        compute_ = compute;
+        unfinished_ = false;
+        return issue_last(program_.start_steps);
+    }
+
+    // Returns whether all steps can be captured on another stream than the current one.
+    bool is_recordable() const { return recordable_; }
+
+  private:
+    // Issues the call's first kernel and its steps before `end`.
+    void issue_first(int end) {
         if (settings().trace.load(std::memory_order_relaxed)) trace_ = std::make_shared<Trace>(program_.steps.size());
         try {
             if (trace_) trace_->first_kernel_begins(compute_);
             if (arena_) begin();
             if (trace_) trace_->first_kernel_ends(compute_);
-            for (size_t number = 0; number < program_.steps.size(); ++number) issue(static_cast<int>(number));
+            for (int number = 0; number < end; ++number) issue(number);
+        } catch (...) {
+            clean_up();
+            throw;
+        }
+    }
+    // Issues the steps from `first` on and the call's last kernel.
+    std::vector<StepTime> issue_last(int first) {
+        try {
+            for (int number = first; number < static_cast<int>(program_.steps.size()); ++number) issue(number);
             flush_copies();
             if (arena_) end();
             if (trace_) Stats::get().defer(call_.site, [trace = trace_, times = times_] { return trace->read(times); });
@@ -61,10 +100,6 @@ class Run {
         return std::move(times_);
     }
 
-    // Returns whether all steps can be captured on another stream than the current one.
-    bool is_recordable() const { return recordable_; }
-
-  private:
     void begin() {
         WaitList free;
         for (const Step& step : program_.steps) {
@@ -82,7 +117,7 @@ class Run {
     // order of its own stream, and the group lock is released. The call's own error is being thrown, so errors here are
     // ignored. Both parts are tried.
     void clean_up() noexcept {
-        if (copying_ && cudaEventRecord(copied_, copies_) == cudaSuccess) cudaStreamWaitEvent(compute_, copied_, 0);
+        join_copies();
         try {
             if (begun_) launch_end(arena_->group(), call_.slot(), SignalList{}, PoisonList{}, true, compute_);
         } catch (const std::exception&) {
@@ -90,11 +125,15 @@ class Run {
         cudaGetLastError();  // clears an error that is not sticky, so that no later check reports it
     }
 
+    void join_copies() noexcept {
+        if (copying_ && cudaEventRecord(copied_, copies_) == cudaSuccess) cudaStreamWaitEvent(compute_, copied_, 0);
+    }
+
     // Makes COPY begin after the call's first kernel, which waits until the peers have left the slot.
     void begin_copies() {
         if (copying_) return;
-        copied_ = lane_.event(start_ + 1);  // created before any copy is issued: clean_up needs no new event
-        const cudaEvent_t begun = lane_.event(start_);
+        copied_ = events_.at(start_ + 1);  // created before any copy is issued: clean_up needs no new event
+        const cudaEvent_t begun = events_.at(start_);
         check(cudaEventRecord(begun, compute_), "record an event");
         check(cudaStreamWaitEvent(copies_, begun, 0), "wait for an event");
         copying_ = true;
@@ -110,7 +149,7 @@ class Run {
         if (!copies && !(step.kind == StepKind::copy && step.after.empty())) flush_copies();
         if (copies) begin_copies();
         for (int event : step.after) {
-            check(cudaStreamWaitEvent(stream, lane_.event(static_cast<size_t>(event)), 0), "wait for an event");
+            check(cudaStreamWaitEvent(stream, events_.at(static_cast<size_t>(event)), 0), "wait for an event");
         }
         const bool in_first_kernel = waits && step.waits[0].back != 0;  // done by the call's first kernel
         if (trace_ && !in_first_kernel) trace_->step_begins(number, stream);
@@ -119,7 +158,7 @@ class Run {
         if (!copies && (trace_ || step.record >= 0)) flush_waits(), flush_signals(), flush_copies();
         if (trace_ && !in_first_kernel) trace_->step_ends(number, stream);
         if (step.record < 0) return;
-        check(cudaEventRecord(lane_.event(static_cast<size_t>(step.record)), stream), "record an event");
+        check(cudaEventRecord(events_.at(static_cast<size_t>(step.record)), stream), "record an event");
     }
 
     int64_t execute(const Step& step, cudaStream_t stream) {
@@ -179,6 +218,8 @@ class Run {
                 launch_reduce({Source{from, {}, sum.type}}, to, result.type, 1.0f, stream);
                 return 0;
             }
+            case StepKind::return_:
+                return 0;
         }
         return 0;
     }
@@ -235,7 +276,7 @@ class Run {
         add(call_.output_scales, call_.outer * rows * call_.scales_a_row * static_cast<int64_t>(sizeof(float)));
         for (const Matrix& result : call_.results) add(result.data, result.rows * result.cols * size_of(result.type));
         launch_end(arena_->group(), call_.slot(), signals_, outputs, true, compute_);
-        begun_ = false;  // from here on another call may hold the group lock
+        begun_ = false;  // from here on another call may hold the lock
         signals_.count = 0;
     }
 
@@ -291,9 +332,10 @@ class Run {
     const Call& call_;
     const Program& program_;
     MatmulFn matmul_;
-    Lane& lane_;
+    Events& events_;
     CudaArena* arena_;
-    const cudaStream_t compute_, copies_;
+    cudaStream_t compute_;
+    const cudaStream_t copies_;
     const int64_t timeout_ns_;
     const size_t start_;  // number of the first event beyond the schedule's
     std::vector<StepTime> times_;
@@ -302,7 +344,7 @@ class Run {
     Move moves_[2];       // local copies of rows and of scales, not launched yet; null data: none
     std::shared_ptr<Trace> trace_;
     cudaEvent_t copied_ = nullptr;
-    bool begun_ = false, copying_ = false, recordable_ = true;
+    bool begun_ = false, copying_ = false, recordable_ = true, unfinished_ = false;
 };
 
 // Records the launches of a call as a graph. On any failure sets `unrecordable`; nothing has run then.
@@ -314,7 +356,7 @@ void record(RecordedCall& recorded, const Call& call, MatmulFn matmul, Device& d
         return;
     }
     try {
-        Run run(call, matmul, device.eager, device.recording_stream(), timeout_ns);
+        Run run(call, matmul, device.eager.events, device.eager.copies, device.recording_stream(), timeout_ns);
         recorded.steps = run.issue_all();
         recorded.unrecordable = !run.is_recordable();
     } catch (const std::exception&) {
@@ -344,24 +386,49 @@ std::vector<StepTime> issue(const Call& call, MatmulFn matmul, Device& device, C
         check(cudaGraphLaunch(recorded->graph, stream), "launch a recorded call");
         return recorded->steps;
     }
-    Run run(call, matmul, device.eager, stream, timeout_ns);
+    Run run(call, matmul, device.eager.events, device.eager.copies, stream, timeout_ns);
     std::vector<StepTime> steps = run.issue_all();
     if (recorded) recorded->unrecordable = recorded->unrecordable || !run.is_recordable();
     return steps;
 }
+
+void check_device(const Call& call, const CudaArena* arena) {
+    if (!arena || arena->device() == call.device) return;
+    throw NamedError("OptionError", {{"what", "the tensors are on another device than the group's arena"},
+                                     {"where", call.op_name + " at site '" + call.site + "'"},
+                                     {"got", "cuda:" + std::to_string(call.device)},
+                                     {"expected", "cuda:" + std::to_string(arena->device())},
+                                     {"fix", "call torch.cuda.set_device before the first op, and use one device"}});
+}
+
+// Issues eager work of a group behind its last one, which may be on another stream.
+template <typename Body>
+auto issue_in_order(CudaArena* arena, cudaStream_t stream, Body body) {
+    if (arena && arena->has_called && arena->last_stream != stream) {
+        check(cudaStreamWaitEvent(stream, arena->last_call_end, 0), "order two calls of a group");
+    }
+    auto result = body();
+    if (arena) {
+        check(cudaEventRecord(arena->last_call_end, stream), "record an event");
+        arena->last_stream = stream;
+        arena->has_called = true;
+    }
+    return result;
+}
+
+// A split collective between its start and its finish.
+struct SplitWork final : OpenWork {
+    unsigned long long capture = 0;  // the capture that the start is part of; 0: none
+    std::unique_ptr<Run> run;
+    const Call* call = nullptr;
+};
 
 }  // namespace
 
 std::vector<StepTime> CudaExecutor::run(const Call& call) {
     const DeviceScope scope(call.device);
     auto* arena = static_cast<CudaArena*>(call.arena);
-    if (arena && arena->device() != call.device) {
-        throw NamedError("OptionError", {{"what", "the tensors are on another device than the group's arena"},
-                                         {"where", call.op_name + " at site '" + call.site + "'"},
-                                         {"got", "cuda:" + std::to_string(call.device)},
-                                         {"expected", "cuda:" + std::to_string(arena->device())},
-                                         {"fix", "call torch.cuda.set_device before the first op, and use one device"}});
-    }
+    check_device(call, arena);
     Device& device = device_of(call.device);
     const std::lock_guard<std::mutex> lock(device.mutex);
     const auto stream = static_cast<cudaStream_t>(call.stream);
@@ -369,18 +436,54 @@ std::vector<StepTime> CudaExecutor::run(const Call& call) {
     if (arena) arena->record(call);
     if (const unsigned long long capture = capture_of(stream); capture != 0) {
         if (arena) arena->set_captured();
-        return Run(call, matmul_, device.lane_of_capture(capture), stream, timeout_ns).issue_all();
+        Lane& lane = device.lane_of_capture(capture);
+        return Run(call, matmul_, lane.events, lane.copies, stream, timeout_ns).issue_all();
     }
-    if (arena && arena->has_called && arena->last_stream != stream) {
-        check(cudaStreamWaitEvent(stream, arena->last_call_end, 0), "order two calls of a group");
+    return issue_in_order(arena, stream, [&] { return issue(call, matmul_, device, arena, timeout_ns); });
+}
+
+std::unique_ptr<OpenWork> CudaExecutor::start(const Call& call) {
+    const DeviceScope scope(call.device);
+    auto* arena = static_cast<CudaArena*>(call.arena);
+    check_device(call, arena);
+    Device& device = device_of(call.device);
+    const std::lock_guard<std::mutex> lock(device.mutex);
+    const auto stream = static_cast<cudaStream_t>(call.stream);
+    const int64_t timeout_ns = settings().step_timeout_ns.load(std::memory_order_relaxed);
+    if (arena) arena->record(call);
+    auto work = std::make_unique<SplitWork>();
+    work->call = &call;
+    work->capture = capture_of(stream);
+    Lane& lane = work->capture != 0 ? device.lane_of_capture(work->capture) : device.eager;
+    Events& events = arena ? arena->split_events(call.split_slot) : lane.events;
+    work->run = std::make_unique<Run>(call, matmul_, events, lane.copies, stream, timeout_ns);
+    if (work->capture != 0) {
+        if (arena) arena->set_captured();
+        work->run->start();
+    } else {
+        issue_in_order(arena, stream, [&] { return work->run->start(), true; });
     }
-    std::vector<StepTime> steps = issue(call, matmul_, device, arena, timeout_ns);
-    if (arena) {
-        check(cudaEventRecord(arena->last_call_end, stream), "record an event");
-        arena->last_stream = stream;
-        arena->has_called = true;
+    return work;
+}
+
+std::vector<StepTime> CudaExecutor::finish(OpenWork& open) {
+    auto& work = static_cast<SplitWork&>(open);
+    const Call& call = *work.call;
+    const DeviceScope scope(call.device);
+    auto* arena = static_cast<CudaArena*>(call.arena);
+    Device& device = device_of(call.device);
+    const std::lock_guard<std::mutex> lock(device.mutex);
+    const auto stream = static_cast<cudaStream_t>(call.stream);
+    if (const unsigned long long capture = capture_of(stream); capture != work.capture) {
+        const auto name = [](unsigned long long id) { return id == 0 ? "eagerly" : "in graph " + std::to_string(id); };
+        throw NamedError("OptionError", {{"what", "a collective is started and finished in different CUDA graphs"},
+                                         {"where", call.op_name + " at site '" + call.site + "'"},
+                                         {"got", std::string("started ") + name(work.capture) + ", finished " + name(capture)},
+                                         {"expected", "both in one capture, or both eagerly"},
+                                         {"fix", "capture start_collective and finish_collective together"}});
     }
-    return steps;
+    if (work.capture != 0) return work.run->finish(stream);
+    return issue_in_order(arena, stream, [&] { return work.run->finish(stream); });
 }
 
 }  // namespace ub_overlap

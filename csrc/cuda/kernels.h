@@ -45,12 +45,13 @@ void preload_cached_weight();
 void preload_words();
 
 // First kernel of a call. Takes the group lock, counts the epoch, stores the slot's word, and waits until the peers have left
-// the slot. `timeout_ns`: deadline of each wait, and of the group lock since its holder last made progress.
+// the slot. In a split slot it takes the slot's own lock instead, which the end of the finish releases. `timeout_ns`: deadline
+// of each wait, and of the group lock since its holder last made progress.
 void launch_begin(const Group& group, int slot, uint32_t tag, const WaitList& free, int64_t timeout_ns, cudaStream_t stream);
 void launch_wait(const Group& group, int slot, const WaitList& list, int64_t timeout_ns, cudaStream_t stream);
 void launch_signal(const Group& group, int slot, const SignalList& list, cudaStream_t stream);
 // End of a call: sends the remaining signals, and fills `outputs` with NaN if a wait of this group has failed. Several may
-// end a call; the `final` one releases the group lock.
+// end a call; the `final` one releases the lock.
 void launch_end(const Group& group, int slot, const SignalList& list, const PoisonList& outputs, bool final,
                 cudaStream_t stream);
 

@@ -7,6 +7,9 @@
 // A call's slot is fixed when it is issued (host), its epoch when it runs (device). So eager calls and replays may mix: a push
 // waits for DONE of the call that used the slot before, whichever that was.
 //
+// A split collective has a slot, an epoch and a lock of its own. Its start takes the lock and its finish releases it, and
+// neither takes the group lock.
+//
 // DONE words hold (epoch, site tag), as on the CPU. READY words are written by cuStreamWriteValue64, the documented way to
 // raise a flag behind a copy engine's data: it has a system-wide barrier and writes the word whole. Its value is fixed when
 // the call is issued or captured, before the epoch is known. So a READY word is 0 or `ready_word(tag)`, and its owner clears
@@ -38,12 +41,13 @@ UB_OVERLAP_HOST_DEVICE constexpr uint64_t ready_word(uint32_t tag) {
 constexpr uint64_t group_lock = 1ull << 32;
 
 struct LocalState {
-    uint64_t epoch_and_lock;         // low half: epoch of the last call that began; `group_lock`
-    uint64_t heartbeat;              // globaltimer of the last progress of the call that holds the group lock
-    uint32_t last_epoch[slots];      // epoch of the last call that used the slot
-    uint32_t previous_epoch[slots];  // epoch of the call that used the slot before that one, 0: none
-    uint32_t failed;                 // never cleared: a failed group is not used again
-    uint64_t word[slots];            // epoch and site tag of the slot's call: the value of its DONE signals
+    uint64_t epoch_and_lock;             // low half: epoch of the last call that began; `group_lock`
+    uint64_t heartbeat;                  // globaltimer of the last progress of the call that holds the group lock
+    uint32_t last_epoch[all_slots];      // epoch of the last call that used the slot
+    uint32_t previous_epoch[all_slots];  // epoch of the call that used the slot before that one, 0: none
+    uint32_t is_open[split_slots];       // 1: a split collective is between start and finish
+    uint32_t failed;                     // never cleared: a failed group is not used again
+    uint64_t word[all_slots];            // epoch and site tag of the slot's call: the value of its DONE signals
 };
 
 // group_lock: no peer was late, but the call that holds the group lock on this device makes no progress.

@@ -75,10 +75,11 @@ __device__ void update_heartbeat(const Group& g, uint64_t now) {
     *reinterpret_cast<volatile uint64_t*>(&g.local->heartbeat) = now;
 }
 
-// Returns the DONE word of the last call that `source` has ended, 0 for none.
-__device__ uint64_t load_last_done(const Group& g, int source) {
+// Returns the DONE word of the last call that `source` has ended, 0 for none; of a split slot, its last call.
+__device__ uint64_t load_last_done(const Group& g, int own_slot, int source) {
     uint64_t last = 0;
-    for (int slot = 0; slot < slots; ++slot) {
+    const int first = own_slot < slots ? 0 : own_slot, end = own_slot < slots ? slots : own_slot + 1;
+    for (int slot = first; slot < end; ++slot) {
         const uint64_t word = load_acquire(flag_words(g.shared[g.rank]) + flag_place(FlagKind::done, slot, source, 0, g.ranks));
         if (last == 0 || (word != 0 && static_cast<int32_t>(epoch_half(word) - epoch_half(last)) > 0)) last = word;
     }
@@ -115,8 +116,8 @@ __device__ void wait_for(const Group& g, int slot, const WaitWord& w, uint64_t t
                     // An arrived flag still counts: a peer that failed later has sent all data of this call.
                     seen = load_acquire(flag);
                     if (arrived(seen)) break;
-                    const uint64_t full = static_cast<uint64_t>(expected) << 32 | (w.past ? 0 : word & 0xffffffffu);
-                    if (!w.past) seen = load_last_done(g, w.source);
+                    const uint64_t full = static_cast<uint64_t>(expected) << 32 | (word & 0xffffffffu);
+                    if (!w.past) seen = load_last_done(g, slot, w.source);
                     if (!failed) fail(g, w, abort ? WaitOutcome::aborted : WaitOutcome::timeout, full, seen, abort, waited);
                     return;  // `waiting` stays: it shows the others which rank we waited for
                 }
@@ -159,13 +160,31 @@ __device__ uint32_t take_group_lock(const Group& g, uint64_t timeout_ns) {
     return static_cast<uint32_t>(old);
 }
 
+// Takes the lock of a split slot. The host refuses a start in an open slot, but does not know of replays: one that contends
+// here waits for the finish.
+__device__ void open_split_slot(const Group& g, int slot, uint32_t tag, uint64_t timeout_ns) {
+    uint32_t* is_open = &g.local->is_open[slot - slots];
+    const uint64_t begin = now_ns();
+    while (atomicCAS(is_open, 0u, 1u) != 0 && load_failed(g.local) == 0) {
+        __nanosleep(256);
+        const uint64_t waited = now_ns() - begin, abort = load_acquire(&g.shared[g.rank]->abort);
+        if (abort == 0 && waited <= timeout_ns) continue;
+        WaitWord own{};
+        own.source = static_cast<uint16_t>(g.rank);
+        fail(g, own, abort ? WaitOutcome::aborted : WaitOutcome::group_lock, tag, 0, abort, waited);
+    }
+    __threadfence();  // sees what the slot's last finish has written, maybe on another stream
+}
+
 __global__ void __launch_bounds__(32) begin_kernel(Group g, int slot, uint32_t tag, WaitList free, uint64_t timeout_ns) {
     if (threadIdx.x == 0) {
         LocalState* s = g.local;
-        uint32_t epoch = take_group_lock(g, timeout_ns) + 1;
+        const bool is_split = slot >= slots;
+        if (is_split) open_split_slot(g, slot, tag, timeout_ns);
+        uint32_t epoch = (is_split ? s->last_epoch[slot] : take_group_lock(g, timeout_ns)) + 1;
         if (epoch == 0) epoch = 1;
         __threadfence();  // sees what the previous call has written, maybe on another stream
-        *reinterpret_cast<volatile uint64_t*>(&s->epoch_and_lock) = group_lock | epoch;
+        if (!is_split) *reinterpret_cast<volatile uint64_t*>(&s->epoch_and_lock) = group_lock | epoch;
         s->previous_epoch[slot] = s->last_epoch[slot];
         s->last_epoch[slot] = epoch;
         s->word[slot] = static_cast<uint64_t>(epoch) << 32 | tag;
@@ -217,10 +236,14 @@ __global__ void __launch_bounds__(end_threads) end_kernel(Group g, int slot, Sig
     }
     failed = __syncthreads_or(failed);
     if (final && threadIdx.x == 0) {
-        // Releases the group lock: from here on `word`, `last_epoch` and a failure may be the next call's.
+        // Releases the lock: from here on `word`, `last_epoch` and a failure may be the next call's.
         __threadfence();
-        atomicAnd(reinterpret_cast<unsigned long long*>(&g.local->epoch_and_lock),
-                  ~static_cast<unsigned long long>(group_lock));
+        if (slot >= slots) {
+            atomicExch(&g.local->is_open[slot - slots], 0u);
+        } else {
+            atomicAnd(reinterpret_cast<unsigned long long*>(&g.local->epoch_and_lock),
+                      ~static_cast<unsigned long long>(group_lock));
+        }
     }
     if (!failed) return;
     for (int part = 0; part < outputs.count; ++part) {

@@ -4,6 +4,7 @@
     matmul_reduce_scatter, scaled_matmul_reduce_scatter         a product whose blocks are sent while the next is computed
     matmul_all_reduce                                           the same, reduced to all ranks
     bulk                                                        a collective concurrent with independent matmuls
+    start_collective, finish_collective                         a collective concurrent with everything between them
     packed_weight                                               weights next to each other in memory as one matrix
     compare                                                     verification
     fp8_amax_history, fp8_first_amax, fp8_record_amax           delayed scaling
@@ -37,6 +38,7 @@ from . import (
     matmul_all_reduce,
     matmul_reduce_scatter,
     scaled_matmul_reduce_scatter,
+    split_collective,
 )
 from . import compare as compare  # registers ub_overlap::compare
 from . import fp8_amax_history as fp8_amax_history
@@ -58,6 +60,8 @@ DEFINITIONS: dict[str, OpDefinition[Any]] = {
         scaled_matmul_reduce_scatter.DEFINITION,
         matmul_all_reduce.DEFINITION,
         bulk.DEFINITION,
+        split_collective.START,
+        split_collective.FINISH,
     )
 }
 """The ops that overlap, by name."""

@@ -8,7 +8,7 @@ reference executor that the checker is tested against. Plain Python: nothing her
 from __future__ import annotations
 
 from .builders import build, build_all
-from .checker import check, check_pair, check_released, check_reuse, check_sequence, check_skip
+from .checker import check, check_interleaved, check_pair, check_released, check_reuse, check_sequence, check_skip
 from .describe import describe
 from .encode import decode, encode, prove_pair, provide
 from .schedule_error import ScheduleError
@@ -21,6 +21,7 @@ __all__ = [
     "build",
     "build_all",
     "check",
+    "check_interleaved",
     "check_pair",
     "check_released",
     "check_reuse",

@@ -6,11 +6,13 @@ One call (`check`), over all ranks at once:
 2. no circular wait, even when one thread issues each list in order to one hardware queue (happens_before.py);
 3. no race, no read before its write, no cell stored twice (memory.py);
 4. the result is the op's definition (symbolic_run.py);
-5. *join*: when a rank's last COMPUTE step runs, all its COPY steps have ended. So after that step all results are written and
+5. *split*: the start of a split collective only pushes. It waits for no flag of its own call, and runs no COMPUTE step but its
+   Return;
+6. *join*: when a rank's last COMPUTE step runs, all its COPY steps have ended. So after that step all results are written and
    no input is still read: the caller may use, free or overwrite both;
-6. *heard*: before that step, every peer's READY (of this epoch, with this site's tag) has been seen.
+7. *heard*: before that step, every peer's READY (of this epoch, with this site's tag) has been seen.
 
-Several calls (`check_sequence`): 1 and 2 across calls. Also, a call accesses an arena slot only after the previous call of the
+Several calls (`check_sequence`): 1 and 2 across calls, whole or as start and finish with other calls between. Also, a call accesses an arena slot only after the previous call of the
 slot is done with it, and no flag word is overwritten before its waiter has seen it.
 
 A key (`check_key_proof`): `check`, and *released*: a rank signals READY to a peer only after it has seen the slot's earlier
@@ -19,12 +21,17 @@ a peer's READY words before it signals DONE to that peer. The CUDA executor does
 
 **Why pairs are enough.** Let call X use a slot in epoch e, and let Y be the next user, in epoch e + SLOTS. `check_reuse`
 proves X and Y *without* the calls between them. So those may be any calls, even on plain c10d. Any earlier user of the slot
-is ordered too: by 5 and 6, a rank ends Y only after all ranks have begun Y, hence ended X. No sequence blocks either. Run the
+is ordered too: by 6 and 7, a rank ends Y only after all ranks have begun Y, hence ended X. No sequence blocks either. Run the
 calls one after the other, each in list order. Each ends (2), as it waits only for itself and for earlier calls. Waits stay
 satisfied (no word is overwritten before it is seen), so every other interleaving ends as well. This holds for overlapping
 groups that share a COPY queue, if ranks issue the calls they share in one order, as c10d requires too.
 
-**Why a skipped call is always noticed.** By 6, a rank that ends a call has seen (epoch, tag) of every peer. A peer that
+**Split collectives.** A split slot has memory, words and epochs of its own. So a call between start and finish races with
+neither, and pairs of calls of one slot are enough as above. No interleaving blocks. Run the starts, finishes and whole calls
+one after the other. A start ends (5): it waits only for DONE of the slot's previous finish. A finish ends (2): it waits only
+for its own start and itself. `check_interleaved` tests that.
+
+**Why a skipped call is always noticed.** By 7, a rank that ends a call has seen (epoch, tag) of every peer. A peer that
 skipped a call sends the tag of another site, which is an immediate error, or nothing, which is a timeout. `check_skip` tests
 this.
 """
@@ -39,15 +46,17 @@ from itertools import pairwise
 from . import memory
 from .builders import build_all, check_key
 from .effects import show_flag, signals, waits
-from .happens_before import Call, HappensBefore, Node, Word
+from .happens_before import Call, HappensBefore, Node, Program, Word
 from .schedule_error import ScheduleError
 from .skipped_calls import check_skip
-from .steps import SLOTS, Flag, FlagKind, Key, Opaque, Queue, Schedule
+from .split_rules import check_split
+from .steps import SLOTS, Flag, FlagKind, Key, Opaque, Part, Queue, Schedule
 from .symbolic_run import SymbolicRun
 
 __all__ = [
     "ScheduleError",
     "check",
+    "check_interleaved",
     "check_key_proof",
     "check_pair",
     "check_released",
@@ -61,7 +70,8 @@ def check(schedules: Sequence[Schedule]) -> None:
     """Prove one call of all ranks, or raise ScheduleError."""
     schedules = tuple(schedules)
     _check_group(schedules)
-    order = HappensBefore([Call(schedules, tuple(range(len(schedules))), 1)], SLOTS)
+    check_split(schedules)
+    order = _single_call(schedules)
     grid = memory.Grid(schedules)
     memory.check_call(order, grid)
     _check_ends(order)
@@ -74,11 +84,15 @@ def check_sequence(
     slots: int = SLOTS,
     groups: Sequence[tuple[int, ...]] | None = None,
     epochs: Sequence[int] | None = None,
+    split_slots: Sequence[int] | None = None,
+    program: Program | None = None,
 ) -> None:
     """Prove consecutive calls, or raise ScheduleError.
 
     `groups[i]`: the global ranks of call i (default: 0, 1, ...). Ranks issue their calls in list order.
-    `epochs[i]`: its epoch on its group (default: counted from 1). Gaps stand for calls that are not examined.
+    `epochs[i]`: its epoch on its group or split slot (default: counted from 1). Gaps stand for calls that are not examined.
+    `split_slots[i]`: its split slot (default: 0), not read for other calls.
+    `program`: the order in which ranks issue calls and halves of calls (default: one whole call after the other).
     """
     all_calls = [tuple(schedules) for schedules in calls]
     for schedules in {id(schedules): schedules for schedules in all_calls}.values():
@@ -88,14 +102,18 @@ def check_sequence(
         else:
             check(schedules)
     placed: list[Call] = []
-    counts: dict[tuple[int, ...], int] = {}
+    counts: dict[tuple[tuple[int, ...], int | None], int] = {}
     for i, schedules in enumerate(all_calls):
         group = tuple(range(len(schedules))) if groups is None else groups[i]
         if len(group) != len(schedules) or len(set(group)) != len(group):
             raise ScheduleError("group", f"call {i} has {len(schedules)} schedules for the ranks {group}")
-        counts[group] = counts.get(group, 0) + 1 if epochs is None else epochs[i]
-        placed.append(Call(schedules, group, counts[group]))
-    order = HappensBefore(placed, slots)
+        split_slot = None
+        if schedules and schedules[0].key.is_split:
+            split_slot = 0 if split_slots is None else split_slots[i]
+        counter = (group, split_slot)
+        counts[counter] = counts.get(counter, 0) + 1 if epochs is None else epochs[i]
+        placed.append(Call(schedules, group, counts[counter], split_slot))
+    order = HappensBefore(placed, slots, program)
     memory.check_slots(order)
     _check_words(order)
 
@@ -118,7 +136,22 @@ def check_reuse(key_a: Key, key_b: Key) -> None:
     check_key_proof(key_b)
     if key_a.ranks == key_b.ranks:
         a, b = build_all(key_a), build_all(key_b)
-        check_sequence([a, b, a], epochs=[1, 1 + SLOTS, 1 + 2 * SLOTS])
+        distance = key_a.slot_distance
+        if distance != key_b.slot_distance:
+            return  # a split collective and another call never share a slot
+        check_sequence([a, b, a], epochs=[1, 1 + distance, 1 + 2 * distance])
+
+
+@lru_cache(maxsize=4096)
+def check_interleaved(key_a: Key, key_b: Key) -> None:
+    """Prove calls of both keys between start and finish of each other, in two split slots and twice in the same slots."""
+    if key_a.ranks != key_b.ranks or not (key_a.is_split or key_b.is_split):
+        return
+    keys = [key_a, key_b, key_a, key_b]
+    begun = [(i, Part.START if key.is_split else Part.WHOLE) for i, key in enumerate(keys)]
+    ended = [(i, Part.FINISH) for i, key in enumerate(keys) if key.is_split]
+    nested = [*begun[:2], *reversed(ended[: len(ended) // 2]), *begun[2:], *ended[len(ended) // 2 :]]
+    check_sequence([build_all(key) for key in keys], split_slots=[0, 1, 0, 1], program=nested)
 
 
 def check_pair(key_a: Key, key_b: Key) -> None:
@@ -140,6 +173,12 @@ def check_pair(key_a: Key, key_b: Key) -> None:
             for pattern in ("abab", "abba", "aabb", "baab"):
                 calls = [a if letter == "a" else b for letter in pattern]
                 check_sequence(calls, groups=[first if letter == "a" else second for letter in pattern])
+
+
+def _single_call(schedules: tuple[Schedule, ...]) -> HappensBefore:
+    """Return the order of the steps of one call, the first of its slot."""
+    split_slot = 0 if schedules[0].key.is_split else None
+    return HappensBefore([Call(schedules, tuple(range(len(schedules))), 1, split_slot)], SLOTS)
 
 
 def _check_group(schedules: tuple[Schedule, ...]) -> None:
@@ -180,7 +219,7 @@ def _check_ends(order: HappensBefore) -> None:
 
 def check_released(schedules: Sequence[Schedule]) -> None:
     """Check the released rule for one call of all ranks."""
-    order = HappensBefore([Call(tuple(schedules), tuple(range(len(schedules))), 1)], SLOTS)
+    order = _single_call(tuple(schedules))
     signalled: dict[tuple[int, int], Node] = {}  # (rank, peer) -> the node of `rank` that signals DONE to `peer`
     awaited: dict[tuple[int, int], int] = {}  # (rank, peer) -> nodes of `rank` that wait for DONE of `peer`, as a bit mask
     for node in order.nodes:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from .builders import build_all
-from .checker import check_reuse, check_sequence
+from .checker import check_interleaved, check_reuse, check_sequence
 from .effects import show
 from .schedule_error import ScheduleError
 from .steps import (
@@ -27,13 +27,14 @@ from .steps import (
     Queue,
     Reduce,
     Region,
+    Return,
     Schedule,
     Signal,
     Step,
     Wait,
 )
 
-COPY, SIGNAL, WAIT, COMPUTE, REDUCE, FINISH = range(6)
+COPY, SIGNAL, WAIT, COMPUTE, REDUCE, FINISH, RETURN = range(7)
 Row = tuple[int, ...]
 
 
@@ -46,6 +47,7 @@ def prove_pair(key_a: tuple[Any, ...], key_b: tuple[Any, ...]) -> None:
     """Prove that calls of both keys may share a group's arena in any order, or raise ScheduleError. Cached and symmetric."""
     first, second = sorted((_key(key_a), _key(key_b)), key=repr)
     check_reuse(first, second)
+    check_interleaved(first, second)
 
 
 def encode(schedule: Schedule) -> list[Row]:
@@ -68,6 +70,7 @@ def _proven(key: Key) -> tuple[tuple[Row, ...], ...]:
     schedules = build_all(key)
     check_reuse(key, key)
     check_sequence([schedules] * 4)
+    check_interleaved(key, key)
     return tuple(tuple(encode(schedule)) for schedule in schedules)
 
 
@@ -94,6 +97,8 @@ def _encode_step(step: Step) -> Row:
             opcode, payload = REDUCE, [*_encode_regions(step.srcs), *_encode_region(step.dst)]
         case Finish():
             opcode, payload = FINISH, [step.index]
+        case Return():
+            opcode, payload = RETURN, []
         case _:
             raise ScheduleError("encode", f"the executors cannot run {type(step).__name__}: {show(step)}")
     record = -1 if step.record is None else step.record
@@ -148,8 +153,10 @@ def _decode_step(row: Sequence[int]) -> Step:
             step = Reduce(queue=queue, after=after, record=record, srcs=sources, dst=_decode_region(numbers))
         case 5:
             step = Finish(queue=queue, after=after, record=record, index=next(numbers))
+        case 6:
+            step = Return(queue=queue, after=after, record=record)
         case _:
-            raise ScheduleError("encode", f"opcode {opcode} is unknown, expected 0 to 5, in {tuple(row)}")
+            raise ScheduleError("encode", f"opcode {opcode} is unknown, expected 0 to 6, in {tuple(row)}")
     if rest := list(numbers):
         raise ScheduleError("encode", f"{len(rest)} numbers too many in {tuple(row)}")
     return step

@@ -6,7 +6,7 @@ A *node* is a step of one rank in one call. Node a happens before node b if a pa
 * event: a step begins after the events in `after`;
 * flag: a wait ends after the signal it waits for;
 * program: a call begins on a rank after the last COMPUTE step of that rank's previous call (there is no such edge between
-  ranks).
+  ranks). Start and finish of a split collective are two such entries of the program, with others between them.
 
 Issue order is deliberately not an edge. But it must *work* as one: one host thread issues the steps, and a device with a
 single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) runs them in that order. So that order must not deadlock either.
@@ -21,16 +21,28 @@ from dataclasses import dataclass, field
 
 from .effects import show, show_flag, signals, waits
 from .schedule_error import ScheduleError
-from .steps import Flag, FlagKind, Opaque, Queue, Schedule, Step
+from .steps import Flag, FlagKind, Opaque, Part, Queue, Schedule, Step
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of one group: the schedules of its ranks, the group's global ranks, and its epoch on that group."""
+    """One call of one group: the schedules of its ranks, the group's global ranks, and its epoch on that group.
+
+    `split_slot`: of a split collective. Its epoch counts the calls of that slot only.
+    """
 
     schedules: tuple[Schedule, ...]
     group: tuple[int, ...]
     epoch: int
+    split_slot: int | None = None
+
+    def slot(self, slots: int, back: int = 0) -> int:
+        """Return the slot of this call, or of the call `back` epochs before. Split slots are behind the `slots` others."""
+        return (self.epoch - back) % slots if self.split_slot is None else slots + self.split_slot
+
+    def slot_distance(self, slots: int) -> int:
+        """Return the epochs from one use of the slot to the next."""
+        return slots if self.split_slot is None else 1
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +60,9 @@ class Node:
 
 
 Word = tuple[tuple[int, ...], int, Flag]
-"""A flag word: the group, the slot (epoch modulo slots) and the flag."""
+"""A flag word: the group, the slot and the flag."""
+Program = Sequence[tuple[int, Part]]
+"""What every rank issues, in order: the number of a call, and all of it or one half."""
 
 
 class HappensBefore:
@@ -58,9 +72,10 @@ class HappensBefore:
     `ends[call][rank]`: the last COMPUTE node of a rank's call, None without a COMPUTE step.
     """
 
-    def __init__(self, calls: Sequence[Call], slots: int) -> None:
+    def __init__(self, calls: Sequence[Call], slots: int, program: Program | None = None) -> None:
         self.calls = calls
         self.slots = slots
+        self.program = [(number, Part.WHOLE) for number in range(len(calls))] if program is None else program
         self.nodes: list[Node] = []
         self.ends: list[list[Node | None]] = []
         self.signalled: dict[tuple[Word, int], Node] = {}
@@ -81,9 +96,9 @@ class HappensBefore:
         call = f"call {self.calls[node.call].epoch} " if len(self.calls) > 1 else ""
         return f"{call}rank {node.rank} step {node.place} ({node.step.queue.name}: {show(node.step)})"
 
-    def word(self, call: Call, flag: Flag, epoch: int) -> Word:
-        """Return the word of `flag` in `epoch`."""
-        return (call.group, epoch % self.slots, flag)
+    def word(self, call: Call, flag: Flag, back: int = 0) -> Word:
+        """Return the word of `flag` in `call`, or in the call `back` epochs before."""
+        return (call.group, call.slot(self.slots, back), flag)
 
     def first(self, mask: int) -> Node:
         """Return the first node of a non-empty bit mask."""
@@ -91,15 +106,18 @@ class HappensBefore:
 
     def _add_calls(self) -> None:
         queue_tails: dict[tuple[int, Queue], int] = {}
-        program: dict[int, int] = {}  # global rank -> last COMPUTE node of its previous call
-        for number, call in enumerate(self.calls):
-            ends: list[Node | None] = []
+        program: dict[int, int] = {}  # global rank -> last COMPUTE node of its previous entry
+        self.ends = [[None] * len(call.schedules) for call in self.calls]
+        all_events: dict[tuple[int, int], dict[int, int]] = {}  # by call and rank: both halves share them
+        for number, part in self.program:
+            call = self.calls[number]
             for rank, schedule in enumerate(call.schedules):
                 me = call.group[rank]
                 starts_after = [program[me]] if me in program else []
-                events: dict[int, int] = {}
+                events = all_events.setdefault((number, rank), {})
                 end: Node | None = None
-                for place, step in enumerate(schedule.steps):
+                for place in schedule.places(part):
+                    step = schedule.steps[place]
                     node = self._add_step(number, rank, place, step, queue_tails.get((me, step.queue)), starts_after)
                     for event in step.after:
                         if event not in events:
@@ -117,10 +135,9 @@ class HappensBefore:
                     queue_tails[me, step.queue] = node.id
                     if step.queue is Queue.COMPUTE:
                         end = node
-                ends.append(end)
                 if end is not None:
+                    self.ends[number][rank] = end
                     program[me] = end.id
-            self.ends.append(ends)
 
     def _add_step(self, call: int, rank: int, place: int, step: Step, tail: int | None, starts: list[int]) -> Node:
         """Add the node or nodes of a step and return the last one."""
@@ -141,7 +158,7 @@ class HappensBefore:
                     raise ScheduleError(
                         "flag", f"{self.where(node)} writes {show_flag(flag)}: a rank writes its own flags, and only to a peer"
                     )
-                at = (self.word(call, flag, call.epoch), call.epoch)
+                at = (self.word(call, flag), call.epoch)
                 if at in self.signalled:
                     raise ScheduleError(
                         "flag", f"{show_flag(flag)} is signalled twice: {self.where(self.signalled[at])} and {self.where(node)}"
@@ -156,15 +173,13 @@ class HappensBefore:
                     )
                 epoch = call.epoch - wait.back
                 is_done = wait.flag.kind is FlagKind.DONE  # DONE waits compare no tag: they only order earlier calls
-                if wait.back < 0 or wait.back % self.slots or (wait.back > 0) != is_done:
-                    raise ScheduleError(
-                        "flag",
-                        f"{self.where(node)} looks {wait.back} epochs back, expected "
-                        f"{f'a multiple of the {self.slots} slots' if is_done else '0, its own epoch'}",
-                    )
+                distance = call.slot_distance(self.slots)
+                if wait.back < 0 or wait.back % distance or (wait.back > 0) != is_done:
+                    expected = f"a multiple of {distance}, an earlier call of its slot" if is_done else "0, its own epoch"
+                    raise ScheduleError("flag", f"{self.where(node)} looks {wait.back} epochs back, expected {expected}")
                 if epoch < 1:
                     continue  # before the group's first call: always satisfied
-                at = (self.word(call, wait.flag, epoch), epoch)
+                at = (self.word(call, wait.flag, wait.back), epoch)
                 self.awaited.setdefault(at, []).append(node)
                 if at not in self.signalled:
                     raise ScheduleError("flag", f"{self.where(node)} waits for a signal that no step of epoch {epoch} sends")

@@ -12,25 +12,44 @@ often than a uniform choice. Arena slots are flat lists that ops of every kind a
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .effects import show, waits
+from .happens_before import Program
 from .op_contract import EMPTY, expected_rows, extent, product_shard
-from .steps import SLOTS, Buf, Compute, Copy, Finish, Key, Queue, Reduce, Region, Schedule, Signal, Step, Wait
+from .steps import (
+    SLOTS,
+    Buf,
+    Compute,
+    Copy,
+    Finish,
+    Key,
+    Part,
+    Queue,
+    Reduce,
+    Region,
+    Return,
+    Schedule,
+    Signal,
+    Step,
+    Wait,
+)
 
 FREED = "freed"
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedCall:
-    """One call: the schedules of its ranks, the global ranks of its group, its site's tag, and the rows of every shard."""
+    """One call: the schedules of its ranks, the global ranks of its group, its site's tag, the rows of every shard, and the
+    slot of a split collective."""
 
     schedules: tuple[Schedule, ...]
     group: tuple[int, ...]
     tag: int
     rows: tuple[int, ...]
+    split_slot: int = 0
 
     @property
     def key(self) -> Key:
@@ -64,35 +83,68 @@ class _RankCall:
     number: int
     rank: int
     epoch: int
-    queues: dict[Queue, list[Step]]
+    slot: Any
     events: set[int] = field(default_factory=set)
     memory: dict[tuple[Buf, int, int, int], Any] = field(default_factory=dict)  # user tensors: buf, index, shard, row
 
 
+@dataclass(slots=True)
+class _Entry:
+    """One entry of a rank's program: a call, or one half of a split collective."""
+
+    run: _RankCall
+    queues: dict[Queue, list[Step]]
+    is_last: bool
+
+
 class Machine:
-    """All ranks, their arenas and their threads. `skip`: (call number, global rank) pairs that skip the call."""
+    """All ranks, their arenas and their threads. `skip`: (call number, global rank) pairs that skip the call.
+
+    `programs`: by global rank, the order of calls and halves (default: whole calls in list order).
+    """
 
     def __init__(
-        self, sites: Sequence[SimulatedCall], seed: int, slots: int = SLOTS, skip: Sequence[tuple[int, int]] = ()
+        self,
+        sites: Sequence[SimulatedCall],
+        seed: int,
+        slots: int = SLOTS,
+        skip: Sequence[tuple[int, int]] = (),
+        programs: Mapping[int, Program] | None = None,
     ) -> None:
         self.random = random.Random(seed)
         self.slots = slots
         self.outcome = RunOutcome()
         self.words: dict[tuple[Any, ...], tuple[int, int]] = {}
         self.arenas: dict[tuple[Any, ...], list[Any]] = {}
-        self.programs: dict[int, list[_RankCall]] = {}
-        for number, site in enumerate(sites):
-            for rank, me in enumerate(site.group):
-                program = self.programs.setdefault(me, [])
-                if (number, me) in skip:
-                    continue
-                epoch = 1 + sum(run.site.group == site.group for run in program)  # a skipped call has no epoch
-                steps = site.schedules[rank].steps
-                queues = {queue: [step for step in steps if step.queue is queue] for queue in Queue}
-                program.append(_RankCall(site, number, rank, epoch, queues))
+        self.programs: dict[int, list[_Entry]] = {}
+        for me in sorted({me for site in sites for me in site.group}):
+            mine = [(number, Part.WHOLE) for number, site in enumerate(sites) if me in site.group]
+            self.programs[me] = self._entries(sites, me, mine if programs is None else programs[me], skip)
         self.at = {(me, queue): [0, 0] for me in self.programs for queue in Queue}  # call and step of each thread
         self.active: dict[tuple[int, Queue], Iterator[None]] = {}
         self.halted: set[int] = set()
+
+    def _entries(
+        self, sites: Sequence[SimulatedCall], me: int, program: Program, skip: Sequence[tuple[int, int]]
+    ) -> list[_Entry]:
+        """Return the entries of one rank. A skipped call has no epoch."""
+        entries: list[_Entry] = []
+        runs: dict[int, _RankCall] = {}
+        epochs: dict[tuple[Any, ...], int] = {}
+        for number, part in program:
+            site = sites[number]
+            if (number, me) in skip:
+                continue
+            schedule = site.schedules[site.group.index(me)]
+            if number not in runs:
+                counter = (site.group, ("split", site.split_slot) if site.key.is_split else None)
+                epoch = epochs[counter] = epochs.get(counter, 0) + 1
+                slot = counter[1] or epoch % self.slots
+                runs[number] = _RankCall(site, number, schedule.rank, epoch, slot)
+            steps = [schedule.steps[place] for place in schedule.places(part)]
+            queues = {queue: [step for step in steps if step.queue is queue] for queue in Queue}
+            entries.append(_Entry(runs[number], queues, part is not Part.START))
+        return entries
 
     def run(self) -> RunOutcome:
         """Run until no thread can advance."""
@@ -109,8 +161,8 @@ class Machine:
         for me, program in self.programs.items():
             number, place = self.at[me, Queue.COMPUTE]
             if number < len(program) and me not in self.halted:
-                run = program[number]
-                self.outcome.blocked.append(f"rank {me} call {run.number}: {show(run.queues[Queue.COMPUTE][place])}")
+                entry = program[number]
+                self.outcome.blocked.append(f"rank {me} call {entry.run.number}: {show(entry.queues[Queue.COMPUTE][place])}")
         return self.outcome
 
     def _tick(self, me: int, queue: Queue) -> bool:
@@ -120,8 +172,8 @@ class Machine:
         number, place = self.at[thread]
         if number >= len(self.programs[me]) or number > self.at[me, Queue.COMPUTE][0]:
             return False  # a call begins once the rank's previous call has ended
-        run = self.programs[me][number]
-        step = run.queues[queue][place]
+        entry = self.programs[me][number]
+        run, step = entry.run, entry.queues[queue][place]
         if thread not in self.active:
             try:
                 if not run.events.issuperset(step.after) or not all(self._has_signal(run, wait) for wait in waits(step)):
@@ -137,8 +189,9 @@ class Machine:
         if step.record is not None:
             run.events.add(step.record)
         self.at[thread][1] += 1
-        if queue is Queue.COMPUTE and self.at[thread][1] == len(run.queues[queue]):
-            self._end(me, run)
+        if queue is Queue.COMPUTE and self.at[thread][1] == len(entry.queues[queue]):
+            if entry.is_last:
+                self._end(me, run)
             self.at[thread][:] = [number + 1, 0]
         return True
 
@@ -152,7 +205,8 @@ class Machine:
         epoch = run.epoch - wait.back
         if epoch < 1:
             return True
-        held, tag = self.words.get((run.site.group, epoch % self.slots, wait.flag), (0, 0))
+        # The slots of ordinary calls take turns, and DONE waits look back by a multiple of their number.
+        held, tag = self.words.get((run.site.group, run.slot, wait.flag), (0, 0))
         if wait.back == 0 and (held > epoch or (held == epoch and tag != run.site.tag)):
             raise TagMismatch(f"{show(wait)} holds epoch {held} of site {tag}, expected epoch {epoch} of site {run.site.tag}")
         return held >= epoch
@@ -165,8 +219,9 @@ class Machine:
                     self._write(run, step.dst, target, self._read(run, step.src, source))
                     yield
             case Signal():
-                slot = run.epoch % self.slots
-                self.words[run.site.group, slot, step.flag] = (run.epoch, run.site.tag)
+                self.words[run.site.group, run.slot, step.flag] = (run.epoch, run.site.tag)
+            case Return():
+                pass
             case Compute():
                 yield from self._matmul(run, step)
             case Reduce():
@@ -227,7 +282,7 @@ class Machine:
     def _arena(self, run: _RankCall, region: Region, row: int) -> tuple[list[Any], int]:
         stride = max(1, *run.site.rows)
         offset = (region.shard + (region.buf is Buf.LANDING2) * len(run.site.group)) * stride + row
-        arena = self.arenas.setdefault((run.site.group, run.epoch % self.slots, region.rank), [])
+        arena = self.arenas.setdefault((run.site.group, run.slot, region.rank), [])
         arena.extend([EMPTY] * (offset + 1 - len(arena)))
         return arena, offset
 

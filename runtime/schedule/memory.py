@@ -90,7 +90,7 @@ def check_slots(order: HappensBefore) -> None:
         call = order.calls[node.call]
         for access in _accesses_of(node):
             if access.region.buf.in_arena:
-                slot = (call.group, call.epoch % order.slots, access.region.rank)
+                slot = (call.group, call.slot(order.slots), access.region.rank)
                 uses_of_calls[node.call].append((node, slot, access.write))
     read: dict[tuple[object, ...], int] = {}
     written: dict[tuple[object, ...], int] = {}

@@ -21,7 +21,7 @@ def extent(key: Key, rows: Sequence[int], region: Region) -> tuple[int, int]:
     A shard has the rows of the rank that finally owns it. A shard that lands in a scatter phase, or is reduced to the one
     shard of a scatter, is owned by the rank whose memory it is in.
     """
-    is_scatter = key.kind not in ("all_gather_matmul", "bulk_all_gather")
+    is_scatter = not key.is_gather
     is_reduced = region.buf is Buf.OUTPUT and key.kind.endswith("reduce_scatter")
     is_own = is_reduced or (region.buf is Buf.LANDING and is_scatter)
     is_sharded = region.index < len(key.contracts) and not key.contracts[region.index]
@@ -59,7 +59,7 @@ def expected_rows(
 
     for shard in ranks:
         for row in range(rows[shard]):
-            if key.kind == "bulk_all_gather" or (key.keep and key.kind == "all_gather_matmul"):
+            if key.returns_gathered:
                 yield (Buf.OUTPUT, 0, shard, row), gathered(shard, row)
             if key.kind.endswith("all_reduce"):
                 yield (Buf.OUTPUT, 0, shard, row), total(shard, row)

@@ -22,6 +22,8 @@ from fractions import Fraction
 ZERO, ONE = Fraction(0), Fraction(1)
 SLOTS = 2
 """Arena slots per rank, used in turn: slot = epoch modulo SLOTS. Must equal `slots` in csrc/core/flags.h."""
+SPLIT_SLOTS = 8
+"""Further slots per rank, for split collectives: as many may be open at once. Must equal `split_slots` in csrc/core/flags.h."""
 
 
 class Queue(IntEnum):
@@ -65,6 +67,14 @@ class Buf(IntEnum):
         return self in (Buf.LANDING, Buf.LANDING2)
 
 
+class Part(IntEnum):
+    """The part of a schedule that one op issues: all of it, or one half of a split collective."""
+
+    WHOLE = 0
+    START = 1
+    FINISH = 2
+
+
 class FlagKind(IntEnum):
     """READY: piece `index` of `source` has landed. READY2: the same for LANDING2. DONE: `source` has finished reading its own
     arena slot of that epoch, so peers may write it again."""
@@ -95,8 +105,8 @@ class Region:
 class Flag:
     """One flag word. It is in the memory of `rank`, only `source` writes it, and it holds (epoch, site tag).
 
-    Each (kind, slot, source, index) has its own word. The slot is epoch modulo SLOTS. So a READY word is written again only
-    after DONE of the previous epoch that used the slot.
+    Each (kind, slot, source, index) has its own word. The slot is epoch modulo SLOTS, or the split slot of a split collective.
+    So a READY word is written again only after DONE of the previous epoch that used the slot.
     """
 
     kind: FlagKind
@@ -135,7 +145,8 @@ class Wait(Step):
     """Wait (acquire) until `flag`, in this rank's memory, holds epoch e - `back`.
 
     back=0 also compares the site tag. Waits for an epoch before the group's first call are satisfied at once. READY and READY2
-    waits have back=0. DONE waits have a multiple of SLOTS: their tag is not compared, so they only order earlier calls.
+    waits have back=0. DONE waits have a multiple of SLOTS: their tag is not compared, so they only order earlier calls. The
+    calls of a split slot are counted by themselves, so DONE waits of a split collective have back=1.
     """
 
     flag: Flag
@@ -186,6 +197,11 @@ class Finish(Step):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Return(Step):
+    """The op `start` of a split collective returns here. `finish` issues the later steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Opaque(Step):
     """A step that only declares its effects: an NCCL call, later a fused kernel. `waits` and `signals` happen inside it.
 
@@ -205,7 +221,7 @@ class Key:
     """Everything a schedule depends on. Equal keys give equal schedules, so it is also the cache key in C++.
 
     kind: "all_gather_matmul" | "matmul_reduce_scatter" | "matmul_all_reduce" | "bulk_all_gather" | "bulk_reduce_scatter" |
-    "bulk_all_reduce". chunks: pieces that the split dimension is cut into over the whole group (0: one per rank).
+    "bulk_all_reduce" | "split_all_gather" | "split_reduce_scatter" | "split_all_reduce". chunks: pieces that the split dimension is cut into over the whole group (0: one per rank).
     contracts: one bool per consumer, True where its matmul contracts over the gathered dimension.
     terms: matmuls summed before a scatter or reduce. independent: matmuls that neither read nor feed the collective; their
     RESULTs are behind the consumers'. A bulk op has no other matmuls. shard_dim_is_last: shards cannot be cut, because a
@@ -227,6 +243,26 @@ class Key:
     direct: bool = False
 
     @property
+    def is_split(self) -> bool:
+        """The op is cut into a start and a finish, with other calls between them."""
+        return self.kind.startswith("split_")
+
+    @property
+    def is_gather(self) -> bool:
+        """The collective is an all_gather."""
+        return self.kind == "all_gather_matmul" or self.kind.endswith("_all_gather")
+
+    @property
+    def returns_gathered(self) -> bool:
+        """The gathered tensor is an output."""
+        return self.is_gather and (self.keep or self.kind != "all_gather_matmul")
+
+    @property
+    def slot_distance(self) -> int:
+        """Epochs from one use of a slot to the next."""
+        return 1 if self.is_split else SLOTS
+
+    @property
     def independent_indices(self) -> range:
         """The RESULTs of the independent matmuls."""
         return range(len(self.contracts), len(self.contracts) + self.independent)
@@ -238,9 +274,17 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The steps of `rank` for `key`, in issue order. A rank issues each record or signal before the steps that wait for it, so
+    """The steps of `rank` for `key`, in issue order. Those of a split collective have one `Return`. A rank issues each record or signal before the steps that wait for it, so
     one host thread can issue the schedule to any number of queues."""
 
     key: Key
     rank: int
     steps: tuple[Step, ...] = field(default_factory=tuple)
+
+    def places(self, part: Part) -> range:
+        """Return the numbers of the steps of `part`. The start of a split collective ends with its first `Return`."""
+        if part is Part.WHOLE:
+            return range(len(self.steps))
+        ends = [i + 1 for i, step in enumerate(self.steps) if isinstance(step, Return)]
+        cut = ends[0] if ends else len(self.steps)
+        return range(cut) if part is Part.START else range(cut, len(self.steps))

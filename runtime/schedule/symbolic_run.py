@@ -180,7 +180,7 @@ def expected_cells(keys: Sequence[Key], cells: int) -> Iterator[tuple[Cell, Valu
             for shard in ranks:
                 if has_products and not keys[rank].direct:
                     yield (Buf.PARTIAL, rank, 0, shard, cell), ("partial", rank, shard, cell, terms)
-                if key.kind == "bulk_all_gather" or (key.keep and key.kind == "all_gather_matmul"):
+                if key.returns_gathered:
                     yield (Buf.OUTPUT, rank, 0, shard, cell), ("input", shard, shard, cell)
                 if key.kind.endswith("all_reduce"):
                     yield (Buf.OUTPUT, rank, 0, shard, cell), total(shard, cell)

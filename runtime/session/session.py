@@ -20,7 +20,7 @@ from typing import Any
 from .. import errors
 from ..autotune import Tuner
 from ..extension import extension
-from ..schedule.steps import SLOTS
+from ..schedule.steps import SLOTS, SPLIT_SLOTS
 from .abort_signal import AbortSignal
 from .arena_size import round_slot_bytes
 from .plan_check import check_group_size, check_plans
@@ -55,7 +55,9 @@ class Session:
     @property
     def arena_bytes(self) -> int:
         """Bytes of all slots of this rank."""
-        return SLOTS * self.slot_bytes
+        if self._arena is None:
+            return 0
+        return SLOTS * self.slot_bytes + sum(int(self._arena.bytes_of_slot(SLOTS + slot)) for slot in range(SPLIT_SLOTS))
 
     @property
     def growths(self) -> int:
@@ -102,17 +104,20 @@ class Session:
             exchange.fail(f"{type(error).__name__}: {error}")
             raise
 
-    def grow(self, needed: int, op: str, site: str) -> None:
-        """Grow the slots to hold `needed` bytes, in step: all ranks see the same sizes at the same call."""
+    def grow(self, needed: int, op: str, site: str, slot: int = 0) -> None:
+        """Grow slots to hold `needed` bytes, in step: all ranks see the same sizes at the same call.
+
+        `slot`: a split slot grows alone, at a start, when no collective is open in it. The others grow together.
+        """
         exchange, arena = self._exchange, self._arena
         if exchange is None or arena is None:
             raise AssertionError("a session without an arena cannot grow")
         exchange.op, exchange.site = op, site
         self._growths += 1
-        before, size = arena.slot_bytes, round_slot_bytes(needed)
+        before, size = arena.bytes_of_slot(slot), round_slot_bytes(needed)
         doing = f"a call that needs {needed} bytes of landing area"
         try:
-            arena.grow_begin(size)
+            arena.grow_begin(size, slot)
             own = {"address": arena.data_address, "size": size, "needed": needed}
             segments = exchange.gather(f"grow/{self._growths}", own, "step", doing, self._check_peers)
             for rank, segment in enumerate(segments):
@@ -129,8 +134,8 @@ class Session:
             arena.stop_sharing()
         arena.grow_commit()
         log.info(
-            "group '%s': landing area grew from %d to %d bytes per slot (%d of arena), for %s at site '%s'",
-            exchange.group, before, size, self.arena_bytes, op, site,
+            "group '%s': landing area of %s grew from %d to %d bytes (%d of arena), for %s at site '%s'",
+            exchange.group, "each slot" if slot < SLOTS else f"split slot {slot - SLOTS}", before, size, self.arena_bytes, op, site,
         )  # fmt: skip
 
     def fail_collective(self, op: str, site: str, text: str) -> None:

@@ -5,6 +5,7 @@ deadline precedes it: the rendezvous begins once all ranks are there. NVLink mul
 
     words    flag words and abort word of every rank (csrc/cuda/state.h); zero before any rank uses them; never replaced
     slots    SLOTS per rank; replaced by larger ones when a call needs more. Slots that captured graphs address are kept
+    split    one memory for each split slot, made and replaced when a start needs more
 
 Freeing torch's memory synchronizes the whole device, without a deadline and with the GIL held. So it is freed only while the
 device is idle. Where that cannot be determined, the memory is kept until the process ends.
@@ -132,7 +133,9 @@ class SymmetricArena:
         self._data = _allocate(SLOTS * slot_bytes)
         self._retained: list[Any] = []
         self._next: Any = None
-        self._next_slot_bytes = 0
+        self._next_slot_bytes = self._next_slot = 0
+        self._split: dict[int, tuple[Any, Any, int]] = {}
+        """Split slots that were used: memory, torch's handle and bytes, by slot."""
         self._tokens: dict[int, str] = {}
         self.data_address = new_rendezvous_token()
         self.core: Any = None
@@ -160,21 +163,29 @@ class SymmetricArena:
         """Bytes of one slot."""
         return self._slot_bytes
 
+    def bytes_of_slot(self, slot: int) -> int:
+        """Return the bytes of a slot, 0 for a split slot that no call has used."""
+        if slot < SLOTS:
+            return self._slot_bytes
+        return self._split[slot][2] if slot in self._split else 0
+
     def check(self, op: str, site: str) -> None:
         """Raise when a rank of the group has failed or is gone. `op` and `site`: the call that waits for it."""
         self._host.check(op, site)
         self.core.check()
 
-    def grow_begin(self, slot_bytes: int) -> None:
-        """Allocate larger slots, then wait until no call of this rank uses the old ones."""
+    def grow_begin(self, slot_bytes: int, slot: int = 0) -> None:
+        """Allocate larger slots, or a larger split slot, then wait until no call of this rank uses the old memory."""
         refuse_capture("grow the landing area")
-        self._next, self._next_slot_bytes = _allocate(SLOTS * slot_bytes), slot_bytes
+        self._next = _allocate((SLOTS if slot < SLOTS else 1) * slot_bytes)
+        self._next_slot_bytes, self._next_slot = slot_bytes, slot
         self.data_address = new_rendezvous_token()
         self._tokens = {self._rank: self.data_address}
         # The wait protects the old slots: this rank's calls push into its peers' and read its own. Its eager calls end in issue
         # order on any stream, so the last call's event covers all of them. The exchange that follows waits for the peers'
         # calls, which push into this rank's slots. Replays of captured graphs are not covered, and need not be: slots that a
-        # graph addresses are kept (`_retained`). Calls of other groups and other work touch none of these slots.
+        # graph addresses are kept (`_retained`). Calls of other groups and other work touch none of these slots. The pushes of
+        # open split collectives may run on: they use other split slots, as a start finds its own closed.
         description = f"a call of group '{self._group}', whose landing area is to grow,"
         device_wait.wait_until(self.core.has_ended, description, self._abort.check)
 
@@ -186,18 +197,26 @@ class SymmetricArena:
         """Exchange pointers and switch to the larger slots. Collective."""
         name = rendezvous_name([self._tokens[rank] for rank in range(self._ranks)])
         pointers, handle = self._rendezvous(self._next, name)
-        self.core.replace(data=pointers, slot_bytes=self._next_slot_bytes)
-        self._retained.append((self._data, self._data_handle))
+        slot = self._next_slot
+        self.core.replace(data=pointers, slot_bytes=self._next_slot_bytes, slot=slot)
+        replaced = (self._data, self._data_handle) if slot < SLOTS else self._split.get(slot)
+        if replaced is not None:
+            self._retained.append(replaced)
         if self._can_free():
             self._retained.clear()
-        self._data, self._data_handle = self._next, handle
-        self._slot_bytes, self._next = self._next_slot_bytes, None
+        if slot < SLOTS:
+            self._data, self._data_handle = self._next, handle
+            self._slot_bytes = self._next_slot_bytes
+        else:
+            self._split[slot] = self._next, handle, self._next_slot_bytes
+        self._next = None
 
     def __del__(self) -> None:
         # Before a rendezvous no peer has the addresses, and nothing was issued.
         if hasattr(self, "_words_handle") and not self._can_free():
             handles = self._words_handle, getattr(self, "_data_handle", None)
-            _process.retained.append((self._words, self._data, *handles, self._retained, getattr(self, "_next", None)))
+            kept = self._words, self._data, *handles, self._retained, self._split, getattr(self, "_next", None)
+            _process.retained.append(kept)
 
     def _can_free(self) -> bool:
         """Return whether no graph addresses the memory and the device is idle. Takes at most a second.

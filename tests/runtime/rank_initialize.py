@@ -189,6 +189,9 @@ class FakeArena:
 
     data_address = "0"
 
+    def bytes_of_slot(self, slot: int) -> int:
+        return self.slot_bytes if slot < SLOTS else 0
+
     def rendezvous(self, tokens: list[str]) -> None:
         assert tokens == ["0"] * len(tokens)
 

@@ -75,6 +75,7 @@ def arena(core: Any, monkeypatch: pytest.MonkeyPatch) -> symm_mem.SymmetricArena
     made = symm_mem.SymmetricArena.__new__(symm_mem.SymmetricArena)
     made._group, made._rank, made._ranks, made._slot_bytes, made.core = "g", 0, 2, 64, core
     made._abort = AbortSignal("g")
+    made._split = {}
     made._retained, made._words, made._data = [], torch.empty(1), torch.empty(1)
     made._words_handle = made._data_handle = "old"
     return made
@@ -82,7 +83,7 @@ def arena(core: Any, monkeypatch: pytest.MonkeyPatch) -> symm_mem.SymmetricArena
 
 def core_of(ended: bool, captured: bool = False, free: bool = True) -> SimpleNamespace:
     return SimpleNamespace(
-        has_ended=lambda: ended, is_captured=captured, can_free=lambda: free, replace=lambda data, slot_bytes: None
+        has_ended=lambda: ended, is_captured=captured, can_free=lambda: free, replace=lambda data, slot_bytes, slot: None
     )
 
 

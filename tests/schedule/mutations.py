@@ -10,7 +10,7 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
-from ub_overlap.runtime.schedule import Schedule
+from ub_overlap.runtime.schedule import Key, Schedule
 from ub_overlap.runtime.schedule.effects import accesses
 from ub_overlap.runtime.schedule.steps import (
     Buf,
@@ -51,7 +51,7 @@ def harmful(schedule: Schedule) -> Iterator[Broken]:
     """Return every single-step deletion, dropped event, retargeted flag or region, and duplicated store."""
     for place, step in enumerate(schedule.steps):
         yield f"without {place} {step}", delete(schedule, place)
-        for changed in (*_without_events(step), *_retargeted(step, schedule.key.ranks)):
+        for changed in (*_without_events(step), *_retargeted(step, schedule.key)):
             yield f"{place} {step} as {changed}", _with(schedule, place, changed)
         if isinstance(step, (Copy, Compute, Reduce, Finish)):
             again = (*schedule.steps[: place + 1], replace(step, record=None), *schedule.steps[place + 1 :])
@@ -101,7 +101,8 @@ def _without_events(step: Step) -> Iterator[Step]:
         yield replace(step, after=())
 
 
-def _retargeted(step: Step, ranks: int) -> Iterator[Step]:
+def _retargeted(step: Step, key: Key) -> Iterator[Step]:
+    ranks = key.ranks
     match step:
         case Copy():
             yield from (replace(step, src=region) for region in _other_regions(step.src, ranks))
@@ -112,7 +113,7 @@ def _retargeted(step: Step, ranks: int) -> Iterator[Step]:
             # The previous piece, not the next: a source pushes in order, so a wait for a later piece is only stronger.
             yield replace(step, flag=replace(step.flag, index=step.flag.index - 1))
             yield from (replace(step, flag=flag) for flag in _other_flags(step.flag, ranks) if flag.index == step.flag.index)
-            yield replace(step, back=2 - step.back)
+            yield replace(step, back=key.slot_distance - step.back)
         case Compute():
             yield replace(step, accumulate=not step.accumulate)
             yield replace(step, index=step.index + 1)

@@ -91,7 +91,7 @@ def test_flag_rules() -> None:
     refused("flag", edited(1, good[1], replace(good[1], record=None)), "signalled twice")
     refused("flag", edited(3, replace(good[3], flag=Flag(FlagKind.READY, 1, 0, 7))), "no step of epoch 1 sends")
     refused("flag", edited(3, replace(good[3], back=2)), "expected 0, its own epoch")
-    refused("flag", edited(3, replace(good[3], flag=Flag(FlagKind.DONE, 1, 0), back=1)), "expected a multiple of the 2 slots")
+    refused("flag", edited(3, replace(good[3], flag=Flag(FlagKind.DONE, 1, 0), back=1)), "expected a multiple of 2")
 
 
 def test_circular_wait() -> None:

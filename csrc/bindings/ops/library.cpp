@@ -44,6 +44,8 @@ static void register_ops(torch::Library& m) {
     m.impl("scaled_matmul_reduce_scatter", &Dispatched<&scaled_matmul_reduce_scatter, ScaledScatteredRows>::call);
     m.impl("matmul_all_reduce", &Dispatched<&matmul_all_reduce, ReducedRows>::call);
     m.impl("bulk", &Dispatched<&bulk, BulkRows>::call);
+    m.impl("start_collective", &start_collective);
+    m.impl("finish_collective", &finish_collective);
 }
 
 TORCH_LIBRARY_IMPL(ub_overlap, CompositeExplicitAutograd, m) {
@@ -63,8 +65,9 @@ TORCH_LIBRARY_IMPL(ub_overlap, CUDA, m) {
     m.impl("fp8_cached_weight_insert", &fp8_cached_weight_insert);
     m.impl("fp8_cached_weight", &fp8_cached_weight);  // Python defines the schema: every device has the op
 #else
-    for (const char* op : {"all_gather_matmul", "all_gather_scaled_matmul", "matmul_reduce_scatter",
-                           "scaled_matmul_reduce_scatter", "matmul_all_reduce", "bulk"}) {
+    for (const char* op :
+         {"all_gather_matmul", "all_gather_scaled_matmul", "matmul_reduce_scatter", "scaled_matmul_reduce_scatter",
+          "matmul_all_reduce", "bulk", "start_collective", "finish_collective"}) {
         m.impl(op, torch::CppFunction::makeFromBoxedFunction<&no_executor>());
     }
 #endif

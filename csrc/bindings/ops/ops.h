@@ -48,6 +48,13 @@ TwoTensorsAndList matmul_all_reduce(const Site& site, at::TensorList lhs, at::Te
 TensorAndList bulk(const Site& site, const at::Tensor& input, at::TensorList lhs, at::TensorList rhs, std::string collective,
                    std::string reduce_op, at::ScalarType out_dtype);
 
+// Begins a collective and returns a token. Strategies are not dispatched: finish must run what start began.
+at::Tensor start_collective(const at::Tensor& input, std::string collective, std::string reduce_op, at::ScalarType out_dtype,
+                            int64_t split_slot, std::string strategy, std::string group, std::string site);
+// Returns the result of the collective that is open in the slot, started with the same arguments.
+at::Tensor finish_collective(const at::Tensor& token, const at::Tensor& input, std::string collective, std::string reduce_op,
+                             int64_t split_slot, std::string strategy, std::string group, std::string site);
+
 // Returns weights [N_i, K] as one matrix [sum of N_i, K]: their own memory if they lie next to each other, else a copy.
 at::Tensor packed_weight(at::TensorList weights);
 

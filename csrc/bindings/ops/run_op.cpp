@@ -28,6 +28,17 @@ Executor& executor_of(at::Device device, Call& call) {
     return cpu;
 }
 
+bool is_plain(const Session& session, const Call& call) {
+    return call.strategy == "none" || session.transport() == "c10d";
+}
+
+// Announces a call that a plain collective carries out.
+void announce_plain(const std::shared_ptr<Session>& session, const Call& call) {
+    plain_call() = {session, session->verify_only(call)};
+    const std::string reason = call.strategy == "none" ? std::string("none") + dispatched_by() : session->reason();
+    Stats::get().add(call.site, call.strategy, "c10d", reason, {}, false);
+}
+
 }  // namespace
 
 PlainCall& plain_call() {
@@ -38,15 +49,34 @@ PlainCall& plain_call() {
 bool run_on_transport(Builder& b, const std::function<void(Call&)>& prepare) {
     b.seal();
     std::shared_ptr<Session> session = b.session();
-    const bool strategy_is_none = b.call.strategy == "none";
-    if (strategy_is_none || session->transport() == "c10d") {
-        plain_call() = {session, session->verify_only(b.call)};
-        const std::string reason = strategy_is_none ? std::string("none") + dispatched_by() : session->reason();
-        Stats::get().add(b.call.site, b.call.strategy, "c10d", reason, {}, false);
+    if (is_plain(*session, b.call)) {
+        announce_plain(session, b.call);
         return false;
     }
     const SiteRange range(b.call);
     session->run(b.call, executor_of(b.device(), b.call), prepare);
+    return true;
+}
+
+bool start_on_transport(Builder& b, std::shared_ptr<void> input) {
+    b.seal();
+    std::shared_ptr<Session> session = b.session();
+    if (is_plain(*session, b.call)) return false;
+    const SiteRange range(b.call);
+    Executor& executor = executor_of(b.device(), b.call);
+    session->start(b.call, std::move(input), executor);
+    return true;
+}
+
+bool finish_on_transport(Builder& b) {
+    b.seal();
+    std::shared_ptr<Session> session = b.session();
+    if (is_plain(*session, b.call)) {
+        announce_plain(session, b.call);
+        return false;
+    }
+    const SiteRange range(b.call);
+    session->finish(b.call, executor_of(b.device(), b.call));
     return true;
 }
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from ..schedule_error import ScheduleError
 from ..steps import Key, Schedule
-from . import bulk_collectives, pipelined_all_reduce, pipelined_gather, pipelined_reduce_scatter
+from . import bulk_collectives, pipelined_all_reduce, pipelined_gather, pipelined_reduce_scatter, split_collectives
 
 BUILDERS: dict[str, Callable[[Key, int], Schedule]] = {
     "all_gather_matmul": pipelined_gather.build,
@@ -19,6 +19,9 @@ BUILDERS: dict[str, Callable[[Key, int], Schedule]] = {
     "bulk_all_gather": bulk_collectives.build_all_gather,
     "bulk_reduce_scatter": bulk_collectives.build_reduce_scatter,
     "bulk_all_reduce": bulk_collectives.build_all_reduce,
+    "split_all_gather": split_collectives.build_all_gather,
+    "split_reduce_scatter": split_collectives.build_reduce_scatter,
+    "split_all_reduce": split_collectives.build_all_reduce,
 }
 
 
@@ -67,3 +70,5 @@ def check_key(key: Key) -> None:
         refuse("only a reduction of products has terms: leave terms at 0")
     if key.independent < 0:
         refuse(f"independent must be 0 or more, got {key.independent}")
+    if key.is_split and key.independent:
+        refuse("a split collective has no matmuls of its own: leave independent at 0")

@@ -13,17 +13,13 @@ from __future__ import annotations
 
 from ..steps import Buf, FlagKind, Key, Region, Schedule
 from .reduction_phases import collect, reduce_own, scatter_input
-from .schedule_writer import ScheduleWriter, pieces
+from .schedule_writer import ScheduleWriter
 
 
 def build_all_gather(key: Key, rank: int) -> Schedule:
     """Build the schedule of `rank` for a "bulk_all_gather" key."""
     writer = ScheduleWriter(key, rank)
-    for peer in writer.peers_down:
-        writer.wait_slot_free(peer)
-        for index, (lo, hi) in enumerate(pieces(key)):
-            src, dst = Region(Buf.INPUT, rank, rank, lo, hi), Region(Buf.LANDING, peer, rank, lo, hi)
-            writer.push(src, dst, FlagKind.READY, index)
+    writer.push_shard()
     writer.independent_matmuls()
     writer.local_copy(Region(Buf.INPUT, rank, rank), Region(Buf.OUTPUT, rank, rank))
     collect(writer, Buf.LANDING, FlagKind.READY)

@@ -34,11 +34,7 @@ def build(key: Key, rank: int) -> Schedule:
     """Build the schedule of `rank` for an "all_gather_matmul" key."""
     writer = ScheduleWriter(key, rank)
     cuts = pieces(key)
-    for peer in writer.peers_down:
-        writer.wait_slot_free(peer)
-        for index, (lo, hi) in enumerate(cuts):
-            src, dst = Region(Buf.INPUT, rank, rank, lo, hi), Region(Buf.LANDING, peer, rank, lo, hi)
-            writer.push(src, dst, FlagKind.READY, index)
+    writer.push_shard()
 
     streaming, waiting = _split_consumers(key)
     is_pipelined = bool(streaming) or not waiting

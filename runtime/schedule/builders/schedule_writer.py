@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from ..steps import SLOTS, Buf, Compute, Copy, Flag, FlagKind, Key, Queue, Region, Schedule, Signal, Step, Wait
+from ..steps import Buf, Compute, Copy, Flag, FlagKind, Key, Queue, Region, Return, Schedule, Signal, Step, Wait
 
 
 def pieces(key: Key) -> list[tuple[Fraction, Fraction]]:
@@ -79,8 +79,8 @@ class ScheduleWriter:
         self.add(Wait(queue=Queue.COMPUTE, flag=Flag(kind, self.rank, source, index)))
 
     def wait_slot_free(self, peer: int, queue: Queue = Queue.COPY) -> None:
-        """Make `queue` wait until `peer` has read its slot's previous contents, of SLOTS calls ago."""
-        self.add(Wait(queue=queue, flag=Flag(FlagKind.DONE, self.rank, peer), back=SLOTS))
+        """Make `queue` wait until `peer` has read its slot's previous contents."""
+        self.add(Wait(queue=queue, flag=Flag(FlagKind.DONE, self.rank, peer), back=self.key.slot_distance))
 
     def signal(self, queue: Queue, kind: FlagKind, peer: int, index: int = 0) -> None:
         """Tell `peer` that everything before this step on `queue` is in its memory."""
@@ -91,6 +91,14 @@ class ScheduleWriter:
         self.add(Copy(queue=Queue.COPY, src=src, dst=dst, after=after))
         self.signal(Queue.COPY, kind, dst.rank, index)
 
+    def push_shard(self) -> None:
+        """Push the pieces of this rank's shard of a gather to all peers."""
+        for peer in self.peers_down:
+            self.wait_slot_free(peer)
+            for index, (lo, hi) in enumerate(pieces(self.key)):
+                src, dst = Region(Buf.INPUT, self.rank, self.rank, lo, hi), Region(Buf.LANDING, peer, self.rank, lo, hi)
+                self.push(src, dst, FlagKind.READY, index)
+
     def local_copy(self, src: Region, dst: Region) -> None:
         """Copy within this rank's memory on COMPUTE."""
         self.add(Copy(queue=Queue.COMPUTE, src=src, dst=dst))
@@ -100,6 +108,10 @@ class ScheduleWriter:
         for index in self.key.independent_indices:
             result = Region(Buf.RESULT, self.rank, 0, index=index)
             self.add(Compute(queue=Queue.COMPUTE, index=index, reads=(), writes=(result,)))
+
+    def split(self) -> None:
+        """End the steps of `start`. The next ones are those of `finish`."""
+        self.add(Return(queue=Queue.COMPUTE))
 
     def close(self) -> Schedule:
         """Add the tail of every op and return the schedule.

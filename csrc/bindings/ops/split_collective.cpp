@@ -1,0 +1,68 @@
+// A collective as two ops. Both build the same call: finish finds the open one by its slot and compares their tags.
+#include <memory>
+
+#include "bindings/fallback.h"
+#include "bindings/ops/collective_sizes.h"
+#include "bindings/ops/ops.h"
+#include "bindings/ops/run_op.h"
+
+namespace ub_overlap {
+namespace {
+
+// Fills in all of the call but its buffers. Returns the sizes of the result.
+std::vector<int64_t> describe_call(Builder& b, const Tensor& input, const std::string& collective, const std::string& reduce_op,
+                                   at::ScalarType out_dtype, int64_t split_slot) {
+    Call& call = b.call;
+    b.check(!call.key.striped && !call.key.direct, "a split collective has neither stripes nor products at their owners",
+            call.strategy, "'bulk', 'bulk:chunks=N' or 'none'");
+    b.check(0 <= split_slot && split_slot < split_slots, "there is no such split slot", std::to_string(split_slot),
+            "0 to " + std::to_string(split_slots - 1));
+    call.key.kind = "split_" + collective;
+    call.split_slot = static_cast<int>(split_slot);
+    std::vector<int64_t> sizes = deal_rows(b, input, collective, reduce_op, out_dtype);
+    b.describe("input", input);
+    b.note("reduce_op", reduce_op);
+    b.note("out_dtype", c10::toString(out_dtype));
+    b.note("split_slot", split_slot);
+    return sizes;
+}
+
+}  // namespace
+
+Tensor start_collective(const Tensor& input, std::string collective, std::string reduce_op, at::ScalarType out_dtype,
+                        int64_t split_slot, std::string strategy, std::string group, std::string site) {
+    return run_op(input.device(), [&] {
+        const Site at{strategy, group, site};
+        Builder b("split " + collective, input.device(), at);
+        describe_call(b, input, collective, reduce_op, out_dtype, split_slot);
+        const Tensor dense = input.contiguous();
+        b.call.input = data_of(dense);
+        start_on_transport(b, std::make_shared<Tensor>(dense));
+        return at::empty({1}, input.options().dtype(at::kByte));
+    });
+}
+
+Tensor finish_collective(const Tensor& token, const Tensor& input, std::string collective, std::string reduce_op,
+                         at::ScalarType out_dtype, int64_t split_slot, std::string strategy, std::string group,
+                         std::string site) {
+    return run_op(input.device(), [&]() -> Tensor {
+        const Site at{strategy, group, site};
+        Builder b("split " + collective, input.device(), at);
+        const std::vector<int64_t> sizes = describe_call(b, input, collective, reduce_op, out_dtype, split_slot);
+        Tensor out = at::empty(sizes, input.options().dtype(out_dtype));
+        b.call.output = data_of(out);
+        if (finish_on_transport(b)) return out;
+        WithGil gil;
+        return FallbackCall("finish_collective")
+            .tensor(token)
+            .tensor(input)
+            .text(collective)
+            .text(reduce_op)
+            .dtype(out_dtype)
+            .integer(split_slot)
+            .run(at)
+            .at(0);
+    });
+}
+
+}  // namespace ub_overlap

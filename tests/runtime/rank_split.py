@@ -1,0 +1,197 @@
+"""Rank functions of test_split.py: several split collectives open at once, with other calls between, delays and faults."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ub_overlap.runtime import settings
+
+from . import rank_ops
+from .oracle import data
+from .rank_failures import attempt, fresh
+from .rank_sessions import C, OPS, gather, reset, scatter
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+def start(name: str, collective: str, shard: torch.Tensor, slot: int = 0, **options: str) -> torch.Tensor:
+    return OPS.start_collective(shard, collective, "sum", slot, options.get("strategy", "bulk"), name, site(slot, options))
+
+
+def finish(name: str, collective: str, token: torch.Tensor, shard: torch.Tensor, slot: int = 0, **options: str) -> torch.Tensor:
+    strategy = options.get("strategy", "bulk")
+    return OPS.finish_collective(token, shard, collective, "sum", slot, strategy, name, site(slot, options))
+
+
+def site(slot: int, options: dict[str, str]) -> str:
+    return options.get("site", f"/split.{slot}")
+
+
+def whole(name: str, collective: str, shard: torch.Tensor) -> torch.Tensor:
+    """Run the same schedule in one piece."""
+    return OPS.bulk(shard, [], [], collective, "sum", "bulk", name, "/bulk")[0]
+
+
+def expected(rank: int, world: int, collective: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """Compute the result from all ranks' inputs: sums in fp32 in rank order, rounded once."""
+    shards = [data(*shape, seed=seed + r).to(dtype) for r in range(world)]
+    if collective == "all_gather":
+        return torch.cat(shards)
+    total = shards[0].float()
+    for shard in shards[1:]:
+        total = total + shard.float()
+    rows = shape[0] // world
+    return (total if collective == "all_reduce" else total[rank * rows : (rank + 1) * rows]).to(dtype)
+
+
+def random_program(rank: int, world: int, times: int, delay_us: int, seed: int) -> list[str]:
+    """Start, finish and run other calls in a random order, the same on all ranks, with random delays. Compare bit by bit."""
+    name, bad = rank_ops.group(), []
+    order = random.Random(seed)
+    opened: dict[int, tuple[Any, ...]] = {}
+
+    def end(slot: int) -> None:
+        collective, token, shard, want, strategy = opened.pop(slot)
+        if not torch.equal(finish(name, collective, token, shard, slot, strategy=strategy), want):
+            bad.append(f"{collective} in slot {slot} at step {step}")
+
+    with reset():
+        C.testing.set_random_delay(delay_us, 7 * rank + seed)
+        for step in range(times):
+            slot, what = order.randrange(4), order.randrange(6)
+            collective, dtype = order.choice(COLLECTIVES), order.choice((torch.float32, torch.bfloat16))
+            rows, grows = order.randrange(1, 5) * world, order.random() < 0.05
+            strategy = order.choice(("bulk", f"bulk:chunks={2 * world}"))
+            if what == 0:
+                bad += gather(name, rank, world, 5, seed=step)
+            elif what == 1:
+                bad += scatter(name, rank, world, 4, seed=step)
+            elif what == 2 and opened:
+                end(order.choice(sorted(opened)))
+            else:
+                if slot in opened:
+                    end(slot)
+                shape = (rows, 40_000 if grows else 7)  # a larger slot: it grows while others are open
+                shard = data(*shape, seed=step + rank).to(dtype)
+                want = expected(rank, world, collective, shape, step, dtype)
+                token = start(name, collective, shard, slot, strategy=strategy)
+                opened[slot] = (collective, token, shard, want, strategy)
+        for slot in sorted(opened):
+            end(slot)
+    return bad[:5]
+
+
+def equals_bulk(rank: int, world: int) -> list[str]:
+    """A split collective equals bulk and, where nothing is summed, c10d bit by bit. Strided inputs are copied first."""
+    name, bad = rank_ops.group(), []
+    for collective in COLLECTIVES:
+        for shard in (data(3 * world, 5, seed=rank), data(5, 3 * world, seed=rank).t(), data(2 * world, seed=rank).half()):
+            token = start(name, collective, shard)
+            assert (token.shape, token.dtype) == ((1,), torch.uint8)
+            if not torch.equal(finish(name, collective, token, shard), whole(name, collective, shard)):
+                bad.append(f"{collective} {tuple(shard.shape)}")
+    shard = data(3, 5, seed=rank)
+    out = finish(name, "all_gather", start(name, "all_gather", shard), shard)
+    plain = shard.new_empty(3 * world, 5)
+    dist.all_gather_into_tensor(plain, shard)
+    none = {"strategy": "none"}
+    fallback = finish(name, "all_gather", start(name, "all_gather", shard, **none), shard, **none)
+    return bad + [f"{what} differs from c10d" for what, t in (("split", out), ("none", fallback)) if not torch.equal(t, plain)]
+
+
+def misuse(rank: int, world: int) -> list[dict[str, Any]]:
+    """Errors of one rank's own program: all ranks get them, and the group stays usable."""
+    name, shard = fresh(world), data(4, 4, seed=rank)
+    found = [attempt(lambda: finish(name, "all_gather", shard, shard))]
+    token = start(name, "all_gather", shard)
+    found.append(attempt(lambda: start(name, "all_gather", shard, site="/second")))
+    found.append(attempt(lambda: finish(name, "all_gather", token, shard, site="/second")))
+    found.append(attempt(lambda: start(name, "all_gather", shard, 8)))
+    found.append(attempt(lambda: start(name, "all_gather", shard, 1, strategy="direct")))
+    out = finish(name, "all_gather", token, shard)
+    good = torch.equal(out, torch.cat([data(4, 4, seed=r) for r in range(world)]))
+    return [*found, {"error": "" if good else "wrong"}]
+
+
+def never_finishes(rank: int, world: int, step_s: float) -> dict[str, Any]:
+    """The last rank starts and never finishes. Peers finish, and their next use of the slot names it."""
+    name, shard = fresh(world), data(4, 4, seed=rank)
+    with reset():
+        settings.configure(step_timeout_s=step_s)
+        token = start(name, "all_gather", shard)
+        first = attempt(lambda: rank == world - 1 or finish(name, "all_gather", token, shard))
+        other = gather(name, rank, world, 4)  # calls between are not hindered
+
+        def again() -> None:
+            if rank != world - 1:
+                finish(name, "all_gather", start(name, "all_gather", shard), shard)
+
+        found = attempt(again)
+        dist.barrier()
+        return {"first": first["error"], "other": other, **found}
+
+
+def never_starts(rank: int, world: int, step_s: float) -> dict[str, Any]:
+    """The last rank skips a start and its finish, after one that it made."""
+    name, shard = fresh(world), data(4, 4, seed=rank)
+    with reset():
+        settings.configure(step_timeout_s=step_s)
+        finish(name, "all_gather", start(name, "all_gather", shard), shard)
+        found = attempt(
+            lambda: rank == world - 1 or finish(name, "all_gather", start(name, "all_gather", shard), shard)
+        )
+        dist.barrier()
+        return found
+
+
+def other_order(rank: int, world: int, same_slot: bool, step_s: float) -> dict[str, Any]:
+    """Rank 1 runs two collectives in the other order."""
+    name, shard = fresh(world), data(4, 4, seed=rank)
+    with reset():
+        settings.configure(step_timeout_s=step_s)
+        finish(name, "all_gather", start(name, "all_gather", shard), shard)
+        finish(name, "all_gather", start(name, "all_gather", shard, 1), shard, 1)
+
+        def body() -> None:
+            for number in (1, 0) if rank == 1 else (0, 1):
+                slot, of = 0 if same_slot else number, {"site": f"/order.{number}"}
+                finish(name, "all_gather", start(name, "all_gather", shard, slot, **of), shard, slot, **of)
+
+        found = attempt(body)
+        dist.barrier()
+        return found
+
+
+def dies_between(rank: int, world: int, step_s: float) -> dict[str, Any]:
+    """Rank 1 ends between the start and the finish of an all_reduce, whose second phase needs it."""
+    name, shard = fresh(world), data(4, 4, seed=rank)
+    settings.configure(step_timeout_s=step_s)
+    gather(name, rank, world, 4)
+    token = start(name, "all_reduce", shard)
+    if rank == 1:
+        os._exit(0)
+    return attempt(lambda: finish(name, "all_reduce", token, shard))
+
+
+def left_open(rank: int, world: int) -> list[str]:
+    """A group is destroyed while a collective is open."""
+    group = dist.new_group(list(range(world)))
+    shard = data(4, 4, seed=rank)
+    start(group.group_name, "all_gather", shard)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    C.close_destroyed_groups()
+    return gather(rank_ops.group(), rank, world, 4)
+
+
+def fake_sizes(rank: int, world: int, collective: str) -> tuple[int, ...]:
+    with FakeTensorMode():
+        shard = torch.empty(8, 3)
+        token = start(rank_ops.group(), collective, shard)
+        return tuple(finish(rank_ops.group(), collective, token, shard).shape)

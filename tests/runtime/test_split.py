@@ -1,0 +1,91 @@
+"""start_collective and finish_collective on the CPU executor: results bit by bit, misuse, and ranks that fail between."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness.ranks import RankPool
+from ub_overlap.runtime import ops
+
+from . import rank_split
+from .spawn import run_ranks
+
+STEP = 2.5
+SLACK = 20.0
+
+
+@pytest.mark.parametrize(("world", "times"), [(2, 160), (3, 60)])
+def test_any_order_with_delays(pools: dict[int, RankPool], world: int, times: int) -> None:
+    assert pools[world].run(rank_split.random_program, times, 300, world, timeout=120) == [[]] * world
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_equals_bulk_and_c10d(pools: dict[int, RankPool], world: int) -> None:
+    assert pools[world].run(rank_split.equals_bulk, timeout=60) == [[]] * world
+
+
+def test_misuse_is_named_and_harmless(pools: dict[int, RankPool]) -> None:
+    for found in pools[2].run(rank_split.misuse, timeout=60):
+        assert [one["error"] for one in found] == ["OptionError"] * 5 + [""], found
+        texts = [one["text"] for one in found[:5]]
+        assert "split slot 0 has no open collective" in texts[0]
+        assert "split all_gather at site '/split.0' was started and not finished" in texts[1]
+        assert "split slot 0 holds another collective than the one to finish" in texts[2]
+        assert "there is no such split slot" in texts[3]
+        assert "neither stripes nor products at their owners" in texts[4]
+
+
+def test_a_rank_that_never_finishes(pools: dict[int, RankPool]) -> None:
+    """Peers finish, and run other calls. The next collective of the slot names the rank."""
+    *peers, last = pools[3].run(rank_split.never_finishes, STEP, timeout=60)
+    for found in (*peers, last):
+        assert (found["first"], found["other"]) == ("", []), found
+    for found in peers:
+        assert (found["error"], found["ranks"]) == ("PeerTimeoutError", (2,)), found
+        assert "split all_gather at site '/split.0', phase " in found["text"]
+        assert STEP * 0.9 < found["seconds"] < STEP + SLACK
+
+
+def test_a_rank_that_never_starts(pools: dict[int, RankPool]) -> None:
+    for found in pools[3].run(rank_split.never_starts, STEP, timeout=60)[:2]:
+        assert (found["error"], found["ranks"]) == ("PeerTimeoutError", (2,)), found
+        assert "split all_gather at site '/split.0', phase " in found["text"]
+
+
+def test_another_order_in_one_slot(pools: dict[int, RankPool]) -> None:
+    for found in pools[2].run(rank_split.other_order, True, 30.0, timeout=60):
+        assert found["error"] == "SiteMismatchError", found
+        assert "/order.0" in found["text"]
+        assert "/order.1" in found["text"]
+        assert found["seconds"] < 25, "a mismatch needs no deadline"
+
+
+def test_another_order_of_two_slots(pools: dict[int, RankPool]) -> None:
+    for found in pools[2].run(rank_split.other_order, False, STEP, timeout=60):
+        assert found["error"] == "PeerTimeoutError", found
+        assert "/order." in found["text"]
+        assert found["seconds"] < 2 * STEP + SLACK
+
+
+def test_a_rank_that_dies_between() -> None:
+    found = run_ranks(rank_split.dies_between, 2, 60.0)[0]
+    assert (found["error"], found["ranks"]) == ("PeerTimeoutError", (1,)), found
+    assert "split all_reduce at site '/split.0'" in found["text"]
+    assert found["seconds"] < SLACK
+
+
+def test_a_group_destroyed_with_an_open_collective(pools: dict[int, RankPool]) -> None:
+    assert pools[2].run(rank_split.left_open, timeout=60) == [[], []]
+
+
+def test_schemas_mutate_nothing() -> None:
+    """Inductor may move and drop the ops, and orders finish after start by the token."""
+    for name in ("start_collective", "finish_collective"):
+        schema = ops.DEFINITIONS[name].overload._schema
+        assert not schema.is_mutable
+        assert not any(argument.alias_info for argument in (*schema.arguments, *schema.returns))
+
+
+@pytest.mark.parametrize(("collective", "rows"), [("all_gather", 16), ("reduce_scatter", 4), ("all_reduce", 8)])
+def test_fakes(pools: dict[int, RankPool], collective: str, rows: int) -> None:
+    assert pools[2].run(rank_split.fake_sizes, collective, timeout=30) == [(rows, 3)] * 2

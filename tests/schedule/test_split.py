@@ -1,0 +1,144 @@
+"""Split collectives: several open at once, other calls between start and finish, and starts that do too much."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ub_overlap.runtime.schedule import Key, Schedule, ScheduleError, build_all, check, check_interleaved, check_sequence
+from ub_overlap.runtime.schedule.interpret import Machine, SimulatedCall
+from ub_overlap.runtime.schedule.steps import (
+    Buf,
+    Copy,
+    Flag,
+    FlagKind,
+    Part,
+    Queue,
+    Region,
+    Return,
+    Wait,
+)
+
+SPLIT = ("split_all_gather", "split_reduce_scatter", "split_all_reduce")
+Program = list[tuple[int, Part]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("kind", SPLIT)
+@pytest.mark.parametrize("other", [*SPLIT, "bulk_all_reduce", "all_gather_matmul"])
+def test_interleavings_are_proven(ranks: int, kind: str, other: str) -> None:
+    contracts = (False,) if other == "all_gather_matmul" else ()
+    check_interleaved(Key(kind, ranks), Key(other, ranks, contracts=contracts))
+    check_interleaved(Key(other, ranks, contracts=contracts), Key(kind, ranks, 2 * ranks))
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[list[SimulatedCall], Program]:
+    """Draw calls, split ones on up to three slots, and an order in which all are issued and finished."""
+    ranks = draw(st.integers(1, 4))
+    chunks = draw(st.sampled_from([0, 1, ranks, 2 * ranks]))
+    kinds = [Key(kind, ranks, chunks) for kind in SPLIT]
+    kinds += [Key("bulk_all_gather", ranks, chunks), Key("matmul_all_reduce", ranks, chunks, terms=1)]
+    calls: list[SimulatedCall] = []
+    program: Program = []
+    opened: dict[int, int] = {}  # split slot -> number of the call
+    for number in range(draw(st.integers(1, 7))):
+        key = draw(st.sampled_from(kinds))
+        slot = draw(st.integers(0, 2))
+        rows = draw(st.lists(st.integers(0, 3), min_size=ranks, max_size=ranks))
+        calls.append(SimulatedCall(build_all(key), tuple(range(ranks)), number + 1, tuple(rows), slot))
+        if not key.is_split:
+            program.append((number, Part.WHOLE))
+            continue
+        if slot in opened:
+            program.append((opened.pop(slot), Part.FINISH))
+        program.append((number, Part.START))
+        opened[slot] = number
+        for ended in draw(st.lists(st.sampled_from(sorted(opened)), max_size=2, unique=True)):
+            program.append((opened.pop(ended), Part.FINISH))
+    program += [(number, Part.FINISH) for number in opened.values()]
+    return calls, program
+
+
+@settings(max_examples=80, deadline=None)
+@given(programs(), st.integers(0, 2**32))
+def test_every_order_is_proven_and_right(drawn: tuple[list[SimulatedCall], Program], seed: int) -> None:
+    calls, program = drawn
+    check_sequence([call.schedules for call in calls], split_slots=[call.split_slot for call in calls], program=program)
+    outcome = Machine(calls, seed, programs=dict.fromkeys(calls[0].group, program)).run()
+    assert outcome.is_clean, outcome
+    assert len(outcome.ended) == len(calls) * len(calls[0].group)
+
+
+def test_a_rank_that_never_finishes_blocks_only_its_slot() -> None:
+    """Peers finish the open collective and other calls. The next finish of the slot waits for the rank."""
+    split = SimulatedCall(build_all(Key("split_all_gather", 2)), (0, 1), 1, (2, 2))
+    other = SimulatedCall(build_all(Key("bulk_all_reduce", 2)), (0, 1), 2, (2, 2))
+    right: Program = [(0, Part.START), (1, Part.WHOLE), (0, Part.FINISH), (2, Part.START), (2, Part.FINISH)]
+    never: Program = [(0, Part.START), (1, Part.WHOLE)]
+    for seed in range(6):
+        outcome = Machine([split, other, split], seed, programs={0: right, 1: never}).run()
+        assert sorted(outcome.ended) == [(0, 0), (1, 0), (1, 1)]
+        assert not outcome.wrong
+        assert len(outcome.blocked) == 1
+        assert "rank 0 call 2: Wait READY@0 from 1" in outcome.blocked[0]
+
+
+def test_orders_that_differ_between_ranks() -> None:
+    """In one slot they are a mismatch of sites. Between slots they are right, or a wait that ends at its deadline."""
+    calls = [SimulatedCall(build_all(Key("split_all_gather", 2)), (0, 1), tag, (2, 2), slot) for tag, slot in ((1, 0), (2, 0))]
+    forth: Program = [(0, Part.START), (0, Part.FINISH), (1, Part.START), (1, Part.FINISH)]
+    back: Program = [(1, Part.START), (1, Part.FINISH), (0, Part.START), (0, Part.FINISH)]
+    for seed in range(6):
+        outcome = Machine(calls, seed, programs={0: forth, 1: back}).run()
+        assert outcome.mismatched
+        assert not outcome.wrong
+    calls[1] = replace(calls[1], split_slot=1)
+    for seed in range(6):
+        outcome = Machine(calls, seed, programs={0: forth, 1: back}).run()
+        assert len(outcome.blocked) == 2
+        assert not outcome.wrong
+    opened = [(0, Part.START), (1, Part.START), (0, Part.FINISH), (1, Part.FINISH)]
+    swapped = [(1, Part.START), (0, Part.START), (1, Part.FINISH), (0, Part.FINISH)]
+    for seed in range(6):
+        assert Machine(calls, seed, programs={0: opened, 1: swapped}).run().is_clean
+
+
+def refused(rule: str, key: Key, steps: list[object], says: str = "") -> None:
+    schedules = list(build_all(key))
+    schedules[0] = Schedule(key, 0, tuple(steps))  # type: ignore[arg-type]
+    with pytest.raises(ScheduleError, match=f"{rule}.*{says}"):
+        check(schedules)
+
+
+def test_starts_that_do_too_much_are_refused() -> None:
+    key = Key("split_all_gather", 2)
+    steps = list(build_all(key)[0].steps)
+    cut = next(i for i, step in enumerate(steps) if isinstance(step, Return))
+    end = steps[cut]
+    refused("split", key, [step for step in steps if step is not end], "0 Return steps")
+    refused("split", key, [*steps, end], "2 Return steps")
+    refused("split", key, [*steps[:cut], replace(end, queue=Queue.COPY), *steps[cut + 1 :]], "expected 1 on COMPUTE")
+    early = Wait(queue=Queue.COPY, flag=Flag(FlagKind.READY, 0, 1))
+    refused("split", key, [early, *steps], "waits for no peer")
+    local = Copy(queue=Queue.COMPUTE, src=Region(Buf.INPUT, 0, 0), dst=Region(Buf.OUTPUT, 0, 0))
+    refused("split", key, [local, *steps], "runs no COMPUTE step")
+    refused("split", key, [replace(local, queue=Queue.COPY), *steps], "belongs to finish")
+    bulk = Key("bulk_all_gather", 2)
+    refused("split", bulk, [end, *build_all(bulk)[0].steps], "expected 0")
+
+
+def test_a_slot_needs_its_done() -> None:
+    """Without the wait for DONE the next start overwrites what a late peer has not read."""
+    key = Key("split_reduce_scatter", 2)
+    broken = tuple(
+        replace(schedule, steps=tuple(s for s in schedule.steps if not (isinstance(s, Wait) and s.back)))
+        for schedule in build_all(key)
+    )
+    with pytest.raises(ScheduleError, match="slot reuse|flag overwritten"):
+        check_sequence([broken, broken])
+    call = SimulatedCall(broken, (0, 1), 1, (2, 2))
+    assert any(Machine([call] * 3, seed).run().wrong for seed in range(40))
