@@ -12,8 +12,9 @@ One call (`check`), over all ranks at once:
    no input is still read: the caller may use, free or overwrite both;
 7. *heard*: before that step, every peer's READY (of this epoch, with this site's tag) has been seen.
 
-Several calls (`check_sequence`): 1 and 2 across calls, whole or as start and finish with other calls between. Also, a call accesses an arena slot only after the previous call of the
-slot is done with it, and no flag word is overwritten before its waiter has seen it.
+Several calls (`check_sequence`): 1 and 2 across calls, whole or as start and finish with other calls between. Also, a call
+accesses an arena slot only after the previous call of the slot is done with it, and no flag word is overwritten before its
+waiter has seen it.
 
 A key (`check_key_proof`): `check`, and *released*: a rank signals READY to a peer only after it has seen the slot's earlier
 DONE of that peer, and signals DONE to a peer only after its waits for that peer's READY have ended. So an executor may clear

@@ -19,7 +19,8 @@ def check_split(schedules: Sequence[Schedule]) -> None:
         expected = int(schedule.key.is_split)
         if len(returns) != expected or any(step.queue is not Queue.COMPUTE for step in returns):
             raise ScheduleError(
-                "split", f"rank {schedule.rank} has {len(returns)} Return steps, expected {expected} on COMPUTE, in {schedule.key}"
+                "split",
+                f"rank {schedule.rank} has {len(returns)} Return steps, expected {expected} on COMPUTE, in {schedule.key}",
             )
         if expected:
             _check_start(schedule)

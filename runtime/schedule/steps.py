@@ -221,7 +221,8 @@ class Key:
     """Everything a schedule depends on. Equal keys give equal schedules, so it is also the cache key in C++.
 
     kind: "all_gather_matmul" | "matmul_reduce_scatter" | "matmul_all_reduce" | "bulk_all_gather" | "bulk_reduce_scatter" |
-    "bulk_all_reduce" | "split_all_gather" | "split_reduce_scatter" | "split_all_reduce". chunks: pieces that the split dimension is cut into over the whole group (0: one per rank).
+    "bulk_all_reduce" | "split_all_gather" | "split_reduce_scatter" | "split_all_reduce".
+    chunks: pieces that the split dimension is cut into over the whole group (0: one per rank).
     contracts: one bool per consumer, True where its matmul contracts over the gathered dimension.
     terms: matmuls summed before a scatter or reduce. independent: matmuls that neither read nor feed the collective; their
     RESULTs are behind the consumers'. A bulk op has no other matmuls. shard_dim_is_last: shards cannot be cut, because a
@@ -274,8 +275,11 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The steps of `rank` for `key`, in issue order. Those of a split collective have one `Return`. A rank issues each record or signal before the steps that wait for it, so
-    one host thread can issue the schedule to any number of queues."""
+    """The steps of `rank` for `key`, in issue order. Those of a split collective have one `Return`.
+
+    A rank issues each record or signal before the steps that wait for it. So one host thread can issue the schedule to any
+    number of queues.
+    """
 
     key: Key
     rank: int

@@ -134,8 +134,8 @@ class Session:
             arena.stop_sharing()
         arena.grow_commit()
         log.info(
-            "group '%s': landing area of %s grew from %d to %d bytes (%d of arena), for %s at site '%s'",
-            exchange.group, "each slot" if slot < SLOTS else f"split slot {slot - SLOTS}", before, size, self.arena_bytes, op, site,
+            "group '%s': landing area%s grew from %d to %d bytes per slot (%d of arena), for %s at site '%s'",
+            exchange.group, "" if slot < SLOTS else f" of split slot {slot - SLOTS}", before, size, self.arena_bytes, op, site,
         )  # fmt: skip
 
     def fail_collective(self, op: str, site: str, text: str) -> None:

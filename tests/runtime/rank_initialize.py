@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import ub_overlap
 from ub_overlap.runtime import errors, ops, settings
+from ub_overlap.runtime.schedule.steps import SLOTS
 from ub_overlap.runtime.session import bind, session, symm_mem, watchdog
 
 from .rank_sessions import gather, reset, scatter

@@ -15,7 +15,7 @@ from ub_overlap.runtime import settings
 from . import rank_ops
 from .oracle import data
 from .rank_failures import attempt, fresh
-from .rank_sessions import C, OPS, gather, reset, scatter
+from .rank_sessions import OPS, C, gather, reset, scatter
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -143,9 +143,7 @@ def never_starts(rank: int, world: int, step_s: float) -> dict[str, Any]:
     with reset():
         settings.configure(step_timeout_s=step_s)
         finish(name, "all_gather", start(name, "all_gather", shard), shard)
-        found = attempt(
-            lambda: rank == world - 1 or finish(name, "all_gather", start(name, "all_gather", shard), shard)
-        )
+        found = attempt(lambda: rank == world - 1 or finish(name, "all_gather", start(name, "all_gather", shard), shard))
         dist.barrier()
         return found
 

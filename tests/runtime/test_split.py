@@ -68,7 +68,7 @@ def test_another_order_of_two_slots(pools: dict[int, RankPool]) -> None:
 
 
 def test_a_rank_that_dies_between() -> None:
-    found = run_ranks(rank_split.dies_between, 2, 60.0)[0]
+    found = run_ranks("tests.runtime.rank_split:dies_between", 2, args=(60.0,), timeout=60)[0].value
     assert (found["error"], found["ranks"]) == ("PeerTimeoutError", (1,)), found
     assert "split all_reduce at site '/split.0'" in found["text"]
     assert found["seconds"] < SLACK
