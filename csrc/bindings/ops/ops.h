@@ -53,7 +53,8 @@ at::Tensor start_collective(const at::Tensor& input, std::string collective, std
                             int64_t split_slot, std::string strategy, std::string group, std::string site);
 // Returns the result of the collective that is open in the slot, started with the same arguments.
 at::Tensor finish_collective(const at::Tensor& token, const at::Tensor& input, std::string collective, std::string reduce_op,
-                             int64_t split_slot, std::string strategy, std::string group, std::string site);
+                             at::ScalarType out_dtype, int64_t split_slot, std::string strategy, std::string group,
+                             std::string site);
 
 // Returns weights [N_i, K] as one matrix [sum of N_i, K]: their own memory if they lie next to each other, else a copy.
 at::Tensor packed_weight(at::TensorList weights);
