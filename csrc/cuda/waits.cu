@@ -181,7 +181,8 @@ __global__ void __launch_bounds__(32) begin_kernel(Group g, int slot, uint32_t t
         LocalState* s = g.local;
         const bool is_split = slot >= slots;
         if (is_split) open_split_slot(g, slot, tag, timeout_ns);
-        uint32_t epoch = (is_split ? s->last_epoch[slot] : take_group_lock(g, timeout_ns)) + 1;
+        const auto* last = reinterpret_cast<const volatile uint32_t*>(&s->last_epoch[slot]);
+        uint32_t epoch = (is_split ? *last : take_group_lock(g, timeout_ns)) + 1;
         if (epoch == 0) epoch = 1;
         __threadfence();  // sees what the previous call has written, maybe on another stream
         if (!is_split) *reinterpret_cast<volatile uint64_t*>(&s->epoch_and_lock) = group_lock | epoch;

@@ -26,7 +26,9 @@ from torch import Tensor
 from . import bulk
 from .definition import OpDefinition
 
-_ARGUMENTS = "Tensor input, str collective, str reduce_op, ScalarType out_dtype, int split_slot, str strategy, str group, str site"
+_ARGUMENTS = (
+    "Tensor input, str collective, str reduce_op, ScalarType out_dtype, int split_slot, str strategy, str group, str site"
+)
 START_SCHEMA = f"start_collective({_ARGUMENTS}) -> Tensor"
 FINISH_SCHEMA = f"finish_collective(Tensor token, {_ARGUMENTS}) -> Tensor"
 

@@ -20,25 +20,28 @@ from .rank_sessions import OPS, C, gather, reset, scatter
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
-def start(name: str, collective: str, shard: torch.Tensor, slot: int = 0, **options: str) -> torch.Tensor:
-    return OPS.start_collective(shard, collective, "sum", slot, options.get("strategy", "bulk"), name, site(slot, options))
+def start(name: str, collective: str, shard: torch.Tensor, slot: int = 0, **options: Any) -> torch.Tensor:
+    return OPS.start_collective(shard, *arguments(name, collective, shard, slot, options))
 
 
-def finish(name: str, collective: str, token: torch.Tensor, shard: torch.Tensor, slot: int = 0, **options: str) -> torch.Tensor:
-    strategy = options.get("strategy", "bulk")
-    return OPS.finish_collective(token, shard, collective, "sum", slot, strategy, name, site(slot, options))
+def finish(name: str, collective: str, token: torch.Tensor, shard: torch.Tensor, slot: int = 0, **options: Any) -> torch.Tensor:
+    return OPS.finish_collective(token, shard, *arguments(name, collective, shard, slot, options))
 
 
-def site(slot: int, options: dict[str, str]) -> str:
-    return options.get("site", f"/split.{slot}")
+def arguments(name: str, collective: str, shard: torch.Tensor, slot: int, options: dict[str, Any]) -> tuple[Any, ...]:
+    """Return all arguments but the tensors. options: dtype of the result, strategy, site."""
+    strategy, site = options.get("strategy", "bulk"), options.get("site", f"/split.{slot}")
+    return collective, "sum", options.get("dtype", shard.dtype), slot, strategy, name, site
 
 
 def whole(name: str, collective: str, shard: torch.Tensor) -> torch.Tensor:
     """Run the same schedule in one piece."""
-    return OPS.bulk(shard, [], [], collective, "sum", "bulk", name, "/bulk")[0]
+    return OPS.bulk(shard, [], [], collective, "sum", shard.dtype, "bulk", name, "/bulk")[0]
 
 
-def expected(rank: int, world: int, collective: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.Tensor:
+def expected(
+    rank: int, world: int, collective: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype, out_dtype: torch.dtype
+) -> torch.Tensor:
     """Compute the result from all ranks' inputs: sums in fp32 in rank order, rounded once."""
     shards = [data(*shape, seed=seed + r).to(dtype) for r in range(world)]
     if collective == "all_gather":
@@ -47,7 +50,7 @@ def expected(rank: int, world: int, collective: str, shape: tuple[int, ...], see
     for shard in shards[1:]:
         total = total + shard.float()
     rows = shape[0] // world
-    return (total if collective == "all_reduce" else total[rank * rows : (rank + 1) * rows]).to(dtype)
+    return (total if collective == "all_reduce" else total[rank * rows : (rank + 1) * rows]).to(out_dtype)
 
 
 def random_program(rank: int, world: int, times: int, delay_us: int, seed: int) -> list[str]:
@@ -57,8 +60,8 @@ def random_program(rank: int, world: int, times: int, delay_us: int, seed: int) 
     opened: dict[int, tuple[Any, ...]] = {}
 
     def end(slot: int) -> None:
-        collective, token, shard, want, strategy = opened.pop(slot)
-        if not torch.equal(finish(name, collective, token, shard, slot, strategy=strategy), want):
+        collective, token, shard, want, options = opened.pop(slot)
+        if not torch.equal(finish(name, collective, token, shard, slot, **options), want):
             bad.append(f"{collective} in slot {slot} at step {step}")
 
     with reset():
@@ -67,7 +70,8 @@ def random_program(rank: int, world: int, times: int, delay_us: int, seed: int) 
             slot, what = order.randrange(4), order.randrange(6)
             collective, dtype = order.choice(COLLECTIVES), order.choice((torch.float32, torch.bfloat16))
             rows, grows = order.randrange(1, 5) * world, order.random() < 0.05
-            strategy = order.choice(("bulk", f"bulk:chunks={2 * world}"))
+            options: dict[str, Any] = {"strategy": order.choice(("bulk", f"bulk:chunks={2 * world}"))}
+            options["dtype"] = dtype if collective == "all_gather" else order.choice((dtype, torch.float32))
             if what == 0:
                 bad += gather(name, rank, world, 5, seed=step)
             elif what == 1:
@@ -79,9 +83,9 @@ def random_program(rank: int, world: int, times: int, delay_us: int, seed: int) 
                     end(slot)
                 shape = (rows, 40_000 if grows else 7)  # a larger slot: it grows while others are open
                 shard = data(*shape, seed=step + rank).to(dtype)
-                want = expected(rank, world, collective, shape, step, dtype)
-                token = start(name, collective, shard, slot, strategy=strategy)
-                opened[slot] = (collective, token, shard, want, strategy)
+                want = expected(rank, world, collective, shape, step, dtype, options["dtype"])
+                token = start(name, collective, shard, slot, **options)
+                opened[slot] = (collective, token, shard, want, options)
         for slot in sorted(opened):
             end(slot)
     return bad[:5]
@@ -193,3 +197,19 @@ def fake_sizes(rank: int, world: int, collective: str) -> tuple[int, ...]:
         shard = torch.empty(8, 3)
         token = start(rank_ops.group(), collective, shard)
         return tuple(finish(rank_ops.group(), collective, token, shard).shape)
+
+
+def compiled(rank: int, world: int) -> list[str]:
+    """A graph with two open collectives gives the results of eager code."""
+    name = rank_ops.group()
+
+    def step(weight: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        token = start(name, "all_gather", weight)
+        grad = x.t() @ x
+        second = start(name, "reduce_scatter", grad, 1)
+        full = finish(name, "all_gather", token, weight)
+        return x @ full.t(), finish(name, "reduce_scatter", second, grad, 1)
+
+    weight, x = data(3, 2 * world, seed=rank), data(4, 2 * world, seed=rank + 9)
+    got = torch.compile(step, backend="aot_eager", fullgraph=True)(weight, x)
+    return [f"result {i}" for i, (a, b) in enumerate(zip(got, step(weight, x), strict=True)) if not torch.equal(a, b)]

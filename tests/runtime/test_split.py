@@ -86,6 +86,10 @@ def test_schemas_mutate_nothing() -> None:
         assert not any(argument.alias_info for argument in (*schema.arguments, *schema.returns))
 
 
+def test_in_a_graph(pools: dict[int, RankPool]) -> None:
+    assert pools[2].run(rank_split.compiled, timeout=60) == [[], []]
+
+
 @pytest.mark.parametrize(("collective", "rows"), [("all_gather", 16), ("reduce_scatter", 4), ("all_reduce", 8)])
 def test_fakes(pools: dict[int, RankPool], collective: str, rows: int) -> None:
     assert pools[2].run(rank_split.fake_sizes, collective, timeout=30) == [(rows, 3)] * 2
