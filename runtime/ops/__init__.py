@@ -35,10 +35,11 @@ from . import (
     all_gather_matmul,
     all_gather_scaled_matmul,
     bulk,
+    finish_collective,
     matmul_all_reduce,
     matmul_reduce_scatter,
     scaled_matmul_reduce_scatter,
-    split_collective,
+    start_collective,
 )
 from . import compare as compare  # registers ub_overlap::compare
 from . import fp8_amax_history as fp8_amax_history
@@ -60,8 +61,8 @@ DEFINITIONS: dict[str, OpDefinition[Any]] = {
         scaled_matmul_reduce_scatter.DEFINITION,
         matmul_all_reduce.DEFINITION,
         bulk.DEFINITION,
-        split_collective.START,
-        split_collective.FINISH,
+        start_collective.DEFINITION,
+        finish_collective.DEFINITION,
     )
 }
 """The ops that overlap, by name."""

@@ -1,0 +1,43 @@
+"""start_collective: begin a collective, whose result finish_collective returns.
+
+The pushes of this rank's data begin, and the op returns a token [1], uint8, without content. It orders finish after start.
+The input must not be written before the finish: the pushes read it.
+
+split_slot, 0 to 7, names the landing memory. A slot holds one open collective, so up to 8 may be open at once, with any calls
+of the group between. All ranks issue starts and finishes in the same order.
+
+Strategies are "bulk", "bulk:chunks=N" and "none". Without a transport, or with "none", finish runs the plain collective.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .definition import OpDefinition
+
+SCHEMA = (
+    "start_collective(Tensor input, str collective, str reduce_op, ScalarType out_dtype, int split_slot, "
+    "str strategy, str group, str site) -> Tensor"
+)
+
+
+class StartArgs(NamedTuple):
+    input: Tensor
+    collective: str
+    reduce_op: str
+    out_dtype: torch.dtype
+    split_slot: int
+    strategy: str
+    group: str
+    site: str
+
+
+def make_token(a: StartArgs) -> Tensor:
+    """Return a token."""
+    return a.input.new_empty((1,), dtype=torch.uint8)
+
+
+DEFINITION = OpDefinition(SCHEMA, StartArgs, make_token, make_token)
