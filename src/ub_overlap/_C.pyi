@@ -6,6 +6,8 @@ from typing import Any
 class Arena:
     @property
     def slot_bytes(self) -> int: ...
+    def bytes_of_slot(self, slot: int) -> int:
+        """Return 0 for a split slot that no call has used."""
     def check(self) -> None:
         """Raise what a peer reported."""
     def watch(self) -> None:
@@ -21,7 +23,7 @@ class ShmArena(Arena):
     def data_address(self) -> str: ...
     def attach(self, rank: int, control_address: str, data_address: str, made_as: int = -1) -> str:
         """Return why this process cannot reach the peer's memory, "" where it can."""
-    def grow_begin(self, slot_bytes: int) -> None: ...
+    def grow_begin(self, slot_bytes: int, slot: int) -> None: ...
     def grow_attach(self, rank: int, data_address: str) -> None: ...
     def grow_commit(self) -> None: ...
     def grow_abort(self) -> None: ...
@@ -40,7 +42,7 @@ class CudaArena(Arena):
         """Return whether every plain call of the group has ended on the device."""
     def can_free(self) -> bool:
         """Return whether memory of the arena can be freed now. Takes a second at most."""
-    def replace(self, data: Sequence[int], slot_bytes: int) -> None: ...
+    def replace(self, data: Sequence[int], slot_bytes: int, slot: int) -> None: ...
 
 def words_bytes(ranks: int) -> int:
     """Return the bytes of symmetric memory that a rank needs besides its slots. Defined in builds with CUDA only."""
@@ -162,6 +164,8 @@ def close_destroyed_groups() -> None:
 
 slots: int
 """Arena slots per rank; runtime/schedule/steps.py has the same number."""
+split_slots: int
+"""Slots of split collectives per rank; likewise."""
 
 def build_info() -> dict[str, Any]:
     """Return version, torch, cuda (a bool) and compiler."""

@@ -183,7 +183,7 @@ def dies_between(rank: int, world: int, step_s: float) -> dict[str, Any]:
 
 def left_open(rank: int, world: int) -> list[str]:
     """A group is destroyed while a collective is open."""
-    group = dist.new_group(list(range(world)))
+    group: Any = dist.new_group(list(range(world)))
     shard = data(4, 4, seed=rank)
     start(group.group_name, "all_gather", shard)
     dist.barrier()
