@@ -10,13 +10,16 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ub_overlap.runtime import settings
+from ub_overlap.runtime import errors, ops, settings
+from ub_overlap.runtime.schedule.encode import COPY, WAIT
+from ub_overlap.runtime.schedule.encode import provide as proven
 
 from . import rank_ops
 from .oracle import data
 from .rank_failures import attempt, fresh
 from .rank_sessions import OPS, C, gather, reset, scatter
 
+COPY_QUEUE = 1
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
@@ -213,3 +216,36 @@ def compiled(rank: int, world: int) -> list[str]:
     weight, x = data(3, 2 * world, seed=rank), data(4, 2 * world, seed=rank + 9)
     got = torch.compile(step, backend="aot_eager", fullgraph=True)(weight, x)
     return [f"result {i}" for i, (a, b) in enumerate(zip(got, step(weight, x), strict=True)) if not torch.equal(a, b)]
+
+
+def without_done(rank: int, world: int, waits: bool, times: int) -> list[str]:
+    """Run gathers in one slot. Rank 0 reads late and rank 1, which waits for no data, runs ahead.
+
+    `waits`: keep the waits for a free slot, else remove them.
+    """
+
+    def provide(key: tuple[Any, ...], me: int) -> list[tuple[int, ...]]:
+        rows = proven(key, me)
+        frees = [i for i, row in enumerate(rows) if row[0] == WAIT and row[1] == COPY_QUEUE]
+        deaf = [i for i, row in enumerate(rows) if row[0] == WAIT and row[1] != COPY_QUEUE and me == 1]
+        return [row for i, row in enumerate(rows) if i not in deaf and (waits or i not in frees)]
+
+    name, bad = fresh(world), []
+    C.set_provider(provide)
+    try:
+        with reset():
+            settings.configure(step_timeout_s=10.0)
+            rows = provide(("split_all_gather", world, 0, (), 0, 0, False, False), rank)
+            late = max(i for i, row in enumerate(rows) if row[0] == COPY)  # of the peer's shard, on COMPUTE
+            C.testing.set_step_delays({late: 20_000}, only_rank=0)
+            for i in range(times):
+                shards = [data(6, 4, seed=10 * i + r) for r in range(world)]
+                out = finish(name, "all_gather", start(name, "all_gather", shards[rank]), shards[rank])
+                if rank == 0 and not torch.equal(out, torch.cat(shards)):
+                    bad.append(f"call {i}")
+    except errors.UbOverlapError as error:
+        bad.append(f"{type(error).__name__}: {error}")
+    finally:
+        C.set_provider(ops.ScheduleProvider())
+        dist.barrier()
+    return bad

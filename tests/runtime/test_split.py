@@ -78,6 +78,12 @@ def test_a_group_destroyed_with_an_open_collective(pools: dict[int, RankPool]) -
     assert pools[2].run(rank_split.left_open, timeout=60) == [[], []]
 
 
+def test_a_slot_is_pushed_to_only_when_read(pools: dict[int, RankPool]) -> None:
+    """The wait for DONE protects a late reader. Without it its data is overwritten."""
+    assert pools[2].run(rank_split.without_done, True, 8, timeout=60)[0] == []
+    assert pools[2].run(rank_split.without_done, False, 8, timeout=60)[0], "the missing waits went unseen"
+
+
 def test_schemas_mutate_nothing() -> None:
     """Inductor may move and drop the ops, and orders finish after start by the token."""
     for name in ("start_collective", "finish_collective"):
