@@ -121,7 +121,7 @@ py::dict site_stats() {
 }
 
 py::list last_trace(const std::string& site) {
-    static const char* kinds[] = {"copy", "signal", "wait", "matmul", "reduce", "finish"};
+    static const char* kinds[] = {"copy", "signal", "wait", "matmul", "reduce", "finish", "return"};
     py::list steps;
     std::vector<StepTime> times;
     {

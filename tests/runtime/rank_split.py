@@ -249,3 +249,12 @@ def without_done(rank: int, world: int, waits: bool, times: int) -> list[str]:
         C.set_provider(ops.ScheduleProvider())
         dist.barrier()
     return bad
+
+
+def traced(rank: int, world: int) -> list[tuple[str, str]]:
+    """Return queue and kind of the steps of a traced split collective."""
+    name, shard = rank_ops.group(), data(4, 4, seed=rank)
+    with reset():
+        settings.configure(trace=True)
+        finish(name, "all_gather", start(name, "all_gather", shard, site="/traced"), shard, site="/traced")
+        return [(queue, kind) for _, queue, kind, *_ in C.last_trace("/traced")]
