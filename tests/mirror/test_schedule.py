@@ -62,13 +62,13 @@ class CudaWords(TwoProcesses):
     def _has_signal(self, run: Any, wait: Wait) -> bool:
         if wait.flag.kind is FlagKind.DONE:
             return super()._has_signal(run, wait)
-        return self.words.get((run.site.group, run.epoch % self.slots, wait.flag), (0, 0)) != (0, 0)
+        return self.words.get((run.site.group, run.slot, wait.flag), (0, 0)) != (0, 0)
 
     def _execute(self, run: Any, step: Any) -> Iterator[None]:
         if isinstance(step, Signal) and step.flag.kind is FlagKind.DONE:
             cleared = source_at(step.flag.source, run.site.key.ranks)  # the rank that this DONE is sent to
             for group, slot, flag in list(self.words):
-                mine = slot == run.epoch % self.slots and flag.rank == run.rank and flag.kind is not FlagKind.DONE
+                mine = slot == run.slot and flag.rank == run.rank and flag.kind is not FlagKind.DONE
                 if mine and flag.source == cleared:
                     self.words[group, slot, flag] = (0, 0)
         yield from super()._execute(run, step)
