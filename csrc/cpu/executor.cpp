@@ -50,7 +50,10 @@ class Run final : public OpenWork {
         start_copies(0, steps());
         return compute(0);
     }
-    void start() { start_copies(0, program_.start_steps); }
+    void start() {
+        start_copies(0, program_.start_steps);
+        queue(compute_queue, 0, program_.start_steps);  // its only COMPUTE step is Return
+    }
     std::vector<StepTime> finish() {
         start_copies(program_.start_steps, steps());
         return compute(program_.start_steps);

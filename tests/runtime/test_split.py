@@ -87,7 +87,7 @@ def test_a_slot_is_pushed_to_only_when_read(pools: dict[int, RankPool]) -> None:
 def test_a_trace_has_the_steps_of_both_halves(pools: dict[int, RankPool]) -> None:
     for steps in pools[2].run(rank_split.traced, timeout=60):
         assert [kind for queue, kind in steps if queue == "COPY"] == ["wait", "copy", "signal"]
-        assert [kind for queue, kind in steps if queue == "COMPUTE"] == ["copy", "wait", "copy", "signal"]
+        assert [kind for queue, kind in steps if queue == "COMPUTE"] == ["return", "copy", "wait", "copy", "signal"]
 
 
 def test_schemas_mutate_nothing() -> None:
