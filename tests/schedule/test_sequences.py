@@ -130,7 +130,8 @@ def test_a_skipped_call_is_a_mismatch_or_a_blocked_wait(ranks: int) -> None:
     for a, b in zip(samples, samples[1:] + samples[:1], strict=True):
         found = check_skip([build_all(a), build_all(b), build_all(b), build_all(a)])
         assert len(found) == 4 * ranks
-        assert any(outcome.mismatched for outcome in found.values())
+        if a.is_split == b.is_split:  # split collectives have flags of their own, so another call's tag never meets theirs
+            assert any(outcome.mismatched for outcome in found.values())
         assert all(outcome.mismatched or outcome.blocked for outcome in found.values())
 
 
