@@ -87,6 +87,8 @@ def _inductor_options(ours: Options, theirs: dict[str, Any], mode: str | None, i
     patches = {**(compat.list_mode_options(mode) if mode else {}), **theirs}
     if ours.fp8.is_on:
         patches.setdefault("realize_opcount_threshold", MOST_FUSED_OPERATIONS)
+    for name, value in compat.reordering_options().items():  # the pass may turn them off for one graph (compat.keep_order)
+        patches.setdefault(name, value)
     joint_snapshot = JointSnapshot()
     own_passes = (JointPass(ours, inputs, joint_snapshot), RewritePass(ours, inputs, joint_snapshot))
     for hook, own in zip(HOOKS, own_passes, strict=True):

@@ -31,6 +31,7 @@ from .fp8_config import Fp8Config, parse_fp8
 from .overrides.override_set import FORMS, Overrides, parse_overrides
 
 DEFAULT_MIN_BYTES = 1 << 20
+DEFAULT_SPLIT_BYTES = 512 << 20
 
 
 def _checked_profile(value: Any) -> str:
@@ -63,6 +64,17 @@ class Options:
         "auto",
         'matmuls that neither read nor feed a collective (weight gradients), computed during its transfers. "auto": where '
         'predicted to be faster; "bulk": only where the collective then has no matmul of its own; "off": nowhere',
+    )
+    split: Literal["auto", "off"] = typed_field(
+        "auto",
+        'collectives that start early and finish late, with everything between that the graph computes. "auto": where '
+        'predicted to be faster (not with overlap="force"); "off": only where an override requests "split"',
+    )
+    split_bytes: int = typed_field(
+        DEFAULT_SPLIT_BYTES,
+        "limit of the landing memory and of the inputs of split collectives that a graph has open at one time",
+        integer_from(0),
+        f"`{DEFAULT_SPLIT_BYTES}`, bytes",
     )
     min_bytes: int = typed_field(
         DEFAULT_MIN_BYTES,

@@ -170,7 +170,9 @@ class RewritePass(_Pass):
         recorder = SnapshotRecorder(graph, decided.plan.phase, settings.current().snapshots)
         recorder.before(decided.chosen)
         outputs = Outputs.of(graph, phase == "backward", restores_strides=self.options.inner == "inductor")
-        rewrite(graph, decided.chosen, outputs, self.options.verify)
+        if decided.layout is not None and self.options.inner == "inductor":
+            compat.keep_order()
+        rewrite(graph, decided.chosen, outputs, self.options.verify, decided.layout)
         if decided.plan.casts:
             pin_operand_layouts(graph)
         self.joint_snapshot.record(decided.plan, recorder.after())

@@ -32,7 +32,9 @@ class Policy:
     """Products of float8 operands are to be scattered as float8."""
     pack: str = "auto"
     independent_matmuls: str = "auto"
-    """The options of these names."""
+    may_split: bool = True
+    split_bytes: int = 0
+    """The options of these names. `may_split`: the option `split` is "auto"."""
     _profiles: dict[tuple[int | None, str], Profile] = field(default_factory=dict)
 
     @classmethod
@@ -41,7 +43,7 @@ class Policy:
         threshold = 0 if forced else options.min_bytes
         return cls(
             forced, threshold, options.autotune, options.profile, options.fp8.reduce_scatter, options.pack,
-            options.independent_matmuls,
+            options.independent_matmuls, options.split == "auto", options.split_bytes,
         )  # fmt: skip
 
     def is_modeled(self, device: str) -> bool:

@@ -67,7 +67,7 @@ def _predict(shape: SiteShape, strategy: Strategy, profile: Profile) -> Predicti
     matmuls = _whole_matmuls(shape, profile)
     steps = profile.steps
     made = programs(shape.key(strategy))
-    cost = _costs(shape, profile)
+    cost = item_costs(shape, profile)
     contention = Contention(
         1 + profile.matmul_slowdown, 1 + profile.push_slowdown, steps.event_us, steps.wait_us, steps.arrive_us
     )
@@ -131,7 +131,7 @@ def _whole_us(shape: SiteShape, profile: Profile, index: int) -> float:
     return matmul_us(profile, shape.multiplied, _layout(shape, contracts), m, n, k)
 
 
-def _costs(shape: SiteShape, profile: Profile) -> Callable[[CostItem], float]:
+def item_costs(shape: SiteShape, profile: Profile) -> Callable[[CostItem], float]:
     """Return the function that gives the time of each item at this shape."""
     steps = profile.steps
     fixed = {

@@ -37,6 +37,11 @@ class FusionOrder:
         """The nodes of all fused sites."""
         return self._fused.keys()
 
+    def span(self, node: Node) -> tuple[int, int]:
+        """Return the first and the last position of the item that `node` is part of: itself, or a fused site."""
+        group = self._fused.get(node, (node,))
+        return self.position[group[0]], self.position[group[-1]]
+
     def release(self, members: Collection[Node]) -> None:
         """Dissolve a fused site. The order stays valid, as a fused site only adds constraints."""
         group = self._fused[next(iter(members))]

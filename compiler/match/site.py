@@ -236,9 +236,35 @@ class Bulk:
         return [*(c.widening.nodes if c.widening else ()), c.node, c.wait, *(p.node for p in self.matmuls)]
 
 
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A collective that starts and finishes at different places of the graph. It sends what a widening cast in front of it
+    reads."""
+
+    collective: Collective
+    slot: int = 0
+    """The landing memory that it uses, of the group's split slots."""
+
+    @property
+    def matmuls(self) -> tuple[Matmul, ...]:
+        """None: whatever runs between start and finish hides it."""
+        return ()
+
+    @property
+    def independent(self) -> tuple[Matmul, ...]:
+        return ()
+
+    @property
+    def members(self) -> list[Node]:
+        """The nodes that the site replaces."""
+        c = self.collective
+        assert c.wait is not None
+        return [*(c.widening.nodes if c.widening else ()), c.node, c.wait]
+
+
 Match = Gather | Reduction
 """A site whose matmuls consume or produce the data of the collective."""
-Site = Match | Bulk
+Site = Match | Bulk | Split
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 auto                          the automatic choice
 chunks=4                      the automatic choice, in 4 pieces where it overlaps
-pipelined:chunks=R/2          R is the number of ranks; also R and 2R, for chunks of pipelined, of bulk, and alone
+pipelined:chunks=R/2          R is the number of ranks; also R and 2R, for chunks of pipelined, bulk and split, and alone
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from ..plan.strategy import MAX_CHUNKS, DispatchTable, Strategy, parse
 
 AUTO = "auto"
 EXPECTED = (
-    "auto, none, pipelined, direct, bulk, pipelined:chunks=N, pipelined:stripes=N, bulk:chunks=N, chunks=N "
-    f"(N from 1 to {MAX_CHUNKS}; of chunks also R, R/2, 2R), or a table of these"
+    "auto, none, pipelined, direct, bulk, split, pipelined:chunks=N, pipelined:stripes=N, bulk:chunks=N, split:chunks=N, "
+    f"chunks=N (N from 1 to {MAX_CHUNKS}; of chunks also R, R/2, 2R), or a table of these"
 )
-_OF_RANKS = re.compile(r"((?:(?:pipelined|bulk):)?chunks=)(R/2|2R|R)\Z")
+_OF_RANKS = re.compile(r"((?:(?:pipelined|bulk|split):)?chunks=)(R/2|2R|R)\Z")
 _CHUNKS = re.compile(r"chunks=([1-9][0-9]?)\Z")
 
 

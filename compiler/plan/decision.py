@@ -100,6 +100,33 @@ class BulkEstimate:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class SplitWindow:
+    """The place of a split collective: its slot, and its start and finish among everything that communicates in the graph.
+
+    Ranks agree on these three; the rest is predicted. `exposed_us`: the time that the finish waits.
+    """
+
+    slot: int
+    starts: int
+    finishes: int
+    landing_bytes: int
+    transfer_us: float
+    exposed_us: float
+
+    @property
+    def shared(self) -> list[int]:
+        """What all ranks must agree on."""
+        return [self.slot, self.starts, self.finishes]
+
+    def __str__(self) -> str:
+        mib = self.landing_bytes / 2**20
+        return (
+            f"starts as number {self.starts} and finishes as number {self.finishes} of the graph's communication, in slot "
+            f"{self.slot} ({mib:.1f} MiB); {self.exposed_us:.0f} of {self.transfer_us:.0f} us exposed"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """The decision for one collective, and everything needed to explain it."""
@@ -156,9 +183,12 @@ class Decision:
     pairing: BulkEstimate | None = None
     """Where independent matmuls could hide it, and that was predicted."""
 
+    window: SplitWindow | None = None
+    """Of a split collective."""
+
     @property
     def overlapped(self) -> bool:
-        return self.strategy.mode in (Mode.PIPELINED, Mode.DIRECT, Mode.BULK)
+        return self.strategy.mode in (Mode.PIPELINED, Mode.DIRECT, Mode.BULK, Mode.SPLIT)
 
     @property
     def traced(self) -> Strategy:
@@ -182,6 +212,7 @@ class Decision:
             "rows": self.rows,
             "kept": asdict(self.kept) if self.kept else None,
             "pairing": asdict(self.pairing) if self.pairing else None,
+            "window": asdict(self.window) if self.window else None,
         }  # fmt: skip
 
     @classmethod
@@ -200,6 +231,7 @@ class Decision:
             work=SiteSizes.from_dict(d["work"]) if d.get("work") else None, rows=d.get("rows"),
             kept=SavedActivation(**d["kept"]) if d.get("kept") else None,
             pairing=BulkEstimate(**d["pairing"]) if d.get("pairing") else None,
+            window=SplitWindow(**d["window"]) if d.get("window") else None,
         )  # fmt: skip
 
 

@@ -56,6 +56,7 @@ class Plan:
                     "dtype": d.dtype, "module": d.module, "takes": list(d.takes), "shapes": d.shared_shapes,
                     "wire_dtype": d.wire_dtype, "scale": d.scale, "packs": list(d.packs),
                     "keeps": d.kept.keeps if d.kept else None,
+                    **({"window": d.window.shared} if d.window else {}),
                 }
                 for d in self.decisions
             ],

@@ -113,6 +113,17 @@ class BulkEstimateRecord(TypedDict):
     own_us: float | None
 
 
+class SplitWindowRecord(TypedDict):
+    """SplitWindow."""
+
+    slot: int
+    starts: int
+    finishes: int
+    landing_bytes: int
+    transfer_us: float
+    exposed_us: float
+
+
 class SiteRecord(TypedDict):
     """Decision."""
 
@@ -143,6 +154,7 @@ class SiteRecord(TypedDict):
     rows: NotRequired[int | None]
     kept: NotRequired[SavedActivationRecord | None]
     pairing: NotRequired[BulkEstimateRecord | None]
+    window: NotRequired[SplitWindowRecord | None]
 
 
 class CastRecord(TypedDict):

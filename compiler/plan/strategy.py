@@ -28,6 +28,8 @@ class Mode(str, Enum):
     DIRECT = "direct"
     """The matmul of a reduction stores every shard of its product in the memory of the rank that owns it."""
     BULK = "bulk"
+    SPLIT = "split"
+    """The collective starts and finishes at different places of the graph (docs/explanation/windows.md)."""
     MERGED = "merged"
     """Removed: an all_reduce that was summed into another, or a gather of scales that goes along with their rows."""
 
@@ -43,22 +45,27 @@ class Strategy:
     chunks: int = 0
     striped: bool = False
 
-    _PATTERN: ClassVar[re.Pattern[str]] = re.compile(r"(none|pipelined|direct|bulk)(?::(chunks|stripes)=([1-9][0-9]{0,3}))?\Z")
+    _PATTERN: ClassVar[re.Pattern[str]] = re.compile(
+        r"(none|pipelined|direct|bulk|split)(?::(chunks|stripes)=([1-9][0-9]{0,3}))?\Z"
+    )
 
     def __str__(self) -> str:
         return self.mode.value + (f":{'stripes' if self.striped else 'chunks'}={self.chunks}" if self.chunks else "")
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
-        """Read "none", "pipelined", "direct", "bulk", "pipelined:chunks=4" or "pipelined:stripes=2". ValueError for others."""
+        """Read "none", "pipelined", "direct", "bulk", "split", "pipelined:chunks=4" or "pipelined:stripes=2".
+
+        ValueError for others.
+        """
         match = cls._PATTERN.match(text)
         mode, what, count = match.groups() if match else ("none", "", "0")
         striped = what == "stripes"
         is_whole = mode in ("none", "direct")  # has no pieces
         if not match or (is_whole and what) or int(count or 0) > MAX_CHUNKS or (striped and mode != "pipelined"):
             raise ValueError(
-                f"strategy {text!r}: expected none, pipelined, direct, bulk, pipelined or bulk with :chunks=1..{MAX_CHUNKS}, "
-                f"or pipelined:stripes=1..{MAX_CHUNKS}"
+                f"strategy {text!r}: expected none, pipelined, direct, bulk, split, pipelined or bulk or split with "
+                f":chunks=1..{MAX_CHUNKS}, or pipelined:stripes=1..{MAX_CHUNKS}"
             )
         return cls(Mode(mode), int(count or 0), striped)
 
@@ -166,6 +173,8 @@ def parse(text: str) -> Strategy | DispatchTable:
     if any(len(set(b.strategies)) != len(b.strategies) for b in buckets):
         raise ValueError(f"strategy {text!r}: expected each alternative once")
     found = table(buckets)
+    if any(s.mode is Mode.SPLIT for s in found.strategies):
+        raise ValueError(f"strategy {text!r}: expected split alone, as it has places in the graph for all calls")
     if len({s.mode is Mode.BULK for s in found.strategies if s != NONE}) > 1:
         raise ValueError(f"strategy {text!r}: expected bulk and none, or any others without bulk")
     return found

@@ -11,7 +11,7 @@ from ..cost.site_sizes import Hints, shape_of_site
 from ..graph.aten import dtype_of, shape_of, tensor_of
 from ..graph.sizes import format_shape
 from ..graph.source_location import module_path, module_paths, source_line
-from ..match import Bulk, Candidate, Gather, Reduction
+from ..match import Bulk, Candidate, Gather, Reduction, Site
 from ..overrides.rule import SiteDescription
 from ..plan.decision import SiteSizes
 
@@ -25,7 +25,7 @@ def group_names(candidates: list[Candidate]) -> dict[str, str]:
     return names
 
 
-def describe_site(candidate: Candidate, site: Gather | Reduction | Bulk | None, groups: dict[str, str]) -> dict[str, Any]:
+def describe_site(candidate: Candidate, site: Site | None, groups: dict[str, str]) -> dict[str, Any]:
     """Return the descriptive fields of a Decision."""
     c = candidate.collective
     shapes: list[tuple[str, str]] = []
@@ -51,9 +51,7 @@ def describe_site(candidate: Candidate, site: Gather | Reduction | Bulk | None, 
     }
 
 
-def reported_sizes(
-    candidate: Candidate, site: Gather | Reduction | Bulk | None, hints: Hints, wire_dtype: str = ""
-) -> SiteSizes | None:
+def reported_sizes(candidate: Candidate, site: Site | None, hints: Hints, wire_dtype: str = "") -> SiteSizes | None:
     """Return the sizes of `site`, or of the collective alone; None if the cost model does not cover it."""
     c = candidate.collective
     if c.op is None or c.ranks < 2 or tensor_of(c.input) is None:
@@ -62,7 +60,7 @@ def reported_sizes(
     return SiteSizes(**asdict(shape)) if shape is not None else None
 
 
-def _shown_nodes(candidate: Candidate, site: Gather | Reduction | Bulk | None) -> list[Node]:
+def _shown_nodes(candidate: Candidate, site: Site | None) -> list[Node]:
     """The nodes whose modules and lines are shown: the matmuls of the collective's data, then the collective."""
     if isinstance(site, Gather):
         return [*(k.compute.node for k in site.consumers), candidate.collective.node]

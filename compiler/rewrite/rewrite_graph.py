@@ -12,19 +12,24 @@ from ub_overlap import _torch_compat as compat
 from ..graph.emitter import Emitter
 from ..graph.erase import erase_unread
 from ..graph.sizes import as_size
-from ..match.site import Gather, Reduction
+from ..match.site import Gather, Reduction, Split
 from ..plan.chosen_site import ChosenSite
+from ..windows.layout import GraphLayout, apply_layout
 from .bulk_site import rewrite_bulk
 from .gather_site import rewrite_gather
 from .packed_operands import PackedOperands
 from .part_strides import Outputs, update_strides
 from .reduction_site import rewrite_reduction
+from .split_site import rewrite_split
 
 
-def rewrite(graph: Graph, chosen: Sequence[ChosenSite], outputs: Outputs, verify: bool = False) -> None:
+def rewrite(
+    graph: Graph, chosen: Sequence[ChosenSite], outputs: Outputs, verify: bool = False, layout: GraphLayout | None = None
+) -> None:
     """Replace each chosen site by its op, in place.
 
     Only nodes that a site replaced are removed: a wider dead-code predicate would also delete updates of buffers.
+    `layout`: the order of the graph, where split collectives have places in it.
     `outputs`: the parts of packed results that the graph may return.
     `verify`: they stay, and other nodes read torch.ops.ub_overlap.compare(op's, graph's, name), which returns the op's.
     """
@@ -34,7 +39,10 @@ def rewrite(graph: Graph, chosen: Sequence[ChosenSite], outputs: Outputs, verify
     packed = PackedOperands()
     for site in chosen:
         _rewrite_site(graph, site, replaced, packed, verify)
-    compat.stable_topological_sort(graph)
+    if layout is None:
+        compat.stable_topological_sort(graph)
+    else:
+        apply_layout(graph, layout, {str(site.id): site.site.members for site in chosen})
     update_strides(graph, packed.parts, outputs)
     graph.lint()
 
@@ -81,6 +89,8 @@ def _emit(e: Emitter, chosen: ChosenSite, name: str, packed: PackedOperands) -> 
         return rewrite_gather(e, site, strategy, name, packed)
     if isinstance(site, Reduction):
         return rewrite_reduction(e, site, strategy, name, packed, chosen.wire_dtype)
+    if isinstance(site, Split):
+        return rewrite_split(e, site, strategy, name)
     return rewrite_bulk(e, site, strategy, name, packed)
 
 

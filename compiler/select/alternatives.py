@@ -89,6 +89,8 @@ class Alternatives:
     """Whether peak memory limits the candidate; False where overlap is forced."""
     us_per_byte: float = 0.0
     """Price of a byte at the graph's peak memory."""
+    is_refused: bool = False
+    """Whether nothing but the plain collective is legal, or wanted by the user."""
     independent_limit: str = ""
     """The option that keeps independent matmuls out of the candidate, for the report."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch.fx import Graph
@@ -21,24 +21,19 @@ from ..plan.chosen_site import ChosenSite
 from ..plan.decision import Decision
 from ..plan.plan import Plan
 from ..plan.reasons import Reason
-from ..plan.strategy import NONE
+from ..plan.strategy import NONE, Mode
+from ..windows.choose import choose_splits
+from ..windows.layout import GraphLayout
 from .alternatives import Alternative, AlternativeFinder, Alternatives
 from .apply_overrides import find_overrides
-from .assignment import assign_alternatives
+from .assignment import Assignment, assign_alternatives
 from .decision_record import GraphContext, make_decision, merge_scales, merged_away
-from .legality import find_illegal, unknown_size
+from .legality import FINAL, find_illegal, unknown_size
 from .peak_memory import PeakMemory
 from .profitability import SiteCosts
 
 Transport = Callable[[str, str, int], str | None]
 """(device type, group name, ranks) -> why the runtime cannot serve this group, or None."""
-
-
-_FINAL = (
-    Reason.COLLECTIVE_UNSUPPORTED, Reason.GROUP_NOT_STATIC, Reason.TRIVIAL_GROUP, Reason.DTYPE_UNSUPPORTED,
-    Reason.REDUCE_OP_UNSUPPORTED, Reason.SCALES,
-)  # fmt: skip
-"""Reasons that no override changes."""
 
 
 @dataclass(slots=True)
@@ -49,6 +44,8 @@ class Decided:
     chosen: list[ChosenSite] = field(default_factory=list)
     groups: tuple[str, ...] = ()
     """c10d names of the groups of its collectives."""
+    layout: GraphLayout | None = None
+    """The order of the graph with the places of split collectives; None without any."""
 
 
 def decide(
@@ -74,19 +71,29 @@ def decide(
     for name, candidate in zip(names, candidates, strict=True):
         override = overrides.get(name)
         miss = _refuse(candidate, override, options, transport)
-        found.append(Alternatives(miss=miss) if miss else finder.find(candidate, override))
-    counts_memory = any(
-        alternatives.counts_memory and any(a.moves_matmuls for a in alternatives.ranked) for alternatives in found
-    )
-    memory = PeakMemory.of(graph, costs.hints) if counts_memory else PeakMemory.uncounted()
-    assignments = assign_alternatives(found, order, memory)
+        if miss:
+            found.append(Alternatives(miss=miss, is_refused=True))
+        elif override and override.strategy and override.strategy.mode is Mode.SPLIT:
+            found.append(Alternatives(miss=candidate.miss))
+        else:
+            found.append(finder.find(candidate, override))
+
+    def assign(alternatives: Sequence[Alternatives]) -> tuple[list[Assignment], FusionOrder]:
+        counts_memory = any(one.counts_memory and any(a.moves_matmuls for a in one.ranked) for one in alternatives)
+        memory = PeakMemory.of(graph, costs.hints) if counts_memory else PeakMemory.uncounted()
+        order = FusionOrder(graph)
+        return assign_alternatives(alternatives, order, memory), order
+
+    by_number = {i: overrides[name] for i, name in enumerate(names) if name in overrides}
+    choice = choose_splits(graph, candidates, found, by_number, costs, assign)
+    assignments = choice.assignments
 
     by_name = dict(zip(names, candidates, strict=True))
     context = GraphContext.of(graph, phase, costs.hints, by_name, calling_line, options.pack != "off")
     decisions: list[Decision] = []
     selected: list[tuple[str, Alternative]] = []
-    for name, candidate, assignment in zip(names, candidates, assignments, strict=True):
-        decision = make_decision(name, candidate, overrides.get(name), assignment, context)
+    for i, (name, candidate, assignment) in enumerate(zip(names, candidates, assignments, strict=True)):
+        decision = make_decision(name, candidate, overrides.get(name), assignment, context, choice.windows.get(i))
         decisions += [decision, *merged_away(candidate, decision)]
         if assignment.alternative:
             selected.append((name, assignment.alternative))
@@ -94,13 +101,15 @@ def decide(
     casts = tuple(cast for n in graph.nodes if n.op == "call_function" and (cast := joint_decision(n).cast) is not None)
     plan = Plan(phase, tuple(decisions), costs.profile_names(), casts)
     chosen = [ChosenSite(SiteId(plan.digest, name), a.site, a.strategy, a.wire_dtype) for name, a in selected]
-    return Decided(plan, chosen, tuple(context.groups))
+    entries = {str(SiteId(plan.digest, names[i])): entry for i, entry in choice.entries.items()}
+    layout = GraphLayout(tuple(choice.order.items), entries) if entries else None
+    return Decided(plan, chosen, tuple(context.groups), layout)
 
 
 def _refuse(candidate: Candidate, override: Override | None, options: Options, transport: Transport) -> Miss | None:
     """Return why a candidate has no alternatives, before anything is predicted."""
     miss, c = candidate.miss, candidate.collective
-    if miss is not None and miss.reason in _FINAL:
+    if miss is not None and miss.reason in FINAL:
         return miss
     forced = override.strategy if override else None
     if forced == NONE or (options.overlap == "off" and forced is None):

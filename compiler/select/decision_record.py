@@ -13,16 +13,16 @@ from ..graph.aten import dtype_of
 from ..graph.matmul import is_matmul
 from ..graph.source_location import module_path, stable_names
 from ..joint.joint_decision import joint_decision
-from ..match import Bulk, Candidate, Gather, Reduction
+from ..match import Bulk, Candidate, Gather, Reduction, Split
 from ..match.collectives import Op
 from ..overrides.requested_strategy import Override
-from ..plan.decision import Decision
+from ..plan.decision import Decision, SplitWindow
 from ..plan.reasons import Kind
 from ..plan.strategy import NONE, Mode, Strategy
 from ..reports.describe_site import describe_site, group_names, reported_sizes
 from .assignment import Assignment
 from .dispatch_table import rows_at
-from .legality import why_not_direct
+from .legality import FINAL, why_not_direct
 
 _MATCHED = {
     Op.ALL_GATHER: Kind.ALL_GATHER_MATMUL,
@@ -75,13 +75,18 @@ class GraphContext:
 
 
 def make_decision(
-    id: str, candidate: Candidate, override: Override | None, assignment: Assignment, context: GraphContext
+    id: str,
+    candidate: Candidate,
+    override: Override | None,
+    assignment: Assignment,
+    context: GraphContext,
+    window: SplitWindow | None = None,
 ) -> Decision:
-    """Return the decision for the site `id`."""
+    """Return the decision for the site `id`. `window`: of a split collective."""
     alternative, site, choice = assignment.alternative, assignment.site, assignment.choice
     shown = site or candidate.match
     op = candidate.collective.op
-    is_matched = candidate.match is not None and not isinstance(site, Bulk)
+    is_matched = candidate.match is not None and not isinstance(site, Bulk | Split)
     matmuls = shown.matmuls if shown else ()
     operations = [flops(p) for p in matmuls]
     independent = _describe_independent(assignment, context)
@@ -96,7 +101,7 @@ def make_decision(
         phase=context.phase,
         strategy=alternative.strategy if alternative else NONE,
         reason=assignment.miss.reason if assignment.miss else None,
-        detail="; ".join(filter(None, (explanation, str(assignment.estimate or ""), str(saved or "")))),
+        detail="; ".join(filter(None, (explanation, str(window or ""), str(assignment.estimate or ""), str(saved or "")))),
         predicted=tuple((text, round(p.us, 2)) for text, p in choice.predictions.items()) if choice else (),
         work=reported_sizes(candidate, shown, context.hints, wire_dtype),
         rows=rows_at(shown, context.hints) if shown else None,
@@ -107,6 +112,7 @@ def make_decision(
         paired=independent,
         kept=saved,
         pairing=assignment.estimate,
+        window=window,
         wire_dtype=wire_dtype,
         scale=site.scale if isinstance(site, Reduction) else 1.0,
         packs=site.packs if isinstance(site, Gather | Reduction) else (),
@@ -127,7 +133,9 @@ def _legal_modes(candidate: Candidate, may_pack: bool) -> tuple[str, ...]:
     pipelined = (Mode.PIPELINED.value,) if candidate.match is not None else ()
     match = candidate.match
     direct = (Mode.DIRECT.value,) if match is not None and not why_not_direct(match, may_pack) else ()
-    return pipelined + direct + ((Mode.BULK.value,) if candidate.independent_matmuls else ())
+    bulk = (Mode.BULK.value,) if candidate.independent_matmuls else ()
+    can_split = candidate.miss is None or candidate.miss.reason not in FINAL
+    return pipelined + direct + bulk + ((Mode.SPLIT.value,) if can_split else ())
 
 
 def merge_scales(decisions: list[Decision], candidates: list[Candidate]) -> None:
@@ -207,6 +215,6 @@ def _describe_types(assignment: Assignment) -> str:
 
 
 def _why_bulk(candidate: Candidate, assignment: Assignment) -> str:
-    """Return why a bulk site is not pipelined."""
+    """Return why a bulk or split site is not pipelined."""
     miss = candidate.miss
-    return f"not pipelined: {miss.reason.value}: {miss.detail}" if isinstance(assignment.site, Bulk) and miss else ""
+    return f"not pipelined: {miss.reason.value}: {miss.detail}" if isinstance(assignment.site, Bulk | Split) and miss else ""

@@ -16,7 +16,7 @@ from ..cost.site_shape import SiteShape
 from ..cost.site_sizes import Hints, Ranges, shape_at
 from ..graph.aten import shape_of
 from ..graph.sizes import Size, evaluate_size, numel
-from ..match import Bulk, Site
+from ..match import Gather, Reduction, Site
 from ..match.collectives import Op
 from ..plan.decision import SiteSizes
 from ..plan.strategy import NONE, Bucket, DispatchTable, Strategy, table
@@ -38,7 +38,7 @@ class DispatchSettings:
 
 def rows_of(site: Site) -> Size:
     """Return the rows of the whole matrix, as csrc/bindings/ops/dispatch.h counts them."""
-    if not isinstance(site, Bulk):
+    if isinstance(site, Gather | Reduction):
         return site.rows
     c = site.collective
     return numel(shape_of(c.input)[:-1]) * (c.ranks if c.op is Op.ALL_GATHER else 1)

@@ -10,12 +10,18 @@ from torch.fx import Node
 from ..cost.wire import SEGMENT
 from ..graph.aten import shape_of, tensor_of
 from ..graph.sizes import Size
-from ..match import Bulk, Candidate, Gather, Miss, Reduction, Site
+from ..match import Candidate, Gather, Miss, Reduction, Site
 from ..match.fusion_order import FusionOrder
 from ..match.pack_groups import one_matmul, packed_forms
 from ..match.site import Match
 from ..plan.reasons import Reason
 from ..plan.strategy import DispatchTable, Mode, Strategy
+
+FINAL = (
+    Reason.COLLECTIVE_UNSUPPORTED, Reason.GROUP_NOT_STATIC, Reason.TRIVIAL_GROUP, Reason.DTYPE_UNSUPPORTED,
+    Reason.REDUCE_OP_UNSUPPORTED, Reason.SCALES,
+)  # fmt: skip
+"""Reasons that no override changes."""
 
 
 def find_illegal(candidate: Candidate, forced: Strategy | DispatchTable, may_pack: bool) -> str:
@@ -107,7 +113,7 @@ def can_send_float8(site: Site) -> bool:
 
 def unknown_size(site: Site, known: frozenset[sympy.Symbol]) -> Miss | None:
     """Return the miss of a site that needs a size which cannot be computed from the graph's inputs."""
-    needed: list[Size] = [] if isinstance(site, Bulk) else [site.blocks.outer, site.rows, site.cols]
+    needed: list[Size] = [site.blocks.outer, site.rows, site.cols] if isinstance(site, Gather | Reduction) else []
     needed += [s for p in site.matmuls for o in (p.lhs, p.rhs) for s in o.shape]
     needed += [s for n in site.members if tensor_of(n) is not None for s in shape_of(n)]
     for s in dict.fromkeys(needed):

@@ -57,14 +57,14 @@ class PeakMemory:
         """Count the live bytes of `graph`. `growth`: bytes that the peak may grow by (None: the larger of the two above)."""
         position = {n: i for i, n in enumerate(graph.nodes)}
         base, readers = _find_readers(graph)
-        fused = {n for n in position if _is_fused(n)}
+        fused = {n for n in position if is_fused(n)}
         # A tensor that only fused work reads is computed where that work runs, so its operands live until then.
         inner = {n for n in fused if base[n] is n and readers.get(n) and all(r in fused for r in readers[n])}
         last_use: dict[Node, int] = {}
         for n in reversed(position):
             if users := readers.get(n):
                 last_use[n] = max(last_use[r] if r in inner else position[r] for r in users)
-        size = {n: 0 if n in inner else _bytes(n, hints) for n in position if base[n] is n}
+        size = {n: 0 if n in inner else bytes_of(n, hints) for n in position if base[n] is n}
         change = [0] * (len(position) + 1)
         nodes = list(position)
         for n, b in size.items():
@@ -153,7 +153,7 @@ def _find_readers(graph: Graph) -> tuple[dict[Node, Node], dict[Node, list[Node]
     return base, readers
 
 
-def _is_fused(node: Node) -> bool:
+def is_fused(node: Node) -> bool:
     """Whether a compiler puts the node into one kernel with its elementwise neighbors."""
     if node.op != "call_function" or not isinstance(node.target, compat.OpOverload):
         return False
@@ -173,7 +173,7 @@ def _is_owned(node: Node) -> bool:
     return not (isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_contiguous())
 
 
-def _bytes(node: Node, hints: Hints) -> int:
+def bytes_of(node: Node, hints: Hints) -> int:
     """Return about how many bytes the node's tensors take; 0 where a size has no value."""
     value = node.meta.get("val")
     size = 0

@@ -129,6 +129,28 @@ def inductor_modes() -> list[str]:
     return sorted(__getattr__("list_mode_options")())
 
 
+_REORDERING = ("reorder_for_peak_memory", "enable_simple_overlap")
+"""Inductor's passes that move ops past each other, where the release has them."""
+
+
+def reordering_options() -> dict[str, Any]:
+    """Return the values of Inductor's options that let it reorder a graph."""
+    config = __getattr__("inductor_config")
+    known = config.get_config_copy()
+    return {name: known[name] for name in known if name.split(".")[-1] in _REORDERING}
+
+
+def keep_order() -> None:
+    """Let Inductor keep the order of the graph that it compiles now.
+
+    The options must be among the patches of the compilation: Inductor restores those after each graph.
+    """
+    config = __getattr__("inductor_config")
+    for name in reordering_options():
+        holder, _, option = name.rpartition(".")
+        setattr(getattr(config, holder) if holder else config, option, False)
+
+
 def caches_off() -> Any:
     """Return a context in which Inductor's and AOTAutograd's caches are neither read nor written."""
     import contextlib

@@ -23,8 +23,8 @@ from ub_overlap.compiler.plan.strategy import Mode
 from ub_overlap.compiler.select import Decided, alternatives, assignment, decide, peak_memory, profitability
 
 H200 = load("h200")
-AUTO = Options(profile="h200", min_bytes=0)
-UNPACKED = Options(profile="h200", min_bytes=0, pack="off")
+AUTO = Options(profile="h200", min_bytes=0, split="off")
+UNPACKED = Options(profile="h200", min_bytes=0, pack="off", split="off")
 
 
 @pytest.fixture
@@ -255,7 +255,7 @@ def test_ranks_with_uneven_shards_plan_alike(overlap: Any) -> None:
     """
     plans = []
     for rank, last, few in ((0, 1000, 1000), (3, 999, 997), (2, 1000, 999)):
-        options = Options(profile="h200" if overlap == "auto" else None, min_bytes=0, overlap=overlap)
+        options = Options(profile="h200" if overlap == "auto" else None, min_bytes=0, overlap=overlap, split="off")
         plans.append(decide(uneven(rank, last, few), options, "backward", lambda *_: None).plan)
     assert len({p.digest for p in plans}) == 1
     for p in plans[1:]:

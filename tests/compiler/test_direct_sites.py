@@ -42,7 +42,14 @@ def run(rank: int, world: int, profile: str, mode: str, is_autotuned: bool) -> d
             return funcol.all_reduce(x @ w, "sum", name)
         return funcol.reduce_scatter_tensor(x @ w, "sum", 0, name)
 
-    options = {"overlap": "auto", "inner": "aot_eager", "min_bytes": 0, "profile": profile, "autotune": is_autotuned}
+    options = {
+        "overlap": "auto",
+        "inner": "aot_eager",
+        "min_bytes": 0,
+        "split": "off",
+        "profile": profile,
+        "autotune": is_autotuned,
+    }
     x, w = data(512, 256, seed=rank).to(torch.bfloat16), data(256, 256, seed=9).to(torch.bfloat16)
     mark, before = HISTORY.mark(), site_stats()
     with torch.no_grad(), uncached():

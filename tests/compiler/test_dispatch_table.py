@@ -25,7 +25,7 @@ from ub_overlap.runtime.site_id import SiteId
 from ub_overlap.runtime.stats import SiteStats, site_stats
 
 OPS = torch.ops.ub_overlap
-AUTO: dict[str, Any] = {"overlap": "auto", "inner": "aot_eager", "min_bytes": 0, "profile": "h200"}
+AUTO: dict[str, Any] = {"overlap": "auto", "inner": "aot_eager", "min_bytes": 0, "split": "off", "profile": "h200"}
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ from ub_overlap.compiler.select.profitability import SiteCosts
 from ub_overlap.runtime import ops
 from ub_overlap.runtime.errors import OptionError
 
-AUTO = Options(profile="h200")
+AUTO = Options(profile="h200", split="off")
 
 
 def gradients_of_o(ranks: int, width: int = 512, rows: int = 1792) -> Graph:
@@ -119,7 +119,7 @@ def test_a_matmul_on_another_device_is_not_taken() -> None:
         with d.mode:
             n.meta["val"] = torch.empty(n.meta["val"].shape, dtype=d.dtype, device="cuda")
     site = only(d.output(d.mm(gathered, d.input("w", 4096, 512)), gathered, d.mm(a, b)))
-    assert site.overlapped and site.paired == () and site.options == ("pipelined",)
+    assert site.overlapped and site.paired == () and site.options == ("pipelined", "split")
 
 
 def test_the_independent_matmul_of_another_site() -> None:
@@ -204,7 +204,7 @@ def gradients_of_a_gated_layer() -> Graph:
 def rewritten(graph: Graph) -> Graph:
     """Return `graph`, rewritten as decided for a machine on which operands are always packed."""
     ops.load()
-    options = Options(profile="h200", pack="force")
+    options = Options(profile="h200", pack="force", split="off")
     decided = decide(graph, options, "backward", lambda *_: None)
     rewrite(graph, decided.chosen, Outputs(is_backward=True))
     return graph

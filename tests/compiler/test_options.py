@@ -46,7 +46,7 @@ NAMES = frozenset({"shape_padding", "max_autotune"})
         ("memory_budget", True, "a share from 0 to 1, or bytes"),
         ("fp8", "most", "'off', 'forward', 'all'"),
         ("fp8", {"recipe": "columns"}, "'tensorwise', 'delayed', 'rowwise'"),
-        ("overrides", {"forward.0": "fast"}, "auto, none, pipelined, direct, bulk, pipelined:chunks=N"),
+        ("overrides", {"forward.0": "fast"}, "auto, none, pipelined, direct, bulk, split, pipelined:chunks=N"),
         ("overrides", {"forward.0": "chunks=65"}, "N from 1 to 64"),
         ("overrides", {"forward.0": None}, "none, pipelined, direct, bulk"),
         ("overrides", "/nowhere/plan.json", "a JSON or YAML file"),
@@ -80,7 +80,7 @@ def test_old_names_say_the_new_spelling(name: str) -> None:
 def test_tables_are_complete() -> None:
     """One row per option, field of fp8, and setting; defaults come first."""
     rows = {name: (values, doc) for name, values, doc in describe_options()}
-    assert len(rows) == 13 and set(rows) == set(NAMES_OF_OPTIONS)
+    assert len(rows) == 15 and set(rows) == set(NAMES_OF_OPTIONS)
     assert rows["overlap"][0] == '`"auto"`, `"force"`, `"off"`' and rows["verify"][0] == "`False`, `True`"
     assert all(values and doc for values, doc in rows.values())
     assert [name for name, _, _ in describe_fp8()] == ["products", "recipe", "weights", "state", "filter", "reduce_scatter"]

@@ -185,7 +185,8 @@ def gradients(widen: bool, ranks: int = 8, reduce: bool = False) -> Graph:
 def test_price() -> None:
     """A site behind a widening cast is priced by the narrow bytes, against a plain collective that sends the wide ones."""
     widened, narrow = [
-        decide(gradients(widen), Options(profile="h200"), "backward", lambda *_: None).plan for widen in (True, False)
+        decide(gradients(widen), Options(profile="h200", split="off"), "backward", lambda *_: None).plan
+        for widen in (True, False)
     ]
     (w,), (n,) = widened.decisions, narrow.decisions
     assert w.strategy.mode is Mode.BULK and w.bytes == n.bytes == 7 * 65536 * 1024 * 2 // 8

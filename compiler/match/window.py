@@ -1,0 +1,113 @@
+"""The window of a collective: where a graph lets it start and finish, if it is split in two.
+
+    source -> lead -> collective -> wait -> trail -> readers
+
+The lead are the casts and views in front of the collective, the trail those behind it. They move with the start and with the
+finish. So the gather of a parameter may start anywhere before its first reader, and the reduction of a gradient may finish as
+late as the graph. Nothing else moves. Writes to the memory that is sent bound the window on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch.fx import Graph, Node
+
+from ..graph.aten import element_effect, is_constant_scaling, is_mutable, readers, storage_node, tensor_of
+from .collectives import Collective, Op
+from .fusion_order import FusionOrder
+from .widening_cast import moved_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The nodes around one collective that bound its start and its finish."""
+
+    collective: Collective
+    lead: tuple[Node, ...]
+    """Casts and views between the sources and the collective."""
+    sources: tuple[Node, ...]
+    """What the lead reads."""
+    trail: tuple[Node, ...]
+    """Casts, views and scalings of the result."""
+    readers: tuple[Node, ...]
+    """The first nodes that compute with the result, or return it."""
+    writes: tuple[Node, ...]
+    """Nodes that write to the memory that is sent, or to what it is made of."""
+
+    @property
+    def is_at_the_edge(self) -> bool:
+        """Return whether it gathers a parameter, or reduces what only the graph's output reads: as data parallelism does."""
+        if self.collective.op is Op.ALL_GATHER:
+            return all(n.op == "placeholder" and n.name.startswith(("primals", "arg")) for n in self.sources)
+        return all(n.op == "output" for n in self.readers)
+
+    def bounds(self, order: FusionOrder, moving: Mapping[Node, object]) -> tuple[int, int]:
+        """Return (first, last) positions in `order`: start and finish stand before the items at positions in this range.
+
+        `moving`: the waits and trails of windows. What they feed does not move in front of them.
+        """
+        own = order.position[self.collective.node]
+        fixed = [*self.sources, *(n for n in self.lead if n in order.taken)]
+        first = max([order.span(n)[1] + 1 for n in fixed], default=0)
+        if any(n in moving for n in (*self.sources, *self.lead)):
+            first = max(first, own)
+        last = min([order.span(node)[0] for node in self.readers], default=len(order.items) - 1)
+        for write in self.writes:
+            at = order.position[write]
+            first, last = (max(first, at + 1), last) if at < own else (first, min(last, at))
+        return min(first, last), last
+
+
+class WindowFinder:
+    """Finds the windows of the collectives of one graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._writes = [(n, {storage_node(i) for i in n.all_input_nodes}) for n in graph.nodes if is_mutable(n)]
+
+    def find(self, c: Collective) -> Window:
+        """Return the window of `c`, which has a wait."""
+        assert c.wait is not None
+        lead, sources = _lead_of(c)
+        trail, first_readers = _trail_of(c.wait)
+        memory = {storage_node(n) for n in (*lead, *sources)}
+        writes = tuple(n for n, bases in self._writes if bases & memory)
+        return Window(c, lead, sources, trail, first_readers, writes)
+
+
+def _lead_of(c: Collective) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+    """Return the nodes that only move or cast what `c` sends, in graph order, and what they read."""
+    widening = set(c.widening.nodes) if c.widening else set()
+    todo, lead, sources = [c.input], set[Node](), set[Node]()
+    while todo:
+        node = todo.pop()
+        if node in lead or node in sources:
+            continue
+        if node in widening or element_effect(node) is not None or moved_tensors(node):
+            lead.add(node)
+            todo += node.all_input_nodes
+        else:
+            sources.add(node)
+    return tuple(sorted(lead)), tuple(sorted(sources))
+
+
+def _trail_of(wait: Node) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+    """Return the nodes that only move, cast or scale the result, in graph order, and the first other readers."""
+    inside, others = {wait: None}, dict[Node, None]()
+    todo = set(readers(wait))
+    while todo:
+        node = min(todo)  # the first in graph order: what it reads was seen before
+        todo.remove(node)
+        is_pass = element_effect(node) is not None or moved_tensors(node) or is_constant_scaling(node)
+        if is_pass and all(i in inside for i in node.all_input_nodes if tensor_of(i) is not None or i in inside):
+            inside[node] = None
+            todo.update(n for n in readers(node) if n not in inside and n not in others)
+        else:
+            others[node] = None
+    return tuple(n for n in inside if n is not wait), tuple(others)
+
+
+def moving_nodes(windows: Iterable[Window]) -> dict[Node, Window]:
+    """Return the nodes that move with the finishes of `windows`."""
+    return {node: w for w in windows for node in (w.collective.wait, *w.trail) if node is not None}

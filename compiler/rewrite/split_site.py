@@ -1,0 +1,26 @@
+"""Rewrite a collective as two ops, start and finish. The layout of the graph gives them their places (windows/layout.py)."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from ..graph.aten import dtype_of
+from ..graph.emitter import Emitter
+from ..match.site import Split
+from ..plan.strategy import DispatchTable, Mode, Strategy
+from .narrow_input import emit_narrow
+
+
+def rewrite_split(e: Emitter, m: Split, strategy: Strategy | DispatchTable, site: str) -> dict[Node, Node]:
+    """Emit the ops. Return the replacement of each node."""
+    c = m.collective
+    assert c.wait is not None and c.op is not None and isinstance(strategy, Strategy)
+    tensor = emit_narrow(e, c.input, c.widening) if c.widening else c.input
+    schedule = str(Strategy(Mode.BULK, strategy.chunks))  # its steps are those of bulk
+    arguments = (tensor, c.op.value, c.reduce_op, dtype_of(c.node), m.slot, schedule, c.group, site)
+    token = e.call(torch.ops.ub_overlap.start_collective.default, *arguments)
+    value = e.call(torch.ops.ub_overlap.finish_collective.default, token, *arguments)
+    for target, constant in c.widening.scalings if c.widening else ():
+        value = e.call(target, value, constant)
+    return {c.wait: value, c.node: value}

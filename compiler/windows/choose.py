@@ -1,0 +1,302 @@
+"""Choose the collectives of a graph that are split, against their other alternatives, and place them.
+
+1. Each collective with a window has a best case: all that runs in the window hides its transfer.
+2. Alternatives that save less than the best case are set aside; the others are assigned first. Fused sites cannot move.
+3. The windows are placed between them (placement.py).
+4. A collective that saves less there than by what was set aside gets its alternatives back, and all is done again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch.fx import Graph, Node
+
+from ub_overlap.runtime.schedule.steps import SPLIT_SLOTS
+
+from ..cost.choice import MARGIN_US, StrategyChoice
+from ..cost.predict import Prediction
+from ..cost.site_sizes import shape_of_site
+from ..cost.split_time import SplitTimes, split_times
+from ..graph.aten import shape_of
+from ..graph.sizes import evaluate_size, numel
+from ..match import Candidate, Miss, Split
+from ..match.collectives import Op
+from ..match.fusion_order import FusionOrder
+from ..match.window import Window, WindowFinder, moving_nodes
+from ..overrides.requested_strategy import Override
+from ..plan.decision import SplitWindow
+from ..plan.reasons import Reason
+from ..plan.strategy import NONE, Mode, Strategy
+from ..select.alternatives import Alternative, Alternatives
+from ..select.assignment import Assignment
+from ..select.benefit import Benefit
+from ..select.profitability import SiteCosts, too_small
+from .node_times import NodeTimes
+from .placement import Item, Limits, Placed, Transfer, place
+
+ROUNDS = 2
+"""Rounds in which collectives get their other alternatives back."""
+MARGIN = 0.05
+"""The saving required of a split collective, as a share of the plain one."""
+
+Assign = Callable[[Sequence[Alternatives]], tuple[list[Assignment], FusionOrder]]
+"""Alternatives of all candidates -> the selected ones, and the order in which they are fused."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitCandidate:
+    """A collective that may be split. `number`: of its candidate."""
+
+    number: int
+    window: Window
+    times: SplitTimes
+    strategy: Strategy
+    landing_bytes: int
+    held_bytes: int
+    is_required: bool
+
+
+@dataclass(slots=True)
+class SplitChoice:
+    """What was chosen for one graph: its assignments, and the order with the places of the split collectives."""
+
+    assignments: list[Assignment]
+    order: FusionOrder
+    windows: dict[int, SplitWindow] = field(default_factory=dict)
+    """By the number of the candidate."""
+    entries: dict[int, tuple[Window, Placed]] = field(default_factory=dict)
+
+
+def choose_splits(
+    graph: Graph,
+    candidates: Sequence[Candidate],
+    found: Sequence[Alternatives],
+    overrides: Mapping[int, Override],
+    costs: SiteCosts,
+    assign: Assign,
+) -> SplitChoice:
+    """Return the assignments of all candidates, some of them split. `overrides`: by number of the candidate."""
+    splits = {s.number: s for s in _find(graph, candidates, found, overrides, costs)}
+    if not splits:
+        return SplitChoice(*assign(found))
+    planner = _Planner(graph, candidates, costs, splits)
+    kept = [planner.set_aside(i, alternatives) for i, alternatives in enumerate(found)]
+    for last in (*[False] * ROUNDS, True):
+        assignments, order = assign(kept)
+        placed = planner.place(assignments, order)
+        back = [i for i in planner.splits if planner.is_better_fused(i, placed, found[i]) and kept[i] is not found[i]]
+        if not back or last:
+            break
+        for i in back:
+            kept[i] = found[i]
+            del planner.splits[i]
+    return planner.choice(assignments, order, placed)
+
+
+def _find(
+    graph: Graph,
+    candidates: Sequence[Candidate],
+    found: Sequence[Alternatives],
+    overrides: Mapping[int, Override],
+    costs: SiteCosts,
+) -> list[SplitCandidate]:
+    """Return the collectives that may be split: those that the user requests, and with "auto" those above the threshold."""
+    finder: WindowFinder | None = None
+    splits = []
+    for i, (candidate, alternatives) in enumerate(zip(candidates, found, strict=True)):
+        c, override = candidate.collective, overrides.get(i)
+        forced = override.strategy if override else None
+        requested = forced is not None and forced.mode is Mode.SPLIT
+        if alternatives.is_refused or c.wait is None or (forced is not None and not requested):
+            continue
+        device = c.node.meta["val"].device.type
+        if not requested and not (costs.policy.may_split and costs.policy.is_weighed(device)):
+            continue
+        site = Split(c)
+        if too_small(site, costs.policy, forced) is not None:
+            continue
+        shape = shape_of_site(site, costs.hints)
+        if shape is None:
+            continue
+        finder = finder or WindowFinder(graph)
+        window = finder.find(c)
+        if not requested and not window.is_at_the_edge:
+            continue
+        profile = costs.policy.profile(c.ranks, device)
+        costs.profiles[profile.digest] = profile
+        strategy = forced if requested and isinstance(forced, Strategy) else Strategy(Mode.SPLIT)
+        times = split_times(shape, strategy.chunks, profile)
+        sent = evaluate_size(numel(shape_of(c.input)), costs.hints) or 0
+        whole = sent * c.narrow_dtype.itemsize * (c.ranks if c.op is Op.ALL_GATHER else 1)
+        is_parameter = all(n.op == "placeholder" for n in window.sources) and not window.lead
+        held = 0 if is_parameter else sent * c.narrow_dtype.itemsize
+        splits.append(SplitCandidate(i, window, times, strategy, whole, held, requested))
+    return splits
+
+
+@dataclass(slots=True)
+class _Planner:
+    """The windows of one graph. `splits`: by number of the candidate."""
+
+    graph: Graph
+    candidates: Sequence[Candidate]
+    costs: SiteCosts
+    splits: dict[int, SplitCandidate]
+    _clock: list[float] = field(default_factory=list)
+    """Microseconds of the graph's nodes, in graph order."""
+
+    def __post_init__(self) -> None:
+        first = self.candidates[next(iter(self.splits))].collective
+        profile = self.costs.policy.profile(first.ranks, first.node.meta["val"].device.type)
+        times = NodeTimes.of(self.graph, profile, self.costs.hints)
+        self._clock = [times.us(n) for n in self.graph.nodes]
+
+    def needed_us(self, s: SplitCandidate) -> float:
+        return max(MARGIN_US, MARGIN * s.times.plain_us)
+
+    def best_us(self, s: SplitCandidate, order: FusionOrder, moving: Mapping[Node, object]) -> float:
+        """Return the saving where nothing else uses the port. `order`: nothing is fused."""
+        first, last = s.window.bounds(order, moving)
+        hidden = sum(self._clock[first:last])
+        return s.times.plain_us - s.times.shortest_us - max(0.0, s.times.transfer_us - hidden)
+
+    def set_aside(self, i: int, alternatives: Alternatives) -> Alternatives:
+        """Return the alternatives that save more than splitting the candidate can. Drop windows that cannot save enough."""
+        if i not in self.splits:
+            return alternatives
+        s, order = self.splits[i], self._plain_order()
+        best = self.best_us(s, order, self._moving())
+        if not s.is_required and best < self.needed_us(s):
+            del self.splits[i]
+            return alternatives
+        ranked = [] if s.is_required else [a for a in alternatives.ranked if a.benefit > Benefit(0, 0, 0, best)]
+        return replace(alternatives, ranked=ranked) if len(ranked) < len(alternatives.ranked) else alternatives
+
+    _order: FusionOrder | None = None
+
+    def _plain_order(self) -> FusionOrder:
+        if self._order is None:
+            self._order = FusionOrder(self.graph)
+        return self._order
+
+    def _moving(self) -> dict[Node, Window]:
+        return moving_nodes(s.window for s in self.splits.values())
+
+    def place(self, assignments: Sequence[Assignment], order: FusionOrder) -> dict[int, Placed]:
+        """Return the places of the windows that other sites leave open."""
+        open_splits = [s for i, s in self.splits.items() if assignments[i].alternative is None]
+        items = self._items(assignments, order, {s.number for s in open_splits})
+        moving = moving_nodes(s.window for s in open_splits)
+        transfers = [self._transfer(s, order, moving) for s in open_splits]
+        policy, first = self.costs.policy, self.candidates[next(iter(self.splits))].collective if self.splits else None
+        if first is None:
+            return {}
+        profile = policy.profile(first.ranks, first.node.meta["val"].device.type)
+        limits = Limits(policy.split_bytes, SPLIT_SLOTS, profile.matmul_slowdown, profile.push_slowdown)
+        result = place(items, transfers, limits)
+        return {s.number: p for s, p in zip(open_splits, result, strict=True) if p is not None}
+
+    def _transfer(self, s: SplitCandidate, order: FusionOrder, moving: Mapping[Node, object]) -> Transfer:
+        c = s.window.collective
+        first, last = s.window.bounds(order, moving)
+        return Transfer(
+            group=c.group or "",
+            earliest=first,
+            latest=last,
+            plain_at=order.position[c.node],
+            starts_late=c.op is Op.ALL_GATHER,
+            start_us=s.times.start_us,
+            transfer_us=s.times.transfer_us,
+            finish_us=s.times.finish_us,
+            plain_us=s.times.plain_us,
+            landing_bytes=s.landing_bytes,
+            held_bytes=s.held_bytes,
+            needed_us=self.needed_us(s),
+            is_required=s.is_required,
+        )
+
+    def _items(self, assignments: Sequence[Assignment], order: FusionOrder, split: set[int]) -> list[Item]:
+        """Return the nodes in `order` with their times. A fused site has its time at its first node."""
+        clock = dict(zip(self.graph.nodes, self._clock, strict=True))
+        items = {n: Item(us) for n, us in clock.items()}
+        for i, (candidate, assignment) in enumerate(zip(self.candidates, assignments, strict=True)):
+            c = candidate.collective
+            if (alternative := assignment.alternative) is not None:
+                times = self.costs.times_us(alternative.site, alternative.choice, alternative.strategy)
+                members = alternative.site.members
+                us = times.us if times else sum(clock.get(m, 0.0) for m in members)
+                for member in members:
+                    items[member] = Item(0.0)
+                port = min(us, times.plain.communication_us) if times else 0.0
+                items[min(members, key=order.position.__getitem__)] = Item(us, port)
+            elif i not in split and c.op is not None and c.group is not None and c.ranks > 1:
+                shape = shape_of_site(Split(c), self.costs.hints) if c.wait is not None else None
+                if shape is not None:
+                    profile = self.costs.policy.profile(c.ranks, c.node.meta["val"].device.type)
+                    us = split_times(shape, 0, profile).plain_us
+                    items[c.node] = Item(us, us)
+        return [items[n] for n in order.items]
+
+    def is_better_fused(self, i: int, placed: Mapping[int, Placed], alternatives: Alternatives) -> bool:
+        """Return whether one of all alternatives of a candidate saves more than splitting it does."""
+        if self.splits[i].is_required:
+            return False
+        saved = placed[i].saved_us if i in placed else 0.0
+        return bool(alternatives.ranked) and alternatives.ranked[0].benefit > Benefit(0, 0, 0, saved)
+
+    def choice(self, assignments: Sequence[Assignment], order: FusionOrder, placed: Mapping[int, Placed]) -> SplitChoice:
+        """Return the assignments with the placed collectives as split."""
+        result, numbers = list(assignments), _ordinals(self.candidates, assignments, order, placed)
+        choice = SplitChoice(result, order)
+        for i, s in self.splits.items():
+            p, alternatives = placed.get(i), assignments[i].alternatives
+            if p is None:
+                if s.is_required:
+                    miss = Miss(
+                        Reason.STRATEGY_ILLEGAL, f"split needs one of {SPLIT_SLOTS} slots, and all are in use where it starts"
+                    )
+                    result[i] = replace(assignments[i], result=miss)
+                continue
+            site = Split(s.window.collective, p.slot)
+            own = _as_choice(s, p)
+            alternative = Alternative(site, s.strategy, p.saved_us, Benefit(0, 0, 0, p.saved_us), 0, own)
+            result[i] = Assignment(alternatives, alternative, assignments[i].estimate)
+            starts, finishes = numbers[i]
+            choice.windows[i] = SplitWindow(
+                p.slot, starts, finishes, s.landing_bytes, round(s.times.transfer_us, 2), round(p.exposed_us, 2)
+            )
+            choice.entries[i] = (s.window, p)
+        return choice
+
+
+def _as_choice(s: SplitCandidate, p: Placed) -> StrategyChoice:
+    """Return the predictions of a placed collective: plain, and the time that it takes from the graph."""
+    us = s.times.plain_us - p.saved_us
+    plain = Prediction(s.times.plain_us, 0.0, s.times.plain_us)
+    own = Prediction(us, 0.0, s.times.transfer_us)
+    text = f"predicted us: none {plain.us:.0f}, {s.strategy} {us:.0f}, of which {p.exposed_us:.0f} waiting"
+    return StrategyChoice(s.strategy, {str(NONE): plain, str(s.strategy): own}, text, p.saved_us, (NONE, s.strategy))
+
+
+def _ordinals(
+    candidates: Sequence[Candidate], assignments: Sequence[Assignment], order: FusionOrder, placed: Mapping[int, Placed]
+) -> dict[int, tuple[int, int]]:
+    """Return for each placed collective the numbers of its start and finish among everything that communicates.
+
+    All ranks must agree on them; how many other nodes lie in between is a rank's own business.
+    """
+    events: list[tuple[tuple[int, int, int], int, bool]] = []
+    for i, (candidate, assignment) in enumerate(zip(candidates, assignments, strict=True)):
+        if i in placed:
+            p = placed[i]
+            events += [((p.start, 0, p.start_number), i, True), ((p.finish, 0, p.finish_number), i, False)]
+        else:
+            site = assignment.site
+            node = candidate.collective.node
+            events.append(((order.span(node)[0] if site else order.position[node], 1, i), i, True))
+    numbers: dict[int, list[int]] = {}
+    for number, (_, i, _) in enumerate(sorted(events)):
+        numbers.setdefault(i, []).append(number)
+    return {i: (numbers[i][0], numbers[i][1]) for i in placed}

@@ -1,0 +1,106 @@
+"""The time of one node of a graph, for the clock that split collectives are placed by.
+
+    matmul              the cost model's (cost/matmul_time.py)
+    ops with a formula  operations of torch's flop counter (attention, convolutions, batched matmuls) at a share of the rate
+    other ops           bytes read and written at the rate of memory; nothing for views and for what is fused into its readers
+
+Only the sum over some milliseconds matters: a start or a finish moves by a few nodes where a time is wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils.flop_counter import flop_registry
+
+from ..cost.matmul_time import matmul_us
+from ..cost.profile import Profile
+from ..cost.site_shape import SIZES
+from ..cost.site_sizes import Hints
+from ..graph.aten import alias_base, dtype_of, storage_node, tensor_of
+from ..graph.matmul import as_matmul
+from ..graph.sizes import about, evaluate_size
+from ..select.peak_memory import bytes_of, is_fused
+
+EFFICIENCY = 0.6
+"""The share of the matmul rate that attention reaches."""
+
+
+@dataclass(slots=True)
+class NodeTimes:
+    """Times of the nodes of one graph. `inner`: nodes that are computed in the kernels of their readers."""
+
+    profile: Profile
+    hints: Hints
+    inner: set[Node]
+    _known: dict[tuple[Any, ...], float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, graph: Graph, profile: Profile, hints: Hints) -> NodeTimes:
+        fused = {n for n in graph.nodes if is_fused(n)}
+        return cls(profile, hints, {n for n in fused if n.users and all(u in fused for u in n.users)})
+
+    def us(self, node: Node) -> float:
+        """Return the microseconds of `node`; 0 for what computes nothing."""
+        if node.op != "call_function" or node.meta.get("val") is None or alias_base(node) is not None:
+            return 0.0
+        if (matmul := as_matmul(node)) is not None:
+            return self._matmul_us(matmul)
+        if node.target in flop_registry or getattr(node.target, "overloadpacket", None) in flop_registry:
+            return self._counted_us(node)
+        return 0.0 if node in self.inner else self._moved_us(node)
+
+    def _matmul_us(self, matmul: Any) -> float:
+        sizes = [evaluate_size(s, self.hints) for s in (*matmul.shape, matmul.inner)]
+        name = "float8" if matmul.scales is not None else str(dtype_of(matmul.node)).removeprefix("torch.")
+        if None in sizes or name not in SIZES:
+            return 0.0
+        m, n, k = (about(s) for s in sizes if s is not None)
+        return matmul_us(self.profile, name, "nt", m, n, k)
+
+    def _counted_us(self, node: Node) -> float:
+        value = tensor_of(node)
+        first = value if value is not None else next((v for v in node.meta["val"] if isinstance(v, torch.Tensor)), None)
+        key = (node.target, *(str(a.meta.get("val")) if isinstance(a, Node) else str(a) for a in node.args), str(node.kwargs))
+        if key not in self._known:
+            self._known[key] = self._flops(node)
+        rates = self.profile.compute.tflops
+        name = str(first.dtype).removeprefix("torch.") if first is not None else ""
+        return self._known[key] / (rates.get(name, rates["bfloat16"]) * 1e6 * EFFICIENCY) + self.profile.compute.launch_us
+
+    def _flops(self, node: Node) -> float:
+        formula = flop_registry.get(node.target) or flop_registry[node.target.overloadpacket]  # type: ignore[union-attr]
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))  # type: ignore[misc]
+        try:
+            return float(formula(*args, **kwargs, out_val=node.meta["val"]))
+        except (
+            TypeError,
+            ValueError,
+            AssertionError,
+            AttributeError,
+            RuntimeError,
+            KeyError,
+        ):  # a formula of torch or of the user's that does not know these arguments: no estimate
+            return 0.0
+
+    def _moved_us(self, node: Node) -> float:
+        sources = {storage_node(i) for i in self._read(node)}
+        moved = bytes_of(node, self.hints) + sum(bytes_of(s, self.hints) for s in sources)
+        return moved / (self.profile.compute.memory_gbs * 1e3) + (self.profile.compute.launch_us if moved else 0.0)
+
+    def _read(self, node: Node) -> list[Node]:
+        """Return what the kernel of `node` reads: through nodes that it computes itself."""
+        found, todo, seen = [], list(node.all_input_nodes), set[Node]()
+        while todo:
+            n = todo.pop()
+            if n in seen:
+                continue
+            seen.add(n)
+            if n in self.inner:
+                todo += n.all_input_nodes
+            else:
+                found.append(n)
+        return found

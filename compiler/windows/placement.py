@@ -1,0 +1,231 @@
+"""Place the starts and finishes of split collectives between the items of a graph, in its order.
+
+A list scheduler with one resource, the port of the link. It takes plain numbers, so that every rank computes the same.
+
+    items      what the graph computes, in order: microseconds, and microseconds of the port that fused sites take
+    transfers  windows: a start stands before an item from `earliest` on, its finish before the item `latest` at the latest
+
+Gathers are placed backwards from their readers: each starts as late as it still arrives in time. Reductions start as soon as
+they are ready, and finish once their data is here. Starts push in order: the port serves one transfer after the other, and a
+fused site waits for what was started before it. Every open transfer has a slot of landing memory; slots keep their memory, so
+a transfer prefers one that is large enough. A start without a free slot or without memory waits for the next finish.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+SLACK = 0.25
+SLACK_US = 50.0
+"""A gather starts this share of its transfer, and these microseconds, earlier than it must: predictions have errors."""
+ROUNDS = 4
+"""Transfers that save too little are left out, and the others are placed again, this often at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One node, or one fused site."""
+
+    us: float
+    port_us: float = 0.0
+    """The part of `us` that the port is busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One collective that may be split. Times are in microseconds."""
+
+    group: str
+    earliest: int
+    latest: int
+    plain_at: int
+    """The item at which the plain collective runs."""
+    starts_late: bool
+    """A gather: it is placed backwards from `latest`."""
+    start_us: float
+    transfer_us: float
+    finish_us: float
+    plain_us: float
+    landing_bytes: int
+    """Landing memory, which the slot keeps."""
+    held_bytes: int = 0
+    """Bytes of its input, which lives from start to finish."""
+    needed_us: float = 0.0
+    """The least saving with which it is placed."""
+    is_required: bool = False
+    """Placed whatever it saves, as the user requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`bytes`: landing memory and held inputs together. `slots`: of one group. Slowdowns as in a profile."""
+
+    bytes: int
+    slots: int
+    matmul_slowdown: float = 0.0
+    push_slowdown: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Start and finish stand before the items at these positions. Entries of one position run by rising number."""
+
+    start: int
+    start_number: int
+    finish: int
+    finish_number: int
+    slot: int
+    exposed_us: float
+    """The time that the finish waits."""
+    saved_us: float
+    """Against the plain collective."""
+
+
+def place(items: Sequence[Item], transfers: Sequence[Transfer], limits: Limits) -> list[Placed | None]:
+    """Return the place of each transfer, None for one that saves less than it needs or finds no slot or memory."""
+    active = set(range(len(transfers)))
+    placed: dict[int, Placed] = {}
+    for _ in range(ROUNDS):
+        placed = _Sweep(items, transfers, active, limits).run()
+        saved = {k: p.saved_us for k, p in placed.items()}
+        worse = {k for k in active if k not in saved or (saved[k] < transfers[k].needed_us and not transfers[k].is_required)}
+        if not worse:
+            break
+        active -= worse
+    return [placed[k] if k in active and k in placed else None for k in range(len(transfers))]
+
+
+@dataclass(slots=True)
+class _Open:
+    start: int
+    number: int
+    slot: int
+    end_us: float
+    """When its data is here."""
+
+
+@dataclass(slots=True)
+class _Sweep:
+    """One sweep over the items with the transfers of `active`; the others run plainly."""
+
+    items: Sequence[Item]
+    transfers: Sequence[Transfer]
+    active: set[int]
+    limits: Limits
+    now: float = 0.0
+    port_free: float = 0.0
+    number: int = 0
+    held: int = 0
+    slots: dict[str, list[int]] = field(default_factory=dict)
+    """Bytes of the slots of each group."""
+    open: dict[int, _Open] = field(default_factory=dict)
+    placed: dict[int, Placed] = field(default_factory=dict)
+
+    def run(self) -> dict[int, Placed]:
+        items = _with_plain(self.items, [t for k, t in enumerate(self.transfers) if k not in self.active])
+        ready: dict[int, list[int]] = {}
+        due: dict[int, list[int]] = {}
+        starts = _latest_starts(items, {k: self.transfers[k] for k in sorted(self.active) if self.transfers[k].starts_late})
+        for k in sorted(self.active):
+            t = self.transfers[k]
+            ready.setdefault(starts.get(k, t.earliest), []).append(k)
+            due.setdefault(t.latest, []).append(k)
+        waiting: list[int] = []
+        for position, item in enumerate(items):
+            ends = due.get(position, ())
+            self.finish_all([k for k in ends if k in self.open], position)
+            if item.us:
+                self.finish_all([k for k, o in self.open.items() if self.is_here(k, o)], position)
+            if position in ready:
+                waiting = sorted([*waiting, *ready[position]], key=self.urgency)
+            waiting = [k for k in waiting if not self.start(k, position) and position < self.transfers[k].latest]
+            self.finish_all([k for k in ends if k in self.open], position)
+            self.advance(item)
+        return self.placed
+
+    def urgency(self, k: int) -> tuple[int, int]:
+        t = self.transfers[k]
+        return (t.latest if t.starts_late else len(self.items) + t.earliest, k)
+
+    def is_here(self, k: int, o: _Open) -> bool:
+        t = self.transfers[k]
+        return not t.starts_late and o.end_us + SLACK * t.transfer_us + SLACK_US <= self.now
+
+    def start(self, k: int, position: int) -> bool:
+        """Start a transfer if there is a slot and memory. A start in front of its own finish hides nothing."""
+        t = self.transfers[k]
+        if position == t.latest and not t.is_required:
+            return False
+        slot = self.find_slot(t)
+        if slot is None:
+            return False
+        sizes = self.slots.setdefault(t.group, [])
+        if slot == len(sizes):
+            sizes.append(0)
+        sizes[slot] = max(sizes[slot], t.landing_bytes)
+        self.held += t.held_bytes
+        self.now += t.start_us
+        begin = max(self.now, self.port_free)
+        self.port_free = begin + t.transfer_us * (1 + self.limits.push_slowdown)
+        self.open[k] = _Open(position, self.next_number(), slot, self.port_free)
+        return True
+
+    def find_slot(self, t: Transfer) -> int | None:
+        """Return the free slot that grows least, of these the smallest; None without one, or without memory."""
+        sizes = self.slots.get(t.group, [])
+        used = {o.slot for k, o in self.open.items() if self.transfers[k].group == t.group}
+        free = [(max(0, t.landing_bytes - size), size, slot) for slot, size in enumerate(sizes) if slot not in used]
+        if len(sizes) < self.limits.slots:
+            free.append((t.landing_bytes, t.landing_bytes, len(sizes)))
+        if not free:
+            return None
+        growth, _, slot = min(free)
+        total = sum(map(sum, self.slots.values())) + growth + self.held + t.held_bytes
+        return slot if total <= self.limits.bytes or t.is_required else None
+
+    def finish_all(self, keys: list[int], position: int) -> None:
+        for k in sorted(keys, key=lambda k: self.open[k].number):
+            t, o = self.transfers[k], self.open.pop(k)
+            exposed = max(0.0, o.end_us - self.now)
+            self.now += exposed + t.finish_us
+            self.held -= t.held_bytes
+            slowed = self.limits.matmul_slowdown * t.transfer_us
+            saved = t.plain_us - t.start_us - t.finish_us - exposed - slowed
+            self.placed[k] = Placed(o.start, o.number, position, self.next_number(), o.slot, exposed, saved)
+
+    def next_number(self) -> int:
+        self.number += 1
+        return self.number
+
+    def advance(self, item: Item) -> None:
+        end = self.now + item.us
+        if item.port_us:
+            self.port_free = max(self.port_free, self.now) + item.port_us
+            end = max(end, self.port_free)
+        self.now = end
+
+
+def _with_plain(items: Sequence[Item], plain: Sequence[Transfer]) -> list[Item]:
+    """Return the items with the collectives that are not split at their places."""
+    result = list(items)
+    for t in plain:
+        old = result[t.plain_at]
+        result[t.plain_at] = Item(old.us + t.plain_us, old.port_us + t.plain_us)
+    return result
+
+
+def _latest_starts(items: Sequence[Item], gathers: dict[int, Transfer]) -> dict[int, int]:
+    """Return for each gather the last position from which it arrives in time, the later gathers and the port given."""
+    # The microseconds that the port is free up to the begin of each item. Within an item the port is busy first.
+    free = [0.0, *accumulate(max(0.0, item.us - item.port_us) for item in items)]
+    starts: dict[int, int] = {}
+    until = free[-1]
+    for k in sorted(gathers, key=lambda k: (-gathers[k].latest, -k)):
+        t = gathers[k]
+        until = min(until, free[t.latest]) - t.transfer_us * (1 + SLACK) - SLACK_US - t.finish_us
+        at = bisect_right(free, until) - 1 if until >= 0 else 0
+        starts[k] = max(t.earliest, min(at, t.latest))
+    return starts

@@ -1,0 +1,114 @@
+"""Split collectives in compiled graphs: ZeRO-3 on two ranks, the order of the generated code, and look-alikes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+from tests.compiler.rank_compile import build, plans_of
+from tests.harness.ranks import RankPool
+from tests.harness.traces import as_loss
+from tests.models.compare import uncached
+from ub_overlap import _torch_compat as compat
+from ub_overlap.compiler.reports.history import HISTORY
+
+ZERO3 = "tests.models.zero3"
+SPLIT: dict[str, Any] = {"overrides": [{"strategy": "split"}]}
+compare_name = "tests.models.compare:compare"
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_zero3(pool2: RankPool, inner: str, mixed: bool) -> None:
+    """Outputs and gradients are those of the unfused graph; every collective is split."""
+    for outcome in pool2.run(compare_name, ZERO3, {"mixed": mixed}, {**SPLIT, "inner": inner}, timeout=240):
+        outcome.check()
+        assert {d["strategy"] for d in outcome.decisions} == {"split"}
+        slots = {d["window"]["slot"] for d in outcome.decisions}
+        assert len(outcome.decisions) == 12 and slots <= set(range(8))
+
+
+def calls(rank: int, world: int, options: dict[str, Any]) -> tuple[list[list[str]], list[dict[str, Any]]]:
+    """Return of each generated program its calls of collectives and matmuls in order, and the decisions."""
+    case = build(rank, world, ZERO3, {"layers": 4})
+    compiled = torch.compile(case.module, backend="ub_overlap", options=options)
+
+    def step() -> None:
+        as_loss(compiled(*case.inputs)).backward()
+
+    mark = HISTORY.mark()
+    with uncached():
+        _, written = run_and_get_code(step)
+    pattern = re.compile(r"(start|finish)_collective\.default\(.*'(\w+)/(\w+\.\d+)'|extern_kernels\.(addmm|mm)\(")
+    found = [[m[4] or f"{m[1]} {m[3]}" for m in map(pattern.search, text.splitlines()) if m] for text in written]
+    return [f for f in found if f], [d.to_dict() for p in HISTORY.since(mark) for d in p.decisions]
+
+
+def test_generated_code(pool2: RankPool) -> None:
+    """Inductor keeps the order: starts in front of the matmuls that hide them, finishes in front of the readers."""
+    (programs, decisions), other = pool2.run(calls, SPLIT, timeout=240)
+    assert programs == other[0] and [d["window"] for d in decisions] == [d["window"] for d in other[1]]
+    forward, backward = programs
+    for program, phase in ((forward, "forward"), (backward, "backward")):
+        own = [d for d in decisions if d["phase"] == phase]
+        communication = [call for call in program if " " in call]
+        expected = {d["window"]["starts"]: f"start {d['id']}" for d in own}
+        expected |= {d["window"]["finishes"]: f"finish {d['id']}" for d in own}
+        assert communication == [text for _, text in sorted(expected.items())]
+    hidden = [
+        sum(" " not in call for call in program[program.index(f"start {d['id']}") : program.index(f"finish {d['id']}")])
+        for program, phase in ((forward, "forward"), (backward, "backward"))
+        for d in decisions
+        if d["phase"] == phase
+    ]
+    assert len(hidden) == 16 and sum(n > 0 for n in hidden) >= 12, hidden
+
+
+def test_the_options_of_inductor_are_restored(pool2: RankPool) -> None:
+    """The next graph, without split sites, is reordered as Inductor's options say."""
+    for before, after in pool2.run(reordering, timeout=120):
+        assert before == after and True in before.values()
+
+
+def reordering(rank: int, world: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    before = compat.reordering_options()
+    calls(rank, world, SPLIT)
+    return before, compat.reordering_options()
+
+
+def test_verify_and_explain(pool2: RankPool) -> None:
+    """Results equal the plain collectives', and the report names slot and places."""
+    for error, text in pool2.run(verified, timeout=240):
+        assert error < 1e-6
+        assert "split" in text and "in slot 0" in text
+
+
+def verified(rank: int, world: int) -> tuple[float, str]:
+    import ub_overlap
+
+    case = build(rank, world, ZERO3, {"layers": 2})
+    report = ub_overlap.explain(case.module, {**SPLIT, "inner": "aot_eager", "verify": True})(*case.inputs)
+    found = report.decisions
+    errors = [site.error for site in found if site.error is not None]
+    assert len(errors) == len(found) == 8
+    return max(errors), str(report) + "\n".join(site.detail for site in found)
+
+
+def test_saved_plan(pool2: RankPool) -> None:
+    """A saved plan with split sites is used again, with the same digest."""
+    for first, second in pool2.run(saved, timeout=120):
+        assert first == second
+
+
+def saved(rank: int, world: int) -> tuple[list[str], list[str]]:
+    def digests(options: dict[str, Any]) -> list[Any]:
+        case = build(rank, world, ZERO3, {"layers": 2})
+        return plans_of(case.module, case.inputs, {**options, "inner": "aot_eager"})
+
+    first = digests(SPLIT)
+    second = digests({"overrides": first})
+    return [p.digest for p in first], [p.digest for p in second]

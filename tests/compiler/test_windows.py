@@ -1,0 +1,243 @@
+"""Windows of collectives and the scheduler that places split ones: bounds, mutations, slots, memory, order."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.fx import Node
+
+from tests.compiler.dags import Dag, aten
+from ub_overlap.compiler.match.collectives import find_collectives
+from ub_overlap.compiler.match.fusion_order import FusionOrder
+from ub_overlap.compiler.match.window import WindowFinder
+from ub_overlap.compiler.options import Options
+from ub_overlap.compiler.plan.plan import Plan
+from ub_overlap.compiler.select import decide
+from ub_overlap.compiler.windows.placement import Item, Limits, Placed, Transfer, place
+
+AUTO = Options(profile="h200", min_bytes=0)
+prims = torch.ops.prims
+
+
+def bounds(d: Dag, *outputs: Node) -> list[tuple[str, str]]:
+    """Return for each collective the nodes in front of which its start and its finish may stand at the ends of its window."""
+    graph = d.output(*outputs)
+    order, finder = FusionOrder(graph), WindowFinder(graph)
+    spans = [finder.find(c).bounds(order, {}) for c in find_collectives(graph)]
+    return [(order.items[first].name, order.items[last].name) for first, last in spans]
+
+
+def test_a_gather_of_a_parameter_starts_anywhere() -> None:
+    """It moves with its cast in front of everything; its finish stays in front of the first matmul."""
+    d = Dag()
+    x, w = d.input("x", 64, 64), d.input("primals_1", 32, 64)
+    busy = d.call(aten.relu.default, x)
+    gathered = d.gather(d.call(prims.convert_element_type.default, w, torch.float16))
+    product = d.mm(d.call(prims.convert_element_type.default, busy, torch.float16), d.t(gathered))
+    assert bounds(d, product) == [("relu_default", "mm_default")]
+
+
+def test_a_reduction_for_the_output_finishes_last() -> None:
+    d = Dag()
+    x, w = d.input("x", 64, 64), d.input("w", 64, 64)
+    gradient = d.mm(x, w)
+    reduced = d.call(aten.mul.Tensor, d.scatter(gradient), 0.5)
+    assert bounds(d, reduced, d.mm(w, x)) == [("reduce_scatter_tensor_default", "output")]
+
+
+def test_a_reduction_that_is_read_finishes_before() -> None:
+    """Look-alike: the result is read by a matmul of the graph."""
+    d = Dag()
+    x, w = d.input("x", 64, 64), d.input("w", 64, 64)
+    reduced = d.scatter(d.mm(x, w))
+    more = d.mm(w, x)
+    read = d.mm(reduced, w)
+    late = d.mm(x, x)
+    assert bounds(d, reduced, more, read, late) == [("reduce_scatter_tensor_default", read.name)]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_writes_bound_the_window(before: bool) -> None:
+    """Look-alike: the shard is written before the gather, or between gather and reader; through a view, too."""
+    d = Dag()
+    x, w = d.input("x", 64, 64), d.input("primals_1", 32, 64)
+    busy = d.call(aten.relu.default, x)
+
+    def write() -> Node:
+        return d.call(aten.add_.Tensor, d.call(aten.view.default, w, [64, 32]), 1.0)
+
+    written = write() if before else None
+    gathered = d.gather(w)
+    written = written or write()
+    product = d.mm(busy, d.t(gathered))
+    assert bounds(d, product) == [
+        ("all_gather_into_tensor_default", product.name) if before else ("relu_default", written.name)
+    ]
+
+
+def test_what_a_collective_feeds_does_not_move_in_front_of_it() -> None:
+    """A reduction of a reduction, as in hybrid sharding: the second starts where the first has finished."""
+    d = Dag()
+    x, w = d.input("x", 64, 64), d.input("w", 64, 64)
+    first = d.scatter(d.call(aten.cat.default, [d.mm(x, w), d.mm(w, x)]))
+    second = d.scatter(d.call(aten.view.default, first, [64, 64]))
+    graph = d.output(second, d.mm(w, x))
+    order, finder = FusionOrder(graph), WindowFinder(graph)
+    windows = [finder.find(c) for c in find_collectives(graph)]
+    moving = {n: w for w in windows for n in (w.collective.wait, *w.trail) if n is not None}
+    (_, last), (begin, _) = (w.bounds(order, moving) for w in windows)
+    assert last == begin == order.position[windows[1].collective.node]
+
+
+# --- the scheduler ------------------------------------------------------------------------------------------------------
+
+
+def random_problem(seed: int) -> tuple[list[Item], list[Transfer], Limits]:
+    rng = random.Random(seed)
+    items = [Item(0.0)] * 3
+    for _ in range(rng.randint(5, 60)):
+        us = rng.choice([0.0, 5.0, 50.0, 600.0])
+        items.append(Item(us, us * rng.choice([0.0, 0.0, 0.5]) if us > 5 else 0.0))
+    items.append(Item(0.0))
+    last, transfers = len(items) - 1, []
+    for _ in range(rng.randint(1, 30)):
+        at, late = rng.randint(3, last), rng.random() < 0.5
+        us = rng.uniform(5, 300)
+        transfers.append(
+            Transfer(
+                group=rng.choice(["a", "b"]),
+                earliest=3 if late else at,
+                latest=at if late else last,
+                plain_at=min(at, last),
+                starts_late=late,
+                start_us=1.0,
+                transfer_us=us,
+                finish_us=us * 0.3,
+                plain_us=us * 1.5,
+                landing_bytes=rng.randint(1, 100),
+                held_bytes=rng.randint(0, 100),
+                needed_us=3.0,
+                is_required=rng.random() < 0.1,
+            )
+        )
+    return items, transfers, Limits(rng.choice([100, 400, 10000]), rng.choice([1, 2, 8]), 0.03, 0.06)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_places_are_legal(seed: int) -> None:
+    """Starts and finishes are in their windows, slots hold one transfer at a time, and memory stays below the limit."""
+    items, transfers, limits = random_problem(seed)
+    placed = place(items, transfers, limits)
+    assert placed == place(items, transfers, limits)
+    events: list[tuple[int, int, int, bool]] = []
+    for k, (t, p) in enumerate(zip(transfers, placed, strict=True)):
+        if p is None:
+            continue
+        assert t.earliest <= p.start <= p.finish <= t.latest and 0 <= p.slot < limits.slots
+        assert t.is_required or p.saved_us >= t.needed_us
+        events += [(p.start, p.start_number, k, True), (p.finish, p.finish_number, k, False)]
+    numbers = [number for _, number, _, _ in sorted(events)]
+    assert numbers == sorted(numbers) and len(set(numbers)) == len(numbers)
+    open_slots: dict[tuple[str, int], int] = {}
+    sizes: Counter[tuple[str, int]] = Counter()
+    held = 0
+    for _, _, k, starts in sorted(events):
+        t, p = transfers[k], placed[k]
+        assert p is not None
+        slot = (t.group, p.slot)
+        if starts:
+            assert slot not in open_slots
+            open_slots[slot] = k
+            sizes[slot], held = max(sizes[slot], t.landing_bytes), held + t.held_bytes
+            if not any(t.is_required for t in transfers):
+                assert sum(sizes.values()) + held <= limits.bytes
+        else:
+            assert open_slots.pop(slot) == k
+            held -= t.held_bytes
+    assert not open_slots
+
+
+def chain(count: int, us: float, transfer_us: float, limit: int = 1 << 30) -> list[Placed | None]:
+    """Place the gathers of `count` items, each read by its own item."""
+    items = [Item(us)] * count + [Item(0.0)]
+    transfers = [
+        Transfer("g", 0, k, k, True, 1.0, transfer_us, 5.0, transfer_us * 1.5, 100, needed_us=3.0) for k in range(count)
+    ]
+    return place(items, transfers, Limits(limit, 8))
+
+
+def test_a_gather_is_hidden_by_the_item_before_its_reader() -> None:
+    """With items longer than transfers nothing but the first gather is exposed, and few are open at a time."""
+    placed = chain(10, 600.0, 160.0)
+    assert placed[0] is None and all(p is not None and p.exposed_us == 0 for p in placed[1:])
+    assert all(p is not None and p.finish - p.start == 1 for p in placed[1:])
+
+
+def test_gathers_reach_over_several_items() -> None:
+    """With items shorter than transfers a gather starts several items ahead, as memory allows."""
+    placed = [p for p in chain(40, 100.0, 160.0) if p is not None]
+    assert max(p.finish - p.start for p in placed) >= 2
+    few = [p for p in chain(40, 100.0, 160.0, limit=100) if p is not None]
+    assert few and all(p.slot == 0 for p in few)
+
+
+def test_what_does_not_fit_in_memory_stays_plain() -> None:
+    assert chain(5, 600.0, 160.0, limit=99) == [None] * 5
+
+
+# --- decisions ----------------------------------------------------------------------------------------------------------
+
+
+def layers(count: int = 3, name: str = "primals_{}") -> Dag:
+    """Return `count` products with gathered weights, one after the other: up and down projections of an 8B layer.
+
+    The graph returns the gathered weights, as a forward does that saves them.
+    """
+    d = Dag(2)
+    x = d.input("x", 4096, 4096)
+    shards = [d.input(name.format(i + 1), *((2048, 14336) if i % 2 else (7168, 4096))) for i in range(count)]
+    gathered = [d.gather(shard) for shard in shards]
+    for weight in gathered:
+        x = d.mm(x, d.t(weight))
+    d.output(x, *gathered)
+    return d
+
+
+def plan(d: Dag, options: Options = AUTO, phase: str = "forward") -> Plan:
+    return decide(d.graph, options, phase, lambda *_: None).plan
+
+
+def test_auto_prefetches_parameters() -> None:
+    """All but the first gather are split, and the first, which nothing hides, keeps its matmul."""
+    decisions = plan(layers()).decisions
+    assert [str(d.strategy).partition(":")[0] for d in decisions] == ["pipelined", "split", "split"]
+    assert decisions[1].window is not None and "us exposed" in decisions[1].detail
+    assert dict(decisions[1].predicted)["split"] < dict(decisions[1].predicted)["none"]
+    again = Plan.from_json(plan(layers()).to_json())
+    assert again.digest == plan(layers()).digest and again.decisions == decisions
+
+
+def test_auto_leaves_other_gathers_to_their_matmuls() -> None:
+    """Look-alikes: activations, the option "off", and overlap="force", which asks for fused sites."""
+    for found in (
+        plan(layers(name="saved_{}")),
+        plan(layers(), Options(profile="h200", min_bytes=0, split="off")),
+        plan(layers(), Options(profile="h200", min_bytes=0, overlap="force")),
+        plan(layers(), Options(profile="h200", min_bytes=0, split_bytes=0)),
+    ):
+        assert not any("split" in str(d.strategy) for d in found.decisions)
+
+
+def test_the_plan_has_the_order_of_communication() -> None:
+    """Ranks compare slots and the order of starts and finishes; plans without split sites have nothing of them."""
+    found = plan(layers())
+    windows = [site.get("window") for site in found.shared["sites"]]
+    assert windows[0] is None and all(w is not None and w[0] in range(8) and w[1] < w[2] for w in windows[1:])
+    later = replace(found.decisions[2], window=replace(found.decisions[2].window, starts=0))  # type: ignore[type-var]
+    assert replace(found, decisions=(*found.decisions[:2], later)).digest != found.digest
+    off = plan(layers(), Options(profile="h200", min_bytes=0, split="off"))
+    assert not any("window" in site for site in off.shared["sites"])
