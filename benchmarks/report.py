@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from .blocks import table as blocks
+from .data_parallel import table as data_parallel
 from .memory import table as memory
 from .ops import table as ops
 from .plot import draw
 
 __all__ = ["draw", "heading", "markdown", "ops_text"]
 
-TEXTS = {"ops": ops.text, "blocks": blocks.text, "memory": memory.text}
+TEXTS = {"ops": ops.text, "blocks": blocks.text, "memory": memory.text, "data_parallel": data_parallel.text}
 ops_text = ops.text
 
 

@@ -22,14 +22,18 @@ compare_name = "tests.models.compare:compare"
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("mixed", [False, True])
-def test_zero3(pool2: RankPool, inner: str, mixed: bool) -> None:
-    """Outputs and gradients are those of the unfused graph; every collective is split."""
-    for outcome in pool2.run(compare_name, ZERO3, {"mixed": mixed}, {**SPLIT, "inner": inner}, timeout=240):
+@pytest.mark.parametrize(("mixed", "budget"), [(False, None), (True, None), (True, 0)])
+def test_zero3(pool2: RankPool, inner: str, mixed: bool, budget: float | None) -> None:
+    """Outputs and gradients are those of the unfused graph; every collective is split.
+
+    With a budget of 0 the backward gathers the weights again, next to its reductions.
+    """
+    options = {**SPLIT, "inner": inner, "memory_budget": budget}
+    for outcome in pool2.run(compare_name, ZERO3, {"mixed": mixed}, options, timeout=240):
         outcome.check()
         assert {d["strategy"] for d in outcome.decisions} == {"split"}
         slots = {d["window"]["slot"] for d in outcome.decisions}
-        assert len(outcome.decisions) == 12 and slots <= set(range(8))
+        assert len(outcome.decisions) == (12 if budget is None else 18) and slots <= set(range(8))
 
 
 def calls(rank: int, world: int, options: dict[str, Any]) -> tuple[list[list[str]], list[dict[str, Any]]]:

@@ -1,0 +1,196 @@
+"""Time Llama blocks under data parallelism, forward + backward and forward: what each system adds to the compute.
+
+    torchrun --nproc-per-node N -m benchmarks.data_parallel [--size 8b,70b] [--layers 4] [--seq 4096] [--json OUT]
+
+The variants are those of variants.py; --ours NAME=JSON adds one of ours with these options. By default: ours, and zero3,
+whose backward gathers every weight again as FSDP2's does, each also with split collectives off. Milliseconds, median over
+--iters, maximum over ranks; the variants alternate. Hidden: the share of FSDP2's time over compute that a variant does not
+take. Peak memory: of a step, over what is allocated before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ub_overlap.tools.rank_process import Deadline, World
+
+from .. import facts
+from ..blocks.model import SIZES
+from ..ranks import end, start
+from ..timing import Clock, graphed
+from .table import text
+from .variants import COMPUTE, FSDP2, INDUCTOR, TORCH, ParallelContext, ParallelVariant, differences, make
+
+BOUND = {torch.bfloat16: 4e-2, torch.float32: 1e-3}
+"""Largest allowed difference from inductor, ||a - b|| / ||b||, in any gradient."""
+OURS: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "ours_off": {"split": "off"},
+    "zero3": {"memory_budget": 0},
+    "zero3_off": {"memory_budget": 0, "split": "off"},
+}
+
+
+def parse_flags() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="8b", help=f"comma-separated, of {', '.join(SIZES)}")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--seq", type=int, default=4096, help="tokens of each rank; batch 1")
+    parser.add_argument("--variants", help="default: compute,inductor,fsdp2 and those of ours")
+    parser.add_argument("--ours", action="append", default=[], metavar="NAME=JSON", help="a variant of ours with these options")
+    parser.add_argument("--compiler", choices=("inductor", "aot_eager"), help="default: inductor on CUDA, aot_eager on the CPU")
+    parser.add_argument("--iters", type=int, default=15)
+    parser.add_argument("--warm", type=int, default=5)
+    parser.add_argument("--graphs", action="store_true", help="time each as a CUDA graph too, last")
+    parser.add_argument("--budget-s", type=float, default=0.0, help="build nothing new after this many seconds (0: no limit)")
+    parser.add_argument("--deadline-s", type=float, default=240.0, help="time limit of a compilation or a round")
+    parser.add_argument("--device", choices=("cpu", "cuda"))
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    named = [text.partition("=") for text in args.ours]
+    args.options = {name: json.loads(options or "{}") for name, _, options in named} or OURS
+    names = (args.variants or ",".join((*TORCH, *args.options))).split(",")
+    args.variants = [n for name in names for n in (args.options if name == "ours" and args.ours else [name])]
+    known = (*TORCH, *args.options)
+    if unknown := [*({*args.variants} - {*known}), *({*args.size.split(",")} - {*SIZES})]:
+        parser.error(f"{', '.join(unknown)}: expected sizes of {', '.join(SIZES)} and variants of {', '.join(known)}")
+    return args
+
+
+class DataParallelRun:
+    """One run over all sizes. `document` is written after every change."""
+
+    def __init__(self, args: argparse.Namespace, world: World, document: dict[str, Any]) -> None:
+        self.args, self.world, self.document, self.begun = args, world, document, time.monotonic()
+        self.clock = Clock(world)
+
+    def save(self) -> None:
+        if self.world.rank == 0 and self.args.json:
+            facts.write(self.args.json, self.document)
+
+    def deadline(self, name: str) -> Deadline:
+        return Deadline(name, self.args.deadline_s, lambda: self.world.say(text(self.document)))
+
+    def is_spent(self) -> bool:
+        return bool(self.args.budget_s) and self.world.worst([time.monotonic() - self.begun])[0] > self.args.budget_s
+
+    def size(self, size: str) -> None:
+        args, world = self.args, self.world
+        dtype = torch.bfloat16 if world.cuda else torch.float32
+        compiler = args.compiler or ("inductor" if world.cuda else "aot_eager")
+        context = ParallelContext(world, SIZES[size], args.seq, args.layers, dtype, compiler, args.options)
+        rows: dict[str, Any] = {name: {"why": {}} for name in args.variants}
+        self.document["rows"].append(
+            {"size": size, "layers": args.layers, "seq": args.seq, "compiler": compiler, "variants": rows}
+        )
+        torch._dynamo.reset()
+        variants: dict[str, ParallelVariant] = {}
+        for name in args.variants:
+            if self.is_spent():
+                rows[name]["why"]["*"] = f"--budget-s {args.budget_s:g} is spent"
+            else:
+                self.build(name, context, variants, rows)
+        self.compare(context, variants, rows)
+        for kind in ("step", "forward"):
+            self.rounds({name: getattr(v, kind) for name, v in variants.items()}, rows, kind)
+        if args.graphs:
+            self.graphs(variants, rows)
+
+    def build(self, name: str, context: ParallelContext, variants: dict[str, ParallelVariant], rows: dict[str, Any]) -> None:
+        world, begun = self.world, time.monotonic()
+        with self.deadline(f"compile {name}"):
+            variant, why = world.agreed(lambda: make(name, context))
+            if why:
+                rows[name]["why"]["*"] = why
+                world.say(f"{name}: {why}")
+                return
+            variant.step()
+            if world.cuda:
+                world.sync()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                variant.step()
+                world.sync()
+                mib = (torch.cuda.max_memory_allocated() - before) / 2**20
+                rows[name]["peak_mib"] = world.worst([mib])[0]
+        variants[name] = variant
+        rows[name] |= {"sites": variant.sites, "compile_s": time.monotonic() - begun}
+        world.say(f"{name}: compiled in {rows[name]['compile_s']:.1f} s {variant.sites}")
+
+    def compare(self, context: ParallelContext, variants: dict[str, ParallelVariant], rows: dict[str, Any]) -> None:
+        """Compare output and gradients with inductor. A variant with wrong numbers gets no times."""
+        reference = variants.get(INDUCTOR)
+        for name in [n for n in variants if reference is not None and n not in (COMPUTE, INDUCTOR, FSDP2)]:
+            with self.deadline(f"compare {name}"):
+                errors, why = self.world.agreed(lambda name=name: differences(variants[name], reference, self.world))
+            worst = max(errors, key=errors.__getitem__) if errors else ""
+            if not why and not errors[worst] <= BOUND[context.dtype]:
+                why = f"wrong numbers: {worst} differs from inductor by {errors[worst]:.3g} of its norm"
+            rows[name]["error"] = errors[worst] if errors else None
+            if why:
+                rows[name]["why"]["*"] = why
+                self.world.say(f"{name}: {why}")
+                del variants[name]
+
+    def rounds(self, calls: dict[str, Callable[[], Any]], rows: dict[str, Any], kind: str) -> None:
+        """Time all calls, alternating, into rows[VARIANT][kind]."""
+        with self.deadline("times"):
+            timed, why = self.world.agreed(lambda: self.clock.rounds(calls, self.args.iters, self.args.warm))
+        ms, iqr = timed or ({}, {})
+        for name in calls:
+            if name in ms:
+                rows[name] |= {kind: ms[name], f"{kind}_iqr": iqr[name]}
+            else:
+                rows[name]["why"][kind] = why
+        self.save()
+
+    def graphs(self, variants: dict[str, ParallelVariant], rows: dict[str, Any]) -> None:
+        """Time each step as a CUDA graph. This runs last: a failed capture may break the process."""
+        calls: dict[str, Callable[[], Any]] = {}
+        for name, variant in variants.items():
+            if not self.world.cuda or name == FSDP2:
+                rows[name]["why"]["step_g"] = "FSDP2's hooks are not captured" if self.world.cuda else "needs CUDA"
+                continue
+            with self.deadline(f"capture {name}"):
+                made, why = self.world.agreed(lambda v=variant: graphed(v.step, self.world))
+            if why:
+                rows[name]["why"]["step_g"] = why
+                self.world.say(f"{name}: no graph: {why}")
+            else:
+                calls[name] = made[0]
+        self.rounds(calls, rows, "step_g")
+
+
+def main() -> None:
+    args = parse_flags()
+    try:
+        world = start(None, args.device)
+    except ValueError as error:
+        sys.exit(f"benchmarks.data_parallel: {error}")
+    assert world is not None
+    from ub_overlap.runtime import ops, settings
+
+    ops.load()
+    settings.configure(step_timeout_s=60, init_timeout_s=240)  # ranks compile for different times
+    with Deadline("set-up", 120):
+        document: dict[str, Any] = {"benchmark": "data_parallel", **facts.facts(world, "benchmarks.data_parallel")}
+        document |= {"iters": args.iters, "ours": args.options, "rows": []}
+        run = DataParallelRun(args, world, document)
+    for size in args.size.split(","):
+        run.size(size)
+        run.save()
+    if world.rank == 0:
+        print(text(document), flush=True)
+    wrong = any("wrong numbers" in w for row in document["rows"] for v in row["variants"].values() for w in v["why"].values())
+    end(world, 1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

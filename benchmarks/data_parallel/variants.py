@@ -1,0 +1,138 @@
+"""Variants of Llama blocks under data parallelism: FSDP2, weights gathered in the graph, and the compute of one rank alone.
+
+    compute    whole weights, no communication
+    inductor   every linear gathers its weight in the graph (ZeRO-3 by functional collectives), torch.compile
+    fsdp2      fully_shard of each block and of the model, each block compiled
+    others     as inductor, by our backend with the options of that name
+
+Weights of linears are sharded by rows. Norms keep whole weights, and their gradients stay local but in fsdp2: 0.01% of the
+bytes. All ranks have the same weights and inputs of their own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ub_overlap.compiler.reports.history import HISTORY
+from ub_overlap.tools.rank_process import World
+
+from ..blocks.model import BlockSizes, LlamaBlock, fresh_code
+
+COMPUTE, INDUCTOR, FSDP2 = "compute", "inductor", "fsdp2"
+TORCH = (COMPUTE, INDUCTOR, FSDP2)
+
+
+class GatheredLinear(nn.Module):
+    """A linear that stores this rank's rows of its weight, and gathers the others where it is used."""
+
+    def __init__(self, whole: Tensor, rank: int, ranks: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(whole.detach().chunk(ranks)[rank].clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, funcol.all_gather_tensor_autograd(self.weight, 0, dist.group.WORLD))
+
+
+@dataclass
+class ParallelContext:
+    """What all variants share. `compiler`: "inductor" or "aot_eager". `ours`: name -> options of our backend."""
+
+    world: World
+    sizes: BlockSizes
+    tokens: int
+    layers: int
+    dtype: torch.dtype
+    compiler: str
+    ours: dict[str, dict[str, Any]]
+
+
+@dataclass
+class ParallelVariant:
+    """A model with its input. `sites`: by strategy, how our backend runs its collectives."""
+
+    name: str
+    model: nn.Module
+    call: Any
+    x: Tensor
+    grad: Tensor
+    sites: str = ""
+
+    def step(self) -> None:
+        """Run forward and backward; gradients accumulate."""
+        self.call(self.x).backward(self.grad)
+
+    def forward(self) -> None:
+        with torch.no_grad():
+            self.call(self.x)
+
+    def results(self) -> dict[str, Tensor]:
+        """Return output and gradients of one step with cleared gradients."""
+        self.model.zero_grad(set_to_none=True)
+        self.x.grad = None
+        out = self.call(self.x)
+        out.backward(self.grad)
+        grads = {"input": self.x.grad, **{name: p.grad for name, p in self.model.named_parameters()}}
+        return {"output": out.detach(), **{name: g.detach().clone() for name, g in grads.items() if g is not None}}
+
+
+def make(name: str, context: ParallelContext) -> ParallelVariant:
+    """Return a variant that has run one step."""
+    world = context.world
+    torch.manual_seed(1)
+    with torch.device(world.device):
+        blocks = [LlamaBlock(context.sizes).to(context.dtype) for _ in range(context.layers)]
+    model: nn.Module = fresh_code(nn.Sequential(*blocks))
+    call: Any = model
+    if name == FSDP2:
+        from torch.distributed.fsdp import fully_shard
+
+        for block in blocks:
+            fully_shard(block)
+            block.compile(backend=context.compiler)
+        fully_shard(model)
+    else:
+        if name != COMPUTE:
+            shard(model, world)
+        call = torch.compile(model, fullgraph=True, **_backend(name, context))
+    torch.manual_seed(100 + world.rank)
+    x, grad = (torch.randn((1, context.tokens, context.sizes.dim), device=world.device, dtype=context.dtype) for _ in range(2))
+    variant = ParallelVariant(name, model, call, x.requires_grad_(), grad)
+    mark = HISTORY.mark()
+    variant.step()
+    strategies = [str(d.strategy).partition(":")[0] for plan in HISTORY.since(mark) for d in plan.decisions]
+    variant.sites = ", ".join(f"{count} {strategy}" for strategy, count in sorted(Counter(strategies).items()))
+    world.sync()
+    return variant
+
+
+def shard(model: nn.Module, world: World) -> None:
+    """Replace the linears of `model` by ones that gather their weights."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(module, name, GatheredLinear(child.weight, world.rank, world.ranks))
+
+
+def _backend(name: str, context: ParallelContext) -> dict[str, Any]:
+    if name not in context.ours:
+        return {"backend": context.compiler}
+    options = dict(context.ours[name])
+    if context.compiler == "aot_eager":
+        options["inner"] = "aot_eager"
+    return {"backend": "ub_overlap", "options": options}
+
+
+def differences(variant: ParallelVariant, reference: ParallelVariant, world: World) -> dict[str, float]:
+    """Return ||a - b|| / ||b|| of the output and of each gradient, of the worst rank."""
+    mine, true = variant.results(), reference.results()
+    names = [n for n in mine if n in true]
+    errors = [float((mine[n].double() - true[n].double()).norm() / true[n].double().norm().clamp(min=1e-30)) for n in names]
+    return dict(zip(names, world.worst(errors), strict=True))

@@ -1,0 +1,52 @@
+"""The benchmark of data parallelism runs on CPU ranks and stores a complete document. No result depends on timing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.data_parallel.table import hidden
+from tests.test_benchmarks import FACTS, printed, torchrun
+
+
+def test_data_parallel_on_cpu_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "data_parallel.json"
+    split = 'split={"overrides": [{"strategy": "split"}]}'
+    arguments = [
+        "--size",
+        "tiny",
+        "--layers",
+        "2",
+        "--seq",
+        "32",
+        "--iters",
+        "2",
+        "--warm",
+        "1",
+        "--json",
+        str(path),
+        "--graphs",
+    ]
+    out = torchrun(2, "benchmarks.data_parallel", [*arguments, "--ours", split, "--ours", 'off={"overlap": "off"}'])
+    document: dict[str, Any] = json.loads(path.read_text())
+    assert document.keys() >= FACTS and document["benchmark"] == "data_parallel"
+    (size,) = document["rows"]
+    variants = size["variants"]
+    assert list(variants) == ["compute", "inductor", "fsdp2", "split", "off"]
+    for name, variant in variants.items():
+        assert variant["step"] > 0 and variant["forward"] > 0, name
+        assert variant["why"] == {"step_g": "needs CUDA"}
+    assert variants["split"]["sites"] == "28 split" and variants["off"]["sites"] == "28 none"
+    assert 0 <= variants["split"]["error"] < 1e-3
+    assert "tiny, 2 layers, 32 tokens" in printed(path, capsys, monkeypatch) and "28 split" in out
+
+
+def test_hidden_is_a_share_of_what_fsdp2_adds() -> None:
+    variants = {"compute": {"step": 10.0}, "fsdp2": {"step": 14.0}, "ours": {"step": 11.0}}
+    assert hidden(variants, "ours", "step") == 0.75
+    assert hidden(variants, "fsdp2", "step") is None and hidden({}, "ours", "step") is None
