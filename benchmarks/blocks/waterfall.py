@@ -34,7 +34,10 @@ _OURS = {
     FLAGS: re.compile(r"\b(begin|end|signal|stamp)_kernel"),
     WAITS: re.compile(r"\bwait_kernel"),
     "sums": re.compile(r"\breduce\w*_kernel"),
-    "casts": re.compile(r"\b(\w*cast|\w*amax\w*|checksum|round|\w*quantize\w*|advance|raise)_kernel"),  # and amax histories
+    "casts": re.compile(
+        r"\b(\w*cast|cast_both|\w*amax\w*|checksum|round|\w*quantize\w*|advance|raise)_kernel"
+    ),  # and histories
+    "transposed copies": re.compile(r"\btranspose_kernel"),
     "local copies": re.compile(r"\b\w*copy_kernel"),
 }
 """Kernels of ub_overlap by class; the first match counts."""
@@ -46,7 +49,7 @@ _OTHERS = {
 }
 CLASSES = (
     OWN_MATMULS, MATMULS, "attention", "Inductor's kernels", "ATen's kernels", "sums", "local copies", "casts",
-    "other kernels of ours", FLAGS, WAITS, COPIES, NCCL, PUSHES, "memsets", GAPS, OTHER,
+    "transposed copies", "other kernels of ours", FLAGS, WAITS, COPIES, NCCL, PUSHES, "memsets", GAPS, OTHER,
 )  # fmt: skip
 _BEHIND_COMPUTE = {FLAGS: 1, WAITS: 1, "memsets": 2, COPIES: 2, NCCL: 3, PUSHES: 4}
 """Rank of the classes that count only where no class of a lower rank runs; all others have rank 0."""

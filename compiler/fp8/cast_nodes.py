@@ -19,7 +19,7 @@ from torch.fx import Node
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime.fp8.numerics import LEAST_SCALE
 
-from ..graph.aten import aten, c10d, dtype_of
+from ..graph.aten import CASTS, Effect, aten, c10d, dtype_of, element_effect
 from ..graph.emitter import Emitter
 from ..graph.joint_graph import FIRST_REGION, mark_recomputed
 from ..graph.sizes import is_positive
@@ -93,17 +93,22 @@ def emit_dequantize(e: Emitter, q: Node, scale: Node, dtype: torch.dtype) -> Nod
     return value
 
 
-def emit_transposed_copy(e: Emitter, q: Node, may_fuse: bool) -> Node:
-    """Emit a contiguous [c, r] of `q` [r, c]. Backward recomputes it.
+def emit_transposed_copy(e: Emitter, q: Node, may_fuse: bool = True, is_saved: bool = False) -> Node:
+    """Emit a contiguous [c, r] of `q` [r, c].
 
-    `may_fuse`: whether Inductor may store it in the kernel that computes `q`.
+    `may_fuse`: whether Inductor may store it in the kernel that computes `q`. `is_saved`: it is saved for backward; else
+    backward recomputes it.
     """
     transposed = e.call(aten.permute.default, q, [1, 0])
     if may_fuse:
         copy = e.call(aten.clone.default, transposed, memory_format=torch.contiguous_format)
     else:
         copy = e.call(torch.ops.ub_overlap.fp8_layout_copy.default, transposed)
-    mark_recomputed((transposed, copy), FIRST_REGION)
+    if is_saved:
+        transposed.meta.pop("recompute", None)
+        save_for_backward(copy)
+    else:
+        mark_recomputed((transposed, copy), FIRST_REGION)
     return copy
 
 
@@ -132,3 +137,19 @@ def save_for_backward(node: Node) -> None:
 def recompute_in_backward(node: Node) -> None:
     """Mark `node` to be computed again, not saved, where backward needs it."""
     node.meta["recompute"] = compat.must_recompute()
+
+
+def is_cast(q: Node) -> bool:
+    """Return whether `q` is a view of a cast: Inductor computes it. Else it is in memory: gathered, or an input."""
+    return _viewed(q).target in CASTS
+
+
+def is_saved(q: Node) -> bool:
+    """Return whether the cast that `q` is a view of is saved for backward."""
+    return _viewed(q).meta.get("recompute") is compat.must_save()
+
+
+def _viewed(q: Node) -> Node:
+    while (effect := element_effect(q)) is not None and effect.kind is not Effect.CAST:
+        q = effect.source
+    return q

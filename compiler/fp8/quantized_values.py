@@ -48,14 +48,17 @@ Quantize = Callable[[Emitter, Node, Axis, tuple[str, ...], Node | None], Quantiz
 `groups`: the process groups whose ranks share the scale. `after`: a node of backward that the cast must follow, or None.
 """
 
+EmitTransposed = Callable[[Emitter, Node], Node]
+"""(emitter, float8 [r, c]) -> a contiguous copy [c, r]."""
+
 
 class QuantizedValues:
     """The quantized values of one graph.
 
     `float8_gathers`: the all_gathers that carry float8 only. `quantize`: how a value is cast at its origin. `inputs`: the graph
     inputs that sizes may be read from. `is_cast_per_reader`: whether readers do not share the casts of a value. `stop_at`:
-    values that are cast as they are, wherever their elements come from. `may_fuse_copies`: whether transposed copies may be
-    stored by the kernels of casts: not where those reduce rows.
+    values that are cast as they are, wherever their elements come from. `emit_transposed`: how a cast is copied to a transposed
+    layout.
     """
 
     def __init__(
@@ -66,11 +69,11 @@ class QuantizedValues:
         inputs: Sequence[Node],
         is_cast_per_reader: Callable[[Node], bool] = lambda node: False,
         stop_at: Container[Node] = (),
-        may_fuse_copies: bool = True,
+        emit_transposed: EmitTransposed = emit_transposed_copy,
     ) -> None:
         self.graph, self._quantize, self._inputs, self._stop_at = graph, quantize, inputs, stop_at
         self.float8_gathers, self.is_cast_per_reader = float8_gathers, is_cast_per_reader
-        self._may_fuse_copies = may_fuse_copies
+        self._emit_transposed = emit_transposed
         self.reader: Node
         """The node that values are quantized for: new nodes are inserted before it."""
         self.replaced: set[Node] = set()
@@ -130,7 +133,7 @@ class QuantizedValues:
     def _transposed_copy(self, base: Node) -> Node:
         if (base, "transposed") not in self._copies:
             with self.emitter(base) as e:
-                self._copies[base, "transposed"] = emit_transposed_copy(e, base, self._may_fuse_copies)
+                self._copies[base, "transposed"] = self._emit_transposed(e, base)
         return self._copies[base, "transposed"]
 
     def _contiguous_copy(self, q: Node) -> Node:

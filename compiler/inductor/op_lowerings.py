@@ -15,7 +15,7 @@ from ub_overlap.runtime import ops
 def register_lowerings() -> None:
     """Register the lowerings, once in a process."""
     _never_reuse(torch.ops.ub_overlap.fp8_cached_weight.default)
-    _never_fuse(torch.ops.ub_overlap.fp8_layout_copy.default)
+    _never_reuse(torch.ops.ub_overlap.fp8_cached_weight_transposed.default)
     _never_reuse(torch.ops.ub_overlap.packed_weight.default)
     for definition in ops.DEFINITIONS.values():
         if definition.flat_overload is not None:
@@ -33,22 +33,6 @@ def _never_reuse(op: Any) -> None:
         return outputs
 
     compat.__getattr__("register_lowering")(op, type_promotion_kind=None)(kept)
-
-
-def _never_fuse(copy: Any) -> None:
-    """Let Inductor compute `copy`, an op that copies a view to contiguous memory, by a kernel of its own."""
-    clone = compat.__getattr__("lowerings")[torch.ops.aten.clone.default]
-    virtualized = compat.__getattr__("inductor_virtualized")
-
-    def lower(view: Any) -> Any:
-        view.realize()  # else the copy would compute the base again
-        result = clone(view, memory_format=torch.contiguous_format)
-        result.realize()
-        result.freeze_layout()  # else Inductor may choose the view's own
-        virtualized.graph.no_fuse_buffer_names.add(result.get_name())
-        return result
-
-    compat.__getattr__("register_lowering")(copy, type_promotion_kind=None)(lower)
 
 
 def use_flat_results(op: Any, flat: Any) -> None:

@@ -31,7 +31,7 @@ from ..plan.reasons import Reason
 from ..plan.strategy import NONE, Mode, Strategy
 from ..select.alternatives import Alternative, Alternatives
 from ..select.assignment import Assignment
-from ..select.benefit import Benefit
+from ..select.benefit import NO_BENEFIT, Benefit
 from ..select.profitability import SiteCosts, too_small
 from .node_times import NodeTimes
 from .placement import Item, Limits, Placed, Transfer, place
@@ -86,12 +86,15 @@ def choose_splits(
     for last in (*[False] * ROUNDS, True):
         assignments, order = assign(kept)
         placed = planner.place(assignments, order)
-        back = [i for i in planner.splits if planner.is_better_fused(i, placed, found[i]) and kept[i] is not found[i]]
+        back = [
+            i
+            for i in planner.splits
+            if kept[i] is not found[i] and assignments[i].alternative is None and planner.is_better_fused(i, placed, found[i])
+        ]
         if not back or last:
             break
         for i in back:
             kept[i] = found[i]
-            del planner.splits[i]
     return planner.choice(assignments, order, placed)
 
 
@@ -163,7 +166,11 @@ class _Planner:
         return s.times.plain_us - s.times.shortest_us - max(0.0, s.times.transfer_us - hidden)
 
     def set_aside(self, i: int, alternatives: Alternatives) -> Alternatives:
-        """Return the alternatives that save more than splitting the candidate can. Drop windows that cannot save enough."""
+        """Return the alternatives that save more than splitting the candidate can, by what they save more.
+
+        So the assignment weighs them against the split form, which the candidate has without them. Windows that cannot save
+        enough are dropped.
+        """
         if i not in self.splits:
             return alternatives
         s, order = self.splits[i], self._plain_order()
@@ -171,8 +178,8 @@ class _Planner:
         if not s.is_required and best < self.needed_us(s):
             del self.splits[i]
             return alternatives
-        ranked = [] if s.is_required else [a for a in alternatives.ranked if a.benefit > Benefit(0, 0, 0, best)]
-        return replace(alternatives, ranked=ranked) if len(ranked) < len(alternatives.ranked) else alternatives
+        reduced = [replace(a, benefit=a.benefit.plus_us(-best)) for a in alternatives.ranked]
+        return replace(alternatives, ranked=[a for a in reduced if a.benefit > NO_BENEFIT and not s.is_required])
 
     _order: FusionOrder | None = None
 

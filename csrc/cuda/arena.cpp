@@ -71,6 +71,7 @@ CudaArena::CudaArena(int device, std::shared_ptr<ShmArena> host, const std::vect
     preload_fp8_wire();
     preload_amax_history();
     preload_cached_weight();
+    preload_transpose();
     preload_words();
     // On its own stream: the caller's stream may be waiting for a peer that waits for this rank to bind.
     check(cudaMemsetAsync(group_.local, 0, sizeof(LocalState), abort_stream_), "clear the epochs");

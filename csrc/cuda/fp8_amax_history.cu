@@ -1,13 +1,15 @@
-// Amax histories of delayed scaling: advance them by a step, and record amax values. One launch each, a thread per tensor.
+// Amax histories of delayed scaling: advance them by a step (a thread per tensor), and record the amax of a cast. One launch
+// each.
 //
 // `slots` are distinct columns of `current` [capacity] and `past` [history_length, capacity], newest row first. Amax values are
 // finite and not negative, so their bits compare like integers. The host reads nothing back, so calls can be captured.
-#include "cuda/launch.h"
+#include "cuda/elements.h"
 
 namespace ub_overlap::cuda {
 namespace {
 
-constexpr int threads = 128;
+constexpr int threads = 128;       // of a kernel with a thread per tensor
+constexpr int cast_threads = 512;  // of a kernel that reads a tensor
 
 // amax[i] = the maximum of the history in slots[i]. In a step, current is pushed before, if it is above 0, and cleared.
 __global__ void __launch_bounds__(threads) advance_kernel(const AmaxHistories h, bool is_step, float* amax) {
@@ -29,20 +31,73 @@ __global__ void __launch_bounds__(threads) advance_kernel(const AmaxHistories h,
     }
 }
 
-// current[slots[i]] = max(current[slots[i]], amax[i]), and *scale_copy = *scale.
-__global__ void __launch_bounds__(threads)
-    raise_kernel(const AmaxHistories h, const float* amax, const float* scale, float* scale_copy) {
-    const int64_t begin = blockIdx.x * int64_t{threads} + threadIdx.x, step = gridDim.x * int64_t{threads};
-    if (begin == 0) *scale_copy = *scale;
-    for (int64_t i = begin; i < h.count; i += step) {
-        atomicMax(reinterpret_cast<int*>(h.current + h.slots[i]), __float_as_int(amax[i]));
+__device__ inline void raise(const AmaxHistories& h, int64_t index, float amax) {
+    if (amax > 0.0f) atomicMax(reinterpret_cast<int*>(h.current + h.slots[index]), __float_as_int(amax));
+}
+
+template <__nv_fp8_interpretation_t format>
+__device__ inline float value_of(unsigned code) {
+    return to_float(__half(__nv_cvt_fp8_to_halfraw(static_cast<__nv_fp8_storage_t>(code), format)));
+}
+
+// The codes without a sign of infinity and NaN are the largest. Plus this number they have bit 7, which is cut off; then they
+// are smaller than all finite codes plus this number.
+template <__nv_fp8_interpretation_t format>
+constexpr unsigned not_finite = format == __NV_E4M3 ? 1 : 4;
+
+// The maximum of shifted codes: two of 16 bits.
+template <__nv_fp8_interpretation_t format>
+__device__ inline unsigned larger(unsigned most, uint32_t word) {
+    const unsigned shifted = ((word & 0x7f7f7f7fu) + 0x01010101u * not_finite<format>)&0x7f7f7f7fu;
+    return __vmaxu2(__vmaxu2(most, shifted & 0x00ff00ffu), shifted >> 8 & 0x00ff00ffu);
+}
+
+// Raises current[slots[index]] to *sample and to the largest finite |q| * *scale, and stores *scale_copy = *scale.
+template <__nv_fp8_interpretation_t format>
+__global__ void __launch_bounds__(cast_threads)
+    raise_kernel(const AmaxHistories h, int64_t index, const uint8_t* q, int64_t size, const float* scale, const float* sample,
+                 float* scale_copy) {
+    __shared__ unsigned warp_most[cast_threads / 32];
+    const int64_t begin = blockIdx.x * int64_t{cast_threads} + threadIdx.x, step = gridDim.x * int64_t{cast_threads};
+    const int64_t lines = size / 16;
+    unsigned most = 0;
+    for (int64_t at = begin; at < lines; at += 4 * step) {
+        uint4 line[4] = {};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (at + i * step < lines) line[i] = load_vector<uint4>(reinterpret_cast<const char*>(q), at + i * step);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            most = larger<format>(larger<format>(most, line[i].x), line[i].y);
+            most = larger<format>(larger<format>(most, line[i].z), line[i].w);
+        }
     }
+    if (begin < size % 16) most = larger<format>(most, q[16 * lines + begin]);
+    most = max(most & 0xffffu, most >> 16);
+    most = __reduce_max_sync(0xffffffffu, most);
+    if (threadIdx.x % 32 == 0) warp_most[threadIdx.x / 32] = most;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+#pragma unroll
+    for (int i = 1; i < cast_threads / 32; ++i) most = max(most, warp_most[i]);
+    if (most > not_finite<format>) raise(h, index, value_of<format>(most - not_finite<format>) * *scale);
+    if (blockIdx.x == 0) raise(h, index, *sample), *scale_copy = *scale;
+}
+
+template <__nv_fp8_interpretation_t format>
+void launch_raise(const AmaxHistories& histories, int64_t index, const Quantized& cast, const float* sample, float* scale_copy,
+                  cudaStream_t stream) {
+    const unsigned blocks = blocks_for(&raise_kernel<format>, cast.size / 64, cast_threads);
+    launch(&raise_kernel<format>, blocks, cast_threads, stream, "launch a record of an amax", histories, index, cast.q,
+           cast.size, cast.scale, sample, scale_copy);
 }
 
 }  // namespace
 
 void preload_amax_history() {
-    load(&advance_kernel, threads), load(&raise_kernel, threads);
+    load(&advance_kernel, threads);
+    load(&raise_kernel<__NV_E4M3>, cast_threads), load(&raise_kernel<__NV_E5M2>, cast_threads);
 }
 
 void launch_advance_histories(const AmaxHistories& histories, bool is_step, float* amax, cudaStream_t stream) {
@@ -50,10 +105,10 @@ void launch_advance_histories(const AmaxHistories& histories, bool is_step, floa
            "launch an update of amax histories", histories, is_step, amax);
 }
 
-void launch_raise_amax(const AmaxHistories& histories, const float* amax, const float* scale, float* scale_copy,
-                       cudaStream_t stream) {
-    launch(&raise_kernel, blocks_for(&raise_kernel, histories.count, threads), threads, stream,
-           "launch a record of amax values", histories, amax, scale, scale_copy);
+void launch_raise_amax(const AmaxHistories& histories, int64_t index, const Quantized& cast, const float* sample,
+                       float* scale_copy, cudaStream_t stream) {
+    if (cast.is_e5m2) return launch_raise<__NV_E5M2>(histories, index, cast, sample, scale_copy, stream);
+    launch_raise<__NV_E4M3>(histories, index, cast, sample, scale_copy, stream);
 }
 
 }  // namespace ub_overlap::cuda

@@ -3,6 +3,7 @@
 //   checksum_kernel   checksum = sum of key(position) * word over all words, and the amax of each scale. The last block
 //                     compares the checksum with the cached one. If they differ it computes the scales.
 //   cast_kernel       if they differ: x / scale, clamped, rounded. The last block stores the new checksum. Else it returns.
+//                     cast_both_kernel takes its place where a transposed copy of the cast is kept too.
 //
 // A weight is read as 16-bit numbers, two per word; float32 is rounded to them first. Keys and checksums have 64 bits, and keys
 // are odd. One changed word always changes the checksum. Several cancel with a probability of about 2^-60, or 2^-32 if only
@@ -35,8 +36,10 @@ struct Weight {
     int64_t scales;
     float inverse_max;
     char* q;
+    char* transposed;  // [columns, rows], or null
+    int64_t columns;
     float* scale;
-    unsigned long long* checksum;  // of the cached cast
+    unsigned long long* checksum;  // of the cached cast, then of its transposed copy
     unsigned long long* sum;
     unsigned* ticket;
     unsigned* changed;
@@ -130,7 +133,8 @@ __device__ inline void compare_checksum(const Weight& w) {
     if (threadIdx.x == 0) {
         unsigned long long sum = atomicAdd(w.sum, 0ull);
         sum = sum == 0 ? 1 : sum;  // 0 means that nothing is cached
-        changed = sum != *w.checksum;
+        // A graph captured before the copy was asked for casts without it.
+        changed = sum != w.checksum[0] || (w.transposed != nullptr && sum != w.checksum[1]);
         *w.new_checksum = sum, *w.sum = 0, *w.ticket = 0, *w.changed = changed;
     }
     __syncthreads();
@@ -229,6 +233,17 @@ __global__ void __launch_bounds__(threads, resident) checksum_kernel(const Weigh
     if (reduce_block(w, sum, larger_half(all))) compare_checksum<H>(w);
 }
 
+// Ends a cast: its last block stores the new checksum. checksum_kernel does not: a call on any stream that reads this checksum
+// also reads the new q.
+__device__ inline void finish_cast(const Weight& w) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x != 0 || atomicAdd(w.ticket, 1u) != gridDim.x - 1) return;
+    __threadfence();
+    w.checksum[0] = *w.new_checksum, *w.ticket = 0;
+    if (w.transposed != nullptr) w.checksum[1] = *w.new_checksum;
+}
+
 template <typename T, typename H, Scales by>
 __global__ void __launch_bounds__(threads, resident) cast_kernel(const Weight w) {
     if (*w.changed == 0) return;
@@ -249,17 +264,50 @@ __global__ void __launch_bounds__(threads, resident) cast_kernel(const Weight w)
                 [&](int e) { return clamped(to_float(line.v[e]) * inverse[by == Scales::columns ? e : 0]); });
         }
     }
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x != 0 || atomicAdd(w.ticket, 1u) != gridDim.x - 1) return;
-    // Stored here and not by checksum_kernel: a call on any stream that reads this checksum also reads the new q.
-    __threadfence();
-    *w.checksum = *w.new_checksum, *w.ticket = 0;
+    finish_cast(w);
+}
+
+// The same with tiles of 64 x 64 elements, which are stored transposed too. A thread casts 16 neighbors of a row.
+template <typename T, typename H, Scales by>
+__global__ void __launch_bounds__(threads, resident) cast_both_kernel(const Weight w) {
+    constexpr int side = 64, lines_per_side = side / per_thread;
+    static_assert(side * lines_per_side == threads);
+    __shared__ alignas(16) uint8_t tile[side][side + 4];  // 4: neighboring rows begin in different banks
+    if (*w.changed == 0) return;
+    const int64_t rows = w.all_lines * per_thread / w.columns, across = (w.columns + side - 1) / side;
+    const int64_t tiles = (rows + side - 1) / side * across;
+    const int outer = threadIdx.x / lines_per_side, inner = threadIdx.x % lines_per_side * per_thread;
+    for (int64_t at = blockIdx.x; at < tiles; at += gridDim.x) {
+        const int64_t top = at / across * side, left = at % across * side;
+        if (const int64_t row = top + outer, column = left + inner; row < rows && column < w.columns) {
+            const int64_t number = (row * w.columns + column) / per_thread;
+            const Line<H> line = load_line<T, H>(w.x, number);
+            const float one = by == Scales::columns ? 0.0f : 1.0f / w.scale[by == Scales::rows ? row : 0];
+            const uint4 cast = float8_line<__NV_E4M3>([&](int e) {
+                return clamped(to_float(line.v[e]) * (by == Scales::columns ? 1.0f / w.scale[column + e] : one));
+            });
+            reinterpret_cast<uint4*>(w.q)[number] = cast;
+            const uint32_t word[4] = {cast.x, cast.y, cast.z, cast.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) reinterpret_cast<uint32_t*>(&tile[outer][inner])[i] = word[i];
+        }
+        __syncthreads();
+        if (const int64_t column = left + outer, row = top + inner; row < rows && column < w.columns) {
+            uint32_t word[4] = {};
+#pragma unroll
+            for (int i = 0; i < per_thread; ++i) word[i / 4] |= uint32_t{tile[inner + i][outer]} << 8 * (i % 4);
+            reinterpret_cast<uint4*>(w.transposed)[(column * rows + row) / per_thread] =
+                make_uint4(word[0], word[1], word[2], word[3]);
+        }
+        __syncthreads();
+    }
+    finish_cast(w);
 }
 
 template <typename T, typename H, Scales by>
 void launch_both(const Weight& w, cudaStream_t stream) {
-    for (const auto kernel : {&checksum_kernel<T, H, by>, &cast_kernel<T, H, by>}) {
+    const auto cast = w.transposed == nullptr ? &cast_kernel<T, H, by> : &cast_both_kernel<T, H, by>;
+    for (const auto kernel : {&checksum_kernel<T, H, by>, cast}) {
         const unsigned blocks = blocks_for(kernel, w.tiles * threads, threads);
         launch(kernel, blocks, threads, stream, "launch a weight's cast to float8", w);
     }
@@ -280,7 +328,7 @@ void with_types(DType type, DType round_to, Body body) {
 Weight make_weight(const WeightCast& c) {
     const int64_t lines = c.rows * c.cols / per_thread;
     Weight w{};
-    w.x = c.x, w.q = c.q, w.scale = c.scale, w.all_lines = lines;
+    w.x = c.x, w.q = c.q, w.transposed = c.transposed, w.columns = c.cols, w.scale = c.scale, w.all_lines = lines;
     w.inverse_max = static_cast<float>(1.0 / e4m3_max);
     w.rows = c.axis == 0 ? (lines + 31) / 32 : c.rows;  // one scale: a row is what a warp reads at a time
     w.lines = c.axis == 0 ? 32 : c.cols / per_thread;
@@ -310,8 +358,11 @@ void preload_cached_weight() {
                 using T = decltype(t);
                 using H = decltype(h);
                 load(&checksum_kernel<T, H, Scales::tensor>, threads), load(&cast_kernel<T, H, Scales::tensor>, threads);
+                load(&cast_both_kernel<T, H, Scales::tensor>, threads);
                 load(&checksum_kernel<T, H, Scales::rows>, threads), load(&cast_kernel<T, H, Scales::rows>, threads);
+                load(&cast_both_kernel<T, H, Scales::rows>, threads);
                 load(&checksum_kernel<T, H, Scales::columns>, threads), load(&cast_kernel<T, H, Scales::columns>, threads);
+                load(&cast_both_kernel<T, H, Scales::columns>, threads);
             });
         }
     }

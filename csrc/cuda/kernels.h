@@ -21,27 +21,37 @@ struct AmaxHistories {
     int64_t history_length;
 };
 
+// A tensor of float8, `size` bytes from an address divisible by 16, and its scale. All on the device.
+struct Quantized {
+    const uint8_t* q;
+    int64_t size;
+    bool is_e5m2;  // else e4m3
+    const float* scale;
+};
+
 // A cast to e4m3 of a weight [rows, cols], both multiples of 16. One scale (axis 0), a scale per row (-1) or per column (-2).
-// `checksum`: a word of 64 bits, 0 at first. `scratch`: cached_weight_scratch_words(scales) words, 0 before the first call and
-// after each. All on the device.
+// `checksum`: two words of 64 bits, 0 at first, the second for `transposed`. `scratch`: cached_weight_scratch_words(scales)
+// words, 0 before the first call and after each. All on the device.
 struct WeightCast {
     const char* x;
     int64_t rows;
     int64_t cols;
     int axis;
     char* q;
+    char* transposed;  // a copy [cols, rows] of q, or null
     float* scale;
     int64_t* checksum;
     int64_t* scratch;
 };
 
-// Load the kernels of waits.cu, data.cu, fp8_wire.cu, fp8_amax_history.cu and fp8_cached_weight.cu onto the current device.
-// Loading one later could wait for a kernel that spins.
+// Load the kernels of waits.cu, data.cu, fp8_wire.cu, fp8_amax_history.cu, fp8_cached_weight.cu, transpose.cu and words.cu onto
+// the current device. Loading one later could wait for a kernel that spins.
 void preload_waits();
 void preload_data();
 void preload_fp8_wire();
 void preload_amax_history();
 void preload_cached_weight();
+void preload_transpose();
 void preload_words();
 
 // First kernel of a call. Takes the group lock, counts the epoch, stores the slot's word, and waits until the peers have left
@@ -73,13 +83,17 @@ void launch_round_for_wire(const Rounding& rounding, DType type, cudaStream_t st
 
 // Stores the maxima of histories in `amax` [count]. `is_step`: pushes `current` before, where it is above 0, and clears it.
 void launch_advance_histories(const AmaxHistories& histories, bool is_step, float* amax, cudaStream_t stream);
-// Raises `current` in the slots to `amax` [count], and copies *scale. `past` is not used.
-void launch_raise_amax(const AmaxHistories& histories, const float* amax, const float* scale, float* scale_copy,
-                       cudaStream_t stream);
+// Raises current[slots[index]] to *sample and to the amax of `cast`, and stores *scale in `scale_copy`.
+// `past` is not used.
+void launch_raise_amax(const AmaxHistories& histories, int64_t index, const Quantized& cast, const float* sample,
+                       float* scale_copy, cudaStream_t stream);
 // Casts a weight to float8 if its bits have changed since the last call (fp8_cached_weight.cu). Elements of `type`, f32 or
 // `round_to`, are first rounded to `round_to`, bf16 or f16.
 void launch_weight_cast(const WeightCast& cast, DType type, DType round_to, cudaStream_t stream);
 int64_t cached_weight_scratch_words(int64_t scales);
+
+// Transposes bytes [rows, cols], both multiples of 16, at addresses that are multiples of 16.
+void launch_transpose(const char* from, int64_t rows, int64_t cols, char* to, cudaStream_t stream);
 
 // Throws NamedError("UbOverlapError") for a CUDA error. `what`: the action that failed, "launch a wait".
 void check(cudaError_t code, const char* what);

@@ -2,6 +2,7 @@
 
     fp8_cached_weight(Tensor weight, ScalarType round_to, int? axis, Tensor? after, bool reuse_forward)
         -> (Tensor q, Tensor scale)
+    fp8_cached_weight_transposed(Tensor weight, ScalarType round_to, int? axis, Tensor q) -> Tensor
     fp8_cached_weight_copy(Tensor cached) -> Tensor
 
 weight: [R, C], contiguous. q: e4m3 [R, C]. scale: float32 [] (axis None), [R, 1] (axis -1) or [1, C] (axis -2). Both belong to
@@ -9,6 +10,9 @@ the cache and must not be written to.
 `round_to`: the 16-bit type to which float32 is rounded first. `after`: a tensor of backward that orders the op; not read.
 `reuse_forward`: the call is in backward and its forward has used the cast. Then the forward's cast is returned unchecked, if
 no other forward has used it since (csrc/core/forward_uses.h).
+
+fp8_cached_weight_transposed returns a contiguous [C, R] copy of the `q` that fp8_cached_weight has returned. The first call
+allocates it. From then on every cast of the weight writes it too.
 
 fp8_cached_weight_copy copies a cached tensor that a graph returns. No pass of Inductor removes the copy.
 
@@ -22,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..fp8.weight_cache import cache
-from ..fp8.weight_cache.weight_cast import FORMAT, allocate, refresh, scale_shape
+from ..fp8.weight_cache.weight_cast import FORMAT, allocate, refresh, scale_shape, transpose
 from .definition import define_python_op
 
 _ARGUMENTS, _RESULTS = "Tensor weight, ScalarType round_to, int? axis", "(Tensor q, Tensor scale)"
@@ -52,6 +56,23 @@ def fp8_cached_weight_miss(
     return torch.ops.ub_overlap.fp8_cached_weight.default(weight, round_to, axis, None, reuse_forward)
 
 
+def fp8_cached_weight_transposed(weight: Tensor, round_to: torch.dtype, axis: int | None, q: Tensor) -> Tensor:
+    """Return the transposed copy of `q`."""
+    cached = cache.find(weight, round_to, axis)
+    if cached is None or cached.q is not q:
+        return transpose(q)
+    with cached.lock:
+        if cached.transposed is None:
+            cached.transposed = transpose(q)
+        return cached.transposed
+
+
+def fp8_cached_weight_transposed_miss(weight: Tensor, round_to: torch.dtype, axis: int | None, q: Tensor) -> Tensor:
+    """Return the copy on CUDA of a cast that has none in the C++ cache yet."""
+    cache.insert_transposed(weight, round_to, axis)
+    return torch.ops.ub_overlap.fp8_cached_weight_transposed.default(weight, round_to, axis, q)
+
+
 def fp8_cached_weight_copy(cached: Tensor) -> Tensor:
     """Return a copy of a cached tensor."""
     return cached.clone()
@@ -64,6 +85,16 @@ def _fake(
     return weight.new_empty(weight.shape, dtype=FORMAT), scale
 
 
+def _fake_transposed(weight: Tensor, round_to: torch.dtype, axis: int | None, q: Tensor) -> Tensor:
+    return q.new_empty(q.shape[::-1])
+
+
 define_python_op(f"fp8_cached_weight({_ARGUMENTS}, Tensor? after, bool reuse_forward) -> {_RESULTS}", fp8_cached_weight, _fake)
 define_python_op(f"fp8_cached_weight_miss({_ARGUMENTS}, bool reuse_forward) -> {_RESULTS}", fp8_cached_weight_miss, None)
+define_python_op(
+    f"fp8_cached_weight_transposed({_ARGUMENTS}, Tensor q) -> Tensor", fp8_cached_weight_transposed, _fake_transposed
+)
+define_python_op(
+    f"fp8_cached_weight_transposed_miss({_ARGUMENTS}, Tensor q) -> Tensor", fp8_cached_weight_transposed_miss, None
+)
 define_python_op("fp8_cached_weight_copy(Tensor cached) -> Tensor", fp8_cached_weight_copy, torch.clone)

@@ -2,9 +2,9 @@
 
     fp8_layout_copy(Tensor view) -> Tensor
 
-It is `view.clone(memory_format=torch.contiguous_format)`. Inductor generates a kernel of its own for it
-(compiler/inductor/op_lowerings.py). A plain clone would be fused into a kernel that reduces the rows of `view`'s base, whose
-transposed stores are not coalesced.
+It is `view.clone(memory_format=torch.contiguous_format)`, and Inductor does not fuse it. A kernel that reduces the rows of
+`view`'s base would fuse a plain clone, and its transposed stores would not be coalesced. On GPUs a transposed matrix has a
+kernel of ours (csrc/cuda/transpose.cu).
 """
 
 from __future__ import annotations
@@ -20,4 +20,8 @@ def fp8_layout_copy(view: Tensor) -> Tensor:
     return view.clone(memory_format=torch.contiguous_format)
 
 
-define_python_op("fp8_layout_copy(Tensor view) -> Tensor", fp8_layout_copy, fp8_layout_copy)
+def _fake(view: Tensor) -> Tensor:
+    return torch.empty_like(view, memory_format=torch.contiguous_format)
+
+
+define_python_op("fp8_layout_copy(Tensor view) -> Tensor", fp8_layout_copy, _fake)

@@ -1,10 +1,12 @@
-"""fp8_record_amax: record the amax of tensors that were cast to float8 in their histories.
+"""fp8_record_amax: record the amax of a tensor that was cast to float8 in its history.
 
-    fp8_record_amax(Tensor scale, Tensor slots, Tensor amax, str keys, str record_in) -> Tensor
+    fp8_record_amax(Tensor scale, Tensor? quantized, Tensor sample, Tensor slots, int index, str key, str record_in) -> Tensor
 
-scale: float32 [], the scale of one of the tensors. The result is a copy of it. Matmuls read the copy, so no pass removes
-the op. slots: int64 [N] and amax: float32 [N], of N tensors: the slots of their histories, and their amax in this call.
-`keys`: "<state>;<key>;<key>..", N of them. `record_in`: "forward" or "backward", the half of the graph that casts them.
+scale: float32 [], of the cast. The result is a copy of it. Matmuls read the copy, so no pass removes the op.
+quantized: the cast, float8 of any shape. sample: float32 [], the amax of some rows before the cast; of all rows where
+`quantized` is None. The larger of both is recorded: a cast that saturates or underflows hides how large its input is, and
+the sample shows it. slots: int64 [N], those of the graph's tensors; slots[index] is recorded.
+`key`: "<state>;<key>". `record_in`: "forward" or "backward", the half of the graph that casts.
 
 A history keeps the maximum of what is recorded in a step, so recording a call again changes nothing. A forward that a
 checkpoint recomputes in backward records nothing.
@@ -15,24 +17,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..fp8.amax_history.history import SEPARATOR, split_keys
+from ..fp8.amax_history.history import split_keys
 from ..fp8.amax_history.history_update import record
 from .definition import define_python_op
 
-SCHEMA = "fp8_record_amax(Tensor scale, Tensor slots, Tensor amax, str keys, str record_in) -> Tensor"
+SCHEMA = (
+    "fp8_record_amax(Tensor scale, Tensor? quantized, Tensor sample, Tensor slots, int index, str key, str record_in) -> Tensor"
+)
 
 
-def fp8_record_amax(scale: Tensor, slots: Tensor, amax: Tensor, keys: str, record_in: str) -> Tensor:
-    """Record `amax` and return a copy of `scale`."""
-    state, text = split_keys(keys)
-    first = text.partition(SEPARATOR)[0]
-    history = state.history_of(first, amax.device)
-    if record_in == "forward" and first in history.recomputing:
+def fp8_record_amax(
+    scale: Tensor, quantized: Tensor | None, sample: Tensor, slots: Tensor, index: int, key: str, record_in: str
+) -> Tensor:
+    """Record the amax of the cast and return a copy of `scale`."""
+    state, name = split_keys(key)
+    history = state.history_of(name, scale.device)
+    if record_in == "forward" and name in history.recomputing:
         return scale.clone()
-    return record(history.current, slots, amax, scale)
+    return record(history.current, slots, index, quantized, scale, sample)
 
 
-def _fake(scale: Tensor, slots: Tensor, amax: Tensor, keys: str, record_in: str) -> Tensor:
+def _fake(
+    scale: Tensor, quantized: Tensor | None, sample: Tensor, slots: Tensor, index: int, key: str, record_in: str
+) -> Tensor:
     return torch.empty_like(scale)
 
 

@@ -83,6 +83,26 @@ def test_not_finite() -> None:
     assert q[1].isnan().all() and q[5, 6].isnan() and (q[5].float().nan_to_num(0) == 0).all()
 
 
+@pytest.mark.parametrize("axis", AXES)
+def test_transposed_copies(axis: int | None, casts: list[Any]) -> None:
+    """The copy of a cast is kept, and written again with it. That of another tensor is a new one."""
+    transposed = torch.ops.ub_overlap.fp8_cached_weight_transposed.default
+    w = noise(ROWS, COLS)
+    q, _ = fp8_cached_weight(w, BF16, axis)
+    copy = transposed(w, BF16, axis, q)
+    assert copy.is_contiguous() and copy.shape == (COLS, ROWS)
+    for _ in range(3):
+        w.data.mul_(-1.5)
+        q, scale = fp8_cached_weight(w, BF16, axis)
+        again = transposed(w, BF16, axis, q)
+        assert again.data_ptr() == copy.data_ptr() and same((copy.t().contiguous(), scale), cast_in_aten(w, axis))
+    assert len(casts) == 4
+    other = q.clone()
+    own = transposed(w, BF16, axis, other)
+    assert own.data_ptr() != copy.data_ptr() and same((own, own), (copy, copy))
+    torch.library.opcheck(transposed, (w, BF16, axis, q.view(torch.uint8)), test_utils=("test_schema", "test_faketensor"))
+
+
 def poke(w: Tensor) -> None:
     w.data[7, 9] += 1  # which autograd's version counters do not show
 

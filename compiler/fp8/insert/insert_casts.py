@@ -23,10 +23,11 @@ from ...graph.erase import erase_unread
 from ...graph.joint_graph import needs_tangents
 from ...graph.source_location import module_path
 from ...joint.joint_decision import record_decision
-from ..cast_nodes import emit_quantize, emit_scale, save_for_backward
+from ..cast_nodes import emit_quantize, emit_scale, emit_transposed_copy, is_cast, is_saved, save_for_backward
+from ..producing_kernel import maps_elements
 from ..provenance import Axis, find_origin
 from ..quantized_values import QuantizedValue, QuantizedValues
-from ..state.cached_weights import CachedWeights
+from ..state.cached_weights import CachedWeights, emit_transposed_cast
 from ..state.delayed_scaling import DelayedScaling
 from .choose_matmuls import ChosenMatmuls, choose_matmuls
 from .fp8_profitability import Fp8Profitability
@@ -87,7 +88,7 @@ class _CastInserter:
             self._quantize,
             inputs,
             is_cast_per_reader=self._cached.is_from_weight,
-            may_fuse_copies=not config.recipe.delayed,
+            emit_transposed=self._emit_transposed,
         )
 
     def rewrite(self) -> None:
@@ -138,6 +139,15 @@ class _CastInserter:
         if value in self._weights:  # cast once: backward does not read the 16 bits again
             save_for_backward(q)
         return QuantizedValue(q, scale)
+
+    def _emit_transposed(self, e: Emitter, q: Node) -> Node:
+        """Emit a transposed copy of `q`: cached, stored by the kernel that casts, or by one of its own."""
+        cached = emit_transposed_cast(e, q)
+        if cached is not None:
+            return cached
+        may_fuse = is_cast(q) and (self._delayed is None or maps_elements(q))
+        # A copy that is not saved is a kernel of its own in backward.
+        return emit_transposed_copy(e, q, may_fuse, self._delayed is not None and may_fuse and is_saved(q))
 
     def _module_of_reader(self) -> str:
         decision = self._chosen.decisions.get(self._values.reader)

@@ -3,6 +3,8 @@
     forward    w -> fp8_cached_weight(w) -> q, scale                                          casts if w has changed
     backward   w -> fp8_cached_weight(w, after=scale of dy, reuse_forward=True) -> q, scale   the forward's cast
 
+               q -> fp8_cached_weight_transposed(w, q) -> q^T         where a matmul needs that layout
+
 With per-row scales, backward needs scales along the other dim, which is a separate cast.
 
 Each half of the graph calls the op itself. A cast that forward returned to backward would count as an intermediate, whose
@@ -68,6 +70,20 @@ class CachedWeights:
         return QuantizedValue(q, scale)
 
 
+def emit_transposed_cast(e: Emitter, q: Node) -> Node | None:
+    """Emit the cached transposed copy of `q`, a view of the cached cast of a weight. Return None for other nodes."""
+    is_transposed = False
+    while (effect := element_effect(q)) is not None and effect.kind in (Effect.SAME, Effect.TRANSPOSE):
+        q, is_transposed = effect.source, is_transposed != (effect.kind is Effect.TRANSPOSE)
+    cast = q.all_input_nodes[0] if q.target is operator.getitem else q
+    if is_transposed or cast.target is not torch.ops.ub_overlap.fp8_cached_weight.default:
+        return None
+    copy = e.call(torch.ops.ub_overlap.fp8_cached_weight_transposed.default, *cast.args[:3], q)
+    mark_recomputed((copy,), LAST_REGION)
+    copy.meta["ac_graph_id"] = LAST_REGION
+    return copy
+
+
 def copy_returned_casts(graph: Graph) -> int:
     """Copy the cached casts that `graph` returns, as its caller may reuse their memory. Return their number."""
     output = graph.output_node()
@@ -87,10 +103,10 @@ def _can_be_cached(weight: Node) -> bool:
 
 
 def _is_cached_cast(node: Node) -> bool:
-    op = torch.ops.ub_overlap.fp8_cached_weight.default
+    op, transposed = torch.ops.ub_overlap.fp8_cached_weight.default, torch.ops.ub_overlap.fp8_cached_weight_transposed.default
     previous: Node | None = node
     while previous is not None:
-        if previous.target is operator.getitem and previous.all_input_nodes[0].target is op:
+        if previous.target is transposed or (previous.target is operator.getitem and previous.all_input_nodes[0].target is op):
             return True
         step = element_effect(previous) if tensor_of(previous) is not None else None
         previous = step.source if step is not None else None

@@ -1,16 +1,18 @@
-"""Delayed scaling in a joint graph: forward reads the amax histories once, and each half records the amax of its casts once.
+"""Delayed scaling in a joint graph: forward reads the amax histories once, and each cast records its amax.
 
     fp8_amax_history(weight, keys) -> amax [N] -> all_reduce(max) -> amax [N]      (no all_reduce where nothing is gathered)
                                    -> slots [N]
 
-    for each tensor x      scale = (amax[i] > 0 ? HEADROOM amax[i] : first amax) / F        q = cast(x / scale)
-    for forward, backward  fp8_record_amax(a scale, slots of its tensors, amax of its tensors) -> the same scale
+    for each tensor x      sample = amax of some rows
+                           scale = (amax[i] > 0 ? HEADROOM amax[i] : first amax) / F        q = cast(x / scale)
+                           fp8_record_amax(scale, q, sample, slots, i) -> the same scale
 
-A cast is plain ATen and its scale is known before. So Inductor casts and measures in the kernel that computes `x`. The op that
-records depends on the measured values. A matmul reads its result, so it is not dropped.
+A cast is plain ATen and its scale is known before. So Inductor casts in the kernel that computes `x`, and stores a transposed
+copy there too. The amax comes from `q`, a byte per element: a reduction of `x` in that kernel would cost it both
+(docs/performance/float8_casts.md). `q` says nothing about what saturates or underflows, hence the sample. HEADROOM is far more
+than `q` is rounded by. A matmul reads the scale that the op returns, so the op is not dropped.
 
-Without a history the scale comes from the current values: of SAMPLED_ROWS rows at least, as that is a pass of its own in every
-call. For gathered tensors ranks agree on it (fp8_first_amax).
+Without a history the scale comes from the sample. For gathered tensors ranks agree on it (fp8_first_amax).
 
 The histories are runtime state (runtime/fp8/amax_history/), not graph values. The graph names them by keys, which a later
 compilation of the same model repeats, and by a weight, which differs between modules that share the graph.
@@ -44,24 +46,23 @@ from ..quantized_values import QuantizedValue
 HEADROOM = 2.0
 """Factor by which a tensor may grow over its history before it saturates. It costs one binade of 18 (e4m3) or 32 (e5m2), and
 no bit."""
-SAMPLED_ROWS = 512
-"""Rows, at least, that are read for the scale of a tensor without a history. For fewer rows than twice the multiprocessors of a
-GPU, Inductor may split the reduction into two kernels."""
+SAMPLED_ROWS = 320
+"""Rows of a sample, at least. For fewer than twice the multiprocessors of a GPU, Inductor may split the reduction into two
+kernels."""
 
 
 @dataclass(frozen=True, slots=True)
-class _DelayedCast:
-    """A cast: the key and index of its history, its scale, and the amax of the tensor."""
+class _Sample:
+    """The amax [] of sampled rows."""
 
-    key: str
-    index: int
-    scale: Node
-    measured: Node
+    amax: Node
+    is_whole: bool
+    """Whether all rows are sampled."""
 
 
 @dataclass(slots=True)
 class _HistoryNodes:
-    """The nodes that read the histories of N tensors, and the casts of these tensors."""
+    """The nodes that read the histories of N tensors."""
 
     history: Node
     slots: Node
@@ -70,8 +71,6 @@ class _HistoryNodes:
     per_tensor: list[Node]
     """Nodes of shape [N]."""
     keys: list[str] = field(default_factory=list)
-    casts: dict[str, list[_DelayedCast]] = field(default_factory=dict)
-    """By the half of the graph that casts: "forward" or "backward"."""
 
     def add(self, key: str) -> None:
         """Add a tensor."""
@@ -106,67 +105,48 @@ class DelayedScaling:
         amax = self._shared_amax(history, groups)
         key, index, half = f"{name}#{count}" if count else name, len(history.keys), "backward" if backward else "forward"
         history.add(key)
-        first = self._emit_first_amax(e, value, history.slots, index, key, half, groups)
+        sample = self._emit_sample(e, value)
+        first = self._emit_first_amax(e, sample, history.slots, index, key, half, groups)
         past = e.call(aten.select.int, amax, 0, index)
         # A saved view is a buffer that Inductor may write the scale to, and cuBLASLt refuses scales not aligned to 16 bytes.
         recompute_in_backward(past)
         expected = e.call(aten.where.self, e.call(aten.gt.Scalar, past, 0), e.call(aten.mul.Tensor, past, HEADROOM), first)
         scale = emit_scale_of_amax(e, expected, format)
         q = emit_quantize_by_finite_scale(e, value, scale, format)
+        if self._step:
+            quantized, text = None if sample.is_whole else q, join_keys(self._state, [key])
+            op = torch.ops.ub_overlap.fp8_record_amax.default
+            scale = e.call(op, scale, quantized, sample.amax, history.slots, index, text, half)
+            scale.meta.pop("ac_graph_id", None)  # computed again it would record again
+            save_for_backward(scale)
         for node in (q, scale):
             if "recompute" not in node.meta:
                 save_for_backward(node)
-        if self._step:
-            history.casts.setdefault(half, []).append(_DelayedCast(key, index, scale, emit_finite_amax(e, value)))
         return QuantizedValue(q, scale)
 
     def finish(self) -> None:
-        """Give the ops that read histories their keys, and record what is measured, once all casts are emitted."""
+        """Give the ops that read histories their keys, once all casts are emitted."""
         for history in self._histories.values():
             weight, _, step = history.history.args
             history.history.args = (weight, join_keys(self._state, history.keys), step)
-            for half, casts in history.casts.items():
-                self._emit_record(history.slots, casts, half)
 
-    def _emit_first_amax(
-        self, e: Emitter, value: Node, slots: Node, index: int, key: str, half: str, groups: tuple[str, ...]
-    ) -> Node:
-        """Emit the amax [] of the current values, equal on the ranks of `groups`."""
+    def _emit_sample(self, e: Emitter, value: Node) -> _Sample:
+        """Emit the amax of every nth row of `value`."""
         rows = shape_of(value)[-2] if len(shape_of(value)) > 1 else 1
         step = max(1, rows // SAMPLED_ROWS) if isinstance(rows, int) else 1
         if step > 1:
             value = e.call(aten.slice.Tensor, value, len(shape_of(value)) - 2, 0, sys.maxsize, step)
-        amax = emit_finite_amax(e, value)
-        if step > 1:
-            amax = e.call(aten.mul.Tensor, amax, HEADROOM)
+        return _Sample(emit_finite_amax(e, value), is_whole=step == 1)
+
+    def _emit_first_amax(
+        self, e: Emitter, sample: _Sample, slots: Node, index: int, key: str, half: str, groups: tuple[str, ...]
+    ) -> Node:
+        """Emit the amax [] to assume without a history, equal on the ranks of `groups`."""
+        amax = sample.amax if sample.is_whole else e.call(aten.mul.Tensor, sample.amax, HEADROOM)
         if not groups:
             return amax
         op, text = torch.ops.ub_overlap.fp8_first_amax.default, join_keys(self._state, [key])
         return e.call(op, amax, slots, index, text, half if self._step else "never", ";".join(groups))
-
-    def _emit_record(self, slots: Node, casts: list[_DelayedCast], half: str) -> None:
-        """Record what `casts` measured, before the matmuls of the last cast. The graph lists casts in the order of matmuls."""
-        while casts and not _find_readers(casts[-1]):  # never multiplied
-            casts = casts[:-1]
-        if not casts:
-            return
-        last, readers = casts[-1], _find_readers(casts[-1])
-        with self._graph.inserting_after(last.measured):
-            e = Emitter(self._graph, last.scale, {}, inputs=self._inputs)
-            own_slots = self._emit_slots_of(e, slots, casts)
-            measured = e.call(aten.cat.default, [e.reshape(c.measured, (1,)) for c in casts])
-            keys = join_keys(self._state, [c.key for c in casts])
-            recorded = e.call(torch.ops.ub_overlap.fp8_record_amax.default, last.scale, own_slots, measured, keys, half)
-        recorded.meta.pop("ac_graph_id", None)
-        save_for_backward(recorded)  # computed again it would measure all tensors again
-        last.scale.replace_all_uses_with(recorded, delete_user_cb=lambda user: user in readers)
-
-    def _emit_slots_of(self, e: Emitter, slots: Node, casts: list[_DelayedCast]) -> Node:
-        """Emit the slots of `casts`: a view where their indices are consecutive."""
-        first, last = casts[0].index, casts[-1].index
-        if [c.index for c in casts] == list(range(first, last + 1)):
-            return e.call(aten.slice.Tensor, slots, 0, first, last + 1)
-        return e.call(aten.cat.default, [e.call(aten.slice.Tensor, slots, 0, c.index, c.index + 1) for c in casts])
 
     def _history(self, value: Node, weight: Node) -> _HistoryNodes:
         device = value.meta["val"].device
@@ -194,8 +174,3 @@ class DelayedScaling:
             history.amax[groups] = nodes[-1]
             history.per_tensor += nodes
         return history.amax[groups]
-
-
-def _find_readers(cast: _DelayedCast) -> list[Node]:
-    """Return the readers of the scale that do not compute the cast itself."""
-    return [user for user in cast.scale.users if user.target is not aten.reciprocal.default]

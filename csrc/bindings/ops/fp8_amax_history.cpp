@@ -39,15 +39,28 @@ at::Tensor fp8_advance_histories(at::Tensor& current, at::Tensor& past, const at
     });
 }
 
-at::Tensor fp8_raise_amax(at::Tensor& current, const at::Tensor& slots, const at::Tensor& amax, const at::Tensor& scale) {
+at::Tensor fp8_raise_amax(at::Tensor& current, const at::Tensor& slots, int64_t index,
+                          const std::optional<at::Tensor>& quantized, const at::Tensor& scale, const at::Tensor& sample) {
     return run_op(slots.device(), [&]() -> at::Tensor {
         const char* where = "fp8_raise_amax";
         const cuda::AmaxHistories histories = histories_of(where, current, slots);
-        expect_floats(where, "amax does not fit", amax, slots, slots.numel());
+        expect(where, index >= 0 && index < slots.numel(), "index does not fit", std::to_string(index), "an index of slots");
         expect_floats(where, "scale does not fit", scale, slots, 1);
+        expect_floats(where, "sample does not fit", sample, slots, 1);
+        cuda::Quantized cast{nullptr, 0, false, scale.const_data_ptr<float>()};
+        at::Tensor dense;
+        if (quantized) {
+            const at::ScalarType format = quantized->scalar_type();
+            expect(where, (format == at::kFloat8_e4m3fn || format == at::kFloat8_e5m2) && quantized->device() == slots.device(),
+                   "quantized does not fit", quantized->toString(), "float8_e4m3fn or float8_e5m2 on the device of slots");
+            const at::Tensor bytes = quantized->view(at::kByte);
+            const bool readable =
+                bytes.is_non_overlapping_and_dense() && reinterpret_cast<uint64_t>(bytes.const_data_ptr()) % 16 == 0;
+            dense = readable ? bytes : bytes.clone(at::MemoryFormat::Contiguous);
+            cast = {dense.const_data_ptr<uint8_t>(), dense.numel(), format == at::kFloat8_e5m2, cast.scale};
+        }
         at::Tensor copy = at::empty({}, scale.options());
-        cuda::launch_raise_amax(histories, amax.const_data_ptr<float>(), scale.const_data_ptr<float>(),
-                                copy.mutable_data_ptr<float>(),
+        cuda::launch_raise_amax(histories, index, cast, sample.const_data_ptr<float>(), copy.mutable_data_ptr<float>(),
                                 c10::cuda::getCurrentCUDAStream(slots.device().index()).stream());
         return copy;
     });

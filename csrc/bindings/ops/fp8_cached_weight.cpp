@@ -27,6 +27,7 @@ struct CachedWeight {
     OptionalAxis axis;
     at::Tensor q, scale, checksum, scratch;
     c10::cuda::CUDAStream stream;  // of the last call
+    at::Tensor transposed{};       // a copy [C, R] of q, once one was asked for
     ForwardUses forward_uses{};
     bool captured = false;  // graphs hold its addresses
 
@@ -78,13 +79,13 @@ void check(const at::Tensor& weight, at::ScalarType round_to, OptionalAxis axis,
     const int64_t scales = !axis ? 1 : *axis == -1 ? weight.size(0) : weight.size(1);
     expect(where,
            fits(q, weight, at::kFloat8_e4m3fn, weight.numel()) && fits(scale, weight, at::kFloat, scales) &&
-               fits(checksum, weight, at::kLong, 1) &&
+               fits(checksum, weight, at::kLong, 2) &&
                fits(scratch, weight, at::kLong, cuda::cached_weight_scratch_words(scales)),
            "the memory of the cast does not fit", shape, "q, scale, checksum and scratch of the weight's sizes, on its device");
 }
 
 void launch(const at::Tensor& weight, at::ScalarType round_to, OptionalAxis axis, const at::Tensor& q, const at::Tensor& scale,
-            const at::Tensor& checksum, const at::Tensor& scratch, cudaStream_t stream) {
+            const at::Tensor& checksum, const at::Tensor& scratch, const at::Tensor& transposed, cudaStream_t stream) {
     if (weight.numel() == 0) return;
     const bool aligned = reinterpret_cast<uint64_t>(weight.const_data_ptr()) % 16 == 0;
     const at::Tensor dense = aligned ? weight : weight.clone();
@@ -93,6 +94,7 @@ void launch(const at::Tensor& weight, at::ScalarType round_to, OptionalAxis axis
                                 weight.size(1),
                                 static_cast<int>(axis.value_or(0)),
                                 static_cast<char*>(q.mutable_data_ptr()),
+                                transposed.defined() ? static_cast<char*>(transposed.mutable_data_ptr()) : nullptr,
                                 scale.mutable_data_ptr<float>(),
                                 checksum.mutable_data_ptr<int64_t>(),
                                 scratch.mutable_data_ptr<int64_t>()};
@@ -133,7 +135,8 @@ TwoTensors fp8_cached_weight(const at::Tensor& weight, at::ScalarType round_to, 
                     scratch = at::zeros_like(scratch);  // owned by the graph: replays and eager calls may overlap
                 }
                 if (!cached->forward_uses.can_reuse(reuse_forward, capture)) {
-                    launch(weight, round_to, axis, cached->q, cached->scale, cached->checksum, scratch, stream.stream());
+                    launch(weight, round_to, axis, cached->q, cached->scale, cached->checksum, scratch, cached->transposed,
+                           stream.stream());
                 }
                 cached->forward_uses.record(reuse_forward, capture);
                 return {cached->q, cached->scale};
@@ -159,6 +162,41 @@ void fp8_cached_weight_insert(const at::Tensor& weight, at::ScalarType round_to,
     });
 }
 
+at::Tensor fp8_cached_weight_transposed(const at::Tensor& weight, at::ScalarType round_to, OptionalAxis axis,
+                                        const at::Tensor& q) {
+    return run_op(weight.device(), [&]() -> at::Tensor {
+        const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(weight.device().index());
+        {
+            const std::lock_guard<std::mutex> lock(cache().mutex);
+            const CachedWeight* cached = cache().find(weight, round_to, axis);
+            const bool is_own = cached != nullptr && cached->q.const_data_ptr() == q.const_data_ptr();
+            if (is_own && cached->transposed.defined()) return cached->transposed;
+            if (!is_own || cuda::capture_of(stream.stream()) != 0) {
+                return q.view(at::kByte).t().clone(at::MemoryFormat::Contiguous).view(q.scalar_type());
+            }
+        }
+        static const auto miss = c10::Dispatcher::singleton()
+                                     .findSchemaOrThrow("ub_overlap::fp8_cached_weight_transposed_miss", "")
+                                     .typed<at::Tensor(const at::Tensor&, at::ScalarType, OptionalAxis, const at::Tensor&)>();
+        return miss.call(weight, round_to, axis, q);
+    });
+}
+
+void fp8_cached_weight_insert_transposed(const at::Tensor& weight, at::ScalarType round_to, OptionalAxis axis,
+                                         const at::Tensor& transposed) {
+    run_op(weight.device(), [&]() {
+        expect("fp8_cached_weight_insert_transposed", fits(transposed, weight, at::kFloat8_e4m3fn, weight.numel()),
+               "the memory of the copy does not fit", c10::str(transposed.toString(), " ", transposed.sizes()),
+               "contiguous float8_e4m3fn of the weight's size, on its device");
+        const std::lock_guard<std::mutex> lock(cache().mutex);
+        CachedWeight* cached = cache().find(weight, round_to, axis);
+        if (cached == nullptr || cached->transposed.defined()) return;  // evicted, or another thread was first
+        transposed.view(at::kByte).copy_(cached->q.view(at::kByte).t());
+        cached->checksum[1].copy_(cached->checksum[0]);
+        cached->transposed = transposed;
+    });
+}
+
 void fp8_cached_weight_evict(int64_t storage) {
     std::vector<CachedWeight> evicted;  // freed without the lock
     const std::lock_guard<std::mutex> lock(cache().mutex);
@@ -169,7 +207,8 @@ void fp8_cached_weight_evict(int64_t storage) {
             cache().held_by_graphs.push_back(std::move(cached));
             continue;
         }
-        for (const at::Tensor* t : {&cached.q, &cached.scale, &cached.checksum, &cached.scratch}) {
+        for (const at::Tensor* t : {&cached.q, &cached.scale, &cached.checksum, &cached.scratch, &cached.transposed}) {
+            if (!t->defined()) continue;
             c10::cuda::CUDACachingAllocator::recordStream(t->storage().data_ptr(), cached.stream);
         }
         evicted.push_back(std::move(cached));
@@ -181,7 +220,7 @@ void fp8_cached_weight_refresh(const at::Tensor& weight, at::ScalarType round_to
                                at::Tensor& scale, at::Tensor& checksum, at::Tensor& scratch) {
     run_op(weight.device(), [&]() {
         check(weight, round_to, axis, q, scale, checksum, scratch);
-        launch(weight, round_to, axis, q, scale, checksum, scratch,
+        launch(weight, round_to, axis, q, scale, checksum, scratch, {},
                c10::cuda::getCurrentCUDAStream(weight.device().index()).stream());
     });
 }

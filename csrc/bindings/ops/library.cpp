@@ -26,13 +26,16 @@ void no_executor(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit:
 #ifdef UB_OVERLAP_CUDA
 TORCH_LIBRARY_FRAGMENT(ub_overlap, m) {
     m.def("fp8_advance_histories(Tensor(a!) current, Tensor(b!) past, Tensor slots, bool is_step) -> Tensor");
-    m.def("fp8_raise_amax(Tensor(a!) current, Tensor slots, Tensor amax, Tensor scale) -> Tensor");
+    m.def(
+        "fp8_raise_amax(Tensor(a!) current, Tensor slots, int index, Tensor? quantized, Tensor scale, Tensor sample) -> "
+        "Tensor");
     m.def(
         "fp8_cached_weight_refresh(Tensor weight, ScalarType round_to, int? axis, Tensor(a!) q, Tensor(b!) scale, "
         "Tensor(c!) checksum, Tensor(d!) scratch) -> ()");
     m.def(
         "fp8_cached_weight_insert(Tensor weight, ScalarType round_to, int? axis, Tensor q, Tensor scale, Tensor checksum, "
         "Tensor scratch) -> ()");
+    m.def("fp8_cached_weight_insert_transposed(Tensor weight, ScalarType round_to, int? axis, Tensor transposed) -> ()");
     m.def("fp8_cached_weight_evict(int storage) -> ()", &fp8_cached_weight_evict);
 }
 #endif
@@ -63,7 +66,11 @@ TORCH_LIBRARY_IMPL(ub_overlap, CUDA, m) {
     m.impl("fp8_raise_amax", &fp8_raise_amax);
     m.impl("fp8_cached_weight_refresh", &fp8_cached_weight_refresh);
     m.impl("fp8_cached_weight_insert", &fp8_cached_weight_insert);
-    m.impl("fp8_cached_weight", &fp8_cached_weight);  // Python defines the schema: every device has the op
+    m.impl("fp8_cached_weight_insert_transposed", &fp8_cached_weight_insert_transposed);
+    // Python defines the schemas of these: every device has the ops.
+    m.impl("fp8_cached_weight", &fp8_cached_weight);
+    m.impl("fp8_cached_weight_transposed", &fp8_cached_weight_transposed);
+    m.impl("fp8_layout_copy", &fp8_layout_copy);
 #else
     for (const char* op :
          {"all_gather_matmul", "all_gather_scaled_matmul", "matmul_reduce_scatter", "scaled_matmul_reduce_scatter",

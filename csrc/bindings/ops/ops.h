@@ -63,8 +63,12 @@ at::Tensor packed_weight(at::TensorList weights);
 // Returns the maxima [N] of the amax histories in `slots` [N]: columns of current [C] and past [calls, C]. `is_step`: pushes
 // `current` before, where it is above 0, and clears it.
 at::Tensor fp8_advance_histories(at::Tensor& current, at::Tensor& past, const at::Tensor& slots, bool is_step);
-// Raises `current` in `slots` to `amax` [N]. Returns a copy of `scale` [].
-at::Tensor fp8_raise_amax(at::Tensor& current, const at::Tensor& slots, const at::Tensor& amax, const at::Tensor& scale);
+// Raises current[slots[index]] to `sample` [] and to the amax of `quantized`, float8, times `scale` [].
+// Returns a copy of `scale`.
+at::Tensor fp8_raise_amax(at::Tensor& current, const at::Tensor& slots, int64_t index,
+                          const std::optional<at::Tensor>& quantized, const at::Tensor& scale, const at::Tensor& sample);
+// Copies a view of float8, such as a transposed matrix, to contiguous memory.
+at::Tensor fp8_layout_copy(const at::Tensor& view);
 // Returns the cached cast of a weight [R, C], up to date: (e4m3, scales). `reuse_forward`: in backward, whose forward has used
 // the cast. A weight that is not cached goes to fp8_cached_weight_miss, which Python has.
 TwoTensors fp8_cached_weight(const at::Tensor& weight, at::ScalarType round_to, std::optional<int64_t> axis,
@@ -73,10 +77,16 @@ TwoTensors fp8_cached_weight(const at::Tensor& weight, at::ScalarType round_to, 
 void fp8_cached_weight_insert(const at::Tensor& weight, at::ScalarType round_to, std::optional<int64_t> axis,
                               const at::Tensor& q, const at::Tensor& scale, const at::Tensor& checksum,
                               const at::Tensor& scratch);
+// Returns the transposed copy [C, R] of a weight's cached cast `q`. It is kept from then on: later casts write it too.
+at::Tensor fp8_cached_weight_transposed(const at::Tensor& weight, at::ScalarType round_to, std::optional<int64_t> axis,
+                                        const at::Tensor& q);
+// Inserts the memory of such a copy and copies the cast, unless there is one.
+void fp8_cached_weight_insert_transposed(const at::Tensor& weight, at::ScalarType round_to, std::optional<int64_t> axis,
+                                         const at::Tensor& transposed);
 // Evicts the casts of freed weights. `storage`: the address of their StorageImpl.
 void fp8_cached_weight_evict(int64_t storage);
-// Casts a weight to e4m3 `q` if its bits do not have `checksum` [1]. `axis`: none, -1 (a scale per row) or -2 (per column).
-// `scratch`: int64, cached_weight_scratch_words(scale.numel()) words, all 0 before and after.
+// Casts a weight to e4m3 `q` if its bits do not have `checksum` [2], of which the first counts. `axis`: none, -1 (a scale per
+// row) or -2 (per column). `scratch`: int64, cached_weight_scratch_words(scale.numel()) words, all 0 before and after.
 void fp8_cached_weight_refresh(const at::Tensor& weight, at::ScalarType round_to, std::optional<int64_t> axis, at::Tensor& q,
                                at::Tensor& scale, at::Tensor& checksum, at::Tensor& scratch);
 #endif

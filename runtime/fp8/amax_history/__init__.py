@@ -4,8 +4,8 @@ Legend: N tensors of a graph, H = LENGTH calls.
 
     forward begins    amax, slots = fp8_amax_history(weight, keys)    push the current amax into histories [H]; their maxima [N]
                       amax = all_reduce(amax, max)                    for gathered shards: one scale on all ranks
-    for each tensor   cast by amax[i], and measure: graph nodes, which Inductor fuses (compiler/fp8/state/delayed_scaling.py)
-    forward ends      fp8_record_amax(scale, slots, measured)         raise the current amax to what was measured
+    for each tensor   q = cast by amax[i]: graph nodes, which Inductor fuses (compiler/fp8/state/delayed_scaling.py)
+                      fp8_record_amax(scale, q, sample, slots, i)     raise the current amax to that of q and of a sample
     backward          the same, with the same `amax` and `slots`
 
 Each call of a graph's forward with gradients is a step. A microbatch is a step too, on all ranks alike. Without gradients,

@@ -2,6 +2,7 @@
 
     forward    q, scale = fp8_cached_weight(w)                  cast w if its bits differ from those of the cached cast
     backward   q, scale = fp8_cached_weight(w, reuse_forward)   the forward's cast; w is not read
+               fp8_cached_weight_transposed(w, q)               its transposed copy, which casts write too from then on
 
 The bits themselves show what an optimizer, a checkpoint or a replayed CUDA graph has written. No caller has to invalidate
 anything. On GPUs a checksum of the bits is computed in the pass that computes the amax, and the device decides

@@ -12,7 +12,7 @@ from torch import Tensor
 from ub_overlap import _torch_compat as compat
 
 from ...session.daemon_thread import run_in_daemon_thread
-from .weight_cast import CachedWeight, allocate, has_kernel
+from .weight_cast import FORMAT, CachedWeight, allocate, has_kernel
 
 _LOCK = threading.Lock()
 _BY_STORAGE: dict[int, dict[tuple[Any, ...], CachedWeight]] = {}
@@ -47,6 +47,19 @@ def insert(weight: Tensor, round_to: torch.dtype, axis: int | None) -> CachedWei
     memory = cached.q, cached.scale, cached.checksum, cached.scratch
     torch.ops.ub_overlap.fp8_cached_weight_insert.default(weight, round_to, axis, *memory)
     return cached
+
+
+def insert_transposed(weight: Tensor, round_to: torch.dtype, axis: int | None) -> None:
+    """Allocate and insert a transposed copy of a cast that C++ caches."""
+    rows, cols = weight.shape
+    stream = torch.cuda.current_stream(weight.device)
+
+    def body() -> Tensor:
+        with torch.cuda.stream(stream):  # on a separate thread, as in `insert`
+            return torch.empty(cols, rows, dtype=FORMAT, device=weight.device)
+
+    transposed = run_in_daemon_thread("ub_overlap fp8 weight", body).result()
+    torch.ops.ub_overlap.fp8_cached_weight_insert_transposed.default(weight, round_to, axis, transposed)
 
 
 def _key(weight: Tensor, round_to: torch.dtype, axis: int | None) -> tuple[Any, ...]:

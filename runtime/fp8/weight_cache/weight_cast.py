@@ -27,8 +27,9 @@ def _new_forward_uses() -> Any:
 class CachedWeight:
     """The cast of one weight, `q` [R, C] and `scale`, and a record of the bits that it was computed from.
 
-    On GPUs the record is `checksum` int64 [1] over the weight's bits, 0 before the first cast. On other devices it is
-    `cast_bits`, a copy of the bits. The C++ struct of this name has the same fields (csrc/bindings/ops/fp8_cached_weight.cpp).
+    On GPUs the record is `checksum` int64 [2] over the weight's bits, of `q` and of `transposed`, 0 before the first cast. On
+    other devices it is `cast_bits`, a copy of the bits. The C++ struct of this name has the same fields
+    (csrc/bindings/ops/fp8_cached_weight.cpp).
     """
 
     q: Tensor
@@ -36,6 +37,8 @@ class CachedWeight:
     checksum: Tensor
     scratch: Tensor
     cast_bits: Tensor | None = None
+    transposed: Tensor | None = None
+    """A contiguous copy [C, R] of `q`, once one was asked for. C++ holds those of CUDA."""
     forward_uses: Any = field(default_factory=_new_forward_uses)
     """Uses by forwards since backward last used the cast, and the rule that they decide (csrc/core/forward_uses.h)."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -52,7 +55,7 @@ def allocate(weight: Tensor, axis: int | None) -> CachedWeight:
     # e4m3 zeros: a cast that never ran leaves no garbage
     q = torch.zeros(weight.shape, dtype=torch.uint8, device=weight.device).view(FORMAT)
     scale = torch.zeros(scale_shape(weight, axis), dtype=torch.float32, device=weight.device)
-    return CachedWeight(q, scale, torch.zeros(1, dtype=torch.int64, device=weight.device), _scratch(scale))
+    return CachedWeight(q, scale, torch.zeros(2, dtype=torch.int64, device=weight.device), _scratch(scale))
 
 
 def _scratch(scale: Tensor) -> Tensor:
@@ -84,8 +87,15 @@ def refresh_in_aten(weight: Tensor, round_to: torch.dtype, axis: int | None, cac
     q, scale = cast_in_aten(rounded, axis)
     cached.q.view(torch.uint8).copy_(q.view(torch.uint8))
     cached.scale.copy_(scale)
+    if cached.transposed is not None:
+        cached.transposed.view(torch.uint8).copy_(q.view(torch.uint8).t())
     if not weight.is_cuda:
         cached.cast_bits = bits.clone()
+
+
+def transpose(q: Tensor) -> Tensor:
+    """Return a contiguous transposed copy of `q`, float8 [R, C]."""
+    return q.view(torch.uint8).t().contiguous().view(q.dtype)
 
 
 def cast_in_aten(weight: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:

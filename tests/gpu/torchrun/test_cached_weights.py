@@ -28,11 +28,20 @@ def same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.float().nan_to_num(nan=12345.0), b.float().nan_to_num(nan=12345.0))
 
 
-def right(w: Tensor, axis: int | None, round_to: torch.dtype, where: str, reuse_forward: bool = False) -> None:
+def transposed(w: Tensor, axis: int | None, q: Tensor, round_to: torch.dtype = BF16) -> Tensor:
+    return torch.ops.ub_overlap.fp8_cached_weight_transposed.default(w, round_to, axis, q)
+
+
+def right(
+    w: Tensor, axis: int | None, round_to: torch.dtype, where: str, reuse_forward: bool = False, with_copy: bool = False
+) -> None:
     q, scale = op(w, axis, round_to, reuse_forward)
     wanted, unit = cast_in_aten(w.to(round_to), axis)
     assert same(scale, unit), f"{where}: {int((scale != unit).sum())} scales differ"
     assert same(q, wanted), f"{where}: {int((q.float() != wanted.float()).sum())} elements differ"
+    if with_copy:
+        copy = transposed(w, axis, q, round_to)
+        assert copy.is_contiguous() and same(copy, wanted.t()), f"{where}: the transposed copy differs"
 
 
 def all_right(w: Tensor, found: list[tuple[Tensor, Tensor]], where: str) -> None:
@@ -57,9 +66,11 @@ def cast(lockstep: Lockstep, dtype: torch.dtype, round_to: torch.dtype) -> str:
             w[3], w[:, 5] = 0, 0
             for axis in AXES:
                 where = f"[{rows}, {cols}] shifted by {shift}, axis {axis}"
-                right(w, axis, round_to, where)
+                right(w, axis, round_to, where, with_copy=axis != -2)
                 w[7, 9] = 3000.0
-                right(w, axis, round_to, f"{where}, changed")
+                right(w, axis, round_to, f"{where}, changed", with_copy=True)
+                w[7, 9] = 2000.0
+                right(w, axis, round_to, f"{where}, changed again", with_copy=True)
             for bad in (torch.inf, -torch.inf, torch.nan):
                 w[rows // 2, cols // 2] = bad
                 for axis in AXES:
@@ -113,16 +124,27 @@ def captured(lockstep: Lockstep, turns: int) -> str:
         with torch.cuda.graph(forward):
             found = op(w, axis)
             again = op(w, axis, reuse_forward=True)
+        copied = torch.cuda.CUDAGraph()
+        if axis is not None:
+            transposed(w, axis, op(w, axis)[0])  # allocates the copy: after the capture of `forward`, which does not write it
+            lockstep.sync()
+        with torch.cuda.graph(copied):
+            copy = transposed(w, axis, op(w, axis)[0])
         with torch.cuda.graph(optimizer):
             w.mul_(0.9375).add_(0.001)
         for turn in range(turns):
             optimizer.replay()
+            if turn % 4 == 3:
+                copied.replay()
+                assert same(copy, cast_in_aten(w, axis)[0].t()), f"axis {axis}, copy of turn {turn}"
             if turn % 3 == 2:
-                right(w, axis, BF16, f"axis {axis}, plain call of turn {turn}")
+                right(w, axis, BF16, f"axis {axis}, plain call of turn {turn}", with_copy=axis is not None)
             for _ in range(1 + turn % 2):
                 forward.replay()
             for mine, wanted in ((found, cast_in_aten(w, axis)), (again, found)):
                 assert all(same(a, b) for a, b in zip(mine, wanted, strict=True)), f"axis {axis}, turn {turn}"
+            if axis is not None:  # `forward` has cast `w` without the copy
+                right(w, axis, BF16, f"axis {axis}, copy after the replay of turn {turn}", with_copy=True)
         other = noise(lockstep, 512, 1024).to(BF16)  # its first call is captured
         with torch.cuda.graph(new):
             found = op(other, axis)
@@ -151,6 +173,7 @@ def streams(lockstep: Lockstep, turns: int) -> str:
             with torch.cuda.stream(stream):
                 q, scale = op(w, None)
                 found.append((q.view(torch.uint8).clone(), scale.clone()))
+                found.append((transposed(w, None, q).view(torch.uint8).t().clone(), scale.clone()))
         lockstep.sync()
         all_right(w, found, f"turn {turn}")
     return f"{turns} turns"
@@ -273,8 +296,25 @@ def speed(lockstep: Lockstep, axis: int | None) -> str:
         plain(w, axis)
 
     unchanged_us, changed_us, compiled_us = timed(lambda: op(w, axis)), timed(changed), timed(theirs)
+    transposed(w, axis, op(w, axis)[0])
+    copied_us = timed(changed)
     gbs = 2 * w.numel() / unchanged_us / 1e3
-    return f"{unchanged_us:.0f} us, {gbs:.0f} GB/s; changed {changed_us:.0f} us, Inductor's {compiled_us:.0f}"
+    times = f"changed {changed_us:.0f} us, with a transposed copy {copied_us:.0f}, Inductor's {compiled_us:.0f}"
+    return f"{unchanged_us:.0f} us, {gbs:.0f} GB/s; {times}"
+
+
+def layout_copies(lockstep: Lockstep) -> str:
+    """Copy transposed views of all kinds of sizes and addresses, and other views."""
+    copy = torch.ops.ub_overlap.fp8_layout_copy.default
+    shapes = (*SHAPES, (16, 48), (80, 4112), (65, 33), (1, 16), (0, 16))
+    for rows, cols in shapes:
+        for shift in (0, 1, 16):
+            flat = torch.randint(256, (rows * cols + shift,), device=lockstep.device, dtype=torch.uint8)
+            base = flat[shift:].view(rows, cols)
+            for view in (base.t(), base, base[: rows // 2].t(), base[:, : cols // 2].t()):
+                found = copy(view.view(torch.float8_e5m2)).view(torch.uint8)
+                assert found.is_contiguous() and torch.equal(found, view), (rows, cols, shift, view.stride())
+    return f"{len(shapes)} shapes, bitwise"
 
 
 @pytest.mark.parametrize(("dtype", "round_to"), [(BF16, BF16), (F16, F16), (F32, BF16), (F32, F16)], ids=str)
@@ -300,6 +340,10 @@ def test_threads(lockstep: Lockstep) -> None:
 
 def test_swapped_elements(lockstep: Lockstep) -> None:
     lockstep.note(swapped(lockstep))
+
+
+def test_layout_copies(lockstep: Lockstep) -> None:
+    lockstep.note(layout_copies(lockstep))
 
 
 @pytest.mark.deadline(150)

@@ -42,14 +42,38 @@ def updates(lockstep: Lockstep) -> str:
         scale = torch.rand((), device=lockstep.device)
         for turn in range(LENGTH + 1):
             for _ in range(2):
-                amax = torch.rand(count, device=lockstep.device) * (torch.rand(count, device=lockstep.device) > 0.3)
-                copy = record(ours[0], slots, amax, scale)
-                assert torch.equal(copy, record_in_aten(theirs[0], slots, amax, scale)) and torch.equal(copy, scale)
+                index, sample = int(torch.randint(count, ())), torch.rand((), device=lockstep.device)
+                copy = record(ours[0], slots, index, None, scale, sample)
+                assert torch.equal(copy, record_in_aten(theirs[0], slots, index, None, scale, sample))
+                assert torch.equal(copy, scale)
             is_step = turn % 5 != 4
             mine, wanted = advance(*ours, slots, is_step), advance_in_aten(*theirs, slots, is_step)
             assert torch.equal(mine, wanted), f"{count} tensors, call {turn}"
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), f"{count} tensors, call {turn}"
     return f"{len(COUNTS)} counts, bitwise"
+
+
+def recorded(lockstep: Lockstep) -> str:
+    """Record casts of many sizes, transposed and shifted ones too: the largest element at either end, and all codes."""
+    slots, scale = torch.tensor([5, 3], device=lockstep.device), torch.tensor(0.37, device=lockstep.device)
+    sizes = ((1,), (15,), (16,), (17,), (127, 3), (4096, 48), (1003, 1001), (8192, 7168))
+    for format in (torch.float8_e4m3fn, torch.float8_e5m2):
+        codes = torch.arange(256, device=lockstep.device, dtype=torch.uint8)
+        for shape in sizes:
+            whole = codes[torch.randint(256, (*shape, 1), device=lockstep.device)][..., 0]
+            quiet = whole & 0x8F  # no large exponents
+            quiet.view(-1)[-1] = 0x71
+            first = quiet.flip(tuple(range(len(shape)))).contiguous()
+            shifted = whole.new_empty(whole.numel() + 1)[1:].view(shape).copy_(quiet)
+            for case in (whole, quiet, first, shifted, quiet.t() if len(shape) == 2 else quiet, torch.zeros_like(whole)):
+                ours, theirs = torch.zeros(8, device=lockstep.device), torch.zeros(8, device=lockstep.device)
+                for sample in (0.0, 3.0):
+                    sampled = torch.tensor(sample, device=lockstep.device)
+                    args = slots, 1, case.view(format), scale, sampled
+                    assert torch.equal(record(ours, *args), scale)
+                    record_in_aten(theirs, *args)
+                    assert torch.equal(ours, theirs), (format, shape, sample, ours[3], theirs[3])
+    return f"{len(sizes)} sizes, bitwise"
 
 
 def captured(lockstep: Lockstep, turns: int) -> str:
@@ -62,9 +86,9 @@ def captured(lockstep: Lockstep, turns: int) -> str:
     def call(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
         keys = join_keys(name, ["x", "y"])
         amax, slots = fp8_amax_history(weight, keys, True)
-        measured = torch.stack([x.abs().amax(), 2 * x.abs().amax()]).float()
-        scale = fp8_record_amax(measured[0], slots[:1], measured[:1], join_keys(name, ["x"]), "forward")
-        fp8_record_amax(measured[0], slots[1:], measured[1:], join_keys(name, ["y"]), "backward")
+        unit, cast = x.abs().amax().float() / 448, (448 * x.float() / x.abs().amax().float()).to(torch.float8_e4m3fn)
+        scale = fp8_record_amax(unit, cast, x[0].abs().amax().float(), slots, 0, join_keys(name, ["x"]), "forward")
+        fp8_record_amax(unit, None, 2 * x.abs().amax().float(), slots, 1, join_keys(name, ["y"]), "backward")
         return amax, scale
 
     call("captured", static)
@@ -122,37 +146,37 @@ class Gated(nn.Module):
         return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
 
 
-def kinds_of_casts(code: str) -> list[str]:
-    """Return the heuristics of Inductor's kernels that read 16 bits and store float8."""
-    kinds = []
+def kernels_with_casts(code: str) -> list[tuple[str, int]]:
+    """Return (heuristics, stored float8 tensors) of Inductor's kernels that read 16 bits and store float8."""
+    kernels = []
     for body in re.findall(r"async_compile\.triton\('\w+', '''(.*?)'''", code, re.DOTALL):
         signature = re.search(r"'signature': (\{.*?\})", body)
         heuristics = re.search(r"@triton_heuristics\.(\w+)", body)
         assert signature is not None and heuristics is not None, body[:500]
         pointers = signature.group(1)
-        if re.search(r"'out_ptr\d+': '\*fp8", pointers) and re.search(r"'in_ptr\d+': '\*bf16'", pointers):
-            kinds.append(heuristics.group(1))
-    return kinds
+        stored = re.findall(r"'out_ptr\d+': '\*fp8", pointers)
+        if stored and re.search(r"'in_ptr\d+': '\*bf16'", pointers):
+            kernels.append((heuristics.group(1), len(stored)))
+    return kernels
 
 
 def fused(lockstep: Lockstep) -> str:
-    """Every cast of a norm, an activation or a gradient is in the kernel that measures it: one that reduces its rows."""
+    """Kernels that cast store transposed copies too: of the activation, of the output's gradient, and of both gradients of the
+    gated product. That of a norm does not, as it may reduce rows."""
     if not lockstep.cuda:
         pytest.skip("Inductor's kernels for the CPU have another form")
-    kinds = {}
-    for recipe in ("tensorwise", "delayed"):
-        torch.manual_seed(3)
-        captures.reset()
-        model = Gated().to(lockstep.device, BF16)
-        options = {"fp8": {"recipe": recipe, "state": "fused"}, "overlap": "force"}
-        run: Any = torch.compile(model, backend="ub_overlap", options=options)
-        x = torch.randn(2048, 512, device=lockstep.device).to(BF16)
-        with torch.compiler.config.patch(force_disable_caches=True):  # a cached graph generates no code
-            _, codes = run_and_get_code(captures.step, run, model, x)
-        kinds[recipe] = kinds_of_casts("".join(codes))
-    assert len(kinds["delayed"]) >= 4 and all(kind.endswith("reduction") for kind in kinds["delayed"]), kinds
-    assert "pointwise" in kinds["tensorwise"], kinds  # the cast of an activation comes after its measure
-    return f"{len(kinds['delayed'])} kernels cast and measure"
+    torch.manual_seed(3)
+    captures.reset()
+    model = Gated().to(lockstep.device, BF16)
+    options = {"fp8": {"recipe": "delayed", "state": "fused"}, "overlap": "force"}
+    run: Any = torch.compile(model, backend="ub_overlap", options=options)
+    x = torch.randn(2048, 512, device=lockstep.device).to(BF16)
+    with torch.compiler.config.patch(force_disable_caches=True):  # a cached graph generates no code
+        _, codes = run_and_get_code(captures.step, run, model, x)
+    kernels = kernels_with_casts("".join(codes))
+    assert all(kind == "pointwise" for kind, _ in kernels), kernels
+    assert sorted(stored for _, stored in kernels) == [1, 2, 2, 4], kernels
+    return f"{len(kernels)} kernels cast: {kernels}"
 
 
 def first_seen_in_a_capture(lockstep: Lockstep) -> str:
@@ -209,6 +233,10 @@ def ranks(lockstep: Lockstep) -> str:
 
 def test_updates(lockstep: Lockstep) -> None:
     lockstep.note(updates(lockstep))
+
+
+def test_recorded(lockstep: Lockstep) -> None:
+    lockstep.note(recorded(lockstep))
 
 
 def test_captured(lockstep: Lockstep) -> None:

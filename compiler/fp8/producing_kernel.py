@@ -1,0 +1,54 @@
+"""Which kernel computes a value: one that maps elements, or one that may reduce rows before, as that of a norm does."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Node
+
+from ub_overlap import _torch_compat as compat
+
+from ..graph.aten import CASTS, alias_base, aten, tensor_of
+from ..graph.matmul import is_matmul
+
+_UNTAGGED = (aten.clone.default, aten.cat.default, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
+"""Ops that map elements although torch does not tag them as pointwise."""
+
+
+def maps_elements(node: Node) -> bool:
+    """Return whether each element of `node` is computed from single elements of tensors that are in memory.
+
+    The kernel can then have tiles of two dims and store a transposed copy as well. A kernel that reduces rows cannot: its
+    threads hold neighbors of a row, so transposed stores would not be coalesced.
+    """
+    todo, seen = [node], {node}
+    while todo:
+        current = todo.pop()
+        if _is_in_memory(current):
+            continue
+        if not _is_map(current):
+            return False
+        for source in current.all_input_nodes:
+            value = tensor_of(source)
+            if source not in seen and (value is None or value.dim() > 0):  # a number is in memory
+                seen.add(source)
+                todo.append(source)
+    return True
+
+
+def _is_map(node: Node) -> bool:
+    if alias_base(node) is not None or node.target in CASTS or node.target in _UNTAGGED:
+        return True
+    return isinstance(node.target, compat.OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def _is_in_memory(node: Node) -> bool:
+    """Return whether a kernel that is not Inductor's own computes `node`, or none."""
+    if node.op != "call_function" or is_matmul(node):
+        return True
+    if node.target is operator.getitem:
+        return _is_in_memory(node.all_input_nodes[0])
+    if not isinstance(node.target, compat.OpOverload):
+        return False
+    return node.target.namespace not in ("aten", "prims") or "attention" in node.target.name()
