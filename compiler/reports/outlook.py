@@ -10,7 +10,8 @@ from ..cost.choice import choose
 from ..cost.predict import Prediction, predict
 from ..cost.profile import Profile
 from ..cost.site_shape import SiteShape
-from ..plan.decision import Decision
+from ..cost.split_time import SplitTimes, split_times
+from ..plan.decision import Decision, SplitWindow
 from ..plan.strategy import NONE
 
 
@@ -83,12 +84,21 @@ def outlook(d: Decision, profile: Profile) -> Outlook | None:
     decided = str(d.traced)
     if not shape.matmuls:
         alone = predict(shape, NONE, profile)
+        if d.window is not None:
+            split = _predict_split(d.window, split_times(shape, d.traced.chunks, profile), profile)
+            return Outlook({str(NONE): alone, decided: split}, decided, decided, str(d.window))
         return Outlook({str(NONE): alone}, str(NONE), str(NONE), "no matmul to hide it behind")
     choice = choose(shape, profile)
     predictions = dict(choice.predictions)
     if decided not in predictions:
         predictions[decided] = predict(shape, d.traced, profile)
     return Outlook(predictions, decided, str(choice.strategy), choice.reason)
+
+
+def _predict_split(window: SplitWindow, times: SplitTimes, profile: Profile) -> Prediction:
+    """Return the time that a split collective takes from the graph: its two ops, its wait, and what its transfer slows down."""
+    us = times.shortest_us + window.exposed_us + profile.matmul_slowdown * times.transfer_us
+    return Prediction(us, 0.0, times.transfer_us)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from ..cost.site_sizes import Hints
 from ..graph.aten import alias_base, dtype_of, storage_node, tensor_of
 from ..graph.matmul import as_matmul
 from ..graph.sizes import about, evaluate_size
+from ..match.collectives import is_collective
 from ..select.peak_memory import bytes_of, is_fused
 
 EFFICIENCY = 0.6
@@ -44,8 +45,8 @@ class NodeTimes:
         return cls(profile, hints, {n for n in fused if n.users and all(u in fused for u in n.users)})
 
     def us(self, node: Node) -> float:
-        """Return the microseconds of `node`; 0 for what computes nothing."""
-        if node.op != "call_function" or node.meta.get("val") is None or alias_base(node) is not None:
+        """Return the microseconds of `node`; 0 for what computes nothing, and for collectives, which are priced apart."""
+        if node.op != "call_function" or node.meta.get("val") is None or alias_base(node) is not None or is_collective(node):
             return 0.0
         if (matmul := as_matmul(node)) is not None:
             return self._matmul_us(matmul)

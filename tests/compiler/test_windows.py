@@ -11,12 +11,14 @@ import torch
 from torch.fx import Node
 
 from tests.compiler.dags import Dag, aten
+from ub_overlap.compiler.cost import load
 from ub_overlap.compiler.match.collectives import find_collectives
 from ub_overlap.compiler.match.fusion_order import FusionOrder
 from ub_overlap.compiler.match.window import WindowFinder
 from ub_overlap.compiler.options import Options
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.select import decide
+from ub_overlap.compiler.windows.node_times import NodeTimes
 from ub_overlap.compiler.windows.placement import Item, Limits, Placed, Transfer, place
 
 AUTO = Options(profile="h200", min_bytes=0)
@@ -241,3 +243,29 @@ def test_the_plan_has_the_order_of_communication() -> None:
     assert replace(found, decisions=(*found.decisions[:2], later)).digest != found.digest
     off = plan(layers(), Options(profile="h200", min_bytes=0, split="off"))
     assert not any("window" in site for site in off.shared["sites"])
+
+
+# --- the clock ----------------------------------------------------------------------------------------------------------
+
+
+def test_times_of_nodes() -> None:
+    """Matmuls, attention and memory-bound work have times; views, fused nodes and collectives have none."""
+    d = Dag(2)
+    x, w, shard = d.input("x", 4096, 4096), d.input("w", 4096, 4096), d.input("primals_1", 2048, 4096)
+    product = d.mm(x, w)
+    inner = d.call(aten.mul.Tensor, product, 2.0)
+    scaled = d.call(aten.add.Tensor, inner, product)
+    batched = d.call(
+        aten.bmm.default, *(d.call(aten.view.default, t, [4, 1024, 4096]) for t in (x,)), d.input("b", 4, 4096, 64)
+    )
+    gathered = d.gather(shard)
+    total = d.mm(scaled, gathered)
+    heads = [d.call(aten.view.default, t, [1, 32, 4096, 128]) for t in (x, w, product)]
+    attention = d.call(aten._scaled_dot_product_flash_attention.default, *heads)
+    d.output(total, batched, attention)
+    times = NodeTimes.of(d.graph, load("h200"), {})
+    assert times.us(product) == pytest.approx(2 * 4096**3 / 700e6, rel=0.2)
+    assert times.us(attention) == pytest.approx(4 * 32 * 4096**2 * 128 / (708e6 * 0.6), rel=0.05)
+    assert times.us(batched) == pytest.approx(2 * 4 * 1024 * 4096 * 64 / (708e6 * 0.6), abs=3)
+    assert times.us(scaled) == pytest.approx(2 * 2**25 / 3.8e6, rel=0.2)  # reads the product once, writes the sum
+    assert [times.us(n) for n in (x, inner, heads[0], gathered, gathered.args[0])] == [0.0] * 5  # type: ignore[arg-type]
