@@ -17,6 +17,7 @@ def register_lowerings() -> None:
     _never_reuse(torch.ops.ub_overlap.fp8_cached_weight.default)
     _never_reuse(torch.ops.ub_overlap.fp8_cached_weight_transposed.default)
     _never_reuse(torch.ops.ub_overlap.packed_weight.default)
+    _hold_input(torch.ops.ub_overlap.start_collective.default, torch.ops.ub_overlap.finish_collective.default)
     for definition in ops.DEFINITIONS.values():
         if definition.flat_overload is not None:
             use_flat_results(definition.overload, definition.flat_overload)
@@ -33,6 +34,36 @@ def _never_reuse(op: Any) -> None:
         return outputs
 
     compat.__getattr__("register_lowering")(op, type_promotion_kind=None)(kept)
+
+
+def _hold_input(start: Any, finish: Any) -> None:
+    """Give `finish` the very buffer that `start` reads, so that nothing reuses it in between.
+
+    Inductor may compute or copy an argument for each op apart. The start's copy would be free after the start, while its
+    transfer still reads it.
+    """
+    begin, end = compat.__getattr__("fallback_handler")(start), compat.__getattr__("fallback_handler")(finish)
+    virtualized, kernel = compat.__getattr__("inductor_virtualized"), compat.__getattr__("extern_kernel_ir")
+
+    def lower_start(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        tensor.realize()
+        held = kernel.require_contiguous(tensor)
+        held.realize()
+        token = begin(held, *args, **kwargs)
+        _held_inputs(virtualized.graph)[token.get_name()] = held
+        return token
+
+    def lower_finish(token: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return end(token, _held_inputs(virtualized.graph).get(token.get_name(), tensor), *args, **kwargs)
+
+    compat.__getattr__("register_lowering")(start, type_promotion_kind=None)(lower_start)
+    compat.__getattr__("register_lowering")(finish, type_promotion_kind=None)(lower_finish)
+
+
+def _held_inputs(graph: Any) -> dict[str, Any]:
+    """Return what `graph`, Inductor's, has started: by the name of the token, the input."""
+    held: dict[str, Any] = graph.__dict__.setdefault("ub_overlap_held_inputs", {})
+    return held
 
 
 def use_flat_results(op: Any, flat: Any) -> None:

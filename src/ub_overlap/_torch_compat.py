@@ -30,6 +30,7 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "innermost_backend": ("torch._dynamo.eval_frame:innermost_backend",),
     "on_bytecode": ("torch._dynamo.convert_frame:register_bytecode_hook",),
     "DeletedGuards": ("torch._dynamo.guards:DeletedGuardManagerWrapper",),
+    "extern_kernel_ir": ("torch._inductor.ir:ExternKernel",),
     "extern_kernels": ("torch._inductor.select_algorithm:extern_kernels",),
     "fallback_handler": ("torch._inductor.lowering:fallback_handler",),
     "force_stride_order": ("torch._inductor.inductor_prims:force_stride_order",),

@@ -39,9 +39,9 @@ def test_zero3(pool2: RankPool, inner: str, mixed: bool, budget: float | None) -
         assert len(outcome.decisions) == (12 if budget is None else 18) and slots <= set(range(8))
 
 
-def calls(rank: int, world: int, options: dict[str, Any]) -> tuple[list[list[str]], list[dict[str, Any]]]:
-    """Return of each generated program its calls of collectives and matmuls in order, and the decisions."""
-    case = build(rank, world, ZERO3, {"layers": 4})
+def code_of(rank: int, world: int, options: dict[str, Any], mixed: bool = False) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return the programs that Inductor generates for forward and backward, and the decisions."""
+    case = build(rank, world, ZERO3, {"layers": 4, "mixed": mixed})
     compiled = torch.compile(case.module, backend="ub_overlap", options=options)
 
     def step() -> None:
@@ -50,9 +50,43 @@ def calls(rank: int, world: int, options: dict[str, Any]) -> tuple[list[list[str
     mark = HISTORY.mark()
     with uncached():
         _, written = run_and_get_code(step)
+    own = [text for text in written if "start_collective" in text]
+    return own, [d.to_dict() for p in HISTORY.since(mark) for d in p.decisions]
+
+
+def calls(rank: int, world: int, options: dict[str, Any]) -> tuple[list[list[str]], list[dict[str, Any]]]:
+    """Return of each generated program its calls of collectives and matmuls in order, and the decisions."""
+    written, decisions = code_of(rank, world, options)
     pattern = re.compile(r"(start|finish)_collective\.default\(.*'(\w+)/(\w+\.\d+)'|extern_kernels\.(addmm|mm)\(")
-    found = [[m[4] or f"{m[1]} {m[3]}" for m in map(pattern.search, text.splitlines()) if m] for text in written]
-    return [f for f in found if f], [d.to_dict() for p in HISTORY.since(mark) for d in p.decisions]
+    matches = [[m for m in map(pattern.search, text.splitlines()) if m] for text in written]
+    return [[m[4] or f"{m[1]} {m[3]}" for m in found] for found in matches], decisions
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_inputs_are_held(pool2: RankPool, mixed: bool) -> None:
+    """A finish reads the buffer of its start, and no other value is written to it in between."""
+    for programs, _ in pool2.run(code_of, SPLIT, mixed, timeout=120):
+        for text in programs:
+            lines = text[text.index("def call(") :].splitlines()
+            for begin, end, name in spans_of_inputs(lines):
+                between = lines[begin + 1 : end]
+                assert name and not any(re.search(rf"= {name}; del|\bdel {name}\b|out={name}\b", line) for line in between), (
+                    name
+                )
+
+
+def spans_of_inputs(lines: list[str]) -> list[tuple[int, int, str]]:
+    """Return for each site the lines of start and finish and the name of their input; "" where the names differ."""
+    starts, spans = {}, []
+    for number, line in enumerate(lines):
+        if m := re.search(r"start_collective\.default\((.*?), '(?:all|reduce).*/(\w+\.\d+)'", line):
+            starts[m[2]] = number, m[1]
+        elif m := re.search(r"finish_collective\.default\(\w+, (.*?), '(?:all|reduce).*/(\w+\.\d+)'", line):
+            begin, name = starts[m[2]]
+            base = re.search(r"\b(buf|primals|tangents|arg)\w+", name)
+            spans.append((begin, number, base[0] if base and name == m[1] else ""))
+    assert len(spans) == len(starts) > 0
+    return spans
 
 
 def test_generated_code(pool2: RankPool) -> None:
