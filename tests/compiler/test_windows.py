@@ -10,16 +10,21 @@ import pytest
 import torch
 from torch.fx import Node
 
-from tests.compiler.dags import Dag, aten
+from tests.compiler.dags import Dag, aten, inputs_of, module_of, random_dag
+from tests.compiler.rank_compile import world_name
+from tests.harness.ranks import RankPool
 from ub_overlap.compiler.cost import load
 from ub_overlap.compiler.match.collectives import find_collectives
 from ub_overlap.compiler.match.fusion_order import FusionOrder
 from ub_overlap.compiler.match.window import WindowFinder
-from ub_overlap.compiler.options import Options
+from ub_overlap.compiler.options import Options, parse
 from ub_overlap.compiler.plan.plan import Plan
+from ub_overlap.compiler.rewrite.part_strides import Outputs
+from ub_overlap.compiler.rewrite.rewrite_graph import rewrite
 from ub_overlap.compiler.select import decide
 from ub_overlap.compiler.windows.node_times import NodeTimes
 from ub_overlap.compiler.windows.placement import Item, Limits, Placed, Transfer, place
+from ub_overlap.runtime import ops
 
 AUTO = Options(profile="h200", min_bytes=0)
 prims = torch.ops.prims
@@ -269,3 +274,35 @@ def test_times_of_nodes() -> None:
     assert times.us(batched) == pytest.approx(2 * 4 * 1024 * 4096 * 64 / (708e6 * 0.6), abs=3)
     assert times.us(scaled) == pytest.approx(2 * 2**25 / 3.8e6, rel=0.2)  # reads the product once, writes the sum
     assert [times.us(n) for n in (x, inner, heads[0], gathered, gathered.args[0])] == [0.0] * 5  # type: ignore[arg-type]
+
+
+# --- random graphs ------------------------------------------------------------------------------------------------------
+
+
+def test_random_graphs_compute_the_same(pool2: RankPool) -> None:
+    """Matmuls, gathers, scatters, sums and writes in random order: with every collective split, and with half of them."""
+    for wrong, strategies in pool2.run(run_random, list(range(30)), timeout=120):
+        assert not wrong, wrong
+        assert strategies["split"] > 60 and strategies["pipelined"] + strategies["bulk"] > 10, strategies
+
+
+def run_random(rank: int, world: int, seeds: list[int]) -> tuple[list[str], Counter[str]]:
+    """Return the graphs whose results differ from the plain ones, and the number of sites by strategy."""
+    ops.load()
+    wrong: list[str] = []
+    strategies: Counter[str] = Counter()
+    half = [{"strategy": "split", "kind": "*reduce_scatter", "optional": True}]
+    for seed in seeds:
+        for overrides in ([{"strategy": "split", "optional": True}], half):
+            graph = random_dag(seed, world, world_name(), 14, torch.float32)
+            plain = module_of(random_dag(seed, world, world_name(), 14, torch.float32))
+            options = parse({"overlap": "force", "overrides": overrides}, frozenset())[0]
+            decided = decide(graph, options, "backward", lambda *_: None)
+            rewrite(graph, decided.chosen, Outputs(is_backward=True), False, decided.layout)
+            results, truth = (m(*inputs_of(plain.graph, rank)) for m in (module_of(graph), plain))
+            strategies.update(d.strategy.mode.value for d in decided.plan.decisions)
+            if not all(
+                torch.allclose(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max())) for a, b in zip(results, truth, strict=True)
+            ):
+                wrong.append(f"seed {seed}, {overrides}")
+    return wrong, strategies
