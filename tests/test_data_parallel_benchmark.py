@@ -31,6 +31,7 @@ def test_data_parallel_on_cpu_ranks(
         "--json",
         str(path),
         "--graphs",
+        "--forward",
     ]
     out = torchrun(2, "benchmarks.data_parallel", [*arguments, "--ours", split, "--ours", 'off={"overlap": "off"}'])
     document: dict[str, Any] = json.loads(path.read_text())
@@ -50,3 +51,12 @@ def test_hidden_is_a_share_of_what_fsdp2_adds() -> None:
     variants = {"compute": {"step": 10.0}, "fsdp2": {"step": 14.0}, "ours": {"step": 11.0}}
     assert hidden(variants, "ours", "step") == 0.75
     assert hidden(variants, "fsdp2", "step") is None and hidden({}, "ours", "step") is None
+
+
+def test_without_inductor(tmp_path: Path) -> None:
+    """Variants of ours are compared with compute, whose weights are whole, and with each other."""
+    path = tmp_path / "data_parallel.json"
+    arguments = ["--size", "tiny", "--layers", "1", "--seq", "32", "--iters", "2", "--warm", "1", "--json", str(path)]
+    torchrun(2, "benchmarks.data_parallel", [*arguments, "--variants", "compute,zero3_off,zero3"])
+    variants = json.loads(path.read_text())["rows"][0]["variants"]
+    assert all(0 <= variants[name]["error"] < 1e-3 and "forward" not in variants[name] for name in ("zero3_off", "zero3"))

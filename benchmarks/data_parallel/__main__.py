@@ -1,4 +1,4 @@
-"""Time Llama blocks under data parallelism, forward + backward and forward: what each system adds to the compute.
+"""Time Llama blocks under data parallelism, forward + backward: what each system adds to the compute.
 
     torchrun --nproc-per-node N -m benchmarks.data_parallel [--size 8b,70b] [--layers 4] [--seq 4096] [--json OUT]
 
@@ -48,6 +48,7 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--compiler", choices=("inductor", "aot_eager"), help="default: inductor on CUDA, aot_eager on the CPU")
     parser.add_argument("--iters", type=int, default=15)
     parser.add_argument("--warm", type=int, default=5)
+    parser.add_argument("--forward", action="store_true", help="time the forward without gradients too; it compiles again")
     parser.add_argument("--graphs", action="store_true", help="time each as a CUDA graph too, last")
     parser.add_argument("--budget-s", type=float, default=0.0, help="build nothing new after this many seconds (0: no limit)")
     parser.add_argument("--deadline-s", type=float, default=240.0, help="time limit of a compilation or a round")
@@ -98,7 +99,7 @@ class DataParallelRun:
             else:
                 self.build(name, context, variants, rows)
         self.compare(context, variants, rows)
-        for kind in ("step", "forward"):
+        for kind in ("step", "forward") if args.forward else ("step",):
             self.rounds({name: getattr(v, kind) for name, v in variants.items()}, rows, kind)
         if args.graphs:
             self.graphs(variants, rows)
@@ -125,11 +126,19 @@ class DataParallelRun:
         world.say(f"{name}: compiled in {rows[name]['compile_s']:.1f} s {variant.sites}")
 
     def compare(self, context: ParallelContext, variants: dict[str, ParallelVariant], rows: dict[str, Any]) -> None:
-        """Compare output and gradients with inductor. A variant with wrong numbers gets no times."""
-        reference = variants.get(INDUCTOR)
-        for name in [n for n in variants if reference is not None and n not in (COMPUTE, INDUCTOR, FSDP2)]:
+        """Compare output and gradients with inductor. A variant with wrong numbers gets no times.
+
+        Without inductor: output and the input's gradient with compute, and all gradients with the first variant of ours.
+        """
+        reference = variants.get(INDUCTOR) or variants.get(COMPUTE)
+        ours = [n for n in variants if n not in TORCH]
+        first = variants[ours[0]] if ours else None
+        for name in ours if reference is not None else ():
             with self.deadline(f"compare {name}"):
                 errors, why = self.world.agreed(lambda name=name: differences(variants[name], reference, self.world))
+                if errors and not why and INDUCTOR not in variants and first is not None:
+                    more, why = self.world.agreed(lambda name=name: differences(variants[name], first, self.world))
+                    errors = {**(more or {}), **errors}
             worst = max(errors, key=errors.__getitem__) if errors else ""
             if not why and not errors[worst] <= BOUND[context.dtype]:
                 why = f"wrong numbers: {worst} differs from inductor by {errors[worst]:.3g} of its norm"
