@@ -37,6 +37,7 @@ from .graph.graph_inputs import GraphInputs
 from .graph.joint_graph import drop_unread
 from .graph.source_location import calling_line
 from .joint.activation_memory import apply_save_policy
+from .joint.merge.merge_amax_reductions import merge_amax_reductions
 from .joint.merge.merge_collectives import may_merge, merge_collectives
 from .match.amax_reductions import mark_amax_reductions
 from .options import Options
@@ -121,11 +122,14 @@ class JointPass(_Pass):
             may_be_uneven = bool(self.inputs.shards) or not self.inputs.is_known
             hoisted = hoist_casts(graph, HoistConfig(policy, transport.unsupported_reason, may_be_uneven))
             folded = fold_scales(graph, policy)
+        may_merge_scales = settings.current().merge_collectives and self.options.overlap != "off"
+        scales = merge_amax_reductions(graph) if may_merge_scales and (cast or has_float8) else 0
         return {
             "collectives merged": merged,
             "matmuls cast to float8": cast,
             "gathers after their casts": hoisted,
             "matmuls with folded scales": folded,
+            "all_reduces of amax merged": scales,
         }
 
 
