@@ -162,9 +162,9 @@ class RewritePass(_Pass):
         phase = phase_of(graph)
         if phase == "forward" or not self._calling_line:  # backward may be compiled by autograd, far from the user's call
             self._calling_line = calling_line()
-        decided = decide(
-            graph, self.options, phase, transport.unsupported_reason, self._calling_line, self.inputs.neighbors_in(graph)
-        )
+        parameters = self.inputs.parameters_in(graph) if self.inputs.is_known else None
+        neighbors = self.inputs.neighbors_in(graph)
+        decided = decide(graph, self.options, phase, transport.unsupported_reason, self._calling_line, neighbors, parameters)
         if not (decided.plan.decisions or decided.plan.casts):
             return
         HISTORY.record(decided.plan)

@@ -74,6 +74,6 @@ class GraphInputs:
         return {n: place for n, place in found.items() if place is not None and not any(map(is_mutable, n.users))}
 
     def parameters_in(self, graph: Graph) -> set[Node]:
-        """Return the placeholders of a joint graph that take parameters, or their local tensors."""
+        """Return the placeholders of a graph that take parameters, or their local tensors."""
         positions = set(self.parameters)
         return {n for n in graph.find_nodes(op="placeholder") if compat.graph_input(n) in positions}

@@ -9,7 +9,7 @@ late as the graph. Nothing else moves. Writes to the memory that is sent bound t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
@@ -36,12 +36,16 @@ class Window:
     writes: tuple[Node, ...]
     """Nodes that write to the memory that is sent, or to what it is made of."""
 
-    @property
-    def is_at_the_edge(self) -> bool:
-        """Return whether it gathers a parameter, or reduces what only the graph's output reads: as data parallelism does."""
-        if self.collective.op is Op.ALL_GATHER:
-            return all(n.op == "placeholder" and n.name.startswith(("primals", "arg")) for n in self.sources)
-        return all(n.op == "output" for n in self.readers)
+    def is_at_the_edge(self, parameters: Collection[Node] | None) -> bool:
+        """Return whether it gathers a parameter, or reduces what only the graph's output reads: as data parallelism does.
+
+        `parameters`: the placeholders of parameters; None where they are not known, then all that may be one.
+        """
+        if self.collective.op is not Op.ALL_GATHER:
+            return all(n.op == "output" for n in self.readers)
+        if parameters is not None:
+            return all(n in parameters for n in self.sources)
+        return all(n.op == "placeholder" and n.name.startswith(("primals", "arg")) for n in self.sources)
 
     def bounds(self, order: FusionOrder, moving: Mapping[Node, object]) -> tuple[int, int]:
         """Return (first, last) positions in `order`: start and finish stand before the items at positions in this range.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from ub_overlap.runtime.site_id import SiteId
 
@@ -55,11 +55,12 @@ def decide(
     transport: Transport,
     calling_line: str = "",
     neighbors: Neighbors = NO_NEIGHBORS,
+    parameters: Collection[Node] | None = None,
 ) -> Decided:
     """Decide every collective of `graph`; `phase` is "forward" or "backward".
 
     `calling_line`: the source of sites that have no line of the user's code in the graph. `neighbors`: packed
-    weights.
+    weights. `parameters`: placeholders of parameters, None where they are not known.
     """
     candidates = find_candidates(graph)
     names = [f"{phase}.{number}" for number in range(len(candidates))]
@@ -85,7 +86,7 @@ def decide(
         return assign_alternatives(alternatives, order, memory), order
 
     by_number = {i: overrides[name] for i, name in enumerate(names) if name in overrides}
-    choice = choose_splits(graph, candidates, found, by_number, costs, assign)
+    choice = choose_splits(graph, candidates, found, by_number, costs, assign, parameters)
     assignments = choice.assignments
 
     by_name = dict(zip(names, candidates, strict=True))

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch.fx import Graph, Node
@@ -76,9 +76,13 @@ def choose_splits(
     overrides: Mapping[int, Override],
     costs: SiteCosts,
     assign: Assign,
+    parameters: Collection[Node] | None,
 ) -> SplitChoice:
-    """Return the assignments of all candidates, some of them split. `overrides`: by number of the candidate."""
-    splits = {s.number: s for s in _find(graph, candidates, found, overrides, costs)}
+    """Return the assignments of all candidates, some of them split.
+
+    `overrides`: by number of the candidate. `parameters`: as in `Window.is_at_the_edge`.
+    """
+    splits = {s.number: s for s in _find(graph, candidates, found, overrides, costs, parameters)}
     if not splits:
         return SplitChoice(*assign(found))
     planner = _Planner(graph, candidates, costs, splits)
@@ -104,6 +108,7 @@ def _find(
     found: Sequence[Alternatives],
     overrides: Mapping[int, Override],
     costs: SiteCosts,
+    parameters: Collection[Node] | None,
 ) -> list[SplitCandidate]:
     """Return the collectives that may be split: those that the user requests, and with "auto" those above the threshold."""
     finder: WindowFinder | None = None
@@ -125,7 +130,7 @@ def _find(
             continue
         finder = finder or WindowFinder(graph)
         window = finder.find(c)
-        if not requested and not window.is_at_the_edge:
+        if not requested and not window.is_at_the_edge(parameters):
             continue
         profile = costs.policy.profile(c.ranks, device)
         costs.profiles[profile.digest] = profile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss
 from tests.models.compare import uncached
 from ub_overlap import _torch_compat as compat
+from ub_overlap.compiler.plan.reasons import collective_of
 from ub_overlap.compiler.reports.history import HISTORY
 
 ZERO3 = "tests.models.zero3"
@@ -199,3 +201,23 @@ def moved(rank: int, world: int) -> int:
         patch.setattr(compat, "keep_order", lambda: None)
         (_, backward), _ = calls(rank, world, SPLIT)
     return sum(hidden_matmuls(backward).values())
+
+
+def test_auto_takes_parameters_only(pool2: RankPool) -> None:
+    """Gathers of parameters are split in forward and backward; look-alike: the same gathers of plain inputs."""
+    for found, others in pool2.run(automatic, timeout=200):
+        assert found["forward all_gather split"] > 0 and found["backward reduce_scatter split"] > 0, found
+        assert not any("all_gather split" in kind for kind in others), others
+
+
+def automatic(rank: int, world: int) -> tuple[Counter[str], Counter[str]]:
+    """Return the number of sites by phase, collective and strategy, of weights as parameters and as inputs."""
+    options = {"profile": "h200", "inner": "aot_eager"}
+    case = build(rank, world, ZERO3, {"layers": 2, "width": 2048, "mixed": True})
+    found = []
+    for call, inputs in ((case.module, case.inputs), (lambda w, x: torch.func.functional_call(case.module, w, (x,)), None)):
+        weights = {n: p.detach().clone().requires_grad_() for n, p in case.module.named_parameters()}
+        plans = plans_of(call, inputs or (weights, *case.inputs), options)
+        decisions = [d for plan in plans for d in plan.decisions]
+        found.append(Counter(f"{d.phase} {collective_of(d.kind.value)} {d.strategy.mode.value}" for d in decisions))
+    return found[0], found[1]
