@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from dataclasses import replace
 
@@ -248,6 +249,22 @@ def test_the_plan_has_the_order_of_communication() -> None:
     assert replace(found, decisions=(*found.decisions[:2], later)).digest != found.digest
     off = plan(layers(), Options(profile="h200", min_bytes=0, split="off"))
     assert not any("window" in site for site in off.shared["sites"])
+
+
+def test_sixteen_layers_are_decided_soon() -> None:
+    """The gathers and the reductions of 16 layers of 7 weights, in seconds of this process."""
+    forward, d = layers(16 * 7), Dag(2)
+    gradient, x = d.input("gradient", 4096, 4096), d.input("x", 4096, 4096)
+    reduced = []
+    for _ in range(16 * 7):
+        reduced.append(d.scatter(d.mm(d.t(gradient), x)))
+        gradient = d.mm(gradient, x)
+    d.output(gradient, *reduced)
+    begun = time.process_time()
+    plans = plan(forward), plan(d, phase="backward")
+    seconds = time.process_time() - begun
+    assert all(sum("split" in str(one.strategy) for one in found.decisions) > 100 for found in plans)
+    assert seconds < 2.0
 
 
 # --- the clock ----------------------------------------------------------------------------------------------------------
