@@ -171,6 +171,7 @@ def test_an_interrupt_ends_the_command(how: signal.Signals, tmp_path: Path) -> N
     bisect = subprocess.Popen(
         [sys.executable, "-m", "ub_overlap", "bisect", "--logs", str(tmp_path / "logs"), "--", sys.executable, "-c", script],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )  # fmt: skip
     deadline = time.monotonic() + 30
     while not (mark.exists() and mark.read_text()) and time.monotonic() < deadline:
