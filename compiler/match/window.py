@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from ..graph.aten import element_effect, is_constant_scaling, is_mutable, readers, storage_node, tensor_of
+from ..graph.aten import element_effect, is_constant_scaling, is_mutable, readers, storage_node
 from .collectives import Collective, Op
 from .fusion_order import FusionOrder
 from .widening_cast import moved_tensors
@@ -103,13 +103,20 @@ def _trail_of(wait: Node) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
     while todo:
         node = min(todo)  # the first in graph order: what it reads was seen before
         todo.remove(node)
-        is_pass = element_effect(node) is not None or moved_tensors(node) or is_constant_scaling(node)
-        if is_pass and all(i in inside for i in node.all_input_nodes if tensor_of(i) is not None or i in inside):
+        if all(source in inside for source in _passed(node) or (None,)):
             inside[node] = None
             todo.update(n for n in readers(node) if n not in inside and n not in others)
         else:
             others[node] = None
     return tuple(n for n in inside if n is not wait), tuple(others)
+
+
+def _passed(node: Node) -> list[Node]:
+    """Return the tensors whose elements `node` moves, casts or scales by a constant; none for other nodes."""
+    effect = element_effect(node)
+    if effect is not None:
+        return [effect.source]
+    return node.all_input_nodes if is_constant_scaling(node) else moved_tensors(node)
 
 
 def moving_nodes(windows: Iterable[Window]) -> dict[Node, Window]:

@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-from tests.compiler.dags import Dag, aten, inputs_of, module_of, random_dag
+from tests.compiler.dags import Dag, aten, c10d, inputs_of, module_of, random_dag
 from tests.compiler.rank_compile import world_name
 from tests.harness.ranks import RankPool
 from ub_overlap.compiler.cost import load
-from ub_overlap.compiler.match.collectives import find_collectives
+from ub_overlap.compiler.match.collectives import Collective, Op, find_collectives
 from ub_overlap.compiler.match.fusion_order import FusionOrder
 from ub_overlap.compiler.match.window import WindowFinder
 from ub_overlap.compiler.options import Options, parse
@@ -55,6 +55,24 @@ def test_a_reduction_for_the_output_finishes_last() -> None:
     gradient = d.mm(x, w)
     reduced = d.call(aten.mul.Tensor, d.scatter(gradient), 0.5)
     assert bounds(d, reduced, d.mm(w, x)) == [("reduce_scatter_tensor_default", "output")]
+
+
+def test_a_reduction_that_is_copied_for_the_output() -> None:
+    """DDP's python reducer copies the reduced gradient over the local one."""
+    d = Dag()
+    x, w = d.input("x", 64, 64), d.input("w", 64, 64)
+    gradient = d.mm(x, w)
+    summed = d.call(c10d.all_reduce.default, d.call(aten.div.Tensor, gradient, 2), "sum", "0")
+    copied = d.call(aten.copy.default, gradient, d.call(c10d.wait_tensor.default, summed))
+    graph = d.output(copied, d.mm(w, x))
+    window = WindowFinder(graph).find(replace(the_all_reduce(graph), wait=next(iter(summed.users))))
+    assert window.trail == (copied,) and [n.op for n in window.readers] == ["output"]
+
+
+def the_all_reduce(graph: Graph) -> Collective:
+    """Return the all_reduce of a graph whose group does not exist."""
+    (node,) = (n for n in graph.nodes if n.target is c10d.all_reduce.default)
+    return Collective(Op.ALL_REDUCE, node, None, node.all_input_nodes[0], "0", 2, "sum")
 
 
 def test_a_reduction_that_is_read_finishes_before() -> None:
