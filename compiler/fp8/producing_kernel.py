@@ -30,11 +30,16 @@ def maps_elements(node: Node) -> bool:
         if not _is_map(current):
             return False
         for source in current.all_input_nodes:
-            value = tensor_of(source)
-            if source not in seen and (value is None or value.dim() > 0):  # a number is in memory
+            if source not in seen and not _is_number(source):
                 seen.add(source)
                 todo.append(source)
     return True
+
+
+def _is_number(node: Node) -> bool:
+    """Return whether `node` is a tensor without dims, which is in memory, or a size."""
+    value = tensor_of(node)
+    return isinstance(node.meta.get("val"), int | float | torch.SymInt | torch.SymFloat) if value is None else value.dim() == 0
 
 
 def _is_map(node: Node) -> bool:

@@ -133,9 +133,9 @@ def _legal_modes(candidate: Candidate, may_pack: bool) -> tuple[str, ...]:
     pipelined = (Mode.PIPELINED.value,) if candidate.match is not None else ()
     match = candidate.match
     direct = (Mode.DIRECT.value,) if match is not None and not why_not_direct(match, may_pack) else ()
-    bulk = (Mode.BULK.value,) if candidate.independent_matmuls else ()
-    can_split = candidate.miss is None or candidate.miss.reason not in FINAL
-    return pipelined + direct + bulk + ((Mode.SPLIT.value,) if can_split else ())
+    if candidate.miss is not None and candidate.miss.reason in FINAL:
+        return pipelined + direct
+    return pipelined + direct + ((Mode.BULK.value,) if candidate.independent_matmuls else ()) + (Mode.SPLIT.value,)
 
 
 def merge_scales(decisions: list[Decision], candidates: list[Candidate]) -> None:

@@ -14,7 +14,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.fx import Graph
 
-from tests.compiler.dags import Dag, aten
+from tests.compiler.dags import Dag, aten, c10d
 from tests.compiler.rank_compile import decisions_of, world_name
 from tests.harness.ranks import RankPool
 from tests.models.compare import Comparison, compare, uncached
@@ -120,6 +120,24 @@ def test_a_matmul_on_another_device_is_not_taken() -> None:
             n.meta["val"] = torch.empty(n.meta["val"].shape, dtype=d.dtype, device="cuda")
     site = only(d.output(d.mm(gathered, d.input("w", 4096, 512)), gathered, d.mm(a, b)))
     assert site.overlapped and site.paired == () and site.options == ("pipelined", "split")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"overlap": "force"}, {"overrides": {"*": "bulk"}}, {"overrides": {"*": "split"}}], ids=str
+)
+@pytest.mark.parametrize("reduce_op", ["sum", "max"])
+def test_a_maximum_takes_no_independent_matmul(reduce_op: str, options: dict[str, Any]) -> None:
+    """The ops send sums only. A sum of the same sizes is overlapped."""
+    d = Dag(8)
+    x, a, b = d.input("x", 8192, 4096), d.input("a", 8192, 8192), d.input("b", 8192, 8192)
+    scattered = d.call(c10d.reduce_scatter_tensor.default, x, reduce_op, d.ranks, d.group)
+    product = d.mm(a, b)
+    graph = d.output(d.call(c10d.wait_tensor.default, scattered), product, d.mm(a, product))
+    decision = only(graph, parse({"profile": "h200", **options}, {})[0])
+    if reduce_op == "sum":
+        assert decision.overlapped and {"bulk", "split"} <= {*decision.options}
+    else:
+        assert decision.reason is Reason.REDUCE_OP_UNSUPPORTED and not decision.options
 
 
 def test_the_independent_matmul_of_another_site() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.fp8.rank_fp8 import float8, mlp_sizes
 from tests.fp8.test_delayed import step
@@ -16,8 +19,9 @@ from tests.models.compare import uncached
 from ub_overlap import _torch_compat as compat
 from ub_overlap.compiler.fp8.insert.insert_casts import insert_casts
 from ub_overlap.compiler.fp8.insert.insert_config import InsertConfig
+from ub_overlap.compiler.fp8.producing_kernel import maps_elements
 from ub_overlap.compiler.fp8.recipe import RecipeName, recipe_of
-from ub_overlap.compiler.fp8.state.delayed_scaling import SAMPLED_ROWS
+from ub_overlap.compiler.fp8.state.delayed_scaling import SAMPLED_ROWS, sample_steps
 from ub_overlap.runtime import ops as ops  # registers them
 from ub_overlap.runtime.fp8.amax_history import LENGTH
 from ub_overlap.runtime.fp8.numerics import FLOAT8
@@ -143,6 +147,32 @@ def test_transposed_copies_of_reduced_rows() -> None:
     assert sorted(tuple(n.meta["val"].shape) for n in copies) == [(COLS, ROWS), (INNER, COLS)]
 
 
+def test_values_of_dynamic_shape_map_elements_too() -> None:
+    """Sizes are no tensors: only a reduction of rows keeps a copy out of the kernel."""
+
+    def mapped(x: Tensor) -> Tensor:
+        return x.relu().view(x.shape[0] * x.shape[1], x.shape[2])
+
+    def reduced(x: Tensor) -> Tensor:
+        return mapped(x / x.mean(-1, keepdim=True))
+
+    for function, expected in ((mapped, True), (reduced, False)):
+        graph = make_fx(function, tracing_mode="symbolic")(torch.randn(3, 4, 8)).graph
+        (result,) = graph.output_node().all_input_nodes
+        assert maps_elements(result) == expected
+
+
+@pytest.mark.parametrize(
+    "rows", [(1,), (639,), (640,), (8192,), (16, 512), (512, 16), (1000, 10), (8, 4, 512), (1, 8192), (7, 11, 13, 17)], ids=str
+)
+def test_samples_count_rows_over_all_dims(rows: tuple[int, ...]) -> None:
+    """SAMPLED_ROWS or more, and not many more."""
+    steps = sample_steps(rows)
+    sampled = math.prod(len(range(0, n, steps.get(dim, 1))) for dim, n in enumerate(rows))
+    assert min(SAMPLED_ROWS, math.prod(rows)) <= sampled < 2 * SAMPLED_ROWS
+    assert (sampled == math.prod(rows)) == (not steps)
+
+
 def test_layout_copy() -> None:
     q = torch.randn(6, 4).to(FLOAT8[0])
     torch.library.opcheck(LAYOUT_COPY, (q.view(torch.uint8).t(),), test_utils=("test_schema", "test_faketensor"))
@@ -169,6 +199,26 @@ def test_activations_are_saved_in_float8() -> None:
     assert large == ["torch.bfloat16", "torch.float8_e4m3fn", "torch.float8_e4m3fn"], saved
 
 
+def test_backward_saves_no_view_of_the_amax() -> None:
+    """Casts of gradients read the vector of amax values. Inductor may compute a scale in the memory of a saved element of it,
+    and cuBLASLt refuses that address."""
+    module = nn.Sequential(nn.Linear(INNER, COLS, bias=False), nn.ReLU(), nn.Linear(COLS, INNER, bias=False)).bfloat16()
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with uncached():
+        run = compiled(module, fp8={"recipe": "delayed", "state": "saved amax"})
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = run(torch.randn(1024, INNER).bfloat16().requires_grad_())
+    y.float().square().sum().backward()
+    numbers = [t for t in saved if t.dtype == torch.float32 and t.dim() == 0]
+    assert numbers and all(t.untyped_storage().nbytes() == t.itemsize for t in numbers)
+    assert any(t.dtype == torch.float32 and t.dim() == 1 for t in saved), "the amax of all tensors"
+
+
 def test_first_call_of_many_rows(pool2: RankPool) -> None:
     """Scales of sampled rows cost no accuracy: errors against float64 are those of tensorwise, but for the place of the scale
     in its binade."""
@@ -184,17 +234,18 @@ def test_first_call_of_many_rows(pool2: RankPool) -> None:
             assert error_of <= 1.3 * current[name][1], (name, error_of, current[name])
 
 
-def test_rows_that_are_not_sampled() -> None:
+@pytest.mark.parametrize("rows", [(2 * SAMPLED_ROWS,), (2, SAMPLED_ROWS), (20, SAMPLED_ROWS // 10)], ids=str)
+def test_rows_that_are_not_sampled(rows: tuple[int, ...]) -> None:
     """A larger row between the sampled ones saturates in the first calls only, and other rows keep their accuracy.
 
     The amax comes from the cast, so it grows by HEADROOM in each call until nothing saturates."""
     module, x = linear(bias=False), torch.cat([inputs("normal")] * (2 * SAMPLED_ROWS // M))
     x[1] *= 8
-    dy = torch.ones(len(x), N).bfloat16()
+    dy = torch.ones(*rows, N).bfloat16()
     plain = x.detach().float() @ module.weight.detach().float().t()
     with uncached():
-        run = compiled(module, fp8={"recipe": "delayed", "state": "rows between"})
-        results = [step(run, module, x, dy)[0].float() for _ in range(4)]
+        run = compiled(module, fp8={"recipe": "delayed", "state": f"rows between {rows}"})
+        results = [step(run, module, x.view(*rows, -1), dy)[0].float().flatten(0, -2) for _ in range(4)]
 
     def error_of(y: Tensor, rows: slice) -> float:
         return float((y[rows] - plain[rows]).norm() / plain[rows].norm())

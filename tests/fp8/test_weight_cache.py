@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 from collections.abc import Callable
@@ -89,17 +90,17 @@ def test_transposed_copies(axis: int | None, casts: list[Any]) -> None:
     transposed = torch.ops.ub_overlap.fp8_cached_weight_transposed.default
     w = noise(ROWS, COLS)
     q, _ = fp8_cached_weight(w, BF16, axis)
-    copy = transposed(w, BF16, axis, q)
-    assert copy.is_contiguous() and copy.shape == (COLS, ROWS)
+    kept = transposed(w, BF16, axis, q)
+    assert kept.is_contiguous() and kept.shape == (COLS, ROWS)
     for _ in range(3):
         w.data.mul_(-1.5)
         q, scale = fp8_cached_weight(w, BF16, axis)
         again = transposed(w, BF16, axis, q)
-        assert again.data_ptr() == copy.data_ptr() and same((copy.t().contiguous(), scale), cast_in_aten(w, axis))
+        assert again.data_ptr() == kept.data_ptr() and same((kept.t().contiguous(), scale), cast_in_aten(w, axis))
     assert len(casts) == 4
     other = q.clone()
     own = transposed(w, BF16, axis, other)
-    assert own.data_ptr() != copy.data_ptr() and same((own, own), (copy, copy))
+    assert own.data_ptr() != kept.data_ptr() and same((own, own), (kept, kept))
     torch.library.opcheck(transposed, (w, BF16, axis, q.view(torch.uint8)), test_utils=("test_schema", "test_faketensor"))
 
 
@@ -282,6 +283,32 @@ def test_autocast(casts: list[Any]) -> None:
     ]
     assert len(casts) == 6
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+class Reshaped(nn.Module):
+    """Linears of a weight in other shapes than its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(noise(ROWS, COLS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.view(COLS, ROWS) @ self.weight @ self.weight.t()
+
+
+def test_reshaped_weights() -> None:
+    """The transposed copy of a weight is not that of the weight in another shape."""
+    torch.manual_seed(3)
+    first, results = Reshaped(), []
+    for kind in ("cached", "per_call"):
+        torch._dynamo.reset()
+        module, x = copy.deepcopy(first), noise(64, COLS).requires_grad_()
+        with uncached():
+            run = torch.compile(module, backend="ub_overlap", options={"fp8": {"weights": kind}, "inner": "aot_eager"})
+            y = run(x)
+            y.float().square().sum().backward()
+        results.append((y.detach(), x.grad, module.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_forward_alone(casts: list[Any]) -> None:

@@ -23,6 +23,7 @@ from ...graph.aten import Effect, c10d, dtype_of, element_effect, shape_of, tens
 from ...graph.emitter import Emitter
 from ...graph.joint_graph import LAST_REGION, mark_recomputed
 from ...graph.matmul import FLOAT8_MULTIPLE
+from ...graph.sizes import is_same_shape
 from ..provenance import element_source
 from ..quantized_values import QuantizedValue
 from ..recipe import NARROW
@@ -71,9 +72,11 @@ class CachedWeights:
 
 
 def emit_transposed_cast(e: Emitter, q: Node) -> Node | None:
-    """Emit the cached transposed copy of `q`, a view of the cached cast of a weight. Return None for other nodes."""
+    """Emit the cached transposed copy of `q`, a weight's cached cast or a view of its shape. Return None for others."""
     is_transposed = False
     while (effect := element_effect(q)) is not None and effect.kind in (Effect.SAME, Effect.TRANSPOSE):
+        if effect.kind is Effect.SAME and not is_same_shape(shape_of(effect.source), shape_of(q)):
+            return None  # a reshaped weight: its transpose is another matrix
         q, is_transposed = effect.source, is_transposed != (effect.kind is Effect.TRANSPOSE)
     cast = q.all_input_nodes[0] if q.target is operator.getitem else q
     if is_transposed or cast.target is not torch.ops.ub_overlap.fp8_cached_weight.default:

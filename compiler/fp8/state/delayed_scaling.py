@@ -20,6 +20,7 @@ compilation of the same model repeats, and by a weight, which differs between mo
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from ub_overlap.runtime.fp8.amax_history import join_keys
 
 from ...graph.aten import aten, shape_of
 from ...graph.emitter import Emitter
+from ...graph.sizes import Size
 from ...joint.joint_decision import record_decision
 from ..cast_nodes import (
     emit_finite_amax,
@@ -132,11 +134,10 @@ class DelayedScaling:
 
     def _emit_sample(self, e: Emitter, value: Node) -> _Sample:
         """Emit the amax of every nth row of `value`."""
-        rows = shape_of(value)[-2] if len(shape_of(value)) > 1 else 1
-        step = max(1, rows // SAMPLED_ROWS) if isinstance(rows, int) else 1
-        if step > 1:
-            value = e.call(aten.slice.Tensor, value, len(shape_of(value)) - 2, 0, sys.maxsize, step)
-        return _Sample(emit_finite_amax(e, value), is_whole=step == 1)
+        steps = sample_steps(shape_of(value)[:-1])
+        for dim, step in steps.items():
+            value = e.call(aten.slice.Tensor, value, dim, 0, sys.maxsize, step)
+        return _Sample(emit_finite_amax(e, value), is_whole=not steps)
 
     def _emit_first_amax(
         self, e: Emitter, sample: _Sample, slots: Node, index: int, key: str, half: str, groups: tuple[str, ...]
@@ -174,3 +175,15 @@ class DelayedScaling:
             history.amax[groups] = nodes[-1]
             history.per_tensor += nodes
         return history.amax[groups]
+
+
+def sample_steps(rows: Sequence[Size]) -> dict[int, int]:
+    """Return by dim of `rows` the step between sampled ones, where it is above 1. SAMPLED_ROWS or more are left.
+
+    Dims of dynamic size are read whole."""
+    left = math.prod(n for n in rows if isinstance(n, int)) // SAMPLED_ROWS
+    steps = {}
+    for dim, n in reversed([*enumerate(rows)]):
+        if isinstance(n, int) and (step := min(n, left)) > 1:
+            steps[dim], left = step, left // step
+    return steps

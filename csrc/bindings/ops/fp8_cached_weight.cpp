@@ -29,7 +29,8 @@ struct CachedWeight {
     c10::cuda::CUDAStream stream;  // of the last call
     at::Tensor transposed{};       // a copy [C, R] of q, once one was asked for
     ForwardUses forward_uses{};
-    bool captured = false;  // graphs hold its addresses
+    bool captured = false;           // graphs hold its addresses
+    bool replays_skip_copy = false;  // graphs were captured before there was a transposed copy: they cast without it
 
     bool is_cast_of(const at::Tensor& weight, at::ScalarType rounded, OptionalAxis along) const {
         return offset == weight.storage_offset() && rows == weight.size(0) && cols == weight.size(1) &&
@@ -134,7 +135,9 @@ TwoTensors fp8_cached_weight(const at::Tensor& weight, at::ScalarType round_to, 
                     cached->captured = true;
                     scratch = at::zeros_like(scratch);  // owned by the graph: replays and eager calls may overlap
                 }
-                if (!cached->forward_uses.can_reuse(reuse_forward, capture)) {
+                // The host does not see replays. One may have been the last forward, and have left an old copy.
+                const bool may_be_stale = capture == 0 && cached->replays_skip_copy;
+                if (may_be_stale || !cached->forward_uses.can_reuse(reuse_forward, capture)) {
                     launch(weight, round_to, axis, cached->q, cached->scale, cached->checksum, scratch, cached->transposed,
                            stream.stream());
                 }
@@ -194,6 +197,7 @@ void fp8_cached_weight_insert_transposed(const at::Tensor& weight, at::ScalarTyp
         transposed.view(at::kByte).copy_(cached->q.view(at::kByte).t());
         cached->checksum[1].copy_(cached->checksum[0]);
         cached->transposed = transposed;
+        cached->replays_skip_copy = cached->captured;
     });
 }
 

@@ -222,6 +222,11 @@ def swapped(lockstep: Lockstep) -> str:
         graph.replay()
         w.mul_(0.5)
         right(w, None, BF16, f"captured forward, turn {turn}", reuse_forward=True)
+    for turn in range(4):  # `graph` does not write the copy, and a forward without a backward was counted before it
+        right(w, None, BF16, f"copy, turn {turn}", with_copy=True)
+        w.mul_(-1.5)
+        graph.replay()
+        right(w, None, BF16, f"copy after a captured forward, turn {turn}", reuse_forward=True, with_copy=True)
     return "as they are"
 
 
