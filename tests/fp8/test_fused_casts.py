@@ -220,7 +220,7 @@ def test_backward_saves_no_view_of_the_amax() -> None:
 
 
 def test_first_call_of_many_rows(pool2: RankPool) -> None:
-    """Scales of sampled rows cost no accuracy: errors against float64 are those of tensorwise, but for the place of the scale
+    """Scales of sampled rows cost no accuracy: the largest errors are those of tensorwise, but for the place of the scale
     in its binade."""
     sizes = {**mlp_sizes(2), "length": 2 * 2 * SAMPLED_ROWS}
     errors_of = {}
@@ -231,7 +231,7 @@ def test_first_call_of_many_rows(pool2: RankPool) -> None:
         errors_of[recipe] = [run.errors for run in runs]
     for current, delayed_errors in zip(*errors_of.values(), strict=True):
         for name, (_, error_of) in delayed_errors.items():
-            assert error_of <= 1.3 * current[name][1], (name, error_of, current[name])
+            assert error_of <= 1.5 * current[name][1], (name, error_of, current[name])
 
 
 @pytest.mark.parametrize("rows", [(2 * SAMPLED_ROWS,), (2, SAMPLED_ROWS), (20, SAMPLED_ROWS // 10)], ids=str)
