@@ -57,6 +57,10 @@ def test_without_inductor(tmp_path: Path) -> None:
     """Variants of ours are compared with compute, whose weights are whole, and with each other."""
     path = tmp_path / "data_parallel.json"
     arguments = ["--size", "tiny", "--layers", "1", "--seq", "32", "--iters", "2", "--warm", "1", "--json", str(path)]
-    torchrun(2, "benchmarks.data_parallel", [*arguments, "--variants", "compute,zero3_off,zero3"])
+    checked = 'zero3={"memory_budget": 0, "verify": true, "overrides": [{"strategy": "split"}]}'
+    ours = ["--ours", 'zero3_off={"memory_budget": 0}', "--ours", checked]
+    torchrun(2, "benchmarks.data_parallel", [*arguments, "--variants", "compute,zero3_off,zero3", *ours])
     variants = json.loads(path.read_text())["rows"][0]["variants"]
     assert all(0 <= variants[name]["error"] < 1e-3 and "forward" not in variants[name] for name in ("zero3_off", "zero3"))
+    assert variants["zero3"]["site_errors"]["all_gather split"] == 0.0
+    assert variants["zero3"]["site_errors"]["reduce_scatter split"] < 1e-5

@@ -5,7 +5,8 @@
 The variants are those of variants.py; --ours NAME=JSON adds one of ours with these options. By default: ours, and zero3,
 whose backward gathers every weight again as FSDP2's does, each also with split collectives off. Milliseconds, median over
 --iters, maximum over ranks; the variants alternate. Hidden: the share of FSDP2's time over compute that a variant does not
-take. Peak memory: of a step, over what is allocated before it.
+take. Peak memory: of a step, over what is allocated before it. With {"verify": true} in its options a variant prints the
+largest error of its sites against the plain collectives; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ..blocks.model import SIZES
 from ..ranks import end, start
 from ..timing import Clock, graphed
 from .table import text
-from .variants import COMPUTE, FSDP2, INDUCTOR, TORCH, ParallelContext, ParallelVariant, differences, make
+from .variants import COMPUTE, FSDP2, INDUCTOR, TORCH, ParallelContext, ParallelVariant, differences, make, site_errors
 
 BOUND = {torch.bfloat16: 4e-2, torch.float32: 1e-3}
 """Largest allowed difference from inductor, ||a - b|| / ||b||, in any gradient."""
@@ -142,7 +143,10 @@ class DataParallelRun:
             worst = max(errors, key=errors.__getitem__) if errors else ""
             if not why and not errors[worst] <= BOUND[context.dtype]:
                 why = f"wrong numbers: {worst} differs from inductor by {errors[worst]:.3g} of its norm"
-            rows[name]["error"] = errors[worst] if errors else None
+            rows[name] |= {"error": errors[worst] if errors else None, "worst": worst}
+            if self.args.options[name].get("verify"):
+                rows[name]["site_errors"] = site_errors(variants[name])
+                self.world.say(f"{name}: {worst} {errors.get(worst)}; sites {rows[name]['site_errors']}")
             if why:
                 rows[name]["why"]["*"] = why
                 self.world.say(f"{name}: {why}")

@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ub_overlap.compiler.reports.history import HISTORY
+from ub_overlap.runtime import verify
+from ub_overlap.runtime.site_id import SiteId
 from ub_overlap.tools.rank_process import World
 
 from ..blocks.model import BlockSizes, LlamaBlock, fresh_code
@@ -64,6 +66,8 @@ class ParallelVariant:
     x: Tensor
     grad: Tensor
     sites: str = ""
+    digests: tuple[str, ...] = ()
+    """Of its plans."""
 
     def step(self) -> None:
         """Run forward and backward; gradients accumulate."""
@@ -107,6 +111,7 @@ def make(name: str, context: ParallelContext) -> ParallelVariant:
     variant = ParallelVariant(name, model, call, x.requires_grad_(), grad)
     mark = HISTORY.mark()
     variant.step()
+    variant.digests = tuple(plan.digest for plan in HISTORY.since(mark))
     strategies = [str(d.strategy).partition(":")[0] for plan in HISTORY.since(mark) for d in plan.decisions]
     variant.sites = ", ".join(f"{count} {strategy}" for strategy, count in sorted(Counter(strategies).items()))
     world.sync()
@@ -128,6 +133,19 @@ def _backend(name: str, context: ParallelContext) -> dict[str, Any]:
     if context.compiler == "aot_eager":
         options["inner"] = "aot_eager"
     return {"backend": "ub_overlap", "options": options}
+
+
+def site_errors(variant: ParallelVariant) -> dict[str, float]:
+    """Return by kind and strategy the largest error of a site, for options with "verify". Gathers have none: 0."""
+    measured = verify.ERRORS.by_site()
+    errors: dict[str, float] = {}
+    for plan in HISTORY.since(0):
+        for d in plan.decisions if plan.digest in variant.digests else ():
+            found = measured.get(str(SiteId(plan.digest, d.id)))
+            if found is not None:
+                key = f"{d.kind.value} {d.strategy}"
+                errors[key] = max(errors.get(key, 0.0), found.error)
+    return errors
 
 
 def differences(variant: ParallelVariant, reference: ParallelVariant, world: World) -> dict[str, float]:
