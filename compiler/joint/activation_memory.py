@@ -93,7 +93,8 @@ def _weigh(
     again = replace(match, consumers=consumers, kept_aliases=kept_aliases) if consumers else None
     forward = [k.operand.node for k in match.consumers if k.compute.node not in backward]
     profile = policy.profile(c.ranks, c.node.meta["val"].device.type)
-    us = regather_us(c, again, input_gradients.of(forward), profile, hints, options.overlap != "off")
+    independent = () if policy.independent_matmuls == "off" else input_gradients.of(forward)
+    us = regather_us(c, again, independent, profile, hints, options.overlap != "off")
     gathered = _bytes(c.node, hints)
     return _Weighed(match, nodes, SavedActivation("gathered", gathered, _bytes(c.input, hints), round(us, 2)))
 

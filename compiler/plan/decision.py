@@ -78,7 +78,7 @@ class SavedActivation:
 
 
 @dataclass(frozen=True, slots=True)
-class BulkEstimate:
+class IndependentEstimate:
     """Predicted saving of a collective with independent matmuls, its price in memory, and the saving with its own matmuls.
 
     Savings are against the plain collective and matmuls. Its own matmuls hold nothing longer.
@@ -86,7 +86,7 @@ class BulkEstimate:
 
     saves_us: float
     holds_bytes: int
-    """Bytes of operands and results that live longer."""
+    """Bytes of operands and results that live longer, less those that live shorter."""
     peak_bytes: int
     """Bytes by which the graph's peak grows."""
     own_us: float | None
@@ -94,9 +94,10 @@ class BulkEstimate:
 
     def __str__(self) -> str:
         own = "its own matmuls save nothing" if self.own_us is None else f"its own matmuls save {self.own_us:.0f} us and hold 0"
+        lives = "longer" if self.holds_bytes >= 0 else "shorter"
         return (
-            f"with independent matmuls it saves {self.saves_us:.0f} us, {self.holds_bytes} bytes live longer and the peak "
-            f"grows by {self.peak_bytes}; {own}"
+            f"with independent matmuls it saves {self.saves_us:.0f} us, {abs(self.holds_bytes)} bytes live {lives} and the "
+            f"peak grows by {self.peak_bytes}; {own}"
         )
 
 
@@ -180,7 +181,7 @@ class Decision:
     kept: SavedActivation | None = None
     """For a gather of the forward that backward reads, where memory_budget is set."""
 
-    pairing: BulkEstimate | None = None
+    pairing: IndependentEstimate | None = None
     """Where independent matmuls could hide it, and that was predicted."""
 
     window: SplitWindow | None = None
@@ -230,7 +231,7 @@ class Decision:
             predicted=tuple(d.get("predicted", {}).items()),
             work=SiteSizes.from_dict(d["work"]) if d.get("work") else None, rows=d.get("rows"),
             kept=SavedActivation(**d["kept"]) if d.get("kept") else None,
-            pairing=BulkEstimate(**d["pairing"]) if d.get("pairing") else None,
+            pairing=IndependentEstimate(**d["pairing"]) if d.get("pairing") else None,
             window=SplitWindow(**d["window"]) if d.get("window") else None,
         )  # fmt: skip
 

@@ -104,8 +104,8 @@ class SavedActivationRecord(TypedDict):
     again_us: float
 
 
-class BulkEstimateRecord(TypedDict):
-    """BulkEstimate."""
+class IndependentEstimateRecord(TypedDict):
+    """IndependentEstimate."""
 
     saves_us: float
     holds_bytes: int
@@ -153,7 +153,7 @@ class SiteRecord(TypedDict):
     work: NotRequired[SizesRecord | None]
     rows: NotRequired[int | None]
     kept: NotRequired[SavedActivationRecord | None]
-    pairing: NotRequired[BulkEstimateRecord | None]
+    pairing: NotRequired[IndependentEstimateRecord | None]
     window: NotRequired[SplitWindowRecord | None]
 
 

@@ -86,9 +86,9 @@ class Alternatives:
     choice: StrategyChoice | None = None
     """The first choice of the cost model, for the report."""
     counts_memory: bool = True
-    """Whether peak memory limits the candidate; False where overlap is forced."""
+    """Whether peak memory limits the candidate; False where its strategy is requested."""
     us_per_byte: float = 0.0
-    """Price of a byte at the graph's peak memory."""
+    """Price of a byte at the graph's peak memory; 0 where predicted times do not decide."""
     is_refused: bool = False
     """Whether nothing but the plain collective is legal, or wanted by the user."""
     independent_limit: str = ""
@@ -112,7 +112,7 @@ class AlternativeFinder:
     def find(self, candidate: Candidate, override: Override | None) -> Alternatives:
         """Return every legal alternative of a candidate. `override`: the user's request for it."""
         forced = override.strategy if override else None
-        alternatives = Alternatives(miss=candidate.miss, counts_memory=not forced and not self.costs.policy.is_forced)
+        alternatives = Alternatives(miss=candidate.miss, counts_memory=not forced)
         for mode in [forced.mode] if forced else [Mode.PIPELINED, Mode.BULK]:
             if mode is Mode.BULK:
                 small = self._add_bulk(alternatives, candidate, forced)
@@ -124,7 +124,7 @@ class AlternativeFinder:
         if allowed != "auto" and candidate.independent_matmuls and not forced:
             alternatives.independent_limit = f"independent_matmuls={allowed!r}"
         alternatives.ranked = _subtract_margin(alternatives.ranked)
-        if alternatives.choice is not None:
+        if alternatives.choice is not None and not self.costs.policy.is_forced:
             alternatives.us_per_byte = self.costs.us_per_byte(candidate.collective)
         # Of equal benefits: its own matmuls first, then fewer matmuls, then nearer ones.
         alternatives.ranked.sort(key=lambda a: (a.benefit.negated, a.is_bulk, len(a.site.matmuls)))

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from ..cost.choice import StrategyChoice
 from ..match import Miss, Site
 from ..match.fusion_order import FusionOrder
-from ..plan.decision import BulkEstimate
+from ..plan.decision import IndependentEstimate
 from ..plan.reasons import Reason
 from .alternatives import Alternative, Alternatives
 from .benefit import NO_BENEFIT, Benefit, total_benefit
@@ -43,7 +43,7 @@ class Assignment:
 
     alternatives: Alternatives
     result: Alternative | Miss
-    estimate: BulkEstimate | None
+    estimate: IndependentEstimate | None
     """Cost and saving of bulk overlap, where it was considered."""
 
     @property
@@ -112,7 +112,7 @@ class _State:
         price_us = peak_growth * alternatives.us_per_byte
         benefit = alternative.benefit.plus_us(-price_us)
         if self.memory.current_peak + peak_growth > self.memory.limit:
-            text = f"{total_bytes(held) >> 20} MiB more would be alive at a peak of {self.memory.limit >> 20} MiB"
+            text = f"the peak would grow by {peak_growth >> 20} MiB, above its limit of {self.memory.limit >> 20} MiB"
             return Miss(Reason.MEMORY, text)
         if peak_growth and benefit <= NO_BENEFIT:
             text = f"{peak_growth >> 20} MiB more at the peak are worth {price_us:.0f} us; it would save"
@@ -193,11 +193,11 @@ class _State:
             return False
         return True
 
-    def estimate(self, i: int) -> BulkEstimate | None:
+    def estimate(self, i: int) -> IndependentEstimate | None:
         """Return the savings with independent matmuls and with the candidate's own matmuls alone."""
         alternatives, placement = self.candidates[i], self.placements.get(i)
         moving = [a for a in alternatives.ranked if a.moves_matmuls][:SHOWN]
-        if not moving or not alternatives.counts_memory:
+        if not moving or not alternatives.counts_memory or not alternatives.us_per_byte:
             return None
         own = max((a for a in alternatives.ranked if not a.moves_matmuls), key=lambda a: a.saved_us, default=None)
         if placement and placement.alternative.moves_matmuls:
@@ -205,7 +205,7 @@ class _State:
         else:
             options = [(a.saved_us, held := self._held_by(a), self.memory.growth_with(held)) for a in moving]
             saved_us, held, peak_growth = max(options, key=lambda x: x[0] - x[2] * alternatives.us_per_byte)
-        return BulkEstimate(round(saved_us, 2), total_bytes(held), peak_growth, round(own.saved_us, 2) if own else None)
+        return IndependentEstimate(round(saved_us, 2), total_bytes(held), peak_growth, round(own.saved_us, 2) if own else None)
 
     def result(self, i: int) -> Alternative | Miss:
         if i in self.placements:

@@ -11,11 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from tests.compiler.dags import Dag
 from tests.compiler.rank_compile import FORCE, build, saved_sizes, since
 from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss
 from tests.models.compare import Values, error, uncached, values
-from ub_overlap.compiler.joint.activation_memory import _within
+from ub_overlap.compiler.cost.policy import Policy
+from ub_overlap.compiler.joint.activation_memory import _within, apply_save_policy
+from ub_overlap.compiler.joint.joint_decision import joint_decision
+from ub_overlap.compiler.options import parse
 from ub_overlap.compiler.plan.decision import Decision, SavedActivation
 from ub_overlap.compiler.reports.history import HISTORY
 
@@ -82,6 +86,24 @@ def test_gathered_again_along_the_contraction(pool2: RankPool) -> None:
         products = [[v for k, v in d.shapes if k.startswith("matmul")] for d in backward_gathers(saved)]
         contracted = [[p.split(" @ ")[1].startswith("[16, ") for p in row] for row in products]
         assert sorted(map(sum, contracted)) == [1, 2]
+
+
+def test_independent_matmuls_hide_no_second_gather_where_they_are_off() -> None:
+    """Backward reads the gathered tensor, with no matmul. A second gather is hidden by the input's gradient, or exposed."""
+    again_us = {}
+    for allowed in ("auto", "off"):
+        d = Dag(8)
+        x, w, dy = d.input("primals_x", 1024, 8192), d.input("primals_w", 8192, 8192), d.input("tangents_1", 8192, 8192)
+        gathered = d.gather(x)
+        product, input_gradient = d.mm(gathered, w), d.mm(dy, d.t(w))
+        graph = d.output(product, input_gradient, d.call(torch.ops.aten.mul.Tensor, dy, gathered))
+        options = parse({"profile": "h200", "memory_budget": 0, "independent_matmuls": allowed}, frozenset())[0]
+        assert apply_save_policy(graph, options, Policy.of(options)) == 1
+        (gather,) = graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_gather_into_tensor.default)
+        saved = joint_decision(gather).saved_activation
+        assert saved is not None
+        again_us[allowed] = saved.again_us
+    assert again_us["off"] > 3 * again_us["auto"] > 0
 
 
 def keep_matmuls(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.compiler.rank_compile import plans_of
 from tests.harness.ranks import RankPool
 from tests.models.dtensor_llama import tensor_mesh
-from ub_overlap.compiler.plan.decision import BulkEstimate, CastDecision, Decision, SavedActivation
+from ub_overlap.compiler.plan.decision import CastDecision, Decision, IndependentEstimate, SavedActivation
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.reasons import Kind, Reason
 from ub_overlap.compiler.plan.records import PLAN_VERSION
@@ -98,8 +98,14 @@ SHARED: list[tuple[dict[str, Any], str, str]] = [
 EXPLAINS: list[dict[str, Any]] = [
     {"matmuls": ("mm_7",)}, {"paired": ("mm_7",)}, {"source": "other.py:1: f(x)"}, {"detail": "else"}, {"bytes": 1},
     {"rows": 3}, {"kept": SavedActivation("gathered", 32, 8, 2.0)}, {"options": ("bulk",)},
-    {"pairing": BulkEstimate(1.0, 2, 3, None)},
+    {"pairing": IndependentEstimate(1.0, 2, 3, None)},
 ]  # fmt: skip
+
+
+def test_estimates_of_less_memory() -> None:
+    """Results that are smaller than operands end the operands' life sooner."""
+    text = str(IndependentEstimate(5.0, -(32 << 20), 0, 2.0))
+    assert f"{32 << 20} bytes live shorter and the peak grows by 0" in text and "-" not in text
 
 
 @pytest.mark.parametrize(("changes", "mine", "theirs"), SHARED, ids=lambda x: str(x) if isinstance(x, dict) else "")

@@ -308,20 +308,27 @@ def test_memory_must_be_worth_it() -> None:
     assert f"{128 << 20} bytes live longer and the peak grows by {128 << 20}" in dear.detail
 
 
-def test_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bulk is refused if the extra peak memory exceeds the limit.
+@pytest.mark.parametrize("overlap", ["auto", "force"])
+def test_memory_limit(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bulk is refused if the extra peak memory exceeds the limit, unless it is requested.
 
     The matmul would wait for the gather's input. Its operand could otherwise be freed before `big` is allocated.
     """
     d = _held(2048)
-    options = parse({"profile": "h200", "min_bytes": 0}, frozenset())[0]
+    options, requested = (
+        parse({"profile": "h200", "min_bytes": 0, "overlap": overlap, **more}, frozenset())[0]
+        for more in ({}, {"overrides": {"*": "bulk"}})
+    )
     (free,) = decide(d.graph, options, "backward", lambda *_: None).plan.decisions
     assert str(free.strategy) == "bulk", free
     monkeypatch.setattr(peak_memory, "MORE_BYTES", 0)
     monkeypatch.setattr(peak_memory, "MORE_SHARE", 0.0)
     (held,) = decide(d.graph, options, "backward", lambda *_: None).plan.decisions
     assert held.reason is R.MEMORY and "32 MiB" in held.detail, held
-    assert held.pairing and held.pairing.peak_bytes == held.pairing.holds_bytes == 32 << 20, held
+    if overlap == "auto":
+        assert held.pairing and held.pairing.peak_bytes == held.pairing.holds_bytes == 32 << 20, held
+    (bulk,) = decide(d.graph, requested, "backward", lambda *_: None).plan.decisions
+    assert str(bulk.strategy) == "bulk", bulk
 
 
 def test_every_reason_is_provoked() -> None:

@@ -18,8 +18,13 @@ from torch.fx import symbolic_trace
 from tests.compiler.rank_compile import decisions_of
 from tests.harness.ranks import RankPool
 from ub_overlap.cli import main
+from ub_overlap.compiler.plan.decision import Decision, SiteSizes
+from ub_overlap.compiler.plan.plan import Plan
+from ub_overlap.compiler.plan.reasons import Kind, Reason
+from ub_overlap.compiler.plan.strategy import NONE, Mode, Strategy
 from ub_overlap.runtime.errors import OptionError
 from ub_overlap.tools.planner.models import block_input, parallel_blocks
+from ub_overlap.tools.planner.planned_step import without_taken_matmuls
 from ub_overlap.tools.planner.sizes import MODELS, PlannedBlock, named
 from ub_overlap.tools.planner.unmatched_time import find_unmatched_work
 
@@ -40,6 +45,21 @@ def flags(s: PlannedBlock) -> list[str]:
     names = ("hidden", "ffn", "heads", "kv_heads", "seq", "tp", "batch", "layers", "dtype")
     pairs = [(f"--{n.replace('_', '-')}", str(getattr(s, n))) for n in names]
     return [x for pair in pairs for x in pair] + ([] if s.gated else ["--ungated"])
+
+
+def test_matmuls_count_where_they_run() -> None:
+    """A gather that is not overlapped keeps the matmuls that no other site has taken."""
+    sizes = ((8192, 1024, 8192, False), (8192, 512, 8192, False))
+    gather = Decision(
+        id="forward.0", kind=Kind.ALL_GATHER_MATMUL, phase="forward", strategy=NONE, reason=Reason.MATMUL_TAKEN,
+        matmuls=("mm", "mm_1"), work=SiteSizes("all_gather_matmul", 8, "bfloat16", sizes, 8192, 8192),
+    )  # fmt: skip
+    other = replace(gather, id="forward.1", strategy=Strategy(Mode.BULK), reason=None)
+    for taken, kind, left in (
+        ((), "all_gather_matmul", sizes), (("mm",), "all_gather_matmul", sizes[1:]), (("mm", "mm_1"), "bulk_all_gather", ()),
+    ):  # fmt: skip
+        work = without_taken_matmuls(gather, Plan("forward", (gather, replace(other, matmuls=taken)))).work
+        assert work is not None and (work.kind, work.matmuls) == (kind, left)
 
 
 def test_a_large_model_on_this_machine(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def plan_step(
     profile = load(options.profile, sizes.tp)
     traced = trace(sizes, options, graphs, progress)
     progress("predicting the step")
-    rows = tuple(PlanRow(d, outlook(_own_work(d, g.plan), profile)) for g in traced for d in g.plan.decisions)
+    rows = tuple(PlanRow(d, outlook(without_taken_matmuls(d, g.plan), profile)) for g in traced for d in g.plan.decisions)
     rest: dict[str, float] = {}
     for graph in traced:
         for name, us in graph.rest.us(profile).items():
@@ -203,11 +203,14 @@ def plan_step(
     return PlannedStep(sizes, profile, rows, tuple(g.plan for g in traced), rest, all_graphs)
 
 
-def _own_work(d: Decision, plan: Plan) -> Decision:
-    """Return a site that is not overlapped without the matmuls of other sites: they are counted there."""
+def without_taken_matmuls(d: Decision, plan: Plan) -> Decision:
+    """Return a site that is not overlapped without the matmuls that overlapped sites have taken: they are counted there."""
     if d.overlapped or d.work is None or not d.matmuls:
         return d
-    others = {m for o in plan.decisions if o.overlapped for m in o.matmuls}
-    if not others.intersection(d.matmuls):
+    taken = {m for o in plan.decisions if o.overlapped for m in o.matmuls}
+    left = tuple(m for m, name in zip(d.work.matmuls, d.matmuls, strict=True) if name not in taken)
+    if len(left) == len(d.matmuls):
         return d
+    if left:
+        return replace(d, work=replace(d.work, matmuls=left))
     return replace(d, work=replace(d.work, kind=f"bulk_{collective_of(d.kind.value)}", matmuls=(), keep=False))
