@@ -13,8 +13,8 @@ from ub_overlap.runtime.fp8.numerics import FLOAT8
 
 from ..graph.aten import dtype_of, shape_of
 from ..graph.sizes import Size, about, evaluate_size, hint_of, numel, size_symbols
-from ..match.collectives import Op
-from ..match.site import Bulk, Gather, Reduction, Site
+from ..match.collectives import Op, byte_dtype
+from ..match.site import Bulk, Gather, Reduction, Site, Split
 from ..plan.decision import SiteSizes
 from .site_shape import SIZES, SiteShape
 
@@ -64,7 +64,8 @@ def sizes_of_site(site: Site, wire_dtype: str = "") -> SiteSizes | None:
         outer = 1 if site.shard_dim_is_last or c.op is Op.ALL_REDUCE else site.blocks.outer
     elif c.op in _BULK:
         elements = numel(shape_of(c.input))
-        dtype, whole = _dtype(c.narrow_dtype), (elements * (c.ranks if c.op is Op.ALL_GATHER else 1), 1)
+        sent = byte_dtype(c) if isinstance(site, Split) else c.narrow_dtype
+        dtype, whole = _dtype(sent), (elements * (c.ranks if c.op is Op.ALL_GATHER else 1), 1)
         matmuls = tuple((*p.shape, p.inner, False) for p in site.matmuls)
         # An fp32 reduction of gradients runs concurrently with 16-bit matmuls. Of several types the slowest is priced.
         widest = max((dtype_of(p.node) for p in site.matmuls), key=lambda t: t.itemsize, default=c.narrow_dtype)

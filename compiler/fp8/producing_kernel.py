@@ -9,11 +9,8 @@ from torch.fx import Node
 
 from ub_overlap import _torch_compat as compat
 
-from ..graph.aten import CASTS, alias_base, aten, tensor_of
+from ..graph.aten import is_elementwise, tensor_of
 from ..graph.matmul import is_matmul
-
-_UNTAGGED = (aten.clone.default, aten.cat.default, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
-"""Ops that map elements although torch does not tag them as pointwise."""
 
 
 def maps_elements(node: Node) -> bool:
@@ -27,7 +24,7 @@ def maps_elements(node: Node) -> bool:
         current = todo.pop()
         if _is_in_memory(current):
             continue
-        if not _is_map(current):
+        if not is_elementwise(current):
             return False
         for source in current.all_input_nodes:
             if source not in seen and not _is_number(source):
@@ -40,12 +37,6 @@ def _is_number(node: Node) -> bool:
     """Return whether `node` is a tensor without dims, which is in memory, or a size."""
     value = tensor_of(node)
     return isinstance(node.meta.get("val"), int | float | torch.SymInt | torch.SymFloat) if value is None else value.dim() == 0
-
-
-def _is_map(node: Node) -> bool:
-    if alias_base(node) is not None or node.target in CASTS or node.target in _UNTAGGED:
-        return True
-    return isinstance(node.target, compat.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def _is_in_memory(node: Node) -> bool:

@@ -14,6 +14,8 @@ from enum import Enum, auto
 import torch
 from torch.fx import Node
 
+from ub_overlap import _torch_compat as compat
+
 from .sizes import Size, as_sizes, divide, is_same, is_same_shape, numel, squeezed
 
 aten = torch.ops.aten
@@ -33,6 +35,8 @@ DIVISIONS = {aten.div.Tensor, aten.div.Scalar}
 SCALINGS = (aten.mul.Tensor, aten.mul.Scalar, *DIVISIONS)
 PADS = (aten.constant_pad_nd.default, aten.pad.default)
 CASTS = {aten._to_copy.default, aten.to.dtype, prims.convert_element_type.default}
+_UNTAGGED_MAPS = (aten.clone.default, aten.cat.default, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
+"""Ops that map elements although torch does not tag them as pointwise."""
 
 
 class Effect(Enum):
@@ -96,6 +100,13 @@ def alias_base(node: Node) -> Node | None:
 def is_mutable(node: Node) -> bool:
     """Return whether `node` writes to a tensor. Functional collectives and their waits only look impure."""
     return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
+
+
+def is_elementwise(node: Node) -> bool:
+    """Return whether each element of `node` is computed from single elements of its inputs, or is one of them."""
+    if alias_base(node) is not None or node.target in CASTS or node.target in _UNTAGGED_MAPS:
+        return True
+    return isinstance(node.target, compat.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def storage_node(node: Node) -> Node:

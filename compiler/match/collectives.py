@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ub_overlap import _torch_compat as compat
+from ub_overlap.runtime.fp8.numerics import E4M3
 
 from ..graph.aten import c10d, dtype_of, tensor_of
 from .widening_cast import WideningCast, find_widening_cast
@@ -114,6 +115,12 @@ def read_collective(node: Node) -> Collective:
         reduce_op=reduce_op,
         widening=find_widening_cast(tensor, node) if reduce_op in ("sum", "avg") else None,
     )
+
+
+def byte_dtype(c: Collective) -> torch.dtype:
+    """Return the type in which a split collective sends: bytes, as which float8 is gathered, have no arithmetic and no cost of
+    their own, so they are sent as float8."""
+    return E4M3 if c.op is Op.ALL_GATHER and c.narrow_dtype is torch.uint8 else c.narrow_dtype
 
 
 def _group_arg(node: Node) -> object:

@@ -14,7 +14,18 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from ..graph.aten import element_effect, is_constant_scaling, is_mutable, readers, storage_node
+from ..graph.aten import (
+    c10d,
+    dtype_of,
+    element_effect,
+    is_constant_scaling,
+    is_elementwise,
+    is_mutable,
+    node_arg,
+    readers,
+    storage_node,
+)
+from ..joint.joint_decision import joint_decision
 from .collectives import Collective, Op
 from .fusion_order import FusionOrder
 from .widening_cast import moved_tensors
@@ -43,9 +54,10 @@ class Window:
         """
         if self.collective.op is not Op.ALL_GATHER:
             return all(n.op == "output" for n in self.readers)
+        tensors = [n for n in self.sources if not _is_scale(n)]
         if parameters is not None:
-            return all(n in parameters for n in self.sources)
-        return all(n.op == "placeholder" and n.name.startswith(("primals", "arg")) for n in self.sources)
+            return all(n in parameters for n in tensors)
+        return all(n.op == "placeholder" and n.name.startswith(("primals", "arg")) for n in tensors)
 
     def bounds(self, order: FusionOrder, moving: Mapping[Node, object]) -> tuple[int, int]:
         """Return (first, last) positions in `order`: start and finish stand before the items at positions in this range.
@@ -73,7 +85,7 @@ class WindowFinder:
     def find(self, c: Collective) -> Window:
         """Return the window of `c`, which has a wait."""
         assert c.wait is not None
-        lead, sources = _lead_of(c)
+        lead, sources = _lead_of_cast(c) or _lead_of(c)
         trail, first_readers = _trail_of(c.wait)
         memory = {storage_node(n) for n in (*lead, *sources)}
         writes = tuple(n for n, bases in self._writes if bases & memory)
@@ -94,6 +106,33 @@ def _lead_of(c: Collective) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
         else:
             sources.add(node)
     return tuple(sorted(lead)), tuple(sorted(sources))
+
+
+def _lead_of_cast(c: Collective) -> tuple[tuple[Node, ...], tuple[Node, ...]] | None:
+    """Return the same for an input of the graph that is cast to float8 and gathered; None for others.
+
+    The cast computes with a scale, so it does more than `_lead_of` follows. It is as ready as the amax of the input.
+    """
+    if c.op is not Op.ALL_GATHER or dtype_of(c.input).itemsize != 1:
+        return None
+    todo, lead, sources = [c.input], set[Node](), set[Node]()
+    while todo:
+        node = todo.pop()
+        if node in lead or node in sources:
+            continue
+        if node.op == "placeholder" or _is_scale(node):
+            sources.add(node)
+        elif node.target is c10d.wait_tensor.default or not is_elementwise(node):
+            return None
+        else:
+            lead.add(node)
+            todo += node.all_input_nodes
+    return tuple(sorted(lead)), tuple(sorted(sources))
+
+
+def _is_scale(node: Node) -> bool:
+    """Return whether `node` is the amax of tensors over ranks: the input of float8 scales."""
+    return node.target is c10d.wait_tensor.default and joint_decision(node_arg(node)).carries_scales
 
 
 def _trail_of(wait: Node) -> tuple[tuple[Node, ...], tuple[Node, ...]]:

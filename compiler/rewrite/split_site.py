@@ -7,6 +7,7 @@ from torch.fx import Node
 
 from ..graph.aten import dtype_of
 from ..graph.emitter import Emitter
+from ..match.collectives import byte_dtype
 from ..match.site import Split
 from ..plan.strategy import DispatchTable, Mode, Strategy
 from .narrow_input import emit_narrow
@@ -16,11 +17,13 @@ def rewrite_split(e: Emitter, m: Split, strategy: Strategy | DispatchTable, site
     """Emit the ops. Return the replacement of each node."""
     c = m.collective
     assert c.wait is not None and c.op is not None and isinstance(strategy, Strategy)
-    tensor = emit_narrow(e, c.input, c.widening) if c.widening else c.input
+    tensor = emit_narrow(e, c.input, c.widening) if c.widening else e.bitcast(c.input, byte_dtype(c))
+    out_dtype = dtype_of(c.node) if c.widening else dtype_of(tensor)
     schedule = str(Strategy(Mode.BULK, strategy.chunks))  # its steps are those of bulk
-    arguments = (tensor, c.op.value, c.reduce_op, dtype_of(c.node), m.slot, schedule, c.group, site)
+    arguments = (tensor, c.op.value, c.reduce_op, out_dtype, m.slot, schedule, c.group, site)
     token = e.call(torch.ops.ub_overlap.start_collective.default, *arguments)
     value = e.call(torch.ops.ub_overlap.finish_collective.default, token, *arguments)
+    value = value if c.widening else e.bitcast(value, dtype_of(c.node))
     for target, constant in c.widening.scalings if c.widening else ():
         value = e.call(target, value, constant)
     return {c.wait: value, c.node: value}

@@ -14,7 +14,9 @@ from torch.fx import Graph, Node
 from tests.compiler.dags import Dag, aten, c10d, inputs_of, module_of, random_dag
 from tests.compiler.rank_compile import world_name
 from tests.harness.ranks import RankPool
+from ub_overlap import _torch_compat as compat
 from ub_overlap.compiler.cost import load
+from ub_overlap.compiler.joint.joint_decision import record_decision
 from ub_overlap.compiler.match.collectives import Collective, Op, find_collectives
 from ub_overlap.compiler.match.fusion_order import FusionOrder
 from ub_overlap.compiler.match.window import WindowFinder
@@ -341,3 +343,23 @@ def run_random(rank: int, world: int, seeds: list[int]) -> tuple[list[str], Coun
             ):
                 wrong.append(f"seed {seed}, {overrides}")
     return wrong, strategies
+
+
+@pytest.mark.parametrize("of", ["parameter", "activation"])
+def test_a_float8_gather_of_a_parameter(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cast moves with it, behind the amax over ranks. That of an activation, whose scale is not one over ranks, stays."""
+    monkeypatch.setattr(compat, "group_size", lambda name: 2)  # the graph is not run
+    d = Dag()
+    x, w = d.input("x", 64, 64), d.input("primals_1", 32, 64)
+    amax = d.call(c10d.wait_tensor.default, d.call(c10d.all_reduce.default, d.call(aten.amax.default, w, []), "max", "0"))
+    record_decision(amax.all_input_nodes[0], carries_scales=of == "parameter")
+    busy = d.call(aten.relu.default, x)
+    scaled = d.call(aten.mul.Tensor, w, d.call(aten.reciprocal.default, amax))
+    finite = d.call(aten.lt.Scalar, d.call(aten.abs.default, w), 1e30)
+    q = d.call(prims.convert_element_type.default, d.call(aten.where.ScalarOther, finite, scaled, 0.0), torch.float8_e4m3fn)
+    gathered = d.call(aten.view.dtype, d.gather(d.call(aten.view.dtype, q, torch.uint8)), torch.float8_e4m3fn)
+    product = d.mm(busy, d.t(d.call(prims.convert_element_type.default, gathered, torch.float32)))
+    first, last = bounds(d, product)[-1]
+    assert last == product.name and (first == busy.name) == (of == "parameter"), (first, last)
+    window = WindowFinder(product.graph).find(find_collectives(product.graph)[-1])
+    assert window.is_at_the_edge(None) == (of == "parameter")
