@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from tests.compiler.rank_compile import build, plans_of
+from tests.fp8.rank_fp8 import both
 from tests.harness.ranks import RankPool
 from tests.harness.traces import as_loss
 from tests.models.compare import uncached
@@ -39,6 +40,16 @@ def test_zero3(pool2: RankPool, inner: str, mixed: bool, budget: float | None) -
         assert {d["strategy"] for d in outcome.decisions} == {"split"}
         slots = {d["window"]["slot"] for d in outcome.decisions}
         assert len(outcome.decisions) == (12 if budget is None else 18) and slots <= set(range(8))
+
+
+def test_float8(pool2: RankPool) -> None:
+    """Weights are gathered as float8 by split collectives, with the results of plain ones."""
+    options = {"fp8": "all", "inner": "aot_eager", **SPLIT}
+    for plain, split in pool2.run(both, ZERO3, {"layers": 2, "dtype": torch.bfloat16}, options, timeout=120):
+        gathers = [d for d in split.decisions if d.kind.value == "all_gather"]
+        assert len(gathers) == 4 and {str(d.strategy) for d in gathers} == {"split"}
+        assert {c.recipe for c in split.casts if c.role != "weight gradient"} == {"tensorwise"}
+        assert all(torch.equal(plain.values[name], split.values[name]) for name in plain.values)
 
 
 def code_of(rank: int, world: int, options: dict[str, Any], mixed: bool = False) -> tuple[list[str], list[dict[str, Any]]]:
