@@ -267,3 +267,16 @@ def test_a_tensor_that_underflows_is_recorded() -> None:
     plain = small.float() @ module.weight.detach().float().t()
     assert not results[0].any()
     assert (results[-1] - plain).norm() < 0.06 * plain.norm()
+
+
+@pytest.mark.parametrize("size", [2.0**-20, 0.5])
+def test_gradients_of_few_rows(size: float) -> None:
+    """Where no row of the sample has a gradient, the scale is found from the cast."""
+    module, x = linear(bias=False), torch.cat([inputs("normal")] * (2 * SAMPLED_ROWS // M))
+    dy = torch.zeros(len(x), N).bfloat16()
+    dy[1] = size
+    with uncached():
+        run = compiled(module, fp8={"recipe": "delayed", "state": f"few rows {size}"})
+        results = [step(run, module, x, dy)[1].float() for _ in range(6)]
+    plain = dy.float() @ module.weight.detach().float()
+    assert (results[-1] - plain).norm() < 0.1 * plain.norm()

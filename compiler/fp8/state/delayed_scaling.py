@@ -52,6 +52,10 @@ SAMPLED_ROWS = 320
 """Rows of a sample, at least. For fewer than twice the multiprocessors of a GPU, Inductor may split the reduction into two
 kernels."""
 
+UNSAMPLED_AMAX = 2.0**-4
+"""Amax to assume without a history where all sampled rows are 0: other rows may not be, as in the gradient of a loss of few
+tokens. Formats reach far enough below it for gradients (32 binades) and activations (18). Larger tensors saturate at first."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
@@ -145,7 +149,8 @@ class DelayedScaling:
         """Emit the amax [] to assume without a history, equal on the ranks of `groups`."""
         amax = sample.amax if sample.is_whole else e.call(aten.mul.Tensor, sample.amax, HEADROOM)
         if not groups:
-            return amax
+            is_known = e.call(aten.gt.Scalar, sample.amax, 0)
+            return amax if sample.is_whole else e.call(aten.where.ScalarOther, is_known, amax, UNSAMPLED_AMAX)
         op, text = torch.ops.ub_overlap.fp8_first_amax.default, join_keys(self._state, [key])
         return e.call(op, amax, slots, index, text, half if self._step else "never", ";".join(groups))
 
