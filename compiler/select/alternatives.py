@@ -214,7 +214,7 @@ class AlternativeFinder:
                 if saved_us <= subset_us + ADDS_US:
                     continue  # fewer matmuls do as well
                 best_us[bits] = saved_us
-            own = next(own for own in (match, *forms) if not isinstance(form.site, Bulk) and own.packs == form.site.packs)
+            own = next(own for own in (match, *forms) if isinstance(form.site, Match) and own.packs == form.site.packs)
             form = replace(form, site=replace(own, independent=matmuls))
             alternatives.ranked.append(self._pipelined_alternative(form, saved_us, override))
 
