@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Measure what two GPUs allow: memory kernels, ops and blocks of 2 ranks, of 4 and 8 ranks in mirror mode, and float8 MLPs.
+# Measure what two GPUs allow: memory kernels, ops and blocks of 2 ranks, of 4 and 8 ranks in mirror mode, float8
+# MLPs, and data parallelism.
 #
-#     benchmarks/two_gpus.sh OUT [PART...]     parts: memory ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp (default: all, 8 minutes)
+#     benchmarks/two_gpus.sh OUT [PART...]     parts: memory ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp dp (default: all, 10 minutes)
 #
 # JSON files, and the output of all parts in log.txt, are in OUT. Tables are printed last. Every part has a time limit.
 set -u
@@ -34,7 +35,7 @@ mlp() {
         --ours 'rowwise={"fp8":{"recipe":"rowwise"}}' --budget-s 120
 }
 
-for name in ${*:-memory ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp}; do
+for name in ${*:-memory ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp dp}; do
     case $name in
     memory) part memory 60 python3 -m benchmarks.memory ;;
     ops8 | ops4) ops "$name" --mirror "${name#ops}" ;;
@@ -42,6 +43,7 @@ for name in ${*:-memory ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp}; do
     blocks8 | blocks4) blocks "$name" --mirror "${name#blocks}" ;;
     blocks2) blocks blocks2 --variants inductor,ours,compute,nocomm ;;
     mlp) mlp ;;
+    dp) ranks dp 150 benchmarks.data_parallel --layers 4 --iters 10 --warm 3 --graphs --budget-s 100 ;;
     *) echo "no part '$name'" >&2 && exit 2 ;;
     esac
 done
