@@ -10,18 +10,18 @@ from functools import lru_cache
 
 from ..schedule_error import ScheduleError
 from ..steps import Key, Schedule
-from . import bulk_collectives, pipelined_all_reduce, pipelined_gather, pipelined_reduce_scatter, split_collectives
+from . import pipelined_all_reduce, pipelined_gather, pipelined_reduce_scatter, whole_collectives
 
 BUILDERS: dict[str, Callable[[Key, int], Schedule]] = {
     "all_gather_matmul": pipelined_gather.build,
     "matmul_reduce_scatter": pipelined_reduce_scatter.build,
     "matmul_all_reduce": pipelined_all_reduce.build,
-    "bulk_all_gather": bulk_collectives.build_all_gather,
-    "bulk_reduce_scatter": bulk_collectives.build_reduce_scatter,
-    "bulk_all_reduce": bulk_collectives.build_all_reduce,
-    "split_all_gather": split_collectives.build_all_gather,
-    "split_reduce_scatter": split_collectives.build_reduce_scatter,
-    "split_all_reduce": split_collectives.build_all_reduce,
+    "bulk_all_gather": whole_collectives.build_all_gather,
+    "bulk_reduce_scatter": whole_collectives.build_reduce_scatter,
+    "bulk_all_reduce": whole_collectives.build_all_reduce,
+    "split_all_gather": whole_collectives.build_all_gather,
+    "split_reduce_scatter": whole_collectives.build_reduce_scatter,
+    "split_all_reduce": whole_collectives.build_all_reduce,
 }
 
 
