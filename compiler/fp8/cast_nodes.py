@@ -93,10 +93,10 @@ def emit_dequantize(e: Emitter, q: Node, scale: Node, dtype: torch.dtype) -> Nod
     return value
 
 
-def emit_transposed_copy(e: Emitter, q: Node, may_fuse: bool = True, is_saved: bool = False) -> Node:
+def emit_transposed_copy(e: Emitter, q: Node, may_fuse: bool = True, save: bool = False) -> Node:
     """Emit a contiguous [c, r] of `q` [r, c].
 
-    `may_fuse`: whether Inductor may store it in the kernel that computes `q`. `is_saved`: it is saved for backward; else
+    `may_fuse`: whether Inductor may store it in the kernel that computes `q`. `save`: it is saved for backward; else
     backward recomputes it.
     """
     transposed = e.call(aten.permute.default, q, [1, 0])
@@ -104,7 +104,7 @@ def emit_transposed_copy(e: Emitter, q: Node, may_fuse: bool = True, is_saved: b
         copy = e.call(aten.clone.default, transposed, memory_format=torch.contiguous_format)
     else:
         copy = e.call(torch.ops.ub_overlap.fp8_layout_copy.default, transposed)
-    if is_saved:
+    if save:
         transposed.meta.pop("recompute", None)
         save_for_backward(copy)
     else:

@@ -109,6 +109,11 @@ def is_elementwise(node: Node) -> bool:
     return isinstance(node.target, compat.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
+def is_random(node: Node) -> bool:
+    """Return whether `node` draws random numbers, so that it keeps its place among others that do."""
+    return isinstance(node.target, compat.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
 def storage_node(node: Node) -> Node:
     """Return the node that allocated the memory of `node`."""
     while (base := alias_base(node)) is not None:

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import torch
 from torch.fx import Graph, Node
 
-from ub_overlap import _torch_compat as compat
-
-from ..graph.aten import is_mutable, readers
+from ..graph.aten import is_mutable, is_random, readers
 from ..plan.reasons import Reason
 from .site import Miss
 
@@ -27,7 +24,7 @@ class FusionOrder:
         self.items: list[Node] = list(graph.nodes)
         self.position: dict[Node, int] = {n: i for i, n in enumerate(graph.nodes)}
         self._writes = {n for n in self.items if is_mutable(n)}
-        self._random = {n for n in self.items if _is_random(n)}
+        self._random = {n for n in self.items if is_random(n)}
         self._fused: dict[Node, tuple[Node, ...]] = {}
         self._done: list[tuple[tuple[Node, ...], int, list[Node] | None]] = []
         """The log that `back` undoes: (site, position, former nodes there) of a fuse, (site, 0, None) of a release."""
@@ -125,7 +122,3 @@ class FusionOrder:
         self.items[first : first + len(nodes)] = nodes
         for i, n in enumerate(nodes, first):
             self.position[n] = i
-
-
-def _is_random(node: Node) -> bool:
-    return isinstance(node.target, compat.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags

@@ -9,7 +9,7 @@ late as the graph. Nothing else moves. Writes to the memory that is sent bound t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
@@ -29,6 +29,9 @@ from ..joint.joint_decision import joint_decision
 from .collectives import Collective, Op
 from .fusion_order import FusionOrder
 from .widening_cast import moved_tensors
+
+_Lead = tuple[tuple[Node, ...], tuple[Node, ...]]
+"""(lead, sources) of a window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,41 +95,34 @@ class WindowFinder:
         return Window(c, lead, sources, trail, first_readers, writes)
 
 
-def _lead_of(c: Collective) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+def _lead_of(c: Collective) -> _Lead:
     """Return the nodes that only move or cast what `c` sends, in graph order, and what they read."""
     widening = set(c.widening.nodes) if c.widening else set()
-    todo, lead, sources = [c.input], set[Node](), set[Node]()
-    while todo:
-        node = todo.pop()
-        if node in lead or node in sources:
-            continue
-        if node in widening or element_effect(node) is not None or moved_tensors(node):
-            lead.add(node)
-            todo += node.all_input_nodes
-        else:
-            sources.add(node)
-    return tuple(sorted(lead)), tuple(sorted(sources))
+    return _walk_back(c.input, lambda n: n in widening or element_effect(n) is not None or bool(moved_tensors(n)))
 
 
-def _lead_of_cast(c: Collective) -> tuple[tuple[Node, ...], tuple[Node, ...]] | None:
+def _lead_of_cast(c: Collective) -> _Lead | None:
     """Return the same for an input of the graph that is cast to float8 and gathered; None for others.
 
     The cast computes with a scale, so it does more than `_lead_of` follows. It is as ready as the amax of the input.
     """
     if c.op is not Op.ALL_GATHER or dtype_of(c.input).itemsize != 1:
         return None
-    todo, lead, sources = [c.input], set[Node](), set[Node]()
+    found = _walk_back(c.input, lambda n: n.target is not c10d.wait_tensor.default and is_elementwise(n))
+    return found if all(n.op == "placeholder" or _is_scale(n) for n in found[1]) else None
+
+
+def _walk_back(node: Node, is_lead: Callable[[Node], bool]) -> _Lead:
+    todo, lead, sources = [node], set[Node](), set[Node]()
     while todo:
         node = todo.pop()
         if node in lead or node in sources:
             continue
-        if node.op == "placeholder" or _is_scale(node):
-            sources.add(node)
-        elif node.target is c10d.wait_tensor.default or not is_elementwise(node):
-            return None
-        else:
+        if is_lead(node):
             lead.add(node)
             todo += node.all_input_nodes
+        else:
+            sources.add(node)
     return tuple(sorted(lead)), tuple(sorted(sources))
 
 

@@ -17,6 +17,7 @@ from ub_overlap.runtime.schedule.steps import SPLIT_SLOTS
 
 from ..cost.choice import MARGIN_US, StrategyChoice
 from ..cost.predict import Prediction
+from ..cost.profile import Profile
 from ..cost.site_sizes import shape_of_site
 from ..cost.split_time import SplitTimes, split_times
 from ..graph.aten import shape_of
@@ -152,21 +153,27 @@ class _Planner:
     candidates: Sequence[Candidate]
     costs: SiteCosts
     splits: dict[int, SplitCandidate]
-    _clock: list[float] = field(default_factory=list)
+    _clock: list[float] = field(init=False)
     """Microseconds of the graph's nodes, in graph order."""
+    _plain_order: FusionOrder = field(init=False)
+    """The order with nothing fused."""
 
     def __post_init__(self) -> None:
-        first = self.candidates[next(iter(self.splits))].collective
-        profile = self.costs.policy.profile(first.ranks, first.node.meta["val"].device.type)
-        times = NodeTimes.of(self.graph, profile, self.costs.hints)
+        times = NodeTimes.of(self.graph, self._profile(), self.costs.hints)
         self._clock = [times.us(n) for n in self.graph.nodes]
+        self._plain_order = FusionOrder(self.graph)
+
+    def _profile(self) -> Profile:
+        """Return the profile of the first window."""
+        c = next(iter(self.splits.values())).window.collective
+        return self.costs.policy.profile(c.ranks, c.node.meta["val"].device.type)
 
     def needed_us(self, s: SplitCandidate) -> float:
         return max(MARGIN_US, MARGIN * s.times.plain_us)
 
-    def best_us(self, s: SplitCandidate, order: FusionOrder, moving: Mapping[Node, object]) -> float:
-        """Return the saving where nothing else uses the port. `order`: nothing is fused."""
-        first, last = s.window.bounds(order, moving)
+    def best_us(self, s: SplitCandidate) -> float:
+        """Return the saving where nothing else uses the port."""
+        first, last = s.window.bounds(self._plain_order, moving_nodes(other.window for other in self.splits.values()))
         hidden = sum(self._clock[first:last])
         return s.times.plain_us - s.times.shortest_us - max(0.0, s.times.transfer_us - hidden)
 
@@ -178,35 +185,24 @@ class _Planner:
         """
         if i not in self.splits:
             return alternatives
-        s, order = self.splits[i], self._plain_order()
-        best = self.best_us(s, order, self._moving())
+        s = self.splits[i]
+        best = self.best_us(s)
         if not s.is_required and best < self.needed_us(s):
             del self.splits[i]
             return alternatives
         reduced = [replace(a, benefit=a.benefit.plus_us(-best)) for a in alternatives.ranked]
         return replace(alternatives, ranked=[a for a in reduced if a.benefit > NO_BENEFIT and not s.is_required])
 
-    _order: FusionOrder | None = None
-
-    def _plain_order(self) -> FusionOrder:
-        if self._order is None:
-            self._order = FusionOrder(self.graph)
-        return self._order
-
-    def _moving(self) -> dict[Node, Window]:
-        return moving_nodes(s.window for s in self.splits.values())
-
     def place(self, assignments: Sequence[Assignment], order: FusionOrder) -> dict[int, Placed]:
         """Return the places of the windows that other sites leave open."""
         open_splits = [s for i, s in self.splits.items() if assignments[i].alternative is None]
+        if not open_splits:
+            return {}
         items = self._items(assignments, order, {s.number for s in open_splits})
         moving = moving_nodes(s.window for s in open_splits)
         transfers = [self._transfer(s, order, moving) for s in open_splits]
-        policy, first = self.costs.policy, self.candidates[next(iter(self.splits))].collective if self.splits else None
-        if first is None:
-            return {}
-        profile = policy.profile(first.ranks, first.node.meta["val"].device.type)
-        limits = Limits(policy.split_bytes, SPLIT_SLOTS, profile.matmul_slowdown, profile.push_slowdown)
+        profile = self._profile()
+        limits = Limits(self.costs.policy.split_bytes, SPLIT_SLOTS, profile.matmul_slowdown, profile.push_slowdown)
         result = place(items, transfers, limits)
         return {s.number: p for s, p in zip(open_splits, result, strict=True) if p is not None}
 

@@ -56,7 +56,7 @@ void preload_words();
 
 // First kernel of a call. Takes the group lock, counts the epoch, stores the slot's word, and waits until the peers have left
 // the slot. In a split slot it takes the slot's own lock instead, which the end of the finish releases. `timeout_ns`: deadline
-// of each wait, and of the group lock since its holder last made progress.
+// of each wait, and of the group lock since the call that has it last made progress.
 void launch_begin(const Group& group, int slot, uint32_t tag, const WaitList& free, int64_t timeout_ns, cudaStream_t stream);
 void launch_wait(const Group& group, int slot, const WaitList& list, int64_t timeout_ns, cudaStream_t stream);
 void launch_signal(const Group& group, int slot, const SignalList& list, cudaStream_t stream);

@@ -148,8 +148,8 @@ def keep_order() -> None:
     """
     config = __getattr__("inductor_config")
     for name in reordering_options():
-        holder, _, option = name.rpartition(".")
-        setattr(getattr(config, holder) if holder else config, option, False)
+        section, _, option = name.rpartition(".")
+        setattr(getattr(config, section) if section else config, option, False)
 
 
 def caches_off() -> Any:

@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-import torch
 from torch.fx import Graph, Node
 
 from ub_overlap import _torch_compat as compat
 
-from ...graph.aten import aten, c10d, dtype_of, is_mutable, shape_of, storage_node
+from ...graph.aten import aten, c10d, dtype_of, is_mutable, is_random, shape_of, storage_node
 from ...graph.emitter import Emitter
 from ...graph.joint_graph import needs_tangents
 from ...graph.matmul import is_matmul
@@ -32,10 +31,10 @@ def merge_amax_reductions(graph: Graph) -> int:
     amaxes = [c for c in find_collectives(graph) if _is_number(c) and is_amax_reduction(c)]
     if len(amaxes) < 2:
         return 0
-    ready = _InputsOnly(graph)
+    ready = _computed_from_inputs(graph)
     alike: dict[tuple[Any, ...], list[Collective]] = defaultdict(list)
     for c in amaxes:
-        if ready.determine(c.input):
+        if c.input in ready:
             alike[c.group, dtype_of(c.input), c.input.meta["val"].device].append(c)
     merged = [group for group in alike.values() if len(group) > 1]
     for group in merged:
@@ -49,33 +48,17 @@ def _is_number(c: Collective) -> bool:
     return c.wait is not None and c.group is not None and c.reduce_op == "max" and is_same(numel(shape_of(c.input)), 1)
 
 
-class _InputsOnly:
-    """Which values the inputs of a joint graph's forward determine, by kernels that wait for no matmul or collective."""
-
-    def __init__(self, graph: Graph) -> None:
-        self._tangents = needs_tangents(graph)
-        self._written = {storage_node(i) for n in graph.nodes if is_mutable(n) for i in n.all_input_nodes}
-        self._known: dict[Node, bool] = {}
-
-    def determine(self, node: Node) -> bool:
-        """Return whether `node` is such a value."""
-        todo = [node]
-        while todo:
-            current = todo[-1]
-            if current in self._known:
-                todo.pop()
-                continue
-            missing = [i for i in current.all_input_nodes if i not in self._known] if self._may_run_first(current) else []
-            todo += missing
-            if not missing:
-                self._known[current] = self._may_run_first(current) and all(self._known[i] for i in current.all_input_nodes)
-        return self._known[node]
-
-    def _may_run_first(self, node: Node) -> bool:
-        if node in self._tangents or storage_node(node) in self._written:
-            return False
-        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())  # keeps its place among others
-        return not (is_random or is_matmul(node) or is_collective(node) or node.target is c10d.wait_tensor.default)
+def _computed_from_inputs(graph: Graph) -> set[Node]:
+    """Return the values that the inputs of a joint graph's forward determine, by kernels that wait for no matmul or
+    collective."""
+    tangents = needs_tangents(graph)
+    written = {storage_node(i) for n in graph.nodes if is_mutable(n) for i in n.all_input_nodes}
+    found: set[Node] = set()
+    for n in graph.nodes:
+        waits = is_matmul(n) or is_collective(n) or n.target is c10d.wait_tensor.default
+        if not (waits or is_random(n) or n in tangents or storage_node(n) in written) and found.issuperset(n.all_input_nodes):
+            found.add(n)
+    return found
 
 
 def _merge(graph: Graph, amaxes: list[Collective]) -> None:
