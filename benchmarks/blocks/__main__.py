@@ -20,7 +20,6 @@ import argparse
 import gc
 import json
 import sys
-import time
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from ..mirror import PROCESSES, note
 from ..mirror.group import MirrorGroups
 from ..ranks import end, start
 from ..report import draw
-from ..timing import Clock, graphed
+from ..variant_run import VariantRun
 from . import waterfall
 from .model import MODELS, SIZES
 from .profile import prepare_for_captures, trace_replays, write_profile
@@ -96,24 +95,13 @@ def parse_flags() -> argparse.Namespace:
     return args
 
 
-class BlocksRun:
-    """One run over all sizes. `document` is written after every change."""
+class BlocksRun(VariantRun):
+    """One run over all sizes, of this group or of one in mirror mode."""
 
     def __init__(self, args: argparse.Namespace, world: World, document: dict[str, Any]) -> None:
-        self.args, self.world, self.document, self.begun = args, world, document, time.monotonic()
-        self.clock = Clock(world)
+        super().__init__(args, world, document, text)
         self.ranks = args.mirror or world.ranks
         self.groups = MirrorGroups(world, args.mirror) if args.mirror else None
-
-    def save(self) -> None:
-        if self.world.rank == 0 and self.args.json:
-            facts.write(self.args.json, self.document)
-
-    def deadline(self, name: str) -> Deadline:
-        return Deadline(name, self.args.deadline_s, lambda: self.world.say(text(self.document)))
-
-    def spent(self) -> bool:
-        return bool(self.args.budget_s) and self.world.worst([time.monotonic() - self.begun])[0] > self.args.budget_s
 
     def size(self, size: str) -> None:
         args, world = self.args, self.world
@@ -141,15 +129,16 @@ class BlocksRun:
             rows[name] = {"why": {}}
             self.build(name, context, variants, rows)
         self.compare(context, variants, rows)
-        self.times(variants, rows)
+        calls = {f"{n} {what}": getattr(v, what) for n, v in variants.items() for what in ("step", "forward")}
+        self.rounds(calls, rows)
         for name in args.options if args.profile else ():
             if name in variants:
                 with self.deadline(f"profile of {name}"):
                     title = f"{size}_tp{self.ranks}_{name}"
                     message, why = world.agreed(lambda n=name, t=title: write_profile(variants[n], world, args.profile, t))
                     world.say(message or why)
-        if args.graphs and not self.spent():
-            replays = self.graphs(variants, rows)
+        if args.graphs and not self.is_spent():
+            replays = self.capture(calls, rows)
             if args.waterfall:
                 self.waterfall(replays, row)
 
@@ -160,8 +149,7 @@ class BlocksRun:
         return DeviceMesh.from_group(compat.group_of(self.groups.new_group()), device)
 
     def build(self, name: str, context: BlockContext, variants: dict[str, BlockVariant], rows: dict[str, Any]) -> None:
-        world, begun = self.world, time.monotonic()
-        if name in ("asynctp", *TRANSFORMER_ENGINE) and not world.cuda:
+        if name in ("asynctp", *TRANSFORMER_ENGINE) and not self.world.cuda:
             rows[name]["why"]["*"] = "needs CUDA"
             return
         if name == NO_COMMUNICATION and context.compiler != "inductor":
@@ -170,24 +158,7 @@ class BlocksRun:
         if context.sizes.kv_heads % self.ranks or context.tokens % self.ranks:
             rows[name]["why"]["*"] = f"{context.sizes.kv_heads} heads or {context.tokens} tokens for {self.ranks} ranks"
             return
-        with self.deadline(f"compile {name}"):
-            variant, why = world.agreed(lambda: make(name, context))
-            if why:
-                rows[name]["why"]["*"] = why
-                world.say(f"{name}: {why}")
-                return
-            variant.step()
-            if world.cuda:
-                world.sync()
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-                variant.step()
-                world.sync()
-                mib = (torch.cuda.max_memory_allocated() - before) / 2**20
-                rows[name]["peak_mib"] = world.worst([mib])[0]
-        variants[name] = variant
-        rows[name] |= {"sites": variant.sites, "compile_s": time.monotonic() - begun}
-        world.say(f"{name}: compiled in {rows[name]['compile_s']:.1f} s {variant.sites}")
+        self.compile(name, lambda: make(name, context), variants, rows)
 
     def compare(self, context: BlockContext, variants: dict[str, BlockVariant], rows: dict[str, Any]) -> None:
         """Compare output and gradients with inductor. A variant with wrong numbers gets no times."""
@@ -197,52 +168,8 @@ class BlocksRun:
         for name in [n for n in variants if n not in ("inductor", *BASELINES, *TRANSFORMER_ENGINE)]:
             with self.deadline(f"compare {name}"):
                 errors, why = self.world.agreed(lambda name=name: differences(variants[name], reference, self.world))
-            worst = max(errors, key=errors.__getitem__) if errors else ""
             low = context.ours.get(name, {}).get("fp8", "off") != "off"
-            if not why and not errors[worst] <= (FP8_BOUND if low else BOUND[context.dtype]):
-                why = f"wrong numbers: {worst} differs from inductor by {errors[worst]:.3g} of its norm"
-            rows[name]["error"] = errors[worst] if errors else None
-            if why:
-                rows[name]["why"]["*"] = why
-                self.world.say(f"{name}: {why}")
-                del variants[name]
-
-    def times(self, variants: dict[str, BlockVariant], rows: dict[str, Any]) -> None:
-        calls = {f"{n} {what}": getattr(v, what) for n, v in variants.items() for what in ("step", "forward")}
-        self.rounds(calls, rows, "")
-
-    def rounds(self, calls: dict[str, Any], rows: dict[str, Any], suffix: str) -> None:
-        """Time all calls ("VARIANT KIND"), alternating, into rows[VARIANT][KIND + suffix]."""
-        with self.deadline("times"):
-            timed, why = self.world.agreed(lambda: self.clock.rounds(calls, self.args.iters, self.args.warm))
-        ms, iqr = timed or ({}, {})
-        for call in calls:
-            name, _, kind = call.rpartition(" ")
-            if call in ms:
-                rows[name] |= {kind + suffix: ms[call], f"{kind}{suffix}_iqr": iqr[call]}
-            else:
-                rows[name]["why"][kind + suffix] = why
-        self.save()
-
-    def graphs(self, variants: dict[str, BlockVariant], rows: dict[str, Any]) -> dict[str, Any]:
-        """Time each variant's step and forward as a CUDA graph. This runs last: a failed capture may break the process.
-
-        Return the replays by "VARIANT KIND"."""
-        calls: dict[str, Any] = {}
-        for name, variant in variants.items():
-            for kind in ("step", "forward"):
-                if not self.world.cuda:
-                    rows[name]["why"][f"{kind}_g"] = "needs CUDA"
-                    continue
-                with self.deadline(f"capture {name} {kind}"):
-                    made, why = self.world.agreed(lambda v=variant, k=kind: graphed(getattr(v, k), self.world))
-                if why:
-                    rows[name]["why"][f"{kind}_g"] = why
-                    self.world.say(f"{name} {kind}: no graph: {why}")
-                else:
-                    calls[f"{name} {kind}"] = made[0]
-        self.rounds(calls, rows, "_g")
-        return calls
+            self.remove_wrong(name, errors, why, FP8_BOUND if low else BOUND[context.dtype], variants, rows)
 
     def waterfall(self, replays: dict[str, Any], row: dict[str, Any]) -> None:
         """Take the captured step of each variant apart, on the rank whose "compute" takes longest."""
@@ -292,7 +219,7 @@ def main() -> None:
             document |= {"ranks": args.mirror, "mirror": note(args.mirror)}
         run = BlocksRun(args, world, document)
     for size in args.size.split(","):
-        if run.spent():
+        if run.is_spent():
             world.say(f"--budget-s {args.budget_s:g} is spent: no {size}")
             break
         run.size(size)

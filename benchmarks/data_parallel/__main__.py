@@ -14,18 +14,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ub_overlap.tools.rank_process import Deadline, World
+from ub_overlap.tools.rank_process import Deadline
 
 from .. import facts
 from ..blocks.model import SIZES
 from ..ranks import end, start
-from ..timing import Clock, graphed
+from ..variant_run import VariantRun
 from .table import text
 from .variants import COMPUTE, FSDP2, INDUCTOR, TORCH, ParallelContext, ParallelVariant, differences, make, site_errors
 
@@ -66,22 +64,8 @@ def parse_flags() -> argparse.Namespace:
     return args
 
 
-class DataParallelRun:
-    """One run over all sizes. `document` is written after every change."""
-
-    def __init__(self, args: argparse.Namespace, world: World, document: dict[str, Any]) -> None:
-        self.args, self.world, self.document, self.begun = args, world, document, time.monotonic()
-        self.clock = Clock(world)
-
-    def save(self) -> None:
-        if self.world.rank == 0 and self.args.json:
-            facts.write(self.args.json, self.document)
-
-    def deadline(self, name: str) -> Deadline:
-        return Deadline(name, self.args.deadline_s, lambda: self.world.say(text(self.document)))
-
-    def is_spent(self) -> bool:
-        return bool(self.args.budget_s) and self.world.worst([time.monotonic() - self.begun])[0] > self.args.budget_s
+class DataParallelRun(VariantRun):
+    """One run over all sizes."""
 
     def size(self, size: str) -> None:
         args, world = self.args, self.world
@@ -98,33 +82,14 @@ class DataParallelRun:
             if self.is_spent():
                 rows[name]["why"]["*"] = f"--budget-s {args.budget_s:g} is spent"
             else:
-                self.build(name, context, variants, rows)
+                self.compile(name, lambda name=name: make(name, context), variants, rows)
         self.compare(context, variants, rows)
         for kind in ("step", "forward") if args.forward else ("step",):
-            self.rounds({name: getattr(v, kind) for name, v in variants.items()}, rows, kind)
+            self.rounds({f"{name} {kind}": getattr(v, kind) for name, v in variants.items()}, rows)
         if args.graphs:
-            self.graphs(variants, rows)
-
-    def build(self, name: str, context: ParallelContext, variants: dict[str, ParallelVariant], rows: dict[str, Any]) -> None:
-        world, begun = self.world, time.monotonic()
-        with self.deadline(f"compile {name}"):
-            variant, why = world.agreed(lambda: make(name, context))
-            if why:
-                rows[name]["why"]["*"] = why
-                world.say(f"{name}: {why}")
-                return
-            variant.step()
-            if world.cuda:
-                world.sync()
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-                variant.step()
-                world.sync()
-                mib = (torch.cuda.max_memory_allocated() - before) / 2**20
-                rows[name]["peak_mib"] = world.worst([mib])[0]
-        variants[name] = variant
-        rows[name] |= {"sites": variant.sites, "compile_s": time.monotonic() - begun}
-        world.say(f"{name}: compiled in {rows[name]['compile_s']:.1f} s {variant.sites}")
+            if world.cuda and FSDP2 in variants:
+                rows[FSDP2]["why"]["step_g"] = "FSDP2's hooks are not captured"
+            self.capture({f"{n} step": v.step for n, v in variants.items() if not (world.cuda and n == FSDP2)}, rows)
 
     def compare(self, context: ParallelContext, variants: dict[str, ParallelVariant], rows: dict[str, Any]) -> None:
         """Compare output and gradients with inductor. A variant with wrong numbers gets no times.
@@ -140,45 +105,12 @@ class DataParallelRun:
                 if errors and not why and INDUCTOR not in variants and first is not None:
                     more, why = self.world.agreed(lambda name=name: differences(variants[name], first, self.world))
                     errors = {**(more or {}), **errors}
-            worst = max(errors, key=errors.__getitem__) if errors else ""
-            if not why and not errors[worst] <= BOUND[context.dtype]:
-                why = f"wrong numbers: {worst} differs from inductor by {errors[worst]:.3g} of its norm"
-            rows[name] |= {"error": errors[worst] if errors else None, "worst": worst}
+            variant = variants[name]
+            worst = self.remove_wrong(name, errors, why, BOUND[context.dtype], variants, rows)
+            rows[name]["worst"] = worst
             if self.args.options[name].get("verify"):
-                rows[name]["site_errors"] = site_errors(variants[name])
-                self.world.say(f"{name}: {worst} {errors.get(worst)}; sites {rows[name]['site_errors']}")
-            if why:
-                rows[name]["why"]["*"] = why
-                self.world.say(f"{name}: {why}")
-                del variants[name]
-
-    def rounds(self, calls: dict[str, Callable[[], Any]], rows: dict[str, Any], kind: str) -> None:
-        """Time all calls, alternating, into rows[VARIANT][kind]."""
-        with self.deadline("times"):
-            timed, why = self.world.agreed(lambda: self.clock.rounds(calls, self.args.iters, self.args.warm))
-        ms, iqr = timed or ({}, {})
-        for name in calls:
-            if name in ms:
-                rows[name] |= {kind: ms[name], f"{kind}_iqr": iqr[name]}
-            else:
-                rows[name]["why"][kind] = why
-        self.save()
-
-    def graphs(self, variants: dict[str, ParallelVariant], rows: dict[str, Any]) -> None:
-        """Time each step as a CUDA graph. This runs last: a failed capture may break the process."""
-        calls: dict[str, Callable[[], Any]] = {}
-        for name, variant in variants.items():
-            if not self.world.cuda or name == FSDP2:
-                rows[name]["why"]["step_g"] = "FSDP2's hooks are not captured" if self.world.cuda else "needs CUDA"
-                continue
-            with self.deadline(f"capture {name}"):
-                made, why = self.world.agreed(lambda v=variant: graphed(v.step, self.world))
-            if why:
-                rows[name]["why"]["step_g"] = why
-                self.world.say(f"{name}: no graph: {why}")
-            else:
-                calls[name] = made[0]
-        self.rounds(calls, rows, "step_g")
+                rows[name]["site_errors"] = site_errors(variant)
+                self.world.say(f"{name}: {worst} {rows[name]['error']}; sites {rows[name]['site_errors']}")
 
 
 def main() -> None:
@@ -195,7 +127,7 @@ def main() -> None:
     with Deadline("set-up", 120):
         document: dict[str, Any] = {"benchmark": "data_parallel", **facts.facts(world, "benchmarks.data_parallel")}
         document |= {"iters": args.iters, "ours": args.options, "rows": []}
-        run = DataParallelRun(args, world, document)
+        run = DataParallelRun(args, world, document, text)
     for size in args.size.split(","):
         run.size(size)
         run.save()
