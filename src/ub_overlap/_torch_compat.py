@@ -285,6 +285,13 @@ def group_of(name: str) -> Any:
     return resolve(name)
 
 
+def global_ranks(group: Any) -> list[int]:
+    """Return the ranks of the world that `group` has, in order; [] for a group that c10d does not know."""
+    from torch.distributed import distributed_c10d
+
+    return sorted(known, key=known.__getitem__) if (known := distributed_c10d._world.pg_group_ranks.get(group)) else []
+
+
 def gather_into(out: Any, shard: Any, group: str) -> None:
     """All-gather `shard` into `out`, in rank order, without the host overhead of torch.distributed's functions."""
     group_of(group)._allgather_base(out, shard).wait()
