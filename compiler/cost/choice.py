@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -21,13 +22,15 @@ be more."""
 @dataclass(frozen=True, slots=True)
 class StrategyChoice:
     """`predictions`: by strategy, as text. `reason`: the predictions in a sentence. `gain_us`: against no overlap. `open`: the
-    strategies to choose from. `strategy` is a single one, until dispatch_table.py combines several choices in a table."""
+    strategies to choose from. `strategy` is a single one, until dispatch_table.py combines several choices in a table.
+    `most_us`: the most that the site can gain with further independent matmuls, which fill the time that it waits."""
 
     strategy: Strategy | DispatchTable
     predictions: dict[str, Prediction]
     reason: str
     gain_us: float
     open: tuple[Strategy, ...] = ()
+    most_us: float = math.inf
 
 
 def margin_us(us: float, plain: Prediction) -> float:
@@ -65,7 +68,11 @@ def _choose(shape: SiteShape, profile: Profile, overlap_only: bool, chunks: int,
         if saved > margin_us(found[best].us, found[NONE]):
             best = strategy
     gain = found[NONE].us - found[best].us
-    return StrategyChoice(best, {str(s): p for s, p in found.items()}, _reason(found, best, profile), gain, tuple(open_to))
+    most = max([0.0, *(found[NONE].us - p.us + p.idle_us for s, p in found.items() if s != NONE)])
+    if profile.steps.gap_us:
+        most = math.inf  # plain matmuls have gaps between them, those of one op have none
+    texts = {str(s): p for s, p in found.items()}
+    return StrategyChoice(best, texts, _reason(found, best, profile), gain, tuple(open_to), most)
 
 
 def _reason(found: dict[Strategy, Prediction], best: Strategy, profile: Profile) -> str:

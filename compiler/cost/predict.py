@@ -12,7 +12,7 @@ from .direct_time import direct_us, has_direct_times, link_us
 from .matmul_time import matmul_us
 from .profile import Profile
 from .program import CostItem, programs
-from .simulate import Contention, play
+from .simulate import Contention, busy_us, play
 from .site_shape import SIZES, SiteShape
 
 STRIPES = (2, 4)
@@ -27,13 +27,14 @@ class Prediction:
     """Microseconds of one site by one strategy.
 
     `matmul_us`: its whole matmuls alone; without overlap, their sums too. `communication_us`: its transfers alone.
-    `timeline`: (queue, step, begin, end), of rank 0.
+    `timeline`: (queue, step, begin, end), of rank 0. `idle_us`: the time in which the compute queue waits.
     """
 
     us: float
     matmul_us: float
     communication_us: float
     timeline: tuple[tuple[str, str, float, float], ...] = ()
+    idle_us: float = 0.0
 
 
 def candidates(shape: SiteShape, profile: Profile) -> list[Strategy]:
@@ -77,6 +78,7 @@ def _predict(shape: SiteShape, strategy: Strategy, profile: Profile) -> Predicti
         pushes += link_us(profile, shape.ranks, shape.dtype, shape.rows, shape.cols)
     flags = sum(cost(item.work) for item in made[0] if item.work.what == "flag")
     us = max(end for rank in times for _, end in rank)
+    busy = max(busy_us(program, rank, contention) for program, rank in zip(made, times, strict=True))
     # Pieces and the whole are measured separately. The floor ensures that cutting never makes a matmul faster than the whole.
     floor = max(sum(matmuls), pushes)
     packing = (("COMPUTE", "pack operands", 0.0, copy_us),) if copy_us else ()
@@ -84,7 +86,8 @@ def _predict(shape: SiteShape, strategy: Strategy, profile: Profile) -> Predicti
         ("COPY" if item.copies else "COMPUTE", item.text, copy_us + begin, copy_us + end)
         for item, (begin, end) in zip(made[0], times[0], strict=True)
     )
-    return Prediction(copy_us + max(us, floor), sum(matmuls), pushes + flags, (*packing, *timeline))
+    us = max(us, floor)
+    return Prediction(copy_us + us, sum(matmuls), pushes + flags, (*packing, *timeline), us - busy)
 
 
 def collective_us(shape: SiteShape, profile: Profile) -> float:

@@ -8,7 +8,7 @@ Costs are looked up by `CostItem`, which holds shares of a shard and no sizes: o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from ub_overlap.runtime.schedule.builders import build_all
@@ -66,20 +66,20 @@ class QueueItem:
     after: tuple[int, ...] = ()
     waits: tuple[FlagName, ...] = ()
     signals: tuple[FlagName, ...] = ()
-    text: str = ""
+    text: str = field(default="", compare=False)
 
 
 @lru_cache(maxsize=512)
 def programs(key: Key) -> tuple[tuple[QueueItem, ...], ...]:
     """Return one program per rank; a single one where all ranks do the same up to rotation."""
     made = [_program(schedule) for schedule in build_all(key)]
-    shapes = {tuple(replace(item, text="") for item in program) for program in made}
-    return (made[0],) if len(shapes) == 1 else tuple(made)
+    return (made[0],) if len(set(made)) == 1 else tuple(made)
 
 
 def _program(schedule: Schedule) -> tuple[QueueItem, ...]:
     rank, ranks = schedule.rank, schedule.key.ranks
     items: list[QueueItem] = [QueueItem(False, CostItem("begin"), text="begin")]
+    known: dict[CostItem, CostItem] = {}  # equal items are one object, so that a cost is looked up by identity
     events: dict[int, int] = {}
     ended: dict[int, tuple[Region, Region]] = {}  # local copies by item, which a neighbor may join
     copying = False
@@ -103,18 +103,18 @@ def _program(schedule: Schedule) -> tuple[QueueItem, ...]:
             items[-1] = replace(last, waits=(*last.waits, name(step.flag)), text=f"{last.text}, {show(step)}")
         elif isinstance(step, Copy) and not copies and before and not after and _joins(before, step):
             work = replace(last.work, share=last.work.share + _share(step.src))
-            items[-1] = replace(last, work=work, text=f"{last.text}, {show(step)}")
+            items[-1] = replace(last, work=known.setdefault(work, work), text=f"{last.text}, {show(step)}")
             ended[len(items) - 1] = (step.src, step.dst)
         else:
             work = _work(step, rank, schedule.key)
             awaited = tuple(name(w.flag) for w in waits(step) if not w.back)
-            items.append(QueueItem(copies, work, after, awaited, tuple(map(name, signals(step))), show(step)))
+            signalled = tuple(map(name, signals(step)))
+            items.append(QueueItem(copies, known.setdefault(work, work), after, awaited, signalled, show(step)))
             if isinstance(step, Copy) and not copies:
                 ended[len(items) - 1] = (step.src, step.dst)
         if step.record is not None:
             events[step.record] = len(items) - 1
-    one: dict[CostItem, CostItem] = {}  # equal items are one object, so that a cost is looked up by identity
-    return tuple(replace(item, work=one.setdefault(item.work, item.work)) for item in items)
+    return tuple(items)
 
 
 def _work(step: Step, rank: int, key: Key) -> CostItem:

@@ -38,6 +38,19 @@ def play(programs: Sequence[Sequence[QueueItem]], cost: Callable[[CostItem], flo
     return _Game(programs, cost, contention).run()
 
 
+def busy_us(program: Sequence[QueueItem], times: Times, contention: Contention) -> float:
+    """Return the microseconds for which the compute queue of a rank is busy: those of its items, less their waiting."""
+    total = 0.0
+    for item, (begin, end) in zip(program, times, strict=True):
+        if item.copies:
+            continue
+        if item.work.what == "wait":
+            total += min(contention.wait_us, contention.arrive_us)
+        else:
+            total += end - begin - (contention.arrive_us if item.waits else 0.0)
+    return total
+
+
 class _Game:
     """Queue q is the compute queue (even) or the copy queue (odd) of rank q // 2."""
 

@@ -149,7 +149,7 @@ class AlternativeFinder:
             choice = form.choice
             alternatives.choice = alternatives.choice or choice
             if site is match and not isinstance(match, Miss) and self.costs.policy.independent_matmuls == "auto":
-                self._add_with_independent(alternatives, candidate, match, choice, override)
+                self._add_with_independent(alternatives, candidate, match, form, override)
             if choice is not None and choice.strategy.mode is Mode.NONE:
                 failed = failed or Miss(Reason.NO_GAIN, choice.reason)
                 continue
@@ -173,7 +173,7 @@ class AlternativeFinder:
         alternatives: Alternatives,
         candidate: Candidate,
         match: Match,
-        alone: StrategyChoice | None,
+        alone: PackedChoice,
         override: Override | None,
     ) -> None:
         """Add the match with sets of independent matmuls that save more than fewer of them.
@@ -181,7 +181,7 @@ class AlternativeFinder:
         `alone`: its choice without any. With a requested strategy: sets of as many as are requested.
         """
         requested = override.independent if override and override.strategy else None
-        if requested == 0 or match.matmuls[0].scales is not None or (requested is None and alone is None):
+        if requested == 0 or match.matmuls[0].scales is not None or (requested is None and alone.choice is None):
             return
         fitting = [
             p
@@ -196,9 +196,13 @@ class AlternativeFinder:
         # Equal sizes are predicted once.
         device = match.collective.node.meta["val"].device.type
         site_key = (sizes, rows_of(match), device, override) if None not in sizes else match.collective.node
-        best_us = {0: alone.gain_us if alone else 0.0}  # by set, as bits: the most that it or a subset saves
+        best_us = {0: alone.choice.gain_us if alone.choice else 0.0}  # by set, as bits: the most that it or a subset saves
+        most_us = {0: alone.most_us}  # by set, as bits: the most that any set with these matmuls saves
         for indices, bits, subsets in _sets(len(fitting), requested or MOST_PIPELINED):
             subset_us = best_us[bits] = max([best_us[subset] for subset in subsets])
+            most_us[bits] = min([most_us[subset] for subset in subsets])
+            if requested is None and most_us[bits] <= subset_us + ADDS_US:
+                continue  # fewer matmuls hide all
             matmuls = tuple([fitting[i] for i in indices])
             if requested not in (None, len(matmuls)) or any(q.node in p.node.all_input_nodes for p in matmuls for q in matmuls):
                 continue
@@ -207,6 +211,7 @@ class AlternativeFinder:
                 with_forms = [replace(form, independent=matmuls) for form in forms]
                 self._forms[key] = choose_form(replace(match, independent=matmuls), self.costs, override, with_forms)
             form = self._forms[key]
+            most_us[bits] = min(most_us[bits], form.most_us)
             saved_us = _saved_us(form.site, form.choice)
             if form.choice is not None and form.choice.strategy.mode is Mode.NONE:
                 continue
@@ -248,6 +253,7 @@ class AlternativeFinder:
         c = candidate.collective
         strategy = forced or Strategy(Mode.BULK)
         best_us: dict[int, float] = {}  # by set, as bits: the most that it or a subset saves
+        most_us = {0: math.inf}  # by set, as bits: the most that any set with these matmuls saves
         # Equal sizes are predicted once: they share a number.
         collective = self._number_of(
             (c.op, c.ranks, shape_of(c.input), c.narrow_dtype, dtype_of(c.node), c.group, forced is None)
@@ -258,6 +264,9 @@ class AlternativeFinder:
         bits_of = [self._bit(p.node) for p in matmuls]
         for indices, bits, subsets in _sets(len(matmuls), BULK_PRODUCTS):
             subset_us = best_us[bits] = max([best_us.get(subset, -math.inf) for subset in subsets], default=-math.inf)
+            most_us[bits] = min([most_us[subset] for subset in subsets if subset in most_us], default=math.inf)
+            if not forced and most_us[bits] <= subset_us + ADDS_US:
+                continue  # fewer matmuls hide all
             # A matmul that reads another directly. (One that does so through other nodes is refused when the site is fused.)
             if any_reads and any(inputs[i] & bits for i in indices):
                 continue
@@ -267,6 +276,7 @@ class AlternativeFinder:
                 choice = None if forced else self.costs.choose(site, 0)
                 self._bulk_choices[key] = choice, _saved_us(site, choice)
             choice, saved_us = self._bulk_choices[key]
+            most_us[bits] = min(most_us[bits], choice.most_us if choice else math.inf)
             alternatives.choice = alternatives.choice or choice
             if choice is not None and choice.strategy.mode is Mode.NONE:
                 continue

@@ -135,9 +135,10 @@ class _State:
         self.placements[i] = placement
         self.used_matmuls |= placement.alternative.matmul_bits
 
-    def _remove(self, i: int) -> None:
+    def _remove(self, i: int, peak: int | None = None) -> None:
+        """Remove a placement. `peak`: the memory peak afterwards, where it is known."""
         placement = self.placements.pop(i)
-        self.memory.remove(placement.held)
+        self.memory.remove(placement.held, peak)
         self.used_matmuls &= ~placement.alternative.matmul_bits
 
     def release(self, i: int) -> None:
@@ -155,10 +156,10 @@ class _State:
         while len(self.log) > mark[0]:
             i, placement, was_placed, peak_before = self.log.pop()
             if was_placed:
-                self._remove(i)
+                self._remove(i, peak_before)
             else:
                 self._add(i, placement)
-            self.memory.current_peak = peak_before
+                self.memory.current_peak = peak_before
         self.order.back(mark[1])
 
     def place_greedily(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,11 +16,15 @@ from .profitability import SiteCosts
 
 @dataclass(frozen=True, slots=True)
 class PackedChoice:
-    """A site in its chosen form, the choice of its strategy, and why its matmuls are packed or apart ("": nothing to pack)."""
+    """A site in its chosen form, the choice of its strategy, and why its matmuls are packed or apart ("": nothing to pack).
+
+    `most_us`: as in StrategyChoice, of all forms.
+    """
 
     site: Site
     choice: StrategyChoice | None
     reason: str = ""
+    most_us: float = math.inf
 
 
 def choose_form(
@@ -30,7 +35,7 @@ def choose_form(
     choice = None if forced else costs.choose(site, chunks)
     forms = packed_forms(site, costs.neighbors) if forms is None else forms
     if not forms:
-        return PackedChoice(site, choice, explain_unpacked(site))
+        return PackedChoice(site, choice, explain_unpacked(site), choice.most_us if choice else math.inf)
     pack = costs.policy.pack
     if pack == "off":
         return PackedChoice(site, choice, "not packed: pack='off'")
@@ -50,17 +55,19 @@ def choose_form(
         return PackedChoice(site, choice)
     margin = margin_us(times.us, times.plain)
     best, best_us, texts = PackedChoice(site, choice), times.us - margin, []
+    most_us = choice.most_us if choice else math.inf
     for form in forms:
         packed = None if forced else costs.choose(form, chunks)
         packed_times = costs.times_us(form, packed, requested)
         if packed_times is None:
             continue
         texts.append(f"{_sizes(form)} {packed_times.us:.0f}")
+        most_us = max(most_us, packed.most_us if packed else math.inf)
         if packed_times.us < best_us:
             best, best_us = PackedChoice(form, packed), packed_times.us
     text = f"predicted us: apart {times.us:.0f}, packed as {', '.join(texts)}"
     chosen = f"packed as {_sizes(best.site)}" if best.site is not site else f"not packed: saves less than {margin:.0f} us"
-    return PackedChoice(best.site, best.choice, f"{chosen}; {text}")
+    return PackedChoice(best.site, best.choice, f"{chosen}; {text}", most_us)
 
 
 def _sizes(site: Site) -> str:

@@ -124,8 +124,12 @@ class PeakMemory:
         self.current_peak += self.growth_with(held)
         self._change(held, 1)
 
-    def remove(self, held: HeldBytes) -> None:
+    def remove(self, held: HeldBytes, peak: int | None = None) -> None:
+        """Undo `add`. `peak`: the current peak afterwards, where it is known."""
         self._change(held, -1)
+        if peak is not None:
+            self.current_peak = peak
+            return
         # Without bytes that a site saved, the peak may be higher.
         if held and (self.current_peak > self.peak or any(size < 0 for _, _, size in held)):
             self.current_peak = max(self.peak, max(self.live))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,8 @@ from tests.compiler.dags import Dag, aten, c10d
 from tests.compiler.rank_compile import decisions_of, world_name
 from tests.harness.ranks import RankPool
 from tests.models.compare import Comparison, compare, uncached
-from ub_overlap.compiler.cost import load
+from ub_overlap.compiler.cost import SiteShape, load
+from ub_overlap.compiler.cost import choose as chosen
 from ub_overlap.compiler.cost.policy import Policy
 from ub_overlap.compiler.graph.aten import shape_of
 from ub_overlap.compiler.graph.emitter import Emitter
@@ -68,6 +70,36 @@ def test_exposed_gather_takes_an_independent_matmul() -> None:
     assert f"concurrent with {site.paired[0]}" in site.detail
     assert dict(site.shapes)["matmul1"] == "[1792, 8192] @ [8192, 4096]"
     assert Plan.from_json(plan.to_json()) == plan and Plan.from_json(plan.to_json()).digest == plan.digest
+
+
+@pytest.mark.parametrize("width", [64, 512, 2048])
+def test_sets_that_cannot_gain_are_left_out(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets of matmuls are not predicted where fewer hide everything, and the plan is that of all sets."""
+    plans, counts = [], []
+    for most in (None, math.inf):
+        shapes: list[SiteShape] = []
+
+        def choose(shape: SiteShape, *args: Any, most: float | None = most, shapes: list[SiteShape] = shapes) -> Any:
+            shapes.append(shape)
+            found = chosen(shape, *args)
+            return found if most is None else replace(found, most_us=most)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("ub_overlap.compiler.select.profitability.choose", choose)
+            graph = gradients(width)
+            plans.append(decide(graph, AUTO, "backward", lambda *_: None).plan)
+        counts.append(len(shapes))
+    assert plans[0].decisions == plans[1].decisions
+    assert counts[0] < 0.7 * counts[1], counts
+
+
+def gradients(width: int) -> Graph:
+    """Return two gathers with consumers of `width` columns, a reduction, and independent matmuls of several sizes."""
+    d = Dag(8)
+    x = [d.input(f"x{i}", 8192 // 8, 4096) for i in range(2)]
+    more = [d.mm(d.input(f"a{i}", rows, 8192), d.input(f"b{i}", 8192, 4096)) for i, rows in enumerate((1792, 4096, 256, 768))]
+    products = [d.mm(d.gather(shard), d.input(f"w{i}", 4096, width)) for i, shard in enumerate(x)]
+    return d.output(*products, *more, d.scatter(d.mm(d.input("g", 4096, 8192), d.input("h", 8192, 4096))))
 
 
 def test_hidden_gather_takes_none() -> None:

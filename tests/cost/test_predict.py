@@ -172,3 +172,27 @@ def test_a_float8_wire_sends_half_the_bytes() -> None:
     before, after = (predict(shape, pipelined, load("h200")) for shape in (plain, narrow))
     assert after.us < before.us and after.communication_us < 0.6 * before.communication_us
     assert predict(narrow, NONE, load("h200")) == predict(plain, NONE, load("h200"))
+
+
+@pytest.mark.parametrize("profile", PROFILES, ids=str)
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_most_that_independent_matmuls_can_add(profile: object, ranks: int) -> None:
+    """No set of further independent matmuls gains more than `most_us` says, and it says more than 0 only where they help."""
+    rng = random.Random(ranks)
+    helped = 0
+    for shape in sites(ranks):
+        before = choose(shape, profile)  # type: ignore[arg-type]
+        for _ in range(8):
+            more = tuple(tuple(rng.choice([128, 512, 4096]) for _ in range(3)) + (False,) for _ in range(rng.randint(1, 3)))
+            independent = 0 if shape.bulk else shape.independent + len(more)
+            after = choose(replace(shape, matmuls=(*shape.matmuls, *more), independent=independent), profile)  # type: ignore[arg-type]
+            assert after.gain_us <= before.most_us + 0.01, (shape, more)
+            helped += after.gain_us > before.gain_us + 1
+    assert helped > 5 or profile is not H200
+
+
+def test_what_hides_all_gains_nothing_more() -> None:
+    """A bulk gather behind a matmul that is longer cannot gain more; one behind a short matmul can."""
+    long, short = (SiteShape("bulk_all_gather", 8, "bfloat16", ((m, 8192, 8192, False),), 1 << 24, 1) for m in (8192, 256))
+    assert choose(long, H200).most_us == pytest.approx(choose(long, H200).gain_us, abs=0.1)
+    assert choose(short, H200).most_us > choose(short, H200).gain_us + 20
