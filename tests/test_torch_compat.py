@@ -5,8 +5,12 @@ from __future__ import annotations
 import inspect
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from ub_overlap import _torch_compat
+from ub_overlap import _fsdp_compat, _torch_compat
 
 
 @pytest.mark.parametrize("name", _torch_compat.names())
@@ -29,3 +33,28 @@ def test_imports_of_torch_are_inside_functions() -> None:
     """Importing ub_overlap, and through it _torch_compat.py, must not import torch."""
     for line in inspect.getsource(_torch_compat).splitlines():
         assert not line.startswith(("import torch", "from torch")), line
+
+
+def test_public_setters_of_fully_shard_set_what_we_replace() -> None:
+    dist.init_process_group("fake", store=_torch_compat.FakeStore(), rank=0, world_size=2)
+    try:
+        module = fully_shard(torch.nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+        assert isinstance(module, FSDPModule)
+        gather, scatter = object(), object()
+        module.set_custom_all_gather(gather)  # type: ignore[arg-type]
+        module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
+        (group,) = _fsdp_compat.param_groups(module)
+        assert _fsdp_compat.comms(group) == (gather, scatter)
+        _fsdp_compat.set_comms(group, scatter, gather)
+        assert _fsdp_compat.comms(group) == (scatter, gather)
+        assert hasattr(group, "offload_policy")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_factor_of_a_premultiplied_sum() -> None:
+    premul = getattr(dist.ReduceOp, "PREMUL_SUM")  # noqa: B009 (an enum value in torch 2.11, where this makes the op)
+    old = getattr(torch.distributed, "_make_nccl_premul_sum", None)
+    assert _fsdp_compat.premul_factor(old(0.25) if old is not None else premul(0.25)) == 0.25
+    assert _fsdp_compat.premul_factor(dist.ReduceOp.SUM) is None
+    assert _fsdp_compat.premul_factor(dist.ReduceOp(dist.ReduceOp.AVG)) is None

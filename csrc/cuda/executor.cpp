@@ -283,7 +283,7 @@ class Run final : public OpenWork {
     // Merges local copies of adjacent pieces into one launch.
     void defer_copy(Move& pending, const Move& next) {
         const Span &src = next.src, &dst = next.dst;
-        if (src.blocks * src.bytes == 0) return;
+        if (src.blocks * src.bytes == 0 || src.data == dst.data) return;  // an input at its place in the output
         const bool runs = src.blocks == 1 && dst.blocks == 1 && pending.src.data;
         if (runs && pending.src.data + pending.src.bytes == src.data && pending.dst.data + pending.dst.bytes == dst.data) {
             pending.src.bytes = pending.dst.bytes = pending.src.bytes + src.bytes;

@@ -36,7 +36,6 @@ from torch import Tensor
 from ub_overlap import _torch_compat as compat
 
 from . import c10d_fallback as c10d
-from . import flop_counts
 from .definition import OpDefinition
 
 SCHEMA = (
@@ -90,10 +89,4 @@ def fallback(a: AllGatherMatmulArgs) -> tuple[Tensor, list[Tensor]]:
     return (gathered.contiguous() if a.return_gathered else a.shard.new_empty(0)), outs
 
 
-def flops(a: AllGatherMatmulArgs) -> Any:
-    """Return the operations of the matmuls."""
-    count = flop_counts.count_gathered(a.shard, a.operands, a.group)
-    return count + flop_counts.count_products(a.independent_lhs, a.independent_rhs)
-
-
-DEFINITION = OpDefinition(SCHEMA, AllGatherMatmulArgs, fake, fallback, flops)
+DEFINITION = OpDefinition(SCHEMA, AllGatherMatmulArgs, fake, fallback)

@@ -18,7 +18,7 @@ fp32 in rank order, divides it by R for "avg", and rounds once to out_dtype. An 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from torch import Tensor
 from ub_overlap import _torch_compat as compat
 
 from . import c10d_fallback as c10d
-from . import flop_counts
 from .definition import OpDefinition
 
 SCHEMA = (
@@ -69,9 +68,4 @@ def fallback(a: BulkArgs) -> tuple[Tensor, list[Tensor]]:
     return out, c10d.products(a.lhs, a.rhs)
 
 
-def flops(a: BulkArgs) -> Any:
-    """Return the operations of the matmuls."""
-    return flop_counts.count_products(a.lhs, a.rhs)
-
-
-DEFINITION = OpDefinition(SCHEMA, BulkArgs, fake, fallback, flops)
+DEFINITION = OpDefinition(SCHEMA, BulkArgs, fake, fallback)

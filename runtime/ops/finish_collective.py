@@ -18,9 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import bulk, c10d_split
+from . import bulk
 from .definition import OpDefinition
-from .start_collective import StartArgs
 
 SCHEMA = (
     "finish_collective(Tensor token, Tensor input, str collective, str reduce_op, ScalarType out_dtype, int split_slot, "
@@ -50,8 +49,8 @@ def fake(a: FinishArgs) -> Tensor:
 
 
 def fallback(a: FinishArgs) -> Tensor:
-    """Wait for the collective that c10d runs."""
-    return c10d_split.finish(StartArgs(*a[1:]))
+    """Run the collective with c10d."""
+    return bulk.fallback(_bulk_args(a))[0]
 
 
 DEFINITION = OpDefinition(SCHEMA, FinishArgs, fake, fallback)

@@ -12,6 +12,7 @@ from ub_overlap._versions import VERSION as __version__
 from ub_overlap.runtime.session import inherited_groups as _inherited_groups  # noqa: F401  (watches forks)
 
 if TYPE_CHECKING:
+    from ub_overlap import ddp, fsdp
     from ub_overlap.compiler.backend import passes
     from ub_overlap.compiler.backend import ub_overlap as backend
     from ub_overlap.compiler.ddp import DDPGraphs, optimize_ddp
@@ -51,10 +52,12 @@ __all__ = [
     "backend",
     "check_errors",
     "configure",
+    "ddp",
     "errors",
     "explain",
     "flight_record",
     "fp8_state",
+    "fsdp",
     "initialize_group",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
@@ -82,10 +85,12 @@ if not TYPE_CHECKING:
         "backend": ("ub_overlap.compiler.backend", "ub_overlap"),
         "check_errors": ("ub_overlap.runtime.functional", "check_errors"),
         "configure": ("ub_overlap.runtime.settings", "configure"),
+        "ddp": ("ub_overlap.ddp", ""),
         "errors": ("ub_overlap.runtime.errors", ""),
         "explain": ("ub_overlap.compiler.reports.explain", "explain"),
         "flight_record": ("ub_overlap.runtime.session.flight", "flight_record"),
         "fp8_state": ("ub_overlap.runtime.fp8.amax_history", "fp8_state"),
+        "fsdp": ("ub_overlap.fsdp", ""),
         "initialize_group": ("ub_overlap.runtime.functional", "initialize_group"),
         "matmul_all_reduce": ("ub_overlap.runtime.functional", "matmul_all_reduce"),
         "matmul_reduce_scatter": ("ub_overlap.runtime.functional", "matmul_reduce_scatter"),

@@ -60,6 +60,10 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "_dtypes_of_numbers": ("torch.distributed._symmetric_memory:_maybe_convert_scalar_types_to_dtypes",),
     "_fake_backend": ("torch.testing._internal.distributed.fake_pg:_create_fake_pg",),
     "_new_group": ("torch.distributed.distributed_c10d:_new_process_group_helper",),
+    # torch.distributed.fsdp.fully_shard (FSDP2)
+    "FSDPAllGather": ("torch.distributed.fsdp._fully_shard._fsdp_api:AllGather",),
+    "FSDPReduceScatter": ("torch.distributed.fsdp._fully_shard._fsdp_api:ReduceScatter",),
+    "work_of_future": ("torch._C._distributed_c10d:_create_work_from_future",),
     "_group_size_by_name": ("torch.distributed.distributed_c10d:_get_group_size_by_name",),
 }
 
@@ -170,18 +174,6 @@ def user_pass(name: str, options: dict[str, Any]) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def inductor_option(name: str, options: dict[str, Any]) -> Any:
-    """Return the value of Inductor's option in a compilation with `options`; None where this release does not have it."""
-    return options.get(name, __getattr__("inductor_config").get_config_copy().get(name))
-
-
-def roofline_ms(node: Any) -> float | None:
-    """Return the milliseconds that Inductor's overlap scheduling estimates for a node; None in releases without that (2.11)."""
-    scheduling = importlib.import_module("torch._inductor.fx_passes.overlap_scheduling")
-    estimate = getattr(scheduling, "estimate_roofline_runtime_ms", None)
-    return None if estimate is None else float(estimate(node))
 
 
 def must_recompute() -> Any:
@@ -295,13 +287,6 @@ def group_of(name: str) -> Any:
 
     resolve: Any = distributed_c10d._resolve_process_group
     return resolve(name)
-
-
-def global_ranks(group: Any) -> list[int]:
-    """Return the ranks of the world that `group` has, in order; [] for a group that c10d does not know."""
-    from torch.distributed import distributed_c10d
-
-    return sorted(known, key=known.__getitem__) if (known := distributed_c10d._world.pg_group_ranks.get(group)) else []
 
 
 def gather_into(out: Any, shard: Any, group: str) -> None:

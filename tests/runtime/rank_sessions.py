@@ -31,9 +31,7 @@ def reset() -> Iterator[None]:
         yield
     finally:
         C.testing.reset()
-        settings.configure(
-            init_timeout_s=before.init_timeout_s, step_timeout_s=before.step_timeout_s, trace=before.trace, hosts=before.hosts
-        )
+        settings.configure(init_timeout_s=before.init_timeout_s, step_timeout_s=before.step_timeout_s, trace=before.trace)
 
 
 def gather(

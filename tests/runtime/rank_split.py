@@ -42,6 +42,21 @@ def whole(name: str, collective: str, shard: torch.Tensor) -> torch.Tensor:
     return OPS.bulk(shard, [], [], collective, "sum", shard.dtype, "bulk", name, "/bulk")[0]
 
 
+def into(name: str, collective: str, shard: torch.Tensor, rank: int) -> torch.Tensor:
+    """Finish into given memory: that of the input for an all_reduce, around the input for an all_gather."""
+    want = whole(name, collective, shard)
+    out = shard.clone(memory_format=torch.contiguous_format) if collective == "all_reduce" else torch.empty_like(want)
+    if collective == "all_reduce":
+        shard = out
+    elif collective == "all_gather":
+        place = out.narrow(0, rank * shard.shape[0], shard.shape[0])
+        shard = place.copy_(shard)
+    arguments_of_start = arguments(name, collective, shard, 0, {})
+    token = OPS.start_collective(shard, *arguments_of_start)
+    OPS.finish_collective_into(token, shard, out, *arguments_of_start[:2], *arguments_of_start[3:])
+    return out
+
+
 def expected(
     rank: int, world: int, collective: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype, out_dtype: torch.dtype
 ) -> torch.Tensor:
@@ -103,6 +118,8 @@ def equals_bulk(rank: int, world: int) -> list[str]:
             assert (token.shape, token.dtype) == ((1,), torch.uint8)
             if not torch.equal(finish(name, collective, token, shard), whole(name, collective, shard)):
                 bad.append(f"{collective} {tuple(shard.shape)}")
+            if not torch.equal(into(name, collective, shard, rank), whole(name, collective, shard)):
+                bad.append(f"{collective} into given memory {tuple(shard.shape)}")
     shard = data(3, 5, seed=rank)
     out = finish(name, "all_gather", start(name, "all_gather", shard), shard)
     plain = shard.new_empty(3 * world, 5)
@@ -121,6 +138,8 @@ def misuse(rank: int, world: int) -> list[dict[str, Any]]:
     found.append(attempt(lambda: finish(name, "all_gather", token, shard, site="/second")))
     found.append(attempt(lambda: start(name, "all_gather", shard, 8)))
     found.append(attempt(lambda: start(name, "all_gather", shard, 1, strategy="direct")))
+    given = ("all_gather", "sum", 0, "bulk", name, "/split.0")
+    found.append(attempt(lambda: OPS.finish_collective_into(token, shard, torch.empty(4, 4), *given)))
     out = finish(name, "all_gather", token, shard)
     good = torch.equal(out, torch.cat([data(4, 4, seed=r) for r in range(world)]))
     return [*found, {"error": "" if good else "wrong"}]

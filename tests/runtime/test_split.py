@@ -26,13 +26,14 @@ def test_equals_bulk_and_c10d(pools: dict[int, RankPool], world: int) -> None:
 
 def test_misuse_is_named_and_harmless(pools: dict[int, RankPool]) -> None:
     for found in pools[2].run(rank_split.misuse, timeout=60):
-        assert [one["error"] for one in found] == ["OptionError"] * 5 + [""], found
-        texts = [one["text"] for one in found[:5]]
+        assert [one["error"] for one in found] == ["OptionError"] * 6 + [""], found
+        texts = [one["text"] for one in found[:6]]
         assert "split slot 0 has no open collective" in texts[0]
         assert "split all_gather at site '/split.0' was started and not finished" in texts[1]
         assert "split slot 0 holds another collective than the one to finish" in texts[2]
         assert "there is no such split slot" in texts[3]
         assert "neither stripes nor products at their owners" in texts[4]
+        assert "not a contiguous tensor of the result's sizes" in texts[5]
 
 
 def test_a_rank_that_never_finishes(pools: dict[int, RankPool]) -> None:

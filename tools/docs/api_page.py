@@ -24,7 +24,9 @@ def describe(name: str, value: Any) -> str:
     """Return signature, docstring and, for classes, public members of a name."""
     text = docstring_as_markdown(inspect.getdoc(value) or "")
     if isinstance(value, ModuleType):
-        return f"Module `{value.__name__}`.\n\n{text}"
+        members = getattr(value, "__all__", ()) if value.__package__ == ub_overlap.__name__ else ()
+        parts = [f"### {name}.{member}\n\n{describe(f'{name}.{member}', getattr(value, member))}" for member in members]
+        return "\n\n".join([f"Module `{value.__name__}`.", text, *parts])
     if inspect.isclass(value):
         shown = "" if issubclass(value, BaseException) else code(f"{name}{class_signature(value)}") + "\n\n"
         members = "\n".join(member_lines(value))

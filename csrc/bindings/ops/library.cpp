@@ -23,6 +23,12 @@ void no_executor(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit:
 
 }  // namespace
 
+TORCH_LIBRARY_FRAGMENT(ub_overlap, m) {
+    m.def(
+        "finish_collective_into(Tensor token, Tensor input, Tensor(a!) out, str collective, str reduce_op, int split_slot, "
+        "str strategy, str group, str site) -> ()");
+}
+
 #ifdef UB_OVERLAP_CUDA
 TORCH_LIBRARY_FRAGMENT(ub_overlap, m) {
     m.def("fp8_advance_histories(Tensor(a!) current, Tensor(b!) past, Tensor slots, bool is_step) -> Tensor");
@@ -49,6 +55,7 @@ static void register_ops(torch::Library& m) {
     m.impl("bulk", &Dispatched<&bulk, BulkRows>::call);
     m.impl("start_collective", &start_collective);
     m.impl("finish_collective", &finish_collective);
+    m.impl("finish_collective_into", &finish_collective_into);
 }
 
 TORCH_LIBRARY_IMPL(ub_overlap, CompositeExplicitAutograd, m) {
@@ -74,7 +81,7 @@ TORCH_LIBRARY_IMPL(ub_overlap, CUDA, m) {
 #else
     for (const char* op :
          {"all_gather_matmul", "all_gather_scaled_matmul", "matmul_reduce_scatter", "scaled_matmul_reduce_scatter",
-          "matmul_all_reduce", "bulk", "start_collective", "finish_collective"}) {
+          "matmul_all_reduce", "bulk", "start_collective", "finish_collective", "finish_collective_into"}) {
         m.impl(op, torch::CppFunction::makeFromBoxedFunction<&no_executor>());
     }
 #endif

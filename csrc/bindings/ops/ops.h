@@ -55,6 +55,11 @@ at::Tensor start_collective(const at::Tensor& input, std::string collective, std
 at::Tensor finish_collective(const at::Tensor& token, const at::Tensor& input, std::string collective, std::string reduce_op,
                              at::ScalarType out_dtype, int64_t split_slot, std::string strategy, std::string group,
                              std::string site);
+// The same, into `out`, whose dtype is the result's. `out` may be the input of an all_reduce: a shard of it is written when its
+// owner has received it. The input of an all_gather may be its place in `out`.
+void finish_collective_into(const at::Tensor& token, const at::Tensor& input, at::Tensor& out, std::string collective,
+                            std::string reduce_op, int64_t split_slot, std::string strategy, std::string group,
+                            std::string site);
 
 // Returns weights [N_i, K] as one matrix [sum of N_i, K]: their own memory if they lie next to each other, else a copy.
 at::Tensor packed_weight(at::TensorList weights);

@@ -37,39 +37,52 @@ Tensor start_collective(const Tensor& input, std::string collective, std::string
         describe_call(b, input, collective, reduce_op, out_dtype, split_slot);
         const Tensor dense = input.contiguous();
         b.call.input = data_of(dense);
-        if (start_on_transport(b, std::make_shared<Tensor>(dense))) return at::empty({1}, input.options().dtype(at::kByte));
-        WithGil gil;
-        return FallbackCall("start_collective")
-            .tensor(dense)
-            .text(collective)
-            .text(reduce_op)
-            .dtype(out_dtype)
-            .integer(split_slot)
-            .run(at)
-            .at(0);
+        start_on_transport(b, std::make_shared<Tensor>(dense));
+        return at::empty({1}, input.options().dtype(at::kByte));
     });
+}
+
+// Runs the second half of the collective that is open in the slot, or all of it without a transport. The result goes to `out`,
+// which is allocated here unless it is given.
+static Tensor finish(const Tensor& token, const Tensor& input, Tensor out, const std::string& collective,
+                     const std::string& reduce_op, at::ScalarType out_dtype, int64_t split_slot, const Site& at) {
+    Builder b("split " + collective, input.device(), at);
+    const std::vector<int64_t> sizes = describe_call(b, input, collective, reduce_op, out_dtype, split_slot);
+    const bool is_given = out.defined();
+    if (is_given) {
+        b.check(out.sizes() == at::IntArrayRef(sizes) && out.is_contiguous() && out.device() == input.device(),
+                "the output is not a contiguous tensor of the result's sizes", text_of(out.sizes()), text_of(sizes));
+    } else {
+        out = at::empty(sizes, input.options().dtype(out_dtype));
+    }
+    b.call.output = data_of(out);
+    if (finish_on_transport(b)) return out;
+    WithGil gil;
+    const Tensor result = FallbackCall("finish_collective")
+                              .tensor(token)
+                              .tensor(input)
+                              .text(collective)
+                              .text(reduce_op)
+                              .dtype(out_dtype)
+                              .integer(split_slot)
+                              .run(at)
+                              .at(0);
+    return is_given ? out.copy_(result) : result;
 }
 
 Tensor finish_collective(const Tensor& token, const Tensor& input, std::string collective, std::string reduce_op,
                          at::ScalarType out_dtype, int64_t split_slot, std::string strategy, std::string group,
                          std::string site) {
-    return run_op(input.device(), [&]() -> Tensor {
-        const Site at{strategy, group, site};
-        Builder b("split " + collective, input.device(), at);
-        const std::vector<int64_t> sizes = describe_call(b, input, collective, reduce_op, out_dtype, split_slot);
-        Tensor out = at::empty(sizes, input.options().dtype(out_dtype));
-        b.call.output = data_of(out);
-        if (finish_on_transport(b)) return out;
-        WithGil gil;
-        return FallbackCall("finish_collective")
-            .tensor(token)
-            .tensor(input)
-            .text(collective)
-            .text(reduce_op)
-            .dtype(out_dtype)
-            .integer(split_slot)
-            .run(at)
-            .at(0);
+    return run_op(input.device(), [&] {
+        return finish(token, input, Tensor(), collective, reduce_op, out_dtype, split_slot, Site{strategy, group, site});
+    });
+}
+
+void finish_collective_into(const Tensor& token, const Tensor& input, Tensor& out, std::string collective,
+                            std::string reduce_op, int64_t split_slot, std::string strategy, std::string group,
+                            std::string site) {
+    run_op(input.device(), [&] {
+        return finish(token, input, out, collective, reduce_op, out.scalar_type(), split_slot, Site{strategy, group, site});
     });
 }
 

@@ -1,0 +1,53 @@
+"""Collectives into given memory, in the current stream: a split collective that is finished at once.
+
+A split collective takes the lock of its slot, not of the group. So two streams can gather and reduce at the same time, and
+neither waits for calls of compiled graphs on the group. Pushes are copy engine work; the sums are kernels.
+
+Slots are taken from the last one down, since plans assign them from 0 up.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import ops  # noqa: F401  (registers the ops)
+from ..schedule.steps import SPLIT_SLOTS
+
+OPS = torch.ops.ub_overlap
+REDUCED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that the transport sums."""
+GATHER_SLOT, SCATTER_SLOT = SPLIT_SLOTS - 1, SPLIT_SLOTS - 2
+REDUCE_SLOTS = (SPLIT_SLOTS - 3, SPLIT_SLOTS - 4)
+_BYTES = torch.float8_e4m3fn
+"""A gather moves bytes: any dtype of one byte does."""
+
+
+def gather_into(out: Tensor, shard: Tensor, group: str, site: str) -> None:
+    """All-gather `shard` [n] into `out` [R * n], of which it may be this rank's place. Any dtype."""
+    if shard.dtype not in REDUCED_DTYPES:
+        out, shard = out.view(_BYTES), shard.view(_BYTES)
+    _run(out, shard, "all_gather", "sum", GATHER_SLOT, group, site)
+
+
+def reduce_scatter_into(out: Tensor, whole: Tensor, group: str, site: str, *, op: str = "sum", factor: float = 1.0) -> None:
+    """Sum `whole` [R * n] over ranks in fp32, multiply by `factor`, round once, and write this rank's shard to `out` [n].
+
+    `op`: "sum", or "avg", which divides by R.
+    """
+    total = out if factor == 1.0 or out.dtype is torch.float32 else torch.empty_like(out, dtype=torch.float32)
+    _run(total, whole, "reduce_scatter", op, SCATTER_SLOT, group, site)
+    if factor != 1.0:
+        total.mul_(factor)
+    if total is not out:
+        out.copy_(total)
+
+
+def all_reduce_into(out: Tensor, term: Tensor, group: str, site: str, *, op: str = "sum", slot: int = REDUCE_SLOTS[0]) -> None:
+    """Sum `term` over ranks in fp32 into `out`, which may be `term`. "avg" divides by R. Sums travel in the dtype of `out`."""
+    _run(out, term, "all_reduce", op, slot, group, site)
+
+
+def _run(out: Tensor, input: Tensor, collective: str, op: str, slot: int, group: str, site: str) -> None:
+    token = OPS.start_collective(input, collective, op, out.dtype, slot, "bulk", group, site)
+    OPS.finish_collective_into(token, input, out, collective, op, slot, "bulk", group, site)

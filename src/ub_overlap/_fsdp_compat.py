@@ -1,0 +1,35 @@
+"""The only file that reads private attributes of torch.distributed.fsdp.fully_shard and of c10d's reduce ops.
+
+Names of private modules are in `_torch_compat.py`. `tests/test_torch_compat.py` runs every function on the installed torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def param_groups(module: Any) -> list[Any]:
+    """Return the parameter groups of an FSDPModule. Each communicates alone. torch 2.11 has one at most."""
+    state = module._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in (several if several is not None else [state._fsdp_param_group]) if group is not None]
+
+
+def comms(param_group: Any) -> tuple[Any, Any]:
+    """Return the all_gather and the reduce_scatter of a parameter group, as its module's set_custom_* set them."""
+    return param_group._all_gather_comm, param_group._reduce_scatter_comm
+
+
+def set_comms(param_group: Any, all_gather: Any, reduce_scatter: Any) -> None:
+    """Set both. The public set_custom_* refuse modules with several parameter groups."""
+    param_group._all_gather_comm, param_group._reduce_scatter_comm = all_gather, reduce_scatter
+
+
+def premul_factor(op: Any) -> float | None:
+    """Return the factor of a reduce op PREMUL_SUM, None for other ops and for a factor on the device."""
+    from torch.distributed import ReduceOp
+
+    if not isinstance(op, ReduceOp) or op != ReduceOp.PREMUL_SUM:
+        return None
+    state: Any = op.__getstate__()
+    return state[1] if isinstance(state[1], float) else None

@@ -1,0 +1,55 @@
+"""fully_shard with our collectives on CPU ranks: training, options of FSDP2, checkpoints, groups without transport, a death."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.harness.ranks import RankPool
+from tests.runtime.spawn import run_ranks
+
+from . import rank_fsdp
+
+STEP = 2.5
+
+
+def test_trains_as_torch(pool2: RankPool) -> None:
+    assert pool2.run(rank_fsdp.trains_as_torch, timeout=120) == [[], []]
+
+
+def test_hybrid_and_partial_resharding(pool4: RankPool) -> None:
+    assert pool4.run(rank_fsdp.trains_as_torch, timeout=120) == [[]] * 4
+
+
+def test_a_divide_factor(pool2: RankPool) -> None:
+    assert pool2.run(rank_fsdp.divide_factor, timeout=60) == [[], []]
+
+
+def test_gathers_in_flight(pool2: RankPool) -> None:
+    assert pool2.run(rank_fsdp.asynchronous, timeout=60) == [[], []]
+
+
+def test_bytes_travel(pool2: RankPool) -> None:
+    assert pool2.run(rank_fsdp.bytes_travel, timeout=60) == [[], []]
+
+
+def test_a_checkpoint_is_unaffected(pool2: RankPool, tmp_path: Path) -> None:
+    assert pool2.run(rank_fsdp.checkpoints, str(tmp_path), timeout=60) == [[], []]
+
+
+def test_removal_and_misuse(pool2: RankPool) -> None:
+    assert pool2.run(rank_fsdp.removal, timeout=60) == [[], []]
+
+
+def test_torchs_collectives_stay_where_ours_cannot_serve(pool2: RankPool) -> None:
+    for bad, texts in pool2.run(rank_fsdp.no_transport, timeout=60):
+        assert bad == []
+        assert sum("keeps torch's collectives: " in text and "host" in text for text in texts) == 1, texts
+        assert sum("reduce_scatter of torch.float64" in text for text in texts) == 1, texts
+        assert sum("offloaded to the CPU" in text for text in texts) == 4, texts
+
+
+def test_a_rank_that_dies_in_a_gather() -> None:
+    found = run_ranks("tests.data_parallel.rank_fsdp:dies_in_gather", 2, args=(STEP,), timeout=60)[0].value
+    assert found["error"] in ("PeerDiedError", "PeerTimeoutError", "PeerFailedError"), found
+    assert "/fsdp.all_gather" in found["text"] and found["ours"], found
+    assert found["seconds"] < 2 * STEP + 5, found
