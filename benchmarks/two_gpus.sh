@@ -43,7 +43,7 @@ for name in ${*:-memory ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp dp}; do
     blocks8 | blocks4) blocks "$name" --mirror "${name#blocks}" ;;
     blocks2) blocks blocks2 --variants inductor,ours,compute,nocomm ;;
     mlp) mlp ;;
-    dp) ranks dp 150 benchmarks.data_parallel --layers 4 --iters 10 --warm 3 --graphs --budget-s 100 ;;
+    dp) ranks dp 150 benchmarks.data_parallel --layers 4 --iters 10 --warm 3 --waterfall --budget-s 100 ;;
     *) echo "no part '$name'" >&2 && exit 2 ;;
     esac
 done

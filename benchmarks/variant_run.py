@@ -1,4 +1,4 @@
-"""A run that compiles variants of one model, compares them, and times them together."""
+"""A run that compiles variants of one model, compares them, times them together, and takes captured steps apart."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 
 from ub_overlap.tools.rank_process import Deadline, World
 
-from . import facts
+from . import facts, waterfall
+from .replay_trace import trace_replays
 from .timing import Clock, graphed
 
 V = TypeVar("V", bound=Any)
@@ -112,3 +113,29 @@ class VariantRun:
                 replays[call] = made[0]
         self.rounds(replays, rows, "_g")
         return replays
+
+    def waterfall(self, replays: dict[str, Any], row: dict[str, Any]) -> None:
+        """Take the captured step of each variant apart, on the rank whose "compute" takes longest."""
+        steps: dict[str, Any] = {}
+        for name, variant in row["variants"].items():
+            if f"{name} step" not in replays:
+                variant["why"]["waterfall"] = variant["why"].get("step_g", "no captured step")
+                continue
+
+            def measure(replay: Any = replays[f"{name} step"]) -> waterfall.StepTimes:
+                events = trace_replays(replay, self.clock.together, self.world)
+                return waterfall.middle_step(waterfall.measure_steps(events))
+
+            with self.deadline(f"trace of {name}"):
+                steps[name], why = self.world.agreed(measure)
+            if why:
+                del steps[name]
+                variant["why"]["waterfall"] = why
+                self.world.say(f"{name}: no waterfall: {why}")
+        if steps:
+            measured = {n: row["variants"][n]["step_g"] for n in steps if row["variants"][n].get("step_g")}
+            ranks = self.world.gather(steps)
+            base = "compute" if "compute" in steps else next(iter(steps))
+            slowest = max(range(len(ranks)), key=lambda rank: ranks[rank][base].total_us)
+            row["waterfall"] = waterfall.compare(ranks[slowest], measured) | {"rank": slowest}
+        self.save()

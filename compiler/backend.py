@@ -21,7 +21,7 @@ from ub_overlap.runtime.session import plan_graphs
 from .diff.compare_ranks import explain_difference
 from .diff.joint_snapshot import JointSnapshot
 from .graph.graph_inputs import GraphInputs
-from .inductor import apply_bug_patches, register_lowerings
+from .inductor import apply_bug_patches, estimate_own_ops, register_lowerings
 from .options import Options, parse
 from .passes import HOOKS, JointPass, RewritePass
 
@@ -89,6 +89,7 @@ def _inductor_options(ours: Options, theirs: dict[str, Any], mode: str | None, i
         patches.setdefault("realize_opcount_threshold", MOST_FUSED_OPERATIONS)
     for name, value in compat.reordering_options().items():  # the pass may turn them off for one graph (compat.keep_order)
         patches.setdefault(name, value)
+    patches |= estimate_own_ops(patches)
     joint_snapshot = JointSnapshot()
     own_passes = (JointPass(ours, inputs, joint_snapshot), RewritePass(ours, inputs, joint_snapshot))
     for hook, own in zip(HOOKS, own_passes, strict=True):

@@ -13,6 +13,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime.errors import OptionError
 from ub_overlap.runtime.typed_fields import (
@@ -32,6 +34,16 @@ from .overrides.override_set import FORMS, Overrides, parse_overrides
 
 DEFAULT_MIN_BYTES = 1 << 20
 DEFAULT_SPLIT_BYTES = 512 << 20
+
+
+REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def _checked_dtype(value: Any) -> str:
+    name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype | str) else ""
+    if name not in REDUCE_DTYPES:
+        raise ValueError
+    return name
 
 
 def _checked_profile(value: Any) -> str:
@@ -95,6 +107,14 @@ class Options:
         optional(number("a share from 0 to 1, or bytes (above 1)", lambda value: value >= 0)),
         "`None`, share, bytes",
     )
+    reduce_dtype: str | None = typed_field(
+        None,
+        "type in which the gradients that a backward graph returns are sent; sums are taken in fp32. None: before a cast to "
+        "fp32 the type in front of it, which has the same summands; a type as wide as the traced one: as traced; a narrower "
+        "one: gradients are rounded to it, which changes results",
+        optional(Check(f"one of {', '.join(map(repr, REDUCE_DTYPES))}, or such a torch.dtype", _checked_dtype)),
+        f"`None`, {', '.join(f'`{name!r}`' for name in REDUCE_DTYPES)}, torch.dtype".replace("'", '"'),
+    )
     fp8: Fp8Config = typed_field(
         Fp8Config(products="off"),
         "matmuls of linears in float8: of the forward, or all; a dict or ub_overlap.Fp8Config sets more",
@@ -131,6 +151,11 @@ class Options:
     def key(self) -> str:
         """Return a text of all that compiled graphs depend on, for cache keys."""
         return repr([*((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "fp8"), self.fp8.key()])
+
+    @property
+    def gradient_dtype(self) -> torch.dtype | None:
+        """`reduce_dtype` as a type."""
+        return None if self.reduce_dtype is None else REDUCE_DTYPES[self.reduce_dtype]
 
     @property
     def is_cacheable(self) -> bool:

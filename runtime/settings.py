@@ -14,6 +14,13 @@ from .errors import OptionError
 from .extension import extension
 from .typed_fields import Check, check_values, integer_from, number, typed_field
 
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError
+    return value
+
+
 _SECONDS = number("a finite number of seconds above 0, at most 1e9", lambda value: 0 < value <= 1e9)
 _FOLDER = Check("a folder", lambda value: os.fspath(value))
 _PREFIX = "UB_OVERLAP_"
@@ -40,6 +47,12 @@ class Settings:
     shared_gpus: bool = typed_field(
         False,
         "for tests: ranks that share a GPU overlap too, where they take turns; slow. Else they run plain collectives",
+    )
+    hosts: str = typed_field(
+        "",
+        "where the ranks of the world are: the number of ranks of each host, or one name for every rank (0,0,1,1). Ranks on "
+        "different hosts share no memory, also where the machine is one: for tests. Empty: as LOCAL_WORLD_SIZE says, else one",
+        Check("a text", _text),
     )
     snapshots: bool = typed_field(True, "keep each graph before and after the rewrite, for reports and errors")
     flight_calls: int = typed_field(

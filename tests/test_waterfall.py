@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.blocks import waterfall
+from benchmarks import waterfall
 from benchmarks.blocks.table import text as blocks_text
 from ub_overlap.tools import exposed, trace_events
 

@@ -32,11 +32,11 @@ from .. import facts
 from ..mirror import PROCESSES, note
 from ..mirror.group import MirrorGroups
 from ..ranks import end, start
+from ..replay_trace import prepare_for_captures
 from ..report import draw
 from ..variant_run import VariantRun
-from . import waterfall
 from .model import MODELS, SIZES
-from .profile import prepare_for_captures, trace_replays, write_profile
+from .profile import write_profile
 from .table import BASELINES, NO_COMMUNICATION, text
 from .variants import TRANSFORMER_ENGINE, BlockContext, BlockVariant, differences, make
 
@@ -170,32 +170,6 @@ class BlocksRun(VariantRun):
                 errors, why = self.world.agreed(lambda name=name: differences(variants[name], reference, self.world))
             low = context.ours.get(name, {}).get("fp8", "off") != "off"
             self.remove_wrong(name, errors, why, FP8_BOUND if low else BOUND[context.dtype], variants, rows)
-
-    def waterfall(self, replays: dict[str, Any], row: dict[str, Any]) -> None:
-        """Take the captured step of each variant apart, on the rank whose "compute" takes longest."""
-        steps: dict[str, Any] = {}
-        for name, variant in row["variants"].items():
-            if f"{name} step" not in replays:
-                variant["why"]["waterfall"] = variant["why"].get("step_g", "no captured step")
-                continue
-
-            def measure(replay: Any = replays[f"{name} step"]) -> waterfall.StepTimes:
-                events = trace_replays(replay, self.clock.together, self.world)
-                return waterfall.middle_step(waterfall.measure_steps(events))
-
-            with self.deadline(f"trace of {name}"):
-                steps[name], why = self.world.agreed(measure)
-            if why:
-                del steps[name]
-                variant["why"]["waterfall"] = why
-                self.world.say(f"{name}: no waterfall: {why}")
-        if steps:
-            measured = {n: row["variants"][n]["step_g"] for n in steps if row["variants"][n].get("step_g")}
-            ranks = self.world.gather(steps)
-            base = "compute" if "compute" in steps else next(iter(steps))
-            slowest = max(range(len(ranks)), key=lambda rank: ranks[rank][base].total_us)
-            row["waterfall"] = waterfall.compare(ranks[slowest], measured) | {"rank": slowest}
-        self.save()
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ub_overlap.compiler.text.table import render_table
 
-from . import waterfall
+from .. import waterfall
 
 NONE = "-"
 NO_COMMUNICATION = "nocomm"

@@ -7,6 +7,7 @@ whose backward gathers every weight again as FSDP2's does, each also with split 
 --iters, maximum over ranks; the variants alternate. Hidden: the share of FSDP2's time over compute that a variant does not
 take. Peak memory: of a step, over what is allocated before it. With {"verify": true} in its options a variant prints the
 largest error of its sites against the plain collectives; its times mean nothing.
+--waterfall shows where the captured step of each variant spends its time, by class of kernel, against compute.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ub_overlap.tools.rank_process import Deadline
 from .. import facts
 from ..blocks.model import SIZES
 from ..ranks import end, start
+from ..replay_trace import prepare_for_captures
 from ..variant_run import VariantRun
 from .table import text
 from .variants import COMPUTE, FSDP2, INDUCTOR, TORCH, ParallelContext, ParallelVariant, differences, make, site_errors
@@ -49,11 +51,13 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--warm", type=int, default=5)
     parser.add_argument("--forward", action="store_true", help="time the forward without gradients too; it compiles again")
     parser.add_argument("--graphs", action="store_true", help="time each as a CUDA graph too, last")
+    parser.add_argument("--waterfall", action="store_true", help="take the captured steps apart, last; implies --graphs")
     parser.add_argument("--budget-s", type=float, default=0.0, help="build nothing new after this many seconds (0: no limit)")
     parser.add_argument("--deadline-s", type=float, default=240.0, help="time limit of a compilation or a round")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--json")
     args = parser.parse_args()
+    args.graphs = args.graphs or args.waterfall
     named = [text.partition("=") for text in args.ours]
     args.options = {name: json.loads(options or "{}") for name, _, options in named} or OURS
     names = (args.variants or ",".join((*TORCH, *args.options))).split(",")
@@ -73,9 +77,8 @@ class DataParallelRun(VariantRun):
         compiler = args.compiler or ("inductor" if world.cuda else "aot_eager")
         context = ParallelContext(world, SIZES[size], args.seq, args.layers, dtype, compiler, args.options)
         rows: dict[str, Any] = {name: {"why": {}} for name in args.variants}
-        self.document["rows"].append(
-            {"size": size, "layers": args.layers, "seq": args.seq, "compiler": compiler, "variants": rows}
-        )
+        row = {"size": size, "layers": args.layers, "seq": args.seq, "compiler": compiler, "variants": rows}
+        self.document["rows"].append(row)
         torch._dynamo.reset()
         variants: dict[str, ParallelVariant] = {}
         for name in args.variants:
@@ -89,7 +92,9 @@ class DataParallelRun(VariantRun):
         if args.graphs:
             if world.cuda and FSDP2 in variants:
                 rows[FSDP2]["why"]["step_g"] = "FSDP2's hooks are not captured"
-            self.capture({f"{n} step": v.step for n, v in variants.items() if not (world.cuda and n == FSDP2)}, rows)
+            replays = self.capture({f"{n} step": v.step for n, v in variants.items() if not (world.cuda and n == FSDP2)}, rows)
+            if args.waterfall:
+                self.waterfall(replays, row)
 
     def compare(self, context: ParallelContext, variants: dict[str, ParallelVariant], rows: dict[str, Any]) -> None:
         """Compare output and gradients with inductor. A variant with wrong numbers gets no times.
@@ -124,6 +129,8 @@ def main() -> None:
 
     ops.load()
     settings.configure(step_timeout_s=60, init_timeout_s=240)  # ranks compile for different times
+    if args.waterfall and world.cuda:
+        prepare_for_captures()
     with Deadline("set-up", 120):
         document: dict[str, Any] = {"benchmark": "data_parallel", **facts.facts(world, "benchmarks.data_parallel")}
         document |= {"iters": args.iters, "ours": args.options, "rows": []}

@@ -6,6 +6,8 @@ from typing import Any
 
 from ub_overlap.compiler.text.table import render_table
 
+from .. import waterfall
+
 KINDS = {"step": "fwd + bwd", "forward": "fwd", "step_g": "fwd + bwd (g)", "forward_g": "fwd (g)"}
 BASELINE = "fsdp2"
 
@@ -19,7 +21,9 @@ def hidden(variants: dict[str, Any], name: str, kind: str) -> float | None:
 
 
 def text(document: dict[str, Any], style: str = "simple") -> str:
-    """Return one table per size: ms, time over compute, share of FSDP2's exposed time that is hidden, peak memory."""
+    """Return one table per size: ms, time over compute, share of FSDP2's exposed time that is hidden, peak memory.
+
+    Then the waterfall of its captured steps, where it was measured."""
     parts = []
     for size in document["rows"]:
         variants = size["variants"]
@@ -41,4 +45,8 @@ def text(document: dict[str, Any], style: str = "simple") -> str:
         parts.append(render_table(rows, style=style, titles=titles))
         notes = [f"no {name} {kind}: {why}" for name, v in variants.items() for kind, why in v.get("why", {}).items()]
         parts.append("\n".join(notes))
+        if "waterfall" in size:
+            rank = size["waterfall"].get("rank", 0)
+            parts.append(f"captured step of {size['layers']} {size['size']} blocks, microseconds by class, rank {rank}")
+            parts.append(waterfall.text(size["waterfall"], style))
     return "\n\n".join(part for part in parts if part) or "no rows"

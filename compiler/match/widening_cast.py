@@ -41,9 +41,15 @@ class WideningCast:
     dtype: torch.dtype
     """The type before the cast."""
     nodes: tuple[Node, ...]
-    """The casts and the nodes behind them, in graph order. Nothing but the reduction reads their elements."""
+    """The casts and the nodes behind them, in graph order. Nothing but the reduction reads their elements. Empty where the
+    reduction's own input is to be rounded to `dtype` (select/reduce_dtype.py)."""
     scalings: tuple[tuple[object, object], ...]
     """(op, constant) pairs, first applied first."""
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the narrow tensor is not the traced one, but the reduction's input rounded."""
+        return not self.nodes
 
 
 def find_widening_cast(tensor: Node, reduction: Node) -> WideningCast | None:

@@ -158,6 +158,12 @@ class Decision:
     """Modes that are legal for this site."""
     wire_dtype: str = ""
     """"float8" where float8 products are scattered as float8; "" where a site sends the type of its tensor."""
+    sent_dtype: str = ""
+    """Type that the site sends where it is not `dtype`."""
+    rounds: bool = False
+    """Whether a reduction's input is rounded to `sent_dtype` (option reduce_dtype). Else it had that type before a cast."""
+    saved_bytes: int | None = 0
+    """Bytes that a rank sends less than in the traced graph, because the site sends a narrower type. None where dynamic."""
     scale: float = 1.0
     """The constant that the sum over ranks is multiplied by, in place of each rank's product: equal on all ranks."""
     packs: tuple[int, ...] = ()
@@ -207,6 +213,7 @@ class Decision:
             "reason": self.reason.value if self.reason else None, "detail": self.detail, "group": self.group,
             "ranks": self.ranks, "shapes": dict(self.shapes), "dtype": self.dtype, "matmuls": list(self.matmuls),
             "takes": list(self.takes), "paired": list(self.paired), "wire_dtype": self.wire_dtype,
+            "sent_dtype": self.sent_dtype, "rounds": self.rounds, "saved_bytes": self.saved_bytes,
             "scale": self.scale, "packs": list(self.packs), "pack_bytes": self.pack_bytes,
             "options": list(self.options), "bytes": self.bytes, "flops": self.flops, "module": self.module,
             "source": self.source, "predicted": dict(self.predicted), "work": self.work.to_dict() if self.work else None,
@@ -225,6 +232,7 @@ class Decision:
             reason=Reason(d["reason"]) if d["reason"] else None, detail=d["detail"], group=d["group"], ranks=d["ranks"],
             shapes=tuple(d["shapes"].items()), dtype=d["dtype"], matmuls=tuple(d["matmuls"]), options=tuple(d["options"]),
             wire_dtype=d.get("wire_dtype", ""), scale=d.get("scale", 1.0),
+            sent_dtype=d.get("sent_dtype", ""), rounds=d.get("rounds", False), saved_bytes=d.get("saved_bytes", 0),
             packs=tuple(d.get("packs", ())), pack_bytes=d.get("pack_bytes", 0),
             takes=tuple(d.get("takes", ())), paired=tuple(d.get("paired", ())),
             bytes=d["bytes"], flops=d["flops"], module=d["module"], source=d["source"],

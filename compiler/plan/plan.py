@@ -57,6 +57,7 @@ class Plan:
                     "wire_dtype": d.wire_dtype, "scale": d.scale, "packs": list(d.packs),
                     "keeps": d.kept.keeps if d.kept else None,
                     **({"window": d.window.shared} if d.window else {}),
+                    **({"sends": d.sent_dtype} if d.sent_dtype else {}),
                 }
                 for d in self.decisions
             ],

@@ -50,6 +50,8 @@ class Reason(str, Enum):
     """Views or permutes between collective and matmul mix the sharded dimension with others."""
     CAST_IN_BETWEEN = "cast_in_between"
     """A cast that cannot move: other users need other bits, a cast came before, or it narrows before a sum."""
+    REDUCE_DTYPE = "reduce_dtype"
+    """The option reduce_dtype asks for another type than that of the matmul, in which its op sends."""
     SCALE_NOT_CONSTANT = "scale_not_constant"
     """The matmul's result is scaled by a tensor before the reduction; only a constant commutes on every rank."""
     NON_LINEAR = "non_linear"

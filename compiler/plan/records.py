@@ -144,6 +144,9 @@ class SiteRecord(TypedDict):
     module: str
     source: str
     wire_dtype: NotRequired[str]
+    sent_dtype: NotRequired[str]
+    rounds: NotRequired[bool]
+    saved_bytes: NotRequired[int | None]
     scale: NotRequired[float]
     packs: NotRequired[list[int]]
     pack_bytes: NotRequired[int | None]

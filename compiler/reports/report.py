@@ -28,7 +28,8 @@ from .outlook import Outlook, outlook, totals
 from .summary import format_plan
 
 OPTIONAL_COLUMNS = (
-    "predicted us", "shape", "group", "matmuls", "bytes sent", "line", "calls", "comm us", "matmul us", "module", "tuned",
+    "predicted us", "shape", "group", "matmuls", "bytes saved", "bytes sent", "line", "calls", "comm us", "matmul us",
+    "module", "tuned",
 )  # fmt: skip
 """Columns of `Report.table` that a narrow terminal does not need, least important first."""
 
@@ -175,6 +176,7 @@ class Report:
                     "matmuls": len(matmuls),
                     "group": f"{d.group} x{d.ranks}",
                     "bytes sent": d.bytes,
+                    **({"bytes saved": d.saved_bytes} if any(d.saved_bytes for d in decisions) else {}),
                     "matmul us": _us(d.outlook.none.matmul_us if d.outlook else None),
                     "comm us": _us(d.outlook.none.communication_us if d.outlook else None),
                     "predicted us": d.outlook.times() if d.outlook else None,
@@ -182,7 +184,11 @@ class Report:
                     **({"tuned": _tuned_column(d)} if any(d.tuned for d in decisions) else {}),
                     "gain us": _us(d.outlook.gain_us if d.outlook else None),
                     **({"measured us": _us(d.measured_us)} if self._measured else {}),
-                    **({"error": None if d.error is None else _error(d.error, d.dtype)} if verified else {}),
+                    **(
+                        {"error": None if d.error is None else _error(d.error, d.sent_dtype if d.rounds else d.dtype)}
+                        if verified
+                        else {}
+                    ),
                     "calls": d.calls,
                     "hidden bytes / reason": d.reason.value if d.reason else _hidden(d),
                 }

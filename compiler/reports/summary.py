@@ -23,6 +23,8 @@ def format_plan(plan: Plan) -> str:
         text += " (" + ", ".join(f"{k} {v}" for k, v in sorted(done.items())) + ")"
     if left:
         text += "; left alone: " + ", ".join(f"{k} {v}" for k, v in sorted(left.items()))
+    if saved := sum(d.saved_bytes or 0 for d in plan.decisions):
+        text += f"; narrower types save {saved} bytes sent per rank"
     if plan.casts:
         text += f"; float8 {sum(bool(c.recipe) for c in plan.casts)} of {len(plan.casts)} products"
         stay = Counter(c.reason.value for c in plan.casts if c.reason)

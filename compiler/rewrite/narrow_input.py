@@ -11,6 +11,8 @@ from ..match.widening_cast import WideningCast, moved_tensors
 
 def emit_narrow(e: Emitter, tensor: Node, widening: WideningCast) -> Node:
     """Emit `tensor`, which `widening` ends with, in the narrow type. Scalings are left out: they follow the sum."""
+    if widening.rounds:
+        return e.cast(tensor, widening.dtype)
     narrow: dict[Node, Node] = {}
     for node in widening.nodes:  # in graph order: what a node moves comes before it
         narrow[node] = _emit_one(e, node, narrow)

@@ -31,6 +31,7 @@ from .decision_record import GraphContext, make_decision, merge_scales, merged_a
 from .legality import FINAL, find_illegal, unknown_size
 from .peak_memory import PeakMemory
 from .profitability import SiteCosts
+from .reduce_dtype import apply_reduce_dtype
 
 Transport = Callable[[str, str, int], str | None]
 """(device type, group name, ranks) -> why the runtime cannot serve this group, or None."""
@@ -63,6 +64,8 @@ def decide(
     weights. `parameters`: placeholders of parameters, None where they are not known.
     """
     candidates = find_candidates(graph)
+    if phase == "backward":
+        apply_reduce_dtype(graph, candidates, options.gradient_dtype)
     names = [f"{phase}.{number}" for number in range(len(candidates))]
     overrides = find_overrides(candidates, options, phase)
     order, costs = FusionOrder(graph), SiteCosts.of(graph, Policy.of(options), neighbors)

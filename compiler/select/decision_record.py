@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from torch.fx import Graph, Node
 
 from ..cost.site_sizes import Hints, shape_of_site
-from ..cost.traffic import bytes_sent, flops, sent_dtype
+from ..cost.traffic import bytes_sent, bytes_sent_in, flops, sent_dtype
 from ..graph.aten import dtype_of
 from ..graph.matmul import is_matmul
 from ..graph.source_location import module_path, stable_names
 from ..joint.joint_decision import joint_decision
-from ..match import Bulk, Candidate, Gather, Reduction, Split
+from ..match import Bulk, Candidate, Gather, Reduction, Site, Split
 from ..match.collectives import Op
 from ..overrides.requested_strategy import Override
 from ..plan.decision import Decision, SplitWindow
@@ -114,6 +114,9 @@ def make_decision(
         pairing=assignment.estimate,
         window=window,
         wire_dtype=wire_dtype,
+        sent_dtype=_sent_dtype(site),
+        rounds=_rounds(site),
+        saved_bytes=_saved_bytes(site, wire_dtype),
         scale=site.scale if isinstance(site, Reduction) else 1.0,
         packs=site.packs if isinstance(site, Gather | Reduction) else (),
         pack_bytes=_pack_bytes(site, context.hints) if isinstance(site, Gather | Reduction) and site.packs else 0,
@@ -121,6 +124,28 @@ def make_decision(
         flops=sum(f for f in operations if f is not None) if operations and None not in operations else None,
         **facts,
     )
+
+
+def _sent_dtype(site: Site | None) -> str:
+    """Return the type that a site sends where it is not that of the collective's input."""
+    if site is None or sent_dtype(site) == dtype_of(site.collective.input):
+        return ""
+    return str(sent_dtype(site)).removeprefix("torch.")
+
+
+def _rounds(site: Site | None) -> bool:
+    """Return whether a site rounds the input of its collective to the type that it sends."""
+    widening = site.collective.widening if site else None
+    return widening is not None and widening.rounds
+
+
+def _saved_bytes(site: Site | None, wire_dtype: str) -> int | None:
+    """Return the bytes by which a narrower type than the traced one reduces what a rank sends. None where dynamic."""
+    if site is None:
+        return 0
+    traced = bytes_sent_in(site.collective, dtype_of(site.collective.input).itemsize, {})
+    sent = bytes_sent(site, wire_dtype)
+    return None if traced is None or sent is None else traced - sent
 
 
 def _pack_bytes(site: Gather | Reduction, hints: Hints) -> int | None:
@@ -211,7 +236,9 @@ def _describe_types(assignment: Assignment) -> str:
     if sent.itemsize >= reduced.itemsize:
         return ""
     names = [str(dtype).removeprefix("torch.") for dtype in (sent, reduced)]
-    return f"sends {names[0]} and sums in {names[1]}"
+    sends = f"rounds to {names[0]}, sends that" if _rounds(site) else f"sends {names[0]}"
+    saved = _saved_bytes(site, "")
+    return f"{sends} and sums in {names[1]}" + (f" ({saved} bytes fewer)" if saved else "")
 
 
 def _why_bulk(candidate: Candidate, assignment: Assignment) -> str:

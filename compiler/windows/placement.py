@@ -8,7 +8,8 @@ A list scheduler with one resource, the port of the link. It takes plain numbers
 Gathers are placed backwards from their readers: each starts as late as it still arrives in time. Reductions start as soon as
 they are ready, and finish once their data is here. Starts push in order: the port serves one transfer after the other, and a
 fused site waits for what was started before it. Every open transfer has a slot of landing memory; slots keep their memory, so
-a transfer prefers one that is large enough. A start without a free slot or without memory waits for the next finish.
+a transfer prefers one that is large enough. A start waits until the peers have left its slot, so it also prefers one that
+has been free for a while. A start without a free slot or without memory waits for the next finish.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from itertools import accumulate
 SLACK = 0.25
 SLACK_US = 50.0
 """A gather starts this share of its transfer, and these microseconds, earlier than it must: predictions have errors."""
+REST_US = 100.0
+"""A slot that has been free for this long is free on the peers as well: ranks are that far apart at most, mostly."""
 ROUNDS = 4
 """Transfers that save too little are left out, and the others are placed again, this often at most."""
 
@@ -121,6 +124,8 @@ class _Sweep:
     held: int = 0
     slots: dict[str, list[int]] = field(default_factory=dict)
     """Bytes of the slots of each group."""
+    left: dict[tuple[str, int], float] = field(default_factory=dict)
+    """When a slot of a group was last left."""
     open: dict[int, _Open] = field(default_factory=dict)
     placed: dict[int, Placed] = field(default_factory=dict)
 
@@ -174,17 +179,27 @@ class _Sweep:
         return True
 
     def find_slot(self, t: Transfer) -> int | None:
-        """Return the free slot that grows least, of these the smallest; None without one, or without memory."""
+        """Return a free slot, None without one, or without memory.
+
+        First come slots that the peers have left, then those that grow least, of these the smallest."""
         sizes = self.slots.get(t.group, [])
         used = {o.slot for k, o in self.open.items() if self.transfers[k].group == t.group}
-        free = [(max(0, t.landing_bytes - size), size, slot) for slot, size in enumerate(sizes) if slot not in used]
+        free = [slot for slot in range(len(sizes)) if slot not in used]
         if len(sizes) < self.limits.slots:
-            free.append((t.landing_bytes, t.landing_bytes, len(sizes)))
-        if not free:
-            return None
-        growth, _, slot = min(free)
-        total = sum(map(sum, self.slots.values())) + growth + self.held + t.held_bytes
-        return slot if total <= self.limits.bytes or t.is_required else None
+            free.append(len(sizes))
+        room = self.limits.bytes - sum(map(sum, self.slots.values())) - self.held - t.held_bytes
+        found: list[tuple[bool, int, int, int]] = []
+        for slot in free:
+            size = sizes[slot] if slot < len(sizes) else 0
+            growth = max(0, t.landing_bytes - size)
+            if growth <= room or t.is_required:
+                found.append((self.is_resting(t.group, slot), growth, size + growth, slot))
+        return min(found)[-1] if found else None
+
+    def is_resting(self, group: str, slot: int) -> bool:
+        """Return whether peers may still be in the last call of this slot."""
+        left = self.left.get((group, slot))
+        return left is not None and self.now < left + REST_US
 
     def finish_all(self, keys: list[int], position: int) -> None:
         for k in sorted(keys, key=lambda k: self.open[k].number):
@@ -192,6 +207,7 @@ class _Sweep:
             exposed = max(0.0, o.end_us - self.now)
             self.now += exposed + t.finish_us
             self.held -= t.held_bytes
+            self.left[t.group, o.slot] = self.now
             slowed = self.limits.matmul_slowdown * t.transfer_us
             saved = t.plain_us - t.start_us - t.finish_us - exposed - slowed
             self.placed[k] = Placed(o.start, o.number, position, self.next_number(), o.slot, exposed, saved)

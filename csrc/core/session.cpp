@@ -108,6 +108,11 @@ void Session::end_plain(uint64_t number, bool failed) {
     if (failed || device_ == "cpu") flight_.set_state(number, failed ? CallState::failed : CallState::finished);
 }
 
+uint64_t Session::exchange_plain(int split_slot, uint64_t number) {
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    return std::exchange(plain_numbers_[split_slot], number);
+}
+
 std::shared_ptr<Arena> Session::living_arena() {
     const std::lock_guard<std::mutex> lock(abort_mutex_);
     return arena_;

@@ -40,6 +40,8 @@ class Session {
     int picked(const std::string& site, int bucket);
     // The end of a call that another transport carried out. `number`: of verify_only.
     void end_plain(uint64_t number, bool failed);
+    // Keeps that number from the start to the finish of a split collective. Returns the one that the slot had.
+    uint64_t exchange_plain(int split_slot, uint64_t number);
     // Times the alternatives on all ranks together. Does nothing while a graph is being captured.
     void tune(const Tuning& tuning);
     // Throws the failure of a call that was only issued (CUDA), or of a peer.
@@ -95,6 +97,7 @@ class Session {
     uint64_t epoch_ = 0;
     uint64_t split_epochs_[split_slots] = {};
     std::unique_ptr<OpenCollective> open_[split_slots];
+    uint64_t plain_numbers_[split_slots] = {};
     std::set<std::string> verified_;
     std::map<std::pair<std::string, int>, int> picks_;
     std::string failure_text_;

@@ -36,6 +36,7 @@ from torch import Tensor
 from ub_overlap import _torch_compat as compat
 
 from . import c10d_fallback as c10d
+from . import flop_counts
 from .definition import OpDefinition
 
 SCHEMA = (
@@ -89,4 +90,10 @@ def fallback(a: AllGatherMatmulArgs) -> tuple[Tensor, list[Tensor]]:
     return (gathered.contiguous() if a.return_gathered else a.shard.new_empty(0)), outs
 
 
-DEFINITION = OpDefinition(SCHEMA, AllGatherMatmulArgs, fake, fallback)
+def flops(a: AllGatherMatmulArgs) -> Any:
+    """Return the operations of the matmuls."""
+    count = flop_counts.count_gathered(a.shard, a.operands, a.group)
+    return count + flop_counts.count_products(a.independent_lhs, a.independent_rhs)
+
+
+DEFINITION = OpDefinition(SCHEMA, AllGatherMatmulArgs, fake, fallback, flops)

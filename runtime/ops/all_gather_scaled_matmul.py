@@ -36,6 +36,7 @@ from torch import Tensor
 from ub_overlap import _torch_compat as compat
 
 from . import c10d_fallback as c10d
+from . import flop_counts
 from .definition import OpDefinition
 
 SCHEMA = (
@@ -89,4 +90,9 @@ def fallback(a: AllGatherScaledMatmulArgs) -> tuple[Tensor, Tensor, list[Tensor]
     return (gathered.contiguous() if a.return_gathered else a.shard.new_empty(0)), gathered_scale, outs
 
 
-DEFINITION = OpDefinition(SCHEMA, AllGatherScaledMatmulArgs, fake, fallback)
+def flops(a: AllGatherScaledMatmulArgs) -> Any:
+    """Return the operations of the matmuls."""
+    return flop_counts.count_gathered(a.shard, a.operands, a.group)
+
+
+DEFINITION = OpDefinition(SCHEMA, AllGatherScaledMatmulArgs, fake, fallback, flops)

@@ -18,7 +18,7 @@ fp32 in rank order, divides it by R for "avg", and rounds once to out_dtype. An 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from torch import Tensor
 from ub_overlap import _torch_compat as compat
 
 from . import c10d_fallback as c10d
+from . import flop_counts
 from .definition import OpDefinition
 
 SCHEMA = (
@@ -68,4 +69,9 @@ def fallback(a: BulkArgs) -> tuple[Tensor, list[Tensor]]:
     return out, c10d.products(a.lhs, a.rhs)
 
 
-DEFINITION = OpDefinition(SCHEMA, BulkArgs, fake, fallback)
+def flops(a: BulkArgs) -> Any:
+    """Return the operations of the matmuls."""
+    return flop_counts.count_products(a.lhs, a.rhs)
+
+
+DEFINITION = OpDefinition(SCHEMA, BulkArgs, fake, fallback, flops)

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 LIBRARY = torch.library.Library("ub_overlap", "FRAGMENT")
 TAGS = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
@@ -26,6 +27,9 @@ class OpDefinition(Generic[Args]):
     """Computes sizes, dtypes and strides of the results."""
     fallback: Callable[[Args], Any]
     """Computes the op by plain c10d collectives and matmuls: for strategy "none" and for groups without a transport."""
+    flops: Callable[[Args], Any] | None = None
+    """Counts the operations of its matmuls. None for ops without any: Inductor's scheduler takes an op that counts for one
+    that computes."""
 
     @property
     def name(self) -> str:
@@ -53,12 +57,23 @@ class OpDefinition(Generic[Args]):
             return self.fake(self.arguments(*args, **kwargs))
 
         torch.library.register_fake(f"ub_overlap::{self.name}", fake, lib=LIBRARY)
+        self._count_flops_of(self.name)
         arguments, _, results = self.schema.removeprefix(self.name).partition(" -> ")
         if "Tensor[]" in results:
             flat = f"{self.name}_flat"
             LIBRARY.define(f"{flat}{arguments} -> Tensor[]", tags=TAGS)
             LIBRARY.impl(flat, lambda *args: _flatten(self.overload(*args)), "CompositeExplicitAutograd")
             torch.library.register_fake(f"ub_overlap::{flat}", lambda *args: _flatten(fake(*args)), lib=LIBRARY)
+            self._count_flops_of(flat)
+
+    def _count_flops_of(self, name: str) -> None:
+        if (count := self.flops) is not None:
+            known = set(getattr(self.arguments, "_fields", ()))
+
+            def formula(*args: Any, **kwargs: Any) -> Any:  # torch adds out_val and, from 2.13 on, _node_meta
+                return count(self.arguments(*args, **{k: v for k, v in kwargs.items() if k in known}))
+
+            register_flop_formula(getattr(torch.ops.ub_overlap, name), get_raw=True)(formula)
 
 
 def define_python_op(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any] | None) -> None:

@@ -18,8 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import bulk
+from . import bulk, c10d_split
 from .definition import OpDefinition
+from .start_collective import StartArgs
 
 SCHEMA = (
     "finish_collective(Tensor token, Tensor input, str collective, str reduce_op, ScalarType out_dtype, int split_slot, "
@@ -49,8 +50,8 @@ def fake(a: FinishArgs) -> Tensor:
 
 
 def fallback(a: FinishArgs) -> Tensor:
-    """Run the collective with c10d."""
-    return bulk.fallback(_bulk_args(a))[0]
+    """Wait for the collective that c10d runs."""
+    return c10d_split.finish(StartArgs(*a[1:]))
 
 
 DEFINITION = OpDefinition(SCHEMA, FinishArgs, fake, fallback)

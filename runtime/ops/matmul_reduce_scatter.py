@@ -20,7 +20,7 @@ while shards are on their way.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from torch import Tensor
 from ub_overlap import _torch_compat as compat
 
 from . import c10d_fallback as c10d
+from . import flop_counts
 from .definition import OpDefinition
 
 SCHEMA = (
@@ -76,4 +77,9 @@ def fallback(a: MatmulReduceScatterArgs) -> tuple[Tensor, Tensor, list[Tensor]]:
     return out, (partial if a.return_partial else partial.new_empty(0)), independent
 
 
-DEFINITION = OpDefinition(SCHEMA, MatmulReduceScatterArgs, fake, fallback)
+def flops(a: MatmulReduceScatterArgs) -> Any:
+    """Return the operations of the matmuls."""
+    return flop_counts.count_products([*a.lhs, *a.independent_lhs], [*a.rhs, *a.independent_rhs])
+
+
+DEFINITION = OpDefinition(SCHEMA, MatmulReduceScatterArgs, fake, fallback, flops)

@@ -22,7 +22,7 @@ Limits of a float8 product and `fast_accum`: as in all_gather_scaled_matmul.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from torch import Tensor
 from ub_overlap import _torch_compat as compat
 
 from . import c10d_fallback as c10d
+from . import flop_counts
 from .definition import OpDefinition
 
 SCHEMA = (
@@ -73,4 +74,9 @@ def fallback(a: ScaledMatmulReduceScatterArgs) -> Tensor:
     return c10d.divide_for_avg(out, a.reduce_op, a.group).to(a.out_dtype)
 
 
-DEFINITION = OpDefinition(SCHEMA, ScaledMatmulReduceScatterArgs, fake, fallback)
+def flops(a: ScaledMatmulReduceScatterArgs) -> Any:
+    """Return the operations of the matmuls."""
+    return flop_counts.count_products(a.lhs, a.rhs)
+
+
+DEFINITION = OpDefinition(SCHEMA, ScaledMatmulReduceScatterArgs, fake, fallback, flops)

@@ -6,7 +6,7 @@ The input must not be written before the finish: the pushes read it.
 split_slot, 0 to 7, names the landing memory. A slot holds one open collective, so up to 8 may be open at once, with any calls
 of the group between. All ranks issue starts and finishes in the same order.
 
-Strategies are "bulk", "bulk:chunks=N" and "none". Without a transport, or with "none", finish runs the plain collective.
+Strategies are "bulk", "bulk:chunks=N" and "none". Without a transport, or with "none", c10d runs the collective concurrently.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import c10d_split
 from .definition import OpDefinition
 
 SCHEMA = (
@@ -40,4 +41,10 @@ def make_token(a: StartArgs) -> Tensor:
     return a.input.new_empty((1,), dtype=torch.uint8)
 
 
-DEFINITION = OpDefinition(SCHEMA, StartArgs, make_token, make_token)
+def fallback(a: StartArgs) -> Tensor:
+    """Launch the collective with c10d."""
+    c10d_split.start(a)
+    return make_token(a)
+
+
+DEFINITION = OpDefinition(SCHEMA, StartArgs, make_token, fallback)

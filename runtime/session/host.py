@@ -13,6 +13,7 @@ import os
 import socket
 
 from ..extension import extension
+from .host_layout import own_host
 
 
 def host_id(device: str) -> str:
@@ -23,13 +24,14 @@ def host_id(device: str) -> str:
     pretended = extension().testing.host_id()
     if pretended:
         return pretended
-    boot = ""
+    boot, declared = "", own_host()
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     parts = {"pid namespaces": _link("/proc/self/ns/pid"), "time namespaces": _link("/proc/self/ns/time")}
     if device == "cuda":
         parts["temporary directories (TMPDIR)"] = _identify(_socket_directory())
-    return ";".join([f"{socket.gethostname()}:{boot}", *(f"{label}={value}" for label, value in parts.items())])
+    name = f"{declared}.{socket.gethostname()}" if declared else socket.gethostname()
+    return ";".join([f"{name}:{boot}", *(f"{label}={value}" for label, value in parts.items())])
 
 
 def has_ended(pid: int) -> bool:

@@ -147,6 +147,15 @@ class Session:
                 self._check_peers()
                 time.sleep(0.05)
 
+    def find_silent_ranks(self, op: str, site: str, text: str, seconds: float) -> tuple[int, ...]:
+        """Report a failed collective to the peers. Return the ranks that report none within `seconds`."""
+        exchange = self._exchange
+        if exchange is None:
+            return ()
+        exchange.op, exchange.site = op, site
+        exchange.fail(f"{op} at site '{site}': {text}")
+        return exchange.find_silent_ranks(seconds)
+
     def _attach_grown(self, rank: int, address: str) -> None:
         try:
             self._arena.grow_attach(rank, address)

@@ -66,6 +66,22 @@ class Exchange:
             with contextlib.suppress(Exception):
                 run_in_daemon_thread("ub_overlap-store", lambda: self.store.set(key, text)).result(_FAIL_S)
 
+    def find_silent_ranks(self, seconds: float) -> tuple[int, ...]:
+        """Return the other ranks that have not called `fail` within `seconds`; none where the Store does not answer."""
+        silent = [rank for rank in range(self.ranks) if rank != self.rank]
+
+        def body(cancelled: threading.Event) -> None:
+            limit = WaitLimit(seconds)
+            while silent and not cancelled.is_set() and not limit.is_over():
+                silent[:] = [rank for rank in silent if not self.store.check([self._key("failed", rank)])]
+                cancelled.wait(0.02)
+
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            if not self._store_hangs:
+                self._run(body, 1.25 * seconds)
+                return tuple(silent)
+        return ()
+
     def read_key(self, key: str) -> dict[str, Any] | None:
         """Return the value of any `key` of the group's Store, None where it is not there now. Do not wait."""
         with contextlib.suppress(Exception):

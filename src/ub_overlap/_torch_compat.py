@@ -176,6 +176,18 @@ def user_pass(name: str, options: dict[str, Any]) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
+def inductor_option(name: str, options: dict[str, Any]) -> Any:
+    """Return the value of Inductor's option in a compilation with `options`; None where this release does not have it."""
+    return options.get(name, __getattr__("inductor_config").get_config_copy().get(name))
+
+
+def roofline_ms(node: Any) -> float | None:
+    """Return the milliseconds that Inductor's overlap scheduling estimates for a node; None in releases without that (2.11)."""
+    scheduling = importlib.import_module("torch._inductor.fx_passes.overlap_scheduling")
+    estimate = getattr(scheduling, "estimate_roofline_runtime_ms", None)
+    return None if estimate is None else float(estimate(node))
+
+
 def must_recompute() -> Any:
     """Return the tag in node.meta["recompute"] that makes the partitioner recompute a node in backward."""
     from torch.utils.checkpoint import CheckpointPolicy
@@ -287,6 +299,13 @@ def group_of(name: str) -> Any:
 
     resolve: Any = distributed_c10d._resolve_process_group
     return resolve(name)
+
+
+def global_ranks(group: Any) -> list[int]:
+    """Return the ranks of the world that `group` has, in order; [] for a group that c10d does not know."""
+    from torch.distributed import distributed_c10d
+
+    return sorted(known, key=known.__getitem__) if (known := distributed_c10d._world.pg_group_ranks.get(group)) else []
 
 
 def gather_into(out: Any, shard: Any, group: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections import Counter
@@ -210,6 +211,15 @@ def test_gathers_reach_over_several_items() -> None:
     placed = [p for p in chain(40, 100.0, 160.0) if p is not None]
     assert max(p.finish - p.start for p in placed) >= 2
     few = [p for p in chain(40, 100.0, 160.0, limit=100) if p is not None]
+    assert few and all(p.slot == 0 for p in few)
+
+
+def test_a_start_takes_a_slot_that_the_peers_have_left() -> None:
+    """The slot of a gather that has just finished is taken only where memory allows no other, although it fits."""
+    placed = [p for p in chain(10, 600.0, 160.0) if p is not None]
+    slots = [p.slot for p in placed]
+    assert all(a != b for a, b in itertools.pairwise(slots)) and max(slots) == 1
+    few = [p for p in chain(10, 600.0, 160.0, limit=199) if p is not None]
     assert few and all(p.slot == 0 for p in few)
 
 

@@ -31,7 +31,9 @@ def reset() -> Iterator[None]:
         yield
     finally:
         C.testing.reset()
-        settings.configure(init_timeout_s=before.init_timeout_s, step_timeout_s=before.step_timeout_s, trace=before.trace)
+        settings.configure(
+            init_timeout_s=before.init_timeout_s, step_timeout_s=before.step_timeout_s, trace=before.trace, hosts=before.hosts
+        )
 
 
 def gather(

@@ -32,9 +32,9 @@ bool is_plain(const Session& session, const Call& call) {
     return call.strategy == "none" || session.transport() == "c10d";
 }
 
-// Announces a call that a plain collective carries out.
-void announce_plain(const std::shared_ptr<Session>& session, const Call& call) {
-    plain_call() = {session, session->verify_only(call)};
+// Announces a call that a plain collective carries out. `number`: its number in the flight recorder.
+void announce_plain(const std::shared_ptr<Session>& session, const Call& call, uint64_t number) {
+    plain_call() = {session, number};
     const std::string reason = call.strategy == "none" ? std::string("none") + dispatched_by() : session->reason();
     Stats::get().add(call.site, call.strategy, "c10d", reason, {}, false);
 }
@@ -50,7 +50,7 @@ bool run_on_transport(Builder& b, const std::function<void(Call&)>& prepare) {
     b.seal();
     std::shared_ptr<Session> session = b.session();
     if (is_plain(*session, b.call)) {
-        announce_plain(session, b.call);
+        announce_plain(session, b.call, session->verify_only(b.call));
         return false;
     }
     const SiteRange range(b.call);
@@ -61,7 +61,11 @@ bool run_on_transport(Builder& b, const std::function<void(Call&)>& prepare) {
 bool start_on_transport(Builder& b, std::shared_ptr<void> input) {
     b.seal();
     std::shared_ptr<Session> session = b.session();
-    if (is_plain(*session, b.call)) return false;
+    if (is_plain(*session, b.call)) {
+        plain_call() = {session, session->verify_only(b.call), false};
+        session->exchange_plain(b.call.split_slot, plain_call().number);
+        return false;
+    }
     const SiteRange range(b.call);
     Executor& executor = executor_of(b.device(), b.call);
     session->start(b.call, std::move(input), executor);
@@ -72,7 +76,7 @@ bool finish_on_transport(Builder& b) {
     b.seal();
     std::shared_ptr<Session> session = b.session();
     if (is_plain(*session, b.call)) {
-        announce_plain(session, b.call);
+        announce_plain(session, b.call, session->exchange_plain(b.call.split_slot, 0));
         return false;
     }
     const SiteRange range(b.call);

@@ -16,15 +16,16 @@ namespace ub_overlap {
 // or the strategy is "none". `prepare` is called once the call's schedule is known.
 bool run_on_transport(Builder& b, const std::function<void(Call&)>& prepare = [](Call&) {});
 
-// The same for the halves of a split collective. Nothing is started where the collective is to run as a plain one: finish runs
-// all of it then. `input`: kept until the finish.
+// The same for the halves of a split collective. `input`: kept until the finish.
 bool start_on_transport(Builder& b, std::shared_ptr<void> input);
 bool finish_on_transport(Builder& b);
 
-// The call that this thread is about to carry out by plain collectives, for the flight recorder.
+// The call that this thread is about to carry out by plain collectives, for the flight recorder. `ends`: with this op. The
+// start of a split collective only fails with it.
 struct PlainCall {
     std::shared_ptr<Session> session;
     uint64_t number = 0;
+    bool ends = true;
 };
 PlainCall& plain_call();
 

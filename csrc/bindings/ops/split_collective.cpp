@@ -37,8 +37,16 @@ Tensor start_collective(const Tensor& input, std::string collective, std::string
         describe_call(b, input, collective, reduce_op, out_dtype, split_slot);
         const Tensor dense = input.contiguous();
         b.call.input = data_of(dense);
-        start_on_transport(b, std::make_shared<Tensor>(dense));
-        return at::empty({1}, input.options().dtype(at::kByte));
+        if (start_on_transport(b, std::make_shared<Tensor>(dense))) return at::empty({1}, input.options().dtype(at::kByte));
+        WithGil gil;
+        return FallbackCall("start_collective")
+            .tensor(dense)
+            .text(collective)
+            .text(reduce_op)
+            .dtype(out_dtype)
+            .integer(split_slot)
+            .run(at)
+            .at(0);
     });
 }
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import ub_overlap
-from benchmarks.blocks import waterfall
-from benchmarks.blocks.profile import STEPS, prepare_for_captures, trace_replays
+from benchmarks import waterfall
+from benchmarks.blocks.profile import STEPS
+from benchmarks.replay_trace import prepare_for_captures, trace_replays
 from benchmarks.timing import graphed
 from tests.gpu.cases import BF16
 from tests.gpu.lockstep import Lockstep

@@ -1,0 +1,127 @@
+"""Split collectives that c10d runs: start launches the collective asynchronously, finish waits for it.
+
+NCCL runs it on a stream of its own, gloo on threads of its own, so it is concurrent with what runs in between. Groups across
+hosts run this way, and sites whose strategy is "none".
+
+    start    widen the input to out_dtype, allocate the result, launch, keep work and tensors under the slot
+    finish   wait: NCCL lets the current stream wait, gloo the host; then divide for "avg" and cast
+
+Sums are taken in the wider of both dtypes, as the graph before the rewrite took them. A CUDA graph captures both halves: the
+tensors are in its memory pool, the collective is one of its nodes, and a replay runs no Python.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ub_overlap import _torch_compat as compat
+
+from .. import errors
+from ..fp8.numerics import FLOAT8
+from ..schedule.steps import SPLIT_SLOTS
+from ..session.bind import find_session
+from ..session.session import Session
+from . import c10d_fallback as c10d
+from .plain_collective import run_collective, wait_for
+
+if TYPE_CHECKING:
+    from .start_collective import StartArgs
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCollective:
+    """A collective between start and finish. `sent` is kept because the collective still reads it."""
+
+    arguments: StartArgs
+    work: Any
+    """c10d's handle; None where the tensors are empty."""
+    sent: Tensor
+    result: Tensor
+
+
+_open: weakref.WeakKeyDictionary[Session, dict[int, OpenCollective]] = weakref.WeakKeyDictionary()
+"""By session and split slot. They end with the session, so with their process group."""
+
+
+def start(a: StartArgs) -> None:
+    """Launch the collective. OptionError where the slot has an open one."""
+    slots = _slots(a.group, a.input.device.type)
+    if a.split_slot in slots:
+        before = slots[a.split_slot].arguments
+        raise errors.OptionError(
+            f"split slot {a.split_slot} is in use by an open collective",
+            where=f"{_name(a)}, group '{a.group}'",
+            got=f"{_name(before)} was started and not finished",
+            expected="finish_collective before the next start_collective of a slot",
+            fix=f"finish it first, or use another of the {SPLIT_SLOTS} split slots",
+        )
+    slots[a.split_slot] = _launch(a)
+
+
+def finish(a: StartArgs) -> Tensor:
+    """Wait for the collective that `a` started and return its result.
+
+    OptionError where the slot has another collective, or none. PeerTimeoutError and CollectiveError where it failed.
+    """
+    slots = _slots(a.group, a.input.device.type)
+    begun = slots.get(a.split_slot)
+    if begun is None or _tag(begun.arguments) != _tag(a):
+        slot = f"split slot {a.split_slot}"
+        raise errors.OptionError(
+            f"{slot} has no open collective" if begun is None else f"{slot} holds another collective than the one to finish",
+            where=f"finish_collective at site '{a.site}', group '{a.group}'",
+            got="no start_collective since the last finish" if begun is None else _name(begun.arguments),
+            expected=_name(a),
+            fix="pass the arguments of start_collective, and finish every collective once",
+        )
+    del slots[a.split_slot]  # also where it fails: the error ends the collective
+    if begun.work is not None:
+        wait_for(begun.work, a.group, a.input.device.type)
+    if a.collective == "all_gather":
+        return begun.result.view(a.input.dtype)
+    return c10d.divide_for_avg(begun.result, a.reduce_op, a.group).to(a.out_dtype)
+
+
+def _launch(a: StartArgs) -> OpenCollective:
+    members, ranks = compat.group_of(a.group), c10d.group_size(a.group)
+    if a.collective == "all_gather":
+        sent = a.input.view(torch.uint8) if a.input.dtype in FLOAT8 else a.input  # gloo has no such type
+        result = sent.new_empty((sent.shape[0] * ranks, *sent.shape[1:]))
+    else:
+        sent = a.input.to(torch.promote_types(a.input.dtype, a.out_dtype))
+        if a.collective == "reduce_scatter":
+            result = sent.new_empty((sent.shape[0] // ranks, *sent.shape[1:]))
+        else:
+            result = sent.clone() if sent is a.input else sent  # c10d reduces it in place
+    works: list[Any] = []
+
+    def run() -> None:
+        if a.collective == "all_gather":
+            works.append(members._allgather_base(result, sent))
+        elif a.collective == "reduce_scatter":
+            works.append(members._reduce_scatter_base(result, sent))
+        else:
+            works.append(members.allreduce([result]))
+
+    if result.numel():
+        run_collective(a.group, a.input.device.type, run)
+    return OpenCollective(a, works[0] if works else None, sent, result)
+
+
+def _slots(group: str, device: str) -> dict[int, OpenCollective]:
+    session = find_session(group, device)
+    assert session is not None, f"a split collective of group '{group}' without a session"
+    return _open.setdefault(session, {})
+
+
+def _tag(a: StartArgs) -> tuple[Any, ...]:
+    return (tuple(a.input.shape), a.input.dtype, *a[1:])
+
+
+def _name(a: StartArgs) -> str:
+    return f"split {a.collective} at site '{a.site}' ({a.input.dtype} {list(a.input.shape)} -> {a.out_dtype})"

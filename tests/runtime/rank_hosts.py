@@ -1,0 +1,141 @@
+"""Rank functions of test_hosts.py: split collectives of groups whose ranks are declared to be on different hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ub_overlap.runtime import settings
+from ub_overlap.runtime.ops import c10d_split
+from ub_overlap.runtime.session.bind import find_session
+from ub_overlap.runtime.session.host_layout import hosts_of
+
+from . import rank_ops, rank_split
+from .oracle import data
+from .rank_failures import attempt, fresh
+from .rank_sessions import C, gather, reset
+from .rank_split import finish, start
+
+
+@contextlib.contextmanager
+def one_rank_a_host(world: int) -> Iterator[str]:
+    """Yield a new group that has no transport of ours. The functions of rank_split use it as their group."""
+    with reset(), contextlib.ExitStack() as stack:
+        settings.configure(hosts="1")
+        name, original = fresh(world), rank_ops.group
+        stack.callback(setattr, rank_ops, "group", original)
+        rank_ops.group = lambda: name
+        yield name
+
+
+def run(rank: int, world: int, function: str, *args: Any) -> Any:
+    """Run a function of rank_split on a group across hosts."""
+    with one_rank_a_host(world) as name:
+        found = getattr(rank_split, function)(rank, world, *args)
+        sessions = [s for s in C.sessions() if s.group == name]
+        assert all((s.transport, "do not share memory" in s.reason) == ("c10d", True) for s in sessions)
+        return found
+
+
+def runs_meanwhile(rank: int, world: int) -> dict[str, Any]:
+    """A collective ends between start and finish, without a call in between. Finish returns the tensor that it filled."""
+    with one_rank_a_host(world) as name:
+        shard = data(4, 4, seed=rank)
+        site = {"site": "/meanwhile"}
+        token = start(name, "all_gather", shard, **site)
+        begun = opened(name)[0]
+        until = time.monotonic() + 20
+        while not begun.work.is_completed() and time.monotonic() < until:
+            time.sleep(0.001)
+        ended = begun.work.is_completed()
+        out = finish(name, "all_gather", token, shard, **site)
+        stats = C.site_stats()["/meanwhile"]
+        return {
+            "ended": ended,
+            "copied": out.data_ptr() != begun.result.data_ptr(),
+            "right": torch.equal(out, torch.cat([data(4, 4, seed=r) for r in range(world)])),
+            "left": len(opened(name)),
+            "calls": stats["calls"],
+            "transport": stats["transport"],
+        }
+
+
+def opened(name: str) -> dict[int, c10d_split.OpenCollective]:
+    session = find_session(name, "cpu")
+    assert session is not None
+    return c10d_split._open[session]
+
+
+def several_at_once(rank: int, world: int) -> list[str]:
+    """Eight open collectives are launched in the order of their starts, and end in another order."""
+    with one_rank_a_host(world) as name:
+        shards = [data(2, 3, seed=10 * slot + rank) for slot in range(8)]
+        tokens = [start(name, "all_gather", shard, slot) for slot, shard in enumerate(shards)]
+        bad = [] if sorted(opened(name)) == list(range(8)) else ["not all are open"]
+        for slot in (3, 0, 7, 1, 6, 2, 5, 4):
+            out = finish(name, "all_gather", tokens[slot], shards[slot], slot)
+            if not torch.equal(out, torch.cat([data(2, 3, seed=10 * slot + r) for r in range(world)])):
+                bad.append(f"slot {slot}")
+        return bad
+
+
+def dies_between(rank: int, world: int, step_s: float) -> dict[str, Any]:
+    """The last rank ends between start and finish, before its peers have its data."""
+    with one_rank_a_host(world) as name:
+        settings.configure(step_timeout_s=step_s)
+        gather(name, rank, world, 4)
+        if rank == world - 1:
+            os._exit(0)
+        shard = data(4, 4, seed=rank)
+        token = start(name, "all_reduce", shard)
+        return attempt(lambda: finish(name, "all_reduce", token, shard))
+
+
+def stays_away(rank: int, world: int, step_s: float) -> dict[str, Any]:
+    """The last rank does not start; it lives."""
+    with one_rank_a_host(world) as name:
+        settings.configure(step_timeout_s=step_s)
+        gather(name, rank, world, 4)
+        found = {}
+        if rank != world - 1:
+            shard = data(4, 4, seed=rank)
+            token = start(name, "all_gather", shard)
+            found = {**attempt(lambda: finish(name, "all_gather", token, shard)), "left": len(opened(name))}
+        dist.barrier()
+        return found
+
+
+def freed(rank: int, world: int) -> int:
+    """Destroy a group with an open collective. Return the number of open ones that are kept."""
+    with one_rank_a_host(world):
+        group: Any = dist.new_group(list(range(world)))
+        start(group.group_name, "all_gather", data(4, 4, seed=rank))
+        dist.barrier()
+        dist.destroy_process_group(group)
+        C.close_destroyed_groups()
+        return sum(len(slots) for slots in c10d_split._open.values())
+
+
+def layouts(rank: int, world: int, declared: str, environment: dict[str, str]) -> tuple[Any, Any]:
+    """Return the hosts of the world, and of its even ranks, as the setting or a launcher gives them."""
+    even = dist.new_group(list(range(0, world, 2)))
+    with reset():
+        settings.configure(hosts=declared)
+        own = {key: value.format(rank=rank) for key, value in environment.items()}
+        before = dict(os.environ)
+        os.environ.update(own)
+        try:
+            world_group: Any = dist.group.WORLD
+            groups = [world_group.group_name, *([even.group_name] if rank % 2 == 0 else [])]
+            return [hosts_of(name) for name in groups], attempt(lambda: hosts_of(groups[0]))
+        except ValueError as error:
+            return None, str(error)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
