@@ -24,11 +24,15 @@ _results: dict[tuple[Any, ...], Tensor] = {}
 
 @torch.library.custom_op("ub_overlap_benchmarks::stand_in", mutates_args=())
 def stand_in(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return a tensor of these sizes at once, the same one at every call. Its values have no meaning."""
+    """Return a tensor of these sizes at once, the same memory at every call. Its values have no meaning.
+
+    Each call returns a tensor object of its own. Inductor may compute a graph's output in place of it, and autograd then
+    attaches the graph to the object. A cached object would keep that graph alive, with gradient accumulators of the default
+    stream, which no capture on another stream may wait for."""
     key = (tuple(sizes), x.dtype, x.device)
     if key not in _results:
         _results[key] = torch.randn(sizes, device=x.device).to(x.dtype)
-    return _results[key]
+    return _results[key].detach()
 
 
 @stand_in.register_fake
