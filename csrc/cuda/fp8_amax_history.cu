@@ -11,23 +11,36 @@ namespace {
 constexpr int threads = 128;       // of a kernel with a thread per tensor
 constexpr int cast_threads = 512;  // of a kernel that reads a tensor
 
-// amax[i] = the maximum of the history in slots[i]. In a step, current is pushed before, if it is above 0, and cleared.
-__global__ void __launch_bounds__(threads) advance_kernel(const AmaxHistories h, bool is_step, float* amax) {
+constexpr int rows_at_once = 8;  // of a history, in flight for a thread
+
+// amax[i] = the maximum of the history in slots[i], slots_copy[i] = slots[i]. In a step, current is pushed before, if it is
+// above 0, and cleared.
+__global__ void __launch_bounds__(threads)
+    advance_kernel(const AmaxHistories h, bool is_step, float* amax, int64_t* slots_copy) {
     const int64_t step = gridDim.x * int64_t{threads};
     for (int64_t i = blockIdx.x * int64_t{threads} + threadIdx.x; i < h.count; i += step) {
         const int64_t slot = h.slots[i];
         const float newest = is_step ? h.current[slot] : 0.0f;
         const bool pushes = newest > 0.0f;
         float incoming = newest, most = 0.0f;
-        for (int64_t row = 0; row < h.history_length; ++row) {
-            float* at = h.past + row * h.capacity + slot;
-            const float before = *at, after = pushes ? incoming : before;
-            if (pushes) *at = after;
-            incoming = before;
-            most = fmaxf(most, after);
+        for (int64_t first = 0; first < h.history_length; first += rows_at_once) {
+            float before[rows_at_once];  // loaded before any is stored: no load waits for another
+#pragma unroll
+            for (int r = 0; r < rows_at_once; ++r) {
+                before[r] = first + r < h.history_length ? h.past[(first + r) * h.capacity + slot] : 0.0f;
+            }
+#pragma unroll
+            for (int r = 0; r < rows_at_once; ++r) {
+                if (first + r >= h.history_length) break;
+                const float after = pushes ? incoming : before[r];
+                if (pushes) h.past[(first + r) * h.capacity + slot] = after;
+                incoming = before[r];
+                most = fmaxf(most, after);
+            }
         }
         if (is_step) h.current[slot] = 0.0f;
         amax[i] = most;
+        slots_copy[i] = slot;
     }
 }
 
@@ -100,9 +113,9 @@ void preload_amax_history() {
     load(&raise_kernel<__NV_E4M3>, cast_threads), load(&raise_kernel<__NV_E5M2>, cast_threads);
 }
 
-void launch_advance_histories(const AmaxHistories& histories, bool is_step, float* amax, cudaStream_t stream) {
+void launch_advance_histories(const AmaxHistories& histories, bool is_step, float* amax, int64_t* slots, cudaStream_t stream) {
     launch(&advance_kernel, blocks_for(&advance_kernel, histories.count, threads), threads, stream,
-           "launch an update of amax histories", histories, is_step, amax);
+           "launch an update of amax histories", histories, is_step, amax, slots);
 }
 
 void launch_raise_amax(const AmaxHistories& histories, int64_t index, const Quantized& cast, const float* sample,

@@ -81,8 +81,9 @@ void launch_reduce_scaled(const std::vector<Source>& sources, const Span& dst, D
 // Rounds numbers of `type` to float8 and scales, like the CPU's round_for_wire.
 void launch_round_for_wire(const Rounding& rounding, DType type, cudaStream_t stream);
 
-// Stores the maxima of histories in `amax` [count]. `is_step`: pushes `current` before, where it is above 0, and clears it.
-void launch_advance_histories(const AmaxHistories& histories, bool is_step, float* amax, cudaStream_t stream);
+// Stores the maxima of histories in `amax` [count] and their slots in `slots` [count]. `is_step`: pushes `current` before,
+// where it is above 0, and clears it.
+void launch_advance_histories(const AmaxHistories& histories, bool is_step, float* amax, int64_t* slots, cudaStream_t stream);
 // Raises current[slots[index]] to *sample and to the amax of `cast`, and stores *scale in `scale_copy`.
 // `past` is not used.
 void launch_raise_amax(const AmaxHistories& histories, int64_t index, const Quantized& cast, const float* sample,

@@ -5,6 +5,8 @@
 `weight` tells apart the modules that share a graph; its elements are not read. `keys`: "<state>;<key>;<key>..", N of them.
 amax: float32 [N], the maximum of each history, 0 if it is empty. slots: int64 [N], where the histories lie.
 `step`: first push the amax recorded since the last step, except in a forward that a checkpoint recomputes.
+
+C++ implements it (csrc/bindings/ops/fp8_amax_history.cpp). It calls fp8_amax_history_miss for a weight that it does not know.
 """
 
 from __future__ import annotations
@@ -12,44 +14,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ub_overlap import _torch_compat as compat
-
-from ..fp8.amax_history.history import SEPARATOR, AmaxHistory, split_keys
-from ..fp8.amax_history.history_update import advance
-from .definition import define_python_op
+from ..fp8.amax_history.history import SEPARATOR, split_keys
+from .definition import LIBRARY, define_python_op
 
 SCHEMA = "fp8_amax_history(Tensor weight, str keys, bool step) -> (Tensor amax, Tensor slots)"
+LIBRARY.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def fp8_amax_history(weight: Tensor, keys: str, step: bool) -> tuple[Tensor, Tensor]:
-    """Return (amax [N], slots [N]) of the module that `weight` belongs to."""
-    state, names = split_keys(keys)
-    history, module = state.register(names, weight)
-    slots = history.graph_slots[names, module].clone()
-    is_step = _is_step(history, names, module, step)
-    return advance(history.current, history.past, slots, is_step), slots
-
-
-def _is_step(history: AmaxHistory, names: str, module: int, step: bool) -> bool:
-    """Return whether this call advances the histories, and note recomputed forwards."""
-    in_backward, graph = compat.in_backward(), (names.partition(SEPARATOR)[0], module)
-    if not step and not in_backward:  # a reentrant checkpoint's forward: the forward in backward will be the step
-        history.stepped.discard(graph)
-    if not step:
-        return False
-    if in_backward and graph in history.stepped:
-        history.recomputing.update(names.split(SEPARATOR))
-        return False
-    if not in_backward:
-        history.stepped.add(graph)
-    if history.recomputing:
-        history.recomputing.difference_update(names.split(SEPARATOR))
-    return True
-
-
-def _fake(weight: Tensor, keys: str, step: bool) -> tuple[Tensor, Tensor]:
+@torch.library.register_fake("ub_overlap::fp8_amax_history", lib=LIBRARY)
+def fake(weight: Tensor, keys: str, step: bool) -> tuple[Tensor, Tensor]:
+    """Return empty results of the right sizes."""
     n = keys.count(SEPARATOR)
     return weight.new_empty((n,), dtype=torch.float32), weight.new_empty((n,), dtype=torch.int64)
 
 
-define_python_op(SCHEMA, fp8_amax_history, _fake)
+def fp8_amax_history_miss(weight: Tensor, keys: str) -> int:
+    """Return the module number of `weight`. C++ then knows the module, except that of a copy made for a capture."""
+    state, names = split_keys(keys)
+    return state.register(names, weight)
+
+
+define_python_op("fp8_amax_history_miss(Tensor weight, str keys) -> int", fp8_amax_history_miss, None)

@@ -10,6 +10,8 @@ the sample shows it. slots: int64 [N], those of the graph's tensors; slots[index
 
 A history keeps the maximum of what is recorded in a step, so recording a call again changes nothing. A forward that a
 checkpoint recomputes in backward records nothing.
+
+C++ implements it (csrc/bindings/ops/fp8_amax_history.cpp).
 """
 
 from __future__ import annotations
@@ -17,30 +19,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..fp8.amax_history.history import split_keys
-from ..fp8.amax_history.history_update import record
-from .definition import define_python_op
+from .definition import LIBRARY
 
 SCHEMA = (
     "fp8_record_amax(Tensor scale, Tensor? quantized, Tensor sample, Tensor slots, int index, str key, str record_in) -> Tensor"
 )
+LIBRARY.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def fp8_record_amax(
+@torch.library.register_fake("ub_overlap::fp8_record_amax", lib=LIBRARY)
+def fake(
     scale: Tensor, quantized: Tensor | None, sample: Tensor, slots: Tensor, index: int, key: str, record_in: str
 ) -> Tensor:
-    """Record the amax of the cast and return a copy of `scale`."""
-    state, name = split_keys(key)
-    history = state.history_of(name, scale.device)
-    if record_in == "forward" and name in history.recomputing:
-        return scale.clone()
-    return record(history.current, slots, index, quantized, scale, sample)
-
-
-def _fake(
-    scale: Tensor, quantized: Tensor | None, sample: Tensor, slots: Tensor, index: int, key: str, record_in: str
-) -> Tensor:
+    """Return an empty result of the right size."""
     return torch.empty_like(scale)
-
-
-define_python_op(SCHEMA, fp8_record_amax, _fake)

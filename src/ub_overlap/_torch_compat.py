@@ -55,7 +55,6 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "_detect_dma_connectivity": ("torch._C._distributed_c10d:_detect_dma_connectivity",),
     "_rendezvous": ("torch.distributed._symmetric_memory:rendezvous",),
     "scaled_mm": ("torch:_scaled_mm",),
-    "_graph_task": ("torch._C:_current_graph_task_id",),
     "_StorageWeakRef": ("torch.multiprocessing.reductions:StorageWeakRef",),
     "_dtypes_of_numbers": ("torch.distributed._symmetric_memory:_maybe_convert_scalar_types_to_dtypes",),
     "_fake_backend": ("torch.testing._internal.distributed.fake_pg:_create_fake_pg",),
@@ -417,11 +416,6 @@ def is_computed_again(policy: Any) -> bool:
     from torch.utils.checkpoint import CheckpointPolicy
 
     return policy in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-
-
-def in_backward() -> bool:
-    """Return whether this thread runs autograd's backward."""
-    return __getattr__("_graph_task")() != -1
 
 
 def storage_id(tensor: Any) -> int:

@@ -11,9 +11,11 @@ from torch import Tensor
 import ub_overlap
 from tests.fp8.test_numerics import E4M3, E5M2
 from ub_overlap.runtime.fp8.amax_history import LENGTH, Fp8State, join_keys
-from ub_overlap.runtime.ops.fp8_amax_history import fp8_amax_history
-from ub_overlap.runtime.ops.fp8_record_amax import fp8_record_amax
+from ub_overlap.runtime.ops import load
 
+load()
+fp8_amax_history = torch.ops.ub_overlap.fp8_amax_history.default
+fp8_record_amax = torch.ops.ub_overlap.fp8_record_amax.default
 NUMBERS = itertools.count()
 
 

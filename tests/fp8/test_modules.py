@@ -14,8 +14,10 @@ from tests.models.compare import uncached
 from ub_overlap.runtime import errors
 from ub_overlap.runtime.fp8.amax_history import fp8_state, join_keys
 from ub_overlap.runtime.fp8.amax_history import history as state_module
-from ub_overlap.runtime.ops.fp8_amax_history import fp8_amax_history
+from ub_overlap.runtime.ops import load
 
+load()
+fp8_amax_history = torch.ops.ub_overlap.fp8_amax_history.default
 SHARED, OF_THE_GRAPH = (0, 0), (0, 7)
 
 

@@ -27,14 +27,19 @@ TORCH_LIBRARY_FRAGMENT(ub_overlap, m) {
     m.def(
         "finish_collective_into(Tensor token, Tensor input, Tensor(a!) out, str collective, str reduce_op, int split_slot, "
         "str strategy, str group, str site) -> ()");
+    m.def("fp8_advance_histories(Tensor(a!) current, Tensor(b!) past, Tensor slots, bool is_step) -> (Tensor, Tensor)");
+    m.def(
+        "fp8_raise_amax(Tensor(a!) current, Tensor slots, int index, Tensor? quantized, Tensor scale, Tensor sample) -> "
+        "Tensor");
+    m.def(
+        "fp8_amax_history_insert(Tensor weight, str keys, int module, Tensor slots, int[] columns, Tensor current, "
+        "Tensor past, Tensor agreed_amax, str[] unstepped) -> ()");
+    m.def("fp8_amax_history_evict(str state) -> ()", &fp8_amax_history_evict);
+    m.def("fp8_first_amax_agreed(Tensor current, str key, str groups) -> ()");
 }
 
 #ifdef UB_OVERLAP_CUDA
 TORCH_LIBRARY_FRAGMENT(ub_overlap, m) {
-    m.def("fp8_advance_histories(Tensor(a!) current, Tensor(b!) past, Tensor slots, bool is_step) -> Tensor");
-    m.def(
-        "fp8_raise_amax(Tensor(a!) current, Tensor slots, int index, Tensor? quantized, Tensor scale, Tensor sample) -> "
-        "Tensor");
     m.def(
         "fp8_cached_weight_refresh(Tensor weight, ScalarType round_to, int? axis, Tensor(a!) q, Tensor(b!) scale, "
         "Tensor(c!) checksum, Tensor(d!) scratch) -> ()");
@@ -59,7 +64,15 @@ static void register_ops(torch::Library& m) {
 }
 
 TORCH_LIBRARY_IMPL(ub_overlap, CompositeExplicitAutograd, m) {
-    m.impl("packed_weight", &packed_weight);  // Python defines the schema
+    m.impl("fp8_advance_histories", &fp8_advance_histories);
+    m.impl("fp8_raise_amax", &fp8_raise_amax);
+    m.impl("fp8_amax_history_insert", &fp8_amax_history_insert);
+    m.impl("fp8_first_amax_agreed", &fp8_first_amax_agreed);
+    // Python defines the schemas of these.
+    m.impl("fp8_amax_history", &fp8_amax_history);
+    m.impl("fp8_record_amax", &fp8_record_amax);
+    m.impl("fp8_first_amax", &fp8_first_amax);
+    m.impl("packed_weight", &packed_weight);
 }
 
 TORCH_LIBRARY_IMPL(ub_overlap, CPU, m) {
@@ -69,8 +82,6 @@ TORCH_LIBRARY_IMPL(ub_overlap, CPU, m) {
 TORCH_LIBRARY_IMPL(ub_overlap, CUDA, m) {
 #ifdef UB_OVERLAP_CUDA
     register_ops(m);
-    m.impl("fp8_advance_histories", &fp8_advance_histories);
-    m.impl("fp8_raise_amax", &fp8_raise_amax);
     m.impl("fp8_cached_weight_refresh", &fp8_cached_weight_refresh);
     m.impl("fp8_cached_weight_insert", &fp8_cached_weight_insert);
     m.impl("fp8_cached_weight_insert_transposed", &fp8_cached_weight_insert_transposed);

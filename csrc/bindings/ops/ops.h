@@ -64,14 +64,30 @@ void finish_collective_into(const at::Tensor& token, const at::Tensor& input, at
 // Returns weights [N_i, K] as one matrix [sum of N_i, K]: their own memory if they lie next to each other, else a copy.
 at::Tensor packed_weight(at::TensorList weights);
 
-#ifdef UB_OVERLAP_CUDA
-// Returns the maxima [N] of the amax histories in `slots` [N]: columns of current [C] and past [calls, C]. `is_step`: pushes
-// `current` before, where it is above 0, and clears it.
-at::Tensor fp8_advance_histories(at::Tensor& current, at::Tensor& past, const at::Tensor& slots, bool is_step);
+// Returns the maxima [N] of the amax histories in `slots` [N], columns of current [C] and past [calls, C], and a copy of
+// `slots`. `is_step`: pushes `current` before, where it is above 0, and clears it.
+TwoTensors fp8_advance_histories(at::Tensor& current, at::Tensor& past, const at::Tensor& slots, bool is_step);
 // Raises current[slots[index]] to `sample` [] and to the amax of `quantized`, float8, times `scale` [].
 // Returns a copy of `scale`.
 at::Tensor fp8_raise_amax(at::Tensor& current, const at::Tensor& slots, int64_t index,
                           const std::optional<at::Tensor>& quantized, const at::Tensor& scale, const at::Tensor& sample);
+// The ops of delayed scaling (runtime/ops/fp8_amax_history.py, fp8_record_amax.py, fp8_first_amax.py).
+TwoTensors fp8_amax_history(const at::Tensor& weight, const std::string& keys, bool step);
+at::Tensor fp8_record_amax(const at::Tensor& scale, const std::optional<at::Tensor>& quantized, const at::Tensor& sample,
+                           const at::Tensor& slots, int64_t index, const std::string& key, const std::string& record_in);
+at::Tensor fp8_first_amax(const at::Tensor& current, const at::Tensor& slots, int64_t index, const std::string& key,
+                          const std::string& record_in, const std::string& groups);
+// Inserts the histories of a graph's tensors, for the module that `weight` belongs to. `columns`: the elements of `slots`.
+// `unstepped`: first keys of graphs in which another, freed weight had the number `module`.
+void fp8_amax_history_insert(const at::Tensor& weight, const std::string& keys, int64_t module, const at::Tensor& slots,
+                             at::IntArrayRef columns, const at::Tensor& current, const at::Tensor& past,
+                             const at::Tensor& agreed_amax, const std::vector<std::string>& unstepped);
+// Notes that the ranks of `groups` have agreed on the first amax of a key, for all weights that have arrived.
+void fp8_first_amax_agreed(const at::Tensor& current, const std::string& key, const std::string& groups);
+// Forgets a state.
+void fp8_amax_history_evict(const std::string& state);
+
+#ifdef UB_OVERLAP_CUDA
 // Copies a view of float8, such as a transposed matrix, to contiguous memory.
 at::Tensor fp8_layout_copy(const at::Tensor& view);
 // Returns the cached cast of a weight [R, C], up to date: (e4m3, scales). `reuse_forward`: in backward, whose forward has used

@@ -23,8 +23,8 @@ The host never waits for the device, and memory keeps its address. The ops can t
 first call. fp8_record_amax records a maximum, so running it again changes nothing. The results are copies.
 
     module_identity.py   which module a call belongs to       history.py   histories, their memory, the state dict
-    history_update.py    how a call changes histories, in ATen or by our kernels
     runtime/ops/         the ops: fp8_amax_history.py, fp8_first_amax.py, fp8_record_amax.py
+    csrc/bindings/ops/   what every call does: fp8_amax_history.cpp, fp8_history_update.cpp
 """
 
 from __future__ import annotations

@@ -32,7 +32,10 @@ _FIX = "load the state_dict() of the same model; two models with equal module pa
 
 @dataclass(slots=True, eq=False)
 class AmaxHistory:
-    """A state's memory on one device. Its columns are called slots; `slots` maps a key to its slot."""
+    """A state's memory on one device. Its columns are called slots; `slots` maps a key to its slot.
+
+    C++ has what every call needs (csrc/bindings/ops/fp8_amax_history.cpp): the tensors, the slots of graphs that have been
+    called, and which calls are steps."""
 
     current: Tensor
     """float32 [CAPACITY]: amax since the last step."""
@@ -44,19 +47,15 @@ class AmaxHistory:
     modules: dict[str, ModuleNumbers] = field(default_factory=dict)
     """By key. Graphs with a common key share the numbering of their modules."""
     graph_slots: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    """int64 [N]: the slots of a graph's tensors, by the text of its keys and the module number."""
+    """int64 [N]: the slots of a graph's tensors, by the text of its keys and the module number. C++ has them too."""
     module_counts: Counter[str] = field(default_factory=Counter)
     """Number of modules that share a key."""
     registered: set[tuple[str, str, int]] = field(default_factory=set)
-    """(first key, key or all keys of a graph and a separator, arrival of the weight)."""
+    """(first key of a graph, key, arrival of the weight)."""
     arrivals: Counter[str] = field(default_factory=Counter)
     """Weights that have arrived with a key so far. Only calls count, so that ranks agree: they free weights at other times."""
     agreements: weakref.WeakKeyDictionary[Any, Counter[str]] = field(default_factory=weakref.WeakKeyDictionary)
     """Weights on whose first amax the ranks have agreed, by process group and key. A later group may reuse a name."""
-    stepped: set[tuple[str, int]] = field(default_factory=set)
-    """(first key, module number) of graphs whose last forward outside backward was a step."""
-    recomputing: set[str] = field(default_factory=set)
-    """Keys whose forward a checkpoint is recomputing."""
 
     def read(self, key: str) -> Tensor:
         """Return float32 [1 + LENGTH]: the amax since the last step, then the history."""
@@ -127,19 +126,16 @@ class Fp8State:
                 history.current.zero_()
                 history.past.zero_()
 
-    def register(self, keys: str, weight: Tensor) -> tuple[AmaxHistory, int]:
-        """Return the memory of a graph's tensors and the module number of `weight`. `keys`: joined by ";"."""
-        history, first = self._histories.get(weight.device), keys.partition(SEPARATOR)[0]
-        module = history.modules[first].find(weight) if history is not None and first in history.modules else None
-        if history is not None and module is not None and (first, keys + SEPARATOR, module[1]) in history.registered:
-            return history, module[0]
+    def register(self, keys: str, weight: Tensor) -> int:
+        """Return the module number of `weight`, and add the module if it is new. `keys`: those of a graph, joined by ";"."""
         if is_capturing(weight.device):
+            history, first = self._histories.get(weight.device), keys.partition(SEPARATOR)[0]
             sole = history is not None and history.module_counts[first] == 1 and (keys, 0) in history.graph_slots
-            if history is not None and sole and is_capture_copy(weight):
-                return history, 0  # a copy of the only module's weight
+            if sole and is_capture_copy(weight):
+                return 0  # a copy of the only module's weight
             what = "amax histories are allocated at a module's first call, and this first call is being captured"
             raise self._error(what, keys, "a call before the capture", "call every module once before the capture")
-        return run_in_daemon_thread("ub_overlap fp8 state", lambda: self._add(keys, weight)).result()
+        return run_in_daemon_thread("ub_overlap fp8 state", lambda: self._add(keys, weight.detach())).result()
 
     def history_of(self, key: str, device: torch.device) -> AmaxHistory:
         """Return the memory that holds `key`. Fp8StateError unless a graph has read its history."""
@@ -148,22 +144,25 @@ class Fp8State:
             raise self._error(f"the history {key!r} was never read", str(device), "fp8_amax_history before it is recorded")
         return history
 
-    def _add(self, keys: str, weight: Tensor) -> tuple[AmaxHistory, int]:
+    def _add(self, keys: str, weight: Tensor) -> int:
         """Add a graph's keys. Runs on its own thread, outside the caller's modes and of the memory pool of a capture."""
         plain, device = keys.split(SEPARATOR), weight.device
         with self._lock, _on_own_stream(device):
             history = self._histories.get(device) or _allocate(device)
-            number, arrival = _module_of(history, plain, weight)
+            number, arrival, reused = _module_of(history, plain, weight)
             names = [f"{key}@{number}" if number else key for key in plain]
             self._claim_slots(history, device, names)
             for key in plain:
                 history.module_counts[key] = max(history.module_counts[key], number + 1)
                 history.arrivals[key] += (plain[0], key, arrival) not in history.registered
-            history.registered.update((plain[0], key, arrival) for key in (keys + SEPARATOR, *plain))
-            slots = [history.slots[key] for key in names]
-            history.graph_slots[keys, number] = torch.tensor(slots, dtype=torch.int64, device=device)
+            history.registered.update((plain[0], key, arrival) for key in plain)
+            columns = [history.slots[key] for key in names]
+            slots = history.graph_slots[keys, number] = torch.tensor(columns, dtype=torch.int64, device=device)
         self._histories[device] = history  # only after its memory is written
-        return history, number
+        memory = history.current, history.past, history.agreed_amax
+        insert = torch.ops.ub_overlap.fp8_amax_history_insert.default
+        insert(weight, join_keys(self.name, plain), number, slots, columns, *memory, reused)
+        return number
 
     def _claim_slots(self, history: AmaxHistory, device: torch.device, names: list[str]) -> None:
         for other_device, other in self._histories.items():
@@ -188,16 +187,16 @@ def _allocate(device: torch.device) -> AmaxHistory:
     return AmaxHistory(torch.zeros(CAPACITY, device=device), torch.zeros(LENGTH, CAPACITY, device=device), agreed_amax)
 
 
-def _module_of(history: AmaxHistory, keys: list[str], weight: Tensor) -> tuple[int, int]:
-    """Return (module number, arrival) of `weight`; add it if it is new."""
+def _module_of(history: AmaxHistory, keys: list[str], weight: Tensor) -> tuple[int, int, list[str]]:
+    """Return (module number, arrival) of `weight`; add it if it is new.
+
+    Then also the first keys of graphs in which a freed weight may have had the number."""
     modules = next((history.modules[key] for key in keys if key in history.modules), None) or ModuleNumbers()
     for key in keys:
         history.modules.setdefault(key, modules)
-    if (module := modules.find(weight)) is None:
-        module = modules.add(weight)
-        reused = {(key, n) for key, n in history.stepped if n == module[0] and history.modules.get(key) is modules}
-        history.stepped.difference_update(reused)
-    return module
+    if (module := modules.find(weight)) is not None:
+        return *module, []
+    return *modules.add(weight), [key for key, numbers in history.modules.items() if numbers is modules]
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -235,6 +234,7 @@ def copy_state(name: str) -> Iterator[str]:
         yield copy
     finally:
         _STATES.pop(copy, None)
+        torch.ops.ub_overlap.fp8_amax_history_evict.default(copy)
 
 
 def join_keys(name: str, keys: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Delayed scaling: the kernels of histories equal ATen bitwise; captured calls; compiled models with and without graphs."""
+"""Delayed scaling: the kernels of histories equal the CPU bitwise; captured calls; compiled models with and without graphs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ from tests.models.case import on
 from ub_overlap import fp8_state
 from ub_overlap.runtime import errors
 from ub_overlap.runtime.fp8.amax_history import CAPACITY, LENGTH, join_keys
-from ub_overlap.runtime.fp8.amax_history.history_update import advance, advance_in_aten, record, record_in_aten
-from ub_overlap.runtime.ops.fp8_amax_history import fp8_amax_history
-from ub_overlap.runtime.ops.fp8_record_amax import fp8_record_amax
+from ub_overlap.runtime.ops import load
 
 pytestmark = pytest.mark.own_gpus("gloo's functional collectives of GPU tensors end the process (torch 2.11)")
+
+load()
+advance = torch.ops.ub_overlap.fp8_advance_histories.default
+record = torch.ops.ub_overlap.fp8_raise_amax.default
+fp8_amax_history = torch.ops.ub_overlap.fp8_amax_history.default
+fp8_record_amax = torch.ops.ub_overlap.fp8_record_amax.default
 
 COUNTS = (1, 2, 127, 128, 129, 1000, CAPACITY)
 
@@ -36,20 +40,21 @@ def updates(lockstep: Lockstep) -> str:
     """Record and advance histories of several numbers of tensors: one step more than a history holds, some without a record."""
     for count in COUNTS:
         torch.manual_seed(count)
-        slots = torch.randperm(CAPACITY, device=lockstep.device)[:count]
-        ours = torch.zeros(CAPACITY, device=lockstep.device), torch.zeros(LENGTH, CAPACITY, device=lockstep.device)
-        theirs = tuple(t.clone() for t in ours)
-        scale = torch.rand((), device=lockstep.device)
+        slots = torch.randperm(CAPACITY)[:count]
+        theirs = torch.zeros(CAPACITY), torch.zeros(LENGTH, CAPACITY)
+        ours = tuple(t.to(lockstep.device) for t in theirs)
+        scale, on_device = torch.rand(()), slots.to(lockstep.device)
         for turn in range(LENGTH + 1):
             for _ in range(2):
-                index, sample = int(torch.randint(count, ())), torch.rand((), device=lockstep.device)
-                copy = record(ours[0], slots, index, None, scale, sample)
-                assert torch.equal(copy, record_in_aten(theirs[0], slots, index, None, scale, sample))
-                assert torch.equal(copy, scale)
+                index, sample = int(torch.randint(count, ())), torch.rand(())
+                copy = record(ours[0], on_device, index, None, scale.to(lockstep.device), sample.to(lockstep.device))
+                record(theirs[0], slots, index, None, scale, sample)
+                assert torch.equal(copy.cpu(), scale)
             is_step = turn % 5 != 4
-            mine, wanted = advance(*ours, slots, is_step), advance_in_aten(*theirs, slots, is_step)
-            assert torch.equal(mine, wanted), f"{count} tensors, call {turn}"
-            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), f"{count} tensors, call {turn}"
+            (mine, slots_copy), (wanted, _) = advance(*ours, on_device, is_step), advance(*theirs, slots, is_step)
+            assert torch.equal(mine.cpu(), wanted), f"{count} tensors, call {turn}"
+            assert torch.equal(slots_copy.cpu(), slots) and slots_copy.data_ptr() != on_device.data_ptr()
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(ours, theirs, strict=True)), f"{count} tensors, call {turn}"
     return f"{len(COUNTS)} counts, bitwise"
 
 
@@ -66,13 +71,13 @@ def recorded(lockstep: Lockstep) -> str:
             first = quiet.flip(tuple(range(len(shape)))).contiguous()
             shifted = whole.new_empty(whole.numel() + 1)[1:].view(shape).copy_(quiet)
             for case in (whole, quiet, first, shifted, quiet.t() if len(shape) == 2 else quiet, torch.zeros_like(whole)):
-                ours, theirs = torch.zeros(8, device=lockstep.device), torch.zeros(8, device=lockstep.device)
+                ours, theirs = torch.zeros(8, device=lockstep.device), torch.zeros(8)
                 for sample in (0.0, 3.0):
                     sampled = torch.tensor(sample, device=lockstep.device)
                     args = slots, 1, case.view(format), scale, sampled
                     assert torch.equal(record(ours, *args), scale)
-                    record_in_aten(theirs, *args)
-                    assert torch.equal(ours, theirs), (format, shape, sample, ours[3], theirs[3])
+                    record(theirs, *(a.cpu() if isinstance(a, Tensor) else a for a in args))
+                    assert torch.equal(ours.cpu(), theirs), (format, shape, sample, ours[3], theirs[3])
     return f"{len(sizes)} sizes, bitwise"
 
 
