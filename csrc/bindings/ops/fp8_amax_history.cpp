@@ -206,7 +206,7 @@ void fp8_amax_history_insert(const at::Tensor& weight, const std::string& keys, 
         }
         for (size_t i = 0; i < graph.keys.size(); ++i) {
             KeyState& key = history.keys[graph.keys[i]];
-            key.agreed.clear();  // the ranks agree anew for each weight
+            key.agreed.clear();  // the ranks agree again for each weight
             key.modules = std::max(key.modules, module + 1);
             if (module == 0) key.first_slot = columns[i];
         }
