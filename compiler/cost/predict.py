@@ -10,6 +10,7 @@ from ..plan.strategy import MAX_CHUNKS, NONE, Mode, Strategy
 from .curve import at, between
 from .direct_time import direct_us, has_direct_times, link_us
 from .matmul_time import matmul_us
+from .network import network_us
 from .profile import Profile
 from .program import CostItem, programs
 from .simulate import Contention, busy_us, play
@@ -39,7 +40,7 @@ class Prediction:
 
 def candidates(shape: SiteShape, profile: Profile) -> list[Strategy]:
     """Return the strategies that can run the site and have times in `profile`, none first."""
-    if shape.ranks == 1:
+    if shape.ranks == 1 or shape.hosts > 1:
         return [NONE]
     if shape.bulk:
         return [NONE, Strategy(Mode.BULK)]
@@ -94,6 +95,8 @@ def collective_us(shape: SiteShape, profile: Profile) -> float:
     """Return the microseconds of the plain collective."""
     if shape.ranks == 1:
         return 0.0
+    if shape.hosts > 1 and profile.network is not None:
+        return network_us(profile.network, profile.push, shape.collective, shape.ranks, shape.hosts, shape.bytes_sent)
     found = between(profile.collectives[shape.collective], shape.ranks, shape.bytes_sent)
     # Not measured: a ring at the bandwidth of the port.
     return 15.0 + at(profile.push, shape.bytes_sent) if found is None else found

@@ -17,6 +17,7 @@ from ub_overlap.runtime.errors import OptionError, StoredFileError
 from ub_overlap.runtime.stored_file import parse_json
 
 from .curve import Curve
+from .network import Network, plain_network
 
 FORMAT = "ub_overlap profile"
 VERSION = 1
@@ -109,6 +110,8 @@ class Profile:
     """Measurements that failed, with values from another profile."""
     direct: DirectStores | None = None
     """None where they were not measured: then `direct` is not selected."""
+    network: Network | None = None
+    """Groups across hosts. None: priced as within a host."""
     digest: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -142,6 +145,7 @@ class Profile:
 def _plain(p: Profile) -> dict[str, Any]:
     """Return a profile as JSON values."""
     direct = {} if p.direct is None else {"direct": _plain_direct(p.direct)}
+    network = {} if p.network is None else {"network": plain_network(p.network)}
     return {
         "name": p.name,
         "source": p.source,
@@ -166,6 +170,7 @@ def _plain(p: Profile) -> dict[str, Any]:
         "checks": [[*row[:7], float(row[7])] for row in p.checks],
         "holes": list(p.holes),
         **direct,
+        **network,
     }
 
 
@@ -210,6 +215,7 @@ class _Reader:
             checks=self.checks(),
             holes=self.holes(),
             direct=self.direct(),
+            network=self.network(),
         )
 
     def part(self, name: str) -> dict[str, Any]:
@@ -309,6 +315,27 @@ class _Reader:
                 )
         known = tuple((t, int(r), int(m), int(n), int(k), float(us)) for t, r, m, n, k, us in rows)
         return DirectStores(self.number(part, "direct.link_gbs", 1e-3), known)
+
+    def network(self) -> Network | None:
+        if self.found.get("network") is None:
+            return None
+        part = self.part("network")
+        source, curves = part.get("source"), part.get("collectives", {})
+        if not isinstance(source, str) or not source:
+            raise self.bad("network.source", source, "a text")
+        if not isinstance(curves, dict) or not set(curves) <= set(COLLECTIVES):
+            raise self.bad("network.collectives", curves, f"curves of {', '.join(COLLECTIVES)}")
+        found: dict[str, dict[tuple[int, int], Curve]] = {}
+        for kind, by_size in curves.items():
+            for size, points in by_size.items() if isinstance(by_size, dict) else ((by_size, None),):
+                ranks, x, hosts = str(size).partition("x")
+                if not x or not all(n.isascii() and n.isdigit() for n in (ranks, hosts)) or not 2 <= int(hosts) <= int(ranks):
+                    raise self.bad(f"network.collectives.{kind}", size, "ranks and hosts as text, e.g. '16x2'")
+                curve = self.curve(points, f"network.collectives.{kind}.{size}")
+                found.setdefault(kind, {})[int(ranks), int(hosts)] = curve
+        rate = self.number(part, "network.gbs", 1e-3)
+        names = ("base_us", "step_us", "hop_us", "matmul_slowdown")
+        return Network(source, rate, *(self.number(part, f"network.{name}") for name in names), found)
 
     def checks(self) -> tuple[tuple[str, int, str, int, int, int, str, float], ...]:
         found = self.found.get("checks") or []

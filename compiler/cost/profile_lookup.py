@@ -167,5 +167,6 @@ def analytic(name: str, units: int, capability: tuple[int, int]) -> Profile:
         steps=base.steps,
         matmul_slowdown=base.matmul_slowdown,
         push_slowdown=base.push_slowdown,
+        network=base.network,
         holes=("everything: not measured",),
     )

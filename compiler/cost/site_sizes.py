@@ -83,7 +83,7 @@ def sizes_of_site(site: Site, wire_dtype: str = "") -> SiteSizes | None:
     reduced = _dtype(dtype_of(c.node)) or "" if not isinstance(site, Gather) else dtype
     return SiteSizes(
         kind, c.ranks, dtype, matmuls, *whole, keep, last, outer, operands, wire_dtype, packs, copies, len(site.independent),
-        "" if reduced == dtype else reduced,
+        "" if reduced == dtype else reduced, c.hosts,
     )  # fmt: skip
 
 
@@ -117,6 +117,7 @@ def shape_at(sizes: SiteSizes, hints: Hints, exact: bool = False) -> SiteShape |
             sizes.pack_copies,
             sizes.independent,
             sizes.out_dtype,
+            sizes.hosts,
         )
     except ValueError:
         return None

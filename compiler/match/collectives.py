@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime.fp8.numerics import E4M3
+from ub_overlap.runtime.session.host_layout import hosts_of
 
 from ..graph.aten import c10d, dtype_of, tensor_of
 from .widening_cast import WideningCast, find_widening_cast
@@ -56,6 +57,8 @@ class Collective:
     reduce_op: str = ""
     widening: WideningCast | None = None
     """The casts to fp32 in front of a sum. A site may send what they read."""
+    hosts: int = 1
+    """Hosts of the group's ranks."""
 
     @property
     def narrow_dtype(self) -> torch.dtype:
@@ -114,6 +117,7 @@ def read_collective(node: Node) -> Collective:
         ranks=_rank_count(node, op, group),
         reduce_op=reduce_op,
         widening=find_widening_cast(tensor, node) if reduce_op in ("sum", "avg") else None,
+        hosts=_host_count(op, group),
     )
 
 
@@ -134,6 +138,13 @@ def _group_arg(node: Node) -> object:
 def _first_input(node: Node) -> Node:
     """Return the tensor that the collective reads, the first of several; the collective itself if it reads none."""
     return next((n for n in node.all_input_nodes if tensor_of(n) is not None), node)
+
+
+def _host_count(op: Op | None, group: str | None) -> int:
+    """Return the hosts of the collective's group; 1 where the group is unknown here."""
+    if op is None or group is None:
+        return 1
+    return len(set(hosts_of(group)))
 
 
 def _rank_count(node: Node, op: Op | None, group: str | None) -> int:

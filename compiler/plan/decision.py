@@ -42,6 +42,8 @@ class SiteSizes:
     """The number of the last `matmuls` that neither read nor feed the collective. Of a bulk site: all."""
     out_dtype: str = ""
     """Type of the reduced tensor where it is wider than `dtype`, which is sent and summed. The plain collective sends it."""
+    hosts: int = 1
+    """Hosts of the group. Across several, c10d sends, in the type of the result."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -49,6 +51,7 @@ class SiteSizes:
             "rows": self.rows, "cols": self.cols, "keep": self.keep, "shard_dim_is_last": self.shard_dim_is_last,
             "outer": self.outer, "operands": self.operands, "wire_dtype": self.wire_dtype, "packs": list(self.packs),
             "pack_copies": list(self.pack_copies), "independent": self.independent, "out_dtype": self.out_dtype,
+            "hosts": self.hosts,
         }  # fmt: skip
 
     @classmethod
@@ -114,6 +117,8 @@ class SplitWindow:
     landing_bytes: int
     transfer_us: float
     exposed_us: float
+    transport: str = ""
+    """"c10d" for a group across hosts; "" where the copies are ours."""
 
     @property
     def shared(self) -> list[int]:
@@ -122,9 +127,10 @@ class SplitWindow:
 
     def __str__(self) -> str:
         mib = self.landing_bytes / 2**20
+        over = f"over {self.transport}, " if self.transport else ""
         return (
-            f"starts as number {self.starts} and finishes as number {self.finishes} of the graph's communication, in slot "
-            f"{self.slot} ({mib:.1f} MiB); {self.exposed_us:.0f} of {self.transfer_us:.0f} us exposed"
+            f"{over}starts as number {self.starts} and finishes as number {self.finishes} of the graph's communication, in "
+            f"slot {self.slot} ({mib:.1f} MiB); {self.exposed_us:.0f} of {self.transfer_us:.0f} us exposed"
         )
 
 

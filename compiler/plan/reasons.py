@@ -33,7 +33,8 @@ class Reason(str, Enum):
     TRIVIAL_GROUP = "trivial_group"
     """The group has one rank: nothing is sent."""
     NO_TRANSPORT = "no_transport"
-    """The runtime cannot reach the group's ranks: the device has no executor in this build, or the ranks share no host."""
+    """The runtime cannot reach the group's ranks: the device has no executor in this build, or the ranks share no host (there
+    only split collectives run, over c10d)."""
     GROUP_NOT_STATIC = "group_not_static"
     """The group is a value of the graph (compile_on_one_rank), not a name."""
     DTYPE_UNSUPPORTED = "dtype_unsupported"

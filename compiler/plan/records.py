@@ -93,6 +93,7 @@ class SizesRecord(TypedDict):
     pack_copies: NotRequired[list[str]]
     independent: NotRequired[int]
     out_dtype: NotRequired[str]
+    hosts: NotRequired[int]
 
 
 class SavedActivationRecord(TypedDict):
@@ -122,6 +123,7 @@ class SplitWindowRecord(TypedDict):
     landing_bytes: int
     transfer_us: float
     exposed_us: float
+    transport: NotRequired[str]
 
 
 class SiteRecord(TypedDict):

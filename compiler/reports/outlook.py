@@ -85,7 +85,7 @@ def outlook(d: Decision, profile: Profile) -> Outlook | None:
     if not shape.matmuls:
         alone = predict(shape, NONE, profile)
         if d.window is not None:
-            split = _predict_split(d.window, split_times(shape, d.traced.chunks, profile), profile)
+            split = _predict_split(d.window, split_times(shape, d.traced.chunks, profile))
             return Outlook({str(NONE): alone, decided: split}, decided, decided, str(d.window))
         return Outlook({str(NONE): alone}, str(NONE), str(NONE), "no matmul to hide it behind")
     choice = choose(shape, profile)
@@ -95,9 +95,9 @@ def outlook(d: Decision, profile: Profile) -> Outlook | None:
     return Outlook(predictions, decided, str(choice.strategy), choice.reason)
 
 
-def _predict_split(window: SplitWindow, times: SplitTimes, profile: Profile) -> Prediction:
+def _predict_split(window: SplitWindow, times: SplitTimes) -> Prediction:
     """Return the time that a split collective takes from the graph: its two ops, its wait, and what its transfer slows down."""
-    us = times.shortest_us + window.exposed_us + profile.matmul_slowdown * times.transfer_us
+    us = times.shortest_us + window.exposed_us + times.slowed_us
     return Prediction(us, 0.0, times.transfer_us)
 
 

@@ -79,6 +79,9 @@ def decide(
             found.append(Alternatives(miss=miss, is_refused=True))
         elif override and override.strategy and override.strategy.mode is Mode.SPLIT:
             found.append(Alternatives(miss=candidate.miss))
+        elif candidate.collective.hosts > 1:
+            hosts = f"its ranks are on {candidate.collective.hosts} hosts: only split collectives run there, over c10d"
+            found.append(Alternatives(miss=Miss(Reason.NO_TRANSPORT, hosts)))
         else:
             found.append(finder.find(candidate, override))
 

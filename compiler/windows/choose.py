@@ -20,10 +20,10 @@ from ..cost.predict import Prediction
 from ..cost.profile import Profile
 from ..cost.site_sizes import shape_of_site
 from ..cost.split_time import SplitTimes, split_times
-from ..graph.aten import shape_of
+from ..graph.aten import dtype_of, shape_of
 from ..graph.sizes import evaluate_size, numel
 from ..match import Candidate, Miss, Split
-from ..match.collectives import Op
+from ..match.collectives import Collective, Op
 from ..match.fusion_order import FusionOrder
 from ..match.window import Window, WindowFinder, moving_nodes
 from ..overrides.requested_strategy import Override
@@ -35,7 +35,7 @@ from ..select.assignment import Assignment
 from ..select.benefit import NO_BENEFIT, Benefit
 from ..select.profitability import SiteCosts, too_small
 from .node_times import NodeTimes
-from .placement import Item, Limits, Placed, Transfer, place
+from .placement import NETWORK, PORT, Item, Limits, Placed, Transfer, place
 
 ROUNDS = 2
 """Rounds in which collectives get their other alternatives back."""
@@ -137,12 +137,25 @@ def _find(
         costs.profiles[profile.digest] = profile
         strategy = forced if requested and isinstance(forced, Strategy) else Strategy(Mode.SPLIT)
         times = split_times(shape, strategy.chunks, profile)
-        sent = evaluate_size(numel(shape_of(c.input)), costs.hints) or 0
-        whole = sent * c.narrow_dtype.itemsize * (c.ranks if c.op is Op.ALL_GATHER else 1)
-        is_parameter = all(n.op == "placeholder" for n in window.sources) and not window.lead
-        held = 0 if is_parameter else sent * c.narrow_dtype.itemsize
-        splits.append(SplitCandidate(i, window, times, strategy, whole, held, requested))
+        splits.append(SplitCandidate(i, window, times, strategy, *_memory(window, costs), requested))
     return splits
+
+
+def _memory(window: Window, costs: SiteCosts) -> tuple[int, int]:
+    """Return the bytes of landing memory and of the input that lives until the finish.
+
+    Our transport lands what is sent. c10d has the result in landing memory, and sends reductions in the type of the result.
+    """
+    c = window.collective
+    elements = evaluate_size(numel(shape_of(c.input)), costs.hints) or 0
+    is_parameter = all(n.op == "placeholder" for n in window.sources) and not window.lead
+    sent = elements * c.narrow_dtype.itemsize
+    if c.op is Op.ALL_GATHER:
+        return sent * c.ranks, 0 if is_parameter else sent
+    if c.hosts == 1:
+        return sent, 0 if is_parameter else sent
+    widened = elements * dtype_of(c.node).itemsize
+    return (widened // c.ranks if c.op is Op.REDUCE_SCATTER else 0), widened
 
 
 @dataclass(slots=True)
@@ -201,9 +214,7 @@ class _Planner:
         items = self._items(assignments, order, {s.number for s in open_splits})
         moving = moving_nodes(s.window for s in open_splits)
         transfers = [self._transfer(s, order, moving) for s in open_splits]
-        profile = self._profile()
-        limits = Limits(self.costs.policy.split_bytes, SPLIT_SLOTS, profile.matmul_slowdown, profile.push_slowdown)
-        result = place(items, transfers, limits)
+        result = place(items, transfers, Limits(self.costs.policy.split_bytes, SPLIT_SLOTS))
         return {s.number: p for s, p in zip(open_splits, result, strict=True) if p is not None}
 
     def _transfer(self, s: SplitCandidate, order: FusionOrder, moving: Mapping[Node, object]) -> Transfer:
@@ -223,6 +234,9 @@ class _Planner:
             held_bytes=s.held_bytes,
             needed_us=self.needed_us(s),
             is_required=s.is_required,
+            link=_link(c),
+            matmul_slowdown=s.times.matmul_slowdown,
+            transfer_slowdown=s.times.transfer_slowdown,
         )
 
     def _items(self, assignments: Sequence[Assignment], order: FusionOrder, split: set[int]) -> list[Item]:
@@ -237,14 +251,14 @@ class _Planner:
                 us = times.us if times else sum(clock.get(m, 0.0) for m in members)
                 for member in members:
                     items[member] = Item(0.0)
-                port = min(us, times.plain.communication_us) if times else 0.0
-                items[min(members, key=order.position.__getitem__)] = Item(us, port)
+                busy = min(us, times.plain.communication_us) if times else 0.0
+                items[min(members, key=order.position.__getitem__)] = Item(us, busy)
             elif i not in split and c.op is not None and c.group is not None and c.ranks > 1:
                 shape = shape_of_site(Split(c), self.costs.hints) if c.wait is not None else None
                 if shape is not None:
                     profile = self.costs.policy.profile(c.ranks, c.node.meta["val"].device.type)
                     us = split_times(shape, 0, profile).plain_us
-                    items[c.node] = Item(us, us)
+                    items[c.node] = Item(us, us, _link(c))
         return [items[n] for n in order.items]
 
     def is_better_fused(self, i: int, placed: Mapping[int, Placed], alternatives: Alternatives) -> bool:
@@ -273,10 +287,15 @@ class _Planner:
             result[i] = Assignment(alternatives, alternative, assignments[i].estimate)
             starts, finishes = numbers[i]
             choice.windows[i] = SplitWindow(
-                p.slot, starts, finishes, s.landing_bytes, round(s.times.transfer_us, 2), round(p.exposed_us, 2)
-            )
+                p.slot, starts, finishes, s.landing_bytes, round(s.times.transfer_us, 2), round(p.exposed_us, 2),
+                "c10d" if s.window.collective.hosts > 1 else "",
+            )  # fmt: skip
             choice.entries[i] = (s.window, p)
         return choice
+
+
+def _link(c: Collective) -> str:
+    return PORT if c.hosts == 1 else NETWORK
 
 
 def _as_choice(s: SplitCandidate, p: Placed) -> StrategyChoice:

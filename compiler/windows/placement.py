@@ -1,15 +1,16 @@
 """Place the starts and finishes of split collectives between the items of a graph, in its order.
 
-A list scheduler with one resource, the port of the link. It takes plain numbers, so that every rank computes the same.
+A list scheduler with one resource for each link: the GPU's port, and the network. It takes plain numbers, so that every rank
+computes the same.
 
-    items      what the graph computes, in order: microseconds, and microseconds of the port that fused sites take
+    items      what the graph computes, in order: microseconds, and microseconds of a link that fused and plain sites take
     transfers  windows: a start stands before an item from `earliest` on, its finish before the item `latest` at the latest
 
 Gathers are placed backwards from their readers: each starts as late as it still arrives in time. Reductions start as soon as
-they are ready, and finish once their data is here. Starts push in order: the port serves one transfer after the other, and a
-fused site waits for what was started before it. Every open transfer has a slot of landing memory; slots keep their memory, so
-a transfer prefers one that is large enough. A start waits until the peers have left its slot, so it also prefers one that
-has been free for a while. A start without a free slot or without memory waits for the next finish.
+they are ready, and finish once their data is here. A link serves one transfer after the other, in the order of their starts,
+and a fused site waits for what was started before it. Every open transfer has a slot of landing memory; slots keep their
+memory, so a transfer prefers one that is large enough. A start waits until the peers have left its slot, so it also prefers
+one that has been free for a while. A start without a free slot or without memory waits for the next finish.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ SLACK_US = 50.0
 """A gather starts this share of its transfer, and these microseconds, earlier than it must: predictions have errors."""
 REST_US = 100.0
 """A slot that has been free for this long is free on the peers as well: ranks are that far apart at most, mostly."""
+PORT, NETWORK = "port", "network"
+"""Links: of a GPU to those of its host, and between hosts. Collectives of c10d across hosts share the network."""
 ROUNDS = 4
 """Transfers that save too little are left out, and the others are placed again, this often at most."""
 
@@ -33,8 +36,9 @@ class Item:
     """One node, or one fused site."""
 
     us: float
-    port_us: float = 0.0
-    """The part of `us` that the port is busy."""
+    link_us: float = 0.0
+    """The part of `us` that `link` is busy."""
+    link: str = PORT
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +64,19 @@ class Transfer:
     """The least saving with which it is placed."""
     is_required: bool = False
     """Placed whatever it saves, as the user requests."""
+    link: str = PORT
+    matmul_slowdown: float = 0.0
+    """Slowdown of matmuls during the transfer."""
+    transfer_slowdown: float = 0.0
+    """Slowdown of the transfer during matmuls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`bytes`: landing memory and held inputs together. `slots`: of one group. Slowdowns as in a profile."""
+    """`bytes`: landing memory and held inputs together. `slots`: of one group."""
 
     bytes: int
     slots: int
-    matmul_slowdown: float = 0.0
-    push_slowdown: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +126,8 @@ class _Sweep:
     active: set[int]
     limits: Limits
     now: float = 0.0
-    port_free: float = 0.0
+    link_free: dict[str, float] = field(default_factory=lambda: {PORT: 0.0, NETWORK: 0.0})
+    """When each link has served what was started."""
     number: int = 0
     held: int = 0
     slots: dict[str, list[int]] = field(default_factory=dict)
@@ -173,9 +181,9 @@ class _Sweep:
         sizes[slot] = max(sizes[slot], t.landing_bytes)
         self.held += t.held_bytes
         self.now += t.start_us
-        begin = max(self.now, self.port_free)
-        self.port_free = begin + t.transfer_us * (1 + self.limits.push_slowdown)
-        self.open[k] = _Open(position, self.next_number(), slot, self.port_free)
+        end = max(self.now, self.link_free[t.link]) + t.transfer_us * (1 + t.transfer_slowdown)
+        self.link_free[t.link] = end
+        self.open[k] = _Open(position, self.next_number(), slot, end)
         return True
 
     def find_slot(self, t: Transfer) -> int | None:
@@ -208,7 +216,7 @@ class _Sweep:
             self.now += exposed + t.finish_us
             self.held -= t.held_bytes
             self.left[t.group, o.slot] = self.now
-            slowed = self.limits.matmul_slowdown * t.transfer_us
+            slowed = t.matmul_slowdown * t.transfer_us
             saved = t.plain_us - t.start_us - t.finish_us - exposed - slowed
             self.placed[k] = Placed(o.start, o.number, position, self.next_number(), o.slot, exposed, saved)
 
@@ -218,9 +226,9 @@ class _Sweep:
 
     def advance(self, item: Item) -> None:
         end = self.now + item.us
-        if item.port_us:
-            self.port_free = max(self.port_free, self.now) + item.port_us
-            end = max(end, self.port_free)
+        if item.link_us:
+            self.link_free[item.link] = max(self.link_free[item.link], self.now) + item.link_us
+            end = max(end, self.link_free[item.link])
         self.now = end
 
 
@@ -229,19 +237,21 @@ def _with_plain(items: Sequence[Item], plain: Sequence[Transfer]) -> list[Item]:
     result = list(items)
     for t in plain:
         old = result[t.plain_at]
-        result[t.plain_at] = Item(old.us + t.plain_us, old.port_us + t.plain_us)
+        busy = old.link_us if old.link == t.link else 0.0
+        result[t.plain_at] = Item(old.us + t.plain_us, busy + t.plain_us, t.link)
     return result
 
 
 def _latest_starts(items: Sequence[Item], gathers: dict[int, Transfer]) -> dict[int, int]:
-    """Return for each gather the last position from which it arrives in time, the later gathers and the port given."""
-    # The microseconds that the port is free up to the begin of each item. Within an item the port is busy first.
-    free = [0.0, *accumulate(max(0.0, item.us - item.port_us) for item in items)]
+    """Return for each gather the last position from which it arrives in time, the later gathers and its link given."""
     starts: dict[int, int] = {}
-    until = free[-1]
-    for k in sorted(gathers, key=lambda k: (-gathers[k].latest, -k)):
-        t = gathers[k]
-        until = min(until, free[t.latest]) - t.transfer_us * (1 + SLACK) - SLACK_US - t.finish_us
-        at = bisect_right(free, until) - 1 if until >= 0 else 0
-        starts[k] = max(t.earliest, min(at, t.latest))
+    for link in sorted({t.link for t in gathers.values()}):
+        # The microseconds that the link is free up to the begin of each item. Within an item the link is busy first.
+        free = [0.0, *accumulate(max(0.0, i.us - (i.link_us if i.link == link else 0.0)) for i in items)]
+        until = free[-1]
+        for k in sorted((k for k, t in gathers.items() if t.link == link), key=lambda k: (-gathers[k].latest, -k)):
+            t = gathers[k]
+            until = min(until, free[t.latest]) - t.transfer_us * (1 + SLACK) - SLACK_US - t.finish_us
+            at = bisect_right(free, until) - 1 if until >= 0 else 0
+            starts[k] = max(t.earliest, min(at, t.latest))
     return starts

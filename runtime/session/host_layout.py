@@ -17,24 +17,25 @@ from .. import errors, settings
 
 
 def hosts_of(group: str) -> tuple[str, ...]:
-    """Return a name of the host of each rank of `group`, by rank in the group. OptionError for a bad setting `hosts`."""
-    members = compat.group_of(group)
-    ranks = compat.global_ranks(members)
-    if len(ranks) != members.size():  # a group outside of torch's registry
-        return ("",) * members.size()
+    """Return a name of the host of each rank of `group`, by rank in the group; of one host where nothing says more.
+
+    OptionError for a setting `hosts` that does not fit.
+    """
     world = world_hosts()
-    return tuple(world[rank] if world else "" for rank in ranks)
+    ranks = compat.global_ranks(compat.group_of(group)) if world else []
+    return tuple(world[rank] for rank in ranks) or ("",)  # without ranks: a group that c10d does not know
 
 
 def own_host() -> str:
     """Return the host that the setting `hosts` declares for this rank, "" without the setting."""
-    if not settings.current().hosts or not dist.is_available() or not dist.is_initialized():
-        return ""
-    return world_hosts()[dist.get_rank()]
+    world = world_hosts() if settings.current().hosts else ()
+    return world[dist.get_rank()] if world else ""
 
 
 def world_hosts() -> tuple[str, ...]:
-    """Return the host of each rank of the world; () where nothing says that there are several."""
+    """Return the host of each rank of the world; () where nothing says that there are several, and without a world."""
+    if not dist.is_available() or not dist.is_initialized():
+        return ()
     declared, ranks = settings.current().hosts, dist.get_world_size()
     if declared:
         names = declared.split(",")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from .host_layout import world_hosts
+
 
 @lru_cache(maxsize=1)
 def executor_devices() -> frozenset[str]:
@@ -47,10 +49,10 @@ def unsupported_reason(device: str, group: str, ranks: int) -> str | None:
 
 
 def transport_signature() -> tuple[str, ...]:
-    """Return the inputs of decisions other than graph and options, for cache keys: backend and size of every group.
+    """Return the inputs of decisions other than graph and options, for cache keys: backend and size of every group, hosts.
 
     A graph compiled over a fake group is invalid for a real one, and an all_reduce's node does not show its group's size.
     """
     from ub_overlap import _torch_compat as compat
 
-    return (*sorted(executor_devices()), *compat.groups())
+    return (*sorted(executor_devices()), *compat.groups(), "hosts", *world_hosts())

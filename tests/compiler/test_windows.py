@@ -27,7 +27,7 @@ from ub_overlap.compiler.rewrite.part_strides import Outputs
 from ub_overlap.compiler.rewrite.rewrite_graph import rewrite
 from ub_overlap.compiler.select import decide
 from ub_overlap.compiler.windows.node_times import NodeTimes
-from ub_overlap.compiler.windows.placement import Item, Limits, Placed, Transfer, place
+from ub_overlap.compiler.windows.placement import NETWORK, PORT, Item, Limits, Placed, Transfer, place
 from ub_overlap.runtime import ops
 
 AUTO = Options(profile="h200", min_bytes=0)
@@ -151,9 +151,12 @@ def random_problem(seed: int) -> tuple[list[Item], list[Transfer], Limits]:
                 held_bytes=rng.randint(0, 100),
                 needed_us=3.0,
                 is_required=rng.random() < 0.1,
+                link=rng.choice([PORT, NETWORK]),
+                matmul_slowdown=0.03,
+                transfer_slowdown=0.06,
             )
         )
-    return items, transfers, Limits(rng.choice([100, 400, 10000]), rng.choice([1, 2, 8]), 0.03, 0.06)
+    return items, transfers, Limits(rng.choice([100, 400, 10000]), rng.choice([1, 2, 8]))
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -221,6 +224,22 @@ def test_a_start_takes_a_slot_that_the_peers_have_left() -> None:
     assert all(a != b for a, b in itertools.pairwise(slots)) and max(slots) == 1
     few = [p for p in chain(10, 600.0, 160.0, limit=199) if p is not None]
     assert few and all(p.slot == 0 for p in few)
+
+
+def test_links_are_independent() -> None:
+    """Transfers of the network delay each other, and neither those of the port nor fused sites, which use the port."""
+
+    def exposed(links: list[str], item: Item) -> list[float]:
+        transfers = [Transfer("g", 0, 2, 2, False, 0.0, 100.0, 0.0, 200.0, 1, is_required=True, link=link) for link in links]
+        placed = place([Item(0.0), item, Item(0.0)], transfers, Limits(1 << 30, 8))
+        assert all(p is not None for p in placed)
+        return [p.exposed_us for p in placed if p is not None]
+
+    assert exposed([NETWORK], Item(120.0)) == [0.0]
+    assert exposed([NETWORK, NETWORK], Item(120.0)) == [0.0, 80.0]
+    assert exposed([NETWORK, PORT], Item(120.0)) == [0.0, 0.0]
+    assert exposed([NETWORK], Item(120.0, 90.0, PORT)) == [0.0]
+    assert exposed([PORT], Item(120.0, 90.0, PORT)) == [0.0]  # it went first: the fused site waits for it
 
 
 def test_what_does_not_fit_in_memory_stays_plain() -> None:

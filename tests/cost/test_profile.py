@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from tests.cost.machine import PLAIN
 from ub_overlap.compiler.cost import Profile, load
 from ub_overlap.compiler.cost.matmul_time import analytic_us
+from ub_overlap.compiler.cost.network import Network
 from ub_overlap.compiler.cost.predict import predict
 from ub_overlap.compiler.cost.profile_lookup import _of_this_machine, analytic, read, shipped, signature
 from ub_overlap.compiler.options import parse
@@ -34,8 +36,12 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     read.cache_clear()
 
 
+NETWORK = {"source": "made up", "gbs": 1.0, "base_us": 1.0, "step_us": 1.0, "hop_us": 1.0, "matmul_slowdown": 0.0}
+
+
 def test_round_trip() -> None:
-    for profile in (PLAIN, load("h200"), load("cpu"), analytic("a GPU", 100, (8, 0))):
+    measured = Network("made up", 1.0, 1.0, 1.0, 1.0, 0.0, {"all_gather": {(4, 2): ((1.0, 1.0),)}})
+    for profile in (PLAIN, replace(PLAIN, network=measured), load("h200"), load("cpu"), analytic("a GPU", 100, (8, 0))):
         again = Profile.from_json(profile.to_json(), "here")
         assert again == profile and hash(again) == hash(profile)
         assert again.digest == profile.digest and again.to_json() == profile.to_json()
@@ -94,6 +100,21 @@ def put(field: str, value: Any) -> Callable[[Json], None]:
         (drop("collectives.all_reduce"), "collectives.all_reduce", "None", "curves by number of ranks"),
         (put("matmuls", [["nt", "bfloat16", 1, 2, 3]]), "matmuls[0]", "['nt', 'bfloat16', 1, 2, 3]", "M, N, K"),
         (put("matmuls", [["tt", "bfloat16", 1, 2, 3, 4]]), "matmuls[0]", "'tt'", "nt/nn/tn"),
+        (put("network", {}), "network.source", "None", "a text"),
+        (put("network", {**NETWORK, "gbs": 0}), "network.gbs", "0", "at least 0.001"),
+        (
+            put("network", {**NETWORK, "collectives": {"all_gather": {"2": [[1, 1]]}}}),
+            "network.collectives.all_gather",
+            "'2'",
+            "16x2",
+        ),
+        (
+            put("network", {**NETWORK, "collectives": {"all_gather": {"2x4": [[1, 1]]}}}),
+            "network.collectives.all_gather",
+            "2x4",
+            "16x2",
+        ),
+        (put("network", {**NETWORK, "collectives": {"all_to_all": {}}}), "network.collectives", "all_to_all", "all_gather"),
         (put("name", ""), "name", "''", "a text"),
     ],
 )

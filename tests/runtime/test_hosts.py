@@ -78,12 +78,12 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     ("declared", "environment", "expected"),
     [
-        ("", {}, ("", "", "", "")),
+        ("", {}, ("",)),
         ("2", {}, ("0", "0", "1", "1")),
         ("a,b,a,b", {}, ("a", "b", "a", "b")),
         ("", {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", "RANK": "{rank}"}, ("0", "0", "1", "1")),
-        ("", {"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4", "RANK": "{rank}"}, ("", "", "", "")),
-        ("", {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "8", "RANK": "{rank}"}, ("", "", "", "")),  # another world's launcher
+        ("", {"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4", "RANK": "{rank}"}, ("",)),
+        ("", {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "8", "RANK": "{rank}"}, ("",)),  # another world's launcher
         ("4", {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", "RANK": "{rank}"}, ("0", "0", "0", "0")),
     ],
 )

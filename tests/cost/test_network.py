@@ -1,0 +1,69 @@
+"""Times of collectives across hosts, by hand, and of their split halves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.cost.machine import MIB, PLAIN
+from ub_overlap.compiler.cost import SiteShape, candidates, load
+from ub_overlap.compiler.cost.network import Network, network_us
+from ub_overlap.compiler.cost.predict import collective_us
+from ub_overlap.compiler.cost.split_time import split_times
+from ub_overlap.compiler.plan.strategy import NONE
+
+# 1 GB/s: a microsecond sends 1000 bytes. The link within a host sends a MiB in a microsecond.
+NETWORK = Network("by hand", 1.0, 10.0, 1.0, 100.0, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("collective", "ranks", "hosts", "sent", "us"),
+    [
+        ("all_gather", 2, 2, 1_000_000, 10 + 100 + 1000),
+        ("all_gather", 16, 2, 1_000_000, 10 + 14 + 100 + 125),  # eight ranks of a host share its eight links
+        ("reduce_scatter", 16, 16, 1_000_000, 10 + 15 * 100 + 1000),
+        ("all_reduce", 16, 2, 1_000_000, 10 + 2 * (14 + 100) + 125),
+    ],
+)
+def test_by_hand(collective: str, ranks: int, hosts: int, sent: int, us: float) -> None:
+    assert network_us(NETWORK, PLAIN.push, collective, ranks, hosts, sent) == pytest.approx(us)
+
+
+def test_not_faster_than_the_link_within_a_host() -> None:
+    fast = replace(NETWORK, gbs=1e6)
+    assert network_us(fast, PLAIN.push, "all_gather", 4, 2, 512 * MIB) == pytest.approx(10 + 2 + 100 + 512)
+    assert network_us(fast, PLAIN.push, "all_gather", 2, 2, 512 * MIB) == pytest.approx(10 + 100 + 512 * MIB / 1e9)
+
+
+def test_measured_curves_come_first() -> None:
+    measured = replace(NETWORK, collectives={"all_gather": {(4, 2): ((MIB, 7.0), (2 * MIB, 8.0))}})
+    assert network_us(measured, PLAIN.push, "all_gather", 4, 2, MIB) == 7.0
+    assert network_us(measured, PLAIN.push, "all_gather", 8, 2, MIB) != 7.0
+    assert network_us(measured, PLAIN.push, "reduce_scatter", 4, 2, MIB) != 7.0
+
+
+def test_halves() -> None:
+    """The network carries the plain collective, and slows matmuls down by its own factor. Nothing is fused."""
+    profile = replace(PLAIN, network=NETWORK)
+    shape = SiteShape("bulk_reduce_scatter", 4, "bfloat16", (), 1 << 20, 1, out_dtype="float32", hosts=2)
+    times = split_times(shape, 0, profile)
+    assert times.transfer_us == times.plain_us == pytest.approx(10 + 2 + 100 + 0.75 * 4 * (1 << 20) / 2000)  # sent in fp32
+    assert times.shortest_us == 0 and times.slowed_us == 0.25 * times.transfer_us and times.transfer_slowdown == 0
+    assert candidates(replace(shape, matmuls=((8, 8, 8, False),)), profile) == [NONE]
+
+
+def test_a_profile_without_a_network_prices_as_within_a_host() -> None:
+    shape = SiteShape("bulk_all_gather", 4, "bfloat16", (), 1 << 20, 1, hosts=2)
+    assert collective_us(shape, PLAIN) == collective_us(replace(shape, hosts=1), PLAIN)
+
+
+def test_the_shipped_assumption_says_so() -> None:
+    """A 70B layer's gather over 8 hosts is no faster than 8 links of 45 GB/s allow."""
+    profile = load("h200")
+    assert profile.network is not None and "not measured" in profile.network.source
+    elements = 855_000_000
+    shape = SiteShape("bulk_all_gather", 64, "bfloat16", (), elements, 1, hosts=8)
+    us = collective_us(shape, profile)
+    assert us > elements * 2 * 63 / 64 / 360e3 and us < 1.1 * elements * 2 / 340e3
+    assert collective_us(replace(shape, ranks=512, hosts=64), profile) > us
