@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from ..graph.aten import (
+    aten,
     c10d,
     dtype_of,
     element_effect,
@@ -23,8 +24,11 @@ from ..graph.aten import (
     is_mutable,
     node_arg,
     readers,
+    shape_of,
     storage_node,
+    tensor_of,
 )
+from ..graph.sizes import is_same_shape
 from ..joint.joint_decision import joint_decision
 from .collectives import Collective, Op
 from .fusion_order import FusionOrder
@@ -44,7 +48,7 @@ class Window:
     sources: tuple[Node, ...]
     """What the lead reads."""
     trail: tuple[Node, ...]
-    """Casts, views and scalings of the result."""
+    """Casts, views and scalings of the result, and its sum with a gradient that the graph takes."""
     readers: tuple[Node, ...]
     """The first nodes that compute with the result, or return it."""
     writes: tuple[Node, ...]
@@ -90,7 +94,8 @@ class WindowFinder:
         assert c.wait is not None
         lead, sources = _lead_of_cast(c) or _lead_of(c)
         trail, first_readers = _trail_of(c.wait)
-        memory = {storage_node(n) for n in (*lead, *sources)}
+        accumulated = [other for n in trail if (other := _accumulator(n)) is not None]
+        memory = {storage_node(n) for n in (*lead, *sources, *accumulated)}
         writes = tuple(n for n, bases in self._writes if bases & memory)
         return Window(c, lead, sources, trail, first_readers, writes)
 
@@ -147,11 +152,31 @@ def _trail_of(wait: Node) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
 
 
 def _passed(node: Node) -> list[Node]:
-    """Return the tensors whose elements `node` moves, casts or scales by a constant; none for other nodes."""
+    """Return the tensors whose elements `node` moves, casts, scales by a constant or adds to a gradient; none for other nodes.
+
+    A tensor of whose sizes `node` makes a new one counts too: compiled autograd copies gradients into such.
+    """
     effect = element_effect(node)
     if effect is not None:
         return [effect.source]
-    return node.all_input_nodes if is_constant_scaling(node) else moved_tensors(node)
+    if is_constant_scaling(node) or node.target is aten.new_empty_strided.default:
+        return node.all_input_nodes
+    accumulator = _accumulator(node)
+    return [n for n in node.all_input_nodes if n is not accumulator] if accumulator is not None else moved_tensors(node)
+
+
+def _accumulator(node: Node) -> Node | None:
+    """Return the input of the graph to which `node` adds a tensor of the same shape: the gradient of earlier microbatches.
+
+    Compiled autograd traces this sum; AOTAutograd alone leaves it to autograd.
+    """
+    if node.target is not aten.add.Tensor or not all(isinstance(a, Node) for a in node.args):
+        return None
+    tensors = [n for n in node.all_input_nodes if tensor_of(n) is not None]
+    if len(tensors) != 2 or not all(is_same_shape(shape_of(n), shape_of(node)) for n in tensors):
+        return None
+    inputs = [n for n in tensors if n.op == "placeholder"]
+    return inputs[0] if len(inputs) == 1 else None
 
 
 def moving_nodes(windows: Iterable[Window]) -> dict[Node, Window]:

@@ -214,6 +214,34 @@ def moved(rank: int, world: int) -> int:
     return sum(hidden_matmuls(backward).values())
 
 
+def test_gradients_that_compiled_autograd_accumulates(pool2: RankPool) -> None:
+    """Its backward copies the first microbatch's gradients and adds the next ones; all reductions finish behind matmuls."""
+    for errors, plans in pool2.run(accumulated, timeout=120):
+        assert all(error < 1e-5 for error in errors), errors
+        assert len(plans) == 2 and all(starts[:2] == [0, 1] and len(starts) == 4 for starts, _ in plans), plans
+
+
+def accumulated(rank: int, world: int) -> tuple[list[float], list[tuple[list[int], list[int]]]]:
+    """Return errors of the gradients of two microbatches, and starts and finishes in the backward of each."""
+
+    def step(module: torch.nn.Module, x: Tensor) -> None:
+        module(x).square().sum().backward()
+
+    eager, case = (build(rank, world, ZERO3, {"layers": 2}) for _ in range(2))
+    plans = []
+    with uncached(), torch._dynamo.config.patch(compiled_autograd=True):
+        compiled = torch.compile(step, backend="ub_overlap", options={**SPLIT, "inner": "aot_eager"})
+        for scale in (1.0, 2.0):
+            mark = HISTORY.mark()
+            compiled(case.module, scale * case.inputs[0].detach())
+            windows = [d.window for p in HISTORY.since(mark) for d in p.decisions if d.phase == "backward" and d.window]
+            plans.append((sorted(w.starts for w in windows), sorted(w.finishes for w in windows)))
+    for scale in (1.0, 2.0):
+        step(eager.module, scale * eager.inputs[0].detach())
+    pairs = zip(case.module.parameters(), eager.module.parameters(), strict=True)
+    return [float((a.grad - b.grad).abs().max()) for a, b in pairs if a.grad is not None and b.grad is not None], plans
+
+
 def test_auto_takes_parameters_only(pool2: RankPool) -> None:
     """Gathers of parameters are split in forward and backward; look-alike: the same gathers of plain inputs."""
     for found, others in pool2.run(automatic, timeout=200):

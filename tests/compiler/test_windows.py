@@ -72,6 +72,40 @@ def test_a_reduction_that_is_copied_for_the_output() -> None:
     assert window.trail == (copied,) and [n.op for n in window.readers] == ["output"]
 
 
+@pytest.mark.parametrize("write", [False, True])
+def test_a_reduction_that_is_added_to_a_gradient(write: bool) -> None:
+    """Compiled autograd adds the microbatches' gradients in the graph. Look-alike: the first gradient is written later."""
+    d = Dag()
+    x, w, grad = d.input("x", 64, 64), d.input("w", 64, 64), d.input("grad", 32, 64)
+    reduced = d.scatter(d.mm(x, w))
+    total = d.call(aten.add.Tensor, grad, d.call(aten.mul.Tensor, reduced, 0.5))
+    more = d.mm(w, x)
+    last = d.call(aten.mul_.Tensor, grad, 2.0).name if write else "output"
+    assert bounds(d, total, more) == [("reduce_scatter_tensor_default", last)]
+
+
+def test_a_reduction_that_is_copied_to_a_new_gradient() -> None:
+    """The first microbatch's is copied by compiled autograd, to a tensor with the sizes of the result."""
+    d = Dag()
+    x, w = d.input("x", 64, 64), d.input("w", 64, 64)
+    reduced = d.scatter(d.mm(x, w))
+    new = d.call(aten.new_empty_strided.default, reduced, [32, 64], [64, 1])
+    copied = d.call(aten.copy.default, new, reduced)
+    assert bounds(d, copied, d.mm(w, x)) == [("reduce_scatter_tensor_default", "output")]
+
+
+@pytest.mark.parametrize("other", ["computed", "row"])
+def test_other_sums_are_read(other: str) -> None:
+    """Look-alikes: a sum with what the graph computes, and with a row that is added to each row of the result."""
+    d = Dag()
+    x, w = d.input("x", 64, 64), d.input("w", 64, 64)
+    reduced = d.scatter(d.mm(x, w))
+    operand = d.input("b", 64) if other == "row" else d.scatter(d.mm(w, x))
+    more = d.mm(w, w)
+    total = d.call(aten.add.Tensor, operand, reduced)
+    assert bounds(d, total, more)[0] == ("reduce_scatter_tensor_default", total.name)
+
+
 def the_all_reduce(graph: Graph) -> Collective:
     """Return the all_reduce of a graph whose group does not exist."""
     (node,) = (n for n in graph.nodes if n.target is c10d.all_reduce.default)
