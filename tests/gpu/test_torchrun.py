@@ -35,6 +35,7 @@ MODULES = (
     Module("cached_weights", 240, 120),
     Module("delayed_scaling", 240, 120),
     Module("functions", 200, 120),
+    Module("data_parallel", 200, 120),
     Module("graphs", 300, 120),
     Module("recorded", 150, 80),
     Module("dispatch", 300, 150),

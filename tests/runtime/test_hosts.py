@@ -32,7 +32,7 @@ def test_several_at_once(pools: dict[int, RankPool]) -> None:
 
 def test_misuse_is_named_as_on_our_transport(pools: dict[int, RankPool]) -> None:
     for found in pools[2].run(rank_hosts.run, "misuse", timeout=60):
-        assert [one["error"] for one in found] == ["OptionError"] * 5 + [""], found
+        assert [one["error"] for one in found] == ["OptionError"] * 6 + [""], found
         texts = [one["text"] for one in found[:3]]
         assert "split slot 0 has no open collective" in texts[0]
         assert "split all_gather at site '/split.0'" in texts[1] and "was started and not finished" in texts[1]
