@@ -38,10 +38,11 @@ def test_data_parallel_on_cpu_ranks(
     assert document.keys() >= FACTS and document["benchmark"] == "data_parallel"
     (size,) = document["rows"]
     variants = size["variants"]
-    assert list(variants) == ["compute", "inductor", "fsdp2", "split", "off"]
+    assert list(variants) == ["compute", "inductor", "fsdp2", "fsdp2_ours", "split", "off"]
     for name, variant in variants.items():
         assert variant["step"] > 0 and variant["forward"] > 0, name
         assert variant["why"] == {"step_g": "needs CUDA"}
+    assert 0 <= variants["fsdp2_ours"]["error"] < 1e-3
     assert variants["split"]["sites"] == "28 split" and variants["off"]["sites"] == "28 none"
     assert 0 <= variants["split"]["error"] < 1e-3
     assert "tiny, 2 layers, 32 tokens" in printed(path, capsys, monkeypatch) and "28 split" in out

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node N -m benchmarks.data_parallel [--size 8b,70b] [--layers 4] [--seq 4096] [--json OUT]
 
-The variants are those of variants.py; --ours NAME=JSON adds one of ours with these options. By default: ours, and zero3,
-whose backward gathers every weight again as FSDP2's does, each also with split collectives off. Milliseconds, median over
+The variants are those of variants.py; --ours NAME=JSON adds one of ours with these options. By default: all but fsdp2_symm
+(which runs with --variants compute,fsdp2,fsdp2_symm, alone), ours, and zero3, whose backward gathers every weight again as FSDP2's does, each also with split collectives off. Milliseconds, median over
 --iters, maximum over ranks; the variants alternate. Hidden: the share of FSDP2's time over compute that a variant does not
 take. Peak memory: of a step, over what is allocated before it. With {"verify": true} in its options a variant prints the
 largest error of its sites against the plain collectives; its times mean nothing.
@@ -27,7 +27,20 @@ from ..ranks import end, start
 from ..replay_trace import prepare_for_captures
 from ..variant_run import VariantRun
 from .table import text
-from .variants import COMPUTE, FSDP2, INDUCTOR, TORCH, ParallelContext, ParallelVariant, differences, make, site_errors
+from .variants import (
+    COMPUTE,
+    FSDP2,
+    FSDP2_OURS,
+    FSDP2_SYMM,
+    INDUCTOR,
+    SHARDED,
+    TORCH,
+    ParallelContext,
+    ParallelVariant,
+    differences,
+    make,
+    site_errors,
+)
 
 BOUND = {torch.bfloat16: 4e-2, torch.float32: 1e-3}
 """Largest allowed difference from inductor, ||a - b|| / ||b||, in any gradient."""
@@ -60,11 +73,13 @@ def parse_flags() -> argparse.Namespace:
     args.graphs = args.graphs or args.waterfall
     named = [text.partition("=") for text in args.ours]
     args.options = {name: json.loads(options or "{}") for name, _, options in named} or OURS
-    names = (args.variants or ",".join((*TORCH, *args.options))).split(",")
+    names = (args.variants or ",".join((*TORCH, FSDP2_OURS, *args.options))).split(",")
     args.variants = [n for name in names for n in (args.options if name == "ours" and args.ours else [name])]
-    known = (*TORCH, *args.options)
+    known = (*TORCH, FSDP2_OURS, FSDP2_SYMM, *args.options)
     if unknown := [*({*args.variants} - {*known}), *({*args.size.split(",")} - {*SIZES})]:
         parser.error(f"{', '.join(unknown)}: expected sizes of {', '.join(SIZES)} and variants of {', '.join(known)}")
+    if FSDP2_SYMM in args.variants and {FSDP2_OURS, *args.options} & {*args.variants}:
+        parser.error(f"{FSDP2_SYMM} sets torch's symmetric memory to NCCL's for the whole process: run it without ours")
     return args
 
 
@@ -90,19 +105,37 @@ class DataParallelRun(VariantRun):
         for kind in ("step", "forward") if args.forward else ("step",):
             self.rounds({f"{name} {kind}": getattr(v, kind) for name, v in variants.items()}, rows)
         if args.graphs:
-            if world.cuda and FSDP2 in variants:
-                rows[FSDP2]["why"]["step_g"] = "FSDP2's hooks are not captured"
-            replays = self.capture({f"{n} step": v.step for n, v in variants.items() if not (world.cuda and n == FSDP2)}, rows)
+            uncaptured = [name for name in SHARDED if world.cuda and name in variants]
+            for name in uncaptured:
+                rows[name]["why"]["step_g"] = "FSDP2's hooks are not captured"
+            replays = self.capture({f"{n} step": v.step for n, v in variants.items() if n not in uncaptured}, rows)
             if args.waterfall:
                 self.waterfall(replays, row)
+
+    def compare_with(
+        self,
+        name: str,
+        reference: ParallelVariant,
+        context: ParallelContext,
+        variants: dict[str, ParallelVariant],
+        rows: dict[str, Any],
+    ) -> None:
+        """Compare all results of a variant with those of another one."""
+        with self.deadline(f"compare {name}"):
+            errors, why = self.world.agreed(lambda: differences(variants[name], reference, self.world))
+            rows[name]["worst"] = self.remove_wrong(name, errors, why, BOUND[context.dtype], variants, rows)
 
     def compare(self, context: ParallelContext, variants: dict[str, ParallelVariant], rows: dict[str, Any]) -> None:
         """Compare output and gradients with inductor. A variant with wrong numbers gets no times.
 
-        Without inductor: output and the input's gradient with compute, and all gradients with the first variant of ours.
+        FSDP2 with other collectives is compared with FSDP2. Without inductor: output and the input's gradient with compute,
+        and all gradients with the first variant of ours.
         """
         reference = variants.get(INDUCTOR) or variants.get(COMPUTE)
-        ours = [n for n in variants if n not in TORCH]
+        for name in (FSDP2_OURS, FSDP2_SYMM) if FSDP2 in variants else ():
+            if name in variants:
+                self.compare_with(name, variants[FSDP2], context, variants, rows)
+        ours = [n for n in variants if n in self.args.options]
         first = variants[ours[0]] if ours else None
         for name in ours if reference is not None else ():
             with self.deadline(f"compare {name}"):

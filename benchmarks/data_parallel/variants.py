@@ -1,9 +1,11 @@
 """Variants of Llama blocks under data parallelism: FSDP2, weights gathered in the graph, and the compute of one rank alone.
 
-    compute    whole weights, no communication
-    inductor   every linear gathers its weight in the graph (ZeRO-3 by functional collectives), torch.compile
-    fsdp2      fully_shard of each block and of the model, each block compiled
-    others     as inductor, by our backend with the options of that name
+    compute      whole weights, no communication
+    inductor     every linear gathers its weight in the graph (ZeRO-3 by functional collectives), torch.compile
+    fsdp2        fully_shard of each block and of the model, each block compiled
+    fsdp2_ours   the same with ub_overlap.fsdp.install
+    fsdp2_symm   the same with set_symm_mem_for_comm, where torch has it; not in one run with ours, whose memory it breaks
+    others       as inductor, by our backend with the options of that name
 
 Weights of linears are sharded by rows. Norms keep whole weights, and their gradients stay local but in fsdp2: 0.01% of the
 bytes. All ranks have the same weights and inputs of their own.
@@ -11,6 +13,7 @@ bytes. All ranks have the same weights and inputs of their own.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +23,10 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
+import ub_overlap
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.runtime import verify
 from ub_overlap.runtime.site_id import SiteId
@@ -28,8 +34,10 @@ from ub_overlap.tools.rank_process import World
 
 from ..blocks.model import BlockSizes, LlamaBlock, fresh_code
 
-COMPUTE, INDUCTOR, FSDP2 = "compute", "inductor", "fsdp2"
+COMPUTE, INDUCTOR, FSDP2, FSDP2_OURS, FSDP2_SYMM = "compute", "inductor", "fsdp2", "fsdp2_ours", "fsdp2_symm"
 TORCH = (COMPUTE, INDUCTOR, FSDP2)
+SHARDED = (FSDP2, FSDP2_OURS, FSDP2_SYMM)
+"""Variants that use fully_shard."""
 
 
 class GatheredLinear(nn.Module):
@@ -83,7 +91,7 @@ class ParallelVariant:
         self.x.grad = None
         out = self.call(self.x)
         out.backward(self.grad)
-        grads = {"input": self.x.grad, **{name: p.grad for name, p in self.model.named_parameters()}}
+        grads = {"input": self.x.grad, **{name: _local(p.grad) for name, p in self.model.named_parameters()}}
         return {"output": out.detach(), **{name: g.detach().clone() for name, g in grads.items() if g is not None}}
 
 
@@ -95,13 +103,8 @@ def make(name: str, context: ParallelContext) -> ParallelVariant:
         blocks = [LlamaBlock(context.sizes).to(context.dtype) for _ in range(context.layers)]
     model: nn.Module = fresh_code(nn.Sequential(*blocks))
     call: Any = model
-    if name == FSDP2:
-        from torch.distributed.fsdp import fully_shard
-
-        for block in blocks:
-            fully_shard(block)
-            block.compile(backend=context.compiler)
-        fully_shard(model)
+    if name in SHARDED:
+        _fully_shard(model, name, context.compiler)
     else:
         if name != COMPUTE:
             shard(model, world)
@@ -116,6 +119,25 @@ def make(name: str, context: ParallelContext) -> ParallelVariant:
     variant.sites = ", ".join(f"{count} {strategy}" for strategy, count in sorted(Counter(strategies).items()))
     world.sync()
     return variant
+
+
+def _fully_shard(model: nn.Module, name: str, compiler: str) -> None:
+    for block in model.children():
+        fully_shard(block)
+        block.compile(backend=compiler)
+    fully_shard(model)
+    if name == FSDP2_OURS:
+        ub_overlap.fsdp.install(model)
+    if name == FSDP2_SYMM:
+        if os.environ.get("NCCL_NVLS_ENABLE") != "0":
+            raise RuntimeError("NCCL_NVLS_ENABLE=0 must be set: NCCL's symmetric memory uses multicast otherwise")
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_symm_mem_for_comm()
+
+
+def _local(grad: Tensor | None) -> Tensor | None:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 def shard(model: nn.Module, world: World) -> None:
