@@ -3,10 +3,11 @@
     torchrun --nproc-per-node N -m benchmarks.data_parallel [--size 8b,70b] [--layers 4] [--seq 4096] [--json OUT]
 
 The variants are those of variants.py; --ours NAME=JSON adds one of ours with these options. By default: all but fsdp2_symm
-(which runs with --variants compute,fsdp2,fsdp2_symm, alone), ours, and zero3, whose backward gathers every weight again as FSDP2's does, each also with split collectives off. Milliseconds, median over
---iters, maximum over ranks; the variants alternate. Hidden: the share of FSDP2's time over compute that a variant does not
-take. Peak memory: of a step, over what is allocated before it. With {"verify": true} in its options a variant prints the
-largest error of its sites against the plain collectives; its times mean nothing.
+(which runs alone: --variants compute,fsdp2,fsdp2_symm), ours, and zero3, whose backward gathers every weight again as FSDP2's
+does, each also with split collectives off. Milliseconds, median over --iters, maximum over ranks; the variants alternate.
+Hidden: the share of FSDP2's time over compute that a variant does not take. Peak memory: of a step, over what is allocated
+before it. With {"verify": true} in its options a variant prints the largest error of its sites against the plain collectives;
+its times mean nothing.
 --waterfall shows where the captured step of each variant spends its time, by class of kernel, against compute.
 """
 
