@@ -56,7 +56,7 @@ class Collective:
     ranks: int
     reduce_op: str = ""
     widening: WideningCast | None = None
-    """The casts to fp32 in front of a sum. A site may send what they read."""
+    """The casts to fp32 in front of a sum. A site may send what they read. None across hosts: c10d sums in what it sends."""
     hosts: int = 1
     """Hosts of the group's ranks."""
 
@@ -107,7 +107,7 @@ def read_collective(node: Node) -> Collective:
     group = name if isinstance(name, str) else None
     waits = [u for u in node.users if u.target is c10d.wait_tensor.default]
     reduce_op = str(node.args[_REDUCE_OP_ARG[op]]) if op in _REDUCE_OP_ARG else ""
-    tensor = _first_input(node)
+    tensor, hosts = _first_input(node), _host_count(op, group)
     return Collective(
         op=op,
         node=node,
@@ -116,8 +116,8 @@ def read_collective(node: Node) -> Collective:
         group=group,
         ranks=_rank_count(node, op, group),
         reduce_op=reduce_op,
-        widening=find_widening_cast(tensor, node) if reduce_op in ("sum", "avg") else None,
-        hosts=_host_count(op, group),
+        widening=find_widening_cast(tensor, node) if reduce_op in ("sum", "avg") and hosts == 1 else None,
+        hosts=hosts,
     )
 
 

@@ -4,7 +4,8 @@
     as wide     as traced                                                         the same
     narrower    rounded to it, and returned in the traced type                    the summands are rounded: opt-in
 
-Sums are taken in fp32 either way. Other reductions, such as those of activations, are not affected.
+Sums are taken in fp32 either way. Other reductions, such as those of activations, are not affected. Nor are reductions across
+hosts: c10d, which carries them, sums in the type that it sends.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def apply_reduce_dtype(graph: Graph, candidates: Sequence[Candidate], dtype: tor
         return
     for candidate in find_gradient_reductions(graph, candidates):
         c = candidate.collective
-        if c.narrow_dtype == dtype and c.widening is not None:
+        if (c.narrow_dtype == dtype and c.widening is not None) or c.hosts > 1:  # c10d sums in what it sends
             continue
         traced = dtype_of(c.input)
         rounded = WideningCast(dtype, (), ()) if dtype.itemsize < traced.itemsize else None

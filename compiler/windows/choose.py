@@ -20,7 +20,7 @@ from ..cost.predict import Prediction
 from ..cost.profile import Profile
 from ..cost.site_sizes import shape_of_site
 from ..cost.split_time import SplitTimes, split_times
-from ..graph.aten import dtype_of, shape_of
+from ..graph.aten import shape_of
 from ..graph.sizes import evaluate_size, numel
 from ..match import Candidate, Miss, Split
 from ..match.collectives import Collective, Op
@@ -144,18 +144,16 @@ def _find(
 def _memory(window: Window, costs: SiteCosts) -> tuple[int, int]:
     """Return the bytes of landing memory and of the input that lives until the finish.
 
-    Our transport lands what is sent. c10d has the result in landing memory, and sends reductions in the type of the result.
+    Our transport lands what is sent, c10d the result.
     """
     c = window.collective
     elements = evaluate_size(numel(shape_of(c.input)), costs.hints) or 0
     is_parameter = all(n.op == "placeholder" for n in window.sources) and not window.lead
     sent = elements * c.narrow_dtype.itemsize
-    if c.op is Op.ALL_GATHER:
-        return sent * c.ranks, 0 if is_parameter else sent
-    if c.hosts == 1:
-        return sent, 0 if is_parameter else sent
-    widened = elements * dtype_of(c.node).itemsize
-    return (widened // c.ranks if c.op is Op.REDUCE_SCATTER else 0), widened
+    landing = sent * c.ranks if c.op is Op.ALL_GATHER else sent
+    if c.op is Op.REDUCE_SCATTER and c.hosts > 1:
+        landing //= c.ranks
+    return landing, 0 if is_parameter else sent
 
 
 @dataclass(slots=True)

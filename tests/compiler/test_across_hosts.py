@@ -56,6 +56,16 @@ def test_zero3(hosts2: RankPool, mixed: bool, budget: float | None) -> None:
         assert transports == {"c10d"}
 
 
+@pytest.mark.parametrize("reduce_dtype", [None, "bfloat16"])
+def test_gradients_are_sent_as_traced(hosts2: RankPool, reduce_dtype: str | None) -> None:
+    """SimpleFSDP's mixed precision: c10d sums in what it sends, so the gradient is cast to fp32 first."""
+    options = {**SPLIT, "inner": "aot_eager", "reduce_dtype": reduce_dtype}
+    for outcome in hosts2.run(compare_name, "tests.models.fsdp", {"mixed": True}, options, timeout=120):
+        outcome.check()
+        found = {(d["kind"], d["strategy"], d["dtype"], d["sent_dtype"], d["saved_bytes"]) for d in outcome.decisions}
+        assert found == {("all_gather", "split", "bfloat16", "", 0), ("reduce_scatter", "split", "float32", "", 0)}
+
+
 def test_four_ranks_of_two_hosts(hosts4: RankPool) -> None:
     options = {**SPLIT, "inner": "aot_eager"}
     for outcome in hosts4.run(compare_name, ZERO3, {"layers": 1}, options, timeout=120):
