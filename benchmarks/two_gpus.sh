@@ -2,8 +2,9 @@
 # Measure what two GPUs allow: memory kernels, ops and blocks of 2 ranks, of 4 and 8 ranks in mirror mode, float8
 # MLPs, and data parallelism.
 #
-#     benchmarks/two_gpus.sh OUT [PART...]     parts: memory ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp dp (default: all, 10 minutes)
+#     benchmarks/two_gpus.sh OUT [PART...]     parts: memory ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp dp dp_hosts
 #
+# Default: all but dp_hosts (data parallelism over NCCL, as across hosts), 10 minutes.
 # JSON files, and the output of all parts in log.txt, are in OUT. Tables are printed last. Every part has a time limit.
 set -u
 shopt -s nullglob
@@ -43,6 +44,10 @@ for name in ${*:-memory ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp dp}; do
     blocks8 | blocks4) blocks "$name" --mirror "${name#blocks}" ;;
     blocks2) blocks blocks2 --variants inductor,ours,compute,nocomm ;;
     mlp) mlp ;;
+    # NCCL carries the collectives, as across hosts: as the assumed network decides, and split everywhere.
+    dp_hosts) ranks dp_hosts 150 benchmarks.data_parallel --layers 4 --iters 10 --warm 3 --hosts 2 --graphs --budget-s 100 \
+        --ours 'auto={}' --ours 'split={"overrides":[{"strategy":"split"}]}' \
+        --ours 'zero3={"memory_budget":0,"overrides":[{"strategy":"split"}]}' ;;
     dp) ranks dp 150 benchmarks.data_parallel --layers 4 --iters 10 --warm 3 --waterfall --budget-s 100 ;;
     *) echo "no part '$name'" >&2 && exit 2 ;;
     esac

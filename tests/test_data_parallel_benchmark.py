@@ -55,9 +55,24 @@ def test_hidden_is_a_share_of_what_fsdp2_adds() -> None:
 
 
 def test_without_inductor(tmp_path: Path) -> None:
-    """Variants of ours are compared with compute, whose weights are whole, and with each other."""
+    """Variants of ours are compared with compute, whose weights are whole, and with each other. Here each rank is a host."""
     path = tmp_path / "data_parallel.json"
-    arguments = ["--size", "tiny", "--layers", "1", "--seq", "32", "--iters", "2", "--warm", "1", "--json", str(path)]
+    arguments = [
+        "--size",
+        "tiny",
+        "--layers",
+        "1",
+        "--seq",
+        "32",
+        "--iters",
+        "2",
+        "--warm",
+        "1",
+        "--json",
+        str(path),
+        "--hosts",
+        "2",
+    ]
     checked = 'zero3={"memory_budget": 0, "verify": true, "overrides": [{"strategy": "split"}]}'
     ours = ["--ours", 'zero3_off={"memory_budget": 0}', "--ours", checked]
     torchrun(2, "benchmarks.data_parallel", [*arguments, "--variants", "compute,zero3_off,zero3", *ours])

@@ -8,6 +8,7 @@ does, each also with split collectives off. Milliseconds, median over --iters, m
 Hidden: the share of FSDP2's time over compute that a variant does not take. Peak memory: of a step, over what is allocated
 before it. With {"verify": true} in its options a variant prints the largest error of its sites against the plain collectives;
 its times mean nothing.
+--hosts N declares the ranks to be on N hosts: variants of ours then split collectives over c10d (NCCL), as across hosts.
 --waterfall shows where the captured step of each variant spends its time, by class of kernel, against compute.
 """
 
@@ -66,6 +67,7 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--forward", action="store_true", help="time the forward without gradients too; it compiles again")
     parser.add_argument("--graphs", action="store_true", help="time each as a CUDA graph too, last")
     parser.add_argument("--waterfall", action="store_true", help="take the captured steps apart, last; implies --graphs")
+    parser.add_argument("--hosts", type=int, default=0, help="hosts that the ranks count as (0: the true ones)")
     parser.add_argument("--budget-s", type=float, default=0.0, help="build nothing new after this many seconds (0: no limit)")
     parser.add_argument("--deadline-s", type=float, default=240.0, help="time limit of a compilation or a round")
     parser.add_argument("--device", choices=("cpu", "cuda"))
@@ -163,11 +165,13 @@ def main() -> None:
 
     ops.load()
     settings.configure(step_timeout_s=60, init_timeout_s=240)  # ranks compile for different times
+    if args.hosts:
+        settings.configure(hosts=str(world.ranks // args.hosts))
     if args.waterfall and world.cuda:
         prepare_for_captures()
     with Deadline("set-up", 120):
         document: dict[str, Any] = {"benchmark": "data_parallel", **facts.facts(world, "benchmarks.data_parallel")}
-        document |= {"iters": args.iters, "ours": args.options, "rows": []}
+        document |= {"iters": args.iters, "hosts": args.hosts, "ours": args.options, "rows": []}
         run = DataParallelRun(args, world, document, text)
     for size in args.size.split(","):
         run.size(size)

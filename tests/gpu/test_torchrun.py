@@ -38,6 +38,7 @@ MODULES = (
     Module("data_parallel", 200, 120),
     Module("graphs", 300, 120),
     Module("recorded", 150, 80),
+    Module("hosts", 150, 80),
     Module("dispatch", 300, 150),
     Module("mirror", 150, 90),
     Module("tools", 200, 120),
@@ -74,6 +75,7 @@ def test_on_gpus(ranks: int, module: Module, request: pytest.FixtureRequest) -> 
         ("broken_schedules", "AG2"),
         ("numerics", "scatter"),
         ("recorded", "RS"),
+        ("hosts", "random_orders and 40"),
         ("mirror", "every_op and 4"),
     ],
 )

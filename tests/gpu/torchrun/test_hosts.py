@@ -1,0 +1,78 @@
+"""Split collectives over c10d (NCCL): every rank counts as a host. Random orders, replays, and what runs meanwhile.
+
+The expected results are those of the plain collective on the same group, bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.gpu.cases import BF16
+from tests.gpu.lockstep import Lockstep
+from tests.gpu.torchrun.test_split import OPS, arguments, random_orders, replays
+from ub_overlap.runtime import settings
+from ub_overlap.runtime.extension import extension
+
+
+@pytest.fixture
+def apart(lockstep: Lockstep) -> Iterator[str]:
+    """A group of ranks on different hosts, as the setting `hosts` declares."""
+    before = settings.current().hosts
+    settings.configure(hosts="1")
+    yield lockstep.new_group()
+    settings.configure(hosts=before)
+
+
+def check_transport(group: str) -> None:
+    (session,) = (s for s in extension().sessions() if s.group == group)
+    assert session.transport == "c10d" and "do not share memory" in session.reason
+
+
+@pytest.mark.parametrize("steps", [40, 200])
+def test_random_orders(lockstep: Lockstep, apart: str, steps: int) -> None:
+    lockstep.note(random_orders(lockstep, apart, steps))
+    check_transport(apart)
+
+
+def test_replays(lockstep: Lockstep, apart: str) -> None:
+    lockstep.note(replays(lockstep, apart, 40))
+    check_transport(apart)
+
+
+def test_what_runs_meanwhile(lockstep: Lockstep, apart: str) -> None:
+    """Report the milliseconds of a gather and of matmuls, one after the other and concurrently."""
+    if not lockstep.cuda:
+        pytest.skip("times of the CPU mean nothing")
+    left, right = (torch.randn(8192, 8192, device=lockstep.device, dtype=BF16) for _ in range(2))
+    shard = torch.randn(64 << 20, device=lockstep.device, dtype=BF16)  # 128 MiB
+    call = arguments("all_gather", BF16, 0, apart, "meanwhile")
+
+    def step(gathers: bool, multiplies: bool, together: bool) -> None:
+        token = OPS.start_collective(shard, *call) if gathers else None
+        if gathers and not together:
+            OPS.finish_collective(token, shard, *call)
+        for _ in range(2 if multiplies else 0):
+            torch.mm(left, right)
+        if gathers and together:
+            OPS.finish_collective(token, shard, *call)
+
+    def ms(*which: bool) -> float:
+        times = []
+        for _ in range(9):
+            lockstep.sync()
+            lockstep.barrier()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            step(*which)
+            end.record()
+            lockstep.sync()
+            times.append(begin.elapsed_time(end))
+        return sorted(times)[4]
+
+    gather, multiply = ms(True, False, False), ms(False, True, False)
+    serial, together = ms(True, True, False), ms(True, True, True)
+    lockstep.note(f"ms: gather {gather:.3f}, matmuls {multiply:.3f}, in a row {serial:.3f}, concurrently {together:.3f}")
+    assert together < serial
