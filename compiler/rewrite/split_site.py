@@ -20,7 +20,7 @@ def rewrite_split(e: Emitter, m: Split, strategy: Strategy | DispatchTable, site
     tensor = emit_narrow(e, c.input, c.widening) if c.widening else e.bitcast(c.input, byte_dtype(c))
     out_dtype = dtype_of(c.node) if c.widening else dtype_of(tensor)
     schedule = str(Strategy(Mode.BULK, strategy.chunks))  # its steps are those of bulk
-    arguments = (tensor, c.op.value, c.reduce_op, out_dtype, m.slot, schedule, c.group, site)
+    arguments = (tensor, c.op.value, c.reduce_op, out_dtype, m.slot, False, schedule, c.group, site)
     token = e.call(torch.ops.ub_overlap.start_collective.default, *arguments)
     value = e.call(torch.ops.ub_overlap.finish_collective.default, token, *arguments)
     value = value if c.widening else e.bitcast(value, dtype_of(c.node))

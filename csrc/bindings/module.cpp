@@ -59,7 +59,7 @@ void set_provider(py::object provide) {
             py::tuple contracts(key.contracts.size());
             for (size_t i = 0; i < key.contracts.size(); ++i) contracts[i] = py::bool_(key.contracts[i]);
             const py::tuple tuple = py::make_tuple(key.kind, key.ranks, key.chunks, contracts, key.terms, key.independent,
-                                                   key.shard_dim_is_last, key.keep, key.striped, key.direct);
+                                                   key.shard_dim_is_last, key.keep, key.striped, key.direct, key.zero_copy);
             return handle_of(held)(tuple, rank).cast<EncodedSchedule>();
         });
     });
@@ -121,7 +121,7 @@ py::dict site_stats() {
 }
 
 py::list last_trace(const std::string& site) {
-    static const char* kinds[] = {"copy", "signal", "wait", "matmul", "reduce", "finish", "return"};
+    static const char* kinds[] = {"copy", "signal", "wait", "matmul", "reduce", "finish", "return", "release"};
     py::list steps;
     std::vector<StepTime> times;
     {

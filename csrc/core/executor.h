@@ -23,8 +23,11 @@ class Executor {
     virtual std::vector<StepTime> run(const Call& call) = 0;
     // The start of a split collective: begins its pushes and returns. `call` must outlive the work.
     virtual std::unique_ptr<OpenWork> start(const Call& call) = 0;
-    // Its finish, as `run` for the remaining steps. Returns the times of all steps. `call.output` is set by now.
+    // Its finish, as `run` for the next steps. Returns the times of all steps, none if a release follows. `call.output` is set
+    // by now.
     virtual std::vector<StepTime> finish(OpenWork& work) = 0;
+    // The release of a zero-copy gather: tells the peers that its result was read. Returns the times of all steps.
+    virtual std::vector<StepTime> release(OpenWork& work) = 0;
 };
 
 }  // namespace ub_overlap

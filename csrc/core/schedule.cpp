@@ -106,7 +106,7 @@ Program decode(const EncodedSchedule& encoded, int rank, int ranks, bool mirrore
     for (size_t place = 0; place < encoded.size(); ++place) {
         Reader in(encoded[place], place);
         Step step;
-        step.kind = static_cast<StepKind>(in.next(0, 6, "opcode"));
+        step.kind = static_cast<StepKind>(in.next(0, 7, "opcode"));
         step.queue = static_cast<int>(in.next(0, 1, "queue"));
         step.record = static_cast<int>(in.next(-1, INT32_MAX, "event"));
         step.after.resize(static_cast<size_t>(in.next(0, INT32_MAX, "count")));
@@ -141,7 +141,10 @@ Program decode(const EncodedSchedule& encoded, int rank, int ranks, bool mirrore
                 step.index = static_cast<int>(in.next(0, INT32_MAX, "index"));
                 break;
             case StepKind::return_:
-                program.start_steps = static_cast<int>(place) + 1;
+                (program.finish_begin ? program.release_begin : program.finish_begin) = static_cast<int>(place) + 1;
+                break;
+            case StepKind::release:
+                step.reads = in.regions(ranks);
                 break;
         }
         in.end();
@@ -159,6 +162,7 @@ Program decode(const EncodedSchedule& encoded, int rank, int ranks, bool mirrore
     for (const Step& step : program.steps) {
         for (int event : step.after) program.events = std::max(program.events, event + 1);
     }
+    if (program.release_begin == 0) program.release_begin = static_cast<int>(program.steps.size());
     return program;
 }
 

@@ -12,7 +12,7 @@
 
 namespace ub_overlap {
 
-enum class StepKind : int32_t { copy = 0, signal = 1, wait = 2, compute = 3, reduce = 4, finish = 5, return_ = 6 };
+enum class StepKind : int32_t { copy = 0, signal = 1, wait = 2, compute = 3, reduce = 4, finish = 5, return_ = 6, release = 7 };
 enum class ComputeKind : int32_t { matmul = 0 };
 enum class Buf : int32_t { input = 0, partial = 1, landing = 2, landing2 = 3, output = 4, result = 5, operand = 6 };
 enum Queue : int32_t { compute_queue = 0, copy_queue = 1 };
@@ -48,7 +48,7 @@ struct Step {
     ComputeKind compute = ComputeKind::matmul;
     int index = 0;                // compute, finish: consumer or term
     bool accumulate = false;      // compute
-    std::vector<Region> reads;    // copy: the source; reduce: the sources
+    std::vector<Region> reads;    // copy: the source; reduce: the sources; release: the result that was read
     std::vector<Region> writes;   // copy, reduce: the destination
     FlagId flag;                  // signal
     std::vector<FlagWait> waits;  // wait: one; compute: its gates
@@ -60,10 +60,11 @@ struct Key {
     int64_t chunks = 0;
     std::vector<bool> contracts;
     int64_t terms = 0, independent = 0;
-    bool shard_dim_is_last = false, keep = false, striped = false, direct = false;
+    bool shard_dim_is_last = false, keep = false, striped = false, direct = false, zero_copy = false;
 
     auto tied() const {
-        return std::tie(kind, ranks, chunks, contracts, terms, independent, shard_dim_is_last, keep, striped, direct);
+        return std::tie(kind, ranks, chunks, contracts, terms, independent, shard_dim_is_last, keep, striped, direct,
+                        zero_copy);
     }
     bool operator<(const Key& other) const { return tied() < other.tied(); }
 };
@@ -73,8 +74,9 @@ struct Program {
     std::vector<Step> steps;
     std::vector<int> queues[2];
     int events = 0;
-    int start_steps = 0;  // of a split collective: how many steps its start issues
-    uint64_t id = 0;      // no other program of this process has it
+    // Of a split collective: the number of the first step of its finish, and of its release (all steps where it has none).
+    int finish_begin = 0, release_begin = 0;
+    uint64_t id = 0;  // no other program of this process has it
 
     // Whether several matmuls accumulate this consumer's product in fp32.
     bool accumulates(int consumer) const {

@@ -236,12 +236,14 @@ void Session::start(Call call, std::shared_ptr<void> input, Executor& executor) 
     refuse_if_unusable(&call);
     std::unique_ptr<OpenCollective>& open = open_[call.split_slot];
     if (open) {
+        const std::string state = open->is_finished ? "finished and not released" : "started and not finished";
+        const char* next = open->is_finished ? "release_collective" : "finish_collective";
         throw NamedError("OptionError",
                          {{"what", "split slot " + std::to_string(call.split_slot) + " is in use by an open collective"},
                           {"where", call.op_name + " at site '" + call.site + "', group '" + group_ + "'"},
-                          {"got", open->call.op_name + " at site '" + open->call.site + "' was started and not finished"},
-                          {"expected", "finish_collective before the next start_collective of a slot"},
-                          {"fix", "finish it first, or use another of the " + std::to_string(split_slots) + " split slots"}});
+                          {"got", open->call.op_name + " at site '" + open->call.site + "' was " + state},
+                          {"expected", std::string(next) + " before the next start_collective of a slot"},
+                          {"fix", "call it first, or use another of the " + std::to_string(split_slots) + " split slots"}});
     }
     auto next = std::make_unique<OpenCollective>();
     next->call = std::move(call);
@@ -257,28 +259,64 @@ void Session::start(Call call, std::shared_ptr<void> input, Executor& executor) 
     open = std::move(next);
 }
 
-void Session::finish(const Call& call, Executor& executor) {
+void Session::finish(Call& call, Executor& executor) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     refuse_if_unusable(&call);
-    const OpenCollective* begun = open_[call.split_slot].get();
-    if (!begun || begun->call.tag != call.tag) {
-        const std::string slot = "split slot " + std::to_string(call.split_slot);
-        const auto name = [](const Call& c) { return c.op_name + " at site '" + c.site + "' (" + c.shape_text + ")"; };
-        throw NamedError("OptionError", {{"what", begun ? slot + " holds another collective than the one to finish"
-                                                        : slot + " has no open collective"},
-                                         {"where", "finish_collective at site '" + call.site + "', group '" + group_ + "'"},
-                                         {"got", begun ? name(begun->call) : "no start_collective since the last finish"},
-                                         {"expected", name(call)},
-                                         {"fix", "pass the arguments of start_collective, and finish every collective once"}});
+    if (const OpenCollective* begun = open_[call.split_slot].get();
+        !begun || begun->is_finished || begun->call.tag != call.tag) {
+        refuse_finish(call, begun);
     }
-    const std::unique_ptr<OpenCollective> open = std::move(open_[call.split_slot]);
+    std::unique_ptr<OpenCollective> open = std::move(open_[call.split_slot]);
     Call& own = open->call;
+    if (own.key.zero_copy) call.output = own.arena->slot(rank_, own.slot());
     own.output = call.output;
     own.stream = call.stream;
     run_op_of(own, open->number, [&] {
         const bool trace = settings().trace.load(std::memory_order_relaxed);
         const std::vector<StepTime> times = executor.finish(*open->work);
         flight_.set_state(open->number, device_ == "cpu" ? CallState::finished : CallState::issued);
+        if (!own.key.zero_copy) Stats::get().add(own.site, own.strategy, transport_, reason_, times, trace);
+    });
+    if (!own.key.zero_copy) return;
+    open->is_finished = true;
+    open->input.reset();  // its pushes have ended
+    open_[call.split_slot] = std::move(open);
+}
+
+void Session::refuse_finish(const Call& call, const OpenCollective* open) const {
+    const std::string slot = "split slot " + std::to_string(call.split_slot);
+    const auto name = [](const Call& c) { return c.op_name + " at site '" + c.site + "' (" + c.shape_text + ")"; };
+    const bool other = open && !open->is_finished;
+    throw NamedError(
+        "OptionError",
+        {{"what", slot + (other ? " holds another collective than the one to finish" : " has no open collective")},
+         {"where", "finish_collective at site '" + call.site + "', group '" + group_ + "'"},
+         {"got", open ? name(open->call) + (other ? "" : " is finished already") : "no start_collective since the last finish"},
+         {"expected", name(call)},
+         {"fix", "pass the arguments of start_collective, and finish every collective once"}});
+}
+
+void Session::release(const Call& call, Executor& executor) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    refuse_if_unusable(&call);
+    std::unique_ptr<OpenCollective>& open = open_[call.split_slot];
+    if (!open || !open->is_finished || open->call.site != call.site) {
+        throw NamedError(
+            "OptionError",
+            {{"what", "split slot " + std::to_string(call.split_slot) + " has no result to release"},
+             {"where", "release_collective at site '" + call.site + "', group '" + group_ + "'"},
+             {"got", !open               ? std::string("no open collective")
+                     : open->is_finished ? "the result of " + open->call.op_name + " at site '" + open->call.site + "'"
+                                         : open->call.op_name + " at site '" + open->call.site + "', which is not finished"},
+             {"expected", "a zero-copy gather of this site, finished and not released"},
+             {"fix", "release the result of every zero-copy gather once, after its last reader"}});
+    }
+    const std::unique_ptr<OpenCollective> last = std::move(open);
+    Call& own = last->call;
+    own.stream = call.stream;
+    run_op_of(own, last->number, [&] {
+        const bool trace = settings().trace.load(std::memory_order_relaxed);
+        const std::vector<StepTime> times = executor.release(*last->work);
         Stats::get().add(own.site, own.strategy, transport_, reason_, times, trace);
     });
 }

@@ -30,10 +30,13 @@ class Session {
 
     // Runs one call; the arguments have been checked. Blocks until the results are there (CPU) or on their way (CUDA).
     void run(Call& call, Executor& executor, const std::function<void(Call&)>& prepare);
-    // The two halves of a split collective. `start` begins the pushes of `call` and keeps `input`, its tensor, until `finish`,
-    // which gets the same call with an output. Between them the session may run any calls. Neither holds the session meanwhile.
+    // The ops of a split collective. `start` begins the pushes of `call` and keeps `input`, its tensor, until `finish`, which
+    // gets the same call with an output. Between them the session may run any calls. None holds the session meanwhile.
+    // A zero-copy gather's output is landing memory, which `finish` sets and `release` gives back.
     void start(Call call, std::shared_ptr<void> input, Executor& executor);
-    void finish(const Call& call, Executor& executor);
+    void finish(Call& call, Executor& executor);
+    // `call`: its slot, site and stream.
+    void release(const Call& call, Executor& executor);
     // Plan check alone, for calls that another transport carries out. Returns the call's number in the flight recorder.
     uint64_t verify_only(const Call& call);
     // The alternative that the ranks agreed on for a bucket of a site's table; -1 before they did.
@@ -68,13 +71,15 @@ class Session {
     Arena* arena() { return arena_.get(); }
 
   private:
-    // A split collective between start and finish.
+    // A split collective between start and finish, or between start and release.
     struct OpenCollective {
         Call call;
         std::shared_ptr<void> input;
         uint64_t number = 0;             // in the flight recorder
+        bool is_finished = false;        // it waits for its release
         std::unique_ptr<OpenWork> work;  // refers to `call`, so it is destroyed first
     };
+    [[noreturn]] void refuse_finish(const Call& call, const OpenCollective* open) const;
     // Runs one op of `call`. An error makes the session unusable, and is passed on.
     void run_op_of(const Call& call, uint64_t number, const std::function<void()>& body);
     // Finds the schedule of a call, compares plans and grows its slot.

@@ -48,16 +48,17 @@ class Run final : public OpenWork {
 
     std::vector<StepTime> go() {
         start_copies(0, steps());
-        return compute(0);
+        return compute(0, steps());
     }
     void start() {
-        start_copies(0, program_.start_steps);
-        queue(compute_queue, 0, program_.start_steps);  // its only COMPUTE step is Return
+        start_copies(0, program_.finish_begin);
+        queue(compute_queue, 0, program_.finish_begin);  // its only COMPUTE step is Return
     }
     std::vector<StepTime> finish() {
-        start_copies(program_.start_steps, steps());
-        return compute(program_.start_steps);
+        start_copies(program_.finish_begin, program_.release_begin);
+        return compute(program_.finish_begin, program_.release_begin);
     }
+    std::vector<StepTime> release() { return compute(program_.release_begin, steps()); }
 
   private:
     int steps() const { return static_cast<int>(program_.steps.size()); }
@@ -73,12 +74,13 @@ class Run final : public OpenWork {
         }});
         CopyEngine::get().submit(jobs_.back());
     }
-    // Runs the COMPUTE steps from `first` on, and returns when all steps have ended.
-    std::vector<StepTime> compute(int first) {
-        queue(compute_queue, first, steps());
+    // Runs the COMPUTE steps from `first` to `last`, and returns when they and all copies have ended. The times: behind the
+    // last step.
+    std::vector<StepTime> compute(int first, int last) {
+        queue(compute_queue, first, last);
         join();
         if (error_) std::rethrow_exception(error_);
-        return std::move(times_);
+        return last == steps() ? std::move(times_) : std::vector<StepTime>();
     }
     void join() {
         for (CopyEngine::Job& job : jobs_) CopyEngine::get().wait(job);
@@ -147,6 +149,7 @@ class Run final : public OpenWork {
                 return 0;
             }
             case StepKind::return_:
+            case StepKind::release:
                 return 0;
         }
         return 0;
@@ -226,6 +229,10 @@ std::unique_ptr<OpenWork> CpuExecutor::start(const Call& call) {
 
 std::vector<StepTime> CpuExecutor::finish(OpenWork& work) {
     return static_cast<Run&>(work).finish();
+}
+
+std::vector<StepTime> CpuExecutor::release(OpenWork& work) {
+    return static_cast<Run&>(work).release();
 }
 
 }  // namespace ub_overlap

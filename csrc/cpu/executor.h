@@ -11,6 +11,7 @@ class CpuExecutor final : public Executor {
     std::vector<StepTime> run(const Call& call) override;
     std::unique_ptr<OpenWork> start(const Call& call) override;
     std::vector<StepTime> finish(OpenWork& work) override;
+    std::vector<StepTime> release(OpenWork& work) override;
 
   private:
     MatmulFn matmul_;

@@ -10,7 +10,8 @@
 //     end      last kernel on COMPUTE: sends DONE, fills the outputs with NaN if a wait failed, releases the group lock
 //
 // A split collective is `begin` and its pushes, then, in another op, the rest. Between them COMPUTE does not wait for COPY. It
-// has the lock of its slot instead of the group's, so other calls of the group run meanwhile.
+// has the lock of its slot instead of the group's, so other calls of the group run meanwhile. A zero-copy gather has its `end`
+// in a third op, release. Its finish ends with the same kernel, which then only fills the result with NaN if a wait failed.
 //
 // Events join the streams. COMPUTE ends after COPY, so the caller's stream alone tells when inputs may be freed.
 #include "cuda/executor.h"
@@ -55,24 +56,30 @@ class Run final : public OpenWork {
     }
 
     std::vector<StepTime> issue_all() {
-        issue_first(static_cast<int>(program_.steps.size()));
-        return issue_last(static_cast<int>(program_.steps.size()));
+        issue_first(steps());
+        return issue_last(steps(), steps());
     }
-    // The halves of a split collective.
+    // The ops of a split collective.
     void start() {
-        issue_first(program_.start_steps);
+        issue_first(program_.finish_begin);
         unfinished_ = true;
     }
     std::vector<StepTime> finish(cudaStream_t compute) {
         compute_ = compute;
         unfinished_ = false;
-        return issue_last(program_.start_steps);
+        return issue_last(program_.finish_begin, program_.release_begin);
+    }
+    std::vector<StepTime> release(cudaStream_t compute) {
+        compute_ = compute;
+        return issue_last(program_.release_begin, steps());
     }
 
     // Returns whether all steps can be captured on another stream than the current one.
     bool is_recordable() const { return recordable_; }
 
   private:
+    int steps() const { return static_cast<int>(program_.steps.size()); }
+
     // Issues the call's first kernel and its steps before `end`.
     void issue_first(int end) {
         if (settings().trace.load(std::memory_order_relaxed)) trace_ = std::make_shared<Trace>(program_.steps.size());
@@ -86,18 +93,21 @@ class Run final : public OpenWork {
             throw;
         }
     }
-    // Issues the steps from `first` on and the call's last kernel.
-    std::vector<StepTime> issue_last(int first) {
+    // Issues the steps from `first` to `end` and the last kernel of the op. Returns the times behind the last step.
+    std::vector<StepTime> issue_last(int first, int end) {
+        const bool final = end == steps();
         try {
-            for (int number = first; number < static_cast<int>(program_.steps.size()); ++number) issue(number);
+            for (int number = first; number < end; ++number) issue(number);
             flush_copies();
-            if (arena_) end();
-            if (trace_) Stats::get().defer(call_.site, [trace = trace_, times = times_] { return trace->read(times); });
+            if (arena_) this->end(final);
+            if (trace_ && final) {
+                Stats::get().defer(call_.site, [trace = trace_, times = times_] { return trace->read(times); });
+            }
         } catch (...) {
             clean_up();
             throw;
         }
-        return std::move(times_);
+        return final ? std::move(times_) : std::vector<StepTime>();
     }
 
     void begin() {
@@ -219,6 +229,7 @@ class Run final : public OpenWork {
                 return 0;
             }
             case StepKind::return_:
+            case StepKind::release:
                 return 0;
         }
         return 0;
@@ -258,7 +269,9 @@ class Run final : public OpenWork {
         return bytes;
     }
 
-    void end() {
+    // Launches the last kernel of an op. Only the `final` one ends the call. The outputs of a zero-copy gather were returned
+    // before that, so their readers may have run.
+    void end(bool final) {
         flush_waits();
         PoisonList outputs;
         const auto add = [&](char* data, int64_t bytes) {
@@ -272,11 +285,12 @@ class Run final : public OpenWork {
         };
         const bool scatter = call_.collective == Collective::scatter;
         const int64_t rows = scatter ? call_.rows(call_.rank) : call_.total_rows();
-        add(call_.output, call_.outer * rows * call_.inner * size_of(call_.out_type));
+        const bool was_returned = final && call_.key.zero_copy;
+        if (!was_returned) add(call_.output, call_.outer * rows * call_.inner * size_of(call_.out_type));
         add(call_.output_scales, call_.outer * rows * call_.scales_a_row * static_cast<int64_t>(sizeof(float)));
         for (const Matrix& result : call_.results) add(result.data, result.rows * result.cols * size_of(result.type));
-        launch_end(arena_->group(), call_.slot(), signals_, outputs, true, compute_);
-        begun_ = false;  // from here on another call may hold the lock
+        launch_end(arena_->group(), call_.slot(), signals_, outputs, final, compute_);
+        if (final) begun_ = false;  // from here on another call may hold the lock
         signals_.count = 0;
     }
 
@@ -416,12 +430,32 @@ auto issue_in_order(CudaArena* arena, cudaStream_t stream, Body body) {
     return result;
 }
 
-// A split collective between its start and its finish.
+// A split collective between its ops.
 struct SplitWork final : OpenWork {
     unsigned long long capture = 0;  // the capture that the start is part of; 0: none
     std::unique_ptr<Run> run;
     const Call* call = nullptr;
 };
+
+// Issues the finish or the release of a split collective, on the stream that its call has now.
+std::vector<StepTime> issue_part(SplitWork& work, std::vector<StepTime> (Run::*part)(cudaStream_t)) {
+    const Call& call = *work.call;
+    const DeviceScope scope(call.device);
+    auto* arena = static_cast<CudaArena*>(call.arena);
+    Device& device = device_of(call.device);
+    const std::lock_guard<std::mutex> lock(device.mutex);
+    const auto stream = static_cast<cudaStream_t>(call.stream);
+    if (const unsigned long long capture = capture_of(stream); capture != work.capture) {
+        const auto name = [](unsigned long long id) { return id == 0 ? "eagerly" : "in graph " + std::to_string(id); };
+        throw NamedError("OptionError", {{"what", "the ops of a split collective are in different CUDA graphs"},
+                                         {"where", call.op_name + " at site '" + call.site + "'"},
+                                         {"got", std::string("started ") + name(work.capture) + ", continued " + name(capture)},
+                                         {"expected", "all in one capture, or all eagerly"},
+                                         {"fix", "capture start_collective, finish_collective and the release together"}});
+    }
+    if (work.capture != 0) return (work.run.get()->*part)(stream);
+    return issue_in_order(arena, stream, [&] { return (work.run.get()->*part)(stream); });
+}
 
 }  // namespace
 
@@ -466,24 +500,12 @@ std::unique_ptr<OpenWork> CudaExecutor::start(const Call& call) {
     return work;
 }
 
-std::vector<StepTime> CudaExecutor::finish(OpenWork& open) {
-    auto& work = static_cast<SplitWork&>(open);
-    const Call& call = *work.call;
-    const DeviceScope scope(call.device);
-    auto* arena = static_cast<CudaArena*>(call.arena);
-    Device& device = device_of(call.device);
-    const std::lock_guard<std::mutex> lock(device.mutex);
-    const auto stream = static_cast<cudaStream_t>(call.stream);
-    if (const unsigned long long capture = capture_of(stream); capture != work.capture) {
-        const auto name = [](unsigned long long id) { return id == 0 ? "eagerly" : "in graph " + std::to_string(id); };
-        throw NamedError("OptionError", {{"what", "a collective is started and finished in different CUDA graphs"},
-                                         {"where", call.op_name + " at site '" + call.site + "'"},
-                                         {"got", std::string("started ") + name(work.capture) + ", finished " + name(capture)},
-                                         {"expected", "both in one capture, or both eagerly"},
-                                         {"fix", "capture start_collective and finish_collective together"}});
-    }
-    if (work.capture != 0) return work.run->finish(stream);
-    return issue_in_order(arena, stream, [&] { return work.run->finish(stream); });
+std::vector<StepTime> CudaExecutor::finish(OpenWork& work) {
+    return issue_part(static_cast<SplitWork&>(work), &Run::finish);
+}
+
+std::vector<StepTime> CudaExecutor::release(OpenWork& work) {
+    return issue_part(static_cast<SplitWork&>(work), &Run::release);
 }
 
 }  // namespace ub_overlap

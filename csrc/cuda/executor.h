@@ -11,9 +11,10 @@ class CudaExecutor final : public Executor {
     // Returns when all steps have been issued; `call.stream` then orders the results. A failure of a peer is raised by a later
     // call or an explicit check, and fills the outputs with NaN.
     std::vector<StepTime> run(const Call& call) override;
-    // Both must run eagerly, or in one capture.
+    // All must run eagerly, or in one capture.
     std::unique_ptr<OpenWork> start(const Call& call) override;
     std::vector<StepTime> finish(OpenWork& work) override;
+    std::vector<StepTime> release(OpenWork& work) override;
 
   private:
     MatmulFn matmul_;

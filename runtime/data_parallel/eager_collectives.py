@@ -49,5 +49,5 @@ def all_reduce_into(out: Tensor, term: Tensor, group: str, site: str, *, op: str
 
 
 def _run(out: Tensor, input: Tensor, collective: str, op: str, slot: int, group: str, site: str) -> None:
-    token = OPS.start_collective(input, collective, op, out.dtype, slot, "bulk", group, site)
+    token = OPS.start_collective(input, collective, op, out.dtype, slot, False, "bulk", group, site)
     OPS.finish_collective_into(token, input, out, collective, op, slot, "bulk", group, site)

@@ -4,7 +4,7 @@
     matmul_reduce_scatter, scaled_matmul_reduce_scatter         a product whose blocks are sent while the next is computed
     matmul_all_reduce                                           the same, reduced to all ranks
     bulk                                                        a collective concurrent with independent matmuls
-    start_collective, finish_collective                         a collective concurrent with everything between them
+    start_collective, finish_collective, release_collective     a collective concurrent with everything between them
     packed_weight                                               weights next to each other in memory as one matrix
     compare                                                     verification
     fp8_amax_history, fp8_first_amax, fp8_record_amax           delayed scaling
@@ -38,6 +38,7 @@ from . import (
     finish_collective,
     matmul_all_reduce,
     matmul_reduce_scatter,
+    release_collective,
     scaled_matmul_reduce_scatter,
     start_collective,
 )
@@ -63,6 +64,7 @@ DEFINITIONS: dict[str, OpDefinition[Any]] = {
         bulk.DEFINITION,
         start_collective.DEFINITION,
         finish_collective.DEFINITION,
+        release_collective.DEFINITION,
     )
 }
 """The ops that overlap, by name."""

@@ -24,7 +24,7 @@ from .start_collective import StartArgs
 
 SCHEMA = (
     "finish_collective(Tensor token, Tensor input, str collective, str reduce_op, ScalarType out_dtype, int split_slot, "
-    "str strategy, str group, str site) -> Tensor"
+    "bool zero_copy, str strategy, str group, str site) -> Tensor"
 )
 
 
@@ -35,6 +35,7 @@ class FinishArgs(NamedTuple):
     reduce_op: str
     out_dtype: torch.dtype
     split_slot: int
+    zero_copy: bool
     strategy: str
     group: str
     site: str

@@ -4,7 +4,9 @@ The pushes of this rank's data begin, and the op returns a token [1], uint8, wit
 The input must not be written before the finish: the pushes read it.
 
 split_slot, 0 to 7, names the landing memory. A slot holds one open collective, so up to 8 may be open at once, with any calls
-of the group between. All ranks issue starts and finishes in the same order.
+of the group between. All ranks issue starts, finishes and releases in the same order.
+
+zero_copy (all_gather): the result of finish is the landing memory itself, until release_collective gives it back.
 
 Strategies are "bulk", "bulk:chunks=N" and "none". Without a transport, or with "none", c10d runs the collective concurrently.
 """
@@ -21,7 +23,7 @@ from .definition import OpDefinition
 
 SCHEMA = (
     "start_collective(Tensor input, str collective, str reduce_op, ScalarType out_dtype, int split_slot, "
-    "str strategy, str group, str site) -> Tensor"
+    "bool zero_copy, str strategy, str group, str site) -> Tensor"
 )
 
 
@@ -31,6 +33,7 @@ class StartArgs(NamedTuple):
     reduce_op: str
     out_dtype: torch.dtype
     split_slot: int
+    zero_copy: bool
     strategy: str
     group: str
     site: str

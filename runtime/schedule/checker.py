@@ -6,10 +6,10 @@ One call (`check`), over all ranks at once:
 2. no circular wait, even when one thread issues each list in order to one hardware queue (happens_before.py);
 3. no race, no read before its write, no cell stored twice (memory.py);
 4. the result is the op's definition (symbolic_run.py);
-5. *split*: the start of a split collective only pushes. It waits for no flag of its own call, and runs no COMPUTE step but its
-   Return;
+5. *split*: the start of a split collective only copies its input. It waits for no flag of its own call, and runs no COMPUTE
+   step but its Return. A release only signals;
 6. *join*: when a rank's last COMPUTE step runs, all its COPY steps have ended. So after that step all results are written and
-   no input is still read: the caller may use, free or overwrite both;
+   no input is still read: the caller may use, free or overwrite both. In a zero-copy gather that step is the last of finish;
 7. *heard*: before that step, every peer's READY (of this epoch, with this site's tag) has been seen.
 
 Several calls (`check_sequence`): 1 and 2 across calls, whole or as start and finish with other calls between. Also, a call
@@ -28,9 +28,12 @@ satisfied (no word is overwritten before it is seen), so every other interleavin
 groups that share a COPY queue, if ranks issue the calls they share in one order, as c10d requires too.
 
 **Split collectives.** A split slot has memory, words and epochs of its own. So a call between start and finish races with
-neither, and pairs of calls of one slot are enough as above. No interleaving blocks. Run the starts, finishes and whole calls
-one after the other. A start ends (5): it waits only for DONE of the slot's previous finish. A finish ends (2): it waits only
-for its own start and itself. `check_interleaved` tests that.
+neither, and pairs of calls of one slot are enough as above. No interleaving blocks. Run the starts, finishes, releases and
+whole calls one after the other. A start ends (5): it waits only for DONE of the slot's previous finish or release. A finish
+ends (2): it waits only for its own start and itself. A release waits for nothing (5). `check_interleaved` tests that.
+
+The result of a zero-copy gather is read until its release, which begins with a `Release` step that reads all of it. So the
+rules of memory order every push of the next call behind that step.
 
 **Why a skipped call is always noticed.** By 7, a rank that ends a call has seen (epoch, tag) of every peer. A peer that
 skipped a call sends the tag of another site, which is an immediate error, or nothing, which is a timeout. `check_skip` tests
@@ -93,7 +96,7 @@ def check_sequence(
     `groups[i]`: the global ranks of call i (default: 0, 1, ...). Ranks issue their calls in list order.
     `epochs[i]`: its epoch on its group or split slot (default: counted from 1). Gaps stand for calls that are not examined.
     `split_slots[i]`: its split slot (default: 0), not read for other calls.
-    `program`: the order in which ranks issue calls and halves of calls (default: one whole call after the other).
+    `program`: the order in which ranks issue calls and ops of split collectives (default: one whole call after the other).
     """
     all_calls = [tuple(schedules) for schedules in calls]
     for schedules in {id(schedules): schedules for schedules in all_calls}.values():
@@ -149,9 +152,12 @@ def check_interleaved(key_a: Key, key_b: Key) -> None:
     if key_a.ranks != key_b.ranks or not (key_a.is_split or key_b.is_split):
         return
     keys = [key_a, key_b, key_a, key_b]
-    begun = [(i, Part.START if key.is_split else Part.WHOLE) for i, key in enumerate(keys)]
-    ended = [(i, Part.FINISH) for i, key in enumerate(keys) if key.is_split]
-    nested = [*begun[:2], *reversed(ended[: len(ended) // 2]), *begun[2:], *ended[len(ended) // 2 :]]
+
+    def issue(numbers: Sequence[int], place: int) -> list[tuple[int, Part]]:
+        return [(i, keys[i].parts[place]) for i in numbers if place < len(keys[i].parts)]
+
+    nested = [*issue((0, 1), 0), *issue((1, 0), 1), *issue((0, 1), 2)]
+    nested += [*issue((2, 3), 0), *issue((2, 3), 1), *issue((2, 3), 2)]
     check_sequence([build_all(key) for key in keys], split_slots=[0, 1, 0, 1], program=nested)
 
 
@@ -201,7 +207,7 @@ def _check_ends(order: HappensBefore) -> None:
     for node in order.nodes:
         by_rank[node.rank].append(node)
     for rank, nodes in enumerate(by_rank):
-        end = order.ends[0][rank]
+        end = _find_end(order, nodes)
         if end is None:
             raise ScheduleError("join", f"rank {rank} has no COMPUTE step: its caller cannot tell when the call has ended")
         past = order.ended[end.id] | 1 << end.id
@@ -210,12 +216,19 @@ def _check_ends(order: HappensBefore) -> None:
             if past >> node.id & 1:
                 heard.update(wait.flag.source for wait in waits(node.step) if node.closes and wait.back == 0)
                 continue
-            if node.step.queue is Queue.COPY:  # COMPUTE steps have all ended: the end is the last of their queue
+            if node.step.queue is Queue.COPY:  # COMPUTE steps have ended, but for those of a release
                 raise ScheduleError("join", f"{order.where(node)} may still run when the call ends with {order.where(end)}")
         for peer in set(range(key.ranks)) - heard:
             raise ScheduleError(
                 "heard", f"rank {rank} ends without having waited for rank {peer}: a call skipped there would not be noticed"
             )
+
+
+def _find_end(order: HappensBefore, nodes: Sequence[Node]) -> Node | None:
+    """Return the node of a rank after which its caller uses the results: its last on COMPUTE, a release apart."""
+    schedule = order.calls[0].schedules[nodes[0].rank] if nodes else None
+    released = schedule.places(Part.RELEASE) if schedule is not None and schedule.key.zero_copy else range(0)
+    return next((n for n in reversed(nodes) if n.step.queue is Queue.COMPUTE and n.place not in released), None)
 
 
 def check_released(schedules: Sequence[Schedule]) -> None:

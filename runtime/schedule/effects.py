@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .steps import Buf, Compute, Copy, Finish, Flag, Opaque, Reduce, Region, Signal, Step, Wait
+from .steps import Buf, Compute, Copy, Finish, Flag, Opaque, Reduce, Region, Release, Signal, Step, Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,8 @@ def accesses(step: Step, rank: int) -> Iterator[Access]:
             yield Access(step.dst, True)
         case Finish():
             yield Access(Region(Buf.RESULT, rank, 0, index=step.index), True, True)
+        case Release():
+            yield from (Access(region, False) for region in step.reads)
         case Opaque():
             yield from (Access(region, False) for region in step.reads)
             yield from (Access(region, True) for region in step.writes)
@@ -92,6 +94,8 @@ def show(step: Step) -> str:
             text = f"{' + '.join(show_region(region) for region in step.srcs)} -> {show_region(step.dst)}"
         case Finish():
             text = str(step.index)
+        case Release():
+            text = " ".join(show_region(region) for region in step.reads)
         case Opaque():
             text = step.name
         case _:

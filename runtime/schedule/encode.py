@@ -27,6 +27,7 @@ from .steps import (
     Queue,
     Reduce,
     Region,
+    Release,
     Return,
     Schedule,
     Signal,
@@ -34,7 +35,7 @@ from .steps import (
     Wait,
 )
 
-COPY, SIGNAL, WAIT, COMPUTE, REDUCE, FINISH, RETURN = range(7)
+COPY, SIGNAL, WAIT, COMPUTE, REDUCE, FINISH, RETURN, RELEASE = range(8)
 Row = tuple[int, ...]
 
 
@@ -99,6 +100,8 @@ def _encode_step(step: Step) -> Row:
             opcode, payload = FINISH, [step.index]
         case Return():
             opcode, payload = RETURN, []
+        case Release():
+            opcode, payload = RELEASE, _encode_regions(step.reads)
         case _:
             raise ScheduleError("encode", f"the executors cannot run {type(step).__name__}: {show(step)}")
     record = -1 if step.record is None else step.record
@@ -155,8 +158,10 @@ def _decode_step(row: Sequence[int]) -> Step:
             step = Finish(queue=queue, after=after, record=record, index=next(numbers))
         case 6:
             step = Return(queue=queue, after=after, record=record)
+        case 7:
+            step = Release(queue=queue, after=after, record=record, reads=_decode_regions(numbers))
         case _:
-            raise ScheduleError("encode", f"opcode {opcode} is unknown, expected 0 to 6, in {tuple(row)}")
+            raise ScheduleError("encode", f"opcode {opcode} is unknown, expected 0 to 7, in {tuple(row)}")
     if rest := list(numbers):
         raise ScheduleError("encode", f"{len(rest)} numbers too many in {tuple(row)}")
     return step

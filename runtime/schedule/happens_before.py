@@ -6,7 +6,7 @@ A *node* is a step of one rank in one call. Node a happens before node b if a pa
 * event: a step begins after the events in `after`;
 * flag: a wait ends after the signal it waits for;
 * program: a call begins on a rank after the last COMPUTE step of that rank's previous call (there is no such edge between
-  ranks). Start and finish of a split collective are two such entries of the program, with others between them.
+  ranks). The ops of a split collective are such entries of the program, with others between them.
 
 Issue order is deliberately not an edge. But it must *work* as one: one host thread issues the steps, and a device with a
 single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) runs them in that order. So that order must not deadlock either.
@@ -62,14 +62,13 @@ class Node:
 Word = tuple[tuple[int, ...], int, Flag]
 """A flag word: the group, the slot and the flag."""
 Program = Sequence[tuple[int, Part]]
-"""What every rank issues, in order: the number of a call, and all of it or one half."""
+"""What every rank issues, in order: the number of a call, and all of it or one op of a split collective."""
 
 
 class HappensBefore:
     """The nodes of some calls and their happens-before relation.
 
     `ended[n]`: the nodes that happen before node n, as a bit mask. `sequence`: one order in which all nodes can run.
-    `ends[call][rank]`: the last COMPUTE node of a rank's call, None without a COMPUTE step.
     """
 
     def __init__(self, calls: Sequence[Call], slots: int, program: Program | None = None) -> None:
@@ -77,7 +76,6 @@ class HappensBefore:
         self.slots = slots
         self.program = [(number, Part.WHOLE) for number in range(len(calls))] if program is None else program
         self.nodes: list[Node] = []
-        self.ends: list[list[Node | None]] = []
         self.signalled: dict[tuple[Word, int], Node] = {}
         self.awaited: dict[tuple[Word, int], list[Node]] = {}
         self._lists: dict[int, list[Node]] = {}  # issue order by global rank
@@ -107,8 +105,7 @@ class HappensBefore:
     def _add_calls(self) -> None:
         queue_tails: dict[tuple[int, Queue], int] = {}
         program: dict[int, int] = {}  # global rank -> last COMPUTE node of its previous entry
-        self.ends = [[None] * len(call.schedules) for call in self.calls]
-        all_events: dict[tuple[int, int], dict[int, int]] = {}  # by call and rank: both halves share them
+        all_events: dict[tuple[int, int], dict[int, int]] = {}  # by call and rank: all its ops share them
         for number, part in self.program:
             call = self.calls[number]
             for rank, schedule in enumerate(call.schedules):
@@ -136,7 +133,6 @@ class HappensBefore:
                     if step.queue is Queue.COMPUTE:
                         end = node
                 if end is not None:
-                    self.ends[number][rank] = end
                     program[me] = end.id
 
     def _add_step(self, call: int, rank: int, place: int, step: Step, tail: int | None, starts: list[int]) -> Node:

@@ -30,6 +30,7 @@ from .steps import (
     Queue,
     Reduce,
     Region,
+    Release,
     Return,
     Schedule,
     Signal,
@@ -90,17 +91,17 @@ class _RankCall:
 
 @dataclass(slots=True)
 class _Entry:
-    """One entry of a rank's program: a call, or one half of a split collective."""
+    """One entry of a rank's program: a call, or one op of a split collective. `returns`: its end returns the results."""
 
     run: _RankCall
     queues: dict[Queue, list[Step]]
-    is_last: bool
+    returns: bool
 
 
 class Machine:
     """All ranks, their arenas and their threads. `skip`: (call number, global rank) pairs that skip the call.
 
-    `programs`: by global rank, the order of calls and halves (default: whole calls in list order).
+    `programs`: by global rank, the order of calls and ops of split collectives (default: whole calls in list order).
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Machine:
         self.arenas: dict[tuple[Any, ...], list[Any]] = {}
         self.programs: dict[int, list[_Entry]] = {}
         for me in sorted({me for site in sites for me in site.group}):
-            mine = [(number, Part.WHOLE) for number, site in enumerate(sites) if me in site.group]
+            mine = [(number, part) for number, site in enumerate(sites) if me in site.group for part in site.key.parts]
             self.programs[me] = self._entries(sites, me, mine if programs is None else programs[me], skip)
         self.at = {(me, queue): [0, 0] for me in self.programs for queue in Queue}  # call and step of each thread
         self.active: dict[tuple[int, Queue], Iterator[None]] = {}
@@ -143,7 +144,7 @@ class Machine:
                 runs[number] = _RankCall(site, number, schedule.rank, epoch, slot)
             steps = [schedule.steps[place] for place in schedule.places(part)]
             queues = {queue: [step for step in steps if step.queue is queue] for queue in Queue}
-            entries.append(_Entry(runs[number], queues, part is not Part.START))
+            entries.append(_Entry(runs[number], queues, part in (Part.WHOLE, Part.FINISH)))
         return entries
 
     def run(self) -> RunOutcome:
@@ -190,7 +191,7 @@ class Machine:
             run.events.add(step.record)
         self.at[thread][1] += 1
         if queue is Queue.COMPUTE and self.at[thread][1] == len(entry.queues[queue]):
-            if entry.is_last:
+            if entry.returns:
                 self._end(me, run)
             self.at[thread][:] = [number + 1, 0]
         return True
@@ -222,6 +223,10 @@ class Machine:
                 self.words[run.site.group, run.slot, step.flag] = (run.epoch, run.site.tag)
             case Return():
                 pass
+            case Release():
+                for wrong in self._wrong_rows(run):
+                    self.outcome.wrong.extend(wrong)
+                    yield
             case Compute():
                 yield from self._matmul(run, step)
             case Reduce():
@@ -289,15 +294,20 @@ class Machine:
     def _end(self, me: int, run: _RankCall) -> None:
         """End the call: check its results and free its inputs."""
         self.outcome.ended.append((run.number, me))
-        results = expected_rows(run.site.key, run.site.rows, run.rank, _stamp(run), run.memory)
-        for (buf, index, shard, row), expected in results:
-            held = run.memory.get((buf, index, shard, row), EMPTY)
-            if held != expected:
-                self.outcome.wrong.append(f"rank {me} call {run.number} {buf.name}.{index}[{shard}] row {row}: {held}")
+        for wrong in self._wrong_rows(run):
+            self.outcome.wrong.extend(wrong)
         for shard in range(len(run.site.group)):
             for row in range(max(run.site.rows)):
                 run.memory[Buf.INPUT, 0, shard, row] = FREED
                 run.memory[Buf.PARTIAL, 0, shard, row] = (FREED,)
+
+    def _wrong_rows(self, run: _RankCall) -> Iterator[list[str]]:
+        """Yield for each row of the results a complaint if it is not as the op's definition says."""
+        results = expected_rows(run.site.key, run.site.rows, run.rank, _stamp(run), run.memory)
+        for (buf, index, shard, row), expected in results:
+            held = self._read(run, Region(buf, run.rank, shard, index=index), row)
+            where = f"rank {run.site.group[run.rank]} call {run.number} {buf.name}.{index}[{shard}] row {row}"
+            yield [] if held == expected else [f"{where}: {held}"]
 
 
 def _stamp(run: _RankCall) -> tuple[int, int]:

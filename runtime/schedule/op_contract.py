@@ -60,7 +60,7 @@ def expected_rows(
     for shard in ranks:
         for row in range(rows[shard]):
             if key.returns_gathered:
-                yield (Buf.OUTPUT, 0, shard, row), gathered(shard, row)
+                yield (key.collected_in, 0, shard, row), gathered(shard, row)
             if key.kind.endswith("all_reduce"):
                 yield (Buf.OUTPUT, 0, shard, row), total(shard, row)
             if key.kind.endswith("reduce_scatter") and shard == me:

@@ -68,11 +68,15 @@ class Buf(IntEnum):
 
 
 class Part(IntEnum):
-    """The part of a schedule that one op issues: all of it, or one half of a split collective."""
+    """The part of a schedule that one op issues: all of it, or one op of a split collective.
+
+    RELEASE is empty but for zero-copy gathers.
+    """
 
     WHOLE = 0
     START = 1
     FINISH = 2
+    RELEASE = 3
 
 
 class FlagKind(IntEnum):
@@ -198,7 +202,15 @@ class Finish(Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Return(Step):
-    """The op `start` of a split collective returns here. `finish` issues the later steps."""
+    """The op `start` of a split collective returns here, and `finish` issues the later steps. The `finish` of a zero-copy
+    gather returns at the second one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release(Step):
+    """The first step of `release`: the caller has read `reads`, the result of a zero-copy gather, for the last time."""
+
+    reads: tuple[Region, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +242,7 @@ class Key:
     keep: the gathered tensor (gathers) is an output too. striped (scatters): every matmul makes one
     piece of every shard, instead of all of some shards; chunks then counts the pieces of a shard.
     direct (scatters of one term): one matmul stores each shard in the memory of its owner, and nothing is copied.
+    zero_copy (split gathers): LANDING itself is the result, until the op `release`.
     """
 
     kind: str
@@ -242,11 +255,24 @@ class Key:
     keep: bool = False
     striped: bool = False
     direct: bool = False
+    zero_copy: bool = False
 
     @property
     def is_split(self) -> bool:
-        """The op is cut into a start and a finish, with other calls between them."""
+        """The op is cut into a start, a finish and, if it is zero-copy, a release, with other calls between them."""
         return self.kind.startswith("split_")
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The ops that issue the schedule, in order."""
+        if not self.is_split:
+            return (Part.WHOLE,)
+        return (Part.START, Part.FINISH, Part.RELEASE) if self.zero_copy else (Part.START, Part.FINISH)
+
+    @property
+    def collected_in(self) -> Buf:
+        """The buffer in which a gather returns the gathered tensor."""
+        return Buf.LANDING if self.zero_copy else Buf.OUTPUT
 
     @property
     def is_gather(self) -> bool:
@@ -275,7 +301,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The steps of `rank` for `key`, in issue order. Those of a split collective have one `Return`.
+    """The steps of `rank` for `key`, in issue order. Each part of a split collective but the last ends with a `Return`.
 
     A rank issues each record or signal before the steps that wait for it. So one host thread can issue the schedule to any
     number of queues.
@@ -286,9 +312,9 @@ class Schedule:
     steps: tuple[Step, ...] = field(default_factory=tuple)
 
     def places(self, part: Part) -> range:
-        """Return the numbers of the steps of `part`. The start of a split collective ends with its first `Return`."""
+        """Return the numbers of the steps of `part`. Each `Return` of a split collective ends a part."""
         if part is Part.WHOLE:
             return range(len(self.steps))
-        ends = [i + 1 for i, step in enumerate(self.steps) if isinstance(step, Return)]
-        cut = ends[0] if ends else len(self.steps)
-        return range(cut) if part is Part.START else range(cut, len(self.steps))
+        count = len(self.steps)
+        cuts = [0, *(i + 1 for i, step in enumerate(self.steps) if isinstance(step, Return)), count, count, count]
+        return range(cuts[part - 1], cuts[part])

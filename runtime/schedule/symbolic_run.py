@@ -181,7 +181,7 @@ def expected_cells(keys: Sequence[Key], cells: int) -> Iterator[tuple[Cell, Valu
                 if has_products and not keys[rank].direct:
                     yield (Buf.PARTIAL, rank, 0, shard, cell), ("partial", rank, shard, cell, terms)
                 if key.returns_gathered:
-                    yield (Buf.OUTPUT, rank, 0, shard, cell), ("input", shard, shard, cell)
+                    yield (key.collected_in, rank, 0, shard, cell), ("input", shard, shard, cell)
                 if key.kind.endswith("all_reduce"):
                     yield (Buf.OUTPUT, rank, 0, shard, cell), total(shard, cell)
                 for index, contracts in enumerate(key.contracts):

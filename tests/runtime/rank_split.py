@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from typing import Any
 
 import torch
@@ -31,10 +32,15 @@ def finish(name: str, collective: str, token: torch.Tensor, shard: torch.Tensor,
     return OPS.finish_collective(token, shard, *arguments(name, collective, shard, slot, options))
 
 
+def release(name: str, gathered: torch.Tensor, slot: int = 0, **options: Any) -> None:
+    OPS.release_collective(gathered, slot, options.get("strategy", "bulk"), name, options.get("site", f"/split.{slot}"))
+
+
 def arguments(name: str, collective: str, shard: torch.Tensor, slot: int, options: dict[str, Any]) -> tuple[Any, ...]:
-    """Return all arguments but the tensors. options: dtype of the result, strategy, site."""
+    """Return all arguments but the tensors. options: dtype of the result, strategy, site, zero_copy."""
     strategy, site = options.get("strategy", "bulk"), options.get("site", f"/split.{slot}")
-    return collective, "sum", options.get("dtype", shard.dtype), slot, strategy, name, site
+    zero_copy = options.get("zero_copy", False)
+    return collective, "sum", options.get("dtype", shard.dtype), slot, zero_copy, strategy, name, site
 
 
 def whole(name: str, collective: str, shard: torch.Tensor) -> torch.Tensor:
@@ -53,7 +59,7 @@ def into(name: str, collective: str, shard: torch.Tensor, rank: int) -> torch.Te
         shard = place.copy_(shard)
     arguments_of_start = arguments(name, collective, shard, 0, {})
     token = OPS.start_collective(shard, *arguments_of_start)
-    OPS.finish_collective_into(token, shard, out, *arguments_of_start[:2], *arguments_of_start[3:])
+    OPS.finish_collective_into(token, shard, out, *arguments_of_start[:2], arguments_of_start[3], *arguments_of_start[5:])
     return out
 
 
@@ -72,15 +78,26 @@ def expected(
 
 
 def random_program(rank: int, world: int, times: int, delay_us: int, seed: int) -> list[str]:
-    """Start, finish and run other calls in a random order, the same on all ranks, with random delays. Compare bit by bit."""
+    """Start, finish, release and run other calls in a random order, the same on all ranks, with random delays. Compare bit by
+    bit, the results of zero-copy gathers when they are finished and when they are released."""
     name, bad = rank_ops.group(), []
     order = random.Random(seed)
     opened: dict[int, tuple[Any, ...]] = {}
+    held: dict[int, tuple[Any, ...]] = {}
 
     def end(slot: int) -> None:
-        collective, token, shard, want, options = opened.pop(slot)
-        if not torch.equal(finish(name, collective, token, shard, slot, **options), want):
-            bad.append(f"{collective} in slot {slot} at step {step}")
+        if slot in held:
+            result, want, options = held.pop(slot)
+            same = torch.equal(result, want)
+            release(name, result, slot, **options)
+        else:
+            collective, token, shard, want, options = opened.pop(slot)
+            result = finish(name, collective, token, shard, slot, **options)
+            same = torch.equal(result, want)
+            if options["zero_copy"]:
+                held[slot] = result, want, options
+        if not same:
+            bad.append(f"slot {slot} at step {step}")
 
     with reset():
         C.testing.set_random_delay(delay_us, 7 * rank + seed)
@@ -90,22 +107,24 @@ def random_program(rank: int, world: int, times: int, delay_us: int, seed: int) 
             rows, grows = order.randrange(1, 5) * world, order.random() < 0.05
             options: dict[str, Any] = {"strategy": order.choice(("bulk", f"bulk:chunks={2 * world}"))}
             options["dtype"] = dtype if collective == "all_gather" else order.choice((dtype, torch.float32))
+            options["zero_copy"] = order.random() < 0.5 and collective == "all_gather"
             if what == 0:
                 bad += gather(name, rank, world, 5, seed=step)
             elif what == 1:
                 bad += scatter(name, rank, world, 4, seed=step)
-            elif what == 2 and opened:
-                end(order.choice(sorted(opened)))
+            elif what == 2 and (opened or held):
+                end(order.choice(sorted({**opened, **held})))
             else:
-                if slot in opened:
+                while slot in opened or slot in held:
                     end(slot)
                 shape = (rows, 40_000 if grows else 7)  # a larger slot: it grows while others are open
                 shard = data(*shape, seed=step + rank).to(dtype)
                 want = expected(rank, world, collective, shape, step, dtype, options["dtype"])
                 token = start(name, collective, shard, slot, **options)
                 opened[slot] = (collective, token, shard, want, options)
-        for slot in sorted(opened):
-            end(slot)
+        for slot in sorted({**opened, **held}):
+            while slot in opened or slot in held:
+                end(slot)
     return bad[:5]
 
 
@@ -140,9 +159,68 @@ def misuse(rank: int, world: int) -> list[dict[str, Any]]:
     found.append(attempt(lambda: start(name, "all_gather", shard, 1, strategy="direct")))
     given = ("all_gather", "sum", 0, "bulk", name, "/split.0")
     found.append(attempt(lambda: OPS.finish_collective_into(token, shard, torch.empty(4, 4), *given)))
+    found.append(attempt(lambda: start(name, "all_reduce", shard, 1, zero_copy=True)))
     out = finish(name, "all_gather", token, shard)
     good = torch.equal(out, torch.cat([data(4, 4, seed=r) for r in range(world)]))
     return [*found, {"error": "" if good else "wrong"}]
+
+
+def misuse_of_zero_copy(rank: int, world: int) -> list[dict[str, Any]]:
+    """The same for a result that is released too early, twice, or from another site. Also a gather of empty shards."""
+    name, shard = fresh(world), data(4, 4, seed=rank)
+    token = start(name, "all_gather", shard, zero_copy=True)
+    found = [attempt(lambda: release(name, shard))]
+    gathered = finish(name, "all_gather", token, shard, zero_copy=True)
+    found.append(attempt(lambda: start(name, "all_gather", shard)))
+    found.append(attempt(lambda: finish(name, "all_gather", shard, shard, zero_copy=True)))
+    found.append(attempt(lambda: release(name, gathered, site="/second")))
+    kept = gathered.clone()
+    release(name, gathered)
+    found.append(attempt(lambda: release(name, gathered)))
+    empty = finish(name, "all_gather", start(name, "all_gather", shard[:0], zero_copy=True), shard[:0], zero_copy=True)
+    release(name, empty)
+    good = torch.equal(kept, torch.cat([data(4, 4, seed=r) for r in range(world)])) and empty.shape == (0, 4)
+    return [*found, {"error": "" if good else "wrong"}]
+
+
+def is_landing_memory(rank: int, world: int) -> list[str]:
+    """The results of one slot are at one address. Those of plain c10d, and of copied gathers, are tensors of their own."""
+    name, shard, bad = fresh(world), data(4, 4, seed=rank), []
+    plain = torch.cat([data(4, 4, seed=r) for r in range(world)])
+    for options, in_place in (({"zero_copy": True}, True), ({}, False), ({"zero_copy": True, "strategy": "none"}, False)):
+        results = []
+        for _ in range(2):
+            results.append(finish(name, "all_gather", start(name, "all_gather", shard, **options), shard, **options))
+            if not torch.equal(results[-1], plain) or not results[-1].is_contiguous():
+                bad.append(f"{options}: wrong")
+            if options:
+                release(name, results[-1], **options)
+        if (results[0].data_ptr() == results[1].data_ptr()) != in_place:
+            bad.append(f"{options}: the addresses of two results")
+    return bad
+
+
+def never_releases(rank: int, world: int, step_s: float, dies: bool) -> dict[str, Any]:
+    """The last rank leaves between finish and release, by an exception or `dies`. The next start of the slot, and then the
+    peers, name it. Other calls go on meanwhile."""
+    name, shard = fresh(world), data(4, 4, seed=rank)
+    with reset():
+        settings.configure(step_timeout_s=step_s)
+        gathered = finish(name, "all_gather", start(name, "all_gather", shard, zero_copy=True), shard, zero_copy=True)
+        if rank != world - 1:
+            release(name, gathered)
+        elif dies:
+            os._exit(0)
+        other = [] if dies else gather(name, rank, world, 4)
+
+        def again() -> None:
+            token = start(name, "all_gather", shard, zero_copy=True)
+            finish(name, "all_gather", token, shard, zero_copy=True)
+
+        found = attempt(again)
+        if not dies:
+            dist.barrier()
+        return {"other": other, **found}
 
 
 def never_finishes(rank: int, world: int, step_s: float) -> dict[str, Any]:
@@ -237,7 +315,7 @@ def compiled(rank: int, world: int) -> list[str]:
     return [f"result {i}" for i, (a, b) in enumerate(zip(got, step(weight, x), strict=True)) if not torch.equal(a, b)]
 
 
-def without_done(rank: int, world: int, waits: bool, times: int) -> list[str]:
+def without_done(rank: int, world: int, waits: bool, zero_copy: bool, times: int) -> list[str]:
     """Run gathers in one slot. Rank 0 reads late and rank 1, which waits for no data, runs ahead.
 
     `waits`: keep the waits for a free slot, else remove them.
@@ -254,14 +332,21 @@ def without_done(rank: int, world: int, waits: bool, times: int) -> list[str]:
     try:
         with reset():
             settings.configure(step_timeout_s=10.0)
-            rows = provide(("split_all_gather", world, 0, (), 0, 0, False, False), rank)
-            late = max(i for i, row in enumerate(rows) if row[0] == COPY)  # of the peer's shard, on COMPUTE
-            C.testing.set_step_delays({late: 20_000}, only_rank=0)
+            if not zero_copy:
+                rows = provide(("split_all_gather", world, 0, (), 0, 0, False, False), rank)
+                late = max(i for i, row in enumerate(rows) if row[0] == COPY)  # of the peer's shard, on COMPUTE
+                C.testing.set_step_delays({late: 20_000}, only_rank=0)
+            options = {"zero_copy": zero_copy}
             for i in range(times):
                 shards = [data(6, 4, seed=10 * i + r) for r in range(world)]
-                out = finish(name, "all_gather", start(name, "all_gather", shards[rank]), shards[rank])
+                token = start(name, "all_gather", shards[rank], **options)
+                out = finish(name, "all_gather", token, shards[rank], **options)
+                if zero_copy and rank == 0:
+                    time.sleep(0.02)
                 if rank == 0 and not torch.equal(out, torch.cat(shards)):
                     bad.append(f"call {i}")
+                if zero_copy:
+                    release(name, out)
     except errors.UbOverlapError as error:
         bad.append(f"{type(error).__name__}: {error}")
     finally:
@@ -270,10 +355,12 @@ def without_done(rank: int, world: int, waits: bool, times: int) -> list[str]:
     return bad
 
 
-def traced(rank: int, world: int) -> list[tuple[str, str]]:
+def traced(rank: int, world: int, zero_copy: bool) -> list[tuple[str, str]]:
     """Return queue and kind of the steps of a traced split collective."""
-    name, shard = rank_ops.group(), data(4, 4, seed=rank)
+    name, shard, options = rank_ops.group(), data(4, 4, seed=rank), {"site": "/traced", "zero_copy": zero_copy}
     with reset():
         settings.configure(trace=True)
-        finish(name, "all_gather", start(name, "all_gather", shard, site="/traced"), shard, site="/traced")
+        gathered = finish(name, "all_gather", start(name, "all_gather", shard, **options), shard, **options)
+        if zero_copy:
+            release(name, gathered, **options)
         return [(queue, kind) for _, queue, kind, *_ in C.last_trace("/traced")]

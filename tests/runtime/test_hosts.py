@@ -32,7 +32,7 @@ def test_several_at_once(pools: dict[int, RankPool]) -> None:
 
 def test_misuse_is_named_as_on_our_transport(pools: dict[int, RankPool]) -> None:
     for found in pools[2].run(rank_hosts.run, "misuse", timeout=60):
-        assert [one["error"] for one in found] == ["OptionError"] * 6 + [""], found
+        assert [one["error"] for one in found] == ["OptionError"] * 7 + [""], found
         texts = [one["text"] for one in found[:3]]
         assert "split slot 0 has no open collective" in texts[0]
         assert "split all_gather at site '/split.0'" in texts[1] and "was started and not finished" in texts[1]
@@ -68,7 +68,7 @@ import torch, torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 from ub_overlap.runtime import ops
 x = torch.ones(4)
-torch.ops.ub_overlap.start_collective(x, "all_reduce", "sum", x.dtype, 0, "none", dist.group.WORLD.group_name, "/open")
+torch.ops.ub_overlap.start_collective(x, "all_reduce", "sum", x.dtype, 0, False, "none", dist.group.WORLD.group_name, "/open")
 dist.destroy_process_group()
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)

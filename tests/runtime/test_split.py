@@ -26,14 +26,47 @@ def test_equals_bulk_and_c10d(pools: dict[int, RankPool], world: int) -> None:
 
 def test_misuse_is_named_and_harmless(pools: dict[int, RankPool]) -> None:
     for found in pools[2].run(rank_split.misuse, timeout=60):
-        assert [one["error"] for one in found] == ["OptionError"] * 6 + [""], found
-        texts = [one["text"] for one in found[:6]]
+        assert [one["error"] for one in found] == ["OptionError"] * 7 + [""], found
+        texts = [one["text"] for one in found[:7]]
         assert "split slot 0 has no open collective" in texts[0]
         assert "split all_gather at site '/split.0' was started and not finished" in texts[1]
         assert "split slot 0 holds another collective than the one to finish" in texts[2]
         assert "there is no such split slot" in texts[3]
         assert "neither stripes nor products at their owners" in texts[4]
         assert "not a contiguous tensor of the result's sizes" in texts[5]
+        assert "only a gather can return its landing memory" in texts[6]
+
+
+def test_misuse_of_zero_copy_is_named_and_harmless(pools: dict[int, RankPool]) -> None:
+    for found in pools[2].run(rank_split.misuse_of_zero_copy, timeout=60):
+        assert [one["error"] for one in found] == ["OptionError"] * 5 + [""], found
+        early, *texts = [one["text"] for one in found[:5]]
+        assert "split slot 0 has no result to release" in early and "'/split.0', which is not finished" in early
+        assert "split all_gather at site '/split.0' was finished and not released" in texts[0]
+        assert "is finished already" in texts[1]
+        assert "the result of split all_gather at site '/split.0'" in texts[2]
+        assert "no open collective" in texts[3]
+
+
+def test_zero_copy_returns_landing_memory(pools: dict[int, RankPool]) -> None:
+    assert pools[2].run(rank_split.is_landing_memory, timeout=60) == [[], []]
+
+
+def test_a_rank_that_never_releases(pools: dict[int, RankPool]) -> None:
+    """Its next start of the slot is an error at once. Its peers name it at the deadline."""
+    *peers, last = pools[3].run(rank_split.never_releases, STEP, False, timeout=60)
+    assert all(found["other"] == [] for found in (*peers, last))
+    assert last["error"] == "OptionError" and "finished and not released" in last["text"], last
+    for found in peers:
+        assert (found["error"], found["ranks"]) == ("PeerTimeoutError", (2,)), found
+        assert STEP * 0.9 < found["seconds"] < STEP + SLACK
+
+
+def test_a_rank_that_dies_before_its_release() -> None:
+    found = run_ranks("tests.runtime.rank_split:never_releases", 2, args=(60.0, True), timeout=60)[0].value
+    assert (found["error"], found["ranks"]) == ("PeerTimeoutError", (1,)), found
+    assert "split all_gather at site '/split.0'" in found["text"]
+    assert found["seconds"] < SLACK
 
 
 def test_a_rank_that_never_finishes(pools: dict[int, RankPool]) -> None:
@@ -79,20 +112,26 @@ def test_a_group_destroyed_with_an_open_collective(pools: dict[int, RankPool]) -
     assert pools[2].run(rank_split.left_open, timeout=60) == [[], []]
 
 
-def test_a_slot_is_pushed_to_only_when_read(pools: dict[int, RankPool]) -> None:
+@pytest.mark.parametrize("zero_copy", [False, True])
+def test_a_slot_is_pushed_to_only_when_read(pools: dict[int, RankPool], zero_copy: bool) -> None:
     """The wait for DONE protects a late reader. Without it its data is overwritten."""
-    assert pools[2].run(rank_split.without_done, True, 8, timeout=60)[0] == []
-    assert pools[2].run(rank_split.without_done, False, 8, timeout=60)[0], "the missing waits went unseen"
+    assert pools[2].run(rank_split.without_done, True, zero_copy, 8, timeout=60)[0] == []
+    assert pools[2].run(rank_split.without_done, False, zero_copy, 8, timeout=60)[0], "the missing waits went unseen"
 
 
 def test_a_trace_has_the_steps_of_both_halves(pools: dict[int, RankPool]) -> None:
-    for steps in pools[2].run(rank_split.traced, timeout=60):
+    for steps in pools[2].run(rank_split.traced, False, timeout=60):
         assert [kind for queue, kind in steps if queue == "COPY"] == ["wait", "copy", "signal"]
         assert [kind for queue, kind in steps if queue == "COMPUTE"] == ["return", "copy", "wait", "copy", "signal"]
+    for steps in pools[2].run(rank_split.traced, True, timeout=60):
+        assert [kind for queue, kind in steps if queue == "COPY"] == ["wait", "copy", "signal", "copy"]
+        assert [kind for queue, kind in steps if queue == "COMPUTE"] == ["return", "wait", "return", "release", "signal"]
 
 
-def test_schemas_mutate_nothing() -> None:
-    """Inductor may move and drop the ops, and orders finish after start by the token."""
+def test_schemas_mutate_nothing_but_what_is_released() -> None:
+    """Inductor may move and drop start and finish, and orders finish after start by the token. Release follows all readers."""
+    released = ops.DEFINITIONS["release_collective"].overload._schema
+    assert released.is_mutable and not released.returns
     for name in ("start_collective", "finish_collective"):
         schema = ops.DEFINITIONS[name].overload._schema
         assert not schema.is_mutable

@@ -26,6 +26,7 @@ def keys(ranks: int, chunks: int) -> Iterator[Key]:
     for kind in ("bulk_all_gather", "bulk_reduce_scatter", "bulk_all_reduce"):
         yield Key(kind, ranks, chunks)
         yield Key(kind, ranks, chunks, independent=2)
+    yield Key("split_all_gather", ranks, chunks, zero_copy=True)
     for kind in ("split_all_gather", "split_reduce_scatter", "split_all_reduce"):
         yield Key(kind, ranks, chunks)
 

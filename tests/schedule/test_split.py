@@ -18,7 +18,9 @@ from ub_overlap.runtime.schedule.steps import (
     Part,
     Queue,
     Region,
+    Release,
     Return,
+    Signal,
     Wait,
 )
 
@@ -33,18 +35,30 @@ def test_interleavings_are_proven(ranks: int, kind: str, other: str) -> None:
     contracts = (False,) if other == "all_gather_matmul" else ()
     check_interleaved(Key(kind, ranks), Key(other, ranks, contracts=contracts))
     check_interleaved(Key(other, ranks, contracts=contracts), Key(kind, ranks, 2 * ranks))
+    if kind == "split_all_gather":
+        in_place = Key(kind, ranks, 2 * ranks, zero_copy=True)
+        check_interleaved(in_place, Key(other, ranks, contracts=contracts))
+        check_interleaved(Key(other, ranks, contracts=contracts), in_place)
+        check_interleaved(in_place, replace(in_place, chunks=0))
 
 
 @st.composite
 def programs(draw: st.DrawFn) -> tuple[list[SimulatedCall], Program]:
-    """Draw calls, split ones on up to three slots, and an order in which all are issued and finished."""
+    """Draw calls, split ones on up to three slots, and an order in which all are issued, finished and released."""
     ranks = draw(st.integers(1, 4))
     chunks = draw(st.sampled_from([0, 1, ranks, 2 * ranks]))
-    kinds = [Key(kind, ranks, chunks) for kind in SPLIT]
+    kinds = [*(Key(kind, ranks, chunks) for kind in SPLIT), Key("split_all_gather", ranks, chunks, zero_copy=True)]
     kinds += [Key("bulk_all_gather", ranks, chunks), Key("matmul_all_reduce", ranks, chunks, terms=1)]
     calls: list[SimulatedCall] = []
     program: Program = []
-    opened: dict[int, int] = {}  # split slot -> number of the call
+    opened: dict[int, tuple[int, list[Part]]] = {}  # split slot -> number of the call, its next parts
+
+    def advance(slot: int) -> None:
+        number, parts = opened[slot]
+        program.append((number, parts.pop(0)))
+        if not parts:
+            del opened[slot]
+
     for number in range(draw(st.integers(1, 7))):
         key = draw(st.sampled_from(kinds))
         slot = draw(st.integers(0, 2))
@@ -53,13 +67,15 @@ def programs(draw: st.DrawFn) -> tuple[list[SimulatedCall], Program]:
         if not key.is_split:
             program.append((number, Part.WHOLE))
             continue
-        if slot in opened:
-            program.append((opened.pop(slot), Part.FINISH))
-        program.append((number, Part.START))
-        opened[slot] = number
+        while slot in opened:
+            advance(slot)
+        opened[slot] = number, list(key.parts)
+        advance(slot)
         for ended in draw(st.lists(st.sampled_from(sorted(opened)), max_size=2, unique=True)):
-            program.append((opened.pop(ended), Part.FINISH))
-    program += [(number, Part.FINISH) for number in opened.values()]
+            advance(ended)
+    for slot in sorted(opened):
+        while slot in opened:
+            advance(slot)
     return calls, program
 
 
@@ -129,6 +145,52 @@ def test_starts_that_do_too_much_are_refused() -> None:
     refused("split", key, [replace(local, queue=Queue.COPY), *steps], "belongs to finish")
     bulk = Key("bulk_all_gather", 2)
     refused("split", bulk, [end, *build_all(bulk)[0].steps], "expected 0")
+
+
+def test_releases_that_do_too_much_are_refused() -> None:
+    key = Key("split_all_gather", 2, zero_copy=True)
+    steps = list(build_all(key)[0].steps)
+    first, second = (i for i, step in enumerate(steps) if isinstance(step, Return))
+    at = next(i for i, step in enumerate(steps) if isinstance(step, Release))
+    end, released, done = steps[second], steps[at], steps[-1]
+    assert isinstance(released, Release) and isinstance(done, Signal) and at == second + 1
+    refused("split", key, [step for step in steps if step is not end], "1 Return steps")
+    refused("split", key, [step for step in steps if step is not released], "one Release|no Release")
+    refused("split", key, [*steps, released], "one Release")
+    refused("split", key, [*steps[:at], replace(released, reads=released.reads[:1]), *steps[at + 1 :]], "all of LANDING")
+    refused("split", key, [*steps[: first + 1], *steps[second:at], released, *steps[first + 1 : second], done], "only signals")
+    late = [replace(end, after=()), replace(released, after=end.after)]
+    refused("join", key, [*steps[:second], *late, *steps[at + 1 :]], "may still run")
+    copying = Key("split_all_gather", 2)
+    refused("split", copying, [*build_all(copying)[0].steps, released], "others none")
+    with pytest.raises(ScheduleError, match="needs a split all_gather"):
+        build_all(Key("split_all_reduce", 2, zero_copy=True))
+
+
+def test_a_result_is_read_until_its_release() -> None:
+    """A rank that signals DONE at its finish lets peers overwrite what it reads. A start in front of the release does, too."""
+    key = Key("split_all_gather", 2, zero_copy=True)
+
+    def early(schedule: Schedule) -> Schedule:
+        rest = [step for step in schedule.steps if not (isinstance(step, Signal) and step.flag.kind is FlagKind.DONE)]
+        place = next(i for i, step in enumerate(rest) if isinstance(step, Wait) and not step.back) + 1
+        return replace(schedule, steps=(*rest[:place], schedule.steps[-1], *rest[place:]))
+
+    broken = tuple(early(schedule) for schedule in build_all(key))
+    with pytest.raises(ScheduleError, match="slot reuse"):
+        check_sequence([broken, broken])
+    call = SimulatedCall(broken, (0, 1), 1, (2, 2))
+    assert any(Machine([call] * 3, seed, programs=whole_programs(3)).run().wrong for seed in range(40))
+    right = build_all(key)
+    hasty = [(0, Part.START), (0, Part.FINISH), (1, Part.START), (0, Part.RELEASE), (1, Part.FINISH), (1, Part.RELEASE)]
+    with pytest.raises(ScheduleError, match="circular wait|issue order|slot reuse"):
+        check_sequence([right, right], program=hasty)
+
+
+def whole_programs(count: int) -> dict[int, Program]:
+    """Return the programs of two ranks that run zero-copy gathers one after the other."""
+    program = [(number, part) for number in range(count) for part in (Part.START, Part.FINISH, Part.RELEASE)]
+    return dict.fromkeys((0, 1), program)
 
 
 def test_a_slot_needs_its_done() -> None:

@@ -61,6 +61,7 @@ static void register_ops(torch::Library& m) {
     m.impl("start_collective", &start_collective);
     m.impl("finish_collective", &finish_collective);
     m.impl("finish_collective_into", &finish_collective_into);
+    m.impl("release_collective", &release_collective);
 }
 
 TORCH_LIBRARY_IMPL(ub_overlap, CompositeExplicitAutograd, m) {
@@ -90,9 +91,9 @@ TORCH_LIBRARY_IMPL(ub_overlap, CUDA, m) {
     m.impl("fp8_cached_weight_transposed", &fp8_cached_weight_transposed);
     m.impl("fp8_layout_copy", &fp8_layout_copy);
 #else
-    for (const char* op :
-         {"all_gather_matmul", "all_gather_scaled_matmul", "matmul_reduce_scatter", "scaled_matmul_reduce_scatter",
-          "matmul_all_reduce", "bulk", "start_collective", "finish_collective", "finish_collective_into"}) {
+    for (const char* op : {"all_gather_matmul", "all_gather_scaled_matmul", "matmul_reduce_scatter",
+                           "scaled_matmul_reduce_scatter", "matmul_all_reduce", "bulk", "start_collective", "finish_collective",
+                           "finish_collective_into", "release_collective"}) {
         m.impl(op, torch::CppFunction::makeFromBoxedFunction<&no_executor>());
     }
 #endif

@@ -50,16 +50,19 @@ TensorAndList bulk(const Site& site, const at::Tensor& input, at::TensorList lhs
 
 // Begins a collective and returns a token. Strategies are not dispatched: finish must run what start began.
 at::Tensor start_collective(const at::Tensor& input, std::string collective, std::string reduce_op, at::ScalarType out_dtype,
-                            int64_t split_slot, std::string strategy, std::string group, std::string site);
+                            int64_t split_slot, bool zero_copy, std::string strategy, std::string group, std::string site);
 // Returns the result of the collective that is open in the slot, started with the same arguments.
 at::Tensor finish_collective(const at::Tensor& token, const at::Tensor& input, std::string collective, std::string reduce_op,
-                             at::ScalarType out_dtype, int64_t split_slot, std::string strategy, std::string group,
-                             std::string site);
+                             at::ScalarType out_dtype, int64_t split_slot, bool zero_copy, std::string strategy,
+                             std::string group, std::string site);
 // The same, into `out`, whose dtype is the result's. `out` may be the input of an all_reduce: a shard of it is written when its
 // owner has received it. The input of an all_gather may be its place in `out`.
 void finish_collective_into(const at::Tensor& token, const at::Tensor& input, at::Tensor& out, std::string collective,
                             std::string reduce_op, int64_t split_slot, std::string strategy, std::string group,
                             std::string site);
+// Frees the slot whose landing memory a zero-copy gather has returned.
+void release_collective(const at::Tensor& gathered, int64_t split_slot, std::string strategy, std::string group,
+                        std::string site);
 
 // Returns weights [N_i, K] as one matrix [sum of N_i, K]: their own memory if they lie next to each other, else a copy.
 at::Tensor packed_weight(at::TensorList weights);

@@ -84,4 +84,12 @@ bool finish_on_transport(Builder& b) {
     return true;
 }
 
+void release_on_transport(Builder& b) {
+    b.seal();
+    std::shared_ptr<Session> session = b.session();
+    if (is_plain(*session, b.call)) return;
+    const SiteRange range(b.call);
+    session->release(b.call, executor_of(b.device(), b.call));
+}
+
 }  // namespace ub_overlap

@@ -16,9 +16,11 @@ namespace ub_overlap {
 // or the strategy is "none". `prepare` is called once the call's schedule is known.
 bool run_on_transport(Builder& b, const std::function<void(Call&)>& prepare = [](Call&) {});
 
-// The same for the halves of a split collective. `input`: kept until the finish.
+// The same for the ops of a split collective. `input`: kept until the finish, which sets the call's output: that may be landing
+// memory. A release does nothing where a plain collective has run.
 bool start_on_transport(Builder& b, std::shared_ptr<void> input);
 bool finish_on_transport(Builder& b);
+void release_on_transport(Builder& b);
 
 // The call that this thread is about to carry out by plain collectives, for the flight recorder. `ends`: with this op. The
 // start of a split collective only fails with it.

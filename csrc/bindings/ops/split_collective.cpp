@@ -1,4 +1,5 @@
-// A collective as two ops. Both build the same call: finish finds the open one by its slot and compares their tags.
+// A collective as two ops, or three. Start and finish build the same call: finish finds the open one by its slot and compares
+// their tags. Release finds it by slot and site.
 #include <memory>
 
 #include "bindings/fallback.h"
@@ -9,32 +10,44 @@
 namespace ub_overlap {
 namespace {
 
+void set_slot(Builder& b, int64_t split_slot) {
+    b.check(0 <= split_slot && split_slot < split_slots, "there is no such split slot", std::to_string(split_slot),
+            "0 to " + std::to_string(split_slots - 1));
+    b.call.split_slot = static_cast<int>(split_slot);
+}
+
+// A group of one rank has no arena, and a slot may have no bytes for an empty tensor. Their results are copies.
+bool has_landing_memory(const Call& call, const Tensor& tensor) {
+    return call.ranks > 1 && tensor.numel() > 0;
+}
+
 // Fills in all of the call but its buffers. Returns the sizes of the result.
 std::vector<int64_t> describe_call(Builder& b, const Tensor& input, const std::string& collective, const std::string& reduce_op,
-                                   at::ScalarType out_dtype, int64_t split_slot) {
+                                   at::ScalarType out_dtype, int64_t split_slot, bool zero_copy) {
     Call& call = b.call;
     b.check(!call.key.striped && !call.key.direct, "a split collective has neither stripes nor products at their owners",
             call.strategy, "'bulk', 'bulk:chunks=N' or 'none'");
-    b.check(0 <= split_slot && split_slot < split_slots, "there is no such split slot", std::to_string(split_slot),
-            "0 to " + std::to_string(split_slots - 1));
+    b.check(!zero_copy || collective == "all_gather", "only a gather can return its landing memory", collective, "all_gather");
     call.key.kind = "split_" + collective;
-    call.split_slot = static_cast<int>(split_slot);
+    call.key.zero_copy = zero_copy && has_landing_memory(call, input);
+    set_slot(b, split_slot);
     std::vector<int64_t> sizes = deal_rows(b, input, collective, reduce_op, out_dtype);
     b.describe("input", input);
     b.note("reduce_op", reduce_op);
     b.note("out_dtype", c10::toString(out_dtype));
     b.note("split_slot", split_slot);
+    b.note("zero_copy", zero_copy);
     return sizes;
 }
 
 }  // namespace
 
 Tensor start_collective(const Tensor& input, std::string collective, std::string reduce_op, at::ScalarType out_dtype,
-                        int64_t split_slot, std::string strategy, std::string group, std::string site) {
+                        int64_t split_slot, bool zero_copy, std::string strategy, std::string group, std::string site) {
     return run_op(input.device(), [&] {
         const Site at{strategy, group, site};
         Builder b("split " + collective, input.device(), at);
-        describe_call(b, input, collective, reduce_op, out_dtype, split_slot);
+        describe_call(b, input, collective, reduce_op, out_dtype, split_slot, zero_copy);
         const Tensor dense = input.contiguous();
         b.call.input = data_of(dense);
         if (start_on_transport(b, std::make_shared<Tensor>(dense))) return at::empty({1}, input.options().dtype(at::kByte));
@@ -45,26 +58,32 @@ Tensor start_collective(const Tensor& input, std::string collective, std::string
             .text(reduce_op)
             .dtype(out_dtype)
             .integer(split_slot)
+            .flag(zero_copy)
             .run(at)
             .at(0);
     });
 }
 
-// Runs the second half of the collective that is open in the slot, or all of it without a transport. The result goes to `out`,
-// which is allocated here unless it is given.
+// Runs the second part of the collective that is open in the slot, or all of it without a transport. The result goes to `out`,
+// which is allocated here unless it is given, or stays in landing memory.
 static Tensor finish(const Tensor& token, const Tensor& input, Tensor out, const std::string& collective,
-                     const std::string& reduce_op, at::ScalarType out_dtype, int64_t split_slot, const Site& at) {
+                     const std::string& reduce_op, at::ScalarType out_dtype, int64_t split_slot, bool zero_copy,
+                     const Site& at) {
     Builder b("split " + collective, input.device(), at);
-    const std::vector<int64_t> sizes = describe_call(b, input, collective, reduce_op, out_dtype, split_slot);
+    const std::vector<int64_t> sizes = describe_call(b, input, collective, reduce_op, out_dtype, split_slot, zero_copy);
+    const at::TensorOptions options = input.options().dtype(out_dtype);
     const bool is_given = out.defined();
     if (is_given) {
         b.check(out.sizes() == at::IntArrayRef(sizes) && out.is_contiguous() && out.device() == input.device(),
                 "the output is not a contiguous tensor of the result's sizes", text_of(out.sizes()), text_of(sizes));
-    } else {
-        out = at::empty(sizes, input.options().dtype(out_dtype));
+    } else if (!b.call.key.zero_copy) {
+        out = at::empty(sizes, options);
     }
     b.call.output = data_of(out);
-    if (finish_on_transport(b)) return out;
+    if (finish_on_transport(b)) {
+        if (out.defined()) return out;
+        return at::for_blob(b.call.output, sizes).options(options).target_device(input.device()).make_tensor();
+    }
     WithGil gil;
     const Tensor result = FallbackCall("finish_collective")
                               .tensor(token)
@@ -73,16 +92,18 @@ static Tensor finish(const Tensor& token, const Tensor& input, Tensor out, const
                               .text(reduce_op)
                               .dtype(out_dtype)
                               .integer(split_slot)
+                              .flag(zero_copy)
                               .run(at)
                               .at(0);
     return is_given ? out.copy_(result) : result;
 }
 
 Tensor finish_collective(const Tensor& token, const Tensor& input, std::string collective, std::string reduce_op,
-                         at::ScalarType out_dtype, int64_t split_slot, std::string strategy, std::string group,
+                         at::ScalarType out_dtype, int64_t split_slot, bool zero_copy, std::string strategy, std::string group,
                          std::string site) {
     return run_op(input.device(), [&] {
-        return finish(token, input, Tensor(), collective, reduce_op, out_dtype, split_slot, Site{strategy, group, site});
+        const Site at{strategy, group, site};
+        return finish(token, input, Tensor(), collective, reduce_op, out_dtype, split_slot, zero_copy, at);
     });
 }
 
@@ -90,7 +111,18 @@ void finish_collective_into(const Tensor& token, const Tensor& input, Tensor& ou
                             std::string reduce_op, int64_t split_slot, std::string strategy, std::string group,
                             std::string site) {
     run_op(input.device(), [&] {
-        return finish(token, input, out, collective, reduce_op, out.scalar_type(), split_slot, Site{strategy, group, site});
+        const Site at{strategy, group, site};
+        return finish(token, input, out, collective, reduce_op, out.scalar_type(), split_slot, false, at);
+    });
+}
+
+void release_collective(const Tensor& gathered, int64_t split_slot, std::string strategy, std::string group, std::string site) {
+    run_op(gathered.device(), [&] {
+        const Site at{strategy, group, site};
+        Builder b("split all_gather", gathered.device(), at);
+        set_slot(b, split_slot);
+        if (has_landing_memory(b.call, gathered)) release_on_transport(b);
+        return 0;
     });
 }
 

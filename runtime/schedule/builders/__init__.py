@@ -70,5 +70,7 @@ def check_key(key: Key) -> None:
         refuse("only a reduction of products has terms: leave terms at 0")
     if key.independent < 0:
         refuse(f"independent must be 0 or more, got {key.independent}")
+    if key.zero_copy and key.kind != "split_all_gather":
+        refuse("zero_copy needs a split all_gather")
     if key.is_split and key.independent:
         refuse("a split collective has no matmuls of its own: leave independent at 0")

@@ -99,9 +99,9 @@ class ScheduleWriter:
                 src, dst = Region(Buf.INPUT, self.rank, self.rank, lo, hi), Region(Buf.LANDING, peer, self.rank, lo, hi)
                 self.push(src, dst, FlagKind.READY, index)
 
-    def local_copy(self, src: Region, dst: Region) -> None:
-        """Copy within this rank's memory on COMPUTE."""
-        self.add(Copy(queue=Queue.COMPUTE, src=src, dst=dst))
+    def local_copy(self, src: Region, dst: Region, queue: Queue = Queue.COMPUTE) -> None:
+        """Copy within this rank's memory."""
+        self.add(Copy(queue=queue, src=src, dst=dst))
 
     def independent_matmuls(self) -> None:
         """Add the matmuls that are independent of the collective, each as a whole."""
@@ -109,23 +109,28 @@ class ScheduleWriter:
             result = Region(Buf.RESULT, self.rank, 0, index=index)
             self.add(Compute(queue=Queue.COMPUTE, index=index, reads=(), writes=(result,)))
 
-    def split(self) -> None:
-        """End the steps of `start`. The next ones are those of `finish`."""
-        self.add(Return(queue=Queue.COMPUTE))
+    def split(self, after: tuple[int, ...] = ()) -> None:
+        """End the steps of one op of a split collective. The next ones are those of its next op."""
+        self.add(Return(queue=Queue.COMPUTE, after=after))
+
+    def join(self) -> tuple[int, ...]:
+        """Return the event after which this rank's COPY steps so far have ended, none without such steps."""
+        copies = [i for i, step in enumerate(self.steps) if step.queue is Queue.COPY]
+        if not copies:
+            return ()
+        last = self.steps[copies[-1]]
+        joined = self.event() if last.record is None else last.record
+        self.steps[copies[-1]] = replace(last, record=joined)
+        return (joined,)
 
     def close(self) -> Schedule:
         """Add the tail of every op and return the schedule.
 
         COMPUTE waits until this rank's pushes have ended (the op then returns and its inputs are freed). Then it signals to
-        every peer that this slot has been read. The join is before all DONEs, so an executor can write them in one step.
+        every peer that this slot has been read. The join is before all DONEs, so an executor can write them in one step. The
+        finish of a zero-copy gather has joined already.
         """
-        copies = [i for i, step in enumerate(self.steps) if step.queue is Queue.COPY]
-        after: tuple[int, ...] = ()
-        if copies:
-            last = self.steps[copies[-1]]
-            joined = self.event() if last.record is None else last.record
-            self.steps[copies[-1]] = replace(last, record=joined)
-            after = (joined,)
+        after = () if self.key.zero_copy else self.join()
         for peer in self.peers_down:
             self.add(Signal(queue=Queue.COMPUTE, flag=Flag(FlagKind.DONE, peer, self.rank), after=after))
             after = ()

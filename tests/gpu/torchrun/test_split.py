@@ -1,4 +1,4 @@
-"""Split collectives: random orders with calls of the group between, delays of single ranks, and start and finish in one graph.
+"""Split collectives: random orders with calls of the group between, delays of single ranks, and all their ops in one graph.
 
 Results are compared bit by bit with the bulk op, whose schedule is the same.
 """
@@ -18,8 +18,14 @@ OPS = torch.ops.ub_overlap
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
-def arguments(collective: str, out_dtype: torch.dtype, slot: int, group: str, name: str) -> tuple[Any, ...]:
-    return collective, "sum", out_dtype, slot, "bulk", group, f"{name}.{collective}.{slot}"
+def arguments(
+    collective: str, out_dtype: torch.dtype, slot: int, group: str, name: str, zero_copy: bool = False
+) -> tuple[Any, ...]:
+    return collective, "sum", out_dtype, slot, zero_copy, "bulk", group, f"{name}.{collective}.{slot}"
+
+
+def release(gathered: torch.Tensor, slot: int, group: str, name: str) -> None:
+    OPS.release_collective(gathered, slot, "bulk", group, f"{name}.all_gather.{slot}")
 
 
 def bulk(x: torch.Tensor, collective: str, out_dtype: torch.dtype, group: str) -> torch.Tensor:
@@ -27,16 +33,27 @@ def bulk(x: torch.Tensor, collective: str, out_dtype: torch.dtype, group: str) -
 
 
 def random_orders(lockstep: Lockstep, group: str, steps: int) -> str:
-    """Start and finish in a random order, the same on all ranks. Ranks are late on their own."""
+    """Start, finish and release in a random order, the same on all ranks. Ranks are late on their own.
+
+    The result of a zero-copy gather is copied by its first and by its last reader, with late kernels in between.
+    """
     make, order, mine = Maker(lockstep.device, lockstep.ranks), lockstep.shared_random(11), lockstep.own_random(11)
     weight = make.randn(256, 512, dtype=BF16, scale=0.1)
     opened: dict[int, tuple[Any, ...]] = {}
+    held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     results: list[tuple[torch.Tensor, torch.Tensor, str]] = []
 
     def end(slot: int) -> None:
-        token, x, collective, dtype = opened.pop(slot)
-        out = OPS.finish_collective(token, x, *arguments(collective, dtype, slot, group, "split"))
-        results.append((out, x, collective))
+        if slot in held:
+            out, x = held.pop(slot)
+            results.append((out.clone(), x, "all_gather"))
+            release(out, slot, group, "split")
+            return
+        token, x, collective, dtype, zero_copy = opened.pop(slot)
+        out = OPS.finish_collective(token, x, *arguments(collective, dtype, slot, group, "split", zero_copy))
+        results.append((out.clone() if zero_copy else out, x, collective))
+        if zero_copy:
+            held[slot] = out, x
 
     for _ in range(steps):
         slot, what = order.randrange(4), order.randrange(5)
@@ -48,16 +65,17 @@ def random_orders(lockstep: Lockstep, group: str, steps: int) -> str:
             shard = make.randn(1, 64, 256, dtype=BF16)
             args = ([weight], [False], [False], 1, False, False, [], [], "pipelined", group, "split.between")
             OPS.all_gather_matmul(shard, *args)
-        elif what == 1 and opened:
-            end(order.choice(sorted(opened)))
+        elif what == 1 and (opened or held):
+            end(order.choice(sorted({**opened, **held})))
         else:
-            if slot in opened:
+            while slot in opened or slot in held:
                 end(slot)
-            x = make.randn(rows, 256, dtype=BF16)
-            token = OPS.start_collective(x, *arguments(collective, dtype, slot, group, "split"))
-            opened[slot] = (token, x, collective, dtype)
-    for slot in sorted(opened):
-        end(slot)
+            x, zero_copy = make.randn(rows, 256, dtype=BF16), collective == "all_gather" and order.random() < 0.6
+            token = OPS.start_collective(x, *arguments(collective, dtype, slot, group, "split", zero_copy))
+            opened[slot] = (token, x, collective, dtype, zero_copy)
+    for slot in sorted({**opened, **held}):
+        while slot in opened or slot in held:
+            end(slot)
     lockstep.sync()
     session.check(group)
     wrong = [i for i, (out, x, collective) in enumerate(results) if not torch.equal(out, bulk(x, collective, out.dtype, group))]
@@ -67,21 +85,28 @@ def random_orders(lockstep: Lockstep, group: str, steps: int) -> str:
     return f"{len(results)} split collectives, bitwise"
 
 
-def replays(lockstep: Lockstep, group: str, turns: int) -> str:
+def replays(lockstep: Lockstep, group: str, turns: int, zero_copy: bool) -> str:
     """Replay a graph with two open collectives and a call between, and alternate with the same eagerly."""
     if not lockstep.cuda:
         pytest.skip("the CPU has no graphs")
     make = Maker(lockstep.device, lockstep.ranks)
     static, weight = make.randn(64 * lockstep.ranks, 256, dtype=BF16), make.randn(256, 512, dtype=BF16, scale=0.1)
     inputs = [make.randn(64 * lockstep.ranks, 256, dtype=BF16) for _ in range(3)]
-    gather, scatter = (arguments(kind, BF16, i, group, "graph") for i, kind in enumerate(KINDS[:2]))
+    gather = arguments("all_gather", BF16, 0, group, "graph", zero_copy)
+    scatter = arguments("reduce_scatter", BF16, 1, group, "graph")
 
     def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         first = OPS.start_collective(x, *gather)
         second = OPS.start_collective(x, *scatter)
         args = ([weight], [False], [False], 1, False, False, [], [], "pipelined", group, "graph.between")
         OPS.all_gather_matmul(x.unsqueeze(0), *args)
-        return OPS.finish_collective(first, x, *gather), OPS.finish_collective(second, x, *scatter)
+        gathered = OPS.finish_collective(first, x, *gather)
+        scattered = OPS.finish_collective(second, x, *scatter)
+        if zero_copy:
+            read = gathered.clone()
+            release(gathered, 0, group, "graph")
+            gathered = read
+        return gathered, scattered
 
     expected = [(bulk(x, "all_gather", BF16, group), bulk(x, "reduce_scatter", BF16, group)) for x in inputs]
     step(static)  # allocates the slots
@@ -115,5 +140,6 @@ def test_random_orders(lockstep: Lockstep, group: str, steps: int) -> None:
     lockstep.note(random_orders(lockstep, group, steps))
 
 
-def test_replays(lockstep: Lockstep, group: str) -> None:
-    lockstep.note(replays(lockstep, group, 40))
+@pytest.mark.parametrize("zero_copy", [False, True])
+def test_replays(lockstep: Lockstep, group: str, zero_copy: bool) -> None:
+    lockstep.note(replays(lockstep, group, 40, zero_copy))
