@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
+from tests.cost.machine import PLAIN
 from ub_overlap.compiler.cost import SiteShape, choose, load
+from ub_overlap.compiler.cost.network import Network, network_us
+from ub_overlap.compiler.cost.profile import COLLECTIVES
 from ub_overlap.runtime import machine
 from ub_overlap.runtime.errors import OptionError
 from ub_overlap.tools.calibrate import direct_stores, matmuls, world
 from ub_overlap.tools.calibrate.calibrate import calibrate as measure
+from ub_overlap.tools.calibrate.network import fit_network
 
 PACE = 120
 
 
-def calibrate(ranks: int, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def calibrate(ranks: int, folder: Path, *arguments: str, hosts: str = "") -> subprocess.CompletedProcess[str]:
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
     return subprocess.run(
         [*launch, "--rdzv-endpoint", "localhost:0", "-m", "ub_overlap", "calibrate", "--device", "cpu", *arguments],
         cwd=folder,
-        env={**os.environ, "UB_OVERLAP_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "UB_OVERLAP_CACHE_DIR": str(folder), "UB_OVERLAP_HOSTS": hosts, "OMP_NUM_THREADS": "1"},
         text=True,
         capture_output=True,
         timeout=PACE,
@@ -57,6 +63,34 @@ def test_out_file_and_no_cache(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert load(tmp_path / "mine.json").key["ranks"] == 3
     assert not (tmp_path / "profiles").exists()
+
+
+def test_several_hosts(tmp_path: Path) -> None:
+    """Only the network is measured. The profile is the one that ranks of one host then use."""
+    done = calibrate(2, tmp_path, "--quick", hosts="a,b")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = (tmp_path / "profiles").glob("*.json")
+    assert str(path) in done.stdout and "GB/s a rank to other hosts" in done.stdout and "all_reduce 2x2" in done.stdout
+    profile, base = load(path), load("cpu")
+    key = machine.key("cpu", 1)
+    assert replace(profile, network=base.network) == replace(base, key=key)
+    assert profile.network is not None and profile.network.source.startswith("measured") and profile.network.gbs > 0
+    assert {kind: set(curves) for kind, curves in profile.network.collectives.items()} == {
+        kind: {(2, 2)} for kind in COLLECTIVES
+    }
+
+
+def test_the_network_is_fitted_to_its_curves() -> None:
+    """A group is predicted by its own curves. Others have the rate and latencies of a made-up network that produced these."""
+    true = Network("true", 2.0, 30.0, 3.0, 9.0, 0.3)
+    sizes = (1e4, 1e7, 2e7)
+    curves = {k: tuple((s, network_us(true, PLAIN.push, k, 8, 4, s)) for s in sizes) for k in COLLECTIVES}
+    fitted = fit_network(Network("base", 1.0, 10.0, 1.0, 3.0, 0.3), PLAIN.push, curves, 8, 4)
+    assert (fitted.gbs, fitted.base_us, fitted.step_us, fitted.hop_us) == pytest.approx((2.0, 30.0, 3.0, 9.0), rel=1e-3)
+    for kind, size in itertools.product(COLLECTIVES, sizes):
+        assert network_us(fitted, PLAIN.push, kind, 8, 4, size) == network_us(true, PLAIN.push, kind, 8, 4, size)
+        expected = network_us(true, PLAIN.push, kind, 32, 8, size)
+        assert network_us(fitted, PLAIN.push, kind, 32, 8, size) == pytest.approx(expected, rel=1e-3)
 
 
 def test_without_a_home_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

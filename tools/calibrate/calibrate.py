@@ -5,20 +5,28 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ub_overlap.compiler.cost.profile import Profile
-from ub_overlap.compiler.cost.profile_lookup import fallback
+from ub_overlap.compiler.cost.profile_lookup import fallback, load
 from ub_overlap.runtime import machine, profile_store, stored_file
 from ub_overlap.runtime.errors import OptionError
+from ub_overlap.runtime.session.host_layout import world_hosts
 
 from .fit import compare_calls, fit
+
+if TYPE_CHECKING:
+    from .world import CalibrationWorld
 
 
 def calibrate(out: str | None = None, device: str | None = None, *, quick: bool = False) -> Path:
     """Measure on all ranks of torchrun. Rank 0 writes the profile (to `out`, or the user's cache). Return its path.
 
-    On GPUs also store the fastest algorithms of the measured calls' matmuls.
+    On GPUs also store the fastest algorithms of the measured calls' matmuls. Ranks of several hosts measure the network only,
+    and add it to the profile of their machines.
 
     OptionError outside of torchrun, or without a folder for the profile.
     """
@@ -28,6 +36,9 @@ def calibrate(out: str | None = None, device: str | None = None, *, quick: bool 
 
     ranks = world.start(device)
     start = time.monotonic()
+    hosts = world_hosts()
+    if len(set(hosts)) > 1:
+        return _calibrate_network(ranks, hosts, start, out, quick)
     base = fallback(ranks.device.type, str(machine.key(ranks.device.type, ranks.ranks).get("gpu", "")))
     command = f"torchrun --nproc-per-node {ranks.ranks} -m ub_overlap calibrate{' --quick' if quick else ''}"
     measured = run.run(ranks, json.loads(base.to_json()), quick, command)
@@ -36,10 +47,7 @@ def calibrate(out: str | None = None, device: str | None = None, *, quick: bool 
     failure: OptionError | None = None
     if ranks.rank == 0:
         print(summarize(profile, path, time.monotonic() - start), flush=True)
-        try:
-            stored_file.write(path, profile.to_json())
-        except OSError as error:
-            failure = OptionError("cannot write the profile", where=str(path), got=str(error), fix="use --out FILE")
+        failure = _write(profile, path)
     chosen = algorithms.choose(ranks)  # behind the profile, which is complete without
     if chosen and ranks.rank == 0:
         print(algorithms.summarize(chosen), flush=True)
@@ -47,6 +55,42 @@ def calibrate(out: str | None = None, device: str | None = None, *, quick: bool 
     if failure:
         raise failure
     return path
+
+
+def _calibrate_network(ranks: CalibrationWorld, hosts: Sequence[str], start: float, out: str | None, quick: bool) -> Path:
+    """Add the network between several hosts to rank 0's profile. The first rank of each host writes it, unless `out` is set."""
+    from . import network, world
+
+    count = len(set(hosts))
+    profile, key = load(None, ranks.ranks // count, ranks.device.type), machine.key(ranks.device.type, ranks.ranks // count)
+    if machine.differing_fields(dict(profile.key), key):  # a shipped profile: with the network it becomes this machine's
+        profile = replace(profile, key=key)
+    if profile.network is None:
+        profile = replace(profile, network=fallback("cpu", "").network)
+    base = Profile.from_json(ranks.gather(profile.to_json())[0], "rank 0's profile")
+    command = f"torchrun --nnodes {count} -m ub_overlap calibrate{' --quick' if quick else ''}"
+    profile = network.run(ranks, base, count, quick, command)
+    path = Path(out) if out else profile_store.path_of(dict(profile.key))
+    failure: OptionError | None = None
+    if ranks.rank == 0 or (not out and ranks.rank == hosts.index(hosts[ranks.rank])):
+        failure = _write(profile, path)
+    if ranks.rank == 0:
+        assert profile.network is not None
+        print(f"profile {profile}: {path} ({time.monotonic() - start:.0f} s)\n{network.summarize(profile.network)}", flush=True)
+        print("\n".join(f"  hole: {hole}" for hole in ranks.holes), end="\n" if ranks.holes else "", flush=True)
+    world.end(ranks, failure)
+    if failure:
+        raise failure
+    return path
+
+
+def _write(profile: Profile, path: Path) -> OptionError | None:
+    """Write a profile. Return the error where that is not possible."""
+    try:
+        stored_file.write(path, profile.to_json())
+    except OSError as error:
+        return OptionError("cannot write the profile", where=str(path), got=str(error), fix="use --out FILE")
+    return None
 
 
 def _check_folder() -> None:

@@ -82,8 +82,10 @@ def _measure_traffic(
         made["push"] = curve or made["push"]
         flag = world.probe("flags", lambda: traffic.flag(world, burst, peers))
         made["steps"]["flag_us"] = flag or made["steps"]["flag_us"]
+        push = peers.round(min(16 * traffic.MIB, peers.max_bytes))
         slowdown = world.probe(
-            "a matmul concurrent with pushes", lambda: traffic.concurrent_slowdown(world, burst, peers, progress)
+            "a matmul concurrent with pushes",
+            lambda: traffic.concurrent_slowdown(world, burst, push, peers.side, peers.together, progress),
         )
         if slowdown:
             made["slowdown"] = {"matmul": slowdown[0], "push": slowdown[1]}

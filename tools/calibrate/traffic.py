@@ -78,38 +78,43 @@ def flag(world: World, burst: Burst, peers: PeerTraffic) -> float:
     return world.worst([max(0.5, statistics.median(with_flag) - statistics.median(without))])[0]
 
 
-def concurrent_slowdown(world: World, burst: Burst, peers: PeerTraffic, progress: ProgressLine) -> tuple[float, float]:
-    """Return (slow-down of a matmul concurrent with traffic, slow-down of pushes concurrent with matmuls), 0.03 for 3%.
+def concurrent_slowdown(
+    world: World,
+    burst: Burst,
+    send: Callable[[], Any],
+    side: torch.cuda.Stream,
+    together: Callable[[], Any],
+    progress: ProgressLine,
+) -> tuple[float, float]:
+    """Return (slow-down of a matmul concurrent with traffic, slow-down of traffic concurrent with matmuls), 0.03 for 3%.
 
-    Isolated and concurrent runs alternate.
+    Isolated and concurrent runs alternate. `send`: enqueues traffic, on the stream `side`. `together`: enqueues a barrier.
     """
     left, right = (torch.randn(8192, 8192, device=world.device).to(torch.bfloat16) for _ in range(2))
     out = torch.empty(8192, 8192, device=world.device, dtype=torch.bfloat16)
     begin, done, sent = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-    push = peers.round(min(16 * MIB, peers.max_bytes))
     current = torch.cuda.current_stream()
 
     def run(products: int, sends: int) -> tuple[float, float]:
         burst.load(2)
-        peers.together()
+        together()
         begin.record()
-        peers.side.wait_event(begin)
+        side.wait_event(begin)
         for _ in range(products):
             torch.mm(left, right, out=out)
         done.record()
-        with torch.cuda.stream(peers.side):
+        with torch.cuda.stream(side):
             for _ in range(sends):
-                push()
+                send()
             sent.record()
-        current.wait_stream(peers.side)
+        current.wait_stream(side)
         torch.cuda.synchronize()
         return begin.elapsed_time(done), begin.elapsed_time(sent)
 
     burst.settle(0.2)
-    product, send = run(2, 0)[0] / 2, run(0, 8)[1] / 8
-    product, send = world.worst([product, send])
-    many = max(4, int(3 * product / send) + 2)  # traffic that outlasts two matmuls
-    long = max(2, int(2 * 8 * send / product) + 2)  # matmuls that outlast eight rounds of traffic
+    product, sending = world.worst([run(2, 0)[0] / 2, run(0, 8)[1] / 8])
+    many = max(4, int(3 * product / sending) + 2)  # traffic that outlasts two matmuls
+    long = max(2, int(2 * 8 * sending / product) + 2)  # matmuls that outlast eight rounds of traffic
     alone: list[list[float]] = [[], []]
     both: list[list[float]] = [[], []]
     for turn in range(9):
