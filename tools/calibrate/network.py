@@ -36,7 +36,7 @@ def run(world: CalibrationWorld, base: Profile, hosts: int, quick: bool, source:
     progress.close()
     if not measured:
         return base
-    curves = {kind: rising((float(size), float(us)) for size, us in points) for kind, points in measured.items()}
+    curves = {kind: rising((float(size), float(f"{us:.5g}")) for size, us in points) for kind, points in measured.items()}
     network = fit_network(base.network, base.push, curves, world.ranks, hosts)
     if slowdown is not None:
         network = replace(network, matmul_slowdown=slowdown)
