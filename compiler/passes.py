@@ -33,6 +33,7 @@ from .fp8.operand_layout import pin_operand_layouts
 from .fp8.recipe import recipe_of
 from .fp8.state.cached_weights import copy_returned_casts
 from .graph.dtensor_sizes import sizes_by_placeholder
+from .graph.functional_copies import drop_copies
 from .graph.graph_inputs import GraphInputs
 from .graph.joint_graph import drop_unread
 from .graph.source_location import calling_line
@@ -159,6 +160,7 @@ class RewritePass(_Pass):
         if self.options.fp8.is_on:
             copy_returned_casts(graph)
         drop_unread(graph)
+        drop_copies(graph)
         phase = phase_of(graph)
         if phase == "forward" or not self._calling_line:  # backward may be compiled by autograd, far from the user's call
             self._calling_line = calling_line()

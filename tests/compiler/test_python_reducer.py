@@ -1,0 +1,96 @@
+"""DDP's python_reducer: copies between a weight gradient and its all_reduce do not stand in the way, and look-alikes stay."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tests.harness.ranks import RankPool
+from ub_overlap.compiler.graph.functional_copies import drop_copies
+
+from . import rank_python_reducer
+
+COPY, EMPTY, WAIT = (
+    torch.ops.aten.copy.default,
+    torch.ops.aten.new_empty_strided.default,
+    torch.ops._c10d_functional.wait_tensor.default,
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "strategies"),
+    [({"overlap": "force"}, {"pipelined"}), ({"overrides": [{"strategy": "split"}]}, {"split"})],
+    ids=["force", "split"],
+)
+def test_gradients_are_averaged_in_the_graph(options: dict[str, object], strategies: set[str], pool2: RankPool) -> None:
+    """Both weights' all_reduces overlap, in the graph that makes .grad and in the one that adds to it."""
+    for bad, plans, copies in pool2.run(rank_python_reducer.traced, options, timeout=100):
+        assert bad == []
+        assert plans and len(copies) >= 3, (plans, copies)  # forward, and both backward graphs, whose plans may be equal
+        for decisions in plans:
+            assert len(decisions) == 6 and {phase for phase, _, _ in decisions} == {"backward"}
+            overlapped = Counter(strategy.partition(":")[0] for _, _, strategy in decisions)
+            assert sum(overlapped[name] for name in strategies) >= 2, decisions
+            if strategies == {"pipelined"}:
+                assert [kind for _, kind, strategy in decisions if strategy == "pipelined"] == ["matmul_all_reduce"] * 2
+        assert set(copies) == {0}
+
+
+def chain(make: Callable[[Tensor, Tensor], object]) -> tuple[torch.fx.Graph, int]:
+    graph = make_fx(make)(torch.ones(4, 6), torch.ones(6, 5)).graph
+    return graph, drop_copies(graph)
+
+
+def test_a_copied_gradient() -> None:
+    """The copy into new memory and the copy of the average over it are both dropped."""
+
+    def gradient(a: Tensor, b: Tensor) -> Tensor:
+        product = (a @ b).t().t()
+        local = COPY(EMPTY(product, [4, 5], [5, 1]), product)
+        return COPY(local, WAIT(local / 2))
+
+    graph, dropped = chain(gradient)
+    assert dropped == 2
+    assert not [n for n in graph.nodes if n.target in (COPY, EMPTY)]
+
+
+def read_twice(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The source is a result as well: both would be one memory."""
+    product = a @ b
+    return product, COPY(EMPTY(product, [4, 5], [5, 1]), product)
+
+
+def view_read_twice(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    product = a @ b
+    return product.t(), COPY(EMPTY(product, [4, 5], [5, 1]), product.view(20).view(4, 5))
+
+
+def input_copied(a: Tensor, b: Tensor) -> Tensor:
+    """A result would be an input."""
+    return COPY(EMPTY(a, [4, 6], [6, 1]), a.view(24).view(4, 6))
+
+
+def other_strides(a: Tensor, b: Tensor) -> Tensor:
+    product = a @ b
+    return COPY(EMPTY(product, [4, 5], [1, 4]), product)
+
+
+def other_dtype(a: Tensor, b: Tensor) -> Tensor:
+    product = a @ b
+    return COPY(EMPTY(product, [4, 5], [5, 1], dtype=torch.float64), product)
+
+
+def broadcast(a: Tensor, b: Tensor) -> Tensor:
+    row = (a @ b).sum(0, keepdim=True)
+    return COPY(EMPTY(row, [4, 5], [5, 1]), row)
+
+
+@pytest.mark.parametrize("make", [read_twice, view_read_twice, input_copied, other_strides, other_dtype, broadcast])
+def test_copies_that_stay(make: Callable[[Tensor, Tensor], object]) -> None:
+    graph, dropped = chain(make)
+    assert dropped == 0 and [n for n in graph.nodes if n.target is COPY]
