@@ -147,6 +147,11 @@ def configure(**changes: Any) -> Settings:
     return _Holder.settings
 
 
+def keep(settings: Settings) -> None:
+    """Put `settings` in force without C++, for programs that make decisions and run no calls."""
+    _Holder.settings = settings
+
+
 def apply() -> None:
     """Push the settings in force to C++."""
     c = extension()

@@ -22,6 +22,7 @@ from ub_overlap.compiler.plan.decision import Decision, SiteSizes
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.reasons import Kind, Reason
 from ub_overlap.compiler.plan.strategy import NONE, Mode, Strategy
+from ub_overlap.runtime import settings
 from ub_overlap.runtime.errors import OptionError
 from ub_overlap.tools.planner.models import block_input, parallel_blocks
 from ub_overlap.tools.planner.planned_step import without_taken_matmuls
@@ -42,7 +43,7 @@ def run(*arguments: str, code: int = 0, cwd: Path | None = None) -> Any:
 
 
 def flags(s: PlannedBlock) -> list[str]:
-    names = ("hidden", "ffn", "heads", "kv_heads", "seq", "tp", "batch", "layers", "dtype")
+    names = ("hidden", "ffn", "heads", "kv_heads", "seq", "tp", "batch", "layers", "dtype", "dp", "ranks_per_host")
     pairs = [(f"--{n.replace('_', '-')}", str(getattr(s, n))) for n in names]
     return [x for pair in pairs for x in pair] + ([] if s.gated else ["--ungated"])
 
@@ -112,6 +113,23 @@ def test_sizes_with_a_model_and_layers(capsys: pytest.CaptureFixture[str]) -> No
     assert len(step["sites"]) == 2 * (4 + 6), "the shard is gathered again in backward"
 
 
+def test_data_parallelism_over_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights of 64 hosts are gathered over the network: split, or left alone; more hosts take longer."""
+    before = settings.current()
+    sizes = ["--hidden", "2048", "--ffn", "4096", "--heads", "16", "--seq", "4096", "--min-bytes", "0"]
+    steps = {}
+    for dp in (8, 512):
+        assert main(["plan", *sizes, "--dp", str(dp), "--json"]) == 0
+        steps[dp] = json.loads(capsys.readouterr().out)
+    for dp, hosts in ((8, 1), (512, 64)):
+        sites = steps[dp]["sites"]
+        assert len(sites) == 14 and {(s["ranks"], s["work"]["hosts"]) for s in sites} == {(dp, hosts)}
+    assert {s["strategy"] for s in steps[512]["sites"]} <= {"split", "none"}
+    assert any(s["strategy"] == "split" and s["window"]["transport"] == "c10d" for s in steps[512]["sites"])
+    assert steps[512]["totals"]["communication_us"] > 2 * steps[8]["totals"]["communication_us"]
+    assert settings.current() is before
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -119,6 +137,8 @@ def test_sizes_with_a_model_and_layers(capsys: pytest.CaptureFixture[str]) -> No
         (["--model", "llama-9b"], "expected: llama-8b"),
         (["--model", "llama-8b", "--tp", "3"], "a multiple of tp=3"),
         (["--model", "llama-8b", "--tp", "1"], "at least 2 ranks"),
+        (["--model", "llama-8b", "--dp", "3"], "4096 rows on a rank divide by dp=3"),
+        (["--model", "llama-8b", "--tp", "1", "--dp", "4", "--ranks-per-host", "3"], "a divisor of all ranks"),
         (["--model", "llama-8b", "--dtype", "fp8"], "bf16 or fp16 or fp32"),
         (["--model", "llama-8b", "--profile", "/nowhere/h900.json"], "h900"),
     ],
@@ -160,10 +180,14 @@ def plan_beside_a_group(rank: int, world: int) -> str:
 
 def compiled(rank: int, world: int, sizes: PlannedBlock, path: str, inner: str) -> list[tuple[str, str, str, str]]:
     torch.manual_seed(3)
-    blocks = parallel_blocks(sizes, DeviceMesh("cpu", torch.arange(world), mesh_dim_names=("tp",)))
+    blocks = parallel_blocks(sizes, DeviceMesh("cpu", torch.arange(world), mesh_dim_names=("tp" if sizes.tp > 1 else "dp",)))
     x = torch.randn(block_input(sizes).shape, requires_grad=True)
     options = {"overlap": "force", "inner": inner, "overrides": path, "on_unmatched": "error"}
-    decisions = decisions_of(blocks, (x,), options)
+    settings.configure(hosts=str(sizes.ranks_per_host) if sizes.hosts > 1 else "")
+    try:
+        decisions = decisions_of(blocks, (x,), options)
+    finally:
+        settings.configure(hosts="")
     return [(d.id, d.kind.value, str(d.strategy), d.module) for d in decisions]
 
 
@@ -182,6 +206,18 @@ def test_a_saved_plan_is_what_compiling_the_block_gives(pool2: RankPool, tmp_pat
     planned = [(s["id"], s["kind"], s["strategy"], s["module"]) for s in step["sites"]]
     assert {s for _, _, s, _ in planned} >= {"pipelined:stripes=2", "pipelined:chunks=4"}
     for compiled_sites in pool2.run(compiled, sizes, path, inner):
+        assert compiled_sites == planned
+
+
+def test_a_saved_plan_of_two_hosts(pool2: RankPool, tmp_path: Path) -> None:
+    """A compiled block with sharded weights has the split sites of its saved plan."""
+    sizes, path = replace(SMALL, tp=1, dp=2, ranks_per_host=1), str(tmp_path / "plan.json")
+    forced = tmp_path / "rules.json"
+    forced.write_text('[{"kind": "*", "strategy": "split"}]')
+    assert main(["plan", *flags(sizes), "--profile", "cpu", "--save", path, "--overrides", str(forced)]) == 0
+    planned = [(s["id"], s["kind"], s["strategy"], s["module"]) for s in json.loads(Path(path).read_text())["sites"]]
+    assert len(planned) == 14 and {s for _, _, s, _ in planned} == {"split"}
+    for compiled_sites in pool2.run(compiled, sizes, path, "aot_eager"):
         assert compiled_sites == planned
 
 

@@ -1,15 +1,19 @@
-"""Decoder blocks with tensor and sequence parallelism, as DTensor users write them.
+"""Decoder blocks as DTensor users write them: tensor and sequence parallelism, and weights sharded over data-parallel ranks.
 
-Legend: R ranks, B batch, S sequence (S/R per rank between the parallel regions), D hidden, H query heads, d width of a head.
+Legend: R ranks of tensor parallelism, B batch, S sequence (S/R per rank between the parallel regions), D hidden, H query heads,
+d width of a head.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -95,14 +99,53 @@ class Blocks(nn.Module):
         return x
 
 
+class GatheredLinear(nn.Linear):
+    """A linear that stores its share of the rows of this rank's weight, and gathers the others where it is used (ZeRO-3)."""
+
+    shard: nn.Parameter
+    data_group: Any
+    tensor_mesh: DeviceMesh | None
+    placements: tuple[Any, ...]
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = funcol.all_gather_tensor_autograd(self.shard, 0, self.data_group)
+        if self.tensor_mesh is not None:
+            weight = DTensor.from_local(weight, self.tensor_mesh, self.placements, run_check=False)
+        return F.linear(x, weight, self.bias)
+
+
+def shard_weights(module: nn.Module, ranks: int, group: Any) -> None:
+    """Shard the weights of all linears over `ranks`. Norms and biases keep whole parameters."""
+    for linear in [m for m in module.modules() if isinstance(m, nn.Linear)]:
+        weight: Any = linear.weight
+        is_parallel = isinstance(weight, DTensor)
+        local = weight.to_local() if is_parallel else weight
+        linear.__class__ = GatheredLinear
+        linear.shard = nn.Parameter(local.detach().chunk(ranks)[0].clone())
+        linear.data_group = group
+        linear.tensor_mesh, linear.placements = (weight.device_mesh, weight.placements) if is_parallel else (None, ())
+        del linear.weight
+
+
 def parallel_blocks(s: PlannedBlock, mesh: DeviceMesh) -> nn.Module:
-    """Return the blocks as DTensors over `mesh`: sequence-parallel norms, column- then row-parallel layers."""
+    """Return the blocks over `mesh`, whose dims are "dp" and "tp"; one of one rank is not there.
+
+    Tensor parallelism: DTensors, sequence-parallel norms, column- then row-parallel layers.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(TORCH_DTYPES[s.dtype])  # a fake module cannot be cast afterwards
     try:
         blocks = Blocks(s)
     finally:
         torch.set_default_dtype(before)
+    if s.tp > 1:
+        _parallelize(blocks, s, mesh["tp"])
+    if s.dp > 1:
+        shard_weights(blocks, s.dp, mesh.get_group("dp"))
+    return blocks
+
+
+def _parallelize(blocks: Blocks, s: PlannedBlock, mesh: DeviceMesh) -> None:
     gather_input = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     plan: dict[str, ParallelStyle] = {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
     plan |= {"attention": gather_input, "feed_forward": gather_input}
@@ -111,7 +154,6 @@ def parallel_blocks(s: PlannedBlock, mesh: DeviceMesh) -> nn.Module:
     plan |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in ("attention.wo", "feed_forward.w2")}
     for block in blocks.layers:
         parallelize_module(block, mesh, plan)
-    return blocks
 
 
 def block_input(s: PlannedBlock) -> Tensor:

@@ -100,7 +100,7 @@ class PlannedStep:
             "summary": "\n".join(map(format_plan, self.plans)), "totals": str(self.totals),
         }  # fmt: skip
         s = self.sizes
-        return html.write(path, report, f"plan: hidden {s.hidden}, {s.seq} tokens, TP {s.tp}, {s.dtype}")
+        return html.write(path, report, f"plan: hidden {s.hidden}, {s.seq} tokens, {parallelism(s)}, {s.dtype}")
 
     def timeline(self, path: str | Path) -> Path:
         """Write the predicted steps of all sites: .png (needs matplotlib), else JSON for chrome://tracing."""
@@ -125,7 +125,7 @@ class PlannedStep:
         s = self.sizes
         return (
             f"hidden {s.hidden}, ffn {s.ffn}, heads {s.heads} (kv {s.kv_heads}), batch {s.batch} x {s.seq} tokens, "
-            f"{s.dtype}, TP {s.tp}, layers {s.layers}, forward + backward; profile {self.profile}"
+            f"{s.dtype}, {parallelism(s)}, layers {s.layers}, forward + backward; profile {self.profile}"
         )
 
     def _closing(self) -> str:
@@ -136,6 +136,12 @@ class PlannedStep:
             f"step: {self.none_us / 1000:.2f} ms without overlap, {self.chosen_us / 1000:.2f} ms as chosen, "
             f"{self.none_us / self.chosen_us:.2f}x"
         )
+
+
+def parallelism(s: PlannedBlock) -> str:
+    """Return the ranks in words: "TP 8, DP 64 on 64 hosts"."""
+    parts = [f"{name} {size}" for name, size in (("TP", s.tp), ("DP", s.dp)) if size > 1]
+    return ", ".join(parts) + (f" on {s.hosts} hosts" if s.hosts > 1 else "")
 
 
 LEGEND = "microseconds; matmul, comm: alone; pipelined: one chunk per rank; cN: N chunks; sN: N stripes; gain: over none"

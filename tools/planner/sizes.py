@@ -12,7 +12,11 @@ DTYPES = ("bf16", "fp16", "fp32")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedBlock:
-    """Sizes of a block. `gated`: SwiGLU, RMSNorm, rotary positions, no biases (Llama); else GELU, LayerNorm, biases (GPT)."""
+    """Sizes of a block. `gated`: SwiGLU, RMSNorm, rotary positions, no biases (Llama); else GELU, LayerNorm, biases (GPT).
+
+    `dp`: ranks that share each weight, gather it where it is used and reduce its gradient (ZeRO-3); `seq` and `batch` are of
+    one of them. The ranks of tensor parallelism are next to each other, then those of a host.
+    """
 
     hidden: int
     ffn: int
@@ -24,14 +28,18 @@ class PlannedBlock:
     layers: int = 1
     dtype: str = "bf16"
     gated: bool = True
+    dp: int = 1
+    ranks_per_host: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "ffn", "heads", "kv_heads", "seq", "tp", "batch", "layers"):
+        for name in ("hidden", "ffn", "heads", "kv_heads", "seq", "tp", "batch", "layers", "dp", "ranks_per_host"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise _refused(name, value, "an integer of at least 1")
-        if self.tp < 2:
-            raise _refused("tp", self.tp, "at least 2 ranks: one rank has no communication")
+        if self.ranks < 2:
+            raise _refused("tp", self.tp, "at least 2 ranks, here or in --dp: one rank has no communication")
+        if self.hosts > 1 and self.ranks % self.ranks_per_host:
+            raise _refused("ranks_per_host", self.ranks_per_host, f"a divisor of all ranks, tp * dp = {self.ranks}")
         if self.dtype not in DTYPES:
             raise _refused("dtype", self.dtype, " or ".join(DTYPES))
         if self.hidden % self.heads:
@@ -43,6 +51,24 @@ class PlannedBlock:
         for name in ("ffn", "heads", "kv_heads", "seq"):
             if getattr(self, name) % self.tp:
                 raise _refused(name, getattr(self, name), f"a multiple of tp={self.tp}")
+        for name, rows in (("hidden", self.hidden), ("ffn", self.ffn // self.tp), ("kv_heads", self.kv_rows)):
+            if rows % self.dp:
+                raise _refused(name, getattr(self, name), f"a weight whose {rows} rows on a rank divide by dp={self.dp}")
+
+    @property
+    def ranks(self) -> int:
+        """All ranks."""
+        return self.tp * self.dp
+
+    @property
+    def hosts(self) -> int:
+        """Hosts of all ranks."""
+        return -(-self.ranks // self.ranks_per_host)
+
+    @property
+    def kv_rows(self) -> int:
+        """Rows of the weight of keys on one rank of tensor parallelism."""
+        return self.kv_heads * self.head_dim // self.tp
 
     @property
     def head_dim(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.rewrite.part_strides import Outputs
 from ub_overlap.compiler.rewrite.rewrite_graph import rewrite
 from ub_overlap.compiler.select import Decided, decide
+from ub_overlap.runtime import settings
 from ub_overlap.runtime.errors import UbOverlapError
 
 from .models import block_input, parallel_blocks
@@ -71,7 +72,7 @@ def trace(
         return compat.min_cut_rematerialization_partition(gm, *args, **kwargs)
 
     backend = compat.aot_autograd(fw_compiler=compiled, bw_compiler=compiled, partition_fn=partition)
-    with _fake_ranks(sizes.tp) as mesh, compat.caches_off(), compat.FakeTensorMode():
+    with _fake_ranks(sizes) as mesh, compat.caches_off(), compat.FakeTensorMode():
         progress("building the block")
         blocks = parallel_blocks(sizes, mesh)
         progress("tracing forward and backward")
@@ -101,8 +102,8 @@ def _site_nodes(graph: Graph, decided: Decided) -> set[Node]:
 
 
 @contextmanager
-def _fake_ranks(count: int) -> Iterator[DeviceMesh]:
-    """Yield a mesh of `count` fake ranks. This process is the first."""
+def _fake_ranks(sizes: PlannedBlock) -> Iterator[DeviceMesh]:
+    """Yield a mesh of fake ranks on their hosts. This process is the first."""
     if dist.is_initialized():
         raise UbOverlapError(
             "planning needs a process without a process group",
@@ -110,10 +111,14 @@ def _fake_ranks(count: int) -> Iterator[DeviceMesh]:
             got=f"a {dist.get_backend()} group of {dist.get_world_size()} ranks",
             fix="plan in a separate process: python -m ub_overlap plan ...",
         )
-    dist.init_process_group("fake", store=compat.FakeStore(), rank=0, world_size=count)
+    dist.init_process_group("fake", store=compat.FakeStore(), rank=0, world_size=sizes.ranks)
     torch.compiler.reset()
+    dims = {name: size for name, size in (("dp", sizes.dp), ("tp", sizes.tp)) if size > 1}
+    before = settings.current()
     try:
-        yield DeviceMesh("cpu", torch.arange(count), mesh_dim_names=("tp",))
+        settings.keep(replace(before, hosts=str(sizes.ranks_per_host) if sizes.hosts > 1 else ""))
+        yield DeviceMesh("cpu", torch.arange(sizes.ranks).view(*dims.values()), mesh_dim_names=tuple(dims))
     finally:
+        settings.keep(before)
         torch.compiler.reset()
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""`plan`: predict the step of a tensor-parallel block, on a machine without a GPU."""
+"""`plan`: predict the step of a tensor- or data-parallel block, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ SIZES = {
     "hidden": "width of the model", "ffn": "width of the feed-forward layer", "heads": "query heads",
     "kv_heads": "key/value heads (default: heads)", "seq": "tokens of a sequence, over all ranks", "tp": "ranks",
     "batch": "sequences (default 1)", "layers": "blocks, one after the other (default 1)",
+    "dp": "ranks that shard each weight, with sequences of their own (ZeRO-3; default 1)",
+    "ranks_per_host": "ranks of one host (default 8); others are reached over the network",
 }  # fmt: skip
 REQUIRED = ("hidden", "ffn", "heads", "seq", "tp")
 
 
 def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
     parser = add_verb(
-        verbs, "plan", "predict the step of a tensor-parallel block, site by site; needs no GPU", parents=[as_json],
+        verbs, "plan", "predict the step of a tensor- or data-parallel block, site by site; needs no GPU", parents=[as_json],
         examples=[
             "plan --model llama-70b",
             "plan --model llama-8b --seq 4096 --tp 4 --save plan.json --html page.html",
+            "plan --model llama-8b --tp 1 --dp 64 --layers 2 --memory-budget 0",
             "plan --hidden 8192 --ffn 28672 --heads 64 --kv-heads 8 --seq 8192 --tp 8",
         ],
         exits={0: "success", 1: "the block could not be planned", 2: "bad usage, or sizes that do not fit"},
@@ -101,6 +104,8 @@ def check(flags: argparse.Namespace, parser: Parser) -> tuple[PlannedBlock, dict
     size_flags: dict[str, Any] = {name: value for name in (*SIZES, "dtype") if (value := getattr(flags, name)) is not None}
     if flags.ungated:
         size_flags["gated"] = False
+    if "dp" in size_flags and not flags.model:
+        size_flags.setdefault("tp", 1)
     missing = [f"--{name}" for name in REQUIRED if name not in size_flags]
     if not flags.model and missing:
         parser.error(f"give --model, or {', '.join(missing)}")
