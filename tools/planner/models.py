@@ -107,11 +107,11 @@ class GatheredLinear(nn.Linear):
     tensor_mesh: DeviceMesh | None
     placements: tuple[Any, ...]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         weight: Any = funcol.all_gather_tensor_autograd(self.shard, 0, self.data_group)
         if self.tensor_mesh is not None:
             weight = DTensor.from_local(weight, self.tensor_mesh, self.placements, run_check=False)
-        return F.linear(x, weight, self.bias)
+        return F.linear(input, weight, self.bias)
 
 
 def shard_weights(module: nn.Module, ranks: int, group: Any) -> None:
@@ -121,6 +121,7 @@ def shard_weights(module: nn.Module, ranks: int, group: Any) -> None:
         is_parallel = isinstance(weight, DTensor)
         local = weight.to_local() if is_parallel else weight
         linear.__class__ = GatheredLinear
+        assert isinstance(linear, GatheredLinear)
         linear.shard = nn.Parameter(local.detach().chunk(ranks)[0].clone())
         linear.data_group = group
         linear.tensor_mesh, linear.placements = (weight.device_mesh, weight.placements) if is_parallel else (None, ())
