@@ -333,9 +333,9 @@ class _Reader:
                     raise self.bad(f"network.collectives.{kind}", size, "ranks and hosts as text, e.g. '16x2'")
                 curve = self.curve(points, f"network.collectives.{kind}.{size}")
                 found.setdefault(kind, {})[int(ranks), int(hosts)] = curve
-        rate = self.number(part, "network.gbs", 1e-3)
-        names = ("base_us", "step_us", "hop_us", "matmul_slowdown")
-        return Network(source, rate, *(self.number(part, f"network.{name}") for name in names), found)
+        rates = {"gbs": self.number(part, "network.gbs", 1e-3)}
+        rates |= {n: self.number(part, f"network.{n}") for n in ("base_us", "step_us", "hop_us", "matmul_slowdown")}
+        return Network(source=source, collectives=found, **rates)
 
     def checks(self) -> tuple[tuple[str, int, str, int, int, int, str, float], ...]:
         found = self.found.get("checks") or []

@@ -124,7 +124,7 @@ def _find(
         if not requested and not (costs.policy.may_split and costs.policy.is_weighed(device)):
             continue
         site = Split(c)
-        if too_small(site, costs.policy, forced) is not None:
+        if c.hosts == 1 and too_small(site, costs.policy, forced) is not None:  # across hosts latency counts
             continue
         shape = shape_of_site(site, costs.hints)
         if shape is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
+from tests.compiler.rank_compile import build, plans_of
 from tests.compiler.test_split import SPLIT, ZERO3, automatic, calls, compare_name, hidden_matmuls
 from tests.harness.ranks import RankPool
 from tests.models.compare import compare, uncached
@@ -98,6 +100,20 @@ def test_auto_takes_parameters_only(hosts2: RankPool) -> None:
         assert found["forward all_gather split"] > 0 and found["backward reduce_scatter split"] > 0, found
         assert {kind.split()[-1] for kind in found} == {"split", "none"}, found
         assert not any("all_gather split" in kind for kind in others), others
+
+
+def test_small_collectives_are_split_too(hosts2: RankPool, pool2: RankPool) -> None:
+    """Their latency is worth hiding. Look-alike: within a host they are below the threshold."""
+    for found in hosts2.run(small, timeout=120):
+        assert found["split"] > 0 and found["below_threshold"] == 0, found
+    for found in pool2.run(small, timeout=120):
+        assert found["split"] == 0 and found["below_threshold"] > 0, found
+
+
+def small(rank: int, world: int) -> Counter[str]:
+    case = build(rank, world, ZERO3, {"layers": 3, "width": 512, "mixed": True})
+    plans = plans_of(case.module, case.inputs, {"profile": "h200", "inner": "aot_eager"})
+    return Counter(d.reason.value if d.reason else d.strategy.mode.value for plan in plans for d in plan.decisions)
 
 
 def test_both_kinds_of_groups_in_one_graph(hosts4: RankPool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import ub_overlap
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.ops import c10d_split
 from ub_overlap.runtime.session.bind import find_session
@@ -107,6 +109,21 @@ def stays_away(rank: int, world: int, step_s: float) -> dict[str, Any]:
             shard = data(4, 4, seed=rank)
             token = start(name, "all_gather", shard)
             found = {**attempt(lambda: finish(name, "all_gather", token, shard)), "left": len(opened(name))}
+        dist.barrier()
+        return found
+
+
+def aborted(rank: int, world: int) -> dict[str, Any]:
+    """The last rank does not start. Another thread of the others aborts the group while they wait."""
+    with one_rank_a_host(world) as name:
+        gather(name, rank, world, 4)
+        found = {}
+        if rank != world - 1:
+            shard = data(4, 4, seed=rank)
+            token = start(name, "all_gather", shard)
+            timer = threading.Timer(0.3, lambda: ub_overlap.abort(name, reason="enough"))
+            timer.start()
+            found = attempt(lambda: finish(name, "all_gather", token, shard))
         dist.barrier()
         return found
 

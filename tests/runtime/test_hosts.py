@@ -58,6 +58,12 @@ def test_a_rank_that_stays_away(pools: dict[int, RankPool]) -> None:
         assert STEP * 0.9 < found["seconds"] < 2 * STEP + SLACK
 
 
+def test_a_wait_that_is_aborted(pools: dict[int, RankPool]) -> None:
+    found = pools[2].run(rank_hosts.aborted, timeout=60)[0]
+    assert found["error"] == "GroupAbortedError" and "enough" in found["text"], found
+    assert "finish_collective at site '/split.0'" in found["text"] and found["seconds"] < 10
+
+
 def test_a_group_destroyed_with_an_open_collective(pools: dict[int, RankPool]) -> None:
     assert pools[2].run(rank_hosts.freed, timeout=60) == [0, 0]
 
