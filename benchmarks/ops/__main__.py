@@ -8,6 +8,7 @@ Columns (ms, median over --iters, maximum over ranks; _g: as a CUDA graph):
   B + sum            reduce_scatters: B plus the least time of the sum, (R + 1) / R * M * N * 2 bytes at 4.2 TB/s (computed)
   seq, torch         the collective and then the matmul; torch.ops.symm_mem.fused_*
   ours S, cut S, last S   our op by strategy S; the matmul alone in its pieces; the piece that nothing hides
+  ours_g keep, ours_g keep:engine   gathers that also return the gathered tensor; the second copies it by the driver
 
 --algorithms chooses the fastest of 16 algorithms for each of our matmuls first; gemm, B, seq and torch keep torch's.
 --mirror R times a group of R ranks on two GPUs (benchmarks/mirror): torchrun --nproc-per-node 2 -m benchmarks.ops --mirror 8.

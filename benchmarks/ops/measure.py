@@ -160,6 +160,7 @@ def _build(case: Case, context: OpContext, columns: Columns) -> dict[str, Call]:
             _cuts(case, strategy, add)
     if case.gather:
         add("ours_g keep", lambda: case.ours(strategies[0], context.group, keep=True), True)
+        add("ours_g keep:engine", lambda: case.ours("pipelined:copies=engine", context.group, keep=True), True)
     for name, make in case.variants(strategies, context.group).items():
         add(name, make, True)
     for name in ("seq", "torch", *(f"ours {s}" for s in strategies)):

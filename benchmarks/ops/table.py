@@ -9,13 +9,16 @@ from typing import Any
 from ub_overlap.compiler.text.table import render_table
 
 NONE = "-"
+KEEPS = ("keep", "keep:engine")
+"""Columns of gathers that also return the gathered tensor: copied by kernels, and by the driver."""
 MEMORY_TB_S = 4.2
 """Rate at which the driver copies local memory of an H200, bytes read and written: no sum can be faster."""
 
 
 def strategies_of(ms: dict[str, float], prefix: str) -> dict[str, float]:
-    """Return ms of ours by strategy, without the column that also returns the gathered tensor."""
-    return {name.removeprefix(prefix): t for name, t in ms.items() if name.startswith(prefix) and name != f"{prefix}keep"}
+    """Return ms of ours by strategy, without the columns that also return the gathered tensor."""
+    strategies = {name.removeprefix(prefix): t for name, t in ms.items() if name.startswith(prefix)}
+    return {name: t for name, t in strategies.items() if name not in KEEPS}
 
 
 def derive(row: dict[str, Any]) -> dict[str, Any]:
@@ -116,12 +119,12 @@ def main_table(rows: list[dict[str, Any]], style: str) -> str:
 def strategy_table(rows: list[dict[str, Any]], style: str) -> str:
     """Return graph and eager times by strategy."""
     names = sorted({s for row in rows for p in ("ours ", "ours_g ") for s in strategies_of(row["ms"], p)}, key=_chunks)
-    heads = ["op", "M"] + [f"{short(s)}{kind}" for s in names for kind in ("", " (g)")] + ["keep (g)"]
+    heads = ["op", "M"] + [f"{short(s)}{kind}" for s in names for kind in ("", " (g)")] + [f"{name} (g)" for name in KEEPS]
     lines = []
     for row in rows:
         ms = row["ms"]
         times = [show(ms.get(f"{kind} {s}")) for s in names for kind in ("ours", "ours_g")]
-        lines.append([f"{row['kind']} {row['name']}", row["M"], *times, show(ms.get("ours_g keep"))])
+        lines.append([f"{row['kind']} {row['name']}", row["M"], *times, *(show(ms.get(f"ours_g {name}")) for name in KEEPS)])
     return render_table([dict(zip(heads, line, strict=True)) for line in lines], style=style)
 
 

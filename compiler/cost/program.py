@@ -121,7 +121,7 @@ def _work(step: Step, rank: int, key: Key) -> CostItem:
     match step:
         case Copy():
             of_sum = step.src.buf in (Buf.OUTPUT, Buf.LANDING2)
-            if step.queue is Queue.COMPUTE:
+            if step.dst.rank == rank:
                 return CostItem("copy", _share(step.src), of_sum=of_sum)
             return CostItem("push", _share(step.src), peer=(step.dst.rank - rank) % key.ranks, of_sum=of_sum)
         case Signal():

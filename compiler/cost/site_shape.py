@@ -138,6 +138,8 @@ class SiteShape(SiteSizes):
             raise ValueError(f"{strategy} of a {self.kind} site has no schedule")
         if strategy.striped and (self.shard_dim_is_last or self.gathers):
             raise ValueError(f"{strategy}: only a reduction whose shards can be cut is made in stripes; got {self}")
+        if strategy.engine_copies and not self.gathers:
+            raise ValueError(f"{strategy}: only a gather keeps what has landed; got {self}")
         if strategy.direct and (why := self.why_not_direct):
             raise ValueError(f"{strategy}: {why}; got {self}")
         matmuls = self.computed.own_matmuls
@@ -152,4 +154,5 @@ class SiteShape(SiteSizes):
             keep=self.keep and self.gathers,
             striped=strategy.striped,
             direct=strategy.direct,
+            engine_copies=strategy.engine_copies,
         )

@@ -22,7 +22,10 @@ from .rule import PHASES, SiteDescription
 
 VERSIONS = (1, 2, 3)
 """Of reports and the output of `plan --save`, and of stored plans (compiler/plan/records.py)."""
-_STRATEGIES = "none, pipelined, direct, bulk, pipelined:chunks=N or bulk:chunks=N, pipelined:stripes=N, or a table of these"
+_STRATEGIES = (
+    "none, pipelined, direct, bulk, pipelined:chunks=N or bulk:chunks=N, pipelined:stripes=N, pipelined:copies=engine, or a "
+    "table of these"
+)
 
 
 @dataclass(frozen=True, slots=True)

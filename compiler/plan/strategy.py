@@ -39,35 +39,41 @@ class Strategy:
     """How a site runs. `chunks`: pieces over the whole gathered or scattered dimension; 0 means one per rank.
 
     `striped` (pipelined reductions): every matmul computes one piece of every shard, and chunks counts the pieces of a shard.
+    `engine_copies` (pipelined gathers): the driver copies what is kept, concurrently with the matmuls. Never automatic.
     """
 
     mode: Mode
     chunks: int = 0
     striped: bool = False
+    engine_copies: bool = False
 
     _PATTERN: ClassVar[re.Pattern[str]] = re.compile(
-        r"(none|pipelined|direct|bulk|split)(?::(chunks|stripes)=([1-9][0-9]{0,3}))?\Z"
+        r"(none|pipelined|direct|bulk|split)(?::(chunks|stripes)=([1-9][0-9]{0,3}))?(:copies=engine)?\Z"
     )
 
     def __str__(self) -> str:
-        return self.mode.value + (f":{'stripes' if self.striped else 'chunks'}={self.chunks}" if self.chunks else "")
+        pieces = [f"{'stripes' if self.striped else 'chunks'}={self.chunks}"] if self.chunks else []
+        return ":".join([self.mode.value, *pieces, *(["copies=engine"] if self.engine_copies else [])])
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
-        """Read "none", "pipelined", "direct", "bulk", "split", "pipelined:chunks=4" or "pipelined:stripes=2".
+        """Read "none", "pipelined", "direct", "bulk", "split", "pipelined:chunks=4", "pipelined:stripes=2",
+        "pipelined:copies=engine" or "pipelined:chunks=4:copies=engine".
 
         ValueError for others.
         """
         match = cls._PATTERN.match(text)
-        mode, what, count = match.groups() if match else ("none", "", "0")
-        striped = what == "stripes"
-        is_whole = mode in ("none", "direct")  # has no pieces
-        if not match or (is_whole and what) or int(count or 0) > MAX_CHUNKS or (striped and mode != "pipelined"):
+        mode, what, count, engine = match.groups() if match else ("none", "", "0", "")
+        striped, wrong = what == "stripes", not match
+        wrong |= mode in ("none", "direct") and bool(what)  # these have no pieces
+        wrong |= int(count or 0) > MAX_CHUNKS or (striped and mode != "pipelined")
+        wrong |= bool(engine) and (mode != "pipelined" or striped)
+        if wrong:
             raise ValueError(
                 f"strategy {text!r}: expected none, pipelined, direct, bulk, split, pipelined or bulk or split with "
-                f":chunks=1..{MAX_CHUNKS}, or pipelined:stripes=1..{MAX_CHUNKS}"
+                f":chunks=1..{MAX_CHUNKS}, pipelined:stripes=1..{MAX_CHUNKS}, or pipelined of a gather with copies=engine"
             )
-        return cls(Mode(mode), int(count or 0), striped)
+        return cls(Mode(mode), int(count or 0), striped, bool(engine))
 
     @classmethod
     def is_forceable(cls, text: str) -> bool:
@@ -139,6 +145,10 @@ class DispatchTable:
     @property
     def striped(self) -> bool:
         return any(s.striped for s in self.strategies)
+
+    @property
+    def engine_copies(self) -> bool:
+        return any(s.engine_copies for s in self.strategies)
 
     @property
     def direct(self) -> bool:

@@ -39,6 +39,8 @@ def find_illegal(candidate: Candidate, forced: Strategy | DispatchTable, may_pac
         return f"{mode} needs a matmul of the collective's own data: {miss.detail}; bulk can hide it behind {name}"
     if forced.striped and (why := _no_stripes(match)):
         return why
+    if forced.engine_copies and isinstance(match, Reduction):
+        return "copies=engine copies what has landed and is kept; here nothing is gathered"
     return why_not_direct(match, may_pack) if forced.direct and match is not None else ""
 
 

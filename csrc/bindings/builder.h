@@ -170,6 +170,10 @@ class Builder {
 
     // Sets the text that ranks compare, and its hash: equal on all ranks of a correct program.
     void seal() {
+        if (call.key.engine_copies && call.key.kind != "all_gather_matmul") {
+            refuse("copies=engine copies what has landed and is kept, and here nothing is gathered", "'" + call.strategy + "'",
+                   "copies=engine at all_gather_matmul or all_gather_scaled_matmul");
+        }
         call.shape_text = shape_;
         call.key.shard_dim_is_last = call.shard_dim_is_last;
         if (call.shard_dim_is_last) {  // such shards cannot be cut
@@ -185,21 +189,32 @@ class Builder {
     }
 
   private:
-    // Sets chunks, striped and direct. Runs at every call, so texts are built only for errors.
+    // Sets chunks, striped, direct and engine_copies. Runs at every call, so texts are built only for errors.
     void read_strategy(const std::string& strategy) {
         if (strategy == "none") return;
         const size_t colon = strategy.find(':');
         const std::string_view text(strategy), name = text.substr(0, colon);
+        constexpr std::string_view engine = ":copies=engine";
         const auto need = [&](bool good, const char* what) {
             if (good) return;
-            refuse(what, "'" + strategy + "'",
-                   "'none', 'pipelined', 'pipelined:chunks=N', 'pipelined:stripes=N' or 'direct' (reductions), 'bulk' or "
-                   "'bulk:chunks=N', N of 1 or more");
+            refuse(
+                what, "'" + strategy + "'",
+                "'none', 'pipelined', 'pipelined:chunks=N', 'pipelined:stripes=N' or 'direct' (reductions), "
+                "'pipelined:copies=engine' or 'pipelined:chunks=N:copies=engine' (gathers), 'bulk' or 'bulk:chunks=N', N of 1 "
+                "or more");
         };
         call.key.direct = strategy == "direct";
         need(name == "pipelined" || name == "bulk" || call.key.direct, "this strategy is unknown");
         if (colon == std::string::npos) return;
-        const std::string_view rest = text.substr(colon + 1), label = rest.substr(0, rest.find('=') + 1);
+        std::string_view rest = text.substr(colon);
+        if (rest.size() >= engine.size() && rest.substr(rest.size() - engine.size()) == engine) {
+            call.key.engine_copies = true;
+            need(name == "pipelined", "this strategy is not understood");
+            rest.remove_suffix(engine.size());
+            if (rest.empty()) return;
+        }
+        rest.remove_prefix(1);
+        const std::string_view label = rest.substr(0, rest.find('=') + 1);
         const std::string_view digits = rest.substr(label.size());
         call.key.striped = label == "stripes=";
         need(label == "chunks=" || (call.key.striped && name == "pipelined"), "this strategy is not understood");

@@ -58,8 +58,9 @@ void set_provider(py::object provide) {
         return in_python([&] {
             py::tuple contracts(key.contracts.size());
             for (size_t i = 0; i < key.contracts.size(); ++i) contracts[i] = py::bool_(key.contracts[i]);
-            const py::tuple tuple = py::make_tuple(key.kind, key.ranks, key.chunks, contracts, key.terms, key.independent,
-                                                   key.shard_dim_is_last, key.keep, key.striped, key.direct, key.zero_copy);
+            const py::tuple tuple =
+                py::make_tuple(key.kind, key.ranks, key.chunks, contracts, key.terms, key.independent, key.shard_dim_is_last,
+                               key.keep, key.striped, key.direct, key.zero_copy, key.engine_copies);
             return handle_of(held)(tuple, rank).cast<EncodedSchedule>();
         });
     });

@@ -60,11 +60,11 @@ struct Key {
     int64_t chunks = 0;
     std::vector<bool> contracts;
     int64_t terms = 0, independent = 0;
-    bool shard_dim_is_last = false, keep = false, striped = false, direct = false, zero_copy = false;
+    bool shard_dim_is_last = false, keep = false, striped = false, direct = false, zero_copy = false, engine_copies = false;
 
     auto tied() const {
-        return std::tie(kind, ranks, chunks, contracts, terms, independent, shard_dim_is_last, keep, striped, direct,
-                        zero_copy);
+        return std::tie(kind, ranks, chunks, contracts, terms, independent, shard_dim_is_last, keep, striped, direct, zero_copy,
+                        engine_copies);
     }
     bool operator<(const Key& other) const { return tied() < other.tied(); }
 };

@@ -124,6 +124,7 @@ class Run final : public OpenWork {
                     copy_spans(move.src, move.dst);
                     bytes += move.src.blocks * move.src.bytes;
                 }
+                if (step.queue == copy_queue && step.writes[0].rank == call_.rank) return 0;  // no communication
                 return bytes;
             }
             case StepKind::signal:

@@ -66,6 +66,7 @@ __device__ inline unsigned larger(unsigned most, uint32_t word) {
 }
 
 // Raises current[slots[index]] to *sample and to the largest finite |q| * *scale, and stores *scale_copy = *scale.
+// It reads q from its end: what the cast wrote last may still be in the L2 cache.
 template <__nv_fp8_interpretation_t format>
 __global__ void __launch_bounds__(cast_threads)
     raise_kernel(const AmaxHistories h, int64_t index, const uint8_t* q, int64_t size, const float* scale, const float* sample,
@@ -78,7 +79,8 @@ __global__ void __launch_bounds__(cast_threads)
         uint4 line[4] = {};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            if (at + i * step < lines) line[i] = load_vector<uint4>(reinterpret_cast<const char*>(q), at + i * step);
+            const int64_t from_end = at + i * step;
+            if (from_end < lines) line[i] = load_vector<uint4>(reinterpret_cast<const char*>(q), lines - 1 - from_end);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {

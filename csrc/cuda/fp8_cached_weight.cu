@@ -13,6 +13,7 @@
 // A block takes tiles of 32 neighboring lines of 16 elements, as wide as a warp. Each of its warps takes some rows of a tile.
 // An amax is bits without their sign, which compare like integers: a NaN is larger than infinity, which is larger than all
 // finite numbers.
+#include "cuda/byte_tile.h"
 #include "cuda/elements.h"
 
 namespace ub_overlap::cuda {
@@ -267,38 +268,30 @@ __global__ void __launch_bounds__(threads, resident) cast_kernel(const Weight w)
     finish_cast(w);
 }
 
-// The same with tiles of 64 x 64 elements, which are stored transposed too. A thread casts 16 neighbors of a row.
+// The same in tiles, which are stored transposed too. A thread casts 16 neighbors of a row.
 template <typename T, typename H, Scales by>
 __global__ void __launch_bounds__(threads, resident) cast_both_kernel(const Weight w) {
-    constexpr int side = 64, lines_per_side = side / per_thread;
-    static_assert(side * lines_per_side == threads);
-    __shared__ alignas(16) uint8_t tile[side][side + 4];  // 4: neighboring rows begin in different banks
+    static_assert(ByteTile::threads == threads && ByteTile::line_bytes == per_thread);
+    __shared__ alignas(16) ByteTile tile;
     if (*w.changed == 0) return;
-    const int64_t rows = w.all_lines * per_thread / w.columns, across = (w.columns + side - 1) / side;
-    const int64_t tiles = (rows + side - 1) / side * across;
-    const int outer = threadIdx.x / lines_per_side, inner = threadIdx.x % lines_per_side * per_thread;
-    for (int64_t at = blockIdx.x; at < tiles; at += gridDim.x) {
-        const int64_t top = at / across * side, left = at % across * side;
-        if (const int64_t row = top + outer, column = left + inner; row < rows && column < w.columns) {
-            const int64_t number = (row * w.columns + column) / per_thread;
-            const Line<H> line = load_line<T, H>(w.x, number);
+    const ByteTiles tiles{w.all_lines * per_thread / w.columns, w.columns};
+    for (int64_t number = blockIdx.x; number < tiles.count(); number += gridDim.x) {
+        const int64_t column = tiles.left(number) + ByteTile::column();
+#pragma unroll
+        for (int n = 0; n < ByteTile::lines; ++n) {
+            const int64_t row = tiles.top(number) + ByteTile::row(n);
+            if (row >= tiles.rows || column >= tiles.cols) continue;
+            const int64_t at = (row * tiles.cols + column) / per_thread;
+            const Line<H> line = load_line<T, H>(w.x, at);
             const float one = by == Scales::columns ? 0.0f : 1.0f / w.scale[by == Scales::rows ? row : 0];
             const uint4 cast = float8_line<__NV_E4M3>([&](int e) {
                 return clamped(to_float(line.v[e]) * (by == Scales::columns ? 1.0f / w.scale[column + e] : one));
             });
-            reinterpret_cast<uint4*>(w.q)[number] = cast;
-            const uint32_t word[4] = {cast.x, cast.y, cast.z, cast.w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) reinterpret_cast<uint32_t*>(&tile[outer][inner])[i] = word[i];
+            reinterpret_cast<uint4*>(w.q)[at] = cast;
+            tile.store(n, cast);
         }
         __syncthreads();
-        if (const int64_t column = left + outer, row = top + inner; row < rows && column < w.columns) {
-            uint32_t word[4] = {};
-#pragma unroll
-            for (int i = 0; i < per_thread; ++i) word[i / 4] |= uint32_t{tile[inner + i][outer]} << 8 * (i % 4);
-            reinterpret_cast<uint4*>(w.transposed)[(column * rows + row) / per_thread] =
-                make_uint4(word[0], word[1], word[2], word[3]);
-        }
+        tiles.store_transposed(tile, number, w.transposed);
         __syncthreads();
     }
     finish_cast(w);

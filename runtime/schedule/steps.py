@@ -131,7 +131,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy(Step):
-    """Copy `src` to `dst`; `dst.rank` may be a peer (a push). On COMPUTE it is a local copy by the compute units."""
+    """Copy `src` to `dst`; `dst.rank` may be a peer (a push). On COMPUTE it is a local copy by the compute units, on COPY one
+    by the driver, which may run concurrently with a matmul."""
 
     src: Region
     dst: Region
@@ -243,6 +244,7 @@ class Key:
     piece of every shard, instead of all of some shards; chunks then counts the pieces of a shard.
     direct (scatters of one term): one matmul stores each shard in the memory of its owner, and nothing is copied.
     zero_copy (split gathers): LANDING itself is the result, until the op `release`.
+    engine_copies (pipelined gathers): local copies run on COPY, behind the pushes, concurrently with the matmuls.
     """
 
     kind: str
@@ -256,6 +258,7 @@ class Key:
     striped: bool = False
     direct: bool = False
     zero_copy: bool = False
+    engine_copies: bool = False
 
     @property
     def is_split(self) -> bool:

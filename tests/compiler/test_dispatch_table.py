@@ -38,6 +38,7 @@ AUTO: dict[str, Any] = {"overlap": "auto", "inner": "aot_eager", "min_bytes": 0,
         "16=bulk;*=none|bulk",
         "8=none;64=direct;*=pipelined|direct",
         "direct|pipelined:stripes=2",
+        "8=pipelined:copies=engine;*=pipelined|pipelined:chunks=4:copies=engine",
     ],
 )
 def test_text(text: str) -> None:
@@ -60,7 +61,7 @@ def test_a_table_is_looked_up_by_rows() -> None:
     "text",
     ["8=none", "*=none;8=bulk", "8=none;8=bulk;*=none", "9=none;8=bulk;*=none", "x=none;*=bulk", "none|none", "none|", ";",
      "0=none;*=bulk", "8=pipelined;*=bulk", "direct|bulk",
-     "none;bulk"],
+     "none;bulk", "pipelined:", "pipelined:copies=kernel", "bulk:copies=engine", "pipelined:stripes=2:copies=engine"],
 )  # fmt: skip
 def test_bad_text(text: str) -> None:
     assert not Strategy.is_forceable(text)

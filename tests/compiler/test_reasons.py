@@ -108,6 +108,12 @@ def last_dim_in_stripes(m: Maker) -> Case:
     return function, (m.x(16, 32), m.x(32, 8 * m.world)), {**FORCE, "overrides": {"forward.0": "pipelined:stripes=2"}}
 
 
+def scatter_by_engine(m: Maker) -> Case:
+    """Nothing is gathered that could be kept."""
+    function, inputs, _ = last_dim_in_stripes(m)
+    return function, inputs, {**FORCE, "overrides": {"forward.0": "pipelined:copies=engine"}}
+
+
 def gather_direct(m: Maker) -> Case:
     return gather_mm(m, overrides={"forward.0": "8=pipelined;*=direct"})
 
@@ -211,6 +217,7 @@ SITUATIONS: dict[Callable[[Maker], Case], Reason] = {
     plan_says_none: R.DISABLED_BY_USER,
     gather_in_stripes: R.STRATEGY_ILLEGAL,
     last_dim_in_stripes: R.STRATEGY_ILLEGAL,
+    scatter_by_engine: R.STRATEGY_ILLEGAL,
     gather_direct: R.STRATEGY_ILLEGAL,
     last_dim_direct: R.STRATEGY_ILLEGAL,
     sum_direct: R.STRATEGY_ILLEGAL,

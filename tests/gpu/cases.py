@@ -124,6 +124,7 @@ class Maker:
         return {
             "AG": (self.gather(dtype, 1, size, wide, [PLAIN, GATHERED_T], False, True), "pipelined"),
             "AG2": (self.gather(dtype, 1, size, wide, [PLAIN], False, False), f"pipelined:chunks={2 * self.ranks}"),
+            "AG engine": (self.gather(dtype, 1, size, wide, [PLAIN, GATHERED_T], False, True), "pipelined:copies=engine"),
             "RS": (self.scatter(dtype, 1, size, wide), f"pipelined:chunks={2 * self.ranks}"),
             "RS1": (self.scatter(dtype, 1, size, wide), "pipelined"),
             "RS striped": (self.scatter(dtype, 1, size, wide), "pipelined:stripes=3"),

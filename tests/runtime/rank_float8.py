@@ -161,7 +161,7 @@ def gathers(rank: int, world: int) -> list[str]:
     bad: list[str] = []
     seed = 100
     consumers = ((16, BF16, True), (32, F32, False), (48, F16, True), (16, F32, True))
-    strategies = ("pipelined", *(f"pipelined:chunks={n}" for n in (1, 2, 4, 8)))
+    strategies = ("pipelined", *(f"pipelined:chunks={n}" for n in (1, 2, 4, 8)), "pipelined:chunks=8:copies=engine")
     for strategy, row, types in itertools.product(strategies, (False, True), PAIRS):
         for outer, m, k in ((1, 12, 64), (3, 5, 32), (20, 1, 16)):
             seed += 100

@@ -32,6 +32,7 @@ CALLS = st.fixed_dictionaries(
         "last": st.booleans(),
         "keep": st.booleans(),
         "chunks": st.integers(0, 19),
+        "engine": st.booleans(),
         "transposes": st.lists(st.sampled_from(ALL_TRANSPOSES), min_size=1, max_size=3),
         "terms": st.integers(1, 3),
         "addend": st.integers(0, 2),
@@ -48,6 +49,7 @@ def one(rank: int, ranks: int, call: Call, seed: int) -> list[str]:
     outer = 1 if last else call["outer"]
     op = "avg" if call["avg"] else "sum"
     if call["kind"] == "gather":
+        strategy += ":copies=engine" if call["engine"] else ""
         return rank_ops.gather_case(
             rank, ranks, dtype, outer, m, q, call["n"], last, call["keep"], strategy, call["transposes"], seed
         )

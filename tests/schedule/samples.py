@@ -14,6 +14,8 @@ def keys(ranks: int, chunks: int) -> Iterator[Key]:
     yield Key("all_gather_matmul", ranks, chunks, contracts=(True, True))
     yield Key("all_gather_matmul", ranks, chunks, keep=True)
     yield Key("all_gather_matmul", ranks, chunks, contracts=(False, True), independent=2)
+    yield Key("all_gather_matmul", ranks, chunks, contracts=(False, True), keep=True, engine_copies=True)
+    yield Key("all_gather_matmul", ranks, chunks, contracts=(True,), keep=True, engine_copies=True)
     for kind in ("matmul_reduce_scatter", "matmul_all_reduce"):
         yield Key(kind, ranks, chunks, terms=1)
         yield Key(kind, ranks, chunks, terms=2, keep=True)

@@ -110,6 +110,8 @@ def _draw_strategy(rng: random.Random, op: str, ranks: int) -> str:
     options = ["pipelined", f"pipelined:chunks={2 * ranks}"]
     if op in ("scatter", "reduce", "scaled_scatter"):
         options += [f"pipelined:stripes={ranks + 1}", "direct"]
+    if op in ("gather", "scaled_gather"):
+        options += ["pipelined:copies=engine"]
     return rng.choice(options)
 
 

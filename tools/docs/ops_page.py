@@ -20,6 +20,7 @@ STRATEGIES = """## strategy, group, site
 | `none` | the plain collective and the matmuls |
 | `pipelined`, `pipelined:chunks=N` | N pieces of the gathered or scattered dim; default one per rank |
 | `pipelined:stripes=N` | scattered or reduced products: each matmul computes the N-th part of every rank's shard |
+| `pipelined:copies=engine` | gathers: the driver copies the gathered tensor that is returned; also after `:chunks=N` |
 | `direct` | scattered or reduced products: one matmul stores each shard at its owner (see below) |
 | `bulk`, `bulk:chunks=N` | the collective concurrent with independent matmuls |
 | `1024=none;*=pipelined` | selected by the rows of the full matrix; for bulk, all dims but the last of the full tensor |

@@ -62,6 +62,8 @@ def check_key(key: Key) -> None:
         refuse("direct stores whole shards at peers: it needs two ranks or more, and has neither chunks nor stripes")
     if key.contracts and not gathers:
         refuse("only all_gather_matmul has consumers that contract: leave contracts empty")
+    if key.engine_copies and not gathers:
+        refuse("engine_copies needs a gather with matmuls of its own")
     if gathers and not key.contracts and not key.keep:
         refuse("the gathered tensor has no use: name a consumer or set keep")
     if scatters and key.terms < 1:

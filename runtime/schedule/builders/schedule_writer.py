@@ -74,9 +74,9 @@ class ScheduleWriter:
         """Append a step."""
         self.steps.append(step)
 
-    def wait(self, kind: FlagKind, source: int, index: int = 0) -> None:
+    def wait(self, kind: FlagKind, source: int, index: int = 0, record: int | None = None) -> None:
         """Make COMPUTE wait for a flag of this call."""
-        self.add(Wait(queue=Queue.COMPUTE, flag=Flag(kind, self.rank, source, index)))
+        self.add(Wait(queue=Queue.COMPUTE, flag=Flag(kind, self.rank, source, index), record=record))
 
     def wait_slot_free(self, peer: int, queue: Queue = Queue.COPY) -> None:
         """Make `queue` wait until `peer` has read its slot's previous contents."""
@@ -99,9 +99,16 @@ class ScheduleWriter:
                 src, dst = Region(Buf.INPUT, self.rank, self.rank, lo, hi), Region(Buf.LANDING, peer, self.rank, lo, hi)
                 self.push(src, dst, FlagKind.READY, index)
 
-    def local_copy(self, src: Region, dst: Region, queue: Queue = Queue.COMPUTE) -> None:
+    def local_copy(
+        self,
+        src: Region,
+        dst: Region,
+        queue: Queue = Queue.COMPUTE,
+        after: tuple[int, ...] = (),
+        record: int | None = None,
+    ) -> None:
         """Copy within this rank's memory."""
-        self.add(Copy(queue=queue, src=src, dst=dst))
+        self.add(Copy(queue=queue, src=src, dst=dst, after=after, record=record))
 
     def independent_matmuls(self) -> None:
         """Add the matmuls that are independent of the collective, each as a whole."""

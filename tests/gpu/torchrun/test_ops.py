@@ -110,14 +110,15 @@ def strategies(op: str, ranks: int) -> list[str]:
     counts = sorted({1, 2, ranks, 2 * ranks, 2 * ranks + 1, max(1, ranks - 1)})
     stripes = [f"pipelined:stripes={n}" for n in sorted({1, 3, ranks})] if op in (RS, AR, SRS) else []
     direct = ["direct"] if op in (RS, AR) else []
-    return [name, *(f"{name}:chunks={n}" for n in counts), *stripes, *direct]
+    engine = [f"pipelined:{chunks}copies=engine" for chunks in ("", "chunks=1:", "chunks=3:")] if op in (AG, SAG) else []
+    return [name, *(f"{name}:chunks={n}" for n in counts), *stripes, *direct, *engine]
 
 
 def is_quick(op: str, dtype: torch.dtype, strategy: str, ranks: int) -> bool:
     """Does --quick run it?"""
     if dtype is not BF16:
         return dtype is F32 and op in (AG, RS) and strategy == "pipelined"
-    return ":" not in strategy or strategy.endswith((f":chunks={2 * ranks + 1}", ":stripes=3"))
+    return ":" not in strategy or strategy.endswith((f":chunks={2 * ranks + 1}", ":stripes=3", "pipelined:copies=engine"))
 
 
 def all_layouts(lockstep: Lockstep, group: str, ranks: int, op: str, dtype: torch.dtype, strategy: str) -> str:

@@ -22,7 +22,7 @@ from ub_overlap.runtime.session import session
 
 VERSIONS = 6  # different inputs of a site
 LOOPS = {
-    "AG only": ["AG", "AG2"],
+    "AG only": ["AG", "AG2", "AG engine"],
     "RS only": ["RS", "RS1", "RS striped", "RS direct"],
     "direct": ["RS direct", "RS direct 3", "AR direct"],
     "AR only": ["AR"],

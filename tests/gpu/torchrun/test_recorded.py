@@ -102,12 +102,13 @@ def concurrent_bytes(lockstep: Lockstep, group: str, kind: str, size: int) -> st
     return f"{100 * hidden / copied:.0f}% of {copied / 2**20:.0f} MiB"
 
 
-QUICK = ("AG", "AG2", "RS", "RS direct", "AR", "SAG", "SRS wire")
+QUICK = ("AG", "AG2", "AG engine", "RS", "RS direct", "AR", "SAG", "SRS wire")
 KINDS = [
     pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.full)
     for kind in (
         "AG",
         "AG2",
+        "AG engine",
         "RS",
         "RS1",
         "RS striped",
