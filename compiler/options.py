@@ -115,6 +115,11 @@ class Options:
         optional(Check(f"one of {', '.join(map(repr, REDUCE_DTYPES))}, or such a torch.dtype", _checked_dtype)),
         f"`None`, {', '.join(f'`{name!r}`' for name in REDUCE_DTYPES)}, torch.dtype".replace("'", '"'),
     )
+    scatter_first: bool = typed_field(
+        False,
+        "hybrid sharding (HSDP): an all_reduce over replicas moves behind the reduce_scatter of its result over shards, as in "
+        "FSDP2, so that it sends one shard. The sums are the same up to their order",
+    )
     fp8: Fp8Config = typed_field(
         Fp8Config(products="off"),
         "matmuls of linears in float8: of the forward, or all; a dict or ub_overlap.Fp8Config sets more",

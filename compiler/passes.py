@@ -40,6 +40,7 @@ from .graph.source_location import calling_line
 from .joint.activation_memory import apply_save_policy
 from .joint.merge.merge_amax_reductions import merge_amax_reductions
 from .joint.merge.merge_collectives import may_merge, merge_collectives
+from .joint.scatter_first import scatter_first
 from .match.amax_reductions import mark_amax_reductions
 from .options import Options
 from .reports.history import HISTORY
@@ -93,12 +94,13 @@ class _Pass(compat.custom_graph_pass()):  # type: ignore[misc]
 
 
 class JointPass(_Pass):
-    """Merge collectives, insert float8 casts, hoist casts before gathers, and apply the memory budget."""
+    """Merge and reorder collectives, insert float8 casts, hoist casts before gathers, and apply the memory budget."""
 
     def __call__(self, graph: Graph) -> None:
         merges = settings.current().merge_collectives and self.options.overlap != "off" and may_merge(graph)
         has_float8 = bool(graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default))
-        may_change = merges or has_float8 or self.options.fp8.is_on
+        reorders = self.options.scatter_first and self.options.overlap != "off"
+        may_change = merges or has_float8 or self.options.fp8.is_on or reorders
         recorder = SnapshotRecorder(graph, "joint", settings.current().snapshots and may_change)
         recorder.before()
         policy = Policy.of(self.options)
@@ -117,6 +119,7 @@ class JointPass(_Pass):
         `merges`: collectives may be merged. `has_float8`: the program has such matmuls.
         """
         merged = merge_collectives(graph) if merges else 0
+        reordered = scatter_first(graph) if self.options.scatter_first and self.options.overlap != "off" else 0
         cast = insert_casts(graph, _insert_config(graph, self.options, policy, self.inputs)) if self.options.fp8.is_on else 0
         hoisted = folded = 0
         if has_float8 and self.options.overlap != "off":
@@ -127,6 +130,7 @@ class JointPass(_Pass):
         scales = merge_amax_reductions(graph) if may_merge_scales and (cast or has_float8) else 0
         return {
             "collectives merged": merged,
+            "all_reduces behind their reduce_scatter": reordered,
             "matmuls cast to float8": cast,
             "gathers after their casts": hoisted,
             "matmuls with folded scales": folded,

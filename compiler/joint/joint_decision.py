@@ -29,6 +29,12 @@ class JointDecision:
     """Matmuls of linears: the float8 decision."""
     carries_scales: bool = False
     """all_reduces: whether it reduces the amax values that scales are computed from."""
+    reordered: str = ""
+    """all_reduces: the meshes of a reduction that scatter_first moved in front, and of its own, equal on all ranks."""
+    order_note: str = ""
+    """Reductions: what scatter_first changed, or why it left their order."""
+    saved_bytes: int | None = 0
+    """Reductions: bytes that a rank sends less than in the traced graph. None where dynamic."""
     why_unmatched: tuple[Reason, str] | None = None
     """Gathers: the reason why casts to float8 stay after it."""
 

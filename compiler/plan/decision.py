@@ -169,7 +169,9 @@ class Decision:
     rounds: bool = False
     """Whether a reduction's input is rounded to `sent_dtype` (option reduce_dtype). Else it had that type before a cast."""
     saved_bytes: int | None = 0
-    """Bytes that a rank sends less than in the traced graph, because the site sends a narrower type. None where dynamic."""
+    """Bytes that a rank sends less than in the traced graph: in a narrower type, or a shard (`reordered`). None: dynamic."""
+    reordered: str = ""
+    """An all_reduce behind a reduce_scatter that it was traced in front of: the meshes of both (option scatter_first)."""
     scale: float = 1.0
     """The constant that the sum over ranks is multiplied by, in place of each rank's product: equal on all ranks."""
     packs: tuple[int, ...] = ()
@@ -220,6 +222,7 @@ class Decision:
             "ranks": self.ranks, "shapes": dict(self.shapes), "dtype": self.dtype, "matmuls": list(self.matmuls),
             "takes": list(self.takes), "paired": list(self.paired), "wire_dtype": self.wire_dtype,
             "sent_dtype": self.sent_dtype, "rounds": self.rounds, "saved_bytes": self.saved_bytes,
+            "reordered": self.reordered,
             "scale": self.scale, "packs": list(self.packs), "pack_bytes": self.pack_bytes,
             "options": list(self.options), "bytes": self.bytes, "flops": self.flops, "module": self.module,
             "source": self.source, "predicted": dict(self.predicted), "work": self.work.to_dict() if self.work else None,
@@ -239,6 +242,7 @@ class Decision:
             shapes=tuple(d["shapes"].items()), dtype=d["dtype"], matmuls=tuple(d["matmuls"]), options=tuple(d["options"]),
             wire_dtype=d.get("wire_dtype", ""), scale=d.get("scale", 1.0),
             sent_dtype=d.get("sent_dtype", ""), rounds=d.get("rounds", False), saved_bytes=d.get("saved_bytes", 0),
+            reordered=d.get("reordered", ""),
             packs=tuple(d.get("packs", ())), pack_bytes=d.get("pack_bytes", 0),
             takes=tuple(d.get("takes", ())), paired=tuple(d.get("paired", ())),
             bytes=d["bytes"], flops=d["flops"], module=d["module"], source=d["source"],

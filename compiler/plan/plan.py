@@ -58,6 +58,7 @@ class Plan:
                     "keeps": d.kept.keeps if d.kept else None,
                     **({"window": d.window.shared} if d.window else {}),
                     **({"sends": d.sent_dtype} if d.sent_dtype else {}),
+                    **({"reordered": d.reordered} if d.reordered else {}),
                 }
                 for d in self.decisions
             ],

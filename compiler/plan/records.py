@@ -149,6 +149,7 @@ class SiteRecord(TypedDict):
     sent_dtype: NotRequired[str]
     rounds: NotRequired[bool]
     saved_bytes: NotRequired[int | None]
+    reordered: NotRequired[str]
     scale: NotRequired[float]
     packs: NotRequired[list[int]]
     pack_bytes: NotRequired[int | None]

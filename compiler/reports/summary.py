@@ -24,7 +24,7 @@ def format_plan(plan: Plan) -> str:
     if left:
         text += "; left alone: " + ", ".join(f"{k} {v}" for k, v in sorted(left.items()))
     if saved := sum(d.saved_bytes or 0 for d in plan.decisions):
-        text += f"; narrower types save {saved} bytes sent per rank"
+        text += f"; each rank sends {saved} bytes less than traced"
     if plan.casts:
         text += f"; float8 {sum(bool(c.recipe) for c in plan.casts)} of {len(plan.casts)} products"
         stay = Counter(c.reason.value for c in plan.casts if c.reason)

@@ -92,7 +92,8 @@ def make_decision(
     independent = _describe_independent(assignment, context)
     wire_dtype = alternative.wire_dtype if alternative else ""
     is_forward = context.phase == "forward"
-    saved = joint_decision(candidate.collective.node).saved_activation if is_forward else None
+    joint = joint_decision(candidate.collective.node)
+    saved = joint.saved_activation if is_forward else None
     explanation = _explain(candidate, override, assignment, independent)
     facts = describe_site(candidate, shown, context.groups)
     facts["source"] = facts["source"] or context.calling_line
@@ -101,7 +102,9 @@ def make_decision(
         phase=context.phase,
         strategy=alternative.strategy if alternative else NONE,
         reason=assignment.miss.reason if assignment.miss else None,
-        detail="; ".join(filter(None, (explanation, str(window or ""), str(assignment.estimate or ""), str(saved or "")))),
+        detail="; ".join(
+            filter(None, (explanation, *map(str, filter(None, (window, assignment.estimate, saved, joint.order_note)))))
+        ),
         predicted=tuple((text, round(p.us, 2)) for text, p in choice.predictions.items()) if choice else (),
         work=reported_sizes(candidate, shown, context.hints, wire_dtype),
         rows=rows_at(shown, context.hints) if shown else None,
@@ -116,7 +119,8 @@ def make_decision(
         wire_dtype=wire_dtype,
         sent_dtype=_sent_dtype(site),
         rounds=_rounds(site),
-        saved_bytes=_saved_bytes(site, wire_dtype),
+        saved_bytes=_saved_bytes(candidate, site, wire_dtype),
+        reordered=joint.reordered,
         scale=site.scale if isinstance(site, Reduction) else 1.0,
         packs=site.packs if isinstance(site, Gather | Reduction) else (),
         pack_bytes=_pack_bytes(site, context.hints) if isinstance(site, Gather | Reduction) and site.packs else 0,
@@ -139,10 +143,15 @@ def _rounds(site: Site | None) -> bool:
     return widening is not None and widening.rounds
 
 
-def _saved_bytes(site: Site | None, wire_dtype: str) -> int | None:
+def _saved_bytes(candidate: Candidate, site: Site | None, wire_dtype: str) -> int | None:
+    """Return the bytes that a rank sends less than in the traced graph. None where dynamic."""
+    earlier = joint_decision(candidate.collective.node).saved_bytes
+    narrower = _narrower_by(site, wire_dtype) if site is not None else 0
+    return None if earlier is None or narrower is None else earlier + narrower
+
+
+def _narrower_by(site: Site, wire_dtype: str) -> int | None:
     """Return the bytes by which a narrower type than the traced one reduces what a rank sends. None where dynamic."""
-    if site is None:
-        return 0
     traced = bytes_sent_in(site.collective, dtype_of(site.collective.input).itemsize, {})
     sent = bytes_sent(site, wire_dtype)
     return None if traced is None or sent is None else traced - sent
@@ -237,7 +246,7 @@ def _describe_types(assignment: Assignment) -> str:
         return ""
     names = [str(dtype).removeprefix("torch.") for dtype in (sent, reduced)]
     sends = f"rounds to {names[0]}, sends that" if _rounds(site) else f"sends {names[0]}"
-    saved = _saved_bytes(site, "")
+    saved = _narrower_by(site, "")
     return f"{sends} and sums in {names[1]}" + (f" ({saved} bytes fewer)" if saved else "")
 
 

@@ -258,6 +258,13 @@ class _Chain:
         return Chain()
 
 
+def group_ranks(name: str) -> list[int]:
+    """Return the global ranks of the group `name`, in the order of their ranks in it."""
+    import torch.distributed as dist
+
+    return list(dist.get_process_group_ranks(group_of(name)))
+
+
 def is_fake_group(name: str) -> bool:
     """Return whether the group `name` is torch's fake process group (one process simulates one of many ranks)."""
     import torch.distributed as dist

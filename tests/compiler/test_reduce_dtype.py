@@ -128,8 +128,8 @@ def test_ranks_compare_it() -> None:
         for name in (None, "float32")
     ]
     assert mixed[0].plan.digest != mixed[1].plan.digest
-    assert f"narrower types save {2 * ELEMENTS} bytes sent per rank" in format_plan(plans[1])
-    assert "narrower" not in format_plan(plans[0])
+    assert f"each rank sends {2 * ELEMENTS} bytes less than traced" in format_plan(plans[1])
+    assert "less than traced" not in format_plan(plans[0])
 
 
 # --- results ------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,10 @@ from tests.models.case import Case, Expected, Sites, device, noise, settle
 
 
 class Gathered(nn.Module):
-    """Linear with a Shard(0) weight, gathered in dtype `param`; its gradient is reduce-scattered in dtype `reduce`."""
+    """Linear with a weight that is Shard(0) over the last dim of `mesh` and replicated over the others.
+
+    It is gathered in dtype `param`. Its gradient is reduced in dtype `reduce`.
+    """
 
     def __init__(
         self, rows: int, columns: int, mesh: DeviceMesh, param: torch.dtype | None, reduce: torch.dtype | None
@@ -27,13 +30,15 @@ class Gathered(nn.Module):
 
     def shard(self) -> None:
         """Replace the full weight by this rank's shard. Call after dtype changes."""
-        self.weight = nn.Parameter(distribute_tensor(self.weight.detach(), self.mesh, [Shard(0)]))
+        replicas = [Replicate()] * (self.mesh.ndim - 1)
+        self.weight = nn.Parameter(distribute_tensor(self.weight.detach(), self.mesh, [*replicas, Shard(0)]))
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
         assert isinstance(weight, DTensor)
-        whole = weight.redistribute(placements=[Replicate()], forward_dtype=self.param, backward_dtype=self.reduce)
-        return F.linear(x, whole.to_local(grad_placements=[Partial("avg")]))
+        everywhere, each = [Replicate()] * self.mesh.ndim, [Partial("avg")] * self.mesh.ndim
+        whole = weight.redistribute(placements=everywhere, forward_dtype=self.param, backward_dtype=self.reduce)
+        return F.linear(x, whole.to_local(grad_placements=each))
 
 
 class MLP(nn.Module):
@@ -56,16 +61,22 @@ def build(
     dtype: torch.dtype = torch.float32,
     exact: bool = False,
     dynamic: bool | None = None,
+    replicas: int = 1,
 ) -> Case:
     """Build the MLP.
 
     `mixed`: parameters in `dtype`, gathered and multiplied in bf16, gradients reduced in `dtype` (SimpleFSDP's mixed
-    precision).
+    precision). `replicas`: the weights are sharded over world / replicas ranks and replicated (SimpleFSDP's hybrid_shard).
 
     Forward: one gather per linear, on the right operand. Backward: one weight gradient -> reduce_scatter per linear; gathered
-    weights are saved, so no weight is gathered again.
+    weights are saved, so no weight is gathered again. With replicas: weight gradient -> all_reduce -> reduce_scatter.
     """
-    mesh = DeviceMesh(device().type, torch.arange(world), mesh_dim_names=("fsdp",))
+    if replicas > 1:
+        mesh = DeviceMesh(device().type, torch.arange(world).view(replicas, -1), mesh_dim_names=("replicate", "shard"))
+        backward = Sites(reduce=2, plain_scatter=2)
+    else:
+        mesh = DeviceMesh(device().type, torch.arange(world), mesh_dim_names=("fsdp",))
+        backward = Sites(scatter=2)
     low = (torch.float64 if exact else torch.bfloat16) if mixed else None
     high = (torch.float64 if exact else dtype) if mixed else None
     torch.manual_seed(7)
@@ -74,4 +85,4 @@ def build(
     module.up.shard()
     module.down.shard()
     x = noise((24, 64) if dims == 2 else (2, 12, 64), 11 + rank, torch.bfloat16 if mixed else dtype, exact)
-    return Case(module, (x,), Expected(Sites(gather=2), Sites(scatter=2)), dynamic=dynamic)
+    return Case(module, (x,), Expected(Sites(gather=2), backward), dynamic=dynamic)
