@@ -88,6 +88,11 @@ class Options:
         integer_from(0),
         f"`{DEFAULT_SPLIT_BYTES}`, bytes",
     )
+    zero_copy: Literal["auto", "off"] = typed_field(
+        "off",
+        'split gathers whose result is not copied out of landing memory. "auto": where all readers are in the graph and it is '
+        'predicted to be faster; "off": none. Not measured yet',
+    )
     min_bytes: int = typed_field(
         DEFAULT_MIN_BYTES,
         '"auto" overlaps collectives in which a rank sends at least this many bytes',

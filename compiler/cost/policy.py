@@ -34,7 +34,8 @@ class Policy:
     independent_matmuls: str = "auto"
     may_split: bool = True
     split_bytes: int = 0
-    """The options of these names. `may_split`: the option `split` is "auto"."""
+    may_zero_copy: bool = False
+    """The options of these names. `may_split`, `may_zero_copy`: the options `split` and `zero_copy` are "auto"."""
     _profiles: dict[tuple[int | None, str], Profile] = field(default_factory=dict)
 
     @classmethod
@@ -44,6 +45,7 @@ class Policy:
         return cls(
             forced, threshold, options.autotune, options.profile, options.fp8.reduce_scatter, options.pack,
             options.independent_matmuls, options.split == "auto", options.split_bytes,
+            options.zero_copy == "auto",
         )  # fmt: skip
 
     def is_modeled(self, device: str) -> bool:

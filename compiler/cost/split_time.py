@@ -1,6 +1,7 @@
 """(shape, profile) -> the times of a collective that is split into start and finish.
 
-ours      the steps of bulk, cut in two; the transfer takes the port of the link
+ours      the steps of bulk, cut in two; the transfer takes the port of the link. A zero-copy gather copies its own shard
+          only, in the start, and releases its result
 by c10d   for a group across hosts: start launches the plain collective, which takes the network; finish waits for it
 """
 
@@ -28,11 +29,12 @@ class SplitTimes:
     """Slowdown of matmuls during the transfer."""
     transfer_slowdown: float
     """Slowdown of the transfer during matmuls."""
+    release_us: float = 0.0
 
     @property
     def shortest_us(self) -> float:
         """The time that it takes from the graph where all of the transfer is hidden."""
-        return self.start_us + self.finish_us
+        return self.start_us + self.finish_us + self.release_us
 
     @property
     def slowed_us(self) -> float:
@@ -40,21 +42,27 @@ class SplitTimes:
         return self.matmul_slowdown * self.transfer_us
 
 
+_OWN_SHARD = CostItem("copy", 1.0)
+
+
 @lru_cache(maxsize=1024)
-def split_times(shape: SiteShape, chunks: int, profile: Profile) -> SplitTimes:
-    """Predict the halves of a collective without matmuls."""
+def split_times(shape: SiteShape, chunks: int, profile: Profile, zero_copy: bool = False) -> SplitTimes:
+    """Predict the ops of a collective without matmuls. `zero_copy`: of a gather."""
     steps, plain = profile.steps, collective_us(shape, profile)
     if shape.hosts > 1:
         slowdown = profile.network.matmul_slowdown if profile.network else profile.matmul_slowdown
         return SplitTimes(plain + steps.gap_us, steps.begin_us, plain, steps.wait_us, slowdown, 0.0)
     program = programs(shape.key(Strategy(Mode.BULK, chunks)))[0]
     cost, sums_follow = item_costs(shape, profile), False
-    transfer, finish = 0.0, 0.0
+    start, transfer, finish, release = steps.begin_us, 0.0, 0.0, 0.0
+    if zero_copy:  # the copy queue copies the own shard, which costs concurrent matmuls as much time as it takes
+        start, release = start + cost(_OWN_SHARD), steps.end_us
     for item in program:
         us = cost(item.work)
         sums_follow = sums_follow or item.work.of_sum
         if item.copies and not sums_follow:
             transfer += us
-        elif item.work != CostItem("begin"):
+        elif item.work != CostItem("begin") and not (zero_copy and item.work.what == "copy"):
             finish += us
-    return SplitTimes(plain + steps.gap_us, steps.begin_us, transfer, finish, profile.matmul_slowdown, profile.push_slowdown)
+    slowdowns = profile.matmul_slowdown, profile.push_slowdown
+    return SplitTimes(plain + steps.gap_us, start, transfer, finish, *slowdowns, release)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ def register_lowerings() -> None:
     _never_reuse(torch.ops.ub_overlap.fp8_cached_weight.default)
     _never_reuse(torch.ops.ub_overlap.fp8_cached_weight_transposed.default)
     _never_reuse(torch.ops.ub_overlap.packed_weight.default)
-    _hold_input(torch.ops.ub_overlap.start_collective.default, torch.ops.ub_overlap.finish_collective.default)
+    own = torch.ops.ub_overlap
+    _lower_split_collectives(own.start_collective.default, own.finish_collective.default, own.release_collective.default)
     for definition in ops.DEFINITIONS.values():
         if definition.flat_overload is not None:
             use_flat_results(definition.overload, definition.flat_overload)
@@ -36,34 +38,65 @@ def _never_reuse(op: Any) -> None:
     compat.__getattr__("register_lowering")(op, type_promotion_kind=None)(kept)
 
 
-def _hold_input(start: Any, finish: Any) -> None:
-    """Give `finish` the very buffer that `start` reads, so that nothing reuses it in between.
+def _lower_split_collectives(start: Any, finish: Any, release: Any) -> None:
+    """Give `finish` the very buffer that `start` reads, so that nothing reuses it in between, and keep the order of a slot.
 
     Inductor may compute or copy an argument for each op apart. The start's copy would be free after the start, while its
-    transfer still reads it.
+    transfer still reads it. Landing memory, which a zero-copy gather returns, is not Inductor's to reuse. A start follows the
+    op by which the last collective has left its slot, although no data says so.
     """
-    begin, end = compat.__getattr__("fallback_handler")(start), compat.__getattr__("fallback_handler")(finish)
-    virtualized, kernel = compat.__getattr__("inductor_virtualized"), compat.__getattr__("extern_kernel_ir")
+    handler, virtualized = compat.__getattr__("fallback_handler"), compat.__getattr__("inductor_virtualized")
+    begin, end, leave, kernel = handler(start), handler(finish), handler(release), compat.__getattr__("extern_kernel_ir")
 
     def lower_start(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         tensor.realize()
         held = kernel.require_contiguous(tensor)
         held.realize()
+        graph, slot = virtualized.graph, (args[SLOT], args[GROUP])
+        first = len(graph.operations)
         token = begin(held, *args, **kwargs)
-        _held_inputs(virtualized.graph)[token.get_name()] = held
+        state = _split_state(graph)
+        state.inputs[token.get_name()] = held
+        if (left := state.left.get(slot)) is not None:
+            for operation in graph.operations[first:]:
+                graph.additional_buffer_deps[operation.get_operation_name()].add(left)
         return token
 
     def lower_finish(token: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return end(token, _held_inputs(virtualized.graph).get(token.get_name(), tensor), *args, **kwargs)
+        graph, slot = virtualized.graph, (args[SLOT], args[GROUP])
+        result = end(token, _split_state(graph).inputs.get(token.get_name(), tensor), *args, **kwargs)
+        if args[ZERO_COPY]:
+            graph.never_reuse_buffers.add(result.get_name())
+        else:
+            _split_state(graph).left[slot] = result.get_name()
+        return result
 
-    compat.__getattr__("register_lowering")(start, type_promotion_kind=None)(lower_start)
-    compat.__getattr__("register_lowering")(finish, type_promotion_kind=None)(lower_finish)
+    def lower_release(gathered: Any, slot: int, *args: Any, **kwargs: Any) -> Any:
+        graph = virtualized.graph
+        first = len(graph.operations)
+        leave(gathered, slot, *args, **kwargs)
+        _split_state(graph).left[slot, args[1]] = graph.operations[first].get_name()
+
+    for op, lower in ((start, lower_start), (finish, lower_finish), (release, lower_release)):
+        compat.__getattr__("register_lowering")(op, type_promotion_kind=None)(lower)
 
 
-def _held_inputs(graph: Any) -> dict[str, Any]:
-    """Return what `graph`, Inductor's, has started: by the name of the token, the input."""
-    held: dict[str, Any] = graph.__dict__.setdefault("ub_overlap_held_inputs", {})
-    return held
+SLOT, ZERO_COPY, GROUP = 3, 4, 6
+"""Places of arguments of start_collective and finish_collective, behind the tensors."""
+
+
+@dataclass(slots=True)
+class _SplitState:
+    """The split collectives of one graph of Inductor. `inputs`: by the name of the token, what was started. `left`: by slot
+    and group, the buffer of the op by which the last collective has left the slot."""
+
+    inputs: dict[str, Any] = field(default_factory=dict)
+    left: dict[tuple[int, str], str] = field(default_factory=dict)
+
+
+def _split_state(graph: Any) -> _SplitState:
+    state: _SplitState = graph.__dict__.setdefault("ub_overlap_split_state", _SplitState())
+    return state
 
 
 def use_flat_results(op: Any, flat: Any) -> None:

@@ -244,6 +244,8 @@ class Split:
     collective: Collective
     slot: int = 0
     """The landing memory that it uses, of the group's split slots."""
+    zero_copy: bool = False
+    """A gather returns its landing memory, until a third op releases it (windows/landing_result.py)."""
 
     @property
     def matmuls(self) -> tuple[Matmul, ...]:

@@ -106,9 +106,9 @@ class IndependentEstimate:
 
 @dataclass(frozen=True, slots=True)
 class SplitWindow:
-    """The place of a split collective: its slot, and its start and finish among everything that communicates in the graph.
+    """The place of a split collective: its slot, and its ops among everything that communicates in the graph.
 
-    Ranks agree on these three; the rest is predicted. `exposed_us`: the time that the finish waits.
+    Ranks agree on these; the rest is predicted. `exposed_us`: the time that the finish waits.
     """
 
     slot: int
@@ -119,18 +119,21 @@ class SplitWindow:
     exposed_us: float
     transport: str = ""
     """"c10d" for a group across hosts; "" where the copies are ours."""
+    releases: int | None = None
+    """The place of the release of a zero-copy gather; None where finish copies the result."""
 
     @property
     def shared(self) -> list[int]:
         """What all ranks must agree on."""
-        return [self.slot, self.starts, self.finishes]
+        return [self.slot, self.starts, self.finishes, *([] if self.releases is None else [self.releases])]
 
     def __str__(self) -> str:
         mib = self.landing_bytes / 2**20
         over = f"over {self.transport}, " if self.transport else ""
+        release = "" if self.releases is None else f", not copied and released as number {self.releases}"
         return (
             f"{over}starts as number {self.starts} and finishes as number {self.finishes} of the graph's communication, in "
-            f"slot {self.slot} ({mib:.1f} MiB); {self.exposed_us:.0f} of {self.transfer_us:.0f} us exposed"
+            f"slot {self.slot} ({mib:.1f} MiB){release}; {self.exposed_us:.0f} of {self.transfer_us:.0f} us exposed"
         )
 
 

@@ -124,6 +124,7 @@ class SplitWindowRecord(TypedDict):
     transfer_us: float
     exposed_us: float
     transport: NotRequired[str]
+    releases: NotRequired[int | None]
 
 
 class SiteRecord(TypedDict):

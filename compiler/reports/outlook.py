@@ -85,7 +85,7 @@ def outlook(d: Decision, profile: Profile) -> Outlook | None:
     if not shape.matmuls:
         alone = predict(shape, NONE, profile)
         if d.window is not None:
-            split = _predict_split(d.window, split_times(shape, d.traced.chunks, profile))
+            split = _predict_split(d.window, split_times(shape, d.traced.chunks, profile, d.window.releases is not None))
             return Outlook({str(NONE): alone, decided: split}, decided, decided, str(d.window))
         return Outlook({str(NONE): alone}, str(NONE), str(NONE), "no matmul to hide it behind")
     choice = choose(shape, profile)

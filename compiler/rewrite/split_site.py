@@ -1,4 +1,7 @@
-"""Rewrite a collective as two ops, start and finish. The layout of the graph gives them their places (windows/layout.py)."""
+"""Rewrite a collective as two ops, start and finish, and if it is zero-copy a third, release.
+
+The layout of the graph gives them their places (windows/layout.py).
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,11 @@ def rewrite_split(e: Emitter, m: Split, strategy: Strategy | DispatchTable, site
     tensor = emit_narrow(e, c.input, c.widening) if c.widening else e.bitcast(c.input, byte_dtype(c))
     out_dtype = dtype_of(c.node) if c.widening else dtype_of(tensor)
     schedule = str(Strategy(Mode.BULK, strategy.chunks))  # its steps are those of bulk
-    arguments = (tensor, c.op.value, c.reduce_op, out_dtype, m.slot, False, schedule, c.group, site)
+    arguments = (tensor, c.op.value, c.reduce_op, out_dtype, m.slot, m.zero_copy, schedule, c.group, site)
     token = e.call(torch.ops.ub_overlap.start_collective.default, *arguments)
     value = e.call(torch.ops.ub_overlap.finish_collective.default, token, *arguments)
+    if m.zero_copy:
+        e.call(torch.ops.ub_overlap.release_collective.default, value, m.slot, schedule, c.group, site)
     value = value if c.widening else e.bitcast(value, dtype_of(c.node))
     for target, constant in c.widening.scalings if c.widening else ():
         value = e.call(target, value, constant)

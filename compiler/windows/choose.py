@@ -34,6 +34,7 @@ from ..select.alternatives import Alternative, Alternatives
 from ..select.assignment import Assignment
 from ..select.benefit import NO_BENEFIT, Benefit
 from ..select.profitability import SiteCosts, too_small
+from .landing_result import find_readers, release_position
 from .node_times import NodeTimes
 from .placement import NETWORK, PORT, Item, Limits, Placed, Transfer, place
 
@@ -57,6 +58,14 @@ class SplitCandidate:
     landing_bytes: int
     held_bytes: int
     is_required: bool
+    readers: tuple[Node, ...] = ()
+    """What reads the result of a gather that may stay in landing memory; none where it is copied."""
+    zero_copy_times: SplitTimes | None = None
+    """The times of that gather without the copy."""
+
+    @property
+    def best_times(self) -> SplitTimes:
+        return self.zero_copy_times or self.times
 
 
 @dataclass(slots=True)
@@ -137,7 +146,12 @@ def _find(
         costs.profiles[profile.digest] = profile
         strategy = forced if requested and isinstance(forced, Strategy) else Strategy(Mode.SPLIT)
         times = split_times(shape, strategy.chunks, profile)
-        splits.append(SplitCandidate(i, window, times, strategy, *_memory(window, costs), requested))
+        split = SplitCandidate(i, window, times, strategy, *_memory(window, costs), requested)
+        if costs.policy.may_zero_copy and (found_readers := find_readers(window)) is not None:
+            in_place = split_times(shape, strategy.chunks, profile, zero_copy=True)
+            if in_place.shortest_us < times.shortest_us or requested:
+                split = replace(split, readers=tuple(found_readers), zero_copy_times=in_place)
+        splits.append(split)
     return splits
 
 
@@ -185,8 +199,8 @@ class _Planner:
     def best_us(self, s: SplitCandidate) -> float:
         """Return the saving where nothing else uses the port."""
         first, last = s.window.bounds(self._plain_order, moving_nodes(other.window for other in self.splits.values()))
-        hidden = sum(self._clock[first:last])
-        return s.times.plain_us - s.times.shortest_us - max(0.0, s.times.transfer_us - hidden)
+        hidden, times = sum(self._clock[first:last]), s.best_times
+        return times.plain_us - times.shortest_us - max(0.0, times.transfer_us - hidden)
 
     def set_aside(self, i: int, alternatives: Alternatives) -> Alternatives:
         """Return the alternatives that save more than splitting the candidate can, by what they save more.
@@ -212,7 +226,9 @@ class _Planner:
         items = self._items(assignments, order, {s.number for s in open_splits})
         moving = moving_nodes(s.window for s in open_splits)
         transfers = [self._transfer(s, order, moving) for s in open_splits]
-        result = place(items, transfers, Limits(self.costs.policy.split_bytes, SPLIT_SLOTS))
+        in_place = {k: t for k, (s, t) in enumerate(zip(open_splits, transfers, strict=True)) if s.zero_copy_times}
+        zero_copy = {k: z for k, t in in_place.items() if (z := self._without_copy(open_splits[k], t, order, moving))}
+        result = place(items, transfers, Limits(self.costs.policy.split_bytes, SPLIT_SLOTS), zero_copy)
         return {s.number: p for s, p in zip(open_splits, result, strict=True) if p is not None}
 
     def _transfer(self, s: SplitCandidate, order: FusionOrder, moving: Mapping[Node, object]) -> Transfer:
@@ -236,6 +252,15 @@ class _Planner:
             matmul_slowdown=s.times.matmul_slowdown,
             transfer_slowdown=s.times.transfer_slowdown,
         )
+
+    def _without_copy(
+        self, s: SplitCandidate, t: Transfer, order: FusionOrder, moving: Mapping[Node, object]
+    ) -> Transfer | None:
+        """Return the zero-copy form of a gather, None where the place of a reader is not known."""
+        release, times = release_position(s.window, s.readers, order, moving), s.best_times
+        if release is None:
+            return None
+        return replace(t, release=release, start_us=times.start_us, finish_us=times.finish_us, release_us=times.release_us)
 
     def _items(self, assignments: Sequence[Assignment], order: FusionOrder, split: set[int]) -> list[Item]:
         """Return the nodes in `order` with their times. A fused site has its time at its first node."""
@@ -279,14 +304,14 @@ class _Planner:
                     )
                     result[i] = replace(assignments[i], result=miss)
                 continue
-            site = Split(s.window.collective, p.slot)
+            site = Split(s.window.collective, p.slot, p.release is not None)
             own = _as_choice(s, p)
             alternative = Alternative(site, s.strategy, p.saved_us, Benefit(0, 0, 0, p.saved_us), 0, own)
             result[i] = Assignment(alternatives, alternative, assignments[i].estimate)
-            starts, finishes = numbers[i]
+            starts, finishes, *releases = numbers[i]
             choice.windows[i] = SplitWindow(
                 p.slot, starts, finishes, s.landing_bytes, round(s.times.transfer_us, 2), round(p.exposed_us, 2),
-                "c10d" if s.window.collective.hosts > 1 else "",
+                "c10d" if s.window.collective.hosts > 1 else "", releases[0] if releases else None,
             )  # fmt: skip
             choice.entries[i] = (s.window, p)
         return choice
@@ -307,21 +332,23 @@ def _as_choice(s: SplitCandidate, p: Placed) -> StrategyChoice:
 
 def _ordinals(
     candidates: Sequence[Candidate], assignments: Sequence[Assignment], order: FusionOrder, placed: Mapping[int, Placed]
-) -> dict[int, tuple[int, int]]:
-    """Return for each placed collective the numbers of its start and finish among everything that communicates.
+) -> dict[int, list[int]]:
+    """Return for each placed collective the numbers of its ops among everything that communicates.
 
     All ranks must agree on them; how many other nodes lie in between is a rank's own business.
     """
-    events: list[tuple[tuple[int, int, int], int, bool]] = []
+    events: list[tuple[tuple[int, int, int], int]] = []
     for i, (candidate, assignment) in enumerate(zip(candidates, assignments, strict=True)):
         if i in placed:
             p = placed[i]
-            events += [((p.start, 0, p.start_number), i, True), ((p.finish, 0, p.finish_number), i, False)]
+            events += [((p.start, 0, p.start_number), i), ((p.finish, 0, p.finish_number), i)]
+            if p.release is not None:
+                events.append(((p.release, 0, p.release_number), i))
         else:
             site = assignment.site
             node = candidate.collective.node
-            events.append(((order.span(node)[0] if site else order.position[node], 1, i), i, True))
+            events.append(((order.span(node)[0] if site else order.position[node], 1, i), i))
     numbers: dict[int, list[int]] = {}
-    for number, (_, i, _) in enumerate(sorted(events)):
+    for number, (_, i) in enumerate(sorted(events)):
         numbers.setdefault(i, []).append(number)
-    return {i: (numbers[i][0], numbers[i][1]) for i in placed}
+    return {i: numbers[i] for i in placed}

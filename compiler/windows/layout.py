@@ -1,19 +1,24 @@
 """The order of a graph with split collectives, and the rewritten graph in that order.
 
-Fused sites are at the place of their nodes, starts and finishes at the places that were chosen, and everything else keeps its
-order. A lead moves in front with its start, a trail back with its finish.
+Fused sites are at the place of their nodes, starts, finishes and releases at the places that were chosen, and everything else
+keeps its order. A lead moves in front with its start, a trail back with its finish. A release follows all that reads the
+memory which it gives back.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
+from ub_overlap.runtime.schedule.steps import Part
+
+from ..graph.aten import alias_base, node_arg
 from ..graph.emitter import SITE
 from ..match.window import Window
 from .placement import Placed
@@ -34,20 +39,33 @@ def apply_layout(graph: Graph, layout: GraphLayout, members: Mapping[str, Collec
     """Sort the rewritten graph. `members`: by site name the nodes that each site has replaced."""
     keys = _keys(graph, layout, members)
     order = _sort(graph, keys)
-    placed = [keys[n] for n in order if n.meta.get(SITE) in layout.entries and _is_half(n)]
-    assert placed == sorted(placed), "starts and finishes of split collectives are not in the order of the plan"
+    placed = [keys[n] for n in order if n.meta.get(SITE) in layout.entries and _part(n) is not None]
+    assert placed == sorted(placed), "the ops of split collectives are not in the order of the plan"
     first = next(iter(graph.nodes))
     if order[0] is not first:
         first.prepend(order[0])
     for before, node in pairwise(order):
         before.append(node)
+    if any(_part(n) is Part.RELEASE for n in order):
+        _forget_writes(graph)
 
 
-def _is_half(node: Node) -> bool:
-    return node.target in (
-        torch.ops.ub_overlap.start_collective.default,
-        torch.ops.ub_overlap.finish_collective.default,
-    )
+def _forget_writes(graph: Graph) -> None:
+    """Make Inductor number the stretches between writes again. It merges no nodes of two stretches, e.g. a matmul in front of
+    a release and the sum behind it. It numbered this graph when nothing was released."""
+    for node in graph.nodes:
+        node.meta.pop("mutation_region_id", None)
+
+
+def _part(node: Node) -> Part | None:
+    """Return the part of a split collective that `node` issues; None for other nodes."""
+    ops = torch.ops.ub_overlap
+    parts: dict[Any, Part] = {
+        ops.start_collective.default: Part.START,
+        ops.finish_collective.default: Part.FINISH,
+        ops.release_collective.default: Part.RELEASE,
+    }
+    return parts.get(node.target)
 
 
 def _keys(graph: Graph, layout: GraphLayout, members: Mapping[str, Collection[Node]]) -> dict[Node, Key]:
@@ -65,8 +83,11 @@ def _keys(graph: Graph, layout: GraphLayout, members: Mapping[str, Collection[No
         elif name in layout.entries:
             _, p = layout.entries[name]
             keys[n] = (p.finish, 0, p.finish_number) if name in started else (p.start, 0, p.start_number)
-            if n.target is torch.ops.ub_overlap.start_collective.default:
+            if _part(n) is Part.START:
                 started.add(name)
+            elif _part(n) is Part.RELEASE:
+                assert p.release is not None, f"{name} is released without a place"
+                keys[n] = (p.release, 0, p.release_number)
         elif name in first_of:
             keys[n] = (first_of[name], 1, 0)
             emitted.append(n)
@@ -84,18 +105,38 @@ def _keys(graph: Graph, layout: GraphLayout, members: Mapping[str, Collection[No
     return keys
 
 
+def _releases(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
+    """Return for each node the releases that follow it: of the memory that it reads, or is a view of."""
+    found: dict[Node, list[Node]] = {}
+    for release in (n for n in nodes if _part(n) is Part.RELEASE):
+        todo, seen = [node_arg(release)], {release}
+        while todo:
+            for user in todo.pop().users:
+                if user in seen:
+                    continue
+                seen.add(user)
+                found.setdefault(user, []).append(release)
+                if alias_base(user) is not None:
+                    todo.append(user)
+    return found
+
+
 def _sort(graph: Graph, keys: Mapping[Node, Key]) -> list[Node]:
     """Return the nodes in the topological order that follows `keys`; equal keys in graph order."""
     nodes = list(graph.nodes)
     index = {n: i for i, n in enumerate(nodes)}
     missing = {n: len(n.all_input_nodes) for n in nodes}
+    released = _releases(nodes)
+    for releases in released.values():
+        for release in releases:
+            missing[release] += 1
     ready = [(keys[n], i) for n, i in index.items() if not missing[n]]
     heapq.heapify(ready)
     order: list[Node] = []
     while ready:
         _, i = heapq.heappop(ready)
         order.append(nodes[i])
-        for user in nodes[i].users:
+        for user in (*nodes[i].users, *released.get(nodes[i], ())):
             missing[user] -= 1
             if not missing[user]:
                 heapq.heappush(ready, (keys[user], index[user]))

@@ -1,4 +1,4 @@
-"""Place the starts and finishes of split collectives between the items of a graph, in its order.
+"""Place the ops of split collectives between the items of a graph, in its order.
 
 A list scheduler with one resource for each link: the GPU's port, and the network. It takes plain numbers, so that every rank
 computes the same.
@@ -11,13 +11,16 @@ they are ready, and finish once their data is here. A link serves one transfer a
 and a fused site waits for what was started before it. Every open transfer has a slot of landing memory; slots keep their
 memory, so a transfer prefers one that is large enough. A start waits until the peers have left its slot, so it also prefers
 one that has been free for a while. A start without a free slot or without memory waits for the next finish.
+
+A zero-copy gather has its slot until its release. Where a start finds no slot or memory for that reason, the gather that is
+read for longest is copied instead, if all transfers save more together then.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 SLACK = 0.25
@@ -69,6 +72,9 @@ class Transfer:
     """Slowdown of matmuls during the transfer."""
     transfer_slowdown: float = 0.0
     """Slowdown of the transfer during matmuls."""
+    release: int | None = None
+    """The item before which the result of a zero-copy gather may be released; None: its finish frees the slot."""
+    release_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +87,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Start and finish stand before the items at these positions. Entries of one position run by rising number."""
+    """Start, finish and release stand before the items at these positions. Entries of one position run by rising number."""
 
     start: int
     start_number: int
@@ -92,20 +98,50 @@ class Placed:
     """The time that the finish waits."""
     saved_us: float
     """Against the plain collective."""
+    release: int | None = None
+    release_number: int = 0
 
 
-def place(items: Sequence[Item], transfers: Sequence[Transfer], limits: Limits) -> list[Placed | None]:
-    """Return the place of each transfer, None for one that saves less than it needs or finds no slot or memory."""
+def place(
+    items: Sequence[Item], transfers: Sequence[Transfer], limits: Limits, zero_copy: Mapping[int, Transfer] | None = None
+) -> list[Placed | None]:
+    """Return the place of each transfer, None for one that saves less than it needs or finds no slot or memory.
+
+    `zero_copy`: by number of the transfer, its form without a copy, where it has one.
+    """
+    forms = dict(zero_copy or {})
+    best, best_us = _place([forms.get(k, t) for k, t in enumerate(transfers)], items, limits, holders := set())
+    for _ in range(ROUNDS):
+        if not holders:
+            break
+        forms = {k: t for k, t in forms.items() if k not in holders}
+        chosen, us = _place([forms.get(k, t) for k, t in enumerate(transfers)], items, limits, holders := set())
+        if us > best_us:
+            best, best_us = chosen, us
+    return best
+
+
+def _place(
+    transfers: Sequence[Transfer], items: Sequence[Item], limits: Limits, holders: set[int]
+) -> tuple[list[Placed | None], tuple[int, float]]:
+    """Return the places, and what they are worth: required transfers among them, and microseconds saved.
+
+    Adds to `holders` the zero-copy gathers for whose slot or memory others had to wait.
+    """
     active = set(range(len(transfers)))
     placed: dict[int, Placed] = {}
     for _ in range(ROUNDS):
-        placed = _Sweep(items, transfers, active, limits).run()
+        sweep = _Sweep(items, transfers, active, limits)
+        placed = sweep.run()
+        holders |= sweep.holders
         saved = {k: p.saved_us for k, p in placed.items()}
         worse = {k for k in active if k not in saved or (saved[k] < transfers[k].needed_us and not transfers[k].is_required)}
         if not worse:
             break
         active -= worse
-    return [placed[k] if k in active and k in placed else None for k in range(len(transfers))]
+    result = [placed[k] if k in active and k in placed else None for k in range(len(transfers))]
+    required = sum(p is not None and t.is_required for p, t in zip(result, transfers, strict=True))
+    return result, (required, sum(p.saved_us for p in result if p is not None))
 
 
 @dataclass(slots=True)
@@ -135,6 +171,10 @@ class _Sweep:
     left: dict[tuple[str, int], float] = field(default_factory=dict)
     """When a slot of a group was last left."""
     open: dict[int, _Open] = field(default_factory=dict)
+    unreleased: dict[int, _Open] = field(default_factory=dict)
+    """Zero-copy gathers between finish and release."""
+    holders: set[int] = field(default_factory=set)
+    """Those of them for whose slot or memory a start had to wait: of each such moment the one that is read for longest."""
     placed: dict[int, Placed] = field(default_factory=dict)
 
     def run(self) -> dict[int, Placed]:
@@ -149,6 +189,7 @@ class _Sweep:
         waiting: list[int] = []
         for position, item in enumerate(items):
             ends = due.get(position, ())
+            self.release_all(position)
             self.finish_all([k for k in ends if k in self.open], position)
             if item.us:
                 self.finish_all([k for k, o in self.open.items() if self.is_here(k, o)], position)
@@ -174,6 +215,7 @@ class _Sweep:
             return False
         slot = self.find_slot(t)
         if slot is None:
+            self.holders.update(sorted(self.unreleased, key=lambda k: (self.transfers[k].release or 0, k))[-1:])
             return False
         sizes = self.slots.setdefault(t.group, [])
         if slot == len(sizes):
@@ -191,7 +233,7 @@ class _Sweep:
 
         First come slots that the peers have left, then those that grow least, of these the smallest."""
         sizes = self.slots.get(t.group, [])
-        used = {o.slot for k, o in self.open.items() if self.transfers[k].group == t.group}
+        used = {o.slot for k, o in (*self.open.items(), *self.unreleased.items()) if self.transfers[k].group == t.group}
         free = [slot for slot in range(len(sizes)) if slot not in used]
         if len(sizes) < self.limits.slots:
             free.append(len(sizes))
@@ -217,8 +259,22 @@ class _Sweep:
             self.held -= t.held_bytes
             self.left[t.group, o.slot] = self.now
             slowed = t.matmul_slowdown * t.transfer_us
-            saved = t.plain_us - t.start_us - t.finish_us - exposed - slowed
+            saved = t.plain_us - t.start_us - t.finish_us - t.release_us - exposed - slowed
             self.placed[k] = Placed(o.start, o.number, position, self.next_number(), o.slot, exposed, saved)
+            if t.release is not None:
+                self.unreleased[k] = o
+        self.release_all(position)
+
+    def release_all(self, position: int) -> None:
+        """Release the results whose last readers stand before `position`."""
+        for k, o in list(self.unreleased.items()):
+            t = self.transfers[k]
+            assert t.release is not None
+            if t.release <= position:
+                del self.unreleased[k]
+                self.now += t.release_us
+                self.left[t.group, o.slot] = self.now
+                self.placed[k] = replace(self.placed[k], release=position, release_number=self.next_number())
 
     def next_number(self) -> int:
         self.number += 1

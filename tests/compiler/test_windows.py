@@ -197,34 +197,62 @@ def random_problem(seed: int) -> tuple[list[Item], list[Transfer], Limits]:
 def test_places_are_legal(seed: int) -> None:
     """Starts and finishes are in their windows, slots hold one transfer at a time, and memory stays below the limit."""
     items, transfers, limits = random_problem(seed)
-    placed = place(items, transfers, limits)
-    assert placed == place(items, transfers, limits)
-    events: list[tuple[int, int, int, bool]] = []
+    zero_copy = in_place(transfers, items, seed)
+    placed = place(items, transfers, limits, zero_copy)
+    assert placed == place(items, transfers, limits, zero_copy)
+    events: list[tuple[int, int, int, str]] = []
     for k, (t, p) in enumerate(zip(transfers, placed, strict=True)):
         if p is None:
             continue
         assert t.earliest <= p.start <= p.finish <= t.latest and 0 <= p.slot < limits.slots
         assert t.is_required or p.saved_us >= t.needed_us
-        events += [(p.start, p.start_number, k, True), (p.finish, p.finish_number, k, False)]
+        events += [(p.start, p.start_number, k, "start"), (p.finish, p.finish_number, k, "finish")]
+        if p.release is not None:
+            assert p.release == max(p.finish, zero_copy[k].release or 0) < len(items)
+            events.append((p.release, p.release_number, k, "release"))
     numbers = [number for _, number, _, _ in sorted(events)]
     assert numbers == sorted(numbers) and len(set(numbers)) == len(numbers)
     open_slots: dict[tuple[str, int], int] = {}
     sizes: Counter[tuple[str, int]] = Counter()
     held = 0
-    for _, _, k, starts in sorted(events):
+    for _, _, k, what in sorted(events):
         t, p = transfers[k], placed[k]
         assert p is not None
         slot = (t.group, p.slot)
-        if starts:
+        if what == "start":
             assert slot not in open_slots
             open_slots[slot] = k
             sizes[slot], held = max(sizes[slot], t.landing_bytes), held + t.held_bytes
             if not any(t.is_required for t in transfers):
                 assert sum(sizes.values()) + held <= limits.bytes
-        else:
-            assert open_slots.pop(slot) == k
+        elif what == "finish":
+            assert open_slots[slot] == k
             held -= t.held_bytes
+        if what == ("finish" if p.release is None else "release"):
+            assert open_slots.pop(slot) == k
     assert not open_slots
+
+
+def in_place(transfers: list[Transfer], items: list[Item], seed: int) -> dict[int, Transfer]:
+    """Return the zero-copy forms of some gathers, with last readers anywhere behind their finishes."""
+    rng = random.Random(seed + 1)
+    return {
+        k: replace(t, release=rng.randint(0, len(items) - 1), release_us=2.0, finish_us=3.0)
+        for k, t in enumerate(transfers)
+        if t.starts_late and rng.random() < 0.7
+    }
+
+
+def test_results_that_are_read_for_long_are_copied() -> None:
+    """Each gather hides, but the first is read again at the end. With two slots its result is copied; with more it is not."""
+    count = 6
+    items = [Item(600.0)] * count + [Item(0.0)]
+    transfers = [Transfer("g", 0, k, k, True, 1.0, 160.0, 50.0, 300.0, 100, needed_us=3.0) for k in range(1, count)]
+    forms = {k: replace(t, release=count if k == 0 else t.latest + 1, finish_us=5.0) for k, t in enumerate(transfers)}
+    for slots, copied in ((2, {0}), (8, set())):
+        placed = place(items, transfers, Limits(1 << 30, slots), forms)
+        assert {k for k, p in enumerate(placed) if p is not None and p.release is None} == copied
+        assert all(p is not None and p.exposed_us == 0 for p in placed)
 
 
 def chain(count: int, us: float, transfer_us: float, limit: int = 1 << 30) -> list[Placed | None]:
