@@ -1,0 +1,84 @@
+"""ZeRO-3 in the graph: parameters are shards, and reading one gathers it.
+
+    forward     shard -> cast -> all_gather -> weight -> matmul
+    backward    gradient of the weight -> cast -> reduce_scatter -> gradient of the shard
+
+torch.compile traces both collectives, so the backend places them: a gather starts before its weight is needed, a
+reduction finishes after its gradient was computed. fully_shard (FSDP2) gathers in hooks, which are not traced.
+
+State dicts, gradient clipping and optimizers see the shards as DTensors, under the names that the parameters had.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class GatherConfig:
+    """How parameters are gathered. `tp_mesh`: the mesh of the tensor-parallel parameters, None without any."""
+
+    tp_mesh: DeviceMesh | None = None
+    param_dtype: torch.dtype | None = None
+    """The type of gathered parameters; None: that of the shards."""
+    reduce_dtype: torch.dtype | None = None
+    """The type in which gradients are reduced; None: that of the gradients."""
+
+    def gather(self, shard: DTensor) -> Tensor:
+        """Return the whole parameter, with tensor parallelism this rank's part of it as a DTensor over `tp_mesh`."""
+        outer = shard.placements[:-1]
+        whole = shard.redistribute(
+            placements=[*outer, Replicate()], forward_dtype=self.param_dtype, backward_dtype=self.reduce_dtype
+        )
+        local = whole.to_local(grad_placements=[*outer, Partial("avg")])
+        return local if self.tp_mesh is None else DTensor.from_local(local, self.tp_mesh, outer, run_check=False)
+
+
+def shard_parameters(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> None:
+    """Shard each parameter of `model` over the last dimension of `mesh`, in place.
+
+    `mesh`: of one dimension, or of two after tensor parallelism over the first one. Ranks of the last dimension have the same
+    parameters and batches of their own; gradients are averaged over them. Call it on all ranks, before the optimizer is made.
+    """
+    config = GatherConfig(mesh[mesh.mesh_dim_names[0]] if mesh.ndim == 2 else None, param_dtype, reduce_dtype)  # type: ignore[index]
+    for module in list(model.modules()):
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+        for name in names:
+            parameter = module._parameters[name]
+            assert parameter is not None
+            module.register_parameter(name, _shard(parameter, mesh))
+        if names:
+            module.gather_config = config  # type: ignore[assignment]
+            module.__class__ = _gathering_class(type(module), tuple(names))
+
+
+def _shard(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """Return this rank's shard along dim 0 of the tensor-parallel part of `parameter`."""
+    outer = parameter.placements if isinstance(parameter, DTensor) else ()
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    whole = DTensor.from_local(local.detach(), mesh, [*outer, Replicate()], run_check=False)
+    return nn.Parameter(whole.redistribute(placements=[*outer, Shard(0)]), requires_grad=parameter.requires_grad)
+
+
+@functools.cache
+def _gathering_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """Return a subclass of `base` whose attributes `names` gather the parameters. One per class: graphs are reused."""
+    return type(base.__name__, (base,), {name: _gathered_parameter(name) for name in names})
+
+
+def _gathered_parameter(name: str) -> property:
+    def read(module: nn.Module) -> Tensor:
+        return module.gather_config.gather(module._parameters[name])  # type: ignore[operator,union-attr]
+
+    return property(read)

@@ -1,0 +1,92 @@
+"""A Llama whose parameters are gathered in the graph, by SimpleFSDP's code and by ours, and with tensor parallelism."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness.ranks import RankPool
+from tests.models.compare import Comparison
+from tests.models.sharded_llama import PARAMETERS
+from ub_overlap.compiler.plan.reasons import collective_of
+
+MODEL = "tests.models.sharded_llama"
+SPLIT: dict[str, Any] = {"overlap": "off", "inner": "aot_eager", "overrides": [{"strategy": "split"}]}
+FORCE: dict[str, Any] = {"overlap": "force", "inner": "aot_eager"}
+MATMULS, NORMS = 8, 3
+TP = {"forward all_gather": 4, "forward reduce_scatter": 3, "backward all_gather": 3, "backward reduce_scatter": 3}
+"""Collectives of tensor parallelism: inputs of attention, feed-forward and head, results of embedding, wo, w2 and head."""
+
+
+def counts(outcome: Comparison) -> Counter[str]:
+    """Return the number of collectives by phase and operation."""
+    return Counter(f"{d['phase']} {collective_of(d['kind'])}" for d in outcome.decisions)
+
+
+def check(pool: RankPool, variant: dict[str, Any], options: dict[str, Any]) -> Comparison:
+    """Compare with eager and float64 on all ranks. Return the outcome of the first."""
+    outcomes: list[Comparison] = pool.run("tests.models.compare:compare", MODEL, variant, options, timeout=200)
+    for outcome in outcomes:
+        outcome.check()
+    assert [d["strategy"] for d in outcomes[0].decisions] == [d["strategy"] for d in outcomes[-1].decisions]
+    return outcomes[0]
+
+
+@pytest.fixture(scope="module")
+def titan4() -> Iterator[RankPool]:
+    """Ranks that import torchtitan, which breaks the partitioner after transformers."""
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 12):
+        pytest.skip(f"torch {torch.__version__} is too old for torchtitan 0.3.0")
+    if importlib.util.find_spec("torchtitan") is None:
+        pytest.skip("torchtitan is not installed: pip install --no-deps -r tests/models/requirements.txt")
+    with RankPool(4) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("budget", [None, 0])
+def test_gathered_in_the_graph(pool2: RankPool, budget: float | None) -> None:
+    """Every parameter is gathered and every gradient reduced, all split. With a budget of 0 backward gathers again."""
+    outcome = check(pool2, {"mixed": budget is None}, {**SPLIT, "memory_budget": budget})
+    assert {d["strategy"] for d in outcome.decisions} == {"split"}
+    found = counts(outcome)
+    assert found["forward all_gather"] == PARAMETERS and found["backward reduce_scatter"] == PARAMETERS, found
+    assert found["backward all_gather"] == (MATMULS if budget == 0 else 0), found
+
+
+@pytest.mark.parametrize(("source", "options"), [("example", FORCE), ("example", SPLIT), ("torchtitan", SPLIT)])
+def test_with_tensor_parallelism(pool4: RankPool, titan4: RankPool, source: str, options: dict[str, Any]) -> None:
+    """2 replicas x 2 ranks: collectives of both groups are overlapped, fused or split; plain eager is equal."""
+    outcome = check(titan4 if source == "torchtitan" else pool4, {"source": source, "tp": 2}, options)
+    found = counts(outcome)
+    expected = Counter({"forward all_gather": PARAMETERS, "backward reduce_scatter": PARAMETERS, "backward all_reduce": NORMS})
+    assert found == expected + Counter(TP), found
+    strategies = Counter(d["strategy"].partition(":")[0] for d in outcome.decisions)
+    assert strategies.keys() <= ({"split"} if options is SPLIT else {"pipelined", "bulk", "none"}), strategies
+    groups = {d["group"] for d in outcome.decisions if d["strategy"] != "none"}
+    assert len(groups) == 2, Counter(f"{d['phase']} {d['kind']} {d['group']} {d['id'][:9]}" for d in outcome.decisions)
+
+
+@pytest.mark.parametrize(
+    ("variant", "expected"),
+    [
+        ({"mixed": True}, {"forward all_gather": PARAMETERS, "backward reduce_scatter": PARAMETERS}),
+        (
+            {"mode": "hybrid_shard"},
+            {"forward all_gather": PARAMETERS, "backward reduce_scatter": PARAMETERS, "backward all_reduce": PARAMETERS},
+        ),
+        (
+            {"mode": "replicate", "tp": 2},
+            {**TP, "backward all_reduce": PARAMETERS + NORMS},
+        ),
+    ],
+)  # fmt: skip
+def test_torchtitan(titan4: RankPool, variant: dict[str, Any], expected: dict[str, int]) -> None:
+    """SimpleFSDP's own code: sharded over 4 ranks, hybrid over 2 x 2, and replicated over 2 with tensor parallelism over 2."""
+    outcome = check(titan4, {"source": "torchtitan", **variant}, SPLIT)
+    assert counts(outcome) == expected, counts(outcome)
+    assert {d["strategy"] for d in outcome.decisions} == {"split"}

@@ -1,0 +1,87 @@
+"""The Llama of examples/llama_tp with sharded parameters that are gathered in the graph, alone and with tensor parallelism.
+
+`source`: "example" shards by examples/fsdp_tp, "torchtitan" by torchtitan's SimpleFSDP. Ranks of one tensor-parallel group have
+the same tokens. Legend: N replicas.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tests.models.absent import stand_ins
+from tests.models.case import Case, Expected, device, settle
+from tests.models.torchtitan_llama import UNUSED
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+PARAMETERS = 12
+"""Of a model of one layer."""
+
+
+def data_parallel() -> tuple[Any, Any]:
+    """Return torchtitan's data_parallel and its MixedPrecisionPolicy."""
+    import torch._inductor.compile_fx  # noqa: F401  (before the stand-ins: Inductor looks for Triton itself)
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    init = FakeTensorMode.__init__
+    with stand_ins(*UNUSED):
+        from torchtitan.experiments.graph_trainer import simple_fsdp
+    FakeTensorMode.__init__ = init  # torchtitan patches it for the whole process
+    simple_fsdp._wrap_class_cache.clear()  # a class keeps the mesh and the types that it was first made with
+    return simple_fsdp.data_parallel, simple_fsdp.MixedPrecisionPolicy
+
+
+def meshes(source: str, mode: str, world: int, tp: int) -> tuple[DeviceMesh, DeviceMesh | None, int]:
+    """Return the mesh of data parallelism as `source` expects it, the mesh of tensor parallelism, and this rank's replica."""
+    if tp == 1:
+        if mode == "hybrid_shard":
+            mesh = init_device_mesh(device().type, (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        else:
+            mesh = init_device_mesh(device().type, (world,), mesh_dim_names=("dp",))
+        return mesh, None, torch.distributed.get_rank()
+    if source == "torchtitan":
+        whole = init_device_mesh(device().type, (world // tp, tp), mesh_dim_names=("dp", "tp"))
+        return whole["dp"], whole["tp"], whole.get_local_rank("dp")
+    ranks = torch.arange(world).view(world // tp, tp).t().contiguous()
+    whole = DeviceMesh(device().type, ranks, mesh_dim_names=("tp", "dp"))
+    return whole, whole["tp"], whole.get_local_rank("dp")
+
+
+def build(
+    rank: int,
+    world: int,
+    source: str = "example",
+    mode: str = "fully_shard",
+    tp: int = 1,
+    mixed: bool = False,
+    dtype: torch.dtype = torch.float32,
+    exact: bool = False,
+    dynamic: bool | None = None,
+) -> Case:
+    """Build the model. `mode`: as of torchtitan. `mixed`: parameters gathered in bf16, gradients reduced in `dtype`."""
+    for folder in ("llama_tp", "fsdp_tp"):
+        if str(EXAMPLES / folder) not in sys.path:
+            sys.path.append(str(EXAMPLES / folder))
+    from in_graph_shards import shard_parameters
+    from model import ModelArgs, Transformer
+    from parallelize import parallelize
+
+    mesh, tp_mesh, replica = meshes(source, mode, world, tp)
+    model = Transformer(ModelArgs(dim=64, num_layers=1, hidden_dim=96, vocab_size=160, max_seq_len=16))
+    model.init_weights(7)
+    model = settle(model, dtype, exact)
+    if tp_mesh is not None:
+        parallelize(model, tp_mesh)
+    low = (torch.float64 if exact else torch.bfloat16) if mixed else None
+    high = (torch.float64 if exact else dtype) if mixed else None
+    if source == "torchtitan":
+        shard, policy = data_parallel()
+        shard(model, mesh, mode=mode, mp_policy=policy(param_dtype=low, reduce_dtype=high))
+    else:
+        shard_parameters(model, mesh, low, high)
+    tokens = torch.randint(160, (2, 16), generator=torch.Generator().manual_seed(11 + replica)).to(device())
+    return Case(model, (tokens,), Expected(), dynamic=dynamic)
