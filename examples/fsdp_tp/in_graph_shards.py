@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +78,7 @@ def _gathering_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.M
     return type(base.__name__, (base,), {name: _gathered_parameter(name) for name in names})
 
 
-def _gathered_parameter(name: str) -> property:
+def _gathered_parameter(name: str) -> Any:
     def read(module: nn.Module) -> Tensor:
         return module.gather_config.gather(module._parameters[name])  # type: ignore[operator,union-attr]
 
