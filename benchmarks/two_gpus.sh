@@ -31,7 +31,7 @@ blocks() {
         --pack-weights weights --budget-s 120
 }
 mlp() {
-    ranks mlp 150 benchmarks.blocks --model mlp --size 8b,70b --variants inductor,ours,compute,te,te_fp8 --iters 15 --waterfall \
+    ranks mlp 150 benchmarks.blocks --model mlp --size 8b,70b --variants inductor,ours,compute,te,te_fp8 --iters 15 --host --waterfall \
         --ours 'bf16={}' --ours 'tensorwise={"fp8":"all"}' --ours 'delayed={"fp8":{"recipe":"delayed"}}' \
         --ours 'rowwise={"fp8":{"recipe":"rowwise"}}' --budget-s 120
 }

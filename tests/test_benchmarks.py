@@ -87,7 +87,7 @@ def test_ops_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
 def test_blocks_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     path, folder = tmp_path / "blocks.json", tmp_path / "profile"
     arguments = ["--size", "tiny", "--seq", "32", "--iters", "2", "--warm", "1", "--json", str(path), "--profile", str(folder)]
-    out = torchrun(2, "benchmarks.blocks", [*arguments, "--ours", 'forced={"overlap": "force"}'])
+    out = torchrun(2, "benchmarks.blocks", [*arguments, "--host", "--ours", 'forced={"overlap": "force"}'])
     document: dict[str, Any] = json.loads(path.read_text())
     assert document.keys() >= FACTS and document["benchmark"] == "blocks"
     (size,) = document["rows"]
@@ -98,9 +98,12 @@ def test_blocks_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str],
         assert variants[name]["step"] > 0 and variants[name]["forward"] > 0, name
     assert variants["forced"]["sites"].startswith("8 of ")
     assert 0 <= variants["forced"]["error"] < 1e-3
+    host = variants["forced"]["host"]
+    assert host["step_us"] > host["forward_us"] > 0
+    assert {op: calls for op, (calls, _) in host["ops"].items() if op == "ub_overlap::all_gather_matmul"}
     assert "by time" in (folder / "tiny_tp2_forced.txt").read_text()
     text = printed(path, capsys, monkeypatch)
-    assert "| tiny block, 32 tokens" in text and "forced" in out
+    assert "| tiny block, 32 tokens" in text and "until a step returns" in text and "forced" in out
 
 
 def test_feed_forward_alone(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ collectives replaced by views; nocomm: Inductor's graph with collectives that ta
 --model mlp times the block's norm and feed-forward alone. Its variants "te" and "te_fp8" are TransformerEngine's LayerNormMLP,
 with weights of its own: its numbers are not compared.
 --layers N times N blocks in a row, so that the host's work for a block runs while the device computes the one before.
+--host shows how long the host needs for an eager step, and for each of its ops: large where the device waits for the host.
 --waterfall shows where the captured step of each variant spends its time, by class of kernel, against compute; of the
 rank that computes longest.
 """
@@ -35,6 +36,7 @@ from ..ranks import end, start
 from ..replay_trace import prepare_for_captures
 from ..report import draw
 from ..variant_run import VariantRun
+from . import host
 from .model import MODELS, SIZES
 from .profile import write_profile
 from .table import BASELINES, NO_COMMUNICATION, text
@@ -63,6 +65,7 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--write", action="store_true", help="weights change before each step (default: a later microbatch)")
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--warm", type=int, default=5)
+    parser.add_argument("--host", action="store_true", help="measure the host time of eager steps, and of their ops")
     parser.add_argument("--graphs", action="store_true", help="time each as a CUDA graph too, last")
     parser.add_argument("--waterfall", action="store_true", help="take the captured steps apart, last; implies --graphs")
     parser.add_argument("--profile", metavar="DIR", help="write a device profile of a step of ours, on rank 0")
@@ -131,6 +134,8 @@ class BlocksRun(VariantRun):
         self.compare(context, variants, rows)
         calls = {f"{n} {what}": getattr(v, what) for n, v in variants.items() for what in ("step", "forward")}
         self.rounds(calls, rows)
+        if args.host:
+            self.host(variants, calls, rows)
         for name in args.options if args.profile else ():
             if name in variants:
                 with self.deadline(f"profile of {name}"):
@@ -141,6 +146,19 @@ class BlocksRun(VariantRun):
             replays = self.capture(calls, rows)
             if args.waterfall:
                 self.waterfall(replays, row)
+
+    def host(self, variants: dict[str, BlockVariant], calls: dict[str, Any], rows: dict[str, Any]) -> None:
+        """Measure the host time of eager calls from an idle device."""
+        with self.deadline("host times"):
+            times = self.clock.host(calls, self.args.iters)
+        for name, variant in variants.items():
+            with self.deadline(f"host profile of {name}"):
+                ops, why = self.world.agreed(lambda v=variant: host.measure_ops(v.step, self.world))
+            if why:
+                rows[name]["why"]["host"] = why
+                continue
+            rows[name]["host"] = {"step_us": times[f"{name} step"], "forward_us": times[f"{name} forward"], "ops": ops}
+        self.save()
 
     def mesh(self) -> DeviceMesh:
         device = self.world.device.type

@@ -7,6 +7,7 @@ from typing import Any
 from ub_overlap.compiler.text.table import render_table
 
 from .. import waterfall
+from . import host
 
 NONE = "-"
 NO_COMMUNICATION = "nocomm"
@@ -66,6 +67,8 @@ def text(document: dict[str, Any], style: str = "simple") -> str:
         parts.append(render_table(rows, style=style, titles=titles))
         notes = [f"no {name} {what}: {why}" for name, v in variants.items() for what, why in v.get("why", {}).items()]
         parts.append("\n".join(notes))
+        if any("host" in v for v in variants.values()):
+            parts.append(host.text(variants, style))
         if "waterfall" in size:
             rank = size["waterfall"].get("rank", 0)
             parts.append(f"captured step of the {size['size']} {blocks}, microseconds by class, rank {rank}")
