@@ -48,6 +48,7 @@ def test_public_setters_of_fully_shard_set_what_we_replace() -> None:
         _fsdp_compat.set_comms(group, scatter, gather)
         assert _fsdp_compat.comms(group) == (scatter, gather)
         assert hasattr(group, "offload_policy")
+        assert _fsdp_compat.gather_group(group).size() == 2
     finally:
         dist.destroy_process_group()
 

@@ -231,20 +231,36 @@ void Session::run(Call& call, Executor& executor, const std::function<void(Call&
     });
 }
 
+void Session::refuse_if_open(const Call& call) const {
+    const OpenCollective* open = open_[call.split_slot].get();
+    if (!open) return;
+    const std::string state = open->is_finished ? "finished and not released" : "started and not finished";
+    const char* next = open->is_finished ? "release_collective" : "finish_collective";
+    throw NamedError("OptionError",
+                     {{"what", "split slot " + std::to_string(call.split_slot) + " is in use by an open collective"},
+                      {"where", call.op_name + " at site '" + call.site + "', group '" + group_ + "'"},
+                      {"got", open->call.op_name + " at site '" + open->call.site + "' was " + state},
+                      {"expected", std::string(next) + " before the next start_collective of a slot"},
+                      {"fix", "call it first, or use another of the " + std::to_string(split_slots) + " split slots"}});
+}
+
+char* Session::landing_memory(Call& call) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    refuse_if_unusable(&call);
+    refuse_if_open(call);
+    if (arena_->slot_bytes(call.slot()) < call.slot_bytes()) {
+        const uint64_t number = flight_.begin(0, call.tag, {call.op_name, call.site, call.strategy, call.shape_text});
+        run_op_of(call, number, [&] { hooks_.grow(call); });
+        flight_.set_state(number, CallState::finished);
+    }
+    return arena_->slot(rank_, call.slot());
+}
+
 void Session::start(Call call, std::shared_ptr<void> input, Executor& executor) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     refuse_if_unusable(&call);
+    refuse_if_open(call);
     std::unique_ptr<OpenCollective>& open = open_[call.split_slot];
-    if (open) {
-        const std::string state = open->is_finished ? "finished and not released" : "started and not finished";
-        const char* next = open->is_finished ? "release_collective" : "finish_collective";
-        throw NamedError("OptionError",
-                         {{"what", "split slot " + std::to_string(call.split_slot) + " is in use by an open collective"},
-                          {"where", call.op_name + " at site '" + call.site + "', group '" + group_ + "'"},
-                          {"got", open->call.op_name + " at site '" + open->call.site + "' was " + state},
-                          {"expected", std::string(next) + " before the next start_collective of a slot"},
-                          {"fix", "call it first, or use another of the " + std::to_string(split_slots) + " split slots"}});
-    }
     auto next = std::make_unique<OpenCollective>();
     next->call = std::move(call);
     next->input = std::move(input);

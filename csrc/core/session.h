@@ -37,6 +37,9 @@ class Session {
     void finish(Call& call, Executor& executor);
     // `call`: its slot, site and stream.
     void release(const Call& call, Executor& executor);
+    // Returns this rank's landing memory of a split call that is to be started, grown to its needs: a gather whose input is at
+    // its place there copies nothing on this rank. Collective where it grows.
+    char* landing_memory(Call& call);
     // Plan check alone, for calls that another transport carries out. Returns the call's number in the flight recorder.
     uint64_t verify_only(const Call& call);
     // The alternative that the ranks agreed on for a bucket of a site's table; -1 before they did.
@@ -80,6 +83,8 @@ class Session {
         std::unique_ptr<OpenWork> work;  // refers to `call`, so it is destroyed first
     };
     [[noreturn]] void refuse_finish(const Call& call, const OpenCollective* open) const;
+    // Throws where another collective is open in the call's slot.
+    void refuse_if_open(const Call& call) const;
     // Runs one op of `call`. An error makes the session unusable, and is passed on.
     void run_op_of(const Call& call, uint64_t number, const std::function<void()>& body);
     // Finds the schedule of a call, compares plans and grows its slot.

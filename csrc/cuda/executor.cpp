@@ -251,7 +251,7 @@ class Run final : public OpenWork {
 
     int64_t push(const Span& src, const Span& dst, cudaStream_t stream) {
         const int64_t bytes = src.blocks * src.bytes;
-        if (bytes == 0) return 0;
+        if (bytes == 0 || src.data == dst.data) return 0;  // the input of a gather at its place in landing memory
         const auto kind = cudaMemcpyDeviceToDevice;
         const int64_t max_stride = INT32_MAX;
         if (src.blocks == 1 || (src.stride == src.bytes && dst.stride == dst.bytes)) {

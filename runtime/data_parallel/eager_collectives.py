@@ -17,17 +17,22 @@ from ..schedule.steps import SPLIT_SLOTS
 OPS = torch.ops.ub_overlap
 REDUCED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that the transport sums."""
+GATHERED_DTYPES = (*REDUCED_DTYPES, torch.float8_e4m3fn)
+"""Dtypes of the transport's gathers. They move bytes: others travel as the last one."""
 GATHER_SLOT, SCATTER_SLOT = SPLIT_SLOTS - 1, SPLIT_SLOTS - 2
 REDUCE_SLOTS = (SPLIT_SLOTS - 3, SPLIT_SLOTS - 4)
-_BYTES = torch.float8_e4m3fn
-"""A gather moves bytes: any dtype of one byte does."""
+LANDING_SLOTS = tuple(range(SPLIT_SLOTS - 5, -1, -1))
+"""Slots whose landing memory holds results of FSDP2 (landing_slots.py), in order of use."""
+
+
+def as_gathered(tensor: Tensor) -> Tensor:
+    """Return a view of a contiguous tensor with one dim in a dtype that the transport gathers."""
+    return tensor if tensor.dtype in GATHERED_DTYPES else tensor.view(GATHERED_DTYPES[-1])
 
 
 def gather_into(out: Tensor, shard: Tensor, group: str, site: str) -> None:
     """All-gather `shard` [n] into `out` [R * n], of which it may be this rank's place. Any dtype."""
-    if shard.dtype not in REDUCED_DTYPES:
-        out, shard = out.view(_BYTES), shard.view(_BYTES)
-    _run(out, shard, "all_gather", "sum", GATHER_SLOT, group, site)
+    _run(as_gathered(out), as_gathered(shard), "all_gather", "sum", GATHER_SLOT, group, site)
 
 
 def reduce_scatter_into(out: Tensor, whole: Tensor, group: str, site: str, *, op: str = "sum", factor: float = 1.0) -> None:

@@ -7,11 +7,14 @@ and one for the reduce_scatter of each module.
     copy-in of gradients -> reduce_scatter -> (all_reduce of HSDP, torch's own) -> gradients
 
 FSDP calls them in streams of its own, in the order of its program, which is the same on all ranks. A call issues all its work
-in the current stream, so FSDP's events order it with everything else, and any number of gathers may be in flight.
+in the current stream, so FSDP's events order it with everything else, and any number of gathers may be in flight. The result
+of a gather is landing memory (landing_slots.py), so nothing is staged.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,33 +27,40 @@ from ub_overlap import _fsdp_compat
 from ub_overlap import _torch_compat as compat
 
 from .. import errors
+from ..session.bind import find_session
 from .asynchronous import SideStreams
 from .eager_collectives import REDUCED_DTYPES, gather_into, reduce_scatter_into
+from .landing_slots import LandingSlots
 from .served_groups import ServedGroups
 
 
 class Installation:
     """The collectives that `install` has replaced."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: ServedGroups) -> None:
+        self._groups, self._streams = groups, SideStreams()
         self._replaced: list[tuple[Any, Any, Any]] = []  # parameter group, its all_gather, its reduce_scatter
 
     def __len__(self) -> int:
         """Return the number of parameter groups that are served."""
         return len(self._replaced)
 
-    def _replace(self, param_group: Any, site: str, groups: ServedGroups, streams: SideStreams) -> None:
+    def _replace(self, param_group: Any, site: str) -> None:
         gather, scatter = _fsdp_compat.comms(param_group)
         self._replaced.append((param_group, gather, scatter))
-        own_gather = _AllGather(f"{site}.all_gather", gather, groups, streams)
-        own_scatter = _ReduceScatter(f"{site}.reduce_scatter", scatter, groups)
+        own_gather = _AllGather(f"{site}.all_gather", gather, param_group, self._groups, self._streams)
+        own_scatter = _ReduceScatter(f"{site}.reduce_scatter", scatter, self._groups)
         _fsdp_compat.set_comms(param_group, own_gather, own_scatter)
 
     def remove(self) -> None:
-        """Give the modules the collectives back that they had before. Idempotent. Not between forward and backward."""
+        """Give the modules the collectives back that they had before. On all ranks, between steps. Idempotent."""
         for replaced in self._replaced:
             _fsdp_compat.set_comms(*replaced)
         self._replaced = []
+        with contextlib.suppress(errors.UbOverlapError):  # of a broken group, which nothing uses any more
+            for name, device in self._groups.served.items():
+                if find_session(name, device.type) is not None:
+                    LandingSlots.of(name, device).release_free()
 
 
 def install(model: torch.nn.Module) -> Installation:
@@ -60,7 +70,8 @@ def install(model: torch.nn.Module) -> Installation:
     without transport keep torch's collectives, as do modules with CPU offload; the log says so. The all_reduce of HSDP is
     torch's. Return the installation, whose `remove()` undoes it. OptionError for a model without such modules, or with ours.
     """
-    installation, groups, streams = Installation(), ServedGroups("fully_shard"), SideStreams()
+    groups = ServedGroups("fully_shard")
+    installation = Installation(groups)
     modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     if not modules:
         raise errors.OptionError(
@@ -83,30 +94,38 @@ def install(model: torch.nn.Module) -> Installation:
                 groups.say_once(f"module '{name}' keeps torch's collectives: its parameters are offloaded to the CPU")
                 continue
             site = ".".join(part for part in ("/fsdp", name, str(index) if index else "") if part)
-            installation._replace(param_group, site, groups, streams)
+            installation._replace(param_group, site)
     return installation
 
 
 class _AllGather(compat.FSDPAllGather):  # type: ignore[misc]
     """The all_gather of one parameter group. `plain`: the one that it had."""
 
-    def __init__(self, site: str, plain: Any, groups: ServedGroups, streams: SideStreams) -> None:
-        self._site, self._plain, self._groups, self._streams = site, plain, groups, streams
+    def __init__(self, site: str, plain: Any, param_group: Any, groups: ServedGroups, streams: SideStreams) -> None:
+        self._site, self._plain, self._param_group, self._groups, self._streams = site, plain, param_group, groups, streams
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory of the result, of which FSDP writes this rank's place."""
-        return self._plain.allocate(size, dtype=dtype, device=device)
+        """Return memory of the result, of which FSDP writes this rank's place: landing memory if a slot is free."""
+        group = _fsdp_compat.gather_group(self._param_group)
+        landing = None
+        if self._groups.serve(group, device):
+            landing = LandingSlots.of(group.group_name, device).allocate(math.prod(map(int, size)), dtype, self._site)
+        return self._plain.allocate(size, dtype=dtype, device=device) if landing is None else landing.view(*size)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False) -> Any:
         """Gather `input_tensor`, this rank's place in `output_tensor`. Return None, or a Work if `async_op`."""
         if not self._groups.serve(group, output_tensor.device):
             return self._plain(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
         if not async_op:
-            gather_into(output_tensor, input_tensor, group.group_name, self._site)
+            self._gather(output_tensor, input_tensor, group.group_name)
             return None
         with self._streams.asynchronous(output_tensor) as future:
-            gather_into(output_tensor, input_tensor, group.group_name, self._site)
+            self._gather(output_tensor, input_tensor, group.group_name)
         return compat.work_of_future(future)
+
+    def _gather(self, out: Tensor, shard: Tensor, group: str) -> None:
+        if not LandingSlots.of(group, out.device).gather(out, shard, self._site):
+            gather_into(out, shard, group, self._site)
 
 
 class _ReduceScatter(compat.FSDPReduceScatter):  # type: ignore[misc]

@@ -20,6 +20,8 @@ class ServedGroups:
     def __init__(self, user: str) -> None:
         self._user = user
         self._reasons: dict[str, str] = {}  # by group name; "" where it is served
+        self.served: dict[str, torch.device] = {}
+        """The device of each group that is served, by name."""
         self._logged: set[str] = set()
 
     def serve(self, group: ProcessGroup, device: torch.device) -> bool:
@@ -27,6 +29,8 @@ class ServedGroups:
         name = group.group_name
         if name not in self._reasons:
             self._reasons[name] = _bind(name, group.size(), device)
+            if not self._reasons[name]:
+                self.served[name] = device
         reason = self._reasons[name]
         if reason:
             self.say_once(f"group '{name}' keeps torch's collectives: {reason}")

@@ -25,6 +25,11 @@ def set_comms(param_group: Any, all_gather: Any, reduce_scatter: Any) -> None:
     param_group._all_gather_comm, param_group._reduce_scatter_comm = all_gather, reduce_scatter
 
 
+def gather_group(param_group: Any) -> Any:
+    """Return the process group of the next all_gather: a smaller one if parameters were resharded to fewer ranks."""
+    return param_group._all_gather_process_group
+
+
 def premul_factor(op: Any) -> float | None:
     """Return the factor of a reduce op PREMUL_SUM, None for other ops and for a factor on the device."""
     from torch.distributed import ReduceOp

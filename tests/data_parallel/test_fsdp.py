@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.harness.ranks import RankPool
 from tests.runtime.spawn import run_ranks
 
@@ -30,6 +32,24 @@ def test_gathers_in_flight(pool2: RankPool) -> None:
 
 def test_bytes_travel(pool2: RankPool) -> None:
     assert pool2.run(rank_fsdp.bytes_travel, timeout=60) == [[], []]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_landing_memory(world: int, pool2: RankPool, pool4: RankPool) -> None:
+    pool = pool2 if world == 2 else pool4
+    assert pool.run(rank_fsdp.landing_memory, 120 if world == 2 else 50, timeout=60) == [[]] * world
+
+
+def test_results_are_landing_memory(pool2: RankPool) -> None:
+    assert pool2.run(rank_fsdp.uses_landing_memory, timeout=60) == [[], []]
+
+
+def test_a_rank_that_keeps_a_result() -> None:
+    """Ranks that choose different slots get an error that names the site, not a hang."""
+    found = run_ranks("tests.data_parallel.rank_fsdp:keeps_a_result", 2, args=(STEP,), timeout=60)
+    for one in (outcome.value for outcome in found):
+        assert one["ours"] and "/fsdp." in one["text"], one
+        assert one["seconds"] < 2 * STEP + 10, one
 
 
 def test_a_checkpoint_is_unaffected(pool2: RankPool, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ TORCH_LIBRARY_FRAGMENT(ub_overlap, m) {
     m.def(
         "finish_collective_into(Tensor token, Tensor input, Tensor(a!) out, str collective, str reduce_op, int split_slot, "
         "str strategy, str group, str site) -> ()");
+    m.def("landing_memory(Tensor like, int numel, int split_slot, str group, str site) -> Tensor");
     m.def("fp8_advance_histories(Tensor(a!) current, Tensor(b!) past, Tensor slots, bool is_step) -> (Tensor, Tensor)");
     m.def(
         "fp8_raise_amax(Tensor(a!) current, Tensor slots, int index, Tensor? quantized, Tensor scale, Tensor sample) -> "
@@ -61,6 +62,7 @@ static void register_ops(torch::Library& m) {
     m.impl("start_collective", &start_collective);
     m.impl("finish_collective", &finish_collective);
     m.impl("finish_collective_into", &finish_collective_into);
+    m.impl("landing_memory", &landing_memory);
     m.impl("release_collective", &release_collective);
 }
 
@@ -93,7 +95,7 @@ TORCH_LIBRARY_IMPL(ub_overlap, CUDA, m) {
 #else
     for (const char* op : {"all_gather_matmul", "all_gather_scaled_matmul", "matmul_reduce_scatter",
                            "scaled_matmul_reduce_scatter", "matmul_all_reduce", "bulk", "start_collective", "finish_collective",
-                           "finish_collective_into", "release_collective"}) {
+                           "finish_collective_into", "landing_memory", "release_collective"}) {
         m.impl(op, torch::CppFunction::makeFromBoxedFunction<&no_executor>());
     }
 #endif

@@ -60,6 +60,9 @@ at::Tensor finish_collective(const at::Tensor& token, const at::Tensor& input, s
 void finish_collective_into(const at::Tensor& token, const at::Tensor& input, at::Tensor& out, std::string collective,
                             std::string reduce_op, int64_t split_slot, std::string strategy, std::string group,
                             std::string site);
+// Returns the landing memory [numel] that a zero-copy gather in this slot will return, in the dtype and on the device of
+// `like`. A gather whose input is this rank's part of it copies nothing on this rank. Collective where the slot grows.
+at::Tensor landing_memory(const at::Tensor& like, int64_t numel, int64_t split_slot, std::string group, std::string site);
 // Frees the slot whose landing memory a zero-copy gather has returned.
 void release_collective(const at::Tensor& gathered, int64_t split_slot, std::string strategy, std::string group,
                         std::string site);

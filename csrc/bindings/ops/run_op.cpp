@@ -84,6 +84,12 @@ bool finish_on_transport(Builder& b) {
     return true;
 }
 
+char* landing_on_transport(Builder& b) {
+    b.seal();
+    std::shared_ptr<Session> session = b.session();
+    return is_plain(*session, b.call) ? nullptr : session->landing_memory(b.call);
+}
+
 void release_on_transport(Builder& b) {
     b.seal();
     std::shared_ptr<Session> session = b.session();

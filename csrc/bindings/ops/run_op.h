@@ -21,6 +21,8 @@ bool run_on_transport(Builder& b, const std::function<void(Call&)>& prepare = []
 bool start_on_transport(Builder& b, std::shared_ptr<void> input);
 bool finish_on_transport(Builder& b);
 void release_on_transport(Builder& b);
+// Returns this rank's landing memory of a split call; null without a transport.
+char* landing_on_transport(Builder& b);
 
 // The call that this thread is about to carry out by plain collectives, for the flight recorder. `ends`: with this op. The
 // start of a split collective only fails with it.

@@ -116,6 +116,22 @@ void finish_collective_into(const Tensor& token, const Tensor& input, Tensor& ou
     });
 }
 
+Tensor landing_memory(const Tensor& like, int64_t numel, int64_t split_slot, std::string group, std::string site) {
+    return run_op(like.device(), [&]() -> Tensor {
+        const Site at{"bulk", group, site};
+        Builder b("split all_gather", like.device(), at);
+        const at::TensorOptions options = like.options();
+        b.check(numel >= 0 && numel % b.call.ranks == 0, "the result of a gather has equal parts", std::to_string(numel),
+                "a multiple of " + std::to_string(b.call.ranks));
+        const Tensor shard =
+            at::for_blob(nullptr, {numel / b.call.ranks}).options(options).target_device(like.device()).make_tensor();
+        describe_call(b, shard, "all_gather", "sum", like.scalar_type(), split_slot, true);
+        char* memory = has_landing_memory(b.call, shard) ? landing_on_transport(b) : nullptr;
+        if (!memory) return at::empty({numel}, options);
+        return at::for_blob(memory, {numel}).options(options).target_device(like.device()).make_tensor();
+    });
+}
+
 void release_collective(const Tensor& gathered, int64_t split_slot, std::string strategy, std::string group, std::string site) {
     run_op(gathered.device(), [&] {
         const Site at{strategy, group, site};
