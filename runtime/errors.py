@@ -188,12 +188,19 @@ def _peer_timeout(fields: dict[str, str]) -> UbOverlapError:
         reporter=int(fields["reporter"]),
         where=f"{fields['op']} at site '{fields['site']}', phase {fields['phase']}, chunk {fields['chunk']}; "
         f"noticed by rank {fields['reporter']}",
-        got="" if is_gone else f"epoch {seen}" if seen else "no signal yet",
-        expected="" if is_gone else f"epoch {awaited}",
+        got="" if is_gone else _peer_state(fields, seen),
+        expected="" if is_gone else fields["expected"] or f"epoch {awaited}",
         fix=f"look at the log of rank {rank}"
         if is_gone
         else f"look at the log and the stack of rank {rank}; if it is only slow, {fields['advice']}",
     )
+
+
+def _peer_state(fields: dict[str, str], seen: int) -> str:
+    """Return what is known of a late peer. `expected` is set for messages, which have a text at each end."""
+    if fields["expected"]:
+        return f"it has issued {fields['got']}, which is not completed" if fields["got"] else "it has not issued the message"
+    return f"epoch {seen}" if seen else "no signal yet"
 
 
 def group_aborted(group: str, *, where: str, reason: str) -> GroupAbortedError:
@@ -241,6 +248,8 @@ def _rank_mismatch(name: str, fields: dict[str, str]) -> UbOverlapError:
     if name == "ShapeMismatchError":
         cls, what = ShapeMismatchError, "have different sizes at one site"
         fix = "give all ranks of a group the same shapes and dtypes, or disable the site"
+    if fields["op"] in ("send", "recv"):
+        what, fix = "have different messages at one place of a channel", "issue the same dtype, bytes and tag on both ends"
     return cls(f"ranks {reporter} and {culprit} {what}", ranks=(culprit,), where=where, got=got, expected=expected, fix=fix)
 
 

@@ -7,6 +7,8 @@ namespace ub_overlap {
 
 // Chosen algorithms of matmuls, and what a search for them needs.
 void define_matmul_algorithms(pybind11::module_& m);
+// Channels and their messages. After the classes of arenas and sessions.
+void define_point_to_point(pybind11::module_& m);
 // Copies and sums by themselves, and helpers of kernels. For tests and benchmarks.
 void define_kernel_tests(pybind11::module_& testing);
 

@@ -10,6 +10,7 @@
 #include "bindings/counted_ranges.h"
 #include "bindings/definitions.h"
 #include "bindings/python.h"
+#include "bindings/python_callback.h"
 #include "core/dump_signal.h"
 #include "core/flight.h"
 #include "core/float8.h"
@@ -25,32 +26,6 @@ namespace py = pybind11;
 
 namespace ub_overlap {
 namespace {
-
-// A Python object that C++ may release on any thread.
-std::shared_ptr<void> hold(py::object object) {
-    return {object.release().ptr(), [](void* pointer) {
-                if (!Py_IsInitialized()) return;
-                WithGil gil;
-                Py_DECREF(static_cast<PyObject*>(pointer));
-            }};
-}
-
-py::handle handle_of(const std::shared_ptr<void>& held) {
-    return {static_cast<PyObject*>(held.get())};
-}
-
-// Runs a callback into Python from any thread; a Python exception travels on as PythonRaised.
-template <typename Body>
-auto in_python(Body body) {
-    WithGil gil;
-    try {
-        return body();
-    } catch (py::error_already_set& error) {
-        const std::string text =
-            py::str(error.type().attr("__name__")).cast<std::string>() + ": " + py::str(error.value()).cast<std::string>();
-        throw PythonRaised(hold(error.value()), text);
-    }
-}
 
 void set_provider(py::object provide) {
     auto held = hold(std::move(provide));
@@ -368,6 +343,7 @@ PYBIND11_MODULE(_C, m) {
         .def_property_readonly("epoch", &Session::epoch)
         .def_property_readonly("failure_text", &Session::failure_text)
         .def("check", &Session::check, py::call_guard<py::gil_scoped_release>(), "Raises the first error so far.")
+        .def("set_channels", &Session::set_channels, py::arg("channels"))
         .def_property_readonly("calls", &Session::calls)
         .def("flight", &flight, "The calls that the flight recorder keeps, oldest first.")
         .def("waiting_for", &Session::waiting_for, py::call_guard<py::gil_scoped_release>(),
@@ -426,6 +402,7 @@ PYBIND11_MODULE(_C, m) {
     m.attr("split_slots") = split_slots;  // likewise
     m.def("build_info", &build_info);
     define_matmul_algorithms(m);
+    define_point_to_point(m);
     py::module_ testing = m.def_submodule("testing", "Hooks for tests.");
     define_testing(testing), define_kernel_tests(testing);
 }

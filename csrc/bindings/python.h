@@ -24,6 +24,8 @@ struct PythonRaised : std::exception {
 // raised. fallback: (op name, *arguments of the op) -> results.
 struct PythonHooks {
     std::function<std::shared_ptr<Session>(const std::string& group, const std::string& device, const Call& call)> bind;
+    // Makes the channels of a group, sized for a message of `bytes` bytes. Null where the group has no transport.
+    std::function<std::shared_ptr<PointToPoint>(const std::string& group, const std::string& device, int64_t bytes)> connect;
     std::shared_ptr<void> make_error, fallback, on_error;
 };
 PythonHooks& python_hooks();

@@ -20,7 +20,8 @@ namespace ub_overlap {
 using FlagWord = std::atomic<uint64_t>;
 static_assert(FlagWord::is_always_lock_free, "flag words live in memory that processes share");
 
-enum class FlagKind : int32_t { ready = 0, done = 1, ready2 = 2 };
+// The last two are words of channels (core/point_to_point.h), which lie elsewhere.
+enum class FlagKind : int32_t { ready = 0, done = 1, ready2 = 2, channel_ready = 3, channel_done = 4 };
 constexpr int flag_kinds = 3;
 
 // Arena slots, used in rotation: slot = epoch modulo slots.
@@ -35,7 +36,8 @@ constexpr int all_slots = slots + split_slots;
 constexpr int max_pieces = 64;
 
 inline const char* name_of(FlagKind kind) {
-    return kind == FlagKind::ready ? "READY" : kind == FlagKind::done ? "DONE" : "READY2";
+    constexpr const char* names[] = {"READY", "DONE", "READY2", "READY", "DONE"};
+    return names[static_cast<int32_t>(kind)];
 }
 
 inline uint64_t flag_value(uint64_t epoch, uint32_t tag) {

@@ -24,6 +24,16 @@ void Session::set_hooks(SessionHooks hooks) {
     hooks_ = std::move(hooks);
 }
 
+void Session::set_channels(std::shared_ptr<PointToPoint> channels) {
+    const std::lock_guard<std::mutex> lock(abort_mutex_);
+    channels_ = std::move(channels);
+}
+
+std::shared_ptr<PointToPoint> Session::channels() {
+    const std::lock_guard<std::mutex> lock(abort_mutex_);
+    return channels_;
+}
+
 void Session::throw_aborted(const Call* call) {
     Failure failure;
     failure.code = FailureCode::group_aborted;
@@ -338,8 +348,10 @@ void Session::release(const Call& call, Executor& executor) {
 }
 
 void Session::close() {
+    if (const std::shared_ptr<PointToPoint> channels = this->channels()) channels->close();
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     closed_ = true;
+    set_channels(nullptr);
     if (arena_) arena_->quiesce();
     for (auto& open : open_) open.reset();
     hooks_ = {};

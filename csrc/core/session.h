@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "core/executor.h"
+#include "core/point_to_point.h"
 #include "core/tuning.h"
 
 namespace ub_overlap {
@@ -57,6 +58,9 @@ class Session {
     std::vector<int> waiting_for();
     uint64_t calls() const { return flight_.count(); }
     void set_hooks(SessionHooks hooks);
+    // The channels of the group, null before `set_channels`. They are closed with the session.
+    void set_channels(std::shared_ptr<PointToPoint> channels);
+    std::shared_ptr<PointToPoint> channels();
     // Ends the waits of this session's call, here and on the peers, and makes the session unusable. Does not wait for the call.
     // Idempotent. Any thread may call it at any time.
     void abort(const std::string& reason);
@@ -101,6 +105,7 @@ class Session {
     const std::string group_, device_, transport_, reason_;
     const int rank_, ranks_;
     std::shared_ptr<Arena> arena_;  // null where there are no peers or no transport
+    std::shared_ptr<PointToPoint> channels_;
     SessionHooks hooks_;
     FlightRecorder flight_;
     std::recursive_mutex mutex_;  // one call at a time
@@ -112,7 +117,8 @@ class Session {
     std::map<std::pair<std::string, int>, int> picks_;
     std::string failure_text_;
     bool closed_ = false;
-    std::mutex abort_mutex_;  // guards `abort_reason_`, and `arena_` against its release: `mutex_` is held during calls
+    // Guards `abort_reason_` and `channels_`, and `arena_` against its release: `mutex_` is held during calls.
+    std::mutex abort_mutex_;
     std::string abort_reason_;
     std::atomic<bool> aborted_{false};
 };

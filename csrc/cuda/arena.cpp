@@ -312,6 +312,22 @@ void CudaArena::refine(std::vector<FlightEntry>& entries) {
     current->state = progress.local.failed ? CallState::failed : CallState::started;
 }
 
+void CudaArena::set_channels(std::shared_ptr<ChannelBoard> board) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    channels_ = std::move(board);
+}
+
+// `failure` has its code, its reporter and, as the epoch, the message's first piece. Sets what is known of the message.
+void CudaArena::describe_message(Failure& failure, FlagKind kind, int peer) const {
+    Message message;
+    message.sends = kind == FlagKind::channel_done, message.peer = peer;
+    if (failure.code == FailureCode::site_mismatch) failure.code = FailureCode::shape_mismatch;
+    set_text(failure.op, message.op());
+    set_text(failure.site, message.site(failure.reporter));
+    set_text(failure.phase, name_of(kind));
+    if (channels_) channels_->describe(failure, message.sends, peer);
+}
+
 Failure CudaArena::failure_from(const WaitFailure& seen) {
     Failure failure;
     failure.reporter = rank();
@@ -327,6 +343,11 @@ Failure CudaArena::failure_from(const WaitFailure& seen) {
     set_text(failure.site, own.site);
     uint32_t own_tag = tag_of(seen.expected);
     auto outcome = static_cast<WaitOutcome>(seen.outcome);
+    // The wait that the failure is about: this rank's, or that of a peer which aborted.
+    const bool aborted = outcome == WaitOutcome::aborted;
+    const auto kind = static_cast<FlagKind>(aborted ? unpack_abort(seen.abort).kind : seen.kind);
+    const int peer = static_cast<int>(aborted ? unpack_abort(seen.abort).culprit : seen.source);
+    const bool is_message = kind == FlagKind::channel_ready || kind == FlagKind::channel_done;
     if (outcome == WaitOutcome::aborted) {
         const AbortWord word = unpack_abort(seen.abort);
         failure.code = static_cast<FailureCode>(word.code);
@@ -335,7 +356,9 @@ Failure CudaArena::failure_from(const WaitFailure& seen) {
         failure.chunk = static_cast<int32_t>(word.index);
         if (failure.code == FailureCode::peer_timeout || failure.code == FailureCode::peer_died) outcome = WaitOutcome::timeout;
         // The culprit differs from the reporter as the reporter does from the culprit.
-        if (failure.code == FailureCode::site_mismatch || failure.code == FailureCode::shape_mismatch) {
+        const bool is_mismatch = failure.code == FailureCode::site_mismatch || failure.code == FailureCode::shape_mismatch;
+        if (is_message) failure.expected = word.epoch;
+        if (is_mismatch && !is_message) {
             const int other = failure.culprit == rank() ? failure.reporter : failure.culprit;
             describe_mismatch(failure, other, 0, own_tag);
         }
@@ -353,8 +376,10 @@ Failure CudaArena::failure_from(const WaitFailure& seen) {
         failure.code = FailureCode::group_lock_timeout;
         set_text(failure.phase, "GROUP_LOCK");
     } else if (outcome == WaitOutcome::mismatch) {
-        describe_mismatch(failure, failure.culprit, tag_of(seen.seen), own_tag);
+        failure.code = FailureCode::site_mismatch;
+        if (!is_message) describe_mismatch(failure, failure.culprit, tag_of(seen.seen), own_tag);
     }
+    if (is_message) describe_message(failure, kind, peer);
     return failure;
 }
 

@@ -13,6 +13,7 @@
 
 #include "core/arena.h"
 #include "core/call.h"
+#include "core/point_to_point.h"
 #include "cpu/shm_arena.h"
 #include "cuda/device.h"
 #include "cuda/replay.h"
@@ -66,6 +67,9 @@ class CudaArena final : public Arena {
     void set_captured() { captured_ = true; }
     bool is_captured() const { return captured_; }
 
+    // Sets the texts of the messages of this group's channels, for errors.
+    void set_channels(std::shared_ptr<ChannelBoard> board);
+
     Events& split_events(int split_slot) { return split_[split_slot].events; }
     RecordedCalls& recorded_calls() { return recorded_calls_; }
 
@@ -80,6 +84,7 @@ class CudaArena final : public Arena {
     };
     Failure failure_from(const WaitFailure& seen);
     void describe_mismatch(Failure& failure, int source, uint32_t seen_tag, uint32_t own_tag);
+    void describe_message(Failure& failure, FlagKind kind, int peer) const;
     int find_dead_rank(uint64_t among = ~0ull);
     // What the device is doing, copied while its kernels run. `known` false where no copy arrived within `timeout_ns`.
     struct Progress {
@@ -108,6 +113,7 @@ class CudaArena final : public Arena {
     std::mutex mutex_;
     std::map<uint32_t, CallName> names_;
     CallName last_;
+    std::shared_ptr<ChannelBoard> channels_;
     bool captured_ = false, reported_ = false;
     std::mutex progress_mutex_;
     Progress* progress_ = nullptr;        // pinned

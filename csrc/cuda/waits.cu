@@ -1,79 +1,11 @@
 // Kernels of few threads, for synchronization between ranks: waits, signals, aborts.
 #include <cstdint>
 
-#include "core/failure.h"
+#include "cuda/flag_wait.h"
 #include "cuda/launch.h"
 
 namespace ub_overlap::cuda {
 namespace {
-
-__device__ inline uint64_t load_acquire(const uint64_t* at) {
-    uint64_t value;
-    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
-    return value;
-}
-__device__ inline void store_release(uint64_t* at, uint64_t value) {
-    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
-}
-__device__ inline uint64_t now_ns() {
-    uint64_t value;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));
-    return value;
-}
-__device__ inline uint32_t load_failed(const LocalState* local) {
-    return *reinterpret_cast<const volatile uint32_t*>(&local->failed);
-}
-__device__ inline uint64_t* flag_words(SharedState* shared) {
-    return reinterpret_cast<uint64_t*>(shared + 1);
-}
-__device__ inline uint32_t epoch_half(uint64_t word) {
-    return static_cast<uint32_t>(word >> 32);
-}
-
-// Returns the rank to blame when `peer` is late: one that waits for no rank, at the end of the waits that begin at `peer`.
-__device__ int find_culprit(const Group& g, int peer) {
-    uint64_t seen = 0, todo = 1ull << peer;
-    while (todo != 0) {
-        const int rank = __ffsll(static_cast<long long>(todo)) - 1;
-        seen |= 1ull << rank;
-        const uint64_t next = load_acquire(&g.shared[rank]->waiting);
-        if (next == 0 && rank != g.rank) return rank;
-        todo = (todo | next) & ~seen;
-    }
-    return peer;  // a cycle
-}
-
-__device__ FailureCode code_of(WaitOutcome outcome) {
-    if (outcome == WaitOutcome::group_lock) return FailureCode::group_lock_timeout;
-    return outcome == WaitOutcome::timeout ? FailureCode::peer_timeout : FailureCode::site_mismatch;
-}
-
-// Records the first failure for the host, and broadcasts it to all ranks. Later failures are ignored.
-__device__ void fail(const Group& g, const WaitWord& w, WaitOutcome outcome, uint64_t expected, uint64_t seen, uint64_t abort,
-                     uint64_t waited_ns) {
-    if (atomicCAS(&g.local->failed, 0u, 1u) != 0) return;
-    const int culprit = outcome == WaitOutcome::timeout ? find_culprit(g, w.source) : w.source;
-    volatile WaitFailure* record = g.failure;
-    record->kind = w.kind, record->source = w.source, record->index = w.index, record->culprit = culprit;
-    record->expected = expected, record->seen = seen, record->abort = abort, record->waited_ns = waited_ns;
-    __threadfence_system();
-    record->outcome = static_cast<uint32_t>(outcome);
-    __threadfence_system();
-    if (outcome != WaitOutcome::aborted) {
-        AbortWord a;
-        a.code = static_cast<uint32_t>(code_of(outcome));
-        a.reporter = g.rank, a.culprit = culprit, a.kind = w.kind, a.index = w.index, a.epoch = epoch_half(expected);
-        abort = pack_abort(a);
-        for (int r = 0; r < g.ranks; ++r) {
-            if (load_acquire(&g.shared[r]->abort) == 0) store_release(&g.shared[r]->abort, abort);
-        }
-    }
-}
-
-// Shows progress to the calls that wait for the group lock.
-__device__ void update_heartbeat(const Group& g, uint64_t now) {
-    *reinterpret_cast<volatile uint64_t*>(&g.local->heartbeat) = now;
-}
 
 // Returns the DONE word of the last call that `source` has ended, 0 for none; of a split slot, its last call.
 __device__ uint64_t load_last_done(const Group& g, int own_slot, int source) {
@@ -92,40 +24,13 @@ __device__ void wait_for(const Group& g, int slot, const WaitWord& w, uint64_t t
     const uint64_t word = g.local->word[slot];
     const uint32_t expected = w.past ? g.local->previous_epoch[slot] : epoch_half(word);
     if (w.past && expected == 0) return;  // no call has used the slot yet
-    SharedState* own = g.shared[g.rank];
-    const uint64_t* flag = flag_words(own) + w.place;
     const auto arrived = [expected, past = w.past](uint64_t seen) {
         return seen != 0 && (!past || static_cast<int32_t>(epoch_half(seen) - expected) >= 0);
     };
-    uint64_t seen = load_acquire(flag);
-    if (!arrived(seen)) {
-        const uint64_t begin = now_ns();
-        auto* waiting = reinterpret_cast<unsigned long long*>(&own->waiting);
-        const unsigned long long bit = 1ull << w.source;
-        atomicOr(waiting, bit);
-        for (uint32_t spin = 1;; ++spin) {
-            seen = load_acquire(flag);
-            if (arrived(seen)) break;
-            if (spin % 8 == 0) {
-                // Another lane that waited for the same rank may have cleared the bit.
-                if ((*reinterpret_cast<const volatile unsigned long long*>(waiting) & bit) == 0) atomicOr(waiting, bit);
-                const uint64_t abort = load_acquire(&own->abort), now = now_ns(), waited = now - begin;
-                update_heartbeat(g, now);
-                const bool late = waited > timeout_ns, failed = load_failed(g.local) != 0;
-                if (abort != 0 || late || failed) {
-                    // An arrived flag still counts: a peer that failed later has sent all data of this call.
-                    seen = load_acquire(flag);
-                    if (arrived(seen)) break;
-                    const uint64_t full = static_cast<uint64_t>(expected) << 32 | (word & 0xffffffffu);
-                    if (!w.past) seen = load_last_done(g, slot, w.source);
-                    if (!failed) fail(g, w, abort ? WaitOutcome::aborted : WaitOutcome::timeout, full, seen, abort, waited);
-                    return;  // `waiting` stays: it shows the others which rank we waited for
-                }
-            }
-            __nanosleep(spin < 64 ? 32 : 256);
-        }
-        atomicAnd(waiting, ~bit);
-    }
+    const auto last_seen = [&](uint64_t seen) { return w.past ? seen : load_last_done(g, slot, w.source); };
+    const uint64_t full = static_cast<uint64_t>(expected) << 32 | (word & 0xffffffffu);
+    const uint64_t seen = spin_for_flag(g, w, full, timeout_ns, arrived, last_seen);
+    if (seen == 0) return;
     const uint32_t tag = static_cast<uint32_t>(seen), own_tag = static_cast<uint32_t>(word);
     if (!w.past && tag != own_tag) fail(g, w, WaitOutcome::mismatch, word, static_cast<uint64_t>(expected) << 32 | tag, 0, 0);
 }

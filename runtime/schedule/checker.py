@@ -35,6 +35,12 @@ ends (2): it waits only for its own start and itself. A release waits for nothin
 The result of a zero-copy gather is read until its release, which begins with a `Release` step that reads all of it. So the
 rules of memory order every push of the next call behind that step.
 
+**Channels** (`check_channel`). The calls of a channel are the pieces of its messages. Its source runs ahead of its
+destination, by at most its slots. So the join and heard rules do not apply: a message has two ends, which complete apart.
+Proven are 1 and 2 over all pieces of three turns of the slots, no reuse of a slot or a word that is needed, and arrival.
+Steps depend on pieces only by their distance, so three turns stand for any number. Channels share no memory, no word and no
+queue, so any number of them behaves as each does alone.
+
 **Why a skipped call is always noticed.** By 7, a rank that ends a call has seen (epoch, tag) of every peer. A peer that
 skipped a call sends the tag of another site, which is an immediate error, or nothing, which is a timeout. `check_skip` tests
 this.
@@ -54,12 +60,13 @@ from .happens_before import Call, HappensBefore, Node, Program, Word
 from .schedule_error import ScheduleError
 from .skipped_calls import check_skip
 from .split_rules import check_split
-from .steps import SLOTS, Flag, FlagKind, Key, Opaque, Part, Queue, Schedule
+from .steps import SLOTS, Buf, Copy, Flag, FlagKind, Key, Opaque, Part, Queue, Region, Schedule
 from .symbolic_run import SymbolicRun
 
 __all__ = [
     "ScheduleError",
     "check",
+    "check_channel",
     "check_interleaved",
     "check_key_proof",
     "check_pair",
@@ -136,6 +143,8 @@ def check_reuse(key_a: Key, key_b: Key) -> None:
 
     Keys of different group sizes never share a slot.
     """
+    if key_a.is_channel or key_b.is_channel:
+        return  # a channel shares its slots with no other call
     check_key_proof(key_a)
     check_key_proof(key_b)
     if key_a.ranks == key_b.ranks:
@@ -159,6 +168,22 @@ def check_interleaved(key_a: Key, key_b: Key) -> None:
     nested = [*issue((0, 1), 0), *issue((1, 0), 1), *issue((0, 1), 2)]
     nested += [*issue((2, 3), 0), *issue((2, 3), 1), *issue((2, 3), 2)]
     check_sequence([build_all(key) for key in keys], split_slots=[0, 1, 0, 1], program=nested)
+
+
+def check_channel(schedules: Sequence[Schedule]) -> None:
+    """Prove the schedules of both ends of a channel, or raise ScheduleError."""
+    schedules = tuple(schedules)
+    _check_group(schedules)
+    slots = schedules[0].key.chunks
+    order = HappensBefore([Call(schedules, (0, 1), 1)], slots)
+    memory.check_call(order, memory.Grid(schedules))
+    moved = [(step.src.buf, step.dst) for schedule in schedules for step in schedule.steps if isinstance(step, Copy)]
+    landing, output = Region(Buf.LANDING, 1, 0), Region(Buf.OUTPUT, 1, 0)
+    if moved != [(Buf.INPUT, landing), (Buf.LANDING, output)]:
+        raise ScheduleError("delivered", "a piece goes from INPUT of rank 0 to LANDING of rank 1, and from there to OUTPUT")
+    pieces = HappensBefore([Call(schedules, (0, 1), number) for number in range(1, 3 * slots + 2)], slots)
+    memory.check_slots(pieces)
+    _check_words(pieces)
 
 
 def check_pair(key_a: Key, key_b: Key) -> None:

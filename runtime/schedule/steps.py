@@ -278,6 +278,11 @@ class Key:
         return Buf.LANDING if self.zero_copy else Buf.OUTPUT
 
     @property
+    def is_channel(self) -> bool:
+        """The schedule is that of a channel, whose calls are pieces of messages. It has slots and flags of its own."""
+        return self.kind == "point_to_point"
+
+    @property
     def is_gather(self) -> bool:
         """The collective is an all_gather."""
         return self.kind == "all_gather_matmul" or self.kind.endswith("_all_gather")

@@ -6,6 +6,7 @@ through all-to-all exchanges with deadlines (store_exchange.py), so an error nam
     bind.py            one session: hosts, builds, links, memory
     plan/N             digest of the N-th plan -> must be equal; else text/N sends plans and graphs, and PlanMismatchError
                        names the first site and node that differ. `initialize` uses it with a requested slot size
+    channels/...       channels.py: sizes and memory for messages between two ranks
     tune/N, tuned/N    autotune.py: measurements that ranks have of a site's alternatives, then the times taken
     grow/N             address of the larger segment -> attach; grown/N: all ranks have moved, the old one is released
 """
@@ -21,6 +22,7 @@ from .. import errors
 from ..autotune import Tuner
 from ..extension import extension
 from ..schedule.steps import SLOTS, SPLIT_SLOTS
+from . import channels
 from .abort_signal import AbortSignal
 from .arena_size import round_slot_bytes
 from .plan_check import check_group_size, check_plans
@@ -137,6 +139,22 @@ class Session:
             "group '%s': landing area%s grew from %d to %d bytes per slot (%d of arena), for %s at site '%s'",
             exchange.group, "" if slot < SLOTS else f" of split slot {slot - SLOTS}", before, size, self.arena_bytes, op, site,
         )  # fmt: skip
+
+    def share_channels(self, size: int, slots: int, far: int) -> channels.Channels:
+        """Make the channels of the group, in step with all ranks, and give them to C++.
+
+        `size`: bytes of a slot between neighbours that this rank requests. `far`: at most so many between other ranks.
+        """
+        exchange = self._exchange
+        if exchange is None or self._arena is None:
+            raise AssertionError("a session without an arena has no channels")
+        try:
+            made = channels.share(exchange, self._arena, size, slots, far, self._check_peers)
+        except BaseException as error:  # also Ctrl-C: the peers need not wait for this rank
+            exchange.fail(f"{type(error).__name__}: {error}")
+            raise
+        self.core.set_channels(made.core)
+        return made
 
     def fail_collective(self, op: str, site: str, text: str) -> None:
         """Tell the peers that a plain collective failed here. Raise PeerTimeoutError where the process of one is gone."""

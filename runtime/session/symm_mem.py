@@ -136,6 +136,7 @@ class SymmetricArena:
         self._next_slot_bytes = self._next_slot = 0
         self._split: dict[int, tuple[Any, Any, int]] = {}
         """Split slots that were used: memory, torch's handle and bytes, by slot."""
+        self._channels: tuple[Any, Any] | None = None
         self._tokens: dict[int, str] = {}
         self.data_address = new_rendezvous_token()
         self.core: Any = None
@@ -215,7 +216,7 @@ class SymmetricArena:
         # Before a rendezvous no peer has the addresses, and nothing was issued.
         if hasattr(self, "_words_handle") and not self._can_free():
             handles = self._words_handle, getattr(self, "_data_handle", None)
-            kept = self._words, self._data, *handles, self._retained, self._split, getattr(self, "_next", None)
+            kept = self._words, self._data, *handles, self._retained, self._split, self._channels, getattr(self, "_next", None)
             _process.retained.append(kept)
 
     def _can_free(self) -> bool:
@@ -242,6 +243,23 @@ class SymmetricArena:
 
     def stop_sharing(self) -> None:
         """Do nothing: only torch's rendezvous shares this memory."""
+
+    def share_channels(self, segment: Any, exchange_tokens: Callable[[str], Sequence[str]]) -> list[int]:
+        """Allocate the memory of the group's channels, and return every rank's pointer to its own. Collective, once.
+
+        `segment`: the host memory of the channels, which knows their sizes.
+        """
+        from ..extension import extension
+
+        refuse_capture("set up the channels")
+        memory = _allocate(extension().channel_bytes(segment))
+        name = rendezvous_name(exchange_tokens(new_rendezvous_token()))
+        pointers, handle = self._rendezvous(memory, name and f"{name}/channels")
+        self._channels = (memory, handle)
+        with torch.cuda.stream(torch.cuda.Stream()):  # as in `rendezvous`
+            memory[: extension().channel_words_bytes(segment)].zero_()
+            device_wait.wait_for_event("clearing the words of channels")
+        return pointers
 
     def _rendezvous(self, tensor: torch.Tensor, name: str) -> tuple[list[int], Any]:
         """Return every rank's pointer to its `tensor`, and torch's handle. `name`: of `rendezvous_name`."""

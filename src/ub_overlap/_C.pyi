@@ -47,6 +47,56 @@ class CudaArena(Arena):
 def words_bytes(ranks: int) -> int:
     """Return the bytes of symmetric memory that a rank needs besides its slots. Defined in builds with CUDA only."""
 
+class ChannelSegment:
+    """Host memory of a group's channels. `has_slots`: their slots lie there too (CPU)."""
+
+    def __init__(self, rank: int, ranks: int, slots: int, near_bytes: int, far_bytes: int, has_slots: bool) -> None: ...
+    @property
+    def address(self) -> str: ...
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of all slots of a rank."""
+    def attach(self, rank: int, address: str) -> str:
+        """Return why this process cannot reach the peer's memory, "" where it can."""
+    def stop_sharing(self) -> None: ...
+
+class Transfer:
+    """A message that was issued."""
+
+    def is_completed(self) -> bool: ...
+    def wait(self) -> None:
+        """Wait for the message. CUDA: make the current stream wait for it."""
+
+class PointToPoint:
+    """The channels of a rank."""
+
+    def issue(self, tensor: Any, sends: bool, peer: int, tag: int = 0) -> Transfer: ...
+    def slot_bytes(self, peer: int) -> int:
+        """Return the bytes of one slot for messages with that rank."""
+
+class CpuPointToPoint(PointToPoint):
+    def __init__(self, arena: Arena, segment: ChannelSegment) -> None: ...
+
+class CudaPointToPoint(PointToPoint):
+    """Defined in builds with CUDA only."""
+
+    def __init__(self, arena: CudaArena, segment: ChannelSegment, memory: Sequence[int]) -> None: ...
+
+def channel_bytes(segment: ChannelSegment) -> int:
+    """Return the bytes of symmetric memory that the channels of a rank need. Defined in builds with CUDA only."""
+
+def channel_words_bytes(segment: ChannelSegment) -> int:
+    """Return how many of them, from the first on, must be zero before any rank uses them. With CUDA only."""
+
+def find_channels(group: str, device: str) -> PointToPoint | None:
+    """Return the channels of a group, None before they are set up."""
+
+def set_connect(connect: Callable[[str, str, int], PointToPoint | None]) -> None:
+    """Set the callable (group, device, bytes) that makes channels, or returns None without transport."""
+
+def use_channels(group: str) -> None:
+    """Replace the backends of a c10d group by ones that send and receive through channels."""
+
 class ForwardUses:
     """Whether backward may reuse the cached cast of a weight."""
 
@@ -74,6 +124,7 @@ class Session:
     def reason(self) -> str: ...
     @property
     def epoch(self) -> int: ...
+    def set_channels(self, channels: PointToPoint) -> None: ...
     @property
     def failure_text(self) -> str:
         """The error that made the session unusable, or ""."""

@@ -12,7 +12,7 @@ from ub_overlap._versions import VERSION as __version__
 from ub_overlap.runtime.session import inherited_groups as _inherited_groups  # noqa: F401  (watches forks)
 
 if TYPE_CHECKING:
-    from ub_overlap import ddp, fsdp
+    from ub_overlap import ddp, fsdp, pipeline
     from ub_overlap.compiler.backend import passes
     from ub_overlap.compiler.backend import ub_overlap as backend
     from ub_overlap.compiler.ddp import DDPGraphs, optimize_ddp
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
         matmul_reduce_scatter,
     )
     from ub_overlap.runtime.pack import PackedGroup, pack
+    from ub_overlap.runtime.point_to_point.connect import initialize_point_to_point
+    from ub_overlap.runtime.point_to_point.messages import irecv, isend, recv, send
     from ub_overlap.runtime.session.abort import abort
     from ub_overlap.runtime.session.flight import flight_record
     from ub_overlap.runtime.settings import Settings, configure
@@ -59,12 +61,18 @@ __all__ = [
     "fp8_state",
     "fsdp",
     "initialize_group",
+    "initialize_point_to_point",
+    "irecv",
+    "isend",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "optimize_ddp",
     "pack",
     "passes",
+    "pipeline",
+    "recv",
     "reports",
+    "send",
     "settings",
     "site_stats",
 ]
@@ -92,12 +100,18 @@ if not TYPE_CHECKING:
         "fp8_state": ("ub_overlap.runtime.fp8.amax_history", "fp8_state"),
         "fsdp": ("ub_overlap.fsdp", ""),
         "initialize_group": ("ub_overlap.runtime.functional", "initialize_group"),
+        "initialize_point_to_point": ("ub_overlap.runtime.point_to_point.connect", "initialize_point_to_point"),
+        "irecv": ("ub_overlap.runtime.point_to_point.messages", "irecv"),
+        "isend": ("ub_overlap.runtime.point_to_point.messages", "isend"),
         "matmul_all_reduce": ("ub_overlap.runtime.functional", "matmul_all_reduce"),
         "matmul_reduce_scatter": ("ub_overlap.runtime.functional", "matmul_reduce_scatter"),
         "optimize_ddp": ("ub_overlap.compiler.ddp", "optimize_ddp"),
         "pack": ("ub_overlap.runtime.pack", "pack"),
         "passes": ("ub_overlap.compiler.backend", "passes"),
+        "pipeline": ("ub_overlap.pipeline", ""),
+        "recv": ("ub_overlap.runtime.point_to_point.messages", "recv"),
         "reports": ("ub_overlap.compiler.reports.report", "reports"),
+        "send": ("ub_overlap.runtime.point_to_point.messages", "send"),
         "settings": ("ub_overlap.runtime.settings", "current"),
         "site_stats": ("ub_overlap.runtime.stats", "site_stats"),
     }

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from ..schedule_error import ScheduleError
 from ..steps import Key, Schedule
-from . import pipelined_all_reduce, pipelined_gather, pipelined_reduce_scatter, whole_collectives
+from . import pipelined_all_reduce, pipelined_gather, pipelined_reduce_scatter, point_to_point, whole_collectives
 
 BUILDERS: dict[str, Callable[[Key, int], Schedule]] = {
     "all_gather_matmul": pipelined_gather.build,
@@ -22,6 +22,7 @@ BUILDERS: dict[str, Callable[[Key, int], Schedule]] = {
     "split_all_gather": whole_collectives.build_all_gather,
     "split_reduce_scatter": whole_collectives.build_reduce_scatter,
     "split_all_reduce": whole_collectives.build_all_reduce,
+    "point_to_point": point_to_point.build,
 }
 
 
@@ -74,5 +75,7 @@ def check_key(key: Key) -> None:
         refuse(f"independent must be 0 or more, got {key.independent}")
     if key.zero_copy and key.kind != "split_all_gather":
         refuse("zero_copy needs a split all_gather")
+    if key.is_channel and (key.ranks != 2 or key.chunks < 1 or key.independent):
+        refuse("a channel has two ends, one slot (chunks) or more, and no matmuls")
     if key.is_split and key.independent:
         refuse("a split collective has no matmuls of its own: leave independent at 0")

@@ -1,0 +1,90 @@
+"""send, recv, isend and irecv over shared memory: results, order, misuse, and ranks that fail."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness.ranks import RankPool
+
+from . import rank_point_to_point as ranks
+from .spawn import run_ranks
+
+STEP = 2.0
+SLACK = 20.0
+
+
+@pytest.mark.parametrize(("world", "seed"), [(2, 1), (2, 2), (3, 3)])
+def test_any_order_and_size(pools: dict[int, RankPool], world: int, seed: int) -> None:
+    assert pools[world].run(ranks.random_messages, seed, 12, timeout=60) == [[]] * world
+
+
+def test_an_early_receive_delays_no_send(pools: dict[int, RankPool]) -> None:
+    first, second = pools[2].run(ranks.early_receive, timeout=60)
+    assert first["value"] == [3.0] * 4
+    assert second == {"value": [4.0] * 4, "before": False}
+
+
+def test_dtypes_and_layouts(pools: dict[int, RankPool]) -> None:
+    assert pools[2].run(ranks.dtypes, timeout=60) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("what", "got", "expected"),
+    [("size", "float [8], tag 0", "[4]"), ("dtype", "double [4], tag 0", "float"), ("tag", "[4], tag 5", "tag 0")],
+)
+def test_a_mismatch_names_both_ends(pools: dict[int, RankPool], what: str, got: str, expected: str) -> None:
+    sender, receiver = pools[2].run(ranks.mismatch, what, timeout=60)
+    assert receiver["error"] == "ShapeMismatchError", receiver
+    assert receiver["ranks"] == (0,)
+    text = receiver["text"].lower()
+    assert "recv at site 'channel 0 -> 1'" in text
+    assert f"rank 0: {got.lower()}" in text or got.lower() in text
+    assert expected in text
+    assert sender["error"] == "ShapeMismatchError", sender
+
+
+def test_misuse_is_named_and_harmless(pools: dict[int, RankPool]) -> None:
+    for found in pools[2].run(ranks.misuse, timeout=60):
+        assert [one["error"] for one in found] == ["OptionError"] * 6 + [""], found
+
+
+@pytest.mark.parametrize("how", ["kill", "stop", "drop", "abort"])
+def test_a_stage_that_fails(how: str) -> None:
+    """Its neighbours name it within twice the deadline, and the others end too."""
+    survivors = (0, 2, 3)
+    outcomes = run_ranks("tests.runtime.rank_point_to_point:stage_fails", 4, (STEP, how), timeout=60, wait_for=survivors)
+    for rank in survivors:
+        found = outcomes[rank].value
+        assert found is not None, outcomes[rank]
+        assert found["error"] == ("PeerFailedError" if how == "abort" else "PeerTimeoutError"), found
+        assert found["ranks"] == (1,), (rank, found)
+        assert found["seconds"] < 2 * STEP + SLACK, found
+    if how != "abort":
+        assert any(" at site 'channel " in outcomes[rank].value["text"] for rank in survivors)
+
+
+def test_a_message_without_a_receiver(pools: dict[int, RankPool]) -> None:
+    found, _ = pools[2].run(ranks.no_receiver, STEP, timeout=60)
+    assert found["first"] == ["", ""]
+    assert (found["error"], found["ranks"]) == ("PeerTimeoutError", (1,)), found
+    assert "send at site 'channel 0 -> 1', phase DONE" in found["text"]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_torch_distributed_uses_channels(pools: dict[int, RankPool], world: int) -> None:
+    assert pools[world].run(ranks.c10d, timeout=60) == [[]] * world
+
+
+def test_torch_distributed_raises_our_errors(pools: dict[int, RankPool]) -> None:
+    _, receiver = pools[2].run(ranks.c10d_mismatch, timeout=60)
+    assert receiver["error"] == "ShapeMismatchError", receiver
+    assert "recv at site 'channel 0 -> 1'" in receiver["text"]
+
+
+def test_ranks_of_two_hosts(pools: dict[int, RankPool]) -> None:
+    assert pools[2].run(ranks.other_hosts, timeout=60) == [0.0, 10.0]
+
+
+def test_a_destroyed_group(pools: dict[int, RankPool]) -> None:
+    for found in pools[2].run(ranks.closed, timeout=60):
+        assert found["error"] in ("SessionPoisonedError", "PeerTimeoutError"), found
