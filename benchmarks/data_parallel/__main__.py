@@ -4,7 +4,7 @@
 
 The variants are those of variants.py; --ours NAME=JSON adds one of ours with these options. By default: all but fsdp2_symm
 (which runs alone: --variants compute,fsdp2,fsdp2_symm), ours, and zero3, whose backward gathers every weight again as FSDP2's
-does, each also with split collectives off. Milliseconds, median over --iters, maximum over ranks; the variants alternate.
+does, each also with split collectives off, and zero3 with zero-copy gathers. Milliseconds, median over --iters, maximum over ranks; the variants alternate.
 Hidden: the share of FSDP2's time over compute that a variant does not take. Peak memory: of a step, over what is allocated
 before it. With {"verify": true} in its options a variant prints the largest error of its sites against the plain collectives;
 its times mean nothing.
@@ -51,6 +51,7 @@ OURS: dict[str, dict[str, Any]] = {
     "ours_off": {"split": "off"},
     "zero3": {"memory_budget": 0},
     "zero3_off": {"memory_budget": 0, "split": "off"},
+    "zero_copy": {"memory_budget": 0, "zero_copy": "auto"},
 }
 
 

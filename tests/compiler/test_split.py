@@ -210,21 +210,22 @@ def reordering(rank: int, world: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return before, compat.reordering_options()
 
 
-def test_verify_and_explain(pool2: RankPool) -> None:
+@pytest.mark.parametrize("zero_copy", [False, True])
+def test_verify_and_explain(pool2: RankPool, zero_copy: bool) -> None:
     """Results equal the plain collectives', and the report names slot and places."""
-    for error, text in pool2.run(verified, timeout=240):
+    for error, text in pool2.run(verified, ZERO_COPY if zero_copy else SPLIT, timeout=240):
         assert error < 1e-6
-        assert "split" in text and "in slot 0" in text
+        assert "split" in text and "in slot 0" in text and ("and released as number" in text) == zero_copy
 
 
-def verified(rank: int, world: int) -> tuple[float, str]:
+def verified(rank: int, world: int, options: dict[str, Any]) -> tuple[float, str]:
     import ub_overlap
 
     case = build(rank, world, ZERO3, {"layers": 2})
-    report = ub_overlap.explain(case.module, {**SPLIT, "inner": "aot_eager", "verify": True})(*case.inputs)
+    report = ub_overlap.explain(case.module, {**options, "inner": "aot_eager", "verify": True})(*case.inputs)
     found = report.decisions
     errors = [site.error for site in found if site.error is not None]
-    assert len(errors) == len(found) == 8
+    assert len(errors) == len(found) == (12 if "memory_budget" in options else 8)
     return max(errors), str(report) + "\n".join(site.detail for site in found)
 
 
