@@ -25,7 +25,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -119,10 +118,6 @@ def distribute(flags: argparse.Namespace, mesh: DeviceMesh) -> tuple[Transformer
         # Backward gathers the weights again instead of keeping them, next to its reductions.
         options = {**flags.options, "memory_budget": 0}
         return model, torch.compile(model, backend="ub_overlap", options=options)
-    if flags.tp > 1:
-        # Eager DTensor returns tensors whose collective is in flight. As an input of a compiled module such a tensor gets no
-        # gradient (torch 2.13, with every backend), so it is waited for here.
-        model.tok_embeddings.register_forward_hook(lambda module, inputs, output: wait_tensor(output))
     for block in model.layers:
         fully_shard(block, mesh=mesh["dp"])
         block.compile(backend="ub_overlap", options=flags.options)

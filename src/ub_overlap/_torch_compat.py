@@ -23,6 +23,7 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "compiled_autograd": ("torch._dynamo.compiled_autograd",),
     "aot_autograd": ("torch._dynamo.backends.common:aot_autograd",),
     "compile_fx": ("torch._inductor.compile_fx:compile_fx",),
+    "InFlightTensor": ("torch.distributed._functional_collectives:AsyncCollectiveTensor",),
     "detect_fake_mode": ("torch._guards:detect_fake_mode",),
     "dynamo_config": ("torch._dynamo.config",),
     "dynamo_pgo": ("torch._dynamo.pgo",),
