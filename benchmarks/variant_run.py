@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ub_overlap.runtime.session.bind import arena_bytes
 from ub_overlap.tools.rank_process import Deadline, World
 
 from . import facts, waterfall
@@ -41,7 +42,10 @@ class VariantRun:
         return bool(self.args.budget_s) and self.world.worst([time.monotonic() - self.begun])[0] > self.args.budget_s
 
     def compile(self, name: str, make: Callable[[], V], variants: dict[str, V], rows: dict[str, Any]) -> None:
-        """Add the variant that `make` returns, or why there is none. Measure the peak memory of its step."""
+        """Add the variant that `make` returns, or why there is none. Measure the peak memory of its step.
+
+        Landing memory is counted apart, after the variant: it is shared by all variants of the run.
+        """
         world, begun = self.world, time.monotonic()
         with self.deadline(f"compile {name}"):
             variant, why = world.agreed(make)
@@ -58,6 +62,7 @@ class VariantRun:
                 world.sync()
                 mib = (torch.cuda.max_memory_allocated() - before) / 2**20
                 rows[name]["peak_mib"] = world.worst([mib])[0]
+                rows[name]["arena_mib"] = world.worst([arena_bytes() / 2**20])[0]
         variants[name] = variant
         rows[name] |= {"sites": variant.sites, "compile_s": time.monotonic() - begun}
         world.say(f"{name}: compiled in {rows[name]['compile_s']:.1f} s {variant.sites}")

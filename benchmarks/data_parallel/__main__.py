@@ -6,8 +6,9 @@ The variants are those of variants.py; --ours NAME=JSON adds one of ours with th
 (which runs alone: --variants compute,fsdp2,fsdp2_symm), ours, and zero3, whose backward gathers every weight again as FSDP2's
 does, each also with split collectives off, and zero3 with zero-copy gathers. Milliseconds, median over --iters, maximum over
 ranks; the variants alternate. Hidden: the share of FSDP2's time over compute that a variant does not take. Peak memory: of a
-step, over what is allocated before it. With {"verify": true} in its options a variant prints the largest error of its sites
-against the plain collectives; its times mean nothing.
+step, over what is allocated before it. Landing memory is not in it: all variants of ours share that, and it has a column of its
+own. With {"verify": true} in its options a variant prints the largest error of its sites against the plain collectives; its
+times mean nothing.
 --hosts N declares the ranks to be on N hosts: variants of ours then split collectives over c10d (NCCL), as across hosts.
 --waterfall shows where the captured step of each variant spends its time, by class of kernel, against compute.
 """

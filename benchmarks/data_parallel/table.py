@@ -37,6 +37,8 @@ def text(document: dict[str, Any], style: str = "simple") -> str:
                 row[f"over compute {kind}"] = f"{ms - alone:.2f}" if ms and alone and name != "compute" else "-"
                 row[f"hidden {kind}"] = "-" if share is None else f"{100 * share:.0f}%"
             row["peak MiB"] = f"{v['peak_mib']:.0f}" if v.get("peak_mib") else "-"
+            if any(one.get("arena_mib") for one in variants.values()):
+                row["landing MiB so far"] = f"{v.get('arena_mib', 0):.0f}"
             row["sites"] = v.get("sites") or "-"
             row["error"] = f"{v['error']:.1e}" if v.get("error") is not None else "-"
             rows.append(row)

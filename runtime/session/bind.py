@@ -58,6 +58,11 @@ def find_session(group: str, device: str) -> Session | None:
     return _sessions.get((group, device))
 
 
+def arena_bytes() -> int:
+    """Return the bytes that all sessions of this process have for landing memory. torch's memory statistics miss them."""
+    return sum(session.arena_bytes for session in list(_sessions.values()))
+
+
 def bind(group: str, device: str, slot_bytes: int, op: str, site: str) -> Session:
     """Make the session of a group together with its other ranks. PeerTimeoutError names ranks that do not arrive."""
     process_group = _torch_compat.group_of(group)

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ub_overlap
 from tests.gpu.cases import BF16, F32
 from tests.gpu.lockstep import Lockstep
+from ub_overlap.runtime.data_parallel.landing_slots import LandingSlots
 from ub_overlap.runtime.session import session
 
 pytestmark = pytest.mark.own_gpus("NCCL is the reference")
@@ -112,6 +113,9 @@ def test_fsdp_trains_as_torch(lockstep: Lockstep, policy: str, is_late: bool) ->
     session.check()
     used = {one.transport for site, one in ub_overlap.site_stats().items() if site.startswith("/fsdp")}
     assert "c10d" not in used and used, used
+    world = model[0].norm.weight.device_mesh.get_group().group_name
+    slots = LandingSlots.of(world, lockstep.device)._slots
+    assert sum(slot.bytes > 0 for slot in slots) >= 2, "a forward has two results in landing memory"
     assert differences(lockstep, own, plain, bound) == []
 
 
