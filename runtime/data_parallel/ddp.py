@@ -53,12 +53,12 @@ class HookState:
         gradients = bucket.buffer()
         if gradients.dtype not in REDUCED_DTYPES:
             self._groups.say_once(f"buckets of {gradients.dtype} keep torch's collectives")
-        elif self._groups.serve(group, gradients.device):
+        elif own_group := self._groups.serve(group, gradients.device):
             index = bucket.index()
             slot, site = REDUCE_SLOTS[index % len(REDUCE_SLOTS)], f"/ddp.bucket{index}"
             with self._streams.asynchronous(gradients, index) as future:
                 sent = gradients if self.wire_dtype is None else gradients.to(self.wire_dtype)
-                all_reduce_into(sent, sent, group.group_name, site, op="avg", slot=slot)
+                all_reduce_into(sent, sent, own_group, site, op="avg", slot=slot)
                 if sent is not gradients:
                     gradients.copy_(sent)
             return future

@@ -1,9 +1,7 @@
 """Collectives into given memory, in the current stream: a split collective that is finished at once.
 
-A split collective takes the lock of its slot, not of the group. So two streams can gather and reduce at the same time, and
-neither waits for calls of compiled graphs on the group. Pushes are copy engine work; the sums are kernels.
-
-Slots are taken from the last one down, since plans assign them from 0 up.
+A split collective takes the lock of its slot, not of the group, so two streams can gather and reduce at the same time. Pushes
+are copy engine work; the sums are kernels. The groups are those of served_groups.py, whose slots these files alone use.
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ from ub_overlap import _fsdp_compat
 from ub_overlap import _torch_compat as compat
 
 from .. import errors
-from ..session.bind import find_session
 from .asynchronous import SideStreams
 from .eager_collectives import REDUCED_DTYPES, gather_into, reduce_scatter_into
 from .landing_slots import LandingSlots
@@ -58,9 +57,8 @@ class Installation:
             _fsdp_compat.set_comms(*replaced)
         self._replaced = []
         with contextlib.suppress(errors.UbOverlapError):  # of a broken group, which nothing uses any more
-            for name, device in self._groups.served.items():
-                if find_session(name, device.type) is not None:
-                    LandingSlots.of(name, device).release_free()
+            for group in self._groups.own_groups():
+                LandingSlots.release_all_free(group)
 
 
 def install(model: torch.nn.Module) -> Installation:
@@ -106,21 +104,21 @@ class _AllGather(compat.FSDPAllGather):  # type: ignore[misc]
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory of the result, of which FSDP writes this rank's place: landing memory if a slot is free."""
-        group = _fsdp_compat.gather_group(self._param_group)
         landing = None
-        if self._groups.serve(group, device):
-            landing = LandingSlots.of(group.group_name, device).allocate(math.prod(map(int, size)), dtype, self._site)
+        if group := self._groups.serve(_fsdp_compat.gather_group(self._param_group), device):
+            landing = LandingSlots.of(group, device).allocate(math.prod(map(int, size)), dtype, self._site)
         return self._plain.allocate(size, dtype=dtype, device=device) if landing is None else landing.view(*size)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False) -> Any:
         """Gather `input_tensor`, this rank's place in `output_tensor`. Return None, or a Work if `async_op`."""
-        if not self._groups.serve(group, output_tensor.device):
+        own_group = self._groups.serve(group, output_tensor.device)
+        if not own_group:
             return self._plain(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
         if not async_op:
-            self._gather(output_tensor, input_tensor, group.group_name)
+            self._gather(output_tensor, input_tensor, own_group)
             return None
         with self._streams.asynchronous(output_tensor) as future:
-            self._gather(output_tensor, input_tensor, group.group_name)
+            self._gather(output_tensor, input_tensor, own_group)
         return compat.work_of_future(future)
 
     def _gather(self, out: Tensor, shard: Tensor, group: str) -> None:
@@ -145,9 +143,9 @@ class _ReduceScatter(compat.FSDPReduceScatter):  # type: ignore[misc]
         kind = _reduction(op)
         if kind is None or output_tensor.dtype not in REDUCED_DTYPES:
             self._groups.say_once(f"a reduce_scatter of {output_tensor.dtype} with {op} stays torch's")
-        elif not async_op and self._groups.serve(group, output_tensor.device):
+        elif not async_op and (own_group := self._groups.serve(group, output_tensor.device)):
             name, factor = kind
-            reduce_scatter_into(output_tensor, input_tensor, group.group_name, self._site, op=name, factor=factor)
+            reduce_scatter_into(output_tensor, input_tensor, own_group, self._site, op=name, factor=factor)
             return None
         return self._plain(output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, async_op=async_op)
 

@@ -92,8 +92,15 @@ class LandingSlots:
         slot.finished = None if self._device.type == "cpu" else torch.cuda.current_stream(self._device).record_event()
         return True
 
+    @staticmethod
+    def release_all_free(group: str) -> None:
+        """Give back the free slots of all sessions of `group`. On all ranks."""
+        for slots in list(_of_session.values()):
+            if slots._group == group:
+                slots.release_free()
+
     def release_free(self) -> None:
-        """Give free slots back, for other users of the group. On all ranks."""
+        """Give free slots back. On all ranks."""
         for slot in self._slots:
             if slot.is_free:
                 self._release(slot)

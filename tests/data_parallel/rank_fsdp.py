@@ -283,7 +283,8 @@ def uses_landing_memory(rank: int, world: int) -> list[str]:
         model = sharded(mesh=mesh)
         installation = ub_overlap.fsdp.install(model)
         train(model, rank)
-        slots = LandingSlots.of(mesh.get_group().group_name, torch.device("cpu"))
+        (own_group,) = installation._groups.own_groups()
+        slots = LandingSlots.of(own_group, torch.device("cpu"))
         used = [slot.number for slot in slots._slots if slot.bytes]
         if used != [3, 2]:
             bad.append(f"slots {used}")
