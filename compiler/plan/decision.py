@@ -123,6 +123,11 @@ class SplitWindow:
     """The place of the release of a zero-copy gather; None where finish copies the result."""
 
     @property
+    def hidden(self) -> float:
+        """The share of the transfer that is predicted to be hidden."""
+        return 1.0 - min(1.0, self.exposed_us / self.transfer_us) if self.transfer_us else 0.0
+
+    @property
     def shared(self) -> list[int]:
         """What all ranks must agree on."""
         return [self.slot, self.starts, self.finishes, *([] if self.releases is None else [self.releases])]

@@ -329,8 +329,10 @@ def lanes_of(site: str, predicted: Outlook | None, measured: Measured | None = N
 
 
 def _hidden(d: ReportedDecision) -> str:
-    """The share of the bytes that were copied concurrently with a matmul."""
-    return f"{d.bytes_overlapped / d.bytes_copied:.0%}" if d.bytes_copied and d.bytes_overlapped is not None else ""
+    """The share of the bytes that were copied concurrently with compute; of a split site that was not timed, the plan's."""
+    if d.bytes_copied and d.bytes_overlapped is not None:
+        return f"{d.bytes_overlapped / d.bytes_copied:.0%}"
+    return f"{d.window.hidden:.0%} planned" if d.window else ""
 
 
 def _tuned(plan: Plan, d: Decision) -> tuple[tuple[str, TunedStrategy], ...]:

@@ -24,6 +24,8 @@ SLOTS = 2
 """Arena slots per rank, used in turn: slot = epoch modulo SLOTS. Must equal `slots` in csrc/core/flags.h."""
 SPLIT_SLOTS = 8
 """Further slots per rank, for split collectives: as many may be open at once. Must equal `split_slots` in csrc/core/flags.h."""
+HANDLE_SLOTS = range(SPLIT_SLOTS - 2, SPLIT_SLOTS)
+"""The split slots of eager handles (runtime/functional/handles.py): the last ones, since plans assign them from 0 up."""
 
 
 class Queue(IntEnum):

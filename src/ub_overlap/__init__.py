@@ -24,11 +24,15 @@ if TYPE_CHECKING:
     from ub_overlap.runtime.errors import UbOverlapError
     from ub_overlap.runtime.fp8.amax_history import fp8_state
     from ub_overlap.runtime.functional import (
+        CollectiveHandle,
+        all_gather,
         all_gather_matmul,
+        all_reduce,
         check_errors,
         initialize_group,
         matmul_all_reduce,
         matmul_reduce_scatter,
+        reduce_scatter,
     )
     from ub_overlap.runtime.pack import PackedGroup, pack
     from ub_overlap.runtime.point_to_point.connect import initialize_point_to_point
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
     from ub_overlap.runtime.stats import SiteStats, site_stats
 
 __all__ = [
+    "CollectiveHandle",
     "DDPGraphs",
     "Fp8Config",
     "PackedGroup",
@@ -50,7 +55,9 @@ __all__ = [
     "UbOverlapError",
     "__version__",
     "abort",
+    "all_gather",
     "all_gather_matmul",
+    "all_reduce",
     "backend",
     "check_errors",
     "configure",
@@ -71,6 +78,7 @@ __all__ = [
     "passes",
     "pipeline",
     "recv",
+    "reduce_scatter",
     "reports",
     "send",
     "settings",
@@ -80,6 +88,7 @@ __all__ = [
 if not TYPE_CHECKING:
     # name -> (module, attribute; "" for the module itself)
     _HOME = {
+        "CollectiveHandle": ("ub_overlap.runtime.functional", "CollectiveHandle"),
         "DDPGraphs": ("ub_overlap.compiler.ddp", "DDPGraphs"),
         "Fp8Config": ("ub_overlap.compiler.fp8_config", "Fp8Config"),
         "PackedGroup": ("ub_overlap.runtime.pack", "PackedGroup"),
@@ -89,7 +98,9 @@ if not TYPE_CHECKING:
         "SiteStats": ("ub_overlap.runtime.stats", "SiteStats"),
         "UbOverlapError": ("ub_overlap.runtime.errors", "UbOverlapError"),
         "abort": ("ub_overlap.runtime.session.abort", "abort"),
+        "all_gather": ("ub_overlap.runtime.functional", "all_gather"),
         "all_gather_matmul": ("ub_overlap.runtime.functional", "all_gather_matmul"),
+        "all_reduce": ("ub_overlap.runtime.functional", "all_reduce"),
         "backend": ("ub_overlap.compiler.backend", "ub_overlap"),
         "check_errors": ("ub_overlap.runtime.functional", "check_errors"),
         "configure": ("ub_overlap.runtime.settings", "configure"),
@@ -110,6 +121,7 @@ if not TYPE_CHECKING:
         "passes": ("ub_overlap.compiler.backend", "passes"),
         "pipeline": ("ub_overlap.pipeline", ""),
         "recv": ("ub_overlap.runtime.point_to_point.messages", "recv"),
+        "reduce_scatter": ("ub_overlap.runtime.functional", "reduce_scatter"),
         "reports": ("ub_overlap.compiler.reports.report", "reports"),
         "send": ("ub_overlap.runtime.point_to_point.messages", "send"),
         "settings": ("ub_overlap.runtime.settings", "current"),

@@ -1,0 +1,40 @@
+"""Collectives of eager code that return a handle: values, what may run in between, misuse, late ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness.ranks import RankPool
+
+from . import rank_handles as work
+
+
+@pytest.mark.parametrize("what", ["values", "in_between"])
+def test_values(pools: dict[int, RankPool], what: str) -> None:
+    for bad in pools[2].run(getattr(work, what), timeout=100):
+        assert not bad, "\n".join(bad)
+
+
+def test_misuse(pools: dict[int, RankPool]) -> None:
+    expected = ["has no gradient", "has no dims", "cannot be summed", "reduce_op is unknown", "cannot be scattered evenly"]
+    for texts in pools[2].run(work.misuse, timeout=60):
+        assert all(text.startswith("OptionError") for text in texts), texts
+        assert [e for e, text in zip(expected, texts, strict=False) if e not in text] == []
+        assert "2 collectives of the group are open" in texts[-1]
+        assert "<open all_gather at site '/h0'>" in texts[-1] and "at site '/one more'" in texts[-1]
+
+
+def test_a_dropped_handle_keeps_its_slot(pools: dict[int, RankPool]) -> None:
+    for found in pools[2].run(work.dropped, timeout=60):
+        assert found["error"] == "OptionError" and "'/dropped'" in found["text"] and "'/dropped too'" in found["text"]
+
+
+def test_a_rank_that_never_starts(pools: dict[int, RankPool]) -> None:
+    found = pools[2].run(work.late_peer, 2.0, timeout=60)[0]
+    assert (found["error"], found["ranks"]) == ("PeerTimeoutError", (1,)), found
+    assert "split all_gather at site '/late'" in found["text"]
+
+
+def test_the_start_does_not_wait(pools: dict[int, RankPool]) -> None:
+    started, waited = pools[2].run(work.returns_early, 1.5, timeout=60)[0]
+    assert started < 1.0 < waited
