@@ -147,7 +147,7 @@ def _find(
         strategy = forced if requested and isinstance(forced, Strategy) else Strategy(Mode.SPLIT)
         times = split_times(shape, strategy.chunks, profile)
         split = SplitCandidate(i, window, times, strategy, *_memory(window, costs), requested)
-        if costs.policy.may_zero_copy and (found_readers := find_readers(window)) is not None:
+        if costs.policy.may_zero_copy and c.hosts == 1 and (found_readers := find_readers(window)) is not None:
             in_place = split_times(shape, strategy.chunks, profile, zero_copy=True)
             if in_place.shortest_us < times.shortest_us or requested:
                 split = replace(split, readers=tuple(found_readers), zero_copy_times=in_place)

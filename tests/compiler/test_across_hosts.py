@@ -143,6 +143,32 @@ def mixed_groups(rank: int, world: int) -> tuple[float, dict[str, str], set[str]
     return error, decisions, {one.transport for site, one in site_stats().items() if site not in before}
 
 
+def test_hybrid_sharding(hosts4: RankPool) -> None:
+    """With scatter_first the reduce_scatter runs within a host and the all_reduce of one shard across hosts, both split."""
+    for error, found in hosts4.run(hybrid, timeout=120):
+        assert error < 1e-5
+        assert found == [("reduce_scatter", "split", "", 1), ("all_reduce", "split", "c10d", 2)]
+
+
+def hybrid(rank: int, world: int) -> tuple[float, list[tuple[str, str, str, int]]]:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    outer, inner = mesh.get_group("outer"), mesh.get_group("inner")
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        total = funcol.all_reduce(x.t() @ y, "sum", outer)
+        return funcol.reduce_scatter_tensor(total, "sum", 0, inner), torch.tanh(y) @ x.t()
+
+    torch.manual_seed(rank)
+    inputs = torch.randn(16, 64), torch.randn(16, 32)
+    compiled = torch.compile(step, backend="ub_overlap", options={**SPLIT, "inner": "aot_eager", "scatter_first": True})
+    mark = HISTORY.mark()
+    with torch.no_grad(), uncached():
+        error = max(float((a - b).abs().max()) for a, b in zip(compiled(*inputs), step(*inputs), strict=True))
+    found = [d for p in HISTORY.since(mark) for d in p.decisions]
+    assert all(d.window is not None and d.work is not None for d in found), found
+    return error, [(d.kind.value, str(d.strategy), d.window.transport, d.work.hosts) for d in found]  # type: ignore[union-attr]
+
+
 def test_hosts_are_part_of_cache_keys(hosts2: RankPool) -> None:
     for declared, one in hosts2.run(signatures, timeout=60):
         assert declared != one
