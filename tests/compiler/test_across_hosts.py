@@ -156,7 +156,7 @@ def hybrid(rank: int, world: int) -> tuple[float, list[tuple[str, str, str, int]
 
     def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         total = funcol.all_reduce(x.t() @ y, "sum", outer)
-        return funcol.reduce_scatter_tensor(total, "sum", 0, inner), torch.tanh(y) @ x.t()
+        return funcol.reduce_scatter_tensor(total, "sum", 0, inner), torch.tanh(y).t() @ x
 
     torch.manual_seed(rank)
     inputs = torch.randn(16, 64), torch.randn(16, 32)
