@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,16 +14,18 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
+
+try:  # from torch 2.12 on
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+except ImportError:
+    FSDPMeshInfo = ShardPlacementResult = None  # type: ignore[assignment,misc]
 
 import ub_overlap
 from tests.runtime.rank_failures import attempt
 from tests.runtime.rank_sessions import C, reset
 from ub_overlap import _fsdp_compat
-from ub_overlap.runtime import settings
-from ub_overlap.runtime.data_parallel.eager_collectives import OPS, gather_into
-from ub_overlap.runtime.data_parallel.landing_slots import LandingSlots
-from ub_overlap.runtime.functional import initialize_group
+from ub_overlap.runtime.data_parallel.eager_collectives import gather_into
 
 BATCH, TOKENS, HIDDEN = 5, 40, 16
 
@@ -224,94 +224,6 @@ def bytes_travel(rank: int, world: int) -> list[str]:
     return bad
 
 
-def landing_memory(rank: int, world: int, steps: int) -> list[str]:
-    """Results that live for random times, with delays: each stays as it is until it is dropped; then its slot is free.
-
-    Return what is wrong. More results than slots get none, and neither does one whose view lives on.
-    """
-    name = dist.new_group(list(range(world))).group_name
-    initialize_group(name, 1, device="cpu")
-    slots, order, bad = LandingSlots.of(name, torch.device("cpu")), random.Random(3), []
-    held: list[tuple[Tensor, Tensor]] = []
-    full = 0
-    with reset():
-        C.testing.set_random_delay(300, 7 * rank)
-        for step in range(steps):
-            if held and order.random() < 0.4:
-                out, want = held.pop(order.randrange(len(held)))
-                if not torch.equal(out, want):
-                    bad.append(f"changed before step {step}")
-                if order.random() < 0.3:
-                    held.append((out[1:], want[1:]))  # the view keeps the slot
-                del out
-                continue
-            dtype, count = (
-                order.choice((torch.float32, torch.bfloat16, torch.int64, torch.uint8)),
-                order.choice((3, 5000, 70_000)),
-            )
-            out = slots.allocate(count * world, dtype, "/landing")
-            if (out is None) != (len(held) == 4):
-                bad.append(f"{len(held)} results at step {step}")
-            if out is None:
-                full += 1
-                continue
-            parts = [((torch.arange(count) * (r + 2) + step) % 113).to(dtype) for r in range(world)]
-            own = out[count * rank : count * (rank + 1)]
-            own.copy_(parts[rank])
-            if not slots.gather(out, own, "/landing"):
-                bad.append(f"not gathered in place at step {step}")
-            del own
-            held.append((out, torch.cat(parts)))
-            del out
-    bad += ["at the end" for out, want in held if not torch.equal(out, want)]
-    held.clear()
-    slots.release_free()
-    bad += [] if full else ["never full"]
-    token = OPS.start_collective(
-        torch.ones(2), "all_gather", "sum", torch.float32, 0, False, "bulk", name, "/other"
-    )  # was released
-    OPS.finish_collective(token, torch.ones(2), "all_gather", "sum", torch.float32, 0, False, "bulk", name, "/other")
-    return bad[:5]
-
-
-def uses_landing_memory(rank: int, world: int) -> list[str]:
-    """A forward has two results at once, each in landing memory. Removal frees the slots; models follow each other."""
-    bad = []
-    mesh = DeviceMesh.from_group(dist.new_group(list(range(world))), "cpu")
-    slots = None
-    for _ in range(2):
-        model = sharded(mesh=mesh)
-        installation = ub_overlap.fsdp.install(model)
-        train(model, rank)
-        (own_group,) = installation._groups.own_groups()
-        slots = LandingSlots.of(own_group, torch.device("cpu"))
-        used = [slot.number for slot in slots._slots if slot.bytes]
-        if used != [3, 2]:
-            bad.append(f"slots {used}")
-    installation.remove()
-    bad += [f"slot {slot.number} is open" for slot in slots._slots if slot.site] if slots else ["no slots"]
-    return bad
-
-
-def keeps_a_result(rank: int, world: int, step_s: float) -> dict[str, Any]:
-    """Rank 1 keeps a result, so it chooses another slot than rank 0 from then on."""
-    settings.configure(step_timeout_s=step_s)
-    model = sharded()
-    ub_overlap.fsdp.install(model)
-    kept = []
-    if rank == 1:
-        gather, _ = _comms(model)[:2]
-        whole = gather.__class__.__call__
-
-        class Keeps(gather.__class__):  # type: ignore[misc,name-defined]
-            def __call__(self, *args: Any, **kwargs: Any) -> Any:
-                kept.append(kwargs["output_tensor"])
-                return whole(self, *args, **kwargs)
-
-        gather.__class__ = Keeps
-    return attempt(lambda: train(model, rank))
-
-
 def checkpoints(rank: int, world: int, folder: str) -> list[str]:
     """A checkpoint of a model with our collectives has torch's names and shards, and loads without them."""
     model = sharded()
@@ -326,10 +238,81 @@ def checkpoints(rank: int, world: int, folder: str) -> list[str]:
     return bad + [name for name in state if not torch.equal(loaded[name].to_local(), state[name].to_local())]
 
 
+class MixedBlock(Block):
+    """A block with a frozen parameter of another dtype: fully_shard gathers both as bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.randn(7).bfloat16(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + 0.01 * self.frozen.float().sum())
+
+
+def mixed_dtypes(rank: int, world: int) -> list[str]:
+    """One gather of two dtypes, and parameters that are sharded along dim 1."""
+
+    def losses(ours: bool) -> list[float]:
+        torch.manual_seed(0)
+        model: Any = Model()
+        model.blocks = nn.ModuleList(MixedBlock() for _ in range(2))
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model, shard_placement_fn=lambda p: Shard(1) if p.shape[-1] == HIDDEN else None)
+        if ours:
+            ub_overlap.fsdp.install(model)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        found = []
+        for step in range(3):
+            loss = loss_of(model, rank, step)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    plain, own = losses(False), losses(True)
+    return [] if own == plain else [f"{own} {plain}"]
+
+
+def two_meshes(rank: int, world: int) -> list[str]:
+    """Parameters of one module on two meshes are two groups of parameters. A group of each mesh is served."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    whole = init_device_mesh("cpu", (world,))
+    outer, inner = FSDPMeshInfo(whole, shard_mesh_dim=0), FSDPMeshInfo(mesh["inner"], shard_mesh_dim=0)
+
+    def losses(ours: bool) -> tuple[list[float], int]:
+        torch.manual_seed(0)
+        model: Any = Model()
+        for block in model.blocks:
+            inside = id(block.up.weight)
+            fully_shard(
+                block,
+                mesh=whole,
+                shard_placement_fn=lambda p, inside=inside: ShardPlacementResult(Shard(0), inner if id(p) == inside else outer),
+            )
+        fully_shard(model, mesh=whole)
+        count = len(ub_overlap.fsdp.install(model)) if ours else 0
+        found = []
+        for step in range(2):
+            loss = loss_of(model, rank, step)
+            loss.backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.1 * p.grad
+            model.zero_grad()
+            found.append(loss.item())
+        return found, count
+
+    (plain, _), (own, count) = losses(False), losses(True)
+    same = own[0] == plain[0] and abs(own[1] - plain[1]) < 1e-6
+    return ([] if same else [f"{own} {plain}"]) + ([] if count == 7 else [f"{count} groups"])
+
+
 def removal(rank: int, world: int) -> list[str]:
     """`remove` gives torch's collectives back; the model trains on."""
     model = sharded()
-    before = [type(comm).__name__ for comm in _comms(model)]
+    before = [type(comm).__name__ for comm in comms(model)]
     installation = ub_overlap.fsdp.install(model)
     again = attempt(lambda: ub_overlap.fsdp.install(model))
     unsharded = attempt(lambda: ub_overlap.fsdp.install(nn.Linear(2, 2)))
@@ -338,14 +321,14 @@ def removal(rank: int, world: int) -> list[str]:
     installation.remove()
     C.clear_stats()
     train(model, rank, steps=1)
-    bad = [] if [type(comm).__name__ for comm in _comms(model)] == before and not _used("") else ["not removed"]
+    bad = [] if [type(comm).__name__ for comm in comms(model)] == before and not _used("") else ["not removed"]
     for one, text in ((again, "has ub_overlap's collectives already"), (unsharded, "sharded by fully_shard")):
         if one["error"] != "OptionError" or text not in one["text"]:
             bad.append(f"{text}: {one}")
     return bad
 
 
-def _comms(model: Any) -> list[Any]:
+def comms(model: Any) -> list[Any]:
     groups = [group for module in (model, *model.blocks) for group in _fsdp_compat.param_groups(module)]
     return [comm for group in groups for comm in _fsdp_compat.comms(group)]
 
@@ -387,23 +370,3 @@ def no_transport(rank: int, world: int) -> tuple[list[str], list[str]]:
         if len(ub_overlap.fsdp.install(model)):
             bad.append("offload")
     return bad, [*texts, *wide, *offloaded]
-
-
-def dies_in_gather(rank: int, world: int, step_s: float) -> dict[str, Any]:
-    """The last rank ends inside the second step's first gather."""
-    settings.configure(step_timeout_s=step_s)
-    model = sharded()
-    ub_overlap.fsdp.install(model)
-    train(model, rank, steps=1)
-    if rank == world - 1:
-        gather, _ = _comms(model)[:2]
-        model.set_custom_all_gather(_Dies(gather))
-    return attempt(lambda: train(model, rank, steps=2))
-
-
-class _Dies:
-    def __init__(self, gather: Any) -> None:
-        self.allocate = gather.allocate
-
-    def __call__(self, **_: Any) -> None:
-        os._exit(0)

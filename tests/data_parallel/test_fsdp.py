@@ -9,7 +9,7 @@ import pytest
 from tests.harness.ranks import RankPool
 from tests.runtime.spawn import run_ranks
 
-from . import rank_fsdp
+from . import rank_fsdp, rank_landing
 
 STEP = 2.5
 
@@ -37,16 +37,16 @@ def test_bytes_travel(pool2: RankPool) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_landing_memory(world: int, pool2: RankPool, pool4: RankPool) -> None:
     pool = pool2 if world == 2 else pool4
-    assert pool.run(rank_fsdp.landing_memory, 120 if world == 2 else 50, timeout=60) == [[]] * world
+    assert pool.run(rank_landing.landing_memory, 120 if world == 2 else 50, timeout=60) == [[]] * world
 
 
 def test_results_are_landing_memory(pool2: RankPool) -> None:
-    assert pool2.run(rank_fsdp.uses_landing_memory, timeout=60) == [[], []]
+    assert pool2.run(rank_landing.uses_landing_memory, timeout=60) == [[], []]
 
 
 def test_a_rank_that_keeps_a_result() -> None:
     """Ranks that choose different slots get an error that names the site, not a hang."""
-    found = run_ranks("tests.data_parallel.rank_fsdp:keeps_a_result", 2, args=(STEP,), timeout=60)
+    found = run_ranks("tests.data_parallel.rank_landing:keeps_a_result", 2, args=(STEP,), timeout=60)
     for one in (outcome.value for outcome in found):
         assert one["ours"] and "/fsdp." in one["text"], one
         assert one["seconds"] < 2 * STEP + 10, one
@@ -54,6 +54,15 @@ def test_a_rank_that_keeps_a_result() -> None:
 
 def test_a_checkpoint_is_unaffected(pool2: RankPool, tmp_path: Path) -> None:
     assert pool2.run(rank_fsdp.checkpoints, str(tmp_path), timeout=60) == [[], []]
+
+
+def test_dtypes_and_dims(pool2: RankPool) -> None:
+    assert pool2.run(rank_fsdp.mixed_dtypes, timeout=60) == [[], []]
+
+
+@pytest.mark.skipif(rank_fsdp.ShardPlacementResult is None, reason="this torch has one mesh per module")
+def test_two_meshes_in_one_module(pool4: RankPool) -> None:
+    assert pool4.run(rank_fsdp.two_meshes, timeout=60) == [[]] * 4
 
 
 def test_removal_and_misuse(pool2: RankPool) -> None:
@@ -69,7 +78,7 @@ def test_torchs_collectives_stay_where_ours_cannot_serve(pool2: RankPool) -> Non
 
 
 def test_a_rank_that_dies_in_a_gather() -> None:
-    found = run_ranks("tests.data_parallel.rank_fsdp:dies_in_gather", 2, args=(STEP,), timeout=60)[0].value
+    found = run_ranks("tests.data_parallel.rank_landing:dies_in_gather", 2, args=(STEP,), timeout=60)[0].value
     assert found["error"] in ("PeerDiedError", "PeerTimeoutError", "PeerFailedError"), found
     assert "/fsdp.all_gather" in found["text"] and found["ours"], found
     assert found["seconds"] < 2 * STEP + 5, found
