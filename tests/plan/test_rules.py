@@ -193,6 +193,14 @@ def test_stripes_of_an_all_reduce(pool2: RankPool) -> None:
         assert {d["strategy"] for d in outcome.decisions if d["kind"] == "matmul_all_reduce"} == {"pipelined:stripes=2"}
 
 
+def test_engine_copies_by_a_rule_compute_the_same(pool2: RankPool) -> None:
+    """Gathers whose kept tensors and own shards the driver copies keep outputs and gradients."""
+    rules = [{"kind": "all_gather*", "strategy": "pipelined:copies=engine"}]
+    for outcome in check(pool2, LLAMA, {"sequence": True}, {**FORCE, "overrides": rules}):
+        gathers = [d["strategy"] for d in outcome.decisions if d["kind"] == "all_gather_matmul"]
+        assert len(gathers) > 2 and {*gathers} == {"pipelined:copies=engine"}
+
+
 @pytest.mark.parametrize("sequence", [True, False], ids=["reduce_scatter", "all_reduce"])
 def test_direct_by_rules_computes_the_same(pool2: RankPool, sequence: bool) -> None:
     """Rules with direct keep outputs and gradients of a Llama block, with the comparison of every site in the graph."""
