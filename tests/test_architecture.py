@@ -202,6 +202,12 @@ def test_executors_include_no_torch_header(folder: str) -> None:
     assert not found, "\n".join(found)
 
 
+def test_sources_of_a_folder_have_names_of_their_own() -> None:
+    """Object files are named without the ending of their source, so x.cpp and x.cu cannot be built together."""
+    sources = [path.with_suffix("") for ending in ("cpp", "cu") for path in (ROOT / "csrc").rglob(f"*.{ending}")]
+    assert not [path for path in sources if sources.count(path) > 1]
+
+
 def test_float8_numbers_are_those_of_the_kernels() -> None:
     """The FP8 constants of compiler, runtime and kernels are equal, so that casts agree bitwise."""
     literal = re.compile(r"2(\.0)?\s*\*\*\s*-120")

@@ -1,4 +1,4 @@
-// Launches of the kernels of channels (point_to_point.cu).
+// Launches of the kernels of channels (point_to_point_kernels.cu).
 #pragma once
 
 #include "cuda/kernels.h"

@@ -85,6 +85,7 @@ __device__ uint64_t spin_for_flag(const Group& g, const WaitWord& w, uint64_t ex
     const uint64_t* flag = flag_words(own) + w.place;
     uint64_t seen = load_acquire(flag);
     if (arrived(seen)) return seen;
+    if (load_failed(g.local)) return 0;
     const uint64_t begin = now_ns();
     auto* waiting = reinterpret_cast<unsigned long long*>(&own->waiting);
     const unsigned long long bit = 1ull << w.source;

@@ -41,13 +41,12 @@ UB_OVERLAP_HOST_DEVICE constexpr uint64_t ready_word(uint32_t tag) {
 constexpr uint64_t group_lock = 1ull << 32;
 
 struct LocalState {
-    uint64_t epoch_and_lock;             // low half: epoch of the last call that began; `group_lock`
-    uint64_t heartbeat;                  // globaltimer of the last progress of the call that holds the group lock
-    uint32_t last_epoch[all_slots];      // epoch of the last call that used the slot
-    uint32_t previous_epoch[all_slots];  // epoch of the call that used the slot before that one, 0: none
-    uint32_t is_open[split_slots];       // 1: a split collective is between start and finish
-    uint32_t failed;                     // never cleared: a failed group is not used again
-    uint64_t word[all_slots];            // epoch and site tag of the slot's call: the value of its DONE signals
+    uint64_t epoch_and_lock;         // low half: epoch of the last call that began; `group_lock`
+    uint64_t heartbeat;              // globaltimer of the last progress of the call that holds the group lock
+    uint32_t last_epoch[all_slots];  // epoch of the last call that used the slot
+    uint32_t is_open[split_slots];   // 1: a split collective is between start and finish
+    uint32_t failed;                 // never cleared: a failed group is not used again
+    uint64_t word[all_slots];        // epoch and site tag of the slot's call: the value of its DONE signals
 };
 
 // group_lock: no peer was late, but the call that holds the group lock on this device makes no progress.

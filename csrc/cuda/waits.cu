@@ -18,11 +18,10 @@ __device__ uint64_t load_last_done(const Group& g, int own_slot, int source) {
     return last;
 }
 
-// Waits for a flag, one lane per word. Ends by arrival, by the abort of a peer, or by the deadline; never traps.
-__device__ void wait_for(const Group& g, int slot, const WaitWord& w, uint64_t timeout_ns) {
-    if (load_failed(g.local)) return;
-    const uint64_t word = g.local->word[slot];
-    const uint32_t expected = w.past ? g.local->previous_epoch[slot] : epoch_half(word);
+// Waits for a flag, one lane per word. Ends by arrival, by the abort of a peer, or by the deadline; never traps. `word`: epoch
+// and tag of the call. `previous`: epoch of the call that used the slot before, 0 for none; for waits for past calls only.
+__device__ void wait_for(const Group& g, int slot, const WaitWord& w, uint64_t word, uint32_t previous, uint64_t timeout_ns) {
+    const uint32_t expected = w.past ? previous : epoch_half(word);
     if (w.past && expected == 0) return;  // no call has used the slot yet
     const auto arrived = [expected, past = w.past](uint64_t seen) {
         return seen != 0 && (!past || static_cast<int32_t>(epoch_half(seen) - expected) >= 0);
@@ -82,33 +81,37 @@ __device__ void open_split_slot(const Group& g, int slot, uint32_t tag, uint64_t
 }
 
 __global__ void __launch_bounds__(32) begin_kernel(Group g, int slot, uint32_t tag, WaitList free, uint64_t timeout_ns) {
+    uint32_t epoch = 0, previous = 0;
     if (threadIdx.x == 0) {
         LocalState* s = g.local;
         const bool is_split = slot >= slots;
         if (is_split) open_split_slot(g, slot, tag, timeout_ns);
-        const auto* last = reinterpret_cast<const volatile uint32_t*>(&s->last_epoch[slot]);
-        uint32_t epoch = (is_split ? *last : take_group_lock(g, timeout_ns)) + 1;
-        if (epoch == 0) epoch = 1;
+        const uint32_t last_of_group = is_split ? 0 : take_group_lock(g, timeout_ns);
         __threadfence();  // sees what the previous call has written, maybe on another stream
+        previous = *reinterpret_cast<const volatile uint32_t*>(&s->last_epoch[slot]);
+        epoch = (is_split ? previous : last_of_group) + 1;
+        if (epoch == 0) epoch = 1;
         if (!is_split) *reinterpret_cast<volatile uint64_t*>(&s->epoch_and_lock) = group_lock | epoch;
-        s->previous_epoch[slot] = s->last_epoch[slot];
         s->last_epoch[slot] = epoch;
         s->word[slot] = static_cast<uint64_t>(epoch) << 32 | tag;
         update_heartbeat(g, now_ns());
-        __threadfence();
     }
-    __syncwarp();
-    for (int i = threadIdx.x; i < free.count; i += 32) wait_for(g, slot, free.words[i], timeout_ns);
+    // The lanes get the epochs by shuffles: a fence and loads would take longer than the rest of the kernel.
+    epoch = __shfl_sync(0xffffffffu, epoch, 0), previous = __shfl_sync(0xffffffffu, previous, 0);
+    const uint64_t word = static_cast<uint64_t>(epoch) << 32 | tag;
+    for (int i = threadIdx.x; i < free.count; i += 32) wait_for(g, slot, free.words[i], word, previous, timeout_ns);
 }
 
 __global__ void __launch_bounds__(32) wait_kernel(Group g, int slot, WaitList list, uint64_t timeout_ns) {
     if (threadIdx.x == 0) update_heartbeat(g, now_ns());
-    for (int i = threadIdx.x; i < list.count; i += 32) wait_for(g, slot, list.words[i], timeout_ns);
+    const uint64_t word = g.local->word[slot];
+    for (int i = threadIdx.x; i < list.count; i += 32) wait_for(g, slot, list.words[i], word, 0, timeout_ns);
 }
 
-// Called by all threads of one block. A release is cumulative: a peer that acquires a DONE word also sees the words that other
-// threads of the block have cleared before the barrier.
+// Called by all threads of one block, at least as many as the list has words. A release is cumulative: a peer that acquires a
+// DONE word also sees the words that other threads of the block have cleared before the barrier.
 __device__ void signal_all(const Group& g, int slot, const SignalList& list) {
+    const uint64_t word = g.local->word[slot];
     for (int i = 0; i < list.count; ++i) {
         if (!list.words[i].done) continue;
         for (const FlagKind kind : {FlagKind::ready, FlagKind::ready2}) {
@@ -117,9 +120,8 @@ __device__ void signal_all(const Group& g, int slot, const SignalList& list) {
         }
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < list.count; i += blockDim.x) {
+    if (const int i = static_cast<int>(threadIdx.x); i < list.count) {
         const SignalWord& s = list.words[i];
-        const uint64_t word = g.local->word[slot];
         store_release(flag_words(g.shared[s.rank]) + s.place, s.done ? word : ready_word(static_cast<uint32_t>(word)));
     }
 }
@@ -129,17 +131,18 @@ __global__ void __launch_bounds__(32) signal_kernel(Group g, int slot, SignalLis
 }
 
 // One block: a call that succeeds writes no output here.
-constexpr int end_threads = 1024;
+constexpr int end_threads = 256;
 
 __global__ void __launch_bounds__(end_threads) end_kernel(Group g, int slot, SignalList list, PoisonList outputs, bool final) {
-    signal_all(g, slot, list);
-    // An aborting peer may have pushed before we had released the slot, so the data that this call read may be wrong too.
+    // An aborting peer may have pushed before we had released the slot, so the data that this call read may be wrong too. The
+    // last thread looks while the others signal.
     bool failed = false;
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == end_threads - 1) {
         const uint64_t abort = load_acquire(&g.shared[g.rank]->abort);
         if (abort != 0) fail(g, WaitWord{}, WaitOutcome::aborted, g.local->word[slot], 0, abort, 0);
         failed = abort != 0 || load_failed(g.local) != 0;
     }
+    signal_all(g, slot, list);
     failed = __syncthreads_or(failed);
     if (final && threadIdx.x == 0) {
         // Releases the lock: from here on `word`, `last_epoch` and a failure may be the next call's.
