@@ -12,11 +12,18 @@ from .blocks import table as blocks
 from .data_parallel import table as data_parallel
 from .memory import table as memory
 from .ops import table as ops
+from .pipeline import table as pipeline
 from .plot import draw
 
 __all__ = ["draw", "heading", "markdown", "ops_text"]
 
-TEXTS = {"ops": ops.text, "blocks": blocks.text, "memory": memory.text, "data_parallel": data_parallel.text}
+TEXTS = {
+    "ops": ops.text,
+    "blocks": blocks.text,
+    "memory": memory.text,
+    "data_parallel": data_parallel.text,
+    "pipeline": pipeline.text,
+}
 ops_text = ops.text
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Measure what two GPUs allow: memory kernels, ops and blocks of 2 ranks, of 4 and 8 ranks in mirror mode, float8
-# MLPs, and data parallelism.
+# MLPs, data parallelism and pipeline parallelism.
 #
-#     benchmarks/two_gpus.sh OUT [PART...]     parts: memory ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp dp dp_hosts
+#     benchmarks/two_gpus.sh OUT [PART...]     parts: memory ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp dp pp dp_hosts
 #
 # Default: all but dp_hosts (data parallelism over NCCL, as across hosts), 10 minutes.
 # JSON files, and the output of all parts in log.txt, are in OUT. Tables are printed last. Every part has a time limit.
@@ -36,7 +36,7 @@ mlp() {
         --ours 'rowwise={"fp8":{"recipe":"rowwise"}}' --budget-s 120
 }
 
-for name in ${*:-memory ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp dp}; do
+for name in ${*:-memory ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp dp pp}; do
     case $name in
     memory) part memory 60 python3 -m benchmarks.memory ;;
     ops8 | ops4) ops "$name" --mirror "${name#ops}" ;;
@@ -49,6 +49,7 @@ for name in ${*:-memory ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp dp}; do
         --ours 'auto={}' --ours 'split={"overrides":[{"strategy":"split"}]}' \
         --ours 'zero3={"memory_budget":0,"overrides":[{"strategy":"split"}]}' ;;
     dp) ranks dp 150 benchmarks.data_parallel --layers 4 --iters 10 --warm 3 --waterfall --budget-s 100 ;;
+    pp) ranks pp 120 benchmarks.pipeline --iters 10 --warm 3 ;;
     *) echo "no part '$name'" >&2 && exit 2 ;;
     esac
 done

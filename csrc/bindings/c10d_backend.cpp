@@ -35,9 +35,13 @@ class MessageWork final : public Work {
         : Work(rank, type), transfer_(std::move(transfer)), tensor_(std::move(tensor)) {}
 
     bool isCompleted() override {
+        const WithoutGil without_gil;
         return translated([&] { return transfer_->is_completed(); });
     }
-    bool isSuccess() const override { return transfer_->is_completed(); }
+    bool isSuccess() const override {
+        const WithoutGil without_gil;
+        return transfer_->is_completed();
+    }
     // The deadline is that of a step: `timeout` is not used.
     bool wait(std::chrono::milliseconds) override {
         synchronize();
@@ -173,26 +177,30 @@ class ChannelBackend final : public Backend {
         });
     }
 
-    // The channels for tensors on a device, made at its first message. Null where the group has no transport.
+    // The channels for tensors on a device, made at its first message. Null where the group has no transport. Held weakly: the
+    // session frees their memory when the group is destroyed, also while a program holds the group.
     std::shared_ptr<PointToPoint> channels_of(const at::Tensor& tensor) {
         const std::lock_guard<std::mutex> lock(mutex_);
-        const auto [entry, is_first] = channels_.try_emplace(tensor.device().type());
-        if (is_first) {
-            try {
-                const std::string device = c10::DeviceTypeName(tensor.device().type(), true);
-                entry->second = python_hooks().connect(name_, device, static_cast<int64_t>(tensor.nbytes()));
-            } catch (...) {
-                channels_.erase(entry);
-                throw;
-            }
+        const auto found = connected_.find(tensor.device().type());
+        if (found != connected_.end()) {
+            std::shared_ptr<PointToPoint> channels = found->second.channels.lock();
+            if (found->second.has_transport && !channels) throw_refused("the group was destroyed");
+            return channels;
         }
-        return entry->second;
+        const std::string device = c10::DeviceTypeName(tensor.device().type(), true);
+        std::shared_ptr<PointToPoint> made = python_hooks().connect(name_, device, static_cast<int64_t>(tensor.nbytes()));
+        connected_[tensor.device().type()] = {made != nullptr, made};
+        return made;
     }
 
     const std::string name_;
     const std::map<at::DeviceType, BackendPtr> replaced_;
     std::mutex mutex_;
-    std::map<at::DeviceType, std::shared_ptr<PointToPoint>> channels_;
+    struct Connection {
+        bool has_transport = false;
+        std::weak_ptr<PointToPoint> channels;
+    };
+    std::map<at::DeviceType, Connection> connected_;
 };
 
 }  // namespace

@@ -63,8 +63,10 @@ std::shared_ptr<Transfer> PointToPoint::issue(Message message) {
     const uint64_t first = next;
     const int source = message.sends ? rank : message.peer, destination = message.sends ? message.peer : rank;
     board_->note(source, destination, message.sends, first, message.text);
-    next += static_cast<uint64_t>(pieces_of(message));
-    return begin(std::move(message), first);
+    const auto pieces = static_cast<uint64_t>(pieces_of(message));
+    std::shared_ptr<Transfer> transfer = begin(std::move(message), first);
+    next += pieces;  // a message that was refused has no number
+    return transfer;
 }
 
 }  // namespace ub_overlap

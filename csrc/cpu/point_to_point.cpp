@@ -44,10 +44,11 @@ class CpuPointToPoint::CpuTransfer final : public Transfer {
         if (error_) std::rethrow_exception(error_);
     }
     void end(std::exception_ptr error) {
+        std::shared_ptr<void> tensor;  // released without the lock: that may take the GIL
         const std::lock_guard<std::mutex> lock(completion_->mutex);
         ended_ = true;
         error_ = std::move(error);
-        message.tensor.reset();
+        tensor = std::move(message.tensor);
         completion_->changed.notify_all();
     }
 

@@ -171,7 +171,11 @@ void CudaPointToPoint::close() {
     closed_ = true;
     const int64_t deadline = now_ns() + settings().step_timeout_ns.load(std::memory_order_relaxed);
     const auto all_ended = [this] {
-        release_completed();
+        try {
+            release_completed();
+        } catch (const std::exception&) {  // a device that has failed runs nothing any more
+            return true;
+        }
         return unfinished_.empty();
     };
     wait_until(all_ended, deadline, [] {});

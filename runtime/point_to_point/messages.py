@@ -69,6 +69,7 @@ def _issue(tensor: torch.Tensor, sends: bool, peer: int | None, group_peer: int 
         )
     members = _torch_compat.group_of(name)
     if group_peer is None:
+        assert peer is not None, "one of the two is given"
         group_peer = dist.get_group_rank(members, peer)
     device = tensor.device.type
     channels = extension().find_channels(name, device)

@@ -1,42 +1,37 @@
-"""Process groups whose sends and receives use channels, for torch.distributed.pipelining and any other caller of c10d."""
+"""The c10d backend "ub_overlap", whose sends and receives use channels. Importing this module registers it.
+
+torch.distributed.pipelining and any other caller of c10d use it as they use NCCL. Collectives are those of gloo (CPU) and NCCL.
+"""
 
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
-from ub_overlap import _torch_compat
+from ub_overlap import _c10d_compat, _torch_compat
 
 from .. import errors
 from ..extension import extension
 from ..session.group_argument import Group, name_of
 from . import connect as connect  # sets the callback that makes channels
 
-if TYPE_CHECKING:
-    ProcessGroup = dist.ProcessGroup
-else:
-    ProcessGroup = Any
+BACKEND = "ub_overlap"
+"""For init_process_group, new_group, and init_device_mesh(backend_override={"pp": "ub_overlap"})."""
 
 
-def make_group(group: Group = None, *, timeout: timedelta | None = None) -> ProcessGroup:
+def make_group(group: Group = None, *, timeout: timedelta | None = None) -> dist.ProcessGroup:
     """Return a new process group of the ranks of `group`, which sends and receives through channels.
 
-    Its other collectives are those of `group`'s backends. Pass it to `PipelineStage(group=...)`: schedules use it unchanged,
-    and `batch_isend_irecv` too. Messages of a pair of ranks need the same order, dtype, bytes and tag on both ends.
+    Its collectives are those of gloo and NCCL. Pass it to `PipelineStage(group=...)`: schedules use it unchanged, and
+    `batch_isend_irecv` too. Messages of a pair of ranks need the same order, dtype, bytes and tag on both ends.
     `group`: a ProcessGroup, a dim of a DeviceMesh, (mesh, dim), or None for the world. Collective over its ranks, not over the
     world. `timeout`: of the collectives; messages have the deadline of a step.
     """
     members = _torch_compat.group_of(name_of(group))
     ranks = dist.get_process_group_ranks(members)
-    made = dist.new_group(
-        ranks,
-        timeout=timeout,
-        backend=dist.get_backend_config(members),
-        use_local_synchronization=True,
-        group_desc="ub_overlap",
-    )
+    made: Any = dist.new_group(ranks, timeout=timeout, backend=BACKEND, use_local_synchronization=True)
     if dist.get_process_group_ranks(made) != ranks:
         raise errors.OptionError(
             "the ranks of a group for messages must be sorted",
@@ -44,5 +39,12 @@ def make_group(group: Group = None, *, timeout: timedelta | None = None) -> Proc
             got=f"global ranks {ranks}",
             fix="order the devices of the mesh by rank",
         )
-    extension().use_channels(made.group_name)
     return made
+
+
+def _create(options: Any, nccl_options: Any) -> Any:
+    return _c10d_compat.make_process_group(options, nccl_options, extension().use_channels)
+
+
+if not hasattr(dist.Backend, BACKEND.upper()):
+    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])

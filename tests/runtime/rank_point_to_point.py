@@ -226,6 +226,29 @@ def c10d_mismatch(rank: int, world: int) -> dict[str, Any]:
     return attempt(lambda: dist.recv(torch.zeros(4), 0, group=group))
 
 
+def registered(rank: int, world: int) -> list[Any]:
+    """The backend by its name: a dim of a mesh. Return what was received, and whether its memory ends with the group."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(
+        "cpu", (world, 1), mesh_dim_names=("pp", "tp"), backend_override={"pp": ub_overlap.pipeline.BACKEND}
+    )
+    group = mesh["pp"].get_group()
+    out, total = torch.full((2,), float(rank)), torch.ones(1)
+    work = dist.isend(out, 1, group=group) if rank == 0 else dist.irecv(out, 0, group=group)
+    work.wait()
+    dist.all_reduce(total, group=group)
+    name = group.group_name
+    before = ops.load().find_channels(name, "cpu") is not None
+    dist.destroy_process_group(group)
+    for _ in range(100):
+        if all(session.group != name for session in ops.load().sessions()):
+            break
+        time.sleep(0.05)
+    after = any(session.group == name for session in ops.load().sessions())
+    return [out.tolist(), total.item(), before, after, attempt(lambda: group.send([out], 1 - rank, 0))["error"]]
+
+
 def other_hosts(rank: int, world: int) -> float:
     """Ranks of two hosts: c10d sends."""
     with reset():

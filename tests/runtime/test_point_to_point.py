@@ -81,6 +81,10 @@ def test_torch_distributed_raises_our_errors(pools: dict[int, RankPool]) -> None
     assert "recv at site 'channel 0 -> 1'" in receiver["text"]
 
 
+def test_the_backend_by_its_name(pools: dict[int, RankPool]) -> None:
+    assert pools[2].run(ranks.registered, timeout=60) == [[[0.0, 0.0], 2.0, True, False, "OptionError"]] * 2
+
+
 def test_ranks_of_two_hosts(pools: dict[int, RankPool]) -> None:
     assert pools[2].run(ranks.other_hosts, timeout=60) == [0.0, 10.0]
 

@@ -1,0 +1,130 @@
+"""Train a pipeline of stages whose messages go through ub_overlap, and compare the first step with one process.
+
+    torchrun --nproc-per-node 4 -m examples.pipeline.train --tp 2 --schedule Interleaved1F1B --compile
+    torchrun --nproc-per-node 2 -m examples.pipeline.train --schedule ZBVZeroBubble
+
+Zero-bubble schedules split backward into input and weight gradients. torch refuses compiled stages there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.tensor import DTensor
+
+from .model import ResidualMlp, build_stages, make_blocks, names_of_blocks
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedule", default="Interleaved1F1B", help="a schedule of torch.distributed.pipelining")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of a stage; the others are pipeline ranks")
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--sequence", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--compile", action="store_true", help='compile the stages with backend="ub_overlap"')
+    parser.add_argument("--overlap", default="auto", help="with --compile: option `overlap` of the backend")
+    parser.add_argument("--inner", default="inductor", help="what compiles the rewritten graphs: inductor or aot_eager")
+    return parser.parse_args(arguments)
+
+
+def make_data(flags: argparse.Namespace, device: torch.device, step: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets of one step, equal on all ranks."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    sizes = (2, flags.batch, flags.sequence, flags.width)
+    both = torch.randn(sizes, generator=generator).to(device)
+    return both[0], both[1]
+
+
+def one_process(flags: argparse.Namespace, device: torch.device) -> tuple[float, dict[str, Tensor]]:
+    """Return the loss and the gradients of the first step, without pipeline."""
+    blocks = make_blocks(flags.blocks, flags.width, 4 * flags.width, device)
+    x, target = make_data(flags, device, 0)
+    for block in blocks.values():
+        x = block(x)
+    loss = torch.nn.functional.mse_loss(x, target)
+    loss.backward()
+    gradients: dict[str, Tensor] = {}
+    for index, block in blocks.items():
+        for name, parameter in block.named_parameters():
+            assert parameter.grad is not None, f"block {index}: {name} has no gradient"
+            gradients[f"{index}.{name}"] = parameter.grad
+    return float(loss), gradients
+
+
+def worst_error(blocks: dict[str, ResidualMlp], own: list[str], expected: dict[str, Tensor]) -> float:
+    """Return the largest error of this rank's gradients, relative to the largest gradient of each parameter."""
+    worst = 0.0
+    for index in own:
+        for name, parameter in blocks[index].named_parameters():
+            gradient = parameter.grad
+            assert gradient is not None, f"block {index}: {name} has no gradient"
+            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            want = expected[f"{index}.{name}"]
+            worst = max(worst, ((whole - want).abs().max() / want.abs().max()).item())
+    return worst
+
+
+def train(flags: argparse.Namespace) -> dict[str, Any]:
+    """Run the steps. Return their losses, and the errors of the first against one process."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (ranks // flags.tp, flags.tp), mesh_dim_names=("pp", "tp"))
+    tp_rank = mesh["tp"].get_local_rank()
+    blocks = make_blocks(flags.blocks, flags.width, 4 * flags.width, device)
+    stages = build_stages(blocks, flags.schedule, mesh, device, flags.compile, {"inner": flags.inner, "overlap": flags.overlap})
+    own = sorted(name for stage in stages for name in names_of_blocks(stage))
+
+    def loss_of(y: Tensor, target: Tensor) -> Tensor:
+        """Return this rank's share of the mean over all of the sequence."""
+        return torch.nn.functional.mse_loss(y, target) / flags.tp
+
+    schedule_class = get_schedule_class(flags.schedule)
+    is_single = len(stages) == 1
+    schedule = schedule_class(stages[0] if is_single else stages, flags.microbatches, loss_fn=loss_of)
+    optimizer = torch.optim.SGD([p for name in own for p in blocks[name].parameters()], lr=0.1)
+    expected_loss, expected = one_process(flags, device)
+    losses, error = [], 0.0
+    for step in range(flags.steps):
+        x, target = (part.chunk(flags.tp, 1)[tp_rank].contiguous() for part in make_data(flags, device, step))
+        inputs = (x,) if any(stage.is_first for stage in stages) else ()
+        is_last = any(stage.is_last for stage in stages)
+        parts: list[Tensor] = []
+        schedule.step(*inputs, target=target if is_last else None, losses=parts if is_last else None)
+        total = torch.stack(parts).mean().detach() if is_last else torch.zeros((), device=device)
+        dist.all_reduce(total)  # the last stage's ranks have the shares, the others zero
+        losses.append(total.item())
+        if step == 0:
+            error = worst_error(blocks, own, expected)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "loss_error": abs(losses[0] - expected_loss) / expected_loss, "gradient_error": error}
+
+
+def main() -> None:
+    flags = parse()
+    is_gpu = torch.cuda.is_available()
+    if is_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if is_gpu else "gloo")
+    result = train(flags)
+    if dist.get_rank() == 0:
+        print(f"losses {', '.join(f'{loss:.6f}' for loss in result['losses'])}")
+        print(f"first step against one process: loss {result['loss_error']:.1e}, gradients {result['gradient_error']:.1e}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""examples/pipeline: schedules of torch.distributed.pipelining over channels, against one process without pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ub_overlap
+from examples.pipeline import train
+from tests.harness.ranks import RankPool
+from ub_overlap.runtime import ops
+
+
+def run(rank: int, world: int, arguments: list[str]) -> dict[str, Any]:
+    """Train, and return the result with the overlapped sites and whether the stages' messages used channels."""
+    torch._dynamo.reset()
+    result = train.train(train.parse(arguments))
+    groups = [session for session in ops.load().sessions() if ops.load().find_channels(session.group, "cpu") is not None]
+    result["channels"] = len(groups)
+    overlapped = [site for site, stats in ub_overlap.site_stats().items() if stats.transport == "shared memory"]
+    result["sites"] = sum("ward." in site for site in overlapped)
+    dist.barrier()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("world", "arguments"),
+    [
+        (2, "--schedule 1F1B --blocks 4"),
+        (2, "--schedule Interleaved1F1B --blocks 4 --compile --inner aot_eager"),
+        (2, "--schedule ZBVZeroBubble --blocks 4"),
+        (4, "--schedule ZBVZeroBubble --blocks 8"),
+        (4, "--schedule Interleaved1F1B --blocks 4 --tp 2 --compile --inner aot_eager --overlap force"),
+    ],
+)
+def test_gradients_of_the_first_step(request: pytest.FixtureRequest, world: int, arguments: str) -> None:
+    pool: RankPool = request.getfixturevalue(f"pool{world}")
+    results = pool.run(run, [*arguments.split(), "--steps", "2", "--width", "32"], timeout=150)
+    for result in results:
+        assert result["channels"] >= 1, "the messages did not use channels"
+        assert result["loss_error"] < 1e-6 and result["gradient_error"] < 1e-5, result
+        assert result["losses"] == pytest.approx(results[0]["losses"])
+        if "force" in arguments:
+            assert result["sites"] >= 4, "the stages were compiled, but no collective of theirs was overlapped"
