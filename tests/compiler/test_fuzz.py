@@ -182,7 +182,9 @@ def differ(a: list[Tensor | None], b: list[Tensor | None]) -> list[int]:
     return [i for i, equal in enumerate(same) if not equal]
 
 
-def fuzz(rank: int, world: int, kind: str, seeds: list[int]) -> tuple[list[str], dict[str, int]]:
+def fuzz(
+    rank: int, world: int, kind: str, seeds: list[int], options: dict[str, Any] = FORCE
+) -> tuple[list[str], dict[str, int]]:
     """Return the failures by seed, and how often each strategy was selected."""
     wrong: list[str] = []
     taken: Counter[str] = Counter()
@@ -194,8 +196,10 @@ def fuzz(rank: int, world: int, kind: str, seeds: list[int]) -> tuple[list[str],
         torch._dynamo.reset()
         mark = HISTORY.mark()
         with uncached():
-            found = values(torch.compile(function, backend="ub_overlap", options=FORCE), c.inputs, grad)
-        taken.update(f"{d.phase} {d.strategy}" for p in HISTORY.since(mark) for d in p.decisions)
+            found = values(torch.compile(function, backend="ub_overlap", options=options), c.inputs, grad)
+        decisions = [d for p in HISTORY.since(mark) for d in p.decisions]
+        taken.update(f"{d.phase} {d.strategy}" for d in decisions)
+        taken["zero-copy"] += sum(d.window is not None and d.window.releases is not None for d in decisions)
         if bad := differ(truth, found):
             wrong.append(f"seed {seed}: values {bad} differ: {' -> '.join(c.text)}")
     return wrong, dict(taken)
@@ -208,3 +212,12 @@ def test_chains(request: pytest.FixtureRequest, ranks: int, kind: str) -> None:
     for wrong, taken in pool.run(fuzz, kind, list(range(SEEDS[ranks])), timeout=240):
         assert not wrong, "\n".join(wrong)
         assert taken["forward pipelined"] >= SEEDS[ranks] // 5, taken
+
+
+@pytest.mark.parametrize(("inner", "seeds"), [("aot_eager", 10), ("inductor", 3)])
+def test_chains_from_landing_memory(pool2: RankPool, inner: str, seeds: int) -> None:
+    """Zero-copy gathers whose readers, also later ones and those of views, are random."""
+    options = {"overrides": [{"strategy": "split"}], "zero_copy": "auto", "inner": inner}
+    for wrong, taken in pool2.run(fuzz, "all_gather", list(range(seeds)), options, timeout=240):
+        assert not wrong, "\n".join(wrong)
+        assert taken["zero-copy"] >= seeds // 3, taken
