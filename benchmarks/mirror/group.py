@@ -6,9 +6,11 @@ The group has a backend of its own name, over torch's fake process group: its si
 from __future__ import annotations
 
 import itertools
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime import ops
@@ -28,6 +30,20 @@ from .schedule import MirrorProvider
 
 BACKEND = "mirror"
 _numbers = itertools.count(1)
+
+
+def _register_group(name: str, ranks: int, store: Any) -> None:
+    """Register a fake process group of `ranks` ranks, of which this process is the first, as a group of `BACKEND`.
+
+    Unlike torch's fake groups it exists next to a real default group."""
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        creator: Any = compat.new_fake_group
+        dist.Backend.register_backend(BACKEND, creator, extended_api=True, devices=["cpu", "cuda"])
+    members = list(range(ranks))
+    made, _ = compat.new_named_group(ranks, 0, members, BACKEND, store, name, timeout=timedelta(minutes=5))
+    distributed_c10d._world.pg_group_ranks[made] = {rank: rank for rank in members}
+
+
 """Numbers of the groups of this process: torch keeps their names for good."""
 
 
@@ -66,7 +82,7 @@ class MirrorGroups:
     def new_group(self) -> str:
         """Make a group, and return its c10d name. Collective."""
         name = f"mirror_{self.ranks}_{next(_numbers)}"
-        compat.add_fake_group(name, BACKEND, self.ranks, compat.store_of(compat.group_of(self.world.group)))
+        _register_group(name, self.ranks, compat.store_of(compat.group_of(self.world.group)))
         dist.barrier(group=self.world.control)
         return name
 

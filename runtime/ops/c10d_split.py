@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +28,7 @@ from ..session.bind import find_session
 from ..session.session import Session
 from . import c10d_fallback as c10d
 from .plain_collective import run_collective, wait_for
-
-if TYPE_CHECKING:
-    from .start_collective import StartArgs
+from .start_args import StartArgs
 
 
 @dataclass(frozen=True, slots=True)

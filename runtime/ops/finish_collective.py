@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import bulk, c10d_split
 from .definition import OpDefinition
-from .start_collective import StartArgs
+from .start_args import StartArgs
 
 SCHEMA = (
     "finish_collective(Tensor token, Tensor input, str collective, str reduce_op, ScalarType out_dtype, int split_slot, "

@@ -13,30 +13,17 @@ Strategies are "bulk", "bulk:chunks=N" and "none". Without a transport, or with 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from . import c10d_split
 from .definition import OpDefinition
+from .start_args import StartArgs
 
 SCHEMA = (
     "start_collective(Tensor input, str collective, str reduce_op, ScalarType out_dtype, int split_slot, "
     "bool zero_copy, str strategy, str group, str site) -> Tensor"
 )
-
-
-class StartArgs(NamedTuple):
-    input: Tensor
-    collective: str
-    reduce_op: str
-    out_dtype: torch.dtype
-    split_slot: int
-    zero_copy: bool
-    strategy: str
-    group: str
-    site: str
 
 
 def make_token(a: StartArgs) -> Tensor:

@@ -58,8 +58,9 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "scaled_mm": ("torch:_scaled_mm",),
     "_StorageWeakRef": ("torch.multiprocessing.reductions:StorageWeakRef",),
     "_dtypes_of_numbers": ("torch.distributed._symmetric_memory:_maybe_convert_scalar_types_to_dtypes",),
-    "_fake_backend": ("torch.testing._internal.distributed.fake_pg:_create_fake_pg",),
-    "_new_group": ("torch.distributed.distributed_c10d:_new_process_group_helper",),
+    "new_fake_group": ("torch.testing._internal.distributed.fake_pg:_create_fake_pg",),
+    "new_named_group": ("torch.distributed.distributed_c10d:_new_process_group_helper",),
+    "all_gather_with_gradient": ("torch.distributed._functional_collectives:all_gather_tensor_autograd",),
     # torch.distributed.fsdp.fully_shard (FSDP2)
     "FSDPAllGather": ("torch.distributed.fsdp._fully_shard._fsdp_api:AllGather",),
     "FSDPReduceScatter": ("torch.distributed.fsdp._fully_shard._fsdp_api:ReduceScatter",),
@@ -275,24 +276,6 @@ def is_fake_group(name: str) -> bool:
     import torch.distributed as dist
 
     return dist.get_backend(group_of(name)) == "fake"
-
-
-def add_fake_group(name: str, backend: str, ranks: int, store: Any) -> Any:
-    """Register a fake process group of `ranks` ranks, of which this process is the first, as a group of `backend`.
-
-    Its plain collectives do nothing. Unlike torch's fake groups it exists next to a real default group."""
-    from datetime import timedelta
-
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d
-
-    if not hasattr(dist.Backend, backend.upper()):
-        creator: Any = __getattr__("_fake_backend")
-        dist.Backend.register_backend(backend, creator, extended_api=True, devices=["cpu", "cuda"])
-    members = list(range(ranks))
-    made, _ = __getattr__("_new_group")(ranks, 0, members, backend, store, name, timeout=timedelta(minutes=5))
-    distributed_c10d._world.pg_group_ranks[made] = {rank: rank for rank in members}
-    return made
 
 
 def foreign_type(name: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,8 +22,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from ub_overlap import _torch_compat as compat
+
 from .sizes import PlannedBlock
 
+gather_weight = compat.all_gather_with_gradient
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -99,7 +101,7 @@ class Blocks(nn.Module):
         return x
 
 
-class GatheredLinear(nn.Linear):
+class ShardedLinear(nn.Linear):
     """A linear that stores its share of the rows of this rank's weight, and gathers the others where it is used (ZeRO-3)."""
 
     shard: nn.Parameter
@@ -108,7 +110,7 @@ class GatheredLinear(nn.Linear):
     placements: tuple[Any, ...]
 
     def forward(self, input: Tensor) -> Tensor:
-        weight: Any = funcol.all_gather_tensor_autograd(self.shard, 0, self.data_group)
+        weight: Any = gather_weight(self.shard, 0, self.data_group)
         if self.tensor_mesh is not None:
             weight = DTensor.from_local(weight, self.tensor_mesh, self.placements, run_check=False)
         return F.linear(input, weight, self.bias)
@@ -120,8 +122,8 @@ def shard_weights(module: nn.Module, ranks: int, group: Any) -> None:
         weight: Any = linear.weight
         is_parallel = isinstance(weight, DTensor)
         local = weight.to_local() if is_parallel else weight
-        linear.__class__ = GatheredLinear
-        assert isinstance(linear, GatheredLinear)
+        linear.__class__ = ShardedLinear
+        assert isinstance(linear, ShardedLinear)
         linear.shard = nn.Parameter(local.detach().chunk(ranks)[0].clone())
         linear.data_group = group
         linear.tensor_mesh, linear.placements = (weight.device_mesh, weight.placements) if is_parallel else (None, ())
