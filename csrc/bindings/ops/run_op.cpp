@@ -72,7 +72,7 @@ bool start_on_transport(Builder& b, std::shared_ptr<void> input) {
     return true;
 }
 
-bool finish_on_transport(Builder& b) {
+bool finish_on_transport(Builder& b, const std::function<void(Call&)>& prepare) {
     b.seal();
     std::shared_ptr<Session> session = b.session();
     if (is_plain(*session, b.call)) {
@@ -80,6 +80,7 @@ bool finish_on_transport(Builder& b) {
         return false;
     }
     const SiteRange range(b.call);
+    prepare(b.call);
     session->finish(b.call, executor_of(b.device(), b.call));
     return true;
 }

@@ -76,11 +76,12 @@ static Tensor finish(const Tensor& token, const Tensor& input, Tensor out, const
     if (is_given) {
         b.check(out.sizes() == at::IntArrayRef(sizes) && out.is_contiguous() && out.device() == input.device(),
                 "the output is not a contiguous tensor of the result's sizes", text_of(out.sizes()), text_of(sizes));
-    } else if (!b.call.key.zero_copy) {
-        out = at::empty(sizes, options);
     }
-    b.call.output = data_of(out);
-    if (finish_on_transport(b)) {
+    const auto allocate = [&](Call& call) {
+        if (!is_given && !call.key.zero_copy) out = at::empty(sizes, options);
+        call.output = data_of(out);
+    };
+    if (finish_on_transport(b, allocate)) {
         if (out.defined()) return out;
         return at::for_blob(b.call.output, sizes).options(options).target_device(input.device()).make_tensor();
     }
