@@ -10,6 +10,7 @@ from typing import Any
 
 from .blocks import table as blocks
 from .data_parallel import table as data_parallel
+from .decode import table as decode
 from .memory import table as memory
 from .ops import table as ops
 from .pipeline import table as pipeline
@@ -23,6 +24,7 @@ TEXTS = {
     "memory": memory.text,
     "data_parallel": data_parallel.text,
     "pipeline": pipeline.text,
+    "decode": decode.text,
 }
 ops_text = ops.text
 

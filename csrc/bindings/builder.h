@@ -192,6 +192,12 @@ class Builder {
     // Sets chunks, striped, direct and engine_copies. Runs at every call, so texts are built only for errors.
     void read_strategy(const std::string& strategy) {
         if (strategy == "none") return;
+        if (call.op_name == "fused_collective") {
+            check(strategy == "one_shot" || strategy == "two_shot", "this strategy is unknown", "'" + strategy + "'",
+                  "'none', 'one_shot' or 'two_shot' (all_reduces)");
+            call.is_fused = true, call.two_shot = strategy == "two_shot";
+            return;
+        }
         const size_t colon = strategy.find(':');
         const std::string_view text(strategy), name = text.substr(0, colon);
         constexpr std::string_view engine = ":copies=engine";

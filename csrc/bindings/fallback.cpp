@@ -98,6 +98,11 @@ FallbackCall& FallbackCall::integer(int64_t value) {
     return *this;
 }
 
+FallbackCall& FallbackCall::real(double value) {
+    add(PyFloat_FromDouble(value));
+    return *this;
+}
+
 FallbackCall& FallbackCall::flag(bool value) {
     add(PyBool_FromLong(value));
     return *this;

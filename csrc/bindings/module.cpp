@@ -47,7 +47,7 @@ void set_bind(py::object bind) {
     auto held = hold(std::move(bind));
     python_hooks().bind = [held](const std::string& group, const std::string& device, const Call& call) {
         return in_python([&] {
-            const int64_t slot_bytes = call.split_slot < 0 ? call.slot_bytes() : 0;
+            const int64_t slot_bytes = call.split_slot < 0 && !call.is_fused ? call.slot_bytes() : 0;
             py::object made = handle_of(held)(group, device, slot_bytes, call.op_name, call.site);
             auto session = made.attr("core").cast<std::shared_ptr<Session>>();
             auto owner = hold(std::move(made));
@@ -56,7 +56,10 @@ void set_bind(py::object bind) {
                 in_python([&] { handle_of(owner).attr("verify")(digest, call.op_name, call.site); });
             };
             hooks.grow = [owner](const Call& call) {
-                in_python([&] { handle_of(owner).attr("grow")(call.slot_bytes(), call.op_name, call.site, call.slot()); });
+                in_python([&] {
+                    handle_of(owner).attr("grow")(call.slot_bytes(), call.op_name, call.site,
+                                                  std::min(call.slot(), fused_slot));
+                });
             };
             hooks.tune = [owner](const Tuning& tuning) {
                 return in_python([&] {
@@ -400,6 +403,7 @@ PYBIND11_MODULE(_C, m) {
     m.def("close_all", [] { Registry::get().clear(); }, py::call_guard<py::gil_scoped_release>());
     m.attr("slots") = slots;              // runtime/schedule/steps.py has the same number
     m.attr("split_slots") = split_slots;  // likewise
+    m.attr("fused_slots") = fused_slots;  // likewise
     m.def("build_info", &build_info);
     define_matmul_algorithms(m);
     define_point_to_point(m);

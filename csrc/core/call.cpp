@@ -40,7 +40,8 @@ int64_t Call::max_rows() const {
 }
 
 int64_t Call::landing_bytes() const {
-    const int64_t rows = collective == Collective::gather ? total_rows() : ranks * max_rows();
+    const int64_t rows =
+        collective == Collective::gather ? total_rows() : ranks * (is_one_shot_sum() ? total_rows() : max_rows());
     return whole_lines(outer * rows * inner * size_of(narrow_wire ? wire_float8 : type));
 }
 
@@ -53,6 +54,13 @@ int64_t Call::landing2_bytes() const {
     return collective == Collective::reduce ? whole_lines(outer * total_rows() * inner * size_of(out_type)) : 0;
 }
 
+int64_t Call::slot_bytes() const {
+    const int64_t bytes = landing_bytes() + table_bytes() + landing2_bytes();
+    if (!is_fused) return bytes;
+    // The CPU lays the slots out as for other calls.
+    return std::max(fused_slots * bytes, fused_memory_bytes(fused_region_bytes(grid, ranks, two_shot)));
+}
+
 char* Call::landing(int of) const {
     return arena->slot(of, slot());
 }
@@ -62,6 +70,10 @@ Span Call::lay(const Region& r, char* base, int64_t row) const {
     const bool stacked = r.buf == Buf::landing && collective != Collective::gather;
     const bool single = (r.buf == Buf::input && collective == Collective::gather) ||
                         (r.buf == Buf::output && collective == Collective::scatter);
+    if (r.buf == Buf::landing && is_one_shot_sum()) {  // every source's whole tensor, of which the index is a shard
+        const int64_t count = rows(r.index), lo = r.lo.of(count), hi = r.hi.of(count);
+        return {base + (r.shard * total_rows() + begin[r.index] + lo) * row, 1, 0, (hi - lo) * row};
+    }
     // The rank whose rows the region holds: single and stacked shards belong to the rank that owns the memory.
     const int owner = stacked || single ? r.rank : r.shard;
     const int64_t count = rows(owner), lo = r.lo.of(count), hi = r.hi.of(count);

@@ -11,6 +11,7 @@
 //     gathers               single    -         whole     -          whole
 //     scatters              whole     whole     stacked   -          single
 //     all_reduces           whole     whole     stacked   whole      whole
+//     one-shot all_reduces  whole     -         R wholes  -          whole
 //
 // A direct call has no PARTIAL: its matmul stores the shard of each rank in that rank's LANDING.
 //
@@ -33,6 +34,7 @@
 #include <vector>
 
 #include "core/arena.h"
+#include "core/fused_collective.h"
 #include "core/schedule.h"
 #include "core/types.h"
 
@@ -104,13 +106,21 @@ struct Call {
 
     int split_slot = -1;  // of a split collective, whose start and finish are two ops
 
-    // Filled in by the session. The calls of a split slot have epochs of their own.
+    // A fused collective: one kernel on CUDA. The epilogue is part of it there; on the CPU it follows the call.
+    bool is_fused = false, two_shot = false;
+    FusedGrid grid;
+    Epilogue epilogue;
+
+    // Filled in by the session. The calls of a split slot have epochs of their own, and so have fused collectives.
     uint64_t epoch = 0;
     Arena* arena = nullptr;
     std::shared_ptr<const Program> program;
 
     // The slot of this call, or of the call `back` epochs before.
-    int slot(int back = 0) const { return split_slot < 0 ? static_cast<int>((epoch - back) % slots) : slots + split_slot; }
+    int slot(int back = 0) const {
+        if (is_fused) return fused_slot + static_cast<int>((epoch - back) % fused_slots);
+        return split_slot < 0 ? static_cast<int>((epoch - back) % slots) : slots + split_slot;
+    }
     int64_t rows(int shard) const { return begin[shard + 1] - begin[shard]; }
     int64_t total_rows() const { return begin[ranks]; }
     int64_t max_rows() const;
@@ -118,13 +128,16 @@ struct Call {
     int64_t landing_bytes() const;
     int64_t table_bytes() const;
     int64_t landing2_bytes() const;
-    int64_t slot_bytes() const { return landing_bytes() + table_bytes() + landing2_bytes(); }
+    // Bytes that the memory of this call's slot must have.
+    int64_t slot_bytes() const;
 
     Span span(const Region& region) const;
     DType type_of(const Region& region) const {
         if (region.buf == Buf::output || region.buf == Buf::landing2) return out_type;
         return region.buf == Buf::landing && narrow_wire ? wire_float8 : type;
     }
+    // Whether every rank sums the whole tensors of all ranks.
+    bool is_one_shot_sum() const { return is_fused && collective == Collective::reduce && !two_shot; }
     // What a copy step moves, what a reduction adds up, and the matmuls of a step; in this order.
     std::vector<Move> moves(const Step& step) const;
     std::vector<Source> sources(const Step& step) const;

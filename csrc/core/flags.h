@@ -29,7 +29,21 @@ constexpr int slots = 2;
 
 // Slots behind those, one for each split collective that may be open at once. Each has memory, words and epochs of its own.
 constexpr int split_slots = 8;
-constexpr int all_slots = slots + split_slots;
+
+// Slots behind those, used in rotation by fused collectives (core/fused_collective.h). They share one memory.
+constexpr int fused_slot = slots + split_slots;
+constexpr int fused_slots = 2;
+constexpr int all_slots = slots + split_slots + fused_slots;
+
+// The memories of the slots behind the first ones: of each split slot, and of the fused slots together, which have half of it
+// each.
+constexpr int further_memories = split_slots + 1;
+inline int further_memory(int slot) {
+    return (slot < fused_slot ? slot : fused_slot) - slots;
+}
+inline int64_t fused_offset(int slot, int64_t memory_bytes) {
+    return slot > fused_slot ? memory_bytes / fused_slots / 256 * 256 : 0;
+}
 
 // Pieces of a shard that can be signalled one by one: as many as options may ask for, even of a group of one rank. Proofs of
 // more would take long (the square of the pieces of all ranks).

@@ -229,8 +229,10 @@ void Session::set_up(Call& call, const std::function<void(Call&)>& prepare) {
 void Session::run(Call& call, Executor& executor, const std::function<void(Call&)>& prepare) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     refuse_if_unusable(&call);
-    call.epoch = ++epoch_;
-    const uint64_t number = flight_.begin(call.epoch, call.tag, {call.op_name, call.site, call.strategy, call.shape_text});
+    call.epoch = call.is_fused ? ++fused_epoch_ : ++epoch_;
+    // The flight recorder knows the epochs of the group, which fused collectives do not count.
+    const uint64_t number =
+        flight_.begin(call.is_fused ? 0 : call.epoch, call.tag, {call.op_name, call.site, call.strategy, call.shape_text});
     run_op_of(call, number, [&] {
         set_up(call, prepare);
         const bool trace = settings().trace.load(std::memory_order_relaxed), ends = device_ == "cpu";

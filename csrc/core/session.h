@@ -110,6 +110,7 @@ class Session {
     FlightRecorder flight_;
     std::recursive_mutex mutex_;  // one call at a time
     uint64_t epoch_ = 0;
+    uint64_t fused_epoch_ = 0;
     uint64_t split_epochs_[split_slots] = {};
     std::unique_ptr<OpenCollective> open_[split_slots];
     uint64_t plain_numbers_[split_slots] = {};

@@ -20,7 +20,8 @@ class ShmArena final : public Arena {
     FlagWord* flags(int rank) override;
     char* slot(int rank, int slot) override {
         const Memory& memory = memories_[memory_of(slot)];
-        return memory.segments[rank]->data() + (slot < slots ? slot * memory.slot_bytes : 0);
+        const int64_t first = slot < slots ? slot * memory.slot_bytes : fused_offset(slot, memory.slot_bytes);
+        return memory.segments[rank]->data() + first;
     }
     int64_t slot_bytes(int slot) const override { return memories_[memory_of(slot)].slot_bytes; }
 
@@ -43,17 +44,18 @@ class ShmArena final : public Arena {
     void stop_sharing();
 
   private:
-    // One segment for each rank. The first memory holds `slots` slots, the others one split slot each.
+    // One segment for each rank. The first memory holds `slots` slots, the others one split slot each, the last the slots of
+    // fused collectives.
     struct Memory {
         int64_t slot_bytes = 0;
         std::vector<std::unique_ptr<ShmSegment>> segments;
         int64_t bytes(int which) const { return (which == 0 ? slots : 1) * slot_bytes; }
     };
-    static int memory_of(int slot) { return slot < slots ? 0 : 1 + slot - slots; }
+    static int memory_of(int slot) { return slot < slots ? 0 : 1 + further_memory(slot); }
 
     int rank_, ranks_;
     std::vector<std::unique_ptr<ShmSegment>> control_;
-    Memory memories_[1 + split_slots], next_;
+    Memory memories_[1 + further_memories], next_;
     int growing_ = 0;  // the memory that `next_` replaces
 };
 

@@ -73,6 +73,7 @@ CudaArena::CudaArena(int device, std::shared_ptr<ShmArena> host, const std::vect
     preload_cached_weight();
     preload_transpose();
     preload_words();
+    preload_fused_collectives();
     // On its own stream: the caller's stream may be waiting for a peer that waits for this rank to bind.
     check(cudaMemsetAsync(group_.local, 0, sizeof(LocalState), abort_stream_), "clear the epochs");
     const int64_t deadline = now_ns() + settings().step_timeout_ns.load(std::memory_order_relaxed);
@@ -104,8 +105,8 @@ uint64_t* CudaArena::flag_word(int rank, uint32_t place) const {
 
 void CudaArena::replace(const std::vector<uint64_t>& data, int64_t slot_bytes, int slot) {
     if (slot >= slots) {  // split collectives are not recorded
-        split_[slot - slots].data = pointers(data, ranks());
-        split_[slot - slots].bytes = slot_bytes;
+        FurtherMemory& memory = further_[further_memory(slot)];
+        memory.data = pointers(data, ranks()), memory.bytes = slot_bytes;
         return;
     }
     data_ = pointers(data, ranks());
@@ -257,7 +258,8 @@ void CudaArena::watch() {
     failure.expected = epoch;
     {
         const std::lock_guard<std::mutex> lock(mutex_);
-        const auto entry = names_.find(tag_of(progress.local.word[epoch % slots]));
+        const bool is_fused = (progress.local.fused[0] & fused_lock) != 0;  // its waits are the only ones then
+        const auto entry = names_.find(tag_of(progress.local.word[is_fused ? fused_slot : epoch % slots]));
         const CallName& own = entry == names_.end() ? last_ : entry->second;
         set_text(failure.op, own.op);
         set_text(failure.site, own.site);

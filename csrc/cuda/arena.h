@@ -36,9 +36,11 @@ class CudaArena final : public Arena {
     ControlBlock* control(int rank) override { return host_->control(rank); }
     FlagWord* flags(int rank) override { return host_->flags(rank); }  // unused: the flags lie on the device
     char* slot(int rank, int slot) override {
-        return slot < slots ? data_[rank] + slot * slot_bytes_ : split_[slot - slots].data[rank];
+        if (slot < slots) return data_[rank] + slot * slot_bytes_;
+        const FurtherMemory& memory = further_[further_memory(slot)];
+        return memory.data[rank] + fused_offset(slot, memory.bytes);
     }
-    int64_t slot_bytes(int slot) const override { return slot < slots ? slot_bytes_ : split_[slot - slots].bytes; }
+    int64_t slot_bytes(int slot) const override { return slot < slots ? slot_bytes_ : further_[further_memory(slot)].bytes; }
     void poll() override;
     void watch() override;
     void refine(std::vector<FlightEntry>& entries) override;
@@ -47,7 +49,7 @@ class CudaArena final : public Arena {
     const Failure* aborted() override;
     void abort(const Failure& failure) override;
 
-    // Replaces a split slot, or all other slots. All ranks have stopped using the old ones.
+    // Replaces a further memory (core/flags.h), or the other slots. All ranks have stopped using the old ones.
     void replace(const std::vector<uint64_t>& data, int64_t slot_bytes, int slot);
     // Returns whether every eager call of the group has ended on the device. They end in issue order, so the last one tells.
     // Replays of torch's graphs are not tracked: memory that they may use is not freed, see `is_captured`.
@@ -70,7 +72,7 @@ class CudaArena final : public Arena {
     // Sets the texts of the messages of this group's channels, for errors.
     void set_channels(std::shared_ptr<ChannelBoard> board);
 
-    Events& split_events(int split_slot) { return split_[split_slot].events; }
+    Events& split_events(int split_slot) { return further_[split_slot].events; }
     RecordedCalls& recorded_calls() { return recorded_calls_; }
 
     // The end of the last call, and its stream: calls of a group run in issue order on all streams.
@@ -100,12 +102,12 @@ class CudaArena final : public Arena {
     std::atomic<bool> has_failed_{false};
     std::vector<char*> data_;
     int64_t slot_bytes_;
-    struct SplitSlot {
+    struct FurtherMemory {
         std::vector<char*> data;  // one pointer per rank
         int64_t bytes = 0;        // 0: not allocated yet
         Events events;
     };
-    SplitSlot split_[split_slots];
+    FurtherMemory further_[further_memories];
     Group group_{};
     RecordedCalls recorded_calls_;
     uint64_t* abort_source_ = nullptr;  // pinned: the word for this rank, the word for its peers

@@ -9,6 +9,7 @@
 #include "core/settings.h"
 #include "cuda/arena.h"
 #include "cuda/device.h"
+#include "cuda/fused_executor.h"
 #include "cuda/replay.h"
 #include "cuda/run.h"
 
@@ -141,6 +142,13 @@ std::vector<StepTime> issue_part(SplitWork& work, std::vector<StepTime> (Run::*p
 std::vector<StepTime> CudaExecutor::run(const Call& call) {
     CallScope at(call);
     at.begin(call);
+    if (call.is_fused) {
+        const auto issue_fused = [&] {
+            issue_fused_collective(call, *at.arena, at.timeout_ns);
+            return std::vector<StepTime>();
+        };
+        return at.capture != 0 ? issue_fused() : issue_in_order(at.arena, at.stream, issue_fused);
+    }
     if (at.capture != 0) {
         Lane& lane = at.lane();
         return Run(call, matmul_, lane.events, lane.copies, at.stream, at.timeout_ns).issue_all();

@@ -44,8 +44,8 @@ struct WeightCast {
     int64_t* scratch;
 };
 
-// Load the kernels of waits.cu, data.cu, fp8_wire.cu, fp8_amax_history.cu, fp8_cached_weight.cu, transpose.cu and words.cu onto
-// the current device. Loading one later could wait for a kernel that spins.
+// Load the kernels of waits.cu, data.cu, fp8_wire.cu, fp8_amax_history.cu, fp8_cached_weight.cu, transpose.cu, words.cu and
+// fused_collective.cu onto the current device. Loading one later could wait for a kernel that spins.
 void preload_waits();
 void preload_data();
 void preload_fp8_wire();
@@ -53,6 +53,7 @@ void preload_amax_history();
 void preload_cached_weight();
 void preload_transpose();
 void preload_words();
+void preload_fused_collectives();
 
 // First kernel of a call. Takes the group lock, counts the epoch, stores the slot's word, and waits until the peers have left
 // the slot. In a split slot it takes the slot's own lock instead, which the end of the finish releases. `timeout_ns`: deadline
@@ -95,6 +96,11 @@ int64_t cached_weight_scratch_words(int64_t scales);
 
 // Transposes bytes [rows, cols], both multiples of 16, at addresses that are multiples of 16.
 void launch_transpose(const char* from, int64_t rows, int64_t cols, char* to, cudaStream_t stream);
+
+// A fused collective (core/fused_collective.h). `memory`: of each rank, in symmetric memory; `region`: bytes of a block's
+// region in a slot. `call` has the buffers. Waits end at `timeout_ns`; the block's results are NaN then.
+void launch_fused_collective(const Group& group, const Call& call, const std::vector<char*>& memory, int64_t region,
+                             int64_t timeout_ns, cudaStream_t stream);
 
 // Throws NamedError("UbOverlapError") for a CUDA error. `what`: the action that failed, "launch a wait".
 void check(cudaError_t code, const char* what);

@@ -2,6 +2,7 @@
 //
 //     SharedState   symmetric memory, one per rank, followed by the rank's flag words (core/flags.h); peers write it
 //     LocalState    this rank's own device memory: epochs. A call's first kernel counts them, so replayed graphs count too
+//                   (blocks of fused collectives have epochs of their own)
 //     WaitFailure   pinned host memory: the first wait that failed
 //
 // A call's slot is fixed when it is issued (host), its epoch when it runs (device). So eager calls and replays may mix: a push
@@ -19,6 +20,7 @@
 #include <cstdint>
 
 #include "core/flags.h"
+#include "core/fused_collective.h"
 
 namespace ub_overlap::cuda {
 
@@ -40,6 +42,10 @@ UB_OVERLAP_HOST_DEVICE constexpr uint64_t ready_word(uint32_t tag) {
 // streams, replayed graphs among them.
 constexpr uint64_t group_lock = 1ull << 32;
 
+// The lock of a block of fused collectives, in LocalState::fused: set while a kernel uses the block. As the group lock, it
+// serializes calls on several streams.
+constexpr uint64_t fused_lock = 1ull << 32;
+
 struct LocalState {
     uint64_t epoch_and_lock;         // low half: epoch of the last call that began; `group_lock`
     uint64_t heartbeat;              // globaltimer of the last progress of the call that holds the group lock
@@ -47,6 +53,7 @@ struct LocalState {
     uint32_t is_open[split_slots];   // 1: a split collective is between start and finish
     uint32_t failed;                 // never cleared: a failed group is not used again
     uint64_t word[all_slots];        // epoch and site tag of the slot's call: the value of its DONE signals
+    uint64_t fused[fused_blocks];    // low half: epoch of a block's last fused collective; `fused_lock`
 };
 
 // group_lock: no peer was late, but the call that holds the group lock on this device makes no progress.

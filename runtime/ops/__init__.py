@@ -5,6 +5,7 @@
     matmul_all_reduce                                           the same, reduced to all ranks
     bulk                                                        a collective concurrent with independent matmuls
     start_collective, finish_collective, release_collective     a collective concurrent with everything between them
+    fused_collective                                            a collective of few tokens, residual and norm as one kernel
     packed_weight                                               weights next to each other in memory as one matrix
     compare                                                     verification
     fp8_amax_history, fp8_first_amax, fp8_record_amax           delayed scaling
@@ -36,6 +37,7 @@ from . import (
     all_gather_scaled_matmul,
     bulk,
     finish_collective,
+    fused_collective,
     matmul_all_reduce,
     matmul_reduce_scatter,
     release_collective,
@@ -62,6 +64,7 @@ DEFINITIONS: dict[str, OpDefinition[Any]] = {
         scaled_matmul_reduce_scatter.DEFINITION,
         matmul_all_reduce.DEFINITION,
         bulk.DEFINITION,
+        fused_collective.DEFINITION,
         start_collective.DEFINITION,
         finish_collective.DEFINITION,
         release_collective.DEFINITION,

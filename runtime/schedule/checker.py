@@ -16,9 +16,9 @@ Several calls (`check_sequence`): 1 and 2 across calls, whole or as start and fi
 accesses an arena slot only after the previous call of the slot is done with it, and no flag word is overwritten before its
 waiter has seen it.
 
-A key (`check_key_proof`): `check`, and *released*: a rank signals READY to a peer only after it has seen the slot's earlier
-DONE of that peer, and signals DONE to a peer only after its waits for that peer's READY have ended. So an executor may clear
-a peer's READY words before it signals DONE to that peer. The CUDA executor does.
+A key (`check_key_proof`): `check`, and, but for fused collectives, *released*: a rank signals READY to a peer only after it has
+seen the slot's earlier DONE of that peer, and signals DONE to a peer only after its waits for that peer's READY have ended. So
+an executor may clear a peer's READY words before it signals DONE to that peer. The CUDA executor does.
 
 **Why pairs are enough.** Let call X use a slot in epoch e, and let Y be the next user, in epoch e + SLOTS. `check_reuse`
 proves X and Y *without* the calls between them. So those may be any calls, even on plain c10d. Any earlier user of the slot
@@ -40,6 +40,11 @@ destination, by at most its slots. So the join and heard rules do not apply: a m
 Proven are 1 and 2 over all pieces of three turns of the slots, no reuse of a slot or a word that is needed, and arrival.
 Steps depend on pieces only by their distance, so three turns stand for any number. Channels share no memory, no word and no
 queue, so any number of them behaves as each does alone.
+
+**Fused collectives.** They have slots and epochs of their own, and no DONE. Let calls X, Z, Y follow each other, so that Y uses
+the slot of X. A rank writes it at a peer after its Z has ended, hence after it has seen READY of that peer's Z (7). The peer
+has signalled that after its X had ended, as all steps are on COMPUTE. That holds for any Z; `check_reuse` tests every three in
+a row of a pair. Calls of other kinds between them are of no account.
 
 **Why a skipped call is always noticed.** By 7, a rank that ends a call has seen (epoch, tag) of every peer. A peer that
 skipped a call sends the tag of another site, which is an immediate error, or nothing, which is a timeout. `check_skip` tests
@@ -113,7 +118,7 @@ def check_sequence(
         else:
             check(schedules)
     placed: list[Call] = []
-    counts: dict[tuple[tuple[int, ...], int | None], int] = {}
+    counts: dict[tuple[tuple[int, ...], int | str | None], int] = {}
     for i, schedules in enumerate(all_calls):
         group = tuple(range(len(schedules))) if groups is None else groups[i]
         if len(group) != len(schedules) or len(set(group)) != len(group):
@@ -121,7 +126,8 @@ def check_sequence(
         split_slot = None
         if schedules and schedules[0].key.is_split:
             split_slot = 0 if split_slots is None else split_slots[i]
-        counter = (group, split_slot)
+        is_fused = bool(schedules) and schedules[0].key.is_fused
+        counter = (group, "fused" if is_fused else split_slot)
         counts[counter] = counts.get(counter, 0) + 1 if epochs is None else epochs[i]
         placed.append(Call(schedules, group, counts[counter], split_slot))
     order = HappensBefore(placed, slots, program)
@@ -134,7 +140,8 @@ def check_key_proof(key: Key) -> None:
     """Run `check` and `check_released` on the built schedules of `key`, once."""
     check_key(key)
     check(build_all(key))
-    check_released(build_all(key))
+    if not key.is_fused:
+        check_released(build_all(key))
 
 
 @lru_cache(maxsize=4096)
@@ -149,6 +156,11 @@ def check_reuse(key_a: Key, key_b: Key) -> None:
     check_key_proof(key_b)
     if key_a.ranks == key_b.ranks:
         a, b = build_all(key_a), build_all(key_b)
+        if key_a.is_fused != key_b.is_fused:
+            return  # they never share a slot
+        if key_a.is_fused:
+            check_sequence([a, a, a, b, a, b, b, b, a, a])  # every three in a row
+            return
         distance = key_a.slot_distance
         if distance != key_b.slot_distance:
             return  # a split collective and another call never share a slot

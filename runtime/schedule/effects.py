@@ -64,9 +64,9 @@ def signals(step: Step) -> tuple[Flag, ...]:
 
 
 def show_region(region: Region) -> str:
-    """Return ``LANDING@2[3:1/2..1]``: buffer, rank, shard, interval. ``RESULT.1`` is consumer 1."""
+    """Return ``LANDING@2[3:1/2..1]``: buffer, rank, shard, interval. ``RESULT.1`` is consumer 1, ``LANDING.1`` shard 1."""
     piece = "" if (region.lo, region.hi) == (0, 1) else f":{region.lo}..{region.hi}"
-    index = f".{region.index}" if region.buf is Buf.RESULT else ""
+    index = f".{region.index}" if region.buf is Buf.RESULT or region.index else ""
     return f"{region.buf.name}{index}@{region.rank}[{region.shard}{piece}]"
 
 

@@ -21,14 +21,15 @@ from dataclasses import dataclass, field
 
 from .effects import show, show_flag, signals, waits
 from .schedule_error import ScheduleError
-from .steps import Flag, FlagKind, Opaque, Part, Queue, Schedule, Step
+from .steps import FUSED_SLOTS, SPLIT_SLOTS, Flag, FlagKind, Opaque, Part, Queue, Schedule, Step
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """One call of one group: the schedules of its ranks, the group's global ranks, and its epoch on that group.
 
-    `split_slot`: of a split collective. Its epoch counts the calls of that slot only.
+    `split_slot`: of a split collective. Its epoch counts the calls of that slot only. The epochs of fused collectives count
+    those only.
     """
 
     schedules: tuple[Schedule, ...]
@@ -37,12 +38,24 @@ class Call:
     split_slot: int | None = None
 
     def slot(self, slots: int, back: int = 0) -> int:
-        """Return the slot of this call, or of the call `back` epochs before. Split slots are behind the `slots` others."""
+        """Return the slot of this call, or of the call `back` epochs before.
+
+        Split slots are behind the `slots` others, and the slots of fused collectives behind those.
+        """
+        if self.is_fused:
+            return slots + SPLIT_SLOTS + (self.epoch - back) % FUSED_SLOTS
         return (self.epoch - back) % slots if self.split_slot is None else slots + self.split_slot
 
     def slot_distance(self, slots: int) -> int:
         """Return the epochs from one use of the slot to the next."""
+        if self.is_fused:
+            return FUSED_SLOTS
         return slots if self.split_slot is None else 1
+
+    @property
+    def is_fused(self) -> bool:
+        """The call is a fused collective."""
+        return bool(self.schedules) and self.schedules[0].key.is_fused
 
 
 @dataclass(slots=True, eq=False)

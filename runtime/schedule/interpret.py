@@ -20,6 +20,7 @@ from .effects import show, waits
 from .happens_before import Program
 from .op_contract import EMPTY, expected_rows, extent, product_shard
 from .steps import (
+    FUSED_SLOTS,
     SLOTS,
     Buf,
     Compute,
@@ -138,9 +139,10 @@ class Machine:
                 continue
             schedule = site.schedules[site.group.index(me)]
             if number not in runs:
-                counter = (site.group, ("split", site.split_slot) if site.key.is_split else None)
+                fused = ("fused",) if site.key.is_fused else None
+                counter = (site.group, ("split", site.split_slot) if site.key.is_split else fused)
                 epoch = epochs[counter] = epochs.get(counter, 0) + 1
-                slot = counter[1] or epoch % self.slots
+                slot = (*fused, epoch % FUSED_SLOTS) if fused else counter[1] or epoch % self.slots
                 runs[number] = _RankCall(site, number, schedule.rank, epoch, slot)
             steps = [schedule.steps[place] for place in schedule.places(part)]
             queues = {queue: [step for step in steps if step.queue is queue] for queue in Queue}
@@ -286,7 +288,8 @@ class Machine:
 
     def _arena(self, run: _RankCall, region: Region, row: int) -> tuple[list[Any], int]:
         stride = max(1, *run.site.rows)
-        offset = (region.shard + (region.buf is Buf.LANDING2) * len(run.site.group)) * stride + row
+        ranks = len(run.site.group)
+        offset = (region.shard + (region.index + (region.buf is Buf.LANDING2)) * ranks) * stride + row
         arena = self.arenas.setdefault((run.site.group, run.slot, region.rank), [])
         arena.extend([EMPTY] * (offset + 1 - len(arena)))
         return arena, offset

@@ -118,7 +118,8 @@ def _check_region(order: HappensBefore, node: Node, access: Access, ranks: int) 
     region = access.region
     if not (0 <= region.rank < ranks and 0 <= region.shard < ranks and ZERO <= region.lo < region.hi <= ONE):
         raise ScheduleError("region", f"{order.where(node)}: {show_region(region)} does not exist in a group of {ranks} ranks")
-    if region.index and region.buf is not Buf.RESULT:
+    lands_all = order.calls[node.call].schedules[0].key.lands_all_shards and region.buf is Buf.LANDING
+    if region.index and region.buf is not Buf.RESULT and not (lands_all and region.index < ranks):
         raise ScheduleError("region", f"{order.where(node)}: only RESULT has an index, not {region.buf.name} ({region.index})")
     is_push = (isinstance(node.step, (Copy, Compute)) and access.write) or isinstance(node.step, Opaque)
     if region.rank != node.rank and not (region.buf.in_arena and is_push):

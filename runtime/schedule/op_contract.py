@@ -19,14 +19,15 @@ def extent(key: Key, rows: Sequence[int], region: Region) -> tuple[int, int]:
     """Return the first and the last row (exclusive) of its shard that a region covers.
 
     A shard has the rows of the rank that finally owns it. A shard that lands in a scatter phase, or is reduced to the one
-    shard of a scatter, is owned by the rank whose memory it is in.
+    shard of a scatter, is owned by the rank whose memory it is in. The index of a region names the shard where all land.
     """
     is_scatter = not key.is_gather
     is_reduced = region.buf is Buf.OUTPUT and key.kind.endswith("reduce_scatter")
     is_own = is_reduced or (region.buf is Buf.LANDING and is_scatter)
     is_sharded = region.index < len(key.contracts) and not key.contracts[region.index]
     is_single = region.buf is Buf.RESULT and not is_sharded
-    count = 1 if is_single else rows[region.rank if is_own else region.shard]
+    owner = region.index if is_own and key.lands_all_shards else region.rank if is_own else region.shard
+    count = 1 if is_single else rows[owner]
     return int(count * region.lo), int(count * region.hi)
 
 

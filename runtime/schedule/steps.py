@@ -28,6 +28,10 @@ HANDLE_SLOTS = range(SPLIT_SLOTS - 2, SPLIT_SLOTS)
 """The split slots of eager handles (runtime/functional/handles.py): the last ones, since plans assign them from 0 up."""
 
 
+FUSED_SLOTS = 2
+"""Slots behind those, used in turn by fused collectives: slot = epoch modulo FUSED_SLOTS. Must equal `fused_slots` there."""
+
+
 class Queue(IntEnum):
     """The queue of a step.
 
@@ -46,7 +50,8 @@ class Buf(IntEnum):
     =========  ===========  ================================================================================
     INPUT      user tensor  the collective's input: the local shard (gathers), R shards (bulk scatters, reduces)
     PARTIAL    user tensor  R shards of this rank's unreduced product, shard s belongs to rank s (not in a direct call)
-    LANDING    arena slot   R shards; shard s was sent by rank s. Symmetric: peers write it
+    LANDING    arena slot   R shards; shard s was sent by rank s. Symmetric: peers write it.
+                            In a one-shot all_reduce every rank sends all of its shards: `index` is the shard
     LANDING2   arena slot   R shards; the second phase of an all_reduce
     OUTPUT     user tensor  the collective's result: R shards (gathers, reduces) or one shard, number 0 (scatters)
     RESULT     user tensor  product of consumer j (`Compute.index`): R shards, or one (number 0) when it accumulates;
@@ -94,9 +99,10 @@ class FlagKind(IntEnum):
 class Region:
     """The piece ``[lo, hi)`` of one shard of one buffer in the memory of `rank` (a rank of the group).
 
-    `index` is the consumer of a RESULT buffer and 0 everywhere else. Shards may differ in rows (an all_reduce of rows that R
-    does not divide). A shard then has the rows of the rank that finally owns it: LANDING of a scatter phase and OUTPUT of a
-    reduce_scatter hold shards of the rank whose memory they are in (`op_contract.extent`).
+    `index` is the consumer of a RESULT buffer, the shard in LANDING of a one-shot all_reduce, and 0 everywhere else. Shards may
+    differ in rows (an all_reduce of rows that R does not divide). A shard then has the rows of the rank that finally owns it:
+    LANDING of a scatter phase and OUTPUT of a reduce_scatter hold shards of the rank whose memory they are in
+    (`op_contract.extent`).
     """
 
     buf: Buf
@@ -236,7 +242,8 @@ class Key:
     """Everything a schedule depends on. Equal keys give equal schedules, so it is also the cache key in C++.
 
     kind: "all_gather_matmul" | "matmul_reduce_scatter" | "matmul_all_reduce" | "bulk_all_gather" | "bulk_reduce_scatter" |
-    "bulk_all_reduce" | "split_all_gather" | "split_reduce_scatter" | "split_all_reduce".
+    "bulk_all_reduce" | "split_all_gather" | "split_reduce_scatter" | "split_all_reduce" | "one_shot_all_gather" |
+    "one_shot_reduce_scatter" | "one_shot_all_reduce" | "two_shot_all_reduce".
     chunks: pieces that the split dimension is cut into over the whole group (0: one per rank).
     contracts: one bool per consumer, True where its matmul contracts over the gathered dimension.
     terms: matmuls summed before a scatter or reduce. independent: matmuls that neither read nor feed the collective; their
@@ -285,6 +292,16 @@ class Key:
         return self.kind == "point_to_point"
 
     @property
+    def is_fused(self) -> bool:
+        """The op is a fused collective: one kernel, with slots of its own."""
+        return self.kind.startswith(("one_shot_", "two_shot_"))
+
+    @property
+    def lands_all_shards(self) -> bool:
+        """Every rank sends all of its shards to all peers."""
+        return self.kind == "one_shot_all_reduce"
+
+    @property
     def is_gather(self) -> bool:
         """The collective is an all_gather."""
         return self.kind == "all_gather_matmul" or self.kind.endswith("_all_gather")
@@ -297,7 +314,7 @@ class Key:
     @property
     def slot_distance(self) -> int:
         """Epochs from one use of a slot to the next."""
-        return 1 if self.is_split else SLOTS
+        return 1 if self.is_split else FUSED_SLOTS if self.is_fused else SLOTS
 
     @property
     def independent_indices(self) -> range:

@@ -59,7 +59,8 @@ class Session:
         """Bytes of all slots of this rank."""
         if self._arena is None:
             return 0
-        return SLOTS * self.slot_bytes + sum(int(self._arena.bytes_of_slot(SLOTS + slot)) for slot in range(SPLIT_SLOTS))
+        further = range(SLOTS, SLOTS + SPLIT_SLOTS + 1)  # fused collectives share the last
+        return SLOTS * self.slot_bytes + sum(int(self._arena.bytes_of_slot(slot)) for slot in further)
 
     @property
     def growths(self) -> int:
@@ -109,7 +110,8 @@ class Session:
     def grow(self, needed: int, op: str, site: str, slot: int = 0) -> None:
         """Grow slots to hold `needed` bytes, in step: all ranks see the same sizes at the same call.
 
-        `slot`: a split slot grows alone, at a start, when no collective is open in it. The others grow together.
+        `slot`: a split slot grows alone, at a start, when no collective is open in it. The slots of fused collectives are one
+        memory, known by the first of them. The others grow together.
         """
         exchange, arena = self._exchange, self._arena
         if exchange is None or arena is None:
@@ -137,7 +139,7 @@ class Session:
         arena.grow_commit()
         log.info(
             "group '%s': landing area%s grew from %d to %d bytes per slot (%d of arena), for %s at site '%s'",
-            exchange.group, "" if slot < SLOTS else f" of split slot {slot - SLOTS}", before, size, self.arena_bytes, op, site,
+            exchange.group, _name_of_slot(slot), before, size, self.arena_bytes, op, site,
         )  # fmt: skip
 
     def share_channels(self, size: int, slots: int, far: int) -> channels.Channels:
@@ -189,6 +191,12 @@ class Session:
         """Raise when a peer of this group has failed, or its process is gone."""
         if self._arena is not None and self._exchange is not None:
             self._arena.check(self._exchange.op, self._exchange.site)
+
+
+def _name_of_slot(slot: int) -> str:
+    if slot < SLOTS:
+        return ""
+    return f" of split slot {slot - SLOTS}" if slot < SLOTS + SPLIT_SLOTS else " of fused collectives"
 
 
 def _size_mismatch(exchange: Exchange, rank: int, got: int, expected: int) -> errors.ShapeMismatchError:

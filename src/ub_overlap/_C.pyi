@@ -216,6 +216,7 @@ def close_destroyed_groups() -> None:
 slots: int
 """Arena slots per rank; runtime/schedule/steps.py has the same number."""
 split_slots: int
+fused_slots: int
 """Slots of split collectives per rank; likewise."""
 
 def build_info() -> dict[str, Any]:

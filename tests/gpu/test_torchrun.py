@@ -37,6 +37,7 @@ MODULES = (
     Module("functions", 200, 120),
     Module("data_parallel", 200, 120),
     Module("graphs", 300, 120),
+    Module("fused", 300, 150),
     Module("recorded", 150, 80),
     Module("hosts", 150, 80),
     Module("dispatch", 300, 150),

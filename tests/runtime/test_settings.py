@@ -10,7 +10,7 @@ import torch
 
 from ub_overlap.runtime import errors, ops, settings
 from ub_overlap.runtime.extension import check_build
-from ub_overlap.runtime.schedule.steps import SLOTS, SPLIT_SLOTS
+from ub_overlap.runtime.schedule.steps import FUSED_SLOTS, SLOTS, SPLIT_SLOTS
 from ub_overlap.runtime.session import arena_size, plan_mismatch
 
 
@@ -111,3 +111,4 @@ def test_process_wide_values_are_pushed() -> None:
 def test_python_and_cpp_use_the_same_number_of_slots() -> None:
     assert ops.extension().slots == SLOTS
     assert ops.extension().split_slots == SPLIT_SLOTS
+    assert ops.extension().fused_slots == FUSED_SLOTS

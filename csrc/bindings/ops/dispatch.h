@@ -60,6 +60,7 @@ class ArgumentText {
         for (const at::ScalarType type : list) add(type);
     }
     void add(int64_t value) { text_ += std::to_string(value) + " "; }
+    void add(double value) { text_ += std::to_string(value) + " "; }
     void add(bool value) { add(static_cast<int64_t>(value)); }
     void add(at::ScalarType value) { add(static_cast<int64_t>(value)); }
     void add(const std::string& value) { text_ += value + " "; }
@@ -117,6 +118,14 @@ struct BulkRows {
     template <typename... Rest>
     int64_t operator()(int ranks, const at::Tensor& input, at::TensorList, at::TensorList, const std::string& collective,
                        const Rest&...) {
+        return leading_rows(input) * (collective == "all_gather" ? ranks : 1);
+    }
+};
+
+struct FusedRows {
+    static constexpr const char* op = "fused_collective";
+    template <typename... Rest>
+    int64_t operator()(int ranks, const at::Tensor& input, const std::string& collective, const Rest&...) {
         return leading_rows(input) * (collective == "all_gather" ? ranks : 1);
     }
 };

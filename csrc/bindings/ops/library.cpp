@@ -59,6 +59,7 @@ static void register_ops(torch::Library& m) {
     m.impl("scaled_matmul_reduce_scatter", &Dispatched<&scaled_matmul_reduce_scatter, ScaledScatteredRows>::call);
     m.impl("matmul_all_reduce", &Dispatched<&matmul_all_reduce, ReducedRows>::call);
     m.impl("bulk", &Dispatched<&bulk, BulkRows>::call);
+    m.impl("fused_collective", &Dispatched<&fused_collective, FusedRows>::call);
     m.impl("start_collective", &start_collective);
     m.impl("finish_collective", &finish_collective);
     m.impl("finish_collective_into", &finish_collective_into);
@@ -94,8 +95,8 @@ TORCH_LIBRARY_IMPL(ub_overlap, CUDA, m) {
     m.impl("fp8_layout_copy", &fp8_layout_copy);
 #else
     for (const char* op : {"all_gather_matmul", "all_gather_scaled_matmul", "matmul_reduce_scatter",
-                           "scaled_matmul_reduce_scatter", "matmul_all_reduce", "bulk", "start_collective", "finish_collective",
-                           "finish_collective_into", "landing_memory", "release_collective"}) {
+                           "scaled_matmul_reduce_scatter", "matmul_all_reduce", "bulk", "fused_collective", "start_collective",
+                           "finish_collective", "finish_collective_into", "landing_memory", "release_collective"}) {
         m.impl(op, torch::CppFunction::makeFromBoxedFunction<&no_executor>());
     }
 #endif

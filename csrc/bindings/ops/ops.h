@@ -48,6 +48,11 @@ TwoTensorsAndList matmul_all_reduce(const Site& site, at::TensorList lhs, at::Te
 TensorAndList bulk(const Site& site, const at::Tensor& input, at::TensorList lhs, at::TensorList rhs, std::string collective,
                    std::string reduce_op, at::ScalarType out_dtype);
 
+TwoTensors fused_collective(const Site& site, const at::Tensor& input, std::string collective, std::string reduce_op,
+                            const std::optional<at::Tensor>& residual, std::string norm,
+                            const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, double epsilon,
+                            bool round_before_weight, const std::optional<at::Tensor>& scale, at::ScalarType normed_dtype);
+
 // Begins a collective and returns a token. Strategies are not dispatched: finish must run what start began.
 at::Tensor start_collective(const at::Tensor& input, std::string collective, std::string reduce_op, at::ScalarType out_dtype,
                             int64_t split_slot, bool zero_copy, std::string strategy, std::string group, std::string site);

@@ -10,7 +10,14 @@ from functools import lru_cache
 
 from ..schedule_error import ScheduleError
 from ..steps import Key, Schedule
-from . import pipelined_all_reduce, pipelined_gather, pipelined_reduce_scatter, point_to_point, whole_collectives
+from . import (
+    fused_collectives,
+    pipelined_all_reduce,
+    pipelined_gather,
+    pipelined_reduce_scatter,
+    point_to_point,
+    whole_collectives,
+)
 
 BUILDERS: dict[str, Callable[[Key, int], Schedule]] = {
     "all_gather_matmul": pipelined_gather.build,
@@ -23,6 +30,10 @@ BUILDERS: dict[str, Callable[[Key, int], Schedule]] = {
     "split_reduce_scatter": whole_collectives.build_reduce_scatter,
     "split_all_reduce": whole_collectives.build_all_reduce,
     "point_to_point": point_to_point.build,
+    "one_shot_all_gather": fused_collectives.build_all_gather,
+    "one_shot_reduce_scatter": fused_collectives.build_reduce_scatter,
+    "one_shot_all_reduce": fused_collectives.build_one_shot_all_reduce,
+    "two_shot_all_reduce": fused_collectives.build_two_shot_all_reduce,
 }
 
 
@@ -77,5 +88,7 @@ def check_key(key: Key) -> None:
         refuse("zero_copy needs a split all_gather")
     if key.is_channel and (key.ranks != 2 or key.chunks < 1 or key.independent):
         refuse("a channel has two ends, one slot (chunks) or more, and no matmuls")
+    if key.is_fused and (key.chunks or key.independent or key.shard_dim_is_last or key.striped):
+        refuse("a fused collective is not cut, and has no matmuls: leave chunks, independent and the layouts as they are")
     if key.is_split and key.independent:
         refuse("a split collective has no matmuls of its own: leave independent at 0")

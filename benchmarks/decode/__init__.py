@@ -1,0 +1,1 @@
+"""All_reduces of few tokens, with residual and norm: single ops by bytes, and layers of decode."""

@@ -1,0 +1,64 @@
+// A fused collective: an all_gather, reduce_scatter or all_reduce of few tokens, and what follows a reduction (a residual, a
+// norm, a cast to float8), as one kernel.
+//
+// Strategies. One-shot: every rank sends its data to all peers, and each sums all of it. Two-shot (all_reduce): each rank sums
+// its part, then sends the sum to all peers. One-shot takes one step and sends R - 1 tensors, two-shot two steps and two
+// tensors at most.
+//
+// The result is dealt out to blocks, each a slice of complete rows. A block is a CUDA thread block, and a protocol of its own:
+// it has flags, an epoch and memory at every rank. So no step spans the grid, and calls with fewer blocks leave the others
+// unused.
+//
+//     memory of a rank       [2 slots][fused_blocks][region]     slot = the block's epoch modulo 2
+//     region, one-shot       [R sources][slice]
+//     region, two-shot       [R sources][largest part of the slice] [slice]
+//
+// Who may write when: a block that has seen READY of all peers for epoch e - 1 may write slot e, since its peers have read e -
+// 2 by then. No other flag is needed (runtime/schedule proves it).
+#pragma once
+
+#include <cstdint>
+
+#include "core/flags.h"
+#include "core/types.h"
+
+namespace ub_overlap {
+
+constexpr int fused_blocks = max_pieces;  // one flag word per source and block
+
+enum class Norm : int32_t { none = 0, rms = 1, layer = 2 };
+
+// What follows the reduction. T is the dtype of the collective.
+//
+//     summed = T(reduced + residual)            reduced: the collective's result, rounded to T
+//     normed = norm(summed) * weight + bias     in fp32, rounded once; to float8, divided by `scale`, where there is one
+struct Epilogue {
+    Norm norm = Norm::none;
+    bool round_before_weight = false;  // round to T before the product with the weight too
+    float epsilon = 0;
+    const char *residual = nullptr, *weight = nullptr, *bias = nullptr;  // null: none
+    const float* scale = nullptr;
+    char* normed = nullptr;
+    DType normed_type = DType::f32;
+};
+
+// A tensor of `vectors` vectors of 16 bytes as slices of complete rows: block b has the vectors from b * block_vectors on.
+struct FusedGrid {
+    int64_t vectors = 0, row_vectors = 1, block_vectors = 0;
+    int blocks = 0, threads = 32, per_thread = 1;  // per_thread: vectors of a row that a thread has, 1, 2 or fused_vectors
+};
+
+constexpr int64_t vector_size = 16;
+constexpr int fused_threads = 512, fused_vectors = 8;                             // at most
+constexpr int64_t fused_row_limit = fused_vectors * fused_threads * vector_size;  // bytes of a row that a norm can read
+
+// `rows` rows of `row_bytes`, a multiple of 16. Without a norm other rows are chosen.
+FusedGrid make_fused_grid(int64_t rows, int64_t row_bytes, bool has_norm);
+
+// Bytes of a block's region in one slot.
+int64_t fused_region_bytes(const FusedGrid& grid, int ranks, bool two_shot);
+// Bytes of memory per rank that hold such regions, and the region of a block in memory of `bytes`.
+int64_t fused_memory_bytes(int64_t region_bytes);
+int64_t fused_region_of(int64_t bytes);
+
+}  // namespace ub_overlap

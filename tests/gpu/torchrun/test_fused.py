@@ -1,0 +1,242 @@
+"""Fused collectives: results against float64 over sizes, norms and strategies; graphs with grids of different sizes, replayed
+thousands of times under random delays; failures."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu import cases
+from tests.gpu.cases import BF16, E4M3, E5M2, F16, F32, Case, Maker, Truth
+from tests.gpu.lockstep import STEP_TIMEOUT_S, Lockstep
+from ub_overlap.runtime import errors
+from ub_overlap.runtime.session import session
+
+FUSED = "fused_collective"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A fused collective of `rows` rows of a rank's result (all_gather: of its shard)."""
+
+    rows: int
+    cols: int
+    dtype: torch.dtype = BF16
+    norm: str = "rms"
+    collective: str = "all_reduce"
+    residual: bool = True
+    weight: bool = True
+    by: str = "sum"
+    round_before_weight: bool = False
+    scale: torch.dtype | None = None
+
+    def make(self, maker: Maker) -> Case:
+        rows = self.rows * maker.ranks if self.collective == "reduce_scatter" else self.rows
+        has_norm = self.norm != "none"
+        residual = maker.randn(self.rows, self.cols, dtype=self.dtype) if self.residual else None
+        weight = maker.randn(self.cols, dtype=self.dtype) if self.weight and has_norm else None
+        bias = maker.randn(self.cols, dtype=self.dtype) if self.weight and self.norm == "layer" else None
+        scale = torch.full((), 0.03125, device=maker.device) if self.scale else None
+        norm = (self.norm, weight, bias, 1e-5, self.round_before_weight, scale, self.scale or self.dtype)
+        return FUSED, (maker.randn(rows, self.cols, dtype=self.dtype), self.collective, self.by, residual, *norm)
+
+    def __str__(self) -> str:
+        parts = [self.collective, self.norm, f"{self.rows}x{self.cols}", str(self.dtype).removeprefix("torch."), self.by]
+        return " ".join([*parts, *(["fp8"] if self.scale else []), *(["rounded"] if self.round_before_weight else [])])
+
+
+def plain_sum(rows: int, cols: int, dtype: torch.dtype = BF16, **more: Any) -> Shape:
+    return Shape(rows, cols, dtype, norm="none", residual=False, **more)
+
+
+SHAPES = [
+    *(Shape(rows, cols) for cols in (2048, 4096, 8192) for rows in (1, 2, 3, 16, 64, 65, 200, 512)),
+    *(Shape(rows, 8192, norm="layer") for rows in (1, 7, 100)),
+    *(Shape(rows, 4096, dtype) for dtype in (F16, F32) for rows in (1, 33, 130)),
+    *(Shape(rows, cols, dtype) for cols, dtype in ((16384, BF16), (8192, F32), (32768, BF16)) for rows in (1, 70)),
+    *(Shape(rows, cols) for rows in (1, 5) for cols in (8, 40, 264, 520)),
+    *(Shape(5, 4096, residual=residual, weight=weight) for residual in (False, True) for weight in (False, True)),
+    *(Shape(9, 4096, scale=scale) for scale in (E4M3, E5M2)),
+    Shape(9, 512, F32, scale=E4M3),
+    Shape(9, 4096, round_before_weight=True),
+    Shape(9, 4096, by="avg"),
+    *(plain_sum(1, n) for n in (8, 520, 2048, 8192, 131072, 524288, 1048576, 8388608 + 8)),
+    *(plain_sum(3, 1000, dtype) for dtype in (F16, F32)),
+    *(Shape(rows, 4096, collective="reduce_scatter") for rows in (1, 2, 65)),
+    plain_sum(3, 24, collective="reduce_scatter"),
+    *(plain_sum(rows, cols, collective="all_gather") for rows in (1, 66) for cols in (8, 4096)),
+]
+SMALL = [shape for shape in SHAPES if shape.rows * shape.cols <= 1 << 16]
+
+
+def strategies(shape: Shape) -> tuple[str, ...]:
+    return ("one_shot", "two_shot") if shape.collective == "all_reduce" else ("one_shot",)
+
+
+@pytest.mark.deadline(150)
+def test_results(lockstep: Lockstep, group: str) -> None:
+    """Every shape equals float64 as well as the c10d op does; both strategies have the same bits, three times in a row."""
+    maker, worst = Maker(lockstep.device, lockstep.ranks), (0.0, 0.0)
+    for shape in SMALL if lockstep.quick or not lockstep.cuda else SHAPES:
+        case = shape.make(maker)
+        truth = Truth.of(case, group)
+
+        def check(case: Case = case, shape: Shape = shape, truth: Truth = truth) -> tuple[float, float]:
+            outs = [cases.run_op(case, s, group, f"fused.{s}") for s in strategies(shape) for _ in range(3)]
+            lockstep.sync()
+            session.check(group)
+            assert not any(bool(cases.differs(out, outs[0])) for out in outs), f"{shape}: results differ between calls"
+            return truth.check(outs[0], str(shape))
+
+        worst = max(worst, lockstep.agree(check))
+    lockstep.note(f"largest error {worst[0]:.2g}, of the c10d op {worst[1]:.2g}")
+
+
+LOOP = [
+    (Shape(1, 8192), "one_shot"),
+    (Shape(64, 4096), "two_shot"),
+    (plain_sum(1, 520), "one_shot"),
+    (Shape(130, 1024, norm="layer"), "one_shot"),
+    (plain_sum(4, 4096, collective="all_gather"), "one_shot"),
+    (Shape(3, 4096, collective="reduce_scatter"), "one_shot"),
+    (Shape(200, 2048), "two_shot"),
+]
+"""Grids of 1 to 64 blocks, so that blocks differ in the calls that they have seen."""
+VERSIONS = 4
+
+
+class Loop:
+    """Calls on static inputs, with expected results for each version of the inputs."""
+
+    def __init__(self, lockstep: Lockstep, group: str) -> None:
+        maker = Maker(lockstep.device, lockstep.ranks)
+        self.group, self.lockstep = group, lockstep
+        self.versions = [[shape.make(maker) for shape, _ in LOOP] for _ in range(VERSIONS)]
+        self.static = [shape.make(maker) for shape, _ in LOOP]
+        self.expected = []
+        for version in range(VERSIONS):
+            self.load(version)
+            truths = [Truth.of(case, group) for case in self.static]
+            self.expected.append([[t.clone() for t in outs] for outs in self.call()])
+            lockstep.sync()
+            for truth, outs, (shape, _) in zip(truths, self.expected[-1], LOOP, strict=True):
+                truth.check(outs, str(shape))
+
+    def load(self, version: int) -> None:
+        for static, case in zip(self.static, self.versions[version], strict=True):
+            for to, source in zip(static[1], case[1], strict=True):
+                if isinstance(to, torch.Tensor):
+                    to.copy_(source)
+
+    def spoil(self) -> None:
+        for case in self.static:
+            case[1][0].fill_(float("nan"))
+
+    def call(self) -> list[list[torch.Tensor]]:
+        return [
+            cases.run_op(case, strategy, self.group, f"loop.{i}")
+            for i, (case, (_, strategy)) in enumerate(zip(self.static, LOOP, strict=True))
+        ]
+
+    def differs(self, outs: list[list[torch.Tensor]], version: int) -> torch.Tensor:
+        verdicts = [cases.differs(out, expected) for out, expected in zip(outs, self.expected[version], strict=True)]
+        return torch.stack(verdicts).any()
+
+
+@pytest.mark.deadline(200)
+def test_replays(lockstep: Lockstep, group: str) -> None:
+    """10,000 replays and eager calls on two streams, under random delays of each rank, are bitwise right."""
+    loop, mine, order = Loop(lockstep, group), lockstep.own_random(5), lockstep.shared_random(5)
+    lockstep.barrier()
+    replay = None
+    if lockstep.cuda:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            captured = loop.call()
+        lockstep.sync()
+        lockstep.barrier()
+        replay = graph.replay
+    turns = 10_000 if lockstep.cuda and not lockstep.quick else 1_000 if lockstep.cuda else 30
+    side = torch.cuda.Stream() if lockstep.cuda else None
+    wrong = torch.zeros((), dtype=torch.int64, device=lockstep.device)
+    begun = time.monotonic()
+    for turn in range(turns):
+        version = order.randrange(VERSIONS)
+        loop.load(version)
+        if mine.random() < 0.02:
+            lockstep.sleep_on_device(mine.random() * 0.001)
+        if replay is not None and turn % 10:
+            replay()
+            outs = captured
+        elif side is not None and turn % 20:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                outs = loop.call()
+            torch.cuda.current_stream().wait_stream(side)
+        else:
+            outs = loop.call()
+        wrong += loop.differs(outs, version)
+        loop.spoil()
+        if turn % 500 == 499:
+            lockstep.sync()
+            session.check(group)
+    lockstep.sync()
+    session.check(group)
+    assert not int(wrong), f"{int(wrong)} of {turns} turns are wrong"
+    lockstep.note(f"{turns} turns of {len(LOOP)} calls, bitwise, {1e6 * (time.monotonic() - begun) / turns:.0f} us a turn")
+    if replay is not None:
+        del captured, graph
+
+
+def fails_within(lockstep: Lockstep, group: str, expected: type[Exception], call: Any) -> None:
+    """Check that `call` fails with `expected` within twice the deadline, and that its outputs are NaN on CUDA."""
+    begun, outs = time.monotonic(), list[torch.Tensor]()
+
+    def run() -> None:
+        outs.extend(call())
+        lockstep.sync()
+        session.check(group)
+
+    with pytest.raises(expected, match="1"):
+        run()
+    assert time.monotonic() - begun < 2 * STEP_TIMEOUT_S
+    lockstep.sync()
+    if lockstep.cuda:
+        assert all(bool(out.isnan().all()) for out in outs), "the outputs are not NaN"
+
+
+@pytest.mark.deadline(120)
+@pytest.mark.parametrize("strategy", ["one_shot", "two_shot"])
+def test_another_site(lockstep: Lockstep, own_group: str, strategy: str) -> None:
+    """Rank 1 is at another site."""
+    case = Shape(70, 1024).make(Maker(lockstep.device, lockstep.ranks))
+    cases.run_op(case, strategy, own_group, "fused.first")
+    lockstep.sync()
+    site = f"fused.site{min(lockstep.rank, 1)}"
+    fails_within(lockstep, own_group, errors.SiteMismatchError, lambda: cases.run_op(case, strategy, own_group, site))
+
+
+@pytest.mark.deadline(120)
+@pytest.mark.parametrize("strategy", ["one_shot", "two_shot"])
+def test_a_skipped_call(lockstep: Lockstep, own_group: str, strategy: str) -> None:
+    """Rank 1 skips a call: the others name it at the deadline of a step. Rank 1 learns of it at its next call."""
+    case = Shape(70, 1024).make(Maker(lockstep.device, lockstep.ranks))
+    cases.run_op(case, strategy, own_group, "fused.first")
+    lockstep.sync()
+    if lockstep.rank != 1:
+        skipped = "fused.skipped"
+        fails_within(lockstep, own_group, errors.PeerTimeoutError, lambda: cases.run_op(case, strategy, own_group, skipped))
+    lockstep.barrier()
+    if lockstep.rank == 1:
+
+        def run_next() -> None:
+            cases.run_op(case, strategy, own_group, "fused.next")
+            lockstep.sync()
+            session.check(own_group)
+
+        with pytest.raises(errors.UbOverlapError):
+            run_next()

@@ -1,0 +1,198 @@
+"""Rank functions of test_fused.py: fused collectives in random orders, with other calls between, delays and faults."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ub_overlap.runtime import ops, settings
+from ub_overlap.runtime.ops.fused_collective import FusedArgs, apply_epilogue
+
+from . import rank_ops
+from .oracle import data
+from .rank_failures import attempt, fresh
+from .rank_sessions import OPS, C, gather, reset, scatter
+
+CASES = (
+    ("all_reduce", "one_shot"),
+    ("all_reduce", "two_shot"),
+    ("reduce_scatter", "one_shot"),
+    ("all_gather", "one_shot"),
+)
+NORMS = ("none", "rms", "layer")
+
+
+def arguments(
+    collective: str, strategy: str, rows: int, cols: int, rank: int, world: int, name: str, seed: int = 0, **options: Any
+) -> FusedArgs:
+    """Return the arguments of a call with `rows` rows of a rank's result. options: dtype, norm, rounded, scale, by, site."""
+    dtype, norm = options.get("dtype", torch.float32), options.get("norm", "none")
+    own = rows * world if collective == "reduce_scatter" else rows
+    residual = data(rows, cols, seed=seed + 50, dtype=dtype) if norm != "none" else None
+    weight = data(cols, seed=seed + 51, dtype=dtype) if norm != "none" else None
+    bias = data(cols, seed=seed + 52, dtype=dtype) if norm == "layer" else None
+    scale = torch.tensor(0.125) if options.get("scale") else None
+    return FusedArgs(
+        data(own, cols, seed=seed + rank, dtype=dtype), collective, options.get("by", "sum"), residual, norm, weight, bias,
+        1e-5, bool(options.get("rounded")), scale, options.get("scale") or dtype, strategy, name, options.get("site", "/fused"),
+    )  # fmt: skip
+
+
+def expected(a: FusedArgs, rank: int, world: int, seed: int = 0) -> list[torch.Tensor]:
+    """Compute the results from all ranks' inputs: sums in fp32 in rank order, rounded once, then the epilogue."""
+    inputs = [data(*a.input.shape, seed=seed + r, dtype=a.input.dtype) for r in range(world)]
+    if a.collective == "all_gather":
+        return [torch.cat(inputs)]
+    total = inputs[0].float()
+    for each in inputs[1:]:
+        total = total + each.float()
+    if a.reduce_op == "avg":
+        total = total / world
+    if a.collective == "reduce_scatter":
+        total = total.chunk(world)[rank]
+    return [t for t in apply_epilogue(total.to(a.input.dtype), a) if t.numel()]
+
+
+def call(a: FusedArgs) -> list[torch.Tensor]:
+    return [t for t in OPS.fused_collective(*a) if t.numel()]
+
+
+def equal(mine: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
+    same = [a.dtype == b.dtype and torch.equal(a.float(), b.float()) for a, b in zip(mine, want, strict=True)]
+    return all(same)
+
+
+def random_program(rank: int, world: int, times: int, delay_us: int, seed: int) -> list[str]:
+    """Run fused collectives of random kinds and sizes, and other calls, under random delays. Compare bit by bit."""
+    name, bad, order = fresh(world), [], random.Random(seed)
+    with reset():
+        C.testing.set_random_delay(delay_us, 7 * rank + seed)
+        for step in range(times):
+            what = order.randrange(8)
+            (collective, strategy), norm = order.choice(CASES), order.choice(NORMS)
+            dtype = order.choice((torch.float32, torch.bfloat16, torch.float16))
+            rows, cols = order.randrange(1, 9), order.choice((8, 64, 2048 if order.random() < 0.1 else 16))
+            options: dict[str, Any] = {"dtype": dtype, "norm": "none" if collective == "all_gather" else norm}
+            options |= {"by": order.choice(("sum", "avg")), "rounded": order.random() < 0.5}
+            if norm != "none" and collective != "all_gather":
+                options["scale"] = order.choice((None, None, torch.float8_e4m3fn, torch.float8_e5m2))
+            if what == 0:
+                bad += gather(name, rank, world, 5, seed=step)
+            elif what == 1:
+                bad += scatter(name, rank, world, 4, seed=step)
+            else:
+                a = arguments(collective, strategy, rows, cols, rank, world, name, step, **options)
+                if not equal(call(a), expected(a, rank, world, step)):
+                    bad.append(f"step {step}: {collective} {strategy} {rows} x {cols} {options}")
+    return bad[:5]
+
+
+def close_to_float64(rank: int, world: int) -> list[str]:
+    """The results are as close to float64 as rounding allows; "none" runs c10d and agrees; strategies agree bit by bit."""
+    name, bad = rank_ops.group(), []
+    for norm in NORMS:
+        for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
+            one, two, plain = (
+                call(arguments("all_reduce", s, 5, 64, rank, world, name, dtype=dtype, norm=norm, site=f"/{s}"))
+                for s in ("one_shot", "two_shot", "none")
+            )
+            a = arguments("all_reduce", "none", 5, 64, rank, world, name, dtype=dtype, norm=norm)
+            wide = a._replace(
+                residual=None if a.residual is None else a.residual.double(),
+                weight=None if a.weight is None else a.weight.double(),
+                bias=None if a.bias is None else a.bias.double(),
+            )
+            total = sum(data(5, 64, seed=r, dtype=dtype).double() for r in range(world))
+            exact = [t for t in apply_epilogue(total, wide) if t.numel()]  # type: ignore[arg-type]
+            bad += [f"{norm} {dtype}: strategies differ"] if not equal(one, two) else []
+            for mine in (one, plain):
+                far = [float((x.double() - y).abs().max()) for x, y in zip(mine, exact, strict=True)]
+                bad += [f"{norm} {dtype}: {far}"] if max(far) > tolerance * float(exact[0].abs().max()) else []
+    return bad
+
+
+def misuse(rank: int, world: int) -> list[dict[str, Any]]:
+    """Errors of one rank's own program: all ranks get them, and the group stays usable."""
+    name = fresh(world)
+
+    def wrong(**fields: Any) -> dict[str, Any]:
+        a = arguments("all_reduce", "one_shot", 4, 8, rank, world, name, norm="rms")
+        return attempt(lambda: call(a._replace(**fields)))
+
+    found = [
+        wrong(strategy="bulk"),
+        wrong(collective="reduce_scatter", strategy="two_shot"),
+        wrong(norm="batch"),
+        wrong(norm="none"),
+        wrong(collective="all_gather"),
+        wrong(weight=data(7, seed=0)),
+        wrong(residual=data(4, 8, seed=0).half()),
+        wrong(input=data(4, 6, seed=0), residual=None, weight=None),
+        wrong(input=data(1, 20000, seed=0), residual=None, weight=None),
+        wrong(normed_dtype=torch.float16),
+    ]
+    a = arguments("all_reduce", "one_shot", 4, 8, rank, world, name, norm="rms")
+    return [*found, {"error": "" if equal(call(a), expected(a, rank, world)) else "wrong"}]
+
+
+def skipped(rank: int, world: int, strategy: str, step_s: float) -> dict[str, Any]:
+    """The last rank skips a call, after one that it made."""
+    name = fresh(world)
+    with reset():
+        settings.configure(step_timeout_s=step_s)
+        a = arguments("all_reduce", strategy, 4, 8, rank, world, name)
+        call(a)
+        found = attempt(lambda: rank == world - 1 or call(a))
+        dist.barrier()
+        return found
+
+
+def other_site(rank: int, world: int, strategy: str) -> dict[str, Any]:
+    """Rank 1 is at another site."""
+    name = fresh(world)
+    with reset():
+        settings.configure(step_timeout_s=30.0)
+        call(arguments("all_reduce", strategy, 4, 8, rank, world, name))
+        a = arguments("all_reduce", strategy, 4, 8, rank, world, name, site=f"/order.{rank}")
+        found = attempt(lambda: call(a))
+        dist.barrier()
+        return found
+
+
+def dies(rank: int, world: int, step_s: float) -> dict[str, Any]:
+    """Rank 1 ends before its second call."""
+    name = fresh(world)
+    settings.configure(step_timeout_s=step_s)
+    a = arguments("all_reduce", "one_shot", 4, 8, rank, world, name)
+    call(a)
+    if rank == 1:
+        os._exit(0)
+    return attempt(lambda: call(a))
+
+
+def fake_sizes(rank: int, world: int, collective: str) -> list[tuple[Any, ...]]:
+    """Return shapes and dtypes of the fake and of the real results."""
+    found = []
+    a = arguments(collective, "one_shot", 4, 8, rank, world, rank_ops.group(), dtype=torch.bfloat16)
+    if collective != "all_gather":
+        a = a._replace(norm="rms", scale=torch.tensor(1.0), normed_dtype=torch.float8_e4m3fn)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = a._replace(**{k: mode.from_tensor(v) for k, v in a._asdict().items() if isinstance(v, torch.Tensor)})
+        found += [(tuple(t.shape), t.dtype, t.stride()) for t in OPS.fused_collective(*fakes)]
+    real = [(tuple(t.shape), t.dtype, t.stride()) for t in OPS.fused_collective(*a)]
+    return [x for x, y in zip(found, real, strict=True) if x != y]
+
+
+def by_size(rank: int, world: int) -> list[str]:
+    """A table of strategies picks one by the rows of a call. Return the strategies that ran."""
+    name = fresh(world)
+    table = "4=one_shot;*=two_shot"
+    for rows in (2, 4, 5, 100):
+        a = arguments("all_reduce", table, rows, 8, rank, world, name, site="/sized")
+        assert equal(call(a), expected(a, rank, world))
+    return sorted(ops.extension().site_stats()["/sized"]["strategies"])
