@@ -15,7 +15,7 @@ from ..graph.aten import dtype_of, shape_of
 from ..graph.matmul import Matmul
 from ..graph.sizes import about, evaluate_size, numel
 from ..match.collectives import Collective, Op
-from ..match.site import Gather, Reduction, Site
+from ..match.site import Fused, Gather, Reduction, Site
 from .wire import bytes_on_wire, bytes_sent_by_rank
 
 FLOPS_PER_BYTE = 2000
@@ -34,6 +34,8 @@ def sent_dtype(site: Site) -> torch.dtype:
     """Return the type of the elements that a site sends, where they are not rounded to float8."""
     if isinstance(site, Gather):
         return site.dtype
+    if isinstance(site, Fused):
+        return dtype_of(site.collective.input)
     return dtype_of(site.terms[0].node) if isinstance(site, Reduction) else site.collective.narrow_dtype
 
 

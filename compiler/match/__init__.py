@@ -4,6 +4,9 @@ One file per kind of collective: all_gather.py, reduce_scatter.py, all_reduce.py
 """
 
 from .candidates import find_candidates
-from .site import Bulk, Candidate, Consumer, Gather, GatheredAlias, Miss, Reduction, Site, Split
+from .site import Bulk, Candidate, Consumer, Fused, Gather, GatheredAlias, Miss, Reduction, Site, Split
 
-__all__ = ["Bulk", "Candidate", "Consumer", "Gather", "GatheredAlias", "Miss", "Reduction", "Site", "Split", "find_candidates"]
+__all__ = [
+    "Bulk", "Candidate", "Consumer", "Fused", "Gather", "GatheredAlias", "Miss", "Reduction", "Site", "Split",
+    "find_candidates",
+]  # fmt: skip

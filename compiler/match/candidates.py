@@ -12,6 +12,7 @@ from .all_gather import match_all_gather
 from .all_reduce import match_all_reduce
 from .amax_reductions import is_amax_reduction
 from .collectives import Collective, Op, find_collectives
+from .fused import match_fused
 from .independence import IndependentMatmuls
 from .reduce_scatter import match_reduce_scatter
 from .site import Candidate, Gather, Match, Miss
@@ -41,6 +42,7 @@ def _candidate(c: Collective, position: dict[Node, int], independence: Independe
     candidate = Candidate(c, miss=result) if isinstance(result, Miss) else Candidate(c, match=result)
     if c.op is not None and c.wait is not None and not is_amax_reduction(c) and dtype_of(c.node).itemsize > 1:
         matched = {p.node for p in candidate.match.matmuls} if candidate.match else set()
+        candidate.fused = match_fused(c)
         candidate.independent_matmuls = tuple(p for p in independence.find(c.node) if p.node not in matched)
     return candidate
 

@@ -19,7 +19,7 @@ from ..graph.graph_inputs import NO_NEIGHBORS, Neighbors
 from ..graph.matmul import Matmul, Operand
 from ..graph.operand_source import find_source
 from ..graph.sizes import about, is_same_shape, numel
-from .site import Bulk, Consumer, Gather, Reduction, Site, Split
+from .site import Bulk, Consumer, Fused, Gather, Reduction, Site, Split
 
 PackedSite = Gather | Reduction
 T = TypeVar("T")
@@ -30,8 +30,8 @@ def packed_forms(site: Site, neighbors: Neighbors = NO_NEIGHBORS) -> list[Packed
 
     A large matmul gains little from a pack, and its operand is the dearest to copy. `neighbors`: weights that need no copy.
     """
-    groups = [] if isinstance(site, Bulk | Split) or any(p.scales for p in site.matmuls) else _groups(site)
-    if isinstance(site, Bulk | Split) or not groups:
+    groups = [] if isinstance(site, Bulk | Split | Fused) or any(p.scales for p in site.matmuls) else _groups(site)
+    if isinstance(site, Bulk | Split | Fused) or not groups:
         return []
     return [
         _packed(
@@ -50,7 +50,7 @@ def one_matmul(forms: Sequence[PackedSite]) -> PackedSite | None:
 
 def explain_unpacked(site: Site) -> str:
     """Return why a site of several matmuls has no pack group; "" where it has one, or a single matmul."""
-    if isinstance(site, Bulk | Split) or _count(site) < 2:
+    if isinstance(site, Bulk | Split | Fused) or _count(site) < 2:
         return ""
     if any(p.scales is not None for p in site.matmuls):
         return "not packed: float8 operands have scales of their own"

@@ -13,6 +13,7 @@ from ..graph.matmul import Matmul, Operand, Scales
 from ..graph.sizes import Size
 from ..plan.reasons import Reason
 from .collectives import Collective
+from .norm import Norm
 from .permutes import Permute
 
 
@@ -264,9 +265,44 @@ class Split:
         return [*(c.widening.nodes if c.widening else ()), c.node, c.wait]
 
 
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """A collective of few tokens with what follows a reduction, as one kernel."""
+
+    collective: Collective
+    views: tuple[Node, ...] = ()
+    """Views of the result that only the site reads."""
+    residual: Node | None = None
+    sum: Node | None = None
+    """The sum of the result and the residual: a result of the op."""
+    norm: Norm | None = None
+    """The norm of the sum, or of the result without one: the other result."""
+
+    @property
+    def reduced(self) -> Node:
+        """The collective's result."""
+        assert self.collective.wait is not None
+        return self.collective.wait
+
+    @property
+    def matmuls(self) -> tuple[Matmul, ...]:
+        """None: the op begins when its input is ready."""
+        return ()
+
+    @property
+    def independent(self) -> tuple[Matmul, ...]:
+        return ()
+
+    @property
+    def members(self) -> list[Node]:
+        """The nodes that the site replaces."""
+        sums = [self.sum] if self.sum is not None else []
+        return [self.collective.node, self.reduced, *self.views, *sums, *(self.norm.nodes if self.norm else ())]
+
+
 Match = Gather | Reduction
 """A site whose matmuls consume or produce the data of the collective."""
-Site = Match | Bulk | Split
+Site = Match | Bulk | Split | Fused
 
 
 @dataclass(slots=True)
@@ -278,5 +314,7 @@ class Candidate:
     miss: Miss | None = None
     independent_matmuls: tuple[Matmul, ...] = field(default_factory=tuple)
     """Matmuls that neither need the collective nor feed it, nearest first."""
+    fused: Fused | Miss | None = None
+    """The form as one kernel for few tokens, or why there is none. None where it was not looked for."""
     carrier: int | None = None
     """For a gather of row scales: the number of the candidate that gathers the rows."""

@@ -14,7 +14,8 @@ from ..plan.strategy import MAX_CHUNKS, DispatchTable, Strategy, parse
 
 AUTO = "auto"
 EXPECTED = (
-    "auto, none, pipelined, direct, bulk, split, pipelined:chunks=N, pipelined:stripes=N, pipelined:copies=engine (gathers; "
+    "auto, none, pipelined, direct, bulk, split, one_shot, two_shot, "
+    "pipelined:chunks=N, pipelined:stripes=N, pipelined:copies=engine (gathers; "
     "also chunks=N:copies=engine), bulk:chunks=N, split:chunks=N, "
     f"chunks=N (N from 1 to {MAX_CHUNKS}; of chunks also R, R/2, 2R), or a table of these"
 )

@@ -30,8 +30,15 @@ class Mode(str, Enum):
     BULK = "bulk"
     SPLIT = "split"
     """The collective starts and finishes at different places of the graph (docs/explanation/windows.md)."""
+    ONE_SHOT = "one_shot"
+    """One kernel for few tokens: each rank sends its data to all (docs/explanation/few_tokens.md)."""
+    TWO_SHOT = "two_shot"
+    """The same for an all_reduce: each rank sums its part, then sends the sum to all."""
     MERGED = "merged"
     """Removed: an all_reduce that was summed into another, or a gather of scales that goes along with their rows."""
+
+
+FUSED = (Mode.ONE_SHOT, Mode.TWO_SHOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +55,7 @@ class Strategy:
     engine_copies: bool = False
 
     _PATTERN: ClassVar[re.Pattern[str]] = re.compile(
-        r"(none|pipelined|direct|bulk|split)(?::(chunks|stripes)=([1-9][0-9]{0,3}))?(:copies=engine)?\Z"
+        r"(none|pipelined|direct|bulk|split|one_shot|two_shot)(?::(chunks|stripes)=([1-9][0-9]{0,3}))?(:copies=engine)?\Z"
     )
 
     def __str__(self) -> str:
@@ -57,20 +64,21 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
-        """Read "none", "pipelined", "direct", "bulk", "split", "pipelined:chunks=4", "pipelined:stripes=2",
-        "pipelined:copies=engine" or "pipelined:chunks=4:copies=engine".
+        """Read "none", "pipelined", "direct", "bulk", "split", "one_shot", "two_shot", "pipelined:chunks=4",
+        "pipelined:stripes=2", "pipelined:copies=engine" or "pipelined:chunks=4:copies=engine".
 
         ValueError for others.
         """
         match = cls._PATTERN.match(text)
         mode, what, count, engine = match.groups() if match else ("none", "", "0", "")
         striped, wrong = what == "stripes", not match
-        wrong |= mode in ("none", "direct") and bool(what)  # these have no pieces
+        wrong |= mode in ("none", "direct", "one_shot", "two_shot") and bool(what)  # these have no pieces
         wrong |= int(count or 0) > MAX_CHUNKS or (striped and mode != "pipelined")
         wrong |= bool(engine) and (mode != "pipelined" or striped)
         if wrong:
             raise ValueError(
-                f"strategy {text!r}: expected none, pipelined, direct, bulk, split, pipelined or bulk or split with "
+                f"strategy {text!r}: expected none, pipelined, direct, bulk, split, one_shot, two_shot, "
+                f"pipelined or bulk or split with "
                 f":chunks=1..{MAX_CHUNKS}, pipelined:stripes=1..{MAX_CHUNKS}, or pipelined of a gather with copies=engine"
             )
         return cls(Mode(mode), int(count or 0), striped, bool(engine))
@@ -91,6 +99,11 @@ class Strategy:
     @property
     def direct(self) -> bool:
         return self.mode is Mode.DIRECT
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the collective is one kernel with what follows it."""
+        return self.mode in FUSED
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
@@ -154,6 +167,11 @@ class DispatchTable:
     def direct(self) -> bool:
         return any(s.direct for s in self.strategies)
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether a strategy makes the collective one kernel with what follows it; the others are none then."""
+        return any(s.is_fused for s in self.strategies)
+
 
 def table(buckets: Sequence[Bucket]) -> Strategy | DispatchTable:
     """Return the shortest equivalent form: equal neighbors are merged, and a single strategy is no table."""
@@ -185,6 +203,6 @@ def parse(text: str) -> Strategy | DispatchTable:
     found = table(buckets)
     if any(s.mode is Mode.SPLIT for s in found.strategies):
         raise ValueError(f"strategy {text!r}: expected split alone, as it has places in the graph for all calls")
-    if len({s.mode is Mode.BULK for s in found.strategies if s != NONE}) > 1:
-        raise ValueError(f"strategy {text!r}: expected bulk and none, or any others without bulk")
+    if len({(s.mode is Mode.BULK, s.is_fused) for s in found.strategies if s != NONE}) > 1:
+        raise ValueError(f"strategy {text!r}: expected bulk, or one_shot and two_shot, or others, each with none")
     return found

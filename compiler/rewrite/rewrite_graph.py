@@ -12,10 +12,11 @@ from ub_overlap import _torch_compat as compat
 from ..graph.emitter import Emitter
 from ..graph.erase import erase_unread
 from ..graph.sizes import as_size
-from ..match.site import Gather, Reduction, Split
+from ..match.site import Fused, Gather, Reduction, Split
 from ..plan.chosen_site import ChosenSite
 from ..windows.layout import GraphLayout, apply_layout
 from .bulk_site import rewrite_bulk
+from .fused_site import rewrite_fused
 from .gather_site import rewrite_gather
 from .packed_operands import PackedOperands
 from .part_strides import Outputs, update_strides
@@ -89,6 +90,8 @@ def _emit(e: Emitter, chosen: ChosenSite, name: str, packed: PackedOperands) -> 
         return rewrite_gather(e, site, strategy, name, packed)
     if isinstance(site, Reduction):
         return rewrite_reduction(e, site, strategy, name, packed, chosen.wire_dtype)
+    if isinstance(site, Fused):
+        return rewrite_fused(e, site, strategy, name)
     if isinstance(site, Split):
         return rewrite_split(e, site, strategy, name)
     return rewrite_bulk(e, site, strategy, name, packed)

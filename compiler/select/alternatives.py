@@ -22,7 +22,7 @@ from ..cost.site_sizes import sizes_of_site
 from ..cost.traffic import BULK_PRODUCTS, hidden_us
 from ..graph.aten import dtype_of, shape_of
 from ..graph.matmul import Matmul
-from ..match import Bulk, Candidate, Gather, Miss, Site
+from ..match import Bulk, Candidate, Fused, Gather, Miss, Site
 from ..match.fusion_order import FusionOrder
 from ..match.pack_groups import packed_forms
 from ..match.site import Match
@@ -113,6 +113,8 @@ class AlternativeFinder:
         """Return every legal alternative of a candidate. `override`: the user's request for it."""
         forced = override.strategy if override else None
         alternatives = Alternatives(miss=candidate.miss, counts_memory=not forced)
+        if forced and forced.is_fused:
+            return self._fused(alternatives, candidate, forced)
         for mode in [forced.mode] if forced else [Mode.PIPELINED, Mode.BULK]:
             if mode is Mode.BULK:
                 small = self._add_bulk(alternatives, candidate, forced)
@@ -128,6 +130,15 @@ class AlternativeFinder:
             alternatives.us_per_byte = self.costs.us_per_byte(candidate.collective)
         # Of equal benefits: its own matmuls first, then fewer matmuls, then nearer ones.
         alternatives.ranked.sort(key=lambda a: (a.benefit.negated, a.is_bulk, len(a.site.matmuls)))
+        return alternatives
+
+    def _fused(self, alternatives: Alternatives, candidate: Candidate, forced: Strategy | DispatchTable) -> Alternatives:
+        """Return the fused form, which a user requests. Its times are not measured yet, so nothing else selects it."""
+        site = candidate.fused
+        assert isinstance(site, Fused)  # find_illegal
+        if unknown := self.find_unknown_size(site):
+            return Alternatives(miss=unknown)
+        alternatives.ranked = [Alternative(site, forced, 0.0, self._benefit(site, 0.0, forced), 0)]
         return alternatives
 
     def _add_pipelined(self, alternatives: Alternatives, candidate: Candidate, override: Override | None) -> Miss | None:

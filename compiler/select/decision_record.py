@@ -13,12 +13,12 @@ from ..graph.aten import dtype_of
 from ..graph.matmul import is_matmul
 from ..graph.source_location import module_path, stable_names
 from ..joint.joint_decision import joint_decision
-from ..match import Bulk, Candidate, Gather, Reduction, Site, Split
+from ..match import Bulk, Candidate, Fused, Gather, Reduction, Site, Split
 from ..match.collectives import Op
 from ..overrides.requested_strategy import Override
 from ..plan.decision import Decision, SplitWindow
 from ..plan.reasons import Kind
-from ..plan.strategy import NONE, Mode, Strategy
+from ..plan.strategy import FUSED, NONE, Mode, Strategy
 from ..reports.describe_site import describe_site, group_names, reported_sizes
 from .assignment import Assignment
 from .dispatch_table import rows_at
@@ -86,7 +86,7 @@ def make_decision(
     alternative, site, choice = assignment.alternative, assignment.site, assignment.choice
     shown = site or candidate.match
     op = candidate.collective.op
-    is_matched = candidate.match is not None and not isinstance(site, Bulk | Split)
+    is_matched = candidate.match is not None and not isinstance(site, Bulk | Split | Fused)
     matmuls = shown.matmuls if shown else ()
     operations = [flops(p) for p in matmuls]
     independent = _describe_independent(assignment, context)
@@ -169,7 +169,12 @@ def _legal_modes(candidate: Candidate, may_pack: bool) -> tuple[str, ...]:
     direct = (Mode.DIRECT.value,) if match is not None and not why_not_direct(match, may_pack) else ()
     if candidate.miss is not None and candidate.miss.reason in FINAL:
         return pipelined + direct
-    return pipelined + direct + ((Mode.BULK.value,) if candidate.independent_matmuls else ()) + (Mode.SPLIT.value,)
+    bulk = (Mode.BULK.value,) if candidate.independent_matmuls else ()
+    fused = FUSED if candidate.collective.op is Op.ALL_REDUCE else FUSED[:1]
+    return (
+        *pipelined, *direct, *bulk, Mode.SPLIT.value,
+        *(mode.value for mode in fused if isinstance(candidate.fused, Fused)),
+    )  # fmt: skip
 
 
 def merge_scales(decisions: list[Decision], candidates: list[Candidate]) -> None:
@@ -230,7 +235,8 @@ def _explain(candidate: Candidate, override: Override | None, assignment: Assign
         choice = assignment.choice.reason if assignment.choice else ""
         packed = assignment.alternative.pack_reason if assignment.alternative else ""
         narrow = _describe_types(assignment)
-        text = "; ".join(filter(None, (_why_bulk(candidate, assignment), overlapped, narrow, choice, packed)))
+        fused = _describe_fused(assignment.site)
+        text = "; ".join(filter(None, (_why_bulk(candidate, assignment), overlapped, narrow, fused, choice, packed)))
     if override is None or override.strategy is None or override.by in text:
         return text
     return "; ".join(filter(None, [text, f"{override.strategy} forced by {override.by}"]))
@@ -248,6 +254,15 @@ def _describe_types(assignment: Assignment) -> str:
     sends = f"rounds to {names[0]}, sends that" if _rounds(site) else f"sends {names[0]}"
     saved = _narrower_by(site, "")
     return f"{sends} and sums in {names[1]}" + (f" ({saved} bytes fewer)" if saved else "")
+
+
+def _describe_fused(site: Site | None) -> str:
+    """Return what is one kernel with a fused collective; "" for other sites."""
+    if not isinstance(site, Fused):
+        return ""
+    norm = {"rms": "RMSNorm", "layer": "LayerNorm"}[site.norm.kind] if site.norm else ""
+    parts = [*(["the residual"] if site.residual else []), *([norm] if norm else [])]
+    return f"one kernel with {' and '.join(parts)}" if parts else ""
 
 
 def _why_bulk(candidate: Candidate, assignment: Assignment) -> str:

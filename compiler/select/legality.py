@@ -10,7 +10,8 @@ from torch.fx import Node
 from ..cost.wire import SEGMENT
 from ..graph.aten import shape_of, tensor_of
 from ..graph.sizes import Size
-from ..match import Candidate, Gather, Miss, Reduction, Site
+from ..match import Candidate, Fused, Gather, Miss, Reduction, Site
+from ..match.collectives import Op
 from ..match.fusion_order import FusionOrder
 from ..match.pack_groups import one_matmul, packed_forms
 from ..match.site import Match
@@ -33,6 +34,8 @@ def find_illegal(candidate: Candidate, forced: Strategy | DispatchTable, may_pac
     if forced.mode is Mode.BULK and match is not None and not candidate.independent_matmuls:
         own = ", ".join(p.node.name for p in match.matmuls)
         return f"bulk needs a matmul that is independent of the collective, and there is none; {own} can be pipelined with it"
+    if forced.is_fused:
+        return why_not_fused(candidate, forced)
     needs_own = forced.mode in (Mode.PIPELINED, Mode.DIRECT)
     if needs_own and miss is not None and miss.reason is Reason.NO_MATMUL and candidate.independent_matmuls:
         name, mode = candidate.independent_matmuls[0].node.name, forced.mode.value
@@ -59,6 +62,16 @@ def why_not_direct(match: Match, may_pack: bool) -> str:
         return "direct stores no product of float8 operands"
     if match.kept_nodes:
         return f"direct keeps no copy of the product, which {match.kept_nodes[0].name} needs"
+    return ""
+
+
+def why_not_fused(candidate: Candidate, forced: Strategy | DispatchTable) -> str:
+    """Return why a collective cannot be one kernel; "" where it can."""
+    fused, op = candidate.fused, candidate.collective.op
+    if not isinstance(fused, Fused):
+        return f"a fused collective is not possible: {fused.detail if fused else 'nothing is known of it'}"
+    if op is not Op.ALL_REDUCE and any(s.mode is Mode.TWO_SHOT for s in forced.strategies):
+        return f"two_shot is a strategy of all_reduces; here is {op.value if op else 'another collective'}"
     return ""
 
 

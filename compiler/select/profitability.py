@@ -95,7 +95,7 @@ class SiteCosts:
             return SiteTimes(plain, plain.us - choice.gain_us)
         device = site.collective.node.meta["val"].device.type
         shape = shape_of_site(site, self.hints, wire_dtype=self.wire_dtype(site))
-        if shape is None or not self.policy.is_modeled(device):
+        if shape is None or not self.policy.is_modeled(device) or requested.is_fused:
             return None
         profile = self.policy.profile(shape.ranks, device)
         strategy = requested.at(rows_at(site, self.hints) or 0)

@@ -46,7 +46,11 @@ NAMES = frozenset({"shape_padding", "max_autotune"})
         ("memory_budget", True, "a share from 0 to 1, or bytes"),
         ("fp8", "most", "'off', 'forward', 'all'"),
         ("fp8", {"recipe": "columns"}, "'tensorwise', 'delayed', 'rowwise'"),
-        ("overrides", {"forward.0": "fast"}, "auto, none, pipelined, direct, bulk, split, pipelined:chunks=N"),
+        (
+            "overrides",
+            {"forward.0": "fast"},
+            "auto, none, pipelined, direct, bulk, split, one_shot, two_shot, pipelined:chunks=N",
+        ),
         ("overrides", {"forward.0": "chunks=65"}, "N from 1 to 64"),
         ("overrides", {"forward.0": None}, "none, pipelined, direct, bulk"),
         ("overrides", "/nowhere/plan.json", "a JSON or YAML file"),

@@ -1,0 +1,185 @@
+"""RMSNorm and LayerNorm over the last dim, as models and Inductor's decompositions spell them.
+
+rms     x * rsqrt(mean(x ** 2) + eps)                         in fp32
+layer   (x - mean(x)) * rsqrt(var(x) + eps)                   in fp32
+tail    [round to x's type] [* weight] [+ bias] [round]       or one op: _fused_rms_norm, native_layer_norm
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from ..graph.aten import CASTS, aten, dtype_of, readers, shape_of, tensor_of
+from ..graph.sizes import is_same
+
+_ONE_OP = {"aten._fused_rms_norm.default": ("rms", 1), "aten.native_layer_norm.default": ("layer", 1)}
+_ADDS = (aten.add.Tensor, aten.add.Scalar)
+_SQUARES = (aten.pow.Tensor_Scalar,)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm of a tensor's last dim. `out`: the node with its result, in the type of the tensor. `nodes`: all of its nodes."""
+
+    kind: str
+    """ "rms" or "layer"."""
+    weight: Node | None
+    bias: Node | None
+    epsilon: float
+    round_before_weight: bool
+    out: Node
+    nodes: tuple[Node, ...]
+
+
+def find_norm(x: Node) -> Norm | None:
+    """Return the norm of `x` whose inner values nothing else reads, if there is one and only one."""
+    found = [norm for norm in (*_one_op(x), *_spelled_out(x)) if _is_closed(norm, x)]
+    return found[0] if len(found) == 1 else None
+
+
+def _is_closed(norm: Norm, x: Node) -> bool:
+    """Return whether nothing else reads an inner value, and the result has the sizes and type of `x`."""
+    inside = {*norm.nodes}
+    closed = all(reader in inside for node in norm.nodes if node is not norm.out for reader in readers(node))
+    return closed and dtype_of(norm.out) == dtype_of(x)
+
+
+def _one_op(x: Node) -> Iterator[Norm]:
+    for node in readers(x):
+        if str(node.target) not in _ONE_OP or node.args[0] is not x:
+            continue
+        kind, dims = _ONE_OP[str(node.target)][0], node.args[1]
+        operands = [*node.args[2:4], None, None] if kind == "layer" else [node.args[2] if len(node.args) > 2 else None, None]
+        weight, bias = operands[0], operands[1]
+        epsilon = node.args[4] if kind == "layer" else node.args[3] if len(node.args) > 3 else None
+        parts = readers(node)
+        results = [p for p in parts if p.target is operator.getitem and p.args[1] == 0]
+        unread = all(p in results or not readers(p) for p in parts)
+        is_known = isinstance(epsilon, float | int)  # torch's default for RMSNorm depends on its release
+        if len(dims) != 1 or len(results) != 1 or not (unread and is_known and _fit(x, weight, bias)):  # type: ignore[arg-type]
+            continue
+        yield Norm(kind, _as_node(weight), _as_node(bias), float(epsilon), False, results[0], (node, *parts))
+
+
+def _spelled_out(x: Node) -> Iterator[Norm]:
+    is_wide = dtype_of(x) is torch.float32
+    wides = [x] if is_wide else [n for n in readers(x) if n.target in CASTS and dtype_of(n) is torch.float32]
+    for wide in wides:
+        lead = () if is_wide else (wide,)
+        for factor in {r: None for n in readers(wide) for r in _inputs(n) if r.target is aten.rsqrt.default}:
+            yield from _rms(x, wide, factor, lead)
+        for centered in (n for n in readers(wide) if n.target is aten.sub.Tensor and n.args[0] is wide):
+            yield from _layer(x, wide, centered, lead)
+
+
+def _rms(x: Node, wide: Node, factor: Node, lead: tuple[Node, ...]) -> Iterator[Norm]:
+    total = _inputs(factor)[0]
+    mean, epsilon = _plus_constant(total)
+    if mean is None or mean.target is not aten.mean.dim or not _is_last_dim(mean, x):
+        return
+    square = _inputs(mean)[0]
+    squared = square.target in _SQUARES and square.args == (wide, 2)
+    if not squared and not (square.target is aten.mul.Tensor and square.args == (wide, wide)):
+        return
+    product = next((n for n in readers(wide) if n.target is aten.mul.Tensor and {*n.args} == {wide, factor}), None)
+    if product is not None:
+        yield from _tail("rms", x, product, epsilon, (*lead, square, mean, total, factor, product))
+
+
+def _layer(x: Node, wide: Node, centered: Node, lead: tuple[Node, ...]) -> Iterator[Norm]:
+    mean = centered.args[1]
+    if not isinstance(mean, Node) or mean.target is not operator.getitem or mean.args[1] != 1:
+        return
+    both = _inputs(mean)[0]
+    is_plain = both.target is aten.var_mean.correction and both.args[0] is wide and _is_last_dim(both, x)
+    if not is_plain or both.kwargs.get("correction") != 0 or both.kwargs.get("keepdim") is not True:
+        return
+    variance = next((n for n in readers(both) if n.target is operator.getitem and n.args[1] == 0), None)
+    total = next(iter(readers(variance)), None) if variance is not None else None
+    factor = next(iter(readers(total)), None) if total is not None else None
+    if total is None or factor is None or variance is None or factor.target is not aten.rsqrt.default:
+        return
+    source, epsilon = _plus_constant(total)
+    product = next((n for n in readers(centered) if n.target is aten.mul.Tensor and {*n.args} == {centered, factor}), None)
+    if source is variance and product is not None:
+        yield from _tail("layer", x, product, epsilon, (*lead, both, variance, mean, total, factor, centered, product))
+
+
+def _tail(kind: str, x: Node, product: Node, epsilon: float, nodes: tuple[Node, ...]) -> Iterator[Norm]:
+    """Follow the product with the weight, the sum with the bias, and the cast back."""
+    dtype = dtype_of(x)
+    weight: Node | None = None
+    bias: Node | None = None
+    rounds, at, taken = False, product, [*nodes]
+    while len(following := readers(at)) == 1:
+        (node,) = following
+        if node.target in CASTS and dtype_of(node) == dtype and dtype_of(at) != dtype:
+            rounds = rounds or weight is None
+        elif weight is None and bias is None and node.target is aten.mul.Tensor and (w := _vector(node, at, x)) is not None:
+            weight = w
+        elif bias is None and node.target is aten.add.Tensor and not node.kwargs and (b := _vector(node, at, x)) is not None:
+            if rounds:  # a sum in the narrow type rounds twice
+                break
+            bias = b
+        else:
+            break
+        taken += [node, *_casts_of_vectors(node, at)]
+        at = node
+    rounds = rounds and weight is not None and dtype is not torch.float32
+    yield Norm(kind, weight, bias, epsilon, rounds, at, tuple(dict.fromkeys(taken)))
+
+
+def _vector(node: Node, at: Node, x: Node) -> Node | None:
+    """Return the vector [cols] of x's type that `node` combines with `at`, through a cast of it to fp32."""
+    others = [n for n in _inputs(node) if n is not at]
+    if len(others) != 1 or len(node.args) != 2:
+        return None
+    source = others[0]
+    if source.target in CASTS and len(_inputs(source)) == 1 and dtype_of(source) is torch.float32:
+        source = _inputs(source)[0]
+    return source if _fit(x, source) else None
+
+
+def _casts_of_vectors(node: Node, at: Node) -> list[Node]:
+    return [n for n in _inputs(node) if n is not at and n.target in CASTS and len(readers(n)) == 1]
+
+
+def _fit(x: Node, *vectors: object) -> bool:
+    """Return whether all are None, or vectors of x's columns and type."""
+    for v in vectors:
+        if v is None:
+            continue
+        if not isinstance(v, Node) or tensor_of(v) is None or dtype_of(v) != dtype_of(x):
+            return False
+        if len(shape_of(v)) != 1 or not is_same(shape_of(v)[0], shape_of(x)[-1]):
+            return False
+    return True
+
+
+def _as_node(value: object) -> Node | None:
+    return value if isinstance(value, Node) else None
+
+
+def _inputs(node: Node) -> list[Node]:
+    return [a for a in node.args if isinstance(a, Node)]
+
+
+def _plus_constant(node: Node) -> tuple[Node | None, float]:
+    """Return (tensor, constant) of their sum, (None, 0) for another node."""
+    if node.target not in _ADDS or len(node.args) != 2 or node.kwargs:
+        return None, 0.0
+    tensor, constant = node.args
+    good = isinstance(tensor, Node) and isinstance(constant, float | int)
+    return (tensor, float(constant)) if good else (None, 0.0)  # type: ignore[return-value,arg-type]
+
+
+def _is_last_dim(node: Node, x: Node) -> bool:
+    """Return whether a reduction keeps the dims of `x` and reduces the last one."""
+    dims = node.args[1] if len(node.args) > 1 else None
+    keeps = node.kwargs.get("keepdim", node.args[2] if len(node.args) > 2 else False)
+    return isinstance(dims, list | tuple) and [d % len(shape_of(x)) for d in dims] == [len(shape_of(x)) - 1] and bool(keeps)  # type: ignore[operator]

@@ -1,0 +1,211 @@
+"""Rank functions of test_fused.py: residuals and norms behind an all_reduce, as models spell them, and look-alikes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.compiler.rank_compile import world_name
+from tests.models.compare import uncached
+from ub_overlap.compiler.reports.history import HISTORY
+
+COLS = 16
+Form = Callable[..., Any]
+
+
+def reduced(x: Tensor, w: Tensor) -> Tensor:
+    """The output of a row-parallel linear, [B, S, H]."""
+    return funcol.all_reduce(x @ w, "sum", world_name())
+
+
+def hf_rms(hidden: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    """transformers' LlamaRMSNorm."""
+    dtype = hidden.dtype
+    wide = hidden.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(dtype)
+
+
+def vllm_rms(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+    """vLLM's RMSNorm.forward_native with a residual, which is added in fp32."""
+    wide = x.to(torch.float32) + residual.to(torch.float32)
+    residual = wide.to(x.dtype)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)
+    return wide.to(x.dtype) * weight, residual
+
+
+def llama(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """The residual is read again behind the norm."""
+    hidden = residual + reduced(x, w)
+    return hf_rms(hidden, weight) @ w.t(), hidden * 2
+
+
+def torch_rms(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    hidden = reduced(x, w) + residual
+    return F.rms_norm(hidden, (COLS,), weight, 1e-6), hidden
+
+
+def torch_rms_plain(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    return F.rms_norm(reduced(x, w) + residual, (COLS,), eps=1e-4)
+
+
+def layer(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    hidden = reduced(x, w) + residual
+    return F.layer_norm(hidden, (COLS,), weight, bias), hidden
+
+
+def post_norm(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """The norm stands in front of the residual."""
+    return hf_rms(reduced(x, w), weight) + residual
+
+
+def flattened(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """DTensor reduces a matrix and views it."""
+    out = funcol.all_reduce(x.flatten(0, 1) @ w, "sum", world_name())
+    hidden = out.view(residual.shape) + residual
+    return hf_rms(hidden, weight), hidden
+
+
+def residual_only(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    return (reduced(x, w) + residual).relu()
+
+
+def alone(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    return reduced(x, w).relu()
+
+
+def averaged(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    return funcol.all_reduce(x @ w, "avg", world_name()) + residual
+
+
+def gathered(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    return funcol.all_gather_tensor(x @ w, 0, world_name()) * 2
+
+
+def scattered(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """Sequence parallelism."""
+    full = torch.cat([x] * torch.distributed.get_world_size()) @ w
+    hidden = funcol.reduce_scatter_tensor(full, "sum", 0, world_name()) + residual
+    return hf_rms(hidden, weight), hidden
+
+
+def two_layers(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    hidden = residual
+    for _ in range(2):
+        hidden = hidden + reduced(hf_rms(hidden, weight) @ w.t(), w)
+        hidden = hidden + reduced(torch.relu(hf_rms(hidden, weight) @ w.t()), w)
+    return hf_rms(hidden, weight)
+
+
+# Look-alikes: name -> (function, whether the residual is part of the op, whether the norm is).
+def sum_read(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    out = reduced(x, w)
+    return out + residual, out * 3
+
+
+def broadcast(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    return reduced(x, w) + bias
+
+
+def scaled_residual(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    return torch.add(reduced(x, w), residual, alpha=2)
+
+
+def itself(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    out = reduced(x, w)
+    return out + out
+
+
+def other_dim(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    hidden = (reduced(x, w) + residual).float()
+    return hidden * torch.rsqrt(hidden.pow(2).mean(0, keepdim=True) + 1e-5)
+
+
+def cubed(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    hidden = (reduced(x, w) + residual).float()
+    return hidden * torch.rsqrt(hidden.pow(3).abs().mean(-1, keepdim=True) + 1e-5)
+
+
+def other_factor(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """The factor is that of another tensor."""
+    hidden = (reduced(x, w) + residual).float()
+    return hidden * torch.rsqrt(residual.float().pow(2).mean(-1, keepdim=True) + 1e-5)
+
+
+def factor_read(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """A training forward saves the factor for backward."""
+    hidden = (reduced(x, w) + residual).float()
+    factor = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-5)
+    return (hidden * factor).to(residual.dtype), factor
+
+
+def unbiased(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    hidden = (reduced(x, w) + residual).float()
+    var, mean = torch.var_mean(hidden, -1, correction=1, keepdim=True)
+    return ((hidden - mean) * torch.rsqrt(var + 1e-5)).to(residual.dtype)
+
+
+FORMS: dict[str, tuple[Form, bool, str]] = {
+    "llama": (llama, True, "rms"),
+    "torch_rms": (torch_rms, True, "rms"),
+    "torch_rms_plain": (torch_rms_plain, True, "rms"),
+    "layer": (layer, True, "layer"),
+    "post_norm": (post_norm, False, "rms"),
+    "flattened": (flattened, True, "rms"),
+    "residual_only": (residual_only, True, "none"),
+    "alone": (alone, False, "none"),
+    "averaged": (averaged, True, "none"),
+    "gathered": (gathered, False, "none"),
+    "scattered": (scattered, True, "rms"),
+    "sum_read": (sum_read, False, "none"),
+    "broadcast": (broadcast, False, "none"),
+    "scaled_residual": (scaled_residual, False, "none"),
+    "itself": (itself, False, "none"),
+    "other_dim": (other_dim, True, "none"),
+    "cubed": (cubed, True, "none"),
+    "other_factor": (other_factor, True, "none"),
+    "factor_read": (factor_read, True, "none"),
+    "unbiased": (unbiased, True, "none"),
+}
+"""By name: the function, whether the residual is part of the op, and the norm that is."""
+
+
+def inputs(rank: int, world: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def tensor(*sizes: int, seed: int) -> Tensor:
+        return torch.randn(sizes, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+    return (
+        tensor(2, 3, 8, seed=rank), tensor(8, COLS, seed=10 + rank), tensor(2, 3, COLS, seed=20), tensor(COLS, seed=21),
+        tensor(COLS, seed=22),
+    )  # fmt: skip
+
+
+def flat(result: Any) -> list[Tensor]:
+    return list(result) if isinstance(result, tuple | list) else [result]
+
+
+def run_form(rank: int, world: int, name: str, strategy: str, inner: str, narrow: bool = True) -> dict[str, Any]:
+    """Compile a form with the strategy requested. Return the fused parts of its op, and the difference from eager."""
+    function = two_layers if name == "two_layers" else FORMS[name][0]
+    args = inputs(rank, world, torch.bfloat16 if narrow else torch.float32)
+    mark = HISTORY.mark()
+    options = {"overrides": [{"strategy": strategy}], "inner": inner}
+    with uncached(), torch.no_grad():
+        expected = flat(function(*args))
+        wide = flat(function(*(a.double() for a in args)))
+        got = flat(torch.compile(function, backend="ub_overlap", options=options)(*args))
+    decisions = [d for plan in HISTORY.since(mark) for d in plan.decisions]
+    far = [float((a.double() - b.double()).abs().max()) for a, b in zip(got, wide, strict=True)]
+    plain = [float((a.double() - b.double()).abs().max()) for a, b in zip(expected, wide, strict=True)]
+    return {
+        "strategies": [str(d.strategy) for d in decisions],
+        "details": [d.detail for d in decisions],
+        "far": far,
+        "plain": plain,
+        "same": [a.dtype == b.dtype and a.shape == b.shape for a, b in zip(got, expected, strict=True)],
+    }

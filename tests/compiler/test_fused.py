@@ -1,0 +1,62 @@
+"""Fused collectives in graphs: what follows a reduction becomes part of the op, where that is legal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.compiler import rank_fused
+from tests.compiler.rank_fused import FORMS
+from tests.harness.ranks import RankPool
+
+PARTS = {
+    (True, "rms"): "one kernel with the residual and RMSNorm",
+    (True, "layer"): "one kernel with the residual and LayerNorm",
+    (True, "none"): "one kernel with the residual",
+    (False, "rms"): "one kernel with RMSNorm",
+    (False, "none"): "",
+}
+
+
+def check(found: dict[str, Any]) -> None:
+    """The compiled results are as far from float64 as eager's, up to the order of sums."""
+    assert all(found["same"]), found
+    for far, plain in zip(found["far"], found["plain"], strict=True):
+        assert far <= 1.5 * plain + 1e-5, found
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_what_is_fused(pools: dict[int, RankPool], name: str) -> None:
+    _, has_residual, norm = FORMS[name]
+    for found in pools[2].run(rank_fused.run_form, name, "one_shot", "aot_eager", timeout=120):
+        check(found)
+        assert found["strategies"] == ["one_shot"], found
+        (detail,) = found["details"]
+        wanted = PARTS[has_residual, norm]
+        parts = [part for part in detail.split("; ") if part.startswith("one kernel")]
+        assert parts == ([wanted] if wanted else []), detail
+
+
+@pytest.mark.parametrize("strategy", ["two_shot", "3=one_shot;*=two_shot", "one_shot|none"])
+def test_other_strategies(pools: dict[int, RankPool], strategy: str) -> None:
+    for found in pools[2].run(rank_fused.run_form, "llama", strategy, "aot_eager", False, timeout=120):
+        check(found)
+        assert found["strategies"] == [strategy], found
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_residuals_of_residuals(pools: dict[int, RankPool], inner: str) -> None:
+    """Each sum is the residual of the next, and each norm but the first is part of an op."""
+    for found in pools[2].run(rank_fused.run_form, "two_layers", "one_shot", inner, timeout=240):
+        check(found)
+        assert found["strategies"] == ["one_shot"] * 4
+        assert all("one kernel with the residual and RMSNorm" in detail for detail in found["details"])
+
+
+@pytest.mark.parametrize("name", ["gathered", "scattered"])
+def test_two_shot_is_a_strategy_of_all_reduces(pools: dict[int, RankPool], name: str) -> None:
+    for found in pools[2].run(rank_fused.run_form, name, "two_shot", "aot_eager", timeout=120):
+        check(found)
+        assert found["strategies"] == ["none"]
+        assert "two_shot is a strategy of all_reduces" in found["details"][0]
