@@ -23,8 +23,8 @@ from .rule import PHASES, SiteDescription
 VERSIONS = (1, 2, 3)
 """Of reports and the output of `plan --save`, and of stored plans (compiler/plan/records.py)."""
 _STRATEGIES = (
-    "none, pipelined, direct, bulk, one_shot, two_shot, pipelined:chunks=N or bulk:chunks=N, pipelined:stripes=N, pipelined:copies=engine, or a "
-    "table of these"
+    "none, pipelined, direct, bulk, one_shot, two_shot, pipelined:chunks=N or bulk:chunks=N, pipelined:stripes=N, "
+    "pipelined:copies=engine, or a table of these"
 )
 
 

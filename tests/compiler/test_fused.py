@@ -27,9 +27,9 @@ def check(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_what_is_fused(pools: dict[int, RankPool], name: str) -> None:
+def test_what_is_fused(pool2: RankPool, name: str) -> None:
     _, has_residual, norm = FORMS[name]
-    for found in pools[2].run(rank_fused.run_form, name, "one_shot", "aot_eager", timeout=120):
+    for found in pool2.run(rank_fused.run_form, name, "one_shot", "aot_eager", timeout=120):
         check(found)
         assert found["strategies"] == ["one_shot"], found
         (detail,) = found["details"]
@@ -39,24 +39,24 @@ def test_what_is_fused(pools: dict[int, RankPool], name: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["two_shot", "3=one_shot;*=two_shot", "one_shot|none"])
-def test_other_strategies(pools: dict[int, RankPool], strategy: str) -> None:
-    for found in pools[2].run(rank_fused.run_form, "llama", strategy, "aot_eager", False, timeout=120):
+def test_other_strategies(pool2: RankPool, strategy: str) -> None:
+    for found in pool2.run(rank_fused.run_form, "llama", strategy, "aot_eager", False, timeout=120):
         check(found)
         assert found["strategies"] == [strategy], found
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_residuals_of_residuals(pools: dict[int, RankPool], inner: str) -> None:
+def test_residuals_of_residuals(pool2: RankPool, inner: str) -> None:
     """Each sum is the residual of the next, and each norm but the first is part of an op."""
-    for found in pools[2].run(rank_fused.run_form, "two_layers", "one_shot", inner, timeout=240):
+    for found in pool2.run(rank_fused.run_form, "two_layers", "one_shot", inner, timeout=240):
         check(found)
         assert found["strategies"] == ["one_shot"] * 4
         assert all("one kernel with the residual and RMSNorm" in detail for detail in found["details"])
 
 
 @pytest.mark.parametrize("name", ["gathered", "scattered"])
-def test_two_shot_is_a_strategy_of_all_reduces(pools: dict[int, RankPool], name: str) -> None:
-    for found in pools[2].run(rank_fused.run_form, name, "two_shot", "aot_eager", timeout=120):
+def test_two_shot_is_a_strategy_of_all_reduces(pool2: RankPool, name: str) -> None:
+    for found in pool2.run(rank_fused.run_form, name, "two_shot", "aot_eager", timeout=120):
         check(found)
         assert found["strategies"] == ["none"]
         assert "two_shot is a strategy of all_reduces" in found["details"][0]

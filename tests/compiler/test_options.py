@@ -49,7 +49,7 @@ NAMES = frozenset({"shape_padding", "max_autotune"})
         (
             "overrides",
             {"forward.0": "fast"},
-            "auto, none, pipelined, direct, bulk, split, one_shot, two_shot, pipelined:chunks=N",
+            "auto, none, pipelined, direct, bulk, split, one_shot, two_shot",
         ),
         ("overrides", {"forward.0": "chunks=65"}, "N from 1 to 64"),
         ("overrides", {"forward.0": None}, "none, pipelined, direct, bulk"),
