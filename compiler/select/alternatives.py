@@ -133,7 +133,7 @@ class AlternativeFinder:
         return alternatives
 
     def _fused(self, alternatives: Alternatives, candidate: Candidate, forced: Strategy | DispatchTable) -> Alternatives:
-        """Return the fused form, which a user requests. Its times are not measured yet, so nothing else selects it."""
+        """Return the fused form, which a user requests. Layers with it are not measured, so nothing else selects it."""
         site = candidate.fused
         assert isinstance(site, Fused)  # find_illegal
         if unknown := self.find_unknown_size(site):

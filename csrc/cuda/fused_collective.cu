@@ -7,9 +7,14 @@
 // A thread has the same vectors of every row, so it reads only what it wrote itself, or what was pushed before a flag that the
 // block has awaited. Rows are summed one after the other. A norm needs one or two sums over the threads of the block.
 //
+// Of few long rows each is dealt out to a cluster of blocks, so that more multiprocessors take part. The sums of a norm then go
+// over the cluster, through distributed shared memory. A block that fails takes part in them with NaN: no block waits for it.
+//
 // The order of memory: all threads push, the block meets at a barrier, then one thread per peer releases the flag at system
 // scope, which is cumulative over the barrier. The peer's thread acquires it at system scope, and its block meets at a barrier
 // before it reads.
+#include <cooperative_groups.h>
+
 #include <cstdint>
 
 #include "cuda/elements.h"
@@ -19,6 +24,8 @@ namespace ub_overlap::cuda {
 namespace {
 
 constexpr int warps = fused_threads / 32;
+constexpr int most_in_cluster = 4;
+constexpr int64_t least_segment = 256;  // vectors of a row that a block of a cluster has, at least
 
 enum class Exchange { gather, scatter, one_shot, two_shot };
 
@@ -29,6 +36,7 @@ struct Parameters {
     uint64_t timeout_ns;
     uint32_t tag;
     int32_t has_norm, is_layer_norm, round_before_weight, is_e5m2;
+    int32_t cluster;                              // blocks that share a row; `row_vectors` is the segment of one
     int64_t vectors, row_vectors, block_vectors;  // FusedGrid
     float divisor, epsilon, inverse_cols;
     const uint4 *input, *residual, *weight, *bias;
@@ -175,6 +183,36 @@ __device__ inline float block_sum(float value, int turn) {
     return value;
 }
 
+// Tells the other blocks of a cluster that this one has begun. Their first sum waits for that.
+__device__ inline void begin_cluster() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+#endif
+}
+
+// Returns the sum over the blocks of a cluster, which have equal `value` in all threads. `turn`: 1 and 0, for a first and a
+// second sum.
+__device__ inline float cluster_sum(const Parameters& p, float value, int turn) {
+#if __CUDA_ARCH__ >= 900
+    __shared__ float parts[2][most_in_cluster];
+    if (turn == 1) asm volatile("barrier.cluster.wait;" ::: "memory");
+    const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
+    const int block = static_cast<int>(threadIdx.x);
+    if (block < p.cluster) *cluster.map_shared_rank(&parts[turn][cluster.block_rank()], block) = value;
+    asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
+    value = 0;
+    for (int other = 0; other < p.cluster; ++other) value += parts[turn][other];
+#endif
+    return value;
+}
+
+// Takes part in the sums of a cluster whose other blocks may have succeeded.
+__device__ inline void fail_cluster(const Parameters& p) {
+    if (p.cluster == 1) return;
+    cluster_sum(p, __int_as_float(0x7fffffff), 1);
+    if (p.is_layer_norm) cluster_sum(p, __int_as_float(0x7fffffff), 0);
+}
+
 // Returns the sum over ranks, in their order, of one vector, rounded to T. `source(rank)`: where its vector lies.
 template <typename T, typename Source>
 __device__ inline uint4 sum_of(const Parameters& p, Source source) {
@@ -230,9 +268,10 @@ class Rows {
     __device__ Rows(const Parameters& p, const Block& block) : p_(p), block_(block) {
         load_residual(0);
         if (!p.has_norm) return;
+        const int64_t segment = p.cluster == 1 ? 0 : blockIdx.x % p.cluster * p.row_vectors;
         for_own([&](int v, int64_t at) {
-            if (p_.weight) weight_[v].line = p_.weight[at];
-            if (p_.bias) bias_[v].line = p_.bias[at];
+            if (p_.weight) weight_[v].line = p_.weight[segment + at];
+            if (p_.bias) bias_[v].line = p_.bias[segment + at];
         });
         inverse_scale_ = p.scale ? 1.0f / *p.scale : 1.0f;
     }
@@ -284,7 +323,8 @@ class Rows {
             for (int e = 0; e < n; ++e) sum += term(to_float(row[v].v[e]));
         });
         turn_ ^= 1;
-        return block_sum(sum, turn_);
+        sum = block_sum(sum, turn_);
+        return p_.cluster == 1 ? sum : cluster_sum(p_, sum, turn_);
     }
     __device__ void normalize(const Vector<T> (&row)[per_thread], int64_t first) {
         float mean = 0;
@@ -408,6 +448,7 @@ __device__ bool reduce_two_shot(const Parameters& p, const Block& block) {
 template <Exchange exchange, typename T, int per_thread>
 __global__ void __launch_bounds__(fused_threads) fused_kernel(const __grid_constant__ Parameters p) {
     __shared__ uint64_t word;
+    if (p.cluster > 1) begin_cluster();
     if (threadIdx.x == 0) word = begin(p);
     __syncthreads();
     Block block;
@@ -422,6 +463,7 @@ __global__ void __launch_bounds__(fused_threads) fused_kernel(const __grid_const
         if constexpr (exchange == Exchange::one_shot) good = reduce_one_shot<T, per_thread, false>(p, block);
         if constexpr (exchange == Exchange::two_shot) good = reduce_two_shot<T, per_thread>(p, block);
     }
+    if (!good) fail_cluster(p);
     if (!good) poison(p, block, exchange == Exchange::gather ? p.group.ranks : 1);
     end(p, epoch_half(word));
 }
@@ -460,6 +502,31 @@ Exchange exchange_of(const Call& call) {
     return call.two_shot ? Exchange::two_shot : Exchange::one_shot;
 }
 
+// Returns how many blocks share a row: more than one where a row is long, and each block would have one.
+int cluster_of(const FusedGrid& grid, bool has_norm) {
+    int device = 0, generation = 0;
+    check(cudaGetDevice(&device), "get the current device");
+    check(cudaDeviceGetAttribute(&generation, cudaDevAttrComputeCapabilityMajor, device), "get the device's generation");
+    if (!has_norm || generation < 9 || grid.block_vectors != grid.row_vectors) return 1;
+    int cluster = most_in_cluster;
+    const auto fits = [&] {
+        return grid.blocks * cluster <= fused_blocks && grid.row_vectors % cluster == 0 &&
+               grid.row_vectors / cluster >= least_segment;
+    };
+    while (cluster > 1 && !fits()) cluster /= 2;
+    return cluster;
+}
+
+// Returns `grid` with `cluster` blocks for each of its own.
+FusedGrid divide(FusedGrid grid, int cluster) {
+    if (cluster == 1) return grid;
+    grid.row_vectors /= cluster, grid.block_vectors /= cluster, grid.blocks *= cluster;
+    const int64_t needed = (grid.row_vectors + fused_threads - 1) / fused_threads;
+    grid.per_thread = needed <= 2 ? static_cast<int>(needed) : fused_vectors;
+    grid.threads = static_cast<int>((grid.row_vectors + grid.per_thread * 32 - 1) / (grid.per_thread * 32) * 32);
+    return grid;
+}
+
 }  // namespace
 
 void preload_fused_collectives() {
@@ -472,9 +539,10 @@ void preload_fused_collectives() {
 
 void launch_fused_collective(const Group& group, const Call& call, const std::vector<char*>& memory, int64_t region,
                              int64_t timeout_ns, cudaStream_t stream) {
-    const FusedGrid& grid = call.grid;
+    if (call.grid.blocks == 0) return;
     const Epilogue& epilogue = call.epilogue;
-    if (grid.blocks == 0) return;
+    const int cluster = cluster_of(call.grid, epilogue.norm != Norm::none);
+    const FusedGrid grid = divide(call.grid, cluster);
     const FusedKernel kernel = kernel_of(exchange_of(call), call.type, grid.per_thread);
     // Blocks wait for their like at the peers, so all of them must run at once.
     const int64_t resident = resident_blocks(reinterpret_cast<const void*>(kernel), fused_threads);
@@ -489,6 +557,7 @@ void launch_fused_collective(const Group& group, const Call& call, const std::ve
     p.group = group;
     for (size_t r = 0; r < memory.size(); ++r) p.memory[r] = memory[r];
     p.region = region, p.timeout_ns = static_cast<uint64_t>(timeout_ns), p.tag = call.tag;
+    p.cluster = cluster;
     p.vectors = grid.vectors, p.row_vectors = grid.row_vectors, p.block_vectors = grid.block_vectors;
     p.divisor = call.average ? static_cast<float>(call.ranks) : 1.0f;
     p.input = reinterpret_cast<const uint4*>(call.input), p.output = reinterpret_cast<uint4*>(call.output);
@@ -496,11 +565,18 @@ void launch_fused_collective(const Group& group, const Call& call, const std::ve
     p.has_norm = epilogue.norm != Norm::none, p.is_layer_norm = epilogue.norm == Norm::layer;
     p.round_before_weight = epilogue.round_before_weight, p.is_e5m2 = epilogue.normed_type == DType::e5m2;
     p.epsilon = epilogue.epsilon;
-    p.inverse_cols = 1.0f / static_cast<float>(grid.row_vectors * vector_size / size_of(call.type));
+    p.inverse_cols = 1.0f / static_cast<float>(call.grid.row_vectors * vector_size / size_of(call.type));
     p.weight = reinterpret_cast<const uint4*>(epilogue.weight), p.bias = reinterpret_cast<const uint4*>(epilogue.bias);
     p.scale = epilogue.scale, p.normed = epilogue.normed;
     p.normed_bytes = static_cast<int32_t>(vector_size / size_of(call.type) * size_of(epilogue.normed_type));
-    launch(kernel, static_cast<unsigned>(grid.blocks), grid.threads, stream, "launch a fused collective", p);
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(grid.blocks)), config.blockDim = dim3(static_cast<unsigned>(grid.threads));
+    config.stream = stream, config.attrs = &attribute, config.numAttrs = cluster > 1 ? 1 : 0;
+    check(cudaLaunchKernelEx(&config, kernel, p), "launch a fused collective");
 }
 
 }  // namespace ub_overlap::cuda
