@@ -20,15 +20,16 @@ def make_process_group(options: Any, nccl_options: Any, wrap: Callable[[str], No
     import torch
     import torch.distributed as dist
 
+    builds: Any = dist  # has ProcessGroupNCCL where torch was built with it
     group: Any = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
     kinds: Any = dist.ProcessGroup.BackendType
     where = (options.group_rank, options.group_size)
     with_nccl = dist.is_nccl_available() and torch.cuda.is_available()
     group._set_default_backend(kinds.NCCL if with_nccl else kinds.GLOO)
-    gloo = _torch_compat.ProcessGroupGloo(dist.PrefixStore("cpu/", options.store), *where, options.timeout)
+    gloo = builds.ProcessGroupGloo(dist.PrefixStore("cpu/", options.store), *where, options.timeout)
     backends = [("cpu", kinds.GLOO, gloo)]
     if with_nccl:
-        nccl_class = _torch_compat.ProcessGroupNCCL
+        nccl_class = builds.ProcessGroupNCCL
         chosen = nccl_options or nccl_class.Options()
         chosen._timeout = options.timeout
         chosen.global_ranks_in_group = options.global_ranks_in_group

@@ -65,8 +65,6 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "FSDPAllGather": ("torch.distributed.fsdp._fully_shard._fsdp_api:AllGather",),
     "FSDPReduceScatter": ("torch.distributed.fsdp._fully_shard._fsdp_api:ReduceScatter",),
     "work_of_future": ("torch._C._distributed_c10d:_create_work_from_future",),
-    "ProcessGroupGloo": ("torch.distributed:ProcessGroupGloo",),
-    "ProcessGroupNCCL": ("torch.distributed:ProcessGroupNCCL",),
     "register_group": ("torch.distributed.distributed_c10d:_register_process_group",),
     "unregister_group": ("torch.distributed.distributed_c10d:_unregister_process_group",),
     "_group_size_by_name": ("torch.distributed.distributed_c10d:_get_group_size_by_name",),
