@@ -146,12 +146,12 @@ def stage_fails(rank: int, world: int, step_s: float, how: str) -> dict[str, Any
                 ub_overlap.abort(group, reason="no more data")
         tensor = torch.zeros(4)
         back = torch.zeros(4)
-        early = ub_overlap.irecv(back, group=group, group_src=rank + 1) if rank < world - 1 else None
 
-        def pass_on(tensor: torch.Tensor = tensor, early: Any = early, back: torch.Tensor = back) -> None:
+        def pass_on(tensor: torch.Tensor = tensor, back: torch.Tensor = back) -> None:
+            early = ub_overlap.irecv(back, group=group, group_src=rank + 1) if rank < world - 1 else None
             if rank > 0:
                 ub_overlap.recv(tensor, group=group, group_src=rank - 1)
-            if rank < world - 1:
+            if early is not None:
                 ub_overlap.send(tensor, group=group, group_dst=rank + 1)
                 early.wait()
             if rank > 0:
