@@ -2,7 +2,7 @@
 # Measure what two GPUs allow: memory kernels, ops and blocks of 2 ranks, of 4 and 8 ranks in mirror mode, float8
 # MLPs, data parallelism and pipeline parallelism.
 #
-#     benchmarks/two_gpus.sh OUT [PART...]     parts: memory ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp dp pp dp_hosts
+#     benchmarks/two_gpus.sh OUT [PART...]     parts: memory ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp dp pp decode dp_hosts
 #
 # Default: all but dp_hosts (data parallelism over NCCL, as across hosts), 10 minutes.
 # JSON files, and the output of all parts in log.txt, are in OUT. Tables are printed last. Every part has a time limit.
@@ -36,7 +36,7 @@ mlp() {
         --ours 'rowwise={"fp8":{"recipe":"rowwise"}}' --budget-s 120
 }
 
-for name in ${*:-memory ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp dp pp}; do
+for name in ${*:-memory ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp dp pp decode}; do
     case $name in
     memory) part memory 60 python3 -m benchmarks.memory ;;
     ops8 | ops4) ops "$name" --mirror "${name#ops}" ;;
@@ -48,6 +48,7 @@ for name in ${*:-memory ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp dp pp}; do
     dp_hosts) ranks dp_hosts 150 benchmarks.data_parallel --layers 4 --iters 10 --warm 3 --hosts 2 --graphs --budget-s 100 \
         --ours 'auto={}' --ours 'split={"overrides":[{"strategy":"split"}]}' \
         --ours 'zero3={"memory_budget":0,"overrides":[{"strategy":"split"}]}' ;;
+    decode) ranks decode 100 benchmarks.decode --budget-s 70 ;;
     dp) ranks dp 150 benchmarks.data_parallel --layers 4 --iters 10 --warm 3 --waterfall --budget-s 100 ;;
     pp) ranks pp 120 benchmarks.pipeline --iters 10 --warm 3 ;;
     *) echo "no part '$name'" >&2 && exit 2 ;;
