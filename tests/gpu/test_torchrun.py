@@ -40,6 +40,7 @@ MODULES = (
     Module("fused", 300, 150),
     Module("recorded", 150, 80),
     Module("hosts", 150, 80),
+    Module("point_to_point", 150, 80),
     Module("dispatch", 300, 150),
     Module("mirror", 150, 90),
     Module("tools", 200, 120),
