@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.compiler import rank_fused
+from tests.gpu import captures as inductor_graphs
 from tests.gpu import cases
 from tests.gpu.cases import BF16, E4M3, E5M2, F16, F32, Case, Maker, Truth
 from tests.gpu.lockstep import STEP_TIMEOUT_S, Lockstep
-from ub_overlap.runtime import errors
+from ub_overlap.runtime import errors, ops, stats
 from ub_overlap.runtime.session import session
 
 FUSED = "fused_collective"
@@ -245,3 +247,34 @@ def test_a_skipped_call(lockstep: Lockstep, own_group: str, strategy: str, shape
 
         with pytest.raises(errors.UbOverlapError):
             run_next()
+
+
+@pytest.mark.own_gpus("gloo's functional collectives of GPU tensors end the process (torch 2.11)")
+@pytest.mark.deadline(150)
+def test_compiled_layers(lockstep: Lockstep) -> None:
+    """Under mode="reduce-overhead" every all_reduce is one kernel with residual and norm, and steps equal eager's."""
+    torch._dynamo.reset()
+    options: dict[str, Any] = {"overrides": [{"strategy": "one_shot"}]}
+    if lockstep.cuda:
+        inductor_graphs.reset()
+        options["mode"] = "reduce-overhead"
+    ops.extension().clear_stats()
+    run: Any = torch.compile(rank_fused.two_layers, backend="ub_overlap", options=options)
+    x, *rest = (t.to(lockstep.device) for t in rank_fused.inputs(lockstep.rank, lockstep.ranks, BF16))
+    worst = 0.0
+    for step in range(12):
+        if lockstep.cuda:
+            torch.compiler.cudagraph_mark_step_begin()
+        rest[1] = rest[1] + step  # the residual, the same on all ranks
+        with torch.no_grad():
+            plain, exact = rank_fused.two_layers(x, *rest), rank_fused.two_layers(x.double(), *(t.double() for t in rest))
+            ours = run(x, *rest).clone()
+        far, limit = ((t.double() - exact).abs().max().item() for t in (ours, plain))
+        assert far <= 2 * limit + 1e-2, f"step {step}: off by {far:.3g}, eager {limit:.3g}"
+        worst = max(worst, far)
+    lockstep.sync()
+    session.check()
+    used = [site for site in stats.site_stats().values() if site.strategy == "one_shot"]
+    assert len(used) == 4, stats.site_stats()
+    graphs = f", {inductor_graphs.count(lockstep.device)} graphs captured" if lockstep.cuda else ""
+    lockstep.note(f"largest error {worst:.2g}{graphs}")
