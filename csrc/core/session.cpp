@@ -1,5 +1,7 @@
 #include "core/session.h"
 
+#include <chrono>
+
 #include "core/settings.h"
 
 namespace ub_overlap {
@@ -184,10 +186,16 @@ void Session::abort(const std::string& reason) {
     set_text(failure.got, reason);
     const CallDescriptor* last = nullptr;
     uint64_t last_stamp = 0;
-    for (int slot = 0; slot < slots; ++slot) {
+    const auto look_at = [&](int slot) {
         const CallDescriptor& call = arena->control(rank_)->calls[slot];
         const uint64_t stamp = call.stamp.load(std::memory_order_acquire);
         if (stamp != 0 && (!last || reached(epoch_of(stamp), epoch_of(last_stamp)))) last = &call, last_stamp = stamp;
+    };
+    const int split_slot = split_slot_in_use_.load(std::memory_order_acquire);  // its epochs are its own
+    if (split_slot >= 0) {
+        look_at(slots + split_slot);
+    } else {
+        for (int slot = 0; slot < slots; ++slot) look_at(slot);
     }
     if (last) {
         failure.expected = epoch_of(last_stamp);
@@ -215,6 +223,16 @@ void Session::run_op_of(const Call& call, uint64_t number, const std::function<v
         mark_failed(call, "unknown error", nullptr);
         throw;
     }
+}
+
+void Session::run_split_op_of(const Call& call, uint64_t number, const std::function<void()>& body) {
+    split_slot_in_use_.store(call.split_slot, std::memory_order_release);
+    run_op_of(call, number, body);  // an error leaves the slot named: the session runs no further call
+    split_slot_in_use_.store(-1, std::memory_order_release);
+}
+
+void Session::count_split(const OpenCollective& open, const std::vector<StepTime>& times, bool trace) {
+    Stats::get().add(open.call.site, open.call.strategy, transport_, reason_, times, trace, open.finish_ns);
 }
 
 void Session::set_up(Call& call, const std::function<void(Call&)>& prepare) {
@@ -279,7 +297,7 @@ void Session::start(Call call, std::shared_ptr<void> input, Executor& executor) 
     Call& own = next->call;
     own.epoch = ++split_epochs_[own.split_slot];
     next->number = flight_.begin(0, own.tag, {own.op_name, own.site, own.strategy, own.shape_text});
-    run_op_of(own, next->number, [&] {
+    run_split_op_of(own, next->number, [&] {
         set_up(own, [](Call&) {});
         flight_.set_state(next->number, CallState::started);
         next->work = executor.start(own);
@@ -299,11 +317,12 @@ void Session::finish(Call& call, Executor& executor) {
     if (own.key.zero_copy) call.output = own.arena->slot(rank_, own.slot());
     own.output = call.output;
     own.stream = call.stream;
-    run_op_of(own, open->number, [&] {
+    open->finish_ns = std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+    run_split_op_of(own, open->number, [&] {
         const bool trace = settings().trace.load(std::memory_order_relaxed);
         const std::vector<StepTime> times = executor.finish(*open->work);
         flight_.set_state(open->number, device_ == "cpu" ? CallState::finished : CallState::issued);
-        if (!own.key.zero_copy) Stats::get().add(own.site, own.strategy, transport_, reason_, times, trace);
+        if (!own.key.zero_copy) count_split(*open, times, trace);
     });
     if (!own.key.zero_copy) return;
     open->is_finished = true;
@@ -342,10 +361,10 @@ void Session::release(const Call& call, Executor& executor) {
     const std::unique_ptr<OpenCollective> last = std::move(open);
     Call& own = last->call;
     own.stream = call.stream;
-    run_op_of(own, last->number, [&] {
+    run_split_op_of(own, last->number, [&] {
         const bool trace = settings().trace.load(std::memory_order_relaxed);
         const std::vector<StepTime> times = executor.release(*last->work);
-        Stats::get().add(own.site, own.strategy, transport_, reason_, times, trace);
+        count_split(*last, times, trace);
     });
 }
 

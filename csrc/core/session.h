@@ -84,6 +84,7 @@ class Session {
         std::shared_ptr<void> input;
         uint64_t number = 0;             // in the flight recorder
         bool is_finished = false;        // it waits for its release
+        int64_t finish_ns = 0;           // when its finish began
         std::unique_ptr<OpenWork> work;  // refers to `call`, so it is destroyed first
     };
     [[noreturn]] void refuse_finish(const Call& call, const OpenCollective* open) const;
@@ -91,6 +92,9 @@ class Session {
     void refuse_if_open(const Call& call) const;
     // Runs one op of `call`. An error makes the session unusable, and is passed on.
     void run_op_of(const Call& call, uint64_t number, const std::function<void()>& body);
+    // Does the same for an op of a split collective. An abort from another thread names that one meanwhile.
+    void run_split_op_of(const Call& call, uint64_t number, const std::function<void()>& body);
+    void count_split(const OpenCollective& open, const std::vector<StepTime>& times, bool trace);
     // Finds the schedule of a call, compares plans and grows its slot.
     void set_up(Call& call, const std::function<void(Call&)>& prepare);
     // Throws where the session cannot run `call`, or any call where that is null.
@@ -113,6 +117,7 @@ class Session {
     uint64_t fused_epoch_ = 0;
     uint64_t split_epochs_[split_slots] = {};
     std::unique_ptr<OpenCollective> open_[split_slots];
+    std::atomic<int> split_slot_in_use_{-1};  // of the split collective whose start, finish or release runs; -1: none
     uint64_t plain_numbers_[split_slots] = {};
     std::set<std::string> verified_;
     std::map<std::pair<std::string, int>, int> picks_;

@@ -6,7 +6,7 @@
 
 namespace ub_overlap {
 
-Overlap overlap_of(const std::vector<StepTime>& times) {
+Overlap overlap_of(const std::vector<StepTime>& times, int64_t finish_ns) {
     Overlap sum;
     for (const StepTime& copy : times) {
         if (copy.kind == static_cast<int>(StepKind::compute)) {  // a matmul that stores at peers
@@ -20,6 +20,7 @@ Overlap overlap_of(const std::vector<StepTime>& times) {
             if (matmul.kind != static_cast<int>(StepKind::compute)) continue;
             overlapped += std::max<int64_t>(0, std::min(copy.end_ns, matmul.end_ns) - std::max(copy.begin_ns, matmul.begin_ns));
         }
+        if (finish_ns) overlapped = std::max<int64_t>(0, std::min(copy.end_ns, finish_ns) - copy.begin_ns);
         const int64_t lasted = copy.end_ns - copy.begin_ns;
         if (lasted > 0)
             sum.overlapped += static_cast<double>(copy.bytes) * static_cast<double>(overlapped) / static_cast<double>(lasted);
@@ -33,8 +34,8 @@ Stats& Stats::get() {
 }
 
 void Stats::add(const std::string& site, const std::string& strategy, const std::string& transport, const std::string& reason,
-                const std::vector<StepTime>& times, bool keep_trace) {
-    const Overlap overlap = overlap_of(times);
+                const std::vector<StepTime>& times, bool keep_trace, int64_t finish_ns) {
+    const Overlap overlap = overlap_of(times, finish_ns);
     std::lock_guard<std::mutex> lock(mutex_);
     SiteStats& stats = sites_[site];
     stats.calls += 1;

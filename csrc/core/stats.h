@@ -24,18 +24,19 @@ struct SiteStats {
 };
 
 // Bytes of the copies on the COPY queue, and those weighted by the share of each copy's time in which some matmul ran. Bytes
-// that a matmul stores at peers count as copied while it ran.
+// that a matmul stores at peers count as copied while it ran. A split collective has no matmul: what was copied before its
+// finish began, `finish_ns`, was copied while the graph went on.
 struct Overlap {
     int64_t copied = 0;
     double overlapped = 0;
 };
-Overlap overlap_of(const std::vector<StepTime>& times);
+Overlap overlap_of(const std::vector<StepTime>& times, int64_t finish_ns = 0);
 
 class Stats {
   public:
     static Stats& get();
     void add(const std::string& site, const std::string& strategy, const std::string& transport, const std::string& reason,
-             const std::vector<StepTime>& times, bool keep_trace);
+             const std::vector<StepTime>& times, bool keep_trace, int64_t finish_ns = 0);
     // Registers a reader of step times that only the device knows: of the site's last traced call, or of the last replay of
     // its graph. It is called when statistics are read.
     void defer(const std::string& site, std::function<std::vector<StepTime>()> read);

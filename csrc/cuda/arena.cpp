@@ -231,6 +231,25 @@ CudaArena::Progress CudaArena::read_progress(int64_t timeout_ns) {
     return progress;
 }
 
+// The call that holds the group lock; without one the open split collectives, since one of them waits; else the last call.
+CudaArena::CallName CudaArena::waiting_call(const LocalState& local) const {
+    const auto name_in = [&](int slot) {
+        const auto entry = names_.find(tag_of(local.word[slot]));
+        return entry == names_.end() ? last_ : entry->second;
+    };
+    if (local.fused[0] & fused_lock) return name_in(fused_slot);  // its waits are the only ones then
+    const CallName running = name_in(static_cast<int>(static_cast<uint32_t>(local.epoch_and_lock) % slots));
+    if (local.epoch_and_lock & group_lock) return running;
+    CallName open;
+    for (int split = 0; split < split_slots; ++split) {
+        if (!local.is_open[split]) continue;
+        const CallName name = name_in(slots + split);
+        open.site = open.op.empty() ? name.site : open.site + "' or '" + name.site;
+        open.op = name.op;
+    }
+    return open.op.empty() ? running : open;
+}
+
 // A rank may end correctly while this rank's last call still runs: it has sent all data then. Its death is a failure where the
 // device waits for it, and still does in the same call at the next look.
 void CudaArena::watch() {
@@ -258,9 +277,7 @@ void CudaArena::watch() {
     failure.expected = epoch;
     {
         const std::lock_guard<std::mutex> lock(mutex_);
-        const bool is_fused = (progress.local.fused[0] & fused_lock) != 0;  // its waits are the only ones then
-        const auto entry = names_.find(tag_of(progress.local.word[is_fused ? fused_slot : epoch % slots]));
-        const CallName& own = entry == names_.end() ? last_ : entry->second;
+        const CallName own = waiting_call(progress.local);
         set_text(failure.op, own.op);
         set_text(failure.site, own.site);
     }

@@ -85,6 +85,8 @@ class CudaArena final : public Arena {
         std::string op, site, shape;
     };
     Failure failure_from(const WaitFailure& seen);
+    // Names the call that this rank's device waits in, from its state. `mutex_` is held.
+    CallName waiting_call(const LocalState& local) const;
     void describe_mismatch(Failure& failure, int source, uint32_t seen_tag, uint32_t own_tag);
     void describe_message(Failure& failure, FlagKind kind, int peer) const;
     int find_dead_rank(uint64_t among = ~0ull);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import ub_overlap
 from ub_overlap.runtime import errors, ops, settings
 from ub_overlap.runtime.schedule.encode import COPY, WAIT
 from ub_overlap.runtime.schedule.encode import provide as proven
@@ -364,3 +366,36 @@ def traced(rank: int, world: int, zero_copy: bool) -> list[tuple[str, str]]:
         if zero_copy:
             release(name, gathered, **options)
         return [(queue, kind) for _, queue, kind, *_ in C.last_trace("/traced")]
+
+
+def hidden_bytes(rank: int, world: int, between_s: float) -> tuple[int, float]:
+    """Return the bytes that a split gather copied, and those before its finish began. Copies take `between_s` at least."""
+    name, shard = fresh(world), data(256, 64, seed=rank)
+    whole(name, "all_gather", shard)
+    C.clear_stats()
+    token = start(name, "all_gather", shard)
+    time.sleep(between_s)
+    finish(name, "all_gather", token, shard)
+    stats = C.site_stats()["/split.0"]
+    return stats["bytes_copied"], stats["bytes_overlapped"]
+
+
+def aborted_in_finish(rank: int, world: int) -> list[dict[str, Any]]:
+    """Rank 0 waits in a finish and is aborted from another thread. The others start late. Return the errors of both ranks."""
+    group = dist.new_group(list(range(world)))
+    name, shard = group.group_name, data(4, 4, seed=rank)
+    with reset():
+        settings.configure(step_timeout_s=60.0)
+        gather(name, rank, world, 4)
+        finish(name, "all_gather", start(name, "all_gather", shard), shard)
+        dist.barrier()
+        found: list[dict[str, Any]] = []
+        if rank == 0:
+            thread = threading.Timer(0.5, ub_overlap.abort, (group,), {"reason": "the scheduler said so"})
+            thread.start()
+            found = [attempt(lambda: finish(name, "all_gather", start(name, "all_gather", shard), shard))]
+            thread.join()
+        dist.barrier()
+        if rank > 0:
+            found = [attempt(lambda: gather(name, rank, world, 4))]
+        return found

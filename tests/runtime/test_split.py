@@ -108,6 +108,18 @@ def test_a_rank_that_dies_between() -> None:
     assert found["seconds"] < SLACK
 
 
+def test_hidden_bytes(pools: dict[int, RankPool]) -> None:
+    """Bytes that were copied before the finish began count as hidden."""
+    for copied, hidden in pools[2].run(rank_split.hidden_bytes, 0.5, timeout=60):
+        assert copied == 256 * 64 * 4 and hidden == copied
+
+
+def test_an_abort_names_the_split_collective_that_waits(pools: dict[int, RankPool]) -> None:
+    (own,), (theirs,) = pools[2].run(rank_split.aborted_in_finish, timeout=60)
+    assert (own["error"], theirs["error"]) == ("GroupAbortedError", "PeerFailedError"), (own, theirs)
+    assert all("split all_gather at site '/split.0'" in found["text"] for found in (own, theirs)), (own, theirs)
+
+
 def test_a_group_destroyed_with_an_open_collective(pools: dict[int, RankPool]) -> None:
     assert pools[2].run(rank_split.left_open, timeout=60) == [[], []]
 
