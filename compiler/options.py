@@ -91,7 +91,7 @@ class Options:
     zero_copy: Literal["auto", "off"] = typed_field(
         "off",
         'split gathers whose result is not copied out of landing memory. "auto": where all readers are in the graph and it is '
-        'predicted to be faster; "off": none. Not measured yet',
+        'predicted to be faster; "off": none. On two H200s whole steps gained nothing',
     )
     min_bytes: int = typed_field(
         DEFAULT_MIN_BYTES,

@@ -42,6 +42,15 @@ class TwoProcesses(Machine):
         super().__init__(padded, seed, skip=[(number, rank) for number in range(len(calls)) for rank in absent])
         self.results = 0
 
+    def _wrong_rows(self, run: Any) -> Iterator[list[str]]:
+        """Yield for each row of landing memory that is a result a complaint if it holds data of another call."""
+        for shard in range(run.site.key.ranks):
+            for row in range(2):
+                self.results += 1
+                held = self._read(run, Region(Buf.LANDING, run.rank, shard), row)
+                bad = [leaf for leaf in leaves(held) if leaf != (run.site.tag, run.epoch)]
+                yield [f"process {run.rank} call {run.number} landing[{shard}] row {row}: {bad}"] if bad else []
+
     def _end(self, me: int, run: Any) -> None:
         current = (run.site.tag, run.epoch)
         for (buf, _, shard, row), value in run.memory.items():

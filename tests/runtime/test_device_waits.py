@@ -75,7 +75,7 @@ def arena(core: Any, monkeypatch: pytest.MonkeyPatch) -> symm_mem.SymmetricArena
     made = symm_mem.SymmetricArena.__new__(symm_mem.SymmetricArena)
     made._group, made._rank, made._ranks, made._slot_bytes, made.core = "g", 0, 2, 64, core
     made._abort = AbortSignal("g")
-    made._split = {}
+    made._split, made._channels = {}, None
     made._retained, made._words, made._data = [], torch.empty(1), torch.empty(1)
     made._words_handle = made._data_handle = "old"
     return made
