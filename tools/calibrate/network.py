@@ -64,9 +64,8 @@ def fit_network(base: Network, push: Curve, measured: Mapping[str, Curve], ranks
         latency = network_us(scaled, push, kind, ranks, hosts, size) - transfer
         ratios.append(max(us - transfer, 0.0) / latency)
     factor = sum(ratios) / len(ratios)
-    latencies: dict[str, Any] = {
-        name: float(f"{getattr(base, name) * factor:.4g}") for name in ("base_us", "step_us", "hop_us")
-    }
+    names = ("base_us", "step_us", "hop_us")
+    latencies: dict[str, Any] = {name: float(f"{getattr(base, name) * factor:.4g}") for name in names}
     return replace(scaled, **latencies, collectives=curves)
 
 
