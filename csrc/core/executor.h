@@ -23,7 +23,7 @@ class Executor {
     virtual std::vector<StepTime> run(const Call& call) = 0;
     // The start of a split collective: begins its pushes and returns. `call` must outlive the work.
     virtual std::unique_ptr<OpenWork> start(const Call& call) = 0;
-    // Its finish, as `run` for the next steps. Returns the times of all steps, none if a release follows. `call.output` is set
+    // Its finish, as `run` for the next steps. Returns the times of the steps so far. `call.output` is set
     // by now.
     virtual std::vector<StepTime> finish(OpenWork& work) = 0;
     // The release of a zero-copy gather: tells the peers that its result was read. Returns the times of all steps.

@@ -231,10 +231,6 @@ void Session::run_split_op_of(const Call& call, uint64_t number, const std::func
     split_slot_in_use_.store(-1, std::memory_order_release);
 }
 
-void Session::count_split(const OpenCollective& open, const std::vector<StepTime>& times, bool trace) {
-    Stats::get().add(open.call.site, open.call.strategy, transport_, reason_, times, trace, open.finish_ns);
-}
-
 void Session::set_up(Call& call, const std::function<void(Call&)>& prepare) {
     call.program = ProgramCache::get(call.key, rank_);
     prepare(call);
@@ -322,7 +318,7 @@ void Session::finish(Call& call, Executor& executor) {
         const bool trace = settings().trace.load(std::memory_order_relaxed);
         const std::vector<StepTime> times = executor.finish(*open->work);
         flight_.set_state(open->number, device_ == "cpu" ? CallState::finished : CallState::issued);
-        if (!own.key.zero_copy) count_split(*open, times, trace);
+        Stats::get().add(own.site, own.strategy, transport_, reason_, times, trace, open->finish_ns);
     });
     if (!own.key.zero_copy) return;
     open->is_finished = true;
@@ -362,9 +358,8 @@ void Session::release(const Call& call, Executor& executor) {
     Call& own = last->call;
     own.stream = call.stream;
     run_split_op_of(own, last->number, [&] {
-        const bool trace = settings().trace.load(std::memory_order_relaxed);
         const std::vector<StepTime> times = executor.release(*last->work);
-        count_split(*last, times, trace);
+        if (settings().trace.load(std::memory_order_relaxed)) Stats::get().keep_trace(own.site, times);
     });
 }
 

@@ -94,7 +94,6 @@ class Session {
     void run_op_of(const Call& call, uint64_t number, const std::function<void()>& body);
     // Does the same for an op of a split collective. An abort from another thread names that one meanwhile.
     void run_split_op_of(const Call& call, uint64_t number, const std::function<void()>& body);
-    void count_split(const OpenCollective& open, const std::vector<StepTime>& times, bool trace);
     // Finds the schedule of a call, compares plans and grows its slot.
     void set_up(Call& call, const std::function<void(Call&)>& prepare);
     // Throws where the session cannot run `call`, or any call where that is null.

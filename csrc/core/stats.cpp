@@ -48,6 +48,11 @@ void Stats::add(const std::string& site, const std::string& strategy, const std:
     if (keep_trace) traces_[site] = times;
 }
 
+void Stats::keep_trace(const std::string& site, const std::vector<StepTime>& times) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    traces_[site] = times;
+}
+
 void Stats::defer(const std::string& site, std::function<std::vector<StepTime>()> read) {
     std::lock_guard<std::mutex> lock(mutex_);
     deferred_[site] = std::move(read);

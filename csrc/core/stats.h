@@ -37,6 +37,8 @@ class Stats {
     static Stats& get();
     void add(const std::string& site, const std::string& strategy, const std::string& transport, const std::string& reason,
              const std::vector<StepTime>& times, bool keep_trace, int64_t finish_ns = 0);
+    // Replaces the step times of the site's last traced call.
+    void keep_trace(const std::string& site, const std::vector<StepTime>& times);
     // Registers a reader of step times that only the device knows: of the site's last traced call, or of the last replay of
     // its graph. It is called when statistics are read.
     void defer(const std::string& site, std::function<std::vector<StepTime>()> read);

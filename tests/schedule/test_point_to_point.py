@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 
@@ -55,6 +55,14 @@ def test_changes_are_found(slots: int) -> None:
     ):
         with pytest.raises(ScheduleError):
             check_channel(changed(slots, end, *steps))
+
+
+def test_a_channel_next_to_other_calls() -> None:
+    """A channel has slots of its own: a process may make one after calls of any other key."""
+    channel = astuple(Key("point_to_point", 2, 4))
+    for other in (Key("split_all_gather", 2), Key("matmul_reduce_scatter", 2), Key("split_reduce_scatter", 4)):
+        prove_pair(channel, astuple(other))
+        prove_pair(astuple(other), channel)
 
 
 def test_ends_that_wait_for_each_other() -> None:
