@@ -19,7 +19,9 @@ def register_lowerings() -> None:
     _never_reuse(torch.ops.ub_overlap.fp8_cached_weight_transposed.default)
     _never_reuse(torch.ops.ub_overlap.packed_weight.default)
     own = torch.ops.ub_overlap
-    _lower_split_collectives(own.start_collective.default, own.finish_collective.default, own.release_collective.default)
+    _lower_split_pair(own.start_collective.default, own.finish_collective.default)
+    _lower_split_pair(own.start_all_to_all.default, own.finish_all_to_all.default)
+    _lower_release(own.release_collective.default)
     for definition in ops.DEFINITIONS.values():
         if definition.flat_overload is not None:
             use_flat_results(definition.overload, definition.flat_overload)
@@ -38,7 +40,7 @@ def _never_reuse(op: Any) -> None:
     compat.__getattr__("register_lowering")(op, type_promotion_kind=None)(kept)
 
 
-def _lower_split_collectives(start: Any, finish: Any, release: Any) -> None:
+def _lower_split_pair(start: Any, finish: Any) -> None:
     """Give `finish` the very buffer that `start` reads, so that nothing reuses it in between, and keep the order of a slot.
 
     Inductor may compute or copy an argument for each op apart. The start's copy would be free after the start, while its
@@ -46,43 +48,50 @@ def _lower_split_collectives(start: Any, finish: Any, release: Any) -> None:
     op by which the last collective has left its slot, although no data says so.
     """
     handler, virtualized = compat.__getattr__("fallback_handler"), compat.__getattr__("inductor_virtualized")
-    begin, end, leave, kernel = handler(start), handler(finish), handler(release), compat.__getattr__("extern_kernel_ir")
+    begin, end, kernel = handler(start), handler(finish), compat.__getattr__("extern_kernel_ir")
+    places = {argument.name: place - 1 for place, argument in enumerate(start._schema.arguments)}  # behind the input
+
+    def slot_of(args: tuple[Any, ...]) -> tuple[int, str]:
+        return args[places["split_slot"]], args[places["group"]]
 
     def lower_start(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         tensor.realize()
         held = kernel.require_contiguous(tensor)
         held.realize()
-        graph, slot = virtualized.graph, (args[SLOT], args[GROUP])
+        graph = virtualized.graph
         first = len(graph.operations)
         token = begin(held, *args, **kwargs)
         state = _split_state(graph)
         state.inputs[token.get_name()] = held
-        if (left := state.left.get(slot)) is not None:
+        if (left := state.left.get(slot_of(args))) is not None:
             for operation in graph.operations[first:]:
                 graph.additional_buffer_deps[operation.get_operation_name()].add(left)
         return token
 
     def lower_finish(token: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        graph, slot = virtualized.graph, (args[SLOT], args[GROUP])
+        graph = virtualized.graph
         result = end(token, _split_state(graph).inputs.get(token.get_name(), tensor), *args, **kwargs)
-        if args[ZERO_COPY]:
+        if "zero_copy" in places and args[places["zero_copy"]]:
             graph.never_reuse_buffers.add(result.get_name())
         else:
-            _split_state(graph).left[slot] = result.get_name()
+            _split_state(graph).left[slot_of(args)] = result.get_name()
         return result
 
-    def lower_release(gathered: Any, slot: int, *args: Any, **kwargs: Any) -> Any:
-        graph = virtualized.graph
-        first = len(graph.operations)
-        leave(gathered, slot, *args, **kwargs)
-        _split_state(graph).left[slot, args[1]] = graph.operations[first].get_name()
-
-    for op, lower in ((start, lower_start), (finish, lower_finish), (release, lower_release)):
+    for op, lower in ((start, lower_start), (finish, lower_finish)):
         compat.__getattr__("register_lowering")(op, type_promotion_kind=None)(lower)
 
 
-SLOT, ZERO_COPY, GROUP = 3, 4, 6
-"""Places of arguments of start_collective and finish_collective, behind the tensors."""
+def _lower_release(release: Any) -> None:
+    """Let the next start of the slot follow the release."""
+    leave, virtualized = compat.__getattr__("fallback_handler")(release), compat.__getattr__("inductor_virtualized")
+
+    def lower(gathered: Any, slot: int, strategy: str, group: str, site: str) -> None:
+        graph = virtualized.graph
+        first = len(graph.operations)
+        leave(gathered, slot, strategy, group, site)
+        _split_state(graph).left[slot, group] = graph.operations[first].get_name()
+
+    compat.__getattr__("register_lowering")(release, type_promotion_kind=None)(lower)
 
 
 @dataclass(slots=True)

@@ -150,6 +150,12 @@ class Builder {
         shape_ += "; ";
     }
 
+    void set_split_slot(int64_t split_slot) {
+        check(0 <= split_slot && split_slot < split_slots, "there is no such split slot", std::to_string(split_slot),
+              "0 to " + std::to_string(split_slots - 1));
+        call.split_slot = static_cast<int>(split_slot);
+    }
+
     // Finds or creates the session of the group.
     std::shared_ptr<Session> session() {
         const std::string device = c10::DeviceTypeName(device_.type(), true);

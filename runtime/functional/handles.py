@@ -1,16 +1,17 @@
-"""all_gather, reduce_scatter, all_reduce: collectives of eager code that return early (`async_op=True`), without gradients.
+"""all_gather, reduce_scatter, all_reduce, all_to_all: collectives of eager code that return early (`async_op=True`).
 
     handle = ub_overlap.all_gather(shard, group, async_op=True)     pushes begin
     ...                                                             anything else, other calls of the group too
     gathered = handle.wait()                                        waits for the peers' data
 
-They are the split collectives of compiled graphs: start_collective and finish_collective. Compiled graphs may run in between:
+They have no gradients. They are the split collectives of compiled graphs: start_collective and finish_collective. Compiled graphs may run in between:
 handles have the last slots, plans assign them from 0 up. A plan that needs those too finds them in use (OptionError).
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,13 +35,18 @@ _open: weakref.WeakKeyDictionary[Any, dict[int, CollectiveHandle]] = weakref.Wea
 class CollectiveHandle:
     """A collective that was started. `wait` returns its result. All ranks start and wait in the same order."""
 
-    def __init__(self, call: Caller, group: str, input: Tensor, arguments: tuple[Any, ...], view_as: torch.dtype) -> None:
+    def __init__(
+        self, call: Caller, group: str, input: Tensor, arguments: tuple[Any, ...], view_as: torch.dtype, op: str = "collective"
+    ) -> None:
+        """Start the collective by the ops start_`op` and finish_`op`. `arguments`: theirs between tensors and slot."""
         self._call, self._input, self._view_as = call, input, view_as
         self._result: Tensor | None = None
         self._slots = _open.setdefault(compat.group_of(group), {})
         self._slot = self._free_slot()
-        self._arguments = (*arguments, self._slot, False, "bulk", group, call.site)
-        self._token = OPS.start_collective(input, *self._arguments)
+        zero_copy = (False,) if op == "collective" else ()
+        self._arguments = (*arguments, self._slot, *zero_copy, "bulk", group, call.site)
+        self._finish = getattr(OPS, f"finish_{op}")
+        self._token = getattr(OPS, f"start_{op}")(input, *self._arguments)
         self._slots[self._slot] = self
 
     def __repr__(self) -> str:
@@ -51,7 +57,7 @@ class CollectiveHandle:
         """Wait for the collective and return its result. On a GPU the current stream waits, not the host."""
         if self._result is None:
             try:
-                result = OPS.finish_collective(self._token, self._input, *self._arguments)
+                result = self._finish(self._token, self._input, *self._arguments)
             finally:
                 self._slots.pop(self._slot, None)  # after an error the group is not used again
             self._result = result.view(self._view_as) if result.dtype != self._view_as else result
@@ -122,12 +128,44 @@ def all_reduce(
     return _run(layout.caller("all_reduce", site), "all_reduce", reduce_op, x, out_dtype or x.dtype, group, async_op)
 
 
-def _run(call: Caller, collective: str, reduce_op: str, x: Tensor, out_dtype: torch.dtype, group: Group, async_op: bool) -> Any:
-    layout.check_choice(call, "reduce_op", reduce_op, ("sum", "avg"))
+@torch.compiler.disable
+def all_to_all(
+    input: Tensor,
+    output_splits: Sequence[int] | None = None,
+    input_splits: Sequence[int] | None = None,
+    group: Group = None,
+    *,
+    async_op: bool = False,
+    site: str | None = None,
+) -> Any:
+    """Send each rank its rows of `input`, and return the rows that all ranks send to this one, or a handle, as in `all_gather`.
+
+    `input_splits[d]`: rows for rank d, in rank order in the input. `output_splits[s]`: rows from rank s. Both may be 0; None
+    means equal parts. They may differ between calls and ranks, if those of the two ranks of a piece agree. Any dtype.
+    """
+    call, name = layout.caller("all_to_all", site), name_of(group)
+    ranks = size_of(name)
+    _check_input(call, input)
+    splits = []
+    for label, given in (("output_splits", output_splits), ("input_splits", input_splits)):
+        if given is None and input.shape[0] % ranks:
+            call.refuse("dim 0 cannot be divided evenly", input.shape[0], f"a multiple of {ranks}, or {label}")
+        splits.append([input.shape[0] // ranks] * ranks if given is None else [int(rows) for rows in given])
+    sent = input.detach().contiguous()
+    handle = CollectiveHandle(call, name, sent, tuple(splits), input.dtype, "all_to_all")
+    return handle if async_op else handle.wait()
+
+
+def _check_input(call: Caller, x: Tensor) -> None:
     if x.dim() == 0:
         call.refuse("the input has no dims", "0", "one or more")
     if layout.needs_autograd(x):
         call.refuse("the function has no gradient", "an input with requires_grad", "one without", "detach it, or use no_grad")
+
+
+def _run(call: Caller, collective: str, reduce_op: str, x: Tensor, out_dtype: torch.dtype, group: Group, async_op: bool) -> Any:
+    layout.check_choice(call, "reduce_op", reduce_op, ("sum", "avg"))
+    _check_input(call, x)
     if collective != "all_gather" and not {x.dtype, out_dtype} <= set(DTYPES):
         expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         call.refuse("a dtype cannot be summed", f"{x.dtype} to {out_dtype}", expected)

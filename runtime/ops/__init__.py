@@ -5,6 +5,7 @@
     matmul_all_reduce                                           the same, reduced to all ranks
     bulk                                                        a collective concurrent with independent matmuls
     start_collective, finish_collective, release_collective     a collective concurrent with everything between them
+    start_all_to_all, finish_all_to_all                         an exchange of pieces of any sizes, likewise in two ops
     fused_collective                                            a collective of few tokens, residual and norm as one kernel
     packed_weight                                               weights next to each other in memory as one matrix
     compare                                                     verification
@@ -36,12 +37,14 @@ from . import (
     all_gather_matmul,
     all_gather_scaled_matmul,
     bulk,
+    finish_all_to_all,
     finish_collective,
     fused_collective,
     matmul_all_reduce,
     matmul_reduce_scatter,
     release_collective,
     scaled_matmul_reduce_scatter,
+    start_all_to_all,
     start_collective,
 )
 from . import compare as compare  # registers ub_overlap::compare
@@ -68,6 +71,8 @@ DEFINITIONS: dict[str, OpDefinition[Any]] = {
         start_collective.DEFINITION,
         finish_collective.DEFINITION,
         release_collective.DEFINITION,
+        start_all_to_all.DEFINITION,
+        finish_all_to_all.DEFINITION,
     )
 }
 """The ops that overlap, by name."""

@@ -6,6 +6,8 @@ hosts run this way, and sites whose strategy is "none".
     start    widen the input to out_dtype, allocate the result, launch, keep work and tensors under the slot
     finish   wait: NCCL lets the current stream wait, gloo the host; then divide for "avg" and cast
 
+Gathers of float8 and all exchanges (all_to_all) move bytes: backends lack some dtypes.
+
 Sums are taken in the wider of both dtypes, as the graph before the rewrite took them. A CUDA graph captures both halves: the
 tensors are in its memory pool, the collective is one of its nodes, and a replay runs no Python.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,15 +29,18 @@ from ..schedule.steps import SPLIT_SLOTS
 from ..session.bind import find_session
 from ..session.session import Session
 from . import c10d_fallback as c10d
+from .all_to_all_args import AllToAllArgs, make_result
 from .plain_collective import run_collective, wait_for
 from .start_args import StartArgs
+
+SplitArgs: TypeAlias = StartArgs | AllToAllArgs
 
 
 @dataclass(frozen=True, slots=True)
 class OpenCollective:
     """A collective between start and finish. `sent` is kept because the collective still reads it."""
 
-    arguments: StartArgs
+    arguments: SplitArgs
     work: Any
     """c10d's handle; None where the tensors are empty."""
     sent: Tensor
@@ -46,7 +51,7 @@ _open: weakref.WeakKeyDictionary[Session, dict[int, OpenCollective]] = weakref.W
 """By session and split slot. They end with the session, so with their process group."""
 
 
-def start(a: StartArgs) -> None:
+def start(a: SplitArgs) -> None:
     """Launch the collective. OptionError where the slot has an open one."""
     slots = _slots(a.group, a.input.device.type)
     if a.split_slot in slots:
@@ -55,13 +60,13 @@ def start(a: StartArgs) -> None:
             f"split slot {a.split_slot} is in use by an open collective",
             where=f"{_name(a)}, group '{a.group}'",
             got=f"{_name(before)} was started and not finished",
-            expected="finish_collective before the next start_collective of a slot",
+            expected="a finish before the next start of a slot",
             fix=f"finish it first, or use another of the {SPLIT_SLOTS} split slots",
         )
-    slots[a.split_slot] = _launch(a)
+    slots[a.split_slot] = _exchange(a) if isinstance(a, AllToAllArgs) else _reduce_or_gather(a)
 
 
-def finish(a: StartArgs) -> Tensor:
+def finish(a: SplitArgs) -> Tensor:
     """Wait for the collective that `a` started and return its result.
 
     OptionError where the slot has another collective, or none. PeerTimeoutError and CollectiveError where it failed.
@@ -72,20 +77,39 @@ def finish(a: StartArgs) -> Tensor:
         slot = f"split slot {a.split_slot}"
         raise errors.OptionError(
             f"{slot} has no open collective" if begun is None else f"{slot} holds another collective than the one to finish",
-            where=f"finish_collective at site '{a.site}', group '{a.group}'",
-            got="no start_collective since the last finish" if begun is None else _name(begun.arguments),
+            where=f"finish at site '{a.site}', group '{a.group}'",
+            got="no start since the last finish" if begun is None else _name(begun.arguments),
             expected=_name(a),
-            fix="pass the arguments of start_collective, and finish every collective once",
+            fix="pass the arguments of the start, and finish every collective once",
         )
     del slots[a.split_slot]  # also where it fails: the error ends the collective
     if begun.work is not None:
         wait_for(begun.work, a.group, a.input.device.type)
-    if a.collective == "all_gather":
+    if isinstance(a, AllToAllArgs) or a.collective == "all_gather":
         return begun.result.view(a.input.dtype)
     return c10d.divide_for_avg(begun.result, a.reduce_op, a.group).to(a.out_dtype)
 
 
-def _launch(a: StartArgs) -> OpenCollective:
+def _exchange(a: AllToAllArgs) -> OpenCollective:
+    members, result = compat.group_of(a.group), make_result(a)
+    works: list[Any] = []
+
+    def run() -> None:
+        into, of = _rows_of_bytes(result), _rows_of_bytes(a.input)
+        works.append(members.alltoall_base(into, of, [int(n) for n in a.output_splits], [int(n) for n in a.input_splits]))
+
+    if a.input.shape[1:].numel():  # else no rank has anything to send; a rank without rows takes part
+        run_collective(a.group, a.input.device.type, run)
+    return OpenCollective(a, works[0] if works else None, a.input, result)
+
+
+def _rows_of_bytes(tensor: Tensor) -> Tensor:
+    """Return the contiguous [n, ..] as bytes [n, bytes of a row]."""
+    rows = tensor.shape[0]
+    return tensor.view(rows, tensor.shape[1:].numel()).view(torch.uint8)
+
+
+def _reduce_or_gather(a: StartArgs) -> OpenCollective:
     members, ranks = compat.group_of(a.group), c10d.group_size(a.group)
     if a.collective == "all_gather":
         sent = a.input.view(torch.uint8) if a.input.dtype in FLOAT8 else a.input  # gloo has no such type
@@ -117,9 +141,12 @@ def _slots(group: str, device: str) -> dict[int, OpenCollective]:
     return _open.setdefault(session, {})
 
 
-def _tag(a: StartArgs) -> tuple[Any, ...]:
+def _tag(a: SplitArgs) -> tuple[Any, ...]:
     return (tuple(a.input.shape), a.input.dtype, *a[1:])
 
 
-def _name(a: StartArgs) -> str:
+def _name(a: SplitArgs) -> str:
+    if isinstance(a, AllToAllArgs):
+        splits = f"input splits {list(a.input_splits)}, output splits {list(a.output_splits)}"
+        return f"split all_to_all at site '{a.site}' ({a.input.dtype} {list(a.input.shape)}, {splits})"
     return f"split {a.collective} at site '{a.site}' ({a.input.dtype} {list(a.input.shape)} -> {a.out_dtype})"

@@ -10,12 +10,6 @@
 namespace ub_overlap {
 namespace {
 
-void set_slot(Builder& b, int64_t split_slot) {
-    b.check(0 <= split_slot && split_slot < split_slots, "there is no such split slot", std::to_string(split_slot),
-            "0 to " + std::to_string(split_slots - 1));
-    b.call.split_slot = static_cast<int>(split_slot);
-}
-
 // A group of one rank has no arena, and a slot may have no bytes for an empty tensor. Their results are copies.
 bool has_landing_memory(const Call& call, const Tensor& tensor) {
     return call.ranks > 1 && tensor.numel() > 0;
@@ -30,7 +24,7 @@ std::vector<int64_t> describe_call(Builder& b, const Tensor& input, const std::s
     b.check(!zero_copy || collective == "all_gather", "only a gather can return its landing memory", collective, "all_gather");
     call.key.kind = "split_" + collective;
     call.key.zero_copy = zero_copy && has_landing_memory(call, input);
-    set_slot(b, split_slot);
+    b.set_split_slot(split_slot);
     std::vector<int64_t> sizes = deal_rows(b, input, collective, reduce_op, out_dtype);
     b.describe("input", input);
     b.note("reduce_op", reduce_op);
@@ -137,7 +131,7 @@ void release_collective(const Tensor& gathered, int64_t split_slot, std::string 
     run_op(gathered.device(), [&] {
         const Site at{strategy, group, site};
         Builder b("split all_gather", gathered.device(), at);
-        set_slot(b, split_slot);
+        b.set_split_slot(split_slot);
         if (has_landing_memory(b.call, gathered)) release_on_transport(b);
         return 0;
     });

@@ -1,0 +1,80 @@
+// An exchange of pieces of any sizes, as two ops. Ranks compare the tensors' rows and dtype; each pair of ranks compares the
+// size of its piece.
+#include <numeric>
+
+#include "bindings/fallback.h"
+#include "bindings/ops/ops.h"
+#include "bindings/ops/run_op.h"
+
+namespace ub_overlap {
+namespace {
+
+FallbackCall& add_arguments(FallbackCall& fallback, const Tensor& input, at::IntArrayRef output_splits,
+                            at::IntArrayRef input_splits, int64_t split_slot) {
+    return fallback.tensor(input).integers(output_splits).integers(input_splits).integer(split_slot);
+}
+
+void check_splits(const Builder& b, const char* name, at::IntArrayRef splits) {
+    b.check(splits.size() == static_cast<size_t>(b.call.ranks), std::string(name) + " has not one number per rank",
+            text_of(splits), std::to_string(b.call.ranks) + " numbers");
+    for (const int64_t rows : splits)
+        b.check(rows >= 0, std::string(name) + " has a negative number", text_of(splits), "0 or more");
+}
+
+// Fills in all of the call but its buffers. Returns the sizes of the result.
+std::vector<int64_t> describe_call(Builder& b, const Tensor& input, at::IntArrayRef output_splits, at::IntArrayRef input_splits,
+                                   int64_t split_slot) {
+    Call& call = b.call;
+    b.check(call.strategy == "bulk" || call.strategy == "none", "an all_to_all has no such strategy", call.strategy,
+            "'bulk' or 'none'");
+    b.check(input.dim() > 0, "a tensor without dims cannot be exchanged", "[]", "at least one dim");
+    check_splits(b, "output_splits", output_splits);
+    check_splits(b, "input_splits", input_splits);
+    const int64_t sent = std::accumulate(input_splits.begin(), input_splits.end(), int64_t{0});
+    b.check(sent == input.size(0), "input_splits do not sum up to the rows of the input", text_of(input_splits),
+            std::to_string(input.size(0)) + " rows");
+    b.set_split_slot(split_slot);
+    call.key.kind = "split_all_to_all";
+    b.describe("row", input.sizes().slice(1), input.dtype());
+    b.note("split_slot", split_slot);
+    std::vector<int64_t> sizes = input.sizes().vec();
+    sizes[0] = std::accumulate(output_splits.begin(), output_splits.end(), int64_t{0});
+    return sizes;
+}
+
+}  // namespace
+
+Tensor start_all_to_all(const Tensor& input, at::IntArrayRef output_splits, at::IntArrayRef input_splits, int64_t split_slot,
+                        std::string strategy, std::string group, std::string site) {
+    return run_op(input.device(), [&] {
+        const Site at{strategy, group, site};
+        Builder b("split all_to_all", input.device(), at);
+        describe_call(b, input, output_splits, input_splits, split_slot);
+        const Tensor dense = input.contiguous();
+        if (start_on_transport(b, std::make_shared<Tensor>(dense))) return at::empty({1}, input.options().dtype(at::kByte));
+        WithGil gil;
+        FallbackCall fallback("start_all_to_all");
+        return add_arguments(fallback, dense, output_splits, input_splits, split_slot).run(at).at(0);
+    });
+}
+
+Tensor finish_all_to_all(const Tensor& token, const Tensor& input, at::IntArrayRef output_splits, at::IntArrayRef input_splits,
+                         int64_t split_slot, std::string strategy, std::string group, std::string site) {
+    return run_op(input.device(), [&] {
+        const Site at{strategy, group, site};
+        Builder b("split all_to_all", input.device(), at);
+        const std::vector<int64_t> sizes = describe_call(b, input, output_splits, input_splits, split_slot);
+        Tensor out;
+        const auto allocate = [&](Call& call) {
+            out = at::empty(sizes, input.options());
+            call.output = data_of(out);
+        };
+        if (finish_on_transport(b, allocate)) return out;
+        WithGil gil;
+        FallbackCall fallback("finish_all_to_all");
+        fallback.tensor(token);
+        return add_arguments(fallback, input, output_splits, input_splits, split_slot).run(at).at(0);
+    });
+}
+
+}  // namespace ub_overlap

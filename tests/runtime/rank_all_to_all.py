@@ -1,0 +1,210 @@
+"""Rank functions of test_all_to_all.py: exchanges of pieces of any sizes."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+import ub_overlap
+
+from . import rank_ops
+from .rank_failures import attempt, fresh
+from .rank_sessions import OPS
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
+Matrix = list[list[int]]
+"""Rows that rank s sends to rank d: matrix[s][d]."""
+
+
+def piece(source: int, to: int, rows: int, width: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """Return the rows that `source` sends to rank `to`: all ranks can compute them."""
+    made = torch.Generator().manual_seed(1000 * seed + 50 * source + to)
+    return torch.randint(0, 256, (rows, *width), generator=made).to(dtype)
+
+
+def sides(rank: int, matrix: Matrix, width: tuple[int, ...] = (3,), dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    """Return input, output splits, input splits and the expected result of this rank."""
+    ranks = range(len(matrix))
+    sent = torch.cat([piece(rank, to, matrix[rank][to], width, dtype, seed) for to in ranks])
+    want = torch.cat([piece(source, rank, matrix[source][rank], width, dtype, seed) for source in ranks])
+    return sent, [matrix[source][rank] for source in ranks], matrix[rank], want
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are equal in bits."""
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def start(name: str, sent: Tensor, out: list[int], of: list[int], slot: int = 0, **options: str) -> Tensor:
+    return OPS.start_all_to_all(sent, out, of, *tail(name, slot, options))
+
+
+def finish(name: str, token: Tensor, sent: Tensor, out: list[int], of: list[int], slot: int = 0, **options: str) -> Tensor:
+    return OPS.finish_all_to_all(token, sent, out, of, *tail(name, slot, options))
+
+
+def tail(name: str, slot: int, options: dict[str, str]) -> tuple[Any, ...]:
+    return slot, options.get("strategy", "bulk"), name, options.get("site", f"/exchange.{slot}")
+
+
+def exchange(name: str, sent: Tensor, out: list[int], of: list[int], slot: int = 0, **options: str) -> Tensor:
+    """Start and finish."""
+    return finish(name, start(name, sent, out, of, slot, **options), sent, out, of, slot, **options)
+
+
+def sample_matrices(world: int) -> dict[str, Matrix]:
+    """Return equal, uneven and zero-sized pieces: a ring's permutation, all rows to one rank, nothing at all."""
+    ranks = range(world)
+    return {
+        "equal": [[2] * world for _ in ranks],
+        "uneven": [[3 * s + d for d in ranks] for s in ranks],
+        "ring": [[4 if d == (s + 1) % world else 0 for d in ranks] for s in ranks],
+        "to one": [[5 if d == 0 else 0 for d in ranks] for s in ranks],
+        "own": [[6 if d == s else 0 for d in ranks] for s in ranks],
+        "one silent": [[0 if world - 1 in (s, d) else 2 for d in ranks] for s in ranks],
+        "nothing": [[0] * world for _ in ranks],
+    }
+
+
+def values(rank: int, world: int, strategy: str) -> list[str]:
+    """Return what differs in bits, over pieces, dtypes and shapes of rows."""
+    name, bad = rank_ops.group(), []
+    for label, matrix in sample_matrices(world).items():
+        for dtype in DTYPES if label == "uneven" else (torch.bfloat16,):
+            sent, out, of, want = sides(rank, matrix, dtype=dtype)
+            if not same(exchange(name, sent, out, of, strategy=strategy), want):
+                bad.append(f"{label} {dtype}")
+    for width in ((), (2, 5), (0,), (1, 7, 1)):
+        sent, out, of, want = sides(rank, sample_matrices(world)["uneven"], width)
+        if not same(exchange(name, sent, out, of, strategy=strategy), want):
+            bad.append(f"rows of {width}")
+    sent, out, of, want = sides(rank, sample_matrices(world)["equal"])
+    strided = sent.t().contiguous().t()
+    if not same(exchange(name, strided, out, of, strategy=strategy), want):
+        bad.append("strided")
+    return bad
+
+
+def random_program(rank: int, world: int, times: int, seed: int, strategy: str) -> list[str]:
+    """Start and finish exchanges in up to three slots in a random order, with gathers between."""
+    name, order, bad = rank_ops.group(), random.Random(seed), []
+    opened: dict[int, tuple[Any, ...]] = {}
+
+    def end(slot: int) -> None:
+        token, sent, out, of, want = opened.pop(slot)
+        if not same(finish(name, token, sent, out, of, slot, strategy=strategy), want):
+            bad.append(f"slot {slot} at step {step}")
+
+    for step in range(times):
+        slot = order.randrange(3)
+        limit = order.choice((1, 4, 40))
+        matrix = [[order.randrange(limit) for _ in range(world)] for _ in range(world)]
+        if slot in opened:
+            end(slot)
+        elif order.random() < 0.2:
+            whole = OPS.bulk(torch.full((2,), float(rank)), [], [], "all_gather", "sum", torch.float32, "bulk", name, "/b")[0]
+            bad += [] if whole.tolist() == [float(r) for r in range(world) for _ in range(2)] else [f"gather at step {step}"]
+        else:
+            sent, out, of, want = sides(rank, matrix, (5,), order.choice((torch.float32, torch.int16)), step)
+            opened[slot] = (start(name, sent, out, of, slot, strategy=strategy), sent, out, of, want)
+    for slot in sorted(opened):
+        end(slot)
+    return bad[:5]
+
+
+def handles(rank: int, world: int) -> list[str]:
+    """The function for eager code: equal parts by default, two handles open at once."""
+    name, bad = fresh(world), []
+    sent, out, of, want = sides(rank, sample_matrices(world)["equal"])
+    if not same(ub_overlap.all_to_all(sent, group=name), want):
+        bad.append("equal parts")
+    first = ub_overlap.all_to_all(sent, out, of, name, async_op=True, site="first")
+    uneven = sides(rank, sample_matrices(world)["uneven"], dtype=torch.float16)
+    second = ub_overlap.all_to_all(*uneven[:3], name, async_op=True, site="second")
+    bad += [] if repr(second) == "<open all_to_all at site '/second'>" else [repr(second)]
+    bad += [] if same(second.wait(), uneven[3]) and same(first.wait(), want) else ["handles"]
+    return bad
+
+
+def misuse(rank: int, world: int, strategy: str) -> list[dict[str, Any]]:
+    """Return the errors of wrong calls. Nothing is sent, and the group works afterwards."""
+    name = fresh(world)
+    sent, out, of, want = sides(rank, sample_matrices(world)["equal"])
+    options = {"strategy": strategy}
+    found = [
+        attempt(lambda: exchange(name, sent, out[1:], of, **options)),
+        attempt(lambda: exchange(name, sent, out, [-1, *of[1:]], **options)),
+        attempt(lambda: exchange(name, sent[1:], out, of, **options)),
+        attempt(lambda: exchange(name, sent[0, 0], out, of, **options)),
+        attempt(lambda: exchange(name, sent, out, of, 8, **options)),
+        attempt(lambda: exchange(name, sent, out, of, strategy="bulk:chunks=4")),
+        attempt(lambda: finish(name, sent, sent, out, of, **options)),
+    ]
+    token = start(name, sent, out, of, **options)
+    found.append(attempt(lambda: start(name, sent, out, of, **options)))
+    found.append(attempt(lambda: finish(name, token, sent, [out[0] + 1, *out[1:]], of, **options)))
+    good = same(finish(name, token, sent, out, of, **options), want)
+    found += [
+        attempt(lambda: ub_overlap.all_to_all(sent.clone().requires_grad_(), group=name)),
+        attempt(lambda: ub_overlap.all_to_all(sent[1:], group=name)),
+    ]
+    return [*found, {"error": "" if good else "wrong"}]
+
+
+def unbacked_fakes(rank: int, world: int) -> tuple[str, int, str]:
+    """Return the sizes and the dtype of a result whose splits are unbacked."""
+    name, environment = rank_ops.group(), ShapeEnv()
+    with FakeTensorMode(shape_env=environment):
+        splits = [environment.create_unbacked_symint() for _ in range(world)]
+        sent = torch.empty(8, 3, dtype=torch.bfloat16)
+        token = start(name, sent, splits, [8 // world] * world)
+        out = finish(name, token, sent, splits, [8 // world] * world)
+        assert (token.shape, token.dtype) == ((1,), torch.uint8)
+        same_size = torch.fx.experimental.symbolic_shapes.statically_known_true(out.shape[0] == sum(splits))
+        return ("sum" if same_size else str(out.shape[0])), int(out.shape[1]), str(out.dtype)
+
+
+def compiled(rank: int, world: int, inner: str) -> list[str]:
+    """Trace counts of tokens to unbacked splits, two exchanges open at once, and a static one."""
+    name = rank_ops.group()
+
+    def step(x: Tensor, counts: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        received = OPS.start_all_to_all(counts, [1] * world, [1] * world, 0, "bulk", name, "/counts")
+        theirs = OPS.finish_all_to_all(received, counts, [1] * world, [1] * world, 0, "bulk", name, "/counts")
+        of, out = counts.tolist(), theirs.tolist()
+        scaled = x * 2
+        token = OPS.start_all_to_all(scaled, out, of, 0, "bulk", name, "/dispatch")
+        second = OPS.start_all_to_all(weight, [2] * world, [2] * world, 1, "bulk", name, "/weights")
+        hidden = weight @ weight.t()
+        tokens = OPS.finish_all_to_all(token, scaled, out, of, 0, "bulk", name, "/dispatch")
+        return tokens + 1, OPS.finish_all_to_all(second, weight, [2] * world, [2] * world, 1, "bulk", name, "/weights") * hidden
+
+    bad = []
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        graph = torch.compile(step, backend=inner, fullgraph=True)
+        for seed, label in enumerate(("uneven", "ring", "nothing")):
+            matrix = sample_matrices(world)[label]
+            x, _, of, want = sides(rank, matrix, seed=seed)
+            weight = torch.randn(2 * world, 2 * world, generator=torch.Generator().manual_seed(rank))
+            counts = torch.tensor(of)
+            got, plain = graph(x, counts, weight), step(x, counts, weight)
+            if not (same(got[0], want * 2 + 1) and same(plain[0], got[0]) and torch.allclose(got[1], plain[1])):
+                bad.append(label)
+    torch._dynamo.reset()
+    return bad
+
+
+def in_order(rank: int, world: int, function: str, *args: Any) -> Any:
+    """Run a function on a group across hosts, which has no transport of ours."""
+    from .rank_hosts import one_rank_a_host
+
+    with one_rank_a_host(world):
+        found = globals()[function](rank, world, *args)
+        dist.barrier()
+        return found
