@@ -4,8 +4,9 @@
     ...                                                             anything else, other calls of the group too
     gathered = handle.wait()                                        waits for the peers' data
 
-They have no gradients. They are the split collectives of compiled graphs: start_collective and finish_collective. Compiled graphs may run in between:
-handles have the last slots, plans assign them from 0 up. A plan that needs those too finds them in use (OptionError).
+They have no gradients. They are the split collectives of compiled graphs: start_collective and finish_collective, or
+start_all_to_all and finish_all_to_all. Compiled graphs may run in between: handles have the last slots, plans assign them from
+0 up. A plan that needs those too finds them in use (OptionError).
 """
 
 from __future__ import annotations
@@ -147,10 +148,10 @@ def all_to_all(
     ranks = size_of(name)
     _check_input(call, input)
     splits = []
-    for label, given in (("output_splits", output_splits), ("input_splits", input_splits)):
-        if given is None and input.shape[0] % ranks:
+    for label, rows_of_peers in (("output_splits", output_splits), ("input_splits", input_splits)):
+        if rows_of_peers is None and input.shape[0] % ranks:
             call.refuse("dim 0 cannot be divided evenly", input.shape[0], f"a multiple of {ranks}, or {label}")
-        splits.append([input.shape[0] // ranks] * ranks if given is None else [int(rows) for rows in given])
+        splits.append([input.shape[0] // ranks] * ranks if rows_of_peers is None else [int(rows) for rows in rows_of_peers])
     sent = input.detach().contiguous()
     handle = CollectiveHandle(call, name, sent, tuple(splits), input.dtype, "all_to_all")
     return handle if async_op else handle.wait()

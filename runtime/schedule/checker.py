@@ -8,21 +8,23 @@ One call (`check`), over all ranks at once:
 4. the result is the op's definition (symbolic_run.py);
 5. *split*: the start of a split collective only copies its input. It waits for no flag of its own call, and runs no COMPUTE
    step but its Return. A release only signals;
-6. *join*: when a rank's last COMPUTE step runs, all its COPY steps have ended. So after that step all results are written and
+6. *area*, *pairwise*: rounds of an all_to_all take turns, and its pieces are independent (all_to_all_rules.py);
+7. *join*: when a rank's last COMPUTE step runs, all its COPY steps have ended. So after that step all results are written and
    no input is still read: the caller may use, free or overwrite both. In a zero-copy gather that step is the last of finish;
-7. *heard*: before that step, every peer's READY (of this epoch, with this site's tag) has been seen.
+8. *heard*: before that step, every peer's READY (of this epoch, with this site's tag) has been seen.
 
 Several calls (`check_sequence`): 1 and 2 across calls, whole or as start and finish with other calls between. Also, a call
 accesses an arena slot only after the previous call of the slot is done with it, and no flag word is overwritten before its
 waiter has seen it.
 
 A key (`check_key_proof`): `check`, and, but for fused collectives, *released*: a rank signals READY to a peer only after it has
-seen the slot's earlier DONE of that peer, and signals DONE to a peer only after its waits for that peer's READY have ended. So
-an executor may clear a peer's READY words before it signals DONE to that peer. The CUDA executor does.
+seen the slot's earlier DONE of that peer, or READY of this call, which the peer signals after its DONE. And it signals DONE to
+a peer only after its waits for that peer's READY have ended. So an executor may clear a peer's READY words before it signals
+DONE to that peer. The CUDA executor does. An all_to_all is proven with several numbers of rounds.
 
 **Why pairs are enough.** Let call X use a slot in epoch e, and let Y be the next user, in epoch e + SLOTS. `check_reuse`
 proves X and Y *without* the calls between them. So those may be any calls, even on plain c10d. Any earlier user of the slot
-is ordered too: by 6 and 7, a rank ends Y only after all ranks have begun Y, hence ended X. No sequence blocks either. Run the
+is ordered too: by 7 and 8, a rank ends Y only after all ranks have begun Y, hence ended X. No sequence blocks either. Run the
 calls one after the other, each in list order. Each ends (2), as it waits only for itself and for earlier calls. Waits stay
 satisfied (no word is overwritten before it is seen), so every other interleaving ends as well. This holds for overlapping
 groups that share a COPY queue, if ranks issue the calls they share in one order, as c10d requires too.
@@ -42,11 +44,11 @@ Steps depend on pieces only by their distance, so three turns stand for any numb
 queue, so any number of them behaves as each does alone.
 
 **Fused collectives.** They have slots and epochs of their own, and no DONE. Let calls X, Z, Y follow each other, so that Y uses
-the slot of X. A rank writes it at a peer after its Z has ended, hence after it has seen READY of that peer's Z (7). The peer
+the slot of X. A rank writes it at a peer after its Z has ended, hence after it has seen READY of that peer's Z (8). The peer
 has signalled that after its X had ended, as all steps are on COMPUTE. That holds for any Z; `check_reuse` tests every three in
 a row of a pair. Calls of other kinds between them are of no account.
 
-**Why a skipped call is always noticed.** By 7, a rank that ends a call has seen (epoch, tag) of every peer. A peer that
+**Why a skipped call is always noticed.** By 8, a rank that ends a call has seen (epoch, tag) of every peer. A peer that
 skipped a call sends the tag of another site, which is an immediate error, or nothing, which is a timeout. `check_skip` tests
 this.
 """
@@ -56,12 +58,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
 
 from . import memory
+from .all_to_all_rules import ROUNDS, check_areas, check_pairwise, check_repeats, check_rounds
 from .builders import build_all, check_key
-from .effects import show_flag, signals, waits
-from .happens_before import Call, HappensBefore, Node, Program, Word
+from .effects import signals, waits
+from .happens_before import Call, HappensBefore, Node, Program
 from .schedule_error import ScheduleError
 from .skipped_calls import check_skip
 from .split_rules import check_split
@@ -87,9 +89,13 @@ def check(schedules: Sequence[Schedule]) -> None:
     schedules = tuple(schedules)
     _check_group(schedules)
     check_split(schedules)
+    check_rounds(schedules)
     order = _single_call(schedules)
     grid = memory.Grid(schedules)
     memory.check_call(order, grid)
+    if schedules[0].key.is_all_to_all:
+        check_areas(order)
+        check_pairwise(schedules)
     _check_ends(order)
     if not any(isinstance(node.step, Opaque) for node in order.nodes):  # an Opaque does not declare its computation
         SymbolicRun(order, grid).run()
@@ -132,13 +138,17 @@ def check_sequence(
         placed.append(Call(schedules, group, counts[counter], split_slot))
     order = HappensBefore(placed, slots, program)
     memory.check_slots(order)
-    _check_words(order)
+    memory.check_words(order)
 
 
 @lru_cache(maxsize=1024)
 def check_key_proof(key: Key) -> None:
     """Run `check` and `check_released` on the built schedules of `key`, once."""
     check_key(key)
+    for rounds in ROUNDS if key.is_all_to_all else ():
+        check(build_all(replace(key, chunks=rounds)))
+        check_released(build_all(replace(key, chunks=rounds)))
+        check_repeats(build_all(replace(key, chunks=rounds)))
     check(build_all(key))
     if not key.is_fused:
         check_released(build_all(key))
@@ -197,7 +207,7 @@ def check_channel(schedules: Sequence[Schedule]) -> None:
         raise ScheduleError("delivered", "a piece goes from INPUT of rank 0 to LANDING of rank 1, and from there to OUTPUT")
     pieces = HappensBefore([Call(schedules, (0, 1), number) for number in range(1, 3 * slots + 2)], slots)
     memory.check_slots(pieces)
-    _check_words(pieces)
+    memory.check_words(pieces)
 
 
 def check_pair(key_a: Key, key_b: Key) -> None:
@@ -274,17 +284,17 @@ def check_released(schedules: Sequence[Schedule]) -> None:
     """Check the released rule for one call of all ranks."""
     order = _single_call(tuple(schedules))
     signalled: dict[tuple[int, int], Node] = {}  # (rank, peer) -> the node of `rank` that signals DONE to `peer`
-    awaited: dict[tuple[int, int], int] = {}  # (rank, peer) -> nodes of `rank` that wait for DONE of `peer`, as a bit mask
+    released: dict[tuple[int, int], int] = {}  # (rank, peer) -> nodes of `rank` after which the peer has released the slot
     for node in order.nodes:
         for flag in _signals_of(node):
             if flag.kind is FlagKind.DONE:
                 signalled[node.rank, flag.rank] = node
         for flag in _waits_of(node):
-            if flag.kind is FlagKind.DONE:
-                awaited[node.rank, flag.source] = awaited.get((node.rank, flag.source), 0) | 1 << node.id
+            if flag.kind in (FlagKind.DONE, FlagKind.READY):
+                released[node.rank, flag.source] = released.get((node.rank, flag.source), 0) | 1 << node.id
     for node in order.nodes:
         for flag in _signals_of(node):
-            if flag.kind is not FlagKind.DONE and not order.ended[node.id] & awaited.get((node.rank, flag.rank), 0):
+            if flag.kind is not FlagKind.DONE and not order.ended[node.id] & released.get((node.rank, flag.rank), 0):
                 raise ScheduleError("released", f"{order.where(node)} does not follow a wait for DONE of rank {flag.rank}")
         for flag in _waits_of(node):
             done = signalled.get((node.rank, flag.source))
@@ -300,20 +310,3 @@ def _signals_of(node: Node) -> tuple[Flag, ...]:
 
 def _waits_of(node: Node) -> tuple[Flag, ...]:
     return tuple(wait.flag for wait in waits(node.step)) if node.closes else ()
-
-
-def _check_words(order: HappensBefore) -> None:
-    """Check that no flag word is written again before every wait for its last value has ended."""
-    epochs: dict[Word, list[int]] = {}
-    for word, epoch in order.signalled:
-        epochs.setdefault(word, []).append(epoch)
-    for word, written in epochs.items():
-        written.sort()
-        for before, after in pairwise(written):
-            writer = order.signalled[word, after]
-            for reader in (order.signalled[word, before], *order.awaited.get((word, before), [])):
-                if not order.ended[writer.id] >> reader.id & 1:
-                    raise ScheduleError(
-                        "flag overwritten",
-                        f"{order.where(writer)} may write {show_flag(word[2])} before {order.where(reader)} is done with it",
-                    )

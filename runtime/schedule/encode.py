@@ -29,13 +29,14 @@ from .steps import (
     Region,
     Release,
     Return,
+    Round,
     Schedule,
     Signal,
     Step,
     Wait,
 )
 
-COPY, SIGNAL, WAIT, COMPUTE, REDUCE, FINISH, RETURN, RELEASE = range(8)
+COPY, SIGNAL, WAIT, COMPUTE, REDUCE, FINISH, RETURN, RELEASE, ROUND = range(9)
 Row = tuple[int, ...]
 
 
@@ -105,6 +106,8 @@ def _encode_step(step: Step) -> Row:
             opcode, payload = RETURN, []
         case Release():
             opcode, payload = RELEASE, _encode_regions(step.reads)
+        case Round():
+            opcode, payload = ROUND, []
         case _:
             raise ScheduleError("encode", f"the executors cannot run {type(step).__name__}: {show(step)}")
     record = -1 if step.record is None else step.record
@@ -163,8 +166,10 @@ def _decode_step(row: Sequence[int]) -> Step:
             step = Return(queue=queue, after=after, record=record)
         case 7:
             step = Release(queue=queue, after=after, record=record, reads=_decode_regions(numbers))
+        case 8:
+            step = Round(queue=queue, after=after, record=record)
         case _:
-            raise ScheduleError("encode", f"opcode {opcode} is unknown, expected 0 to 7, in {tuple(row)}")
+            raise ScheduleError("encode", f"opcode {opcode} is unknown, expected 0 to 8, in {tuple(row)}")
     if rest := list(numbers):
         raise ScheduleError("encode", f"{len(rest)} numbers too many in {tuple(row)}")
     return step

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .effects import show, waits
@@ -26,6 +26,7 @@ from .steps import (
     Compute,
     Copy,
     Finish,
+    Flag,
     Key,
     Part,
     Queue,
@@ -33,6 +34,7 @@ from .steps import (
     Region,
     Release,
     Return,
+    Round,
     Schedule,
     Signal,
     Step,
@@ -45,7 +47,7 @@ FREED = "freed"
 @dataclass(frozen=True, slots=True)
 class SimulatedCall:
     """One call: the schedules of its ranks, the global ranks of its group, its site's tag, the rows of every shard, and the
-    slot of a split collective."""
+    slot of a split collective. An all_to_all has the rows of every piece, those of source 0 first."""
 
     schedules: tuple[Schedule, ...]
     group: tuple[int, ...]
@@ -209,10 +211,14 @@ class Machine:
         if epoch < 1:
             return True
         # The slots of ordinary calls take turns, and DONE waits look back by a multiple of their number.
-        held, tag = self.words.get((run.site.group, run.slot, wait.flag), (0, 0))
+        held, tag = self.words.get(self._word(run, wait.flag), (0, 0))
         if wait.back == 0 and (held > epoch or (held == epoch and tag != run.site.tag)):
             raise TagMismatch(f"{show(wait)} holds epoch {held} of site {tag}, expected epoch {epoch} of site {run.site.tag}")
         return held >= epoch
+
+    def _word(self, run: _RankCall, flag: Flag) -> tuple[Any, ...]:
+        """Return the place of a word. The rounds of an all_to_all share one."""
+        return (run.site.group, run.slot, replace(flag, index=0) if run.site.key.is_all_to_all else flag)
 
     def _execute(self, run: _RankCall, step: Step) -> Iterator[None]:
         """Execute a step row by row."""
@@ -222,8 +228,10 @@ class Machine:
                     self._write(run, step.dst, target, self._read(run, step.src, source))
                     yield
             case Signal():
-                self.words[run.site.group, run.slot, step.flag] = (run.epoch, run.site.tag)
-            case Return():
+                self.words[self._word(run, step.flag)] = (run.epoch, run.site.tag)
+            case Wait() if run.site.key.is_all_to_all and step.back == 0:
+                self.words[self._word(run, step.flag)] = (0, 0)  # for the next round
+            case Return() | Round():
                 pass
             case Release():
                 for wrong in self._wrong_rows(run):
@@ -287,6 +295,8 @@ class Machine:
             run.memory[region.buf, region.index, region.shard, row] = value
 
     def _arena(self, run: _RankCall, region: Region, row: int) -> tuple[list[Any], int]:
+        if run.site.key.is_all_to_all:
+            row, region = row - self._rows(run, region).start, replace(region, index=0)  # rounds share an area
         stride = max(1, *run.site.rows)
         ranks = len(run.site.group)
         offset = (region.shard + (region.index + (region.buf is Buf.LANDING2)) * ranks) * stride + row

@@ -5,15 +5,16 @@ visited in an order they can run in. A cell records the nodes that read and wrot
 happen after all recorded accesses that conflict with it. An unordered pair is found at its later access.
 
 Between calls an arena slot is a single cell: its layout depends on op and shape. So any access of one call conflicts with any
-write of another.
+write of another. Flag words are memory too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 
-from .effects import Access, accesses, show_region
-from .happens_before import HappensBefore, Node
+from .effects import Access, accesses, show_flag, show_region
+from .happens_before import HappensBefore, Node, Word
 from .schedule_error import ScheduleError
 from .steps import ONE, ZERO, Buf, Compute, Copy, Opaque, Region, Schedule
 
@@ -107,6 +108,23 @@ def check_slots(order: HappensBefore) -> None:
             kind[slot] = kind.get(slot, 0) | 1 << node.id
 
 
+def check_words(order: HappensBefore) -> None:
+    """Check that no flag word is written again before every wait for its last value has ended."""
+    epochs: dict[Word, list[int]] = {}
+    for word, epoch in order.signalled:
+        epochs.setdefault(word, []).append(epoch)
+    for word, written in epochs.items():
+        written.sort()
+        for before, after in pairwise(written):
+            writer = order.signalled[word, after]
+            for reader in (order.signalled[word, before], *order.awaited.get((word, before), [])):
+                if not order.ended[writer.id] >> reader.id & 1:
+                    raise ScheduleError(
+                        "flag overwritten",
+                        f"{order.where(writer)} may write {show_flag(word[2])} before {order.where(reader)} is done with it",
+                    )
+
+
 def _accesses_of(node: Node) -> Iterable[Access]:
     all_accesses = accesses(node.step, node.rank)
     if node.opens and node.closes:
@@ -119,7 +137,8 @@ def _check_region(order: HappensBefore, node: Node, access: Access, ranks: int) 
     if not (0 <= region.rank < ranks and 0 <= region.shard < ranks and ZERO <= region.lo < region.hi <= ONE):
         raise ScheduleError("region", f"{order.where(node)}: {show_region(region)} does not exist in a group of {ranks} ranks")
     lands_all = order.calls[node.call].schedules[0].key.lands_all_shards and region.buf is Buf.LANDING
-    if region.index and region.buf is not Buf.RESULT and not (lands_all and region.index < ranks):
+    is_round = order.calls[node.call].schedules[0].key.is_all_to_all and region.buf is Buf.LANDING
+    if region.index and region.buf is not Buf.RESULT and not is_round and not (lands_all and region.index < ranks):
         raise ScheduleError("region", f"{order.where(node)}: only RESULT has an index, not {region.buf.name} ({region.index})")
     is_push = (isinstance(node.step, (Copy, Compute)) and access.write) or isinstance(node.step, Opaque)
     if region.rank != node.rank and not (region.buf.in_arena and is_push):

@@ -20,7 +20,12 @@ def extent(key: Key, rows: Sequence[int], region: Region) -> tuple[int, int]:
 
     A shard has the rows of the rank that finally owns it. A shard that lands in a scatter phase, or is reduced to the one
     shard of a scatter, is owned by the rank whose memory it is in. The index of a region names the shard where all land.
+    The pieces of an all_to_all have rows of their own (`rows_of_piece`).
     """
+    if key.is_all_to_all:
+        source, destination = (region.rank, region.shard) if region.buf is Buf.INPUT else (region.shard, region.rank)
+        count = rows_of_piece(key, rows, source, destination)
+        return int(count * region.lo), int(count * region.hi)
     is_scatter = not key.is_gather
     is_reduced = region.buf is Buf.OUTPUT and key.kind.endswith("reduce_scatter")
     is_own = is_reduced or (region.buf is Buf.LANDING and is_scatter)
@@ -29,6 +34,11 @@ def extent(key: Key, rows: Sequence[int], region: Region) -> tuple[int, int]:
     owner = region.index if is_own and key.lands_all_shards else region.rank if is_own else region.shard
     count = 1 if is_single else rows[owner]
     return int(count * region.lo), int(count * region.hi)
+
+
+def rows_of_piece(key: Key, rows: Sequence[int], source: int, destination: int) -> int:
+    """Return the rows of a piece of an all_to_all. `rows`: of all pieces, those of source 0 first, repeated where too few."""
+    return rows[(source * key.ranks + destination) % len(rows)]
 
 
 def product_shard(region: Region) -> int:
@@ -58,6 +68,11 @@ def expected_rows(
             return ("sum", *((*stamp, "input", rank, shard, row) for rank in ranks))
         return ("sum", *(tuple((*stamp, "term", term, rank, shard, row) for term in range(key.terms)) for rank in ranks))
 
+    if key.is_all_to_all:
+        for shard in ranks:
+            for row in range(rows_of_piece(key, rows, shard, me)):
+                yield (Buf.OUTPUT, 0, shard, row), (*stamp, "input", shard, me, row)
+        return
     for shard in ranks:
         for row in range(rows[shard]):
             if key.returns_gathered:

@@ -51,6 +51,7 @@ class Buf(IntEnum):
     INPUT      user tensor  the collective's input: the local shard (gathers), R shards (bulk scatters, reduces)
     PARTIAL    user tensor  R shards of this rank's unreduced product, shard s belongs to rank s (not in a direct call)
     LANDING    arena slot   R shards; shard s was sent by rank s. Symmetric: peers write it.
+                            In an all_to_all shard s is the area of rank s: its rounds (`index`) land in the same place
                             In a one-shot all_reduce every rank sends all of its shards: `index` is the shard
     LANDING2   arena slot   R shards; the second phase of an all_reduce
     OUTPUT     user tensor  the collective's result: R shards (gathers, reduces) or one shard, number 0 (scatters)
@@ -87,8 +88,9 @@ class Part(IntEnum):
 
 
 class FlagKind(IntEnum):
-    """READY: piece `index` of `source` has landed. READY2: the same for LANDING2. DONE: `source` has finished reading its own
-    arena slot of that epoch, so peers may write it again."""
+    """READY: piece `index` of `source` has landed. READY2: the same for LANDING2; in an all_to_all: `source` has copied out the
+    round before round `index`, which may be pushed now. DONE: `source` has finished reading its own arena slot of that epoch,
+    so peers may write it again."""
 
     READY = 0
     DONE = 1
@@ -99,7 +101,8 @@ class FlagKind(IntEnum):
 class Region:
     """The piece ``[lo, hi)`` of one shard of one buffer in the memory of `rank` (a rank of the group).
 
-    `index` is the consumer of a RESULT buffer, the shard in LANDING of a one-shot all_reduce, and 0 everywhere else. Shards may
+    `index` is the consumer of a RESULT buffer, the shard in LANDING of a one-shot all_reduce, the round in LANDING of an
+    all_to_all, and 0 everywhere else. In an all_to_all shard p is the piece of peer p: sent to it (INPUT) or by it. Shards may
     differ in rows (an all_reduce of rows that R does not divide). A shard then has the rows of the rank that finally owns it:
     LANDING of a scatter phase and OUTPUT of a reduce_scatter hold shards of the rank whose memory they are in
     (`op_contract.extent`).
@@ -216,6 +219,11 @@ class Return(Step):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Round(Step):
+    """Begins a further round of an all_to_all, or ends the last one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Release(Step):
     """The first step of `release`: the caller has read `reads`, the result of a zero-copy gather, for the last time."""
 
@@ -242,9 +250,9 @@ class Key:
     """Everything a schedule depends on. Equal keys give equal schedules, so it is also the cache key in C++.
 
     kind: "all_gather_matmul" | "matmul_reduce_scatter" | "matmul_all_reduce" | "bulk_all_gather" | "bulk_reduce_scatter" |
-    "bulk_all_reduce" | "split_all_gather" | "split_reduce_scatter" | "split_all_reduce" | "one_shot_all_gather" |
-    "one_shot_reduce_scatter" | "one_shot_all_reduce" | "two_shot_all_reduce".
-    chunks: pieces that the split dimension is cut into over the whole group (0: one per rank).
+    "bulk_all_reduce" | "split_all_gather" | "split_reduce_scatter" | "split_all_reduce" | "split_all_to_all" |
+    "one_shot_all_gather" | "one_shot_reduce_scatter" | "one_shot_all_reduce" | "two_shot_all_reduce".
+    chunks: pieces that the split dimension is cut into over the whole group (0: one per rank). Of an all_to_all: rounds.
     contracts: one bool per consumer, True where its matmul contracts over the gathered dimension.
     terms: matmuls summed before a scatter or reduce. independent: matmuls that neither read nor feed the collective; their
     RESULTs are behind the consumers'. A bulk op has no other matmuls. shard_dim_is_last: shards cannot be cut, because a
@@ -273,6 +281,11 @@ class Key:
     def is_split(self) -> bool:
         """The op is cut into a start, a finish and, if it is zero-copy, a release, with other calls between them."""
         return self.kind.startswith("split_")
+
+    @property
+    def is_all_to_all(self) -> bool:
+        """The pieces of each pair of ranks have sizes of their own."""
+        return self.kind == "split_all_to_all"
 
     @property
     def parts(self) -> tuple[Part, ...]:

@@ -180,6 +180,8 @@ def expected_cells(keys: Sequence[Key], cells: int) -> Iterator[tuple[Cell, Valu
             for shard in ranks:
                 if has_products and not keys[rank].direct:
                     yield (Buf.PARTIAL, rank, 0, shard, cell), ("partial", rank, shard, cell, terms)
+                if key.is_all_to_all:
+                    yield (Buf.OUTPUT, rank, 0, shard, cell), ("input", shard, rank, cell)
                 if key.returns_gathered:
                     yield (key.collected_in, rank, 0, shard, cell), ("input", shard, shard, cell)
                 if key.kind.endswith("all_reduce"):

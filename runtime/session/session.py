@@ -8,6 +8,7 @@ through all-to-all exchanges with deadlines (store_exchange.py), so an error nam
                        names the first site and node that differ. `initialize` uses it with a requested slot size
     channels/...       channels.py: sizes and memory for messages between two ranks
     tune/N, tuned/N    autotune.py: measurements that ranks have of a site's alternatives, then the times taken
+    areas/N            bytes that a site's first all_to_all needs on each rank -> the slot grows to the largest
     grow/N             address of the larger segment -> attach; grown/N: all ranks have moved, the old one is released
 """
 
@@ -39,7 +40,7 @@ class Session:
         self._exchange, self._arena = exchange, arena
         self.abort = AbortSignal(core.group) if exchange is None else exchange.abort
         """Ends waits when the group is aborted. Lives as long as the session."""
-        self._checked_plans = self._growths = self._reservations = 0
+        self._checked_plans = self._growths = self._reservations = self._area_exchanges = 0
         self._reserved = ("", 0)
         # Without an arena every alternative runs as the same plain c10d collective: nothing to agree on.
         self._tuner = Tuner(exchange if arena is not None else None, str(core.device))
@@ -141,6 +142,19 @@ class Session:
             "group '%s': landing area%s grew from %d to %d bytes per slot (%d of arena), for %s at site '%s'",
             exchange.group, _name_of_slot(slot), before, size, self.arena_bytes, op, site,
         )  # fmt: skip
+
+    def grow_to_largest(self, needed: int, op: str, site: str, slot: int) -> None:
+        """Grow the areas of all_to_alls in a split slot to what any rank needs: a rank knows only its own pieces."""
+        exchange, arena = self._exchange, self._arena
+        if exchange is None or arena is None:
+            raise AssertionError("a session without an arena cannot grow")
+        exchange.op, exchange.site = op, site
+        self._area_exchanges += 1
+        doing = f"a site's first all_to_all, whose areas need {needed} bytes here"
+        needs = exchange.gather(f"areas/{self._area_exchanges}", {"needed": needed}, "step", doing, self._check_peers)
+        largest = max(int(need["needed"]) for need in needs)
+        if largest > arena.bytes_of_slot(slot):
+            self.grow(largest, op, site, slot)
 
     def share_channels(self, size: int, slots: int, far: int) -> channels.Channels:
         """Make the channels of the group, in step with all ranks, and give them to C++.

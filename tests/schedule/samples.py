@@ -31,6 +31,8 @@ def keys(ranks: int, chunks: int) -> Iterator[Key]:
     yield Key("split_all_gather", ranks, chunks, zero_copy=True)
     for kind in ("split_all_gather", "split_reduce_scatter", "split_all_reduce"):
         yield Key(kind, ranks, chunks)
+    if chunks <= 4:  # rounds
+        yield Key("split_all_to_all", ranks, chunks)
 
 
 def chunk_counts(ranks: int) -> list[int]:

@@ -90,8 +90,8 @@ def test_pairs_are_proven() -> None:
 def test_what_executors_cannot_run_is_refused() -> None:
     with pytest.raises(ScheduleError, match="Opaque nccl"):
         encode(Schedule(ANY, 0, (Opaque(queue=Queue.COMPUTE, name="nccl"),)))
-    with pytest.raises(ScheduleError, match="opcode 8"):
-        decode([(8, 0, -1, 0)], ANY, 0)
+    with pytest.raises(ScheduleError, match="opcode 9"):
+        decode([(9, 0, -1, 0)], ANY, 0)
     with pytest.raises(ScheduleError, match=r"compute kind 1 is unknown, expected 0 \(MATMUL\)"):
         decode([(3, 0, -1, 0, 1, 0, 0, 0, 0, 0)], ANY, 0)
     with pytest.raises(ScheduleError, match="1 numbers too many"):

@@ -11,6 +11,7 @@ from functools import lru_cache
 from ..schedule_error import ScheduleError
 from ..steps import Key, Schedule
 from . import (
+    all_to_all,
     fused_collectives,
     pipelined_all_reduce,
     pipelined_gather,
@@ -29,6 +30,7 @@ BUILDERS: dict[str, Callable[[Key, int], Schedule]] = {
     "split_all_gather": whole_collectives.build_all_gather,
     "split_reduce_scatter": whole_collectives.build_reduce_scatter,
     "split_all_reduce": whole_collectives.build_all_reduce,
+    "split_all_to_all": all_to_all.build,
     "point_to_point": point_to_point.build,
     "one_shot_all_gather": fused_collectives.build_all_gather,
     "one_shot_reduce_scatter": fused_collectives.build_reduce_scatter,
@@ -90,5 +92,7 @@ def check_key(key: Key) -> None:
         refuse("a channel has two ends, one slot (chunks) or more, and no matmuls")
     if key.is_fused and (key.chunks or key.independent or key.shard_dim_is_last or key.striped):
         refuse("a fused collective is not cut, and has no matmuls: leave chunks, independent and the layouts as they are")
+    if key.is_all_to_all and key.shard_dim_is_last:
+        refuse("an all_to_all moves rows: leave shard_dim_is_last at False")
     if key.is_split and key.independent:
         refuse("a split collective has no matmuls of its own: leave independent at 0")

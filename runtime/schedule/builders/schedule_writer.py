@@ -74,9 +74,11 @@ class ScheduleWriter:
         """Append a step."""
         self.steps.append(step)
 
-    def wait(self, kind: FlagKind, source: int, index: int = 0, record: int | None = None) -> None:
-        """Make COMPUTE wait for a flag of this call."""
-        self.add(Wait(queue=Queue.COMPUTE, flag=Flag(kind, self.rank, source, index), record=record))
+    def wait(
+        self, kind: FlagKind, source: int, index: int = 0, record: int | None = None, queue: Queue = Queue.COMPUTE
+    ) -> None:
+        """Make a queue wait for a flag of this call."""
+        self.add(Wait(queue=queue, flag=Flag(kind, self.rank, source, index), record=record))
 
     def wait_slot_free(self, peer: int, queue: Queue = Queue.COPY) -> None:
         """Make `queue` wait until `peer` has read its slot's previous contents."""
