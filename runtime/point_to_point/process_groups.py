@@ -9,10 +9,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from ub_overlap import _c10d_compat, _torch_compat
 
-from .. import errors
 from ..extension import extension
 from ..session.group_argument import Group, name_of
 from . import connect as connect  # sets the callback that makes channels
@@ -22,24 +22,16 @@ BACKEND = "ub_overlap"
 
 
 def make_group(group: Group = None, *, timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """Return a new process group of the ranks of `group`, which sends and receives through channels.
+    """Return a new process group of the ranks of `group`, in their order, which sends and receives through channels.
 
     Its collectives are those of gloo and NCCL. Pass it to `PipelineStage(group=...)`: schedules use it unchanged, and
     `batch_isend_irecv` too. Messages of a pair of ranks need the same order, dtype, bytes and tag on both ends.
     `group`: a ProcessGroup, a dim of a DeviceMesh, (mesh, dim), or None for the world. Collective over its ranks, not over the
     world. `timeout`: of the collectives; messages have the deadline of a step.
     """
-    members = _torch_compat.group_of(name_of(group))
-    ranks = dist.get_process_group_ranks(members)
-    made: Any = dist.new_group(ranks, timeout=timeout, backend=BACKEND, use_local_synchronization=True)
-    if dist.get_process_group_ranks(made) != ranks:
-        raise errors.OptionError(
-            "the ranks of a group for messages must be sorted",
-            where="ub_overlap.pipeline.make_group",
-            got=f"global ranks {ranks}",
-            fix="order the devices of the mesh by rank",
-        )
-    return made
+    name = name_of(group)
+    limit = default_pg_timeout if timeout is None else timeout
+    return _torch_compat.new_group_like(_torch_compat.group_of(name), BACKEND, limit, f"messages of {name}")
 
 
 def _create(options: Any, nccl_options: Any) -> Any:

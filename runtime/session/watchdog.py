@@ -43,7 +43,7 @@ class Watchdog:
         self, period_s: float = 0.25, on_start: Callable[[], None] | None = None, on_poll: Callable[[], None] | None = None
     ) -> None:
         self.period_s = period_s
-        self._on_start, self._on_poll = on_start, on_poll
+        self._on_start, self._on_poll = on_start, [on_poll] if on_poll else []
         self._lock = threading.Lock()
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
         self._failed: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -70,6 +70,12 @@ class Watchdog:
                 name = "ub_overlap-watchdog"
                 self._thread = threading.Thread(target=self._run, args=(self._stopping,), name=name, daemon=True)
                 self._thread.start()
+
+    def call_at_poll(self, callback: Callable[[], None]) -> None:
+        """Let the thread call `callback` each time, too. Idempotent."""
+        with self._lock:
+            if callback not in self._on_poll:
+                self._on_poll.append(callback)
 
     def stop(self) -> None:
         """End the thread and those that free memory. The next `watch` starts it again."""
@@ -101,8 +107,10 @@ class Watchdog:
 
     def poll(self) -> None:
         """Check every session once. A session that has failed is only watched for its end."""
-        if self._on_poll:
-            self._on_poll()
+        with self._lock:
+            callbacks = list(self._on_poll)
+        for callback in callbacks:
+            callback()
         with self._lock:
             sessions = [session for session in self._watched if session not in self._failed]
         for session in sessions:
@@ -119,6 +127,6 @@ class Watchdog:
 
 
 _watchdog = Watchdog(on_start=flight.catch_signal, on_poll=flight.dump_if_signalled)
-start, watch = _watchdog.start, _watchdog.watch
+start, watch, call_at_poll = _watchdog.start, _watchdog.watch, _watchdog.call_at_poll
 os.register_at_fork(after_in_child=_watchdog.reset_after_fork)
 os.register_at_fork(after_in_child=flight.release_signal)

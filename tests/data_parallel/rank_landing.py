@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
+import time
 from typing import Any
 
 import torch
@@ -14,9 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 import ub_overlap
 from tests.runtime.rank_failures import attempt
 from tests.runtime.rank_sessions import C, reset
+from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime import settings
-from ub_overlap.runtime.data_parallel.eager_collectives import OPS
+from ub_overlap.runtime.data_parallel.eager_collectives import OPS, gather_into
 from ub_overlap.runtime.data_parallel.landing_slots import LandingSlots
+from ub_overlap.runtime.data_parallel.served_groups import ServedGroups
 from ub_overlap.runtime.functional import initialize_group
 
 from .rank_fsdp import comms, sharded, train
@@ -128,3 +132,25 @@ class _Dies:
 
     def __call__(self, **_: Any) -> None:
         os._exit(0)
+
+
+def own_groups(rank: int, world: int) -> dict[str, Any]:
+    """The group of ours for a user's group whose ranks are in another order, and in different numbers of groups."""
+    dist.new_group([0, 1])  # rank 2 is not in it
+    order = [2, 0, 1]
+    unsorted = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
+    group: Any = dist.new_group(order, **unsorted)
+    served, device = ServedGroups("test"), torch.device("cpu")
+    name = served.serve(group, device)
+    out = torch.zeros(world)
+    gather_into(out, torch.full((1,), float(group.rank())), name, "/own")
+    found: dict[str, Any] = {"gathered": out.tolist(), "again": served.serve(group, device) == name}
+    dist.barrier()
+    dist.destroy_process_group(group)  # `group` still refers to it
+    deadline = time.monotonic() + 10
+    while any(session.group == name for session in C.sessions()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    found["freed"] = all(session.group != name for session in C.sessions())
+    found["next"] = ServedGroups("test").serve(dist.new_group(list(range(world))), device) not in ("", name)
+    found["destroyed"] = name not in (one.group_name for one in compat.process_groups())
+    return found

@@ -44,6 +44,12 @@ def test_results_are_landing_memory(pool2: RankPool) -> None:
     assert pool2.run(rank_landing.uses_landing_memory, timeout=60) == [[], []]
 
 
+def test_own_groups(pool3: RankPool) -> None:
+    """The order of the user's ranks, whatever groups they are in; freed with the user's group."""
+    want = {"gathered": [0.0, 1.0, 2.0], "again": True, "freed": True, "next": True, "destroyed": True}
+    assert pool3.run(rank_landing.own_groups, timeout=60) == [want] * 3
+
+
 def test_a_rank_that_keeps_a_result() -> None:
     """Ranks that choose different slots get an error that names the site, not a hang."""
     found = run_ranks("tests.data_parallel.rank_landing:keeps_a_result", 2, args=(STEP,), timeout=60)

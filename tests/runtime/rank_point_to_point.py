@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -217,6 +218,20 @@ def c10d(rank: int, world: int) -> list[str]:
     if not attempt(lambda: dist.recv(torch.zeros(1), group=group))["text"].startswith("a channel has one source"):
         wrong.append("recv from any rank was not refused")
     return wrong
+
+
+def unequal_groups(rank: int, world: int) -> list[float]:
+    """Groups for messages of ranks that are in different numbers of groups; the second one of the same ranks too."""
+    dist.new_group([0, 1])  # rank 2 is not in it
+    got = []
+    for turn in range(2):
+        group = ub_overlap.pipeline.make_group(dist.group.WORLD, timeout=timedelta(seconds=10))
+        out = torch.zeros(1)
+        sent = dist.isend(torch.full((1,), float(rank + 10 * turn)), group=group, group_dst=(rank + 1) % world)
+        dist.recv(out, group=group, group_src=(rank - 1) % world)
+        sent.wait()
+        got.append(out.item())
+    return got
 
 
 def c10d_mismatch(rank: int, world: int) -> dict[str, Any]:

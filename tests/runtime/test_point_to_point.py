@@ -75,6 +75,10 @@ def test_torch_distributed_uses_channels(pools: dict[int, RankPool], world: int)
     assert pools[world].run(ranks.c10d, timeout=60) == [[]] * world
 
 
+def test_ranks_in_different_numbers_of_groups(pools: dict[int, RankPool]) -> None:
+    assert pools[3].run(ranks.unequal_groups, timeout=60) == [[2.0, 12.0], [0.0, 10.0], [1.0, 11.0]]
+
+
 def test_torch_distributed_raises_our_errors(pools: dict[int, RankPool]) -> None:
     _, receiver = pools[2].run(ranks.c10d_mismatch, timeout=60)
     assert receiver["error"] == "ShapeMismatchError", receiver
