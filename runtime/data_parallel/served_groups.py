@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ub_overlap import _torch_compat as compat
+from ub_overlap._c10d_compat import new_group_like
 
 from .. import settings
 from ..functional.arena import initialize_group
@@ -108,7 +109,7 @@ def _find_own_group(group: ProcessGroup, device: torch.device) -> tuple[str, str
     if not session.slot_bytes:
         return "", str(session.core.reason)
     limit = timedelta(seconds=settings.current().init_timeout_s)
-    made = compat.new_group_like(group, "gloo", limit, f"data parallelism of {name}")
+    made = new_group_like(group, "gloo", limit, f"data parallelism of {name}")
     initialize_group(made.group_name, 1, device=device)
     _own_groups.append(_OwnGroup(weakref.ref(group), device.type, made))
     watchdog.call_at_poll(release_orphans)

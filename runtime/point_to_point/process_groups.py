@@ -31,7 +31,7 @@ def make_group(group: Group = None, *, timeout: timedelta | None = None) -> dist
     """
     name = name_of(group)
     limit = default_pg_timeout if timeout is None else timeout
-    return _torch_compat.new_group_like(_torch_compat.group_of(name), BACKEND, limit, f"messages of {name}")
+    return _c10d_compat.new_group_like(_torch_compat.group_of(name), BACKEND, limit, f"messages of {name}")
 
 
 def _create(options: Any, nccl_options: Any) -> Any:

@@ -46,3 +46,25 @@ def make_process_group(options: Any, nccl_options: Any, wrap: Callable[[str], No
     finally:
         _torch_compat.unregister_group(options.group_id)  # torch registers it when it is complete
     return group
+
+
+def new_group_like(group: Any, backend: str, timeout: Any, description: str) -> Any:
+    """Return a new process group with the ranks of `group`, in the same order. Collective over those ranks alone.
+
+    dist.new_group(use_local_synchronization=True) derives the name from the number of groups that this rank is in. Ranks that
+    are in different numbers of groups would wait for each other under different names. Here each rank counts the groups
+    that it has made from `group`, in its Store: a later group of the same name goes on counting.
+    """
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    known: Any = distributed_c10d._world
+    bound: Any = distributed_c10d._get_default_group()
+    store, ranks, rank = _torch_compat.store_of(group), dist.get_process_group_ranks(group), group.rank()
+    number = store.add(f"ub_overlap/groups/{rank}", 1)
+    made, _ = _torch_compat.new_named_group(
+        len(ranks), rank, ranks, dist.Backend(backend), store, f"{group.group_name}.ub_overlap.{number}",
+        timeout=timeout, device_id=bound.bound_device_id, group_desc=description,
+    )  # fmt: skip
+    known.pg_group_ranks[made] = {global_rank: index for index, global_rank in enumerate(ranks)}
+    return made
