@@ -56,15 +56,13 @@ def new_group_like(group: Any, backend: str, timeout: Any, description: str) -> 
     that it has made from `group`, in its Store: a later group of the same name goes on counting.
     """
     import torch.distributed as dist
-    from torch.distributed import distributed_c10d
 
-    known: Any = distributed_c10d._world
-    bound: Any = distributed_c10d._get_default_group()
+    world: Any = dist.group.WORLD
     store, ranks, rank = _torch_compat.store_of(group), dist.get_process_group_ranks(group), group.rank()
     number = store.add(f"ub_overlap/groups/{rank}", 1)
     made, _ = _torch_compat.new_named_group(
         len(ranks), rank, ranks, dist.Backend(backend), store, f"{group.group_name}.ub_overlap.{number}",
-        timeout=timeout, device_id=bound.bound_device_id, group_desc=description,
+        timeout=timeout, device_id=world.bound_device_id, group_desc=description,
     )  # fmt: skip
-    known.pg_group_ranks[made] = {global_rank: index for index, global_rank in enumerate(ranks)}
+    _torch_compat.c10d_world.pg_group_ranks[made] = {global_rank: index for index, global_rank in enumerate(ranks)}
     return made

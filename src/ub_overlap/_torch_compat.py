@@ -60,6 +60,7 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "_dtypes_of_numbers": ("torch.distributed._symmetric_memory:_maybe_convert_scalar_types_to_dtypes",),
     "new_fake_group": ("torch.testing._internal.distributed.fake_pg:_create_fake_pg",),
     "new_named_group": ("torch.distributed.distributed_c10d:_new_process_group_helper",),
+    "c10d_world": ("torch.distributed.distributed_c10d:_world",),
     "all_gather_with_gradient": ("torch.distributed._functional_collectives:all_gather_tensor_autograd",),
     # torch.distributed.fsdp.fully_shard (FSDP2)
     "FSDPAllGather": ("torch.distributed.fsdp._fully_shard._fsdp_api:AllGather",),
