@@ -2,8 +2,9 @@
 
 Fusing the nodes of a site into one op is legal when no path leaves the site and comes back. `FusionOrder.fuse` proves that.
 It moves the site behind its last input, moves everything that needs its results behind the site, and moves nothing else.
-Proof and move look only at the stretch between the site's first node and its last input. So their cost is linear in the
-size of the graph.
+Proof and move look only at the stretch between the site's first node and its last input or last node. So views stand directly
+behind what they view: a forward saves views of gathered weights at its end, and each site would reach there. The cost is then
+linear in the size of the graph.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Collection
 
 from torch.fx import Graph, Node
 
-from ..graph.aten import is_mutable, is_random, readers
+from ..graph.aten import alias_base, is_mutable, is_random, readers
 from ..plan.reasons import Reason
 from .site import Miss
 
@@ -21,8 +22,8 @@ class FusionOrder:
     """The order of a graph's nodes, with the sites fused so far as single items."""
 
     def __init__(self, graph: Graph) -> None:
-        self.items: list[Node] = list(graph.nodes)
-        self.position: dict[Node, int] = {n: i for i, n in enumerate(graph.nodes)}
+        self.items: list[Node] = _with_early_views(graph)
+        self.position: dict[Node, int] = {n: i for i, n in enumerate(self.items)}
         self._writes = {n for n in self.items if is_mutable(n)}
         self._random = {n for n in self.items if is_random(n)}
         self._fused: dict[Node, tuple[Node, ...]] = {}
@@ -68,14 +69,11 @@ class FusionOrder:
             inputs.update(self._fused.get(i, ()))
         return inputs
 
-    def _last(self, inside: set[Node], inputs: set[Node]) -> int:
-        return max(self.position[n] for n in (*inputs, *inside))
-
     def conflicts(self, members: Collection[Node]) -> set[Node]:
         """Return the nodes outside that a member needs and that need a member. Empty: the members can be fused."""
         inside = set(members)
         inputs = self._inputs(inside)
-        return self._after(inside, self._last(inside, inputs)) & inputs
+        return self._after(inside, max((self.position[n] for n in inputs), default=-1)) & inputs
 
     def _after(self, inside: set[Node], last: int) -> set[Node]:
         """Nodes up to position `last`, outside of `inside`, that need elements of a member (not only its sizes)."""
@@ -98,7 +96,7 @@ class FusionOrder:
         if any(m in self._fused for m in members):
             return Miss(Reason.MATMUL_TAKEN, "a node of the site belongs to another site")
         inputs = self._inputs(inside)
-        first, last = min(self.position[m] for m in members), self._last(inside, inputs)
+        first, last = min(self.position[m] for m in members), max(self.position[n] for n in (*inputs, *inside))
         after = self._after(inside, last)
         if crossing := after & inputs:
             name = min(crossing, key=self.position.__getitem__).name
@@ -122,3 +120,21 @@ class FusionOrder:
         self.items[first : first + len(nodes)] = nodes
         for i, n in enumerate(nodes, first):
             self.position[n] = i
+
+
+def _with_early_views(graph: Graph) -> list[Node]:
+    """Return the nodes in graph order, but views of what the graph computes directly behind it."""
+    views: dict[Node, list[Node]] = {}
+    order: list[Node] = []
+    for n in graph.nodes:
+        base = alias_base(n) if len(n.all_input_nodes) == 1 and not is_mutable(n) else None
+        if base is not None and base.op != "placeholder":
+            views.setdefault(base, []).append(n)
+        else:
+            order.append(n)
+    todo, order = order[::-1], []
+    while todo:
+        n = todo.pop()
+        order.append(n)
+        todo += reversed(views.get(n, ()))
+    return order

@@ -179,14 +179,14 @@ class _Planner:
     costs: SiteCosts
     splits: dict[int, SplitCandidate]
     _clock: list[float] = field(init=False)
-    """Microseconds of the graph's nodes, in graph order."""
+    """Microseconds of the graph's nodes, in the order with nothing fused."""
     _plain_order: FusionOrder = field(init=False)
     """The order with nothing fused."""
 
     def __post_init__(self) -> None:
         times = NodeTimes.of(self.graph, self._profile(), self.costs.hints)
-        self._clock = [times.us(n) for n in self.graph.nodes]
         self._plain_order = FusionOrder(self.graph)
+        self._clock = [times.us(n) for n in self._plain_order.items]
 
     def _profile(self) -> Profile:
         """Return the profile of the first window."""
@@ -264,7 +264,7 @@ class _Planner:
 
     def _items(self, assignments: Sequence[Assignment], order: FusionOrder, split: set[int]) -> list[Item]:
         """Return the nodes in `order` with their times. A fused site has its time at its first node."""
-        clock = dict(zip(self.graph.nodes, self._clock, strict=True))
+        clock = dict(zip(self._plain_order.items, self._clock, strict=True))
         items = {n: Item(us) for n, us in clock.items()}
         for i, (candidate, assignment) in enumerate(zip(self.candidates, assignments, strict=True)):
             c = candidate.collective
