@@ -40,7 +40,7 @@ from .graph.source_location import calling_line
 from .joint.activation_memory import apply_save_policy
 from .joint.merge.merge_amax_reductions import merge_amax_reductions
 from .joint.merge.merge_collectives import may_merge, merge_collectives
-from .joint.scatter_first import scatter_first
+from .joint.scatter_first import mesh_signature, scatter_first
 from .match.amax_reductions import mark_amax_reductions
 from .options import Options
 from .reports.history import HISTORY
@@ -86,9 +86,10 @@ class _Pass(compat.custom_graph_pass()):  # type: ignore[misc]
             return None
         profiles = signature(self.options.profile, tuple(sorted(transport.executor_devices())))
         merges = settings.current().merge_collectives
+        dims = mesh_signature() if self.options.scatter_first else ()
         key = (
             self.options.key(), merges, astuple(self.inputs), torch.__version__, transport.transport_signature(), profiles,
-            compat.is_in_compiled_autograd(),
+            compat.is_in_compiled_autograd(), dims,
         )  # fmt: skip
         return (type(self).__name__, _sources(), *key)
 

@@ -6,13 +6,14 @@ Inductor's decomposed ops, AOTAutograd's plain ones, and einsum's permutes of si
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from dataclasses import dataclass
 from enum import Enum, auto
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, GraphModule, Node
 
 from ub_overlap import _torch_compat as compat
 
@@ -132,6 +133,16 @@ def dim_of(node: Node, index: int = 1) -> int:
     assert isinstance(dim, int)
     first = pieces_of(node)[0] if node.target is aten.cat.default else node_arg(node)
     return dim % len(shape_of(first))
+
+
+def subgraphs_of(node: Node) -> list[Graph]:
+    """Return the graphs that a higher-order op calls, e.g. of invoke_subgraph or cond."""
+    owner = node.graph.owning_module
+    if node.op != "call_function" or owner is None:
+        return []
+    targets = [str(i.target) for i in node.all_input_nodes if i.op == "get_attr"]
+    modules = [functools.reduce(getattr, target.split("."), owner) for target in targets]
+    return [module.graph for module in modules if isinstance(module, GraphModule)]
 
 
 def readers(node: Node) -> list[Node]:

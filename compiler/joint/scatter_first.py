@@ -143,6 +143,15 @@ def mesh_dim(ranks: Sequence[int], rank: int) -> MeshDim | None:
     return dim if list(ranks) == [rank + (i - at) * dim.stride for i in range(dim.size)] else None
 
 
+def mesh_signature() -> tuple[str, ...]:
+    """Return the mesh dims of all groups by name, for cache keys: names do not tell the ranks.
+
+    Ranks of one mesh have equal dims, so they share cached graphs.
+    """
+    dims = {g.group_name: mesh_dim(compat.group_ranks(g.group_name), dist.get_rank()) for g in compat.process_groups()}
+    return tuple(sorted(f"{name}:{dim}" for name, dim in dims.items()))
+
+
 def _reorder(graph: Graph, pair: _Pair) -> None:
     reduce, scatter = pair.reduce, pair.scatter
     assert reduce.wait is not None and scatter.wait is not None and reduce.group is not None and scatter.group is not None

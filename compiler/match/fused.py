@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from ..graph.aten import Effect, aten, dtype_of, element_effect, readers, shape_of
-from ..graph.sizes import is_same, is_same_shape, numel
+from ..graph.sizes import divide, is_same, is_same_shape, numel
 from ..plan.reasons import Reason
 from .collectives import Collective, Op
 from .norm import Norm, find_norm
@@ -36,12 +36,20 @@ def match_fused(c: Collective) -> Fused | Miss:
         return Miss(Reason.DTYPE_UNSUPPORTED, f"no fused collective of {dtype}")
     if c.reduce_op not in ("sum", "avg", ""):
         return Miss(Reason.REDUCE_OP_UNSUPPORTED, f"reduces with {c.reduce_op!r}; sum and avg are fused")
-    if not _is_whole(shape_of(c.input)[-1] if shape_of(c.input) else 1, dtype):
+    if not _is_whole(_row_of(c), dtype):
         return Miss(Reason.LAYOUT, f"its rows are no multiple of {_VECTOR} bytes")
     alone = Fused(c)
     if c.op is Op.ALL_GATHER:
         return alone
     return _with_norm(_with_residual(alone))
+
+
+def _row_of(c: Collective) -> object:
+    """Return the elements of one row: of the part of one rank, where a vector is scattered."""
+    shape = shape_of(c.input)
+    if not shape:
+        return 1
+    return divide(shape[0], c.ranks) if c.op is Op.REDUCE_SCATTER and len(shape) == 1 else shape[-1]
 
 
 def _is_whole(cols: object, dtype: torch.dtype) -> bool:
@@ -83,8 +91,8 @@ def _with_norm(site: Fused) -> Fused:
         norm = find_norm(at)
         if norm is not None and _fits(site, at, norm):
             inside = {*views, *norm.nodes}
-            absorbed = all(reader in inside for view in views for reader in readers(view))
-            return replace(site, norm=norm, views=tuple(views) if absorbed else ())
+            is_closed = all(reader in inside for view in views for reader in readers(view))
+            return replace(site, norm=norm, views=tuple(views)) if is_closed else site
         following = [n for n in readers(at) if (e := element_effect(n)) is not None and e.kind is Effect.SAME]
         if len(following) != 1:
             return site

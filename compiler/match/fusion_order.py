@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 from torch.fx import Graph, Node
 
-from ..graph.aten import alias_base, is_mutable, is_random, readers
+from ..graph.aten import alias_base, c10d, is_mutable, is_random, readers
 from ..plan.reasons import Reason
 from .site import Miss
 
@@ -123,11 +123,12 @@ class FusionOrder:
 
 
 def _with_early_views(graph: Graph) -> list[Node]:
-    """Return the nodes in graph order, but views of what the graph computes directly behind it."""
+    """Return the nodes in graph order, but views of what the graph computes directly behind it. Waits keep their places."""
     views: dict[Node, list[Node]] = {}
     order: list[Node] = []
     for n in graph.nodes:
-        base = alias_base(n) if len(n.all_input_nodes) == 1 and not is_mutable(n) else None
+        is_view = len(n.all_input_nodes) == 1 and not is_mutable(n) and n.target is not c10d.wait_tensor.default
+        base = alias_base(n) if is_view else None
         if base is not None and base.op != "placeholder":
             views.setdefault(base, []).append(n)
         else:

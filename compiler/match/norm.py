@@ -73,14 +73,14 @@ def _spelled_out(x: Node) -> Iterator[Norm]:
         lead = () if is_wide else (wide,)
         for factor in {r: None for n in readers(wide) for r in _inputs(n) if r.target is aten.rsqrt.default}:
             yield from _rms(x, wide, factor, lead)
-        for centered in (n for n in readers(wide) if n.target is aten.sub.Tensor and n.args[0] is wide):
+        for centered in (n for n in readers(wide) if n.target is aten.sub.Tensor and n.args[0] is wide and not n.kwargs):
             yield from _layer(x, wide, centered, lead)
 
 
 def _rms(x: Node, wide: Node, factor: Node, lead: tuple[Node, ...]) -> Iterator[Norm]:
     total = _inputs(factor)[0]
     mean, epsilon = _plus_constant(total)
-    if mean is None or mean.target is not aten.mean.dim or not _is_last_dim(mean, x):
+    if mean is None or mean.target is not aten.mean.dim or not _is_last_dim(mean, x) or dtype_of(mean) is not torch.float32:
         return
     square = _inputs(mean)[0]
     squared = square.target in _SQUARES and square.args == (wide, 2)
@@ -123,7 +123,7 @@ def _tail(kind: str, x: Node, product: Node, epsilon: float, nodes: tuple[Node, 
         elif weight is None and bias is None and node.target is aten.mul.Tensor and (w := _vector(node, at, x)) is not None:
             weight = w
         elif bias is None and node.target is aten.add.Tensor and not node.kwargs and (b := _vector(node, at, x)) is not None:
-            if rounds:  # a sum in the narrow type rounds twice
+            if dtype_of(at) is not torch.float32:  # a sum in the narrow type rounds twice
                 break
             bias = b
         else:

@@ -4,7 +4,8 @@
 
 The lead are the casts and views in front of the collective, the trail those behind it. They move with the start and with the
 finish. So the gather of a parameter may start anywhere before its first reader, and the reduction of a gradient may finish as
-late as the graph. Nothing else moves. Writes to the memory that is sent bound the window on both sides.
+late as the graph. Nothing else moves. Writes to the memory that is sent bound the window on both sides, as do calls of
+subgraphs that communicate: their split collectives use the same slots.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from ..graph.aten import (
     readers,
     shape_of,
     storage_node,
+    subgraphs_of,
     tensor_of,
 )
 from ..graph.sizes import is_same_shape
 from ..joint.joint_decision import joint_decision
-from .collectives import Collective, Op
+from .collectives import Collective, Op, is_collective
 from .fusion_order import FusionOrder
 from .widening_cast import moved_tensors
 
@@ -53,6 +55,8 @@ class Window:
     """The first nodes that compute with the result, or return it."""
     writes: tuple[Node, ...]
     """Nodes that write to the memory that is sent, or to what it is made of."""
+    calls: tuple[Node, ...] = ()
+    """Calls of subgraphs that communicate."""
 
     def is_at_the_edge(self, parameters: Collection[Node] | None) -> bool:
         """Return whether it gathers a parameter, or reduces what only the graph's output reads: as data parallelism does.
@@ -77,8 +81,8 @@ class Window:
         if any(n in moving for n in (*self.sources, *self.lead)):
             first = max(first, own)
         last = min([order.span(node)[0] for node in self.readers], default=len(order.items) - 1)
-        for write in self.writes:
-            at = order.position[write]
+        for barrier in (*self.writes, *self.calls):
+            at = order.position[barrier]
             first, last = (max(first, at + 1), last) if at < own else (first, min(last, at))
         return min(first, last), last
 
@@ -88,6 +92,7 @@ class WindowFinder:
 
     def __init__(self, graph: Graph) -> None:
         self._writes = [(n, {storage_node(i) for i in n.all_input_nodes}) for n in graph.nodes if is_mutable(n)]
+        self._calls = tuple(n for n in graph.nodes if any(map(_communicates, subgraphs_of(n))))
 
     def find(self, c: Collective) -> Window:
         """Return the window of `c`, which has a wait."""
@@ -97,7 +102,16 @@ class WindowFinder:
         accumulated = [other for n in trail if (other := _accumulator(n)) is not None]
         memory = {storage_node(n) for n in (*lead, *sources, *accumulated)}
         writes = tuple(n for n, bases in self._writes if bases & memory)
-        return Window(c, lead, sources, trail, first_readers, writes)
+        return Window(c, lead, sources, trail, first_readers, writes, self._calls)
+
+
+def _communicates(graph: Graph) -> bool:
+    """Return whether a subgraph has collectives, or ops that have replaced them, in whatever depth."""
+    return any(
+        is_collective(n) or getattr(n.target, "namespace", "") == "ub_overlap" or any(map(_communicates, subgraphs_of(n)))
+        for n in graph.nodes
+        if n.op == "call_function"
+    )
 
 
 def _lead_of(c: Collective) -> _Lead:
@@ -143,7 +157,8 @@ def _trail_of(wait: Node) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
     while todo:
         node = min(todo)  # the first in graph order: what it reads was seen before
         todo.remove(node)
-        if all(source in inside for source in _passed(node) or (None,)):
+        gives_size = any(user.target is aten.sym_size.int for user in node.users)  # to nodes that do not move
+        if not gives_size and all(source in inside for source in _passed(node) or (None,)):
             inside[node] = None
             todo.update(n for n in readers(node) if n not in inside and n not in others)
         else:

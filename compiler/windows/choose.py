@@ -20,9 +20,9 @@ from ..cost.predict import Prediction
 from ..cost.profile import Profile
 from ..cost.site_sizes import shape_of_site
 from ..cost.split_time import SplitTimes, split_times
-from ..graph.aten import shape_of
+from ..graph.aten import PADS, alias_base, shape_of
 from ..graph.sizes import evaluate_size, numel
-from ..match import Candidate, Miss, Split
+from ..match import Candidate, Miss, Reduction, Split
 from ..match.collectives import Collective, Op
 from ..match.fusion_order import FusionOrder
 from ..match.window import Window, WindowFinder, moving_nodes
@@ -162,12 +162,28 @@ def _memory(window: Window, costs: SiteCosts) -> tuple[int, int]:
     """
     c = window.collective
     elements = evaluate_size(numel(shape_of(c.input)), costs.hints) or 0
-    is_parameter = all(n.op == "placeholder" for n in window.sources) and not window.lead
+    copies = [n for n in window.lead if alias_base(n) is None and n.target not in PADS]  # ranks with a full shard do not pad
+    is_parameter = all(n.op == "placeholder" for n in window.sources) and not copies
     sent = elements * c.narrow_dtype.itemsize
     landing = sent * c.ranks if c.op is Op.ALL_GATHER else sent
     if c.op is Op.REDUCE_SCATTER and c.hosts > 1:
         landing //= c.ranks
     return landing, 0 if is_parameter else sent
+
+
+def _next_to_collectives(graph: Graph, candidates: Sequence[Candidate]) -> set[Node]:
+    """Return the nodes that move, cast, scale or add to what collectives send and return.
+
+    They may differ between ranks: one pads its shard of an uneven parameter, one adds a bias.
+    """
+    finder, found = WindowFinder(graph), set[Node]()
+    for candidate in candidates:
+        if candidate.collective.op is not None and candidate.collective.wait is not None:
+            window = finder.find(candidate.collective)
+            found.update(window.lead, window.trail)
+        if isinstance(candidate.match, Reduction):
+            found.update(candidate.match.inner, candidate.match.view_chain)
+    return found
 
 
 @dataclass(slots=True)
@@ -184,7 +200,7 @@ class _Planner:
     """The order with nothing fused."""
 
     def __post_init__(self) -> None:
-        times = NodeTimes.of(self.graph, self._profile(), self.costs.hints)
+        times = NodeTimes.of(self.graph, self._profile(), self.costs.hints, _next_to_collectives(self.graph, self.candidates))
         self._plain_order = FusionOrder(self.graph)
         self._clock = [times.us(n) for n in self._plain_order.items]
 

@@ -61,10 +61,12 @@ def _is_safe(user: Node) -> bool:
 def release_position(window: Window, found: Sequence[Node], order: FusionOrder, moving: Mapping[Node, object]) -> int | None:
     """Return the position in `order` before which the result may be released, at its finish or later.
 
-    None where a reader moves with the finish of another window. `found`: of `find_readers`.
+    None where a reader moves with the finish of another window, or where the slot would be taken during a call that bounds the
+    window. `found`: of `find_readers`.
     """
     own = {window.collective.wait, *window.trail}
     others = [n for n in found if n not in own]
     if any(n in moving for n in others):
         return None
-    return max((order.span(n)[1] + 1 for n in others), default=0)
+    release, begin = max((order.span(n)[1] + 1 for n in others), default=0), order.position[window.collective.node]
+    return None if any(begin < order.position[call] < release for call in window.calls) else release

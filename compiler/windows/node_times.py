@@ -3,12 +3,14 @@
     matmul              the cost model's (cost/matmul_time.py)
     ops with a formula  operations of torch's flop counter (attention, convolutions, batched matmuls) at a share of the rate
     other ops           bytes read and written at the rate of memory; nothing for views and for what is fused into its readers
+    around collectives  nothing: casts, pads and sums next to one may differ between ranks, and the clock must not
 
 Only the sum over some milliseconds matters: a start or a finish moves by a few nodes where a time is wrong.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,20 +34,24 @@ EFFICIENCY = 0.6
 
 @dataclass(slots=True)
 class NodeTimes:
-    """Times of the nodes of one graph. `inner`: nodes that are computed in the kernels of their readers."""
+    """Times of the nodes of one graph. `inner`: nodes that are computed in the kernels of their readers. `untimed`: nodes that
+    other ranks may not have."""
 
     profile: Profile
     hints: Hints
     inner: set[Node]
+    untimed: Collection[Node] = ()
     _known: dict[tuple[Any, ...], float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, graph: Graph, profile: Profile, hints: Hints) -> NodeTimes:
-        fused = {n for n in graph.nodes if is_fused(n)}
-        return cls(profile, hints, {n for n in fused if n.users and all(u in fused for u in n.users)})
+    def of(cls, graph: Graph, profile: Profile, hints: Hints, untimed: Collection[Node] = ()) -> NodeTimes:
+        fused = {n for n in graph.nodes if is_fused(n) and n not in untimed}
+        return cls(profile, hints, {n for n in fused if n.users and all(u in fused for u in n.users)}, untimed)
 
     def us(self, node: Node) -> float:
         """Return the microseconds of `node`; 0 for what computes nothing, and for collectives, which are priced apart."""
+        if node in self.untimed:
+            return 0.0
         if node.op != "call_function" or node.meta.get("val") is None or alias_base(node) is not None or is_collective(node):
             return 0.0
         if (matmul := as_matmul(node)) is not None:

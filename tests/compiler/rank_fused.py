@@ -94,12 +94,24 @@ def scattered(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tens
     return hf_rms(hidden, weight), hidden
 
 
+def vector(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """A vector of 16 bytes, of which a rank gets 8."""
+    return funcol.reduce_scatter_tensor(residual.flatten()[: 16 // residual.itemsize].clone(), "sum", 0, world_name())
+
+
 def two_layers(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
     hidden = residual
     for _ in range(2):
         hidden = hidden + reduced(hf_rms(hidden, weight) @ w.t(), w)
         hidden = hidden + reduced(torch.relu(hf_rms(hidden, weight) @ w.t()), w)
     return hf_rms(hidden, weight)
+
+
+def narrow_bias(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """The bias is added to the rounded product, so it is not part of the norm."""
+    hidden = (reduced(x, w) + residual).float()
+    normed = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-5) * weight.float()
+    return normed.to(x.dtype) + bias
 
 
 # Look-alikes: name -> (function, whether the residual is part of the op, whether the norm is).
@@ -150,6 +162,19 @@ def unbiased(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tenso
     return ((hidden - mean) * torch.rsqrt(var + 1e-5)).to(residual.dtype)
 
 
+def mean_twice(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """LayerNorm, but the mean is subtracted twice."""
+    hidden = (reduced(x, w) + residual).float()
+    var, mean = torch.var_mean(hidden, -1, correction=0, keepdim=True)
+    return (torch.sub(hidden, mean, alpha=2) * torch.rsqrt(var + 1e-5)).to(residual.dtype)
+
+
+def view_read(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """The view in front of the norm is read again, so it cannot lie within the op."""
+    rows = reduced(x, w).view(-1, COLS)
+    return F.rms_norm(rows, (COLS,), weight, 1e-6), rows * 2
+
+
 FORMS: dict[str, tuple[Form, bool, str]] = {
     "llama": (llama, True, "rms"),
     "torch_rms": (torch_rms, True, "rms"),
@@ -171,6 +196,9 @@ FORMS: dict[str, tuple[Form, bool, str]] = {
     "other_factor": (other_factor, True, "none"),
     "factor_read": (factor_read, True, "none"),
     "unbiased": (unbiased, True, "none"),
+    "narrow_bias": (narrow_bias, True, "rms"),
+    "mean_twice": (mean_twice, True, "none"),
+    "view_read": (view_read, False, "none"),
 }
 """By name: the function, whether the residual is part of the op, and the norm that is."""
 
@@ -191,7 +219,7 @@ def flat(result: Any) -> list[Tensor]:
 
 def run_form(rank: int, world: int, name: str, strategy: str, inner: str, narrow: bool = True) -> dict[str, Any]:
     """Compile a form with the strategy requested. Return the fused parts of its op, and the difference from eager."""
-    function = two_layers if name == "two_layers" else FORMS[name][0]
+    function = {"two_layers": two_layers, "vector": vector}.get(name) or FORMS[name][0]
     args = inputs(rank, world, torch.bfloat16 if narrow else torch.float32)
     mark = HISTORY.mark()
     options = {"overrides": [{"strategy": strategy}], "inner": inner}

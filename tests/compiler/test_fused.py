@@ -60,3 +60,16 @@ def test_two_shot_is_a_strategy_of_all_reduces(pool2: RankPool, name: str) -> No
         check(found)
         assert found["strategies"] == ["none"]
         assert "two_shot is a strategy of all_reduces" in found["details"][0]
+
+
+def test_rounding_is_kept(pool2: RankPool) -> None:
+    """A bias that is added behind the rounding stays behind it: the bits are eager's."""
+    for found in pool2.run(rank_fused.run_form, "narrow_bias", "one_shot", "aot_eager", timeout=120):
+        assert found["far"] == found["plain"], found
+
+
+def test_a_rank_gets_whole_vectors(pool2: RankPool) -> None:
+    for found in pool2.run(rank_fused.run_form, "vector", "one_shot", "aot_eager", timeout=120):
+        check(found)
+        assert found["strategies"] == ["none"]
+        assert "no multiple of 16 bytes" in found["details"][0]

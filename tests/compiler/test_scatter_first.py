@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from ub_overlap import _torch_compat as compat
 from ub_overlap.compiler.joint.joint_decision import joint_decision
 from ub_overlap.compiler.joint.scatter_first import MeshDim, mesh_dim, scatter_first
 from ub_overlap.compiler.options import Options
+from ub_overlap.compiler.passes import JointPass
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.compiler.reports.report import Report
@@ -249,3 +251,16 @@ def test_the_mesh_is_part_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         assert any(joint_decision(n).reordered == f"2 ranks 1 apart, then 2 ranks {stride} apart" for n in graph.nodes)
         digests.add(decide(graph, Options(overlap="force"), "backward", lambda *_: None).plan.digest)
     assert len(digests) == 2
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_the_mesh_is_part_of_cache_keys(monkeypatch: pytest.MonkeyPatch, is_on: bool) -> None:
+    """Another job may give the same names to groups of other ranks. The ranks of one mesh share their keys."""
+    monkeypatch.setattr(compat, "groups", lambda: ["1:gloo:2", "2:gloo:2"])
+    monkeypatch.setattr(compat, "process_groups", lambda: [SimpleNamespace(group_name=name) for name in "12"])
+    keys = []
+    for rank, groups in ((0, [[0, 1], [0, 2]]), (3, [[2, 3], [1, 3]]), (0, [[0, 1], [0, 3]])):
+        monkeypatch.setattr(compat, "group_ranks", lambda name, g=groups: g[int(name) - 1])
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        keys.append(JointPass(Options(scatter_first=is_on)).uuid())
+    assert keys[0] == keys[1] and (keys[0] != keys[2]) == is_on
