@@ -38,6 +38,7 @@ from .graph.graph_inputs import GraphInputs
 from .graph.joint_graph import drop_unread
 from .graph.source_location import calling_line
 from .joint.activation_memory import apply_save_policy
+from .joint.decompose_collectives import decompose_collectives, may_decompose
 from .joint.merge.merge_amax_reductions import merge_amax_reductions
 from .joint.merge.merge_collectives import may_merge, merge_collectives
 from .joint.scatter_first import mesh_signature, scatter_first
@@ -49,6 +50,7 @@ from .rewrite.part_strides import Outputs
 from .rewrite.rewrite_graph import rewrite
 from .select import decide
 from .unmatched import report_unmatched
+from .windows.widen import widen_windows
 
 log = logging.getLogger(__name__)
 
@@ -95,17 +97,19 @@ class _Pass(compat.custom_graph_pass()):  # type: ignore[misc]
 
 
 class JointPass(_Pass):
-    """Merge and reorder collectives, insert float8 casts, hoist casts before gathers, and apply the memory budget."""
+    """Decompose, merge and reorder collectives, insert and hoist float8 casts, and apply the memory budget."""
 
     def __call__(self, graph: Graph) -> None:
         merges = settings.current().merge_collectives and self.options.overlap != "off" and may_merge(graph)
         has_float8 = bool(graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm.default))
         reorders = self.options.scatter_first and self.options.overlap != "off"
-        may_change = merges or has_float8 or self.options.fp8.is_on or reorders
+        decomposes = self.options.overlap != "off" and may_decompose(graph)
+        may_change = merges or has_float8 or self.options.fp8.is_on or reorders or decomposes
         recorder = SnapshotRecorder(graph, "joint", settings.current().snapshots and may_change)
         recorder.before()
         policy = Policy.of(self.options)
-        changes = self._rewrite(graph, policy, merges, has_float8)
+        decomposed = decompose_collectives(graph) if decomposes else 0
+        changes = {"ops with collectives inside": decomposed, **self._rewrite(graph, policy, merges, has_float8)}
         mark_amax_reductions(graph)
         shards = apply_save_policy(graph, self.options, policy)
         self.joint_snapshot.joint = recorder.after() if any(changes.values()) else None
@@ -171,6 +175,7 @@ class RewritePass(_Pass):
             self._calling_line = calling_line()
         parameters = self.inputs.parameters_in(graph) if self.inputs.is_known else None
         neighbors = self.inputs.neighbors_in(graph)
+        widen_windows(graph, Policy.of(self.options), parameters)
         decided = decide(graph, self.options, phase, transport.unsupported_reason, self._calling_line, neighbors, parameters)
         if not (decided.plan.decisions or decided.plan.casts):
             return

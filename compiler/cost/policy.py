@@ -35,7 +35,8 @@ class Policy:
     may_split: bool = True
     split_bytes: int = 0
     may_zero_copy: bool = False
-    """The options of these names. `may_split`, `may_zero_copy`: the options `split` and `zero_copy` are "auto"."""
+    """The options of these names. `may_split`: `split` is "auto", and `overlap` not "off". `may_zero_copy`: `zero_copy` is
+    "auto"."""
     _profiles: dict[tuple[int | None, str], Profile] = field(default_factory=dict)
 
     @classmethod
@@ -44,8 +45,8 @@ class Policy:
         threshold = 0 if forced else options.min_bytes
         return cls(
             forced, threshold, options.autotune, options.profile, options.fp8.reduce_scatter, options.pack,
-            options.independent_matmuls, options.split == "auto", options.split_bytes,
-            options.zero_copy == "auto",
+            options.independent_matmuls, options.split == "auto" and options.overlap != "off",
+            options.split_bytes, options.zero_copy == "auto",
         )  # fmt: skip
 
     def is_modeled(self, device: str) -> bool:

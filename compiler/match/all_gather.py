@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from ub_overlap.runtime.fp8.numerics import FLOAT8
 
-from ..graph.aten import dtype_of
+from ..graph.aten import dtype_of, readers
 from ..graph.matmul import FLOATS
 from ..joint.joint_decision import joint_decision
 from ..plan.reasons import Reason
@@ -75,10 +75,14 @@ def _wire_dtype(walk: GatherWalk, dtype: torch.dtype) -> torch.dtype | Miss:
 
 
 def _explain_no_matmul(walk: GatherWalk) -> Miss:
-    """Why the gather has no consumer. If the graph returns the gathered tensor, say where else to look."""
+    """Why the gather has no consumer. If the graph only returns the gathered tensor, say where else to look."""
     if why := joint_decision(walk.collective.node).why_unmatched:
         return Miss(*why)
     detail = "no matmul reads the gathered tensor"
-    if any(u.op == "output" for n in walk.aliases for u in n.users):
+    inside = {*walk.aliases, *walk.cuts}
+    others = [u for n in walk.aliases for u in readers(n) if u.op == "call_function" and u not in inside]
+    if others:
+        detail += f": {min(others).name} does"
+    elif any(u.op == "output" for n in walk.aliases for u in n.users):
         detail += ", which leaves the graph: a matmul of another graph may (after a graph break or DDPOptimizer's split)"
     return Miss(Reason.NO_MATMUL, detail)

@@ -38,7 +38,7 @@ def find_candidates(graph: Graph) -> list[Candidate]:
 
 
 def _candidate(c: Collective, position: dict[Node, int], independence: IndependentMatmuls) -> Candidate:
-    result = _match(c, position)
+    result = match_collective(c, position)
     candidate = Candidate(c, miss=result) if isinstance(result, Miss) else Candidate(c, match=result)
     if c.op is not None and c.wait is not None and not is_amax_reduction(c) and dtype_of(c.node).itemsize > 1:
         matched = {p.node for p in candidate.match.matmuls} if candidate.match else set()
@@ -47,7 +47,8 @@ def _candidate(c: Collective, position: dict[Node, int], independence: Independe
     return candidate
 
 
-def _match(c: Collective, position: dict[Node, int]) -> Match | Miss:
+def match_collective(c: Collective, position: dict[Node, int]) -> Match | Miss:
+    """Return the collective with its matmuls, or why there are none. `position`: of each node in the graph."""
     if c.op is None:
         return Miss(Reason.COLLECTIVE_UNSUPPORTED, f"{c.node.target} is not overlapped")
     if c.wait is None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from ..graph.aten import (
+    CUTS,
     aten,
     c10d,
     dtype_of,
@@ -36,6 +37,8 @@ from .collectives import Collective, Op, is_collective
 from .fusion_order import FusionOrder
 from .widening_cast import moved_tensors
 
+PARTS = (*CUTS, aten.slice.Tensor, aten.select.int)
+"""Ops that read a part of a tensor."""
 _Lead = tuple[tuple[Node, ...], tuple[Node, ...]]
 """(lead, sources) of a window."""
 
@@ -69,6 +72,12 @@ class Window:
         if parameters is not None:
             return all(n in parameters for n in tensors)
         return all(n.op == "placeholder" and n.name.startswith(("primals", "arg")) for n in tensors)
+
+    @property
+    def may_differ_by_rank(self) -> bool:
+        """Return whether other ranks may read another part of the result, or nothing: in a ring, in which the rank is a
+        constant of the graph."""
+        return self.collective.op is Op.ALL_GATHER and all(n.target in PARTS for n in self.readers)
 
     def bounds(self, order: FusionOrder, moving: Mapping[Node, object]) -> tuple[int, int]:
         """Return (first, last) positions in `order`: start and finish stand before the items at positions in this range.

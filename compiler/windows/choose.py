@@ -140,7 +140,8 @@ def _find(
             continue
         finder = finder or WindowFinder(graph)
         window = finder.find(c)
-        if not requested and not window.is_at_the_edge(parameters):
+        is_inner = not window.is_at_the_edge(parameters)
+        if not requested and is_inner and (candidate.match is not None or window.may_differ_by_rank):
             continue
         profile = costs.policy.profile(c.ranks, device)
         costs.profiles[profile.digest] = profile

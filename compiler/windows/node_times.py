@@ -22,7 +22,7 @@ from ..cost.matmul_time import matmul_us
 from ..cost.profile import Profile
 from ..cost.site_shape import SIZES
 from ..cost.site_sizes import Hints
-from ..graph.aten import alias_base, dtype_of, storage_node, tensor_of
+from ..graph.aten import alias_base, aten, dtype_of, storage_node, tensor_of
 from ..graph.matmul import as_matmul
 from ..graph.sizes import about, evaluate_size
 from ..match.collectives import is_collective
@@ -30,6 +30,25 @@ from ..select.peak_memory import bytes_of, is_fused
 
 EFFICIENCY = 0.6
 """The share of the matmul rate that attention reaches."""
+_SAME_FORMULA: dict[Any, Any] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
+"""Ops without a formula of torch -> an op with the same arguments."""
+
+
+def _formula(target: Any) -> Any:
+    """Return torch's formula for the operations of an op, None without one."""
+    packet = getattr(target, "overloadpacket", None)
+    return flop_registry.get(target) or flop_registry.get(_SAME_FORMULA.get(packet, packet))
+
+
+def _is_causal(node: Node) -> bool:
+    """Return whether an attention computes half of what its formula counts."""
+    for i, a in enumerate(getattr(getattr(node.target, "_schema", None), "arguments", ())):
+        if a.name == "is_causal":
+            return bool(node.args[i] if i < len(node.args) else node.kwargs.get("is_causal", False))
+    return False
 
 
 @dataclass(slots=True)
@@ -56,7 +75,7 @@ class NodeTimes:
             return 0.0
         if (matmul := as_matmul(node)) is not None:
             return self._matmul_us(matmul)
-        if node.target in flop_registry or getattr(node.target, "overloadpacket", None) in flop_registry:
+        if _formula(node.target) is not None:
             return self._counted_us(node)
         return 0.0 if node in self.inner else self._moved_us(node)
 
@@ -79,10 +98,11 @@ class NodeTimes:
         return self._known[key] / (rates.get(name, rates["bfloat16"]) * 1e6 * EFFICIENCY) + self.profile.compute.launch_us
 
     def _flops(self, node: Node) -> float:
-        formula = flop_registry.get(node.target) or flop_registry[node.target.overloadpacket]  # type: ignore[union-attr]
+        formula = _formula(node.target)
+        assert formula is not None
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))  # type: ignore[misc]
         try:
-            return float(formula(*args, **kwargs, out_val=node.meta["val"]))
+            return float(formula(*args, **kwargs, out_val=node.meta["val"])) * (0.5 if _is_causal(node) else 1.0)
         except (
             TypeError,
             ValueError,

@@ -19,6 +19,7 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "FakeStore": ("torch.testing._internal.distributed.fake_pg:FakeStore",),
     "FakeTensorMode": ("torch._subclasses.fake_tensor:FakeTensorMode",),
     "OpOverload": ("torch._ops:OpOverload",),
+    "HigherOrderOperator": ("torch._ops:HigherOrderOperator",),
     "CustomGraphPass": ("torch._inductor.custom_graph_pass:CustomGraphPass",),
     "compiled_autograd": ("torch._dynamo.compiled_autograd",),
     "aot_autograd": ("torch._dynamo.backends.common:aot_autograd",),

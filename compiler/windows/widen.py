@@ -1,0 +1,204 @@
+"""Widen the windows of collectives in the middle of a graph: independent nodes move between start and first reader.
+
+    q, k, start k, finish k, v, start v, finish v, attention
+becomes
+    k, start k, v, start v, q, finish k, finish v, attention
+
+Activations that no matmul takes as shards (keys and values under context parallelism, tokens of experts) are sent right behind
+what computes them and read at once, so their windows are empty as traced. Two kinds of nodes can fill such a window:
+
+    delayed   nodes in front of the collective that do not feed it: the q projection, a weight gradient
+    advanced  nodes behind its first reader that do not need it: the weight gradients of another projection
+
+As few nodes move as hide the transfer, the nearest first. Collectives, writes, random ops and their order stay. A graph whose
+peak memory would grow too much stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from torch.fx import Graph, Node
+from torch.utils.flop_counter import flop_registry
+
+from ub_overlap import _torch_compat as compat
+
+from ..cost.policy import Policy
+from ..cost.site_sizes import Hints, hints_of, shape_of_site
+from ..cost.split_time import split_times
+from ..graph.aten import c10d, is_mutable, is_random, tensor_of
+from ..match.candidates import match_collective
+from ..match.collectives import Collective, find_collectives, is_collective
+from ..match.site import Miss, Split
+from ..match.window import Window, WindowFinder
+from ..select.peak_memory import PeakMemory
+from .node_times import NodeTimes
+from .placement import SLACK, SLACK_US
+
+REACH = 400
+"""Nodes examined on each side of a window: those of a few layers. Keeps the pass linear in the depth of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Narrow:
+    """A window that may be widened. `transfer_us`: what is to be hidden in it."""
+
+    window: Window
+    transfer_us: float
+
+
+def widen_windows(graph: Graph, policy: Policy, parameters: Collection[Node] | None) -> int:
+    """Reorder `graph` in place. Return the number of nodes that moved.
+
+    `parameters`: as in `Window.is_at_the_edge`. Only where predicted times decide, and split sites may be chosen.
+    """
+    if not policy.may_split:
+        return 0
+    hints = hints_of(graph)
+    narrow = _find_narrow(graph, policy, parameters, hints)
+    if not narrow:
+        return 0
+    c = narrow[0].window.collective
+    times = NodeTimes.of(graph, policy.profile(c.ranks, _device(c)), hints)
+    order = _Order(list(graph.nodes), times.us)
+    for n in narrow:
+        order.widen(n)
+    if not order.moved:
+        return 0
+    before, memory = list(graph.nodes), PeakMemory.of(graph, hints)
+    _arrange(order.items)
+    if PeakMemory.of(graph, hints).peak > memory.limit:
+        _arrange(before)
+        return 0
+    return len(order.moved)
+
+
+def _find_narrow(graph: Graph, policy: Policy, parameters: Collection[Node] | None, hints: Hints) -> list[_Narrow]:
+    """Return the collectives in the middle of the graph that only splitting may hide, in graph order."""
+    finder: WindowFinder | None = None
+    position: dict[Node, int] = {}
+    found = []
+    for c in find_collectives(graph):
+        if c.op is None or c.wait is None or c.group is None or c.ranks < 2 or not policy.is_weighed(_device(c)):
+            continue
+        site = Split(c)
+        if c.hosts == 1 and policy.is_below_threshold(policy.bytes_sent(site)):
+            continue
+        finder = finder or WindowFinder(graph)
+        window = finder.find(c)
+        shape = shape_of_site(site, hints)
+        if shape is None or window.is_at_the_edge(parameters):
+            continue
+        position = position or {n: i for i, n in enumerate(graph.nodes)}
+        if isinstance(match_collective(c, position), Miss):
+            found.append(_Narrow(window, split_times(shape, 0, policy.profile(c.ranks, _device(c))).transfer_us))
+    return found
+
+
+def _device(c: Collective) -> str:
+    value = tensor_of(c.node)
+    return "" if value is None else value.device.type
+
+
+@dataclass(slots=True)
+class _Order:
+    """The order of a graph's nodes while windows are widened, with a clock and the time when the link is free."""
+
+    items: list[Node]
+    us: Callable[[Node], float]
+    moved: set[Node] = field(default_factory=set)
+    link_free: float = 0.0
+    read: list[Node] = field(default_factory=list)
+    """The first readers of earlier windows."""
+    _clock: dict[Node, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._clock = {n: self.us(n) for n in self.items}
+
+    def widen(self, narrow: _Narrow) -> None:
+        """Move as many nodes into one window as hide its transfer, behind the transfers that started earlier."""
+        window = narrow.window
+        position = {n: i for i, n in enumerate(self.items)}
+        at = position[window.collective.node]
+        first = min((position[n] for n in window.readers), default=len(self.items) - 1)
+        begin, hidden = self._sum_us(0, at), self._sum_us(at, first)
+        needed = (max(0.0, self.link_free - begin) + narrow.transfer_us) * (1 + SLACK) + SLACK_US
+        if hidden < needed:
+            delayed = self._find_delayed(position, at, needed - hidden)
+            begin, hidden = begin - self._total_us(delayed), hidden + self._total_us(delayed)
+            self._move(delayed, at + 1)
+        if hidden < needed:
+            position = {n: i for i, n in enumerate(self.items)}
+            self._move(self._find_advanced(position, first, window, needed - hidden), first)
+        self.link_free = max(begin, self.link_free) + narrow.transfer_us
+        self.read += [n for n in window.readers if position[n] == first]
+
+    def _sum_us(self, begin: int, end: int) -> float:
+        return self._total_us(self.items[begin:end])
+
+    def _total_us(self, nodes: Sequence[Node]) -> float:
+        return sum(self._clock[n] for n in nodes)
+
+    def _find_delayed(self, position: dict[Node, int], at: int, missing_us: float) -> list[Node]:
+        """Return nodes in front of the collective at position `at` that may run behind it, in order.
+
+        What fills the window of an earlier collective is not taken from it.
+        """
+        last = max([position[n] for n in self.read if position[n] <= at], default=0)
+        delayed: set[Node] = set()
+        for i in range(at - 1, max(last, at - REACH) - 1, -1):
+            node = self.items[i]
+            if missing_us <= 0 or _is_barrier(node):
+                break
+            if _may_move(node) and all(u in delayed or position[u] > at for u in node.users):
+                delayed.add(node)
+                missing_us -= self._clock[node]
+        return self._worthwhile(delayed, position)
+
+    def _find_advanced(self, position: dict[Node, int], first: int, window: Window, missing_us: float) -> list[Node]:
+        """Return nodes behind the first reader, at position `first`, that may run in front of it, in order."""
+        results = {window.collective.wait, *window.trail}
+        advanced: set[Node] = set()
+        for node in self.items[first : first + REACH]:
+            if missing_us <= 0 or _is_barrier(node):
+                break
+            inputs = node.all_input_nodes
+            if _may_move(node) and all(i in advanced or (position[i] < first and i not in results) for i in inputs):
+                advanced.add(node)
+                missing_us -= self._clock[node]
+        return self._worthwhile(advanced, position)
+
+    def _worthwhile(self, nodes: set[Node], position: dict[Node, int]) -> list[Node]:
+        """Return `nodes` in order; none if they take no time."""
+        return sorted(nodes, key=position.__getitem__) if self._total_us(list(nodes)) > 0 else []
+
+    def _move(self, nodes: list[Node], position: int) -> None:
+        """Move `nodes`, in their order, in front of the item at `position`."""
+        if not nodes:
+            return
+        inside = set(nodes)
+        parts = self.items[:position], nodes, self.items[position:]
+        self.items = [n for part in parts for n in part if part is nodes or n not in inside]
+        self.moved |= inside
+
+
+def _may_move(node: Node) -> bool:
+    if node.op == "get_attr":
+        return True
+    is_plain = node.op == "call_function" and not is_collective(node) and node.target is not c10d.wait_tensor.default
+    return is_plain and not is_mutable(node) and not is_random(node) and not node.is_impure()
+
+
+def _is_barrier(node: Node) -> bool:
+    """Return whether no node may pass `node`: it may write. Of higher-order ops those of attention are known to be pure."""
+    if node.op in ("placeholder", "output") or is_mutable(node):
+        return True
+    return isinstance(node.target, compat.HigherOrderOperator) and node.target not in flop_registry
+
+
+def _arrange(items: Sequence[Node]) -> None:
+    """Put the nodes of a graph in this order."""
+    for before, node in pairwise(items):
+        before.append(node)

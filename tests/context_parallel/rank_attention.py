@@ -1,0 +1,67 @@
+"""Helpers that run on the ranks: train one step under context parallelism and on the whole sequence."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
+
+from tests.context_parallel.cpu_ring import ring_on_cpu
+from tests.context_parallel.model import Net
+from tests.models.compare import uncached
+from ub_overlap.compiler.plan.plan import Plan
+from ub_overlap.compiler.reports.history import HISTORY
+
+POSITIONS, BATCH, WIDTH = 32, 2, 64
+
+
+def train(forward: Any, model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Return the output, the gradient of `x` and those of the parameters."""
+    x = x.clone().requires_grad_()
+    y = forward(x)
+    (y * y).sum().backward()
+    assert x.grad is not None
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def compare_forms(
+    rank: int,
+    world: int,
+    form: str,
+    options: dict[str, Any],
+    rotation: str = "",
+    load_balance: bool = False,
+    causal: bool = False,
+) -> tuple[float, list[Plan]]:
+    """Return the largest difference from training on the whole sequence, and the plans of this rank.
+
+    `rotation`: of torch's ring attention, with which `form` is "sdpa".
+    """
+    mesh = init_device_mesh("cpu", (world,))
+    sequence = torch.randn(BATCH, POSITIONS * world, WIDTH, generator=torch.Generator().manual_seed(5))
+    whole, model = Net("whole", causal), Net(form, causal)
+    expected = train(whole, whole, sequence)
+    mark = HISTORY.mark()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(uncached())
+        own = [sequence.clone(), *(t.clone() for t in expected[:2])]
+        if rotation:
+            stack.enter_context(ring_on_cpu(rotation, load_balance))
+            stack.enter_context(context_parallel(mesh, buffers=own, buffer_seq_dims=[1] * 3))
+        else:
+            own = [t.chunk(world, 1)[rank] for t in own]
+        found = train(torch.compile(model, backend="ub_overlap", options=options), model, own[0].clone())
+        worst = [_difference(a, b) for a, b in zip(found[:2], own[1:], strict=True)]
+    for gradient, reference in zip(found[2:], expected[2:], strict=True):
+        dist.all_reduce(gradient)
+        worst.append(_difference(gradient, reference))
+    return max(worst), HISTORY.since(mark)
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())

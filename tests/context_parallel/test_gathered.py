@@ -1,0 +1,37 @@
+"""All-gathered keys and values: gathers behind the q projection, reduce_scatters of their gradients behind weight gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.context_parallel.machine import write_slow_profile
+from tests.context_parallel.rank_attention import compare_forms
+from tests.harness.ranks import RankPool
+from ub_overlap.compiler.plan.plan import Plan
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder: Path = tmp_path_factory.mktemp("profile")
+    return {"inner": "aot_eager", "profile": write_slow_profile(folder), "min_bytes": 0}
+
+
+def strategies(plans: list[Plan]) -> list[list[str]]:
+    """Return "kind strategy" of each site, by graph."""
+    return [[f"{d.kind.value} {d.strategy}" for d in plan.decisions] for plan in plans]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("form", ["gathered", "flex_op"])
+def test_gathers_are_split(pool2: RankPool, options: dict[str, Any], form: str) -> None:
+    """Results equal those of the whole sequence, and each exchange of both layers starts early and finishes late."""
+    results = pool2.run(compare_forms, form, options, timeout=100)
+    for error, plans in results:
+        assert error < 1e-5
+        assert strategies(plans) == [["all_gather split"] * 4, ["reduce_scatter split"] * 4]
+        for decision in (d for plan in plans for d in plan.decisions):
+            assert decision.window is not None and decision.window.hidden == 1.0, decision.detail
+    assert [plan.digest for plan in results[0][1]] == [plan.digest for plan in results[1][1]]
