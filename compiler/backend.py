@@ -25,6 +25,7 @@ from .graph.in_flight_inputs import has_in_flight_inputs, wait_for_inputs
 from .inductor import apply_bug_patches, estimate_own_ops, register_lowerings
 from .options import Options, parse
 from .passes import HOOKS, JointPass, RewritePass
+from .weight_gradients import inner_compiler, separate_weight_gradients
 
 MOST_FUSED_OPERATIONS = 100
 """Operations up to which Inductor computes a value in its readers' kernels, in float8 graphs. By default it stores a value of
@@ -45,8 +46,10 @@ def ub_overlap(
     ours, theirs = _prepared(options)
     if ours.inner == "aot_eager":
         return _compile_aot_eager(gm, example_inputs, ours)
-    patches = _inductor_options(ours, theirs, mode or ours.mode, GraphInputs.of(example_inputs))
-    return compat.compile_fx(gm, example_inputs, config_patches=patches)
+    facts = GraphInputs.of(example_inputs)
+    patches = _inductor_options(ours, theirs, mode or ours.mode, facts)
+    inner = {"inner_compile": inner_compiler(facts.parameters)} if ours.defer_weight_gradients else {}
+    return compat.compile_fx(gm, example_inputs, config_patches=patches, **inner)
 
 
 def passes(options: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -72,6 +75,13 @@ def passes(options: Mapping[str, Any] | None = None) -> dict[str, Any]:
             got=f"inner={ours.inner!r}",
             expected="inner='inductor'",
             fix="drop inner, or use torch.compile(model, backend='ub_overlap', options=...)",
+        )
+    if ours.defer_weight_gradients:
+        raise OptionError(
+            what="ub_overlap.passes cannot cut a backward graph in two",
+            where="ub_overlap.passes(options)",
+            got="defer_weight_gradients=True",
+            fix="use torch.compile(model, backend='ub_overlap', options=...)",
         )
     return _inductor_options(ours, theirs, ours.mode, GraphInputs(is_known=False))
 
@@ -110,6 +120,12 @@ def _compile_aot_eager(gm: GraphModule, example_inputs: list[Any], ours: Options
         graph.recompile()
         return compat.make_boxed_func(graph.forward)
 
+    def compile_backward(graph: GraphModule, given: list[Any]) -> Callable[..., Any]:
+        parts = separate_weight_gradients(graph, inputs.parameters) if ours.defer_weight_gradients else None
+        if parts is None:
+            return compile_graph(graph, given)
+        return parts.joined(compile_graph(parts.first, given), compile_graph(parts.second, []))
+
     def compile_inference(graph: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         joint(graph.graph)
         return compile_graph(graph, inputs)
@@ -120,6 +136,6 @@ def _compile_aot_eager(gm: GraphModule, example_inputs: list[Any], ours: Options
         return compat.min_cut_rematerialization_partition(graph, *args, **kwargs)
 
     backend = compat.aot_autograd(
-        fw_compiler=compile_graph, bw_compiler=compile_graph, inference_compiler=compile_inference, partition_fn=partition
+        fw_compiler=compile_graph, bw_compiler=compile_backward, inference_compiler=compile_inference, partition_fn=partition
     )
     return backend(gm, example_inputs)

@@ -137,6 +137,11 @@ class Options:
         optional(Check("the name of a shipped profile, or a path", _checked_profile)),
         "`None`, name, path",
     )
+    defer_weight_gradients: bool = typed_field(
+        False,
+        "backward graphs in two parts: gradients of inputs, then of parameters. `ub_overlap.pipeline.Stage` runs the second "
+        "part behind its send, or as the W of a zero-bubble schedule; elsewhere both run at once",
+    )
     autotune: bool = typed_field(
         False, "time the best predicted strategies of a site on its ranks at its first call, and keep the fastest"
     )

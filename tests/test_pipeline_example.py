@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,12 +13,17 @@ import ub_overlap
 from examples.pipeline import train
 from tests.harness.ranks import RankPool
 from ub_overlap.runtime import ops
+from ub_overlap.runtime.deferred_gradients import DeferredGradients
 
 
 def run(rank: int, world: int, arguments: list[str]) -> dict[str, Any]:
     """Train, and return the result with the overlapped sites and whether the stages' messages used channels."""
     torch._dynamo.reset()
-    result = train.train(train.parse(arguments))
+    deferred: list[int] = []
+    add = DeferredGradients.add
+    with mock.patch.object(DeferredGradients, "add", lambda self, *args: deferred.append(1) or add(self, *args)):
+        result = train.train(train.parse(arguments))
+    result["deferred"] = len(deferred)
     groups = [session for session in ops.load().sessions() if ops.load().find_channels(session.group, "cpu") is not None]
     result["channels"] = len(groups)
     overlapped = [site for site, stats in ub_overlap.site_stats().items() if stats.transport == "shared memory"]
@@ -32,6 +38,10 @@ def run(rank: int, world: int, arguments: list[str]) -> dict[str, Any]:
         (2, "--schedule 1F1B --blocks 4"),
         (2, "--schedule Interleaved1F1B --blocks 4 --compile --inner aot_eager"),
         (2, "--schedule ZBVZeroBubble --blocks 4"),
+        (2, "--schedule 1F1B --blocks 4 --compile --inner aot_eager --defer"),
+        (2, "--schedule ZBVZeroBubble --blocks 4 --compile --inner aot_eager --defer"),
+        (2, "--schedule DualPipeV --blocks 4 --compile --inner aot_eager --defer"),
+        (4, "--schedule ZBVZeroBubble --blocks 4 --tp 2 --compile --inner aot_eager --overlap force --defer"),
         (4, "--schedule ZBVZeroBubble --blocks 8"),
         (4, "--schedule Interleaved1F1B --blocks 4 --tp 2 --compile --inner aot_eager --overlap force"),
     ],
@@ -43,5 +53,6 @@ def test_gradients_of_the_first_step(request: pytest.FixtureRequest, world: int,
         assert result["channels"] >= 1, "the messages did not use channels"
         assert result["loss_error"] < 1e-6 and result["gradient_error"] < 1e-5, result
         assert result["losses"] == pytest.approx(results[0]["losses"])
+        assert bool(result["deferred"]) == ("--defer" in arguments), result
         if "force" in arguments:
             assert result["sites"] >= 4, "the stages were compiled, but no collective of theirs was overlapped"

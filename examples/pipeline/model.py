@@ -36,7 +36,7 @@ class ResidualMlp(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-class Stage(nn.Module):
+class StageModule(nn.Module):
     """Consecutive blocks. With a mesh of several ranks, inputs and outputs are this rank's part of the sequence."""
 
     def __init__(self, blocks: dict[str, ResidualMlp], mesh: DeviceMesh | None) -> None:
@@ -80,7 +80,10 @@ def build_stages(
     compiled: bool,
     options: dict[str, object],
 ) -> list[PipelineStage]:
-    """Return this rank's stages. `mesh`: dims "pp" and "tp". Messages go through ub_overlap's channels."""
+    """Return this rank's stages. `mesh`: dims "pp" and "tp". Messages go through ub_overlap's channels.
+
+    With the option defer_weight_gradients they are `ub_overlap.pipeline.Stage`, which sends before weight gradients.
+    """
     rank, ranks = mesh["pp"].get_local_rank(), mesh["pp"].size()
     own = stages_of_rank(schedule, rank, ranks)
     count = ranks * len(own)
@@ -88,13 +91,15 @@ def build_stages(
     if per_stage * count != len(blocks):
         raise ValueError(f"{len(blocks)} blocks on {count} stages: expected a multiple")
     group = ub_overlap.pipeline.make_group(mesh["pp"])
-    stages = []
+    defers = compiled and options.get("defer_weight_gradients", False)
+    stage_class = ub_overlap.pipeline.Stage if defers else PipelineStage
+    stages: list[PipelineStage] = []
     for index in own:
         held = {name: blocks[name] for name in list(blocks)[index * per_stage : (index + 1) * per_stage]}
-        module: nn.Module = Stage(held, mesh["tp"] if mesh["tp"].size() > 1 else None)
+        module: nn.Module = StageModule(held, mesh["tp"] if mesh["tp"].size() > 1 else None)
         if compiled:
             module.compile(backend="ub_overlap", options=options)
-        stages.append(PipelineStage(module, index, count, device, group=group))
+        stages.append(stage_class(module, index, count, device, group=group))
     return stages
 
 

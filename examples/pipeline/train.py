@@ -1,9 +1,10 @@
 """Train a pipeline of stages whose messages go through ub_overlap, and compare the first step with one process.
 
     torchrun --nproc-per-node 4 -m examples.pipeline.train --tp 2 --schedule Interleaved1F1B --compile
-    torchrun --nproc-per-node 2 -m examples.pipeline.train --schedule ZBVZeroBubble
+    torchrun --nproc-per-node 2 -m examples.pipeline.train --schedule ZBVZeroBubble --compile --defer
 
-Zero-bubble schedules split backward into input and weight gradients. torch refuses compiled stages there.
+With --defer a stage sends the gradient of its input before it computes weight gradients, and zero-bubble schedules, which split
+backward there, have compiled stages.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--compile", action="store_true", help='compile the stages with backend="ub_overlap"')
+    parser.add_argument("--defer", action="store_true", help="with --compile: option defer_weight_gradients of the backend")
     parser.add_argument("--overlap", default="auto", help="with --compile: option `overlap` of the backend")
     parser.add_argument("--inner", default="inductor", help="what compiles the rewritten graphs: inductor or aot_eager")
     return parser.parse_args(arguments)
@@ -84,7 +86,8 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     mesh = init_device_mesh(device.type, (ranks // flags.tp, flags.tp), mesh_dim_names=("pp", "tp"))
     tp_rank = mesh["tp"].get_local_rank()
     blocks = make_blocks(flags.blocks, flags.width, 4 * flags.width, device)
-    stages = build_stages(blocks, flags.schedule, mesh, device, flags.compile, {"inner": flags.inner, "overlap": flags.overlap})
+    options = {"inner": flags.inner, "overlap": flags.overlap, "defer_weight_gradients": flags.defer}
+    stages = build_stages(blocks, flags.schedule, mesh, device, flags.compile, options)
     own = sorted(name for stage in stages for name in names_of_blocks(stage))
 
     def loss_of(y: Tensor, target: Tensor) -> Tensor:

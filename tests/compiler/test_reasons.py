@@ -367,3 +367,24 @@ def test_a_sum_without_an_end() -> None:
         before, node = node, graph.call_function(torch.ops.aten.add.Tensor, (node, before))
         node.meta["val"] = value
     assert explain_reduction.find_scaling(node) is None
+
+
+def traced_messages(rank: int, world: int) -> list[str]:
+    """Decisions about a traced send and receive, or what is wrong with their result."""
+
+    def exchange(x: Tensor) -> Tensor:
+        received = torch.empty_like(x)
+        send, receive = dist.isend(2 * x, 1 - rank), dist.irecv(received, 1 - rank)
+        send.wait(), receive.wait()  # type: ignore[union-attr]
+        return received + 1
+
+    with torch._dynamo.config.patch(enable_p2p_compilation=True):
+        decisions = decisions_of(exchange, (torch.full((4,), float(rank)),))
+    return [f"{d.reason and d.reason.value}: {d.detail}" for d in decisions]
+
+
+@since((2, 13), "does not trace sends and receives")
+def test_traced_messages_are_left_alone(pool2: RankPool) -> None:
+    for found in pool2.run(traced_messages):
+        assert len(found) == 2, found
+        assert all(one.startswith("collective_unsupported: _c10d_functional.i") for one in found), found

@@ -1,0 +1,131 @@
+"""A stage of torch.distributed.pipelining whose weight gradients run behind the send of its input's gradient.
+
+PipelineStage    backward: gradients of input and weights | send
+Stage            backward: gradient of the input | send | gradients of weights
+                 I and W of zero-bubble schedules: gradient of the input | ... | gradients of weights
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.nn.parallel import DistributedDataParallel
+
+from .. import errors
+from ..deferred_gradients import DeferredGradients, ParameterHooks, collect
+from ..extension import extension
+from ..session.group_argument import name_of
+from .send_order import Outgoing, of_group
+
+log = logging.getLogger(__name__)
+
+
+class Stage(PipelineStage):
+    """A PipelineStage for modules compiled in place with the option defer_weight_gradients, for all schedules.
+
+        module.compile(backend="ub_overlap", options={"defer_weight_gradients": True})
+        stage = ub_overlap.pipeline.Stage(module, index, stages, device, group=ub_overlap.pipeline.make_group(mesh["pp"]))
+
+    The backward of a microbatch computes the gradient of the input, sends it, and then computes the gradients of parameters.
+    Where a schedule has I and W (zero bubble), they are these two parts. Arguments are those of PipelineStage, without
+    `dw_builder`, which this class uses.
+
+    A group without channels sends behind the whole backward, as PipelineStage does. Modules in DDP or FSDP2, and modules that
+    were not compiled so, compute all gradients at once, also in I.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if "dw_builder" in kwargs:
+            raise errors.OptionError("Stage has a dw_builder of its own", where="ub_overlap.pipeline.Stage", got="dw_builder")
+        super().__init__(*args, dw_builder=self._take_runner, **kwargs)
+        self._hooks, self._order = ParameterHooks(), of_group(name_of(self.group))
+        self._collected: DeferredGradients | None = None
+        self._sent: dict[int, list[Any]] = {}  # by microbatch, until the schedule asks for its sends
+        self._in_flight: list[Any] = []
+        self._has_warned = False
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Compute the gradient of the input, and with `full_backward` send it and compute the others."""
+        if not self.has_backward:
+            return
+        is_wrapped = isinstance(self.submod, DistributedDataParallel | FSDPModule)  # they wait for gradients in their hooks
+        with nullcontext(DeferredGradients()) if is_wrapped else collect(self._hooks, self.submod.parameters()) as collected:
+            self._collected = collected
+            super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=False, last_backward=last_backward)
+        if not collected:
+            self._warn()
+        if not full_backward:
+            self._note(bwd_chunk_id, True, self.stage_index - 1)
+            return
+        peer, order = self._rank_of(self.stage_index - 1), self._order
+        if collected and peer is not None and order.may_send_early(peer) and self._has_channels():
+            ops = super().get_bwd_send_ops(bwd_chunk_id)
+            self._sent[bwd_chunk_id] = [dist.isend(op.tensor, op.peer, op.group, op.tag) for op in ops]
+            order.add_early(Outgoing(self.stage_index, bwd_chunk_id, True), peer)
+        else:
+            self._note(bwd_chunk_id, True, self.stage_index - 1)
+        self.backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Compute the output of a microbatch."""
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self._note(fwd_chunk_id, False, self.stage_index + 1)
+        return output
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the sends of the output."""
+        self._order.send(Outgoing(self.stage_index, fwd_chunk_id, False))
+        return super().get_fwd_send_ops(fwd_chunk_id)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the sends of the input's gradient; none if they have been issued."""
+        self._order.send(Outgoing(self.stage_index, bwd_chunk_id, True))
+        if bwd_chunk_id not in self._sent:
+            return super().get_bwd_send_ops(bwd_chunk_id)
+        self._in_flight = [work for work in self._in_flight if not work.is_completed()]
+        self._in_flight += self._sent.pop(bwd_chunk_id)
+        return []
+
+    def clear_runtime_states(self) -> None:
+        """Wait for the last step's sends, and forget its microbatches."""
+        for work in self._in_flight:
+            work.wait()
+        self._in_flight.clear()
+        self._sent.clear()
+        self._order.forget(self.stage_index)
+        super().clear_runtime_states()
+
+    def _rank_of(self, stage: int) -> int | None:
+        """Return the rank in the group of another stage; None if there is none, or on this rank."""
+        rank = self.stage_index_to_group_rank.get(stage)
+        return None if rank == self.group_rank else rank
+
+    def _note(self, microbatch: int, is_gradient: bool, receiver: int) -> None:
+        peer = self._rank_of(receiver)
+        if peer is not None:
+            self._order.add(Outgoing(self.stage_index, microbatch, is_gradient), peer)
+
+    def _has_channels(self) -> bool:
+        """Return whether messages take channels. NCCL may need the schedule's order of sends and receives."""
+        return extension().find_channels(name_of(self.group), self.device.type) is not None
+
+    def _take_runner(self) -> Callable[[], None]:
+        assert self._collected is not None, "torch asks for it in backward_one_chunk"
+        return self._collected.run
+
+    def _warn(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "stage %d defers no weight gradient: compile its module in place, by backend='ub_overlap' with "
+                "options={'defer_weight_gradients': True}",
+                self.stage_index,
+            )
