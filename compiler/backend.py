@@ -23,9 +23,10 @@ from .diff.joint_snapshot import JointSnapshot
 from .graph.graph_inputs import GraphInputs
 from .graph.in_flight_inputs import has_in_flight_inputs, wait_for_inputs
 from .inductor import apply_bug_patches, estimate_own_ops, register_lowerings
+from .inductor.backward_parts import inner_compiler
 from .options import Options, parse
 from .passes import HOOKS, JointPass, RewritePass
-from .weight_gradients import inner_compiler, separate_weight_gradients
+from .rewrite.weight_gradients import separate_weight_gradients
 
 MOST_FUSED_OPERATIONS = 100
 """Operations up to which Inductor computes a value in its readers' kernels, in float8 graphs. By default it stores a value of

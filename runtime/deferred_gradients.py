@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ub_overlap import _torch_compat
 
 from . import errors
 
@@ -69,7 +70,7 @@ def _parts_of(tensor: Any) -> tuple[dict[str, Any], list[str]]:
 
 def _inner(tensor: Tensor) -> Tensor:
     """Return the local tensor of a DTensor, or of another subclass with one tensor."""
-    while is_traceable_wrapper_subclass(tensor):
+    while _torch_compat.is_wrapper_subclass(tensor):
         parts, names = _parts_of(tensor)
         if len(names) != 1:
             break
@@ -79,7 +80,7 @@ def _inner(tensor: Tensor) -> Tensor:
 
 def _dressed(gradient: Tensor, like: Any) -> Tensor:
     """Return `gradient` as the subclass that `like` is."""
-    if not is_traceable_wrapper_subclass(like):
+    if not _torch_compat.is_wrapper_subclass(like):
         return gradient
     parts, (name,) = _parts_of(like)
     parts[name] = _dressed(gradient, parts[name])

@@ -26,6 +26,7 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "compile_fx": ("torch._inductor.compile_fx:compile_fx",),
     "compile_fx_inner": ("torch._inductor.compile_fx:compile_fx_inner",),
     "TracingContext": ("torch._guards:TracingContext",),
+    "is_wrapper_subclass": ("torch.utils._python_dispatch:is_traceable_wrapper_subclass",),
     "InFlightTensor": ("torch.distributed._functional_collectives:AsyncCollectiveTensor",),
     "detect_fake_mode": ("torch._guards:detect_fake_mode",),
     "dynamo_config": ("torch._dynamo.config",),
@@ -234,22 +235,6 @@ def graph_input(node: Any) -> int | None:
     `node`: a placeholder of a joint graph."""
     desc = node.meta.get("desc")
     return getattr(desc, "idx", None) if dtensor_input(node) is None else dtensor_input(node)
-
-
-def gradient_of(desc: Any) -> int | None:
-    """Return the index of the input of Dynamo's graph whose gradient an output is, or whose DTensor's; else None.
-
-    `desc`: of an output of a backward graph."""
-    while (base := getattr(desc, "base", None)) is not None:
-        desc = base
-    return getattr(getattr(desc, "grad_of", None), "idx", None)
-
-
-def drop_donated_inputs() -> None:
-    """Let no backward graph of the current compilation reuse the memory of saved tensors."""
-    context = __getattr__("TracingContext").try_get()
-    if context is not None and context.fw_metadata is not None:
-        context.fw_metadata.bw_donated_idxs = []
 
 
 def saved_outputs(node: Any) -> list[int]:

@@ -12,7 +12,6 @@ again in the second graph.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +19,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ub_overlap import _aot_compat
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime.deferred_gradients import DeferredOutput, TwoPartBackward
 
-from .graph.aten import alias_base, is_mutable
+from ..graph.aten import alias_base, is_mutable
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def _gradients_of(graph: Graph, outputs: Sequence[Any], parameters: frozenset[in
         for i, node in enumerate(outputs)
         if isinstance(node, Node)
         and node.op == "call_function"
-        and compat.gradient_of(_desc(graph, i)) in parameters
+        and _aot_compat.gradient_of(_desc(graph, i)) in parameters
         and isinstance(value := node.meta.get("val"), torch.Tensor)
         and all(isinstance(size, int) for size in value.shape)
         and sum(other is node for other in outputs) == 1
@@ -168,35 +168,8 @@ class _Second:
 
 
 def _return(graph: Graph, nodes: Sequence[Any], descs: Sequence[Any]) -> None:
-    """Let `graph` return `nodes`. The values behind the descs keep the strides that the second graph was traced with."""
+    """Let `graph` return `nodes`, of which the first have `descs`."""
     output = graph.output_node()
     output.args = (tuple(nodes),)
     output.meta = {**output.meta, "desc": [*descs, *[None] * (len(nodes) - len(descs))]}
     output.meta.pop("val", None)
-
-
-def compile_parts(
-    inner: Callable[..., Any], parameters: Sequence[int], gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any
-) -> Any:
-    """Compile a graph of AOTAutograd by Inductor: as `inner`, Inductor's own function, but a backward in two parts."""
-    parts = separate_weight_gradients(gm, parameters) if kwargs.get("is_backward") else None
-    if parts is None:
-        return inner(gm, example_inputs, **kwargs)
-    compat.drop_donated_inputs()  # the second part reads saved tensors after the first has run
-    inputs = list(example_inputs)
-    seconds = [inputs[i] for i in parts.kept] + [n.meta["val"] for n in parts.values]
-    _keep_strides(parts.first.graph, range(parts.results, parts.results + len(parts.values)))
-    first = inner(parts.first, inputs, **kwargs)
-    _keep_strides(parts.second.graph, ())
-    second = inner(parts.second, seconds, **{**kwargs, "static_input_idxs": ()})
-    return parts.joined(first, second)
-
-
-def _keep_strides(graph: Graph, positions: Sequence[int]) -> None:
-    """Let Inductor return the outputs at `positions` with the strides that they were traced with."""
-    graph.output_node().meta["user_visible_output_idxs"] = list(positions)
-
-
-def inner_compiler(parameters: Sequence[int]) -> Callable[..., Any]:
-    """Return a function to compile graphs with, for Inductor's compile_fx."""
-    return functools.partial(compile_parts, compat.compile_fx_inner, tuple(parameters))
