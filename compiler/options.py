@@ -93,6 +93,11 @@ class Options:
         'split gathers whose result is not copied out of landing memory. "auto": where all readers are in the graph and it is '
         'predicted to be faster; "off": none. On two H200s whole steps gained nothing',
     )
+    few_tokens: Literal["auto", "off"] = typed_field(
+        "auto",
+        'collectives of few tokens as one kernel with the residual and the norm behind them. "auto": where the profile says '
+        'that they are faster, of any size below `min_bytes` too; "off": by overrides only',
+    )
     min_bytes: int = typed_field(
         DEFAULT_MIN_BYTES,
         '"auto" overlaps collectives in which a rank sends at least this many bytes',

@@ -10,6 +10,8 @@
     simulate.py         items on two queues, with events, flags and contention -> times
     predict.py          (shape, strategy, profile) -> Prediction
     choice.py           (shape, profile) -> StrategyChoice
+    fused_time.py       time of a collective of few tokens, as one kernel and plain
+    fused_choice.py     (shape, profile) -> StrategyChoice of such a collective
     site_sizes.py       a graph's site -> SiteShape
     regather.py         time that gathering a tensor again adds to backward
     traffic.py          bytes and operations of a site

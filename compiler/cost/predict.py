@@ -9,6 +9,7 @@ from functools import lru_cache
 from ..plan.strategy import MAX_CHUNKS, NONE, Mode, Strategy
 from .curve import at, between
 from .direct_time import direct_us, has_direct_times, link_us
+from .fused_time import fused_us
 from .matmul_time import matmul_us
 from .network import network_us
 from .profile import Profile
@@ -63,6 +64,8 @@ def predict(shape: SiteShape, strategy: Strategy, profile: Profile) -> Predictio
 
 @lru_cache(maxsize=4096)
 def _predict(shape: SiteShape, strategy: Strategy, profile: Profile) -> Prediction:
+    if shape.is_fused:
+        return _fused(shape, strategy, profile)
     if strategy == NONE:
         return _plain(shape, profile, _whole_matmuls(shape, profile))
     copy_us, shape = sum(at(profile.copy, size) for size in shape.copied_bytes), shape.computed
@@ -122,6 +125,16 @@ def _plain(shape: SiteShape, profile: Profile, matmuls: list[float]) -> Predicti
         at_us += us + profile.steps.gap_us
     computed = sum(us for _, us in work)
     return Prediction(max(0.0, at_us - profile.steps.gap_us), computed, collective, tuple(timeline))
+
+
+def _fused(shape: SiteShape, strategy: Strategy, profile: Profile) -> Prediction:
+    """Predict a collective of few tokens with what follows it."""
+    us = fused_us(profile, shape, strategy)
+    if us is None and strategy != NONE:
+        raise ValueError(f"{strategy} of {shape} was not measured for profile {profile}")
+    us = collective_us(shape, profile) if us is None else us
+    text = shape.collective if strategy == NONE else f"{shape.collective} {strategy}"
+    return Prediction(us, 0.0, us, (("COMPUTE", text, 0.0, us),))
 
 
 def _layout(shape: SiteShape, contracts: bool) -> str:

@@ -17,6 +17,7 @@ from ub_overlap.runtime.errors import OptionError, StoredFileError
 from ub_overlap.runtime.stored_file import parse_json
 
 from .curve import Curve
+from .fused_time import FORMS, FusedTimes, plain_fused
 from .network import Network, plain_network
 
 FORMAT = "ub_overlap profile"
@@ -112,6 +113,8 @@ class Profile:
     """None where they were not measured: then `direct` is not selected."""
     network: Network | None = None
     """Groups across hosts. None: priced as within a host."""
+    fused: FusedTimes | None = None
+    """Collectives of few tokens as one kernel. None where they were not measured: then none is selected."""
     digest: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -146,6 +149,7 @@ def _plain(p: Profile) -> dict[str, Any]:
     """Return a profile as JSON values."""
     direct = {} if p.direct is None else {"direct": _plain_direct(p.direct)}
     network = {} if p.network is None else {"network": plain_network(p.network)}
+    fused = {} if p.fused is None else {"fused": plain_fused(p.fused)}
     return {
         "name": p.name,
         "source": p.source,
@@ -171,6 +175,7 @@ def _plain(p: Profile) -> dict[str, Any]:
         "holes": list(p.holes),
         **direct,
         **network,
+        **fused,
     }
 
 
@@ -216,6 +221,7 @@ class _Reader:
             holes=self.holes(),
             direct=self.direct(),
             network=self.network(),
+            fused=self.fused(),
         )
 
     def part(self, name: str) -> dict[str, Any]:
@@ -336,6 +342,27 @@ class _Reader:
         rates = {"gbs": self.number(part, "network.gbs", 1e-3)}
         rates |= {n: self.number(part, f"network.{n}") for n in ("base_us", "step_us", "hop_us", "matmul_slowdown")}
         return Network(source=source, collectives=found, **rates)
+
+    def fused(self) -> FusedTimes | None:
+        if self.found.get("fused") is None:
+            return None
+        part = dict(self.part("fused"))
+        source = part.pop("source", None)
+        if not isinstance(source, str) or not source:
+            raise self.bad("fused.source", source, "a text")
+        curves: dict[str, dict[int, dict[str, Curve]]] = {}
+        for kind, by_ranks in part.items():
+            if kind not in COLLECTIVES or not isinstance(by_ranks, dict):
+                raise self.bad(f"fused.{kind}", by_ranks, f"curves of {', '.join(COLLECTIVES)} by number of ranks")
+            for ranks, forms in by_ranks.items():
+                name = f"fused.{kind}.{ranks}"
+                if not (ranks.isascii() and ranks.isdigit()) or int(ranks) < 2:
+                    raise self.bad(name, ranks, "a number of ranks from 2 on, as text")
+                if not isinstance(forms, dict) or not set(forms) <= set(FORMS):
+                    raise self.bad(name, forms, f"curves by form: {', '.join(FORMS)}")
+                found = {form: self.curve(points, f"{name}.{form}") for form, points in forms.items()}
+                curves.setdefault(kind, {})[int(ranks)] = found
+        return FusedTimes(source, curves)
 
     def checks(self) -> tuple[tuple[str, int, str, int, int, int, str, float], ...]:
         found = self.found.get("checks") or []

@@ -21,6 +21,9 @@ KINDS = (
     "bulk_all_gather",
     "bulk_reduce_scatter",
     "bulk_all_reduce",
+    "fused_all_gather",
+    "fused_reduce_scatter",
+    "fused_all_reduce",
 )
 
 
@@ -51,6 +54,16 @@ class SiteShape(SiteSizes):
     @property
     def bulk(self) -> bool:
         return self.kind.startswith("bulk_")
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether it is a collective of few tokens with what follows it, which may be one kernel."""
+        return self.kind.startswith("fused_")
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the collective's whole tensor: what all ranks gather, or what is reduced."""
+        return self.rows * self.cols * SIZES[self.dtype]
 
     @property
     def gathers(self) -> bool:

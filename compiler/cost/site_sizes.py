@@ -14,7 +14,7 @@ from ub_overlap.runtime.fp8.numerics import FLOAT8
 from ..graph.aten import dtype_of, shape_of
 from ..graph.sizes import Size, about, evaluate_size, hint_of, numel, size_symbols
 from ..match.collectives import Op, byte_dtype
-from ..match.site import Bulk, Gather, Reduction, Site, Split
+from ..match.site import Bulk, Fused, Gather, Reduction, Site, Split
 from ..plan.decision import SiteSizes
 from .site_shape import SIZES, SiteShape
 
@@ -49,6 +49,8 @@ def sizes_of_site(site: Site, wire_dtype: str = "") -> SiteSizes | None:
     """Return the sizes of a site, ints or expressions; None where the dtype has no cost. Equal sites have equal sizes,
     whatever the values of symbols."""
     c, operands = site.collective, ""
+    if isinstance(site, Fused):
+        return _sizes_of_fused(site)
     if isinstance(site, Gather):
         dtype, whole = _dtype(site.dtype), (site.rows, site.cols)
         turned = (site.cols, site.rows)
@@ -87,6 +89,15 @@ def sizes_of_site(site: Site, wire_dtype: str = "") -> SiteSizes | None:
     )  # fmt: skip
 
 
+def _sizes_of_fused(site: Fused) -> SiteSizes | None:
+    c, shape = site.collective, shape_of(site.collective.input)
+    dtype = _dtype(dtype_of(c.input))
+    if dtype is None or c.op is None or not shape:
+        return None
+    rows = numel(shape[:-1]) * (c.ranks if c.op is Op.ALL_GATHER else 1)
+    return SiteSizes(f"fused_{c.op.value}", c.ranks, dtype, (), rows, shape[-1], hosts=c.hosts, has_norm=site.norm is not None)
+
+
 def shape_at(sizes: SiteSizes, hints: Hints, exact: bool = False) -> SiteShape | None:
     """Return `sizes` with the values of `hints`; None where one is missing or below 0."""
 
@@ -118,6 +129,7 @@ def shape_at(sizes: SiteSizes, hints: Hints, exact: bool = False) -> SiteShape |
             sizes.independent,
             sizes.out_dtype,
             sizes.hosts,
+            sizes.has_norm,
         )
     except ValueError:
         return None

@@ -15,7 +15,8 @@ class SiteSizes:
     """The sizes of what a site computes and sends on one rank, in elements. cost/site_shape.py predicts with them."""
 
     kind: str
-    """Of the schedule: "bulk_..." for a collective with independent matmuls, and for one without matmuls."""
+    """Of the schedule: "bulk_..." for a collective with independent matmuls, and for one without matmuls. "fused_...": of few
+    tokens, with what follows it."""
     ranks: int
     dtype: str
     matmuls: tuple[tuple[int, int, int, bool], ...]
@@ -44,6 +45,8 @@ class SiteSizes:
     """Type of the reduced tensor where it is wider than `dtype`, which is sent and summed. The plain collective sends it."""
     hosts: int = 1
     """Hosts of the group. Across several, c10d sends, in the type of the result."""
+    has_norm: bool = False
+    """A norm follows the reduction of a fused collective."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -51,7 +54,7 @@ class SiteSizes:
             "rows": self.rows, "cols": self.cols, "keep": self.keep, "shard_dim_is_last": self.shard_dim_is_last,
             "outer": self.outer, "operands": self.operands, "wire_dtype": self.wire_dtype, "packs": list(self.packs),
             "pack_copies": list(self.pack_copies), "independent": self.independent, "out_dtype": self.out_dtype,
-            "hosts": self.hosts,
+            "hosts": self.hosts, "has_norm": self.has_norm,
         }  # fmt: skip
 
     @classmethod

@@ -94,6 +94,7 @@ class SizesRecord(TypedDict):
     independent: NotRequired[int]
     out_dtype: NotRequired[str]
     hosts: NotRequired[int]
+    has_norm: NotRequired[bool]
 
 
 class SavedActivationRecord(TypedDict):

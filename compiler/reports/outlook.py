@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..cost.choice import choose
+from ..cost.fused_choice import choose_fused
 from ..cost.predict import Prediction, predict
 from ..cost.profile import Profile
 from ..cost.site_shape import SiteShape
@@ -87,12 +88,22 @@ def outlook(d: Decision, profile: Profile) -> Outlook | None:
         if d.window is not None:
             split = _predict_split(d.window, split_times(shape, d.traced.chunks, profile, d.window.releases is not None))
             return Outlook({str(NONE): alone, decided: split}, decided, decided, str(d.window))
+        if d.traced.is_fused or shape.is_fused:
+            return _predict_fused(d, shape, profile)
         return Outlook({str(NONE): alone}, str(NONE), str(NONE), "no matmul to hide it behind")
     choice = choose(shape, profile)
     predictions = dict(choice.predictions)
     if decided not in predictions:
         predictions[decided] = predict(shape, d.traced, profile)
     return Outlook(predictions, decided, str(choice.strategy), choice.reason)
+
+
+def _predict_fused(d: Decision, shape: SiteShape, profile: Profile) -> Outlook | None:
+    """Return the predictions for a collective of few tokens; None where its strategy was requested and never measured."""
+    choice = choose_fused(shape, profile)
+    if choice is None or str(d.traced) not in choice.predictions:
+        return None
+    return Outlook(dict(choice.predictions), str(d.traced), str(choice.strategy), choice.reason)
 
 
 def _predict_split(window: SplitWindow, times: SplitTimes) -> Prediction:

@@ -4,9 +4,10 @@
     apply_overrides.py   candidate -> the user's request for it
     legality.py          candidate -> the site that its match allows, or a Miss
     profitability.py     site -> predicted gain and strategy
+    fused_form.py        the strategy of a collective of few tokens
     pack_choice.py       site -> its form with packed operands
     dispatch_table.py    one strategy for all calls, a table for dynamic sizes, or alternatives to time
-    alternatives.py      candidate -> its alternatives, pipelined or bulk
+    alternatives.py      candidate -> its alternatives, pipelined, bulk or fused
     benefit.py           the key by which alternatives are compared
     peak_memory.py       live bytes along the graph, and what a site adds
     assignment.py        alternatives of all candidates -> at most one each

@@ -3,6 +3,7 @@
     pipelined   the match; the match without some consumers, which other sites may then use; and the match with few
                 independent matmuls, which hide what its own leave exposed
     bulk        with sets of independent matmuls: as few as hide the collective, the nearest of several equal ones
+    fused       of few tokens, as one kernel with the residual and the norm behind it
 
 This file lists the alternatives of each candidate. assignment.py selects the alternatives that fit together.
 """
@@ -31,6 +32,7 @@ from ..plan.reasons import Reason
 from ..plan.strategy import NONE, DispatchTable, Mode, Strategy
 from .benefit import NO_BENEFIT, Benefit
 from .dispatch_table import rows_of
+from .fused_form import choose_fused_form
 from .legality import pipelined, without
 from .pack_choice import PackedChoice, choose_form
 from .profitability import SiteCosts, too_small
@@ -121,7 +123,10 @@ class AlternativeFinder:
             else:
                 small = self._add_pipelined(alternatives, candidate, override)
             if small:
-                return Alternatives(miss=small)
+                alternatives = Alternatives(miss=small)
+                break
+        if not forced:
+            self._add_fused(alternatives, candidate)
         allowed = self.costs.policy.independent_matmuls
         if allowed != "auto" and candidate.independent_matmuls and not forced:
             alternatives.independent_limit = f"independent_matmuls={allowed!r}"
@@ -133,13 +138,29 @@ class AlternativeFinder:
         return alternatives
 
     def _fused(self, alternatives: Alternatives, candidate: Candidate, forced: Strategy | DispatchTable) -> Alternatives:
-        """Return the fused form, which a user requests. Layers with it are not measured, so nothing else selects it."""
+        """Return the fused form, which a user requests."""
         site = candidate.fused
         assert isinstance(site, Fused)  # find_illegal
         if unknown := self.find_unknown_size(site):
             return Alternatives(miss=unknown)
         alternatives.ranked = [Alternative(site, forced, 0.0, self._benefit(site, 0.0, forced), 0)]
         return alternatives
+
+    def _add_fused(self, alternatives: Alternatives, candidate: Candidate) -> None:
+        """Add the fused form where it is predicted to be faster; else say in the miss why it is not."""
+        site = candidate.fused
+        if not isinstance(site, Fused) or self.find_unknown_size(site) is not None:
+            return
+        choice = choose_fused_form(site, self.costs)
+        if choice is None:
+            return
+        alternatives.choice = alternatives.choice or choice
+        if choice.strategy.mode is Mode.NONE:
+            if (miss := alternatives.miss) is not None:
+                alternatives.miss = replace(miss, detail=f"{miss.detail}; as one kernel: {choice.reason}")
+            return
+        benefit = self._benefit(site, choice.gain_us, None)
+        alternatives.ranked.append(Alternative(site, choice.strategy, choice.gain_us, benefit, 0, choice))
 
     def _add_pipelined(self, alternatives: Alternatives, candidate: Candidate, override: Override | None) -> Miss | None:
         """Add the match, without some consumers, and with independent matmuls. Return a miss if the candidate is below the

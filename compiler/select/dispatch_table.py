@@ -22,7 +22,7 @@ from ..plan.decision import SiteSizes
 from ..plan.strategy import NONE, Bucket, DispatchTable, Strategy, table
 
 LEAST_ROWS, MOST_ROWS = 128, 131072
-"""Sizes that are predicted. Smaller ones use the choice of the smallest, larger ones that of the largest."""
+"""Sizes that are predicted by default. Smaller ones use the choice of the smallest, larger ones that of the largest."""
 ALTERNATIVES = 3
 WITHIN = 0.25
 """autotune=True times at most this many strategies, predicted to take at most this share more than the chosen one."""
@@ -30,10 +30,14 @@ WITHIN = 0.25
 
 @dataclass(frozen=True, slots=True)
 class DispatchSettings:
-    """The options of predicted sites. `min_bytes`: calls in which a rank sends less are left alone."""
+    """The options of predicted sites.
+
+    `min_bytes`: calls in which a rank sends less are left alone. `least_rows`: the smallest size that is predicted.
+    """
 
     min_bytes: int
     is_autotuned: bool
+    least_rows: int = LEAST_ROWS
 
 
 def rows_of(site: Site) -> Size:
@@ -99,7 +103,7 @@ def _buckets(
     if not all(at.is_Integer for at in rows_by_value) or any(low >= high for low, high in pairwise(rows_by_value)):
         return None  # rows that do not grow with the symbol
     sizes_at = [(int(at), {**hints, main: value}) for at, value in zip(rows_by_value, values, strict=True)]
-    inside = [at for at in sizes_at if LEAST_ROWS <= at[0] <= MOST_ROWS] or sizes_at[-1:]
+    inside = [at for at in sizes_at if settings.least_rows <= at[0] <= MOST_ROWS] or sizes_at[-1:]
     shapes = [shape for _, known in inside if (shape := shape_at(sizes, known)) is not None]
     if len(shapes) < len(inside):
         return None

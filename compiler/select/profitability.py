@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch.fx import Graph
 
 from ..cost.choice import StrategyChoice, choose
 from ..cost.curve import at
+from ..cost.fused_choice import choose_fused
 from ..cost.policy import Policy
 from ..cost.predict import Prediction, predict
 from ..cost.profile import Profile
@@ -16,7 +17,7 @@ from ..cost.site_shape import SiteShape
 from ..cost.site_sizes import Hints, Ranges, hints_of, ranges_of, shape_at, shape_of_site, sizes_of_site
 from ..cost.wire import FLOAT8
 from ..graph.graph_inputs import NO_NEIGHBORS, Neighbors
-from ..match import Bulk, Miss, Site
+from ..match import Bulk, Fused, Miss, Site
 from ..match.collectives import Collective
 from ..plan.reasons import Reason
 from ..plan.strategy import NONE, DispatchTable, Strategy
@@ -84,6 +85,29 @@ class SiteCosts:
             traced = choose_at(shape)
             self.choices[key] = choose_for_all_sizes(traced, choose_at, sizes, rows, self.hints, self.ranges, settings)
         return self.choices[key]
+
+    def choose_fused(self, site: Fused) -> StrategyChoice | None:
+        """Return the predicted best strategy of a fused site for all sizes that it may have; "none" where that is plain.
+
+        None where its size was not measured, or has no value.
+        """
+        sizes = sizes_of_site(site)
+        shape = shape_at(sizes, self.hints) if sizes is not None else None
+        if sizes is None or shape is None or shape.hosts > 1:
+            return None
+        profile = self.policy.profile(shape.ranks, site.collective.node.meta["val"].device.type)
+        traced = choose_fused(shape, profile)
+        if traced is None:
+            return None
+        self.profiles[profile.digest] = profile
+        if traced.strategy == NONE:
+            return traced
+
+        def choose_at(other: SiteShape) -> StrategyChoice:
+            return choose_fused(other, profile, in_op=True) or replace(traced, strategy=NONE)
+
+        settings = DispatchSettings(0, self.policy.is_autotuned, least_rows=1)
+        return choose_for_all_sizes(traced, choose_at, sizes, rows_of(site), self.hints, self.ranges, settings)
 
     def times_us(self, site: Site, choice: StrategyChoice | None, requested: Strategy | DispatchTable) -> SiteTimes | None:
         """Return the predicted times of a site with its choice (None: with the strategy `requested`) at the traced sizes.

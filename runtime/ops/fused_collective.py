@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..fp8.numerics import FLOAT8
 from . import c10d_fallback as c10d
@@ -78,21 +79,28 @@ def apply_epilogue(reduced: Tensor, a: FusedArgs) -> tuple[Tensor, Tensor]:
     if a.norm == "none":
         return summed, summed.new_empty((0,), dtype=a.normed_dtype)
     wide = torch.promote_types(summed.dtype, torch.float32)
-    x = summed.to(wide)
-    if a.norm == "layer":
-        x = x - x.mean(-1, keepdim=True)
-    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + a.epsilon)
-    if a.round_before_weight:
-        x = x.to(summed.dtype).to(wide)
-    if a.weight is not None:
-        x = x * a.weight.to(wide)
-    if a.bias is not None:
-        x = x + a.bias.to(wide)
-    x = x.to(summed.dtype)
+    x = _norm(summed, a, wide)
     if a.scale is None:
         return summed, x
     limit = torch.finfo(a.normed_dtype).max if a.normed_dtype in FLOAT8 else float("inf")
     return summed, (x.to(wide) * a.scale.reciprocal()).clamp(-limit, limit).to(a.normed_dtype)
+
+
+def _norm(x: Tensor, a: FusedArgs, wide: torch.dtype) -> Tensor:
+    """Norm rows by torch's own kernels, which read and write them once, and multiply by the weight in fp32."""
+    cols = x.shape[-1:]
+    if a.norm == "layer" and not a.round_before_weight:
+        return functional.layer_norm(x, cols, a.weight, a.bias, a.epsilon)
+    if a.norm == "rms" and a.bias is None and not a.round_before_weight:
+        return functional.rms_norm(x, cols, a.weight, a.epsilon)
+    dtype = x.dtype if a.round_before_weight else wide
+    rows = x.to(dtype)
+    norm = functional.layer_norm if a.norm == "layer" else functional.rms_norm
+    normed = norm(rows, cols, eps=a.epsilon)
+    if a.bias is not None:
+        weight = normed.new_ones(cols) if a.weight is None else a.weight.to(dtype)
+        return torch.addcmul(a.bias.to(dtype), normed, weight).to(x.dtype)
+    return normed.to(x.dtype) if a.weight is None else (normed * a.weight.to(dtype)).to(x.dtype)
 
 
 DEFINITION = OpDefinition(SCHEMA, FusedArgs, fake, fallback)

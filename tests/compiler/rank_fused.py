@@ -114,6 +114,13 @@ def narrow_bias(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Te
     return normed.to(x.dtype) + bias
 
 
+def concurrent(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """A matmul runs between the collective and its wait."""
+    started = torch.ops._c10d_functional.all_reduce(x @ w, "sum", world_name())
+    other = torch.relu(x) @ w
+    return hf_rms(torch.ops._c10d_functional.wait_tensor(started) + residual, weight), other
+
+
 # Look-alikes: name -> (function, whether the residual is part of the op, whether the norm is).
 def sum_read(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
     out = reduced(x, w)
@@ -199,16 +206,17 @@ FORMS: dict[str, tuple[Form, bool, str]] = {
     "narrow_bias": (narrow_bias, True, "rms"),
     "mean_twice": (mean_twice, True, "none"),
     "view_read": (view_read, False, "none"),
+    "concurrent": (concurrent, True, "rms"),
 }
 """By name: the function, whether the residual is part of the op, and the norm that is."""
 
 
-def inputs(rank: int, world: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def inputs(rank: int, world: int, dtype: torch.dtype, batch: int = 2) -> tuple[Tensor, ...]:
     def tensor(*sizes: int, seed: int) -> Tensor:
         return torch.randn(sizes, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
     return (
-        tensor(2, 3, 8, seed=rank), tensor(8, COLS, seed=10 + rank), tensor(2, 3, COLS, seed=20), tensor(COLS, seed=21),
+        tensor(batch, 3, 8, seed=rank), tensor(8, COLS, seed=10 + rank), tensor(batch, 3, COLS, seed=20), tensor(COLS, seed=21),
         tensor(COLS, seed=22),
     )  # fmt: skip
 
@@ -221,8 +229,36 @@ def run_form(rank: int, world: int, name: str, strategy: str, inner: str, narrow
     """Compile a form with the strategy requested. Return the fused parts of its op, and the difference from eager."""
     function = {"two_layers": two_layers, "vector": vector}.get(name) or FORMS[name][0]
     args = inputs(rank, world, torch.bfloat16 if narrow else torch.float32)
+    return compare(function, args, {"overrides": [{"strategy": strategy}], "inner": inner})
+
+
+def run_auto(rank: int, world: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The same with predictions by the profile of an H200."""
+    options = {"profile": "h200", "inner": "aot_eager", **options}
+    return compare(FORMS[name][0], inputs(rank, world, torch.bfloat16), options)
+
+
+def run_batches(rank: int, world: int, name: str, batches: list[int], options: dict[str, Any]) -> dict[str, Any]:
+    """Compile a form once with a dynamic batch, and call it with each of `batches`, the first as traced."""
+    function = FORMS[name][0]
     mark = HISTORY.mark()
-    options = {"overrides": [{"strategy": strategy}], "inner": inner}
+    run = torch.compile(function, backend="ub_overlap", options={"profile": "h200", "inner": "aot_eager", **options})
+    same = []
+    with uncached(), torch.no_grad():
+        for batch in batches:
+            args = inputs(rank, world, torch.float32, batch)
+            if batch == batches[0]:
+                for tensor in (args[0], args[2]):
+                    torch._dynamo.mark_dynamic(tensor, 0)
+            expected, got = flat(function(*args)), flat(run(*args))
+            same.append(all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, expected, strict=True)))
+    plans = HISTORY.since(mark)
+    return {"strategies": [str(d.strategy) for plan in plans for d in plan.decisions], "same": same}
+
+
+def compare(function: Form, args: tuple[Tensor, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """Compile and run a function. Return its decisions, and the difference from eager."""
+    mark = HISTORY.mark()
     with uncached(), torch.no_grad():
         expected = flat(function(*args))
         wide = flat(function(*(a.double() for a in args)))
@@ -233,6 +269,7 @@ def run_form(rank: int, world: int, name: str, strategy: str, inner: str, narrow
     return {
         "strategies": [str(d.strategy) for d in decisions],
         "details": [d.detail for d in decisions],
+        "reasons": [d.reason.value if d.reason else "" for d in decisions],
         "far": far,
         "plain": plain,
         "same": [a.dtype == b.dtype and a.shape == b.shape for a, b in zip(got, expected, strict=True)],

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ub_overlap.runtime import ops, settings
-from ub_overlap.runtime.ops.fused_collective import FusedArgs, apply_epilogue
+from ub_overlap.runtime.fp8.numerics import FLOAT8
+from ub_overlap.runtime.ops.fused_collective import FusedArgs
 
 from . import rank_ops
 from .oracle import data
@@ -55,7 +56,30 @@ def expected(a: FusedArgs, rank: int, world: int, seed: int = 0) -> list[torch.T
         total = total / world
     if a.collective == "reduce_scatter":
         total = total.chunk(world)[rank]
-    return [t for t in apply_epilogue(total.to(a.input.dtype), a) if t.numel()]
+    return [t for t in epilogue(total.to(a.input.dtype), a) if t.numel()]
+
+
+def epilogue(reduced: torch.Tensor, a: FusedArgs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute what follows the reduction, in fp32 or the wider type of `reduced`, step by step as the executor does."""
+    summed = reduced if a.residual is None else reduced + a.residual.reshape(reduced.shape)
+    if a.norm == "none":
+        return summed, summed.new_empty((0,))
+    wide = torch.promote_types(summed.dtype, torch.float32)
+    x = summed.to(wide)
+    if a.norm == "layer":
+        x = x - x.mean(-1, keepdim=True)
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + a.epsilon)
+    if a.round_before_weight:
+        x = x.to(summed.dtype).to(wide)
+    if a.weight is not None:
+        x = x * a.weight.to(wide)
+    if a.bias is not None:
+        x = x + a.bias.to(wide)
+    x = x.to(summed.dtype)
+    if a.scale is None:
+        return summed, x
+    limit = torch.finfo(a.normed_dtype).max if a.normed_dtype in FLOAT8 else float("inf")
+    return summed, (x.to(wide) * a.scale.reciprocal()).clamp(-limit, limit).to(a.normed_dtype)
 
 
 def call(a: FusedArgs) -> list[torch.Tensor]:
@@ -108,7 +132,7 @@ def close_to_float64(rank: int, world: int) -> list[str]:
                 bias=None if a.bias is None else a.bias.double(),
             )
             total = sum(data(5, 64, seed=r, dtype=dtype).double() for r in range(world))
-            exact = [t for t in apply_epilogue(total, wide) if t.numel()]  # type: ignore[arg-type]
+            exact = [t for t in epilogue(total, wide) if t.numel()]  # type: ignore[arg-type]
             bad += [f"{norm} {dtype}: strategies differ"] if not equal(one, two) else []
             for mine in (one, plain):
                 far = [float((x.double() - y).abs().max()) for x, y in zip(mine, exact, strict=True)]
