@@ -367,15 +367,18 @@ def _subtract_margin(alternatives: list[Alternative]) -> list[Alternative]:
     """Subtract the prediction error from the benefit of all alternatives but the simplest; drop those without benefit.
 
     The simplest is pipelined with all matmuls of the match. The margin is the one that cost/choice.py applies to more
-    complicated strategies.
+    complicated strategies. A fused form has a margin of its own, against the plain form (cost/fused_choice.py).
     """
     simplest = next((a for a in alternatives if a.has_all_consumers and a.choice is not None), None)
     if simplest is None or simplest.choice is None:
         return alternatives
     plain = simplest.choice.predictions[str(NONE)]
     margin = margin_us(plain.us - simplest.choice.gain_us, plain)
-    reduced = [a if a.has_all_consumers else replace(a, benefit=a.benefit.plus_us(-margin)) for a in alternatives]
-    return [a for a in reduced if a.has_all_consumers or a.benefit > NO_BENEFIT]
+    kept = [a.has_all_consumers or isinstance(a.site, Fused) for a in alternatives]
+    reduced = [
+        a if keep else replace(a, benefit=a.benefit.plus_us(-margin)) for a, keep in zip(alternatives, kept, strict=True)
+    ]
+    return [a for a, keep in zip(reduced, kept, strict=True) if keep or a.benefit > NO_BENEFIT]
 
 
 def _without_some_consumers(match: Site | None) -> Iterator[Gather]:

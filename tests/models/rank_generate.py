@@ -1,0 +1,47 @@
+"""Greedy generation of transformers' Llama, tensor parallel by its own plan, with its collectives as one kernel each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.models import hf_llama
+from tests.models.case import device
+from tests.models.compare import uncached
+from ub_overlap.compiler.reports.history import HISTORY
+
+PROMPT, VOCABULARY = 6, 160
+
+
+def generate(model: Any, prompt: Tensor, cache: str, count: int) -> list[list[int]]:
+    """Return the `count` tokens that follow each prompt. `cache`: "static" or "dynamic"."""
+    how: dict[str, Any] = {"cache_implementation": "static"} if cache == "static" else {}
+    with torch.no_grad():
+        out = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count, do_sample=False, pad_token_id=0,
+            eos_token_id=None, disable_compile=True, **how,
+        )  # fmt: skip
+    return out[:, PROMPT:].tolist()
+
+
+def run(rank: int, world: int, batches: dict[str, int], count: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Generate without and with our backend. `batches`: by cache.
+
+    Return by cache the tokens of both, and the (kind, strategy) of each collective of each graph.
+    """
+    model = hf_llama.load(world, 2, 4, torch.float32, False).to(device()).eval()
+    plain, found = model.forward, {}
+    for cache, batch in batches.items():
+        torch._dynamo.reset()
+        prompt = torch.randint(VOCABULARY, (batch, PROMPT), generator=torch.Generator().manual_seed(batch)).to(device())
+        model.forward = plain
+        expected = generate(model, prompt, cache, count)
+        mark = HISTORY.mark()
+        model.forward = torch.compile(plain, backend="ub_overlap", options=options)
+        with uncached():
+            tokens = generate(model, prompt, cache, count)
+        graphs = [[(d.kind.value, str(d.strategy), d.detail) for d in p.decisions] for p in HISTORY.since(mark)]
+        found[cache] = {"expected": expected, "tokens": tokens, "graphs": graphs}
+    return found
