@@ -10,6 +10,7 @@
     simulate.py         items on two queues, with events, flags and contention -> times
     predict.py          (shape, strategy, profile) -> Prediction
     choice.py           (shape, profile) -> StrategyChoice
+    fused_curves.py     measured times of collectives of few tokens
     fused_time.py       time of a collective of few tokens, as one kernel and plain
     fused_choice.py     (shape, profile) -> StrategyChoice of such a collective
     site_sizes.py       a graph's site -> SiteShape

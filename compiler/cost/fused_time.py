@@ -1,10 +1,4 @@
-"""Time of a collective of few tokens with what follows it: as one kernel, and plain.
-
-    one_shot, two_shot      one kernel
-    none                    the plain collective, then residual and norm as one kernel of Inductor
-
-All are curves by the bytes of the collective's whole tensor, measured alike: sequences of calls in a CUDA graph. So their
-difference is what a decode step saves.
+"""Time of a collective of few tokens with what follows it: as one kernel, and plain (fused_curves.py).
 
 Group sizes that were not measured are assumed from the nearest measured one. One kernel takes the time of that group for as
 many sent bytes of a rank. The plain form takes its time for the same tensor, and what the plain collectives of both group
@@ -13,39 +7,11 @@ sizes are measured to differ by.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
 from ..plan.strategy import FUSED, NONE, Mode, Strategy
 from .curve import Curve, at
-
-if TYPE_CHECKING:
-    from .profile import Profile
-    from .site_shape import SiteShape
-
-WITH_NORM = " + norm"
-FORMS = tuple(str(s) + norm for s in (NONE, *map(Strategy, FUSED)) for norm in ("", WITH_NORM))
-"""Names of the measured forms: "one_shot", "one_shot + norm" with residual and RMSNorm."""
-
-
-@dataclass(frozen=True, slots=True)
-class FusedTimes:
-    """Measured curves by collective, ranks and form. `source`: the command and the date."""
-
-    source: str
-    curves: Mapping[str, Mapping[int, Mapping[str, Curve]]]
-
-
-def without_peaks(points: Mapping[int, float]) -> list[tuple[float, float]]:
-    """Return [(bytes, microseconds)] in which no size takes longer than a larger one.
-
-    Small calls take a few microseconds each, and noise only adds time.
-    """
-    found: list[tuple[float, float]] = []
-    for size in sorted(points, reverse=True):
-        found.insert(0, (float(size), min(points[size], found[0][1]) if found else points[size]))
-    return found
+from .fused_curves import WITH_NORM
+from .profile import Profile
+from .site_shape import SiteShape
 
 
 def strategies_of(collective: str) -> tuple[Strategy, ...]:
@@ -103,17 +69,3 @@ def _slower_plain_us(profile: Profile, collective: str, measured: int, ranks: in
             return 0.0
         us.append(at(curve, sent))
     return max(0.0, us[0] - us[1])
-
-
-def plain_fused(times: FusedTimes) -> dict[str, Any]:
-    """Return the times as JSON values."""
-    return {
-        "source": times.source,
-        **{
-            kind: {
-                str(ranks): {form: [[float(size), float(us)] for size, us in curve] for form, curve in forms.items()}
-                for ranks, forms in by_ranks.items()
-            }
-            for kind, by_ranks in times.curves.items()
-        },
-    }

@@ -17,7 +17,7 @@ from ub_overlap.runtime.errors import OptionError, StoredFileError
 from ub_overlap.runtime.stored_file import parse_json
 
 from .curve import Curve
-from .fused_time import FORMS, FusedTimes, plain_fused
+from .fused_curves import FORMS, FusedTimes, plain_fused
 from .network import Network, plain_network
 
 FORMAT = "ub_overlap profile"

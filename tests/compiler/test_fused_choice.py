@@ -13,7 +13,8 @@ from tests.compiler import rank_fused
 from tests.compiler.test_fused import check
 from tests.harness.ranks import RankPool
 from ub_overlap.compiler.cost.fused_choice import choose_fused
-from ub_overlap.compiler.cost.fused_time import FORMS, fused_us, without_peaks
+from ub_overlap.compiler.cost.fused_curves import FORMS, without_peaks
+from ub_overlap.compiler.cost.fused_time import fused_us
 from ub_overlap.compiler.cost.profile import Profile
 from ub_overlap.compiler.cost.profile_lookup import load
 from ub_overlap.compiler.cost.site_shape import SiteShape
