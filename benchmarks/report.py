@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .blocks import table as blocks
+from .context_parallel import table as context_parallel
 from .data_parallel import table as data_parallel
 from .decode import table as decode
 from .memory import table as memory
@@ -22,6 +23,7 @@ TEXTS = {
     "ops": ops.text,
     "blocks": blocks.text,
     "memory": memory.text,
+    "context_parallel": context_parallel.text,
     "data_parallel": data_parallel.text,
     "pipeline": pipeline.text,
     "decode": decode.text,

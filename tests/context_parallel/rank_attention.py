@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 
-from tests.context_parallel.cpu_ring import ring_on_cpu
+from benchmarks.context_parallel.ring import ring_attention
 from tests.context_parallel.model import Net
 from tests.models.compare import uncached
 from ub_overlap.compiler.plan.plan import Plan
@@ -51,7 +51,7 @@ def compare_forms(
         stack.enter_context(uncached())
         own = [sequence.clone(), *(t.clone() for t in expected[:2])]
         if rotation:
-            stack.enter_context(ring_on_cpu(rotation, load_balance))
+            stack.enter_context(ring_attention(rotation, load_balance))
             stack.enter_context(context_parallel(mesh, buffers=own, buffer_seq_dims=[1] * 3))
         else:
             own = [t.chunk(world, 1)[rank] for t in own]

@@ -1,7 +1,7 @@
-"""torch's ring attention on CPU tensors.
+"""torch's ring attention, on CPU tensors too.
 
 DTensor sends scaled_dot_product_attention to `_templated_ring_attention` for the kernels of GPUs only. Here the flash kernel of
-the CPU takes their place. All else is torch's code, and so are its collectives.
+the CPU is added to them. All else is torch's code, and so are its collectives.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.experimental._context_parallel import _attention as cp
@@ -72,15 +73,26 @@ def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[D
 
 
 @contextlib.contextmanager
-def ring_on_cpu(rotation: str = "allgather", load_balance: bool = True) -> Iterator[None]:
-    """Serve the CPU kernel by torch's ring. `rotation`: "allgather" or "alltoall"."""
+def ring_attention(rotation: str = "allgather", load_balance: bool = False) -> Iterator[None]:
+    """Send attention of sequence-sharded DTensors to torch's ring, also on the CPU. `rotation`: "allgather" or "alltoall".
+
+    Compiled code needs it while it is traced, eager code in forward and backward.
+    """
     before = dict(cp.custom_ops), cp._cp_options.enable_load_balance, cp._cp_options.rotate_method
     cp.custom_ops |= {_FORWARD: _forward, _BACKWARD: _backward}
     cp._cp_options.enable_load_balance = load_balance
     cp.set_rotate_method(rotation)
+    cp._enable_context_parallel_dispatcher()
     try:
         yield
     finally:
+        cp._disable_context_parallel_dispatcher()
         cp.custom_ops.clear()
         cp.custom_ops.update(before[0])
         cp._cp_options.enable_load_balance, cp._cp_options.rotate_method = before[1:]
+
+
+def parallelize_attention(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Shard the query, key and value of `module` along the sequence, and return its result as a local tensor."""
+    kind = cp._ContextParallel.AttentionType.SDPA
+    return cp._ContextParallel(SEQ_DIM, kind)._apply(module, mesh)

@@ -1,0 +1,102 @@
+"""Attention layers under context parallelism: each rank has a part of the sequence.
+
+Legend: S positions of this rank, R ranks, D width, E head dim, H query heads, G key and value heads; batch 1.
+
+    gathered   keys and values of all ranks are gathered
+    ring       torch's ring attention: keys and values go from rank to rank, by one gather or by all_to_alls
+    ulysses    positions are exchanged for heads: each rank attends with H / R heads to the whole sequence
+    local      no exchange: own keys and values, R times; the same operations, other numbers
+
+Attention is not causal, so that all ranks and all forms compute equally much.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..blocks.model import BlockSizes, linear
+from .ring import parallelize_attention
+
+FORMS = ("gathered", "ring", "ulysses")
+LOCAL = "local"
+
+
+def _group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _exchange(x: Tensor) -> Tensor:
+    """Send part i of dim 0 to rank i."""
+    part = [x.shape[0] // dist.get_world_size()] * dist.get_world_size()
+    return funcol.all_to_all_single_autograd(x, part, part, _group())
+
+
+def to_heads(x: Tensor) -> Tensor:
+    """[1, H, S, E] -> [1, H / R, R * S, E]."""
+    ranks = dist.get_world_size()
+    _, heads, positions, width = x.shape
+    parts = _exchange(x.view(heads, positions, width).contiguous())
+    parts = parts.view(ranks, heads // ranks, positions, width)
+    return parts.transpose(0, 1).reshape(1, heads // ranks, ranks * positions, width)
+
+
+def to_positions(x: Tensor) -> Tensor:
+    """[1, H / R, R * S, E] -> [1, H, S, E]."""
+    ranks = dist.get_world_size()
+    _, heads, positions, width = x.shape
+    parts = x.view(heads, ranks, positions // ranks, width).transpose(0, 1)
+    parts = _exchange(parts.reshape(ranks * heads, positions // ranks, width))
+    return parts.view(1, ranks * heads, positions // ranks, width)
+
+
+class Sdpa(nn.Module):
+    """scaled_dot_product_attention as a module, which the ring is applied to."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class ContextAttention(nn.Module):
+    """[1, S, D] -> the same."""
+
+    def __init__(self, sizes: BlockSizes, form: str, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.sdpa = parallelize_attention(Sdpa(), mesh) if form == "ring" else Sdpa()
+        self.head_dim, kv_dim = sizes.head_dim, sizes.kv_heads * sizes.head_dim
+        self.wq, self.wk, self.wv = linear(sizes.dim, sizes.dim), linear(sizes.dim, kv_dim), linear(sizes.dim, kv_dim)
+        self.wo = linear(sizes.dim, sizes.dim)
+        self.repeats, self.form = sizes.heads // sizes.kv_heads, form
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (w(x).view(1, x.shape[1], -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        out = self.attend(q, k, v)
+        return self.wo(out.transpose(1, 2).reshape(1, x.shape[1], -1))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.form == "gathered":
+            k, v = (funcol.all_gather_tensor_autograd(t.contiguous(), 2, _group()) for t in (k, v))
+        elif self.form == "ulysses":
+            q, k, v = (to_heads(t) for t in (q, k, v))
+        elif self.form == LOCAL:
+            k, v = (torch.cat([t] * dist.get_world_size(), 2) for t in (k, v))
+        k, v = (t.repeat_interleave(self.repeats, 1) for t in (k, v))  # torch's ring knows no grouped heads
+        out = self.sdpa(q, k, v)
+        return to_positions(out) if self.form == "ulysses" else out
+
+
+class ContextLayer(nn.Module):
+    """Norm, attention, residual: [1, S, D] of this rank -> the same."""
+
+    def __init__(self, sizes: BlockSizes, attention: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.RMSNorm(sizes.dim), attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(self.norm(x))

@@ -1,0 +1,41 @@
+"""The benchmark of context parallelism runs on CPU ranks and stores a complete document. No result depends on timing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.context_parallel.table import hidden
+from tests.test_benchmarks import FACTS, printed, torchrun
+
+FORMS = ("gathered", "ring", "ulysses")
+
+
+@pytest.mark.timeout(240)
+def test_context_parallel_on_cpu_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All forms compute the same, in eager mode and by our backend, whose exchanges are all split."""
+    path = tmp_path / "context_parallel.json"
+    split = 'split={"overlap": "off", "overrides": [{"strategy": "split"}]}'
+    arguments = ["--tiny", "--device", "cpu", "--systems", "compute,eager,split", "--ours", split, "--json", str(path)]
+    torchrun(2, "benchmarks.context_parallel", arguments)
+    document: dict[str, Any] = json.loads(path.read_text())
+    assert document.keys() >= FACTS and document["benchmark"] == "context_parallel"
+    (size,) = document["rows"]
+    variants = size["variants"]
+    assert list(variants) == ["compute", *(f"{system}_{form}" for system in ("eager", "split") for form in FORMS)]
+    for name, variant in variants.items():
+        assert variant["step"] > 0 and not variant["why"], name
+        assert name in ("compute", "eager_gathered") or 0 <= variant["error"] < 1e-4
+    assert variants["split_gathered"]["sites"] == "4 split"
+    assert "tiny, 1 layers, 64 tokens" in printed(path, capsys, monkeypatch)
+
+
+def test_hidden_is_a_share_of_what_inductor_adds_in_the_same_form() -> None:
+    variants = {"compute": {"step": 10.0}, "inductor_ring": {"step": 14.0}, "ours_ring": {"step": 11.0}, "ours_gathered": {}}
+    assert hidden(variants, "ours_ring", "step") == 0.75
+    assert hidden(variants, "inductor_ring", "step") is None and hidden(variants, "ours_gathered", "step") is None
