@@ -14,7 +14,7 @@ from ..match.site import Site
 from ..options import Options
 from .profile import Profile
 from .profile_lookup import load
-from .site_sizes import Hints
+from .site_sizes import NO_HINTS, Hints
 from .traffic import bytes_sent, bytes_sent_in
 
 
@@ -69,9 +69,9 @@ class Policy:
         """Return whether `sent` bytes are too few to overlap. False if `sent` has no value."""
         return sent is not None and sent < self.threshold
 
-    def bytes_sent(self, site: Site, wire_dtype: str = "") -> int | None:
-        """Return the bytes one rank sends at `site`, None where dynamic."""
-        return bytes_sent(site, wire_dtype)
+    def bytes_sent(self, site: Site, wire_dtype: str = "", hints: Hints = NO_HINTS) -> int | None:
+        """Return the bytes one rank sends at `site`, None for a size without a value in `hints`."""
+        return bytes_sent(site, wire_dtype, hints)
 
     def bytes_sent_in(self, collective: Collective | Node, itemsize: int, hints: Hints) -> int | None:
         """Return the bytes one rank sends in `collective`, by bytes of an element; None for a size without a value."""

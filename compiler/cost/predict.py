@@ -41,7 +41,7 @@ class Prediction:
 
 def candidates(shape: SiteShape, profile: Profile) -> list[Strategy]:
     """Return the strategies that can run the site and have times in `profile`, none first."""
-    if shape.ranks == 1 or shape.hosts > 1:
+    if shape.ranks == 1 or shape.hosts > 1 or shape.collective == "all_to_all":
         return [NONE]
     if shape.bulk:
         return [NONE, Strategy(Mode.BULK)]
@@ -100,7 +100,7 @@ def collective_us(shape: SiteShape, profile: Profile) -> float:
         return 0.0
     if shape.hosts > 1 and profile.network is not None:
         return network_us(profile.network, profile.push, shape.collective, shape.ranks, shape.hosts, shape.bytes_sent)
-    found = between(profile.collectives[shape.collective], shape.ranks, shape.bytes_sent)
+    found = between(profile.collectives.get(shape.collective, {}), shape.ranks, shape.bytes_sent)
     # Not measured: a ring at the bandwidth of the port.
     return 15.0 + at(profile.push, shape.bytes_sent) if found is None else found
 

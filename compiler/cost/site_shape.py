@@ -24,6 +24,7 @@ KINDS = (
     "fused_all_gather",
     "fused_reduce_scatter",
     "fused_all_reduce",
+    "all_to_all",
 )
 
 
@@ -92,8 +93,8 @@ class SiteShape(SiteSizes):
 
     @property
     def collective(self) -> str:
-        """ "all_gather", "reduce_scatter" or "all_reduce"."""
-        return next(name for name in ("all_gather", "reduce_scatter", "all_reduce") if name in self.kind)
+        """ "all_gather", "reduce_scatter", "all_reduce" or "all_to_all"."""
+        return next(name for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") if name in self.kind)
 
     @property
     def shard_bytes(self) -> float:

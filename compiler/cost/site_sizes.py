@@ -22,6 +22,7 @@ Ranges = Mapping[sympy.Symbol, tuple[int, int | None]]
 """Size symbols with the least and the largest value (None: any) for which the graph is valid."""
 Hints = Mapping[sympy.Symbol, int]
 """Size symbols with their values when the graph was traced."""
+NO_HINTS: Hints = {}
 
 _BULK = {Op.ALL_GATHER: "bulk_all_gather", Op.REDUCE_SCATTER: "bulk_reduce_scatter", Op.ALL_REDUCE: "bulk_all_reduce"}
 
@@ -64,6 +65,9 @@ def sizes_of_site(site: Site, wire_dtype: str = "") -> SiteSizes | None:
         kind = "matmul_all_reduce" if c.op is Op.ALL_REDUCE else "matmul_reduce_scatter"
         keep = bool(site.kept_nodes)
         outer = 1 if site.shard_dim_is_last or c.op is Op.ALL_REDUCE else site.blocks.outer
+    elif c.op is Op.ALL_TO_ALL:
+        dtype, (rows, *others) = _dtype(byte_dtype(c)), shape_of(c.input)
+        whole, matmuls, kind, keep, outer = (rows, numel(others)), (), "all_to_all", False, 1
     elif c.op in _BULK:
         elements = numel(shape_of(c.input))
         sent = byte_dtype(c) if isinstance(site, Split) else c.narrow_dtype
@@ -112,7 +116,10 @@ def shape_at(sizes: SiteSizes, hints: Hints, exact: bool = False) -> SiteShape |
         if not exact:
             own = len(found) - sizes.independent
             found = [_alike(sizes.kind, m, is_independent=i >= own) for i, m in enumerate(found)]
-        whole = (number(sizes.rows), number(sizes.cols))
+        rows = number(sizes.rows)
+        if sizes.kind == "all_to_all" and not exact:
+            rows = about(rows)
+        whole = (rows, number(sizes.cols))
         return SiteShape(
             sizes.kind,
             sizes.ranks,

@@ -3,6 +3,8 @@
 ours      the steps of bulk, cut in two; the transfer takes the port of the link. A zero-copy gather copies its own shard
           only, in the start, and releases its result
 by c10d   for a group across hosts: start launches the plain collective, which takes the network; finish waits for it
+
+An all_to_all of ours pushes each part to its rank, and copies what has landed in the finish.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..plan.strategy import Mode, Strategy
+from .curve import at
 from .predict import collective_us, item_costs
 from .profile import Profile
 from .program import CostItem, programs
-from .site_shape import SiteShape
+from .site_shape import SIZES, SiteShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,11 @@ def split_times(shape: SiteShape, chunks: int, profile: Profile, zero_copy: bool
     if shape.hosts > 1:
         slowdown = profile.network.matmul_slowdown if profile.network else profile.matmul_slowdown
         return SplitTimes(plain + steps.gap_us, steps.begin_us, plain, steps.wait_us, slowdown, 0.0)
+    if shape.collective == "all_to_all":
+        rows_us = at(profile.copy, shape.rows * shape.cols * SIZES[shape.dtype])
+        pushes = at(profile.push, shape.bytes_sent) + (shape.ranks - 1) * steps.flag_us
+        slowdowns = profile.matmul_slowdown, profile.push_slowdown
+        return SplitTimes(plain + steps.gap_us, steps.begin_us, pushes, steps.wait_us + rows_us + steps.end_us, *slowdowns)
     program = programs(shape.key(Strategy(Mode.BULK, chunks)))[0]
     cost, sums_follow = item_costs(shape, profile), False
     start, transfer, finish, release = steps.begin_us, 0.0, 0.0, 0.0

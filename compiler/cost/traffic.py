@@ -25,9 +25,9 @@ BULK_PRODUCTS = 8
 """Matmuls of one bulk op at most, however small: all their operands live until the op."""
 
 
-def bytes_sent(site: Site, wire_dtype: str = "") -> int | None:
+def bytes_sent(site: Site, wire_dtype: str = "", hints: Mapping[sympy.Symbol, int] | None = None) -> int | None:
     """Return the bytes one rank sends at this site, None where dynamic. `wire_dtype`: "" for the type of what is sent."""
-    return bytes_sent_in(site.collective, sent_dtype(site).itemsize, {}, wire_dtype)
+    return bytes_sent_in(site.collective, sent_dtype(site).itemsize, hints or {}, wire_dtype)
 
 
 def sent_dtype(site: Site) -> torch.dtype:
@@ -42,7 +42,7 @@ def sent_dtype(site: Site) -> torch.dtype:
 def bytes_sent_in(c: Collective, itemsize: int, hints: Mapping[sympy.Symbol, int], wire_dtype: str = "") -> int | None:
     """Return the bytes one rank sends in `c` with elements of `itemsize` bytes; None for a size without a value.
 
-    An all_reduce sends its sums in the type of its result.
+    An all_reduce sends its sums in the type of its result. An all_to_all is taken as balanced: equal parts for all ranks.
     """
     elements = evaluate_size(numel(shape_of(c.input)), hints)
     if elements is None:

@@ -10,6 +10,7 @@ from ..graph.aten import dtype_of
 from ..plan.reasons import Reason
 from .all_gather import match_all_gather
 from .all_reduce import match_all_reduce
+from .all_to_all import match_all_to_all
 from .amax_reductions import is_amax_reduction
 from .collectives import Collective, Op, find_collectives
 from .fused import match_fused
@@ -23,6 +24,7 @@ MATCHERS: dict[Op, Matcher] = {
     Op.ALL_GATHER: match_all_gather,
     Op.REDUCE_SCATTER: match_reduce_scatter,
     Op.ALL_REDUCE: match_all_reduce,
+    Op.ALL_TO_ALL: match_all_to_all,
 }
 """The matcher of each kind of collective. Other kinds are reported as unsupported."""
 
@@ -40,7 +42,8 @@ def find_candidates(graph: Graph) -> list[Candidate]:
 def _candidate(c: Collective, position: dict[Node, int], independence: IndependentMatmuls) -> Candidate:
     result = match_collective(c, position)
     candidate = Candidate(c, miss=result) if isinstance(result, Miss) else Candidate(c, match=result)
-    if c.op is not None and c.wait is not None and not is_amax_reduction(c) and dtype_of(c.node).itemsize > 1:
+    has_fused_forms = c.op is not None and c.op is not Op.ALL_TO_ALL
+    if has_fused_forms and c.wait is not None and not is_amax_reduction(c) and dtype_of(c.node).itemsize > 1:
         matched = {p.node for p in candidate.match.matmuls} if candidate.match else set()
         candidate.fused = match_fused(c)
         candidate.independent_matmuls = tuple(p for p in independence.find(c.node) if p.node not in matched)

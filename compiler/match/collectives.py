@@ -23,17 +23,19 @@ from .widening_cast import WideningCast, find_widening_cast
 
 
 class Op(Enum):
-    """The kinds of collective that can be overlapped."""
+    """The kinds of collective that can be overlapped. An all_to_all has no fused form: it is split."""
 
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_REDUCE = "all_reduce"
+    ALL_TO_ALL = "all_to_all"
 
 
 _OPS = {
     c10d.all_gather_into_tensor.default: Op.ALL_GATHER,
     c10d.reduce_scatter_tensor.default: Op.REDUCE_SCATTER,
     c10d.all_reduce.default: Op.ALL_REDUCE,
+    c10d.all_to_all_single.default: Op.ALL_TO_ALL,
 }
 _RANKS_ARG = {Op.ALL_GATHER: 1, Op.REDUCE_SCATTER: 2}
 """The position of the argument that is the number of ranks. For other kinds it is the size of the group."""
@@ -122,9 +124,9 @@ def read_collective(node: Node) -> Collective:
 
 
 def byte_dtype(c: Collective) -> torch.dtype:
-    """Return the type in which a split collective sends: bytes, as which float8 is gathered, have no arithmetic and no cost of
-    their own, so they are sent as float8."""
-    return E4M3 if c.op is Op.ALL_GATHER and c.narrow_dtype is torch.uint8 else c.narrow_dtype
+    """Return the type in which a split collective sends: bytes, as which float8 is communicated, have no arithmetic and no cost
+    of their own, so they are sent as float8."""
+    return E4M3 if c.op in (Op.ALL_GATHER, Op.ALL_TO_ALL) and c.narrow_dtype is torch.uint8 else c.narrow_dtype
 
 
 def _group_arg(node: Node) -> object:
@@ -151,6 +153,8 @@ def _rank_count(node: Node, op: Op | None, group: str | None) -> int:
     """Return the ranks of the collective; 0 where the group is unknown here, as a library's own names may be."""
     if op in _RANKS_ARG:
         return int(node.args[_RANKS_ARG[op]])  # type: ignore[call-overload]
+    if op is Op.ALL_TO_ALL:
+        return len(node.args[1])  # type: ignore[arg-type]
     if group is None:
         return 0
     if op is not None:

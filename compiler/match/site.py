@@ -247,6 +247,8 @@ class Split:
     """The landing memory that it uses, of the group's split slots."""
     zero_copy: bool = False
     """A gather returns its landing memory, until a third op releases it (windows/landing_result.py)."""
+    concurrent: tuple[Node, ...] = ()
+    """Of an all_to_all: matmuls and the like between its start and finish."""
 
     @property
     def matmuls(self) -> tuple[Matmul, ...]:

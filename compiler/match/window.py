@@ -33,6 +33,7 @@ from ..graph.aten import (
 )
 from ..graph.sizes import is_same_shape
 from ..joint.joint_decision import joint_decision
+from .all_to_all import split_nodes
 from .collectives import Collective, Op, is_collective
 from .fusion_order import FusionOrder
 from .widening_cast import moved_tensors
@@ -51,7 +52,7 @@ class Window:
     lead: tuple[Node, ...]
     """Casts and views between the sources and the collective."""
     sources: tuple[Node, ...]
-    """What the lead reads."""
+    """What the lead reads, and the numbers of rows of an all_to_all."""
     trail: tuple[Node, ...]
     """Casts, views and scalings of the result, and its sum with a gradient that the graph takes."""
     readers: tuple[Node, ...]
@@ -109,6 +110,8 @@ class WindowFinder:
         lead, sources = _lead_of_cast(c) or _lead_of(c)
         trail, first_readers = _trail_of(c.wait)
         accumulated = [other for n in trail if (other := _accumulator(n)) is not None]
+        if c.op is Op.ALL_TO_ALL:
+            sources = (*sources, *(n for n in split_nodes(c) if n not in sources))
         memory = {storage_node(n) for n in (*lead, *sources, *accumulated)}
         writes = tuple(n for n, bases in self._writes if bases & memory)
         return Window(c, lead, sources, trail, first_readers, writes, self._calls)

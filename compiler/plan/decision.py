@@ -170,7 +170,8 @@ class Decision:
     takes: tuple[str, ...] = ()
     """The matmuls of an overlapped site, by names that are the same on all ranks: "<module>#<number of the matmul in it>"."""
     paired: tuple[str, ...] = ()
-    """The independent matmuls of a site, with their modules and the sites whose matches contain them."""
+    """The independent matmuls of a site, with their modules and the sites whose matches contain them; of a split all_to_all
+    those between its start and finish."""
     options: tuple[str, ...] = ()
     """Modes that are legal for this site."""
     wire_dtype: str = ""
@@ -223,7 +224,9 @@ class Decision:
 
     @property
     def shared_shapes(self) -> dict[str, str]:
-        """The shapes that must be equal on all ranks."""
+        """The shapes that must be equal on all ranks. Each rank exchanges rows of its own number."""
+        if self.kind is Kind.ALL_TO_ALL:
+            return {}
         return {what: shape for what, shape in self.shapes if self.overlapped and not what.startswith("matmul")}
 
     def to_dict(self) -> dict[str, Any]:

@@ -15,8 +15,10 @@ class Kind(str, Enum):
     """An all_gather that feeds no matmul: only bulk overlap can hide it."""
     REDUCE_SCATTER = "reduce_scatter"
     ALL_REDUCE = "all_reduce"
+    ALL_TO_ALL = "all_to_all"
+    """An exchange of rows, as of tokens with the ranks of their experts: only a split form can hide it."""
     OTHER = "other"
-    """A collective of another kind (all_to_all, broadcast, coalesced forms), listed for completeness."""
+    """A collective of another kind (broadcast, coalesced forms), listed for completeness."""
 
 
 class Reason(str, Enum):

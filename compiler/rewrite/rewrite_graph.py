@@ -12,6 +12,8 @@ from ub_overlap import _torch_compat as compat
 from ..graph.emitter import Emitter
 from ..graph.erase import erase_unread
 from ..graph.sizes import as_size
+from ..match.all_to_all import split_nodes
+from ..match.collectives import Collective, Op
 from ..match.site import Fused, Gather, Reduction, Split
 from ..plan.chosen_site import ChosenSite
 from ..windows.layout import GraphLayout, apply_layout
@@ -54,7 +56,7 @@ def _rewrite_site(
     site, name = chosen.site, str(chosen.id)
     members = site.members
     inside = set(members)
-    e = Emitter(graph, site.collective.node, replaced_before, name)
+    e = Emitter(graph, site.collective.node, replaced_before, name, _size_sources(graph, site.collective))
     with graph.inserting_before(_insertion_point(members, inside)):
         replaced = _emit(e, chosen, name, packed)
         if verify:
@@ -70,6 +72,11 @@ def _rewrite_site(
     replaced_before.update(replaced)
     still_read = erase_unread(graph, sizes if verify else (*members, *replaced, *sizes))
     assert not still_read, f"{name}: {still_read} are still used after the rewrite"
+
+
+def _size_sources(graph: Graph, c: Collective) -> list[Node]:
+    """Return the nodes that sizes may be computed from: the graph's inputs, and the numbers of rows of an all_to_all."""
+    return [*graph.find_nodes(op="placeholder"), *(split_nodes(c) if c.op is Op.ALL_TO_ALL else ())]
 
 
 def _insertion_point(members: list[Node], inside: set[Node]) -> Node:

@@ -33,6 +33,7 @@ _PLAIN = {
     Op.ALL_GATHER: Kind.ALL_GATHER,
     Op.REDUCE_SCATTER: Kind.REDUCE_SCATTER,
     Op.ALL_REDUCE: Kind.ALL_REDUCE,
+    Op.ALL_TO_ALL: Kind.ALL_TO_ALL,
     None: Kind.OTHER,
 }
 
@@ -212,11 +213,15 @@ def merged_away(candidate: Candidate, into: Decision) -> list[Decision]:
 
 
 def _describe_independent(assignment: Assignment, context: GraphContext) -> tuple[str, ...]:
-    """Return the independent matmuls of a site: "mm_3 of forward.2 (layers.0.w1)" where another site matches them."""
+    """Return the independent matmuls of a site: "mm_3 of forward.2 (layers.0.w1)" where another site matches them.
+
+    Of a split all_to_all: those between its start and finish.
+    """
     if assignment.site is None:
         return ()
     texts = []
-    for node in (p.node for p in assignment.site.independent):
+    site = assignment.site
+    for node in site.concurrent if isinstance(site, Split) else (p.node for p in site.independent):
         module = module_path(node)
         owner = f" of {context.owners[node]}" if node in context.owners else ""
         texts.append(node.name + owner + (f" ({module})" if module else ""))
@@ -268,4 +273,6 @@ def _describe_fused(site: Site | None) -> str:
 def _why_bulk(candidate: Candidate, assignment: Assignment) -> str:
     """Return why a bulk or split site is not pipelined."""
     miss = candidate.miss
-    return f"not pipelined: {miss.reason.value}: {miss.detail}" if isinstance(assignment.site, Bulk | Split) and miss else ""
+    if miss is None or candidate.collective.op is Op.ALL_TO_ALL or not isinstance(assignment.site, Bulk | Split):
+        return ""
+    return f"not pipelined: {miss.reason.value}: {miss.detail}"

@@ -31,6 +31,10 @@ def find_illegal(candidate: Candidate, forced: Strategy | DispatchTable, may_pac
     `may_pack`: whether the options allow packed operands.
     """
     match, miss = candidate.match, candidate.miss
+    if candidate.collective.op is Op.ALL_TO_ALL and forced.mode is not Mode.SPLIT:
+        return f"{forced.mode.value} is not possible for an all_to_all: it is split, or none"
+    if candidate.collective.op is Op.ALL_TO_ALL and any(s.chunks for s in forced.strategies):
+        return "an all_to_all has no chunks: each rank's rows are one piece"
     if forced.mode is Mode.BULK and match is not None and not candidate.independent_matmuls:
         own = ", ".join(p.node.name for p in match.matmuls)
         return f"bulk needs a matmul that is independent of the collective, and there is none; {own} can be pipelined with it"

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import Graph
 
+from ..cost.assumed_sizes import assume_sizes
 from ..cost.choice import StrategyChoice, choose
 from ..cost.curve import at
 from ..cost.fused_choice import choose_fused
@@ -14,7 +15,7 @@ from ..cost.policy import Policy
 from ..cost.predict import Prediction, predict
 from ..cost.profile import Profile
 from ..cost.site_shape import SiteShape
-from ..cost.site_sizes import Hints, Ranges, hints_of, ranges_of, shape_at, shape_of_site, sizes_of_site
+from ..cost.site_sizes import NO_HINTS, Hints, Ranges, hints_of, ranges_of, shape_at, shape_of_site, sizes_of_site
 from ..cost.wire import FLOAT8
 from ..graph.graph_inputs import NO_NEIGHBORS, Neighbors
 from ..match import Bulk, Fused, Miss, Site
@@ -51,7 +52,7 @@ class SiteCosts:
 
     @classmethod
     def of(cls, graph: Graph, policy: Policy, neighbors: Neighbors = NO_NEIGHBORS) -> SiteCosts:
-        return cls(policy, hints_of(graph), ranges_of(graph), neighbors)
+        return cls(policy, assume_sizes(graph, hints_of(graph)), ranges_of(graph), neighbors)
 
     def wire_dtype(self, site: Site) -> str:
         """Return "float8" for a reduction that sends its products as float8, else ""."""
@@ -138,9 +139,12 @@ class SiteCosts:
         return ", ".join(sorted(str(p) for p in self.profiles.values()))
 
 
-def too_small(site: Site, policy: Policy, forced: Strategy | DispatchTable | None) -> Miss | None:
-    """Return the miss of a site below the threshold; None above it, and where its strategy is forced."""
-    sent = policy.bytes_sent(site)
+def too_small(site: Site, policy: Policy, forced: Strategy | DispatchTable | None, hints: Hints = NO_HINTS) -> Miss | None:
+    """Return the miss of a site below the threshold; None above it, and where its strategy is forced.
+
+    `hints`: for the bytes of a dynamic size. Without them it is not below the threshold.
+    """
+    sent = policy.bytes_sent(site, hints=hints)
     if forced is not None or not policy.is_below_threshold(sent):
         return None
     return Miss(Reason.BELOW_THRESHOLD, f"a rank sends {sent} bytes; overlap='auto' starts at min_bytes={policy.threshold}")

@@ -19,24 +19,23 @@ from ..cost.choice import MARGIN_US, StrategyChoice
 from ..cost.predict import Prediction
 from ..cost.profile import Profile
 from ..cost.site_sizes import shape_of_site
-from ..cost.split_time import SplitTimes, split_times
-from ..graph.aten import PADS, alias_base, shape_of
-from ..graph.sizes import evaluate_size, numel
-from ..match import Candidate, Miss, Reduction, Split
+from ..cost.split_time import split_times
+from ..match import Candidate, Miss, Split
 from ..match.collectives import Collective, Op
 from ..match.fusion_order import FusionOrder
-from ..match.window import Window, WindowFinder, moving_nodes
+from ..match.window import Window, moving_nodes
 from ..overrides.requested_strategy import Override
 from ..plan.decision import SplitWindow
 from ..plan.reasons import Reason
-from ..plan.strategy import NONE, Mode, Strategy
+from ..plan.strategy import NONE
 from ..select.alternatives import Alternative, Alternatives
 from ..select.assignment import Assignment
 from ..select.benefit import NO_BENEFIT, Benefit
-from ..select.profitability import SiteCosts, too_small
-from .landing_result import find_readers, release_position
-from .node_times import NodeTimes
+from ..select.profitability import SiteCosts
+from .landing_result import release_position
+from .node_times import NodeTimes, is_compute
 from .placement import NETWORK, PORT, Item, Limits, Placed, Transfer, place
+from .split_candidates import SplitCandidate, find_splits, next_to_collectives
 
 ROUNDS = 2
 """Rounds in which collectives get their other alternatives back."""
@@ -45,27 +44,6 @@ MARGIN = 0.05
 
 Assign = Callable[[Sequence[Alternatives]], tuple[list[Assignment], FusionOrder]]
 """Alternatives of all candidates -> the selected ones, and the order in which they are fused."""
-
-
-@dataclass(frozen=True, slots=True)
-class SplitCandidate:
-    """A collective that may be split. `number`: of its candidate."""
-
-    number: int
-    window: Window
-    times: SplitTimes
-    strategy: Strategy
-    landing_bytes: int
-    held_bytes: int
-    is_required: bool
-    readers: tuple[Node, ...] = ()
-    """What reads the result of a gather that may stay in landing memory; none where it is copied."""
-    zero_copy_times: SplitTimes | None = None
-    """The times of that gather without the copy."""
-
-    @property
-    def best_times(self) -> SplitTimes:
-        return self.zero_copy_times or self.times
 
 
 @dataclass(slots=True)
@@ -92,7 +70,7 @@ def choose_splits(
 
     `overrides`: by number of the candidate. `parameters`: as in `Window.is_at_the_edge`.
     """
-    splits = {s.number: s for s in _find(graph, candidates, found, overrides, costs, parameters)}
+    splits = find_splits(graph, candidates, found, overrides, costs, parameters)
     if not splits:
         return SplitChoice(*assign(found))
     planner = _Planner(graph, candidates, costs, splits)
@@ -112,81 +90,6 @@ def choose_splits(
     return planner.choice(assignments, order, placed)
 
 
-def _find(
-    graph: Graph,
-    candidates: Sequence[Candidate],
-    found: Sequence[Alternatives],
-    overrides: Mapping[int, Override],
-    costs: SiteCosts,
-    parameters: Collection[Node] | None,
-) -> list[SplitCandidate]:
-    """Return the collectives that may be split: those that the user requests, and with "auto" those above the threshold."""
-    finder: WindowFinder | None = None
-    splits = []
-    for i, (candidate, alternatives) in enumerate(zip(candidates, found, strict=True)):
-        c, override = candidate.collective, overrides.get(i)
-        forced = override.strategy if override else None
-        requested = forced is not None and forced.mode is Mode.SPLIT
-        if alternatives.is_refused or c.wait is None or (forced is not None and not requested):
-            continue
-        device = c.node.meta["val"].device.type
-        if not requested and not (costs.policy.may_split and costs.policy.is_weighed(device)):
-            continue
-        site = Split(c)
-        if c.hosts == 1 and too_small(site, costs.policy, forced) is not None:  # across hosts latency counts
-            continue
-        shape = shape_of_site(site, costs.hints)
-        if shape is None:
-            continue
-        finder = finder or WindowFinder(graph)
-        window = finder.find(c)
-        is_inner = not window.is_at_the_edge(parameters)
-        if not requested and is_inner and (candidate.match is not None or window.may_differ_by_rank):
-            continue
-        profile = costs.policy.profile(c.ranks, device)
-        costs.profiles[profile.digest] = profile
-        strategy = forced if requested and isinstance(forced, Strategy) else Strategy(Mode.SPLIT)
-        times = split_times(shape, strategy.chunks, profile)
-        split = SplitCandidate(i, window, times, strategy, *_memory(window, costs), requested)
-        if costs.policy.may_zero_copy and c.hosts == 1 and (found_readers := find_readers(window)) is not None:
-            in_place = split_times(shape, strategy.chunks, profile, zero_copy=True)
-            if in_place.shortest_us < times.shortest_us or requested:
-                split = replace(split, readers=tuple(found_readers), zero_copy_times=in_place)
-        splits.append(split)
-    return splits
-
-
-def _memory(window: Window, costs: SiteCosts) -> tuple[int, int]:
-    """Return the bytes of landing memory and of the input that lives until the finish.
-
-    Our transport lands what is sent, c10d the result.
-    """
-    c = window.collective
-    elements = evaluate_size(numel(shape_of(c.input)), costs.hints) or 0
-    copies = [n for n in window.lead if alias_base(n) is None and n.target not in PADS]  # ranks with a full shard do not pad
-    is_parameter = all(n.op == "placeholder" for n in window.sources) and not copies
-    sent = elements * c.narrow_dtype.itemsize
-    landing = sent * c.ranks if c.op is Op.ALL_GATHER else sent
-    if c.op is Op.REDUCE_SCATTER and c.hosts > 1:
-        landing //= c.ranks
-    return landing, 0 if is_parameter else sent
-
-
-def _next_to_collectives(graph: Graph, candidates: Sequence[Candidate]) -> set[Node]:
-    """Return the nodes that move, cast, scale or add to what collectives send and return.
-
-    They may differ between ranks: one pads its shard of an uneven parameter, one adds a bias.
-    """
-    finder, found = WindowFinder(graph), set[Node]()
-    for candidate in candidates:
-        if candidate.collective.op is not None and candidate.collective.wait is not None:
-            window = finder.find(candidate.collective)
-            found.update(window.lead, window.trail)
-        if isinstance(candidate.match, Reduction):
-            found.update(candidate.match.inner, candidate.match.view_chain)
-    return found
-
-
 @dataclass(slots=True)
 class _Planner:
     """The windows of one graph. `splits`: by number of the candidate."""
@@ -201,7 +104,7 @@ class _Planner:
     """The order with nothing fused."""
 
     def __post_init__(self) -> None:
-        times = NodeTimes.of(self.graph, self._profile(), self.costs.hints, _next_to_collectives(self.graph, self.candidates))
+        times = NodeTimes.of(self.graph, self._profile(), self.costs.hints, next_to_collectives(self.graph, self.candidates))
         self._plain_order = FusionOrder(self.graph)
         self._clock = [times.us(n) for n in self._plain_order.items]
 
@@ -231,7 +134,9 @@ class _Planner:
         best = self.best_us(s)
         if not s.is_required and best < self.needed_us(s):
             del self.splits[i]
-            return alternatives
+            return (
+                alternatives if alternatives.ranked else replace(alternatives, miss=_explain_loss(s, best) or alternatives.miss)
+            )
         reduced = [replace(a, benefit=a.benefit.plus_us(-best)) for a in alternatives.ranked]
         return replace(alternatives, ranked=[a for a in reduced if a.benefit > NO_BENEFIT and not s.is_required])
 
@@ -315,13 +220,17 @@ class _Planner:
         for i, s in self.splits.items():
             p, alternatives = placed.get(i), assignments[i].alternatives
             if p is None:
+                if (lost := _explain_loss(s, None)) and not s.is_required and not assignments[i].alternative:
+                    result[i] = replace(assignments[i], result=lost)
                 if s.is_required:
                     miss = Miss(
                         Reason.STRATEGY_ILLEGAL, f"split needs one of {SPLIT_SLOTS} slots, and all are in use where it starts"
                     )
                     result[i] = replace(assignments[i], result=miss)
                 continue
-            site = Split(s.window.collective, p.slot, p.release is not None)
+            is_exchange = s.window.collective.op is Op.ALL_TO_ALL
+            concurrent = tuple(filter(is_compute, order.items[p.start : p.finish])) if is_exchange else ()
+            site = Split(s.window.collective, p.slot, p.release is not None, concurrent)
             own = _as_choice(s, p)
             alternative = Alternative(site, s.strategy, p.saved_us, Benefit(0, 0, 0, p.saved_us), 0, own)
             result[i] = Assignment(alternatives, alternative, assignments[i].estimate)
@@ -332,6 +241,19 @@ class _Planner:
             )  # fmt: skip
             choice.entries[i] = (s.window, p)
         return choice
+
+
+def _explain_loss(s: SplitCandidate, best_us: float | None) -> Miss | None:
+    """Return why splitting an all_to_all does not pay; None for other collectives, whose fused forms have their own reasons.
+
+    `best_us`: what it saves at most, where that is too little.
+    """
+    if s.window.collective.op is not Op.ALL_TO_ALL:
+        return None
+    saves = "it would have to wait where it is placed" if best_us is None else f"split saves {max(0.0, best_us):.0f} us at most"
+    return Miss(
+        Reason.NO_GAIN, f"predicted us: none {s.times.plain_us:.0f}, split {s.times.shortest_us:.0f} if all is hidden; {saves}"
+    )
 
 
 def _link(c: Collective) -> str:

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 
 from ub_overlap.runtime.schedule.steps import Part
 
-from ..graph.aten import alias_base, node_arg
+from ..graph.aten import alias_base, node_arg, tensor_of
 from ..graph.emitter import SITE
 from ..match.window import Window
 from .placement import Placed
@@ -63,6 +63,8 @@ def _part(node: Node) -> Part | None:
     parts: dict[Any, Part] = {
         ops.start_collective.default: Part.START,
         ops.finish_collective.default: Part.FINISH,
+        ops.start_all_to_all.default: Part.START,
+        ops.finish_all_to_all.default: Part.FINISH,
         ops.release_collective.default: Part.RELEASE,
     }
     return parts.get(node.target)
@@ -80,7 +82,7 @@ def _keys(graph: Graph, layout: GraphLayout, members: Mapping[str, Collection[No
             keys[n] = (-1, 0, 0)
         elif n in position:
             keys[n] = (position[n], 1, 0)
-        elif name in layout.entries:
+        elif name in layout.entries and (_part(n) is not None or tensor_of(n) is not None):  # sizes have no place of their own
             _, p = layout.entries[name]
             keys[n] = (p.finish, 0, p.finish_number) if name in started else (p.start, 0, p.start_number)
             if _part(n) is Part.START:

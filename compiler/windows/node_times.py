@@ -2,6 +2,7 @@
 
     matmul              the cost model's (cost/matmul_time.py)
     ops with a formula  operations of torch's flop counter (attention, convolutions, batched matmuls) at a share of the rate
+    grouped matmuls     the same share of the rate, for the rows of all groups together
     other ops           bytes read and written at the rate of memory; nothing for views and for what is fused into its readers
     around collectives  nothing: casts, pads and sums next to one may differ between ranks, and the clock must not
 
@@ -22,14 +23,15 @@ from ..cost.matmul_time import matmul_us
 from ..cost.profile import Profile
 from ..cost.site_shape import SIZES
 from ..cost.site_sizes import Hints
-from ..graph.aten import alias_base, aten, dtype_of, storage_node, tensor_of
-from ..graph.matmul import as_matmul
-from ..graph.sizes import about, evaluate_size
+from ..graph.aten import alias_base, aten, dtype_of, node_arg, shape_of, storage_node, tensor_of
+from ..graph.matmul import as_matmul, is_matmul
+from ..graph.sizes import about, as_sizes, evaluate_size, numel
 from ..match.collectives import is_collective
 from ..select.peak_memory import bytes_of, is_fused
 
 EFFICIENCY = 0.6
-"""The share of the matmul rate that attention reaches."""
+"""The share of the matmul rate that attention reaches. Assumed for grouped matmuls too."""
+_GROUPED = (aten._grouped_mm.default, aten._scaled_grouped_mm.default)
 _SAME_FORMULA: dict[Any, Any] = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
@@ -41,6 +43,11 @@ def _formula(target: Any) -> Any:
     """Return torch's formula for the operations of an op, None without one."""
     packet = getattr(target, "overloadpacket", None)
     return flop_registry.get(target) or flop_registry.get(_SAME_FORMULA.get(packet, packet))
+
+
+def is_compute(node: Node) -> bool:
+    """Return whether `node` multiplies matrices or does as much work, as attention does."""
+    return node.op == "call_function" and (is_matmul(node) or node.target in _GROUPED or _formula(node.target) is not None)
 
 
 def _is_causal(node: Node) -> bool:
@@ -77,6 +84,9 @@ class NodeTimes:
             return self._matmul_us(matmul)
         if _formula(node.target) is not None:
             return self._counted_us(node)
+        if node.target in _GROUPED:
+            is_float8 = node.target is aten._scaled_grouped_mm.default
+            return self._rate_us(self._grouped_flops(node), "float8" if is_float8 else str(dtype_of(node)))
         return 0.0 if node in self.inner else self._moved_us(node)
 
     def _matmul_us(self, matmul: Any) -> float:
@@ -93,16 +103,25 @@ class NodeTimes:
         key = (node.target, *(str(a.meta.get("val")) if isinstance(a, Node) else str(a) for a in node.args), str(node.kwargs))
         if key not in self._known:
             self._known[key] = self._flops(node)
+        return self._rate_us(self._known[key], str(first.dtype) if first is not None else "")
+
+    def _rate_us(self, flops: float, dtype: str) -> float:
         rates = self.profile.compute.tflops
-        name = str(first.dtype).removeprefix("torch.") if first is not None else ""
-        return self._known[key] / (rates.get(name, rates["bfloat16"]) * 1e6 * EFFICIENCY) + self.profile.compute.launch_us
+        rate = rates.get(dtype.removeprefix("torch."), rates["bfloat16"])
+        return flops / (rate * 1e6 * EFFICIENCY) + self.profile.compute.launch_us
+
+    def _grouped_flops(self, node: Node) -> float:
+        """Return the operations of a grouped matmul. Its groups divide the rows of one operand, or the inner dim of both."""
+        left, right = shape_of(node_arg(node, 0)), shape_of(node_arg(node, 1))
+        elements, columns = (right, left[-2]) if len(left) > len(right) else (left, right[-1])
+        return 2.0 * (evaluate_size(numel((*elements, columns)), self.hints) or 0)
 
     def _flops(self, node: Node) -> float:
         formula = _formula(node.target)
         assert formula is not None
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))  # type: ignore[misc]
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._value_of)  # type: ignore[misc]
         try:
-            return float(formula(*args, **kwargs, out_val=node.meta["val"])) * (0.5 if _is_causal(node) else 1.0)
+            return float(formula(*args, **kwargs, out_val=self._value_of(node))) * (0.5 if _is_causal(node) else 1.0)
         except (
             TypeError,
             ValueError,
@@ -112,6 +131,14 @@ class NodeTimes:
             KeyError,
         ):  # a formula of torch or of the user's that does not know these arguments: no estimate
             return 0.0
+
+    def _value_of(self, node: Node) -> Any:
+        """Return the value of `node` with numbers for symbolic sizes; as it is where one has no hint."""
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or all(isinstance(s, int) for s in value.shape):
+            return value
+        sizes = [evaluate_size(s, self.hints) for s in as_sizes(value.shape)]
+        return value if None in sizes else torch.empty(sizes, dtype=value.dtype, device="meta")  # type: ignore[arg-type]
 
     def _moved_us(self, node: Node) -> float:
         sources = {storage_node(i) for i in self._read(node)}

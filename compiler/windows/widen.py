@@ -25,12 +25,14 @@ from torch.utils.flop_counter import flop_registry
 
 from ub_overlap import _torch_compat as compat
 
+from ..cost.assumed_sizes import assume_sizes
 from ..cost.policy import Policy
 from ..cost.site_sizes import Hints, hints_of, shape_of_site
 from ..cost.split_time import split_times
 from ..graph.aten import c10d, is_mutable, is_random, tensor_of
+from ..match.all_to_all import is_uneven
 from ..match.candidates import match_collective
-from ..match.collectives import Collective, find_collectives, is_collective
+from ..match.collectives import Collective, Op, find_collectives, is_collective
 from ..match.site import Miss, Split
 from ..match.window import Window, WindowFinder
 from ..select.peak_memory import PeakMemory
@@ -56,7 +58,7 @@ def widen_windows(graph: Graph, policy: Policy, parameters: Collection[Node] | N
     """
     if not policy.may_split:
         return 0
-    hints = hints_of(graph)
+    hints = assume_sizes(graph, hints_of(graph))
     narrow = _find_narrow(graph, policy, parameters, hints)
     if not narrow:
         return 0
@@ -83,8 +85,10 @@ def _find_narrow(graph: Graph, policy: Policy, parameters: Collection[Node] | No
     for c in find_collectives(graph):
         if c.op is None or c.wait is None or c.group is None or c.ranks < 2 or not policy.is_weighed(_device(c)):
             continue
+        if c.op is Op.ALL_TO_ALL and is_uneven(c):  # not split
+            continue
         site = Split(c)
-        if c.hosts == 1 and policy.is_below_threshold(policy.bytes_sent(site)):
+        if c.hosts == 1 and policy.is_below_threshold(policy.bytes_sent(site, hints=hints)):
             continue
         finder = finder or WindowFinder(graph)
         window = finder.find(c)

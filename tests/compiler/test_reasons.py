@@ -186,7 +186,12 @@ def maximum(m: Maker) -> Case:
     return (lambda x, w: funcol.all_reduce(x @ w, "max", m.group)), (m.x(16, 32), m.x(32, 64)), FORCE
 
 
+def broadcast(m: Maker) -> Case:
+    return (lambda x, w: funcol.broadcast(x, 0, m.group) @ w), (m.x(8, 64), m.x(64, 48)), FORCE
+
+
 def all_to_all(m: Maker) -> Case:
+    """It has no fused form, and overlap="force" asks for fused forms."""
     return (lambda x, w: funcol.all_to_all_single(x, None, None, m.group) @ w), (m.x(8, 64), m.x(64, 48)), FORCE
 
 
@@ -231,7 +236,8 @@ SITUATIONS: dict[Callable[[Maker], Case], Reason] = {
     no_transport: R.NO_TRANSPORT,
     float64: R.DTYPE_UNSUPPORTED,
     maximum: R.REDUCE_OP_UNSUPPORTED,
-    all_to_all: R.COLLECTIVE_UNSUPPORTED,
+    broadcast: R.COLLECTIVE_UNSUPPORTED,
+    all_to_all: R.NO_MATMUL,
     narrowed: R.CAST_IN_BETWEEN,
     scaled: R.SCALE_NOT_CONSTANT,
     product_repeated: R.BROADCAST_SUM,

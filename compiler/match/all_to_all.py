@@ -1,0 +1,56 @@
+"""The all_to_all of a graph: rows that ranks exchange, such as tokens and the results of their experts.
+
+    input -> all_to_all_single(input, output_splits, input_splits, group) -> wait -> readers
+
+Rows go to other ranks as they are, so no matmul of this rank is cut by them. An all_to_all is split in two: what is independent
+of it runs in between (windows/).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from ub_overlap.runtime.fp8.numerics import FLOAT8
+
+from ..graph.aten import dtype_of
+from ..graph.matmul import FLOATS
+from ..graph.sizes import Size, as_size
+from ..plan.reasons import Reason
+from .collectives import Collective, Op
+from .site import Miss
+
+RowCount = int | Node
+"""Rows for one rank, or from it: a constant, or a node with a symbolic number."""
+
+
+def match_all_to_all(c: Collective, _position: dict[Node, int]) -> Miss:
+    """Return why no matmul is fused with an all_to_all; a final reason where it cannot be split either."""
+    dtype = dtype_of(c.input)
+    if dtype not in (*FLOATS, *FLOAT8, torch.uint8):
+        name = str(dtype).removeprefix("torch.")
+        return Miss(Reason.DTYPE_UNSUPPORTED, f"exchanges {name}, as counts of rows are, which the graph needs at once")
+    return Miss(Reason.NO_MATMUL, "exchanged rows are whole: no matmul of this rank runs on their pieces")
+
+
+def split_args(c: Collective) -> tuple[list[RowCount], list[RowCount]]:
+    """Return the (output, input) splits of an all_to_all: rows by rank."""
+    assert c.op is Op.ALL_TO_ALL, c
+    return list(c.node.args[1]), list(c.node.args[2])  # type: ignore[arg-type]
+
+
+def split_nodes(c: Collective) -> tuple[Node, ...]:
+    """Return the nodes whose numbers an all_to_all needs to start, each once."""
+    both = (s for splits in split_args(c) for s in splits)
+    return tuple(dict.fromkeys(s for s in both if isinstance(s, Node)))
+
+
+def split_sizes(splits: list[RowCount]) -> list[Size]:
+    """Return splits as ints and expressions."""
+    return [as_size(s.meta["val"]) if isinstance(s, Node) else s for s in splits]
+
+
+def is_uneven(c: Collective) -> bool:
+    """Return whether the splits are constants that are not all equal: then other ranks trace other sizes."""
+    sizes = [s for splits in split_args(c) for s in split_sizes(splits)]
+    return all(isinstance(s, int) for s in sizes) and len(set(sizes)) > 1

@@ -1,0 +1,152 @@
+"""The collectives of a graph that may be split, with their windows, times and memory.
+
+A user may request it for any collective. With split="auto" these are weighed, above the threshold of the options:
+
+    gathers of parameters, and reductions for the graph's output    as data parallelism has them
+    collectives of activations that no matmul takes as shards       unless other ranks may read another part of the result
+    all_to_alls                                                     unless other ranks may trace other sizes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch.fx import Graph, Node
+
+from ..cost.site_shape import SiteShape
+from ..cost.site_sizes import shape_of_site
+from ..cost.split_time import SplitTimes, split_times
+from ..graph.aten import PADS, alias_base, shape_of
+from ..graph.sizes import evaluate_size, numel
+from ..match import Candidate, Miss, Reduction, Split
+from ..match.all_to_all import is_uneven
+from ..match.collectives import Collective, Op
+from ..match.window import Window, WindowFinder
+from ..overrides.requested_strategy import Override
+from ..plan.reasons import Reason
+from ..plan.strategy import Mode, Strategy
+from ..select.alternatives import Alternatives
+from ..select.profitability import SiteCosts, too_small
+from .landing_result import find_readers
+
+ASSUMED_ROWS = 4096
+"""The value of a size of a requested collective that nothing is known of."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitCandidate:
+    """A collective that may be split. `number`: of its candidate."""
+
+    number: int
+    window: Window
+    times: SplitTimes
+    strategy: Strategy
+    landing_bytes: int
+    held_bytes: int
+    is_required: bool
+    readers: tuple[Node, ...] = ()
+    """What reads the result of a gather that may stay in landing memory; none where it is copied."""
+    zero_copy_times: SplitTimes | None = None
+    """The times of that gather without the copy."""
+
+    @property
+    def best_times(self) -> SplitTimes:
+        return self.zero_copy_times or self.times
+
+
+def find_splits(
+    graph: Graph,
+    candidates: Sequence[Candidate],
+    found: Sequence[Alternatives],
+    overrides: Mapping[int, Override],
+    costs: SiteCosts,
+    parameters: Collection[Node] | None,
+) -> dict[int, SplitCandidate]:
+    """Return the collectives that may be split, by number of the candidate. `overrides` and `parameters`: as in choose.py.
+
+    An all_to_all that is left alone has the reason in its alternatives, since it has no other form.
+    """
+    finder: WindowFinder | None = None
+    splits: dict[int, SplitCandidate] = {}
+    for i, (candidate, alternatives) in enumerate(zip(candidates, found, strict=True)):
+        c, override = candidate.collective, overrides.get(i)
+        forced = override.strategy if override else None
+        requested = forced if isinstance(forced, Strategy) and forced.mode is Mode.SPLIT else None
+        if alternatives.is_refused or c.wait is None or (forced is not None and not requested):
+            continue
+        device = c.node.meta["val"].device.type
+        if not requested and not (costs.policy.may_split and costs.policy.is_weighed(device)):
+            continue
+        priced = _price(c, costs, requested)
+        if isinstance(priced, Miss):
+            if c.op is Op.ALL_TO_ALL:
+                alternatives.miss = priced
+            continue
+        finder = finder or WindowFinder(graph)
+        window = finder.find(c)
+        is_inner = not window.is_at_the_edge(parameters)
+        if requested or not is_inner or not (candidate.match is not None or window.may_differ_by_rank):
+            splits[i] = _split_candidate(i, window, priced, requested, costs)
+    return splits
+
+
+def _price(c: Collective, costs: SiteCosts, requested: Strategy | None) -> SiteShape | Miss:
+    """Return the sizes of a collective for the cost model, or why it is not split."""
+    if c.op is Op.ALL_TO_ALL and not requested and is_uneven(c):
+        return Miss(Reason.UNEVEN_SHARDS, "its parts are uneven constants, so other ranks may trace other sizes")
+    if c.hosts == 1 and (small := too_small(Split(c), costs.policy, requested, costs.hints)):  # across hosts latency counts
+        return small
+    shape = shape_of_site(Split(c), costs.hints)
+    if shape is None and requested:
+        unknown = {s for size in shape_of(c.input) if not isinstance(size, int) for s in size.free_symbols}
+        shape = shape_of_site(Split(c), dict.fromkeys(unknown, ASSUMED_ROWS) | dict(costs.hints))
+    return shape or Miss(Reason.DYNAMIC_SHAPE, f"the size of {c.input.name} is known at run time only, or its type has no cost")
+
+
+def _split_candidate(
+    number: int, window: Window, shape: SiteShape, requested: Strategy | None, costs: SiteCosts
+) -> SplitCandidate:
+    c, strategy = window.collective, requested or Strategy(Mode.SPLIT)
+    profile = costs.policy.profile(c.ranks, c.node.meta["val"].device.type)
+    costs.profiles[profile.digest] = profile
+    times = split_times(shape, strategy.chunks, profile)
+    split = SplitCandidate(number, window, times, strategy, *_memory(window, costs), requested is not None)
+    if costs.policy.may_zero_copy and c.hosts == 1 and (readers := find_readers(window)) is not None:
+        in_place = split_times(shape, strategy.chunks, profile, zero_copy=True)
+        if in_place.shortest_us < times.shortest_us or requested:
+            return replace(split, readers=tuple(readers), zero_copy_times=in_place)
+    return split
+
+
+def _memory(window: Window, costs: SiteCosts) -> tuple[int, int]:
+    """Return the bytes of landing memory and of the input that lives until the finish.
+
+    Our transport lands what is sent, c10d the result.
+    """
+    c = window.collective
+    elements = evaluate_size(numel(shape_of(c.input)), costs.hints) or 0
+    copies = [n for n in window.lead if alias_base(n) is None and n.target not in PADS]  # ranks with a full shard do not pad
+    is_parameter = all(n.op == "placeholder" for n in window.sources) and not copies
+    sent = elements * c.narrow_dtype.itemsize
+    landing = sent * c.ranks if c.op is Op.ALL_GATHER else sent
+    if c.op is Op.ALL_TO_ALL:
+        landing = (evaluate_size(numel(shape_of(c.node)), costs.hints) or elements) * c.narrow_dtype.itemsize
+    if c.op is Op.REDUCE_SCATTER and c.hosts > 1:
+        landing //= c.ranks
+    return landing, 0 if is_parameter else sent
+
+
+def next_to_collectives(graph: Graph, candidates: Sequence[Candidate]) -> set[Node]:
+    """Return the nodes that move, cast, scale or add to what collectives send and return.
+
+    They may differ between ranks: one pads its shard of an uneven parameter, one adds a bias.
+    """
+    finder, found = WindowFinder(graph), set[Node]()
+    for candidate in candidates:
+        if candidate.collective.op is not None and candidate.collective.wait is not None:
+            window = finder.find(candidate.collective)
+            found.update(window.lead, window.trail)
+        if isinstance(candidate.match, Reduction):
+            found.update(candidate.match.inner, candidate.match.view_chain)
+    return found

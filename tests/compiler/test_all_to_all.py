@@ -1,0 +1,200 @@
+"""all_to_alls in graphs: windows, the compute that moves into them, assumed sizes, decisions, and look-alikes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import Graph, Node
+
+from tests.compiler.dags import Dag, aten, c10d
+from tests.harness.ranks import RankPool
+from ub_overlap.compiler.cost.policy import Policy
+from ub_overlap.compiler.options import Options, parse
+from ub_overlap.compiler.plan.decision import Decision
+from ub_overlap.compiler.plan.plan import Plan
+from ub_overlap.compiler.rewrite.part_strides import Outputs
+from ub_overlap.compiler.rewrite.rewrite_graph import rewrite
+from ub_overlap.compiler.select import decide
+from ub_overlap.compiler.windows.widen import widen_windows
+from ub_overlap.runtime import ops
+
+AUTO = Options(profile="h200", min_bytes=0)
+MOE = "tests.models.moe"
+compare_name = "tests.models.compare:compare"
+
+
+class MoEDag(Dag):
+    """Builder of graphs with exchanges. Rows are 4096 wide; all parts are even unless given."""
+
+    def exchange(self, x: Node, output: Sequence[int] = (2048, 2048), input: Sequence[int] = (2048, 2048)) -> Node:
+        """Append an all_to_all and return its wait."""
+        with self.mode:
+            value = x.meta["val"].new_empty((sum(output), *x.meta["val"].shape[1:]))
+        node = self.graph.call_function(c10d.all_to_all_single.default, (x, list(output), list(input), self.group))
+        node.meta["val"] = value
+        wait = self.graph.call_function(c10d.wait_tensor.default, (node,))
+        wait.meta["val"] = value
+        return wait
+
+    def relu(self, x: Node) -> Node:
+        return self.call(aten.relu.default, x)
+
+
+def expert_layer(d: MoEDag, shared: int = 1) -> Graph:
+    """dispatch -> expert -> combine -> sum with `shared` products of the input, which are traced last."""
+    x, w = d.input("x", 4096, 4096), d.input("primals_1", 4096, 4096)
+    back = d.exchange(d.mm(d.exchange(d.relu(x)), w))
+    total = d.relu(back)
+    for _ in range(shared):
+        total = d.call(aten.add.Tensor, total, d.mm(x, w))
+    return d.output(total)
+
+
+def decided(graph: Graph, options: Options = AUTO, phase: str = "forward") -> tuple[list[Decision], list[str]]:
+    """Return the decisions, and the targets of the rewritten graph in order."""
+    ops.load()
+    widen_windows(graph, Policy.of(options), None)
+    result = decide(graph, options, phase, lambda *_: None)
+    rewrite(graph, result.chosen, Outputs(), layout=result.layout)
+    short = {"start_all_to_all": "start", "finish_all_to_all": "finish", "all_to_all_single": "plain"}
+    names = [str(n.target).split(".")[1] for n in graph.nodes if n.op == "call_function"]
+    return list(result.plan.decisions), [short.get(n, n) for n in names if n not in ("wait_tensor", "permute")]
+
+
+def strategies(decisions: list[Decision]) -> list[str]:
+    return [str(d.strategy) if d.reason is None else d.reason.value for d in decisions]
+
+
+def test_shared_expert_moves_into_the_windows() -> None:
+    """One product hides the dispatch, the other, which is left behind the combine, the combine."""
+    decisions, order = decided(expert_layer(MoEDag(), shared=2))
+    assert strategies(decisions) == ["split", "split"]
+    assert order == ["relu", "start", "mm", "finish", "mm", "start", "mm", "finish", "relu", "add", "add"]
+    assert [d.kind.value for d in decisions] == ["all_to_all"] * 2
+    assert [d.paired for d in decisions] == [("mm_default_1",), ("mm_default_2",)]
+    assert all(d.window is not None and d.window.exposed_us == 0 for d in decisions)
+
+
+def test_one_filler_hides_one_exchange() -> None:
+    """The first takes it; the other has nothing left."""
+    decisions, order = decided(expert_layer(MoEDag(), shared=1))
+    assert strategies(decisions) == ["split", "no_gain"] and "us at most" in decisions[1].detail
+    assert order == ["relu", "start", "mm", "finish", "mm", "plain", "relu", "add"]
+
+
+def test_weight_gradients_move_behind_the_start() -> None:
+    """They stand in front of the exchange that needs the input gradient, with the cast that only they feed."""
+    d = MoEDag()
+    g, x, w = d.input("tangents_1", 4096, 4096), d.input("x", 4096, 4096), d.input("primals_1", 4096, 4096)
+    gradient = d.call(torch.ops.prims.convert_element_type.default, d.mm(d.t(g), x), torch.float32)
+    decisions, order = decided(d.output(d.relu(d.exchange(d.mm(g, w))), gradient), phase="backward")
+    assert strategies(decisions) == ["split"] and decisions[0].paired == ("mm_default",)
+    assert order == ["mm", "start", "mm", "finish", "convert_element_type", "relu"]
+
+
+@pytest.mark.parametrize("why", ["reads the result", "behind a write", "random", "alone"])
+def test_what_may_not_move(why: str) -> None:
+    """Look-alikes of a product behind the exchange."""
+    d = MoEDag()
+    x, w = d.input("x", 4096, 4096), d.input("primals_1", 4096, 4096)
+    back = d.exchange(d.relu(x))
+    read = d.relu(back)
+    operand = x
+    if why == "reads the result":
+        operand = d.call(aten.add.Tensor, x, read)
+    elif why == "behind a write":
+        d.call(aten.mul_.Tensor, x, 2.0)
+    elif why == "random":
+        operand = d.call(aten.rand_like.default, x)
+    more = [] if why == "alone" else [d.mm(operand, w)]
+    decisions, _ = decided(d.output(read, *more))
+    assert strategies(decisions) == ["no_gain"]
+
+
+def test_counts_and_uneven_constants_stay() -> None:
+    """Counts are integers. Uneven constants are split on request alone: other ranks may trace other sizes."""
+    d = MoEDag()
+    x, w = d.input("x", 4096, 4096), d.input("primals_1", 4096, 4096)
+    counts = d.exchange(d.call(torch.ops.prims.convert_element_type.default, x, torch.int64))
+    uneven = d.exchange(x, (2048, 1024), (2048, 2048))
+    graph = d.output(counts, d.relu(uneven), d.mm(x, w))
+    plan = decide(graph, AUTO, "forward", lambda *_: None).plan
+    assert strategies(list(plan.decisions)) == ["dtype_unsupported", "uneven_shards"]
+    asked = parse({"profile": "h200", "overrides": [{"strategy": "split"}]}, frozenset())[0]
+    found = decide(graph, asked, "forward", lambda *_: None).plan
+    assert strategies(list(found.decisions)) == ["dtype_unsupported", "split"]
+    again = Plan.from_json(found.to_json())
+    assert again.digest == found.digest and again.decisions == found.decisions
+
+
+def test_ranks_with_other_rows_agree() -> None:
+    """A plan has no rows of an exchange in what ranks compare."""
+    plans = []
+    for output in ((2048, 1024), (1024, 2048)):
+        d = MoEDag()
+        x, w = d.input("x", 4096, 4096), d.input("primals_1", 4096, 4096)
+        graph = d.output(d.relu(d.exchange(x, output)), d.mm(x, w))
+        options = parse({"profile": "h200", "overrides": [{"strategy": "split"}]}, frozenset())[0]
+        plans.append(decide(graph, options, "forward", lambda *_: None).plan)
+    assert plans[0].digest == plans[1].digest
+
+
+@pytest.mark.parametrize(
+    ("strategy", "wanted", "text"),
+    [
+        ("none", "disabled_by_user", "none"),
+        ("bulk", "strategy_illegal", "it is split, or none"),
+        ("pipelined", "strategy_illegal", "it is split, or none"),
+        ("one_shot", "strategy_illegal", "it is split, or none"),
+        ("split:chunks=4", "strategy_illegal", "no chunks"),
+    ],
+)
+def test_requested_strategies(strategy: str, wanted: str, text: str) -> None:
+    options = parse({"profile": "h200", "overrides": [{"kind": "all_to_all", "strategy": strategy}]}, frozenset())[0]
+    decisions, _ = decided(expert_layer(MoEDag(), shared=2), options)
+    assert strategies(decisions) == [wanted] * 2 and text in decisions[0].detail
+
+
+@pytest.mark.parametrize(
+    "options", [replace(AUTO, split="off"), replace(AUTO, overlap="off"), replace(AUTO, min_bytes=1 << 30)]
+)
+def test_options_leave_it_alone(options: Options) -> None:
+    decisions, order = decided(expert_layer(MoEDag(), shared=2), options)
+    assert "start" not in order and all(d.reason is not None for d in decisions)
+
+
+def test_memory_limits_what_moves() -> None:
+    """Moved results live longer; with too little memory for them and for the landing memory nothing is split."""
+    decisions, _ = decided(expert_layer(MoEDag(), shared=2), replace(AUTO, split_bytes=1 << 20))
+    assert strategies(decisions) == ["no_gain"] * 2
+
+
+# --- a real block -------------------------------------------------------------------------------------------------------
+
+SPLIT: dict[str, Any] = {"inner": "aot_eager", "overrides": [{"kind": "all_to_all", "strategy": "split"}]}
+
+
+@pytest.mark.parametrize(
+    ("variant", "inner"),
+    [
+        ({}, "aot_eager"),
+        ({}, "inductor"),
+        ({"form": "loop", "routing": "one"}, "aot_eager"),
+        ({"routing": "one"}, "aot_eager"),
+        ({"shared": False, "tokens": (24, 0)}, "aot_eager"),
+    ],
+    ids=["skewed", "inductor", "loop", "one_expert", "no_tokens"],
+)
+def test_block(pool2: RankPool, variant: dict[str, Any], inner: str) -> None:
+    """Results and gradients are the plain graph's: all rows for one expert, empty experts, a rank without tokens."""
+    for outcome in pool2.run(compare_name, MOE, variant, {**SPLIT, "inner": inner}, timeout=300):
+        outcome.check(3.0)
+        found = [(d["phase"], d["strategy"], d["reason"]) for d in outcome.decisions]
+        counts, exchanges = found[0], found[1:]
+        assert counts == ("forward", "none", "dtype_unsupported")
+        assert [phase for phase, *_ in exchanges] == ["forward"] * 2 + ["backward"] * 2
+        assert {strategy for _, strategy, _ in exchanges} == {"split"}
