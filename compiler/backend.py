@@ -66,6 +66,8 @@ def passes(options: Mapping[str, Any] | None = None) -> dict[str, Any]:
     - Weights are not known as parameters. fp8 casts them in every call, as with {"weights": "per_call"}.
     - DTensor inputs whose ranks hold different sizes are not known. A gather with other readers is not repeated for float8.
       fp8 of such weights may differ between ranks; the first call then raises PlanMismatchError.
+    - Inputs whose collective is in flight are not waited for: torch 2.13 loses their gradient, or fails. Call
+      `torch.distributed._functional_collectives.wait_tensor` on them before.
     - The hints of symbolic sizes are not part of cache keys. A cached graph may have strategies chosen for other sizes.
     """
     ours, theirs = _prepared(options)

@@ -21,7 +21,8 @@ def explain_difference(mine: bytes, theirs: bytes, names: tuple[str, str]) -> st
     )
     diff = Diff(_labeled(own.before, names[0]), _labeled(other.before, names[1]))
     if diff.same:
-        return f"the {own.phase} graphs are the same ({len(own.before.nodes)} nodes): options, profile or settings differ"
+        differ = "options, profile, settings or the values of dynamic sizes differ"
+        return f"the {own.phase} graphs are the same ({len(own.before.nodes)} nodes): {differ}"
     lines = [f"the {own.phase} graphs differ: {diff.counts()}; the first node that differs:"]
     lines += [f"  {line}" for line in diff.first().splitlines()]
     lines += [f"  {e.title}{f' in {e.module}' if e.module else ''}" for e in diff.edits[:SHOWN]]

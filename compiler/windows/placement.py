@@ -118,7 +118,21 @@ def place(
         chosen, us = _place([forms.get(k, t) for k, t in enumerate(transfers)], items, limits, holders := set())
         if us > best_us:
             best, best_us = chosen, us
-    return best
+    return _largest_slots_first(best, transfers)
+
+
+def _largest_slots_first(places: Sequence[Placed | None], transfers: Sequence[Transfer]) -> list[Placed | None]:
+    """Return the places with the slots of each group numbered by size. Graphs share slots: then few of them grow again."""
+    sizes: dict[str, dict[int, int]] = {}
+    for p, t in zip(places, transfers, strict=True):
+        if p is not None:
+            of_group = sizes.setdefault(t.group, {})
+            of_group[p.slot] = max(of_group.get(p.slot, 0), t.landing_bytes)
+    numbers = {
+        group: {slot: number for number, slot in enumerate(sorted(slots, key=lambda slot, slots=slots: (-slots[slot], slot)))}
+        for group, slots in sizes.items()
+    }
+    return [None if p is None else replace(p, slot=numbers[t.group][p.slot]) for p, t in zip(places, transfers, strict=True)]
 
 
 def _place(

@@ -1,4 +1,4 @@
-"""Split collectives next to subgraphs that communicate, of uneven shards, and where a size of the result is read."""
+"""Split collectives next to subgraphs that communicate, of uneven shards, and where a size of the result is read; slots."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.compiler.select import decide
 from ub_overlap.compiler.windows.landing_result import find_readers, release_position
+from ub_overlap.compiler.windows.placement import Item, Limits, Transfer, place
 
 # --- subgraphs ----------------------------------------------------------------------------------------------------------
 
@@ -156,3 +157,18 @@ def test_a_tensor_whose_size_is_read_does_not_move(is_read: bool) -> None:
     (c,) = find_collectives(graph)
     last = WindowFinder(graph).find(c).bounds(order := FusionOrder(graph), {})[1]
     assert order.items[last].name == ("view_default" if is_read else "output")
+
+
+# --- slots --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_largest_slot_is_the_first() -> None:
+    """A forward takes its slots in the order of its layers, backward in the other order. Both give slot 0 the most memory."""
+
+    def slots(sizes: list[int]) -> dict[int, int]:
+        """Return bytes by slot, of reductions that are open at the same time."""
+        transfers = [Transfer("g", 0, 1, 0, False, 0.0, 9.0, 0.0, 20.0, size, is_required=True) for size in sizes]
+        placed = place([Item(1.0), Item(0.0)], transfers, Limits(1 << 30, 8))
+        return {p.slot: size for p, size in zip(placed, sizes, strict=True) if p is not None}
+
+    assert slots([10, 40, 20]) == slots([20, 40, 10]) == {0: 40, 1: 20, 2: 10}
