@@ -16,22 +16,6 @@ from ub_overlap.tools.rank_process import RankProcess, World
 Call = Callable[[], Any]
 
 
-def graphed(call: Call, world: RankProcess, warm: int = 3) -> tuple[Call, Any]:
-    """Capture `call` as a CUDA graph. Return (replay, the captured result, which every replay writes again)."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(warm):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    world.sync()
-    graph = torch.cuda.CUDAGraph()
-    # thread_local: watchdog threads (NCCL's, ours) may query their events meanwhile
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        out = call()
-    return graph.replay, out
-
-
 class Clock:
     """Times one call in milliseconds. On CUDA: between events, on ranks that leave a barrier kernel together."""
 

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import torch
 
 from ub_overlap.runtime.session.bind import arena_bytes
-from ub_overlap.tools.rank_process import Deadline, World
+from ub_overlap.tools.rank_process import Deadline, World, capture_graph
 
 from . import facts, waterfall
 from .replay_trace import trace_replays
-from .timing import Clock, graphed
+from .timing import Clock
 
 V = TypeVar("V", bound=Any)
 
@@ -110,7 +110,7 @@ class VariantRun:
                 rows[name]["why"][f"{kind}_g"] = "needs CUDA"
                 continue
             with self.deadline(f"capture {call}"):
-                made, why = self.world.agreed(lambda b=body: graphed(b, self.world))
+                made, why = self.world.agreed(lambda b=body: capture_graph(b, self.world))
             if why:
                 rows[name]["why"][f"{kind}_g"] = why
                 self.world.say(f"{call}: no graph: {why}")

@@ -101,6 +101,22 @@ class World(RankProcess):
         return str(group.group_name)
 
 
+def capture_graph(call: Callable[[], Any], world: RankProcess, warm: int = 3) -> tuple[Callable[[], Any], Any]:
+    """Capture `call` as a CUDA graph. Return (replay, the captured result, which every replay writes again)."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(warm):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    world.sync()
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: watchdog threads (NCCL's, ours) may query their events meanwhile
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out = call()
+    return graph.replay, out
+
+
 def this_device(kind: str | None, rank: int) -> torch.device:
     """Return this rank's device and make it current. `kind`: "cuda", "cpu", or None for CUDA if available."""
     if (kind or ("cuda" if torch.cuda.is_available() else "cpu")) != "cuda":

@@ -16,23 +16,14 @@ from torch import Tensor
 
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime.session import session
-from ub_overlap.tools.rank_process import World
+from ub_overlap.tools.calibrate.few_tokens import COUNT, EPSILON, add_norm
+from ub_overlap.tools.rank_process import World, capture_graph
 
-from ..timing import Call, Clock, graphed
+from ..timing import Call, Clock
 
-COUNT = 20
-EPSILON = 1e-5
 STRATEGIES = ("one_shot", "two_shot")
 BOUND = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 """Largest allowed difference from NCCL's result, ||a - b|| / ||b||."""
-
-
-def add_norm(reduced: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the new residual and its RMSNorm, as models write it."""
-    summed = reduced + residual
-    wide = summed.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPSILON)
-    return summed, (wide * weight.float()).to(summed.dtype)
 
 
 @dataclass
@@ -153,7 +144,7 @@ def measure(case: OpSize, clock: Clock, iters: int, warm: int) -> dict[str, Any]
             timed[name] = call
             continue
         many = [call] * COUNT
-        made, reason = world.agreed(lambda many=many: graphed(lambda: [one() for one in many][-1], world))
+        made, reason = world.agreed(lambda many=many: capture_graph(lambda: [one() for one in many][-1], world))
         if reason:
             why[name] = f"no graph: {reason}"
         else:

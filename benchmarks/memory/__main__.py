@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from ub_overlap.runtime.extension import extension
-from ub_overlap.tools.rank_process import RankProcess
+from ub_overlap.tools.rank_process import RankProcess, capture_graph
 
 from .. import facts
-from ..timing import graphed, settle
+from ..timing import settle
 from .table import text
 
 ROTATED_BYTES = 1 << 30
@@ -94,7 +94,7 @@ def prepare(kernel: str, mib: int, sources: int, device: torch.device) -> Memory
 
 def graph_us(body: Callable[[], Any], process: RankProcess, rounds: int = 15) -> float:
     """Return the median microseconds of `body` as a CUDA graph."""
-    replay, _ = graphed(body, process, warm=1)
+    replay, _ = capture_graph(body, process, warm=1)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
     for _ in range(rounds + 3):

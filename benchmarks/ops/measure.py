@@ -13,9 +13,9 @@ import torch
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.extension import extension
 from ub_overlap.runtime.session import session
-from ub_overlap.tools.rank_process import World
+from ub_overlap.tools.rank_process import World, capture_graph
 
-from ..timing import Clock, graphed, settle
+from ..timing import Clock, settle
 from .case import Call, Case
 from .collectives import RowCollectives
 from .float8 import Float8Case
@@ -126,7 +126,7 @@ def _build(case: Case, context: OpContext, columns: Columns) -> dict[str, Call]:
             world.sync()
             if name.startswith("ours"):
                 _require_overlap(context)
-            return graphed(call, world) if graph and world.cuda else (call, out)
+            return capture_graph(call, world) if graph and world.cuda else (call, out)
 
         world.barrier()
         made, why = world.agreed(ready)

@@ -15,6 +15,7 @@ import pytest
 
 from tests.cost.machine import PLAIN
 from ub_overlap.compiler.cost import SiteShape, choose, load
+from ub_overlap.compiler.cost.fused_curves import FORMS
 from ub_overlap.compiler.cost.network import Network, network_us
 from ub_overlap.compiler.cost.profile import COLLECTIVES
 from ub_overlap.runtime import machine
@@ -53,6 +54,11 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert profile.matmuls != load("cpu").matmuls and profile.push != load("cpu").push
     assert profile.direct is not None and profile.direct.link_gbs > 0
     assert [row[:5] for row in profile.direct.matmuls] == [("float32", 2, *s) for s in direct_stores.shapes(False, True)]
+    assert profile.fused is not None and {kind: set(by) for kind, by in profile.fused.curves.items()} == {
+        "all_reduce": {2}, "reduce_scatter": {2}, "all_gather": {2},
+    }  # fmt: skip
+    assert set(profile.fused.curves["all_reduce"][2]) == set(FORMS)
+    assert set(profile.fused.curves["all_gather"][2]) == {"none", "one_shot"}
     shape = SiteShape("matmul_reduce_scatter", 2, "float32", ((4096, 512, 512, False),), 4096, 512)
     predictions = choose(shape, profile).predictions
     assert "direct" in predictions and all(p.us > 0 for p in predictions.values())

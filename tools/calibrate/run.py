@@ -15,7 +15,7 @@ import torch
 
 from ub_overlap.runtime import machine
 
-from . import direct_stores, kernels, matmuls, traffic
+from . import direct_stores, few_tokens, kernels, matmuls, traffic
 from .world import Burst, CalibrationWorld, ProgressLine
 
 BUDGET_S = 90.0
@@ -45,6 +45,7 @@ def run(world: CalibrationWorld, base: dict[str, Any], quick: bool = False, sour
     total = (
         len(matmuls.points(world.cuda, quick))
         + 2 * len(direct_stores.shapes(world.cuda, quick))
+        + 2 * few_tokens.points(world.cuda, quick)
         + (120 if world.cuda else 60) // (2 if quick else 1)
     )
     progress = ProgressLine(world, total)
@@ -56,7 +57,7 @@ def run(world: CalibrationWorld, base: dict[str, Any], quick: bool = False, sour
     burst.settle(0.2)
     with torch.no_grad():
         _measure_traffic(world, burst, peers, progress, quick, made, is_same_gpu)
-        made["checks"] = _measure_kernels(world, burst, progress, quick, made)
+        made["checks"] = _measure_kernels(world, burst, progress, quick, made, is_same_gpu)
         rows = matmuls.measure(world, burst, progress, quick, MATMULS_UNTIL_S)
     if rows:
         made["matmuls"] = [list(row) for row in rows]
@@ -98,8 +99,11 @@ def _measure_traffic(
 
 
 def _measure_kernels(
-    world: CalibrationWorld, burst: Burst, progress: ProgressLine, quick: bool, made: dict[str, Any]
+    world: CalibrationWorld, burst: Burst, progress: ProgressLine, quick: bool, made: dict[str, Any], is_same_gpu: bool
 ) -> list[kernels.TimedCall]:
+    """Measure our ops and return whole calls. `is_same_gpu`: as in `_measure_traffic`."""
+    shipped = made.pop("fused", {})  # curves of other group sizes stay only if they are of the same GPU
+    known = shipped if is_same_gpu else {}
     steps = made["steps"]
     kernel_us = world.probe("small kernels", lambda: kernels.small_kernel(world, burst)) or 2.0
     if world.cuda:
@@ -110,6 +114,10 @@ def _measure_kernels(
     calls = world.probe("ub_overlap ops", lambda: kernels.Calls(world))
     if calls is None:
         return []
+    few = world.probe("few tokens", lambda: few_tokens.measure(world, burst, calls, progress.step, quick))
+    if few:
+        made["fused"] = {kind: {**known.get(kind, {}), str(world.ranks): curves} for kind, curves in few.items()}
+        made["fused"]["source"] = made["source"]
     curves = world.probe("copies and reductions", lambda: kernels.memory(world, calls, kernel_us, progress, quick))
     made.update(curves or {})
     made.pop("direct", None)  # of the base profile: what was not measured here is not used

@@ -17,7 +17,6 @@ import ub_overlap
 from benchmarks import waterfall
 from benchmarks.blocks.profile import STEPS
 from benchmarks.replay_trace import prepare_for_captures, trace_replays
-from benchmarks.timing import graphed
 from tests.gpu.cases import BF16
 from tests.gpu.lockstep import Lockstep
 from tests.harness.traces import as_loss
@@ -27,7 +26,7 @@ from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.verify import TOLERANCE
 from ub_overlap.tools import exposed
-from ub_overlap.tools.rank_process import World
+from ub_overlap.tools.rank_process import World, capture_graph
 
 pytestmark = pytest.mark.own_gpus("gloo's functional collectives of GPU tensors end the process (torch 2.11)")
 
@@ -144,7 +143,7 @@ def taken_apart(lockstep: Lockstep) -> str:
     prepare_for_captures()
     step, sites = stepper(lockstep, "ub_overlap", FORCE)
     world = World(lockstep.rank, lockstep.ranks, lockstep.device, lockstep.group(), lockstep.control)
-    replay, _ = graphed(step, world)
+    replay, _ = capture_graph(step, world)
     token = torch.zeros(1, device=lockstep.device)
     steps = waterfall.measure_steps(trace_replays(replay, lambda: dist.all_reduce(token), world))
     middle = waterfall.middle_step(steps)
