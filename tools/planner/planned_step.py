@@ -45,6 +45,8 @@ class PlannedStep:
     rows: tuple[PlanRow, ...]
     plans: tuple[Plan, ...]
     rest: dict[str, float]
+    graph_us: tuple[float, ...] = ()
+    """Microseconds of each graph as chosen: of the forward, the backward; or of its two parts."""
     graphs: tuple[PlanGraphs, ...] = ()
     """Graphs before and after the rewrite, if requested."""
 
@@ -84,8 +86,8 @@ class PlannedStep:
             indent=1,
         )
 
-    def to_html(self, path: str | Path) -> Path:
-        """Write a self-contained HTML page, like Report.to_html."""
+    def to_html(self, path: str | Path, figure: str = "") -> Path:
+        """Write a self-contained HTML page, like Report.to_html. `figure`: HTML to put above the graphs."""
         from ub_overlap.compiler.diff.render import html
 
         rows = iter(self.rows)
@@ -100,7 +102,7 @@ class PlannedStep:
             "summary": "\n".join(map(format_plan, self.plans)), "totals": str(self.totals),
         }  # fmt: skip
         s = self.sizes
-        return html.write(path, report, f"plan: hidden {s.hidden}, {s.seq} tokens, {parallelism(s)}, {s.dtype}")
+        return html.write(path, report, f"plan: hidden {s.hidden}, {s.seq} tokens, {parallelism(s)}, {s.dtype}", figure)
 
     def timeline(self, path: str | Path) -> Path:
         """Write the predicted steps of all sites: .png (needs matplotlib), else JSON for chrome://tracing."""
@@ -140,7 +142,7 @@ class PlannedStep:
 
 def parallelism(s: PlannedBlock) -> str:
     """Return the ranks in words: "TP 8, DP 64 on 64 hosts"."""
-    parts = [f"{name} {size}" for name, size in (("TP", s.tp), ("DP", s.dp)) if size > 1]
+    parts = [f"{name} {size}" for name, size in (("PP", s.pp), ("TP", s.tp), ("DP", s.dp)) if size > 1]
     return ", ".join(parts) + (f" on {s.hosts} hosts" if s.hosts > 1 else "")
 
 
@@ -200,13 +202,18 @@ def plan_step(
     profile = load(options.profile, sizes.tp)
     traced = trace(sizes, options, graphs, progress)
     progress("predicting the step")
-    rows = tuple(PlanRow(d, outlook(without_taken_matmuls(d, g.plan), profile)) for g in traced for d in g.plan.decisions)
+    rows: list[PlanRow] = []
     rest: dict[str, float] = {}
+    graph_us = []
     for graph in traced:
-        for name, us in graph.rest.us(profile).items():
+        own = [PlanRow(d, outlook(without_taken_matmuls(d, graph.plan), profile)) for d in graph.plan.decisions]
+        other = graph.rest.us(profile)
+        for name, us in other.items():
             rest[name] = rest.get(name, 0.0) + us
+        graph_us.append(totals([r.outlook for r in own]).chosen_us + sum(other.values()))
+        rows += own
     all_graphs = tuple(g.graphs for g in traced if g.graphs)
-    return PlannedStep(sizes, profile, rows, tuple(g.plan for g in traced), rest, all_graphs)
+    return PlannedStep(sizes, profile, tuple(rows), tuple(g.plan for g in traced), rest, tuple(graph_us), all_graphs)
 
 
 def without_taken_matmuls(d: Decision, plan: Plan) -> Decision:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ub_overlap.runtime.errors import OptionError
@@ -16,6 +16,9 @@ class PlannedBlock:
 
     `dp`: ranks that share each weight, gather it where it is used and reduce its gradient (ZeRO-3); `seq` and `batch` are of
     one of them. The ranks of tensor parallelism are next to each other, then those of a host.
+
+    `pp`: ranks of a pipeline, each with `virtual` stages of `layers` blocks. A step has `microbatches` of `batch` sequences.
+    The ranks of a stage are next to each other.
     """
 
     hidden: int
@@ -30,16 +33,24 @@ class PlannedBlock:
     gated: bool = True
     dp: int = 1
     ranks_per_host: int = 8
+    pp: int = 1
+    virtual: int = 1
+    microbatches: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "ffn", "heads", "kv_heads", "seq", "tp", "batch", "layers", "dp", "ranks_per_host"):
+        for name in (field.name for field in fields(self) if field.type == "int"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise _refused(name, value, "an integer of at least 1")
         if self.ranks < 2:
             raise _refused("tp", self.tp, "at least 2 ranks, here or in --dp: one rank has no communication")
         if self.hosts > 1 and self.ranks % self.ranks_per_host:
-            raise _refused("ranks_per_host", self.ranks_per_host, f"a divisor of all ranks, tp * dp = {self.ranks}")
+            raise _refused("ranks_per_host", self.ranks_per_host, f"a divisor of all ranks, pp * tp * dp = {self.ranks}")
+        if self.stage_ranks > self.ranks_per_host and self.stage_ranks % self.ranks_per_host:
+            raise _refused("ranks_per_host", self.ranks_per_host, f"a divisor of a stage's ranks, tp * dp = {self.stage_ranks}")
+        for name in ("virtual", "microbatches") if self.pp == 1 else ():
+            if getattr(self, name) != 1:
+                raise _refused(name, getattr(self, name), "1 without --pp")
         if self.dtype not in DTYPES:
             raise _refused("dtype", self.dtype, " or ".join(DTYPES))
         if self.hidden % self.heads:
@@ -58,7 +69,16 @@ class PlannedBlock:
     @property
     def ranks(self) -> int:
         """All ranks."""
+        return self.pp * self.stage_ranks
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks that share a stage."""
         return self.tp * self.dp
+
+    def host_of_stage(self, rank: int) -> int:
+        """Return the host of the first rank that has the stages of rank `rank` of the pipeline."""
+        return rank * self.stage_ranks // self.ranks_per_host
 
     @property
     def hosts(self) -> int:

@@ -16,11 +16,13 @@ from torch.fx import Graph, GraphModule, Node
 from ub_overlap import _torch_compat as compat
 from ub_overlap.compiler.diff.graph_store import PlanGraphs
 from ub_overlap.compiler.diff.joint_snapshot import SnapshotRecorder
+from ub_overlap.compiler.graph.graph_inputs import GraphInputs
 from ub_overlap.compiler.options import Options
 from ub_overlap.compiler.passes import JointPass, phase_of
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.rewrite.part_strides import Outputs
 from ub_overlap.compiler.rewrite.rewrite_graph import rewrite
+from ub_overlap.compiler.rewrite.weight_gradients import separate_weight_gradients
 from ub_overlap.compiler.select import Decided, decide
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.errors import UbOverlapError
@@ -42,7 +44,7 @@ class TracedGraph:
 def trace(
     sizes: PlannedBlock, options: Options, rewritten: bool = False, progress: Callable[[str], None] = lambda _: None
 ) -> list[TracedGraph]:
-    """Trace the blocks and return their forward and backward graph, in this order.
+    """Trace the blocks and return their forward and backward graph, in this order; with defer_weight_gradients three graphs.
 
     `rewritten`: include the graphs before and after the rewrite; needs the extension, which has the ops. `progress`: is called
     with each step of the work. UbOverlapError where this process already has a process group: the default group must be that
@@ -54,14 +56,22 @@ def trace(
         ops.load()
     graphs: list[TracedGraph] = []
 
-    def compiled(gm: GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
-        phase = phase_of(gm.graph)
+    parameters: tuple[int, ...] = ()
+
+    def note(graph: Graph) -> None:
+        phase = phase_of(graph)
         progress(f"selecting strategies of the {phase} graph")
-        decided = decide(gm.graph, options, phase, lambda *_: None)
-        rest = find_unmatched_work(gm.graph, _site_nodes(gm.graph, decided))
-        plain = GraphModule(gm, copy.deepcopy(gm.graph)) if rewritten else gm  # runs instead: fake ranks cannot run the ops
-        graphs.append(TracedGraph(decided.plan, rest, _rewritten(gm.graph, decided, options) if rewritten else None))
-        return compat.make_boxed_func(plain.forward)
+        decided = decide(graph, options, phase, lambda *_: None)
+        rest = find_unmatched_work(graph, _site_nodes(graph, decided))
+        graphs.append(TracedGraph(decided.plan, rest, _rewritten(graph, decided, options) if rewritten else None))
+
+    def compiled(gm: GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
+        own = GraphModule(gm, copy.deepcopy(gm.graph))  # `gm` runs: fake ranks cannot run the ops
+        is_cut = options.defer_weight_gradients and phase_of(gm.graph) == "backward"
+        parts = separate_weight_gradients(own, parameters) if is_cut else None
+        for graph in (own.graph,) if parts is None else (parts.first.graph, parts.second.graph):
+            note(graph)
+        return compat.make_boxed_func(gm.forward)
 
     joint = JointPass(options)
 
@@ -71,7 +81,13 @@ def trace(
         gm.recompile()
         return compat.min_cut_rematerialization_partition(gm, *args, **kwargs)
 
-    backend = compat.aot_autograd(fw_compiler=compiled, bw_compiler=compiled, partition_fn=partition)
+    compile_graph = compat.aot_autograd(fw_compiler=compiled, bw_compiler=compiled, partition_fn=partition)
+
+    def backend(gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        nonlocal parameters
+        parameters = GraphInputs.of(inputs).parameters
+        return compile_graph(gm, inputs)
+
     with _fake_ranks(sizes) as mesh, compat.caches_off(), compat.FakeTensorMode():
         progress("building the block")
         blocks = parallel_blocks(sizes, mesh)
@@ -111,13 +127,13 @@ def _fake_ranks(sizes: PlannedBlock) -> Iterator[DeviceMesh]:
             got=f"a {dist.get_backend()} group of {dist.get_world_size()} ranks",
             fix="plan in a separate process: python -m ub_overlap plan ...",
         )
-    dist.init_process_group("fake", store=compat.FakeStore(), rank=0, world_size=sizes.ranks)
+    dist.init_process_group("fake", store=compat.FakeStore(), rank=0, world_size=sizes.stage_ranks)
     torch.compiler.reset()
-    dims = {name: size for name, size in (("dp", sizes.dp), ("tp", sizes.tp)) if size > 1}
+    dims = {name: size for name, size in (("dp", sizes.dp), ("tp", sizes.tp)) if size > 1} or {"tp": 1}
     before = settings.current()
     try:
-        settings.keep(replace(before, hosts=str(sizes.ranks_per_host) if sizes.hosts > 1 else ""))
-        yield DeviceMesh("cpu", torch.arange(sizes.ranks).view(*dims.values()), mesh_dim_names=tuple(dims))
+        settings.keep(replace(before, hosts=str(sizes.ranks_per_host) if sizes.stage_ranks > sizes.ranks_per_host else ""))
+        yield DeviceMesh("cpu", torch.arange(sizes.stage_ranks).view(*dims.values()), mesh_dim_names=tuple(dims))
     finally:
         settings.keep(before)
         torch.compiler.reset()

@@ -24,9 +24,9 @@ KINDS = ("same", "changed", "removed", "added", "moved", "replaced")
 """The kinds of row in page.js. "replaced": a removed and an added node side by side."""
 
 
-def write(path: str | Path, report: Mapping[str, Any], title: str = "ub_overlap report") -> Path:
-    """Write the page of a report, as Report.to_dict returns it or as its JSON is read."""
-    return write_page(path, data(report, title), title)
+def write(path: str | Path, report: Mapping[str, Any], title: str = "ub_overlap report", figure: str = "") -> Path:
+    """Write the page of a report, as Report.to_dict returns it or as its JSON is read. `figure`: HTML above the graphs."""
+    return write_page(path, data(report, title), title, figure)
 
 
 def write_diffs(path: str | Path, diffs: list[Diff], title: str) -> Path:
@@ -34,8 +34,8 @@ def write_diffs(path: str | Path, diffs: list[Diff], title: str) -> Path:
     return write_page(path, {**_EMPTY, "title": title, "graphs": [_graph(d, f"{d.phase} {d.plan}") for d in diffs]}, title)
 
 
-def write_page(path: str | Path, content: Mapping[str, Any], title: str) -> Path:
-    """Write the page of the data that page.js reads."""
+def write_page(path: str | Path, content: Mapping[str, Any], title: str, figure: str = "") -> Path:
+    """Write the page of the data that page.js reads, with HTML above the graphs."""
     environment = Environment(loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined)
     # "<" could end the script. The others end a line in JavaScript, but not in JSON.
     text = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c").replace("\u2028", " ").replace("\u2029", " ")
@@ -44,6 +44,7 @@ def write_page(path: str | Path, content: Mapping[str, Any], title: str) -> Path
         css=Markup((FOLDER / "page.css").read_text()),
         js=Markup((FOLDER / "page.js").read_text()),
         data=Markup(text),
+        figure=Markup(figure),
     )
     path = Path(path)
     path.write_text(page, encoding="utf-8")

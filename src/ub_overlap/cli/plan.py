@@ -1,9 +1,10 @@
-"""`plan`: predict the step of a tensor- or data-parallel block, on a machine without a GPU."""
+"""`plan`: predict the step of a tensor-, data- or pipeline-parallel block, on a machine without a GPU."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ub_overlap.runtime.errors import OptionError
@@ -13,25 +14,31 @@ from .parsers import Parser, add_verb, input_file, non_negative, non_negative_in
 from .progress import show_progress
 
 if TYPE_CHECKING:
+    from ub_overlap.tools.planner.planned_pipeline import PlannedPipeline
+    from ub_overlap.tools.planner.planned_step import PlannedStep
     from ub_overlap.tools.planner.sizes import PlannedBlock
 
 SIZES = {
     "hidden": "width of the model", "ffn": "width of the feed-forward layer", "heads": "query heads",
     "kv_heads": "key/value heads (default: heads)", "seq": "tokens of a sequence, over all ranks", "tp": "ranks",
-    "batch": "sequences (default 1)", "layers": "blocks, one after the other (default 1)",
+    "batch": "sequences (default 1)", "layers": "blocks, one after the other; with --pp of a stage (default 1)",
     "dp": "ranks that shard each weight, with sequences of their own (ZeRO-3; default 1)",
     "ranks_per_host": "ranks of one host (default 8); others are reached over the network",
+    "pp": "ranks of a pipeline (default 1): also predicts its step with every schedule of torch that fits",
+    "virtual": "stages of each rank of the pipeline (default 1)", "microbatches": "of a step of the pipeline",
 }  # fmt: skip
 REQUIRED = ("hidden", "ffn", "heads", "seq", "tp")
 
 
 def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
     parser = add_verb(
-        verbs, "plan", "predict the step of a tensor- or data-parallel block, site by site; needs no GPU", parents=[as_json],
+        verbs, "plan", "predict the step of a tensor-, data- or pipeline-parallel block, site by site; needs no GPU",
+        parents=[as_json],
         examples=[
             "plan --model llama-70b",
             "plan --model llama-8b --seq 4096 --tp 4 --save plan.json --html page.html",
             "plan --model llama-8b --tp 1 --dp 64 --layers 2 --memory-budget 0",
+            "plan --model llama-8b --tp 8 --pp 4 --virtual 2 --layers 4 --microbatches 16 --html page.html",
             "plan --hidden 8192 --ffn 28672 --heads 64 --kv-heads 8 --seq 8192 --tp 8",
         ],
         exits={0: "success", 1: "the block could not be planned", 2: "bad usage, or sizes that do not fit"},
@@ -74,9 +81,8 @@ def run(flags: argparse.Namespace, parser: Parser) -> int:
     with show_progress("plan", quiet=flags.quiet or flags.json) as progress:
         progress("loading torch")
         from ub_overlap.compiler.options import parse
-        from ub_overlap.tools.planner.planned_step import plan_step
 
-        step = plan_step(sizes, parse(options, frozenset())[0], graphs=flags.html is not None, progress=progress)
+        step = _plan(sizes, parse(options, frozenset())[0], graphs=flags.html is not None, progress=progress)
         progress("writing files")
         if flags.save:
             flags.save.write_text(step.saved_plan(), encoding="utf-8")
@@ -95,6 +101,16 @@ def run(flags: argparse.Namespace, parser: Parser) -> int:
     return 0
 
 
+def _plan(sizes: PlannedBlock, options: Any, graphs: bool, progress: Callable[[str], None]) -> PlannedStep | PlannedPipeline:
+    if sizes.pp > 1:
+        from ub_overlap.tools.planner.planned_pipeline import plan_pipeline
+
+        return plan_pipeline(sizes, options, graphs, progress)
+    from ub_overlap.tools.planner.planned_step import plan_step
+
+    return plan_step(sizes, options, graphs, progress)
+
+
 def check(flags: argparse.Namespace, parser: Parser) -> tuple[PlannedBlock, dict[str, Any]]:
     """Return the sizes and options of the flags. It checks all values, and imports no torch: errors take no time."""
     from ub_overlap.compiler.cost import profile_lookup
@@ -104,7 +120,9 @@ def check(flags: argparse.Namespace, parser: Parser) -> tuple[PlannedBlock, dict
     size_flags: dict[str, Any] = {name: value for name in (*SIZES, "dtype") if (value := getattr(flags, name)) is not None}
     if flags.ungated:
         size_flags["gated"] = False
-    if "dp" in size_flags and not flags.model:
+    if size_flags.get("pp", 1) > 1 and "microbatches" not in size_flags:
+        parser.error("--pp needs --microbatches")
+    if ("dp" in size_flags or "pp" in size_flags) and not flags.model:
         size_flags.setdefault("tp", 1)
     missing = [f"--{name}" for name in REQUIRED if name not in size_flags]
     if not flags.model and missing:
