@@ -3,6 +3,7 @@
     latency     base + step for each rank that a ring passes within a host + hop for each host; an all_reduce passes it twice
     transfer    bytes that a rank sends, at the rate of the host's links to the network divided by its ranks: rings of one
                 collective use the links of all ranks of a host. Not faster than the link within the host
+    all_to_all  a rank sends its parts for other hosts over its own link to the network, the others over that within the host
 
 Group sizes that calibration has measured have curves, which come first.
 """
@@ -42,6 +43,9 @@ def network_us(network: Network, push: Curve, collective: str, ranks: int, hosts
         return at(curve, sent)
     passes = 2 if collective == "all_reduce" else 1
     latency = network.base_us + passes * (network.step_us * (ranks - hosts) + network.hop_us * (hosts - 1))
+    if collective == "all_to_all":
+        remote = sent * (ranks - ranks / hosts) / max(1, ranks - 1)
+        return latency + max(remote / (network.gbs * 1e3), at(push, sent - remote) if ranks > hosts else 0.0)
     across = sent / (network.gbs * 1e3 * ranks / hosts)
     return latency + (max(across, at(push, sent)) if ranks > hosts else across)
 

@@ -10,8 +10,9 @@ what computes them and read at once, so their windows are empty as traced. Two k
     delayed   nodes in front of the collective that do not feed it: the q projection, a weight gradient
     advanced  nodes behind its first reader that do not need it: the weight gradients of another projection
 
-As few nodes move as hide the transfer, the nearest first. Collectives, writes, random ops and their order stay. A graph whose
-peak memory would grow too much stays as it is.
+As few nodes move as hide the transfer, the nearest first. Collectives, writes, random ops and their order stay. But a reduction
+that only the graph's output reads is delayed with the gradient that it reduces. A graph whose peak memory would grow too much
+stays as it is.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ def widen_windows(graph: Graph, policy: Policy, parameters: Collection[Node] | N
     if not policy.may_split:
         return 0
     hints = assume_sizes(graph, hints_of(graph))
-    narrow = _find_narrow(graph, policy, parameters, hints)
+    narrow, reductions = _find_narrow(graph, policy, parameters, hints)
     if not narrow:
         return 0
     c = narrow[0].window.collective
     times = NodeTimes.of(graph, policy.profile(c.ranks, _device(c)), hints)
-    order = _Order(list(graph.nodes), times.us)
+    order = _Order(list(graph.nodes), times.us, reductions)
     for n in narrow:
         order.widen(n)
     if not order.moved:
@@ -77,11 +78,15 @@ def widen_windows(graph: Graph, policy: Policy, parameters: Collection[Node] | N
     return len(order.moved)
 
 
-def _find_narrow(graph: Graph, policy: Policy, parameters: Collection[Node] | None, hints: Hints) -> list[_Narrow]:
-    """Return the collectives in the middle of the graph that only splitting may hide, in graph order."""
+def _find_narrow(
+    graph: Graph, policy: Policy, parameters: Collection[Node] | None, hints: Hints
+) -> tuple[list[_Narrow], set[Node]]:
+    """Return the collectives in the middle of the graph that only splitting may hide, in graph order; and reductions that only
+    the output reads, with their waits."""
     finder: WindowFinder | None = None
     position: dict[Node, int] = {}
     found = []
+    reductions = set[Node]()
     for c in find_collectives(graph):
         if c.op is None or c.wait is None or c.group is None or c.ranks < 2 or not policy.is_weighed(_device(c)):
             continue
@@ -93,12 +98,16 @@ def _find_narrow(graph: Graph, policy: Policy, parameters: Collection[Node] | No
         finder = finder or WindowFinder(graph)
         window = finder.find(c)
         shape = shape_of_site(site, hints)
-        if shape is None or window.is_at_the_edge(parameters):
+        if shape is None:
+            continue
+        if window.is_at_the_edge(parameters):
+            if c.op is not Op.ALL_GATHER:
+                reductions |= {c.node, c.wait}
             continue
         position = position or {n: i for i, n in enumerate(graph.nodes)}
         if isinstance(match_collective(c, position), Miss):
             found.append(_Narrow(window, split_times(shape, 0, policy.profile(c.ranks, _device(c))).transfer_us))
-    return found
+    return found, reductions
 
 
 def _device(c: Collective) -> str:
@@ -112,6 +121,8 @@ class _Order:
 
     items: list[Node]
     us: Callable[[Node], float]
+    reductions: Collection[Node] = ()
+    """Collectives, and their waits, that may be delayed."""
     moved: set[Node] = field(default_factory=set)
     link_free: float = 0.0
     read: list[Node] = field(default_factory=list)
@@ -156,7 +167,8 @@ class _Order:
             node = self.items[i]
             if missing_us <= 0 or _is_barrier(node):
                 break
-            if _may_move(node) and all(u in delayed or position[u] > at for u in node.users):
+            may_move = _may_move(node) or node in self.reductions
+            if may_move and all(u in delayed or position[u] > at for u in node.users):
                 delayed.add(node)
                 missing_us -= self._clock[node]
         return self._worthwhile(delayed, position)

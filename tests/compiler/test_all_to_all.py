@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +13,17 @@ import torch
 from torch.fx import Graph, Node
 
 from tests.compiler.dags import Dag, aten, c10d
+from tests.compiler.rank_compile import build
+from tests.cost.machine import PLAIN
 from tests.harness.ranks import RankPool
+from tests.harness.traces import Recorder, as_loss
+from tests.models.compare import uncached
+from ub_overlap.compiler.cost.assumed_sizes import assume_sizes
 from ub_overlap.compiler.cost.policy import Policy
+from ub_overlap.compiler.cost.site_sizes import hints_of
+from ub_overlap.compiler.graph.sizes import evaluate_size
+from ub_overlap.compiler.match.all_to_all import split_args, split_sizes
+from ub_overlap.compiler.match.collectives import Op, find_collectives
 from ub_overlap.compiler.options import Options, parse
 from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.plan.plan import Plan
@@ -94,6 +105,18 @@ def test_weight_gradients_move_behind_the_start() -> None:
     decisions, order = decided(d.output(d.relu(d.exchange(d.mm(g, w))), gradient), phase="backward")
     assert strategies(decisions) == ["split"] and decisions[0].paired == ("mm_default",)
     assert order == ["mm", "start", "mm", "finish", "convert_element_type", "relu"]
+
+
+def test_gradients_move_with_their_reductions() -> None:
+    """The weight gradient is reduced right behind its product, as data parallelism has it: both move behind the start."""
+    d = MoEDag()
+    g, x, w = d.input("tangents_1", 4096, 4096), d.input("x", 4096, 4096), d.input("primals_1", 4096, 4096)
+    reduced = d.scatter(d.mm(d.t(g), x))
+    graph = d.output(d.relu(d.exchange(d.mm(g, w))), reduced)
+    assert widen_windows(graph, Policy.of(AUTO), None) > 0
+    order = [n.name for n in graph.nodes]
+    assert order.index("mm_default_1") < order.index("all_to_all_single_default") < order.index("mm_default")
+    assert order.index("mm_default") < order.index("reduce_scatter_tensor_default") < order.index("relu_default")
 
 
 @pytest.mark.parametrize("why", ["reads the result", "behind a write", "random", "alone"])
@@ -178,6 +201,30 @@ def test_memory_limits_what_moves() -> None:
 SPLIT: dict[str, Any] = {"inner": "aot_eager", "overrides": [{"kind": "all_to_all", "strategy": "split"}]}
 
 
+@pytest.fixture(scope="module")
+def slow_profile(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a profile in which a test's matmuls take 500 us, and exchanges 100 us."""
+    compute = replace(PLAIN.compute, tflops={"bfloat16": 5e-5})
+    path = tmp_path_factory.mktemp("profile") / "slow.json"
+    path.write_text(replace(PLAIN, name="slow", compute=compute, push=((8, 1.0), (8e6, 1e6))).to_json())
+    return str(path)
+
+
+def test_auto(pool2: RankPool, slow_profile: str) -> None:
+    """Each exchange is hidden by what step (A) of expert parallelism gives it. The predictions of both ranks are equal."""
+    options = {"profile": slow_profile, "min_bytes": 0, "inner": "aot_eager"}
+    outcomes = pool2.run(compare_name, MOE, {}, options, timeout=120)
+    for outcome in outcomes:
+        outcome.check(3.0)
+        found = {d["id"]: d["paired"] for d in outcome.decisions if d["strategy"] == "split"}
+        assert list(found) == ["forward.1", "forward.2", "backward.0", "backward.1"]
+        assert all(d["window"]["exposed_us"] == 0 for d in outcome.decisions if d["strategy"] == "split")
+        assert ["shared.0" in found["forward.1"][0], "shared.1" in found["forward.2"][0]] == [True, True]
+        assert all("shared" in text for text in found["backward.0"]), found
+        assert any("grouped_mm" in text for text in found["backward.1"]), found
+    assert outcomes[0].decisions == outcomes[1].decisions
+
+
 @pytest.mark.parametrize(
     ("variant", "inner"),
     [
@@ -186,15 +233,67 @@ SPLIT: dict[str, Any] = {"inner": "aot_eager", "overrides": [{"kind": "all_to_al
         ({"form": "loop", "routing": "one"}, "aot_eager"),
         ({"routing": "one"}, "aot_eager"),
         ({"shared": False, "tokens": (24, 0)}, "aot_eager"),
+        ({"other": "tp"}, "aot_eager"),
+        ({"other": "fsdp"}, "aot_eager"),
     ],
-    ids=["skewed", "inductor", "loop", "one_expert", "no_tokens"],
+    ids=["skewed", "inductor", "loop", "one_expert", "no_tokens", "tp", "fsdp"],
 )
 def test_block(pool2: RankPool, variant: dict[str, Any], inner: str) -> None:
     """Results and gradients are the plain graph's: all rows for one expert, empty experts, a rank without tokens."""
     for outcome in pool2.run(compare_name, MOE, variant, {**SPLIT, "inner": inner}, timeout=300):
         outcome.check(3.0)
-        found = [(d["phase"], d["strategy"], d["reason"]) for d in outcome.decisions]
+        found = [(d["phase"], d["strategy"], d["reason"]) for d in outcome.decisions if d["kind"] == "all_to_all"]
         counts, exchanges = found[0], found[1:]
         assert counts == ("forward", "none", "dtype_unsupported")
         assert [phase for phase, *_ in exchanges] == ["forward"] * 2 + ["backward"] * 2
         assert {strategy for _, strategy, _ in exchanges} == {"split"}
+
+
+def test_shards_of_experts(pool4: RankPool) -> None:
+    """Two ranks share the experts, and each of them the weights with another: gathers and reductions of both groups."""
+    options = {"inner": "aot_eager", "overrides": [{"strategy": "split"}]}
+    for outcome in pool4.run(compare_name, MOE, {"other": "fsdp"}, options, timeout=120):
+        outcome.check(3.0)
+        groups = Counter((d["kind"], d["group"]) for d in outcome.decisions if d["strategy"] == "split")
+        assert sorted(groups.values()) == [3, 3, 3, 3, 4], groups
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_blocks_of_transformers(hf2: RankPool, kind: str) -> None:
+    """With experts on two ranks they compute what they do with all experts on one."""
+    for error, found in hf2.run("tests.models.hf_moe:compare_block", kind, SPLIT, timeout=120):
+        assert error < 1e-5
+        assert [strategy for *_, strategy in found] == ["none", "split", "split", "split", "split"], found
+
+
+@pytest.fixture(scope="module")
+def hf2() -> Iterator[RankPool]:
+    """Ranks that import transformers."""
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed: pip install --no-deps -r tests/models/requirements.txt")
+    with RankPool(2) as pool:
+        yield pool
+
+
+# --- sizes that only the device knows ----------------------------------------------------------------------------------
+
+
+def test_assumed_sizes(pool2: RankPool) -> None:
+    """Rows of unbacked sizes are taken as balanced, from what is static: tokens times experts per token."""
+    assert pool2.run(assumed) == [{"forward": {24}, "backward": {24}}] * 2
+
+
+def assumed(rank: int, world: int) -> dict[str, set[int | None]]:
+    """Return by phase the values of the splits of exchanges, and of rows that experts get."""
+    case = build(rank, world, MOE, {"form": "loop"})
+    recorder = Recorder()
+    with case.context(), uncached():  # type: ignore[misc]
+        as_loss(torch.compile(case.module, backend=recorder)(*case.inputs)).backward()
+    found = {}
+    for trace in recorder.traces:
+        graph = trace.module.graph
+        hints = assume_sizes(graph, hints_of(graph))
+        exchanges = [c for c in find_collectives(graph) if c.op is Op.ALL_TO_ALL and c.node.meta["val"].dtype.is_floating_point]
+        splits = [s for c in exchanges for side in split_args(c) for s in split_sizes(side)]
+        found[trace.phase] = {evaluate_size(s, hints) for s in splits}
+    return found

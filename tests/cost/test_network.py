@@ -24,6 +24,7 @@ NETWORK = Network("by hand", 1.0, 10.0, 1.0, 100.0, 0.25)
         ("all_gather", 16, 2, 1_000_000, 10 + 14 + 100 + 125),  # eight ranks of a host share its eight links
         ("reduce_scatter", 16, 16, 1_000_000, 10 + 15 * 100 + 1000),
         ("all_reduce", 16, 2, 1_000_000, 10 + 2 * (14 + 100) + 125),
+        ("all_to_all", 16, 2, 1_500_000, 10 + 14 + 100 + 800),  # of 15 parts 8 leave the host, over one link
     ],
 )
 def test_by_hand(collective: str, ranks: int, hosts: int, sent: int, us: float) -> None:
