@@ -2,8 +2,8 @@
 
     bucket of gradients -> (cast to the wire dtype) -> all_reduce, summed in fp32, mean -> the bucket
 
-A hook runs on side streams, as c10d's collectives do, so backward goes on. Two buckets are in flight: the second one is pushed
-while the first one is summed.
+A hook runs on side streams, as c10d's collectives do, so backward goes on. Each bucket in turn has one of two slots. On CUDA
+the executor runs eager calls of a group one after the other, on all streams: a bucket is pushed once the one before is summed.
 
 DistributedDataParallel checks the annotations of a hook, so they are types here, not text.
 """

@@ -1,7 +1,8 @@
 """Collectives into given memory, in the current stream: a split collective that is finished at once.
 
-A split collective takes the lock of its slot, not of the group, so two streams can gather and reduce at the same time. Pushes
-are copy engine work; the sums are kernels. The groups are those of served_groups.py, whose slots these files alone use.
+A gather and a reduction have slots of their own, so neither waits for the peers to leave the other's. On CUDA the executor runs
+eager calls of a group in the order of issue, on all streams. Pushes are copy engine work; the sums are kernels. The groups are
+those of served_groups.py, whose slots these files alone use.
 """
 
 from __future__ import annotations

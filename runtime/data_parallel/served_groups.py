@@ -83,8 +83,8 @@ class ServedGroups:
         return own_group
 
     def own_groups(self) -> list[str]:
-        """Return the names of the groups to call."""
-        return [own_group for own_group, _ in self._found.values() if own_group]
+        """Return the names of the groups to call, but for users' groups that were destroyed."""
+        return [own.made.group_name for own in _own_groups if own.served() in self._found and not own.is_orphaned()]
 
     def say_once(self, text: str) -> None:
         """Log `text` unless it was logged before."""

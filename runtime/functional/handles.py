@@ -183,4 +183,4 @@ def _op_dtype(sent: Tensor, out_dtype: torch.dtype) -> torch.dtype:
 def _as_bytes(call: Caller, shard: Tensor) -> Tensor:
     if shard.dim() == 0:
         call.refuse("the input has no dims", "0", "one or more")
-    return shard.contiguous().view(_BYTES)
+    return shard.resolve_conj().contiguous().view(_BYTES)

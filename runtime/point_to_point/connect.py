@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +39,18 @@ _MOST_BYTES = 64 << 20
 """Bytes of a slot, unless a caller requests them. Larger messages are sent in pieces."""
 _SITE = "connect"
 _ROUND = 1 << 16
+
+
+@dataclass(eq=False, slots=True)
+class _Setup:
+    """How far the channels of a group are set up. `plain`: types of devices on which the group has no transport."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    plain: set[str] = field(default_factory=set)
+
+
+_setups: weakref.WeakKeyDictionary[Any, _Setup] = weakref.WeakKeyDictionary()
+"""By process group."""
 
 
 def initialize_point_to_point(
@@ -70,9 +85,7 @@ def initialize_point_to_point(
             expected="bytes of 1 or more, or a shape and a dtype; 1 to 64 slots",
         )
     name = name_of(group)
-    channels = extension().find_channels(name, where.type)
-    if channels is None:
-        channels = _connect(name, where.type, needed, slots)
+    channels = _find_or_connect(name, where.type, needed, slots)
     rank, ranks = _rank_of(name)
     if channels is None:
         return 0
@@ -93,15 +106,24 @@ def connect(group: str, device: str, size: int) -> Any:
 
     All ranks of the group take part, at their first message. PeerTimeoutError names those that do not.
     """
-    channels = extension().find_channels(group, device)
-    if channels is not None:
-        return channels
-    return _connect(group, device, min(max(size, _LEAST_BYTES[device]), _MOST_BYTES), SLOTS)
+    return _find_or_connect(group, device, min(max(size, _LEAST_BYTES.get(device, 1)), _MOST_BYTES), SLOTS)
 
 
 def _rank_of(group: str) -> tuple[int, int]:
     members = _torch_compat.group_of(group)
     return members.rank(), members.size()
+
+
+def _find_or_connect(group: str, device: str, size: int, slots: int) -> Any:
+    """Return the channels of a group. Several threads may send its first messages, and one of them makes the channels."""
+    setup = _setups.setdefault(_torch_compat.group_of(group), _Setup())
+    with setup.lock:
+        channels = extension().find_channels(group, device)
+        if channels is None and device not in setup.plain:
+            channels = _connect(group, device, size, slots)
+            if channels is None:
+                setup.plain.add(device)  # a collective found that out, which later messages must not run
+        return channels
 
 
 def _connect(group: str, device: str, size: int, slots: int) -> Any:

@@ -150,6 +150,7 @@ def own_groups(rank: int, world: int) -> dict[str, Any]:
     deadline = time.monotonic() + 10
     while any(session.group == name for session in C.sessions()) and time.monotonic() < deadline:
         time.sleep(0.05)
+    found["left"] = served.own_groups()
     found["freed"] = all(session.group != name for session in C.sessions())
     found["next"] = ServedGroups("test").serve(dist.new_group(list(range(world))), device) not in ("", name)
     found["destroyed"] = name not in (one.group_name for one in compat.process_groups())

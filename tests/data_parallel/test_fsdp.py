@@ -46,7 +46,7 @@ def test_results_are_landing_memory(pool2: RankPool) -> None:
 
 def test_own_groups(pool3: RankPool) -> None:
     """The order of the user's ranks, whatever groups they are in; freed with the user's group."""
-    want = {"gathered": [0.0, 1.0, 2.0], "again": True, "freed": True, "next": True, "destroyed": True}
+    want = {"gathered": [0.0, 1.0, 2.0], "again": True, "left": [], "freed": True, "next": True, "destroyed": True}
     assert pool3.run(rank_landing.own_groups, timeout=60) == [want] * 3
 
 

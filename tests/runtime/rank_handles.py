@@ -33,6 +33,9 @@ def values(rank: int, world: int) -> list[str]:
         want = torch.cat(shards)
         if got.dtype != dtype or not torch.equal(got.view(torch.uint8), want.view(torch.uint8)):
             bad.append(f"all_gather {dtype}: {got} {want}")
+    turned = torch.full((3,), 1 + 2j * rank).conj()  # a view whose numbers are conjugated when they are read
+    if not torch.equal(ub_overlap.all_gather(turned), torch.cat([torch.full((3,), 1 - 2j * r) for r in range(world)])):
+        bad.append("conjugated")
     for dtype, out in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)):
         for op in ("sum", "avg"):
             terms = [of_rank(r, 2 * world, 5).to(dtype) for r in range(world)]

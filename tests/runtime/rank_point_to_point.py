@@ -236,9 +236,11 @@ def unequal_groups(rank: int, world: int) -> list[float]:
 
 def c10d_mismatch(rank: int, world: int) -> dict[str, Any]:
     group = ub_overlap.pipeline.make_group(dist.group.WORLD)
-    if rank == 0:
-        return attempt(lambda: dist.send(torch.zeros(8), 1, group=group))
-    return attempt(lambda: dist.recv(torch.zeros(4), 0, group=group))
+    work = dist.isend(torch.zeros(8), 1, group=group) if rank == 0 else dist.irecv(torch.zeros(4), 0, group=group)
+    assert work is not None, "this rank is in the group"
+    found = attempt(work.wait)
+    # A send has succeeded once its data is in a slot.
+    return {**found, "completed": work.is_completed(), "success": rank == 0 or work.is_success()}
 
 
 def registered(rank: int, world: int) -> list[Any]:
@@ -262,6 +264,46 @@ def registered(rank: int, world: int) -> list[Any]:
         time.sleep(0.05)
     after = any(session.group == name for session in ops.load().sessions())
     return [out.tolist(), total.item(), before, after, attempt(lambda: group.send([out], 1 - rank, 0))["error"]]
+
+
+def first_messages_of_two_threads(rank: int, world: int) -> list[Any]:
+    """Each of two threads issues the first message that it knows of."""
+    found = []
+    for _ in range(3):
+        group, got, errors = dist.new_group(list(range(world))), torch.zeros(4), list[str]()
+        ub_overlap.all_gather(got, group)
+
+        def send(group: Any = group, errors: list[str] = errors) -> None:
+            sent = torch.full((4,), float(rank))
+            errors.append(attempt(lambda: ub_overlap.send(sent, group=group, group_dst=1 - rank))["text"])
+
+        def receive(group: Any = group, errors: list[str] = errors, got: torch.Tensor = got) -> None:
+            errors.append(attempt(lambda: ub_overlap.recv(got, group=group, group_src=1 - rank))["text"])
+
+        threads = [threading.Thread(target=body, daemon=True) for body in (send, receive)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        found.append([got.tolist(), errors])
+    return found
+
+
+def silent_rank_without_transport(rank: int, world: int) -> list[float]:
+    """Ranks of several hosts, one of which sends and receives nothing after the first message."""
+    with reset():
+        ops.load().testing.set_host_id(f"host{rank}:boot:1")
+        group = dist.new_group(list(range(world)), timeout=timedelta(seconds=10))
+        ub_overlap.initialize_point_to_point(group, 100)
+        got = []
+        for turn in range(3 if rank < 2 else 0):
+            out = torch.full((1,), float(turn))
+            if rank == 0:
+                ub_overlap.send(out, group=group, group_dst=1)
+            else:
+                ub_overlap.recv(out.zero_(), group=group, group_src=0)
+            got.append(out.item())
+        return got
 
 
 def other_hosts(rank: int, world: int) -> float:

@@ -93,6 +93,15 @@ def test_ranks_of_two_hosts(pools: dict[int, RankPool]) -> None:
     assert pools[2].run(ranks.other_hosts, timeout=60) == [0.0, 10.0]
 
 
+def test_a_silent_rank_without_transport(pools: dict[int, RankPool]) -> None:
+    assert pools[3].run(ranks.silent_rank_without_transport, timeout=60) == [[0.0, 1.0, 2.0]] * 2 + [[]]
+
+
+def test_first_messages_of_two_threads(pools: dict[int, RankPool]) -> None:
+    got = pools[2].run(ranks.first_messages_of_two_threads, timeout=90)
+    assert got == [[[[1.0 - rank] * 4, ["", ""]]] * 3 for rank in range(2)]
+
+
 def test_a_destroyed_group(pools: dict[int, RankPool]) -> None:
     for found in pools[2].run(ranks.closed, timeout=60):
         assert found["error"] in ("SessionPoisonedError", "PeerTimeoutError"), found
