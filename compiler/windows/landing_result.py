@@ -12,7 +12,7 @@ would compute within a later kernel is thus better off with a copy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch.fx import Node
 
@@ -25,8 +25,11 @@ from ..match.window import Window
 from ..select.peak_memory import is_fused
 
 
-def find_readers(window: Window) -> list[Node] | None:
-    """Return all nodes that read the result of a gather or are views of it. None if it has to be copied."""
+def find_readers(window: Window, widening: Collection[Node] = ()) -> list[Node] | None:
+    """Return all nodes that read the result of a gather or are views of it. None if it has to be copied.
+
+    `widening`: the casts in front of reductions, whose sites send what these read.
+    """
     c = window.collective
     if c.op is not Op.ALL_GATHER or c.hosts > 1 or c.wait is None:
         return None
@@ -37,7 +40,7 @@ def find_readers(window: Window) -> list[Node] | None:
         for user in readers(node):
             if user in found:
                 continue
-            if not _is_safe(user):
+            if not _is_safe(user) or user in widening:
                 return None
             found[user] = None
             if alias_base(user) is not None:

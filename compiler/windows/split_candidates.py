@@ -69,6 +69,7 @@ def find_splits(
     """
     finder: WindowFinder | None = None
     splits: dict[int, SplitCandidate] = {}
+    widening = {n for candidate in candidates if (w := candidate.collective.widening) for n in w.nodes}
     for i, (candidate, alternatives) in enumerate(zip(candidates, found, strict=True)):
         c, override = candidate.collective, overrides.get(i)
         forced = override.strategy if override else None
@@ -87,7 +88,7 @@ def find_splits(
         window = finder.find(c)
         is_inner = not window.is_at_the_edge(parameters)
         if requested or not is_inner or not (candidate.match is not None or window.may_differ_by_rank):
-            splits[i] = _split_candidate(i, window, priced, requested, costs)
+            splits[i] = _split_candidate(i, window, priced, requested, costs, widening)
     return splits
 
 
@@ -105,14 +106,19 @@ def _price(c: Collective, costs: SiteCosts, requested: Strategy | None) -> SiteS
 
 
 def _split_candidate(
-    number: int, window: Window, shape: SiteShape, requested: Strategy | None, costs: SiteCosts
+    number: int,
+    window: Window,
+    shape: SiteShape,
+    requested: Strategy | None,
+    costs: SiteCosts,
+    widening: Collection[Node],
 ) -> SplitCandidate:
     c, strategy = window.collective, requested or Strategy(Mode.SPLIT)
     profile = costs.policy.profile(c.ranks, c.node.meta["val"].device.type)
     costs.profiles[profile.digest] = profile
     times = split_times(shape, strategy.chunks, profile)
     split = SplitCandidate(number, window, times, strategy, *_memory(window, costs), requested is not None)
-    if costs.policy.may_zero_copy and c.hosts == 1 and (readers := find_readers(window)) is not None:
+    if costs.policy.may_zero_copy and c.hosts == 1 and (readers := find_readers(window, widening)) is not None:
         in_place = split_times(shape, strategy.chunks, profile, zero_copy=True)
         if in_place.shortest_us < times.shortest_us or requested:
             return replace(split, readers=tuple(readers), zero_copy_times=in_place)

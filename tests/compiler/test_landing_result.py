@@ -26,7 +26,8 @@ def readers_of_first(d: Dag, *outputs: Node) -> tuple[list[str] | None, int | No
     graph = d.output(*outputs)
     order = FusionOrder(graph)
     window = WindowFinder(graph).find(next(iter(find_collectives(graph))))
-    found = find_readers(window)
+    widening = [n for c in find_collectives(graph) if c.widening for n in c.widening.nodes]
+    found = find_readers(window, widening)
     return (None, None) if found is None else ([n.name for n in found], release_position(window, found, order, {}))
 
 
@@ -76,12 +77,17 @@ def sent(d: Dag, gathered: Node) -> Node:
     return d.scatter(gathered)
 
 
+def sent_wide(d: Dag, gathered: Node) -> Node:
+    """A site sends the gathered bf16 tensor, not the cast."""
+    return d.scatter(d.call(prims.convert_element_type.default, gathered, torch.float32))
+
+
 def fused(d: Dag, gathered: Node) -> Node:
     """Inductor computes the first product in the kernel of the second."""
     return d.call(aten.mul.Tensor, d.call(aten.mul.Tensor, gathered, 2.0), gathered)
 
 
-@pytest.mark.parametrize("use", [saved, saved_view, saved_part, written, written_view, sent, fused])
+@pytest.mark.parametrize("use", [saved, saved_view, saved_part, written, written_view, sent, sent_wide, fused])
 def test_look_alikes_are_copied(use: Callable[[Dag, Node], Node]) -> None:
     d = Dag()
     x, w = d.input("x", 64, 64), d.input("primals_1", 32, 64)
