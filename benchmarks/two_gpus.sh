@@ -49,6 +49,7 @@ for name in ${*:-memory ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp dp pp decode}
         --ours 'auto={}' --ours 'split={"overrides":[{"strategy":"split"}]}' \
         --ours 'zero3={"memory_budget":0,"overrides":[{"strategy":"split"}]}' ;;
     decode) ranks decode 100 benchmarks.decode --budget-s 70 ;;
+    decode_layers) ranks decode_layers 260 benchmarks.decode --layers 8 --budget-s 200 --iters 15 --warm 3 ;;
     dp) ranks dp 150 benchmarks.data_parallel --layers 4 --iters 10 --warm 3 --waterfall --budget-s 100 ;;
     cp) ranks cp 300 benchmarks.context_parallel --size 8b,70b --iters 10 --warm 3 --budget-s 240 ;;
     pp) ranks pp 120 benchmarks.pipeline --iters 10 --warm 3 ;;

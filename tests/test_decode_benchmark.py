@@ -27,6 +27,30 @@ def test_decode_on_cpu_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     assert "16 KiB" in printed(path, capsys, monkeypatch)
 
 
+def test_tiny_layers_on_cpu_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "layers.json"
+    out = torchrun(2, "benchmarks.decode", ["--tiny", "--iters", "2", "--warm", "1", "--json", str(path)])
+    document: dict[str, Any] = json.loads(path.read_text())
+    assert document.keys() >= FACTS and [row["batch"] for row in document["layers"]] == [3]
+    for row in document["layers"]:
+        variants = row["variants"]
+        assert variants.keys() == {"compute", "inductor", "torch", "ours"}
+        assert variants["ours"]["sites"] == "4 one_shot" and 0 <= variants["ours"]["error"] < 1e-4
+        assert all(variants[name]["step"] > 0 for name in ("compute", "inductor", "ours"))
+        assert variants["torch"]["why"] == {"*": "needs CUDA"}
+    assert "4 one_shot" in out
+
+
+def test_layers_that_miss_their_goal_are_named() -> None:
+    times = {"compute": 0.8, "inductor": 1.0, "ours": 0.95}
+    variants = {name: {"step_g": ms, "why": {}, "sites": ""} for name, ms in times.items()}
+    row = {"size": "8b", "batch": 1, "layers": 8, "context": 512, "variants": variants}
+    document = {"ranks": 2, "device": "cuda", "rows": [], "layers": [row], "ours": {"ours": {}}}
+    assert "8b batch 1: ours hides 25%, goal 50%" in text(document)
+    variants["ours"]["step_g"] = 0.89
+    assert "nothing is missed" in text(document)
+
+
 def test_what_is_missed_is_named() -> None:
     row = {"bytes": 16 << 10, "rows": 1, "us": {"nccl + norm": 7.0, "one_shot + norm": 8.0}, "why": {}}
     missed = text({"ranks": 2, "device": "cuda", "rows": [row]})

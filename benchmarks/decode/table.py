@@ -11,7 +11,41 @@ GOALS = {16 << 10: 6.0, 256 << 10: 10.0, 1 << 20: 17.0}
 OURS = ("one_shot + norm", "two_shot + norm")
 
 
+BASELINE = "inductor"
+HIDDEN = 0.5
+"""Share of the exposed communication that decode layers at 2 ranks should hide."""
+
+
 def text(document: dict[str, Any], style: str = "simple") -> str:
+    """Return the tables of single ops and of layers, and what ours misses."""
+    tables = [ops_table(document, style)] if document["rows"] else []
+    return "\n\n".join(tables + ([layers_table(document, style)] if document.get("layers") else []))
+
+
+def layers_table(document: dict[str, Any], style: str) -> str:
+    """Return microseconds per layer, CUDA graphs where there are any, and the share of communication that ours hides."""
+    rows, missed, notes = [], [], {}
+    for row in document["layers"]:
+        us = {name: 1e3 * ms / row["layers"] for name, v in row["variants"].items() if (ms := v.get("step_g") or v.get("step"))}
+        cells: dict[str, Any] = {"size": row["size"], "batch": row["batch"]}
+        cells |= {name: f"{us[name]:.1f}" if name in us else "-" for name in row["variants"]}
+        exposed = us.get(BASELINE, 0.0) - us.get("compute", 0.0)
+        for name, variant in row["variants"].items():
+            notes |= {f"{name} {kind}: {why}": None for kind, why in variant["why"].items()}
+            if name in document["ours"]:
+                share = (
+                    (us[BASELINE] - us[name]) / exposed if {name, BASELINE, "compute"} <= us.keys() and exposed > 0 else None
+                )
+                cells |= {f"{name} hides": "-" if share is None else f"{share:.0%}", f"{name} sites": variant.get("sites", "")}
+                if share is not None and share < HIDDEN and document["ranks"] == 2 and document["device"] == "cuda":
+                    missed.append(f"{row['size']} batch {row['batch']}: {name} hides {share:.0%}, goal {HIDDEN:.0%}")
+        rows.append(cells)
+    verdict = "missed:\n" + "\n".join(missed) if missed else "nothing is missed"
+    table = render_table(rows, style=style)
+    return "\n\n".join(part for part in ("us per layer, CUDA graph", table, verdict, "\n".join(notes)) if part)
+
+
+def ops_table(document: dict[str, Any], style: str) -> str:
     """Return the table of single ops: microseconds per call, and what ours misses."""
     rows, missed, notes = [], [], {}
     for row in document["rows"]:

@@ -38,6 +38,7 @@ MODULES = (
     Module("data_parallel", 200, 120),
     Module("graphs", 300, 120),
     Module("fused", 300, 150),
+    Module("generate", 600, 300),
     Module("recorded", 150, 80),
     Module("hosts", 150, 80),
     Module("point_to_point", 150, 80),
