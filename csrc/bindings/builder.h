@@ -156,6 +156,16 @@ class Builder {
         call.split_slot = static_cast<int>(split_slot);
     }
 
+    // Adds what only this rank knows: it is shown and not compared.
+    void note_own(const char* name, at::IntArrayRef values) {
+        std::string shared = std::move(shape_);
+        shape_ = std::move(own_);
+        shape_ += name;
+        append(values);
+        shape_ += "; ";
+        own_ = std::exchange(shape_, std::move(shared));
+    }
+
     // Finds or creates the session of the group.
     std::shared_ptr<Session> session() {
         const std::string device = c10::DeviceTypeName(device_.type(), true);
@@ -180,14 +190,14 @@ class Builder {
             refuse("copies=engine copies what has landed and is kept, and here nothing is gathered", "'" + call.strategy + "'",
                    "copies=engine at all_gather_matmul or all_gather_scaled_matmul");
         }
-        call.shape_text = shape_;
+        call.shape_text = shape_ + own_;
         call.key.shard_dim_is_last = call.shard_dim_is_last;
         if (call.shard_dim_is_last) {  // such shards cannot be cut
             if (call.key.striped || call.key.chunks > call.ranks) call.key.chunks = call.ranks;
             call.key.striped = false;
         }
         uint32_t hash = 2166136261u;  // FNV-1a
-        for (const std::string* part : {&call.op_name, &call.site, &call.strategy, &call.shape_text}) {
+        for (const std::string* part : {&call.op_name, &call.site, &call.strategy, &shape_}) {
             for (const char c : *part) hash = (hash ^ static_cast<unsigned char>(c)) * 16777619u;
             hash = (hash ^ 0xffu) * 16777619u;
         }
@@ -258,7 +268,7 @@ class Builder {
     const at::Device device_;
     const Site& site_;  // of the caller, who outlives the builder
     GroupPtr group_;
-    std::string shape_;
+    std::string shape_, own_;
     std::vector<Tensor> kept_;
 };
 

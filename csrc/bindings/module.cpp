@@ -55,9 +55,10 @@ void set_bind(py::object bind) {
             hooks.verify = [owner](const std::string& digest, const Call& call) {
                 in_python([&] { handle_of(owner).attr("verify")(digest, call.op_name, call.site); });
             };
-            hooks.grow = [owner](const Call& call) {
+            hooks.grow = [owner](const Call& call, bool to_largest) {
                 in_python([&] {
-                    handle_of(owner).attr("grow")(call.slot_bytes(), call.op_name, call.site,
+                    const char* method = to_largest ? "grow_to_largest" : "grow";
+                    handle_of(owner).attr(method)(call.slot_bytes(), call.op_name, call.site,
                                                   std::min(call.slot(), fused_slot));
                 });
             };

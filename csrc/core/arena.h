@@ -21,7 +21,7 @@
 namespace ub_overlap {
 
 constexpr uint64_t arena_magic = 0x75625f6f7665726cULL;
-constexpr uint32_t arena_version = 2;
+constexpr uint32_t arena_version = 3;
 
 // What a rank is doing in the call of one epoch. `stamp` (epoch, tag) is stored last, with release; the text of an epoch stays
 // until the epoch after the next, which its owner cannot reach before all peers have left this one. A split slot's stays until
@@ -29,6 +29,14 @@ constexpr uint32_t arena_version = 2;
 struct CallDescriptor {
     std::atomic<uint64_t> stamp;
     char op[32], site[224], shape[640];
+};
+
+// What a rank publishes of its all_to_alls in a split slot (core/area_growth.h): how many it has started, and the bytes of its
+// largest piece in each of the last windows of calls.
+constexpr int area_windows = 4;
+struct AreaRecord {
+    std::atomic<uint64_t> calls;
+    std::atomic<int64_t> largest[area_windows];
 };
 
 struct ControlBlock {
@@ -42,6 +50,7 @@ struct ControlBlock {
     std::atomic<uint32_t> abort_state;  // 0 none, 1 being written, 2 readable
     Failure abort;
     CallDescriptor calls[all_slots];
+    AreaRecord areas[split_slots];
 };
 
 class Arena {

@@ -54,7 +54,13 @@ int64_t Call::landing2_bytes() const {
     return collective == Collective::reduce ? whole_lines(outer * total_rows() * inner * size_of(out_type)) : 0;
 }
 
+int64_t Call::output_bytes() const {
+    if (is_all_to_all()) return received_begin[ranks] * inner;
+    return outer * (collective == Collective::scatter ? rows(rank) : total_rows()) * inner * size_of(out_type);
+}
+
 int64_t Call::slot_bytes() const {
+    if (is_all_to_all()) return ranks * whole_lines(std::max<int64_t>(area_bytes, 1));
     const int64_t bytes = landing_bytes() + table_bytes() + landing2_bytes();
     if (!is_fused) return bytes;
     // The CPU lays the slots out as for other calls.
@@ -122,7 +128,8 @@ Span Call::table(const Region& r) const {
     return base ? lay(r, base, scales_a_row * scale_bytes) : Span{};
 }
 
-std::vector<Move> Call::moves(const Step& step) const {
+std::vector<Move> Call::moves(const Step& step, int64_t round) const {
+    if (is_all_to_all()) return {piece_move(step, round)};
     const Region &src = step.reads[0], &dst = step.writes[0];
     const bool rounded = narrow_wire && src.buf == Buf::partial;
     std::vector<Move> all{{rounded ? lay(src, wire, inner * size_of(wire_float8)) : span(src), span(dst)}};

@@ -15,6 +15,9 @@
 //
 // A direct call has no PARTIAL: its matmul stores the shard of each rank in that rank's LANDING.
 //
+// An all_to_all has pieces of its own for each peer. INPUT holds those that are sent, OUTPUT those that are received, in rank
+// order. LANDING has an area for each source. A piece that is larger is sent in rounds of an area each. Elements are bytes.
+//
 // A split along the last dim of [P, R * q] is the same thing with o = P, rows = q, Q = 1.
 //
 // float8 numbers travel with fp32 scales. Each such buffer has a table of scales, `scales_a_row` scales for every row and laid
@@ -41,7 +44,7 @@
 namespace ub_overlap {
 
 enum class OpKind { all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, bulk };
-enum class Collective { gather, scatter, reduce };
+enum class Collective { gather, scatter, reduce, all_to_all };
 
 // `blocks` runs of `bytes` bytes, `stride` bytes apart.
 struct Span {
@@ -106,6 +109,10 @@ struct Call {
 
     int split_slot = -1;  // of a split collective, whose start and finish are two ops
 
+    // An all_to_all: R + 1 each, the first row of every piece in INPUT and OUTPUT. `area_bytes`: equal on all ranks.
+    std::vector<int64_t> sent_begin, received_begin;
+    int64_t area_bytes = 0;
+
     // A fused collective: one kernel on CUDA. The epilogue is part of it there; on the CPU it follows the call.
     bool is_fused = false, two_shot = false;
     FusedGrid grid;
@@ -136,10 +143,21 @@ struct Call {
         if (region.buf == Buf::output || region.buf == Buf::landing2) return out_type;
         return region.buf == Buf::landing && narrow_wire ? wire_float8 : type;
     }
+    bool is_all_to_all() const { return collective == Collective::all_to_all; }
+    // Rounds of this rank's pieces, at most; 1 for other calls. Whether a step of an all_to_all belongs to a round.
+    int64_t rounds() const;
+    bool has_round(const Step& step, int64_t round) const;
+    // Bytes of the largest piece that this rank sends to a peer, or receives.
+    int64_t largest_piece() const;
+    // The tag that a word of this call holds. READY of an all_to_all also stands for the rows of the piece.
+    uint32_t word_tag(const FlagId& flag) const;
+    // The index of a word. All rounds of an all_to_all share a word: the rank that waits for it clears it.
+    int word_index(const FlagId& flag) const { return is_all_to_all() ? 0 : flag.index; }
+    int64_t output_bytes() const;
     // Whether every rank sums the whole tensors of all ranks.
     bool is_one_shot_sum() const { return is_fused && collective == Collective::reduce && !two_shot; }
     // What a copy step moves, what a reduction adds up, and the matmuls of a step; in this order.
-    std::vector<Move> moves(const Step& step) const;
+    std::vector<Move> moves(const Step& step, int64_t round = 0) const;
     std::vector<Source> sources(const Step& step) const;
     std::vector<MatmulTask> matmuls(const Step& step) const;
     // Bytes of a matmul step's results that are stored at peers.
@@ -148,6 +166,15 @@ struct Call {
     std::vector<Rounding> roundings(const Step& step) const;
 
   private:
+    // Of an all_to_all: the rows that this rank sends to a peer, or receives.
+    struct Piece {
+        int peer;
+        bool is_sent;
+    };
+    Piece piece_of(const Step& step) const;
+    int64_t rows_of(const Piece& piece) const;
+    int64_t rounds_of(const Piece& piece) const;
+    Move piece_move(const Step& step, int64_t round) const;
     char* landing(int rank) const;
     Span lay(const Region& region, char* base, int64_t row_bytes) const;
     Span table(const Region& region) const;

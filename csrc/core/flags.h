@@ -20,6 +20,7 @@ namespace ub_overlap {
 using FlagWord = std::atomic<uint64_t>;
 static_assert(FlagWord::is_always_lock_free, "flag words live in memory that processes share");
 
+// In an all_to_all READY2 tells a source that the round before was copied out (runtime/schedule/builders/all_to_all.py).
 // The last two are words of channels (core/point_to_point.h), which lie elsewhere.
 enum class FlagKind : int32_t { ready = 0, done = 1, ready2 = 2, channel_ready = 3, channel_done = 4 };
 constexpr int flag_kinds = 3;

@@ -106,7 +106,7 @@ Program decode(const EncodedSchedule& encoded, int rank, int ranks, bool mirrore
     for (size_t place = 0; place < encoded.size(); ++place) {
         Reader in(encoded[place], place);
         Step step;
-        step.kind = static_cast<StepKind>(in.next(0, 7, "opcode"));
+        step.kind = static_cast<StepKind>(in.next(0, 8, "opcode"));
         step.queue = static_cast<int>(in.next(0, 1, "queue"));
         step.record = static_cast<int>(in.next(-1, INT32_MAX, "event"));
         step.after.resize(static_cast<size_t>(in.next(0, INT32_MAX, "count")));
@@ -146,6 +146,10 @@ Program decode(const EncodedSchedule& encoded, int rank, int ranks, bool mirrore
             case StepKind::release:
                 step.reads = in.regions(ranks);
                 break;
+            case StepKind::round:
+                if (program.round_end != 0) in.fail("it begins a third round");
+                (program.round_begin ? program.round_end : program.round_begin) = static_cast<int>(place) + 1;
+                break;
         }
         in.end();
         if (step.kind != StepKind::copy && step.kind != StepKind::signal && step.kind != StepKind::wait &&
@@ -162,6 +166,7 @@ Program decode(const EncodedSchedule& encoded, int rank, int ranks, bool mirrore
     for (const Step& step : program.steps) {
         for (int event : step.after) program.events = std::max(program.events, event + 1);
     }
+    if (program.round_begin == 0) program.round_begin = program.round_end = static_cast<int>(program.steps.size());
     if (program.release_begin == 0) program.release_begin = static_cast<int>(program.steps.size());
     return program;
 }

@@ -12,7 +12,17 @@
 
 namespace ub_overlap {
 
-enum class StepKind : int32_t { copy = 0, signal = 1, wait = 2, compute = 3, reduce = 4, finish = 5, return_ = 6, release = 7 };
+enum class StepKind : int32_t {
+    copy = 0,
+    signal = 1,
+    wait = 2,
+    compute = 3,
+    reduce = 4,
+    finish = 5,
+    return_ = 6,
+    release = 7,
+    round = 8
+};
 enum class ComputeKind : int32_t { matmul = 0 };
 enum class Buf : int32_t { input = 0, partial = 1, landing = 2, landing2 = 3, output = 4, result = 5, operand = 6 };
 enum Queue : int32_t { compute_queue = 0, copy_queue = 1 };
@@ -76,6 +86,8 @@ struct Program {
     int events = 0;
     // Of a split collective: the number of the first step of its finish, and of its release (all steps where it has none).
     int finish_begin = 0, release_begin = 0;
+    // Of an all_to_all: the steps of its second round, which are repeated for each further one. Else behind all steps.
+    int round_begin = 0, round_end = 0;
     uint64_t id = 0;  // no other program of this process has it
 
     // Whether several matmuls accumulate this consumer's product in fp32.

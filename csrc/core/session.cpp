@@ -1,5 +1,6 @@
 #include "core/session.h"
 
+#include <algorithm>
 #include <chrono>
 
 #include "core/settings.h"
@@ -236,8 +237,25 @@ void Session::set_up(Call& call, const std::function<void(Call&)>& prepare) {
     prepare(call);
     if (arena_) publish(call);
     verify(call);
-    if (arena_ && arena_->slot_bytes(call.slot()) < call.slot_bytes()) hooks_.grow(call);
+    if (arena_ && call.is_all_to_all()) {
+        grow_areas(call);
+    } else if (arena_ && arena_->slot_bytes(call.slot()) < call.slot_bytes()) {
+        hooks_.grow(call, false);
+    }
     call.arena = arena_.get();
+}
+
+void Session::grow_areas(Call& call) {
+    const auto area_bytes = [&] { return arena_->slot_bytes(call.slot()) / ranks_ / 256 * 256; };
+    const AreaGrowth::Need need = areas_[call.split_slot].count(call, *arena_);
+    call.area_bytes = need.area_bytes;
+    if (need.is_first) {
+        hooks_.grow(call, true);
+    } else if (need.area_bytes > area_bytes()) {
+        call.area_bytes = std::min(need.area_bytes + need.area_bytes / 4, max_areas_bytes / ranks_);
+        hooks_.grow(call, false);
+    }
+    call.area_bytes = area_bytes();
 }
 
 void Session::run(Call& call, Executor& executor, const std::function<void(Call&)>& prepare) {
@@ -276,7 +294,7 @@ char* Session::landing_memory(Call& call) {
     refuse_if_open(call);
     if (arena_->slot_bytes(call.slot()) < call.slot_bytes()) {
         const uint64_t number = flight_.begin(0, call.tag, {call.op_name, call.site, call.strategy, call.shape_text});
-        run_op_of(call, number, [&] { hooks_.grow(call); });
+        run_op_of(call, number, [&] { hooks_.grow(call, false); });
         flight_.set_state(number, CallState::finished);
     }
     return arena_->slot(rank_, call.slot());
@@ -305,7 +323,7 @@ void Session::finish(Call& call, Executor& executor) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     refuse_if_unusable(&call);
     if (const OpenCollective* begun = open_[call.split_slot].get();
-        !begun || begun->is_finished || begun->call.tag != call.tag) {
+        !begun || begun->is_finished || begun->call.tag != call.tag || begun->call.shape_text != call.shape_text) {
         refuse_finish(call, begun);
     }
     std::unique_ptr<OpenCollective> open = std::move(open_[call.split_slot]);

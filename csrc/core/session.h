@@ -11,6 +11,7 @@
 #include <string>
 #include <utility>
 
+#include "core/area_growth.h"
 #include "core/executor.h"
 #include "core/point_to_point.h"
 #include "core/tuning.h"
@@ -20,7 +21,8 @@ namespace ub_overlap {
 // Callbacks into Python. Any of them may throw; the session is then marked as failed, for its peers too.
 struct SessionHooks {
     std::function<void(const std::string& digest, const Call& call)> verify;
-    std::function<void(const Call& call)> grow;
+    // Grows the slot of `call` to what it needs, which is equal on all ranks; `to_largest`: to what any rank needs.
+    std::function<void(const Call& call, bool to_largest)> grow;
     std::function<int(const Tuning& tuning)> tune;
 };
 
@@ -96,6 +98,8 @@ class Session {
     void run_split_op_of(const Call& call, uint64_t number, const std::function<void()>& body);
     // Finds the schedule of a call, compares plans and grows its slot.
     void set_up(Call& call, const std::function<void(Call&)>& prepare);
+    // Grows the areas of an all_to_all, if all ranks do so at this call, and sets their size.
+    void grow_areas(Call& call);
     // Throws where the session cannot run `call`, or any call where that is null.
     void refuse_if_unusable(const Call* call);
     [[noreturn]] void throw_aborted(const Call* call);
@@ -116,6 +120,7 @@ class Session {
     uint64_t fused_epoch_ = 0;
     uint64_t split_epochs_[split_slots] = {};
     std::unique_ptr<OpenCollective> open_[split_slots];
+    AreaGrowth areas_[split_slots];
     std::atomic<int> split_slot_in_use_{-1};  // of the split collective whose start, finish or release runs; -1: none
     uint64_t plain_numbers_[split_slots] = {};
     std::set<std::string> verified_;

@@ -87,25 +87,17 @@ class Run final : public OpenWork {
         jobs_.clear();
     }
 
+    // Runs the steps of a queue from `first` to `last`. Those of an all_to_all's second round are run for each further round.
     void queue(int which, int first, int last) noexcept {
+        const int begin = program_.round_begin, end = program_.round_end;
         try {
+            run_steps(which, first, std::min(last, begin), 0);
+            const int64_t rounds = first <= begin && end <= last ? call_.rounds() : 0;
+            for (int64_t round = 1; round < rounds; ++round) run_steps(which, begin, end, round);
             for (int number : program_.queues[which]) {
-                if (number < first || number >= last) continue;
-                const Step& step = program_.steps[number];
-                for (int event : step.after) wait_for_event(event);
-                delay(number);
-                for (const auto& latch : latches_) {
-                    if (latch.second == number) wait_until_begun(latch.first);
-                }
-                const int64_t begin = now_ns();
-                begun_[number].store(1, std::memory_order_release);
-                const int64_t bytes = execute(step);
-                for (const auto& latch : latches_) {
-                    if (latch.first == number) wait_until_begun(latch.second);
-                }
-                times_[number] = StepTime{number, which, static_cast<int>(step.kind), begin, now_ns(), bytes};
-                if (step.record >= 0) events_[step.record].store(1, std::memory_order_release);
+                if (rounds > 0 && begin <= number && number < end) record(program_.steps[number]);
             }
+            run_steps(which, std::max(first, end), last, 0);
         } catch (const CallStopped&) {
         } catch (...) {
             {
@@ -116,11 +108,38 @@ class Run final : public OpenWork {
         }
     }
 
-    int64_t execute(const Step& step) {
+    void run_steps(int which, int first, int last, int64_t round) {
+        for (int number : program_.queues[which]) {
+            if (number < first || number >= last) continue;
+            const Step& step = program_.steps[number];
+            if (round > 0 && step.kind != StepKind::round && !call_.has_round(step, round)) continue;
+            for (int event : step.after) wait_for_event(event);
+            delay(number);
+            for (const auto& latch : latches_) {
+                if (latch.second == number) wait_until_begun(latch.first);
+            }
+            const int64_t begin = now_ns();
+            begun_[number].store(1, std::memory_order_release);
+            const int64_t bytes = execute(step, round);
+            for (const auto& latch : latches_) {
+                if (latch.first == number) wait_until_begun(latch.second);
+            }
+            StepTime& time = times_[number];  // of all rounds together
+            time = {
+                number, which, static_cast<int>(step.kind), round > 1 ? time.begin_ns : begin, now_ns(), time.bytes + bytes};
+            if (round == 0) record(step);
+        }
+    }
+
+    void record(const Step& step) {
+        if (step.record >= 0) events_[step.record].store(1, std::memory_order_release);
+    }
+
+    int64_t execute(const Step& step, int64_t round) {
         switch (step.kind) {
             case StepKind::copy: {
                 int64_t bytes = 0;
-                for (const Move& move : call_.moves(step)) {
+                for (const Move& move : call_.moves(step, round)) {
                     copy_spans(move.src, move.dst);
                     bytes += move.src.blocks * move.src.bytes;
                 }
@@ -128,8 +147,8 @@ class Run final : public OpenWork {
                 return bytes;
             }
             case StepKind::signal:
-                call_.arena->flag(step.flag.rank, step.flag.kind, call_.slot(), step.flag.source, step.flag.index)
-                    .store(flag_value(call_.epoch, call_.tag), std::memory_order_release);
+                call_.arena->flag(step.flag.rank, step.flag.kind, call_.slot(), step.flag.source, call_.word_index(step.flag))
+                    .store(flag_value(call_.epoch, call_.word_tag(step.flag)), std::memory_order_release);
                 return 0;
             case StepKind::wait:
                 wait_for_flag(call_, step.waits[0], step.queue, stop_);
@@ -151,6 +170,7 @@ class Run final : public OpenWork {
             }
             case StepKind::return_:
             case StepKind::release:
+            case StepKind::round:
                 return 0;
         }
         return 0;

@@ -68,7 +68,7 @@ void compare_calls(const Call& call, const FlagWait& wait, uint32_t seen_tag, in
     const CallDescriptor& theirs = call.arena->control(wait.flag.source)->calls[call.slot()];
     const uint64_t stamp = theirs.stamp.load(std::memory_order_acquire);
     const bool described = epoch_of(stamp) == static_cast<uint32_t>(call.epoch);
-    if (described && tag_of(stamp) == call.tag && seen_tag == call.tag) return;
+    if (described && tag_of(stamp) == call.tag && seen_tag == call.word_tag(wait.flag)) return;
     const bool same_site = described && call.site == theirs.site && call.op_name == theirs.op;
     Failure failure = failure_at(call, wait, same_site ? FailureCode::shape_mismatch : FailureCode::site_mismatch,
                                  wait.flag.source, waited_ns);
@@ -165,7 +165,8 @@ bool wait_until(const std::function<bool()>& condition, int64_t deadline_ns, con
 void wait_for_flag(const Call& call, const FlagWait& wait, int queue, const std::atomic<bool>& stop) {
     if (call.epoch <= static_cast<uint64_t>(wait.back)) return;  // before the first call of the group
     const uint64_t epoch = call.epoch - wait.back;
-    const FlagWord& word = call.arena->flag(call.rank, wait.flag.kind, call.slot(wait.back), wait.flag.source, wait.flag.index);
+    FlagWord& word =
+        call.arena->flag(call.rank, wait.flag.kind, call.slot(wait.back), wait.flag.source, call.word_index(wait.flag));
     uint64_t seen = 0;
     const auto arrived = [&] {
         seen = word.load(std::memory_order_acquire);
@@ -190,7 +191,7 @@ void wait_for_flag(const Call& call, const FlagWait& wait, int queue, const std:
                 call.arena->control(wait.flag.source)->calls[call.slot()].stamp.load(std::memory_order_acquire);
             // A peer with our tag may leave this call meanwhile, and describe its next one.
             if (epoch_of(stamp) == static_cast<uint32_t>(call.epoch) && tag_of(stamp) != call.tag) {
-                compare_calls(call, wait, call.tag, now - begin);
+                compare_calls(call, wait, call.word_tag(wait.flag), now - begin);
             }
             if (now - looked_for_dead > look_for_dead_ns) {
                 looked_for_dead = now;
@@ -211,13 +212,15 @@ void wait_for_flag(const Call& call, const FlagWait& wait, int queue, const std:
         }
         waiting.store(0, std::memory_order_relaxed);
     }
-    if (wait.back == 0 && (epoch_of(seen) != static_cast<uint32_t>(epoch) || tag_of(seen) != call.tag)) {
+    const uint32_t tag = call.word_tag(wait.flag);
+    if (wait.back == 0 && (epoch_of(seen) != static_cast<uint32_t>(epoch) || tag_of(seen) != tag)) {
         compare_calls(call, wait, tag_of(seen), 0);
         Failure failure = failure_at(call, wait, FailureCode::site_mismatch, wait.flag.source, 0);
         set_text(failure.got, "epoch " + std::to_string(epoch_of(seen)));
         set_text(failure.wanted, "epoch " + std::to_string(epoch));
         throw CallFailed(failure);
     }
+    if (wait.back == 0 && call.is_all_to_all()) word.store(0, std::memory_order_relaxed);  // for the next round
 }
 
 }  // namespace ub_overlap

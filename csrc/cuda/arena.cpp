@@ -120,6 +120,8 @@ void CudaArena::record(const Call& call) {
     if (entry == names_.end()) {
         if (names_.size() > 4096) names_.clear();  // dynamic shapes give new tags without end
         entry = names_.emplace(call.tag, CallName{call.op_name, call.site, call.shape_text}).first;
+    } else if (call.is_all_to_all()) {
+        entry->second.shape = call.shape_text;  // calls of one tag have different splits
     }
     last_ = entry->second;
 }
@@ -410,12 +412,17 @@ void CudaArena::describe_mismatch(Failure& failure, int source, uint32_t seen_ta
     failure.reporter = rank();
     const auto entry = names_.find(own_tag);
     const CallName& own = entry == names_.end() ? last_ : entry->second;
-    const CallDescriptor* theirs = nullptr;
-    for (const CallDescriptor& call : control(source)->calls) {
-        const uint64_t stamp = call.stamp.load(std::memory_order_acquire);
-        if (stamp == 0 || (seen_tag != 0 && tag_of(stamp) != seen_tag)) continue;
-        if (!theirs || stamp > theirs->stamp.load(std::memory_order_relaxed)) theirs = &call;
-    }
+    const auto find_last = [&](uint32_t tag) {
+        const CallDescriptor* last = nullptr;
+        for (const CallDescriptor& call : control(source)->calls) {
+            const uint64_t stamp = call.stamp.load(std::memory_order_acquire);
+            if (stamp == 0 || (tag != 0 && tag_of(stamp) != tag)) continue;
+            if (!last || stamp > last->stamp.load(std::memory_order_relaxed)) last = &call;
+        }
+        return last;
+    };
+    const CallDescriptor* theirs = find_last(seen_tag);
+    if (!theirs) theirs = find_last(own_tag);  // the same call of an all_to_all, and a piece of another size
     if (theirs && own.site == theirs->site && own.op == theirs->op) {
         failure.code = FailureCode::shape_mismatch;
         set_text(failure.got, theirs->shape);

@@ -18,6 +18,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -85,7 +86,7 @@ class Run final : public OpenWork {
             if (trace_) trace_->first_kernel_begins(compute_);
             if (arena_) begin();
             if (trace_) trace_->first_kernel_ends(compute_);
-            for (int number = 0; number < end; ++number) issue(number);
+            issue_steps(0, end);
         } catch (...) {
             clean_up();
             throw;
@@ -95,7 +96,7 @@ class Run final : public OpenWork {
     std::vector<StepTime> issue_last(int first, int end) {
         const bool final = end == steps();
         try {
-            for (int number = first; number < end; ++number) issue(number);
+            issue_steps(first, end);
             flush_copies();
             if (arena_) this->end(final);
             if (trace_ && final) {
@@ -147,7 +148,22 @@ class Run final : public OpenWork {
         copying_ = true;
     }
 
-    void issue(int number) {
+    // Issues the steps from `first` to `end`. Those of an all_to_all's second round are issued for each further round.
+    void issue_steps(int first, int end) {
+        const int begin = program_.round_begin, behind = program_.round_end;
+        for (int number = first; number < std::min(end, begin); ++number) issue(number, 0);
+        const int64_t rounds = first <= begin && behind <= end ? call_.rounds() : 0;
+        for (int64_t round = 1; round < rounds; ++round) {
+            for (int number = begin; number < behind; ++number) {
+                const Step& step = program_.steps[number];
+                if (step.kind == StepKind::round || call_.has_round(step, round)) issue(number, round);
+            }
+        }
+        for (int number = begin; rounds > 0 && number < behind; ++number) record(program_.steps[number]);
+        for (int number = std::max(first, behind); number < end; ++number) issue(number, 0);
+    }
+
+    void issue(int number, int64_t round) {
         const Step& step = program_.steps[number];
         const bool copies = step.queue == copy_queue;
         const cudaStream_t stream = copies ? copies_ : compute_;
@@ -161,24 +177,29 @@ class Run final : public OpenWork {
         }
         const bool in_first_kernel = waits && step.waits[0].back != 0;  // done by the call's first kernel
         if (trace_ && !in_first_kernel) trace_->step_begins(number, stream);
-        const int64_t bytes = in_first_kernel ? 0 : execute(step, stream);
+        const int64_t bytes = in_first_kernel ? 0 : execute(step, stream, round);
         times_.push_back(StepTime{number, step.queue, static_cast<int>(step.kind), 0, 0, bytes});
         if (!copies && (trace_ || step.record >= 0)) flush_waits(), flush_signals(), flush_copies();
         if (trace_ && !in_first_kernel) trace_->step_ends(number, stream);
+        if (round == 0) record(step);
+    }
+
+    void record(const Step& step) {
         if (step.record < 0) return;
+        const cudaStream_t stream = step.queue == copy_queue ? copies_ : compute_;
         check(cudaEventRecord(events_.at(static_cast<size_t>(step.record)), stream), "record an event");
     }
 
-    int64_t execute(const Step& step, cudaStream_t stream) {
+    int64_t execute(const Step& step, cudaStream_t stream, int64_t round) {
         switch (step.kind) {
             case StepKind::copy:
-                return copy(step, stream);
+                return copy(step, stream, round);
             case StepKind::signal: {
                 const bool done = step.flag.kind == FlagKind::done;
                 const SignalWord word{place_of(step.flag), static_cast<uint16_t>(step.flag.rank), static_cast<uint16_t>(done)};
                 if (step.queue == copy_queue) {
                     if (done) throw done_on_copy_queue();
-                    write_word(arena_->flag_word(word.rank, word.place), ready_word(call_.tag), stream);
+                    write_word(arena_->flag_word(word.rank, word.place), ready_word(call_.word_tag(step.flag)), stream);
                 } else {
                     if (signals_.count == max_words) flush_signals();
                     signals_.words[signals_.count++] = word;
@@ -187,6 +208,7 @@ class Run final : public OpenWork {
             }
             case StepKind::wait: {
                 if (step.queue == copy_queue) {
+                    flush_signals();  // the peer may wait for them before it signals this flag
                     WaitList single;
                     single.words[single.count++] = word_of(step.waits[0]);
                     launch_wait(arena_->group(), call_.slot(), single, timeout_ns_, stream);
@@ -228,15 +250,16 @@ class Run final : public OpenWork {
             }
             case StepKind::return_:
             case StepKind::release:
+            case StepKind::round:
                 return 0;
         }
         return 0;
     }
 
-    int64_t copy(const Step& step, cudaStream_t stream) {
+    int64_t copy(const Step& step, cudaStream_t stream, int64_t round) {
         int64_t bytes = 0;
         size_t part = 0;
-        for (const Move& move : call_.moves(step)) {
+        for (const Move& move : call_.moves(step, round)) {
             if (step.queue == compute_queue) {
                 defer_copy(moves_[part++], move);
             } else {
@@ -282,11 +305,12 @@ class Run final : public OpenWork {
             outputs.parts[outputs.count].data = data;
             outputs.parts[outputs.count++].bytes = bytes;
         };
-        const bool scatter = call_.collective == Collective::scatter;
-        const int64_t rows = scatter ? call_.rows(call_.rank) : call_.total_rows();
         const bool was_returned = final && call_.key.zero_copy;
-        if (!was_returned) add(call_.output, call_.outer * rows * call_.inner * size_of(call_.out_type));
-        add(call_.output_scales, call_.outer * rows * call_.scales_a_row * static_cast<int64_t>(sizeof(float)));
+        if (!was_returned) add(call_.output, call_.output_bytes());
+        if (call_.output_scales) {
+            const int64_t rows = call_.collective == Collective::scatter ? call_.rows(call_.rank) : call_.total_rows();
+            add(call_.output_scales, call_.outer * rows * call_.scales_a_row * static_cast<int64_t>(sizeof(float)));
+        }
         for (const Matrix& result : call_.results) add(result.data, result.rows * result.cols * size_of(result.type));
         launch_end(arena_->group(), call_.slot(), signals_, outputs, final, compute_);
         if (final) begun_ = false;  // from here on another call may hold the lock
@@ -323,12 +347,17 @@ class Run final : public OpenWork {
     }
 
     uint32_t place_of(const FlagId& flag) const {
-        return static_cast<uint32_t>(flag_place(flag.kind, call_.slot(), flag.source, flag.index, call_.ranks));
+        return static_cast<uint32_t>(flag_place(flag.kind, call_.slot(), flag.source, call_.word_index(flag), call_.ranks));
     }
     WaitWord word_of(const FlagWait& wait) const {
         // DONE of the call that used the slot before lies in the slot's own words.
-        return {place_of(wait.flag), static_cast<uint16_t>(wait.flag.source), static_cast<uint16_t>(wait.flag.index),
-                static_cast<uint8_t>(wait.flag.kind), static_cast<uint8_t>(wait.back != 0)};
+        return {place_of(wait.flag),
+                static_cast<uint16_t>(wait.flag.source),
+                static_cast<uint16_t>(wait.flag.index),
+                static_cast<uint8_t>(wait.flag.kind),
+                static_cast<uint8_t>(wait.back != 0),
+                static_cast<uint8_t>(wait.back == 0 && call_.is_all_to_all()),
+                call_.word_tag(wait.flag) ^ call_.tag};
     }
     // A DONE word holds the epoch, which a stream write cannot know.
     NamedError done_on_copy_queue() const {

@@ -77,6 +77,8 @@ struct WaitWord {
     uint32_t place;  // index into the flag words of this rank
     uint16_t source, index;
     uint8_t kind, past;  // past: wait for the previous call on the slot, not for this call
+    uint8_t clears;      // 1: the word is cleared once it has arrived, for the next round of an all_to_all
+    uint32_t salt;       // the tag that arrives is the call's, with these bits changed
 };
 
 struct SignalWord {

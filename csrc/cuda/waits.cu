@@ -31,7 +31,9 @@ __device__ void wait_for(const Group& g, int slot, const WaitWord& w, uint64_t w
     const uint64_t seen = spin_for_flag(g, w, full, timeout_ns, arrived, last_seen);
     if (seen == 0) return;
     const uint32_t tag = static_cast<uint32_t>(seen), own_tag = static_cast<uint32_t>(word);
-    if (!w.past && tag != own_tag) fail(g, w, WaitOutcome::mismatch, word, static_cast<uint64_t>(expected) << 32 | tag, 0, 0);
+    if (w.clears) *reinterpret_cast<volatile uint64_t*>(flag_words(g.shared[g.rank]) + w.place) = 0;
+    if (!w.past && tag != (own_tag ^ w.salt))
+        fail(g, w, WaitOutcome::mismatch, word, static_cast<uint64_t>(expected) << 32 | tag, 0, 0);
 }
 
 // Takes the group lock and returns the epoch of the call that held it before. The host orders eager calls of several streams

@@ -11,6 +11,9 @@ Where those of two ranks disagree, ShapeMismatchError names both.
 The op returns a token [1], uint8, without content, as start_collective does. split_slot, the order on all ranks, and the
 input, which must not be written before the finish, are also as there. All dtypes are moved as bytes.
 
+A piece that is larger than its landing memory travels in rounds, of which the first begins now
+(docs/explanation/all_to_all.md).
+
 Strategies are "bulk" and "none". Without a transport, or with "none", c10d runs the exchange concurrently.
 """
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import time
 from typing import Any
 
 import torch
@@ -12,10 +14,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import ub_overlap
+from ub_overlap.runtime import errors, ops, settings
+from ub_overlap.runtime.schedule.encode import COPY, WAIT
+from ub_overlap.runtime.schedule.encode import provide as proven
+from ub_overlap.runtime.schedule.steps import SLOTS, FlagKind
+from ub_overlap.runtime.session.bind import find_session
 
 from . import rank_ops
 from .rank_failures import attempt, fresh
-from .rank_sessions import OPS
+from .rank_sessions import OPS, C, reset
+from .rank_split import COPY_QUEUE
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
 Matrix = list[list[int]]
@@ -208,3 +216,135 @@ def in_order(rank: int, world: int, function: str, *args: Any) -> Any:
         found = globals()[function](rank, world, *args)
         dist.barrier()
         return found
+
+
+def area_bytes(name: str, slot: int = 0) -> int:
+    """Return the bytes of the landing memory of a split slot on this rank."""
+    session = find_session(name, "cpu")
+    assert session is not None
+    return int(session._arena.bytes_of_slot(SLOTS + slot))
+
+
+def grows_and_rounds(rank: int, world: int) -> dict[str, Any]:
+    """A site's pieces grow: they travel in rounds until all ranks grow the areas, at the same call. Others need one round.
+
+    Return what is wrong, and the bytes of the slot after each call.
+    """
+    name, bad, sizes = fresh(world), [], []
+    for step in range(26):
+        rows = 3 if step < 4 else 300_000  # of 12 bytes: 27 rounds of the first areas
+        matrix = [[rows if (s, d) == (0, world - 1) else step + s for d in range(world)] for s in range(world)]
+        sent, out, of, want = sides(rank, matrix, (3,), torch.int32, step)
+        if not same(exchange(name, sent, out, of), want):
+            bad.append(f"call {step}")
+        sizes.append(area_bytes(name))
+    return {"bad": bad, "sizes": sizes, "grown": sum(a != b for a, b in zip([0, *sizes], sizes, strict=False))}
+
+
+def first_calls_of_sites(rank: int, world: int) -> list[int]:
+    """The first call of each site grows the areas to the largest piece of any rank. Return the bytes after each call."""
+    name, sizes = fresh(world), []
+    for site, rows in (("a", 10), ("b", 200_000), ("b", 200_000), ("c", 0), ("a", 10)):
+        matrix = [[rows if (s, d) == (1, 0) else 1 for d in range(world)] for s in range(world)]
+        sent, out, of, want = sides(rank, matrix, (3,), torch.int32)
+        assert same(exchange(name, sent, out, of, site=f"/{site}"), want)
+        sizes.append(area_bytes(name))
+    return sizes
+
+
+def delayed_rounds(rank: int, world: int, times: int) -> list[str]:
+    """Exchange pieces of many rounds with random delays in all steps, in two slots, with gathers between."""
+    name, order, bad = fresh(world), random.Random(world), []
+    tiny = [[1] * world for _ in range(world)]
+    for slot in (0, 1):
+        exchange(name, *sides(rank, tiny)[:3], slot)
+    with reset():
+        C.testing.set_random_delay(200, 7 * rank)
+        for step in range(times):
+            matrix = [[order.choice((0, 1, 5_000, 40_000, 60_000)) for _ in range(world)] for _ in range(world)]
+            first, second = (sides(rank, m, (4,), torch.float32, step) for m in (matrix, matrix[::-1]))
+            tokens = [start(name, *given[:3], slot) for slot, given in enumerate((first, second))]
+            OPS.bulk(torch.ones(2), [], [], "all_gather", "sum", torch.float32, "bulk", name, "/b")
+            for slot, given in enumerate((first, second)):
+                if not same(finish(name, tokens[slot], *given[:3], slot), given[3]):
+                    bad.append(f"call {step} slot {slot}")
+    return bad
+
+
+def without_credits(rank: int, world: int, waits: bool) -> list[str]:
+    """Rank 0 copies rounds out late. `waits`: keep the waits of rank 1 for READY2, else it overwrites rounds."""
+
+    def provide(key: tuple[Any, ...], me: int) -> list[tuple[int, ...]]:
+        rows = proven(key, me)
+        if waits or key[0] != "split_all_to_all" or me == 0:
+            return rows
+        return [row for row in rows if not (row[0] == WAIT and row[1] == COPY_QUEUE and row[4] == FlagKind.READY2)]
+
+    name, bad = fresh(world), []
+    matrix = [[0, 0], [100_000, 0]]
+    exchange(name, *sides(rank, [[1] * world] * world)[:3])
+    C.set_provider(provide)
+    try:
+        with reset():
+            settings.configure(step_timeout_s=3.0)
+            late = max(i for i, row in enumerate(provide(("split_all_to_all", world, 2, (), 0, 0), rank)) if row[0] == COPY)
+            C.testing.set_step_delays({late: 5_000}, only_rank=0)
+            sent, out, of, want = sides(rank, matrix, (2,))
+            if not same(exchange(name, sent, out, of), want):
+                bad.append("overwritten")
+    except errors.UbOverlapError as error:
+        bad.append(type(error).__name__)
+    finally:
+        C.set_provider(ops.ScheduleProvider())
+        dist.barrier()
+    return bad
+
+
+def disagrees(rank: int, world: int, step_s: float) -> dict[str, Any]:
+    """The last rank expects more rows from rank 0 than that sends."""
+    name = fresh(world)
+    with reset():
+        settings.configure(step_timeout_s=step_s)
+        sent, out, of, _ = sides(rank, sample_matrices(world)["uneven"])
+        exchange(name, sent, out, of)
+        wrong = [out[0] + 1, *out[1:]] if rank == world - 1 else out
+        found = attempt(lambda: exchange(name, sent, wrong, of))
+        dist.barrier()
+        return found
+
+
+def stays_away(rank: int, world: int, step_s: float, how: str) -> dict[str, Any]:
+    """The last rank never starts ("absent"), or it starts pieces of many rounds and then leaves, or ends ("dies")."""
+    name = fresh(world)
+    with reset():
+        settings.configure(step_timeout_s=step_s)
+        exchange(name, *sides(rank, [[1] * world] * world)[:3])
+        sent, out, of, _ = sides(rank, [[1 if how == "absent" else 200_000] * world for _ in range(world)])
+        found: dict[str, Any] = {}
+        if rank != world - 1:
+            found = attempt(lambda: exchange(name, sent, out, of))
+        elif how != "absent":
+            start(name, sent, out, of)
+        if how == "dies":
+            if rank == world - 1:
+                os._exit(0)
+            return found
+        dist.barrier()
+        return found
+
+
+def statistics(rank: int, world: int) -> dict[str, Any]:
+    """Return statistics of an exchange that was pushed before its finish, its text in the flight recorder, and its steps."""
+    name = fresh(world)
+    sent, out, of, _ = sides(rank, [[64] * world for _ in range(world)], (16,))
+    exchange(name, sent, out, of, site="/counted")
+    with reset():
+        settings.configure(trace=True)
+        C.clear_stats()
+        token = start(name, sent, out, of, site="/counted")
+        time.sleep(0.5)
+        finish(name, token, sent, out, of, site="/counted")
+        stats = C.site_stats()["/counted"]
+        trace = [(queue, kind) for _, queue, kind, *_ in C.last_trace("/counted")]
+    shapes = ub_overlap.flight_record(name)[0]["records"][-1]["shapes"]
+    return {**{key: stats[key] for key in ("calls", "bytes_copied", "bytes_overlapped")}, "shapes": shapes, "trace": trace}

@@ -7,6 +7,12 @@ import pytest
 from tests.harness.ranks import RankPool
 
 from . import rank_all_to_all as work
+from .spawn import run_ranks
+
+STEP = 2.5
+SLACK = 20.0
+FIRST_BYTES = 1 << 18
+"""Of a slot's memory, at least."""
 
 MISUSE = [
     "output_splits has not one number per rank",
@@ -56,3 +62,61 @@ def test_fakes_with_unbacked_splits(pools: dict[int, RankPool]) -> None:
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_in_a_graph(pools: dict[int, RankPool], inner: str) -> None:
     assert pools[2].run(work.compiled, inner, timeout=200) == [[], []]
+
+
+def test_areas_grow_on_all_ranks_at_the_same_call(pools: dict[int, RankPool]) -> None:
+    """Call 4 is the first with a large piece, in the first window of 8 calls. The areas grow at the beginning of the third."""
+    found = pools[3].run(work.grows_and_rounds, timeout=100)
+    for rank in found:
+        assert rank["bad"] == []
+        assert rank["sizes"] == found[0]["sizes"]
+        assert rank["sizes"][:16] == [FIRST_BYTES] * 16
+        assert rank["grown"] == 2 and rank["sizes"][16] >= 3 * 300_000 * 12 * 5 // 4
+
+
+def test_the_first_call_of_a_site_grows_the_areas(pools: dict[int, RankPool]) -> None:
+    sizes, theirs = pools[2].run(work.first_calls_of_sites, timeout=60)
+    assert sizes == theirs and sizes[0] == FIRST_BYTES
+    assert sizes[1] >= 2 * 200_000 * 12 and sizes[1:] == [sizes[1]] * 4
+
+
+@pytest.mark.parametrize(("world", "times"), [(2, 12), (3, 6)])
+def test_rounds_with_delays(pools: dict[int, RankPool], world: int, times: int) -> None:
+    assert pools[world].run(work.delayed_rounds, times, timeout=120) == [[]] * world
+
+
+def test_a_round_waits_for_the_one_before(pools: dict[int, RankPool]) -> None:
+    """The wait for READY2 protects a late reader. Without it its data is overwritten."""
+    assert pools[2].run(work.without_credits, True, timeout=60)[0] == []
+    assert pools[2].run(work.without_credits, False, timeout=60)[0], "the missing waits went unseen"
+
+
+def test_splits_that_disagree(pools: dict[int, RankPool]) -> None:
+    """An error names both ranks and their splits, and no rank waits for its deadline."""
+    *_, last = pools[2].run(work.disagrees, 30.0, timeout=60)
+    assert last["error"] == "ShapeMismatchError" and 0 in last["ranks"], last
+    assert "output_splits=[2, 4]" in last["text"] and "input_splits=[0, 1]" in last["text"], last
+    assert last["seconds"] < 25
+
+
+@pytest.mark.parametrize("how", ["absent", "leaves"])
+def test_a_rank_that_stays_away(pools: dict[int, RankPool], how: str) -> None:
+    for found in pools[3].run(work.stays_away, STEP, how, timeout=60)[:2]:
+        assert (found["error"], found["ranks"]) == ("PeerTimeoutError", (2,)), found
+        assert "split all_to_all at site '/exchange.0'" in found["text"]
+        assert STEP * 0.9 < found["seconds"] < 2 * STEP + SLACK
+
+
+def test_a_rank_that_dies_between() -> None:
+    found = run_ranks("tests.runtime.rank_all_to_all:stays_away", 2, args=(60.0, "dies"), timeout=60)[0].value
+    assert (found["error"], found["ranks"]) == ("PeerTimeoutError", (1,)), found
+    assert found["seconds"] < SLACK
+
+
+def test_statistics(pools: dict[int, RankPool]) -> None:
+    """Bytes that were pushed before the finish began count as hidden. The recorder has the splits."""
+    for found in pools[2].run(work.statistics, timeout=60):
+        assert found["calls"] == 1
+        assert found["bytes_copied"] == found["bytes_overlapped"] == 64 * 16 * 4
+        assert "output_splits=[64, 64]; input_splits=[64, 64]" in found["shapes"]
+        assert [kind for queue, kind in found["trace"] if queue == "COPY"][:3] == ["wait", "copy", "signal"]

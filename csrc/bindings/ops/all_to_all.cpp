@@ -14,6 +14,13 @@ FallbackCall& add_arguments(FallbackCall& fallback, const Tensor& input, at::Int
     return fallback.tensor(input).integers(output_splits).integers(input_splits).integer(split_slot);
 }
 
+// Returns the first row of every piece, and behind them the number of all rows.
+std::vector<int64_t> sum_up(at::IntArrayRef splits) {
+    std::vector<int64_t> begin(splits.size() + 1);
+    std::partial_sum(splits.begin(), splits.end(), begin.begin() + 1);
+    return begin;
+}
+
 void check_splits(const Builder& b, const char* name, at::IntArrayRef splits) {
     b.check(splits.size() == static_cast<size_t>(b.call.ranks), std::string(name) + " has not one number per rank",
             text_of(splits), std::to_string(b.call.ranks) + " numbers");
@@ -30,15 +37,24 @@ std::vector<int64_t> describe_call(Builder& b, const Tensor& input, at::IntArray
     b.check(input.dim() > 0, "a tensor without dims cannot be exchanged", "[]", "at least one dim");
     check_splits(b, "output_splits", output_splits);
     check_splits(b, "input_splits", input_splits);
-    const int64_t sent = std::accumulate(input_splits.begin(), input_splits.end(), int64_t{0});
+    const int64_t sent = sum_up(input_splits).back();
     b.check(sent == input.size(0), "input_splits do not sum up to the rows of the input", text_of(input_splits),
             std::to_string(input.size(0)) + " rows");
     b.set_split_slot(split_slot);
     call.key.kind = "split_all_to_all";
+    call.key.chunks = 2;  // the second round is repeated for further ones
+    call.op = OpKind::bulk;
+    call.collective = Collective::all_to_all;
+    call.type = call.out_type = DType::e4m3;  // bytes
+    call.inner = input.dtype().itemsize();
+    for (int64_t d = 1; d < input.dim(); ++d) call.inner *= input.size(d);
+    call.sent_begin = sum_up(input_splits), call.received_begin = sum_up(output_splits);
     b.describe("row", input.sizes().slice(1), input.dtype());
     b.note("split_slot", split_slot);
+    b.note_own("output_splits=", output_splits);
+    b.note_own("input_splits=", input_splits);
     std::vector<int64_t> sizes = input.sizes().vec();
-    sizes[0] = std::accumulate(output_splits.begin(), output_splits.end(), int64_t{0});
+    sizes[0] = sum_up(output_splits).back();
     return sizes;
 }
 
@@ -51,6 +67,7 @@ Tensor start_all_to_all(const Tensor& input, at::IntArrayRef output_splits, at::
         Builder b("split all_to_all", input.device(), at);
         describe_call(b, input, output_splits, input_splits, split_slot);
         const Tensor dense = input.contiguous();
+        b.call.input = data_of(dense);
         if (start_on_transport(b, std::make_shared<Tensor>(dense))) return at::empty({1}, input.options().dtype(at::kByte));
         WithGil gil;
         FallbackCall fallback("start_all_to_all");

@@ -29,7 +29,7 @@ Executor& executor_of(at::Device device, Call& call) {
 }
 
 bool is_plain(const Session& session, const Call& call) {
-    return call.strategy == "none" || session.transport() == "c10d" || call.key.kind == "split_all_to_all";
+    return call.strategy == "none" || session.transport() == "c10d";
 }
 
 // Announces a call that a plain collective carries out. `number`: its number in the flight recorder.
