@@ -12,6 +12,7 @@ from .blocks import table as blocks
 from .context_parallel import table as context_parallel
 from .data_parallel import table as data_parallel
 from .decode import table as decode
+from .expert_parallel import table as expert_parallel
 from .memory import table as memory
 from .ops import table as ops
 from .pipeline import table as pipeline
@@ -25,6 +26,7 @@ TEXTS = {
     "memory": memory.text,
     "context_parallel": context_parallel.text,
     "data_parallel": data_parallel.text,
+    "expert_parallel": expert_parallel.text,
     "pipeline": pipeline.text,
     "decode": decode.text,
 }

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Measure what two GPUs allow: memory kernels, ops and blocks of 2 ranks, of 4 and 8 ranks in mirror mode, float8
-# MLPs, data, context and pipeline parallelism.
+# MLPs, data, context, expert and pipeline parallelism.
 #
-#     benchmarks/two_gpus.sh OUT [PART...]     parts: memory ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp dp pp cp decode dp_hosts
+#     benchmarks/two_gpus.sh OUT [PART...]     parts: memory ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp dp pp cp ep decode dp_hosts
 #
-# Default: all but dp_hosts (data parallelism over NCCL, as across hosts) and cp (context parallelism), 10 minutes.
+# Default: all but dp_hosts (data parallelism over NCCL, as across hosts), cp and ep (context and expert parallelism), 10 minutes.
 # JSON files, and the output of all parts in log.txt, are in OUT. Tables are printed last. Every part has a time limit.
 set -u
 shopt -s nullglob
@@ -52,6 +52,7 @@ for name in ${*:-memory ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp dp pp decode}
     decode_layers) ranks decode_layers 260 benchmarks.decode --layers 8 --budget-s 200 --iters 15 --warm 3 ;;
     dp) ranks dp 150 benchmarks.data_parallel --layers 4 --iters 10 --warm 3 --waterfall --budget-s 100 ;;
     cp) ranks cp 300 benchmarks.context_parallel --size 8b,70b --iters 10 --warm 3 --budget-s 240 ;;
+    ep) ranks ep 300 benchmarks.expert_parallel --iters 10 --warm 3 --budget-s 240 ;;
     pp) ranks pp 120 benchmarks.pipeline --iters 10 --warm 3 ;;
     *) echo "no part '$name'" >&2 && exit 2 ;;
     esac

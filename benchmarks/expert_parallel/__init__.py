@@ -1,0 +1,1 @@
+"""Layers of a mixture of experts under expert parallelism."""

@@ -1,0 +1,80 @@
+"""Variants of layers with experts.
+
+compute      no exchange: the experts of a rank get the rows of its own tokens; compiled by Inductor
+eager        torch.compile is not used; collectives of NCCL (gloo on the CPU)
+inductor     torch.compile with its default backend (aot_eager on the CPU)
+vdev         torch's torch.ops.symm_mem.all_to_all_vdev for rows, eager; sizes stay on the device (symmetric_memory.py)
+ours, ...    our backend, with the options of that name
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ub_overlap.compiler.reports.history import HISTORY
+from ub_overlap.tools.rank_process import World
+
+from ..blocks.model import fresh_code
+from ..data_parallel.variants import ParallelVariant
+from .model import ExpertLayer, ExpertSizes, make_routes
+from .symmetric_memory import use_symmetric_memory
+
+COMPUTE, EAGER, INDUCTOR, SYMMETRIC = "compute", "eager", "inductor", "vdev"
+
+
+@dataclass
+class ExpertContext:
+    """What all variants share. `own`: experts of a rank. `compiler`: "inductor" or "aot_eager"."""
+
+    world: World
+    sizes: ExpertSizes
+    tokens: int
+    layers: int
+    own: int
+    routing: str
+    has_shared: bool
+    compiler: str
+    ours: dict[str, dict[str, Any]]
+
+
+def make(name: str, context: ExpertContext) -> ParallelVariant:
+    """Return a variant that has run one step."""
+    world, sizes = context.world, context.sizes
+    group = None if name == COMPUTE else dist.group.WORLD
+    top = min(sizes.top, context.own * world.ranks)
+    torch.manual_seed(1 + world.rank)
+    layers = []
+    for _ in range(context.layers):
+        routes = make_routes(context.tokens, context.own * world.ranks, top, context.routing, world.rank)
+        with torch.device(world.device):
+            layers.append(ExpertLayer(sizes, context.own, routes, group, context.has_shared))
+    model: nn.Module = fresh_code(nn.Sequential(*layers)).to(world.device, torch.bfloat16)
+    if name == SYMMETRIC:
+        use_symmetric_memory(model, context.tokens * top * world.ranks)
+    is_eager = name in (EAGER, SYMMETRIC)
+    call: Any = model if is_eager else torch.compile(model, fullgraph=True, **_backend(name, context))
+    torch.manual_seed(100 + world.rank)
+    x, grad = (torch.randn((context.tokens, sizes.dim), device=world.device, dtype=torch.bfloat16) for _ in range(2))
+    variant = ParallelVariant(name, model, call, x.requires_grad_(), grad)
+    mark = HISTORY.mark()
+    variant.step()
+    variant.digests = tuple(plan.digest for plan in HISTORY.since(mark))
+    strategies = [str(d.strategy).partition(":")[0] for plan in HISTORY.since(mark) for d in plan.decisions]
+    variant.sites = ", ".join(f"{count} {strategy}" for strategy, count in sorted(Counter(strategies).items()))
+    world.sync()
+    return variant
+
+
+def _backend(name: str, context: ExpertContext) -> dict[str, Any]:
+    if name not in context.ours:
+        return {"backend": context.compiler}
+    options = dict(context.ours[name])
+    if context.compiler == "aot_eager":
+        options["inner"] = "aot_eager"
+    return {"backend": "ub_overlap", "options": options}

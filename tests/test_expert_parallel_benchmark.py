@@ -1,0 +1,47 @@
+"""The benchmark of expert parallelism runs on CPU ranks and stores a complete document. No result depends on timing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.expert_parallel.model import make_routes
+from benchmarks.expert_parallel.table import hidden
+from tests.test_benchmarks import FACTS, printed, torchrun
+
+
+@pytest.mark.timeout(240)
+def test_expert_parallel_on_cpu_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our backend computes what eager does, with its exchanges split. Counts stay: one all_to_all of the forward."""
+    path = tmp_path / "expert_parallel.json"
+    split = 'split={"overrides": [{"strategy": "split"}]}'
+    arguments = ["--tiny", "--device", "cpu", "--variants", "compute,eager,split", "--ours", split]
+    torchrun(2, "benchmarks.expert_parallel", [*arguments, "--routing", "skewed", "--json", str(path)])
+    document: dict[str, Any] = json.loads(path.read_text())
+    assert document.keys() >= FACTS and document["benchmark"] == "expert_parallel"
+    (row,) = document["rows"]
+    for name, variant in row["variants"].items():
+        assert variant["step"] > 0 and not variant["why"], name
+    assert row["variants"]["split"]["sites"] == "1 none, 4 split" and 0 <= row["variants"]["split"]["error"] < 1e-2
+    assert "tiny, 1 layers, 24 tokens, 2 experts a rank, skewed" in printed(path, capsys, monkeypatch)
+
+
+def test_hidden_is_a_share_of_what_inductor_adds() -> None:
+    variants = {"compute": {"step": 10.0}, "inductor": {"step": 14.0}, "ours": {"step": 11.0}}
+    assert hidden(variants, "ours", "step") == 0.75
+    assert hidden(variants, "inductor", "step") is None and hidden({}, "ours", "step") is None
+
+
+@pytest.mark.parametrize("routing", ["balanced", "skewed"])
+def test_routes(routing: str) -> None:
+    """A token goes to k different experts. Skewed, the first expert gets the most."""
+    chosen, scores = make_routes(64, 8, 2, routing, rank=1)
+    assert chosen.shape == scores.shape == (64, 2) and bool((chosen[:, 0] != chosen[:, 1]).all())
+    counts = torch.bincount(chosen.reshape(-1), minlength=8).tolist()
+    assert (counts == [16] * 8) if routing == "balanced" else (counts[0] == max(counts) > 2 * min(counts))
