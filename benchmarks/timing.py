@@ -6,6 +6,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,17 @@ import torch.distributed as dist
 from ub_overlap.tools.rank_process import RankProcess, World
 
 Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A call with work that is issued before the clock starts."""
+
+    before: Call
+    call: Call
+
+    def __call__(self) -> None:
+        self.call()
 
 
 class Clock:
@@ -29,6 +41,8 @@ class Clock:
     def time_call(self, call: Call) -> float:
         """Return the milliseconds of one call on this rank."""
         self.together()
+        if isinstance(call, Prepared):
+            call.before()
         if not self.world.cuda:
             begin = time.perf_counter()
             call()

@@ -53,7 +53,7 @@ for name in ${*:-memory ops8 ops4 ops2 blocks8 blocks4 blocks2 mlp dp pp decode}
     dp) ranks dp 150 benchmarks.data_parallel --layers 4 --iters 10 --warm 3 --waterfall --budget-s 100 ;;
     cp) ranks cp 300 benchmarks.context_parallel --size 8b,70b --iters 10 --warm 3 --budget-s 240 ;;
     ep) ranks ep 300 benchmarks.expert_parallel --iters 10 --warm 3 --budget-s 240 ;;
-    pp) ranks pp 120 benchmarks.pipeline --iters 10 --warm 3 ;;
+    pp) ranks pp 240 benchmarks.pipeline --iters 10 --warm 3 --compile --schedules 1F1B,Interleaved1F1B,ZBVZeroBubble ;;
     *) echo "no part '$name'" >&2 && exit 2 ;;
     esac
 done

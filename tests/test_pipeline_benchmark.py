@@ -13,7 +13,8 @@ from tests.test_benchmarks import FACTS, torchrun
 def test_pipeline_on_cpu_ranks(tmp_path: Path) -> None:
     path = tmp_path / "pipeline.json"
     sizes = ["--mib", "1", "--width", "32", "--tokens", "16", "--microbatches", "4", "--iters", "2", "--warm", "1"]
-    out = torchrun(2, "benchmarks.pipeline", ["--device", "cpu", *sizes, "--json", str(path)])
+    flags = ["--device", "cpu", "--compile", "--piece-mib", "1", *sizes, "--schedules", "ZBVZeroBubble"]
+    out = torchrun(2, "benchmarks.pipeline", [*flags, "--json", str(path)])
     document: dict[str, Any] = json.loads(path.read_text())
     assert document.keys() >= FACTS and document["benchmark"] == "pipeline"
     messages = [row for row in document["rows"] if row["kind"] == "message"]
@@ -21,9 +22,14 @@ def test_pipeline_on_cpu_ranks(tmp_path: Path) -> None:
     assert [row["both_ways"] for row in messages] == [False, True]
     for row in messages:
         kinds = ("message", "both", "matmul_during")
-        assert row["ms"].keys() == {"matmul", *(f"{transport} {kind}" for transport in ("c10d", "ours") for kind in kinds)}
-    assert [row["schedule"] for row in steps] == ["1F1B", "Interleaved1F1B"]
+        assert row["ms"].keys() == {
+            "matmul",
+            "long_matmul",
+            *(f"{transport} {kind}" for transport in ("c10d", "ours") for kind in kinds),
+        }
+    assert [row["schedule"] for row in steps] == ["ZBVZeroBubble"]
     for row in steps:
-        assert row["difference"] == 0.0, "the transports give other gradients"
+        assert row["difference"] < 0.02, "the transports give other gradients"
+        assert row["ms"].keys() == {"c10d", "ours", "deferred"}
         assert all(ms > 0 for ms in row["ms"].values())
-    assert "Interleaved1F1B" in out and "matmul loses" in markdown(document)
+    assert "ZBVZeroBubble" in out and "matmul loses" in markdown(document)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,18 +10,25 @@ import torch
 import torch.distributed as dist
 
 import ub_overlap
+from ub_overlap.runtime.session import channels
 from ub_overlap.tools.rank_process import World
 
-from ..timing import Clock
+from ..timing import Clock, Prepared
 
 C10D, OURS = "c10d", "ours"
 
 
-class Messages:
-    """Rank 0 sends `size` bytes to rank 1, and rank 1 to rank 0 if `both`. Other ranks only multiply."""
+LONG_MS = 2.0
+"""Milliseconds of matmuls whose loss is measured."""
+LEAST_BYTES = 16 << 20
+"""Of the messages that run meanwhile: smaller ones are limited by the host."""
 
-    def __init__(self, world: World, transport: str, group: Any, size: int, both: bool) -> None:
-        self.world, self.group = world, group
+
+class Messages:
+    """Rank 0 sends `count` times `size` bytes to rank 1, and rank 1 to rank 0 if `both`. Other ranks only multiply."""
+
+    def __init__(self, world: World, transport: str, group: Any, size: int, both: bool, count: int = 1) -> None:
+        self.world, self.group, self.count = world, group, count
         self.out = torch.ones(size // 2, dtype=torch.bfloat16, device=world.device)
         self.into = torch.zeros_like(self.out)
         self.sends = world.rank == 0 or (both and world.rank == 1)
@@ -33,9 +41,10 @@ class Messages:
         peer = 1 - self.world.rank
         # Rank 0 sends first and rank 1 receives first: c10d's messages of one group are one queue.
         steps = [(self.sends, self.isend, self.out, "group_dst"), (self.receives, self.irecv, self.into, "group_src")]
-        for wanted, call, tensor, name in steps if self.world.rank == 0 else reversed(steps):
-            if wanted:
-                self.requests.append(call(tensor, group=self.group, **{name: peer}))
+        for _ in range(self.count):
+            for wanted, call, tensor, name in steps if self.world.rank == 0 else reversed(steps):
+                if wanted:
+                    self.requests.append(call(tensor, group=self.group, **{name: peer}))
 
     def wait(self) -> None:
         """Let the current stream wait for the messages."""
@@ -50,47 +59,56 @@ class Messages:
 
 
 def measure(world: World, size: int, both: bool, iters: int, warm: int) -> dict[str, Any]:
-    """Return milliseconds: a matmul alone, the messages alone, both together, and the matmul while messages run.
+    """Return milliseconds: matmuls alone, the messages alone, both together, and matmuls while messages run.
 
-    The matmul is repeated until it takes about as long as the messages at 300 GB/s. "matmul_during": a message three times as
-    long is in flight for all of the matmuls, so their time shows what it takes from them.
+    "matmul": as long as the messages at 300 GB/s. "long_matmul": LONG_MS. "matmul_during": the same while messages for 1.5
+    times as long are in flight, which were issued before, so their time shows what messages take from them.
     """
     groups = {transport: dist.new_group(list(range(world.ranks))) for transport in (C10D, OURS)}
-    ub_overlap.initialize_point_to_point(groups[OURS], 3 * size, device=world.device)
+    long_size = max(size, LEAST_BYTES if world.cuda else size)
+    ub_overlap.initialize_point_to_point(groups[OURS], long_size, device=world.device)
     width = 4096 if world.cuda else 128
     a = torch.ones(width, width, dtype=torch.bfloat16, device=world.device)
     b, c = torch.ones_like(a), torch.ones_like(a)
     count = max(1, round(size / 300e9 / 0.2e-3)) if world.cuda else 1
+    long_count = max(count, round(LONG_MS / 0.2)) if world.cuda else 2
+    messages = max(1, math.ceil(1.5 * long_count * 0.2e-3 * 300e9 / long_size)) if world.cuda else 2
 
-    def matmuls() -> None:
+    def matmuls(count: int = count) -> None:
         for _ in range(count):
             torch.mm(a, b, out=c)
 
-    calls: dict[str, Callable[[], Any]] = {"matmul": matmuls}
+    def long_matmuls() -> None:
+        matmuls(long_count)
+
+    calls: dict[str, Callable[[], Any]] = {"matmul": matmuls, "long_matmul": long_matmuls}
     for transport, group in groups.items():
-        one, long = Messages(world, transport, group, size, both), Messages(world, transport, group, 3 * size, both)
+        one = Messages(world, transport, group, size, both)
+        long = Messages(world, transport, group, long_size, both, messages)
 
         def together(one: Messages = one) -> None:
             one.issue()
             matmuls()
             one.wait()
 
-        def during(long: Messages = long) -> None:
+        def begin(long: Messages = long) -> None:
             long.wait()  # those of the last round, which have ended
             long.issue()
-            matmuls()
 
         one.alone()
-        calls |= {f"{transport} message": one.alone, f"{transport} both": together, f"{transport} matmul_during": during}
+        calls |= {f"{transport} message": one.alone, f"{transport} both": together}
+        calls[f"{transport} matmul_during"] = Prepared(begin, long_matmuls)
     times, spreads = Clock(world).rounds(calls, iters, warm)
     row: dict[str, Any] = {
         "kind": "message",
         "bytes": size,
         "both_ways": both,
         "matmuls": count,
+        "long_matmuls": long_count,
+        "piece_bytes": channels.PIECE_BYTES,
         "ms": times,
         "spread_ms": spreads,
     }
     for transport in groups:
-        row[f"{transport} loss"] = times[f"{transport} matmul_during"] / times["matmul"] - 1
+        row[f"{transport} loss"] = times[f"{transport} matmul_during"] / times["long_matmul"] - 1
     return row

@@ -33,24 +33,49 @@ class Mlp(nn.Module):
         return x
 
 
+DEFERRED = "deferred"
+"""Our channels, and stages that send before weight gradients."""
+SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""Schedules whose stages are compiled only where they defer weight gradients."""
+
+
+def stages_of(schedule: str, rank: int, ranks: int) -> list[int]:
+    """Return the stages of a rank: one, two in a loop, or two in a V."""
+    if schedule in ("ZBVZeroBubble", "DualPipeV"):
+        return [rank, 2 * ranks - 1 - rank]
+    return [rank, rank + ranks] if schedule.startswith("Interleaved") else [rank]
+
+
 def make_step(
-    world: World, schedule: str, group: Any, width: int, tokens: int, layers: int, microbatches: int
+    world: World,
+    schedule: str,
+    group: Any,
+    width: int,
+    tokens: int,
+    layers: int,
+    microbatches: int,
+    transport: str,
+    compiled: bool,
 ) -> tuple[Callable[[], None], list[Mlp]]:
-    """Return a step, forward and backward, and this rank's modules. Two stages per rank where the schedule has several."""
+    """Return a step, forward and backward, and this rank's modules."""
     schedule_class = get_schedule_class(schedule)
-    of_rank = [world.rank, world.rank + world.ranks] if schedule.startswith("Interleaved") else [world.rank]
+    of_rank = stages_of(schedule, world.rank, world.ranks)
     count = world.ranks * len(of_rank)
     torch.manual_seed(0)
     modules = [Mlp(width, 4 * width, layers, world.device) for _ in of_rank]
-    stages = [PipelineStage(m, index, count, world.device, group=group) for m, index in zip(modules, of_rank, strict=True)]
+    defers = transport == DEFERRED
+    for module in modules if compiled and (defers or schedule not in SPLIT) else ():
+        module.compile(backend="ub_overlap", options={"defer_weight_gradients": defers})
+    stage_class = ub_overlap.pipeline.Stage if defers else PipelineStage
+    stages = [stage_class(m, index, count, world.device, group=group) for m, index in zip(modules, of_rank, strict=True)]
 
     def loss(y: Tensor, target: Tensor) -> Tensor:
         return nn.functional.mse_loss(y.float(), target.float())
 
     runner: Any = schedule_class(stages if len(stages) > 1 else stages[0], microbatches, loss_fn=loss)
     x = torch.randn(microbatches, tokens, width, device=world.device, dtype=torch.bfloat16)
-    inputs = (x,) if world.rank == 0 else ()
-    last = {"target": torch.zeros_like(x), "losses": []} if world.rank == world.ranks - 1 else {}
+    inputs = (x,) if 0 in of_rank else ()
+    last = {"target": torch.zeros_like(x), "losses": []} if count - 1 in of_rank else {}
 
     def step() -> None:
         for module in modules:
@@ -61,27 +86,30 @@ def make_step(
 
 
 def measure(
-    world: World, schedule: str, width: int, tokens: int, layers: int, microbatches: int, iters: int, warm: int
+    world: World, schedule: str, width: int, tokens: int, layers: int, microbatches: int, iters: int, warm: int, compiled: bool
 ) -> dict[str, Any]:
     """Return milliseconds of a step over each transport, and the largest difference of their gradients."""
     groups = {C10D: dist.new_group(list(range(world.ranks)))}
     groups[OURS] = ub_overlap.pipeline.make_group(groups[C10D])
+    if compiled:
+        groups[DEFERRED] = groups[OURS]
     calls: dict[str, Callable[[], Any]] = {}
     gradients: dict[str, list[Tensor]] = {}
     for transport, group in groups.items():
         torch.manual_seed(world.rank)
-        step, modules = make_step(world, schedule, group, width, tokens, layers, microbatches)
+        step, modules = make_step(world, schedule, group, width, tokens, layers, microbatches, transport, compiled)
         step()
         world.sync()
         gradients[transport] = [p.grad.clone() for module in modules for p in module.parameters() if p.grad is not None]
         calls[transport] = step
-    pairs = zip(gradients[C10D], gradients[OURS], strict=True)
+    pairs = [pair for other in groups if other != C10D for pair in zip(gradients[C10D], gradients[other], strict=True)]
     difference = max(((a - b).abs().max() / a.abs().max()).item() for a, b in pairs)
     times, spreads = Clock(world).rounds(calls, iters, warm)
     sizes = {"width": width, "tokens": tokens, "layers": layers, "microbatches": microbatches}
     return {
         "kind": "step",
         "schedule": schedule,
+        "compiled": compiled,
         **sizes,
         "ms": times,
         "spread_ms": spreads,

@@ -35,6 +35,7 @@ def text(document: dict[str, Any], style: str = "simple") -> str:
             "c10d ms": f"{row['ms']['c10d']:.2f}",
             "ours ms": f"{row['ms']['ours']:.2f}",
             "c10d / ours": f"{row['ms']['c10d'] / row['ms']['ours']:.3f}",
+            **({"deferred ms": f"{row['ms']['deferred']:.2f}"} if "deferred" in row["ms"] else {}),
             "difference": f"{row['difference']:.1e}",
         }
         for row in document["rows"]

@@ -31,14 +31,13 @@ from ..site_id import SiteId
 log = logging.getLogger(__name__)
 
 SLOTS = 4
-"""Slots of a channel by default: as many messages may be in flight before the source waits for its destination."""
+"""Messages that a channel holds by default: as many may be in flight before the source waits for its destination."""
 FAR_BYTES = 1 << 20
-"""Bytes of a slot between ranks that are not neighbours, at most."""
+"""Bytes of such a message between ranks that are not neighbours, at most."""
 _LEAST_BYTES = {"cpu": 1 << 20, "cuda": 8 << 20}
 _MOST_BYTES = 64 << 20
-"""Bytes of a slot, unless a caller requests them. Larger messages are sent in pieces."""
+"""Bytes of a message of which a channel holds SLOTS, unless a caller requests them."""
 _SITE = "connect"
-_ROUND = 1 << 16
 
 
 @dataclass(eq=False, slots=True)
@@ -66,9 +65,10 @@ def initialize_point_to_point(
     `bytes_or_shape`: bytes of the largest message, or its shape with its `dtype`. `slots`: messages between two neighbours, in
     one direction, that may be sent before the first of them is received. Rank r has such slots for the messages of r - 1 and of
     r + 1, and slots of at most 1 MiB for those of other ranks. Where ranks request different sizes, the largest count.
+    Messages of more than 16 MiB have several slots each.
 
-    Return the bytes of a slot; 0 where the group has no transport, and c10d sends. Larger messages are sent in pieces. Once the
-    channels exist, their sizes are fixed: OptionError for a request of larger ones.
+    Return the bytes of a message of which a channel holds `slots`; 0 where the group has no transport, and c10d sends. Larger
+    messages are sent in more pieces. Once the channels exist, their sizes are fixed: OptionError for a request of larger ones.
     """
     where = torch.device(device) if device is not None else device_of(name_of(group))
     if isinstance(bytes_or_shape, int):
@@ -86,10 +86,11 @@ def initialize_point_to_point(
         )
     name = name_of(group)
     channels = _find_or_connect(name, where.type, needed, slots)
-    rank, ranks = _rank_of(name)
     if channels is None:
         return 0
-    held = channels.slot_bytes((rank + 1) % ranks)
+    session = bind.find_session(name, where.type)
+    assert session is not None, "the channels are those of a session"
+    held = session.message_bytes
     if held < needed:
         raise errors.OptionError(
             "the channels of the group exist, and cannot grow",
@@ -98,7 +99,7 @@ def initialize_point_to_point(
             expected=f"at most {held} bytes",
             fix="call it before the first message of the group",
         )
-    return int(held)
+    return held
 
 
 def connect(group: str, device: str, size: int) -> Any:
@@ -107,11 +108,6 @@ def connect(group: str, device: str, size: int) -> Any:
     All ranks of the group take part, at their first message. PeerTimeoutError names those that do not.
     """
     return _find_or_connect(group, device, min(max(size, _LEAST_BYTES.get(device, 1)), _MOST_BYTES), SLOTS)
-
-
-def _rank_of(group: str) -> tuple[int, int]:
-    members = _torch_compat.group_of(group)
-    return members.rank(), members.size()
 
 
 def _find_or_connect(group: str, device: str, size: int, slots: int) -> Any:
@@ -130,10 +126,10 @@ def _connect(group: str, device: str, size: int, slots: int) -> Any:
     session = _bound_session(group, device)
     if session.core.transport in ("c10d", "local"):
         return None
-    channels = session.share_channels(-(-size // _ROUND) * _ROUND, slots, FAR_BYTES)
+    channels = session.share_channels(size, slots, FAR_BYTES)
     log.info(
         "group '%s': channels with %d slots of %d bytes between neighbours, %d bytes per rank",
-        group, channels.slots, channels.near_bytes, channels.total_bytes,
+        group, channels.slots, channels.slot_bytes, channels.total_bytes,
     )  # fmt: skip
     return channels.core
 

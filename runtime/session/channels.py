@@ -10,19 +10,60 @@ from .. import errors
 from ..extension import extension
 from .store_exchange import Exchange
 
+PIECE_BYTES = 16 << 20
+"""The most bytes of a slot. The destination copies a piece of a message out while the next one arrives: smaller pieces leave
+less to copy after the last arrival, and cost more waits and flags."""
+ROUND = 1 << 16
+"""Slots are a multiple of these bytes."""
+_MOST_SLOTS = 64
+
 
 @dataclass(frozen=True)
 class Channels:
-    """`core`: the C++ object. `near_bytes`: of a slot between neighbours. `total_bytes`: of all slots of a rank."""
+    """`core`: the C++ object. `slot_bytes`: of a slot between neighbours. `total_bytes`: of all slots of a rank.
+
+    A channel between neighbours holds `messages` of `message_bytes`.
+    """
 
     core: Any
     slots: int
-    near_bytes: int
+    slot_bytes: int
     total_bytes: int
+    messages: int
+
+    @property
+    def message_bytes(self) -> int:
+        return self.slots // self.messages * self.slot_bytes
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """How the memory of a channel is cut. `far_bytes`: of a slot between ranks that are not neighbours."""
+
+    slots: int
+    near_bytes: int
+    far_bytes: int
+
+
+def cut_slots(size: int, messages: int, far: int) -> SlotPlan:
+    """Return the slots of channels that hold `messages` of `size` bytes, and of `far` bytes between other ranks.
+
+    Large messages have several slots each, of at most PIECE_BYTES where 64 slots are enough for that.
+    """
+    pieces = max(1, min(-(-size // PIECE_BYTES), _MOST_SLOTS // messages))
+    near = _rounded(size, pieces)
+    return SlotPlan(messages * pieces, near, min(near, _rounded(far, pieces)))
+
+
+def _rounded(size: int, pieces: int) -> int:
+    return -(-size // (pieces * ROUND)) * ROUND
 
 
 def share(exchange: Exchange, arena: Any, size: int, slots: int, far: int, check: Callable[[], None]) -> Channels:
-    """Make the channels of a group, in step with all ranks. `arena`: that of the session."""
+    """Make the channels of a group, in step with all ranks. `arena`: that of the session.
+
+    `size`, `slots`: bytes and number of messages that a channel between neighbours holds. `far`: bytes between other ranks.
+    """
     exchange.op, exchange.site = "send or recv", "channels"
     doing = f"the first message of group '{exchange.group}'"
 
@@ -30,11 +71,13 @@ def share(exchange: Exchange, arena: Any, size: int, slots: int, far: int, check
         return exchange.gather(f"channels/{topic}", own, "init", doing, check)
 
     requests = gather("sizes", {"size": size, "slots": slots})
-    near, count = max(one["size"] for one in requests), max(one["slots"] for one in requests)
+    messages = max(one["slots"] for one in requests)
+    plan = cut_slots(max(one["size"] for one in requests), messages, far)
     is_cpu = exchange.device == "cpu"
     segment = extension().ChannelSegment(
-        rank=exchange.rank, ranks=exchange.ranks, slots=count, near_bytes=near, far_bytes=min(near, far), has_slots=is_cpu
-    )
+        rank=exchange.rank, ranks=exchange.ranks, slots=plan.slots, near_bytes=plan.near_bytes, far_bytes=plan.far_bytes,
+        has_slots=is_cpu,
+    )  # fmt: skip
     try:
         for rank, peer in enumerate(gather("addresses", {"address": segment.address})):
             reason = "" if rank == exchange.rank else segment.attach(rank, peer["address"])
@@ -50,4 +93,4 @@ def share(exchange: Exchange, arena: Any, size: int, slots: int, far: int, check
         memory = arena.share_channels(segment, lambda token: [one["token"] for one in gather("memory", {"token": token})])
         core = extension().CudaPointToPoint(arena=arena.core, segment=segment, memory=memory)
     gather("ready", {})
-    return Channels(core, count, near, segment.slot_bytes)
+    return Channels(core, plan.slots, plan.near_bytes, segment.slot_bytes, messages)

@@ -42,6 +42,8 @@ class Session:
         """Ends waits when the group is aborted. Lives as long as the session."""
         self._checked_plans = self._growths = self._reservations = self._area_exchanges = 0
         self._reserved = ("", 0)
+        self.message_bytes = 0
+        """Bytes of a message that a channel between neighbours holds; 0 without channels."""
         # Without an arena every alternative runs as the same plain c10d collective: nothing to agree on.
         self._tuner = Tuner(exchange if arena is not None else None, str(core.device))
 
@@ -159,7 +161,8 @@ class Session:
     def share_channels(self, size: int, slots: int, far: int) -> channels.Channels:
         """Make the channels of the group, in step with all ranks, and give them to C++.
 
-        `size`: bytes of a slot between neighbours that this rank requests. `far`: at most so many between other ranks.
+        `size`, `slots`: bytes and number of messages that a channel between neighbours is to hold. `far`: bytes of one between
+        other ranks, at most.
         """
         exchange = self._exchange
         if exchange is None or self._arena is None:
@@ -170,6 +173,7 @@ class Session:
             exchange.fail(f"{type(error).__name__}: {error}")
             raise
         self.core.set_channels(made.core)
+        self.message_bytes = made.message_bytes
         return made
 
     def fail_collective(self, op: str, site: str, text: str) -> None:

@@ -42,6 +42,7 @@ MODULES = (
     Module("recorded", 150, 80),
     Module("hosts", 150, 80),
     Module("point_to_point", 150, 80),
+    Module("pipeline_stage", 240, 180),
     Module("dispatch", 300, 150),
     Module("mirror", 150, 90),
     Module("tools", 200, 120),

@@ -9,12 +9,14 @@ import threading
 import time
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import ub_overlap
 from ub_overlap.runtime import ops, settings
+from ub_overlap.runtime.session import channels
 
 from .rank_failures import attempt
 from .rank_sessions import reset
@@ -321,3 +323,23 @@ def other_hosts(rank: int, world: int) -> float:
             dist.recv(first, 0, group=group)
             ub_overlap.recv(second, src=0, group=group)
         return first.sum().item() + second.sum().item()
+
+
+def several_slots(rank: int, world: int) -> dict[str, Any]:
+    """Messages of several slots each: as many are held as of one slot, in the same memory."""
+    size, messages = 20 * channels.ROUND, 3
+    with mock.patch.object(channels, "PIECE_BYTES", 4 * channels.ROUND):
+        group = dist.new_group(list(range(world)))
+        held = [ub_overlap.initialize_point_to_point(group, size, slots=messages) for _ in range(2)]
+    out = [numbers(rank, 1 - rank, i, size // 4) for i in range(messages)]
+    for tensor in out:
+        ub_overlap.isend(tensor, group=group, group_dst=1 - rank).wait()  # nothing was received yet
+    dist.barrier()
+    wrong = []
+    for i in range(messages):
+        got = torch.zeros(size // 4)
+        ub_overlap.recv(got, group=group, group_src=1 - rank)
+        if not torch.equal(got, numbers(1 - rank, rank, i, size // 4)):
+            wrong.append(i)
+    too_large = attempt(lambda: ub_overlap.initialize_point_to_point(group, size + 1))
+    return {"held": held, "wrong": wrong, "error": too_large["error"]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.harness.ranks import RankPool
+from ub_overlap.runtime.session.channels import PIECE_BYTES, ROUND, SlotPlan, cut_slots
 
 from . import rank_point_to_point as ranks
 from .spawn import run_ranks
@@ -22,6 +23,31 @@ def test_an_early_receive_delays_no_send(pools: dict[int, RankPool]) -> None:
     first, second = pools[2].run(ranks.early_receive, timeout=60)
     assert first["value"] == [3.0] * 4
     assert second == {"value": [4.0] * 4, "before": False}
+
+
+def test_messages_of_several_slots(pools: dict[int, RankPool]) -> None:
+    size = 20 * ROUND
+    assert pools[2].run(ranks.several_slots, timeout=60) == [{"held": [size, size], "wrong": [], "error": "OptionError"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("size", "messages", "plan"),
+    [
+        (1, 4, SlotPlan(4, ROUND, ROUND)),
+        (8 << 20, 4, SlotPlan(4, 8 << 20, 1 << 20)),
+        (64 << 20, 4, SlotPlan(16, 16 << 20, 1 << 18)),
+        ((64 << 20) + 1, 4, SlotPlan(20, 205 * ROUND, 1 << 18)),
+        (64 << 20, 32, SlotPlan(64, 32 << 20, 1 << 19)),
+        (256 << 20, 64, SlotPlan(64, 256 << 20, 1 << 20)),
+    ],
+)
+def test_slots_of_a_size(size: int, messages: int, plan: SlotPlan) -> None:
+    """Slots hold the messages, have at most PIECE_BYTES where 64 slots allow it, and take the same memory."""
+    found = cut_slots(size, messages, 1 << 20)
+    assert found.slots * found.near_bytes >= size * messages
+    assert found.slots * found.near_bytes < size * messages + found.slots * ROUND
+    assert found.slots <= 64 and (found.near_bytes <= PIECE_BYTES or 2 * messages > 64 // 2)
+    assert found == plan, found
 
 
 def test_dtypes_and_layouts(pools: dict[int, RankPool]) -> None:

@@ -14,6 +14,7 @@ from ub_overlap.compiler.cost.profile import Profile
 from ub_overlap.compiler.options import Options
 from ub_overlap.compiler.text.table import render_table
 from ub_overlap.runtime.errors import OptionError
+from ub_overlap.runtime.session.channels import PIECE_BYTES
 
 from .pipeline_figure import draw
 from .pipeline_orders import SCHEDULES, SPLIT_BACKWARD, fits, pipeline_order
@@ -22,8 +23,6 @@ from .planned_step import PlannedStep, plan_step
 from .sizes import PlannedBlock
 
 _ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-PIECE_BYTES = 8 << 20
-"""The destination of a message copies a piece of it while the next one arrives."""
 
 
 @dataclass(frozen=True, slots=True)
