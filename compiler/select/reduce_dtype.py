@@ -36,6 +36,8 @@ def apply_reduce_dtype(graph: Graph, candidates: Sequence[Candidate], dtype: tor
         traced = dtype_of(c.input)
         rounded = WideningCast(dtype, (), ()) if dtype.itemsize < traced.itemsize else None
         candidate.collective = c = replace(c, widening=rounded)
+        if rounded is not None:
+            candidate.fused = Miss(Reason.REDUCE_DTYPE, f"one kernel sends {traced}, and reduce_dtype asks for {dtype}")
         match = candidate.match
         if not isinstance(match, Reduction):
             continue

@@ -70,6 +70,13 @@ def sent(d: Decision) -> tuple[str, int | None, bool]:
 ELEMENTS = 32 * 64  # that a rank sends
 
 
+def test_one_kernel_sends_the_traced_type() -> None:
+    """So it is no form of a gradient that is to be sent in a narrower one."""
+    traced, rounded = (decided(gradient(F32), "one_shot", reduce_dtype=t) for t in (None, BF16))
+    assert str(traced.strategy) == "one_shot" and sent(traced) == ("float32", 0, False)
+    assert str(rounded.strategy) != "one_shot" and "reduce_dtype asks for torch.bfloat16" in rounded.detail
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_is_sent(strategy: str) -> None:
     """By default the type in front of the widening cast; as traced; and narrower than traced, where that is possible."""

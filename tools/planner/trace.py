@@ -56,12 +56,13 @@ def trace(
         ops.load()
     graphs: list[TracedGraph] = []
 
-    parameters: tuple[int, ...] = ()
+    parameters: tuple[int, ...] = ()  # positions among the inputs of Dynamo's graph
 
     def note(graph: Graph) -> None:
         phase = phase_of(graph)
         progress(f"selecting strategies of the {phase} graph")
-        decided = decide(graph, options, phase, lambda *_: None)
+        of_graph = GraphInputs(parameters=parameters).parameters_in(graph)
+        decided = decide(graph, options, phase, lambda *_: None, parameters=of_graph)
         rest = find_unmatched_work(graph, _site_nodes(graph, decided))
         graphs.append(TracedGraph(decided.plan, rest, _rewritten(graph, decided, options) if rewritten else None))
 
