@@ -45,6 +45,24 @@ def llama(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) 
     return hf_rms(hidden, weight) @ w.t(), hidden * 2
 
 
+def vllm(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """In bfloat16 the norm reads a sum that is not rounded, so neither is part of the op. In fp32 both are."""
+    return vllm_rms(reduced(x, w), residual, weight)
+
+
+def vllm_kernel(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """vLLM's kernel fused_add_rms_norm: the sum is rounded, and returned as the next residual."""
+    hidden = reduced(x, w) + residual
+    wide = hidden.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+    return (wide * weight.float()).to(x.dtype), hidden
+
+
+def linear_bias(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """The bias of a row-parallel linear is added behind the reduction, and rounded in front of the residual."""
+    return hf_rms(reduced(x, w) + bias + residual, weight)
+
+
 def torch_rms(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
     hidden = reduced(x, w) + residual
     return F.rms_norm(hidden, (COLS,), weight, 1e-6), hidden
@@ -187,6 +205,9 @@ FORMS: dict[str, tuple[Form, bool, str]] = {
     "torch_rms": (torch_rms, True, "rms"),
     "torch_rms_plain": (torch_rms_plain, True, "rms"),
     "layer": (layer, True, "layer"),
+    "vllm": (vllm, False, "none"),
+    "vllm_kernel": (vllm_kernel, True, "rms"),
+    "linear_bias": (linear_bias, False, "none"),
     "post_norm": (post_norm, False, "rms"),
     "flattened": (flattened, True, "rms"),
     "residual_only": (residual_only, True, "none"),

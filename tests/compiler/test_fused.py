@@ -45,6 +45,12 @@ def test_other_strategies(pool2: RankPool, strategy: str) -> None:
         assert found["strategies"] == [strategy], found
 
 
+def test_sums_in_fp32_are_fused_where_all_is(pool2: RankPool) -> None:
+    for found in pool2.run(rank_fused.run_form, "vllm", "one_shot", "aot_eager", False, timeout=120):
+        check(found)
+        assert "one kernel with the residual and RMSNorm" in found["details"][0], found
+
+
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_residuals_of_residuals(pool2: RankPool, inner: str) -> None:
     """Each sum is the residual of the next, and each norm but the first is part of an op."""

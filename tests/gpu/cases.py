@@ -19,6 +19,7 @@ SLACK = {F32: 2e-6, BF16: 4e-3, F16: 1e-3, E4M3: 0.0, E5M2: 0.0}
 
 AG, RS, AR, BULK = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "bulk"
 SAG, SRS = "all_gather_scaled_matmul", "scaled_matmul_reduce_scatter"
+FUSED = "fused_collective"
 Case = tuple[str, tuple[Any, ...]]
 Transposes = tuple[bool, bool]
 """(transpose_gathered, transpose_out) of one consumer of a gather."""
@@ -117,6 +118,28 @@ class Maker:
         lhs, rhs = [self.randn(128, 64, dtype=dtype)], [self.randn(64, 96, dtype=dtype)]
         return BULK, (self.randn(rows, q, dtype=dtype), lhs, rhs, collective, by, out_dtype or dtype)
 
+    def fused(
+        self,
+        dtype: torch.dtype,
+        rows: int,
+        cols: int,
+        collective: str = "all_reduce",
+        norm: str = "rms",
+        by: str = "sum",
+        residual: bool = True,
+        weight: bool = True,
+        rounded: bool = False,
+        scale: torch.dtype | None = None,
+    ) -> Case:
+        """A collective of few tokens. `rows`: of a rank's result (all_gather: of its shard)."""
+        has_norm = norm != "none"
+        x = self.randn(rows * self.ranks if collective == "reduce_scatter" else rows, cols, dtype=dtype)
+        other = self.randn(rows, cols, dtype=dtype) if residual else None
+        vector = self.randn(cols, dtype=dtype) if weight and has_norm else None
+        bias = self.randn(cols, dtype=dtype) if weight and norm == "layer" else None
+        inverse = torch.full((), 0.03125, device=self.device) if scale else None
+        return FUSED, (x, collective, by, other, norm, vector, bias, 1e-5, rounded, inverse, scale or dtype)
+
     def kind(self, name: str, size: int = 256, dtype: torch.dtype = BF16) -> tuple[Case, str]:
         """Return a typical case and its strategy by a short name."""
         wide = 2 * size
@@ -138,6 +161,8 @@ class Maker:
             "SRS wire": (self.scaled_scatter(dtype, 1, size, round_up, False, wire="float8"), "pipelined"),
             "SRS striped": (self.scaled_scatter(dtype, 1, size, round_up, True, wire="float8"), "pipelined:stripes=3"),
             "bulk": (self.bulk(dtype, "all_gather", size, wide), "bulk"),
+            "one_shot": (self.fused(dtype, 5, wide), "one_shot"),
+            "two_shot": (self.fused(dtype, 70, wide, norm="layer"), "two_shot"),
             "bulk RS": (self.bulk(dtype, "reduce_scatter", size * self.ranks, wide), "bulk"),
         }[name]
 

@@ -19,6 +19,7 @@ from tests.runtime.spawn import Outcome, run_ranks
 OPS = ("AG", "RS", "AR", "bulk")
 ALL_OPS = (*OPS, "SAG", "SRS")
 DIRECT = ("RS direct", "AR direct")
+FUSED = ("one_shot", "two_shot")
 ABORTED = ("GroupAbortedError", "PeerFailedError")
 TIMEOUT, FAILED, MISMATCH, SHAPE = ("PeerTimeoutError",), ("PeerFailedError",), ("SiteMismatchError",), ("ShapeMismatchError",)
 PATIENCE = 10.0
@@ -49,7 +50,7 @@ class Fault:
 def list_faults(device: str, quick: bool = False) -> list[Fault]:
     """Return the faults for a device. `quick`: fewer ops."""
     faults: list[Fault] = []
-    for kind in ("AG", "RS") if quick else (*(OPS if device == "cuda" else ALL_OPS), *DIRECT):
+    for kind in ("AG", "RS") if quick else (*(OPS if device == "cuda" else ALL_OPS), *DIRECT, *FUSED):
         faults += [
             Fault("dies", kind, "SIGKILL", TIMEOUT, victim_lives=False, is_death=True),
             Fault("dies", kind, "SIGSTOP", TIMEOUT, victim_lives=False),
@@ -57,7 +58,7 @@ def list_faults(device: str, quick: bool = False) -> list[Fault]:
             Fault("dies", kind, "SIGINT", TIMEOUT + FAILED, victim_lives=False, is_death=True, devices=("cpu",)),
         ]
     faults += [Fault("dies", f"plain {kind}", "SIGKILL", TIMEOUT, False, True, ("cpu",)) for kind in OPS]
-    for kind in ("AG",) if quick else (*OPS, *DIRECT):
+    for kind in ("AG",) if quick else (*OPS, *DIRECT, *FUSED):
         faults += [Fault("skips", kind, "last", TIMEOUT), Fault("skips", kind, "next", MISMATCH)]
         faults += [Fault("aborts", kind, how, ABORTED) for how in ("busy", "idle")]
         faults += [Fault("leaves", kind, how, TIMEOUT, False, True, ("cpu",)) for how in ("raises", "exits")]
@@ -77,8 +78,8 @@ def list_faults(device: str, quick: bool = False) -> list[Fault]:
         for how in ("SIGKILL", "SIGTERM"):
             faults.append(Fault("grows", "RS", f"{topic}:{how}", TIMEOUT, False, True, ("cpu",)))
         faults.append(Fault("grows", "RS", f"{topic}:SIGSTOP", TIMEOUT, victim_lives=False, devices=("cpu",)))
-    faults += [Fault("slow", kind, "host", ()) for kind in ("AG", "RS direct")]
-    faults += [Fault("slow", kind, "device", (), devices=("cuda",)) for kind in ("RS", "RS direct")]
+    faults += [Fault("slow", kind, "host", ()) for kind in ("AG", "RS direct", "two_shot")]
+    faults += [Fault("slow", kind, "device", (), devices=("cuda",)) for kind in ("RS", "RS direct", *FUSED)]
     faults += [Fault("forks", "AG", how, (), devices=("cpu",)) for how in ("bound", "unbound")]
     if device == "cuda":
         for how in ("SIGKILL", "SIGSTOP"):

@@ -14,7 +14,7 @@ import torch
 
 from tests.gpu.cases import BF16, BOTH_T, E4M3, E5M2, F16, F32, GATHERED_T, OUT_T, PLAIN, Case, Maker
 
-OPS = ("gather", "scatter", "reduce", "bulk", "scaled_gather", "scaled_scatter")
+OPS = ("gather", "scatter", "reduce", "bulk", "scaled_gather", "scaled_scatter", "fused")
 SITES = 4
 """Sites per op. A bounded number: statistics keep a row per site."""
 
@@ -38,7 +38,7 @@ def draw_call(seed: int, number: int, rank: int, ranks: int) -> RandomCall:
     op = rng.choice(OPS)
     make = Maker(torch.device("cpu"), ranks)
     case = getattr(_Draw(rng, make), op)()
-    strategy = _draw_strategy(rng, op, ranks)
+    strategy = _draw_fused_strategy(rng, case) if op == "fused" else _draw_strategy(rng, op, ranks)
     if op in ("gather", "scatter", "reduce", "bulk"):
         case = (case[0], _restride(rng, case[1]))
     sleeper = rng.randrange(ranks) if rng.random() < 0.15 else -1
@@ -87,6 +87,18 @@ class _Draw:
         out_dtype = self.dtype if collective == "all_gather" else self.rng.choice((self.dtype, F32))
         return self.make.bulk(self.dtype, collective, rows, self.cols, self.rng.choice(("sum", "avg")), out_dtype)
 
+    def fused(self) -> Case:
+        """Rows of at least 16 bytes, which a vector has."""
+        rng, collective = self.rng, self.rng.choice(("all_reduce", "all_reduce", "reduce_scatter", "all_gather"))
+        norm = "none" if collective == "all_gather" else rng.choice(("none", "rms", "layer"))
+        residual, weight, rounded = (rng.random() < 0.5 for _ in range(3))
+        scale = rng.choice((None, None, E4M3, E5M2)) if norm != "none" else None
+        cols = 8 * rng.randrange(1, 40)
+        return self.make.fused(
+            self.dtype, max(1, self.rows), cols, collective, norm, rng.choice(("sum", "avg")),
+            residual and collective != "all_gather", weight, rounded, scale,
+        )  # fmt: skip
+
     def scaled_gather(self) -> Case:
         rng = self.rng
         return self.make.scaled_gather(
@@ -113,6 +125,10 @@ def _draw_strategy(rng: random.Random, op: str, ranks: int) -> str:
     if op in ("gather", "scaled_gather"):
         options += ["pipelined:copies=engine"]
     return rng.choice(options)
+
+
+def _draw_fused_strategy(rng: random.Random, case: Case) -> str:
+    return rng.choice(("one_shot", "two_shot", "none") if case[1][1] == "all_reduce" else ("one_shot", "none"))
 
 
 def _restride(rng: random.Random, value: Any) -> Any:

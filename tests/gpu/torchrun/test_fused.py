@@ -18,8 +18,6 @@ from tests.gpu.lockstep import STEP_TIMEOUT_S, Lockstep
 from ub_overlap.runtime import errors, ops, stats
 from ub_overlap.runtime.session import session
 
-FUSED = "fused_collective"
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -37,14 +35,10 @@ class Shape:
     scale: torch.dtype | None = None
 
     def make(self, maker: Maker) -> Case:
-        rows = self.rows * maker.ranks if self.collective == "reduce_scatter" else self.rows
-        has_norm = self.norm != "none"
-        residual = maker.randn(self.rows, self.cols, dtype=self.dtype) if self.residual else None
-        weight = maker.randn(self.cols, dtype=self.dtype) if self.weight and has_norm else None
-        bias = maker.randn(self.cols, dtype=self.dtype) if self.weight and self.norm == "layer" else None
-        scale = torch.full((), 0.03125, device=maker.device) if self.scale else None
-        norm = (self.norm, weight, bias, 1e-5, self.round_before_weight, scale, self.scale or self.dtype)
-        return FUSED, (maker.randn(rows, self.cols, dtype=self.dtype), self.collective, self.by, residual, *norm)
+        return maker.fused(
+            self.dtype, self.rows, self.cols, self.collective, self.norm, self.by, self.residual, self.weight,
+            self.round_before_weight, self.scale,
+        )  # fmt: skip
 
     def __str__(self) -> str:
         parts = [self.collective, self.norm, f"{self.rows}x{self.cols}", str(self.dtype).removeprefix("torch."), self.by]
