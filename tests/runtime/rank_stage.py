@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import random
+import signal
 import time
 from datetime import timedelta
 from typing import Any
@@ -14,8 +18,11 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 import ub_overlap
 from ub_overlap import _torch_compat
+from ub_overlap.runtime import settings
 from ub_overlap.runtime.deferred_gradients import DeferredGradients
 from ub_overlap.runtime.point_to_point.send_order import SendOrder
+
+from .rank_failures import attempt
 
 WIDTH, MICROBATCHES = 8, 4
 
@@ -31,18 +38,20 @@ class Layers(nn.Module):
         return self.down(nn.functional.gelu(self.up(x)))
 
 
-def make_schedule(rank: int, world: int, name: str, stages: list[int]) -> tuple[Any, list[nn.Module]]:
+def make_schedule(
+    rank: int, world: int, name: str, stages: list[int], microbatches: int = MICROBATCHES, compiled: bool = True
+) -> tuple[Any, list[nn.Module]]:
     group = ub_overlap.pipeline.make_group()
     torch.manual_seed(rank)
     modules: list[nn.Module] = [Layers() for _ in stages]
-    for module in modules:
+    for module in modules if compiled else ():
         module.compile(backend="ub_overlap", options={"inner": "aot_eager", "defer_weight_gradients": True})
     made = [
         ub_overlap.pipeline.Stage(m, index, world * len(stages), torch.device("cpu"), group=group)
         for m, index in zip(modules, stages, strict=True)
     ]
     runner = get_schedule_class(name)
-    return runner(made if len(made) > 1 else made[0], MICROBATCHES, loss_fn=nn.functional.mse_loss), modules  # type: ignore[arg-type]
+    return runner(made if len(made) > 1 else made[0], microbatches, loss_fn=nn.functional.mse_loss), modules  # type: ignore[arg-type]
 
 
 def step(rank: int, world: int, schedule: Any) -> None:
@@ -112,3 +121,83 @@ def order_of_messages(rank: int, world: int) -> list[str]:
             if not torch.allclose(ours.grad * MICROBATCHES, theirs.grad, rtol=1e-4, atol=1e-6):
                 wrong.append(f"stage {index}: {name}")
     return wrong
+
+
+def stages_of(name: str, rank: int, world: int) -> list[int]:
+    if name == "1F1B":
+        return [rank]
+    return [rank, rank + world] if name == "Interleaved1F1B" else [rank, 2 * world - 1 - rank]
+
+
+def delayed_steps(rank: int, world: int, seed: int, steps: int) -> list[str]:
+    """Steps of three schedules whose ranks are late at random have the gradients of a step without delays."""
+    torch._dynamo.reset()
+    late = random.Random(100 * seed + rank)
+    wrong = []
+    for name in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble"):
+        stages = stages_of(name, rank, world)
+        schedule, modules = make_schedule(rank, world, name, stages, microbatches=2 * world)
+        x = torch.randn(2 * world, WIDTH, generator=torch.Generator().manual_seed(seed))
+        last = world * len(stages) - 1
+
+        def gradients() -> list[Tensor]:
+            for module in modules:  # noqa: B023  (runs in this turn of the loop)
+                module.zero_grad()
+            inputs = (x,) if 0 in stages else ()  # noqa: B023
+            schedule.step(*inputs, **({"target": torch.zeros_like(x)} if last in stages else {}))  # noqa: B023
+            return [p.grad.clone() for m in modules for p in m.parameters() if p.grad is not None]  # noqa: B023
+
+        expected = gradients()
+        with contextlib.ExitStack() as patches:
+            for owner, method in (
+                (ub_overlap.pipeline.Stage, "forward_one_chunk"),
+                (ub_overlap.pipeline.Stage, "backward_one_chunk"),
+                (ub_overlap.pipeline.Stage, "get_bwd_send_ops"),
+                (ub_overlap.pipeline.Stage, "get_fwd_recv_ops"),
+                (DeferredGradients, "run"),
+            ):
+                patches.enter_context(mock.patch.object(owner, method, after_a_delay(getattr(owner, method), late)))
+            for number in range(steps):
+                found = gradients()
+                if len(found) != len(expected) or not all(map(torch.equal, found, expected)):
+                    wrong.append(f"{name}, step {number}")
+    dist.barrier()
+    return wrong
+
+
+def after_a_delay(method: Any, late: random.Random) -> Any:
+    def delayed(*args: Any, **kwargs: Any) -> Any:
+        if late.random() < 0.3:
+            time.sleep(late.uniform(0.0, 0.004))
+        return method(*args, **kwargs)
+
+    return delayed
+
+
+def stage_fails_in_a_schedule(rank: int, world: int, step_s: float, how: str, name: str) -> dict[str, Any]:
+    """Rank 1 fails in the third step, in its second forward."""
+    settings.configure(step_timeout_s=step_s)
+    stages = stages_of(name, rank, world)
+    schedule, _ = make_schedule(rank, world, name, stages, microbatches=world, compiled=False)
+    forward, seen = ub_overlap.pipeline.Stage.forward_one_chunk, 0
+
+    def fail(self: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        if rank == 1 and seen == 2:
+            if how == "drop":
+                time.sleep(60)
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
+        return forward(self, chunk, *args, **kwargs)
+
+    x, last = torch.randn(world, WIDTH), world * len(stages) - 1
+
+    def run() -> None:
+        schedule.step(*((x,) if 0 in stages else ()), **({"target": torch.zeros_like(x)} if last in stages else {}))
+
+    run(), run()
+    dist.barrier()
+    with mock.patch.object(ub_overlap.pipeline.Stage, "forward_one_chunk", fail):
+        found = attempt(run)
+        # The last sends of a step may be completed before their receiver fails: then the next step's raise the error.
+        return found if found["error"] else attempt(run)

@@ -1,7 +1,8 @@
-"""python -m tests.soak calls | faults: the soak and the fault matrix, on CPU ranks, bounded by flags.
+"""python -m tests.soak calls | faults | pipeline: soaks and the fault matrix, on CPU ranks, bounded by flags.
 
     python -m tests.soak calls --ranks 4 --seconds 3600 --seed 7
     python -m tests.soak calls --ranks 4 --seed 7 --first 5312 -n 1        one call of it again
+    python -m tests.soak pipeline --ranks 4 --seconds 600                  schedules whose ranks are late at random
     python -m tests.soak faults --ranks 3 --deadline 3 --only 'grows|binds'
 
 Exit code 0: no error was found. 1: errors, listed.
@@ -54,10 +55,24 @@ def _faults(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def _pipeline(options: argparse.Namespace) -> int:
+    from tests.harness.ranks import RankPool
+    from tests.runtime.rank_stage import delayed_steps
+
+    begin, seed, wrong = time.monotonic(), options.seed, 0
+    with RankPool(options.ranks) as pool:
+        while time.monotonic() - begin < options.seconds:
+            found = [text for rank in pool.run(delayed_steps, seed, 10, timeout=300) for text in rank]
+            print(f"seed {seed}: {'; '.join(found) or 'ok'}", flush=True)
+            seed, wrong = seed + 1, wrong + bool(found)
+    print(f"{seed - options.seed} runs, {wrong} wrong")
+    return 1 if wrong else 0
+
+
 def main() -> int:
     """Parse the command line and run one of the programs."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(required=True, metavar="calls | faults")
+    commands = parser.add_subparsers(required=True, metavar="calls | faults | pipeline")
     calls = commands.add_parser("calls", help="random calls, compared with fp64; resources stay flat")
     calls.set_defaults(run=_calls)
     calls.add_argument("--seconds", type=float, help="run so long (default 60, where -n is not given)")
@@ -72,7 +87,11 @@ def main() -> int:
     faults.add_argument("--victim", type=int, help="the rank that fails (default: each in turn)")
     faults.add_argument("--only", default="", help="regular expression on names of faults")
     faults.add_argument("--quick", action="store_true", help="fewer ops")
-    for command in (calls, faults):
+    pipeline = commands.add_parser("pipeline", help="schedules whose ranks are late at random, compared with a step in time")
+    pipeline.set_defaults(run=_pipeline)
+    pipeline.add_argument("--seconds", type=float, default=60.0, help="start no run after so many seconds")
+    pipeline.add_argument("--seed", type=int, default=0)
+    for command in (calls, faults, pipeline):
         command.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
     return options.run(options)
