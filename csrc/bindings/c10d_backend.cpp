@@ -9,6 +9,7 @@
 #include "bindings/messages.h"
 #include "bindings/python.h"
 #include "core/failure.h"
+#include "core/registry.h"
 
 namespace ub_overlap {
 namespace {
@@ -40,7 +41,16 @@ class MessageWork final : public Work {
     }
     bool isSuccess() const override {
         const WithoutGil without_gil;
-        return transfer_->is_completed();
+        return translated([&] {
+            if (!transfer_->is_completed()) return false;
+            if (!tensor_.is_cpu()) return true;  // the group's record has the failure
+            try {
+                transfer_->wait(nullptr);  // returns at once
+            } catch (const std::exception&) {
+                return false;
+            }
+            return true;
+        });
     }
     // The deadline is that of a step: `timeout` is not used.
     bool wait(std::chrono::milliseconds) override {
@@ -62,7 +72,10 @@ class ChannelBackend final : public Backend {
   public:
     // `replaced`: by device type.
     ChannelBackend(const c10d::ProcessGroup& group, std::map<at::DeviceType, BackendPtr> replaced)
-        : Backend(group.getRank(), group.getSize()), name_(group.getGroupName()), replaced_(std::move(replaced)) {
+        : Backend(group.getRank(), group.getSize()),
+          name_(group.getGroupName()),
+          owner_(&group),
+          replaced_(std::move(replaced)) {
         setGroupUid(name_);
     }
     const std::string getBackendName() const override { return "ub_overlap"; }
@@ -129,6 +142,9 @@ class ChannelBackend final : public Backend {
     void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all) override {
         any().monitoredBarrier(options, wait_all);
     }
+    // Of collectives. Messages are issued one by one, so this backend does not say that it supports coalescing.
+    void startCoalescing() override { coalescing().startCoalescing(); }
+    WorkPtr endCoalescing() override { return coalescing().endCoalescing(); }
     void setSequenceNumberForGroup() override {
         for (auto& [type, backend] : replaced_) backend->setSequenceNumberForGroup();
     }
@@ -145,6 +161,12 @@ class ChannelBackend final : public Backend {
 
   private:
     Backend& any() const { return *replaced_.begin()->second; }
+    Backend& coalescing() const {
+        for (const auto& [type, backend] : replaced_) {
+            if (backend->supportsCoalescing()) return *backend;
+        }
+        return any();  // it refuses
+    }
     Backend& at_device(at::Device device) const {
         const auto found = replaced_.find(device.type());
         if (found == replaced_.end()) throw_refused("the group has no backend for the tensor's device");
@@ -180,6 +202,7 @@ class ChannelBackend final : public Backend {
     // The channels for tensors on a device, made at its first message. Null where the group has no transport. Held weakly: the
     // session frees their memory when the group is destroyed, also while a program holds the group.
     std::shared_ptr<PointToPoint> channels_of(const at::Tensor& tensor) {
+        Registry::get().refuse_inherited(name_, owner_);
         const std::lock_guard<std::mutex> lock(mutex_);
         const auto found = connected_.find(tensor.device().type());
         if (found != connected_.end()) {
@@ -194,6 +217,7 @@ class ChannelBackend final : public Backend {
     }
 
     const std::string name_;
+    const void* const owner_;  // the process group
     const std::map<at::DeviceType, BackendPtr> replaced_;
     std::mutex mutex_;
     struct Connection {

@@ -29,6 +29,10 @@ Message message_of(const at::Tensor& tensor, bool sends, int peer, int64_t tag) 
     if (!sends && !tensor.is_contiguous()) {
         refuse("a tensor to receive into is not contiguous", m.text, "a contiguous tensor");
     }
+    if (!sends && (tensor.is_conj() || tensor.is_neg())) {
+        refuse("a tensor to receive into is a view whose numbers are conjugated or negated when they are read", m.text,
+               "the tensor that it views");
+    }
     const auto held = std::make_shared<at::Tensor>(sends ? tensor.resolve_conj().resolve_neg().contiguous() : tensor);
     m.tensor = held;
     m.data = static_cast<char*>(held->data_ptr());

@@ -36,11 +36,11 @@ void define_point_to_point(py::module_& m) {
                  return std::make_shared<ChannelSegment>(rank, sizes_of(ranks, slots, near_bytes, far_bytes), has_slots);
              }),
              py::arg("rank"), py::arg("ranks"), py::arg("slots"), py::arg("near_bytes"), py::arg("far_bytes"),
-             py::arg("has_slots"))
+             py::arg("has_slots"), py::call_guard<py::gil_scoped_release>())
         .def_property_readonly("address", &ChannelSegment::address)
         .def_property_readonly(
             "slot_bytes", [](const ChannelSegment& s) { return s.sizes().total_bytes(); }, "Bytes of all slots of a rank.")
-        .def("attach", &ChannelSegment::attach, py::arg("rank"), py::arg("address"),
+        .def("attach", &ChannelSegment::attach, py::arg("rank"), py::arg("address"), py::call_guard<py::gil_scoped_release>(),
              "Returns why this process cannot reach the peer's memory, '' where it can.")
         .def("stop_sharing", &ChannelSegment::stop_sharing);
 

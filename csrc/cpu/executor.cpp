@@ -43,8 +43,11 @@ class Run final : public OpenWork {
 
     Run(const Run&) = delete;
     Run& operator=(const Run&) = delete;
-    // The copy engine works on this object. Its waits have deadlines.
-    ~Run() override { join(); }
+    // The copy engine works on this object. Of a collective that is never finished, pushes may wait for a peer: no longer.
+    ~Run() override {
+        stop_.store(true, std::memory_order_release);
+        join();
+    }
 
     std::vector<StepTime> go() {
         start_copies(0, steps());

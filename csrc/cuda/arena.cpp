@@ -321,7 +321,8 @@ void CudaArena::refine(std::vector<FlightEntry>& entries) {
         if (current != entries.end() && !runs && static_cast<uint32_t>(current->epoch) == epoch) ++current;
     } else if (!ended) {
         uint32_t tag = 0;
-        for (const uint64_t word : progress.local.word) {
+        for (int slot = 0; slot < slots; ++slot) {  // the epochs of split slots and of fused collectives are their own
+            const uint64_t word = progress.local.word[slot];
             if (epoch_of(word) == epoch) tag = tag_of(word);
         }
         current = std::find_if(entries.begin(), entries.end(), [&](const FlightEntry& e) { return issued(e) && e.tag == tag; });

@@ -15,7 +15,7 @@ from ub_overlap.runtime import settings
 from ub_overlap.runtime.schedule.steps import HANDLE_SLOTS
 
 from .rank_failures import attempt, fresh
-from .rank_sessions import OPS, reset
+from .rank_sessions import OPS, C, reset
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int8, torch.bool, torch.float8_e5m2)
 
@@ -103,6 +103,23 @@ def dropped(rank: int, world: int) -> dict[str, Any]:
     assert torch.equal(ub_overlap.all_gather(x, name), torch.ones(2 * world, 2))
     ub_overlap.all_gather(x, name, async_op=True, site="dropped too")
     return attempt(lambda: ub_overlap.all_gather(x, name))
+
+
+def closed_while_open(rank: int, world: int) -> float:
+    """Rank 0 closes a group whose slot rank 1 has not left, so that a push still waits. Return the seconds that takes."""
+    name, x = fresh(world), torch.ones(2)
+    with reset():
+        settings.configure(step_timeout_s=20)
+        first = ub_overlap.all_gather(x, name, async_op=True)
+        if rank == 0:
+            first.wait()
+            ub_overlap.all_gather(x, name, async_op=True)
+        begin = time.monotonic()
+        if rank == 0:
+            C.close(name, "cpu")
+        seconds = time.monotonic() - begin
+        dist.barrier()
+    return seconds
 
 
 def late_peer(rank: int, world: int, step_s: float) -> dict[str, Any]:

@@ -125,6 +125,7 @@ def misuse(rank: int, world: int) -> list[dict[str, Any]]:
         attempt(lambda: ub_overlap.isend(tensor, group=group, group_dst=7)),
         attempt(lambda: ub_overlap.irecv(tensor.t(), group=group, group_src=1 - rank)),
         attempt(lambda: ub_overlap.irecv(tensor, group=group)),
+        attempt(lambda: ub_overlap.irecv(torch.zeros(4, dtype=torch.complex64).conj(), group=group, group_src=1 - rank)),
         attempt(lambda: ub_overlap.irecv(tensor.to_sparse(), group=group, group_src=1 - rank)),
         attempt(lambda: ub_overlap.initialize_point_to_point(group, 1 << 30)),
     ]

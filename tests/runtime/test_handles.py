@@ -29,6 +29,10 @@ def test_a_dropped_handle_keeps_its_slot(pools: dict[int, RankPool]) -> None:
         assert found["error"] == "OptionError" and "'/dropped'" in found["text"] and "'/dropped too'" in found["text"]
 
 
+def test_a_group_closed_while_a_push_waits(pools: dict[int, RankPool]) -> None:
+    assert pools[2].run(work.closed_while_open, timeout=60)[0] < 10
+
+
 def test_a_rank_that_never_starts(pools: dict[int, RankPool]) -> None:
     found = pools[2].run(work.late_peer, 2.0, timeout=60)[0]
     assert (found["error"], found["ranks"]) == ("PeerTimeoutError", (1,)), found

@@ -71,7 +71,7 @@ def test_a_mismatch_names_both_ends(pools: dict[int, RankPool], what: str, got: 
 
 def test_misuse_is_named_and_harmless(pools: dict[int, RankPool]) -> None:
     for found in pools[2].run(ranks.misuse, timeout=60):
-        assert [one["error"] for one in found] == ["OptionError"] * 6 + [""], found
+        assert [one["error"] for one in found] == ["OptionError"] * 7 + [""], found
 
 
 @pytest.mark.parametrize("how", ["kill", "abort"])
@@ -109,6 +109,7 @@ def test_torch_distributed_raises_our_errors(pools: dict[int, RankPool]) -> None
     _, receiver = pools[2].run(ranks.c10d_mismatch, timeout=60)
     assert receiver["error"] == "ShapeMismatchError", receiver
     assert "recv at site 'channel 0 -> 1'" in receiver["text"]
+    assert (receiver["completed"], receiver["success"]) == (True, False)
 
 
 def test_the_backend_by_its_name(pools: dict[int, RankPool]) -> None:
