@@ -12,7 +12,10 @@ from torch.nn import functional as F
 
 from tests.compiler.rank_compile import world_name
 from tests.models.compare import uncached
+from ub_overlap.compiler.cost.profile_lookup import load
+from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.reports.history import HISTORY
+from ub_overlap.compiler.reports.outlook import outlook
 
 COLS = 16
 Form = Callable[..., Any]
@@ -291,6 +294,7 @@ def compare(function: Form, args: tuple[Tensor, ...], options: dict[str, Any]) -
         "strategies": [str(d.strategy) for d in decisions],
         "details": [d.detail for d in decisions],
         "reasons": [d.reason.value if d.reason else "" for d in decisions],
+        "outlooks": [outlook(Decision.from_dict(d.to_dict()), load("h200")) for d in decisions],
         "far": far,
         "plain": plain,
         "same": [a.dtype == b.dtype and a.shape == b.shape for a, b in zip(got, expected, strict=True)],

@@ -111,6 +111,9 @@ def test_auto_fuses_sites_below_the_threshold(pool2: RankPool, name: str) -> Non
         check(found)
         assert found["strategies"] == ["one_shot"], found
         assert "one_shot saves" in found["details"][0]
+        (outlook,) = found["outlooks"]
+        assert outlook.decided == outlook.best == "one_shot" and outlook.gain_us > 1 and outlook.chosen.timeline
+        assert f"none {outlook.none.us:.1f}, one_shot {outlook.chosen.us:.1f}" in found["details"][0]
 
 
 @pytest.mark.parametrize("name", ["gathered", "scattered", "concurrent"])
@@ -120,6 +123,7 @@ def test_auto_leaves_others_plain(pool2: RankPool, name: str) -> None:
         check(found)
         assert found["strategies"] == ["none"], found
         assert ("runs concurrently with" in found["details"][0]) == (name == "concurrent"), found
+        assert [outlook.gain_us for outlook in found["outlooks"]] == [0.0]
 
 
 def test_the_option_turns_it_off(pool2: RankPool) -> None:
