@@ -33,9 +33,9 @@ from ..select.assignment import Assignment
 from ..select.benefit import NO_BENEFIT, Benefit
 from ..select.profitability import SiteCosts
 from .landing_result import release_position
-from .node_times import NodeTimes, is_compute
+from .node_times import NodeTimes, is_compute, next_to_collectives
 from .placement import NETWORK, PORT, Item, Limits, Placed, Transfer, place
-from .split_candidates import SplitCandidate, find_splits, next_to_collectives
+from .split_candidates import SplitCandidate, find_splits
 
 ROUNDS = 2
 """Rounds in which collectives get their other alternatives back."""
@@ -104,7 +104,8 @@ class _Planner:
     """The order with nothing fused."""
 
     def __post_init__(self) -> None:
-        times = NodeTimes.of(self.graph, self._profile(), self.costs.hints, next_to_collectives(self.graph, self.candidates))
+        untimed = next_to_collectives(self.graph, [(c.collective, c.match) for c in self.candidates])
+        times = NodeTimes.of(self.graph, self._profile(), self.costs.hints, untimed)
         self._plain_order = FusionOrder(self.graph)
         self._clock = [times.us(n) for n in self._plain_order.items]
 

@@ -11,7 +11,7 @@ Only the sum over some milliseconds matters: a start or a finish moves by a few 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,9 @@ from ..cost.site_sizes import Hints
 from ..graph.aten import alias_base, aten, dtype_of, node_arg, shape_of, storage_node, tensor_of
 from ..graph.matmul import as_matmul, is_matmul
 from ..graph.sizes import about, as_sizes, evaluate_size, numel
-from ..match.collectives import is_collective
+from ..match.collectives import Collective, is_collective
+from ..match.site import Reduction
+from ..match.window import WindowFinder
 from ..select.peak_memory import bytes_of, is_fused
 
 EFFICIENCY = 0.6
@@ -158,3 +160,18 @@ class NodeTimes:
             else:
                 found.append(n)
         return found
+
+
+def next_to_collectives(graph: Graph, collectives: Iterable[tuple[Collective, object]]) -> set[Node]:
+    """Return the nodes that move, cast, scale or add to what collectives send and return. Each comes with its match, if any.
+
+    They may differ between ranks: one pads its shard of an uneven parameter, one adds a bias.
+    """
+    finder, found = WindowFinder(graph), set[Node]()
+    for c, match in collectives:
+        if c.op is not None and c.wait is not None:
+            window = finder.find(c)
+            found.update(window.lead, window.trail)
+        if isinstance(match, Reduction):
+            found.update(match.inner, match.view_chain)
+    return found

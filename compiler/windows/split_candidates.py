@@ -19,7 +19,7 @@ from ..cost.site_sizes import shape_of_site
 from ..cost.split_time import SplitTimes, split_times
 from ..graph.aten import PADS, alias_base, shape_of
 from ..graph.sizes import evaluate_size, numel
-from ..match import Candidate, Miss, Reduction, Split
+from ..match import Candidate, Miss, Split
 from ..match.all_to_all import is_uneven
 from ..match.collectives import Collective, Op
 from ..match.window import Window, WindowFinder
@@ -141,18 +141,3 @@ def _memory(window: Window, costs: SiteCosts) -> tuple[int, int]:
     if c.op is Op.REDUCE_SCATTER and c.hosts > 1:
         landing //= c.ranks
     return landing, 0 if is_parameter else sent
-
-
-def next_to_collectives(graph: Graph, candidates: Sequence[Candidate]) -> set[Node]:
-    """Return the nodes that move, cast, scale or add to what collectives send and return.
-
-    They may differ between ranks: one pads its shard of an uneven parameter, one adds a bias.
-    """
-    finder, found = WindowFinder(graph), set[Node]()
-    for candidate in candidates:
-        if candidate.collective.op is not None and candidate.collective.wait is not None:
-            window = finder.find(candidate.collective)
-            found.update(window.lead, window.trail)
-        if isinstance(candidate.match, Reduction):
-            found.update(candidate.match.inner, candidate.match.view_chain)
-    return found

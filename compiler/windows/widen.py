@@ -37,7 +37,7 @@ from ..match.collectives import Collective, Op, find_collectives, is_collective
 from ..match.site import Miss, Split
 from ..match.window import Window, WindowFinder
 from ..select.peak_memory import PeakMemory
-from .node_times import NodeTimes
+from .node_times import NodeTimes, next_to_collectives
 from .placement import SLACK, SLACK_US
 
 REACH = 400
@@ -64,7 +64,9 @@ def widen_windows(graph: Graph, policy: Policy, parameters: Collection[Node] | N
     if not narrow:
         return 0
     c = narrow[0].window.collective
-    times = NodeTimes.of(graph, policy.profile(c.ranks, _device(c)), hints)
+    position = {n: i for i, n in enumerate(graph.nodes)}
+    untimed = next_to_collectives(graph, [(other, match_collective(other, position)) for other in find_collectives(graph)])
+    times = NodeTimes.of(graph, policy.profile(c.ranks, _device(c)), hints, untimed)
     order = _Order(list(graph.nodes), times.us, reductions)
     for n in narrow:
         order.widen(n)

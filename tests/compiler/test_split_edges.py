@@ -14,6 +14,7 @@ from tests.compiler.dags import Dag, aten, c10d
 from tests.compiler.rank_compile import world_name
 from tests.harness.ranks import RankPool
 from tests.models.compare import uncached
+from ub_overlap.compiler.cost.policy import Policy
 from ub_overlap.compiler.match.collectives import find_collectives
 from ub_overlap.compiler.match.fusion_order import FusionOrder
 from ub_overlap.compiler.match.window import Window, WindowFinder
@@ -23,6 +24,7 @@ from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.compiler.select import decide
 from ub_overlap.compiler.windows.landing_result import find_readers, release_position
 from ub_overlap.compiler.windows.placement import Item, Limits, Transfer, place
+from ub_overlap.compiler.windows.widen import widen_windows
 
 # --- subgraphs ----------------------------------------------------------------------------------------------------------
 
@@ -140,6 +142,24 @@ def test_ranks_with_uneven_shards_agree(share: float, bias: bool) -> None:
     plans = [plan_of_rank(2048, False, share), plan_of_rank(1990, bias, share), plan_of_rank(0, False, share)]
     assert any(d.window is not None for d in plans[0].decisions)
     assert len({plan.digest for plan in plans}) == 1
+
+
+def filled(rows: int) -> list[str]:
+    """Return the order of products around the gather of an activation, on a rank that owns `rows` of 2048 of each weight."""
+    d = Dag(2)
+    x, a, b = d.input("x", 4096, 4096), d.input("a", 512, 4096), d.input("b", 4096, 512)
+    shards = [d.input(f"primals_{i + 1}", rows, 4096) for i in range(4)]
+    small = [d.mm(a, b) for _ in range(30)]
+    gathered = d.gather(d.call(aten.relu.default, x))
+    for shard in shards:
+        d.gather(shard if rows == 2048 else d.call(aten.constant_pad_nd.default, shard, [0, 0, 0, 2048 - rows]))
+    graph = d.output(d.call(aten.relu.default, gathered), *small)
+    assert widen_windows(graph, Policy.of(Options(profile="h200", min_bytes=0)), None) > 0
+    return [n.name for n in graph.nodes if n.target in (aten.mm.default, c10d.all_gather_into_tensor.default)]
+
+
+def test_ranks_with_uneven_shards_fill_windows_alike() -> None:
+    assert filled(2048) == filled(1990) == filled(0)
 
 
 # --- sizes --------------------------------------------------------------------------------------------------------------
