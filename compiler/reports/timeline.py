@@ -15,7 +15,7 @@ from ..cost.predict import Prediction
 from .measured import Measured, StepTime
 
 COLORS = {"matmul": "#4878d0", "copy": "#ee854a", "collective": "#d65f5f", "reduce": "#6acc64", "other": "#c0c0c0"}
-_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,15 @@ def test_zero3(hosts2: RankPool, mixed: bool, budget: float | None) -> None:
         assert transports == {"c10d"}
 
 
+def test_all_to_all(hosts2: RankPool) -> None:
+    """Exchanges of experts across hosts run over c10d."""
+    options = {"inner": "aot_eager", "overrides": [{"kind": "all_to_all", "strategy": "split"}]}
+    for outcome in hosts2.run("tests.models.compare:compare", "tests.models.moe", {}, options, timeout=120):
+        outcome.check(3.0)
+        split = [d["window"]["transport"] for d in outcome.decisions if d["strategy"] == "split"]
+        assert split == ["c10d"] * 4
+
+
 @pytest.mark.parametrize("reduce_dtype", [None, "bfloat16"])
 def test_gradients_are_sent_as_traced(hosts2: RankPool, reduce_dtype: str | None) -> None:
     """SimpleFSDP's mixed precision: c10d sums in what it sends, so the gradient is cast to fp32 first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,14 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 from torch.fx import Graph, Node
 
+import ub_overlap
 from tests.compiler.dags import Dag, aten, c10d
 from tests.compiler.rank_compile import build
 from tests.cost.machine import PLAIN
 from tests.harness.ranks import RankPool
 from tests.harness.traces import Recorder, as_loss
-from tests.models.compare import uncached
+from tests.models.compare import error, uncached, values
 from ub_overlap.compiler.cost.assumed_sizes import assume_sizes
 from ub_overlap.compiler.cost.policy import Policy
 from ub_overlap.compiler.cost.site_sizes import hints_of
@@ -226,27 +229,76 @@ def test_auto(pool2: RankPool, slow_profile: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "inner"),
+    "variant",
     [
-        ({}, "aot_eager"),
-        ({}, "inductor"),
-        ({"form": "loop", "routing": "one"}, "aot_eager"),
-        ({"routing": "one"}, "aot_eager"),
-        ({"shared": False, "tokens": (24, 0)}, "aot_eager"),
-        ({"other": "tp"}, "aot_eager"),
-        ({"other": "fsdp"}, "aot_eager"),
+        {},
+        {"form": "loop", "routing": "one"},
+        {"routing": "one"},
+        {"shared": False, "tokens": (24, 0)},
+        {"other": "tp"},
+        {"other": "fsdp"},
     ],
-    ids=["skewed", "inductor", "loop", "one_expert", "no_tokens", "tp", "fsdp"],
+    ids=["skewed", "loop", "one_expert", "no_tokens", "tp", "fsdp"],
 )
-def test_block(pool2: RankPool, variant: dict[str, Any], inner: str) -> None:
+def test_block(pool2: RankPool, variant: dict[str, Any]) -> None:
     """Results and gradients are the plain graph's: all rows for one expert, empty experts, a rank without tokens."""
-    for outcome in pool2.run(compare_name, MOE, variant, {**SPLIT, "inner": inner}, timeout=300):
+    for outcome in pool2.run(compare_name, MOE, variant, SPLIT, timeout=120):
         outcome.check(3.0)
         found = [(d["phase"], d["strategy"], d["reason"]) for d in outcome.decisions if d["kind"] == "all_to_all"]
         counts, exchanges = found[0], found[1:]
         assert counts == ("forward", "none", "dtype_unsupported")
         assert [phase for phase, *_ in exchanges] == ["forward"] * 2 + ["backward"] * 2
         assert {strategy for _, strategy, _ in exchanges} == {"split"}
+
+
+@pytest.mark.timeout(300)
+def test_generated_code(pool2: RankPool, slow_profile: str) -> None:
+    """Inductor keeps matmuls between start and finish, whose input no other value is written to, and results are eager's."""
+    options = {"profile": slow_profile, "min_bytes": 0}
+    for errors, programs in pool2.run(generated, options, timeout=280):
+        assert max(errors.values()) < 3e-2, errors
+        assert len(programs) == 2
+        for text in programs:
+            lines = text[text.index("def call(") :].splitlines()
+            places = {
+                m[0]: i for i, line in enumerate(lines) if (m := re.search(r"(start|finish)_all_to_all.*/(\w+\.\d)", line))
+            }
+            starts, finishes = sorted(places.values())[::2], sorted(places.values())[1::2]
+            assert len(starts) == len(finishes) == 2
+            for begin, end in zip(starts, finishes, strict=True):
+                between = lines[begin + 1 : end]
+                assert any("mm" in line and ("extern_kernels" in line or "_grouped_mm" in line) for line in between), between
+                (name,) = re.findall(r"start_all_to_all\.default\((\w+)", lines[begin])
+                assert "finish_all_to_all.default" in lines[end] and f", {name}, " in lines[end]
+                assert not any(re.search(rf"= {name}; del|\bdel {name}\b|out={name}\b", line) for line in between)
+
+
+def generated(rank: int, world: int, options: dict[str, Any]) -> tuple[dict[str, float], list[str]]:
+    """Return the differences from eager, and the programs with exchanges."""
+    eager = build(rank, world, MOE, {})
+    truth = values(eager, eager.module)
+    case = build(rank, world, MOE, {})
+    compiled = torch.compile(case.module, backend="ub_overlap", options=options)
+    with uncached():
+        found, written = run_and_get_code(lambda: values(case, compiled))
+    return {n: error(found[n], truth[n], n) for n in truth}, [text for text in written if "start_all_to_all" in text]
+
+
+def test_verify_explain_and_saved_plan(pool2: RankPool) -> None:
+    """Results equal the plain exchange's, the report names the places, and a saved plan decides the same."""
+    for measured, text, first, second in pool2.run(explained, timeout=120):
+        assert measured == [0.0] * 4 and "in slot 0" in text
+        assert first == second and [strategy for _, strategy in first] == ["none", "split", "split", "split", "split"]
+
+
+def explained(rank: int, world: int) -> tuple[list[float], str, list[tuple[str, str]], list[tuple[str, str]]]:
+    case = build(rank, world, MOE, {})
+    with case.context(), uncached():  # type: ignore[misc]
+        report = ub_overlap.explain(case.module, {**SPLIT, "verify": True})(*case.inputs)
+        again = ub_overlap.explain(case.module, {"inner": "aot_eager", "overrides": report.to_dict()})(*case.inputs)
+    decisions = [[(d.id, str(d.strategy)) for d in r.decisions] for r in (report, again)]
+    errors = [d.error for d in report.decisions if d.error is not None]
+    return errors, "\n".join(d.detail for d in report.decisions), decisions[0], decisions[1]
 
 
 def test_shards_of_experts(pool4: RankPool) -> None:
