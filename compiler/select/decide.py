@@ -109,7 +109,8 @@ def decide(
     plan = Plan(phase, tuple(decisions), costs.profile_names(), casts)
     chosen = [ChosenSite(SiteId(plan.digest, name), a.site, a.strategy, a.wire_dtype) for name, a in selected]
     entries = {str(SiteId(plan.digest, names[i])): entry for i, entry in choice.entries.items()}
-    layout = GraphLayout(tuple(choice.order.items), entries) if entries else None
+    inner = {str(SiteId(plan.digest, names[i])) for i in choice.inner}
+    layout = GraphLayout(tuple(choice.order.items), entries, inner) if entries else None
     return Decided(plan, chosen, tuple(context.groups), layout)
 
 

@@ -55,6 +55,8 @@ class SplitChoice:
     windows: dict[int, SplitWindow] = field(default_factory=dict)
     """By the number of the candidate."""
     entries: dict[int, tuple[Window, Placed]] = field(default_factory=dict)
+    inner: set[int] = field(default_factory=set)
+    """The split collectives in the middle of the graph."""
 
 
 def choose_splits(
@@ -241,6 +243,8 @@ class _Planner:
                 "c10d" if s.window.collective.hosts > 1 else "", releases[0] if releases else None,
             )  # fmt: skip
             choice.entries[i] = (s.window, p)
+            if s.is_inner:
+                choice.inner.add(i)
         return choice
 
 

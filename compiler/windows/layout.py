@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 
 from ub_overlap.runtime.schedule.steps import Part
 
-from ..graph.aten import alias_base, node_arg, tensor_of
+from ..graph.aten import alias_base, is_mutable, node_arg, tensor_of
 from ..graph.emitter import SITE
 from ..match.window import Window
 from .placement import Placed
@@ -33,6 +33,8 @@ class GraphLayout:
 
     items: tuple[Node, ...]
     entries: Mapping[str, tuple[Window, Placed]]
+    inner: Collection[str] = ()
+    """The split sites in the middle of the graph, by name: independent nodes run between their start and finish."""
 
 
 def apply_layout(graph: Graph, layout: GraphLayout, members: Mapping[str, Collection[Node]]) -> None:
@@ -46,15 +48,21 @@ def apply_layout(graph: Graph, layout: GraphLayout, members: Mapping[str, Collec
         first.prepend(order[0])
     for before, node in pairwise(order):
         before.append(node)
-    if any(_part(n) is Part.RELEASE for n in order):
-        _forget_writes(graph)
+    finishes = {n for n in order if n.meta.get(SITE) in layout.inner and _part(n) is Part.FINISH}
+    if finishes or any(_part(n) is Part.RELEASE for n in order):
+        _number_stretches(order, finishes)
 
 
-def _forget_writes(graph: Graph) -> None:
-    """Make Inductor number the stretches between writes again. It merges no nodes of two stretches, e.g. a matmul in front of
-    a release and the sum behind it. It numbered this graph when nothing was released."""
-    for node in graph.nodes:
-        node.meta.pop("mutation_region_id", None)
+def _number_stretches(order: Sequence[Node], finishes: Collection[Node]) -> None:
+    """Number the stretches between writes again, and those between `finishes`. Inductor merges no nodes of two stretches.
+
+    So it does not merge a matmul in front of a release with the sum behind it. Nor does it merge a matmul that hides a split
+    collective with a sum that reads the result: it would then run behind the finish. It numbered this graph before the rewrite.
+    """
+    stretch = 0
+    for node in order:
+        stretch += is_mutable(node) or node in finishes or node.kwargs.get("out") is not None
+        node.meta["mutation_region_id"] = stretch
 
 
 def _part(node: Node) -> Part | None:

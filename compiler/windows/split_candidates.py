@@ -45,6 +45,8 @@ class SplitCandidate:
     landing_bytes: int
     held_bytes: int
     is_required: bool
+    is_inner: bool = False
+    """Whether it is in the middle of the graph, where independent nodes have moved into its window."""
     readers: tuple[Node, ...] = ()
     """What reads the result of a gather that may stay in landing memory; none where it is copied."""
     zero_copy_times: SplitTimes | None = None
@@ -88,7 +90,7 @@ def find_splits(
         window = finder.find(c)
         is_inner = not window.is_at_the_edge(parameters)
         if requested or not is_inner or not (candidate.match is not None or window.may_differ_by_rank):
-            splits[i] = _split_candidate(i, window, priced, requested, costs, widening)
+            splits[i] = replace(_split_candidate(i, window, priced, requested, costs, widening), is_inner=is_inner)
     return splits
 
 

@@ -225,7 +225,8 @@ def test_auto(pool2: RankPool, slow_profile: str) -> None:
         assert ["shared.0" in found["forward.1"][0], "shared.1" in found["forward.2"][0]] == [True, True]
         assert all("shared" in text for text in found["backward.0"]), found
         assert any("grouped_mm" in text for text in found["backward.1"]), found
-    assert outcomes[0].decisions == outcomes[1].decisions
+    plans = [[(d["id"], d["strategy"], d["window"], d["paired"], d["predicted"]) for d in o.decisions] for o in outcomes]
+    assert plans[0] == plans[1]
 
 
 @pytest.mark.parametrize(
@@ -260,9 +261,8 @@ def test_generated_code(pool2: RankPool, slow_profile: str) -> None:
         assert len(programs) == 2
         for text in programs:
             lines = text[text.index("def call(") :].splitlines()
-            places = {
-                m[0]: i for i, line in enumerate(lines) if (m := re.search(r"(start|finish)_all_to_all.*/(\w+\.\d)", line))
-            }
+            sites = [re.search(r"(start|finish)_all_to_all.*/(\w+\.\d)", line) for line in lines]
+            places = {found[0]: i for i, found in enumerate(sites) if found}
             starts, finishes = sorted(places.values())[::2], sorted(places.values())[1::2]
             assert len(starts) == len(finishes) == 2
             for begin, end in zip(starts, finishes, strict=True):
@@ -313,8 +313,8 @@ def test_shards_of_experts(pool4: RankPool) -> None:
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "deepseek_v3"])
 def test_blocks_of_transformers(hf2: RankPool, kind: str) -> None:
     """With experts on two ranks they compute what they do with all experts on one."""
-    for error, found in hf2.run("tests.models.hf_moe:compare_block", kind, SPLIT, timeout=120):
-        assert error < 1e-5
+    for worst, found in hf2.run("tests.models.hf_moe:compare_block", kind, SPLIT, timeout=120):
+        assert worst < 1e-5
         assert [strategy for *_, strategy in found] == ["none", "split", "split", "split", "split"], found
 
 
