@@ -45,7 +45,7 @@ bool Call::has_round(const Step& step, int64_t round) const {
 
 uint32_t Call::word_tag(const FlagId& flag) const {
     if (!is_all_to_all() || flag.kind != FlagKind::ready) return tag;
-    const bool is_sent = flag.source == rank;
+    const bool is_sent = flag.rank != rank;  // the word is in the memory of the rank that receives the piece
     const auto rows = static_cast<uint64_t>(rows_of({is_sent ? flag.rank : flag.source, is_sent}));
     return tag ^ static_cast<uint32_t>((rows * 0x9e3779b97f4a7c15ull) >> 32);
 }

@@ -2,8 +2,8 @@
 //
 // A word is 64 bits in the memory of the rank that waits: epoch in the high half, site tag in the low half. One rank alone
 // writes it, with release, after the data it stands for; its owner reads it with acquire, before it touches that data.
-// Epochs count up and are compared modularly; words are never reset. READY words of the CUDA executor differ: see
-// cuda/state.h.
+// Epochs count up and are compared modularly; words are never reset, but READY and READY2 of an all_to_all, by their waits.
+// READY words of the CUDA executor differ: see cuda/state.h.
 #pragma once
 
 #include <atomic>

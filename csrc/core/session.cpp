@@ -253,7 +253,7 @@ void Session::grow_areas(Call& call) {
         hooks_.grow(call, true);
     } else if (need.area_bytes > area_bytes()) {
         call.area_bytes = std::min(need.area_bytes + need.area_bytes / 4, max_areas_bytes / ranks_);
-        hooks_.grow(call, false);
+        hooks_.grow(call, true);
     }
     call.area_bytes = area_bytes();
 }

@@ -21,7 +21,7 @@ namespace ub_overlap {
 // Callbacks into Python. Any of them may throw; the session is then marked as failed, for its peers too.
 struct SessionHooks {
     std::function<void(const std::string& digest, const Call& call)> verify;
-    // Grows the slot of `call` to what it needs, which is equal on all ranks; `to_largest`: to what any rank needs.
+    // Grows the slot of `call` to what it needs, equal on all ranks; `to_largest`: to what any needs, unless in a capture.
     std::function<void(const Call& call, bool to_largest)> grow;
     std::function<int(const Tuning& tuning)> tune;
 };

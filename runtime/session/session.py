@@ -146,11 +146,16 @@ class Session:
         )  # fmt: skip
 
     def grow_to_largest(self, needed: int, op: str, site: str, slot: int) -> None:
-        """Grow the areas of all_to_alls in a split slot to what any rank needs: a rank knows only its own pieces."""
+        """Grow the areas of all_to_alls in a split slot to what any rank needs: a rank knows only its own pieces.
+
+        While a CUDA graph is captured they stay as they are, on all ranks: larger pieces travel in rounds.
+        """
         exchange, arena = self._exchange, self._arena
         if exchange is None or arena is None:
             raise AssertionError("a session without an arena cannot grow")
         exchange.op, exchange.site = op, site
+        if exchange.device == "cuda" and arena.bytes_of_slot(slot) and arena.is_capturing():
+            return
         self._area_exchanges += 1
         doing = f"a site's first all_to_all, whose areas need {needed} bytes here"
         needs = exchange.gather(f"areas/{self._area_exchanges}", {"needed": needed}, "step", doing, self._check_peers)

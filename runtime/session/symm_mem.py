@@ -175,6 +175,10 @@ class SymmetricArena:
         self._host.check(op, site)
         self.core.check()
 
+    def is_capturing(self) -> bool:
+        """The current stream is being captured, so that the arena cannot grow."""
+        return torch.cuda.is_current_stream_capturing()
+
     def grow_begin(self, slot_bytes: int, slot: int = 0) -> None:
         """Allocate larger slots, or a larger split slot, then wait until no call of this rank uses the old memory."""
         refuse_capture("grow the landing area")

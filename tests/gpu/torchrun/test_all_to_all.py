@@ -1,0 +1,138 @@
+"""all_to_all: uneven and empty pieces, rounds, growth, delays of single ranks, static splits in a CUDA graph; bit by bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.lockstep import Lockstep
+from tests.runtime.rank_all_to_all import DTYPES, exchange, finish, same, sample_matrices, sides, start
+from ub_overlap.runtime.session import session
+
+
+def on_device(lockstep: Lockstep, *args: Any, **options: Any) -> Any:
+    """Return input, splits and result of this rank, its tensors on the device."""
+    sent, out, of, want = sides(lockstep.rank, *args, **options)
+    return sent.to(lockstep.device), out, of, want
+
+
+def all_pieces(lockstep: Lockstep, group: str) -> str:
+    bad, count = [], 0
+    for label, matrix in sample_matrices(lockstep.ranks).items():
+        for dtype in DTYPES if label == "uneven" else (torch.bfloat16,):
+            for width in ((3,), (), (2, 64)):
+                sent, out, of, want = on_device(lockstep, matrix, width, dtype)
+                site = f"/pieces.{label}.{dtype}.{width}"
+                count += 1
+                if not same(exchange(group, sent, out, of, site=site).cpu(), want):
+                    bad.append(site)
+    session.check(group)
+    assert not bad, bad
+    return f"{count} exchanges, bitwise"
+
+
+def random_orders(lockstep: Lockstep, group: str, steps: int, rows: int) -> str:
+    """Start and finish in a random order, with pieces of up to `rows` rows. Single ranks are late."""
+    order, mine = lockstep.shared_random(5), lockstep.own_random(5)
+    opened: dict[int, tuple[Any, ...]] = {}
+    results = []
+
+    def end(slot: int) -> None:
+        token, sent, out, of, want = opened.pop(slot)
+        results.append((finish(group, token, sent, out, of, slot), want))
+
+    for step in range(steps):
+        slot = order.randrange(3)
+        if mine.random() < 0.2:
+            lockstep.sleep_on_device(mine.random() * 0.001)
+        matrix = [[order.choice((0, 1, rows)) for _ in range(lockstep.ranks)] for _ in range(lockstep.ranks)]
+        if slot in opened:
+            end(slot)
+        sent, out, of, want = on_device(lockstep, matrix, (64,), torch.bfloat16, seed=step)
+        opened[slot] = start(group, sent, out, of, slot), sent, out, of, want
+    for slot in sorted(opened):
+        end(slot)
+    lockstep.sync()
+    session.check(group)
+    wrong = [i for i, (got, want) in enumerate(results) if not same(got.cpu(), want)]
+    assert not wrong, f"{len(wrong)} of {len(results)} results are wrong, the first {wrong[:5]}"
+    return f"{len(results)} exchanges, bitwise"
+
+
+def rounds(lockstep: Lockstep, group: str) -> str:
+    """A site's pieces grow a thousandfold: they travel in rounds, then in areas that have grown."""
+    for step in range(26):
+        rows = 3 if step < 4 else 40_000
+        matrix = [[rows] * lockstep.ranks for _ in range(lockstep.ranks)]
+        sent, out, of, want = on_device(lockstep, matrix, (64,), torch.bfloat16, seed=step)
+        got = exchange(group, sent, out, of, site="/rounds")
+        assert same(got.cpu(), want), f"call {step}"
+    session.check(group)
+    return "26 exchanges, bitwise"
+
+
+def replays(lockstep: Lockstep, group: str, turns: int, rows: int) -> str:
+    """Replay a graph with a static exchange, uneven ones too, and alternate with the same eagerly.
+
+    `rows`: of the largest piece. The areas are small when the graph is captured: large pieces have rounds in it.
+    """
+    if not lockstep.cuda:
+        pytest.skip("the CPU has no graphs")
+    ranks = range(lockstep.ranks)
+    matrix = [[(s + 2 * d) % 3 * rows // 2 for d in ranks] for s in ranks]
+    inputs = [on_device(lockstep, matrix, (128,), torch.bfloat16, seed=seed) for seed in range(3)]
+    site = f"/graph.{rows}"
+    if rows > 1000:
+        first = on_device(lockstep, [[1] * lockstep.ranks for _ in ranks], (128,), torch.bfloat16)
+        exchange(group, *first[:3], 0, site=site)
+    static, out, of, _ = inputs[0]
+    static = static.clone()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        token = start(group, x, out, of, 0, site=site)
+        hidden = x.float().square().sum()
+        return finish(group, token, x, out, of, 0, site=site) + (hidden - hidden).to(x.dtype)
+
+    step(static)
+    lockstep.sync()
+    lockstep.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = step(static)
+    lockstep.sync()
+    lockstep.barrier()
+    wrong = []
+    for turn in range(turns):
+        sent, _, _, want = inputs[turn % 3]
+        if turn % 4 == 3:
+            got = step(sent)
+        else:
+            static.copy_(sent)
+            graph.replay()
+            got = captured
+        lockstep.sync()
+        wrong += [turn] * (not same(got.cpu(), want))
+    session.check(group)
+    assert not wrong, f"{len(wrong)} of {turns} turns are wrong, the first {wrong[:5]}"
+    del captured, graph
+    return f"{turns} turns, bitwise"
+
+
+def test_pieces(lockstep: Lockstep, group: str) -> None:
+    lockstep.note(all_pieces(lockstep, group))
+
+
+@pytest.mark.parametrize(("steps", "rows"), [(40, 7), (60, 30_000)])
+def test_random_orders(lockstep: Lockstep, group: str, steps: int, rows: int) -> None:
+    lockstep.note(random_orders(lockstep, group, steps, rows))
+
+
+def test_rounds(lockstep: Lockstep, group: str) -> None:
+    lockstep.note(rounds(lockstep, group))
+
+
+@pytest.mark.parametrize("rows", [64, 60_000])
+def test_replays(lockstep: Lockstep, group: str, rows: int) -> None:
+    lockstep.note(replays(lockstep, group, 40, rows))
