@@ -71,7 +71,7 @@ class CudaWords(TwoProcesses):
     def _has_signal(self, run: Any, wait: Wait) -> bool:
         if wait.flag.kind is FlagKind.DONE:
             return super()._has_signal(run, wait)
-        return self.words.get((run.site.group, run.slot, wait.flag), (0, 0)) != (0, 0)
+        return self.words.get(self._word(run, wait.flag), (0, 0)) != (0, 0)
 
     def _execute(self, run: Any, step: Any) -> Iterator[None]:
         if isinstance(step, Signal) and step.flag.kind is FlagKind.DONE:
