@@ -143,15 +143,20 @@ def check_sequence(
 
 @lru_cache(maxsize=1024)
 def check_key_proof(key: Key) -> None:
-    """Run `check` and `check_released` on the built schedules of `key`, once."""
+    """Run `check` and `check_released` on the built schedules of `key`, once; of an all_to_all, with several rounds."""
     check_key(key)
     for rounds in ROUNDS if key.is_all_to_all else ():
-        check(build_all(replace(key, chunks=rounds)))
-        check_released(build_all(replace(key, chunks=rounds)))
-        check_repeats(build_all(replace(key, chunks=rounds)))
-    check(build_all(key))
+        _check_built(replace(key, chunks=rounds))
+    _check_built(key)
+
+
+@lru_cache(maxsize=1024)
+def _check_built(key: Key) -> None:
+    schedules = build_all(key)
+    check(schedules)
+    check_repeats(schedules)
     if not key.is_fused:
-        check_released(build_all(key))
+        check_released(schedules)
 
 
 @lru_cache(maxsize=4096)

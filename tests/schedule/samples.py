@@ -31,7 +31,7 @@ def keys(ranks: int, chunks: int) -> Iterator[Key]:
     yield Key("split_all_gather", ranks, chunks, zero_copy=True)
     for kind in ("split_all_gather", "split_reduce_scatter", "split_all_reduce"):
         yield Key(kind, ranks, chunks)
-    if chunks <= 4:  # rounds
+    if 0 < chunks <= 4:  # rounds
         yield Key("split_all_to_all", ranks, chunks)
 
 
