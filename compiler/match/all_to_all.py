@@ -50,6 +50,15 @@ def split_sizes(splits: list[RowCount]) -> list[Size]:
     return [as_size(s.meta["val"]) if isinstance(s, Node) else s for s in splits]
 
 
+def is_permute(c: Collective) -> bool:
+    """Return whether each rank sends all its rows to one rank and receives as many from one: a step of a ring.
+
+    The numbers are constants, other ones on each rank.
+    """
+    kinds = [[s for s in split_sizes(splits) if s != 0] for splits in split_args(c)]
+    return all(len(sizes) == 1 and isinstance(sizes[0], int) for sizes in kinds) and kinds[0] == kinds[1]
+
+
 def is_uneven(c: Collective) -> bool:
     """Return whether the splits are constants that are not all equal: then other ranks trace other sizes."""
     sizes = [s for splits in split_args(c) for s in split_sizes(splits)]

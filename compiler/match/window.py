@@ -10,7 +10,7 @@ subgraphs that communicate: their split collectives use the same slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
@@ -31,15 +31,13 @@ from ..graph.aten import (
     subgraphs_of,
     tensor_of,
 )
-from ..graph.sizes import is_same_shape
+from ..graph.sizes import Size, is_same, is_same_shape, numel
 from ..joint.joint_decision import joint_decision
-from .all_to_all import split_nodes
+from .all_to_all import is_permute, split_nodes
 from .collectives import Collective, Op, is_collective
 from .fusion_order import FusionOrder
 from .widening_cast import moved_tensors
 
-PARTS = (*CUTS, aten.slice.Tensor, aten.select.int)
-"""Ops that read a part of a tensor."""
 _Lead = tuple[tuple[Node, ...], tuple[Node, ...]]
 """(lead, sources) of a window."""
 
@@ -76,9 +74,14 @@ class Window:
 
     @property
     def may_differ_by_rank(self) -> bool:
-        """Return whether other ranks may read another part of the result, or nothing: in a ring, in which the rank is a
-        constant of the graph."""
-        return self.collective.op is Op.ALL_GATHER and all(n.target in PARTS for n in self.readers)
+        """Return whether what other ranks read, and compute until then, may be something else: in a ring.
+
+        There the rank is a constant of the graph. It reads shards by number, or permutes tensors.
+        """
+        c = self.collective
+        if c.op is Op.ALL_TO_ALL:
+            return is_permute(c)
+        return c.op is Op.ALL_GATHER and (not self.readers or _reads_some_shards((*self.trail, *self.readers), c.ranks))
 
     def bounds(self, order: FusionOrder, moving: Mapping[Node, object]) -> tuple[int, int]:
         """Return (first, last) positions in `order`: start and finish stand before the items at positions in this range.
@@ -176,6 +179,19 @@ def _trail_of(wait: Node) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
         else:
             others[node] = None
     return tuple(n for n in inside if n is not wait), tuple(others)
+
+
+def _reads_some_shards(nodes: Sequence[Node], ranks: int) -> bool:
+    """Return whether `nodes` cut a gathered tensor into its shards and use some of them only."""
+    for node in nodes:
+        if node.target in CUTS and len(node.meta["val"]) == ranks:
+            return len([u for u in node.users if u.users]) < ranks
+    shards = [n for n in nodes if n.target is aten.slice.Tensor and is_same(_size(n) * ranks, _size(node_arg(n)))]
+    return 0 < len(shards) < ranks
+
+
+def _size(node: Node) -> Size:
+    return numel(shape_of(node))
 
 
 def _passed(node: Node) -> list[Node]:

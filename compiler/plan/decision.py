@@ -115,6 +115,8 @@ class SplitWindow:
     """
 
     slot: int
+    order: int
+    """The number of its start among all starts and whole collectives of the graph."""
     starts: int
     finishes: int
     landing_bytes: int
@@ -131,9 +133,10 @@ class SplitWindow:
         return 1.0 - min(1.0, self.exposed_us / self.transfer_us) if self.transfer_us else 0.0
 
     @property
-    def shared(self) -> list[int]:
-        """What all ranks must agree on."""
-        return [self.slot, self.starts, self.finishes, *([] if self.releases is None else [self.releases])]
+    def shared(self) -> list[int | str]:
+        """What all ranks must agree on: slots and the order of starts, and the form. Each rank finishes where it needs the
+        result (docs/explanation/schedules.md)."""
+        return [self.slot, self.order, *([] if self.releases is None else ["zero-copy"])]
 
     def __str__(self) -> str:
         mib = self.landing_bytes / 2**20
@@ -143,6 +146,12 @@ class SplitWindow:
             f"{over}starts as number {self.starts} and finishes as number {self.finishes} of the graph's communication, in "
             f"slot {self.slot} ({mib:.1f} MiB){release}; {self.exposed_us:.0f} of {self.transfer_us:.0f} us exposed"
         )
+
+
+def _read_window(d: Mapping[str, Any]) -> SplitWindow:
+    """Return a window. Plans of earlier versions have no order of starts."""
+    known: dict[str, Any] = {"order": 0, **d}
+    return SplitWindow(**known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +273,7 @@ class Decision:
             work=SiteSizes.from_dict(d["work"]) if d.get("work") else None, rows=d.get("rows"),
             kept=SavedActivation(**d["kept"]) if d.get("kept") else None,
             pairing=IndependentEstimate(**d["pairing"]) if d.get("pairing") else None,
-            window=SplitWindow(**d["window"]) if d.get("window") else None,
+            window=_read_window(d["window"]) if d.get("window") else None,
         )  # fmt: skip
 
 

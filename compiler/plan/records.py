@@ -119,6 +119,7 @@ class SplitWindowRecord(TypedDict):
     """SplitWindow."""
 
     slot: int
+    order: NotRequired[int]
     starts: int
     finishes: int
     landing_bytes: int

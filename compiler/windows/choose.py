@@ -35,6 +35,7 @@ from ..select.profitability import SiteCosts
 from .landing_result import release_position
 from .node_times import NodeTimes, is_compute, next_to_collectives
 from .placement import NETWORK, PORT, Item, Limits, Placed, Transfer, place
+from .ring_slots import fix_slots
 from .split_candidates import SplitCandidate, find_splits
 
 ROUNDS = 2
@@ -109,7 +110,8 @@ class _Planner:
         untimed = next_to_collectives(self.graph, [(c.collective, c.match) for c in self.candidates])
         times = NodeTimes.of(self.graph, self._profile(), self.costs.hints, untimed)
         self._plain_order = FusionOrder(self.graph)
-        self._clock = [times.us(n) for n in self._plain_order.items]
+        differs = any(s.by_order for s in self.splits.values())  # between ranks, but mostly not in what it multiplies
+        self._clock = [times.us(n) if is_compute(n) or not differs else 0.0 for n in self._plain_order.items]
 
     def _profile(self) -> Profile:
         """Return the profile of the first window."""
@@ -151,6 +153,7 @@ class _Planner:
         items = self._items(assignments, order, {s.number for s in open_splits})
         moving = moving_nodes(s.window for s in open_splits)
         transfers = [self._transfer(s, order, moving) for s in open_splits]
+        fix_slots(transfers, {k: s.window.collective.op for k, s in enumerate(open_splits) if s.by_order})
         in_place = {k: t for k, (s, t) in enumerate(zip(open_splits, transfers, strict=True)) if s.zero_copy_times}
         zero_copy = {k: z for k, t in in_place.items() if (z := self._without_copy(open_splits[k], t, order, moving))}
         result = place(items, transfers, Limits(self.costs.policy.split_bytes, SPLIT_SLOTS), zero_copy)
@@ -164,7 +167,7 @@ class _Planner:
             earliest=first,
             latest=last,
             plain_at=order.position[c.node],
-            starts_late=c.op is Op.ALL_GATHER,
+            starts_late=c.op is Op.ALL_GATHER and not s.by_order,
             start_us=s.times.start_us,
             transfer_us=s.times.transfer_us,
             finish_us=s.times.finish_us,
@@ -237,9 +240,9 @@ class _Planner:
             own = _as_choice(s, p)
             alternative = Alternative(site, s.strategy, p.saved_us, Benefit(0, 0, 0, p.saved_us), 0, own)
             result[i] = Assignment(alternatives, alternative, assignments[i].estimate)
-            starts, finishes, *releases = numbers[i]
+            order_number, starts, finishes, *releases = numbers[i]
             choice.windows[i] = SplitWindow(
-                p.slot, starts, finishes, s.landing_bytes, round(s.times.transfer_us, 2), round(p.exposed_us, 2),
+                p.slot, order_number, starts, finishes, s.landing_bytes, round(s.times.transfer_us, 2), round(p.exposed_us, 2),
                 "c10d" if s.window.collective.hosts > 1 else "", releases[0] if releases else None,
             )  # fmt: skip
             choice.entries[i] = (s.window, p)
@@ -277,9 +280,8 @@ def _as_choice(s: SplitCandidate, p: Placed) -> StrategyChoice:
 def _ordinals(
     candidates: Sequence[Candidate], assignments: Sequence[Assignment], order: FusionOrder, placed: Mapping[int, Placed]
 ) -> dict[int, list[int]]:
-    """Return for each placed collective the numbers of its ops among everything that communicates.
-
-    All ranks must agree on them; how many other nodes lie in between is a rank's own business.
+    """Return for each placed collective the number of its start among all starts and whole collectives, which ranks share, and
+    the numbers of its ops among everything that communicates. How many other nodes lie in between is a rank's own business.
     """
     events: list[tuple[tuple[int, int, int], int]] = []
     for i, (candidate, assignment) in enumerate(zip(candidates, assignments, strict=True)):
@@ -294,5 +296,5 @@ def _ordinals(
             events.append(((order.span(node)[0] if site else order.position[node], 1, i), i))
     numbers: dict[int, list[int]] = {}
     for number, (_, i) in enumerate(sorted(events)):
-        numbers.setdefault(i, []).append(number)
+        numbers.setdefault(i, [len(numbers)]).append(number)
     return {i: numbers[i] for i in placed}

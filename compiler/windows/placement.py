@@ -75,6 +75,9 @@ class Transfer:
     release: int | None = None
     """The item before which the result of a zero-copy gather may be released; None: its finish frees the slot."""
     release_us: float = 0.0
+    slot: int | None = None
+    """The slot of a transfer that is placed by order alone: it starts when it is ready and finishes at `latest`, so that the
+    clock, which may differ between ranks, changes nothing that they share. No other transfer of the group takes the slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +223,7 @@ class _Sweep:
 
     def is_here(self, k: int, o: _Open) -> bool:
         t = self.transfers[k]
-        return not t.starts_late and o.end_us + SLACK * t.transfer_us + SLACK_US <= self.now
+        return not t.starts_late and t.slot is None and o.end_us + SLACK * t.transfer_us + SLACK_US <= self.now
 
     def start(self, k: int, position: int) -> bool:
         """Start a transfer if there is a slot and memory. A start in front of its own finish hides nothing."""
@@ -232,8 +235,7 @@ class _Sweep:
             self.holders.update(sorted(self.unreleased, key=lambda k: (self.transfers[k].release or 0, k))[-1:])
             return False
         sizes = self.slots.setdefault(t.group, [])
-        if slot == len(sizes):
-            sizes.append(0)
+        sizes += [0] * (slot + 1 - len(sizes))
         sizes[slot] = max(sizes[slot], t.landing_bytes)
         self.held += t.held_bytes
         self.now += t.start_us
@@ -248,9 +250,10 @@ class _Sweep:
         First come slots that the peers have left, then those that grow least, of these the smallest."""
         sizes = self.slots.get(t.group, [])
         used = {o.slot for k, o in (*self.open.items(), *self.unreleased.items()) if self.transfers[k].group == t.group}
-        free = [slot for slot in range(len(sizes)) if slot not in used]
-        if len(sizes) < self.limits.slots:
-            free.append(len(sizes))
+        if t.slot is not None:
+            return None if t.slot in used else t.slot
+        fixed = {other.slot for other in self.transfers if other.group == t.group}
+        free = [slot for slot in range(min(len(sizes) + len(fixed) + 1, self.limits.slots)) if slot not in used | fixed]
         room = self.limits.bytes - sum(map(sum, self.slots.values())) - self.held - t.held_bytes
         found: list[tuple[bool, int, int, int]] = []
         for slot in free:

@@ -10,7 +10,7 @@ A user may request it for any collective. With split="auto" these are weighed, a
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch.fx import Graph, Node
 
@@ -20,7 +20,7 @@ from ..cost.split_time import SplitTimes, split_times
 from ..graph.aten import PADS, alias_base, shape_of
 from ..graph.sizes import evaluate_size, numel
 from ..match import Candidate, Miss, Split
-from ..match.all_to_all import is_uneven
+from ..match.all_to_all import is_permute, is_uneven
 from ..match.collectives import Collective, Op
 from ..match.window import Window, WindowFinder
 from ..overrides.requested_strategy import Override
@@ -47,6 +47,8 @@ class SplitCandidate:
     is_required: bool
     is_inner: bool = False
     """Whether it is in the middle of the graph, where independent nodes have moved into its window."""
+    by_order: bool = field(default=False, kw_only=True)
+    """Placed by the order of communication alone, since graphs differ between ranks (ring_slots.py)."""
     readers: tuple[Node, ...] = ()
     """What reads the result of a gather that may stay in landing memory; none where it is copied."""
     zero_copy_times: SplitTimes | None = None
@@ -89,14 +91,15 @@ def find_splits(
         finder = finder or WindowFinder(graph)
         window = finder.find(c)
         is_inner = not window.is_at_the_edge(parameters)
-        if requested or not is_inner or not (candidate.match is not None or window.may_differ_by_rank):
-            splits[i] = replace(_split_candidate(i, window, priced, requested, costs, widening), is_inner=is_inner)
+        if requested or not is_inner or candidate.match is None:
+            by_order = window.may_differ_by_rank and (is_inner or c.op is Op.ALL_TO_ALL)
+            splits[i] = replace(_split_candidate(i, window, priced, requested, costs, widening, by_order), is_inner=is_inner)
     return splits
 
 
 def _price(c: Collective, costs: SiteCosts, requested: Strategy | None) -> SiteShape | Miss:
     """Return the sizes of a collective for the cost model, or why it is not split."""
-    if c.op is Op.ALL_TO_ALL and not requested and is_uneven(c):
+    if c.op is Op.ALL_TO_ALL and not requested and is_uneven(c) and not is_permute(c):
         return Miss(Reason.UNEVEN_SHARDS, "its parts are uneven constants, so other ranks may trace other sizes")
     if c.hosts == 1 and (small := too_small(Split(c), costs.policy, requested, costs.hints)):  # across hosts latency counts
         return small
@@ -114,12 +117,15 @@ def _split_candidate(
     requested: Strategy | None,
     costs: SiteCosts,
     widening: Collection[Node],
+    by_order: bool,
 ) -> SplitCandidate:
     c, strategy = window.collective, requested or Strategy(Mode.SPLIT)
     profile = costs.policy.profile(c.ranks, c.node.meta["val"].device.type)
     costs.profiles[profile.digest] = profile
     times = split_times(shape, strategy.chunks, profile)
-    split = SplitCandidate(number, window, times, strategy, *_memory(window, costs), requested is not None)
+    split = SplitCandidate(number, window, times, strategy, *_memory(window, costs), requested is not None or by_order)
+    if by_order:
+        return replace(split, by_order=True)
     if costs.policy.may_zero_copy and c.hosts == 1 and (readers := find_readers(window, widening)) is not None:
         in_place = split_times(shape, strategy.chunks, profile, zero_copy=True)
         if in_place.shortest_us < times.shortest_us or requested:

@@ -66,6 +66,7 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "new_named_group": ("torch.distributed.distributed_c10d:_new_process_group_helper",),
     "c10d_world": ("torch.distributed.distributed_c10d:_world",),
     "all_gather_with_gradient": ("torch.distributed._functional_collectives:all_gather_tensor_autograd",),
+    "all_to_all_with_gradient": ("torch.distributed._functional_collectives:all_to_all_single_autograd",),
     # torch.distributed.fsdp.fully_shard (FSDP2)
     "FSDPAllGather": ("torch.distributed.fsdp._fully_shard._fsdp_api:AllGather",),
     "FSDPReduceScatter": ("torch.distributed.fsdp._fully_shard._fsdp_api:ReduceScatter",),

@@ -125,7 +125,7 @@ def test_plans() -> None:
     assert "not copied and released as number" in in_place.decisions[1].detail
     for before, after in zip(copied.decisions[1:], in_place.decisions[1:], strict=True):
         assert dict(after.predicted)["split"] < dict(before.predicted)["split"]
-    assert [len(site["window"]) for site in in_place.shared["sites"] if site.get("window")] == [4] * len(windows)
+    assert [len(site["window"]) for site in in_place.shared["sites"] if site.get("window")] == [3] * len(windows)
     assert in_place.digest not in (copied.digest, kept.digest)
     again = Plan.from_json(in_place.to_json())
     assert again.digest == in_place.digest and again.decisions == in_place.decisions

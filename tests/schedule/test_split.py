@@ -123,6 +123,47 @@ def test_orders_that_differ_between_ranks() -> None:
         assert Machine(calls, seed, programs={0: opened, 1: swapped}).run().is_clean
 
 
+@st.composite
+def programs_by_rank(draw: st.DrawFn) -> tuple[list[SimulatedCall], dict[int, Program]]:
+    """Return calls that all ranks start in one order, and finish and release where each rank likes."""
+    ranks = draw(st.integers(2, 3))
+    kinds = [Key(kind, ranks) for kind in ("split_all_gather", "split_reduce_scatter", "bulk_all_reduce")]
+    kinds.append(Key("split_all_gather", ranks, zero_copy=True))
+    calls = [
+        SimulatedCall(build_all(draw(st.sampled_from(kinds))), tuple(range(ranks)), tag, (2,) * ranks, draw(st.integers(0, 2)))
+        for tag in range(1, draw(st.integers(2, 6)) + 1)
+    ]
+    orders: dict[int, Program] = {}
+    for rank in range(ranks):
+        opened: dict[int, list[tuple[int, Part]]] = {}
+        program: list[tuple[int, Part]] = []
+        for number, call in enumerate(calls):
+            key = call.schedules[0].key
+            if not key.is_split:
+                program.append((number, Part.WHOLE))
+                continue
+            program += opened.pop(call.split_slot, [])
+            first, *later = [(number, part) for part in key.parts]
+            program.append(first)
+            opened[call.split_slot] = later
+            for slot in draw(st.lists(st.sampled_from(sorted(opened)), max_size=2, unique=True)):
+                program += opened.pop(slot)
+        for slot in draw(st.permutations(sorted(opened))):
+            program += opened[slot]
+        orders[rank] = program
+    return calls, orders
+
+
+@settings(max_examples=80, deadline=None)
+@given(programs_by_rank(), st.integers(0, 2**32))
+def test_ranks_may_finish_in_different_orders(drawn: tuple[list[SimulatedCall], dict[int, Program]], seed: int) -> None:
+    """With one order of starts and whole calls, each rank may finish where it needs the result."""
+    calls, orders = drawn
+    outcome = Machine(calls, seed, programs=orders).run()
+    assert outcome.is_clean, outcome
+    assert len(outcome.ended) == len(calls) * len(calls[0].group)
+
+
 def refused(rule: str, key: Key, steps: list[object], says: str = "") -> None:
     schedules = list(build_all(key))
     schedules[0] = Schedule(key, 0, tuple(steps))  # type: ignore[arg-type]

@@ -1,0 +1,31 @@
+"""Slots of collectives that are placed by order alone: those of rings.
+
+torch unrolls a ring with the rank as a constant, so the graphs of ranks differ: one attends to a half of the queries, one to
+nothing, one reads another shard. What ranks must share, the order of starts and the slots, thus rests on nothing but the order
+of the collectives. Number n of them in a group takes slot n modulo a constant, and has finished before number n + constant
+starts. Where a rank finishes in between is its own business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..match.collectives import Op
+from .placement import Transfer
+
+GATHERS, EXCHANGES = 2, 4
+"""Slots of one group: where it only gathers, one transfer is in flight at a time; else tensors and gradients travel at once."""
+
+
+def fix_slots(transfers: list[Transfer], by_order: Mapping[int, Op | None]) -> None:
+    """Give the transfers of these numbers their slots, in place. `by_order`: their collectives."""
+    groups: dict[str, list[int]] = {}
+    for k in sorted(by_order, key=lambda k: transfers[k].plain_at):
+        groups.setdefault(transfers[k].group, []).append(k)
+    for numbers in groups.values():
+        slots = GATHERS if all(by_order[k] is Op.ALL_GATHER for k in numbers) else EXCHANGES
+        for n, k in enumerate(numbers):
+            later = [transfers[other].earliest for other in numbers[n + slots : n + slots + 1]]
+            t = transfers[k]
+            transfers[k] = replace(t, slot=n % slots, latest=max(t.earliest, min([t.latest, *later])))

@@ -1,0 +1,55 @@
+"""torch's ring attention: what the next step needs travels while the present one computes, with one plan on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.context_parallel.machine import write_slow_profile
+from tests.context_parallel.rank_attention import compare_forms
+from tests.context_parallel.test_gathered import strategies
+from tests.harness.ranks import RankPool
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return {"inner": "aot_eager", "profile": write_slow_profile(tmp_path_factory.mktemp("profile")), "min_bytes": 0}
+
+
+CAUSAL, BALANCED = (True, False), (True, True)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("causal", "load_balance"), [CAUSAL, BALANCED, (False, False)])
+def test_a_ring_that_gathers(pool2: RankPool, options: dict[str, Any], causal: bool, load_balance: bool) -> None:
+    """Keys and values are gathered once. They arrive while the attention to the own positions runs."""
+    results = pool2.run(compare_forms, "sdpa", options, "allgather", load_balance, causal, timeout=100)
+    for error, plans in results:
+        assert error < 1e-5
+        assert strategies(plans) == [["all_gather split"] * 2, ["all_to_all split"] * 4]
+        assert all(d.window is not None and d.window.hidden == 1.0 for d in plans[0].decisions)
+    assert [plan.digest for plan in results[0][1]] == [plan.digest for plan in results[1][1]]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("causal", "load_balance"), [CAUSAL, BALANCED])
+def test_a_ring_that_rotates(pool2: RankPool, options: dict[str, Any], causal: bool, load_balance: bool) -> None:
+    """Keys and values, and in backward their gradients, travel to the next rank while the attention of a step runs."""
+    results = pool2.run(compare_forms, "sdpa", options, "alltoall", load_balance, causal, timeout=100)
+    for error, plans in results:
+        assert error < 1e-5
+        assert strategies(plans) == [["all_to_all split"] * 2, ["all_to_all split"] * 4]
+    assert [plan.digest for plan in results[0][1]] == [plan.digest for plan in results[1][1]]
+
+
+@pytest.mark.timeout(150)
+def test_four_ranks(pool4: RankPool, options: dict[str, Any]) -> None:
+    """Without load balance the ranks compute 1 to 4 steps of the ring, by one plan. A gradient travels through them all."""
+    results = pool4.run(compare_forms, "sdpa", options, "allgather", False, True, timeout=140)
+    for error, plans in results:
+        assert error < 1e-5
+        assert strategies(plans) == [["all_gather split"] * 2, ["all_to_all split"] * 8]
+        slots = [d.window.slot for d in plans[1].decisions if d.window is not None]
+        assert slots == [0, 1, 2, 3] * 2
+    assert len({tuple(plan.digest for plan in plans) for _, plans in results}) == 1
