@@ -33,6 +33,14 @@ class Mlp(nn.Module):
         return x
 
 
+class PlainStage(PipelineStage):
+    """A PipelineStage that sends no first message to its own rank, as torch up to 2.14 does in a V. Channels refuse it."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        ops = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc]
+        return [op for op in ops if op.group_peer != self.group_rank]
+
+
 DEFERRED = "deferred"
 """Our channels, and stages that send before weight gradients."""
 SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -66,7 +74,7 @@ def make_step(
     defers = transport == DEFERRED
     for module in modules if compiled and (defers or schedule not in SPLIT) else ():
         module.compile(backend="ub_overlap", options={"defer_weight_gradients": defers})
-    stage_class = ub_overlap.pipeline.Stage if defers else PipelineStage
+    stage_class = {C10D: PipelineStage, OURS: PlainStage, DEFERRED: ub_overlap.pipeline.Stage}[transport]
     stages = [stage_class(m, index, count, world.device, group=group) for m, index in zip(modules, of_rank, strict=True)]
 
     def loss(y: Tensor, target: Tensor) -> Tensor:

@@ -117,6 +117,11 @@ class Stage(PipelineStage):
         """Return whether messages take channels. NCCL may need the schedule's order of sends and receives."""
         return extension().find_channels(name_of(self.group), self.device.type) is not None
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Return the first messages of torch up to 2.14, without those that a V would send to its own rank."""
+        ops = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc]
+        return [op for op in ops if op.group_peer != self.group_rank]
+
     def _take_runner(self) -> Callable[[], None]:
         assert self._collected is not None, "torch asks for it in backward_one_chunk"
         return self._collected.run
