@@ -175,7 +175,10 @@ class Session:
         try:
             made = channels.share(exchange, self._arena, size, slots, far, self._check_peers)
         except BaseException as error:  # also Ctrl-C: the peers need not wait for this rank
-            exchange.fail(f"{type(error).__name__}: {error}")
+            text = f"{type(error).__name__}: {error}"
+            exchange.fail(text)
+            # A peer may have its channels by now. Another attempt would read this one's texts in the Store.
+            extension().Arena.fail(getattr(self._arena, "core", self._arena), text, exchange.op, exchange.site)
             raise
         self.core.set_channels(made.core)
         self.message_bytes = made.message_bytes

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import ub_overlap
-from ub_overlap.runtime import ops, settings
+from ub_overlap.runtime import errors, ops, settings
 from ub_overlap.runtime.session import channels
 
 from .rank_failures import attempt
@@ -273,22 +274,39 @@ def first_messages_of_two_threads(rank: int, world: int) -> list[Any]:
     """Each of two threads issues the first message that it knows of."""
     found = []
     for _ in range(3):
-        group, got, errors = dist.new_group(list(range(world))), torch.zeros(4), list[str]()
+        group, got, texts = dist.new_group(list(range(world))), torch.zeros(4), list[str]()
         ub_overlap.all_gather(got, group)
 
-        def send(group: Any = group, errors: list[str] = errors) -> None:
+        def send(group: Any = group, texts: list[str] = texts) -> None:
             sent = torch.full((4,), float(rank))
-            errors.append(attempt(lambda: ub_overlap.send(sent, group=group, group_dst=1 - rank))["text"])
+            texts.append(attempt(lambda: ub_overlap.send(sent, group=group, group_dst=1 - rank))["text"])
 
-        def receive(group: Any = group, errors: list[str] = errors, got: torch.Tensor = got) -> None:
-            errors.append(attempt(lambda: ub_overlap.recv(got, group=group, group_src=1 - rank))["text"])
+        def receive(group: Any = group, texts: list[str] = texts, got: torch.Tensor = got) -> None:
+            texts.append(attempt(lambda: ub_overlap.recv(got, group=group, group_src=1 - rank))["text"])
 
         threads = [threading.Thread(target=body, daemon=True) for body in (send, receive)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(20)
-        found.append([got.tolist(), errors])
+        found.append([got.tolist(), texts])
+    return found
+
+
+def setup_fails(rank: int, world: int) -> list[dict[str, Any]]:
+    """Rank 1 has no memory for channels at the first message. Return the errors of that and of a later message."""
+
+    def no_memory(**_sizes: Any) -> None:
+        raise errors.ArenaError("cannot allocate shared memory")
+
+    group, found, whole = dist.new_group(list(range(world))), [], channels.extension
+    for broken in (rank == 1, False):
+        channels.extension = (lambda: SimpleNamespace(ChannelSegment=no_memory)) if broken else whole
+        try:
+            found.append(attempt(lambda: ub_overlap.isend(torch.ones(1), group=group, group_dst=1 - rank)))
+        finally:
+            channels.extension = whole
+        dist.barrier()
     return found
 
 

@@ -120,6 +120,17 @@ def test_ranks_of_two_hosts(pools: dict[int, RankPool]) -> None:
     assert pools[2].run(ranks.other_hosts, timeout=60) == [0.0, 10.0]
 
 
+def test_a_setup_that_fails(pools: dict[int, RankPool]) -> None:
+    """The group is unusable afterwards, on all ranks: a second attempt would read what the first one left."""
+    first, second = pools[2].run(ranks.setup_fails, timeout=60)
+    assert [first[0]["error"], first[0]["ranks"], second[0]["error"]] == ["PeerFailedError", (1,), "ArenaError"], (
+        first,
+        second,
+    )
+    for found in (first[1], second[1]):
+        assert found["error"] in ("PeerFailedError", "SessionPoisonedError") and "ArenaError" in found["text"], found
+
+
 def test_a_silent_rank_without_transport(pools: dict[int, RankPool]) -> None:
     assert pools[3].run(ranks.silent_rank_without_transport, timeout=60) == [[0.0, 1.0, 2.0]] * 2 + [[]]
 
