@@ -47,7 +47,7 @@ def to_positions(x: Tensor) -> Tensor:
     return parts.transpose(0, 1).reshape(b, ranks * h, s // ranks, e)
 
 
-class Attention(nn.Module):
+class SequenceAttention(nn.Module):
     """Causal attention, [B, S, D] -> [B, S, D]. `positions`: those of this rank in the whole sequence."""
 
     def __init__(self, width: int, heads: int, form: str) -> None:
@@ -70,7 +70,7 @@ class Attention(nn.Module):
         return self.wo(out.transpose(1, 2).flatten(2))
 
 
-class FeedForward(nn.Module):
+class ByteFeedForward(nn.Module):
     """[B, S, D] -> [B, S, D]."""
 
     def __init__(self, width: int) -> None:
@@ -81,13 +81,13 @@ class FeedForward(nn.Module):
         return self.w2(F.gelu(self.w1(x)))
 
 
-class Block(nn.Module):
+class SequenceBlock(nn.Module):
     """Attention and feed-forward, each behind a norm and added to its input."""
 
     def __init__(self, width: int, heads: int, form: str) -> None:
         super().__init__()
-        self.attention_norm, self.attention = nn.RMSNorm(width), Attention(width, heads, form)
-        self.ffn_norm, self.ffn = nn.RMSNorm(width), FeedForward(width)
+        self.attention_norm, self.attention = nn.RMSNorm(width), SequenceAttention(width, heads, form)
+        self.ffn_norm, self.ffn = nn.RMSNorm(width), ByteFeedForward(width)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), positions)
@@ -101,7 +101,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.tokens, self.places = nn.Embedding(256, width), nn.Embedding(length, width)
-        self.layers = nn.ModuleList(Block(width, heads, form) for _ in range(layers))
+        self.layers = nn.ModuleList(SequenceBlock(width, heads, form) for _ in range(layers))
         self.norm, self.output = nn.RMSNorm(width), nn.Linear(width, 256, bias=False)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:

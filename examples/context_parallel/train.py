@@ -75,7 +75,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return flags
 
 
-class Training:
+class SequenceTraining:
     """A model and its optimizer. `forward`: the compiled model, or the model."""
 
     def __init__(self, model: nn.Module, forward: Callable[..., Tensor]) -> None:
@@ -109,9 +109,9 @@ def train(flags: argparse.Namespace) -> int:
     """Run one rank and return the exit code."""
     say: Callable[[Any], None] = (lambda text: print(text, flush=True)) if dist.get_rank() == 0 else lambda _: None
     model = build(flags, flags.form)
-    run = Training(model, torch.compile(model, backend="ub_overlap", options=flags.options))
+    run = SequenceTraining(model, torch.compile(model, backend="ub_overlap", options=flags.options))
     plain_model = build(flags, "whole")
-    plain = Training(plain_model, plain_model)
+    plain = SequenceTraining(plain_model, plain_model)
     say(f"{flags.ranks} ranks on {flags.device}, {flags.seq // flags.ranks} positions each, {flags.form}, {flags.options}")
     data = TextBatches(load_corpus(), batch=flags.batch, seq=flags.seq, seed=0)
     positions, worst = torch.arange(flags.seq, device=flags.device), 0.0
