@@ -31,7 +31,7 @@ def test_context_parallel_on_cpu_ranks(
     for name, variant in variants.items():
         assert variant["step"] > 0 and not variant["why"], name
         assert name in ("compute", "eager_gathered") or 0 <= variant["error"] < 1e-4
-    assert variants["split_gathered"]["sites"] == "4 split"
+    assert [variants[f"split_{form}"]["sites"] for form in FORMS] == ["4 split", "3 split", "8 split"]
     assert "tiny, 1 layers, 64 tokens" in printed(path, capsys, monkeypatch)
 
 

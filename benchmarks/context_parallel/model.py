@@ -39,21 +39,19 @@ def _exchange(x: Tensor) -> Tensor:
 
 
 def to_heads(x: Tensor) -> Tensor:
-    """[1, H, S, E] -> [1, H / R, R * S, E]."""
+    """[B, H, S, E] -> [B, H / R, R * S, E]."""
     ranks = dist.get_world_size()
-    _, heads, positions, width = x.shape
-    parts = _exchange(x.view(heads, positions, width).contiguous())
-    parts = parts.view(ranks, heads // ranks, positions, width)
-    return parts.transpose(0, 1).reshape(1, heads // ranks, ranks * positions, width)
+    b, h, s, e = x.shape
+    parts = _exchange(x.reshape(b, ranks, h // ranks, s, e).transpose(0, 1).contiguous())
+    return parts.permute(1, 2, 0, 3, 4).reshape(b, h // ranks, ranks * s, e)
 
 
 def to_positions(x: Tensor) -> Tensor:
-    """[1, H / R, R * S, E] -> [1, H, S, E]."""
+    """[B, H / R, R * S, E] -> [B, H, S, E]."""
     ranks = dist.get_world_size()
-    _, heads, positions, width = x.shape
-    parts = x.view(heads, ranks, positions // ranks, width).transpose(0, 1)
-    parts = _exchange(parts.reshape(ranks * heads, positions // ranks, width))
-    return parts.view(1, ranks * heads, positions // ranks, width)
+    b, h, s, e = x.shape
+    parts = _exchange(x.reshape(b, h, ranks, s // ranks, e).permute(2, 0, 1, 3, 4).contiguous())
+    return parts.transpose(0, 1).reshape(b, ranks * h, s // ranks, e)
 
 
 class Sdpa(nn.Module):

@@ -5,6 +5,7 @@ R * S positions, which the forms exchange in different ways:
 
     gathered   all_gather of k and of v (Megatron's and funcol's form)
     flex_op    torch's op for FlexAttention, cplib.flex_cp_allgather
+    ulysses    all_to_all of q, k and v, and of the result: each rank attends with H / R heads
     sdpa       scaled_dot_product_attention alone: torch's context_parallel makes it a ring
     whole      the same as sdpa, on the whole sequence
 """
@@ -17,6 +18,8 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.experimental._context_parallel import flex_cp_allgather
+
+from benchmarks.context_parallel.model import to_heads, to_positions
 
 
 class Attention(nn.Module):
@@ -36,7 +39,11 @@ class Attention(nn.Module):
             k, v = (funcol.all_gather_tensor_autograd(t.contiguous(), 2, group) for t in (k, v))
         elif self.form == "flex_op":
             k, v = flex_cp_allgather(k, v, 2, group.group_name)
+        elif self.form == "ulysses":
+            q, k, v = (to_heads(t) for t in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
+        if self.form == "ulysses":
+            out = to_positions(out)
         return self.wo(out.transpose(1, 2).flatten(2))
 
 
