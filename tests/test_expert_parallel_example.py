@@ -1,0 +1,36 @@
+"""examples/expert_parallel: exchanges of experts split, against one process with all experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from examples.expert_parallel import train
+from tests.harness.ranks import RankPool
+from ub_overlap.compiler.reports.history import HISTORY
+
+
+def run(rank: int, world: int, arguments: list[str]) -> dict[str, Any]:
+    """Train, and return the result with the strategies of the exchanges."""
+    torch._dynamo.reset()
+    mark = HISTORY.mark()
+    result = train.train(train.parse(arguments))
+    decisions = [d for plan in HISTORY.since(mark) for d in plan.decisions]
+    result["strategies"] = sorted(str(d.strategy) for d in decisions if d.kind.value == "all_to_all")
+    dist.barrier()
+    return result
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_gradients_of_the_first_step(request: pytest.FixtureRequest, world: int) -> None:
+    """One layer; its counts are not split."""
+    pool: RankPool = request.getfixturevalue(f"pool{world}")
+    flags = "--device cpu --inner aot_eager --strategy split --check --layers 1 --steps 2 --tokens 24 --width 32 --hidden 48"
+    results = pool.run(run, flags.split(), timeout=120)
+    for result in results:
+        assert result["gradient_error"] < 2e-2  # experts in bf16
+        assert result["losses"] == results[0]["losses"] and len(result["losses"]) == 2
+        assert result["strategies"] == ["none", *["split"] * 4]
