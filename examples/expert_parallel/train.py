@@ -80,10 +80,10 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train on the ranks of the default group. Return losses, and with --check the error of the first step's gradients."""
     group = dist.group.WORLD
     assert group is not None
-    device = torch.device(args.device, torch.cuda.current_device() if args.device == "cuda" else None)
+    device = torch.device(f"cuda:{torch.cuda.current_device()}" if args.device == "cuda" else "cpu")
     model = build(args.width, args.hidden, args.experts, args.top, args.layers, group).to(device)
     overrides = [{"kind": "all_to_all", "strategy": args.strategy}] if args.strategy else None
-    options = {"inner": args.inner, **({"overrides": overrides} if overrides else {})}
+    options: dict[str, Any] = {"inner": args.inner, **({"overrides": overrides} if overrides else {})}
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     result: dict[str, Any] = {"losses": []}
     with torch._dynamo.config.patch(capture_scalar_outputs=True):  # numbers of rows are part of the graph
