@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ub_overlap import _torch_compat as compat
 
 
 class Experts(nn.Module):
@@ -59,14 +60,15 @@ class MoELayer(nn.Module):
     def _exchange(self, rows: Tensor, counts: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Return the results of rows sorted by expert: sent to the ranks of the experts, and back."""
         with torch.no_grad():
-            received = funcol.all_to_all_single(counts, None, None, group).view(self.ranks, -1)
+            even = [counts.shape[0] // self.ranks] * self.ranks
+            received = compat.all_to_all_with_gradient(counts, even, even, group).view(self.ranks, -1)
             sent, got = counts.view(self.ranks, -1).sum(1).tolist(), received.sum(1).tolist()
-        rows = funcol.all_to_all_single_autograd(rows, got, sent, group)
+        rows = compat.all_to_all_with_gradient(rows, got, sent, group)
         own = torch.arange(received.shape[1], device=rows.device).repeat(self.ranks)  # sorted by rank, then by expert
         by_expert = torch.argsort(torch.repeat_interleave(own, received.reshape(-1), output_size=sum(got)), stable=True)
         results = self.experts(rows[by_expert], received.sum(0))
         results = torch.empty_like(results).index_put((by_expert,), results)
-        return funcol.all_to_all_single_autograd(results, sent, got, group)
+        return compat.all_to_all_with_gradient(results, sent, got, group)
 
 
 def build(width: int, hidden: int, experts: int, top: int, layers: int, group: dist.ProcessGroup | None) -> nn.Sequential:

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch._dynamo.config
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import ub_overlap
+from ub_overlap import _torch_compat as compat
 
 from .model import Experts, build
 
@@ -86,7 +86,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     options: dict[str, Any] = {"inner": args.inner, **({"overrides": overrides} if overrides else {})}
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     result: dict[str, Any] = {"losses": []}
-    with torch._dynamo.config.patch(capture_scalar_outputs=True):  # numbers of rows are part of the graph
+    with compat.dynamo_config.patch(capture_scalar_outputs=True):  # numbers of rows are part of the graph
         compiled = torch.compile(model, backend="ub_overlap", options=options, fullgraph=True)
         for step in range(args.steps):
             loss = loss_of(compiled(tokens_of(group.rank(), step, args, device)), group.size())
