@@ -33,7 +33,8 @@ from ..select.peak_memory import bytes_of, is_fused
 
 EFFICIENCY = 0.6
 """The share of the matmul rate that attention reaches. Assumed for grouped matmuls too."""
-_GROUPED = (aten._grouped_mm.default, aten._scaled_grouped_mm.default)
+_SCALED_GROUPED = tuple(getattr(aten, n).default for n in ("_scaled_grouped_mm", "_scaled_grouped_mm_v2") if hasattr(aten, n))
+_GROUPED = (aten._grouped_mm.default, *_SCALED_GROUPED)
 _SAME_FORMULA: dict[Any, Any] = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
@@ -87,8 +88,8 @@ class NodeTimes:
         if _formula(node.target) is not None:
             return self._counted_us(node)
         if node.target in _GROUPED:
-            is_float8 = node.target is aten._scaled_grouped_mm.default
-            return self._rate_us(self._grouped_flops(node), "float8" if is_float8 else str(dtype_of(node)))
+            dtype = "float8" if node.target in _SCALED_GROUPED else str(dtype_of(node))
+            return self._rate_us(self._grouped_flops(node), dtype)
         return 0.0 if node in self.inner else self._moved_us(node)
 
     def _matmul_us(self, matmul: Any) -> float:

@@ -21,6 +21,7 @@ from tests.cost.machine import PLAIN
 from tests.harness.ranks import RankPool
 from tests.harness.traces import Recorder, as_loss
 from tests.models.compare import error, uncached, values
+from ub_overlap.compiler.cost import load
 from ub_overlap.compiler.cost.assumed_sizes import assume_sizes
 from ub_overlap.compiler.cost.policy import Policy
 from ub_overlap.compiler.cost.site_sizes import hints_of
@@ -33,6 +34,7 @@ from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.rewrite.part_strides import Outputs
 from ub_overlap.compiler.rewrite.rewrite_graph import rewrite
 from ub_overlap.compiler.select import decide
+from ub_overlap.compiler.windows.node_times import NodeTimes, is_compute
 from ub_overlap.compiler.windows.widen import widen_windows
 from ub_overlap.runtime import ops
 
@@ -139,6 +141,23 @@ def test_what_may_not_move(why: str) -> None:
     more = [] if why == "alone" else [d.mm(operand, w)]
     decisions, _ = decided(d.output(read, *more))
     assert strategies(decisions) == ["no_gain"]
+
+
+def test_times_of_grouped_matmuls() -> None:
+    """Forward, input gradient and weight gradient of experts take equally long, whatever rows each expert has."""
+    d = MoEDag()
+    x, w = d.input("x", 4096, 2048), d.input("w", 8, 2048, 1024)
+    ends = d.call(torch.ops.prims.convert_element_type.default, d.input("ends", 8), torch.int32)
+    product = d.call(aten._grouped_mm.default, x, w, ends)
+    turned = d.call(aten.permute.default, w, [0, 2, 1])
+    gradients = [
+        d.call(aten._grouped_mm.default, product, turned, ends),
+        d.call(aten._grouped_mm.default, d.t(x), product, ends),
+    ]
+    times = NodeTimes.of(d.output(*gradients), load("h200"), {})
+    found = [times.us(n) for n in (product, *gradients)]
+    assert found == pytest.approx([2 * 4096 * 2048 * 1024 / (708e6 * 0.6)] * 3, abs=4)
+    assert all(map(is_compute, (product, *gradients))) and not is_compute(ends)
 
 
 def test_counts_and_uneven_constants_stay() -> None:
