@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from torch.fx import Graph, Node
 
-from ub_overlap.runtime.schedule.steps import SPLIT_SLOTS
+from ub_overlap.runtime.schedule.steps import PLAN_SLOTS
 
 from ..cost.choice import MARGIN_US, StrategyChoice
 from ..cost.predict import Prediction
@@ -156,7 +156,7 @@ class _Planner:
         fix_slots(transfers, {k: s.window.collective.op for k, s in enumerate(open_splits) if s.by_order})
         in_place = {k: t for k, (s, t) in enumerate(zip(open_splits, transfers, strict=True)) if s.zero_copy_times}
         zero_copy = {k: z for k, t in in_place.items() if (z := self._without_copy(open_splits[k], t, order, moving))}
-        result = place(items, transfers, Limits(self.costs.policy.split_bytes, SPLIT_SLOTS), zero_copy)
+        result = place(items, transfers, Limits(self.costs.policy.split_bytes, len(PLAN_SLOTS)), zero_copy)
         return {s.number: p for s, p in zip(open_splits, result, strict=True) if p is not None}
 
     def _transfer(self, s: SplitCandidate, order: FusionOrder, moving: Mapping[Node, object]) -> Transfer:
@@ -230,7 +230,8 @@ class _Planner:
                     result[i] = replace(assignments[i], result=lost)
                 if s.is_required:
                     miss = Miss(
-                        Reason.STRATEGY_ILLEGAL, f"split needs one of {SPLIT_SLOTS} slots, and all are in use where it starts"
+                        Reason.STRATEGY_ILLEGAL,
+                        f"split needs one of {len(PLAN_SLOTS)} slots, and all are in use where it starts",
                     )
                     result[i] = replace(assignments[i], result=miss)
                 continue

@@ -63,6 +63,13 @@ struct Source {
     DType type = DType::f32;
 };
 
+// One sum of a reduction step: its addends, in order, and where it goes.
+struct Sum {
+    std::vector<Source> sources;
+    Span to;
+    DType type = DType::f32;
+};
+
 // Numbers that are to be rounded to float8, and where the rounded ones and their scales go.
 struct Rounding {
     Span from, to, scales;
@@ -113,6 +120,12 @@ struct Call {
     std::vector<int64_t> sent_begin, received_begin;
     int64_t area_bytes = 0;
 
+    // The further tensors of a bundle, which is a split collective of several tensors. Each is a call with sizes and buffers of
+    // its own, whose landing memory begins `landing_offset` bytes behind the slot's. A step that copies or sums does so for
+    // every tensor. All else is done once.
+    std::vector<Call> bundled;
+    int64_t landing_offset = 0;
+
     // A fused collective: one kernel on CUDA. The epilogue is part of it there; on the CPU it follows the call.
     bool is_fused = false, two_shot = false;
     FusedGrid grid;
@@ -156,9 +169,14 @@ struct Call {
     int64_t output_bytes() const;
     // Whether every rank sums the whole tensors of all ranks.
     bool is_one_shot_sum() const { return is_fused && collective == Collective::reduce && !two_shot; }
-    // What a copy step moves, what a reduction adds up, and the matmuls of a step; in this order.
+    // Adds a tensor to the bundle, behind those that it has.
+    void add_to_bundle(Call tensor);
+    void set_arena(Arena* of);
+    // Takes the outputs of another description of this call.
+    void set_outputs(const Call& from);
+    // What a copy step moves, the sums of a reduction, and the matmuls of a step; in this order.
     std::vector<Move> moves(const Step& step, int64_t round = 0) const;
-    std::vector<Source> sources(const Step& step) const;
+    std::vector<Sum> sums(const Step& step) const;
     std::vector<MatmulTask> matmuls(const Step& step) const;
     // Bytes of a matmul step's results that are stored at peers.
     int64_t bytes_at_peers(const Step& step) const;
@@ -178,6 +196,7 @@ struct Call {
     char* landing(int rank) const;
     Span lay(const Region& region, char* base, int64_t row_bytes) const;
     Span table(const Region& region) const;
+    std::vector<Source> sources(const Step& step) const;
     Scale scale_of(bool own) const;
     bool is_independent(const Step& step) const;
     void gathered_matmuls(const Step& step, std::vector<MatmulTask>& tasks) const;

@@ -28,8 +28,9 @@ constexpr int flag_kinds = 3;
 // Arena slots, used in rotation: slot = epoch modulo slots.
 constexpr int slots = 2;
 
-// Slots behind those, one for each split collective that may be open at once. Each has memory, words and epochs of its own.
-constexpr int split_slots = 8;
+// Slots behind those, one for each split collective that may be open at once: of compiled plans, then of eager handles. Each
+// has memory, words and epochs of its own.
+constexpr int split_slots = 12;
 
 // Slots behind those, used in rotation by fused collectives (core/fused_collective.h). They share one memory.
 constexpr int fused_slot = slots + split_slots;

@@ -242,7 +242,7 @@ void Session::set_up(Call& call, const std::function<void(Call&)>& prepare) {
     } else if (arena_ && arena_->slot_bytes(call.slot()) < call.slot_bytes()) {
         hooks_.grow(call, false);
     }
-    call.arena = arena_.get();
+    call.set_arena(arena_.get());
 }
 
 void Session::grow_areas(Call& call) {
@@ -329,7 +329,7 @@ void Session::finish(Call& call, Executor& executor) {
     std::unique_ptr<OpenCollective> open = std::move(open_[call.split_slot]);
     Call& own = open->call;
     if (own.key.zero_copy) call.output = own.arena->slot(rank_, own.slot());
-    own.output = call.output;
+    own.set_outputs(call);
     own.stream = call.stream;
     open->finish_ns = std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
     run_split_op_of(own, open->number, [&] {

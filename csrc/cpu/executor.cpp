@@ -163,7 +163,7 @@ class Run final : public OpenWork {
                 return call_.bytes_at_peers(step);
             case StepKind::reduce: {
                 const float divisor = call_.average ? static_cast<float>(call_.ranks) : 1.0f;
-                reduce_spans(call_.sources(step), call_.span(step.writes[0]), call_.out_type, divisor);
+                for (const Sum& sum : call_.sums(step)) reduce_spans(sum.sources, sum.to, sum.type, divisor);
                 return 0;
             }
             case StepKind::finish: {

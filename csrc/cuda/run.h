@@ -235,8 +235,7 @@ class Run final : public OpenWork {
             case StepKind::reduce: {
                 if (step.reads.size() > max_ranks) throw too_many("sources");
                 const float divisor = call_.average ? static_cast<float>(call_.ranks) : 1.0f;
-                const Span to = call_.span(step.writes[0]);
-                launch_reduce(call_.sources(step), to, call_.out_type, divisor, stream);
+                for (const Sum& sum : call_.sums(step)) launch_reduce(sum.sources, sum.to, sum.type, divisor, stream);
                 return 0;
             }
             case StepKind::finish: {
@@ -259,7 +258,9 @@ class Run final : public OpenWork {
     int64_t copy(const Step& step, cudaStream_t stream, int64_t round) {
         int64_t bytes = 0;
         size_t part = 0;
-        for (const Move& move : call_.moves(step, round)) {
+        const std::vector<Move> moves = call_.moves(step, round);
+        if (moves_.size() < moves.size()) moves_.resize(moves.size());
+        for (const Move& move : moves) {
             if (step.queue == compute_queue) {
                 defer_copy(moves_[part++], move);
             } else {
@@ -307,6 +308,7 @@ class Run final : public OpenWork {
         };
         const bool was_returned = final && call_.key.zero_copy;
         if (!was_returned) add(call_.output, call_.output_bytes());
+        for (const Call& tensor : call_.bundled) add(tensor.output, tensor.output_bytes());
         if (call_.output_scales) {
             const int64_t rows = call_.collective == Collective::scatter ? call_.rows(call_.rank) : call_.total_rows();
             add(call_.output_scales, call_.outer * rows * call_.scales_a_row * static_cast<int64_t>(sizeof(float)));
@@ -383,7 +385,8 @@ class Run final : public OpenWork {
     std::vector<StepTime> times_;
     WaitList waits_;      // on COMPUTE, not launched yet
     SignalList signals_;  // on COMPUTE, not launched yet
-    Move moves_[2];       // local copies of rows and of scales, not launched yet; null data: none
+    // Local copies that are not launched yet, of rows, of scales, and of the further tensors of a bundle; null data: none.
+    std::vector<Move> moves_;
     std::shared_ptr<Trace> trace_;
     cudaEvent_t copied_ = nullptr;
     bool begun_ = false, copying_ = false, recordable_ = true, unfinished_ = false;

@@ -11,16 +11,15 @@ import torch
 from torch import Tensor
 
 from .. import ops  # noqa: F401  (registers the ops)
-from ..schedule.steps import SPLIT_SLOTS
+from ..schedule.steps import HANDLE_SLOTS, PLAN_SLOTS
 
 OPS = torch.ops.ub_overlap
 REDUCED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that the transport sums."""
 GATHERED_DTYPES = (*REDUCED_DTYPES, torch.float8_e4m3fn)
 """Dtypes of the transport's gathers. They move bytes: others travel as the last one."""
-GATHER_SLOT, SCATTER_SLOT = SPLIT_SLOTS - 1, SPLIT_SLOTS - 2
-REDUCE_SLOTS = (SPLIT_SLOTS - 3, SPLIT_SLOTS - 4)
-LANDING_SLOTS = tuple(range(SPLIT_SLOTS - 5, -1, -1))
+GATHER_SLOT, SCATTER_SLOT, *REDUCE_SLOTS = HANDLE_SLOTS
+LANDING_SLOTS = PLAN_SLOTS[:4]
 """Slots whose landing memory holds results of FSDP2 (landing_slots.py), in order of use."""
 
 

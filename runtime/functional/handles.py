@@ -5,14 +5,20 @@
     gathered = handle.wait()                                        waits for the peers' data
 
 They have no gradients. They are the split collectives of compiled graphs: start_collective and finish_collective, or
-start_all_to_all and finish_all_to_all. Compiled graphs may run in between: handles have the last slots, plans assign them from
-0 up. A plan that needs those too finds them in use (OptionError).
+start_all_to_all and finish_all_to_all. Compiled graphs may run in between: handles have split slots of their own.
+
+A handle that is dropped without a wait keeps its slot until a start finds all slots in use. If the collective started first was
+dropped, that start finishes it, with a warning. Which one that is follows from the program alone, not from when Python frees
+handles, so all ranks finish it at the same place.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,70 +35,122 @@ from .layout import DTYPES, Caller
 OPS = torch.ops.ub_overlap
 _BYTES = torch.float8_e4m3fn
 """A gather of other dtypes moves bytes, as which float8 is sent."""
-_open: weakref.WeakKeyDictionary[Any, dict[int, CollectiveHandle]] = weakref.WeakKeyDictionary()
-"""By process group and split slot. Handles are held here, so that one that is dropped still has its slot."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _OpenCollective:
+    """A collective between start and finish. It lives longer than a handle that is dropped."""
+
+    call: Caller
+    line: str
+    """Where the program started it."""
+    finish: Callable[[], Any]
+    """Its finish. It keeps the input, which the pushes read."""
+    handle: weakref.ref[CollectiveHandle] | None = None
+
+    @property
+    def is_dropped(self) -> bool:
+        return self.handle is not None and self.handle() is None
+
+    def __str__(self) -> str:
+        dropped = ", and dropped without wait()" if self.is_dropped else ""
+        return f"{self.call.function} at site '{self.call.site}', started by {self.line}{dropped}"
+
+
+_open: weakref.WeakKeyDictionary[Any, dict[int, _OpenCollective]] = weakref.WeakKeyDictionary()
+"""By process group and split slot, in the order of their starts."""
 
 
 class CollectiveHandle:
     """A collective that was started. `wait` returns its result. All ranks start and wait in the same order."""
 
     def __init__(
-        self, call: Caller, group: str, input: Tensor, arguments: tuple[Any, ...], view_as: torch.dtype, op: str = "collective"
+        self, call: Caller, group: str, op: str, input: Tensor | list[Tensor], arguments: tuple[Any, ...], view_as: Any
     ) -> None:
-        """Start the collective by the ops start_`op` and finish_`op`. `arguments`: theirs between tensors and slot."""
-        self._call, self._input, self._view_as = call, input, view_as
-        self._result: Tensor | None = None
+        """Start the collective by the ops start_`op` and finish_`op`. `arguments`: theirs between tensors and slot.
+
+        `view_as`: the dtype of the result, or a list of them.
+        """
+        self._call, self._view_as = call, view_as
+        self._result: Any = None
         self._slots = _open.setdefault(compat.group_of(group), {})
-        self._slot = self._free_slot()
+        self._slot = _take_slot(self._slots, call)
         zero_copy = (False,) if op == "collective" else ()
-        self._arguments = (*arguments, self._slot, *zero_copy, "bulk", group, call.site)
-        self._finish = getattr(OPS, f"finish_{op}")
-        self._token = getattr(OPS, f"start_{op}")(input, *self._arguments)
-        self._slots[self._slot] = self
+        all_arguments = (*arguments, self._slot, *zero_copy, "bulk", group, call.site)
+        token = getattr(OPS, f"start_{op}")(input, *all_arguments)
+        finish = getattr(OPS, f"finish_{op}")
+        own = _OpenCollective(call, _calling_line(), lambda: finish(token, input, *all_arguments), weakref.ref(self))
+        self._slots[self._slot] = own
 
     def __repr__(self) -> str:
         state = "open" if self._result is None else "finished"
         return f"<{state} {self._call.function} at site '{self._call.site}'>"
 
-    def wait(self) -> Tensor:
-        """Wait for the collective and return its result. On a GPU the current stream waits, not the host."""
+    def wait(self) -> Any:
+        """Wait for the collective and return its result, a list for a list. On a GPU the stream waits, not the host."""
         if self._result is None:
-            try:
-                result = self._finish(self._token, self._input, *self._arguments)
-            finally:
-                self._slots.pop(self._slot, None)  # after an error the group is not used again
-            self._result = result.view(self._view_as) if result.dtype != self._view_as else result
-            del self._input, self._token
+            own = self._slots.pop(self._slot, None)  # also where it fails: after an error the group is not used again
+            if own is None:
+                self._call.refuse("the collective has failed in an earlier wait", "a second wait", "one")
+            result = own.finish()
+            if isinstance(result, Tensor):
+                self._result = _view(result, self._view_as)
+            else:
+                self._result = [_view(one, dtype) for one, dtype in zip(result, self._view_as, strict=True)]
         return self._result
 
-    def _free_slot(self) -> int:
-        free = [slot for slot in HANDLE_SLOTS if slot not in self._slots]
-        if not free:
-            self._call.refuse(
-                f"{len(self._slots)} collectives of the group are open",
-                ", ".join(map(repr, self._slots.values())),
-                "a free slot",
-                "call wait() of one of them first, in the same order on all ranks",
-            )
+
+def _view(result: Tensor, dtype: torch.dtype) -> Tensor:
+    return result.view(dtype) if result.dtype != dtype else result
+
+
+def _take_slot(slots: dict[int, _OpenCollective], call: Caller) -> int:
+    """Return a free slot. OptionError where all are in use and the one taken first has a handle."""
+    free = [slot for slot in HANDLE_SLOTS if slot not in slots]
+    if free:
         return free[0]
+    slot, first = next(iter(slots.items()))
+    if not first.is_dropped:
+        call.refuse(
+            f"{len(slots)} collectives of the group are open",
+            "; ".join(map(str, slots.values())),
+            "a free slot",
+            "call wait() of the first one before, in the same order on all ranks",
+        )
+    log.warning("%s: its slot is needed, so it is finished now. Call wait() of every handle.", first)
+    del slots[slot]
+    first.finish()
+    return slot
+
+
+def _calling_line() -> str:
+    """Return "file:line" of the program that calls a function of this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("ub_overlap", "torch"):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 @torch.compiler.disable
-def all_gather(shard: Tensor, group: Group = None, *, async_op: bool = False, site: str | None = None) -> Any:
+def all_gather(
+    shard: Tensor | Sequence[Tensor], group: Group = None, *, async_op: bool = False, site: str | None = None
+) -> Any:
     """Gather [s, ..] of any dtype from R ranks. Return [R * s, ..], or with `async_op` a handle whose `wait()` returns that.
 
-    The input must not be written before the wait. Two collectives of a group may be open, and finish in any order that is the
+    Several tensors, of any sizes and dtypes, are gathered by one collective. The result is then a list.
+
+    The input must not be written before the wait. Four collectives of a group may be open, and finish in any order that is the
     same on all ranks. No gradients: OptionError for an input that needs one, unless under no_grad. site: a name for errors and
     statistics. Inside torch.compile use functional collectives, which the compiler starts early by itself.
     """
     call = layout.caller("all_gather", site)
-    moves_bytes = shard.dtype not in DTYPES
-    return _run(call, "all_gather", "sum", _as_bytes(call, shard) if moves_bytes else shard, shard.dtype, group, async_op)
+    return _run(call, "all_gather", "sum", shard, None, group, async_op)
 
 
 @torch.compiler.disable
 def reduce_scatter(
-    full: Tensor,
+    full: Tensor | Sequence[Tensor],
     group: Group = None,
     *,
     reduce_op: str = "sum",
@@ -103,18 +161,20 @@ def reduce_scatter(
     """Sum [R * s, ..] over R ranks and return this rank's rows [s, ..], or a handle, as in `all_gather`.
 
     The sum is taken in fp32 in rank order and rounded once to `out_dtype` (None: that of `full`); "avg" divides it by R. Inputs
-    are sent as they are: bf16 gradients summed to fp32 send half the bytes of fp32 ones.
+    are sent as they are: bf16 gradients summed to fp32 send half the bytes of fp32 ones. A list gives a list, as in
+    `all_gather`.
     """
     call = layout.caller("reduce_scatter", site)
     ranks = size_of(name_of(group))
-    if full.dim() and full.shape[0] % ranks:
-        call.refuse("dim 0 cannot be scattered evenly", full.shape[0], f"a multiple of {ranks}, the group's ranks")
-    return _run(call, "reduce_scatter", reduce_op, full, out_dtype or full.dtype, group, async_op)
+    for tensor in [full] if isinstance(full, Tensor) else full:
+        if tensor.dim() and tensor.shape[0] % ranks:
+            call.refuse("dim 0 cannot be scattered evenly", tensor.shape[0], f"a multiple of {ranks}, the group's ranks")
+    return _run(call, "reduce_scatter", reduce_op, full, out_dtype, group, async_op)
 
 
 @torch.compiler.disable
 def all_reduce(
-    x: Tensor,
+    x: Tensor | Sequence[Tensor],
     group: Group = None,
     *,
     reduce_op: str = "sum",
@@ -124,9 +184,9 @@ def all_reduce(
 ) -> Any:
     """Return the sum of `x` over ranks, equal on all of them, or a handle, as in `all_gather`. `x` is not changed.
 
-    reduce_op, out_dtype: as in `reduce_scatter`. The sums are sent in `out_dtype`.
+    reduce_op, out_dtype: as in `reduce_scatter`. The sums are sent in `out_dtype`. A list gives a list, as in `all_gather`.
     """
-    return _run(layout.caller("all_reduce", site), "all_reduce", reduce_op, x, out_dtype or x.dtype, group, async_op)
+    return _run(layout.caller("all_reduce", site), "all_reduce", reduce_op, x, out_dtype, group, async_op)
 
 
 @torch.compiler.disable
@@ -153,7 +213,7 @@ def all_to_all(
             call.refuse("dim 0 cannot be divided evenly", input.shape[0], f"a multiple of {ranks}, or {label}")
         splits.append([input.shape[0] // ranks] * ranks if rows_of_peers is None else [int(rows) for rows in rows_of_peers])
     sent = input.detach().contiguous()
-    handle = CollectiveHandle(call, name, sent, tuple(splits), input.dtype, "all_to_all")
+    handle = CollectiveHandle(call, name, "all_to_all", sent, tuple(splits), input.dtype)
     return handle if async_op else handle.wait()
 
 
@@ -164,23 +224,32 @@ def _check_input(call: Caller, x: Tensor) -> None:
         call.refuse("the function has no gradient", "an input with requires_grad", "one without", "detach it, or use no_grad")
 
 
-def _run(call: Caller, collective: str, reduce_op: str, x: Tensor, out_dtype: torch.dtype, group: Group, async_op: bool) -> Any:
+def _run(
+    call: Caller,
+    collective: str,
+    reduce_op: str,
+    x: Tensor | Sequence[Tensor],
+    out_dtype: torch.dtype | None,
+    group: Group,
+    async_op: bool,
+) -> Any:
     layout.check_choice(call, "reduce_op", reduce_op, ("sum", "avg"))
-    _check_input(call, x)
-    if collective != "all_gather" and not {x.dtype, out_dtype} <= set(DTYPES):
-        expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        call.refuse("a dtype cannot be summed", f"{x.dtype} to {out_dtype}", expected)
-    sent = x.detach().contiguous()
-    handle = CollectiveHandle(call, name_of(group), sent, (collective, reduce_op, _op_dtype(sent, out_dtype)), out_dtype)
+    tensors = [x] if isinstance(x, Tensor) else list(x)
+    if not tensors:
+        call.refuse("no input", "an empty list", "one tensor or more")
+    sent, dtypes = [], [out_dtype or tensor.dtype for tensor in tensors]
+    for tensor, dtype in zip(tensors, dtypes, strict=True):
+        _check_input(call, tensor)
+        if tensor.device != tensors[0].device:
+            call.refuse("the inputs are on several devices", tensor.device, tensors[0].device)
+        if collective != "all_gather" and not {tensor.dtype, dtype} <= set(DTYPES):
+            expected = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+            call.refuse("a dtype cannot be summed", f"{tensor.dtype} to {dtype}", expected)
+        dense = tensor.detach().resolve_conj().contiguous()
+        sent.append(dense if dense.dtype in DTYPES else dense.view(_BYTES))
+    op_dtypes = [one.dtype if one.dtype == _BYTES else dtype for one, dtype in zip(sent, dtypes, strict=True)]
+    if isinstance(x, Tensor):
+        handle = CollectiveHandle(call, name_of(group), "collective", sent[0], (collective, reduce_op, op_dtypes[0]), dtypes[0])
+    else:
+        handle = CollectiveHandle(call, name_of(group), "bundle", sent, (collective, reduce_op, op_dtypes), dtypes)
     return handle if async_op else handle.wait()
-
-
-def _op_dtype(sent: Tensor, out_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the op's result: bytes stay bytes."""
-    return sent.dtype if sent.dtype == _BYTES else out_dtype
-
-
-def _as_bytes(call: Caller, shard: Tensor) -> Tensor:
-    if shard.dim() == 0:
-        call.refuse("the input has no dims", "0", "one or more")
-    return shard.resolve_conj().contiguous().view(_BYTES)

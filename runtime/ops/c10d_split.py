@@ -30,21 +30,30 @@ from ..session.bind import find_session
 from ..session.session import Session
 from . import c10d_fallback as c10d
 from .all_to_all_args import AllToAllArgs, make_result
+from .bundle_args import BundleArgs, each_collective
 from .plain_collective import run_collective, wait_for
 from .start_args import StartArgs
 
-SplitArgs: TypeAlias = StartArgs | AllToAllArgs
+SplitArgs: TypeAlias = StartArgs | AllToAllArgs | BundleArgs
 
 
 @dataclass(frozen=True, slots=True)
-class OpenCollective:
-    """A collective between start and finish. `sent` is kept because the collective still reads it."""
+class _Launched:
+    """A collective of c10d. `sent` is kept because it still reads it."""
 
-    arguments: SplitArgs
+    arguments: StartArgs | AllToAllArgs
     work: Any
     """c10d's handle; None where the tensors are empty."""
     sent: Tensor
     result: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCollective:
+    """A collective between start and finish. `launched`: one for each tensor."""
+
+    arguments: SplitArgs
+    launched: list[_Launched]
 
 
 _open: weakref.WeakKeyDictionary[Session, dict[int, OpenCollective]] = weakref.WeakKeyDictionary()
@@ -53,7 +62,7 @@ _open: weakref.WeakKeyDictionary[Session, dict[int, OpenCollective]] = weakref.W
 
 def start(a: SplitArgs) -> None:
     """Launch the collective. OptionError where the slot has an open one."""
-    slots = _slots(a.group, a.input.device.type)
+    slots = _slots(a)
     if a.split_slot in slots:
         before = slots[a.split_slot].arguments
         raise errors.OptionError(
@@ -63,15 +72,17 @@ def start(a: SplitArgs) -> None:
             expected="a finish before the next start of a slot",
             fix=f"finish it first, or use another of the {SPLIT_SLOTS} split slots",
         )
-    slots[a.split_slot] = _exchange(a) if isinstance(a, AllToAllArgs) else _reduce_or_gather(a)
+    each = each_collective(a) if isinstance(a, BundleArgs) else [a]
+    launched = [_exchange(one) if isinstance(one, AllToAllArgs) else _reduce_or_gather(one) for one in each]
+    slots[a.split_slot] = OpenCollective(a, launched)
 
 
-def finish(a: SplitArgs) -> Tensor:
-    """Wait for the collective that `a` started and return its result.
+def finish(a: SplitArgs) -> list[Tensor]:
+    """Wait for the collective that `a` started and return its results.
 
     OptionError where the slot has another collective, or none. PeerTimeoutError and CollectiveError where it failed.
     """
-    slots = _slots(a.group, a.input.device.type)
+    slots = _slots(a)
     begun = slots.get(a.split_slot)
     if begun is None or _tag(begun.arguments) != _tag(a):
         slot = f"split slot {a.split_slot}"
@@ -83,14 +94,19 @@ def finish(a: SplitArgs) -> Tensor:
             fix="pass the arguments of the start, and finish every collective once",
         )
     del slots[a.split_slot]  # also where it fails: the error ends the collective
-    if begun.work is not None:
-        wait_for(begun.work, a.group, a.input.device.type)
+    return [_wait(one) for one in begun.launched]
+
+
+def _wait(launched: _Launched) -> Tensor:
+    a = launched.arguments
+    if launched.work is not None:
+        wait_for(launched.work, a.group, a.input.device.type)
     if isinstance(a, AllToAllArgs) or a.collective == "all_gather":
-        return begun.result.view(a.input.dtype)
-    return c10d.divide_for_avg(begun.result, a.reduce_op, a.group).to(a.out_dtype)
+        return launched.result.view(a.input.dtype)
+    return c10d.divide_for_avg(launched.result, a.reduce_op, a.group).to(a.out_dtype)
 
 
-def _exchange(a: AllToAllArgs) -> OpenCollective:
+def _exchange(a: AllToAllArgs) -> _Launched:
     members, result = compat.group_of(a.group), make_result(a)
     works: list[Any] = []
 
@@ -100,7 +116,7 @@ def _exchange(a: AllToAllArgs) -> OpenCollective:
 
     if a.input.shape[1:].numel():  # else no rank has anything to send; a rank without rows takes part
         run_collective(a.group, a.input.device.type, run)
-    return OpenCollective(a, works[0] if works else None, a.input, result)
+    return _Launched(a, works[0] if works else None, a.input, result)
 
 
 def _rows_of_bytes(tensor: Tensor) -> Tensor:
@@ -109,7 +125,7 @@ def _rows_of_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(rows, tensor.shape[1:].numel()).view(torch.uint8)
 
 
-def _reduce_or_gather(a: StartArgs) -> OpenCollective:
+def _reduce_or_gather(a: StartArgs) -> _Launched:
     members, ranks = compat.group_of(a.group), c10d.group_size(a.group)
     if a.collective == "all_gather":
         sent = a.input.view(torch.uint8) if a.input.dtype in FLOAT8 else a.input  # gloo has no such type
@@ -132,20 +148,28 @@ def _reduce_or_gather(a: StartArgs) -> OpenCollective:
 
     if result.numel():
         run_collective(a.group, a.input.device.type, run)
-    return OpenCollective(a, works[0] if works else None, sent, result)
+    return _Launched(a, works[0] if works else None, sent, result)
 
 
-def _slots(group: str, device: str) -> dict[int, OpenCollective]:
-    session = find_session(group, device)
-    assert session is not None, f"a split collective of group '{group}' without a session"
+def _inputs(a: SplitArgs) -> list[Tensor]:
+    return a.inputs if isinstance(a, BundleArgs) else [a.input]
+
+
+def _slots(a: SplitArgs) -> dict[int, OpenCollective]:
+    session = find_session(a.group, _inputs(a)[0].device.type)
+    assert session is not None, f"a split collective of group '{a.group}' without a session"
     return _open.setdefault(session, {})
 
 
 def _tag(a: SplitArgs) -> tuple[Any, ...]:
-    return (tuple(a.input.shape), a.input.dtype, *a[1:])
+    return (*((tuple(x.shape), x.dtype) for x in _inputs(a)), *a[1:])
 
 
 def _name(a: SplitArgs) -> str:
+    if isinstance(a, BundleArgs):
+        pairs = zip(a.inputs, a.out_dtypes, strict=True)
+        tensors = ", ".join(f"{x.dtype} {list(x.shape)} -> {dtype}" for x, dtype in pairs)
+        return f"split {a.collective} at site '{a.site}' ({tensors})"
     if isinstance(a, AllToAllArgs):
         splits = f"input splits {list(a.input_splits)}, output splits {list(a.output_splits)}"
         return f"split all_to_all at site '{a.site}' ({a.input.dtype} {list(a.input.shape)}, {splits})"

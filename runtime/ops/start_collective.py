@@ -3,7 +3,7 @@
 The pushes of this rank's data begin, and the op returns a token [1], uint8, without content. It orders finish after start.
 The input must not be written before the finish: the pushes read it.
 
-split_slot, 0 to 7, names the landing memory. A slot holds one open collective, so up to 8 may be open at once, with any calls
+split_slot, 0 to 11, names the landing memory. A slot holds one open collective, so up to 12 may be open at once, with any calls
 of the group between. All ranks issue starts, finishes and releases in the same order.
 
 zero_copy (all_gather): the result of finish is the landing memory itself, until release_collective gives it back.

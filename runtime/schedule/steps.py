@@ -22,11 +22,12 @@ from fractions import Fraction
 ZERO, ONE = Fraction(0), Fraction(1)
 SLOTS = 2
 """Arena slots per rank, used in turn: slot = epoch modulo SLOTS. Must equal `slots` in csrc/core/flags.h."""
-SPLIT_SLOTS = 8
+SPLIT_SLOTS = 12
 """Further slots per rank, for split collectives: as many may be open at once. Must equal `split_slots` in csrc/core/flags.h."""
-HANDLE_SLOTS = range(SPLIT_SLOTS - 2, SPLIT_SLOTS)
-"""The split slots of eager handles (runtime/functional/handles.py): the last ones, since plans assign them from 0 up."""
-
+PLAN_SLOTS = range(8)
+"""The split slots that compiled plans assign, from 0 up."""
+HANDLE_SLOTS = range(len(PLAN_SLOTS), SPLIT_SLOTS)
+"""The split slots of eager handles (runtime/functional/handles.py)."""
 
 FUSED_SLOTS = 2
 """Slots behind those, used in turn by fused collectives: slot = epoch modulo FUSED_SLOTS. Must equal `fused_slots` there."""

@@ -17,7 +17,7 @@ import ub_overlap
 from ub_overlap.runtime import errors, ops, settings
 from ub_overlap.runtime.schedule.encode import COPY, WAIT
 from ub_overlap.runtime.schedule.encode import provide as proven
-from ub_overlap.runtime.schedule.steps import SLOTS, FlagKind
+from ub_overlap.runtime.schedule.steps import SLOTS, SPLIT_SLOTS, FlagKind
 from ub_overlap.runtime.session.bind import find_session
 
 from . import rank_ops
@@ -150,7 +150,7 @@ def misuse(rank: int, world: int, strategy: str) -> list[dict[str, Any]]:
         attempt(lambda: exchange(name, sent, out, [-1, *of[1:]], **options)),
         attempt(lambda: exchange(name, sent[1:], out, of, **options)),
         attempt(lambda: exchange(name, sent[0, 0], out, of, **options)),
-        attempt(lambda: exchange(name, sent, out, of, 8, **options)),
+        attempt(lambda: exchange(name, sent, out, of, SPLIT_SLOTS, **options)),
         attempt(lambda: exchange(name, sent, out, of, strategy="bulk:chunks=4")),
         attempt(lambda: finish(name, sent, sent, out, of, **options)),
     ]

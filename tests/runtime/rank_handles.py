@@ -96,13 +96,24 @@ def misuse(rank: int, world: int) -> list[str]:
 
 
 def dropped(rank: int, world: int) -> dict[str, Any]:
-    """Drop a handle without a wait. Its slot is not used again: the next collective has another one."""
-    name, x = fresh(world), torch.ones(2, 2)
-    ub_overlap.all_gather(x, name, async_op=True, site="dropped")
+    """Drop handles without a wait, more than there are slots. Then hold the first of all, so that none can be finished.
+
+    The ranks let go of them at different times, which changes nothing.
+    """
+    name, x, kept = fresh(world), torch.arange(4.0), []
+    for i in range(2 * len(HANDLE_SLOTS)):
+        handle = ub_overlap.all_reduce(x + i, name, async_op=True, site=f"dropped{i}")
+        kept = [handle] if rank == 0 else []
+    del handle, kept
     gc.collect()
-    assert torch.equal(ub_overlap.all_gather(x, name), torch.ones(2 * world, 2))
-    ub_overlap.all_gather(x, name, async_op=True, site="dropped too")
-    return attempt(lambda: ub_overlap.all_gather(x, name))
+    held = ub_overlap.all_gather(x, name, async_op=True, site="held")
+    for i in range(1, len(HANDLE_SLOTS)):
+        ub_overlap.reduce_scatter(torch.ones(2 * world), name, async_op=True, site=f"later{i}")
+    gc.collect()
+    found = attempt(lambda: ub_overlap.all_gather(x, name, site="one more"))
+    assert torch.equal(held.wait(), torch.cat([x] * world))
+    assert torch.equal(ub_overlap.all_reduce(x, name), world * x)
+    return found
 
 
 def closed_while_open(rank: int, world: int) -> float:

@@ -51,7 +51,7 @@ def runs_meanwhile(rank: int, world: int) -> dict[str, Any]:
         shard = data(4, 4, seed=rank)
         site = {"site": "/meanwhile"}
         token = start(name, "all_gather", shard, **site)
-        begun = opened(name)[0]
+        begun = opened(name)[0].launched[0]
         until = time.monotonic() + 20
         while not begun.work.is_completed() and time.monotonic() < until:
             time.sleep(0.001)

@@ -16,6 +16,7 @@ import ub_overlap
 from ub_overlap.runtime import errors, ops, settings
 from ub_overlap.runtime.schedule.encode import COPY, WAIT
 from ub_overlap.runtime.schedule.encode import provide as proven
+from ub_overlap.runtime.schedule.steps import SPLIT_SLOTS
 
 from . import rank_ops
 from .oracle import data
@@ -157,7 +158,7 @@ def misuse(rank: int, world: int) -> list[dict[str, Any]]:
     token = start(name, "all_gather", shard)
     found.append(attempt(lambda: start(name, "all_gather", shard, site="/second")))
     found.append(attempt(lambda: finish(name, "all_gather", token, shard, site="/second")))
-    found.append(attempt(lambda: start(name, "all_gather", shard, 8)))
+    found.append(attempt(lambda: start(name, "all_gather", shard, SPLIT_SLOTS)))
     found.append(attempt(lambda: start(name, "all_gather", shard, 1, strategy="direct")))
     given = ("all_gather", "sum", 0, "bulk", name, "/split.0")
     found.append(attempt(lambda: OPS.finish_collective_into(token, shard, torch.empty(4, 4), *given)))

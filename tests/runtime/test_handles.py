@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.harness.ranks import RankPool
@@ -20,13 +22,18 @@ def test_misuse(pools: dict[int, RankPool]) -> None:
     for texts in pools[2].run(work.misuse, timeout=60):
         assert all(text.startswith("OptionError") for text in texts), texts
         assert [e for e, text in zip(expected, texts, strict=False) if e not in text] == []
-        assert "2 collectives of the group are open" in texts[-1]
-        assert "<open all_gather at site '/h0'>" in texts[-1] and "at site '/one more'" in texts[-1]
+        assert "4 collectives of the group are open" in texts[-1] and "at site '/one more'" in texts[-1]
+        assert re.search(r"all_gather at site '/h0', started by \S*rank_handles.py:\d+;", texts[-1]), texts[-1]
 
 
-def test_a_dropped_handle_keeps_its_slot(pools: dict[int, RankPool]) -> None:
+def test_dropped_handles_give_their_slots_back(pools: dict[int, RankPool]) -> None:
+    """The start that needs a slot finishes the oldest dropped one. It cannot while the oldest of all has a handle."""
     for found in pools[2].run(work.dropped, timeout=60):
-        assert found["error"] == "OptionError" and "'/dropped'" in found["text"] and "'/dropped too'" in found["text"]
+        text = found["text"]
+        assert found["error"] == "OptionError" and "4 collectives of the group are open" in text, found
+        held, *later = re.findall(r"(\w+) at site '/(\w+)', started by \S*rank_handles.py:\d+([^;\n]*)", text)
+        assert held == ("all_gather", "held", "")
+        assert later == [("reduce_scatter", f"later{i}", ", and dropped without wait()") for i in range(1, 4)]
 
 
 def test_a_group_closed_while_a_push_waits(pools: dict[int, RankPool]) -> None:

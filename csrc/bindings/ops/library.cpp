@@ -63,6 +63,8 @@ static void register_ops(torch::Library& m) {
     m.impl("start_collective", &start_collective);
     m.impl("finish_collective", &finish_collective);
     m.impl("finish_collective_into", &finish_collective_into);
+    m.impl("start_bundle", &start_bundle);
+    m.impl("finish_bundle", &finish_bundle);
     m.impl("landing_memory", &landing_memory);
     m.impl("release_collective", &release_collective);
     m.impl("start_all_to_all", &start_all_to_all);
@@ -99,7 +101,7 @@ TORCH_LIBRARY_IMPL(ub_overlap, CUDA, m) {
     for (const char* op :
          {"all_gather_matmul", "all_gather_scaled_matmul", "matmul_reduce_scatter", "scaled_matmul_reduce_scatter",
           "matmul_all_reduce", "bulk", "fused_collective", "start_collective", "finish_collective", "finish_collective_into",
-          "landing_memory", "release_collective", "start_all_to_all", "finish_all_to_all"}) {
+          "start_bundle", "finish_bundle", "landing_memory", "release_collective", "start_all_to_all", "finish_all_to_all"}) {
         m.impl(op, torch::CppFunction::makeFromBoxedFunction<&no_executor>());
     }
 #endif

@@ -1,5 +1,5 @@
-// A collective as two ops, or three. Start and finish build the same call: finish finds the open one by its slot and compares
-// their tags. Release finds it by slot and site.
+// A collective as two ops, or three, of one tensor or of a bundle. Start and finish build the same call: finish finds the open
+// one by its slot and compares their tags. Release finds it by slot and site.
 #include <memory>
 
 #include "bindings/fallback.h"
@@ -10,28 +10,115 @@
 namespace ub_overlap {
 namespace {
 
+// The arguments of a start, which its finish takes again.
+struct Arguments {
+    at::TensorList inputs;
+    const std::string &collective, &reduce_op;
+    at::ArrayRef<at::ScalarType> out_dtypes;
+    int64_t split_slot;
+    bool zero_copy;
+    const Site& site;
+    bool is_bundle = false;
+
+    at::Device device() const { return inputs[0].device(); }
+};
+
 // A group of one rank has no arena, and a slot may have no bytes for an empty tensor. Their results are copies.
 bool has_landing_memory(const Call& call, const Tensor& tensor) {
     return call.ranks > 1 && tensor.numel() > 0;
 }
 
-// Fills in all of the call but its buffers. Returns the sizes of the result.
-std::vector<int64_t> describe_call(Builder& b, const Tensor& input, const std::string& collective, const std::string& reduce_op,
-                                   at::ScalarType out_dtype, int64_t split_slot, bool zero_copy) {
+// Fills in all of the call but its buffers. Returns the sizes of the results.
+std::vector<std::vector<int64_t>> describe_call(Builder& b, const Arguments& a) {
     Call& call = b.call;
+    const size_t count = a.inputs.size();
     b.check(!call.key.striped && !call.key.direct, "a split collective has neither stripes nor products at their owners",
             call.strategy, "'bulk', 'bulk:chunks=N' or 'none'");
-    b.check(!zero_copy || collective == "all_gather", "only a gather can return its landing memory", collective, "all_gather");
-    call.key.kind = "split_" + collective;
-    call.key.zero_copy = zero_copy && has_landing_memory(call, input);
-    b.set_split_slot(split_slot);
-    std::vector<int64_t> sizes = deal_rows(b, input, collective, reduce_op, out_dtype);
-    b.describe("input", input);
-    b.note("reduce_op", reduce_op);
-    b.note("out_dtype", c10::toString(out_dtype));
-    b.note("split_slot", split_slot);
-    b.note("zero_copy", zero_copy);
+    b.check(!a.zero_copy || a.collective == "all_gather", "only a gather can return its landing memory", a.collective,
+            "all_gather");
+    b.check(a.out_dtypes.size() == count, "not every tensor has an out_dtype", std::to_string(a.out_dtypes.size()),
+            std::to_string(count));
+    call.key.kind = "split_" + a.collective;
+    call.key.zero_copy = a.zero_copy && has_landing_memory(call, a.inputs[0]);
+    b.set_split_slot(a.split_slot);
+    std::vector<std::vector<int64_t>> sizes(count);
+    std::vector<Call> others(count - 1);
+    for (size_t i = count; i-- > 0;) {  // the first tensor's sizes are those of the call itself
+        b.check(a.inputs[i].device() == b.device(), "the inputs are on several devices", text_of(a.inputs[i].device()),
+                text_of(b.device()));
+        sizes[i] = deal_rows(b, a.inputs[i], a.collective, a.reduce_op, a.out_dtypes[i]);
+        if (i > 0) others[i - 1] = call;
+    }
+    for (Call& tensor : others) call.add_to_bundle(std::move(tensor));
+    for (const Tensor& input : a.inputs) b.describe("input", input);
+    b.note("reduce_op", a.reduce_op);
+    for (const at::ScalarType dtype : a.out_dtypes) b.note("out_dtype", c10::toString(dtype));
+    b.note("split_slot", a.split_slot);
+    b.note("zero_copy", a.zero_copy);
     return sizes;
+}
+
+// The call of tensor `i`: the first one's is the bundle's own.
+Call& call_of(Call& call, size_t i) {
+    return i == 0 ? call : call.bundled[i - 1];
+}
+
+// Appends the arguments to a fallback's in the order of the schemas.
+FallbackCall& add_arguments(FallbackCall& fallback, const Arguments& a) {
+    if (a.is_bundle) {
+        return fallback.tensors(a.inputs).text(a.collective).text(a.reduce_op).dtypes(a.out_dtypes.vec()).integer(a.split_slot);
+    }
+    fallback.tensor(a.inputs[0]).text(a.collective).text(a.reduce_op).dtype(a.out_dtypes[0]).integer(a.split_slot);
+    return fallback.flag(a.zero_copy);
+}
+
+Tensor start(Arguments a) {
+    Builder b("split " + a.collective, a.device(), a.site);
+    describe_call(b, a);
+    auto dense = std::make_shared<std::vector<Tensor>>();
+    for (size_t i = 0; i < a.inputs.size(); ++i) {
+        dense->push_back(a.inputs[i].contiguous());
+        call_of(b.call, i).input = data_of(dense->back());
+    }
+    if (start_on_transport(b, dense)) return at::empty({1}, a.inputs[0].options().dtype(at::kByte));
+    a.inputs = *dense;
+    WithGil gil;
+    FallbackCall fallback(a.is_bundle ? "start_bundle" : "start_collective");
+    return add_arguments(fallback, a).run(a.site).at(0);
+}
+
+// Runs the second part of the collective that is open in the slot, or all of it without a transport. The results go to `outs`,
+// which are allocated here unless they are given, or the result stays in landing memory.
+std::vector<Tensor> finish(const Tensor& token, const Arguments& a, std::vector<Tensor> outs = {}) {
+    Builder b("split " + a.collective, a.device(), a.site);
+    const std::vector<std::vector<int64_t>> sizes = describe_call(b, a);
+    const auto options = [&](size_t i) { return a.inputs[i].options().dtype(a.out_dtypes[i]); };
+    const bool are_given = !outs.empty();
+    for (size_t i = 0; i < outs.size(); ++i) {
+        b.check(outs[i].sizes() == at::IntArrayRef(sizes[i]) && outs[i].is_contiguous() && outs[i].device() == a.device(),
+                "the output is not a contiguous tensor of the result's sizes", text_of(outs[i].sizes()), text_of(sizes[i]));
+    }
+    const auto allocate = [&](Call& call) {
+        if (call.key.zero_copy) return;
+        for (size_t i = 0; i < sizes.size(); ++i) {
+            if (!are_given) outs.push_back(at::empty(sizes[i], options(i)));
+            call_of(call, i).output = data_of(outs[i]);
+        }
+    };
+    if (finish_on_transport(b, allocate)) {
+        if (!outs.empty()) return outs;
+        return {at::for_blob(b.call.output, sizes[0]).options(options(0)).target_device(a.device()).make_tensor()};
+    }
+    WithGil gil;
+    FallbackCall fallback(a.is_bundle ? "finish_bundle" : "finish_collective");
+    fallback.tensor(token);
+    const std::vector<Tensor> results = add_arguments(fallback, a).run(a.site);
+    for (size_t i = 0; i < outs.size(); ++i) outs[i].copy_(results[i]);
+    return are_given ? outs : results;
+}
+
+void check_bundle(at::TensorList inputs, const std::string& site) {
+    expect(site.c_str(), !inputs.empty(), "a bundle has no tensor", "an empty list", "one tensor or more");
 }
 
 }  // namespace
@@ -40,57 +127,8 @@ Tensor start_collective(const Tensor& input, std::string collective, std::string
                         int64_t split_slot, bool zero_copy, std::string strategy, std::string group, std::string site) {
     return run_op(input.device(), [&] {
         const Site at{strategy, group, site};
-        Builder b("split " + collective, input.device(), at);
-        describe_call(b, input, collective, reduce_op, out_dtype, split_slot, zero_copy);
-        const Tensor dense = input.contiguous();
-        b.call.input = data_of(dense);
-        if (start_on_transport(b, std::make_shared<Tensor>(dense))) return at::empty({1}, input.options().dtype(at::kByte));
-        WithGil gil;
-        return FallbackCall("start_collective")
-            .tensor(dense)
-            .text(collective)
-            .text(reduce_op)
-            .dtype(out_dtype)
-            .integer(split_slot)
-            .flag(zero_copy)
-            .run(at)
-            .at(0);
+        return start({input, collective, reduce_op, out_dtype, split_slot, zero_copy, at});
     });
-}
-
-// Runs the second part of the collective that is open in the slot, or all of it without a transport. The result goes to `out`,
-// which is allocated here unless it is given, or stays in landing memory.
-static Tensor finish(const Tensor& token, const Tensor& input, Tensor out, const std::string& collective,
-                     const std::string& reduce_op, at::ScalarType out_dtype, int64_t split_slot, bool zero_copy,
-                     const Site& at) {
-    Builder b("split " + collective, input.device(), at);
-    const std::vector<int64_t> sizes = describe_call(b, input, collective, reduce_op, out_dtype, split_slot, zero_copy);
-    const at::TensorOptions options = input.options().dtype(out_dtype);
-    const bool is_given = out.defined();
-    if (is_given) {
-        b.check(out.sizes() == at::IntArrayRef(sizes) && out.is_contiguous() && out.device() == input.device(),
-                "the output is not a contiguous tensor of the result's sizes", text_of(out.sizes()), text_of(sizes));
-    }
-    const auto allocate = [&](Call& call) {
-        if (!is_given && !call.key.zero_copy) out = at::empty(sizes, options);
-        call.output = data_of(out);
-    };
-    if (finish_on_transport(b, allocate)) {
-        if (out.defined()) return out;
-        return at::for_blob(b.call.output, sizes).options(options).target_device(input.device()).make_tensor();
-    }
-    WithGil gil;
-    const Tensor result = FallbackCall("finish_collective")
-                              .tensor(token)
-                              .tensor(input)
-                              .text(collective)
-                              .text(reduce_op)
-                              .dtype(out_dtype)
-                              .integer(split_slot)
-                              .flag(zero_copy)
-                              .run(at)
-                              .at(0);
-    return is_given ? out.copy_(result) : result;
 }
 
 Tensor finish_collective(const Tensor& token, const Tensor& input, std::string collective, std::string reduce_op,
@@ -98,7 +136,27 @@ Tensor finish_collective(const Tensor& token, const Tensor& input, std::string c
                          std::string site) {
     return run_op(input.device(), [&] {
         const Site at{strategy, group, site};
-        return finish(token, input, Tensor(), collective, reduce_op, out_dtype, split_slot, zero_copy, at);
+        return finish(token, {input, collective, reduce_op, out_dtype, split_slot, zero_copy, at}).at(0);
+    });
+}
+
+Tensor start_bundle(at::TensorList inputs, std::string collective, std::string reduce_op,
+                    const std::vector<at::ScalarType>& out_dtypes, int64_t split_slot, std::string strategy, std::string group,
+                    std::string site) {
+    return run_op(device_of(inputs), [&] {
+        check_bundle(inputs, site);
+        const Site at{strategy, group, site};
+        return start({inputs, collective, reduce_op, out_dtypes, split_slot, false, at, true});
+    });
+}
+
+std::vector<Tensor> finish_bundle(const Tensor& token, at::TensorList inputs, std::string collective, std::string reduce_op,
+                                  const std::vector<at::ScalarType>& out_dtypes, int64_t split_slot, std::string strategy,
+                                  std::string group, std::string site) {
+    return run_op(device_of(inputs), [&] {
+        check_bundle(inputs, site);
+        const Site at{strategy, group, site};
+        return finish(token, {inputs, collective, reduce_op, out_dtypes, split_slot, false, at, true});
     });
 }
 
@@ -107,7 +165,8 @@ void finish_collective_into(const Tensor& token, const Tensor& input, Tensor& ou
                             std::string site) {
     run_op(input.device(), [&] {
         const Site at{strategy, group, site};
-        return finish(token, input, out, collective, reduce_op, out.scalar_type(), split_slot, false, at);
+        const at::ScalarType dtype = out.scalar_type();
+        return finish(token, {input, collective, reduce_op, dtype, split_slot, false, at}, {out}).at(0);
     });
 }
 
@@ -120,7 +179,9 @@ Tensor landing_memory(const Tensor& like, int64_t numel, int64_t split_slot, std
                 "a multiple of " + std::to_string(b.call.ranks));
         const Tensor shard =
             at::for_blob(nullptr, {numel / b.call.ranks}).options(options).target_device(like.device()).make_tensor();
-        describe_call(b, shard, "all_gather", "sum", like.scalar_type(), split_slot, true);
+        const std::string collective = "all_gather", reduce_op = "sum";
+        const at::ScalarType dtype = like.scalar_type();
+        describe_call(b, {shard, collective, reduce_op, dtype, split_slot, true, at});
         char* memory = has_landing_memory(b.call, shard) ? landing_on_transport(b) : nullptr;
         if (!memory) return at::empty({numel}, options);
         return at::for_blob(memory, {numel}).options(options).target_device(like.device()).make_tensor();

@@ -1,0 +1,35 @@
+"""start_bundle: begin a collective of several tensors, whose results finish_bundle returns.
+
+It is start_collective for a list: one collective in one split slot, with one wait for its data. Each tensor is pushed from its
+place and lands in a part of the slot of its own, so nothing is copied to join them. `out_dtypes` has one dtype for each tensor.
+
+Without a transport, or with "none", c10d runs the collectives of all tensors concurrently.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import c10d_split
+from .bundle_args import BundleArgs
+from .definition import OpDefinition
+
+SCHEMA = (
+    "start_bundle(Tensor[] inputs, str collective, str reduce_op, ScalarType[] out_dtypes, int split_slot, str strategy, "
+    "str group, str site) -> Tensor"
+)
+
+
+def make_token(a: BundleArgs) -> Tensor:
+    """Return a token."""
+    return a.inputs[0].new_empty((1,), dtype=torch.uint8)
+
+
+def fallback(a: BundleArgs) -> Tensor:
+    """Launch the collectives with c10d."""
+    c10d_split.start(a)
+    return make_token(a)
+
+
+DEFINITION = OpDefinition(SCHEMA, BundleArgs, make_token, fallback)

@@ -1,0 +1,117 @@
+"""Bundles: random lists of tensors with calls of the group between, and in graphs. Equal in bits to single tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu.cases import BF16, F32, Maker
+from tests.gpu.lockstep import Lockstep
+from ub_overlap.runtime.session import session
+
+OPS = torch.ops.ub_overlap
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+def arguments(collective: str, dtypes: list[torch.dtype], slot: int, group: str) -> tuple[Any, ...]:
+    return collective, "sum", dtypes, slot, "bulk", group, f"bundle.{collective}.{slot}"
+
+
+def alone(tensors: list[Tensor], collective: str, dtypes: list[torch.dtype], group: str) -> list[Tensor]:
+    return [
+        OPS.bulk(x, [], [], collective, "sum", dtype, "bulk", group, f"bundle.alone.{collective}")[0]
+        for x, dtype in zip(tensors, dtypes, strict=True)
+    ]
+
+
+def random_bundles(lockstep: Lockstep, group: str, steps: int) -> str:
+    """Start and finish bundles of one to twenty tensors in four slots in a random order. Ranks are late on their own."""
+    make, order, mine = Maker(lockstep.device, lockstep.ranks), lockstep.shared_random(12), lockstep.own_random(12)
+    opened: dict[int, tuple[Any, ...]] = {}
+    results: list[tuple[list[Tensor], list[Tensor], str, list[torch.dtype]]] = []
+
+    def end(slot: int) -> None:
+        token, tensors, collective, dtypes = opened.pop(slot)
+        outs = OPS.finish_bundle(token, tensors, *arguments(collective, dtypes, slot, group))
+        results.append((outs, tensors, collective, dtypes))
+
+    for _ in range(steps):
+        slot, collective = order.randrange(4), order.choice(KINDS)
+        if mine.random() < 0.2:
+            lockstep.sleep_on_device(mine.random() * 0.001)
+        if slot in opened:
+            end(slot)
+            continue
+        rows = [order.choice((0, 1, 3, 64, 257)) * lockstep.ranks for _ in range(order.choice((1, 2, 3, 20)))]
+        tensors = [make.randn(count, 256, dtype=BF16) for count in rows]
+        dtypes = [BF16 if collective == "all_gather" else order.choice((BF16, F32)) for _ in rows]
+        token = OPS.start_bundle(tensors, *arguments(collective, dtypes, slot, group))
+        opened[slot] = (token, tensors, collective, dtypes)
+    for slot in sorted(opened):
+        end(slot)
+    lockstep.sync()
+    session.check(group)
+    wrong = [
+        i
+        for i, (outs, tensors, collective, dtypes) in enumerate(results)
+        if not all(map(torch.equal, outs, alone(tensors, collective, dtypes, group)))
+    ]
+    lockstep.sync()
+    if wrong:
+        raise AssertionError(f"{len(wrong)} of {len(results)} bundles are wrong, the first {wrong[:5]}")
+    return f"{len(results)} bundles, bitwise"
+
+
+def replays(lockstep: Lockstep, group: str, turns: int) -> str:
+    """Replay a graph with a gather and a reduction of three tensors each, and alternate with the same eagerly."""
+    if not lockstep.cuda:
+        pytest.skip("the CPU has no graphs")
+    make, dtypes = Maker(lockstep.device, lockstep.ranks), [BF16] * 3
+    shapes = [(64 * lockstep.ranks, 256), (lockstep.ranks, 128), (16 * lockstep.ranks, 512)]
+    static = [make.randn(*shape, dtype=BF16) for shape in shapes]
+    inputs = [[make.randn(*shape, dtype=BF16) for shape in shapes] for _ in range(3)]
+    gather, scatter = (arguments(kind, dtypes, slot, group) for slot, kind in enumerate(("all_gather", "reduce_scatter")))
+
+    def step(tensors: list[Tensor]) -> list[Tensor]:
+        first, second = OPS.start_bundle(tensors, *gather), OPS.start_bundle(tensors, *scatter)
+        return [*OPS.finish_bundle(first, tensors, *gather), *OPS.finish_bundle(second, tensors, *scatter)]
+
+    expected = [
+        [*alone(tensors, "all_gather", dtypes, group), *alone(tensors, "reduce_scatter", dtypes, group)] for tensors in inputs
+    ]
+    step(static)  # allocates the slots
+    lockstep.sync()
+    lockstep.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = step(static)
+    lockstep.sync()
+    lockstep.barrier()
+    wrong = []
+    for turn in range(turns):
+        which, got = turn % 3, captured
+        if turn % 4 == 3:
+            got = step(inputs[which])
+        else:
+            for to, x in zip(static, inputs[which], strict=True):
+                to.copy_(x)
+            graph.replay()
+        lockstep.sync()
+        wrong += [turn] * (not all(map(torch.equal, got, expected[which])))
+    session.check(group)
+    if wrong:
+        raise AssertionError(f"{len(wrong)} of {turns} turns are wrong, the first {wrong[:5]}")
+    del captured, graph
+    return f"{turns} turns, bitwise"
+
+
+@pytest.mark.parametrize("steps", [40, 200])
+def test_random_bundles(lockstep: Lockstep, group: str, steps: int) -> None:
+    lockstep.note(random_bundles(lockstep, group, steps))
+
+
+def test_replays(lockstep: Lockstep, group: str) -> None:
+    lockstep.note(replays(lockstep, group, 40))

@@ -1,0 +1,35 @@
+"""Split collectives of several tensors on the CPU executor and over c10d: equal in bits to those of one, and misuse."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness.ranks import RankPool
+
+from . import rank_bundles
+
+
+@pytest.mark.parametrize(("world", "times", "strategy"), [(2, 120, "bulk"), (3, 60, "bulk"), (2, 40, "none")])
+def test_bits_equal_those_of_single_tensors(pools: dict[int, RankPool], world: int, times: int, strategy: str) -> None:
+    assert pools[world].run(rank_bundles.equals_single, times, strategy, timeout=120) == [[]] * world
+
+
+@pytest.mark.parametrize("what", ["handles", "fakes"])
+def test_lists(pools: dict[int, RankPool], what: str) -> None:
+    assert pools[2].run(getattr(rank_bundles, what), timeout=60) == [[], []]
+
+
+def test_misuse_is_named_and_harmless(pools: dict[int, RankPool]) -> None:
+    for found in pools[2].run(rank_bundles.misuse, timeout=60):
+        assert [one["error"] for one in found] == ["OptionError"] * 7 + [""], found
+        texts = [one["text"] for one in found[:7]]
+        assert all("holds another collective than the one to finish" in text for text in texts[:3]), texts
+        assert "not every tensor has an out_dtype" in texts[3]
+        assert "cannot be scattered evenly" in texts[4]
+        assert "an empty list" in texts[5] and "cannot be summed" in texts[6]
+
+
+def test_ranks_with_other_sizes(pools: dict[int, RankPool]) -> None:
+    """Look-alike: as many bytes on all ranks, but tensors of other sizes."""
+    for found in pools[2].run(rank_bundles.other_sizes, timeout=60):
+        assert found["error"] == "ShapeMismatchError" and "[4, 2]" in found["text"] and "[2, 2]" in found["text"], found
