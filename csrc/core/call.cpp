@@ -62,7 +62,7 @@ int64_t Call::output_bytes() const {
 int64_t Call::slot_bytes() const {
     if (is_all_to_all()) return ranks * whole_lines(std::max<int64_t>(area_bytes, 1));
     int64_t bytes = landing_bytes() + table_bytes() + landing2_bytes();
-    for (const Call& tensor : bundled) bytes += tensor.slot_bytes();
+    for (const Call& tensor : coalesced) bytes += tensor.slot_bytes();
     if (!is_fused) return bytes;
     // The CPU lays the slots out as for other calls.
     return std::max(fused_slots * bytes, fused_memory_bytes(fused_region_bytes(grid, ranks, two_shot)));
@@ -72,19 +72,19 @@ char* Call::landing(int of) const {
     return arena->slot(of, slot()) + landing_offset;
 }
 
-void Call::add_to_bundle(Call tensor) {
+void Call::add_coalesced(Call tensor) {
     tensor.landing_offset = slot_bytes();
-    bundled.push_back(std::move(tensor));
+    coalesced.push_back(std::move(tensor));
 }
 
 void Call::set_arena(Arena* of) {
     arena = of;
-    for (Call& tensor : bundled) tensor.arena = of;
+    for (Call& tensor : coalesced) tensor.arena = of;
 }
 
 void Call::set_outputs(const Call& from) {
     output = from.output;
-    for (size_t i = 0; i < bundled.size(); ++i) bundled[i].output = from.bundled[i].output;
+    for (size_t i = 0; i < coalesced.size(); ++i) coalesced[i].output = from.coalesced[i].output;
 }
 
 // Where a region lies in a buffer that begins at `base`, or in its table: whichever has `row` bytes a row.
@@ -151,7 +151,7 @@ std::vector<Move> Call::moves(const Step& step, int64_t round) const {
     std::vector<Move> all{{rounded ? lay(src, wire, inner * size_of(wire_float8)) : span(src), span(dst)}};
     const Span from = table(src), to = table(dst);
     if (from.data && to.data) all.push_back({from, to});
-    for (const Call& tensor : bundled) {
+    for (const Call& tensor : coalesced) {
         for (const Move& move : tensor.moves(step)) all.push_back(move);
     }
     return all;
@@ -159,7 +159,7 @@ std::vector<Move> Call::moves(const Step& step, int64_t round) const {
 
 std::vector<Sum> Call::sums(const Step& step) const {
     std::vector<Sum> all{{sources(step), span(step.writes[0]), out_type}};
-    for (const Call& tensor : bundled) {
+    for (const Call& tensor : coalesced) {
         for (Sum& sum : tensor.sums(step)) all.push_back(std::move(sum));
     }
     return all;

@@ -120,10 +120,10 @@ struct Call {
     std::vector<int64_t> sent_begin, received_begin;
     int64_t area_bytes = 0;
 
-    // The further tensors of a bundle, which is a split collective of several tensors. Each is a call with sizes and buffers of
-    // its own, whose landing memory begins `landing_offset` bytes behind the slot's. A step that copies or sums does so for
-    // every tensor. All else is done once.
-    std::vector<Call> bundled;
+    // The further tensors of a coalesced collective, a split collective of several tensors. Each is a call with sizes and
+    // buffers of its own, whose landing memory begins `landing_offset` bytes behind the slot's. A step that copies or sums
+    // does so for every tensor. All else is done once.
+    std::vector<Call> coalesced;
     int64_t landing_offset = 0;
 
     // A fused collective: one kernel on CUDA. The epilogue is part of it there; on the CPU it follows the call.
@@ -169,8 +169,8 @@ struct Call {
     int64_t output_bytes() const;
     // Whether every rank sums the whole tensors of all ranks.
     bool is_one_shot_sum() const { return is_fused && collective == Collective::reduce && !two_shot; }
-    // Adds a tensor to the bundle, behind those that it has.
-    void add_to_bundle(Call tensor);
+    // Adds a tensor to the coalesced collective, behind those that it has.
+    void add_coalesced(Call tensor);
     void set_arena(Arena* of);
     // Takes the outputs of another description of this call.
     void set_outputs(const Call& from);

@@ -308,7 +308,7 @@ class Run final : public OpenWork {
         };
         const bool was_returned = final && call_.key.zero_copy;
         if (!was_returned) add(call_.output, call_.output_bytes());
-        for (const Call& tensor : call_.bundled) add(tensor.output, tensor.output_bytes());
+        for (const Call& tensor : call_.coalesced) add(tensor.output, tensor.output_bytes());
         if (call_.output_scales) {
             const int64_t rows = call_.collective == Collective::scatter ? call_.rows(call_.rank) : call_.total_rows();
             add(call_.output_scales, call_.outer * rows * call_.scales_a_row * static_cast<int64_t>(sizeof(float)));
@@ -385,7 +385,7 @@ class Run final : public OpenWork {
     std::vector<StepTime> times_;
     WaitList waits_;      // on COMPUTE, not launched yet
     SignalList signals_;  // on COMPUTE, not launched yet
-    // Local copies that are not launched yet, of rows, of scales, and of the further tensors of a bundle; null data: none.
+    // Local copies that are not launched yet, of rows, of scales, and of further coalesced tensors; null data: none.
     std::vector<Move> moves_;
     std::shared_ptr<Trace> trace_;
     cudaEvent_t copied_ = nullptr;

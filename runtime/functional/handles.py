@@ -251,5 +251,5 @@ def _run(
     if isinstance(x, Tensor):
         handle = CollectiveHandle(call, name_of(group), "collective", sent[0], (collective, reduce_op, op_dtypes[0]), dtypes[0])
     else:
-        handle = CollectiveHandle(call, name_of(group), "bundle", sent, (collective, reduce_op, op_dtypes), dtypes)
+        handle = CollectiveHandle(call, name_of(group), "coalesced", sent, (collective, reduce_op, op_dtypes), dtypes)
     return handle if async_op else handle.wait()

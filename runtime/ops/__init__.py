@@ -38,7 +38,7 @@ from . import (
     all_gather_scaled_matmul,
     bulk,
     finish_all_to_all,
-    finish_bundle,
+    finish_coalesced,
     finish_collective,
     fused_collective,
     matmul_all_reduce,
@@ -46,7 +46,7 @@ from . import (
     release_collective,
     scaled_matmul_reduce_scatter,
     start_all_to_all,
-    start_bundle,
+    start_coalesced,
     start_collective,
 )
 from . import compare as compare  # registers ub_overlap::compare
@@ -75,8 +75,8 @@ DEFINITIONS: dict[str, OpDefinition[Any]] = {
         release_collective.DEFINITION,
         start_all_to_all.DEFINITION,
         finish_all_to_all.DEFINITION,
-        start_bundle.DEFINITION,
-        finish_bundle.DEFINITION,
+        start_coalesced.DEFINITION,
+        finish_coalesced.DEFINITION,
     )
 }
 """The ops that overlap, by name."""

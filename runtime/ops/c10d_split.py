@@ -30,11 +30,11 @@ from ..session.bind import find_session
 from ..session.session import Session
 from . import c10d_fallback as c10d
 from .all_to_all_args import AllToAllArgs, make_result
-from .bundle_args import BundleArgs, each_collective
+from .coalesced_args import CoalescedArgs, each_collective
 from .plain_collective import run_collective, wait_for
 from .start_args import StartArgs
 
-SplitArgs: TypeAlias = StartArgs | AllToAllArgs | BundleArgs
+SplitArgs: TypeAlias = StartArgs | AllToAllArgs | CoalescedArgs
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def start(a: SplitArgs) -> None:
             expected="a finish before the next start of a slot",
             fix=f"finish it first, or use another of the {SPLIT_SLOTS} split slots",
         )
-    each = each_collective(a) if isinstance(a, BundleArgs) else [a]
+    each = each_collective(a) if isinstance(a, CoalescedArgs) else [a]
     launched = [_exchange(one) if isinstance(one, AllToAllArgs) else _reduce_or_gather(one) for one in each]
     slots[a.split_slot] = OpenCollective(a, launched)
 
@@ -152,7 +152,7 @@ def _reduce_or_gather(a: StartArgs) -> _Launched:
 
 
 def _inputs(a: SplitArgs) -> list[Tensor]:
-    return a.inputs if isinstance(a, BundleArgs) else [a.input]
+    return a.inputs if isinstance(a, CoalescedArgs) else [a.input]
 
 
 def _slots(a: SplitArgs) -> dict[int, OpenCollective]:
@@ -166,7 +166,7 @@ def _tag(a: SplitArgs) -> tuple[Any, ...]:
 
 
 def _name(a: SplitArgs) -> str:
-    if isinstance(a, BundleArgs):
+    if isinstance(a, CoalescedArgs):
         pairs = zip(a.inputs, a.out_dtypes, strict=True)
         tensors = ", ".join(f"{x.dtype} {list(x.shape)} -> {dtype}" for x, dtype in pairs)
         return f"split {a.collective} at site '{a.site}' ({tensors})"

@@ -60,13 +60,13 @@ at::Tensor start_collective(const at::Tensor& input, std::string collective, std
 at::Tensor finish_collective(const at::Tensor& token, const at::Tensor& input, std::string collective, std::string reduce_op,
                              at::ScalarType out_dtype, int64_t split_slot, bool zero_copy, std::string strategy,
                              std::string group, std::string site);
-// A collective of several tensors: a bundle. One result for each.
-at::Tensor start_bundle(at::TensorList inputs, std::string collective, std::string reduce_op,
-                        const std::vector<at::ScalarType>& out_dtypes, int64_t split_slot, std::string strategy,
-                        std::string group, std::string site);
-std::vector<at::Tensor> finish_bundle(const at::Tensor& token, at::TensorList inputs, std::string collective,
-                                      std::string reduce_op, const std::vector<at::ScalarType>& out_dtypes, int64_t split_slot,
-                                      std::string strategy, std::string group, std::string site);
+// A coalesced collective, of several tensors. One result for each.
+at::Tensor start_coalesced(at::TensorList inputs, std::string collective, std::string reduce_op,
+                           const std::vector<at::ScalarType>& out_dtypes, int64_t split_slot, std::string strategy,
+                           std::string group, std::string site);
+std::vector<at::Tensor> finish_coalesced(const at::Tensor& token, at::TensorList inputs, std::string collective,
+                                         std::string reduce_op, const std::vector<at::ScalarType>& out_dtypes,
+                                         int64_t split_slot, std::string strategy, std::string group, std::string site);
 // The result of the open collective, into `out`, whose dtype is the result's. `out` may be the input of an all_reduce: a shard
 // of it is written when its owner has received it. The input of an all_gather may be its place in `out`.
 void finish_collective_into(const at::Tensor& token, const at::Tensor& input, at::Tensor& out, std::string collective,

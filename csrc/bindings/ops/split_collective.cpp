@@ -1,5 +1,5 @@
-// A collective as two ops, or three, of one tensor or of a bundle. Start and finish build the same call: finish finds the open
-// one by its slot and compares their tags. Release finds it by slot and site.
+// A collective as two ops, or three, of one tensor or of several (coalesced). Start and finish build the same call: finish
+// finds the open one by its slot and compares their tags. Release finds it by slot and site.
 #include <memory>
 
 #include "bindings/fallback.h"
@@ -18,7 +18,7 @@ struct Arguments {
     int64_t split_slot;
     bool zero_copy;
     const Site& site;
-    bool is_bundle = false;
+    bool is_coalesced = false;
 
     at::Device device() const { return inputs[0].device(); }
 };
@@ -49,7 +49,7 @@ std::vector<std::vector<int64_t>> describe_call(Builder& b, const Arguments& a) 
         sizes[i] = deal_rows(b, a.inputs[i], a.collective, a.reduce_op, a.out_dtypes[i]);
         if (i > 0) others[i - 1] = call;
     }
-    for (Call& tensor : others) call.add_to_bundle(std::move(tensor));
+    for (Call& tensor : others) call.add_coalesced(std::move(tensor));
     for (const Tensor& input : a.inputs) b.describe("input", input);
     b.note("reduce_op", a.reduce_op);
     for (const at::ScalarType dtype : a.out_dtypes) b.note("out_dtype", c10::toString(dtype));
@@ -58,14 +58,14 @@ std::vector<std::vector<int64_t>> describe_call(Builder& b, const Arguments& a) 
     return sizes;
 }
 
-// The call of tensor `i`: the first one's is the bundle's own.
+// The call of tensor `i`: the first one's is the coalesced collective's own.
 Call& call_of(Call& call, size_t i) {
-    return i == 0 ? call : call.bundled[i - 1];
+    return i == 0 ? call : call.coalesced[i - 1];
 }
 
 // Appends the arguments to a fallback's in the order of the schemas.
 FallbackCall& add_arguments(FallbackCall& fallback, const Arguments& a) {
-    if (a.is_bundle) {
+    if (a.is_coalesced) {
         return fallback.tensors(a.inputs).text(a.collective).text(a.reduce_op).dtypes(a.out_dtypes.vec()).integer(a.split_slot);
     }
     fallback.tensor(a.inputs[0]).text(a.collective).text(a.reduce_op).dtype(a.out_dtypes[0]).integer(a.split_slot);
@@ -83,7 +83,7 @@ Tensor start(Arguments a) {
     if (start_on_transport(b, dense)) return at::empty({1}, a.inputs[0].options().dtype(at::kByte));
     a.inputs = *dense;
     WithGil gil;
-    FallbackCall fallback(a.is_bundle ? "start_bundle" : "start_collective");
+    FallbackCall fallback(a.is_coalesced ? "start_coalesced" : "start_collective");
     return add_arguments(fallback, a).run(a.site).at(0);
 }
 
@@ -110,15 +110,15 @@ std::vector<Tensor> finish(const Tensor& token, const Arguments& a, std::vector<
         return {at::for_blob(b.call.output, sizes[0]).options(options(0)).target_device(a.device()).make_tensor()};
     }
     WithGil gil;
-    FallbackCall fallback(a.is_bundle ? "finish_bundle" : "finish_collective");
+    FallbackCall fallback(a.is_coalesced ? "finish_coalesced" : "finish_collective");
     fallback.tensor(token);
     const std::vector<Tensor> results = add_arguments(fallback, a).run(a.site);
     for (size_t i = 0; i < outs.size(); ++i) outs[i].copy_(results[i]);
     return are_given ? outs : results;
 }
 
-void check_bundle(at::TensorList inputs, const std::string& site) {
-    expect(site.c_str(), !inputs.empty(), "a bundle has no tensor", "an empty list", "one tensor or more");
+void check_coalesced(at::TensorList inputs, const std::string& site) {
+    expect(site.c_str(), !inputs.empty(), "a coalesced collective has no tensor", "an empty list", "one tensor or more");
 }
 
 }  // namespace
@@ -140,21 +140,21 @@ Tensor finish_collective(const Tensor& token, const Tensor& input, std::string c
     });
 }
 
-Tensor start_bundle(at::TensorList inputs, std::string collective, std::string reduce_op,
-                    const std::vector<at::ScalarType>& out_dtypes, int64_t split_slot, std::string strategy, std::string group,
-                    std::string site) {
+Tensor start_coalesced(at::TensorList inputs, std::string collective, std::string reduce_op,
+                       const std::vector<at::ScalarType>& out_dtypes, int64_t split_slot, std::string strategy,
+                       std::string group, std::string site) {
     return run_op(device_of(inputs), [&] {
-        check_bundle(inputs, site);
+        check_coalesced(inputs, site);
         const Site at{strategy, group, site};
         return start({inputs, collective, reduce_op, out_dtypes, split_slot, false, at, true});
     });
 }
 
-std::vector<Tensor> finish_bundle(const Tensor& token, at::TensorList inputs, std::string collective, std::string reduce_op,
-                                  const std::vector<at::ScalarType>& out_dtypes, int64_t split_slot, std::string strategy,
-                                  std::string group, std::string site) {
+std::vector<Tensor> finish_coalesced(const Tensor& token, at::TensorList inputs, std::string collective, std::string reduce_op,
+                                     const std::vector<at::ScalarType>& out_dtypes, int64_t split_slot, std::string strategy,
+                                     std::string group, std::string site) {
     return run_op(device_of(inputs), [&] {
-        check_bundle(inputs, site);
+        check_coalesced(inputs, site);
         const Site at{strategy, group, site};
         return finish(token, {inputs, collective, reduce_op, out_dtypes, split_slot, false, at, true});
     });

@@ -1,4 +1,4 @@
-"""The arguments of start_bundle, which finish_bundle takes again."""
+"""The arguments of start_coalesced, which finish_coalesced takes again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from .start_args import StartArgs
 
 
-class BundleArgs(NamedTuple):
+class CoalescedArgs(NamedTuple):
     inputs: list[Tensor]
     collective: str
     reduce_op: str
@@ -21,7 +21,7 @@ class BundleArgs(NamedTuple):
     site: str
 
 
-def each_collective(a: BundleArgs) -> list[StartArgs]:
-    """Return the bundle as collectives of one tensor each."""
+def each_collective(a: CoalescedArgs) -> list[StartArgs]:
+    """Return the coalesced collective as collectives of one tensor each."""
     pairs = zip(a.inputs, a.out_dtypes, strict=True)
     return [StartArgs(x, a.collective, a.reduce_op, dtype, a.split_slot, False, *a[5:]) for x, dtype in pairs]

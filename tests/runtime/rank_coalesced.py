@@ -1,4 +1,4 @@
-"""Rank functions of test_bundles.py: split collectives of several tensors."""
+"""Rank functions of test_coalesced.py: split collectives of several tensors."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def arguments(name: str, collective: str, tensors: list[Tensor], slot: int = 0, **options: Any) -> tuple[Any, ...]:
     """Return all arguments but the tensors. options: dtypes of the results, reduce_op, strategy, site."""
     dtypes = options.get("dtypes", [x.dtype for x in tensors])
-    strategy, site = options.get("strategy", "bulk"), options.get("site", f"/bundle.{slot}")
+    strategy, site = options.get("strategy", "bulk"), options.get("site", f"/coalesced.{slot}")
     return collective, options.get("reduce_op", "sum"), dtypes, slot, strategy, name, site
 
 
 def alone(name: str, tensor: Tensor, collective: str, reduce_op: str, dtype: torch.dtype, strategy: str) -> Tensor:
-    """Run the collective of one tensor of a bundle."""
+    """Run the collective of one tensor of a coalesced collective."""
     return OPS.bulk(tensor, [], [], collective, reduce_op, dtype, strategy, name, "/alone")[0]
 
 
@@ -44,13 +44,13 @@ def random_tensors(order: random.Random, rank: int, world: int, collective: str)
 
 
 def equals_single(rank: int, world: int, times: int, strategy: str) -> list[str]:
-    """Random bundles in two slots, with delays and calls of the group between; equal in bits to collectives of one tensor."""
+    """Collectives of random tensors in two slots, with delays and calls of the group between; equal in bits to single ones."""
     name, order, bad = fresh(world), random.Random(5), []
     opened: dict[int, Any] = {}
 
     def end(slot: int) -> None:
         token, tensors, args, want = opened.pop(slot)
-        for number, (got, exact) in enumerate(zip(OPS.finish_bundle(token, tensors, *args), want, strict=True)):
+        for number, (got, exact) in enumerate(zip(OPS.finish_coalesced(token, tensors, *args), want, strict=True)):
             if got.dtype != exact.dtype or got.shape != exact.shape or not torch.equal(got, exact):
                 bad.append(f"{args}: tensor {number} of {[list(x.shape) for x in tensors]}")
 
@@ -66,7 +66,7 @@ def equals_single(rank: int, world: int, times: int, strategy: str) -> list[str]
             reduce_op = order.choice(("sum", "avg"))
             chunks = order.choice(("bulk", "bulk:chunks=5")) if strategy == "bulk" else strategy
             args = arguments(name, collective, tensors, slot, dtypes=dtypes, reduce_op=reduce_op, strategy=chunks)
-            token = OPS.start_bundle(tensors, *args)
+            token = OPS.start_coalesced(tensors, *args)
             want = [alone(name, x, collective, reduce_op, dtype, strategy) for x, dtype in zip(tensors, dtypes, strict=True)]
             opened[slot] = (token, tensors, args, want)
         for slot in sorted(opened):
@@ -97,36 +97,36 @@ def handles(rank: int, world: int) -> list[str]:
 
 
 def misuse(rank: int, world: int) -> list[dict[str, Any]]:
-    """Return the errors of wrong calls, then that of a bundle afterwards."""
+    """Return the errors of wrong calls, then that of a coalesced collective afterwards."""
     name = fresh(world)
     a, b = torch.ones(4, 2), torch.ones(2, 2)
     both = arguments(name, "all_gather", [a, b])
     ub_overlap.all_gather(a, name)
-    token = OPS.start_bundle([a, b], *both)
+    token = OPS.start_coalesced([a, b], *both)
     found = [
-        attempt(lambda: OPS.finish_bundle(token, [b, a], *both)),
-        attempt(lambda: OPS.finish_bundle(token, [a], *arguments(name, "all_gather", [a]))),
-        attempt(lambda: OPS.finish_collective(token, a, "all_gather", "sum", a.dtype, 0, False, "bulk", name, "/bundle.0")),
+        attempt(lambda: OPS.finish_coalesced(token, [b, a], *both)),
+        attempt(lambda: OPS.finish_coalesced(token, [a], *arguments(name, "all_gather", [a]))),
+        attempt(lambda: OPS.finish_collective(token, a, "all_gather", "sum", a.dtype, 0, False, "bulk", name, "/coalesced.0")),
     ]
-    OPS.finish_bundle(token, [a, b], *both)
+    OPS.finish_coalesced(token, [a, b], *both)
     found += [
-        attempt(lambda: OPS.start_bundle([a, b], *arguments(name, "all_gather", [a]))),
-        attempt(lambda: OPS.start_bundle([a, torch.ones(3, 2)], *arguments(name, "reduce_scatter", [a, b]))),
+        attempt(lambda: OPS.start_coalesced([a, b], *arguments(name, "all_gather", [a]))),
+        attempt(lambda: OPS.start_coalesced([a, torch.ones(3, 2)], *arguments(name, "reduce_scatter", [a, b]))),
         attempt(lambda: ub_overlap.all_gather([], name)),
         attempt(lambda: ub_overlap.all_reduce([a, a.long()], name)),
-        attempt(lambda: OPS.finish_bundle(OPS.start_bundle([a, b], *both), [a, b], *both)),
+        attempt(lambda: OPS.finish_coalesced(OPS.start_coalesced([a, b], *both), [a, b], *both)),
     ]
     return found
 
 
 def other_sizes(rank: int, world: int) -> dict[str, Any]:
-    """The ranks put as many elements into the bundle, but divide them in other ways."""
+    """The ranks put as many elements into the coalesced collective, but divide them in other ways."""
     name = fresh(world)
     rows = (4, 2) if rank else (2, 4)
     tensors = [torch.ones(n, 2) for n in rows]
     ub_overlap.all_gather(torch.ones(2), name)
     args = arguments(name, "all_gather", tensors)
-    return attempt(lambda: OPS.finish_bundle(OPS.start_bundle(tensors, *args), tensors, *args))
+    return attempt(lambda: OPS.finish_coalesced(OPS.start_coalesced(tensors, *args), tensors, *args))
 
 
 def fakes(rank: int, world: int) -> list[str]:
@@ -135,10 +135,10 @@ def fakes(rank: int, world: int) -> list[str]:
     tensors = [data(2 * world, 3, seed=1), data(world, seed=2).bfloat16()]
     for collective in COLLECTIVES:
         args = arguments(name, collective, tensors)
-        real = OPS.finish_bundle(OPS.start_bundle(tensors, *args), tensors, *args)
+        real = OPS.finish_coalesced(OPS.start_coalesced(tensors, *args), tensors, *args)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             inputs = [mode.from_tensor(x) for x in tensors]
-            fake = OPS.finish_bundle(OPS.start_bundle(inputs, *args), inputs, *args)
+            fake = OPS.finish_coalesced(OPS.start_coalesced(inputs, *args), inputs, *args)
         bad += [collective for x, y in zip(real, fake, strict=True) if (x.shape, x.dtype) != (y.shape, y.dtype)]
-    assert {"start_bundle", "finish_bundle"} <= DEFINITIONS.keys()
+    assert {"start_coalesced", "finish_coalesced"} <= DEFINITIONS.keys()
     return bad

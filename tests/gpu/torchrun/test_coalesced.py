@@ -1,4 +1,4 @@
-"""Bundles: random lists of tensors with calls of the group between, and in graphs. Equal in bits to single tensors."""
+"""Coalesced collectives of random tensors, with calls of the group between, and in graphs: equal in bits to single ones."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 def arguments(collective: str, dtypes: list[torch.dtype], slot: int, group: str) -> tuple[Any, ...]:
-    return collective, "sum", dtypes, slot, "bulk", group, f"bundle.{collective}.{slot}"
+    return collective, "sum", dtypes, slot, "bulk", group, f"coalesced.{collective}.{slot}"
 
 
 def alone(tensors: list[Tensor], collective: str, dtypes: list[torch.dtype], group: str) -> list[Tensor]:
     return [
-        OPS.bulk(x, [], [], collective, "sum", dtype, "bulk", group, f"bundle.alone.{collective}")[0]
+        OPS.bulk(x, [], [], collective, "sum", dtype, "bulk", group, f"coalesced.alone.{collective}")[0]
         for x, dtype in zip(tensors, dtypes, strict=True)
     ]
 
 
-def random_bundles(lockstep: Lockstep, group: str, steps: int) -> str:
-    """Start and finish bundles of one to twenty tensors in four slots in a random order. Ranks are late on their own."""
+def random_coalesced(lockstep: Lockstep, group: str, steps: int) -> str:
+    """Start and finish collectives of one to twenty tensors in four slots in a random order. Ranks are late on their own."""
     make, order, mine = Maker(lockstep.device, lockstep.ranks), lockstep.shared_random(12), lockstep.own_random(12)
     opened: dict[int, tuple[Any, ...]] = {}
     results: list[tuple[list[Tensor], list[Tensor], str, list[torch.dtype]]] = []
 
     def end(slot: int) -> None:
         token, tensors, collective, dtypes = opened.pop(slot)
-        outs = OPS.finish_bundle(token, tensors, *arguments(collective, dtypes, slot, group))
+        outs = OPS.finish_coalesced(token, tensors, *arguments(collective, dtypes, slot, group))
         results.append((outs, tensors, collective, dtypes))
 
     for _ in range(steps):
@@ -48,7 +48,7 @@ def random_bundles(lockstep: Lockstep, group: str, steps: int) -> str:
         rows = [order.choice((0, 1, 3, 64, 257)) * lockstep.ranks for _ in range(order.choice((1, 2, 3, 20)))]
         tensors = [make.randn(count, 256, dtype=BF16) for count in rows]
         dtypes = [BF16 if collective == "all_gather" else order.choice((BF16, F32)) for _ in rows]
-        token = OPS.start_bundle(tensors, *arguments(collective, dtypes, slot, group))
+        token = OPS.start_coalesced(tensors, *arguments(collective, dtypes, slot, group))
         opened[slot] = (token, tensors, collective, dtypes)
     for slot in sorted(opened):
         end(slot)
@@ -61,8 +61,8 @@ def random_bundles(lockstep: Lockstep, group: str, steps: int) -> str:
     ]
     lockstep.sync()
     if wrong:
-        raise AssertionError(f"{len(wrong)} of {len(results)} bundles are wrong, the first {wrong[:5]}")
-    return f"{len(results)} bundles, bitwise"
+        raise AssertionError(f"{len(wrong)} of {len(results)} coalesced collectives are wrong, the first {wrong[:5]}")
+    return f"{len(results)} coalesced collectives, bitwise"
 
 
 def replays(lockstep: Lockstep, group: str, turns: int) -> str:
@@ -76,8 +76,8 @@ def replays(lockstep: Lockstep, group: str, turns: int) -> str:
     gather, scatter = (arguments(kind, dtypes, slot, group) for slot, kind in enumerate(("all_gather", "reduce_scatter")))
 
     def step(tensors: list[Tensor]) -> list[Tensor]:
-        first, second = OPS.start_bundle(tensors, *gather), OPS.start_bundle(tensors, *scatter)
-        return [*OPS.finish_bundle(first, tensors, *gather), *OPS.finish_bundle(second, tensors, *scatter)]
+        first, second = OPS.start_coalesced(tensors, *gather), OPS.start_coalesced(tensors, *scatter)
+        return [*OPS.finish_coalesced(first, tensors, *gather), *OPS.finish_coalesced(second, tensors, *scatter)]
 
     expected = [
         [*alone(tensors, "all_gather", dtypes, group), *alone(tensors, "reduce_scatter", dtypes, group)] for tensors in inputs
@@ -109,8 +109,8 @@ def replays(lockstep: Lockstep, group: str, turns: int) -> str:
 
 
 @pytest.mark.parametrize("steps", [40, 200])
-def test_random_bundles(lockstep: Lockstep, group: str, steps: int) -> None:
-    lockstep.note(random_bundles(lockstep, group, steps))
+def test_random_coalesced(lockstep: Lockstep, group: str, steps: int) -> None:
+    lockstep.note(random_coalesced(lockstep, group, steps))
 
 
 def test_replays(lockstep: Lockstep, group: str) -> None:

@@ -1,6 +1,6 @@
-"""Time collectives of several weights: one split collective for each, against one for all (a bundle).
+"""Time collectives of several weights: one split collective for each, against a coalesced one.
 
-    torchrun --nproc-per-node N -m benchmarks.bundles [--widths 4096,14336] [--rounds 30]
+    torchrun --nproc-per-node N -m benchmarks.coalesced [--widths 4096,14336] [--rounds 30]
 
 A row is the shards of one layer that are needed at the same place: wq, wk, wv, or w1, w3; gathers and reduce_scatters of bf16.
 All starts are issued, then all finishes. Columns: median microseconds on the device and of host time, of the slowest rank; in
@@ -40,12 +40,12 @@ def apart(tensors: Sequence[Tensor], collective: str, group: str) -> Callable[[]
 
 
 def together(tensors: Sequence[Tensor], collective: str, group: str) -> Callable[[], list[Tensor]]:
-    """Return a call that starts and finishes one bundle of all tensors."""
+    """Return a call that starts and finishes a coalesced collective of all tensors."""
 
     def call() -> list[Tensor]:
         inputs = list(tensors)
-        tail = (collective, "sum", [x.dtype for x in inputs], 0, "bulk", group, "/bundle")
-        return OPS.finish_bundle(OPS.start_bundle(inputs, *tail), inputs, *tail)
+        tail = (collective, "sum", [x.dtype for x in inputs], 0, "bulk", group, "/coalesced")
+        return OPS.finish_coalesced(OPS.start_coalesced(inputs, *tail), inputs, *tail)
 
     return call
 
@@ -60,11 +60,11 @@ def measure(world: World, name: str, collective: str, shapes: Sequence[tuple[int
     ]
     calls: dict[str, Callable[[], Any]] = {
         "apart": apart(tensors, collective, group),
-        "bundle": together(tensors, collective, group),
+        "coalesced": together(tensors, collective, group),
     }
     first, second = (call() for call in calls.values())
     if not all(map(torch.equal, first, second)):
-        raise AssertionError(f"{name} {collective}: the bundle's results differ")
+        raise AssertionError(f"{name} {collective}: the coalesced collective's results differ")
     clock = Clock(world)
     if world.cuda:
         settle(calls["apart"], world)
@@ -88,7 +88,7 @@ def main() -> None:
     try:
         world = start(None, args.device)
     except ValueError as error:
-        sys.exit(f"benchmarks.bundles: {error}")
+        sys.exit(f"benchmarks.coalesced: {error}")
     if world is None:
         return
     ops.load()

@@ -1,4 +1,4 @@
-"""finish_bundle: return the results of the collective that start_bundle began, one for each input.
+"""finish_coalesced: return the results of the collective that start_coalesced began, one for each input.
 
 It takes the token and the arguments of the start, with the same inputs. Sizes, reduce_op and dtypes are as in
 finish_collective.
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from . import c10d_split, finish_collective
-from .bundle_args import BundleArgs, each_collective
+from .coalesced_args import CoalescedArgs, each_collective
 from .definition import OpDefinition
 
 SCHEMA = (
-    "finish_bundle(Tensor token, Tensor[] inputs, str collective, str reduce_op, ScalarType[] out_dtypes, int split_slot, "
+    "finish_coalesced(Tensor token, Tensor[] inputs, str collective, str reduce_op, ScalarType[] out_dtypes, int split_slot, "
     "str strategy, str group, str site) -> Tensor[]"
 )
 
 
-class FinishBundleArgs(NamedTuple):
+class FinishCoalescedArgs(NamedTuple):
     token: Tensor
     inputs: list[Tensor]
     collective: str
@@ -33,15 +33,15 @@ class FinishBundleArgs(NamedTuple):
     site: str
 
 
-def fake(a: FinishBundleArgs) -> list[Tensor]:
+def fake(a: FinishCoalescedArgs) -> list[Tensor]:
     """Return empty tensors of the results' sizes."""
-    each = each_collective(BundleArgs(*a[1:]))
+    each = each_collective(CoalescedArgs(*a[1:]))
     return [finish_collective.fake(finish_collective.FinishArgs(a.token, *one)) for one in each]
 
 
-def fallback(a: FinishBundleArgs) -> list[Tensor]:
+def fallback(a: FinishCoalescedArgs) -> list[Tensor]:
     """Wait for the collectives that c10d runs."""
-    return c10d_split.finish(BundleArgs(*a[1:]))
+    return c10d_split.finish(CoalescedArgs(*a[1:]))
 
 
-DEFINITION = OpDefinition(SCHEMA, FinishBundleArgs, fake, fallback)
+DEFINITION = OpDefinition(SCHEMA, FinishCoalescedArgs, fake, fallback)

@@ -1,4 +1,4 @@
-"""start_bundle: begin a collective of several tensors, whose results finish_bundle returns.
+"""start_coalesced: begin a collective of several tensors, whose results finish_coalesced returns.
 
 It is start_collective for a list: one collective in one split slot, with one wait for its data. Each tensor is pushed from its
 place and lands in a part of the slot of its own, so nothing is copied to join them. `out_dtypes` has one dtype for each tensor.
@@ -12,24 +12,24 @@ import torch
 from torch import Tensor
 
 from . import c10d_split
-from .bundle_args import BundleArgs
+from .coalesced_args import CoalescedArgs
 from .definition import OpDefinition
 
 SCHEMA = (
-    "start_bundle(Tensor[] inputs, str collective, str reduce_op, ScalarType[] out_dtypes, int split_slot, str strategy, "
+    "start_coalesced(Tensor[] inputs, str collective, str reduce_op, ScalarType[] out_dtypes, int split_slot, str strategy, "
     "str group, str site) -> Tensor"
 )
 
 
-def make_token(a: BundleArgs) -> Tensor:
+def make_token(a: CoalescedArgs) -> Tensor:
     """Return a token."""
     return a.inputs[0].new_empty((1,), dtype=torch.uint8)
 
 
-def fallback(a: BundleArgs) -> Tensor:
+def fallback(a: CoalescedArgs) -> Tensor:
     """Launch the collectives with c10d."""
     c10d_split.start(a)
     return make_token(a)
 
 
-DEFINITION = OpDefinition(SCHEMA, BundleArgs, make_token, fallback)
+DEFINITION = OpDefinition(SCHEMA, CoalescedArgs, make_token, fallback)
