@@ -76,11 +76,11 @@ class VariantRun:
         variants: dict[str, V],
         rows: dict[str, Any],
     ) -> str:
-        """Remove a variant that cannot be compared, or differs from inductor by more than `bound`. Return the worst tensor."""
+        """Remove a variant that cannot be compared, or differs from another by more than `bound`. Return the worst tensor."""
         errors = errors or {}
         worst = max(errors, key=errors.__getitem__, default="")
         if not why and not errors[worst] <= bound:
-            why = f"wrong numbers: {worst} differs from inductor by {errors[worst]:.3g} of its norm"
+            why = f"wrong numbers: {worst} differs from the reference by {errors[worst]:.3g} of its norm"
         rows[name]["error"] = errors.get(worst)
         if why:
             rows[name]["why"]["*"] = why

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.context_parallel.table import hidden
+from benchmarks.context_parallel.table import baseline_of
+from benchmarks.parallel.table import hidden
 from tests.test_benchmarks import FACTS, printed, torchrun
 
 FORMS = ("gathered", "ring", "ulysses")
@@ -35,7 +36,7 @@ def test_context_parallel_on_cpu_ranks(
     assert "tiny, 1 layers, 64 tokens" in printed(path, capsys, monkeypatch)
 
 
-def test_hidden_is_a_share_of_what_inductor_adds_in_the_same_form() -> None:
+def test_variants_are_compared_with_inductor_in_the_same_form() -> None:
     variants = {"compute": {"step": 10.0}, "inductor_ring": {"step": 14.0}, "ours_ring": {"step": 11.0}, "ours_gathered": {}}
-    assert hidden(variants, "ours_ring", "step") == 0.75
-    assert hidden(variants, "inductor_ring", "step") is None and hidden(variants, "ours_gathered", "step") is None
+    shares = {name: hidden(variants, name, "step", baseline_of(name)) for name in variants}
+    assert shares == {"compute": None, "inductor_ring": None, "ours_ring": 0.75, "ours_gathered": None}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.data_parallel.table import hidden
+from benchmarks.parallel.table import hidden
 from tests.test_benchmarks import FACTS, printed, torchrun
 
 
@@ -50,8 +50,8 @@ def test_data_parallel_on_cpu_ranks(
 
 def test_hidden_is_a_share_of_what_fsdp2_adds() -> None:
     variants = {"compute": {"step": 10.0}, "fsdp2": {"step": 14.0}, "ours": {"step": 11.0}}
-    assert hidden(variants, "ours", "step") == 0.75
-    assert hidden(variants, "fsdp2", "step") is None and hidden({}, "ours", "step") is None
+    assert hidden(variants, "ours", "step", "fsdp2") == 0.75
+    assert hidden(variants, "fsdp2", "step", "fsdp2") is None and hidden({}, "ours", "step", "fsdp2") is None
 
 
 def test_without_inductor(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from benchmarks.expert_parallel.model import make_routes
-from benchmarks.expert_parallel.table import hidden
 from tests.test_benchmarks import FACTS, printed, torchrun
 
 
@@ -30,12 +29,6 @@ def test_expert_parallel_on_cpu_ranks(
         assert variant["step"] > 0 and not variant["why"], name
     assert row["variants"]["split"]["sites"] == "1 none, 4 split" and 0 <= row["variants"]["split"]["error"] < 1e-2
     assert "tiny, 1 layers, 24 tokens, 2 experts a rank, skewed" in printed(path, capsys, monkeypatch)
-
-
-def test_hidden_is_a_share_of_what_inductor_adds() -> None:
-    variants = {"compute": {"step": 10.0}, "inductor": {"step": 14.0}, "ours": {"step": 11.0}}
-    assert hidden(variants, "ours", "step") == 0.75
-    assert hidden(variants, "inductor", "step") is None and hidden({}, "ours", "step") is None
 
 
 @pytest.mark.parametrize("routing", ["balanced", "skewed"])

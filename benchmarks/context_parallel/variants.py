@@ -11,7 +11,6 @@ The ring has the rotation of --rotation; ring.py has it on the CPU too.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.tools.rank_process import World
 
 from ..blocks.model import BlockSizes, fresh_code, linear
-from ..data_parallel.variants import ParallelVariant
+from ..parallel.variant import COMPUTE, EAGER, INDUCTOR, ParallelVariant, backend
 from .model import LOCAL, ContextAttention, ContextLayer
 
-COMPUTE, EAGER, INDUCTOR = "compute", "eager", "inductor"
 TRANSFORMER_ENGINE = ("te_p2p", "te_all_gather", "te_a2a")
 
 
@@ -72,27 +69,13 @@ def make(name: str, context: AttentionContext) -> ParallelVariant:
         ]
         layers = [ContextLayer(context.sizes, attention).to(context.dtype) for attention in attentions]
     model: nn.Module = fresh_code(nn.Sequential(*layers))
-    call: Any = model if is_te or system == EAGER else torch.compile(model, fullgraph=True, **_backend(system, context))
+    is_eager = is_te or system == EAGER
+    arguments = {} if is_eager else backend(system, context.compiler, context.ours)
+    call: Any = model if is_eager else torch.compile(model, fullgraph=True, **arguments)
     shape = (1, context.tokens // world.ranks, context.sizes.dim)
     torch.manual_seed(100 + world.rank)
     x, grad = (torch.randn(shape, device=world.device, dtype=context.dtype) for _ in range(2))
-    variant = ParallelVariant(name, model, call, x.requires_grad_(), grad)
-    mark = HISTORY.mark()
-    variant.step()
-    variant.digests = tuple(plan.digest for plan in HISTORY.since(mark))
-    strategies = [str(d.strategy).partition(":")[0] for plan in HISTORY.since(mark) for d in plan.decisions]
-    variant.sites = ", ".join(f"{count} {strategy}" for strategy, count in sorted(Counter(strategies).items()))
-    world.sync()
-    return variant
-
-
-def _backend(system: str, context: AttentionContext) -> dict[str, Any]:
-    if system == INDUCTOR:
-        return {"backend": context.compiler}
-    options = dict(context.ours[system])
-    if context.compiler == "aot_eager":
-        options["inner"] = "aot_eager"
-    return {"backend": "ub_overlap", "options": options}
+    return ParallelVariant(name, model, call, x.requires_grad_(), grad).first_step(world)
 
 
 def _transformer_engine(comm: str, context: AttentionContext) -> nn.Module:

@@ -14,7 +14,6 @@ bytes. All ranks have the same weights and inputs of their own.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,6 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
 import ub_overlap
 from ub_overlap.compiler.reports.history import HISTORY
@@ -33,8 +31,9 @@ from ub_overlap.runtime.site_id import SiteId
 from ub_overlap.tools.rank_process import World
 
 from ..blocks.model import BlockSizes, LlamaBlock, fresh_code
+from ..parallel.variant import COMPUTE, INDUCTOR, ParallelVariant, backend
 
-COMPUTE, INDUCTOR, FSDP2, FSDP2_OURS, FSDP2_SYMM = "compute", "inductor", "fsdp2", "fsdp2_ours", "fsdp2_symm"
+FSDP2, FSDP2_OURS, FSDP2_SYMM = "fsdp2", "fsdp2_ours", "fsdp2_symm"
 TORCH = (COMPUTE, INDUCTOR, FSDP2)
 SHARDED = (FSDP2, FSDP2_OURS, FSDP2_SYMM)
 """Variants that use fully_shard."""
@@ -64,37 +63,6 @@ class ParallelContext:
     ours: dict[str, dict[str, Any]]
 
 
-@dataclass
-class ParallelVariant:
-    """A model with its input. `sites`: by strategy, how our backend runs its collectives."""
-
-    name: str
-    model: nn.Module
-    call: Any
-    x: Tensor
-    grad: Tensor
-    sites: str = ""
-    digests: tuple[str, ...] = ()
-    """Of its plans."""
-
-    def step(self) -> None:
-        """Run forward and backward; gradients accumulate."""
-        self.call(self.x).backward(self.grad)
-
-    def forward(self) -> None:
-        with torch.no_grad():
-            self.call(self.x)
-
-    def results(self) -> dict[str, Tensor]:
-        """Return output and gradients of one step with cleared gradients."""
-        self.model.zero_grad(set_to_none=True)
-        self.x.grad = None
-        out = self.call(self.x)
-        out.backward(self.grad)
-        grads = {"input": self.x.grad, **{name: _local(p.grad) for name, p in self.model.named_parameters()}}
-        return {"output": out.detach(), **{name: g.detach().clone() for name, g in grads.items() if g is not None}}
-
-
 def make(name: str, context: ParallelContext) -> ParallelVariant:
     """Return a variant that has run one step."""
     world = context.world
@@ -108,17 +76,10 @@ def make(name: str, context: ParallelContext) -> ParallelVariant:
     else:
         if name != COMPUTE:
             shard(model, world)
-        call = torch.compile(model, fullgraph=True, **_backend(name, context))
+        call = torch.compile(model, fullgraph=True, **backend(name, context.compiler, context.ours))
     torch.manual_seed(100 + world.rank)
     x, grad = (torch.randn((1, context.tokens, context.sizes.dim), device=world.device, dtype=context.dtype) for _ in range(2))
-    variant = ParallelVariant(name, model, call, x.requires_grad_(), grad)
-    mark = HISTORY.mark()
-    variant.step()
-    variant.digests = tuple(plan.digest for plan in HISTORY.since(mark))
-    strategies = [str(d.strategy).partition(":")[0] for plan in HISTORY.since(mark) for d in plan.decisions]
-    variant.sites = ", ".join(f"{count} {strategy}" for strategy, count in sorted(Counter(strategies).items()))
-    world.sync()
-    return variant
+    return ParallelVariant(name, model, call, x.requires_grad_(), grad).first_step(world)
 
 
 def _fully_shard(model: nn.Module, name: str, compiler: str) -> None:
@@ -136,25 +97,12 @@ def _fully_shard(model: nn.Module, name: str, compiler: str) -> None:
                 module.set_symm_mem_for_comm()
 
 
-def _local(grad: Tensor | None) -> Tensor | None:
-    return grad.to_local() if isinstance(grad, DTensor) else grad
-
-
 def shard(model: nn.Module, world: World) -> None:
     """Replace the linears of `model` by ones that gather their weights."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):
                 setattr(module, name, GatheredLinear(child.weight, world.rank, world.ranks))
-
-
-def _backend(name: str, context: ParallelContext) -> dict[str, Any]:
-    if name not in context.ours:
-        return {"backend": context.compiler}
-    options = dict(context.ours[name])
-    if context.compiler == "aot_eager":
-        options["inner"] = "aot_eager"
-    return {"backend": "ub_overlap", "options": options}
 
 
 def site_errors(variant: ParallelVariant) -> dict[str, float]:
@@ -168,11 +116,3 @@ def site_errors(variant: ParallelVariant) -> dict[str, float]:
                 key = f"{d.kind.value} {d.strategy}"
                 errors[key] = max(errors.get(key, 0.0), found.error)
     return errors
-
-
-def differences(variant: ParallelVariant, reference: ParallelVariant, world: World) -> dict[str, float]:
-    """Return ||a - b|| / ||b|| of the output and of each gradient that both have in one form, of the worst rank."""
-    mine, true = variant.results(), reference.results()
-    names = [n for n in mine if n in true and mine[n].shape == true[n].shape]
-    errors = [float((mine[n].double() - true[n].double()).norm() / true[n].double().norm().clamp(min=1e-30)) for n in names]
-    return dict(zip(names, world.worst(errors), strict=True))

@@ -9,7 +9,6 @@ ours, ...    our backend, with the options of that name
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.tools.rank_process import World
 
 from ..blocks.model import fresh_code
-from ..data_parallel.variants import ParallelVariant
+from ..parallel.variant import COMPUTE, EAGER, ParallelVariant, backend
 from .model import ExpertLayer, ExpertSizes, make_routes
 from .symmetric_memory import use_symmetric_memory
 
-COMPUTE, EAGER, INDUCTOR, SYMMETRIC = "compute", "eager", "inductor", "vdev"
+SYMMETRIC = "vdev"
 
 
 @dataclass
@@ -58,23 +56,7 @@ def make(name: str, context: ExpertContext) -> ParallelVariant:
     if name == SYMMETRIC:
         use_symmetric_memory(model, context.tokens * top * world.ranks)
     is_eager = name in (EAGER, SYMMETRIC)
-    call: Any = model if is_eager else torch.compile(model, fullgraph=True, **_backend(name, context))
+    call: Any = model if is_eager else torch.compile(model, fullgraph=True, **backend(name, context.compiler, context.ours))
     torch.manual_seed(100 + world.rank)
     x, grad = (torch.randn((context.tokens, sizes.dim), device=world.device, dtype=torch.bfloat16) for _ in range(2))
-    variant = ParallelVariant(name, model, call, x.requires_grad_(), grad)
-    mark = HISTORY.mark()
-    variant.step()
-    variant.digests = tuple(plan.digest for plan in HISTORY.since(mark))
-    strategies = [str(d.strategy).partition(":")[0] for plan in HISTORY.since(mark) for d in plan.decisions]
-    variant.sites = ", ".join(f"{count} {strategy}" for strategy, count in sorted(Counter(strategies).items()))
-    world.sync()
-    return variant
-
-
-def _backend(name: str, context: ExpertContext) -> dict[str, Any]:
-    if name not in context.ours:
-        return {"backend": context.compiler}
-    options = dict(context.ours[name])
-    if context.compiler == "aot_eager":
-        options["inner"] = "aot_eager"
-    return {"backend": "ub_overlap", "options": options}
+    return ParallelVariant(name, model, call, x.requires_grad_(), grad).first_step(world)

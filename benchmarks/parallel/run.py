@@ -1,0 +1,99 @@
+"""The run of one of these benchmarks: compile, compare and time the variants of each row."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ub_overlap.tools.rank_process import Deadline, World
+
+from .. import facts
+from ..ranks import end, start
+from ..variant_run import VariantRun
+from .variant import ParallelVariant, differences
+
+
+class ParallelRun(VariantRun):
+    """One run over all rows. `bound`: the largest allowed ||a - b|| / ||b|| of an output or gradient, by dtype."""
+
+    bound: Mapping[torch.dtype, float] = {torch.bfloat16: 4e-2, torch.float32: 1e-3}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the model."""
+        return torch.bfloat16 if self.world.cuda else torch.float32
+
+    @property
+    def compiler(self) -> str:
+        return self.args.compiler or ("inductor" if self.world.cuda else "aot_eager")
+
+    def add_row(self, **row: Any) -> dict[str, Any]:
+        """Add a row of the document for all variants of the run. Return it."""
+        row |= {"compiler": self.compiler, "variants": {name: {"why": {}} for name in self.args.variants}}
+        self.document["rows"].append(row)
+        return row
+
+    def compile_all(self, row: dict[str, Any], make: Callable[[str], ParallelVariant]) -> dict[str, ParallelVariant]:
+        """Return the variants that compile within the time budget."""
+        torch._dynamo.reset()
+        variants: dict[str, ParallelVariant] = {}
+        for name in self.args.variants:
+            if self.is_spent():
+                row["variants"][name]["why"]["*"] = f"--budget-s {self.args.budget_s:g} is spent"
+            else:
+                self.compile(name, lambda name=name: make(name), variants, row["variants"])
+        return variants
+
+    def compare_with(
+        self, reference: str, names: Iterable[str], variants: dict[str, ParallelVariant], row: dict[str, Any]
+    ) -> None:
+        """Compare all results of variants with those of `reference`. Variants with wrong numbers are removed."""
+        true = variants[reference]
+        for name in names:
+            with self.deadline(f"compare {name}"):
+                errors, why = self.world.agreed(lambda name=name: differences(variants[name], true, self.world))
+                rows = row["variants"]
+                rows[name]["worst"] = self.remove_wrong(name, errors, why, self.bound[self.dtype], variants, rows)
+
+    def time_all(self, variants: dict[str, ParallelVariant], row: dict[str, Any]) -> None:
+        """Time the steps of all variants, and their forwards with --forward."""
+        for kind in ("step", "forward") if self.args.forward else ("step",):
+            self.rounds({f"{name} {kind}": getattr(v, kind) for name, v in variants.items()}, row["variants"])
+
+
+def run_benchmark(
+    name: str,
+    args: argparse.Namespace,
+    kind: type[ParallelRun],
+    measure: Callable[[Any], None],
+    text: Callable[[dict[str, Any]], str],
+    prepare: Callable[[World], None] = lambda world: None,
+    **entries: Any,
+) -> None:
+    """Run a benchmark under torchrun and leave: `measure` adds its rows. Exit code 1 for wrong numbers, or outside torchrun.
+
+    `prepare` runs before the facts are collected. `entries`: further entries of the document.
+    """
+    try:
+        world = start(None, args.device)
+    except ValueError as error:
+        sys.exit(f"benchmarks.{name}: {error}")
+    assert world is not None
+    from ub_overlap.runtime import ops, settings
+
+    ops.load()
+    settings.configure(step_timeout_s=60, init_timeout_s=240)  # ranks compile for different times
+    prepare(world)
+    with Deadline("set-up", 120):
+        document: dict[str, Any] = {"benchmark": name, **facts.facts(world, f"benchmarks.{name}")}
+        document |= {"iters": args.iters, "ours": args.options, **entries, "rows": []}
+        run = kind(args, world, document, text)
+    measure(run)
+    if world.rank == 0:
+        print(text(document), flush=True)
+    reasons = [why for row in document["rows"] for v in row["variants"].values() for why in v["why"].values()]
+    end(world, 1 if any("wrong numbers" in why for why in reasons) else 0)
