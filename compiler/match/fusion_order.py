@@ -24,6 +24,8 @@ class FusionOrder:
     def __init__(self, graph: Graph) -> None:
         self.items: list[Node] = _with_early_views(graph)
         self.position: dict[Node, int] = {n: i for i, n in enumerate(self.items)}
+        self.begin = next((i for i, n in enumerate(self.items) if n.op != "placeholder"), len(self.items))
+        """The position behind the graph's inputs, which come first."""
         self._writes = {n for n in self.items if is_mutable(n)}
         self._random = {n for n in self.items if is_random(n)}
         self._fused: dict[Node, tuple[Node, ...]] = {}

@@ -90,7 +90,7 @@ class Window:
         """
         own = order.position[self.collective.node]
         fixed = [*self.sources, *(n for n in self.lead if n in order.taken)]
-        first = max([order.span(n)[1] + 1 for n in fixed], default=0)
+        first = max([order.begin, *(order.span(n)[1] + 1 for n in fixed)])
         if any(n in moving for n in (*self.sources, *self.lead)):
             first = max(first, own)
         last = min([order.span(node)[0] for node in self.readers], default=len(order.items) - 1)
