@@ -9,7 +9,7 @@ from ub_overlap.runtime.errors import MissError
 from .options import Options
 from .plan.decision import Decision
 from .plan.plan import Plan
-from .plan.reasons import Reason
+from .plan.reasons import Kind, Reason
 from .plan.strategy import Mode
 
 NOT_UNMATCHED = {
@@ -26,7 +26,13 @@ NOT_UNMATCHED = {
 
 def find_unmatched(plan: Plan) -> list[Decision]:
     """Return the decisions of `plan` that a user who wants overlap would ask about."""
-    return [d for d in plan.decisions if d.strategy.mode is Mode.NONE and d.reason not in NOT_UNMATCHED]
+    left_alone = [d for d in plan.decisions if d.strategy.mode is Mode.NONE and d.reason not in NOT_UNMATCHED]
+    return [d for d in left_alone if not _exchanges_counts(d)]
+
+
+def _exchanges_counts(d: Decision) -> bool:
+    """Return whether a decision is that of an exchange of integers: counts of rows, which the graph needs at once."""
+    return d.kind is Kind.ALL_TO_ALL and d.reason is Reason.DTYPE_UNSUPPORTED and "int" in d.dtype
 
 
 def report_unmatched(plan: Plan, options: Options) -> None:

@@ -17,6 +17,8 @@ from ..plan.strategy import FUSED, NONE, Strategy
 from .curve import Curve
 
 WITH_NORM = " + norm"
+FUSED_KINDS = ("all_reduce", "reduce_scatter", "all_gather")
+"""The collectives that have fused forms."""
 FORMS = tuple(str(s) + norm for s in (NONE, *map(Strategy, FUSED)) for norm in ("", WITH_NORM))
 """Names of the measured forms: "one_shot", "one_shot + norm" with residual and RMSNorm."""
 

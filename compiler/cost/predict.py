@@ -105,6 +105,15 @@ def collective_us(shape: SiteShape, profile: Profile) -> float:
     return 15.0 + at(profile.push, shape.bytes_sent) if found is None else found
 
 
+def why_assumed(shape: SiteShape, profile: Profile) -> str:
+    """Return why the time of the plain collective is no measured one; "" where it is, or is interpolated between such."""
+    if shape.hosts > 1 and profile.network is not None:
+        return "" if profile.network.source.startswith("measured") else f"the network of profile {profile} is assumed"
+    if profile.collectives.get(shape.collective):
+        return ""
+    return f"profile {profile} has no times of {shape.collective}, which is assumed to run at the rate of pushes"
+
+
 def _plain(shape: SiteShape, profile: Profile, matmuls: list[float]) -> Prediction:
     """Predict the collective and the matmuls one after the other."""
     collective, at_us = collective_us(shape, profile), 0.0

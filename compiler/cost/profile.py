@@ -17,7 +17,7 @@ from ub_overlap.runtime.errors import OptionError, StoredFileError
 from ub_overlap.runtime.stored_file import parse_json
 
 from .curve import Curve
-from .fused_curves import FORMS, FusedTimes, plain_fused
+from .fused_curves import FORMS, FUSED_KINDS, FusedTimes, plain_fused
 from .network import Network, plain_network
 
 FORMAT = "ub_overlap profile"
@@ -25,7 +25,9 @@ VERSION = 1
 LAYOUTS = ("nt", "nn", "tn")
 """nt: x @ w.t(), a Linear; nn: its input's gradient; tn: its weight's, x.t() @ y."""
 DTYPES = ("bfloat16", "float16", "float32", "float8")
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+_ADDED = ("all_to_all",)
+"""Collectives that earlier versions did not measure. A profile without them is read; they are priced as pushes."""
 _AGAIN = "create it again: torchrun --nproc-per-node N -m ub_overlap calibrate"
 
 
@@ -279,6 +281,8 @@ class _Reader:
         out: dict[str, dict[int, Curve]] = {}
         for kind in COLLECTIVES:
             curves = found.get(kind)
+            if curves is None and kind in _ADDED:
+                continue
             if not isinstance(curves, dict):
                 raise self.bad(f"collectives.{kind}", curves, "curves by number of ranks")
             for ranks in curves:
@@ -352,8 +356,8 @@ class _Reader:
             raise self.bad("fused.source", source, "a text")
         curves: dict[str, dict[int, dict[str, Curve]]] = {}
         for kind, by_ranks in part.items():
-            if kind not in COLLECTIVES or not isinstance(by_ranks, dict):
-                raise self.bad(f"fused.{kind}", by_ranks, f"curves of {', '.join(COLLECTIVES)} by number of ranks")
+            if kind not in FUSED_KINDS or not isinstance(by_ranks, dict):
+                raise self.bad(f"fused.{kind}", by_ranks, f"curves of {', '.join(FUSED_KINDS)} by number of ranks")
             for ranks, forms in by_ranks.items():
                 name = f"fused.{kind}.{ranks}"
                 if not (ranks.isascii() and ranks.isdigit()) or int(ranks) < 2:

@@ -4,7 +4,7 @@ ours      the steps of bulk, cut in two; the transfer takes the port of the link
           only, in the start, and releases its result
 by c10d   for a group across hosts: start launches the plain collective, which takes the network; finish waits for it
 
-An all_to_all of ours pushes each part to its rank, and copies what has landed in the finish.
+An all_to_all of ours has times of its own (all_to_all_time.py).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..plan.strategy import Mode, Strategy
-from .curve import at
-from .predict import collective_us, item_costs
+from .all_to_all_time import all_to_all_us
+from .predict import collective_us, item_costs, why_assumed
 from .profile import Profile
 from .program import CostItem, programs
-from .site_shape import SIZES, SiteShape
+from .site_shape import SiteShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class SplitTimes:
     transfer_slowdown: float
     """Slowdown of the transfer during matmuls."""
     release_us: float = 0.0
+    assumed: str = ""
+    """Why `plain_us` is assumed; "" where it was measured."""
 
     @property
     def shortest_us(self) -> float:
@@ -51,15 +53,14 @@ _OWN_SHARD = CostItem("copy", 1.0)
 @lru_cache(maxsize=1024)
 def split_times(shape: SiteShape, chunks: int, profile: Profile, zero_copy: bool = False) -> SplitTimes:
     """Predict the ops of a collective without matmuls. `zero_copy`: of a gather."""
-    steps, plain = profile.steps, collective_us(shape, profile)
+    steps, plain, assumed = profile.steps, collective_us(shape, profile), why_assumed(shape, profile)
     if shape.hosts > 1:
         slowdown = profile.network.matmul_slowdown if profile.network else profile.matmul_slowdown
-        return SplitTimes(plain + steps.gap_us, steps.begin_us, plain, steps.wait_us, slowdown, 0.0)
+        return SplitTimes(plain + steps.gap_us, steps.begin_us, plain, steps.wait_us, slowdown, 0.0, assumed=assumed)
     if shape.collective == "all_to_all":
-        rows_us = at(profile.copy, shape.rows * shape.cols * SIZES[shape.dtype])
-        pushes = at(profile.push, shape.bytes_sent) + (shape.ranks - 1) * steps.flag_us
+        pushes_us, finish_us = all_to_all_us(shape, profile)
         slowdowns = profile.matmul_slowdown, profile.push_slowdown
-        return SplitTimes(plain + steps.gap_us, steps.begin_us, pushes, steps.wait_us + rows_us + steps.end_us, *slowdowns)
+        return SplitTimes(plain + steps.gap_us, steps.begin_us, pushes_us, finish_us, *slowdowns, assumed=assumed)
     program = programs(shape.key(Strategy(Mode.BULK, chunks)))[0]
     cost, sums_follow = item_costs(shape, profile), False
     start, transfer, finish, release = steps.begin_us, 0.0, 0.0, 0.0
@@ -73,4 +74,4 @@ def split_times(shape: SiteShape, chunks: int, profile: Profile, zero_copy: bool
         elif item.work != CostItem("begin") and not (zero_copy and item.work.what == "copy"):
             finish += us
     slowdowns = profile.matmul_slowdown, profile.push_slowdown
-    return SplitTimes(plain + steps.gap_us, start, transfer, finish, *slowdowns, release)
+    return SplitTimes(plain + steps.gap_us, start, transfer, finish, *slowdowns, release, assumed)

@@ -260,9 +260,8 @@ def _explain_loss(s: SplitCandidate, best_us: float | None) -> Miss | None:
     if s.window.collective.op is not Op.ALL_TO_ALL:
         return None
     saves = "it would have to wait where it is placed" if best_us is None else f"split saves {max(0.0, best_us):.0f} us at most"
-    return Miss(
-        Reason.NO_GAIN, f"predicted us: none {s.times.plain_us:.0f}, split {s.times.shortest_us:.0f} if all is hidden; {saves}"
-    )
+    text = f"predicted us: none {s.times.plain_us:.0f}, split {s.times.shortest_us:.0f} if all is hidden; {saves}"
+    return Miss(Reason.NO_GAIN, _with_assumption(text, s))
 
 
 def _link(c: Collective) -> str:
@@ -275,7 +274,12 @@ def _as_choice(s: SplitCandidate, p: Placed) -> StrategyChoice:
     plain = Prediction(s.times.plain_us, 0.0, s.times.plain_us)
     own = Prediction(us, 0.0, s.times.transfer_us)
     text = f"predicted us: none {plain.us:.0f}, {s.strategy} {us:.0f}, of which {p.exposed_us:.0f} waiting"
-    return StrategyChoice(s.strategy, {str(NONE): plain, str(s.strategy): own}, text, p.saved_us, (NONE, s.strategy))
+    predictions = {str(NONE): plain, str(s.strategy): own}
+    return StrategyChoice(s.strategy, predictions, _with_assumption(text, s), p.saved_us, (NONE, s.strategy))
+
+
+def _with_assumption(text: str, s: SplitCandidate) -> str:
+    return "; ".join(filter(None, (text, s.times.assumed)))
 
 
 def _ordinals(

@@ -23,9 +23,9 @@ from ..cost.matmul_time import matmul_us
 from ..cost.profile import Profile
 from ..cost.site_shape import SIZES
 from ..cost.site_sizes import Hints
-from ..graph.aten import alias_base, aten, dtype_of, node_arg, shape_of, storage_node, tensor_of
-from ..graph.matmul import as_matmul, is_matmul
-from ..graph.sizes import about, as_sizes, evaluate_size, numel
+from ..graph.aten import alias_base, aten, dtype_of, storage_node, tensor_of
+from ..graph.matmul import as_matmul, grouped_flops, is_float8_grouped, is_grouped_matmul, is_matmul
+from ..graph.sizes import about, as_sizes, evaluate_size
 from ..match.collectives import Collective, is_collective
 from ..match.site import Reduction
 from ..match.window import WindowFinder
@@ -33,8 +33,6 @@ from ..select.peak_memory import bytes_of, is_fused
 
 EFFICIENCY = 0.6
 """The share of the matmul rate that attention reaches. Assumed for grouped matmuls too."""
-_SCALED_GROUPED = tuple(getattr(aten, n).default for n in ("_scaled_grouped_mm", "_scaled_grouped_mm_v2") if hasattr(aten, n))
-_GROUPED = (aten._grouped_mm.default, *_SCALED_GROUPED)
 _SAME_FORMULA: dict[Any, Any] = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
@@ -50,7 +48,7 @@ def _formula(target: Any) -> Any:
 
 def is_compute(node: Node) -> bool:
     """Return whether `node` multiplies matrices or does as much work, as attention does."""
-    return node.op == "call_function" and (is_matmul(node) or node.target in _GROUPED or _formula(node.target) is not None)
+    return node.op == "call_function" and (is_matmul(node) or is_grouped_matmul(node) or _formula(node.target) is not None)
 
 
 def _is_causal(node: Node) -> bool:
@@ -85,11 +83,11 @@ class NodeTimes:
             return 0.0
         if (matmul := as_matmul(node)) is not None:
             return self._matmul_us(matmul)
+        if is_grouped_matmul(node):
+            dtype = "float8" if is_float8_grouped(node) else str(dtype_of(node))
+            return self._rate_us(evaluate_size(grouped_flops(node), self.hints) or 0, dtype)
         if _formula(node.target) is not None:
             return self._counted_us(node)
-        if node.target in _GROUPED:
-            dtype = "float8" if node.target in _SCALED_GROUPED else str(dtype_of(node))
-            return self._rate_us(self._grouped_flops(node), dtype)
         return 0.0 if node in self.inner else self._moved_us(node)
 
     def _matmul_us(self, matmul: Any) -> float:
@@ -112,12 +110,6 @@ class NodeTimes:
         rates = self.profile.compute.tflops
         rate = rates.get(dtype.removeprefix("torch."), rates["bfloat16"])
         return flops / (rate * 1e6 * EFFICIENCY) + self.profile.compute.launch_us
-
-    def _grouped_flops(self, node: Node) -> float:
-        """Return the operations of a grouped matmul. Its groups divide the rows of one operand, or the inner dim of both."""
-        left, right = shape_of(node_arg(node, 0)), shape_of(node_arg(node, 1))
-        elements, columns = (right, left[-2]) if len(left) > len(right) else (left, right[-1])
-        return 2.0 * (evaluate_size(numel((*elements, columns)), self.hints) or 0)
 
     def _flops(self, node: Node) -> float:
         formula = _formula(node.target)

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field, replace
 
 from torch.fx import Graph, Node
 
+from ..cost.all_to_all_time import area_bytes
 from ..cost.site_shape import SiteShape
 from ..cost.site_sizes import shape_of_site
 from ..cost.split_time import SplitTimes, split_times
 from ..graph.aten import PADS, alias_base, shape_of
 from ..graph.sizes import evaluate_size, numel
 from ..match import Candidate, Miss, Split
-from ..match.all_to_all import is_permute, is_uneven
+from ..match.all_to_all import is_permute, is_uneven, split_args, split_sizes
 from ..match.collectives import Collective, Op
 from ..match.window import Window, WindowFinder
 from ..overrides.requested_strategy import Override
@@ -145,7 +146,18 @@ def _memory(window: Window, costs: SiteCosts) -> tuple[int, int]:
     sent = elements * c.narrow_dtype.itemsize
     landing = sent * c.ranks if c.op is Op.ALL_GATHER else sent
     if c.op is Op.ALL_TO_ALL:
-        landing = (evaluate_size(numel(shape_of(c.node)), costs.hints) or elements) * c.narrow_dtype.itemsize
+        landing = _areas_bytes(c, costs) if c.hosts == 1 else _received_bytes(c, costs)
     if c.op is Op.REDUCE_SCATTER and c.hosts > 1:
         landing //= c.ranks
     return landing, 0 if is_parameter else sent
+
+
+def _received_bytes(c: Collective, costs: SiteCosts) -> int:
+    return (evaluate_size(numel(shape_of(c.node)), costs.hints) or 0) * c.narrow_dtype.itemsize
+
+
+def _areas_bytes(c: Collective, costs: SiteCosts) -> int:
+    """Return the bytes of the areas of an all_to_all: one of the largest piece for each rank."""
+    pieces = [evaluate_size(s, costs.hints) or 0 for splits in split_args(c) for s in split_sizes(splits)]
+    row = evaluate_size(numel(shape_of(c.input)[1:]), costs.hints) or 0
+    return c.ranks * int(area_bytes(c.ranks, max(pieces) * row * c.narrow_dtype.itemsize))

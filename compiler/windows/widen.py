@@ -11,8 +11,8 @@ what computes them and read at once, so their windows are empty as traced. Two k
     advanced  nodes behind its first reader that do not need it: the weight gradients of another projection
 
 As few nodes move as hide the transfer, the nearest first. Collectives, writes, random ops and their order stay. But a reduction
-that only the graph's output reads is delayed with the gradient that it reduces. A graph whose peak memory would grow too much
-stays as it is.
+that only the graph's output reads is delayed with the gradient that it reduces, and the gather of a parameter is advanced with
+what reads it: experts next to sharded weights. A graph whose peak memory would grow too much stays as it is.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def widen_windows(graph: Graph, policy: Policy, parameters: Collection[Node] | N
     if not policy.may_split:
         return 0
     hints = assume_sizes(graph, hints_of(graph))
-    narrow, reductions = _find_narrow(graph, policy, parameters, hints)
+    narrow, gathers, reductions = _find_narrow(graph, policy, parameters, hints)
     if not narrow:
         return 0
     c = narrow[0].window.collective
     position = {n: i for i, n in enumerate(graph.nodes)}
     untimed = next_to_collectives(graph, [(other, match_collective(other, position)) for other in find_collectives(graph)])
     times = NodeTimes.of(graph, policy.profile(c.ranks, _device(c)), hints, untimed)
-    order = _Order(list(graph.nodes), times.us, reductions)
+    order = _Order(list(graph.nodes), times.us, gathers, reductions)
     for n in narrow:
         order.widen(n)
     if not order.moved:
@@ -82,13 +82,13 @@ def widen_windows(graph: Graph, policy: Policy, parameters: Collection[Node] | N
 
 def _find_narrow(
     graph: Graph, policy: Policy, parameters: Collection[Node] | None, hints: Hints
-) -> tuple[list[_Narrow], set[Node]]:
-    """Return the collectives in the middle of the graph that only splitting may hide, in graph order; and reductions that only
-    the output reads, with their waits."""
+) -> tuple[list[_Narrow], set[Node], set[Node]]:
+    """Return the collectives in the middle of the graph that only splitting may hide, in graph order; gathers of parameters;
+    and reductions that only the output reads. Gathers and reductions come with their waits."""
     finder: WindowFinder | None = None
     position: dict[Node, int] = {}
     found = []
-    reductions = set[Node]()
+    gathers, reductions = set[Node](), set[Node]()
     for c in find_collectives(graph):
         if c.op is None or c.wait is None or c.group is None or c.ranks < 2 or not policy.is_weighed(_device(c)):
             continue
@@ -103,15 +103,16 @@ def _find_narrow(
         if shape is None:
             continue
         if window.is_at_the_edge(parameters):
-            if c.op is not Op.ALL_GATHER:
-                reductions |= {c.node, c.wait}
+            (gathers if c.op is Op.ALL_GATHER else reductions).update((c.node, c.wait))
             continue
         position = position or {n: i for i, n in enumerate(graph.nodes)}
-        if isinstance(match_collective(c, position), Miss):
-            found.append(_Narrow(window, split_times(shape, 0, policy.profile(c.ranks, _device(c))).transfer_us))
+        times = split_times(shape, 0, policy.profile(c.ranks, _device(c)))
+        may_gain = times.shortest_us < times.plain_us or window.may_differ_by_rank  # rings are split whatever it costs
+        if may_gain and isinstance(match_collective(c, position), Miss):
+            found.append(_Narrow(window, times.transfer_us))
     if any(n.window.may_differ_by_rank for n in found):  # so may what moves: nothing that communicates
-        reductions = set()
-    return found, reductions
+        return found, set(), set()
+    return found, gathers, reductions
 
 
 def _device(c: Collective) -> str:
@@ -125,8 +126,10 @@ class _Order:
 
     items: list[Node]
     us: Callable[[Node], float]
+    gathers: Collection[Node] = ()
+    """Collectives, and their waits, that may be advanced."""
     reductions: Collection[Node] = ()
-    """Collectives, and their waits, that may be delayed."""
+    """Those that may be delayed."""
     moved: set[Node] = field(default_factory=set)
     link_free: float = 0.0
     read: list[Node] = field(default_factory=list)
@@ -184,11 +187,21 @@ class _Order:
         for node in self.items[first : first + REACH]:
             if missing_us <= 0 or _is_barrier(node):
                 break
-            inputs = node.all_input_nodes
-            if _may_move(node) and all(i in advanced or (position[i] < first and i not in results) for i in inputs):
+            inputs, may_move = node.all_input_nodes, _may_move(node) or node in self.gathers
+            if may_move and all(i in advanced or (position[i] < first and i not in results) for i in inputs):
                 advanced.add(node)
                 missing_us -= self._clock[node]
-        return self._worthwhile(advanced, position)
+        return self._worthwhile(self._with_time(advanced), position)
+
+    def _with_time(self, nodes: set[Node]) -> set[Node]:
+        """Return those of `nodes` that take time, and what feeds them. Gathers for later readers stay where they are."""
+        kept, todo = set[Node](), [n for n in nodes if self._clock[n] > 0]
+        while todo:
+            node = todo.pop()
+            if node not in kept:
+                kept.add(node)
+                todo += [i for i in node.all_input_nodes if i in nodes]
+        return kept
 
     def _worthwhile(self, nodes: set[Node], position: dict[Node, int]) -> list[Node]:
         """Return `nodes` in order; none if they take no time."""
@@ -207,6 +220,8 @@ class _Order:
 def _may_move(node: Node) -> bool:
     if node.op == "get_attr":
         return True
+    if node.meta.get("unbacked_bindings"):  # the host reads a number there, and launches nothing until it is known
+        return False
     is_plain = node.op == "call_function" and not is_collective(node) and node.target is not c10d.wait_tensor.default
     return is_plain and not is_mutable(node) and not is_random(node) and not node.is_impure()
 

@@ -28,6 +28,8 @@ PLAN_SLOTS = range(8)
 """The split slots that compiled plans assign, from 0 up."""
 HANDLE_SLOTS = range(len(PLAN_SLOTS), SPLIT_SLOTS)
 """The split slots of eager handles (runtime/functional/handles.py)."""
+MAX_AREAS_BYTES = 1 << 30
+"""Bytes of all areas of an all_to_all in a slot, at most. Must equal `max_areas_bytes` in csrc/core/area_growth.h."""
 
 FUSED_SLOTS = 2
 """Slots behind those, used in turn by fused collectives: slot = epoch modulo FUSED_SLOTS. Must equal `fused_slots` there."""

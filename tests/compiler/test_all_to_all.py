@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,21 +20,16 @@ from tests.compiler.dags import Dag, aten, c10d
 from tests.compiler.rank_compile import build
 from tests.cost.machine import PLAIN
 from tests.harness.ranks import RankPool
-from tests.harness.traces import Recorder, as_loss
 from tests.models.compare import error, uncached, values
 from ub_overlap.compiler.cost import load
-from ub_overlap.compiler.cost.assumed_sizes import assume_sizes
 from ub_overlap.compiler.cost.policy import Policy
-from ub_overlap.compiler.cost.site_sizes import hints_of
-from ub_overlap.compiler.graph.sizes import evaluate_size
-from ub_overlap.compiler.match.all_to_all import split_args, split_sizes
-from ub_overlap.compiler.match.collectives import Op, find_collectives
 from ub_overlap.compiler.options import Options, parse
 from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.rewrite.part_strides import Outputs
 from ub_overlap.compiler.rewrite.rewrite_graph import rewrite
 from ub_overlap.compiler.select import decide
+from ub_overlap.compiler.unmatched import find_unmatched
 from ub_overlap.compiler.windows.node_times import NodeTimes, is_compute
 from ub_overlap.compiler.windows.widen import widen_windows
 from ub_overlap.runtime import ops
@@ -124,7 +120,22 @@ def test_gradients_move_with_their_reductions() -> None:
     assert order.index("mm_default") < order.index("reduce_scatter_tensor_default") < order.index("relu_default")
 
 
-@pytest.mark.parametrize("why", ["reads the result", "behind a write", "random", "alone"])
+def test_gathers_of_parameters_move_with_their_readers() -> None:
+    """The weight of the shared expert is gathered in front of it, as sharded weights are: both move into the window. The weight
+    that a later product needs is gathered where it was."""
+    d = MoEDag()
+    x, w, later = (d.input(name, rows, 4096) for name, rows in (("x", 4096), ("primals_1", 2048), ("primals_2", 2048)))
+    read = d.relu(d.exchange(d.relu(x)))
+    whole, second = d.gather(later), d.gather(w)
+    shared, last = d.mm(x, second), d.mm(read, whole)
+    graph = d.output(shared, last)
+    assert widen_windows(graph, Policy.of(AUTO), None) == 3
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    assert order[second] < order[shared] < order[read] < order[whole] < order[last]
+    graph.lint()
+
+
+@pytest.mark.parametrize("why", ["reads the result", "behind a write", "random", "read by the host", "alone"])
 def test_what_may_not_move(why: str) -> None:
     """Look-alikes of a product behind the exchange."""
     d = MoEDag()
@@ -138,6 +149,10 @@ def test_what_may_not_move(why: str) -> None:
         d.call(aten.mul_.Tensor, x, 2.0)
     elif why == "random":
         operand = d.call(aten.rand_like.default, x)
+    elif why == "read by the host":
+        number = d.call(aten.mul.Tensor, x, 3.0)
+        number.meta["unbacked_bindings"] = {"u0": ()}
+        operand = d.call(aten.add.Tensor, x, number)
     more = [] if why == "alone" else [d.mm(operand, w)]
     decisions, _ = decided(d.output(read, *more))
     assert strategies(decisions) == ["no_gain"]
@@ -169,6 +184,7 @@ def test_counts_and_uneven_constants_stay() -> None:
     graph = d.output(counts, d.relu(uneven), d.mm(x, w))
     plan = decide(graph, AUTO, "forward", lambda *_: None).plan
     assert strategies(list(plan.decisions)) == ["dtype_unsupported", "uneven_shards"]
+    assert find_unmatched(plan) == [plan.decisions[1]]  # a user can do nothing about counts
     asked = parse({"profile": "h200", "overrides": [{"strategy": "split"}]}, frozenset())[0]
     found = decide(graph, asked, "forward", lambda *_: None).plan
     assert strategies(list(found.decisions)) == ["dtype_unsupported", "split"]
@@ -210,6 +226,20 @@ def test_requested_strategies(strategy: str, wanted: str, text: str) -> None:
 def test_options_leave_it_alone(options: Options) -> None:
     decisions, order = decided(expert_layer(MoEDag(), shared=2), options)
     assert "start" not in order and all(d.reason is not None for d in decisions)
+
+
+def test_measured_curves_decide(tmp_path: Path) -> None:
+    """Without a measured curve the time of the plain exchange is assumed, and every decision says so."""
+    decisions, _ = decided(expert_layer(MoEDag(), shared=1))
+    assert strategies(decisions) == ["split", "no_gain"]
+    assert all("has no times of all_to_all, which is assumed" in d.detail for d in decisions)
+    for us, wanted in ((1.0, ["no_gain"] * 2), (1e4, ["split"] * 2)):
+        curves = {**load("h200").collectives, "all_to_all": {2: ((1.0, us), (1e9, us + 1.0))}}
+        path = tmp_path / f"{us}.json"
+        path.write_text(replace(load("h200"), collectives=curves).to_json())
+        decisions, _ = decided(expert_layer(MoEDag(), shared=1), replace(AUTO, profile=str(path)))
+        assert strategies(decisions) == wanted, [d.detail for d in decisions]
+        assert not any("assumed" in d.detail for d in decisions)
 
 
 def test_memory_limits_what_moves() -> None:
@@ -329,10 +359,20 @@ def test_shards_of_experts(pool4: RankPool) -> None:
         assert sorted(groups.values()) == [3, 3, 3, 3, 4], groups
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "deepseek_v3"])
-def test_blocks_of_transformers(hf2: RankPool, kind: str) -> None:
-    """With experts on two ranks they compute what they do with all experts on one."""
-    for worst, found in hf2.run("tests.models.hf_moe:compare_block", kind, SPLIT, timeout=120):
+@pytest.mark.parametrize(
+    ("kind", "routing"),
+    [
+        ("mixtral", "random"),
+        ("qwen3_moe", "random"),
+        ("deepseek_v3", "random"),
+        ("mixtral", "first"),
+        ("deepseek_v3", "absent"),
+    ],
+)
+def test_blocks_of_transformers(hf2: RankPool, kind: str, routing: str) -> None:
+    """With experts on two ranks they compute what they do with all experts on one: also where one rank gets all tokens, and
+    where one has none."""
+    for worst, found in hf2.run("tests.models.hf_moe:compare_block", kind, SPLIT, routing, timeout=120):
         assert worst < 1e-5
         assert [strategy for *_, strategy in found] == ["none", "split", "split", "split", "split"], found
 
@@ -344,27 +384,3 @@ def hf2() -> Iterator[RankPool]:
         pytest.skip("transformers is not installed: pip install --no-deps -r tests/models/requirements.txt")
     with RankPool(2) as pool:
         yield pool
-
-
-# --- sizes that only the device knows ----------------------------------------------------------------------------------
-
-
-def test_assumed_sizes(pool2: RankPool) -> None:
-    """Rows of unbacked sizes are taken as balanced, from what is static: tokens times experts per token."""
-    assert pool2.run(assumed) == [{"forward": {24}, "backward": {24}}] * 2
-
-
-def assumed(rank: int, world: int) -> dict[str, set[int | None]]:
-    """Return by phase the values of the splits of exchanges, and of rows that experts get."""
-    case = build(rank, world, MOE, {"form": "loop"})
-    recorder = Recorder()
-    with case.context(), uncached():  # type: ignore[misc]
-        as_loss(torch.compile(case.module, backend=recorder)(*case.inputs)).backward()
-    found = {}
-    for trace in recorder.traces:
-        graph = trace.module.graph
-        hints = assume_sizes(graph, hints_of(graph))
-        exchanges = [c for c in find_collectives(graph) if c.op is Op.ALL_TO_ALL and c.node.meta["val"].dtype.is_floating_point]
-        splits = [s for c in exchanges for side in split_args(c) for s in split_sizes(side)]
-        found[trace.phase] = {evaluate_size(s, hints) for s in splits}
-    return found

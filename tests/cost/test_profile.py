@@ -114,7 +114,7 @@ def put(field: str, value: Any) -> Callable[[Json], None]:
             "2x4",
             "16x2",
         ),
-        (put("network", {**NETWORK, "collectives": {"all_to_all": {}}}), "network.collectives", "all_to_all", "all_gather"),
+        (put("network", {**NETWORK, "collectives": {"broadcast": {}}}), "network.collectives", "broadcast", "all_gather"),
         (put("name", ""), "name", "''", "a text"),
     ],
 )

@@ -72,30 +72,46 @@ def make_block(kind: str) -> Any:
     return block
 
 
-def compare_block(rank: int, world: int, kind: str, options: dict[str, Any]) -> tuple[float, list[tuple[str, str, str]]]:
-    """Return the largest error against the plain block, and (phase, kind, strategy) of the decisions."""
+def compare_block(
+    rank: int, world: int, kind: str, options: dict[str, Any], routing: str = "random"
+) -> tuple[float, list[tuple[str, str, str]]]:
+    """Return the largest error against the plain block, and (phase, kind, strategy) of the decisions.
+
+    `routing`: "random"; "first", all tokens go to the first two experts; or "absent", the last rank has no tokens.
+    """
     group = dist.group.WORLD
     assert group is not None
-    everything = torch.randn(world, TOKENS, WIDTH, generator=torch.Generator().manual_seed(5))
-    plain = make_block(kind)
-    x = everything.reshape(1, -1, WIDTH).requires_grad_()
+    ends = [TOKENS * (r + 1) for r in range(world)]
+    if routing == "absent":
+        ends[-1] -= TOKENS
+    everything = torch.randn(1, ends[-1], WIDTH, generator=torch.Generator().manual_seed(5))
+    plain, block = make_block(kind), make_block(kind)
+    if routing == "first":
+        everything[..., 0] = 1.0
+        for gate in (plain.gate, block.gate):
+            gate.weight.data[:2, 0] += 50.0
+    x = everything.clone().requires_grad_()
     truth = plain(x)
     truth.square().sum().backward()
     assert x.grad is not None
 
-    block = make_block(kind)
     block.experts = RankExperts(block.experts, group)
-    own = everything[rank : rank + 1].clone().requires_grad_()
+    mine = slice(TOKENS * rank, ends[rank])
+    own = everything[:, mine].clone().requires_grad_()
     mark = HISTORY.mark()
     with uncached(), torch._dynamo.config.patch(capture_scalar_outputs=True):
         result = torch.compile(block, backend="ub_overlap", fullgraph=True, options=options)(own)
         result.square().sum().backward()
     assert own.grad is not None
-    mine = slice(rank * TOKENS, (rank + 1) * TOKENS)
     experts = slice(rank * EXPERTS // world, (rank + 1) * EXPERTS // world)
-    pairs = [(result[0], truth[0, mine]), (own.grad[0], x.grad[0, mine])]
+    pairs = [(result, truth[:, mine]), (own.grad, x.grad[:, mine])]
     pairs += [(block.experts.gate_up.grad, plain.experts.gate_up_proj.grad[experts])]
     pairs += [(block.experts.down.grad, plain.experts.down_proj.grad[experts])]
-    error = max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+    whole = dict(plain.named_parameters())
+    for name, p in block.named_parameters():
+        if not name.startswith("experts."):  # the router and the shared experts: each rank has the gradient of its tokens
+            dist.all_reduce(p.grad)
+            pairs.append((p.grad, whole[name].grad))
+    error = max(((a - b).abs().max() / b.abs().max().clamp(min=1e-6)).item() for a, b in pairs if a.numel())
     found = [(d.phase, d.kind.value, str(d.strategy)) for plan in HISTORY.since(mark) for d in plan.decisions]
     return error, found

@@ -224,6 +224,7 @@ def test_a_saved_plan_of_two_hosts(pool2: RankPool, tmp_path: Path) -> None:
 def test_known_models() -> None:
     assert {name: (s.hidden, s.ffn, s.heads, s.kv_heads) for name, s in MODELS.items()} == {
         "llama-8b": (4096, 14336, 32, 8), "llama-70b": (8192, 28672, 64, 8), "gpt3-175b": (12288, 49152, 96, 96),
+        "mixtral-8x7b": (4096, 14336, 32, 8),
     }  # fmt: skip
     assert named("gpt3-175b", seq=4096).seq == 4096
     with pytest.raises(OptionError, match="hidden"):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ub_overlap.compiler.cost.fused_curves import WITH_NORM, without_peaks
+from ub_overlap.compiler.cost.fused_curves import FUSED_KINDS, WITH_NORM, without_peaks
 from ub_overlap.compiler.cost.fused_time import strategies_of
 
 from ..rank_process import World, capture_graph
@@ -26,7 +26,6 @@ KIB = 1 << 10
 SIZES = tuple(KIB * k for k in (4, 16, 64, 256, 1024, 2048, 4096, 8192, 16384))
 """Bytes of the whole tensor: what is reduced, or what all ranks gather."""
 CPU_SIZES = (4 * KIB, 64 * KIB)
-KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 
 
 def add_norm(reduced: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,11 +41,11 @@ def measure(
 ) -> dict[str, dict[str, list[tuple[float, float]]]]:
     """Return curves by collective and form, as profiles have them. Collective. `step`: called behind each size."""
     sizes = sorted((SIZES if world.cuda else CPU_SIZES)[:: 2 if quick else 1], reverse=True)
-    times: dict[str, dict[str, dict[int, float]]] = {kind: {} for kind in KINDS}
+    times: dict[str, dict[str, dict[int, float]]] = {kind: {} for kind in FUSED_KINDS}
     # The largest first: growth of the group's memory would keep the memory that graphs of smaller sizes address.
     epilogue = torch.compile(add_norm) if world.cuda else add_norm
     for size in sizes:
-        for kind in KINDS:
+        for kind in FUSED_KINDS:
             forms = _forms(calls, kind, size, epilogue)
             found = world.worst([_us(world, burst, call) for call in forms.values()])
             for form, us in zip(forms, found, strict=True):

@@ -25,7 +25,7 @@ from .world import Burst, CalibrationWorld, ProgressLine
 def run(world: CalibrationWorld, base: Profile, hosts: int, quick: bool, source: str) -> Profile:
     """Return `base` with a measured network. Collective; equal on all ranks. `source`: the command, recorded in the profile."""
     assert base.network is not None
-    progress = ProgressLine(world, (60 if world.cuda else 24) // (2 if quick else 1) + (20 if world.cuda else 0))
+    progress = ProgressLine(world, (80 if world.cuda else 32) // (2 if quick else 1) + (20 if world.cuda else 0))
     burst = Burst(world)
     burst.settle(0.2)
     with torch.no_grad():

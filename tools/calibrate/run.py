@@ -46,7 +46,7 @@ def run(world: CalibrationWorld, base: dict[str, Any], quick: bool = False, sour
         len(matmuls.points(world.cuda, quick))
         + 2 * len(direct_stores.shapes(world.cuda, quick))
         + 2 * few_tokens.points(world.cuda, quick)
-        + (120 if world.cuda else 60) // (2 if quick else 1)
+        + (140 if world.cuda else 68) // (2 if quick else 1)
     )
     progress = ProgressLine(world, total)
     peers: traffic.PeerTraffic | None = None

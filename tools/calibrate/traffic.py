@@ -10,15 +10,16 @@ import torch
 import torch.distributed as dist
 
 from ub_overlap import _torch_compat as compat
+from ub_overlap.compiler.cost.profile import COLLECTIVES
 
 from ..rank_process import World
 from .world import Burst, ProgressLine
 
 MIB = 1 << 20
 PUSHES = tuple(int(x * MIB) for x in (0.0625, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256))
-COLLECTIVES = tuple(int(x * MIB) for x in (0.25, 1, 2, 4, 8, 16, 32, 64, 128, 256))
-"""Bytes that a rank sends in an all_gather or reduce_scatter."""
-CPU_COLLECTIVES = (4096, 65536, MIB, 4 * MIB)
+COLLECTIVE_SIZES = tuple(int(x * MIB) for x in (0.25, 1, 2, 4, 8, 16, 32, 64, 128, 256))
+"""Bytes that a rank sends; twice as many in an all_reduce."""
+CPU_COLLECTIVE_SIZES = (4096, 65536, MIB, 4 * MIB)
 
 
 class PeerTraffic:
@@ -130,22 +131,24 @@ def concurrent_slowdown(
 
 
 def collectives(world: World, burst: Burst, progress: ProgressLine, quick: bool) -> dict[str, list[list[float]]]:
-    """Return curves of the plain collectives by bytes that a rank sends."""
+    """Return curves of the plain collectives by bytes that a rank sends. An all_to_all has equal pieces."""
     dtype = torch.bfloat16 if world.cuda else torch.float32
-    sizes = (COLLECTIVES if world.cuda else CPU_COLLECTIVES)[:: 2 if quick else 1]
+    sizes = (COLLECTIVE_SIZES if world.cuda else CPU_COLLECTIVE_SIZES)[:: 2 if quick else 1]
     item, ranks = torch.empty(0, dtype=dtype).element_size(), world.ranks
     curves: dict[str, list[list[float]]] = {}
-    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+    for kind in COLLECTIVES:
         times, sent = [], []
         for size in sizes:
             # Shards start at multiples of 512 bytes, like a model's: unaligned shards are copied in smaller words.
             few = max(1, size // ((ranks - 1) * 512)) * 512 // item
             small = torch.ones(few, device=world.device, dtype=dtype)
             big = torch.ones(few * ranks, device=world.device, dtype=dtype)
+            other = torch.ones_like(big) if kind == "all_to_all" else big
             calls: dict[str, Callable[[], Any]] = {
                 "all_gather": lambda b=big, s=small: dist.all_gather_into_tensor(b, s),
                 "reduce_scatter": lambda b=big, s=small: dist.reduce_scatter_tensor(s, b),
                 "all_reduce": lambda b=big: dist.all_reduce(b),
+                "all_to_all": lambda b=big, o=other: dist.all_to_all_single(o, b),
             }
             count = max(2, min(10, 32 * MIB // size)) if world.cuda else 2
             us = burst.us(calls[kind], count, rounds=9 if world.cuda else 15, together=True, warm=2, ahead=2)

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 from ub_overlap import _torch_compat as compat
 
+from .experts import RoutedExperts
 from .sizes import PlannedBlock
 
 gather_weight = compat.all_gather_with_gradient
@@ -66,22 +67,31 @@ class FeedForward(nn.Module):
 
     def __init__(self, s: PlannedBlock) -> None:
         super().__init__()
-        self.w1 = nn.Linear(s.hidden, s.ffn, bias=not s.gated)
-        self.w2 = nn.Linear(s.ffn, s.hidden, bias=not s.gated)
-        self.w3 = nn.Linear(s.hidden, s.ffn, bias=False) if s.gated else None
+        self.w1 = nn.Linear(s.hidden, s.dense_ffn, bias=not s.gated)
+        self.w2 = nn.Linear(s.dense_ffn, s.hidden, bias=not s.gated)
+        self.w3 = nn.Linear(s.hidden, s.dense_ffn, bias=False) if s.gated else None
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x) if self.w3 is not None else F.gelu(self.w1(x), approximate="tanh"))
 
 
+def feed_forward(s: PlannedBlock, expert_mesh: DeviceMesh | None) -> nn.Module:
+    """Return a dense layer, or experts."""
+    dense = FeedForward(s) if s.dense_ffn else None
+    if s.experts > 1:
+        return RoutedExperts(s, expert_mesh, dense)
+    assert dense is not None
+    return dense
+
+
 class Block(nn.Module):
     """[B, S/R, D] of this rank -> the same."""
 
-    def __init__(self, s: PlannedBlock) -> None:
+    def __init__(self, s: PlannedBlock, expert_mesh: DeviceMesh | None) -> None:
         super().__init__()
         norm = nn.RMSNorm if s.gated else nn.LayerNorm
         self.attention_norm, self.attention = norm(s.hidden, eps=1e-5), Attention(s)
-        self.ffn_norm, self.feed_forward = norm(s.hidden, eps=1e-5), FeedForward(s)
+        self.ffn_norm, self.feed_forward = norm(s.hidden, eps=1e-5), feed_forward(s, expert_mesh)
 
     def forward(self, x: Tensor) -> Tensor:
         h = x + self.attention(self.attention_norm(x))
@@ -91,9 +101,9 @@ class Block(nn.Module):
 class Blocks(nn.Module):
     """`layers` blocks, one after the other."""
 
-    def __init__(self, s: PlannedBlock) -> None:
+    def __init__(self, s: PlannedBlock, expert_mesh: DeviceMesh | None) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block(s) for _ in range(s.layers))
+        self.layers = nn.ModuleList(Block(s, expert_mesh) for _ in range(s.layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -117,8 +127,8 @@ class ShardedLinear(nn.Linear):
 
 
 def shard_weights(module: nn.Module, ranks: int, group: Any) -> None:
-    """Shard the weights of all linears over `ranks`. Norms and biases keep whole parameters."""
-    for linear in [m for m in module.modules() if isinstance(m, nn.Linear)]:
+    """Shard the weights of all linears over `ranks`. Norms, biases and routers keep whole parameters."""
+    for linear in [m for name, m in module.named_modules() if isinstance(m, nn.Linear) and not name.endswith("router")]:
         weight: Any = linear.weight
         is_parallel = isinstance(weight, DTensor)
         local = weight.to_local() if is_parallel else weight
@@ -130,15 +140,17 @@ def shard_weights(module: nn.Module, ranks: int, group: Any) -> None:
         del linear.weight
 
 
-def parallel_blocks(s: PlannedBlock, mesh: DeviceMesh) -> nn.Module:
+def parallel_blocks(s: PlannedBlock, mesh: DeviceMesh, expert_mesh: DeviceMesh | None = None) -> nn.Module:
     """Return the blocks over `mesh`, whose dims are "dp" and "tp"; one of one rank is not there.
+
+    `expert_mesh`: of the same ranks. Its dims are "replicas", of ranks with the same experts, and "ep".
 
     Tensor parallelism: DTensors, sequence-parallel norms, column- then row-parallel layers.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(TORCH_DTYPES[s.dtype])  # a fake module cannot be cast afterwards
     try:
-        blocks = Blocks(s)
+        blocks = Blocks(s, expert_mesh)
     finally:
         torch.set_default_dtype(before)
     if s.tp > 1:
@@ -151,10 +163,19 @@ def parallel_blocks(s: PlannedBlock, mesh: DeviceMesh) -> nn.Module:
 def _parallelize(blocks: Blocks, s: PlannedBlock, mesh: DeviceMesh) -> None:
     gather_input = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     plan: dict[str, ParallelStyle] = {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
-    plan |= {"attention": gather_input, "feed_forward": gather_input}
-    plan |= {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
-    plan |= {f"feed_forward.{name}": ColwiseParallel() for name in (("w1", "w3") if s.gated else ("w1",))}
-    plan |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in ("attention.wo", "feed_forward.w2")}
+    column, row = [f"attention.{name}" for name in ("wq", "wk", "wv")], ["attention.wo"]
+    plan["attention"] = gather_input
+    if s.experts > 1:  # each rank routes the tokens of its sequence shard
+        plan["feed_forward"] = PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Shard(1),), use_local_output=True
+        )
+    if s.dense_ffn:
+        dense = "feed_forward.shared" if s.experts > 1 else "feed_forward"
+        plan[dense] = gather_input
+        column += [f"{dense}.{name}" for name in (("w1", "w3") if s.gated else ("w1",))]
+        row += [f"{dense}.w2"]
+    plan |= {name: ColwiseParallel() for name in column}
+    plan |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in row}
     for block in blocks.layers:
         parallelize_module(block, mesh, plan)
 

@@ -34,6 +34,8 @@ class PlanRow:
 
     site: Decision
     outlook: Outlook | None
+    parallelism: str = ""
+    """The kind of parallelism of its group: "TP"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,16 @@ class PlannedStep:
         return totals([r.outlook for r in self.rows])
 
     @property
+    def exposed_us(self) -> dict[str, tuple[float, float]]:
+        """By kind of parallelism the microseconds of communication, and of that what is exposed as chosen."""
+        found: dict[str, tuple[float, float]] = {}
+        for r in self.rows:
+            if r.outlook is not None:
+                before, exposed = found.get(r.parallelism, (0.0, 0.0))
+                found[r.parallelism] = before + r.outlook.none.communication_us, exposed + r.outlook.exposed_us
+        return found
+
+    @property
     def none_us(self) -> float:
         """Microseconds of the step without overlap."""
         return self.totals.none_us + sum(self.rest.values())
@@ -72,7 +84,11 @@ class PlannedStep:
 
     def to_json(self) -> str:
         """Return the prediction as JSON."""
-        sites = [{**r.site.to_dict(), **(r.outlook.to_dict() if r.outlook else {})} for r in self.rows]
+        sites = [
+            {**r.site.to_dict(), "parallelism": r.parallelism, **(r.outlook.to_dict() if r.outlook else {})} for r in self.rows
+        ]
+        names = ("communication_us", "exposed_us")
+        exposed = {name: dict(zip(names, times, strict=True)) for name, times in self.exposed_us.items()}
         step = {"none_us": self.none_us, "chosen_us": self.chosen_us, "rest_us": self.rest}
         return json.dumps(
             {
@@ -81,6 +97,7 @@ class PlannedStep:
                 "profile": {"name": self.profile.name, "digest": self.profile.digest},
                 "sites": sites,
                 "totals": self.totals.to_dict(),
+                "exposed": exposed,
                 "step": step,
             },
             indent=1,
@@ -125,15 +142,20 @@ class PlannedStep:
 
     def _heading(self) -> str:
         s = self.sizes
+        experts = f", {s.experts} experts, {s.experts_per_token} of a token" if s.experts > 1 else ""
+        shared = f", shared {s.shared_ffn}" if s.shared_ffn else ""
         return (
-            f"hidden {s.hidden}, ffn {s.ffn}, heads {s.heads} (kv {s.kv_heads}), batch {s.batch} x {s.seq} tokens, "
-            f"{s.dtype}, {parallelism(s)}, layers {s.layers}, forward + backward; profile {self.profile}"
+            f"hidden {s.hidden}, ffn {s.ffn}{experts}{shared}, heads {s.heads} (kv {s.kv_heads}), "
+            f"batch {s.batch} x {s.seq} tokens, {s.dtype}, {parallelism(s)}, layers {s.layers}, forward + backward; "
+            f"profile {self.profile}"
         )
 
     def _closing(self) -> str:
         rest = ", ".join(f"{name} {us:.0f}" for name, us in self.rest.items())
+        exposed = ", ".join(f"{name} {left:.0f} of {us:.0f}" for name, (us, left) in self.exposed_us.items())
         return (
             f"{self.totals}\n"
+            f"exposed communication as chosen: {exposed} us\n"
             f"other work: {rest} us (attention and elementwise work are rough estimates)\n"
             f"step: {self.none_us / 1000:.2f} ms without overlap, {self.chosen_us / 1000:.2f} ms as chosen, "
             f"{self.none_us / self.chosen_us:.2f}x"
@@ -142,7 +164,7 @@ class PlannedStep:
 
 def parallelism(s: PlannedBlock) -> str:
     """Return the ranks in words: "TP 8, DP 64 on 64 hosts"."""
-    parts = [f"{name} {size}" for name, size in (("PP", s.pp), ("TP", s.tp), ("DP", s.dp)) if size > 1]
+    parts = [f"{name} {size}" for name, size in (("PP", s.pp), ("TP", s.tp), ("DP", s.dp), ("EP", s.ep)) if size > 1]
     return ", ".join(parts) + (f" on {s.hosts} hosts" if s.hosts > 1 else "")
 
 
@@ -153,7 +175,7 @@ def table(rows: Sequence[PlanRow], width: int | None = None) -> str:
     """Return `table_rows` as text. `width`: the limit of a line; columns that do not fit are left out."""
     cells = table_rows(rows)
     others = [name for row in cells for name in row if re.fullmatch(r"[cs]\d+", name)]
-    optional = ("MB", "M N K", *dict.fromkeys(others), "comm", "matmul", "module", "bulk", "direct", "pipelined")
+    optional = ("MB", "M N K", *dict.fromkeys(others), "comm", "matmul", "module", "parallelism", "bulk", "direct", "pipelined")
     return render_table(cells, width=width, optional=optional, floats=".0f")
 
 
@@ -161,12 +183,13 @@ def table_rows(rows: Sequence[PlanRow]) -> list[dict[str, Any]]:
     """Return one row per site, with a column for every strategy that some site has as an alternative."""
     names = list(dict.fromkeys(s for r in rows if r.outlook for s in r.outlook.by_strategy))
     names.sort(key=lambda n: ((s := Strategy.parse(n)).mode is not Mode.NONE, s.mode is Mode.BULK, s.striped, s.chunks))
+    has_several = len({r.parallelism for r in rows}) > 1
     out = []
     for row in rows:
         d, o = row.site, row.outlook
         cells: dict[str, Any] = {
-            "site": d.id, "module": d.module, "kind": d.kind.value, "M N K": mnk(d),
-            "MB": None if d.bytes is None else d.bytes / 1e6,
+            "site": d.id, "module": d.module, **({"parallelism": row.parallelism} if has_several else {}),
+            "kind": d.kind.value, "M N K": mnk(d), "MB": None if d.bytes is None else d.bytes / 1e6,
         }  # fmt: skip
         cells |= {"matmul": o and o.none.matmul_us, "comm": o and o.none.communication_us}
         cells |= {short(n): o.by_strategy[n].us if o and n in o.by_strategy else None for n in names}
@@ -206,7 +229,10 @@ def plan_step(
     rest: dict[str, float] = {}
     graph_us = []
     for graph in traced:
-        own = [PlanRow(d, outlook(without_taken_matmuls(d, graph.plan), profile)) for d in graph.plan.decisions]
+        own = [
+            PlanRow(d, outlook(without_taken_matmuls(d, graph.plan), profile), graph.parallelisms[d.id])
+            for d in graph.plan.decisions
+        ]
         other = graph.rest.us(profile)
         for name, us in other.items():
             rest[name] = rest.get(name, 0.0) + us

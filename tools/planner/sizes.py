@@ -19,6 +19,10 @@ class PlannedBlock:
 
     `pp`: ranks of a pipeline, each with `virtual` stages of `layers` blocks. A step has `microbatches` of `batch` sequences.
     The ranks of a stage are next to each other.
+
+    `experts`: 1 for a dense feed-forward layer; else `ffn` is the width of an expert, each token goes to `experts_per_token`,
+    and all go through a dense layer of width `shared_ffn`, if any. `ep`: ranks that share the experts, next to each other; they
+    are ranks of tensor and data parallelism. Other ranks of those have the same experts, and shard their weights.
     """
 
     hidden: int
@@ -36,12 +40,17 @@ class PlannedBlock:
     pp: int = 1
     virtual: int = 1
     microbatches: int = 1
+    ep: int = 1
+    experts: int = 1
+    experts_per_token: int = 1
+    shared_ffn: int = 0
 
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self) if field.type == "int"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise _refused(name, value, "an integer of at least 1")
+            least = 0 if name == "shared_ffn" else 1
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise _refused(name, value, f"an integer of at least {least}")
         if self.ranks < 2:
             raise _refused("tp", self.tp, "at least 2 ranks, here or in --dp: one rank has no communication")
         if self.hosts > 1 and self.ranks % self.ranks_per_host:
@@ -59,12 +68,35 @@ class PlannedBlock:
             raise _refused("hidden", self.hidden, "heads of an even size, for rotary positions")
         if self.heads % self.kv_heads:
             raise _refused("heads", self.heads, f"a multiple of kv_heads={self.kv_heads}")
-        for name in ("ffn", "heads", "kv_heads", "seq"):
+        for name in (self.dense_width, "heads", "kv_heads", "seq"):
             if getattr(self, name) % self.tp:
                 raise _refused(name, getattr(self, name), f"a multiple of tp={self.tp}")
-        for name, rows in (("hidden", self.hidden), ("ffn", self.ffn // self.tp), ("kv_heads", self.kv_rows)):
+        for name, rows in (("hidden", self.hidden), (self.dense_width, self.dense_ffn // self.tp), ("kv_heads", self.kv_rows)):
             if rows % self.dp:
                 raise _refused(name, getattr(self, name), f"a weight whose {rows} rows on a rank divide by dp={self.dp}")
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        if self.experts == 1:
+            for name, least in (("ep", 1), ("experts_per_token", 1), ("shared_ffn", 0)):
+                if getattr(self, name) != least:
+                    raise _refused(name, getattr(self, name), f"{least} without --experts")
+            return
+        if self.dtype != "bf16":
+            raise _refused("dtype", self.dtype, "bf16 with --experts: grouped matmuls take no other type")
+        if self.stage_ranks % self.ep or self.ep % self.tp:
+            expected = f"a divisor of tp * dp = {self.stage_ranks}, and a multiple of tp={self.tp}"
+            raise _refused("ep", self.ep, expected)
+        if self.experts % self.ep or self.experts_per_token > self.experts:
+            expected = f"a multiple of ep={self.ep}, and at least experts_per_token={self.experts_per_token}"
+            raise _refused("experts", self.experts, expected)
+        rows = self.batch * self.seq // self.tp * self.experts_per_token
+        if rows % self.ep:
+            raise _refused("seq", self.seq, f"a rank's {rows} rows for experts to divide by ep={self.ep}")
+        for name in ("hidden", "ffn"):
+            if getattr(self, name) % 8 or self.experts // self.ep * getattr(self, name) % self.expert_replicas:
+                expected = f"a multiple of 8 whose rows in all experts of a rank divide by {self.expert_replicas} ranks"
+                raise _refused(name, getattr(self, name), expected)
 
     @property
     def ranks(self) -> int:
@@ -84,6 +116,21 @@ class PlannedBlock:
     def hosts(self) -> int:
         """Hosts of all ranks."""
         return -(-self.ranks // self.ranks_per_host)
+
+    @property
+    def dense_width(self) -> str:
+        """The name of the width of the dense feed-forward layer."""
+        return "ffn" if self.experts == 1 else "shared_ffn"
+
+    @property
+    def dense_ffn(self) -> int:
+        """Width of the dense feed-forward layer, 0 without one."""
+        return getattr(self, self.dense_width)
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that have the same experts."""
+        return self.stage_ranks // self.ep if self.experts > 1 else 1
 
     @property
     def kv_rows(self) -> int:
@@ -106,6 +153,9 @@ MODELS = {
     "llama-8b": PlannedBlock(hidden=4096, ffn=14336, heads=32, kv_heads=8, seq=8192, tp=8),
     "llama-70b": PlannedBlock(hidden=8192, ffn=28672, heads=64, kv_heads=8, seq=8192, tp=8),
     "gpt3-175b": PlannedBlock(hidden=12288, ffn=49152, heads=96, kv_heads=96, seq=2048, tp=8, gated=False),
+    "mixtral-8x7b": PlannedBlock(
+        hidden=4096, ffn=14336, heads=32, kv_heads=8, seq=8192, tp=1, dp=8, ep=8, experts=8, experts_per_token=2
+    ),
 }
 
 

@@ -14,16 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule, Node
 
 from ub_overlap import _torch_compat as compat
+from ub_overlap.compiler.cost.policy import Policy
 from ub_overlap.compiler.diff.graph_store import PlanGraphs
 from ub_overlap.compiler.diff.joint_snapshot import SnapshotRecorder
 from ub_overlap.compiler.graph.graph_inputs import GraphInputs
 from ub_overlap.compiler.options import Options
 from ub_overlap.compiler.passes import JointPass, phase_of
 from ub_overlap.compiler.plan.plan import Plan
+from ub_overlap.compiler.plan.reasons import Kind
 from ub_overlap.compiler.rewrite.part_strides import Outputs
 from ub_overlap.compiler.rewrite.rewrite_graph import rewrite
 from ub_overlap.compiler.rewrite.weight_gradients import separate_weight_gradients
 from ub_overlap.compiler.select import Decided, decide
+from ub_overlap.compiler.windows.widen import widen_windows
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.errors import UbOverlapError
 
@@ -38,6 +41,8 @@ class TracedGraph:
 
     plan: Plan
     rest: UnmatchedWork
+    parallelisms: dict[str, str]
+    """The kind of parallelism ("TP") that each site serves, by its id."""
     graphs: PlanGraphs | None = None
 
 
@@ -62,9 +67,12 @@ def trace(
         phase = phase_of(graph)
         progress(f"selecting strategies of the {phase} graph")
         of_graph = GraphInputs(parameters=parameters).parameters_in(graph)
+        widen_windows(graph, Policy.of(options), of_graph)
         decided = decide(graph, options, phase, lambda *_: None, parameters=of_graph)
         rest = find_unmatched_work(graph, _site_nodes(graph, decided))
-        graphs.append(TracedGraph(decided.plan, rest, _rewritten(graph, decided, options) if rewritten else None))
+        groups = {f"g{i}": name for i, name in enumerate(decided.groups)}
+        parallelisms = {d.id: meshes.parallelism_of(groups.get(d.group, ""), d.kind) for d in decided.plan.decisions}
+        graphs.append(TracedGraph(decided.plan, rest, parallelisms, _rewritten(graph, decided, options) if rewritten else None))
 
     def compiled(gm: GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
         own = GraphModule(gm, copy.deepcopy(gm.graph))  # `gm` runs: fake ranks cannot run the ops
@@ -89,9 +97,9 @@ def trace(
         parameters = GraphInputs.of(inputs).parameters
         return compile_graph(gm, inputs)
 
-    with _fake_ranks(sizes) as mesh, compat.caches_off(), compat.FakeTensorMode():
+    with _fake_ranks(sizes) as meshes, compat.caches_off(), compat.FakeTensorMode():
         progress("building the block")
-        blocks = parallel_blocks(sizes, mesh)
+        blocks = parallel_blocks(sizes, meshes.dense, meshes.experts)
         progress("tracing forward and backward")
         try:
             out = torch.compile(blocks, backend=backend, fullgraph=True, dynamic=False)(block_input(sizes))
@@ -107,7 +115,7 @@ def _rewritten(graph: Graph, decided: Decided, options: Options) -> PlanGraphs |
     recorder = SnapshotRecorder(graph, decided.plan.phase, on=True)
     recorder.before(decided.chosen)
     outputs = Outputs.of(graph, decided.plan.phase == "backward", restores_strides=True)
-    rewrite(graph, decided.chosen, outputs)
+    rewrite(graph, decided.chosen, outputs, layout=decided.layout)
     snapshots = recorder.after()
     return PlanGraphs(decided.plan.digest, decided.plan.phase, *snapshots) if snapshots else None
 
@@ -118,9 +126,28 @@ def _site_nodes(graph: Graph, decided: Decided) -> set[Node]:
     return {n for chosen in decided.chosen for n in chosen.site.members} | {n for n in graph.nodes if n.name in names}
 
 
+@dataclass(frozen=True, slots=True)
+class _Meshes:
+    """Meshes of the same ranks. Dims: of `dense` "dp" and "tp", of `experts` "replicas" and "ep"."""
+
+    dense: DeviceMesh
+    experts: DeviceMesh | None
+
+    def parallelism_of(self, group: str, kind: Kind) -> str:
+        """Return the kind of parallelism, "TP", that a collective of a group (its c10d name) serves.
+
+        Dims of all ranks are one group: experts exchange rows, the others do not.
+        """
+        meshes = filter(None, (self.dense, self.experts))
+        dims = [d for mesh in meshes for d in mesh.mesh_dim_names or () if mesh.get_group(d).group_name == group]
+        if kind is Kind.ALL_TO_ALL and "ep" in dims:
+            return "EP"
+        return {"": "", "replicas": "DP"}.get(dim := next(iter(dims), ""), dim.upper())
+
+
 @contextmanager
-def _fake_ranks(sizes: PlannedBlock) -> Iterator[DeviceMesh]:
-    """Yield a mesh of fake ranks on their hosts. This process is the first."""
+def _fake_ranks(sizes: PlannedBlock) -> Iterator[_Meshes]:
+    """Yield meshes of fake ranks on their hosts. This process is the first."""
     if dist.is_initialized():
         raise UbOverlapError(
             "planning needs a process without a process group",
@@ -134,7 +161,11 @@ def _fake_ranks(sizes: PlannedBlock) -> Iterator[DeviceMesh]:
     before = settings.current()
     try:
         settings.keep(replace(before, hosts=str(sizes.ranks_per_host) if sizes.stage_ranks > sizes.ranks_per_host else ""))
-        yield DeviceMesh("cpu", torch.arange(sizes.stage_ranks).view(*dims.values()), mesh_dim_names=tuple(dims))
+        ranks = torch.arange(sizes.stage_ranks)
+        dense = DeviceMesh("cpu", ranks.view(*dims.values()), mesh_dim_names=tuple(dims))
+        names = ("replicas", "ep")
+        experts = DeviceMesh("cpu", ranks.view(-1, sizes.ep), mesh_dim_names=names) if sizes.experts > 1 else None
+        yield _Meshes(dense, experts)
     finally:
         settings.keep(before)
         torch.compiler.reset()

@@ -1,8 +1,8 @@
 """Estimate the time of a graph's work outside of sites.
 
-Matmuls outside of sites use the profile's matmul model. The profile has no attention kernel and no fusion, so these two are
-rough. Attention runs at a share of the matmul rate. Elementwise work (norms, activations, rotary positions, residuals) is fused
-into kernels that each read their inputs and write their outputs once, at memory bandwidth.
+Matmuls outside of sites use the profile's matmul model. The profile has no attention kernel, no grouped matmuls and no fusion,
+so these are rough. Attention and grouped matmuls run at a share of the matmul rate. Elementwise work (norms, activations,
+rotary positions, residuals) is fused into kernels that read their inputs and write their outputs once, at memory bandwidth.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch.fx import Graph, Node
 from ub_overlap.compiler.cost.matmul_time import matmul_us
 from ub_overlap.compiler.cost.profile import Profile
 from ub_overlap.compiler.graph.aten import CUTS, aten, element_effect, node_arg, shape_of, tensor_of
-from ub_overlap.compiler.graph.matmul import as_matmul, is_matmul
+from ub_overlap.compiler.graph.matmul import as_matmul, grouped_flops, is_grouped_matmul, is_matmul
 from ub_overlap.compiler.match.collectives import is_collective
+from ub_overlap.compiler.windows.node_times import EFFICIENCY
 
 ATTENTION_SHARE = (0.55, 0.45)
 """Forward and backward: flash attention's rate relative to a large matmul, for torch's kernels on Hopper; an assumption."""
@@ -30,31 +31,36 @@ _FREE = {aten.sym_size.int, torch.ops._c10d_functional.wait_tensor.default}
 class UnmatchedWork:
     """Work outside of sites.
 
-    `matmuls`: (dtype, M, N, K). `attention`: (dtype, operations, backward). `kernels`: bytes read and written by each.
+    `matmuls`: (dtype, M, N, K). `attention`: (dtype, operations, backward). `experts`: (dtype, operations) of grouped matmuls.
+    `kernels`: bytes read and written by each.
     """
 
     matmuls: tuple[tuple[str, int, int, int], ...]
     attention: tuple[tuple[str, float, bool], ...]
     kernels: tuple[int, ...]
+    experts: tuple[tuple[str, float], ...] = ()
 
     def us(self, profile: Profile) -> dict[str, float]:
         """Return the microseconds by kind of work."""
-        return {
+        times = {
             "matmuls": sum(matmul_us(profile, dtype, "nt", m, n, k) for dtype, m, n, k in self.matmuls),
-            "attention": sum(_attention_us(profile, *work) for work in self.attention),
+            "attention": sum(_rated_us(profile, t, n, ATTENTION_SHARE[backward]) for t, n, backward in self.attention),
             "elementwise": sum(profile.compute.launch_us + b / (profile.compute.memory_gbs * 1e3) for b in self.kernels),
         }
+        experts = {"experts": sum(_rated_us(profile, *work, EFFICIENCY) for work in self.experts)} if self.experts else {}
+        return {**experts, **times}
 
 
-def _attention_us(profile: Profile, dtype: str, operations: float, backward: bool) -> float:
+def _rated_us(profile: Profile, dtype: str, operations: float, share: float) -> float:
     rates = profile.compute.tflops
-    return operations / (rates.get(dtype, rates["bfloat16"]) * 1e6 * ATTENTION_SHARE[backward])
+    return operations / (rates.get(dtype, rates["bfloat16"]) * 1e6 * share)
 
 
 def find_unmatched_work(graph: Graph, site_nodes: set[Node]) -> UnmatchedWork:
     """Return the work of `graph` outside of `site_nodes`. PlannedBlock must be static."""
     matmuls: list[tuple[str, int, int, int]] = []
     attention: list[tuple[str, float, bool]] = []
+    experts: list[tuple[str, float]] = []
     light: list[Node] = []
     for node in graph.nodes:
         if node.op != "call_function" or node in site_nodes or node.target in _FREE or is_collective(node):
@@ -65,11 +71,13 @@ def find_unmatched_work(graph: Graph, site_nodes: set[Node]) -> UnmatchedWork:
             # A real batch is counted as one matmul with the rows of all its members.
             m, n = p.shape if p is not None else (left.numel() // left.shape[-1], shape_of(node)[-1])
             matmuls.append((_dtype(node), int(m), int(n), int(left.shape[-1])))
+        elif is_grouped_matmul(node):
+            experts.append((_dtype(node), float(grouped_flops(node))))
         elif "scaled_dot_product" in str(node.target):
             attention.append(_attention(node))
         else:
             light.append(node)
-    return UnmatchedWork(tuple(matmuls), tuple(attention), tuple(_kernels(light)))
+    return UnmatchedWork(tuple(matmuls), tuple(attention), tuple(_kernels(light)), tuple(experts))
 
 
 def _dtype(node: Node) -> str:

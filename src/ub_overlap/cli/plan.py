@@ -1,4 +1,4 @@
-"""`plan`: predict the step of a tensor-, data- or pipeline-parallel block, on a machine without a GPU."""
+"""`plan`: predict the step of a tensor-, data-, pipeline- or expert-parallel block, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -26,24 +26,28 @@ SIZES = {
     "ranks_per_host": "ranks of one host (default 8); others are reached over the network",
     "pp": "ranks of a pipeline (default 1): also predicts its step with every schedule of torch that fits",
     "virtual": "stages of each rank of the pipeline (default 1)", "microbatches": "of a step of the pipeline",
+    "experts": "experts of a layer, of width ffn (default 1: a dense layer)", "experts_per_token": "of these (default 1)",
+    "shared_ffn": "width of a dense layer next to the experts (default 0: none)",
+    "ep": "ranks of tp * dp that share the experts, and exchange tokens (default 1)",
 }  # fmt: skip
 REQUIRED = ("hidden", "ffn", "heads", "seq", "tp")
 
 
 def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
     parser = add_verb(
-        verbs, "plan", "predict the step of a tensor-, data- or pipeline-parallel block, site by site; needs no GPU",
+        verbs, "plan", "predict the step of a tensor-, data-, pipeline- or expert-parallel block, site by site; needs no GPU",
         parents=[as_json],
         examples=[
             "plan --model llama-70b",
             "plan --model llama-8b --seq 4096 --tp 4 --save plan.json --html page.html",
             "plan --model llama-8b --tp 1 --dp 64 --layers 2 --memory-budget 0",
             "plan --model llama-8b --tp 8 --pp 4 --virtual 2 --layers 4 --microbatches 16 --html page.html",
+            "plan --model mixtral-8x7b --layers 2",
             "plan --hidden 8192 --ffn 28672 --heads 64 --kv-heads 8 --seq 8192 --tp 8",
         ],
         exits={0: "success", 1: "the block could not be planned", 2: "bad usage, or sizes that do not fit"},
     )  # fmt: skip
-    parser.add_argument("--model", help="llama-8b, llama-70b or gpt3-175b; other size flags replace its values")
+    parser.add_argument("--model", help="llama-8b, llama-70b, gpt3-175b or mixtral-8x7b; other size flags replace its values")
     for name, text in SIZES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
     parser.add_argument("--dtype", help="bf16 (default), fp16 or fp32")
