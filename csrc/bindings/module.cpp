@@ -1,4 +1,5 @@
 // ub_overlap._C: the control plane. Python drives sessions, settings and statistics through plain types; ops are in ops/.
+#include <ATen/ATen.h>
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -42,7 +43,14 @@ void set_provider(py::object provide) {
     ProgramCache::clear();
 }
 
-// `bind(group, device, slot_bytes, op, site)` makes a runtime.session.Session; C++ keeps it and calls its verify and grow.
+// Returns memory on the device of a call, of torch's allocator and its current stream.
+std::shared_ptr<char> allocate(const Call& call, int64_t bytes) {
+    const at::Device device(call.device < 0 ? at::kCPU : at::kCUDA, static_cast<at::DeviceIndex>(call.device));
+    const auto tensor = std::make_shared<at::Tensor>(at::empty({bytes}, at::TensorOptions(device).dtype(at::kByte)));
+    return {tensor, static_cast<char*>(tensor->data_ptr())};
+}
+
+// `bind(group, device, slot_bytes, op, site)` makes a runtime.session.Session; C++ keeps it and calls its methods.
 void set_bind(py::object bind) {
     auto held = hold(std::move(bind));
     python_hooks().bind = [held](const std::string& group, const std::string& device, const Call& call) {
@@ -73,6 +81,11 @@ void set_bind(py::object bind) {
                         .cast<int>();
                 });
             };
+            hooks.agree_on_abandoned = [owner](const Call& call) {
+                in_python([&] { handle_of(owner).attr("agree_on_abandoned")(call.op_name, call.site, call.split_slot); });
+            };
+            hooks.collect_garbage = [] { in_python([] { py::module_::import("gc").attr("collect")(); }); };
+            hooks.allocate = &allocate;
             session->set_hooks(std::move(hooks));
             return session;
         });
@@ -101,7 +114,7 @@ py::dict site_stats() {
 }
 
 py::list last_trace(const std::string& site) {
-    static const char* kinds[] = {"copy", "signal", "wait", "matmul", "reduce", "finish", "return", "release"};
+    static const char* kinds[] = {"copy", "signal", "wait", "matmul", "reduce", "finish", "return", "release", "round"};
     py::list steps;
     std::vector<StepTime> times;
     {

@@ -33,6 +33,7 @@ class AreaGrowth {
 
   private:
     static constexpr uint64_t window = 8;
+    static_assert(area_windows > 4, "a rank reads window w - 2 while a peer writes w + 2");
     uint64_t calls_ = 0;
     std::set<std::string> sites_;
 };

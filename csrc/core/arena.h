@@ -21,7 +21,7 @@
 namespace ub_overlap {
 
 constexpr uint64_t arena_magic = 0x75625f6f7665726cULL;
-constexpr uint32_t arena_version = 3;
+constexpr uint32_t arena_version = 4;
 
 // What a rank is doing in the call of one epoch. `stamp` (epoch, tag) is stored last, with release; the text of an epoch stays
 // until the epoch after the next, which its owner cannot reach before all peers have left this one. A split slot's stays until
@@ -32,8 +32,10 @@ struct CallDescriptor {
 };
 
 // What a rank publishes of its all_to_alls in a split slot (core/area_growth.h): how many it has started, and the bytes of its
-// largest piece in each of the last windows of calls.
-constexpr int area_windows = 4;
+// largest piece in each of the last windows of calls. A rank that begins window w reads what its peers have written of window
+// w - 2. On CUDA the host of a peer may run ahead meanwhile, up to the first call of window w + 2, where it waits for this
+// rank.
+constexpr int area_windows = 5;
 struct AreaRecord {
     std::atomic<uint64_t> calls;
     std::atomic<int64_t> largest[area_windows];

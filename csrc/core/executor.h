@@ -28,6 +28,9 @@ class Executor {
     virtual std::vector<StepTime> finish(OpenWork& work) = 0;
     // The release of a zero-copy gather: tells the peers that its result was read. Returns the times of all steps.
     virtual std::vector<StepTime> release(OpenWork& work) = 0;
+    // Whether the next op of `work` may run at the place of `next`. False where its steps are part of a CUDA graph that is not
+    // being captured any more, so that there is nothing to end. Throws OptionError where `next` is captured and `work` is not.
+    virtual bool can_continue(const OpenWork& work, const Call& next) const = 0;
 };
 
 }  // namespace ub_overlap

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <vector>
 
 #include "core/settings.h"
 
@@ -275,23 +276,59 @@ void Session::run(Call& call, Executor& executor, const std::function<void(Call&
     });
 }
 
-void Session::refuse_if_open(const Call& call) const {
-    const OpenCollective* open = open_[call.split_slot].get();
-    if (!open) return;
-    const std::string state = open->is_finished ? "finished and not released" : "started and not finished";
-    const char* next = open->is_finished ? "release_collective" : "finish_collective";
+void Session::refuse_start(const Call& call, const OpenCollective& open) const {
+    const std::string state = open.is_finished ? "finished and not released" : "started and not finished";
+    const char* next = open.is_finished ? "release_collective" : "finish_collective";
     throw NamedError("OptionError",
                      {{"what", "split slot " + std::to_string(call.split_slot) + " is in use by an open collective"},
                       {"where", call.op_name + " at site '" + call.site + "', group '" + group_ + "'"},
-                      {"got", open->call.op_name + " at site '" + open->call.site + "' was " + state},
+                      {"got", open.call.op_name + " at site '" + open.call.site + "' was " + state},
                       {"expected", std::string(next) + " before the next start_collective of a slot"},
-                      {"fix", "call it first, or use another of the " + std::to_string(split_slots) + " split slots"}});
+                      {"fix", "call it first, or use another of the " + std::to_string(split_slots) +
+                                  " split slots. After an exception between them, drop the exception: its traceback holds the "
+                                  "collective's tensors"}});
 }
 
-char* Session::landing_memory(Call& call) {
+void Session::free_slot(const Call& next, Executor& executor) {
+    std::unique_ptr<OpenCollective>& slot = open_[next.split_slot];
+    const auto is_abandoned = [&] { return slot && slot->tensors.is_abandoned && slot->tensors.is_abandoned(); };
+    if (slot && !is_abandoned() && hooks_.collect_garbage) hooks_.collect_garbage();  // a traceback in a cycle holds tokens
+    if (!slot) return;
+    if (!is_abandoned()) refuse_start(next, *slot);
+    const bool has_steps = executor.can_continue(*slot->work, next);
+    const std::unique_ptr<OpenCollective> open = std::move(slot);
+    open->call.stream = next.stream;
+    if (!has_steps || ranks_ == 1) return;
+    run_split_op_of(open->call, open->number, [&] { end_abandoned(*open, executor); });
+}
+
+// The peers may have finished the collective, and wait for this rank's part of it. So its steps run to their end; the results
+// go to memory that no program reads.
+void Session::end_abandoned(OpenCollective& open, Executor& executor) {
+    Call& call = open.call;
+    hooks_.agree_on_abandoned(call);
+    std::vector<std::shared_ptr<char>> results;
+    const auto allocate_output = [&](Call& of) {
+        results.push_back(hooks_.allocate(call, of.output_bytes()));
+        of.output = results.back().get();
+    };
+    if (!open.is_finished) {
+        if (call.key.zero_copy) {
+            call.output = call.arena->slot(rank_, call.slot());
+        } else {
+            allocate_output(call);
+            for (Call& tensor : call.coalesced) allocate_output(tensor);
+        }
+        executor.finish(*open.work);
+    }
+    if (call.key.zero_copy) executor.release(*open.work);
+    flight_.set_state(open.number, device_ == "cpu" ? CallState::finished : CallState::issued);
+}
+
+char* Session::landing_memory(Call& call, Executor& executor) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     refuse_if_unusable(&call);
-    refuse_if_open(call);
+    free_slot(call, executor);
     if (arena_->slot_bytes(call.slot()) < call.slot_bytes()) {
         const uint64_t number = flight_.begin(0, call.tag, {call.op_name, call.site, call.strategy, call.shape_text});
         run_op_of(call, number, [&] { hooks_.grow(call, false); });
@@ -300,14 +337,14 @@ char* Session::landing_memory(Call& call) {
     return arena_->slot(rank_, call.slot());
 }
 
-void Session::start(Call call, std::shared_ptr<void> input, Executor& executor) {
+void Session::start(Call call, HeldTensors tensors, Executor& executor) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     refuse_if_unusable(&call);
-    refuse_if_open(call);
+    free_slot(call, executor);
     std::unique_ptr<OpenCollective>& open = open_[call.split_slot];
     auto next = std::make_unique<OpenCollective>();
     next->call = std::move(call);
-    next->input = std::move(input);
+    next->tensors = std::move(tensors);
     Call& own = next->call;
     own.epoch = ++split_epochs_[own.split_slot];
     next->number = flight_.begin(0, own.tag, {own.op_name, own.site, own.strategy, own.shape_text});
@@ -340,8 +377,13 @@ void Session::finish(Call& call, Executor& executor) {
     });
     if (!own.key.zero_copy) return;
     open->is_finished = true;
-    open->input.reset();  // its pushes have ended
+    open->tensors = {};  // its pushes have ended
     open_[call.split_slot] = std::move(open);
+}
+
+void Session::watch_result(int split_slot, std::function<bool()> is_abandoned) {
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    if (open_[split_slot]) open_[split_slot]->tensors.is_abandoned = std::move(is_abandoned);
 }
 
 void Session::refuse_finish(const Call& call, const OpenCollective* open) const {

@@ -24,6 +24,19 @@ struct SessionHooks {
     // Grows the slot of `call` to what it needs, equal on all ranks; `to_largest`: to what any needs, unless in a capture.
     std::function<void(const Call& call, bool to_largest)> grow;
     std::function<int(const Tuning& tuning)> tune;
+    // Throws unless all ranks have abandoned the split collective `call`.
+    std::function<void(const Call& call)> agree_on_abandoned;
+    // Frees objects that only reference cycles hold.
+    std::function<void()> collect_garbage;
+    // Returns memory on the call's device, for work of its stream.
+    std::function<std::shared_ptr<char>(const Call& call, int64_t bytes)> allocate;
+};
+
+// What a program holds of an open collective: the tensors that are sent, and whether it can still call the next op. That needs
+// the token, or the result of a zero-copy gather. A collective without them is *abandoned*, as after an exception.
+struct HeldTensors {
+    std::shared_ptr<void> sent;
+    std::function<bool()> is_abandoned;
 };
 
 class Session {
@@ -33,16 +46,19 @@ class Session {
 
     // Runs one call; the arguments have been checked. Blocks until the results are there (CPU) or on their way (CUDA).
     void run(Call& call, Executor& executor, const std::function<void(Call&)>& prepare);
-    // The ops of a split collective. `start` begins the pushes of `call` and keeps `input`, its tensor, until `finish`, which
-    // gets the same call with an output. Between them the session may run any calls. None holds the session meanwhile.
+    // The ops of a split collective. `start` begins the pushes of `call` and keeps its tensors until `finish`, which gets the
+    // same call with an output. Between them the session may run any calls. None holds the session meanwhile.
     // A zero-copy gather's output is landing memory, which `finish` sets and `release` gives back.
-    void start(Call call, std::shared_ptr<void> input, Executor& executor);
+    // A start in a slot whose collective is abandoned ends that one first, on all ranks.
+    void start(Call call, HeldTensors tensors, Executor& executor);
     void finish(Call& call, Executor& executor);
+    // Sets when the zero-copy gather that was finished in a slot is abandoned: its result is freed.
+    void watch_result(int split_slot, std::function<bool()> is_abandoned);
     // `call`: its slot, site and stream.
     void release(const Call& call, Executor& executor);
     // Returns this rank's landing memory of a split call that is to be started, grown to its needs: a gather whose input is at
     // its place there copies nothing on this rank. Collective where it grows.
-    char* landing_memory(Call& call);
+    char* landing_memory(Call& call, Executor& executor);
     // Plan check alone, for calls that another transport carries out. Returns the call's number in the flight recorder.
     uint64_t verify_only(const Call& call);
     // The alternative that the ranks agreed on for a bucket of a site's table; -1 before they did.
@@ -83,15 +99,17 @@ class Session {
     // A split collective between start and finish, or between start and release.
     struct OpenCollective {
         Call call;
-        std::shared_ptr<void> input;
+        HeldTensors tensors;
         uint64_t number = 0;             // in the flight recorder
         bool is_finished = false;        // it waits for its release
         int64_t finish_ns = 0;           // when its finish began
         std::unique_ptr<OpenWork> work;  // refers to `call`, so it is destroyed first
     };
     [[noreturn]] void refuse_finish(const Call& call, const OpenCollective* open) const;
-    // Throws where another collective is open in the call's slot.
-    void refuse_if_open(const Call& call) const;
+    // Ends an abandoned collective in the slot of `next`. Throws where one is open that can still be finished.
+    void free_slot(const Call& next, Executor& executor);
+    void end_abandoned(OpenCollective& open, Executor& executor);
+    [[noreturn]] void refuse_start(const Call& call, const OpenCollective& open) const;
     // Runs one op of `call`. An error makes the session unusable, and is passed on.
     void run_op_of(const Call& call, uint64_t number, const std::function<void()>& body);
     // Does the same for an op of a split collective. An abort from another thread names that one meanwhile.

@@ -115,6 +115,13 @@ auto issue_in_order(CudaArena* arena, cudaStream_t stream, Body body) {
 
 // A split collective between its ops.
 struct SplitWork final : OpenWork {
+    SplitWork() = default;
+    SplitWork(const SplitWork&) = delete;
+    SplitWork& operator=(const SplitWork&) = delete;
+    // Captured pushes do not run here, and their streams may be part of another capture by now.
+    ~SplitWork() override {
+        if (run && capture != 0) run->leave_pushes();
+    }
     unsigned long long capture = 0;  // the capture that the start is part of; 0: none
     std::unique_ptr<Run> run;
     const Call* call = nullptr;
@@ -179,6 +186,22 @@ std::vector<StepTime> CudaExecutor::finish(OpenWork& work) {
 
 std::vector<StepTime> CudaExecutor::release(OpenWork& work) {
     return issue_part(static_cast<SplitWork&>(work), &Run::release);
+}
+
+bool CudaExecutor::can_continue(const OpenWork& work, const Call& next) const {
+    const DeviceScope scope(next.device);
+    const unsigned long long started = static_cast<const SplitWork&>(work).capture;
+    const unsigned long long capture = capture_of(static_cast<cudaStream_t>(next.stream));
+    if (started == 0 && capture != 0) {
+        throw NamedError(
+            "OptionError",
+            {{"what", "a split slot has an abandoned collective, which cannot be finished in a CUDA graph"},
+             {"where", next.op_name + " at site '" + next.site + "', split slot " + std::to_string(next.split_slot)},
+             {"got", "an eager start without a finish, as after an exception between them"},
+             {"expected", "a free slot before the capture"},
+             {"fix", "call the captured function once eagerly before the capture, on all ranks"}});
+    }
+    return started == capture;
 }
 
 }  // namespace ub_overlap

@@ -10,14 +10,19 @@ start_all_to_all and finish_all_to_all. Compiled graphs may run in between: hand
 A handle that is dropped without a wait keeps its slot until a start finds all slots in use. If the collective started first was
 dropped, that start finishes it, with a warning. Which one that is follows from the program alone, not from when Python frees
 handles, so all ranks finish it at the same place.
+
+An exception between start and wait drops the handle, too. If it is raised on all ranks, the group goes on. If some ranks have
+waited, the slots of later calls differ: an error at the deadline, with a note that names the dropped handle.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +31,10 @@ from torch import Tensor
 
 from ub_overlap import _torch_compat as compat
 
-from .. import ops  # noqa: F401  (registers the ops)
+from .. import (
+    errors,
+    ops,  # noqa: F401  (registers the ops)
+)
 from ..schedule.steps import HANDLE_SLOTS
 from . import layout
 from .groups import Group, name_of, size_of
@@ -78,10 +86,18 @@ class CollectiveHandle:
         self._slot = _take_slot(self._slots, call)
         zero_copy = (False,) if op == "collective" else ()
         all_arguments = (*arguments, self._slot, *zero_copy, "bulk", group, call.site)
-        token = getattr(OPS, f"start_{op}")(input, *all_arguments)
-        finish = getattr(OPS, f"finish_{op}")
-        own = _OpenCollective(call, _calling_line(), lambda: finish(token, input, *all_arguments), weakref.ref(self))
-        self._slots[self._slot] = own
+        with _name_dropped(self._slots):
+            token = getattr(OPS, f"start_{op}")(input, *all_arguments)
+        sent = [input] if isinstance(input, Tensor) else input
+        started_on = _current_stream(sent[0])
+
+        def finish() -> Any:
+            if (stream := _current_stream(sent[0])) != started_on:
+                for tensor in sent:  # the pushes, which read it, end before this stream goes on
+                    tensor.record_stream(stream)
+            return getattr(OPS, f"finish_{op}")(token, input, *all_arguments)
+
+        self._slots[self._slot] = _OpenCollective(call, _calling_line(), finish, weakref.ref(self))
 
     def __repr__(self) -> str:
         state = "open" if self._result is None else "finished"
@@ -93,12 +109,29 @@ class CollectiveHandle:
             own = self._slots.pop(self._slot, None)  # also where it fails: after an error the group is not used again
             if own is None:
                 self._call.refuse("the collective has failed in an earlier wait", "a second wait", "one")
-            result = own.finish()
+            with _name_dropped(self._slots):
+                result = own.finish()
             if isinstance(result, Tensor):
                 self._result = _view(result, self._view_as)
             else:
                 self._result = [_view(one, dtype) for one, dtype in zip(result, self._view_as, strict=True)]
         return self._result
+
+
+@contextlib.contextmanager
+def _name_dropped(slots: dict[int, _OpenCollective]) -> Iterator[None]:
+    """Add notes to an error of ranks that do not meet: this rank may have dropped a handle alone."""
+    try:
+        yield
+    except errors.RankError as error:
+        for one in slots.values():
+            if one.is_dropped:
+                error.add_note(f"{one}. Ranks that have waited for it use its slot for other calls.")
+        raise
+
+
+def _current_stream(tensor: Tensor) -> Any:
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
 
 def _view(result: Tensor, dtype: torch.dtype) -> Tensor:
@@ -111,6 +144,8 @@ def _take_slot(slots: dict[int, _OpenCollective], call: Caller) -> int:
     if free:
         return free[0]
     slot, first = next(iter(slots.items()))
+    if not first.is_dropped:
+        gc.collect()  # a cycle may hold its handle
     if not first.is_dropped:
         call.refuse(
             f"{len(slots)} collectives of the group are open",

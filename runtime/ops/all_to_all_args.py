@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ub_overlap import _torch_compat as compat
@@ -21,11 +20,6 @@ class AllToAllArgs(NamedTuple):
     strategy: str
     group: str
     site: str
-
-
-def make_token(a: AllToAllArgs) -> Tensor:
-    """Return a token."""
-    return a.input.new_empty((1,), dtype=torch.uint8)
 
 
 def make_result(a: AllToAllArgs) -> Tensor:

@@ -6,6 +6,8 @@ hosts run this way, and sites whose strategy is "none".
     start    widen the input to out_dtype, allocate the result, launch, keep work and tensors under the slot
     finish   wait: NCCL lets the current stream wait, gloo the host; then divide for "avg" and cast
 
+A collective whose token is freed has no finish, as after an exception. The next start of its slot ends it, on all ranks.
+
 Gathers of float8 and all exchanges (all_to_all) move bytes: backends lack some dtypes.
 
 Sums are taken in the wider of both dtypes, as the graph before the rewrite took them. A CUDA graph captures both halves: the
@@ -14,6 +16,7 @@ tensors are in its memory pool, the collective is one of its nodes, and a replay
 
 from __future__ import annotations
 
+import gc
 import weakref
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -50,31 +53,74 @@ class _Launched:
 
 @dataclass(frozen=True, slots=True)
 class OpenCollective:
-    """A collective between start and finish. `launched`: one for each tensor."""
+    """A collective between start and finish. `launched`: one for each tensor. `token`: weakly, its storage."""
 
     arguments: SplitArgs
     launched: list[_Launched]
+    token: Any
+    is_captured: bool
+    """Its start is part of a CUDA graph."""
+
+    @property
+    def is_abandoned(self) -> bool:
+        """No finish can follow."""
+        return bool(self.token.expired())
 
 
 _open: weakref.WeakKeyDictionary[Session, dict[int, OpenCollective]] = weakref.WeakKeyDictionary()
 """By session and split slot. They end with the session, so with their process group."""
 
 
-def start(a: SplitArgs) -> None:
-    """Launch the collective. OptionError where the slot has an open one."""
+def start(a: SplitArgs) -> Tensor:
+    """Launch the collective and return its token. OptionError where the slot has an open one."""
     slots = _slots(a)
-    if a.split_slot in slots:
-        before = slots[a.split_slot].arguments
+    _free_slot(a, slots)
+    token = make_token(a)
+    each = each_collective(a) if isinstance(a, CoalescedArgs) else [a]
+    launched = [_exchange(one) if isinstance(one, AllToAllArgs) else _reduce_or_gather(one) for one in each]
+    slots[a.split_slot] = OpenCollective(a, launched, compat.weak_storage(token), _is_captured(a))
+    return token
+
+
+def make_token(a: SplitArgs) -> Tensor:
+    """Return a token: it orders finish after start, and has no content."""
+    return _inputs(a)[0].new_empty((1,), dtype=torch.uint8)
+
+
+def _free_slot(a: SplitArgs, slots: dict[int, OpenCollective]) -> None:
+    """End an abandoned collective in the slot of `a`. OptionError where one is open that can still be finished."""
+    before = slots.get(a.split_slot)
+    if before is None:
+        return
+    if not before.is_abandoned:
+        gc.collect()  # a traceback may hold the token in a cycle
+    if not before.is_abandoned:
         raise errors.OptionError(
             f"split slot {a.split_slot} is in use by an open collective",
             where=f"{_name(a)}, group '{a.group}'",
-            got=f"{_name(before)} was started and not finished",
+            got=f"{_name(before.arguments)} was started and not finished",
             expected="a finish before the next start of a slot",
-            fix=f"finish it first, or use another of the {SPLIT_SLOTS} split slots",
+            fix=f"finish it first, or use another of the {SPLIT_SLOTS} split slots. After an exception between them, drop the "
+            "exception: its traceback holds the collective's tensors",
         )
-    each = each_collective(a) if isinstance(a, CoalescedArgs) else [a]
-    launched = [_exchange(one) if isinstance(one, AllToAllArgs) else _reduce_or_gather(one) for one in each]
-    slots[a.split_slot] = OpenCollective(a, launched)
+    if _is_captured(a) and not before.is_captured:
+        raise errors.OptionError(
+            "a split slot has an abandoned collective, which cannot be finished in a CUDA graph",
+            where=f"{_name(a)}, group '{a.group}'",
+            got=f"{_name(before.arguments)} was started eagerly and not finished, as after an exception",
+            expected="a free slot before the capture",
+            fix="call the captured function once eagerly before the capture, on all ranks",
+        )
+    del slots[a.split_slot]
+    if before.is_captured:  # nothing of it has run
+        return
+    _session(a).agree_on_abandoned(f"split {_kind(before.arguments)}", before.arguments.site, a.split_slot)
+    for one in before.launched:
+        _wait(one)
+
+
+def _is_captured(a: SplitArgs) -> bool:
+    return _inputs(a)[0].is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def finish(a: SplitArgs) -> list[Tensor]:
@@ -101,6 +147,9 @@ def _wait(launched: _Launched) -> Tensor:
     a = launched.arguments
     if launched.work is not None:
         wait_for(launched.work, a.group, a.input.device.type)
+    if launched.result.is_cuda:  # finish may be on another stream than start, which has allocated them
+        for tensor in (launched.sent, launched.result):
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
     if isinstance(a, AllToAllArgs) or a.collective == "all_gather":
         return launched.result.view(a.input.dtype)
     return c10d.divide_for_avg(launched.result, a.reduce_op, a.group).to(a.out_dtype)
@@ -155,14 +204,22 @@ def _inputs(a: SplitArgs) -> list[Tensor]:
     return a.inputs if isinstance(a, CoalescedArgs) else [a.input]
 
 
-def _slots(a: SplitArgs) -> dict[int, OpenCollective]:
+def _session(a: SplitArgs) -> Session:
     session = find_session(a.group, _inputs(a)[0].device.type)
     assert session is not None, f"a split collective of group '{a.group}' without a session"
-    return _open.setdefault(session, {})
+    return session
+
+
+def _slots(a: SplitArgs) -> dict[int, OpenCollective]:
+    return _open.setdefault(_session(a), {})
 
 
 def _tag(a: SplitArgs) -> tuple[Any, ...]:
     return (*((tuple(x.shape), x.dtype) for x in _inputs(a)), *a[1:])
+
+
+def _kind(a: SplitArgs) -> str:
+    return "all_to_all" if isinstance(a, AllToAllArgs) else a.collective
 
 
 def _name(a: SplitArgs) -> str:

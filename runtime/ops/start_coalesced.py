@@ -8,7 +8,6 @@ Without a transport, or with "none", c10d runs the collectives of all tensors co
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from . import c10d_split
@@ -21,15 +20,9 @@ SCHEMA = (
 )
 
 
-def make_token(a: CoalescedArgs) -> Tensor:
-    """Return a token."""
-    return a.inputs[0].new_empty((1,), dtype=torch.uint8)
-
-
 def fallback(a: CoalescedArgs) -> Tensor:
     """Launch the collectives with c10d."""
-    c10d_split.start(a)
-    return make_token(a)
+    return c10d_split.start(a)
 
 
-DEFINITION = OpDefinition(SCHEMA, CoalescedArgs, make_token, fallback)
+DEFINITION = OpDefinition(SCHEMA, CoalescedArgs, c10d_split.make_token, fallback)

@@ -6,6 +6,9 @@ The input must not be written before the finish: the pushes read it.
 split_slot, 0 to 11, names the landing memory. A slot holds one open collective, so up to 12 may be open at once, with any calls
 of the group between. All ranks issue starts, finishes and releases in the same order.
 
+An exception between start and finish frees the token. Then the next start of the slot ends the collective, if all ranks have
+left it so (docs/explanation/schedules.md).
+
 zero_copy (all_gather): the result of finish is the landing memory itself, until release_collective gives it back.
 
 Strategies are "bulk", "bulk:chunks=N" and "none". Without a transport, or with "none", c10d runs the collective concurrently.
@@ -13,7 +16,6 @@ Strategies are "bulk", "bulk:chunks=N" and "none". Without a transport, or with 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from . import c10d_split
@@ -26,15 +28,9 @@ SCHEMA = (
 )
 
 
-def make_token(a: StartArgs) -> Tensor:
-    """Return a token."""
-    return a.input.new_empty((1,), dtype=torch.uint8)
-
-
 def fallback(a: StartArgs) -> Tensor:
     """Launch the collective with c10d."""
-    c10d_split.start(a)
-    return make_token(a)
+    return c10d_split.start(a)
 
 
-DEFINITION = OpDefinition(SCHEMA, StartArgs, make_token, fallback)
+DEFINITION = OpDefinition(SCHEMA, StartArgs, c10d_split.make_token, fallback)

@@ -9,6 +9,7 @@ through all-to-all exchanges with deadlines (store_exchange.py), so an error nam
     channels/...       channels.py: sizes and memory for messages between two ranks
     tune/N, tuned/N    autotune.py: measurements that ranks have of a site's alternatives, then the times taken
     areas/N            bytes that a site's first all_to_all needs on each rank -> the slot grows to the largest
+    abandoned/N        a split collective that has no finish, as after an exception -> must be equal
     grow/N             address of the larger segment -> attach; grown/N: all ranks have moved, the old one is released
 """
 
@@ -40,7 +41,7 @@ class Session:
         self._exchange, self._arena = exchange, arena
         self.abort = AbortSignal(core.group) if exchange is None else exchange.abort
         """Ends waits when the group is aborted. Lives as long as the session."""
-        self._checked_plans = self._growths = self._reservations = self._area_exchanges = 0
+        self._checked_plans = self._growths = self._reservations = self._area_exchanges = self._abandoned = 0
         self._reserved = ("", 0)
         self.message_bytes = 0
         """Bytes of a message that a channel between neighbours holds; 0 without channels."""
@@ -163,6 +164,33 @@ class Session:
         if largest > arena.bytes_of_slot(slot):
             self.grow(largest, op, site, slot)
 
+    def agree_on_abandoned(self, op: str, site: str, slot: int) -> None:
+        """Check that all ranks have abandoned this split collective, so that each may end it and use its slot again.
+
+        A rank abandons one by an exception between start and finish. Ranks that have finished it are other calls ahead:
+        SiteMismatchError, at the deadline, or at once if they have abandoned another one.
+        """
+        exchange = self._exchange
+        if exchange is None:
+            return
+        exchange.op, exchange.site = op, site
+        self._abandoned += 1
+        own = {"op": op, "site": site, "slot": slot}
+        try:
+            try:
+                doing = "the end of a collective that an exception has left open"
+                records = exchange.gather(f"abandoned/{self._abandoned}", own, "step", doing, self._check_peers)
+            except (errors.PeerTimeoutError, errors.PeerFailedError) as error:
+                raise _not_abandoned(exchange, error) from error
+            for rank, record in enumerate(records):
+                if record != own:
+                    raise _other_abandoned(exchange, rank, record, own)
+        except BaseException as error:  # without an arena the peers have no other way to learn of it
+            exchange.fail(f"{type(error).__name__}: {error}")
+            raise
+        text = "group '%s': %s at site '%s' was started and not finished, as after an exception; it ends now, on all ranks"
+        log.warning(text, exchange.group, op, site)
+
     def share_channels(self, size: int, slots: int, far: int) -> channels.Channels:
         """Make the channels of the group, in step with all ranks, and give them to C++.
 
@@ -233,6 +261,36 @@ def _size_mismatch(exchange: Exchange, rank: int, got: int, expected: int) -> er
         got=f"rank {rank}: {got} bytes of landing area",
         expected=f"rank {exchange.rank}: {expected} bytes",
         fix="give all ranks of a group the same shapes and dtypes, or disable the site",
+    )
+
+
+def _not_abandoned(exchange: Exchange, error: errors.RankError) -> errors.SiteMismatchError:
+    """Return the error for a collective that this rank has abandoned alone. `error`: what ended its wait for the others."""
+    others = [rank for rank in range(exchange.ranks) if rank != exchange.rank]
+    ranks = [rank for rank in error.ranks if rank != exchange.rank] or others
+    return errors.SiteMismatchError(
+        f"{exchange.op} was started and not finished on rank {exchange.rank}, as after an exception, and not so on "
+        f"{errors.ranks_text(ranks)}",
+        ranks=ranks,
+        where=f"{exchange.op} at site '{exchange.site}', group '{exchange.group}'",
+        got=str(error).partition("\n")[0],
+        expected="an exception at the same place on all ranks, which then end the collective together",
+        fix=f"look at the first exception of rank {exchange.rank}; to go on after it, destroy the process group on all ranks "
+        "and make it again",
+    )
+
+
+def _other_abandoned(exchange: Exchange, rank: int, theirs: dict[str, Any], own: dict[str, Any]) -> errors.SiteMismatchError:
+    def name(record: dict[str, Any]) -> str:
+        return f"{record['op']} at site '{record['site']}' in split slot {record['slot']}"
+
+    return errors.SiteMismatchError(
+        f"ranks {exchange.rank} and {rank} have left other split collectives without a finish",
+        ranks=(rank,),
+        where=f"{exchange.op} at site '{exchange.site}', group '{exchange.group}'",
+        got=f"rank {rank}: {name(theirs)}",
+        expected=f"rank {exchange.rank}: {name(own)}",
+        fix="look at the first exception of each rank: all ranks must leave a step at one place, or use a new group",
     )
 
 

@@ -333,6 +333,18 @@ def stays_away(rank: int, world: int, step_s: float, how: str) -> dict[str, Any]
         return found
 
 
+def traced_rounds(rank: int, world: int, rows: int) -> list[tuple[str, str, bool]]:
+    """Return queue, kind and whether times are sound of the steps of a traced exchange, of `rows` in each piece."""
+    name = fresh(world)
+    exchange(name, *sides(rank, [[1] * world] * world)[:3], site="/traced")
+    sent, out, of, want = sides(rank, [[rows] * world] * world)
+    with reset():
+        settings.configure(trace=True)
+        begin = time.monotonic_ns()
+        assert same(exchange(name, sent, out, of, site="/traced"), want)
+        return [(queue, kind, begin <= b <= e) for _, queue, kind, b, e, _ in C.last_trace("/traced")]
+
+
 def statistics(rank: int, world: int) -> dict[str, Any]:
     """Return statistics of an exchange that was pushed before its finish, its text in the flight recorder, and its steps."""
     name = fresh(world)

@@ -113,6 +113,14 @@ def test_a_rank_that_dies_between() -> None:
     assert found["seconds"] < SLACK
 
 
+def test_traces_have_the_steps_that_ran(pools: dict[int, RankPool]) -> None:
+    for rows, markers in ((1, 1), (100_000, 2)):
+        for steps in pools[2].run(work.traced_rounds, rows, timeout=60):
+            assert all(is_sound for *_, is_sound in steps), steps
+            assert [kind for _, kind, _ in steps].count("round") == markers
+            assert ("COPY", "copy") in {(queue, kind) for queue, kind, _ in steps}
+
+
 def test_statistics(pools: dict[int, RankPool]) -> None:
     """Bytes that were pushed before the finish began count as hidden. The recorder has the splits."""
     for found in pools[2].run(work.statistics, timeout=60):

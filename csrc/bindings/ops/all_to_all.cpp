@@ -68,7 +68,8 @@ Tensor start_all_to_all(const Tensor& input, at::IntArrayRef output_splits, at::
         describe_call(b, input, output_splits, input_splits, split_slot);
         const Tensor dense = input.contiguous();
         b.call.input = data_of(dense);
-        if (start_on_transport(b, std::make_shared<Tensor>(dense))) return at::empty({1}, input.options().dtype(at::kByte));
+        const Tensor token = at::empty({1}, input.options().dtype(at::kByte));
+        if (start_on_transport(b, std::make_shared<Tensor>(dense), token)) return token;
         WithGil gil;
         FallbackCall fallback("start_all_to_all");
         return add_arguments(fallback, dense, output_splits, input_splits, split_slot).run(at).at(0);

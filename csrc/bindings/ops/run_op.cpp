@@ -32,6 +32,11 @@ bool is_plain(const Session& session, const Call& call) {
     return call.strategy == "none" || session.transport() == "c10d";
 }
 
+// Returns a test whether the memory of a tensor was freed, that of views included.
+std::function<bool()> is_freed(const Tensor& tensor) {
+    return [storage = tensor.storage().getWeakStorageImpl()] { return storage.expired(); };
+}
+
 // Announces a call that a plain collective carries out. `number`: its number in the flight recorder.
 void announce_plain(const std::shared_ptr<Session>& session, const Call& call, uint64_t number) {
     plain_call() = {session, number};
@@ -58,7 +63,7 @@ bool run_on_transport(Builder& b, const std::function<void(Call&)>& prepare) {
     return true;
 }
 
-bool start_on_transport(Builder& b, std::shared_ptr<void> input) {
+bool start_on_transport(Builder& b, std::shared_ptr<void> sent, const Tensor& token) {
     b.seal();
     std::shared_ptr<Session> session = b.session();
     if (is_plain(*session, b.call)) {
@@ -68,7 +73,7 @@ bool start_on_transport(Builder& b, std::shared_ptr<void> input) {
     }
     const SiteRange range(b.call);
     Executor& executor = executor_of(b.device(), b.call);
-    session->start(b.call, std::move(input), executor);
+    session->start(b.call, {std::move(sent), is_freed(token)}, executor);
     return true;
 }
 
@@ -85,10 +90,18 @@ bool finish_on_transport(Builder& b, const std::function<void(Call&)>& prepare) 
     return true;
 }
 
+Tensor result_on_transport(Builder& b, at::IntArrayRef sizes, at::TensorOptions options) {
+    Tensor result = at::for_blob(b.call.output, sizes).options(options).target_device(b.device()).make_tensor();
+    b.session()->watch_result(b.call.split_slot, is_freed(result));
+    return result;
+}
+
 char* landing_on_transport(Builder& b) {
     b.seal();
     std::shared_ptr<Session> session = b.session();
-    return is_plain(*session, b.call) ? nullptr : session->landing_memory(b.call);
+    if (is_plain(*session, b.call)) return nullptr;
+    Executor& executor = executor_of(b.device(), b.call);
+    return session->landing_memory(b.call, executor);
 }
 
 void release_on_transport(Builder& b) {

@@ -80,7 +80,8 @@ Tensor start(Arguments a) {
         dense->push_back(a.inputs[i].contiguous());
         call_of(b.call, i).input = data_of(dense->back());
     }
-    if (start_on_transport(b, dense)) return at::empty({1}, a.inputs[0].options().dtype(at::kByte));
+    const Tensor token = at::empty({1}, a.inputs[0].options().dtype(at::kByte));
+    if (start_on_transport(b, dense, token)) return token;
     a.inputs = *dense;
     WithGil gil;
     FallbackCall fallback(a.is_coalesced ? "start_coalesced" : "start_collective");
@@ -107,7 +108,7 @@ std::vector<Tensor> finish(const Tensor& token, const Arguments& a, std::vector<
     };
     if (finish_on_transport(b, allocate)) {
         if (!outs.empty()) return outs;
-        return {at::for_blob(b.call.output, sizes[0]).options(options(0)).target_device(a.device()).make_tensor()};
+        return {result_on_transport(b, sizes[0], options(0))};
     }
     WithGil gil;
     FallbackCall fallback(a.is_coalesced ? "finish_coalesced" : "finish_collective");
