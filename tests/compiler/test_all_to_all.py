@@ -278,6 +278,18 @@ def test_auto(pool2: RankPool, slow_profile: str) -> None:
     assert plans[0] == plans[1]
 
 
+def test_auto_next_to_sharded_weights(pool2: RankPool, slow_profile: str) -> None:
+    """The gathers of the shared expert's weights move into the window of the dispatch with its products."""
+    options = {"profile": slow_profile, "min_bytes": 0, "inner": "aot_eager"}
+    for outcome in pool2.run(compare_name, MOE, {"other": "fsdp"}, options, timeout=120):
+        outcome.check(3.0)
+        sites = [d for d in outcome.decisions if d["phase"] == "forward"]
+        dispatch = next(i for i, d in enumerate(sites) if d["kind"] == "all_to_all" and d["dtype"] == "bfloat16")
+        combine = next(i for i, d in enumerate(sites) if i > dispatch and d["kind"] == "all_to_all")
+        assert sites[dispatch]["strategy"] == "split" and sites[dispatch]["window"]["exposed_us"] == 0
+        assert any("all_gather" in d["kind"] for d in sites[dispatch + 1 : combine])
+
+
 @pytest.mark.parametrize(
     "variant",
     [

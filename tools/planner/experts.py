@@ -52,7 +52,7 @@ class OwnExperts(nn.Module):
         return whole.view(self.own, rows, -1).transpose(-2, -1)
 
 
-class RoutedExperts(nn.Module):
+class PlannedExperts(nn.Module):
     """[B, S/R, D] of this rank -> the same. `shared`: a layer that gets all tokens, too."""
 
     def __init__(self, s: PlannedBlock, mesh: DeviceMesh | None, shared: nn.Module | None) -> None:

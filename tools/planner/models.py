@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 from ub_overlap import _torch_compat as compat
 
-from .experts import RoutedExperts
+from .experts import PlannedExperts
 from .sizes import PlannedBlock
 
 gather_weight = compat.all_gather_with_gradient
@@ -79,7 +79,7 @@ def feed_forward(s: PlannedBlock, expert_mesh: DeviceMesh | None) -> nn.Module:
     """Return a dense layer, or experts."""
     dense = FeedForward(s) if s.dense_ffn else None
     if s.experts > 1:
-        return RoutedExperts(s, expert_mesh, dense)
+        return PlannedExperts(s, expert_mesh, dense)
     assert dense is not None
     return dense
 
