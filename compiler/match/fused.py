@@ -1,10 +1,15 @@
-"""A collective of few tokens and what follows a reduction: the residual and the norm.
+"""A collective of few tokens and what follows a reduction: the residual, the norm, and the cast of the norm to float8.
 
-    all_reduce | reduce_scatter -> wait -> view* -> add(residual) -> norm
+    all_reduce | reduce_scatter -> wait -> view* -> add(residual) -> norm -> view* -> cast
     all_gather -> wait
 
 The sum with the residual may have any readers: it is a result of the op, as is the norm's result. The collective's own result
-is none then, so another reader of it keeps the residual out. Inner values of the norm have no other readers.
+is none then, so another reader of it keeps the residual out. Inner values of norm and cast have no other readers.
+
+vLLM's RMSNorm.forward_native adds the residual in fp32, norms that sum, and returns it rounded:
+
+    wait -> cast to fp32 -> add(residual) -> norm
+                                 +-> cast back: the next residual
 """
 
 from __future__ import annotations
@@ -14,10 +19,11 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from ..graph.aten import Effect, aten, dtype_of, element_effect, readers, shape_of
+from ..graph.aten import CASTS, Effect, aten, dtype_of, element_effect, readers, shape_of
 from ..graph.sizes import divide, is_same, is_same_shape, numel
 from ..plan.reasons import Reason
 from .collectives import Collective, Op
+from .float8_cast import Float8Cast, find_float8_cast
 from .norm import Norm, find_norm
 from .site import Fused, Miss
 
@@ -38,10 +44,15 @@ def match_fused(c: Collective) -> Fused | Miss:
         return Miss(Reason.REDUCE_OP_UNSUPPORTED, f"reduces with {c.reduce_op!r}; sum and avg are fused")
     if not _is_whole(_row_of(c), dtype):
         return Miss(Reason.LAYOUT, f"its rows are no multiple of {_VECTOR} bytes")
-    alone = Fused(c)
-    if c.op is Op.ALL_GATHER:
-        return alone
-    return _with_norm(_with_residual(alone))
+    return fused_forms(c)[0]
+
+
+def fused_forms(c: Collective) -> list[Fused]:
+    """Return the forms of a collective that has one: with all that follows it, then with less, which other sites may have."""
+    forms = [Fused(c)]
+    for grow in () if c.op is Op.ALL_GATHER else (_with_residual, _with_norm, _with_cast):
+        forms.append(grow(forms[-1]))
+    return list(dict.fromkeys(reversed(forms)))
 
 
 def _row_of(c: Collective) -> object:
@@ -67,22 +78,64 @@ def _with_residual(site: Fused) -> Fused:
             at = node
             continue
         residual = _other_summand(node, at)
-        return site if residual is None else replace(site, views=tuple(views), residual=residual, sum=node)
+        if residual is not None and dtype_of(residual) == dtype_of(at):
+            return replace(site, inner=tuple(views), residual=residual, sum=node)
+        return _with_wide_sum(site, at, views, node) or site
     return site
 
 
 def _other_summand(node: Node, at: Node) -> Node | None:
+    """Return the tensor that is added to `at`, of the same sizes."""
     if node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1 or len(node.args) != 2:
         return None
     others = [a for a in node.args if a is not at]
-    if len(others) != 1 or not isinstance(others[0], Node) or dtype_of(others[0]) != dtype_of(at):
+    if len(others) != 1 or not isinstance(others[0], Node):
         return None
     same = is_same_shape(shape_of(others[0]), shape_of(node)) and is_same_shape(shape_of(at), shape_of(node))
     return others[0] if same else None
 
 
+def _with_wide_sum(site: Fused, at: Node, views: list[Node], cast: Node) -> Fused | None:
+    """Return the site with a sum in fp32 of the result `at`, which only `cast` reads, and a residual of its type.
+
+    The sum is read by its norm, by a cast back, or by both.
+    """
+    dtype = dtype_of(at)
+    if cast.target not in CASTS or dtype is torch.float32 or dtype_of(cast) is not torch.float32 or len(readers(cast)) != 1:
+        return None
+    (total,) = readers(cast)
+    other = _other_summand(total, cast)
+    if other is None:
+        return None
+    residual, inner = other, [*views, cast, total]
+    if dtype_of(other) is torch.float32 and other.target in CASTS:
+        residual = other.all_input_nodes[0]
+        inner += [other] if len(readers(other)) == 1 else []
+    if dtype_of(residual) != dtype:
+        return None
+    back = [n for n in readers(total) if _is_cast_of(n, total, dtype)]
+    others = [n for n in readers(total) if n not in back]
+    if len(back) > 1:
+        return None
+    summed = replace(site, inner=tuple(inner), residual=residual, sum=back[0] if back else None)
+    if not others:
+        return summed
+    norm = find_norm(at, total)
+    if norm is None or not {*others} <= {*norm.nodes} or not _fits(summed, at, norm):
+        return None
+    return replace(summed, norm=norm, round_sum=False)
+
+
+def _is_cast_of(node: Node, value: Node, dtype: torch.dtype) -> bool:
+    """Return whether `node` is `value` in another type: a cast, or a copy in place, functionalized."""
+    is_copy = node.target is aten.copy.default and node.args[1] is value and is_same_shape(shape_of(node), shape_of(value))
+    return (node.target in CASTS or is_copy) and dtype_of(node) == dtype
+
+
 def _with_norm(site: Fused) -> Fused:
     """Return the site with the norm of its sum, or of its result through views."""
+    if site.norm is not None:
+        return site
     if site.sum is not None:
         norm = find_norm(site.sum)
         return replace(site, norm=norm) if norm is not None and _fits(site, site.sum, norm) else site
@@ -92,7 +145,7 @@ def _with_norm(site: Fused) -> Fused:
         if norm is not None and _fits(site, at, norm):
             inside = {*views, *norm.nodes}
             is_closed = all(reader in inside for view in views for reader in readers(view))
-            return replace(site, norm=norm, views=tuple(views)) if is_closed else site
+            return replace(site, norm=norm, inner=tuple(views)) if is_closed else site
         following = [n for n in readers(at) if (e := element_effect(n)) is not None and e.kind is Effect.SAME]
         if len(following) != 1:
             return site
@@ -106,3 +159,22 @@ def _fits(site: Fused, normed: Node, norm: Norm) -> bool:
     same_rows = bool(shape) and is_same(cols, shape[-1]) and is_same(numel(shape), numel(shape_of(site.reduced)))
     bytes_of_row = cols * dtype_of(normed).itemsize
     return same_rows and isinstance(bytes_of_row, int) and bytes_of_row <= _MOST_ROW and norm.epsilon >= 0
+
+
+def _with_cast(site: Fused) -> Fused:
+    """Return the site with the cast of its norm to float8, through views of its rows; else with the reason why not."""
+    if site.norm is None:
+        return site
+    at, views = site.norm.out, list[Node]()
+    while True:
+        cast = find_float8_cast(at)
+        if isinstance(cast, Float8Cast):
+            return replace(site, cast=cast, inner=(*site.inner, *views))
+        following = readers(at)
+        effect = element_effect(following[0]) if len(following) == 1 else None
+        if cast or effect is None or effect.kind is not Effect.SAME:
+            return replace(site, why_no_cast=cast)
+        at = following[0]
+        if not is_same(shape_of(at)[-1] if shape_of(at) else 1, shape_of(views[-1] if views else site.norm.out)[-1]):
+            return site
+        views.append(at)

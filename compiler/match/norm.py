@@ -36,9 +36,13 @@ class Norm:
     nodes: tuple[Node, ...]
 
 
-def find_norm(x: Node) -> Norm | None:
-    """Return the norm of `x` whose inner values nothing else reads, if there is one and only one."""
-    found = [norm for norm in (*_one_op(x), *_spelled_out(x)) if _is_closed(norm, x)]
+def find_norm(x: Node, wide: Node | None = None) -> Norm | None:
+    """Return the norm of `x` whose inner values nothing else reads, if there is one and only one.
+
+    `wide`: an fp32 value of x's sizes that is normed instead of `x`, and whose norm is rounded to x's type.
+    """
+    norms = (*_one_op(x), *_spelled_out(x)) if wide is None else _of_wide(x, wide, ())
+    found = [norm for norm in norms if _is_closed(norm, x)]
     return found[0] if len(found) == 1 else None
 
 
@@ -70,11 +74,15 @@ def _spelled_out(x: Node) -> Iterator[Norm]:
     is_wide = dtype_of(x) is torch.float32
     wides = [x] if is_wide else [n for n in readers(x) if n.target in CASTS and dtype_of(n) is torch.float32]
     for wide in wides:
-        lead = () if is_wide else (wide,)
-        for factor in {r: None for n in readers(wide) for r in _inputs(n) if r.target is aten.rsqrt.default}:
-            yield from _rms(x, wide, factor, lead)
-        for centered in (n for n in readers(wide) if n.target is aten.sub.Tensor and n.args[0] is wide and not n.kwargs):
-            yield from _layer(x, wide, centered, lead)
+        yield from _of_wide(x, wide, () if is_wide else (wide,))
+
+
+def _of_wide(x: Node, wide: Node, lead: tuple[Node, ...]) -> Iterator[Norm]:
+    """Yield norms of the fp32 value `wide`, with the type of `x`. `lead`: nodes in front that belong to the norm."""
+    for factor in {r: None for n in readers(wide) for r in _inputs(n) if r.target is aten.rsqrt.default}:
+        yield from _rms(x, wide, factor, lead)
+    for centered in (n for n in readers(wide) if n.target is aten.sub.Tensor and n.args[0] is wide and not n.kwargs):
+        yield from _layer(x, wide, centered, lead)
 
 
 def _rms(x: Node, wide: Node, factor: Node, lead: tuple[Node, ...]) -> Iterator[Norm]:

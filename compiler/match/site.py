@@ -13,6 +13,7 @@ from ..graph.matmul import Matmul, Operand, Scales
 from ..graph.sizes import Size
 from ..plan.reasons import Reason
 from .collectives import Collective
+from .float8_cast import Float8Cast
 from .norm import Norm
 from .permutes import Permute
 
@@ -272,13 +273,19 @@ class Fused:
     """A collective of few tokens with what follows a reduction, as one kernel."""
 
     collective: Collective
-    views: tuple[Node, ...] = ()
-    """Views of the result that only the site reads."""
+    inner: tuple[Node, ...] = ()
+    """Views and casts between these values that only the site reads."""
     residual: Node | None = None
     sum: Node | None = None
-    """The sum of the result and the residual: a result of the op."""
+    """The sum of the result and the residual: a result of the op. None where nothing but the norm reads it, in fp32."""
     norm: Norm | None = None
-    """The norm of the sum, or of the result without one: the other result."""
+    """The norm of the sum, or of the result without a residual: another result."""
+    round_sum: bool = True
+    """Whether the norm reads the sum in the type of the collective, not in fp32."""
+    cast: Float8Cast | None = None
+    """The cast of the norm to float8, which is the result then."""
+    why_no_cast: str = ""
+    """Why a cast to float8 behind the norm is not part of the site; "" where there is none."""
 
     @property
     def reduced(self) -> Node:
@@ -298,8 +305,9 @@ class Fused:
     @property
     def members(self) -> list[Node]:
         """The nodes that the site replaces."""
-        sums = [self.sum] if self.sum is not None else []
-        return [self.collective.node, self.reduced, *self.views, *sums, *(self.norm.nodes if self.norm else ())]
+        parts = [*self.inner, *([self.sum] if self.sum is not None else [])]
+        parts += [*(self.norm.nodes if self.norm else ()), *(self.cast.nodes if self.cast else ())]
+        return [self.collective.node, self.reduced, *parts]
 
 
 Match = Gather | Reduction

@@ -23,7 +23,7 @@ from ..cost.site_sizes import sizes_of_site
 from ..cost.traffic import BULK_PRODUCTS, hidden_us
 from ..graph.aten import dtype_of, shape_of
 from ..graph.matmul import Matmul
-from ..match import Bulk, Candidate, Fused, Gather, Miss, Site
+from ..match import Bulk, Candidate, Fused, Gather, Miss, Site, fused_forms
 from ..match.fusion_order import FusionOrder
 from ..match.pack_groups import packed_forms
 from ..match.site import Match
@@ -138,20 +138,27 @@ class AlternativeFinder:
         return alternatives
 
     def _fused(self, alternatives: Alternatives, candidate: Candidate, forced: Strategy | DispatchTable) -> Alternatives:
-        """Return the fused form, which a user requests."""
-        site = candidate.fused
-        assert isinstance(site, Fused)  # find_illegal
-        if unknown := self.find_unknown_size(site):
-            return Alternatives(miss=unknown)
-        alternatives.ranked = [Alternative(site, forced, 0.0, self._benefit(site, 0.0, forced), 0)]
+        """Return the fused forms, of which a user requests one. The first has the most behind the collective."""
+        forms = self._fused_forms(candidate)
+        assert isinstance(candidate.fused, Fused)  # find_illegal
+        if not forms:
+            return Alternatives(miss=self.find_unknown_size(candidate.fused))
+        alternatives.ranked = [Alternative(form, forced, 0.0, self._benefit(form, 0.0, forced), 0) for form in forms]
         return alternatives
+
+    def _fused_forms(self, candidate: Candidate) -> list[Fused]:
+        """Return the fused forms whose sizes are known, the largest first: another site may have a part of it."""
+        if not isinstance(candidate.fused, Fused):
+            return []
+        return [form for form in fused_forms(candidate.collective) if self.find_unknown_size(form) is None]
 
     def _add_fused(self, alternatives: Alternatives, candidate: Candidate) -> None:
         """Add the fused form where it is predicted to be faster; else say in the miss why it is not."""
-        site = candidate.fused
-        if not isinstance(site, Fused) or self.find_unknown_size(site) is not None:
-            return
-        choice = choose_fused_form(site, self.costs)
+        known = self._fused_forms(candidate)
+        forms = [form for form in known if form.cast is None]
+        if len(forms) < len(known):
+            forms[0] = replace(forms[0], why_no_cast="it is not measured; an override may request it")
+        choice = choose_fused_form(forms[0], self.costs) if forms else None
         if choice is None:
             return
         alternatives.choice = alternatives.choice or choice
@@ -159,8 +166,13 @@ class AlternativeFinder:
             if (miss := alternatives.miss) is not None:
                 alternatives.miss = replace(miss, detail=f"{miss.detail}; as one kernel: {choice.reason}")
             return
-        benefit = self._benefit(site, choice.gain_us, None)
-        alternatives.ranked.append(Alternative(site, choice.strategy, choice.gain_us, benefit, 0, choice))
+        most_us = choice.gain_us  # the largest form is preferred: less of it is for what another site has
+        for form in forms:
+            choice = choose_fused_form(form, self.costs)
+            if choice is not None and choice.strategy.mode is not Mode.NONE:
+                saved_us = min(choice.gain_us, most_us)
+                benefit = self._benefit(form, saved_us, None)
+                alternatives.ranked.append(Alternative(form, choice.strategy, saved_us, benefit, 0, choice))
 
     def _add_pipelined(self, alternatives: Alternatives, candidate: Candidate, override: Override | None) -> Miss | None:
         """Add the match, without some consumers, and with independent matmuls. Return a miss if the candidate is below the

@@ -267,7 +267,10 @@ def _describe_fused(site: Site | None) -> str:
         return ""
     norm = {"rms": "RMSNorm", "layer": "LayerNorm"}[site.norm.kind] if site.norm else ""
     parts = [*(["the residual"] if site.residual else []), *([norm] if norm else [])]
-    return f"one kernel with {' and '.join(parts)}" if parts else ""
+    parts += ["the cast to float8"] if site.cast else []
+    *first, last = parts or [""]
+    text = f"one kernel with {', '.join(first)}{' and ' if first else ''}{last}" if parts else ""
+    return f"{text}; the cast to float8 stays behind it: {site.why_no_cast}" if site.why_no_cast else text
 
 
 def _why_bulk(candidate: Candidate, assignment: Assignment) -> str:

@@ -193,9 +193,9 @@ void Session::abort(const std::string& reason) {
         const uint64_t stamp = call.stamp.load(std::memory_order_acquire);
         if (stamp != 0 && (!last || reached(epoch_of(stamp), epoch_of(last_stamp)))) last = &call, last_stamp = stamp;
     };
-    const int split_slot = split_slot_in_use_.load(std::memory_order_acquire);  // its epochs are its own
-    if (split_slot >= 0) {
-        look_at(slots + split_slot);
+    const int own_slot = slot_with_own_epochs_.load(std::memory_order_acquire);
+    if (own_slot >= 0) {
+        look_at(own_slot);
     } else {
         for (int slot = 0; slot < slots; ++slot) look_at(slot);
     }
@@ -228,9 +228,9 @@ void Session::run_op_of(const Call& call, uint64_t number, const std::function<v
 }
 
 void Session::run_split_op_of(const Call& call, uint64_t number, const std::function<void()>& body) {
-    split_slot_in_use_.store(call.split_slot, std::memory_order_release);
+    slot_with_own_epochs_.store(call.slot(), std::memory_order_release);
     run_op_of(call, number, body);  // an error leaves the slot named: the session runs no further call
-    split_slot_in_use_.store(-1, std::memory_order_release);
+    slot_with_own_epochs_.store(-1, std::memory_order_release);
 }
 
 void Session::set_up(Call& call, const std::function<void(Call&)>& prepare) {
@@ -263,6 +263,7 @@ void Session::run(Call& call, Executor& executor, const std::function<void(Call&
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     refuse_if_unusable(&call);
     call.epoch = call.is_fused ? ++fused_epoch_ : ++epoch_;
+    slot_with_own_epochs_.store(call.is_fused ? call.slot() : -1, std::memory_order_release);
     // The flight recorder knows the epochs of the group, which fused collectives do not count.
     const uint64_t number =
         flight_.begin(call.is_fused ? 0 : call.epoch, call.tag, {call.op_name, call.site, call.strategy, call.shape_text});

@@ -139,7 +139,9 @@ class Session {
     uint64_t split_epochs_[split_slots] = {};
     std::unique_ptr<OpenCollective> open_[split_slots];
     AreaGrowth areas_[split_slots];
-    std::atomic<int> split_slot_in_use_{-1};  // of the split collective whose start, finish or release runs; -1: none
+    // The slot of the last call if its epochs are not those of the group: a fused collective, or a split one whose start,
+    // finish or release runs. Else -1.
+    std::atomic<int> slot_with_own_epochs_{-1};
     uint64_t plain_numbers_[split_slots] = {};
     std::set<std::string> verified_;
     std::map<std::pair<std::string, int>, int> picks_;

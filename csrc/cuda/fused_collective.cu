@@ -2,13 +2,14 @@
 //
 //     one-shot   push the slice to all peers | READY to each | residual and weight into registers | wait | rows
 //     two-shot   push part p of the slice to rank p | READY | wait | push the sum of part `rank` to all | READY2 | wait | rows
-//     rows       sum in fp32, in rank order, rounded | add the residual, rounded | norm | cast
+//     rows       sum in fp32, in rank order, rounded | add the residual, rounded | norm | amax of the row | cast
 //
 // A thread has the same vectors of every row, so it reads only what it wrote itself, or what was pushed before a flag that the
-// block has awaited. Rows are summed one after the other. A norm needs one or two sums over the threads of the block.
+// block has awaited. Rows are summed one after the other. A norm needs one or two sums over the threads of the block,
+// and the scale of a row a maximum.
 //
-// Of few long rows each is dealt out to a cluster of blocks, so that more multiprocessors take part. The sums of a norm then go
-// over the cluster, through distributed shared memory. A block that fails takes part in them with NaN: no block waits for it.
+// Of few long rows each is dealt out to a cluster of blocks, so that more multiprocessors take part. These reductions
+// then go over the cluster, through distributed shared memory. A block that fails takes part with NaN: no block waits for it.
 //
 // The order of memory: all threads push, the block meets at a barrier, then one thread per peer releases the flag at system
 // scope, which is cumulative over the barrier. The peer's thread acquires it at system scope, and its block meets at a barrier
@@ -35,12 +36,13 @@ struct Parameters {
     int64_t region;           // bytes
     uint64_t timeout_ns;
     uint32_t tag;
-    int32_t has_norm, is_layer_norm, round_before_weight, is_e5m2;
+    int32_t has_norm, is_layer_norm, round_sum, round_before_weight, is_e5m2, divide_by_scale;
     int32_t cluster;                              // blocks that share a row; `row_vectors` is the segment of one
     int64_t vectors, row_vectors, block_vectors;  // FusedGrid
-    float divisor, epsilon, inverse_cols;
+    float divisor, epsilon, inverse_cols, amax_factor, least_scale;
     const uint4 *input, *residual, *weight, *bias;
     const float* scale;
+    float* row_scales;
     uint4* output;
     char* normed;
     int32_t normed_bytes;  // of a vector's elements
@@ -170,47 +172,61 @@ __device__ bool meet(const Parameters& p, const Block& block, FlagKind kind) {
     return !__syncthreads_or(failed);
 }
 
-// Returns the sum of `value` over all threads of the block, the same bits in each. `turn`: 0 and 1 in alternation.
-__device__ inline float block_sum(float value, int turn) {
-    __shared__ float parts[2][warps];
+struct Add {
+    __device__ float operator()(float a, float b) const { return a + b; }
+};
+// Of the bits of absolute values: a NaN is above all numbers.
+struct Larger {
+    __device__ uint32_t operator()(uint32_t a, uint32_t b) const { return a > b ? a : b; }
+};
+
+// Returns the sum or maximum of `value` over all threads of the block, the same bits in each. 0 is neutral. `turn`: 0 and 1 in
+// alternation.
+template <typename Value, typename Op>
+__device__ inline Value reduce_in_block(Value value, int turn, Op op) {
+    __shared__ Value parts[2][warps];
 #pragma unroll
-    for (int lane = 16; lane > 0; lane /= 2) value += __shfl_xor_sync(0xffffffffu, value, lane);
+    for (int lane = 16; lane > 0; lane /= 2) value = op(value, __shfl_xor_sync(0xffffffffu, value, lane));
     if (threadIdx.x % 32 == 0) parts[turn][threadIdx.x / 32] = value;
     __syncthreads();
-    value = threadIdx.x % 32 < blockDim.x / 32 ? parts[turn][threadIdx.x % 32] : 0.0f;
+    value = threadIdx.x % 32 < blockDim.x / 32 ? parts[turn][threadIdx.x % 32] : Value(0);
 #pragma unroll
-    for (int lane = 16; lane > 0; lane /= 2) value += __shfl_xor_sync(0xffffffffu, value, lane);
+    for (int lane = 16; lane > 0; lane /= 2) value = op(value, __shfl_xor_sync(0xffffffffu, value, lane));
     return value;
 }
 
-// Tells the other blocks of a cluster that this one has begun. Their first sum waits for that.
+// Tells the other blocks of a cluster that this one has begun. Their first reduction waits for that.
 __device__ inline void begin_cluster() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 #endif
 }
 
-// Returns the sum over the blocks of a cluster, which have equal `value` in all threads. `turn`: 1 and 0, for a first and a
-// second sum.
-__device__ inline float cluster_sum(const Parameters& p, float value, int turn) {
+// Returns the sum or maximum over the blocks of a cluster, which have equal `value` in all threads. `number`: 1 for the block's
+// first reduction, 2 for the next. They use two places in turn.
+template <typename Value, typename Op>
+__device__ inline Value reduce_in_cluster(const Parameters& p, Value value, int number, Op op) {
 #if __CUDA_ARCH__ >= 900
-    __shared__ float parts[2][most_in_cluster];
-    if (turn == 1) asm volatile("barrier.cluster.wait;" ::: "memory");
+    __shared__ Value parts[2][most_in_cluster];
+    const int turn = number % 2;
+    if (number == 1) asm volatile("barrier.cluster.wait;" ::: "memory");
     const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
     const int block = static_cast<int>(threadIdx.x);
     if (block < p.cluster) *cluster.map_shared_rank(&parts[turn][cluster.block_rank()], block) = value;
     asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
-    value = 0;
-    for (int other = 0; other < p.cluster; ++other) value += parts[turn][other];
+    value = parts[turn][0];
+    for (int other = 1; other < p.cluster; ++other) value = op(value, parts[turn][other]);
 #endif
     return value;
 }
 
-// Takes part in the sums of a cluster whose other blocks may have succeeded.
+// Takes part in the reductions of a cluster whose other blocks may have succeeded, with NaN.
 __device__ inline void fail_cluster(const Parameters& p) {
     if (p.cluster == 1) return;
-    cluster_sum(p, __int_as_float(0x7fffffff), 1);
-    if (p.is_layer_norm) cluster_sum(p, __int_as_float(0x7fffffff), 0);
+    constexpr uint32_t nan = 0x7fffffff;
+    int number = 0;
+    for (int sums = p.is_layer_norm ? 2 : 1; sums > 0; --sums) reduce_in_cluster(p, __uint_as_float(nan), ++number, Add());
+    if (p.row_scales) reduce_in_cluster(p, nan, ++number, Larger());
 }
 
 // Returns the sum over ranks, in their order, of one vector, rounded to T. `source(rank)`: where its vector lies.
@@ -240,17 +256,19 @@ __device__ inline uint4 sum_of(const Parameters& p, Source source) {
     return result.line;
 }
 
-// Rounds a vector of numbers to float8 and stores it.
+// Scales a vector of numbers, rounds it to float8 and stores it.
 template <int n>
-__device__ inline void store_float8(const Parameters& p, int64_t at, const float (&value)[n], float inverse_scale) {
+__device__ inline void store_float8(const Parameters& p, int64_t at, const float (&value)[n], float scale) {
     union {
         uint64_t bits;
         __nv_fp8x2_storage_t pair[4];
     } line{};
     const auto format = p.is_e5m2 ? __NV_E5M2 : __NV_E4M3;
+    const float inverse = 1.0f / scale;
+    const auto scaled = [&](float x) { return p.divide_by_scale ? x / scale : x * inverse; };
 #pragma unroll
     for (int e = 0; e < n; e += 2) {
-        const float2 two = make_float2(value[e] * inverse_scale, value[e + 1] * inverse_scale);
+        const float2 two = make_float2(scaled(value[e]), scaled(value[e + 1]));
         line.pair[e / 2] = __nv_cvt_float2_to_fp8x2(two, __NV_SATFINITE, format);
     }
     if (n == 8) {
@@ -273,22 +291,25 @@ class Rows {
             if (p_.weight) weight_[v].line = p_.weight[segment + at];
             if (p_.bias) bias_[v].line = p_.bias[segment + at];
         });
-        inverse_scale_ = p.scale ? 1.0f / *p.scale : 1.0f;
+        if (p.scale) scale_ = *p.scale;
     }
 
     // `reduced(i)`: the reduced vector i of the slice.
     template <typename Reduced>
     __device__ void run(Reduced reduced) {
         for (int64_t row = 0; row < block_.size; row += p_.row_vectors) {
-            Vector<T> summed[per_thread];
+            Vector<T> own[per_thread];  // the sums, or what was reduced where the norm reads sums in fp32
             for_own([&](int v, int64_t at) {
                 if (row + at >= block_.size) return;  // the last row without a norm may be short
-                summed[v].line = reduced(row + at);
-                if (p_.residual) add_residual(summed[v], residual_[v]);
-                p_.output[block_.first + row + at] = summed[v].line;
+                own[v].line = reduced(row + at);
+                Vector<T> summed = own[v];
+                if (p_.residual) add_residual(summed, residual_[v]);
+                p_.output[block_.first + row + at] = summed.line;
+                if (p_.round_sum) own[v] = summed;
             });
-            load_residual(row + p_.row_vectors);
-            if (p_.has_norm) normalize(summed, block_.first + row);
+            if (p_.round_sum) load_residual(row + p_.row_vectors);
+            if (p_.has_norm) normalize(own, block_.first + row);
+            if (!p_.round_sum) load_residual(row + p_.row_vectors);
         }
     }
 
@@ -314,48 +335,76 @@ class Rows {
 #pragma unroll
         for (int e = 0; e < n; ++e) from_float(to_float(to.v[e]) + to_float(residual.v[e]), to.v[e]);
     }
+    // Returns number `e` of vector `v`, as the norm reads it.
+    __device__ float number(const Vector<T> (&row)[per_thread], int v, int e) const {
+        const float x = to_float(row[v].v[e]);
+        return p_.round_sum ? x : x + to_float(residual_[v].v[e]);
+    }
+    // Reduces a value of each thread over the threads that share the row.
+    template <typename Value, typename Op>
+    __device__ Value reduce(Value value, Op op) {
+        ++reductions_;
+        value = reduce_in_block(value, reductions_ % 2, op);
+        return p_.cluster == 1 ? value : reduce_in_cluster(p_, value, reductions_, op);
+    }
     // Sums `term(x)` over the numbers x of a row.
     template <typename Term>
     __device__ float row_sum(const Vector<T> (&row)[per_thread], Term term) {
         float sum = 0;
         for_own([&](int v, int64_t) {
 #pragma unroll
-            for (int e = 0; e < n; ++e) sum += term(to_float(row[v].v[e]));
+            for (int e = 0; e < n; ++e) sum += term(number(row, v, e));
         });
-        turn_ ^= 1;
-        sum = block_sum(sum, turn_);
-        return p_.cluster == 1 ? sum : cluster_sum(p_, sum, turn_);
+        return reduce(sum, Add());
     }
-    __device__ void normalize(const Vector<T> (&row)[per_thread], int64_t first) {
+    // Returns the scale of a row with these elements. NaN where one is NaN.
+    __device__ float row_scale(const Vector<T> (&row)[per_thread]) {
+        uint32_t amax = 0;
+        for_own([&](int v, int64_t) {
+#pragma unroll
+            for (int e = 0; e < n; ++e) amax = Larger()(amax, __float_as_uint(fabsf(to_float(row[v].v[e]))));
+        });
+        const float scale = __uint_as_float(reduce(amax, Larger())) * p_.amax_factor;
+        return scale < p_.least_scale ? p_.least_scale : scale;
+    }
+    // Norms a row in its place and stores it, in T or as float8. `first`: its place in the tensor.
+    __device__ void normalize(Vector<T> (&row)[per_thread], int64_t first) {
         float mean = 0;
         if (p_.is_layer_norm) mean = row_sum(row, [](float x) { return x; }) * p_.inverse_cols;
         const float squares = row_sum(row, [mean](float x) { return (x - mean) * (x - mean); });
         const float factor = rsqrtf(squares * p_.inverse_cols + p_.epsilon);
-        for_own([&](int v, int64_t at) {
-            Vector<T> result;
-            float value[n];
+        for_own([&](int v, int64_t) {
 #pragma unroll
             for (int e = 0; e < n; ++e) {
-                float x = (to_float(row[v].v[e]) - mean) * factor;
+                float x = (number(row, v, e) - mean) * factor;
                 if (p_.round_before_weight) x = to_float(rounded<T>(x));
                 if (p_.weight) x *= to_float(weight_[v].v[e]);
                 if (p_.bias) x += to_float(bias_[v].v[e]);
-                from_float(x, result.v[e]);
-                value[e] = to_float(result.v[e]);
+                from_float(x, row[v].v[e]);
             }
-            if (p_.scale) {
-                store_float8<n>(p_, first + at, value, inverse_scale_);
-            } else {
-                reinterpret_cast<uint4*>(p_.normed)[first + at] = result.line;
+        });
+        if (p_.row_scales) {
+            scale_ = row_scale(row);
+            const bool is_first = threadIdx.x == 0 && blockIdx.x % p_.cluster == 0;
+            if (is_first) p_.row_scales[first / (p_.row_vectors * p_.cluster)] = scale_;
+        }
+        for_own([&](int v, int64_t at) {
+            if (!p_.scale && !p_.row_scales) {
+                reinterpret_cast<uint4*>(p_.normed)[first + at] = row[v].line;
+                return;
             }
+            float value[n];
+#pragma unroll
+            for (int e = 0; e < n; ++e) value[e] = to_float(row[v].v[e]);
+            store_float8<n>(p_, first + at, value, scale_);
         });
     }
 
     const Parameters& p_;
     const Block& block_;
     Vector<T> residual_[per_thread], weight_[per_thread], bias_[per_thread];
-    float inverse_scale_ = 1.0f;
-    int turn_ = 0;
+    float scale_ = 1.0f;
+    int reductions_ = 0;
 };
 
 // Fills the block's results with NaN.
@@ -367,6 +416,9 @@ __device__ void poison(const Parameters& p, const Block& block, int copies) {
     if (!p.has_norm) return;
     auto* words = reinterpret_cast<uint32_t*>(p.normed) + block.first * p.normed_bytes / 4;
     for (int64_t i = threadIdx.x; i < block.size * p.normed_bytes / 4; i += blockDim.x) words[i] = ~0u;
+    if (!p.row_scales) return;
+    float* scales = p.row_scales + block.first / (p.row_vectors * p.cluster);
+    for (int64_t i = threadIdx.x; i < block.size / p.row_vectors; i += blockDim.x) scales[i] = __uint_as_float(~0u);
 }
 
 __device__ bool gather(const Parameters& p, const Block& block) {
@@ -563,11 +615,12 @@ void launch_fused_collective(const Group& group, const Call& call, const std::ve
     p.input = reinterpret_cast<const uint4*>(call.input), p.output = reinterpret_cast<uint4*>(call.output);
     p.residual = reinterpret_cast<const uint4*>(epilogue.residual);
     p.has_norm = epilogue.norm != Norm::none, p.is_layer_norm = epilogue.norm == Norm::layer;
-    p.round_before_weight = epilogue.round_before_weight, p.is_e5m2 = epilogue.normed_type == DType::e5m2;
-    p.epsilon = epilogue.epsilon;
+    p.round_sum = epilogue.round_sum, p.round_before_weight = epilogue.round_before_weight;
+    p.is_e5m2 = epilogue.normed_type == DType::e5m2, p.divide_by_scale = epilogue.divide_by_scale;
+    p.epsilon = epilogue.epsilon, p.amax_factor = epilogue.amax_factor, p.least_scale = epilogue.least_scale;
     p.inverse_cols = 1.0f / static_cast<float>(call.grid.row_vectors * vector_size / size_of(call.type));
     p.weight = reinterpret_cast<const uint4*>(epilogue.weight), p.bias = reinterpret_cast<const uint4*>(epilogue.bias);
-    p.scale = epilogue.scale, p.normed = epilogue.normed;
+    p.scale = epilogue.scale, p.row_scales = epilogue.row_scales, p.normed = epilogue.normed;
     p.normed_bytes = static_cast<int32_t>(vector_size / size_of(call.type) * size_of(epilogue.normed_type));
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeClusterDimension;

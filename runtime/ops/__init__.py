@@ -6,7 +6,7 @@
     bulk                                                        a collective concurrent with independent matmuls
     start_collective, finish_collective, release_collective     a collective concurrent with everything between them
     start_all_to_all, finish_all_to_all                         an exchange of pieces of any sizes, likewise in two ops
-    fused_collective                                            a collective of few tokens, residual and norm as one kernel
+    fused_collective                                            a collective of few tokens and what follows, as one kernel
     packed_weight                                               weights next to each other in memory as one matrix
     compare                                                     verification
     fp8_amax_history, fp8_first_amax, fp8_record_amax           delayed scaling

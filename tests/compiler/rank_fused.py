@@ -16,6 +16,7 @@ from ub_overlap.compiler.cost.profile_lookup import load
 from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.compiler.reports.outlook import outlook
+from ub_overlap.runtime import settings
 
 COLS = 16
 Form = Callable[..., Any]
@@ -49,8 +50,33 @@ def llama(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) 
 
 
 def vllm(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
-    """In bfloat16 the norm reads a sum that is not rounded, so neither is part of the op. In fp32 both are."""
+    """In bfloat16 the norm reads a sum that is not rounded."""
     return vllm_rms(reduced(x, w), residual, weight)
+
+
+def vllm_promoted(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """The residual is promoted by the sum, and overwritten."""
+    wide = reduced(x, w).to(torch.promote_types(x.dtype, torch.float32)) + residual
+    residual.copy_(wide)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + 1e-5)
+    return wide.to(x.dtype) * weight, residual * 2
+
+
+def vllm_last(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """Nothing reads the residual behind the last layer."""
+    return vllm_rms(reduced(x, w), residual, weight)[0]
+
+
+def wide_layer(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """LayerNorm of a sum in fp32."""
+    wide = reduced(x, w).float() + residual.float()
+    var, mean = torch.var_mean(wide, -1, correction=0, keepdim=True)
+    return (((wide - mean) * torch.rsqrt(var + 1e-5)) * weight.float() + bias.float()).to(x.dtype), wide.to(x.dtype)
+
+
+def wide_sum(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """A sum in fp32 that is rounded is the sum in 16 bits."""
+    return hf_rms((reduced(x, w).float() + residual.float()).to(x.dtype), weight)
 
 
 def vllm_kernel(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
@@ -98,6 +124,18 @@ def residual_only(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: 
 
 def alone(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
     return reduced(x, w).relu()
+
+
+def in_place(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """The residual is an input of the graph, and overwritten."""
+    residual += reduced(x, w)
+    return hf_rms(residual, weight)
+
+
+def parallel(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """Attention and feed-forward read the same rows (GPT-NeoX, Falcon). One sum has the results of both."""
+    hidden = reduced(x, w) + reduced(torch.relu(x), w) + residual
+    return hf_rms(hidden, weight), hidden
 
 
 def averaged(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
@@ -166,6 +204,18 @@ def other_dim(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tens
     return hidden * torch.rsqrt(hidden.pow(2).mean(0, keepdim=True) + 1e-5)
 
 
+def wide_read(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """The sum in fp32 is a result."""
+    wide = reduced(x, w).float() + residual.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype), wide
+
+
+def wide_residual(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """The residual has more bits than the collective."""
+    wide = reduced(x, w).float() + residual.float() * 1.1
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype), wide.to(x.dtype)
+
+
 def cubed(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
     hidden = (reduced(x, w) + residual).float()
     return hidden * torch.rsqrt(hidden.pow(3).abs().mean(-1, keepdim=True) + 1e-5)
@@ -208,7 +258,14 @@ FORMS: dict[str, tuple[Form, bool, str]] = {
     "torch_rms": (torch_rms, True, "rms"),
     "torch_rms_plain": (torch_rms_plain, True, "rms"),
     "layer": (layer, True, "layer"),
-    "vllm": (vllm, False, "none"),
+    "vllm": (vllm, True, "rms"),
+    "vllm_promoted": (vllm_promoted, True, "rms"),
+    "vllm_last": (vllm_last, True, "rms"),
+    "wide_layer": (wide_layer, True, "layer"),
+    "wide_sum": (wide_sum, True, "rms"),
+    "wide_read": (wide_read, False, "none"),
+    "wide_residual": (wide_residual, False, "none"),
+    "in_place": (in_place, True, "rms"),
     "vllm_kernel": (vllm_kernel, True, "rms"),
     "linear_bias": (linear_bias, False, "none"),
     "post_norm": (post_norm, False, "rms"),
@@ -256,6 +313,15 @@ def run_form(rank: int, world: int, name: str, strategy: str, inner: str, narrow
     return compare(function, args, {"overrides": [{"strategy": strategy}], "inner": inner})
 
 
+def run_unmerged(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Compile `parallel` with its two collectives as they are: merged they would be one."""
+    settings.configure(merge_collectives=False)
+    try:
+        return compare(parallel, inputs(rank, world, torch.bfloat16), {"inner": "aot_eager", **options})
+    finally:
+        settings.configure(merge_collectives=True)
+
+
 def run_auto(rank: int, world: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
     """The same with predictions by the profile of an H200."""
     options = {"profile": "h200", "inner": "aot_eager", **options}
@@ -284,9 +350,9 @@ def compare(function: Form, args: tuple[Tensor, ...], options: dict[str, Any]) -
     """Compile and run a function. Return its decisions, and the difference from eager."""
     mark = HISTORY.mark()
     with uncached(), torch.no_grad():
-        expected = flat(function(*args))
+        expected = flat(function(*(a.clone() for a in args)))  # a form may overwrite its residual
         wide = flat(function(*(a.double() for a in args)))
-        got = flat(torch.compile(function, backend="ub_overlap", options=options)(*args))
+        got = flat(torch.compile(function, backend="ub_overlap", options=options)(*(a.clone() for a in args)))
     decisions = [d for plan in HISTORY.since(mark) for d in plan.decisions]
     far = [float((a.double() - b.double()).abs().max()) for a, b in zip(got, wide, strict=True)]
     plain = [float((a.double() - b.double()).abs().max()) for a, b in zip(expected, wide, strict=True)]

@@ -60,6 +60,15 @@ def test_residuals_of_residuals(pool2: RankPool, inner: str) -> None:
         assert all("one kernel with the residual and RMSNorm" in detail for detail in found["details"])
 
 
+@pytest.mark.parametrize("options", [{"overrides": [{"strategy": "one_shot"}]}, {"profile": "h200"}])
+def test_two_results_of_one_sum(pool2: RankPool, options: dict[str, Any]) -> None:
+    """A sum of two collectives is part of one of their ops; the other is an op alone."""
+    for found in pool2.run(rank_fused.run_unmerged, options, timeout=120):
+        check(found)
+        assert found["strategies"] == ["one_shot", "one_shot"], found
+        assert sorted("the residual" in detail for detail in found["details"]) == [False, True], found
+
+
 @pytest.mark.parametrize("name", ["gathered", "scattered"])
 def test_two_shot_is_a_strategy_of_all_reduces(pool2: RankPool, name: str) -> None:
     for found in pool2.run(rank_fused.run_form, name, "two_shot", "aot_eager", timeout=120):

@@ -20,7 +20,7 @@ from ub_overlap.compiler.cost.network import Network, network_us
 from ub_overlap.compiler.cost.profile import COLLECTIVES
 from ub_overlap.runtime import machine
 from ub_overlap.runtime.errors import OptionError
-from ub_overlap.tools.calibrate import direct_stores, matmuls, world
+from ub_overlap.tools.calibrate import direct_stores, few_tokens, matmuls, world
 from ub_overlap.tools.calibrate.calibrate import calibrate as measure
 from ub_overlap.tools.calibrate.network import fit_network
 
@@ -123,6 +123,14 @@ def test_outside_of_torchrun(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "torchrun --nproc-per-node N -m ub_overlap calibrate" in done.stderr
+
+
+def test_few_tokens_of_any_number_of_ranks() -> None:
+    """Rows are whole vectors, also of 3 or 6 ranks, and the sizes are about those of the curve."""
+    for ranks, item, size in itertools.product(range(2, 10), (2, 4), few_tokens.SIZES):
+        rows, cols = few_tokens.matrix_sizes(size // item, ranks, 8192, few_tokens.VECTOR // item)
+        assert cols * item % few_tokens.VECTOR == 0 and rows % ranks == 0 and cols <= 8192
+        assert abs(rows * cols * item / size - 1) < 0.05, (ranks, item, size)
 
 
 def test_a_probe_that_fails_leaves_a_hole(tmp_path: Path) -> None:

@@ -130,15 +130,24 @@ class Maker:
         weight: bool = True,
         rounded: bool = False,
         scale: torch.dtype | None = None,
+        by_row: bool = False,
+        round_sum: bool = True,
+        divides: bool = False,
     ) -> Case:
-        """A collective of few tokens. `rows`: of a rank's result (all_gather: of its shard)."""
+        """A collective of few tokens. `rows`: of a rank's result (all_gather: of its shard).
+
+        `scale`: the float8 format of the normed rows. `by_row`: each has its own scale.
+        """
         has_norm = norm != "none"
         x = self.randn(rows * self.ranks if collective == "reduce_scatter" else rows, cols, dtype=dtype)
         other = self.randn(rows, cols, dtype=dtype) if residual else None
         vector = self.randn(cols, dtype=dtype) if weight and has_norm else None
         bias = self.randn(cols, dtype=dtype) if weight and norm == "layer" else None
-        inverse = torch.full((), 0.03125, device=self.device) if scale else None
-        return FUSED, (x, collective, by, other, norm, vector, bias, 1e-5, rounded, inverse, scale or dtype)
+        one = torch.full((), 0.03125, device=self.device) if scale and not by_row else None
+        rows_scales = (1.0 / torch.finfo(scale).max, 2.0**-120) if scale and by_row else (0.0, 0.0)
+        return FUSED, (
+            x, collective, by, other, norm, vector, bias, 1e-5, round_sum, rounded, one, *rows_scales, divides, scale or dtype
+        )  # fmt: skip
 
     def kind(self, name: str, size: int = 256, dtype: torch.dtype = BF16) -> tuple[Case, str]:
         """Return a typical case and its strategy by a short name."""

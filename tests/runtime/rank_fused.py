@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import ub_overlap
 from ub_overlap.runtime import ops, settings
-from ub_overlap.runtime.fp8.numerics import FLOAT8
+from ub_overlap.runtime.fp8.numerics import FLOAT8, LEAST_SCALE
 from ub_overlap.runtime.ops.fused_collective import FusedArgs
 
 from . import rank_ops
@@ -31,16 +33,22 @@ NORMS = ("none", "rms", "layer")
 def arguments(
     collective: str, strategy: str, rows: int, cols: int, rank: int, world: int, name: str, seed: int = 0, **options: Any
 ) -> FusedArgs:
-    """Return the arguments of a call with `rows` rows of a rank's result. options: dtype, norm, rounded, scale, by, site."""
+    """Return the arguments of a call with `rows` rows of a rank's result.
+
+    options: dtype, norm, round_sum, rounded, scale (a float8 format), by_row (rows have scales), divides, by, site.
+    """
     dtype, norm = options.get("dtype", torch.float32), options.get("norm", "none")
     own = rows * world if collective == "reduce_scatter" else rows
     residual = data(rows, cols, seed=seed + 50, dtype=dtype) if norm != "none" else None
     weight = data(cols, seed=seed + 51, dtype=dtype) if norm != "none" else None
     bias = data(cols, seed=seed + 52, dtype=dtype) if norm == "layer" else None
-    scale = torch.tensor(0.125) if options.get("scale") else None
+    format, by_row = options.get("scale"), bool(options.get("scale") and options.get("by_row"))
+    scale = torch.tensor([0.125]) if format and not by_row else None
+    rows_scales = (1.0 / torch.finfo(format).max, LEAST_SCALE) if by_row else (0.0, 0.0)
     return FusedArgs(
         data(own, cols, seed=seed + rank, dtype=dtype), collective, options.get("by", "sum"), residual, norm, weight, bias,
-        1e-5, bool(options.get("rounded")), scale, options.get("scale") or dtype, strategy, name, options.get("site", "/fused"),
+        1e-5, options.get("round_sum", True), bool(options.get("rounded")), scale, *rows_scales, bool(options.get("divides")),
+        format or dtype, strategy, name, options.get("site", "/fused"),
     )  # fmt: skip
 
 
@@ -59,13 +67,16 @@ def expected(a: FusedArgs, rank: int, world: int, seed: int = 0) -> list[torch.T
     return [t for t in epilogue(total.to(a.input.dtype), a) if t.numel()]
 
 
-def epilogue(reduced: torch.Tensor, a: FusedArgs) -> tuple[torch.Tensor, torch.Tensor]:
+def epilogue(reduced: torch.Tensor, a: FusedArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute what follows the reduction, in fp32 or the wider type of `reduced`, step by step as the executor does."""
     summed = reduced if a.residual is None else reduced + a.residual.reshape(reduced.shape)
+    none = summed.new_empty((0,))
     if a.norm == "none":
-        return summed, summed.new_empty((0,))
+        return summed, none, none
     wide = torch.promote_types(summed.dtype, torch.float32)
     x = summed.to(wide)
+    if a.residual is not None and not a.round_sum:
+        x = reduced.to(wide) + a.residual.reshape(reduced.shape).to(wide)
     if a.norm == "layer":
         x = x - x.mean(-1, keepdim=True)
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + a.epsilon)
@@ -76,10 +87,14 @@ def epilogue(reduced: torch.Tensor, a: FusedArgs) -> tuple[torch.Tensor, torch.T
     if a.bias is not None:
         x = x + a.bias.to(wide)
     x = x.to(summed.dtype)
-    if a.scale is None:
-        return summed, x
+    if a.scale is None and not a.amax_factor:
+        return summed, x, none
     limit = torch.finfo(a.normed_dtype).max if a.normed_dtype in FLOAT8 else float("inf")
-    return summed, (x.to(wide) * a.scale.reciprocal()).clamp(-limit, limit).to(a.normed_dtype)
+    scale = a.scale
+    if scale is None:
+        scale = (x.to(wide).abs().amax(-1, keepdim=True) * a.amax_factor).clamp_min(a.least_scale)
+    scaled = x.to(wide) / scale if a.divide_by_scale else x.to(wide) * scale.reciprocal()
+    return summed, scaled.clamp(-limit, limit).to(a.normed_dtype), none if a.scale is not None else scale
 
 
 def call(a: FusedArgs) -> list[torch.Tensor]:
@@ -104,7 +119,8 @@ def random_program(rank: int, world: int, times: int, delay_us: int, seed: int) 
             options: dict[str, Any] = {"dtype": dtype, "norm": "none" if collective == "all_gather" else norm}
             options |= {"by": order.choice(("sum", "avg")), "rounded": order.random() < 0.5}
             if norm != "none" and collective != "all_gather":
-                options["scale"] = order.choice((None, None, torch.float8_e4m3fn, torch.float8_e5m2))
+                options["scale"] = order.choice((None, torch.float8_e4m3fn, torch.float8_e5m2))
+                options |= {name: order.random() < 0.5 for name in ("round_sum", "by_row", "divides")}
             if what == 0:
                 bad += gather(name, rank, world, 5, seed=step)
             elif what == 1:
@@ -140,6 +156,25 @@ def close_to_float64(rank: int, world: int) -> list[str]:
     return bad
 
 
+def casts_close_to_float64(rank: int, world: int, strategy: str) -> list[str]:
+    """Rows that are cast, and multiplied by their scale again, are as close to float64 as e4m3 rounds."""
+    name, bad = rank_ops.group(), []
+    for round_sum, divides, norm in ((True, False, "rms"), (False, True, "rms"), (False, False, "layer")):
+        options: dict[str, Any] = {"norm": norm, "scale": torch.float8_e4m3fn, "by_row": True, "site": f"/cast.{strategy}"}
+        options |= {"dtype": torch.bfloat16, "round_sum": round_sum, "divides": divides}
+        a = arguments("all_reduce", strategy, 5, 64, rank, world, name, **options)
+        summed, q, scales = OPS.fused_collective(*a)
+        total = sum(data(5, 64, seed=r, dtype=torch.bfloat16).double() for r in range(world))
+        wide = a._replace(amax_factor=0.0, residual=a.residual.double(), weight=a.weight.double())  # type: ignore[union-attr]
+        exact = epilogue(total, wide._replace(bias=None if a.bias is None else a.bias.double()))[1]  # type: ignore[arg-type]
+        limit = exact.abs() * (2**-4 + 2**-5) + scales.double() * 2**-9 + 0.02 * exact.abs().amax() * 2**-4
+        far = (q.double() * scales.double() - exact).abs() / limit
+        bad += [f"{round_sum} {divides} {norm}: {float(far.max())}"] if not bool((far <= 1).all()) else []
+        full = q.float().abs().amax(-1) == 448
+        bad += [f"{norm}: a row does not use the whole range"] if not bool(full.all()) or summed.dtype != torch.bfloat16 else []
+    return bad
+
+
 def misuse(rank: int, world: int) -> list[dict[str, Any]]:
     """Errors of one rank's own program: all ranks get them, and the group stays usable."""
     name = fresh(world)
@@ -159,6 +194,8 @@ def misuse(rank: int, world: int) -> list[dict[str, Any]]:
         wrong(input=data(4, 6, seed=0), residual=None, weight=None),
         wrong(input=data(1, 20000, seed=0), residual=None, weight=None),
         wrong(normed_dtype=torch.float16),
+        wrong(normed_dtype=torch.float8_e4m3fn, scale=torch.tensor(1.0), amax_factor=1 / 448, least_scale=1e-9),
+        wrong(normed_dtype=torch.float8_e4m3fn, amax_factor=1 / 448),
     ]
     a = arguments("all_reduce", "one_shot", 4, 8, rank, world, name, norm="rms")
     return [*found, {"error": "" if equal(call(a), expected(a, rank, world)) else "wrong"}]
@@ -188,6 +225,27 @@ def other_site(rank: int, world: int, strategy: str) -> dict[str, Any]:
         return found
 
 
+def aborted(rank: int, world: int) -> dict[str, Any]:
+    """Rank 0 waits in a fused collective behind a gather, and is aborted from another thread. Rank 1 calls the group later."""
+    group = dist.new_group(list(range(world)))
+    name = group.group_name
+    with reset():
+        settings.configure(step_timeout_s=60.0)
+        gather(name, rank, world, 4)
+        a = arguments("all_reduce", "one_shot", 4, 8, rank, world, name)
+        call(a)
+        dist.barrier()
+        if rank == 0:
+            thread = threading.Timer(0.5, ub_overlap.abort, (group,), {"reason": "the scheduler said so"})
+            thread.start()
+            found = attempt(lambda: call(a._replace(site="/waits")))
+            thread.join()
+        dist.barrier()
+        if rank > 0:
+            found = attempt(lambda: gather(name, rank, world, 4))
+        return found
+
+
 def dies(rank: int, world: int, step_s: float) -> dict[str, Any]:
     """Rank 1 ends before its second call."""
     name = fresh(world)
@@ -204,7 +262,7 @@ def fake_sizes(rank: int, world: int, collective: str) -> list[tuple[Any, ...]]:
     found = []
     a = arguments(collective, "one_shot", 4, 8, rank, world, rank_ops.group(), dtype=torch.bfloat16)
     if collective != "all_gather":
-        a = a._replace(norm="rms", scale=torch.tensor(1.0), normed_dtype=torch.float8_e4m3fn)
+        a = a._replace(norm="rms", amax_factor=1 / 448, least_scale=LEAST_SCALE, normed_dtype=torch.float8_e4m3fn)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = a._replace(**{k: mode.from_tensor(v) for k, v in a._asdict().items() if isinstance(v, torch.Tensor)})
         found += [(tuple(t.shape), t.dtype, t.stride()) for t in OPS.fused_collective(*fakes)]

@@ -23,10 +23,21 @@ def test_close_to_float64(pools: dict[int, RankPool], world: int) -> None:
     assert pools[world].run(rank_fused.close_to_float64, timeout=60) == [[]] * world
 
 
+@pytest.mark.parametrize("strategy", ["one_shot", "none"])
+def test_casts_are_close_to_float64(pools: dict[int, RankPool], strategy: str) -> None:
+    assert pools[2].run(rank_fused.casts_close_to_float64, strategy, timeout=60) == [[]] * 2
+
+
+def test_an_abort_names_the_fused_collective_that_waits(pools: dict[int, RankPool]) -> None:
+    own, theirs = pools[2].run(rank_fused.aborted, timeout=60)
+    assert (own["error"], theirs["error"]) == ("GroupAbortedError", "PeerFailedError"), (own, theirs)
+    assert all("fused_collective at site '/waits'" in found["text"] for found in (own, theirs)), (own, theirs)
+
+
 def test_misuse_is_named_and_harmless(pools: dict[int, RankPool]) -> None:
     for found in pools[2].run(rank_fused.misuse, timeout=60):
-        assert [one["error"] for one in found] == ["OptionError"] * 10 + [""], found
-        texts = [one["text"] for one in found[:10]]
+        assert [one["error"] for one in found] == ["OptionError"] * 12 + [""], found
+        texts = [one["text"] for one in found[:12]]
         wanted = (
             "this strategy is unknown",
             "two_shot is a strategy of all_reduces",
@@ -38,6 +49,8 @@ def test_misuse_is_named_and_harmless(pools: dict[int, RankPool]) -> None:
             "rows are no multiple of 16 bytes",
             "rows are too long for a fused norm",
             "the normed rows keep the input's dtype",
+            "rows have scales of their own, and the tensor has one too",
+            "the scale of a row of zeros would be 0",
         )
         for text, what in zip(texts, wanted, strict=True):
             assert what in text

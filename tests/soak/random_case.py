@@ -91,12 +91,12 @@ class _Draw:
         """Rows of at least 16 bytes, which a vector has."""
         rng, collective = self.rng, self.rng.choice(("all_reduce", "all_reduce", "reduce_scatter", "all_gather"))
         norm = "none" if collective == "all_gather" else rng.choice(("none", "rms", "layer"))
-        residual, weight, rounded = (rng.random() < 0.5 for _ in range(3))
+        residual, weight, rounded, by_row, round_sum, divides = (rng.random() < 0.5 for _ in range(6))
         scale = rng.choice((None, None, E4M3, E5M2)) if norm != "none" else None
         cols = 8 * rng.randrange(1, 40)
         return self.make.fused(
             self.dtype, max(1, self.rows), cols, collective, norm, rng.choice(("sum", "avg")),
-            residual and collective != "all_gather", weight, rounded, scale,
+            residual and collective != "all_gather", weight, rounded, scale, by_row, round_sum, divides,
         )  # fmt: skip
 
     def scaled_gather(self) -> Case:

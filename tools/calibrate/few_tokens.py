@@ -23,6 +23,8 @@ from .world import Burst
 COUNT = 20
 EPSILON = 1e-5
 KIB = 1 << 10
+VECTOR = 16
+"""Bytes of which a row of a fused collective has a multiple."""
 SIZES = tuple(KIB * k for k in (4, 16, 64, 256, 1024, 2048, 4096, 8192, 16384))
 """Bytes of the whole tensor: what is reduced, or what all ranks gather."""
 CPU_SIZES = (4 * KIB, 64 * KIB)
@@ -59,12 +61,17 @@ def points(cuda: bool, quick: bool) -> int:
     return len((SIZES if cuda else CPU_SIZES)[:: 2 if quick else 1])
 
 
+def matrix_sizes(numbers: int, ranks: int, most_cols: int, vector: int) -> tuple[int, int]:
+    """Return the rows and columns of a matrix of about `numbers` elements, in rows of whole vectors that ranks share evenly."""
+    rows = ranks * max(1, -(-numbers // (ranks * most_cols)))
+    return rows, max(vector, numbers // rows // vector * vector)
+
+
 def _forms(calls: Calls, kind: str, size: int, epilogue: Callable[..., Any]) -> dict[str, Callable[[], Any]]:
     """Return the calls of a collective of `size` bytes by form (fused_curves.FORMS). `epilogue`: of the plain form."""
     ranks = calls.ranks
-    numbers = size // calls.item // ranks * ranks
-    cols = min(calls.cols, numbers // ranks)
-    whole = calls.tensor(numbers // cols, cols)
+    rows, cols = matrix_sizes(size // calls.item, ranks, calls.cols, VECTOR // calls.item)
+    whole = calls.tensor(rows, cols)
     rows = whole.shape[0] // (1 if kind == "all_reduce" else ranks)
     part = whole[:rows].clone()
     residual, weight = torch.zeros_like(part), calls.tensor(cols)
@@ -80,7 +87,8 @@ def _forms(calls: Calls, kind: str, size: int, epilogue: Callable[..., Any]) -> 
 
     def fused(strategy: str, norm: str) -> Callable[[], Any]:
         more = (residual, norm, weight) if norm != "none" else (None, norm, None)
-        rest = (None, EPSILON, False, None, calls.dtype, strategy, calls.group, f"calibrate/{kind} {strategy} {norm} {size}")
+        numerics = (None, EPSILON, True, False, None, 0.0, 0.0, False, calls.dtype)
+        rest = (*numerics, strategy, calls.group, f"calibrate/{kind} {strategy} {norm} {size}")
         return lambda: op(source, kind, "sum", *more, *rest)
 
     def plain_with_norm() -> Any:

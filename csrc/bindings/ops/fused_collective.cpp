@@ -42,30 +42,44 @@ Tensor operand(const Builder& b, const OptionalTensor& t, const char* name, cons
     return aligned(*t);
 }
 
+// Casts `x` to float8 by the scale of the tensor, or by scales of its rows. Returns those too.
+TwoTensors cast_to_float8(const Tensor& x, const Operands& o, const Epilogue& e, at::ScalarType dtype) {
+    const Tensor wide = x.to(at::kFloat);
+    const bool by_row = e.amax_factor > 0;
+    const Tensor scale = by_row ? wide.abs().amax(-1, true).mul(e.amax_factor).clamp_min(e.least_scale) : o.scale.view(at::IntArrayRef{});
+    const float most = e.normed_type == DType::e5m2 ? e5m2_max : e4m3_max;
+    const Tensor scaled = e.divide_by_scale ? wide / scale : wide * scale.reciprocal();
+    return {scaled.clamp(-most, most).to(dtype), by_row ? scale : at::empty({0}, wide.options())};
+}
+
 // The epilogue on `reduced`, for calls that are not one kernel.
-TwoTensors apply_epilogue(const Tensor& reduced, const Operands& o, const Epilogue& e, at::ScalarType normed_dtype) {
-    const Tensor summed = o.residual.defined() ? at::add(reduced, o.residual.view(reduced.sizes())) : reduced;
-    if (e.norm == Norm::none) return {summed, at::empty({0}, reduced.options().dtype(normed_dtype))};
+ThreeTensors apply_epilogue(const Tensor& reduced, const Operands& o, const Epilogue& e, at::ScalarType normed_dtype) {
+    const Tensor residual = o.residual.defined() ? o.residual.view(reduced.sizes()) : Tensor();
+    const Tensor summed = residual.defined() ? at::add(reduced, residual) : reduced;
+    const auto empty = [&](at::ScalarType dtype) { return at::empty({0}, reduced.options().dtype(dtype)); };
+    if (e.norm == Norm::none) return {summed, empty(normed_dtype), empty(at::kFloat)};
     const at::ScalarType type = summed.scalar_type();
-    Tensor x = summed.to(at::kFloat);
+    const bool is_wide = residual.defined() && !e.round_sum;
+    Tensor x = is_wide ? at::add(reduced.to(at::kFloat), residual) : summed.to(at::kFloat);
     if (e.norm == Norm::layer) x = x - x.mean(-1, true);
     x = x * at::rsqrt(x.square().mean(-1, true) + e.epsilon);
     if (e.round_before_weight) x = x.to(type).to(at::kFloat);
     if (o.weight.defined()) x = x * o.weight.to(at::kFloat);
     if (o.bias.defined()) x = x + o.bias.to(at::kFloat);
     x = x.to(type);
-    if (!o.scale.defined()) return {summed, x};
-    const float most = e.normed_type == DType::e5m2 ? e5m2_max : e4m3_max;
-    return {summed, (x.to(at::kFloat) * o.scale.reciprocal()).clamp(-most, most).to(normed_dtype)};
+    if (!is_float8(e.normed_type)) return {summed, x, empty(at::kFloat)};
+    const auto [cast, scales] = cast_to_float8(x, o, e, normed_dtype);
+    return {summed, cast, scales};
 }
 
 }  // namespace
 
-TwoTensors fused_collective(const Site& site, const Tensor& input, std::string collective, std::string reduce_op,
-                            const OptionalTensor& residual, std::string norm, const OptionalTensor& weight,
-                            const OptionalTensor& bias, double epsilon, bool round_before_weight, const OptionalTensor& scale,
-                            at::ScalarType normed_dtype) {
-    return run_op(input.device(), [&]() -> TwoTensors {
+ThreeTensors fused_collective(const Site& site, const Tensor& input, std::string collective, std::string reduce_op,
+                              const OptionalTensor& residual, std::string norm, const OptionalTensor& weight,
+                              const OptionalTensor& bias, double epsilon, bool round_sum, bool round_before_weight,
+                              const OptionalTensor& scale, double amax_factor, double least_scale, bool divide_by_scale,
+                              at::ScalarType normed_dtype) {
+    return run_op(input.device(), [&]() -> ThreeTensors {
         Builder b("fused_collective", input.device(), site);
         Call& call = b.call;
         Epilogue& e = call.epilogue;
@@ -77,11 +91,16 @@ TwoTensors fused_collective(const Site& site, const Tensor& input, std::string c
         e.norm = norm_of(b, norm);
         const bool has_norm = e.norm != Norm::none;
         b.check(reduces || (!has(residual) && !has_norm), "an all_gather has no epilogue", norm, "no residual and norm 'none'");
-        b.check(has_norm || (!has(weight) && !has(bias) && !has(scale)), "without a norm there are no weight, bias and scale",
+        const bool by_row = amax_factor > 0, narrow = has(scale) || by_row;
+        b.check(has_norm || (!has(weight) && !has(bias) && !narrow), "without a norm there are no weight, bias and scale",
                 "norm 'none'", "'rms' or 'layer'");
+        b.check(!by_row || !has(scale), "rows have scales of their own, and the tensor has one too",
+                "amax_factor " + std::to_string(amax_factor) + " and a scale", "one of them");
+        b.check(!by_row || least_scale > 0, "the scale of a row of zeros would be 0", std::to_string(least_scale), "above 0");
         b.check(!has_norm || input.dim() > 0, "a tensor without dims has no rows", "[]", "at least one dim");
 
         const int64_t total = c10::multiply_integers(sizes), cols = has_norm ? sizes.back() : total;
+        b.check(!by_row || cols > 0, "rows without elements have no amax", text_of(input.sizes()), "a last dim above 0");
         const int64_t rows = cols ? total / cols : 0, row_bytes = cols * size_of(call.type);
         const int64_t shard_bytes = (reduces ? total : input.numel()) * size_of(call.type);
         Operands o;
@@ -89,7 +108,6 @@ TwoTensors fused_collective(const Site& site, const Tensor& input, std::string c
         o.residual = operand(b, residual, "the residual", input, total);
         o.weight = operand(b, weight, "the weight", input, cols), o.bias = operand(b, bias, "the bias", input, cols);
         if (has(scale)) o.scale = scale->contiguous(), e.scale = b.scale(o.scale, 1, false, "the normed rows").data;
-        const bool narrow = has(scale);
         e.normed_type = b.type_of(normed_dtype, narrow ? Builder::Float8::must : Builder::Float8::no);
         b.check(!has_norm || narrow || normed_dtype == input.scalar_type(), "the normed rows keep the input's dtype",
                 c10::toString(normed_dtype), c10::toString(input.scalar_type()));
@@ -102,17 +120,23 @@ TwoTensors fused_collective(const Site& site, const Tensor& input, std::string c
             call.grid = has_norm ? make_fused_grid(rows, row_bytes, true) : make_fused_grid(1, shard_bytes, false);
         }
         e.epsilon = static_cast<float>(epsilon), e.round_before_weight = round_before_weight;
+        e.round_sum = round_sum || !has_norm || !has(residual), e.divide_by_scale = divide_by_scale;
+        e.amax_factor = static_cast<float>(amax_factor), e.least_scale = static_cast<float>(least_scale);
         b.describe("input", input);
         b.note("reduce_op", reduce_op), b.note("norm", norm), b.note("residual", has(residual));
-        b.note("normed_dtype", c10::toString(normed_dtype));
+        b.note("normed_dtype", c10::toString(normed_dtype)), b.note("row_scales", by_row);
 
         if (call.ranks == 1) return apply_epilogue(o.input.clone(), o, e, normed_dtype);
         const Tensor summed = at::empty(sizes, input.options());
         Tensor normed = at::empty(has_norm ? sizes : std::vector<int64_t>{0}, input.options().dtype(normed_dtype));
+        std::vector<int64_t> scale_sizes{0};
+        if (by_row) scale_sizes = sizes, scale_sizes.back() = 1;
+        Tensor row_scales = at::empty(scale_sizes, input.options().dtype(at::kFloat));
         call.input = data_of(o.input), call.output = data_of(summed);
         e.residual = data_of(o.residual), e.weight = data_of(o.weight), e.bias = data_of(o.bias), e.normed = data_of(normed);
+        e.row_scales = by_row ? row_scales.data_ptr<float>() : nullptr;
         if (run_on_transport(b)) {
-            if (input.is_cuda()) return {summed, normed};
+            if (input.is_cuda()) return {summed, normed, row_scales};
             return apply_epilogue(summed, o, e, normed_dtype);
         }
         WithGil gil;
@@ -125,11 +149,15 @@ TwoTensors fused_collective(const Site& site, const Tensor& input, std::string c
                                                 .tensor(weight.value_or(Tensor()))
                                                 .tensor(bias.value_or(Tensor()))
                                                 .real(epsilon)
+                                                .flag(round_sum)
                                                 .flag(round_before_weight)
                                                 .tensor(scale.value_or(Tensor()))
+                                                .real(amax_factor)
+                                                .real(least_scale)
+                                                .flag(divide_by_scale)
                                                 .dtype(normed_dtype)
                                                 .run(site);
-        return {results.at(0), results.at(1)};
+        return {results.at(0), results.at(1), results.at(2)};
     });
 }
 

@@ -13,6 +13,7 @@ namespace ub_overlap {
 
 using TensorAndList = std::tuple<at::Tensor, std::vector<at::Tensor>>;
 using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
+using ThreeTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using TwoTensorsAndList = std::tuple<at::Tensor, at::Tensor, std::vector<at::Tensor>>;
 
 // The last three arguments of every op. A kernel gets one strategy; dispatch.h resolves tables of strategies.
@@ -48,10 +49,11 @@ TwoTensorsAndList matmul_all_reduce(const Site& site, at::TensorList lhs, at::Te
 TensorAndList bulk(const Site& site, const at::Tensor& input, at::TensorList lhs, at::TensorList rhs, std::string collective,
                    std::string reduce_op, at::ScalarType out_dtype);
 
-TwoTensors fused_collective(const Site& site, const at::Tensor& input, std::string collective, std::string reduce_op,
-                            const std::optional<at::Tensor>& residual, std::string norm,
-                            const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, double epsilon,
-                            bool round_before_weight, const std::optional<at::Tensor>& scale, at::ScalarType normed_dtype);
+ThreeTensors fused_collective(const Site& site, const at::Tensor& input, std::string collective, std::string reduce_op,
+                              const std::optional<at::Tensor>& residual, std::string norm,
+                              const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, double epsilon,
+                              bool round_sum, bool round_before_weight, const std::optional<at::Tensor>& scale,
+                              double amax_factor, double least_scale, bool divide_by_scale, at::ScalarType normed_dtype);
 
 // Begins a collective and returns a token. Strategies are not dispatched: finish must run what start began.
 at::Tensor start_collective(const at::Tensor& input, std::string collective, std::string reduce_op, at::ScalarType out_dtype,
