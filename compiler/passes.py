@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Collection
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime import settings
@@ -160,6 +161,16 @@ def _insert_config(graph: Graph, options: Options, policy: Policy, inputs: Graph
     )
 
 
+def prepare_sites(graph: Graph, options: Options, parameters: Collection[Node] | None) -> None:
+    """Change a graph before its sites are found: drop copies, and move independent nodes into narrow windows.
+
+    `parameters`: as in `Window.is_at_the_edge`.
+    """
+    drop_unread(graph)
+    drop_copies(graph)
+    widen_windows(graph, Policy.of(options), parameters)
+
+
 class RewritePass(_Pass):
     """Find sites, decide, record the plan, and rewrite the graph."""
 
@@ -168,14 +179,12 @@ class RewritePass(_Pass):
     def __call__(self, graph: Graph) -> None:
         if self.options.fp8.is_on:
             copy_returned_casts(graph)
-        drop_unread(graph)
-        drop_copies(graph)
         phase = phase_of(graph)
         if phase == "forward" or not self._calling_line:  # backward may be compiled by autograd, far from the user's call
             self._calling_line = calling_line()
         parameters = self.inputs.parameters_in(graph) if self.inputs.is_known else None
         neighbors = self.inputs.neighbors_in(graph)
-        widen_windows(graph, Policy.of(self.options), parameters)
+        prepare_sites(graph, self.options, parameters)
         decided = decide(graph, self.options, phase, transport.unsupported_reason, self._calling_line, neighbors, parameters)
         if not (decided.plan.decisions or decided.plan.casts):
             return

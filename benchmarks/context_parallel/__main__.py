@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ub_overlap import _torch_compat as compat
+from ub_overlap.tools.planner.ring_attention import ring_attention
 from ub_overlap.tools.rank_process import World
 
 from ..blocks.model import SIZES
@@ -24,7 +25,6 @@ from ..parallel.flags import add_run_flags, options_of
 from ..parallel.run import ParallelRun, run_benchmark
 from ..parallel.variant import COMPUTE, EAGER, INDUCTOR
 from .model import FORMS
-from .ring import ring_attention
 from .table import text
 from .variants import TRANSFORMER_ENGINE, AttentionContext, make, names_of
 

@@ -19,8 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ub_overlap.tools.planner.context_attention import to_heads, to_positions
+from ub_overlap.tools.planner.ring_attention import parallelize_attention
+
 from ..blocks.model import BlockSizes, linear
-from .ring import parallelize_attention
 
 FORMS = ("gathered", "ring", "ulysses")
 LOCAL = "local"
@@ -30,28 +32,6 @@ def _group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
-
-
-def _exchange(x: Tensor) -> Tensor:
-    """Send part i of dim 0 to rank i."""
-    part = [x.shape[0] // dist.get_world_size()] * dist.get_world_size()
-    return funcol.all_to_all_single_autograd(x, part, part, _group())
-
-
-def to_heads(x: Tensor) -> Tensor:
-    """[B, H, S, E] -> [B, H / R, R * S, E]."""
-    ranks = dist.get_world_size()
-    b, h, s, e = x.shape
-    parts = _exchange(x.reshape(b, ranks, h // ranks, s, e).transpose(0, 1).contiguous())
-    return parts.permute(1, 2, 0, 3, 4).reshape(b, h // ranks, ranks * s, e)
-
-
-def to_positions(x: Tensor) -> Tensor:
-    """[B, H / R, R * S, E] -> [B, H, S, E]."""
-    ranks = dist.get_world_size()
-    b, h, s, e = x.shape
-    parts = _exchange(x.reshape(b, h, ranks, s // ranks, e).permute(2, 0, 1, 3, 4).contiguous())
-    return parts.transpose(0, 1).reshape(b, ranks * h, s // ranks, e)
 
 
 class Sdpa(nn.Module):
@@ -81,12 +61,12 @@ class ContextAttention(nn.Module):
         if self.form == "gathered":
             k, v = (funcol.all_gather_tensor_autograd(t.contiguous(), 2, _group()) for t in (k, v))
         elif self.form == "ulysses":
-            q, k, v = (to_heads(t) for t in (q, k, v))
+            q, k, v = (to_heads(t, _group()) for t in (q, k, v))
         elif self.form == LOCAL:
             k, v = (torch.cat([t] * dist.get_world_size(), 2) for t in (k, v))
         k, v = (t.repeat_interleave(self.repeats, 1) for t in (k, v))  # torch's ring knows no grouped heads
         out = self.sdpa(q, k, v)
-        return to_positions(out) if self.form == "ulysses" else out
+        return to_positions(out, _group()) if self.form == "ulysses" else out
 
 
 class ContextLayer(nn.Module):

@@ -1,4 +1,4 @@
-"""The times of the halves of an all_to_all within a host, with equal pieces for all ranks.
+"""The times of the halves of an all_to_all within a host: equal pieces for all ranks, or one for one rank (a step of a ring).
 
     start      pushes the first round of each piece, which the graph hides
     finish     copies the received rows out, and runs the later rounds of pieces that are larger than their areas
@@ -26,7 +26,7 @@ def area_bytes(ranks: int, piece: float) -> float:
 
 def all_to_all_us(shape: SiteShape, profile: Profile) -> tuple[float, float]:
     """Return the microseconds of (the pushes of the first round, the finish)."""
-    steps, peers = profile.steps, max(1, shape.ranks - 1)
+    steps, peers = profile.steps, 1 if shape.to_one_rank else max(1, shape.ranks - 1)
     piece = shape.bytes_sent / peers
     area = area_bytes(shape.ranks, piece)
     copy_us = at(profile.copy, shape.rows * shape.cols * SIZES[shape.dtype])

@@ -3,7 +3,8 @@
     latency     base + step for each rank that a ring passes within a host + hop for each host; an all_reduce passes it twice
     transfer    bytes that a rank sends, at the rate of the host's links to the network divided by its ranks: rings of one
                 collective use the links of all ranks of a host. Not faster than the link within the host
-    all_to_all  a rank sends its parts for other hosts over its own link to the network, the others over that within the host
+    all_to_all  a rank sends its parts for other hosts over its own link to the network, the others over that within the host.
+                In a step of a ring the last rank of a host sends all rows to another host
 
 Group sizes that calibration has measured have curves, which come first.
 """
@@ -36,15 +37,20 @@ class Network:
     """Measured curves by collective and (ranks, hosts), by bytes that a rank sends."""
 
 
-def network_us(network: Network, push: Curve, collective: str, ranks: int, hosts: int, sent: float) -> float:
-    """Return the microseconds of a plain collective across hosts. `sent`: bytes of one rank. `push`: the link in a host."""
+def network_us(
+    network: Network, push: Curve, collective: str, ranks: int, hosts: int, sent: float, to_one_rank: bool = False
+) -> float:
+    """Return the microseconds of a plain collective across hosts. `sent`: bytes of one rank. `push`: the link in a host.
+
+    `to_one_rank`: an all_to_all in which each rank sends all to one rank.
+    """
     curve = network.collectives.get(collective, {}).get((ranks, hosts))
-    if curve is not None:
+    if curve is not None and not to_one_rank:
         return at(curve, sent)
     passes = 2 if collective == "all_reduce" else 1
     latency = network.base_us + passes * (network.step_us * (ranks - hosts) + network.hop_us * (hosts - 1))
     if collective == "all_to_all":
-        remote = sent * (ranks - ranks / hosts) / max(1, ranks - 1)
+        remote = sent if to_one_rank else sent * (ranks - ranks / hosts) / max(1, ranks - 1)
         return latency + max(remote / (network.gbs * 1e3), at(push, sent - remote) if ranks > hosts else 0.0)
     across = sent / (network.gbs * 1e3 * ranks / hosts)
     return latency + (max(across, at(push, sent)) if ranks > hosts else across)

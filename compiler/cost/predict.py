@@ -99,7 +99,8 @@ def collective_us(shape: SiteShape, profile: Profile) -> float:
     if shape.ranks == 1:
         return 0.0
     if shape.hosts > 1 and profile.network is not None:
-        return network_us(profile.network, profile.push, shape.collective, shape.ranks, shape.hosts, shape.bytes_sent)
+        kind, sent = shape.collective, shape.bytes_sent
+        return network_us(profile.network, profile.push, kind, shape.ranks, shape.hosts, sent, shape.to_one_rank)
     found = between(profile.collectives.get(shape.collective, {}), shape.ranks, shape.bytes_sent)
     # Not measured: a ring at the bandwidth of the port.
     return 15.0 + at(profile.push, shape.bytes_sent) if found is None else found

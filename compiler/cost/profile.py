@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeGuard
 
 from ub_overlap.runtime.errors import OptionError, StoredFileError
@@ -72,6 +72,15 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionRates:
+    """Measured rates of torch's attention in TFLOP/s, without a mask. `dtype`: in which they were measured."""
+
+    dtype: str
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True, slots=True)
 class DirectStores:
     """Matmuls whose product is stored at the ranks that own its shards (strategy direct); see direct_time.py."""
 
@@ -115,6 +124,8 @@ class Profile:
     """None where they were not measured: then `direct` is not selected."""
     network: Network | None = None
     """Groups across hosts. None: priced as within a host."""
+    attention: AttentionRates | None = None
+    """None where they were not measured: then they are assumed (attention_time.py)."""
     fused: FusedTimes | None = None
     """Collectives of few tokens as one kernel. None where they were not measured: then none is selected."""
     digest: str = field(default="", compare=False)
@@ -152,6 +163,7 @@ def _plain(p: Profile) -> dict[str, Any]:
     direct = {} if p.direct is None else {"direct": _plain_direct(p.direct)}
     network = {} if p.network is None else {"network": plain_network(p.network)}
     fused = {} if p.fused is None else {"fused": plain_fused(p.fused)}
+    attention = {} if p.attention is None else {"attention": asdict(p.attention)}
     return {
         "name": p.name,
         "source": p.source,
@@ -178,6 +190,7 @@ def _plain(p: Profile) -> dict[str, Any]:
         **direct,
         **network,
         **fused,
+        **attention,
     }
 
 
@@ -224,6 +237,7 @@ class _Reader:
             direct=self.direct(),
             network=self.network(),
             fused=self.fused(),
+            attention=self.attention(),
         )
 
     def part(self, name: str) -> dict[str, Any]:
@@ -346,6 +360,14 @@ class _Reader:
         rates = {"gbs": self.number(part, "network.gbs", 1e-3)}
         rates |= {n: self.number(part, f"network.{n}") for n in ("base_us", "step_us", "hop_us", "matmul_slowdown")}
         return Network(source=source, collectives=found, **rates)
+
+    def attention(self) -> AttentionRates | None:
+        if self.found.get("attention") is None:
+            return None
+        part = self.part("attention")
+        if part.get("dtype") not in DTYPES:
+            raise self.bad("attention.dtype", part.get("dtype"), f"one of {', '.join(DTYPES)}")
+        return AttentionRates(part["dtype"], *(self.number(part, f"attention.{n}", 1e-6) for n in ("forward", "backward")))
 
     def fused(self) -> FusedTimes | None:
         if self.found.get("fused") is None:

@@ -114,8 +114,15 @@ class SiteShape(SiteSizes):
     @property
     def bytes_sent(self) -> float:
         """Bytes that one rank sends in the plain collective, which sends the type that it returns."""
+        if self.to_one_rank:
+            return self.whole_bytes
         shared = self.reduced_shard_bytes if self.collective == "all_reduce" else 0.0
         return bytes_sent_by_rank(self.reduced_shard_bytes, self.ranks, shared)
+
+    @property
+    def largest_piece_bytes(self) -> float:
+        """Bytes of the largest piece of an all_to_all that one rank sends to another."""
+        return self.whole_bytes if self.to_one_rank else self.shard_bytes
 
     @property
     def computed(self) -> SiteShape:

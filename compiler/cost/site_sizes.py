@@ -13,6 +13,7 @@ from ub_overlap.runtime.fp8.numerics import FLOAT8
 
 from ..graph.aten import dtype_of, shape_of
 from ..graph.sizes import Size, about, evaluate_size, hint_of, numel, size_symbols
+from ..match.all_to_all import is_permute
 from ..match.collectives import Op, byte_dtype
 from ..match.site import Bulk, Fused, Gather, Reduction, Site, Split
 from ..plan.decision import SiteSizes
@@ -89,7 +90,7 @@ def sizes_of_site(site: Site, wire_dtype: str = "") -> SiteSizes | None:
     reduced = _dtype(dtype_of(c.node)) or "" if not isinstance(site, Gather) else dtype
     return SiteSizes(
         kind, c.ranks, dtype, matmuls, *whole, keep, last, outer, operands, wire_dtype, packs, copies, len(site.independent),
-        "" if reduced == dtype else reduced, c.hosts,
+        "" if reduced == dtype else reduced, c.hosts, to_one_rank=c.op is Op.ALL_TO_ALL and is_permute(c),
     )  # fmt: skip
 
 
@@ -116,10 +117,9 @@ def shape_at(sizes: SiteSizes, hints: Hints, exact: bool = False) -> SiteShape |
         if not exact:
             own = len(found) - sizes.independent
             found = [_alike(sizes.kind, m, is_independent=i >= own) for i, m in enumerate(found)]
-        rows = number(sizes.rows)
+        whole = (number(sizes.rows), number(sizes.cols))
         if sizes.kind == "all_to_all" and not exact:
-            rows = about(rows)
-        whole = (rows, number(sizes.cols))
+            whole = (about(whole[0] * whole[1]), 1)  # few rows, one for each rank, may be long
         return SiteShape(
             sizes.kind,
             sizes.ranks,
@@ -137,6 +137,7 @@ def shape_at(sizes: SiteSizes, hints: Hints, exact: bool = False) -> SiteShape |
             sizes.out_dtype,
             sizes.hosts,
             sizes.has_norm,
+            sizes.to_one_rank,
         )
     except ValueError:
         return None

@@ -14,6 +14,7 @@ import torch
 from ..graph.aten import dtype_of, shape_of
 from ..graph.matmul import Matmul
 from ..graph.sizes import about, evaluate_size, numel
+from ..match.all_to_all import is_permute
 from ..match.collectives import Collective, Op
 from ..match.site import Fused, Gather, Reduction, Site
 from .wire import bytes_on_wire, bytes_sent_by_rank
@@ -42,11 +43,14 @@ def sent_dtype(site: Site) -> torch.dtype:
 def bytes_sent_in(c: Collective, itemsize: int, hints: Mapping[sympy.Symbol, int], wire_dtype: str = "") -> int | None:
     """Return the bytes one rank sends in `c` with elements of `itemsize` bytes; None for a size without a value.
 
-    An all_reduce sends its sums in the type of its result. An all_to_all is taken as balanced: equal parts for all ranks.
+    An all_reduce sends its sums in the type of its result. A step of a ring sends all rows to one rank. Other all_to_alls are
+    taken as balanced: equal parts for all ranks.
     """
     elements = evaluate_size(numel(shape_of(c.input)), hints)
     if elements is None:
         return None
+    if c.op is Op.ALL_TO_ALL and is_permute(c):
+        return int(bytes_on_wire(elements, itemsize, wire_dtype))
     shard = elements if c.op is Op.ALL_GATHER else elements // c.ranks
     reduced = shard * dtype_of(c.node).itemsize if c.op is Op.ALL_REDUCE else 0
     return int(bytes_sent_by_rank(bytes_on_wire(shard, itemsize, wire_dtype), c.ranks, reduced))

@@ -47,6 +47,8 @@ class SiteSizes:
     """Hosts of the group. Across several, c10d sends, in the type of the result."""
     has_norm: bool = False
     """A norm follows the reduction of a fused collective."""
+    to_one_rank: bool = False
+    """Each rank sends all rows of an all_to_all to one rank, as in a step of a ring; else equal parts to all ranks."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -54,7 +56,7 @@ class SiteSizes:
             "rows": self.rows, "cols": self.cols, "keep": self.keep, "shard_dim_is_last": self.shard_dim_is_last,
             "outer": self.outer, "operands": self.operands, "wire_dtype": self.wire_dtype, "packs": list(self.packs),
             "pack_copies": list(self.pack_copies), "independent": self.independent, "out_dtype": self.out_dtype,
-            "hosts": self.hosts, "has_norm": self.has_norm,
+            "hosts": self.hosts, "has_norm": self.has_norm, "to_one_rank": self.to_one_rank,
         }  # fmt: skip
 
     @classmethod

@@ -95,6 +95,7 @@ class SizesRecord(TypedDict):
     out_dtype: NotRequired[str]
     hosts: NotRequired[int]
     has_norm: NotRequired[bool]
+    to_one_rank: NotRequired[bool]
 
 
 class SavedActivationRecord(TypedDict):

@@ -108,10 +108,10 @@ class _Planner:
 
     def __post_init__(self) -> None:
         untimed = next_to_collectives(self.graph, [(c.collective, c.match) for c in self.candidates])
-        times = NodeTimes.of(self.graph, self._profile(), self.costs.hints, untimed)
+        differs = any(s.by_order for s in self.splits.values())
+        times = NodeTimes.of(self.graph, self._profile(), self.costs.hints, untimed, only_compute=differs)
         self._plain_order = FusionOrder(self.graph)
-        differs = any(s.by_order for s in self.splits.values())  # between ranks, but mostly not in what it multiplies
-        self._clock = [times.us(n) if is_compute(n) or not differs else 0.0 for n in self._plain_order.items]
+        self._clock = [times.us(n) for n in self._plain_order.items]
 
     def _profile(self) -> Profile:
         """Return the profile of the first window."""

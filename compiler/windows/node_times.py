@@ -1,7 +1,8 @@
 """The time of one node of a graph, for the clock that split collectives are placed by.
 
     matmul              the cost model's (cost/matmul_time.py)
-    ops with a formula  operations of torch's flop counter (attention, convolutions, batched matmuls) at a share of the rate
+    attention           its operations at a share of the matmul rate (cost/attention_time.py)
+    ops with a formula  operations of torch's flop counter (convolutions, batched matmuls) at a share of the rate
     grouped matmuls     the same share of the rate, for the rows of all groups together
     other ops           bytes read and written at the rate of memory; nothing for views and for what is fused into its readers
     around collectives  nothing: casts, pads and sums next to one may differ between ranks, and the clock must not
@@ -19,11 +20,13 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
+from ..cost.attention_time import attention_us
 from ..cost.matmul_time import matmul_us
 from ..cost.profile import Profile
 from ..cost.site_shape import SIZES
 from ..cost.site_sizes import Hints
-from ..graph.aten import alias_base, aten, dtype_of, storage_node, tensor_of
+from ..graph.aten import alias_base, dtype_of, storage_node, tensor_of
+from ..graph.attention import FusedAttention, as_attention
 from ..graph.matmul import as_matmul, grouped_flops, is_float8_grouped, is_grouped_matmul, is_matmul
 from ..graph.sizes import about, as_sizes, evaluate_size
 from ..match.collectives import Collective, is_collective
@@ -32,27 +35,23 @@ from ..match.window import WindowFinder
 from ..select.peak_memory import bytes_of, is_fused
 
 EFFICIENCY = 0.6
-"""The share of the matmul rate that attention reaches. Assumed for grouped matmuls too."""
-_SAME_FORMULA: dict[Any, Any] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
-}
-"""Ops without a formula of torch -> an op with the same arguments."""
+"""The share of the matmul rate that grouped matmuls and ops with a formula reach. Assumed."""
 
 
 def _formula(target: Any) -> Any:
     """Return torch's formula for the operations of an op, None without one."""
-    packet = getattr(target, "overloadpacket", None)
-    return flop_registry.get(target) or flop_registry.get(_SAME_FORMULA.get(packet, packet))
+    return flop_registry.get(target) or flop_registry.get(getattr(target, "overloadpacket", None))
 
 
 def is_compute(node: Node) -> bool:
     """Return whether `node` multiplies matrices or does as much work, as attention does."""
-    return node.op == "call_function" and (is_matmul(node) or is_grouped_matmul(node) or _formula(node.target) is not None)
+    if node.op != "call_function":
+        return False
+    return is_matmul(node) or is_grouped_matmul(node) or as_attention(node) is not None or _formula(node.target) is not None
 
 
 def _is_causal(node: Node) -> bool:
-    """Return whether an attention computes half of what its formula counts."""
+    """Return whether an op computes half of what its formula counts: attention to sequences of other lengths."""
     for i, a in enumerate(getattr(getattr(node.target, "_schema", None), "arguments", ())):
         if a.name == "is_causal":
             return bool(node.args[i] if i < len(node.args) else node.kwargs.get("is_causal", False))
@@ -62,22 +61,25 @@ def _is_causal(node: Node) -> bool:
 @dataclass(slots=True)
 class NodeTimes:
     """Times of the nodes of one graph. `inner`: nodes that are computed in the kernels of their readers. `untimed`: nodes that
-    other ranks may not have."""
+    other ranks may not have. `only_compute`: graphs differ between ranks (rings), but mostly not in what they multiply."""
 
     profile: Profile
     hints: Hints
     inner: set[Node]
     untimed: Collection[Node] = ()
+    only_compute: bool = False
     _known: dict[tuple[Any, ...], float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, graph: Graph, profile: Profile, hints: Hints, untimed: Collection[Node] = ()) -> NodeTimes:
+    def of(
+        cls, graph: Graph, profile: Profile, hints: Hints, untimed: Collection[Node] = (), only_compute: bool = False
+    ) -> NodeTimes:
         fused = {n for n in graph.nodes if is_fused(n) and n not in untimed}
-        return cls(profile, hints, {n for n in fused if n.users and all(u in fused for u in n.users)}, untimed)
+        return cls(profile, hints, {n for n in fused if n.users and all(u in fused for u in n.users)}, untimed, only_compute)
 
     def us(self, node: Node) -> float:
         """Return the microseconds of `node`; 0 for what computes nothing, and for collectives, which are priced apart."""
-        if node in self.untimed:
+        if node in self.untimed or (self.only_compute and not is_compute(node)):
             return 0.0
         if node.op != "call_function" or node.meta.get("val") is None or alias_base(node) is not None or is_collective(node):
             return 0.0
@@ -86,6 +88,8 @@ class NodeTimes:
         if is_grouped_matmul(node):
             dtype = "float8" if is_float8_grouped(node) else str(dtype_of(node))
             return self._rate_us(evaluate_size(grouped_flops(node), self.hints) or 0, dtype)
+        if (attention := as_attention(node)) is not None:
+            return self._attention_us(attention)
         if _formula(node.target) is not None:
             return self._counted_us(node)
         return 0.0 if node in self.inner else self._moved_us(node)
@@ -97,6 +101,12 @@ class NodeTimes:
             return 0.0
         m, n, k = (about(s) for s in sizes if s is not None)
         return matmul_us(self.profile, name, "nt", m, n, k)
+
+    def _attention_us(self, attention: FusedAttention) -> float:
+        dtype = str(attention.dtype).removeprefix("torch.")
+        operations = evaluate_size(attention.operations, self.hints)
+        us = attention_us(self.profile, dtype, operations * attention.share, attention.is_backward) if operations else 0.0
+        return us + self.profile.compute.launch_us
 
     def _counted_us(self, node: Node) -> float:
         value = tensor_of(node)

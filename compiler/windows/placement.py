@@ -76,7 +76,7 @@ class Transfer:
     """The item before which the result of a zero-copy gather may be released; None: its finish frees the slot."""
     release_us: float = 0.0
     slot: int | None = None
-    """The slot of a transfer that is placed by order alone: it starts when it is ready and finishes at `latest`, so that the
+    """The slot of a transfer that is placed by order alone: it starts at `earliest` and finishes at `latest`, so that the
     clock, which may differ between ranks, changes nothing that they share. No other transfer of the group takes the slot."""
 
 

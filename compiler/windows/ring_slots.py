@@ -2,8 +2,9 @@
 
 torch unrolls a ring with the rank as a constant, so the graphs of ranks differ: one attends to a half of the queries, one to
 nothing, one reads another shard. What ranks must share, the order of starts and the slots, thus rests on nothing but the order
-of the collectives. Number n of them in a group takes slot n modulo a constant, and has finished before number n + constant
-starts. Where a rank finishes in between is its own business.
+of the collectives. Each starts at its traced place, which is in front of the attention that hides it. Number n of them in a
+group takes slot n modulo a constant, and has finished before number n + constant starts. Where a rank finishes in between is
+its own business.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ GATHERS, EXCHANGES = 2, 4
 
 
 def fix_slots(transfers: list[Transfer], by_order: Mapping[int, Op | None]) -> None:
-    """Give the transfers of these numbers their slots, in place. `by_order`: their collectives."""
+    """Give the transfers of these numbers their slots and starts, in place. `by_order`: their collectives.
+
+    An input may be ready at other places on other ranks, so no start moves in front of its traced place.
+    """
     groups: dict[str, list[int]] = {}
     for k in sorted(by_order, key=lambda k: transfers[k].plain_at):
         groups.setdefault(transfers[k].group, []).append(k)
     for numbers in groups.values():
         slots = GATHERS if all(by_order[k] is Op.ALL_GATHER for k in numbers) else EXCHANGES
         for n, k in enumerate(numbers):
-            later = [transfers[other].earliest for other in numbers[n + slots : n + slots + 1]]
+            later = [transfers[other].plain_at for other in numbers[n + slots : n + slots + 1]]
             t = transfers[k]
-            transfers[k] = replace(t, slot=n % slots, latest=max(t.earliest, min([t.latest, *later])))
+            transfers[k] = replace(t, slot=n % slots, earliest=t.plain_at, latest=min([t.latest, *later]))

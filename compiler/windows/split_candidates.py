@@ -137,7 +137,8 @@ def _split_candidate(
 def _memory(window: Window, costs: SiteCosts) -> tuple[int, int]:
     """Return the bytes of landing memory and of the input that lives until the finish.
 
-    Our transport lands what is sent, c10d the result.
+    Our transport lands what is sent, c10d the result. An all_to_all of ours has an area for each rank, as large as the largest
+    piece.
     """
     c = window.collective
     elements = evaluate_size(numel(shape_of(c.input)), costs.hints) or 0

@@ -13,6 +13,9 @@ what computes them and read at once, so their windows are empty as traced. Two k
 As few nodes move as hide the transfer, the nearest first. Collectives, writes, random ops and their order stay. But a reduction
 that only the graph's output reads is delayed with the gradient that it reduces, and the gather of a parameter is advanced with
 what reads it: experts next to sharded weights. A graph whose peak memory would grow too much stays as it is.
+
+The steps of a ring have attention in their windows, or on other ranks nothing, and all ranks must keep one order. So only the
+last step is widened, whose result no step and no attention reads.
 """
 
 from __future__ import annotations
@@ -22,7 +25,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from torch.fx import Graph, Node
-from torch.utils.flop_counter import flop_registry
 
 from ub_overlap import _torch_compat as compat
 
@@ -31,13 +33,14 @@ from ..cost.policy import Policy
 from ..cost.site_sizes import Hints, hints_of, shape_of_site
 from ..cost.split_time import split_times
 from ..graph.aten import c10d, is_mutable, is_random, tensor_of
+from ..graph.attention import as_attention
 from ..match.all_to_all import is_permute, is_uneven
 from ..match.candidates import match_collective
 from ..match.collectives import Collective, Op, find_collectives, is_collective
 from ..match.site import Miss, Split
 from ..match.window import Window, WindowFinder
 from ..select.peak_memory import PeakMemory
-from .node_times import NodeTimes, next_to_collectives
+from .node_times import NodeTimes, is_compute, next_to_collectives
 from .placement import SLACK, SLACK_US
 
 REACH = 400
@@ -60,13 +63,13 @@ def widen_windows(graph: Graph, policy: Policy, parameters: Collection[Node] | N
     if not policy.may_split:
         return 0
     hints = assume_sizes(graph, hints_of(graph))
-    narrow, gathers, reductions = _find_narrow(graph, policy, parameters, hints)
+    narrow, gathers, reductions, differs = _find_narrow(graph, policy, parameters, hints)
     if not narrow:
         return 0
     c = narrow[0].window.collective
     position = {n: i for i, n in enumerate(graph.nodes)}
     untimed = next_to_collectives(graph, [(other, match_collective(other, position)) for other in find_collectives(graph)])
-    times = NodeTimes.of(graph, policy.profile(c.ranks, _device(c)), hints, untimed)
+    times = NodeTimes.of(graph, policy.profile(c.ranks, _device(c)), hints, untimed, only_compute=differs)
     order = _Order(list(graph.nodes), times.us, gathers, reductions)
     for n in narrow:
         order.widen(n)
@@ -82,13 +85,14 @@ def widen_windows(graph: Graph, policy: Policy, parameters: Collection[Node] | N
 
 def _find_narrow(
     graph: Graph, policy: Policy, parameters: Collection[Node] | None, hints: Hints
-) -> tuple[list[_Narrow], set[Node], set[Node]]:
+) -> tuple[list[_Narrow], set[Node], set[Node], bool]:
     """Return the collectives in the middle of the graph that only splitting may hide, in graph order; gathers of parameters;
-    and reductions that only the output reads. Gathers and reductions come with their waits."""
+    reductions that only the output reads; and whether the graph has a ring, so that other ranks may have another graph. Gathers
+    and reductions come with their waits."""
     finder: WindowFinder | None = None
     position: dict[Node, int] = {}
     found = []
-    gathers, reductions = set[Node](), set[Node]()
+    gathers, reductions, differs = set[Node](), set[Node](), False
     for c in find_collectives(graph):
         if c.op is None or c.wait is None or c.group is None or c.ranks < 2 or not policy.is_weighed(_device(c)):
             continue
@@ -105,14 +109,33 @@ def _find_narrow(
         if window.is_at_the_edge(parameters):
             (gathers if c.op is Op.ALL_GATHER else reductions).update((c.node, c.wait))
             continue
+        if window.may_differ_by_rank:
+            differs = True
+            if not _ends_ring(window):
+                continue
         position = position or {n: i for i, n in enumerate(graph.nodes)}
         times = split_times(shape, 0, policy.profile(c.ranks, _device(c)))
         may_gain = times.shortest_us < times.plain_us or window.may_differ_by_rank  # rings are split whatever it costs
         if may_gain and isinstance(match_collective(c, position), Miss):
             found.append(_Narrow(window, times.transfer_us))
-    if any(n.window.may_differ_by_rank for n in found):  # so may what moves: nothing that communicates
-        return found, set(), set()
-    return found, gathers, reductions
+    if differs:  # so may what moves: nothing that communicates
+        return found, set(), set(), True
+    return found, gathers, reductions, False
+
+
+def _ends_ring(window: Window) -> bool:
+    """Return whether a matmul reads what a step of a ring has brought, not the next step or an attention."""
+    todo, seen = list(window.readers), set[Node]()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if is_collective(node) or as_attention(node) is not None:
+            return False
+        if not is_compute(node):
+            todo += node.users
+    return bool(window.readers)
 
 
 def _device(c: Collective) -> str:
@@ -230,7 +253,7 @@ def _is_barrier(node: Node) -> bool:
     """Return whether no node may pass `node`: it may write. Of higher-order ops those of attention are known to be pure."""
     if node.op in ("placeholder", "output") or is_mutable(node):
         return True
-    return isinstance(node.target, compat.HigherOrderOperator) and node.target not in flop_registry
+    return isinstance(node.target, compat.HigherOrderOperator) and as_attention(node) is None
 
 
 def _arrange(items: Sequence[Node]) -> None:

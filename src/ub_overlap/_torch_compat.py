@@ -18,6 +18,7 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     # compiler
     "FakeStore": ("torch.testing._internal.distributed.fake_pg:FakeStore",),
     "FakeTensorMode": ("torch._subclasses.fake_tensor:FakeTensorMode",),
+    "unset_fake_temporarily": ("torch._subclasses.fake_tensor:unset_fake_temporarily",),
     "OpOverload": ("torch._ops:OpOverload",),
     "HigherOrderOperator": ("torch._ops:HigherOrderOperator",),
     "CustomGraphPass": ("torch._inductor.custom_graph_pass:CustomGraphPass",),
@@ -66,6 +67,9 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "new_named_group": ("torch.distributed.distributed_c10d:_new_process_group_helper",),
     "c10d_world": ("torch.distributed.distributed_c10d:_world",),
     "all_gather_with_gradient": ("torch.distributed._functional_collectives:all_gather_tensor_autograd",),
+    "context_attention": ("torch.distributed.tensor.experimental._context_parallel._attention",),
+    "DTensorSpec": ("torch.distributed.tensor._dtensor_spec:DTensorSpec",),
+    "TensorMeta": ("torch.distributed.tensor._dtensor_spec:TensorMeta",),
     "all_to_all_with_gradient": ("torch.distributed._functional_collectives:all_to_all_single_autograd",),
     # torch.distributed.fsdp.fully_shard (FSDP2)
     "FSDPAllGather": ("torch.distributed.fsdp._fully_shard._fsdp_api:AllGather",),

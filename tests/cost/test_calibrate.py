@@ -51,6 +51,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert profile.holes == () and "measured" in profile.source
     assert len(profile.matmuls) == len(matmuls.points(False, True))
     assert {kind: set(curves) for kind, curves in profile.collectives.items()} == {kind: {2} for kind in COLLECTIVES}
+    assert profile.attention is not None and profile.attention.dtype == "float32" and profile.attention.backward > 0
     assert profile.matmuls != load("cpu").matmuls and profile.push != load("cpu").push
     assert profile.direct is not None and profile.direct.link_gbs > 0
     assert [row[:5] for row in profile.direct.matmuls] == [("float32", 2, *s) for s in direct_stores.shapes(False, True)]

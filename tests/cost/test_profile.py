@@ -115,6 +115,14 @@ def put(field: str, value: Any) -> Callable[[Json], None]:
             "16x2",
         ),
         (put("network", {**NETWORK, "collectives": {"broadcast": {}}}), "network.collectives", "broadcast", "all_gather"),
+        (put("attention", {"dtype": "int8"}), "attention.dtype", "'int8'", "bfloat16"),
+        (
+            put("attention", {"dtype": "bfloat16", "forward": 0, "backward": 1}),
+            "attention.forward",
+            "0",
+            "a number of at least",
+        ),
+        (put("collectives.all_to_all", {"2": []}), "collectives.all_to_all.2", "[]", "microseconds"),
         (put("name", ""), "name", "''", "a text"),
     ],
 )

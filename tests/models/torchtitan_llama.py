@@ -27,7 +27,7 @@ def package() -> SimpleNamespace:
     init = FakeTensorMode.__init__
     with stand_ins(*UNUSED):
         from torchtitan import config, distributed
-        from torchtitan.distributed import parallel_dims, utils
+        from torchtitan.distributed import context_parallel, parallel_dims, utils
         from torchtitan.models import common, llama3
         from torchtitan.models.common import attention
         from torchtitan.models.llama3 import sharding
@@ -38,6 +38,8 @@ def package() -> SimpleNamespace:
         ParallelismConfig=config.ParallelismConfig,
         TrainingConfig=config.TrainingConfig,
         ParallelDims=distributed.ParallelDims,
+        apply_cp_to_forward=context_parallel.apply_cp_to_forward,
+        prepare_context_parallel_input=context_parallel.prepare_context_parallel_input,
         get_spmd_context=utils.get_spmd_context,
         set_spmd_backend=utils.set_spmd_backend,
         llama3=llama3,

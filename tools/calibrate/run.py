@@ -15,7 +15,7 @@ import torch
 
 from ub_overlap.runtime import machine
 
-from . import direct_stores, few_tokens, kernels, matmuls, traffic
+from . import attention, direct_stores, few_tokens, kernels, matmuls, traffic
 from .world import Burst, CalibrationWorld, ProgressLine
 
 BUDGET_S = 90.0
@@ -46,6 +46,7 @@ def run(world: CalibrationWorld, base: dict[str, Any], quick: bool = False, sour
         len(matmuls.points(world.cuda, quick))
         + 2 * len(direct_stores.shapes(world.cuda, quick))
         + 2 * few_tokens.points(world.cuda, quick)
+        + attention.POINTS
         + (140 if world.cuda else 68) // (2 if quick else 1)
     )
     progress = ProgressLine(world, total)
@@ -58,6 +59,10 @@ def run(world: CalibrationWorld, base: dict[str, Any], quick: bool = False, sour
     with torch.no_grad():
         _measure_traffic(world, burst, peers, progress, quick, made, is_same_gpu)
         made["checks"] = _measure_kernels(world, burst, progress, quick, made, is_same_gpu)
+        made.pop("attention", None)  # of the base profile
+        rates = world.probe("attention", lambda: attention.measure(world, burst, progress, quick))
+        if rates:
+            made["attention"] = rates
         rows = matmuls.measure(world, burst, progress, quick, MATMULS_UNTIL_S)
     if rows:
         made["matmuls"] = [list(row) for row in rows]

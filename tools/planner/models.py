@@ -1,7 +1,7 @@
 """Decoder blocks as DTensor users write them: tensor and sequence parallelism, and weights sharded over data-parallel ranks.
 
 Legend: R ranks of tensor parallelism, B batch, S sequence (S/R per rank between the parallel regions), D hidden, H query heads,
-d width of a head.
+d width of a head. With context parallelism S is the share of its rank.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 from ub_overlap import _torch_compat as compat
 
+from .context_attention import ContextParallelAttention, use_form
 from .experts import PlannedExperts
 from .sizes import PlannedBlock
 
@@ -40,15 +41,14 @@ class Attention(nn.Module):
         self.head_dim, self.rotary = s.head_dim, s.gated
         self.wq, self.wk, self.wv = (nn.Linear(s.hidden, n, bias=bias) for n in (s.hidden, few, few))
         self.wo = nn.Linear(s.hidden, s.hidden, bias=bias)
+        self.attend = ContextParallelAttention()
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
         q, k, v = (w(x).view(batch, length, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         if self.rotary:
             q, k = rotate(q), rotate(k)
-        if (repeat := q.shape[1] // k.shape[1]) > 1:
-            k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = self.attend(q, k, v)
         return self.wo(out.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -141,11 +141,12 @@ def shard_weights(module: nn.Module, ranks: int, group: Any) -> None:
 
 
 def parallel_blocks(s: PlannedBlock, mesh: DeviceMesh, expert_mesh: DeviceMesh | None = None) -> nn.Module:
-    """Return the blocks over `mesh`, whose dims are "dp" and "tp"; one of one rank is not there.
+    """Return the blocks over `mesh`, whose dims are "dp", "cp" and "tp"; one of one rank is not there.
 
     `expert_mesh`: of the same ranks. Its dims are "replicas", of ranks with the same experts, and "ep".
 
-    Tensor parallelism: DTensors, sequence-parallel norms, column- then row-parallel layers.
+    Tensor parallelism: DTensors, sequence-parallel norms, column- then row-parallel layers. Data parallelism shards weights
+    over the ranks of context parallelism too.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(TORCH_DTYPES[s.dtype])  # a fake module cannot be cast afterwards
@@ -155,8 +156,12 @@ def parallel_blocks(s: PlannedBlock, mesh: DeviceMesh, expert_mesh: DeviceMesh |
         torch.set_default_dtype(before)
     if s.tp > 1:
         _parallelize(blocks, s, mesh["tp"])
+    if s.cp > 1:
+        use_form(blocks, s.cp_form, mesh["cp"])
     if s.dp > 1:
-        shard_weights(blocks, s.dp, mesh.get_group("dp"))
+        with compat.unset_fake_temporarily():  # a mesh computes with its ranks
+            sharding = mesh["dp", "cp"]._flatten("dp_cp") if s.cp > 1 else mesh["dp"]
+        shard_weights(blocks, s.weight_ranks, sharding.get_group())
     return blocks
 
 
@@ -182,4 +187,4 @@ def _parallelize(blocks: Blocks, s: PlannedBlock, mesh: DeviceMesh) -> None:
 
 def block_input(s: PlannedBlock) -> Tensor:
     """Return this rank's shard of the hidden states, [B, S/R, D], which requires grad."""
-    return torch.zeros(s.batch, s.seq // s.tp, s.hidden, dtype=TORCH_DTYPES[s.dtype], requires_grad=True)
+    return torch.zeros(s.batch, s.seq // (s.cp * s.tp), s.hidden, dtype=TORCH_DTYPES[s.dtype], requires_grad=True)

@@ -131,7 +131,7 @@ def plan_pipeline(
     stage = plan_step(sizes, options, graphs, progress)
     cut = plan_step(sizes, replace(options, defer_weight_gradients=True), False, progress)
     times = StageTimes(*stage.graph_us, *cut.graph_us[1:])
-    size = sizes.batch * sizes.seq // sizes.tp * sizes.hidden * _ELEMENT_BYTES[sizes.dtype]
+    size = sizes.batch * sizes.seq // (sizes.cp * sizes.tp) * sizes.hidden * _ELEMENT_BYTES[sizes.dtype]
     progress("playing the schedules")
     profile = stage.profile
 

@@ -164,7 +164,8 @@ class PlannedStep:
 
 def parallelism(s: PlannedBlock) -> str:
     """Return the ranks in words: "TP 8, DP 64 on 64 hosts"."""
-    parts = [f"{name} {size}" for name, size in (("PP", s.pp), ("TP", s.tp), ("DP", s.dp), ("EP", s.ep)) if size > 1]
+    sizes = (("PP", s.pp), ("TP", s.tp), ("CP", s.cp), ("DP", s.dp), ("EP", s.ep))
+    parts = [f"{name} {size}" for name, size in sizes if size > 1]
     return ", ".join(parts) + (f" on {s.hosts} hosts" if s.hosts > 1 else "")
 
 

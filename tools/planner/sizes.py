@@ -8,6 +8,8 @@ from typing import Any
 from ub_overlap.runtime.errors import OptionError
 
 DTYPES = ("bf16", "fp16", "fp32")
+CP_FORMS = ("gathered", "ring", "ring_all_to_all", "ulysses")
+"""Forms of context parallelism (context_attention.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,12 +19,15 @@ class PlannedBlock:
     `dp`: ranks that share each weight, gather it where it is used and reduce its gradient (ZeRO-3); `seq` and `batch` are of
     one of them. The ranks of tensor parallelism are next to each other, then those of a host.
 
+    `cp`: ranks that share each sequence, of which each has a part between those of tensor parallelism. `cp_form`: how queries
+    reach all keys (context_attention.py). Weights are sharded over dp * cp ranks where `dp` is above 1.
+
     `pp`: ranks of a pipeline, each with `virtual` stages of `layers` blocks. A step has `microbatches` of `batch` sequences.
     The ranks of a stage are next to each other.
 
     `experts`: 1 for a dense feed-forward layer; else `ffn` is the width of an expert, each token goes to `experts_per_token`,
     and all go through a dense layer of width `shared_ffn`, if any. `ep`: ranks that share the experts, next to each other; they
-    are ranks of tensor and data parallelism. Other ranks of those have the same experts, and shard their weights.
+    are ranks of tensor, context and data parallelism. Other ranks of those have the same experts, and shard their weights.
     """
 
     hidden: int
@@ -44,6 +49,8 @@ class PlannedBlock:
     experts: int = 1
     experts_per_token: int = 1
     shared_ffn: int = 0
+    cp: int = 1
+    cp_form: str = "gathered"
 
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self) if field.type == "int"):
@@ -52,11 +59,13 @@ class PlannedBlock:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise _refused(name, value, f"an integer of at least {least}")
         if self.ranks < 2:
-            raise _refused("tp", self.tp, "at least 2 ranks, here or in --dp: one rank has no communication")
+            raise _refused("tp", self.tp, "at least 2 ranks, here, in --cp or in --dp: one rank has no communication")
         if self.hosts > 1 and self.ranks % self.ranks_per_host:
-            raise _refused("ranks_per_host", self.ranks_per_host, f"a divisor of all ranks, pp * tp * dp = {self.ranks}")
+            raise _refused("ranks_per_host", self.ranks_per_host, f"a divisor of all ranks, pp * tp * cp * dp = {self.ranks}")
         if self.stage_ranks > self.ranks_per_host and self.stage_ranks % self.ranks_per_host:
-            raise _refused("ranks_per_host", self.ranks_per_host, f"a divisor of a stage's ranks, tp * dp = {self.stage_ranks}")
+            raise _refused(
+                "ranks_per_host", self.ranks_per_host, f"a divisor of a stage's ranks, tp * cp * dp = {self.stage_ranks}"
+            )
         for name in ("virtual", "microbatches") if self.pp == 1 else ():
             if getattr(self, name) != 1:
                 raise _refused(name, getattr(self, name), "1 without --pp")
@@ -72,9 +81,20 @@ class PlannedBlock:
             if getattr(self, name) % self.tp:
                 raise _refused(name, getattr(self, name), f"a multiple of tp={self.tp}")
         for name, rows in (("hidden", self.hidden), (self.dense_width, self.dense_ffn // self.tp), ("kv_heads", self.kv_rows)):
-            if rows % self.dp:
-                raise _refused(name, getattr(self, name), f"a weight whose {rows} rows on a rank divide by dp={self.dp}")
+            if rows % self.weight_ranks:
+                ranks = "dp * cp" if self.cp > 1 else "dp"
+                expected = f"a weight whose {rows} rows on a rank divide by {ranks}={self.weight_ranks}"
+                raise _refused(name, getattr(self, name), expected)
+        self._check_context()
         self._check_experts()
+
+    def _check_context(self) -> None:
+        if self.cp == 1:
+            return
+        if self.cp_form not in CP_FORMS:
+            raise _refused("cp_form", self.cp_form, " or ".join(CP_FORMS))
+        if why := self.why_not_form(self.cp_form):
+            raise _refused("cp", self.cp, why)
 
     def _check_experts(self) -> None:
         if self.experts == 1:
@@ -85,12 +105,12 @@ class PlannedBlock:
         if self.dtype != "bf16":
             raise _refused("dtype", self.dtype, "bf16 with --experts: grouped matmuls take no other type")
         if self.stage_ranks % self.ep or self.ep % self.tp:
-            expected = f"a divisor of tp * dp = {self.stage_ranks}, and a multiple of tp={self.tp}"
+            expected = f"a divisor of tp * cp * dp = {self.stage_ranks}, and a multiple of tp={self.tp}"
             raise _refused("ep", self.ep, expected)
         if self.experts % self.ep or self.experts_per_token > self.experts:
             expected = f"a multiple of ep={self.ep}, and at least experts_per_token={self.experts_per_token}"
             raise _refused("experts", self.experts, expected)
-        rows = self.batch * self.seq // self.tp * self.experts_per_token
+        rows = self.batch * self.seq // (self.tp * self.cp) * self.experts_per_token
         if rows % self.ep:
             raise _refused("seq", self.seq, f"a rank's {rows} rows for experts to divide by ep={self.ep}")
         for name in ("hidden", "ffn"):
@@ -106,7 +126,20 @@ class PlannedBlock:
     @property
     def stage_ranks(self) -> int:
         """Ranks that share a stage."""
-        return self.tp * self.dp
+        return self.tp * self.cp * self.dp
+
+    @property
+    def weight_ranks(self) -> int:
+        """Ranks over which each weight of a rank of tensor parallelism is sharded."""
+        return self.dp * self.cp if self.dp > 1 else 1
+
+    def why_not_form(self, form: str) -> str:
+        """Return what a form of context parallelism needs that the block has not, "" if it can run."""
+        if self.seq % (2 * self.cp * self.tp):
+            return f"a sequence of two parts for each rank: {self.seq} is no multiple of 2 * cp * tp"
+        if form == "ulysses" and self.heads // self.tp % self.cp:
+            return f"a divisor of the {self.heads // self.tp} heads of a rank of tensor parallelism, for {form}"
+        return ""
 
     def host_of_stage(self, rank: int) -> int:
         """Return the host of the first rank that has the stages of rank `rank` of the pipeline."""

@@ -14,22 +14,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule, Node
 
 from ub_overlap import _torch_compat as compat
-from ub_overlap.compiler.cost.policy import Policy
 from ub_overlap.compiler.diff.graph_store import PlanGraphs
 from ub_overlap.compiler.diff.joint_snapshot import SnapshotRecorder
 from ub_overlap.compiler.graph.graph_inputs import GraphInputs
 from ub_overlap.compiler.options import Options
-from ub_overlap.compiler.passes import JointPass, phase_of
+from ub_overlap.compiler.passes import JointPass, phase_of, prepare_sites
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.reasons import Kind
 from ub_overlap.compiler.rewrite.part_strides import Outputs
 from ub_overlap.compiler.rewrite.rewrite_graph import rewrite
 from ub_overlap.compiler.rewrite.weight_gradients import separate_weight_gradients
 from ub_overlap.compiler.select import Decided, decide
-from ub_overlap.compiler.windows.widen import widen_windows
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.errors import UbOverlapError
 
+from .context_attention import context_of
 from .models import block_input, parallel_blocks
 from .sizes import PlannedBlock
 from .unmatched_time import UnmatchedWork, find_unmatched_work
@@ -67,7 +66,7 @@ def trace(
         phase = phase_of(graph)
         progress(f"selecting strategies of the {phase} graph")
         of_graph = GraphInputs(parameters=parameters).parameters_in(graph)
-        widen_windows(graph, Policy.of(options), of_graph)
+        prepare_sites(graph, options, of_graph)
         decided = decide(graph, options, phase, lambda *_: None, parameters=of_graph)
         rest = find_unmatched_work(graph, _site_nodes(graph, decided))
         groups = {f"g{i}": name for i, name in enumerate(decided.groups)}
@@ -97,7 +96,7 @@ def trace(
         parameters = GraphInputs.of(inputs).parameters
         return compile_graph(gm, inputs)
 
-    with _fake_ranks(sizes) as meshes, compat.caches_off(), compat.FakeTensorMode():
+    with _fake_ranks(sizes) as meshes, compat.caches_off(), compat.FakeTensorMode(), context_of(sizes.cp_form):
         progress("building the block")
         blocks = parallel_blocks(sizes, meshes.dense, meshes.experts)
         progress("tracing forward and backward")
@@ -128,7 +127,7 @@ def _site_nodes(graph: Graph, decided: Decided) -> set[Node]:
 
 @dataclass(frozen=True, slots=True)
 class _Meshes:
-    """Meshes of the same ranks. Dims: of `dense` "dp" and "tp", of `experts` "replicas" and "ep"."""
+    """Meshes of the same ranks. Dims: of `dense` "dp", "cp" and "tp", of `experts` "replicas" and "ep"."""
 
     dense: DeviceMesh
     experts: DeviceMesh | None
@@ -142,6 +141,8 @@ class _Meshes:
         dims = [d for mesh in meshes for d in mesh.mesh_dim_names or () if mesh.get_group(d).group_name == group]
         if kind is Kind.ALL_TO_ALL and "ep" in dims:
             return "EP"
+        if not dims and "cp" in (self.dense.mesh_dim_names or ()):  # weights are sharded over two dims
+            return "DP"
         return {"": "", "replicas": "DP"}.get(dim := next(iter(dims), ""), dim.upper())
 
 
@@ -157,7 +158,7 @@ def _fake_ranks(sizes: PlannedBlock) -> Iterator[_Meshes]:
         )
     dist.init_process_group("fake", store=compat.FakeStore(), rank=0, world_size=sizes.stage_ranks)
     torch.compiler.reset()
-    dims = {name: size for name, size in (("dp", sizes.dp), ("tp", sizes.tp)) if size > 1} or {"tp": 1}
+    dims = {name: size for name, size in (("dp", sizes.dp), ("cp", sizes.cp), ("tp", sizes.tp)) if size > 1} or {"tp": 1}
     before = settings.current()
     try:
         settings.keep(replace(before, hosts=str(sizes.ranks_per_host) if sizes.stage_ranks > sizes.ranks_per_host else ""))

@@ -8,22 +8,19 @@ rotary positions, residuals) is fused into kernels that read their inputs and wr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
+from ub_overlap.compiler.cost.attention_time import attention_us
 from ub_overlap.compiler.cost.matmul_time import matmul_us
 from ub_overlap.compiler.cost.profile import Profile
 from ub_overlap.compiler.graph.aten import CUTS, aten, element_effect, node_arg, shape_of, tensor_of
+from ub_overlap.compiler.graph.attention import as_attention
 from ub_overlap.compiler.graph.matmul import as_matmul, grouped_flops, is_grouped_matmul, is_matmul
 from ub_overlap.compiler.match.collectives import is_collective
 from ub_overlap.compiler.windows.node_times import EFFICIENCY
 
-ATTENTION_SHARE = (0.55, 0.45)
-"""Forward and backward: flash attention's rate relative to a large matmul, for torch's kernels on Hopper; an assumption."""
-_BACKWARD_FLOPS = 2.5
-"""Flash attention has five matmuls in backward, two in forward."""
 _FREE = {aten.sym_size.int, torch.ops._c10d_functional.wait_tensor.default}
 
 
@@ -44,7 +41,7 @@ class UnmatchedWork:
         """Return the microseconds by kind of work."""
         times = {
             "matmuls": sum(matmul_us(profile, dtype, "nt", m, n, k) for dtype, m, n, k in self.matmuls),
-            "attention": sum(_rated_us(profile, t, n, ATTENTION_SHARE[backward]) for t, n, backward in self.attention),
+            "attention": sum(attention_us(profile, *work) for work in self.attention),
             "elementwise": sum(profile.compute.launch_us + b / (profile.compute.memory_gbs * 1e3) for b in self.kernels),
         }
         experts = {"experts": sum(_rated_us(profile, *work, EFFICIENCY) for work in self.experts)} if self.experts else {}
@@ -73,8 +70,8 @@ def find_unmatched_work(graph: Graph, site_nodes: set[Node]) -> UnmatchedWork:
             matmuls.append((_dtype(node), int(m), int(n), int(left.shape[-1])))
         elif is_grouped_matmul(node):
             experts.append((_dtype(node), float(grouped_flops(node))))
-        elif "scaled_dot_product" in str(node.target):
-            attention.append(_attention(node))
+        elif (found := as_attention(node)) is not None:
+            attention.append((str(found.dtype).removeprefix("torch."), found.operations * found.share, found.is_backward))
         else:
             light.append(node)
     return UnmatchedWork(tuple(matmuls), tuple(attention), tuple(_kernels(light)), tuple(experts))
@@ -83,17 +80,6 @@ def find_unmatched_work(graph: Graph, site_nodes: set[Node]) -> UnmatchedWork:
 def _dtype(node: Node) -> str:
     val = node.meta["val"]
     return str((val if isinstance(val, torch.Tensor) else val[0]).dtype).removeprefix("torch.")
-
-
-def _attention(node: Node) -> tuple[str, float, bool]:
-    """Return (dtype, operations, backward) of a scaled_dot_product_attention op, whose operands are [B, H, S, d]."""
-    backward = "backward" in str(node.target)
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    arguments: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    q, k = tensor_of(arguments["query"]), tensor_of(arguments["key"])
-    assert q is not None and k is not None
-    operations = 4.0 * q.numel() * k.shape[-2] * (0.5 if arguments.get("is_causal", False) else 1.0)
-    return _dtype(arguments["query"]), operations * (_BACKWARD_FLOPS if backward else 1.0), backward
 
 
 def _kernels(light: list[Node]) -> list[int]:

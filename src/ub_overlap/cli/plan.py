@@ -1,10 +1,10 @@
-"""`plan`: predict the step of a tensor-, data-, pipeline- or expert-parallel block, on a machine without a GPU."""
+"""`plan`: predict the step of a tensor-, data-, context-, pipeline- or expert-parallel block, on a machine without a GPU."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ub_overlap.runtime.errors import OptionError
@@ -14,6 +14,7 @@ from .parsers import Parser, add_verb, input_file, non_negative, non_negative_in
 from .progress import show_progress
 
 if TYPE_CHECKING:
+    from ub_overlap.tools.planner.planned_context import PlannedContext
     from ub_overlap.tools.planner.planned_pipeline import PlannedPipeline
     from ub_overlap.tools.planner.planned_step import PlannedStep
     from ub_overlap.tools.planner.sizes import PlannedBlock
@@ -23,6 +24,7 @@ SIZES = {
     "kv_heads": "key/value heads (default: heads)", "seq": "tokens of a sequence, over all ranks", "tp": "ranks",
     "batch": "sequences (default 1)", "layers": "blocks, one after the other; with --pp of a stage (default 1)",
     "dp": "ranks that shard each weight, with sequences of their own (ZeRO-3; default 1)",
+    "cp": "ranks that share each sequence (default 1): also compares the forms of exchange",
     "ranks_per_host": "ranks of one host (default 8); others are reached over the network",
     "pp": "ranks of a pipeline (default 1): also predicts its step with every schedule of torch that fits",
     "virtual": "stages of each rank of the pipeline (default 1)", "microbatches": "of a step of the pipeline",
@@ -35,12 +37,14 @@ REQUIRED = ("hidden", "ffn", "heads", "seq", "tp")
 
 def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
     parser = add_verb(
-        verbs, "plan", "predict the step of a tensor-, data-, pipeline- or expert-parallel block, site by site; needs no GPU",
+        verbs, "plan",
+        "predict the step of a tensor-, data-, context-, pipeline- or expert-parallel block, site by site; needs no GPU",
         parents=[as_json],
         examples=[
             "plan --model llama-70b",
             "plan --model llama-8b --seq 4096 --tp 4 --save plan.json --html page.html",
             "plan --model llama-8b --tp 1 --dp 64 --layers 2 --memory-budget 0",
+            "plan --model llama-70b --seq 131072 --tp 4 --cp 2",
             "plan --model llama-8b --tp 8 --pp 4 --virtual 2 --layers 4 --microbatches 16 --html page.html",
             "plan --model mixtral-8x7b --layers 2",
             "plan --hidden 8192 --ffn 28672 --heads 64 --kv-heads 8 --seq 8192 --tp 8",
@@ -50,6 +54,11 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="llama-8b, llama-70b, gpt3-175b or mixtral-8x7b; other size flags replace its values")
     for name, text in SIZES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
+    parser.add_argument(
+        "--cp-form",
+        metavar="FORM",
+        help="gathered, ring, ring_all_to_all or ulysses (default: all, and the sites of the fastest)",
+    )
     parser.add_argument("--dtype", help="bf16 (default), fp16 or fp32")
     parser.add_argument("--ungated", action="store_true", help="GELU, LayerNorm and biases (GPT) instead of SwiGLU and RMSNorm")
     parser.add_argument("--profile", default="h200", help="a shipped profile (h200, cpu) or a file (default: h200)")
@@ -85,8 +94,10 @@ def run(flags: argparse.Namespace, parser: Parser) -> int:
     with show_progress("plan", quiet=flags.quiet or flags.json) as progress:
         progress("loading torch")
         from ub_overlap.compiler.options import parse
+        from ub_overlap.tools.planner.sizes import CP_FORMS
 
-        step = _plan(sizes, parse(options, frozenset())[0], graphs=flags.html is not None, progress=progress)
+        forms = (flags.cp_form,) if flags.cp_form else CP_FORMS
+        step = _plan(sizes, parse(options, frozenset())[0], forms, graphs=flags.html is not None, progress=progress)
         progress("writing files")
         if flags.save:
             flags.save.write_text(step.saved_plan(), encoding="utf-8")
@@ -105,7 +116,17 @@ def run(flags: argparse.Namespace, parser: Parser) -> int:
     return 0
 
 
-def _plan(sizes: PlannedBlock, options: Any, graphs: bool, progress: Callable[[str], None]) -> PlannedStep | PlannedPipeline:
+def _plan(
+    sizes: PlannedBlock, options: Any, forms: Sequence[str], graphs: bool, progress: Callable[[str], None]
+) -> PlannedStep | PlannedPipeline | PlannedContext:
+    """Plan the block; a stage of a pipeline in the fastest of `forms`."""
+    if sizes.cp > 1 and (sizes.pp == 1 or len(forms) > 1):
+        from ub_overlap.tools.planner.planned_context import plan_context
+
+        planned = plan_context(sizes, options, graphs and sizes.pp == 1, progress, forms)
+        if sizes.pp == 1:
+            return planned
+        sizes = planned.fastest.sizes
     if sizes.pp > 1:
         from ub_overlap.tools.planner.planned_pipeline import plan_pipeline
 
@@ -121,12 +142,16 @@ def check(flags: argparse.Namespace, parser: Parser) -> tuple[PlannedBlock, dict
     from ub_overlap.compiler.overrides.override_set import parse_overrides
     from ub_overlap.tools.planner.sizes import PlannedBlock, named
 
-    size_flags: dict[str, Any] = {name: value for name in (*SIZES, "dtype") if (value := getattr(flags, name)) is not None}
+    size_flags: dict[str, Any] = {
+        name: value for name in (*SIZES, "cp_form", "dtype") if (value := getattr(flags, name)) is not None
+    }
     if flags.ungated:
         size_flags["gated"] = False
+    if flags.cp_form and size_flags.get("cp", 1) == 1:
+        parser.error("--cp-form needs --cp")
     if size_flags.get("pp", 1) > 1 and "microbatches" not in size_flags:
         parser.error("--pp needs --microbatches")
-    if ("dp" in size_flags or "pp" in size_flags) and not flags.model:
+    if {"dp", "cp", "pp"} & size_flags.keys() and not flags.model:
         size_flags.setdefault("tp", 1)
     missing = [f"--{name}" for name in REQUIRED if name not in size_flags]
     if not flags.model and missing:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.experimental._context_parallel import _attention as cp
+
+from ub_overlap import _torch_compat as compat
 
 aten = torch.ops.aten
 _FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -46,8 +46,8 @@ def _wrap(local: Tensor, like: DTensor) -> DTensor:
     shape = list(local.shape)
     shape[SEQ_DIM] *= like.device_mesh.size()
     stride = torch.empty(shape, device="meta").stride()
-    meta = TensorMeta(torch.Size(shape), stride, local.dtype)
-    return DTensor(local, DTensorSpec(like.device_mesh, (Shard(SEQ_DIM),), meta), requires_grad=False)
+    meta = compat.TensorMeta(torch.Size(shape), stride, local.dtype)
+    return DTensor(local, compat.DTensorSpec(like.device_mesh, (Shard(SEQ_DIM),), meta), requires_grad=False)
 
 
 def _local(value: Any) -> Any:
@@ -55,8 +55,9 @@ def _local(value: Any) -> Any:
 
 
 def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
-    q, k, v, dropout_p, is_causal = (*args, *(0.0, False)[len(args) - 3 :])
-    results = cp._templated_ring_attention(
+    q, k, v, *flags = args
+    dropout_p, is_causal = (*flags, *(0.0, False)[len(flags) :])
+    results = compat.context_attention._templated_ring_attention(
         q.device_mesh.get_group(), SEQ_DIM, _attend, *map(_local, (q, k, v)),
         is_causal=is_causal, dropout_p=dropout_p, scale=kwargs.get("scale"),
     )  # fmt: skip
@@ -65,7 +66,7 @@ def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DT
 
 def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
     grad_out, q, k, v, out, lse, dropout_p, is_causal = args
-    results = cp._templated_ring_attention_backward(
+    results = compat.context_attention._templated_ring_attention_backward(
         q.device_mesh.get_group(), SEQ_DIM, _attend_backward, _local(grad_out), "grad_out", *map(_local, (q, k, v, out, lse)),
         is_causal, dropout_p=dropout_p, scale=kwargs.get("scale"),
     )  # fmt: skip
@@ -78,6 +79,7 @@ def ring_attention(rotation: str = "allgather", load_balance: bool = False) -> I
 
     Compiled code needs it while it is traced, eager code in forward and backward.
     """
+    cp = compat.context_attention
     before = dict(cp.custom_ops), cp._cp_options.enable_load_balance, cp._cp_options.rotate_method
     cp.custom_ops |= {_FORWARD: _forward, _BACKWARD: _backward}
     cp._cp_options.enable_load_balance = load_balance
@@ -94,5 +96,5 @@ def ring_attention(rotation: str = "allgather", load_balance: bool = False) -> I
 
 def parallelize_attention(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Shard the query, key and value of `module` along the sequence, and return its result as a local tensor."""
-    kind = cp._ContextParallel.AttentionType.SDPA
-    return cp._ContextParallel(SEQ_DIM, kind)._apply(module, mesh)
+    style = compat.context_attention._ContextParallel
+    return style(SEQ_DIM, style.AttentionType.SDPA)._apply(module, mesh)

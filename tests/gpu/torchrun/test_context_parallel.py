@@ -1,0 +1,44 @@
+"""Context parallelism in fp32 with torch's kernels of GPUs: training on parts of a sequence is training on the whole one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.context_parallel.rank_attention import compare_forms
+from tests.gpu.lockstep import Lockstep
+from ub_overlap.runtime.session import session
+
+pytestmark = pytest.mark.own_gpus("NCCL is the reference")
+
+SPLIT = {"inner": "aot_eager", "overlap": "off", "overrides": [{"strategy": "split"}]}
+FORMS = {
+    "gathered": ("gathered", "", False, False),
+    "flex_op": ("flex_op", "", False, False),
+    "ulysses": ("ulysses", "", False, True),
+    "ring": ("sdpa", "allgather", False, True),
+    "ring balanced": ("sdpa", "allgather", True, True),
+    "ring all_to_all": ("sdpa", "alltoall", True, True),
+}
+
+
+@pytest.mark.deadline(120)
+@pytest.mark.parametrize("name", FORMS)
+def test_forms(lockstep: Lockstep, name: str) -> None:
+    """Every exchange is split; with overlap="off" FlexAttention's op stays, and says so."""
+    form, rotation, load_balance, causal = FORMS[name]
+    if form == "ulysses" and 4 % lockstep.ranks:
+        pytest.skip(f"4 heads do not divide by {lockstep.ranks} ranks")
+    if rotation == "alltoall" and lockstep.ranks > 2 and torch.__version__ < "2.15":
+        pytest.skip("torch traces other collectives on each rank")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch._dynamo.reset()
+    error, plans = compare_forms(
+        lockstep.rank, lockstep.ranks, form, SPLIT, rotation, load_balance, causal, device=lockstep.device_type
+    )
+    lockstep.sync()
+    session.check()
+    assert error < 1e-4
+    strategies = {str(d.strategy) for plan in plans for d in plan.decisions}
+    assert strategies == ({"none"} if form == "flex_op" else {"split"})
+    lockstep.note(f"{sum(len(plan.decisions) for plan in plans)} split, error {error:.1e}")
