@@ -15,20 +15,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import Graph
 
 from ub_overlap import _torch_compat as compat
+from ub_overlap.compiler.graph.attention import as_attention
 
 from .ring_attention import parallelize_attention, ring_attention
 
 ROTATIONS = {"ring": "allgather", "ring_all_to_all": "alltoall"}
 """Forms of the ring, and how torch calls them."""
-HALF = {"sparsity_hint": 0.5}
-"""An attention with half of the operations, in torch's words."""
 
 
 def exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -76,10 +75,7 @@ class ContextParallelAttention(nn.Module):
         elif self.form == "gathered":
             k, v = (compat.all_gather_with_gradient(t.contiguous(), 2, self.group) for t in (k, v))
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) if t.shape[1] < q.shape[1] else t for t in (k, v))
-        if self.form == "gathered":
-            with torch.fx.traceback.annotate(HALF):
-                return F.scaled_dot_product_attention(q, k, v)
-        out = self.inner(q, k, v)
+        out = F.scaled_dot_product_attention(q, k, v) if self.form == "gathered" else self.inner(q, k, v)
         return to_positions(out, self.group) if self.form == "ulysses" else out
 
 
@@ -93,6 +89,16 @@ def use_form(blocks: nn.Module, form: str, mesh: DeviceMesh) -> None:
     for module in list(blocks.modules()):
         if isinstance(getattr(module, "attend", None), ContextParallelAttention):
             module.attend = ContextParallelAttention(form, mesh)
+
+
+def balance_attention(graph: Graph, form: str) -> None:
+    """Note on the attentions of a graph that the causal mask leaves half of their operations, where their kernel has no mask.
+
+    The words are those of torch.fx.traceback.annotate, which stays on for later graphs of the process (torch 2.13).
+    """
+    for node in graph.nodes:
+        if form == "gathered" and as_attention(node) is not None:
+            node.meta["custom"] = {**node.meta.get("custom", {}), "sparsity_hint": 0.5}
 
 
 @contextlib.contextmanager

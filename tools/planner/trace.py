@@ -28,7 +28,7 @@ from ub_overlap.compiler.select import Decided, decide
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.errors import UbOverlapError
 
-from .context_attention import context_of
+from .context_attention import balance_attention, context_of
 from .models import block_input, parallel_blocks
 from .sizes import PlannedBlock
 from .unmatched_time import UnmatchedWork, find_unmatched_work
@@ -66,6 +66,8 @@ def trace(
         phase = phase_of(graph)
         progress(f"selecting strategies of the {phase} graph")
         of_graph = GraphInputs(parameters=parameters).parameters_in(graph)
+        if sizes.cp > 1:
+            balance_attention(graph, sizes.cp_form)
         prepare_sites(graph, options, of_graph)
         decided = decide(graph, options, phase, lambda *_: None, parameters=of_graph)
         rest = find_unmatched_work(graph, _site_nodes(graph, decided))
