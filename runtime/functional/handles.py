@@ -247,9 +247,18 @@ def all_to_all(
         if rows_of_peers is None and input.shape[0] % ranks:
             call.refuse("dim 0 cannot be divided evenly", input.shape[0], f"a multiple of {ranks}, or {label}")
         splits.append([input.shape[0] // ranks] * ranks if rows_of_peers is None else [int(rows) for rows in rows_of_peers])
-    sent = input.detach().contiguous()
+    sent = _dense(input)
     handle = CollectiveHandle(call, name, "all_to_all", sent, tuple(splits), input.dtype)
     return handle if async_op else handle.wait()
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Return the tensor's numbers as they are read, contiguous: a view may conjugate or negate those in memory.
+
+    A dim of one element may have any stride in a contiguous tensor. Bytes are viewed only where the last one is 1.
+    """
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return dense if dense.stride(-1) == 1 else dense.clone(memory_format=torch.contiguous_format)
 
 
 def _check_input(call: Caller, x: Tensor) -> None:
@@ -280,7 +289,7 @@ def _run(
         if collective != "all_gather" and not {tensor.dtype, dtype} <= set(DTYPES):
             expected = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
             call.refuse("a dtype cannot be summed", f"{tensor.dtype} to {dtype}", expected)
-        dense = tensor.detach().resolve_conj().contiguous()
+        dense = _dense(tensor)
         sent.append(dense if dense.dtype in DTYPES else dense.view(_BYTES))
     op_dtypes = [one.dtype if one.dtype == _BYTES else dtype for one, dtype in zip(sent, dtypes, strict=True)]
     if isinstance(x, Tensor):

@@ -170,8 +170,8 @@ def _exchange(a: AllToAllArgs) -> _Launched:
 
 def _rows_of_bytes(tensor: Tensor) -> Tensor:
     """Return the contiguous [n, ..] as bytes [n, bytes of a row]."""
-    rows = tensor.shape[0]
-    return tensor.view(rows, tensor.shape[1:].numel()).view(torch.uint8)
+    rows, width = tensor.shape[0], tensor.shape[1:].numel()
+    return tensor.as_strided((rows, width), (width, 1)).view(torch.uint8)  # dims of one element may have other strides
 
 
 def _reduce_or_gather(a: StartArgs) -> _Launched:

@@ -96,6 +96,10 @@ def values(rank: int, world: int, strategy: str) -> list[str]:
     strided = sent.t().contiguous().t()
     if not same(exchange(name, strided, out, of, strategy=strategy), want):
         bad.append("strided")
+    sent, out, of, want = sides(rank, sample_matrices(world)["equal"], (1,))
+    column = sent.as_strided(sent.shape, (1, 2 * world))  # contiguous, and its last stride is not 1
+    if not same(exchange(name, column, out, of, strategy=strategy), want):
+        bad.append("column")
     return bad
 
 

@@ -36,6 +36,15 @@ def values(rank: int, world: int) -> list[str]:
     turned = torch.full((3,), 1 + 2j * rank).conj()  # a view whose numbers are conjugated when they are read
     if not torch.equal(ub_overlap.all_gather(turned), torch.cat([torch.full((3,), 1 - 2j * r) for r in range(world)])):
         bad.append("conjugated")
+    column = of_rank(rank, 1, 4).t()  # contiguous, and its last stride is not 1
+    if not torch.equal(ub_overlap.all_gather(column), torch.cat([of_rank(r, 1, 4).t() for r in range(world)])):
+        bad.append("column")
+    negated = torch.full((1,), 1 + 2j * rank, dtype=torch.complex128).conj().imag  # negated when it is read
+    want = torch.arange(world, dtype=torch.float64) * -2
+    if not torch.equal(ub_overlap.all_gather(negated), want):
+        bad.append("negated")
+    if not torch.equal(ub_overlap.all_to_all(negated.expand(world), [1] * world, [1] * world), want):
+        bad.append("negated, exchanged")
     for dtype, out in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)):
         for op in ("sum", "avg"):
             terms = [of_rank(r, 2 * world, 5).to(dtype) for r in range(world)]
