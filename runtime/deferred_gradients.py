@@ -5,13 +5,15 @@ A compiled backward comes in two parts (`TwoPartBackward`). Without a collector 
     first part     tangents, saved tensors -> gradients of inputs, and the values that the second part reads
     collector      keeps those values. autograd gets a stand-in for each deferred gradient
     hook           of each parameter's AccumulateGrad: takes the stand-in away, so that nothing is accumulated
-    run()          second part -> the gradients, which the same AccumulateGrad accumulates
+    run()          second part -> the gradients, which autograd passes to the same AccumulateGrad
 
-Stand-ins have the size of the gradient and the memory of one element.
+Stand-ins have the size of the gradient and the memory of one element. Hooks behind AccumulateGrad run twice, the first time
+without a gradient: DistributedDataParallel ignores that, and those of register_post_accumulate_grad_hook are refused.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,9 +43,9 @@ class DeferredOutput:
 
 @dataclass(slots=True)
 class _Claim:
-    """A deferred gradient of a parameter: `accumulate` is its AccumulateGrad, `stand_in` what autograd passed to it."""
+    """A deferred gradient of a parameter. `stand_in`: what autograd passed to its AccumulateGrad."""
 
-    accumulate: Any
+    parameter: Tensor
     stand_in: Tensor
 
 
@@ -53,13 +55,48 @@ class _Call:
     def __init__(self, second: BoxedFunction, values: list[Any], outputs: Sequence[DeferredOutput]) -> None:
         self.second, self.values = second, values
         self.claims: list[_Claim | None] = [None] * len(outputs)
-        self.stand_ins = [torch.empty(1, dtype=o.dtype, device=o.device).expand(o.shape) for o in outputs]
+        self.stand_ins = [torch.empty((), dtype=o.dtype, device=o.device).expand(o.shape) for o in outputs]
+
+    def parameters(self) -> list[Tensor]:
+        assert None not in self.claims, "collect() has refused gradients without a parameter"
+        return [claim.parameter for claim in self.claims if claim is not None]
 
     def run(self) -> None:
-        gradients = self.second(self.values)
-        for claim, gradient in zip(self.claims, gradients, strict=True):
-            assert claim is not None, "collect() has refused gradients without a parameter"
-            claim.accumulate(_dressed(gradient, claim.stand_in))
+        with torch.no_grad():
+            gradients = list(self.second(self.values))
+            for i, claim in enumerate(self.claims):
+                assert claim is not None
+                gradients[i] = _dressed(gradients[i], claim.stand_in)
+        pass_to(self.parameters(), gradients)
+
+
+class _Gradients(torch.autograd.Function):
+    """Has the given gradients, whatever that of its output is. None: no gradient, but hooks run."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor | None], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return torch.zeros((), device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[Tensor | None, ...]:
+        gradients = tuple(ctx.gradients)
+        ctx.gradients.clear()  # a gradient without other references becomes the parameter's, without a copy
+        return None, *gradients
+
+
+def join(parameters: Sequence[Tensor]) -> Tensor:
+    """Return a tensor from which autograd's graph leads to the parameters."""
+    with torch.enable_grad():
+        return _Gradients.apply([None] * len(parameters), *parameters)  # type: ignore[no-any-return]
+
+
+def pass_to(parameters: Sequence[Tensor], gradients: list[Tensor | None]) -> None:
+    """Pass gradients to parameters as a backward does, with all hooks. Empty the list."""
+    if parameters:
+        with torch.enable_grad():
+            out = _Gradients.apply(gradients, *parameters)
+        out.backward()
 
 
 def _parts_of(tensor: Any) -> tuple[dict[str, Any], list[str]]:
@@ -104,8 +141,8 @@ class DeferredGradients:
         self._open |= {stand_in.data_ptr(): (call, i) for i, stand_in in enumerate(call.stand_ins)}
         return call.stand_ins
 
-    def claim(self, accumulate: Any, gradient: Tensor | None) -> bool:
-        """Return whether `gradient` is a stand-in, which is then that of the parameter with this AccumulateGrad."""
+    def claim(self, parameter: Tensor, gradient: Tensor | None) -> bool:
+        """Return whether `gradient` is a stand-in, which is then that of `parameter`."""
         if not self._open or gradient is None:
             return False
         inner = _inner(gradient)
@@ -113,7 +150,7 @@ class DeferredGradients:
         if found is None:
             return False
         call, i = found
-        call.claims[i] = _Claim(accumulate, gradient)
+        call.claims[i] = _Claim(parameter, gradient)
         return True
 
     def check(self) -> None:
@@ -127,12 +164,20 @@ class DeferredGradients:
                 fix="compile without defer_weight_gradients, or without graph breaks between uses of a shared weight",
             )
 
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters whose gradients are deferred."""
+        return [p for call in self._calls for p in call.parameters()]
+
+    def reads_freed_memory(self) -> bool:
+        """Return whether a second part reads a tensor without memory, as fully_shard leaves parameters when it reshards."""
+        tensors = (_inner(v) for call in self._calls for v in call.values if isinstance(v, Tensor))
+        return any(t.numel() > 0 and t.untyped_storage().size() == 0 for t in tensors)
+
     def run(self) -> None:
         """Compute the gradients and accumulate them. Once."""
         calls, self._calls = self._calls, []
-        with torch.no_grad():
-            for call in calls:
-                call.run()
+        for call in calls:
+            call.run()
 
 
 _current: DeferredGradients | None = None  # not of a thread: autograd runs CUDA graphs in threads of its own
@@ -160,7 +205,7 @@ class ParameterHooks:
         self._nodes: dict[Tensor, Any] = {}  # keeps AccumulateGrad, which a parameter holds weakly
 
     def install(self, parameters: Iterable[Tensor]) -> None:
-        """Add the hooks of parameters that have none. OptionError for one that has a hook behind AccumulateGrad."""
+        """Add the hooks of parameters that have none. OptionError for one that has a hook of torch behind AccumulateGrad."""
         for parameter in parameters:
             if getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise errors.OptionError(
@@ -171,12 +216,12 @@ class ParameterHooks:
                 )
             if parameter.requires_grad and parameter not in self._nodes:
                 node = get_gradient_edge(parameter).node
-                node.register_prehook(lambda gradients, node=node: _take(node, gradients))
+                node.register_prehook(functools.partial(_take, parameter))
                 self._nodes[parameter] = node
 
 
-def _take(node: Any, gradients: tuple[Tensor | None, ...]) -> tuple[None] | None:
-    return (None,) if _current is not None and _current.claim(node, gradients[0]) else None
+def _take(parameter: Tensor, gradients: tuple[Tensor | None, ...]) -> tuple[None] | None:
+    return (None,) if _current is not None and _current.claim(parameter, gradients[0]) else None
 
 
 class TwoPartBackward:

@@ -49,6 +49,9 @@ def test_public_setters_of_fully_shard_set_what_we_replace() -> None:
         assert _fsdp_compat.comms(group) == (scatter, gather)
         assert hasattr(group, "offload_policy")
         assert _fsdp_compat.gather_group(group).size() == 2
+        assert _fsdp_compat.unsharded_parameters(group) == [], "no gather has run"
+        _fsdp_compat.accumulate_in_reduce_dtype(group)
+        assert all(hasattr(p, "unsharded_param") for p in map(type, group.fsdp_params))
     finally:
         dist.destroy_process_group()
 

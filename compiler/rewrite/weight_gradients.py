@@ -23,7 +23,7 @@ from ub_overlap import _aot_compat
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime.deferred_gradients import DeferredOutput, TwoPartBackward
 
-from ..graph.aten import alias_base, is_mutable
+from ..graph.aten import alias_base, is_mutable, storage_node, tensor_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,13 @@ def separate_weight_gradients(gm: GraphModule, parameters: Sequence[int]) -> Bac
     second = _ancestors([outputs[i] for i in deferred]) - first
     builder = _Second(graph, second)
     gradients = [builder.copied(outputs[i]) for i in deferred]
-    written = {_memory(argument) for n in writes for argument in n.all_input_nodes}
-    if written & {_memory(n) for n in (*builder.kept, *builder.values)}:
+    written = {storage_node(argument) for n in writes for argument in n.all_input_nodes}
+    read = {storage_node(n) for n in (*builder.kept, *builder.values)}
+    if written & read:
         return None  # the second graph would read what the first has overwritten
     second_gm = builder.finish(gm, gradients, [_desc(graph, i) for i in deferred])
     placeholders = list(graph.find_nodes(op="placeholder"))
-    results = [n for i, n in enumerate(outputs) if i not in positions]
+    results = [_apart(n, read) for i, n in enumerate(outputs) if i not in positions]
     info = tuple(_deferred_output(i, outputs[i]) for i in deferred)
     _return(graph, [*results, *builder.values], [_desc(graph, i) for i in range(len(outputs)) if i not in positions])
     for node in reversed([n for n in graph.nodes if n in second and n.op != "placeholder"]):
@@ -85,7 +86,7 @@ def _gradients_of(graph: Graph, outputs: Sequence[Any], parameters: frozenset[in
         and node.op == "call_function"
         and _aot_compat.gradient_of(_desc(graph, i)) in parameters
         and isinstance(value := node.meta.get("val"), torch.Tensor)
-        and all(isinstance(size, int) for size in value.shape)
+        and all(isinstance(size, int) and size > 0 for size in value.shape)
         and sum(other is node for other in outputs) == 1
     }
 
@@ -110,11 +111,17 @@ def _ancestors(roots: Sequence[Node]) -> set[Node]:
     return found
 
 
-def _memory(node: Node) -> Node:
-    """Return the node that `node` is a view of, through all views."""
-    while (base := alias_base(node)) is not None:
-        node = base
-    return node
+def _apart(node: Any, read: set[Node]) -> Any:
+    """Return an output of the first graph in memory that the second does not read.
+
+    autograd adds the next microbatch's gradient to that of a parameter in place, and that may be before the second graph runs.
+    """
+    if not isinstance(node, Node) or storage_node(node) not in read or tensor_of(node) is None:
+        return node
+    with node.graph.inserting_before(node.graph.output_node()):
+        copy = node.graph.call_function(torch.ops.aten.clone.default, (node,))
+    copy.meta = dict(node.meta)
+    return copy
 
 
 def _is_view(node: Node) -> bool:

@@ -61,6 +61,10 @@ CudaArena::CudaArena(int device, std::shared_ptr<ShmArena> host, const std::vect
     check(cudaHostAlloc(&record, sizeof(WaitFailure), pinned), "allocate the failure record");
     group_.failure = new (record) WaitFailure{};
     check(cudaHostAlloc(reinterpret_cast<void**>(&abort_source_), 2 * sizeof(uint64_t), pinned), "allocate the abort words");
+    const size_t awaited_bytes = 2 * static_cast<size_t>(ranks()) * sizeof(uint64_t);
+    check(cudaHostAlloc(reinterpret_cast<void**>(&awaited_), awaited_bytes, pinned),
+          "allocate the numbers of awaited messages");
+    std::fill_n(awaited_, 2 * ranks(), 0);
     check(cudaHostAlloc(&record, sizeof(Progress), pinned), "allocate the progress record");
     progress_ = new (record) Progress{};
     check(cudaStreamCreateWithFlags(&abort_stream_, cudaStreamNonBlocking), "create a stream");
@@ -91,6 +95,7 @@ CudaArena::~CudaArena() {
         cudaFree(group_.local);
         cudaFreeHost(group_.failure);
         cudaFreeHost(abort_source_);
+        cudaFreeHost(awaited_);
         cudaFreeHost(progress_);
         cudaEventDestroy(progress_end_);
         cudaStreamDestroy(abort_stream_);
@@ -263,7 +268,7 @@ void CudaArena::watch() {
     const Progress progress = read_progress(10'000'000);
     if (!progress.known) return;
     const auto epoch = static_cast<uint32_t>(progress.local.epoch_and_lock);
-    const int dead = find_dead_rank(progress.shared.waiting);  // others may have ended correctly
+    const int dead = find_dead_rank(progress.shared.waiting | progress.shared.early);  // others may have ended correctly
     if (dead < 0) {
         suspect_ = -1;
         return;
@@ -339,6 +344,12 @@ void CudaArena::set_channels(std::shared_ptr<ChannelBoard> board) {
     channels_ = std::move(board);
 }
 
+void CudaArena::await_message(bool sends, int peer, uint64_t number) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    volatile uint64_t& last = awaited_[2 * peer + sends];
+    if (number > last) last = number;
+}
+
 // `failure` has its code, its reporter and, as the epoch, the message's first piece. Sets what is known of the message.
 void CudaArena::describe_message(Failure& failure, FlagKind kind, int peer) const {
     Message message;
@@ -368,8 +379,8 @@ Failure CudaArena::failure_from(const WaitFailure& seen) {
     // The wait that the failure is about: this rank's, or that of a peer which aborted.
     const bool aborted = outcome == WaitOutcome::aborted;
     const auto kind = static_cast<FlagKind>(aborted ? unpack_abort(seen.abort).kind : seen.kind);
-    const int peer = static_cast<int>(aborted ? unpack_abort(seen.abort).culprit : seen.source);
     const bool is_message = kind == FlagKind::channel_ready || kind == FlagKind::channel_done;
+    const int peer = static_cast<int>(aborted ? unpack_abort(seen.abort).index : seen.source);  // of a message
     if (outcome == WaitOutcome::aborted) {
         const AbortWord word = unpack_abort(seen.abort);
         failure.code = static_cast<FailureCode>(word.code);
@@ -401,7 +412,7 @@ Failure CudaArena::failure_from(const WaitFailure& seen) {
         failure.code = FailureCode::site_mismatch;
         if (!is_message) describe_mismatch(failure, failure.culprit, tag_of(seen.seen), own_tag);
     }
-    if (is_message) describe_message(failure, kind, peer);
+    if (is_message) failure.chunk = -1, describe_message(failure, kind, peer);
     return failure;
 }
 

@@ -71,6 +71,10 @@ class CudaArena final : public Arena {
 
     // Sets the texts of the messages of this group's channels, for errors.
     void set_channels(std::shared_ptr<ChannelBoard> board);
+    // Notes that a stream waits for message `number` to (sends) or from `peer`, and so for the earlier ones of the channel.
+    void await_message(bool sends, int peer, uint64_t number);
+    // The last such number, in pinned memory. Kernels that wait for a message read it, for blame.
+    const uint64_t* awaited_message(bool sends, int peer) const { return awaited_ + 2 * peer + sends; }
 
     Events& split_events(int split_slot) { return further_[split_slot].events; }
     RecordedCalls& recorded_calls() { return recorded_calls_; }
@@ -113,6 +117,7 @@ class CudaArena final : public Arena {
     Group group_{};
     RecordedCalls recorded_calls_;
     uint64_t* abort_source_ = nullptr;  // pinned: the word for this rank, the word for its peers
+    uint64_t* awaited_ = nullptr;       // pinned: by peer and direction, see awaited_message
     cudaStream_t abort_stream_ = nullptr;
     std::mutex mutex_;
     std::map<uint32_t, CallName> names_;

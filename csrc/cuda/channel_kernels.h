@@ -8,9 +8,10 @@ namespace ub_overlap::cuda {
 // A wait for a word of a channel, in this rank's memory.
 struct ChannelWait {
     const uint64_t* word;
-    uint32_t number;   // of the piece that the word must have reached
-    uint32_t message;  // number of the message's first piece, for errors
-    uint32_t hash;     // of the message, which a READY word must hold; 0: not compared
+    const uint64_t* awaited;  // pinned: number of the channel's last message that the host has let a stream wait for
+    uint32_t number;          // of the piece that the word must have reached
+    uint32_t message;         // number of the message's first piece, for errors
+    uint32_t hash;            // of the message, which a READY word must hold; 0: not compared
     uint16_t peer;
     uint8_t kind;  // channel_ready or channel_done
 };

@@ -19,7 +19,13 @@ int64_t channel_bytes(const ChannelSizes& sizes) {
 
 class CudaPointToPoint::CudaTransfer final : public Transfer {
   public:
-    CudaTransfer(std::shared_ptr<void> tensor, int device) : tensor_(std::move(tensor)), device_(device) {
+    CudaTransfer(const std::shared_ptr<CudaArena>& arena, const Message& message, uint64_t first)
+        : arena_(arena),
+          tensor_(message.tensor),
+          device_(message.device),
+          peer_(message.peer),
+          sends_(message.sends),
+          first_(first) {
         check(cudaEventCreateWithFlags(&done, cudaEventDisableTiming), "create an event");
     }
     ~CudaTransfer() override {
@@ -36,14 +42,18 @@ class CudaPointToPoint::CudaTransfer final : public Transfer {
     // From here on the stream's later work follows the message, and with it the next use of the tensor's memory.
     void wait(void* stream) override {
         const DeviceScope scope(device_);
+        if (const auto arena = arena_.lock()) arena->await_message(sends_, peer_, first_);
         check(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), done, 0), "wait for a message");
     }
 
     cudaEvent_t done = nullptr;
 
   private:
+    const std::weak_ptr<CudaArena> arena_;  // a program may hold a message longer than the group
     const std::shared_ptr<void> tensor_;
-    const int device_;
+    const int device_, peer_;
+    const bool sends_;
+    const uint64_t first_;
 };
 
 CudaPointToPoint::CudaPointToPoint(std::shared_ptr<CudaArena> arena, std::shared_ptr<ChannelSegment> segment,
@@ -112,7 +122,7 @@ std::shared_ptr<Transfer> CudaPointToPoint::begin(Message message, uint64_t firs
     Lane& lane = lane_of(message.sends, message.peer);
     check(cudaEventRecord(lane.issued, caller), "record an event");
     check(cudaStreamWaitEvent(lane.stream, lane.issued, 0), "order a message behind its tensor");
-    auto transfer = std::make_shared<CudaTransfer>(message.tensor, message.device);
+    auto transfer = std::make_shared<CudaTransfer>(device_arena_, message, first);
     issue_pieces(message, first, lane.stream);
     check(cudaEventRecord(transfer->done, lane.stream), "record an event");
     unfinished_.push_back(transfer);
@@ -127,6 +137,7 @@ void CudaPointToPoint::issue_pieces(const Message& m, uint64_t first, cudaStream
     const int64_t timeout_ns = settings().step_timeout_ns.load(std::memory_order_relaxed);
     char* slots = memory_[destination] + channel_words_bytes(sizes) + sizes.offset(source, destination);
     ChannelWait word{};
+    word.awaited = device_arena_->awaited_message(m.sends, m.peer);
     word.message = static_cast<uint32_t>(first);
     word.peer = static_cast<uint16_t>(m.peer);
     word.kind = static_cast<uint8_t>(m.sends ? FlagKind::channel_done : FlagKind::channel_ready);

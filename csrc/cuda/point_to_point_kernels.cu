@@ -8,11 +8,19 @@ namespace {
 
 __device__ WaitWord word_of(const ChannelWait& w) {
     WaitWord word{};
-    word.source = w.peer, word.kind = w.kind;
+    word.source = w.peer, word.index = w.peer,
+    word.kind = w.kind;  // `index` is sent to the peers: the other end of the channel
     return word;
 }
 
-// Ends by arrival, by the abort of a peer, or by the deadline; never traps.
+// Returns whether a stream of this rank waits for the message.
+__device__ bool is_awaited(const ChannelWait& w) {
+    const auto last = static_cast<uint32_t>(*static_cast<const volatile uint64_t*>(w.awaited));
+    return static_cast<int32_t>(last - w.message) >= 0;
+}
+
+// Ends by arrival, by the abort of a peer, or by the deadline; never traps. Sets the bit of the peer in `early`, and in
+// `waiting` once a stream waits for the message: a rank that has only issued a receive delays others itself.
 __global__ void __launch_bounds__(32) channel_wait_kernel(Group g, ChannelWait w, uint64_t timeout_ns) {
     if (threadIdx.x != 0 || load_failed(g.local)) return;
     const auto arrived = [&w](uint64_t seen) { return seen != 0 && static_cast<int32_t>(epoch_half(seen) - w.number) >= 0; };
@@ -20,16 +28,23 @@ __global__ void __launch_bounds__(32) channel_wait_kernel(Group g, ChannelWait w
     uint64_t seen = load_acquire(w.word);
     if (!arrived(seen)) {
         const uint64_t begin = now_ns();
-        auto* waiting = reinterpret_cast<unsigned long long*>(&g.shared[g.rank]->waiting);
+        SharedState* own = g.shared[g.rank];
+        auto* shown = reinterpret_cast<unsigned long long*>(&own->early);
+        auto* waiting = reinterpret_cast<unsigned long long*>(&own->waiting);
         const unsigned long long bit = 1ull << w.peer;
-        atomicOr(waiting, bit);
+        atomicOr(shown, bit);
         for (uint32_t spin = 1;; ++spin) {
             seen = load_acquire(w.word);
             if (arrived(seen)) break;
+            // A read of host memory takes a microsecond, which must not delay the look at the word every time.
+            if (spin % 512 == 0 && shown != waiting && is_awaited(w)) {
+                atomicAnd(shown, ~bit);
+                shown = waiting;
+            }
             if (spin % 8 == 0) {
                 // Another wait for the same rank may have cleared the bit.
-                if ((*reinterpret_cast<const volatile unsigned long long*>(waiting) & bit) == 0) atomicOr(waiting, bit);
-                const uint64_t abort = load_acquire(&g.shared[g.rank]->abort), waited = now_ns() - begin;
+                if ((*reinterpret_cast<const volatile unsigned long long*>(shown) & bit) == 0) atomicOr(shown, bit);
+                const uint64_t abort = load_acquire(&own->abort), waited = now_ns() - begin;
                 const bool failed = load_failed(g.local) != 0;
                 if (abort != 0 || waited > timeout_ns || failed) {
                     // An arrived word still counts: a peer that failed later has sent all of this message.
@@ -37,12 +52,12 @@ __global__ void __launch_bounds__(32) channel_wait_kernel(Group g, ChannelWait w
                     if (arrived(seen)) break;
                     const WaitOutcome outcome = abort ? WaitOutcome::aborted : WaitOutcome::timeout;
                     if (!failed) fail(g, word_of(w), outcome, expected, seen, abort, waited);
-                    return;  // `waiting` stays: it shows the others which rank this one waited for
+                    return;  // the bit stays: it shows the others which rank this one waited for
                 }
             }
             __nanosleep(spin < 64 ? 32 : 256);
         }
-        atomicAnd(waiting, ~bit);
+        atomicAnd(shown, ~bit);
     }
     const bool other = epoch_half(seen) != w.number || static_cast<uint32_t>(seen) != w.hash;
     if (w.hash != 0 && other) fail(g, word_of(w), WaitOutcome::mismatch, expected, seen, 0, 0);

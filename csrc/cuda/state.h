@@ -30,7 +30,8 @@ constexpr int max_words = 32;  // flags that one launch waits for or writes: one
 struct SharedState {
     uint64_t abort;    // 0, or packed by `pack_abort`: a rank has aborted
     uint64_t waiting;  // bits of the ranks that this rank waits for
-    uint64_t unused[30];
+    uint64_t early;    // bits of the ranks whose messages are waited for ahead of time: no work of this rank needs them yet
+    uint64_t unused[29];
 };
 
 // The value of a raised READY or READY2 word. Not 0 for any tag.

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
@@ -16,6 +17,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 import ub_overlap
 
@@ -79,10 +81,12 @@ def build_stages(
     device: torch.device,
     compiled: bool,
     options: dict[str, object],
+    data_parallel: str = "fsdp",
 ) -> list[PipelineStage]:
-    """Return this rank's stages. `mesh`: dims "pp" and "tp". Messages go through ub_overlap's channels.
+    """Return this rank's stages. `mesh`: dims "pp", "dp" and "tp". Messages go through ub_overlap's channels.
 
-    With the option defer_weight_gradients they are `ub_overlap.pipeline.Stage`, which sends before weight gradients.
+    `data_parallel`: "fsdp" or "ddp", for several ranks of "dp". With the option defer_weight_gradients the stages are
+    `ub_overlap.pipeline.Stage`, which sends before weight gradients.
     """
     rank, ranks = mesh["pp"].get_local_rank(), mesh["pp"].size()
     own = stages_of_rank(schedule, rank, ranks)
@@ -99,11 +103,22 @@ def build_stages(
         module: nn.Module = StageModule(held, mesh["tp"] if mesh["tp"].size() > 1 else None)
         if compiled:
             module.compile(backend="ub_overlap", options=options)
+        if mesh["dp"].size() > 1:
+            module = share_data(module, mesh["dp"], data_parallel)
         stages.append(stage_class(module, index, count, device, group=group))
     return stages
 
 
+def share_data(module: nn.Module, mesh: DeviceMesh, kind: str) -> nn.Module:
+    """Return a stage's module whose gradients are averaged over `mesh`, once per step."""
+    if kind == "fsdp":
+        return fully_shard(module, mesh=mesh)
+    if any(isinstance(p, DTensor) for p in module.parameters()):
+        raise ValueError("DDP within tensor parallelism: expected --tp 1, or --data-parallel fsdp")
+    return DistributedDataParallel(module, process_group=mesh.get_group())
+
+
 def names_of_blocks(stage: PipelineStage) -> list[str]:
     """Return the names of a stage's blocks."""
-    module: Any = stage.submod
+    module: Any = stage.submod.module if isinstance(stage.submod, DistributedDataParallel) else stage.submod
     return list(module.blocks)

@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 4 -m examples.pipeline.train --tp 2 --schedule Interleaved1F1B --compile
     torchrun --nproc-per-node 2 -m examples.pipeline.train --schedule ZBVZeroBubble --compile --defer
+    torchrun --nproc-per-node 4 -m examples.pipeline.train --dp 2 --microbatches 4 --schedule ZBVZeroBubble --compile --defer
 
 With --defer a stage sends the gradient of its input before it computes weight gradients, and zero-bubble schedules, which split
 backward there, have compiled stages.
@@ -35,6 +36,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--dp", type=int, default=1, help="ranks that share each stage and take a part of the batch each")
+    parser.add_argument("--data-parallel", choices=("fsdp", "ddp"), default="fsdp", help="with --dp: fully_shard, or DDP")
     parser.add_argument("--compile", action="store_true", help='compile the stages with backend="ub_overlap"')
     parser.add_argument("--defer", action="store_true", help="with --compile: option defer_weight_gradients of the backend")
     parser.add_argument("--overlap", default="auto", help="with --compile: option `overlap` of the backend")
@@ -83,11 +86,12 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     """Run the steps. Return their losses, and the errors of the first against one process."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     ranks = dist.get_world_size()
-    mesh = init_device_mesh(device.type, (ranks // flags.tp, flags.tp), mesh_dim_names=("pp", "tp"))
-    tp_rank = mesh["tp"].get_local_rank()
+    sizes = (ranks // (flags.dp * flags.tp), flags.dp, flags.tp)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "tp"))
+    dp_rank, tp_rank = mesh["dp"].get_local_rank(), mesh["tp"].get_local_rank()
     blocks = make_blocks(flags.blocks, flags.width, 4 * flags.width, device)
     options = {"inner": flags.inner, "overlap": flags.overlap, "defer_weight_gradients": flags.defer}
-    stages = build_stages(blocks, flags.schedule, mesh, device, flags.compile, options)
+    stages = build_stages(blocks, flags.schedule, mesh, device, flags.compile, options, flags.data_parallel)
     own = sorted(name for stage in stages for name in names_of_blocks(stage))
 
     def loss_of(y: Tensor, target: Tensor) -> Tensor:
@@ -101,14 +105,15 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
     expected_loss, expected = one_process(flags, device)
     losses, error = [], 0.0
     for step in range(flags.steps):
-        x, target = (part.chunk(flags.tp, 1)[tp_rank].contiguous() for part in make_data(flags, device, step))
+        parts = (part.chunk(flags.dp)[dp_rank].chunk(flags.tp, 1)[tp_rank] for part in make_data(flags, device, step))
+        x, target = (part.contiguous() for part in parts)
         inputs = (x,) if any(stage.is_first for stage in stages) else ()
         is_last = any(stage.is_last for stage in stages)
-        parts: list[Tensor] = []
-        schedule.step(*inputs, target=target if is_last else None, losses=parts if is_last else None)
-        total = torch.stack(parts).mean().detach() if is_last else torch.zeros((), device=device)
+        shares: list[Tensor] = []
+        schedule.step(*inputs, target=target if is_last else None, losses=shares if is_last else None)
+        total = torch.stack(shares).mean().detach() if is_last else torch.zeros((), device=device)
         dist.all_reduce(total)  # the last stage's ranks have the shares, the others zero
-        losses.append(total.item())
+        losses.append(total.item() / flags.dp)
         if step == 0:
             error = worst_error(blocks, own, expected)
         optimizer.step()

@@ -6,7 +6,8 @@ for it, if no other message to that rank is computed and still to be sent. No ot
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import weakref
+from typing import Any, NamedTuple
 
 from .. import errors
 
@@ -62,9 +63,10 @@ class SendOrder:
                 del messages[one]
 
 
-_orders: dict[str, SendOrder] = {}
+_orders: weakref.WeakKeyDictionary[Any, SendOrder] = weakref.WeakKeyDictionary()
+"""By process group."""
 
 
-def of_group(name: str) -> SendOrder:
-    """Return the order of sends in a group, the same for all stages of this rank."""
-    return _orders.setdefault(name, SendOrder())
+def of_group(group: Any) -> SendOrder:
+    """Return the order of sends in a process group, the same for all stages of this rank."""
+    return _orders.setdefault(group, SendOrder())

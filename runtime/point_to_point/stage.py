@@ -8,20 +8,19 @@ Stage            backward: gradient of the input | send | gradients of weights
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.nn.parallel import DistributedDataParallel
+
+from ub_overlap import _torch_compat
 
 from .. import errors
 from ..deferred_gradients import DeferredGradients, ParameterHooks, collect
 from ..extension import extension
 from ..session.group_argument import name_of
 from .send_order import Outgoing, of_group
+from .stage_data_parallel import GradientSync, gradient_sync
 
 log = logging.getLogger(__name__)
 
@@ -36,18 +35,21 @@ class Stage(PipelineStage):
     Where a schedule has I and W (zero bubble), they are these two parts. Arguments are those of PipelineStage, without
     `dw_builder`, which this class uses.
 
-    A group without channels sends behind the whole backward, as PipelineStage does. Modules in DDP or FSDP2, and modules that
-    were not compiled so, compute all gradients at once, also in I.
+    A group without channels sends behind the whole backward, as PipelineStage does. Modules that were not compiled so compute
+    all gradients at once, also in I.
+
+    The module may be wrapped in DistributedDataParallel, or fully_shard may be applied to it. Gradients are then accumulated
+    over the microbatches, and reduced once after the last of a step.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if "dw_builder" in kwargs:
             raise errors.OptionError("Stage has a dw_builder of its own", where="ub_overlap.pipeline.Stage", got="dw_builder")
-        super().__init__(*args, dw_builder=self._take_runner, **kwargs)
-        self._hooks, self._order = ParameterHooks(), of_group(name_of(self.group))
-        self._collected: DeferredGradients | None = None
-        self._sent: dict[int, list[Any]] = {}  # by microbatch, until the schedule asks for its sends
-        self._in_flight: list[Any] = []
+        super().__init__(*args, dw_builder=lambda: _do_nothing, **kwargs)
+        self._hooks, self._order = ParameterHooks(), of_group(_torch_compat.group_of(name_of(self.group)))
+        self._deferred: dict[int, DeferredGradients] = {}  # by microbatch, until its W
+        self._sent: dict[int, list[dist.P2POp]] = {}  # by microbatch, until the schedule asks for its sends
+        self._gradient_sync: GradientSync | None = None
         self._has_warned = False
 
     def backward_one_chunk(
@@ -56,10 +58,9 @@ class Stage(PipelineStage):
         """Compute the gradient of the input, and with `full_backward` send it and compute the others."""
         if not self.has_backward:
             return
-        is_wrapped = isinstance(self.submod, DistributedDataParallel | FSDPModule)  # they wait for gradients in their hooks
-        with nullcontext(DeferredGradients()) if is_wrapped else collect(self._hooks, self.submod.parameters()) as collected:
-            self._collected = collected
-            super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=False, last_backward=last_backward)
+        with collect(self._hooks, self._sync().parameters()) as collected:
+            super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=False, last_backward=False)
+        self._deferred[bwd_chunk_id] = collected
         if not collected:
             self._warn()
         if not full_backward:
@@ -67,12 +68,17 @@ class Stage(PipelineStage):
             return
         peer, order = self._rank_of(self.stage_index - 1), self._order
         if collected and peer is not None and order.may_send_early(peer) and self._has_channels():
-            ops = super().get_bwd_send_ops(bwd_chunk_id)
-            self._sent[bwd_chunk_id] = [dist.isend(op.tensor, op.peer, op.group, op.tag) for op in ops]
+            self._sent[bwd_chunk_id] = [_issued(op) for op in super().get_bwd_send_ops(bwd_chunk_id)]
             order.add_early(Outgoing(self.stage_index, bwd_chunk_id, True), peer)
         else:
             self._note(bwd_chunk_id, True, self.stage_index - 1)
         self.backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Compute the gradients of parameters, and reduce them after the last microbatch."""
+        if self.has_backward:
+            super().backward_weight_one_chunk(bwd_chunk_id)
+            self._sync().run(self._deferred.pop(bwd_chunk_id), last_backward)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Compute the output of a microbatch."""
@@ -86,20 +92,15 @@ class Stage(PipelineStage):
         return super().get_fwd_send_ops(fwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the sends of the input's gradient; none if they have been issued."""
+        """Return the sends of the input's gradient, which may have been issued."""
         self._order.send(Outgoing(self.stage_index, bwd_chunk_id, True))
-        if bwd_chunk_id not in self._sent:
-            return super().get_bwd_send_ops(bwd_chunk_id)
-        self._in_flight = [work for work in self._in_flight if not work.is_completed()]
-        self._in_flight += self._sent.pop(bwd_chunk_id)
-        return []
+        issued = self._sent.pop(bwd_chunk_id, None)
+        return super().get_bwd_send_ops(bwd_chunk_id) if issued is None else issued
 
     def clear_runtime_states(self) -> None:
-        """Wait for the last step's sends, and forget its microbatches."""
-        for work in self._in_flight:
-            work.wait()
-        self._in_flight.clear()
+        """Forget the microbatches of the last step."""
         self._sent.clear()
+        self._deferred.clear()
         self._order.forget(self.stage_index)
         super().clear_runtime_states()
 
@@ -115,16 +116,24 @@ class Stage(PipelineStage):
 
     def _has_channels(self) -> bool:
         """Return whether messages take channels. NCCL may need the schedule's order of sends and receives."""
+        if getattr(self, "p2p_per_edge", False):  # torch 2.15 then sends in groups of its own
+            return False
         return extension().find_channels(name_of(self.group), self.device.type) is not None
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        """Let torch infer the shapes of outputs, by a forward for which DistributedDataParallel expects no backward."""
+        with self._sync().without_reduction():
+            return super()._prepare_forward_infra(*args, **kwargs)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Return the first messages of torch up to 2.14, without those that a V would send to its own rank."""
         ops = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc]
         return [op for op in ops if op.group_peer != self.group_rank]
 
-    def _take_runner(self) -> Callable[[], None]:
-        assert self._collected is not None, "torch asks for it in backward_one_chunk"
-        return self._collected.run
+    def _sync(self) -> GradientSync:
+        if self._gradient_sync is None or self._gradient_sync.module is not self.submod:
+            self._gradient_sync = gradient_sync(self.submod)
+        return self._gradient_sync
 
     def _warn(self) -> None:
         if not self._has_warned:
@@ -134,3 +143,14 @@ class Stage(PipelineStage):
                 "options={'defer_weight_gradients': True}",
                 self.stage_index,
             )
+
+
+def _do_nothing() -> None:
+    """Be the weight gradients that torch asks for: backward_weight_one_chunk runs them."""
+
+
+def _issued(op: dist.P2POp) -> dist.P2POp:
+    """Issue a message. Return a P2POp that gives its Work to the schedule, which waits for it as for its own."""
+    work = dist.isend(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer)
+    op.op = lambda *_args, **_kwargs: work
+    return op

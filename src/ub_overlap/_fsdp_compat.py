@@ -30,6 +30,22 @@ def gather_group(param_group: Any) -> Any:
     return param_group._all_gather_process_group
 
 
+def unsharded_parameters(param_group: Any) -> list[Any]:
+    """Return the whole parameters of a group, to which backward passes gradients. Empty before the first gather."""
+    return [p._unsharded_param for p in param_group.fsdp_params if hasattr(p, "_unsharded_param")]
+
+
+def accumulate_in_reduce_dtype(param_group: Any) -> None:
+    """Add gradients of whole parameters to those of the reduce dtype, as a backward without synchronization ends with.
+
+    torch 2.15 accumulates in that dtype by itself.
+    """
+    for p in param_group.fsdp_params:
+        if hasattr(p, "_unsharded_param") and hasattr(p, "to_accumulated_grad_if_needed"):
+            p.accumulate_unsharded_grad_if_needed()
+            p.to_accumulated_grad_if_needed()
+
+
 def premul_factor(op: Any) -> float | None:
     """Return the factor of a reduce op PREMUL_SUM, None for other ops and for a factor on the device."""
     from torch.distributed import ReduceOp

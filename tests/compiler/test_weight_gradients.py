@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ub_overlap
-from ub_overlap.runtime.deferred_gradients import ParameterHooks, collect
+from ub_overlap.runtime.deferred_gradients import DeferredGradients, ParameterHooks, collect
 from ub_overlap.runtime.errors import OptionError
 
 WIDTH = 16
@@ -132,6 +132,50 @@ def test_a_hook_behind_the_accumulation_is_refused() -> None:
         hooks.install(deferring.parameters())
     handle.remove()
     hooks.install(deferring.parameters())
+
+
+def first_part(deferring: nn.Module, x: Tensor, hooks: ParameterHooks | None = None) -> DeferredGradients:
+    loss = deferring(x.clone().requires_grad_()).square().sum()
+    with collect(hooks or ParameterHooks(), deferring.parameters()) as collected:
+        loss.backward()
+    return collected
+
+
+class Odd(nn.Module):
+    """Parameters of no dim and of no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.tensor(2.0))
+        self.none, self.nothing = (nn.Parameter(torch.zeros(0, WIDTH)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale + self.none.sum() + self.nothing.sum()
+
+
+class Shifted(nn.Module):
+    """The gradient of `shift` is a view of a value that the weight's gradient reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.shift = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.randn(15, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.gelu((x.reshape(15, WIDTH) @ self.weight + self.shift).view(x.shape))
+
+
+@pytest.mark.parametrize("make", [Odd, Shifted])
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_the_second_parts_of_several_microbatches_run_last(make: Callable[[], nn.Module], inner: str) -> None:
+    """The next microbatch's gradients are accumulated in between, in place."""
+    plain, deferring, x = pair(make, inner)
+    hooks = ParameterHooks()
+    pending = [first_part(deferring, scale * x, hooks) for scale in (1.0, 2.0, 3.0)]
+    for collected, scale in zip(pending, (1.0, 2.0, 3.0), strict=True):
+        assert collected
+        collected.run()
+        plain((scale * x).requires_grad_()).square().sum().backward()
+    torch.testing.assert_close(gradients(deferring), gradients(plain))
 
 
 def test_a_weight_of_two_graphs_is_refused() -> None:

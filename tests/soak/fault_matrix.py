@@ -78,6 +78,7 @@ def list_faults(device: str, quick: bool = False) -> list[Fault]:
         for how in ("SIGKILL", "SIGTERM"):
             faults.append(Fault("grows", "RS", f"{topic}:{how}", TIMEOUT, False, True, ("cpu",)))
         faults.append(Fault("grows", "RS", f"{topic}:SIGSTOP", TIMEOUT, victim_lives=False, devices=("cpu",)))
+    faults += [Fault("withholds", "bulk", how, TIMEOUT, victim_lives=False) for how in ("sleeps", "SIGSTOP")]
     faults += [Fault("slow", kind, "host", ()) for kind in ("AG", "RS direct", "two_shot")]
     faults += [Fault("slow", kind, "device", (), devices=("cuda",)) for kind in ("RS", "RS direct", *FUSED)]
     faults += [Fault("forks", "AG", how, (), devices=("cpu",)) for how in ("bound", "unbound")]

@@ -180,6 +180,33 @@ def differs(rank: int, world: int, device: str, kind: str, how: str, deadline: f
     return scene.finish(seen)
 
 
+def withholds(rank: int, world: int, device: str, kind: str, how: str, deadline: float, victim: int) -> dict[str, Any]:
+    """The victim stops before a send, with a receive in flight that it has not waited for. `how`: "sleeps", or a signal.
+
+    The rank behind it waits for the send. Blame must not go on to the source of the receive, which owes nothing yet.
+    """
+    scene = Scene(rank, world, device, kind, deadline, victim)
+    tensor = torch.zeros(1024, device=scene.device)
+    ub_overlap.initialize_point_to_point(scene.group, tensor.nbytes, device=scene.device)
+    scene.settle()
+    begin = time.time()
+    if scene.is_victim:
+        time.sleep(deadline / 2)  # its own receive has a deadline too, which comes later then
+        ub_overlap.irecv(tensor, group=scene.group, group_src=(victim + 1) % world)
+        if how == "sleeps":
+            time.sleep(LOOP_S + 3 * deadline)
+        os.kill(os.getpid(), getattr(signal, how))
+
+    def body() -> None:
+        if rank == (victim - 1) % world:
+            ub_overlap.recv(tensor, group=scene.group, group_src=victim)
+        while time.time() < begin + LOOP_S:
+            scene.look()
+            time.sleep(0.05)
+
+    return scene.finish(scene.attempt(body, lambda: begin))
+
+
 def slow(rank: int, world: int, device: str, kind: str, how: str, deadline: float, victim: int) -> dict[str, Any]:
     """The victim is late by 0.6 of the deadline, on the host or on the device. Expect no error and right numbers."""
     scene = Scene(rank, world, device, kind, deadline, victim)

@@ -29,6 +29,7 @@ FAULTS = (
     "AG: binds compiled",
     "RS: grows grow/1:SIGKILL",
     "AG: binds attached:SIGTERM",
+    "bulk: withholds sleeps",
     "AG: slow host",
     "RS direct: slow host",
 )
