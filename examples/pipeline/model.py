@@ -112,7 +112,8 @@ def build_stages(
 def share_data(module: nn.Module, mesh: DeviceMesh, kind: str) -> nn.Module:
     """Return a stage's module whose gradients are averaged over `mesh`, once per step."""
     if kind == "fsdp":
-        return fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=mesh)  # in place
+        return module
     if any(isinstance(p, DTensor) for p in module.parameters()):
         raise ValueError("DDP within tensor parallelism: expected --tp 1, or --data-parallel fsdp")
     return DistributedDataParallel(module, process_group=mesh.get_group())

@@ -45,10 +45,12 @@ class GradientSync:
 class _BucketSync(GradientSync):
     """Of DistributedDataParallel, whose last microbatch runs without synchronization, as the others."""
 
-    module: DistributedDataParallel
+    def __init__(self, module: DistributedDataParallel) -> None:
+        super().__init__(module)
+        self._data_parallel = module
 
     def without_reduction(self) -> AbstractContextManager[None]:
-        return self.module.no_sync()
+        return self._data_parallel.no_sync()
 
     def run(self, deferred: DeferredGradients, is_last: bool) -> None:
         if is_last:
@@ -56,7 +58,7 @@ class _BucketSync(GradientSync):
             ids = set(map(id, later))
             complete = [p for p in self.module.parameters() if p.grad is not None and id(p) not in ids]
             # The search for unused parameters begins at this tensor.
-            self.module.reducer.prepare_for_backward([join([*complete, *later])] if complete or later else [])
+            self._data_parallel.reducer.prepare_for_backward([join([*complete, *later])] if complete or later else [])
             pass_to(complete, [None] * len(complete))
         deferred.run()  # the gradients of a graph are reduced while the next graph computes
 
