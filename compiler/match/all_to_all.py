@@ -63,3 +63,13 @@ def is_uneven(c: Collective) -> bool:
     """Return whether the splits are constants that are not all equal: then other ranks trace other sizes."""
     sizes = [s for splits in split_args(c) for s in split_sizes(splits)]
     return all(isinstance(s, int) for s in sizes) and len(set(sizes)) > 1
+
+
+def finishes_together(c: Collective) -> bool:
+    """Return whether the finish of `c`, if it is split, waits for the finishes of other ranks.
+
+    An all_reduce sends its sums there, and an all_to_all its further rounds. A step of a ring has one round.
+    """
+    if c.hosts > 1:  # c10d runs the whole collective between start and finish
+        return False
+    return c.op is Op.ALL_REDUCE or (c.op is Op.ALL_TO_ALL and not is_permute(c))

@@ -118,7 +118,7 @@ class SplitWindow:
 
     slot: int
     order: int
-    """The number of its start among all starts and whole collectives of the graph."""
+    """The number of its start among all starts, whole collectives and finishes with a `finish_order` of the graph."""
     starts: int
     finishes: int
     landing_bytes: int
@@ -128,6 +128,8 @@ class SplitWindow:
     """"c10d" for a group across hosts; "" where the copies are ours."""
     releases: int | None = None
     """The place of the release of a zero-copy gather; None where finish copies the result."""
+    finish_order: int | None = None
+    """The number of its finish as in `order`, where that waits for the finishes of other ranks; None where it does not."""
 
     @property
     def hidden(self) -> float:
@@ -137,8 +139,9 @@ class SplitWindow:
     @property
     def shared(self) -> list[int | str]:
         """What all ranks must agree on: slots and the order of starts, and the form. Each rank finishes where it needs the
-        result (docs/explanation/schedules.md)."""
-        return [self.slot, self.order, *([] if self.releases is None else ["zero-copy"])]
+        result, unless a finish waits for those of other ranks (docs/explanation/schedules.md)."""
+        finish = [] if self.finish_order is None else [self.finish_order]
+        return [self.slot, self.order, *finish, *([] if self.releases is None else ["zero-copy"])]
 
     def __str__(self) -> str:
         mib = self.landing_bytes / 2**20

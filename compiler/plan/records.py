@@ -128,6 +128,7 @@ class SplitWindowRecord(TypedDict):
     exposed_us: float
     transport: NotRequired[str]
     releases: NotRequired[int | None]
+    finish_order: NotRequired[int | None]
 
 
 class SiteRecord(TypedDict):

@@ -21,6 +21,7 @@ from ..cost.profile import Profile
 from ..cost.site_sizes import shape_of_site
 from ..cost.split_time import split_times
 from ..match import Candidate, Miss, Split
+from ..match.all_to_all import finishes_together
 from ..match.collectives import Collective, Op
 from ..match.fusion_order import FusionOrder
 from ..match.window import Window, moving_nodes
@@ -241,10 +242,11 @@ class _Planner:
             own = _as_choice(s, p)
             alternative = Alternative(site, s.strategy, p.saved_us, Benefit(0, 0, 0, p.saved_us), 0, own)
             result[i] = Assignment(alternatives, alternative, assignments[i].estimate)
-            order_number, starts, finishes, *releases = numbers[i]
+            (start_order, *finish_order), (starts, finishes, *releases) = numbers[i]
             choice.windows[i] = SplitWindow(
-                p.slot, order_number, starts, finishes, s.landing_bytes, round(s.times.transfer_us, 2), round(p.exposed_us, 2),
+                p.slot, start_order, starts, finishes, s.landing_bytes, round(s.times.transfer_us, 2), round(p.exposed_us, 2),
                 "c10d" if s.window.collective.hosts > 1 else "", releases[0] if releases else None,
+                finish_order[0] if finish_order else None,
             )  # fmt: skip
             choice.entries[i] = (s.window, p)
             if s.is_inner:
@@ -284,9 +286,12 @@ def _with_assumption(text: str, s: SplitCandidate) -> str:
 
 def _ordinals(
     candidates: Sequence[Candidate], assignments: Sequence[Assignment], order: FusionOrder, placed: Mapping[int, Placed]
-) -> dict[int, list[int]]:
-    """Return for each placed collective the number of its start among all starts and whole collectives, which ranks share, and
-    the numbers of its ops among everything that communicates. How many other nodes lie in between is a rank's own business.
+) -> dict[int, tuple[list[int], list[int]]]:
+    """Return for each placed collective two lists: the numbers of its ops among those whose order ranks share, and the numbers
+    of all its ops among everything that communicates.
+
+    Ranks share the order of starts, of whole collectives, and of finishes that wait for finishes of other ranks. Where a rank
+    has its other finishes is its own business, and so is how many other nodes lie in between.
     """
     events: list[tuple[tuple[int, int, int], int]] = []
     for i, (candidate, assignment) in enumerate(zip(candidates, assignments, strict=True)):
@@ -299,7 +304,13 @@ def _ordinals(
             site = assignment.site
             node = candidate.collective.node
             events.append(((order.span(node)[0] if site else order.position[node], 1, i), i))
+    ordered: dict[int, list[int]] = {}
     numbers: dict[int, list[int]] = {}
+    count = 0
     for number, (_, i) in enumerate(sorted(events)):
-        numbers.setdefault(i, [len(numbers)]).append(number)
-    return {i: numbers[i] for i in placed}
+        own = numbers.setdefault(i, [])
+        own.append(number)
+        if len(own) == 1 or (len(own) == 2 and finishes_together(candidates[i].collective)):
+            ordered.setdefault(i, []).append(count)
+            count += 1
+    return {i: (ordered[i], numbers[i]) for i in placed}

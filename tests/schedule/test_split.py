@@ -123,16 +123,32 @@ def test_orders_that_differ_between_ranks() -> None:
         assert Machine(calls, seed, programs={0: opened, 1: swapped}).run().is_clean
 
 
+def test_the_finish_of_an_all_reduce_waits_for_those_of_its_peers() -> None:
+    """Ranks that finish two calls in different orders block each other, where one of them is an all_reduce."""
+    forth: Program = [(0, Part.START), (0, Part.FINISH), (1, Part.START), (1, Part.FINISH)]
+    back: Program = [(0, Part.START), (1, Part.START), (1, Part.FINISH), (0, Part.FINISH)]
+    for kind in ("split_all_reduce", "split_all_gather"):
+        schedules = [build_all(Key(kind, 2)), build_all(Key("split_all_gather", 2))]
+        calls = [SimulatedCall(schedules[n], (0, 1), n + 1, (2, 2), n) for n in range(2)]
+        for seed in range(6):
+            outcome = Machine(calls, seed, programs={0: forth, 1: back}).run()
+            assert len(outcome.blocked) == (2 if kind == "split_all_reduce" else 0) and not outcome.wrong
+
+
 @st.composite
 def programs_by_rank(draw: st.DrawFn) -> tuple[list[SimulatedCall], dict[int, Program]]:
-    """Return calls that all ranks start in one order, and finish and release where each rank likes."""
+    """Return calls that all ranks start in one order, and finish and release where each rank likes.
+
+    All ranks finish an all_reduce at one place of that order: its finish waits for those of the others.
+    """
     ranks = draw(st.integers(2, 3))
     kinds = [Key(kind, ranks) for kind in ("split_all_gather", "split_reduce_scatter", "bulk_all_reduce")]
-    kinds.append(Key("split_all_gather", ranks, zero_copy=True))
+    kinds += [Key("split_all_gather", ranks, zero_copy=True), Key("split_all_reduce", ranks)]
     calls = [
         SimulatedCall(build_all(draw(st.sampled_from(kinds))), tuple(range(ranks)), tag, (2,) * ranks, draw(st.integers(0, 2)))
         for tag in range(1, draw(st.integers(2, 6)) + 1)
     ]
+    together = [draw(st.booleans()) for _ in calls]  # whether an all_reduce ends right behind its start, or with its slot
     orders: dict[int, Program] = {}
     for rank in range(ranks):
         opened: dict[int, list[tuple[int, Part]]] = {}
@@ -146,7 +162,15 @@ def programs_by_rank(draw: st.DrawFn) -> tuple[list[SimulatedCall], dict[int, Pr
             first, *later = [(number, part) for part in key.parts]
             program.append(first)
             opened[call.split_slot] = later
-            for slot in draw(st.lists(st.sampled_from(sorted(opened)), max_size=2, unique=True)):
+            if key.kind == "split_all_reduce" and together[number]:
+                program += opened.pop(call.split_slot)
+            free = [
+                slot for slot, ((n, _), *_) in sorted(opened.items()) if calls[n].schedules[0].key.kind != "split_all_reduce"
+            ]
+            for slot in draw(st.lists(st.sampled_from(free), max_size=2, unique=True)) if free else []:
+                program += opened.pop(slot)
+        for slot in sorted(opened):  # all_reduces in one order, the others anywhere between
+            if calls[opened[slot][0][0]].schedules[0].key.kind == "split_all_reduce":
                 program += opened.pop(slot)
         for slot in draw(st.permutations(sorted(opened))):
             program += opened[slot]
