@@ -363,20 +363,6 @@ def test_the_plan_has_the_order_of_communication() -> None:
     assert not any("window" in site for site in off.shared["sites"])
 
 
-def test_the_plan_has_the_finishes_that_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks compare where all_reduces finish, which send their sums there; those of reduce_scatters are each rank's own."""
-    monkeypatch.setattr(compat, "group_size", lambda name: 2)  # the graph is not run
-    d = Dag(2)
-    x, gradient = d.input("x", 4096, 4096), d.input("gradient", 4096, 4096)
-    first = d.call(c10d.wait_tensor.default, d.call(c10d.all_reduce.default, d.mm(d.t(gradient), x), "sum", d.group))
-    second = d.scatter(d.mm(d.t(x), gradient))
-    d.output(first, second, d.mm(x, gradient), d.mm(gradient, d.mm(x, x)))
-    options = parse({"profile": "h200", "overrides": [{"strategy": "split"}]}, frozenset())[0]
-    windows = [site["window"] for site in plan(d, options, "backward").shared["sites"]]
-    assert [len(w) for w in windows] == [3, 2], windows
-    assert sorted([*windows[0][1:], windows[1][1]]) == [0, 1, 2]
-
-
 def test_sixteen_layers_are_decided_soon() -> None:
     """The gathers and the reductions of 16 layers of 7 weights, in seconds of this process."""
     forward, d = layers(16 * 7), Dag(2)
