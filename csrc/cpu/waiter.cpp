@@ -69,10 +69,12 @@ void compare_calls(const Call& call, const FlagWait& wait, uint32_t seen_tag, in
     const uint64_t stamp = theirs.stamp.load(std::memory_order_acquire);
     const bool described = epoch_of(stamp) == static_cast<uint32_t>(call.epoch);
     if (described && tag_of(stamp) == call.tag && seen_tag == call.word_tag(wait.flag)) return;
-    const bool same_site = described && call.site == theirs.site && call.op_name == theirs.op;
+    // All calls of an all_to_all's site have one tag: a peer that is in a later one was in this one before.
+    const bool later = !described && call.is_all_to_all() && tag_of(stamp) == call.tag;
+    const bool same_site = (described || later) && call.site == theirs.site && call.op_name == theirs.op;
     Failure failure = failure_at(call, wait, same_site ? FailureCode::shape_mismatch : FailureCode::site_mismatch,
                                  wait.flag.source, waited_ns);
-    std::string got = same_site   ? std::string(theirs.shape)
+    std::string got = same_site   ? (later ? "another size in this call; in a later one " : "") + std::string(theirs.shape)
                       : described ? std::string(theirs.op) + " at site '" + theirs.site + "'"
                                   : std::string("a call of another epoch");
     std::string wanted = same_site ? call.shape_text : call.op_name + " at site '" + call.site + "'";

@@ -304,15 +304,19 @@ def without_credits(rank: int, world: int, waits: bool) -> list[str]:
     return bad
 
 
-def disagrees(rank: int, world: int, step_s: float) -> dict[str, Any]:
-    """The last rank expects more rows from rank 0 than that sends."""
+def disagrees(rank: int, world: int, step_s: float, late_s: float) -> dict[str, Any]:
+    """The last rank expects more rows from rank 0 than that sends. It finishes late: the others are in their next call."""
     name = fresh(world)
     with reset():
         settings.configure(step_timeout_s=step_s)
         sent, out, of, _ = sides(rank, sample_matrices(world)["uneven"])
         exchange(name, sent, out, of)
         wrong = [out[0] + 1, *out[1:]] if rank == world - 1 else out
-        found = attempt(lambda: exchange(name, sent, wrong, of))
+        token = start(name, sent, wrong, of)
+        time.sleep(late_s if rank == world - 1 else 0)
+        found = attempt(lambda: finish(name, token, sent, wrong, of))
+        if late_s and rank != world - 1:
+            found = attempt(lambda: exchange(name, sent, out, of))
         dist.barrier()
         return found
 

@@ -91,9 +91,10 @@ def test_a_round_waits_for_the_one_before(pools: dict[int, RankPool]) -> None:
     assert pools[2].run(work.without_credits, False, timeout=60)[0], "the missing waits went unseen"
 
 
-def test_splits_that_disagree(pools: dict[int, RankPool]) -> None:
+@pytest.mark.parametrize("late_s", [0.0, 0.5])
+def test_splits_that_disagree(pools: dict[int, RankPool], late_s: float) -> None:
     """An error names both ranks and their splits, and no rank waits for its deadline."""
-    *_, last = pools[2].run(work.disagrees, 30.0, timeout=60)
+    *_, last = pools[2].run(work.disagrees, 30.0, late_s, timeout=60)
     assert last["error"] == "ShapeMismatchError" and 0 in last["ranks"], last
     assert "output_splits=[2, 4]" in last["text"] and "input_splits=[0, 1]" in last["text"], last
     assert last["seconds"] < 25
