@@ -80,7 +80,7 @@ def test_known_model_as_text(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--dp", "8", "--ep", "3"], "a divisor of tp * dp = 8"),
+        (["--dp", "8", "--ep", "3"], "a divisor of tp * cp * dp = 8"),
         (["--tp", "2", "--dp", "8", "--ep", "1"], "a multiple of tp=2"),
         (["--dp", "128", "--ep", "128"], "a multiple of ep=128"),
         (["--dp", "8", "--ep", "8", "--experts-per-token", "65"], "at least experts_per_token=65"),
