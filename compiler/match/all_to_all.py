@@ -12,10 +12,11 @@ import torch
 from torch.fx import Node
 
 from ub_overlap.runtime.fp8.numerics import FLOAT8
+from ub_overlap.runtime.schedule.steps import MAX_AREAS_BYTES
 
-from ..graph.aten import dtype_of
+from ..graph.aten import dtype_of, shape_of
 from ..graph.matmul import FLOATS
-from ..graph.sizes import Size, as_size
+from ..graph.sizes import Size, as_size, numel
 from ..plan.reasons import Reason
 from .collectives import Collective, Op
 from .site import Miss
@@ -65,11 +66,33 @@ def is_uneven(c: Collective) -> bool:
     return all(isinstance(s, int) for s in sizes) and len(set(sizes)) > 1
 
 
+def has_one_round(c: Collective) -> bool:
+    """Return whether a step of a ring fits the area of its landing memory; False where its size has no value.
+
+    The finish of one with more rounds waits for those of other ranks, which may have their finishes in another order.
+    """
+    elements = numel(shape_of(c.input))
+    return isinstance(elements, int) and elements * dtype_of(c.input).itemsize <= MAX_AREAS_BYTES // c.ranks // 256 * 256
+
+
+def why_not_split(c: Collective) -> Miss | None:
+    """Return why an all_to_all is split on request only, None if it may be split."""
+    if is_permute(c):
+        if c.hosts > 1 or has_one_round(c):
+            return None
+        text = "its rows for one rank exceed an area of its landing memory"
+        return Miss(Reason.MEMORY, f"{text}: {MAX_AREAS_BYTES // 2**20} MiB for {c.ranks} ranks; use a ring that gathers")
+    if is_uneven(c):
+        return Miss(Reason.UNEVEN_SHARDS, "its parts are uneven constants, so other ranks may trace other sizes")
+    return None
+
+
 def finishes_together(c: Collective) -> bool:
     """Return whether the finish of `c`, if it is split, waits for the finishes of other ranks.
 
-    An all_reduce sends its sums there, and an all_to_all its further rounds. A step of a ring has one round.
+    An all_reduce sends its sums there, and an all_to_all its further rounds. A step of a ring has one round, unless a user
+    requests to split a larger one.
     """
     if c.hosts > 1:  # c10d runs the whole collective between start and finish
         return False
-    return c.op is Op.ALL_REDUCE or (c.op is Op.ALL_TO_ALL and not is_permute(c))
+    return c.op is Op.ALL_REDUCE or (c.op is Op.ALL_TO_ALL and not (is_permute(c) and has_one_round(c)))

@@ -66,7 +66,7 @@ class Reason(str, Enum):
     MATMUL_TAKEN = "matmul_taken"
     """Every matmul that could hide this collective already hides another."""
     MEMORY = "memory"
-    """The matmuls that could hide it would raise the graph's peak memory above its limit."""
+    """What could hide it would raise the peak memory above its limit, or a step of a ring exceeds its landing memory."""
     MUTATION_BARRIER = "mutation_barrier"
     """An op with side effects lies between the members of the site, or random numbers would be drawn in another order."""
     DYNAMIC_SHAPE = "dynamic_shape"

@@ -21,7 +21,7 @@ from ..cost.split_time import SplitTimes, split_times
 from ..graph.aten import PADS, alias_base, shape_of
 from ..graph.sizes import evaluate_size, numel
 from ..match import Candidate, Miss, Split
-from ..match.all_to_all import is_permute, is_uneven, split_args, split_sizes
+from ..match.all_to_all import split_args, split_sizes, why_not_split
 from ..match.collectives import Collective, Op
 from ..match.window import Window, WindowFinder
 from ..overrides.requested_strategy import Override
@@ -100,8 +100,8 @@ def find_splits(
 
 def _price(c: Collective, costs: SiteCosts, requested: Strategy | None) -> SiteShape | Miss:
     """Return the sizes of a collective for the cost model, or why it is not split."""
-    if c.op is Op.ALL_TO_ALL and not requested and is_uneven(c) and not is_permute(c):
-        return Miss(Reason.UNEVEN_SHARDS, "its parts are uneven constants, so other ranks may trace other sizes")
+    if c.op is Op.ALL_TO_ALL and not requested and (miss := why_not_split(c)):
+        return miss
     if c.hosts == 1 and (small := too_small(Split(c), costs.policy, requested, costs.hints)):  # across hosts latency counts
         return small
     shape = shape_of_site(Split(c), costs.hints)

@@ -34,7 +34,7 @@ from ..cost.site_sizes import Hints, hints_of, shape_of_site
 from ..cost.split_time import split_times
 from ..graph.aten import c10d, is_mutable, is_random, tensor_of
 from ..graph.attention import as_attention
-from ..match.all_to_all import is_permute, is_uneven
+from ..match.all_to_all import why_not_split
 from ..match.candidates import match_collective
 from ..match.collectives import Collective, Op, find_collectives, is_collective
 from ..match.site import Miss, Split
@@ -96,7 +96,7 @@ def _find_narrow(
     for c in find_collectives(graph):
         if c.op is None or c.wait is None or c.group is None or c.ranks < 2 or not policy.is_weighed(_device(c)):
             continue
-        if c.op is Op.ALL_TO_ALL and is_uneven(c) and not is_permute(c):  # not split
+        if c.op is Op.ALL_TO_ALL and why_not_split(c):
             continue
         site = Split(c)
         if c.hosts == 1 and policy.is_below_threshold(policy.bytes_sent(site, hints=hints)):

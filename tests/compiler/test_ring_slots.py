@@ -21,6 +21,7 @@ from ub_overlap.compiler.cost.site_sizes import shape_of_site
 from ub_overlap.compiler.cost.split_time import split_times
 from ub_overlap.compiler.cost.traffic import bytes_sent
 from ub_overlap.compiler.match import Candidate, Split
+from ub_overlap.compiler.match.all_to_all import finishes_together, why_not_split
 from ub_overlap.compiler.match.collectives import Op, find_collectives
 from ub_overlap.compiler.match.window import WindowFinder
 from ub_overlap.compiler.options import Options
@@ -101,6 +102,24 @@ def test_gathers_of_rings(pool2: RankPool) -> None:
     for pieces, source, expected in [([1], "split", True), ([0], "slice", True), ([], "slice", True),
                                      ([0, 1], "split", False), ([0, 1], "slice", False), (None, "split", False)]:  # fmt: skip
         assert pool2.run(of_gather, pieces, source, timeout=30) == [expected] * 2, (pieces, source)
+
+
+def large_step(rank: int, world: int, rows: int) -> tuple[str, bool]:
+    """Return why a step of `rows` MiB is not split, and whether its finish waits for those of other ranks."""
+    d = Dag(world, world_name())
+    splits = [rows if peer != rank else 0 for peer in range(world)]
+    x = d.input("x", rows, 1 << 19)
+    made = d.call(c10d.all_to_all_single.default, d.call(aten.relu.default, x), splits, splits, world_name())
+    graph = d.output(d.call(aten.sigmoid.default, d.call(c10d.wait_tensor.default, made)))
+    (c,) = find_collectives(graph)
+    miss = why_not_split(c)
+    return miss.reason.value if miss else "", finishes_together(c)
+
+
+def test_steps_of_several_rounds_are_not_split(pool2: RankPool) -> None:
+    """Ranks may have other orders of finishes, and the finish of several rounds waits for the peers'."""
+    assert pool2.run(large_step, 512, timeout=30) == [("", False)] * 2
+    assert pool2.run(large_step, 513, timeout=30) == [("memory", True)] * 2
 
 
 def moved_around_steps(rank: int, world: int, reads: str) -> list[str]:
