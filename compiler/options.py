@@ -82,6 +82,12 @@ class Options:
         'collectives that start early and finish late, with everything between that the graph computes. "auto": where '
         'predicted to be faster (not with overlap="force"); "off": only where an override requests "split"',
     )
+    hierarchical: Literal["auto", "force", "off"] = typed_field(
+        "auto",
+        "split gathers and reduce_scatters of a group with several ranks on each of several hosts as two: across hosts over "
+        'c10d, within a host by our copies. "auto": where predicted to be faster than one over c10d; "force": wherever '
+        'legal; "off": nowhere',
+    )
     split_bytes: int = typed_field(
         DEFAULT_SPLIT_BYTES,
         "limit of the landing memory and of the inputs of split collectives that a graph has open at one time",

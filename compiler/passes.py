@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime import settings
-from ub_overlap.runtime.session import plan_announcements, transport
+from ub_overlap.runtime.session import host_groups, plan_announcements, transport
 
 from .cost.policy import Policy
 from .cost.profile_lookup import signature
@@ -49,7 +49,7 @@ from .reports.history import HISTORY
 from .reports.summary import announce_plan
 from .rewrite.part_strides import Outputs
 from .rewrite.rewrite_graph import rewrite
-from .select import decide
+from .select.decide import decide
 from .unmatched import report_unmatched
 from .windows.widen import widen_windows
 
@@ -85,6 +85,7 @@ class _Pass(compat.custom_graph_pass()):  # type: ignore[misc]
 
     def uuid(self) -> Any:
         """Return the cache key; None turns caches off."""
+        host_groups.name_host_groups()  # a cached graph may hold their names
         if not self.options.is_cacheable:
             return None
         profiles = signature(self.options.profile, tuple(sorted(transport.executor_devices())))
@@ -177,6 +178,7 @@ class RewritePass(_Pass):
     _calling_line = ""
 
     def __call__(self, graph: Graph) -> None:
+        host_groups.name_host_groups()
         if self.options.fp8.is_on:
             copy_returned_casts(graph)
         phase = phase_of(graph)

@@ -3,17 +3,20 @@
 ours      the steps of bulk, cut in two; the transfer takes the port of the link. A zero-copy gather copies its own shard
           only, in the start, and releases its result
 by c10d   for a group across hosts: start launches the plain collective, which takes the network; finish waits for it
+both      a group with several ranks on each of several hosts: a gather across hosts is sent on within each, a reduction within
+          each host across them. Blocks are put in the order of ranks in between, which takes one copy
 
 An all_to_all of ours has times of its own (all_to_all_time.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ..plan.strategy import Mode, Strategy
 from .all_to_all_time import all_to_all_us
+from .curve import at
 from .predict import collective_us, item_costs, why_assumed
 from .profile import Profile
 from .program import CostItem, programs
@@ -75,3 +78,20 @@ def split_times(shape: SiteShape, chunks: int, profile: Profile, zero_copy: bool
             finish += us
     slowdowns = profile.matmul_slowdown, profile.push_slowdown
     return SplitTimes(plain + steps.gap_us, start, transfer, finish, *slowdowns, release, assumed)
+
+
+@lru_cache(maxsize=1024)
+def hierarchical_times(shape: SiteShape, chunks: int, profile: Profile) -> tuple[SplitTimes, SplitTimes]:
+    """Predict the two halves of a hierarchical gather or reduce_scatter over `shape.hosts` hosts, in the order of their run.
+
+    The plain collective counts with the half that takes the network.
+    """
+    each = shape.ranks // shape.hosts
+    across = split_times(replace(shape, ranks=shape.hosts, rows=shape.rows // each), 0, profile)
+    within = split_times(replace(shape, ranks=each, hosts=1), chunks, profile)
+    plain_us = collective_us(shape, profile) + profile.steps.gap_us
+    across, within = replace(across, plain_us=plain_us), replace(within, plain_us=0.0)
+    reorder_us = at(profile.copy, shape.whole_bytes)
+    if shape.collective == "all_gather":
+        return across, replace(within, finish_us=within.finish_us + reorder_us)
+    return replace(within, start_us=within.start_us + reorder_us), across

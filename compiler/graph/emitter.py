@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -47,6 +48,12 @@ class Emitter:
         if compat.is_computed_again(origin.meta.get("recompute")):  # the replacement is in the user's checkpoint region too
             self._meta |= {k: origin.meta[k] for k in ("recompute", "ac_graph_id") if k in origin.meta}
         self._mode = compat.fake_mode_of(origin.meta["val"])
+
+    def marked(self, site: str) -> Emitter:
+        """Return an emitter of nodes that are marked with another site."""
+        other = copy.copy(self)
+        other._meta = self._meta | {SITE: site}
+        return other
 
     def call(self, target: Any, *args: Any, value_is: Any = None, **kwargs: Any) -> Node:
         """Emit one node. `value_is`: its meta["val"] if known; else it is computed on fake tensors, in about 1 ms."""

@@ -148,7 +148,7 @@ def mesh_signature() -> tuple[str, ...]:
 
     Ranks of one mesh have equal dims, so they share cached graphs.
     """
-    dims = {g.group_name: mesh_dim(compat.group_ranks(g.group_name), dist.get_rank()) for g in compat.process_groups()}
+    dims = {g.group_name: mesh_dim(compat.global_ranks(g), dist.get_rank()) for g in compat.process_groups()}
     return tuple(sorted(f"{name}:{dim}" for name, dim in dims.items()))
 
 

@@ -238,6 +238,21 @@ class Bulk:
         return [*(c.widening.nodes if c.widening else ()), c.node, c.wait, *(p.node for p in self.matmuls)]
 
 
+FIRST_HALF = ".first"
+"""The end of the first half's name, behind that of its site: in a rewritten graph, in statistics and in errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """One half of a hierarchical collective: the collective over the ranks of one host, or over one rank of each host."""
+
+    group: str
+    ranks: int
+    is_across: bool
+    """Whether it is the half across hosts."""
+    slot: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Split:
     """A collective that starts and finishes at different places of the graph. It sends what a widening cast in front of it
@@ -250,6 +265,8 @@ class Split:
     """A gather returns its landing memory, until a third op releases it (windows/landing_result.py)."""
     concurrent: tuple[Node, ...] = ()
     """Of an all_to_all: matmuls and the like between its start and finish."""
+    halves: tuple[Half, ...] = ()
+    """Of a hierarchical collective: the two that it consists of, in order."""
 
     @property
     def matmuls(self) -> tuple[Matmul, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from .reasons import Kind, Reason
@@ -130,20 +130,31 @@ class SplitWindow:
     """The place of the release of a zero-copy gather; None where finish copies the result."""
     finish_order: int | None = None
     """The number of its finish as in `order`, where that waits for the finishes of other ranks; None where it does not."""
+    first_half: SplitWindow | None = None
+    """Of a hierarchical collective, whose second half this then is: the half whose result it sends."""
 
     @property
     def hidden(self) -> float:
         """The share of the transfer that is predicted to be hidden."""
-        return 1.0 - min(1.0, self.exposed_us / self.transfer_us) if self.transfer_us else 0.0
+        exposed, transfer = (sum(getattr(half, name) for half in self.halves) for name in ("exposed_us", "transfer_us"))
+        return 1.0 - min(1.0, exposed / transfer) if transfer else 0.0
+
+    @property
+    def halves(self) -> tuple[SplitWindow, ...]:
+        """The windows of a hierarchical collective in order; of another one this."""
+        return (self,) if self.first_half is None else (self.first_half, self)
 
     @property
     def shared(self) -> list[int | str]:
         """What all ranks must agree on: slots and the order of starts, and the form. Each rank finishes where it needs the
         result, unless a finish waits for those of other ranks (docs/explanation/schedules.md)."""
         finish = [] if self.finish_order is None else [self.finish_order]
-        return [self.slot, self.order, *finish, *([] if self.releases is None else ["zero-copy"])]
+        own = [self.slot, self.order, *finish, *([] if self.releases is None else ["zero-copy"])]
+        return own if self.first_half is None else [*self.first_half.shared, *own]
 
     def __str__(self) -> str:
+        if self.first_half is not None:
+            return f"hierarchical: first {self.first_half}; then {replace(self, first_half=None)}"
         mib = self.landing_bytes / 2**20
         over = f"over {self.transport}, " if self.transport else ""
         release = "" if self.releases is None else f", not copied and released as number {self.releases}"
@@ -155,7 +166,8 @@ class SplitWindow:
 
 def _read_window(d: Mapping[str, Any]) -> SplitWindow:
     """Return a window. Plans of earlier versions have no order of starts."""
-    known: dict[str, Any] = {"order": 0, **d}
+    first = d.get("first_half")
+    known: dict[str, Any] = {"order": 0, **d, "first_half": _read_window(first) if first else None}
     return SplitWindow(**known)
 
 

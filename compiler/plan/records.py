@@ -116,8 +116,8 @@ class IndependentEstimateRecord(TypedDict):
     own_us: float | None
 
 
-class SplitWindowRecord(TypedDict):
-    """SplitWindow."""
+class HalfWindowRecord(TypedDict):
+    """SplitWindow of the first half of a hierarchical collective."""
 
     slot: int
     order: NotRequired[int]
@@ -129,6 +129,13 @@ class SplitWindowRecord(TypedDict):
     transport: NotRequired[str]
     releases: NotRequired[int | None]
     finish_order: NotRequired[int | None]
+    first_half: NotRequired[None]
+
+
+class SplitWindowRecord(HalfWindowRecord):
+    """SplitWindow."""
+
+    first_half: NotRequired[HalfWindowRecord | None]  # type: ignore[misc]
 
 
 class SiteRecord(TypedDict):

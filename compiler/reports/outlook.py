@@ -11,7 +11,7 @@ from ..cost.fused_choice import choose_fused
 from ..cost.predict import Prediction, predict
 from ..cost.profile import Profile
 from ..cost.site_shape import SiteShape
-from ..cost.split_time import SplitTimes, split_times
+from ..cost.split_time import SplitTimes, hierarchical_times, split_times
 from ..plan.decision import Decision, SplitWindow
 from ..plan.strategy import NONE
 
@@ -86,7 +86,7 @@ def outlook(d: Decision, profile: Profile) -> Outlook | None:
     if not shape.matmuls:
         alone = predict(shape, NONE, profile)
         if d.window is not None:
-            split = _predict_split(d.window, split_times(shape, d.traced.chunks, profile, d.window.releases is not None))
+            split = _predict_split(d.window, _times_of(d, d.window, shape, profile))
             return Outlook({str(NONE): alone, decided: split}, decided, decided, str(d.window))
         if d.traced.is_fused or shape.is_fused:
             return _predict_fused(d, shape, profile)
@@ -106,10 +106,17 @@ def _predict_fused(d: Decision, shape: SiteShape, profile: Profile) -> Outlook |
     return Outlook(dict(choice.predictions), str(d.traced), str(choice.strategy), choice.reason)
 
 
-def _predict_split(window: SplitWindow, times: SplitTimes) -> Prediction:
-    """Return the time that a split collective takes from the graph: its two ops, its wait, and what its transfer slows down."""
-    us = times.shortest_us + window.exposed_us + times.slowed_us
-    return Prediction(us, 0.0, times.transfer_us)
+def _times_of(d: Decision, window: SplitWindow, shape: SiteShape, profile: Profile) -> tuple[SplitTimes, ...]:
+    """Return the times of a split collective, or of the halves of a hierarchical one."""
+    if window.first_half is not None:
+        return hierarchical_times(shape, d.traced.chunks, profile)
+    return (split_times(shape, d.traced.chunks, profile, window.releases is not None),)
+
+
+def _predict_split(window: SplitWindow, times: Sequence[SplitTimes]) -> Prediction:
+    """Return the time that a split collective takes from the graph: its ops, its waits, and what its transfers slow down."""
+    exposed = sum(half.exposed_us for half in window.halves)
+    return Prediction(exposed + sum(t.shortest_us + t.slowed_us for t in times), 0.0, sum(t.transfer_us for t in times))
 
 
 @dataclass(frozen=True, slots=True)

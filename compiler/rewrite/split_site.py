@@ -1,6 +1,11 @@
 """Rewrite a collective as two ops, start and finish, and if it is zero-copy a third, release. An all_to_all has ops of its own.
 
-The layout of the graph gives them their places (windows/layout.py).
+A hierarchical collective is two such pairs. Legend: H hosts of L ranks each; s rows of a shard.
+
+    all_gather       [s] -> across hosts -> [H * s] -> within -> [L * H * s] -> reorder -> [H * L * s]
+    reduce_scatter   [H * L * s] -> reorder -> [L * H * s] -> within -> [H * s] -> across hosts -> [s]
+
+The layout of the graph gives the ops their places (windows/layout.py).
 """
 
 from __future__ import annotations
@@ -8,11 +13,12 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..graph.aten import dtype_of
+from ..graph.aten import dtype_of, shape_of
 from ..graph.emitter import Emitter
+from ..graph.sizes import Size
 from ..match.all_to_all import split_args
-from ..match.collectives import Op, byte_dtype
-from ..match.site import Split
+from ..match.collectives import Collective, Op, byte_dtype
+from ..match.site import FIRST_HALF, Split
 from ..plan.strategy import DispatchTable, Mode, Strategy
 from .narrow_input import emit_narrow
 
@@ -26,15 +32,54 @@ def rewrite_split(e: Emitter, m: Split, strategy: Strategy | DispatchTable, site
     tensor = emit_narrow(e, c.input, c.widening) if c.widening else e.bitcast(c.input, byte_dtype(c))
     out_dtype = dtype_of(c.node) if c.widening else dtype_of(tensor)
     schedule = str(Strategy(Mode.BULK, strategy.chunks))  # its steps are those of bulk
-    arguments = (tensor, c.op.value, c.reduce_op, out_dtype, m.slot, m.zero_copy, schedule, c.group, site)
-    token = e.call(torch.ops.ub_overlap.start_collective.default, *arguments)
-    value = e.call(torch.ops.ub_overlap.finish_collective.default, token, *arguments)
+    if m.halves:
+        value = _emit_halves(e, m, tensor, schedule, site)
+    else:
+        value = _emit_pair(e, c, tensor, out_dtype, m.slot, m.zero_copy, schedule, c.group, site)
     if m.zero_copy:
         e.call(torch.ops.ub_overlap.release_collective.default, value, m.slot, schedule, c.group, site)
     value = value if c.widening else e.bitcast(value, dtype_of(c.node))
     for target, constant in c.widening.scalings if c.widening else ():
         value = e.call(target, value, constant)
     return {c.wait: value, c.node: value}
+
+
+def _emit_pair(
+    e: Emitter,
+    c: Collective,
+    tensor: Node,
+    out_dtype: torch.dtype,
+    slot: int,
+    zero_copy: bool,
+    schedule: str,
+    group: str | None,
+    site: str,
+) -> Node:
+    assert c.op is not None
+    arguments = (tensor, c.op.value, c.reduce_op, out_dtype, slot, zero_copy, schedule, group, site)
+    token = e.call(torch.ops.ub_overlap.start_collective.default, *arguments)
+    return e.call(torch.ops.ub_overlap.finish_collective.default, token, *arguments)
+
+
+def _emit_halves(e: Emitter, m: Split, tensor: Node, schedule: str, site: str) -> Node:
+    """Emit both halves. The first one's nodes are marked as such, since each half has a place of its own."""
+    c, (first, second) = m.collective, m.halves
+    gathers = c.op is Op.ALL_GATHER
+    rows = shape_of(c.input if gathers else c.node)[0]
+    marked = e.marked(site + FIRST_HALF)
+    if not gathers:
+        tensor = _reorder(marked, tensor, second.ranks, first.ranks, rows)
+    for emitter, half, name in ((marked, first, site + FIRST_HALF), (e, second, site)):
+        tensor = _emit_pair(emitter, c, tensor, dtype_of(tensor), half.slot, False, schedule, half.group, name)
+    return _reorder(e, tensor, second.ranks, first.ranks, rows) if gathers else tensor
+
+
+def _reorder(e: Emitter, tensor: Node, outer: int, inner: int, rows: Size) -> Node:
+    """Emit [outer * inner * rows, ..] as [inner * outer * rows, ..]."""
+    whole = shape_of(tensor)
+    blocks = (outer, inner, rows, *whole[1:])
+    swapped = e.permute(e.reshape(tensor, blocks), (1, 0, *range(2, len(blocks))))
+    return e.reshape(swapped, whole)
 
 
 def _rewrite_all_to_all(e: Emitter, m: Split, site: str) -> dict[Node, Node]:

@@ -14,8 +14,6 @@
     decision_record.py   the result as a Decision
 
 Each rank decides on its own and all ranks must decide alike. So no decision depends on what only one rank knows.
+
+This file imports nothing: decide.py needs windows/, whose modules need other modules of this folder.
 """
-
-from .decide import Decided, Transport, decide
-
-__all__ = ["Decided", "Transport", "decide"]

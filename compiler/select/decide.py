@@ -108,7 +108,7 @@ def decide(
     casts = tuple(cast for n in graph.nodes if n.op == "call_function" and (cast := joint_decision(n).cast) is not None)
     plan = Plan(phase, tuple(decisions), costs.profile_names(), casts)
     chosen = [ChosenSite(SiteId(plan.digest, name), a.site, a.strategy, a.wire_dtype) for name, a in selected]
-    entries = {str(SiteId(plan.digest, names[i])): entry for i, entry in choice.entries.items()}
+    entries = {str(SiteId(plan.digest, names[i] + part)): entry for (i, part), entry in choice.entries.items()}
     inner = {str(SiteId(plan.digest, names[i])) for i in choice.inner}
     layout = GraphLayout(tuple(choice.order.items), entries, inner) if entries else None
     return Decided(plan, chosen, tuple(context.groups), layout)

@@ -12,6 +12,9 @@ and a fused site waits for what was started before it. Every open transfer has a
 memory, so a transfer prefers one that is large enough. A start waits until the peers have left its slot, so it also prefers
 one that has been free for a while. A start without a free slot or without memory waits for the next finish.
 
+A hierarchical collective is two transfers: the second sends the result of the first, so it starts behind the first's finish.
+Both are placed, or none. Of a gather the second is placed first, and the first arrives where the second starts.
+
 A zero-copy gather has its slot until its release. Where a start finds no slot or memory for that reason, the gather that is
 read for longest is copied instead, if all transfers save more together then.
 """
@@ -75,6 +78,8 @@ class Transfer:
     release: int | None = None
     """The item before which the result of a zero-copy gather may be released; None: its finish frees the slot."""
     release_us: float = 0.0
+    first_half: int | None = None
+    """Of the second half of a hierarchical collective: the number of the first, whose result it sends."""
     slot: int | None = None
     """The slot of a transfer that is placed by order alone: it starts at `earliest` and finishes at `latest`, so that the
     clock, which may differ between ranks, changes nothing that they share. No other transfer of the group takes the slot."""
@@ -145,20 +150,34 @@ def _place(
 
     Adds to `holders` the zero-copy gathers for whose slot or memory others had to wait.
     """
+    pairs = _pairs(transfers)
     active = set(range(len(transfers)))
     placed: dict[int, Placed] = {}
     for _ in range(ROUNDS):
         sweep = _Sweep(items, transfers, active, limits)
         placed = sweep.run()
         holders |= sweep.holders
-        saved = {k: p.saved_us for k, p in placed.items()}
-        worse = {k for k in active if k not in saved or (saved[k] < transfers[k].needed_us and not transfers[k].is_required)}
+        worse = {k for pair in pairs if pair[0] in active and not _is_worth(pair, transfers, placed) for k in pair}
         if not worse:
             break
         active -= worse
     result = [placed[k] if k in active and k in placed else None for k in range(len(transfers))]
     required = sum(p is not None and t.is_required for p, t in zip(result, transfers, strict=True))
     return result, (required, sum(p.saved_us for p in result if p is not None))
+
+
+def _pairs(transfers: Sequence[Transfer]) -> list[tuple[int, ...]]:
+    """Return the numbers of the transfers that are placed together or not at all."""
+    seconds = {t.first_half: k for k, t in enumerate(transfers) if t.first_half is not None}
+    return [(k, seconds[k]) if k in seconds else (k,) for k, t in enumerate(transfers) if t.first_half is None]
+
+
+def _is_worth(pair: tuple[int, ...], transfers: Sequence[Transfer], placed: Mapping[int, Placed]) -> bool:
+    """Return whether all of `pair` are placed and save enough together."""
+    if not all(k in placed for k in pair):
+        return False
+    saved, needed = sum(placed[k].saved_us for k in pair), sum(transfers[k].needed_us for k in pair)
+    return saved >= needed or transfers[pair[0]].is_required
 
 
 @dataclass(slots=True)
@@ -193,16 +212,19 @@ class _Sweep:
     holders: set[int] = field(default_factory=set)
     """Those of them for whose slot or memory a start had to wait: of each such moment the one that is read for longest."""
     placed: dict[int, Placed] = field(default_factory=dict)
+    latest: dict[int, int] = field(default_factory=dict)
+    """The last position of each finish. A gather's first half finishes where its second half starts."""
 
     def run(self) -> dict[int, Placed]:
         items = _with_plain(self.items, [t for k, t in enumerate(self.transfers) if k not in self.active])
         ready: dict[int, list[int]] = {}
         due: dict[int, list[int]] = {}
         starts = _latest_starts(items, {k: self.transfers[k] for k in sorted(self.active) if self.transfers[k].starts_late})
-        for k in sorted(self.active):
-            t = self.transfers[k]
-            ready.setdefault(starts.get(k, t.earliest), []).append(k)
-            due.setdefault(t.latest, []).append(k)
+        self.latest = {k: self.transfers[k].latest for k in sorted(self.active)}
+        self.latest |= {first: starts[k] for k in starts if (first := self.transfers[k].first_half) is not None}
+        for k, end in self.latest.items():
+            ready.setdefault(starts.get(k, self.transfers[k].earliest), []).append(k)
+            due.setdefault(end, []).append(k)
         waiting: list[int] = []
         for position, item in enumerate(items):
             ends = due.get(position, ())
@@ -212,14 +234,21 @@ class _Sweep:
                 self.finish_all([k for k, o in self.open.items() if self.is_here(k, o)], position)
             if position in ready:
                 waiting = sorted([*waiting, *ready[position]], key=self.urgency)
-            waiting = [k for k in waiting if not self.start(k, position) and position < self.transfers[k].latest]
+            waiting = [k for k in waiting if not self.start(k, position)]
             self.finish_all([k for k in ends if k in self.open], position)
+            if any(self.is_second(k) for k in waiting):  # its first half may have just finished
+                waiting = [k for k in waiting if not (self.is_second(k) and self.start(k, position))]
+                self.finish_all([k for k in ends if k in self.open], position)
+            waiting = [k for k in waiting if position < self.latest[k]]
             self.advance(item)
         return self.placed
 
+    def is_second(self, k: int) -> bool:
+        return self.transfers[k].first_half is not None
+
     def urgency(self, k: int) -> tuple[int, int]:
         t = self.transfers[k]
-        return (t.latest if t.starts_late else len(self.items) + t.earliest, k)
+        return (self.latest[k] if t.starts_late else len(self.items) + t.earliest, k)
 
     def is_here(self, k: int, o: _Open) -> bool:
         t = self.transfers[k]
@@ -228,7 +257,9 @@ class _Sweep:
     def start(self, k: int, position: int) -> bool:
         """Start a transfer if there is a slot and memory. A start in front of its own finish hides nothing."""
         t = self.transfers[k]
-        if position == t.latest and not t.is_required:
+        if position == self.latest[k] and not t.is_required:
+            return False
+        if t.first_half is not None and t.first_half not in self.placed:
             return False
         slot = self.find_slot(t)
         if slot is None:
@@ -309,6 +340,8 @@ def _with_plain(items: Sequence[Item], plain: Sequence[Transfer]) -> list[Item]:
     """Return the items with the collectives that are not split at their places."""
     result = list(items)
     for t in plain:
+        if not t.plain_us:  # a half whose other half counts
+            continue
         old = result[t.plain_at]
         busy = old.link_us if old.link == t.link else 0.0
         result[t.plain_at] = Item(old.us + t.plain_us, busy + t.plain_us, t.link)
@@ -316,15 +349,23 @@ def _with_plain(items: Sequence[Item], plain: Sequence[Transfer]) -> list[Item]:
 
 
 def _latest_starts(items: Sequence[Item], gathers: dict[int, Transfer]) -> dict[int, int]:
-    """Return for each gather the last position from which it arrives in time, the later gathers and its link given."""
+    """Return for each gather the last position from which it arrives in time, the later gathers and its link given.
+
+    The first half of a hierarchical gather arrives where the second one starts, over the other link.
+    """
     starts: dict[int, int] = {}
-    for link in sorted({t.link for t in gathers.values()}):
+    seconds = {t.first_half: k for k, t in gathers.items() if t.first_half is not None}
+
+    def latest(k: int) -> int:
+        return starts[seconds[k]] if k in seconds else gathers[k].latest
+
+    for link in sorted({t.link for t in gathers.values()}, key=lambda link: link == NETWORK):
         # The microseconds that the link is free up to the begin of each item. Within an item the link is busy first.
         free = [0.0, *accumulate(max(0.0, i.us - (i.link_us if i.link == link else 0.0)) for i in items)]
         until = free[-1]
-        for k in sorted((k for k, t in gathers.items() if t.link == link), key=lambda k: (-gathers[k].latest, -k)):
-            t = gathers[k]
-            until = min(until, free[t.latest]) - t.transfer_us * (1 + SLACK) - SLACK_US - t.finish_us
+        for k in sorted((k for k, t in gathers.items() if t.link == link), key=lambda k: (-latest(k), -k)):
+            t, end = gathers[k], latest(k)
+            until = min(until, free[end]) - t.transfer_us * (1 + SLACK) - SLACK_US - t.finish_us
             at = bisect_right(free, until) - 1 if until >= 0 else 0
-            starts[k] = max(t.earliest, min(at, t.latest))
+            starts[k] = max(t.earliest, min(at, end))
     return starts

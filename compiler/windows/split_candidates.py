@@ -29,6 +29,7 @@ from ..plan.reasons import Reason
 from ..plan.strategy import Mode, Strategy
 from ..select.alternatives import Alternatives
 from ..select.profitability import SiteCosts, too_small
+from .hierarchy import HalfCandidate, find_halves
 from .landing_result import find_readers
 
 ASSUMED_ROWS = 4096
@@ -54,6 +55,8 @@ class SplitCandidate:
     """What reads the result of a gather that may stay in landing memory; none where it is copied."""
     zero_copy_times: SplitTimes | None = None
     """The times of that gather without the copy."""
+    halves: tuple[HalfCandidate, HalfCandidate] | None = None
+    """The hierarchical form, where it may have one."""
 
     @property
     def best_times(self) -> SplitTimes:
@@ -127,6 +130,8 @@ def _split_candidate(
     split = SplitCandidate(number, window, times, strategy, *_memory(window, costs), requested is not None or by_order)
     if by_order:
         return replace(split, by_order=True)
+    if c.hosts > 1:
+        return replace(split, halves=find_halves(c, shape, strategy.chunks, costs, split.held_bytes))
     if costs.policy.may_zero_copy and c.hosts == 1 and (readers := find_readers(window, widening)) is not None:
         in_place = split_times(shape, strategy.chunks, profile, zero_copy=True)
         if in_place.shortest_us < times.shortest_us or requested:

@@ -16,11 +16,12 @@ from torch import Tensor
 from ub_overlap import _torch_compat
 
 from ..fp8.numerics import FLOAT8
+from ..session.host_layout import size_of
 from .plain_collective import run_collective
 
 
 def group_size(group: str) -> int:
-    return _torch_compat.group_of(group).size()
+    return size_of(group)
 
 
 def leading_rows(t: Tensor) -> Any:

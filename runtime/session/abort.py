@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ub_overlap import _torch_compat
 
 from ..errors import OptionError
-from . import abort_signal, inherited_groups
+from . import abort_signal, inherited_groups, own_groups
 from .daemon_thread import run_in_daemon_thread
 from .group_argument import Group, name_of
 from .store_exchange import Exchange
@@ -35,7 +35,8 @@ def abort(group: Group = None, *, reason: str = "") -> None:
 
     A wait that it ends raises GroupAbortedError, and so does each later op of the group: waits inside an op, on the CPU or on
     the GPU, and waits for the other ranks at a first call. The outputs of a GPU call that did not end are NaN. The other
-    ranks' waits end as well; they raise PeerFailedError, which names this rank. `reason` is part of both errors.
+    ranks' waits end as well; they raise PeerFailedError, which names this rank. `reason` is part of both errors. Groups of ours
+    that were made from `group` end with it: those of `fsdp.install`, `ddp.install` and hierarchical collectives.
 
     A forked child cannot abort its parent's groups: a ForkError where `group` is one, else they are left alone.
 
@@ -51,7 +52,7 @@ def abort(group: Group = None, *, reason: str = "") -> None:
         if signal.set(text):
             log.warning("group '%s' was aborted by %s", signal.group, text)
     told = []
-    for members in fresh:
+    for members in (one for one in fresh if one in _torch_compat.process_groups()):
         bound = {signal.device for signal in signals if signal.members() is members}
         for device in _torch_compat.device_types(members):
             if device not in bound:
@@ -80,7 +81,8 @@ def _find(group: Group) -> tuple[list[Any], Callable[[abort_signal.AbortSignal],
         return [], is_destroyed
     if inherited_groups.is_inherited(members):
         raise inherited_groups.fork_error(members.group_name)
-    return [members], lambda signal: signal.members() is members
+    groups = [members, *own_groups.groups_made_from(members)]
+    return groups, lambda signal: any(signal.members() is one for one in groups)
 
 
 def _tell(members: Any, device: str, text: str) -> None:

@@ -3,6 +3,7 @@
 C++ calls `bind` at the group's first call. Each step is one exchange with the init deadline:
 
     hosts       host, GPU, builds, requested slot size   -> transport (topology.py)
+                a hierarchical collective's group        -> its backends (host_groups.py)
                 CUDA: digest of stored algorithms        -> the ranks use them if all read the same
     links       CUDA: each GPU's access to the others
     arena       addresses of the shared memory           -> attach to all peers'
@@ -26,7 +27,7 @@ from .. import errors, settings
 from ..extension import extension
 from ..matmul_algorithms import loading as matmul_algorithms
 from ..site_id import SiteId
-from . import abort_signal, plan_announcements, topology, watchdog
+from . import abort_signal, host_groups, plan_announcements, topology, watchdog
 from .arena_size import SIZE_STEP, round_slot_bytes
 from .host import has_ended, host_id
 from .plan_check import check_group_size
@@ -74,7 +75,7 @@ def bind(group: str, device: str, slot_bytes: int, op: str, site: str) -> Sessio
         session = _make_session(group, device, rank, ranks, None, None, "local", "a group of one rank")
     else:
         watchdog.start()  # for SIGUSR1 while this rank waits for the others
-        exchange = Exchange(_torch_compat.store_of(process_group), group, device, rank, ranks, op, site, abort)
+        exchange = Exchange(host_groups.store_of(process_group), group, device, rank, ranks, op, site, abort)
         try:
             session = _bind_ranks(exchange, device, slot_bytes)
         except BaseException as error:  # also Ctrl-C: the peers need not wait for this rank
@@ -120,6 +121,7 @@ def _bind_ranks(exchange: Exchange, device: str, slot_bytes: int) -> Session:
     group, rank, ranks = exchange.group, exchange.rank, exchange.ranks
     doing = f"the first call of group '{group}'"
     hosts = _exchange_hosts(exchange, device, slot_bytes, doing)
+    host_groups.complete(group, exchange.prefix, f"{exchange.op} at site '{exchange.site}'")
     choice = topology.choose_transport(_exchange_topology(exchange, device, hosts, doing))
     if choice.unknown:
         pairs = _describe_pairs(choice.unknown)

@@ -9,6 +9,7 @@ from typing import Any
 from .. import errors
 from ..site_id import SiteId
 from . import plan_announcements, plan_graphs
+from .host_layout import HOST_GROUP
 from .plan_mismatch import find_stored_site, load_plan_text, plan_mismatch_error
 from .store_exchange import Exchange
 
@@ -17,7 +18,10 @@ def check_group_size(group: str, ranks: int, site: str) -> None:
     """Raise PlanMismatchError where the plan of `site` was made for another number of ranks than the group has.
 
     Graphs hold the names of groups. So a graph that was compiled before the groups were made again finds a new group.
+    The groups of hierarchical collectives are checked when they are made (host_groups.py).
     """
+    if HOST_GROUP.fullmatch(group):
+        return
     stored = find_stored_site(SiteId.parse(site))
     planned = stored[1].get("ranks") if stored else None
     if planned in (None, ranks):

@@ -56,6 +56,11 @@ class Exchange:
         number = self._request(lambda _: store.add(f"ub_overlap/{device}/sessions/{rank}", 1), deadline_seconds("init"), {})
         self._prefix = f"ub_overlap/{device}/{number}"
 
+    @property
+    def prefix(self) -> str:
+        """The prefix of its keys, which no other exchange of its Store has."""
+        return self._prefix
+
     def _key(self, topic: str, rank: int) -> str:
         return f"{self._prefix}/{topic}/{rank}"
 

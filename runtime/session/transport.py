@@ -49,10 +49,23 @@ def unsupported_reason(device: str, group: str, ranks: int) -> str | None:
 
 
 def transport_signature() -> tuple[str, ...]:
-    """Return the inputs of decisions other than graph and options, for cache keys: backend and size of every group, hosts.
+    """Return the inputs of decisions other than graph and options, for cache keys: backend, size and hosts of every group.
 
-    A graph compiled over a fake group is invalid for a real one, and an all_reduce's node does not show its group's size.
+    A graph compiled over a fake group is invalid for a real one, and an all_reduce's node does not show its group's size. Nor
+    does a name show whether the ranks are on one host. Hosts are numbered in each group, so that its ranks share graphs.
     """
     from ub_overlap import _torch_compat as compat
 
-    return (*sorted(executor_devices()), *compat.groups(), "hosts", *world_hosts())
+    return (*sorted(executor_devices()), *compat.groups(), "hosts", *world_hosts(), *_hosts_by_group())
+
+
+def _hosts_by_group() -> list[str]:
+    """Return "name: 0 0 1 1" for every group of this process, where there are several hosts."""
+    from ub_overlap import _torch_compat as compat
+
+    world, found = world_hosts(), []
+    for group in compat.process_groups() if world else ():
+        hosts = [world[rank] for rank in compat.global_ranks(group)]
+        numbers = {host: str(number) for number, host in enumerate(dict.fromkeys(hosts))}
+        found.append(f"{group.group_name}: {' '.join(numbers[host] for host in hosts)}")
+    return sorted(found)

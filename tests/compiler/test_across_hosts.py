@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -12,13 +14,21 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
+import ub_overlap
 from tests.compiler.rank_compile import build, plans_of
 from tests.compiler.test_split import SPLIT, ZERO3, automatic, calls, compare_name, hidden_matmuls
 from tests.harness.ranks import RankPool
 from tests.models.compare import compare, uncached
+from tests.runtime.rank_failures import attempt
+from tests.runtime.rank_sessions import reset
+from ub_overlap import _torch_compat as compat
+from ub_overlap.compiler.options import Options
+from ub_overlap.compiler.passes import RewritePass
 from ub_overlap.compiler.plan.reasons import Reason
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.runtime import settings
+from ub_overlap.runtime.extension import extension
+from ub_overlap.runtime.session import own_groups
 from ub_overlap.runtime.session.transport import transport_signature
 from ub_overlap.runtime.stats import site_stats
 
@@ -78,10 +88,135 @@ def test_gradients_are_sent_as_traced(hosts2: RankPool, reduce_dtype: str | None
 
 
 def test_four_ranks_of_two_hosts(hosts4: RankPool) -> None:
-    options = {**SPLIT, "inner": "aot_eager"}
+    options = {**SPLIT, "inner": "aot_eager", "hierarchical": "off"}
     for outcome in hosts4.run(compare_name, ZERO3, {"layers": 1}, options, timeout=120):
         outcome.check()
         assert {(d["strategy"], d["window"]["transport"]) for d in outcome.decisions} == {("split", "c10d")}
+        assert [d["window"]["first_half"] for d in outcome.decisions] == [None] * 4
+
+
+HIERARCHICAL: dict[str, Any] = {**SPLIT, "inner": "aot_eager", "hierarchical": "force"}
+
+
+@pytest.mark.parametrize(("mixed", "budget"), [(False, None), (True, 0)])
+def test_hierarchical_zero3(hosts4: RankPool, mixed: bool, budget: float | None) -> None:
+    """Gathers run across hosts, then within; reduce_scatters within, then across. Forward and gradients stay as they are."""
+    options = {**HIERARCHICAL, "memory_budget": budget}
+    for outcome, transports in hosts4.run(compared, {"mixed": mixed}, options, timeout=120):
+        outcome.check()
+        assert len(outcome.decisions) == (12 if budget is None else 18)
+        for d in outcome.decisions:
+            second = d["window"]
+            assert d["strategy"] == "split" and d["ranks"] == 4 and d["work"]["hosts"] == 2
+            found = (second["first_half"]["transport"], second["transport"])
+            assert found == (("c10d", "") if d["kind"] == "all_gather" else ("", "c10d"))
+            assert second["first_half"]["order"] < second["order"]
+            assert "hierarchical: first " in d["detail"] and "; then " in d["detail"]
+        assert transports == {"c10d", "shared memory"}
+
+
+def test_one_rank_a_host_is_not_hierarchical(hosts2: RankPool) -> None:
+    for outcome in hosts2.run(compare_name, ZERO3, {"layers": 1}, HIERARCHICAL, timeout=120):
+        outcome.check()
+        assert [d["window"]["first_half"] for d in outcome.decisions] == [None] * 4
+
+
+def test_hierarchical_types_and_sizes(hosts4: RankPool) -> None:
+    """Gathers keep their bits; sums of 16 bits, means and odd sizes equal fp64's up to rounding."""
+    assert hosts4.run(types_and_sizes, timeout=120) == [[]] * 4
+
+
+def types_and_sizes(rank: int, world: int) -> list[str]:
+    group = dist.new_group(list(range(world)))
+    bad = []
+    cases = [(torch.float32, (3, 5)), (torch.bfloat16, (2, 1, 7)), (torch.float32, (1,)), (torch.float16, (4, 3))]
+    for dtype, shape in cases:
+        for reduce_op in ("sum", "avg"):
+
+            def step(shard: Tensor, whole: Tensor, reduce_op: str = reduce_op) -> tuple[Tensor, Tensor]:
+                return (
+                    funcol.all_gather_tensor(shard, 0, group) * 1,
+                    funcol.reduce_scatter_tensor(whole, reduce_op, 0, group) * 1,
+                )
+
+            everyone = [torch.Generator().manual_seed(7 * r + len(shape)) for r in range(world)]
+            shards = [torch.randn(shape, generator=g).to(dtype) for g in everyone]
+            wholes = [torch.randn((world * shape[0], *shape[1:]), generator=g).to(dtype) for g in everyone]
+            torch.compiler.reset()
+            compiled, mark = torch.compile(step, backend="ub_overlap", options=HIERARCHICAL), HISTORY.mark()
+            with torch.no_grad(), uncached():
+                gathered, reduced = compiled(shards[rank], wholes[rank])
+            windows = [d.window for p in HISTORY.since(mark) for d in p.decisions]
+            total = sum(w.double() for w in wholes).chunk(world)[rank] / (world if reduce_op == "avg" else 1)  # type: ignore[union-attr]
+            if not all(w is not None and w.first_half is not None for w in windows) or len(windows) != 2:
+                bad.append(f"{dtype} {shape}: {windows}")
+            if not torch.equal(gathered, torch.cat(shards)):
+                bad.append(f"{dtype} {shape}: gathered")
+            if (reduced.double() - total).abs().max() > 8 * torch.finfo(dtype).eps * total.abs().max().clamp(min=1):
+                bad.append(f"{dtype} {shape} {reduce_op}: reduced")
+    return bad
+
+
+def test_groups_of_hierarchical_collectives(hosts4: RankPool) -> None:
+    """They are made by the first call, once, are no part of cache keys, and end with the group that they were made from."""
+    for found in hosts4.run(made_groups, timeout=120):
+        expected = {"made": ["2x2.across", "2x2.within"], "again": True, "same key": True, "left": [], "sessions": []}
+        assert found == {"named": 2, **expected}
+
+
+def made_groups(rank: int, world: int) -> dict[str, Any]:
+    group: Any = dist.new_group(list(range(world)))
+    name = group.group_name
+    before = transport_signature()
+    RewritePass(Options()).uuid()  # a graph from a cache is looked up, and not compiled
+    found: dict[str, Any] = {"named": compat.group_of(f"{name}.2x2.across").size()}
+
+    def step(x: Tensor) -> Tensor:
+        return funcol.all_gather_tensor(x, 0, group) * 2
+
+    def of_ours() -> list[str]:
+        return sorted(own.group_name.removeprefix(f"{name}.") for own in own_groups.groups_made_from(group))
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, backend="ub_overlap", options=HIERARCHICAL)
+    with torch.no_grad(), uncached():
+        first = compiled(torch.ones(2))
+        found["made"] = of_ours()
+        found["again"] = torch.equal(compiled(torch.ones(2)), first) and of_ours() == found["made"]
+    found["same key"] = transport_signature() == before
+    dist.barrier()
+    dist.destroy_process_group(group)
+    deadline = time.monotonic() + 10
+    while any(s.group.startswith(f"{name}.") for s in extension().sessions()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    found["sessions"] = [s.group for s in extension().sessions() if s.group.startswith(f"{name}.")]
+    found["left"] = of_ours()
+    return found
+
+
+def test_a_rank_that_does_not_make_its_group(hosts4: RankPool) -> None:
+    """The ranks that wait for it name it and the site, at the deadline. An abort of the user's group ends such a wait."""
+    found = hosts4.run(stays_away, 2.0, timeout=60)
+    assert found[2]["error"] == "GroupAbortedError", found[2]
+    assert found[1]["error"] == "PeerTimeoutError" and found[1]["ranks"] == (1,), found[1]
+    assert "2x2.across" in found[1]["text"] and "/forward.0.first" in found[1]["text"]
+
+
+def stays_away(rank: int, world: int, init_s: float) -> dict[str, Any]:
+    group: Any = dist.new_group(list(range(world)))
+
+    def step(x: Tensor) -> Tensor:
+        return funcol.all_gather_tensor(x, 0, group) * 2
+
+    torch.compiler.reset()
+    with reset(), torch.no_grad(), uncached():
+        settings.configure(init_timeout_s=init_s)
+        compiled = torch.compile(step, backend="ub_overlap", options=HIERARCHICAL)
+        if rank == 2:
+            threading.Timer(0.5, lambda: ub_overlap.abort(group)).start()
+        found = {"error": ""} if rank == world - 1 else attempt(lambda: compiled(torch.ones(2)))
+        dist.barrier()
+    return found
 
 
 def test_generated_code(hosts2: RankPool) -> None:
@@ -176,6 +311,20 @@ def hybrid(rank: int, world: int) -> tuple[float, list[tuple[str, str, str, int]
     found = [d for p in HISTORY.since(mark) for d in p.decisions]
     assert all(d.window is not None and d.work is not None for d in found), found
     return error, [(d.kind.value, str(d.strategy), d.window.transport, d.work.hosts) for d in found]  # type: ignore[union-attr]
+
+
+def test_hosts_of_groups_are_part_of_cache_keys(hosts4: RankPool) -> None:
+    """Two groups of one size, of which one is within a host: a name does not tell them apart in another process."""
+    assert hosts4.run(hosts_by_group, timeout=60) == [
+        ["0 0", "0 1", "0 0 1 1"], ["0 0", "0 0 1 1"], ["0 1", "0 0 1 1"], ["0 0 1 1"]
+    ]  # fmt: skip
+
+
+def hosts_by_group(rank: int, world: int) -> list[str]:
+    groups: list[Any] = [dist.new_group(ranks) for ranks in ([0, 1], [0, 2], list(range(world)))]
+    signature = [text.partition(": ") for text in transport_signature() if ": " in text]
+    known = {name: hosts for name, _, hosts in signature}
+    return [known[g.group_name] for g in groups if g in compat.process_groups()]
 
 
 def test_hosts_are_part_of_cache_keys(hosts2: RankPool) -> None:

@@ -28,7 +28,7 @@ from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.rewrite.part_strides import Outputs
 from ub_overlap.compiler.rewrite.rewrite_graph import rewrite
-from ub_overlap.compiler.select import decide
+from ub_overlap.compiler.select.decide import decide
 from ub_overlap.compiler.unmatched import find_unmatched
 from ub_overlap.compiler.windows.node_times import NodeTimes, is_compute
 from ub_overlap.compiler.windows.widen import widen_windows

@@ -20,7 +20,8 @@ from tests.harness.ranks import RankPool
 from ub_overlap.compiler.cost import load
 from ub_overlap.compiler.options import Options
 from ub_overlap.compiler.plan.strategy import Mode
-from ub_overlap.compiler.select import Decided, alternatives, assignment, decide, peak_memory, profitability
+from ub_overlap.compiler.select import alternatives, assignment, peak_memory, profitability
+from ub_overlap.compiler.select.decide import Decided, decide
 
 H200 = load("h200")
 AUTO = Options(profile="h200", min_bytes=0, split="off")

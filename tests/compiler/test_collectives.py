@@ -71,7 +71,7 @@ def foreign(rank: int, world: int) -> tuple[list[Decision], list[Decision]]:
     node = graph.call_function(torch.ops.ub_overlap_tests.exchange.default, (2.0, graph.placeholder("x"), "of a library"))
     graph.output(node)
     from ub_overlap.compiler.options import parse
-    from ub_overlap.compiler.select import decide
+    from ub_overlap.compiler.select.decide import decide
 
     return known, list(decide(graph, parse(FORCE, frozenset())[0], "forward", lambda *_: None).plan.decisions)
 

@@ -22,7 +22,7 @@ from ub_overlap.compiler.options import parse
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.compiler.rewrite.part_strides import Outputs
 from ub_overlap.compiler.rewrite.rewrite_graph import rewrite
-from ub_overlap.compiler.select import decide
+from ub_overlap.compiler.select.decide import decide
 from ub_overlap.runtime import ops
 from ub_overlap.runtime.stats import site_stats
 

@@ -36,9 +36,9 @@ from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.compiler.rewrite.packed_operands import PackedOperands
 from ub_overlap.compiler.rewrite.part_strides import Outputs
 from ub_overlap.compiler.rewrite.rewrite_graph import rewrite
-from ub_overlap.compiler.select import decide
 from ub_overlap.compiler.select.alternatives import Alternative, AlternativeFinder
 from ub_overlap.compiler.select.assignment import assign_alternatives
+from ub_overlap.compiler.select.decide import decide
 from ub_overlap.compiler.select.peak_memory import PeakMemory, total_bytes
 from ub_overlap.compiler.select.profitability import SiteCosts
 from ub_overlap.runtime import ops

@@ -15,7 +15,7 @@ from ub_overlap.compiler.match.fusion_order import FusionOrder
 from ub_overlap.compiler.match.window import WindowFinder
 from ub_overlap.compiler.options import Options
 from ub_overlap.compiler.plan.plan import Plan
-from ub_overlap.compiler.select import decide
+from ub_overlap.compiler.select.decide import decide
 from ub_overlap.compiler.windows.landing_result import find_readers, release_position
 
 prims = torch.ops.prims

@@ -12,7 +12,7 @@ from ub_overlap.compiler.options import Options
 from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.strategy import NONE, Mode, Strategy
-from ub_overlap.compiler.select import decide
+from ub_overlap.compiler.select.decide import decide
 
 H200 = load("h200")
 AUTO = Options(profile="h200")

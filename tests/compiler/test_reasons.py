@@ -22,7 +22,8 @@ from tests.models.forms import FORMS
 from ub_overlap.compiler.options import parse
 from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.plan.reasons import Reason
-from ub_overlap.compiler.select import decide, peak_memory
+from ub_overlap.compiler.select import peak_memory
+from ub_overlap.compiler.select.decide import decide
 
 c10d = torch.ops._c10d_functional
 R = Reason

@@ -16,7 +16,7 @@ from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.reasons import Reason
 from ub_overlap.compiler.reports.summary import format_plan
-from ub_overlap.compiler.select import decide
+from ub_overlap.compiler.select.decide import decide
 from ub_overlap.runtime.errors import OptionError
 
 BF16, F32 = torch.bfloat16, torch.float32

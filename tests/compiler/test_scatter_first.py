@@ -26,7 +26,7 @@ from ub_overlap.compiler.passes import JointPass
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.compiler.reports.report import Report
-from ub_overlap.compiler.select import decide
+from ub_overlap.compiler.select.decide import decide
 
 Function = Callable[[Tensor], Tensor | tuple[Tensor, ...]]
 OPTIONS = {**FORCE, "scatter_first": True}

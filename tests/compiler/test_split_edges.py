@@ -21,7 +21,7 @@ from ub_overlap.compiler.match.window import Window, WindowFinder
 from ub_overlap.compiler.options import Options
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.reports.history import HISTORY
-from ub_overlap.compiler.select import decide
+from ub_overlap.compiler.select.decide import decide
 from ub_overlap.compiler.windows.landing_result import find_readers, release_position
 from ub_overlap.compiler.windows.placement import Item, Limits, Transfer, place
 from ub_overlap.compiler.windows.widen import widen_windows

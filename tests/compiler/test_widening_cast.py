@@ -23,7 +23,7 @@ from ub_overlap.compiler.options import Options
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.strategy import NONE, Mode, Strategy
 from ub_overlap.compiler.reports.history import HISTORY
-from ub_overlap.compiler.select import decide
+from ub_overlap.compiler.select.decide import decide
 
 BF16, F32 = torch.bfloat16, torch.float32
 ROWS, COLS = 12, 10

@@ -25,7 +25,7 @@ from ub_overlap.compiler.options import Options, parse
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.rewrite.part_strides import Outputs
 from ub_overlap.compiler.rewrite.rewrite_graph import rewrite
-from ub_overlap.compiler.select import decide
+from ub_overlap.compiler.select.decide import decide
 from ub_overlap.compiler.windows.node_times import NodeTimes
 from ub_overlap.compiler.windows.placement import NETWORK, PORT, Item, Limits, Placed, Transfer, place
 from ub_overlap.runtime import ops

@@ -22,7 +22,7 @@ from ub_overlap.compiler.options import parse
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.plan.reasons import Reason
 from ub_overlap.compiler.plan.strategy import Mode, Strategy
-from ub_overlap.compiler.select import decide
+from ub_overlap.compiler.select.decide import decide
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.errors import PlanMismatchError
 

@@ -10,7 +10,7 @@ from tests.cost.machine import MIB, PLAIN
 from ub_overlap.compiler.cost import SiteShape, candidates, load
 from ub_overlap.compiler.cost.network import Network, network_us
 from ub_overlap.compiler.cost.predict import collective_us
-from ub_overlap.compiler.cost.split_time import split_times
+from ub_overlap.compiler.cost.split_time import hierarchical_times, split_times
 from ub_overlap.compiler.plan.strategy import NONE
 
 # 1 GB/s: a microsecond sends 1000 bytes. The link within a host sends a MiB in a microsecond.
@@ -52,6 +52,42 @@ def test_halves() -> None:
     assert times.transfer_us == times.plain_us == pytest.approx(10 + 2 + 100 + 0.75 * 4 * (1 << 20) / 2000)  # sent in fp32
     assert times.shortest_us == 0 and times.slowed_us == 0.25 * times.transfer_us and times.transfer_slowdown == 0
     assert candidates(replace(shape, matmuls=((8, 8, 8, False),)), profile) == [NONE]
+
+
+def test_hierarchical_halves_by_hand() -> None:
+    """Each rank sends over its own link what the ring of all ranks sends over all links of a host. The ring is longer."""
+    profile = replace(PLAIN, network=NETWORK)
+    shape = SiteShape("bulk_all_gather", 16, "bfloat16", (), 16 << 20, 1, hosts=4)
+    across, within = hierarchical_times(shape, 0, profile)
+    flat = split_times(shape, 0, profile)
+    assert across.transfer_us == pytest.approx(10 + 3 * 100 + 3 * 2 * (1 << 20) / 1000)
+    assert (across.plain_us, within.plain_us) == (flat.plain_us, 0.0)
+    alone = split_times(replace(shape, ranks=4, hosts=1), 0, profile)
+    assert within.transfer_us == alone.transfer_us and within.finish_us > alone.finish_us, "blocks are put in order"
+    reduction = replace(shape, kind="bulk_reduce_scatter")
+    first, second = hierarchical_times(reduction, 0, profile)
+    assert second.transfer_us == across.transfer_us and second.plain_us == flat.plain_us
+    assert first.start_us > split_times(replace(reduction, ranks=4, hosts=1), 0, profile).start_us
+
+
+@pytest.mark.parametrize(
+    ("collective", "ranks", "mib", "pays"),
+    [
+        ("all_gather", 512, 16, True),
+        ("all_gather", 512, 1024, False),
+        ("all_gather", 64, 16, False),
+        ("reduce_scatter", 512, 64, True),
+        ("reduce_scatter", 64, 4, True),
+        ("reduce_scatter", 64, 256, False),
+        ("reduce_scatter", 16, 256, False),
+    ],
+)
+def test_where_a_hierarchical_collective_pays(collective: str, ranks: int, mib: int, pays: bool) -> None:
+    """The assumed network: a shorter ring pays for many hosts and small tensors, not for the copies of a large one."""
+    profile = load("h200")
+    shape = SiteShape(f"bulk_{collective}", ranks, "bfloat16", (), mib * MIB // 2, 1, hosts=ranks // 8)
+    halves, flat = hierarchical_times(shape, 0, profile), split_times(shape, 0, profile)
+    assert (sum(t.shortest_us + t.slowed_us for t in halves) < flat.shortest_us + flat.slowed_us) is pays
 
 
 def test_a_profile_without_a_network_prices_as_within_a_host() -> None:

@@ -17,6 +17,7 @@ import ub_overlap
 from tests.runtime.rank_failures import attempt
 from tests.runtime.rank_sessions import C, reset
 from ub_overlap import _torch_compat as compat
+from ub_overlap.compiler.joint.scatter_first import mesh_signature
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.data_parallel.eager_collectives import OPS, gather_into
 from ub_overlap.runtime.data_parallel.landing_slots import LandingSlots
@@ -151,6 +152,7 @@ def own_groups(rank: int, world: int) -> dict[str, Any]:
     while any(session.group == name for session in C.sessions()) and time.monotonic() < deadline:
         time.sleep(0.05)
     found["left"] = served.own_groups()
+    found["signed"] = any(text.startswith(f"{name}:") for text in mesh_signature())  # c10d does not resolve the name any more
     found["freed"] = all(session.group != name for session in C.sessions())
     found["next"] = ServedGroups("test").serve(dist.new_group(list(range(world))), device) not in ("", name)
     found["destroyed"] = name not in (one.group_name for one in compat.process_groups())

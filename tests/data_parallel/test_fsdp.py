@@ -47,7 +47,7 @@ def test_results_are_landing_memory(pool2: RankPool) -> None:
 def test_own_groups(pool3: RankPool) -> None:
     """The order of the user's ranks, whatever groups they are in; freed with the user's group."""
     want = {"gathered": [0.0, 1.0, 2.0], "again": True, "left": [], "freed": True, "next": True, "destroyed": True}
-    assert pool3.run(rank_landing.own_groups, timeout=60) == [want] * 3
+    assert pool3.run(rank_landing.own_groups, timeout=60) == [{**want, "signed": True}] * 3
 
 
 def test_a_rank_that_keeps_a_result() -> None:

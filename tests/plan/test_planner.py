@@ -130,6 +130,25 @@ def test_data_parallelism_over_hosts(capsys: pytest.CaptureFixture[str]) -> None
     assert settings.current() is before
 
 
+def test_hierarchical_collectives_of_many_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    """The ring of 512 ranks is long: gathers run across hosts first. That of 64 is shorter: only gradients gain by halves."""
+    sizes = ["--hidden", "2048", "--ffn", "4096", "--heads", "16", "--seq", "4096", "--min-bytes", "0", "--json"]
+    kinds: dict[tuple[int, int], dict[str, int]] = {}
+    for dp, each in ((64, 8), (512, 8), (64, 1)):
+        assert main(["plan", *sizes, "--dp", str(dp), "--ranks-per-host", str(each)]) == 0
+        found = kinds[dp, each] = {"all_gather": 0, "reduce_scatter": 0}
+        for site in json.loads(capsys.readouterr().out)["sites"]:
+            window = site["window"]
+            if window and window["first_half"]:
+                found[site["kind"]] += 1
+                halves = (window["first_half"]["transport"], window["transport"])
+                assert halves == (("c10d", "") if site["kind"] == "all_gather" else ("", "c10d"))
+                assert site["predicted_us"]["split"] < site["predicted_us"]["none"]
+    assert kinds[512, 8]["all_gather"] >= 3 and kinds[512, 8]["reduce_scatter"] == 6
+    assert kinds[64, 8]["all_gather"] <= 1 and kinds[64, 8]["reduce_scatter"] >= 5
+    assert kinds[64, 1] == {"all_gather": 0, "reduce_scatter": 0}, "nothing is within a host"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

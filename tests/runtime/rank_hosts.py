@@ -16,7 +16,7 @@ import ub_overlap
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.ops import c10d_split
 from ub_overlap.runtime.session.bind import find_session
-from ub_overlap.runtime.session.host_layout import hosts_of
+from ub_overlap.runtime.session.host_layout import find_layout, hosts_of, size_of
 
 from . import rank_ops, rank_split
 from .oracle import data
@@ -156,3 +156,17 @@ def layouts(rank: int, world: int, declared: str, environment: dict[str, str]) -
         finally:
             os.environ.clear()
             os.environ.update(before)
+
+
+def host_layouts(rank: int, world: int, declared: str) -> list[tuple[int, int] | None]:
+    """Return (hosts, ranks of each) of the world, and of its even ranks and its first two where this rank is one of them."""
+    others = [(ranks, dist.new_group(ranks)) for ranks in (list(range(0, world, 2)), [0, 1])]
+    with reset():
+        settings.configure(hosts=declared)
+        world_group: Any = dist.group.WORLD
+        names = [world_group.group_name, *(one.group_name for ranks, one in others if rank in ranks)]
+        found = [find_layout(name) for name in names]
+        assert all(
+            one is None or (size_of(one.across), size_of(one.within)) == (one.hosts, one.ranks_per_host) for one in found
+        )
+        return [None if one is None else (one.hosts, one.ranks_per_host) for one in found]

@@ -98,6 +98,24 @@ def test_hosts(pools: dict[int, RankPool], declared: str, environment: dict[str,
         assert found == [expected, expected[::2]][: 2 - rank % 2]
 
 
+@pytest.mark.parametrize(
+    ("declared", "expected"),
+    [
+        ("2", (2, 2)),
+        ("a,a,b,b", (2, 2)),
+        ("1", None),
+        ("4", None),
+        ("a,a,a,b", None),
+        ("a,b,a,b", None),  # its hosts' ranks are not in a row
+        ("", None),
+    ],
+)
+def test_layouts(pools: dict[int, RankPool], declared: str, expected: tuple[int, int] | None) -> None:
+    """Where a group has several ranks on each of several hosts. Look-alikes: every second rank, and the first two."""
+    for found in pools[4].run(rank_hosts.host_layouts, declared, timeout=60):
+        assert found == [expected, *[None] * (len(found) - 1)], found
+
+
 @pytest.mark.parametrize("declared", ["3", "0,1", "8", "none"])
 def test_hosts_that_do_not_fit(pools: dict[int, RankPool], declared: str) -> None:
     for found, text in pools[4].run(rank_hosts.layouts, declared, {}, timeout=60):

@@ -24,7 +24,7 @@ from ub_overlap.compiler.plan.reasons import Kind
 from ub_overlap.compiler.rewrite.part_strides import Outputs
 from ub_overlap.compiler.rewrite.rewrite_graph import rewrite
 from ub_overlap.compiler.rewrite.weight_gradients import separate_weight_gradients
-from ub_overlap.compiler.select import Decided, decide
+from ub_overlap.compiler.select.decide import Decided, decide
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.errors import UbOverlapError
 

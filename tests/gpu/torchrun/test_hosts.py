@@ -15,6 +15,7 @@ from tests.gpu.lockstep import Lockstep
 from tests.gpu.torchrun.test_split import OPS, arguments, random_orders, replays
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.extension import extension
+from ub_overlap.runtime.session.host_layout import find_layout
 
 
 @pytest.fixture
@@ -76,3 +77,45 @@ def test_what_runs_meanwhile(lockstep: Lockstep, apart: str) -> None:
     serial, together = ms(True, True, False), ms(True, True, True)
     lockstep.note(f"ms: gather {gather:.3f}, matmuls {multiply:.3f}, in a row {serial:.3f}, concurrently {together:.3f}")
     assert together < serial
+
+
+@pytest.fixture
+def two_hosts(lockstep: Lockstep) -> Iterator[str]:
+    """A group whose ranks are on two hosts, several on each, as the setting `hosts` declares."""
+    if lockstep.ranks < 4 or lockstep.ranks % 2:
+        pytest.skip("needs two hosts of several ranks")
+    before = settings.current().hosts
+    settings.configure(hosts=str(lockstep.ranks // 2))
+    yield lockstep.new_group()
+    settings.configure(hosts=before)
+
+
+def test_hierarchical(lockstep: Lockstep, two_hosts: str) -> None:
+    """Both halves of gathers and reduce_scatters, several at once, with the plain collective's results."""
+    layout = find_layout(two_hosts)
+    assert layout is not None and layout.hosts == 2
+    hosts, each, device = layout.hosts, layout.ranks_per_host, lockstep.device
+
+    def half(x: torch.Tensor, collective: str, slot: int, group: str) -> torch.Tensor:
+        call = arguments(collective, x.dtype, slot, group, f"hierarchical.{group}")
+        token = OPS.start_collective(x, *call)
+        torch.mm(filler, filler)
+        return OPS.finish_collective(token, x, *call)
+
+    filler = torch.randn(2048, 2048, device=device)
+    for step in range(10):
+        rows = 64 * (step + 1)
+        shard = torch.randint(-8, 9, (rows, 24), device=device).to(BF16)
+        gathered = half(half(shard, "all_gather", 0, layout.across), "all_gather", 0, layout.within)
+        gathered = gathered.view(each, hosts, rows, 24).transpose(0, 1).reshape(-1, 24)
+        plain = torch.empty_like(gathered)
+        torch.distributed.all_gather_into_tensor(plain, shard)
+        assert torch.equal(gathered, plain)
+        whole = torch.randint(-8, 9, (lockstep.ranks * rows, 24), device=device).float()
+        blocks = whole.view(hosts, each, rows, 24).transpose(0, 1).reshape(-1, 24)
+        reduced = half(half(blocks, "reduce_scatter", 1, layout.within), "reduce_scatter", 1, layout.across)
+        total = torch.empty_like(reduced)
+        torch.distributed.reduce_scatter_tensor(total, whole)
+        assert torch.equal(reduced, total), "small integers have exact sums"
+    transports = {s.group: s.transport for s in extension().sessions()}
+    assert transports[layout.across] == "c10d" and transports[layout.within] != "c10d"
