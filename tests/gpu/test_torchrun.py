@@ -37,6 +37,12 @@ MODULES = (
     Module("functions", 200, 120),
     Module("data_parallel", 200, 120),
     Module("graphs", 300, 120),
+    Module("split", 300, 150),
+    Module("zero_copy", 300, 150),
+    Module("coalesced", 150, 80),
+    Module("all_to_all", 240, 120),
+    Module("abandoned", 150, 80),
+    Module("context_parallel", 300, 150),
     Module("fused", 300, 150),
     Module("generate", 600, 300),
     Module("recorded", 150, 80),
@@ -87,6 +93,12 @@ def test_on_cpu_ranks(module: str, selection: str) -> None:
     finished = launch(torchrun_command(f"test_{module}.py", 2, ["--device", "cpu", "--quick", "-k", selection]), 150)
     assert finished.code == 0, f"{finished.why()}\n{finished.output[-6000:]}"
     assert " passed" in finished.output and " failed" not in finished.output
+
+
+def test_every_module_is_run() -> None:
+    """The others are run by test_matmul_algorithms.py and test_sanitizer.py."""
+    files = {path.stem.removeprefix("test_") for path in (Path(__file__).parent / "torchrun").glob("test_*.py")}
+    assert {name for name in files if "fails_alone" not in name} == {m.name for m in MODULES} | {"algorithms", "kernels"}
 
 
 FAILS_ALONE = """
