@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +62,7 @@ def _lower_split_pair(start: Any, finish: Any) -> None:
         graph = virtualized.graph
         first = len(graph.operations)
         token = begin(held, *args, **kwargs)
+        _keep_unread(graph.operations[first:])
         state = _split_state(graph)
         state.inputs[token.get_name()] = held
         if (left := state.left.get(slot_of(args))) is not None:
@@ -70,7 +72,9 @@ def _lower_split_pair(start: Any, finish: Any) -> None:
 
     def lower_finish(token: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         graph = virtualized.graph
+        first = len(graph.operations)
         result = end(token, _split_state(graph).inputs.get(token.get_name(), tensor), *args, **kwargs)
+        _keep_unread(graph.operations[first:])
         if "zero_copy" in places and args[places["zero_copy"]]:
             graph.never_reuse_buffers.add(result.get_name())
         else:
@@ -79,6 +83,16 @@ def _lower_split_pair(start: Any, finish: Any) -> None:
 
     for op, lower in ((start, lower_start), (finish, lower_finish)):
         compat.__getattr__("register_lowering")(op, type_promotion_kind=None)(lower)
+
+
+def _keep_unread(operations: Sequence[Any]) -> None:
+    """Forbid Inductor to remove the calls of ops among `operations` whose results nothing reads: peers wait for them.
+
+    Nothing reads the rows of experts on a rank without tokens: Inductor computes no tensor without elements.
+    """
+    for operation in operations:
+        if hasattr(operation, "op_overload"):
+            operation.has_side_effects = lambda: True
 
 
 def _lower_release(release: Any) -> None:

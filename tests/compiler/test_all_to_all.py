@@ -314,6 +314,16 @@ def test_block(pool2: RankPool, variant: dict[str, Any]) -> None:
 
 
 @pytest.mark.timeout(300)
+def test_inductor_keeps_exchanges_that_nothing_reads(pool2: RankPool) -> None:
+    """On a rank without tokens nothing reads the results of experts, but its peer waits for the exchange."""
+    options = {**SPLIT, "inner": "inductor"}
+    for outcome in pool2.run(compare_name, MOE, {"shared": False, "tokens": (24, 0)}, options, timeout=280):
+        outcome.check(3.0)
+        found = [d["strategy"] for d in outcome.decisions if d["kind"] == "all_to_all"]
+        assert found == ["none", "split", "split", "split", "split"]
+
+
+@pytest.mark.timeout(300)
 def test_generated_code(pool2: RankPool, slow_profile: str) -> None:
     """Inductor keeps matmuls between start and finish, whose input no other value is written to, and results are eager's."""
     options = {"profile": slow_profile, "min_bytes": 0}
