@@ -15,7 +15,7 @@ from . import rank_stage_data_parallel as ranks
         ("1F1B", "ddp"),
         ("Interleaved1F1B", "ddp"),
         ("ZBVZeroBubble", "unused"),
-        ("1F1B", "blocks"),
+        ("ZBVZeroBubble", "blocks"),
         ("Interleaved1F1B", "fsdp"),
         ("ZBVZeroBubble", "fsdp"),
         ("ZBVZeroBubble", "low_precision"),
