@@ -260,7 +260,7 @@ def test_the_mesh_is_part_of_cache_keys(monkeypatch: pytest.MonkeyPatch, is_on: 
     monkeypatch.setattr(compat, "process_groups", lambda: [SimpleNamespace(group_name=name) for name in "12"])
     keys = []
     for rank, groups in ((0, [[0, 1], [0, 2]]), (3, [[2, 3], [1, 3]]), (0, [[0, 1], [0, 3]])):
-        monkeypatch.setattr(compat, "group_ranks", lambda name, g=groups: g[int(name) - 1])
+        monkeypatch.setattr(compat, "global_ranks", lambda group, g=groups: g[int(group.group_name) - 1])
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
         keys.append(JointPass(Options(scatter_first=is_on)).uuid())
     assert keys[0] == keys[1] and (keys[0] != keys[2]) == is_on
