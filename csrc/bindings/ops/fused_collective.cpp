@@ -46,7 +46,8 @@ Tensor operand(const Builder& b, const OptionalTensor& t, const char* name, cons
 TwoTensors cast_to_float8(const Tensor& x, const Operands& o, const Epilogue& e, at::ScalarType dtype) {
     const Tensor wide = x.to(at::kFloat);
     const bool by_row = e.amax_factor > 0;
-    const Tensor scale = by_row ? wide.abs().amax(-1, true).mul(e.amax_factor).clamp_min(e.least_scale) : o.scale.view(at::IntArrayRef{});
+    const Tensor scale =
+        by_row ? wide.abs().amax(-1, true).mul(e.amax_factor).clamp_min(e.least_scale) : o.scale.view(at::IntArrayRef{});
     const float most = e.normed_type == DType::e5m2 ? e5m2_max : e4m3_max;
     const Tensor scaled = e.divide_by_scale ? wide / scale : wide * scale.reciprocal();
     return {scaled.clamp(-most, most).to(dtype), by_row ? scale : at::empty({0}, wide.options())};
