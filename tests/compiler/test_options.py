@@ -83,8 +83,9 @@ def test_old_names_say_the_new_spelling(name: str) -> None:
 
 def test_tables_are_complete() -> None:
     """One row per option, field of fp8, and setting; defaults come first."""
-    rows = {name: (values, doc) for name, values, doc in describe_options()}
-    assert len(rows) == 20 and set(rows) == set(NAMES_OF_OPTIONS)
+    described = describe_options()
+    rows = {name: (values, doc) for name, values, doc in described}
+    assert len(rows) == len(described) and set(rows) == set(NAMES_OF_OPTIONS)
     assert rows["overlap"][0] == '`"auto"`, `"force"`, `"off"`' and rows["verify"][0] == "`False`, `True`"
     assert all(values and doc for values, doc in rows.values())
     assert [name for name, _, _ in describe_fp8()] == ["products", "recipe", "weights", "state", "filter", "reduce_scatter"]
