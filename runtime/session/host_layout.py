@@ -30,7 +30,9 @@ def hosts_of(group: str) -> tuple[str, ...]:
     """
     world = world_hosts()
     ranks = compat.global_ranks(compat.group_of(group)) if world else []
-    return tuple(world[rank] for rank in ranks) or ("",)  # without ranks: a group that c10d does not know
+    if not ranks or max(ranks) >= len(world):  # a group that c10d does not know, or of ranks that are not there: a mirror
+        return ("",)
+    return tuple(world[rank] for rank in ranks)
 
 
 def own_host() -> str:

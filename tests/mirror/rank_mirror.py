@@ -155,6 +155,23 @@ def real_group_after(rank: int, processes: int) -> list[str]:
     return far("real group", kept, torch.cat(shards).double(), 1)
 
 
+def hosts_of_a_mirror(rank: int, processes: int) -> tuple[str, ...]:
+    """Name the groups of several hosts next to a mirrored group, and return the hosts of its ranks."""
+    from ub_overlap.runtime import settings
+    from ub_overlap.runtime.session.host_groups import name_host_groups
+    from ub_overlap.runtime.session.host_layout import hosts_of
+
+    groups = MirrorGroups(world_of(rank, processes), 4)
+    try:
+        group = groups.new_group()
+        settings.configure(hosts="0,1")
+        name_host_groups()
+        return hosts_of(group)
+    finally:
+        settings.configure(hosts="")
+        groups.close()
+
+
 def lost_process(rank: int, processes: int) -> list[str]:
     """One process makes no second call: the other one reports it within the deadline, and the ranks that it stands for."""
     from ub_overlap.runtime import errors, settings
