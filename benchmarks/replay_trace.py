@@ -1,4 +1,4 @@
-"""The trace of a captured step, replayed."""
+"""The trace of a step: captured and replayed, or eager between two marks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ub_overlap.tools import trace_events
@@ -15,6 +16,8 @@ from ub_overlap.tools.rank_process import World
 
 REPLAYS = 15
 """Replays in a trace, without a pause: clocks and power are those of steady load."""
+MARK_CYCLES = 20_000
+"""Length of the kernel that marks the begin or the end of an eager step: 10 us."""
 
 
 def prepare_for_captures() -> None:
@@ -22,6 +25,17 @@ def prepare_for_captures() -> None:
     os.environ |= {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}
     with profile():
         pass
+
+
+def trace_eager_steps(step: Callable[[], Any], together: Callable[[], Any], world: World) -> list[trace_events.Event]:
+    """Return the events of REPLAYS eager steps, each started together and between two marks. All ranks profile; collective."""
+
+    def marked() -> None:
+        torch.cuda._sleep(MARK_CYCLES)
+        step()
+        torch.cuda._sleep(MARK_CYCLES)
+
+    return trace_replays(marked, together, world)
 
 
 def trace_replays(replay: Callable[[], Any], together: Callable[[], Any], world: World) -> list[trace_events.Event]:

@@ -13,7 +13,7 @@ from ub_overlap.runtime.session.bind import arena_bytes
 from ub_overlap.tools.rank_process import Deadline, World, capture_graph
 
 from . import facts, waterfall
-from .replay_trace import trace_replays
+from .replay_trace import trace_eager_steps, trace_replays
 from .timing import Clock
 
 V = TypeVar("V", bound=Any)
@@ -119,17 +119,21 @@ class VariantRun:
         self.rounds(replays, rows, "_g")
         return replays
 
-    def waterfall(self, replays: dict[str, Any], row: dict[str, Any]) -> None:
-        """Take the captured step of each variant apart, on the rank whose "compute" takes longest."""
+    def waterfall(self, calls: Mapping[str, Any], row: dict[str, Any], is_eager: bool = False) -> None:
+        """Take the step of each variant apart, on the rank whose "compute" takes longest.
+
+        `calls`: "VARIANT step": replays of captured steps, or eager steps.
+        """
         steps: dict[str, Any] = {}
         for name, variant in row["variants"].items():
-            if f"{name} step" not in replays:
+            if f"{name} step" not in calls:
                 variant["why"]["waterfall"] = variant["why"].get("step_g", "no captured step")
                 continue
 
-            def measure(replay: Any = replays[f"{name} step"]) -> waterfall.StepTimes:
-                events = trace_replays(replay, self.clock.together, self.world)
-                return waterfall.middle_step(waterfall.measure_steps(events))
+            def measure(call: Any = calls[f"{name} step"]) -> waterfall.StepTimes:
+                trace = trace_eager_steps if is_eager else trace_replays
+                events = trace(call, self.clock.together, self.world)
+                return waterfall.middle_step((waterfall.measure_marked_steps if is_eager else waterfall.measure_steps)(events))
 
             with self.deadline(f"trace of {name}"):
                 steps[name], why = self.world.agreed(measure)
@@ -138,9 +142,10 @@ class VariantRun:
                 variant["why"]["waterfall"] = why
                 self.world.say(f"{name}: no waterfall: {why}")
         if steps:
-            measured = {n: row["variants"][n]["step_g"] for n in steps if row["variants"][n].get("step_g")}
+            time = "step" if is_eager else "step_g"
+            measured = {n: row["variants"][n][time] for n in steps if row["variants"][n].get(time)}
             ranks = self.world.gather(steps)
             base = "compute" if "compute" in steps else next(iter(steps))
             slowest = max(range(len(ranks)), key=lambda rank: ranks[rank][base].total_us)
-            row["waterfall"] = waterfall.compare(ranks[slowest], measured) | {"rank": slowest}
+            row["waterfall"] = waterfall.compare(ranks[slowest], measured) | {"rank": slowest, "is_eager": is_eager}
         self.save()

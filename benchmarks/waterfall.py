@@ -1,4 +1,4 @@
-"""Waterfall of captured steps: where the time of a variant goes, by class of kernel, against the time of "compute".
+"""Waterfall of captured or marked steps: where the time of a variant goes, by class of kernel, against "compute".
 
 Pure functions over the events of a profiler trace; no torch is needed. Each instant of a step belongs to one class:
 
@@ -51,6 +51,7 @@ CLASSES = (
     OWN_MATMULS, MATMULS, "attention", "Inductor's kernels", "ATen's kernels", "sums", "local copies", "casts",
     "transposed copies", "other kernels of ours", FLAGS, WAITS, COPIES, NCCL, PUSHES, "memsets", GAPS, OTHER,
 )  # fmt: skip
+_MARK = re.compile(r"\bspin_kernel\b")
 _BEHIND_COMPUTE = {FLAGS: 1, WAITS: 1, "memsets": 2, COPIES: 2, NCCL: 3, PUSHES: 4}
 """Rank of the classes that count only where no class of a lower rank runs; all others have rank 0."""
 
@@ -83,7 +84,19 @@ def measure_steps(events: Iterable[Event]) -> list[StepTimes]:
         raise ValueError(
             f"no captured step in the trace: expected device events with the correlation of a graph launch, got {what}"
         )
-    extents = sorted((min(s[0] for s in spans), max(s[1] for s in spans)) for spans in replays.values())
+    return _measure_extents(work, sorted((min(s[0] for s in spans), max(s[1] for s in spans)) for spans in replays.values()))
+
+
+def measure_marked_steps(events: Iterable[Event]) -> list[StepTimes]:
+    """Return the times of every eager step between two marks (torch.cuda._sleep), in order. ValueError for an odd number."""
+    work = sorted((e for e in events if trace_events.is_device_work(e)), key=lambda e: span(e)[0])
+    marks = [span(e) for e in work if _MARK.search(str(e.get("name")))]
+    if not marks or len(marks) % 2:
+        raise ValueError(f"no marked step in the trace: expected pairs of {_MARK.pattern}, got {len(marks)} of {len(work)} events")
+    return _measure_extents(work, [(a[1], b[0]) for a, b in zip(marks[::2], marks[1::2], strict=True)])
+
+
+def _measure_extents(work: Sequence[Event], extents: Sequence[Span]) -> list[StepTimes]:
     return [_measure_step([e for e in work if begin <= span(e)[0] and span(e)[1] <= end], begin, end) for begin, end in extents]
 
 

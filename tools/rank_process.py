@@ -146,8 +146,9 @@ class Deadline:
     def _over(self) -> None:
         label = f"rank {os.environ.get('RANK')}: {self.name}"
         try:
-            print(f"{label}: not done after {self.seconds:g} s", file=sys.stderr, flush=True)
-            faulthandler.dump_traceback(all_threads=True)
+            # Past what pytest captures, which is lost when the process ends.
+            print(f"{label}: not done after {self.seconds:g} s", file=sys.__stderr__, flush=True)
+            faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
             if self.last:
                 self.last()
         finally:

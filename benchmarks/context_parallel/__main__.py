@@ -21,7 +21,7 @@ from ub_overlap.tools.planner.ring_attention import ring_attention
 from ub_overlap.tools.rank_process import World
 
 from ..blocks.model import SIZES
-from ..parallel.flags import add_run_flags, options_of
+from ..parallel.flags import add_graph_flags, add_run_flags, options_of
 from ..parallel.run import ParallelRun, run_benchmark
 from ..parallel.variant import COMPUTE, EAGER, INDUCTOR
 from .model import FORMS
@@ -41,8 +41,8 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument(
         "--systems", help="default: compute, eager, inductor, those of ours, and TransformerEngine if installed"
     )
-    parser.add_argument("--graphs", action="store_true", help="time each as a CUDA graph too, last")
     parser.add_argument("--tiny", action="store_true", help="a run of seconds: sizes tiny, 64 tokens, 1 layer, 2 iterations")
+    add_graph_flags(parser)
     add_run_flags(parser)
     args = parser.parse_args()
     if args.tiny:
@@ -86,8 +86,7 @@ class ContextParallelRun(ParallelRun):
         if first:
             self.compare_with(first, [n for n in variants if n not in (COMPUTE, first)], variants, row)
         self.time_all(variants, row)
-        if args.graphs:
-            self.capture({f"{name} step": v.step for name, v in variants.items()}, row["variants"])
+        self.take_apart(variants, row)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..parallel.table import row_text
+from ..parallel.table import row_text, waterfall_text
 
 BASELINE = "inductor"
 
@@ -15,6 +15,13 @@ def baseline_of(name: str) -> str:
 
 
 def text(document: dict[str, Any], style: str = "simple") -> str:
-    """Return one table per size and sequence, with the share of Inductor's exposed time in the same form that is hidden."""
-    titles = [(f"{row['size']}, {row['layers']} layers, {row['seq']} tokens", row) for row in document["rows"]]
-    return "\n\n".join(row_text(title, row, style, BASELINE, baseline_of) for title, row in titles) or "no rows"
+    """Return one table per size and sequence, with the share of Inductor's exposed time in the same form that is hidden.
+
+    Then the waterfall of its steps, where it was measured.
+    """
+    parts = []
+    for row in document["rows"]:
+        title = f"{row['size']}, {row['layers']} layers, {row['seq']} tokens"
+        parts.append(row_text(title, row, style, BASELINE, baseline_of))
+        parts.extend(waterfall_text(row, style))
+    return "\n\n".join(parts) or "no rows"

@@ -10,7 +10,7 @@ step, over what is allocated before it. Landing memory is not in it: all variant
 own. With {"verify": true} in its options a variant prints the largest error of its sites against the plain collectives; its
 times mean nothing.
 --hosts N declares the ranks to be on N hosts: variants of ours then split collectives over c10d (NCCL), as across hosts.
---waterfall shows where the captured step of each variant spends its time, by class of kernel, against compute.
+--waterfall shows where the step of each variant spends its time, by class of kernel, against compute.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from ub_overlap.runtime import settings
 from ub_overlap.tools.rank_process import World
 
 from ..blocks.model import SIZES
-from ..parallel.flags import add_run_flags, options_of
+from ..parallel.flags import add_graph_flags, add_run_flags, options_of
 from ..parallel.run import ParallelRun, run_benchmark
 from ..parallel.variant import COMPUTE, INDUCTOR, ParallelVariant, differences
-from ..replay_trace import prepare_for_captures
 from .table import text
 from .variants import FSDP2, FSDP2_OURS, FSDP2_SYMM, SHARDED, TORCH, ParallelContext, make, site_errors
 
@@ -44,12 +43,10 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--seq", type=int, default=4096, help="tokens of each rank; batch 1")
     parser.add_argument("--variants", help="default: compute,inductor,fsdp2 and those of ours")
-    parser.add_argument("--graphs", action="store_true", help="time each as a CUDA graph too, last")
-    parser.add_argument("--waterfall", action="store_true", help="take the captured steps apart, last; implies --graphs")
     parser.add_argument("--hosts", type=int, default=0, help="hosts that the ranks count as (0: the true ones)")
+    add_graph_flags(parser)
     add_run_flags(parser)
     args = parser.parse_args()
-    args.graphs = args.graphs or args.waterfall
     args.options = options_of(args.ours, OURS)
     names = (args.variants or ",".join((*TORCH, FSDP2_OURS, *args.options))).split(",")
     args.variants = [n for name in names for n in (args.options if name == "ours" and args.ours else [name])]
@@ -76,14 +73,10 @@ class DataParallelRun(ParallelRun):
         variants = self.compile_all(row, lambda name: make(name, context))
         self.compare(variants, row)
         self.time_all(variants, row)
-        if args.graphs:
-            uncaptured = [name for name in SHARDED if world.cuda and name in variants]
-            for name in uncaptured:
-                row["variants"][name]["why"]["step_g"] = "FSDP2's hooks are not captured"
-            steps = {f"{n} step": v.step for n, v in variants.items() if n not in uncaptured}
-            replays = self.capture(steps, row["variants"])
-            if args.waterfall:
-                self.waterfall(replays, row)
+        uncaptured = [name for name in SHARDED if world.cuda and name in variants]
+        for name in uncaptured if args.graphs or args.waterfall == "captured" else ():
+            row["variants"][name]["why"]["step_g"] = "FSDP2's hooks are not captured"
+        self.take_apart(variants, row, uncaptured)
 
     def compare(self, variants: dict[str, ParallelVariant], row: dict[str, Any]) -> None:
         """Compare output and gradients with inductor. A variant with wrong numbers gets no times.
@@ -117,8 +110,6 @@ def main() -> None:
     def prepare(world: World) -> None:
         if args.hosts:
             settings.configure(hosts=str(world.ranks // args.hosts))
-        if args.waterfall and world.cuda:
-            prepare_for_captures()
 
     run_benchmark("data_parallel", args, DataParallelRun, DataParallelRun.measure, text, prepare, hosts=args.hosts)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import waterfall
-from ..parallel.table import row_text
+from ..parallel.table import row_text, waterfall_text
 
 BASELINE = "fsdp2"
 
@@ -13,14 +12,11 @@ BASELINE = "fsdp2"
 def text(document: dict[str, Any], style: str = "simple") -> str:
     """Return one table per size, with the share of FSDP2's exposed time that is hidden.
 
-    Then the waterfall of its captured steps, where it was measured.
+    Then the waterfall of its steps, where it was measured.
     """
     parts = []
     for size in document["rows"]:
         title = f"{size['size']}, {size['layers']} layers, {size['seq']} tokens"
         parts.append(row_text(title, size, style, BASELINE, lambda name: BASELINE))
-        if "waterfall" in size:
-            rank = size["waterfall"].get("rank", 0)
-            parts.append(f"captured step of {size['layers']} {size['size']} blocks, microseconds by class, rank {rank}")
-            parts.append(waterfall.text(size["waterfall"], style))
+        parts.extend(waterfall_text(size, style))
     return "\n\n".join(parts) or "no rows"

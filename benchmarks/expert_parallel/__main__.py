@@ -40,10 +40,12 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--no-shared", action="store_true", help="without the shared expert")
     parser.add_argument("--variants", help="default: compute, eager, inductor and those of ours")
     parser.add_argument("--tiny", action="store_true", help="a run of seconds: sizes tiny, 24 tokens, 1 layer, 2 iterations")
+    parser.add_argument("--waterfall", action="store_const", const="eager", help="take the steps apart, last")
     add_run_flags(parser)
     args = parser.parse_args()
     if args.tiny:
         args.size, args.tokens, args.own, args.layers, args.iters, args.warm = "tiny", "24", "2", 1, 2, 1
+    args.graphs = False  # the host reads how many tokens each expert gets
     args.options = options_of(args.ours, OURS)
     known = (COMPUTE, EAGER, INDUCTOR, SYMMETRIC, *args.options)
     args.variants = args.variants.split(",") if args.variants else [v for v in known if v != SYMMETRIC]
@@ -80,6 +82,7 @@ class ExpertParallelRun(ParallelRun):
         if EAGER in variants:
             self.compare_with(EAGER, [n for n in variants if n not in (COMPUTE, EAGER)], variants, row)
         self.time_all(variants, row)
+        self.take_apart(variants, row)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..parallel.table import row_text
+from ..parallel.table import row_text, waterfall_text
 
 BASELINE = "inductor"
 
@@ -14,6 +14,12 @@ def _title(row: dict[str, Any]) -> str:
 
 
 def text(document: dict[str, Any], style: str = "simple") -> str:
-    """Return one table per layer, with the share of Inductor's exposed time that is hidden."""
-    parts = [row_text(_title(row), row, style, BASELINE, lambda name: BASELINE) for row in document["rows"]]
+    """Return one table per layer, with the share of Inductor's exposed time that is hidden.
+
+    Then the waterfall of its steps, where it was measured.
+    """
+    parts = []
+    for row in document["rows"]:
+        parts.append(row_text(_title(row), row, style, BASELINE, lambda name: BASELINE))
+        parts.extend(waterfall_text(row, style))
     return "\n\n".join(parts) or "no rows"

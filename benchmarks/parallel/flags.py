@@ -1,4 +1,4 @@
-"""Flags of all these benchmarks."""
+"""Flags of these benchmarks."""
 
 from __future__ import annotations
 
@@ -18,6 +18,15 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deadline-s", type=float, default=240.0, help="time limit of a compilation or a round")
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--json")
+
+
+def add_graph_flags(parser: argparse.ArgumentParser) -> None:
+    """Add --graphs and --waterfall."""
+    parser.add_argument("--graphs", action="store_true", help="time each as a CUDA graph too, last")
+    parser.add_argument(
+        "--waterfall", nargs="?", choices=("captured", "eager"), const="captured",
+        help="take the steps apart, last: captured ones (default; implies --graphs), or eager ones",
+    )  # fmt: skip
 
 
 def options_of(ours: list[str], default: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -13,6 +13,7 @@ from ub_overlap.tools.rank_process import Deadline, World
 
 from .. import facts
 from ..ranks import end, start
+from ..replay_trace import prepare_for_captures
 from ..variant_run import VariantRun
 from .variant import ParallelVariant, differences
 
@@ -64,6 +65,16 @@ class ParallelRun(VariantRun):
         for kind in ("step", "forward") if self.args.forward else ("step",):
             self.rounds({f"{name} {kind}": getattr(v, kind) for name, v in variants.items()}, row["variants"])
 
+    def take_apart(self, variants: dict[str, ParallelVariant], row: dict[str, Any], uncaptured: Iterable[str] = ()) -> None:
+        """Time captured steps, and take steps apart, as --graphs and --waterfall say. `uncaptured`: variants left out."""
+        steps = {f"{name} step": v.step for name, v in variants.items()}
+        if self.args.graphs or self.args.waterfall == "captured":
+            replays = self.capture({f"{n} step": steps[f"{n} step"] for n in variants if n not in uncaptured}, row["variants"])
+            if self.args.waterfall == "captured":
+                self.waterfall(replays, row)
+        if self.args.waterfall == "eager" and self.world.cuda:
+            self.waterfall(steps, row, is_eager=True)
+
 
 def run_benchmark(
     name: str,
@@ -88,6 +99,8 @@ def run_benchmark(
     ops.load()
     settings.configure(step_timeout_s=60, init_timeout_s=240)  # ranks compile for different times
     prepare(world)
+    if getattr(args, "waterfall", None) and world.cuda:
+        prepare_for_captures()
     with Deadline("set-up", 120):
         document: dict[str, Any] = {"benchmark": name, **facts.facts(world, f"benchmarks.{name}")}
         document |= {"iters": args.iters, "ours": args.options, **entries, "rows": []}

@@ -105,7 +105,10 @@ class Lockstep(RankProcess):
             if self._group is not None and not group:
                 self.close(self._group)
                 self._group = None
-            raise AssertionError("\n".join(errors))
+            text = "\n".join(errors)
+            if self.rank == 0:  # now, not at the end of the run: the next test may end the process
+                print(f"\n{test}: {text}", file=sys.__stderr__, flush=True)
+            raise AssertionError(text)
 
     def note(self, text: Any) -> None:
         """Keep measured values of the running test for the summary of rank 0."""

@@ -11,7 +11,7 @@ from ub_overlap.runtime.session import session
 
 pytestmark = pytest.mark.own_gpus("NCCL is the reference")
 
-SPLIT = {"inner": "aot_eager", "overlap": "off", "overrides": [{"strategy": "split"}]}
+SPLIT = {"overlap": "off", "overrides": [{"strategy": "split"}]}
 FORMS = {
     "gathered": ("gathered", "", False, False),
     "flex_op": ("flex_op", "", False, False),
@@ -25,7 +25,11 @@ FORMS = {
 @pytest.mark.deadline(120)
 @pytest.mark.parametrize("name", FORMS)
 def test_forms(lockstep: Lockstep, name: str) -> None:
-    """Every exchange is split; with overlap="off" FlexAttention's op stays, and says so."""
+    """Every exchange is split; with overlap="off" FlexAttention's op stays, and says so.
+
+    Inductor compiles what is left: without it, torch 2.11 runs rms_norm as one kernel, whose gradient has other strides than
+    it was traced with.
+    """
     form, rotation, load_balance, causal = FORMS[name]
     if form == "ulysses" and 4 % lockstep.ranks:
         pytest.skip(f"4 heads do not divide by {lockstep.ranks} ranks")
@@ -33,8 +37,9 @@ def test_forms(lockstep: Lockstep, name: str) -> None:
         pytest.skip("torch traces other collectives on each rank")
     torch.backends.cuda.matmul.allow_tf32 = False
     torch._dynamo.reset()
+    options = SPLIT if lockstep.cuda else SPLIT | {"inner": "aot_eager"}
     error, plans = compare_forms(
-        lockstep.rank, lockstep.ranks, form, SPLIT, rotation, load_balance, causal, device=lockstep.device_type
+        lockstep.rank, lockstep.ranks, form, options, rotation, load_balance, causal, device=lockstep.device_type
     )
     lockstep.sync()
     session.check()

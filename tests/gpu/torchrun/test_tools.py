@@ -15,8 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import ub_overlap
 from benchmarks import waterfall
-from benchmarks.blocks.profile import STEPS
-from benchmarks.replay_trace import prepare_for_captures, trace_replays
+from benchmarks.replay_trace import REPLAYS, prepare_for_captures, trace_replays
 from tests.gpu.cases import BF16
 from tests.gpu.lockstep import Lockstep
 from tests.harness.traces import as_loss
@@ -148,7 +147,7 @@ def taken_apart(lockstep: Lockstep) -> str:
     steps = waterfall.measure_steps(trace_replays(replay, lambda: dist.all_reduce(token), world))
     middle = waterfall.middle_step(steps)
     text = ", ".join(f"{kind} {us:.0f}" for kind, us in sorted(middle.classes.items(), key=lambda item: -item[1]))
-    if len(steps) != STEPS or not sites:
+    if len(steps) != REPLAYS or not sites:
         raise AssertionError(f"{len(steps)} steps in the trace, {len(sites)} sites")
     if abs(sum(middle.classes.values()) - middle.total_us) > 0.01 * middle.total_us:
         raise AssertionError(f"classes add up to {sum(middle.classes.values()):.0f} of {middle.total_us:.0f} us: {text}")
