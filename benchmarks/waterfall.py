@@ -92,7 +92,9 @@ def measure_marked_steps(events: Iterable[Event]) -> list[StepTimes]:
     work = sorted((e for e in events if trace_events.is_device_work(e)), key=lambda e: span(e)[0])
     marks = [span(e) for e in work if _MARK.search(str(e.get("name")))]
     if not marks or len(marks) % 2:
-        raise ValueError(f"no marked step in the trace: expected pairs of {_MARK.pattern}, got {len(marks)} of {len(work)} events")
+        raise ValueError(
+            f"no marked step in the trace: expected pairs of {_MARK.pattern}, got {len(marks)} of {len(work)} events"
+        )
     return _measure_extents(work, [(a[1], b[0]) for a, b in zip(marks[::2], marks[1::2], strict=True)])
 
 

@@ -26,7 +26,10 @@ def waterfall_text(row: dict[str, Any], style: str) -> list[str]:
     if "waterfall" not in row:
         return []
     kind, rank = "eager" if row["waterfall"].get("is_eager") else "captured", row["waterfall"].get("rank", 0)
-    return [f"{kind} step of {row['layers']} layers, microseconds by class, rank {rank}", waterfall.text(row["waterfall"], style)]
+    return [
+        f"{kind} step of {row['layers']} layers, microseconds by class, rank {rank}",
+        waterfall.text(row["waterfall"], style),
+    ]
 
 
 def row_text(title: str, row: dict[str, Any], style: str, what: str, baseline_of: Callable[[str], str]) -> str:

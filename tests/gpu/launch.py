@@ -52,7 +52,16 @@ def torchrun_command(
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     interpreter = ["--no-python", *(python or [sys.executable])]
     # Only Python's output is captured: the stacks of a rank that dies are seen.
-    tests = ["-m", "pytest", "-p", "no:cacheprovider", "--capture=sys", "-q", "-rfEs", str(ROOT / "tests/gpu/torchrun" / module)]
+    tests = [
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "--capture=sys",
+        "-q",
+        "-rfEs",
+        str(ROOT / "tests/gpu/torchrun" / module),
+    ]
     return [*launcher, *([] if all_output else ["--local-ranks-filter", "0"]), *interpreter, *tests, *arguments]
 
 

@@ -15,7 +15,7 @@ ALL_REDUCES = 5
 
 @pytest.mark.timeout(400)
 def test_tokens_are_the_same() -> None:
-    """The prompt and the decode steps are graphs of their own. With a dynamic cache the lengths are symbols."""
+    """With a static cache the decode step is a graph, with a dynamic one the prompt too, and the lengths are symbols."""
     pytest.importorskip("transformers")
     options: dict[str, Any] = {"profile": "h200", "inner": "aot_eager"}
     with RankPool(2) as pool:  # ranks of their own: torchtitan cannot be imported after transformers
@@ -24,7 +24,7 @@ def test_tokens_are_the_same() -> None:
         for cache, run in found.items():
             assert run["tokens"] == run["expected"] == outcomes[0][cache]["expected"], cache
             assert len({tuple(row) for row in run["tokens"]}) > 1, "all prompts go on alike"
-            assert len(run["graphs"]) >= 2, cache
+            assert len(run["graphs"]) >= (1 if cache == "static" else 2), cache
             for graph in run["graphs"]:
                 *sums, (kind, gathered, _) = graph
                 assert (kind, gathered) == ("all_gather", "none") and len(sums) == ALL_REDUCES, graph
