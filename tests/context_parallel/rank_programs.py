@@ -15,12 +15,14 @@ from torch.distributed.tensor.experimental._context_parallel._load_balancer impo
 from torch.nn.attention.flex_attention import create_block_mask
 
 from tests.context_parallel.model import Net, flex_gradients_on_cpu
-from tests.context_parallel.rank_attention import BATCH, POSITIONS, WIDTH, difference, train
+from tests.context_parallel.rank_attention import BATCH, WIDTH, difference, train
 from tests.models.compare import uncached
 from tests.models.torchtitan_llama import configuration, package
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.tools.planner.ring_attention import ring_attention
+
+POSITIONS = 32
 
 
 def compare_with_tensor_parallelism(
