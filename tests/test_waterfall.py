@@ -17,6 +17,7 @@ GEMM = "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNN"
 SUM = f"{OURS}reduce_kernel<__nv_bfloat16, __nv_bfloat16, 8, 2, 2, true>(ub_overlap::cuda::Sources, char*, long)"
 NORM = "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_{}"
 FLASH = "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<128>>>(Params)"
+MARK = "at::cuda::(anonymous namespace)::spin_kernel(long)"
 BARRIER = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
 
@@ -182,6 +183,30 @@ def test_an_eager_step_is_refused() -> None:
     trace.work(GEMM, 10, 5)
     with pytest.raises(ValueError, match="no captured step in the trace: .* got 1 device events, 0 launches of graphs"):
         waterfall.measure_steps(trace.events)
+
+
+def test_an_eager_step_lies_between_two_marks() -> None:
+    """The wait of the device for the host is a gap; what lies between two steps counts in none."""
+    trace = Trace()
+    for at in (1000.0, 2000.0, 3000.0):
+        trace.work(BARRIER, at - 40, 10)
+        trace.work(MARK, at - 20, 10)
+        trace.work(GEMM, at, 100)
+        trace.work(BARRIER, at + 100, 30)  # a collective of the step
+        trace.work(MARK, at + 130, 10)
+    steps = waterfall.measure_marked_steps(trace.events)
+    assert [step.total_us for step in steps] == pytest.approx([140.0] * 3)
+    assert steps[1].classes == pytest.approx({waterfall.GAPS: 10, waterfall.MATMULS: 100, waterfall.NCCL: 30})
+
+
+def test_an_odd_mark_is_refused() -> None:
+    trace = Trace()
+    trace.work(GEMM, 10, 5)
+    with pytest.raises(ValueError, match="got 0 of 1 events"):
+        waterfall.measure_marked_steps(trace.events)
+    trace.work(MARK, 20, 5)
+    with pytest.raises(ValueError, match="got 1 of 2 events"):
+        waterfall.measure_marked_steps(trace.events)
 
 
 def test_the_same_trace_shows_exposed_communication(tmp_path: Path) -> None:
