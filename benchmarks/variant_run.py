@@ -125,15 +125,17 @@ class VariantRun:
         `calls`: "VARIANT step": replays of captured steps, or eager steps.
         """
         steps: dict[str, Any] = {}
+        trace, measure_all, kind = (
+            (trace_eager_steps, waterfall.measure_marked_steps, "step") if is_eager
+            else (trace_replays, waterfall.measure_steps, "step_g")
+        )  # fmt: skip
         for name, variant in row["variants"].items():
             if f"{name} step" not in calls:
                 variant["why"]["waterfall"] = variant["why"].get("step_g", "no captured step")
                 continue
 
             def measure(call: Any = calls[f"{name} step"]) -> waterfall.StepTimes:
-                trace = trace_eager_steps if is_eager else trace_replays
-                events = trace(call, self.clock.together, self.world)
-                return waterfall.middle_step((waterfall.measure_marked_steps if is_eager else waterfall.measure_steps)(events))
+                return waterfall.middle_step(measure_all(trace(call, self.clock.together, self.world)))
 
             with self.deadline(f"trace of {name}"):
                 steps[name], why = self.world.agreed(measure)
@@ -142,8 +144,7 @@ class VariantRun:
                 variant["why"]["waterfall"] = why
                 self.world.say(f"{name}: no waterfall: {why}")
         if steps:
-            time = "step" if is_eager else "step_g"
-            measured = {n: row["variants"][n][time] for n in steps if row["variants"][n].get(time)}
+            measured = {n: row["variants"][n][kind] for n in steps if row["variants"][n].get(kind)}
             ranks = self.world.gather(steps)
             base = "compute" if "compute" in steps else next(iter(steps))
             slowest = max(range(len(ranks)), key=lambda rank: ranks[rank][base].total_us)

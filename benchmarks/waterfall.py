@@ -224,6 +224,14 @@ def named_share(whole: float, named: float) -> float | None:
     return 1.0 - abs(whole - named) / abs(whole) if whole else None
 
 
+def section(row: dict[str, Any], what: str, style: str) -> list[str]:
+    """Return the paragraphs on the waterfall of a row of a document, none where none was measured. `what`: what a step runs."""
+    if "waterfall" not in row:
+        return []
+    kind, rank = "eager" if row["waterfall"].get("is_eager") else "captured", row["waterfall"].get("rank", 0)
+    return [f"{kind} step of {what}, microseconds by class, rank {rank}", text(row["waterfall"], style)]
+
+
 def text(waterfall: dict[str, Any], style: str = "simple", kernels: int = 12) -> str:
     """Return two tables: microseconds by class, and the kernels whose time differs most from that in the base variant."""
     variants, base = waterfall["variants"], waterfall["base"]

@@ -145,10 +145,10 @@ class Deadline:
 
     def _over(self) -> None:
         label = f"rank {os.environ.get('RANK')}: {self.name}"
+        stderr = sys.__stderr__ or sys.stderr  # what pytest captures in sys.stderr is lost when the process ends
         try:
-            # Past what pytest captures, which is lost when the process ends.
-            print(f"{label}: not done after {self.seconds:g} s", file=sys.__stderr__, flush=True)
-            faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+            print(f"{label}: not done after {self.seconds:g} s", file=stderr, flush=True)
+            faulthandler.dump_traceback(file=stderr, all_threads=True)
             if self.last:
                 self.last()
         finally:

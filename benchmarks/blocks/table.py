@@ -69,8 +69,5 @@ def text(document: dict[str, Any], style: str = "simple") -> str:
         parts.append("\n".join(notes))
         if any("host" in v for v in variants.values()):
             parts.append(host.text(variants, style))
-        if "waterfall" in size:
-            rank = size["waterfall"].get("rank", 0)
-            parts.append(f"captured step of the {size['size']} {blocks}, microseconds by class, rank {rank}")
-            parts.append(waterfall.text(size["waterfall"], style))
+        parts.extend(waterfall.section(size, f"the {size['size']} {blocks}", style))
     return "\n\n".join(part for part in parts if part) or "no rows"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..parallel.table import row_text, waterfall_text
+from .. import waterfall
+from ..parallel.table import row_text
 
 BASELINE = "inductor"
 
@@ -23,5 +24,5 @@ def text(document: dict[str, Any], style: str = "simple") -> str:
     for row in document["rows"]:
         title = f"{row['size']}, {row['layers']} layers, {row['seq']} tokens"
         parts.append(row_text(title, row, style, BASELINE, baseline_of))
-        parts.extend(waterfall_text(row, style))
+        parts.extend(waterfall.section(row, f"{row['layers']} layers", style))
     return "\n\n".join(parts) or "no rows"

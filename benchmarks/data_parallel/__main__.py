@@ -73,10 +73,8 @@ class DataParallelRun(ParallelRun):
         variants = self.compile_all(row, lambda name: make(name, context))
         self.compare(variants, row)
         self.time_all(variants, row)
-        uncaptured = [name for name in SHARDED if world.cuda and name in variants]
-        for name in uncaptured if args.graphs or args.waterfall == "captured" else ():
-            row["variants"][name]["why"]["step_g"] = "FSDP2's hooks are not captured"
-        self.take_apart(variants, row, uncaptured)
+        sharded = [name for name in SHARDED if world.cuda and name in variants]
+        self.take_apart(variants, row, dict.fromkeys(sharded, "FSDP2's hooks are not captured"))
 
     def compare(self, variants: dict[str, ParallelVariant], row: dict[str, Any]) -> None:
         """Compare output and gradients with inductor. A variant with wrong numbers gets no times.

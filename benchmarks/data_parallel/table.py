@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..parallel.table import row_text, waterfall_text
+from .. import waterfall
+from ..parallel.table import row_text
 
 BASELINE = "fsdp2"
 
@@ -18,5 +19,5 @@ def text(document: dict[str, Any], style: str = "simple") -> str:
     for size in document["rows"]:
         title = f"{size['size']}, {size['layers']} layers, {size['seq']} tokens"
         parts.append(row_text(title, size, style, BASELINE, lambda name: BASELINE))
-        parts.extend(waterfall_text(size, style))
+        parts.extend(waterfall.section(size, f"{size['layers']} layers", style))
     return "\n\n".join(parts) or "no rows"

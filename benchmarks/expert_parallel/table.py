@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..parallel.table import row_text, waterfall_text
+from .. import waterfall
+from ..parallel.table import row_text
 
 BASELINE = "inductor"
 
@@ -21,5 +22,5 @@ def text(document: dict[str, Any], style: str = "simple") -> str:
     parts = []
     for row in document["rows"]:
         parts.append(row_text(_title(row), row, style, BASELINE, lambda name: BASELINE))
-        parts.extend(waterfall_text(row, style))
+        parts.extend(waterfall.section(row, f"{row['layers']} layers", style))
     return "\n\n".join(parts) or "no rows"

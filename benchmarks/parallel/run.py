@@ -65,14 +65,23 @@ class ParallelRun(VariantRun):
         for kind in ("step", "forward") if self.args.forward else ("step",):
             self.rounds({f"{name} {kind}": getattr(v, kind) for name, v in variants.items()}, row["variants"])
 
-    def take_apart(self, variants: dict[str, ParallelVariant], row: dict[str, Any], uncaptured: Iterable[str] = ()) -> None:
-        """Time captured steps, and take steps apart, as --graphs and --waterfall say. `uncaptured`: variants left out."""
-        steps = {f"{name} step": v.step for name, v in variants.items()}
-        if self.args.graphs or self.args.waterfall == "captured":
-            replays = self.capture({f"{n} step": steps[f"{n} step"] for n in variants if n not in uncaptured}, row["variants"])
-            if self.args.waterfall == "captured":
+    def take_apart(
+        self, variants: dict[str, ParallelVariant], row: dict[str, Any], uncaptured: Mapping[str, str] | None = None
+    ) -> None:
+        """Time captured steps, and take steps apart, as --graphs and --waterfall say.
+
+        `uncaptured`: why a variant is not captured, by name.
+        """
+        args, steps = self.args, {f"{name} step": v.step for name, v in variants.items()}
+        if args.graphs or args.waterfall == "captured":
+            captured = dict(steps)
+            for name, why in (uncaptured or {}).items():
+                row["variants"][name]["why"]["step_g"] = why
+                del captured[f"{name} step"]
+            replays = self.capture(captured, row["variants"])
+            if args.waterfall == "captured":
                 self.waterfall(replays, row)
-        if self.args.waterfall == "eager" and self.world.cuda:
+        if args.waterfall == "eager" and self.world.cuda:
             self.waterfall(steps, row, is_eager=True)
 
 
@@ -99,7 +108,7 @@ def run_benchmark(
     ops.load()
     settings.configure(step_timeout_s=60, init_timeout_s=240)  # ranks compile for different times
     prepare(world)
-    if getattr(args, "waterfall", None) and world.cuda:
+    if args.waterfall and world.cuda:
         prepare_for_captures()
     with Deadline("set-up", 120):
         document: dict[str, Any] = {"benchmark": name, **facts.facts(world, f"benchmarks.{name}")}

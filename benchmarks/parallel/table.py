@@ -7,8 +7,6 @@ from typing import Any
 
 from ub_overlap.compiler.text.table import render_table
 
-from .. import waterfall
-
 KINDS = {"step": "fwd + bwd", "forward": "fwd", "step_g": "fwd + bwd (g)", "forward_g": "fwd (g)"}
 COMPUTE = "compute"
 
@@ -19,17 +17,6 @@ def hidden(variants: dict[str, Any], name: str, kind: str, baseline: str) -> flo
     if name in (baseline, COMPUTE) or not theirs or not alone or not own or theirs <= alone:
         return None
     return (theirs - own) / (theirs - alone)
-
-
-def waterfall_text(row: dict[str, Any], style: str) -> list[str]:
-    """Return the paragraphs of the waterfall of a row, none where none was measured."""
-    if "waterfall" not in row:
-        return []
-    kind, rank = "eager" if row["waterfall"].get("is_eager") else "captured", row["waterfall"].get("rank", 0)
-    return [
-        f"{kind} step of {row['layers']} layers, microseconds by class, rank {rank}",
-        waterfall.text(row["waterfall"], style),
-    ]
 
 
 def row_text(title: str, row: dict[str, Any], style: str, what: str, baseline_of: Callable[[str], str]) -> str:

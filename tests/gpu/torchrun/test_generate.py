@@ -23,7 +23,7 @@ def test_tokens_are_the_same(lockstep: Lockstep, mode: str | None, batches: dict
     options: dict[str, Any] = {"profile": "h200"}
     options |= {"mode": mode} if lockstep.cuda and mode else {} if lockstep.cuda else {"inner": "aot_eager"}
     with on(lockstep.device):
-        found = rank_generate.run(lockstep.rank, lockstep.ranks, batches, 12, options)  # steps of 1 token, replayed
+        found = rank_generate.run(lockstep.rank, lockstep.ranks, batches, 12, options)
     lockstep.sync()
     session.check()
     for cache, run in found.items():
