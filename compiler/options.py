@@ -94,6 +94,11 @@ class Options:
         integer_from(0),
         f"`{DEFAULT_SPLIT_BYTES}`, bytes",
     )
+    split_tokens: Literal["auto", "force", "off"] = typed_field(
+        "auto",
+        "layers declared by `ub_overlap.tokenwise` in two halves of their tokens, each exchanged while the other one computes. "
+        '"auto": where predicted to be faster; "force": all; "off": none. Weight gradients are then sums of two parts',
+    )
     zero_copy: Literal["auto", "off"] = typed_field(
         "off",
         'split gathers whose result is not copied out of landing memory. "auto": where all readers are in the graph and it is '

@@ -51,6 +51,7 @@ from .rewrite.part_strides import Outputs
 from .rewrite.rewrite_graph import rewrite
 from .select.decide import decide
 from .unmatched import report_unmatched
+from .windows.pair_exchanges import pair_exchanges
 from .windows.widen import widen_windows
 
 log = logging.getLogger(__name__)
@@ -163,13 +164,15 @@ def _insert_config(graph: Graph, options: Options, policy: Policy, inputs: Graph
 
 
 def prepare_sites(graph: Graph, options: Options, parameters: Collection[Node] | None) -> None:
-    """Change a graph before its sites are found: drop copies, and move independent nodes into narrow windows.
+    """Change a graph before its sites are found: drop copies, pair exchanges, and move independent nodes into narrow windows.
 
     `parameters`: as in `Window.is_at_the_edge`.
     """
     drop_unread(graph)
     drop_copies(graph)
-    widen_windows(graph, Policy.of(options), parameters)
+    policy = Policy.of(options)
+    pair_exchanges(graph, policy)
+    widen_windows(graph, policy, parameters)
 
 
 class RewritePass(_Pass):

@@ -24,13 +24,13 @@ def run(rank: int, world: int, arguments: list[str]) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_gradients_of_the_first_step(request: pytest.FixtureRequest, world: int) -> None:
-    """One layer; its counts are not split."""
+@pytest.mark.parametrize(("world", "halves"), [(2, False), (4, False), (2, True)])
+def test_gradients_of_the_first_step(request: pytest.FixtureRequest, world: int, halves: bool) -> None:
+    """One layer, whole or in two halves of its tokens; its counts are not split."""
     pool: RankPool = request.getfixturevalue(f"pool{world}")
     flags = "--device cpu --inner aot_eager --strategy split --check --layers 1 --steps 2 --tokens 24 --width 32 --hidden 48"
-    results = pool.run(run, flags.split(), timeout=120)
+    results = pool.run(run, [*flags.split(), "--split-tokens", "force" if halves else "off"], timeout=120)
     for result in results:
         assert result["gradient_error"] < 2e-2  # experts in bf16
         assert result["losses"] == results[0]["losses"] and len(result["losses"]) == 2
-        assert result["strategies"] == ["none", *["split"] * 4]
+        assert result["strategies"] == (["none"] * 2 + ["split"] * 8 if halves else ["none"] + ["split"] * 4)

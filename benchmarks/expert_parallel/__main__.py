@@ -27,7 +27,7 @@ from .model import ROUTINGS, SIZES
 from .table import text
 from .variants import SYMMETRIC, ExpertContext, make
 
-OURS: dict[str, dict[str, Any]] = {"ours": {}, "off": {"overlap": "off"}}
+OURS: dict[str, dict[str, Any]] = {"ours": {}, "halves": {"split_tokens": "force"}, "off": {"overlap": "off"}}
 
 
 def parse_flags() -> argparse.Namespace:

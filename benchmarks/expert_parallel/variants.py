@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import ub_overlap
 from ub_overlap.tools.rank_process import World
 
 from ..blocks.model import fresh_code
@@ -52,6 +53,8 @@ def make(name: str, context: ExpertContext) -> ParallelVariant:
         routes = make_routes(context.tokens, context.own * world.ranks, top, context.routing, world.rank)
         with torch.device(world.device):
             layers.append(ExpertLayer(sizes, context.own, routes, group, context.has_shared))
+        if group is not None:
+            ub_overlap.tokenwise(layers[-1].experts, arguments=3)  # for ours: other systems compute them whole
     model: nn.Module = fresh_code(nn.Sequential(*layers)).to(world.device, torch.bfloat16)
     if name == SYMMETRIC:
         use_symmetric_memory(model, context.tokens * top * world.ranks)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ub_overlap import _torch_compat as compat
+from ub_overlap import _aot_compat
 
 LocalSizes = tuple[tuple[int, ...], ...]
 """For each dim of a tensor: the sizes on the ranks, ascending. One if all are the same, none if unknown."""
@@ -48,7 +48,7 @@ def _chunks(n: int, ranks: int) -> set[int]:
 def sizes_by_placeholder(graph: Graph, shards: UnevenInputs) -> dict[Node, LocalSizes]:
     """Return the sizes of `shards` by the placeholders of a joint graph that take the local tensors."""
     sizes: Mapping[int, LocalSizes] = dict(shards)
-    positions = {node: compat.dtensor_input(node) for node in graph.find_nodes(op="placeholder")} if shards else {}
+    positions = {node: _aot_compat.dtensor_input(node) for node in graph.find_nodes(op="placeholder")} if shards else {}
     return {node: sizes[position] for node, position in positions.items() if position in sizes}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from ub_overlap import _aot_compat
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime.packed_mark import MARK
 
@@ -70,10 +71,10 @@ class GraphInputs:
         Those that the graph writes to are left out, as a write would not wait for those who read the block as one matrix.
         """
         places: dict[int | None, tuple[int, int]] = {position: (block, offset) for position, block, offset in self.neighbors}
-        found = {n: places.get(compat.graph_input(n)) for n in graph.find_nodes(op="placeholder")} if places else {}
+        found = {n: places.get(_aot_compat.graph_input(n)) for n in graph.find_nodes(op="placeholder")} if places else {}
         return {n: place for n, place in found.items() if place is not None and not any(map(is_mutable, n.users))}
 
     def parameters_in(self, graph: Graph) -> set[Node]:
         """Return the placeholders of a graph that take parameters, or their local tensors."""
         positions = set(self.parameters)
-        return {n for n in graph.find_nodes(op="placeholder") if compat.graph_input(n) in positions}
+        return {n for n in graph.find_nodes(op="placeholder") if _aot_compat.graph_input(n) in positions}

@@ -64,7 +64,7 @@ def explain(
                 with verify.FLOAT8.record_separately() as errors, compiler.installed(model, verified) as function:
                     once(function)
         profiles = [p.options["profile"] for p in own if p.options and p.options.get("profile") is not None]
-        return Report(plans, before, load(profiles[0]) if profiles else None, measured, errors)
+        return Report(plans, before, load(profiles[0]) if profiles else None, measured, errors, HISTORY.token_splits(mark))
 
     return run
 

@@ -12,6 +12,7 @@ from ub_overlap.runtime.errors import StoredFileError
 
 from ..plan import plan_files
 from ..plan.plan import Plan
+from ..tokens.token_split import TokenSplit
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +24,7 @@ class History:
         self._limit = limit
         self._plans: OrderedDict[str, Plan] = OrderedDict()
         self._created: deque[tuple[int, str]] = deque(maxlen=limit)
+        self._token_splits: dict[str, tuple[int, TokenSplit]] = {}
         self._count = 0
         self._lock = threading.Lock()  # Inductor compiles on several threads
 
@@ -39,6 +41,16 @@ class History:
             plan_store.save(plan.digest, plan.to_json())
         except OSError as e:
             plan_store.log_unsaved("decisions", plan.digest, "runs with a warm compile cache cannot report them", e)
+
+    def record_token_split(self, choice: TokenSplit) -> None:
+        """Keep the last choice of each tokenwise layer."""
+        with self._lock:
+            self._token_splits[choice.layer] = self._count, choice
+
+    def token_splits(self, mark: int = 0) -> list[TokenSplit]:
+        """Return the choices of tokenwise layers after `mark`, in the order in which the layers were traced first."""
+        with self._lock:
+            return [choice for number, choice in self._token_splits.values() if number >= mark]
 
     def mark(self) -> int:
         """Return a point in time, for `since`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ..plan.decision import CastDecision, Decision
 from ..plan.plan import Plan
 from ..plan.strategy import NONE, DispatchTable
 from ..text.table import render_table
+from ..tokens.token_split import TokenSplit
 from . import timeline
 from .history import HISTORY
 from .measured import Measured
@@ -90,7 +92,7 @@ class Report:
 
     `since`: earlier site_stats, which are subtracted from the run-time figures. `profile`: the profile of predictions for
     plans whose own profile is not available; None is this machine's. `measured`: times by "<plan digest>/<site id>".
-    `float8`: errors by CastDecision.key; None is those of this process so far.
+    `float8`: errors by CastDecision.key; None is those of this process so far. `token_splits`: of tokenwise layers.
     """
 
     def __init__(
@@ -100,8 +102,10 @@ class Report:
         profile: Profile | None = None,
         measured: dict[str, Measured] | None = None,
         float8: dict[str, verify.SiteError] | None = None,
+        token_splits: Sequence[TokenSplit] = (),
     ) -> None:
         self.plans = plans
+        self.token_splits = tuple(token_splits)
         self._since = since or {}
         self._profile = profile
         self._measured = measured or {}
@@ -152,8 +156,9 @@ class Report:
         return [plan_store.path_of(p.digest) for p in self.plans]
 
     def summary(self) -> str:
-        """Return one line per graph."""
-        return "\n".join(format_plan(p) for p in self.plans) or "no graph with collectives was compiled"
+        """Return one line per graph, and per tokenwise layer."""
+        lines = [format_plan(p) for p in self.plans] or ["no graph with collectives was compiled"]
+        return "\n".join([*lines, *map(str, self.token_splits)])
 
     def table(self, width: int | None = None) -> str:
         """Return a table with one row per collective. `width`: the limit of a line; columns that do not fit are left out."""
@@ -272,6 +277,7 @@ class Report:
             "totals": self.totals() if self.plans else "",
             "sites": [d.to_dict() for d in self.decisions],
             "casts": [c.to_dict() for c in self.casts],
+            "token_splits": [t.to_dict() for t in self.token_splits],
             "lanes": self._lanes(),
             "graphs": [g.to_dict() for g in self.graphs],
         }
@@ -391,4 +397,4 @@ def reports() -> Report:
     plans = {p.digest: p for p in HISTORY.plans()}
     ran = (SiteId.parse(site).digest for site in site_stats())
     plans |= {p.digest: p for p in HISTORY.find_all(d for d in ran if d not in plans and plan_store.is_digest(d))}
-    return Report(list(plans.values()))
+    return Report(list(plans.values()), token_splits=HISTORY.token_splits())

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from ub_overlap import _aot_compat
 from ub_overlap import _torch_compat as compat
 
 from ..graph.aten import alias_base, aten, is_mutable
@@ -59,7 +60,7 @@ class Outputs:
 
     @classmethod
     def of(cls, graph: Graph, is_backward: bool, restores_strides: bool) -> Outputs:
-        return cls(frozenset(compat.saved_outputs(graph.output_node())), is_backward, restores_strides)
+        return cls(frozenset(_aot_compat.saved_outputs(graph.output_node())), is_backward, restores_strides)
 
     def may_return(self, output: Node, node: Node, value: torch.Tensor) -> bool:
         """Return whether `output` may return `node` as the view `value`."""

@@ -3,7 +3,9 @@
 1. Each collective with a window has a best case: all that runs in the window hides its transfer.
 2. Alternatives that save less than the best case are set aside; the others are assigned first. Fused sites cannot move.
 3. The windows are placed between them (placement.py).
-4. A collective that saves less there than by what was set aside gets its alternatives back, and all is done again.
+4. A collective that saves less there than by what was set aside gets its alternatives back, and all is done again: first
+   those whose matmuls are in no placed window, which would have less to hide behind, then all.
+5. What saves most is taken.
 """
 
 from __future__ import annotations
@@ -15,13 +17,11 @@ from torch.fx import Graph, Node
 
 from ub_overlap.runtime.schedule.steps import PLAN_SLOTS
 
-from ..cost.choice import MARGIN_US, StrategyChoice
-from ..cost.predict import Prediction
+from ..cost.choice import MARGIN_US
 from ..cost.profile import Profile
 from ..cost.site_sizes import shape_of_site
 from ..cost.split_time import split_times
 from ..match import Candidate, Miss, Split
-from ..match.all_to_all import finishes_together
 from ..match.collectives import Collective, Op
 from ..match.fusion_order import FusionOrder
 from ..match.site import FIRST_HALF
@@ -29,25 +29,23 @@ from ..match.window import Window, moving_nodes
 from ..overrides.requested_strategy import Override
 from ..plan.decision import SplitWindow
 from ..plan.reasons import Reason
-from ..plan.strategy import NONE
 from ..select.alternatives import Alternative, Alternatives
 from ..select.assignment import Assignment
-from ..select.benefit import NO_BENEFIT, Benefit
+from ..select.benefit import NO_BENEFIT, Benefit, total_benefit
 from ..select.profitability import SiteCosts
 from .hierarchy import shortest_us
 from .landing_result import release_position
 from .node_times import NodeTimes, is_compute, next_to_collectives
+from .placed_record import Places, choice_of, describe_window, explain_loss, number_ops, saved_us
 from .placement import NETWORK, PORT, Item, Limits, Placed, Transfer, place
 from .ring_slots import fix_slots
 from .split_candidates import SplitCandidate, find_splits
 
-ROUNDS = 2
-"""Rounds in which collectives get their other alternatives back."""
+ROUNDS = 4
+"""Arrangements that are tried at most."""
 MARGIN = 0.05
 """The saving required of a split collective, as a share of the plain one."""
 
-Places = tuple[Placed, ...]
-"""The places of one collective: one, or those of its two halves in order."""
 Assign = Callable[[Sequence[Alternatives]], tuple[list[Assignment], FusionOrder]]
 """Alternatives of all candidates -> the selected ones, and the order in which they are fused."""
 
@@ -84,19 +82,62 @@ def choose_splits(
         return SplitChoice(*assign(found))
     planner = _Planner(graph, candidates, costs, splits)
     kept = [planner.set_aside(i, alternatives) for i, alternatives in enumerate(found)]
-    for last in (*[False] * ROUNDS, True):
+    best: _Round | None = None
+    given: set[int] = set()
+    reduced = {i for i, alternatives in enumerate(found) if alternatives.ranked and kept[i] is not alternatives}
+    for _ in range(ROUNDS):
         assignments, order = assign(kept)
         placed = planner.place(assignments, order)
+        worth = planner.worth(assignments, placed, reduced)
+        this = _Round(worth, assignments, order, placed, dict(planner.splits), frozenset(reduced))
+        if best is None or this.worth >= best.worth:  # the last of equals: its reasons are about all alternatives
+            best = this
         back = [
             i
             for i in planner.splits
             if kept[i] is not found[i] and assignments[i].alternative is None and planner.is_better_fused(i, placed, found[i])
         ]
-        if not back or last:
+        apart = {i: a for i in back if i not in given and (a := _outside(i, found[i], placed, order)).ranked}
+        given |= apart.keys()
+        for i in apart or back:
+            kept[i] = apart.get(i, found[i])
+            reduced.discard(i)
+        if not back:
             break
-        for i in back:
-            kept[i] = found[i]
-    return planner.choice(assignments, order, placed)
+    assert best is not None
+    planner.splits = best.splits
+    assignments = [
+        replace(a, result=_TAKEN) if i in best.reduced and a.alternative is None and i not in best.placed else a
+        for i, a in enumerate(best.assignments)
+    ]
+    return planner.choice(assignments, best.order, best.placed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """One arrangement of a graph, and what it is worth. `splits`: in halves or whole, as placed. `reduced`: candidates whose
+    alternatives were set aside."""
+
+    worth: Benefit
+    assignments: list[Assignment]
+    order: FusionOrder
+    placed: dict[int, Places]
+    splits: dict[int, SplitCandidate]
+    reduced: frozenset[int]
+
+
+_TAKEN = Miss(Reason.MATMUL_TAKEN, "its matmuls hide split collectives, which saves more")
+
+
+def _outside(i: int, alternatives: Alternatives, placed: Mapping[int, Places], order: FusionOrder) -> Alternatives:
+    """Return those alternatives of candidate `i` that take no node out of a window in which another collective is placed."""
+    inside = [(p.start, p.finish) for j, places in placed.items() if j != i for p in places]
+    ranked = [
+        a
+        for a in alternatives.ranked
+        if not any(begin <= order.position[m] < end for m in a.site.members for begin, end in inside)
+    ]
+    return replace(alternatives, ranked=ranked)
 
 
 @dataclass(slots=True)
@@ -111,6 +152,8 @@ class _Planner:
     """Microseconds of the graph's nodes, in the order with nothing fused."""
     _plain_order: FusionOrder = field(init=False)
     """The order with nothing fused."""
+    _set_aside_us: dict[int, float] = field(default_factory=dict)
+    """What the alternatives of a candidate were reduced by."""
 
     def __post_init__(self) -> None:
         untimed = next_to_collectives(self.graph, [(c.collective, c.match) for c in self.candidates])
@@ -161,8 +204,9 @@ class _Planner:
         if not s.is_required and best < self.needed_us(s):
             del self.splits[i]
             return (
-                alternatives if alternatives.ranked else replace(alternatives, miss=_explain_loss(s, best) or alternatives.miss)
+                alternatives if alternatives.ranked else replace(alternatives, miss=explain_loss(s, best) or alternatives.miss)
             )
+        self._set_aside_us[i] = best
         reduced = [replace(a, benefit=a.benefit.plus_us(-best)) for a in alternatives.ranked]
         return replace(alternatives, ranked=[a for a in reduced if a.benefit > NO_BENEFIT and not s.is_required])
 
@@ -186,16 +230,26 @@ class _Planner:
         else:
             whole = self._place(items, _in_halves(open_splits, set()), order)
             tried.append((set(), whole))
-            kept = {i for i in halves & placed.keys() if _saved_us(placed[i]) > _saved_us(whole.get(i, ()))}
+            kept = {i for i in halves & placed.keys() if saved_us(placed[i]) > saved_us(whole.get(i, ()))}
         if kept != halves:
             tried.append((kept, self._place(items, _in_halves(open_splits, kept), order)))
         kept, placed = max(tried, key=lambda one: self._worth(one[1]))
         self.splits |= _in_halves(open_splits, kept)
         return placed
 
+    def worth(self, assignments: Sequence[Assignment], placed: Mapping[int, Places], reduced: Collection[int]) -> Benefit:
+        """Return what all that is fused and placed saves together. `reduced`: candidates whose alternatives are reduced."""
+        fused = [
+            a.alternative.benefit.plus_us(self._set_aside_us[i] if i in reduced else 0.0)
+            for i, a in enumerate(assignments)
+            if a.alternative is not None
+        ]
+        required, us = self._worth(placed)
+        return total_benefit([*fused, Benefit(required, 0, 0, us)])
+
     def _worth(self, placed: Mapping[int, Places]) -> tuple[int, float]:
         """Return the number of required collectives that are placed, and what all save."""
-        return sum(self.splits[i].is_required for i in placed), sum(map(_saved_us, placed.values()))
+        return sum(self.splits[i].is_required for i in placed), sum(map(saved_us, placed.values()))
 
     def _place(self, items: Sequence[Item], open_splits: Mapping[int, SplitCandidate], order: FusionOrder) -> dict[int, Places]:
         splits = list(open_splits.values())
@@ -295,17 +349,17 @@ class _Planner:
         """Return whether one of all alternatives of a candidate saves more than splitting it does."""
         if self.splits[i].is_required:
             return False
-        saved = _saved_us(placed.get(i, ()))
+        saved = saved_us(placed.get(i, ()))
         return bool(alternatives.ranked) and alternatives.ranked[0].benefit > Benefit(0, 0, 0, saved)
 
     def choice(self, assignments: Sequence[Assignment], order: FusionOrder, placed: Mapping[int, Places]) -> SplitChoice:
         """Return the assignments with the placed collectives as split."""
-        result, numbers = list(assignments), _ordinals(self.candidates, assignments, order, placed)
+        result, numbers = list(assignments), number_ops(self.candidates, assignments, order, placed)
         choice = SplitChoice(result, order)
         for i, s in self.splits.items():
             places, alternatives = placed.get(i), assignments[i].alternatives
             if places is None:
-                if (lost := _explain_loss(s, None)) and not s.is_required and not assignments[i].alternative:
+                if (lost := explain_loss(s, None)) and not s.is_required and not assignments[i].alternative:
                     result[i] = replace(assignments[i], result=lost)
                 if s.is_required:
                     miss = Miss(
@@ -314,15 +368,15 @@ class _Planner:
                     )
                     result[i] = replace(assignments[i], result=miss)
                 continue
-            p, saved = places[-1], _saved_us(places)
+            p, saved = places[-1], saved_us(places)
             is_exchange = s.window.collective.op is Op.ALL_TO_ALL
             concurrent = tuple(filter(is_compute, order.items[p.start : p.finish])) if is_exchange else ()
             halves = tuple(replace(h.half, slot=one.slot) for h, one in zip(s.halves or (), places, strict=bool(s.halves)))
             site = Split(s.window.collective, p.slot, p.release is not None, concurrent, halves)
-            own = _as_choice(s, places)
+            own = choice_of(s, places)
             alternative = Alternative(site, s.strategy, saved, Benefit(0, 0, 0, saved), 0, own)
             result[i] = Assignment(alternatives, alternative, assignments[i].estimate)
-            choice.windows[i] = _describe(s, places, [numbers[i, part] for part in range(len(places))])
+            choice.windows[i] = describe_window(s, places, [numbers[i, part] for part in range(len(places))])
             choice.entries[i, ""] = s.window, p
             if halves:
                 choice.entries[i, FIRST_HALF] = replace(s.window, trail=()), places[0]
@@ -337,83 +391,5 @@ def _in_halves(splits: Mapping[int, SplitCandidate], kept: Collection[int]) -> d
     return {i: s if i in kept else replace(s, halves=None) for i, s in splits.items()}
 
 
-def _saved_us(places: Places) -> float:
-    return sum(p.saved_us for p in places)
-
-
-def _describe(s: SplitCandidate, places: Places, numbers: Sequence[tuple[list[int], list[int]]]) -> SplitWindow:
-    """Return the record of the places of one collective. `numbers`: as of _ordinals, for each place."""
-    forms = s.halves or (s,)
-    transports = [h.transport for h in s.halves] if s.halves else ["c10d" if s.window.collective.hosts > 1 else ""]
-    window = None
-    for form, transport, p, (shared, own) in zip(forms, transports, places, numbers, strict=True):
-        (start_order, *finish_order), (starts, finishes, *releases) = shared, own
-        window = SplitWindow(
-            p.slot, start_order, starts, finishes, form.landing_bytes, round(form.times.transfer_us, 2),
-            round(p.exposed_us, 2), transport, releases[0] if releases else None, finish_order[0] if finish_order else None,
-            window,
-        )  # fmt: skip
-    assert window is not None
-    return window
-
-
-def _explain_loss(s: SplitCandidate, best_us: float | None) -> Miss | None:
-    """Return why splitting an all_to_all does not pay; None for other collectives, whose fused forms have their own reasons.
-
-    `best_us`: what it saves at most, where that is too little.
-    """
-    if s.window.collective.op is not Op.ALL_TO_ALL:
-        return None
-    saves = "it would have to wait where it is placed" if best_us is None else f"split saves {max(0.0, best_us):.0f} us at most"
-    text = f"predicted us: none {s.times.plain_us:.0f}, split {s.times.shortest_us:.0f} if all is hidden; {saves}"
-    return Miss(Reason.NO_GAIN, _with_assumption(text, s))
-
-
 def _link(c: Collective) -> str:
     return PORT if c.hosts == 1 else NETWORK
-
-
-def _as_choice(s: SplitCandidate, places: Places) -> StrategyChoice:
-    """Return the predictions of a placed collective: plain, and the time that it takes from the graph."""
-    saved, exposed = _saved_us(places), sum(p.exposed_us for p in places)
-    us, transfer = s.times.plain_us - saved, sum(form.times.transfer_us for form in s.halves or (s,))
-    plain = Prediction(s.times.plain_us, 0.0, s.times.plain_us)
-    own = Prediction(us, 0.0, transfer)
-    text = f"predicted us: none {plain.us:.0f}, {s.strategy} {us:.0f}, of which {exposed:.0f} waiting"
-    predictions = {str(NONE): plain, str(s.strategy): own}
-    return StrategyChoice(s.strategy, predictions, _with_assumption(text, s), saved, (NONE, s.strategy))
-
-
-def _with_assumption(text: str, s: SplitCandidate) -> str:
-    return "; ".join(filter(None, (text, s.times.assumed)))
-
-
-def _ordinals(
-    candidates: Sequence[Candidate], assignments: Sequence[Assignment], order: FusionOrder, placed: Mapping[int, Places]
-) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
-    """Return for each placed collective, or half of one, two lists: the numbers of its ops among those whose order ranks share,
-    and the numbers of all its ops among everything that communicates. Keys: the number of the candidate, and of the half.
-
-    Ranks share the order of starts, of whole collectives, and of finishes that wait for finishes of other ranks. Where a rank
-    has its other finishes is its own business, and so is how many other nodes lie in between.
-    """
-    events: list[tuple[tuple[int, int, int], tuple[int, int]]] = []
-    for i, (candidate, assignment) in enumerate(zip(candidates, assignments, strict=True)):
-        for part, p in enumerate(placed.get(i, ())):
-            events += [((p.start, 0, p.start_number), (i, part)), ((p.finish, 0, p.finish_number), (i, part))]
-            if p.release is not None:
-                events.append(((p.release, 0, p.release_number), (i, part)))
-        if i not in placed:
-            site = assignment.site
-            node = candidate.collective.node
-            events.append(((order.span(node)[0] if site else order.position[node], 1, i), (i, 0)))
-    ordered: dict[tuple[int, int], list[int]] = {}
-    numbers: dict[tuple[int, int], list[int]] = {}
-    count = 0
-    for number, (_, key) in enumerate(sorted(events)):
-        own = numbers.setdefault(key, [])
-        own.append(number)
-        if len(own) == 1 or (len(own) == 2 and finishes_together(candidates[key[0]].collective)):
-            ordered.setdefault(key, []).append(count)
-            count += 1
-    return {key: (ordered[key], own) for key, own in numbers.items() if key[0] in placed}

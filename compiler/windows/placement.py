@@ -17,6 +17,9 @@ Both are placed, or none. Of a gather the second is placed first, and the first 
 
 A zero-copy gather has its slot until its release. Where a start finds no slot or memory for that reason, the gather that is
 read for longest is copied instead, if all transfers save more together then.
+
+Large transfers may find the memory taken by small ones, whose slots stay. Then memory is also reserved for them, and the
+arrangement that saves more is taken.
 """
 
 from __future__ import annotations
@@ -91,6 +94,10 @@ class Limits:
 
     bytes: int
     slots: int
+    reserved: int = 0
+    """The part of `bytes` that only `large` may use."""
+    large: frozenset[int] = frozenset()
+    """Numbers of transfers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,16 +124,30 @@ def place(
 
     `zero_copy`: by number of the transfer, its form without a copy, where it has one.
     """
-    forms = dict(zero_copy or {})
-    best, best_us = _place([forms.get(k, t) for k, t in enumerate(transfers)], items, limits, holders := set())
+    starved: set[int] = set()
+    best, best_us = _place_forms(transfers, items, limits, zero_copy or {}, starved)
+    if starved:
+        most = max(transfers[k].landing_bytes + transfers[k].held_bytes for k in starved)
+        limits = replace(limits, reserved=most, large=frozenset(starved))
+        chosen, us = _place_forms(transfers, items, limits, zero_copy or {}, set())
+        best = chosen if us > best_us else best
+    return _largest_slots_first(best, transfers)
+
+
+def _place_forms(
+    transfers: Sequence[Transfer], items: Sequence[Item], limits: Limits, zero_copy: Mapping[int, Transfer], starved: set[int]
+) -> tuple[list[Placed | None], tuple[int, float]]:
+    """Return the places, with as many zero-copy gathers as save most, and what they are worth. Adds to `starved`."""
+    forms = dict(zero_copy)
+    best, best_us = _place([forms.get(k, t) for k, t in enumerate(transfers)], items, limits, holders := set(), starved)
     for _ in range(ROUNDS):
         if not holders:
             break
         forms = {k: t for k, t in forms.items() if k not in holders}
-        chosen, us = _place([forms.get(k, t) for k, t in enumerate(transfers)], items, limits, holders := set())
+        chosen, us = _place([forms.get(k, t) for k, t in enumerate(transfers)], items, limits, holders := set(), set())
         if us > best_us:
             best, best_us = chosen, us
-    return _largest_slots_first(best, transfers)
+    return best, best_us
 
 
 def _largest_slots_first(places: Sequence[Placed | None], transfers: Sequence[Transfer]) -> list[Placed | None]:
@@ -144,11 +165,12 @@ def _largest_slots_first(places: Sequence[Placed | None], transfers: Sequence[Tr
 
 
 def _place(
-    transfers: Sequence[Transfer], items: Sequence[Item], limits: Limits, holders: set[int]
+    transfers: Sequence[Transfer], items: Sequence[Item], limits: Limits, holders: set[int], starved: set[int]
 ) -> tuple[list[Placed | None], tuple[int, float]]:
     """Return the places, and what they are worth: required transfers among them, and microseconds saved.
 
-    Adds to `holders` the zero-copy gathers for whose slot or memory others had to wait.
+    Adds to `holders` the zero-copy gathers for whose slot or memory others had to wait, and to `starved` the transfers that
+    found no memory, for the most part because others had it.
     """
     pairs = _pairs(transfers)
     active = set(range(len(transfers)))
@@ -157,6 +179,7 @@ def _place(
         sweep = _Sweep(items, transfers, active, limits)
         placed = sweep.run()
         holders |= sweep.holders
+        starved |= sweep.starved - placed.keys()
         worse = {k for pair in pairs if pair[0] in active and not _is_worth(pair, transfers, placed) for k in pair}
         if not worse:
             break
@@ -211,6 +234,10 @@ class _Sweep:
     """Zero-copy gathers between finish and release."""
     holders: set[int] = field(default_factory=set)
     """Those of them for whose slot or memory a start had to wait: of each such moment the one that is read for longest."""
+    starved: set[int] = field(default_factory=set)
+    """Transfers that found no memory at some moment, and would fit alone."""
+    large_bytes: int = 0
+    """What `limits.large` use: their slots and held inputs."""
     placed: dict[int, Placed] = field(default_factory=dict)
     latest: dict[int, int] = field(default_factory=dict)
     """The last position of each finish. A gather's first half finishes where its second half starts."""
@@ -261,12 +288,14 @@ class _Sweep:
             return False
         if t.first_half is not None and t.first_half not in self.placed:
             return False
-        slot = self.find_slot(t)
+        slot = self.find_slot(k)
         if slot is None:
             self.holders.update(sorted(self.unreleased, key=lambda k: (self.transfers[k].release or 0, k))[-1:])
             return False
         sizes = self.slots.setdefault(t.group, [])
         sizes += [0] * (slot + 1 - len(sizes))
+        if k in self.limits.large:
+            self.large_bytes += max(0, t.landing_bytes - sizes[slot]) + t.held_bytes
         sizes[slot] = max(sizes[slot], t.landing_bytes)
         self.held += t.held_bytes
         self.now += t.start_us
@@ -275,10 +304,11 @@ class _Sweep:
         self.open[k] = _Open(position, self.next_number(), slot, end)
         return True
 
-    def find_slot(self, t: Transfer) -> int | None:
+    def find_slot(self, k: int) -> int | None:
         """Return a free slot, None without one, or without memory.
 
         First come slots that the peers have left, then those that grow least, of these the smallest."""
+        t = self.transfers[k]
         sizes = self.slots.get(t.group, [])
         used = {o.slot for k, o in (*self.open.items(), *self.unreleased.items()) if self.transfers[k].group == t.group}
         if t.slot is not None:
@@ -286,12 +316,16 @@ class _Sweep:
         fixed = {other.slot for other in self.transfers if other.group == t.group}
         free = [slot for slot in range(min(len(sizes) + len(fixed) + 1, self.limits.slots)) if slot not in used | fixed]
         room = self.limits.bytes - sum(map(sum, self.slots.values())) - self.held - t.held_bytes
+        if k not in self.limits.large:
+            room -= max(0, self.limits.reserved - self.large_bytes)
         found: list[tuple[bool, int, int, int]] = []
         for slot in free:
             size = sizes[slot] if slot < len(sizes) else 0
             growth = max(0, t.landing_bytes - size)
             if growth <= room or t.is_required:
                 found.append((self.is_resting(t.group, slot), growth, size + growth, slot))
+        if free and not found and t.landing_bytes + t.held_bytes <= self.limits.bytes:
+            self.starved.add(k)
         return min(found)[-1] if found else None
 
     def is_resting(self, group: str, slot: int) -> bool:
@@ -305,6 +339,7 @@ class _Sweep:
             exposed = max(0.0, o.end_us - self.now)
             self.now += exposed + t.finish_us
             self.held -= t.held_bytes
+            self.large_bytes -= t.held_bytes if k in self.limits.large else 0
             self.left[t.group, o.slot] = self.now
             slowed = t.matmul_slowdown * t.transfer_us
             saved = t.plain_us - t.start_us - t.finish_us - t.release_us - exposed - slowed

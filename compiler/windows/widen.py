@@ -12,7 +12,8 @@ what computes them and read at once, so their windows are empty as traced. Two k
 
 As few nodes move as hide the transfer, the nearest first. Collectives, writes, random ops and their order stay. But a reduction
 that only the graph's output reads is delayed with the gradient that it reduces, and the gather of a parameter is advanced with
-what reads it: experts next to sharded weights. A graph whose peak memory would grow too much stays as it is.
+what reads it: experts next to sharded weights. Where peak memory would grow too much, the windows with the least to hide there
+are left alone.
 
 The steps of a ring have attention in their windows, or on other ranks nothing, and all ranks must keep one order. So only the
 last step is widened, whose result no step and no attention reads.
@@ -20,6 +21,8 @@ last step is widened, whose result no step and no attention reads.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -45,6 +48,8 @@ from .placement import SLACK, SLACK_US
 
 REACH = 400
 """Nodes examined on each side of a window: those of a few layers. Keeps the pass linear in the depth of the model."""
+TRIES = 4
+"""Orders that are tried at most, each with fewer windows, until one is within the memory limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +75,55 @@ def widen_windows(graph: Graph, policy: Policy, parameters: Collection[Node] | N
     position = {n: i for i, n in enumerate(graph.nodes)}
     untimed = next_to_collectives(graph, [(other, match_collective(other, position)) for other in find_collectives(graph)])
     times = NodeTimes.of(graph, policy.profile(c.ranks, _device(c)), hints, untimed, only_compute=differs)
-    order = _Order(list(graph.nodes), times.us, gathers, reductions)
-    for n in narrow:
-        order.widen(n)
-    if not order.moved:
-        return 0
-    before, memory = list(graph.nodes), PeakMemory.of(graph, hints)
-    _arrange(order.items)
-    if PeakMemory.of(graph, hints).peak > memory.limit:
-        _arrange(before)
-        return 0
-    return len(order.moved)
+    before, limit, fixed = list(graph.nodes), PeakMemory.of(graph, hints).limit, set[Node]()
+    for _ in range(TRIES):
+        order = _Order(list(before), times.us, gathers, reductions, fixed)
+        for n in narrow:
+            order.widen(n)
+        if not order.moved:
+            break
+        _arrange(order.items)
+        memory = PeakMemory.of(graph, hints)
+        if memory.peak <= limit:
+            return len(order.moved)
+        too_large = _find_too_large(order, before, memory.live, limit)
+        if not too_large:
+            break
+        fixed |= too_large
+    _arrange(before)
+    return 0
+
+
+def _find_too_large(order: _Order, before: Sequence[Node], live: Sequence[int], limit: int) -> set[Node]:
+    """Return the collectives whose windows are to stay as they are: at each peak beyond the limit, that with the least to hide.
+
+    `before`: the nodes in their first order. `live`: bytes at each position of the order.
+    """
+    old, new = ({n: i for i, n in enumerate(items)} for items in (before, order.items))
+    resting = [i for i, n in enumerate(order.items) if n not in order.moved]  # in both orders one behind the other
+    old_places = [old[order.items[i]] for i in resting]
+
+    def span(node: Node) -> tuple[int, int]:
+        """Return the positions, in the new order, between which `node` has moved."""
+        k = bisect_left(old_places, old[node])
+        was = resting[k] if k < len(resting) else len(order.items) - 1
+        return min(was, new[node]), max(was, new[node])
+
+    spans = {
+        c: (min(s[0] for s in found), max(s[1] for s in found))
+        for c, moved in order.moved_for.items()
+        if (found := [span(n) for n in moved])
+    }
+    rest, too_large = dict(spans), set[Node]()
+    for peak in sorted((i for i, b in enumerate(live) if b > limit), key=lambda i: -live[i]):
+        if any(first <= peak <= last for c, (first, last) in spans.items() if c in too_large):
+            continue
+        here = [c for c, (first, last) in rest.items() if first <= peak <= last]
+        if here:
+            c = min(here, key=lambda c: (order.hidden_us[c], new[c]))
+            too_large.add(c)
+            del rest[c]
+    return too_large
 
 
 def _find_narrow(
@@ -153,7 +196,13 @@ class _Order:
     """Collectives, and their waits, that may be advanced."""
     reductions: Collection[Node] = ()
     """Those that may be delayed."""
+    fixed: Collection[Node] = ()
+    """Collectives into whose windows nothing moves. What is in them is not taken from them."""
     moved: set[Node] = field(default_factory=set)
+    moved_for: dict[Node, list[Node]] = field(default_factory=dict)
+    """What moved into the window of each collective."""
+    hidden_us: dict[Node, float] = field(default_factory=dict)
+    """The time of that."""
     link_free: float = 0.0
     read: list[Node] = field(default_factory=list)
     """The first readers of earlier windows."""
@@ -169,14 +218,16 @@ class _Order:
         at = position[window.collective.node]
         first = min((position[n] for n in window.readers), default=len(self.items) - 1)
         begin, hidden = self._sum_us(0, at), self._sum_us(at, first)
+        if window.collective.node in self.fixed:
+            hidden = math.inf
         needed = (max(0.0, self.link_free - begin) + narrow.transfer_us) * (1 + SLACK) + SLACK_US
         if hidden < needed:
             delayed = self._find_delayed(position, at, needed - hidden)
             begin, hidden = begin - self._total_us(delayed), hidden + self._total_us(delayed)
-            self._move(delayed, at + 1)
+            self._move(delayed, at + 1, window)
         if hidden < needed:
             position = {n: i for i, n in enumerate(self.items)}
-            self._move(self._find_advanced(position, first, window, needed - hidden), first)
+            self._move(self._find_advanced(position, first, window, needed - hidden), first, window)
         self.link_free = max(begin, self.link_free) + narrow.transfer_us
         self.read += [n for n in window.readers if position[n] == first]
 
@@ -230,10 +281,13 @@ class _Order:
         """Return `nodes` in order; none if they take no time."""
         return sorted(nodes, key=position.__getitem__) if self._total_us(list(nodes)) > 0 else []
 
-    def _move(self, nodes: list[Node], position: int) -> None:
-        """Move `nodes`, in their order, in front of the item at `position`."""
+    def _move(self, nodes: list[Node], position: int, window: Window) -> None:
+        """Move `nodes`, in their order, in front of the item at `position`, into `window`."""
         if not nodes:
             return
+        c = window.collective.node
+        self.moved_for.setdefault(c, []).extend(nodes)
+        self.hidden_us[c] = self.hidden_us.get(c, 0.0) + self._total_us(nodes)
         inside = set(nodes)
         parts = self.items[:position], nodes, self.items[position:]
         self.items = [n for part in parts for n in part if part is nodes or n not in inside]

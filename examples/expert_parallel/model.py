@@ -25,7 +25,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         ends = torch.cumsum(counts, 0).to(torch.int32)
-        gate, up, down = (self.get_parameter(name).bfloat16().transpose(-2, -1) for name in ("gate", "up", "down"))
+        gate, up, down = (getattr(self, name).bfloat16().transpose(-2, -1) for name in ("gate", "up", "down"))
         inner = F.silu(F.grouped_mm(x, gate, offs=ends)) * F.grouped_mm(x, up, offs=ends)
         return F.grouped_mm(inner, down, offs=ends)
 

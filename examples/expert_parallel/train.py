@@ -36,6 +36,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64, help="of a rank")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--strategy", help='of the all_to_alls: "split" or "none" (default: as predicted)')
+    parser.add_argument(
+        "--split-tokens", choices=("auto", "force", "off"), default="auto", help="layers in two halves of tokens"
+    )
     parser.add_argument("--inner", default="inductor", help="what compiles the rewritten graphs: inductor or aot_eager")
     parser.add_argument("--check", action="store_true", help="compare the first step with one process")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -83,7 +86,13 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(f"cuda:{torch.cuda.current_device()}" if args.device == "cuda" else "cpu")
     model = build(args.width, args.hidden, args.experts, args.top, args.layers, group).to(device)
     overrides = [{"kind": "all_to_all", "strategy": args.strategy}] if args.strategy else None
-    options: dict[str, Any] = {"inner": args.inner, **({"overrides": overrides} if overrides else {})}
+    for layer in model:
+        ub_overlap.tokenwise(layer)  # routes know no capacity limit: each token is computed by itself
+    options: dict[str, Any] = {
+        "inner": args.inner,
+        "split_tokens": args.split_tokens,
+        **({"overrides": overrides} if overrides else {}),
+    }
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     result: dict[str, Any] = {"losses": []}
     with compat.dynamo_config.patch(capture_scalar_outputs=True):  # numbers of rows are part of the graph

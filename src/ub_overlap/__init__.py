@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ub_overlap.compiler.plan.plan import Plan
     from ub_overlap.compiler.reports.explain import explain
     from ub_overlap.compiler.reports.report import Report, reports
+    from ub_overlap.compiler.tokens.tokenwise import tokenwise
     from ub_overlap.runtime import errors
     from ub_overlap.runtime.errors import UbOverlapError
     from ub_overlap.runtime.fp8.amax_history import fp8_state
@@ -85,6 +86,7 @@ __all__ = [
     "send",
     "settings",
     "site_stats",
+    "tokenwise",
 ]
 
 if not TYPE_CHECKING:
@@ -129,6 +131,7 @@ if not TYPE_CHECKING:
         "send": ("ub_overlap.runtime.point_to_point.messages", "send"),
         "settings": ("ub_overlap.runtime.settings", "current"),
         "site_stats": ("ub_overlap.runtime.stats", "site_stats"),
+        "tokenwise": ("ub_overlap.compiler.tokens.tokenwise", "tokenwise"),
     }
 
     def __getattr__(name):

@@ -18,6 +18,10 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     # compiler
     "FakeStore": ("torch.testing._internal.distributed.fake_pg:FakeStore",),
     "FakeTensorMode": ("torch._subclasses.fake_tensor:FakeTensorMode",),
+    "ShapeEnv": ("torch.fx.experimental.symbolic_shapes:ShapeEnv",),
+    "aot_function": ("torch._functorch.aot_autograd:aot_function",),
+    "decompositions": ("torch._inductor.decomposition:select_decomp_table",),
+    "reparametrize_module": ("torch.nn.utils.stateless:_reparametrize_module",),
     "unset_fake_temporarily": ("torch._subclasses.fake_tensor:unset_fake_temporarily",),
     "OpOverload": ("torch._ops:OpOverload",),
     "HigherOrderOperator": ("torch._ops:HigherOrderOperator",),
@@ -31,6 +35,8 @@ _PRIVATE: dict[str, tuple[str, ...]] = {
     "InFlightTensor": ("torch.distributed._functional_collectives:AsyncCollectiveTensor",),
     "detect_fake_mode": ("torch._guards:detect_fake_mode",),
     "dynamo_config": ("torch._dynamo.config",),
+    "InstructionTranslator": ("torch._dynamo.symbolic_convert:InstructionTranslator",),
+    "InstructionTranslatorBase": ("torch._dynamo.symbolic_convert:InstructionTranslatorBase",),
     "dynamo_pgo": ("torch._dynamo.pgo",),
     "dynamo_entries": ("torch._dynamo.eval_frame:_debug_get_cache_entry_list",),
     "innermost_backend": ("torch._dynamo.eval_frame:innermost_backend",),
@@ -224,28 +230,6 @@ def hash_of_files(paths: list[Any]) -> str:
 def custom_graph_pass() -> type:
     """Return Inductor's base class of passes with a cache key."""
     return __getattr__("CustomGraphPass")
-
-
-def dtensor_input(node: Any) -> int | None:
-    """Return the index of the DTensor input of Dynamo's graph whose local tensor this placeholder is, else None.
-
-    `node`: a placeholder of a joint graph."""
-    desc = node.meta.get("desc")
-    return getattr(desc.base, "idx", None) if getattr(desc, "attr", None) == "_local_tensor" else None
-
-
-def graph_input(node: Any) -> int | None:
-    """Return the index of the input of Dynamo's graph that this placeholder, or its DTensor, is; else None.
-
-    `node`: a placeholder of a joint graph."""
-    desc = node.meta.get("desc")
-    return getattr(desc, "idx", None) if dtensor_input(node) is None else dtensor_input(node)
-
-
-def saved_outputs(node: Any) -> list[int]:
-    """Return the positions of tensors that are saved for backward among the outputs of a graph. `node`: its output node."""
-    descs = node.meta.get("desc") or ()
-    return [i for i, desc in enumerate(descs) if type(desc).__name__.startswith("SavedForBackwards")]
 
 
 def chained(before: list[Any], own: Any) -> Any:

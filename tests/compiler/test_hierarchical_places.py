@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.compiler.test_windows import random_problem
+from tests.compiler.test_placement import random_problem
 from ub_overlap.compiler.windows.placement import NETWORK, PORT, Item, Limits, Transfer, place
 
 

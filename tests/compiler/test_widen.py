@@ -10,6 +10,7 @@ from torch.fx import Graph, Node
 from tests.compiler.dags import Dag, aten
 from ub_overlap.compiler.cost.policy import Policy
 from ub_overlap.compiler.options import Options
+from ub_overlap.compiler.select.peak_memory import PeakMemory
 from ub_overlap.compiler.windows.widen import widen_windows
 
 WIDTH, ROWS = 4096, 8192
@@ -124,12 +125,17 @@ def test_windows_of_earlier_collectives_stay_filled() -> None:
     assert order_of(graph, first.all_input_nodes[0], product, read) == [first.all_input_nodes[0], product, read]
 
 
+def forbid_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limit peak memory to that of the graph as traced."""
+    monkeypatch.setattr("ub_overlap.compiler.select.peak_memory.MORE_BYTES", 0)
+    monkeypatch.setattr("ub_overlap.compiler.select.peak_memory.MORE_SHARE", 0.0)
+
+
 @pytest.mark.parametrize("is_limited", [False, True])
 def test_peak_memory_limits_moves(monkeypatch: pytest.MonkeyPatch, is_limited: bool) -> None:
     """Nothing moves where the operands of delayed nodes would raise the peak too far."""
     if is_limited:
-        monkeypatch.setattr("ub_overlap.compiler.select.peak_memory.MORE_BYTES", 0)
-        monkeypatch.setattr("ub_overlap.compiler.select.peak_memory.MORE_SHARE", 0.0)
+        forbid_growth(monkeypatch)
     d = Dag(2)
     x, v, w = d.input("x", ROWS, WIDTH), d.input("v", WIDTH, WIDTH), d.input("w", WIDTH, 16)
     hidden = d.mm(d.mm(x, v), v)
@@ -140,3 +146,42 @@ def test_peak_memory_limits_moves(monkeypatch: pytest.MonkeyPatch, is_limited: b
     before = list(graph.nodes)
     moved = widen(graph)
     assert (moved == 0 and list(graph.nodes) == before) if is_limited else moved > 0
+
+
+@pytest.mark.parametrize("large_first", [False, True])
+@pytest.mark.parametrize("is_limited", [False, True])
+def test_windows_within_the_memory_limit_are_widened(
+    monkeypatch: pytest.MonkeyPatch, is_limited: bool, large_first: bool
+) -> None:
+    """Of two gathers one has a product in front of it that reads parameters, the other one that reads a large tensor. That
+    tensor would live as long as the gather, beyond the limit, so this window alone stays as it is."""
+    if is_limited:
+        forbid_growth(monkeypatch)
+    d = Dag(2)
+    x, large, v, w = (
+        d.input(f"primals_{i}", *shape)
+        for i, shape in enumerate([(ROWS, WIDTH), (2 * ROWS, WIDTH), (WIDTH, WIDTH), (WIDTH, 16)])
+    )
+
+    def add_large() -> list[Node]:
+        product = d.mm(d.mm(d.mm(large, v), v), w)
+        gathered = d.gather(d.mm(d.mm(large, v), v))
+        return [product, gathered.all_input_nodes[0], d.call(aten.amax.default, gathered, [1])]
+
+    def add_harmless() -> list[Node]:
+        product = d.mm(x, v)
+        gathered = d.gather(d.call(aten.relu.default, x))
+        return [product, gathered.all_input_nodes[0], d.call(aten.amax.default, gathered, [1])]
+
+    if large_first:
+        stays, moves = add_large(), add_harmless()
+    else:
+        moves, stays = add_harmless(), add_large()
+    graph = d.output(stays[0], stays[2], moves[0], moves[2])
+    peak = PeakMemory.of(graph, {}).peak
+    assert widen(graph) > 0
+    product, start, read = moves
+    assert order_of(graph, *moves) == [start, product, read]
+    product, start, read = stays
+    assert order_of(graph, *stays) == ([product, start, read] if is_limited else [start, product, read])
+    assert (PeakMemory.of(graph, {}).peak <= peak) == is_limited

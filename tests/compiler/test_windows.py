@@ -1,12 +1,11 @@
-"""Windows of collectives and the scheduler that places split ones: bounds, mutations, slots, memory, order."""
+"""Windows of collectives: bounds, mutations, which ones are split, the clock, and random graphs."""
 
 from __future__ import annotations
 
-import itertools
-import random
 import time
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from torch.fx import Graph, Node
 
 from tests.compiler.dags import Dag, aten, c10d, inputs_of, module_of, random_dag
 from tests.compiler.rank_compile import world_name
+from tests.compiler.test_all_to_all import MoEDag
 from tests.harness.ranks import RankPool
 from ub_overlap import _torch_compat as compat
 from ub_overlap.compiler.cost import load
@@ -22,12 +22,12 @@ from ub_overlap.compiler.match.collectives import Collective, Op, find_collectiv
 from ub_overlap.compiler.match.fusion_order import FusionOrder
 from ub_overlap.compiler.match.window import WindowFinder
 from ub_overlap.compiler.options import Options, parse
+from ub_overlap.compiler.plan.decision import Decision
 from ub_overlap.compiler.plan.plan import Plan
 from ub_overlap.compiler.rewrite.part_strides import Outputs
 from ub_overlap.compiler.rewrite.rewrite_graph import rewrite
 from ub_overlap.compiler.select.decide import decide
 from ub_overlap.compiler.windows.node_times import NodeTimes
-from ub_overlap.compiler.windows.placement import NETWORK, PORT, Item, Limits, Placed, Transfer, place
 from ub_overlap.runtime import ops
 
 AUTO = Options(profile="h200", min_bytes=0)
@@ -156,158 +156,6 @@ def test_what_a_collective_feeds_does_not_move_in_front_of_it() -> None:
     assert last == begin == order.position[windows[1].collective.node]
 
 
-# --- the scheduler ------------------------------------------------------------------------------------------------------
-
-
-def random_problem(seed: int) -> tuple[list[Item], list[Transfer], Limits]:
-    rng = random.Random(seed)
-    items = [Item(0.0)] * 3
-    for _ in range(rng.randint(5, 60)):
-        us = rng.choice([0.0, 5.0, 50.0, 600.0])
-        items.append(Item(us, us * rng.choice([0.0, 0.0, 0.5]) if us > 5 else 0.0))
-    items.append(Item(0.0))
-    last, transfers = len(items) - 1, []
-    for _ in range(rng.randint(1, 30)):
-        at, late = rng.randint(3, last), rng.random() < 0.5
-        us = rng.uniform(5, 300)
-        transfers.append(
-            Transfer(
-                group=rng.choice(["a", "b"]),
-                earliest=3 if late else at,
-                latest=at if late else last,
-                plain_at=min(at, last),
-                starts_late=late,
-                start_us=1.0,
-                transfer_us=us,
-                finish_us=us * 0.3,
-                plain_us=us * 1.5,
-                landing_bytes=rng.randint(1, 100),
-                held_bytes=rng.randint(0, 100),
-                needed_us=3.0,
-                is_required=rng.random() < 0.1,
-                link=rng.choice([PORT, NETWORK]),
-                matmul_slowdown=0.03,
-                transfer_slowdown=0.06,
-            )
-        )
-    return items, transfers, Limits(rng.choice([100, 400, 10000]), rng.choice([1, 2, 8]))
-
-
-@pytest.mark.parametrize("seed", range(200))
-def test_places_are_legal(seed: int) -> None:
-    """Starts and finishes are in their windows, slots hold one transfer at a time, and memory stays below the limit."""
-    items, transfers, limits = random_problem(seed)
-    zero_copy = in_place(transfers, items, seed)
-    placed = place(items, transfers, limits, zero_copy)
-    assert placed == place(items, transfers, limits, zero_copy)
-    events: list[tuple[int, int, int, str]] = []
-    for k, (t, p) in enumerate(zip(transfers, placed, strict=True)):
-        if p is None:
-            continue
-        assert t.earliest <= p.start <= p.finish <= t.latest and 0 <= p.slot < limits.slots
-        assert t.is_required or p.saved_us >= t.needed_us
-        events += [(p.start, p.start_number, k, "start"), (p.finish, p.finish_number, k, "finish")]
-        if p.release is not None:
-            assert p.release == max(p.finish, zero_copy[k].release or 0) < len(items)
-            events.append((p.release, p.release_number, k, "release"))
-    numbers = [number for _, number, _, _ in sorted(events)]
-    assert numbers == sorted(numbers) and len(set(numbers)) == len(numbers)
-    open_slots: dict[tuple[str, int], int] = {}
-    sizes: Counter[tuple[str, int]] = Counter()
-    held = 0
-    for _, _, k, what in sorted(events):
-        t, p = transfers[k], placed[k]
-        assert p is not None
-        slot = (t.group, p.slot)
-        if what == "start":
-            assert slot not in open_slots
-            open_slots[slot] = k
-            sizes[slot], held = max(sizes[slot], t.landing_bytes), held + t.held_bytes
-            if not any(t.is_required for t in transfers):
-                assert sum(sizes.values()) + held <= limits.bytes
-        elif what == "finish":
-            assert open_slots[slot] == k
-            held -= t.held_bytes
-        if what == ("finish" if p.release is None else "release"):
-            assert open_slots.pop(slot) == k
-    assert not open_slots
-
-
-def in_place(transfers: list[Transfer], items: list[Item], seed: int) -> dict[int, Transfer]:
-    """Return the zero-copy forms of some gathers, with last readers anywhere behind their finishes."""
-    rng = random.Random(seed + 1)
-    return {
-        k: replace(t, release=rng.randint(0, len(items) - 1), release_us=2.0, finish_us=3.0)
-        for k, t in enumerate(transfers)
-        if t.starts_late and rng.random() < 0.7
-    }
-
-
-def test_results_that_are_read_for_long_are_copied() -> None:
-    """Each gather hides, but the first is read again at the end. With two slots its result is copied; with more it is not."""
-    count = 6
-    items = [Item(600.0)] * count + [Item(0.0)]
-    transfers = [Transfer("g", 0, k, k, True, 1.0, 160.0, 50.0, 300.0, 100, needed_us=3.0) for k in range(1, count)]
-    forms = {k: replace(t, release=count if k == 0 else t.latest + 1, finish_us=5.0) for k, t in enumerate(transfers)}
-    for slots, copied in ((2, {0}), (8, set())):
-        placed = place(items, transfers, Limits(1 << 30, slots), forms)
-        assert {k for k, p in enumerate(placed) if p is not None and p.release is None} == copied
-        assert all(p is not None and p.exposed_us == 0 for p in placed)
-
-
-def chain(count: int, us: float, transfer_us: float, limit: int = 1 << 30) -> list[Placed | None]:
-    """Place the gathers of `count` items, each read by its own item."""
-    items = [Item(us)] * count + [Item(0.0)]
-    transfers = [
-        Transfer("g", 0, k, k, True, 1.0, transfer_us, 5.0, transfer_us * 1.5, 100, needed_us=3.0) for k in range(count)
-    ]
-    return place(items, transfers, Limits(limit, 8))
-
-
-def test_a_gather_is_hidden_by_the_item_before_its_reader() -> None:
-    """With items longer than transfers nothing but the first gather is exposed, and few are open at a time."""
-    placed = chain(10, 600.0, 160.0)
-    assert placed[0] is None and all(p is not None and p.exposed_us == 0 for p in placed[1:])
-    assert all(p is not None and p.finish - p.start == 1 for p in placed[1:])
-
-
-def test_gathers_reach_over_several_items() -> None:
-    """With items shorter than transfers a gather starts several items ahead, as memory allows."""
-    placed = [p for p in chain(40, 100.0, 160.0) if p is not None]
-    assert max(p.finish - p.start for p in placed) >= 2
-    few = [p for p in chain(40, 100.0, 160.0, limit=100) if p is not None]
-    assert few and all(p.slot == 0 for p in few)
-
-
-def test_a_start_takes_a_slot_that_the_peers_have_left() -> None:
-    """The slot of a gather that has just finished is taken only where memory allows no other, although it fits."""
-    placed = [p for p in chain(10, 600.0, 160.0) if p is not None]
-    slots = [p.slot for p in placed]
-    assert all(a != b for a, b in itertools.pairwise(slots)) and max(slots) == 1
-    few = [p for p in chain(10, 600.0, 160.0, limit=199) if p is not None]
-    assert few and all(p.slot == 0 for p in few)
-
-
-def test_links_are_independent() -> None:
-    """Transfers of the network delay each other, and neither those of the port nor fused sites, which use the port."""
-
-    def exposed(links: list[str], item: Item) -> list[float]:
-        transfers = [Transfer("g", 0, 2, 2, False, 0.0, 100.0, 0.0, 200.0, 1, is_required=True, link=link) for link in links]
-        placed = place([Item(0.0), item, Item(0.0)], transfers, Limits(1 << 30, 8))
-        assert all(p is not None for p in placed)
-        return [p.exposed_us for p in placed if p is not None]
-
-    assert exposed([NETWORK], Item(120.0)) == [0.0]
-    assert exposed([NETWORK, NETWORK], Item(120.0)) == [0.0, 80.0]
-    assert exposed([NETWORK, PORT], Item(120.0)) == [0.0, 0.0]
-    assert exposed([NETWORK], Item(120.0, 90.0, PORT)) == [0.0]
-    assert exposed([PORT], Item(120.0, 90.0, PORT)) == [0.0]  # it went first: the fused site waits for it
-
-
-def test_what_does_not_fit_in_memory_stays_plain() -> None:
-    assert chain(5, 600.0, 160.0, limit=99) == [None] * 5
-
-
 # --- decisions ----------------------------------------------------------------------------------------------------------
 
 
@@ -377,6 +225,62 @@ def test_sixteen_layers_are_decided_soon() -> None:
     seconds = time.process_time() - begun
     assert all(sum("split" in str(one.strategy) for one in found.decisions) > 100 for found in plans)
     assert seconds < 2.0
+
+
+# --- several collectives, one product -----------------------------------------------------------------------------------
+
+
+def exchange_and_gather(rows: int, columns: int = 0) -> Graph:
+    """Return an exchange of four ranks with a product in its window, and a gather of two ranks that reads what it brings.
+
+    The product can hide either. The attention behind the gather hides it as well, if there is memory for both of them.
+    `rows`: of the gathered shard. `columns`: of the result of one more product behind the gather, 0 for none.
+    """
+    d = MoEDag()
+    x, w, shard = d.input("primals_1", 8192, 4096), d.input("primals_2", 4096, 2048), d.input("shard", rows, 4096)
+    other = [d.input("primals_3", 4096, columns)] if columns else []
+    back = d.exchange(d.relu(x), [2048] * 4, [2048] * 4)
+    product = d.mm(x, w)
+    received = d.relu(back)
+    d.group = "other"
+    gathered = d.gather(d.call(aten.add.Tensor, shard, d.call(aten.slice.Tensor, received, 0, 0, rows)))
+    heads = d.call(aten.view.default, received, [1, 32, -1, 128])
+    attention = d.call(aten._scaled_dot_product_flash_attention.default, heads, heads, heads)
+    more = [d.mm(received, weight) for weight in other]
+    return d.output(product, attention, *more, d.relu(gathered))
+
+
+def decide_exchange_and_gather(rows: int, columns: int = 0, **options: Any) -> tuple[Decision, Decision]:
+    """Return the decisions with memory for the exchange alone: its landing memory and its input."""
+    limited = replace(AUTO, split_bytes=128 << 20, **options)
+    exchange, gather = decide(exchange_and_gather(rows, columns), limited, "forward", lambda *_: None).plan.decisions
+    return exchange, gather
+
+
+def saved_us(decision: Decision) -> float:
+    predicted = dict(decision.predicted)
+    return predicted["none"] - predicted[str(decision.strategy)]
+
+
+@pytest.mark.parametrize(("rows", "is_split"), [(3072, True), (6144, False)])
+def test_a_product_hides_what_saves_more(rows: int, is_split: bool) -> None:
+    """The gather that finds no memory takes the product from the exchange only where it saves more with it."""
+    _, bulk = decide_exchange_and_gather(rows, split="off")
+    assert str(bulk.strategy) == "bulk" and bulk.paired == ("mm_default",)
+    exchange, gather = decide_exchange_and_gather(rows)
+    assert (str(exchange.strategy), str(gather.strategy)) == (("split", "none") if is_split else ("none", "bulk"))
+    if is_split:
+        assert exchange.paired == ("mm_default",) and saved_us(exchange) > saved_us(bulk)
+
+
+def test_a_gather_takes_a_product_that_hides_nothing_else() -> None:
+    """The gather alone would save more with the product of the exchange, but both save most with a product each."""
+    _, bulk = decide_exchange_and_gather(3072, 512, split="off")
+    assert str(bulk.strategy) == "bulk" and bulk.paired == ("mm_default",)
+    exchange, gather = decide_exchange_and_gather(3072, 512)
+    assert (str(exchange.strategy), str(gather.strategy)) == ("split", "bulk")
+    assert (exchange.paired, gather.paired) == (("mm_default",), ("mm_default_1",))
+    assert saved_us(gather) < saved_us(bulk) < saved_us(exchange) + saved_us(gather)
 
 
 # --- the clock ----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.compiler.rank_compile import decisions_of
 from tests.harness.ranks import RankPool
 from ub_overlap.cli import main
+from ub_overlap.runtime.errors import OptionError
 from ub_overlap.tools.planner.models import block_input, parallel_blocks
 from ub_overlap.tools.planner.sizes import PlannedBlock
 
@@ -68,6 +70,35 @@ def test_next_to_tensor_and_data_parallelism(capsys: pytest.CaptureFixture[str])
     assert len([s for s in step["sites"] if (s["parallelism"], s["ranks"]) == ("DP", 2) and s["phase"] == "forward"]) == 3
     for one in step["exposed"].values():
         assert 0 <= one["exposed_us"] <= 1.1 * one["communication_us"]
+
+
+WIDE = ["--hidden", "5120", "--ffn", "1536", "--heads", "128", "--seq", "4096", "--experts", "160", "--experts-per-token", "6"]
+"""A layer like those of DeepSeek-V2."""
+
+
+def test_halves_of_the_tokens_across_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each exchange of a half may be hidden by experts of the other one. Within a host, weight gradients that are added twice
+    take what that saves."""
+    hosts, host = (planned(capsys, *WIDE, "--dp", n, "--ep", n) for n in ("16", "8"))
+    assert hosts["block"]["halves"] and not host["block"]["halves"]
+    for step in (hosts, host):
+        times = step["tokens_us"]
+        assert min(times.values()) <= step["step"]["chosen_us"] == times["halves" if step["block"]["halves"] else "whole"]
+    whole = planned(capsys, *WIDE, "--dp", "16", "--ep", "16", "--split-tokens", "off")
+    assert "tokens_us" not in whole and whole["step"]["chosen_us"] == hosts["tokens_us"]["whole"]
+    assert hosts["step"]["chosen_us"] < 0.95 * whole["step"]["chosen_us"]
+    rows = [[s for s in step["sites"] if s["parallelism"] == "EP" and s["dtype"] == "bfloat16"] for step in (whole, hosts)]
+    assert [len(found) for found in rows] == [4, 8]
+    assert {2 * s["bytes"] for s in rows[1] if s["bytes"]} == {s["bytes"] for s in rows[0] if s["bytes"]}
+    split = [sum(s["strategy"].startswith("split") for s in found) / len(found) for found in rows]
+    assert split[0] < split[1], "more of the exchanges are hidden"
+
+
+def test_halves_that_were_requested(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *LAYER, "--dp", "8", "--ep", "8", "--split-tokens", "force", "--quiet"]) == 0
+    assert "64 experts, 6 of a token in two halves" in capsys.readouterr().out
+    with pytest.raises(OptionError, match="halves have rows that divide by ep=8"):
+        replace(SMALL, seq=12, dp=8, ep=8, experts=8, hidden=64, heads=8, ffn=64, shared_ffn=64, halves=True)
 
 
 def test_known_model_as_text(capsys: pytest.CaptureFixture[str]) -> None:

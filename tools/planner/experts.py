@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ub_overlap import _torch_compat as compat
+from ub_overlap.compiler.tokens.in_halves import in_halves
 
 from .sizes import PlannedBlock
 
@@ -61,9 +62,12 @@ class PlannedExperts(nn.Module):
         self.group = mesh.get_group("ep") if mesh is not None and s.ep > 1 else None
         self.router = nn.Linear(s.hidden, s.experts, bias=False)
         self.experts = OwnExperts(s, mesh.get_group("replicas") if mesh is not None and s.expert_replicas > 1 else None)
-        self.shared = shared
+        self.shared, self.halves = shared, s.halves
 
     def forward(self, x: Tensor) -> Tensor:
+        return in_halves(self._whole, [x], int(x.shape[0] == 1)) if self.halves else self._whole(x)
+
+    def _whole(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
         scores, chosen = torch.topk(torch.softmax(self.router(tokens).float(), -1), self.top, -1)
         order = torch.argsort(chosen.reshape(-1), stable=True)  # rows by expert

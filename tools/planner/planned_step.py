@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from ub_overlap.compiler.reports.outlook import Outlook, Totals, outlook, totals
 from ub_overlap.compiler.reports.report import lanes_of
 from ub_overlap.compiler.reports.summary import format_plan
 from ub_overlap.compiler.text.table import render_table
+from ub_overlap.compiler.tokens.choose_halves import MARGIN
 from ub_overlap.runtime.site_id import SiteId
 
 from .sizes import PlannedBlock
@@ -51,6 +52,8 @@ class PlannedStep:
     """Microseconds of each graph as chosen: of the forward, the backward; or of its two parts."""
     graphs: tuple[PlanGraphs, ...] = ()
     """Graphs before and after the rewrite, if requested."""
+    forms_us: dict[str, float] = field(default_factory=dict)
+    """Microseconds of the step with the tokens of experts "whole" and in "halves", where both were predicted."""
 
     @property
     def totals(self) -> Totals:
@@ -99,6 +102,7 @@ class PlannedStep:
                 "totals": self.totals.to_dict(),
                 "exposed": exposed,
                 "step": step,
+                **({"tokens_us": self.forms_us} if self.forms_us else {}),
             },
             indent=1,
         )
@@ -143,6 +147,7 @@ class PlannedStep:
     def _heading(self) -> str:
         s = self.sizes
         experts = f", {s.experts} experts, {s.experts_per_token} of a token" if s.experts > 1 else ""
+        experts += " in two halves" if s.halves else ""
         shared = f", shared {s.shared_ffn}" if s.shared_ffn else ""
         return (
             f"hidden {s.hidden}, ffn {s.ffn}{experts}{shared}, heads {s.heads} (kv {s.kv_heads}), "
@@ -158,8 +163,14 @@ class PlannedStep:
             f"exposed communication as chosen: {exposed} us\n"
             f"other work: {rest} us (attention and elementwise work are rough estimates)\n"
             f"step: {self.none_us / 1000:.2f} ms without overlap, {self.chosen_us / 1000:.2f} ms as chosen, "
-            f"{self.none_us / self.chosen_us:.2f}x"
+            f"{self.none_us / self.chosen_us:.2f}x{self._forms()}"
         )
+
+    def _forms(self) -> str:
+        if not self.forms_us:
+            return ""
+        times = ", ".join(f"{name} {us / 1000:.2f}" for name, us in self.forms_us.items())
+        return f"\ntokens of experts: {times} ms as chosen: {'in two halves' if self.sizes.halves else 'whole'}"
 
 
 def parallelism(s: PlannedBlock) -> str:
@@ -220,9 +231,21 @@ def plan_step(
 ) -> PlannedStep:
     """Trace the block, decide every site by `options`, and predict the step with the options' profile.
 
-    `graphs`: include graphs for an HTML page; needs the extension. `progress`: is called with each step of the work.
-    OptionError where a saved plan does not fit.
+    Experts that exchange tokens are planned whole and in two halves, and the faster step is returned, as the option
+    `split_tokens` allows. `graphs`: include graphs for an HTML page; needs the extension. `progress`: is called with each step
+    of the work. OptionError where a saved plan does not fit.
     """
+    if options.split_tokens == "off" or sizes.halves or not sizes.may_halve:
+        return _plan_form(sizes, options, graphs, progress)
+    in_halves = replace(sizes, halves=True)
+    if options.split_tokens == "force":
+        return _plan_form(in_halves, options, graphs, progress)
+    whole, halves = (_plan_form(s, options, graphs, progress) for s in (sizes, in_halves))
+    best = halves if halves.chosen_us < whole.chosen_us * (1 - MARGIN) else whole
+    return replace(best, forms_us={"whole": whole.chosen_us, "halves": halves.chosen_us})
+
+
+def _plan_form(sizes: PlannedBlock, options: Options, graphs: bool, progress: Callable[[str], None]) -> PlannedStep:
     profile = load(options.profile, sizes.tp)
     traced = trace(sizes, options, graphs, progress)
     progress("predicting the step")

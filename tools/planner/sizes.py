@@ -28,6 +28,7 @@ class PlannedBlock:
     `experts`: 1 for a dense feed-forward layer; else `ffn` is the width of an expert, each token goes to `experts_per_token`,
     and all go through a dense layer of width `shared_ffn`, if any. `ep`: ranks that share the experts, next to each other; they
     are ranks of tensor, context and data parallelism. Other ranks of those have the same experts, and shard their weights.
+    `halves`: the experts get the tokens in two halves, one exchanged while the other one is computed.
     """
 
     hidden: int
@@ -49,6 +50,7 @@ class PlannedBlock:
     experts: int = 1
     experts_per_token: int = 1
     shared_ffn: int = 0
+    halves: bool = False
     cp: int = 1
     cp_form: str = "gathered"
 
@@ -98,7 +100,7 @@ class PlannedBlock:
 
     def _check_experts(self) -> None:
         if self.experts == 1:
-            for name, least in (("ep", 1), ("experts_per_token", 1), ("shared_ffn", 0)):
+            for name, least in (("ep", 1), ("experts_per_token", 1), ("shared_ffn", 0), ("halves", False)):
                 if getattr(self, name) != least:
                     raise _refused(name, getattr(self, name), f"{least} without --experts")
             return
@@ -113,10 +115,19 @@ class PlannedBlock:
         rows = self.batch * self.seq // (self.tp * self.cp) * self.experts_per_token
         if rows % self.ep:
             raise _refused("seq", self.seq, f"a rank's {rows} rows for experts to divide by ep={self.ep}")
+        if self.halves and not self.may_halve:
+            raise _refused("seq", self.seq, f"tokens of a rank whose halves have rows that divide by ep={self.ep}")
         for name in ("hidden", "ffn"):
             if getattr(self, name) % 8 or self.experts // self.ep * getattr(self, name) % self.expert_replicas:
                 expected = f"a multiple of 8 whose rows in all experts of a rank divide by {self.expert_replicas} ranks"
                 raise _refused(name, getattr(self, name), expected)
+
+    @property
+    def may_halve(self) -> bool:
+        """Whether the rows of half of a rank's tokens divide by the ranks that exchange them."""
+        tokens = self.seq // (self.tp * self.cp) if self.batch == 1 else self.batch
+        rest = 1 if self.batch == 1 else self.seq // (self.tp * self.cp)
+        return self.ep > 1 and tokens % 2 == 0 and tokens // 2 * rest * self.experts_per_token % self.ep == 0
 
     @property
     def ranks(self) -> int:

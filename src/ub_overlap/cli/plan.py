@@ -64,6 +64,11 @@ def add(verbs: Any, as_json: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", default="h200", help="a shipped profile (h200, cpu) or a file (default: h200)")
     parser.add_argument("--min-bytes", type=non_negative_int, metavar="N", help="the option min_bytes=")
     parser.add_argument(
+        "--split-tokens",
+        choices=("auto", "force", "off"),
+        help="the option split_tokens=: experts in two halves of their tokens (default auto: where the step is faster)",
+    )
+    parser.add_argument(
         "--memory-budget", type=non_negative, metavar="N", help="the option memory_budget=: a share up to 1, or bytes"
     )
     parser.add_argument(
@@ -160,7 +165,7 @@ def check(flags: argparse.Namespace, parser: Parser) -> tuple[PlannedBlock, dict
         size_flags.setdefault("kv_heads", size_flags["heads"])
     sizes = named(flags.model, **size_flags) if flags.model else PlannedBlock(**size_flags)
     options: dict[str, Any] = {"profile": flags.profile}
-    option_flags = ("overrides", "min_bytes", "memory_budget")
+    option_flags = ("overrides", "min_bytes", "memory_budget", "split_tokens")
     options |= {name: value for name in option_flags if (value := getattr(flags, name)) is not None}
     profile_lookup.load(flags.profile, sizes.tp)
     if flags.overrides:

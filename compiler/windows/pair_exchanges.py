@@ -1,0 +1,118 @@
+"""Bring exchanges that are independent of each other together, with what feeds the later one in between.
+
+    dispatch 0, experts 0, combine 0, sum 0, dispatch 1, experts 1, combine 1, sum 1
+becomes
+    dispatch 0, dispatch 1, experts 0, combine 0, experts 1, combine 1, sum 0, sum 1
+
+A layer computed in two halves (tokens/) is traced one half after the other. Each exchange would then be waited for at once,
+although the other half has work to do meanwhile. So the next exchange that is independent of one moves behind it, in front of
+what reads the first, with all that it needs: counts that are exchanged and read, a wait, the experts of its half. Both are then
+started early, and the window of each holds compute of the other half.
+
+A graph whose peak memory would grow too much stays as it is.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from torch.fx import Graph, Node
+
+from ..cost.assumed_sizes import assume_sizes
+from ..cost.policy import Policy
+from ..cost.site_sizes import Hints, hints_of
+from ..graph.aten import is_mutable, is_random, tensor_of
+from ..match.all_to_all import match_all_to_all, why_not_split
+from ..match.collectives import Collective, Op, find_collectives
+from ..match.site import Miss, Split
+from ..plan.reasons import Reason
+from ..select.peak_memory import PeakMemory
+
+NEXT = 3
+"""Exchanges behind one of which the first independent one is taken: those of a layer."""
+
+
+def pair_exchanges(graph: Graph, policy: Policy) -> int:
+    """Reorder `graph` in place. Return the number of exchanges that moved. Only where predicted times decide."""
+    if not policy.may_split:
+        return 0
+    hints = assume_sizes(graph, hints_of(graph))
+    exchanges = [c for c in find_collectives(graph) if _may_pair(c, policy, hints)]
+    if len(exchanges) < 2:
+        return 0
+    before = list(graph.nodes)
+    order = _Sequence(list(before))
+    moved = sum(order.bring_next(c, exchanges) for c in exchanges)
+    if not moved:
+        return 0
+    limit = PeakMemory.of(graph, hints).limit
+    _arrange(order.items)
+    if PeakMemory.of(graph, hints).peak > limit:
+        _arrange(before)
+        return 0
+    return moved
+
+
+def _may_pair(c: Collective, policy: Policy, hints: Hints) -> bool:
+    """Return whether `c` is an exchange of rows that may be split, and that all ranks have alike."""
+    if c.op is not Op.ALL_TO_ALL or c.wait is None or c.group is None or c.ranks < 2 or why_not_split(c):
+        return False
+    value = tensor_of(c.node)
+    if value is None or not policy.is_weighed(value.device.type):
+        return False
+    missed = match_all_to_all(c, {})
+    if isinstance(missed, Miss) and missed.reason is Reason.DTYPE_UNSUPPORTED:
+        return False
+    return c.hosts > 1 or not policy.is_below_threshold(policy.bytes_sent(Split(c), hints=hints))
+
+
+class _Sequence:
+    """The order of a graph's nodes while exchanges move."""
+
+    def __init__(self, items: list[Node]) -> None:
+        self.items = items
+        self.position = {n: i for i, n in enumerate(items)}
+
+    def bring_next(self, c: Collective, exchanges: list[Collective]) -> bool:
+        """Move the first exchange that is independent of `c` behind it, unless it is in front of the readers of `c` anyway."""
+        at = self.position[c.node]
+        later = sorted((o for o in exchanges if self.position[o.node] > at), key=lambda o: self.position[o.node])
+        assert c.wait is not None
+        first = min((self.position[u] for u in c.wait.users), default=len(self.items))
+        for other in later[:NEXT]:
+            there = self.position[other.node]
+            needed = self._between(other.node, at)
+            if c.node in needed:
+                continue
+            if first > there or not all(map(_may_move, needed)) or any(map(is_mutable, self.items[at:there])):
+                return False
+            self._move(needed, at, there)
+            return True
+        return False
+
+    def _between(self, node: Node, at: int) -> set[Node]:
+        """Return `node` and all that it needs from position `at` on."""
+        found, todo = set[Node](), [node]
+        while todo:
+            n = todo.pop()
+            if n not in found and self.position[n] >= at:
+                found.add(n)
+                todo += n.all_input_nodes
+        return found
+
+    def _move(self, nodes: set[Node], at: int, there: int) -> None:
+        """Move `nodes`, which lie between two positions, behind the first one."""
+        part = self.items[at + 1 : there + 1]
+        part = [n for n in part if n in nodes] + [n for n in part if n not in nodes]
+        self.items[at + 1 : there + 1] = part
+        self.position |= {n: i for i, n in enumerate(part, at + 1)}
+
+
+def _may_move(node: Node) -> bool:
+    return node.op in ("call_function", "get_attr") and not is_mutable(node) and not is_random(node)
+
+
+def _arrange(items: list[Node]) -> None:
+    """Put the nodes of a graph in this order."""
+    for before, node in pairwise(items):
+        before.append(node)

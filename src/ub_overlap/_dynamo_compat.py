@@ -1,0 +1,61 @@
+"""What Dynamo knows of a call that it is tracing (`_torch_compat.py` names the private parts)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ub_overlap import _torch_compat
+
+
+def tracing_backend() -> Any:
+    """Return the backend of the compilation that is being traced, None outside of one."""
+    try:
+        return _torch_compat.InstructionTranslator.current_tx().output.compiler_fn
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def traced_locals() -> Mapping[str, Any]:
+    """Return the locals, as Dynamo's variables, of the innermost Python frame that Dynamo traces. RuntimeError without one."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        translator = frame.f_locals.get("self")
+        if isinstance(translator, _torch_compat.InstructionTranslatorBase):
+            return {name: _realized(v) for name, v in translator.symbolic_locals.items()}
+        frame = frame.f_back  # type: ignore[assignment]
+    raise RuntimeError("no frame is being traced by Dynamo")
+
+
+def _realized(variable: Any) -> Any:
+    return variable.realize() if hasattr(variable, "realize") else variable
+
+
+def module_of(variable: Any) -> Any:
+    """Return the module that a variable of Dynamo stands for."""
+    return variable.value
+
+
+def items_of(variable: Any) -> list[Any]:
+    """Return the variables in a tuple."""
+    return [_realized(v) for v in variable.items]
+
+
+def tensor_of(variable: Any) -> Any:
+    """Return the fake tensor that a variable of Dynamo stands for."""
+    return variable.as_proxy().node.meta["example_value"]
+
+
+def hints_of(sizes: Sequence[Any]) -> tuple[int, ...]:
+    """Return sizes with the values that symbolic ones are traced with. ValueError if one has none."""
+    known = [s if isinstance(s, int) else s.node.hint for s in sizes]
+    if None in known:
+        raise ValueError(f"sizes {list(sizes)} have no values while they are traced")
+    return tuple(map(int, known))
+
+
+def source_of(variable: Any) -> str:
+    """Return where the program has the object of a variable, "L['self'].layers[0].mlp"; "" if it is not known."""
+    name = getattr(getattr(variable, "source", None), "name", "")
+    return str(name() if callable(name) else name)
