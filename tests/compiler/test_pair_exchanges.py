@@ -305,7 +305,7 @@ def test_options_that_do_not_weigh(options: Options) -> None:
 
 @pytest.mark.parametrize("is_limited", [False, True])
 def test_peak_memory(monkeypatch: pytest.MonkeyPatch, is_limited: bool) -> None:
-    """Each half is small in front and behind, so that the traced order has the rows of one half alive, and pairs those of two."""
+    """Each half is small in front and behind: the traced order has the rows of one half alive, and pairs those of two."""
     if is_limited:
         monkeypatch.setattr(peak_memory, "MORE_BYTES", 0)
         monkeypatch.setattr(peak_memory, "MORE_SHARE", 0.0)
