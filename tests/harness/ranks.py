@@ -112,6 +112,9 @@ def _serve(rank: int, world: int, port: int, timeout: float, folder: str, pipe: 
     import torch
     import torch.distributed as dist
 
+    from tests.harness.gloo_device import share_gloo_device
+
+    share_gloo_device()
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
