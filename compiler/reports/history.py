@@ -46,6 +46,7 @@ class History:
         """Keep the last choice of each tokenwise layer."""
         with self._lock:
             self._token_splits[choice.layer] = self._count, choice
+            self._count += 1
 
     def token_splits(self, mark: int = 0) -> list[TokenSplit]:
         """Return the choices of tokenwise layers after `mark`, in the order in which the layers were traced first."""

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ub_overlap import _dynamo_compat as dynamo
@@ -32,15 +31,20 @@ from ..select.decide import decide
 from ..select.graph_time import graph_us
 from .in_halves import in_halves
 from .token_split import TokenSplit
-from .trace_layer import TracedTokens, trace_layer
+from .trace_layer import TracedTokens, autocast_dtype, trace_layer
 
 log = logging.getLogger(__name__)
 
 MARGIN = 0.03
 """The saving required of two halves, as a share of the whole layer."""
 
+DEPTH = 2
+"""How deep objects in attributes of a layer are examined for its settings."""
+
 _CHOSEN: dict[tuple[Any, ...], TokenSplit] = {}
 """Layers with the same structure, sizes and options are chosen once."""
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
 
 
 @torch.compiler.assume_constant_result
@@ -93,7 +97,8 @@ def _choose(layer: nn.Module, tokens: tuple[TracedTokens, ...], options: Options
     policy = Policy.of(options)
     if not policy.may_split or not policy.is_weighed(device):
         return TokenSplit(sizes, -1, reason="predicted times do not decide with these options on this device")
-    key = (_structure(layer), tokens, torch.is_grad_enabled(), torch.is_autocast_enabled(device), options.key())
+    modes = torch.is_grad_enabled(), autocast_dtype(device), transport.transport_signature()
+    key = (_structure(layer), tokens, modes, options.key())
     if key not in _CHOSEN:
         _CHOSEN[key] = _compare(layer, tokens, dim, options, policy)
         log.info("%s: %s", type(layer).__name__, _CHOSEN[key])
@@ -101,14 +106,17 @@ def _choose(layer: nn.Module, tokens: tuple[TracedTokens, ...], options: Options
 
 
 def _compare(layer: nn.Module, tokens: tuple[TracedTokens, ...], dim: int, options: Options, policy: Policy) -> TokenSplit:
-    def whole(*given: Tensor) -> Any:
-        return type(layer).forward(layer, *given)
+    def whole(own: nn.Module, *given: Tensor) -> Any:
+        return type(layer).forward(own, *given)  # whole, as Dynamo does not trace it
+
+    def halves(own: nn.Module, *given: Tensor) -> Any:
+        return in_halves(lambda *half: whole(own, *half), given, dim)
 
     sizes = tokens[0].sizes
 
     try:
         whole_us = _layer_us(layer, whole, tokens, options, policy)
-        halves_us = _layer_us(layer, lambda *given: in_halves(whole, given, dim), tokens, options, policy)
+        halves_us = _layer_us(layer, halves, tokens, options, policy)
     except Exception as error:  # noqa: BLE001  the layer is the user's: whatever it raises on fake tensors, it stays whole
         first = (str(error).splitlines() or [""])[0]
         return TokenSplit(sizes, -1, reason=f"it cannot be traced alone: {type(error).__name__}: {first}"[:300])
@@ -117,7 +125,7 @@ def _compare(layer: nn.Module, tokens: tuple[TracedTokens, ...], dim: int, optio
 
 
 def _layer_us(layer: nn.Module, function: Any, tokens: tuple[TracedTokens, ...], options: Options, policy: Policy) -> float:
-    """Return the predicted microseconds of `function(*tokens)` and its backward."""
+    """Return the predicted microseconds of `function(layer, *tokens)` and its backward."""
     host_groups.name_host_groups()
     traced = trace_layer(layer, function, tokens, JointPass(options))
     us, inputs = 0.0, GraphInputs(parameters=traced.parameters)
@@ -131,13 +139,29 @@ def _layer_us(layer: nn.Module, function: Any, tokens: tuple[TracedTokens, ...],
 
 def _structure(layer: nn.Module) -> tuple[Any, ...]:
     """Return what the graphs of a layer depend on: its modules with their settings and groups, and its parameters."""
-    modules = tuple((name, type(m), _settings(vars(m))) for name, m in layer.named_modules())
+    modules = tuple((name, type(m), _settings(vars(m), 0)) for name, m in layer.named_modules())
     tensors = (*layer.named_parameters(), *layer.named_buffers())
     return modules, tuple((name, str(t.dtype), tuple(t.shape), t.requires_grad) for name, t in tensors)
 
 
-def _settings(values: dict[str, Any]) -> tuple[Any, ...]:
-    simple: Sequence[type] = (bool, int, float, str, type(None))
-    plain = ((k, v) for k, v in sorted(values.items()) if isinstance(v, tuple(simple)))
-    groups = ((k, v.group_name) for k, v in sorted(values.items()) if isinstance(v, dist.ProcessGroup))
-    return (*plain, *groups)
+def _settings(values: Mapping[str, Any], depth: int) -> tuple[Any, ...]:
+    """Return attributes that are no state: lists and dicts may grow in each call."""
+    return tuple(
+        (name, _setting(v, depth))
+        for name, v in sorted(values.items())
+        if name not in _OF_MODULES and not isinstance(v, list | dict | set | torch.Tensor)
+    )
+
+
+def _setting(value: Any, depth: int) -> Any:
+    """Return a plain value, the name of a group, or the type of an object with its own settings, as of a configuration."""
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+        return value
+    if isinstance(value, tuple):
+        return tuple(_setting(v, depth) for v in value)
+    group = getattr(value, "group_name", None)
+    if isinstance(group, str):
+        return group
+    slots = {n: getattr(value, n) for n in getattr(type(value), "__slots__", ()) if hasattr(value, n)}
+    own = {**slots, **getattr(value, "__dict__", {})}
+    return type(value), _settings(own, depth + 1) if depth < DEPTH and not isinstance(value, type) else ()

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ub_overlap.runtime.errors import UbOverlapError
-
 
 def in_halves(function: Callable[..., Any], tokens: Sequence[Tensor], dim: int) -> Any:
     """Return `function(*tokens)`, computed for two halves along `dim`."""
@@ -27,16 +25,21 @@ def _join(one: Any, other: Any, tokens: Tensor, dim: int) -> Any:
         # Rows of all tokens, as of a router. The dims in front of `dim` have one entry, so they are in order.
         if one.dim() > 0 and one.shape[0] == tokens.numel() // tokens.shape[-1]:
             return torch.cat([one, other])
-        raise UbOverlapError(
-            what="a result of a tokenwise layer has no dim of tokens",
-            where="ub_overlap.tokenwise(layer)",
-            got=f"a result of shape {tuple(one.shape)} for tokens of shape {tuple(tokens.shape)}",
-            expected="the tokens in front, as in the argument or flat",
-            fix="declare the part of the layer that returns tokens only, or set options={'split_tokens': 'off'}",
-        )
+        raise TypeError(_refusal(f"a tensor of {tuple(one.shape)} for tokens of {tuple(tokens.shape)}"))
     if isinstance(one, tuple | list):
         joined = [_join(a, b, tokens, dim) for a, b in zip(one, other, strict=True)]
-        return tuple(joined) if isinstance(one, tuple) else joined
+        return type(one)(*joined) if hasattr(one, "_fields") else type(one)(joined)
     if isinstance(one, dict):
-        return {name: _join(value, other[name], tokens, dim) for name, value in one.items()}
-    return one
+        results = {name: _join(value, other[name], tokens, dim) for name, value in one.items()}
+        return results if type(one) is dict else type(one)(**results)
+    if one is None or isinstance(one, bool | str):
+        return one
+    raise TypeError(_refusal("a number or an object"))
+
+
+def _refusal(got: str) -> str:
+    """Return the text of an error. It is raised as a TypeError: Dynamo traces no exceptions of other packages."""
+    return (
+        f"a result of a tokenwise layer has no dim of tokens: got {got}; expected the tokens in front, as in the argument or "
+        "flat; declare the part of the layer that returns tokens only, or set options={'split_tokens': 'off'}"
+    )

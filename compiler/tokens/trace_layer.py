@@ -6,6 +6,7 @@ fake tensors: nothing runs, and nothing is exchanged.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,12 +45,14 @@ def trace_layer(
     tokens: Sequence[TracedTokens],
     joint_pass: Callable[[torch.fx.Graph], None],
 ) -> TracedLayer:
-    """Return the graphs of `function(*tokens)`, which calls `layer`. `joint_pass`: changes the joint graph in place.
+    """Return the graphs of `function(layer, *tokens)`. `joint_pass`: changes the joint graph in place.
 
-    Raises what tracing raises: the layer may read values, or other state.
+    A copy of the layer is traced, so what its forward stores does not stay. Raises what tracing raises: the layer may read
+    values, or state of others.
     """
+    layer = _copy(layer, {})
     device = tokens[0].device.type
-    gradients, amp = torch.is_grad_enabled(), _autocast_dtype(device)
+    gradients, amp = torch.is_grad_enabled(), autocast_dtype(device)
     found: list[TracedLayer] = []
     errors: list[BaseException] = []
 
@@ -68,7 +71,16 @@ def trace_layer(
     return found[0]
 
 
-def _autocast_dtype(device: str) -> torch.dtype | None:
+def _copy(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
+    """Return a copy of a module and its submodules with the same tensors. `made`: the copies so far, by id of the original."""
+    if id(module) not in made:
+        copied = made[id(module)] = module.__class__.__new__(module.__class__)
+        copied.__dict__ = {k: copy.copy(v) if isinstance(v, dict | list | set) else v for k, v in module.__dict__.items()}
+        copied._modules = {name: None if m is None else _copy(m, made) for name, m in module._modules.items()}
+    return made[id(module)]
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
     """Return the type of autocast, None where it is off. Threads do not inherit it."""
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
@@ -95,7 +107,7 @@ def _trace(
 
     def call(*values: Tensor) -> Any:
         with compat.reparametrize_module(layer, dict(zip(state, values, strict=False))):
-            return function(*values[len(state) :])
+            return function(layer, *values[len(state) :])
 
     def note(gm: GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
         graphs.append(gm)

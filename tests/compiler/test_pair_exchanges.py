@@ -358,7 +358,7 @@ def random_exchanges(seed: int) -> ExchangeDag:
 def test_random_graphs() -> None:
     """Values stay, whatever moves; nothing moves over a write; two ranks with the same graph have the same order."""
     moved = 0
-    for seed in range(150):
+    for seed in range(80):
         d = random_exchanges(seed)
         truth = results(d.graph, seed)
         moved += pair(d.graph) > 0
@@ -366,4 +366,4 @@ def test_random_graphs() -> None:
         again = random_exchanges(seed)
         pair(again.graph)
         assert [n.name for n in again.graph.nodes] == [n.name for n in d.graph.nodes], seed
-    assert moved > 30
+    assert moved > 20
