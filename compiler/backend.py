@@ -133,12 +133,10 @@ def _compile_aot_eager(gm: GraphModule, example_inputs: list[Any], ours: Options
         joint(graph.graph)
         return compile_graph(graph, inputs)
 
-    def partition(graph: GraphModule, *args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        joint(graph.graph)
-        graph.recompile()
-        return compat.min_cut_rematerialization_partition(graph, *args, **kwargs)
-
     backend = compat.aot_autograd(
-        fw_compiler=compile_graph, bw_compiler=compile_backward, inference_compiler=compile_inference, partition_fn=partition
+        fw_compiler=compile_graph,
+        bw_compiler=compile_backward,
+        inference_compiler=compile_inference,
+        partition_fn=joint.partition,
     )
     return backend(gm, example_inputs)

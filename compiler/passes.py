@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime import settings
@@ -120,6 +120,12 @@ class JointPass(_Pass):
             graph.lint()
             counts = ", ".join(f"{count} {what}" for what, count in changes.items())
             log.info("joint graph: %s, %d gathers keep the shard", counts, shards)
+
+    def partition(self, gm: GraphModule, *args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        """Change a joint graph and cut it in two, as AOTAutograd's `partition_fn`."""
+        self(gm.graph)
+        gm.recompile()
+        return compat.min_cut_rematerialization_partition(gm, *args, **kwargs)
 
     def _rewrite(self, graph: Graph, policy: Policy, merges: bool, has_float8: bool) -> dict[str, int]:
         """Change what the graph computes. Return the number of changes by kind.

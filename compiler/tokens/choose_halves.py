@@ -113,7 +113,6 @@ def _compare(layer: nn.Module, tokens: tuple[TracedTokens, ...], dim: int, optio
         return in_halves(lambda *half: whole(own, *half), given, dim)
 
     sizes = tokens[0].sizes
-
     try:
         whole_us = _layer_us(layer, whole, tokens, options, policy)
         halves_us = _layer_us(layer, halves, tokens, options, policy)
@@ -127,7 +126,7 @@ def _compare(layer: nn.Module, tokens: tuple[TracedTokens, ...], dim: int, optio
 def _layer_us(layer: nn.Module, function: Any, tokens: tuple[TracedTokens, ...], options: Options, policy: Policy) -> float:
     """Return the predicted microseconds of `function(layer, *tokens)` and its backward."""
     host_groups.name_host_groups()
-    traced = trace_layer(layer, function, tokens, JointPass(options))
+    traced = trace_layer(layer, function, tokens, JointPass(options).partition)
     us, inputs = 0.0, GraphInputs(parameters=traced.parameters)
     for gm in traced.graphs:
         parameters = inputs.parameters_in(gm.graph)

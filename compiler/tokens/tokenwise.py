@@ -67,10 +67,10 @@ def _subclass(cls: type[nn.Module]) -> Any:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             count: Any = self._ub_overlap_token_arguments
-            layer, tokens, rest = self, args[:count], args[count:]  # noqa: F841  choose_dim reads `layer` and `tokens`
+            layer, tokens, rest = self, args[:count], args[count:]  # noqa: F841  choose_dim reads `layer`, and `tokens`
             dim = choose_dim() if len(tokens) == count and all(isinstance(t, Tensor) for t in tokens) else -1
             if dim >= 0:
-                return in_halves(lambda *half: cls.forward(self, *half, *rest, **kwargs), args[:count], dim)
+                return in_halves(lambda *half: cls.forward(self, *half, *rest, **kwargs), tokens, dim)
         return cls.forward(self, *args, **kwargs)
 
     def reduce(self: nn.Module, _protocol: Any) -> Any:

@@ -43,9 +43,9 @@ def trace_layer(
     layer: nn.Module,
     function: Callable[..., Any],
     tokens: Sequence[TracedTokens],
-    joint_pass: Callable[[torch.fx.Graph], None],
+    partition: Callable[..., tuple[GraphModule, GraphModule]],
 ) -> TracedLayer:
-    """Return the graphs of `function(layer, *tokens)`. `joint_pass`: changes the joint graph in place.
+    """Return the graphs of `function(layer, *tokens)`. `partition`: cuts the joint graph in two.
 
     A copy of the layer is traced, so what its forward stores does not stay. Raises what tracing raises: the layer may read
     values, or state of others.
@@ -59,7 +59,7 @@ def trace_layer(
     def run() -> None:
         try:
             with torch.set_grad_enabled(gradients), torch.autocast(device, amp, enabled=amp is not None):
-                found.append(_trace(layer, function, tokens, joint_pass))
+                found.append(_trace(layer, function, tokens, partition))
         except BaseException as error:  # noqa: BLE001  of a thread: raised again where it is joined
             errors.append(error)
 
@@ -89,7 +89,7 @@ def _trace(
     layer: nn.Module,
     function: Callable[..., Any],
     tokens: Sequence[TracedTokens],
-    joint_pass: Callable[[torch.fx.Graph], None],
+    partition: Callable[..., tuple[GraphModule, GraphModule]],
 ) -> TracedLayer:
     mode, graphs = compat.FakeTensorMode(shape_env=compat.ShapeEnv(), allow_non_fake_inputs=True), list[GraphModule]()
     gradients = torch.is_grad_enabled()
@@ -112,11 +112,6 @@ def _trace(
     def note(gm: GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
         graphs.append(gm)
         return compat.make_boxed_func(gm.forward)
-
-    def partition(gm: GraphModule, *args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        joint_pass(gm.graph)
-        gm.recompile()
-        return compat.min_cut_rematerialization_partition(gm, *args, **kwargs)
 
     compiled = aot.compile_function(call, note, partition, parameters=len(state))
     with mode:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.fx import Graph, Node
 
 from ub_overlap.runtime.schedule.steps import Part
 
+from ..graph.arrange import arrange
 from ..graph.aten import alias_base, is_mutable, node_arg, tensor_of
 from ..graph.emitter import SITE
 from ..match.window import Window
@@ -46,8 +46,7 @@ def apply_layout(graph: Graph, layout: GraphLayout, members: Mapping[str, Collec
     first = next(iter(graph.nodes))
     if order[0] is not first:
         first.prepend(order[0])
-    for before, node in pairwise(order):
-        before.append(node)
+    arrange(order)
     finishes = {n for n in order if n.meta.get(SITE) in layout.inner and _part(n) is Part.FINISH}
     if finishes or any(_part(n) is Part.RELEASE for n in order):
         _number_stretches(order, finishes)

@@ -14,17 +14,16 @@ A graph whose peak memory would grow too much stays as it is.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from torch.fx import Graph, Node
 
 from ..cost.assumed_sizes import assume_sizes
 from ..cost.policy import Policy
 from ..cost.site_sizes import Hints, hints_of
-from ..graph.aten import is_mutable, is_random, tensor_of
+from ..graph.arrange import arrange
+from ..graph.aten import c10d, is_mutable, is_random, tensor_of
 from ..match.all_to_all import match_all_to_all, why_not_split
-from ..match.collectives import Collective, Op, find_collectives
-from ..match.site import Miss, Split
+from ..match.collectives import Collective, read_collective
+from ..match.site import Split
 from ..plan.reasons import Reason
 from ..select.peak_memory import PeakMemory
 
@@ -36,8 +35,11 @@ def pair_exchanges(graph: Graph, policy: Policy) -> int:
     """Reorder `graph` in place. Return the number of exchanges that moved. Only where predicted times decide."""
     if not policy.may_split:
         return 0
+    nodes = graph.find_nodes(op="call_function", target=c10d.all_to_all_single.default)
+    if len(nodes) < 2:
+        return 0
     hints = assume_sizes(graph, hints_of(graph))
-    exchanges = [c for c in find_collectives(graph) if _may_pair(c, policy, hints)]
+    exchanges = [c for c in map(read_collective, nodes) if _may_pair(c, policy, hints)]
     if len(exchanges) < 2:
         return 0
     before = list(graph.nodes)
@@ -46,22 +48,21 @@ def pair_exchanges(graph: Graph, policy: Policy) -> int:
     if not moved:
         return 0
     limit = PeakMemory.of(graph, hints).limit
-    _arrange(order.items)
+    arrange(order.items)
     if PeakMemory.of(graph, hints).peak > limit:
-        _arrange(before)
+        arrange(before)
         return 0
     return moved
 
 
 def _may_pair(c: Collective, policy: Policy, hints: Hints) -> bool:
     """Return whether `c` is an exchange of rows that may be split, and that all ranks have alike."""
-    if c.op is not Op.ALL_TO_ALL or c.wait is None or c.group is None or c.ranks < 2 or why_not_split(c):
+    if c.wait is None or c.group is None or c.ranks < 2 or why_not_split(c):
         return False
     value = tensor_of(c.node)
     if value is None or not policy.is_weighed(value.device.type):
         return False
-    missed = match_all_to_all(c, {})
-    if isinstance(missed, Miss) and missed.reason is Reason.DTYPE_UNSUPPORTED:
+    if match_all_to_all(c, {}).reason is Reason.DTYPE_UNSUPPORTED:
         return False
     return c.hosts > 1 or not policy.is_below_threshold(policy.bytes_sent(Split(c), hints=hints))
 
@@ -110,9 +111,3 @@ class _Sequence:
 
 def _may_move(node: Node) -> bool:
     return node.op in ("call_function", "get_attr") and not is_mutable(node) and not is_random(node)
-
-
-def _arrange(items: list[Node]) -> None:
-    """Put the nodes of a graph in this order."""
-    for before, node in pairwise(items):
-        before.append(node)

@@ -124,22 +124,26 @@ def place(
 
     `zero_copy`: by number of the transfer, its form without a copy, where it has one.
     """
-    starved: set[int] = set()
-    best, best_us = _place_forms(transfers, items, limits, zero_copy or {}, starved)
-    if starved:
-        most = max(transfers[k].landing_bytes + transfers[k].held_bytes for k in starved)
-        limits = replace(limits, reserved=most, large=frozenset(starved))
+    lacking_memory: set[int] = set()
+    best, best_us = _place_forms(transfers, items, limits, zero_copy or {}, lacking_memory)
+    if lacking_memory:
+        most = max(transfers[k].landing_bytes + transfers[k].held_bytes for k in lacking_memory)
+        limits = replace(limits, reserved=most, large=frozenset(lacking_memory))
         chosen, us = _place_forms(transfers, items, limits, zero_copy or {}, set())
         best = chosen if us > best_us else best
     return _largest_slots_first(best, transfers)
 
 
 def _place_forms(
-    transfers: Sequence[Transfer], items: Sequence[Item], limits: Limits, zero_copy: Mapping[int, Transfer], starved: set[int]
+    transfers: Sequence[Transfer],
+    items: Sequence[Item],
+    limits: Limits,
+    zero_copy: Mapping[int, Transfer],
+    lacking_memory: set[int],
 ) -> tuple[list[Placed | None], tuple[int, float]]:
-    """Return the places, with as many zero-copy gathers as save most, and what they are worth. Adds to `starved`."""
+    """Return the places, with as many zero-copy gathers as save most, and what they are worth. Adds to `lacking_memory`."""
     forms = dict(zero_copy)
-    best, best_us = _place([forms.get(k, t) for k, t in enumerate(transfers)], items, limits, holders := set(), starved)
+    best, best_us = _place([forms.get(k, t) for k, t in enumerate(transfers)], items, limits, holders := set(), lacking_memory)
     for _ in range(ROUNDS):
         if not holders:
             break
@@ -165,12 +169,12 @@ def _largest_slots_first(places: Sequence[Placed | None], transfers: Sequence[Tr
 
 
 def _place(
-    transfers: Sequence[Transfer], items: Sequence[Item], limits: Limits, holders: set[int], starved: set[int]
+    transfers: Sequence[Transfer], items: Sequence[Item], limits: Limits, holders: set[int], lacking_memory: set[int]
 ) -> tuple[list[Placed | None], tuple[int, float]]:
     """Return the places, and what they are worth: required transfers among them, and microseconds saved.
 
-    Adds to `holders` the zero-copy gathers for whose slot or memory others had to wait, and to `starved` the transfers that
-    found no memory, for the most part because others had it.
+    Adds to `holders` the zero-copy gathers for whose slot or memory others had to wait, and to `lacking_memory` those that
+    found no memory at some moment and were not placed.
     """
     pairs = _pairs(transfers)
     active = set(range(len(transfers)))
@@ -179,7 +183,7 @@ def _place(
         sweep = _Sweep(items, transfers, active, limits)
         placed = sweep.run()
         holders |= sweep.holders
-        starved |= sweep.starved - placed.keys()
+        lacking_memory |= sweep.lacking_memory - placed.keys()
         worse = {k for pair in pairs if pair[0] in active and not _is_worth(pair, transfers, placed) for k in pair}
         if not worse:
             break
@@ -234,7 +238,7 @@ class _Sweep:
     """Zero-copy gathers between finish and release."""
     holders: set[int] = field(default_factory=set)
     """Those of them for whose slot or memory a start had to wait: of each such moment the one that is read for longest."""
-    starved: set[int] = field(default_factory=set)
+    lacking_memory: set[int] = field(default_factory=set)
     """Transfers that found no memory at some moment, and would fit alone."""
     large_bytes: int = 0
     """What `limits.large` use: their slots and held inputs."""
@@ -325,7 +329,7 @@ class _Sweep:
             if growth <= room or t.is_required:
                 found.append((self.is_resting(t.group, slot), growth, size + growth, slot))
         if free and not found and t.landing_bytes + t.held_bytes <= self.limits.bytes:
-            self.starved.add(k)
+            self.lacking_memory.add(k)
         return min(found)[-1] if found else None
 
     def is_resting(self, group: str, slot: int) -> bool:

@@ -25,7 +25,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from torch.fx import Graph, Node
 
@@ -35,6 +34,7 @@ from ..cost.assumed_sizes import assume_sizes
 from ..cost.policy import Policy
 from ..cost.site_sizes import Hints, hints_of, shape_of_site
 from ..cost.split_time import split_times
+from ..graph.arrange import arrange
 from ..graph.aten import c10d, is_mutable, is_random, tensor_of
 from ..graph.attention import as_attention
 from ..match.all_to_all import why_not_split
@@ -80,9 +80,9 @@ def widen_windows(graph: Graph, policy: Policy, parameters: Collection[Node] | N
         order = _Order(list(before), times.us, gathers, reductions, fixed)
         for n in narrow:
             order.widen(n)
-        if not order.moved:
+        if not order.moved_for:
             break
-        _arrange(order.items)
+        arrange(order.items)
         memory = PeakMemory.of(graph, hints)
         if memory.peak <= limit:
             return len(order.moved)
@@ -90,7 +90,7 @@ def widen_windows(graph: Graph, policy: Policy, parameters: Collection[Node] | N
         if not too_large:
             break
         fixed |= too_large
-    _arrange(before)
+    arrange(before)
     return 0
 
 
@@ -100,7 +100,8 @@ def _find_too_large(order: _Order, before: Sequence[Node], live: Sequence[int], 
     `before`: the nodes in their first order. `live`: bytes at each position of the order.
     """
     old, new = ({n: i for i, n in enumerate(items)} for items in (before, order.items))
-    resting = [i for i, n in enumerate(order.items) if n not in order.moved]  # in both orders one behind the other
+    moved = order.moved
+    resting = [i for i, n in enumerate(order.items) if n not in moved]  # in both orders one behind the other
     old_places = [old[order.items[i]] for i in resting]
 
     def span(node: Node) -> tuple[int, int]:
@@ -109,20 +110,15 @@ def _find_too_large(order: _Order, before: Sequence[Node], live: Sequence[int], 
         was = resting[k] if k < len(resting) else len(order.items) - 1
         return min(was, new[node]), max(was, new[node])
 
-    spans = {
-        c: (min(s[0] for s in found), max(s[1] for s in found))
-        for c, moved in order.moved_for.items()
-        if (found := [span(n) for n in moved])
-    }
-    rest, too_large = dict(spans), set[Node]()
+    spans = {}
+    for c, nodes in order.moved_for.items():
+        firsts, lasts = zip(*map(span, nodes), strict=True)
+        spans[c] = min(firsts), max(lasts)
+    too_large = set[Node]()
     for peak in sorted((i for i, b in enumerate(live) if b > limit), key=lambda i: -live[i]):
-        if any(first <= peak <= last for c, (first, last) in spans.items() if c in too_large):
-            continue
-        here = [c for c, (first, last) in rest.items() if first <= peak <= last]
-        if here:
-            c = min(here, key=lambda c: (order.hidden_us[c], new[c]))
-            too_large.add(c)
-            del rest[c]
+        here = {c for c, (first, last) in spans.items() if first <= peak <= last}
+        if here and not here & too_large:
+            too_large.add(min(here, key=lambda c: (order.total_us(order.moved_for[c]), new[c])))
     return too_large
 
 
@@ -198,11 +194,8 @@ class _Order:
     """Those that may be delayed."""
     fixed: Collection[Node] = ()
     """Collectives into whose windows nothing moves. What is in them is not taken from them."""
-    moved: set[Node] = field(default_factory=set)
     moved_for: dict[Node, list[Node]] = field(default_factory=dict)
     """What moved into the window of each collective."""
-    hidden_us: dict[Node, float] = field(default_factory=dict)
-    """The time of that."""
     link_free: float = 0.0
     read: list[Node] = field(default_factory=list)
     """The first readers of earlier windows."""
@@ -210,6 +203,11 @@ class _Order:
 
     def __post_init__(self) -> None:
         self._clock = {n: self.us(n) for n in self.items}
+
+    @property
+    def moved(self) -> set[Node]:
+        """All nodes that moved."""
+        return {n for nodes in self.moved_for.values() for n in nodes}
 
     def widen(self, narrow: _Narrow) -> None:
         """Move as many nodes into one window as hide its transfer, behind the transfers that started earlier."""
@@ -223,7 +221,7 @@ class _Order:
         needed = (max(0.0, self.link_free - begin) + narrow.transfer_us) * (1 + SLACK) + SLACK_US
         if hidden < needed:
             delayed = self._find_delayed(position, at, needed - hidden)
-            begin, hidden = begin - self._total_us(delayed), hidden + self._total_us(delayed)
+            begin, hidden = begin - self.total_us(delayed), hidden + self.total_us(delayed)
             self._move(delayed, at + 1, window)
         if hidden < needed:
             position = {n: i for i, n in enumerate(self.items)}
@@ -232,9 +230,9 @@ class _Order:
         self.read += [n for n in window.readers if position[n] == first]
 
     def _sum_us(self, begin: int, end: int) -> float:
-        return self._total_us(self.items[begin:end])
+        return self.total_us(self.items[begin:end])
 
-    def _total_us(self, nodes: Sequence[Node]) -> float:
+    def total_us(self, nodes: Sequence[Node]) -> float:
         return sum(self._clock[n] for n in nodes)
 
     def _find_delayed(self, position: dict[Node, int], at: int, missing_us: float) -> list[Node]:
@@ -279,19 +277,16 @@ class _Order:
 
     def _worthwhile(self, nodes: set[Node], position: dict[Node, int]) -> list[Node]:
         """Return `nodes` in order; none if they take no time."""
-        return sorted(nodes, key=position.__getitem__) if self._total_us(list(nodes)) > 0 else []
+        return sorted(nodes, key=position.__getitem__) if self.total_us(list(nodes)) > 0 else []
 
     def _move(self, nodes: list[Node], position: int, window: Window) -> None:
         """Move `nodes`, in their order, in front of the item at `position`, into `window`."""
         if not nodes:
             return
-        c = window.collective.node
-        self.moved_for.setdefault(c, []).extend(nodes)
-        self.hidden_us[c] = self.hidden_us.get(c, 0.0) + self._total_us(nodes)
+        self.moved_for.setdefault(window.collective.node, []).extend(nodes)
         inside = set(nodes)
         parts = self.items[:position], nodes, self.items[position:]
         self.items = [n for part in parts for n in part if part is nodes or n not in inside]
-        self.moved |= inside
 
 
 def _may_move(node: Node) -> bool:
@@ -308,9 +303,3 @@ def _is_barrier(node: Node) -> bool:
     if node.op in ("placeholder", "output") or is_mutable(node):
         return True
     return isinstance(node.target, compat.HigherOrderOperator) and as_attention(node) is None
-
-
-def _arrange(items: Sequence[Node]) -> None:
-    """Put the nodes of a graph in this order."""
-    for before, node in pairwise(items):
-        before.append(node)

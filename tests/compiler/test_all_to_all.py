@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -397,12 +396,3 @@ def test_blocks_of_transformers(hf2: RankPool, kind: str, routing: str) -> None:
     for worst, found in hf2.run("tests.models.hf_moe:compare_block", kind, SPLIT, routing, timeout=120):
         assert worst < 1e-5
         assert [strategy for *_, strategy in found] == ["none", "split", "split", "split", "split"], found
-
-
-@pytest.fixture(scope="module")
-def hf2() -> Iterator[RankPool]:
-    """Ranks that import transformers."""
-    if importlib.util.find_spec("transformers") is None:
-        pytest.skip("transformers is not installed: pip install --no-deps -r tests/models/requirements.txt")
-    with RankPool(2) as pool:
-        yield pool

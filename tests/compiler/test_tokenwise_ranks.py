@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -111,12 +109,3 @@ def test_blocks_of_transformers(hf2: RankPool, kind: str, tokens: tuple[int, int
         outcome.check()
         assert forms == [f"two halves along dim {dim} of tokens [{tokens[0]}x{tokens[1]}x32]; split_tokens='force'"]
         assert [d["strategy"] for d in outcome.decisions].count("split") == 8
-
-
-@pytest.fixture(scope="module")
-def hf2() -> Iterator[RankPool]:
-    """Ranks that import transformers."""
-    if importlib.util.find_spec("transformers") is None:
-        pytest.skip("transformers is not installed: pip install --no-deps -r tests/models/requirements.txt")
-    with RankPool(2) as pool:
-        yield pool

@@ -112,9 +112,8 @@ class PlannedBlock:
         if self.experts % self.ep or self.experts_per_token > self.experts:
             expected = f"a multiple of ep={self.ep}, and at least experts_per_token={self.experts_per_token}"
             raise _refused("experts", self.experts, expected)
-        rows = self.batch * self.seq // (self.tp * self.cp) * self.experts_per_token
-        if rows % self.ep:
-            raise _refused("seq", self.seq, f"a rank's {rows} rows for experts to divide by ep={self.ep}")
+        if self.expert_rows % self.ep:
+            raise _refused("seq", self.seq, f"a rank's {self.expert_rows} rows for experts to divide by ep={self.ep}")
         if self.halves and not self.may_halve:
             raise _refused("seq", self.seq, f"tokens of a rank whose halves have rows that divide by ep={self.ep}")
         for name in ("hidden", "ffn"):
@@ -123,11 +122,15 @@ class PlannedBlock:
                 raise _refused(name, getattr(self, name), expected)
 
     @property
+    def expert_rows(self) -> int:
+        """Rows that a rank sends to experts."""
+        return self.batch * self.seq // (self.tp * self.cp) * self.experts_per_token
+
+    @property
     def may_halve(self) -> bool:
         """Whether the rows of half of a rank's tokens divide by the ranks that exchange them."""
-        tokens = self.seq // (self.tp * self.cp) if self.batch == 1 else self.batch
-        rest = 1 if self.batch == 1 else self.seq // (self.tp * self.cp)
-        return self.ep > 1 and tokens % 2 == 0 and tokens // 2 * rest * self.experts_per_token % self.ep == 0
+        cut = self.batch if self.batch > 1 else self.seq // (self.tp * self.cp)
+        return self.ep > 1 and cut % 2 == 0 and self.expert_rows // 2 % self.ep == 0
 
     @property
     def ranks(self) -> int:

@@ -87,9 +87,7 @@ def trace(
 
     def partition(gm: GraphModule, *args: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         progress("partitioning the joint graph")
-        joint(gm.graph)
-        gm.recompile()
-        return compat.min_cut_rematerialization_partition(gm, *args, **kwargs)
+        return joint.partition(gm, *args, **kwargs)
 
     compile_graph = compat.aot_autograd(fw_compiler=compiled, bw_compiler=compiled, partition_fn=partition)
 
