@@ -12,7 +12,7 @@ from ub_overlap import _torch_compat as compat
 from ub_overlap.runtime.fp8.numerics import FLOAT8
 
 from ..graph.aten import dtype_of, shape_of
-from ..graph.sizes import Size, about, evaluate_size, hint_of, numel, size_symbols
+from ..graph.sizes import Size, about, evaluate_size, numel, size_symbols
 from ..match.all_to_all import is_permute
 from ..match.collectives import Op, byte_dtype
 from ..match.site import Bulk, Fused, Gather, Reduction, Site, Split
@@ -29,8 +29,8 @@ _BULK = {Op.ALL_GATHER: "bulk_all_gather", Op.REDUCE_SCATTER: "bulk_reduce_scatt
 
 
 def hints_of(graph: Graph) -> dict[sympy.Symbol, int]:
-    """Return the values of the symbols that are sizes of the graph's inputs."""
-    return {symbol: value for symbol, x in size_symbols(graph) if (value := hint_of(x)) is not None}
+    """Return the values of the symbols that are sizes of the graph's inputs, as decisions take them."""
+    return {symbol: value for symbol, x in size_symbols(graph) if (value := compat.hint_of(x)) is not None}
 
 
 def ranges_of(graph: Graph) -> dict[sympy.Symbol, tuple[int, int | None]]:

@@ -7,6 +7,8 @@ from .graph_store import PlanGraphs
 from .snapshot import Snapshot
 
 SHOWN = 5  # edits
+ONE_HINT = "torch._dynamo.mark_dynamic(x, 0, hint_override=4096) on all ranks, in front of the first call"
+"""What gives graphs of ranks with batches of other sizes one plan."""
 MAX_BYTES = 16 << 20
 """Largest graphs of a rank, decompressed. They come from a peer: a few KiB may inflate to much more."""
 
@@ -22,13 +24,24 @@ def explain_difference(mine: bytes, theirs: bytes, names: tuple[str, str]) -> st
     diff = Diff(_labeled(own.before, names[0]), _labeled(other.before, names[1]))
     if diff.same:
         differ = "options, profile, settings or the values of dynamic sizes differ"
-        return f"the {own.phase} graphs are the same ({len(own.before.nodes)} nodes): {differ}"
+        same = f"the {own.phase} graphs are the same ({len(own.before.nodes)} nodes): {differ}"
+        return f"{same}; sizes have one value for decisions with {ONE_HINT}"
     lines = [f"the {own.phase} graphs differ: {diff.counts()}; the first node that differs:"]
     lines += [f"  {line}" for line in diff.first().splitlines()]
     lines += [f"  {e.title}{f' in {e.module}' if e.module else ''}" for e in diff.edits[:SHOWN]]
     if len(diff.edits) > SHOWN:
         lines.append(f"  and {len(diff.edits) - SHOWN} more")
+    if _has_other_sizes(diff):
+        lines.append(f"  only sizes differ: mark the dims of the batch as dynamic, with one hint: {ONE_HINT}")
     return "\n".join(lines)
+
+
+def _has_other_sizes(diff: Diff) -> bool:
+    """Return whether the same nodes compute tensors of other sizes, and inputs are among them."""
+    changes = [c for e in diff.edits for c in e.changed]
+    is_same_program = not any(e.removed or e.added for e in diff.edits)
+    only_sizes = all(name in ("args", "shape", "stride") for c in changes for name, *_ in c.fields)
+    return is_same_program and only_sizes and any(diff.a.nodes[c.before].op == "placeholder" for c in changes)
 
 
 def _labeled(s: Snapshot, rank: str) -> Snapshot:

@@ -19,7 +19,7 @@ from ub_overlap.runtime.packed_mark import MARK
 
 from .aten import is_mutable
 from .dtensor_sizes import UnevenInputs, find_uneven_inputs
-from .sizes import hint_of, symbolic_sizes
+from .sizes import symbolic_sizes
 
 Neighbors = Mapping[Node, tuple[int, int]]
 """Placeholders of packed parameters: the number of their block of memory, and the offset in elements."""
@@ -61,7 +61,7 @@ class GraphInputs:
     @classmethod
     def of(cls, inputs: Sequence[Any]) -> GraphInputs:
         """Return the facts about the inputs that a backend gets."""
-        hints = tuple((hint_of(x), compat.range_of(x)) for x in symbolic_sizes(inputs))
+        hints = tuple((compat.hint_of(x), compat.range_of(x)) for x in symbolic_sizes(inputs))
         parameters = tuple(i for i, x in enumerate(inputs) if isinstance(x, torch.nn.Parameter))
         return cls(hints, find_uneven_inputs(inputs), parameters, _find_neighbors(inputs, parameters))
 

@@ -49,12 +49,6 @@ def is_positive(x: int | torch.SymInt) -> bool:
     return (compat.range_of(x)[0] if isinstance(x, torch.SymInt) else x) > 0
 
 
-def hint_of(x: torch.SymInt) -> int | None:
-    """Return the value that a symbolic size was traced with, or None."""
-    value = getattr(x.node, "hint", None)
-    return value if isinstance(value, int) else None
-
-
 def evaluate_size(x: Size, hints: Mapping[sympy.Symbol, int]) -> int | None:
     """Return a size as a number, with `hints` for its symbols. None unless all have values."""
     if isinstance(x, int):

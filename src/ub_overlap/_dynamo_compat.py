@@ -48,11 +48,12 @@ def tensor_of(variable: Any) -> Any:
 
 
 def hints_of(sizes: Sequence[Any]) -> tuple[int, ...]:
-    """Return sizes with the values that symbolic ones are traced with. ValueError if one has none."""
-    known = [s if isinstance(s, int) else s.node.hint for s in sizes]
-    if None in known:
+    """Return sizes with the values of symbolic ones that decisions use. ValueError if one has none."""
+    known = [s if isinstance(s, int) else _torch_compat.hint_of(s) for s in sizes]
+    values = tuple(value for value in known if value is not None)
+    if len(values) < len(known):
         raise ValueError(f"sizes {list(sizes)} have no values while they are traced")
-    return tuple(map(int, known))
+    return values
 
 
 def source_of(variable: Any) -> str:

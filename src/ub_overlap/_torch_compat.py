@@ -137,6 +137,13 @@ def range_of(size: Any) -> tuple[int, int | None]:
     return least, int(bounds.upper) if bounds.upper.is_Integer else None
 
 
+def hint_of(size: Any) -> int | None:
+    """Return the value of a SymInt that decisions use: the user's hint (`mark_dynamic`), else the traced one, or None."""
+    override = getattr(size.node.shape_env, "var_to_hint_override", {}).get(size.node.expr)
+    value = getattr(size.node, "hint", None) if override is None else override
+    return value if isinstance(value, int) else None
+
+
 def group_size(name: str) -> int:
     """Return the number of ranks of the process group registered under `name`."""
     return int(__getattr__("_group_size_by_name")(name))

@@ -1,0 +1,46 @@
+"""Ranks whose local batches have other sizes, in every step: one graph and one plan, where the user marks the sizes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness.ranks import RankPool, run_ranks
+
+from . import rank_local_batches as ranks
+
+
+def check(found: list[ranks.Found | str], *modes: str) -> None:
+    """Check that all ranks compiled the same two graphs, forward and backward, and computed as without overlap."""
+    for one in found:
+        assert not isinstance(one, str), one
+        differs, digests, own_modes = one
+        assert not differs
+        assert digests == found[0][1] and len(digests) == 2
+        assert own_modes >= set(modes), own_modes
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_sharded_weights(pool2: RankPool, inner: str) -> None:
+    check(pool2.run(ranks.sharded_weights, 1024, inner, timeout=200), "split", "pipelined")
+
+
+def test_sharded_weights_and_tensor_parallel(pool4: RankPool) -> None:
+    check(pool4.run(ranks.sharded_weights_and_tensor_parallel, 16, timeout=300), "pipelined")
+
+
+def test_experts(pool2: RankPool) -> None:
+    check(pool2.run(ranks.experts, 1024, timeout=200), "split")
+
+
+def test_replicated_weights(pool2: RankPool) -> None:
+    """The order of all_reduces does not depend on the batch. (Compiled autograd of torch 2.13 takes no dynamic sizes.)"""
+    for differs, digests, modes in pool2.run(ranks.replicated_weights, None, timeout=200):
+        assert not differs and len(digests) >= 1 and modes
+
+
+@pytest.mark.parametrize(("dynamic", "text"), [(None, "only sizes differ"), (True, "sizes have one value")])
+def test_without_a_hint(dynamic: bool | None, text: str) -> None:
+    """The error, which breaks the group, says what to do."""
+    for error in run_ranks(ranks.sharded_weights, 2, None, "aot_eager", dynamic, timeout=200):
+        assert isinstance(error, str) and error.startswith("PlanMismatchError"), error
+        assert text in error and "mark_dynamic(x, 0, hint_override=" in error, error
