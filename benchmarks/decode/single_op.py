@@ -63,7 +63,7 @@ class OpSize:
     def ours(self, strategy: str, norm: str) -> Call:
         """Return a call of our op."""
         residual, weight = (self.residual, self.weight) if norm != "none" else (None, None)
-        numerics = (None, EPSILON, True, False, None, 0.0, 0.0, False, self.x.dtype)
+        numerics = (None, EPSILON, True, False, 0.0, None, 0.0, 0.0, False, self.x.dtype)
         args = (residual, norm, weight, *numerics, strategy, self.group, f"decode.{strategy}")
         return lambda: torch.ops.ub_overlap.fused_collective(self.x, "all_reduce", "sum", *args)
 

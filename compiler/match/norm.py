@@ -3,6 +3,7 @@
 rms     x * rsqrt(mean(x ** 2) + eps)                         in fp32
 layer   (x - mean(x)) * rsqrt(var(x) + eps)                   in fp32
 tail    [round to x's type] [* weight] [+ bias] [round]       or one op: _fused_rms_norm, native_layer_norm
+weight  w, or constant + w                                    in fp32 (Gemma's 1 + w)
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class Norm:
     round_before_weight: bool
     out: Node
     nodes: tuple[Node, ...]
+    weight_offset: float = 0.0
+    """Added to the weight, in fp32."""
 
 
 def find_norm(x: Node, wide: Node | None = None) -> Norm | None:
@@ -123,38 +126,58 @@ def _tail(kind: str, x: Node, product: Node, epsilon: float, nodes: tuple[Node, 
     dtype = dtype_of(x)
     weight: Node | None = None
     bias: Node | None = None
+    offset = 0.0
     rounds, at, taken = False, product, [*nodes]
     while len(following := readers(at)) == 1:
         (node,) = following
         if node.target in CASTS and dtype_of(node) == dtype and dtype_of(at) != dtype:
             rounds = rounds or weight is None
-        elif weight is None and bias is None and node.target is aten.mul.Tensor and (w := _vector(node, at, x)) is not None:
-            weight = w
-        elif bias is None and node.target is aten.add.Tensor and not node.kwargs and (b := _vector(node, at, x)) is not None:
-            if dtype_of(at) is not torch.float32:  # a sum in the narrow type rounds twice
+        elif weight is None and bias is None and node.target is aten.mul.Tensor and (vector := _vector(node, at, x)):
+            weight, offset = vector
+            taken += _vector_nodes(node, at, weight)
+        elif bias is None and node.target is aten.add.Tensor and not node.kwargs and (vector := _vector(node, at, x)):
+            if dtype_of(at) is not torch.float32 or vector[1]:  # a sum in the narrow type rounds twice
                 break
-            bias = b
+            bias = vector[0]
+            taken += _vector_nodes(node, at, bias)
         else:
             break
-        taken += [node, *_casts_of_vectors(node, at)]
+        taken.append(node)
         at = node
     rounds = rounds and weight is not None and dtype is not torch.float32
-    yield Norm(kind, weight, bias, epsilon, rounds, at, tuple(dict.fromkeys(taken)))
+    yield Norm(kind, weight, bias, epsilon, rounds, at, tuple(dict.fromkeys(taken)), offset)
 
 
-def _vector(node: Node, at: Node, x: Node) -> Node | None:
-    """Return the vector [cols] of x's type that `node` combines with `at`, through a cast of it to fp32."""
+def _vector(node: Node, at: Node, x: Node) -> tuple[Node, float] | None:
+    """Return the vector [cols] of x's type that `node` combines with `at`, and the constant that is added to it in fp32."""
     others = [n for n in _inputs(node) if n is not at]
     if len(others) != 1 or len(node.args) != 2:
         return None
-    source = others[0]
-    if source.target in CASTS and len(_inputs(source)) == 1 and dtype_of(source) is torch.float32:
+    source, offset = _sum_of_vector(others[0])
+    if _is_widening(source):
         source = _inputs(source)[0]
-    return source if _fit(x, source) else None
+    return (source, offset) if _fit(x, source) else None
 
 
-def _casts_of_vectors(node: Node, at: Node) -> list[Node]:
-    return [n for n in _inputs(node) if n is not at and n.target in CASTS and len(readers(n)) == 1]
+def _sum_of_vector(node: Node) -> tuple[Node, float]:
+    """Return (vector, constant) of their sum in fp32, else (node, 0)."""
+    vector, constant = _plus_constant(node)
+    return (vector, constant) if vector is not None and dtype_of(node) is torch.float32 else (node, 0.0)
+
+
+def _is_widening(node: Node) -> bool:
+    return node.target in CASTS and len(_inputs(node)) == 1 and dtype_of(node) is torch.float32
+
+
+def _vector_nodes(node: Node, at: Node, vector: Node) -> list[Node]:
+    """Return what only widens `vector` and adds a constant to it, for `node`."""
+    taken, todo = list[Node](), [n for n in _inputs(node) if n is not at]
+    while todo:
+        n = todo.pop()
+        if n is not vector and len(readers(n)) == 1:
+            taken.append(n)
+            todo += _inputs(n)
+    return taken
 
 
 def _fit(x: Node, *vectors: object) -> bool:

@@ -19,11 +19,12 @@ def rewrite_fused(e: Emitter, m: Fused, strategy: Strategy | DispatchTable, site
     """
     c, norm, cast = m.collective, m.norm, m.cast
     assert c.op is not None
-    kind, epsilon, rounds = (norm.kind, norm.epsilon, norm.round_before_weight) if norm else ("none", 0.0, False)
+    kind, epsilon = (norm.kind, norm.epsilon) if norm else ("none", 0.0)
+    rounds, offset = (norm.round_before_weight, norm.weight_offset) if norm else (False, 0.0)
     scales = (cast.scale, cast.amax_factor, cast.least_scale, cast.divides) if cast else (None, 0.0, 0.0, False)
     op = e.call(
         torch.ops.ub_overlap.fused_collective.default, c.input, c.op.value, c.reduce_op or "sum", m.residual, kind,
-        norm.weight if norm else None, norm.bias if norm else None, epsilon, m.round_sum, rounds, *scales,
+        norm.weight if norm else None, norm.bias if norm else None, epsilon, m.round_sum, rounds, offset, *scales,
         dtype_of(cast.out if cast else c.input), str(strategy), c.group, site,
     )  # fmt: skip
     replaced: dict[Node, Node] = {}

@@ -80,6 +80,8 @@ def choose_splits(
     splits = find_splits(graph, candidates, found, overrides, costs, parameters)
     if not splits:
         return SplitChoice(*assign(found))
+    if any(s.by_order for s in splits.values()):  # ranks of a ring hold other tensors, so their peaks differ
+        found = [replace(alternatives, counts_memory=False) for alternatives in found]
     planner = _Planner(graph, candidates, costs, splits)
     kept = [planner.set_aside(i, alternatives) for i, alternatives in enumerate(found)]
     best: _Round | None = None

@@ -31,14 +31,14 @@ enum class Norm : int32_t { none = 0, rms = 1, layer = 2 };
 // What follows the reduction. T is the dtype of the collective.
 //
 //     summed = T(reduced + residual)            reduced: the collective's result, rounded to T
-//     normed = norm(summed) * weight + bias     in fp32, rounded to T; without `round_sum` of the sum in fp32
+//     normed = norm(summed) * (weight_offset + weight) + bias     in fp32, rounded to T; without `round_sum` of the sum in fp32
 //     cast   = float8(normed / scale)           one scale for the tensor, or one for each row, from the amax of `normed`:
 //                                               max(amax * amax_factor, least_scale)
 struct Epilogue {
     Norm norm = Norm::none;
     bool round_sum = true;             // the norm reads `summed`, not the sum in fp32
     bool round_before_weight = false;  // round to T before the product with the weight too
-    float epsilon = 0;
+    float epsilon = 0, weight_offset = 0;
     const char *residual = nullptr, *weight = nullptr, *bias = nullptr;  // null: none
     const float* scale = nullptr;                                        // of the tensor
     float* row_scales = nullptr;                                         // results; null: no scales for rows

@@ -39,7 +39,7 @@ struct Parameters {
     int32_t has_norm, is_layer_norm, round_sum, round_before_weight, is_e5m2, divide_by_scale;
     int32_t cluster;                              // blocks that share a row; `row_vectors` is the segment of one
     int64_t vectors, row_vectors, block_vectors;  // FusedGrid
-    float divisor, epsilon, inverse_cols, amax_factor, least_scale;
+    float divisor, epsilon, inverse_cols, weight_offset, amax_factor, least_scale;
     const uint4 *input, *residual, *weight, *bias;
     const float* scale;
     float* row_scales;
@@ -378,7 +378,7 @@ class Rows {
             for (int e = 0; e < n; ++e) {
                 float x = (number(row, v, e) - mean) * factor;
                 if (p_.round_before_weight) x = to_float(rounded<T>(x));
-                if (p_.weight) x *= to_float(weight_[v].v[e]);
+                if (p_.weight) x *= p_.weight_offset + to_float(weight_[v].v[e]);
                 if (p_.bias) x += to_float(bias_[v].v[e]);
                 from_float(x, row[v].v[e]);
             }
@@ -617,6 +617,7 @@ void launch_fused_collective(const Group& group, const Call& call, const std::ve
     p.has_norm = epilogue.norm != Norm::none, p.is_layer_norm = epilogue.norm == Norm::layer;
     p.round_sum = epilogue.round_sum, p.round_before_weight = epilogue.round_before_weight;
     p.is_e5m2 = epilogue.normed_type == DType::e5m2, p.divide_by_scale = epilogue.divide_by_scale;
+    p.weight_offset = epilogue.weight_offset;
     p.epsilon = epilogue.epsilon, p.amax_factor = epilogue.amax_factor, p.least_scale = epilogue.least_scale;
     p.inverse_cols = 1.0f / static_cast<float>(call.grid.row_vectors * vector_size / size_of(call.type));
     p.weight = reinterpret_cast<const uint4*>(epilogue.weight), p.bias = reinterpret_cast<const uint4*>(epilogue.bias);

@@ -8,15 +8,15 @@ Legend: R ranks of the group; T the dtype of the input; F the largest value of a
     "all_reduce"        [...]           [...]           "one_shot", "two_shot"
 
     summed     = reduced + residual                           rounded to T
-    normed     = norm(summed) * weight + bias                 over the last dim, rounded to T; [0] if norm is "none"
+    normed     = norm(summed) * (offset + weight) + bias      over the last dim, rounded to T; [0] if norm is "none"
     row_scales = max(amax(|row|) * amax_factor, least_scale)  [..., 1], if amax_factor is above 0; else [0]
     normed     = cast(clamp(normed / scale, -F, F))           float8, if there is a scale, or one for each row
 
 An all_gather has no epilogue. Sums are taken in fp32 in rank order and rounded once: results do not depend on the strategy.
 norm: "none", "rms" (RMSNorm) or "layer" (LayerNorm), in fp32. Without `round_sum` it reads the sum with the residual in fp32,
 as vLLM's RMSNorm.forward_native does. `round_before_weight`: the normed rows are rounded to T before the product with the
-weight, as transformers does. residual, weight, bias: T, or None. scale: one fp32, or None. `divide_by_scale`: rows are divided
-by their scale, not multiplied by its reciprocal.
+weight, as transformers does. `weight_offset`: added to the weight in fp32; 1 for Gemma. residual, weight, bias: T, or None.
+scale: one fp32, or None. `divide_by_scale`: rows are divided by their scale, not multiplied by its reciprocal.
 
 A row of a norm has a multiple of 16 bytes, and at most 65536. Without a norm, the result of a rank has a multiple of 16 bytes.
 """
@@ -35,8 +35,8 @@ from .definition import OpDefinition
 
 SCHEMA = (
     "fused_collective(Tensor input, str collective, str reduce_op, Tensor? residual, str norm, Tensor? weight, Tensor? bias, "
-    "float epsilon, bool round_sum, bool round_before_weight, Tensor? scale, float amax_factor, float least_scale, "
-    "bool divide_by_scale, ScalarType normed_dtype, str strategy, str group, str site) "
+    "float epsilon, bool round_sum, bool round_before_weight, float weight_offset, Tensor? scale, float amax_factor, "
+    "float least_scale, bool divide_by_scale, ScalarType normed_dtype, str strategy, str group, str site) "
     "-> (Tensor summed, Tensor normed, Tensor row_scales)"
 )
 
@@ -52,6 +52,7 @@ class FusedArgs(NamedTuple):
     epsilon: float
     round_sum: bool
     round_before_weight: bool
+    weight_offset: float
     scale: Tensor | None
     amax_factor: float
     least_scale: float
@@ -115,20 +116,29 @@ def _norm(x: Tensor, a: FusedArgs, dtype: torch.dtype) -> Tensor:
     The result has `dtype`.
     """
     cols = x.shape[-1:]
-    if x.dtype == dtype and not a.round_before_weight:
+    if x.dtype == dtype and not a.round_before_weight and not a.weight_offset:
         if a.norm == "layer":
             return functional.layer_norm(x, cols, a.weight, a.bias, a.epsilon)
         if a.bias is None:
             return functional.rms_norm(x, cols, a.weight, a.epsilon)
+    if not a.round_before_weight:
         x = x.to(torch.promote_types(dtype, torch.float32))
     norm = functional.layer_norm if a.norm == "layer" else functional.rms_norm
     normed = norm(x, cols, eps=a.epsilon)
     if a.round_before_weight:
         normed = normed.to(dtype)
+    weight = None if a.weight is None else _weight(a, normed)
     if a.bias is not None:
-        weight = normed.new_ones(cols) if a.weight is None else a.weight.to(normed.dtype)
-        return torch.addcmul(a.bias.to(normed.dtype), normed, weight).to(dtype)
-    return normed.to(dtype) if a.weight is None else (normed * a.weight.to(normed.dtype)).to(dtype)
+        return torch.addcmul(a.bias.to(normed.dtype), normed, normed.new_ones(cols) if weight is None else weight).to(dtype)
+    return normed.to(dtype) if weight is None else (normed * weight).to(dtype)
+
+
+def _weight(a: FusedArgs, normed: Tensor) -> Tensor:
+    """Return the weight with its offset, in the type of the normed rows or in fp32."""
+    assert a.weight is not None
+    if not a.weight_offset:
+        return a.weight.to(normed.dtype)
+    return a.weight_offset + a.weight.to(torch.promote_types(a.weight.dtype, torch.float32))
 
 
 DEFINITION = OpDefinition(SCHEMA, FusedArgs, fake, fallback)

@@ -106,6 +106,35 @@ def layer(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) 
     return F.layer_norm(hidden, (COLS,), weight, bias), hidden
 
 
+def gemma(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """transformers' GemmaRMSNorm: the weight is added to 1, in fp32."""
+    hidden = residual + reduced(x, w)
+    wide = hidden.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return (wide * (1.0 + weight.float())).type_as(hidden), hidden
+
+
+def gemma_sandwich(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """Gemma 2: one norm in front of the residual, another one behind it."""
+    wide = reduced(x, w).float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    hidden = residual + (wide * (1.0 + weight.float())).type_as(residual)
+    return hf_rms(hidden, weight), hidden
+
+
+def offset_read(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """The weight's sum is a result too."""
+    wide = (reduced(x, w) + residual).float()
+    total = 1.5 + weight.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * total).to(x.dtype), total
+
+
+def narrow_offset(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """The sum is taken in 16 bits, and so is the weight of the op."""
+    wide = (reduced(x, w) + residual).float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * (1.0 + weight).float()).to(x.dtype)
+
+
 def post_norm(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
     """The norm stands in front of the residual."""
     return hf_rms(reduced(x, w), weight) + residual
@@ -247,6 +276,20 @@ def mean_twice(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Ten
     return (torch.sub(hidden, mean, alpha=2) * torch.rsqrt(var + 1e-5)).to(residual.dtype)
 
 
+def offset_twice(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """Two sums, each rounded in fp32."""
+    wide = (reduced(x, w) + residual).float()
+    total = 1e-9 + (1.0 + weight.float())
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * total).to(x.dtype)
+
+
+def offset_scaled(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """The weight is scaled in the sum."""
+    wide = (reduced(x, w) + residual).float()
+    total = torch.add(torch.ones(COLS), weight.float(), alpha=2)
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * total).to(x.dtype)
+
+
 def view_read(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Any:
     """The view in front of the norm is read again, so it cannot lie within the op."""
     rows = reduced(x, w).view(-1, COLS)
@@ -268,6 +311,12 @@ FORMS: dict[str, tuple[Form, bool, str]] = {
     "in_place": (in_place, True, "rms"),
     "vllm_kernel": (vllm_kernel, True, "rms"),
     "linear_bias": (linear_bias, False, "none"),
+    "gemma": (gemma, True, "rms"),
+    "gemma_sandwich": (gemma_sandwich, False, "rms"),
+    "offset_read": (offset_read, True, "rms"),
+    "narrow_offset": (narrow_offset, True, "rms"),
+    "offset_twice": (offset_twice, True, "none"),
+    "offset_scaled": (offset_scaled, True, "none"),
     "post_norm": (post_norm, False, "rms"),
     "flattened": (flattened, True, "rms"),
     "residual_only": (residual_only, True, "none"),

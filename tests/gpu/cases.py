@@ -133,10 +133,11 @@ class Maker:
         by_row: bool = False,
         round_sum: bool = True,
         divides: bool = False,
+        offset: float = 0.0,
     ) -> Case:
         """A collective of few tokens. `rows`: of a rank's result (all_gather: of its shard).
 
-        `scale`: the float8 format of the normed rows. `by_row`: each has its own scale.
+        `scale`: the float8 format of the normed rows. `by_row`: each has its own scale. `offset`: of the weight.
         """
         has_norm = norm != "none"
         x = self.randn(rows * self.ranks if collective == "reduce_scatter" else rows, cols, dtype=dtype)
@@ -146,7 +147,8 @@ class Maker:
         one = torch.full((), 0.03125, device=self.device) if scale and not by_row else None
         rows_scales = (1.0 / torch.finfo(scale).max, 2.0**-120) if scale and by_row else (0.0, 0.0)
         return FUSED, (
-            x, collective, by, other, norm, vector, bias, 1e-5, round_sum, rounded, one, *rows_scales, divides, scale or dtype
+            x, collective, by, other, norm, vector, bias, 1e-5, round_sum, rounded, offset, one, *rows_scales, divides,
+            scale or dtype,
         )  # fmt: skip
 
     def kind(self, name: str, size: int = 256, dtype: torch.dtype = BF16) -> tuple[Case, str]:
@@ -221,6 +223,8 @@ class Truth:
     plain: list[torch.Tensor]
     wire: float = 0.0
     """What a float8 wire may add: 2^-4 of each rank's part, in parts of the largest value."""
+    rounded: torch.dtype = F32
+    """The type in which values were rounded that an fp32 output is computed from, as scales of rows are."""
 
     @classmethod
     def of(cls, case: Case, group: str) -> Truth:
@@ -228,7 +232,7 @@ class Truth:
         wire = 0.0
         if narrow and exact[0].numel():
             wire = 2.0**-4 * (sizes_of_parts(case, group).max() / exact[0].abs().max()).item()
-        return cls(exact, run_plain(case, group), wire)
+        return cls(exact, run_plain(case, group), wire, case[1][0].dtype if case[0] == FUSED else F32)
 
     def check(self, ours: list[torch.Tensor], what: str = "") -> tuple[float, float]:
         """Return the largest relative errors of our op and of the c10d op against float64. AssertionError if
@@ -242,7 +246,7 @@ class Truth:
                 continue
             scale = c.abs().max().item() or 1.0
             mine, theirs = ((x.double() - c).abs().max().item() / scale for x in (a, b))
-            limit = 1.5 * theirs + SLACK[a.dtype] + self.wire
+            limit = 1.5 * theirs + SLACK[self.rounded if a.dtype is F32 else a.dtype] + self.wire
             if not mine <= limit:
                 wrong = (~((a.double() - c).abs() / scale <= limit)).sum().item()
                 raise AssertionError(f"{where}: error {mine:.3g}, plain op {theirs:.3g}; {wrong} of {a.numel()} wrong")

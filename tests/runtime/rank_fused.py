@@ -35,7 +35,8 @@ def arguments(
 ) -> FusedArgs:
     """Return the arguments of a call with `rows` rows of a rank's result.
 
-    options: dtype, norm, round_sum, rounded, scale (a float8 format), by_row (rows have scales), divides, by, site.
+    options: dtype, norm, round_sum, rounded, offset (of the weight), scale (a float8 format), by_row (rows have scales),
+    divides, by, site.
     """
     dtype, norm = options.get("dtype", torch.float32), options.get("norm", "none")
     own = rows * world if collective == "reduce_scatter" else rows
@@ -47,8 +48,8 @@ def arguments(
     rows_scales = (1.0 / torch.finfo(format).max, LEAST_SCALE) if by_row else (0.0, 0.0)
     return FusedArgs(
         data(own, cols, seed=seed + rank, dtype=dtype), collective, options.get("by", "sum"), residual, norm, weight, bias,
-        1e-5, options.get("round_sum", True), bool(options.get("rounded")), scale, *rows_scales, bool(options.get("divides")),
-        format or dtype, strategy, name, options.get("site", "/fused"),
+        1e-5, options.get("round_sum", True), bool(options.get("rounded")), options.get("offset", 0.0), scale, *rows_scales,
+        bool(options.get("divides")), format or dtype, strategy, name, options.get("site", "/fused"),
     )  # fmt: skip
 
 
@@ -83,7 +84,7 @@ def epilogue(reduced: torch.Tensor, a: FusedArgs) -> tuple[torch.Tensor, torch.T
     if a.round_before_weight:
         x = x.to(summed.dtype).to(wide)
     if a.weight is not None:
-        x = x * a.weight.to(wide)
+        x = x * (a.weight_offset + a.weight.to(wide))
     if a.bias is not None:
         x = x + a.bias.to(wide)
     x = x.to(summed.dtype)
@@ -117,7 +118,7 @@ def random_program(rank: int, world: int, times: int, delay_us: int, seed: int) 
             dtype = order.choice((torch.float32, torch.bfloat16, torch.float16))
             rows, cols = order.randrange(1, 9), order.choice((8, 64, 2048 if order.random() < 0.1 else 16))
             options: dict[str, Any] = {"dtype": dtype, "norm": "none" if collective == "all_gather" else norm}
-            options |= {"by": order.choice(("sum", "avg")), "rounded": order.random() < 0.5}
+            options |= {"by": order.choice(("sum", "avg")), "rounded": order.random() < 0.5, "offset": order.choice((0.0, 1.0))}
             if norm != "none" and collective != "all_gather":
                 options["scale"] = order.choice((None, torch.float8_e4m3fn, torch.float8_e5m2))
                 options |= {name: order.random() < 0.5 for name in ("round_sum", "by_row", "divides")}

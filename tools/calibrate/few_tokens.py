@@ -87,7 +87,7 @@ def _forms(calls: Calls, kind: str, size: int, epilogue: Callable[..., Any]) -> 
 
     def fused(strategy: str, norm: str) -> Callable[[], Any]:
         more = (residual, norm, weight) if norm != "none" else (None, norm, None)
-        numerics = (None, EPSILON, True, False, None, 0.0, 0.0, False, calls.dtype)
+        numerics = (None, EPSILON, True, False, 0.0, None, 0.0, 0.0, False, calls.dtype)
         rest = (*numerics, strategy, calls.group, f"calibrate/{kind} {strategy} {norm} {size}")
         return lambda: op(source, kind, "sum", *more, *rest)
 

@@ -65,7 +65,7 @@ ThreeTensors apply_epilogue(const Tensor& reduced, const Operands& o, const Epil
     if (e.norm == Norm::layer) x = x - x.mean(-1, true);
     x = x * at::rsqrt(x.square().mean(-1, true) + e.epsilon);
     if (e.round_before_weight) x = x.to(type).to(at::kFloat);
-    if (o.weight.defined()) x = x * o.weight.to(at::kFloat);
+    if (o.weight.defined()) x = x * (o.weight.to(at::kFloat) + e.weight_offset);
     if (o.bias.defined()) x = x + o.bias.to(at::kFloat);
     x = x.to(type);
     if (!is_float8(e.normed_type)) return {summed, x, empty(at::kFloat)};
@@ -78,8 +78,8 @@ ThreeTensors apply_epilogue(const Tensor& reduced, const Operands& o, const Epil
 ThreeTensors fused_collective(const Site& site, const Tensor& input, std::string collective, std::string reduce_op,
                               const OptionalTensor& residual, std::string norm, const OptionalTensor& weight,
                               const OptionalTensor& bias, double epsilon, bool round_sum, bool round_before_weight,
-                              const OptionalTensor& scale, double amax_factor, double least_scale, bool divide_by_scale,
-                              at::ScalarType normed_dtype) {
+                              double weight_offset, const OptionalTensor& scale, double amax_factor, double least_scale,
+                              bool divide_by_scale, at::ScalarType normed_dtype) {
     return run_op(input.device(), [&]() -> ThreeTensors {
         Builder b("fused_collective", input.device(), site);
         Call& call = b.call;
@@ -121,6 +121,7 @@ ThreeTensors fused_collective(const Site& site, const Tensor& input, std::string
             call.grid = has_norm ? make_fused_grid(rows, row_bytes, true) : make_fused_grid(1, shard_bytes, false);
         }
         e.epsilon = static_cast<float>(epsilon), e.round_before_weight = round_before_weight;
+        e.weight_offset = static_cast<float>(weight_offset);
         e.round_sum = round_sum || !has_norm || !has(residual), e.divide_by_scale = divide_by_scale;
         e.amax_factor = static_cast<float>(amax_factor), e.least_scale = static_cast<float>(least_scale);
         b.describe("input", input);
@@ -152,6 +153,7 @@ ThreeTensors fused_collective(const Site& site, const Tensor& input, std::string
                                                 .real(epsilon)
                                                 .flag(round_sum)
                                                 .flag(round_before_weight)
+                                                .real(weight_offset)
                                                 .tensor(scale.value_or(Tensor()))
                                                 .real(amax_factor)
                                                 .real(least_scale)

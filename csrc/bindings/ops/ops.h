@@ -52,8 +52,9 @@ TensorAndList bulk(const Site& site, const at::Tensor& input, at::TensorList lhs
 ThreeTensors fused_collective(const Site& site, const at::Tensor& input, std::string collective, std::string reduce_op,
                               const std::optional<at::Tensor>& residual, std::string norm,
                               const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, double epsilon,
-                              bool round_sum, bool round_before_weight, const std::optional<at::Tensor>& scale,
-                              double amax_factor, double least_scale, bool divide_by_scale, at::ScalarType normed_dtype);
+                              bool round_sum, bool round_before_weight, double weight_offset,
+                              const std::optional<at::Tensor>& scale, double amax_factor, double least_scale,
+                              bool divide_by_scale, at::ScalarType normed_dtype);
 
 // Begins a collective and returns a token. Strategies are not dispatched: finish must run what start began.
 at::Tensor start_collective(const at::Tensor& input, std::string collective, std::string reduce_op, at::ScalarType out_dtype,

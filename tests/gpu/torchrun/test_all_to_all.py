@@ -124,6 +124,7 @@ def test_pieces(lockstep: Lockstep, group: str) -> None:
     lockstep.note(all_pieces(lockstep, group))
 
 
+@pytest.mark.deadline(140)  # 8 ranks compute the pieces of all on the CPU
 @pytest.mark.parametrize(("steps", "rows"), [(40, 7), (60, 30_000)])
 def test_random_orders(lockstep: Lockstep, group: str, steps: int, rows: int) -> None:
     lockstep.note(random_orders(lockstep, group, steps, rows))

@@ -36,11 +36,12 @@ class Shape:
     by_row: bool = False
     round_sum: bool = True
     divides: bool = False
+    offset: float = 0.0
 
     def make(self, maker: Maker) -> Case:
         return maker.fused(
             self.dtype, self.rows, self.cols, self.collective, self.norm, self.by, self.residual, self.weight,
-            self.round_before_weight, self.scale, self.by_row, self.round_sum, self.divides,
+            self.round_before_weight, self.scale, self.by_row, self.round_sum, self.divides, self.offset,
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -52,6 +53,7 @@ class Shape:
                 *(["rounded"] if self.round_before_weight else []),
                 *(["by row"] if self.by_row else []),
                 *(["wide sum"] if not self.round_sum else []),
+                *(["weight offset"] if self.offset else []),
             ]
         )
 
@@ -74,6 +76,7 @@ SHAPES = [
     *(Shape(rows, cols, round_sum=False, round_before_weight=True) for cols in (40, 8192) for rows in (1, 70)),
     Shape(9, 512, F32, scale=E4M3, by_row=True),
     Shape(9, 4096, round_before_weight=True),
+    *(Shape(rows, 4096, dtype, offset=1.0) for dtype in (BF16, F32) for rows in (1, 70)),
     Shape(9, 4096, by="avg"),
     *(plain_sum(1, n) for n in (8, 520, 2048, 8192, 131072, 524288, 1048576, 8388608 + 8)),
     *(plain_sum(3, 1000, dtype) for dtype in (F16, F32)),

@@ -15,6 +15,7 @@ from tests.gpu.lockstep import Lockstep
 from tests.gpu.torchrun.test_split import OPS, arguments, random_orders, replays
 from ub_overlap.runtime import settings
 from ub_overlap.runtime.extension import extension
+from ub_overlap.runtime.session.host_groups import name_host_groups
 from ub_overlap.runtime.session.host_layout import find_layout
 
 
@@ -38,11 +39,13 @@ def test_random_orders(lockstep: Lockstep, apart: str, steps: int) -> None:
     check_transport(apart)
 
 
+@pytest.mark.own_gpus("gloo's collectives cannot be captured")
 def test_replays(lockstep: Lockstep, apart: str) -> None:
     lockstep.note(replays(lockstep, apart, 40, zero_copy=False))
     check_transport(apart)
 
 
+@pytest.mark.own_gpus("they take turns, so times mean nothing")
 def test_what_runs_meanwhile(lockstep: Lockstep, apart: str) -> None:
     """Report the milliseconds of a gather and of matmuls, one after the other and concurrently."""
     if not lockstep.cuda:
@@ -86,7 +89,9 @@ def two_hosts(lockstep: Lockstep) -> Iterator[str]:
         pytest.skip("needs two hosts of several ranks")
     before = settings.current().hosts
     settings.configure(hosts=str(lockstep.ranks // 2))
-    yield lockstep.new_group()
+    group = lockstep.new_group()
+    name_host_groups()  # as each compilation does
+    yield group
     settings.configure(hosts=before)
 
 
