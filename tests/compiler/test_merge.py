@@ -47,6 +47,14 @@ def updated_between(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     return first + scatter(x @ w)
 
 
+def chain_updated_between(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    """The tensor that begins the sum is overwritten after it was read."""
+    other = y[:4].clone() @ w
+    total = other + scatter(x @ w)
+    other.add_(1)
+    return (total + scatter(y @ w)) * other
+
+
 def gathers_updated_between(x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     first = gather(x) @ w
     x.add_(1)
@@ -62,6 +70,12 @@ MERGED: dict[str, tuple[Function, int]] = {
     "sum read twice": (lambda x, y, w: (s := scatter(x @ w) + scatter(y @ w), s.relu()), 1),
     "no matmul": (lambda x, y, w: scatter(x.relu()) + scatter(y.tanh()), 1),
     "updated between": (updated_between, 1),
+    "chain, updated between": (chain_updated_between, 1),
+    "residual first": (lambda x, y, w: (y[:4] @ w + scatter(x @ w)) + scatter(y @ w), 1),
+    "residual in the middle": (lambda x, y, w: scatter(x @ w) + (scatter(y @ w) + y[:4] @ w), 1),
+    "three on a residual": (lambda x, y, w: ((y[:4] + scatter(x.relu())) + scatter(y.tanh())) + scatter(x * y), 2),
+    "views on a residual": (lambda x, y, w: (y[:4].view(-1) + scatter(x).view(-1)) + scatter(y).view(-1), 1),
+    "chain, sum read twice": (lambda x, y, w: (s := (y[:4] + scatter(x.cos())) + scatter(y.sin()), s.relu()), 1),
     "gathers": (lambda x, y, w: (gather(x) @ w, gather(x).t() @ gather(y), gather(y) @ w), 2),
     "gathers of views": (lambda x, y, w: (gather(x) @ w, gather(x.view(2, 4, 6).view(8, 6)).relu()), 1),
 }  # fmt: skip
@@ -80,6 +94,13 @@ APART: dict[str, Function] = {
     "doubled": lambda x, y, w: (s := scatter(x @ w)) + s,
     "matmul with another reader": lambda x, y, w: (scatter(p := x @ w) + scatter(y @ w), p.relu()),
     "kind": lambda x, y, w: scatter(x @ w) + funcol.all_reduce((y @ w)[:4], "sum", world_name()),
+    "chain, inner sum read": lambda x, y, w: ((s := y[:4] + scatter(x.cos())) + scatter(y.sin()), s.relu()),
+    "chain, broadcast": lambda x, y, w: (y[:1, :1] + scatter(x @ w)) + scatter((y @ w)[:, :1]),
+    "chain, wider": lambda x, y, w: (y[:1].double() + scatter(x.cos())) + scatter(y.sin()),
+    "chain, alpha": lambda x, y, w: torch.add(y[:4] + scatter(x.cos()), scatter(y.sin()), alpha=2),
+    "chain, inner alpha": lambda x, y, w: torch.add(y[:4], scatter(x.cos()), alpha=2) + scatter(y.sin()),
+    "chain, group": lambda x, y, w: (y[:4] + scatter(x.cos())) + scatter(y.sin(), group=other_group()),
+    "chain, matmul with another reader": lambda x, y, w: ((y[:4] @ w + scatter(p := x @ w)) + scatter(y @ w), p.relu()),
     "gathers, group": lambda x, y, w: (gather(x) @ w, gather(x, other_group()) @ w),
     "gathers, other tensor": lambda x, y, w: (gather(x) @ w, gather(x.clone() * 1) @ w + gather(y) @ w),
     "gathers, other shape": lambda x, y, w: (gather(x) @ w, gather(x.view(4, 12)) @ w.t()),

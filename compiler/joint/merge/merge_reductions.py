@@ -4,8 +4,8 @@
                                                 add      becomes     add(x1, x2) -> view* -> all_reduce -> wait
     x2 -> view* -> all_reduce -> wait -> view* /
 
-The same holds for reduce_scatter. Its views may include a cat that regroups another dim by shards. Both operands must be
-regrouped alike.
+A sum that begins with another tensor is regrouped first (sum_chains.py). The same holds for reduce_scatter. Its views may
+include a cat that regroups another dim by shards. Both operands must be regrouped alike.
 Sound for "sum" and "avg" over the same group when nothing else reads either result. A matmul that other nodes read keeps its
 own reduction: it can be pipelined with that one, but not with the reduction of a sum.
 """
@@ -27,6 +27,7 @@ from ...match.collectives import Collective, Op, read_collective
 from ...match.view_chain import follow_regroup
 from ..joint_decision import joint_decision, record_decision
 from .limits import MergeLimits
+from .sum_chains import find_chain, plain_summands, regroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +48,18 @@ def merge_reductions(graph: Graph, reductions: Sequence[Collective], limits: Mer
     by_wait: dict[Node | None, Collective] = {c.wait: c for c in reductions}
     count = 0
     for node in list(graph.nodes):
-        summands = _summands(node, by_wait)
-        a, b = (None if c is None else _reduced(c) for c in summands)
-        if a is None or b is None or not _can_merge(node, a, b) or not _hold(node, a, b, limits):
+        chain = find_chain(node, lambda n: _find_reduction(n, by_wait) is not None)
+        summands = (chain.first, chain.second) if chain else plain_summands(node)
+        a, b = (_reduced(c) if (c := _find_reduction(n, by_wait)) else None for n in summands or (None, None))
+        if a is None or b is None or not _can_merge(node, a, b):
             continue
-        merged = _merge(graph, node, a, b)
-        limits.position[merged.node] = limits.position[node]
+        at = limits.position[node]
+        if chain and limits.is_written_between(chain.other, limits.position[chain.inner], at):
+            continue
+        if not _hold(node, a, b, limits):
+            continue
+        merged = _merge(graph, regroup(graph, chain) if chain else node, a, b)
+        limits.position[merged.node] = at
         by_wait[merged.wait] = merged
         count += 1
     return count
@@ -62,14 +69,14 @@ def has_sums(graph: Graph, reductions: Sequence[Collective]) -> bool:
     """Return whether the graph adds the results of two of `reductions`."""
     by_wait: dict[Node | None, Collective] = {c.wait: c for c in reductions}
     adds = graph.find_nodes(op="call_function", target=aten.add.Tensor)
-    return len(by_wait) > 1 and any(None not in _summands(node, by_wait) for node in adds)
 
+    def is_reduction(node: Node) -> bool:
+        return _find_reduction(node, by_wait) is not None
 
-def _summands(node: Node, by_wait: dict[Node | None, Collective]) -> tuple[Collective | None, Collective | None]:
-    """Return the reductions whose results `node` adds; None for what is none."""
-    if node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1 or len(node.args) != 2:
-        return None, None
-    return _find_reduction(node.args[0], by_wait), _find_reduction(node.args[1], by_wait)
+    def adds_reductions(add: Node) -> bool:
+        return all(map(is_reduction, plain_summands(add) or (add,))) or find_chain(add, is_reduction) is not None
+
+    return len(by_wait) > 1 and any(map(adds_reductions, adds))
 
 
 def _find_reduction(node: object, by_wait: dict[Node | None, Collective]) -> Collective | None:
