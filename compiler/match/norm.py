@@ -86,23 +86,21 @@ def _of_wide(x: Node, wide: Node, lead: tuple[Node, ...]) -> Iterator[Norm]:
         yield from _rms(x, wide, factor, lead)
     for centered in (n for n in readers(wide) if n.target is aten.sub.Tensor and n.args[0] is wide and not n.kwargs):
         yield from _layer(x, wide, centered, lead)
+    for mean in (n for n in readers(wide) if _is_mean(n, x)):
+        yield from _spelled_layer(x, wide, mean, lead)
 
 
 def _rms(x: Node, wide: Node, factor: Node, lead: tuple[Node, ...]) -> Iterator[Norm]:
     total = _inputs(factor)[0]
     mean, epsilon = _plus_constant(total)
-    if mean is None or mean.target is not aten.mean.dim or not _is_last_dim(mean, x) or dtype_of(mean) is not torch.float32:
+    if mean is None or not _is_mean(mean, x) or not _is_square(square := _inputs(mean)[0], wide):
         return
-    square = _inputs(mean)[0]
-    squared = square.target in _SQUARES and square.args == (wide, 2)
-    if not squared and not (square.target is aten.mul.Tensor and square.args == (wide, wide)):
-        return
-    product = next((n for n in readers(wide) if n.target is aten.mul.Tensor and {*n.args} == {wide, factor}), None)
-    if product is not None:
+    if (product := _product(wide, factor)) is not None:
         yield from _tail("rms", x, product, epsilon, (*lead, square, mean, total, factor, product))
 
 
 def _layer(x: Node, wide: Node, centered: Node, lead: tuple[Node, ...]) -> Iterator[Norm]:
+    """Yield the norm with torch's op for mean and variance."""
     mean = centered.args[1]
     if not isinstance(mean, Node) or mean.target is not operator.getitem or mean.args[1] != 1:
         return
@@ -110,15 +108,43 @@ def _layer(x: Node, wide: Node, centered: Node, lead: tuple[Node, ...]) -> Itera
     is_plain = both.target is aten.var_mean.correction and both.args[0] is wide and _is_last_dim(both, x)
     if not is_plain or both.kwargs.get("correction") != 0 or both.kwargs.get("keepdim") is not True:
         return
-    variance = next((n for n in readers(both) if n.target is operator.getitem and n.args[1] == 0), None)
-    total = next(iter(readers(variance)), None) if variance is not None else None
-    factor = next(iter(readers(total)), None) if total is not None else None
-    if total is None or factor is None or variance is None or factor.target is not aten.rsqrt.default:
-        return
-    source, epsilon = _plus_constant(total)
-    product = next((n for n in readers(centered) if n.target is aten.mul.Tensor and {*n.args} == {centered, factor}), None)
-    if source is variance and product is not None:
-        yield from _tail("layer", x, product, epsilon, (*lead, both, variance, mean, total, factor, centered, product))
+    for variance in (n for n in readers(both) if n.target is operator.getitem and n.args[1] == 0):
+        for total, factor, epsilon in _factors(variance):
+            if (product := _product(centered, factor)) is not None:
+                inner = (both, variance, mean, total, factor, centered, product)
+                yield from _tail("layer", x, product, epsilon, (*lead, *inner))
+
+
+def _spelled_layer(x: Node, wide: Node, mean: Node, lead: tuple[Node, ...]) -> Iterator[Norm]:
+    """Yield the norm with mean and variance spelled out. The centered values may be computed twice, as Cohere's are."""
+    centered = [n for n in readers(mean) if n.target is aten.sub.Tensor and n.args == (wide, mean) and not n.kwargs]
+    squares = [square for c in centered for square in readers(c) if _is_square(square, c)]
+    for variance in (n for square in squares for n in readers(square) if _is_mean(n, x)):
+        for total, factor, epsilon in _factors(variance):
+            for product in filter(None, (_product(c, factor) for c in centered)):
+                inner = (mean, *centered, *squares, variance, total, factor, product)
+                yield from _tail("layer", x, product, epsilon, (*lead, *inner))
+
+
+def _factors(variance: Node) -> Iterator[tuple[Node, Node, float]]:
+    """Yield (variance + epsilon, its rsqrt, epsilon)."""
+    for total in readers(variance):
+        source, epsilon = _plus_constant(total)
+        if source is variance:
+            yield from ((total, n, epsilon) for n in readers(total) if n.target is aten.rsqrt.default)
+
+
+def _product(values: Node, factor: Node) -> Node | None:
+    return next((n for n in readers(values) if n.target is aten.mul.Tensor and {*n.args} == {values, factor}), None)
+
+
+def _is_mean(node: Node, x: Node) -> bool:
+    return node.target is aten.mean.dim and _is_last_dim(node, x) and dtype_of(node) is torch.float32
+
+
+def _is_square(node: Node, values: Node) -> bool:
+    is_power = node.target in _SQUARES and node.args == (values, 2)
+    return is_power or (node.target is aten.mul.Tensor and node.args == (values, values))
 
 
 def _tail(kind: str, x: Node, product: Node, epsilon: float, nodes: tuple[Node, ...]) -> Iterator[Norm]:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.compiler.rank_fused import COLS, Form, compare, hf_rms, inputs, reduced
+from tests.compiler.fused_forms import COLS, Form, hf_rms, reduced
+from tests.compiler.rank_fused import compare, inputs
 from tests.models.compare import uncached
 from ub_overlap.compiler.reports.history import HISTORY
 from ub_overlap.runtime.fp8.numerics import E4M3, E5M2, LEAST_SCALE

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.compiler import rank_fused
-from tests.compiler.rank_fused import FORMS
+from tests.compiler.fused_forms import FORMS
 from tests.harness.ranks import RankPool
 
 PARTS = {
@@ -75,6 +75,14 @@ def test_two_shot_is_a_strategy_of_all_reduces(pool2: RankPool, name: str) -> No
         check(found)
         assert found["strategies"] == ["none"]
         assert "two_shot is a strategy of all_reduces" in found["details"][0]
+
+
+def test_a_parallel_block_on_a_residual(pool2: RankPool) -> None:
+    """Its two reductions are one, with the residual and the norm."""
+    for found in pool2.run(rank_fused.run_form, "cohere_block", "one_shot", "aot_eager", False, timeout=120):
+        check(found)
+        assert found["strategies"] == ["one_shot", "merged"]
+        assert "one kernel with the residual and LayerNorm" in found["details"][0]
 
 
 def test_rounding_is_kept(pool2: RankPool) -> None:
