@@ -48,7 +48,7 @@ class GraphInputs:
     """Facts about the inputs of one of Dynamo's graphs."""
 
     hints: tuple[Any, ...] = ()
-    """The values that symbolic sizes were traced with, and their ranges."""
+    """The values of symbolic sizes that decisions use, and their ranges."""
     shards: UnevenInputs = ()
     """The local sizes of inputs that differ between ranks."""
     parameters: tuple[int, ...] = ()

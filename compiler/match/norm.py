@@ -158,13 +158,14 @@ def _tail(kind: str, x: Node, product: Node, epsilon: float, nodes: tuple[Node, 
         (node,) = following
         if node.target in CASTS and dtype_of(node) == dtype and dtype_of(at) != dtype:
             rounds = rounds or weight is None
-        elif weight is None and bias is None and node.target is aten.mul.Tensor and (vector := _vector(node, at, x)):
-            weight, offset = vector
+        elif weight is None and bias is None and node.target is aten.mul.Tensor and (vectors := _vectors(node, at, x)):
+            weight, offset = vectors[0]
             taken += _vector_nodes(node, at, weight)
-        elif bias is None and node.target is aten.add.Tensor and not node.kwargs and (vector := _vector(node, at, x)):
-            if dtype_of(at) is not torch.float32 or vector[1]:  # a sum in the narrow type rounds twice
+        elif bias is None and node.target is aten.add.Tensor and not node.kwargs and (vectors := _vectors(node, at, x)):
+            added, constant = vectors[-1]
+            if dtype_of(at) is not torch.float32 or constant:  # a sum in the narrow type rounds twice
                 break
-            bias = vector[0]
+            bias = added
             taken += _vector_nodes(node, at, bias)
         else:
             break
@@ -174,21 +175,20 @@ def _tail(kind: str, x: Node, product: Node, epsilon: float, nodes: tuple[Node, 
     yield Norm(kind, weight, bias, epsilon, rounds, at, tuple(dict.fromkeys(taken)), offset)
 
 
-def _vector(node: Node, at: Node, x: Node) -> tuple[Node, float] | None:
-    """Return the vector [cols] of x's type that `node` combines with `at`, and the constant that is added to it in fp32."""
+def _vectors(node: Node, at: Node, x: Node) -> list[tuple[Node, float]]:
+    """Return the vectors [cols] of x's type that `node` combines with `at`, each with the constant that is added to it in fp32.
+
+    A sum of a vector and a constant comes first, the sum as a vector of its own last.
+    """
     others = [n for n in _inputs(node) if n is not at]
     if len(others) != 1 or len(node.args) != 2:
-        return None
-    source, offset = _sum_of_vector(others[0])
-    if _is_widening(source):
-        source = _inputs(source)[0]
-    return (source, offset) if _fit(x, source) else None
-
-
-def _sum_of_vector(node: Node) -> tuple[Node, float]:
-    """Return (vector, constant) of their sum in fp32, else (node, 0)."""
-    vector, constant = _plus_constant(node)
-    return (vector, constant) if vector is not None and dtype_of(node) is torch.float32 else (node, 0.0)
+        return []
+    pairs = [(others[0], 0.0)]
+    vector, constant = _plus_constant(others[0])
+    if vector is not None and dtype_of(others[0]) is torch.float32:
+        pairs.insert(0, (vector, constant))
+    narrow = [(_inputs(v)[0] if _is_widening(v) else v, constant) for v, constant in pairs]
+    return [(v, constant) for v, constant in narrow if _fit(x, v)]
 
 
 def _is_widening(node: Node) -> bool:

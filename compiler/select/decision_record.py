@@ -47,7 +47,7 @@ def kinds_of(candidate: Candidate) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class GraphContext:
-    """What all decisions of one graph share. `hints`: the values that its symbolic sizes were traced with."""
+    """What all decisions of one graph share. `hints`: the values of its symbolic sizes that decisions use."""
 
     phase: str
     hints: Hints

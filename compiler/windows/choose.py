@@ -38,7 +38,7 @@ from .landing_result import release_position
 from .node_times import NodeTimes, is_compute, next_to_collectives
 from .placed_record import Places, choice_of, describe_window, explain_loss, number_ops, saved_us
 from .placement import NETWORK, PORT, Item, Limits, Placed, Transfer, place
-from .ring_slots import fix_slots
+from .ring_slots import fix_slots, has_ring
 from .split_candidates import SplitCandidate, find_splits
 
 ROUNDS = 4
@@ -77,12 +77,13 @@ def choose_splits(
 
     `overrides`: by number of the candidate. `parameters`: as in `Window.is_at_the_edge`.
     """
+    may_differ = has_ring(graph, candidates, parameters)
+    if may_differ:  # ranks of a ring hold other tensors, so their peaks differ
+        found = [replace(alternatives, counts_memory=False) for alternatives in found]
     splits = find_splits(graph, candidates, found, overrides, costs, parameters)
     if not splits:
         return SplitChoice(*assign(found))
-    if any(s.by_order for s in splits.values()):  # ranks of a ring hold other tensors, so their peaks differ
-        found = [replace(alternatives, counts_memory=False) for alternatives in found]
-    planner = _Planner(graph, candidates, costs, splits)
+    planner = _Planner(graph, candidates, costs, splits, may_differ)
     kept = [planner.set_aside(i, alternatives) for i, alternatives in enumerate(found)]
     best: _Round | None = None
     given: set[int] = set()
@@ -150,6 +151,8 @@ class _Planner:
     candidates: Sequence[Candidate]
     costs: SiteCosts
     splits: dict[int, SplitCandidate]
+    may_differ: bool
+    """Whether other ranks may have another graph (ring_slots.py)."""
     _clock: list[float] = field(init=False)
     """Microseconds of the graph's nodes, in the order with nothing fused."""
     _plain_order: FusionOrder = field(init=False)
@@ -159,8 +162,7 @@ class _Planner:
 
     def __post_init__(self) -> None:
         untimed = next_to_collectives(self.graph, [(c.collective, c.match) for c in self.candidates])
-        differs = any(s.by_order for s in self.splits.values())
-        times = NodeTimes.of(self.graph, self._profile(), self.costs.hints, untimed, only_compute=differs)
+        times = NodeTimes.of(self.graph, self._profile(), self.costs.hints, untimed, only_compute=self.may_differ)
         self._plain_order = FusionOrder(self.graph)
         self._clock = [times.us(n) for n in self._plain_order.items]
         for i, s in self.splits.items():

@@ -9,14 +9,31 @@ its own business.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
+from torch.fx import Graph, Node
+
+from ..match import Candidate
 from ..match.collectives import Op
+from ..match.window import Window, WindowFinder
 from .placement import Transfer
 
 GATHERS, EXCHANGES = 2, 4
 """Slots of one group: where it only gathers, one transfer is in flight at a time; else tensors and gradients travel at once."""
+
+
+def is_in_ring(window: Window, parameters: Collection[Node] | None) -> bool:
+    """Return whether other ranks may use another part of the result. `parameters`: as in `Window.is_at_the_edge`."""
+    is_exchange = window.collective.op is Op.ALL_TO_ALL
+    return window.may_differ_by_rank and (is_exchange or not window.is_at_the_edge(parameters))
+
+
+def has_ring(graph: Graph, candidates: Iterable[Candidate], parameters: Collection[Node] | None) -> bool:
+    """Return whether the graph has a collective of a ring, split or not: other ranks may have another graph then."""
+    finder = WindowFinder(graph)
+    windows = (finder.find(c.collective) for c in candidates if c.collective.op is not None and c.collective.wait is not None)
+    return any(is_in_ring(w, parameters) for w in windows)
 
 
 def fix_slots(transfers: list[Transfer], by_order: Mapping[int, Op | None]) -> None:

@@ -31,6 +31,7 @@ from ..select.alternatives import Alternatives
 from ..select.profitability import SiteCosts, too_small
 from .hierarchy import HalfCandidate, find_halves
 from .landing_result import find_readers
+from .ring_slots import is_in_ring
 
 ASSUMED_ROWS = 4096
 """The value of a size of a requested collective that nothing is known of."""
@@ -96,7 +97,7 @@ def find_splits(
         window = finder.find(c)
         is_inner = not window.is_at_the_edge(parameters)
         if requested or not is_inner or candidate.match is None:
-            by_order = window.may_differ_by_rank and (is_inner or c.op is Op.ALL_TO_ALL)
+            by_order = is_in_ring(window, parameters)
             splits[i] = replace(_split_candidate(i, window, priced, requested, costs, widening, by_order), is_inner=is_inner)
     return splits
 

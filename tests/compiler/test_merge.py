@@ -55,6 +55,11 @@ def chain_updated_between(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     return (total + scatter(y @ w)) * other
 
 
+def transposed(x: Tensor) -> Tensor:
+    """[8, 6] -> [4, 6], dense, columns first."""
+    return x.t()[:, :4].contiguous().t()
+
+
 def gathers_updated_between(x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     first = gather(x) @ w
     x.add_(1)
@@ -80,6 +85,10 @@ MERGED: dict[str, tuple[Function, int]] = {
     "gathers of views": (lambda x, y, w: (gather(x) @ w, gather(x.view(2, 4, 6).view(8, 6)).relu()), 1),
 }  # fmt: skip
 APART: dict[str, Function] = {
+    "chain, other layout": lambda x, y, w: (scatter(x.cos()) + transposed(y)) + scatter(y.sin()),
+    "chain, other layout is read": lambda x, y, w: (
+        (scatter(x.cos()) + transposed(y)) + scatter(y.sin())
+    ).as_strided((24,), (1,)),
     "group": lambda x, y, w: scatter(x @ w) + scatter(y @ w, group=other_group()),
     "dim": lambda x, y, w: scatter((x @ w)[:, :8]).view(4, 8) + scatter((y @ w)[:, :8], 1).reshape(4, 8),
     "op": lambda x, y, w: scatter(x @ w) + scatter(y @ w, 0, "avg"),
@@ -209,3 +218,20 @@ def switched_off(rank: int, world: int) -> int:
 
 def test_merging_can_be_switched_off(pool2: RankPool) -> None:
     assert pool2.run(switched_off) == [0, 0]
+
+
+def sized(rank: int, world: int) -> list[str]:
+    """Return what is wrong with a graph that adds a dynamic size to a reduction."""
+
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        total = scatter(x.cos()) + x.shape[0]
+        return total, (total + scatter(y.sin())) + x.shape[1]
+
+    inputs = [torch.randn(8, 6, generator=torch.Generator().manual_seed(rank + n)) for n in range(2)]
+    with uncached():
+        got = torch.compile(function, backend="ub_overlap", options=FORCE, dynamic=True, fullgraph=True)(*inputs)
+    return [f"result {i}" for i, (a, b) in enumerate(zip(got, function(*inputs), strict=True)) if not torch.allclose(a, b)]
+
+
+def test_sums_with_sizes(pool2: RankPool) -> None:
+    assert pool2.run(sized) == [[], []]

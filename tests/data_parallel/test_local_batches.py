@@ -38,7 +38,7 @@ def test_replicated_weights(pool2: RankPool) -> None:
         assert not differs and len(digests) >= 1 and modes
 
 
-@pytest.mark.parametrize(("dynamic", "text"), [(None, "only sizes differ"), (True, "sizes have one value")])
+@pytest.mark.parametrize(("dynamic", "text"), [(None, "only sizes differ"), (True, "plans are made for one value")])
 def test_without_a_hint(dynamic: bool | None, text: str) -> None:
     """The error, which breaks the group, says what to do."""
     for error in run_ranks(ranks.sharded_weights, 2, None, "aot_eager", dynamic, timeout=200):

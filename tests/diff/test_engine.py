@@ -182,6 +182,34 @@ def test_ranks() -> None:
     assert "are the same (20 nodes)" in explain_difference(graphs().pack(), graphs().pack(), ("rank 0", "rank 1"))
 
 
+def batch(rows: str, scale: str = "2.0", shard: str = "[4, 6]", stride: str = "[6, 1]") -> bytes:
+    nodes = (
+        NodeShot("x", op="placeholder", target="x", shape=f"[{rows}, 6]", stride=stride),
+        NodeShot("w", op="placeholder", target="w", shape=shard),
+        NodeShot("view", (0,), target="aten.view", args=f"%, [{rows}, 3, 2]", shape=f"[{rows}, 3, 2]"),
+        NodeShot("mul", (2,), target="aten.mul", args=f"%, {scale}", shape=f"[{rows}, 3, 2]"),
+        NodeShot("output", (3, 1), op="output", target="output", args="%, %"),
+    )
+    snapshot = Snapshot(nodes, "forward")
+    return PlanGraphs("f" * 16, "forward", snapshot, snapshot).pack()
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "advises"),
+    [
+        (batch("8"), batch("16"), True),
+        (batch("s0"), batch("s0"), True),
+        (batch("8"), batch("8"), False),
+        (batch("8"), batch("16", scale="3.0"), False),
+        (batch("8"), batch("8", scale="3.0"), False),
+        (batch("8"), batch("8", stride="[1, 8]"), False),
+    ],
+)
+def test_ranks_with_other_sizes(own: bytes, other: bytes, advises: bool) -> None:
+    """Sizes are to be marked only where nothing else differs, or where they are dynamic."""
+    assert ("hint_override" in explain_difference(own, other, ("rank 0", "rank 1"))) is advises
+
+
 def test_graphs_of_a_rank_that_inflate_without_end() -> None:
     bomb = zlib.compress(bytes(compare_ranks.MAX_BYTES + 1))
     with pytest.raises(StoredFileError, match="too large") as caught:

@@ -27,7 +27,7 @@ from ...match.collectives import Collective, Op, read_collective
 from ...match.view_chain import follow_regroup
 from ..joint_decision import joint_decision, record_decision
 from .limits import MergeLimits
-from .sum_chains import find_chain, plain_summands, regroup
+from .sum_chains import find_chain, regroup, summands_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def merge_reductions(graph: Graph, reductions: Sequence[Collective], limits: Mer
     count = 0
     for node in list(graph.nodes):
         chain = find_chain(node, lambda n: _find_reduction(n, by_wait) is not None)
-        summands = (chain.first, chain.second) if chain else plain_summands(node)
+        summands = (chain.first, chain.second) if chain else summands_of(node)
         a, b = (_reduced(c) if (c := _find_reduction(n, by_wait)) else None for n in summands or (None, None))
         if a is None or b is None or not _can_merge(node, a, b):
             continue
@@ -74,7 +74,7 @@ def has_sums(graph: Graph, reductions: Sequence[Collective]) -> bool:
         return _find_reduction(node, by_wait) is not None
 
     def adds_reductions(add: Node) -> bool:
-        return all(map(is_reduction, plain_summands(add) or (add,))) or find_chain(add, is_reduction) is not None
+        return all(map(is_reduction, summands_of(add) or (add,))) or find_chain(add, is_reduction) is not None
 
     return len(by_wait) > 1 and any(map(adds_reductions, adds))
 
