@@ -143,12 +143,12 @@ def _place_forms(
 ) -> tuple[list[Placed | None], tuple[int, float]]:
     """Return the places, with as many zero-copy gathers as save most, and what they are worth. Adds to `lacking_memory`."""
     forms = dict(zero_copy)
-    best, best_us = _place([forms.get(k, t) for k, t in enumerate(transfers)], items, limits, holders := set(), lacking_memory)
+    best, best_us = _place([forms.get(k, t) for k, t in enumerate(transfers)], items, limits, blocking := set(), lacking_memory)
     for _ in range(ROUNDS):
-        if not holders:
+        if not blocking:
             break
-        forms = {k: t for k, t in forms.items() if k not in holders}
-        chosen, us = _place([forms.get(k, t) for k, t in enumerate(transfers)], items, limits, holders := set(), set())
+        forms = {k: t for k, t in forms.items() if k not in blocking}
+        chosen, us = _place([forms.get(k, t) for k, t in enumerate(transfers)], items, limits, blocking := set(), set())
         if us > best_us:
             best, best_us = chosen, us
     return best, best_us
@@ -169,11 +169,11 @@ def _largest_slots_first(places: Sequence[Placed | None], transfers: Sequence[Tr
 
 
 def _place(
-    transfers: Sequence[Transfer], items: Sequence[Item], limits: Limits, holders: set[int], lacking_memory: set[int]
+    transfers: Sequence[Transfer], items: Sequence[Item], limits: Limits, blocking: set[int], lacking_memory: set[int]
 ) -> tuple[list[Placed | None], tuple[int, float]]:
     """Return the places, and what they are worth: required transfers among them, and microseconds saved.
 
-    Adds to `holders` the zero-copy gathers for whose slot or memory others had to wait, and to `lacking_memory` those that
+    Adds to `blocking` the zero-copy gathers for whose slot or memory others had to wait, and to `lacking_memory` those that
     found no memory at some moment and were not placed.
     """
     pairs = _pairs(transfers)
@@ -182,7 +182,7 @@ def _place(
     for _ in range(ROUNDS):
         sweep = _Sweep(items, transfers, active, limits)
         placed = sweep.run()
-        holders |= sweep.holders
+        blocking |= sweep.blocking
         lacking_memory |= sweep.lacking_memory - placed.keys()
         worse = {k for pair in pairs if pair[0] in active and not _is_worth(pair, transfers, placed) for k in pair}
         if not worse:
@@ -236,7 +236,7 @@ class _Sweep:
     open: dict[int, _Open] = field(default_factory=dict)
     unreleased: dict[int, _Open] = field(default_factory=dict)
     """Zero-copy gathers between finish and release."""
-    holders: set[int] = field(default_factory=set)
+    blocking: set[int] = field(default_factory=set)
     """Those of them for whose slot or memory a start had to wait: of each such moment the one that is read for longest."""
     lacking_memory: set[int] = field(default_factory=set)
     """Transfers that found no memory at some moment, and would fit alone."""
@@ -294,7 +294,7 @@ class _Sweep:
             return False
         slot = self.find_slot(k)
         if slot is None:
-            self.holders.update(sorted(self.unreleased, key=lambda k: (self.transfers[k].release or 0, k))[-1:])
+            self.blocking.update(sorted(self.unreleased, key=lambda k: (self.transfers[k].release or 0, k))[-1:])
             return False
         sizes = self.slots.setdefault(t.group, [])
         sizes += [0] * (slot + 1 - len(sizes))

@@ -31,9 +31,11 @@ def is_in_ring(window: Window, parameters: Collection[Node] | None) -> bool:
 
 def has_ring(graph: Graph, candidates: Iterable[Candidate], parameters: Collection[Node] | None) -> bool:
     """Return whether the graph has a collective of a ring, split or not: other ranks may have another graph then."""
+    known = [c for c in (one.collective for one in candidates) if c.op in (Op.ALL_GATHER, Op.ALL_TO_ALL) and c.wait is not None]
+    if not known:
+        return False
     finder = WindowFinder(graph)
-    windows = (finder.find(c.collective) for c in candidates if c.collective.op is not None and c.collective.wait is not None)
-    return any(is_in_ring(w, parameters) for w in windows)
+    return any(is_in_ring(finder.find(c), parameters) for c in known)
 
 
 def fix_slots(transfers: list[Transfer], by_order: Mapping[int, Op | None]) -> None:

@@ -27,7 +27,7 @@ from ...match.collectives import Collective, Op, read_collective
 from ...match.view_chain import follow_regroup
 from ..joint_decision import joint_decision, record_decision
 from .limits import MergeLimits
-from .sum_chains import find_chain, regroup, summands_of
+from .sum_chains import SumChain, find_chain, regroup, summands_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,12 @@ def merge_reductions(graph: Graph, reductions: Sequence[Collective], limits: Mer
     by_wait: dict[Node | None, Collective] = {c.wait: c for c in reductions}
     count = 0
     for node in list(graph.nodes):
-        chain = find_chain(node, lambda n: _find_reduction(n, by_wait) is not None)
-        summands = (chain.first, chain.second) if chain else summands_of(node)
-        a, b = (_reduced(c) if (c := _find_reduction(n, by_wait)) else None for n in summands or (None, None))
-        if a is None or b is None or not _can_merge(node, a, b):
+        found = _find_sum(node, by_wait)
+        if found is None:
+            continue
+        chain, first, second = found
+        a, b = _reduced(first), _reduced(second)
+        if not _can_merge(node, a, b):
             continue
         at = limits.position[node]
         if chain and limits.is_written_between(chain.other, limits.position[chain.inner], at):
@@ -69,14 +71,15 @@ def has_sums(graph: Graph, reductions: Sequence[Collective]) -> bool:
     """Return whether the graph adds the results of two of `reductions`."""
     by_wait: dict[Node | None, Collective] = {c.wait: c for c in reductions}
     adds = graph.find_nodes(op="call_function", target=aten.add.Tensor)
+    return len(by_wait) > 1 and any(_find_sum(node, by_wait) is not None for node in adds)
 
-    def is_reduction(node: Node) -> bool:
-        return _find_reduction(node, by_wait) is not None
 
-    def adds_reductions(add: Node) -> bool:
-        return all(map(is_reduction, summands_of(add) or (add,))) or find_chain(add, is_reduction) is not None
-
-    return len(by_wait) > 1 and any(map(adds_reductions, adds))
+def _find_sum(node: Node, by_wait: dict[Node | None, Collective]) -> tuple[SumChain | None, Collective, Collective] | None:
+    """Return the reductions whose results `node` adds, and the chain if their sum begins with another tensor."""
+    chain = find_chain(node, lambda n: _find_reduction(n, by_wait) is not None)
+    summands = (chain.first, chain.second) if chain else summands_of(node)
+    a, b = (_find_reduction(n, by_wait) for n in summands or (None, None))
+    return None if a is None or b is None else (chain, a, b)
 
 
 def _find_reduction(node: object, by_wait: dict[Node | None, Collective]) -> Collective | None:
